@@ -1,0 +1,170 @@
+"""The roof: what this machine's matrix units really do, beside what the datasheet says.
+
+    python bench/matmul.py                                  # fp32, tf32, bf16, fp16; n = 1024 ... 16384 as memory allows
+    python bench/matmul.py --dtypes bf16 fp64 --sizes 4096 8192 --json roof.json
+
+Each figure is 2 n³ FLOPs over the median time of C = A @ B for n x n matrices (torch.utils.benchmark, warmed up).
+"""
+
+import json
+import platform
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils.benchmark import Timer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `python bench/matmul.py` finds ours
+from configurator import parse, run  # noqa: E402
+
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+
+# Dense peaks in TFLOPS, from the vendors' datasheets (where they give the sparse figure: half of it). fp16 and bf16 with
+# fp32 accumulation, as training needs it; on GeForce that is half of fp16 with fp16 accumulation.
+DATASHEET = {
+    "V100": dict(fp16=125, fp32=15.7, fp64=7.8),  # NVIDIA V100 datasheet 2020, SXM2
+    "V100 PCIE": dict(fp16=112, fp32=14, fp64=7),  # same, PCIe
+    "V100S PCIE": dict(fp16=130, fp32=16.4, fp64=8.2),  # same, V100S
+    "T4": dict(fp16=65, fp32=8.1),  # NVIDIA T4 datasheet
+    "A10": dict(bf16=125, fp16=125, tf32=62.5, fp32=31.2),  # NVIDIA A10 datasheet
+    "A100": dict(bf16=312, fp16=312, tf32=156, fp32=19.5, fp64=19.5),  # NVIDIA A100 datasheet, SXM4 and PCIe alike
+    "A800": dict(bf16=312, fp16=312, tf32=156, fp32=19.5, fp64=19.5),  # NVIDIA A800 datasheet
+    "RTX 3090": dict(bf16=71, fp16=71, tf32=35.6, fp32=35.6),  # NVIDIA GA102 whitepaper, table 9
+    "RTX 4090": dict(bf16=165.2, fp16=165.2, tf32=82.6, fp32=82.6),  # NVIDIA Ada whitepaper, appendix A
+    "RTX 5090": dict(bf16=209.5, fp16=209.5, tf32=104.8, fp32=104.8),  # NVIDIA RTX Blackwell whitepaper
+    "L4": dict(bf16=121, fp16=121, tf32=60, fp32=30.3),  # NVIDIA L4 datasheet
+    "L40S": dict(bf16=362, fp16=362, tf32=183, fp32=91.6),  # NVIDIA L40S datasheet
+    "H100": dict(bf16=989, fp16=989, tf32=494, fp32=67, fp64=67),  # NVIDIA H100 datasheet, SXM5
+    "H100 PCIe": dict(bf16=756, fp16=756, tf32=378, fp32=51, fp64=51),  # same, PCIe
+    "H100 NVL": dict(bf16=835, fp16=835, tf32=417, fp32=60, fp64=60),  # same, NVL
+    "H800": dict(bf16=989, fp16=989, tf32=494, fp32=67, fp64=1),  # NVIDIA H800 datasheet, SXM5
+    "H200": dict(bf16=989, fp16=989, tf32=494, fp32=67, fp64=67),  # NVIDIA H200 datasheet, SXM5
+    "H200 NVL": dict(bf16=835, fp16=835, tf32=417, fp32=60, fp64=60),  # same, NVL
+    "H20": dict(bf16=148, fp16=148, tf32=74, fp32=44, fp64=1),  # NVIDIA H20 datasheet
+    "B200": dict(bf16=2250, fp16=2250, tf32=1125, fp32=75, fp64=37),  # NVIDIA Blackwell datasheet, HGX B200, per GPU
+    "MI300X": dict(bf16=1307.4, fp16=1307.4, tf32=653.7, fp32=163.4, fp64=163.4),  # AMD MI300X datasheet
+}
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if Path("/proc/cpuinfo").exists():
+        found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+        return f"{found[1] if found else platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def datasheet_tflops(name: str, dtype: str) -> float | None:
+    """The dense peak of a GPU by the name that its driver gives; None if the table lacks it, never a near miss.
+
+    Brand, memory size and socket say nothing of the peak and are dropped ("NVIDIA A100-SXM4-80GB" is A100); every other
+    word must agree, so that a laptop's RTX 4090 is not taken for the desktop's.
+    """
+    noise = r"NVIDIA|GeForce|Tesla|AMD|Instinct|OAM|\d+GB|HBM\w+|SXM\d"
+    words = [w for w in re.split(r"[\s-]+", name) if not re.fullmatch(noise, w)]
+    if words[:1] in (["A100"], ["A800"]):
+        words = [w for w in words if w != "PCIE"]  # these alone have one peak in both forms
+    return DATASHEET.get(" ".join(words), {}).get(dtype)
+
+
+def measure_tflops(n: int, dtype: str, device: torch.device, seconds: float = 1.0) -> float:
+    """The median TFLOPS of C = A @ B, all n x n, over about `seconds` of repetitions."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in range(2))
+        timer = Timer("torch.mm(a, b, out=c)", globals={"torch": torch, "a": a, "b": b, "c": torch.empty_like(a)},
+                      num_threads=torch.get_num_threads())  # fmt: skip
+        return 2 * n**3 / timer.blocked_autorange(min_run_time=seconds).median / 1e12
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
+    """The peak that MFU is a share of, and where it comes from: on a CPU measured here and now, else the datasheet's."""
+    if device.type == "cpu":
+        kind = {t: k for k, t in DTYPES.items() if k != "tf32"}[dtype]
+        peak = measure_tflops(2048, kind, device, seconds=0.5)
+        return peak, f"{peak:.2f} TFLOPS, a 2048 x 2048 {kind} product measured here and now ({device_name(device)})"
+    kind = {t: k for k, t in DTYPES.items() if k != "fp32"}[dtype]
+    peak = datasheet_tflops(device_name(device), kind)
+    if peak is None:
+        return None, f"unknown for {device_name(device)} in {kind}, so MFU is n/a; give --peak_tflops"
+    return peak, f"{peak:g} dense {kind} TFLOPS a device, datasheet of {device_name(device)}"
+
+
+@dataclass(frozen=True)
+class MatmulConfig:
+    # ---- What to measure ----
+    sizes: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)  # n of the n x n matrices
+    dtypes: tuple[str, ...] = ("fp32", "tf32", "bf16", "fp16")  # fp64 when asked for
+    device: str = "auto"  # auto: cuda if there is one, else cpu
+    seconds: float = 1.0  # of repetitions for each figure
+    longest: float = 20.0  # seconds that one product may take by the size before; larger ones are left out
+    # ---- Output ----
+    json: str = ""  # also write the figures to this file
+
+    def problems(self) -> list[str]:
+        wrong = [f"--dtypes: {d!r} is none of {', '.join(DTYPES)}" for d in self.dtypes if d not in DTYPES]
+        wrong += [f"--sizes: {n} must be positive" for n in self.sizes if n < 1]
+        return wrong + ["--seconds must be positive"] * (self.seconds <= 0)
+
+
+def cell(n: int, dtype: str, device: torch.device, cfg: MatmulConfig, slowest: float) -> float | str:
+    """TFLOPS of one size and type, or why there is none; slowest: TFLOPS of the size before, if any."""
+    if dtype == "tf32" and device.type != "cuda":
+        return "n/a"
+    if slowest and 2 * n**3 / slowest / 1e12 > cfg.longest:
+        return "too slow"
+    try:
+        return measure_tflops(n, dtype, device, cfg.seconds)
+    except torch.OutOfMemoryError:
+        return "OOM"
+    except RuntimeError as e:  # the CPU's allocator, and types that a device lacks
+        return "OOM" if "alloc" in str(e) else "n/a"
+
+
+def main() -> None:
+    cfg = parse(MatmulConfig, doc=__doc__)
+    device = (
+        torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if cfg.device == "auto"
+        else torch.device(cfg.device)
+    )
+    name = device_name(device)
+    print(f"{name}, torch {torch.__version__}; TFLOPS of n x n products, median")
+    print("       n" + "".join(f"{d:>10}" for d in cfg.dtypes))
+    table: dict[str, dict[int, float | str]] = {d: {} for d in cfg.dtypes}
+    for n in cfg.sizes:
+        print(f"{n:>8}", end="", flush=True)
+        for d in cfg.dtypes:
+            before = [v for v in table[d].values() if isinstance(v, float)]
+            table[d][n] = cell(n, d, device, cfg, before[-1] if before else 0.0)
+            print(
+                f"{table[d][n]:>10.2f}" if isinstance(table[d][n], float) else f"{table[d][n]:>10}", end="", flush=True
+            )
+        print()
+    peaks = {d: datasheet_tflops(name, d) for d in cfg.dtypes}
+    print("    peak" + "".join(f"{peaks[d] or 'unknown':>10}" for d in cfg.dtypes) + "  (datasheet, dense)")
+    if cfg.json:
+        result = {
+            "device": name,
+            "torch": torch.__version__,
+            "command": " ".join(sys.argv),
+            "tflops": table,
+            "peak": peaks,
+        }
+        Path(cfg.json).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,59 @@
+"""Loss curves of one or more runs, from their metrics.jsonl, as a picture.
+
+python bench/plot_loss.py --runs out/demo                     # -> out/demo/loss.png
+python bench/plot_loss.py --runs out/a out/b --png a_b.png    # in one picture
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `python bench/plot_loss.py` finds ours
+from configurator import UserError, parse, run  # noqa: E402
+
+
+@dataclass(frozen=True)
+class PlotConfig:
+    runs: tuple[str, ...] = ()  # run folders, each with a metrics.jsonl
+    png: str = ""  # the picture; default: loss.png in the first run's folder
+
+    def problems(self) -> list[str]:
+        return [] if self.runs else ["name at least one run: --runs out/demo"]
+
+
+def plot_loss(runs: list[Path], png: str | Path = "") -> Path:
+    """Draw the training and validation loss of each run over its steps; returns the file written."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no screen needed
+    import matplotlib.pyplot as plt
+
+    png = Path(png or runs[0] / "loss.png")
+    fig, ax = plt.subplots(figsize=(8, 5))
+    for number, folder in enumerate(runs):
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for key, style in (("loss", dict(lw=1, alpha=0.6)), ("val_loss", dict(marker="o", ms=4))):
+            points = [(r["step"], r[key]) for r in records if key in r]
+            if points:
+                label = f"{folder.name}, {'training' if key == 'loss' else 'validation'}"
+                ax.plot(*zip(*points, strict=True), label=label, color=f"C{number}", **style)
+    ax.set(xlabel="step", ylabel="loss (nats per token)")
+    ax.grid(alpha=0.3)
+    ax.legend()
+    fig.savefig(png, dpi=120, bbox_inches="tight")
+    plt.close(fig)
+    return png
+
+
+def main() -> None:
+    cfg = parse(PlotConfig, doc=__doc__)
+    runs = [Path(r) for r in cfg.runs]
+    for folder in runs:
+        if not (folder / "metrics.jsonl").exists():
+            raise UserError(f"--runs {folder}: no metrics.jsonl there")
+    print(plot_loss(runs, cfg.png))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,17 @@
+# GPT-2's smallest model. Prepare the data with
+#   python prepare.py --input CORPUS --name NAME --tokenizer gpt2
+# 124M parameters at the gpt2 vocabulary; 2.5G tokens = 20 a parameter. 16 x 1024 x 30 micro-steps of one GPU = 491,520.
+run = "gpt2_124m"
+preset = "gpt2"
+n_layer = 12
+n_head = 12
+n_embd = 768
+block_size = 1024
+
+batch_size = 16
+batch_tokens = 491_520
+max_tokens = 2_500_000_000
+lr = 6e-4
+warmup_ratio = 0.02
+schedule = "cosine"
+eval_every = 250

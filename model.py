@@ -1,0 +1,555 @@
+"""A GPT in one file: architecture, initialisation, generation, accounting, and checkpoints that Hugging Face opens.
+
+    tokens (B, T) -> wte (+ wpe) -> x --+--> norm_1 -> attention --(+)--> norm_2 -> mlp --(+)--> ... -> norm_f -> lm_head
+                                        |          n_layer times |          |             |
+                                        +------------------------+          +-------------+   the residual stream (B, T, C)
+
+Shapes: B batch, T sequence, C = n_embd, nh = n_head, nkv = n_kv_head, hs = head_dim, V = vocab_size.
+
+               positions         norm        mlp       attention                 in Hugging Face
+    gpt2       learned           LayerNorm   GELU      one k, v for each head    GPT2LMHeadModel
+    llama      RoPE              RMSNorm     SwiGLU    grouped queries (GQA)     LlamaForCausalLM
+    qwen3      RoPE              RMSNorm     SwiGLU    GQA with QK-norm          Qwen3ForCausalLM
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+PRESETS = {
+    "gpt2": dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False, tie_embeddings=True),
+    "llama": dict(pos="rope", norm="rmsnorm", mlp="swiglu", bias=False, qk_norm=False, tie_embeddings=False),
+    "qwen3": dict(pos="rope", norm="rmsnorm", mlp="swiglu", bias=False, qk_norm=True, tie_embeddings=False),
+}
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The architecture. A preset is a set of switches: GPTConfig(**PRESETS["llama"], n_layer=8, ...)."""
+
+    vocab_size: int = 50257
+    block_size: int = 1024  # the longest sequence, in tokens
+    n_layer: int = 12
+    n_head: int = 12
+    n_kv_head: int = 0  # key/value heads (GQA); 0: n_head
+    n_embd: int = 768
+    head_dim: int = 0  # 0: n_embd / n_head
+    d_ff: int = 0  # width inside the MLP; 0: 4 n_embd, for swiglu 8/3 n_embd rounded up to a multiple of 64
+    pos: Literal["learned", "rope"] = "learned"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    mlp: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"  # OpenAI's GPT-2 has gelu_tanh, an approximation
+    bias: bool = True  # in linear layers and LayerNorm
+    qk_norm: bool = False  # RMSNorm over each head's query and key
+    tie_embeddings: bool = True  # lm_head shares the weights of wte
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        def default(name: str, value: int) -> None:  # a frozen dataclass resolves its own defaults this way
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
+
+        if problems := [f"{f.name} must be positive" for f in fields(self)[:4] if getattr(self, f.name) < 1]:
+            raise ValueError("; ".join(problems))
+        default("n_kv_head", self.n_head)
+        if not self.head_dim and self.n_embd % self.n_head:
+            raise ValueError(
+                f"n_embd={self.n_embd} does not divide by n_head={self.n_head}: change one, or set head_dim"
+            )
+        default("head_dim", self.n_embd // self.n_head)
+        default("d_ff", -(-8 * self.n_embd // 3 // 64) * 64 if self.mlp == "swiglu" else 4 * self.n_embd)
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
+        if self.pos == "rope" and self.head_dim % 2:
+            raise ValueError(f"rope turns pairs of numbers: head_dim={self.head_dim} must be even")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """vocab_size rounded up to a multiple of 128, which matrix units like; the padding can never be sampled."""
+        return -(-self.vocab_size // 128) * 128
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pieces
+
+
+def make_norm(c: GPTConfig) -> nn.Module:
+    return (
+        nn.LayerNorm(c.n_embd, c.norm_eps, bias=c.bias) if c.norm == "layernorm" else nn.RMSNorm(c.n_embd, c.norm_eps)
+    )
+
+
+def rope_table(c: GPTConfig) -> torch.Tensor:
+    """cos and sin of every position's rotation, (2, block_size, 1, hs) fp32. RoFormer, arXiv 2104.09864, eq. 34."""
+    freq = c.rope_theta ** (-torch.arange(0, c.head_dim, 2).float() / c.head_dim)  # (hs/2,)
+    angle = torch.outer(torch.arange(c.block_size).float(), freq).repeat(1, 2)  # (block_size, hs)
+    return torch.stack((angle.cos(), angle.sin()))[:, :, None]
+
+
+def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    """Rotate x (B, T, n, hs) by rope (2, T, 1, hs), pairing dimension i with i + hs/2 as Hugging Face's Llama does.
+
+    In fp32: bf16 has too few bits for the angles of far positions. torch.compile fuses the casts away.
+    """
+    cos, sin = rope
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin  # promoted to the table's fp32
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, preallocated: two tensors of (n_layer, B, nkv, block_size, hs)."""
+
+    def __init__(self, c: GPTConfig, batch: int, device: torch.device, dtype: torch.dtype):
+        shape = (c.n_layer, batch, c.n_kv_head, c.block_size, c.head_dim)
+        self.k, self.v = torch.empty(shape, device=device, dtype=dtype), torch.empty(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def extend(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write k, v (B, nkv, T, hs) behind what the layer holds; return all of its keys and values."""
+        end = self.length + k.size(2)
+        self.k[layer, :, :, self.length : end], self.v[layer, :, :, self.length : end] = k, v
+        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+
+
+class Attention(nn.Module):
+    """Causal self-attention: nh query heads over nkv key/value heads."""
+
+    def __init__(self, c: GPTConfig, layer: int):
+        super().__init__()
+        self.heads, self.head_dim, self.dropout = (c.n_head, c.n_kv_head, c.n_kv_head), c.head_dim, c.dropout
+        self.layer = layer
+        self.qkv = nn.Linear(c.n_embd, sum(self.heads) * c.head_dim, bias=c.bias)
+        self.proj = nn.Linear(c.n_head * c.head_dim, c.n_embd, bias=c.bias)
+        self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+        self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None, cache: KVCache | None) -> torch.Tensor:
+        B, T, _ = x.shape
+        q, k, v = self.qkv(x).view(B, T, -1, self.head_dim).split(self.heads, dim=2)  # (B, T, nh or nkv, hs)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        q, k, v = q.to(v.dtype).transpose(1, 2), k.to(v.dtype).transpose(1, 2), v.transpose(1, 2)  # (B, n, T, hs)
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v)
+        if k.size(1) < q.size(1):  # not enable_gqa: on a V100 that falls back to the T x T matrix
+            k, v = (t.repeat_interleave(q.size(1) // k.size(1), dim=1) for t in (k, v))
+        # One new token looks at all of the cache, so it needs no mask.
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=T > 1)
+        return self.proj(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, C)
+
+
+class MLP(nn.Module):
+    """GELU: down(gelu(up x)); SwiGLU: down(silu(gate x) * up x) (arXiv 2002.05202)."""
+
+    def __init__(self, c: GPTConfig):
+        super().__init__()
+        self.approximate = "tanh" if c.mlp == "gelu_tanh" else "none"
+        self.gate_proj = nn.Linear(c.n_embd, c.d_ff, bias=c.bias) if c.mlp == "swiglu" else None
+        self.up_proj = nn.Linear(c.n_embd, c.d_ff, bias=c.bias)
+        self.down_proj = nn.Linear(c.d_ff, c.n_embd, bias=c.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gate_proj is not None:
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(F.gelu(self.up_proj(x), approximate=self.approximate))
+
+
+class Block(nn.Module):
+    def __init__(self, c: GPTConfig, layer: int):
+        super().__init__()
+        self.norm_1, self.attn = make_norm(c), Attention(c, layer)
+        self.norm_2, self.mlp = make_norm(c), MLP(c)
+        self.dropout = nn.Dropout(c.dropout)
+
+    def forward(self, x: torch.Tensor, rope: torch.Tensor | None, cache: KVCache | None) -> torch.Tensor:
+        x = x + self.dropout(self.attn(self.norm_1(x), rope, cache))
+        return x + self.dropout(self.mlp(self.norm_2(x)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+
+
+class GPT(nn.Module):
+    def __init__(self, c: GPTConfig):
+        super().__init__()
+        self.config = c
+        self.wte = nn.Embedding(c.padded_vocab_size, c.n_embd)
+        self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
+        self.dropout = nn.Dropout(c.dropout)
+        self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.n_layer))
+        self.norm_f = make_norm(c)
+        self.lm_head = nn.Linear(c.n_embd, c.padded_vocab_size, bias=False)
+        if c.tie_embeddings:
+            self.lm_head.weight = self.wte.weight
+        self.register_buffer("rope", rope_table(c) if c.pos == "rope" else None, persistent=False)
+        # The padding's logits are -inf, in training too: its rows then get no gradient and stay 0, so that a checkpoint
+        # can leave them out. As a bias it costs nothing: it is added where the product is written.
+        mask = None
+        if c.padded_vocab_size > c.vocab_size:
+            ids = torch.arange(c.padded_vocab_size)
+            mask = torch.zeros(c.padded_vocab_size).masked_fill(ids >= c.vocab_size, -math.inf)
+        self.register_buffer("padding_mask", mask, persistent=False)
+
+    def forward(
+        self,
+        idx: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        cache: KVCache | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+    ) -> torch.Tensor:
+        """With targets (B, T; -1 is ignored): the cross-entropy in nats. Without: the last position's logits (B, V).
+
+        idx: token ids (B, T), T <= block_size. With a cache, idx continues what the cache holds: a prompt of any length
+        into an empty one, then one token at a time.
+        """
+        start = 0 if cache is None else cache.length
+        T = idx.size(1)
+        x = self.wte(idx)  # (B, T, C)
+        if self.wpe is not None:
+            x = x + self.wpe.weight[start : start + T]
+        rope = None if self.rope is None else self.rope[:, start : start + T]
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x, rope, cache)
+        if cache is not None:
+            cache.length += T
+        if targets is None:
+            return self.logits(x[:, -1])[:, : self.config.vocab_size].float()
+        logits = self.logits(x).float()  # (B, T, V): the largest tensor of all
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.norm_f(x), self.lm_head.weight, self.padding_mask)
+
+    # -- generation --
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        idx: torch.Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        eos_id: int | None = None,
+        generator: torch.Generator | None = None,
+        use_cache: bool = True,
+    ) -> Iterator[torch.Tensor]:
+        """Continue idx (B, T), yielding the next token of every row, (B,), until all rows have met eos_id.
+
+        A row that has met it goes on yielding it. temperature 0 is greedy. When block_size is full the older half of
+        the context is forgotten, so that one token costs one forward step nearly always.
+        """
+        c = self.config
+        idx, cache = idx[:, -c.block_size :], None
+        done = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
+        for _ in range(max_new_tokens):
+            if idx.size(1) > c.block_size:
+                idx, cache = idx[:, -(c.block_size // 2) :], None
+            if use_cache and cache is None:
+                cache = KVCache(c, idx.size(0), idx.device, self.wte.weight.dtype)
+                logits = self(idx, cache=cache)
+            else:
+                logits = self(idx[:, -1:], cache=cache) if use_cache else self(idx)
+            token = sample_token(logits, temperature, top_k, top_p, generator)
+            if eos_id is not None:
+                token = torch.where(done, eos_id, token)
+                done = done | (token == eos_id)
+            yield token
+            if eos_id is not None and done.all():
+                return
+            idx = torch.cat((idx, token[:, None]), dim=1)
+
+    # -- initialisation --
+
+    def init_weights(self, scheme: str = "gpt2") -> None:
+        """Draw every matrix from N(0, std(role, fan_in, fan_out)²) by a scheme of INIT; biases 0, norm weights 1."""
+        c, std = self.config, INIT[scheme]
+        heads = [n * c.head_dim for n in (c.n_head, c.n_kv_head, c.n_kv_head)]
+        parts = [("embed", self.wte.weight[: c.vocab_size])]
+        if self.wpe is not None:
+            parts.append(("embed", self.wpe.weight))
+        for block in self.blocks:
+            parts += zip(("query", "key", "value"), block.attn.qkv.weight.split(heads), strict=True)
+            parts.append(("out", block.attn.proj.weight))
+            if block.mlp.gate_proj is not None:
+                parts.append(("up", block.mlp.gate_proj.weight))
+            parts += [("up", block.mlp.up_proj.weight), ("down", block.mlp.down_proj.weight)]
+        if not c.tie_embeddings:
+            parts.append(("head", self.lm_head.weight[: c.vocab_size]))
+        with torch.no_grad():
+            self.wte.weight.zero_()  # the padding's rows stay 0
+            self.lm_head.weight.zero_()
+            for role, weight in parts:
+                weight.normal_(0.0, std(role, weight.size(1), weight.size(0), c.n_layer))
+            for name, p in self.named_parameters():
+                if p.dim() == 1:
+                    p.fill_(0.0 if name.endswith("bias") else 1.0)
+
+    # -- accounting: one definition for train.py, bench/ and tests/ --
+
+    def param_groups(self, weight_decay: float) -> list[dict]:
+        """Matrices and embeddings are decayed; biases and norm weights are not."""
+        params = list(self.parameters())
+        return [
+            {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        ]
+
+    def num_params(self) -> dict[str, int]:
+        """Parameters, without the vocabulary's padding: total; embedding (look-ups only); matmul.
+
+        matmul are those that take part in a matrix product, lm_head included whether tied or not.
+        """
+        c = self.config
+        padding = (c.padded_vocab_size - c.vocab_size) * c.n_embd
+        total = sum(p.numel() for p in self.parameters()) - padding * (1 if c.tie_embeddings else 2)
+        matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear)) - padding
+        positions = 0 if self.wpe is None else self.wpe.weight.numel()
+        return {"total": total, "embedding": c.vocab_size * c.n_embd + positions, "matmul": matmul}
+
+    def flops_per_token(self, T: int) -> int:
+        """Model FLOPs of a token's forward and backward: 6 N_matmul + 12 n_layer nh hs T. PaLM, arXiv 2204.02311, app. B.
+
+        Attention counts the full T x T; work that is done twice (recomputation) is not counted.
+        """
+        c = self.config
+        return 6 * self.num_params()["matmul"] + 12 * c.n_layer * c.n_head * c.head_dim * T
+
+    # -- checkpoints: a Hugging Face model directory --
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write config.json and model.safetensors, in the names of the Hugging Face class if one fits."""
+        state = {name: p.detach() for name, p in self.named_parameters()}  # a tied lm_head appears once, as wte
+        (Path(folder) / "config.json").write_text(json.dumps(to_hf_config(self.config), indent=2) + "\n")
+        save_file(to_hf_state(self.config, state), Path(folder) / "model.safetensors", metadata={"format": "pt"})
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, **overrides) -> "GPT":
+        """The model that save_pretrained wrote, on the CPU in fp32; overrides: GPTConfig fields, such as dropout."""
+        c = from_hf_config(json.loads((Path(folder) / "config.json").read_text()), **overrides)
+        model = cls(c)
+        model.load_state_dict(from_hf_state(model, load_file(Path(folder) / "model.safetensors")), strict=True)
+        return model
+
+
+def sample_token(
+    logits: torch.Tensor,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """One token id a row, (B,), from logits (B, V). top_p: the fewest tokens whose probability reaches it (nucleus)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits / temperature
+    if 0 < top_k < logits.size(-1):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+    if top_p < 1.0:
+        ordered, order = logits.sort(descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # the probability of all likelier tokens
+        drop = (before >= top_p).index_fill(1, torch.tensor(0, device=logits.device), False)  # the likeliest stays
+        logits = logits.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -math.inf)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Initialisation schemes: the standard deviation of a matrix, from its role, fan_in i, fan_out o and the depth L.
+# Roles: embed; query, key, value, up (they read the residual stream); out, down (they write to it); head.
+
+
+def _scheme(std, embed: float = 0.02, residual=1.0, zero: bool = False):
+    """`std` for every matrix but the embeddings; times `residual` (of L) for out and down, or 0 there."""
+
+    def rule(role: str, i: int, o: int, L: int) -> float:
+        if role == "embed":
+            return embed
+        writes = role in ("out", "down")
+        if writes and zero:
+            return 0.0
+        return std(role, i, o, L) * (residual(L) if writes and callable(residual) else 1.0)
+
+    return rule
+
+
+def _deepnorm(role: str, i: int, o: int, L: int) -> float:
+    gain = 1.0 if role in ("query", "key", "head") else (8 * L) ** -0.25
+    return gain * math.sqrt(2 / (i + o))
+
+
+INIT = {
+    # 0.02, and 0.02 / sqrt(2L) into the residual stream: its variance does not grow with depth. GPT-2 report, section 2.3
+    "gpt2": _scheme(lambda role, i, o, L: 0.02, residual=lambda L: (2 * L) ** -0.5),
+    # 0.02 everywhere: initializer_range of Hugging Face's Llama and Qwen3
+    "llama": _scheme(lambda role, i, o, L: 0.02),
+    # sqrt(2 / (i + o)). Glorot and Bengio 2010, eq. 12
+    "xavier": _scheme(lambda role, i, o, L: math.sqrt(2 / (i + o))),
+    # sqrt(2 / i). He et al. 2015, arXiv 1502.01852, eq. 10
+    "kaiming": _scheme(lambda role, i, o, L: math.sqrt(2 / i)),
+    # sqrt(1 / i). LeCun et al. 1998, Efficient BackProp, eq. 16
+    "lecun": _scheme(lambda role, i, o, L: math.sqrt(1 / i)),
+    # SmallInit sqrt(2 / 5d). Nguyen and Salazar 2019, arXiv 1910.05895, section 2.2 (d = n_embd; here the smaller fan)
+    "small": _scheme(lambda role, i, o, L: math.sqrt(2 / (5 * min(i, o)))),
+    # Xavier times (8L)^-1/4 for value, out, up, down. DeepNet, arXiv 2203.00555, table 1 (decoder-only); only its
+    # initialisation: the residual stays pre-norm and unscaled here
+    "deepnorm": _scheme(_deepnorm),
+    # LeCun, and 0 into the residual stream: every block starts as the identity. Fixup, arXiv 1901.09321; ReZero, 2003.04887
+    "zero_proj": _scheme(lambda role, i, o, L: math.sqrt(1 / i), zero=True),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hugging Face: which class fits, its config.json, and our parameter names in its terms
+
+
+def hf_class(c: GPTConfig) -> str | None:
+    """The transformers class that computes exactly this architecture, or None."""
+    if (c.pos, c.norm, c.qk_norm) == ("learned", "layernorm", False) and c.mlp in ("gelu", "gelu_tanh"):
+        same_heads = c.n_kv_head == c.n_head and c.head_dim * c.n_head == c.n_embd
+        return "GPT2LMHeadModel" if same_heads else None
+    if (c.pos, c.norm, c.mlp) == ("rope", "rmsnorm", "swiglu"):
+        if c.qk_norm:
+            return None if c.bias else "Qwen3ForCausalLM"
+        return "LlamaForCausalLM"
+    return None
+
+
+def to_hf_config(c: GPTConfig) -> dict:
+    """config.json as the fitting transformers class reads it; our own fields, under the architecture GPT, if none fits."""
+    name = hf_class(c)
+    shared = {"architectures": [name or "GPT"], "vocab_size": c.vocab_size, "tie_word_embeddings": c.tie_embeddings}
+    shared |= {"torch_dtype": "float32"}
+    if name is None:
+        return shared | {"model_type": "gpt"} | asdict(c)
+    if name == "GPT2LMHeadModel":
+        sizes = dict(n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, n_inner=c.d_ff)
+        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), c.dropout)
+        activation = "gelu_new" if c.mlp == "gelu_tanh" else "gelu"
+        more = dict(activation_function=activation, layer_norm_epsilon=c.norm_eps, use_bias=c.bias)
+        return shared | {"model_type": "gpt2"} | sizes | drops | more
+    return shared | {
+        "model_type": "qwen3" if c.qk_norm else "llama",
+        "max_position_embeddings": c.block_size,
+        "num_hidden_layers": c.n_layer,
+        "num_attention_heads": c.n_head,
+        "num_key_value_heads": c.n_kv_head,
+        "hidden_size": c.n_embd,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.d_ff,
+        "hidden_act": "silu",
+        "attention_bias": c.bias,
+        "mlp_bias": c.bias,
+        "attention_dropout": c.dropout,
+        "rope_theta": c.rope_theta,
+        "rms_norm_eps": c.norm_eps,
+    }
+
+
+def from_hf_config(d: dict, **overrides) -> GPTConfig:
+    """GPTConfig from what to_hf_config wrote."""
+    name = d.get("architectures", ["?"])[0]
+    if name == "GPT":
+        found = {f.name: d[f.name] for f in fields(GPTConfig)}
+    elif name == "GPT2LMHeadModel":
+        found = {k: d[k] for k in ("vocab_size", "n_layer", "n_head", "n_embd")}
+        found |= dict(block_size=d["n_positions"], d_ff=d.get("n_inner") or 0, norm_eps=d["layer_norm_epsilon"])
+        found |= PRESETS["gpt2"] | dict(bias=d.get("use_bias", True), dropout=d["resid_pdrop"])
+        found |= dict(tie_embeddings=d.get("tie_word_embeddings", True))
+        found |= dict(mlp="gelu" if d.get("activation_function") == "gelu" else "gelu_tanh")
+    elif name in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
+        found = PRESETS["llama" if name[0] == "L" else "qwen3"] | dict(
+            vocab_size=d["vocab_size"],
+            block_size=d["max_position_embeddings"],
+            n_layer=d["num_hidden_layers"],
+            n_head=d["num_attention_heads"],
+            n_kv_head=d["num_key_value_heads"],
+            n_embd=d["hidden_size"],
+            head_dim=d.get("head_dim") or 0,
+            d_ff=d["intermediate_size"],
+            bias=d.get("attention_bias", False),
+            tie_embeddings=d.get("tie_word_embeddings", False),
+            rope_theta=d["rope_theta"],
+            norm_eps=d["rms_norm_eps"],
+            dropout=d.get("attention_dropout", 0.0),
+        )
+    else:
+        raise ValueError(
+            f"config.json: architecture {name!r} is none of GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM"
+        )
+    return GPTConfig(**(found | overrides))
+
+
+HF_GPT2 = {"wte": "transformer.wte", "wpe": "transformer.wpe", "norm_f": "transformer.ln_f", "blocks": "transformer.h"} | {
+    "norm_1": "ln_1", "norm_2": "ln_2", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj",
+    "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj",
+}  # fmt: skip
+HF_LLAMA = {"wte": "model.embed_tokens", "norm_f": "model.norm", "blocks": "model.layers"} | {
+    "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm", "attn.proj": "self_attn.o_proj",
+    "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
+    "attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+}  # fmt: skip
+
+
+def hf_names(c: GPTConfig, name: str) -> list[str]:
+    """The Hugging Face name of one of our parameters; three for the qkv of a Llama, which has them apart."""
+    kind = hf_class(c)
+    if kind is None:
+        return [name]
+    table = HF_GPT2 if kind == "GPT2LMHeadModel" else HF_LLAMA
+    module, leaf = name.rsplit(".", 1)
+    prefix = ""
+    if module.startswith("blocks."):
+        _, layer, module = module.split(".", 2)
+        prefix = f"{table['blocks']}.{layer}."
+    return [f"{prefix}{part}.{leaf}" for part in table.get(module, module).split()]
+
+
+def to_hf_state(c: GPTConfig, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Our parameters as the fitting class stores them: without vocabulary padding, GPT-2's matrices transposed."""
+    gpt2 = hf_class(c) == "GPT2LMHeadModel"
+    heads = [n * c.head_dim for n in (c.n_head, c.n_kv_head, c.n_kv_head)]
+    out = {}
+    for name, w in state.items():
+        if name in ("wte.weight", "lm_head.weight"):
+            w = w[: c.vocab_size]
+        elif gpt2 and name.startswith("blocks.") and w.dim() == 2:
+            w = w.t()  # GPT-2's Conv1D holds (in, out)
+        names = hf_names(c, name)
+        for key, part in zip(names, w.split(heads) if len(names) == 3 else [w], strict=True):
+            out[key] = part.contiguous().cpu()
+            if gpt2 and not c.bias and (".h." in key or "ln_f" in key):  # the class has biases: zeros compute the same
+                out[key.removesuffix("weight") + "bias"] = torch.zeros(w.size(-1))
+    return out
+
+
+def from_hf_state(model: GPT, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of to_hf_state."""
+    c, state = model.config, {}
+    gpt2 = hf_class(c) == "GPT2LMHeadModel"
+    for name, like in model.state_dict().items():
+        if name == "lm_head.weight" and c.tie_embeddings:
+            state[name] = state["wte.weight"]
+            continue
+        w = torch.cat([stored[key] for key in hf_names(c, name)])
+        if gpt2 and name.startswith("blocks.") and w.dim() == 2:
+            w = w.t()
+        state[name] = F.pad(w, (0, 0, 0, like.size(0) - w.size(0))) if name in ("wte.weight", "lm_head.weight") else w
+    return state
+
+
+def newest_checkpoint(folder: str | Path) -> Path | None:
+    """The newest whole checkpoint in out/RUN/ckpt: whole means that its manifest.json, which is written last, is there."""
+    return max((p.parent for p in Path(folder).glob("step_*/manifest.json")), default=None)

@@ -1,0 +1,110 @@
+"""Small real inputs: a corpus in Chinese and English, a data set made from it by prepare.py, and a way to run a script."""
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import configurator
+import prepare
+import train
+
+REPO = Path(__file__).resolve().parents[1]
+
+# A model that trains in a second; every test that trains adds to this.
+TINY = [
+    "--preset=llama", "--n_layer=2", "--n_head=4", "--n_kv_head=2", "--n_embd=32", "--block_size=32", "--batch_size=4",
+    "--batch_tokens=256", "--max_steps=8", "--lr=3e-3", "--log_every=1", "--eval_every=4", "--save_every=4", "--device=cpu",
+    "--dtype=float32", "--peak_tflops=1", "--progress=line", "--dataset=tiny",
+]  # fmt: skip
+
+
+def make_records(n: int, seed: int = 0) -> list[dict]:
+    rng = random.Random(seed)
+    words = "the loop reads tokens and writes weights 模型 训练 数据 学习率 梯度 naïve 😀 x=1;".split()
+    records = []
+    for i in range(n):
+        text = [" ".join(rng.choices(words, k=rng.randint(5, 40))) for _ in range(3)]
+        records.append(
+            {"title": f"条目 {i}", "summary": text[0], "sections": [{"title": "节", "content": t} for t in text[1:]]}
+        )
+    return records
+
+
+def write_jsonl(path: Path, records: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory) -> Path:
+    """The folder of data sets, with the set `tiny` in it."""
+    root = tmp_path_factory.mktemp("data")
+    corpus = write_jsonl(root / "corpus.jsonl", make_records(300))
+    call(
+        prepare.main,
+        "--input",
+        str(corpus),
+        "--name=tiny",
+        f"--data_dir={root}",
+        "--vocab_size=400",
+        "--val_fraction=0.1",
+    )
+    return root
+
+
+def call(main: Callable[[], None], *argv: str) -> None:
+    """Run a script's main() in this process with these arguments."""
+    before, sys.argv = sys.argv, ["script.py", *map(str, argv)]
+    try:
+        main()
+    finally:
+        sys.argv = before
+
+
+@pytest.fixture
+def refuses(capsys) -> Callable[..., str]:
+    """refuses(main, *argv): the script must end with exit code 2 and one clear line, which is returned."""
+
+    def check(main: Callable[[], None], *argv: str) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_info:
+            call(lambda: configurator.run(main), *argv)
+        error = capsys.readouterr().err.strip()
+        assert exit_info.value.code == 2
+        assert error.startswith("error: ") and "\n" not in error, error
+        return error
+
+    return check
+
+
+def train_tiny(data: Path, out: Path, *options: str) -> Path:
+    """Train TINY in this process; returns out/run."""
+    call(train.main, *TINY, f"--data_dir={data}", f"--out_dir={out}", *options)
+    return out / "run"
+
+
+def torchrun(n: int, data: Path, out: Path, *options: str) -> Path:
+    """The same in n processes, under torchrun."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={n}",
+        str(REPO / "train.py"),
+    ]
+    command += [*TINY, f"--data_dir={data}", f"--out_dir={out}", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out / "run"
+
+
+def metrics(run: Path, key: str) -> dict[int, float]:
+    """step -> value, from metrics.jsonl."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: r[key] for r in records if key in r}

@@ -1,0 +1,126 @@
+import ast
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+import prepare
+import sample
+import train
+from bench import matmul
+from configurator import UserError, changes, help_text, parse
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Config:
+    # ---- Numbers ----
+    steps: int = 10  # how many
+    lr: float = 0.1  # how fast
+    # ---- Others ----
+    compile: bool | Literal["auto"] = "auto"  # whether
+    kind: Literal["a", "b"] = "a"  # which
+    name: str = "x"  # who
+    files: tuple[str, ...] = ()  # what
+
+    def problems(self):
+        return ["steps must be positive"] * (self.steps < 1) + ["lr must be positive"] * (self.lr <= 0)
+
+
+def test_later_sources_win_defaults_then_files_then_command_line(tmp_path):
+    (tmp_path / "a.py").write_text("steps = 20\nlr = 1\nkind = 'b'\n")
+    (tmp_path / "b.py").write_text("import math\n_half = 15\nsteps = 2 * _half\n")
+    got = parse(Config, ["--lr=0.5", str(tmp_path / "a.py"), str(tmp_path / "b.py")])
+    assert got == Config(steps=30, lr=0.5, kind="b")
+    assert changes(got) == {"steps": 30, "lr": 0.5, "kind": "b"}
+
+
+@pytest.mark.parametrize(
+    "argv, want",
+    [
+        (["--steps", "5"], Config(steps=5)),
+        (["--steps=5e3"], Config(steps=5000)),
+        (["--steps=1_000"], Config(steps=1000)),
+        (["--steps=12345678901234567890"], Config(steps=12345678901234567890)),
+        (["--lr=1"], Config(lr=1.0)),
+        (["--compile"], Config(compile=True)),
+        (["--compile=false"], Config(compile=False)),
+        (["--compile", "auto", "--kind", "b"], Config(kind="b")),
+        (["--name=a=b"], Config(name="a=b")),
+        (["--name="], Config(name="")),
+        (["--files", "p", "q", "--steps=3"], Config(files=("p", "q"), steps=3)),
+    ],
+)
+def test_every_spelling_of_an_option_is_understood(argv, want):
+    assert parse(Config, argv) == want
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--stepz=5"], "--stepz: unknown setting 'stepz'; did you mean 'steps'?"),
+        (["--steps=five"], "--steps: steps='five' is not accepted; it takes int"),
+        (["--steps=1.5"], "it takes int"),
+        (["--kind=c"], "it takes a|b"),
+        (["--compile=maybe"], "it takes true/false|auto".replace("/", "|")),
+        (["--steps"], "--steps: a value is missing; it takes int"),
+        (["steps=5"], "expected config/NAME.py or --key=value"),
+        (["--steps=0", "--lr=-1"], "steps must be positive; lr must be positive"),
+        (["nowhere.py"], "config file nowhere.py: No such file"),
+    ],
+)
+def test_a_mistake_on_the_command_line_says_what_is_accepted(argv, message):
+    with pytest.raises(UserError, match="(?s)") as e:
+        parse(Config, argv)
+    assert message in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("stepz = 5\n", "unknown setting 'stepz'; did you mean 'steps'?"),
+        ("steps = '5 apples'\n", "is not accepted; it takes int"),
+        ("steps = 5\nlr = 1 / 0\n", "line 2: ZeroDivisionError"),
+        ("steps = = 5\n", "line 1: SyntaxError"),
+    ],
+)
+def test_a_mistake_in_a_config_file_names_the_file(tmp_path, text, message):
+    (tmp_path / "c.py").write_text(text)
+    with pytest.raises(UserError) as e:
+        parse(Config, [str(tmp_path / "c.py")])
+    assert str(e.value).startswith(f"config file {tmp_path / 'c.py'}") and message in str(e.value)
+
+
+SCRIPTS = [(train, train.TrainConfig), (prepare, prepare.PrepareConfig), (sample, sample.SampleConfig)]
+
+
+@pytest.mark.parametrize("module, cls", [*SCRIPTS, (matmul, matmul.MatmulConfig)])
+def test_help_shows_every_setting_with_its_default_and_reason(module, cls):
+    lines = help_text(cls, module.__doc__).splitlines()
+    for field in dataclasses.fields(cls):
+        line = next((line for line in lines if line.startswith(f"  --{field.name}=")), None)
+        assert line, f"{field.name} is not in --help"
+        assert len(line.split("=", 1)[1].split("[")[0].split()) >= 3, f"{field.name} has no explanation: {line}"
+
+
+@pytest.mark.parametrize("module, cls", SCRIPTS)
+def test_every_setting_is_read_by_its_script(module, cls):
+    """A setting that nobody reads is a promise that nobody keeps."""
+    tree = ast.parse(Path(module.__file__).read_text())
+    declaration = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls.__name__)
+    in_checks = {id(n) for n in ast.walk(declaration)}
+    used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and id(n) not in in_checks}
+    used |= {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in in_checks}
+    if cls is train.TrainConfig:
+        used |= set(train.PRESETS["gpt2"])  # model_config reads the switches of a preset by its keys
+    assert {f.name for f in dataclasses.fields(cls)} <= used
+
+
+@pytest.mark.parametrize("path", sorted(REPO.glob("config/*.py")), ids=lambda p: p.stem)
+def test_every_shipped_config_is_valid_and_names_its_run(path):
+    cfg = parse(train.TrainConfig, [str(path)])
+    assert cfg.run == path.stem
+    train.model_config(cfg, vocab_size=32000)

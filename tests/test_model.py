@@ -1,0 +1,228 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from model import GPT, INIT, PRESETS, GPTConfig, from_hf_config, hf_class, sample_token, to_hf_config
+
+SMALL = dict(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=48)
+ODD = {  # name -> a shape that a careless export or cache would get wrong
+    "gpt2": PRESETS["gpt2"] | SMALL,
+    "gpt2 without biases": PRESETS["gpt2"] | SMALL | dict(bias=False, mlp="gelu_tanh"),
+    "gpt2 untied": PRESETS["gpt2"] | SMALL | dict(tie_embeddings=False, d_ff=100),
+    "llama": PRESETS["llama"] | SMALL | dict(n_head=6, n_kv_head=2, rope_theta=5e5, norm_eps=1e-6),
+    "llama tied, biases, wide heads": PRESETS["llama"] | SMALL | dict(tie_embeddings=True, bias=True, head_dim=20),
+    "qwen3": PRESETS["qwen3"] | SMALL | dict(n_head=6, n_kv_head=2, head_dim=16),
+    "a class of its own": PRESETS["gpt2"] | SMALL | dict(pos="rope", norm="rmsnorm"),
+}
+
+
+def make(name: str, scheme: str = "llama", **overrides) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**(ODD[name] | overrides)))
+    model.init_weights(scheme)
+    return model.eval()
+
+
+def ids(model: GPT, B: int = 2, T: int = 16) -> torch.Tensor:
+    return torch.randint(0, model.config.vocab_size, (B, T), generator=torch.Generator().manual_seed(1))
+
+
+# -- architecture --
+
+
+def test_gpt2_has_the_published_number_of_parameters():
+    with torch.device("meta"):
+        n = GPT(GPTConfig(**PRESETS["gpt2"])).num_params()
+    assert n["total"] == 124_439_808  # GPT-2 small
+    assert (
+        n["matmul"] == 124_439_808 - 1024 * 768 - (2 * 12 + 1) * 2 * 768 - 12 * (3 + 1 + 4 + 1) * 768
+    )  # less wpe, norms, biases
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_no_position_sees_the_future(name):
+    model = make(name)
+    x = ids(model)
+    changed = x.clone()
+    changed[:, 10:] = (changed[:, 10:] + 1) % model.config.vocab_size
+    a, b = hidden_logits(model, x), hidden_logits(model, changed)
+    torch.testing.assert_close(a[:, :10], b[:, :10])
+    assert not torch.allclose(a[:, 10:], b[:, 10:])
+
+
+def hidden_logits(model: GPT, x: torch.Tensor) -> torch.Tensor:
+    """Logits of every position, by asking for the last one of every prefix."""
+    return torch.stack([model(x[:, : t + 1]) for t in range(x.size(1))], dim=1)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_the_loss_is_the_cross_entropy_of_the_logits(name):
+    model = make(name)
+    x = ids(model, T=17)
+    want = torch.nn.functional.cross_entropy(hidden_logits(model, x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+    torch.testing.assert_close(model(x[:, :-1], x[:, 1:]), want)
+
+
+def test_a_fresh_model_starts_near_the_loss_of_guessing():
+    model = make("llama")
+    x = ids(model, 8, 33)
+    assert abs(model(x[:, :-1], x[:, 1:]).item() - math.log(model.config.vocab_size)) < 0.1
+
+
+def test_vocabulary_padding_gets_no_gradient_and_no_probability():
+    model = make("llama")
+    assert model.config.padded_vocab_size == 384 and model(ids(model)).shape == (2, 300)
+    model(ids(model), ids(model)).backward()
+    for weight in (model.wte.weight, model.lm_head.weight):
+        assert weight[300:].abs().max() == 0 and weight.grad[300:].abs().max() == 0
+    with torch.no_grad():
+        model.lm_head.weight[300:] = 100.0  # even if something were there
+    seen = torch.stack(list(model.generate(ids(model, 16), 20, temperature=10.0)))
+    assert seen.max() < 300
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (dict(n_embd=50), "n_embd=50 does not divide by n_head=4"),
+        (dict(n_kv_head=3), "n_head=4 must be a multiple of n_kv_head=3"),
+        (dict(n_layer=0), "n_layer must be positive"),
+        (dict(pos="rope", head_dim=5), "head_dim=5 must be even"),
+    ],
+)
+def test_an_impossible_shape_is_refused_with_the_numbers(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**(PRESETS["gpt2"] | SMALL | wrong))
+
+
+# -- accounting --
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
+def test_flops_per_token_is_what_torch_counts(name):
+    """Forward and backward of one batch, attention as plain matrix products, embeddings not counted."""
+    model = make(name, vocab_size=256).train()  # a multiple of 128: padding is work, but not the model's
+    x = ids(model, 2, 32)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(x, x).backward()
+    assert counter.get_total_flops() == model.flops_per_token(32) * x.numel()
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_decay_groups_hold_every_parameter_once_and_only_matrices_decay(name):
+    model = make(name)
+    decayed, other = model.param_groups(0.1)
+    assert (decayed["weight_decay"], other["weight_decay"]) == (0.1, 0.0)
+    assert {id(p) for g in (decayed, other) for p in g["params"]} == {id(p) for p in model.parameters()}
+    assert all(p.dim() == 2 for p in decayed["params"]) and all(p.dim() == 1 for p in other["params"])
+
+
+# -- initialisation --
+
+L, D = 8, 256  # depth and width of the model that is measured; d_ff = 1024
+PROMISED = {  # scheme -> the std of query, value, out, up, down by its published formula
+    "gpt2": (0.02, 0.02, 0.02 / math.sqrt(2 * L), 0.02, 0.02 / math.sqrt(2 * L)),
+    "llama": (0.02,) * 5,
+    "xavier": (math.sqrt(2 / 512),) * 3 + (math.sqrt(2 / 1280),) * 2,
+    "kaiming": (math.sqrt(2 / 256),) * 4 + (math.sqrt(2 / 1024),),
+    "lecun": (1 / 16,) * 4 + (1 / 32,),
+    "small": (math.sqrt(2 / (5 * 256)),) * 5,
+    "deepnorm": tuple(
+        g * math.sqrt(2 / n) for g, n in ((1, 512), (64**-0.25, 512), (64**-0.25, 512)) + ((64**-0.25, 1280),) * 2
+    ),
+    "zero_proj": (1 / 16, 1 / 16, 0.0, 1 / 16, 0.0),
+}
+
+
+@pytest.mark.parametrize("scheme", INIT)
+def test_init_has_the_standard_deviations_that_its_scheme_promises(scheme):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**(PRESETS["gpt2"] | dict(vocab_size=1000, block_size=64, n_layer=L, n_head=4, n_embd=D))))
+    model.init_weights(scheme)
+    for block in model.blocks:
+        query, _, value = block.attn.qkv.weight.split(D)
+        found = (query, value, block.attn.proj.weight, block.mlp.up_proj.weight, block.mlp.down_proj.weight)
+        for weight, std in zip(found, PROMISED[scheme], strict=True):
+            assert weight.std().item() == pytest.approx(std, rel=0.02)
+            assert abs(weight.mean().item()) <= 0.02 * std
+    assert model.wte.weight[:1000].std().item() == pytest.approx(0.02, rel=0.02)
+    assert all((p == (0 if n.endswith("bias") else 1)).all() for n, p in model.named_parameters() if p.dim() == 1)
+
+
+# -- generation --
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_greedy_with_cache_equals_greedy_without_token_for_token(name):
+    model = make(name, scheme="xavier")
+    prompt = ids(model, 3, 5)
+    cached, plain = (torch.stack(list(model.generate(prompt, 27, temperature=0, use_cache=c))) for c in (True, False))
+    assert cached.shape == (27, 3) and torch.equal(cached, plain)
+
+
+def test_generation_goes_on_beyond_block_size():
+    model = make("gpt2")
+    assert len(list(model.generate(ids(model, 2, 40), 100))) == 100
+
+
+def test_generation_ends_when_every_row_has_met_eos():
+    model = make("llama", scheme="xavier")
+    prompt = ids(model, 4, 3)
+    first = torch.stack(list(model.generate(prompt, 20, temperature=0)), dim=1)  # (4, 20)
+    eos_id = int(first[0, 4])
+    rows = torch.stack(list(model.generate(prompt, 20, temperature=0, eos_id=eos_id)), dim=1)
+    for row, free in zip(rows.tolist(), first.tolist(), strict=True):
+        end = free.index(eos_id) if eos_id in free else len(free)
+        assert row[: end + 1] == free[: end + 1][: len(row)] and set(row[end:]) <= {eos_id}
+    assert rows.size(1) == min(20, max((r.index(eos_id) + 1 if eos_id in r else 20) for r in first.tolist()))
+
+
+def test_top_k_and_top_p_keep_just_the_likeliest_tokens():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
+    g = torch.Generator().manual_seed(0)
+
+    def kept(**settings):
+        return set(sample_token(logits, 1.0, generator=g, **settings).tolist())
+
+    assert kept() == {0, 1, 2, 3}
+    assert kept(top_k=2) == {0, 1}
+    assert kept(top_p=0.79) == {0, 1} and kept(top_p=0.81) == {0, 1, 2} and kept(top_p=0.01) == {0}
+    share = (sample_token(logits, 1.0, generator=g) == 0).float().mean().item()
+    assert share == pytest.approx(0.5, abs=0.03)
+    assert (sample_token(logits, 0.0) == 0).all()
+
+
+# -- checkpoints --
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_saved_model_comes_back_bit_for_bit(name, tmp_path):
+    model = make(name, dropout=0.1)
+    model.save_pretrained(tmp_path)
+    again = GPT.from_pretrained(tmp_path)
+    assert again.config == model.config
+    state, found = model.state_dict(), again.state_dict()
+    assert state.keys() == found.keys() and all(torch.equal(state[k], found[k]) for k in state)
+
+
+def test_the_hugging_face_class_is_named_only_where_it_fits():
+    want = ["GPT2LMHeadModel"] * 3 + ["LlamaForCausalLM"] * 2 + ["Qwen3ForCausalLM", None]
+    assert [hf_class(GPTConfig(**ODD[name])) for name in ODD] == want
+    for c in (GPTConfig(**shape) for shape in ODD.values()):
+        assert from_hf_config(to_hf_config(c)) == c
+    assert from_hf_config(to_hf_config(c), dropout=0.3) == dataclasses.replace(c, dropout=0.3)
+
+
+@pytest.mark.parametrize("name", [n for n in ODD if n != "a class of its own"])
+def test_transformers_computes_the_same_logits(name, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+    model = make(name, scheme="xavier")
+    model.save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    x = ids(model)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(x).logits, hidden_logits(model, x), atol=1e-4, rtol=0)

@@ -1,0 +1,663 @@
+"""Train a GPT. Read it from main() down: the loop is the last page, and what it calls stands above in order of use.
+
+    python train.py config/demo.py                                       # a laptop's CPU, or one GPU
+    torchrun --nproc_per_node=6 train.py config/train_100m.py            # six GPUs
+    python train.py config/train_100m.py --n_layer=2 --max_steps=20      # any setting below can be changed
+
+Words: B = batch_size, T = block_size; a *step* is one update of the weights, made of `accum` *micro-steps* on each of
+`world` processes (ranks), each of B x T tokens. Every interval below counts steps.
+"""
+
+import json
+import math
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
+
+from bench.matmul import device_name, peak_tflops
+from bench.plot_loss import plot_loss
+from configurator import UserError, changes, parse, run
+from model import GPT, INIT, PRESETS, GPTConfig, from_hf_config, newest_checkpoint
+from prepare import check_ids, file_sha256, open_dataset, open_split
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Settings: the reference manual. `python train.py --help` prints this list.
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    # ---- Run ----
+    run: str = "run"  # name of the run; it writes out_dir/run/
+    out_dir: str = "out"  # where runs live
+    init_from: str = "scratch"  # scratch; resume: the run's newest checkpoint; auto: resume if it can; a checkpoint
+    overwrite: bool = False  # scratch may delete an earlier run of the same name
+    seed: int = 1337  # of the weights, the data order and dropout
+    # ---- Data ----
+    dataset: str = "demo"  # the folder data_dir/dataset that prepare.py wrote
+    data_dir: str = "data"  # where data sets live
+    block_size: int = 1024  # T, tokens in a sequence
+    # ---- Model ----
+    preset: Literal["gpt2", "llama", "qwen3"] = "gpt2"  # sets the switches below that say preset
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # query heads
+    n_kv_head: int = 0  # key/value heads; 0: n_head
+    n_embd: int = 768  # width of the residual stream
+    head_dim: int = 0  # 0: n_embd / n_head
+    d_ff: int = 0  # width inside the MLP; 0: 4 n_embd, for swiglu 8/3 n_embd
+    pos: Literal["preset", "learned", "rope"] = "preset"  # position encoding
+    norm: Literal["preset", "layernorm", "rmsnorm"] = "preset"  # normalisation before attention, MLP and head
+    mlp: Literal["preset", "gelu", "gelu_tanh", "swiglu"] = "preset"  # kind of MLP
+    bias: bool | Literal["preset"] = "preset"  # biases in linear layers and LayerNorm
+    qk_norm: bool | Literal["preset"] = "preset"  # RMSNorm on queries and keys
+    tie_embeddings: bool | Literal["preset"] = "preset"  # one matrix for wte and lm_head
+    rope_theta: float = 10000.0  # base of the rotation frequencies
+    norm_eps: float = 1e-5  # added to the variance
+    dropout: float = 0.0  # 0 for pretraining; 0.1 and more when the data is seen many times
+    init: str = "gpt2"  # a scheme of model.py's INIT: gpt2, llama, xavier, kaiming, lecun, small, deepnorm, zero_proj
+    # ---- Batch ----
+    batch_size: int = 16  # B, sequences per device and micro-step: as many as fit
+    batch_tokens: int = 524_288  # tokens per step over all devices; the accumulation follows from it
+    # ---- Length: the run ends at the first of these that is not 0 ----
+    max_steps: int = 0  # steps
+    max_epochs: float = 0.0  # passes over train.bin
+    max_tokens: int = 0  # tokens
+    # ---- Optimizer: AdamW ----
+    lr: float = 6e-4  # highest learning rate
+    weight_decay: float = 0.1  # on matrices and embeddings, not on biases and norms
+    beta1: float = 0.9  # memory of the gradient's mean
+    beta2: float = 0.95  # memory of its square
+    grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
+    # ---- Schedule of lr ----
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"  # wsd: warm-up, stable, decay
+    warmup_steps: int = 0  # linear rise from 0; 0: warmup_ratio of the run
+    warmup_ratio: float = 0.01  # share of the run's steps
+    decay_ratio: float = 0.2  # wsd: the last share of the run, linear down to min_lr_ratio
+    min_lr_ratio: float = 0.1  # lr at the end, as a share of lr
+    # ---- Evaluation and checkpoints ----
+    eval_every: int = 250  # steps; also at the end
+    eval_tokens: int = 1_000_000  # of val.bin, in fixed windows spread evenly; 0: all of it
+    save_every: int = 1000  # steps; also at the end
+    keep: int = 2  # newest checkpoints kept, beside the best by validation loss
+    # ---- Precision and device ----
+    device: str = "auto"  # auto: cuda, then mps, then cpu
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; weights are always fp32
+    compile: bool | Literal["auto"] = "auto"  # torch.compile; auto: on for cuda
+    # ---- Logging ----
+    log_every: int = 10  # steps
+    progress: Literal["auto", "bar", "line"] = "auto"  # auto: a bar on a terminal, a line per log step elsewhere
+    peak_tflops: float = 0.0  # of one device, for MFU; 0: its datasheet; on a CPU a measured matrix product
+    wandb: bool = False  # mirror the metrics to Weights & Biases (WANDB_MODE=offline works)
+    wandb_project: str = "gpt"  # its project
+
+    def problems(self) -> list[str]:
+        positive = "block_size n_layer n_head n_embd batch_size batch_tokens lr rope_theta norm_eps"
+        positive += " eval_every save_every keep log_every"
+        not_negative = "n_kv_head head_dim d_ff max_steps max_epochs max_tokens weight_decay grad_clip warmup_steps"
+        not_negative += " eval_tokens peak_tflops seed"
+        shares = "warmup_ratio decay_ratio min_lr_ratio beta1 beta2 dropout"
+        wrong = [f"{k} must be positive" for k in positive.split() if not getattr(self, k) > 0]
+        wrong += [f"{k} must not be negative" for k in not_negative.split() if not getattr(self, k) >= 0]
+        wrong += [f"{k} must be between 0 and 1" for k in shares.split() if not 0 <= getattr(self, k) <= 1]
+        if self.init not in INIT:
+            wrong.append(f"init={self.init!r} is none of {', '.join(INIT)}")
+        if not (self.max_steps or self.max_epochs or self.max_tokens):
+            wrong.append("the run has no end: set max_steps, max_epochs or max_tokens")
+        return wrong
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Machine: asked once, here; afterwards only fields are read
+
+
+@dataclass(frozen=True)
+class Machine:
+    rank: int  # of this process, 0 ... world - 1
+    local_rank: int  # on this computer
+    world: int  # processes
+    device: torch.device
+    dtype: torch.dtype  # of autocast
+    why: str  # that dtype
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def autocast(self):
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def synchronize(self) -> None:
+        """Wait for the work that is queued on the device: a clock is read only after this."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def memory(self) -> float:
+        """Peak bytes: allocated on the GPU; elsewhere resident in this process."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def start(cfg: TrainConfig) -> Machine:
+    rank, local_rank, world = (int(os.environ.get(*k)) for k in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    kind = cfg.device
+    if kind == "auto":
+        kind = (torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")).type
+    try:
+        device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f"device={cfg.device}: not usable here ({str(e).splitlines()[0]})") from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
+        if world == 1 and (n := torch.cuda.device_count()) > 1:
+            print(
+                f"note: 1 of {n} GPUs is used; for all: torchrun --nproc_per_node={n} train.py {' '.join(sys.argv[1:])}"
+            )
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dtype, why = pick_dtype(cfg.dtype, device)
+    return Machine(rank, local_rank, world, device, dtype, why)
+
+
+def pick_dtype(asked: str, device: torch.device) -> tuple[torch.dtype, str]:
+    """The autocast dtype, and why. auto: bf16 only where the hardware multiplies it natively, not where it is emulated."""
+    if asked != "auto":
+        if asked == "float16" and device.type != "cuda":
+            raise UserError(f"dtype=float16 needs a CUDA device; on {device.type} use bfloat16 or float32")
+        return getattr(torch, asked), "as asked"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major >= 8 or torch.version.hip:
+            return torch.bfloat16, f"compute capability {major}.{minor} multiplies it natively"
+        return torch.float16, f"compute capability {major}.{minor} has no native bfloat16"
+    if device.type == "cpu":
+        has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+        if native := [k for k in ("amx_bf16", "avx512_bf16", "bf16") if has.get(k)]:
+            return torch.bfloat16, f"this CPU has {native[0]}"
+        return torch.float32, "this CPU has no native bfloat16"
+    return torch.float32, f"the safe choice on {device.type}"
+
+
+def all_sum(x: torch.Tensor) -> torch.Tensor:
+    """The sum of x over all ranks, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data: the step number is the whole state
+
+
+class Loader:
+    """Windows of T + 1 tokens, T apart, over a split (tokens,). Sample g of the run is window g of an endless sequence of
+    epochs; each epoch visits every window once, in a permutation and from an offset of its own, both drawn from
+    (seed, epoch). So any sample can be had at once, on any rank, with nothing to save and nothing to fast-forward.
+    """
+
+    def __init__(self, tokens: np.ndarray, block_size: int, seed: int):
+        self.tokens, self.block_size, self.seed = tokens, block_size, seed
+        self.n_windows = max(1, (len(tokens) - block_size) // block_size)  # as many as fit behind every offset
+        self.epochs: dict[int, tuple[int, np.ndarray]] = {}  # the last two: a batch may lie across an epoch's edge
+
+    def epoch(self, epoch: int) -> tuple[int, np.ndarray]:
+        """(offset, permutation (n_windows,)) of an epoch."""
+        if epoch not in self.epochs:
+            rng = np.random.default_rng((self.seed, epoch))
+            slack = len(self.tokens) - 1 - self.n_windows * self.block_size
+            offset = int(rng.integers(0, min(slack, self.block_size - 1) + 1))
+            self.epochs = {e: v for e, v in self.epochs.items() if e == epoch - 1}
+            self.epochs[epoch] = offset, rng.permutation(self.n_windows)
+        return self.epochs[epoch]
+
+    def starts(self, first: int, count: int) -> list[int]:
+        """Where samples first ... first + count - 1 of the run begin in the split."""
+        found = []
+        for sample in range(first, first + count):
+            epoch, i = divmod(sample, self.n_windows)
+            offset, order = self.epoch(epoch)
+            found.append(offset + int(order[i]) * self.block_size)
+        return found
+
+    def fixed_starts(self, tokens: int) -> list[int]:
+        """Windows for evaluation: always the same, about `tokens` of them (0: all), spread evenly over the split."""
+        n = (len(self.tokens) - 1) // self.block_size
+        count = min(n, max(1, tokens // self.block_size)) if tokens else n
+        return [int(i) * self.block_size for i in np.linspace(0, n - 1, count).round()]
+
+    def batch(self, starts: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets, both (B, T), of the windows at `starts`."""
+        rows = torch.from_numpy(np.stack([self.tokens[s : s + self.block_size + 1].astype(np.int64) for s in starts]))
+        if device.type == "cuda":
+            rows = rows.pin_memory().to(device, non_blocking=True)
+        else:
+            rows = rows.to(device)
+        return rows[:, :-1], rows[:, 1:]
+
+
+def open_loader(cfg: TrainConfig, meta: dict, split: str) -> Loader:
+    tokens = open_split(Path(cfg.data_dir) / cfg.dataset, meta, split)
+    if len(tokens) < cfg.block_size + 1:
+        needs = f"block_size={cfg.block_size} needs {cfg.block_size + 1}"
+        raise UserError(f"{cfg.dataset}/{split}.bin has {len(tokens)} tokens, {needs}: lower it, or prepare more data")
+    return Loader(tokens, cfg.block_size, cfg.seed)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plan: batch, length and learning rate, all pure functions of the settings and the step
+
+
+@dataclass(frozen=True)
+class Plan:
+    batch_size: int  # B actually used
+    accum: int  # micro-steps in a step
+    step_tokens: int  # of all ranks: the multiple of B T world that is nearest to batch_tokens
+    epoch_tokens: int  # in a pass over train.bin
+    steps: int  # of the run
+
+
+def make_plan(cfg: TrainConfig, world: int, epoch_tokens: int) -> Plan:
+    T = cfg.block_size
+    B = min(cfg.batch_size, max(1, round(cfg.batch_tokens / (T * world))))  # no more than one step needs
+    accum = max(1, round(cfg.batch_tokens / (B * T * world)))
+    step_tokens = accum * B * T * world
+    limits = [cfg.max_steps, cfg.max_epochs * epoch_tokens / step_tokens, cfg.max_tokens / step_tokens]
+    return Plan(B, accum, step_tokens, epoch_tokens, max(1, round(min(limit for limit in limits if limit))))
+
+
+def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:
+    """The learning rate of step 0 ... steps - 1.
+
+    cosine: SGDR, arXiv 1608.03983, eq. 5, one cycle. wsd: MiniCPM, arXiv 2404.06395, section 4.
+    """
+    warmup = cfg.warmup_steps or math.ceil(cfg.warmup_ratio * steps)
+    if step < warmup:
+        return cfg.lr * (step + 1) / warmup
+    if cfg.schedule == "constant":
+        return cfg.lr
+    begin = max(warmup, steps - math.ceil(cfg.decay_ratio * steps)) if cfg.schedule == "wsd" else warmup
+    t = max(0, step - begin) / max(1, steps - 1 - begin)  # 0 ... 1 over the decay; the last step is at min_lr_ratio
+    share = (1 + math.cos(math.pi * t)) / 2 if cfg.schedule == "cosine" else 1 - t
+    return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * share)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model
+
+
+def model_config(cfg: TrainConfig, vocab_size: int) -> GPTConfig:
+    shared = {f.name: getattr(cfg, f.name) for f in fields(GPTConfig) if f.name != "vocab_size"}
+    switches = {k: PRESETS[cfg.preset][k] for k, v in shared.items() if v == "preset"}
+    try:
+        return GPTConfig(vocab_size=vocab_size, **(shared | switches))
+    except ValueError as e:
+        raise UserError(str(e)) from None
+
+
+def load_model(folder: Path, cfg: TrainConfig, wanted: GPTConfig, resume: bool) -> GPT:
+    """A checkpoint's model. To resume, the settings must describe it; to fine-tune, only the data must fit."""
+    try:
+        found = from_hf_config(json.loads((folder / "config.json").read_text()), dropout=cfg.dropout)
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(f"init_from={folder}: not a checkpoint ({e})") from None
+    keys = asdict(wanted) if resume else ("vocab_size", "block_size")
+    differ = [k for k in keys if getattr(found, k) != getattr(wanted, k)]
+    if differ:
+        both = "; ".join(f"{k} is {getattr(found, k)} there, {getattr(wanted, k)} here" for k in differ)
+        raise UserError(f"checkpoint {folder} does not fit the settings: {both}")
+    return GPT.from_pretrained(folder, dropout=cfg.dropout)
+
+
+def try_compile(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, machine: Machine) -> Callable:
+    """torch.compile, tried out on one batch: where it fails, a warning, and training goes on without it."""
+    started = time.perf_counter()
+    try:
+        fast = torch.compile(model, dynamic=False)
+        with machine.autocast():
+            fast(x, y).backward()
+        model.zero_grad(set_to_none=True)
+        machine.synchronize()
+        say(machine, f"compiled in {time.perf_counter() - started:.1f} s")
+        return fast
+    except Exception as e:  # a missing C++ compiler, an old GPU: anything that eager mode does without
+        reason = f"{type(e).__name__}: {str(e).splitlines()[0]}"
+        say(machine, f"warning: torch.compile failed; going on without it, slower ({reason})")
+        model.zero_grad(set_to_none=True)
+        return model
+
+
+@torch.no_grad()
+def evaluate(model: Callable, loader: Loader, cfg: TrainConfig, plan: Plan, machine: Machine) -> float:
+    """Mean loss in nats over fixed windows of val.bin, shared out over the ranks, dropout off."""
+    model.eval()
+    starts = loader.fixed_starts(cfg.eval_tokens)
+    total = torch.zeros(2, device=machine.device)  # loss summed over targets, number of targets
+    B, n = plan.batch_size, len(starts)
+    for i in range(machine.rank * B, -(-n // (B * machine.world)) * B * machine.world, B * machine.world):
+        x, y = loader.batch([starts[j % n] for j in range(i, i + B)], machine.device)  # every batch full: one shape
+        y = y.clone()
+        y[max(0, n - i) :] = -1  # windows beyond the last are only padding
+        with machine.autocast():
+            total[0] += model(x, y, reduction="sum")
+        total[1] += (y >= 0).sum()
+    model.train()
+    loss, count = all_sum(total).tolist()
+    return loss / count
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints: a Hugging Face model directory, and beside it what training needs
+
+
+def save_checkpoint(ckpt_dir: Path, model: GPT, optimizer, scaler, state: dict, cfg: TrainConfig) -> Path:
+    """Write ckpt_dir/step_N whole or not at all; then drop the oldest ones. state: step, best_step, best_val_loss."""
+    target, tmp = ckpt_dir / f"step_{state['step']:08d}", ckpt_dir / f".tmp_step_{state['step']:08d}"
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    model.save_pretrained(tmp)
+    torch.save(state | {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}, tmp / "train_state.pt")
+    (tmp / "train_config.json").write_text(json.dumps(asdict(cfg), indent=1) + "\n")
+    data = Path(cfg.data_dir) / cfg.dataset
+    shutil.copy(data / "meta.json", tmp)  # counts and hashes of the data, and how to load the tokenizer
+    shutil.copy(data / open_dataset(data)["tokenizer"]["file"], tmp)
+    files = {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in sorted(tmp.iterdir())}
+    (tmp / "manifest.json").write_text(json.dumps(files, indent=1) + "\n")
+    for path in (*tmp.iterdir(), tmp):
+        sync_to_disk(path)
+    shutil.rmtree(target, ignore_errors=True)  # a resumed run that comes by again
+    tmp.rename(target)
+    sync_to_disk(ckpt_dir)
+    older = sorted(p for p in ckpt_dir.glob("step_*") if int(p.name[5:]) != state["best_step"])[: -cfg.keep]
+    for path in older:
+        shutil.rmtree(path)
+    return target
+
+
+def sync_to_disk(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+def verify_checkpoint(folder: Path) -> None:
+    """UserError unless every file of the manifest is there, in the size and with the hash that it says."""
+    for name, entry in json.loads((folder / "manifest.json").read_text()).items():
+        path = folder / name
+        if not path.exists() or path.stat().st_size != entry["bytes"] or file_sha256(path) != entry["sha256"]:
+            raise UserError(f"{path}: not what manifest.json says: damaged; remove {folder} to use the one before")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reporting
+
+
+def say(machine: Machine, text: str) -> None:
+    if machine.is_main:
+        tqdm.write(text)
+        sys.stdout.flush()
+
+
+class Clock:
+    """Time since the last log line: of steps, without what was spent in `paused`; of waiting for data."""
+
+    def __init__(self, machine: Machine, step: int):
+        self.machine = machine
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        self.step, self.begun, self.data = step, time.perf_counter(), 0.0
+
+    def seconds(self) -> float:
+        self.machine.synchronize()
+        return time.perf_counter() - self.begun
+
+    @contextmanager
+    def paused(self):
+        before = self.seconds()
+        yield
+        self.begun += self.seconds() - before
+
+    @contextmanager
+    def waiting_for_data(self):
+        before = time.perf_counter()
+        yield
+        self.data += time.perf_counter() - before
+
+
+class Metrics:
+    """metrics.jsonl first: it is the truth; then the terminal, then wandb when asked. Only rank 0 reports."""
+
+    def __init__(self, folder: Path, cfg: TrainConfig, machine: Machine, plan: Plan, start_step: int):
+        self.machine, self.plan, self.path = machine, plan, folder / "metrics.jsonl"
+        self.bar = self.wandb = None
+        if not machine.is_main:
+            return
+        lines = self.path.read_text().splitlines() if start_step else []
+        kept = [line for line in lines if json.loads(line)["step"] <= start_step]  # what came after is done again
+        self.path.write_text("".join(line + "\n" for line in kept))
+        if cfg.progress == "bar" or (cfg.progress == "auto" and sys.stderr.isatty()):
+            self.bar = tqdm(total=plan.steps, initial=start_step, dynamic_ncols=True, unit="step")
+        if cfg.wandb:
+            try:
+                import wandb
+            except ImportError:
+                raise UserError("wandb=true needs the package wandb: pip install wandb") from None
+            self.wandb = wandb.init(project=cfg.wandb_project, name=cfg.run, dir=folder, config=asdict(cfg))
+
+    def log_step(
+        self, done: int, loss: float, lr: float, grad_norm: float, flops: int, peak: float | None, clock: Clock
+    ):
+        """What is known after step `done`. flops: of a token; peak: TFLOPS of all devices, None if unknown."""
+        seconds, steps, plan = clock.seconds(), done - clock.step, self.plan
+        rate = steps * plan.step_tokens / seconds
+        tflops = rate * flops / 1e12
+        mfu = tflops / peak if peak else None
+        record = dict(step=done, loss=loss, lr=lr, grad_norm=grad_norm, tokens=done * plan.step_tokens)
+        record |= dict(epoch=done * plan.step_tokens / plan.epoch_tokens, tokens_per_s=rate, tflops=tflops, mfu=mfu)
+        record |= dict(step_ms=1e3 * seconds / steps, data_ms=1e3 * clock.data / steps)
+        record |= dict(memory_gb=self.machine.memory() / 1e9, eta_s=(plan.steps - done) * seconds / steps)
+        hours, minutes, rest = record["eta_s"] // 3600, record["eta_s"] // 60 % 60, record["eta_s"] % 60
+        parts = [
+            f"loss {loss:.3f} | lr {lr:.1e} | grad {grad_norm:.2f}",
+            f"{rate / 1e3:.1f}k tok/s | {tflops:.{1 if tflops >= 10 else 3}f} TFLOPS",
+            "MFU n/a" if mfu is None else f"MFU {100 * mfu:.1f}%",
+            f"{record['step_ms']:.0f} ms | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB",
+            f"eta {hours:.0f}h{minutes:02.0f}m" if hours else f"eta {minutes:.0f}m{int(rest):02d}s",
+        ]
+        self.write(record, " | ".join(parts), in_bar=True)
+
+    def log_eval(self, done: int, loss: float, val: dict, seconds: float) -> None:
+        """val: the counts of val.bin in meta.json."""
+        bits_per_byte = loss / math.log(2) * val["tokens"] / val["bytes"]
+        record = dict(step=done, val_loss=loss, val_ppl=math.exp(loss), val_bits_per_byte=bits_per_byte, eval_s=seconds)
+        line = f"validation loss {loss:.4f} | perplexity {math.exp(loss):.2f} | {bits_per_byte:.4f} bits per byte"
+        self.write(record, line)
+
+    def write(self, record: dict, line: str, in_bar: bool = False) -> None:
+        """One event: the record for programs, the line for people."""
+        if not self.machine.is_main:
+            return
+        with open(self.path, "a") as f:
+            f.write(json.dumps(record) + "\n")
+        if self.bar is not None and in_bar:
+            self.bar.set_postfix_str(line)
+            self.bar.update(record["step"] - self.bar.n)
+        else:
+            say(self.machine, f"step {record['step']}/{self.plan.steps} | {line}")
+        if self.wandb is not None:
+            self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def banner(cfg: TrainConfig, meta: dict, machine: Machine, plan: Plan, model: GPT, peak_source: str) -> str:
+    n, c, T, train = model.num_params(), model.config, cfg.block_size, meta["splits"]["train"]
+    tokens, V = plan.steps * plan.step_tokens, meta["vocab_size"]
+    batch = f"{plan.batch_size} x {T} x {plan.accum} accumulation x {machine.world} processes"
+    heads = f"{c.n_head} heads of {c.head_dim} ({c.n_kv_head} for keys and values)"
+    size = f"{n['total']:,} trainable, {n['embedding'] / n['total']:.0%} of them embeddings"
+    rows = {
+        "settings": " ".join(f"{k}={v}" for k, v in changes(cfg).items()),
+        "data": f"{cfg.dataset}: {train['documents']:,} documents, {train['tokens']:,} tokens, vocabulary {V:,}",
+        "examples": f"{plan.epoch_tokens // T:,} windows of {T} tokens in an epoch",
+        "batch": f"{cfg.batch_tokens:,} tokens a step asked, {plan.step_tokens:,} actual = {batch}",
+        "length": f"{plan.steps:,} optimization steps = {tokens:,} tokens = {tokens / plan.epoch_tokens:.2f} epochs",
+        "model": f"{cfg.preset}, {c.n_layer} layers x {c.n_embd}, {heads}",
+        "parameters": f"{size}; {tokens / n['total']:.1f} tokens per parameter",
+        "compute": f"{model.flops_per_token(T) * tokens:.3g} FLOPs (6 N + 12 L d T a token)",
+        "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
+        "peak": peak_source,
+        "first loss": f"ln({V}) = {math.log(V):.2f} expected",
+    }
+    return "\n".join(f"{k:>11}: {v}" for k, v in rows.items())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    cfg = parse(TrainConfig, doc=__doc__)
+    machine = start(cfg)
+    folder, data = Path(cfg.out_dir) / cfg.run, Path(cfg.data_dir) / cfg.dataset
+
+    # data
+    meta = open_dataset(data)
+    if machine.is_main:
+        for split in ("train", "val"):
+            check_ids(data, meta, split)
+    train_loader, val_loader = open_loader(cfg, meta, "train"), open_loader(cfg, meta, "val")
+    plan = make_plan(cfg, machine.world, train_loader.n_windows * cfg.block_size)
+
+    # model: resumed, taken from another run, or new
+    wanted, source, resume = model_config(cfg, meta["vocab_size"]), None, False
+    if cfg.init_from in ("resume", "auto"):
+        source = newest_checkpoint(folder / "ckpt")
+        resume = source is not None
+        if cfg.init_from == "resume" and not resume:
+            raise UserError(f"init_from=resume: no checkpoint in {folder / 'ckpt'}; start with init_from=scratch")
+    elif cfg.init_from != "scratch":
+        source = Path(cfg.init_from)
+    if not resume and (folder / "metrics.jsonl").exists() and not cfg.overwrite:
+        ways = "--init_from=resume goes on with it, --overwrite replaces it, --run=NAME starts another"
+        raise UserError(f"{folder} holds an earlier run: {ways}")
+    if source is None:
+        model = GPT(wanted)
+        torch.manual_seed(cfg.seed)  # the same weights on every rank
+        model.init_weights(cfg.init)
+    else:
+        if resume:
+            verify_checkpoint(source)
+        model = load_model(source, cfg, wanted, resume)
+    model.to(machine.device)
+
+    # optimizer
+    betas, fused = (cfg.beta1, cfg.beta2), machine.device.type in ("cuda", "cpu")
+    optimizer = torch.optim.AdamW(model.param_groups(cfg.weight_decay), lr=cfg.lr, betas=betas, fused=fused)
+    scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
+    state = {"step": 0, "best_step": -1, "best_val_loss": math.inf}
+    if resume:
+        state = torch.load(source / "train_state.pt", map_location="cpu", weights_only=True)
+        optimizer.load_state_dict(state.pop("optimizer"))
+        scaler.load_state_dict(state.pop("scaler"))
+
+    # say what will happen, then wrap: DDP first and compile second, so that communication overlaps the backward pass
+    flops, (peak, peak_source) = model.flops_per_token(cfg.block_size), peak_tflops(machine.device, machine.dtype)
+    if cfg.peak_tflops:
+        peak, peak_source = cfg.peak_tflops, f"{cfg.peak_tflops:g} TFLOPS a device, as given by peak_tflops"
+    peak = peak and peak * machine.world
+    say(machine, banner(cfg, meta, machine, plan, model, peak_source))
+    if resume:
+        say(machine, f"resumed from {source} at step {state['step']}")
+    parallel = model
+    if dist.is_initialized():
+        on = [machine.local_rank] if machine.device.type == "cuda" else None
+        parallel = DistributedDataParallel(model, device_ids=on, broadcast_buffers=False, gradient_as_bucket_view=True)
+    fast = parallel
+    if machine.device.type == "cuda" if cfg.compile == "auto" else cfg.compile:
+        x, y = train_loader.batch(train_loader.starts(0, plan.batch_size), machine.device)
+        fast = try_compile(parallel, x, y, machine)
+    if machine.is_main:
+        if not resume:
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+
+    start_step = state["step"]
+    metrics, clock = Metrics(folder, cfg, machine, plan, start_step), Clock(machine, start_step)
+    windows = plan.step_tokens // cfg.block_size  # of all ranks in a step
+    for step in range(start_step, plan.steps + 1):  # the extra turn only evaluates and saves
+        last = step == plan.steps
+        if step > start_step and (last or step % cfg.eval_every == 0):
+            with clock.paused():
+                before = time.perf_counter()
+                loss = evaluate(fast, val_loader, cfg, plan, machine)
+                metrics.log_eval(step, loss, meta["splits"]["val"], time.perf_counter() - before)
+            if loss < state["best_val_loss"]:
+                state |= {"best_step": step, "best_val_loss": loss}
+        if step > start_step and (last or step % cfg.save_every == 0 or step == state["best_step"]):
+            with clock.paused():
+                if machine.is_main:
+                    save_checkpoint(folder / "ckpt", model, optimizer, scaler, state | {"step": step}, cfg)
+        if last:
+            break
+
+        # ---- one optimizer step ----
+        lr = lr_at(step, plan.steps, cfg)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        torch.manual_seed(
+            cfg.seed + 1_000_003 * (step + 1) + machine.rank
+        )  # dropout depends on the step, not on history
+        loss_sum = torch.zeros((), device=machine.device)
+        for micro in range(plan.accum):
+            with clock.waiting_for_data():
+                first = step * windows + (micro * machine.world + machine.rank) * plan.batch_size
+                x, y = train_loader.batch(train_loader.starts(first, plan.batch_size), machine.device)
+            sync = micro == plan.accum - 1 or parallel is model
+            with nullcontext() if sync else parallel.no_sync():  # around the forward too: DDP decides there
+                with machine.autocast():
+                    loss = fast(x, y) / plan.accum  # a mean of means over equal sizes is the mean
+                scaler.scale(loss).backward()
+            loss_sum += loss.detach()
+        scaler.unscale_(optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+        # ---- everything below only reports ----
+        done = step + 1
+        if step == start_step or done % cfg.log_every == 0 or done == plan.steps:
+            mean_loss = all_sum(loss_sum).item() / machine.world  # waits for the device
+            metrics.log_step(done, mean_loss, lr, grad_norm.item(), flops, peak, clock)
+            if not math.isfinite(mean_loss):
+                raise UserError(f"the loss is {mean_loss} at step {done}: lower lr, or try dtype=float32")
+            clock.restart(done)
+
+    metrics.close()
+    if machine.is_main:
+        print(f"loss plot: {plot_loss([folder])}")
+        print(f"checkpoint: {newest_checkpoint(folder / 'ckpt')}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(main)
