@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 PRESETS = {
@@ -136,7 +137,7 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         q, k, v = self.qkv(x).view(B, T, -1, self.head_dim).split(self.heads, dim=2)  # (B, T, nh or nkv, hs)
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = (F.rms_norm(t, (self.head_dim,), eps=n.eps) * n.weight for t, n in ((q, self.q_norm), (k, self.k_norm)))
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         q, k, v = q.to(v.dtype).transpose(1, 2), k.to(v.dtype).transpose(1, 2), v.transpose(1, 2)  # (B, n, T, hs)
@@ -338,10 +339,16 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, **overrides) -> "GPT":
-        """The model that save_pretrained wrote, on the CPU in fp32; overrides: GPTConfig fields, such as dropout."""
-        c = from_hf_config(json.loads((Path(folder) / "config.json").read_text()), **overrides)
-        model = cls(c)
-        model.load_state_dict(from_hf_state(model, load_file(Path(folder) / "model.safetensors")), strict=True)
+        """The model that save_pretrained wrote, on the CPU in fp32; overrides: GPTConfig fields, such as dropout.
+
+        Raises OSError for a missing file, ValueError for one that is damaged or holds another architecture.
+        """
+        model = cls(from_hf_config(json.loads((Path(folder) / "config.json").read_text()), **overrides))
+        try:
+            stored = load_file(Path(folder) / "model.safetensors")
+            model.load_state_dict(from_hf_state(model, stored), strict=True)
+        except (SafetensorError, KeyError, RuntimeError) as e:
+            raise ValueError(f"model.safetensors: {e}") from None
         return model
 
 

@@ -518,7 +518,7 @@ def train_sentencepiece(texts: Iterable[str], cfg: PrepareConfig, scratch: Path)
                 allow_whitespace_only_pieces=True,  # indentation is one token
                 split_digits=True,
                 max_sentence_length=8 * length,  # bytes
-                num_threads=cfg.threads or os.cpu_count(),
+                num_threads=16,  # recorded in the model file, whose bytes must not depend on the machine
                 minloglevel=2,
             )
     except RuntimeError as e:  # its message: "Internal: file(line) [condition] reason"

@@ -101,10 +101,10 @@ def main() -> None:
         raise UserError(f"--prompt_file {cfg.prompt_file}: {e}") from None
     device = cfg.device
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        device = (torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")).type
     try:
         model = GPT.from_pretrained(folder).to(device, getattr(torch, cfg.dtype)).eval()
-    except (OSError, RuntimeError, ValueError, KeyError) as e:
+    except (OSError, ValueError) as e:
         raise UserError(f"{folder}: cannot be loaded ({str(e).splitlines()[0]})") from None
     tokenizer = load_tokenizer(folder)
     generator = torch.Generator(device).manual_seed(cfg.seed)

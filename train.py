@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from bench.matmul import device_name, peak_tflops
+from bench.matmul import peak_tflops
 from bench.plot_loss import plot_loss
 from configurator import UserError, changes, parse, run
-from model import GPT, INIT, PRESETS, GPTConfig, from_hf_config, newest_checkpoint
+from model import GPT, INIT, PRESETS, GPTConfig, newest_checkpoint
 from prepare import check_ids, file_sha256, open_dataset, open_split
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -311,15 +311,16 @@ def model_config(cfg: TrainConfig, vocab_size: int) -> GPTConfig:
 def load_model(folder: Path, cfg: TrainConfig, wanted: GPTConfig, resume: bool) -> GPT:
     """A checkpoint's model. To resume, the settings must describe it; to fine-tune, only the data must fit."""
     try:
-        found = from_hf_config(json.loads((folder / "config.json").read_text()), dropout=cfg.dropout)
-    except (OSError, ValueError, KeyError) as e:
-        raise UserError(f"init_from={folder}: not a checkpoint ({e})") from None
+        model = GPT.from_pretrained(folder, dropout=cfg.dropout)
+    except (OSError, ValueError) as e:
+        raise UserError(f"init_from={folder}: not a checkpoint ({str(e).splitlines()[0]})") from None
+    found = model.config
     keys = asdict(wanted) if resume else ("vocab_size", "block_size")
     differ = [k for k in keys if getattr(found, k) != getattr(wanted, k)]
     if differ:
         both = "; ".join(f"{k} is {getattr(found, k)} there, {getattr(wanted, k)} here" for k in differ)
         raise UserError(f"checkpoint {folder} does not fit the settings: {both}")
-    return GPT.from_pretrained(folder, dropout=cfg.dropout)
+    return model
 
 
 def try_compile(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, machine: Machine) -> Callable:

@@ -1,0 +1,301 @@
+import base64
+import gzip
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import call, make_records, write_jsonl
+
+import prepare
+from prepare import Progress, Tiktoken, load_tokenizer, open_dataset, open_split, record_text
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+TEXTS = ["第一篇：你好，世界。", "second: hello\n    indented world", "third 😀 naïve <|endoftext|> </s>"]
+
+
+def tiktoken_file(path: Path, extra: int = 0) -> Path:
+    """A .tiktoken vocabulary of the 256 bytes and `extra` pairs of them."""
+    tokens = [bytes([i]) for i in range(256)] + [bytes(divmod(i, 256)) for i in range(extra)]
+    path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % rank for rank, t in enumerate(tokens)))
+    return path
+
+
+def prepare_set(tmp_path: Path, *inputs: Path, **options) -> tuple[Path, dict]:
+    """Run prepare.py with a byte tokenizer (unless told otherwise); returns the folder and its meta.json."""
+    options = {"tokenizer": tiktoken_file(tmp_path / "bytes.tiktoken"), "val_fraction": 0.3, "name": "set"} | options
+    flags = [f"--{k}={v}" for k, v in options.items()]
+    call(prepare.main, "--input", *inputs, f"--data_dir={tmp_path / 'data'}", *flags)
+    folder = tmp_path / "data" / options["name"]
+    return folder, open_dataset(folder)
+
+
+def documents(folder: Path) -> Counter:
+    """The documents of both splits, decoded; every one must end in eos."""
+    meta, tokenizer, found = open_dataset(folder), load_tokenizer(folder), Counter()
+    for split in ("train", "val"):
+        ids = open_split(folder, meta, split)
+        assert ids[-1] == meta["eos_id"] and (ids == meta["eos_id"]).sum() == meta["splits"][split]["documents"]
+        for document in np.split(ids, np.flatnonzero(ids == meta["eos_id"]) + 1)[:-1]:
+            found[tokenizer.decode(document[:-1].tolist())] += 1
+    return found
+
+
+# -- records to text --
+
+
+def test_a_record_joins_title_summary_and_sections_with_full_width_marks():
+    record = {
+        "title": "猫",
+        "summary": "哺乳动物",
+        "sections": [{"title": "习性", "content": "夜行"}, {"title": "食物", "content": "鱼"}],
+    }
+    assert record_text(record) == "猫：哺乳动物习性：夜行。食物：鱼。"
+
+
+@pytest.mark.parametrize(
+    "record, text",
+    [
+        ({"title": "a", "summary": "b"}, "a：b"),
+        ({"title": "a", "summary": None, "sections": [{"title": "c", "content": "d"}]}, "a：c：d。"),
+        ({"title": "a", "content": "b"}, "a：b。"),
+        ({"text": "as it is"}, "as it is"),
+        ({"text": "t", "id": 7}, "t"),
+        ({"question": "?"}, None),
+        ({"text": 5}, None),
+        (["a"], None),
+    ],
+)
+def test_known_record_shapes_and_no_others_become_text(record, text):
+    assert record_text(record) == text
+
+
+# -- formats --
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".jsonl.gz", ".json.gz", ".csv.gz"])
+def test_every_record_format_gives_the_same_documents(tmp_path, suffix):
+    texts = [f'{t}, number {i} "quoted"\tand tab' for i in range(12) for t in TEXTS]
+    separator = "\t" if "tsv" in suffix else ","
+    quoted = "".join(f'{i}{separator}"{t.replace(chr(34), chr(34) * 2)}"\n' for i, t in enumerate(texts))
+    content = {
+        ".jsonl": "".join(json.dumps({"text": t}) + "\n" for t in texts),
+        ".json": json.dumps([{"text": t} for t in texts], ensure_ascii=False, indent=2),
+        ".csv": f"id{separator}text\n{quoted}",
+    }
+    content[".tsv"] = content[".csv"]
+    data = ("\ufeff" + content[suffix.removesuffix(".gz")]).encode()  # with a byte order mark, as Windows writes it
+    path = tmp_path / f"corpus{suffix}"
+    path.write_bytes(gzip.compress(data) if suffix.endswith(".gz") else data)
+    folder, meta = prepare_set(tmp_path, path)
+    assert documents(folder) == Counter(texts)
+    assert sum(s["bytes"] for s in meta["splits"].values()) == sum(len(t.encode()) for t in texts)
+    assert meta["skipped"] == {}
+
+
+@pytest.mark.parametrize("txt, want", [("file", 1), ("block", 2), ("line", 3)])
+def test_a_text_file_is_one_document_or_one_a_block_or_line(tmp_path, txt, want):
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_text(f"file {i}, line one\nline two\n\n \nblock two of {i}\n")
+    folder, meta = prepare_set(tmp_path, tmp_path, txt=txt)
+    assert sum(s["documents"] for s in meta["splits"].values()) == 20 * want
+
+
+def test_a_json_array_is_read_in_one_element_of_memory(tmp_path):
+    """Elements larger and smaller than the read buffer, and cut by it at every possible place."""
+    texts = ["x" * n for n in (0, 1, 65_530, 65_536, 200_000)] + [f"short {i}" for i in range(20_000)]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": t} for t in texts]))
+    with open(path) as f:
+        assert [r["text"] for _, r in prepare.read_json(f, "a.json")] == texts
+
+
+def test_bad_records_are_skipped_counted_and_shown_with_their_line(tmp_path, capsys):
+    path = write_jsonl(tmp_path / "c.jsonl", [{"text": f"document {i}"} for i in range(20)])
+    with open(path, "a") as f:
+        f.write('{"text": "cut off\n{"question": "?"}\n{"text": "  "}\n')
+    folder, meta = prepare_set(tmp_path, path)
+    assert sum(meta["skipped"].values()) == 3 and meta["skipped"]["not valid JSON"] == 1
+    report = capsys.readouterr().out
+    assert "c.jsonl:21: not valid JSON" in report and "c.jsonl:22" in report and "skipped: 3" in report
+
+
+# -- the files --
+
+
+def test_token_counts_equal_a_direct_count_with_the_tokenizer(tmp_path):
+    import sentencepiece
+
+    records = make_records(200)
+    folder, meta = prepare_set(tmp_path, write_jsonl(tmp_path / "c.jsonl", records), tokenizer="train", vocab_size=400)
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    assert sum(s["tokens"] for s in meta["splits"].values()) == sum(len(sp.encode(record_text(r))) + 1 for r in records)
+    assert documents(folder) == Counter(map(record_text, records))
+    for split, s in meta["splits"].items():
+        assert hashlib.sha256((folder / f"{split}.bin").read_bytes()).hexdigest() == s["sha256"]
+
+
+def test_a_document_stays_in_its_split_when_files_are_added(tmp_path):
+    a = write_jsonl(tmp_path / "a.jsonl", make_records(60, seed=1))
+    b = write_jsonl(tmp_path / "b.jsonl", make_records(60, seed=2))
+
+    def val(folder):
+        ids, tokenizer, meta = (
+            open_split(folder, open_dataset(folder), "val"),
+            load_tokenizer(folder),
+            open_dataset(folder),
+        )
+        return {
+            tokenizer.decode(d[:-1].tolist()) for d in np.split(ids, np.flatnonzero(ids == meta["eos_id"]) + 1)[:-1]
+        }
+
+    alone, both = (val(prepare_set(tmp_path, *files, name=f"set{len(files)}")[0]) for files in ((a,), (b, a)))
+    assert alone < both
+    assert alone == both & {record_text(r) for r in make_records(60, seed=1)}
+
+
+def test_output_does_not_depend_on_the_number_of_threads(tmp_path):
+    corpus = write_jsonl(tmp_path / "c.jsonl", make_records(300))
+    metas = [
+        prepare_set(tmp_path, corpus, tokenizer="train", vocab_size=400, threads=n, name=f"t{n}")[1] for n in (1, 4)
+    ]
+    assert metas[0] == metas[1]
+
+
+def test_a_large_vocabulary_is_written_in_32_bits(tmp_path):
+    corpus = write_jsonl(tmp_path / "c.jsonl", make_records(30))
+    fits = prepare_set(tmp_path, corpus, tokenizer=tiktoken_file(tmp_path / "a.tiktoken", 65_279))[1]  # + 256 + eos
+    large, meta = prepare_set(tmp_path, corpus, tokenizer=tiktoken_file(tmp_path / "b.tiktoken", 65_280))
+    assert (fits["vocab_size"], fits["dtype"], meta["vocab_size"], meta["dtype"]) == (
+        65_536,
+        "uint16",
+        65_537,
+        "uint32",
+    )
+    assert open_split(large, meta, "train").max() == meta["eos_id"] == 65_536
+    assert documents(large) == Counter(map(record_text, make_records(30)))
+
+
+def test_a_stored_tiktoken_encoding_encodes_as_the_original(tmp_path):
+    corpus = write_jsonl(tmp_path / "c.jsonl", [{"text": t} for t in TEXTS * 4])
+    original = Tiktoken.from_file(tiktoken_file(tmp_path / "v.tiktoken", 5000), pattern=r"\p{L}+|\s|.")
+    info = original.save(tmp_path)
+    again = Tiktoken.from_file(tmp_path / info["file"], info["pattern"], info["special"])
+    assert [again.encode(t) for t in TEXTS] == [original.encode(t) for t in TEXTS] and again.eos_id == original.eos_id
+    folder, _ = prepare_set(tmp_path, corpus)
+    assert documents(folder) == Counter(TEXTS * 4)  # "<|endoftext|>" inside a text stays text
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
+def test_token_bytes_put_together_are_the_text(tmp_path, tiny_data, kind):
+    tokenizer = (
+        load_tokenizer(tiny_data / "tiny")
+        if kind == "sentencepiece"
+        else Tiktoken.from_file(tiktoken_file(tmp_path / "v"))
+    )
+    for text in TEXTS:
+        assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))).decode() == text
+    assert tokenizer.token_bytes(tokenizer.eos_id) == b""
+
+
+# -- faults --
+
+
+def bad_inputs(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
+    """name -> (arguments, a part of the message)."""
+    empty, cut, latin = tmp_path / "empty.jsonl", tmp_path / "cut.jsonl.gz", tmp_path / "latin.txt"
+    empty.write_text("")
+    cut.write_bytes(gzip.compress(b'{"text": "hello"}\n' * 5000)[:-20])
+    latin.write_bytes("naïve".encode("latin-1"))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "image.png").write_bytes(b"")
+    one = write_jsonl(tmp_path / "one.jsonl", [{"text": "the only document"}])
+    some = write_jsonl(tmp_path / "some.jsonl", make_records(50))
+    return {
+        "no such file": (["--input", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        "empty folder": (["--input", tmp_path / "folder"], "has no file that ends in .jsonl"),
+        "unknown kind": (["--input", tmp_path / "image.png"], "image.png: unknown kind of file"),
+        "empty corpus": (["--input", empty], "the input is empty"),
+        "empty corpus, ready tokenizer": (["--input", empty, f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"], "no documents"),
+        "cut off": (["--input", cut], "cut.jsonl.gz: damaged or cut off"),
+        "not UTF-8": (["--input", latin], "latin.txt: not UTF-8"),
+        "one document": (["--input", one, f"--tokenizer={tmp_path / 'b.tiktoken'}"], "val.bin would be empty: of 1 documents"),
+        "unknown tokenizer": (["--input", some, "--tokenizer=gpt9"], "gpt9: no such file, and no tiktoken encoding"),
+        "not a SentencePiece model": (["--input", some, f"--tokenizer={some}.model"], "not a SentencePiece model"),
+        "vocabulary too large": (["--input", some, "--vocab_size=50000"], "--vocab_size=50000: SentencePiece cannot train"),
+        "unknown option": (["--inptu", some], "did you mean 'input'?"),
+        "bad fraction": (["--input", some, "--val_fraction=1.5"], "val_fraction must be between 0 and 1"),
+        "a path for a name": (["--input", some, "--name=../x"], "must be a plain folder name"),
+    }  # fmt: skip
+
+
+def test_bad_input_is_one_clear_line_and_the_old_data_set_stays(tmp_path, refuses):
+    folder, before = prepare_set(tmp_path, write_jsonl(tmp_path / "good.jsonl", make_records(40)))
+    for name, (arguments, message) in bad_inputs(tmp_path).items():
+        extra = [] if any("--name" in str(a) for a in arguments) else ["--name=set"]
+        error = refuses(prepare.main, *arguments, f"--data_dir={tmp_path / 'data'}", *extra)
+        assert message in error, f"{name}: {error}"
+        assert open_dataset(folder) == before and os.listdir(tmp_path / "data") == ["set"], name
+
+
+def test_an_id_beyond_the_vocabulary_or_a_truncated_file_is_found(tmp_path, tiny_data):
+    folder, meta = prepare_set(tmp_path, write_jsonl(tmp_path / "c.jsonl", make_records(40)))
+    prepare.check_ids(folder, meta, "train")
+    ids = np.memmap(folder / "train.bin", dtype=meta["dtype"], mode="r+")
+    ids[123] = meta["vocab_size"]
+    ids.flush()
+    with pytest.raises(prepare.UserError, match="train.bin: token 123 has id 257, beyond the vocabulary of 257"):
+        prepare.check_ids(folder, meta, "train")
+    os.truncate(folder / "train.bin", 100)
+    with pytest.raises(prepare.UserError, match="train.bin: 100 bytes where meta.json says .* truncated"):
+        open_dataset(folder)
+
+
+# -- the embedded corpus and the shared ones --
+
+
+def test_module_documentation_is_found_without_importing(tmp_path):
+    source = tmp_path / "m.py"
+    source.write_text(
+        '"""What the module is for."""\nraise SystemExit("imported")\n'
+        'class A:\n    def f(self):\n        """Return the answer to everything, which is 42."""\n'
+        'def short():\n    """Too short."""\n'
+        'add_docstr(torch.abs,\n    r"""\nabs(input) -> Tensor\n\nThe absolute value of each element.\n""")\n'
+    )
+    record = prepare.module_record(source, "pkg.m")
+    assert record["title"] == "pkg.m" and record["summary"] == "What the module is for."
+    assert [s["title"] for s in record["sections"]] == ["A.f", "torch.abs"]
+    assert record["sections"][1]["content"] == "abs(input) -> Tensor\n\nThe absolute value of each element."
+
+
+def test_the_demo_corpus_is_large_and_the_same_every_time():
+    progress = Progress()
+    some = [text for text, _ in zip(prepare.demo_texts(progress), range(200), strict=False)]
+    assert some == [text for text, _ in zip(prepare.demo_texts(Progress()), range(200), strict=False)]
+    assert len(some) == 200 and sum(map(len, some)) > 300_000 and some[0].startswith("__future__：")
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared corpora")
+def test_gpt2_counts_of_a_real_corpus_equal_tiktoken(tmp_path):
+    code = "import sys, prepare; from configurator import run; run(prepare.main)"
+    corpus = tmp_path / "some.jsonl"
+    with gzip.open(SHARED / "corpora" / "oi_wiki_zh.jsonl.gz", "rt", encoding="utf-8") as f:
+        corpus.write_text("".join(line for line, _ in zip(f, range(60), strict=False)), encoding="utf-8")
+    env = os.environ | {
+        "TIKTOKEN_CACHE_DIR": str(SHARED / "tiktoken_cache"),
+        "PYTHONPATH": str(Path(prepare.__file__).parent),
+    }
+    options = ["--input", corpus, "--name=zh", f"--data_dir={tmp_path}", "--tokenizer=gpt2", "--val_fraction=0.1"]
+    subprocess.run([sys.executable, "-c", code, *map(str, options)], env=env, check=True, capture_output=True)
+    meta, tokenizer = open_dataset(tmp_path / "zh"), load_tokenizer(tmp_path / "zh")
+    records = [json.loads(line) for line in corpus.read_text(encoding="utf-8").splitlines()]
+    assert sum(s["tokens"] for s in meta["splits"].values()) == sum(
+        len(tokenizer.encode(record_text(r))) + 1 for r in records
+    )
+    assert (meta["vocab_size"], meta["eos_id"], meta["dtype"]) == (50257, 50256, "uint16")
+    assert documents(tmp_path / "zh") == Counter(map(record_text, records))

@@ -1,0 +1,96 @@
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import call, train_tiny
+
+import sample
+from model import GPT, newest_checkpoint
+from prepare import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def out(tiny_data, tmp_path_factory) -> Path:
+    """The out folder of a tiny run."""
+    out = tmp_path_factory.mktemp("out")
+    train_tiny(tiny_data, out, "--max_steps=30", "--eval_every=30", "--save_every=30")
+    return out
+
+
+def test_a_checkpoint_folder_is_all_that_sampling_needs(out, tmp_path, capsys):
+    shutil.copytree(newest_checkpoint(out / "run" / "ckpt"), tmp_path / "moved")
+    call(sample.main, f"--ckpt={tmp_path / 'moved'}", "--prompt=the loop", "--max_new_tokens=20", "--device=cpu")
+    printed = capsys.readouterr()
+    assert printed.out.startswith("the loop") and len(printed.out) > 20
+    assert "tok/s" in printed.err
+
+
+def test_greedy_text_is_the_decoded_greedy_tokens(out, capsys):
+    folder = newest_checkpoint(out / "run" / "ckpt")
+    model, tokenizer = GPT.from_pretrained(folder).eval(), load_tokenizer(folder)
+    idx = torch.tensor([[tokenizer.eos_id, *tokenizer.encode("模型")]])
+    tokens = [int(t) for t in model.generate(idx, 40, temperature=0)]
+    call(
+        sample.main,
+        f"--out_dir={out}",
+        "--prompt=模型",
+        "--temperature=0",
+        "--max_new_tokens=40",
+        "--stop_at_eos=false",
+        "--device=cpu",
+    )
+    text = b"".join(map(tokenizer.token_bytes, tokens)).decode(errors="replace")
+    assert capsys.readouterr().out == f"模型{text}\n"
+
+
+def test_streaming_never_splits_a_chinese_character(out, capsys, monkeypatch):
+    """A model that answers in the byte tokens of a Chinese text, one a step: every write is whole characters."""
+    folder = newest_checkpoint(out / "run" / "ckpt")
+    tokenizer, text = load_tokenizer(folder), "龘龙舞九天😀。"  # characters outside the tiny vocabulary
+    ids = tokenizer.encode(text)
+    assert len(ids) > len(text)
+    monkeypatch.setattr(GPT, "generate", lambda self, idx, n, **_: (torch.tensor([i]) for i in ids))
+    writes = []
+    monkeypatch.setattr(
+        "builtins.print", lambda *a, file=None, **_: writes.append("".join(map(str, a))) if file is None else None
+    )
+    call(sample.main, f"--out_dir={out}", "--device=cpu")
+    assert "".join(writes) == text and "\ufffd" not in "".join(writes)
+
+
+def test_samples_come_from_one_batch_and_the_seed_fixes_them(out, capsys):
+    def run(*options):
+        call(sample.main, f"--out_dir={out}", "--num_samples=3", "--max_new_tokens=15", "--device=cpu", *options)
+        return capsys.readouterr().out
+
+    first = run()
+    assert "sample 2" in first and "sample 3" in first
+    assert run() == first != run("--seed=2")
+
+
+def test_interactive_answers_every_line_until_the_end_of_input(out, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("the\n模型\n"))
+    call(sample.main, f"--out_dir={out}", "--interactive", "--max_new_tokens=5", "--device=cpu")
+    assert capsys.readouterr().err.count("tok/s") == 2
+
+
+def test_prompt_can_come_from_a_file(out, tmp_path, capsys):
+    (tmp_path / "p.txt").write_text("数据 and\n", encoding="utf-8")
+    call(sample.main, f"--out_dir={out}", f"--prompt_file={tmp_path / 'p.txt'}", "--max_new_tokens=5", "--device=cpu")
+    assert capsys.readouterr().out.startswith("数据 and\n")
+
+
+def test_bad_input_is_one_clear_line(out, tmp_path, refuses):
+    assert "no checkpoint under" in refuses(sample.main, f"--out_dir={tmp_path}")
+    assert "no checkpoint there" in refuses(sample.main, f"--ckpt={tmp_path}")
+    assert "--prompt_file nowhere" in refuses(sample.main, f"--out_dir={out}", "--prompt_file=nowhere")
+    assert "top_p must be above 0" in refuses(sample.main, "--top_p=0")
+    broken = tmp_path / "broken"
+    shutil.copytree(newest_checkpoint(out / "run" / "ckpt"), broken)
+    (broken / "model.safetensors").write_bytes(b"\x10" * 100)
+    assert "cannot be loaded" in refuses(sample.main, f"--ckpt={broken}")
+    (broken / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
+    assert "'BertModel' is none of" in refuses(sample.main, f"--ckpt={broken}")

@@ -1,0 +1,341 @@
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPO, TINY, call, metrics, torchrun, train_tiny
+from safetensors.torch import load_file
+
+import train
+from configurator import parse
+from model import GPT, newest_checkpoint
+from train import Loader, Machine, TrainConfig, lr_at, make_plan
+
+CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
+
+
+def config(*options: str) -> TrainConfig:
+    return parse(TrainConfig, [*TINY, *options])
+
+
+# -- schedule and plan --
+
+
+@pytest.mark.parametrize(
+    "options, table",
+    [
+        # 100 steps, 10 of warm-up: first step, middle and end of warm-up, then to 0.1 of lr at the very last step
+        (
+            ["--schedule=cosine"],
+            {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 99: 0.1, 54: 0.1 + 0.9 * (1 + math.cos(math.pi * 44 / 89)) / 2},
+        ),
+        (["--schedule=linear"], {0: 0.1, 10: 1.0, 99: 0.1, 54: 1 - 0.9 * 44 / 89}),
+        (["--schedule=wsd"], {0: 0.1, 10: 1.0, 50: 1.0, 80: 1.0, 99: 0.1, 90: 1 - 0.9 * 10 / 19}),
+        (["--schedule=constant"], {0: 0.1, 10: 1.0, 99: 1.0}),
+        (["--schedule=linear", "--warmup_steps=20", "--min_lr_ratio=0"], {0: 0.05, 19: 1.0, 99: 0.0}),
+    ],
+)
+def test_learning_rate_is_what_the_formula_says(options, table):
+    cfg = config("--lr=1", "--warmup_ratio=0.1", *options)
+    for step, want in table.items():
+        assert lr_at(step, 100, cfg) == pytest.approx(want, abs=1e-12), step
+
+
+@pytest.mark.parametrize(
+    "world, B, asked, want",
+    [
+        (1, 4, 256, (4, 2, 256)),
+        (2, 4, 256, (4, 1, 256)),
+        (6, 8, 524_288, (8, 341, 523_776)),  # the nearest multiple on six
+        (8, 64, 256, (1, 1, 256)),  # batch_size is more than a step needs
+        (16, 4, 256, (1, 1, 512)),  # one sequence a process is the least
+    ],
+)
+def test_a_step_has_the_tokens_asked_or_the_nearest_multiple(world, B, asked, want):
+    plan = make_plan(config(f"--batch_size={B}", f"--batch_tokens={asked}"), world, 10_000)
+    assert (plan.batch_size, plan.accum, plan.step_tokens) == want
+    assert plan.step_tokens == plan.batch_size * plan.accum * world * 32
+
+
+@pytest.mark.parametrize(
+    "options, steps",
+    [
+        (["--max_steps=7"], 7),
+        (["--max_steps=0", "--max_tokens=2560"], 10),
+        (["--max_steps=0", "--max_epochs=1.5"], 15),
+        (["--max_steps=12", "--max_epochs=1.5", "--max_tokens=9999999"], 12),
+    ],
+)
+def test_a_run_ends_at_the_first_of_its_limits(options, steps):
+    assert make_plan(config(*options), 1, epoch_tokens=2560).steps == steps
+
+
+# -- loader --
+
+
+def test_each_epoch_visits_each_window_once_in_an_order_and_from_an_offset_of_its_own():
+    loader = Loader(np.arange(1003, dtype=np.uint16), block_size=10, seed=0)
+    n = loader.n_windows
+    assert n == 99
+    epochs = [loader.starts(e * n, n) for e in range(4)]
+    for starts in epochs:
+        x, y = loader.batch(starts, torch.device("cpu"))
+        assert x.unique().numel() == x.numel() == 990  # no token twice, so no window twice
+        assert torch.equal(x + 1, y) and y.max() <= 1002
+    assert len({tuple(s) for s in epochs}) == 4 and len({min(s) for s in epochs}) > 1
+
+
+def test_what_a_step_reads_depends_only_on_its_number_and_the_seed():
+    def fresh(seed=0):
+        return Loader(np.arange(1003, dtype=np.uint16), block_size=10, seed=seed)
+
+    in_order = [s for g in range(0, 300, 6) for s in fresh().starts(g, 6)]  # across three epochs' edges
+    loader = fresh()
+    backwards = [loader.starts(g, 6) for g in reversed(range(0, 300, 6))]
+    assert in_order == [s for part in reversed(backwards) for s in part]
+    assert in_order != [s for g in range(0, 300, 6) for s in fresh(1).starts(g, 6)]
+
+
+@pytest.mark.parametrize("n_tokens", [33, 34, 64, 65, 66, 100])
+def test_even_the_smallest_data_is_never_read_beyond_its_end(n_tokens):
+    loader = Loader(np.arange(n_tokens, dtype=np.uint16), block_size=32, seed=3)
+    for start in loader.starts(0, 50) + loader.fixed_starts(0) + loader.fixed_starts(32):
+        assert 0 <= start <= n_tokens - 33
+
+
+def test_evaluation_reads_the_same_windows_for_every_batch_size(tiny_data):
+    cfg = config(f"--data_dir={tiny_data}", "--eval_tokens=0")
+    meta = train.open_dataset(tiny_data / "tiny")
+    model = GPT(train.model_config(cfg, meta["vocab_size"]))
+    model.init_weights("xavier")
+    losses, seen = [], []
+    for B in (1, 3, 7, 1000):
+        loader = train.open_loader(cfg, meta, "val")
+        take = loader.batch
+        loader.batch = lambda starts, device, take=take: seen.append(tuple(starts)) or take(starts, device)
+        plan = train.Plan(B, 1, B * 32, 1, 1)
+        losses.append(train.evaluate(model, loader, cfg, plan, CPU))
+        assert model.training
+    windows = (meta["splits"]["val"]["tokens"] - 1) // 32
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
+    assert {s for batch in seen for s in batch} == {32 * i for i in range(windows)}
+
+
+# -- whole runs --
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(newest_checkpoint(run / "ckpt") / "model.safetensors")
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.fixture(scope="module")
+def straight(tiny_data, tmp_path_factory) -> Path:
+    """One uninterrupted run of TINY with dropout."""
+    return train_tiny(tiny_data, tmp_path_factory.mktemp("straight"), "--dropout=0.1")
+
+
+def test_a_run_leaves_all_that_it_promises(straight, tiny_data):
+    records = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
+    steps = [r for r in records if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(1, 9)) and [r["step"] for r in records if "val_loss" in r] == [4, 8]
+    for r in steps:
+        assert (
+            r["tokens"] == 256 * r["step"]
+            and r["tokens_per_s"] > 0
+            and r["step_ms"] > 0
+            and 0 <= r["data_ms"] < r["step_ms"]
+        )
+        assert r["tokens_per_s"] == pytest.approx(256 / r["step_ms"] * 1000)
+        assert r["mfu"] == pytest.approx(r["tflops"] / 1.0)  # TINY says peak_tflops=1
+    val, counts = [r for r in records if "val_loss" in r][-1], train.open_dataset(tiny_data / "tiny")["splits"]["val"]
+    assert val["val_bits_per_byte"] == pytest.approx(val["val_loss"] / math.log(2) * counts["tokens"] / counts["bytes"])
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
+    assert (straight / "loss.png").read_bytes().startswith(b"\x89PNG")
+    checkpoint = newest_checkpoint(straight / "ckpt")
+    assert checkpoint.name == "step_00000008"
+    files = {"config.json", "model.safetensors", "train_state.pt", "train_config.json", "meta.json", "tokenizer.model"}
+    assert {p.name for p in checkpoint.iterdir()} == files | {"manifest.json"}
+    train.verify_checkpoint(checkpoint)
+
+
+def test_resume_is_bit_identical_to_never_having_stopped(straight, tiny_data, tmp_path):
+    shutil.copytree(straight, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "ckpt" / "step_00000008")  # as if it had been killed after step 4
+    run = train_tiny(tiny_data, tmp_path, "--dropout=0.1", "--init_from=resume")
+    assert same(weights(run), weights(straight))
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert metrics(run, key) == metrics(straight, key)  # no gap, no repeat, no difference
+    state = [torch.load(r / "ckpt" / "step_00000008" / "train_state.pt", weights_only=True) for r in (run, straight)]
+    moments = [s["optimizer"]["state"] for s in state]
+    assert all(torch.equal(moments[0][i][k], moments[1][i][k]) for i in moments[1] for k in ("exp_avg", "exp_avg_sq"))
+
+
+def test_auto_resumes_where_there_is_something_and_starts_where_not(straight, tiny_data, tmp_path, capsys):
+    run = train_tiny(tiny_data, tmp_path, "--dropout=0.1", "--init_from=auto", "--max_steps=8")
+    assert same(weights(run), weights(straight))
+    capsys.readouterr()
+    train_tiny(tiny_data, tmp_path, "--dropout=0.1", "--init_from=auto", "--max_steps=8")
+    assert "resumed from" in capsys.readouterr().out
+
+
+def test_how_often_one_evaluates_saves_and_logs_does_not_change_the_training(straight, tiny_data, tmp_path):
+    run = train_tiny(tiny_data, tmp_path, "--dropout=0.1", "--eval_every=3", "--save_every=100", "--log_every=7")
+    assert same(weights(run), weights(straight))
+
+
+def test_accumulation_does_not_change_the_step(tiny_data, tmp_path):
+    runs = [train_tiny(tiny_data, tmp_path / str(B), f"--batch_size={B}") for B in (8, 4, 1)]
+    for run in runs[1:]:
+        assert metrics(run, "loss") == pytest.approx(metrics(runs[0], "loss"), rel=1e-5)
+        assert metrics(run, "grad_norm") == pytest.approx(metrics(runs[0], "grad_norm"), rel=1e-3)
+
+
+def test_two_processes_train_as_one(tiny_data, tmp_path):
+    """The same batch_tokens on 1 and 2 processes, with accumulation: the same losses to float tolerance."""
+    one = train_tiny(tiny_data, tmp_path / "1", "--batch_size=2")
+    two = torchrun(2, tiny_data, tmp_path / "2", "--batch_size=2")
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert metrics(two, key) == pytest.approx(metrics(one, key), rel=1e-3), key
+    a, b = weights(one), weights(two)
+    assert max((a[k] - b[k]).abs().max().item() for k in a) < 1e-3
+
+
+def test_every_preset_and_both_precisions_train(tiny_data, tmp_path):
+    for preset in ("gpt2", "llama", "qwen3"):
+        run = train_tiny(tiny_data, tmp_path / preset, f"--preset={preset}", "--n_kv_head=0", "--dtype=bfloat16")
+        losses = metrics(run, "loss")
+        assert losses[8] < losses[1] - 0.3
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on the CPU needs g++")
+def test_compiled_training_is_eager_training(tiny_data, tmp_path):
+    eager = train_tiny(tiny_data, tmp_path / "eager", "--max_steps=4")
+    compiled = train_tiny(tiny_data, tmp_path / "compiled", "--max_steps=4", "--compile")
+    assert metrics(compiled, "loss") == pytest.approx(metrics(eager, "loss"), rel=1e-4)
+
+
+def test_where_compile_fails_training_goes_on_with_a_warning(straight, tiny_data, tmp_path, capsys, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    run = train_tiny(tiny_data, tmp_path, "--dropout=0.1", "--compile")
+    assert "warning: torch.compile failed" in capsys.readouterr().out
+    assert same(weights(run), weights(straight))
+
+
+def test_fine_tuning_starts_from_the_weights_of_another_run(straight, tiny_data, tmp_path):
+    run = train_tiny(tiny_data, tmp_path, f"--init_from={newest_checkpoint(straight / 'ckpt')}", "--max_steps=4")
+    assert metrics(run, "loss")[1] < metrics(straight, "loss")[1] - 0.5
+    assert metrics(run, "loss").keys() == {1, 2, 3, 4}
+
+
+def test_only_the_newest_checkpoints_and_the_best_are_kept(tiny_data, tmp_path):
+    # a learning rate that wrecks the model after its first steps: step 1 stays the best
+    options = [
+        "--lr=3",
+        "--warmup_ratio=0",
+        "--schedule=constant",
+        "--grad_clip=0",
+        "--eval_every=1",
+        "--save_every=1",
+        "--keep=2",
+    ]
+    run = train_tiny(tiny_data, tmp_path, *options, "--max_steps=6")
+    best = min(metrics(run, "val_loss").items(), key=lambda item: item[1])[0]
+    kept = sorted(int(p.name[5:]) for p in (run / "ckpt").glob("step_*"))
+    assert best < 5 and kept == [best, 5, 6]
+
+
+def test_offline_wandb_gets_the_metrics(tiny_data, tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="needs the package wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = train_tiny(tiny_data, tmp_path, "--wandb", "--max_steps=2")
+    assert list((run / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_wandb_is_not_imported_unless_asked_for():
+    code = "import sys, train, prepare, sample; assert not {'wandb', 'matplotlib', 'tiktoken'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
+
+
+# -- faults --
+
+
+def test_bad_input_is_one_clear_line(straight, tiny_data, tmp_path, refuses):
+    def error(*options):
+        return refuses(train.main, *TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", *options)
+
+    assert "no data set in" in error("--dataset=nothing") and not (tmp_path / "run").exists()
+    assert "did you mean 'n_layer'?" in error("--n_layers=3")
+    assert "it takes int" in error("--n_layer=three")
+    assert "n_layer must be positive; lr must be positive" in error("--n_layer=0", "--lr=-1")
+    assert "the run has no end" in error("--max_steps=0")
+    assert "n_embd=33 does not divide by n_head=4" in error("--n_embd=33")
+    assert "no checkpoint in" in error("--init_from=resume")
+    assert "not a checkpoint" in error(f"--init_from={tmp_path}/nowhere")
+    assert "block_size=999999 needs" in error("--block_size=999999")
+    assert "float16 needs a CUDA device" in error("--dtype=float16")
+    assert "init='magic' is none of gpt2" in error("--init=magic")
+    if not torch.cuda.is_available():
+        assert "device=cuda: not usable here" in error("--device=cuda")
+
+    shutil.copytree(straight, tmp_path / "run")
+    assert "holds an earlier run" in error()
+    assert "n_layer is 2 there, 3 here" in error("--init_from=resume", "--dropout=0.1", "--n_layer=3")
+    with open(newest_checkpoint(tmp_path / "run" / "ckpt") / "model.safetensors", "r+b") as f:
+        f.seek(-1, os.SEEK_END)
+        f.write(b"\xff")
+    assert "model.safetensors: not what manifest.json says" in error("--init_from=resume", "--dropout=0.1")
+
+
+def test_damaged_data_is_found_before_the_first_step(tiny_data, tmp_path, refuses):
+    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
+    options = [*TINY, f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'out'}"]
+    path = tmp_path / "tiny" / "train.bin"
+    ids = np.memmap(path, dtype=np.uint16, mode="r+")
+    ids[77] = 400
+    ids.flush()
+    assert "token 77 has id 400, beyond the vocabulary of 400" in refuses(train.main, *options)
+    os.truncate(path, path.stat().st_size - 2)
+    assert "truncated" in refuses(train.main, *options)
+    path.unlink()
+    assert "no file bytes" in refuses(train.main, *options)
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run_and_names_the_step(tiny_data, tmp_path, refuses):
+    options = [
+        *TINY,
+        f"--data_dir={tiny_data}",
+        f"--out_dir={tmp_path}",
+        "--lr=1e30",
+        "--grad_clip=0",
+        "--warmup_ratio=0",
+    ]
+    assert "the loss is nan at step" in refuses(train.main, *options)
+
+
+def test_the_windows_of_all_ranks_are_those_of_one_process():
+    """6 processes with 2 sequences and 1 process with 12 read the same windows in every step."""
+    loader = Loader(np.arange(5000, dtype=np.uint16), block_size=10, seed=0)
+    for step in range(3):
+        ranks = [s for rank in range(6) for s in loader.starts(step * 12 + rank * 2, 2)]
+        assert Counter(ranks) == Counter(loader.starts(step * 12, 12))
+
+
+def test_help_and_the_module_docstring_need_no_data(capsys):
+    with pytest.raises(SystemExit) as e:
+        call(train.main, "--help")
+    assert e.value.code == 0 and "--batch_tokens=" in capsys.readouterr().out
