@@ -8,6 +8,7 @@ Words: B = batch_size, T = block_size; a *step* is one update of the weights, ma
 `world` processes (ranks), each of B x T tokens. Every interval below counts steps.
 """
 
+import inspect
 import json
 import math
 import os
@@ -40,7 +41,7 @@ from prepare import check_ids, file_sha256, open_dataset, open_split
 @dataclass(frozen=True)
 class TrainConfig:
     # ---- Run ----
-    run: str = "run"  # name of the run; it writes out_dir/run/
+    run_name: str = "run"  # it writes out_dir/run_name/
     out_dir: str = "out"  # where runs live
     init_from: str = "scratch"  # scratch; resume: the run's newest checkpoint; auto: resume if it can; a checkpoint
     overwrite: bool = False  # scratch may delete an earlier run of the same name
@@ -457,7 +458,7 @@ class Metrics:
                 import wandb
             except ImportError:
                 raise UserError("wandb=true needs the package wandb: pip install wandb") from None
-            self.wandb = wandb.init(project=cfg.wandb_project, name=cfg.run, dir=folder, config=asdict(cfg))
+            self.wandb = wandb.init(project=cfg.wandb_project, name=cfg.run_name, dir=folder, config=asdict(cfg))
 
     def log_step(
         self, done: int, loss: float, lr: float, grad_norm: float, flops: int, peak: float | None, clock: Clock
@@ -522,7 +523,7 @@ def banner(cfg: TrainConfig, meta: dict, machine: Machine, plan: Plan, model: GP
         "batch": f"{cfg.batch_tokens:,} tokens a step asked, {plan.step_tokens:,} actual = {batch}",
         "length": f"{plan.steps:,} optimization steps = {tokens:,} tokens = {tokens / plan.epoch_tokens:.2f} epochs",
         "model": f"{cfg.preset}, {c.n_layer} layers x {c.n_embd}, {heads}",
-        "parameters": f"{size}; {tokens / n['total']:.1f} tokens per parameter",
+        "parameters": f"{size}; {tokens / n['total']:.2g} tokens per parameter",
         "compute": f"{model.flops_per_token(T) * tokens:.3g} FLOPs (6 N + 12 L d T a token)",
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
         "peak": peak_source,
@@ -537,7 +538,7 @@ def banner(cfg: TrainConfig, meta: dict, machine: Machine, plan: Plan, model: GP
 def main() -> None:
     cfg = parse(TrainConfig, doc=__doc__)
     machine = start(cfg)
-    folder, data = Path(cfg.out_dir) / cfg.run, Path(cfg.data_dir) / cfg.dataset
+    folder, data = Path(cfg.out_dir) / cfg.run_name, Path(cfg.data_dir) / cfg.dataset
 
     # data
     meta = open_dataset(data)
@@ -557,7 +558,7 @@ def main() -> None:
     elif cfg.init_from != "scratch":
         source = Path(cfg.init_from)
     if not resume and (folder / "metrics.jsonl").exists() and not cfg.overwrite:
-        ways = "--init_from=resume goes on with it, --overwrite replaces it, --run=NAME starts another"
+        ways = "--init_from=resume goes on with it, --overwrite replaces it, --run_name=NAME starts another"
         raise UserError(f"{folder} holds an earlier run: {ways}")
     if source is None:
         model = GPT(wanted)
@@ -589,8 +590,11 @@ def main() -> None:
         say(machine, f"resumed from {source} at step {state['step']}")
     parallel = model
     if dist.is_initialized():
+        # rope and padding_mask are constants: no rank needs to send them at every step (the option's name is new in 2.13)
+        names = inspect.signature(DistributedDataParallel.__init__).parameters
+        flags = {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
         on = [machine.local_rank] if machine.device.type == "cuda" else None
-        parallel = DistributedDataParallel(model, device_ids=on, broadcast_buffers=False, gradient_as_bucket_view=True)
+        parallel = DistributedDataParallel(model, device_ids=on, gradient_as_bucket_view=True, **flags)
     fast = parallel
     if machine.device.type == "cuda" if cfg.compile == "auto" else cfg.compile:
         x, y = train_loader.batch(train_loader.starts(0, plan.batch_size), machine.device)
@@ -615,7 +619,10 @@ def main() -> None:
         if step > start_step and (last or step % cfg.save_every == 0 or step == state["best_step"]):
             with clock.paused():
                 if machine.is_main:
-                    save_checkpoint(folder / "ckpt", model, optimizer, scaler, state | {"step": step}, cfg)
+                    before = time.perf_counter()
+                    path = save_checkpoint(folder / "ckpt", model, optimizer, scaler, state | {"step": step}, cfg)
+                    seconds = time.perf_counter() - before
+                    metrics.write({"step": step, "save_s": seconds}, f"saved {path} in {seconds:.1f} s")
         if last:
             break
 
@@ -623,9 +630,7 @@ def main() -> None:
         lr = lr_at(step, plan.steps, cfg)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        torch.manual_seed(
-            cfg.seed + 1_000_003 * (step + 1) + machine.rank
-        )  # dropout depends on the step, not on history
+        torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)  # dropout depends on the step alone
         loss_sum = torch.zeros((), device=machine.device)
         for micro in range(plan.accum):
             with clock.waiting_for_data():

@@ -1,7 +1,7 @@
 # GPT-2's smallest model. Prepare the data with
 #   python prepare.py --input CORPUS --name NAME --tokenizer gpt2
 # 124M parameters at the gpt2 vocabulary; 2.5G tokens = 20 a parameter. 16 x 1024 x 30 micro-steps of one GPU = 491,520.
-run = "gpt2_124m"
+run_name = "gpt2_124m"
 preset = "gpt2"
 n_layer = 12
 n_head = 12

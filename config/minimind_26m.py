@@ -1,7 +1,7 @@
 # The size of MiniMind's 26M model: 8 layers x 512, grouped queries 8:2, T = 512. Prepare the data with
 #   python prepare.py --input pretrain.jsonl --name zh --vocab_size 6400
 # 25.8M parameters at that vocabulary; 500M tokens = 20 a parameter.
-run = "minimind_26m"
+run_name = "minimind_26m"
 preset = "llama"
 tie_embeddings = True
 rope_theta = 1e6

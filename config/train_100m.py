@@ -1,8 +1,8 @@
 # The run this project is made for: about 100M parameters on one to eight GPUs,
 #   torchrun --nproc_per_node=6 train.py config/train_100m.py --dataset=NAME
-# 101M parameters at a vocabulary of 16,384 (tied would be 89M + 12.6M once); 2G tokens = 20 a parameter.
+# 97.5M parameters at a vocabulary of 16,384, 110M at 32,000; 2G tokens = 20 a parameter.
 # A step is 8 x 1024 tokens x 6 GPUs x 11 micro-steps = 540,672, the nearest to batch_tokens on six.
-run = "train_100m"
+run_name = "train_100m"
 preset = "llama"
 tie_embeddings = True
 n_layer = 12

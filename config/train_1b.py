@@ -1,7 +1,7 @@
-# About a billion parameters: 22 layers x 2048, for GPUs with 80 GB or more.
+# 1.15G parameters at a vocabulary of 32,000: 22 layers x 2048, for GPUs with 80 GB or more.
 #   torchrun --nproc_per_node=8 train.py config/train_1b.py --dataset=NAME
-# Chinchilla's 20 tokens a parameter are 22G tokens.
-run = "train_1b"
+# 23G tokens = 20 a parameter (Chinchilla, arXiv 2203.15556).
+run_name = "train_1b"
 preset = "llama"
 n_layer = 22
 n_head = 16
@@ -12,7 +12,7 @@ block_size = 2048
 
 batch_size = 8
 batch_tokens = 1_048_576
-max_tokens = 22_000_000_000
+max_tokens = 23_000_000_000
 lr = 3e-4
 warmup_ratio = 0.01
 schedule = "wsd"

@@ -122,5 +122,14 @@ def test_every_setting_is_read_by_its_script(module, cls):
 @pytest.mark.parametrize("path", sorted(REPO.glob("config/*.py")), ids=lambda p: p.stem)
 def test_every_shipped_config_is_valid_and_names_its_run(path):
     cfg = parse(train.TrainConfig, [str(path)])
-    assert cfg.run == path.stem
+    assert cfg.run_name == path.stem
     train.model_config(cfg, vocab_size=32000)
+
+
+def test_no_setting_is_taken_for_an_abbreviation_of_a_torchrun_option():
+    """torchrun refuses `train.py --run=x` as an ambiguous --run-path, although it stands behind the script's name."""
+    from torch.distributed.run import get_args_parser
+
+    theirs = [name.lstrip("-") for action in get_args_parser()._actions for name in action.option_strings]
+    for field in dataclasses.fields(train.TrainConfig):
+        assert not [name for name in theirs if name.startswith(field.name)], field.name

@@ -4,9 +4,10 @@ import math
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import GPT, INIT, PRESETS, GPTConfig, from_hf_config, hf_class, sample_token, to_hf_config
+from model import GPT, INIT, PRESETS, GPTConfig, attend, from_hf_config, hf_class, sample_token, to_hf_config
 
 SMALL = dict(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=48)
 ODD = {  # name -> a shape that a careless export or cache would get wrong
@@ -57,6 +58,22 @@ def test_no_position_sees_the_future(name):
 def hidden_logits(model: GPT, x: torch.Tensor) -> torch.Tensor:
     """Logits of every position, by asking for the last one of every prefix."""
     return torch.stack([model(x[:, : t + 1]) for t in range(x.size(1))], dim=1)
+
+
+@pytest.mark.parametrize("T", [2, 33, 512])
+def test_attention_by_plain_products_is_the_fused_kernel(T):
+    """In bf16 on a CPU, forward and backward, to bf16's own rounding."""
+    g = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(2, 3, T, 16, generator=g).bfloat16().requires_grad_() for _ in range(3)]
+    results = []
+    for attention in (
+        lambda q, k, v: attend(q, k, v, 0.0),
+        lambda q, k, v: sdpa(q.float(), k.float(), v.float(), is_causal=True),
+    ):
+        y = attention(*qkv)
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), qkv)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), atol=0.03 * theirs.float().abs().max().item(), rtol=0)
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -1,0 +1,28 @@
+# make demo: corpus -> model -> text in a few minutes.    make test: all tests.    Both make .venv on first use.
+PYTHON ?= python3
+
+.PHONY: demo test lint clean
+
+demo: .venv/demo
+	.venv/bin/python prepare.py
+	.venv/bin/python train.py config/demo.py --overwrite
+	.venv/bin/python sample.py --num_samples 3
+
+test: .venv/dev
+	.venv/bin/python -m pytest -q tests
+
+lint: .venv/dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+.venv/demo: requirements.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -q -r requirements.txt
+	touch $@
+
+.venv/dev: .venv/demo requirements-dev.txt
+	.venv/bin/python -m pip install -q -r requirements-dev.txt
+	touch $@
+
+clean:
+	rm -rf .venv data out
