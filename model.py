@@ -83,10 +83,15 @@ class GPTConfig:
 # Pieces
 
 
+class RMSNorm(nn.RMSNorm):
+    """torch's, with the weight in the input's dtype: the fused kernel wants them alike."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 def make_norm(c: GPTConfig) -> nn.Module:
-    return (
-        nn.LayerNorm(c.n_embd, c.norm_eps, bias=c.bias) if c.norm == "layernorm" else nn.RMSNorm(c.n_embd, c.norm_eps)
-    )
+    return nn.LayerNorm(c.n_embd, c.norm_eps, bias=c.bias) if c.norm == "layernorm" else RMSNorm(c.n_embd, c.norm_eps)
 
 
 def rope_table(c: GPTConfig) -> torch.Tensor:
@@ -141,16 +146,14 @@ class Attention(nn.Module):
         self.layer = layer
         self.qkv = nn.Linear(c.n_embd, sum(self.heads) * c.head_dim, bias=c.bias)
         self.proj = nn.Linear(c.n_head * c.head_dim, c.n_embd, bias=c.bias)
-        self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
-        self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor | None, cache: KVCache | None) -> torch.Tensor:
         B, T, _ = x.shape
         q, k, v = self.qkv(x).view(B, T, -1, self.head_dim).split(self.heads, dim=2)  # (B, T, nh or nkv, hs)
         if self.q_norm is not None:
-            q, k = (
-                F.rms_norm(t, (self.head_dim,), eps=n.eps) * n.weight for t, n in ((q, self.q_norm), (k, self.k_norm))
-            )
+            q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         q, k, v = q.to(v.dtype).transpose(1, 2), k.to(v.dtype).transpose(1, 2), v.transpose(1, 2)  # (B, n, T, hs)
