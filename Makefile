@@ -9,7 +9,7 @@ demo: .venv/demo
 	.venv/bin/python sample.py --num_samples 3
 
 test: .venv/dev
-	.venv/bin/python -m pytest -q tests
+	.venv/bin/python -m pytest -q -rs tests
 
 lint: .venv/dev
 	.venv/bin/ruff check .

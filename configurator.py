@@ -18,6 +18,7 @@ help text:
 
 import dataclasses
 import difflib
+import errno
 import inspect
 import os
 import re
@@ -44,6 +45,14 @@ def run(main: Callable[[], None]) -> None:
     except BrokenPipeError:  # `python sample.py | head`: the reader has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+            raise
+        print(f"error: {e.filename or 'writing'}: {e.strerror}", file=sys.stderr)
+        sys.exit(2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import sysconfig
@@ -69,7 +70,8 @@ class PrepareConfig:
             "vocab_size must be at least 300: 256 bytes and a few words": self.vocab_size >= 300,
             "train_mb must be positive": self.train_mb > 0,
             "threads must not be negative": self.threads >= 0,
-            f"name {self.name!r} must be a plain folder name": self.name == Path(self.name).name,
+            f"name {self.name!r} must be a plain folder name": self.name == Path(self.name).name
+            and self.name[:1] != ".",
         }
         return [problem for problem, ok in checks.items() if not ok]
 
@@ -134,6 +136,9 @@ RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 SUFFIXES = (*RECORD_SUFFIXES, ".txt", ".md")
 
 
+SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell one, UTF-8 cannot
+
+
 @dataclass
 class Progress:
     """Where reading stands, for the progress bars and the report."""
@@ -188,10 +193,12 @@ def read_texts(files: list[Path], txt: str, progress: Progress) -> Iterator[str]
                     documents = read_records(f, kind, path, progress) if kind in RECORD_SUFFIXES else read_txt(f, txt)
                     for text in documents:
                         progress.bytes_read = before + raw.tell()
-                        if text.strip():
-                            yield text
-                        else:
+                        if not text.strip():
                             progress.skip(str(path), "empty document")
+                        elif not text.isascii() and SURROGATE.search(text):
+                            progress.skip(str(path), "half a surrogate pair, which is no character")
+                        else:
+                            yield text
         except OSError as e:  # gzip's own errors too
             raise UserError(f"{path}: {e.strerror or e}") from None
         except (EOFError, zlib.error) as e:
@@ -241,12 +248,12 @@ def read_jsonl(f: io.TextIOWrapper, path: str) -> Iterator[tuple[str, object]]:
 
 def read_json(f: io.TextIOWrapper, path: str) -> Iterator[tuple[str, object]]:
     """An array of any length, or objects one after the other, one element in memory at a time."""
-    decoder, buffer, number, size = json.JSONDecoder(), "", 0, 1 << 16
+    decoder, buffer, at_start, number, size = json.JSONDecoder(), "", True, 0, 1 << 16
     while True:
         chunk = f.read(size)
         buffer = (buffer + chunk).lstrip()
-        if number == 0 and buffer.startswith("["):
-            buffer, number = buffer[1:], 1
+        if at_start and buffer:
+            buffer, at_start = buffer.removeprefix("["), False
         while buffer := buffer.lstrip(" \t\r\n,"):
             try:
                 record, end = decoder.raw_decode(buffer)
@@ -258,8 +265,10 @@ def read_json(f: io.TextIOWrapper, path: str) -> Iterator[tuple[str, object]]:
             yield f"{path}: element {number}", record
             buffer = buffer[end:]
         if not chunk:
-            if buffer.strip(" \t\r\n,]"):
-                yield f"{path}: after element {number}", ValueError(buffer[:20])
+            if rest := buffer.strip(" \t\r\n,]"):
+                raise UserError(
+                    f"{path}: not valid JSON behind element {number}, near {rest[:40]!r}: mend it, or cut it off there"
+                )
             return
         size = min(2 * size, 1 << 28)  # a large element is not decoded from its start for every 64 KB
 
@@ -391,7 +400,10 @@ class SentencePiece:
         return self.sp.decode(ids)
 
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 that a token adds to a text; one Chinese character can take three tokens."""
+        """The UTF-8 that a token adds to a text; one Chinese character can take three tokens.
+
+        U+2581 stands for a space inside SentencePiece, so a text's own U+2581 comes back as a space.
+        """
         piece = self.sp.id_to_piece(token)
         if self.sp.is_byte(token):
             return bytes([int(piece[1:-1], 16)])  # <0xE4>
@@ -430,9 +442,11 @@ class Tiktoken:
         try:
             lines = [line.split() for line in Path(path).read_bytes().splitlines() if line]
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+            if not ranks:
+                raise ValueError("it is empty")
         except (OSError, ValueError) as e:
             raise UserError(f"tokenizer {path}: not a .tiktoken file ({e})") from None
-        special = special or {"<|endoftext|>": max(ranks.values(), default=-1) + 1}
+        special = special or {"<|endoftext|>": max(ranks.values()) + 1}
         encoding = tiktoken.Encoding(
             Path(path).stem, pat_str=pattern or CL100K_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
@@ -544,7 +558,7 @@ class SplitWriter:
         self.file.write(data)
         self.digest.update(data)
         self.tokens, self.documents = self.tokens + len(ids), self.documents + 1
-        self.bytes += len(text.encode("utf-8", "surrogatepass"))
+        self.bytes += len(text.encode())
         self.characters += len(text)
 
     def close(self) -> dict:
@@ -557,7 +571,7 @@ class SplitWriter:
 
 def split_of(text: str, val_fraction: float) -> str:
     """By a hash of the text alone: another file, or another order, moves no document from one split to the other."""
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return "val" if int.from_bytes(digest, "big") < val_fraction * 2**64 else "train"
 
 

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from bench.matmul import peak_tflops
-from bench.plot_loss import plot_loss
+from bench.plot_loss import plot_loss, read_metrics
 from configurator import UserError, changes, parse, run
 from model import GPT, INIT, PRESETS, GPTConfig, newest_checkpoint
 from prepare import check_ids, file_sha256, open_dataset, open_split
@@ -448,9 +448,9 @@ class Metrics:
         self.bar = self.wandb = None
         if not machine.is_main:
             return
-        lines = self.path.read_text().splitlines() if start_step else []
-        kept = [line for line in lines if json.loads(line)["step"] <= start_step]  # what came after is done again
-        self.path.write_text("".join(line + "\n" for line in kept))
+        before = read_metrics(self.path) if start_step else []
+        kept = [r for r in before if r["step"] <= start_step]  # what came after is done again
+        self.path.write_text("".join(json.dumps(r) + "\n" for r in kept))
         if cfg.progress == "bar" or (cfg.progress == "auto" and sys.stderr.isatty()):
             self.bar = tqdm(total=plan.steps, initial=start_step, dynamic_ncols=True, unit="step")
         if cfg.wandb:
@@ -485,8 +485,9 @@ class Metrics:
     def log_eval(self, done: int, loss: float, val: dict, seconds: float) -> None:
         """val: the counts of val.bin in meta.json."""
         bits_per_byte = loss / math.log(2) * val["tokens"] / val["bytes"]
-        record = dict(step=done, val_loss=loss, val_ppl=math.exp(loss), val_bits_per_byte=bits_per_byte, eval_s=seconds)
-        line = f"validation loss {loss:.4f} | perplexity {math.exp(loss):.2f} | {bits_per_byte:.4f} bits per byte"
+        ppl = math.exp(min(loss, 700.0))  # a float ends at e^709
+        record = dict(step=done, val_loss=loss, val_ppl=ppl, val_bits_per_byte=bits_per_byte, eval_s=seconds)
+        line = f"validation loss {loss:.4f} | perplexity {ppl:.2f} | {bits_per_byte:.4f} bits per byte"
         self.write(record, line)
 
     def write(self, record: dict, line: str, in_bar: bool = False) -> None:
@@ -557,6 +558,8 @@ def main() -> None:
             raise UserError(f"init_from=resume: no checkpoint in {folder / 'ckpt'}; start with init_from=scratch")
     elif cfg.init_from != "scratch":
         source = Path(cfg.init_from)
+        if cfg.overwrite and folder.resolve() in source.resolve().parents:
+            raise UserError(f"--overwrite would delete {source}: give the new run another --run_name")
     if not resume and (folder / "metrics.jsonl").exists() and not cfg.overwrite:
         ways = "--init_from=resume goes on with it, --overwrite replaces it, --run_name=NAME starts another"
         raise UserError(f"{folder} holds an earlier run: {ways}")

@@ -22,6 +22,14 @@ class PlotConfig:
         return [] if self.runs else ["name at least one run: --runs out/demo"]
 
 
+def read_metrics(path: Path) -> list[dict]:
+    """The records of a metrics.jsonl; a last line that a kill cut off is left out."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    if lines and not lines[-1].endswith("}"):
+        lines.pop()
+    return [json.loads(line) for line in lines]
+
+
 def plot_loss(runs: list[Path], png: str | Path = "") -> Path:
     """Draw the training and validation loss of each run over its steps; returns the file written."""
     import matplotlib
@@ -32,7 +40,7 @@ def plot_loss(runs: list[Path], png: str | Path = "") -> Path:
     png = Path(png or runs[0] / "loss.png")
     fig, ax = plt.subplots(figsize=(8, 5))
     for number, folder in enumerate(runs):
-        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        records = read_metrics(folder / "metrics.jsonl")
         for key, style in (("loss", dict(lw=1, alpha=0.6)), ("val_loss", dict(marker="o", ms=4))):
             points = [(r["step"], r[key]) for r in records if key in r]
             if points:

@@ -118,11 +118,11 @@ def test_a_json_array_is_read_in_one_element_of_memory(tmp_path):
 def test_bad_records_are_skipped_counted_and_shown_with_their_line(tmp_path, capsys):
     path = write_jsonl(tmp_path / "c.jsonl", [{"text": f"document {i}"} for i in range(20)])
     with open(path, "a") as f:
-        f.write('{"text": "cut off\n{"question": "?"}\n{"text": "  "}\n')
+        f.write('{"text": "cut off\n{"question": "?"}\n{"text": "  "}\n{"text": "half \\ud800"}\n')
     folder, meta = prepare_set(tmp_path, path)
-    assert sum(meta["skipped"].values()) == 3 and meta["skipped"]["not valid JSON"] == 1
+    assert sum(meta["skipped"].values()) == 4 and meta["skipped"]["not valid JSON"] == 1
     report = capsys.readouterr().out
-    assert "c.jsonl:21: not valid JSON" in report and "c.jsonl:22" in report and "skipped: 3" in report
+    assert "c.jsonl:21: not valid JSON" in report and "c.jsonl:22" in report and "skipped: 4" in report
 
 
 # -- the files --
@@ -214,11 +214,15 @@ def bad_inputs(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     latin.write_bytes("naïve".encode("latin-1"))
     (tmp_path / "folder").mkdir()
     (tmp_path / "image.png").write_bytes(b"")
+    half = tmp_path / "half.json"
+    half.write_text('[{"text": "one"}, {"text": "two"}, {"text": "thr')
     one = write_jsonl(tmp_path / "one.jsonl", [{"text": "the only document"}])
     some = write_jsonl(tmp_path / "some.jsonl", make_records(50))
     return {
         "no such file": (["--input", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         "empty folder": (["--input", tmp_path / "folder"], "has no file that ends in .jsonl"),
+        "half a JSON array": (["--input", half], "half.json: not valid JSON behind element 2, near"),
+        "a name that leads away": (["--input", some, "--name=.."], "must be a plain folder name"),
         "unknown kind": (["--input", tmp_path / "image.png"], "image.png: unknown kind of file"),
         "empty corpus": (["--input", empty], "the input is empty"),
         "empty corpus, ready tokenizer": (["--input", empty, f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"], "no documents"),

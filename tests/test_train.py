@@ -171,7 +171,9 @@ def test_a_run_leaves_all_that_it_promises(straight, tiny_data):
 
 def test_resume_is_bit_identical_to_never_having_stopped(straight, tiny_data, tmp_path):
     shutil.copytree(straight, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "ckpt" / "step_00000008")  # as if it had been killed after step 4
+    shutil.rmtree(tmp_path / "run" / "ckpt" / "step_00000008")  # as if it had been killed after step 4 ...
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as f:
+        f.write('{"step": 9, "lo')  # ... in the middle of a line
     run = train_tiny(tiny_data, tmp_path, "--dropout=0.1", "--init_from=resume")
     assert same(weights(run), weights(straight))
     for key in ("loss", "grad_norm", "val_loss"):
@@ -294,6 +296,8 @@ def test_bad_input_is_one_clear_line(straight, tiny_data, tmp_path, refuses):
 
     shutil.copytree(straight, tmp_path / "run")
     assert "holds an earlier run" in error()
+    newest = newest_checkpoint(tmp_path / "run" / "ckpt")
+    assert "--overwrite would delete" in error(f"--init_from={newest}", "--overwrite") and newest.exists()
     assert "n_layer is 2 there, 3 here" in error("--init_from=resume", "--dropout=0.1", "--n_layer=3")
     with open(newest_checkpoint(tmp_path / "run" / "ckpt") / "model.safetensors", "r+b") as f:
         f.seek(-1, os.SEEK_END)
