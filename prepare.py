@@ -134,8 +134,6 @@ def file_sha256(path: str | Path) -> str:
 
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 SUFFIXES = (*RECORD_SUFFIXES, ".txt", ".md")
-
-
 SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell one, UTF-8 cannot
 
 
@@ -153,6 +151,13 @@ class Progress:
             self.examples.append(f"{where}: {reason}")
 
 
+def no_documents(progress: Progress) -> str:
+    n = sum(progress.skipped.values())
+    return "no documents: " + (
+        f"all {n:,} records were skipped, as {progress.examples[0]}" if n else "the input is empty"
+    )
+
+
 def find_files(inputs: Iterable[str]) -> list[Path]:
     """The files that the --input arguments name, folders searched through, in a fixed order."""
     files = []
@@ -164,14 +169,12 @@ def find_files(inputs: Iterable[str]) -> list[Path]:
             inside = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p)) if path.is_dir() else [path]
             if not inside:
                 raise UserError(
-                    f"--input {path}: the folder has no file that ends in {', '.join(SUFFIXES)} (or .gz of it)"
+                    f"--input {path}: the folder has no file that ends in {', '.join(SUFFIXES)}, plain or .gz"
                 )
             files += inside
     for path in files:
         if not kind_of(path):
-            raise UserError(
-                f"--input {path}: unknown kind of file; expected {', '.join(SUFFIXES)}, or .gz of one of these"
-            )
+            raise UserError(f"--input {path}: unknown kind of file; expected {', '.join(SUFFIXES)}, plain or .gz")
     return list(dict.fromkeys(files))
 
 
@@ -204,9 +207,7 @@ def read_texts(files: list[Path], txt: str, progress: Progress) -> Iterator[str]
         except (EOFError, zlib.error) as e:
             raise UserError(f"{path}: damaged or cut off ({e})") from None
         except UnicodeDecodeError as e:
-            raise UserError(
-                f"{path}: not UTF-8 ({e.reason}, byte {e.object[e.start]:#04x}): convert it first"
-            ) from None
+            raise UserError(f"{path}: not UTF-8 ({e.reason}, byte {e.object[e.start]:#04x}): convert it") from None
         except csv.Error as e:
             raise UserError(f"{path}: not a CSV file ({e})") from None
         before += path.stat().st_size
@@ -319,20 +320,10 @@ def demo_files() -> list[tuple[Path, list[Path]]]:
         if spec is None:
             raise UserError(f"{package} is not installed: pip install -r requirements.txt")
         roots.append(Path(spec.origin).parent)
-    left_out = (
-        "site-packages",
-        "test",
-        "tests",
-        "testing",
-        "idlelib",
-        "lib2to3",
-        "turtledemo",
-        "ensurepip",
-        "__pycache__",
-    )
+    left_out = set("site-packages test tests testing idlelib lib2to3 turtledemo ensurepip __pycache__".split())
     found = []
     for root in roots:
-        files = [p for p in root.rglob("*.py") if not set(p.relative_to(root).parts) & set(left_out)]
+        files = [p for p in root.rglob("*.py") if not left_out.intersection(p.relative_to(root).parts)]
         files = [p for p in files if not p.name.startswith(("test_", "_sysconfigdata"))]
         found.append((root if root is roots[0] else root.parent, sorted(files)))
     return found
@@ -493,16 +484,18 @@ def load_tokenizer(folder: str | Path) -> SentencePiece | Tiktoken:
     return Tiktoken.from_file(path, info["pattern"], info["special"])
 
 
-def make_tokenizer(cfg: PrepareConfig, texts: Iterable[str], scratch: Path) -> SentencePiece | Tiktoken:
+def make_tokenizer(
+    cfg: PrepareConfig, texts: Iterable[str], progress: Progress, scratch: Path
+) -> SentencePiece | Tiktoken:
     """The tokenizer that --tokenizer asks for; `texts` is read only if it is to be trained."""
     if cfg.tokenizer == "train":
-        return SentencePiece(train_sentencepiece(texts, cfg, scratch))
+        return SentencePiece(train_sentencepiece(texts, progress, cfg, scratch))
     if cfg.tokenizer.endswith(".model"):
         return SentencePiece(cfg.tokenizer)
     return Tiktoken.from_file(cfg.tokenizer) if cfg.tokenizer.endswith(".tiktoken") else Tiktoken.by_name(cfg.tokenizer)
 
 
-def train_sentencepiece(texts: Iterable[str], cfg: PrepareConfig, scratch: Path) -> Path:
+def train_sentencepiece(texts: Iterable[str], progress: Progress, cfg: PrepareConfig, scratch: Path) -> Path:
     """Train a BPE that loses nothing: no normalisation, spaces kept, bytes for characters outside the vocabulary."""
     import sentencepiece
 
@@ -515,7 +508,7 @@ def train_sentencepiece(texts: Iterable[str], cfg: PrepareConfig, scratch: Path)
         elif (slot := rng.randrange(seen + 1)) < len(sample):
             sample[slot] = piece
     if not sample:
-        raise UserError("no documents to train a tokenizer on: the input is empty")
+        raise UserError(no_documents(progress))
     path = scratch / SentencePiece.file
     try:
         with open(path, "wb") as f:
@@ -588,10 +581,8 @@ def batches(texts: Iterable[str], characters: int = 1 << 20) -> Iterator[list[st
         yield batch
 
 
-def encode(
-    texts: Iterable[str], tokenizer, cfg: PrepareConfig, folder: Path, bar: tqdm
-) -> tuple[dict, np.ndarray, str]:
-    """Write both splits. Returns their counts, every document's length in tokens, and the first document decoded back."""
+def encode(texts: Iterable[str], tokenizer, cfg: PrepareConfig, folder: Path, bar: tqdm, progress: Progress) -> tuple:
+    """Write both splits. Returns (dtype and counts for meta.json, every document's tokens, the first one decoded back)."""
     dtype = "uint16" if tokenizer.vocab_size <= 65536 else "uint32"
     writers = {split: SplitWriter(folder / f"{split}.bin", dtype) for split in ("train", "val")}
     lengths, first, started = array.array("I"), None, time.perf_counter()
@@ -607,7 +598,7 @@ def encode(
         bar.set_postfix_str(f"{rate:.1f} MB/s of text, {tokens / 1e6:.1f}M tokens")
     splits = {split: writer.close() for split, writer in writers.items()}
     if not lengths:
-        raise UserError("no documents: every record was empty or skipped" + (" (see above)" if cfg.input else ""))
+        raise UserError(no_documents(progress))
     for split, counts in splits.items():
         if not counts["documents"]:
             hint = "raise --val_fraction" if split == "val" else "lower --val_fraction"
@@ -648,22 +639,17 @@ def report(meta: dict, first: str, examples: list[str], folder: Path, seconds: f
     def total(key: str) -> int:
         return sum(s[key] for s in splits.values())
 
-    lines = [
-        f"\n{folder}: {meta['tokenizer']['kind']} tokenizer, vocabulary {meta['vocab_size']:,}, {meta['dtype']}, {seconds:.0f} s"
-    ]
+    kind, V = meta["tokenizer"]["kind"], meta["vocab_size"]
+    lines = [f"\n{folder}: {kind} tokenizer, vocabulary {V:,}, {meta['dtype']}, {seconds:.0f} s"]
     for split, s in splits.items():
-        lines.append(
-            f"  {split:<6} {s['documents']:>12,} documents {s['tokens']:>15,} tokens {s['bytes']:>15,} bytes of text"
-        )
+        counts = f"{s['documents']:>12,} documents {s['tokens']:>15,} tokens {s['bytes']:>15,} bytes of text"
+        lines.append(f"  {split:<6} {counts}")
     lines.append(f"  {total('characters') / total('tokens'):.2f} characters per token (eos counted)")
     lines.append("  tokens per document: " + ", ".join(f"{k} {v:,}" for k, v in lengths.items()))
-    lines.append(
-        f"  skipped: {sum(skipped.values()):,}" + "".join(f"\n    {n:,} x {reason}" for reason, n in skipped.items())
-    )
+    lines.append(f"  skipped: {sum(skipped.values()):,}")
+    lines += [f"    {n:,} x {reason}" for reason, n in skipped.items()]
     lines += [f"    e.g. {example}" for example in examples]
-    lines.append(
-        f"  the first document, decoded back from its ids:\n    {first[:300]!r}{' ...' if len(first) > 300 else ''}"
-    )
+    lines.append(f"  the first document, decoded back from its ids:\n    {first[:300]!r}{' ...' * (len(first) > 300)}")
     return "\n".join(lines)
 
 
@@ -693,9 +679,10 @@ def main() -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
-        tokenizer = make_tokenizer(cfg, texts("reading for the tokenizer")[0], scratch)
+        stream, _, progress = texts("reading for the tokenizer")
+        tokenizer = make_tokenizer(cfg, stream, progress, scratch)
         stream, bar, progress = texts("encoding")
-        counts, lengths, first = encode(stream, tokenizer, cfg, scratch, bar)
+        counts, lengths, first = encode(stream, tokenizer, cfg, scratch, bar, progress)
     except BaseException:  # Ctrl-C too: nothing half-written is left
         shutil.rmtree(scratch, ignore_errors=True)
         raise

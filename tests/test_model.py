@@ -7,7 +7,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import GPT, INIT, PRESETS, GPTConfig, attend, from_hf_config, hf_class, sample_token, to_hf_config
+from model import (
+    GPT,
+    INIT,
+    PRESETS,
+    GPTConfig,
+    attend,
+    from_hf_config,
+    hf_class,
+    rope_table,
+    sample_token,
+    to_hf_config,
+)
 
 SMALL = dict(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=48)
 ODD = {  # name -> a shape that a careless export or cache would get wrong
@@ -58,6 +69,17 @@ def test_no_position_sees_the_future(name):
 def hidden_logits(model: GPT, x: torch.Tensor) -> torch.Tensor:
     """Logits of every position, by asking for the last one of every prefix."""
     return torch.stack([model(x[:, : t + 1]) for t in range(x.size(1))], dim=1)
+
+
+def test_rope_angles_are_exact_to_fp32():
+    c = GPTConfig(**(ODD["llama"] | dict(block_size=4096)))
+    cos, sin = rope_table(c)[:, :, 0]  # (4096, hs)
+    for position, i in ((0, 0), (1, 0), (17, 3), (4095, 0), (4095, 1)):
+        angle = position * c.rope_theta ** (-2 * i / c.head_dim)
+        for at in (i, i + c.head_dim // 2):
+            assert (cos[position, at].item(), sin[position, at].item()) == pytest.approx(
+                (math.cos(angle), math.sin(angle)), abs=1e-7
+            )
 
 
 @pytest.mark.parametrize("T", [2, 33, 512])

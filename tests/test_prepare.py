@@ -214,6 +214,8 @@ def bad_inputs(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     latin.write_bytes("naïve".encode("latin-1"))
     (tmp_path / "folder").mkdir()
     (tmp_path / "image.png").write_bytes(b"")
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{\n[]\n")
     half = tmp_path / "half.json"
     half.write_text('[{"text": "one"}, {"text": "two"}, {"text": "thr')
     one = write_jsonl(tmp_path / "one.jsonl", [{"text": "the only document"}])
@@ -226,6 +228,7 @@ def bad_inputs(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "unknown kind": (["--input", tmp_path / "image.png"], "image.png: unknown kind of file"),
         "empty corpus": (["--input", empty], "the input is empty"),
         "empty corpus, ready tokenizer": (["--input", empty, f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"], "no documents"),
+        "nothing but bad records": (["--input", bad], "all 2 records were skipped, as " + str(bad) + ":1: not valid JSON"),
         "cut off": (["--input", cut], "cut.jsonl.gz: damaged or cut off"),
         "not UTF-8": (["--input", latin], "latin.txt: not UTF-8"),
         "one document": (["--input", one, f"--tokenizer={tmp_path / 'b.tiktoken'}"], "val.bin would be empty: of 1 documents"),
