@@ -653,11 +653,14 @@ def main() -> None:
 
         # ---- everything below only reports ----
         done = step + 1
-        if step == start_step or done % cfg.log_every == 0 or done == plan.steps:
+        if done == 1 or done % cfg.log_every == 0 or done == plan.steps:
             mean_loss = all_sum(loss_sum).item() / machine.world  # waits for the device
             metrics.log_step(done, mean_loss, lr, grad_norm.item(), flops, peak, clock)
             if not math.isfinite(mean_loss):
                 raise UserError(f"the loss is {mean_loss} at step {done}: lower lr, or try dtype=float32")
+            clock.restart(done)
+        elif step == start_step:  # the first step after a resume warms up: it is not timed
+            machine.synchronize()
             clock.restart(done)
 
     metrics.close()
