@@ -95,11 +95,18 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float | None,
         kind = {t: k for k, t in DTYPES.items() if k != "tf32"}[dtype]
         peak = measure_tflops(2048, kind, device, seconds=0.5)
         return peak, f"{peak:.2f} TFLOPS, a 2048 x 2048 {kind} product measured here and now ({device_name(device)})"
+    return datasheet_peak(device_name(device), dtype)
+
+
+def datasheet_peak(name: str, dtype: torch.dtype) -> tuple[float | None, str]:
+    """The dense peak of the fastest unit that takes this dtype, and where it comes from; fp32 runs as TF32 where there is one."""
     kind = {t: k for k, t in DTYPES.items() if k != "fp32"}[dtype]
-    peak = datasheet_tflops(device_name(device), kind)
+    if kind == "tf32" and datasheet_tflops(name, kind) is None:
+        kind = "fp32"
+    peak = datasheet_tflops(name, kind)
     if peak is None:
-        return None, f"unknown for {device_name(device)} in {kind}, so MFU is n/a; give --peak_tflops"
-    return peak, f"{peak:g} dense {kind} TFLOPS a device, datasheet of {device_name(device)}"
+        return None, f"unknown for {name} in {kind}, so MFU is n/a; give --peak_tflops"
+    return peak, f"{peak:g} dense {kind} TFLOPS a device, datasheet of {name}"
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,18 @@ def test_a_gpu_gets_its_own_datasheet_peak_or_none_at_all(name, bf16):
     assert matmul.datasheet_tflops(name, "bf16") == bf16
 
 
-def test_v100_has_an_fp16_peak():
-    assert matmul.datasheet_tflops("Tesla V100-SXM2-16GB", "fp16") == 125
+@pytest.mark.parametrize(
+    "name, dtype, peak, words",
+    [
+        ("Tesla V100-SXM2-16GB", torch.float16, 125, "125 dense fp16"),
+        ("Tesla V100-SXM2-16GB", torch.float32, 15.7, "15.7 dense fp32"),  # it has no TF32
+        ("NVIDIA H200", torch.float32, 494, "494 dense tf32"),
+        ("Some New GPU", torch.bfloat16, None, "unknown for Some New GPU in bf16, so MFU is n/a"),
+    ],
+)
+def test_the_peak_says_where_it_comes_from(name, dtype, peak, words):
+    found, source = matmul.datasheet_peak(name, dtype)
+    assert found == peak and words in source
 
 
 def test_matmul_prints_a_figure_for_every_size_and_type(tmp_path, capsys):
