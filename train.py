@@ -309,8 +309,26 @@ def model_config(cfg: TrainConfig, vocab_size: int) -> GPTConfig:
         raise UserError(str(e)) from None
 
 
+def find_source(cfg: TrainConfig, folder: Path) -> tuple[Path | None, bool]:
+    """The checkpoint that init_from means (None: scratch), and whether this is to resume. folder: the run's own."""
+    newest = newest_checkpoint(folder / "ckpt")
+    if cfg.init_from == "resume" and newest is None:
+        raise UserError(f"init_from=resume: no checkpoint in {folder / 'ckpt'}; start with init_from=scratch")
+    if cfg.init_from in ("resume", "auto") and newest is not None:
+        return newest, True
+    source = None if cfg.init_from in ("scratch", "auto") else Path(cfg.init_from)
+    if (folder / "metrics.jsonl").exists() and not cfg.overwrite:
+        ways = "--init_from=resume goes on with it, --overwrite replaces it, --run_name=NAME starts another"
+        raise UserError(f"{folder} holds an earlier run: {ways}")
+    if source is not None and cfg.overwrite and folder.resolve() in source.resolve().parents:
+        raise UserError(f"--overwrite would delete {source}: give the new run another --run_name")
+    return source, False
+
+
 def load_model(folder: Path, cfg: TrainConfig, wanted: GPTConfig, resume: bool) -> GPT:
     """A checkpoint's model. To resume, the settings must describe it; to fine-tune, only the data must fit."""
+    if resume:
+        verify_checkpoint(folder)
     try:
         model = GPT.from_pretrained(folder, dropout=cfg.dropout)
     except (OSError, ValueError) as e:
@@ -550,26 +568,12 @@ def main() -> None:
     plan = make_plan(cfg, machine.world, train_loader.n_windows * cfg.block_size)
 
     # model: resumed, taken from another run, or new
-    wanted, source, resume = model_config(cfg, meta["vocab_size"]), None, False
-    if cfg.init_from in ("resume", "auto"):
-        source = newest_checkpoint(folder / "ckpt")
-        resume = source is not None
-        if cfg.init_from == "resume" and not resume:
-            raise UserError(f"init_from=resume: no checkpoint in {folder / 'ckpt'}; start with init_from=scratch")
-    elif cfg.init_from != "scratch":
-        source = Path(cfg.init_from)
-        if cfg.overwrite and folder.resolve() in source.resolve().parents:
-            raise UserError(f"--overwrite would delete {source}: give the new run another --run_name")
-    if not resume and (folder / "metrics.jsonl").exists() and not cfg.overwrite:
-        ways = "--init_from=resume goes on with it, --overwrite replaces it, --run_name=NAME starts another"
-        raise UserError(f"{folder} holds an earlier run: {ways}")
+    wanted, (source, resume) = model_config(cfg, meta["vocab_size"]), find_source(cfg, folder)
     if source is None:
         model = GPT(wanted)
         torch.manual_seed(cfg.seed)  # the same weights on every rank
         model.init_weights(cfg.init)
     else:
-        if resume:
-            verify_checkpoint(source)
         model = load_model(source, cfg, wanted, resume)
     model.to(machine.device)
 
@@ -599,7 +603,7 @@ def main() -> None:
         on = [machine.local_rank] if machine.device.type == "cuda" else None
         parallel = DistributedDataParallel(model, device_ids=on, gradient_as_bucket_view=True, **flags)
     fast = parallel
-    if machine.device.type == "cuda" if cfg.compile == "auto" else cfg.compile:
+    if cfg.compile is True or (cfg.compile == "auto" and machine.device.type == "cuda"):
         x, y = train_loader.batch(train_loader.starts(0, plan.batch_size), machine.device)
         fast = try_compile(parallel, x, y, machine)
     if machine.is_main:
@@ -665,7 +669,10 @@ def main() -> None:
 
     metrics.close()
     if machine.is_main:
-        print(f"loss plot: {plot_loss([folder])}")
+        try:
+            print(f"loss plot: {plot_loss([folder])}")
+        except ImportError:
+            print("no loss plot: pip install matplotlib")
         print(f"checkpoint: {newest_checkpoint(folder / 'ckpt')}")
     if dist.is_initialized():
         dist.destroy_process_group()
