@@ -31,7 +31,7 @@ from tqdm import tqdm
 from bench.matmul import peak_tflops
 from bench.plot_loss import plot_loss, read_metrics
 from configurator import UserError, changes, parse, run
-from model import GPT, INIT, PRESETS, GPTConfig, newest_checkpoint
+from model import GPT, INIT, PRESETS, GPTConfig, hf_class, newest_checkpoint
 from prepare import check_ids, file_sha256, open_dataset, open_split
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def find_source(cfg: TrainConfig, folder: Path) -> tuple[Path | None, bool]:
 
 
 def load_model(folder: Path, cfg: TrainConfig, wanted: GPTConfig, resume: bool) -> GPT:
-    """A checkpoint's model. To resume, the settings must describe it; to fine-tune, only the data must fit."""
+    """A checkpoint's model. To resume, the settings must describe it; to fine-tune, vocabulary and block_size must fit."""
     if resume:
         verify_checkpoint(folder)
     try:
@@ -334,8 +334,10 @@ def load_model(folder: Path, cfg: TrainConfig, wanted: GPTConfig, resume: bool) 
     except (OSError, ValueError) as e:
         raise UserError(f"init_from={folder}: not a checkpoint ({str(e).splitlines()[0]})") from None
     found = model.config
-    keys = asdict(wanted) if resume else ("vocab_size", "block_size")
-    differ = [k for k in keys if getattr(found, k) != getattr(wanted, k)]
+    differ = [k for k in asdict(wanted) if getattr(found, k) != getattr(wanted, k)]
+    if not resume:
+        shorter = found.block_size >= wanted.block_size
+        differ = [k for k in differ if k == "vocab_size" or (k == "block_size" and not shorter)]
     if differ:
         both = "; ".join(f"{k} is {getattr(found, k)} there, {getattr(wanted, k)} here" for k in differ)
         raise UserError(f"checkpoint {folder} does not fit the settings: {both}")
@@ -541,7 +543,7 @@ def banner(cfg: TrainConfig, meta: dict, machine: Machine, plan: Plan, model: GP
         "examples": f"{plan.epoch_tokens // T:,} windows of {T} tokens in an epoch",
         "batch": f"{cfg.batch_tokens:,} tokens a step asked, {plan.step_tokens:,} actual = {batch}",
         "length": f"{plan.steps:,} optimization steps = {tokens:,} tokens = {tokens / plan.epoch_tokens:.2f} epochs",
-        "model": f"{cfg.preset}, {c.n_layer} layers x {c.n_embd}, {heads}",
+        "model": f"{hf_class(c) or 'GPT'}, {c.n_layer} layers x {c.n_embd}, {heads}",
         "parameters": f"{size}; {tokens / n['total']:.2g} tokens per parameter",
         "compute": f"{model.flops_per_token(T) * tokens:.3g} FLOPs (6 N + 12 L d T a token)",
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",

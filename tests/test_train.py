@@ -238,7 +238,15 @@ def test_where_compile_fails_training_goes_on_with_a_warning(straight, tiny_data
 
 
 def test_fine_tuning_starts_from_the_weights_of_another_run(straight, tiny_data, tmp_path):
-    run = train_tiny(tiny_data, tmp_path, f"--init_from={newest_checkpoint(straight / 'ckpt')}", "--max_steps=4")
+    source = newest_checkpoint(straight / "ckpt")
+    options = [
+        f"--init_from={source}",
+        "--max_steps=4",
+        "--n_layer=9",
+        "--block_size=16",
+    ]  # its own depth, shorter windows
+    run = train_tiny(tiny_data, tmp_path, *options)
+    assert weights(run).keys() == weights(straight).keys()
     assert metrics(run, "loss")[1] < metrics(straight, "loss")[1] - 0.5
     assert metrics(run, "loss").keys() == {1, 2, 3, 4}
 
@@ -287,6 +295,8 @@ def test_bad_input_is_one_clear_line(straight, tiny_data, tmp_path, refuses):
     assert "the run has no end" in error("--max_steps=0")
     assert "n_embd=33 does not divide by n_head=4" in error("--n_embd=33")
     assert "no checkpoint in" in error("--init_from=resume")
+    source = newest_checkpoint(straight / "ckpt")
+    assert "block_size is 32 there, 64 here" in error(f"--init_from={source}", "--block_size=64")
     assert "not a checkpoint" in error(f"--init_from={tmp_path}/nowhere")
     assert "block_size=999999 needs" in error("--block_size=999999")
     assert "float16 needs a CUDA device" in error("--dtype=float16")
