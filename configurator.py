@@ -49,7 +49,7 @@ def run(main: Callable[[], None]) -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        if not e.filename and e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
         print(f"error: {e.filename or 'writing'}: {e.strerror}", file=sys.stderr)
         sys.exit(2)
@@ -84,18 +84,24 @@ def convert(value: Any, kind: Any) -> Any:
             except ValueError:
                 continue
     elif origin is tuple:
-        return tuple(convert(v, args[0]) for v in ([value] if isinstance(value, str) else value))
+        if isinstance(value, str | list | tuple):
+            return tuple(convert(v, args[0]) for v in ([value] if isinstance(value, str) else value))
     elif kind is bool:
         if isinstance(value, bool):
             return value
         if str(value).lower() in ("true", "1", "yes", "on", "false", "0", "no", "off"):
             return str(value).lower() in ("true", "1", "yes", "on")
     elif kind in (int, float) and not isinstance(value, bool):
-        number = float(value.replace("_", "") if isinstance(value, str) else value)
-        if kind is float:
+        if kind is int and not isinstance(value, float):
+            try:
+                return int(value)  # not by way of float, which has 53 bits
+            except ValueError:
+                pass
+        number = float(value)
+        if kind is float and number == number:  # not nan
             return number
-        if number.is_integer():  # 5e8 and 500_000_000 are both an int
-            return int(value) if isinstance(value, int) or str(value).isdigit() else int(number)
+        if kind is int and number.is_integer():  # 5e8
+            return int(number)
     elif kind is str and isinstance(value, str):
         return value
     raise ValueError(value)
@@ -162,6 +168,9 @@ def parse(cls: type, argv: list[str] | None = None, doc: str = "") -> Any:
             value = [value] if equals else []
             while argv and not argv[0].startswith("--"):
                 value.append(argv.pop(0))
+            if not value:
+                raise UserError(f"--{key}: a value is missing; it takes {accepted(kind)}")
+            value = [v for k, before in options if k == key for v in before] + value  # given twice: both count
         elif not equals:
             takes_bool = kind is bool or bool in typing.get_args(kind)
             following = argv[0] if argv and not argv[0].startswith("--") else None

@@ -365,7 +365,11 @@ class GPT(nn.Module):
 
         Raises OSError for a missing file, ValueError for one that is damaged or holds another architecture.
         """
-        model = cls(from_hf_config(json.loads((Path(folder) / "config.json").read_text()), **overrides))
+        try:
+            config = from_hf_config(json.loads((Path(folder) / "config.json").read_text()), **overrides)
+        except (KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"config.json: {type(e).__name__}: {e}") from None
+        model = cls(config)
         try:
             stored = load_file(Path(folder) / "model.safetensors")
             model.load_state_dict(from_hf_state(model, stored), strict=True)

@@ -18,6 +18,7 @@ import array
 import ast
 import base64
 import csv
+import fcntl
 import glob
 import gzip
 import hashlib
@@ -80,19 +81,24 @@ class PrepareConfig:
 # Format: how train.py, sample.py and the tests open a data set
 
 
+def read_meta(folder: Path) -> dict:
+    """meta.json of a data set or of a checkpoint."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        version = meta["format_version"]
+    except FileNotFoundError:
+        raise UserError(f"no data set in {folder}: make it with `python prepare.py --name {folder.name}`") from None
+    except (ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{folder}/meta.json: damaged ({e}); run prepare.py again") from None
+    if version != FORMAT_VERSION:
+        raise UserError(f"{folder}: format {version}, expected {FORMAT_VERSION}; run prepare.py again")
+    return meta
+
+
 def open_dataset(folder: str | Path) -> dict:
     """meta.json of a whole data set; UserError if there is none, or if a file is not the one it describes."""
     folder = Path(folder)
-    try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"no data set in {folder}: make it with `python prepare.py --name {folder.name}`") from None
-    except json.JSONDecodeError as e:
-        raise UserError(f"{folder}/meta.json: not JSON ({e}); run prepare.py again") from None
-    if meta.get("format_version") != FORMAT_VERSION:
-        raise UserError(
-            f"{folder}: format {meta.get('format_version')}, expected {FORMAT_VERSION}; run prepare.py again"
-        )
+    meta = read_meta(folder)
     for split in ("train", "val"):
         path, size = folder / f"{split}.bin", meta["splits"][split]["tokens"] * np.dtype(meta["dtype"]).itemsize
         found = path.stat().st_size if path.exists() else "no file"
@@ -196,7 +202,7 @@ def read_texts(files: list[Path], txt: str, progress: Progress) -> Iterator[str]
                     documents = read_records(f, kind, path, progress) if kind in RECORD_SUFFIXES else read_txt(f, txt)
                     for text in documents:
                         progress.bytes_read = before + raw.tell()
-                        if not text.strip():
+                        if not text.strip("：。 \t\r\n"):
                             progress.skip(str(path), "empty document")
                         elif not text.isascii() and SURROGATE.search(text):
                             progress.skip(str(path), "half a surrogate pair, which is no character")
@@ -228,7 +234,7 @@ def read_records(f: io.TextIOWrapper, kind: str, path: Path, progress: Progress)
     readers = {".json": read_json, ".csv": read_csv, ".tsv": read_csv}
     for where, record in readers.get(kind, read_jsonl)(f, str(path)):
         if isinstance(record, ValueError):
-            progress.skip(where, "not valid JSON")
+            progress.skip(where, str(record))
             continue
         text = record_text(record)
         if text is None:
@@ -243,56 +249,62 @@ def read_jsonl(f: io.TextIOWrapper, path: str) -> Iterator[tuple[str, object]]:
         if line.strip():
             try:
                 yield f"{path}:{number}", json.loads(line)
-            except (ValueError, RecursionError) as e:
-                yield f"{path}:{number}", ValueError(e)
+            except (ValueError, RecursionError):
+                yield f"{path}:{number}", ValueError("not valid JSON")
 
 
 def read_json(f: io.TextIOWrapper, path: str) -> Iterator[tuple[str, object]]:
     """An array of any length, or objects one after the other, one element in memory at a time."""
-    decoder, buffer, at_start, number, size = json.JSONDecoder(), "", True, 0, 1 << 16
+    decoder, blank, size, number, at = json.JSONDecoder(), re.compile(r"[\s,]*"), 1 << 16, 0, 0
+    buffer = f.read(size).lstrip()
+    more, closing = bool(buffer), "]" if buffer.startswith("[") else ""
+    buffer = buffer.removeprefix("[")
     while True:
-        chunk = f.read(size)
-        buffer = (buffer + chunk).lstrip()
-        if at_start and buffer:
-            buffer, at_start = buffer.removeprefix("["), False
-        while buffer := buffer.lstrip(" \t\r\n,"):
-            try:
-                record, end = decoder.raw_decode(buffer)
-            except ValueError:
-                break  # an element cut off by the chunk's end, or not JSON at all
-            if end == len(buffer) and chunk and not isinstance(record, dict | list):
-                break  # 12 may go on as 123
-            number, size = number + 1, 1 << 16
+        at = blank.match(buffer, at).end()
+        try:
+            record, end = decoder.raw_decode(buffer, at)
+            whole = not more or end < len(buffer) or isinstance(record, dict | list)  # 12 may go on as 123
+        except (ValueError, RecursionError):  # cut off by the buffer's end, or not JSON at all
+            whole = False
+        if whole:
+            number, at, size = number + 1, end, 1 << 16
             yield f"{path}: element {number}", record
-            buffer = buffer[end:]
-        if not chunk:
-            if rest := buffer.strip(" \t\r\n,]"):
-                raise UserError(
-                    f"{path}: not valid JSON behind element {number}, near {rest[:40]!r}: mend it, or cut it off there"
-                )
+        elif more:
+            chunk = f.read(size)
+            buffer, at, more = buffer[at:] + chunk, 0, bool(chunk)
+            size = min(2 * size, 1 << 28)  # a large element is not decoded from its start for every 64 KB
+        elif (rest := buffer[at:].rstrip()) != closing:
+            where = f"behind element {number}, near {rest[:40]!r}" if rest else "at its end, which has no ]"
+            raise UserError(f"{path}: not valid JSON {where}: mend it there")
+        else:
             return
-        size = min(2 * size, 1 << 28)  # a large element is not decoded from its start for every 64 KB
 
 
 def read_csv(f: io.TextIOWrapper, path: str) -> Iterator[tuple[str, object]]:
     csv.field_size_limit(1 << 30)
-    rows = csv.DictReader(f, dialect="excel-tab" if ".tsv" in path else "excel")
+    tabs = Path(path.removesuffix(".gz")).suffix.lower() == ".tsv"
+    rows = csv.DictReader(f, dialect="excel-tab" if tabs else "excel", strict=True)  # strict: an open quote is an error
     for row in rows:
-        yield f"{path}:{rows.line_num}", {k: v for k, v in row.items() if isinstance(k, str)}
+        surplus = ValueError("more fields than the header: quote a text that holds the separator")
+        yield f"{path}:{rows.line_num}", surplus if None in row else row
 
 
 def record_text(record: object) -> str | None:
     """A record as one text, in the joining format of the Chinese encyclopedia corpora; None if it has no known shape."""
-    if not isinstance(record, dict):
+
+    def get(part: dict, key: str) -> str:
+        value = part.get(key)
+        if isinstance(value, str | int | None):
+            return "" if value is None else str(value)
+        raise TypeError(f"{key} is a {type(value).__name__}, no text")
+
+    try:
+        title, sections = get(record, "title"), record.get("sections")
+        if isinstance(record.get("summary"), str) or isinstance(sections, list):
+            parts = [f"{get(s, 'title')}：{get(s, 'content')}。" for s in sections or []]
+            return f"{title}：{get(record, 'summary')}" + "".join(parts)
+    except (AttributeError, TypeError):  # a list where a text or a record belongs
         return None
-    title, sections = record.get("title") or "", record.get("sections")
-    if isinstance(record.get("summary"), str) or isinstance(sections, list):
-        parts = [f"{title}：{record.get('summary') or ''}"]
-        for s in sections or []:
-            if not isinstance(s, dict):
-                return None
-            parts.append(f"{s.get('title') or ''}：{s.get('content') or ''}。")
-        return "".join(parts)
     if isinstance(record.get("content"), str):
         return f"{title}：{record['content']}。" if title else record["content"]
     return record["text"] if isinstance(record.get("text"), str) else None
@@ -473,9 +485,12 @@ class Tiktoken:
 CL100K_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
+SET_FILES = {"train.bin", "val.bin", "meta.json", SentencePiece.file, Tiktoken.file}
+
+
 def load_tokenizer(folder: str | Path) -> SentencePiece | Tiktoken:
     """The tokenizer of a data set or of a checkpoint, checked against the hash in its meta.json."""
-    info = json.loads((Path(folder) / "meta.json").read_text(encoding="utf-8"))["tokenizer"]
+    info = read_meta(Path(folder))["tokenizer"]
     path = Path(folder) / info["file"]
     if not path.exists() or file_sha256(path) != info["sha256"]:
         raise UserError(f"{path}: missing, or not the tokenizer that the data was made with")
@@ -528,7 +543,7 @@ def train_sentencepiece(texts: Iterable[str], progress: Progress, cfg: PrepareCo
                 num_threads=16,  # recorded in the model file, whose bytes must not depend on the machine
                 minloglevel=2,
             )
-    except RuntimeError as e:  # its message: "Internal: file(line) [condition] reason"
+    except (RuntimeError, ValueError) as e:  # its message: "Internal: file(line) [condition] reason"
         raise UserError(
             f"--vocab_size={cfg.vocab_size}: SentencePiece cannot train on this input: {str(e).split('] ')[-1]}"
         ) from None
@@ -623,11 +638,22 @@ def with_bar(texts: Iterator[str], progress: Progress, total: int, what: str) ->
     return follow(), bar
 
 
+def check_target(target: Path, name: str) -> None:
+    """Refuse to replace anything that is not a data set, a folder of somebody's corpus above all."""
+    if not re.fullmatch(r"[^./*?\[\x00-\x1f][^/*?\x00-\x1f]{0,99}", name):
+        raise UserError(f"{name!r} cannot name a data set: give --name=NAME, a plain folder name")
+    if os.path.lexists(target):
+        a_folder = target.is_dir() and not target.is_symlink()
+        others = sorted({p.name for p in target.iterdir()} - SET_FILES) if a_folder else [target.name]
+        if others:
+            raise UserError(f"{target} exists and is no data set (see {others[0]!r}): choose another --name")
+
+
 def replace_folder(new: Path, target: Path) -> None:
     """Put the finished folder in place of the old one: a reader meets one of them whole, never half of each."""
     old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
     if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
     new.rename(target)
     shutil.rmtree(old, ignore_errors=True)
@@ -661,7 +687,7 @@ def main() -> None:
     if cfg.input:
         files = find_files(cfg.input)
         sources = [{"path": str(p), "bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in files]
-        name = cfg.name or Path(cfg.input[0].rstrip("/")).name.split(".")[0]
+        name = cfg.name or Path(cfg.input[0]).resolve().name.split(".")[0]
         total = sum(s["bytes"] for s in sources)
     else:
         files, name = [], cfg.name or "demo"
@@ -675,30 +701,40 @@ def main() -> None:
         return *with_bar(source, progress, total, what), progress
 
     started, target = time.perf_counter(), Path(cfg.data_dir) / name
-    scratch = target.with_name(f".{name}.tmp")  # beside the target: a rename never leaves the file system
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
+    check_target(target, name)
+    old, scratch = (target.with_name(f".{name}.{end}") for end in ("old", "tmp"))  # a rename stays in one file system
+    if old.exists() and not target.exists():  # killed between the two renames of replace_folder
+        old.rename(target)
+    scratch.mkdir(parents=True, exist_ok=True)
+    lock = os.open(scratch, os.O_RDONLY)
     try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another prepare.py is writing {target}: wait for it, or choose another --name") from None
+    try:
+        for left in scratch.iterdir():  # by a run that was killed
+            left.unlink()
         stream, _, progress = texts("reading for the tokenizer")
         tokenizer = make_tokenizer(cfg, stream, progress, scratch)
         stream, bar, progress = texts("encoding")
         counts, lengths, first = encode(stream, tokenizer, cfg, scratch, bar, progress)
-    except BaseException:  # Ctrl-C too: nothing half-written is left
+        percentiles = {f"p{p}": int(np.percentile(lengths, p)) for p in (1, 10, 50, 90, 99)}
+        meta = {
+            "format_version": FORMAT_VERSION,
+            **counts,
+            "vocab_size": tokenizer.vocab_size,
+            "eos_id": tokenizer.eos_id,
+            "tokenizer": (info := tokenizer.save(scratch)) | {"sha256": file_sha256(scratch / info["file"])},
+            "lengths": percentiles | {"max": int(lengths.max())},
+            "sources": sources,
+            "skipped": dict(progress.skipped),
+            "settings": {"val_fraction": cfg.val_fraction, "txt": cfg.txt},
+        }
+        (scratch / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        replace_folder(scratch, target)
+    finally:  # Ctrl-C too: nothing half-written is left
         shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    meta = {
-        "format_version": FORMAT_VERSION,
-        **counts,
-        "vocab_size": tokenizer.vocab_size,
-        "eos_id": tokenizer.eos_id,
-        "tokenizer": (info := tokenizer.save(scratch)) | {"sha256": file_sha256(scratch / info["file"])},
-        "lengths": {f"p{p}": int(np.percentile(lengths, p)) for p in (1, 10, 50, 90, 99)} | {"max": int(lengths.max())},
-        "sources": sources,
-        "skipped": dict(progress.skipped),
-        "settings": {"val_fraction": cfg.val_fraction, "txt": cfg.txt},
-    }
-    (scratch / "meta.json").write_text(json.dumps(meta, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    replace_folder(scratch, target)
+        os.close(lock)
     print(report(meta, first, progress.examples, target, time.perf_counter() - started))
 
 

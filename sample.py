@@ -46,6 +46,10 @@ class SampleConfig:
     def problems(self) -> list[str]:
         wrong = [f"{k} must be positive" for k in ("num_samples", "max_new_tokens") if getattr(self, k) < 1]
         wrong += [f"{k} must not be negative" for k in ("temperature", "top_k") if getattr(self, k) < 0]
+        if not 0 <= self.seed < 2**63:
+            wrong.append("seed must be between 0 and 2^63")
+        if self.interactive and (self.prompt or self.prompt_file):
+            wrong.append("interactive reads its prompts from the terminal: give it none")
         if not 0 < self.top_p <= 1:
             wrong.append("top_p must be above 0 and at most 1")
         if self.prompt and self.prompt_file:
@@ -102,6 +106,10 @@ def main() -> None:
     device = cfg.device
     if device == "auto":
         device = (torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")).type
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f"--device={device}: not usable here ({str(e).splitlines()[0]})") from None
     try:
         model = GPT.from_pretrained(folder).to(device, getattr(torch, cfg.dtype)).eval()
     except (OSError, ValueError) as e:

@@ -10,7 +10,7 @@ import prepare
 import sample
 import train
 from bench import matmul
-from configurator import UserError, changes, help_text, parse
+from configurator import UserError, changes, convert, help_text, parse
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -45,6 +45,8 @@ def test_later_sources_win_defaults_then_files_then_command_line(tmp_path):
         (["--steps=5e3"], Config(steps=5000)),
         (["--steps=1_000"], Config(steps=1000)),
         (["--steps=12345678901234567890"], Config(steps=12345678901234567890)),
+        (["--steps=-12_345_678_901_234_567", "--steps=7"], Config(steps=7)),
+        (["--files", "p", "--files=q"], Config(files=("p", "q"))),
         (["--lr=1"], Config(lr=1.0)),
         (["--compile"], Config(compile=True)),
         (["--compile=false"], Config(compile=False)),
@@ -64,6 +66,8 @@ def test_every_spelling_of_an_option_is_understood(argv, want):
         (["--stepz=5"], "--stepz: unknown setting 'stepz'; did you mean 'steps'?"),
         (["--steps=five"], "--steps: steps='five' is not accepted; it takes int"),
         (["--steps=1.5"], "it takes int"),
+        (["--lr=nan"], "it takes float"),
+        (["--files", "--steps=5"], "--files: a value is missing"),
         (["--kind=c"], "it takes a|b"),
         (["--compile=maybe"], "it takes true/false|auto".replace("/", "|")),
         (["--steps"], "--steps: a value is missing; it takes int"),
@@ -133,3 +137,7 @@ def test_no_setting_is_taken_for_an_abbreviation_of_a_torchrun_option():
     theirs = [name.lstrip("-") for action in get_args_parser()._actions for name in action.option_strings]
     for field in dataclasses.fields(train.TrainConfig):
         assert not [name for name in theirs if name.startswith(field.name)], field.name
+
+
+def test_large_negative_integers_keep_every_digit():
+    assert convert("-12_345_678_901_234_567", int) == -12_345_678_901_234_567

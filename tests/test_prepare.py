@@ -1,4 +1,5 @@
 import base64
+import fcntl
 import gzip
 import hashlib
 import json
@@ -68,6 +69,10 @@ def test_a_record_joins_title_summary_and_sections_with_full_width_marks():
         ({"text": "t", "id": 7}, "t"),
         ({"question": "?"}, None),
         ({"text": 5}, None),
+        ({"title": 7, "content": "b"}, "7：b。"),
+        ({"title": ["a"], "content": "b"}, None),
+        ({"title": "a", "summary": "b", "sections": [{"title": "c", "content": ["d"]}]}, None),
+        ({"title": "a", "summary": "b", "sections": ["c"]}, None),
         (["a"], None),
     ],
 )
@@ -248,6 +253,58 @@ def test_bad_input_is_one_clear_line_and_the_old_data_set_stays(tmp_path, refuse
         error = refuses(prepare.main, *arguments, f"--data_dir={tmp_path / 'data'}", *extra)
         assert message in error, f"{name}: {error}"
         assert open_dataset(folder) == before and os.listdir(tmp_path / "data") == ["set"], name
+
+
+def test_nothing_but_a_data_set_is_ever_replaced(tmp_path, refuses, monkeypatch):
+    """The corpus itself may stand where the data set would go: `--input data/wiki` names data/wiki."""
+    (tmp_path / "data" / "wiki").mkdir(parents=True)
+    corpus = write_jsonl(tmp_path / "data" / "wiki" / "a.jsonl", make_records(40))
+    options = [f"--data_dir={tmp_path / 'data'}", "--vocab_size=400"]
+    assert "exists and is no data set (see 'a.jsonl')" in refuses(prepare.main, "--input", corpus.parent, *options)
+    (tmp_path / "data" / "file").write_text("mine")
+    assert "is no data set" in refuses(prepare.main, "--input", corpus, "--name=file", *options)
+    assert "cannot name a data set" in refuses(prepare.main, "--input", corpus, "--name=a*", *options)
+    monkeypatch.chdir(corpus.parent)
+    assert "is no data set" in refuses(prepare.main, "--input", ".", *options)  # "." means this folder's name
+    assert corpus.exists() and sorted(os.listdir(tmp_path / "data")) == ["file", "wiki"]
+
+
+def test_two_runs_of_one_name_never_mix(tmp_path, refuses):
+    corpus = write_jsonl(tmp_path / "c.jsonl", make_records(40))
+    scratch = tmp_path / "data" / ".set.tmp"
+    scratch.mkdir(parents=True)
+    other = os.open(scratch, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)  # what a running prepare.py holds
+    error = refuses(prepare.main, "--input", corpus, f"--data_dir={tmp_path / 'data'}", "--name=set")
+    assert "another prepare.py is writing" in error and scratch.exists()
+    os.close(other)
+    prepare_set(tmp_path, corpus)
+
+
+def test_a_data_set_that_a_kill_left_between_two_renames_comes_back(tmp_path, refuses):
+    folder, meta = prepare_set(tmp_path, write_jsonl(tmp_path / "c.jsonl", make_records(40)))
+    folder.rename(folder.with_name(".set.old"))
+    empty = write_jsonl(tmp_path / "empty.jsonl", [])
+    assert "the input is empty" in refuses(prepare.main, "--input", empty, f"--data_dir={folder.parent}", "--name=set")
+    assert open_dataset(folder) == meta and os.listdir(folder.parent) == ["set"]
+
+
+def test_csv_rows_that_would_lose_text_are_reported(tmp_path, refuses):
+    commas = tmp_path / "commas.csv"
+    commas.write_text("text\n" + "".join(f"row {i}\n" for i in range(20)) + "row 21, and the rest\n")
+    folder, meta = prepare_set(tmp_path, commas)
+    assert list(meta["skipped"].values()) == [1] and "more fields than the header" in list(meta["skipped"])[0]
+    (tmp_path / "open.csv").write_text('text\none\n"never closed\ntwo\nthree\n')
+    assert "open.csv: not a CSV file" in refuses(prepare.main, "--input", tmp_path / "open.csv", "--name=x")
+
+
+@pytest.mark.parametrize("cut", range(1, 60))
+def test_a_json_array_cut_off_anywhere_is_an_error(tmp_path, cut):
+    whole = json.dumps([{"text": f"doc {i}"} for i in range(6)])
+    path = tmp_path / "a.json"
+    path.write_text(whole[:-cut])
+    with open(path) as f, pytest.raises(prepare.UserError, match="a.json: not valid JSON"):
+        list(prepare.read_json(f, "a.json"))
 
 
 def test_an_id_beyond_the_vocabulary_or_a_truncated_file_is_found(tmp_path, tiny_data):
