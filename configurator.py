@@ -36,6 +36,8 @@ class UserError(Exception):
 
 def run(main: Callable[[], None]) -> None:
     """Run a script's main(); a UserError becomes one line on stderr and exit code 2. Bugs keep their traceback."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks Chinese shows ?, it does not end the run
     try:
         main()
     except UserError as e:
@@ -131,9 +133,9 @@ def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
         namespace = runpy.run_path(path)
     except OSError as e:
         raise UserError(f"config file {path}: {e.strerror}") from None
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         line = e.lineno if isinstance(e, SyntaxError) else e.__traceback__.tb_next and last_line(e, path)
-        raise UserError(f"config file {path}, line {line}: {type(e).__name__}: {e}") from None
+        raise UserError(f"config file {path}, line {line}: {type(e).__name__}: {' '.join(str(e).split())}") from None
     for key, value in namespace.items():
         if not key.startswith("_") and not isinstance(value, types.ModuleType):
             set_value(cls, values, key, value, f"config file {path}")

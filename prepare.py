@@ -390,27 +390,31 @@ class SentencePiece:
         except (OSError, RuntimeError) as e:
             raise UserError(f"tokenizer {path}: not a SentencePiece model ({str(e).strip()})") from None
         self.vocab_size, self.eos_id = self.sp.vocab_size(), self.sp.eos_id()
+        self.space_sign = [self.sp.piece_to_id(f"<0x{byte:02X}>") for byte in "\u2581".encode()]
         if self.eos_id < 0:
             raise UserError(f"tokenizer {path}: it has no eos token, which ends every document")
 
     def encode_batch(self, texts: list[str], threads: int) -> list[list[int]]:
-        return self.sp.encode(texts, num_threads=threads)
+        batch = self.sp.encode(texts, num_threads=threads)
+        for i, text in enumerate(texts):
+            if "\u2581" in text:
+                batch[i] = self.encode(text)
+        return batch
 
     def encode(self, text: str) -> list[int]:
-        return self.sp.encode(text)
+        """SentencePiece writes a space as U+2581; a text's own U+2581 goes in as its three bytes, so as to come back."""
+        first, *rest = self.sp.encode(text.split("\u2581"))
+        return first + [token for part in rest for token in (*self.space_sign, *part)]
 
     def decode(self, ids: list[int]) -> str:
         return self.sp.decode(ids)
 
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 that a token adds to a text; one Chinese character can take three tokens.
-
-        U+2581 stands for a space inside SentencePiece, so a text's own U+2581 comes back as a space.
-        """
+        """The UTF-8 that a token adds to a text; one Chinese character can take three tokens."""
         piece = self.sp.id_to_piece(token)
         if self.sp.is_byte(token):
             return bytes([int(piece[1:-1], 16)])  # <0xE4>
-        return b"" if self.sp.is_control(token) else piece.replace("\u2581", " ").encode()
+        return b"" if self.sp.is_control(token) or self.sp.is_unknown(token) else piece.replace("\u2581", " ").encode()
 
     def save(self, folder: Path) -> dict:
         (folder / self.file).write_bytes(self.sp.serialized_model_proto())
@@ -422,7 +426,7 @@ class Tiktoken:
 
     def __init__(self, encoding):
         self.encoding, self.vocab_size = encoding, encoding.n_vocab
-        self.eos_id = encoding._special_tokens["<|endoftext|>"]
+        self.eos_id, self.special = encoding._special_tokens["<|endoftext|>"], set(encoding._special_tokens.values())
 
     @classmethod
     def by_name(cls, name: str) -> "Tiktoken":
@@ -445,8 +449,12 @@ class Tiktoken:
         try:
             lines = [line.split() for line in Path(path).read_bytes().splitlines() if line]
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-            if not ranks:
-                raise ValueError("it is empty")
+            if (
+                not ranks
+                or len(set(ranks.values())) < len(ranks)
+                or not 0 <= min(ranks.values()) <= max(ranks.values()) < 1 << 24
+            ):
+                raise ValueError("its ranks are no numbering")
         except (OSError, ValueError) as e:
             raise UserError(f"tokenizer {path}: not a .tiktoken file ({e})") from None
         special = special or {"<|endoftext|>": max(ranks.values()) + 1}
@@ -456,7 +464,12 @@ class Tiktoken:
         return cls(encoding)
 
     def encode_batch(self, texts: list[str], threads: int) -> list[list[int]]:
-        return self.encoding.encode_ordinary_batch(texts, num_threads=threads)
+        try:
+            return self.encoding.encode_ordinary_batch(texts, num_threads=threads)
+        except BaseException as e:  # a panic in tiktoken's Rust is no Exception
+            if type(e).__name__ != "PanicException":
+                raise
+            raise UserError(f"tiktoken cannot encode this input: {str(e).splitlines()[0][:100]}") from None
 
     def encode(self, text: str) -> list[int]:
         return self.encoding.encode_ordinary(text)  # "<|endoftext|>" in a text is text
@@ -465,9 +478,10 @@ class Tiktoken:
         return self.encoding.decode(ids)
 
     def token_bytes(self, token: int) -> bytes:
-        return (
-            b"" if token in self.encoding._special_tokens.values() else self.encoding.decode_single_token_bytes(token)
-        )
+        try:
+            return self.encoding.decode_single_token_bytes(token) if token not in self.special else b""
+        except KeyError:  # a hole in the numbering
+            return b""
 
     def save(self, folder: Path) -> dict:
         e = self.encoding
@@ -605,6 +619,8 @@ def encode(texts: Iterable[str], tokenizer, cfg: PrepareConfig, folder: Path, ba
         for text, ids in zip(batch, tokenizer.encode_batch(batch, cfg.threads or os.cpu_count()), strict=True):
             if first is None:
                 first = tokenizer.decode(ids)
+                if first != text:
+                    tqdm.write("warning: the tokenizer changes the text: the first document decodes to something else")
             ids.append(tokenizer.eos_id)
             writers[split_of(text, cfg.val_fraction)].write(text, ids)
             lengths.append(len(ids))

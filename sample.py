@@ -74,7 +74,10 @@ def find_checkpoint(cfg: SampleConfig) -> Path:
 def continue_text(model: GPT, tokenizer, prompt: str, cfg: SampleConfig, generator: torch.Generator) -> None:
     """Print num_samples continuations: the first as it is made, the others, made in the same batch, after it."""
     device = model.wte.weight.device
+    prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # a terminal can pass any bytes
     ids = [tokenizer.eos_id, *tokenizer.encode(prompt)]
+    if len(ids) > model.config.block_size:
+        print(f"[only the last {model.config.block_size} tokens of the prompt are seen]", file=sys.stderr)
     idx = torch.tensor([ids] * cfg.num_samples, device=device)  # (B, T)
     utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # holds back half a Chinese character
     eos_id = tokenizer.eos_id if cfg.stop_at_eos else None

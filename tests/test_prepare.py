@@ -203,7 +203,11 @@ def test_token_bytes_put_together_are_the_text(tmp_path, tiny_data, kind):
         if kind == "sentencepiece"
         else Tiktoken.from_file(tiktoken_file(tmp_path / "v"))
     )
-    for text in TEXTS:
+    for text in (*TEXTS, "\u2581 a\u2581\u2581b \u2581"):
+        assert (
+            tokenizer.encode_batch([text], 1)[0] == tokenizer.encode(text)
+            and tokenizer.decode(tokenizer.encode(text)) == text
+        )
         assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))).decode() == text
     assert tokenizer.token_bytes(tokenizer.eos_id) == b""
 
@@ -221,6 +225,8 @@ def bad_inputs(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     (tmp_path / "image.png").write_bytes(b"")
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{\n[]\n")
+    clash = tmp_path / "clash.tiktoken"
+    clash.write_bytes(b"YQ== 0\nYg== 0\n")
     half = tmp_path / "half.json"
     half.write_text('[{"text": "one"}, {"text": "two"}, {"text": "thr')
     one = write_jsonl(tmp_path / "one.jsonl", [{"text": "the only document"}])
@@ -237,6 +243,7 @@ def bad_inputs(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "cut off": (["--input", cut], "cut.jsonl.gz: damaged or cut off"),
         "not UTF-8": (["--input", latin], "latin.txt: not UTF-8"),
         "one document": (["--input", one, f"--tokenizer={tmp_path / 'b.tiktoken'}"], "val.bin would be empty: of 1 documents"),
+        "ranks that clash": (["--input", some, f"--tokenizer={clash}"], "its ranks are no numbering"),
         "unknown tokenizer": (["--input", some, "--tokenizer=gpt9"], "gpt9: no such file, and no tiktoken encoding"),
         "not a SentencePiece model": (["--input", some, f"--tokenizer={some}.model"], "not a SentencePiece model"),
         "vocabulary too large": (["--input", some, "--vocab_size=50000"], "--vocab_size=50000: SentencePiece cannot train"),
