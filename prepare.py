@@ -172,7 +172,7 @@ def find_files(inputs: Iterable[str]) -> list[Path]:
         if not paths:
             raise UserError(f"--input {name}: no such file or folder")
         for path in paths:
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p)) if path.is_dir() else [path]
+            inside = sorted(walk(path)) if path.is_dir() else [path]
             if not inside:
                 raise UserError(
                     f"--input {path}: the folder has no file that ends in {', '.join(SUFFIXES)}, plain or .gz"
@@ -182,6 +182,16 @@ def find_files(inputs: Iterable[str]) -> list[Path]:
         if not kind_of(path):
             raise UserError(f"--input {path}: unknown kind of file; expected {', '.join(SUFFIXES)}, plain or .gz")
     return list(dict.fromkeys(files))
+
+
+def walk(folder: Path) -> Iterator[Path]:
+    """The files below a folder that we can read; an unreadable folder in it is an error, not an omission."""
+
+    def fail(error: OSError) -> None:
+        raise UserError(f"--input {error.filename}: {error.strerror}")
+
+    for root, _, names in os.walk(folder, onerror=fail):
+        yield from (path for name in names if kind_of(path := Path(root, name)) and path.is_file())
 
 
 def kind_of(path: Path) -> str | None:
