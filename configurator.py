@@ -33,6 +33,8 @@ from typing import Any, Literal
 class UserError(Exception):
     """Something the user can mend: the message names the file, line or option, what is wrong, and what to do."""
 
+    only_here = False  # of several processes, does this one alone know of it?
+
 
 def run(main: Callable[[], None]) -> None:
     """Run a script's main(); a UserError becomes one line on stderr and exit code 2. Bugs keep their traceback."""
@@ -41,7 +43,7 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except UserError as e:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # one line a machine, not one a rank
+        if e.only_here or os.environ.get("LOCAL_RANK", "0") == "0":  # one line a machine, not one a rank
             print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:  # `python sample.py | head`: the reader has had enough

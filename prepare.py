@@ -3,552 +3,299 @@
     python prepare.py                                                   # the demo corpus: this Python's own documentation
     python prepare.py --input books/ wiki.jsonl.gz --name wiki          # train a SentencePiece tokenizer on it, then encode
     python prepare.py --input wiki.jsonl.gz --name wiki_gpt2 --tokenizer gpt2
+    zcat dump.gz | python prepare.py --input - --name dump              # standard input, JSON Lines unless --format says
+    torchrun --nproc_per_node=4 prepare.py --input 'crawl/*.jsonl.zst'  # many processes or machines, one data set
+    python prepare.py --inspect data/wiki                               # verify a data set and read in it
+    python prepare.py --inspect out/RUN --step 1200                     # the text that a step of a run trained on
 
-    train.bin, val.bin   one flat little-endian array of token ids, every document followed by one eos;
-                         uint16 when vocab_size <= 65,536, else uint32
-    tokenizer.*          the tokenizer, so that the folder is all that training and sampling need
-    meta.json            counts, hashes, sources, what was skipped and why; written last: it says that the set is whole
+Reads .jsonl (.ndjson), .json (an array, or objects one after the other), .csv, .tsv, .txt (.md) and .parquet, each also
+compressed as .gz, .xz, .bz2 or .zst, in constant memory. A record {title, summary, sections: [{title, content}]} becomes
+`title：summary`, then `title：content。` for each section; {title, content} is one such section; {text}, {content},
+{completion} and {instruction, input, output} are known too, and --fields names others.
 
-Reads .jsonl (.ndjson), .json (an array, or objects one after the other), .csv, .tsv and .txt (.md), each also as .gz.
-A record {title, summary, sections: [{title, content}]} becomes `title：summary`, then `title：content。` for each section;
-{title, content} is one such section; {text} is taken as it is.
+A run that was killed goes on where it stood when the same command is given again; until the end the data set of before
+stays whole. The result does not depend on the number of workers, processes or interruptions, to the byte.
 """
 
-import array
-import ast
-import base64
-import csv
+import codecs
+import ctypes
 import fcntl
-import glob
-import gzip
 import hashlib
 import importlib.metadata
-import importlib.util
-import inspect
 import io
-import itertools
 import json
 import os
 import random
 import re
 import shutil
+import signal
+import struct
 import sys
-import sysconfig
+import threading
 import time
-import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from configurator import UserError, parse, run
-
-FORMAT_VERSION = 1
+from corpora import PIECE, Chunk, Cleaning, Reader, Source, Tally, demo_sources, documents, find_sources, pieces
+from dataset import (
+    FORMAT_VERSION,
+    SentencePiece,
+    Tiktoken,
+    file_sha256,
+    load_tokenizer,
+    open_dataset,
+    open_split,
+    open_tokenizer,
+    run_loader,
+)
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
     # ---- Input ----
-    input: tuple[str, ...] = ()  # files, folders, globs; none: the docs of this Python, numpy and torch
+    input: tuple[str, ...] = ()  # files, folders, globs, - for standard input; none: the docs of this Python
+    format: Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"] = "auto"  # auto: by the file's name
+    fields: str = ""  # of a record: question,answer or a template '{question} {answer}'; default: the known shapes
     txt: Literal["file", "block", "line"] = "file"  # a document of a .txt: all of it, a blank-line block, a line
-    val_fraction: float = 0.01  # share of documents for val.bin, chosen by a hash of the text
+    encoding: str = "utf-8"  # of all files; gb18030 reads GBK and GB2312 too
+    # ---- Cleaning: off unless asked for, and counted ----
+    min_tokens: int = 0  # leave out shorter documents (the encyclopedia recipe: 6); the eos is not counted
+    dedup: bool = False  # keep only the first of equal documents
+    normalize: Literal["none", "NFC", "NFKC"] = "none"  # Unicode normal form; NFKC also turns ， and １ into , and 1
+    drop_control: bool = False  # remove control characters other than tab and line ends
+    # ---- Bad records: counted and shown ----
+    max_bad: float = 0.01  # more than this share of records that cannot be read is an error
+    strict: bool = False  # the first one is an error
     # ---- Output ----
     name: str = ""  # writes data_dir/NAME/; default: demo, or the first input's name
     data_dir: str = "data"  # where data sets live
+    val_fraction: float = 0.01  # share of documents for val.bin, chosen by a hash of the text
     # ---- Tokenizer ----
     tokenizer: str = "train"  # train: SentencePiece on this input; gpt2, cl100k_base, ...; a .model or .tiktoken file
     vocab_size: int = 4096  # tokens, for --tokenizer=train
     train_mb: int = 50  # a tokenizer is trained on a random sample of at most so many million characters
-    threads: int = 0  # for encoding; 0: all cores
+    # ---- Work ----
+    workers: int = 0  # processes; 0: one for each core
+    shard_mb: float = 64.0  # million characters between two points from which a killed run goes on
+    # ---- Inspection: --inspect FOLDER writes nothing ----
+    inspect: str = ""  # a data set to verify and to read in; with --step, a run
+    split: Literal["train", "val"] = "train"  # of the documents to show
+    show: str = "first"  # documents: first, random, or the number of a token
+    count: int = 3  # so many of them
+    step: int = -1  # of the run: show the windows that it trains on
 
     def problems(self) -> list[str]:
         checks = {
             "val_fraction must be between 0 and 1, both excluded": 0 < self.val_fraction < 1,
+            "max_bad must be between 0 and 1": 0 <= self.max_bad <= 1,
             "vocab_size must be at least 300: 256 bytes and a few words": self.vocab_size >= 300,
-            "train_mb must be positive": self.train_mb > 0,
-            "threads must not be negative": self.threads >= 0,
+            "train_mb, shard_mb and count must be positive": min(self.train_mb, self.shard_mb, self.count) > 0,
+            "workers and min_tokens must not be negative": min(self.workers, self.min_tokens) >= 0,
+            "show must be first, random or the number of a token": re.fullmatch(r"first|random|\d+", self.show),
             f"name {self.name!r} must be a plain folder name": self.name == Path(self.name).name
             and self.name[:1] != ".",
+            f"encoding {self.encoding!r} is unknown": is_encoding(self.encoding),
         }
         return [problem for problem, ok in checks.items() if not ok]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Format: how train.py, sample.py and the tests open a data set
-
-
-def read_meta(folder: Path) -> dict:
-    """meta.json of a data set or of a checkpoint."""
+def is_encoding(name: str) -> bool:
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        version = meta["format_version"]
-    except FileNotFoundError:
-        raise UserError(f"no data set in {folder}: make it with `python prepare.py --name {folder.name}`") from None
-    except (ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{folder}/meta.json: damaged ({e}); run prepare.py again") from None
-    if version != FORMAT_VERSION:
-        raise UserError(f"{folder}: format {version}, expected {FORMAT_VERSION}; run prepare.py again")
-    return meta
+        return codecs.lookup(name)._is_text_encoding
+    except LookupError:
+        return False
 
 
-def open_dataset(folder: str | Path) -> dict:
-    """meta.json of a whole data set; UserError if there is none, or if a file is not the one it describes."""
-    folder = Path(folder)
-    meta = read_meta(folder)
-    for split in ("train", "val"):
-        path, size = folder / f"{split}.bin", meta["splits"][split]["tokens"] * np.dtype(meta["dtype"]).itemsize
-        found = path.stat().st_size if path.exists() else "no file"
-        if found != size:
-            raise UserError(
-                f"{path}: {found} bytes where meta.json says {size}: truncated or replaced; run prepare.py again"
-            )
-    return meta
-
-
-def open_split(folder: str | Path, meta: dict, split: str) -> np.memmap:
-    """The token ids of a split, (tokens,), in place on the disk."""
-    return np.memmap(Path(folder) / f"{split}.bin", dtype=np.dtype(meta["dtype"]).newbyteorder("<"), mode="r")
-
-
-def check_ids(folder: str | Path, meta: dict, split: str) -> None:
-    """Read a split once; UserError at the first id that the vocabulary does not have (on a GPU it would be an assert)."""
-    ids = open_split(folder, meta, split)
-    for start in range(0, len(ids), 1 << 24):
-        part = ids[start : start + (1 << 24)]
-        if part.max() >= meta["vocab_size"]:
-            at = int(np.argmax(part >= meta["vocab_size"]))
-            raise UserError(
-                f"{folder}/{split}.bin: token {start + at} has id {part[at]}, beyond the vocabulary of "
-                f"{meta['vocab_size']}: the file was changed after it was made; run prepare.py again"
-            )
-
-
-def file_sha256(path: str | Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while chunk := f.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+def cleaning(cfg: PrepareConfig) -> Cleaning:
+    return Cleaning(cfg.fields, cfg.normalize, cfg.drop_control)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sources: files -> records -> text. A source knows nothing of tokens.
-
-RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
-SUFFIXES = (*RECORD_SUFFIXES, ".txt", ".md")
-SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell one, UTF-8 cannot
+# Workers: chunks of records in, in any process; results out, in order
 
 
-@dataclass
-class Progress:
-    """Where reading stands, for the progress bars and the report."""
+class Texts:
+    """Task: the documents of a chunk."""
 
-    bytes_read: int = 0  # on disk, of the files finished and of the one being read
-    skipped: Counter = field(default_factory=Counter)  # reason -> records
-    examples: list[str] = field(default_factory=list)  # the first few, as file:line: reason
+    def __init__(self, cleaning: Cleaning):
+        self.cleaning = cleaning
 
-    def skip(self, where: str, reason: str) -> None:
-        self.skipped[reason] += 1
-        if len(self.examples) < 5:
-            self.examples.append(f"{where}: {reason}")
+    def start(self) -> None:
+        pass
 
-
-def no_documents(progress: Progress) -> str:
-    n = sum(progress.skipped.values())
-    return "no documents: " + (
-        f"all {n:,} records were skipped, as {progress.examples[0]}" if n else "the input is empty"
-    )
+    def __call__(self, chunk: Chunk) -> tuple[list[str], Tally]:
+        tally = Tally()
+        return [text for _, text, *_ in documents(chunk, self.cleaning, tally)], tally
 
 
-def find_files(inputs: Iterable[str]) -> list[Path]:
-    """The files that the --input arguments name, folders searched through, in a fixed order."""
-    files = []
-    for name in inputs:
-        paths = [Path(name)] if os.path.exists(name) else [Path(p) for p in sorted(glob.glob(name, recursive=True))]
-        if not paths:
-            raise UserError(f"--input {name}: no such file or folder")
-        for path in paths:
-            inside = sorted(walk(path)) if path.is_dir() else [path]
-            if not inside:
-                raise UserError(
-                    f"--input {path}: the folder has no file that ends in {', '.join(SUFFIXES)}, plain or .gz"
-                )
-            files += inside
-    for path in files:
-        if not kind_of(path):
-            raise UserError(f"--input {path}: unknown kind of file; expected {', '.join(SUFFIXES)}, plain or .gz")
-    return list(dict.fromkeys(files))
+# A row for every document, in the order of the input. Of a document in pieces each piece has one; `end` marks the last.
+ROW = np.dtype(
+    [("digest", "<u8", 2), ("tokens", "<u8"), ("bytes", "<u8"), ("characters", "<u8"), ("val", "?"), ("end", "?")]
+)
 
 
-def walk(folder: Path) -> Iterator[Path]:
-    """The files below a folder that we can read; an unreadable folder in it is an error, not an omission."""
-
-    def fail(error: OSError) -> None:
-        raise UserError(f"--input {error.filename}: {error.strerror}")
-
-    for root, _, names in os.walk(folder, onerror=fail):
-        yield from (path for name in names if kind_of(path := Path(root, name)) and path.is_file())
+class Encoded(NamedTuple):
+    rows: np.ndarray  # (documents,) of ROW
+    train: bytes
+    val: bytes
+    tally: Tally
 
 
-def kind_of(path: Path) -> str | None:
-    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
-    return suffix if suffix in SUFFIXES else None
+class Encoder:
+    """Task: the documents of a chunk as token ids."""
 
+    def __init__(self, tokenizer_file: Path, info: dict, cfg: PrepareConfig):
+        self.file, self.info, self.cfg = tokenizer_file, info, cfg
 
-def read_texts(files: list[Path], txt: str, progress: Progress) -> Iterator[str]:
-    """The documents of all files in order, streaming; what cannot be read as one is skipped and counted."""
-    before = 0
-    for path in files:
-        kind = kind_of(path)
-        try:
-            with open(path, "rb") as raw:
-                stream = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-                newline = "" if kind in (".csv", ".tsv") else None
-                with io.TextIOWrapper(stream, encoding="utf-8-sig", newline=newline) as f:
-                    documents = read_records(f, kind, path, progress) if kind in RECORD_SUFFIXES else read_txt(f, txt)
-                    for text in documents:
-                        progress.bytes_read = before + raw.tell()
-                        if not text.strip("：。 \t\r\n"):
-                            progress.skip(str(path), "empty document")
-                        elif not text.isascii() and SURROGATE.search(text):
-                            progress.skip(str(path), "half a surrogate pair, which is no character")
-                        else:
-                            yield text
-        except OSError as e:  # gzip's own errors too
-            raise UserError(f"{path}: {e.strerror or e}") from None
-        except (EOFError, zlib.error) as e:
-            raise UserError(f"{path}: damaged or cut off ({e})") from None
-        except UnicodeDecodeError as e:
-            raise UserError(f"{path}: not UTF-8 ({e.reason}, byte {e.object[e.start]:#04x}): convert it") from None
-        except csv.Error as e:
-            raise UserError(f"{path}: not a CSV file ({e})") from None
-        before += path.stat().st_size
+    def start(self) -> None:
+        self.tokenizer = open_tokenizer(self.file, self.info)
+        self.dtype = id_type(self.tokenizer.vocab_size)
+        self.eos = np.array([self.tokenizer.eos_id], self.dtype)
 
-
-def read_txt(f: io.TextIOWrapper, txt: str) -> Iterator[str]:
-    if txt == "file":
-        yield f.read()
-    elif txt == "line":
-        yield from (line.rstrip("\n") for line in f)
-    else:
-        for blank, lines in itertools.groupby(f, key=lambda line: not line.strip()):
-            if not blank:
-                yield "".join(lines)
-
-
-def read_records(f: io.TextIOWrapper, kind: str, path: Path, progress: Progress) -> Iterator[str]:
-    readers = {".json": read_json, ".csv": read_csv, ".tsv": read_csv}
-    for where, record in readers.get(kind, read_jsonl)(f, str(path)):
-        if isinstance(record, ValueError):
-            progress.skip(where, str(record))
-            continue
-        text = record_text(record)
-        if text is None:
-            shape = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-            progress.skip(where, f"no {{title, summary, sections}}, {{title, content}} or {{text}} but {shape}"[:120])
-        else:
-            yield text
-
-
-def read_jsonl(f: io.TextIOWrapper, path: str) -> Iterator[tuple[str, object]]:
-    for number, line in enumerate(f, 1):
-        if line.strip():
+    def __call__(self, chunk: Chunk) -> Encoded:
+        cfg, tally, rows, ids = self.cfg, Tally(), [], {"train": [], "val": []}
+        for where, text, utf8, piece in list(documents(chunk, cleaning(cfg), tally)):  # all first: kinder to the caches
             try:
-                yield f"{path}:{number}", json.loads(line)
-            except (ValueError, RecursionError):
-                yield f"{path}:{number}", ValueError("not valid JSON")
+                tokens = self.encode(text)
+            except ValueError as e:
+                if piece:  # half of it may be written already
+                    raise UserError(f"{where}: {e}: mend it there") from None
+                tally.reject(where, str(e))
+                continue
+            if len(tokens) < cfg.min_tokens and not piece:
+                tally.dropped[f"fewer than {cfg.min_tokens} tokens"] += 1
+                continue
+            own = hashlib.sha256(utf8).digest()[:16]
+            if own[0] < 4 and self.tokenizer.decode(tokens.tolist()) != text:  # one document in 64 is tried
+                tally.changed["by the tokenizer, of those tried (1 in 64)"] += 1
+            end, digest = (bool(piece.whole), piece.whole or own) if piece else (True, own)
+            val = in_val(piece.first if piece else own, cfg.val_fraction)
+            ids["val" if val else "train"] += [tokens, self.eos] if end else [tokens]
+            rows.append(struct.pack("<16s3Q2?", digest, len(tokens) + end, len(utf8), len(text), val, end))
+        train, val = (np.concatenate([*ids[split], self.eos[:0]]).tobytes() for split in ("train", "val"))
+        return Encoded(np.frombuffer(b"".join(rows), ROW), train, val, tally)
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids (n,) of a text, a long one in pieces: its ids as Python numbers would be ten times as large."""
+        if len(text) <= PIECE:
+            return self.tokenizer.encode(text).astype(self.dtype)
+        parts = pieces(io.StringIO(text, newline="").read)
+        return np.concatenate([self.tokenizer.encode(part).astype(self.dtype) for part, _ in parts])
 
 
-def read_json(f: io.TextIOWrapper, path: str) -> Iterator[tuple[str, object]]:
-    """An array of any length, or objects one after the other, one element in memory at a time."""
-    decoder, blank, size, number, at = json.JSONDecoder(), re.compile(r"[\s,]*"), 1 << 16, 0, 0
-    buffer = f.read(size).lstrip()
-    more, closing = bool(buffer), "]" if buffer.startswith("[") else ""
-    buffer = buffer.removeprefix("[")
-    while True:
-        at = blank.match(buffer, at).end()
-        try:
-            record, end = decoder.raw_decode(buffer, at)
-            whole = not more or end < len(buffer) or isinstance(record, dict | list)  # 12 may go on as 123
-        except (ValueError, RecursionError):  # cut off by the buffer's end, or not JSON at all
-            whole = False
-        if whole:
-            number, at, size = number + 1, end, 1 << 16
-            yield f"{path}: element {number}", record
-        elif more:
-            chunk = f.read(size)
-            buffer, at, more = buffer[at:] + chunk, 0, bool(chunk)
-            size = min(2 * size, 1 << 28)  # a large element is not decoded from its start for every 64 KB
-        elif (rest := buffer[at:].rstrip()) != closing:
-            where = f"behind element {number}, near {rest[:40]!r}" if rest else "at its end, which has no ]"
-            raise UserError(f"{path}: not valid JSON {where}: mend it there")
-        else:
-            return
+def id_type(vocab_size: int) -> np.dtype:
+    return np.dtype("<u2" if vocab_size <= 65536 else "<u4")
 
 
-def read_csv(f: io.TextIOWrapper, path: str) -> Iterator[tuple[str, object]]:
-    csv.field_size_limit(1 << 30)
-    tabs = Path(path.removesuffix(".gz")).suffix.lower() == ".tsv"
-    rows = csv.DictReader(f, dialect="excel-tab" if tabs else "excel", strict=True)  # strict: an open quote is an error
-    for row in rows:
-        surplus = ValueError("more fields than the header: quote a text that holds the separator")
-        yield f"{path}:{rows.line_num}", surplus if None in row else row
+def in_val(digest: bytes, val_fraction: float) -> bool:
+    """By a hash of the text alone: another file, or another order, moves no document from one split to the other."""
+    return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
 
 
-def record_text(record: object) -> str | None:
-    """A record as one text, in the joining format of the Chinese encyclopedia corpora; None if it has no known shape."""
+task: Texts | Encoder | None = None  # of this worker
 
-    def get(part: dict, key: str) -> str:
-        value = part.get(key)
-        if isinstance(value, str | int | None):
-            return "" if value is None else str(value)
-        raise TypeError(f"{key} is a {type(value).__name__}, no text")
 
+def start_worker(given: Texts | Encoder) -> None:
+    global task
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends this one
+    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()  # should it be killed
+    task = given
+    task.start()
+
+
+def work(chunk: Chunk) -> Any:
+    return task(chunk)
+
+
+def in_order(given: Texts | Encoder, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Any]]:
+    """(chunk without its records, result) of each chunk, in their order, few of them in memory at a time."""
+    if workers == 1:
+        given.start()
+        for chunk in chunks:
+            yield chunk, given(chunk)
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (given,))
+    waiting: deque = deque()
     try:
-        title, sections = get(record, "title"), record.get("sections")
-        if isinstance(record.get("summary"), str) or isinstance(sections, list):
-            parts = [f"{get(s, 'title')}：{get(s, 'content')}。" for s in sections or []]
-            return f"{title}：{get(record, 'summary')}" + "".join(parts)
-    except (AttributeError, TypeError):  # a list where a text or a record belongs
-        return None
-    if isinstance(record.get("content"), str):
-        return f"{title}：{record['content']}。" if title else record["content"]
-    return record["text"] if isinstance(record.get("text"), str) else None
+        for chunk in chunks:
+            waiting.append(
+                (Chunk(chunk.kind, [], chunk.file, chunk.record, chunk.bytes_read), pool.submit(work, chunk))
+            )
+            del chunk
+            if len(waiting) > 2 * workers:
+                position, future = waiting.popleft()
+                yield position, future.result()
+        for position, future in waiting:
+            yield position, future.result()
+    except BrokenProcessPool:
+        raise UserError("a worker was killed, by the system when memory runs out: lower --workers") from None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The demo corpus: the documentation of the Python that runs this, parsed from source, never imported
+# Tokenizer
 
 
-def demo_texts(progress: Progress) -> Iterator[str]:
-    """One text a module of the standard library, numpy and torch that has documentation."""
-    for root, files in demo_files():
-        for path in files:
-            module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-            if record := module_record(path, module):
-                yield record_text(record)
-            progress.bytes_read += path.stat().st_size
-
-
-def demo_files() -> list[tuple[Path, list[Path]]]:
-    """(folder that module names count from, its Python files), tests and vendored packages left out."""
-    roots = [Path(sysconfig.get_paths()["stdlib"])]
-    for package in ("numpy", "torch"):
-        spec = importlib.util.find_spec(package)
-        if spec is None:
-            raise UserError(f"{package} is not installed: pip install -r requirements.txt")
-        roots.append(Path(spec.origin).parent)
-    left_out = set("site-packages test tests testing idlelib lib2to3 turtledemo ensurepip __pycache__".split())
-    found = []
-    for root in roots:
-        files = [p for p in root.rglob("*.py") if not left_out.intersection(p.relative_to(root).parts)]
-        files = [p for p in files if not p.name.startswith(("test_", "_sysconfigdata"))]
-        found.append((root if root is roots[0] else root.parent, sorted(files)))
-    return found
-
-
-def module_record(path: Path, module: str) -> dict | None:
-    """{title, summary, sections} of a module's docstrings; None if it has none."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):  # a template, or a file for another Python
-        return None
-    sections = []
-
-    def visit(node: ast.AST, prefix: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            name = None
-            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                name, text = prefix + child.name, ast.get_docstring(child)
-                visit(child, f"{name}.")
-            elif isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
-                name, text = added_docstring(child.value)
-            if name and text and len(text) >= 40:  # not "See base class."
-                sections.append({"title": name, "content": text})
-
-    visit(tree, "")
-    summary = ast.get_docstring(tree) or ""
-    return {"title": module, "summary": summary, "sections": sections} if summary or sections else None
-
-
-def added_docstring(call: ast.Call) -> tuple[str | None, str]:
-    """What numpy and torch do for functions written in C: add_newdoc("module", "name", "text"), add_docstr(name, "text")."""
-    if not (isinstance(call.func, ast.Name) and call.func.id.startswith(("add_docstr", "add_newdoc"))):
-        return None, ""
-    names = [a.value if isinstance(a, ast.Constant) else ast.unparse(a) for a in call.args]
-    texts = [n for n in names if isinstance(n, str) and "\n" in n]
-    return (".".join(n for n in names if "\n" not in str(n)), inspect.cleandoc(texts[0])) if texts else (None, "")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokenizers. Both kinds have vocab_size, eos_id, encode_batch(texts), encode(text), decode(ids) and token_bytes(id).
-
-
-class SentencePiece:
-    kind, file = "sentencepiece", "tokenizer.model"
-
-    def __init__(self, path: str | Path):
-        import sentencepiece
-
-        self.path = Path(path)
-        try:
-            self.sp = sentencepiece.SentencePieceProcessor(model_proto=self.path.read_bytes())
-        except (OSError, RuntimeError) as e:
-            raise UserError(f"tokenizer {path}: not a SentencePiece model ({str(e).strip()})") from None
-        self.vocab_size, self.eos_id = self.sp.vocab_size(), self.sp.eos_id()
-        self.space_sign = [self.sp.piece_to_id(f"<0x{byte:02X}>") for byte in "\u2581".encode()]
-        if self.eos_id < 0:
-            raise UserError(f"tokenizer {path}: it has no eos token, which ends every document")
-
-    def encode_batch(self, texts: list[str], threads: int) -> list[list[int]]:
-        batch = self.sp.encode(texts, num_threads=threads)
-        for i, text in enumerate(texts):
-            if "\u2581" in text:
-                batch[i] = self.encode(text)
-        return batch
-
-    def encode(self, text: str) -> list[int]:
-        """SentencePiece writes a space as U+2581; a text's own U+2581 goes in as its three bytes, so as to come back."""
-        first, *rest = self.sp.encode(text.split("\u2581"))
-        return first + [token for part in rest for token in (*self.space_sign, *part)]
-
-    def decode(self, ids: list[int]) -> str:
-        return self.sp.decode(ids)
-
-    def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 that a token adds to a text; one Chinese character can take three tokens."""
-        piece = self.sp.id_to_piece(token)
-        if self.sp.is_byte(token):
-            return bytes([int(piece[1:-1], 16)])  # <0xE4>
-        return b"" if self.sp.is_control(token) or self.sp.is_unknown(token) else piece.replace("\u2581", " ").encode()
-
-    def save(self, folder: Path) -> dict:
-        (folder / self.file).write_bytes(self.sp.serialized_model_proto())
-        return {"kind": self.kind, "file": self.file}
-
-
-class Tiktoken:
-    kind, file = "tiktoken", "tokenizer.tiktoken"
-
-    def __init__(self, encoding):
-        self.encoding, self.vocab_size = encoding, encoding.n_vocab
-        self.eos_id, self.special = encoding._special_tokens["<|endoftext|>"], set(encoding._special_tokens.values())
-
-    @classmethod
-    def by_name(cls, name: str) -> "Tiktoken":
-        import tiktoken
-
-        if name not in tiktoken.list_encoding_names():
-            known = ", ".join(tiktoken.list_encoding_names())
-            raise UserError(f"--tokenizer {name}: no such file, and no tiktoken encoding; it knows {known}")
-        try:
-            return cls(tiktoken.get_encoding(name))
-        except OSError as e:  # requests' errors are OSErrors
-            where = "set TIKTOKEN_CACHE_DIR to a folder that has it"
-            raise UserError(f"--tokenizer {name}: cannot be downloaded ({type(e).__name__}); {where}") from None
-
-    @classmethod
-    def from_file(cls, path: str | Path, pattern: str | None = None, special: dict | None = None) -> "Tiktoken":
-        """A .tiktoken file (a line a token: base64 and rank) with its splitting pattern; default: cl100k's, Qwen's, Llama 3's."""
-        import tiktoken
-
-        try:
-            lines = [line.split() for line in Path(path).read_bytes().splitlines() if line]
-            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-            if (
-                not ranks
-                or len(set(ranks.values())) < len(ranks)
-                or not 0 <= min(ranks.values()) <= max(ranks.values()) < 1 << 24
-            ):
-                raise ValueError("its ranks are no numbering")
-        except (OSError, ValueError) as e:
-            raise UserError(f"tokenizer {path}: not a .tiktoken file ({e})") from None
-        special = special or {"<|endoftext|>": max(ranks.values()) + 1}
-        encoding = tiktoken.Encoding(
-            Path(path).stem, pat_str=pattern or CL100K_PATTERN, mergeable_ranks=ranks, special_tokens=special
-        )
-        return cls(encoding)
-
-    def encode_batch(self, texts: list[str], threads: int) -> list[list[int]]:
-        try:
-            return self.encoding.encode_ordinary_batch(texts, num_threads=threads)
-        except BaseException as e:  # a panic in tiktoken's Rust is no Exception
-            if type(e).__name__ != "PanicException":
-                raise
-            raise UserError(f"tiktoken cannot encode this input: {str(e).splitlines()[0][:100]}") from None
-
-    def encode(self, text: str) -> list[int]:
-        return self.encoding.encode_ordinary(text)  # "<|endoftext|>" in a text is text
-
-    def decode(self, ids: list[int]) -> str:
-        return self.encoding.decode(ids)
-
-    def token_bytes(self, token: int) -> bytes:
-        try:
-            return self.encoding.decode_single_token_bytes(token) if token not in self.special else b""
-        except KeyError:  # a hole in the numbering
-            return b""
-
-    def save(self, folder: Path) -> dict:
-        e = self.encoding
-        ranks = sorted(e._mergeable_ranks.items(), key=lambda item: item[1])
-        (folder / self.file).write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % rank for t, rank in ranks))
-        return {
-            "kind": self.kind,
-            "file": self.file,
-            "pattern": e._pat_str,
-            "special": e._special_tokens,
-            "name": e.name,
-        }
-
-
-CL100K_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-SET_FILES = {"train.bin", "val.bin", "meta.json", SentencePiece.file, Tiktoken.file}
-
-
-def load_tokenizer(folder: str | Path) -> SentencePiece | Tiktoken:
-    """The tokenizer of a data set or of a checkpoint, checked against the hash in its meta.json."""
-    info = read_meta(Path(folder))["tokenizer"]
-    path = Path(folder) / info["file"]
-    if not path.exists() or file_sha256(path) != info["sha256"]:
-        raise UserError(f"{path}: missing, or not the tokenizer that the data was made with")
-    if info["kind"] == "sentencepiece":
-        return SentencePiece(path)
-    return Tiktoken.from_file(path, info["pattern"], info["special"])
-
-
-def make_tokenizer(
-    cfg: PrepareConfig, texts: Iterable[str], progress: Progress, scratch: Path
-) -> SentencePiece | Tiktoken:
-    """The tokenizer that --tokenizer asks for; `texts` is read only if it is to be trained."""
+def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, folder: Path) -> dict:
+    """The tokenizer that --tokenizer asks for, saved in `folder`; returns what meta.json says of it."""
+    known = [cfg.vocab_size, cfg.train_mb, cleaning(cfg), cfg.txt, cfg.encoding, *(s.same_file() for s in sources)]
+    key = fingerprint(known) if cfg.tokenizer == "train" else None
+    path = folder / "info.json"
+    if key and path.exists() and (info := json.loads(path.read_text()))["key"] == key:
+        print("the tokenizer of the interrupted run is whole: it stays")
+        return info
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     if cfg.tokenizer == "train":
-        return SentencePiece(train_sentencepiece(texts, progress, cfg, scratch))
-    if cfg.tokenizer.endswith(".model"):
-        return SentencePiece(cfg.tokenizer)
-    return Tiktoken.from_file(cfg.tokenizer) if cfg.tokenizer.endswith(".tiktoken") else Tiktoken.by_name(cfg.tokenizer)
+        tokenizer = SentencePiece(train_sentencepiece(cfg, sources, workers, folder))
+    elif cfg.tokenizer.endswith(".model"):
+        tokenizer = SentencePiece(cfg.tokenizer)
+    elif cfg.tokenizer.endswith(".tiktoken"):
+        tokenizer = Tiktoken.from_file(cfg.tokenizer)
+    else:
+        tokenizer = Tiktoken.by_name(cfg.tokenizer)
+    info = tokenizer.save(folder)
+    info |= {"sha256": file_sha256(folder / info["file"]), "key": key}
+    info |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
+    write_json(path, info)
+    return info
 
 
-def train_sentencepiece(texts: Iterable[str], progress: Progress, cfg: PrepareConfig, scratch: Path) -> Path:
+def train_sentencepiece(cfg: PrepareConfig, sources: list[Source], workers: int, folder: Path) -> Path:
     """Train a BPE that loses nothing: no normalisation, spaces kept, bytes for characters outside the vocabulary."""
     import sentencepiece
 
     # A uniform sample of 4,000-character pieces (reservoir sampling, Vitter's algorithm R): memory stays bounded.
-    length, rng, sample = 4000, random.Random(0), []
-    pieces = (text[i : i + length] for text in texts for i in range(0, len(text), length))
-    for seen, piece in enumerate(pieces):
-        if len(sample) < cfg.train_mb * 1_000_000 // length:
-            sample.append(piece)
-        elif (slot := rng.randrange(seen + 1)) < len(sample):
-            sample[slot] = piece
+    length, rng, sample, seen, tally = 4000, random.Random(0), [], 0, Tally()
+    reader = Reader(sources, cfg.encoding, cfg.txt)
+    total = sum(s.bytes for s in sources)
+    with progress_bar("reading for the tokenizer", sources) as bar:
+        for chunk, (texts, counts) in in_order(Texts(cleaning(cfg)), reader.chunks(), workers):
+            tally.add(counts)
+            check_bad(tally, cfg, foreseen(tally, chunk, total))
+            for piece in (text[i : i + length] for text in texts for i in range(0, len(text), length)):
+                if len(sample) < cfg.train_mb * 1_000_000 // length:
+                    sample.append(piece)
+                elif (slot := rng.randrange(seen + 1)) < len(sample):
+                    sample[slot] = piece
+                seen += 1
+            bar.update(chunk.bytes_read - bar.n)
     if not sample:
-        raise UserError(no_documents(progress))
-    path = scratch / SentencePiece.file
+        raise UserError(no_documents(tally))
+    check_bad(tally, cfg, tally.records)
+    path = folder / SentencePiece.file
     try:
         with open(path, "wb") as f:
             sentencepiece.SentencePieceTrainer.train(
@@ -575,98 +322,203 @@ def train_sentencepiece(texts: Iterable[str], progress: Progress, cfg: PrepareCo
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Encode and write
+# Encode: every process writes a part, and a journal that says how much of it counts
 
 
-class SplitWriter:
-    """One .bin as it grows, with the counts and the hash that meta.json records."""
+class Part:
+    """The tokens and rows of one process. The files only grow; the journal, replaced whole once a shard is on the disk,
+    has their sizes and the position in the input that they belong to. What lies behind it is cut off by a restart.
+    """
 
-    def __init__(self, path: Path, dtype: str):
-        self.file, self.dtype, self.digest = open(path, "wb"), np.dtype(dtype).newbyteorder("<"), hashlib.sha256()
-        self.tokens = self.documents = self.bytes = self.characters = 0
+    def __init__(self, folder: Path, rank: int, key: str):
+        self.paths = {name: folder / f"part{rank}.{name}.bin" for name in ("train", "val", "rows")}
+        self.journal, self.key = folder / f"part{rank}.json", key
+        self.file, self.record, self.text, self.tally = 0, 0, 0, Tally()  # text: characters so far
 
-    def write(self, text: str, ids: list[int]) -> None:
-        data = np.array(ids, self.dtype).tobytes()
-        self.file.write(data)
-        self.digest.update(data)
-        self.tokens, self.documents = self.tokens + len(ids), self.documents + 1
-        self.bytes += len(text.encode())
-        self.characters += len(text)
+    def open(self, sources: list[Source]) -> bool:
+        """Go on from the journal, if it is of this work and the files read so far are the same; True if so."""
+        try:
+            found = json.loads(self.journal.read_text())
+            same = found["key"] == self.key and len(found["sources"]) <= len(sources)
+            for source, (*file, sha256) in zip(sources, found["sources"], strict=False):
+                same = same and list(source.same_file()) == file
+                source.sha256 = sha256
+        except (OSError, ValueError, KeyError):
+            same = False
+        if same:
+            self.file, self.record, self.text = found["file"], found["record"], found["text"]
+            counters = {k: Counter(v) if isinstance(v, dict) else v for k, v in found["tally"].items()}
+            self.tally = Tally(**counters)
+        else:
+            self.journal.unlink(missing_ok=True)
+        self.files = {}
+        for name, path in self.paths.items():
+            self.files[name] = open(path, "ab")
+            self.files[name].truncate(found["sizes"][name] if same else 0)
+        return same
 
-    def close(self) -> dict:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-        counts = {k: getattr(self, k) for k in ("tokens", "documents", "bytes", "characters")}
-        return counts | {"sha256": self.digest.hexdigest()}
+    def write(self, encoded: Encoded) -> None:
+        self.files["train"].write(encoded.train)
+        self.files["val"].write(encoded.val)
+        self.files["rows"].write(encoded.rows.tobytes())
+        self.tally.add(encoded.tally)
+        self.text += int(encoded.rows["characters"].sum())
 
+    def close(self) -> None:
+        for f in self.files.values():
+            f.close()
+        self.files = {}
 
-def split_of(text: str, val_fraction: float) -> str:
-    """By a hash of the text alone: another file, or another order, moves no document from one split to the other."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return "val" if int.from_bytes(digest, "big") < val_fraction * 2**64 else "train"
-
-
-def batches(texts: Iterable[str], characters: int = 1 << 20) -> Iterator[list[str]]:
-    """Texts in lists of about a million characters: enough for every thread, small enough to forget."""
-    batch, size = [], 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= characters:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def encode(texts: Iterable[str], tokenizer, cfg: PrepareConfig, folder: Path, bar: tqdm, progress: Progress) -> tuple:
-    """Write both splits. Returns (dtype and counts for meta.json, every document's tokens, the first one decoded back)."""
-    dtype = "uint16" if tokenizer.vocab_size <= 65536 else "uint32"
-    writers = {split: SplitWriter(folder / f"{split}.bin", dtype) for split in ("train", "val")}
-    lengths, first, started = array.array("I"), None, time.perf_counter()
-    for batch in batches(texts):
-        for text, ids in zip(batch, tokenizer.encode_batch(batch, cfg.threads or os.cpu_count()), strict=True):
-            if first is None:
-                first = tokenizer.decode(ids)
-                if first != text:
-                    tqdm.write("warning: the tokenizer changes the text: the first document decodes to something else")
-            ids.append(tokenizer.eos_id)
-            writers[split_of(text, cfg.val_fraction)].write(text, ids)
-            lengths.append(len(ids))
-        tokens, megabytes = (sum(getattr(w, k) for w in writers.values()) for k in ("tokens", "bytes"))
-        rate = megabytes / 1e6 / (time.perf_counter() - started)
-        bar.set_postfix_str(f"{rate:.1f} MB/s of text, {tokens / 1e6:.1f}M tokens")
-    splits = {split: writer.close() for split, writer in writers.items()}
-    if not lengths:
-        raise UserError(no_documents(progress))
-    for split, counts in splits.items():
-        if not counts["documents"]:
-            hint = "raise --val_fraction" if split == "val" else "lower --val_fraction"
-            raise UserError(
-                f"{split}.bin would be empty: of {len(lengths)} documents none fell there; {hint}, "
-                "or cut text files into more documents with --txt=block or --txt=line"
-            )
-    return {"dtype": dtype, "splits": splits}, np.frombuffer(lengths, dtype=np.uint32), first
+    def commit(self, file: int, record: int, sources: list[Source]) -> None:
+        self.file, self.record = file, record
+        for f in self.files.values():
+            f.flush()
+            os.fsync(f.fileno())
+        sizes = {name: path.stat().st_size for name, path in self.paths.items()}
+        read = [[*s.same_file(), s.sha256 if i < file else ""] for i, s in enumerate(sources[: file + 1])]
+        place = {"key": self.key, "file": file, "record": record, "text": self.text}
+        write_json(self.journal, place | {"sizes": sizes, "sources": read, "tally": vars(self.tally)})
 
 
-def with_bar(texts: Iterator[str], progress: Progress, total: int, what: str) -> tuple[Iterator[str], tqdm]:
-    """`texts` with a progress bar over the bytes on disk (none where stderr is not a terminal)."""
-    bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None, dynamic_ncols=True)
+def encode(part: Part, sources: list[Source], encoder: Encoder, cfg: PrepareConfig, workers: int, total: int) -> None:
+    """Write the part of these sources, from wherever it stands; total: bytes of the sources of all processes."""
+    if part.open(sources):
+        print(f"going on behind {part.text / 1e6:,.0f} million characters that an interrupted run has finished")
+    started, begun_at, committed = time.perf_counter(), part.text, part.text
+    reader = Reader(sources, cfg.encoding, cfg.txt, part.file, part.record)
+    with progress_bar("encoding", sources) as bar:
+        for chunk, encoded in in_order(encoder, reader.chunks(), workers):
+            part.write(encoded)
+            check_bad(part.tally, cfg, foreseen(part.tally, chunk, total))
+            if part.text - committed >= cfg.shard_mb * 1e6:
+                part.commit(chunk.file, chunk.record, sources)
+                committed = part.text
+            rate = (part.text - begun_at) / 1e6 / (time.perf_counter() - started)
+            bar.set_postfix_str(f"{rate:.1f}M characters/s, {part.files['train'].tell() / 1e6:,.0f} MB of tokens")
+            bar.update(chunk.bytes_read - bar.n)
+    part.commit(len(sources), 0, sources)
+    part.close()
 
-    def follow() -> Iterator[str]:
-        for text in texts:
-            bar.update(progress.bytes_read - bar.n)
-            yield text
-        bar.update(total - bar.n)
-        bar.close()
 
-    return follow(), bar
+def foreseen(tally: Tally, chunk: Chunk, total: int) -> int:
+    """About how many records `total` bytes of input will have, so that a hopeless run need not end first."""
+    return max(10_000, tally.records * total // max(1, chunk.bytes_read))
+
+
+def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
+    """UserError if the bad ones are more than max_bad of `records`."""
+    bad = sum(tally.bad.values())
+    if bad and cfg.strict:
+        raise UserError(f"{tally.examples[0]} (--strict)")
+    if bad > cfg.max_bad * records:
+        share = f"{bad:,} bad records of {tally.records:,}, more than --max_bad={cfg.max_bad:g}"
+        raise UserError(f"{share}, as {tally.examples[0]}: mend them, or raise --max_bad")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Merge: the parts, in the order of the input, become one data set
+
+
+def read_rows(part: Part) -> Iterator[np.ndarray]:
+    """The documents of a part, (documents,) of ROW, the pieces of a long one summed up; a million at a time."""
+    if not part.paths["rows"].stat().st_size:
+        return
+    rows, at = np.memmap(part.paths["rows"], ROW, mode="r"), 0
+    while at < len(rows):
+        size = 1 << 18
+        while not rows["end"][at : at + size].any():
+            size *= 2
+        block = np.array(rows[at : at + size])
+        ends = np.flatnonzero(block["end"])
+        found, begins = block[ends], np.concatenate([[0], ends[:-1] + 1])
+        for count in ("tokens", "bytes", "characters"):
+            found[count] = np.add.reduceat(block[count][: ends[-1] + 1], begins)
+        yield found
+        at += int(ends[-1]) + 1
+
+
+def find_duplicates(parts: list[Part]) -> np.ndarray:
+    """(documents,) bool: has an earlier document the same digest? A share of all digests at a time: memory is bounded."""
+    n = sum(len(rows) for part in parts for rows in read_rows(part))
+    again, shares = np.zeros(n, bool), n // (1 << 20) + 1
+    for share in range(shares):
+        digests, places, base = [], [], 0
+        for rows in (rows for part in parts for rows in read_rows(part)):
+            mine = np.flatnonzero(rows["digest"][:, 1] % shares == share)
+            digests.append(rows["digest"][mine])
+            places.append(mine + base)
+            base += len(rows)
+        digest, place = np.concatenate(digests), np.concatenate(places)
+        order = np.lexsort((digest[:, 1], digest[:, 0]))  # stable: equal ones stay in the order of the input
+        same = (digest[order[1:]] == digest[order[:-1]]).all(axis=1)
+        again[place[order[1:][same]]] = True
+    return again
+
+
+def merge(parts: list[Part], folder: Path, dedup: bool, itemsize: int) -> tuple[dict, Counter, int]:
+    """Write folder/{train,val}.bin. Returns the counts of each split, {length: documents}, and how many were dropped.
+
+    The parts stay as they are, so that a kill in here costs nothing but this step.
+    """
+    again = (
+        find_duplicates(parts) if dedup and any(p.paths["rows"].stat().st_size for p in parts) else np.zeros(0, bool)
+    )
+    counts = {split: Counter(tokens=0, documents=0, bytes=0, characters=0) for split in ("train", "val")}
+    lengths: Counter = Counter()
+    for split, total in counts.items():
+        target = folder / f"{split}.bin"
+        whole = len(parts) == 1 and not again.any() and link(parts[0].paths[split], target)
+        with open(os.devnull if whole else target, "wb") as out:
+            seen = 0
+            for part in parts:
+                with open(part.paths[split], "rb") as source:
+                    for rows in read_rows(part):
+                        kept = ~again[seen : seen + len(rows)] if len(again) else np.ones(len(rows), bool)
+                        seen += len(rows)
+                        mine = rows["val"] == (split == "val")
+                        if not whole:
+                            copy_documents(source, out, rows["tokens"][mine] * itemsize, kept[mine])
+                        rows = rows[mine & kept]
+                        total["documents"] += len(rows)
+                        total.update({k: int(rows[k].sum()) for k in ("tokens", "bytes", "characters")})
+                        values, times = np.unique(rows["tokens"], return_counts=True)
+                        lengths.update(dict(zip(values.tolist(), times.tolist(), strict=True)))
+        sync_to_disk(target)
+    return {k: dict(v) for k, v in counts.items()}, lengths, int(again.sum())
+
+
+def copy_documents(source: io.BufferedReader, out: io.BufferedWriter, sizes: np.ndarray, kept: np.ndarray) -> None:
+    """Copy the kept ones of documents of `sizes` bytes that stand at the source's position, and pass by the others."""
+    edges = np.flatnonzero(np.diff(kept, prepend=~kept[:1], append=~kept[-1:])) if len(kept) else []
+    for begin, end in zip(edges[:-1], edges[1:], strict=True):  # a run of documents that share one fate
+        left = int(sizes[begin:end].sum())
+        if not kept[begin]:
+            source.seek(left, os.SEEK_CUR)
+            continue
+        while left:
+            data = source.read(min(left, 1 << 22))
+            out.write(data)
+            left -= len(data)
+
+
+def link(source: Path, target: Path) -> bool:
+    """Give a file a second name, which costs nothing; False on a file system that has no such thing."""
+    try:
+        os.link(source, target)
+        return True
+    except OSError:
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Folders: the scratch folder beside the data set, and the moment at which it takes the other's place
+
+SET_FILES = {"train.bin", "val.bin", "meta.json", SentencePiece.file, Tiktoken.file}
 
 
 def check_target(target: Path, name: str) -> None:
     """Refuse to replace anything that is not a data set, a folder of somebody's corpus above all."""
-    if not re.fullmatch(r"[^./*?\[\x00-\x1f][^/*?\x00-\x1f]{0,99}", name):
+    if not re.fullmatch(r"[^./*?:,\[\x00-\x1f][^/*?:,\x00-\x1f]{0,99}", name):
         raise UserError(f"{name!r} cannot name a data set: give --name=NAME, a plain folder name")
     if os.path.lexists(target):
         a_folder = target.is_dir() and not target.is_symlink()
@@ -675,93 +527,365 @@ def check_target(target: Path, name: str) -> None:
             raise UserError(f"{target} exists and is no data set (see {others[0]!r}): choose another --name")
 
 
-def replace_folder(new: Path, target: Path) -> None:
-    """Put the finished folder in place of the old one: a reader meets one of them whole, never half of each."""
-    old = target.with_name(f".{target.name}.old")
+def lock(folder: Path) -> int:
+    """Hold `folder` for this process, as long as it lives."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another prepare.py holds {folder}: wait for it, or choose another --name") from None
+    return handle
+
+
+def put_in_place(new: Path, target: Path) -> None:
+    """Put the finished folder in the place of the old one, in one step where the system can exchange two names (Linux)."""
+    sync_to_disk(new)
     if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-    new.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+        try:
+            libc, here, exchange = ctypes.CDLL(None, use_errno=True), -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+            if libc.renameat2(here, os.fsencode(new), here, os.fsencode(target), exchange):
+                raise OSError(ctypes.get_errno(), "renameat2")
+        except (AttributeError, OSError):
+            old = target.with_name(f".{target.name}.old")  # found again by the next prepare.py
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+            new.rename(target)
+            shutil.rmtree(old, ignore_errors=True)
+    else:
+        new.rename(target)
+    sync_to_disk(target.parent)
 
 
-def report(meta: dict, first: str, examples: list[str], folder: Path, seconds: float) -> str:
-    splits, lengths, skipped = meta["splits"], meta["lengths"], meta["skipped"]
+def sync_to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Whole or not at all."""
+    tmp = path.with_suffix(".tmp")
+    tmp.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    sync_to_disk(tmp)
+    tmp.rename(path)
+
+
+def fingerprint(parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reports
+
+
+def progress_bar(what: str, sources: list[Source]) -> tqdm:
+    """Over the bytes on the disk; none where stderr is not a terminal."""
+    total = sum(s.bytes for s in sources)
+    return tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None, dynamic_ncols=True)
+
+
+def no_documents(tally: Tally) -> str:
+    if tally.examples:
+        return f"no documents: all {tally.records:,} records are bad or empty, as {tally.examples[0]}"
+    why = "; ".join(f"{n:,} {reason}" for reason, n in tally.dropped.items())
+    return f"no documents: {why or 'the input is empty'}"
+
+
+def describe_lengths(lengths: Counter) -> dict:
+    """Percentiles (the smallest length that so many percent of the documents do not exceed) and a histogram by powers
+    of two: up to N tokens -> [documents, their tokens].
+    """
+    values = sorted(lengths)
+    cumulative = np.cumsum([lengths[v] for v in values])
+    percentiles = {
+        f"p{p}": values[int(np.searchsorted(cumulative, cumulative[-1] * p / 100))] for p in (1, 10, 50, 90, 99)
+    }
+    histogram: dict[str, list[int]] = {}
+    for value in values:
+        bucket = histogram.setdefault(str(max(16, 1 << (value - 1).bit_length())), [0, 0])
+        bucket[0] += lengths[value]
+        bucket[1] += lengths[value] * value
+    return percentiles | {"max": values[-1], "histogram": histogram}
+
+
+def report(meta: dict, folder: Path) -> str:
+    splits, lengths, records = meta["splits"], meta["lengths"], meta["records"]
 
     def total(key: str) -> int:
         return sum(s[key] for s in splits.values())
 
-    kind, V = meta["tokenizer"]["kind"], meta["vocab_size"]
-    lines = [f"\n{folder}: {kind} tokenizer, vocabulary {V:,}, {meta['dtype']}, {seconds:.0f} s"]
+    info = meta["tokenizer"]
+    lines = [f"{folder}: {info['kind']} tokenizer, vocabulary {meta['vocab_size']:,}, {meta['dtype']}"]
     for split, s in splits.items():
         counts = f"{s['documents']:>12,} documents {s['tokens']:>15,} tokens {s['bytes']:>15,} bytes of text"
         lines.append(f"  {split:<6} {counts}")
     lines.append(f"  {total('characters') / total('tokens'):.2f} characters per token (eos counted)")
-    lines.append("  tokens per document: " + ", ".join(f"{k} {v:,}" for k, v in lengths.items()))
-    lines.append(f"  skipped: {sum(skipped.values()):,}")
-    lines += [f"    {n:,} x {reason}" for reason, n in skipped.items()]
-    lines += [f"    e.g. {example}" for example in examples]
-    lines.append(f"  the first document, decoded back from its ids:\n    {first[:300]!r}{' ...' * (len(first) > 300)}")
+    lines.append(
+        f"  {records['read']:,} records, read as " + ", ".join(f"{k}: {n:,}" for k, n in records["shapes"].items())
+    )
+    for what in ("bad", "dropped", "changed"):
+        lines.append(f"  {what}: {sum(records[what].values()):,}")
+        lines += [f"    {n:,} x {reason}" for reason, n in records[what].items()]
+        lines += [f"    e.g. {example}" for example in records["examples"]] if what == "bad" else []
+    percentiles = ", ".join(f"{k} {v:,}" for k, v in lengths.items() if k != "histogram")
+    lines.append(f"  tokens per document: {percentiles}")
+    lines.append(f"    {'up to':>9}  {'documents':<31} longer: documents, and tokens in them")
+    documents, tokens = np.array(list(lengths["histogram"].values())).T
+    for edge, share, longer, inside in zip(
+        lengths["histogram"],
+        documents / documents.sum(),
+        1 - np.cumsum(documents) / documents.sum(),
+        1 - np.cumsum(tokens) / tokens.sum(),
+        strict=True,
+    ):
+        bar = "\u2588" * round(20 * share / (documents.max() / documents.sum()))
+        lines.append(f"    {int(edge):>9,}  {bar:<20} {share:>8.2%}  {longer:>16.2%} {inside:>16.2%}")
     return "\n".join(lines)
+
+
+def show_texts(texts: Iterable[tuple[str, str]]) -> None:
+    for heading, text in texts:
+        print(f"---- {heading}\n{text}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inspection
+
+
+def inspect(cfg: PrepareConfig) -> None:
+    folder = Path(cfg.inspect)
+    if cfg.step >= 0:
+        show_texts(step_texts(folder, cfg.step))
+        return
+    meta = open_dataset(folder)
+    print(report(meta, folder))
+    for split in ("train", "val"):
+        verify(folder, meta, split)
+    print("  verified: hashes, every id below the vocabulary, an eos behind every document\n")
+    show_texts(chosen_documents(folder, meta, cfg))
+
+
+def verify(folder: Path, meta: dict, split: str) -> None:
+    """Read a split whole; UserError unless it is what meta.json says."""
+    ids, wanted = open_split(folder, meta, split), meta["splits"][split]
+    digest, largest, ends, step = hashlib.sha256(), 0, 0, 1 << 22
+    for at in tqdm(range(0, len(ids), step), f"verifying {split}.bin", disable=None, leave=False):
+        block = ids[at : at + step]
+        digest.update(block)
+        largest, ends = max(largest, int(block.max())), ends + int((block == meta["eos_id"]).sum())
+    problems = {
+        f"id {largest} is beyond the vocabulary of {meta['vocab_size']}": largest >= meta["vocab_size"],
+        f"{ends:,} eos where meta.json has {wanted['documents']:,} documents": ends != wanted["documents"],
+        "its last token is no eos": int(ids[-1]) != meta["eos_id"],
+        "its hash is not that of meta.json": digest.hexdigest() != wanted["sha256"],
+    }
+    if found := [problem for problem, wrong in problems.items() if wrong]:
+        raise UserError(f"{folder}/{split}.bin: {'; '.join(found)}: run prepare.py again")
+
+
+def chosen_documents(folder: Path, meta: dict, cfg: PrepareConfig) -> Iterator[tuple[str, str]]:
+    ids, tokenizer, eos_id = open_split(folder, meta, cfg.split), load_tokenizer(folder), meta["eos_id"]
+    at = int(cfg.show) if cfg.show.isdigit() else 0
+    if at >= len(ids):
+        raise UserError(f"--show={at}: {cfg.split}.bin has {len(ids):,} tokens")
+    for _ in range(cfg.count):
+        if cfg.show == "random":
+            at = random.randrange(len(ids))
+        begin, end = at, at
+        while begin > 0 and ids[begin - 1] != eos_id:
+            begin -= 1
+        while ids[end] != eos_id:
+            end += 1
+        yield f"{cfg.split}, tokens {begin:,} to {end:,}, then eos", tokenizer.decode(ids[begin:end].tolist())
+        at = end + 1
+        if at >= len(ids):
+            return
+
+
+def step_texts(run_dir: Path, step: int) -> Iterator[tuple[str, str]]:
+    """The windows of a step of a run, as texts, from the settings that the run wrote down."""
+    sets, loader, samples = run_loader(run_dir, step)
+    tokenizer = load_tokenizer(sets[0].folder)
+    for sample, (k, start) in zip(samples, loader.starts(samples.start, len(samples)), strict=True):
+        ids = loader.rows([(k, start)])[0]
+        parts = np.split(ids, np.flatnonzero(ids == sets[0].meta["eos_id"]))
+        text = "<eos>".join(tokenizer.decode([i for i in part.tolist() if i != tokenizer.eos_id]) for part in parts)
+        yield f"sample {sample:,}: {sets[k].name}/train.bin, tokens {start:,} to {start + len(ids) - 1:,}", text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def join_ranks() -> tuple[int, int]:
+    """(rank, world) under torchrun, else (0, 1)."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world == 1:
+        return 0, 1
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(days=7))  # one rank may have much more to read than another
+    return dist.get_rank(), world
+
+
+def gather(value: Any, world: int) -> list[Any]:
+    """The values of all ranks, on every rank. Nobody goes on before all have come here."""
+    if world == 1:
+        return [value]
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, value)
+    return found
+
+
+def share_of(sources: list[Source], rank: int, world: int) -> list[Source]:
+    """The files of a rank: a stretch of about its share of the bytes, so that the parts follow one another."""
+    total = sum(s.bytes for s in sources)
+    middles = np.cumsum([s.bytes for s in sources]) - [s.bytes / 2 for s in sources]
+    return [s for s, middle in zip(sources, middles, strict=True) if int(middle * world / max(1, total)) == rank]
+
+
+def take_in(stdin: io.BufferedReader, cfg: PrepareConfig, path: Path) -> Source:
+    """Standard input as a file, since it is read twice; another prepare.py with the same input goes on as with a file."""
+    with open(path, "wb") as f:
+        shutil.copyfileobj(stdin, f, 1 << 20)
+    source = Source.at(path, "jsonl" if cfg.format == "auto" else cfg.format, "standard input")
+    source.changed = int(file_sha256(path)[:15], 16)  # the time says nothing here
+    return source
+
+
 def main() -> None:
     cfg = parse(PrepareConfig, doc=__doc__)
-    if cfg.input:
-        files = find_files(cfg.input)
-        sources = [{"path": str(p), "bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in files]
-        name = cfg.name or Path(cfg.input[0]).resolve().name.split(".")[0]
-        total = sum(s["bytes"] for s in sources)
-    else:
-        files, name = [], cfg.name or "demo"
-        versions = {p: importlib.metadata.version(p) for p in ("numpy", "torch")}
-        sources = [{"path": "docstrings", "python": sys.version.split()[0], **versions}]
-        total = sum(p.stat().st_size for _, paths in demo_files() for p in paths)
-
-    def texts(what: str) -> tuple[Iterator[str], tqdm, Progress]:
-        progress = Progress()
-        source = read_texts(files, cfg.txt, progress) if cfg.input else demo_texts(progress)
-        return *with_bar(source, progress, total, what), progress
-
-    started, target = time.perf_counter(), Path(cfg.data_dir) / name
-    check_target(target, name)
-    old, scratch = (target.with_name(f".{name}.{end}") for end in ("old", "tmp"))  # a rename stays in one file system
-    if old.exists() and not target.exists():  # killed between the two renames of replace_folder
-        old.rename(target)
-    scratch.mkdir(parents=True, exist_ok=True)
-    lock = os.open(scratch, os.O_RDONLY)
+    if cfg.inspect:
+        inspect(cfg)
+        return
+    rank, world = join_ranks()
+    name = cfg.name or (Path(cfg.input[0]).resolve().name.split(".")[0] if cfg.input else "demo")
+    name = "stdin" if name == "-" else name
+    target = Path(cfg.data_dir) / name
+    scratch = target.with_name(f".{name}.tmp")  # beside it: a rename stays in one file system
+    if rank == 0:
+        check_target(target, name)
+        old = target.with_name(f".{name}.old")
+        if old.exists() and not target.exists():  # killed inside put_in_place
+            old.rename(target)
+        scratch.mkdir(parents=True, exist_ok=True)
+        held = lock(scratch)
+    gather(None, world)
+    if not scratch.exists():
+        raise UserError(f"{scratch} of rank 0 is not here: data_dir must be a folder that all machines share")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"another prepare.py is writing {target}: wait for it, or choose another --name") from None
-    try:
-        for left in scratch.iterdir():  # by a run that was killed
-            left.unlink()
-        stream, _, progress = texts("reading for the tokenizer")
-        tokenizer = make_tokenizer(cfg, stream, progress, scratch)
-        stream, bar, progress = texts("encoding")
-        counts, lengths, first = encode(stream, tokenizer, cfg, scratch, bar, progress)
-        percentiles = {f"p{p}": int(np.percentile(lengths, p)) for p in (1, 10, 50, 90, 99)}
-        meta = {
-            "format_version": FORMAT_VERSION,
-            **counts,
-            "vocab_size": tokenizer.vocab_size,
-            "eos_id": tokenizer.eos_id,
-            "tokenizer": (info := tokenizer.save(scratch)) | {"sha256": file_sha256(scratch / info["file"])},
-            "lengths": percentiles | {"max": int(lengths.max())},
-            "sources": sources,
-            "skipped": dict(progress.skipped),
-            "settings": {"val_fraction": cfg.val_fraction, "txt": cfg.txt},
-        }
-        (scratch / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-        replace_folder(scratch, target)
-    finally:  # Ctrl-C too: nothing half-written is left
+        build(cfg, target, scratch, rank, world)
+    except BaseException as e:
+        kept = ""
+        if worth_keeping(scratch, cfg):
+            kept = f"; what is done is kept in {scratch}: the same command goes on from there"
+        elif rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+        if isinstance(e, OSError):  # a full disk, above all
+            raise UserError(f"{e.filename or f'writing {target}'}: {e.strerror}{kept}") from None
+        if isinstance(e, UserError):
+            e.args = (f"{e}{kept}",)
+        elif kept and rank == 0:
+            print(kept[2:], file=sys.stderr)
+        raise
+    finally:
+        if rank == 0:
+            os.close(held)
+    if rank == 0:
         shutil.rmtree(scratch, ignore_errors=True)
-        os.close(lock)
-    print(report(meta, first, progress.examples, target, time.perf_counter() - started))
+
+
+def build(cfg: PrepareConfig, target: Path, scratch: Path, rank: int, world: int) -> None:
+    started = time.perf_counter()
+    if "-" in cfg.input:
+        if len(cfg.input) > 1 or world > 1:
+            raise UserError("--input -: standard input goes alone, into one process")
+        sources = [take_in(sys.stdin.buffer, cfg, scratch / "stdin")]
+    else:
+        sources = find_sources(cfg.input, cfg.format) if cfg.input else demo_sources()
+    total = sum(s.bytes for s in sources)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    workers = cfg.workers or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    workers = 1 if not cfg.workers and total < 4e6 else workers  # not worth the start of a process
+
+    # tokenizer
+    folder = scratch / "tokenizer"
+    if rank == 0:
+        make_tokenizer(cfg, sources, workers, folder)
+    gather(None, world)
+    info = json.loads((folder / "info.json").read_text())
+
+    # every process writes a part
+    settings = [cleaning(cfg), cfg.txt, cfg.encoding, cfg.min_tokens, cfg.val_fraction]
+    mine = share_of(sources, rank, world)
+    part = Part(scratch, rank, fingerprint([FORMAT_VERSION, info, settings, rank, world]))
+    try:
+        encode(part, mine, Encoder(folder / info["file"], info, cfg), cfg, workers, total)
+    except UserError as e:
+        e.only_here = True  # the other ranks know nothing of it
+        raise
+    finished = gather((mine, part), world)
+    if rank > 0:
+        return
+
+    # all of them together are the data set
+    tally, parts = Tally(), [part for _, part in finished]
+    for part in parts:
+        tally.add(part.tally)
+    check_bad(tally, cfg, tally.records)
+    new = scratch / "set"
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    dtype = id_type(info["vocab_size"])
+    splits, lengths, again = merge(parts, new, cfg.dedup, dtype.itemsize)
+    if again:
+        tally.dropped["equal to an earlier document"] = again
+    if not lengths:
+        raise UserError(no_documents(tally))
+    for split, counts in splits.items():
+        if not counts["documents"]:
+            hint = "raise --val_fraction" if split == "val" else "lower --val_fraction"
+            raise UserError(
+                f"{split}.bin would be empty: of {lengths.total()} documents none fell there; {hint}, "
+                "or cut text files into more documents with --txt=block or --txt=line"
+            )
+        counts["sha256"] = file_sha256(new / f"{split}.bin")
+    shutil.copy(folder / info["file"], new)
+    sync_to_disk(new / info["file"])
+    if cfg.input:
+        read = [{"path": s.name, "bytes": s.bytes, "sha256": s.sha256} for sources, _ in finished for s in sources]
+    else:
+        versions = {p: importlib.metadata.version(p) for p in ("numpy", "torch")}
+        read = [{"path": "docstrings", "python": sys.version.split()[0], **versions}]
+    records = {"read": tally.records} | {k: v for k, v in vars(tally).items() if k != "records"}
+    shown = "format fields txt encoding min_tokens dedup normalize drop_control val_fraction".split()
+    meta = {
+        "format_version": FORMAT_VERSION,
+        "dtype": dtype.name,
+        "splits": splits,
+        "vocab_size": info["vocab_size"],
+        "eos_id": info["eos_id"],
+        "tokenizer": {k: v for k, v in info.items() if k not in ("key", "vocab_size", "eos_id")},
+        "lengths": describe_lengths(lengths),
+        "records": records,
+        "sources": read,
+        "settings": {k: getattr(cfg, k) for k in shown},
+    }
+    write_json(new / "meta.json", meta)
+    put_in_place(new, target)
+
+    seconds, size = time.perf_counter() - started, sum(s["bytes"] for s in splits.values())
+    print(f"\n{report(meta, target)}")
+    heading, text = next(chosen_documents(target, meta, PrepareConfig(count=1)))
+    print(f"  the first document, decoded back from its ids:\n    {text[:300]!r}{' ...' * (len(text) > 300)}")
+    print(f"  {seconds:.0f} s, {size / 1e6 / seconds:.1f} MB of text a second, {workers * world} workers")
+
+
+def worth_keeping(scratch: Path, cfg: PrepareConfig) -> bool:
+    """Is a shard finished, from which the same command can go on?"""
+    journals = [json.loads(path.read_text()) for path in scratch.glob("part*.json")]
+    return any(journal["text"] >= cfg.shard_mb * 1e6 for journal in journals)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from typing import Literal
 import torch
 
 from configurator import UserError, parse, run
+from dataset import load_tokenizer
 from model import GPT, newest_checkpoint
-from prepare import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def continue_text(model: GPT, tokenizer, prompt: str, cfg: SampleConfig, generat
     """Print num_samples continuations: the first as it is made, the others, made in the same batch, after it."""
     device = model.wte.weight.device
     prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # a terminal can pass any bytes
-    ids = [tokenizer.eos_id, *tokenizer.encode(prompt)]
+    ids = [tokenizer.eos_id, *tokenizer.encode(prompt).tolist()]
     if len(ids) > model.config.block_size:
         print(f"[only the last {model.config.block_size} tokens of the prompt are seen]", file=sys.stderr)
     idx = torch.tensor([ids] * cfg.num_samples, device=device)  # (B, T)

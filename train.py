@@ -31,8 +31,8 @@ from tqdm import tqdm
 from bench.matmul import peak_tflops
 from bench.plot_loss import plot_loss, read_metrics
 from configurator import UserError, changes, parse, run
+from dataset import DataSet, Windows, check_ids, file_sha256, open_datasets, train_loader
 from model import GPT, INIT, PRESETS, GPTConfig, hf_class, newest_checkpoint
-from prepare import check_ids, file_sha256, open_dataset, open_split
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings: the reference manual. `python train.py --help` prints this list.
@@ -47,7 +47,7 @@ class TrainConfig:
     overwrite: bool = False  # scratch may delete an earlier run of the same name
     seed: int = 1337  # of the weights, the data order and dropout
     # ---- Data ----
-    dataset: str = "demo"  # the folder data_dir/dataset that prepare.py wrote
+    dataset: str = "demo"  # what prepare.py wrote to data_dir; several as wiki:0.7,code:0.3 (shares of the windows)
     data_dir: str = "data"  # where data sets live
     block_size: int = 1024  # T, tokens in a sequence
     # ---- Model ----
@@ -200,62 +200,11 @@ def all_sum(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Data: the step number is the whole state
-
-
-class Loader:
-    """Windows of T + 1 tokens, T apart, over a split (tokens,). Sample g of the run is window g of an endless sequence of
-    epochs; each epoch visits every window once, in a permutation and from an offset of its own, both drawn from
-    (seed, epoch). So any sample can be had at once, on any rank, with nothing to save and nothing to fast-forward.
-    """
-
-    def __init__(self, tokens: np.ndarray, block_size: int, seed: int):
-        self.tokens, self.block_size, self.seed = tokens, block_size, seed
-        self.n_windows = max(1, (len(tokens) - block_size) // block_size)  # as many as fit behind every offset
-        self.epochs: dict[int, tuple[int, np.ndarray]] = {}  # the last two: a batch may lie across an epoch's edge
-
-    def epoch(self, epoch: int) -> tuple[int, np.ndarray]:
-        """(offset, permutation (n_windows,)) of an epoch."""
-        if epoch not in self.epochs:
-            rng = np.random.default_rng((self.seed, epoch))
-            slack = len(self.tokens) - 1 - self.n_windows * self.block_size
-            offset = int(rng.integers(0, min(slack, self.block_size - 1) + 1))
-            self.epochs = {e: v for e, v in self.epochs.items() if e == epoch - 1}
-            self.epochs[epoch] = offset, rng.permutation(self.n_windows)
-        return self.epochs[epoch]
-
-    def starts(self, first: int, count: int) -> list[int]:
-        """Where samples first ... first + count - 1 of the run begin in the split."""
-        found = []
-        for sample in range(first, first + count):
-            epoch, i = divmod(sample, self.n_windows)
-            offset, order = self.epoch(epoch)
-            found.append(offset + int(order[i]) * self.block_size)
-        return found
-
-    def fixed_starts(self, tokens: int) -> list[int]:
-        """Windows for evaluation: always the same, about `tokens` of them (0: all), spread evenly over the split."""
-        n = (len(self.tokens) - 1) // self.block_size
-        count = min(n, max(1, tokens // self.block_size)) if tokens else n
-        return [int(i) * self.block_size for i in np.linspace(0, n - 1, count).round()]
-
-    def batch(self, starts: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, both (B, T), of the windows at `starts`."""
-        rows = torch.from_numpy(np.stack([self.tokens[s : s + self.block_size + 1].astype(np.int64) for s in starts]))
-        if device.type == "cuda":
-            rows = rows.pin_memory().to(device, non_blocking=True)
-        else:
-            rows = rows.to(device)
-        return rows[:, :-1], rows[:, 1:]
-
-
-def open_loader(cfg: TrainConfig, meta: dict, split: str) -> Loader:
-    tokens = open_split(Path(cfg.data_dir) / cfg.dataset, meta, split)
-    if len(tokens) < cfg.block_size + 1:
-        needs = f"block_size={cfg.block_size} needs {cfg.block_size + 1}"
-        raise UserError(f"{cfg.dataset}/{split}.bin has {len(tokens)} tokens, {needs}: lower it, or prepare more data")
-    return Loader(tokens, cfg.block_size, cfg.seed)
+def to_device(rows: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets, both (B, T), of windows (B, T + 1)."""
+    both = torch.from_numpy(rows)
+    both = both.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else both.to(device)
+    return both[:, :-1], both[:, 1:]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -363,14 +312,15 @@ def try_compile(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, machin
 
 
 @torch.no_grad()
-def evaluate(model: Callable, loader: Loader, cfg: TrainConfig, plan: Plan, machine: Machine) -> float:
-    """Mean loss in nats over fixed windows of val.bin, shared out over the ranks, dropout off."""
+def evaluate(model: Callable, windows: Windows, cfg: TrainConfig, plan: Plan, machine: Machine) -> float:
+    """Mean loss in nats over fixed windows of a val.bin, shared out over the ranks, dropout off."""
     model.eval()
-    starts = loader.fixed_starts(cfg.eval_tokens)
+    starts = windows.fixed_starts(cfg.eval_tokens)
     total = torch.zeros(2, device=machine.device)  # loss summed over targets, number of targets
     B, n = plan.batch_size, len(starts)
     for i in range(machine.rank * B, -(-n // (B * machine.world)) * B * machine.world, B * machine.world):
-        x, y = loader.batch([starts[j % n] for j in range(i, i + B)], machine.device)  # every batch full: one shape
+        rows = np.stack([windows.row(starts[j % n]) for j in range(i, i + B)])  # every batch full: one shape
+        x, y = to_device(rows, machine.device)
         y = y.clone()
         y[max(0, n - i) :] = -1  # windows beyond the last are only padding
         with machine.autocast():
@@ -385,7 +335,9 @@ def evaluate(model: Callable, loader: Loader, cfg: TrainConfig, plan: Plan, mach
 # Checkpoints: a Hugging Face model directory, and beside it what training needs
 
 
-def save_checkpoint(ckpt_dir: Path, model: GPT, optimizer, scaler, state: dict, cfg: TrainConfig) -> Path:
+def save_checkpoint(
+    ckpt_dir: Path, model: GPT, optimizer, scaler, state: dict, cfg: TrainConfig, sets: list[DataSet]
+) -> Path:
     """Write ckpt_dir/step_N whole or not at all; then drop the oldest ones. state: step, best_step, best_val_loss."""
     target, tmp = ckpt_dir / f"step_{state['step']:08d}", ckpt_dir / f".tmp_step_{state['step']:08d}"
     shutil.rmtree(tmp, ignore_errors=True)
@@ -393,9 +345,9 @@ def save_checkpoint(ckpt_dir: Path, model: GPT, optimizer, scaler, state: dict, 
     model.save_pretrained(tmp)
     torch.save(state | {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}, tmp / "train_state.pt")
     (tmp / "train_config.json").write_text(json.dumps(asdict(cfg), indent=1) + "\n")
-    data = Path(cfg.data_dir) / cfg.dataset
-    shutil.copy(data / "meta.json", tmp)  # counts and hashes of the data, and how to load the tokenizer
-    shutil.copy(data / open_dataset(data)["tokenizer"]["file"], tmp)
+    meta = sets[0].meta | {"mixture": {d.name: [float(d.weight), d.meta["splits"]["train"]["sha256"]] for d in sets}}
+    (tmp / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")  # the data, and how to load the tokenizer
+    shutil.copy(sets[0].folder / meta["tokenizer"]["file"], tmp)
     files = {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in sorted(tmp.iterdir())}
     (tmp / "manifest.json").write_text(json.dumps(files, indent=1) + "\n")
     for path in (*tmp.iterdir(), tmp):
@@ -463,13 +415,19 @@ class Clock:
 class Metrics:
     """metrics.jsonl first: it is the truth; then the terminal, then wandb when asked. Only rank 0 reports."""
 
-    def __init__(self, folder: Path, cfg: TrainConfig, machine: Machine, plan: Plan, start_step: int):
+    def __init__(
+        self, folder: Path, cfg: TrainConfig, machine: Machine, plan: Plan, sets: list[DataSet], start_step: int
+    ):
         self.machine, self.plan, self.path = machine, plan, folder / "metrics.jsonl"
         self.bar = self.wandb = None
         if not machine.is_main:
             return
         before = read_metrics(self.path) if start_step else []
         kept = [r for r in before if r["step"] <= start_step]  # what came after is done again
+        begun = {"settings": asdict(cfg), "step_samples": plan.step_tokens // cfg.block_size}
+        begun |= {"data": {d.name: d.meta["splits"]["train"]["sha256"] for d in sets}}
+        if begun.items() > dict.items(next((r for r in reversed(kept) if "settings" in r), {})):
+            kept.append({"step": start_step} | begun)  # what `prepare.py --inspect RUN --step N` goes by
         self.path.write_text("".join(json.dumps(r) + "\n" for r in kept))
         if cfg.progress == "bar" or (cfg.progress == "auto" and sys.stderr.isatty()):
             self.bar = tqdm(total=plan.steps, initial=start_step, dynamic_ncols=True, unit="step")
@@ -502,13 +460,19 @@ class Metrics:
         ]
         self.write(record, " | ".join(parts), in_bar=True)
 
-    def log_eval(self, done: int, loss: float, val: dict, seconds: float) -> None:
-        """val: the counts of val.bin in meta.json."""
-        bits_per_byte = loss / math.log(2) * val["tokens"] / val["bytes"]
+    def log_eval(self, done: int, losses: list[float], sets: list[DataSet], seconds: float) -> float:
+        """losses: of each data set's val.bin. Returns their mean, each with its data set's share of the run."""
+        loss = sum(float(d.weight) * x for d, x in zip(sets, losses, strict=True))
+        token_bytes = sum(d.weight * d.meta["splits"]["val"]["bytes"] / d.meta["splits"]["val"]["tokens"] for d in sets)
+        bits_per_byte = loss / math.log(2) / float(token_bytes)
         ppl = math.exp(min(loss, 700.0))  # a float ends at e^709
         record = dict(step=done, val_loss=loss, val_ppl=ppl, val_bits_per_byte=bits_per_byte, eval_s=seconds)
         line = f"validation loss {loss:.4f} | perplexity {ppl:.2f} | {bits_per_byte:.4f} bits per byte"
+        if len(sets) > 1:
+            record |= {f"val_loss/{d.name}": x for d, x in zip(sets, losses, strict=True)}
+            line += "".join(f" | {d.name} {x:.4f}" for d, x in zip(sets, losses, strict=True))
         self.write(record, line)
+        return loss
 
     def write(self, record: dict, line: str, in_bar: bool = False) -> None:
         """One event: the record for programs, the line for people."""
@@ -531,15 +495,21 @@ class Metrics:
             self.wandb.finish()
 
 
-def banner(cfg: TrainConfig, meta: dict, machine: Machine, plan: Plan, model: GPT, peak_source: str) -> str:
-    n, c, T, train = model.num_params(), model.config, cfg.block_size, meta["splits"]["train"]
-    tokens, V = plan.steps * plan.step_tokens, meta["vocab_size"]
+def banner(cfg: TrainConfig, sets: list[DataSet], machine: Machine, plan: Plan, model: GPT, peak_source: str) -> str:
+    n, c, T, V = model.num_params(), model.config, cfg.block_size, sets[0].meta["vocab_size"]
+    tokens = plan.steps * plan.step_tokens
+    data = []
+    for d in sets:
+        train = d.meta["splits"]["train"]
+        epochs = f", {float(d.weight):.1%} of the windows = {float(d.weight) * tokens / train['tokens']:.2f} epochs"
+        counts = f"{train['documents']:,} documents, {train['tokens']:,} tokens"
+        data.append(f"{d.name}: {counts}{epochs if len(sets) > 1 else ''}")
     batch = f"{plan.batch_size} x {T} x {plan.accum} accumulation x {machine.world} processes"
     heads = f"{c.n_head} heads of {c.head_dim} ({c.n_kv_head} for keys and values)"
     size = f"{n['total']:,} trainable, {n['embedding'] / n['total']:.0%} of them embeddings"
     rows = {
         "settings": " ".join(f"{k}={v}" for k, v in changes(cfg).items()),
-        "data": f"{cfg.dataset}: {train['documents']:,} documents, {train['tokens']:,} tokens, vocabulary {V:,}",
+        "data": f"{'; '.join(data)}; vocabulary {V:,}",
         "examples": f"{plan.epoch_tokens // T:,} windows of {T} tokens in an epoch",
         "batch": f"{cfg.batch_tokens:,} tokens a step asked, {plan.step_tokens:,} actual = {batch}",
         "length": f"{plan.steps:,} optimization steps = {tokens:,} tokens = {tokens / plan.epoch_tokens:.2f} epochs",
@@ -559,18 +529,20 @@ def banner(cfg: TrainConfig, meta: dict, machine: Machine, plan: Plan, model: GP
 def main() -> None:
     cfg = parse(TrainConfig, doc=__doc__)
     machine = start(cfg)
-    folder, data = Path(cfg.out_dir) / cfg.run_name, Path(cfg.data_dir) / cfg.dataset
+    folder = Path(cfg.out_dir) / cfg.run_name
 
     # data
-    meta = open_dataset(data)
+    sets = open_datasets(cfg.dataset, cfg.data_dir)
     if machine.is_main:
-        for split in ("train", "val"):
-            check_ids(data, meta, split)
-    train_loader, val_loader = open_loader(cfg, meta, "train"), open_loader(cfg, meta, "val")
-    plan = make_plan(cfg, machine.world, train_loader.n_windows * cfg.block_size)
+        for data in sets:
+            check_ids(data.folder, data.meta, "train")
+            check_ids(data.folder, data.meta, "val")
+    loader = train_loader(sets, cfg.block_size, cfg.seed)
+    val_windows = [data.windows("val", cfg.block_size) for data in sets]
+    plan = make_plan(cfg, machine.world, sum(windows.n_windows for windows in loader.splits) * cfg.block_size)
 
     # model: resumed, taken from another run, or new
-    wanted, (source, resume) = model_config(cfg, meta["vocab_size"]), find_source(cfg, folder)
+    wanted, (source, resume) = model_config(cfg, sets[0].meta["vocab_size"]), find_source(cfg, folder)
     if source is None:
         model = GPT(wanted)
         torch.manual_seed(cfg.seed)  # the same weights on every rank
@@ -594,7 +566,7 @@ def main() -> None:
     if cfg.peak_tflops:
         peak, peak_source = cfg.peak_tflops, f"{cfg.peak_tflops:g} TFLOPS a device, as given by peak_tflops"
     peak = peak and peak * machine.world
-    say(machine, banner(cfg, meta, machine, plan, model, peak_source))
+    say(machine, banner(cfg, sets, machine, plan, model, peak_source))
     if resume:
         say(machine, f"resumed from {source} at step {state['step']}")
     parallel = model
@@ -606,7 +578,7 @@ def main() -> None:
         parallel = DistributedDataParallel(model, device_ids=on, gradient_as_bucket_view=True, **flags)
     fast = parallel
     if cfg.compile is True or (cfg.compile == "auto" and machine.device.type == "cuda"):
-        x, y = train_loader.batch(train_loader.starts(0, plan.batch_size), machine.device)
+        x, y = to_device(loader.rows(loader.starts(0, plan.batch_size)), machine.device)
         fast = try_compile(parallel, x, y, machine)
     if machine.is_main:
         if not resume:
@@ -614,22 +586,22 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
     start_step = state["step"]
-    metrics, clock = Metrics(folder, cfg, machine, plan, start_step), Clock(machine, start_step)
+    metrics, clock = Metrics(folder, cfg, machine, plan, sets, start_step), Clock(machine, start_step)
     windows = plan.step_tokens // cfg.block_size  # of all ranks in a step
     for step in range(start_step, plan.steps + 1):  # the extra turn only evaluates and saves
         last = step == plan.steps
         if step > start_step and (last or step % cfg.eval_every == 0):
             with clock.paused():
                 before = time.perf_counter()
-                loss = evaluate(fast, val_loader, cfg, plan, machine)
-                metrics.log_eval(step, loss, meta["splits"]["val"], time.perf_counter() - before)
+                losses = [evaluate(fast, windows, cfg, plan, machine) for windows in val_windows]
+                loss = metrics.log_eval(step, losses, sets, time.perf_counter() - before)
             if loss < state["best_val_loss"]:
                 state |= {"best_step": step, "best_val_loss": loss}
         if step > start_step and (last or step % cfg.save_every == 0 or step == state["best_step"]):
             with clock.paused():
                 if machine.is_main:
                     before = time.perf_counter()
-                    path = save_checkpoint(folder / "ckpt", model, optimizer, scaler, state | {"step": step}, cfg)
+                    path = save_checkpoint(folder / "ckpt", model, optimizer, scaler, state | {"step": step}, cfg, sets)
                     seconds = time.perf_counter() - before
                     metrics.write({"step": step, "save_s": seconds}, f"saved {path} in {seconds:.1f} s")
         if last:
@@ -644,7 +616,7 @@ def main() -> None:
         for micro in range(plan.accum):
             with clock.waiting_for_data():
                 first = step * windows + (micro * machine.world + machine.rank) * plan.batch_size
-                x, y = train_loader.batch(train_loader.starts(first, plan.batch_size), machine.device)
+                x, y = to_device(loader.rows(loader.starts(first, plan.batch_size)), machine.device)
             sync = micro == plan.accum - 1 or parallel is model
             with nullcontext() if sync else parallel.no_sync():  # around the forward too: DDP decides there
                 with machine.autocast():

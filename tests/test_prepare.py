@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 from conftest import call, make_records, write_jsonl
 
+import corpora
 import prepare
-from prepare import Progress, Tiktoken, load_tokenizer, open_dataset, open_split, record_text
+from configurator import UserError
+from corpora import Source, read_json, record_text
+from dataset import Tiktoken, check_ids, load_tokenizer, open_dataset, open_split
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 TEXTS = ["第一篇：你好，世界。", "second: hello\n    indented world", "third 😀 naïve <|endoftext|> </s>"]
@@ -56,7 +59,7 @@ def test_a_record_joins_title_summary_and_sections_with_full_width_marks():
         "summary": "哺乳动物",
         "sections": [{"title": "习性", "content": "夜行"}, {"title": "食物", "content": "鱼"}],
     }
-    assert record_text(record) == "猫：哺乳动物习性：夜行。食物：鱼。"
+    assert record_text(record) == ("猫：哺乳动物习性：夜行。食物：鱼。", "{title, summary, sections}")
 
 
 @pytest.mark.parametrize(
@@ -67,6 +70,13 @@ def test_a_record_joins_title_summary_and_sections_with_full_width_marks():
         ({"title": "a", "content": "b"}, "a：b。"),
         ({"text": "as it is"}, "as it is"),
         ({"text": "t", "id": 7}, "t"),
+        ({"title": "t", "text": "as it is"}, "as it is"),
+        ({"content": "c"}, "c"),
+        ({"completion": "c"}, "c"),
+        ({"prompt": "p", "completion": "c"}, "p\nc"),
+        ({"instruction": "i", "input": "", "output": "o"}, "i\no"),
+        ({"instruction": "i", "input": "n", "output": "o"}, "i\nn\no"),
+        ({"title": "a", "summary": "b", "sections": [{"title": "c"}, {"content": 5}]}, "a：bc：。：5。"),
         ({"question": "?"}, None),
         ({"text": 5}, None),
         ({"title": 7, "content": "b"}, "7：b。"),
@@ -77,7 +87,11 @@ def test_a_record_joins_title_summary_and_sections_with_full_width_marks():
     ],
 )
 def test_known_record_shapes_and_no_others_become_text(record, text):
-    assert record_text(record) == text
+    if text is None:
+        with pytest.raises(ValueError):
+            record_text(record)
+    else:
+        assert record_text(record)[0] == text
 
 
 # -- formats --
@@ -100,7 +114,7 @@ def test_every_record_format_gives_the_same_documents(tmp_path, suffix):
     folder, meta = prepare_set(tmp_path, path)
     assert documents(folder) == Counter(texts)
     assert sum(s["bytes"] for s in meta["splits"].values()) == sum(len(t.encode()) for t in texts)
-    assert meta["skipped"] == {}
+    assert meta["records"]["bad"] == {}
 
 
 @pytest.mark.parametrize("txt, want", [("file", 1), ("block", 2), ("line", 3)])
@@ -117,17 +131,20 @@ def test_a_json_array_is_read_in_one_element_of_memory(tmp_path):
     path = tmp_path / "a.json"
     path.write_text(json.dumps([{"text": t} for t in texts]))
     with open(path) as f:
-        assert [r["text"] for _, r in prepare.read_json(f, "a.json")] == texts
+        assert [r["text"] for _, r in read_json(f, Source(path, "json", "a.json"), "file")] == texts
 
 
 def test_bad_records_are_skipped_counted_and_shown_with_their_line(tmp_path, capsys):
     path = write_jsonl(tmp_path / "c.jsonl", [{"text": f"document {i}"} for i in range(20)])
     with open(path, "a") as f:
         f.write('{"text": "cut off\n{"question": "?"}\n{"text": "  "}\n{"text": "half \\ud800"}\n')
-    folder, meta = prepare_set(tmp_path, path)
-    assert sum(meta["skipped"].values()) == 4 and meta["skipped"]["not valid JSON"] == 1
+    folder, meta = prepare_set(tmp_path, path, max_bad=0.2)
+    records = meta["records"]
+    assert records["read"] == 24 and records["bad"]["not valid JSON"] == 1 and sum(records["bad"].values()) == 3
+    assert records["dropped"] == {"empty": 1} and records["shapes"] == {"{text}": 21}
     report = capsys.readouterr().out
-    assert "c.jsonl:21: not valid JSON" in report and "c.jsonl:22" in report and "skipped: 4" in report
+    assert "c.jsonl:21: not valid JSON" in report and "c.jsonl:22: no known shape but {question}" in report
+    assert "c.jsonl:24: half a surrogate pair" in report and "bad: 3" in report and "dropped: 1" in report
 
 
 # -- the files --
@@ -139,8 +156,10 @@ def test_token_counts_equal_a_direct_count_with_the_tokenizer(tmp_path):
     records = make_records(200)
     folder, meta = prepare_set(tmp_path, write_jsonl(tmp_path / "c.jsonl", records), tokenizer="train", vocab_size=400)
     sp = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    assert sum(s["tokens"] for s in meta["splits"].values()) == sum(len(sp.encode(record_text(r))) + 1 for r in records)
-    assert documents(folder) == Counter(map(record_text, records))
+    assert sum(s["tokens"] for s in meta["splits"].values()) == sum(
+        len(sp.encode(record_text(r)[0])) + 1 for r in records
+    )
+    assert documents(folder) == Counter(record_text(r)[0] for r in records)
     for split, s in meta["splits"].items():
         assert hashlib.sha256((folder / f"{split}.bin").read_bytes()).hexdigest() == s["sha256"]
 
@@ -161,15 +180,20 @@ def test_a_document_stays_in_its_split_when_files_are_added(tmp_path):
 
     alone, both = (val(prepare_set(tmp_path, *files, name=f"set{len(files)}")[0]) for files in ((a,), (b, a)))
     assert alone < both
-    assert alone == both & {record_text(r) for r in make_records(60, seed=1)}
+    assert alone == both & {record_text(r)[0] for r in make_records(60, seed=1)}
 
 
-def test_output_does_not_depend_on_the_number_of_threads(tmp_path):
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_output_does_not_depend_on_the_number_of_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "CHUNK", 2000)  # so that three workers have something to share
     corpus = write_jsonl(tmp_path / "c.jsonl", make_records(300))
-    metas = [
-        prepare_set(tmp_path, corpus, tokenizer="train", vocab_size=400, threads=n, name=f"t{n}")[1] for n in (1, 4)
+    sets = [
+        prepare_set(tmp_path, corpus, tokenizer="train", vocab_size=400, workers=n, name=f"t{n}")[0] for n in (1, 3)
     ]
-    assert metas[0] == metas[1]
+    assert contents(sets[0]) == contents(sets[1])
 
 
 def test_a_large_vocabulary_is_written_in_32_bits(tmp_path):
@@ -183,7 +207,7 @@ def test_a_large_vocabulary_is_written_in_32_bits(tmp_path):
         "uint32",
     )
     assert open_split(large, meta, "train").max() == meta["eos_id"] == 65_536
-    assert documents(large) == Counter(map(record_text, make_records(30)))
+    assert documents(large) == Counter(record_text(r)[0] for r in make_records(30))
 
 
 def test_a_stored_tiktoken_encoding_encodes_as_the_original(tmp_path):
@@ -191,7 +215,7 @@ def test_a_stored_tiktoken_encoding_encodes_as_the_original(tmp_path):
     original = Tiktoken.from_file(tiktoken_file(tmp_path / "v.tiktoken", 5000), pattern=r"\p{L}+|\s|.")
     info = original.save(tmp_path)
     again = Tiktoken.from_file(tmp_path / info["file"], info["pattern"], info["special"])
-    assert [again.encode(t) for t in TEXTS] == [original.encode(t) for t in TEXTS] and again.eos_id == original.eos_id
+    assert all((again.encode(t) == original.encode(t)).all() for t in TEXTS) and again.eos_id == original.eos_id
     folder, _ = prepare_set(tmp_path, corpus)
     assert documents(folder) == Counter(TEXTS * 4)  # "<|endoftext|>" inside a text stays text
 
@@ -204,11 +228,8 @@ def test_token_bytes_put_together_are_the_text(tmp_path, tiny_data, kind):
         else Tiktoken.from_file(tiktoken_file(tmp_path / "v"))
     )
     for text in (*TEXTS, "\u2581 a\u2581\u2581b \u2581"):
-        assert (
-            tokenizer.encode_batch([text], 1)[0] == tokenizer.encode(text)
-            and tokenizer.decode(tokenizer.encode(text)) == text
-        )
-        assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))).decode() == text
+        ids = tokenizer.encode(text).tolist()
+        assert tokenizer.decode(ids) == text and b"".join(map(tokenizer.token_bytes, ids)).decode() == text
     assert tokenizer.token_bytes(tokenizer.eos_id) == b""
 
 
@@ -239,9 +260,9 @@ def bad_inputs(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "unknown kind": (["--input", tmp_path / "image.png"], "image.png: unknown kind of file"),
         "empty corpus": (["--input", empty], "the input is empty"),
         "empty corpus, ready tokenizer": (["--input", empty, f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"], "no documents"),
-        "nothing but bad records": (["--input", bad], "all 2 records were skipped, as " + str(bad) + ":1: not valid JSON"),
+        "nothing but bad records": (["--input", bad], "all 2 records are bad or empty, as " + str(bad) + ":1: not valid JSON"),
         "cut off": (["--input", cut], "cut.jsonl.gz: damaged or cut off"),
-        "not UTF-8": (["--input", latin], "latin.txt: not UTF-8"),
+        "not UTF-8": (["--input", latin], "latin.txt: byte 0xef is not of its encoding: say --encoding"),
         "one document": (["--input", one, f"--tokenizer={tmp_path / 'b.tiktoken'}"], "val.bin would be empty: of 1 documents"),
         "ranks that clash": (["--input", some, f"--tokenizer={clash}"], "its ranks are no numbering"),
         "unknown tokenizer": (["--input", some, "--tokenizer=gpt9"], "gpt9: no such file, and no tiktoken encoding"),
@@ -283,7 +304,7 @@ def test_two_runs_of_one_name_never_mix(tmp_path, refuses):
     other = os.open(scratch, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)  # what a running prepare.py holds
     error = refuses(prepare.main, "--input", corpus, f"--data_dir={tmp_path / 'data'}", "--name=set")
-    assert "another prepare.py is writing" in error and scratch.exists()
+    assert "another prepare.py holds" in error and scratch.exists()
     os.close(other)
     prepare_set(tmp_path, corpus)
 
@@ -299,8 +320,9 @@ def test_a_data_set_that_a_kill_left_between_two_renames_comes_back(tmp_path, re
 def test_csv_rows_that_would_lose_text_are_reported(tmp_path, refuses):
     commas = tmp_path / "commas.csv"
     commas.write_text("text\n" + "".join(f"row {i}\n" for i in range(20)) + "row 21, and the rest\n")
-    folder, meta = prepare_set(tmp_path, commas)
-    assert list(meta["skipped"].values()) == [1] and "more fields than the header" in list(meta["skipped"])[0]
+    folder, meta = prepare_set(tmp_path, commas, max_bad=0.1)
+    assert list(meta["records"]["bad"].values()) == [1]
+    assert "commas.csv:22: more fields than the header" in meta["records"]["examples"][0]
     (tmp_path / "open.csv").write_text('text\none\n"never closed\ntwo\nthree\n')
     assert "open.csv: not a CSV file" in refuses(prepare.main, "--input", tmp_path / "open.csv", "--name=x")
 
@@ -310,45 +332,43 @@ def test_a_json_array_cut_off_anywhere_is_an_error(tmp_path, cut):
     whole = json.dumps([{"text": f"doc {i}"} for i in range(6)])
     path = tmp_path / "a.json"
     path.write_text(whole[:-cut])
-    with open(path) as f, pytest.raises(prepare.UserError, match="a.json: not valid JSON"):
-        list(prepare.read_json(f, "a.json"))
+    with open(path) as f, pytest.raises(UserError, match="a.json: not valid JSON"):
+        list(read_json(f, Source(path, "json", "a.json"), "file"))
 
 
 def test_an_id_beyond_the_vocabulary_or_a_truncated_file_is_found(tmp_path, tiny_data):
     folder, meta = prepare_set(tmp_path, write_jsonl(tmp_path / "c.jsonl", make_records(40)))
-    prepare.check_ids(folder, meta, "train")
+    check_ids(folder, meta, "train")
     ids = np.memmap(folder / "train.bin", dtype=meta["dtype"], mode="r+")
     ids[123] = meta["vocab_size"]
     ids.flush()
-    with pytest.raises(prepare.UserError, match="train.bin: token 123 has id 257, beyond the vocabulary of 257"):
-        prepare.check_ids(folder, meta, "train")
+    with pytest.raises(UserError, match="train.bin: token 123 has id 257, beyond the vocabulary of 257"):
+        check_ids(folder, meta, "train")
     os.truncate(folder / "train.bin", 100)
-    with pytest.raises(prepare.UserError, match="train.bin: 100 bytes where meta.json says .* truncated"):
+    with pytest.raises(UserError, match="train.bin: 100 bytes where meta.json says .* truncated"):
         open_dataset(folder)
 
 
 # -- the embedded corpus and the shared ones --
 
 
-def test_module_documentation_is_found_without_importing(tmp_path):
-    source = tmp_path / "m.py"
-    source.write_text(
+def test_module_documentation_is_found_without_importing():
+    source = (
         '"""What the module is for."""\nraise SystemExit("imported")\n'
         'class A:\n    def f(self):\n        """Return the answer to everything, which is 42."""\n'
         'def short():\n    """Too short."""\n'
         'add_docstr(torch.abs,\n    r"""\nabs(input) -> Tensor\n\nThe absolute value of each element.\n""")\n'
     )
-    record = prepare.module_record(source, "pkg.m")
-    assert record["title"] == "pkg.m" and record["summary"] == "What the module is for."
-    assert [s["title"] for s in record["sections"]] == ["A.f", "torch.abs"]
-    assert record["sections"][1]["content"] == "abs(input) -> Tensor\n\nThe absolute value of each element."
+    answer, absolute = "Return the answer to everything, which is 42.", "The absolute value of each element."
+    want = f"pkg.m：What the module is for.A.f：{answer}。torch.abs：abs(input) -> Tensor\n\n{absolute}。"
+    assert corpora.docstrings(source.encode(), "pkg.m") == want
 
 
 def test_the_demo_corpus_is_large_and_the_same_every_time():
-    progress = Progress()
-    some = [text for text, _ in zip(prepare.demo_texts(progress), range(200), strict=False)]
-    assert some == [text for text, _ in zip(prepare.demo_texts(Progress()), range(200), strict=False)]
-    assert len(some) == 200 and sum(map(len, some)) > 300_000 and some[0].startswith("__future__：")
+    sources = corpora.demo_sources()
+    some = [corpora.docstrings(s.path.read_bytes(), s.name) for s in sources[:200]]
+    assert sources == corpora.demo_sources() and len(sources) > 1000
+    assert sum(map(len, some)) > 300_000 and some[0].startswith("__future__：")
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared corpora")
@@ -366,7 +386,7 @@ def test_gpt2_counts_of_a_real_corpus_equal_tiktoken(tmp_path):
     meta, tokenizer = open_dataset(tmp_path / "zh"), load_tokenizer(tmp_path / "zh")
     records = [json.loads(line) for line in corpus.read_text(encoding="utf-8").splitlines()]
     assert sum(s["tokens"] for s in meta["splits"].values()) == sum(
-        len(tokenizer.encode(record_text(r))) + 1 for r in records
+        len(tokenizer.encode(record_text(r)[0])) + 1 for r in records
     )
     assert (meta["vocab_size"], meta["eos_id"], meta["dtype"]) == (50257, 50256, "uint16")
-    assert documents(tmp_path / "zh") == Counter(map(record_text, records))
+    assert documents(tmp_path / "zh") == Counter(record_text(r)[0] for r in records)

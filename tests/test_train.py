@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 import train
 from configurator import parse
 from model import GPT, newest_checkpoint
-from train import Loader, Machine, TrainConfig, lr_at, make_plan
+from train import Machine, TrainConfig, lr_at, make_plan
 
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 
@@ -77,55 +76,26 @@ def test_a_run_ends_at_the_first_of_its_limits(options, steps):
     assert make_plan(config(*options), 1, epoch_tokens=2560).steps == steps
 
 
-# -- loader --
-
-
-def test_each_epoch_visits_each_window_once_in_an_order_and_from_an_offset_of_its_own():
-    loader = Loader(np.arange(1003, dtype=np.uint16), block_size=10, seed=0)
-    n = loader.n_windows
-    assert n == 99
-    epochs = [loader.starts(e * n, n) for e in range(4)]
-    for starts in epochs:
-        x, y = loader.batch(starts, torch.device("cpu"))
-        assert x.unique().numel() == x.numel() == 990  # no token twice, so no window twice
-        assert torch.equal(x + 1, y) and y.max() <= 1002
-    assert len({tuple(s) for s in epochs}) == 4 and len({min(s) for s in epochs}) > 1
-
-
-def test_what_a_step_reads_depends_only_on_its_number_and_the_seed():
-    def fresh(seed=0):
-        return Loader(np.arange(1003, dtype=np.uint16), block_size=10, seed=seed)
-
-    in_order = [s for g in range(0, 300, 6) for s in fresh().starts(g, 6)]  # across three epochs' edges
-    loader = fresh()
-    backwards = [loader.starts(g, 6) for g in reversed(range(0, 300, 6))]
-    assert in_order == [s for part in reversed(backwards) for s in part]
-    assert in_order != [s for g in range(0, 300, 6) for s in fresh(1).starts(g, 6)]
-
-
-@pytest.mark.parametrize("n_tokens", [33, 34, 64, 65, 66, 100])
-def test_even_the_smallest_data_is_never_read_beyond_its_end(n_tokens):
-    loader = Loader(np.arange(n_tokens, dtype=np.uint16), block_size=32, seed=3)
-    for start in loader.starts(0, 50) + loader.fixed_starts(0) + loader.fixed_starts(32):
-        assert 0 <= start <= n_tokens - 33
+# -- evaluation --
 
 
 def test_evaluation_reads_the_same_windows_for_every_batch_size(tiny_data):
     cfg = config(f"--data_dir={tiny_data}", "--eval_tokens=0")
-    meta = train.open_dataset(tiny_data / "tiny")
+    [data] = train.open_datasets("tiny", tiny_data)
+    meta = data.meta
     model = GPT(train.model_config(cfg, meta["vocab_size"]))
     model.init_weights("xavier")
     losses, seen = [], []
     for B in (1, 3, 7, 1000):
-        loader = train.open_loader(cfg, meta, "val")
-        take = loader.batch
-        loader.batch = lambda starts, device, take=take: seen.append(tuple(starts)) or take(starts, device)
+        windows = data.windows("val", cfg.block_size)
+        take = windows.row
+        windows.row = lambda start, take=take: seen.append(start) or take(start)
         plan = train.Plan(B, 1, B * 32, 1, 1)
-        losses.append(train.evaluate(model, loader, cfg, plan, CPU))
+        losses.append(train.evaluate(model, windows, cfg, plan, CPU))
         assert model.training
     windows = (meta["splits"]["val"]["tokens"] - 1) // 32
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
-    assert {s for batch in seen for s in batch} == {32 * i for i in range(windows)}
+    assert set(seen) == {32 * i for i in range(windows)}
 
 
 # -- whole runs --
@@ -158,7 +128,10 @@ def test_a_run_leaves_all_that_it_promises(straight, tiny_data):
         )
         assert r["tokens_per_s"] == pytest.approx(256 / r["step_ms"] * 1000)
         assert r["mfu"] == pytest.approx(r["tflops"] / 1.0)  # TINY says peak_tflops=1
-    val, counts = [r for r in records if "val_loss" in r][-1], train.open_dataset(tiny_data / "tiny")["splits"]["val"]
+    val, counts = (
+        [r for r in records if "val_loss" in r][-1],
+        train.open_datasets("tiny", tiny_data)[0].meta["splits"]["val"],
+    )
     assert val["val_bits_per_byte"] == pytest.approx(val["val_loss"] / math.log(2) * counts["tokens"] / counts["bytes"])
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
     assert (straight / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -339,14 +312,6 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_names_the_step(tiny_data, 
         "--warmup_ratio=0",
     ]
     assert "the loss is nan at step" in refuses(train.main, *options)
-
-
-def test_the_windows_of_all_ranks_are_those_of_one_process():
-    """6 processes with 2 sequences and 1 process with 12 read the same windows in every step."""
-    loader = Loader(np.arange(5000, dtype=np.uint16), block_size=10, seed=0)
-    for step in range(3):
-        ranks = [s for rank in range(6) for s in loader.starts(step * 12 + rank * 2, 2)]
-        assert Counter(ranks) == Counter(loader.starts(step * 12, 12))
 
 
 def test_help_and_the_module_docstring_need_no_data(capsys):

@@ -1,0 +1,370 @@
+"""A data set as its readers see it: the files in data/NAME/, the tokenizer that made them, the order they are read in.
+
+    train.bin, val.bin   one flat little-endian array of token ids, every document followed by one eos;
+                         uint16 when vocab_size <= 65,536, else uint32
+    tokenizer.*          the tokenizer, so that the folder is all that training and sampling need
+    meta.json            counts, hashes, sources, what was left out and why; written last: it says that the set is whole
+
+prepare.py writes it; train.py, sample.py and prepare.py's own workers read it by way of this file, which needs no torch.
+"""
+
+import array
+import base64
+import hashlib
+import json
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from configurator import UserError
+
+FORMAT_VERSION = 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def read_meta(folder: Path) -> dict:
+    """meta.json of a data set or of a checkpoint."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        version = meta["format_version"]
+    except FileNotFoundError:
+        raise UserError(f"no data set in {folder}: make it with `python prepare.py --name {folder.name}`") from None
+    except (ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{folder}/meta.json: damaged ({e}); run prepare.py again") from None
+    if version != FORMAT_VERSION:
+        raise UserError(f"{folder}: format {version}, expected {FORMAT_VERSION}; run prepare.py again")
+    return meta
+
+
+def open_dataset(folder: str | Path) -> dict:
+    """meta.json of a whole data set; UserError if there is none, or if a file is not the one it describes."""
+    folder = Path(folder)
+    meta = read_meta(folder)
+    for split in ("train", "val"):
+        path, size = folder / f"{split}.bin", meta["splits"][split]["tokens"] * np.dtype(meta["dtype"]).itemsize
+        found = path.stat().st_size if path.exists() else "no file"
+        if found != size:
+            raise UserError(
+                f"{path}: {found} bytes where meta.json says {size}: truncated or replaced; run prepare.py again"
+            )
+    return meta
+
+
+def open_split(folder: str | Path, meta: dict, split: str) -> np.memmap:
+    """The token ids of a split, (tokens,), in place on the disk."""
+    return np.memmap(Path(folder) / f"{split}.bin", dtype=np.dtype(meta["dtype"]).newbyteorder("<"), mode="r")
+
+
+def check_ids(folder: str | Path, meta: dict, split: str) -> None:
+    """Read a split once; UserError at the first id that the vocabulary does not have (on a GPU it would be an assert)."""
+    ids = open_split(folder, meta, split)
+    for start in range(0, len(ids), 1 << 24):
+        part = ids[start : start + (1 << 24)]
+        if part.max() >= meta["vocab_size"]:
+            at = int(np.argmax(part >= meta["vocab_size"]))
+            raise UserError(
+                f"{folder}/{split}.bin: token {start + at} has id {part[at]}, beyond the vocabulary of "
+                f"{meta['vocab_size']}: the file was changed after it was made; run prepare.py again"
+            )
+
+
+def file_sha256(path: str | Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while chunk := f.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizers. Both kinds have vocab_size, eos_id, encode(text) -> ids (n,), decode(ids) and token_bytes(id).
+
+
+class SentencePiece:
+    kind, file = "sentencepiece", "tokenizer.model"
+
+    def __init__(self, path: str | Path):
+        import sentencepiece
+
+        self.path = Path(path)
+        try:
+            self.sp = sentencepiece.SentencePieceProcessor(model_proto=self.path.read_bytes())
+        except (OSError, RuntimeError) as e:
+            raise UserError(f"tokenizer {path}: not a SentencePiece model ({str(e).strip()})") from None
+        self.vocab_size, self.eos_id = self.sp.vocab_size(), self.sp.eos_id()
+        self.space_sign = [self.sp.piece_to_id(f"<0x{byte:02X}>") for byte in "\u2581".encode()]
+        if self.eos_id < 0:
+            raise UserError(f"tokenizer {path}: it has no eos token, which ends every document")
+
+    def encode(self, text: str) -> np.ndarray:
+        """SentencePiece writes a space as U+2581; a text's own U+2581 goes in as its three bytes, so as to come back."""
+        first, *rest = text.split("\u2581")
+        ids = array.array("I", self.sp.encode(first))  # three times as fast as numpy at taking in a list
+        for part in rest:
+            ids.extend(self.space_sign + self.sp.encode(part))
+        return np.frombuffer(ids, np.uint32)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.sp.decode(ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 that a token adds to a text; one Chinese character can take three tokens."""
+        piece = self.sp.id_to_piece(token)
+        if self.sp.is_byte(token):
+            return bytes([int(piece[1:-1], 16)])  # <0xE4>
+        return b"" if self.sp.is_control(token) or self.sp.is_unknown(token) else piece.replace("\u2581", " ").encode()
+
+    def save(self, folder: Path) -> dict:
+        (folder / self.file).write_bytes(self.sp.serialized_model_proto())
+        return {"kind": self.kind, "file": self.file}
+
+
+class Tiktoken:
+    kind, file = "tiktoken", "tokenizer.tiktoken"
+
+    def __init__(self, name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]):
+        import tiktoken
+
+        self.encoding = tiktoken.Encoding(
+            name, pat_str=SAME_BUT_FASTER.get(pattern, pattern), mergeable_ranks=ranks, special_tokens=special
+        )
+        self.pattern, self.vocab_size, self.eos_id = pattern, self.encoding.n_vocab, special["<|endoftext|>"]
+        self.special = set(special.values())
+
+    @classmethod
+    def by_name(cls, name: str) -> "Tiktoken":
+        import tiktoken
+
+        if name not in tiktoken.list_encoding_names():
+            known = ", ".join(tiktoken.list_encoding_names())
+            raise UserError(f"--tokenizer {name}: no such file, and no tiktoken encoding; it knows {known}")
+        try:
+            e = tiktoken.get_encoding(name)
+        except OSError as e:  # requests' errors are OSErrors
+            where = "set TIKTOKEN_CACHE_DIR to a folder that has it"
+            raise UserError(f"--tokenizer {name}: cannot be downloaded ({type(e).__name__}); {where}") from None
+        return cls(name, e._pat_str, e._mergeable_ranks, e._special_tokens)
+
+    @classmethod
+    def from_file(cls, path: str | Path, pattern: str | None = None, special: dict | None = None) -> "Tiktoken":
+        """A .tiktoken file (a line a token: base64 and rank) with its splitting pattern; default: cl100k's, Qwen's, Llama 3's."""
+        try:
+            lines = [line.split() for line in Path(path).read_bytes().splitlines() if line]
+            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+            if (
+                not ranks
+                or len(set(ranks.values())) < len(ranks)
+                or not 0 <= min(ranks.values()) <= max(ranks.values()) < 1 << 24
+            ):
+                raise ValueError("its ranks are no numbering")
+        except (OSError, ValueError) as e:
+            raise UserError(f"tokenizer {path}: not a .tiktoken file ({e})") from None
+        special = special or {"<|endoftext|>": max(ranks.values()) + 1}
+        return cls(Path(path).stem, pattern or CL100K_PATTERN, ranks, special)
+
+    def encode(self, text: str) -> np.ndarray:
+        try:
+            return self.encoding.encode_to_numpy(text, disallowed_special=())  # "<|endoftext|>" in a text is text
+        except BaseException as e:  # a panic in tiktoken's Rust, on a million spaces say, is no Exception
+            if type(e).__name__ != "PanicException":
+                raise
+            raise ValueError(f"tiktoken fails on it: {str(e).splitlines()[0][:80]}") from None
+
+    def decode(self, ids: list[int]) -> str:
+        return self.encoding.decode(ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        try:
+            return self.encoding.decode_single_token_bytes(token) if token not in self.special else b""
+        except KeyError:  # a hole in the numbering
+            return b""
+
+    def save(self, folder: Path) -> dict:
+        e = self.encoding
+        ranks = sorted(e._mergeable_ranks.items(), key=lambda item: item[1])
+        (folder / self.file).write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % rank for t, rank in ranks))
+        return {
+            "kind": self.kind,
+            "file": self.file,
+            "pattern": self.pattern,
+            "special": e._special_tokens,
+            "name": e.name,
+        }
+
+
+# How GPT-2 and cl100k cut a text into words before they merge bytes, as tiktoken has them. Only the branch with (?!\S)
+# looks ahead; with the branches before it in one group, tiktoken's engine runs these as a single automaton: the same
+# words, in 0.6 of the time (bench/LOG.md). Possessive ++ would undo that, and here + finds the same.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+CL100K_PATTERN = r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
+SAME_BUT_FASTER = {
+    GPT2_PATTERN: r"""(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$)|\s+(?!\S)|\s""",
+    CL100K_PATTERN: r"""(?:'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+$|\s*[\r\n])|\s+(?!\S)|\s""",
+}
+
+
+def load_tokenizer(folder: str | Path) -> SentencePiece | Tiktoken:
+    """The tokenizer of a data set or of a checkpoint, checked against the hash in its meta.json."""
+    info = read_meta(Path(folder))["tokenizer"]
+    path = Path(folder) / info["file"]
+    if not path.exists() or file_sha256(path) != info["sha256"]:
+        raise UserError(f"{path}: missing, or not the tokenizer that the data was made with")
+    return open_tokenizer(path, info)
+
+
+def open_tokenizer(path: str | Path, info: dict) -> SentencePiece | Tiktoken:
+    """A tokenizer file, and what `save` returned when it was written."""
+    if info["kind"] == "sentencepiece":
+        return SentencePiece(path)
+    return Tiktoken.from_file(path, info["pattern"], info["special"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The order of reading: which windows a training step sees is a pure function of (seed, step). Nothing is saved with a
+# checkpoint and nothing is fast-forwarded on resume; any rank finds its share by itself.
+
+
+class Windows:
+    """Windows of T + 1 tokens, T apart, over one split (tokens,), as an endless sequence of epochs. Each epoch visits
+    every window once, in a permutation and from an offset of its own, both drawn from (seed, epoch).
+    """
+
+    def __init__(self, tokens: np.ndarray, block_size: int, seed: tuple[int, ...]):
+        self.tokens, self.block_size, self.seed = tokens, block_size, seed
+        self.n_windows = max(1, (len(tokens) - block_size) // block_size)  # as many as fit behind every offset
+        self.epochs: dict[int, tuple[int, np.ndarray]] = {}  # the last two: a batch may lie across an epoch's edge
+
+    def epoch(self, epoch: int) -> tuple[int, np.ndarray]:
+        """(offset, permutation (n_windows,)) of an epoch."""
+        if epoch not in self.epochs:
+            rng = np.random.default_rng((*self.seed, epoch))
+            slack = len(self.tokens) - 1 - self.n_windows * self.block_size
+            offset = int(rng.integers(0, min(slack, self.block_size - 1) + 1))
+            self.epochs = {e: v for e, v in self.epochs.items() if e == epoch - 1}
+            self.epochs[epoch] = offset, rng.permutation(self.n_windows)
+        return self.epochs[epoch]
+
+    def start(self, sample: int) -> int:
+        """Where window number `sample` of the endless sequence begins in the split."""
+        epoch, i = divmod(sample, self.n_windows)
+        offset, order = self.epoch(epoch)
+        return offset + int(order[i]) * self.block_size
+
+    def fixed_starts(self, tokens: int) -> list[int]:
+        """Windows for evaluation: always the same, about `tokens` of them (0: all), spread evenly over the split."""
+        n = (len(self.tokens) - 1) // self.block_size
+        count = min(n, max(1, tokens // self.block_size)) if tokens else n
+        return [int(i) * self.block_size for i in np.linspace(0, n - 1, count).round()]
+
+    def row(self, start: int) -> np.ndarray:
+        """The T + 1 ids (T + 1,) of the window that begins at `start`."""
+        return self.tokens[start : start + self.block_size + 1].astype(np.int64)
+
+
+class Loader:
+    """The samples of a run: windows of one split, or of several, each with its share.
+
+    Mixing happens here and not in prepare.py, so that other shares need no new tokens, every data set keeps its own
+    counts and hashes, and every window of each is still visited once in an epoch of its own. The shares are kept like a
+    straight line on a screen (Bresenham, 1965), in whole numbers: after n samples a set has had n x share, within 1 for
+    two sets, and its own sample number is known without counting.
+    """
+
+    def __init__(self, splits: list[Windows], weights: list[Fraction]):
+        self.splits = splits
+        self.shares = [w / sum(weights[k:]) for k, w in enumerate(weights)]  # of what the sets before it leave
+
+    def pick(self, sample: int) -> tuple[int, int]:
+        """(split, its own sample number) of sample 0, 1, ... of the run."""
+        k = 0
+        while True:
+            share = self.shares[k]
+            before = sample * share.numerator // share.denominator  # of the samples that reach k, so many were k's
+            if (sample + 1) * share.numerator // share.denominator > before:  # always so for the last: its share is 1
+                return k, before
+            k, sample = k + 1, sample - before
+
+    def starts(self, first: int, count: int) -> list[tuple[int, int]]:
+        """(split, start) of samples first ... first + count - 1 of the run."""
+        picked = map(self.pick, range(first, first + count))
+        return [(k, self.splits[k].start(sample)) for k, sample in picked]
+
+    def rows(self, starts: list[tuple[int, int]]) -> np.ndarray:
+        """The windows at `starts`, (B, T + 1)."""
+        return np.stack([self.splits[k].row(start) for k, start in starts])
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """One of the data sets that a run reads."""
+
+    name: str
+    folder: Path
+    meta: dict
+    weight: Fraction  # its share of the run's windows; all of them make 1
+
+    def windows(self, split: str, block_size: int, seed: tuple[int, ...] = (0,)) -> Windows:
+        tokens = open_split(self.folder, self.meta, split)
+        if len(tokens) < block_size + 1:
+            needs = f"block_size={block_size} needs {block_size + 1}"
+            raise UserError(
+                f"{self.name}/{split}.bin has {len(tokens)} tokens, {needs}: lower it, or prepare more data"
+            )
+        return Windows(tokens, block_size, seed)
+
+
+def open_datasets(spec: str, data_dir: str | Path) -> list[DataSet]:
+    """The data sets of `wiki`, of `wiki:0.7,code:0.3`, or of `wiki,code`: there, each by its size."""
+    names, weights = [], []
+    for part in spec.split(","):
+        name, colon, weight = part.strip().partition(":")
+        names.append(name)
+        try:
+            weights.append(Fraction(weight) if colon else None)
+            if not name or name in names[:-1] or (colon and weights[-1] <= 0):
+                raise ValueError
+        except (ValueError, ZeroDivisionError):
+            raise UserError(
+                f"dataset={spec!r}: expected NAME, or NAME:WEIGHT,NAME:WEIGHT with weights above 0"
+            ) from None
+    if None in weights and any(weights):
+        raise UserError(f"dataset={spec!r}: give every data set a weight, or none")
+    metas = [open_dataset(Path(data_dir) / name) for name in names]
+    for name, meta in zip(names, metas, strict=True):
+        if meta["tokenizer"]["sha256"] != metas[0]["tokenizer"]["sha256"]:
+            same = f"prepare both with one --tokenizer, {data_dir}/{names[0]}/{metas[0]['tokenizer']['file']} say"
+            raise UserError(f"dataset={spec!r}: {name} was made with another tokenizer than {names[0]}; {same}")
+    if None in weights:
+        weights = [Fraction(meta["splits"]["train"]["tokens"]) for meta in metas]
+    return [
+        DataSet(name, Path(data_dir) / name, meta, weight / sum(weights))
+        for name, meta, weight in zip(names, metas, weights, strict=True)
+    ]
+
+
+def train_loader(sets: list[DataSet], block_size: int, seed: int) -> Loader:
+    windows = [data.windows("train", block_size, (seed, k)) for k, data in enumerate(sets)]
+    return Loader(windows, [data.weight for data in sets])
+
+
+def run_loader(run_dir: Path, step: int) -> tuple[list[DataSet], Loader, range]:
+    """(data sets, loader, samples of the step) of a run, from the settings that train.py wrote into metrics.jsonl."""
+    try:
+        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    except OSError as e:
+        raise UserError(f"{run_dir}/metrics.jsonl: {e.strerror}; --step needs the folder of a run, out/RUN") from None
+    begun = [r for r in records if "settings" in r and r["step"] <= step]
+    if not begun:
+        raise UserError(f"{run_dir}/metrics.jsonl: the run's settings are not in it: it is older than --step")
+    settings, samples = begun[-1]["settings"], begun[-1]["step_samples"]
+    sets = open_datasets(settings["dataset"], settings["data_dir"])
+    for data in sets:
+        if data.meta["splits"]["train"]["sha256"] != begun[-1]["data"][data.name]:
+            raise UserError(f"{data.folder}: made again since the run: it no longer holds what the step trained on")
+    loader = train_loader(sets, settings["block_size"], settings["seed"])
+    return sets, loader, range(step * samples, (step + 1) * samples)

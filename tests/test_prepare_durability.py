@@ -1,0 +1,291 @@
+"""A long job that is killed, starved or split over processes ends in the same bytes, or in one clear line."""
+
+import gzip
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import REPO, call, make_records, write_jsonl
+from test_prepare import contents, documents, prepare_set, tiktoken_file
+
+import prepare
+from dataset import open_dataset
+
+TINY_SHARDS = "--shard_mb=0.02"
+
+
+def command(corpus: list[Path], data: Path, *options: str) -> list[str]:
+    inputs = ["--input", *map(str, corpus), f"--data_dir={data}", "--name=set", "--val_fraction=0.3"]
+    return [sys.executable, str(REPO / "prepare.py"), *inputs, *options]
+
+
+def journal(data: Path) -> dict:
+    try:
+        return json.loads((data / ".set.tmp" / "part0.json").read_text())
+    except (OSError, ValueError):
+        return {"text": 0}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> list[Path]:
+    """Three files, one of them compressed, of a few chunks each."""
+    folder = tmp_path_factory.mktemp("corpus")
+    files = [write_jsonl(folder / f"{i}.jsonl", make_records(4000, seed=i)) for i in range(3)]
+    (folder / "1.jsonl.gz").write_bytes(gzip.compress(files[1].read_bytes()))
+    files[1] = folder / "1.jsonl.gz"
+    return files
+
+
+@pytest.fixture(scope="module")
+def reference(corpus, tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("reference")
+    options = dict(tokenizer="train", vocab_size=400, workers=1)
+    return prepare_set(root, *corpus, **options)[0]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_at_any_moment_it_goes_on_and_ends_in_the_same_bytes(corpus, reference, tmp_path, workers):
+    old = write_jsonl(tmp_path / "old.jsonl", make_records(40, seed=9))
+    subprocess.run(
+        command([old], tmp_path, f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"), check=True, stdout=-3
+    )
+    before, kills, resumed = contents(tmp_path / "set"), 0, []
+    for delay in (0.1, 0.0, 0.05, 0.1, 0.15):  # behind the first shard that this run has finished
+        reached = journal(tmp_path)["text"]
+        run = subprocess.Popen(
+            command(corpus, tmp_path, "--vocab_size=400", f"--workers={workers}", TINY_SHARDS), stdout=-1, text=True
+        )
+        while run.poll() is None and journal(tmp_path)["text"] <= reached:
+            time.sleep(0.002)
+        time.sleep(delay)
+        run.kill()
+        resumed.append("going on behind" in run.communicate()[0])
+        if run.returncode == 0:
+            break
+        kills += 1
+        assert contents(tmp_path / "set") == before  # the old data set, whole
+    subprocess.run(
+        command(corpus, tmp_path, "--vocab_size=400", f"--workers={workers}", TINY_SHARDS), check=True, stdout=-3
+    )
+    assert kills >= 2
+    assert contents(tmp_path / "set") == contents(reference)
+    assert not (tmp_path / ".set.tmp").exists()
+
+
+def test_workers_end_when_the_main_process_is_killed(corpus, tmp_path):
+    run = subprocess.Popen(command(corpus * 1, tmp_path, "--vocab_size=400", "--workers=2", TINY_SHARDS), stdout=-3)
+    while not (children := Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()) and run.poll() is None:
+        time.sleep(0.01)
+    run.kill()
+    run.wait()
+    deadline = time.time() + 20
+    while any(
+        Path(f"/proc/{pid}/cmdline").exists() and b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        for pid in children
+    ):
+        assert time.time() < deadline
+        time.sleep(0.05)
+
+
+def test_a_worker_killed_by_the_system_is_one_clear_line_and_the_work_is_kept(corpus, reference, tmp_path):
+    run = subprocess.Popen(
+        command(corpus, tmp_path, "--vocab_size=400", "--workers=2", TINY_SHARDS), stdout=-3, stderr=-1, text=True
+    )
+    while journal(tmp_path)["text"] == 0:
+        time.sleep(0.002)
+    for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split():
+        if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(int(pid), signal.SIGKILL)
+    error = run.communicate()[1].strip()
+    assert run.returncode == 2 and "\n" not in error, error
+    assert "a worker was killed, by the system when memory runs out: lower --workers; what is done is kept" in error
+    assert not (tmp_path / "set").exists()
+    subprocess.run(command(corpus, tmp_path, "--vocab_size=400"), check=True, stdout=-3)
+    assert contents(tmp_path / "set") == contents(reference)
+
+
+def test_a_full_disk_is_one_clear_line_and_the_old_data_set_stays(corpus, reference, tmp_path):
+    """A limit on the size of files stands for the full disk: the same write fails, with another number."""
+    old = write_jsonl(tmp_path / "old.jsonl", make_records(40, seed=9))
+    subprocess.run(
+        command([old], tmp_path, f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"), check=True, stdout=-3
+    )
+    before = contents(tmp_path / "set")
+
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, 1_500_000))
+
+    run = subprocess.run(
+        command(corpus, tmp_path, "--vocab_size=400", TINY_SHARDS), preexec_fn=limit, capture_output=True, text=True
+    )
+    assert run.returncode == 2 and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1, run.stderr
+    assert "File too large" in run.stderr and "the same command goes on from there" in run.stderr
+    assert contents(tmp_path / "set") == before
+    subprocess.run(command(corpus, tmp_path, "--vocab_size=400", TINY_SHARDS), check=True, stdout=-3)
+    assert contents(tmp_path / "set") == contents(reference)
+
+
+def test_a_restart_notices_that_its_input_has_changed(corpus, tmp_path):
+    files = [write_jsonl(tmp_path / f"{i}.jsonl", make_records(2000, seed=i)) for i in range(2)]
+    model = f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"
+    options = [model, "--workers=1", TINY_SHARDS]
+    run = subprocess.Popen(command(files, tmp_path, *options), stdout=-3)
+    while journal(tmp_path)["text"] == 0:
+        time.sleep(0.002)
+    run.kill()
+    run.wait()
+    write_jsonl(files[0], make_records(1500, seed=7))
+    again = subprocess.run(command(files, tmp_path, *options), check=True, capture_output=True, text=True)
+    assert "going on behind" not in again.stdout
+    fresh, _ = prepare_set(tmp_path, *files, tokenizer=tmp_path / "b.tiktoken")
+    assert (tmp_path / "set" / "train.bin").read_bytes() == (fresh / "train.bin").read_bytes()
+
+
+def test_too_many_bad_records_can_be_allowed_without_reading_all_again(tmp_path, refuses, capsys):
+    corpus = write_jsonl(tmp_path / "c.jsonl", [*make_records(300), *[{"x": 1}] * 30])
+    options = [
+        f"--data_dir={tmp_path}",
+        f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}",
+        TINY_SHARDS,
+        "--val_fraction=0.2",
+    ]
+    error = refuses(prepare.main, "--input", corpus, *options)
+    assert "30 bad records of 330, more than --max_bad=0.01" in error and "what is done is kept" in error
+    call(prepare.main, "--input", corpus, *options, "--max_bad=0.1")
+    assert "going on behind" in capsys.readouterr().out
+    assert open_dataset(tmp_path / "c")["records"]["read"] == 330
+
+
+def test_a_file_that_cannot_be_read_is_named_whichever_process_meets_it(corpus, tmp_path):
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes(gzip.compress(corpus[0].read_bytes())[:-100])
+    run = under_torchrun(2, [corpus[0], cut], tmp_path, "--vocab_size=400")
+    assert run.returncode != 0 and f"error: {cut}: damaged or cut off" in run.stderr
+    assert not (tmp_path / "set").exists()
+
+
+# -- several processes --
+
+
+def under_torchrun(n: int, corpus: list[Path], data: Path, *options: str) -> subprocess.CompletedProcess:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
+    return subprocess.run([*launch, *command(corpus, data, *options)[1:]], capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_several_processes_make_the_same_data_set_as_one(corpus, reference, tmp_path, n):
+    run = under_torchrun(n, corpus, tmp_path, "--vocab_size=400")
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert contents(tmp_path / "set") == contents(reference)
+    assert sorted(os.listdir(tmp_path)) == ["set"]
+
+
+def test_equal_documents_are_found_across_processes(corpus, tmp_path):
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(corpus[0].read_bytes())
+    twice = [corpus[0], corpus[2], copy]
+    model = f"--tokenizer={tiktoken_file(tmp_path / 'bytes.tiktoken')}"
+    run = under_torchrun(2, twice, tmp_path / "two", model, "--dedup")
+    assert run.returncode == 0, run.stderr[-2000:]
+    one, meta = prepare_set(tmp_path, *twice, dedup=True)
+    assert contents(tmp_path / "two" / "set") == contents(one)
+    assert meta["records"]["dropped"]["equal to an earlier document"] == 4000
+
+
+# -- memory --
+
+
+def peak_memory(argv: list[str], env: dict[str, str]) -> int:
+    """The largest resident memory of all processes together, in bytes."""
+    sys.path.insert(0, str(REPO))
+    from bench.prepare import resident
+
+    run, peak = subprocess.Popen(argv, stdout=-3, env=env), 0
+    while run.poll() is None:
+        peak = max(peak, resident(run.pid))
+        time.sleep(0.02)
+    assert run.returncode == 0
+    return peak
+
+
+def test_memory_does_not_grow_with_the_corpus_or_with_a_document(tmp_path):
+    """The bound is 200 MB and 150 MB a worker, for any input; here a document of 80 MB and a corpus of as much."""
+    line = json.dumps({"text": "the loop reads tokens and writes weights " * 25}) + "\n"
+    (tmp_path / "many.jsonl").write_text(line * 80_000)
+    (tmp_path / "one.txt").write_text("the loop reads tokens and writes weights\n" * 2_000_000)
+    (tmp_path / "small.jsonl").write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(100)))
+    options = [f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}", "--workers=2"]
+    for big in ("many.jsonl", "one.txt"):
+        argv = command([tmp_path / big, tmp_path / "small.jsonl"], tmp_path, *options)
+        assert peak_memory(argv, dict(os.environ)) < 500e6, big
+
+
+# -- inspection --
+
+
+def test_inspect_verifies_a_data_set_and_shows_documents(reference, capsys, refuses, tmp_path):
+    call(prepare.main, "--inspect", reference, "--count=2")
+    out = capsys.readouterr().out
+    texts = list(documents(reference))
+    assert "12,000 records, read as {title, summary, sections}" in out and "verified: hashes" in out
+    assert out.count("---- train, tokens ") == 2 and "---- train, tokens 0 to " in out
+    assert any(text in out for text in texts)
+    call(prepare.main, "--inspect", reference, "--show=1000", "--count=1")
+    heading, text = capsys.readouterr().out.rstrip("\n").split("---- train, tokens ")[1].split(", then eos\n")
+    begin, end = (int(n.replace(",", "")) for n in heading.split(" to "))
+    assert begin <= 1000 <= end and text in texts
+    call(prepare.main, "--inspect", reference, "--show=random", "--split=val", "--count=1")
+    assert capsys.readouterr().out.rstrip("\n").split(", then eos\n")[1] in texts
+    assert "train.bin has" in refuses(prepare.main, "--inspect", reference, "--show=99999999")
+
+
+def test_inspect_finds_damage(reference, tmp_path, refuses):
+    import shutil
+
+    import numpy as np
+
+    meta = open_dataset(reference)
+    for at, value, message in (
+        (5, 400, "id 400 is beyond the vocabulary of 400"),
+        (-1, 7, "its last token is no eos"),
+        (9, 8, "its hash is not"),
+    ):
+        folder = tmp_path / f"at{at}"
+        shutil.copytree(reference, folder)
+        ids = np.memmap(folder / "val.bin", dtype=meta["dtype"], mode="r+")
+        ids[at] = value
+        ids.flush()
+        assert message in refuses(prepare.main, "--inspect", folder)
+
+
+def test_inspect_shows_exactly_what_a_step_trained_on(tiny_data, tmp_path, capsys, monkeypatch, refuses):
+    from conftest import train_tiny
+
+    import train
+    from dataset import load_tokenizer
+
+    seen, to_device = [], train.to_device
+    monkeypatch.setattr(train, "to_device", lambda rows, device: seen.append(rows) or to_device(rows, device))
+    run = train_tiny(tiny_data, tmp_path, "--eval_every=100", "--batch_tokens=256")
+    steps = [rows for rows in seen if len(rows) == 4][: 8 * 2]  # two micro-steps of 4 x 32 each
+    tokenizer = load_tokenizer(tiny_data / "tiny")
+    call(prepare.main, "--inspect", run, "--step=3")
+    shown = [part.split("\n", 1)[1].rstrip("\n") for part in capsys.readouterr().out.split("---- ")[1:]]
+    eos = tokenizer.eos_id
+    want = ["<eos>".join(tokenizer.decode(p) for p in split(row.tolist(), eos)) for rows in steps[6:8] for row in rows]
+    assert [s.rstrip("\n") for s in want] == shown
+    assert "metrics.jsonl" in refuses(prepare.main, "--inspect", tmp_path / "nowhere", "--step=0")
+
+
+def split(ids: list[int], eos: int) -> list[list[int]]:
+    parts = [[]]
+    for i in ids:
+        parts.append([]) if i == eos else parts[-1].append(i)
+    return parts
