@@ -37,6 +37,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context, parent_process
@@ -178,7 +179,7 @@ class Encoder:
                 continue
             own = hashlib.sha256(utf8).digest()[:16]
             if own[0] < 4 and self.tokenizer.decode(tokens.tolist()) != text:  # one document in 64 is tried
-                tally.changed["by the tokenizer, of those tried (1 in 64)"] += 1
+                tally.changed["its tokens decode to another text (1 in 64 is tried)"] += 1
             end, digest = (bool(piece.whole), piece.whole or own) if piece else (True, own)
             val = in_val(piece.first if piece else own, cfg.val_fraction)
             ids["val" if val else "train"] += [tokens, self.eos] if end else [tokens]
@@ -420,26 +421,25 @@ def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
 
 
 def read_rows(part: Part) -> Iterator[np.ndarray]:
-    """The documents of a part, (documents,) of ROW, the pieces of a long one summed up; a million at a time."""
-    if not part.paths["rows"].stat().st_size:
-        return
-    rows, at = np.memmap(part.paths["rows"], ROW, mode="r"), 0
-    while at < len(rows):
-        size = 1 << 18
-        while not rows["end"][at : at + size].any():
-            size *= 2
-        block = np.array(rows[at : at + size])
-        ends = np.flatnonzero(block["end"])
-        found, begins = block[ends], np.concatenate([[0], ends[:-1] + 1])
-        for count in ("tokens", "bytes", "characters"):
-            found[count] = np.add.reduceat(block[count][: ends[-1] + 1], begins)
-        yield found
-        at += int(ends[-1]) + 1
+    """The documents of a part, (documents,) of ROW, the pieces of a long one summed up; a quarter million at a time."""
+    with open(part.paths["rows"], "rb") as f:
+        rest = np.empty(0, ROW)
+        while len(rows := np.fromfile(f, ROW, 1 << 18)):
+            rows = np.concatenate([rest, rows])
+            ends = np.flatnonzero(rows["end"])
+            found, rest = rows[ends], rows[ends[-1] + 1 :] if len(ends) else rows
+            if len(ends):
+                begins = np.concatenate([[0], ends[:-1] + 1])
+                for count in ("tokens", "bytes", "characters"):
+                    found[count] = np.add.reduceat(rows[count][: ends[-1] + 1], begins)
+                yield found
 
 
 def find_duplicates(parts: list[Part]) -> np.ndarray:
     """(documents,) bool: has an earlier document the same digest? A share of all digests at a time: memory is bounded."""
     n = sum(len(rows) for part in parts for rows in read_rows(part))
+    if not n:
+        return np.zeros(0, bool)
     again, shares = np.zeros(n, bool), n // (1 << 20) + 1
     for share in range(shares):
         digests, places, base = [], [], 0
@@ -455,36 +455,46 @@ def find_duplicates(parts: list[Part]) -> np.ndarray:
     return again
 
 
-def merge(parts: list[Part], folder: Path, dedup: bool, itemsize: int) -> tuple[dict, Counter, int]:
-    """Write folder/{train,val}.bin. Returns the counts of each split, {length: documents}, and how many were dropped.
+def kept_rows(parts: list[Part], again: np.ndarray) -> Iterator[tuple[Part, np.ndarray, np.ndarray]]:
+    """(part, its rows, which of them stay) for a quarter million documents at a time, in the order of the input."""
+    seen = 0
+    for part in parts:
+        for rows in read_rows(part):
+            yield part, rows, ~again[seen : seen + len(rows)] if len(again) else np.ones(len(rows), bool)
+            seen += len(rows)
 
-    The parts stay as they are, so that a kill in here costs nothing but this step.
-    """
-    again = (
-        find_duplicates(parts) if dedup and any(p.paths["rows"].stat().st_size for p in parts) else np.zeros(0, bool)
-    )
-    counts = {split: Counter(tokens=0, documents=0, bytes=0, characters=0) for split in ("train", "val")}
+
+def count(parts: list[Part], again: np.ndarray) -> tuple[dict[str, dict], Counter]:
+    """The counts of each split, and {length in tokens: documents}."""
+    counts = {split: dict(tokens=0, documents=0, bytes=0, characters=0) for split in ("train", "val")}
     lengths: Counter = Counter()
-    for split, total in counts.items():
+    for _, rows, kept in kept_rows(parts, again):
+        for split, total in counts.items():
+            mine = rows[kept & (rows["val"] == (split == "val"))]
+            total["documents"] += len(mine)
+            for name in ("tokens", "bytes", "characters"):
+                total[name] += int(mine[name].sum())
+        lengths.update(
+            dict(zip(*map(np.ndarray.tolist, np.unique(rows["tokens"][kept], return_counts=True)), strict=True))
+        )
+    return counts, lengths
+
+
+def merge(parts: list[Part], again: np.ndarray, folder: Path, itemsize: int) -> None:
+    """Write folder/{train,val}.bin. The parts stay as they are, so that a kill in here costs nothing but this step."""
+    for split in ("train", "val"):
         target = folder / f"{split}.bin"
-        whole = len(parts) == 1 and not again.any() and link(parts[0].paths[split], target)
-        with open(os.devnull if whole else target, "wb") as out:
-            seen = 0
-            for part in parts:
-                with open(part.paths[split], "rb") as source:
-                    for rows in read_rows(part):
-                        kept = ~again[seen : seen + len(rows)] if len(again) else np.ones(len(rows), bool)
-                        seen += len(rows)
-                        mine = rows["val"] == (split == "val")
-                        if not whole:
-                            copy_documents(source, out, rows["tokens"][mine] * itemsize, kept[mine])
-                        rows = rows[mine & kept]
-                        total["documents"] += len(rows)
-                        total.update({k: int(rows[k].sum()) for k in ("tokens", "bytes", "characters")})
-                        values, times = np.unique(rows["tokens"], return_counts=True)
-                        lengths.update(dict(zip(values.tolist(), times.tolist(), strict=True)))
+        if len(parts) == 1 and not again.any():
+            link_or_copy(parts[0].paths[split], target)
+        else:
+            sources = {part.paths[split]: open(part.paths[split], "rb") for part in parts}
+            with open(target, "wb") as out:
+                for part, rows, kept in kept_rows(parts, again):
+                    mine = rows["val"] == (split == "val")
+                    copy_documents(sources[part.paths[split]], out, rows["tokens"][mine] * itemsize, kept[mine])
+            for source in sources.values():
+                source.close()
         sync_to_disk(target)
-    return {k: dict(v) for k, v in counts.items()}, lengths, int(again.sum())
 
 
 def copy_documents(source: io.BufferedReader, out: io.BufferedWriter, sizes: np.ndarray, kept: np.ndarray) -> None:
@@ -501,13 +511,11 @@ def copy_documents(source: io.BufferedReader, out: io.BufferedWriter, sizes: np.
             left -= len(data)
 
 
-def link(source: Path, target: Path) -> bool:
-    """Give a file a second name, which costs nothing; False on a file system that has no such thing."""
+def link_or_copy(source: Path, target: Path) -> None:
     try:
-        os.link(source, target)
-        return True
-    except OSError:
-        return False
+        os.link(source, target)  # a second name costs nothing
+    except OSError:  # a file system that has no such thing
+        shutil.copyfile(source, target)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -683,7 +691,19 @@ def verify(folder: Path, meta: dict, split: str) -> None:
         raise UserError(f"{folder}/{split}.bin: {'; '.join(found)}: run prepare.py again")
 
 
-def chosen_documents(folder: Path, meta: dict, cfg: PrepareConfig) -> Iterator[tuple[str, str]]:
+def document_at(ids: np.ndarray, eos_id: int, at: int) -> tuple[int, int]:
+    """Where the document that holds token `at` begins, and where its eos stands."""
+    begin, end, step = at, at, 1 << 16
+    while begin > 0 and not len(found := np.flatnonzero(ids[max(0, begin - step) : begin] == eos_id)):
+        begin = max(0, begin - step)
+    begin = max(0, begin - step) + int(found[-1]) + 1 if begin > 0 else 0
+    while not len(found := np.flatnonzero(ids[end : end + step] == eos_id)):
+        end += step
+    return begin, end + int(found[0])
+
+
+def chosen_documents(folder: Path, meta: dict, cfg: PrepareConfig, most: int = 20_000) -> Iterator[tuple[str, str]]:
+    """(heading, text) of the documents that --split, --show and --count name, `most` tokens of each."""
     ids, tokenizer, eos_id = open_split(folder, meta, cfg.split), load_tokenizer(folder), meta["eos_id"]
     at = int(cfg.show) if cfg.show.isdigit() else 0
     if at >= len(ids):
@@ -691,12 +711,10 @@ def chosen_documents(folder: Path, meta: dict, cfg: PrepareConfig) -> Iterator[t
     for _ in range(cfg.count):
         if cfg.show == "random":
             at = random.randrange(len(ids))
-        begin, end = at, at
-        while begin > 0 and ids[begin - 1] != eos_id:
-            begin -= 1
-        while ids[end] != eos_id:
-            end += 1
-        yield f"{cfg.split}, tokens {begin:,} to {end:,}, then eos", tokenizer.decode(ids[begin:end].tolist())
+        begin, end = document_at(ids, eos_id, at)
+        shown = ids[begin : min(end, begin + most)]
+        more = f" ... and {end - begin - most:,} tokens more" if end - begin > most else ""
+        yield f"{cfg.split}, tokens {begin:,} to {end:,}, then eos", tokenizer.decode(shown.tolist()) + more
         at = end + 1
         if at >= len(ids):
             return
@@ -716,15 +734,21 @@ def step_texts(run_dir: Path, step: int) -> Iterator[tuple[str, str]]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def join_ranks() -> tuple[int, int]:
+@contextmanager
+def all_ranks() -> Iterator[tuple[int, int]]:
     """(rank, world) under torchrun, else (0, 1)."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world == 1:
-        return 0, 1
+        yield 0, 1
+        return
     import torch.distributed as dist
 
     dist.init_process_group("gloo", timeout=timedelta(days=7))  # one rank may have much more to read than another
-    return dist.get_rank(), world
+    try:
+        yield dist.get_rank(), world
+        gather(None, world)
+    finally:
+        dist.destroy_process_group()  # its threads must not outlive the interpreter
 
 
 def gather(value: Any, world: int) -> list[Any]:
@@ -759,7 +783,12 @@ def main() -> None:
     if cfg.inspect:
         inspect(cfg)
         return
-    rank, world = join_ranks()
+    with all_ranks() as (rank, world):
+        make_data_set(cfg, rank, world)
+
+
+def make_data_set(cfg: PrepareConfig, rank: int, world: int) -> None:
+    """Everything around `build`: the folders, their lock, and what becomes of them when it fails."""
     name = cfg.name or (Path(cfg.input[0]).resolve().name.split(".")[0] if cfg.input else "demo")
     name = "stdin" if name == "-" else name
     target = Path(cfg.data_dir) / name
@@ -838,9 +867,11 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, rank: int, world: int
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
     dtype = id_type(info["vocab_size"])
-    splits, lengths, again = merge(parts, new, cfg.dedup, dtype.itemsize)
-    if again:
-        tally.dropped["equal to an earlier document"] = again
+    again = find_duplicates(parts) if cfg.dedup else np.zeros(0, bool)
+    if again.any():
+        tally.dropped["equal to an earlier document"] = int(again.sum())
+    splits, lengths = count(parts, again)
+    merge(parts, again, new, dtype.itemsize)
     if not lengths:
         raise UserError(no_documents(tally))
     for split, counts in splits.items():
@@ -877,7 +908,7 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, rank: int, world: int
 
     seconds, size = time.perf_counter() - started, sum(s["bytes"] for s in splits.values())
     print(f"\n{report(meta, target)}")
-    heading, text = next(chosen_documents(target, meta, PrepareConfig(count=1)))
+    heading, text = next(chosen_documents(target, meta, PrepareConfig(), most=300))
     print(f"  the first document, decoded back from its ids:\n    {text[:300]!r}{' ...' * (len(text) > 300)}")
     print(f"  {seconds:.0f} s, {size / 1e6 / seconds:.1f} MB of text a second, {workers * world} workers")
 

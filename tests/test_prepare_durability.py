@@ -69,7 +69,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_in_the_same_bytes(corpus, refe
         if run.returncode == 0:
             break
         kills += 1
-        assert contents(tmp_path / "set") == before  # the old data set, whole
+        assert contents(tmp_path / "set") in (before, contents(reference))  # one of them, whole
     subprocess.run(
         command(corpus, tmp_path, "--vocab_size=400", f"--workers={workers}", TINY_SHARDS), check=True, stdout=-3
     )
