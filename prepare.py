@@ -85,7 +85,7 @@ class PrepareConfig:
     # ---- Tokenizer ----
     tokenizer: str = "train"  # train: SentencePiece on this input; gpt2, cl100k_base, ...; a .model or .tiktoken file
     vocab_size: int = 4096  # tokens, for --tokenizer=train
-    train_mb: int = 50  # a tokenizer is trained on a random sample of at most so many million characters
+    train_mb: int = 10  # million characters of random sample to train a tokenizer on; 50 for a large vocabulary
     # ---- Work ----
     workers: int = 0  # processes; 0: one for each core
     shard_mb: float = 64.0  # million characters between two points from which a killed run goes on
@@ -702,8 +702,9 @@ def document_at(ids: np.ndarray, eos_id: int, at: int) -> tuple[int, int]:
     return begin, end + int(found[0])
 
 
-def chosen_documents(folder: Path, meta: dict, cfg: PrepareConfig, most: int = 20_000) -> Iterator[tuple[str, str]]:
-    """(heading, text) of the documents that --split, --show and --count name, `most` tokens of each."""
+def chosen_documents(folder: Path, meta: dict, cfg: PrepareConfig) -> Iterator[tuple[str, str]]:
+    """(heading, text) of the documents that --split, --show and --count name, not all of a very long one."""
+    most = 20_000  # tokens
     ids, tokenizer, eos_id = open_split(folder, meta, cfg.split), load_tokenizer(folder), meta["eos_id"]
     at = int(cfg.show) if cfg.show.isdigit() else 0
     if at >= len(ids):
@@ -908,7 +909,8 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, rank: int, world: int
 
     seconds, size = time.perf_counter() - started, sum(s["bytes"] for s in splits.values())
     print(f"\n{report(meta, target)}")
-    heading, text = next(chosen_documents(target, meta, PrepareConfig(), most=300))
+    ids = np.fromfile(target / "train.bin", dtype, 400).tolist()
+    text = load_tokenizer(target).decode(ids[: ids.index(info["eos_id"]) if info["eos_id"] in ids else None])
     print(f"  the first document, decoded back from its ids:\n    {text[:300]!r}{' ...' * (len(text) > 300)}")
     print(f"  {seconds:.0f} s, {size / 1e6 / seconds:.1f} MB of text a second, {workers * world} workers")
 

@@ -1,8 +1,9 @@
+import gzip
 import json
 
 import pytest
 import torch
-from conftest import call
+from conftest import call, make_records, write_jsonl
 
 from bench import matmul
 
@@ -67,3 +68,17 @@ def test_measuring_leaves_the_matmul_precision_as_it_was():
     before = torch.get_float32_matmul_precision()
     matmul.measure_tflops(32, "fp32", torch.device("cpu"), seconds=0.01)
     assert torch.get_float32_matmul_precision() == before
+
+
+def test_prepare_is_compared_with_the_library_and_a_plain_loop(tmp_path, tiny_data, capsys):
+    from bench import prepare as bench_prepare
+
+    corpus, out = tmp_path / "c.jsonl.gz", tmp_path / "out.json"
+    corpus.write_bytes(gzip.compress(write_jsonl(tmp_path / "c.jsonl", make_records(200)).read_bytes()))
+    model = tiny_data / "tiny" / "tokenizer.model"
+    call(bench_prepare.main, corpus, f"--tokenizer={model}", "--mb=1", "--rounds=1", "--workers=1", f"--json={out}")
+    found = json.loads(out.read_text())
+    rates = found["mb_per_s"]
+    assert set(rates) == {"library", "plain", "ours"} and min(rates.values()) > 0
+    assert found["share"] == pytest.approx(rates["ours"] / rates["library"]) and 30e6 < found["peak_bytes"] < 500e6
+    assert "ours / (cores x library)" in capsys.readouterr().out
