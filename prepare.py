@@ -907,12 +907,11 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, rank: int, world: int
     write_json(new / "meta.json", meta)
     put_in_place(new, target)
 
-    seconds, size = time.perf_counter() - started, sum(s["bytes"] for s in splits.values())
     print(f"\n{report(meta, target)}")
     ids = np.fromfile(target / "train.bin", dtype, 400).tolist()
     text = load_tokenizer(target).decode(ids[: ids.index(info["eos_id"]) if info["eos_id"] in ids else None])
     print(f"  the first document, decoded back from its ids:\n    {text[:300]!r}{' ...' * (len(text) > 300)}")
-    print(f"  {seconds:.0f} s, {size / 1e6 / seconds:.1f} MB of text a second, {workers * world} workers")
+    print(f"  made in {time.perf_counter() - started:.0f} s by {workers * world} workers")
 
 
 def worth_keeping(scratch: Path, cfg: PrepareConfig) -> bool:
