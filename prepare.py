@@ -812,7 +812,7 @@ def make_data_set(cfg: PrepareConfig, rank: int, world: int) -> None:
             kept = f"; what is done is kept in {scratch}: the same command goes on from there"
         elif rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
-        if isinstance(e, OSError):  # a full disk, above all
+        if isinstance(e, OSError) and not isinstance(e, BrokenPipeError):  # a full disk, above all
             raise UserError(f"{e.filename or f'writing {target}'}: {e.strerror}{kept}") from None
         if isinstance(e, UserError):
             e.args = (f"{e}{kept}",)
