@@ -1,7 +1,7 @@
 # make demo: corpus -> model -> text in a few minutes.    make test: all tests.    Both make .venv on first use.
 PYTHON ?= python3
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint clean soak
 
 demo: .venv/demo
 	.venv/bin/python prepare.py
@@ -26,3 +26,7 @@ lint: .venv/dev
 
 clean:
 	rm -rf .venv data out
+
+# 100 small trainings and preparations, killed, signalled and damaged, each compared with one that was left alone: 20 minutes.
+soak: .venv/dev
+	.venv/bin/python tests/faults/harness.py --rounds 100

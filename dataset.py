@@ -12,6 +12,7 @@ import array
 import base64
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -367,4 +368,15 @@ def run_loader(run_dir: Path, step: int) -> tuple[list[DataSet], Loader, range]:
         if data.meta["splits"]["train"]["sha256"] != begun[-1]["data"][data.name]:
             raise UserError(f"{data.folder}: made again since the run: it no longer holds what the step trained on")
     loader = train_loader(sets, settings["block_size"], settings["seed"])
-    return sets, loader, range(step * samples, (step + 1) * samples)
+    first = begun[-1]["first_sample"] + (step - begun[-1]["step"]) * samples
+    return sets, loader, range(first, first + samples)
+
+
+def sample_texts(sets: list[DataSet], loader: Loader, samples: range) -> Iterator[tuple[str, str]]:
+    """(where it comes from, its text) of each of these samples of a run."""
+    tokenizer = load_tokenizer(sets[0].folder)
+    for sample, (k, start) in zip(samples, loader.starts(samples.start, len(samples)), strict=True):
+        ids = loader.rows([(k, start)])[0]
+        parts = np.split(ids, np.flatnonzero(ids == tokenizer.eos_id))
+        text = "<eos>".join(tokenizer.decode([i for i in part.tolist() if i != tokenizer.eos_id]) for part in parts)
+        yield f"sample {sample:,}: {sets[k].name}/train.bin, tokens {start:,} to {start + len(ids) - 1:,}", text

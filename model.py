@@ -353,9 +353,14 @@ class GPT(nn.Module):
 
     # -- checkpoints: a Hugging Face model directory --
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors, in the names of the Hugging Face class if one fits."""
-        state = {name: p.detach() for name, p in self.named_parameters()}  # a tied lm_head appears once, as wte
+    def save_pretrained(self, folder: str | Path, state: dict[str, torch.Tensor] | None = None) -> None:
+        """Write config.json and model.safetensors, in the names of the Hugging Face class if one fits.
+
+        state: the parameters by name, when they are not to be read from the model now.
+        """
+        state = state or {
+            name: p.detach() for name, p in self.named_parameters()
+        }  # a tied lm_head appears once, as wte
         (Path(folder) / "config.json").write_text(json.dumps(to_hf_config(self.config), indent=2) + "\n")
         save_file(to_hf_state(self.config, state), Path(folder) / "model.safetensors", metadata={"format": "pt"})
 

@@ -59,6 +59,7 @@ from dataset import (
     open_split,
     open_tokenizer,
     run_loader,
+    sample_texts,
 )
 
 
@@ -663,7 +664,7 @@ def show_texts(texts: Iterable[tuple[str, str]]) -> None:
 def inspect(cfg: PrepareConfig) -> None:
     folder = Path(cfg.inspect)
     if cfg.step >= 0:
-        show_texts(step_texts(folder, cfg.step))
+        show_texts(sample_texts(*run_loader(folder, cfg.step)))
         return
     meta = open_dataset(folder)
     print(report(meta, folder))
@@ -719,17 +720,6 @@ def chosen_documents(folder: Path, meta: dict, cfg: PrepareConfig) -> Iterator[t
         at = end + 1
         if at >= len(ids):
             return
-
-
-def step_texts(run_dir: Path, step: int) -> Iterator[tuple[str, str]]:
-    """The windows of a step of a run, as texts, from the settings that the run wrote down."""
-    sets, loader, samples = run_loader(run_dir, step)
-    tokenizer = load_tokenizer(sets[0].folder)
-    for sample, (k, start) in zip(samples, loader.starts(samples.start, len(samples)), strict=True):
-        ids = loader.rows([(k, start)])[0]
-        parts = np.split(ids, np.flatnonzero(ids == sets[0].meta["eos_id"]))
-        text = "<eos>".join(tokenizer.decode([i for i in part.tolist() if i != tokenizer.eos_id]) for part in parts)
-        yield f"sample {sample:,}: {sets[k].name}/train.bin, tokens {start:,} to {start + len(ids) - 1:,}", text
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,11 +14,14 @@ import math
 import os
 import resource
 import shutil
+import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -30,8 +33,9 @@ from tqdm import tqdm
 
 from bench.matmul import peak_tflops
 from bench.plot_loss import plot_loss, read_metrics
+from checkpoint import Saver, check_data, newest_intact, read_training, settings_changed
 from configurator import UserError, changes, parse, run
-from dataset import DataSet, Windows, check_ids, file_sha256, open_datasets, train_loader
+from dataset import DataSet, Loader, Windows, check_ids, open_datasets, sample_texts, train_loader
 from model import GPT, INIT, PRESETS, GPTConfig, hf_class, newest_checkpoint
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -81,6 +85,7 @@ class TrainConfig:
     beta1: float = 0.9  # memory of the gradient's mean
     beta2: float = 0.95  # memory of its square
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
+    max_bad_steps: int = 10  # so many steps in a row without a finite loss and gradient, all skipped, end the run
     # ---- Schedule of lr ----
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"  # wsd: warm-up, stable, decay
     warmup_steps: int = 0  # linear rise from 0; 0: warmup_ratio of the run
@@ -105,7 +110,7 @@ class TrainConfig:
 
     def problems(self) -> list[str]:
         positive = "block_size n_layer n_head n_embd batch_size batch_tokens lr rope_theta norm_eps"
-        positive += " eval_every save_every keep log_every"
+        positive += " eval_every save_every keep log_every max_bad_steps"
         not_negative = "n_kv_head head_dim d_ff max_steps max_epochs max_tokens weight_decay grad_clip warmup_steps"
         not_negative += " eval_tokens peak_tflops seed"
         shares = "warmup_ratio decay_ratio min_lr_ratio beta1 beta2 dropout"
@@ -193,6 +198,45 @@ def pick_dtype(asked: str, device: torch.device) -> tuple[torch.dtype, str]:
     return torch.float32, f"the safe choice on {device.type}"
 
 
+class StopSignal:
+    """SIGTERM, Ctrl-C and SIGUSR1 (Slurm's warning) let the step end; then the run is saved and ends with 128 + number.
+    A second Ctrl-C ends it at once.
+    """
+
+    def __init__(self):
+        self.number = 0
+
+    def __enter__(self) -> "StopSignal":
+        self.before = {n: signal.signal(n, self.catch) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def catch(self, number: int, frame) -> None:
+        if self.number and number == signal.SIGINT:
+            os._exit(128 + number)
+        self.number = number
+
+
+@contextmanager
+def memory_advice(plan: "Plan", cfg: TrainConfig):
+    """Out of memory, in one line that says what would fit."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, RuntimeError) as e:
+        if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):
+            raise
+        half = (
+            f"--batch_size={plan.batch_size // 2} (the step keeps its {plan.step_tokens:,} tokens: the same training)"
+        )
+        shorter = f"--block_size={cfg.block_size // 2}, or a smaller model"
+        raise UserError(
+            f"out of memory at batch_size={plan.batch_size}: try {half if plan.batch_size > 1 else shorter}"
+        ) from None
+
+
 def all_sum(x: torch.Tensor) -> torch.Tensor:
     """The sum of x over all ranks, in place."""
     if dist.is_initialized():
@@ -258,15 +302,20 @@ def model_config(cfg: TrainConfig, vocab_size: int) -> GPTConfig:
         raise UserError(str(e)) from None
 
 
-def find_source(cfg: TrainConfig, folder: Path) -> tuple[Path | None, bool]:
+def find_source(cfg: TrainConfig, folder: Path, machine: Machine) -> tuple[Path | None, bool]:
     """The checkpoint that init_from means (None: scratch), and whether this is to resume. folder: the run's own."""
-    newest = newest_checkpoint(folder / "ckpt")
-    if cfg.init_from == "resume" and newest is None:
-        raise UserError(f"init_from=resume: no checkpoint in {folder / 'ckpt'}; start with init_from=scratch")
-    if cfg.init_from in ("resume", "auto") and newest is not None:
+    newest, damaged = newest_intact(folder / "ckpt") if cfg.init_from in ("resume", "auto") else (None, [])
+    for wrong in damaged:
+        say(machine, f"warning: {wrong}: damaged; {f'taking {newest} instead' if newest else 'no other is there'}")
+    if newest is None and (damaged or cfg.init_from == "resume"):
+        found = f"all are damaged, as {damaged[0]}" if damaged else "there is none"
+        raise UserError(
+            f"init_from={cfg.init_from}: no checkpoint in {folder / 'ckpt'}: {found}; use init_from=scratch"
+        )
+    if newest is not None:
         return newest, True
     source = None if cfg.init_from in ("scratch", "auto") else Path(cfg.init_from)
-    if (folder / "metrics.jsonl").exists() and not cfg.overwrite:
+    if (folder / "metrics.jsonl").exists() and not cfg.overwrite and cfg.init_from != "auto":
         ways = "--init_from=resume goes on with it, --overwrite replaces it, --run_name=NAME starts another"
         raise UserError(f"{folder} holds an earlier run: {ways}")
     if source is not None and cfg.overwrite and folder.resolve() in source.resolve().parents:
@@ -276,8 +325,6 @@ def find_source(cfg: TrainConfig, folder: Path) -> tuple[Path | None, bool]:
 
 def load_model(folder: Path, cfg: TrainConfig, wanted: GPTConfig, resume: bool) -> GPT:
     """A checkpoint's model. To resume, the settings must describe it; to fine-tune, vocabulary and block_size must fit."""
-    if resume:
-        verify_checkpoint(folder)
     try:
         model = GPT.from_pretrained(folder, dropout=cfg.dropout)
     except (OSError, ValueError) as e:
@@ -332,50 +379,6 @@ def evaluate(model: Callable, windows: Windows, cfg: TrainConfig, plan: Plan, ma
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints: a Hugging Face model directory, and beside it what training needs
-
-
-def save_checkpoint(
-    ckpt_dir: Path, model: GPT, optimizer, scaler, state: dict, cfg: TrainConfig, sets: list[DataSet]
-) -> Path:
-    """Write ckpt_dir/step_N whole or not at all; then drop the oldest ones. state: step, best_step, best_val_loss."""
-    target, tmp = ckpt_dir / f"step_{state['step']:08d}", ckpt_dir / f".tmp_step_{state['step']:08d}"
-    shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir(parents=True)
-    model.save_pretrained(tmp)
-    torch.save(state | {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}, tmp / "train_state.pt")
-    (tmp / "train_config.json").write_text(json.dumps(asdict(cfg), indent=1) + "\n")
-    meta = sets[0].meta | {"mixture": {d.name: [float(d.weight), d.meta["splits"]["train"]["sha256"]] for d in sets}}
-    (tmp / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")  # the data, and how to load the tokenizer
-    shutil.copy(sets[0].folder / meta["tokenizer"]["file"], tmp)
-    files = {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in sorted(tmp.iterdir())}
-    (tmp / "manifest.json").write_text(json.dumps(files, indent=1) + "\n")
-    for path in (*tmp.iterdir(), tmp):
-        sync_to_disk(path)
-    shutil.rmtree(target, ignore_errors=True)  # a resumed run that comes by again
-    tmp.rename(target)
-    sync_to_disk(ckpt_dir)
-    older = sorted(p for p in ckpt_dir.glob("step_*") if int(p.name[5:]) != state["best_step"])[: -cfg.keep]
-    for path in older:
-        shutil.rmtree(path)
-    return target
-
-
-def sync_to_disk(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
-
-
-def verify_checkpoint(folder: Path) -> None:
-    """UserError unless every file of the manifest is there, in the size and with the hash that it says."""
-    for name, entry in json.loads((folder / "manifest.json").read_text()).items():
-        path = folder / name
-        if not path.exists() or path.stat().st_size != entry["bytes"] or file_sha256(path) != entry["sha256"]:
-            raise UserError(f"{path}: not what manifest.json says: damaged; remove {folder} to use the one before")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Reporting
 
 
@@ -415,19 +418,22 @@ class Clock:
 class Metrics:
     """metrics.jsonl first: it is the truth; then the terminal, then wandb when asked. Only rank 0 reports."""
 
-    def __init__(
-        self, folder: Path, cfg: TrainConfig, machine: Machine, plan: Plan, sets: list[DataSet], start_step: int
-    ):
-        self.machine, self.plan, self.path = machine, plan, folder / "metrics.jsonl"
+    def __init__(self, folder: Path, cfg: TrainConfig, machine: Machine, plan: Plan, sets: list[DataSet], state: dict):
+        self.machine, self.cfg, self.plan, self.state = machine, cfg, plan, state
+        self.path = folder / "metrics.jsonl"
         self.bar = self.wandb = None
         if not machine.is_main:
             return
+        start_step = state["step"]
         before = read_metrics(self.path) if start_step else []
         kept = [r for r in before if r["step"] <= start_step]  # what came after is done again
-        begun = {"settings": asdict(cfg), "step_samples": plan.step_tokens // cfg.block_size}
+        how = {"init_from", "overwrite"}  # of no meaning for what is trained
+        begun = {"settings": {k: v for k, v in asdict(cfg).items() if k not in how}}
+        begun |= {"step_samples": plan.step_tokens // cfg.block_size}
         begun |= {"data": {d.name: d.meta["splits"]["train"]["sha256"] for d in sets}}
-        if begun.items() > dict.items(next((r for r in reversed(kept) if "settings" in r), {})):
-            kept.append({"step": start_step} | begun)  # what `prepare.py --inspect RUN --step N` goes by
+        last = next((r for r in reversed(kept) if "settings" in r), {})
+        if any(last.get(k) != v for k, v in begun.items()):  # what `prepare.py --inspect RUN --step N` goes by
+            kept.append({"step": start_step, "first_sample": state["samples"]} | begun)
         self.path.write_text("".join(json.dumps(r) + "\n" for r in kept))
         if cfg.progress == "bar" or (cfg.progress == "auto" and sys.stderr.isatty()):
             self.bar = tqdm(total=plan.steps, initial=start_step, dynamic_ncols=True, unit="step")
@@ -436,7 +442,21 @@ class Metrics:
                 import wandb
             except ImportError:
                 raise UserError("wandb=true needs the package wandb: pip install wandb") from None
-            self.wandb = wandb.init(project=cfg.wandb_project, name=cfg.run_name, dir=folder, config=asdict(cfg))
+            with self.wandb_may_fail():
+                known = dict(id=state["wandb_id"], resume="allow") if state["wandb_id"] else {}
+                self.wandb = wandb.init(
+                    project=cfg.wandb_project, name=cfg.run_name, dir=folder, config=asdict(cfg), **known
+                )
+                state["wandb_id"] = self.wandb.id
+
+    @contextmanager
+    def wandb_may_fail(self):
+        """Not logged in, unreachable, failing in the middle: a warning, and training goes on with metrics.jsonl alone."""
+        try:
+            yield
+        except Exception as e:
+            self.wandb = None
+            say(self.machine, f"warning: wandb failed; going on without it ({' '.join(str(e).split())[:200]})")
 
     def log_step(
         self, done: int, loss: float, lr: float, grad_norm: float, flops: int, peak: float | None, clock: Clock
@@ -474,25 +494,78 @@ class Metrics:
         self.write(record, line)
         return loss
 
+    def watch(self, done: int, loss: float, grad_norm: float, scaler, write_texts: Callable[[str], Path]) -> None:
+        """Count and report a step that was skipped, or whose loss leaps; UserError when too many were skipped in a row.
+
+        Of fp16, a gradient that overflows while the loss is finite is the scaler's own business.
+        """
+        state, limit = self.state, self.cfg.max_bad_steps
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            state["bad_in_a_row"], z = 0, spike(state["losses"], loss)
+            state["losses"] = [*state["losses"][-99:], loss]
+            if z > 8:
+                self.write(
+                    dict(step=done, spike_loss=loss, spike_z=z), f"warning: loss {loss:.3f} is {z:.0f} deviations high"
+                )
+        elif math.isfinite(loss) and scaler.is_enabled():
+            scale = scaler.get_scale()
+            self.write(
+                dict(step=done, loss_scale=scale), f"fp16 overflow: skipped, the loss is scaled by {scale:g} now"
+            )
+        else:
+            state["bad_steps"] += 1
+            state["bad_in_a_row"] += 1
+            what = f"loss {loss}, norm of the gradient {grad_norm}"
+            where = f"; its texts are in {write_texts(what)}" if self.machine.is_main else ""
+            self.write(dict(step=done, bad_step=what, bad_steps=state["bad_steps"]), f"warning: {what}: skipped{where}")
+            if state["bad_in_a_row"] >= limit:
+                last = f"{limit} steps in a row without a finite loss and gradient, the last at step {done}"
+                raise UserError(f"{last}: lower lr, or try dtype=float32, or read {self.path.parent}/bad_steps/")
+
     def write(self, record: dict, line: str, in_bar: bool = False) -> None:
         """One event: the record for programs, the line for people."""
         if not self.machine.is_main:
             return
-        with open(self.path, "a") as f:
-            f.write(json.dumps(record) + "\n")
+        try:
+            with open(self.path, "a") as f:
+                f.write(json.dumps(record) + "\n")
+        except OSError as e:
+            say(self.machine, f"warning: {self.path}: {e.strerror}; training goes on")
         if self.bar is not None and in_bar:
             self.bar.set_postfix_str(line)
             self.bar.update(record["step"] - self.bar.n)
         else:
             say(self.machine, f"step {record['step']}/{self.plan.steps} | {line}")
         if self.wandb is not None:
-            self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+            with self.wandb_may_fail():
+                self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
 
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
         if self.wandb is not None:
-            self.wandb.finish()
+            with self.wandb_may_fail():
+                self.wandb.finish()
+
+
+def spike(losses: list[float], loss: float) -> float:
+    """How far a loss lies above those before it, as a robust z-score: in deviations of 1.4826 x the median deviation
+    (Iglewicz and Hoaglin, 1993, which is the standard deviation of a normal distribution). 0 while there are few.
+    """
+    if len(losses) < 30:
+        return 0.0
+    median = statistics.median(losses)
+    spread = 1.4826 * statistics.median(abs(x - median) for x in losses)
+    return (loss - median) / max(spread, 1e-3 * abs(median))
+
+
+def write_bad_step(folder: Path, step: int, sets: list[DataSet], loader: Loader, samples: range, what: str) -> Path:
+    """The texts of a step that was skipped, so that the culprit can be read."""
+    path = folder / "bad_steps" / f"step_{step:08d}.txt"
+    path.parent.mkdir(exist_ok=True)
+    texts = "".join(f"\n---- {where}\n{text}\n" for where, text in sample_texts(sets, loader, samples))
+    path.write_text(f"step {step}: {what}\n{texts}", encoding="utf-8")
+    return path
 
 
 def banner(cfg: TrainConfig, sets: list[DataSet], machine: Machine, plan: Plan, model: GPT, peak_source: str) -> str:
@@ -542,7 +615,7 @@ def main() -> None:
     plan = make_plan(cfg, machine.world, sum(windows.n_windows for windows in loader.splits) * cfg.block_size)
 
     # model: resumed, taken from another run, or new
-    wanted, (source, resume) = model_config(cfg, sets[0].meta["vocab_size"]), find_source(cfg, folder)
+    wanted, (source, resume) = model_config(cfg, sets[0].meta["vocab_size"]), find_source(cfg, folder, machine)
     if source is None:
         model = GPT(wanted)
         torch.manual_seed(cfg.seed)  # the same weights on every rank
@@ -555,9 +628,15 @@ def main() -> None:
     betas, fused = (cfg.beta1, cfg.beta2), machine.device.type in ("cuda", "cpu")
     optimizer = torch.optim.AdamW(model.param_groups(cfg.weight_decay), lr=cfg.lr, betas=betas, fused=fused)
     scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
-    state = {"step": 0, "best_step": -1, "best_val_loss": math.inf}
+
+    # state: all that a checkpoint adds to model, optimizer and scaler
+    state = {"step": 0, "samples": 0, "best_step": -1, "best_val_loss": math.inf, "losses": [], "bad_steps": 0}
+    state |= {"bad_in_a_row": 0, "wandb_id": ""}
+    changed: list[str] = []
     if resume:
-        state = torch.load(source / "train_state.pt", map_location="cpu", weights_only=True)
+        earlier = read_training(source)
+        check_data(earlier, sets, source)
+        changed, state = settings_changed(earlier, cfg), earlier.training
         optimizer.load_state_dict(state.pop("optimizer"))
         scaler.load_state_dict(state.pop("scaler"))
 
@@ -569,6 +648,7 @@ def main() -> None:
     say(machine, banner(cfg, sets, machine, plan, model, peak_source))
     if resume:
         say(machine, f"resumed from {source} at step {state['step']}")
+        say(machine, f"settings that are others now: {', '.join(changed)}") if changed else None
     parallel = model
     if dist.is_initialized():
         # rope and padding_mask are constants: no rank needs to send them at every step (the option's name is new in 2.13)
@@ -579,67 +659,74 @@ def main() -> None:
     fast = parallel
     if cfg.compile is True or (cfg.compile == "auto" and machine.device.type == "cuda"):
         x, y = to_device(loader.rows(loader.starts(0, plan.batch_size)), machine.device)
-        fast = try_compile(parallel, x, y, machine)
+        with memory_advice(plan, cfg):
+            fast = try_compile(parallel, x, y, machine)
     if machine.is_main:
         if not resume:
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
 
-    start_step = state["step"]
-    metrics, clock = Metrics(folder, cfg, machine, plan, sets, start_step), Clock(machine, start_step)
+    saver = Saver(folder / "ckpt", cfg, sets, lambda text: say(machine, text))
+    metrics, clock = Metrics(folder, cfg, machine, plan, sets, state), Clock(machine, state["step"])
     windows = plan.step_tokens // cfg.block_size  # of all ranks in a step
-    for step in range(start_step, plan.steps + 1):  # the extra turn only evaluates and saves
-        last = step == plan.steps
-        if step > start_step and (last or step % cfg.eval_every == 0):
-            with clock.paused():
-                before = time.perf_counter()
-                losses = [evaluate(fast, windows, cfg, plan, machine) for windows in val_windows]
-                loss = metrics.log_eval(step, losses, sets, time.perf_counter() - before)
-            if loss < state["best_val_loss"]:
-                state |= {"best_step": step, "best_val_loss": loss}
-        if step > start_step and (last or step % cfg.save_every == 0 or step == state["best_step"]):
-            with clock.paused():
-                if machine.is_main:
+    start_step, stopping = state["step"], False
+    with StopSignal() as stop, memory_advice(plan, cfg):
+        for step in range(start_step, plan.steps + 1):  # the extra turn only evaluates and saves
+            last = step == plan.steps
+            if step > start_step and (last or step % cfg.eval_every == 0):
+                with clock.paused():
                     before = time.perf_counter()
-                    path = save_checkpoint(folder / "ckpt", model, optimizer, scaler, state | {"step": step}, cfg, sets)
-                    seconds = time.perf_counter() - before
-                    metrics.write({"step": step, "save_s": seconds}, f"saved {path} in {seconds:.1f} s")
-        if last:
-            break
+                    losses = [evaluate(fast, val, cfg, plan, machine) for val in val_windows]
+                    loss = metrics.log_eval(step, losses, sets, time.perf_counter() - before)
+                if loss < state["best_val_loss"]:
+                    state |= {"best_step": step, "best_val_loss": loss}
+            due = last or stopping or step % cfg.save_every == 0 or step == state["best_step"]
+            if step > start_step and due and not state["bad_in_a_row"] and machine.is_main:
+                with clock.paused():  # for the copy; a thread writes it
+                    saver.save(model, optimizer, scaler, state | {"step": step})
+            if last or stopping:
+                break
 
-        # ---- one optimizer step ----
-        lr = lr_at(step, plan.steps, cfg)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)  # dropout depends on the step alone
-        loss_sum = torch.zeros((), device=machine.device)
-        for micro in range(plan.accum):
-            with clock.waiting_for_data():
-                first = step * windows + (micro * machine.world + machine.rank) * plan.batch_size
-                x, y = to_device(loader.rows(loader.starts(first, plan.batch_size)), machine.device)
-            sync = micro == plan.accum - 1 or parallel is model
-            with nullcontext() if sync else parallel.no_sync():  # around the forward too: DDP decides there
-                with machine.autocast():
-                    loss = fast(x, y) / plan.accum  # a mean of means over equal sizes is the mean
-                scaler.scale(loss).backward()
-            loss_sum += loss.detach()
-        scaler.unscale_(optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+            # ---- one optimizer step ----
+            lr = lr_at(step, plan.steps, cfg)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)  # dropout depends on the step alone
+            loss_sum = torch.zeros((), device=machine.device)
+            for micro in range(plan.accum):
+                with clock.waiting_for_data():
+                    first = state["samples"] + (micro * machine.world + machine.rank) * plan.batch_size
+                    x, y = to_device(loader.rows(loader.starts(first, plan.batch_size)), machine.device)
+                sync = micro == plan.accum - 1 or parallel is model
+                with nullcontext() if sync else parallel.no_sync():  # around the forward too: DDP decides there
+                    with machine.autocast():
+                        loss = fast(x, y) / plan.accum  # a mean of means over equal sizes is the mean
+                    scaler.scale(loss).backward()
+                loss_sum += loss.detach()
+            scaler.unscale_(optimizer)
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf).item()
+            # What all ranks must agree on, in one sum: the loss, and whether one of them was told to stop.
+            facts = torch.stack([loss_sum, torch.full_like(loss_sum, float(stop.number > 0))])
+            mean_loss, stopping = (all_sum(facts) / machine.world).tolist()
+            finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)  # the same on every rank
+            if finite or scaler.is_enabled():  # with fp16, the scaler skips the step and scales less
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad(set_to_none=True)
 
-        # ---- everything below only reports ----
-        done = step + 1
-        if done == 1 or done % cfg.log_every == 0 or done == plan.steps:
-            mean_loss = all_sum(loss_sum).item() / machine.world  # waits for the device
-            metrics.log_step(done, mean_loss, lr, grad_norm.item(), flops, peak, clock)
-            if not math.isfinite(mean_loss):
-                raise UserError(f"the loss is {mean_loss} at step {done}: lower lr, or try dtype=float32")
-            clock.restart(done)
-        elif step == start_step:  # the first step after a resume warms up: it is not timed
-            machine.synchronize()
-            clock.restart(done)
+            # ---- everything below only reports ----
+            done, samples = step + 1, range(state["samples"], state["samples"] + windows)
+            state["samples"] += windows
+            write_texts = partial(write_bad_step, folder, done, sets, loader, samples)
+            metrics.watch(done, mean_loss, grad_norm, scaler, write_texts)
+            if finite and (done == 1 or done % cfg.log_every == 0 or done == plan.steps):
+                metrics.log_step(done, mean_loss, lr, grad_norm, flops, peak, clock)
+                clock.restart(done)
+            elif step == start_step:  # the first step after a resume warms up: it is not timed
+                machine.synchronize()
+                clock.restart(done)
+        saver.wait()
+        all_sum(torch.zeros(1, device=machine.device))  # no rank leaves before the checkpoint is on the disk
 
     metrics.close()
     if machine.is_main:
@@ -650,6 +737,11 @@ def main() -> None:
         print(f"checkpoint: {newest_checkpoint(folder / 'ckpt')}")
     if dist.is_initialized():
         dist.destroy_process_group()
+    if stopping:
+        say(machine, f"stopped by a signal after step {step}: --init_from=resume goes on from there")
+        sys.exit(128 + (stop.number or signal.SIGTERM))
+    if saver.failed:
+        raise UserError(f"{saver.failed}: make room, and --init_from=resume goes on from the one before")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,196 @@
+"""Checkpoints: a Hugging Face model directory, and beside it what training needs. Whole or not there.
+
+    out/RUN/ckpt/step_00001000/
+        model.safetensors, config.json    the model, as GPT.save_pretrained writes it
+        meta.json, tokenizer.*            of the data set
+        train_state.pt                    optimizer, scaler, step, place in the data: tensors and numbers, no code
+        train_config.json                 the settings
+        manifest.json                     size and SHA-256 of every other file
+
+A checkpoint is written to a sibling folder, synced to the disk and renamed, by a thread: training waits only for the copy
+to host memory. When the newest one turns out to be damaged, the one before it is taken.
+"""
+
+import copy
+import json
+import os
+import pickle
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configurator import UserError
+from dataset import DataSet, file_sha256
+from model import GPT
+
+
+def to_host(state: Any) -> Any:
+    """A copy of a state_dict, or of anything made of dicts, lists and tensors, in host memory."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {k: to_host(v) for k, v in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(to_host(v) for v in state)
+    return copy.copy(state)
+
+
+class Saver:
+    """Writes checkpoints in the background, one at a time, and drops the older ones."""
+
+    def __init__(self, ckpt_dir: Path, cfg: Any, sets: list[DataSet], say: Callable[[str], None]):
+        self.ckpt_dir, self.cfg, self.sets, self.say = ckpt_dir, cfg, sets, say
+        self.thread: threading.Thread | None = None
+        self.failed = ""  # why the last one could not be written
+        for left in ckpt_dir.glob(".tmp_*"):  # by a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
+
+    def save(self, model: GPT, optimizer, scaler, state: dict) -> None:
+        """Begin to write step_N; returns when all is copied. state: step, best_step and what else is to be found again."""
+        self.wait()
+        weights = to_host(dict(model.named_parameters()))
+        training = to_host(state | {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()})
+        self.thread = threading.Thread(target=self.write, args=(model, weights, training))
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Until the checkpoint that is being written is on the disk."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+
+    def write(self, model: GPT, weights: dict, training: dict) -> None:
+        started = time.perf_counter()
+        target = self.ckpt_dir / f"step_{training['step']:08d}"
+        tmp = self.ckpt_dir / f".tmp_{target.name}"
+        try:
+            shutil.rmtree(tmp, ignore_errors=True)
+            tmp.mkdir(parents=True)
+            model.save_pretrained(tmp, weights)
+            torch.save(training, tmp / "train_state.pt")
+            write_json(tmp / "train_config.json", asdict(self.cfg))
+            data = {d.name: d.meta["splits"]["train"]["sha256"] for d in self.sets}
+            write_json(tmp / "meta.json", self.sets[0].meta | {"trained_on": data})
+            tokenizer = self.sets[0].meta["tokenizer"]["file"]
+            shutil.copyfile(self.sets[0].folder / tokenizer, tmp / tokenizer)
+            files = {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in sorted(tmp.iterdir())}
+            write_json(tmp / "manifest.json", files)
+            for path in (*tmp.iterdir(), tmp):
+                sync_to_disk(path)
+            shutil.rmtree(target, ignore_errors=True)  # a resumed run that comes by again
+            tmp.rename(target)
+            sync_to_disk(self.ckpt_dir)
+            older = [p for p in whole_checkpoints(self.ckpt_dir) if int(p.name[5:]) != training["best_step"]]
+            for path in older[self.cfg.keep :]:
+                shutil.rmtree(path)
+            self.failed = ""
+            self.say(f"step {training['step']}: saved {target} in {time.perf_counter() - started:.1f} s")
+        except (
+            OSError,
+            RuntimeError,
+        ) as e:  # a full disk, above all; safetensors and torch.save have errors of their own
+            shutil.rmtree(tmp, ignore_errors=True)
+            self.failed = f"{target} could not be written ({(getattr(e, 'strerror', None) or str(e)).splitlines()[0]})"
+            self.say(f"warning: {self.failed}; training goes on, the checkpoint before it is whole")
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def sync_to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Finding and reading them
+
+
+def whole_checkpoints(ckpt_dir: Path) -> list[Path]:
+    """Newest first. Whole means that the manifest, which is written last, is there."""
+    return sorted((p.parent for p in ckpt_dir.glob("step_*/manifest.json")), reverse=True)
+
+
+def damage(folder: Path) -> str:
+    """What is wrong with a checkpoint's files: the first that is not what manifest.json says; empty if all are."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        for name, entry in manifest.items():
+            path = folder / Path(name).name
+            if path.stat().st_size != entry["bytes"] or file_sha256(path) != entry["sha256"]:
+                return f"{path}: not what manifest.json says"
+        if not {"model.safetensors", "config.json", "train_state.pt"} <= manifest.keys():
+            return f"{folder}/manifest.json: incomplete"
+    except OSError as e:
+        return f"{e.filename}: {e.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{folder}/manifest.json: damaged"
+    return ""
+
+
+def newest_intact(ckpt_dir: Path) -> tuple[Path | None, list[str]]:
+    """(the newest checkpoint all of whose files are what they were, what is wrong with the newer ones)."""
+    wrong: list[str] = []
+    for folder in whole_checkpoints(ckpt_dir):
+        if not (found := damage(folder)):
+            return folder, wrong
+        wrong.append(found)
+    return None, wrong
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What a checkpoint says of the run that wrote it."""
+
+    settings: dict
+    meta: dict
+    training: dict
+
+
+def read_training(folder: Path) -> Earlier:
+    """All but the model. Nothing in it is executed: torch.load reads tensors and numbers only."""
+    try:
+        settings = json.loads((folder / "train_config.json").read_text())
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        training = torch.load(folder / "train_state.pt", map_location="cpu", weights_only=True)
+        return Earlier(settings, meta, training)
+    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, EOFError) as e:
+        raise UserError(f"{folder}: cannot be read ({str(e).splitlines()[0]})") from None
+
+
+def check_data(earlier: Earlier, sets: list[DataSet], folder: Path) -> None:
+    """UserError if a data set, or the tokenizer, is not the one that the checkpoint was trained with."""
+    tokenizer, before = sets[0].meta["tokenizer"]["sha256"], earlier.meta["tokenizer"]["sha256"]
+    differ = [f"tokenizer is {before[:12]} there, {tokenizer[:12]} here"] if tokenizer != before else []
+    for d in sets:
+        found, before = d.meta["splits"]["train"]["sha256"], earlier.meta["trained_on"].get(d.name)
+        if before not in (None, found):
+            differ.append(f"{d.folder}/train.bin is {before[:12]} there, {found[:12]} here (SHA-256)")
+    if differ:
+        start = "prepare the same data again, or start with --init_from and --run_name as a run of its own"
+        raise UserError(f"checkpoint {folder} was trained with other data: {'; '.join(differ)}: {start}")
+
+
+def settings_changed(earlier: Earlier, cfg: Any) -> list[str]:
+    """`lr 0.001 -> 0.002` for each setting that is another one now; those of where and how one looks at it left out."""
+    about = {
+        "init_from",
+        "overwrite",
+        "out_dir",
+        "data_dir",
+        "run_name",
+        "progress",
+        "log_every",
+        "wandb",
+        "wandb_project",
+    }
+    now = {k: v for k, v in asdict(cfg).items() if k not in about}
+    return [f"{k} {earlier.settings[k]} -> {v}" for k, v in now.items() if earlier.settings.get(k, v) != v]

@@ -1,0 +1,286 @@
+"""Break real small trainings and preparations on purpose, restart them, and compare with one that was left alone.
+
+    python tests/faults/harness.py --rounds 100        # or: make soak
+
+Each round draws a job, and what happens to it: SIGKILL at a random moment, after a random step, or inside the writing of a
+checkpoint; SIGTERM or SIGINT; a flipped byte, a cut or a deleted file in the newest checkpoint. The job is then started again
+by the same command until it ends. Identical means: the same bytes in the weights, the optimizer's state and the loss, norm
+and validation loss of every step, each there once; for prepare.py, the same bytes in every file.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPO), str(REPO / "tests")]
+
+from conftest import TINY, make_records, write_jsonl  # noqa: E402
+
+from configurator import parse, run  # noqa: E402
+
+STEPS = 40
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+COMMON = [
+    *TINY, f"--max_steps={STEPS}", "--save_every=4", "--eval_every=6", "--dropout=0.1", "--init_from=auto", "--n_embd=64",
+]  # fmt: skip
+JOBS = {  # name: (processes, options)
+    "fp32": (1, []),
+    "bf16": (1, ["--dtype=bfloat16"]),
+    "epochs": (
+        1,
+        ["--block_size=256", "--batch_size=2", "--batch_tokens=8192"],
+    ),  # across an epoch's edge every few steps
+    "2 processes": (2, []),
+}
+FAULTS = [
+    "kill at a random time",
+    "kill after a step",
+    "kill inside a save",
+    "SIGTERM",
+    "SIGINT",
+    "flip a byte",
+    "cut a file",
+    "lose a file",
+]
+
+
+def command(job: str, data: Path, out: Path) -> list[str]:
+    n, options = JOBS[job]
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"] if n > 1 else []
+    return [
+        sys.executable,
+        *launch,
+        str(REPO / "train.py"),
+        *COMMON,
+        f"--data_dir={data}",
+        f"--out_dir={out}",
+        *options,
+    ]
+
+
+def start(argv: list[str]) -> subprocess.Popen:
+    return subprocess.Popen(argv, stdout=-1, stderr=-1, text=True, env=ENVIRONMENT, start_new_session=True)
+
+
+def kill(process: subprocess.Popen, number: int) -> None:
+    try:
+        os.killpg(process.pid, number)  # torchrun and its workers, as a machine that goes down takes them all
+    except ProcessLookupError:
+        pass
+
+
+def steps_done(out: Path) -> int:
+    try:
+        return json.loads((out / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def saving(out: Path) -> bool:
+    return any((out / "run" / "ckpt").glob(".tmp_*"))
+
+
+def wait_for(process: subprocess.Popen, condition, seconds: float = 60) -> None:
+    deadline = time.time() + seconds
+    while process.poll() is None and not condition() and time.time() < deadline:
+        time.sleep(0.0005)
+
+
+def result(out: Path) -> dict:
+    """All that must be identical."""
+    folder = out / "run" / "ckpt" / f"step_{STEPS:08d}"
+    state = torch.load(folder / "train_state.pt", weights_only=True)
+    records = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
+    keys = ("loss", "lr", "grad_norm", "val_loss", "tokens")
+    return {
+        "weights": load_file(folder / "model.safetensors"),
+        "moments": {(i, k): v for i, s in state["optimizer"]["state"].items() for k, v in s.items()},
+        "state": {k: v for k, v in state.items() if k not in ("optimizer", "scaler")},
+        "metrics": [(r["step"], k, r[k]) for r in records for k in keys if k in r],
+    }
+
+
+def identical(a: dict, b: dict) -> bool:
+    tensors = all(
+        a[part].keys() == b[part].keys() and all(torch.equal(a[part][k], b[part][k]) for k in a[part])
+        for part in ("weights", "moments")
+    )
+    return tensors and a["state"] == b["state"] and a["metrics"] == b["metrics"]
+
+
+@dataclass
+class Round:
+    job: str
+    faults: list[str]
+    starts: int = 0
+    identical: bool = False
+    traceback: str = ""
+    seconds: float = 0.0
+
+
+def hurt(out: Path, fault: str, rng: random.Random) -> str:
+    """Damage one file of the newest checkpoint, as long as there is another to fall back to."""
+    whole = sorted(p.parent for p in (out / "run" / "ckpt").glob("step_*/manifest.json"))
+    if len(whole) < 2:
+        return "(too early for damage)"
+    path = rng.choice(sorted(whole[-1].iterdir()))
+    if fault == "lose a file":
+        path.unlink()
+    elif fault == "cut a file":
+        os.truncate(path, rng.randrange(path.stat().st_size))
+    else:
+        with open(path, "r+b") as f:
+            at = rng.randrange(path.stat().st_size)
+            f.seek(at)
+            byte = f.read(1)[0]
+            f.seek(at)
+            f.write(bytes([byte ^ (1 << rng.randrange(8))]))
+    return f"{fault}: {path.name}"
+
+
+def train_round(job: str, data: Path, out: Path, reference: dict, rng: random.Random) -> Round:
+    begun, r = time.time(), Round(job, [])
+    for _ in range(rng.randint(1, 3)):
+        fault, process, before = rng.choice(FAULTS), start(command(job, data, out)), steps_done(out)
+        r.starts += 1
+        if fault == "kill at a random time":
+            wait_for(process, lambda: False, rng.uniform(0, 6))
+        elif fault == "kill inside a save":
+            wait_for(process, lambda: saving(out))
+        else:
+            target = before + rng.randint(1, STEPS // 3)
+            wait_for(process, lambda target=target: steps_done(out) >= target)
+        number = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}.get(fault, signal.SIGKILL)
+        kill(process, number)
+        stderr = process.communicate(timeout=120)[1]
+        if "Traceback" in stderr and JOBS[job][0] == 1:  # torchrun has tracebacks of its own
+            r.traceback = stderr[-1500:]
+        r.faults.append(hurt(out, fault, rng) if fault in FAULTS[5:] else fault)
+        if process.returncode == 0:
+            break
+    for _ in range(3):
+        process = start(command(job, data, out))
+        stderr = process.communicate(timeout=300)[1]
+        r.starts += 1
+        if process.returncode == 0:
+            break
+        r.traceback = r.traceback or stderr[-1500:]
+    r.identical = process.returncode == 0 and identical(result(out), reference)
+    r.seconds = time.time() - begun
+    return r
+
+
+def prepare_command(corpus: Path, data: Path) -> list[str]:
+    options = ["--name=set", "--vocab_size=400", "--val_fraction=0.2", "--workers=2", "--shard_mb=0.02"]
+    return [sys.executable, str(REPO / "prepare.py"), "--input", str(corpus), f"--data_dir={data}", *options]
+
+
+def prepare_round(corpus: Path, data: Path, reference: dict[str, bytes], rng: random.Random) -> Round:
+    begun, r = time.time(), Round("prepare", [])
+    for _ in range(rng.randint(1, 3)):
+        process, seconds = start(prepare_command(corpus, data)), rng.uniform(0, 2.5)
+        wait_for(process, lambda: False, seconds)
+        process.kill()
+        process.communicate()
+        r.starts += 1
+        r.faults.append(f"kill after {seconds:.1f} s")
+        if (data / "set").exists() and files_of(data / "set") != reference:
+            r.traceback = "a data set that is not whole"
+    process = start(prepare_command(corpus, data))
+    stderr = process.communicate()[1]
+    r.starts, r.seconds = r.starts + 1, time.time() - begun
+    r.identical = process.returncode == 0 and files_of(data / "set") == reference
+    r.traceback = r.traceback or (stderr[-1500:] if process.returncode else "")
+    return r
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def make_data(root: Path) -> tuple[Path, Path]:
+    """(a folder with the data set tiny, a corpus)."""
+    small, corpus = (
+        write_jsonl(root / "small.jsonl", make_records(300)),
+        write_jsonl(root / "corpus.jsonl", make_records(6000)),
+    )
+    argv = [
+        sys.executable,
+        str(REPO / "prepare.py"),
+        "--input",
+        str(small),
+        "--name=tiny",
+        f"--data_dir={root / 'data'}",
+    ]
+    subprocess.run([*argv, "--vocab_size=400", "--val_fraction=0.1"], check=True, stdout=-3, env=ENVIRONMENT)
+    return root / "data", corpus
+
+
+def references(root: Path, data: Path, corpus: Path, jobs: list[str]) -> dict[str, dict]:
+    found = {}
+    for job in jobs:
+        if job == "prepare":
+            subprocess.run(prepare_command(corpus, root / "prepared"), check=True, stdout=-3, env=ENVIRONMENT)
+            found[job] = files_of(root / "prepared" / "set")
+        else:
+            out = root / f"reference {job}"
+            subprocess.run(command(job, data, out), check=True, stdout=-3, stderr=-3, env=ENVIRONMENT)
+            found[job] = result(out)
+    return found
+
+
+def soak(rounds: int, seed: int, parallel: int, root: Path, jobs: list[str] | None = None) -> list[Round]:
+    jobs = jobs or [*JOBS, "prepare"]
+    data, corpus = make_data(root)
+    reference = references(root, data, corpus, jobs)
+
+    def one(number: int) -> Round:
+        rng, out = random.Random(seed * 10_000 + number), root / f"round {number}"
+        job = jobs[number % len(jobs)]
+        if job == "prepare":
+            r = prepare_round(corpus, out, reference[job], rng)
+        else:
+            r = train_round(job, data, out, reference[job], rng)
+        what = f"{number + 1:>4}  {job:<12} {r.starts} starts {r.seconds:5.0f} s  identical {'yes' if r.identical else 'NO '}"
+        print(f"{what}  {'; '.join(r.faults)}{'  TRACEBACK' if r.traceback else ''}", flush=True)
+        if r.identical and not r.traceback:
+            shutil.rmtree(out)
+        elif r.traceback:
+            print(r.traceback, flush=True)
+        return r
+
+    with ThreadPoolExecutor(parallel) as pool:
+        return list(pool.map(one, range(rounds)))
+
+
+@dataclass(frozen=True)
+class SoakConfig:
+    rounds: int = 100  # so many
+    seed: int = 0  # of what happens in them
+    parallel: int = 2  # rounds at a time
+
+
+def main() -> None:
+    cfg = parse(SoakConfig, doc=__doc__)
+    with tempfile.TemporaryDirectory() as root:
+        found = soak(cfg.rounds, cfg.seed, cfg.parallel, Path(root))
+    good, bad = sum(r.identical for r in found), sum(bool(r.traceback) for r in found)
+    print(f"\n{good} of {len(found)} identical, {bad} with a traceback, {sum(r.starts for r in found)} starts")
+    sys.exit(good < len(found) or bad > 0)
+
+
+if __name__ == "__main__":
+    run(main)
