@@ -16,14 +16,15 @@ import json
 import os
 import pickle
 import shutil
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from configurator import UserError
 from dataset import DataSet, file_sha256
@@ -46,7 +47,8 @@ class Saver:
 
     def __init__(self, ckpt_dir: Path, cfg: Any, sets: list[DataSet], say: Callable[[str], None]):
         self.ckpt_dir, self.cfg, self.sets, self.say = ckpt_dir, cfg, sets, say
-        self.thread: threading.Thread | None = None
+        self.pool, self.writing = ThreadPoolExecutor(1), Future()
+        self.writing.set_result(None)
         self.failed = ""  # why the last one could not be written
         for left in ckpt_dir.glob(".tmp_*"):  # by a run that was killed
             shutil.rmtree(left, ignore_errors=True)
@@ -56,14 +58,11 @@ class Saver:
         self.wait()
         weights = to_host(dict(model.named_parameters()))
         training = to_host(state | {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()})
-        self.thread = threading.Thread(target=self.write, args=(model, weights, training))
-        self.thread.start()
+        self.writing = self.pool.submit(self.write, model, weights, training)
 
     def wait(self) -> None:
         """Until the checkpoint that is being written is on the disk."""
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
+        self.writing.result()
 
     def write(self, model: GPT, weights: dict, training: dict) -> None:
         started = time.perf_counter()
@@ -94,7 +93,8 @@ class Saver:
         except (
             OSError,
             RuntimeError,
-        ) as e:  # a full disk, above all; safetensors and torch.save have errors of their own
+            SafetensorError,
+        ) as e:  # a full disk, in the words of open, torch and safetensors
             shutil.rmtree(tmp, ignore_errors=True)
             self.failed = f"{target} could not be written ({(getattr(e, 'strerror', None) or str(e)).splitlines()[0]})"
             self.say(f"warning: {self.failed}; training goes on, the checkpoint before it is whole")
@@ -181,16 +181,6 @@ def check_data(earlier: Earlier, sets: list[DataSet], folder: Path) -> None:
 
 def settings_changed(earlier: Earlier, cfg: Any) -> list[str]:
     """`lr 0.001 -> 0.002` for each setting that is another one now; those of where and how one looks at it left out."""
-    about = {
-        "init_from",
-        "overwrite",
-        "out_dir",
-        "data_dir",
-        "run_name",
-        "progress",
-        "log_every",
-        "wandb",
-        "wandb_project",
-    }
+    about = "init_from overwrite out_dir data_dir run_name progress log_every wandb wandb_project".split()
     now = {k: v for k, v in asdict(cfg).items() if k not in about}
     return [f"{k} {earlier.settings[k]} -> {v}" for k, v in now.items() if earlier.settings.get(k, v) != v]

@@ -18,6 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from configurator import UserError
 
@@ -46,8 +47,15 @@ def open_dataset(folder: str | Path) -> dict:
     """meta.json of a whole data set; UserError if there is none, or if a file is not the one it describes."""
     folder = Path(folder)
     meta = read_meta(folder)
-    for split in ("train", "val"):
-        path, size = folder / f"{split}.bin", meta["splits"][split]["tokens"] * np.dtype(meta["dtype"]).itemsize
+    try:
+        sizes = {k: meta["splits"][k]["tokens"] * np.dtype(meta["dtype"]).itemsize for k in ("train", "val")}
+        tokenizer, sha256 = folder / meta["tokenizer"]["file"], meta["tokenizer"]["sha256"]
+    except (KeyError, TypeError) as e:
+        raise UserError(f"{folder}/meta.json: damaged ({type(e).__name__}: {e}); run prepare.py again") from None
+    if not tokenizer.exists() or file_sha256(tokenizer) != sha256:
+        raise UserError(f"{tokenizer}: missing, or not the tokenizer that the data was made with; run prepare.py again")
+    for split, size in sizes.items():
+        path = folder / f"{split}.bin"
         found = path.stat().st_size if path.exists() else "no file"
         if found != size:
             raise UserError(
@@ -61,17 +69,44 @@ def open_split(folder: str | Path, meta: dict, split: str) -> np.memmap:
     return np.memmap(Path(folder) / f"{split}.bin", dtype=np.dtype(meta["dtype"]).newbyteorder("<"), mode="r")
 
 
-def check_ids(folder: str | Path, meta: dict, split: str) -> None:
-    """Read a split once; UserError at the first id that the vocabulary does not have (on a GPU it would be an assert)."""
-    ids = open_split(folder, meta, split)
-    for start in range(0, len(ids), 1 << 24):
-        part = ids[start : start + (1 << 24)]
-        if part.max() >= meta["vocab_size"]:
-            at = int(np.argmax(part >= meta["vocab_size"]))
+def verify(folder: str | Path, meta: dict, split: str) -> None:
+    """Read a split once; UserError unless it is what meta.json says: its hash, an eos behind every document, and no id
+    that the vocabulary does not have (on a GPU that would be an assert without a name).
+    """
+    ids, wanted, step = open_split(folder, meta, split), meta["splits"][split], 1 << 22
+    digest, ends = hashlib.sha256(), 0
+    for at in tqdm(range(0, len(ids), step), f"verifying {split}.bin", disable=None, leave=False):
+        block = ids[at : at + step]
+        if block.max() >= meta["vocab_size"]:
+            first = int(np.argmax(block >= meta["vocab_size"]))
             raise UserError(
-                f"{folder}/{split}.bin: token {start + at} has id {part[at]}, beyond the vocabulary of "
+                f"{folder}/{split}.bin: token {at + first} has id {block[first]}, beyond the vocabulary of "
                 f"{meta['vocab_size']}: the file was changed after it was made; run prepare.py again"
             )
+        digest.update(block)
+        ends += int((block == meta["eos_id"]).sum())
+    problems = {
+        f"{ends:,} eos where meta.json has {wanted['documents']:,} documents": ends != wanted["documents"],
+        "its last token is no eos": int(ids[-1]) != meta["eos_id"],
+        "its hash is not that of meta.json": digest.hexdigest() != wanted["sha256"],
+    }
+    if found := [problem for problem, wrong in problems.items() if wrong]:
+        raise UserError(f"{folder}/{split}.bin: {'; '.join(found)}: it was changed; run prepare.py again")
+
+
+def verify_new(sets: list["DataSet"], known: dict[str, list[int]]) -> dict[str, list[int]]:
+    """verify() the files that are not `known`, by size and time of change: a resumed run need not read its data again.
+
+    Returns {path: [bytes, nanoseconds]} of them all.
+    """
+    found = {}
+    for data in sets:
+        for split in ("train", "val"):
+            path = data.folder / f"{split}.bin"
+            found[str(path)] = [path.stat().st_size, path.stat().st_mtime_ns]
+            if found[str(path)] != known.get(str(path)):
+                verify(data.folder, data.meta, split)
+    return found
 
 
 def file_sha256(path: str | Path) -> str:

@@ -60,6 +60,7 @@ from dataset import (
     open_tokenizer,
     run_loader,
     sample_texts,
+    verify,
 )
 
 
@@ -672,24 +673,6 @@ def inspect(cfg: PrepareConfig) -> None:
         verify(folder, meta, split)
     print("  verified: hashes, every id below the vocabulary, an eos behind every document\n")
     show_texts(chosen_documents(folder, meta, cfg))
-
-
-def verify(folder: Path, meta: dict, split: str) -> None:
-    """Read a split whole; UserError unless it is what meta.json says."""
-    ids, wanted = open_split(folder, meta, split), meta["splits"][split]
-    digest, largest, ends, step = hashlib.sha256(), 0, 0, 1 << 22
-    for at in tqdm(range(0, len(ids), step), f"verifying {split}.bin", disable=None, leave=False):
-        block = ids[at : at + step]
-        digest.update(block)
-        largest, ends = max(largest, int(block.max())), ends + int((block == meta["eos_id"]).sum())
-    problems = {
-        f"id {largest} is beyond the vocabulary of {meta['vocab_size']}": largest >= meta["vocab_size"],
-        f"{ends:,} eos where meta.json has {wanted['documents']:,} documents": ends != wanted["documents"],
-        "its last token is no eos": int(ids[-1]) != meta["eos_id"],
-        "its hash is not that of meta.json": digest.hexdigest() != wanted["sha256"],
-    }
-    if found := [problem for problem, wrong in problems.items() if wrong]:
-        raise UserError(f"{folder}/{split}.bin: {'; '.join(found)}: run prepare.py again")
 
 
 def document_at(ids: np.ndarray, eos_id: int, at: int) -> tuple[int, int]:

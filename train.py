@@ -35,7 +35,7 @@ from bench.matmul import peak_tflops
 from bench.plot_loss import plot_loss, read_metrics
 from checkpoint import Saver, check_data, newest_intact, read_training, settings_changed
 from configurator import UserError, changes, parse, run
-from dataset import DataSet, Loader, Windows, check_ids, open_datasets, sample_texts, train_loader
+from dataset import DataSet, Loader, Windows, open_datasets, sample_texts, train_loader, verify_new
 from model import GPT, INIT, PRESETS, GPTConfig, hf_class, newest_checkpoint
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -174,7 +174,12 @@ def start(cfg: TrainConfig) -> Machine:
                 f"note: 1 of {n} GPUs is used; for all: torchrun --nproc_per_node={n} train.py {' '.join(sys.argv[1:])}"
             )
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # torchrun hands restarted workers the store of the attempt before, in which stale addresses stand (torch 2.13)
+        store, *_ = next(dist.rendezvous("env://"))
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # of several computers, each counts its own restarts
+            store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        backend, on = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, device_id=on)
     dtype, why = pick_dtype(cfg.dtype, device)
     return Machine(rank, local_rank, world, device, dtype, why)
 
@@ -606,10 +611,6 @@ def main() -> None:
 
     # data
     sets = open_datasets(cfg.dataset, cfg.data_dir)
-    if machine.is_main:
-        for data in sets:
-            check_ids(data.folder, data.meta, "train")
-            check_ids(data.folder, data.meta, "val")
     loader = train_loader(sets, cfg.block_size, cfg.seed)
     val_windows = [data.windows("val", cfg.block_size) for data in sets]
     plan = make_plan(cfg, machine.world, sum(windows.n_windows for windows in loader.splits) * cfg.block_size)
@@ -631,7 +632,7 @@ def main() -> None:
 
     # state: all that a checkpoint adds to model, optimizer and scaler
     state = {"step": 0, "samples": 0, "best_step": -1, "best_val_loss": math.inf, "losses": [], "bad_steps": 0}
-    state |= {"bad_in_a_row": 0, "wandb_id": ""}
+    state |= {"bad_in_a_row": 0, "wandb_id": "", "data_files": {}}
     changed: list[str] = []
     if resume:
         earlier = read_training(source)
@@ -639,6 +640,9 @@ def main() -> None:
         changed, state = settings_changed(earlier, cfg), earlier.training
         optimizer.load_state_dict(state.pop("optimizer"))
         scaler.load_state_dict(state.pop("scaler"))
+
+    if machine.is_main:
+        state["data_files"] = verify_new(sets, state["data_files"])
 
     # say what will happen, then wrap: DDP first and compile second, so that communication overlaps the backward pass
     flops, (peak, peak_source) = model.flops_per_token(cfg.block_size), peak_tflops(machine.device, machine.dtype)
@@ -726,7 +730,8 @@ def main() -> None:
                 machine.synchronize()
                 clock.restart(done)
         saver.wait()
-        all_sum(torch.zeros(1, device=machine.device))  # no rank leaves before the checkpoint is on the disk
+        if dist.is_initialized():
+            dist.barrier()  # no rank leaves before the checkpoint is on the disk
 
     metrics.close()
     if machine.is_main:

@@ -17,7 +17,7 @@ import corpora
 import prepare
 from configurator import UserError
 from corpora import Source, read_json, record_text
-from dataset import Tiktoken, check_ids, load_tokenizer, open_dataset, open_split
+from dataset import Tiktoken, load_tokenizer, open_dataset, open_split, verify
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 TEXTS = ["第一篇：你好，世界。", "second: hello\n    indented world", "third 😀 naïve <|endoftext|> </s>"]
@@ -338,12 +338,12 @@ def test_a_json_array_cut_off_anywhere_is_an_error(tmp_path, cut):
 
 def test_an_id_beyond_the_vocabulary_or_a_truncated_file_is_found(tmp_path, tiny_data):
     folder, meta = prepare_set(tmp_path, write_jsonl(tmp_path / "c.jsonl", make_records(40)))
-    check_ids(folder, meta, "train")
+    verify(folder, meta, "train")
     ids = np.memmap(folder / "train.bin", dtype=meta["dtype"], mode="r+")
     ids[123] = meta["vocab_size"]
     ids.flush()
     with pytest.raises(UserError, match="train.bin: token 123 has id 257, beyond the vocabulary of 257"):
-        check_ids(folder, meta, "train")
+        verify(folder, meta, "train")
     os.truncate(folder / "train.bin", 100)
     with pytest.raises(UserError, match="train.bin: 100 bytes where meta.json says .* truncated"):
         open_dataset(folder)

@@ -1,0 +1,413 @@
+"""A short, seeded selection of what harness.py does a hundred times, and the faults that need a closer look."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPO, TINY, call, metrics, train_tiny
+
+sys.path.insert(0, str(Path(__file__).parent))
+import harness
+
+import checkpoint
+import train
+from model import newest_checkpoint
+
+
+def test_killed_signalled_and_damaged_runs_end_identical(tmp_path):
+    rounds = harness.soak(4, seed=1, parallel=1, root=tmp_path, jobs=["bf16", "2 processes"])
+    assert all(r.identical and not r.traceback for r in rounds), [r.faults for r in rounds]
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_data, tmp_path_factory) -> Path:
+    return train_tiny(tiny_data, tmp_path_factory.mktemp("finished"))
+
+
+@pytest.mark.parametrize("fault", ["flip a byte", "cut a file", "lose a file"])
+def test_a_damaged_file_of_a_checkpoint_is_named_and_the_one_before_is_taken(
+    finished, tiny_data, tmp_path, fault, capsys
+):
+    names = sorted(p.name for p in newest_checkpoint(finished / "ckpt").iterdir())
+    for name in names:
+        out = tmp_path / name
+        shutil.copytree(finished, out / "run")
+        path = newest_checkpoint(out / "run" / "ckpt") / name
+        data = path.read_bytes()
+        if fault == "lose a file":
+            path.unlink()
+        else:
+            path.write_bytes(
+                data[: len(data) // 2] if fault == "cut a file" else data[:-2] + bytes([data[-2] ^ 1]) + data[-1:]
+            )
+        run = train_tiny(tiny_data, out, "--init_from=resume")
+        said = capsys.readouterr().out
+        assert "at step 4" in said, name
+        if not (name == "manifest.json" and fault == "lose a file"):  # then there is no checkpoint to be damaged
+            assert "warning: " in said and "damaged; taking" in said, name
+            assert name in said or "manifest.json" in said, name
+        assert metrics(run, "loss") == metrics(finished, "loss")
+
+
+def test_when_all_checkpoints_are_damaged_nothing_is_overwritten(finished, tiny_data, tmp_path, refuses):
+    shutil.copytree(finished, tmp_path / "run")
+    for path in (tmp_path / "run" / "ckpt").glob("*/model.safetensors"):
+        os.truncate(path, 100)
+    before = sorted(p.name for p in (tmp_path / "run" / "ckpt").rglob("*"))
+    for how in ("resume", "auto"):
+        error = refuses(train.main, *TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", f"--init_from={how}")
+        assert "all are damaged, as" in error and "model.safetensors" in error
+    assert sorted(p.name for p in (tmp_path / "run" / "ckpt").rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json", "tokenizer.model"])
+def test_a_damaged_data_set_is_found_before_the_first_step(tiny_data, tmp_path, refuses, name):
+    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
+    path = tmp_path / "tiny" / name
+    data = path.read_bytes()
+    options = [*TINY, f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'out'}"]
+    for content in (
+        data[: len(data) // 2],
+        data[:1001] + bytes([data[1001] ^ 1]) + data[1002:] if name != "meta.json" else b"[]",
+        None,
+    ):
+        path.unlink() if content is None else path.write_bytes(content)
+        error = refuses(train.main, *options)
+        assert name in error or "no data set in" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_that_changed_under_a_run_is_refused_and_other_settings_are_reported(
+    finished, tiny_data, tmp_path, refuses, capsys
+):
+    from conftest import make_records, write_jsonl
+
+    import prepare
+
+    shutil.copytree(finished, tmp_path / "run")
+    corpus = write_jsonl(tmp_path / "other.jsonl", make_records(301))
+    model = f"--tokenizer={tiny_data / 'tiny' / 'tokenizer.model'}"
+    call(prepare.main, "--input", corpus, "--name=tiny", f"--data_dir={tmp_path}", model, "--val_fraction=0.1")
+    options = [*TINY, f"--out_dir={tmp_path}", "--init_from=resume"]
+    error = refuses(train.main, *options, f"--data_dir={tmp_path}")
+    assert "was trained with other data: " in error and "train.bin is " in error and "(SHA-256)" in error
+    call(
+        prepare.main,
+        "--input",
+        corpus,
+        "--name=tiny",
+        f"--data_dir={tmp_path}",
+        "--vocab_size=400",
+        "--val_fraction=0.1",
+        "--drop_control",
+        "--train_mb=1",
+        "--min_tokens=60",
+    )
+    assert "tokenizer is" in refuses(train.main, *options, f"--data_dir={tmp_path}")
+    capsys.readouterr()
+    call(train.main, *options, f"--data_dir={tiny_data}", "--max_steps=10", "--lr=0.001", "--batch_size=2")
+    said = capsys.readouterr().out
+    assert "settings that are others now: batch_size 4 -> 2, max_steps 8 -> 10, lr 0.003 -> 0.001" in said
+    assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 11))
+
+
+def test_another_batch_goes_on_with_the_next_window(finished, tiny_data, tmp_path, capsys):
+    """The place in the data is counted in windows, so that none is left out or read twice."""
+    import prepare
+
+    shutil.copytree(finished, tmp_path / "run")
+    train_tiny(tiny_data, tmp_path, "--init_from=resume", "--batch_tokens=512", "--max_steps=10")
+    capsys.readouterr()
+    for step, first, count in ((7, 56, 8), (8, 64, 16), (9, 80, 16)):
+        call(prepare.main, "--inspect", tmp_path / "run", f"--step={step}")
+        said = capsys.readouterr().out
+        assert f"---- sample {first}: " in said and said.count("---- sample") == count
+
+
+# -- signals --
+
+
+def launch(n: int, data: Path, out: Path, *options: str) -> subprocess.Popen:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"] if n > 1 else []
+    argv = [
+        sys.executable,
+        *torchrun,
+        str(REPO / "train.py"),
+        *TINY,
+        f"--data_dir={data}",
+        f"--out_dir={out}",
+        *options,
+    ]
+    return subprocess.Popen(argv, stdout=-1, stderr=-1, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_saves_the_step_and_ends_with_its_code(tiny_data, tmp_path, number):
+    options = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
+    process = launch(1, tiny_data, tmp_path, *options)
+    harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 20)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and "Traceback" not in err, err
+    folder = newest_checkpoint(tmp_path / "run" / "ckpt")
+    done = int(folder.name[5:])
+    assert not checkpoint.damage(folder) and metrics(tmp_path / "run", "loss").keys() == set(range(1, done + 1))
+    assert f"stopped by a signal after step {done}: --init_from=resume goes on from there" in out
+
+
+def test_one_rank_told_to_stop_stops_all_after_the_same_step(tiny_data, tmp_path):
+    options = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
+    process = launch(2, tiny_data, tmp_path, *options)
+    harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 20)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    ranks = [p for p in children if "RANK=1" in Path(f"/proc/{p}/environ").read_text().split("\0")]
+    os.kill(int(ranks[0]), signal.SIGUSR1)  # rank 1 alone
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    folder = newest_checkpoint(tmp_path / "run" / "ckpt")
+    assert not checkpoint.damage(folder) and int(folder.name[5:]) == max(metrics(tmp_path / "run", "loss"))
+
+
+def test_torchrun_restarts_a_killed_rank_and_no_step_is_missing(tiny_data, tmp_path):
+    whole = train_tiny(
+        tiny_data, tmp_path / "whole", "--max_steps=60", "--batch_size=2", "--save_every=10", "--eval_every=20"
+    )
+    argv = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "--max_restarts=1",
+        str(REPO / "train.py"),
+        *TINY,
+    ]
+    options = ["--max_steps=60", "--batch_size=2", "--save_every=10", "--eval_every=20", "--init_from=auto"]
+    process = subprocess.Popen(
+        [*argv, *options, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"], stdout=-1, stderr=-1, text=True
+    )
+    harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 25)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(
+        int([p for p in children if "RANK=1" in Path(f"/proc/{p}/environ").read_text().split("\0")][0]), signal.SIGKILL
+    )
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "resumed from" in out
+    assert metrics(tmp_path / "run", "loss") == pytest.approx(metrics(whole, "loss"), rel=1e-3)
+
+
+# -- numbers that are none --
+
+
+def poison(monkeypatch, *bad_calls: int, value: float = float("nan")) -> None:
+    """The loss of these micro-steps becomes `value`, as by a bad batch or a broken kernel."""
+    forward, calls = train.GPT.forward, iter(range(10**9))
+
+    def broken(self, idx, targets=None, *args, **kwargs):
+        loss = forward(self, idx, targets, *args, **kwargs)
+        return loss * value if self.training and next(calls) in bad_calls else loss
+
+    monkeypatch.setattr(train.GPT, "forward", broken)
+
+
+def test_a_step_that_is_not_finite_is_skipped_counted_and_its_texts_are_kept(tiny_data, tmp_path, monkeypatch, capsys):
+    import prepare
+
+    poison(monkeypatch, 5)  # the second micro-step of step 3
+    run = train_tiny(tiny_data, tmp_path)
+    said = capsys.readouterr().out
+    assert "step 3/8 | warning: loss nan, norm of the gradient nan: skipped; its texts are in " in said
+    assert set(metrics(run, "loss")) == {1, 2, 4, 5, 6, 7, 8} and metrics(run, "bad_steps") == {3: 1}
+    assert all(torch.isfinite(p).all() for p in train.GPT.from_pretrained(newest_checkpoint(run / "ckpt")).parameters())
+    text = (run / "bad_steps" / "step_00000003.txt").read_text()
+    call(prepare.main, "--inspect", run, "--step=2")
+    shown = capsys.readouterr().out
+    assert text.count("---- sample") == 8 and all(part.strip() in text for part in shown.split("---- ")[1:])
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run_and_leave_the_last_good_checkpoint(
+    tiny_data, tmp_path, monkeypatch, refuses
+):
+    poison(monkeypatch, *range(10, 1000), value=float("inf"))  # from step 6 on
+    options = [
+        *TINY,
+        f"--data_dir={tiny_data}",
+        f"--out_dir={tmp_path}",
+        "--max_steps=50",
+        "--save_every=1",
+        "--max_bad_steps=4",
+    ]
+    error = refuses(train.main, *options)
+    assert "4 steps in a row without a finite loss and gradient, the last at step 9: lower lr" in error
+    folder = newest_checkpoint(tmp_path / "run" / "ckpt")
+    assert folder.name == "step_00000005" and not checkpoint.damage(folder)
+
+
+def test_a_leap_of_the_loss_is_a_warning(tiny_data, tmp_path, monkeypatch, capsys):
+    poison(monkeypatch, 2 * 45, value=3.0)
+    run = train_tiny(tiny_data, tmp_path, "--max_steps=60", "--eval_every=100", "--lr=1e-4")
+    assert metrics(run, "spike_z").keys() == {46} and "deviations high" in capsys.readouterr().out
+
+
+def test_the_robust_z_score_is_that_of_the_formula():
+    losses = [float(i % 7) for i in range(70)]  # median 3; deviations 0 to 3, their median 2
+    assert train.spike(losses, 13.0) == pytest.approx(10 / (1.4826 * 2))
+    assert train.spike(losses[:29], 1e9) == 0.0
+
+
+# -- the disk, the memory, wandb --
+
+
+def test_a_full_disk_while_saving_does_not_end_the_training(tiny_data, tmp_path):
+    """A limit on the size of files stands for the full disk: only the weights are larger."""
+
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
+
+    argv = [sys.executable, str(REPO / "train.py"), *TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"]
+    done = subprocess.run(argv, preexec_fn=limit, capture_output=True, text=True)
+    assert done.stdout.count("could not be written") == 2 and "training goes on" in done.stdout, done.stdout
+    assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 9))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "make room" in done.stderr, done.stderr
+    assert not list((tmp_path / "run" / "ckpt").glob("*"))
+
+
+def test_a_failed_save_leaves_the_checkpoint_before_it_and_the_next_one_is_written(
+    tiny_data, tmp_path, monkeypatch, capsys
+):
+    save, calls = torch.save, iter(range(100))
+
+    def full(*args, **kwargs):
+        if next(calls) == 1:
+            raise OSError(28, "No space left on device")
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", full)
+    run = train_tiny(tiny_data, tmp_path, "--save_every=2", "--eval_every=100")
+    said = capsys.readouterr().out
+    assert "step_00000004 could not be written (No space left on device); training goes on" in said
+    assert sorted(p.name for p in (run / "ckpt").iterdir()) == ["step_00000002", "step_00000006", "step_00000008"]
+
+
+def test_saving_does_not_stop_the_training(tiny_data, tmp_path, monkeypatch):
+    """Steps are done while a checkpoint is being written, and what is written is the state of its own step."""
+    slow, save = [], torch.save
+
+    def slowly(state, path):
+        slow.append(metrics(tmp_path / "run", "loss"))
+        time.sleep(1.0)
+        slow.append(metrics(tmp_path / "run", "loss"))
+        save(state, path)
+
+    monkeypatch.setattr(torch, "save", slowly)
+    run = train_tiny(tiny_data, tmp_path, "--save_every=4", "--eval_every=100", "--keep=9")
+    assert len(slow[1]) > len(slow[0])
+    monkeypatch.undo()
+    quick = train_tiny(tiny_data, tmp_path / "quick", "--save_every=4", "--eval_every=100", "--keep=9")
+    for step in ("step_00000004", "step_00000008"):
+        assert (run / "ckpt" / step / "model.safetensors").read_bytes() == (
+            quick / "ckpt" / step / "model.safetensors"
+        ).read_bytes()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tiny_data, tmp_path, refuses):
+    (tmp_path / "out").write_text("a file where the folder would be")
+    error = refuses(train.main, *TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'out'}")
+    assert "out" in error and "Not a directory" in error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_out_of_memory_says_which_flags_would_fit(tiny_data, tmp_path, monkeypatch, refuses, error):
+    def forward(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(train.GPT, "forward", forward)
+    options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"]
+    assert "out of memory at batch_size=4: try --batch_size=2 (the step keeps its 256 tokens" in refuses(
+        train.main, *options
+    )
+    assert "try --block_size=16, or a smaller model" in refuses(train.main, *options, "--batch_size=1", "--overwrite")
+
+
+@pytest.mark.parametrize("fails", ["init", "log", "finish"])
+def test_wandb_failing_never_stops_the_training(tiny_data, tmp_path, monkeypatch, capsys, fails):
+    """wandb is replaced: what is tested is what we do when it raises, at any of the three places where it is called."""
+
+    class Run:
+        id = "abc123"
+
+        def log(self, *args, **kwargs):
+            if fails == "log":
+                raise ConnectionError("the network is down")
+
+        def finish(self):
+            if fails == "finish":
+                raise ConnectionError("the network is down")
+
+    class Wandb:
+        @staticmethod
+        def init(**kwargs):
+            if fails == "init":
+                raise RuntimeError("api_key not configured (no-tty)")
+            return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb)
+    run = train_tiny(tiny_data, tmp_path, "--wandb")
+    assert "warning: wandb failed; going on without it (" in capsys.readouterr().out
+    assert metrics(run, "loss").keys() == set(range(1, 9))
+
+
+def test_a_resumed_run_is_the_same_one_at_wandb(tiny_data, tmp_path, monkeypatch):
+    asked = []
+
+    class Run:
+        id = "abc123"
+
+        def log(self, *args, **kwargs):
+            pass
+
+        finish = log
+
+    class Wandb:
+        @staticmethod
+        def init(**kwargs):
+            asked.append((kwargs.get("id"), kwargs.get("resume")))
+            return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb)
+    train_tiny(tiny_data, tmp_path, "--wandb")
+    train_tiny(tiny_data, tmp_path, "--wandb", "--init_from=resume", "--max_steps=10")
+    assert asked == [(None, None), ("abc123", "allow")]
+
+
+def test_no_code_in_a_checkpoint_is_ever_run(finished, tiny_data, tmp_path, refuses):
+    shutil.copytree(finished, tmp_path / "run")
+
+    class Evil:
+        def __reduce__(self):
+            return (Path(tmp_path / "pwned").write_text, ("x",))
+
+    folder = newest_checkpoint(tmp_path / "run" / "ckpt")
+    torch.save({"step": 8, "optimizer": Evil()}, folder / "train_state.pt")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    path = folder / "train_state.pt"
+    manifest[path.name] = {"bytes": path.stat().st_size, "sha256": checkpoint.file_sha256(path)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    error = refuses(train.main, *TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--init_from=resume")
+    assert "cannot be read" in error and not (tmp_path / "pwned").exists()
