@@ -439,7 +439,10 @@ class Metrics:
         last = next((r for r in reversed(kept) if "settings" in r), {})
         if any(last.get(k) != v for k, v in begun.items()):  # what `prepare.py --inspect RUN --step N` goes by
             kept.append({"step": start_step, "first_sample": state["samples"]} | begun)
-        self.path.write_text("".join(json.dumps(r) + "\n" for r in kept))
+        whole = self.path.with_suffix(".tmp")
+        whole.write_text("".join(json.dumps(r) + "\n" for r in kept))
+        whole.replace(self.path)  # a kill leaves the one or the other
+        self.written, self.unwritten = self.path.stat().st_size, b""
         if cfg.progress == "bar" or (cfg.progress == "auto" and sys.stderr.isatty()):
             self.bar = tqdm(total=plan.steps, initial=start_step, dynamic_ncols=True, unit="step")
         if cfg.wandb:
@@ -499,7 +502,7 @@ class Metrics:
         self.write(record, line)
         return loss
 
-    def watch(self, done: int, loss: float, grad_norm: float, scaler, write_texts: Callable[[str], Path]) -> None:
+    def watch(self, done: int, loss: float, grad_norm: float, scaler, write_texts: Callable[[str], str]) -> None:
         """Count and report a step that was skipped, or whose loss leaps; UserError when too many were skipped in a row.
 
         Of fp16, a gradient that overflows while the loss is finite is the scaler's own business.
@@ -521,7 +524,7 @@ class Metrics:
             state["bad_steps"] += 1
             state["bad_in_a_row"] += 1
             what = f"loss {loss}, norm of the gradient {grad_norm}"
-            where = f"; its texts are in {write_texts(what)}" if self.machine.is_main else ""
+            where = f"; {write_texts(what)}" if self.machine.is_main else ""
             self.write(dict(step=done, bad_step=what, bad_steps=state["bad_steps"]), f"warning: {what}: skipped{where}")
             if state["bad_in_a_row"] >= limit:
                 last = f"{limit} steps in a row without a finite loss and gradient, the last at step {done}"
@@ -531,11 +534,16 @@ class Metrics:
         """One event: the record for programs, the line for people."""
         if not self.machine.is_main:
             return
+        waiting, self.unwritten = bool(self.unwritten), self.unwritten + json.dumps(record).encode() + b"\n"
         try:
-            with open(self.path, "a") as f:
-                f.write(json.dumps(record) + "\n")
+            with open(self.path, "r+b") as f:
+                f.truncate(self.written)  # the beginning of a line, from when the disk was full
+                f.seek(self.written)
+                f.write(self.unwritten)
+            self.written, self.unwritten = self.written + len(self.unwritten), b""
         except OSError as e:
-            say(self.machine, f"warning: {self.path}: {e.strerror}; training goes on")
+            if not waiting:
+                say(self.machine, f"warning: {self.path}: {e.strerror}; training goes on, the lines are kept for later")
         if self.bar is not None and in_bar:
             self.bar.set_postfix_str(line)
             self.bar.update(record["step"] - self.bar.n)
@@ -564,13 +572,16 @@ def spike(losses: list[float], loss: float) -> float:
     return (loss - median) / max(spread, 1e-3 * abs(median))
 
 
-def write_bad_step(folder: Path, step: int, sets: list[DataSet], loader: Loader, samples: range, what: str) -> Path:
+def write_bad_step(folder: Path, step: int, sets: list[DataSet], loader: Loader, samples: range, what: str) -> str:
     """The texts of a step that was skipped, so that the culprit can be read."""
     path = folder / "bad_steps" / f"step_{step:08d}.txt"
-    path.parent.mkdir(exist_ok=True)
     texts = "".join(f"\n---- {where}\n{text}\n" for where, text in sample_texts(sets, loader, samples))
-    path.write_text(f"step {step}: {what}\n{texts}", encoding="utf-8")
-    return path
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"step {step}: {what}\n{texts}", encoding="utf-8")
+        return f"its texts are in {path}"
+    except OSError as e:
+        return f"its texts could not be written to {path} ({e.strerror})"
 
 
 def banner(cfg: TrainConfig, sets: list[DataSet], machine: Machine, plan: Plan, model: GPT, peak_source: str) -> str:
@@ -739,6 +750,8 @@ def main() -> None:
             print(f"loss plot: {plot_loss([folder])}")
         except ImportError:
             print("no loss plot: pip install matplotlib")
+        except OSError as e:
+            print(f"no loss plot: {e.strerror}")
         print(f"checkpoint: {newest_checkpoint(folder / 'ckpt')}")
     if dist.is_initialized():
         dist.destroy_process_group()

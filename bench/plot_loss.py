@@ -24,10 +24,14 @@ class PlotConfig:
 
 def read_metrics(path: Path) -> list[dict]:
     """The records of a metrics.jsonl; a last line that a kill cut off is left out."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    if lines and not lines[-1].endswith("}"):
-        lines.pop()
-    return [json.loads(line) for line in lines]
+    lines, records = path.read_text().splitlines() if path.exists() else [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            if number < len(lines):
+                raise UserError(f"{path}:{number}: damaged; delete this line, then the rest can be read") from None
+    return records
 
 
 def plot_loss(runs: list[Path], png: str | Path = "") -> Path:

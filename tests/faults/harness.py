@@ -3,9 +3,10 @@
     python tests/faults/harness.py --rounds 100        # or: make soak
 
 Each round draws a job, and what happens to it: SIGKILL at a random moment, after a random step, or inside the writing of a
-checkpoint; SIGTERM or SIGINT; a flipped byte, a cut or a deleted file in the newest checkpoint. The job is then started again
-by the same command until it ends. Identical means: the same bytes in the weights, the optimizer's state and the loss, norm
-and validation loss of every step, each there once; for prepare.py, the same bytes in every file.
+checkpoint; SIGTERM, SIGINT or SIGUSR1; a flipped byte, a cut or a deleted file in the newest checkpoint, or in the data set,
+which must then be refused by name; a disk that is full for some steps (a small tmpfs, where one may be mounted). The job is
+then started again by the same command until it ends. Identical means: the same bytes in the weights, the optimizer's state
+and the loss, norm and validation loss of every step, each there once; for prepare.py, the same bytes in every file.
 """
 
 import json
@@ -45,16 +46,9 @@ JOBS = {  # name: (processes, options)
     ),  # across an epoch's edge every few steps
     "2 processes": (2, []),
 }
-FAULTS = [
-    "kill at a random time",
-    "kill after a step",
-    "kill inside a save",
-    "SIGTERM",
-    "SIGINT",
-    "flip a byte",
-    "cut a file",
-    "lose a file",
-]
+KILLS = ["kill at a random time", "kill after a step", "kill inside a save", "SIGTERM", "SIGINT", "SIGUSR1"]
+DAMAGE = ["flip a byte", "cut a file", "lose a file"]  # of the newest checkpoint, after a kill
+FAULTS = [*KILLS, *DAMAGE, *(f"{damage} of the data" for damage in DAMAGE), "full disk"]
 
 
 def command(job: str, data: Path, out: Path) -> list[str]:
@@ -108,7 +102,7 @@ def result(out: Path) -> dict:
     return {
         "weights": load_file(folder / "model.safetensors"),
         "moments": {(i, k): v for i, s in state["optimizer"]["state"].items() for k, v in s.items()},
-        "state": {k: v for k, v in state.items() if k not in ("optimizer", "scaler")},
+        "state": {k: v for k, v in state.items() if k not in ("optimizer", "scaler", "data_files")},
         "metrics": [(r["step"], k, r[k]) for r in records for k in keys if k in r],
     }
 
@@ -131,15 +125,12 @@ class Round:
     seconds: float = 0.0
 
 
-def hurt(out: Path, fault: str, rng: random.Random) -> str:
-    """Damage one file of the newest checkpoint, as long as there is another to fall back to."""
-    whole = sorted(p.parent for p in (out / "run" / "ckpt").glob("step_*/manifest.json"))
-    if len(whole) < 2:
-        return "(too early for damage)"
-    path = rng.choice(sorted(whole[-1].iterdir()))
-    if fault == "lose a file":
+def hurt(folder: Path, fault: str, rng: random.Random) -> Path:
+    """Damage one file of a folder; returns which."""
+    path = rng.choice(sorted(folder.iterdir()))
+    if fault.startswith("lose"):
         path.unlink()
-    elif fault == "cut a file":
+    elif fault.startswith("cut"):
         os.truncate(path, rng.randrange(path.stat().st_size))
     else:
         with open(path, "r+b") as f:
@@ -148,13 +139,51 @@ def hurt(out: Path, fault: str, rng: random.Random) -> str:
             byte = f.read(1)[0]
             f.seek(at)
             f.write(bytes([byte ^ (1 << rng.randrange(8))]))
-    return f"{fault}: {path.name}"
+    return path
+
+
+def hurt_checkpoint(out: Path, fault: str, rng: random.Random) -> str:
+    """As long as there is another one to fall back to."""
+    whole = sorted(p.parent for p in (out / "run" / "ckpt").glob("step_*/manifest.json"))
+    return f"{fault}: {hurt(whole[-1], fault, rng).name}" if len(whole) > 1 else "(too early for damage)"
+
+
+def hurt_data(argv: list[str], data: Path, fault: str, rng: random.Random) -> tuple[str, str]:
+    """(what was done, what is wrong with the answer). A start must name the file in one line; then it is put back."""
+    shutil.copytree(data / "tiny", data / "whole")
+    path, process = hurt(data / "tiny", fault, rng), start(argv)
+    stderr = process.communicate(timeout=120)[1]
+    shutil.rmtree(data / "tiny")
+    (data / "whole").rename(data / "tiny")
+    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    refused = process.returncode != 0 and len(errors) == 1 and (path.name in errors[0] or "no data set" in errors[0])
+    harmless = process.returncode == 0 and path.name == "meta.json"  # a flipped byte in what is for people only
+    return f"{fault}: {path.name}", "" if refused or harmless else f"exit code {process.returncode}: {stderr[-1500:]}"
+
+
+def fill_disk(out: Path, seconds: float) -> None:
+    with open(out / "ballast", "wb", buffering=0) as ballast:
+        try:
+            while True:
+                ballast.write(bytes(1 << 12))
+        except OSError:  # no space left
+            time.sleep(seconds)
+    (out / "ballast").unlink()
+
+
+def mount_small_disk(folder: Path) -> bool:
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True)
+    return done.returncode == 0
 
 
 def train_round(job: str, data: Path, out: Path, reference: dict, rng: random.Random) -> Round:
     begun, r = time.time(), Round(job, [])
+    own_data = out.with_name(f"{out.name} data")
+    shutil.copytree(data, own_data)
+    argv, small_disk = command(job, own_data, out), mount_small_disk(out)
     for _ in range(rng.randint(1, 3)):
-        fault, process, before = rng.choice(FAULTS), start(command(job, data, out)), steps_done(out)
+        fault, process, before = rng.choice(FAULTS), start(argv), steps_done(out)
         r.starts += 1
         if fault == "kill at a random time":
             wait_for(process, lambda: False, rng.uniform(0, 6))
@@ -163,16 +192,23 @@ def train_round(job: str, data: Path, out: Path, reference: dict, rng: random.Ra
         else:
             target = before + rng.randint(1, STEPS // 3)
             wait_for(process, lambda target=target: steps_done(out) >= target)
-        number = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}.get(fault, signal.SIGKILL)
-        kill(process, number)
+        if fault == "full disk" and small_disk:
+            fill_disk(out, rng.uniform(0.05, 1))
+            wait_for(process, lambda: False, rng.uniform(0, 1))
+        kill(process, getattr(signal, fault, signal.SIGKILL))
         stderr = process.communicate(timeout=120)[1]
         if "Traceback" in stderr and JOBS[job][0] == 1:  # torchrun has tracebacks of its own
             r.traceback = stderr[-1500:]
-        r.faults.append(hurt(out, fault, rng) if fault in FAULTS[5:] else fault)
+        if fault in DAMAGE:
+            fault = hurt_checkpoint(out, fault, rng)
+        elif fault.endswith("of the data"):
+            fault, wrong = hurt_data(argv, own_data, fault, rng)
+            r.starts, r.traceback = r.starts + 1, r.traceback or wrong
+        r.faults.append(fault if small_disk or fault != "full disk" else "(no tmpfs to fill)")
         if process.returncode == 0:
             break
     for _ in range(3):
-        process = start(command(job, data, out))
+        process = start(argv)
         stderr = process.communicate(timeout=300)[1]
         r.starts += 1
         if process.returncode == 0:
@@ -180,6 +216,9 @@ def train_round(job: str, data: Path, out: Path, reference: dict, rng: random.Ra
         r.traceback = r.traceback or stderr[-1500:]
     r.identical = process.returncode == 0 and identical(result(out), reference)
     r.seconds = time.time() - begun
+    if small_disk:
+        subprocess.run(["umount", str(out)], check=True)
+    shutil.rmtree(own_data)
     return r
 
 
