@@ -20,6 +20,7 @@ import dataclasses
 import difflib
 import errno
 import inspect
+import math
 import os
 import re
 import runpy
@@ -102,7 +103,7 @@ def convert(value: Any, kind: Any) -> Any:
             except ValueError:
                 pass
         number = float(value)
-        if kind is float and number == number:  # not nan
+        if kind is float and math.isfinite(number):
             return number
         if kind is int and number.is_integer():  # 5e8
             return int(number)

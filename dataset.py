@@ -10,8 +10,11 @@ prepare.py writes it; train.py, sample.py and prepare.py's own workers read it b
 
 import array
 import base64
+import errno
+import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -107,6 +110,19 @@ def verify_new(sets: list["DataSet"], known: dict[str, list[int]]) -> dict[str, 
             if found[str(path)] != known.get(str(path)):
                 verify(data.folder, data.meta, split)
     return found
+
+
+def lock(folder: str | Path, instead: str) -> int:
+    """Hold `folder` until the handle that is returned is closed, or this process ends; UserError if another one does."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another process is writing {folder}: wait for it, or {instead}") from None
+    except OSError as e:
+        if e.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):  # some network disks have no locks
+            raise
+    return handle
 
 
 def file_sha256(path: str | Path) -> str:

@@ -371,8 +371,9 @@ class GPT(nn.Module):
         Raises OSError for a missing file, ValueError for one that is damaged or holds another architecture.
         """
         try:
-            config = from_hf_config(json.loads((Path(folder) / "config.json").read_text()), **overrides)
-        except (KeyError, TypeError, AttributeError) as e:
+            settings = json.loads((Path(folder) / "config.json").read_text())
+            config = from_hf_config(settings, **overrides)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as e:
             raise ValueError(f"config.json: {type(e).__name__}: {e}") from None
         model = cls(config)
         try:
@@ -499,6 +500,8 @@ def to_hf_config(c: GPTConfig) -> dict:
 def from_hf_config(d: dict, **overrides) -> GPTConfig:
     """GPTConfig from what to_hf_config wrote."""
     name = d.get("architectures", ["?"])[0]
+    if d.get("rope_scaling"):
+        raise ValueError(f"config.json: rope_scaling {d['rope_scaling']} is not supported")
     if name == "GPT":
         found = {f.name: d[f.name] for f in fields(GPTConfig)}
     elif name == "GPT2LMHeadModel":

@@ -19,7 +19,6 @@ stays whole. The result does not depend on the number of workers, processes or i
 
 import codecs
 import ctypes
-import fcntl
 import hashlib
 import importlib.metadata
 import io
@@ -55,6 +54,7 @@ from dataset import (
     Tiktoken,
     file_sha256,
     load_tokenizer,
+    lock,
     open_dataset,
     open_split,
     open_tokenizer,
@@ -537,16 +537,6 @@ def check_target(target: Path, name: str) -> None:
             raise UserError(f"{target} exists and is no data set (see {others[0]!r}): choose another --name")
 
 
-def lock(folder: Path) -> int:
-    """Hold `folder` for this process, as long as it lives."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"another prepare.py holds {folder}: wait for it, or choose another --name") from None
-    return handle
-
-
 def put_in_place(new: Path, target: Path) -> None:
     """Put the finished folder in the place of the old one, in one step where the system can exchange two names (Linux)."""
     sync_to_disk(new)
@@ -773,7 +763,7 @@ def make_data_set(cfg: PrepareConfig, rank: int, world: int) -> None:
         if old.exists() and not target.exists():  # killed inside put_in_place
             old.rename(target)
         scratch.mkdir(parents=True, exist_ok=True)
-        held = lock(scratch)
+        held = lock(scratch, "choose another --name")
     gather(None, world)
     if not scratch.exists():
         raise UserError(f"{scratch} of rank 0 is not here: data_dir must be a folder that all machines share")

@@ -71,14 +71,20 @@ def find_checkpoint(cfg: SampleConfig) -> Path:
     return max(found, key=lambda c: (c / "manifest.json").stat().st_mtime)
 
 
-def continue_text(model: GPT, tokenizer, prompt: str, cfg: SampleConfig, generator: torch.Generator) -> None:
-    """Print num_samples continuations: the first as it is made, the others, made in the same batch, after it."""
-    device = model.wte.weight.device
+def encode_prompt(prompt: str, tokenizer, block_size: int) -> tuple[str, list[int]]:
+    """(the text that is continued, its ids behind an eos: a document begins)."""
     prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # a terminal can pass any bytes
     ids = [tokenizer.eos_id, *tokenizer.encode(prompt).tolist()]
-    if len(ids) > model.config.block_size:
-        print(f"[only the last {model.config.block_size} tokens of the prompt are seen]", file=sys.stderr)
-    idx = torch.tensor([ids] * cfg.num_samples, device=device)  # (B, T)
+    if len(ids) > block_size:
+        raise UserError(f"the prompt has {len(ids) - 1:,} tokens, the model sees {block_size - 1:,}: shorten it")
+    return prompt, ids
+
+
+def continue_text(
+    model: GPT, tokenizer, prompt: str, ids: list[int], cfg: SampleConfig, generator: torch.Generator
+) -> None:
+    """Print num_samples continuations: the first as it is made, the others, made in the same batch, after it."""
+    idx = torch.tensor([ids] * cfg.num_samples, device=model.wte.weight.device)  # (B, T)
     utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # holds back half a Chinese character
     eos_id = tokenizer.eos_id if cfg.stop_at_eos else None
     settings = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, eos_id=eos_id, generator=generator)
@@ -104,8 +110,12 @@ def main() -> None:
     folder = find_checkpoint(cfg)
     try:
         prompt = Path(cfg.prompt_file).read_text(encoding="utf-8-sig") if cfg.prompt_file else cfg.prompt
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"--prompt_file {cfg.prompt_file}: {e}") from None
+    except OSError as e:
+        raise UserError(f"--prompt_file {cfg.prompt_file}: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        raise UserError(f"--prompt_file {cfg.prompt_file}: not UTF-8 ({e.reason} at byte {e.start})") from None
+    if cfg.prompt_file and not prompt.strip():
+        raise UserError(f"--prompt_file {cfg.prompt_file}: holds no text; leave it out to begin a new document")
     device = cfg.device
     if device == "auto":
         device = (torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")).type
@@ -118,17 +128,23 @@ def main() -> None:
     except (OSError, ValueError) as e:
         raise UserError(f"{folder}: cannot be loaded ({str(e).splitlines()[0]})") from None
     tokenizer = load_tokenizer(folder)
+    start = encode_prompt(prompt, tokenizer, model.config.block_size)
     generator = torch.Generator(device).manual_seed(cfg.seed)
     print(f"[{folder}, {model.num_params()['total'] / 1e6:.1f}M parameters, {device} {cfg.dtype}]", file=sys.stderr)
     if not cfg.interactive:
-        continue_text(model, tokenizer, prompt, cfg, generator)
+        continue_text(model, tokenizer, *start, cfg, generator)
         return
     while True:
         try:
             prompt = input("prompt> ")
         except EOFError:
             return
-        continue_text(model, tokenizer, prompt, cfg, generator)
+        try:
+            start = encode_prompt(prompt, tokenizer, model.config.block_size)
+        except UserError as e:
+            print(f"error: {e}", file=sys.stderr)
+            continue
+        continue_text(model, tokenizer, *start, cfg, generator)
 
 
 if __name__ == "__main__":

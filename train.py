@@ -35,7 +35,7 @@ from bench.matmul import peak_tflops
 from bench.plot_loss import plot_loss, read_metrics
 from checkpoint import Saver, check_data, newest_intact, read_training, settings_changed
 from configurator import UserError, changes, parse, run
-from dataset import DataSet, Loader, Windows, open_datasets, sample_texts, train_loader, verify_new
+from dataset import DataSet, Loader, Windows, lock, open_datasets, sample_texts, train_loader, verify_new
 from model import GPT, INIT, PRESETS, GPTConfig, hf_class, newest_checkpoint
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -113,10 +113,15 @@ class TrainConfig:
         positive += " eval_every save_every keep log_every max_bad_steps"
         not_negative = "n_kv_head head_dim d_ff max_steps max_epochs max_tokens weight_decay grad_clip warmup_steps"
         not_negative += " eval_tokens peak_tflops seed"
-        shares = "warmup_ratio decay_ratio min_lr_ratio beta1 beta2 dropout"
+        shares, below_1 = "warmup_ratio decay_ratio min_lr_ratio", "beta1 beta2 dropout"
         wrong = [f"{k} must be positive" for k in positive.split() if not getattr(self, k) > 0]
         wrong += [f"{k} must not be negative" for k in not_negative.split() if not getattr(self, k) >= 0]
         wrong += [f"{k} must be between 0 and 1" for k in shares.split() if not 0 <= getattr(self, k) <= 1]
+        wrong += [f"{k} must be at least 0 and below 1" for k in below_1.split() if not 0 <= getattr(self, k) < 1]
+        if self.seed >= 2**62:
+            wrong.append("seed must be below 2^62")
+        if not self.run_name or self.run_name != Path(self.run_name).name:
+            wrong.append(f"run_name {self.run_name!r} must be a plain folder name")
         if self.init not in INIT:
             wrong.append(f"init={self.init!r} is none of {', '.join(INIT)}")
         if not (self.max_steps or self.max_epochs or self.max_tokens):
@@ -226,20 +231,14 @@ class StopSignal:
 
 
 @contextmanager
-def memory_advice(plan: "Plan", cfg: TrainConfig):
+def memory_advice(advice: str):
     """Out of memory, in one line that says what would fit."""
     try:
         yield
     except (torch.OutOfMemoryError, RuntimeError) as e:
         if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):
             raise
-        half = (
-            f"--batch_size={plan.batch_size // 2} (the step keeps its {plan.step_tokens:,} tokens: the same training)"
-        )
-        shorter = f"--block_size={cfg.block_size // 2}, or a smaller model"
-        raise UserError(
-            f"out of memory at batch_size={plan.batch_size}: try {half if plan.batch_size > 1 else shorter}"
-        ) from None
+        raise UserError(f"out of memory {advice}") from None
 
 
 def all_sum(x: torch.Tensor) -> torch.Tensor:
@@ -267,6 +266,14 @@ class Plan:
     step_tokens: int  # of all ranks: the multiple of B T world that is nearest to batch_tokens
     epoch_tokens: int  # in a pass over train.bin
     steps: int  # of the run
+
+    def smaller(self, block_size: int) -> str:
+        """What to do when it does not fit into memory."""
+        half = (
+            f"--batch_size={self.batch_size // 2} (the step keeps its {self.step_tokens:,} tokens: the same training)"
+        )
+        shorter = f"--block_size={block_size // 2}, or a smaller model"
+        return f"at batch_size={self.batch_size}: try {half if self.batch_size > 1 else shorter}"
 
 
 def make_plan(cfg: TrainConfig, world: int, epoch_tokens: int) -> Plan:
@@ -323,9 +330,28 @@ def find_source(cfg: TrainConfig, folder: Path, machine: Machine) -> tuple[Path 
     if (folder / "metrics.jsonl").exists() and not cfg.overwrite and cfg.init_from != "auto":
         ways = "--init_from=resume goes on with it, --overwrite replaces it, --run_name=NAME starts another"
         raise UserError(f"{folder} holds an earlier run: {ways}")
+    inside = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
+    if inside and not inside & {"metrics.jsonl", "metrics.tmp", "ckpt"}:
+        raise UserError(f"{folder} holds {min(inside)!r} and is no run: give another --run_name or --out_dir")
     if source is not None and cfg.overwrite and folder.resolve() in source.resolve().parents:
         raise UserError(f"--overwrite would delete {source}: give the new run another --run_name")
     return source, False
+
+
+@contextmanager
+def run_folder(folder: Path, fresh: bool, machine: Machine):
+    """The run's folder, emptied for a fresh run, and written by no other process meanwhile."""
+    if not machine.is_main:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = lock(folder, "stop it (a killed torchrun can leave its workers behind), or choose another --run_name")
+    try:
+        for path in folder.iterdir() if fresh else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        yield
+    finally:
+        os.close(handle)
 
 
 def load_model(folder: Path, cfg: TrainConfig, wanted: GPTConfig, resume: bool) -> GPT:
@@ -628,13 +654,14 @@ def main() -> None:
 
     # model: resumed, taken from another run, or new
     wanted, (source, resume) = model_config(cfg, sets[0].meta["vocab_size"]), find_source(cfg, folder, machine)
-    if source is None:
-        model = GPT(wanted)
-        torch.manual_seed(cfg.seed)  # the same weights on every rank
-        model.init_weights(cfg.init)
-    else:
-        model = load_model(source, cfg, wanted, resume)
-    model.to(machine.device)
+    with memory_advice("for the weights alone: make n_layer or n_embd smaller"):
+        if source is None:
+            model = GPT(wanted)
+            torch.manual_seed(cfg.seed)  # the same weights on every rank
+            model.init_weights(cfg.init)
+        else:
+            model = load_model(source, cfg, wanted, resume)
+        model.to(machine.device)
 
     # optimizer
     betas, fused = (cfg.beta1, cfg.beta2), machine.device.type in ("cuda", "cpu")
@@ -656,10 +683,9 @@ def main() -> None:
         state["data_files"] = verify_new(sets, state["data_files"])
 
     # say what will happen, then wrap: DDP first and compile second, so that communication overlaps the backward pass
-    flops, (peak, peak_source) = model.flops_per_token(cfg.block_size), peak_tflops(machine.device, machine.dtype)
-    if cfg.peak_tflops:
-        peak, peak_source = cfg.peak_tflops, f"{cfg.peak_tflops:g} TFLOPS a device, as given by peak_tflops"
-    peak = peak and peak * machine.world
+    given = (cfg.peak_tflops, f"{cfg.peak_tflops:g} TFLOPS a device, as given by peak_tflops")
+    peak, peak_source = given if cfg.peak_tflops else peak_tflops(machine.device, machine.dtype)
+    flops, peak = model.flops_per_token(cfg.block_size), peak and peak * machine.world
     say(machine, banner(cfg, sets, machine, plan, model, peak_source))
     if resume:
         say(machine, f"resumed from {source} at step {state['step']}")
@@ -674,18 +700,15 @@ def main() -> None:
     fast = parallel
     if cfg.compile is True or (cfg.compile == "auto" and machine.device.type == "cuda"):
         x, y = to_device(loader.rows(loader.starts(0, plan.batch_size)), machine.device)
-        with memory_advice(plan, cfg):
+        with memory_advice(plan.smaller(cfg.block_size)):
             fast = try_compile(parallel, x, y, machine)
-    if machine.is_main:
-        if not resume:
-            shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
 
-    saver = Saver(folder / "ckpt", cfg, sets, lambda text: say(machine, text))
-    metrics, clock = Metrics(folder, cfg, machine, plan, sets, state), Clock(machine, state["step"])
-    windows = plan.step_tokens // cfg.block_size  # of all ranks in a step
     start_step, stopping = state["step"], False
-    with StopSignal() as stop, memory_advice(plan, cfg):
+    windows = plan.step_tokens // cfg.block_size  # of all ranks in a step
+    advice = memory_advice(plan.smaller(cfg.block_size))
+    with run_folder(folder, not resume, machine), StopSignal() as stop, advice:
+        saver = Saver(folder / "ckpt", cfg, sets, lambda text: say(machine, text))
+        metrics, clock = Metrics(folder, cfg, machine, plan, sets, state), Clock(machine, start_step)
         for step in range(start_step, plan.steps + 1):  # the extra turn only evaluates and saves
             last = step == plan.steps
             if step > start_step and (last or step % cfg.eval_every == 0):
@@ -755,11 +778,11 @@ def main() -> None:
         print(f"checkpoint: {newest_checkpoint(folder / 'ckpt')}")
     if dist.is_initialized():
         dist.destroy_process_group()
+    if saver.failed:
+        raise UserError(f"{saver.failed}: make room, and --init_from=resume goes on from the one before")
     if stopping:
         say(machine, f"stopped by a signal after step {step}: --init_from=resume goes on from there")
         sys.exit(128 + (stop.number or signal.SIGTERM))
-    if saver.failed:
-        raise UserError(f"{saver.failed}: make room, and --init_from=resume goes on from the one before")
 
 
 if __name__ == "__main__":

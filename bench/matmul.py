@@ -17,7 +17,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `python bench/matmul.py` finds ours
-from configurator import parse, run  # noqa: E402
+from configurator import UserError, parse, run  # noqa: E402
 
 DTYPES = {
     "fp32": torch.float32,
@@ -142,11 +142,11 @@ def cell(n: int, dtype: str, device: torch.device, cfg: MatmulConfig, slowest: f
 
 def main() -> None:
     cfg = parse(MatmulConfig, doc=__doc__)
-    device = (
-        torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if cfg.device == "auto"
-        else torch.device(cfg.device)
-    )
+    try:
+        device = torch.device(cfg.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f"--device={cfg.device}: not usable here ({str(e).splitlines()[0]})") from None
     name = device_name(device)
     print(f"{name}, torch {torch.__version__}; TFLOPS of n x n products, median")
     print("       n" + "".join(f"{d:>10}" for d in cfg.dtypes))

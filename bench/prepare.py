@@ -44,6 +44,9 @@ class BenchConfig:
     rounds: int = 3  # of each of the three
     json: str = ""  # write the figures here too
 
+    def problems(self) -> list[str]:
+        return [f"--{k} must be positive" for k in ("mb", "rounds") if getattr(self, k) < 1]
+
 
 def resident(pid: int) -> int:
     """Bytes of memory of a process and all below it (what they share counts once for each)."""

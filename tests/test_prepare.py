@@ -304,7 +304,7 @@ def test_two_runs_of_one_name_never_mix(tmp_path, refuses):
     other = os.open(scratch, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)  # what a running prepare.py holds
     error = refuses(prepare.main, "--input", corpus, f"--data_dir={tmp_path / 'data'}", "--name=set")
-    assert "another prepare.py holds" in error and scratch.exists()
+    assert "another process is writing" in error and scratch.exists()
     os.close(other)
     prepare_set(tmp_path, corpus)
 

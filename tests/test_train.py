@@ -1,12 +1,10 @@
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import REPO, TINY, call, metrics, torchrun, train_tiny
@@ -256,47 +254,6 @@ def test_wandb_is_not_imported_unless_asked_for():
 
 
 # -- faults --
-
-
-def test_bad_input_is_one_clear_line(straight, tiny_data, tmp_path, refuses):
-    def error(*options):
-        return refuses(train.main, *TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", *options)
-
-    assert "no data set in" in error("--dataset=nothing") and not (tmp_path / "run").exists()
-    assert "did you mean 'n_layer'?" in error("--n_layers=3")
-    assert "it takes int" in error("--n_layer=three")
-    assert "n_layer must be positive; lr must be positive" in error("--n_layer=0", "--lr=-1")
-    assert "the run has no end" in error("--max_steps=0")
-    assert "n_embd=33 does not divide by n_head=4" in error("--n_embd=33")
-    assert "no checkpoint in" in error("--init_from=resume")
-    source = newest_checkpoint(straight / "ckpt")
-    assert "block_size is 32 there, 64 here" in error(f"--init_from={source}", "--block_size=64")
-    assert "not a checkpoint" in error(f"--init_from={tmp_path}/nowhere")
-    assert "block_size=999999 needs" in error("--block_size=999999")
-    assert "float16 needs a CUDA device" in error("--dtype=float16")
-    assert "init='magic' is none of gpt2" in error("--init=magic")
-    if not torch.cuda.is_available():
-        assert "device=cuda: not usable here" in error("--device=cuda")
-
-    shutil.copytree(straight, tmp_path / "run")
-    assert "holds an earlier run" in error()
-    newest = newest_checkpoint(tmp_path / "run" / "ckpt")
-    assert "--overwrite would delete" in error(f"--init_from={newest}", "--overwrite") and newest.exists()
-    assert "n_layer is 2 there, 3 here" in error("--init_from=resume", "--dropout=0.1", "--n_layer=3")
-
-
-def test_damaged_data_is_found_before_the_first_step(tiny_data, tmp_path, refuses):
-    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
-    options = [*TINY, f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'out'}"]
-    path = tmp_path / "tiny" / "train.bin"
-    ids = np.memmap(path, dtype=np.uint16, mode="r+")
-    ids[77] = 400
-    ids.flush()
-    assert "token 77 has id 400, beyond the vocabulary of 400" in refuses(train.main, *options)
-    os.truncate(path, path.stat().st_size - 2)
-    assert "truncated" in refuses(train.main, *options)
-    path.unlink()
-    assert "no file bytes" in refuses(train.main, *options)
 
 
 def test_help_and_the_module_docstring_need_no_data(capsys):

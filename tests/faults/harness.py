@@ -40,10 +40,8 @@ COMMON = [
 JOBS = {  # name: (processes, options)
     "fp32": (1, []),
     "bf16": (1, ["--dtype=bfloat16"]),
-    "epochs": (
-        1,
-        ["--block_size=256", "--batch_size=2", "--batch_tokens=8192"],
-    ),  # across an epoch's edge every few steps
+    "epochs": (1, ["--block_size=256", "--batch_size=2", "--batch_tokens=8192"]),  # an epoch's edge every third step
+    "compiled": (1, ["--compile=true"]),
     "2 processes": (2, []),
 }
 KILLS = ["kill at a random time", "kill after a step", "kill inside a save", "SIGTERM", "SIGINT", "SIGUSR1"]
@@ -53,7 +51,8 @@ FAULTS = [*KILLS, *DAMAGE, *(f"{damage} of the data" for damage in DAMAGE), "ful
 
 def command(job: str, data: Path, out: Path) -> list[str]:
     n, options = JOBS[job]
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"] if n > 1 else []
+    handed_on = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"
+    launch = ["-m", "torch.distributed.run", "--standalone", handed_on, f"--nproc_per_node={n}"] if n > 1 else []
     return [
         sys.executable,
         *launch,
@@ -69,11 +68,21 @@ def start(argv: list[str]) -> subprocess.Popen:
     return subprocess.Popen(argv, stdout=-1, stderr=-1, text=True, env=ENVIRONMENT, start_new_session=True)
 
 
-def kill(process: subprocess.Popen, number: int) -> None:
-    try:
-        os.killpg(process.pid, number)  # torchrun and its workers, as a machine that goes down takes them all
-    except ProcessLookupError:
-        pass
+def workers(process: subprocess.Popen) -> dict[int, int]:
+    """rank -> process id of what torchrun has started; each is in a session of its own and would outlive it."""
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    environment = {int(child): Path(f"/proc/{child}/environ").read_text().split("\0") for child in children}
+    return {int(v[5:]): child for child, values in environment.items() for v in values if v.startswith("RANK=")}
+
+
+def stop(process: subprocess.Popen, number: int) -> None:
+    """SIGKILL takes torchrun and all workers, as when a machine goes down; others torchrun hands on."""
+    hit = workers(process).values() if number == signal.SIGKILL else []
+    for pid in (process.pid, *hit):
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
 
 
 def steps_done(out: Path) -> int:
@@ -195,7 +204,7 @@ def train_round(job: str, data: Path, out: Path, reference: dict, rng: random.Ra
         if fault == "full disk" and small_disk:
             fill_disk(out, rng.uniform(0.05, 1))
             wait_for(process, lambda: False, rng.uniform(0, 1))
-        kill(process, getattr(signal, fault, signal.SIGKILL))
+        stop(process, getattr(signal, fault, signal.SIGKILL))
         stderr = process.communicate(timeout=120)[1]
         if "Traceback" in stderr and JOBS[job][0] == 1:  # torchrun has tracebacks of its own
             r.traceback = stderr[-1500:]

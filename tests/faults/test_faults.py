@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -135,17 +136,9 @@ def test_another_batch_goes_on_with_the_next_window(finished, tiny_data, tmp_pat
 # -- signals --
 
 
-def launch(n: int, data: Path, out: Path, *options: str) -> subprocess.Popen:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"] if n > 1 else []
-    argv = [
-        sys.executable,
-        *torchrun,
-        str(REPO / "train.py"),
-        *TINY,
-        f"--data_dir={data}",
-        f"--out_dir={out}",
-        *options,
-    ]
+def launch(n: int, data: Path, out: Path, *options: str, torchrun: str = "") -> subprocess.Popen:
+    start = f"-m torch.distributed.run --standalone --nproc_per_node={n} {torchrun}".split() if n > 1 else []
+    argv = [sys.executable, *start, str(REPO / "train.py"), *TINY, f"--data_dir={data}", f"--out_dir={out}", *options]
     return subprocess.Popen(argv, stdout=-1, stderr=-1, text=True)
 
 
@@ -167,9 +160,7 @@ def test_one_rank_told_to_stop_stops_all_after_the_same_step(tiny_data, tmp_path
     options = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
     process = launch(2, tiny_data, tmp_path, *options)
     harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 20)
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    ranks = [p for p in children if "RANK=1" in Path(f"/proc/{p}/environ").read_text().split("\0")]
-    os.kill(int(ranks[0]), signal.SIGUSR1)  # rank 1 alone
+    os.kill(harness.workers(process)[1], signal.SIGUSR1)  # rank 1 alone
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0
     folder = newest_checkpoint(tmp_path / "run" / "ckpt")
@@ -180,29 +171,38 @@ def test_torchrun_restarts_a_killed_rank_and_no_step_is_missing(tiny_data, tmp_p
     whole = train_tiny(
         tiny_data, tmp_path / "whole", "--max_steps=60", "--batch_size=2", "--save_every=10", "--eval_every=20"
     )
-    argv = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "--max_restarts=1",
-        str(REPO / "train.py"),
-        *TINY,
-    ]
     options = ["--max_steps=60", "--batch_size=2", "--save_every=10", "--eval_every=20", "--init_from=auto"]
-    process = subprocess.Popen(
-        [*argv, *options, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"], stdout=-1, stderr=-1, text=True
-    )
+    process = launch(2, tiny_data, tmp_path, *options, torchrun="--max_restarts=1")
     harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 25)
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    os.kill(
-        int([p for p in children if "RANK=1" in Path(f"/proc/{p}/environ").read_text().split("\0")][0]), signal.SIGKILL
-    )
+    os.kill(harness.workers(process)[1], signal.SIGKILL)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "resumed from" in out
     assert metrics(tmp_path / "run", "loss") == pytest.approx(metrics(whole, "loss"), rel=1e-3)
+
+
+def test_torchrun_hands_the_warning_of_slurm_to_all_ranks(tiny_data, tmp_path):
+    options = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
+    process = launch(2, tiny_data, tmp_path, *options, torchrun="--signals-to-handle=SIGTERM,SIGINT,SIGUSR1")
+    harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 20)
+    process.send_signal(signal.SIGUSR1)
+    out, _ = process.communicate(timeout=60)
+    folder = newest_checkpoint(tmp_path / "run" / "ckpt")
+    assert not checkpoint.damage(folder) and f"stopped by a signal after step {int(folder.name[5:])}" in out
+
+
+def test_two_processes_never_write_one_run(tiny_data, tmp_path, refuses):
+    """A torchrun that is killed leaves its workers behind, still training."""
+    options = ["--max_steps=100000", "--save_every=5", "--eval_every=100000"]
+    process = launch(1, tiny_data, tmp_path, *options)
+    harness.wait_for(process, lambda: newest_checkpoint(tmp_path / "run" / "ckpt"))
+    for how in ("--overwrite", "--init_from=resume"):
+        error = refuses(
+            train.main, *TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", how, "--max_steps=100000"
+        )
+        assert f"another process is writing {tmp_path}/run" in error
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=60)[0].count("stopped by a signal") == 1
 
 
 # -- numbers that are none --
@@ -250,6 +250,23 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_leave_the_last_good_checkpo
     assert "4 steps in a row without a finite loss and gradient, the last at step 9: lower lr" in error
     folder = newest_checkpoint(tmp_path / "run" / "ckpt")
     assert folder.name == "step_00000005" and not checkpoint.damage(folder)
+
+
+def test_the_fp16_scalers_own_skips_are_told_apart_and_its_state_is_resumed(tiny_data, tmp_path, monkeypatch, capsys):
+    """fp16 on the CPU, which train.py would not choose: what the scaler does is the same there."""
+    monkeypatch.setattr(train, "pick_dtype", lambda *_: (torch.float16, "for this test"))
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**40, growth_interval=3))
+    options = ["--max_steps=40", "--save_every=30", "--eval_every=100"]
+    whole = train_tiny(tiny_data, tmp_path / "whole", *options)
+    said = capsys.readouterr().out
+    skipped = metrics(whole, "loss_scale")
+    assert len(skipped) > 5 and "fp16 overflow: skipped, the loss is scaled by " in said and "warning" not in said
+    assert metrics(whole, "loss").keys() == set(range(1, 41)) - skipped.keys() and not metrics(whole, "bad_steps")
+    shutil.copytree(whole / "ckpt" / "step_00000030", tmp_path / "run" / "ckpt" / "step_00000030")
+    shutil.copy(whole / "metrics.jsonl", tmp_path / "run")
+    resumed = train_tiny(tiny_data, tmp_path, *options, "--init_from=resume")
+    for key in ("loss", "loss_scale"):
+        assert metrics(resumed, key) == metrics(whole, key)
 
 
 def test_a_leap_of_the_loss_is_a_warning(tiny_data, tmp_path, monkeypatch, capsys):

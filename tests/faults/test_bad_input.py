@@ -1,0 +1,209 @@
+"""Wrong input, and the one line that answers it: exit code 2, no traceback, nothing written and nothing lost."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, make_records, train_tiny, write_jsonl
+from safetensors.torch import save_file
+
+import bench.matmul
+import bench.plot_loss
+import bench.prepare
+import prepare
+import sample
+import train
+from model import newest_checkpoint
+
+
+@pytest.fixture(scope="module")
+def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
+    """What the tables below name in braces: a corpus, a data set, a finished run, and damaged and foreign relatives."""
+    root = tmp_path_factory.mktemp("place")
+    shutil.copytree(tiny_data / "tiny", root / "data" / "tiny")
+    shutil.rmtree(train_tiny(root / "data", root / "out", "--max_steps=4") / "bad_steps", ignore_errors=True)
+    ckpt = newest_checkpoint(root / "out" / "run" / "ckpt")
+
+    def relative(name: str) -> Path:
+        return Path(shutil.copytree(ckpt, root / name))
+
+    (relative("cut") / "model.safetensors").write_bytes((ckpt / "model.safetensors").read_bytes()[:1000])
+    (relative("bert") / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
+    (relative("empty_config") / "config.json").write_text("")
+    (relative("pickled") / "model.safetensors").rename(root / "pickled" / "pytorch_model.bin")
+    save_file({"other.weight": torch.zeros(2, 2)}, relative("other_names") / "model.safetensors")
+    (relative("no_tokenizer") / "tokenizer.model").unlink()
+    (relative("no_meta") / "meta.json").unlink()
+    scaled = json.loads((ckpt / "config.json").read_text()) | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    (relative("yarn") / "config.json").write_text(json.dumps(scaled))
+
+    other = Path(shutil.copytree(root / "data" / "tiny", root / "data" / "other"))  # another tokenizer
+    meta = json.loads((other / "meta.json").read_text())
+    (other / "tokenizer.model").write_bytes(b"\n\x00" + (other / "tokenizer.model").read_bytes())
+    meta["tokenizer"]["sha256"] = prepare.file_sha256(other / "tokenizer.model")
+    (other / "meta.json").write_text(json.dumps(meta))
+    newer = Path(shutil.copytree(root / "data" / "tiny", root / "data" / "newer"))
+    (newer / "meta.json").write_text(json.dumps(meta | {"format_version": 99}))
+    large = Path(shutil.copytree(root / "data" / "tiny", root / "data" / "large"))
+    np.memmap(large / "train.bin", dtype=np.uint16, mode="r+")[77] = 400
+
+    write_jsonl(root / "corpus.jsonl", make_records(50))
+    (root / "syntax.py").write_text("n_layer = 2\nn_head = (\n")
+    (root / "crash.py").write_text("n_layer = 2\nn_head = 1 / 0\n")
+    (root / "unknown.py").write_text("n_layers = 2\n")
+    (root / "typed.py").write_text("lr = 'high'\n")
+    (root / "blank.txt").write_text(" \n")
+    (root / "long.txt").write_text("the loop reads tokens " * 50)
+    (root / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    (root / "a_file").write_text("in the way")
+    (root / "mine" / "run").mkdir(parents=True)
+    (root / "mine" / "run" / "thesis.tex").write_text("precious")
+    shutil.copytree(root / "out", root / "log")
+    (root / "log" / "run" / "metrics.jsonl").write_text('{"step": 1, "lo\n{"step": 2}\n')
+    return {"root": root, "ckpt": ckpt, "data": root / "data", "out": root / "out"}
+
+
+TRAIN = {
+    "--n_layers=3": "--n_layers: unknown setting 'n_layers'; did you mean 'n_layer'?",
+    "--n_layer=three": "n_layer='three' is not accepted; it takes int",
+    "--n_layer=0 --lr=-1": "n_layer must be positive; lr must be positive",
+    "--lr": "--lr: a value is missing; it takes float",
+    "--lr=nan": "lr='nan' is not accepted",
+    "--lr=inf": "lr='inf' is not accepted; it takes float",
+    "--preset=bert": "preset='bert' is not accepted; it takes gpt2|llama|qwen3",
+    "--init=magic": "init='magic' is none of gpt2",
+    "--dropout=1": "dropout must be at least 0 and below 1",
+    "--beta2=1": "beta2 must be at least 0 and below 1",
+    "--min_lr_ratio=2": "min_lr_ratio must be between 0 and 1",
+    "--seed=-1": "seed must not be negative",
+    "--seed=1e30": "seed must be below 2^62",
+    "--max_steps=0": "the run has no end: set max_steps, max_epochs or max_tokens",
+    "--run_name=": "run_name '' must be a plain folder name",
+    "--run_name=../data": "run_name '../data' must be a plain folder name",
+    "-n 3": "argument '-n': expected config/NAME.py or --key=value",
+    "nowhere": "argument 'nowhere': expected config/NAME.py or --key=value",
+    "config/nowhere.py": "config file config/nowhere.py: No such file or directory",
+    "{root}/syntax.py": "syntax.py, line 2: SyntaxError: '(' was never closed",
+    "{root}/crash.py": "crash.py, line 2: ZeroDivisionError: division by zero",
+    "{root}/unknown.py": "unknown.py: unknown setting 'n_layers'; did you mean 'n_layer'?",
+    "{root}/typed.py": "typed.py: lr='high' is not accepted; it takes float",
+    "--n_embd=33": "n_embd=33 does not divide by n_head=4",
+    "--n_kv_head=3": "n_head=4 must be a multiple of n_kv_head=3",
+    "--head_dim=7": "head_dim=7 must be even",
+    "--block_size=999999": "block_size=999999 needs 1000000",
+    "--n_embd=400000 --n_layer=400": "out of memory for the weights alone: make n_layer or n_embd smaller",
+    "--dtype=float16 --device=cpu": "dtype=float16 needs a CUDA device",
+    "--dtype=int8": "dtype='int8' is not accepted; it takes auto|bfloat16|float16|float32",
+    "--device=banana": "device=banana: not usable here",
+    "--dataset=nothing": "no data set in {data}/nothing",
+    "--dataset=tiny:0": "expected NAME, or NAME:WEIGHT,NAME:WEIGHT with weights above 0",
+    "--dataset=tiny,tiny": "expected NAME, or NAME:WEIGHT",
+    "--dataset=tiny:0.5,other": "give every data set a weight, or none",
+    "--dataset=tiny,other": "other was made with another tokenizer than tiny",
+    "--dataset=newer": "newer: format 99, expected 1",
+    "--dataset=large": "large/train.bin: token 77 has id 400, beyond the vocabulary of 400",
+    "--data_dir={root}/a_file": "a_file/tiny/meta.json: Not a directory",
+    "--init_from=resume": "no checkpoint in {new}/run/ckpt: there is none; use init_from=scratch",
+    "--init_from=nowhere": "init_from=nowhere: not a checkpoint",
+    "--init_from={ckpt} --block_size=64": "block_size is 32 there, 64 here",
+    "--init_from={root}/cut": "cut: not a checkpoint (model.safetensors: ",
+    "--init_from={root}/bert": "bert: not a checkpoint (config.json: architecture 'BertModel' is none of",
+    "--init_from={root}/empty_config": "empty_config: not a checkpoint (config.json: ",
+    "--init_from={root}/pickled": "pickled: not a checkpoint (No such file",
+    "--init_from={root}/other_names": "other_names: not a checkpoint (model.safetensors: ",
+    "--init_from={root}/yarn": "yarn: not a checkpoint (config.json: rope_scaling",
+    "--out_dir={out}": "{out}/run holds an earlier run: --init_from=resume goes on with it",
+    "--out_dir={out} --init_from={ckpt} --overwrite": "--overwrite would delete {ckpt}",
+    "--out_dir={out} --init_from=resume --n_layer=3": "n_layer is 2 there, 3 here",
+    "--out_dir={root}/a_file": "a_file/run: Not a directory",
+    "--out_dir={root}/mine --overwrite": "mine/run holds 'thesis.tex' and is no run",
+    "--out_dir={root}/log --init_from=resume --max_steps=9": "metrics.jsonl:1: damaged; delete this line",
+}
+SAMPLE = {
+    "--ckpt=nowhere": "--ckpt nowhere: no checkpoint there",
+    "--ckpt={root}": "no checkpoint there (a folder with config.json and model.safetensors)",
+    "--out_dir={root}/mine": "no checkpoint under {root}/mine/: train one first",
+    "--ckpt={root}/cut": "cut: cannot be loaded (model.safetensors: ",
+    "--ckpt={root}/bert": "'BertModel' is none of",
+    "--ckpt={root}/empty_config": "empty_config: cannot be loaded (config.json: ",
+    "--ckpt={root}/pickled": "pickled: cannot be loaded (No such file",
+    "--ckpt={root}/no_tokenizer": "no_tokenizer/tokenizer.model: missing, or not the tokenizer",
+    "--ckpt={root}/no_meta": "no_meta",
+    "--prompt_file=nowhere": "--prompt_file nowhere: No such file or directory",
+    "--prompt_file={root}/blank.txt": "blank.txt: holds no text",
+    "--prompt_file={root}/latin.txt": "latin.txt: not UTF-8 (invalid continuation byte at byte 2)",
+    "--prompt_file={root}/long.txt": "tokens, the model sees 31: shorten it",
+    "--prompt=a --prompt_file=b": "give prompt or prompt_file, not both",
+    "--interactive --prompt=a": "interactive reads its prompts from the terminal",
+    "--temperature=-1": "temperature must not be negative",
+    "--top_k=-1": "top_k must not be negative",
+    "--top_p=0": "top_p must be above 0 and at most 1",
+    "--num_samples=0 --max_new_tokens=0": "num_samples must be positive; max_new_tokens must be positive",
+    "--seed=-1": "seed must be between 0 and 2^63",
+    "--device=banana": "--device=banana: not usable here",
+    "--dtype=float64": "it takes float32|bfloat16|float16",
+    "--promt=a": "did you mean 'prompt'?",
+}
+PREPARE = {
+    "--input nowhere.jsonl": "nowhere.jsonl: no such file",
+    "--input {root}/mine": "has no file that ends in .jsonl",
+    "--input {root}/corpus.jsonl --encoding=klingon": "encoding",
+    "--input {root}/latin.txt": "latin.txt: byte 0xef is not of its encoding: say --encoding",
+    "--input {root}/corpus.jsonl --fields=body": "body",
+    "--input {root}/corpus.jsonl --format=pdf": "format='pdf' is not accepted",
+    "--input {root}/corpus.jsonl --tokenizer=gpt9": "gpt9: no such file, and no tiktoken encoding",
+    "--input {root}/corpus.jsonl --vocab_size=50000": "--vocab_size=50000: SentencePiece cannot train",
+    "--input {root}/corpus.jsonl --vocab_size=10": "vocab_size must be at least 300",
+    "--input {root}/corpus.jsonl --vocab_size=400 --min_tokens=100000": "no documents",
+    "--input": "--input: a value is missing; it takes text ...",
+    "--workers=-1": "workers and min_tokens must not be negative",
+    "--val_fraction=0": "val_fraction must be between 0 and 1, both excluded",
+    "--max_bad=2": "max_bad must be between 0 and 1",
+    "--name=a/b": "must be a plain folder name",
+    "--inspect nowhere": "no data set in nowhere",
+    "--inspect {data}/tiny --show=banana": "show must be first, random or the number of a token",
+    "--inspect {data}/tiny --show=99999999": "99999999",
+    "--inspect {data}/tiny --step=3": "--step needs the folder of a run",
+    "--inspect {data}/large": "token 77 has id 400",
+}
+BENCH = {
+    (bench.plot_loss, ""): "name at least one run: --runs out/demo",
+    (bench.plot_loss, "--runs {root}/mine/run"): "no metrics.jsonl there",
+    (bench.plot_loss, "--runs {root}/log/run"): "metrics.jsonl:1: damaged; delete this line",
+    (bench.matmul, "--device=banana"): "device=banana: not usable here",
+    (bench.matmul, "--sizes 0"): "sizes",
+    (bench.matmul, "--dtypes fp7"): "dtypes",
+    (bench.prepare, "nowhere.jsonl"): "nowhere.jsonl",
+    (bench.prepare, "{root}/corpus.jsonl --rounds=0"): "--rounds must be positive",
+}
+TABLE = [(train, *row) for row in TRAIN.items()] + [(sample, *row) for row in SAMPLE.items()]
+TABLE += [(prepare, *row) for row in PREPARE.items()] + [(script, line, text) for (script, line), text in BENCH.items()]
+
+
+def files(place: dict[str, Path]) -> set[tuple]:
+    return {(p, p.stat().st_mtime_ns) for p in place["root"].rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("script, line, message", TABLE, ids=[f"{s.__name__} {line}" for s, line, _ in TABLE])
+def test_bad_input_is_answered_by_one_line_and_changes_nothing(
+    place, tmp_path, refuses, monkeypatch, script, line, message
+):
+    names = place | {"new": tmp_path}
+    argv, before = line.format(**names).split(), files(place)
+    if script is train:
+        argv = [*TINY, f"--data_dir={place['data']}", f"--out_dir={tmp_path}", *argv]
+    elif script is sample:
+        argv = [f"--out_dir={place['out']}", "--device=cpu", *argv]
+    elif script is prepare:
+        argv = [f"--data_dir={place['data']}", *([] if "--name" in line else ["--name=new"]), *argv]
+    monkeypatch.chdir(tmp_path)
+    assert message.format(**names) in refuses(script.main, *argv)
+    assert files(place) == before and not os.listdir(tmp_path)
+
+
+def test_the_table_is_long_enough():
+    assert len(TABLE) >= 100
