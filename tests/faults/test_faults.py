@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, TINY, call, metrics, train_tiny
+from conftest import REPO, TINY, call, metrics, torchrun, train_tiny
 
 sys.path.insert(0, str(Path(__file__).parent))
 import harness
@@ -133,11 +133,21 @@ def test_another_batch_goes_on_with_the_next_window(finished, tiny_data, tmp_pat
         assert f"---- sample {first}: " in said and said.count("---- sample") == count
 
 
+def test_another_number_of_processes_goes_on_with_the_same_windows(finished, tiny_data, tmp_path):
+    """Two processes take the run over behind step 4: the samples of each step are one place in the data, not a rank's."""
+    shutil.copytree(finished / "ckpt" / "step_00000004", tmp_path / "run" / "ckpt" / "step_00000004")
+    shutil.copy(finished / "metrics.jsonl", tmp_path / "run")
+    run = torchrun(2, tiny_data, tmp_path, "--init_from=resume")
+    assert metrics(run, "loss") == pytest.approx(metrics(finished, "loss"), rel=1e-5)
+    assert metrics(run, "val_loss") == pytest.approx(metrics(finished, "val_loss"), rel=1e-5)
+    assert metrics(run, "first_sample") == {0: 0, 4: 32} and metrics(run, "step_samples") == {0: 8, 4: 8}
+
+
 # -- signals --
 
 
-def launch(n: int, data: Path, out: Path, *options: str, torchrun: str = "") -> subprocess.Popen:
-    start = f"-m torch.distributed.run --standalone --nproc_per_node={n} {torchrun}".split() if n > 1 else []
+def launch(n: int, data: Path, out: Path, *options: str, launcher: str = "") -> subprocess.Popen:
+    start = f"-m torch.distributed.run --standalone --nproc_per_node={n} {launcher}".split() if n > 1 else []
     argv = [sys.executable, *start, str(REPO / "train.py"), *TINY, f"--data_dir={data}", f"--out_dir={out}", *options]
     return subprocess.Popen(argv, stdout=-1, stderr=-1, text=True)
 
@@ -172,7 +182,7 @@ def test_torchrun_restarts_a_killed_rank_and_no_step_is_missing(tiny_data, tmp_p
         tiny_data, tmp_path / "whole", "--max_steps=60", "--batch_size=2", "--save_every=10", "--eval_every=20"
     )
     options = ["--max_steps=60", "--batch_size=2", "--save_every=10", "--eval_every=20", "--init_from=auto"]
-    process = launch(2, tiny_data, tmp_path, *options, torchrun="--max_restarts=1")
+    process = launch(2, tiny_data, tmp_path, *options, launcher="--max_restarts=1")
     harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 25)
     os.kill(harness.workers(process)[1], signal.SIGKILL)
     out, err = process.communicate(timeout=120)
@@ -183,7 +193,7 @@ def test_torchrun_restarts_a_killed_rank_and_no_step_is_missing(tiny_data, tmp_p
 
 def test_torchrun_hands_the_warning_of_slurm_to_all_ranks(tiny_data, tmp_path):
     options = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
-    process = launch(2, tiny_data, tmp_path, *options, torchrun="--signals-to-handle=SIGTERM,SIGINT,SIGUSR1")
+    process = launch(2, tiny_data, tmp_path, *options, launcher="--signals-to-handle=SIGTERM,SIGINT,SIGUSR1")
     harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 20)
     process.send_signal(signal.SIGUSR1)
     out, _ = process.communicate(timeout=60)
