@@ -19,6 +19,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ import torch
 from safetensors import SafetensorError
 
 from configurator import UserError
-from dataset import DataSet, file_sha256
-from model import GPT
+from dataset import DataSet, file_sha256, lock
+from model import GPT, GPTConfig
 
 
 def to_host(state: Any) -> Any:
@@ -90,11 +91,7 @@ class Saver:
                 shutil.rmtree(path)
             self.failed = ""
             self.say(f"step {training['step']}: saved {target} in {time.perf_counter() - started:.1f} s")
-        except (
-            OSError,
-            RuntimeError,
-            SafetensorError,
-        ) as e:  # a full disk, in the words of open, torch and safetensors
+        except (OSError, RuntimeError, SafetensorError) as e:  # a full disk, as each of the writers says it
             shutil.rmtree(tmp, ignore_errors=True)
             self.failed = f"{target} could not be written ({(getattr(e, 'strerror', None) or str(e)).splitlines()[0]})"
             self.say(f"warning: {self.failed}; training goes on, the checkpoint before it is whole")
@@ -144,6 +141,67 @@ def newest_intact(ckpt_dir: Path) -> tuple[Path | None, list[str]]:
             return folder, wrong
         wrong.append(found)
     return None, wrong
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run starts from
+
+
+def find_source(cfg: Any, folder: Path, say: Callable[[str], None]) -> tuple[Path | None, bool]:
+    """The checkpoint that init_from means (None: scratch), and whether this is to resume. folder: the run's own."""
+    newest, damaged = newest_intact(folder / "ckpt") if cfg.init_from in ("resume", "auto") else (None, [])
+    for wrong in damaged:
+        say(f"warning: {wrong}: damaged; {f'taking {newest} instead' if newest else 'no other is there'}")
+    if newest is None and (damaged or cfg.init_from == "resume"):
+        found = f"all are damaged, as {damaged[0]}" if damaged else "there is none"
+        raise UserError(
+            f"init_from={cfg.init_from}: no checkpoint in {folder / 'ckpt'}: {found}; use init_from=scratch"
+        )
+    if newest is not None:
+        return newest, True
+    source = None if cfg.init_from in ("scratch", "auto") else Path(cfg.init_from)
+    if (folder / "metrics.jsonl").exists() and not cfg.overwrite and cfg.init_from != "auto":
+        ways = "--init_from=resume goes on with it, --overwrite replaces it, --run_name=NAME starts another"
+        raise UserError(f"{folder} holds an earlier run: {ways}")
+    inside = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
+    if inside and not inside & {"metrics.jsonl", "metrics.tmp", "ckpt"}:
+        raise UserError(f"{folder} holds {min(inside)!r} and is no run: give another --run_name or --out_dir")
+    if source is not None and cfg.overwrite and folder.resolve() in source.resolve().parents:
+        raise UserError(f"--overwrite would delete {source}: give the new run another --run_name")
+    return source, False
+
+
+@contextmanager
+def run_folder(folder: Path, fresh: bool, is_main: bool):
+    """The run's folder, emptied for a fresh run, and written by no other process meanwhile."""
+    if not is_main:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = lock(folder, "stop it (a killed torchrun can leave its workers behind), or choose another --run_name")
+    try:
+        for path in folder.iterdir() if fresh else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        yield
+    finally:
+        os.close(handle)
+
+
+def load_model(folder: Path, cfg: Any, wanted: GPTConfig, resume: bool) -> GPT:
+    """A checkpoint's model. To resume, the settings must describe it; to fine-tune, vocabulary and block_size must fit."""
+    try:
+        model = GPT.from_pretrained(folder, dropout=cfg.dropout)
+    except (OSError, ValueError) as e:
+        raise UserError(f"init_from={folder}: not a checkpoint ({str(e).splitlines()[0]})") from None
+    found = model.config
+    differ = [k for k in asdict(wanted) if getattr(found, k) != getattr(wanted, k)]
+    if not resume:
+        shorter = found.block_size >= wanted.block_size
+        differ = [k for k in differ if k == "vocab_size" or (k == "block_size" and not shorter)]
+    if differ:
+        both = "; ".join(f"{k} is {getattr(found, k)} there, {getattr(wanted, k)} here" for k in differ)
+        raise UserError(f"checkpoint {folder} does not fit the settings: {both}")
+    return model
 
 
 @dataclass(frozen=True)

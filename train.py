@@ -13,7 +13,6 @@ import json
 import math
 import os
 import resource
-import shutil
 import signal
 import statistics
 import sys
@@ -33,9 +32,9 @@ from tqdm import tqdm
 
 from bench.matmul import peak_tflops
 from bench.plot_loss import plot_loss, read_metrics
-from checkpoint import Saver, check_data, newest_intact, read_training, settings_changed
+from checkpoint import Saver, check_data, find_source, load_model, read_training, run_folder, settings_changed
 from configurator import UserError, changes, parse, run
-from dataset import DataSet, Loader, Windows, lock, open_datasets, sample_texts, train_loader, verify_new
+from dataset import DataSet, Loader, Windows, open_datasets, sample_texts, train_loader, verify_new
 from model import GPT, INIT, PRESETS, GPTConfig, hf_class, newest_checkpoint
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -312,63 +311,6 @@ def model_config(cfg: TrainConfig, vocab_size: int) -> GPTConfig:
         return GPTConfig(vocab_size=vocab_size, **(shared | switches))
     except ValueError as e:
         raise UserError(str(e)) from None
-
-
-def find_source(cfg: TrainConfig, folder: Path, machine: Machine) -> tuple[Path | None, bool]:
-    """The checkpoint that init_from means (None: scratch), and whether this is to resume. folder: the run's own."""
-    newest, damaged = newest_intact(folder / "ckpt") if cfg.init_from in ("resume", "auto") else (None, [])
-    for wrong in damaged:
-        say(machine, f"warning: {wrong}: damaged; {f'taking {newest} instead' if newest else 'no other is there'}")
-    if newest is None and (damaged or cfg.init_from == "resume"):
-        found = f"all are damaged, as {damaged[0]}" if damaged else "there is none"
-        raise UserError(
-            f"init_from={cfg.init_from}: no checkpoint in {folder / 'ckpt'}: {found}; use init_from=scratch"
-        )
-    if newest is not None:
-        return newest, True
-    source = None if cfg.init_from in ("scratch", "auto") else Path(cfg.init_from)
-    if (folder / "metrics.jsonl").exists() and not cfg.overwrite and cfg.init_from != "auto":
-        ways = "--init_from=resume goes on with it, --overwrite replaces it, --run_name=NAME starts another"
-        raise UserError(f"{folder} holds an earlier run: {ways}")
-    inside = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
-    if inside and not inside & {"metrics.jsonl", "metrics.tmp", "ckpt"}:
-        raise UserError(f"{folder} holds {min(inside)!r} and is no run: give another --run_name or --out_dir")
-    if source is not None and cfg.overwrite and folder.resolve() in source.resolve().parents:
-        raise UserError(f"--overwrite would delete {source}: give the new run another --run_name")
-    return source, False
-
-
-@contextmanager
-def run_folder(folder: Path, fresh: bool, machine: Machine):
-    """The run's folder, emptied for a fresh run, and written by no other process meanwhile."""
-    if not machine.is_main:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = lock(folder, "stop it (a killed torchrun can leave its workers behind), or choose another --run_name")
-    try:
-        for path in folder.iterdir() if fresh else ():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        yield
-    finally:
-        os.close(handle)
-
-
-def load_model(folder: Path, cfg: TrainConfig, wanted: GPTConfig, resume: bool) -> GPT:
-    """A checkpoint's model. To resume, the settings must describe it; to fine-tune, vocabulary and block_size must fit."""
-    try:
-        model = GPT.from_pretrained(folder, dropout=cfg.dropout)
-    except (OSError, ValueError) as e:
-        raise UserError(f"init_from={folder}: not a checkpoint ({str(e).splitlines()[0]})") from None
-    found = model.config
-    differ = [k for k in asdict(wanted) if getattr(found, k) != getattr(wanted, k)]
-    if not resume:
-        shorter = found.block_size >= wanted.block_size
-        differ = [k for k in differ if k == "vocab_size" or (k == "block_size" and not shorter)]
-    if differ:
-        both = "; ".join(f"{k} is {getattr(found, k)} there, {getattr(wanted, k)} here" for k in differ)
-        raise UserError(f"checkpoint {folder} does not fit the settings: {both}")
-    return model
 
 
 def try_compile(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, machine: Machine) -> Callable:
@@ -653,7 +595,10 @@ def main() -> None:
     plan = make_plan(cfg, machine.world, sum(windows.n_windows for windows in loader.splits) * cfg.block_size)
 
     # model: resumed, taken from another run, or new
-    wanted, (source, resume) = model_config(cfg, sets[0].meta["vocab_size"]), find_source(cfg, folder, machine)
+    wanted, (source, resume) = (
+        model_config(cfg, sets[0].meta["vocab_size"]),
+        find_source(cfg, folder, partial(say, machine)),
+    )
     with memory_advice("for the weights alone: make n_layer or n_embd smaller"):
         if source is None:
             model = GPT(wanted)
@@ -676,7 +621,8 @@ def main() -> None:
         earlier = read_training(source)
         check_data(earlier, sets, source)
         changed, state = settings_changed(earlier, cfg), earlier.training
-        optimizer.load_state_dict(state.pop("optimizer"))
+        # moments from the checkpoint, but betas and weight decay as they are set now
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state.pop("optimizer")["state"]})
         scaler.load_state_dict(state.pop("scaler"))
 
     if machine.is_main:
@@ -706,8 +652,8 @@ def main() -> None:
     start_step, stopping = state["step"], False
     windows = plan.step_tokens // cfg.block_size  # of all ranks in a step
     advice = memory_advice(plan.smaller(cfg.block_size))
-    with run_folder(folder, not resume, machine), StopSignal() as stop, advice:
-        saver = Saver(folder / "ckpt", cfg, sets, lambda text: say(machine, text))
+    with run_folder(folder, not resume, machine.is_main), StopSignal() as stop, advice:
+        saver = Saver(folder / "ckpt", cfg, sets, partial(say, machine))
         metrics, clock = Metrics(folder, cfg, machine, plan, sets, state), Clock(machine, start_step)
         for step in range(start_step, plan.steps + 1):  # the extra turn only evaluates and saves
             last = step == plan.steps

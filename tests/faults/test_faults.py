@@ -143,6 +143,16 @@ def test_another_number_of_processes_goes_on_with_the_same_windows(finished, tin
     assert metrics(run, "first_sample") == {0: 0, 4: 32} and metrics(run, "step_samples") == {0: 8, 4: 8}
 
 
+def test_settings_that_are_changed_on_resume_take_effect(finished, tiny_data, tmp_path):
+    sizes = {}
+    for decay in (0.1, 30.0):
+        shutil.copytree(finished, tmp_path / f"{decay}" / "run")
+        train_tiny(tiny_data, tmp_path / f"{decay}", "--init_from=resume", "--max_steps=12", f"--weight_decay={decay}")
+        model = train.GPT.from_pretrained(newest_checkpoint(tmp_path / f"{decay}" / "run" / "ckpt"))
+        sizes[decay] = model.wte.weight.norm().item()
+    assert sizes[30.0] < 0.95 * sizes[0.1]
+
+
 # -- signals --
 
 
