@@ -1,11 +1,12 @@
 import gzip
 import json
+import statistics
 
 import pytest
 import torch
-from conftest import call, make_records, write_jsonl
+from conftest import TINY, call, make_records, write_jsonl
 
-from bench import matmul
+from bench import compare, matmul
 
 
 @pytest.mark.parametrize(
@@ -82,3 +83,34 @@ def test_prepare_is_compared_with_the_library_and_a_plain_loop(tmp_path, tiny_da
     assert set(rates) == {"library", "plain", "ours"} and min(rates.values()) > 0
     assert found["share"] == pytest.approx(rates["ours"] / rates["library"]) and 30e6 < found["peak_bytes"] < 500e6
     assert "ours / (cores x library)" in capsys.readouterr().out
+
+
+def test_training_is_compared_by_one_clock(tiny_data, tmp_path, capsys):
+    """The peer takes nanoGPT's settings, reads our data as nanoGPT does, and needs at least 50 ms a step."""
+    peer = tmp_path / "peer"
+    peer.mkdir()
+    (peer / "configurator.py").write_text("settings = dict(a[2:].split('=') for a in __import__('sys').argv[1:])")
+    (peer / "train.py").write_text(
+        "import time, pickle\n"
+        "exec(open('configurator.py').read())\n"
+        "assert open('data/ours/train.bin', 'rb').read(2) and settings['n_layer'] == '2' and settings['dtype'] == 'float32'\n"
+        "assert pickle.load(open('data/ours/meta.pkl', 'rb')) == {'vocab_size': 400}\n"
+        "print('step 0: train loss 1')\n"
+        "for i in range(int(settings['max_iters']) + 1):\n"
+        "    time.sleep(0.05)\n"
+        "    print(f'iter {i}: loss 1, time 9ms', flush=True)\n"
+    )
+    options = [*TINY, f"--data_dir={tiny_data}", f"--nanogpt={peer}", "--steps=9", "--warmup=2", "--rounds=2"]
+    call(compare.main, *options, f"--json={tmp_path / 'out.json'}")
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [len(found["seconds"][name]) for name in ("ours", "nanoGPT")] == [2, 2]
+    assert min(found["seconds"]["nanoGPT"]) >= 0.05 and 0 < found["tokens_per_s"]["nanoGPT"] <= 256 / 0.05
+    assert found["tokens_per_s"]["ours"] == pytest.approx(256 / statistics.median(found["seconds"]["ours"]))
+    assert "ours / it" in capsys.readouterr().out and found["versions"]["torch"] in torch.__version__
+
+
+def test_the_hf_trainer_trains_the_same_model(tiny_data, tmp_path):
+    pytest.importorskip("accelerate", reason="needs the packages transformers and accelerate")
+    options = [*TINY, f"--data_dir={tiny_data}", "--hf", "--steps=6", "--warmup=2", "--rounds=1"]
+    call(compare.main, *options, f"--json={tmp_path / 'out.json'}")
+    assert json.loads((tmp_path / "out.json").read_text())["tokens_per_s"].keys() == {"ours", "HF Trainer"}

@@ -11,6 +11,7 @@ import torch
 from conftest import TINY, make_records, train_tiny, write_jsonl
 from safetensors.torch import save_file
 
+import bench.compare
 import bench.matmul
 import bench.plot_loss
 import bench.prepare
@@ -178,6 +179,9 @@ BENCH = {
     (bench.matmul, "--sizes 0"): "sizes",
     (bench.matmul, "--dtypes fp7"): "dtypes",
     (bench.prepare, "nowhere.jsonl"): "nowhere.jsonl",
+    (bench.compare, "--max_steps=1"): "name a peer: --nanogpt=DIR or --hf",
+    (bench.compare, "--nanogpt={root}/mine"): "no train.py in {root}/mine",
+    (bench.compare, "--hf --warmup=30"): "warmup must be positive and below steps",
     (bench.prepare, "{root}/corpus.jsonl --rounds=0"): "--rounds must be positive",
 }
 TABLE = [(train, *row) for row in TRAIN.items()] + [(sample, *row) for row in SAMPLE.items()]
