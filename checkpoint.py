@@ -51,8 +51,6 @@ class Saver:
         self.pool, self.writing = ThreadPoolExecutor(1), Future()
         self.writing.set_result(None)
         self.failed = ""  # why the last one could not be written
-        for left in ckpt_dir.glob(".tmp_*"):  # by a run that was killed
-            shutil.rmtree(left, ignore_errors=True)
 
     def save(self, model: GPT, optimizer, scaler, state: dict) -> None:
         """Begin to write step_N; returns when all is copied. state: step, best_step and what else is to be found again."""
@@ -160,7 +158,8 @@ def find_source(cfg: Any, folder: Path, say: Callable[[str], None]) -> tuple[Pat
     if newest is not None:
         return newest, True
     source = None if cfg.init_from in ("scratch", "auto") else Path(cfg.init_from)
-    if (folder / "metrics.jsonl").exists() and not cfg.overwrite and cfg.init_from != "auto":
+    earlier = (folder / "metrics.jsonl").exists() or whole_checkpoints(folder / "ckpt")
+    if earlier and not cfg.overwrite and cfg.init_from != "auto":
         ways = "--init_from=resume goes on with it, --overwrite replaces it, --run_name=NAME starts another"
         raise UserError(f"{folder} holds an earlier run: {ways}")
     inside = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
@@ -180,7 +179,7 @@ def run_folder(folder: Path, fresh: bool, is_main: bool):
     folder.mkdir(parents=True, exist_ok=True)
     handle = lock(folder, "stop it (a killed torchrun can leave its workers behind), or choose another --run_name")
     try:
-        for path in folder.iterdir() if fresh else ():
+        for path in folder.iterdir() if fresh else folder.glob("ckpt/.tmp_*"):  # left by a kill inside a save
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield
     finally:
@@ -228,10 +227,11 @@ def check_data(earlier: Earlier, sets: list[DataSet], folder: Path) -> None:
     """UserError if a data set, or the tokenizer, is not the one that the checkpoint was trained with."""
     tokenizer, before = sets[0].meta["tokenizer"]["sha256"], earlier.meta["tokenizer"]["sha256"]
     differ = [f"tokenizer is {before[:12]} there, {tokenizer[:12]} here"] if tokenizer != before else []
-    for d in sets:
-        found, before = d.meta["splits"]["train"]["sha256"], earlier.meta["trained_on"].get(d.name)
-        if before not in (None, found):
-            differ.append(f"{d.folder}/train.bin is {before[:12]} there, {found[:12]} here (SHA-256)")
+    now = {d.name: d.meta["splits"]["train"]["sha256"] for d in sets}
+    for name in sorted(earlier.meta["trained_on"] | now):
+        before, found = earlier.meta["trained_on"].get(name, "missing"), now.get(name, "missing")
+        if before != found:
+            differ.append(f"{name}/train.bin is {before[:12]} there, {found[:12]} here (SHA-256)")
     if differ:
         start = "prepare the same data again, or start with --init_from and --run_name as a run of its own"
         raise UserError(f"checkpoint {folder} was trained with other data: {'; '.join(differ)}: {start}")

@@ -47,6 +47,8 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     (other / "tokenizer.model").write_bytes(b"\n\x00" + (other / "tokenizer.model").read_bytes())
     meta["tokenizer"]["sha256"] = prepare.file_sha256(other / "tokenizer.model")
     (other / "meta.json").write_text(json.dumps(meta))
+    shutil.copytree(root / "data" / "tiny", root / "data" / "again")
+    shutil.copytree(root / "out" / "run" / "ckpt", root / "only_ckpt" / "run" / "ckpt")
     newer = Path(shutil.copytree(root / "data" / "tiny", root / "data" / "newer"))
     (newer / "meta.json").write_text(json.dumps(meta | {"format_version": 99}))
     large = Path(shutil.copytree(root / "data" / "tiny", root / "data" / "large"))
@@ -120,6 +122,8 @@ TRAIN = {
     "--out_dir={out}": "{out}/run holds an earlier run: --init_from=resume goes on with it",
     "--out_dir={out} --init_from={ckpt} --overwrite": "--overwrite would delete {ckpt}",
     "--out_dir={out} --init_from=resume --n_layer=3": "n_layer is 2 there, 3 here",
+    "--out_dir={root}/only_ckpt": "{root}/only_ckpt/run holds an earlier run",
+    "--out_dir={out} --init_from=resume --dataset=again": "other data: again/train.bin is missing there",
     "--out_dir={root}/a_file": "a_file/run: Not a directory",
     "--out_dir={root}/mine --overwrite": "mine/run holds 'thesis.tex' and is no run",
     "--out_dir={root}/log --init_from=resume --max_steps=9": "metrics.jsonl:1: damaged; delete this line",
