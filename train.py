@@ -8,6 +8,7 @@ Words: B = batch_size, T = block_size; a *step* is one update of the weights, ma
 `world` processes (ranks), each of B x T tokens. Every interval below counts steps.
 """
 
+import ctypes
 import inspect
 import json
 import math
@@ -170,6 +171,8 @@ def start(cfg: TrainConfig) -> Machine:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as e:
         raise UserError(f"device={cfg.device}: not usable here ({str(e).splitlines()[0]})") from None
+    if device.type == "cpu":
+        keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
@@ -186,6 +189,17 @@ def start(cfg: TrainConfig) -> Machine:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, device_id=on)
     dtype, why = pick_dtype(cfg.dtype, device)
     return Machine(rank, local_rank, world, device, dtype, why)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep large freed tensors, where each step would pay for fresh pages from the kernel (bench/LOG.md)."""
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):  # another C library: macOS, musl
+        return
+    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+    mallopt(M_MMAP_MAX, 0)  # no block gets pages of its own, to be unmapped when it is freed
+    mallopt(M_TRIM_THRESHOLD, -1)  # and the heap never shrinks
 
 
 def pick_dtype(asked: str, device: torch.device) -> tuple[torch.dtype, str]:

@@ -1,5 +1,6 @@
 import json
 import math
+import platform
 import shutil
 import subprocess
 import sys
@@ -250,6 +251,16 @@ def test_offline_wandb_gets_the_metrics(tiny_data, tmp_path, monkeypatch):
 
 def test_wandb_is_not_imported_unless_asked_for():
     code = "import sys, train, prepare, sample; assert not {'wandb', 'matplotlib', 'tiktoken'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator is what is set")
+def test_on_a_cpu_a_large_tensor_gets_the_pages_of_the_one_before():
+    code = "import resource, torch, train; train.keep_freed_memory(); faults = []\n"
+    code += (
+        "for _ in range(8):\n    torch.ones(2**25); faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)\n"
+    )
+    code += "assert faults[-1] - faults[-4] < 100, faults"  # 128 MB are 32,768 pages of 4 KB
     subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
 
 
