@@ -293,13 +293,14 @@ class Windows:
 
     def epoch(self, epoch: int) -> tuple[int, np.ndarray]:
         """(offset, permutation (n_windows,)) of an epoch."""
-        if epoch not in self.epochs:
+        epochs = self.epochs  # train.py's reader is a thread: what it replaces meanwhile is not seen here
+        if epoch not in epochs:
             rng = np.random.default_rng((*self.seed, epoch))
             slack = len(self.tokens) - 1 - self.n_windows * self.block_size
             offset = int(rng.integers(0, min(slack, self.block_size - 1) + 1))
-            self.epochs = {e: v for e, v in self.epochs.items() if e == epoch - 1}
-            self.epochs[epoch] = offset, rng.permutation(self.n_windows)
-        return self.epochs[epoch]
+            epochs = {e: v for e, v in epochs.items() if e == epoch - 1}
+            self.epochs = epochs = epochs | {epoch: (offset, rng.permutation(self.n_windows))}
+        return epochs[epoch]
 
     def start(self, sample: int) -> int:
         """Where window number `sample` of the endless sequence begins in the split."""

@@ -25,6 +25,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.nn.attention import SDPBackend
 
 PRESETS = {
     "gpt2": dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False, tie_embeddings=True),
@@ -84,6 +85,29 @@ class GPTConfig:
 # Pieces
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (..., K) by weight (N, K), plus bias (N,)."""
+    if x.device.type == "cpu" and x.dtype == weight.dtype == torch.bfloat16 and x.numel() == x.size(-1):
+        # One token is a matrix-vector product: 1.4 times as fast as the general one (bench/LOG.md).
+        x, row = x.flatten(), (*x.shape[:-1], -1)
+        return (torch.mv(weight, x) if bias is None else torch.addmv(bias, weight, x)).view(row)
+    return F.linear(x, weight, bias)
+
+
+class Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        """0 until GPT.init_weights draws them: torch's own draw would be thrown away, seconds of a start on a CPU."""
+        for p in self.parameters():
+            nn.init.zeros_(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Embedding):
+    reset_parameters = Linear.reset_parameters
+
+
 class RMSNorm(nn.RMSNorm):
     """torch's, with the weight in the input's dtype: the fused kernel wants them alike."""
 
@@ -131,15 +155,30 @@ class KVCache:
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
 
 
+def plain_is_faster(q: torch.Tensor) -> bool:
+    """On a CPU in bf16, while T x T fits its cache: by 1.6 to 2.6 times (bench/LOG.md)."""
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < q.size(2) <= 512
+
+
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
     """Causal attention of q over k and v, (B, nh, T, hs) each; a single query may look at a longer past."""
     B, nh, T, hs = q.shape
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < T <= 512:
-        # While T x T fits the cache, plain products are 1.6 to 2.6 times as fast as the fused kernel (bench/LOG.md).
+    if plain_is_faster(q):
         future = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
         scores = torch.baddbmm(future, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=hs**-0.5)  # (B nh, T, T)
         return torch.bmm(F.dropout(scores.softmax(-1), dropout), v.flatten(0, 1)).view(B, nh, T, hs)
     return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
+
+
+def attention_kernel(nh: int, T: int, hs: int, device: torch.device, dtype: torch.dtype, dropout: float = 0.0) -> str:
+    """What attend() runs in training: cudnn, flash or efficient; math has the T x T matrix in memory, as plain has."""
+    if device.type not in ("cpu", "cuda"):
+        return f"{device.type}'s own"
+    q = torch.empty(1, T, nh, hs, device=device, dtype=dtype, requires_grad=True).transpose(1, 2)
+    if plain_is_faster(q):
+        return "plain"
+    choice = torch._fused_sdp_choice(q, q, q, dropout_p=dropout, is_causal=True)  # torch has no public name for it
+    return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
 
 
 class Attention(nn.Module):
@@ -149,8 +188,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.head_dim, self.dropout = (c.n_head, c.n_kv_head, c.n_kv_head), c.head_dim, c.dropout
         self.layer = layer
-        self.qkv = nn.Linear(c.n_embd, sum(self.heads) * c.head_dim, bias=c.bias)
-        self.proj = nn.Linear(c.n_head * c.head_dim, c.n_embd, bias=c.bias)
+        self.qkv = Linear(c.n_embd, sum(self.heads) * c.head_dim, bias=c.bias)
+        self.proj = Linear(c.n_head * c.head_dim, c.n_embd, bias=c.bias)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
 
@@ -176,9 +215,9 @@ class MLP(nn.Module):
     def __init__(self, c: GPTConfig):
         super().__init__()
         self.approximate = "tanh" if c.mlp == "gelu_tanh" else "none"
-        self.gate_proj = nn.Linear(c.n_embd, c.d_ff, bias=c.bias) if c.mlp == "swiglu" else None
-        self.up_proj = nn.Linear(c.n_embd, c.d_ff, bias=c.bias)
-        self.down_proj = nn.Linear(c.d_ff, c.n_embd, bias=c.bias)
+        self.gate_proj = Linear(c.n_embd, c.d_ff, bias=c.bias) if c.mlp == "swiglu" else None
+        self.up_proj = Linear(c.n_embd, c.d_ff, bias=c.bias)
+        self.down_proj = Linear(c.d_ff, c.n_embd, bias=c.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.gate_proj is not None:
@@ -198,6 +237,33 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
 
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of logits (N, V) with targets (N,; -1 is ignored), summed, in fp32, a few rows at a time.
+
+    F.cross_entropy would hold three fp32 tensors of (N, V). Here the gradient by the logits, softmax - one-hot, is written
+    over the logits themselves while their rows are still in the cache: nothing of that size is added.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits, known = logits.detach(), (targets[:, None] >= 0).float()  # (N, 1): 1, or 0 where there is no target
+        loss = torch.zeros((), device=logits.device)
+        rows = max(1, (2**19 if logits.device.type == "cpu" else 2**26) // logits.size(1))  # a cache's fill; 256 MB
+        for part, ids, counts in zip(logits.split(rows), targets.split(rows), known.split(rows), strict=True):
+            log_p, ids = part.log_softmax(-1, dtype=torch.float32), ids.clamp(min=0)[:, None]  # (rows, V), (rows, 1)
+            picked = log_p.gather(1, ids)
+            loss -= (picked * counts).sum()
+            if ctx.needs_input_grad[0]:
+                part.copy_(log_p.exp_().scatter_(1, ids, picked.exp() - 1).mul_(counts))
+        ctx.save_for_backward(logits)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (by_logits,) = ctx.saved_tensors
+        return by_logits.mul_(grad), None
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The model
 
@@ -206,12 +272,12 @@ class GPT(nn.Module):
     def __init__(self, c: GPTConfig):
         super().__init__()
         self.config = c
-        self.wte = nn.Embedding(c.padded_vocab_size, c.n_embd)
-        self.wpe = nn.Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
+        self.wte = Embedding(c.padded_vocab_size, c.n_embd)
+        self.wpe = Embedding(c.block_size, c.n_embd) if c.pos == "learned" else None
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.n_layer))
         self.norm_f = make_norm(c)
-        self.lm_head = nn.Linear(c.n_embd, c.padded_vocab_size, bias=False)
+        self.lm_head = Linear(c.n_embd, c.padded_vocab_size, bias=False, device="meta" if c.tie_embeddings else None)
         if c.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         self.register_buffer("rope", rope_table(c) if c.pos == "rope" else None, persistent=False)
@@ -250,11 +316,14 @@ class GPT(nn.Module):
             cache.length += T
         if targets is None:
             return self.logits(x[:, -1])[:, : self.config.vocab_size].float()
-        logits = self.logits(x).float()  # (B, T, V): the largest tensor of all
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
+        logits, targets = self.logits(x).flatten(0, 1), targets.flatten()  # (B T, V): the largest tensor of all
+        if torch.compiler.is_compiling():  # Inductor makes one pass of it, without fp32 logits in memory
+            return F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction=reduction)
+        loss = ChunkedCrossEntropy.apply(logits, targets)
+        return loss if reduction == "sum" else loss / (targets >= 0).sum()
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(self.norm_f(x), self.lm_head.weight, self.padding_mask)
+        return linear(self.norm_f(x), self.lm_head.weight, self.padding_mask)
 
     # -- generation --
 
@@ -394,15 +463,24 @@ def sample_token(
     """One token id a row, (B,), from logits (B, V). top_p: the fewest tokens whose probability reaches it (nucleus)."""
     if temperature == 0:
         return logits.argmax(dim=-1)
-    logits = logits / temperature
-    if 0 < top_k < logits.size(-1):
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+    exact = torch.float32 if logits.device.type == "mps" else torch.float64  # for the sums of V small numbers
+    p, ids = (logits / temperature).softmax(-1, dtype=exact), None  # (B, V)
+    if 0 < top_k < p.size(-1):
+        p, ids = p.topk(top_k)  # (B, top_k), the likeliest first
+        p = p / p.sum(-1, keepdim=True)
+    elif top_p < 1.0:
+        p, ids = p.topk(min(1024, p.size(-1)))  # nearly always enough: to sort all V takes 25 times as long
+        if (p.sum(-1) < top_p).any():
+            p, ids = (logits / temperature).softmax(-1, dtype=exact).sort(descending=True)
+    sums = p.cumsum(-1)
+    mass = sums[:, -1:]  # what is left to choose from
     if top_p < 1.0:
-        ordered, order = logits.sort(descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # the probability of all likelier tokens
-        drop = (before >= top_p).index_fill(1, torch.tensor(0, device=logits.device), False)  # the likeliest stays
-        logits = logits.masked_fill(torch.zeros_like(drop).scatter(1, order, drop), -math.inf)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+        mass = sums.gather(1, (sums < top_p).sum(-1, keepdim=True).clamp(max=p.size(-1) - 1))
+    dice = torch.rand(mass.shape, dtype=exact, device=mass.device, generator=generator) * mass
+    chosen = torch.searchsorted(
+        sums, dice.clamp(max=torch.nextafter(mass, mass - 1)), right=True
+    )  # the first sum above it
+    return (chosen if ids is None else ids.gather(1, chosen)).squeeze(1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import torch
 from configurator import UserError, parse, run
 from dataset import load_tokenizer
 from model import GPT, newest_checkpoint
+from train import pick_dtype
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class SampleConfig:
     seed: int = 1337  # of the dice
     # ---- Device ----
     device: str = "auto"  # auto: cuda, then mps, then cpu
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the weights and the arithmetic
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the weights and the arithmetic
 
     def problems(self) -> list[str]:
         wrong = [f"{k} must be positive" for k in ("num_samples", "max_new_tokens") if getattr(self, k) < 1]
@@ -123,14 +124,18 @@ def main() -> None:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as e:
         raise UserError(f"--device={device}: not usable here ({str(e).splitlines()[0]})") from None
+    dtype, _ = pick_dtype(cfg.dtype, torch.device(device))
     try:
-        model = GPT.from_pretrained(folder).to(device, getattr(torch, cfg.dtype)).eval()
+        model = GPT.from_pretrained(folder).to(device, dtype).eval()
     except (OSError, ValueError) as e:
         raise UserError(f"{folder}: cannot be loaded ({str(e).splitlines()[0]})") from None
     tokenizer = load_tokenizer(folder)
     start = encode_prompt(prompt, tokenizer, model.config.block_size)
     generator = torch.Generator(device).manual_seed(cfg.seed)
-    print(f"[{folder}, {model.num_params()['total'] / 1e6:.1f}M parameters, {device} {cfg.dtype}]", file=sys.stderr)
+    print(
+        f"[{folder}, {model.num_params()['total'] / 1e6:.1f}M parameters, {device} {str(dtype).removeprefix('torch.')}]",
+        file=sys.stderr,
+    )
     if not cfg.interactive:
         continue_text(model, tokenizer, *start, cfg, generator)
         return

@@ -9,7 +9,9 @@ Words: B = batch_size, T = block_size; a *step* is one update of the weights, ma
 """
 
 import ctypes
+import gc
 import inspect
+import itertools
 import json
 import math
 import os
@@ -18,8 +20,9 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -36,7 +39,7 @@ from bench.plot_loss import plot_loss, read_metrics
 from checkpoint import Saver, check_data, find_source, load_model, read_training, run_folder, settings_changed
 from configurator import UserError, changes, parse, run
 from dataset import DataSet, Loader, Windows, open_datasets, sample_texts, train_loader, verify_new
-from model import GPT, INIT, PRESETS, GPTConfig, hf_class, newest_checkpoint
+from model import GPT, INIT, PRESETS, GPTConfig, attention_kernel, hf_class, newest_checkpoint
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings: the reference manual. `python train.py --help` prints this list.
@@ -100,7 +103,7 @@ class TrainConfig:
     # ---- Precision and device ----
     device: str = "auto"  # auto: cuda, then mps, then cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products; weights are always fp32
-    compile: bool | Literal["auto"] = "auto"  # torch.compile; auto: on for cuda
+    compile: bool | Literal["auto"] = "auto"  # torch.compile; auto: on for cuda, and for long runs on a CPU
     # ---- Logging ----
     log_every: int = 10  # steps
     progress: Literal["auto", "bar", "line"] = "auto"  # auto: a bar on a terminal, a line per log step elsewhere
@@ -153,6 +156,14 @@ class Machine:
         """Wait for the work that is queued on the device: a clock is read only after this."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
+
+    def fetch(self, x: torch.Tensor) -> Callable[[], list[float]]:
+        """Start to copy x to the host. What is returned waits for the copy alone, not for work queued behind it."""
+        if self.device.type != "cuda":
+            return x.tolist
+        copy, done = x.to("cpu", non_blocking=True), torch.cuda.Event()
+        done.record()
+        return lambda: done.synchronize() or copy.tolist()
 
     def memory(self) -> float:
         """Peak bytes: allocated on the GPU; elsewhere resident in this process."""
@@ -266,6 +277,20 @@ def to_device(rows: np.ndarray, device: torch.device) -> tuple[torch.Tensor, tor
     both = torch.from_numpy(rows)
     both = both.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else both.to(device)
     return both[:, :-1], both[:, 1:]
+
+
+def read_ahead(loader: Loader, sample: int, B: int, machine: Machine) -> Iterator[np.ndarray]:
+    """This rank's batches of windows (B, T + 1), from `sample` of the run on; a thread reads one while another is trained on."""
+    firsts = itertools.count(sample + machine.rank * B, machine.world * B)  # the ranks take turns
+
+    def read() -> np.ndarray:
+        return loader.rows(loader.starts(next(firsts), B))
+
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(read)
+        while True:
+            rows, reading = reading.result(), thread.submit(read)
+            yield rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -588,6 +613,7 @@ def banner(cfg: TrainConfig, sets: list[DataSet], machine: Machine, plan: Plan, 
         "parameters": f"{size}; {tokens / n['total']:.2g} tokens per parameter",
         "compute": f"{model.flops_per_token(T) * tokens:.3g} FLOPs (6 N + 12 L d T a token)",
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
+        "attention": attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype, c.dropout),
         "peak": peak_source,
         "first loss": f"ln({V}) = {math.log(V):.2f} expected",
     }
@@ -623,8 +649,8 @@ def main() -> None:
         model.to(machine.device)
 
     # optimizer
-    betas, fused = (cfg.beta1, cfg.beta2), machine.device.type in ("cuda", "cpu")
-    optimizer = torch.optim.AdamW(model.param_groups(cfg.weight_decay), lr=cfg.lr, betas=betas, fused=fused)
+    groups, betas = model.param_groups(cfg.weight_decay), (cfg.beta1, cfg.beta2)
+    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=betas, fused=True)
     scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
 
     # state: all that a checkpoint adds to model, optimizer and scaler
@@ -658,7 +684,10 @@ def main() -> None:
         on = [machine.local_rank] if machine.device.type == "cuda" else None
         parallel = DistributedDataParallel(model, device_ids=on, gradient_as_bucket_view=True, **flags)
     fast = parallel
-    if cfg.compile is True or (cfg.compile == "auto" and machine.device.type == "cuda"):
+    long = (
+        flops * plan.steps * plan.step_tokens > 5e14
+    )  # ten minutes on a CPU and more: it takes half a minute to compile
+    if cfg.compile is True or (cfg.compile == "auto" and (machine.device.type == "cuda" or long)):
         x, y = to_device(loader.rows(loader.starts(0, plan.batch_size)), machine.device)
         with memory_advice(plan.smaller(cfg.block_size)):
             fast = try_compile(parallel, x, y, machine)
@@ -666,7 +695,8 @@ def main() -> None:
     start_step, stopping = state["step"], False
     windows = plan.step_tokens // cfg.block_size  # of all ranks in a step
     advice = memory_advice(plan.smaller(cfg.block_size))
-    with run_folder(folder, not resume, machine.is_main), StopSignal() as stop, advice:
+    reader = closing(read_ahead(loader, state["samples"], plan.batch_size, machine))
+    with run_folder(folder, not resume, machine.is_main), StopSignal() as stop, advice, reader as batches:
         saver = Saver(folder / "ckpt", cfg, sets, partial(say, machine))
         metrics, clock = Metrics(folder, cfg, machine, plan, sets, state), Clock(machine, start_step)
         for step in range(start_step, plan.steps + 1):  # the extra turn only evaluates and saves
@@ -693,8 +723,7 @@ def main() -> None:
             loss_sum = torch.zeros((), device=machine.device)
             for micro in range(plan.accum):
                 with clock.waiting_for_data():
-                    first = state["samples"] + (micro * machine.world + machine.rank) * plan.batch_size
-                    x, y = to_device(loader.rows(loader.starts(first, plan.batch_size)), machine.device)
+                    x, y = to_device(next(batches), machine.device)
                 sync = micro == plan.accum - 1 or parallel is model
                 with nullcontext() if sync else parallel.no_sync():  # around the forward too: DDP decides there
                     with machine.autocast():
@@ -702,21 +731,30 @@ def main() -> None:
                     scaler.scale(loss).backward()
                 loss_sum += loss.detach()
             scaler.unscale_(optimizer)
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf).item()
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
             # What all ranks must agree on, in one sum: the loss, and whether one of them was told to stop.
             facts = torch.stack([loss_sum, torch.full_like(loss_sum, float(stop.number > 0))])
-            mean_loss, stopping = (all_sum(facts) / machine.world).tolist()
-            finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)  # the same on every rank
-            if finite or scaler.is_enabled():  # with fp16, the scaler skips the step and scales less
-                scaler.step(optimizer)
-                scaler.update()
+            facts = torch.cat([all_sum(facts) / machine.world, grad_norm[None]])
+            facts_on_host = machine.fetch(facts)
+            if scaler.is_enabled():
+                scaler.step(optimizer)  # skips a step whose gradient is not finite
+                scaler.update()  # and then scales less
+            else:
+                # As the scaler tells the optimizer: the device itself skips the step, and the host need not wait to decide.
+                optimizer.found_inf = 1.0 - facts.isfinite().all().float()
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            mean_loss, stopping, grad_norm = facts_on_host()  # the one wait of a step: a GPU is busy with the optimizer
+            finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)  # the same on every rank
 
             # ---- everything below only reports ----
             done, samples = step + 1, range(state["samples"], state["samples"] + windows)
             state["samples"] += windows
             write_texts = partial(write_bad_step, folder, done, sets, loader, samples)
             metrics.watch(done, mean_loss, grad_norm, scaler, write_texts)
+            if step == start_step:
+                gc.collect()
+                gc.freeze()  # what lives now lives on: the garbage collector need not look at it again and again
             if finite and (done == 1 or done % cfg.log_every == 0 or done == plan.steps):
                 metrics.log_step(done, mean_loss, lr, grad_norm, flops, peak, clock)
                 clock.restart(done)

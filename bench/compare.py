@@ -5,7 +5,8 @@
     python bench/compare.py config/gpt2_124m.py --dataset=mine --nanogpt=../nanoGPT --sampling
 
 Any setting of train.py can be given, as to train.py. All are timed from outside by one clock: the time between the lines that
-they print for step `warmup` and for the last step, each step printed, evaluation and saving out of the way.
+they print for step `warmup` and for the last step, each step printed, evaluation and saving out of the way. Without a peer it times
+ours alone.
 """
 
 import json
@@ -27,10 +28,10 @@ from tqdm import tqdm
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/compare.py` finds ours
-from bench.matmul import device_name  # noqa: E402
+from bench.matmul import device_name, peak_tflops  # noqa: E402
 from configurator import UserError, changes, parse, run  # noqa: E402
 from dataset import open_datasets  # noqa: E402
-from model import to_hf_config  # noqa: E402
+from model import GPT, to_hf_config  # noqa: E402
 from train import TrainConfig, make_plan, model_config, pick_dtype  # noqa: E402
 
 
@@ -50,10 +51,8 @@ class CompareConfig(TrainConfig):
     json: str = ""  # write the figures here too
 
     def problems(self) -> list[str]:
-        wrong = [] if self.nanogpt or self.hf else ["name a peer: --nanogpt=DIR or --hf"]
-        wrong += (
-            [] if not self.nanogpt or (Path(self.nanogpt) / "train.py").exists() else [f"no train.py in {self.nanogpt}"]
-        )
+        found = not self.nanogpt or (Path(self.nanogpt) / "train.py").exists()
+        wrong = [] if found else [f"no train.py in {self.nanogpt}"]
         wrong += [] if 0 < self.warmup < self.steps else ["warmup must be positive and below steps"]
         return wrong + ["rounds must be positive"] * (self.rounds < 1)
 
@@ -139,7 +138,10 @@ sys.path.insert(0, repo)
 import torch
 from model import GPT, GPTConfig
 torch.manual_seed(0)
-model = GPT(GPTConfig(**shape)).to(device, getattr(torch, dtype)).eval()
+model = GPT(GPTConfig(**shape))
+if kind == "ours":
+    model.init_weights()  # nanoGPT's draws its own
+model.to(device, getattr(torch, dtype)).eval()
 idx = torch.zeros(batch, 1, dtype=torch.long, device=device)
 with torch.inference_mode():
     for step in range(3):  # the first warms up
@@ -216,10 +218,18 @@ def main() -> None:
             for name, argv in commands.items():
                 rows.setdefault(name, []).append(seconds_per_line(argv, folder, first, last, ("step", "iter")))
     rates = {name: unit / statistics.median(seconds) for name, seconds in rows.items()}
-    print(f"{'':<12} {'tok/s':>12} {'ours / it':>10}   seconds of each turn, per {'text' if cfg.sampling else 'step'}")
+    with torch.device("meta"):
+        model = GPT(model_config(cfg, open_datasets(cfg.dataset, cfg.data_dir)[0].meta["vocab_size"]))
+    flops = (
+        0 if cfg.sampling else model.flops_per_token(cfg.block_size)
+    )  # of training; a sampled token is not one of those
+    peak, source = peak_tflops(torch.device(device), machine(cfg)[1]) if flops else (None, "sampling")
+    print(f"{source}\n{'':<12} {'tok/s':>12} {'ours / it':>10} {'TFLOPS':>8} {'MFU':>6}   seconds of each turn")
     for name, rate in rates.items():
+        tflops = f"{rate * flops / 1e12:.3f}" if flops else ""
+        mfu = f"{rate * flops / 1e12 / peak:.1%}" if peak else ""
         turns = " ".join(f"{s:.4g}" for s in rows[name])
-        print(f"{name:<12} {rate:>12,.1f} {rates['ours'] / rate:>9.2f}x   {turns}")
+        print(f"{name:<12} {rate:>12,.1f} {rates['ours'] / rate:>9.2f}x {tflops:>8} {mfu:>6}   {turns}")
     if cfg.json:
         packages = {p: version(p) for p in ("torch", "numpy", *(["transformers", "accelerate"] if cfg.hf else []))}
         facts = {
@@ -227,7 +237,13 @@ def main() -> None:
             "python": platform.python_version(),
             "versions": packages,
         }
-        facts |= {"settings": changes(cfg), "commands": commands, "seconds": rows, "tokens_per_s": rates}
+        here = {sys.executable: "python", str(REPO): ".", str(folder): "TMP", cfg.nanogpt or "?": "nanoGPT"}
+        for name, argv in commands.items():
+            for path, word in here.items():  # of no meaning elsewhere
+                argv = [a.replace(path, word) for a in argv]
+            commands[name] = argv
+        facts |= {"command": " ".join(["python bench/compare.py", *sys.argv[1:]]), "commands": commands, "unit": unit}
+        facts |= {"seconds": rows, "tokens_per_s": rates, "flops_per_token": flops, "peak_tflops": peak}
         Path(cfg.json).write_text(json.dumps(facts, indent=1) + "\n")
 
 

@@ -1,10 +1,14 @@
 import gzip
 import json
+import os
+import shutil
 import statistics
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import TINY, call, make_records, write_jsonl
+from conftest import REPO, TINY, call, make_records, write_jsonl
 
 from bench import compare, matmul
 
@@ -107,6 +111,18 @@ def test_training_is_compared_by_one_clock(tiny_data, tmp_path, capsys):
     assert min(found["seconds"]["nanoGPT"]) >= 0.05 and 0 < found["tokens_per_s"]["nanoGPT"] <= 256 / 0.05
     assert found["tokens_per_s"]["ours"] == pytest.approx(256 / statistics.median(found["seconds"]["ours"]))
     assert "ours / it" in capsys.readouterr().out and found["versions"]["torch"] in torch.__version__
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_the_gpu_suite_runs_at_toy_size_on_a_cpu(tmp_path):
+    environment = os.environ | {"TOY": "1", "OUT": str(tmp_path / "out"), "PYTHON": sys.executable}
+    command = ["bash", str(REPO / "bench" / "gpu_suite.sh")]
+    done = subprocess.run([*command, "roof", "small", "sweep"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    found = {p.name: p.read_text() for p in (tmp_path / "out").iterdir()}
+    assert found.keys() == {"suite.log", "roof.json", "models.json", "sweep.json", "sweep.md"}
+    assert json.loads(found["models.json"])["26m"]["tokens_per_s"]["ours"] > 0 and "ours" in found["suite.log"]
+    assert subprocess.run([*command, "roofs"], env=environment, capture_output=True).returncode == 2
 
 
 def test_the_hf_trainer_trains_the_same_model(tiny_data, tmp_path):

@@ -1,8 +1,10 @@
 import dataclasses
+import itertools
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.flop_counter import FlopCounterMode
@@ -11,8 +13,10 @@ from model import (
     GPT,
     INIT,
     PRESETS,
+    ChunkedCrossEntropy,
     GPTConfig,
     attend,
+    attention_kernel,
     from_hf_config,
     hf_class,
     rope_table,
@@ -104,6 +108,62 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(name):
     x = ids(model, T=17)
     want = torch.nn.functional.cross_entropy(hidden_logits(model, x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
     torch.testing.assert_close(model(x[:, :-1], x[:, 1:]), want)
+
+
+@pytest.mark.parametrize("dtype, loss_error, error", [(torch.float32, 1e-6, 1e-6), (torch.bfloat16, 1e-6, 5e-3)])
+def test_the_chunked_loss_and_its_gradient_are_those_of_the_plain_one(dtype, loss_error, error):
+    """37 rows at a vocabulary that fits 10 of them into a chunk, some without a target, and columns that are padding."""
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randn(37, 50_304, generator=rng).mul(3).to(dtype)
+    logits[:, 50_257:] = -math.inf
+    targets = torch.randint(0, 50_257, (37,), generator=rng)
+    targets[[0, 12, 36]] = -1
+    x, y = (logits.clone().requires_grad_() for _ in range(2))
+    plain = F.cross_entropy(x.float(), targets, ignore_index=-1, reduction="sum")
+    chunked = ChunkedCrossEntropy.apply(y * 1, targets)  # * 1: it writes over its input, which no leaf may suffer
+    assert chunked.item() == pytest.approx(plain.item(), rel=loss_error)
+    (plain / 34).backward()
+    (chunked / 34).backward()
+    assert (y.grad - x.grad).abs().max() <= error * x.grad.abs().max()
+    assert y.grad[[0, 12, 36]].count_nonzero() == 0 and y.grad[:, 50_257:].count_nonzero() == 0
+
+
+def test_the_loss_adds_less_than_one_more_copy_of_the_logits():
+    """Counted by torch's profiler; cross_entropy on fp32 logits would take two fp32 copies forward, a third backward."""
+    logits = torch.randn(1024, 32_000).bfloat16().requires_grad_()
+    targets = torch.randint(0, 32_000, (1024,))
+
+    def most(loss) -> int:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+            loss().backward()
+        changes = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+        held = list(itertools.accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())))
+        return max(held) / (logits.numel() * 2)
+
+    assert (
+        most(lambda: ChunkedCrossEntropy.apply(logits * 1, targets)) < 2.2
+    )  # its input, and a chunk or the leaf's gradient
+    assert most(lambda: F.cross_entropy((logits * 1).float(), targets)) > 5
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
+def test_a_compiled_model_is_the_eager_one_forward_and_backward(name):
+    model = make(name)
+    idx = ids(model)
+    targets = idx.roll(-1, 1)
+    targets[0, :3] = -1
+    eager = model(idx, targets)
+    wanted = torch.autograd.grad(eager, list(model.parameters()))
+    loss = torch.compile(model, dynamic=False)(idx, targets)
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    assert loss.item() == pytest.approx(eager.item(), rel=1e-6)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max() + 1e-8
+
+
+@pytest.mark.parametrize("T, dtype, kernel", [(64, torch.bfloat16, "plain"), (64, torch.float32, "flash")])
+def test_the_attention_kernel_is_named(T, dtype, kernel):
+    assert attention_kernel(4, T, 32, torch.device("cpu"), dtype) == kernel
 
 
 def test_a_fresh_model_starts_near_the_loss_of_guessing():

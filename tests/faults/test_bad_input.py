@@ -15,6 +15,8 @@ import bench.compare
 import bench.matmul
 import bench.plot_loss
 import bench.prepare
+import bench.roof
+import bench.sweep
 import prepare
 import sample
 import train
@@ -150,7 +152,7 @@ SAMPLE = {
     "--num_samples=0 --max_new_tokens=0": "num_samples must be positive; max_new_tokens must be positive",
     "--seed=-1": "seed must be between 0 and 2^63",
     "--device=banana": "--device=banana: not usable here",
-    "--dtype=float64": "it takes float32|bfloat16|float16",
+    "--dtype=float64": "it takes auto|bfloat16|float16|float32",
     "--promt=a": "did you mean 'prompt'?",
 }
 PREPARE = {
@@ -183,7 +185,30 @@ BENCH = {
     (bench.matmul, "--sizes 0"): "sizes",
     (bench.matmul, "--dtypes fp7"): "dtypes",
     (bench.prepare, "nowhere.jsonl"): "nowhere.jsonl",
-    (bench.compare, "--max_steps=1"): "name a peer: --nanogpt=DIR or --hf",
+    (bench.compare, "--nanogpt=gone"): "no train.py in gone",
+    (bench.sweep, "--vary=T,C"): "vary: 'C' is none of T, B, accum",
+    (bench.sweep, "--vary="): "vary: '' is none of T, B, accum",
+    (bench.sweep, "--block_sizes 8 0 --accums 0"): "block_sizes must be positive; accums must be positive",
+    (bench.sweep, "--batch_sizes 8 -1"): "batch_sizes must not be negative",
+    (bench.sweep, "--batch_sizes=8,16"): "batch_sizes=['8,16'] is not accepted; it takes int ...",
+    (
+        bench.sweep,
+        "--steps=0 --warmup=0 --seconds=0",
+    ): "warmup must be positive; steps must be positive; seconds must be",
+    (bench.sweep, "--n_layer=0"): "n_layer must be positive",
+    (bench.sweep, "--n_embd=33 --n_head=4"): "n_embd=33 does not divide by n_head=4",
+    (bench.sweep, "--dtype=float16 --device=cpu"): "dtype=float16 needs a CUDA device",
+    (bench.sweep, "--device=cpu --peak_tflops=1 --json={root}/a_file/x.json"): "a_file/x.json.tmp: Not a directory",
+    (
+        bench.sweep,
+        "--device=cpu --peak_tflops=1 --markdown={root}/gone/x.md",
+    ): "gone/x.md.tmp: No such file or directory",
+    (bench.roof, "--vocab_size=0 --seconds=0"): "vocab_size must be positive; seconds must be positive",
+    (bench.roof, "--tokens=-1"): "tokens must be a multiple of block_size",
+    (bench.roof, "--tokens=1000"): "tokens must be a multiple of block_size",
+    (bench.roof, "--n_embd=50"): "n_embd=50 does not divide by n_head=12",
+    (bench.roof, "--device=banana"): "device=banana: not usable here",
+    (bench.roof, "--json=nowhere/roof.json"): "json=nowhere/roof.json: no such folder",
     (bench.compare, "--nanogpt={root}/mine"): "no train.py in {root}/mine",
     (bench.compare, "--hf --warmup=30"): "warmup must be positive and below steps",
     (bench.prepare, "{root}/corpus.jsonl --rounds=0"): "--rounds must be positive",

@@ -1,0 +1,231 @@
+"""What a CUDA device promises; `pytest -m gpu tests` runs these alone, and without such a device they are skipped."""
+
+import gc
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import call, metrics, train_tiny
+from test_model import ODD, ids, make
+from test_train import same, weights
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bench import roof
+from model import GPT, PRESETS
+from train import Machine, to_device
+
+DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+EAGER = [f"--device={DEVICE}", "--compile=false"]  # for train_tiny
+compiles = pytest.mark.skipif(
+    not any(map(shutil.which, ("gcc", "cc", "clang"))), reason="torch.compile's Triton needs a C compiler"
+)
+
+
+def needs_bf16() -> None:
+    """Asked inside a test: at import it would take memory on the GPU, whatever tests are run."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs compute capability 8")
+
+
+@pytest.fixture(autouse=True)
+def settings():
+    """fp32 products in full fp32, not TF32, until a run of train.py says otherwise; nothing is left behind."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+    torch.compiler.reset()
+
+
+def loss_and_gradients(model: GPT, fast=None, dtype: torch.dtype = torch.float32) -> tuple[float, dict]:
+    """Of a batch of 4 x 128 tokens, in training mode; fast: the model, compiled."""
+    x = ids(model, 4, 129).to(DEVICE)
+    model.train().zero_grad(set_to_none=True)
+    with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
+        loss = (model if fast is None else fast)(x[:, :-1], x[:, 1:])
+    loss.backward()
+    return loss.item(), {name: p.grad.float() for name, p in model.named_parameters()}
+
+
+def wide(preset: str) -> GPT:
+    return make(preset, "xavier", n_embd=192, block_size=128).to(DEVICE)
+
+
+# -- the same numbers --
+
+
+@compiles
+@pytest.mark.parametrize("preset", PRESETS)
+def test_compiled_equals_eager_in_fp32(preset):
+    model = wide(preset)
+    loss, gradients = loss_and_gradients(model)
+    compiled_loss, compiled = loss_and_gradients(model, torch.compile(model, dynamic=False))
+    assert compiled_loss == pytest.approx(loss, rel=1e-5)
+    for name, g in gradients.items():  # rounding in another order; TF32 would be ten times as far off
+        torch.testing.assert_close(compiled[name], g, rtol=0, atol=1e-4 * g.abs().max().item(), msg=name)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_bf16_computes_the_loss_and_the_direction_of_fp32(preset):
+    needs_bf16()
+    model = wide(preset)
+    (loss, gradients), (low_loss, low) = (loss_and_gradients(model, dtype=d) for d in (torch.float32, torch.bfloat16))
+    assert low_loss == pytest.approx(loss, rel=1e-3)
+    flat, low_flat = (torch.cat([g[name].flatten() for name in gradients]).double() for g in (gradients, low))
+    assert F.cosine_similarity(flat, low_flat, dim=0).item() > 0.999
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_greedy_tokens_are_those_of_the_cpu(name):
+    model = make(name, scheme="xavier")
+    prompt = ids(model, 3, 5)
+    on_cpu = torch.stack(list(model.generate(prompt, 60, temperature=0)))  # beyond block_size
+    on_gpu = torch.stack(list(model.to(DEVICE).generate(prompt.to(DEVICE), 60, temperature=0)))
+    assert torch.equal(on_gpu.cpu(), on_cpu)
+
+
+# -- whole runs --
+
+
+@compiles
+def test_the_defaults_train_compiled_and_in_16_bits(tiny_data, tmp_path, capsys):
+    run = train_tiny(tiny_data, tmp_path, "--device=auto", "--dtype=auto", "--compile=auto", "--peak_tflops=0")
+    said = capsys.readouterr().out
+    assert "compiled in" in said and "warning" not in said and ": compute capability" in said
+    losses = metrics(run, "loss")
+    assert losses.keys() == set(range(1, 9)) and losses[8] < losses[1] - 0.3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resume_is_bit_identical_to_never_having_stopped(dtype, tiny_data, tmp_path):
+    """In eager mode and with so short a T that attention's backward pass has nothing to add up in an order of its own."""
+    if dtype == "bfloat16":
+        needs_bf16()
+    options = [*EAGER, "--dropout=0.1", f"--dtype={dtype}"]
+    straight = train_tiny(tiny_data, tmp_path / "straight", *options)
+    shutil.copytree(straight, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "ckpt" / "step_00000008")  # as if it had been killed after step 4
+    run = train_tiny(tiny_data, tmp_path, *options, "--init_from=resume")
+    assert same(weights(run), weights(straight))
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert metrics(run, key) == metrics(straight, key)
+
+
+def test_fp16_trains_and_a_step_that_overflows_is_skipped_and_reported(tiny_data, tmp_path, capsys, monkeypatch):
+    """The loss is scaled by 2^30 at first, so that gradients overflow until it is scaled little enough."""
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda kind, enabled: scaler(kind, 2.0**30, enabled=enabled))
+    run = train_tiny(tiny_data, tmp_path, *EAGER, "--dtype=float16", "--max_steps=40", "--eval_every=40")
+    scales, losses = metrics(run, "loss_scale"), metrics(run, "loss")
+    skipped = len(scales)
+    assert 1 <= skipped < 25 and [*scales.items()] == [(i + 1, 2.0 ** (29 - i)) for i in range(skipped)]
+    assert capsys.readouterr().out.count("fp16 overflow: skipped, the loss is scaled by") == skipped
+    assert losses.keys() == set(range(skipped + 1, 41)) and not metrics(run, "bad_steps")
+    assert losses[skipped + 1] == pytest.approx(math.log(400), abs=0.1)  # nothing was learned from the skipped
+    assert losses[40] < losses[skipped + 1] - 0.3
+    assert all(w.isfinite().all() for w in weights(run).values())
+
+
+def peak_gb(data: Path, out: Path, batch_size: int) -> float:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    options = [f"--batch_size={batch_size}", "--batch_tokens=4096", "--max_steps=2"]
+    return metrics(train_tiny(data, out, *EAGER, *options), "memory_gb")[2]
+
+
+def test_peak_memory_is_reported_and_falls_with_batch_size(tiny_data, tmp_path):
+    """The same 4,096 tokens a step, in one micro-step and in two."""
+    one, two = (peak_gb(tiny_data, tmp_path / str(B), B) for B in (128, 64))
+    assert 0 < two < one - 0.008 and one < 2
+
+
+# -- speed --
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention_in_bf16_takes_cudnn_or_flash(head_dim, monkeypatch):
+    needs_bf16()
+    sdpa, fast, chosen = F.scaled_dot_product_attention, [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], []
+
+    def spy(q, k, v, dropout_p=0.0, is_causal=False):
+        chosen.append(SDPBackend(torch._fused_sdp_choice(q, k, v, None, dropout_p, is_causal)))
+        return sdpa(q, k, v, dropout_p=dropout_p, is_causal=is_causal)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    model = make("llama", head_dim=head_dim, n_embd=6 * head_dim, block_size=1024).to(DEVICE).train()
+    x = ids(model, 2, 1024).to(DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        model(x, x).backward()
+        assert len(chosen) == model.config.n_layer and set(chosen) <= set(fast)
+        with sdpa_kernel(fast):  # an error if neither of the two would do it
+            model(x, x)
+
+
+@pytest.mark.parametrize(
+    "dtype, compiled",
+    [("bfloat16", False), pytest.param("bfloat16", True, marks=compiles), ("float16", False)],
+)
+def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compiled):
+    """train.py's step of 4 micro-steps of 8 x 512 tokens, until it waits for the loss and the norm."""
+    if dtype == "bfloat16":
+        needs_bf16()
+    machine = Machine(0, 0, 1, torch.device(DEVICE), getattr(torch, dtype), "test")
+    model = make("llama", n_embd=192, block_size=512, dropout=0.1).to(DEVICE).train()
+    optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-3, fused=True)
+    scaler = torch.amp.GradScaler(DEVICE, enabled=machine.dtype == torch.float16)
+    fast = torch.compile(model, dynamic=False) if compiled else model
+    rows = ids(model, 8, 513).numpy()
+
+    def step() -> Callable[[], list[float]]:
+        torch.manual_seed(1)
+        loss_sum = torch.zeros((), device=machine.device)
+        for _ in range(4):
+            x, y = to_device(rows, machine.device)
+            with machine.autocast():
+                loss = fast(x, y) / 4
+            scaler.scale(loss).backward()
+            loss_sum += loss.detach()
+        scaler.unscale_(optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        facts = torch.cat([torch.stack([loss_sum, torch.full_like(loss_sum, 0.0)]), grad_norm[None]])
+        facts_on_host = machine.fetch(facts)
+        if scaler.is_enabled():
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.found_inf = 1.0 - facts.isfinite().all().float()
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return facts_on_host
+
+    for _ in range(3):  # compiles, and creates the optimizer's state
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            torch.ones((), device=DEVICE).item()  # it is noticed
+        facts_on_host = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    loss, stop, grad_norm = facts_on_host()
+    assert loss > 1 and stop == 0 and grad_norm > 0
+
+
+def test_the_roof_is_measured(tmp_path):
+    shape = ["--n_layer=2", "--n_head=4", "--n_embd=256", "--block_size=256", "--batch_size=4", "--seconds=0.01"]
+    call(roof.main, *shape, *EAGER, f"--json={tmp_path / 'roof.json'}")
+    found = json.loads((tmp_path / "roof.json").read_text())
+    rows = [*found["gemms"], *found["memory"], *found["micro_step"]]
+    assert all(r["ms"] > 0 for r in rows) and found["versions"]["cudnn"]
+    defaults = {r["head_dim"]: r["backend"] for r in found["attention"] if r["default"] == "*"}
+    assert defaults.keys() == {64, 128} and found["attention"][-1]["both"] > 0

@@ -1,0 +1,106 @@
+"""bench/sweep.py on a CPU: what it measures, how it goes on when a cell cannot be measured, and what it writes."""
+
+import json
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import TINY, call
+
+import configurator
+from bench import sweep
+from model import GPT
+from train import model_config
+
+SMALL = [*TINY, "--vocab_size=400", "--warmup=1", "--steps=3"]
+ONE_EACH = ["--block_sizes", "1", "48", "--batch_sizes", "2", "0", "--accums", "1", "3"]
+TOO_LARGE = "10_000_000_000_000"  # sequences: no address space holds their ids, and the allocator says so at once
+
+
+def test_every_cell_has_figures_that_agree_with_each_other(tmp_path, capsys):
+    out = tmp_path / "sweep.json"
+    call(sweep.main, *SMALL, *ONE_EACH, "--preset=gpt2", "--n_kv_head=4", f"--json={out}")  # learned positions
+    found = json.loads(out.read_text())
+    shapes = [(c["axis"], c["T"], c["B"], c["accum"]) for c in found["cells"]]
+    assert shapes[:3] == [("T", 1, 1, 1), ("T", 48, 1, 1), ("B", 32, 2, 1)]  # block_size is 32, batch_size 4
+    assert shapes[3:] == [("B", 32, "largest", 1), ("accum", 32, 4, 1), ("accum", 32, 4, 3)]
+    assert "left out" in found["cells"].pop(3)["note"]  # it is looked for on a GPU only
+    for c in found["cells"]:
+        cfg = configurator.parse(
+            sweep.SweepConfig, [*SMALL, "--preset=gpt2", "--n_kv_head=4", f"--block_size={c['T']}"]
+        )
+        flops = GPT(model_config(cfg, 400)).flops_per_token(c["T"])
+        step = statistics.median(c["seconds"])
+        assert c["note"] == "" and len(c["seconds"]) == 3 and min(c["seconds"]) > 0 and c["first_step_s"] > 0
+        assert c["tokens_per_s"] == pytest.approx(c["T"] * c["B"] * c["accum"] / step)
+        assert c["it_per_s"] == pytest.approx(1 / step) and c["step_ms"] == pytest.approx(1e3 * step)
+        assert c["tflops"] == pytest.approx(c["tokens_per_s"] * flops / 1e12)
+        assert c["mfu"] == pytest.approx(c["tflops"])  # TINY gives a peak of 1 TFLOPS
+        assert c["memory_gb"] is None or 0.05 < c["memory_gb"] < 5
+    assert found["settings"]["n_layer"] == 2 and torch.__version__ in found["versions"]
+    printed = capsys.readouterr().out
+    assert all(f"by {axis}\n" in printed for axis in ("T", "B", "accum")) and "Wh/Mtok" not in printed  # no NVML here
+
+
+def test_a_cell_out_of_memory_says_so_and_the_sweep_goes_on(tmp_path, capsys):
+    out = tmp_path / "sweep.json"
+    call(sweep.main, *SMALL, "--vary=B", "--batch_sizes", "1", TOO_LARGE, "2", f"--json={out}")
+    cells = json.loads(out.read_text())["cells"]
+    assert [c["note"] for c in cells] == ["", "OOM", ""] and "tokens_per_s" not in cells[1]
+    assert cells[2]["tokens_per_s"] > 0 and "-  OOM\n" in capsys.readouterr().out
+
+
+def test_a_cell_that_fails_otherwise_is_reported_and_the_exit_code_is_1(tmp_path):
+    out = tmp_path / "sweep.json"
+    with pytest.raises(SystemExit) as exit_info:  # a number of sequences that 64 bits do not hold
+        call(sweep.main, *SMALL, "--vary=B", "--batch_sizes", str(10**20), "2", f"--json={out}")
+    cells = json.loads(out.read_text())["cells"]
+    assert exit_info.value.code == 1 and cells[0]["note"].startswith("failed: ") and cells[1]["note"] == ""
+
+
+def test_a_loss_that_is_not_finite_is_a_failure():
+    cfg = configurator.parse(sweep.SweepConfig, [*SMALL, "--lr=1e30"])
+    machine = sweep.start(cfg)
+    assert sweep.measure(cfg, 8, 2, 1, machine, None)["note"] == "failed: ArithmeticError: loss nan"
+
+
+def test_markdown_and_json_agree(tmp_path):
+    paths = [tmp_path / "sweep.json", tmp_path / "sweep.md"]
+    axes = ["--vary=accum,B", "--accums", "2", "--batch_sizes", TOO_LARGE, "3"]
+    call(sweep.main, *SMALL, *axes, f"--json={paths[0]}", f"--markdown={paths[1]}")
+    found, lines = json.loads(paths[0].read_text()), paths[1].read_text().splitlines()
+    rows = [line for line in lines if line.startswith("| ") and line[2].isdigit()]
+    assert [line for line in lines if line.startswith("#")] == [f"# {found['machine']}", "## accum", "## B"]
+    assert f"* command: {found['command']}" in lines and len(rows) == len(found["cells"]) == 3
+    assert rows == ["| " + " | ".join(sweep.texts(c, sweep.COLUMNS)) + " |" for c in found["cells"]]
+    assert f"{found['cells'][0]['step_ms']:,.1f} |" in rows[0] and rows[1].endswith("| - | OOM |")
+    assert {p.name for p in tmp_path.iterdir()} == {"sweep.json", "sweep.md"}  # nothing is left aside
+
+
+@pytest.mark.skipif(sweep.reset_peak(torch.device("cpu")) is None, reason="the peak of memory cannot be reset here")
+def test_the_peak_of_a_small_cell_behind_a_large_one_is_small():
+    cfg = configurator.parse(sweep.SweepConfig, SMALL)
+    machine = sweep.start(cfg)
+    small, large, again = (sweep.measure(cfg, 32, B, 1, machine, 1.0)["memory_gb"] for B in (1, 512, 1))
+    assert large > small + 0.05 and again == pytest.approx(small, abs=0.05)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 7, 13, 16, 100, 5000])
+def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch, limit):
+    """On a pretended GPU, which holds `limit` sequences."""
+
+    def measure(cfg, T, B, accum, machine, peak):
+        return {"T": T, "B": B, "accum": accum, "note": "OOM" if B > limit else ""}
+
+    monkeypatch.setattr(sweep, "measure", measure)
+    cfg, gpu = configurator.parse(sweep.SweepConfig, SMALL), SimpleNamespace(device=torch.device("cuda"))
+    tried = [measure(cfg, 32, B, 1, gpu, 1.0) for B in (1, 8, 12, 16)]
+    cell = sweep.largest(cfg, tried, gpu, 1.0)
+    assert max(1, limit * 16 // 17) <= cell["B"] <= max(1, limit)
+    assert cell["note"] == "OOM" if limit == 0 else cell["note"].startswith("largest: B=")
+
+
+def test_it_is_not_for_torchrun(refuses, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    assert "start it without torchrun" in refuses(sweep.main, *SMALL)
