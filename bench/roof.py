@@ -27,7 +27,7 @@ from torch.utils.benchmark import Timer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `python bench/roof.py` finds ours
 from bench.matmul import device_name, peak_tflops  # noqa: E402
 from configurator import changes, parse, run  # noqa: E402
-from model import GPT, GPTConfig, attend, attention_kernel  # noqa: E402
+from model import GPT, ChunkedCrossEntropy, GPTConfig, attend, attention_kernel  # noqa: E402
 from train import Machine, TrainConfig, model_config, start  # noqa: E402
 
 Figure = float | str  # or the word that says why there is none
@@ -197,14 +197,14 @@ def sdpa_facts() -> dict:
 
 
 def cross_entropy(rows: int, V: int, compiled: bool, machine: Machine) -> Callable[[], object]:
-    """From logits in the training dtype to the loss, and back to their gradient, as in the model."""
+    """From logits in the training dtype to the loss, and back to their gradient, as in the model: compiled and eager."""
 
-    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def plain(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.float(), targets, ignore_index=-1)
 
     logits = torch.randn(rows, V, device=machine.device, dtype=machine.dtype).requires_grad_()
     targets = torch.randint(V, (rows,), device=machine.device)
-    fast = torch.compile(loss, dynamic=False) if compiled else loss
+    fast = torch.compile(plain, dynamic=False) if compiled else ChunkedCrossEntropy.apply
     return lambda: torch.autograd.grad(fast(logits, targets), logits)
 
 
