@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import re
 import resource
 import signal
 import statistics
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -35,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from bench.matmul import peak_tflops
+from bench.memory import Step, largest_batch, needed
 from bench.plot_loss import plot_loss, read_metrics
 from checkpoint import Saver, check_data, find_source, load_model, read_training, run_folder, settings_changed
 from configurator import UserError, changes, parse, run
@@ -76,7 +78,7 @@ class TrainConfig:
     dropout: float = 0.0  # 0 for pretraining; 0.1 and more when the data is seen many times
     init: str = "gpt2"  # a scheme of model.py's INIT: gpt2, llama, xavier, kaiming, lecun, small, deepnorm, zero_proj
     # ---- Batch ----
-    batch_size: int = 16  # B, sequences per device and micro-step: as many as fit
+    batch_size: int | Literal["auto"] = 16  # B, sequences per device and micro-step; auto: as many as fit
     batch_tokens: int = 524_288  # tokens per step over all devices; the accumulation follows from it
     # ---- Length: the run ends at the first of these that is not 0 ----
     max_steps: int = 0  # steps
@@ -112,7 +114,7 @@ class TrainConfig:
     wandb_project: str = "gpt"  # its project
 
     def problems(self) -> list[str]:
-        positive = "block_size n_layer n_head n_embd batch_size batch_tokens lr rope_theta norm_eps"
+        positive = "block_size n_layer n_head n_embd batch_tokens lr rope_theta norm_eps"
         positive += " eval_every save_every keep log_every max_bad_steps"
         not_negative = "n_kv_head head_dim d_ff max_steps max_epochs max_tokens weight_decay grad_clip warmup_steps"
         not_negative += " eval_tokens peak_tflops seed"
@@ -121,6 +123,8 @@ class TrainConfig:
         wrong += [f"{k} must not be negative" for k in not_negative.split() if not getattr(self, k) >= 0]
         wrong += [f"{k} must be between 0 and 1" for k in shares.split() if not 0 <= getattr(self, k) <= 1]
         wrong += [f"{k} must be at least 0 and below 1" for k in below_1.split() if not 0 <= getattr(self, k) < 1]
+        if self.batch_size != "auto" and self.batch_size < 1:
+            wrong.append("batch_size must be positive")
         if self.seed >= 2**62:
             wrong.append("seed must be below 2^62")
         if not self.run_name or self.run_name != Path(self.run_name).name:
@@ -170,6 +174,12 @@ class Machine:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    def capacity(self) -> float:
+        """Bytes that this process can have."""
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+        return ram() / self.world
 
 
 def start(cfg: TrainConfig) -> Machine:
@@ -254,13 +264,28 @@ class StopSignal:
         self.number = number
 
 
+def ram() -> float:
+    """Bytes of memory that this computer has to give; in a container, what that may have."""
+    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    info, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.exists() else None
+    allowed = limit.read_text().strip() if limit.exists() else "max"
+    return min(int(found[1]) * 1024 if found else everything, everything if allowed == "max" else int(allowed))
+
+
+def out_of_memory(e: BaseException) -> bool:
+    """CUDA's allocator and Python's have types for it; the CPU's, cuBLAS's and what a compiler wraps only have words."""
+    words = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(e, torch.OutOfMemoryError | MemoryError) or any(w in str(e) for w in words)
+
+
 @contextmanager
 def memory_advice(advice: str):
     """Out of memory, in one line that says what would fit."""
     try:
         yield
-    except (torch.OutOfMemoryError, RuntimeError) as e:
-        if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):
+    except (RuntimeError, MemoryError) as e:
+        if not out_of_memory(e):
             raise
         raise UserError(f"out of memory {advice}") from None
 
@@ -270,6 +295,14 @@ def all_sum(x: torch.Tensor) -> torch.Tensor:
     if dist.is_initialized():
         dist.all_reduce(x)
     return x
+
+
+def least(number: int, machine: Machine) -> int:
+    """The smallest of the ranks' numbers."""
+    x = torch.tensor(number, device=machine.device)
+    if dist.is_initialized():
+        dist.all_reduce(x, dist.ReduceOp.MIN)
+    return int(x)
 
 
 def to_device(rows: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -315,12 +348,21 @@ class Plan:
 
 
 def make_plan(cfg: TrainConfig, world: int, epoch_tokens: int) -> Plan:
+    if cfg.batch_size == "auto":
+        raise UserError("batch_size=auto is for train.py and bench/plan.py: give a number here")
     T = cfg.block_size
     B = min(cfg.batch_size, max(1, round(cfg.batch_tokens / (T * world))))  # no more than one step needs
     accum = max(1, round(cfg.batch_tokens / (B * T * world)))
     step_tokens = accum * B * T * world
     limits = [cfg.max_steps, cfg.max_epochs * epoch_tokens / step_tokens, cfg.max_tokens / step_tokens]
     return Plan(B, accum, step_tokens, epoch_tokens, max(1, round(min(limit for limit in limits if limit))))
+
+
+def even_batch(most: int, cfg: TrainConfig, world: int) -> int:
+    """The largest batch_size up to `most` that makes a step of just batch_tokens; `most` if none above half of it does."""
+    sequences = max(1, round(cfg.batch_tokens / (cfg.block_size * world)))  # of a rank in a step
+    most = max(1, min(most, sequences))
+    return next((B for B in range(most, most // 2, -1) if sequences % B == 0), most)
 
 
 def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:
@@ -352,6 +394,54 @@ def model_config(cfg: TrainConfig, vocab_size: int) -> GPTConfig:
         raise UserError(str(e)) from None
 
 
+def wants_compile(cfg: TrainConfig, kind: str, flops: float) -> bool:
+    """flops: of the run. On a CPU 5e14 take ten minutes or more; to compile takes half a minute."""
+    return cfg.compile is True or (cfg.compile == "auto" and (kind == "cuda" or flops > 5e14))
+
+
+def fit_batch(cfg: TrainConfig, model: GPT, loader: Loader, machine: Machine, compiled: bool) -> int:
+    """batch_size=auto: what bench/memory.py predicts to fit, tried out, and less where that runs out of memory after all.
+
+    A trial is two micro-steps, the second onto the gradients of the first, beside tensors in place of the optimizer's moments.
+    """
+    step = Step(1, cfg.block_size, 2, machine.dtype, compiled, machine.device.type, machine.world)
+    predicted = largest_batch(model, step, machine.capacity())
+    if machine.device.type == "cpu":
+        predicted = min(predicted, max(1, 8192 // cfg.block_size))  # more is no faster (bench/LOG.md)
+    most = predicted
+    while True:
+        B, held, fits = even_batch(least(most, machine), cfg, machine.world), [], True
+        try:
+            held += [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
+            held += to_device(loader.rows(loader.starts(0, B)), machine.device)
+            fast = try_compile(model, *held[-2:], machine) if compiled else model
+            for _ in range(2):
+                with machine.autocast():
+                    loss = fast(*held[-2:])
+                loss.backward()
+            machine.synchronize()
+        except (RuntimeError, MemoryError) as e:
+            if not out_of_memory(e):
+                raise
+            fits = False
+        held, loss = [], None
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        if machine.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if least(fits, machine):
+            say(
+                machine,
+                f"batch_size=auto: {B}, tried out; {predicted} should fit, and a step has {cfg.batch_tokens:,} tokens",
+            )
+            return B
+        if B == 1:
+            raise UserError(
+                f"out of memory at batch_size=1: try --block_size={cfg.block_size // 2}, or a smaller model"
+            )
+        most = B * 7 // 8
+
+
 def try_compile(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, machine: Machine) -> Callable:
     """torch.compile, tried out on one batch: where it fails, a warning, and training goes on without it."""
     started = time.perf_counter()
@@ -364,6 +454,8 @@ def try_compile(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, machin
         say(machine, f"compiled in {time.perf_counter() - started:.1f} s")
         return fast
     except Exception as e:  # a missing C++ compiler, an old GPU: anything that eager mode does without
+        if out_of_memory(e):
+            raise
         reason = f"{type(e).__name__}: {str(e).splitlines()[0]}"
         say(machine, f"warning: torch.compile failed; going on without it, slower ({reason})")
         model.zero_grad(set_to_none=True)
@@ -591,7 +683,13 @@ def write_bad_step(folder: Path, step: int, sets: list[DataSet], loader: Loader,
         return f"its texts could not be written to {path} ({e.strerror})"
 
 
-def banner(cfg: TrainConfig, sets: list[DataSet], machine: Machine, plan: Plan, model: GPT, peak_source: str) -> str:
+def banner(
+    cfg: TrainConfig, sets: list[DataSet], machine: Machine, plan: Plan, model: GPT, compiled: bool, peak_source: str
+) -> str:
+    step = Step(
+        plan.batch_size, cfg.block_size, plan.accum, machine.dtype, compiled, machine.device.type, machine.world
+    )
+    memory = f"{needed(model, step) / 1e9:.1f} GB predicted, of {machine.capacity() / 1e9:.1f}"
     n, c, T, V = model.num_params(), model.config, cfg.block_size, sets[0].meta["vocab_size"]
     tokens = plan.steps * plan.step_tokens
     data = []
@@ -614,6 +712,7 @@ def banner(cfg: TrainConfig, sets: list[DataSet], machine: Machine, plan: Plan, 
         "compute": f"{model.flops_per_token(T) * tokens:.3g} FLOPs (6 N + 12 L d T a token)",
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
         "attention": attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype, c.dropout),
+        "memory": f"{memory}; the largest batch_size is {largest_batch(model, step, machine.capacity()):,}",
         "peak": peak_source,
         "first loss": f"ln({V}) = {math.log(V):.2f} expected",
     }
@@ -632,7 +731,7 @@ def main() -> None:
     sets = open_datasets(cfg.dataset, cfg.data_dir)
     loader = train_loader(sets, cfg.block_size, cfg.seed)
     val_windows = [data.windows("val", cfg.block_size) for data in sets]
-    plan = make_plan(cfg, machine.world, sum(windows.n_windows for windows in loader.splits) * cfg.block_size)
+    epoch_tokens = sum(windows.n_windows for windows in loader.splits) * cfg.block_size
 
     # model: resumed, taken from another run, or new
     wanted, (source, resume) = (
@@ -647,6 +746,14 @@ def main() -> None:
         else:
             model = load_model(source, cfg, wanted, resume)
         model.to(machine.device)
+
+    # batch: as many sequences at once as asked, or as fit; that is no matter of what is learned
+    flops = model.flops_per_token(cfg.block_size)
+    plan = make_plan(replace(cfg, batch_size=1), machine.world, epoch_tokens)
+    compiled = wants_compile(cfg, machine.device.type, flops * plan.steps * plan.step_tokens)
+    if cfg.batch_size == "auto":
+        cfg = replace(cfg, batch_size=fit_batch(cfg, model, loader, machine, compiled))
+    plan = make_plan(cfg, machine.world, epoch_tokens)
 
     # optimizer
     groups, betas = model.param_groups(cfg.weight_decay), (cfg.beta1, cfg.beta2)
@@ -671,8 +778,8 @@ def main() -> None:
     # say what will happen, then wrap: DDP first and compile second, so that communication overlaps the backward pass
     given = (cfg.peak_tflops, f"{cfg.peak_tflops:g} TFLOPS a device, as given by peak_tflops")
     peak, peak_source = given if cfg.peak_tflops else peak_tflops(machine.device, machine.dtype)
-    flops, peak = model.flops_per_token(cfg.block_size), peak and peak * machine.world
-    say(machine, banner(cfg, sets, machine, plan, model, peak_source))
+    peak = peak and peak * machine.world
+    say(machine, banner(cfg, sets, machine, plan, model, compiled, peak_source))
     if resume:
         say(machine, f"resumed from {source} at step {state['step']}")
         say(machine, f"settings that are others now: {', '.join(changed)}") if changed else None
@@ -684,10 +791,7 @@ def main() -> None:
         on = [machine.local_rank] if machine.device.type == "cuda" else None
         parallel = DistributedDataParallel(model, device_ids=on, gradient_as_bucket_view=True, **flags)
     fast = parallel
-    long = (
-        flops * plan.steps * plan.step_tokens > 5e14
-    )  # ten minutes on a CPU and more: it takes half a minute to compile
-    if cfg.compile is True or (cfg.compile == "auto" and (machine.device.type == "cuda" or long)):
+    if compiled:
         x, y = to_device(loader.rows(loader.starts(0, plan.batch_size)), machine.device)
         with memory_advice(plan.smaller(cfg.block_size)):
             fast = try_compile(parallel, x, y, machine)

@@ -17,6 +17,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `python bench/matmul.py` finds ours
+from bench.gpus import datasheet_tflops  # noqa: E402
 from configurator import UserError, parse, run  # noqa: E402
 
 DTYPES = {
@@ -27,32 +28,6 @@ DTYPES = {
     "fp64": torch.float64,
 }
 
-# Dense peaks in TFLOPS, from the vendors' datasheets (where they give the sparse figure: half of it). fp16 and bf16 with
-# fp32 accumulation, as training needs it; on GeForce that is half of fp16 with fp16 accumulation.
-DATASHEET = {
-    "V100": dict(fp16=125, fp32=15.7, fp64=7.8),  # NVIDIA V100 datasheet 2020, SXM2
-    "V100 PCIE": dict(fp16=112, fp32=14, fp64=7),  # same, PCIe
-    "V100S PCIE": dict(fp16=130, fp32=16.4, fp64=8.2),  # same, V100S
-    "T4": dict(fp16=65, fp32=8.1),  # NVIDIA T4 datasheet
-    "A10": dict(bf16=125, fp16=125, tf32=62.5, fp32=31.2),  # NVIDIA A10 datasheet
-    "A100": dict(bf16=312, fp16=312, tf32=156, fp32=19.5, fp64=19.5),  # NVIDIA A100 datasheet, SXM4 and PCIe alike
-    "A800": dict(bf16=312, fp16=312, tf32=156, fp32=19.5, fp64=19.5),  # NVIDIA A800 datasheet
-    "RTX 3090": dict(bf16=71, fp16=71, tf32=35.6, fp32=35.6),  # NVIDIA GA102 whitepaper, table 9
-    "RTX 4090": dict(bf16=165.2, fp16=165.2, tf32=82.6, fp32=82.6),  # NVIDIA Ada whitepaper, appendix A
-    "RTX 5090": dict(bf16=209.5, fp16=209.5, tf32=104.8, fp32=104.8),  # NVIDIA RTX Blackwell whitepaper
-    "L4": dict(bf16=121, fp16=121, tf32=60, fp32=30.3),  # NVIDIA L4 datasheet
-    "L40S": dict(bf16=362, fp16=362, tf32=183, fp32=91.6),  # NVIDIA L40S datasheet
-    "H100": dict(bf16=989, fp16=989, tf32=494, fp32=67, fp64=67),  # NVIDIA H100 datasheet, SXM5
-    "H100 PCIe": dict(bf16=756, fp16=756, tf32=378, fp32=51, fp64=51),  # same, PCIe
-    "H100 NVL": dict(bf16=835, fp16=835, tf32=417, fp32=60, fp64=60),  # same, NVL
-    "H800": dict(bf16=989, fp16=989, tf32=494, fp32=67, fp64=1),  # NVIDIA H800 datasheet, SXM5
-    "H200": dict(bf16=989, fp16=989, tf32=494, fp32=67, fp64=67),  # NVIDIA H200 datasheet, SXM5
-    "H200 NVL": dict(bf16=835, fp16=835, tf32=417, fp32=60, fp64=60),  # same, NVL
-    "H20": dict(bf16=148, fp16=148, tf32=74, fp32=44, fp64=1),  # NVIDIA H20 datasheet
-    "B200": dict(bf16=2250, fp16=2250, tf32=1125, fp32=75, fp64=37),  # NVIDIA Blackwell datasheet, HGX B200, per GPU
-    "MI300X": dict(bf16=1307.4, fp16=1307.4, tf32=653.7, fp32=163.4, fp64=163.4),  # AMD MI300X datasheet
-}
-
 
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
@@ -61,19 +36,6 @@ def device_name(device: torch.device) -> str:
         found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
         return f"{found[1] if found else platform.machine()}, {torch.get_num_threads()} threads"
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def datasheet_tflops(name: str, dtype: str) -> float | None:
-    """The dense peak of a GPU by the name that its driver gives; None if the table lacks it, never a near miss.
-
-    Brand, memory size and socket say nothing of the peak and are dropped ("NVIDIA A100-SXM4-80GB" is A100); every other
-    word must agree, so that a laptop's RTX 4090 is not taken for the desktop's.
-    """
-    noise = r"NVIDIA|GeForce|Tesla|AMD|Instinct|OAM|\d+GB|HBM\w+|SXM\d"
-    words = [w for w in re.split(r"[\s-]+", name) if not re.fullmatch(noise, w)]
-    if words[:1] in (["A100"], ["A800"]):
-        words = [w for w in words if w != "PCIE"]  # these alone have one peak in both forms
-    return DATASHEET.get(" ".join(words), {}).get(dtype)
 
 
 def measure_tflops(n: int, dtype: str, device: torch.device, seconds: float = 1.0) -> float:

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `python 
 from bench.matmul import device_name, peak_tflops  # noqa: E402
 from configurator import UserError, changes, parse, run  # noqa: E402
 from model import GPT  # noqa: E402
-from train import Machine, TrainConfig, model_config, say, start  # noqa: E402
+from train import Machine, TrainConfig, model_config, out_of_memory, say, start  # noqa: E402
 
 AXES = ("T", "B", "accum")
 
@@ -201,12 +201,6 @@ def train_steps(cfg: SweepConfig, B: int, accum: int, machine: Machine) -> dict:
         figures |= {"power_w": joules / wall, "utilisation": after[1]}
         figures["wh_per_mtok"] = joules / 3600 / (tokens * len(seconds) / 1e6)
     return figures | {"first_step_s": first, "seconds": seconds}
-
-
-def out_of_memory(e: Exception) -> bool:
-    """CUDA's allocator and Python's have types for it; the CPU's, cuBLAS's and what a compiler wraps only have words."""
-    words = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(e, torch.OutOfMemoryError | MemoryError) or any(w in str(e) for w in words)
 
 
 def largest(cfg: SweepConfig, tried: list[dict], machine: Machine, peak: float | None) -> dict:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 import bench.compare
 import bench.matmul
+import bench.plan
 import bench.plot_loss
 import bench.prepare
 import bench.roof
@@ -186,6 +187,14 @@ BENCH = {
     (bench.matmul, "--dtypes fp7"): "dtypes",
     (bench.prepare, "nowhere.jsonl"): "nowhere.jsonl",
     (bench.compare, "--nanogpt=gone"): "no train.py in gone",
+    (bench.compare, "--batch_size=auto"): "batch_size=auto is for train.py and bench/plan.py: give a number here",
+    (bench.plan, "--gpu=a99 --max_steps=1"): "gpu='a99': ",
+    (bench.plan, "--gpu=v100-16g --dtype=bfloat16 --max_steps=1"): "dtype=bfloat16: V100 has no bf16; leave dtype out",
+    (bench.plan, "--gpu=h100 --trial --max_steps=1"): "trial runs on this machine: leave gpu out",
+    (bench.plan, "--nproc=0 --tokens=-1 --max_steps=1"): "tokens must not be negative; nproc must be positive",
+    (bench.plan, "--gpu=h100"): "the run has no end: set max_steps, max_epochs or max_tokens",
+    (bench.plan, "--gpu=h100 --max_epochs=1 --dataset=gone"): "no data set in",
+    (bench.plan, "--gpu=h100 --max_steps=1 --batch_size=many"): "batch_size='many' is not accepted; it takes int|auto",
     (bench.sweep, "--vary=T,C"): "vary: 'C' is none of T, B, accum",
     (bench.sweep, "--vary="): "vary: '' is none of T, B, accum",
     (bench.sweep, "--block_sizes 8 0 --accums 0"): "block_sizes must be positive; accums must be positive",

@@ -1,0 +1,177 @@
+"""What a training step of ours holds in memory, part by part, from the settings alone: nothing is allocated, nothing is run.
+
+The formulas count what autograd keeps of each layer for the backward pass; tests/test_plan.py compares them with what it does keep.
+Here N = B T tokens, s bytes a number (2 in 16 bits, 4 in fp32), C = n_embd, nh and nkv heads of hs, V the padded vocabulary, and a
+layer keeps, a token,
+
+    norms       2 C s        the inputs of both: the residual stream
+    attention   C s          the input of qkv
+                3 nh hs s    q, k, v, after rotation and after the key/value heads were repeated
+                nh hs s      the output, which is the input of proj; and 4 nh for the log-sum-exp of each row
+    MLP         C s          its input
+                2 d_ff s     GELU: in and out. SwiGLU: 3 d_ff s compiled (gate, up, product), 4 d_ff s in eager mode (silu(gate) too)
+
+    GPT-2's 16 C numbers a token and layer: 2 + 1 + 3 + 1 + 1 + 8. No T x T matrix: scaled_dot_product_attention makes it in pieces.
+
+These are the elements of Korthikanti et al., arXiv 2205.05198, section 4.1, without its dropout masks and its T x T scores, and counted for the
+kernels that run here.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from model import GPT, GPTConfig, attention_kernel
+
+
+@dataclass(frozen=True)
+class Step:
+    """What decides the memory of a step, beside the model."""
+
+    B: int  # sequences in a micro-step
+    T: int
+    accum: int = 1  # micro-steps
+    dtype: torch.dtype = torch.bfloat16  # of autocast
+    compiled: bool = True
+    device: str = "cuda"
+    world: int = 1  # processes
+    zero: int = 0  # 0: DDP, all of everything on each GPU; ZeRO stage 1: moments are shared out, 2: gradients too, 3: weights too
+    optimizer: str = "adamw"
+    fused: bool = (
+        True  # attention; False: with the T x T matrix, which a GPU makes when no fused kernel takes the shape
+    )
+    checkpointing: bool = False  # keep only each block's input, and compute the rest again in the backward pass
+
+    @property
+    def s(self) -> int:
+        return self.dtype.itemsize
+
+    def plain_attention(self, c: GPTConfig) -> bool:
+        """Does attention make the T x T matrix?"""
+        if self.device != "cpu" or not self.fused:
+            return not self.fused
+        return attention_kernel(c.n_head, self.T, c.head_dim, torch.device("cpu"), self.dtype) in ("plain", "math")
+
+
+def activations(c: GPTConfig, step: Step) -> dict[str, float]:
+    """Bytes that autograd keeps of one sequence until the backward pass, by part; of all layers, without the logits."""
+    C, nh, nkv, hs, T, s = c.n_embd, c.n_head, c.n_kv_head, c.head_dim, step.T, step.s
+    eager_cpu, rope = not step.compiled and step.device == "cpu", c.pos == "rope"
+    plain = step.plain_attention(c)
+
+    norm = C * s  # a token; compiled, and in the CPU's LayerNorm, its input
+    if not step.compiled and c.norm == "rmsnorm" and eager_cpu:
+        norm = 8 * C  # made of small operations in fp32: the input and the normalised input
+    elif not step.compiled and not eager_cpu:
+        norm = 4 * C  # CUDA's autocast normalises in fp32
+
+    qkv = (nh + 2 * nkv) * hs  # a token of q, k and v as the linear layer writes them
+    if plain:
+        heads = 3 * nh * hs * s  # copied, as the plain products want them
+    elif nkv < nh:
+        heads = 3 * nh * hs * s if rope or c.qk_norm else (qkv + 2 * nh * hs) * s
+    else:
+        heads = (
+            (2 * nh * hs + qkv) * s if rope or c.qk_norm else qkv * s
+        )  # v, or all three, are views into what qkv wrote
+    if c.qk_norm:
+        heads += (nh + nkv) * hs * (8 if eager_cpu else s)
+    attention = C * s + heads + nh * hs * s + (0 if plain else 4 * nh)
+
+    mlp = C * s + c.d_ff * s * (2 if c.mlp != "swiglu" else 3 if step.compiled else 4)
+    parts = {"norms": 2 * norm, "attention": attention, "MLP": mlp}
+    if plain:
+        parts["T x T matrix"] = nh * T * s
+    if c.dropout:
+        mask = s if eager_cpu else 1
+        parts["dropout"] = 2 * C * mask + (nh * T * (mask + s) if plain else 0)  # masks, and T x T behind its own
+    layer = {k: T * v for k, v in parts.items()}
+    if step.checkpointing:
+        kept = {"block inputs": c.n_layer * T * C * s} | {f"{k}, of one block": v for k, v in layer.items()}
+    else:
+        kept = {k: c.n_layer * v for k, v in layer.items()}
+    return kept | {"embedding and head": T * (norm + C * s + 16 + (C * s if c.dropout else 0))}  # 16: ids and targets
+
+
+def optimizer_bytes(model: GPT, optimizer: str) -> int:
+    """Of its state. AdamW: two fp32 moments. Muon: one for the blocks' matrices, AdamW for the rest. Adafactor: a row and a column."""
+    blocks = {id(p) for p in model.blocks.parameters() if p.dim() == 2}
+    total = 0
+    for p in model.parameters():
+        if optimizer == "adafactor":
+            total += 4 * (p.size(0) + p.size(1) if p.dim() == 2 else p.numel())
+        else:
+            total += (4 if optimizer == "muon" and id(p) in blocks else 8) * p.numel()
+    return total
+
+
+def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
+    """(when, part -> bytes) at the moment of a step that holds the most. model: may lie on the meta device.
+
+    Three moments are candidates. Before the loss's backward pass all activations and the logits are alive. In the last block's
+    backward pass the logits are gone, and the block's own gradients have come. At its end all gradients are.
+    """
+    c, s, N = model.config, step.s, step.B * step.T
+    P = sum(p.numel() for p in model.parameters())
+    head = c.padded_vocab_size * c.n_embd
+    copies = s * sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear)) if s == 2 else 0
+    shard = {stage: step.world if step.zero >= stage else 1 for stage in (1, 2, 3)}
+
+    always = {"weights": 4 * P / shard[3], "optimizer": optimizer_bytes(model, step.optimizer) / shard[1]}
+    gradients = 4 * P / shard[2]
+    before = {"gradients": gradients if step.accum > 1 else 0}  # of the micro-steps before
+    kept = {f"activations: {k}": step.B * v for k, v in activations(c, step).items()} | {"16-bit weights": copies}
+
+    logits = N * c.padded_vocab_size * s
+    rows = 2**19 if step.device == "cpu" else 2**26  # logits that model.ChunkedCrossEntropy takes at a time, in fp32
+    chunk = 0 if step.compiled else 8 * min(N * c.padded_vocab_size, rows)
+    # The logits' gradient is written over the logits, by ours in eager mode and by Inductor's donated buffers.
+    loss = {"logits": logits, "temporary": max(chunk, s * head + N * c.n_embd * s)}
+
+    wide = {"MLP": c.d_ff * s * (2 if c.mlp == "swiglu" else 1)}  # its gradients, less what was already used up
+    if step.plain_attention(c):
+        wide["T x T"] = 2 * c.n_head * step.T * s - c.d_ff * s * 2
+    in_block = before | {"temporary": N * (max(wide.values()) + c.n_embd * s) + 4 * head}  # and the head's gradient
+
+    # At the end: a tied matrix has two gradients, which are added; of an untied head, one in 16 bits and in fp32.
+    if c.tie_embeddings:
+        last = 4 * head * (2 if step.accum > 1 else 1)
+    else:
+        last = (4 + s % 4) * head if step.accum > 1 else 0
+    at_end = {"gradients": gradients, "temporary": last}
+    moments = {
+        "before the backward pass": always | before | kept | loss,
+        "in the last block's backward pass": always | kept | in_block,
+        "at the end of the backward pass": always | at_end,
+    }
+    when = max(moments, key=lambda m: sum(moments[m].values()))
+    return when, {k: v for k, v in moments[when].items() if v}
+
+
+# What max_memory_allocated does not see, on a GPU: CUDA's context with its libraries (1.3 GB by a published account of a 6B model; not
+# measured by us), NCCL's buffers, and what the allocator cannot use between its blocks (both assumed).
+CONTEXT, NCCL, FRAGMENTED = 1.3e9, 0.7e9, 0.04
+
+
+def beside(total: float, step: Step) -> dict[str, float]:
+    """Bytes that a GPU must have beside `total`."""
+    if step.device == "cpu":
+        return {"Python and torch": 0.3e9}
+    return {"CUDA context": CONTEXT, "fragmentation": FRAGMENTED * total} | ({"NCCL": NCCL} if step.world > 1 else {})
+
+
+def needed(model: GPT, step: Step) -> float:
+    """Bytes that the device must have for a step."""
+    total = sum(step_memory(model, step)[1].values())
+    return total + sum(beside(total, step).values())
+
+
+def largest_batch(model: GPT, step: Step, capacity: float) -> int:
+    """The most sequences in a micro-step that `capacity` bytes hold; 0: not even one."""
+    fits, fails = 0, 1
+    while needed(model, replace(step, B=fails)) <= capacity:
+        fits, fails = fails, 2 * fails
+    while fails - fits > 1:
+        B = (fits + fails) // 2
+        fits, fails = (B, fails) if needed(model, replace(step, B=B)) <= capacity else (fits, B)
+    return fits

@@ -1,0 +1,392 @@
+"""Know before you run: the memory, time and energy of a training, from its settings alone.
+
+    python bench/plan.py config/train_1b.py --gpu=a100-80g --nproc=6              # on six A100; --tokens=20e9 for another length
+    python bench/plan.py config/train_100m.py --gpu=v100-16g --nproc=6 --png=memory.png
+    python bench/plan.py config/demo.py --trial                                   # 20 steps on this machine, then the time of all
+
+Any setting of train.py can be given, as to train.py. Nothing is allocated: the formulas are in bench/memory.py, in model.py
+(flops_per_token) and below.
+"""
+
+import json
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))  # so that `python bench/plan.py` finds ours
+from bench.gpus import ECC_IN_MEMORY, Card, find_gpu  # noqa: E402
+from bench.matmul import DTYPES, device_name, peak_tflops  # noqa: E402
+from bench.memory import Step, beside, largest_batch, needed, step_memory  # noqa: E402
+from bench.plot_loss import read_metrics  # noqa: E402
+from configurator import UserError, changes, parse, run  # noqa: E402
+from dataset import open_datasets  # noqa: E402
+from model import GPT  # noqa: E402
+from train import TrainConfig, make_plan, model_config, pick_dtype, ram, wants_compile  # noqa: E402
+
+
+@dataclass(frozen=True)
+class PlanConfig(TrainConfig):
+    # ---- Where ----
+    gpu: str = ""  # v100-16g, a100-80g, 4090, h100, ...; default: this machine's device
+    nproc: int = 1  # how many of them
+    # ---- How much ----
+    tokens: float = 0.0  # of training, in place of max_steps, max_epochs and max_tokens
+    vocab_size: int = 0  # 0: of `dataset` where it is prepared, else 50257
+    # ---- What if ----
+    zero: Literal[0, 1, 2, 3] = 0  # ZeRO stage; train.py has DDP, which is 0
+    optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"  # train.py has AdamW
+    checkpointing: bool = False  # activation checkpointing of whole blocks; train.py has none
+    # ---- Check ----
+    trial: bool = False  # train 20 steps on this machine, for the time of all
+    # ---- Output ----
+    json: str = ""  # write the figures here too
+    png: str = ""  # and a picture of memory by part against batch size
+
+    def problems(self) -> list[str]:
+        wrong = TrainConfig.problems(replace(self, max_steps=1) if self.tokens else self)
+        wrong += [f"{k} must not be negative" for k in ("tokens", "vocab_size") if getattr(self, k) < 0]
+        wrong += ["trial runs on this machine: leave gpu out"] * (self.trial and self.gpu != "")
+        return wrong + ["nproc must be positive"] * (self.nproc < 1)
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where it shall run. The peak is of the training dtype."""
+
+    name: str
+    kind: str  # cuda or cpu
+    dtype: torch.dtype
+    tflops: float | None
+    bandwidth: float | None  # GB/s
+    bytes: float
+    watts: int | None
+    source: str
+
+
+def planned_device(cfg: PlanConfig) -> Device:
+    """The card that was named, or what this machine has."""
+    if cfg.gpu:
+        try:
+            card: Card = find_gpu(cfg.gpu)
+        except ValueError as e:
+            raise UserError(f"gpu={cfg.gpu!r}: {e}") from None
+        dtype = cfg.dtype if cfg.dtype != "auto" else "bfloat16" if "bf16" in card.tflops else "float16"
+        kind = {"bfloat16": "bf16", "float16": "fp16", "float32": "tf32" if "tf32" in card.tflops else "fp32"}[dtype]
+        if kind not in card.tflops:
+            raise UserError(f"dtype={dtype}: {card.name} has no {kind}; leave dtype out")
+        peak, size = card.tflops[kind], f"{card.name} {card.memory_gb} GB"
+        usable = card.memory_gb * 1e9 * (0.97 if card.name in ECC_IN_MEMORY else 1.0)
+        return Device(size, "cuda", DTYPES[kind], peak, card.bandwidth, usable, card.watts, card.source)
+    kind = "cuda" if cfg.device in ("auto", "cuda") and torch.cuda.is_available() else "cpu"
+    device = torch.device(kind)
+    dtype, name = pick_dtype(cfg.dtype, device)[0], device_name(device)
+    peak, source = peak_tflops(device, dtype)
+    if kind == "cpu":
+        return Device(name, kind, dtype, peak, None, ram(), None, source)
+    try:
+        card = find_gpu(name)
+    except ValueError:
+        card = None
+    size = torch.cuda.get_device_properties(device).total_memory
+    return Device(name, kind, dtype, peak, card and card.bandwidth, size, card and card.watts, source)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Time
+
+
+def six_nd(parameters: float, tokens: float) -> float:
+    """FLOPs of a training: two a parameter and token forward, four backward (Kaplan et al., arXiv 2001.08361)."""
+    return 6 * parameters * tokens
+
+
+def compute(model: GPT, T: int, tokens: float) -> dict[str, float]:
+    """FLOPs of a training. exact: 6 N + 12 L d T a token, as train.py counts for MFU. 6ND: the rule of thumb, with all parameters.
+    recomputed: with activation checkpointing the forward pass runs twice, 8 for 6; MFU stays on 6.
+    """
+    exact = model.flops_per_token(T) * tokens
+    return {"exact": exact, "6ND": six_nd(model.num_params()["total"], tokens), "recomputed": exact * 8 / 6}
+
+
+def hours(flops: float, tflops: float, mfu: float, nproc: int = 1) -> float:
+    """tflops: the peak of one device."""
+    return flops / (tflops * 1e12 * mfu * nproc) / 3600
+
+
+def trial(cfg: PlanConfig, steps: int) -> dict[str, float]:
+    """Seconds of the whole run, from 20 steps of it: starting and ending, each step, each evaluation, each save."""
+    own = set(asdict(cfg)) - set(asdict(TrainConfig(**{})))
+    with tempfile.TemporaryDirectory() as folder:
+        plan = dict(
+            max_steps=20, max_epochs=0.0, max_tokens=0, log_every=1, eval_every=10, save_every=20, progress="line"
+        )
+        plan |= dict(out_dir=folder, run_name="trial", init_from="scratch", compile=cfg.compile, wandb=False)
+        settings = {k: v for k, v in changes(cfg).items() if k not in own} | plan
+        command = [sys.executable, str(REPO / "train.py"), *(f"--{k}={v}" for k, v in settings.items())]
+        if cfg.nproc > 1:
+            command[:1] = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc_per_node={cfg.nproc}",
+            ]
+        print(f"trial: {shlex.join(command[1:])}", flush=True)
+        begun = time.perf_counter()
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        wall = time.perf_counter() - begun
+        if done.returncode:
+            print(done.stdout[-3000:], file=sys.stderr)
+            raise UserError(f"the trial ended with exit code {done.returncode}, see above")
+        records = read_metrics(Path(folder) / "trial" / "metrics.jsonl")
+    seconds = [r["step_ms"] / 1e3 for r in records if "step_ms" in r]
+    evaluation = statistics.median(r["eval_s"] for r in records if "eval_s" in r)
+    step = statistics.median(seconds[3:])
+    warm_again = max(0.0, seconds[10] - step)  # the step after an evaluation, which has used the memory otherwise
+    rest = wall - 20 * step - 2 * evaluation - warm_again  # import, compile, the first steps, a save, the plot
+    evaluation += warm_again
+    evaluations = math.ceil(steps / cfg.eval_every)
+    return {
+        "start_and_end": rest,
+        "step": step,
+        "evaluation": evaluation,
+        "evaluations": evaluations,
+        "all": rest + steps * step + evaluations * evaluation,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Roofline (Williams, Waterman and Patterson, 2009): the least time of each part of a micro-step, and what bounds it
+
+
+def roofline(model: GPT, step: Step) -> dict[str, tuple[float, float]]:
+    """part -> (FLOPs, bytes) of a micro-step, forward and backward, each tensor read and written once by each operation."""
+    c, s, N = model.config, step.s, step.B * step.T
+    P = sum(p.numel() for p in model.parameters())
+
+    def products(layers: list[torch.nn.Linear]) -> tuple[float, float]:
+        """Each is three products of (M, K), (K, N) and (M, N): forward, input's gradient, weight's gradient."""
+        flops = sum(6 * N * w.in_features * w.out_features for w in layers)
+        moved = sum(w.in_features * w.out_features + N * (w.in_features + w.out_features) for w in layers)
+        return flops, 3 * s * moved
+
+    width = c.n_head * c.head_dim
+    kept = sum(v for k, v in _per_sequence(model, step).items() if k != "T x T matrix")
+    return {
+        "linear layers": products([m for m in model.blocks.modules() if isinstance(m, torch.nn.Linear)]),
+        "lm_head": products([model.lm_head]),
+        # the causal half of T x T, and 7/6 for what the backward pass computes again; q, k, v, out forward and eight backward
+        "attention": (7 * c.n_layer * width * step.T * N, 12 * c.n_layer * width * s * N),
+        # norms, rotation, activation, additions: what is kept was written once, and is read about twice
+        "elementwise": (10 * kept * step.B / s, 3 * kept * step.B),
+        "loss": (10 * N * c.padded_vocab_size, 3 * s * N * c.padded_vocab_size),  # read twice, its gradient written
+        "optimizer": (15 * P / step.accum, 28 * P / step.accum),  # weight, gradient, two moments read; three written
+    }
+
+
+def _per_sequence(model: GPT, step: Step) -> dict[str, float]:
+    from bench.memory import activations
+
+    return activations(model.config, replace(step, compiled=True, device="cuda"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reporting
+
+
+def gb(x: float) -> str:
+    return f"{x / 1e9:.2f} GB" if x >= 1e7 else f"{x / 1e6:.2f} MB"
+
+
+def duration(hours: float) -> str:
+    if hours < 1:
+        return f"{hours * 60:.1f} minutes" if hours > 1 / 12 else f"{hours * 3600:.1f} s"
+    return f"{hours:,.1f} hours" if hours < 48 else f"{hours / 24:,.1f} days"
+
+
+def section(title: str, rows: dict[str, str]) -> None:
+    print(f"\n{title}")
+    width = max(map(len, rows))
+    for key, value in rows.items():
+        print(f"  {key:<{width}}  {value}")
+
+
+def plot(model: GPT, step: Step, capacity: float, png: str) -> None:
+    """Memory by part against batch size, up to what does not fit any more."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no screen needed
+    import matplotlib.pyplot as plt
+
+    most = max(1, largest_batch(model, step, capacity))
+    sizes = sorted({max(1, round(most * i / 40)) for i in range(1, 49)})
+    stacks: dict[str, list[float]] = {}
+    for i, B in enumerate(sizes):
+        parts = step_memory(model, replace(step, B=B))[1]
+        parts |= beside(sum(parts.values()), step)
+        for k, v in parts.items():
+            stacks.setdefault(k, [0.0] * len(sizes))[i] = v / 1e9
+    fig, ax = plt.subplots(figsize=(8, 5))
+    ax.stackplot(sizes, *stacks.values(), labels=stacks)
+    ax.axhline(capacity / 1e9, color="black", ls="--", lw=1, label=f"{capacity / 1e9:.0f} GB")
+    ax.set(xlabel=f"batch_size, sequences of {step.T} tokens", ylabel="GB", title=f"largest: {most}")
+    handles, labels = ax.get_legend_handles_labels()
+    ax.legend(handles[::-1], labels[::-1], fontsize=7, loc="upper left")
+    fig.savefig(png, dpi=120, bbox_inches="tight")
+    plt.close(fig)
+
+
+def main() -> None:
+    cfg = parse(PlanConfig, doc=__doc__)
+    if "RANK" in os.environ:
+        raise UserError("one process plans for all: start it without torchrun, and say --nproc")
+    try:
+        sets = open_datasets(cfg.dataset, cfg.data_dir)
+    except UserError:
+        if cfg.trial or (cfg.max_epochs and not (cfg.tokens or cfg.max_tokens or cfg.max_steps)):
+            raise  # these need the data
+        sets = []
+    vocab_size = cfg.vocab_size or (sets[0].meta["vocab_size"] if sets else 50257)
+    with torch.device("meta"):  # shapes alone
+        model = GPT(model_config(cfg, vocab_size))
+    device, T, c = planned_device(cfg), cfg.block_size, model.config
+    if cfg.tokens:
+        cfg = replace(cfg, max_tokens=int(cfg.tokens), max_steps=0, max_epochs=0.0)
+    epoch = sum(d.windows("train", T).n_windows for d in sets) * T if sets else 0
+
+    # memory
+    flops = model.flops_per_token(T)
+    draft = make_plan(replace(cfg, batch_size=1), cfg.nproc, epoch)
+    compiled = wants_compile(cfg, device.kind, flops * draft.steps * draft.step_tokens)
+    what_if = dict(zero=cfg.zero, optimizer=cfg.optimizer, checkpointing=cfg.checkpointing)
+    step = Step(1, T, 2, device.dtype, compiled, device.kind, cfg.nproc, **what_if)
+    most = largest_batch(model, step, device.bytes)
+    plan = make_plan(replace(cfg, batch_size=max(1, most)) if cfg.batch_size == "auto" else cfg, cfg.nproc, epoch)
+    step = replace(step, B=plan.batch_size, accum=plan.accum)
+    when, parts = step_memory(model, step)
+    total, more = sum(parts.values()), beside(sum(parts.values()), step)
+    need = total + sum(more.values())
+
+    # time
+    tokens = plan.steps * plan.step_tokens
+    work = compute(model, T, tokens)
+    n = model.num_params()
+    facts = {
+        "device": asdict(device) | {"dtype": str(device.dtype).removeprefix("torch.")},
+        "model": asdict(c) | n,
+        "memory": parts | more,
+        "peak_bytes": total,
+        "needed_bytes": need,
+        "peak_when": when,
+        "largest_batch": most,
+        "plan": asdict(plan) | {"tokens": tokens, "nproc": cfg.nproc, "compiled": compiled},
+        "flops": work,
+    }
+
+    many = f"{cfg.nproc} x " if cfg.nproc > 1 else ""
+    print(f"{cfg.run_name} on {many}{device.name}: {str(device.dtype).removeprefix('torch.')}, {device.source}")
+    heads = f"{c.n_head} heads of {c.head_dim} ({c.n_kv_head} for keys and values)"
+    rows = {"shape": f"{c.n_layer} layers x {c.n_embd}, {heads}, d_ff {c.d_ff}, T = {T}, vocabulary {vocab_size:,}"}
+    if not sets and not cfg.vocab_size:
+        rows["shape"] += f" (assumed: no data set {cfg.data_dir}/{cfg.dataset})"
+    rows["parameters"] = f"{n['total']:,}: {n['embedding']:,} in look-ups, {n['matmul']:,} in matrix products"
+    section("Model", rows)
+
+    how = "compiled" if compiled else "eager"
+    rows = {k: f"{v / 1e9:>8.3f} GB" for k, v in (parts | more).items()}
+    rows["all"] = f"{need / 1e9:>8.3f} GB of {device.bytes / 1e9:.1f}: " + (
+        "fits" if need <= device.bytes else "DOES NOT FIT"
+    )
+    rows["predicted peak"] = (
+        f"{total / 1e9:>8.3f} GB by torch.cuda.max_memory_allocated" if device.kind == "cuda" else ""
+    )
+    rows["host"] = (
+        gb(1.5e9 * cfg.nproc + 12 * n["total"]) + ": the processes, and a checkpoint's copy while it is written"
+    )
+    section(
+        f"Memory of each device at batch_size {plan.batch_size}, {how}; the most is held {when}",
+        {k: v for k, v in rows.items() if v},
+    )
+    others = {
+        "as it is": {},
+        "ZeRO-1": {"zero": 1},
+        "ZeRO-2": {"zero": 2},
+        "ZeRO-3": {"zero": 3},
+        "activation checkpointing": {"checkpointing": True},
+        "Muon": {"optimizer": "muon"},
+        "Adafactor": {"optimizer": "adafactor"},
+    }
+    rows = {}
+    facts["what_if"] = {}
+    for name, change in others.items():
+        if "zero" in change and cfg.nproc == 1:
+            continue  # nobody to share with
+        other = replace(step, **change)
+        largest = largest_batch(model, other, device.bytes)
+        facts["what_if"][name] = {"bytes": needed(model, other), "largest_batch": largest}
+        rows[name] = f"{needed(model, other) / 1e9:>8.2f} GB, largest batch_size {largest:,}"
+    section(f"The largest batch_size, of sequences of {T}" + " (train.py has the first alone)", rows)
+
+    steps_of = f"{plan.batch_size} x {T} x {plan.accum} accumulation x {cfg.nproc} = {plan.step_tokens:,} tokens a step"
+    rows = {"batch": steps_of, "length": f"{plan.steps:,} steps = {tokens:,} tokens"}
+    if epoch:
+        rows["length"] += f" = {tokens / epoch:.2f} epochs"
+    rows["tokens per parameter"] = f"{tokens / n['total']:.3g} (Chinchilla's optimum: about 20)"
+    rows["FLOPs"] = f"{work['exact']:.3g} (6 N + 12 L d T a token); {work['6ND']:.3g} by 6 N D"
+    if cfg.checkpointing:
+        rows["FLOPs"] += f"; {work['recomputed']:.3g} with the forward pass computed twice (8 for 6)"
+    facts["hours"] = {}
+    done = work["recomputed"] if cfg.checkpointing else work["exact"]
+    for mfu in (0.3, 0.4, 0.55) if device.tflops and not cfg.trial else ():
+        time_at = hours(done, device.tflops, mfu, cfg.nproc)
+        rows[f"at {mfu:.0%} of peak"] = duration(time_at)
+        facts["hours"][str(mfu)] = time_at
+        if device.watts:
+            rows[f"at {mfu:.0%} of peak"] += (
+                f", {time_at * device.watts * cfg.nproc / 1e3:,.1f} kWh at {device.watts} W each"
+            )
+    section("Time", rows)
+    if cfg.trial:
+        facts["trial"] = measured = trial(cfg, plan.steps)
+        rate = plan.step_tokens / measured["step"]
+        mfu = f", MFU {rate * flops / 1e12 / device.tflops / cfg.nproc:.1%}" if device.tflops else ""
+        rows = {"a step": f"{1e3 * measured['step']:.1f} ms, {rate:,.0f} tok/s{mfu}"}
+        rows["an evaluation"] = f"{measured['evaluation']:.2f} s, {measured['evaluations']} times"
+        rows["start and end"] = f"{measured['start_and_end']:.1f} s"
+        rows["the whole run"] = duration(measured["all"] / 3600)
+        section("Measured by 20 steps", rows)
+
+    if device.tflops and device.bandwidth:
+        ridge = device.tflops * 1e12 / (device.bandwidth * 1e9)
+        title = f"A micro-step of {plan.batch_size * T:,} tokens, at least (one FLOP a byte less than {ridge:.0f} waits for memory)"
+        print(f"\n{title}\n  {'part':<14} {'GFLOP':>12} {'GB':>10} {'FLOP/byte':>10} {'ms':>9}  bound by")
+        least, facts["roofline"] = 0.0, {}
+        for name, (work_of, moved) in roofline(model, step).items():
+            compute_s, memory_s = work_of / (device.tflops * 1e12), moved / (device.bandwidth * 1e9)
+            bound = "compute" if compute_s > memory_s else "memory"
+            least += max(compute_s, memory_s)
+            facts["roofline"][name] = {"flops": work_of, "bytes": moved, "bound": bound}
+            row = f"{work_of / 1e9:>12,.1f} {moved / 1e9:>10,.3f} {work_of / moved:>10,.1f}"
+            print(f"  {name:<14} {row} {1e3 * max(compute_s, memory_s):>9,.3f}  {bound}")
+        best = flops * plan.batch_size * T / least / 1e12
+        print(f"  all: {1e3 * least:,.2f} ms, {best:,.0f} TFLOPS = MFU {best / device.tflops:.1%} and not more")
+    if cfg.png:
+        plot(model, step, device.bytes, cfg.png)
+        print(f"\npicture: {cfg.png}")
+    if cfg.json:
+        Path(cfg.json).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run(main)

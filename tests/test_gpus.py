@@ -1,0 +1,90 @@
+import subprocess
+import sys
+
+import pytest
+from conftest import REPO
+
+from bench.gpus import GPUS, datasheet_tflops, find_gpu
+
+
+@pytest.mark.parametrize(
+    "spec, name, memory_gb, bandwidth",
+    [
+        ("a100-80g", "A100", 80, 2039),
+        ("A100 80GB", "A100", 80, 2039),
+        ("a10080gb", "A100", 80, 2039),  # not an A10
+        ("a100", "A100", 40, 1555),  # the smaller
+        ("NVIDIA A100-SXM4-80GB", "A100", 80, 2039),
+        ("NVIDIA A100 80GB PCIe", "A100", 80, 2039),
+        ("NVIDIA A100-PCIE-40GB", "A100", 40, 1555),
+        ("a800_80g", "A800", 80, 2039),
+        ("v100", "V100", 16, 900),
+        ("v100-16g", "V100", 16, 900),
+        ("Tesla V100-SXM2-32GB", "V100", 32, 900),
+        ("Tesla V100-PCIE-32GB", "V100 PCIE", 32, 900),
+        ("Tesla V100S-PCIE-32GB", "V100S PCIE", 32, 1134),
+        ("Tesla T4", "T4", 16, 320),
+        ("rtx4090", "RTX 4090", 24, 1008),
+        ("4090", "RTX 4090", 24, 1008),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090", 24, 1008),
+        ("geforce-rtx-5090-32-gb", "RTX 5090", 32, 1792),
+        ("h100", "H100", 80, 3350),
+        ("h100-sxm", "H100", 80, 3350),
+        ("NVIDIA H100 80GB HBM3", "H100", 80, 3350),
+        ("h100-pcie", "H100 PCIe", 80, 2000),
+        ("H100 NVL", "H100 NVL", 94, 3900),
+        ("NVIDIA H200", "H200", 141, 4800),
+        ("h20", "H20", 96, 4000),
+        ("b200", "B200", 180, 7700),
+        ("mi300x", "MI300X", 192, 5300),
+        ("AMD Instinct MI300X OAM", "MI300X", 192, 5300),
+    ],
+)
+def test_a_gpu_is_found_by_what_people_and_drivers_call_it(spec, name, memory_gb, bandwidth):
+    card = find_gpu(spec)
+    assert (card.name, card.memory_gb, card.bandwidth) == (name, memory_gb, bandwidth)
+    assert (card.tflops, card.watts, card.source) == (GPUS[name].tflops, GPUS[name].watts, GPUS[name].source)
+
+
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        ("a1000", "the nearest is A100"),
+        ("rtx 4080", "the nearest is RTX 4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "the nearest is RTX 4090"),
+        ("L40", "the nearest is L40S"),
+        ("", ", ".join(GPUS)),
+        ("a100-64g", "A100 comes with 40 or 80 GB"),
+        ("NVIDIA A100-SXM-64GB", "A100 comes with 40 or 80 GB"),
+        ("h200-80gb", "H200 comes with 141 GB"),
+    ],
+)
+def test_an_unknown_gpu_or_size_is_refused_in_one_line_that_helps(spec, words):
+    with pytest.raises(ValueError) as e:
+        find_gpu(spec)
+    assert repr(spec) in str(e.value) and words in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_an_entry_is_whole_sane_and_found_by_its_name_in_every_size(name):
+    gpu = GPUS[name]
+    assert gpu.source and gpu.memory and 70 <= gpu.watts <= 1000
+    assert {"fp16", "fp32"} <= gpu.tflops.keys() <= {"bf16", "fp16", "tf32", "fp32", "fp64"}
+    assert gpu.tflops.get("bf16", gpu.tflops["fp16"]) == gpu.tflops["fp16"] > gpu.tflops["fp32"]
+    assert gpu.tflops["fp16"] >= 1.9 * gpu.tflops.get("tf32", 0) and gpu.tflops.get("fp64", 0) <= gpu.tflops["fp32"]
+    assert find_gpu(name).memory_gb == min(gpu.memory)
+    for gb, bandwidth in gpu.memory.items():
+        assert 16 <= gb <= 192 and 300 <= bandwidth <= 8000
+        for spec in (f"{name} {gb}GB", f"{name}-{gb}g".lower(), f"{name}{gb}G".replace(" ", "_")):
+            assert (find_gpu(spec).name, find_gpu(spec).memory_gb, find_gpu(spec).bandwidth) == (name, gb, bandwidth)
+
+
+def test_a_peak_is_of_exactly_this_product():
+    assert datasheet_tflops("NVIDIA A100-SXM4-80GB", "tf32") == 156
+    for other in ("NVIDIA A1000", "NVIDIA A10G", "NVIDIA H100 PCIe 2", "AMD EPYC 7B12, 2 threads"):
+        assert datasheet_tflops(other, "fp16") is None
+
+
+def test_the_table_needs_no_torch():
+    code = "import sys, bench.gpus; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
