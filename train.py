@@ -432,7 +432,7 @@ def fit_batch(cfg: TrainConfig, model: GPT, loader: Loader, machine: Machine, co
         if least(fits, machine):
             say(
                 machine,
-                f"batch_size=auto: {B}, tried out; {predicted} should fit, and a step has {cfg.batch_tokens:,} tokens",
+                f"batch_size=auto: {B}, tried out (at most {predicted}, and a step has {cfg.batch_tokens:,} tokens)",
             )
             return B
         if B == 1:

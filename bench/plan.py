@@ -27,12 +27,12 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/plan.py` finds ours
 from bench.gpus import ECC_IN_MEMORY, Card, find_gpu  # noqa: E402
 from bench.matmul import DTYPES, device_name, peak_tflops  # noqa: E402
-from bench.memory import Step, beside, largest_batch, needed, step_memory  # noqa: E402
+from bench.memory import Step, activations, beside, largest_batch, needed, step_memory  # noqa: E402
 from bench.plot_loss import read_metrics  # noqa: E402
 from configurator import UserError, changes, parse, run  # noqa: E402
 from dataset import open_datasets  # noqa: E402
 from model import GPT  # noqa: E402
-from train import TrainConfig, make_plan, model_config, pick_dtype, ram, wants_compile  # noqa: E402
+from train import TrainConfig, even_batch, make_plan, model_config, pick_dtype, ram, wants_compile  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def roofline(model: GPT, step: Step) -> dict[str, tuple[float, float]]:
         return flops, 3 * s * moved
 
     width = c.n_head * c.head_dim
-    kept = sum(v for k, v in _per_sequence(model, step).items() if k != "T x T matrix")
+    kept = sum(v for k, v in activations(c, replace(step, compiled=True, device="cuda")).items() if k != "T x T matrix")
     return {
         "linear layers": products([m for m in model.blocks.modules() if isinstance(m, torch.nn.Linear)]),
         "lm_head": products([model.lm_head]),
@@ -193,12 +193,6 @@ def roofline(model: GPT, step: Step) -> dict[str, tuple[float, float]]:
         "loss": (10 * N * c.padded_vocab_size, 3 * s * N * c.padded_vocab_size),  # read twice, its gradient written
         "optimizer": (15 * P / step.accum, 28 * P / step.accum),  # weight, gradient, two moments read; three written
     }
-
-
-def _per_sequence(model: GPT, step: Step) -> dict[str, float]:
-    from bench.memory import activations
-
-    return activations(model.config, replace(step, compiled=True, device="cuda"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -272,7 +266,9 @@ def main() -> None:
     what_if = dict(zero=cfg.zero, optimizer=cfg.optimizer, checkpointing=cfg.checkpointing)
     step = Step(1, T, 2, device.dtype, compiled, device.kind, cfg.nproc, **what_if)
     most = largest_batch(model, step, device.bytes)
-    plan = make_plan(replace(cfg, batch_size=max(1, most)) if cfg.batch_size == "auto" else cfg, cfg.nproc, epoch)
+    if cfg.batch_size == "auto":
+        cfg = replace(cfg, batch_size=even_batch(most, cfg, cfg.nproc))
+    plan = make_plan(cfg, cfg.nproc, epoch)
     step = replace(step, B=plan.batch_size, accum=plan.accum)
     when, parts = step_memory(model, step)
     total, more = sum(parts.values()), beside(sum(parts.values()), step)
