@@ -64,7 +64,7 @@ train() {
     part "$name" "$limit" $PYTHON bench/compare.py "$@" --data_dir="$WORK" --dataset="v$V" --json="$json" ${TOY:+"${SHRINK[@]}" "${BRIEF[@]}"}
 }
 
-tests() { part tests 150 $PYTHON -m pytest -q -m gpu -rs tests; }
+tests() { part tests 240 $PYTHON -m pytest -q -m gpu -rs tests; }
 roof() { part roof 90 $PYTHON bench/roof.py config/gpt2_124m.py --batch_size=64 --json="$OUT/roof.json" ${TOY:+"${SHRINK[@]}" "${TOY_ROOF[@]}" --compile=false}; }
 gpt2() { # 124M, T = 1024: 2 x 64 x 1024 tokens a step
     train gpt2 200 50257 "$OUT/gpt2.json" config/gpt2_124m.py "${NANO[@]}" --peer_compile --batch_size=64 --batch_tokens=131072 --steps=60 --warmup=20 --rounds=2

@@ -18,8 +18,10 @@ kernels that run here.
 """
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from model import GPT, GPTConfig, attention_kernel
 
@@ -119,7 +121,9 @@ def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
 
     always = {"weights": 4 * P / shard[3], "optimizer": optimizer_bytes(model, step.optimizer) / shard[1]}
     gradients = 4 * P / shard[2]
-    before = {"gradients": gradients if step.accum > 1 else 0}  # of the micro-steps before
+    before = {
+        "gradients": gradients if step.accum > 1 or step.world > 1 else 0
+    }  # of the micro-steps before; DDP's buckets
     kept = {f"activations: {k}": step.B * v for k, v in activations(c, step).items()} | {"16-bit weights": copies}
 
     logits = N * c.padded_vocab_size * s
@@ -164,6 +168,43 @@ def needed(model: GPT, step: Step) -> float:
     """Bytes that the device must have for a step."""
     total = sum(step_memory(model, step)[1].values())
     return total + sum(beside(total, step).values())
+
+
+def measured_peak(c: GPTConfig, step: Step) -> int:
+    """Bytes that a step like train.py's really holds at most, on this machine's CUDA device or CPU, by torch's own account.
+
+    On a CPU, that is the sum of all allocations and releases that its profiler sees.
+    """
+    device = torch.device(step.device)
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    model = GPT(c)
+    model.init_weights()
+    model.to(device)
+    fast = torch.compile(model, dynamic=False) if step.compiled else model
+    optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-3, fused=True)
+    rows = torch.randint(0, c.vocab_size, (step.B, step.T + 1), device=device)
+    x, y = rows[:, :-1], rows[:, 1:]
+
+    def one() -> None:
+        for _ in range(step.accum):
+            with torch.autocast(device.type, step.dtype, enabled=step.dtype != torch.float32):
+                loss = fast(x, y) / step.accum
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    one()  # the moments are allocated now, and what compiles has compiled
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        one()
+        return torch.cuda.max_memory_allocated() - before
+    moments = [t for state in optimizer.state.values() for t in state.values()]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        one()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    return sum(t.nbytes for t in [*model.parameters(), *moments]) + max(held)
 
 
 def largest_batch(model: GPT, step: Step, capacity: float) -> int:

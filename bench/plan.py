@@ -27,7 +27,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/plan.py` finds ours
 from bench.gpus import ECC_IN_MEMORY, Card, find_gpu  # noqa: E402
 from bench.matmul import DTYPES, device_name, peak_tflops  # noqa: E402
-from bench.memory import Step, activations, beside, largest_batch, needed, step_memory  # noqa: E402
+from bench.memory import Step, activations, beside, largest_batch, measured_peak, needed, step_memory  # noqa: E402
 from bench.plot_loss import read_metrics  # noqa: E402
 from configurator import UserError, changes, parse, run  # noqa: E402
 from dataset import open_datasets  # noqa: E402
@@ -49,6 +49,7 @@ class PlanConfig(TrainConfig):
     checkpointing: bool = False  # activation checkpointing of whole blocks; train.py has none
     # ---- Check ----
     trial: bool = False  # train 20 steps on this machine, for the time of all
+    check: bool = False  # make a step on this machine, for its peak of memory
     # ---- Output ----
     json: str = ""  # write the figures here too
     png: str = ""  # and a picture of memory by part against batch size
@@ -56,7 +57,9 @@ class PlanConfig(TrainConfig):
     def problems(self) -> list[str]:
         wrong = TrainConfig.problems(replace(self, max_steps=1) if self.tokens else self)
         wrong += [f"{k} must not be negative" for k in ("tokens", "vocab_size") if getattr(self, k) < 0]
-        wrong += ["trial runs on this machine: leave gpu out"] * (self.trial and self.gpu != "")
+        wrong += [
+            f"{k} runs on this machine: leave gpu out" for k in ("trial", "check") if getattr(self, k) and self.gpu
+        ]
         return wrong + ["nproc must be positive"] * (self.nproc < 1)
 
 
@@ -314,6 +317,9 @@ def main() -> None:
         f"Memory of each device at batch_size {plan.batch_size}, {how}; the most is held {when}",
         {k: v for k, v in rows.items() if v},
     )
+    if cfg.check:
+        facts["measured_peak"] = peak = measured_peak(c, replace(step, accum=min(2, step.accum)))
+        print(f"  measured now    {peak / 1e9:>8.3f} GB: what was predicted is {total / peak - 1:+.1%} off")
     others = {
         "as it is": {},
         "ZeRO-1": {"zero": 1},

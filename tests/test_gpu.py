@@ -16,7 +16,8 @@ from test_train import same, weights
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import roof
-from model import GPT, PRESETS
+from bench.memory import Step, measured_peak, step_memory
+from model import GPT, PRESETS, GPTConfig
 from train import Machine, to_device
 
 DEVICE = "cuda"
@@ -147,6 +148,34 @@ def test_peak_memory_is_reported_and_falls_with_batch_size(tiny_data, tmp_path):
     """The same 4,096 tokens a step, in one micro-step and in two."""
     one, two = (peak_gb(tiny_data, tmp_path / str(B), B) for B in (128, 64))
     assert 0 < two < one - 0.008 and one < 2
+
+
+# -- memory --
+
+MODELS = {
+    "26M": PRESETS["llama"] | dict(vocab_size=6400, n_layer=8, n_head=8, n_kv_head=2, n_embd=512, tie_embeddings=True),
+    "100M": PRESETS["llama"] | dict(vocab_size=16_384, n_layer=12, n_head=6, n_embd=768),
+    "124M": PRESETS["gpt2"] | dict(n_layer=12),
+    "1B": PRESETS["llama"] | dict(vocab_size=32_000, n_layer=22, n_head=16, n_kv_head=8, n_embd=2048),
+}
+STEPS = [  # B, T, accum, compiled
+    ("26M", 32, 512, 1, False), ("26M", 128, 512, 2, True), ("26M", 8, 2048, 1, False), ("100M", 8, 1024, 1, False),
+    ("100M", 16, 1024, 2, False), ("100M", 8, 1024, 2, True), ("124M", 4, 1024, 1, False), ("124M", 32, 1024, 2, False),
+    ("124M", 64, 1024, 2, True), ("124M", 16, 512, 1, True), ("1B", 4, 1024, 2, False), ("1B", 8, 2048, 1, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, B, T, accum, compiled", STEPS)
+def test_the_predicted_peak_is_max_memory_allocated_within_5_percent(name, B, T, accum, compiled):
+    needs_bf16()
+    if compiled and not any(map(shutil.which, ("gcc", "cc", "clang"))):
+        pytest.skip("torch.compile's Triton needs a C compiler")
+    gc.collect()
+    torch.cuda.empty_cache()
+    c, step = GPTConfig(**(MODELS[name] | dict(block_size=T))), Step(B, T, accum, torch.bfloat16, compiled, DEVICE)
+    with torch.device("meta"):
+        when, parts = step_memory(GPT(c), step)
+    assert sum(parts.values()) == pytest.approx(measured_peak(c, step), rel=0.05), when
 
 
 # -- speed --

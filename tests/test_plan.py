@@ -1,5 +1,3 @@
-import gc
-import itertools
 import json
 import math
 import subprocess
@@ -10,11 +8,10 @@ import pytest
 import torch
 from conftest import REPO, TINY, call, metrics, train_tiny
 from test_model import ODD
-from torch.profiler import ProfilerActivity, profile
 
 import train
 from bench import plan
-from bench.memory import Step, activations, largest_batch, needed, step_memory
+from bench.memory import Step, activations, largest_batch, measured_peak, needed, step_memory
 from configurator import parse
 from model import GPT, PRESETS, GPTConfig
 
@@ -26,34 +23,6 @@ def shape(preset: str, V: int, T: int, **more) -> GPTConfig:
 def on_meta(c: GPTConfig) -> GPT:
     with torch.device("meta"):
         return GPT(c)
-
-
-def measured_peak(c: GPTConfig, B: int, T: int, dtype: torch.dtype, accum: int, compiled: bool = False) -> int:
-    """The most bytes that a step of train.py holds on the CPU, by torch's own account of every allocation."""
-    gc.collect()
-    torch.manual_seed(0)
-    model = GPT(c)
-    model.init_weights()
-    fast = torch.compile(model, dynamic=False) if compiled else model
-    optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-3, fused=True)
-    rows = torch.randint(0, c.vocab_size, (B, T + 1))
-
-    def step() -> None:
-        for _ in range(accum):
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                loss = fast(rows[:, :-1], rows[:, 1:]) / accum
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    step()
-    moments = [t for state in optimizer.state.values() for t in state.values()]
-    before = sum(t.nbytes for t in [*model.parameters(), *moments])
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        step()
-    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return before + max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
 
 
 GQA = dict(n_kv_head=2)
@@ -79,15 +48,16 @@ COMBINATIONS = [  # preset, more, V, B, T, dtype, accum: each of the three momen
 @pytest.mark.parametrize("preset, more, V, B, T, dtype, accum", COMBINATIONS)
 def test_the_predicted_peak_is_the_measured_one_within_5_percent(preset, more, V, B, T, dtype, accum):
     c = shape(preset, V, T, **more)
-    when, parts = step_memory(on_meta(c), Step(B, T, accum, dtype, False, "cpu"))
-    assert sum(parts.values()) == pytest.approx(measured_peak(c, B, T, dtype, accum), rel=0.05), when
+    step = Step(B, T, accum, dtype, False, "cpu")
+    when, parts = step_memory(on_meta(c), step)
+    assert sum(parts.values()) == pytest.approx(measured_peak(c, step), rel=0.05), when
 
 
 @pytest.mark.parametrize("preset, T, more", [("gpt2", 256, {}), ("llama", 1024, GQA)])
 def test_the_predicted_peak_of_a_compiled_step_is_the_measured_one_within_5_percent(preset, T, more):
     c = shape(preset, 8000, T, **more)
-    parts = step_memory(on_meta(c), Step(2, T, 1, BF16, True, "cpu"))[1]
-    assert sum(parts.values()) == pytest.approx(measured_peak(c, 2, T, BF16, 1, compiled=True), rel=0.05)
+    step = Step(2, T, 1, BF16, True, "cpu")
+    assert sum(step_memory(on_meta(c), step)[1].values()) == pytest.approx(measured_peak(c, step), rel=0.05)
 
 
 @pytest.mark.parametrize("name", ODD)
