@@ -15,7 +15,6 @@ import itertools
 import json
 import math
 import os
-import re
 import resource
 import signal
 import statistics
@@ -36,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from bench.matmul import peak_tflops
-from bench.memory import Step, largest_batch, needed
+from bench.memory import Step, largest_batch, needed, out_of_memory, ram
 from bench.plot_loss import plot_loss, read_metrics
 from checkpoint import Saver, check_data, find_source, load_model, read_training, run_folder, settings_changed
 from configurator import UserError, changes, parse, run
@@ -262,21 +261,6 @@ class StopSignal:
         if self.number and number == signal.SIGINT:
             os._exit(128 + number)
         self.number = number
-
-
-def ram() -> float:
-    """Bytes of memory that this computer has to give; in a container, what that may have."""
-    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    info, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.exists() else None
-    allowed = limit.read_text().strip() if limit.exists() else "max"
-    return min(int(found[1]) * 1024 if found else everything, everything if allowed == "max" else int(allowed))
-
-
-def out_of_memory(e: BaseException) -> bool:
-    """CUDA's allocator and Python's have types for it; the CPU's, cuBLAS's and what a compiler wraps only have words."""
-    words = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(e, torch.OutOfMemoryError | MemoryError) or any(w in str(e) for w in words)
 
 
 @contextmanager
@@ -700,6 +684,8 @@ def banner(
         data.append(f"{d.name}: {counts}{epochs if len(sets) > 1 else ''}")
     batch = f"{plan.batch_size} x {T} x {plan.accum} accumulation x {machine.world} processes"
     heads = f"{c.n_head} heads of {c.head_dim} ({c.n_kv_head} for keys and values)"
+    kernel = attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype, c.dropout)
+    slow = ": warning: slow, with the T x T matrix in memory; no fused kernel takes this head_dim and dtype here"
     size = f"{n['total']:,} trainable, {n['embedding'] / n['total']:.0%} of them embeddings"
     rows = {
         "settings": " ".join(f"{k}={v}" for k, v in changes(cfg).items()),
@@ -711,7 +697,7 @@ def banner(
         "parameters": f"{size}; {tokens / n['total']:.2g} tokens per parameter",
         "compute": f"{model.flops_per_token(T) * tokens:.3g} FLOPs (6 N + 12 L d T a token)",
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
-        "attention": attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype, c.dropout),
+        "attention": kernel + slow * (machine.device.type == "cuda" and kernel == "math"),
         "memory": f"{memory}; the largest batch_size is {largest_batch(model, step, machine.capacity()):,}",
         "peak": peak_source,
         "first loss": f"ln({V}) = {math.log(V):.2f} expected",

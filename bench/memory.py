@@ -17,8 +17,11 @@ These are the elements of Korthikanti et al., arXiv 2205.05198, section 4.1, wit
 kernels that run here.
 """
 
+import os
+import re
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -205,6 +208,21 @@ def measured_peak(c: GPTConfig, step: Step) -> int:
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
     return sum(t.nbytes for t in [*model.parameters(), *moments]) + max(held)
+
+
+def ram() -> float:
+    """Bytes of memory that this computer has to give; in a container, what that may have."""
+    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    info, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.exists() else None
+    allowed = limit.read_text().strip() if limit.exists() else "max"
+    return min(int(found[1]) * 1024 if found else everything, everything if allowed == "max" else int(allowed))
+
+
+def out_of_memory(e: BaseException) -> bool:
+    """CUDA's allocator and Python's have types for it; the CPU's, cuBLAS's and what a compiler wraps only have words."""
+    words = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(e, torch.OutOfMemoryError | MemoryError) or any(w in str(e) for w in words)
 
 
 def largest_batch(model: GPT, step: Step, capacity: float) -> int:

@@ -27,12 +27,12 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/plan.py` finds ours
 from bench.gpus import ECC_IN_MEMORY, Card, find_gpu  # noqa: E402
 from bench.matmul import DTYPES, device_name, peak_tflops  # noqa: E402
-from bench.memory import Step, activations, beside, largest_batch, measured_peak, needed, step_memory  # noqa: E402
+from bench.memory import Step, activations, beside, largest_batch, measured_peak, needed, ram, step_memory  # noqa: E402
 from bench.plot_loss import read_metrics  # noqa: E402
 from configurator import UserError, changes, parse, run  # noqa: E402
 from dataset import open_datasets  # noqa: E402
 from model import GPT  # noqa: E402
-from train import TrainConfig, even_batch, make_plan, model_config, pick_dtype, ram, wants_compile  # noqa: E402
+from train import TrainConfig, even_batch, make_plan, model_config, pick_dtype, wants_compile  # noqa: E402
 
 
 @dataclass(frozen=True)
