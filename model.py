@@ -256,12 +256,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 part.copy_(log_p.exp_().scatter_(1, ids, picked.exp() - 1).mul_(counts))
         ctx.save_for_backward(logits)
+        ctx.rows = rows
         return loss
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (by_logits,) = ctx.saved_tensors
-        return by_logits.mul_(grad), None
+        if by_logits.is_cpu:
+            return by_logits.mul_(grad), None
+        for part in by_logits.split(ctx.rows):  # a GPU would round the factor to the logits' dtype first
+            part.copy_(part.float().mul_(grad))
+        return by_logits, None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,7 +322,9 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(x[:, -1])[:, : self.config.vocab_size].float()
         logits, targets = self.logits(x).flatten(0, 1), targets.flatten()  # (B T, V): the largest tensor of all
-        if torch.compiler.is_compiling():  # Inductor makes one pass of it, without fp32 logits in memory
+        if torch.compiler.is_compiling() or logits.dtype == torch.float16:
+            # Inductor makes one pass of it, without fp32 logits in memory. And fp16 has too few small numbers for a gradient
+            # that is rounded before the scaler's factor comes.
             return F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction=reduction)
         loss = ChunkedCrossEntropy.apply(logits, targets)
         return loss if reduction == "sum" else loss / (targets >= 0).sum()
@@ -355,6 +362,10 @@ class GPT(nn.Module):
                 logits = self(idx, cache=cache)
             else:
                 logits = self(idx[:, -1:], cache=cache) if use_cache else self(idx)
+            if not logits.isfinite().all():
+                raise ArithmeticError(
+                    "the model's output is not finite: its weights are damaged, or need another dtype"
+                )
             token = sample_token(logits, temperature, top_k, top_p, generator)
             if eos_id is not None:
                 token = torch.where(done, eos_id, token)

@@ -92,9 +92,12 @@ def continue_text(
 
     print(prompt, end="", flush=True)
     made, started = [], time.perf_counter()
-    for token in model.generate(idx, cfg.max_new_tokens, **settings):  # (B,)
-        made.append(token)
-        print(utf8.decode(tokenizer.token_bytes(int(token[0]))), end="", flush=True)
+    try:
+        for token in model.generate(idx, cfg.max_new_tokens, **settings):  # (B,)
+            made.append(token)
+            print(utf8.decode(tokenizer.token_bytes(int(token[0]))), end="", flush=True)
+    except ArithmeticError as e:
+        raise UserError(f"{e}: try --dtype=float32") from None
     print(utf8.decode(b"", final=True))
     rows = torch.stack(made, dim=1).tolist()
     seconds = time.perf_counter() - started
@@ -125,6 +128,8 @@ def main() -> None:
     except (RuntimeError, AssertionError) as e:
         raise UserError(f"--device={device}: not usable here ({str(e).splitlines()[0]})") from None
     dtype, _ = pick_dtype(cfg.dtype, torch.device(device))
+    if cfg.dtype == "auto" and dtype == torch.float16:
+        dtype = torch.float32  # the weights themselves in fp16, without autocast's fp32 islands, may overflow
     try:
         model = GPT.from_pretrained(folder).to(device, dtype).eval()
     except (OSError, ValueError) as e:

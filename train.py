@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from bench.matmul import peak_tflops
-from bench.memory import Step, largest_batch, needed, out_of_memory, ram
+from bench.memory import CONTEXT, Step, auto_batch, largest_batch, needed, out_of_memory, ram
 from bench.plot_loss import plot_loss, read_metrics
 from checkpoint import Saver, check_data, find_source, load_model, read_training, run_folder, settings_changed
 from configurator import UserError, changes, parse, run
@@ -175,10 +175,11 @@ class Machine:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     def capacity(self) -> float:
-        """Bytes that this process can have."""
+        """Bytes that this process can have, CUDA's context among them."""
         if self.device.type == "cuda":
-            return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
-        return ram() / self.world
+            free, total = torch.cuda.mem_get_info(self.device)
+            return min(total, free + torch.cuda.memory_reserved(self.device) + CONTEXT)
+        return ram() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def start(cfg: TrainConfig) -> Machine:
@@ -343,10 +344,10 @@ def make_plan(cfg: TrainConfig, world: int, epoch_tokens: int) -> Plan:
 
 
 def even_batch(most: int, cfg: TrainConfig, world: int) -> int:
-    """The largest batch_size up to `most` that makes a step of just batch_tokens; `most` if none above half of it does."""
+    """The batch_size above half of `most`, up to it, whose multiple comes nearest to batch_tokens; of equals the largest."""
     sequences = max(1, round(cfg.batch_tokens / (cfg.block_size * world)))  # of a rank in a step
     most = max(1, min(most, sequences))
-    return next((B for B in range(most, most // 2, -1) if sequences % B == 0), most)
+    return min(range(most, most // 2, -1), key=lambda B: abs(B * round(sequences / B) - sequences))
 
 
 def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:
@@ -380,23 +381,23 @@ def model_config(cfg: TrainConfig, vocab_size: int) -> GPTConfig:
 
 def wants_compile(cfg: TrainConfig, kind: str, flops: float) -> bool:
     """flops: of the run. On a CPU 5e14 take ten minutes or more; to compile takes half a minute."""
-    return cfg.compile is True or (cfg.compile == "auto" and (kind == "cuda" or flops > 5e14))
+    return cfg.compile is True or (cfg.compile == "auto" and (kind == "cuda" or (kind == "cpu" and flops > 5e14)))
 
 
-def fit_batch(cfg: TrainConfig, model: GPT, loader: Loader, machine: Machine, compiled: bool) -> int:
+def fit_batch(cfg: TrainConfig, model: GPT, loader: Loader, machine: Machine, compiled: bool, most: int | None) -> int:
     """batch_size=auto: what bench/memory.py predicts to fit, tried out, and less where that runs out of memory after all.
 
-    A trial is two micro-steps, the second onto the gradients of the first, beside tensors in place of the optimizer's moments.
+    A trial is two micro-steps, the second onto the gradients of the first, beside tensors in place of the optimizer's moments and of
+    DDP's buckets. most: what a resumed run had, which it keeps if it can.
     """
     step = Step(1, cfg.block_size, 2, machine.dtype, compiled, machine.device.type, machine.world)
-    predicted = largest_batch(model, step, machine.capacity())
-    if machine.device.type == "cpu":
-        predicted = min(predicted, max(1, 8192 // cfg.block_size))  # more is no faster (bench/LOG.md)
-    most = predicted
+    predicted = auto_batch(model, step, machine.capacity())
+    most = min(predicted, most or predicted)
     while True:
         B, held, fits = even_batch(least(most, machine), cfg, machine.world), [], True
         try:
-            held += [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
+            copies = 2 + 2 * (machine.world > 1)
+            held += [torch.empty_like(p) for p in model.parameters() for _ in range(copies)]
             held += to_device(loader.rows(loader.starts(0, B)), machine.device)
             fast = try_compile(model, *held[-2:], machine) if compiled else model
             for _ in range(2):
@@ -408,21 +409,21 @@ def fit_batch(cfg: TrainConfig, model: GPT, loader: Loader, machine: Machine, co
             if not out_of_memory(e):
                 raise
             fits = False
-        held, loss = [], None
+        fast = loss = None
+        held.clear()
         model.zero_grad(set_to_none=True)
         gc.collect()
         if machine.device.type == "cuda":
             torch.cuda.empty_cache()
-        if least(fits, machine):
-            say(
-                machine,
-                f"batch_size=auto: {B}, tried out (at most {predicted}, and a step has {cfg.batch_tokens:,} tokens)",
-            )
+        fits = bool(least(fits, machine))
+        if compiled and not (fits and machine.world == 1):
+            torch.compiler.reset()  # what was compiled without DDP would be taken with it, and not be split at its buckets
+        if fits:
+            say(machine, f"batch_size=auto: {B}, tried out (at most {predicted} here)")
             return B
         if B == 1:
-            raise UserError(
-                f"out of memory at batch_size=1: try --block_size={cfg.block_size // 2}, or a smaller model"
-            )
+            half = f"--block_size={cfg.block_size // 2}"
+            raise UserError(f"out of memory at batch_size=1: try {half}, or a smaller model")
         most = B * 7 // 8
 
 
@@ -738,12 +739,14 @@ def main() -> None:
     plan = make_plan(replace(cfg, batch_size=1), machine.world, epoch_tokens)
     compiled = wants_compile(cfg, machine.device.type, flops * plan.steps * plan.step_tokens)
     if cfg.batch_size == "auto":
-        cfg = replace(cfg, batch_size=fit_batch(cfg, model, loader, machine, compiled))
+        before = read_training(source).settings["batch_size"] if resume else None
+        cfg = replace(cfg, batch_size=fit_batch(cfg, model, loader, machine, compiled, before))
     plan = make_plan(cfg, machine.world, epoch_tokens)
 
     # optimizer
     groups, betas = model.param_groups(cfg.weight_decay), (cfg.beta1, cfg.beta2)
-    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=betas, fused=True)
+    fused = machine.device.type in ("cuda", "cpu")  # the one of mps takes found_inf, but does not heed it (torch 2.13)
+    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=betas, fused=fused)
     scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
 
     # state: all that a checkpoint adds to model, optimizer and scaler
@@ -829,9 +832,11 @@ def main() -> None:
             if scaler.is_enabled():
                 scaler.step(optimizer)  # skips a step whose gradient is not finite
                 scaler.update()  # and then scales less
-            else:
+            elif fused:
                 # As the scaler tells the optimizer: the device itself skips the step, and the host need not wait to decide.
                 optimizer.found_inf = 1.0 - facts.isfinite().all().float()
+                optimizer.step()
+            elif all(map(math.isfinite, facts.tolist())):
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             mean_loss, stopping, grad_norm = facts_on_host()  # the one wait of a step: a GPU is busy with the optimizer

@@ -28,7 +28,7 @@ if [ -n "$TOY" ]; then # the last of equal options counts
     TOY_ROOF=(--seconds=0.001)
 fi
 
-# part NAME SECONDS COMMAND...: run it if time is left for it, and for so long at most.
+# part NAME SECONDS COMMAND...: run it if time is left for it, and for so long at most; KILL takes its children along, TERM would let them save.
 part() {
     local name=$1 limit=$2 left=$((DEADLINE - SECONDS))
     shift 2
@@ -38,7 +38,7 @@ part() {
         return
     fi
     echo && echo "---- $name, at $SECONDS s: $*"
-    timeout "$((limit < left ? limit : left))" "$@" || FAILED+=("$name (exit code $?)")
+    timeout -s KILL "$((limit < left ? limit : left))" "$@" || FAILED+=("$name (exit code $?)")
 }
 
 # dataset V: a data set for a model with a vocabulary of V. The speed depends on the shapes alone, so that the demo corpus and its
@@ -67,7 +67,7 @@ train() {
 tests() { part tests 240 $PYTHON -m pytest -q -m gpu -rs tests; }
 roof() { part roof 90 $PYTHON bench/roof.py config/gpt2_124m.py --batch_size=64 --json="$OUT/roof.json" ${TOY:+"${SHRINK[@]}" "${TOY_ROOF[@]}" --compile=false}; }
 gpt2() { # 124M, T = 1024: 2 x 64 x 1024 tokens a step
-    train gpt2 200 50257 "$OUT/gpt2.json" config/gpt2_124m.py "${NANO[@]}" --peer_compile --batch_size=64 --batch_tokens=131072 --steps=60 --warmup=20 --rounds=2
+    train gpt2 200 50257 "$OUT/gpt2.json" config/gpt2_124m.py ${NANO[@]+"${NANO[@]}"} --peer_compile --batch_size=64 --batch_tokens=131072 --steps=60 --warmup=20 --rounds=2
 }
 large() { # 1.15G, T = 1024 and 2048: 32 x 1024 tokens a micro-step
     train large_1024 100 32000 "$WORK/1b_1024.json" config/train_1b.py --block_size=1024 --batch_size=32 --batch_tokens=65536 --steps=25 --warmup=10 --rounds=1
@@ -81,7 +81,7 @@ hf() { # the 100M model at 8 x 1024 tokens a step, against transformers' Trainer
 }
 sampling() {
     dataset 50257
-    part sampling 100 $PYTHON bench/compare.py config/gpt2_124m.py "${NANO[@]}" --sampling --num_samples=32 --max_new_tokens=512 --rounds=1 \
+    part sampling 100 $PYTHON bench/compare.py config/gpt2_124m.py ${NANO[@]+"${NANO[@]}"} --sampling --num_samples=32 --max_new_tokens=512 --rounds=1 \
         --data_dir="$WORK" --dataset=v50257 --json="$OUT/sampling.json" ${TOY:+"${SHRINK[@]}" "${TOY_SAMPLING[@]}"}
 }
 sweep() { # without compile: 17 shapes would take a minute each

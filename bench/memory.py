@@ -4,7 +4,7 @@ The formulas count what autograd keeps of each layer for the backward pass; test
 Here N = B T tokens, s bytes a number (2 in 16 bits, 4 in fp32), C = n_embd, nh and nkv heads of hs, V the padded vocabulary, and a
 layer keeps, a token,
 
-    norms       2 C s        the inputs of both: the residual stream
+    norms       2 C s        the inputs of both: the residual stream (which is in fp32 under fp16)
     attention   C s          the input of qkv
                 3 nh hs s    q, k, v, after rotation and after the key/value heads were repeated
                 nh hs s      the output, which is the input of proj; and 4 nh for the log-sum-exp of each row
@@ -42,36 +42,41 @@ class Step:
     world: int = 1  # processes
     zero: int = 0  # 0: DDP, all of everything on each GPU; ZeRO stage 1: moments are shared out, 2: gradients too, 3: weights too
     optimizer: str = "adamw"
-    fused: bool = (
-        True  # attention; False: with the T x T matrix, which a GPU makes when no fused kernel takes the shape
-    )
+    # attention in pieces; False: with the T x T matrix, which a GPU makes when no fused kernel takes the shape
+    fused: bool = True
     checkpointing: bool = False  # keep only each block's input, and compute the rest again in the backward pass
 
     @property
     def s(self) -> int:
         return self.dtype.itemsize
 
-    def plain_attention(self, c: GPTConfig) -> bool:
-        """Does attention make the T x T matrix?"""
+    def matrix(self, c: GPTConfig) -> int:
+        """Bytes of a number of the T x T matrix: 0 where attention makes it in pieces, 4 where torch's math kernel makes it."""
         if self.device != "cpu" or not self.fused:
-            return not self.fused
-        return attention_kernel(c.n_head, self.T, c.head_dim, torch.device("cpu"), self.dtype) in ("plain", "math")
+            return 0 if self.fused else 4
+        kernel = attention_kernel(c.n_head, self.T, c.head_dim, torch.device("cpu"), self.dtype, c.dropout)
+        return {"plain": self.s, "math": 4}.get(kernel, 0)
+
+    @property
+    def stream(self) -> int:
+        """Bytes of a number of the residual stream: model.py leaves it in fp32 under fp16."""
+        return 2 if self.dtype == torch.bfloat16 else 4
 
 
 def activations(c: GPTConfig, step: Step) -> dict[str, float]:
     """Bytes that autograd keeps of one sequence until the backward pass, by part; of all layers, without the logits."""
     C, nh, nkv, hs, T, s = c.n_embd, c.n_head, c.n_kv_head, c.head_dim, step.T, step.s
     eager_cpu, rope = not step.compiled and step.device == "cpu", c.pos == "rope"
-    plain = step.plain_attention(c)
+    matrix = step.matrix(c)
 
-    norm = C * s  # a token; compiled, and in the CPU's LayerNorm, its input
+    norm = C * step.stream  # a token; compiled, and in the CPU's LayerNorm, its input
     if not step.compiled and c.norm == "rmsnorm" and eager_cpu:
         norm = 8 * C  # made of small operations in fp32: the input and the normalised input
     elif not step.compiled and not eager_cpu:
         norm = 4 * C  # CUDA's autocast normalises in fp32
 
     qkv = (nh + 2 * nkv) * hs  # a token of q, k and v as the linear layer writes them
-    if plain:
+    if matrix:
         heads = 3 * nh * hs * s  # copied, as the plain products want them
     elif nkv < nh:
         heads = 3 * nh * hs * s if rope or c.qk_norm else (qkv + 2 * nh * hs) * s
@@ -81,18 +86,18 @@ def activations(c: GPTConfig, step: Step) -> dict[str, float]:
         )  # v, or all three, are views into what qkv wrote
     if c.qk_norm:
         heads += (nh + nkv) * hs * (8 if eager_cpu else s)
-    attention = C * s + heads + nh * hs * s + (0 if plain else 4 * nh)
+    attention = C * s + heads + nh * hs * s + (0 if matrix else 4 * nh)
 
     mlp = C * s + c.d_ff * s * (2 if c.mlp != "swiglu" else 3 if step.compiled else 4)
     parts = {"norms": 2 * norm, "attention": attention, "MLP": mlp}
-    if plain:
-        parts["T x T matrix"] = nh * T * s
+    if matrix:
+        parts["T x T matrix"] = nh * T * matrix
     if c.dropout:
         mask = s if eager_cpu else 1
-        parts["dropout"] = 2 * C * mask + (nh * T * (mask + s) if plain else 0)  # masks, and T x T behind its own
+        parts["dropout"] = 2 * C * mask + nh * T * matrix * 2  # masks, and the T x T matrix behind its own
     layer = {k: T * v for k, v in parts.items()}
     if step.checkpointing:
-        kept = {"block inputs": c.n_layer * T * C * s} | {f"{k}, of one block": v for k, v in layer.items()}
+        kept = {"block inputs": c.n_layer * T * C * step.stream} | {f"{k}, of one block": v for k, v in layer.items()}
     else:
         kept = {k: c.n_layer * v for k, v in layer.items()}
     return kept | {"embedding and head": T * (norm + C * s + 16 + (C * s if c.dropout else 0))}  # 16: ids and targets
@@ -124,20 +129,25 @@ def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
 
     always = {"weights": 4 * P / shard[3], "optimizer": optimizer_bytes(model, step.optimizer) / shard[1]}
     gradients = 4 * P / shard[2]
-    before = {
-        "gradients": gradients if step.accum > 1 or step.world > 1 else 0
-    }  # of the micro-steps before; DDP's buckets
+    before = {"gradients": gradients if step.accum > 1 else 0}  # of the micro-steps before
+    if step.world > 1 and step.zero == 0:
+        # Gradients go there in a step's last micro-step; those of the micro-steps before were added up beside them. Twice: in
+        # its second step DDP lays its buckets out anew, in the order in which gradients came, and holds the old ones too.
+        always["DDP's buckets"] = 2 * 4 * P
+        gradients = before["gradients"]
     kept = {f"activations: {k}": step.B * v for k, v in activations(c, step).items()} | {"16-bit weights": copies}
 
     logits = N * c.padded_vocab_size * s
     rows = 2**19 if step.device == "cpu" else 2**26  # logits that model.ChunkedCrossEntropy takes at a time, in fp32
     chunk = 0 if step.compiled else 8 * min(N * c.padded_vocab_size, rows)
+    if step.dtype == torch.float16 and not step.compiled:  # plain cross_entropy: two fp32 tensors and the fp16 gradient
+        chunk = 10 * N * c.padded_vocab_size
     # The logits' gradient is written over the logits, by ours in eager mode and by Inductor's donated buffers.
     loss = {"logits": logits, "temporary": max(chunk, s * head + N * c.n_embd * s)}
 
     wide = {"MLP": c.d_ff * s * (2 if c.mlp == "swiglu" else 1)}  # its gradients, less what was already used up
-    if step.plain_attention(c):
-        wide["T x T"] = 2 * c.n_head * step.T * s - c.d_ff * s * 2
+    if step.matrix(c):
+        wide["T x T"] = 4 * c.n_head * step.T - c.d_ff * s * 2  # two in 16 bits, or one in fp32
     in_block = before | {"temporary": N * (max(wide.values()) + c.n_embd * s) + 4 * head}  # and the head's gradient
 
     # At the end: a tied matrix has two gradients, which are added; of an untied head, one in 16 bits and in fp32.
@@ -223,6 +233,12 @@ def out_of_memory(e: BaseException) -> bool:
     """CUDA's allocator and Python's have types for it; the CPU's, cuBLAS's and what a compiler wraps only have words."""
     words = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(e, torch.OutOfMemoryError | MemoryError) or any(w in str(e) for w in words)
+
+
+def auto_batch(model: GPT, step: Step, capacity: float) -> int:
+    """The largest that fits; on a CPU not more than 8,192 tokens, since more is no faster (bench/LOG.md)."""
+    fits = largest_batch(model, step, capacity)
+    return min(fits, max(1, 8192 // step.T)) if step.device == "cpu" else fits
 
 
 def largest_batch(model: GPT, step: Step, capacity: float) -> int:

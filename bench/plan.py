@@ -27,7 +27,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/plan.py` finds ours
 from bench.gpus import ECC_IN_MEMORY, Card, find_gpu  # noqa: E402
 from bench.matmul import DTYPES, device_name, peak_tflops  # noqa: E402
-from bench.memory import Step, activations, beside, largest_batch, measured_peak, needed, ram, step_memory  # noqa: E402
+from bench.memory import Step, activations, auto_batch, beside, largest_batch, measured_peak, needed, ram, step_memory  # noqa: E402
 from bench.plot_loss import read_metrics  # noqa: E402
 from configurator import UserError, changes, parse, run  # noqa: E402
 from dataset import open_datasets  # noqa: E402
@@ -127,14 +127,14 @@ def hours(flops: float, tflops: float, mfu: float, nproc: int = 1) -> float:
     return flops / (tflops * 1e12 * mfu * nproc) / 3600
 
 
-def trial(cfg: PlanConfig, steps: int) -> dict[str, float]:
+def trial(cfg: PlanConfig, steps: int, compiled: bool) -> dict[str, float]:
     """Seconds of the whole run, from 20 steps of it: starting and ending, each step, each evaluation, each save."""
     own = set(asdict(cfg)) - set(asdict(TrainConfig(**{})))
     with tempfile.TemporaryDirectory() as folder:
         plan = dict(
             max_steps=20, max_epochs=0.0, max_tokens=0, log_every=1, eval_every=10, save_every=20, progress="line"
         )
-        plan |= dict(out_dir=folder, run_name="trial", init_from="scratch", compile=cfg.compile, wandb=False)
+        plan |= dict(out_dir=folder, run_name="trial", init_from="scratch", compile=compiled, wandb=False)
         settings = {k: v for k, v in changes(cfg).items() if k not in own} | plan
         command = [sys.executable, str(REPO / "train.py"), *(f"--{k}={v}" for k, v in settings.items())]
         if cfg.nproc > 1:
@@ -270,7 +270,7 @@ def main() -> None:
     step = Step(1, T, 2, device.dtype, compiled, device.kind, cfg.nproc, **what_if)
     most = largest_batch(model, step, device.bytes)
     if cfg.batch_size == "auto":
-        cfg = replace(cfg, batch_size=even_batch(most, cfg, cfg.nproc))
+        cfg = replace(cfg, batch_size=even_batch(auto_batch(model, step, device.bytes), cfg, cfg.nproc))
     plan = make_plan(cfg, cfg.nproc, epoch)
     step = replace(step, B=plan.batch_size, accum=plan.accum)
     when, parts = step_memory(model, step)
@@ -360,7 +360,7 @@ def main() -> None:
             )
     section("Time", rows)
     if cfg.trial:
-        facts["trial"] = measured = trial(cfg, plan.steps)
+        facts["trial"] = measured = trial(cfg, plan.steps, compiled)
         rate = plan.step_tokens / measured["step"]
         mfu = f", MFU {rate * flops / 1e12 / device.tflops / cfg.nproc:.1%}" if device.tflops else ""
         rows = {"a step": f"{1e3 * measured['step']:.1f} ms, {rate:,.0f} tok/s{mfu}"}

@@ -43,6 +43,8 @@ class RoofConfig(TrainConfig):
     json: str = ""  # write the figures here too
 
     def problems(self) -> list[str]:
+        if self.batch_size == "auto":
+            return ["batch_size=auto is for train.py and bench/plan.py: give a number here"]
         wrong = TrainConfig.problems(replace(self, max_steps=1))  # the run's length does not matter here
         wrong += [f"{k} must be positive" for k in ("vocab_size", "seconds") if not getattr(self, k) > 0]
         wrong += ["tokens must be a multiple of block_size"] * (

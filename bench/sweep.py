@@ -58,6 +58,8 @@ class SweepConfig(TrainConfig):
     markdown: str = ""  # and the tables here
 
     def problems(self) -> list[str]:
+        if self.batch_size == "auto":
+            return ["batch_size=auto is for train.py and bench/plan.py: give a number here"]
         wrong = TrainConfig.problems(replace(self, max_steps=1))  # no run, so no end of it is needed
         wrong += [f"vary: {a!r} is none of {', '.join(AXES)}" for a in self.vary.split(",") if a not in AXES]
         lists, numbers = "block_sizes accums", "vocab_size warmup steps seconds"

@@ -1,12 +1,16 @@
 import io
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import call, train_tiny
+from safetensors.torch import load_file, save_file
 
+import configurator
 import sample
+import train
 from model import GPT, newest_checkpoint
 from prepare import load_tokenizer
 
@@ -37,6 +41,7 @@ def test_greedy_text_is_the_decoded_greedy_tokens(out, capsys):
         f"--out_dir={out}",
         "--prompt=模型",
         "--temperature=0",
+        "--dtype=float32",
         "--max_new_tokens=40",
         "--stop_at_eos=false",
         "--device=cpu",
@@ -87,3 +92,22 @@ def test_a_prompt_that_is_too_long_leaves_interactive_mode_open(out, capsys, mon
     call(sample.main, f"--out_dir={out}", "--interactive", "--max_new_tokens=5", "--device=cpu")
     said = capsys.readouterr().err
     assert "error: the prompt has" in said and said.count("tok/s") == 1
+
+
+def test_damaged_weights_are_one_line_and_never_a_made_up_token(out, tmp_path, capsys):
+    folder = tmp_path / "damaged"
+    shutil.copytree(newest_checkpoint(out / "run" / "ckpt"), folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] *= math.nan
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(SystemExit) as ended:
+        call(lambda: configurator.run(sample.main), f"--ckpt={folder}", "--device=cpu")
+    about, error = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and error.startswith("error: the model's output is not finite")
+
+
+@pytest.mark.skipif(not hasattr(torch.cpu, "get_capabilities"), reason="needs a torch that knows the CPU")
+def test_the_dtype_is_the_one_that_the_hardware_multiplies(out, capsys):
+    call(sample.main, f"--out_dir={out}", "--max_new_tokens=3", "--device=cpu")
+    chosen = str(train.pick_dtype("auto", torch.device("cpu"))[0]).removeprefix("torch.")
+    assert f"cpu {chosen}]" in capsys.readouterr().err

@@ -188,6 +188,8 @@ BENCH = {
     (bench.prepare, "nowhere.jsonl"): "nowhere.jsonl",
     (bench.compare, "--nanogpt=gone"): "no train.py in gone",
     (bench.compare, "--batch_size=auto"): "batch_size=auto is for train.py and bench/plan.py: give a number here",
+    (bench.roof, "--batch_size=auto"): "batch_size=auto is for train.py and bench/plan.py",
+    (bench.sweep, "--batch_size=auto"): "batch_size=auto is for train.py and bench/plan.py",
     (bench.plan, "--gpu=a99 --max_steps=1"): "gpu='a99': ",
     (bench.plan, "--gpu=v100-16g --dtype=bfloat16 --max_steps=1"): "dtype=bfloat16: V100 has no bf16; leave dtype out",
     (bench.plan, "--gpu=h100 --trial --max_steps=1"): "trial runs on this machine: leave gpu out",
