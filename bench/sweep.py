@@ -36,7 +36,8 @@ from bench.matmul import device_name, peak_tflops  # noqa: E402
 from bench.memory import out_of_memory  # noqa: E402
 from configurator import UserError, changes, parse, run  # noqa: E402
 from model import GPT  # noqa: E402
-from train import Machine, TrainConfig, model_config, say, start  # noqa: E402
+from report import say  # noqa: E402
+from train import Machine, TrainConfig, model_config, start  # noqa: E402
 
 AXES = ("T", "B", "accum")
 

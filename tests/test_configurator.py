@@ -8,6 +8,7 @@ import pytest
 
 import checkpoint
 import prepare
+import report
 import sample
 import train
 from bench import matmul
@@ -114,8 +115,11 @@ def test_help_shows_every_setting_with_its_default_and_reason(module, cls):
 @pytest.mark.parametrize("module, cls", SCRIPTS)
 def test_every_setting_is_read_by_its_script(module, cls):
     """A setting that nobody reads is a promise that nobody keeps."""
-    helper = Path(checkpoint.__file__).read_text() if cls is train.TrainConfig else ""  # it is given the settings
-    tree = ast.parse(Path(module.__file__).read_text() + helper)
+    helpers = (checkpoint, report) if cls is train.TrainConfig else ()  # they are given the settings
+    source = Path(module.__file__).read_text()
+    for helper in helpers:
+        source += Path(helper.__file__).read_text().replace("from __future__ import annotations", "")
+    tree = ast.parse(source)
     declaration = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls.__name__)
     in_checks = {id(n) for n in ast.walk(declaration)}
     used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and id(n) not in in_checks}

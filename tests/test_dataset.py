@@ -8,7 +8,7 @@ import tiktoken
 from conftest import call, make_records, train_tiny, write_jsonl
 
 import prepare
-import train
+from bench.plot_loss import read_metrics
 from configurator import UserError
 from dataset import SAME_BUT_FASTER, Loader, Windows, open_datasets, train_loader
 
@@ -96,7 +96,7 @@ def test_training_on_a_mixture_reads_both_sets_and_reports_each(tiny_data, tmp_p
     model = f"--tokenizer={tiny_data / 'tiny' / 'tokenizer.model'}"
     call(prepare.main, "--input", other, "--name=other", f"--data_dir={tiny_data}", model, "--val_fraction=0.1")
     run = train_tiny(tiny_data, tmp_path, "--dataset=tiny:0.75,other:0.25")
-    records = [r for r in train.read_metrics(run / "metrics.jsonl") if "val_loss" in r]
+    records = [r for r in read_metrics(run / "metrics.jsonl") if "val_loss" in r]
     for r in records:
         assert r["val_loss"] == pytest.approx(0.75 * r["val_loss/tiny"] + 0.25 * r["val_loss/other"])
     sets = open_datasets("tiny:0.75,other:0.25", tiny_data)

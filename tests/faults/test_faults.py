@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import harness
 
 import checkpoint
+import report
 import train
 from model import newest_checkpoint
 
@@ -297,8 +298,8 @@ def test_a_leap_of_the_loss_is_a_warning(tiny_data, tmp_path, monkeypatch, capsy
 
 def test_the_robust_z_score_is_that_of_the_formula():
     losses = [float(i % 7) for i in range(70)]  # median 3; deviations 0 to 3, their median 2
-    assert train.spike(losses, 13.0) == pytest.approx(10 / (1.4826 * 2))
-    assert train.spike(losses[:29], 1e9) == 0.0
+    assert report.spike(losses, 13.0) == pytest.approx(10 / (1.4826 * 2))
+    assert report.spike(losses[:29], 1e9) == 0.0
 
 
 # -- the disk, the memory, wandb --

@@ -1,0 +1,263 @@
+"""What a run says of itself: to metrics.jsonl, to the terminal, to wandb. train.py's loop stays free of it.
+
+Only rank 0 reports. A disk that is full and a wandb that fails are warnings: training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from bench.memory import Step, largest_batch, needed
+from bench.plot_loss import read_metrics
+from configurator import UserError, changes
+from dataset import DataSet, Loader, sample_texts
+from model import GPT, attention_kernel, hf_class
+
+if TYPE_CHECKING:  # train.py imports this file
+    from train import Machine, Plan, TrainConfig
+
+
+def say(machine: Machine, text: str) -> None:
+    if machine.is_main:
+        tqdm.write(text)
+        sys.stdout.flush()
+
+
+class Clock:
+    """Time since the last log line: of steps, without what was spent in `paused`; of waiting for data."""
+
+    def __init__(self, machine: Machine, step: int):
+        self.machine = machine
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        self.step, self.begun, self.data = step, time.perf_counter(), 0.0
+
+    def seconds(self) -> float:
+        self.machine.synchronize()
+        return time.perf_counter() - self.begun
+
+    @contextmanager
+    def paused(self):
+        before = self.seconds()
+        yield
+        self.begun += self.seconds() - before
+
+    @contextmanager
+    def waiting_for_data(self):
+        before = time.perf_counter()
+        yield
+        self.data += time.perf_counter() - before
+
+
+class Metrics:
+    """metrics.jsonl first: it is the truth; then the terminal, then wandb when asked. Only rank 0 reports."""
+
+    def __init__(self, folder: Path, cfg: TrainConfig, machine: Machine, plan: Plan, sets: list[DataSet], state: dict):
+        self.machine, self.cfg, self.plan, self.state = machine, cfg, plan, state
+        self.path = folder / "metrics.jsonl"
+        self.bar = self.wandb = None
+        if not machine.is_main:
+            return
+        start_step = state["step"]
+        before = read_metrics(self.path) if start_step else []
+        kept = [r for r in before if r["step"] <= start_step]  # what came after is done again
+        how = {"init_from", "overwrite"}  # of no meaning for what is trained
+        begun = {"settings": {k: v for k, v in asdict(cfg).items() if k not in how}}
+        begun |= {"step_samples": plan.step_tokens // cfg.block_size}
+        begun |= {"data": {d.name: d.meta["splits"]["train"]["sha256"] for d in sets}}
+        last = next((r for r in reversed(kept) if "settings" in r), {})
+        if any(last.get(k) != v for k, v in begun.items()):  # what `prepare.py --inspect RUN --step N` goes by
+            kept.append({"step": start_step, "first_sample": state["samples"]} | begun)
+        whole = self.path.with_suffix(".tmp")
+        whole.write_text("".join(json.dumps(r) + "\n" for r in kept))
+        whole.replace(self.path)  # a kill leaves the one or the other
+        self.written, self.unwritten = self.path.stat().st_size, b""
+        if cfg.progress == "bar" or (cfg.progress == "auto" and sys.stderr.isatty()):
+            self.bar = tqdm(total=plan.steps, initial=start_step, dynamic_ncols=True, unit="step")
+        if cfg.wandb:
+            try:
+                import wandb
+            except ImportError:
+                raise UserError("wandb=true needs the package wandb: pip install wandb") from None
+            with self.wandb_may_fail():
+                known = dict(id=state["wandb_id"], resume="allow") if state["wandb_id"] else {}
+                self.wandb = wandb.init(
+                    project=cfg.wandb_project, name=cfg.run_name, dir=folder, config=asdict(cfg), **known
+                )
+                state["wandb_id"] = self.wandb.id
+
+    @contextmanager
+    def wandb_may_fail(self):
+        """Not logged in, unreachable, failing in the middle: a warning, and training goes on with metrics.jsonl alone."""
+        try:
+            yield
+        except Exception as e:
+            self.wandb = None
+            say(self.machine, f"warning: wandb failed; going on without it ({' '.join(str(e).split())[:200]})")
+
+    def log_step(
+        self, done: int, loss: float, lr: float, grad_norm: float, flops: int, peak: float | None, clock: Clock
+    ):
+        """What is known after step `done`. flops: of a token; peak: TFLOPS of all devices, None if unknown."""
+        seconds, steps, plan = clock.seconds(), done - clock.step, self.plan
+        rate = steps * plan.step_tokens / seconds
+        tflops = rate * flops / 1e12
+        mfu = tflops / peak if peak else None
+        record = dict(step=done, loss=loss, lr=lr, grad_norm=grad_norm, tokens=done * plan.step_tokens)
+        record |= dict(epoch=done * plan.step_tokens / plan.epoch_tokens, tokens_per_s=rate, tflops=tflops, mfu=mfu)
+        record |= dict(step_ms=1e3 * seconds / steps, data_ms=1e3 * clock.data / steps)
+        record |= dict(memory_gb=self.machine.memory() / 1e9, eta_s=(plan.steps - done) * seconds / steps)
+        hours, minutes, rest = record["eta_s"] // 3600, record["eta_s"] // 60 % 60, record["eta_s"] % 60
+        parts = [
+            f"loss {loss:.3f} | lr {lr:.1e} | grad {grad_norm:.2f}",
+            f"{rate / 1e3:.1f}k tok/s | {tflops:.{1 if tflops >= 10 else 3}f} TFLOPS",
+            "MFU n/a" if mfu is None else f"MFU {100 * mfu:.1f}%",
+            f"{record['step_ms']:.0f} ms | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB",
+            f"eta {hours:.0f}h{minutes:02.0f}m" if hours else f"eta {minutes:.0f}m{int(rest):02d}s",
+        ]
+        self.write(record, " | ".join(parts), in_bar=True)
+
+    def log_eval(self, done: int, losses: list[float], sets: list[DataSet], seconds: float) -> float:
+        """losses: of each data set's val.bin. Returns their mean, each with its data set's share of the run."""
+        loss = sum(float(d.weight) * x for d, x in zip(sets, losses, strict=True))
+        token_bytes = sum(d.weight * d.meta["splits"]["val"]["bytes"] / d.meta["splits"]["val"]["tokens"] for d in sets)
+        bits_per_byte = loss / math.log(2) / float(token_bytes)
+        ppl = math.exp(min(loss, 700.0))  # a float ends at e^709
+        record = dict(step=done, val_loss=loss, val_ppl=ppl, val_bits_per_byte=bits_per_byte, eval_s=seconds)
+        line = f"validation loss {loss:.4f} | perplexity {ppl:.2f} | {bits_per_byte:.4f} bits per byte"
+        if len(sets) > 1:
+            record |= {f"val_loss/{d.name}": x for d, x in zip(sets, losses, strict=True)}
+            line += "".join(f" | {d.name} {x:.4f}" for d, x in zip(sets, losses, strict=True))
+        self.write(record, line)
+        return loss
+
+    def watch(self, done: int, loss: float, grad_norm: float, scaler, write_texts: Callable[[str], str]) -> None:
+        """Count and report a step that was skipped, or whose loss leaps; UserError when too many were skipped in a row.
+
+        Of fp16, a gradient that overflows while the loss is finite is the scaler's own business.
+        """
+        state, limit = self.state, self.cfg.max_bad_steps
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            state["bad_in_a_row"], z = 0, spike(state["losses"], loss)
+            state["losses"] = [*state["losses"][-99:], loss]
+            if z > 8:
+                self.write(
+                    dict(step=done, spike_loss=loss, spike_z=z), f"warning: loss {loss:.3f} is {z:.0f} deviations high"
+                )
+        elif math.isfinite(loss) and scaler.is_enabled():
+            scale = scaler.get_scale()
+            self.write(
+                dict(step=done, loss_scale=scale), f"fp16 overflow: skipped, the loss is scaled by {scale:g} now"
+            )
+        else:
+            state["bad_steps"] += 1
+            state["bad_in_a_row"] += 1
+            what = f"loss {loss}, norm of the gradient {grad_norm}"
+            where = f"; {write_texts(what)}" if self.machine.is_main else ""
+            self.write(dict(step=done, bad_step=what, bad_steps=state["bad_steps"]), f"warning: {what}: skipped{where}")
+            if state["bad_in_a_row"] >= limit:
+                last = f"{limit} steps in a row without a finite loss and gradient, the last at step {done}"
+                raise UserError(f"{last}: lower lr, or try dtype=float32, or read {self.path.parent}/bad_steps/")
+
+    def write(self, record: dict, line: str, in_bar: bool = False) -> None:
+        """One event: the record for programs, the line for people."""
+        if not self.machine.is_main:
+            return
+        waiting, self.unwritten = bool(self.unwritten), self.unwritten + json.dumps(record).encode() + b"\n"
+        try:
+            with open(self.path, "r+b") as f:
+                f.truncate(self.written)  # the beginning of a line, from when the disk was full
+                f.seek(self.written)
+                f.write(self.unwritten)
+            self.written, self.unwritten = self.written + len(self.unwritten), b""
+        except OSError as e:
+            if not waiting:
+                say(self.machine, f"warning: {self.path}: {e.strerror}; training goes on, the lines are kept for later")
+        if self.bar is not None and in_bar:
+            self.bar.set_postfix_str(line)
+            self.bar.update(record["step"] - self.bar.n)
+        else:
+            say(self.machine, f"step {record['step']}/{self.plan.steps} | {line}")
+        if self.wandb is not None:
+            with self.wandb_may_fail():
+                self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        if self.wandb is not None:
+            with self.wandb_may_fail():
+                self.wandb.finish()
+
+
+def spike(losses: list[float], loss: float) -> float:
+    """How far a loss lies above those before it, as a robust z-score: in deviations of 1.4826 x the median deviation
+    (Iglewicz and Hoaglin, 1993, which is the standard deviation of a normal distribution). 0 while there are few.
+    """
+    if len(losses) < 30:
+        return 0.0
+    median = statistics.median(losses)
+    spread = 1.4826 * statistics.median(abs(x - median) for x in losses)
+    return (loss - median) / max(spread, 1e-3 * abs(median))
+
+
+def write_bad_step(folder: Path, step: int, sets: list[DataSet], loader: Loader, samples: range, what: str) -> str:
+    """The texts of a step that was skipped, so that the culprit can be read."""
+    path = folder / "bad_steps" / f"step_{step:08d}.txt"
+    texts = "".join(f"\n---- {where}\n{text}\n" for where, text in sample_texts(sets, loader, samples))
+    try:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"step {step}: {what}\n{texts}", encoding="utf-8")
+        return f"its texts are in {path}"
+    except OSError as e:
+        return f"its texts could not be written to {path} ({e.strerror})"
+
+
+def banner(
+    cfg: TrainConfig, sets: list[DataSet], machine: Machine, plan: Plan, model: GPT, compiled: bool, peak_source: str
+) -> str:
+    step = Step(
+        plan.batch_size, cfg.block_size, plan.accum, machine.dtype, compiled, machine.device.type, machine.world
+    )
+    memory = f"{needed(model, step) / 1e9:.1f} GB predicted, of {machine.capacity() / 1e9:.1f}"
+    n, c, T, V = model.num_params(), model.config, cfg.block_size, sets[0].meta["vocab_size"]
+    tokens = plan.steps * plan.step_tokens
+    data = []
+    for d in sets:
+        train = d.meta["splits"]["train"]
+        epochs = f", {float(d.weight):.1%} of the windows = {float(d.weight) * tokens / train['tokens']:.2f} epochs"
+        counts = f"{train['documents']:,} documents, {train['tokens']:,} tokens"
+        data.append(f"{d.name}: {counts}{epochs if len(sets) > 1 else ''}")
+    batch = f"{plan.batch_size} x {T} x {plan.accum} accumulation x {machine.world} processes"
+    heads = f"{c.n_head} heads of {c.head_dim} ({c.n_kv_head} for keys and values)"
+    kernel = attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype, c.dropout)
+    slow = ": warning: slow, with the T x T matrix in memory; no fused kernel takes this head_dim and dtype here"
+    size = f"{n['total']:,} trainable, {n['embedding'] / n['total']:.0%} of them embeddings"
+    rows = {
+        "settings": " ".join(f"{k}={v}" for k, v in changes(cfg).items()),
+        "data": f"{'; '.join(data)}; vocabulary {V:,}",
+        "examples": f"{plan.epoch_tokens // T:,} windows of {T} tokens in an epoch",
+        "batch": f"{cfg.batch_tokens:,} tokens a step asked, {plan.step_tokens:,} actual = {batch}",
+        "length": f"{plan.steps:,} optimization steps = {tokens:,} tokens = {tokens / plan.epoch_tokens:.2f} epochs",
+        "model": f"{hf_class(c) or 'GPT'}, {c.n_layer} layers x {c.n_embd}, {heads}",
+        "parameters": f"{size}; {tokens / n['total']:.2g} tokens per parameter",
+        "compute": f"{model.flops_per_token(T) * tokens:.3g} FLOPs (6 N + 12 L d T a token)",
+        "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
+        "attention": kernel + slow * (machine.device.type == "cuda" and kernel == "math"),
+        "memory": f"{memory}; the largest batch_size is {largest_batch(model, step, machine.capacity()):,}",
+        "peak": peak_source,
+        "first loss": f"ln({V}) = {math.log(V):.2f} expected",
+    }
+    return "\n".join(f"{k:>11}: {v}" for k, v in rows.items())
