@@ -480,10 +480,9 @@ def main() -> None:
     epoch_tokens = sum(windows.n_windows for windows in loader.splits) * cfg.block_size
 
     # model: resumed, taken from another run, or new
-    wanted, (source, resume) = (
-        model_config(cfg, sets[0].meta["vocab_size"]),
-        find_source(cfg, folder, partial(say, machine)),
-    )
+    wanted = model_config(cfg, sets[0].meta["vocab_size"])
+    source, resume = find_source(cfg, folder, partial(say, machine))
+    earlier = read_training(source) if resume else None
     with memory_advice("for the weights alone: make n_layer or n_embd smaller"):
         if source is None:
             model = GPT(wanted)
@@ -498,8 +497,8 @@ def main() -> None:
     plan = make_plan(replace(cfg, batch_size=1), machine.world, epoch_tokens)
     compiled = wants_compile(cfg, machine.device.type, flops * plan.steps * plan.step_tokens)
     if cfg.batch_size == "auto":
-        before = read_training(source).settings["batch_size"] if resume else None
-        cfg = replace(cfg, batch_size=fit_batch(cfg, model, loader, machine, compiled, before))
+        most = earlier.settings["batch_size"] if resume else None
+        cfg = replace(cfg, batch_size=fit_batch(cfg, model, loader, machine, compiled, most))
     plan = make_plan(cfg, machine.world, epoch_tokens)
 
     # optimizer
@@ -513,7 +512,6 @@ def main() -> None:
     state |= {"bad_in_a_row": 0, "wandb_id": "", "data_files": {}}
     changed: list[str] = []
     if resume:
-        earlier = read_training(source)
         check_data(earlier, sets, source)
         changed, state = settings_changed(earlier, cfg), earlier.training
         # moments from the checkpoint, but betas and weight decay as they are set now
