@@ -237,6 +237,9 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
 
+LOSS_CHUNK = {"cpu": 2**19, "cuda": 2**26}  # logits at a time, in fp32: a CPU cache's fill; 256 MB
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Cross-entropy of logits (N, V) with targets (N,; -1 is ignored), summed, in fp32, a few rows at a time.
 
@@ -248,7 +251,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits, known = logits.detach(), (targets[:, None] >= 0).float()  # (N, 1): 1, or 0 where there is no target
         loss = torch.zeros((), device=logits.device)
-        rows = max(1, (2**19 if logits.device.type == "cpu" else 2**26) // logits.size(1))  # a cache's fill; 256 MB
+        rows = max(1, LOSS_CHUNK.get(logits.device.type, 2**26) // logits.size(1))
         for part, ids, counts in zip(logits.split(rows), targets.split(rows), known.split(rows), strict=True):
             log_p, ids = part.log_softmax(-1, dtype=torch.float32), ids.clamp(min=0)[:, None]  # (rows, V), (rows, 1)
             picked = log_p.gather(1, ids)
@@ -480,7 +483,7 @@ def sample_token(
         p, ids = p.topk(top_k)  # (B, top_k), the likeliest first
         p = p / p.sum(-1, keepdim=True)
     elif top_p < 1.0:
-        p, ids = p.topk(min(1024, p.size(-1)))  # nearly always enough: to sort all V takes 25 times as long
+        p, ids = p.topk(min(1024, p.size(-1)))  # nearly always enough: to sort all V takes six times as long
         if (p.sum(-1) < top_p).any():
             p, ids = (logits / temperature).softmax(-1, dtype=exact).sort(descending=True)
     sums = p.cumsum(-1)
@@ -488,9 +491,8 @@ def sample_token(
     if top_p < 1.0:
         mass = sums.gather(1, (sums < top_p).sum(-1, keepdim=True).clamp(max=p.size(-1) - 1))
     dice = torch.rand(mass.shape, dtype=exact, device=mass.device, generator=generator) * mass
-    chosen = torch.searchsorted(
-        sums, dice.clamp(max=torch.nextafter(mass, mass - 1)), right=True
-    )  # the first sum above it
+    dice = dice.clamp(max=torch.nextafter(mass, mass - 1))
+    chosen = torch.searchsorted(sums, dice, right=True)  # the first sum above it
     return (chosen if ids is None else ids.gather(1, chosen)).squeeze(1)
 
 

@@ -522,8 +522,7 @@ def main() -> None:
         state["data_files"] = verify_new(sets, state["data_files"])
 
     # say what will happen, then wrap: DDP first and compile second, so that communication overlaps the backward pass
-    given = (cfg.peak_tflops, f"{cfg.peak_tflops:g} TFLOPS a device, as given by peak_tflops")
-    peak, peak_source = given if cfg.peak_tflops else peak_tflops(machine.device, machine.dtype)
+    peak, peak_source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     peak = peak and peak * machine.world
     say(machine, banner(cfg, sets, machine, plan, model, compiled, peak_source))
     if resume:

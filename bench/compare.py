@@ -223,7 +223,7 @@ def main() -> None:
     flops = (
         0 if cfg.sampling else model.flops_per_token(cfg.block_size)
     )  # of training; a sampled token is not one of those
-    peak, source = peak_tflops(torch.device(device), machine(cfg)[1]) if flops else (None, "sampling")
+    peak, source = peak_tflops(torch.device(device), machine(cfg)[1], cfg.peak_tflops) if flops else (None, "sampling")
     print(f"{source}\n{'':<12} {'tok/s':>12} {'ours / it':>10} {'TFLOPS':>8} {'MFU':>6}   seconds of each turn")
     for name, rate in rates.items():
         tflops = f"{rate * flops / 1e12:.3f}" if flops else ""

@@ -51,8 +51,10 @@ def measure_tflops(n: int, dtype: str, device: torch.device, seconds: float = 1.
         torch.set_float32_matmul_precision(before)
 
 
-def peak_tflops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
-    """The peak that MFU is a share of, and where it comes from: on a CPU measured here and now, else the datasheet's."""
+def peak_tflops(device: torch.device, dtype: torch.dtype, given: float = 0.0) -> tuple[float | None, str]:
+    """The peak that MFU is a share of, and where it comes from: as given; on a CPU measured here and now; the datasheet's."""
+    if given:
+        return given, f"{given:g} TFLOPS a device, as given by peak_tflops"
     if device.type == "cpu":
         kind = {t: k for k, t in DTYPES.items() if k != "tf32"}[dtype]
         peak = measure_tflops(2048, kind, device, seconds=0.5)

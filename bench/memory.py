@@ -1,4 +1,4 @@
-"""What a training step of ours holds in memory, part by part, from the settings alone: nothing is allocated, nothing is run.
+"""What a training step of ours holds in memory, part by part, from the settings alone; and, to check that, what it really holds.
 
 The formulas count what autograd keeps of each layer for the backward pass; tests/test_plan.py compares them with what it does keep.
 Here N = B T tokens, s bytes a number (2 in 16 bits, 4 in fp32), C = n_embd, nh and nkv heads of hs, V the padded vocabulary, and a
@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from model import GPT, GPTConfig, attention_kernel
+from model import GPT, LOSS_CHUNK, GPTConfig, attention_kernel
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,8 @@ def activations(c: GPTConfig, step: Step) -> dict[str, float]:
     elif nkv < nh:
         heads = 3 * nh * hs * s if rope or c.qk_norm else (qkv + 2 * nh * hs) * s
     else:
-        heads = (
-            (2 * nh * hs + qkv) * s if rope or c.qk_norm else qkv * s
-        )  # v, or all three, are views into what qkv wrote
+        # v, or all three, are views into what qkv wrote
+        heads = (2 * nh * hs + qkv) * s if rope or c.qk_norm else qkv * s
     if c.qk_norm:
         heads += (nh + nkv) * hs * (8 if eager_cpu else s)
     attention = C * s + heads + nh * hs * s + (0 if matrix else 4 * nh)
@@ -138,8 +137,7 @@ def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
     kept = {f"activations: {k}": step.B * v for k, v in activations(c, step).items()} | {"16-bit weights": copies}
 
     logits = N * c.padded_vocab_size * s
-    rows = 2**19 if step.device == "cpu" else 2**26  # logits that model.ChunkedCrossEntropy takes at a time, in fp32
-    chunk = 0 if step.compiled else 8 * min(N * c.padded_vocab_size, rows)
+    chunk = 0 if step.compiled else 8 * min(N * c.padded_vocab_size, LOSS_CHUNK[step.device])
     if step.dtype == torch.float16 and not step.compiled:  # plain cross_entropy: two fp32 tensors and the fp16 gradient
         chunk = 10 * N * c.padded_vocab_size
     # The logits' gradient is written over the logits, by ours in eager mode and by Inductor's donated buffers.

@@ -4,8 +4,8 @@
     python bench/plan.py config/train_100m.py --gpu=v100-16g --nproc=6 --png=memory.png
     python bench/plan.py config/demo.py --trial                                   # 20 steps on this machine, then the time of all
 
-Any setting of train.py can be given, as to train.py. Nothing is allocated: the formulas are in bench/memory.py, in model.py
-(flops_per_token) and below.
+Any setting of train.py can be given, as to train.py. Formulas give the answer: those of bench/memory.py, of model.py (flops_per_token)
+and below. Only --trial and --check run something, on this machine.
 """
 
 import json
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -83,18 +83,19 @@ def planned_device(cfg: PlanConfig) -> Device:
         try:
             card: Card = find_gpu(cfg.gpu)
         except ValueError as e:
-            raise UserError(f"gpu={cfg.gpu!r}: {e}") from None
+            raise UserError(f"gpu: {e}") from None
         dtype = cfg.dtype if cfg.dtype != "auto" else "bfloat16" if "bf16" in card.tflops else "float16"
         kind = {"bfloat16": "bf16", "float16": "fp16", "float32": "tf32" if "tf32" in card.tflops else "fp32"}[dtype]
         if kind not in card.tflops:
             raise UserError(f"dtype={dtype}: {card.name} has no {kind}; leave dtype out")
-        peak, size = card.tflops[kind], f"{card.name} {card.memory_gb} GB"
+        peak, size = cfg.peak_tflops or card.tflops[kind], f"{card.name} {card.memory_gb} GB"
+        source = "peak as given by peak_tflops" if cfg.peak_tflops else card.source
         usable = card.memory_gb * 1e9 * (0.97 if card.name in ECC_IN_MEMORY else 1.0)
-        return Device(size, "cuda", DTYPES[kind], peak, card.bandwidth, usable, card.watts, card.source)
+        return Device(size, "cuda", DTYPES[kind], peak, card.bandwidth, usable, card.watts, source)
     kind = "cuda" if cfg.device in ("auto", "cuda") and torch.cuda.is_available() else "cpu"
     device = torch.device(kind)
     dtype, name = pick_dtype(cfg.dtype, device)[0], device_name(device)
-    peak, source = peak_tflops(device, dtype)
+    peak, source = peak_tflops(device, dtype, cfg.peak_tflops)
     if kind == "cpu":
         return Device(name, kind, dtype, peak, None, ram(), None, source)
     try:
@@ -128,23 +129,20 @@ def hours(flops: float, tflops: float, mfu: float, nproc: int = 1) -> float:
 
 
 def trial(cfg: PlanConfig, steps: int, compiled: bool) -> dict[str, float]:
-    """Seconds of the whole run, from 20 steps of it: starting and ending, each step, each evaluation, each save."""
-    own = set(asdict(cfg)) - set(asdict(TrainConfig(**{})))
+    """Seconds of the whole run, from 20 steps of it: starting and ending (with one save), each step, each evaluation.
+
+    What later saves add is left out: they are written beside the training.
+    """
+    own = {f.name for f in fields(cfg)} - {f.name for f in fields(TrainConfig)}
     with tempfile.TemporaryDirectory() as folder:
         plan = dict(
             max_steps=20, max_epochs=0.0, max_tokens=0, log_every=1, eval_every=10, save_every=20, progress="line"
         )
         plan |= dict(out_dir=folder, run_name="trial", init_from="scratch", compile=compiled, wandb=False)
         settings = {k: v for k, v in changes(cfg).items() if k not in own} | plan
-        command = [sys.executable, str(REPO / "train.py"), *(f"--{k}={v}" for k, v in settings.items())]
-        if cfg.nproc > 1:
-            command[:1] = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc_per_node={cfg.nproc}",
-            ]
+        torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={cfg.nproc}".split()
+        script = [*(torchrun if cfg.nproc > 1 else []), str(REPO / "train.py")]
+        command = [sys.executable, *script, *(f"--{k}={v}" for k, v in settings.items())]
         print(f"trial: {shlex.join(command[1:])}", flush=True)
         begun = time.perf_counter()
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -201,9 +199,7 @@ def roofline(model: GPT, step: Step) -> dict[str, tuple[float, float]]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Reporting
 
-
-def gb(x: float) -> str:
-    return f"{x / 1e9:.2f} GB" if x >= 1e7 else f"{x / 1e6:.2f} MB"
+HOST_PROCESS = 1.5e9  # bytes of host memory of a process with CUDA and its libraries: assumed, not measured
 
 
 def duration(hours: float) -> str:
@@ -307,19 +303,16 @@ def main() -> None:
     rows["all"] = f"{need / 1e9:>8.3f} GB of {device.bytes / 1e9:.1f}: " + (
         "fits" if need <= device.bytes else "DOES NOT FIT"
     )
-    rows["predicted peak"] = (
-        f"{total / 1e9:>8.3f} GB by torch.cuda.max_memory_allocated" if device.kind == "cuda" else ""
-    )
-    rows["host"] = (
-        gb(1.5e9 * cfg.nproc + 12 * n["total"]) + ": the processes, and a checkpoint's copy while it is written"
-    )
-    section(
-        f"Memory of each device at batch_size {plan.batch_size}, {how}; the most is held {when}",
-        {k: v for k, v in rows.items() if v},
-    )
-    if cfg.check:
-        facts["measured_peak"] = peak = measured_peak(c, replace(step, accum=min(2, step.accum)))
-        print(f"  measured now    {peak / 1e9:>8.3f} GB: what was predicted is {total / peak - 1:+.1%} off")
+    if device.kind == "cuda":
+        rows["predicted peak"] = f"{total / 1e9:>8.3f} GB by torch.cuda.max_memory_allocated"
+        host = HOST_PROCESS * cfg.nproc + 12 * n["total"]
+        rows["host"] = f"{host / 1e9:>8.3f} GB: 1.5 a process (assumed), and a checkpoint's copy while it is written"
+    section(f"Memory of each device at batch_size {plan.batch_size}, {how}; the most is held {when}", rows)
+    if cfg.check:  # one process, AdamW, all of it kept: what measured_peak can run
+        plain = Step(step.B, T, min(2, step.accum), step.dtype, compiled, step.device)
+        facts["measured_peak"], predicted = measured_peak(c, plain), sum(step_memory(model, plain)[1].values())
+        both = f"{facts['measured_peak'] / 1e9:.3f} GB measured, {predicted / 1e9:.3f} predicted"
+        print(f"  a step of one process, now: {both}, {predicted / facts['measured_peak'] - 1:+.1%}")
     others = {
         "as it is": {},
         "ZeRO-1": {"zero": 1},
@@ -338,7 +331,7 @@ def main() -> None:
         largest = largest_batch(model, other, device.bytes)
         facts["what_if"][name] = {"bytes": needed(model, other), "largest_batch": largest}
         rows[name] = f"{needed(model, other) / 1e9:>8.2f} GB, largest batch_size {largest:,}"
-    section(f"The largest batch_size, of sequences of {T}" + " (train.py has the first alone)", rows)
+    section(f"The largest batch_size, of sequences of {T} (train.py has the first alone)", rows)
 
     steps_of = f"{plan.batch_size} x {T} x {plan.accum} accumulation x {cfg.nproc} = {plan.step_tokens:,} tokens a step"
     rows = {"batch": steps_of, "length": f"{plan.steps:,} steps = {tokens:,} tokens"}

@@ -267,8 +267,7 @@ def main() -> None:
         model = GPT(c)
     M = cfg.tokens or cfg.batch_size * T
     accum = max(1, round(cfg.batch_tokens / M))
-    given = (cfg.peak_tflops, f"{cfg.peak_tflops:g} TFLOPS, as given by peak_tflops")
-    peak, source = given if cfg.peak_tflops else peak_tflops(machine.device, machine.dtype)
+    peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     name, dtype = device_name(machine.device), str(machine.dtype).removeprefix("torch.")
     print(f"{name}, torch {torch.__version__}, {dtype} ({machine.why})\npeak: {source}")
 

@@ -37,7 +37,7 @@ from bench.memory import out_of_memory  # noqa: E402
 from configurator import UserError, changes, parse, run  # noqa: E402
 from model import GPT  # noqa: E402
 from report import say  # noqa: E402
-from train import Machine, TrainConfig, model_config, start  # noqa: E402
+from train import Machine, TrainConfig, model_config, start, wants_compile  # noqa: E402
 
 AXES = ("T", "B", "accum")
 
@@ -121,10 +121,6 @@ def power_meter(device: torch.device) -> Callable[[], tuple[float, int]] | None:
 # One cell
 
 
-def compiles(cfg: TrainConfig, device: torch.device) -> bool:
-    return cfg.compile is True or (cfg.compile == "auto" and device.type == "cuda")
-
-
 def measure(cfg: SweepConfig, T: int, B: int, accum: int, machine: Machine, peak: float | None) -> dict:
     """One cell of the table: T, B, accum, note, and the figures, unless the note says "OOM" or "failed: ...".
 
@@ -140,7 +136,7 @@ def measure(cfg: SweepConfig, T: int, B: int, accum: int, machine: Machine, peak
     except Exception as e:  # whatever it is, the other cells are still wanted
         cell["note"] = "OOM" if out_of_memory(e) else f"failed: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
     # The model was local to train_steps and went with the exception; what is left hangs in cycles, caches and compiled code.
-    if compiles(cfg, machine.device):
+    if wants_compile(cfg, machine.device.type, 0):
         torch.compiler.reset()  # and dynamo, which compiles a function eight times at most, counts anew
     gc.collect()
     if machine.device.type == "cuda":
@@ -159,7 +155,7 @@ def train_steps(cfg: SweepConfig, B: int, accum: int, machine: Machine) -> dict:
     groups, betas = model.param_groups(cfg.weight_decay), (cfg.beta1, cfg.beta2)
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=betas, fused=True)
     scaler = torch.amp.GradScaler(device.type, enabled=machine.dtype == torch.float16)
-    fast = torch.compile(model, dynamic=False) if compiles(cfg, device) else model
+    fast = torch.compile(model, dynamic=False) if wants_compile(cfg, device.type, 0) else model
     rows = torch.randint(cfg.vocab_size, (B, T + 1), device=device)
     x, y = rows[:, :-1], rows[:, 1:]  # (B, T) each, views as train.to_device gives them
 
@@ -267,8 +263,7 @@ def main() -> None:
     with torch.device("meta"):  # shapes alone
         model = GPT(model_config(cfg, cfg.vocab_size))
     machine = start(cfg)
-    given = (cfg.peak_tflops, f"{cfg.peak_tflops:g} TFLOPS, as given by peak_tflops")
-    peak, peak_source = given if cfg.peak_tflops else peak_tflops(machine.device, machine.dtype)
+    peak, peak_source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     memory = "allocated on the GPU" if machine.device.type == "cuda" else "none for each cell here"
     if machine.device.type == "cpu" and reset_peak(machine.device):
         memory = f"resident, reset for each cell; {resident('VmRSS') / 1e9:.2f} GB of it are Python and torch"
@@ -278,7 +273,7 @@ def main() -> None:
         "command": shlex.join(["python", *sys.argv]),
         "model": f"{model.num_params()['total']:,} parameters at T = {cfg.block_size}, a vocabulary of {cfg.vocab_size:,}",
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
-        "compile": str(compiles(cfg, machine.device)).lower(),
+        "compile": str(wants_compile(cfg, machine.device.type, 0)).lower(),
         "peak": peak_source,
         "peak memory": memory,
     }
