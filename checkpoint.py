@@ -1,8 +1,8 @@
 """Checkpoints: a Hugging Face model directory, and beside it what training needs. Whole or not there.
 
     out/RUN/ckpt/step_00001000/
-        model.safetensors, config.json    the model, as GPT.save_pretrained writes it
-        meta.json, tokenizer.*            of the data set
+        model.safetensors, config.json    the model, as huggingface.py writes it
+        meta.json, tokenizer.*            of the data set; and tokenizer.json, by which Hugging Face's tools open it
         train_state.pt                    optimizer, scaler, step, place in the data: tensors and numbers, no code
         train_config.json                 the settings
         manifest.json                     size and SHA-256 of every other file
@@ -28,8 +28,10 @@ import torch
 from safetensors import SafetensorError
 
 from configurator import UserError
-from dataset import DataSet, file_sha256, lock
+from dataset import DataSet, file_sha256, load_tokenizer, lock
+from huggingface import ONLY_OURS, from_pretrained, hf_class, is_nanogpt, save_pretrained
 from model import GPT, GPTConfig
+from tokenizer import hugging_face_files, same_ids, to_hugging_face
 
 
 def to_host(state: Any) -> Any:
@@ -51,6 +53,7 @@ class Saver:
         self.pool, self.writing = ThreadPoolExecutor(1), Future()
         self.writing.set_result(None)
         self.failed = ""  # why the last one could not be written
+        self.tokenizer_files: dict[str, bytes] = {}
 
     def save(self, model: GPT, optimizer, scaler, state: dict) -> None:
         """Begin to write step_N; returns when all is copied. state: step, best_step and what else is to be found again."""
@@ -70,13 +73,15 @@ class Saver:
         try:
             shutil.rmtree(tmp, ignore_errors=True)
             tmp.mkdir(parents=True)
-            model.save_pretrained(tmp, weights)
+            eos_id = self.sets[0].meta["eos_id"]
+            prefix = self.sets[0].meta["tokenizer"].get("prefix", [eos_id])
+            save_pretrained(model.config, weights, tmp, eos_id, prefix[0] if prefix else None)
             torch.save(training, tmp / "train_state.pt")
             write_json(tmp / "train_config.json", asdict(self.cfg))
             data = {d.name: d.meta["splits"]["train"]["sha256"] for d in self.sets}
             write_json(tmp / "meta.json", self.sets[0].meta | {"trained_on": data})
-            tokenizer = self.sets[0].meta["tokenizer"]["file"]
-            shutil.copyfile(self.sets[0].folder / tokenizer, tmp / tokenizer)
+            for name, content in self.tokenizer_of(model.config).items():
+                (tmp / name).write_bytes(content)
             files = {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in sorted(tmp.iterdir())}
             write_json(tmp / "manifest.json", files)
             for path in (*tmp.iterdir(), tmp):
@@ -88,11 +93,23 @@ class Saver:
             for path in older[self.cfg.keep :]:
                 shutil.rmtree(path)
             self.failed = ""
-            self.say(f"step {training['step']}: saved {target} in {time.perf_counter() - started:.1f} s")
+            note = "" if hf_class(model.config) else f"; {ONLY_OURS}"
+            self.say(f"step {training['step']}: saved {target} in {time.perf_counter() - started:.1f} s{note}")
         except (OSError, RuntimeError, SafetensorError) as e:  # a full disk, as each of the writers says it
             shutil.rmtree(tmp, ignore_errors=True)
             self.failed = f"{target} could not be written ({(getattr(e, 'strerror', None) or str(e)).splitlines()[0]})"
             self.say(f"warning: {self.failed}; training goes on, the checkpoint before it is whole")
+
+    def tokenizer_of(self, c: GPTConfig) -> dict[str, bytes]:
+        """The data set's tokenizer by file name: ours, and the files that came with it or are made for Hugging Face's tools."""
+        if not self.tokenizer_files:
+            folder, info = self.sets[0].folder, self.sets[0].meta["tokenizer"]
+            found = {path.name: path.read_bytes() for path in (folder / info["file"], *hugging_face_files(folder))}
+            if "tokenizer.json" not in found:
+                made = to_hugging_face(load_tokenizer(folder), c.block_size)
+                found |= {name: text.encode() for name, text in made.items()}
+            self.tokenizer_files = found
+        return self.tokenizer_files
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -112,6 +129,10 @@ def sync_to_disk(path: Path) -> None:
 def whole_checkpoints(ckpt_dir: Path) -> list[Path]:
     """Newest first. Whole means that the manifest, which is written last, is there."""
     return sorted((p.parent for p in ckpt_dir.glob("step_*/manifest.json")), reverse=True)
+
+
+def newest_checkpoint(ckpt_dir: Path) -> Path | None:
+    return next(iter(whole_checkpoints(ckpt_dir)), None)
 
 
 def damage(folder: Path) -> str:
@@ -186,17 +207,21 @@ def run_folder(folder: Path, fresh: bool, is_main: bool):
         os.close(handle)
 
 
-def load_model(folder: Path, cfg: Any, wanted: GPTConfig, resume: bool) -> GPT:
-    """A checkpoint's model. To resume, the settings must describe it; to fine-tune, vocabulary and block_size must fit."""
+def load_model(folder: Path, cfg: Any, wanted: GPTConfig, earlier: "Earlier | None") -> GPT:
+    """A checkpoint's model, in its own shape. wanted: what the settings would make of it.
+
+    UserError if it cannot be loaded; to fine-tune, if vocabulary or block_size are too small; to resume (earlier is given), if
+    a setting of the shape is another one now.
+    """
     try:
-        model = GPT.from_pretrained(folder, dropout=cfg.dropout)
-    except (OSError, ValueError) as e:
-        raise UserError(f"init_from={folder}: not a checkpoint ({str(e).splitlines()[0]})") from None
+        model = from_pretrained(folder, dropout=cfg.dropout)
+    except ValueError as e:
+        raise UserError(f"init_from={folder}: cannot be loaded ({e})") from None
     found = model.config
-    differ = [k for k in asdict(wanted) if getattr(found, k) != getattr(wanted, k)]
-    if not resume:
-        shorter = found.block_size >= wanted.block_size
-        differ = [k for k in differ if k == "vocab_size" or (k == "block_size" and not shorter)]
+    differ = [k for k in ("vocab_size", "block_size") if getattr(found, k) < getattr(wanted, k)]
+    if earlier is not None:
+        changed = {k for k, v in asdict(cfg).items() if earlier.settings.get(k) != v}
+        differ += [k for k in asdict(wanted) if getattr(found, k) != getattr(wanted, k) and {k, "preset"} & changed]
     if differ:
         both = "; ".join(f"{k} is {getattr(found, k)} there, {getattr(wanted, k)} here" for k in differ)
         raise UserError(f"checkpoint {folder} does not fit the settings: {both}")
@@ -235,6 +260,20 @@ def check_data(earlier: Earlier, sets: list[DataSet], folder: Path) -> None:
     if differ:
         start = "prepare the same data again, or start with --init_from and --run_name as a run of its own"
         raise UserError(f"checkpoint {folder} was trained with other data: {'; '.join(differ)}: {start}")
+
+
+def check_tokenizer(folder: Path, sets: list[DataSet], say: Callable[[str], None]) -> None:
+    """UserError if the ids of a model that is fine-tuned have another meaning than those of the data."""
+    try:
+        theirs = None if is_nanogpt(folder) else load_tokenizer(folder)
+    except UserError as e:
+        say(f"note: {e}")
+        theirs = None
+    if theirs is None:
+        say(f"note: {folder} has no tokenizer to compare: its ids are taken to be those of {sets[0].name}")
+    elif not same_ids(theirs, load_tokenizer(sets[0].folder)):
+        again = f"prepare it with --tokenizer={folder}"
+        raise UserError(f"init_from={folder}: its tokenizer is not the one that made {sets[0].folder}: {again}")
 
 
 def settings_changed(earlier: Earlier, cfg: Any) -> list[str]:

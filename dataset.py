@@ -8,8 +8,6 @@
 prepare.py writes it; train.py, sample.py and prepare.py's own workers read it by way of this file, which needs no torch.
 """
 
-import array
-import base64
 import errno
 import fcntl
 import hashlib
@@ -24,6 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from configurator import UserError
+from tokenizer import SentencePiece, Tiktoken, from_hugging_face, open_tokenizer
 
 FORMAT_VERSION = 1
 
@@ -52,7 +51,7 @@ def open_dataset(folder: str | Path) -> dict:
     meta = read_meta(folder)
     try:
         sizes = {k: meta["splits"][k]["tokens"] * np.dtype(meta["dtype"]).itemsize for k in ("train", "val")}
-        tokenizer, sha256 = folder / meta["tokenizer"]["file"], meta["tokenizer"]["sha256"]
+        tokenizer, sha256 = inside(folder, meta["tokenizer"]["file"]), meta["tokenizer"]["sha256"]
     except (KeyError, TypeError) as e:
         raise UserError(f"{folder}/meta.json: damaged ({type(e).__name__}: {e}); run prepare.py again") from None
     if not tokenizer.exists() or file_sha256(tokenizer) != sha256:
@@ -65,6 +64,34 @@ def open_dataset(folder: str | Path) -> dict:
                 f"{path}: {found} bytes where meta.json says {size}: truncated or replaced; run prepare.py again"
             )
     return meta
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file that a JSON of the folder names; UserError if that is not in the folder."""
+    if name != Path(name).name:
+        raise UserError(f"{folder}: it names the file {name!r}, which is not in this folder: not read")
+    return folder / name
+
+
+def load_tokenizer(folder: str | Path) -> SentencePiece | Tiktoken:
+    """The tokenizer of a data set or checkpoint of ours, checked by its hash, or of any Hugging Face model directory."""
+    folder = Path(folder)
+    if not (folder / "meta.json").exists():
+        return from_hugging_face(folder)
+    info = read_meta(folder)["tokenizer"]
+    path = inside(folder, info["file"])
+    if not path.exists() or file_sha256(path) != info["sha256"]:
+        raise UserError(f"{path}: missing, or not the tokenizer that the data was made with")
+    return open_tokenizer(path, info)
+
+
+def find_tokenizer(spec: str) -> SentencePiece | Tiktoken:
+    """What --tokenizer names: a folder as above, a .model or .tiktoken file, or a name that tiktoken knows."""
+    if Path(spec).is_dir():
+        return load_tokenizer(spec)
+    if spec.endswith(".model"):
+        return SentencePiece(spec)
+    return Tiktoken.from_file(spec) if spec.endswith(".tiktoken") else Tiktoken.by_name(spec)
 
 
 def open_split(folder: str | Path, meta: dict, split: str) -> np.memmap:
@@ -131,149 +158,6 @@ def file_sha256(path: str | Path) -> str:
         while chunk := f.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tokenizers. Both kinds have vocab_size, eos_id, encode(text) -> ids (n,), decode(ids) and token_bytes(id).
-
-
-class SentencePiece:
-    kind, file = "sentencepiece", "tokenizer.model"
-
-    def __init__(self, path: str | Path):
-        import sentencepiece
-
-        self.path = Path(path)
-        try:
-            self.sp = sentencepiece.SentencePieceProcessor(model_proto=self.path.read_bytes())
-        except (OSError, RuntimeError) as e:
-            raise UserError(f"tokenizer {path}: not a SentencePiece model ({str(e).strip()})") from None
-        self.vocab_size, self.eos_id = self.sp.vocab_size(), self.sp.eos_id()
-        self.space_sign = [self.sp.piece_to_id(f"<0x{byte:02X}>") for byte in "\u2581".encode()]
-        if self.eos_id < 0:
-            raise UserError(f"tokenizer {path}: it has no eos token, which ends every document")
-
-    def encode(self, text: str) -> np.ndarray:
-        """SentencePiece writes a space as U+2581; a text's own U+2581 goes in as its three bytes, so as to come back."""
-        first, *rest = text.split("\u2581")
-        ids = array.array("I", self.sp.encode(first))  # three times as fast as numpy at taking in a list
-        for part in rest:
-            ids.extend(self.space_sign + self.sp.encode(part))
-        return np.frombuffer(ids, np.uint32)
-
-    def decode(self, ids: list[int]) -> str:
-        return self.sp.decode(ids)
-
-    def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 that a token adds to a text; one Chinese character can take three tokens."""
-        piece = self.sp.id_to_piece(token)
-        if self.sp.is_byte(token):
-            return bytes([int(piece[1:-1], 16)])  # <0xE4>
-        return b"" if self.sp.is_control(token) or self.sp.is_unknown(token) else piece.replace("\u2581", " ").encode()
-
-    def save(self, folder: Path) -> dict:
-        (folder / self.file).write_bytes(self.sp.serialized_model_proto())
-        return {"kind": self.kind, "file": self.file}
-
-
-class Tiktoken:
-    kind, file = "tiktoken", "tokenizer.tiktoken"
-
-    def __init__(self, name: str, pattern: str, ranks: dict[bytes, int], special: dict[str, int]):
-        import tiktoken
-
-        self.encoding = tiktoken.Encoding(
-            name, pat_str=SAME_BUT_FASTER.get(pattern, pattern), mergeable_ranks=ranks, special_tokens=special
-        )
-        self.pattern, self.vocab_size, self.eos_id = pattern, self.encoding.n_vocab, special["<|endoftext|>"]
-        self.special = set(special.values())
-
-    @classmethod
-    def by_name(cls, name: str) -> "Tiktoken":
-        import tiktoken
-
-        if name not in tiktoken.list_encoding_names():
-            known = ", ".join(tiktoken.list_encoding_names())
-            raise UserError(f"--tokenizer {name}: no such file, and no tiktoken encoding; it knows {known}")
-        try:
-            e = tiktoken.get_encoding(name)
-        except OSError as e:  # requests' errors are OSErrors
-            where = "set TIKTOKEN_CACHE_DIR to a folder that has it"
-            raise UserError(f"--tokenizer {name}: cannot be downloaded ({type(e).__name__}); {where}") from None
-        return cls(name, e._pat_str, e._mergeable_ranks, e._special_tokens)
-
-    @classmethod
-    def from_file(cls, path: str | Path, pattern: str | None = None, special: dict | None = None) -> "Tiktoken":
-        """A .tiktoken file (a line a token: base64 and rank) with its splitting pattern; default: cl100k's, Qwen's, Llama 3's."""
-        try:
-            lines = [line.split() for line in Path(path).read_bytes().splitlines() if line]
-            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-            if (
-                not ranks
-                or len(set(ranks.values())) < len(ranks)
-                or not 0 <= min(ranks.values()) <= max(ranks.values()) < 1 << 24
-            ):
-                raise ValueError("its ranks are no numbering")
-        except (OSError, ValueError) as e:
-            raise UserError(f"tokenizer {path}: not a .tiktoken file ({e})") from None
-        special = special or {"<|endoftext|>": max(ranks.values()) + 1}
-        return cls(Path(path).stem, pattern or CL100K_PATTERN, ranks, special)
-
-    def encode(self, text: str) -> np.ndarray:
-        try:
-            return self.encoding.encode_to_numpy(text, disallowed_special=())  # "<|endoftext|>" in a text is text
-        except BaseException as e:  # a panic in tiktoken's Rust, on a million spaces say, is no Exception
-            if type(e).__name__ != "PanicException":
-                raise
-            raise ValueError(f"tiktoken fails on it: {str(e).splitlines()[0][:80]}") from None
-
-    def decode(self, ids: list[int]) -> str:
-        return self.encoding.decode(ids)
-
-    def token_bytes(self, token: int) -> bytes:
-        try:
-            return self.encoding.decode_single_token_bytes(token) if token not in self.special else b""
-        except KeyError:  # a hole in the numbering
-            return b""
-
-    def save(self, folder: Path) -> dict:
-        e = self.encoding
-        ranks = sorted(e._mergeable_ranks.items(), key=lambda item: item[1])
-        (folder / self.file).write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % rank for t, rank in ranks))
-        return {
-            "kind": self.kind,
-            "file": self.file,
-            "pattern": self.pattern,
-            "special": e._special_tokens,
-            "name": e.name,
-        }
-
-
-# How GPT-2 and cl100k cut a text into words before they merge bytes, as tiktoken has them. Only the branch with (?!\S)
-# looks ahead; with the branches before it in one group, tiktoken's engine runs these as a single automaton: the same
-# words, in 0.6 of the time (bench/LOG.md). Possessive ++ would undo that, and here + finds the same.
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-CL100K_PATTERN = r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
-SAME_BUT_FASTER = {
-    GPT2_PATTERN: r"""(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$)|\s+(?!\S)|\s""",
-    CL100K_PATTERN: r"""(?:'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+$|\s*[\r\n])|\s+(?!\S)|\s""",
-}
-
-
-def load_tokenizer(folder: str | Path) -> SentencePiece | Tiktoken:
-    """The tokenizer of a data set or of a checkpoint, checked against the hash in its meta.json."""
-    info = read_meta(Path(folder))["tokenizer"]
-    path = Path(folder) / info["file"]
-    if not path.exists() or file_sha256(path) != info["sha256"]:
-        raise UserError(f"{path}: missing, or not the tokenizer that the data was made with")
-    return open_tokenizer(path, info)
-
-
-def open_tokenizer(path: str | Path, info: dict) -> SentencePiece | Tiktoken:
-    """A tokenizer file, and what `save` returned when it was written."""
-    if info["kind"] == "sentencepiece":
-        return SentencePiece(path)
-    return Tiktoken.from_file(path, info["pattern"], info["special"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A GPT in one file: architecture, initialisation, generation, accounting, and checkpoints that Hugging Face opens.
+"""A GPT in one file: architecture, initialisation, generation and accounting.
 
     tokens (B, T) -> wte (+ wpe) -> x --+--> norm_1 -> attention --(+)--> norm_2 -> mlp --(+)--> ... -> norm_f -> lm_head
                                         |          n_layer times |          |             |
@@ -12,19 +12,15 @@ Shapes: B batch, T sequence, C = n_embd, nh = n_head, nkv = n_kv_head, hs = head
     qwen3      RoPE              RMSNorm     SwiGLU    GQA with QK-norm          Qwen3ForCausalLM
 """
 
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend
 
 PRESETS = {
@@ -141,10 +137,10 @@ def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, preallocated: two tensors of (n_layer, B, nkv, block_size, hs)."""
+    """Keys and values of the tokens seen so far, preallocated: two tensors of (n_layer, B, nkv, length, hs)."""
 
-    def __init__(self, c: GPTConfig, batch: int, device: torch.device, dtype: torch.dtype):
-        shape = (c.n_layer, batch, c.n_kv_head, c.block_size, c.head_dim)
+    def __init__(self, c: GPTConfig, batch: int, length: int, device: torch.device, dtype: torch.dtype):
+        shape = (c.n_layer, batch, c.n_kv_head, length, c.head_dim)
         self.k, self.v = torch.empty(shape, device=device, dtype=dtype), torch.empty(shape, device=device, dtype=dtype)
         self.length = 0
 
@@ -361,7 +357,8 @@ class GPT(nn.Module):
             if idx.size(1) > c.block_size:
                 idx, cache = idx[:, -(c.block_size // 2) :], None
             if use_cache and cache is None:
-                cache = KVCache(c, idx.size(0), idx.device, self.wte.weight.dtype)
+                length = min(c.block_size, idx.size(1) + max_new_tokens)
+                cache = KVCache(c, idx.size(0), length, idx.device, self.wte.weight.dtype)
                 logits = self(idx, cache=cache)
             else:
                 logits = self(idx[:, -1:], cache=cache) if use_cache else self(idx)
@@ -433,38 +430,6 @@ class GPT(nn.Module):
         """
         c = self.config
         return 6 * self.num_params()["matmul"] + 12 * c.n_layer * c.n_head * c.head_dim * T
-
-    # -- checkpoints: a Hugging Face model directory --
-
-    def save_pretrained(self, folder: str | Path, state: dict[str, torch.Tensor] | None = None) -> None:
-        """Write config.json and model.safetensors, in the names of the Hugging Face class if one fits.
-
-        state: the parameters by name, when they are not to be read from the model now.
-        """
-        state = state or {
-            name: p.detach() for name, p in self.named_parameters()
-        }  # a tied lm_head appears once, as wte
-        (Path(folder) / "config.json").write_text(json.dumps(to_hf_config(self.config), indent=2) + "\n")
-        save_file(to_hf_state(self.config, state), Path(folder) / "model.safetensors", metadata={"format": "pt"})
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path, **overrides) -> "GPT":
-        """The model that save_pretrained wrote, on the CPU in fp32; overrides: GPTConfig fields, such as dropout.
-
-        Raises OSError for a missing file, ValueError for one that is damaged or holds another architecture.
-        """
-        try:
-            settings = json.loads((Path(folder) / "config.json").read_text())
-            config = from_hf_config(settings, **overrides)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as e:
-            raise ValueError(f"config.json: {type(e).__name__}: {e}") from None
-        model = cls(config)
-        try:
-            stored = load_file(Path(folder) / "model.safetensors")
-            model.load_state_dict(from_hf_state(model, stored), strict=True)
-        except (SafetensorError, KeyError, RuntimeError) as e:
-            raise ValueError(f"model.safetensors: {e}") from None
-        return model
 
 
 def sample_token(
@@ -539,149 +504,3 @@ INIT = {
     # LeCun, and 0 into the residual stream: every block starts as the identity. Fixup, arXiv 1901.09321; ReZero, 2003.04887
     "zero_proj": _scheme(lambda role, i, o, L: math.sqrt(1 / i), zero=True),
 }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Hugging Face: which class fits, its config.json, and our parameter names in its terms
-
-
-def hf_class(c: GPTConfig) -> str | None:
-    """The transformers class that computes exactly this architecture, or None."""
-    if (c.pos, c.norm, c.qk_norm) == ("learned", "layernorm", False) and c.mlp in ("gelu", "gelu_tanh"):
-        same_heads = c.n_kv_head == c.n_head and c.head_dim * c.n_head == c.n_embd
-        return "GPT2LMHeadModel" if same_heads else None
-    if (c.pos, c.norm, c.mlp) == ("rope", "rmsnorm", "swiglu"):
-        if c.qk_norm:
-            return None if c.bias else "Qwen3ForCausalLM"
-        return "LlamaForCausalLM"
-    return None
-
-
-def to_hf_config(c: GPTConfig) -> dict:
-    """config.json as the fitting transformers class reads it; our own fields, under the architecture GPT, if none fits."""
-    name = hf_class(c)
-    shared = {"architectures": [name or "GPT"], "vocab_size": c.vocab_size, "tie_word_embeddings": c.tie_embeddings}
-    shared |= {"torch_dtype": "float32"}
-    if name is None:
-        return shared | {"model_type": "gpt"} | asdict(c)
-    if name == "GPT2LMHeadModel":
-        sizes = dict(n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, n_inner=c.d_ff)
-        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), c.dropout)
-        activation = "gelu_new" if c.mlp == "gelu_tanh" else "gelu"
-        more = dict(activation_function=activation, layer_norm_epsilon=c.norm_eps, use_bias=c.bias)
-        return shared | {"model_type": "gpt2"} | sizes | drops | more
-    return shared | {
-        "model_type": "qwen3" if c.qk_norm else "llama",
-        "max_position_embeddings": c.block_size,
-        "num_hidden_layers": c.n_layer,
-        "num_attention_heads": c.n_head,
-        "num_key_value_heads": c.n_kv_head,
-        "hidden_size": c.n_embd,
-        "head_dim": c.head_dim,
-        "intermediate_size": c.d_ff,
-        "hidden_act": "silu",
-        "attention_bias": c.bias,
-        "mlp_bias": c.bias,
-        "attention_dropout": c.dropout,
-        "rope_theta": c.rope_theta,
-        "rms_norm_eps": c.norm_eps,
-    }
-
-
-def from_hf_config(d: dict, **overrides) -> GPTConfig:
-    """GPTConfig from what to_hf_config wrote."""
-    name = d.get("architectures", ["?"])[0]
-    if d.get("rope_scaling"):
-        raise ValueError(f"config.json: rope_scaling {d['rope_scaling']} is not supported")
-    if name == "GPT":
-        found = {f.name: d[f.name] for f in fields(GPTConfig)}
-    elif name == "GPT2LMHeadModel":
-        found = {k: d[k] for k in ("vocab_size", "n_layer", "n_head", "n_embd")}
-        found |= dict(block_size=d["n_positions"], d_ff=d.get("n_inner") or 0, norm_eps=d["layer_norm_epsilon"])
-        found |= PRESETS["gpt2"] | dict(bias=d.get("use_bias", True), dropout=d["resid_pdrop"])
-        found |= dict(tie_embeddings=d.get("tie_word_embeddings", True))
-        found |= dict(mlp="gelu" if d.get("activation_function") == "gelu" else "gelu_tanh")
-    elif name in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
-        found = PRESETS["llama" if name[0] == "L" else "qwen3"] | dict(
-            vocab_size=d["vocab_size"],
-            block_size=d["max_position_embeddings"],
-            n_layer=d["num_hidden_layers"],
-            n_head=d["num_attention_heads"],
-            n_kv_head=d["num_key_value_heads"],
-            n_embd=d["hidden_size"],
-            head_dim=d.get("head_dim") or 0,
-            d_ff=d["intermediate_size"],
-            bias=d.get("attention_bias", False),
-            tie_embeddings=d.get("tie_word_embeddings", False),
-            rope_theta=d["rope_theta"],
-            norm_eps=d["rms_norm_eps"],
-            dropout=d.get("attention_dropout", 0.0),
-        )
-    else:
-        raise ValueError(
-            f"config.json: architecture {name!r} is none of GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM"
-        )
-    return GPTConfig(**(found | overrides))
-
-
-HF_GPT2 = {"wte": "transformer.wte", "wpe": "transformer.wpe", "norm_f": "transformer.ln_f", "blocks": "transformer.h"} | {
-    "norm_1": "ln_1", "norm_2": "ln_2", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj",
-    "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj",
-}  # fmt: skip
-HF_LLAMA = {"wte": "model.embed_tokens", "norm_f": "model.norm", "blocks": "model.layers"} | {
-    "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm", "attn.proj": "self_attn.o_proj",
-    "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
-    "attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-}  # fmt: skip
-
-
-def hf_names(c: GPTConfig, name: str) -> list[str]:
-    """The Hugging Face name of one of our parameters; three for the qkv of a Llama, which has them apart."""
-    kind = hf_class(c)
-    if kind is None:
-        return [name]
-    table = HF_GPT2 if kind == "GPT2LMHeadModel" else HF_LLAMA
-    module, leaf = name.rsplit(".", 1)
-    prefix = ""
-    if module.startswith("blocks."):
-        _, layer, module = module.split(".", 2)
-        prefix = f"{table['blocks']}.{layer}."
-    return [f"{prefix}{part}.{leaf}" for part in table.get(module, module).split()]
-
-
-def to_hf_state(c: GPTConfig, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Our parameters as the fitting class stores them: without vocabulary padding, GPT-2's matrices transposed."""
-    gpt2 = hf_class(c) == "GPT2LMHeadModel"
-    heads = [n * c.head_dim for n in (c.n_head, c.n_kv_head, c.n_kv_head)]
-    out = {}
-    for name, w in state.items():
-        if name in ("wte.weight", "lm_head.weight"):
-            w = w[: c.vocab_size]
-        elif gpt2 and name.startswith("blocks.") and w.dim() == 2:
-            w = w.t()  # GPT-2's Conv1D holds (in, out)
-        names = hf_names(c, name)
-        for key, part in zip(names, w.split(heads) if len(names) == 3 else [w], strict=True):
-            out[key] = part.contiguous().cpu()
-            if gpt2 and not c.bias and (".h." in key or "ln_f" in key):  # the class has biases: zeros compute the same
-                out[key.removesuffix("weight") + "bias"] = torch.zeros(w.size(-1))
-    return out
-
-
-def from_hf_state(model: GPT, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inverse of to_hf_state."""
-    c, state = model.config, {}
-    gpt2 = hf_class(c) == "GPT2LMHeadModel"
-    for name, like in model.state_dict().items():
-        if name == "lm_head.weight" and c.tie_embeddings:
-            state[name] = state["wte.weight"]
-            continue
-        w = torch.cat([stored[key] for key in hf_names(c, name)])
-        if gpt2 and name.startswith("blocks.") and w.dim() == 2:
-            w = w.t()
-        state[name] = F.pad(w, (0, 0, 0, like.size(0) - w.size(0))) if name in ("wte.weight", "lm_head.weight") else w
-    return state
-
-
-def newest_checkpoint(folder: str | Path) -> Path | None:
-    """The newest whole checkpoint in out/RUN/ckpt: whole means that its manifest.json, which is written last, is there."""
-    return max((p.parent for p in Path(folder).glob("step_*/manifest.json")), default=None)

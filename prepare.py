@@ -50,18 +50,17 @@ from configurator import UserError, parse, run
 from corpora import PIECE, Chunk, Cleaning, Reader, Source, Tally, demo_sources, documents, find_sources, pieces
 from dataset import (
     FORMAT_VERSION,
-    SentencePiece,
-    Tiktoken,
     file_sha256,
+    find_tokenizer,
     load_tokenizer,
     lock,
     open_dataset,
     open_split,
-    open_tokenizer,
     run_loader,
     sample_texts,
     verify,
 )
+from tokenizer import HF_FILES, SentencePiece, Tiktoken, hugging_face_files, open_tokenizer
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class PrepareConfig:
     data_dir: str = "data"  # where data sets live
     val_fraction: float = 0.01  # share of documents for val.bin, chosen by a hash of the text
     # ---- Tokenizer ----
-    tokenizer: str = "train"  # train: SentencePiece on this input; gpt2, cl100k_base, ...; a .model or .tiktoken file
+    tokenizer: str = "train"  # train: SentencePiece on this input; gpt2, ...; a .model or .tiktoken file; a folder
     vocab_size: int = 4096  # tokens, for --tokenizer=train
     train_mb: int = 10  # million characters of random sample to train a tokenizer on; 50 for a large vocabulary
     # ---- Work ----
@@ -263,12 +262,10 @@ def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, fold
     folder.mkdir()
     if cfg.tokenizer == "train":
         tokenizer = SentencePiece(train_sentencepiece(cfg, sources, workers, folder))
-    elif cfg.tokenizer.endswith(".model"):
-        tokenizer = SentencePiece(cfg.tokenizer)
-    elif cfg.tokenizer.endswith(".tiktoken"):
-        tokenizer = Tiktoken.from_file(cfg.tokenizer)
     else:
-        tokenizer = Tiktoken.by_name(cfg.tokenizer)
+        tokenizer = find_tokenizer(cfg.tokenizer)
+        for came_along in hugging_face_files(cfg.tokenizer):
+            shutil.copy(came_along, folder)
     info = tokenizer.save(folder)
     info |= {"sha256": file_sha256(folder / info["file"]), "key": key}
     info |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
@@ -523,7 +520,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Folders: the scratch folder beside the data set, and the moment at which it takes the other's place
 
-SET_FILES = {"train.bin", "val.bin", "meta.json", SentencePiece.file, Tiktoken.file}
+SET_FILES = {"train.bin", "val.bin", "meta.json", SentencePiece.file, Tiktoken.file, *HF_FILES}
 
 
 def check_target(target: Path, name: str) -> None:
@@ -846,8 +843,9 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, rank: int, world: int
                 "or cut text files into more documents with --txt=block or --txt=line"
             )
         counts["sha256"] = file_sha256(new / f"{split}.bin")
-    shutil.copy(folder / info["file"], new)
-    sync_to_disk(new / info["file"])
+    for path in (folder / info["file"], *hugging_face_files(folder)):
+        shutil.copy(path, new)
+        sync_to_disk(new / path.name)
     if cfg.input:
         read = [{"path": s.name, "bytes": s.bytes, "sha256": s.sha256} for sources, _ in finished for s in sources]
     else:

@@ -22,7 +22,8 @@ from bench.memory import Step, largest_batch, needed
 from bench.plot_loss import read_metrics
 from configurator import UserError, changes
 from dataset import DataSet, Loader, sample_texts
-from model import GPT, attention_kernel, hf_class
+from huggingface import hf_class
+from model import GPT, attention_kernel
 
 if TYPE_CHECKING:  # train.py imports this file
     from train import Machine, Plan, TrainConfig
@@ -133,10 +134,8 @@ class Metrics:
         """losses: of each data set's val.bin. Returns their mean, each with its data set's share of the run."""
         loss = sum(float(d.weight) * x for d, x in zip(sets, losses, strict=True))
         token_bytes = sum(d.weight * d.meta["splits"]["val"]["bytes"] / d.meta["splits"]["val"]["tokens"] for d in sets)
-        bits_per_byte = loss / math.log(2) / float(token_bytes)
-        ppl = math.exp(min(loss, 700.0))  # a float ends at e^709
+        ppl, bits_per_byte, line = in_other_units(loss, float(token_bytes))
         record = dict(step=done, val_loss=loss, val_ppl=ppl, val_bits_per_byte=bits_per_byte, eval_s=seconds)
-        line = f"validation loss {loss:.4f} | perplexity {ppl:.2f} | {bits_per_byte:.4f} bits per byte"
         if len(sets) > 1:
             record |= {f"val_loss/{d.name}": x for d, x in zip(sets, losses, strict=True)}
             line += "".join(f" | {d.name} {x:.4f}" for d, x in zip(sets, losses, strict=True))
@@ -200,6 +199,13 @@ class Metrics:
         if self.wandb is not None:
             with self.wandb_may_fail():
                 self.wandb.finish()
+
+
+def in_other_units(loss: float, token_bytes: float) -> tuple[float, float, str]:
+    """(perplexity, bits per byte, a line that says them) of a loss in nats per token. token_bytes: of text, in a token."""
+    ppl = math.exp(min(loss, 700.0))  # a float ends at e^709
+    bits_per_byte = loss / math.log(2) / token_bytes
+    return ppl, bits_per_byte, f"validation loss {loss:.4f} | perplexity {ppl:.2f} | {bits_per_byte:.4f} bits per byte"
 
 
 def spike(losses: list[float], loss: float) -> float:

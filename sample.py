@@ -1,33 +1,42 @@
-"""Text from a checkpoint.
+"""Text from a model, or its loss on a data set.
 
     python sample.py                                          # the newest checkpoint of the newest run, from nothing
     python sample.py --prompt "def main(" --num_samples 3 --temperature 0.7
     python sample.py --ckpt out/demo/ckpt/step_00000400 --prompt_file prompt.txt
     python sample.py --interactive                            # a prompt a line, until Ctrl-D
+    python sample.py --ckpt ../Qwen3-0.6B-Base --eval data/mine        # loss, perplexity and bits per byte
 
-A base model continues text, it does not chat. A checkpoint folder is all that is needed: it holds the shape, the weights
-and the tokenizer. Every text starts behind an eos, as the documents did in training, and ends at the next one.
+A base model continues text, it does not chat. A folder is all that is needed: it holds the shape, the weights and the
+tokenizer. It may be a checkpoint of train.py, or anybody's GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM; nanoGPT's
+ckpt.pt needs --tokenizer beside it. A text starts behind an eos, as the documents did in training (in a folder of others: as
+its tokenizer has it), and ends at the next one.
 """
 
 import codecs
 import sys
 import time
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from checkpoint import newest_checkpoint
 from configurator import UserError, parse, run
-from dataset import load_tokenizer
-from model import GPT, newest_checkpoint
-from train import pick_dtype
+from dataset import DataSet, find_tokenizer, load_tokenizer, open_dataset
+from huggingface import from_pretrained, is_nanogpt
+from model import GPT
+from report import in_other_units
+from tokenizer import SentencePiece, Tiktoken, same_ids
+from train import Machine, evaluate, pick_dtype
 
 
 @dataclass(frozen=True)
 class SampleConfig:
     # ---- What to continue ----
-    ckpt: str = ""  # a checkpoint folder; default: the newest one under out_dir
+    ckpt: str = ""  # a model folder; default: the newest checkpoint under out_dir
+    tokenizer: str = ""  # for a model that has none: a data set's folder, a .model or .tiktoken file, gpt2, ...
     out_dir: str = "out"  # where runs live
     prompt: str = ""  # the text to continue; empty: a new document
     prompt_file: str = ""  # or a file that holds it
@@ -40,13 +49,19 @@ class SampleConfig:
     top_p: float = 0.95  # only the likeliest tokens that make up this probability; 1: all
     stop_at_eos: bool = True  # end a text where the model ends it
     seed: int = 1337  # of the dice
+    # ---- Evaluation, in place of text ----
+    eval: str = ""  # a data set's folder, data/NAME: the loss on its val.bin
+    eval_tokens: int = 0  # so many of them, in fixed windows spread evenly; 0: all
+    block_size: int = 0  # tokens in a window; 0: the model's, at most 1,024
+    batch_size: int = 8  # windows at a time
     # ---- Device ----
     device: str = "auto"  # auto: cuda, then mps, then cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the weights and the arithmetic
 
     def problems(self) -> list[str]:
-        wrong = [f"{k} must be positive" for k in ("num_samples", "max_new_tokens") if getattr(self, k) < 1]
-        wrong += [f"{k} must not be negative" for k in ("temperature", "top_k") if getattr(self, k) < 0]
+        positive, not_negative = "num_samples max_new_tokens batch_size", "temperature top_k eval_tokens block_size"
+        wrong = [f"{k} must be positive" for k in positive.split() if getattr(self, k) < 1]
+        wrong += [f"{k} must not be negative" for k in not_negative.split() if getattr(self, k) < 0]
         if not 0 <= self.seed < 2**63:
             wrong.append("seed must be between 0 and 2^63")
         if self.interactive and (self.prompt or self.prompt_file):
@@ -61,7 +76,7 @@ class SampleConfig:
 def find_checkpoint(cfg: SampleConfig) -> Path:
     if cfg.ckpt:
         folder = Path(cfg.ckpt)
-        if not (folder / "config.json").exists():
+        if not (folder / "config.json").exists() and not is_nanogpt(folder):
             raise UserError(f"--ckpt {folder}: no checkpoint there (a folder with config.json and model.safetensors)")
         return folder
     found = [c for run_dir in Path(cfg.out_dir).glob("*/ckpt") if (c := newest_checkpoint(run_dir))]
@@ -72,10 +87,10 @@ def find_checkpoint(cfg: SampleConfig) -> Path:
     return max(found, key=lambda c: (c / "manifest.json").stat().st_mtime)
 
 
-def encode_prompt(prompt: str, tokenizer, block_size: int) -> tuple[str, list[int]]:
-    """(the text that is continued, its ids behind an eos: a document begins)."""
+def encode_prompt(prompt: str, tokenizer: SentencePiece | Tiktoken, block_size: int) -> tuple[str, list[int]]:
+    """(the text that is continued, its ids behind the tokenizer's prefix: ours is an eos, since a document begins)."""
     prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # a terminal can pass any bytes
-    ids = [tokenizer.eos_id, *tokenizer.encode(prompt).tolist()]
+    ids = [*tokenizer.prefix, *tokenizer.encode(prompt).tolist()] or [tokenizer.eos_id]
     if len(ids) > block_size:
         raise UserError(f"the prompt has {len(ids) - 1:,} tokens, the model sees {block_size - 1:,}: shorten it")
     return prompt, ids
@@ -109,6 +124,37 @@ def continue_text(
     print(f"[{count} tokens, {count / seconds:.1f} tok/s]", file=sys.stderr)
 
 
+def model_tokenizer(folder: Path, cfg: SampleConfig) -> SentencePiece | Tiktoken | None:
+    """The model's tokenizer; None if it has none, which evaluation can do without."""
+    if cfg.tokenizer:
+        return find_tokenizer(cfg.tokenizer)
+    if is_nanogpt(folder):
+        if not cfg.eval:
+            raise UserError(f"{folder}: nanoGPT's checkpoints have no tokenizer: name it, as --tokenizer=gpt2")
+        print(f"note: no tokenizer is there: its ids are taken to be those of {cfg.eval}", file=sys.stderr)
+        return None
+    return load_tokenizer(folder)
+
+
+def evaluate_on(
+    folder: Path, model: GPT, tokenizer: SentencePiece | Tiktoken | None, cfg: SampleConfig, machine: Machine
+) -> None:
+    """Print the model's loss on a data set's val.bin; bits per byte can be compared between tokenizers."""
+    meta = open_dataset(folder)
+    if tokenizer is not None and not same_ids(tokenizer, load_tokenizer(folder)):
+        again = f"prepare the same texts once more, with --tokenizer={cfg.ckpt or 'that folder'}"
+        raise UserError(f"--eval {folder}: made with another tokenizer than the model's: {again}")
+    if (V := meta["vocab_size"]) > model.config.vocab_size:
+        raise UserError(f"--eval {folder}: a vocabulary of {V:,}; the model has {model.config.vocab_size:,}")
+    T = cfg.block_size or min(model.config.block_size, 1024)
+    if T > model.config.block_size:
+        raise UserError(f"--block_size {T}: the model sees {model.config.block_size} tokens")
+    windows, val = DataSet(folder.name, folder, meta, Fraction(1)).windows("val", T), meta["splits"]["val"]
+    loss = evaluate(model, windows, cfg.eval_tokens, cfg.batch_size, machine, bar=True)
+    count = len(windows.fixed_starts(cfg.eval_tokens))
+    print(f"{folder}: {in_other_units(loss, val['bytes'] / val['tokens'])[2]} | {count:,} windows of {T:,} tokens")
+
+
 def main() -> None:
     cfg = parse(SampleConfig, doc=__doc__)
     folder = find_checkpoint(cfg)
@@ -127,14 +173,20 @@ def main() -> None:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as e:
         raise UserError(f"--device={device}: not usable here ({str(e).splitlines()[0]})") from None
-    dtype, _ = pick_dtype(cfg.dtype, torch.device(device))
+    dtype, why = pick_dtype(cfg.dtype, torch.device(device))
+    try:
+        model = from_pretrained(folder).to(device)
+    except ValueError as e:
+        raise UserError(f"{folder}: cannot be loaded ({e})") from None
+    tokenizer = model_tokenizer(folder, cfg)
+    if cfg.eval:
+        evaluate_on(Path(cfg.eval), model, tokenizer, cfg, Machine(0, 0, 1, torch.device(device), dtype, why))
+        return
+    if tokenizer.vocab_size > (V := model.config.vocab_size):
+        raise UserError(f"{folder}: a vocabulary of {V:,}; its tokenizer has {tokenizer.vocab_size:,} tokens")
     if cfg.dtype == "auto" and dtype == torch.float16:
         dtype = torch.float32  # the weights themselves in fp16, without autocast's fp32 islands, may overflow
-    try:
-        model = GPT.from_pretrained(folder).to(device, dtype).eval()
-    except (OSError, ValueError) as e:
-        raise UserError(f"{folder}: cannot be loaded ({str(e).splitlines()[0]})") from None
-    tokenizer = load_tokenizer(folder)
+    model = model.to(dtype).eval()
     start = encode_prompt(prompt, tokenizer, model.config.block_size)
     generator = torch.Generator(device).manual_seed(cfg.seed)
     print(

@@ -30,14 +30,25 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 from bench.matmul import peak_tflops
 from bench.memory import CONTEXT, Step, auto_batch, out_of_memory, ram
 from bench.plot_loss import plot_loss
-from checkpoint import Saver, check_data, find_source, load_model, read_training, run_folder, settings_changed
+from checkpoint import (
+    Saver,
+    check_data,
+    check_tokenizer,
+    find_source,
+    load_model,
+    newest_checkpoint,
+    read_training,
+    run_folder,
+    settings_changed,
+)
 from configurator import UserError, parse, run
 from dataset import Loader, Windows, open_datasets, train_loader, verify_new
-from model import GPT, INIT, PRESETS, GPTConfig, newest_checkpoint
+from model import GPT, INIT, PRESETS, GPTConfig
 from report import Clock, Metrics, banner, say, write_bad_step
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -49,7 +60,7 @@ class TrainConfig:
     # ---- Run ----
     run_name: str = "run"  # it writes out_dir/run_name/
     out_dir: str = "out"  # where runs live
-    init_from: str = "scratch"  # scratch; resume: the run's newest checkpoint; auto: resume if it can; a checkpoint
+    init_from: str = "scratch"  # scratch; resume: the run's newest checkpoint; auto: resume if it can; a folder
     overwrite: bool = False  # scratch may delete an earlier run of the same name
     seed: int = 1337  # of the weights, the data order and dropout
     # ---- Data ----
@@ -446,13 +457,13 @@ def try_compile(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, machin
 
 
 @torch.no_grad()
-def evaluate(model: Callable, windows: Windows, cfg: TrainConfig, plan: Plan, machine: Machine) -> float:
-    """Mean loss in nats over fixed windows of a val.bin, shared out over the ranks, dropout off."""
-    model.eval()
-    starts = windows.fixed_starts(cfg.eval_tokens)
+def evaluate(model: Callable, windows: Windows, tokens: int, B: int, machine: Machine, bar: bool = False) -> float:
+    """Mean loss in nats over about `tokens` tokens (0: all) of a val.bin in fixed windows, B at a time, shared out over the ranks."""
+    model.eval()  # no dropout
+    starts = windows.fixed_starts(tokens)
     total = torch.zeros(2, device=machine.device)  # loss summed over targets, number of targets
-    B, n = plan.batch_size, len(starts)
-    for i in range(machine.rank * B, -(-n // (B * machine.world)) * B * machine.world, B * machine.world):
+    n, turn = len(starts), B * machine.world
+    for i in tqdm(range(machine.rank * B, -(-n // turn) * turn, turn), "evaluating", disable=None if bar else True):
         rows = np.stack([windows.row(starts[j % n]) for j in range(i, i + B)])  # every batch full: one shape
         x, y = to_device(rows, machine.device)
         y = y.clone()
@@ -489,7 +500,7 @@ def main() -> None:
             torch.manual_seed(cfg.seed)  # the same weights on every rank
             model.init_weights(cfg.init)
         else:
-            model = load_model(source, cfg, wanted, resume)
+            model = load_model(source, cfg, wanted, earlier)
         model.to(machine.device)
 
     # batch: as many sequences at once as asked, or as fit; that is no matter of what is learned
@@ -511,6 +522,8 @@ def main() -> None:
     state = {"step": 0, "samples": 0, "best_step": -1, "best_val_loss": math.inf, "losses": [], "bad_steps": 0}
     state |= {"bad_in_a_row": 0, "wandb_id": "", "data_files": {}}
     changed: list[str] = []
+    if source is not None and not resume:
+        check_tokenizer(source, sets, partial(say, machine))
     if resume:
         check_data(earlier, sets, source)
         changed, state = settings_changed(earlier, cfg), earlier.training
@@ -553,7 +566,7 @@ def main() -> None:
             if step > start_step and (last or step % cfg.eval_every == 0):
                 with clock.paused():
                     before = time.perf_counter()
-                    losses = [evaluate(fast, val, cfg, plan, machine) for val in val_windows]
+                    losses = [evaluate(fast, val, cfg.eval_tokens, plan.batch_size, machine) for val in val_windows]
                     loss = metrics.log_eval(step, losses, sets, time.perf_counter() - before)
                 if loss < state["best_val_loss"]:
                     state |= {"best_step": step, "best_val_loss": loss}

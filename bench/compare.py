@@ -31,7 +31,8 @@ sys.path.insert(0, str(REPO))  # so that `python bench/compare.py` finds ours
 from bench.matmul import device_name, peak_tflops  # noqa: E402
 from configurator import UserError, changes, parse, run  # noqa: E402
 from dataset import open_datasets  # noqa: E402
-from model import GPT, to_hf_config  # noqa: E402
+from huggingface import to_config  # noqa: E402
+from model import GPT  # noqa: E402
 from train import TrainConfig, make_plan, model_config, pick_dtype  # noqa: E402
 
 
@@ -126,7 +127,7 @@ def hf(cfg: CompareConfig, folder: Path) -> list[str]:
     training |= dict(
         torch_compile=cfg.peer_compile, logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True
     )
-    config = to_hf_config(model_config(cfg, data.meta["vocab_size"]))
+    config = to_config(model_config(cfg, data.meta["vocab_size"]))
     facts = [config, str(data.folder / "train.bin"), data.meta["dtype"], cfg.block_size, training]
     return [sys.executable, "-c", HF_TRAINER, json.dumps(facts)]
 

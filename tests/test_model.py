@@ -1,4 +1,3 @@
-import dataclasses
 import itertools
 import math
 
@@ -17,11 +16,8 @@ from model import (
     GPTConfig,
     attend,
     attention_kernel,
-    from_hf_config,
-    hf_class,
     rope_table,
     sample_token,
-    to_hf_config,
 )
 
 SMALL = dict(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=48)
@@ -293,35 +289,3 @@ def test_top_k_and_top_p_keep_just_the_likeliest_tokens():
     share = (sample_token(logits, 1.0, generator=g) == 0).float().mean().item()
     assert share == pytest.approx(0.5, abs=0.03)
     assert (sample_token(logits, 0.0) == 0).all()
-
-
-# -- checkpoints --
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_a_saved_model_comes_back_bit_for_bit(name, tmp_path):
-    model = make(name, dropout=0.1)
-    model.save_pretrained(tmp_path)
-    again = GPT.from_pretrained(tmp_path)
-    assert again.config == model.config
-    state, found = model.state_dict(), again.state_dict()
-    assert state.keys() == found.keys() and all(torch.equal(state[k], found[k]) for k in state)
-
-
-def test_the_hugging_face_class_is_named_only_where_it_fits():
-    want = ["GPT2LMHeadModel"] * 3 + ["LlamaForCausalLM"] * 2 + ["Qwen3ForCausalLM", None]
-    assert [hf_class(GPTConfig(**ODD[name])) for name in ODD] == want
-    for c in (GPTConfig(**shape) for shape in ODD.values()):
-        assert from_hf_config(to_hf_config(c)) == c
-    assert from_hf_config(to_hf_config(c), dropout=0.3) == dataclasses.replace(c, dropout=0.3)
-
-
-@pytest.mark.parametrize("name", [n for n in ODD if n != "a class of its own"])
-def test_transformers_computes_the_same_logits(name, tmp_path):
-    transformers = pytest.importorskip("transformers", reason="needs the package transformers")
-    model = make(name, scheme="xavier")
-    model.save_pretrained(tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    x = ids(model)
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(x).logits, hidden_logits(model, x), atol=1e-4, rtol=0)

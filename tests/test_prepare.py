@@ -17,7 +17,8 @@ import corpora
 import prepare
 from configurator import UserError
 from corpora import Source, read_json, record_text
-from dataset import Tiktoken, load_tokenizer, open_dataset, open_split, verify
+from dataset import load_tokenizer, open_dataset, open_split, verify
+from tokenizer import Tiktoken
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 TEXTS = ["第一篇：你好，世界。", "second: hello\n    indented world", "third 😀 naïve <|endoftext|> </s>"]

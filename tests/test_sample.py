@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 import configurator
 import sample
 import train
-from model import GPT, newest_checkpoint
+from checkpoint import newest_checkpoint
+from huggingface import from_pretrained
+from model import GPT
 from prepare import load_tokenizer
 
 
@@ -33,7 +35,7 @@ def test_a_checkpoint_folder_is_all_that_sampling_needs(out, tmp_path, capsys):
 
 def test_greedy_text_is_the_decoded_greedy_tokens(out, capsys):
     folder = newest_checkpoint(out / "run" / "ckpt")
-    model, tokenizer = GPT.from_pretrained(folder).eval(), load_tokenizer(folder)
+    model, tokenizer = from_pretrained(folder).eval(), load_tokenizer(folder)
     idx = torch.tensor([[tokenizer.eos_id, *tokenizer.encode("模型").tolist()]])
     tokens = [int(t) for t in model.generate(idx, 40, temperature=0)]
     call(

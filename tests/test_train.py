@@ -12,9 +12,9 @@ from conftest import REPO, TINY, call, metrics, torchrun, train_tiny
 from safetensors.torch import load_file
 
 import train
-from checkpoint import damage
+from checkpoint import damage, newest_checkpoint
 from configurator import parse
-from model import GPT, newest_checkpoint
+from model import GPT
 from train import Machine, TrainConfig, lr_at, make_plan
 
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
@@ -91,7 +91,7 @@ def test_evaluation_reads_the_same_windows_for_every_batch_size(tiny_data):
         take = windows.row
         windows.row = lambda start, take=take: seen.append(start) or take(start)
         plan = train.Plan(B, 1, B * 32, 1, 1)
-        losses.append(train.evaluate(model, windows, cfg, plan, CPU))
+        losses.append(train.evaluate(model, windows, cfg.eval_tokens, plan.batch_size, CPU))
         assert model.training
     windows = (meta["splits"]["val"]["tokens"] - 1) // 32
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
@@ -138,6 +138,7 @@ def test_a_run_leaves_all_that_it_promises(straight, tiny_data):
     checkpoint = newest_checkpoint(straight / "ckpt")
     assert checkpoint.name == "step_00000008"
     files = {"config.json", "model.safetensors", "train_state.pt", "train_config.json", "meta.json", "tokenizer.model"}
+    files |= {"tokenizer.json", "tokenizer_config.json"}
     assert {p.name for p in checkpoint.iterdir()} == files | {"manifest.json"}
     assert not damage(checkpoint)
 

@@ -21,7 +21,7 @@ import bench.sweep
 import prepare
 import sample
 import train
-from model import newest_checkpoint
+from checkpoint import newest_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +114,14 @@ TRAIN = {
     "--dataset=large": "large/train.bin: token 77 has id 400, beyond the vocabulary of 400",
     "--data_dir={root}/a_file": "a_file/tiny/meta.json: Not a directory",
     "--init_from=resume": "no checkpoint in {new}/run/ckpt: there is none; use init_from=scratch",
-    "--init_from=nowhere": "init_from=nowhere: not a checkpoint",
+    "--init_from=nowhere": "init_from=nowhere: cannot be loaded (config.json: No such file",
     "--init_from={ckpt} --block_size=64": "block_size is 32 there, 64 here",
-    "--init_from={root}/cut": "cut: not a checkpoint (model.safetensors: ",
-    "--init_from={root}/bert": "bert: not a checkpoint (config.json: architecture 'BertModel' is none of",
-    "--init_from={root}/empty_config": "empty_config: not a checkpoint (config.json: ",
-    "--init_from={root}/pickled": "pickled: not a checkpoint (No such file",
-    "--init_from={root}/other_names": "other_names: not a checkpoint (model.safetensors: ",
-    "--init_from={root}/yarn": "yarn: not a checkpoint (config.json: rope_scaling",
+    "--init_from={root}/cut": "cut: cannot be loaded (model.safetensors: ",
+    "--init_from={root}/bert": "bert: cannot be loaded (config.json: architecture 'BertModel' is none of",
+    "--init_from={root}/empty_config": "empty_config: cannot be loaded (config.json: ",
+    "--init_from={root}/pickled": "pickled: cannot be loaded (No such file",
+    "--init_from={root}/other_names": "other_names: cannot be loaded (model.safetensors: ",
+    "--init_from={root}/yarn": "yarn: cannot be loaded (config.json: rope_scaling",
     "--out_dir={out}": "{out}/run holds an earlier run: --init_from=resume goes on with it",
     "--out_dir={out} --init_from={ckpt} --overwrite": "--overwrite would delete {ckpt}",
     "--out_dir={out} --init_from=resume --n_layer=3": "n_layer is 2 there, 3 here",

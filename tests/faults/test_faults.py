@@ -21,7 +21,8 @@ import harness
 import checkpoint
 import report
 import train
-from model import newest_checkpoint
+from checkpoint import newest_checkpoint
+from huggingface import from_pretrained
 
 
 def test_killed_signalled_and_damaged_runs_end_identical(tmp_path):
@@ -149,7 +150,7 @@ def test_settings_that_are_changed_on_resume_take_effect(finished, tiny_data, tm
     for decay in (0.1, 30.0):
         shutil.copytree(finished, tmp_path / f"{decay}" / "run")
         train_tiny(tiny_data, tmp_path / f"{decay}", "--init_from=resume", "--max_steps=12", f"--weight_decay={decay}")
-        model = train.GPT.from_pretrained(newest_checkpoint(tmp_path / f"{decay}" / "run" / "ckpt"))
+        model = from_pretrained(newest_checkpoint(tmp_path / f"{decay}" / "run" / "ckpt"))
         sizes[decay] = model.wte.weight.norm().item()
     assert sizes[30.0] < 0.95 * sizes[0.1]
 
@@ -248,7 +249,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_its_texts_are_kept(tin
     said = capsys.readouterr().out
     assert "step 3/8 | warning: loss nan, norm of the gradient nan: skipped; its texts are in " in said
     assert set(metrics(run, "loss")) == {1, 2, 4, 5, 6, 7, 8} and metrics(run, "bad_steps") == {3: 1}
-    assert all(torch.isfinite(p).all() for p in train.GPT.from_pretrained(newest_checkpoint(run / "ckpt")).parameters())
+    assert all(torch.isfinite(p).all() for p in from_pretrained(newest_checkpoint(run / "ckpt")).parameters())
     text = (run / "bad_steps" / "step_00000003.txt").read_text()
     call(prepare.main, "--inspect", run, "--step=2")
     shown = capsys.readouterr().out

@@ -1,0 +1,437 @@
+"""Weights and tokenizers of other tools, out and in; most of it against the real transformers and tokenizers."""
+
+import json
+import os
+import random
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import call, make_records, train_tiny, write_jsonl
+from safetensors.torch import load_file, save_file
+from test_model import ODD, hidden_logits, ids, make
+from test_prepare import TEXTS, tiktoken_file
+
+import configurator
+import prepare
+import sample
+from checkpoint import newest_checkpoint
+from dataset import load_tokenizer
+from huggingface import from_config, from_pretrained, hf_class, save_pretrained, to_config, to_state
+from model import GPT, GPTConfig
+from tokenizer import CL100K_PATTERN, GPT2_PATTERN, Tiktoken, from_hugging_face, same_ids, to_hugging_face
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+FITTING = [name for name in ODD if name != "a class of its own"]
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    module = pytest.importorskip("transformers", reason="needs the package transformers")
+    module.logging.set_verbosity_error()
+    return module
+
+
+def save(model: GPT, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_pretrained(model.config, dict(model.named_parameters()), folder, eos_id=0, bos_id=0)
+    return folder
+
+
+def logits(model: GPT, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return hidden_logits(model.eval(), x)
+
+
+# -- weights, out --
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_saved_model_comes_back_bit_for_bit(name, tmp_path):
+    model = make(name, dropout=0.1)
+    again = from_pretrained(save(model, tmp_path))
+    assert again.config == model.config
+    state, found = model.state_dict(), again.state_dict()
+    assert state.keys() == found.keys() and all(torch.equal(state[k], found[k]) for k in state)
+    assert from_pretrained(tmp_path, dropout=0.3).config.dropout == 0.3
+
+
+def test_the_hugging_face_class_is_named_only_where_it_fits():
+    want = ["GPT2LMHeadModel"] * 3 + ["LlamaForCausalLM"] * 2 + ["Qwen3ForCausalLM", None]
+    assert [hf_class(GPTConfig(**ODD[name])) for name in ODD] == want
+    for c in (GPTConfig(**shape) for shape in ODD.values()):
+        assert from_config(to_config(c)) == c
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_transformers_computes_the_same_logits(name, tmp_path, transformers):
+    model = make(name, scheme="xavier")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(save(model, tmp_path)).eval()
+    x = ids(model)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(x).logits, logits(model, x), atol=1e-4, rtol=0)
+
+
+def test_an_architecture_without_a_class_is_saved_and_says_so(tiny_data, tmp_path, capsys):
+    run = train_tiny(tiny_data, tmp_path, "--norm=layernorm")
+    said, note = capsys.readouterr().out, "no transformers class computes this architecture"
+    assert f"s; {note}: only this project's huggingface.py loads it" in said
+    folder = newest_checkpoint(run / "ckpt")
+    assert json.loads((folder / "config.json").read_text())["note"].startswith(note)
+    call(sample.main, f"--ckpt={folder}", "--max_new_tokens=3", "--device=cpu")
+
+
+# -- weights, in --
+
+
+def theirs(transformers, kind: str, **more):
+    """A random model made by transformers, of a shape that is nobody's default."""
+    shared = dict(vocab_size=300, bos_token_id=0, eos_token_id=0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_layer=3, n_embd=48, n_head=4, n_positions=32, **shared | more)
+    else:
+        shared |= dict(hidden_size=48, intermediate_size=100, num_hidden_layers=3, max_position_embeddings=32)
+        shared |= dict(num_attention_heads=6, num_key_value_heads=2, initializer_range=0.1)
+        make_config = transformers.LlamaConfig if kind == "llama" else transformers.Qwen3Config
+        config = make_config(**shared | ({} if kind == "llama" else {"head_dim": 16}) | more)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize(
+    "kind, more, shards",
+    [
+        ("gpt2", {}, "5GB"),
+        ("gpt2", {"activation_function": "gelu", "tie_word_embeddings": False}, "40KB"),
+        ("llama", {"rope_theta": 5e5, "rms_norm_eps": 1e-5}, "30KB"),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 10}, "5GB"),
+        ("qwen3", {"tie_word_embeddings": True}, "30KB"),
+    ],
+)
+def test_models_that_transformers_saved_compute_the_same_here(kind, more, shards, tmp_path, transformers):
+    model = theirs(transformers, kind, **more)
+    model.save_pretrained(tmp_path, max_shard_size=shards)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shards != "5GB")
+    ours = from_pretrained(tmp_path)
+    x = ids(ours)
+    with torch.no_grad():
+        torch.testing.assert_close(logits(ours, x), model(x).logits, atol=1e-4, rtol=0)
+
+
+def test_weights_stored_in_bf16_are_taken_exactly(tmp_path, transformers):
+    model = theirs(transformers, "llama").bfloat16()
+    model.save_pretrained(tmp_path)
+    ours = from_pretrained(tmp_path)
+    assert ours.wte.weight.dtype == torch.float32
+    assert torch.equal(ours.wte.weight[:300], model.model.embed_tokens.weight.float())
+
+
+def test_gpt2_as_openai_named_it_is_read(tmp_path):
+    """Without the prefix of the class, and with the masks that old versions stored."""
+    model = make("gpt2", mlp="gelu_tanh")
+    stored = load_file(save(model, tmp_path) / "model.safetensors")
+    stored = {k.removeprefix("transformer."): w for k, w in stored.items()} | {
+        "h.0.attn.bias": torch.ones(1, 1, 32, 32)
+    }
+    save_file(stored, tmp_path / "model.safetensors")
+    assert torch.equal(logits(from_pretrained(tmp_path), ids(model)), logits(model, ids(model)))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("compiled", ["", "_orig_mod."])
+def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path):
+    model = make("gpt2", bias=bias)
+    state = to_state(model.config, dict(model.named_parameters()))
+    state = {
+        compiled + k: w.t() if ".h." in k and w.dim() == 2 else w for k, w in state.items() if bias or "bias" not in k
+    }
+    args = dict(n_layer=3, n_head=4, n_embd=48, block_size=32, bias=bias, vocab_size=300, dropout=0.1)
+    content = {"model": state | {f"{compiled}lm_head.weight": state[f"{compiled}transformer.wte.weight"]}}
+    torch.save(content | {"model_args": args, "optimizer": {}, "iter_num": 1, "config": {}}, tmp_path / "ckpt.pt")
+    for path in (tmp_path, tmp_path / "ckpt.pt"):
+        assert torch.equal(logits(from_pretrained(path), ids(model)), logits(model, ids(model)))
+
+
+LLAMA = to_config(GPTConfig(**ODD["llama"]))
+REFUSED = {
+    "rope_scaling={'type': 'yarn', 'factor': 4.0} is not supported": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+    "rope_scaling={'rope_type': 'llama3', 'factor': 8.0} is not": {
+        "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
+    },
+    "hidden_act='gelu' is not supported": {"hidden_act": "gelu"},
+    "mlp_bias=False is not supported": {"attention_bias": True},
+    "quantization_config={'bits': 4} is not supported": {"quantization_config": {"bits": 4}},
+    "auto_map={'AutoModel': 'x.py'} is not supported": {"auto_map": {"AutoModel": "x.py"}},
+    "logit_softcap=30.0 is not supported": {"logit_softcap": 30.0},
+    "layer_types=['sliding_attention'] is not supported": {"layer_types": ["sliding_attention"]},
+    "architecture 'MistralForCausalLM' is none of": {"architectures": ["MistralForCausalLM"]},
+    "n_layer='three' is not accepted": {"num_hidden_layers": "three"},
+    "KeyError: 'hidden_size'": {"hidden_size": ...},
+    "n_head=6 must be a multiple of n_kv_head=4": {"num_key_value_heads": 4},
+    "tensors are too few for 1000000000 layers": {"num_hidden_layers": 10**9},
+    "wants (301, 48)": {"vocab_size": 301},
+    "there is no tensor model.layers.0.self_attn.q_norm.weight": {"architectures": ["Qwen3ForCausalLM"]},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_not_computed_here_is_refused_by_name(message, tmp_path):
+    save(make("llama"), tmp_path)
+    settings = {k: v for k, v in (LLAMA | REFUSED[message]).items() if v is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError) as refused:
+        from_pretrained(tmp_path)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_settings_that_compute_nothing_are_let_pass():
+    more = dict(use_cache=True, pretraining_tp=1, rope_scaling=None, initializer_range=0.02, torch_dtype="bfloat16")
+    more |= {"transformers.js_config": {"dtype": "q4"}, "is_llama_config": True, "rope_interleaved": False}
+    assert from_config(LLAMA | more) == GPTConfig(**ODD["llama"])
+
+
+# -- files that are damaged, or not to be trusted --
+
+
+def weights_of(content: bytes) -> dict[str, bytes]:
+    return {"model.safetensors": content}
+
+
+def index_of(name: str) -> dict[str, bytes | None]:
+    content = json.dumps({"weight_map": {"model.norm.weight": name}}).encode()
+    return {"model.safetensors": None, "model.safetensors.index.json": content}
+
+
+HEADER = json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 2**40]}}).encode()
+UNSAFE = {
+    "cut in its header": (weights_of(b"\x10\x00"), "model.safetensors: truncated, or no safetensors file"),
+    "a header of 2^60 bytes": (weights_of(struct.pack("<Q", 2**60) + b"{}"), "model.safetensors: truncated"),
+    "a header that is no JSON": (weights_of(struct.pack("<Q", 8) + b"\x80\x04rm -rf"), "model.safetensors: truncated"),
+    "offsets beyond the file": (weights_of(struct.pack("<Q", len(HEADER)) + HEADER), "model.safetensors: truncated"),
+    "a shard above the folder": (index_of("../../secret.safetensors"), "is no .safetensors file in this folder"),
+    "a shard at the root": (index_of("/etc/passwd"), "is no .safetensors file in this folder"),
+    "a shard that is pickled": (index_of("pytorch_model.bin"), "is no .safetensors file in this folder"),
+    "a shard that is gone": (index_of("model-2.safetensors"), "model-2.safetensors: No such file"),
+    "an index of numbers": (index_of(7), "7 is no .safetensors file in this folder"),
+    "pickled weights": (
+        {"model.safetensors": None, "pytorch_model.bin": b"\x80\x04"},
+        "its weights are pickled (pytorch_model.bin), which could execute anything",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNSAFE)
+def test_unsafe_files_are_refused_in_one_line_and_nothing_outside_is_read(what, tmp_path, refuses):
+    folder = save(make("llama"), tmp_path / "model")
+    save_file({"model.norm.weight": torch.ones(48)}, tmp_path.parent / "secret.safetensors")
+    changed, message = UNSAFE[what]
+    for name, content in changed.items():
+        (folder / name).unlink(missing_ok=True) if content is None else (folder / name).write_bytes(content)
+    assert message in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
+
+
+def test_a_pickle_that_would_execute_is_refused(tmp_path, refuses):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    torch.save({"model": Evil(), "model_args": {}}, tmp_path / "ckpt.pt")
+    said = refuses(sample.main, f"--ckpt={tmp_path / 'ckpt.pt'}", "--tokenizer=gpt2", "--device=cpu")
+    assert "ckpt.pt: no checkpoint of nanoGPT" in said and not (tmp_path / "executed").exists()
+
+
+def test_a_meta_json_cannot_name_a_tokenizer_elsewhere(tiny_data, tmp_path, refuses):
+    folder = tmp_path / "ckpt"
+    shutil.copytree(newest_checkpoint(train_tiny(tiny_data, tmp_path) / "ckpt"), folder)
+    meta = json.loads((folder / "meta.json").read_text())
+    meta["tokenizer"]["file"] = "../../tiny/tokenizer.model"
+    (folder / "meta.json").write_text(json.dumps(meta))
+    assert "which is not in this folder: not read" in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
+
+
+# -- tokenizers, out --
+
+MIXED = [
+    *TEXTS,
+    "Hello 世界 😀 naïve café\n\n    def f(x):\n\t\treturn x   **  2  # 注释\r\n1234567 3.14 中文，标点。 I'LL don't",
+    "      \n\n \t \u3000全角\x00\u200d👩‍👩‍👧‍👦 \ud7ff ﷽   ",
+    *(
+        "".join(random.Random(i).choices("aab b  \n\t'sS我的是一，。😀\u0301é0123 .()_=\u3000\u00a0", k=60))
+        for i in range(300)
+    ),
+]
+
+
+def write_files(folder: Path, files: dict[str, str]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "gpt2", "cl100k"])
+def test_auto_tokenizer_encodes_to_the_same_ids(kind, tiny_data, tmp_path, transformers):
+    if kind == "sentencepiece":
+        ours = load_tokenizer(tiny_data / "tiny")
+    else:
+        pattern = GPT2_PATTERN if kind == "gpt2" else CL100K_PATTERN
+        ours = Tiktoken.from_file(tiktoken_file(tmp_path / "v.tiktoken", 2000), pattern)
+    folder = write_files(tmp_path / "hf", to_hugging_face(ours, 128))
+    found = transformers.AutoTokenizer.from_pretrained(folder)
+    assert found.eos_token_id == found.bos_token_id == ours.eos_id and len(found) == ours.vocab_size
+    for text in MIXED:
+        want = ours.encode(text).tolist()
+        assert found(text, add_special_tokens=False, split_special_tokens=True).input_ids == want, text
+        assert found(text, split_special_tokens=True).input_ids == [ours.eos_id, *want]  # as sample.py begins
+        assert found.decode(want) == text
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "llama", "qwen3"])
+def test_a_pipeline_continues_a_prompt_as_sample_does(preset, tiny_data, tmp_path, capsys, transformers):
+    options = ["--n_kv_head=0", "--lr=1e-2", "--max_steps=60", "--eval_every=60", "--save_every=60"]
+    folder = newest_checkpoint(train_tiny(tiny_data, tmp_path, f"--preset={preset}", *options) / "ckpt")
+    pipeline = transformers.pipeline("text-generation", model=str(folder), device="cpu")
+    for prompt in ("the loop", "模型 训练 "):
+        expected = pipeline(prompt, max_new_tokens=20, do_sample=False)[0]["generated_text"]
+        capsys.readouterr()
+        options = ["--temperature=0", "--max_new_tokens=20", "--device=cpu", "--dtype=float32"]
+        call(sample.main, f"--ckpt={folder}", f"--prompt={prompt}", *options)
+        assert capsys.readouterr().out == expected + "\n" and len(expected) > len(prompt) + 10
+
+
+# -- tokenizers, in --
+
+
+def bpe(folder: Path, kind: str) -> Path:
+    """A byte-level BPE trained by the library tokenizers, saved in one of the forms that public models have."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+    pre, byte_level = tokenizers.pre_tokenizers, tokenizers.pre_tokenizers.ByteLevel
+    t = tokenizers.Tokenizer(tokenizers.models.BPE())
+    if kind == "gpt2":
+        t.pre_tokenizer = byte_level(add_prefix_space=False)
+    elif kind == "smollm":
+        t.pre_tokenizer = pre.Sequence([pre.Digits(individual_digits=True), byte_level(add_prefix_space=False)])
+    else:
+        qwen = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        split = pre.Split(tokenizers.Regex(qwen), "isolated")
+        t.pre_tokenizer = pre.Sequence([split, byte_level(add_prefix_space=False, use_regex=False)])
+    if kind == "qwen":
+        t.normalizer = tokenizers.normalizers.NFC()
+    if kind == "llama3":
+        template = tokenizers.processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 1)])
+        t.post_processor = tokenizers.processors.Sequence([tokenizers.processors.ByteLevel(), template])
+    t.decoder = tokenizers.decoders.ByteLevel()
+    names = ["<|endoftext|>", "<|bos|>", "<|im_end|>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=700, special_tokens=names, initial_alphabet=byte_level.alphabet(), show_progress=False
+    )
+    t.train_from_iterator([json.dumps(r, ensure_ascii=False) for r in make_records(100)] + MIXED, trainer)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    write_files(folder, {"tokenizer.json": t.to_str(), "tokenizer_config.json": json.dumps(config)})
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "smollm", "qwen", "llama3"])
+def test_a_tokenizer_of_a_public_model_encodes_the_same_here(kind, tmp_path, transformers):
+    folder = bpe(tmp_path / "m", kind)
+    found, ours = transformers.AutoTokenizer.from_pretrained(folder), from_hugging_face(folder)
+    assert (ours.vocab_size, ours.eos_id, ours.prefix) == (700, 0, [1] if kind == "llama3" else [])
+    for text in MIXED:
+        assert found(text, split_special_tokens=True).input_ids == [*ours.prefix, *ours.encode(text).tolist()], text
+    again = from_hugging_face(write_files(tmp_path / "again", to_hugging_face(ours, 128)))
+    assert same_ids(again, ours) and again.prefix == ours.prefix
+    assert all((again.encode(text) == ours.encode(text)).all() for text in MIXED)
+
+
+def test_gpt2s_first_form_is_read(tmp_path):
+    """vocab.json and merges.txt, without a tokenizer.json."""
+    one = from_hugging_face(bpe(tmp_path / "m", "gpt2"))
+    model = json.loads((tmp_path / "m" / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    merges = "#version: 0.2\n" + "".join(" ".join(m) + "\n" for m in model["merges"])
+    files = {"vocab.json": json.dumps(model["vocab"]), "merges.txt": merges}
+    two = from_hugging_face(write_files(tmp_path / "old", files | {"config.json": '{"eos_token_id": 0}'}))
+    assert two.eos_id == 0 and all((one.encode(text) == two.encode(text)).all() for text in MIXED)
+
+
+STRANGE = {
+    'a model that is no byte-level BPE, without a tokenizer.model beside it: {"type": "Unigram"} is not supported': (
+        "model", {"type": "Unigram", "vocab": []}),
+    "normalizer": ("normalizer", {"type": "Lowercase"}),
+    'pre_tokenizer {"type": "ByteLevel", "add_prefix_space": true': (
+        "pre_tokenizer", {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}),
+    "it puts tokens behind every text": (
+        "post_processor", {"type": "TemplateProcessing", "single": [{"Sequence": {}}, {"SpecialToken": {"id": "x"}}]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", STRANGE)
+def test_a_tokenizer_of_another_kind_is_refused_by_name(message, tmp_path, refuses):
+    folder = bpe(tmp_path / "m", "gpt2")
+    key, value = STRANGE[message]
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    (folder / "tokenizer.json").write_text(json.dumps(content | {key: value}))
+    corpus = write_jsonl(tmp_path / "c.jsonl", make_records(5))
+    options = ["--input", corpus, f"--tokenizer={folder}", f"--data_dir={tmp_path / 'data'}"]
+    assert message in refuses(prepare.main, *options)
+
+
+# -- the whole way: somebody's model, fine-tuned here, opened there --
+
+
+def test_a_public_model_is_prepared_for_evaluated_tuned_resumed_and_opened_again(tmp_path, capsys, transformers):
+    model = theirs(
+        transformers, "llama", vocab_size=710, max_position_embeddings=64
+    )  # more rows than the tokenizer has
+    folder = bpe(tmp_path / "public", "llama3")
+    model.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", make_records(300))
+    options = [
+        "--input",
+        corpus,
+        "--name=mine",
+        f"--data_dir={tmp_path}",
+        f"--tokenizer={folder}",
+        "--val_fraction=0.1",
+    ]
+    call(prepare.main, *options)
+    call(sample.main, f"--ckpt={folder}", f"--eval={tmp_path / 'mine'}", "--device=cpu", "--block_size=32")
+    before = float(capsys.readouterr().out.split("validation loss ")[1].split()[0])
+    tune = ["--dataset=mine", f"--init_from={folder}", "--preset=gpt2", "--eval_every=8", "--eval_tokens=0"]
+    run = train_tiny(tmp_path, tmp_path / "out", *tune)
+    tuned = newest_checkpoint(run / "ckpt")
+    said = capsys.readouterr().out
+    after = float(said.split("validation loss ")[1].split()[0])
+    assert "LlamaForCausalLM" in said and after < before - 0.3
+
+    train_tiny(
+        tmp_path, tmp_path / "out", *tune, "--init_from=resume", "--max_steps=12"
+    )  # the shape is the checkpoint's
+    assert "resumed from" in capsys.readouterr().out
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tuned / name).read_bytes() == (folder / name).read_bytes()
+    assert from_pretrained(tuned).config == from_pretrained(folder).config
+    pipeline = transformers.pipeline("text-generation", model=str(tuned), device="cpu")
+    expected = pipeline("the loop", max_new_tokens=20, do_sample=False)[0]["generated_text"]
+    options = ["--temperature=0", "--max_new_tokens=20", "--device=cpu", "--dtype=float32"]
+    call(sample.main, f"--ckpt={tuned}", "--prompt=the loop", *options)
+    assert capsys.readouterr().out == expected + "\n"
+
+
+def test_evaluation_says_what_training_said(tiny_data, tmp_path, capsys):
+    folder = newest_checkpoint(train_tiny(tiny_data, tmp_path, "--eval_tokens=0") / "ckpt")
+    said = capsys.readouterr().out.split("step 8/8 | validation loss ")[1].splitlines()[0]
+    call(sample.main, f"--ckpt={folder}", f"--eval={tiny_data / 'tiny'}", "--device=cpu", "--dtype=float32")
+    assert f"validation loss {said} | " in capsys.readouterr().out
+
+
+def test_other_tokens_are_not_evaluated_or_tuned_on(tiny_data, tmp_path, refuses):
+    model = make("llama", vocab_size=700)
+    folder = save(model, bpe(tmp_path / "m", "gpt2"))
+    said = refuses(sample.main, f"--ckpt={folder}", f"--eval={tiny_data / 'tiny'}", "--device=cpu")
+    assert "made with another tokenizer than the model's" in said and f"--tokenizer={folder}" in said
+    options = [f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", f"--init_from={folder}", "--max_steps=1"]
+    said = refuses(lambda: configurator.run(lambda: train_tiny(tiny_data, tmp_path, *options)))
+    assert "its tokenizer is not the one that made" in said

@@ -1,0 +1,375 @@
+"""Tokenizers: SentencePiece, and byte-level BPE by tiktoken; and either of them as Hugging Face writes it, out and in.
+
+Both kinds have
+
+    vocab_size, eos_id
+    prefix                ids that stand before a text that a model is to continue: here an eos, since a document begins
+    encode(text)          -> ids (n,), without the prefix
+    decode(ids), token_bytes(id)
+    save(folder)          -> what meta.json says of it
+
+This file needs no torch.
+"""
+
+import array
+import base64
+import json
+import re
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from configurator import UserError
+
+
+class SentencePiece:
+    kind, file = "sentencepiece", "tokenizer.model"
+
+    def __init__(self, path: str | Path, prefix: list[int] | None = None):
+        import sentencepiece
+
+        self.path = Path(path)
+        try:
+            self.sp = sentencepiece.SentencePieceProcessor(model_proto=self.path.read_bytes())
+        except (OSError, RuntimeError) as e:
+            raise UserError(f"tokenizer {path}: not a SentencePiece model ({str(e).strip()})") from None
+        self.vocab_size, self.eos_id = self.sp.vocab_size(), self.sp.eos_id()
+        self.space_sign = [self.sp.piece_to_id(f"<0x{byte:02X}>") for byte in "\u2581".encode()]
+        if self.eos_id < 0:
+            raise UserError(f"tokenizer {path}: it has no eos token, which ends every document")
+        self.prefix = [self.eos_id] if prefix is None else prefix
+
+    def encode(self, text: str) -> np.ndarray:
+        """SentencePiece writes a space as U+2581; a text's own U+2581 goes in as its three bytes, so as to come back."""
+        first, *rest = text.split("\u2581")
+        ids = array.array("I", self.sp.encode(first))  # three times as fast as numpy at taking in a list
+        for part in rest:
+            ids.extend(self.space_sign + self.sp.encode(part))
+        return np.frombuffer(ids, np.uint32)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.sp.decode(ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 that a token adds to a text; one Chinese character can take three tokens."""
+        if token >= self.vocab_size:  # a model may have a larger vocabulary than its tokenizer
+            return b""
+        piece = self.sp.id_to_piece(token)
+        if self.sp.is_byte(token):
+            return bytes([int(piece[1:-1], 16)])  # <0xE4>
+        return b"" if self.sp.is_control(token) or self.sp.is_unknown(token) else piece.replace("\u2581", " ").encode()
+
+    def save(self, folder: Path) -> dict:
+        (folder / self.file).write_bytes(self.sp.serialized_model_proto())
+        return {"kind": self.kind, "file": self.file, "prefix": self.prefix}
+
+
+class Tiktoken:
+    kind, file = "tiktoken", "tokenizer.tiktoken"
+
+    def __init__(
+        self,
+        name: str,
+        pattern: str,  # cuts a text into words, in which bytes are merged
+        ranks: dict[bytes, int],  # a token's id; the smaller it is, the earlier its two halves are merged
+        special: dict[str, int],
+        eos: str = "<|endoftext|>",
+        normalize: str = "",  # a Unicode normal form of all texts: NFC in Qwen's
+        prefix: list[int] | None = None,
+    ):
+        import tiktoken
+
+        self.encoding = tiktoken.Encoding(
+            name, pat_str=SAME_BUT_FASTER.get(pattern, pattern), mergeable_ranks=ranks, special_tokens=special
+        )
+        self.pattern, self.normalize, self.eos = pattern, normalize, eos
+        self.vocab_size, self.eos_id = self.encoding.n_vocab, special[eos]
+        self.special = set(special.values())
+        self.prefix = [self.eos_id] if prefix is None else prefix
+
+    @classmethod
+    def by_name(cls, name: str) -> "Tiktoken":
+        import tiktoken
+
+        if name not in tiktoken.list_encoding_names():
+            known = ", ".join(tiktoken.list_encoding_names())
+            raise UserError(f"--tokenizer {name}: no such file, and no tiktoken encoding; it knows {known}")
+        try:
+            e = tiktoken.get_encoding(name)
+        except OSError as e:  # requests' errors are OSErrors
+            where = "set TIKTOKEN_CACHE_DIR to a folder that has it"
+            raise UserError(f"--tokenizer {name}: cannot be downloaded ({type(e).__name__}); {where}") from None
+        return cls(name, e._pat_str, e._mergeable_ranks, e._special_tokens)
+
+    @classmethod
+    def from_file(cls, path: str | Path, pattern: str | None = None, special: dict | None = None, **more) -> "Tiktoken":
+        """A .tiktoken file (a line a token: base64 and rank) with its splitting pattern; default: cl100k's, Qwen's, Llama 3's."""
+        try:
+            lines = [line.split() for line in Path(path).read_bytes().splitlines() if line]
+            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+            if (
+                not ranks
+                or len(set(ranks.values())) < len(ranks)
+                or not 0 <= min(ranks.values()) <= max(ranks.values()) < 1 << 24
+            ):
+                raise ValueError("its ranks are no numbering")
+        except (OSError, ValueError) as e:
+            raise UserError(f"tokenizer {path}: not a .tiktoken file ({e})") from None
+        special = special or {"<|endoftext|>": max(ranks.values()) + 1}
+        return cls(Path(path).stem, pattern or CL100K_PATTERN, ranks, special, **more)
+
+    def encode(self, text: str) -> np.ndarray:
+        if self.normalize:
+            text = unicodedata.normalize(self.normalize, text)
+        try:
+            return self.encoding.encode_to_numpy(text, disallowed_special=())  # "<|endoftext|>" in a text is text
+        except BaseException as e:  # a panic in tiktoken's Rust, on a million spaces say, is no Exception
+            if type(e).__name__ != "PanicException":
+                raise
+            raise ValueError(f"tiktoken fails on it: {str(e).splitlines()[0][:80]}") from None
+
+    def decode(self, ids: list[int]) -> str:
+        return self.encoding.decode(ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        try:
+            return self.encoding.decode_single_token_bytes(token) if token not in self.special else b""
+        except KeyError:  # a hole in the numbering
+            return b""
+
+    def save(self, folder: Path) -> dict:
+        e = self.encoding
+        ranks = sorted(e._mergeable_ranks.items(), key=lambda item: item[1])
+        (folder / self.file).write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % rank for t, rank in ranks))
+        settings = {"pattern": self.pattern, "special": e._special_tokens, "eos": self.eos, "normalize": self.normalize}
+        return {"kind": self.kind, "file": self.file, "name": e.name, "prefix": self.prefix} | settings
+
+
+# How GPT-2 and cl100k cut a text into words before they merge bytes, as tiktoken has them. Only the branch with (?!\S)
+# looks ahead; with the branches before it in one group, tiktoken's engine runs these as a single automaton: the same
+# words, in 0.6 of the time (bench/LOG.md). Possessive ++ would undo that, and here + finds the same.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+CL100K_PATTERN = r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
+SAME_BUT_FASTER = {
+    GPT2_PATTERN: r"""(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$)|\s+(?!\S)|\s""",
+    CL100K_PATTERN: r"""(?:'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+$|\s*[\r\n])|\s+(?!\S)|\s""",
+}
+
+
+def same_ids(a: SentencePiece | Tiktoken, b: SentencePiece | Tiktoken) -> bool:
+    """Do both mean the same by every id?"""
+    alike = a.vocab_size == b.vocab_size and a.eos_id == b.eos_id
+    return alike and all(a.token_bytes(i) == b.token_bytes(i) for i in range(a.vocab_size))
+
+
+def open_tokenizer(path: str | Path, info: dict) -> SentencePiece | Tiktoken:
+    """A tokenizer file, and what `save` returned when it was written."""
+    if info["kind"] == "sentencepiece":
+        return SentencePiece(path, info.get("prefix"))
+    more = {k: info[k] for k in ("eos", "normalize", "prefix") if k in info}
+    return Tiktoken.from_file(path, info["pattern"], info["special"], **more)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Out: tokenizer.json, which AutoTokenizer opens
+
+# In tokenizer.json a byte is one printable character: itself where it is printable in Latin-1, else one from U+0100 on.
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+UNPRINTABLE = [b for b in range(256) if b not in PRINTABLE]
+BYTE_TO_CHAR = {b: chr(b) for b in PRINTABLE} | {b: chr(0x100 + i) for i, b in enumerate(UNPRINTABLE)}
+CHAR_TO_BYTE = {c: b for b, c in BYTE_TO_CHAR.items()}
+
+
+def as_characters(token: bytes) -> str:
+    return "".join(BYTE_TO_CHAR[b] for b in token)
+
+
+def all_merges(tokens: dict[str, int]) -> list[str]:
+    """Every pair of tokens that is a token together, by its id: both libraries merge whatever neighbours make a token."""
+    pairs = []
+    for token in sorted(tokens, key=tokens.get):
+        halves = ((token[:i], token[i:]) for i in range(1, len(token)))
+        pairs += [f"{a} {b}" for a, b in halves if a in tokens and b in tokens]
+    return pairs
+
+
+def to_hugging_face(tokenizer: SentencePiece | Tiktoken, block_size: int) -> dict[str, str]:
+    """File name -> text of tokenizer.json and tokenizer_config.json: for AutoTokenizer, pipelines and llama.cpp.
+
+    The same ids, but for a text that has U+2581 or the name of a special token in it. The prefix is called bos there, and
+    stands before every text unless add_special_tokens=False.
+    """
+    if tokenizer.kind == "sentencepiece":
+        sp = tokenizer.sp
+        kinds = [(sp.is_control(i), sp.is_unknown(i), sp.is_byte(i)) for i in range(sp.vocab_size())]
+        vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
+        special = {sp.id_to_piece(i): i for i, (control, unknown, _) in enumerate(kinds) if control or unknown}
+        names = {i: name for name, i in special.items()}
+        merges = all_merges({piece: i for piece, i in vocab.items() if not any(kinds[i])})
+        steps = {"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}}
+        back = [{"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}]
+        steps |= {"decoder": {"type": "Sequence", "decoders": [*back, {"type": "ByteFallback"}, {"type": "Fuse"}]}}
+        model = {"unk_token": sp.id_to_piece(sp.unk_id()), "fuse_unk": True, "byte_fallback": True}
+    else:
+        e, special = tokenizer.encoding, tokenizer.encoding._special_tokens
+        tokens = {as_characters(token): rank for token, rank in e._mergeable_ranks.items()}
+        names = {i: name for name, i in special.items()}
+        vocab, merges = tokens | special, all_merges(tokens)
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        # Its engine takes {1,3}+ for a repetition of {1,3}; nothing follows it, so that possessive or not is the same.
+        pattern = re.sub(r"(\{[\d,]+\})\+", r"\1", tokenizer.pattern)
+        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        steps = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]}, "decoder": byte_level}
+        steps |= {"normalizer": {"type": tokenizer.normalize}} if tokenizer.normalize else {}
+        model = {"unk_token": None, "fuse_unk": False, "byte_fallback": False}
+
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    added = [{"id": i, "content": name} | flags for name, i in sorted(special.items(), key=lambda item: item[1])]
+    bos = names.get(tokenizer.prefix[0]) if tokenizer.prefix else None
+    text = [{"Sequence": {"id": "A", "type_id": 0}}]
+    before = [{"SpecialToken": {"id": bos, "type_id": 0}}] if bos else []
+    pair = [*before, *text, {"Sequence": {"id": "B", "type_id": 1}}]
+    known = {bos: {"id": bos, "ids": tokenizer.prefix, "tokens": [bos]}} if bos else {}
+    template = {"type": "TemplateProcessing", "single": [*before, *text], "pair": pair, "special_tokens": known}
+    content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    content |= {"normalizer": None, "pre_tokenizer": None, "post_processor": template} | steps
+    content |= {"model": {"type": "BPE", "dropout": None} | model | {"vocab": vocab, "merges": merges}}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size, "bos_token": bos}
+    config |= {"eos_token": names[tokenizer.eos_id], "unk_token": model["unk_token"], "add_bos_token": bool(bos)}
+    config |= {"add_prefix_space": False, "clean_up_tokenization_spaces": False}
+    return {
+        "tokenizer.json": json.dumps(content, ensure_ascii=False) + "\n",
+        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In: the tokenizer of a Hugging Face model directory
+
+# What belongs to such a tokenizer; prepare.py and the checkpoints take all of it along.
+HF_FILES = "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json".split()
+HF_FILES += "vocab.json merges.txt chat_template.jinja".split()
+
+
+def hugging_face_files(folder: str | Path) -> list[Path]:
+    return [path for name in HF_FILES if (path := Path(folder) / name).is_file()]
+
+
+def from_hugging_face(folder: Path) -> SentencePiece | Tiktoken:
+    """The tokenizer of a Hugging Face model directory; UserError, by name, for what neither library computes the same."""
+    config, whole, of_model = (
+        read_json(folder / name) for name in ("tokenizer_config.json", "tokenizer.json", "config.json")
+    )
+    added = {t["content"]: t["id"] for t in whole.get("added_tokens", [])}
+    added |= {t["content"]: int(i) for i, t in config.get("added_tokens_decoder", {}).items()}
+    sp_file = folder / SentencePiece.file
+    if sp_file.exists() and not (whole and is_byte_level(whole)):
+        tokenizer = SentencePiece(sp_file)
+        bos = [tokenizer.sp.bos_id()] if config.get("add_bos_token", True) and tokenizer.sp.bos_id() >= 0 else []
+        tokenizer.prefix = prefix_of(whole, folder) if whole else bos
+        return tokenizer
+    if whole:
+        pattern, normalize = splitting(whole, folder)
+        vocab, merges = whole["model"]["vocab"], whole["model"]["merges"]
+        merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in merges]
+        whole_words = bool(whole["model"].get("ignore_merges"))
+    elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():  # GPT-2's first form
+        pattern, normalize, whole_words, vocab = GPT2_PATTERN, "", False, read_json(folder / "vocab.json")
+        lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
+        merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    else:
+        raise UserError(
+            f"{folder}: no tokenizer there: no tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
+        )
+    name = config.get("eos_token") or next(iter(names_of(of_model.get("eos_token_id"), vocab | added)), None)
+    eos = name["content"] if isinstance(name, dict) else name
+    if eos is None and "<|endoftext|>" in vocab | added:
+        eos = "<|endoftext|>"
+    if eos not in vocab | added:
+        raise UserError(f"{folder}: its tokenizer names no eos token, which ends every document")
+    special = added | {eos: (vocab | added)[eos]}
+    ranks = ranks_of({t: i for t, i in vocab.items() if t not in special}, merges, whole_words, folder)
+    prefix = prefix_of(whole, folder)
+    return Tiktoken(folder.resolve().name, pattern, ranks, special, eos, normalize, prefix)
+
+
+def read_json(path: Path) -> dict:
+    """{} if there is no such file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as e:
+        raise UserError(f"{path}: damaged ({e})") from None
+
+
+def names_of(ids: int | list[int] | None, vocab: dict[str, int]) -> Iterator[str]:
+    wanted = ids if isinstance(ids, list) else [ids]
+    return (name for name, i in vocab.items() if i in wanted)
+
+
+def is_byte_level(whole: dict) -> bool:
+    return '"ByteLevel"' in json.dumps(whole.get("pre_tokenizer"))
+
+
+def splitting(whole: dict, folder: Path) -> tuple[str, str]:
+    """(pattern, normal form) of a tokenizer.json; UserError for the kinds that this program has no library for."""
+
+    def refuse(what: str, found) -> UserError:
+        return UserError(f"{folder}/tokenizer.json: {what} {json.dumps(found)[:200]} is not supported")
+
+    model, normalizer, before = whole["model"], whole.get("normalizer"), whole.get("pre_tokenizer") or {}
+    plain = dict(byte_fallback=False, dropout=None, continuing_subword_prefix="", end_of_word_suffix="")
+    odd = {k: model[k] for k, v in plain.items() if model.get(k) and model[k] != v}
+    if model.get("type") != "BPE" or odd or not is_byte_level(whole):
+        raise refuse(
+            "a model that is no byte-level BPE, without a tokenizer.model beside it:", {"type": model.get("type")} | odd
+        )
+    parts = (normalizer or {}).get("normalizers", [normalizer] if normalizer else [])
+    if len(parts) > 1 or any(p["type"] not in ("NFC", "NFD", "NFKC", "NFKD") for p in parts):
+        raise refuse("normalizer", normalizer)
+    normalize = parts[0]["type"] if parts else ""
+    *cuts, last = before.get("pretokenizers", [before])
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        raise refuse("pre_tokenizer", before)
+    if not cuts and last.get("use_regex", True):
+        return GPT2_PATTERN, normalize
+    if len(cuts) == 1 and cuts[0]["type"] == "Digits" and cuts[0]["individual_digits"] and last.get("use_regex", True):
+        # Each digit is a word, and what lies between them is cut as GPT-2 does: before a digit, spaces are all one word.
+        return r"\p{N}|" + GPT2_PATTERN.replace(r"|\s+(?!\S)", r"|\s+(?=\p{N})|\s+(?!\S)"), normalize
+    if len(cuts) == 1 and cuts[0]["type"] == "Split" and not last.get("use_regex", True):
+        how = (cuts[0]["behavior"], cuts[0].get("invert", False), *cuts[0]["pattern"])
+        if how == ("Isolated", False, "Regex"):
+            return cuts[0]["pattern"]["Regex"], normalize
+    raise refuse("pre_tokenizer", before)
+
+
+def ranks_of(vocab: dict[str, int], merges: list[tuple], whole_words: bool, folder: Path) -> dict[bytes, int]:
+    """tiktoken's table: it merges by the ids of the results, which must therefore be in the order of the merges.
+
+    whole_words: a word that is a token is taken as such, whether or not merges lead to it.
+    """
+    try:
+        ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in vocab.items()}
+        results = [vocab[a + b] for a, b in merges if a + b in vocab]
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{folder}: its vocabulary and merges are not those of a byte-level BPE") from None
+    if any(a > b for a, b in zip(results, results[1:], strict=False)):
+        raise UserError(f"{folder}: its merges are not in the order of their ids: not supported")
+    if missing := [b for b in range(256) if bytes([b]) not in ranks]:
+        raise UserError(f"{folder}: its vocabulary lacks {len(missing)} of the 256 bytes: not supported")
+    made = set(results)
+    return {token: i for token, i in ranks.items() if len(token) == 1 or whole_words or i in made}
+
+
+def prefix_of(whole: dict, folder: Path) -> list[int]:
+    """The ids that a tokenizer.json puts before every text."""
+    steps = whole.get("post_processor") or {}
+    for step in steps.get("processors", [steps]):
+        if step.get("type") == "TemplateProcessing":
+            marks = [next(iter(part)) for part in step["single"]]
+            if marks[-1:] != ["Sequence"] or marks.count("Sequence") != 1:
+                raise UserError(f"{folder}/tokenizer.json: it puts tokens behind every text: not supported")
+            names = [part["SpecialToken"]["id"] for part in step["single"][:-1]]
+            return [i for name in names for i in step["special_tokens"][name]["ids"]]
+    return []
