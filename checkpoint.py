@@ -216,7 +216,8 @@ def load_model(folder: Path, cfg: Any, wanted: GPTConfig, earlier: "Earlier | No
     try:
         model = from_pretrained(folder, dropout=cfg.dropout)
     except ValueError as e:
-        raise UserError(f"init_from={folder}: cannot be loaded ({e})") from None
+        where = "" if folder.exists() else "; nothing is downloaded: it must be a folder on this disk"
+        raise UserError(f"init_from={folder}: cannot be loaded ({e}{where})") from None
     found = model.config
     differ = [k for k in ("vocab_size", "block_size") if getattr(found, k) < getattr(wanted, k)]
     if earlier is not None:

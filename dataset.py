@@ -1,4 +1,4 @@
-"""A data set as its readers see it: the files in data/NAME/, the tokenizer that made them, the order they are read in.
+"""A data set as its readers see it: the files in data/NAME/, and the order they are read in.
 
     train.bin, val.bin   one flat little-endian array of token ids, every document followed by one eos;
                          uint16 when vocab_size <= 65,536, else uint32

@@ -232,7 +232,14 @@ def write_bad_step(folder: Path, step: int, sets: list[DataSet], loader: Loader,
 
 
 def banner(
-    cfg: TrainConfig, sets: list[DataSet], machine: Machine, plan: Plan, model: GPT, compiled: bool, peak_source: str
+    cfg: TrainConfig,
+    sets: list[DataSet],
+    machine: Machine,
+    plan: Plan,
+    model: GPT,
+    compiled: bool,
+    peak_source: str,
+    scratch: bool,
 ) -> str:
     step = Step(
         plan.batch_size, cfg.block_size, plan.accum, machine.dtype, compiled, machine.device.type, machine.world
@@ -264,6 +271,7 @@ def banner(
         "attention": kernel + slow * (machine.device.type == "cuda" and kernel == "math"),
         "memory": f"{memory}; the largest batch_size is {largest_batch(model, step, machine.capacity()):,}",
         "peak": peak_source,
-        "first loss": f"ln({V}) = {math.log(V):.2f} expected",
     }
+    if scratch:
+        rows["first loss"] = f"ln({V}) = {math.log(V):.2f} expected"
     return "\n".join(f"{k:>11}: {v}" for k, v in rows.items())

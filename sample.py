@@ -138,8 +138,8 @@ def model_tokenizer(folder: Path, cfg: SampleConfig) -> SentencePiece | Tiktoken
 
 def evaluate_on(
     folder: Path, model: GPT, tokenizer: SentencePiece | Tiktoken | None, cfg: SampleConfig, machine: Machine
-) -> None:
-    """Print the model's loss on a data set's val.bin; bits per byte can be compared between tokenizers."""
+) -> str:
+    """A line with the model's loss on a data set's val.bin; bits per byte can be compared between tokenizers."""
     meta = open_dataset(folder)
     if tokenizer is not None and not same_ids(tokenizer, load_tokenizer(folder)):
         again = f"prepare the same texts once more, with --tokenizer={cfg.ckpt or 'that folder'}"
@@ -152,7 +152,7 @@ def evaluate_on(
     windows, val = DataSet(folder.name, folder, meta, Fraction(1)).windows("val", T), meta["splits"]["val"]
     loss = evaluate(model, windows, cfg.eval_tokens, cfg.batch_size, machine, bar=True)
     count = len(windows.fixed_starts(cfg.eval_tokens))
-    print(f"{folder}: {in_other_units(loss, val['bytes'] / val['tokens'])[2]} | {count:,} windows of {T:,} tokens")
+    return f"{folder}: {in_other_units(loss, val['bytes'] / val['tokens'])[2]} | {count:,} windows of {T:,} tokens"
 
 
 def main() -> None:
@@ -179,20 +179,20 @@ def main() -> None:
     except ValueError as e:
         raise UserError(f"{folder}: cannot be loaded ({e})") from None
     tokenizer = model_tokenizer(folder, cfg)
+    if cfg.dtype == "auto" and dtype == torch.float16 and not cfg.eval:
+        dtype = torch.float32  # the weights themselves in fp16, without autocast's fp32 islands, may overflow
+    size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
+    about = f"[{folder}, {size}, {device} {str(dtype).removeprefix('torch.')}]"
     if cfg.eval:
-        evaluate_on(Path(cfg.eval), model, tokenizer, cfg, Machine(0, 0, 1, torch.device(device), dtype, why))
+        print(evaluate_on(Path(cfg.eval), model, tokenizer, cfg, Machine(0, 0, 1, torch.device(device), dtype, why)))
+        print(about, file=sys.stderr)
         return
     if tokenizer.vocab_size > (V := model.config.vocab_size):
         raise UserError(f"{folder}: a vocabulary of {V:,}; its tokenizer has {tokenizer.vocab_size:,} tokens")
-    if cfg.dtype == "auto" and dtype == torch.float16:
-        dtype = torch.float32  # the weights themselves in fp16, without autocast's fp32 islands, may overflow
     model = model.to(dtype).eval()
     start = encode_prompt(prompt, tokenizer, model.config.block_size)
     generator = torch.Generator(device).manual_seed(cfg.seed)
-    print(
-        f"[{folder}, {model.num_params()['total'] / 1e6:.1f}M parameters, {device} {str(dtype).removeprefix('torch.')}]",
-        file=sys.stderr,
-    )
+    print(about, file=sys.stderr)
     if not cfg.interactive:
         continue_text(model, tokenizer, *start, cfg, generator)
         return

@@ -259,6 +259,13 @@ def hugging_face_files(folder: str | Path) -> list[Path]:
 
 def from_hugging_face(folder: Path) -> SentencePiece | Tiktoken:
     """The tokenizer of a Hugging Face model directory; UserError, by name, for what neither library computes the same."""
+    try:
+        return convert(folder)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as e:
+        raise UserError(f"{folder}: its tokenizer files are damaged ({type(e).__name__}: {e})") from None
+
+
+def convert(folder: Path) -> SentencePiece | Tiktoken:
     config, whole, of_model = (
         read_json(folder / name) for name in ("tokenizer_config.json", "tokenizer.json", "config.json")
     )
@@ -335,8 +342,9 @@ def splitting(whole: dict, folder: Path) -> tuple[str, str]:
     if not cuts and last.get("use_regex", True):
         return GPT2_PATTERN, normalize
     if len(cuts) == 1 and cuts[0]["type"] == "Digits" and cuts[0]["individual_digits"] and last.get("use_regex", True):
-        # Each digit is a word, and what lies between them is cut as GPT-2 does: before a digit, spaces are all one word.
-        return r"\p{N}|" + GPT2_PATTERN.replace(r"|\s+(?!\S)", r"|\s+(?=\p{N})|\s+(?!\S)"), normalize
+        # Each digit is a word, and what lies between them is cut as GPT-2 does: spaces before a digit are one word.
+        between = GPT2_PATTERN.replace(r" ?\p{N}++|", "").replace(r"|\s+(?!\S)", r"|\s+(?=\p{N})|\s+(?!\S)")
+        return rf"\p{{N}}|{between}", normalize
     if len(cuts) == 1 and cuts[0]["type"] == "Split" and not last.get("use_regex", True):
         how = (cuts[0]["behavior"], cuts[0].get("invert", False), *cuts[0]["pattern"])
         if how == ("Isolated", False, "Regex"):
@@ -356,8 +364,6 @@ def ranks_of(vocab: dict[str, int], merges: list[tuple], whole_words: bool, fold
         raise UserError(f"{folder}: its vocabulary and merges are not those of a byte-level BPE") from None
     if any(a > b for a, b in zip(results, results[1:], strict=False)):
         raise UserError(f"{folder}: its merges are not in the order of their ids: not supported")
-    if missing := [b for b in range(256) if bytes([b]) not in ranks]:
-        raise UserError(f"{folder}: its vocabulary lacks {len(missing)} of the 256 bytes: not supported")
     made = set(results)
     return {token: i for token, i in ranks.items() if len(token) == 1 or whole_words or i in made}
 

@@ -537,7 +537,7 @@ def main() -> None:
     # say what will happen, then wrap: DDP first and compile second, so that communication overlaps the backward pass
     peak, peak_source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     peak = peak and peak * machine.world
-    say(machine, banner(cfg, sets, machine, plan, model, compiled, peak_source))
+    say(machine, banner(cfg, sets, machine, plan, model, compiled, peak_source, source is None))
     if resume:
         say(machine, f"resumed from {source} at step {state['step']}")
         say(machine, f"settings that are others now: {', '.join(changed)}") if changed else None

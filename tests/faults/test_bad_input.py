@@ -41,7 +41,12 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     (relative("pickled") / "model.safetensors").rename(root / "pickled" / "pytorch_model.bin")
     save_file({"other.weight": torch.zeros(2, 2)}, relative("other_names") / "model.safetensors")
     (relative("no_tokenizer") / "tokenizer.model").unlink()
-    (relative("no_meta") / "meta.json").unlink()
+    for name, gone in {"no_tokens": ["tokenizer.json"], "odd_tokens": []}.items():  # folders that are not ours
+        relative(name)
+        for file in ("meta.json", "tokenizer.model", *gone):
+            (root / name / file).unlink()
+    odd = {"model": {"type": "BPE", "vocab": 7, "merges": []}, "pre_tokenizer": {"type": "ByteLevel"}}
+    (root / "odd_tokens" / "tokenizer.json").write_text(json.dumps(odd))
     scaled = json.loads((ckpt / "config.json").read_text()) | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
     (relative("yarn") / "config.json").write_text(json.dumps(scaled))
 
@@ -119,7 +124,7 @@ TRAIN = {
     "--init_from={root}/cut": "cut: cannot be loaded (model.safetensors: ",
     "--init_from={root}/bert": "bert: cannot be loaded (config.json: architecture 'BertModel' is none of",
     "--init_from={root}/empty_config": "empty_config: cannot be loaded (config.json: ",
-    "--init_from={root}/pickled": "pickled: cannot be loaded (No such file",
+    "--init_from={root}/pickled": "pickled: cannot be loaded (its weights are pickled (pytorch_model.bin)",
     "--init_from={root}/other_names": "other_names: cannot be loaded (model.safetensors: ",
     "--init_from={root}/yarn": "yarn: cannot be loaded (config.json: rope_scaling",
     "--out_dir={out}": "{out}/run holds an earlier run: --init_from=resume goes on with it",
@@ -138,9 +143,14 @@ SAMPLE = {
     "--ckpt={root}/cut": "cut: cannot be loaded (model.safetensors: ",
     "--ckpt={root}/bert": "'BertModel' is none of",
     "--ckpt={root}/empty_config": "empty_config: cannot be loaded (config.json: ",
-    "--ckpt={root}/pickled": "pickled: cannot be loaded (No such file",
+    "--ckpt={root}/pickled": "pickled: cannot be loaded (its weights are pickled (pytorch_model.bin)",
     "--ckpt={root}/no_tokenizer": "no_tokenizer/tokenizer.model: missing, or not the tokenizer",
-    "--ckpt={root}/no_meta": "no_meta",
+    "--ckpt={root}/no_tokens": "no_tokens: no tokenizer there: no tokenizer.json, tokenizer.model, or vocab.json with",
+    "--ckpt={root}/odd_tokens": "odd_tokens: its tokenizer files are damaged",
+    "--tokenizer=nothing": "--tokenizer nothing: no such file, and no tiktoken encoding",
+    "--eval={data}/nothing": "no data set in {data}/nothing",
+    "--eval={data}/tiny --block_size=64": "--block_size 64: the model sees 32 tokens",
+    "--eval={data}/tiny --batch_size=0 --eval_tokens=-1": "batch_size must be positive; eval_tokens must not be negative",
     "--prompt_file=nowhere": "--prompt_file nowhere: No such file or directory",
     "--prompt_file={root}/blank.txt": "blank.txt: holds no text",
     "--prompt_file={root}/latin.txt": "latin.txt: not UTF-8 (invalid continuation byte at byte 2)",
