@@ -10,7 +10,8 @@ from conftest import call, make_records, train_tiny, write_jsonl
 import prepare
 from bench.plot_loss import read_metrics
 from configurator import UserError
-from dataset import SAME_BUT_FASTER, Loader, Windows, open_datasets, train_loader
+from dataset import Loader, Windows, open_datasets, train_loader
+from tokenizer import SAME_BUT_FASTER
 
 # -- tokenizers --
 
