@@ -199,11 +199,16 @@ def to_hugging_face(tokenizer: SentencePiece | Tiktoken, block_size: int) -> dic
     """File name -> text of tokenizer.json and tokenizer_config.json: for AutoTokenizer, pipelines and llama.cpp.
 
     The same ids, but for a text that has U+2581 or the name of a special token in it. The prefix is called bos there, and
-    stands before every text unless add_special_tokens=False.
+    stands before every text unless add_special_tokens=False. {} for a SentencePiece model that is not of the kind which
+    prepare.py trains: BPE with pieces for all bytes, and a text as it is (sp.normalize only marks its spaces).
     """
     if tokenizer.kind == "sentencepiece":
         sp = tokenizer.sp
         kinds = [(sp.is_control(i), sp.is_unknown(i), sp.is_byte(i)) for i in range(sp.vocab_size())]
+        scores = [sp.get_score(i) for i, kind in enumerate(kinds) if not any(kind)]
+        in_order = scores == [-i for i in range(len(scores))]  # a BPE's scores are the order of its merges
+        if not in_order or sp.normalize("  a １ ") != "▁▁a▁１▁" or sum(is_byte for *_, is_byte in kinds) < 256:
+            return {}
         vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
         special = {sp.id_to_piece(i): i for i, (control, unknown, _) in enumerate(kinds) if control or unknown}
         names = {i: name for name, i in special.items()}

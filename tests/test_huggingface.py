@@ -1,5 +1,6 @@
 """Weights and tokenizers of other tools, out and in; most of it against the real transformers and tokenizers."""
 
+import io
 import json
 import os
 import random
@@ -300,6 +301,31 @@ def test_a_pipeline_continues_a_prompt_as_sample_does(preset, tiny_data, tmp_pat
         options = ["--temperature=0", "--max_new_tokens=20", "--device=cpu", "--dtype=float32"]
         call(sample.main, f"--ckpt={folder}", f"--prompt={prompt}", *options)
         assert capsys.readouterr().out == expected + "\n" and len(expected) > len(prompt) + 10
+
+
+def test_a_sentencepiece_of_another_kind_is_not_exported_as_what_it_is_not(tiny_data):
+    import sentencepiece
+
+    def trained(**options) -> dict[str, str]:
+        options = dict(model_type="bpe", byte_fallback=True, remove_extra_whitespaces=False) | options
+        made, texts = io.BytesIO(), [json.dumps(r, ensure_ascii=False) for r in make_records(50)]
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts),
+            model_writer=made,
+            vocab_size=400,
+            hard_vocab_limit=False,
+            minloglevel=2,
+            **options,
+        )
+        tokenizer = load_tokenizer(tiny_data / "tiny")
+        tokenizer.sp = sentencepiece.SentencePieceProcessor(model_proto=made.getvalue())
+        return to_hugging_face(tokenizer, 128)
+
+    as_it_is = dict(normalization_rule_name="identity", add_dummy_prefix=False)
+    assert trained(**as_it_is)
+    for other in (dict(add_dummy_prefix=True), dict(model_type="unigram"), dict(normalization_rule_name="nfkc")):
+        assert trained(**as_it_is | other) == {}
+    assert trained(**as_it_is, user_defined_symbols=["<think>"]) == trained(**as_it_is, byte_fallback=False) == {}
 
 
 # -- tokenizers, in --
