@@ -39,43 +39,46 @@ def hf_class(c: GPTConfig) -> str | None:
 
 ONLY_OURS = "no transformers class computes this architecture: only this project's huggingface.py loads it"
 
+# Our fields in the words of the classes, and what the classes take for a field that a config.json lacks.
+GPT2_KEYS = dict(
+    vocab_size="vocab_size", block_size="n_positions", n_layer="n_layer", n_head="n_head", n_embd="n_embd", d_ff="n_inner",
+    bias="use_bias", tie_embeddings="tie_word_embeddings", norm_eps="layer_norm_epsilon", dropout="resid_pdrop",
+)  # fmt: skip
+LLAMA_KEYS = dict(
+    vocab_size="vocab_size", block_size="max_position_embeddings", n_layer="num_hidden_layers", n_head="num_attention_heads",
+    n_kv_head="num_key_value_heads", n_embd="hidden_size", head_dim="head_dim", d_ff="intermediate_size", bias="attention_bias",
+    tie_embeddings="tie_word_embeddings", rope_theta="rope_theta", norm_eps="rms_norm_eps", dropout="attention_dropout",
+)  # fmt: skip
+GPT2_DEFAULTS = dict(d_ff=0, bias=True, tie_embeddings=True, norm_eps=1e-5, dropout=0.1)
+LLAMA_DEFAULTS = dict(
+    n_kv_head=0, head_dim=0, bias=False, tie_embeddings=False, rope_theta=1e4, norm_eps=1e-6, dropout=0.0
+)
+CLASSES = {  # name: (preset, model_type, keys, defaults)
+    "GPT2LMHeadModel": ("gpt2", "gpt2", GPT2_KEYS, GPT2_DEFAULTS),
+    "LlamaForCausalLM": ("llama", "llama", LLAMA_KEYS, LLAMA_DEFAULTS),
+    "Qwen3ForCausalLM": ("qwen3", "qwen3", LLAMA_KEYS, LLAMA_DEFAULTS | dict(head_dim=128)),
+}
+GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}  # theirs: ours
+
 
 def to_config(c: GPTConfig, eos_id: int | None = None, bos_id: int | None = None) -> dict:
     """config.json as the fitting transformers class reads it; our own fields, under the architecture GPT, if none fits."""
     name = hf_class(c)
-    shared = {"architectures": [name or "GPT"], "vocab_size": c.vocab_size, "tie_word_embeddings": c.tie_embeddings}
-    shared |= {"torch_dtype": "float32", "bos_token_id": bos_id, "eos_token_id": eos_id}
+    shared = {
+        "architectures": [name or "GPT"],
+        "torch_dtype": "float32",
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+    }
     if name is None:
         return shared | {"note": ONLY_OURS, "model_type": "gpt"} | asdict(c)
+    _, model_type, keys, _ = CLASSES[name]
+    shared |= {"model_type": model_type} | {theirs: getattr(c, ours) for ours, theirs in keys.items()}
     if name == "GPT2LMHeadModel":
-        sizes = dict(
-            n_positions=c.block_size,
-            n_ctx=c.block_size,
-            n_layer=c.n_layer,
-            n_head=c.n_head,
-            n_embd=c.n_embd,
-            n_inner=c.d_ff,
-        )
-        drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), c.dropout)
         activation = "gelu_new" if c.mlp == "gelu_tanh" else "gelu"
-        more = dict(activation_function=activation, layer_norm_epsilon=c.norm_eps, use_bias=c.bias)
-        return shared | {"model_type": "gpt2"} | sizes | drops | more
-    return shared | {
-        "model_type": "qwen3" if c.qk_norm else "llama",
-        "max_position_embeddings": c.block_size,
-        "num_hidden_layers": c.n_layer,
-        "num_attention_heads": c.n_head,
-        "num_key_value_heads": c.n_kv_head,
-        "hidden_size": c.n_embd,
-        "head_dim": c.head_dim,
-        "intermediate_size": c.d_ff,
-        "hidden_act": "silu",
-        "attention_bias": c.bias,
-        "mlp_bias": c.bias,
-        "attention_dropout": c.dropout,
-        "rope_theta": c.rope_theta,
-        "rms_norm_eps": c.norm_eps,
-    }
+        more = {"activation_function": activation, "n_ctx": c.block_size}  # n_ctx is for llama.cpp
+        return shared | more | {"embd_pdrop": c.dropout, "attn_pdrop": c.dropout}
+    return shared | {"hidden_act": "silu", "mlp_bias": c.bias}
 
 
 # What says nothing of what is computed: who wrote it, how it was initialised, how text is made of it, other heads of a class.
@@ -83,69 +86,50 @@ HARMLESS = """
     architectures model_type torch_dtype dtype transformers_version _name_or_path use_cache initializer_range pretraining_tp
     bos_token_id eos_token_id pad_token_id unk_token_id task_specific_params n_ctx max_window_layers sliding_window
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj reorder_and_upcast_attn
-    is_llama_config transformers.js_config gradient_checkpointing resid_pdrop embd_pdrop attn_pdrop note
+    is_llama_config transformers.js_config gradient_checkpointing embd_pdrop attn_pdrop note
 """.split()
-
-MODEL_TYPES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def from_config(d: dict) -> GPTConfig:
-    """GPTConfig of a config.json. ValueError for another architecture, and for any setting that is neither known nor empty. Missing settings have the
-    defaults of the transformers classes.
-    """
-    name = (d.get("architectures") or [MODEL_TYPES.get(d.get("model_type"), "?")])[0]
-    rest = {k: v for k, v in d.items() if k not in HARMLESS}
-    fixed: dict = {}  # what it must be where it is given
+    """GPTConfig of a config.json. ValueError for another architecture, and for a setting that is neither known nor empty."""
+    types = {model_type: name for name, (_, model_type, *_) in CLASSES.items()}
+    name = (d.get("architectures") or [types.get(d.get("model_type"), "?")])[0]
     if name == "GPT":
-        found = {f.name: rest.pop(f.name) for f in fields(GPTConfig)}
-        rest.pop("tie_word_embeddings", None)
-    elif name == "GPT2LMHeadModel":
-        found = PRESETS["gpt2"] | {k: rest.pop(k) for k in ("vocab_size", "n_layer", "n_head", "n_embd")}
-        activation = rest.pop("activation_function", "gelu_new")
-        kinds = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-        if activation not in kinds:
-            raise ValueError(f"config.json: activation_function={activation!r} is not supported")
-        found |= dict(mlp=kinds[activation], block_size=rest.pop("n_positions"), d_ff=rest.pop("n_inner", None) or 0)
-        found |= dict(bias=rest.pop("use_bias", True), tie_embeddings=rest.pop("tie_word_embeddings", True))
-        found |= dict(norm_eps=rest.pop("layer_norm_epsilon", 1e-5), dropout=d.get("resid_pdrop", 0.1))
-        fixed = dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
-    elif name in ("LlamaForCausalLM", "Qwen3ForCausalLM"):
-        rope = rest.pop("rope_parameters", None) or {}  # transformers 5 has rope_theta in there
-        scaled = [rest.pop("rope_scaling", None), {k: v for k, v in rope.items() if k != "rope_theta"}]
-        for scaling in filter(None, scaled):
-            if scaling != {"rope_type": "default"}:
-                raise ValueError(f"config.json: rope_scaling={scaling} is not supported")
-        heads = rest.pop("num_attention_heads")
-        bias = rest.pop("attention_bias", False)
-        found = PRESETS["llama" if name[0] == "L" else "qwen3"] | dict(
-            vocab_size=rest.pop("vocab_size"),
-            block_size=rest.pop("max_position_embeddings"),
-            n_layer=rest.pop("num_hidden_layers"),
-            n_head=heads,
-            n_kv_head=rest.pop("num_key_value_heads", None) or heads,
-            n_embd=rest.pop("hidden_size"),
-            head_dim=rest.pop("head_dim", None) or (0 if name[0] == "L" else 128),
-            d_ff=rest.pop("intermediate_size"),
-            bias=bias,
-            tie_embeddings=rest.pop("tie_word_embeddings", False),
-            rope_theta=rest.pop("rope_theta", rope.get("rope_theta", 10000.0)),
-            norm_eps=rest.pop("rms_norm_eps", 1e-6),
-            dropout=rest.pop("attention_dropout", 0.0),
-        )
-        fixed = dict(hidden_act="silu", mlp_bias=bias)  # a bias everywhere or nowhere
-        fixed |= dict(use_sliding_window=False)
-        rest["layer_types"] = [kind for kind in rest.get("layer_types") or [] if kind != "full_attention"]
+        found = {f.name: d[f.name] for f in fields(GPTConfig)}
+    elif name in CLASSES:
+        found = in_our_words(d, name)
     else:
-        known = ", ".join(MODEL_TYPES.values())
-        raise ValueError(f"config.json: architecture {name!r} is none of {known}")
-    for key, value in rest.items():
-        if value != fixed[key] if key in fixed else value not in (None, False, [], {}):
-            raise ValueError(f"config.json: {key}={value!r} is not supported")
+        raise ValueError(f"config.json: architecture {name!r} is none of {', '.join(CLASSES)}")
     for f in fields(GPTConfig):
         wanted = (int, float) if isinstance(f.default, float) else type(f.default)
         if not isinstance(found.get(f.name, f.default), wanted):
             raise ValueError(f"config.json: {f.name}={found[f.name]!r} is not accepted")
     return GPTConfig(**found)
+
+
+def in_our_words(d: dict, name: str) -> dict:
+    """GPTConfig's fields from a config.json of one of the CLASSES."""
+    preset, _, keys, defaults = CLASSES[name]
+    rest = {k: v for k, v in d.items() if k not in HARMLESS}
+    rope = rest.pop("rope_parameters", None) or {}  # where transformers 5 has rope_theta, and what was rope_scaling
+    rest |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
+    scaling = rest.pop("rope_scaling", None) or {k: v for k, v in rope.items() if k != "rope_theta"}
+    if scaling and scaling != {"rope_type": "default"}:
+        rest["rope_scaling"] = scaling
+    given = {ours: value for ours, theirs in keys.items() if (value := rest.pop(theirs, None)) is not None}
+    if missing := [theirs for ours, theirs in keys.items() if ours not in defaults | given]:
+        raise ValueError(f"config.json: there is no {missing[0]}")
+    found = PRESETS[preset] | defaults | given
+    if name == "GPT2LMHeadModel" and (gelu := rest.get("activation_function", "gelu_new")) in GELUS:
+        rest.pop("activation_function", None)
+        found["mlp"] = GELUS[gelu]
+
+    must_be = dict(hidden_act="silu", mlp_bias=found["bias"], scale_attn_weights=True)  # where they are given
+    rest["layer_types"] = [kind for kind in rest.get("layer_types") or [] if kind != "full_attention"]
+    for key, value in rest.items():
+        if value != must_be[key] if key in must_be else value not in (None, False, [], {}):
+            raise ValueError(f"config.json: {key}={value!r} is not supported")
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -238,9 +222,8 @@ def save_pretrained(
     (Path(folder) / "config.json").write_text(json.dumps(to_config(c, eos_id, bos_id), indent=2) + "\n")
     weights = {k: w.detach().cpu() for k, w in to_state(c, state).items()}
     save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-    shutil.copymode(
-        Path(folder) / "config.json", Path(folder) / "model.safetensors"
-    )  # it comes readable by its owner alone
+    # safetensors makes it readable by its owner alone
+    shutil.copymode(Path(folder) / "config.json", Path(folder) / "model.safetensors")
 
 
 def is_nanogpt(path: str | Path) -> bool:

@@ -169,7 +169,7 @@ REFUSED = {
     "layer_types=['sliding_attention'] is not supported": {"layer_types": ["sliding_attention"]},
     "architecture 'MistralForCausalLM' is none of": {"architectures": ["MistralForCausalLM"]},
     "n_layer='three' is not accepted": {"num_hidden_layers": "three"},
-    "KeyError: 'hidden_size'": {"hidden_size": ...},
+    "there is no hidden_size": {"hidden_size": ...},
     "n_head=6 must be a multiple of n_kv_head=4": {"num_key_value_heads": 4},
     "tensors are too few for 1000000000 layers": {"num_hidden_layers": 10**9},
     "wants (301, 48)": {"vocab_size": 301},
