@@ -28,8 +28,8 @@ import torch
 from safetensors import SafetensorError
 
 from configurator import UserError
-from dataset import DataSet, file_sha256, load_tokenizer, lock
-from huggingface import ONLY_OURS, from_pretrained, hf_class, is_nanogpt, save_pretrained
+from dataset import DataSet, file_sha256, load_tokenizer, lock, tokenizer_id, tokenizer_of_model
+from huggingface import ONLY_OURS, from_pretrained, hf_class, save_pretrained
 from model import GPT, GPTConfig
 from tokenizer import hugging_face_files, same_ids, to_hugging_face
 
@@ -53,7 +53,10 @@ class Saver:
         self.pool, self.writing = ThreadPoolExecutor(1), Future()
         self.writing.set_result(None)
         self.failed = ""  # why the last one could not be written
-        self.tokenizer_files: dict[str, bytes] = {}
+        folder, info = sets[0].folder, sets[0].meta["tokenizer"]
+        self.tokenizer = load_tokenizer(folder)
+        # by name: ours, and what came with it for Hugging Face's tools, or is made for them; now, whatever becomes of the data set
+        self.tokenizer_files = {p.name: p.read_bytes() for p in (folder / info["file"], *hugging_face_files(folder))}
 
     def save(self, model: GPT, optimizer, scaler, state: dict) -> None:
         """Begin to write step_N; returns when all is copied. state: step, best_step and what else is to be found again."""
@@ -73,14 +76,16 @@ class Saver:
         try:
             shutil.rmtree(tmp, ignore_errors=True)
             tmp.mkdir(parents=True)
-            eos_id = self.sets[0].meta["eos_id"]
-            prefix = self.sets[0].meta["tokenizer"].get("prefix", [eos_id])
-            save_pretrained(model.config, weights, tmp, eos_id, prefix[0] if prefix else None)
+            prefix = self.tokenizer.prefix
+            save_pretrained(model.config, weights, tmp, self.tokenizer.eos_id, prefix[0] if prefix else None)
             torch.save(training, tmp / "train_state.pt")
             write_json(tmp / "train_config.json", asdict(self.cfg))
             data = {d.name: d.meta["splits"]["train"]["sha256"] for d in self.sets}
             write_json(tmp / "meta.json", self.sets[0].meta | {"trained_on": data})
-            for name, content in self.tokenizer_of(model.config).items():
+            if "tokenizer.json" not in self.tokenizer_files:
+                made = to_hugging_face(self.tokenizer, model.config.block_size)
+                self.tokenizer_files |= {name: text.encode() for name, text in made.items()}
+            for name, content in self.tokenizer_files.items():
                 (tmp / name).write_bytes(content)
             files = {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in sorted(tmp.iterdir())}
             write_json(tmp / "manifest.json", files)
@@ -99,17 +104,6 @@ class Saver:
             shutil.rmtree(tmp, ignore_errors=True)
             self.failed = f"{target} could not be written ({(getattr(e, 'strerror', None) or str(e)).splitlines()[0]})"
             self.say(f"warning: {self.failed}; training goes on, the checkpoint before it is whole")
-
-    def tokenizer_of(self, c: GPTConfig) -> dict[str, bytes]:
-        """The data set's tokenizer by file name: ours, and the files that came with it or are made for Hugging Face's tools."""
-        if not self.tokenizer_files:
-            folder, info = self.sets[0].folder, self.sets[0].meta["tokenizer"]
-            found = {path.name: path.read_bytes() for path in (folder / info["file"], *hugging_face_files(folder))}
-            if "tokenizer.json" not in found:
-                made = to_hugging_face(load_tokenizer(folder), c.block_size)
-                found |= {name: text.encode() for name, text in made.items()}
-            self.tokenizer_files = found
-        return self.tokenizer_files
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -224,7 +218,8 @@ def load_model(folder: Path, cfg: Any, wanted: GPTConfig, earlier: "Earlier | No
         changed = {k for k, v in asdict(cfg).items() if earlier.settings.get(k) != v}
         differ += [k for k in asdict(wanted) if getattr(found, k) != getattr(wanted, k) and {k, "preset"} & changed]
     if differ:
-        both = "; ".join(f"{k} is {getattr(found, k)} there, {getattr(wanted, k)} here" for k in differ)
+        there = asdict(found) | ({k: earlier.settings[k] for k in changed & set(differ)} if earlier else {})
+        both = "; ".join(f"{k} is {there[k]} there, {getattr(wanted, k)} here" for k in differ)
         raise UserError(f"checkpoint {folder} does not fit the settings: {both}")
     return model
 
@@ -251,7 +246,7 @@ def read_training(folder: Path) -> Earlier:
 
 def check_data(earlier: Earlier, sets: list[DataSet], folder: Path) -> None:
     """UserError if a data set, or the tokenizer, is not the one that the checkpoint was trained with."""
-    tokenizer, before = sets[0].meta["tokenizer"]["sha256"], earlier.meta["tokenizer"]["sha256"]
+    tokenizer, before = (tokenizer_id(meta["tokenizer"]) for meta in (sets[0].meta, earlier.meta))
     differ = [f"tokenizer is {before[:12]} there, {tokenizer[:12]} here"] if tokenizer != before else []
     now = {d.name: d.meta["splits"]["train"]["sha256"] for d in sets}
     for name in sorted(earlier.meta["trained_on"] | now):
@@ -265,11 +260,7 @@ def check_data(earlier: Earlier, sets: list[DataSet], folder: Path) -> None:
 
 def check_tokenizer(folder: Path, sets: list[DataSet], say: Callable[[str], None]) -> None:
     """UserError if the ids of a model that is fine-tuned have another meaning than those of the data."""
-    try:
-        theirs = None if is_nanogpt(folder) else load_tokenizer(folder)
-    except UserError as e:
-        say(f"note: {e}")
-        theirs = None
+    theirs = tokenizer_of_model(folder)
     if theirs is None:
         say(f"note: {folder} has no tokenizer to compare: its ids are taken to be those of {sets[0].name}")
     elif not same_ids(theirs, load_tokenizer(sets[0].folder)):

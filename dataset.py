@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from configurator import UserError
-from tokenizer import SentencePiece, Tiktoken, from_hugging_face, open_tokenizer
+from tokenizer import HF_FILES, SentencePiece, Tiktoken, from_hugging_face, open_tokenizer, tiktoken_names
 
 FORMAT_VERSION = 1
 
@@ -68,7 +68,7 @@ def open_dataset(folder: str | Path) -> dict:
 
 def inside(folder: Path, name: str) -> Path:
     """The file that a JSON of the folder names; UserError if that is not in the folder."""
-    if name != Path(name).name:
+    if name != Path(str(name)).name:
         raise UserError(f"{folder}: it names the file {name!r}, which is not in this folder: not read")
     return folder / name
 
@@ -78,20 +78,35 @@ def load_tokenizer(folder: str | Path) -> SentencePiece | Tiktoken:
     folder = Path(folder)
     if not (folder / "meta.json").exists():
         return from_hugging_face(folder)
-    info = read_meta(folder)["tokenizer"]
-    path = inside(folder, info["file"])
-    if not path.exists() or file_sha256(path) != info["sha256"]:
-        raise UserError(f"{path}: missing, or not the tokenizer that the data was made with")
-    return open_tokenizer(path, info)
+    try:
+        info = read_meta(folder)["tokenizer"]
+        path = inside(folder, info["file"])
+        if not path.exists() or file_sha256(path) != info["sha256"]:
+            raise UserError(f"{path}: missing, or not the tokenizer that the data was made with")
+        return open_tokenizer(path, info)
+    except (LookupError, TypeError, AttributeError, ValueError) as e:
+        raise UserError(f"{folder}/meta.json: damaged, about the tokenizer ({type(e).__name__}: {e})") from None
+
+
+def tokenizer_of_model(folder: Path) -> SentencePiece | Tiktoken | None:
+    """The tokenizer that lies beside a model's weights; None if there is no file of one, as with nanoGPT's ckpt.pt."""
+    files = ("meta.json", SentencePiece.file, *HF_FILES)
+    return load_tokenizer(folder) if any((folder / name).exists() for name in files) else None
 
 
 def find_tokenizer(spec: str) -> SentencePiece | Tiktoken:
     """What --tokenizer names: a folder as above, a .model or .tiktoken file, or a name that tiktoken knows."""
-    if Path(spec).is_dir():
+    if Path(spec).is_dir() and spec not in tiktoken_names():
         return load_tokenizer(spec)
     if spec.endswith(".model"):
         return SentencePiece(spec)
     return Tiktoken.from_file(spec) if spec.endswith(".tiktoken") else Tiktoken.by_name(spec)
+
+
+def tokenizer_id(info: dict) -> str:
+    """Of what meta.json says of a tokenizer: the same for two that make the same ids. A .tiktoken file is not all of one."""
+    settings = info.get("pattern"), info.get("eos", "<|endoftext|>"), info.get("normalize", "")
+    return hashlib.sha256(json.dumps([info["sha256"], settings]).encode()).hexdigest()
 
 
 def open_split(folder: str | Path, meta: dict, split: str) -> np.memmap:
@@ -273,8 +288,8 @@ def open_datasets(spec: str, data_dir: str | Path) -> list[DataSet]:
         raise UserError(f"dataset={spec!r}: give every data set a weight, or none")
     metas = [open_dataset(Path(data_dir) / name) for name in names]
     for name, meta in zip(names, metas, strict=True):
-        if meta["tokenizer"]["sha256"] != metas[0]["tokenizer"]["sha256"]:
-            same = f"prepare both with one --tokenizer, {data_dir}/{names[0]}/{metas[0]['tokenizer']['file']} say"
+        if tokenizer_id(meta["tokenizer"]) != tokenizer_id(metas[0]["tokenizer"]):
+            same = f"prepare both with one --tokenizer, {data_dir}/{names[0]} say"
             raise UserError(f"dataset={spec!r}: {name} was made with another tokenizer than {names[0]}; {same}")
     if None in weights:
         weights = [Fraction(meta["splits"]["train"]["tokens"]) for meta in metas]

@@ -1,18 +1,17 @@
 """A model as other tools write it, out and in: config.json and safetensors in the names of Hugging Face's classes.
 
-    save_pretrained(model.config, model.state_dict(), folder)     -> AutoModelForCausalLM.from_pretrained(folder)
-    from_pretrained(folder)                                       GPT2LMHeadModel, LlamaForCausalLM, Qwen3ForCausalLM, in one
-                                                                  file or several; nanoGPT's ckpt.pt
+    save_pretrained(model.config, dict(model.named_parameters()), folder)     -> AutoModelForCausalLM.from_pretrained(folder)
+    from_pretrained(folder)     <- a GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM, in one file or in shards; nanoGPT's ckpt.pt
 
 What a config.json asks for and model.py does not compute is refused by its name. Nothing that is read can execute anything, and
-no file outside the folder is opened.
+no file can name one outside its folder.
 """
 
 import json
-import pickle
 import shutil
-from dataclasses import asdict, fields, replace
+from dataclasses import Field, asdict, fields, replace
 from pathlib import Path
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -81,13 +80,21 @@ def to_config(c: GPTConfig, eos_id: int | None = None, bos_id: int | None = None
     return shared | {"hidden_act": "silu", "mlp_bias": c.bias}
 
 
-# What says nothing of what is computed: who wrote it, how it was initialised, how text is made of it, other heads of a class.
-HARMLESS = """
-    architectures model_type torch_dtype dtype transformers_version _name_or_path use_cache initializer_range pretraining_tp
-    bos_token_id eos_token_id pad_token_id unk_token_id task_specific_params n_ctx max_window_layers sliding_window
-    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj reorder_and_upcast_attn
-    is_llama_config transformers.js_config gradient_checkpointing embd_pdrop attn_pdrop note
-""".split()
+# What says nothing of the logits: who wrote it, how it was initialised, how text is made with it, what other heads would do.
+HARMLESS = set(
+    """
+    architectures model_type torch_dtype dtype transformers_version _name_or_path initializer_range note tokenizer_class prefix
+    use_cache pretraining_tp gradient_checkpointing use_bfloat16 torchscript _attn_implementation attn_implementation
+    return_dict return_dict_in_generate output_hidden_states output_attentions output_scores output_past
+    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id task_specific_params
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
+    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences
+    num_labels _num_labels id2label label2id problem_type finetuning_task predict_special_tokens is_decoder
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    n_ctx embd_pdrop attn_pdrop reorder_and_upcast_attn max_window_layers sliding_window
+    is_llama_config transformers.js_config unsloth_version unsloth_fixed
+    """.split()
+)
 
 
 def from_config(d: dict) -> GPTConfig:
@@ -99,12 +106,25 @@ def from_config(d: dict) -> GPTConfig:
     elif name in CLASSES:
         found = in_our_words(d, name)
     else:
-        raise ValueError(f"config.json: architecture {name!r} is none of {', '.join(CLASSES)}")
+        raise ValueError(f"architecture {name!r} is none of {', '.join(CLASSES)}")
+    return checked(found)
+
+
+def checked(found: dict[str, Any]) -> GPTConfig:
     for f in fields(GPTConfig):
-        wanted = (int, float) if isinstance(f.default, float) else type(f.default)
-        if not isinstance(found.get(f.name, f.default), wanted):
-            raise ValueError(f"config.json: {f.name}={found[f.name]!r} is not accepted")
+        if f.name in found and not accepts(f, found[f.name]):
+            raise ValueError(f"{f.name}={found[f.name]!r} is not accepted")
     return GPTConfig(**found)
+
+
+def accepts(f: Field, value: Any) -> bool:
+    """Is this a value for a field of GPTConfig? Numbers are not negative, and of a size that a model can have."""
+    if choices := get_args(f.type):
+        return value in choices
+    if isinstance(f.default, bool) or isinstance(value, bool):
+        return isinstance(f.default, bool) and isinstance(value, bool)
+    most = 2**22 if f.name == "block_size" else 2**31  # RoPE has a table of all positions
+    return isinstance(value, int | float if isinstance(f.default, float) else int) and 0 <= value <= most
 
 
 def in_our_words(d: dict, name: str) -> dict:
@@ -114,21 +134,25 @@ def in_our_words(d: dict, name: str) -> dict:
     rope = rest.pop("rope_parameters", None) or {}  # where transformers 5 has rope_theta, and what was rope_scaling
     rest |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
     scaling = rest.pop("rope_scaling", None) or {k: v for k, v in rope.items() if k != "rope_theta"}
-    if scaling and scaling != {"rope_type": "default"}:
+    if {k: v for k, v in scaling.items() if k not in ("type", "rope_type") or v != "default"}:
         rest["rope_scaling"] = scaling
     given = {ours: value for ours, theirs in keys.items() if (value := rest.pop(theirs, None)) is not None}
     if missing := [theirs for ours, theirs in keys.items() if ours not in defaults | given]:
-        raise ValueError(f"config.json: there is no {missing[0]}")
+        raise ValueError(f"there is no {missing[0]}")
     found = PRESETS[preset] | defaults | given
     if name == "GPT2LMHeadModel" and (gelu := rest.get("activation_function", "gelu_new")) in GELUS:
         rest.pop("activation_function", None)
         found["mlp"] = GELUS[gelu]
 
-    must_be = dict(hidden_act="silu", mlp_bias=found["bias"], scale_attn_weights=True)  # where they are given
+    must_be = dict(hidden_act="silu", scale_attn_weights=True, partial_rotary_factor=1.0)  # where they are given
+    if name == "LlamaForCausalLM" and rest.pop("mlp_bias", False) != found["bias"]:
+        raise ValueError("attention_bias without mlp_bias, or the reverse, is not supported")
+    if name == "Qwen3ForCausalLM" and found["bias"]:
+        raise ValueError("attention_bias=True is not supported")
     rest["layer_types"] = [kind for kind in rest.get("layer_types") or [] if kind != "full_attention"]
     for key, value in rest.items():
         if value != must_be[key] if key in must_be else value not in (None, False, [], {}):
-            raise ValueError(f"config.json: {key}={value!r} is not supported")
+            raise ValueError(f"{key}={value!r} is not supported")
     return found
 
 
@@ -178,32 +202,37 @@ def to_state(c: GPTConfig, state: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return out
 
 
-def from_state(model: GPT, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inverse of to_state. ValueError that names the first tensor that is missing, too many, or of another shape."""
-    c, state = model.config, {}
+def from_state(c: GPTConfig, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of to_state. ValueError that names a tensor that is missing, too many, or not what config.json says."""
     gpt2 = hf_class(c) == "GPT2LMHeadModel"
     if gpt2 and "wte.weight" in stored:  # of a GPT2Model, without its head
         stored = {k if k == "lm_head.weight" else f"transformer.{k}": w for k, w in stored.items()}
-    for key, like in to_state(c, dict(model.named_parameters())).items():
-        if gpt2 and not c.bias and key.endswith("bias"):
-            continue
-        if key not in stored:
+    with torch.device("meta"):  # shapes alone: nothing is allocated before the file is known to fit
+        parameters = dict(GPT(replace(c, block_size=1) if c.pos == "rope" else c).named_parameters())
+    wanted = to_state(c, parameters)
+    zero = {k for k in wanted if gpt2 and not c.bias and k.endswith("bias")}  # the class has them, c has not
+    for key, like in wanted.items():
+        if key not in stored and key not in zero:
             raise ValueError(f"there is no tensor {key}")
-        if stored[key].shape != like.shape or not stored[key].is_floating_point():
+        if key in stored and (stored[key].shape != like.shape or not stored[key].is_floating_point()):
             found = f"{tuple(stored[key].shape)} of {stored[key].dtype}"
             raise ValueError(f"{key} is {found}, config.json wants {tuple(like.shape)}")
-    used = {key for name in model.state_dict() for key in hf_names(c, name)}
-    buffers = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # old versions stored these constants
-    if more := sorted(k for k in stored.keys() - used if not (k.endswith(buffers) or (gpt2 and k.endswith("bias")))):
-        raise ValueError(f"{more[0]} belongs to no part of this architecture")
-    for name, like in model.state_dict().items():
-        if name == "lm_head.weight" and c.tie_embeddings:
-            state[name] = state["wte.weight"]
-            continue
+    buffers = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # constants that old versions stored
+    for key in sorted(stored.keys() - wanted.keys()):
+        tied = key == "lm_head.weight" and torch.equal(stored[key], stored[hf_names(c, "wte.weight")[0]])
+        if not (tied or key.endswith(buffers)):
+            raise ValueError(f"{key} belongs to no part of this architecture, or is not what it is tied to")
+    if lost := [k for k in sorted(zero & stored.keys()) if stored[k].any()]:
+        raise ValueError(f"{lost[0]} is not 0, but config.json says use_bias=false")
+
+    state = {}
+    for name, like in parameters.items():
         w = torch.cat([stored[key] for key in hf_names(c, name)])
         if gpt2 and name.startswith("blocks.") and w.dim() == 2:
             w = w.t()
         state[name] = F.pad(w, (0, 0, 0, like.size(0) - w.size(0))) if name in ("wte.weight", "lm_head.weight") else w
+    if c.tie_embeddings:
+        state["lm_head.weight"] = state["wte.weight"]
     return state
 
 
@@ -219,11 +248,10 @@ def save_pretrained(
     bos_id: int | None = None,
 ) -> None:
     """Write config.json and model.safetensors. state: our parameters by name, a tied matrix once, as wte.weight."""
-    (Path(folder) / "config.json").write_text(json.dumps(to_config(c, eos_id, bos_id), indent=2) + "\n")
-    weights = {k: w.detach().cpu() for k, w in to_state(c, state).items()}
-    save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-    # safetensors makes it readable by its owner alone
-    shutil.copymode(Path(folder) / "config.json", Path(folder) / "model.safetensors")
+    config, weights = Path(folder) / "config.json", Path(folder) / "model.safetensors"
+    config.write_text(json.dumps(to_config(c, eos_id, bos_id), indent=2) + "\n")
+    save_file({k: w.detach().cpu() for k, w in to_state(c, state).items()}, weights, metadata={"format": "pt"})
+    shutil.copymode(config, weights)  # save_file makes it readable by its owner alone
 
 
 def is_nanogpt(path: str | Path) -> bool:
@@ -238,62 +266,60 @@ def from_pretrained(path: str | Path, **overrides) -> GPT:
     ValueError, in one line, for a file that is missing, damaged or not safe to read, or asks for what we do not compute.
     """
     path = Path(path)
-    if is_nanogpt(path):
-        config, stored, source = read_nanogpt(path if path.suffix == ".pt" else path / "ckpt.pt")
-    else:
-        try:
-            config = from_config(json.loads((path / "config.json").read_text(encoding="utf-8")))
-        except OSError as e:
-            raise ValueError(f"config.json: {e.strerror}") from None
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as e:
-            raise ValueError(f"config.json: {type(e).__name__}: {e}") from None
-        stored, source = read_safetensors(path), "model.safetensors"
-    if config.n_layer > len(stored):
-        raise ValueError(f"{source}: {len(stored)} tensors are too few for {config.n_layer} layers")
-    model = GPT(replace(config, **overrides))
     try:
-        model.load_state_dict(from_state(model, stored), strict=True)
-    except ValueError as e:
-        raise ValueError(f"{source}: {e}") from None
-    return model
+        if is_nanogpt(path):
+            source = path.name if path.suffix == ".pt" else "ckpt.pt"
+            config, stored = read_nanogpt(path if path.suffix == ".pt" else path / source)
+        else:
+            source = "config.json"
+            config = from_config(json.loads((path / source).read_text(encoding="utf-8")))
+            source = "model.safetensors"
+            stored = read_safetensors(path)
+        if config.n_layer > len(stored):
+            raise ValueError(f"{len(stored)} tensors are too few for {config.n_layer} layers")
+        state = from_state(config, stored)
+        model = GPT(replace(config, **overrides))
+        model.load_state_dict(state, strict=True)
+        return model
+    except OSError as e:
+        raise ValueError(f"{source}: {e.strerror}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError) as e:
+        what = str(e) if type(e) is ValueError else f"{type(e).__name__}: {e}"
+        raise ValueError(f"{source}: {' '.join(what.split())}") from None
 
 
 def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of model.safetensors, or of the shards that its index names."""
     index, names = folder / "model.safetensors.index.json", ["model.safetensors"]
-    if not (folder / names[0]).exists():
-        if index.exists():
-            try:
-                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError) as e:
-                raise ValueError(f"{index.name}: {type(e).__name__}: {e}") from None
-        elif list(folder.glob("pytorch_model*.bin")):
-            raise ValueError(
-                "its weights are pickled (pytorch_model.bin), which could execute anything: only safetensors are read; in "
-                "transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW) writes them"
-            )
+    if index.exists() and not (folder / names[0]).exists():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    elif not (folder / names[0]).exists() and list(folder.glob("pytorch_model*.bin")):
+        raise ValueError(
+            "the weights are pickled (pytorch_model.bin), which could execute anything: only safetensors are read; in "
+            "transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW) writes them"
+        )
     stored = {}
     for name in names:
         if name != Path(str(name)).name or not name.endswith(".safetensors"):
-            raise ValueError(f"{index.name}: {name!r} is no .safetensors file in this folder")
+            raise ValueError(f"the index names {name!r}, which is no .safetensors file in this folder")
+        shard = "" if name == "model.safetensors" else f"{name}: "
         if not (folder / name).is_file():
-            raise ValueError(f"{name}: No such file")
+            raise ValueError(f"{shard}No such file")
         try:
             stored |= load_file(folder / name)
         except SafetensorError as e:
-            raise ValueError(f"{name}: truncated, or no safetensors file ({e})") from None
+            raise ValueError(f"{shard}truncated, or no safetensors file ({e})") from None
     return stored
 
 
-def read_nanogpt(path: Path) -> tuple[GPTConfig, dict[str, torch.Tensor], str]:
+def read_nanogpt(path: Path) -> tuple[GPTConfig, dict[str, torch.Tensor]]:
     """Shape and weights of a checkpoint of nanoGPT's train.py, the latter as Hugging Face's GPT-2 has them."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        args, state = saved["model_args"], saved["model"]
-        config = GPTConfig(**PRESETS["gpt2"] | {f.name: args[f.name] for f in fields(GPTConfig) if f.name in args})
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as e:
-        raise ValueError(f"{path.name}: no checkpoint of nanoGPT ({str(e).splitlines()[0]})") from None
-    except OSError as e:
-        raise ValueError(f"{path}: {e.strerror}") from None
-    state = {k.removeprefix("_orig_mod."): w for k, w in state.items()}  # torch.compile's
-    return config, {k: w.t() if ".h." in k and w.dim() == 2 else w for k, w in state.items()}, path.name
+    except OSError:
+        raise
+    except Exception as e:  # what a damaged pickle raises is anything
+        raise ValueError(f"no checkpoint of nanoGPT ({type(e).__name__}: {' '.join(str(e).split())[:200]})") from None
+    args = {f.name: saved["model_args"][f.name] for f in fields(GPTConfig) if f.name in saved["model_args"]}
+    state = {k.removeprefix("_orig_mod."): w for k, w in saved["model"].items()}  # torch.compile's
+    return checked(PRESETS["gpt2"] | args), {k: w.t() if ".h." in k and w.dim() == 2 else w for k, w in state.items()}

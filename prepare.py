@@ -529,7 +529,8 @@ def check_target(target: Path, name: str) -> None:
         raise UserError(f"{name!r} cannot name a data set: give --name=NAME, a plain folder name")
     if os.path.lexists(target):
         a_folder = target.is_dir() and not target.is_symlink()
-        others = sorted({p.name for p in target.iterdir()} - SET_FILES) if a_folder else [target.name]
+        inside = {p.name for p in target.iterdir()} if a_folder else {target.name}
+        others = sorted(inside - SET_FILES if "meta.json" in inside else inside)
         if others:
             raise UserError(f"{target} exists and is no data set (see {others[0]!r}): choose another --name")
 

@@ -24,7 +24,7 @@ import torch
 
 from checkpoint import newest_checkpoint
 from configurator import UserError, parse, run
-from dataset import DataSet, find_tokenizer, load_tokenizer, open_dataset
+from dataset import DataSet, find_tokenizer, load_tokenizer, open_dataset, tokenizer_of_model
 from huggingface import from_pretrained, is_nanogpt
 from model import GPT
 from report import in_other_units
@@ -90,9 +90,14 @@ def find_checkpoint(cfg: SampleConfig) -> Path:
 def encode_prompt(prompt: str, tokenizer: SentencePiece | Tiktoken, block_size: int) -> tuple[str, list[int]]:
     """(the text that is continued, its ids behind the tokenizer's prefix: ours is an eos, since a document begins)."""
     prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # a terminal can pass any bytes
-    ids = [*tokenizer.prefix, *tokenizer.encode(prompt).tolist()] or [tokenizer.eos_id]
+    try:
+        own = tokenizer.encode(prompt).tolist()
+    except ValueError as e:
+        raise UserError(f"the prompt has no tokens: {e}") from None
+    ids = [*tokenizer.prefix, *own] or [tokenizer.eos_id]
     if len(ids) > block_size:
-        raise UserError(f"the prompt has {len(ids) - 1:,} tokens, the model sees {block_size - 1:,}: shorten it")
+        most = block_size - len(tokenizer.prefix)
+        raise UserError(f"the prompt has {len(own):,} tokens, the model sees {most:,}: shorten it")
     return prompt, ids
 
 
@@ -126,14 +131,12 @@ def continue_text(
 
 def model_tokenizer(folder: Path, cfg: SampleConfig) -> SentencePiece | Tiktoken | None:
     """The model's tokenizer; None if it has none, which evaluation can do without."""
-    if cfg.tokenizer:
-        return find_tokenizer(cfg.tokenizer)
-    if is_nanogpt(folder):
-        if not cfg.eval:
-            raise UserError(f"{folder}: nanoGPT's checkpoints have no tokenizer: name it, as --tokenizer=gpt2")
+    tokenizer = find_tokenizer(cfg.tokenizer) if cfg.tokenizer else tokenizer_of_model(folder)
+    if tokenizer is None and not cfg.eval:
+        raise UserError(f"{folder}: no tokenizer is there: name it, as --tokenizer=gpt2")
+    if tokenizer is None:
         print(f"note: no tokenizer is there: its ids are taken to be those of {cfg.eval}", file=sys.stderr)
-        return None
-    return load_tokenizer(folder)
+    return tokenizer
 
 
 def evaluate_on(
@@ -187,7 +190,7 @@ def main() -> None:
         print(evaluate_on(Path(cfg.eval), model, tokenizer, cfg, Machine(0, 0, 1, torch.device(device), dtype, why)))
         print(about, file=sys.stderr)
         return
-    if tokenizer.vocab_size > (V := model.config.vocab_size):
+    if max([tokenizer.vocab_size - 1, *tokenizer.prefix]) >= (V := model.config.vocab_size):
         raise UserError(f"{folder}: a vocabulary of {V:,}; its tokenizer has {tokenizer.vocab_size:,} tokens")
     model = model.to(dtype).eval()
     start = encode_prompt(prompt, tokenizer, model.config.block_size)

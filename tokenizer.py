@@ -16,7 +16,6 @@ import base64
 import json
 import re
 import unicodedata
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +65,12 @@ class SentencePiece:
         return {"kind": self.kind, "file": self.file, "prefix": self.prefix}
 
 
+def tiktoken_names() -> list[str]:
+    import tiktoken
+
+    return tiktoken.list_encoding_names()
+
+
 class Tiktoken:
     kind, file = "tiktoken", "tokenizer.tiktoken"
 
@@ -93,8 +98,8 @@ class Tiktoken:
     def by_name(cls, name: str) -> "Tiktoken":
         import tiktoken
 
-        if name not in tiktoken.list_encoding_names():
-            known = ", ".join(tiktoken.list_encoding_names())
+        if name not in tiktoken_names():
+            known = ", ".join(tiktoken_names())
             raise UserError(f"--tokenizer {name}: no such file, and no tiktoken encoding; it knows {known}")
         try:
             e = tiktoken.get_encoding(name)
@@ -128,7 +133,9 @@ class Tiktoken:
         except BaseException as e:  # a panic in tiktoken's Rust, on a million spaces say, is no Exception
             if type(e).__name__ != "PanicException":
                 raise
-            raise ValueError(f"tiktoken fails on it: {str(e).splitlines()[0][:80]}") from None
+            why = str(e).splitlines()[0][:80]
+            why = "the vocabulary lacks a byte of it" if why.startswith("no entry found") else why
+            raise ValueError(f"tiktoken fails on it: {why}") from None
 
     def decode(self, ids: list[int]) -> str:
         return self.encoding.decode(ids)
@@ -166,8 +173,10 @@ def same_ids(a: SentencePiece | Tiktoken, b: SentencePiece | Tiktoken) -> bool:
 
 def open_tokenizer(path: str | Path, info: dict) -> SentencePiece | Tiktoken:
     """A tokenizer file, and what `save` returned when it was written."""
-    if info["kind"] == "sentencepiece":
+    if info["kind"] == SentencePiece.kind:
         return SentencePiece(path, info.get("prefix"))
+    if info["kind"] != Tiktoken.kind:
+        raise ValueError(f"tokenizer kind {info['kind']!r}")
     more = {k: info[k] for k in ("eos", "normalize", "prefix") if k in info}
     return Tiktoken.from_file(path, info["pattern"], info["special"], **more)
 
@@ -199,48 +208,27 @@ def to_hugging_face(tokenizer: SentencePiece | Tiktoken, block_size: int) -> dic
     """File name -> text of tokenizer.json and tokenizer_config.json: for AutoTokenizer, pipelines and llama.cpp.
 
     The same ids, but for a text that has U+2581 or the name of a special token in it. The prefix is called bos there, and
-    stands before every text unless add_special_tokens=False. {} for a SentencePiece model that is not of the kind which
-    prepare.py trains: BPE with pieces for all bytes, and a text as it is (sp.normalize only marks its spaces).
+    stands before every text unless add_special_tokens=False. {} for a SentencePiece of another kind than prepare.py trains.
     """
-    if tokenizer.kind == "sentencepiece":
-        sp = tokenizer.sp
-        kinds = [(sp.is_control(i), sp.is_unknown(i), sp.is_byte(i)) for i in range(sp.vocab_size())]
-        scores = [sp.get_score(i) for i, kind in enumerate(kinds) if not any(kind)]
-        in_order = scores == [-i for i in range(len(scores))]  # a BPE's scores are the order of its merges
-        if not in_order or sp.normalize("  a １ ") != "▁▁a▁１▁" or sum(is_byte for *_, is_byte in kinds) < 256:
-            return {}
-        vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
-        special = {sp.id_to_piece(i): i for i, (control, unknown, _) in enumerate(kinds) if control or unknown}
-        names = {i: name for name, i in special.items()}
-        merges = all_merges({piece: i for piece, i in vocab.items() if not any(kinds[i])})
-        steps = {"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}}
-        back = [{"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}]
-        steps |= {"decoder": {"type": "Sequence", "decoders": [*back, {"type": "ByteFallback"}, {"type": "Fuse"}]}}
-        model = {"unk_token": sp.id_to_piece(sp.unk_id()), "fuse_unk": True, "byte_fallback": True}
-    else:
-        e, special = tokenizer.encoding, tokenizer.encoding._special_tokens
-        tokens = {as_characters(token): rank for token, rank in e._mergeable_ranks.items()}
-        names = {i: name for name, i in special.items()}
-        vocab, merges = tokens | special, all_merges(tokens)
-        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        # Its engine takes {1,3}+ for a repetition of {1,3}; nothing follows it, so that possessive or not is the same.
-        pattern = re.sub(r"(\{[\d,]+\})\+", r"\1", tokenizer.pattern)
-        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        steps = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]}, "decoder": byte_level}
-        steps |= {"normalizer": {"type": tokenizer.normalize}} if tokenizer.normalize else {}
-        model = {"unk_token": None, "fuse_unk": False, "byte_fallback": False}
-
+    described = describe_sentencepiece if tokenizer.kind == "sentencepiece" else describe_tiktoken
+    if (parts := described(tokenizer)) is None:
+        return {}
+    special, model, steps = parts
+    names = {i: name for name, i in special.items()}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
-    added = [{"id": i, "content": name} | flags for name, i in sorted(special.items(), key=lambda item: item[1])]
+    added = [{"id": i, "content": names[i]} | flags for i in sorted(names)]
     bos = names.get(tokenizer.prefix[0]) if tokenizer.prefix else None
-    text = [{"Sequence": {"id": "A", "type_id": 0}}]
     before = [{"SpecialToken": {"id": bos, "type_id": 0}}] if bos else []
-    pair = [*before, *text, {"Sequence": {"id": "B", "type_id": 1}}]
+    one = [*before, {"Sequence": {"id": "A", "type_id": 0}}]
     known = {bos: {"id": bos, "ids": tokenizer.prefix, "tokens": [bos]}} if bos else {}
-    template = {"type": "TemplateProcessing", "single": [*before, *text], "pair": pair, "special_tokens": known}
+    template = {"type": "TemplateProcessing", "single": one, "pair": [*one, {"Sequence": {"id": "B", "type_id": 1}}]}
     content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
-    content |= {"normalizer": None, "pre_tokenizer": None, "post_processor": template} | steps
-    content |= {"model": {"type": "BPE", "dropout": None} | model | {"vocab": vocab, "merges": merges}}
+    content |= {
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": template | {"special_tokens": known},
+    } | steps
+    content |= {"model": {"type": "BPE", "dropout": None} | model}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size, "bos_token": bos}
     config |= {"eos_token": names[tokenizer.eos_id], "unk_token": model["unk_token"], "add_bos_token": bool(bos)}
     config |= {"add_prefix_space": False, "clean_up_tokenization_spaces": False}
@@ -248,6 +236,40 @@ def to_hugging_face(tokenizer: SentencePiece | Tiktoken, block_size: int) -> dic
         "tokenizer.json": json.dumps(content, ensure_ascii=False) + "\n",
         "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
     }
+
+
+def describe_sentencepiece(tokenizer: SentencePiece) -> tuple[dict, dict, dict] | None:
+    """(special tokens, model, steps before and after it) of tokenizer.json; None where they would not compute the same:
+    unless it is a BPE with pieces for all bytes, and takes a text as it is.
+    """
+    sp = tokenizer.sp
+    kinds = [(sp.is_control(i), sp.is_unknown(i), sp.is_byte(i)) for i in range(sp.vocab_size())]
+    scores = [sp.get_score(i) for i, kind in enumerate(kinds) if not any(kind)]
+    in_order = scores == [-i for i in range(len(scores))]  # a BPE's scores are the order of its merges
+    if not in_order or sp.normalize("  a １ ") != "▁▁a▁１▁" or sum(is_byte for *_, is_byte in kinds) < 256:
+        return None
+    vocab = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
+    special = {sp.id_to_piece(i): i for i, (control, unknown, _) in enumerate(kinds) if control or unknown}
+    merges = all_merges({piece: i for piece, i in vocab.items() if not any(kinds[i])})
+    model = {"unk_token": sp.id_to_piece(sp.unk_id()), "fuse_unk": True, "byte_fallback": True}
+    marked = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    unmarked = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    decoder = {"type": "Sequence", "decoders": [unmarked, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    return special, model | {"vocab": vocab, "merges": merges}, {"normalizer": marked, "decoder": decoder}
+
+
+def describe_tiktoken(tokenizer: Tiktoken) -> tuple[dict, dict, dict]:
+    """The same of a byte-level BPE."""
+    special = tokenizer.encoding._special_tokens
+    tokens = {as_characters(token): rank for token, rank in tokenizer.encoding._mergeable_ranks.items()}
+    model = {"unk_token": None, "fuse_unk": False, "byte_fallback": False}
+    model |= {"vocab": tokens | special, "merges": all_merges(tokens)}
+    # Its engine takes {1,3}+ for a repetition of {1,3}; nothing follows it, so that possessive or not is the same.
+    pattern = re.sub(r"(\{[\d,]+\})\+", r"\1", tokenizer.pattern)
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    steps = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]}, "decoder": byte_level}
+    return special, model, steps | ({"normalizer": {"type": tokenizer.normalize}} if tokenizer.normalize else {})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -263,19 +285,21 @@ def hugging_face_files(folder: str | Path) -> list[Path]:
 
 
 def from_hugging_face(folder: Path) -> SentencePiece | Tiktoken:
-    """The tokenizer of a Hugging Face model directory; UserError, by name, for what neither library computes the same."""
+    """The tokenizer of a Hugging Face model directory. UserError, by name, for what neither library is known to compute the same.
+
+    A special token's name in a text is text here, as everywhere in this program.
+    """
     try:
         return convert(folder)
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as e:
-        raise UserError(f"{folder}: its tokenizer files are damaged ({type(e).__name__}: {e})") from None
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as e:
+        what = " ".join(f"{type(e).__name__}: {e}".split())
+        raise UserError(f"{folder}: its tokenizer files cannot be used ({what})") from None
 
 
 def convert(folder: Path) -> SentencePiece | Tiktoken:
-    config, whole, of_model = (
-        read_json(folder / name) for name in ("tokenizer_config.json", "tokenizer.json", "config.json")
-    )
-    added = {t["content"]: t["id"] for t in whole.get("added_tokens", [])}
-    added |= {t["content"]: int(i) for i, t in config.get("added_tokens_decoder", {}).items()}
+    names = "tokenizer_config.json special_tokens_map.json added_tokens.json tokenizer.json config.json"
+    config, named, more, whole, of_model = (read_json(folder / name) for name in names.split())
+    config = named | config
     sp_file = folder / SentencePiece.file
     if sp_file.exists() and not (whole and is_byte_level(whole)):
         tokenizer = SentencePiece(sp_file)
@@ -295,16 +319,42 @@ def convert(folder: Path) -> SentencePiece | Tiktoken:
         raise UserError(
             f"{folder}: no tokenizer there: no tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
         )
-    name = config.get("eos_token") or next(iter(names_of(of_model.get("eos_token_id"), vocab | added)), None)
-    eos = name["content"] if isinstance(name, dict) else name
-    if eos is None and "<|endoftext|>" in vocab | added:
-        eos = "<|endoftext|>"
-    if eos not in vocab | added:
+    if config.get("add_prefix_space"):
+        raise UserError(f"{folder}/tokenizer_config.json: add_prefix_space is not supported")
+
+    # special tokens, the eos among them
+    added = [
+        *whole.get("added_tokens", []),
+        *({"id": int(i)} | t for i, t in config.get("added_tokens_decoder", {}).items()),
+    ]
+    for t in added:
+        if not t.get("special") and t["content"][:1] not in ("<", "["):  # such as a run of spaces
+            raise UserError(f"{folder}: the added token {t['content']!r} would cut ordinary text: not supported")
+    special = more | {t["content"]: t["id"] for t in added}
+    known = vocab | special
+    eos_ids = of_model.get("eos_token_id")
+    by_id = [name for i in (eos_ids if isinstance(eos_ids, list) else [eos_ids]) for name in known if known[name] == i]
+    eos = config.get("eos_token") or next(iter(by_id), "<|endoftext|>")
+    eos = eos["content"] if isinstance(eos, dict) else eos
+    if eos not in known:
         raise UserError(f"{folder}: its tokenizer names no eos token, which ends every document")
-    special = added | {eos: (vocab | added)[eos]}
+    special |= {eos: known[eos]}
+    if odd := [name for name, i in special.items() if not (isinstance(i, int) and 0 <= i < 1 << 24)]:
+        raise UserError(f"{folder}: the id {special[odd[0]]!r} of {odd[0]!r} is none")
+
     ranks = ranks_of({t: i for t, i in vocab.items() if t not in special}, merges, whole_words, folder)
-    prefix = prefix_of(whole, folder)
-    return Tiktoken(folder.resolve().name, pattern, ranks, special, eos, normalize, prefix)
+    tokenizer = Tiktoken("hf", pattern, ranks, special, eos, normalize, prefix_of(whole, folder))
+    try:
+        back = tokenizer.decode(tokenizer.encode(PROBE).tolist())
+    except ValueError:  # a byte that it lacks
+        back = PROBE
+    if back != unicodedata.normalize(normalize, PROBE) if normalize else back != PROBE:
+        raise UserError(f"{folder}/tokenizer.json: its pattern leaves out parts of a text: not supported")
+    return tokenizer
+
+
+# Letters, marks, digits, spaces and signs beside each other: a pattern that does not take all of a text leaves some of them out.
+PROBE = "ab\ncd  e\t\tf\r\n 12 ½x_-.,;: 中文，。１é" + "".join(map(chr, range(128)))
 
 
 def read_json(path: Path) -> dict:
@@ -313,11 +363,6 @@ def read_json(path: Path) -> dict:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError as e:
         raise UserError(f"{path}: damaged ({e})") from None
-
-
-def names_of(ids: int | list[int] | None, vocab: dict[str, int]) -> Iterator[str]:
-    wanted = ids if isinstance(ids, list) else [ids]
-    return (name for name, i in vocab.items() if i in wanted)
 
 
 def is_byte_level(whole: dict) -> bool:
@@ -364,9 +409,11 @@ def ranks_of(vocab: dict[str, int], merges: list[tuple], whole_words: bool, fold
     """
     try:
         ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in vocab.items()}
-        results = [vocab[a + b] for a, b in merges if a + b in vocab]
-    except (KeyError, TypeError, ValueError):
-        raise UserError(f"{folder}: its vocabulary and merges are not those of a byte-level BPE") from None
+    except KeyError:
+        raise UserError(f"{folder}: its vocabulary is not that of a byte-level BPE") from None
+    if len(set(ranks.values())) < len(ranks) or not 0 <= min(ranks.values()) <= max(ranks.values()) < 1 << 24:
+        raise UserError(f"{folder}: the ids of its vocabulary are no numbering")
+    results = [vocab[a + b] for a, b in merges if a + b in vocab]
     if any(a > b for a, b in zip(results, results[1:], strict=False)):
         raise UserError(f"{folder}: its merges are not in the order of their ids: not supported")
     made = set(results)
@@ -375,12 +422,13 @@ def ranks_of(vocab: dict[str, int], merges: list[tuple], whole_words: bool, fold
 
 def prefix_of(whole: dict, folder: Path) -> list[int]:
     """The ids that a tokenizer.json puts before every text."""
-    steps = whole.get("post_processor") or {}
-    for step in steps.get("processors", [steps]):
-        if step.get("type") == "TemplateProcessing":
-            marks = [next(iter(part)) for part in step["single"]]
-            if marks[-1:] != ["Sequence"] or marks.count("Sequence") != 1:
+    post, found = whole.get("post_processor") or {"type": "Sequence", "processors": []}, []
+    for step in post["processors"] if post["type"] == "Sequence" else [post]:
+        if step["type"] == "TemplateProcessing":
+            *before, text = step["single"]
+            if "Sequence" not in text or any("Sequence" in part for part in before):
                 raise UserError(f"{folder}/tokenizer.json: it puts tokens behind every text: not supported")
-            names = [part["SpecialToken"]["id"] for part in step["single"][:-1]]
-            return [i for name in names for i in step["special_tokens"][name]["ids"]]
-    return []
+            found += [i for part in before for i in step["special_tokens"][part["SpecialToken"]["id"]]["ids"]]
+        elif step["type"] != "ByteLevel":
+            raise UserError(f"{folder}/tokenizer.json: post_processor {step['type']} is not supported")
+    return found

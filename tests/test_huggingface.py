@@ -162,7 +162,7 @@ REFUSED = {
         "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
     },
     "hidden_act='gelu' is not supported": {"hidden_act": "gelu"},
-    "mlp_bias=False is not supported": {"attention_bias": True},
+    "attention_bias without mlp_bias, or the reverse, is not supported": {"attention_bias": True},
     "quantization_config={'bits': 4} is not supported": {"quantization_config": {"bits": 4}},
     "auto_map={'AutoModel': 'x.py'} is not supported": {"auto_map": {"AutoModel": "x.py"}},
     "logit_softcap=30.0 is not supported": {"logit_softcap": 30.0},
@@ -211,14 +211,14 @@ UNSAFE = {
     "a header of 2^60 bytes": (weights_of(struct.pack("<Q", 2**60) + b"{}"), "model.safetensors: truncated"),
     "a header that is no JSON": (weights_of(struct.pack("<Q", 8) + b"\x80\x04rm -rf"), "model.safetensors: truncated"),
     "offsets beyond the file": (weights_of(struct.pack("<Q", len(HEADER)) + HEADER), "model.safetensors: truncated"),
-    "a shard above the folder": (index_of("../../secret.safetensors"), "is no .safetensors file in this folder"),
-    "a shard at the root": (index_of("/etc/passwd"), "is no .safetensors file in this folder"),
-    "a shard that is pickled": (index_of("pytorch_model.bin"), "is no .safetensors file in this folder"),
+    "a shard above the folder": (index_of("../../secret.safetensors"), "which is no .safetensors file in this folder"),
+    "a shard at the root": (index_of("/etc/passwd"), "which is no .safetensors file in this folder"),
+    "a shard that is pickled": (index_of("pytorch_model.bin"), "which is no .safetensors file in this folder"),
     "a shard that is gone": (index_of("model-2.safetensors"), "model-2.safetensors: No such file"),
-    "an index of numbers": (index_of(7), "7 is no .safetensors file in this folder"),
+    "an index of numbers": (index_of(7), "the index names 7, which is no .safetensors file in this folder"),
     "pickled weights": (
         {"model.safetensors": None, "pytorch_model.bin": b"\x80\x04"},
-        "its weights are pickled (pytorch_model.bin), which could execute anything",
+        "the weights are pickled (pytorch_model.bin), which could execute anything",
     ),
 }
 
