@@ -134,8 +134,6 @@ def model_tokenizer(folder: Path, cfg: SampleConfig) -> SentencePiece | Tiktoken
     tokenizer = find_tokenizer(cfg.tokenizer) if cfg.tokenizer else tokenizer_of_model(folder)
     if tokenizer is None and not cfg.eval:
         raise UserError(f"{folder}: no tokenizer is there: name it, as --tokenizer=gpt2")
-    if tokenizer is None:
-        print(f"note: no tokenizer is there: its ids are taken to be those of {cfg.eval}", file=sys.stderr)
     return tokenizer
 
 
@@ -189,6 +187,8 @@ def main() -> None:
     if cfg.eval:
         print(evaluate_on(Path(cfg.eval), model, tokenizer, cfg, Machine(0, 0, 1, torch.device(device), dtype, why)))
         print(about, file=sys.stderr)
+        if tokenizer is None:
+            print(f"note: no tokenizer is there: its ids are taken to be those of {cfg.eval}", file=sys.stderr)
         return
     if max([tokenizer.vocab_size - 1, *tokenizer.prefix]) >= (V := model.config.vocab_size):
         raise UserError(f"{folder}: a vocabulary of {V:,}; its tokenizer has {tokenizer.vocab_size:,} tokens")

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import random
 import shutil
@@ -12,16 +13,18 @@ import pytest
 import torch
 from conftest import call, make_records, train_tiny, write_jsonl
 from safetensors.torch import load_file, save_file
-from test_model import ODD, hidden_logits, ids, make
+from test_model import ODD, hidden_logits, ids
+from test_model import make as make_model
 from test_prepare import TEXTS, tiktoken_file
 
 import configurator
 import prepare
 import sample
+import train
 from checkpoint import newest_checkpoint
 from dataset import load_tokenizer
 from huggingface import from_config, from_pretrained, hf_class, save_pretrained, to_config, to_state
-from model import GPT, GPTConfig
+from model import GPT, PRESETS, GPTConfig
 from tokenizer import CL100K_PATTERN, GPT2_PATTERN, Tiktoken, from_hugging_face, same_ids, to_hugging_face
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -33,6 +36,20 @@ def transformers():
     module = pytest.importorskip("transformers", reason="needs the package transformers")
     module.logging.set_verbosity_error()
     return module
+
+
+def shaken(model: torch.nn.Module) -> torch.nn.Module:
+    """With norms that are not 1 and biases that are not 0, so that no two of them may be exchanged."""
+    rng = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:
+                p += 0.3 * torch.randn(p.shape, generator=rng)
+    return model
+
+
+def make(name: str, **options) -> GPT:
+    return shaken(make_model(name, **options))
 
 
 def save(model: GPT, folder: Path) -> Path:
@@ -98,7 +115,7 @@ def theirs(transformers, kind: str, **more):
         make_config = transformers.LlamaConfig if kind == "llama" else transformers.Qwen3Config
         config = make_config(**shared | ({} if kind == "llama" else {"head_dim": 16}) | more)
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
+    return shaken(transformers.AutoModelForCausalLM.from_config(config).eval())
 
 
 @pytest.mark.parametrize(
@@ -172,6 +189,12 @@ REFUSED = {
     "there is no hidden_size": {"hidden_size": ...},
     "n_head=6 must be a multiple of n_kv_head=4": {"num_key_value_heads": 4},
     "tensors are too few for 1000000000 layers": {"num_hidden_layers": 10**9},
+    "d_ff=-5 is not accepted": {"intermediate_size": -5},
+    "block_size=10000000000 is not accepted": {"max_position_embeddings": 10**10},
+    "dropout=nan is not accepted": {"attention_dropout": math.nan},
+    "wants (1000000000, 48)": {"vocab_size": 10**9},
+    "partial_rotary_factor=0.5 is not supported": {"partial_rotary_factor": 0.5},
+    "attention_bias=True is not supported": {"architectures": ["Qwen3ForCausalLM"], "attention_bias": True},
     "wants (301, 48)": {"vocab_size": 301},
     "there is no tensor model.layers.0.self_attn.q_norm.weight": {"architectures": ["Qwen3ForCausalLM"]},
 }
@@ -190,7 +213,49 @@ def test_what_is_not_computed_here_is_refused_by_name(message, tmp_path):
 def test_settings_that_compute_nothing_are_let_pass():
     more = dict(use_cache=True, pretraining_tp=1, rope_scaling=None, initializer_range=0.02, torch_dtype="bfloat16")
     more |= {"transformers.js_config": {"dtype": "q4"}, "is_llama_config": True, "rope_interleaved": False}
+    more |= {"rope_parameters": {"type": "default", "rope_type": "default", "rope_theta": 5e5}, "id2label": {"0": "a"}}
     assert from_config(LLAMA | more) == GPTConfig(**ODD["llama"])
+
+
+def test_the_config_of_distilgpt2_is_read():
+    """As it is published, with what it says of other heads and of sampling."""
+    d = dict(_num_labels=1, activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1)
+    d |= dict(bos_token_id=50256, embd_pdrop=0.1, eos_token_id=50256, id2label={"0": "LABEL_0"}, initializer_range=0.02)
+    d |= dict(label2id={"LABEL_0": 0}, layer_norm_epsilon=1e-05, model_type="gpt2", n_ctx=1024, n_embd=768, n_head=12)
+    d |= dict(n_layer=6, n_positions=1024, resid_pdrop=0.1, summary_activation=None, summary_first_dropout=0.1)
+    d |= dict(summary_proj_to_labels=True, summary_type="cls_index", summary_use_proj=True, vocab_size=50257)
+    d |= dict(task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}})
+    want = GPTConfig(**PRESETS["gpt2"] | dict(n_layer=6, mlp="gelu_tanh", dropout=0.1))
+    assert from_config(d) == want
+    assert from_config(d | dict(predict_special_tokens=True, output_past=True)) == want  # gpt2-medium, rugpt3
+
+
+CHANGED = {  # tensor -> (new value, what is said)
+    "transformer.h.0.extra.weight": (torch.ones(3), "belongs to no part of this architecture"),
+    "lm_head.bias": (torch.ones(300), "lm_head.bias belongs to no part of this architecture"),
+    "lm_head.weight": (
+        torch.ones(300, 48),
+        "lm_head.weight belongs to no part of this architecture, or is not what it is",
+    ),
+    "transformer.h.1.ln_2.bias": (
+        torch.ones(48),
+        "transformer.h.1.ln_2.bias is not 0, but config.json says use_bias=false",
+    ),
+    "transformer.h.1.ln_2.weight": (
+        torch.ones(48, dtype=torch.int8),
+        "is (48,) of torch.int8, config.json wants (48,)",
+    ),
+}
+
+
+@pytest.mark.parametrize("tensor", CHANGED)
+def test_no_tensor_is_ignored(tensor, tmp_path):
+    folder = save(make("gpt2 without biases"), tmp_path)
+    value, message = CHANGED[tensor]
+    save_file(load_file(folder / "model.safetensors") | {tensor: value}, folder / "model.safetensors")
+    with pytest.raises(ValueError) as refused:
+        from_pretrained(folder)
+    assert message in str(refused.value)
 
 
 # -- files that are damaged, or not to be trusted --
@@ -233,6 +298,27 @@ def test_unsafe_files_are_refused_in_one_line_and_nothing_outside_is_read(what, 
     assert message in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json"])
+@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"\xff\xfe", b"[1]", b"7", b'{"model": {"type": "BPE"}}'])
+def test_a_damaged_json_is_one_line(name, content, tmp_path, refuses):
+    folder = save(make("llama"), tmp_path)
+    if name == "model.safetensors.index.json":
+        (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(content)
+    assert str(folder) in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
+
+
+@pytest.mark.parametrize(
+    "content", [None, {}, {"model": 7, "model_args": {}}, {"model": {}, "model_args": {"n_layer": 1.0}}]
+)
+def test_a_damaged_nanogpt_checkpoint_is_one_line(content, tmp_path, refuses):
+    if content is None:
+        (tmp_path / "ckpt.pt").touch()
+    else:
+        torch.save(content, tmp_path / "ckpt.pt")
+    assert "cannot be loaded (ckpt.pt: " in refuses(sample.main, f"--ckpt={tmp_path}", "--device=cpu")
+
+
 def test_a_pickle_that_would_execute_is_refused(tmp_path, refuses):
     class Evil:
         def __reduce__(self):
@@ -247,9 +333,15 @@ def test_a_meta_json_cannot_name_a_tokenizer_elsewhere(tiny_data, tmp_path, refu
     folder = tmp_path / "ckpt"
     shutil.copytree(newest_checkpoint(train_tiny(tiny_data, tmp_path) / "ckpt"), folder)
     meta = json.loads((folder / "meta.json").read_text())
-    meta["tokenizer"]["file"] = "../../tiny/tokenizer.model"
-    (folder / "meta.json").write_text(json.dumps(meta))
-    assert "which is not in this folder: not read" in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
+    for changes, message in [
+        ({"file": "../../tiny/tokenizer.model"}, "which is not in this folder: not read"),
+        ({"file": 7}, "which is not in this folder: not read"),
+        ({"kind": "bert"}, "meta.json: damaged, about the tokenizer (ValueError: tokenizer kind 'bert')"),
+        ({"kind": "tiktoken"}, "meta.json: damaged, about the tokenizer (KeyError: 'pattern')"),
+        ({"prefix": [400]}, "a vocabulary of 400; its tokenizer"),
+    ]:
+        (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": meta["tokenizer"] | changes}))
+        assert message in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
 
 
 # -- tokenizers, out --
@@ -267,7 +359,7 @@ MIXED = [
 
 
 def write_files(folder: Path, files: dict[str, str]) -> Path:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
     return folder
@@ -382,14 +474,44 @@ def test_gpt2s_first_form_is_read(tmp_path):
     assert two.eos_id == 0 and all((one.encode(text) == two.encode(text)).all() for text in MIXED)
 
 
+def test_words_that_are_tokens_need_no_merges_where_the_file_says_so(tmp_path, transformers):
+    """Llama 3's ignore_merges; without it, a token that no merge leads to is never made."""
+    content = json.loads((bpe(tmp_path / "m", "gpt2") / "tokenizer.json").read_text(encoding="utf-8"))
+    content["model"]["merges"] = [m for m in content["model"]["merges"] if "".join(m) != "Ġtokens"]
+    for ignore in (True, False):
+        content["model"]["ignore_merges"] = ignore
+        (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(content))
+        ours = from_hugging_face(tmp_path / "m").encode("the tokens").tolist()
+        assert ours == transformers.AutoTokenizer.from_pretrained(tmp_path / "m")("the tokens").input_ids
+        assert (content["model"]["vocab"]["Ġtokens"] in ours) is ignore
+
+
+def test_the_eos_may_be_named_in_any_of_the_files(tmp_path):
+    folder = bpe(tmp_path / "m", "gpt2")
+    named = {"config.json": {"eos_token_id": [2, 0]}, "special_tokens_map.json": {"eos_token": "<|bos|>"}}
+    named["tokenizer_config.json"] = {"eos_token": {"content": "<|endoftext|>"}}
+    (folder / "tokenizer_config.json").unlink()
+    for eos_id, (name, content) in zip((2, 1, 0), named.items(), strict=True):
+        (folder / name).write_text(json.dumps(content))
+        assert from_hugging_face(folder).eos_id == eos_id
+
+
 STRANGE = {
     'a model that is no byte-level BPE, without a tokenizer.model beside it: {"type": "Unigram"} is not supported': (
         "model", {"type": "Unigram", "vocab": []}),
-    "normalizer": ("normalizer", {"type": "Lowercase"}),
+    'normalizer {"type": "Lowercase"} is not supported': ("normalizer", {"type": "Lowercase"}),
     'pre_tokenizer {"type": "ByteLevel", "add_prefix_space": true': (
         "pre_tokenizer", {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}),
     "it puts tokens behind every text": (
         "post_processor", {"type": "TemplateProcessing", "single": [{"Sequence": {}}, {"SpecialToken": {"id": "x"}}]}),
+    "post_processor RobertaProcessing is not supported": ("post_processor", {"type": "RobertaProcessing"}),
+    "its pattern leaves out parts of a text": ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": r"\\p{L}+"}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]}),
+    "the added token '   ' would cut ordinary text": (
+        "added_tokens", [{"id": 0, "content": "<|endoftext|>", "special": True}, {"id": 700, "content": "   "}]),
+    "its merges are not in the order of their ids": ("merges", None),
+    '{"type": "BPE", "dropout": 0.1} is not supported': ("dropout", 0.1),
 }  # fmt: skip
 
 
@@ -398,7 +520,13 @@ def test_a_tokenizer_of_another_kind_is_refused_by_name(message, tmp_path, refus
     folder = bpe(tmp_path / "m", "gpt2")
     key, value = STRANGE[message]
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    (folder / "tokenizer.json").write_text(json.dumps(content | {key: value}))
+    if key == "merges":
+        content["model"][key].reverse()
+    elif key in content["model"]:
+        content["model"][key] = value
+    else:
+        content[key] = value
+    (folder / "tokenizer.json").write_text(json.dumps(content))
     corpus = write_jsonl(tmp_path / "c.jsonl", make_records(5))
     options = ["--input", corpus, f"--tokenizer={folder}", f"--data_dir={tmp_path / 'data'}"]
     assert message in refuses(prepare.main, *options)
@@ -464,3 +592,73 @@ def test_other_tokens_are_not_evaluated_or_tuned_on(tiny_data, tmp_path, refuses
     options = [f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", f"--init_from={folder}", "--max_steps=1"]
     said = refuses(lambda: configurator.run(lambda: train_tiny(tiny_data, tmp_path, *options)))
     assert "its tokenizer is not the one that made" in said
+
+
+def test_a_model_without_a_tokenizer_is_evaluated_and_said_to_be(tiny_data, tmp_path, capsys, refuses):
+    folder = save(make("llama", vocab_size=400), tmp_path)
+    options = [f"--ckpt={folder}", "--device=cpu"]
+    call(sample.main, *options, f"--eval={tiny_data / 'tiny'}")
+    said = capsys.readouterr()
+    assert "validation loss" in said.out and "note: no tokenizer is there" in said.err
+    assert "no tokenizer is there: name it" in refuses(sample.main, *options)
+    call(sample.main, *options, f"--tokenizer={tiny_data / 'tiny'}", "--max_new_tokens=3")
+
+
+def test_ids_that_the_model_has_no_rows_for_are_refused(tiny_data, tmp_path, refuses):
+    folder = save(make("llama"), tmp_path)  # 300 rows
+    options = [f"--ckpt={folder}", f"--tokenizer={tiny_data / 'tiny'}", "--device=cpu"]
+    assert "a vocabulary of 300; its tokenizer has 400 tokens" in refuses(sample.main, *options)
+    said = refuses(sample.main, *options[::2], f"--eval={tiny_data / 'tiny'}")
+    assert "a vocabulary of 400; the model has 300" in said
+    options = [f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", f"--init_from={folder}"]
+    said = refuses(lambda: configurator.run(lambda: train_tiny(tiny_data, tmp_path, *options)))
+    assert "vocab_size is 300 there, 400 here" in said
+
+
+def test_config_json_names_the_eos_that_ends_a_text(tiny_data, tmp_path):
+    folder = newest_checkpoint(train_tiny(tiny_data, tmp_path, "--preset=gpt2", "--n_kv_head=0") / "ckpt")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["eos_token_id"] == config["bos_token_id"] == load_tokenizer(folder).eos_id
+
+
+def test_a_damaged_tokenizer_ends_a_fine_tuning_before_it_begins(tiny_data, tmp_path, refuses):
+    folder = tmp_path / "ckpt"
+    shutil.copytree(newest_checkpoint(train_tiny(tiny_data, tmp_path) / "ckpt"), folder)
+    (folder / "tokenizer.model").write_bytes(b"?")
+    options = [f"--init_from={folder}", "--run_name=tuned"]
+    said = refuses(lambda: configurator.run(lambda: train_tiny(tiny_data, tmp_path, *options)))
+    assert "tokenizer.model: missing, or not the tokenizer" in said
+
+
+def test_one_vocabulary_with_two_rules_is_two_tokenizers(tmp_path, refuses):
+    """Qwen3 and its base model differ in their eos alone, and others in how a text is cut into words."""
+    folder = bpe(tmp_path / "m", "gpt2")
+    corpus = write_jsonl(tmp_path / "c.jsonl", make_records(100))
+    for name, eos in (("a", "<|endoftext|>"), ("b", "<|im_end|>")):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        options = [f"--name={name}", f"--tokenizer={folder}", f"--data_dir={tmp_path}", "--val_fraction=0.3"]
+        call(prepare.main, "--input", corpus, *options)
+    said = refuses(lambda: configurator.run(lambda: train_tiny(tmp_path, tmp_path, "--dataset=a,b")))
+    assert "b was made with another tokenizer than a" in said
+
+
+def test_a_folder_of_tokenizer_files_is_not_replaced_by_a_data_set(tmp_path, refuses):
+    folder = bpe(tmp_path / "data" / "mine", "gpt2")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    corpus = write_jsonl(tmp_path / "c.jsonl", make_records(50))
+    said = refuses(prepare.main, "--input", corpus, "--name=mine", f"--data_dir={tmp_path / 'data'}")
+    assert "exists and is no data set" in said
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_checkpoint_has_the_tokenizer_of_its_start_whatever_becomes_of_the_data_set(tiny_data, tmp_path, monkeypatch):
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data / "tiny", data / "tiny")
+    original, evaluate = (data / "tiny" / "tokenizer.model").read_bytes(), train.evaluate
+    monkeypatch.setattr(
+        train, "evaluate", lambda *a, **k: (data / "tiny" / "tokenizer.model").write_bytes(b"?") and 1.0
+    )
+    folder = newest_checkpoint(train_tiny(data, tmp_path) / "ckpt")
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    assert (folder / "tokenizer.model").read_bytes() == original
+    call(sample.main, f"--ckpt={folder}", "--max_new_tokens=3", "--device=cpu")
