@@ -68,7 +68,7 @@ def open_dataset(folder: str | Path) -> dict:
 
 def inside(folder: Path, name: str) -> Path:
     """The file that a JSON of the folder names; UserError if that is not in the folder."""
-    if name != Path(str(name)).name:
+    if not name or name != Path(str(name)).name:
         raise UserError(f"{folder}: it names the file {name!r}, which is not in this folder: not read")
     return folder / name
 

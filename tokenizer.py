@@ -322,26 +322,9 @@ def convert(folder: Path) -> SentencePiece | Tiktoken:
     if config.get("add_prefix_space"):
         raise UserError(f"{folder}/tokenizer_config.json: add_prefix_space is not supported")
 
-    # special tokens, the eos among them
-    added = [
-        *whole.get("added_tokens", []),
-        *({"id": int(i)} | t for i, t in config.get("added_tokens_decoder", {}).items()),
-    ]
-    for t in added:
-        if not t.get("special") and t["content"][:1] not in ("<", "["):  # such as a run of spaces
-            raise UserError(f"{folder}: the added token {t['content']!r} would cut ordinary text: not supported")
-    special = more | {t["content"]: t["id"] for t in added}
-    known = vocab | special
-    eos_ids = of_model.get("eos_token_id")
-    by_id = [name for i in (eos_ids if isinstance(eos_ids, list) else [eos_ids]) for name in known if known[name] == i]
-    eos = config.get("eos_token") or next(iter(by_id), "<|endoftext|>")
-    eos = eos["content"] if isinstance(eos, dict) else eos
-    if eos not in known:
-        raise UserError(f"{folder}: its tokenizer names no eos token, which ends every document")
-    special |= {eos: known[eos]}
-    if odd := [name for name, i in special.items() if not (isinstance(i, int) and 0 <= i < 1 << 24)]:
-        raise UserError(f"{folder}: the id {special[odd[0]]!r} of {odd[0]!r} is none")
-
+    special = special_tokens(whole, config, folder) | more
+    eos = eos_of(config, of_model, vocab | special, folder)
+    special |= {eos: (vocab | special)[eos]}
     ranks = ranks_of({t: i for t, i in vocab.items() if t not in special}, merges, whole_words, folder)
     tokenizer = Tiktoken("hf", pattern, ranks, special, eos, normalize, prefix_of(whole, folder))
     probe = "".join(c for c in PROBE if all(bytes([b]) in ranks for b in c.encode()))  # some lack a byte or two
@@ -353,6 +336,29 @@ def convert(folder: Path) -> SentencePiece | Tiktoken:
 
 # Letters, marks, digits, spaces and signs beside each other: a pattern that does not take all of a text leaves some of them out.
 PROBE = "ab\ncd  e\t\tf\r\n 12 ½x_-.,;: 中文，。１é" + "".join(map(chr, range(128)))
+
+
+def special_tokens(whole: dict, config: dict, folder: Path) -> dict[str, int]:
+    """Name -> id of the tokens that were added to a vocabulary."""
+    decoder = config.get("added_tokens_decoder", {})
+    added = [*whole.get("added_tokens", []), *({"id": int(i)} | t for i, t in decoder.items())]
+    for t in added:
+        if not 0 <= t["id"] < 1 << 24:
+            raise UserError(f"{folder}: the id {t['id']} of the token {t['content']!r} is none")
+        if not t.get("special") and t["content"][:1] not in ("<", "["):  # such as a run of spaces
+            raise UserError(f"{folder}: the added token {t['content']!r} would cut ordinary text: not supported")
+    return {t["content"]: t["id"] for t in added}
+
+
+def eos_of(config: dict, of_model: dict, vocab: dict[str, int], folder: Path) -> str:
+    """The name of the eos, by the tokenizer's files, else by the model's."""
+    ids = of_model.get("eos_token_id")
+    by_id = [name for i in (ids if isinstance(ids, list) else [ids]) for name in vocab if vocab[name] == i]
+    eos = config.get("eos_token") or next(iter(by_id), "<|endoftext|>")
+    eos = eos["content"] if isinstance(eos, dict) else eos
+    if eos not in vocab:
+        raise UserError(f"{folder}: its tokenizer names no eos token, which ends every document")
+    return eos
 
 
 def read_json(path: Path) -> dict:
