@@ -29,7 +29,7 @@ from huggingface import from_pretrained, is_nanogpt
 from model import GPT
 from report import in_other_units
 from tokenizer import SentencePiece, Tiktoken, same_ids
-from train import Machine, evaluate, pick_dtype
+from train import Machine, evaluate, memory_advice, pick_dtype
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,8 @@ def main() -> None:
         raise UserError(f"--device={device}: not usable here ({str(e).splitlines()[0]})") from None
     dtype, why = pick_dtype(cfg.dtype, torch.device(device))
     try:
-        model = from_pretrained(folder).to(device)
+        with memory_advice("for the weights of this model in fp32"):
+            model = from_pretrained(folder).to(device)
     except ValueError as e:
         raise UserError(f"{folder}: cannot be loaded ({e})") from None
     tokenizer = model_tokenizer(folder, cfg)
