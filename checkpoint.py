@@ -84,7 +84,12 @@ class Saver:
             write_json(tmp / "meta.json", self.sets[0].meta | {"trained_on": data})
             if "tokenizer.json" not in self.tokenizer_files:
                 made = to_hugging_face(self.tokenizer, model.config.block_size)
-                self.tokenizer_files |= {name: text.encode() for name, text in made.items()}
+                if came := self.tokenizer_files.get("tokenizer_config.json"):  # it may have a chat template
+                    made = {
+                        name: {**json.loads(came), **content} if "config" in name else content
+                        for name, content in made.items()
+                    }
+                self.tokenizer_files |= {name: json_bytes(content) for name, content in made.items()}
             for name, content in self.tokenizer_files.items():
                 (tmp / name).write_bytes(content)
             files = {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in sorted(tmp.iterdir())}
@@ -106,8 +111,12 @@ class Saver:
             self.say(f"warning: {self.failed}; training goes on, the checkpoint before it is whole")
 
 
+def json_bytes(content: dict) -> bytes:
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+
+
 def write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_bytes(json_bytes(content))
 
 
 def sync_to_disk(path: Path) -> None:
@@ -201,25 +210,23 @@ def run_folder(folder: Path, fresh: bool, is_main: bool):
         os.close(handle)
 
 
-def load_model(folder: Path, cfg: Any, wanted: GPTConfig, earlier: "Earlier | None") -> GPT:
-    """A checkpoint's model, in its own shape. wanted: what the settings would make of it.
+def load_model(folder: Path, dropout: float, wanted: GPTConfig, before: GPTConfig | None) -> GPT:
+    """A checkpoint's model, in its own shape. wanted: what the settings make of it now; before: when its run was last started.
 
-    UserError if it cannot be loaded; to fine-tune, if vocabulary or block_size are too small; to resume (earlier is given), if
-    a setting of the shape is another one now.
+    UserError if it cannot be loaded; to fine-tune, if vocabulary or block_size are too small; to resume (before is given), if
+    the settings mean another shape than they did. They need not be the model's: a run may have begun with somebody else's.
     """
     try:
-        model = from_pretrained(folder, dropout=cfg.dropout)
+        model = from_pretrained(folder, dropout=dropout)
     except ValueError as e:
         where = "" if folder.exists() else "; nothing is downloaded: it must be a folder on this disk"
         raise UserError(f"init_from={folder}: cannot be loaded ({e}{where})") from None
-    found = model.config
-    differ = [k for k in ("vocab_size", "block_size") if getattr(found, k) < getattr(wanted, k)]
-    if earlier is not None:
-        changed = {k for k, v in asdict(cfg).items() if earlier.settings.get(k) != v}
-        differ += [k for k in asdict(wanted) if getattr(found, k) != getattr(wanted, k) and {k, "preset"} & changed]
+    found, there, now = asdict(model.config), asdict(before or model.config), asdict(wanted)
+    differ = [k for k in ("vocab_size", "block_size") if found[k] < now[k]]
+    if before is not None and not differ:
+        differ = [k for k in now if now[k] not in (found[k], there[k])]
     if differ:
-        there = asdict(found) | ({k: earlier.settings[k] for k in changed & set(differ)} if earlier else {})
-        both = "; ".join(f"{k} is {there[k]} there, {getattr(wanted, k)} here" for k in differ)
+        both = "; ".join(f"{k} is {there[k]} there, {now[k]} here" for k in differ)
         raise UserError(f"checkpoint {folder} does not fit the settings: {both}")
     return model
 

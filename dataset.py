@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from configurator import UserError
-from tokenizer import HF_FILES, SentencePiece, Tiktoken, from_hugging_face, open_tokenizer, tiktoken_names
+from tokenizer import SentencePiece, Tiktoken, from_hugging_face, open_tokenizer, tiktoken_names
 
 FORMAT_VERSION = 1
 
@@ -68,7 +68,7 @@ def open_dataset(folder: str | Path) -> dict:
 
 def inside(folder: Path, name: str) -> Path:
     """The file that a JSON of the folder names; UserError if that is not in the folder."""
-    if not name or name != Path(str(name)).name:
+    if name in ("", "..") or name != Path(str(name)).name:
         raise UserError(f"{folder}: it names the file {name!r}, which is not in this folder: not read")
     return folder / name
 
@@ -84,20 +84,25 @@ def load_tokenizer(folder: str | Path) -> SentencePiece | Tiktoken:
         if not path.exists() or file_sha256(path) != info["sha256"]:
             raise UserError(f"{path}: missing, or not the tokenizer that the data was made with")
         return open_tokenizer(path, info)
-    except (LookupError, TypeError, AttributeError, ValueError) as e:
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as e:
         raise UserError(f"{folder}/meta.json: damaged, about the tokenizer ({type(e).__name__}: {e})") from None
 
 
 def tokenizer_of_model(folder: Path) -> SentencePiece | Tiktoken | None:
     """The tokenizer that lies beside a model's weights; None if there is no file of one, as with nanoGPT's ckpt.pt."""
-    files = ("meta.json", SentencePiece.file, *HF_FILES)
+    files = ("meta.json", SentencePiece.file, "tokenizer.json", "vocab.json")
     return load_tokenizer(folder) if any((folder / name).exists() for name in files) else None
+
+
+def tokenizer_folder(spec: str) -> Path | None:
+    """The folder that --tokenizer names, if it is one: a name of tiktoken's is that, whatever lies here."""
+    return Path(spec) if Path(spec).is_dir() and spec not in tiktoken_names() else None
 
 
 def find_tokenizer(spec: str) -> SentencePiece | Tiktoken:
     """What --tokenizer names: a folder as above, a .model or .tiktoken file, or a name that tiktoken knows."""
-    if Path(spec).is_dir() and spec not in tiktoken_names():
-        return load_tokenizer(spec)
+    if folder := tokenizer_folder(spec):
+        return load_tokenizer(folder)
     if spec.endswith(".model"):
         return SentencePiece(spec)
     return Tiktoken.from_file(spec) if spec.endswith(".tiktoken") else Tiktoken.by_name(spec)
@@ -105,7 +110,8 @@ def find_tokenizer(spec: str) -> SentencePiece | Tiktoken:
 
 def tokenizer_id(info: dict) -> str:
     """Of what meta.json says of a tokenizer: the same for two that make the same ids. A .tiktoken file is not all of one."""
-    settings = info.get("pattern"), info.get("eos", "<|endoftext|>"), info.get("normalize", "")
+    eos_id = info.get("special", {}).get(info.get("eos", "<|endoftext|>"))  # SentencePiece has it in its file
+    settings = info.get("pattern"), eos_id, info.get("normalize", "")
     return hashlib.sha256(json.dumps([info["sha256"], settings]).encode()).hexdigest()
 
 

@@ -55,7 +55,7 @@ LLAMA_DEFAULTS = dict(
 CLASSES = {  # name: (preset, model_type, keys, defaults)
     "GPT2LMHeadModel": ("gpt2", "gpt2", GPT2_KEYS, GPT2_DEFAULTS),
     "LlamaForCausalLM": ("llama", "llama", LLAMA_KEYS, LLAMA_DEFAULTS),
-    "Qwen3ForCausalLM": ("qwen3", "qwen3", LLAMA_KEYS, LLAMA_DEFAULTS | dict(head_dim=128)),
+    "Qwen3ForCausalLM": ("qwen3", "qwen3", LLAMA_KEYS, LLAMA_DEFAULTS | dict(n_kv_head=32, head_dim=128)),
 }
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}  # theirs: ours
 
@@ -80,7 +80,8 @@ def to_config(c: GPTConfig, eos_id: int | None = None, bos_id: int | None = None
     return shared | {"hidden_act": "silu", "mlp_bias": c.bias}
 
 
-# What says nothing of the logits: who wrote it, how it was initialised, how text is made with it, what other heads would do.
+# What says nothing of the logits: who wrote it, how it was initialised and trained (dropout is --dropout's), how text is made with
+# it, what other heads would do.
 HARMLESS = set(
     """
     architectures model_type torch_dtype dtype transformers_version _name_or_path initializer_range note tokenizer_class prefix
@@ -100,9 +101,11 @@ HARMLESS = set(
 def from_config(d: dict) -> GPTConfig:
     """GPTConfig of a config.json. ValueError for another architecture, and for a setting that is neither known nor empty."""
     types = {model_type: name for name, (_, model_type, *_) in CLASSES.items()}
-    name = (d.get("architectures") or [types.get(d.get("model_type"), "?")])[0]
+    names = d.get("architectures") or types.get(d.get("model_type"), "?")
+    name = names[0] if isinstance(names, list) else names
     if name == "GPT":
         found = {f.name: d[f.name] for f in fields(GPTConfig)}
+        refuse_more({k: v for k, v in d.items() if k not in HARMLESS | found.keys() | {"tie_word_embeddings"}})
     elif name in CLASSES:
         found = in_our_words(d, name)
     else:
@@ -124,7 +127,15 @@ def accepts(f: Field, value: Any) -> bool:
     if isinstance(f.default, bool) or isinstance(value, bool):
         return isinstance(f.default, bool) and isinstance(value, bool)
     most = 2**22 if f.name == "block_size" else 2**31  # RoPE has a table of all positions
-    return isinstance(value, int | float if isinstance(f.default, float) else int) and 0 <= value <= most
+    least = 1 if f.name == "rope_theta" else 0
+    return isinstance(value, int | float if isinstance(f.default, float) else int) and least <= value <= most
+
+
+def refuse_more(rest: dict[str, Any], must_be: dict[str, Any] | None = None) -> None:
+    """ValueError for a setting that was not understood, unless it is empty, or what it must be."""
+    for key, value in rest.items():
+        if value != must_be[key] if must_be and key in must_be else value not in (None, False, [], {}):
+            raise ValueError(f"{key}={value!r} is not supported")
 
 
 def in_our_words(d: dict, name: str) -> dict:
@@ -132,8 +143,9 @@ def in_our_words(d: dict, name: str) -> dict:
     preset, _, keys, defaults = CLASSES[name]
     rest = {k: v for k, v in d.items() if k not in HARMLESS}
     rope = rest.pop("rope_parameters", None) or {}  # where transformers 5 has rope_theta, and what was rope_scaling
-    rest |= {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
-    scaling = rest.pop("rope_scaling", None) or {k: v for k, v in rope.items() if k != "rope_theta"}
+    plain = {k: v for k, v in rope.items() if k in ("rope_theta", "partial_rotary_factor")}
+    rest |= plain
+    scaling = rest.pop("rope_scaling", None) or {k: v for k, v in rope.items() if k not in plain}
     if {k: v for k, v in scaling.items() if k not in ("type", "rope_type") or v != "default"}:
         rest["rope_scaling"] = scaling
     given = {ours: value for ours, theirs in keys.items() if (value := rest.pop(theirs, None)) is not None}
@@ -150,9 +162,7 @@ def in_our_words(d: dict, name: str) -> dict:
     if name == "Qwen3ForCausalLM" and found["bias"]:
         raise ValueError("attention_bias=True is not supported")
     rest["layer_types"] = [kind for kind in rest.get("layer_types") or [] if kind != "full_attention"]
-    for key, value in rest.items():
-        if value != must_be[key] if key in must_be else value not in (None, False, [], {}):
-            raise ValueError(f"{key}={value!r} is not supported")
+    refuse_more(rest, must_be)
     return found
 
 
@@ -320,6 +330,9 @@ def read_nanogpt(path: Path) -> tuple[GPTConfig, dict[str, torch.Tensor]]:
         raise
     except Exception as e:  # what a damaged pickle raises is anything
         raise ValueError(f"no checkpoint of nanoGPT ({type(e).__name__}: {' '.join(str(e).split())[:200]})") from None
-    args = {f.name: saved["model_args"][f.name] for f in fields(GPTConfig) if f.name in saved["model_args"]}
+    args = dict(saved["model_args"])
+    shape = {"n_layer", "n_head", "n_embd", "block_size", "vocab_size"}
+    if odd := sorted((args.keys() ^ shape) - {"bias", "dropout"}):
+        raise ValueError(f"model_args: {odd[0]} is missing, or is none of nanoGPT's")
     state = {k.removeprefix("_orig_mod."): w for k, w in saved["model"].items()}  # torch.compile's
     return checked(PRESETS["gpt2"] | args), {k: w.t() if ".h." in k and w.dim() == 2 else w for k, w in state.items()}

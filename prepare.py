@@ -58,6 +58,7 @@ from dataset import (
     open_split,
     run_loader,
     sample_texts,
+    tokenizer_folder,
     verify,
 )
 from tokenizer import HF_FILES, SentencePiece, Tiktoken, hugging_face_files, open_tokenizer
@@ -264,8 +265,9 @@ def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, fold
         tokenizer = SentencePiece(train_sentencepiece(cfg, sources, workers, folder))
     else:
         tokenizer = find_tokenizer(cfg.tokenizer)
-        for came_along in hugging_face_files(cfg.tokenizer):
-            shutil.copy(came_along, folder)
+        if came_with := tokenizer_folder(cfg.tokenizer):
+            for file in hugging_face_files(came_with):
+                shutil.copy(file, folder)
     info = tokenizer.save(folder)
     info |= {"sha256": file_sha256(folder / info["file"]), "key": key}
     info |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}

@@ -138,12 +138,17 @@ def model_tokenizer(folder: Path, cfg: SampleConfig) -> SentencePiece | Tiktoken
 
 
 def evaluate_on(
-    folder: Path, model: GPT, tokenizer: SentencePiece | Tiktoken | None, cfg: SampleConfig, machine: Machine
+    folder: Path,
+    model: GPT,
+    model_folder: Path,
+    tokenizer: SentencePiece | Tiktoken | None,
+    cfg: SampleConfig,
+    machine: Machine,
 ) -> str:
     """A line with the model's loss on a data set's val.bin; bits per byte can be compared between tokenizers."""
     meta = open_dataset(folder)
     if tokenizer is not None and not same_ids(tokenizer, load_tokenizer(folder)):
-        again = f"prepare the same texts once more, with --tokenizer={cfg.ckpt or 'that folder'}"
+        again = f"prepare the same texts once more, with --tokenizer={cfg.tokenizer or model_folder}"
         raise UserError(f"--eval {folder}: made with another tokenizer than the model's: {again}")
     if (V := meta["vocab_size"]) > model.config.vocab_size:
         raise UserError(f"--eval {folder}: a vocabulary of {V:,}; the model has {model.config.vocab_size:,}")
@@ -186,12 +191,14 @@ def main() -> None:
     size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
     about = f"[{folder}, {size}, {device} {str(dtype).removeprefix('torch.')}]"
     if cfg.eval:
-        print(evaluate_on(Path(cfg.eval), model, tokenizer, cfg, Machine(0, 0, 1, torch.device(device), dtype, why)))
+        machine = Machine(0, 0, 1, torch.device(device), dtype, why)
+        with memory_advice("in the evaluation: lower --batch_size or --block_size"):
+            print(evaluate_on(Path(cfg.eval), model, folder, tokenizer, cfg, machine))
         print(about, file=sys.stderr)
         if tokenizer is None:
             print(f"note: no tokenizer is there: its ids are taken to be those of {cfg.eval}", file=sys.stderr)
         return
-    if max([tokenizer.vocab_size - 1, *tokenizer.prefix]) >= (V := model.config.vocab_size):
+    if tokenizer.vocab_size > (V := model.config.vocab_size):
         raise UserError(f"{folder}: a vocabulary of {V:,}; its tokenizer has {tokenizer.vocab_size:,} tokens")
     model = model.to(dtype).eval()
     start = encode_prompt(prompt, tokenizer, model.config.block_size)

@@ -23,6 +23,13 @@ import numpy as np
 from configurator import UserError
 
 
+def checked_prefix(prefix: list[int] | None, eos_id: int, vocab_size: int) -> list[int]:
+    found = [eos_id] if prefix is None else prefix
+    if not isinstance(found, list) or not all(type(i) is int and 0 <= i < vocab_size for i in found):
+        raise ValueError(f"the prefix {found!r} is no list of its ids")
+    return found
+
+
 class SentencePiece:
     kind, file = "sentencepiece", "tokenizer.model"
 
@@ -38,7 +45,7 @@ class SentencePiece:
         self.space_sign = [self.sp.piece_to_id(f"<0x{byte:02X}>") for byte in "\u2581".encode()]
         if self.eos_id < 0:
             raise UserError(f"tokenizer {path}: it has no eos token, which ends every document")
-        self.prefix = [self.eos_id] if prefix is None else prefix
+        self.prefix = checked_prefix(prefix, self.eos_id, self.vocab_size)
 
     def encode(self, text: str) -> np.ndarray:
         """SentencePiece writes a space as U+2581; a text's own U+2581 goes in as its three bytes, so as to come back."""
@@ -92,7 +99,7 @@ class Tiktoken:
         self.pattern, self.normalize, self.eos = pattern, normalize, eos
         self.vocab_size, self.eos_id = self.encoding.n_vocab, special[eos]
         self.special = set(special.values())
-        self.prefix = [self.eos_id] if prefix is None else prefix
+        self.prefix = checked_prefix(prefix, self.eos_id, self.vocab_size)
 
     @classmethod
     def by_name(cls, name: str) -> "Tiktoken":
@@ -204,8 +211,8 @@ def all_merges(tokens: dict[str, int]) -> list[str]:
     return pairs
 
 
-def to_hugging_face(tokenizer: SentencePiece | Tiktoken, block_size: int) -> dict[str, str]:
-    """File name -> text of tokenizer.json and tokenizer_config.json: for AutoTokenizer, pipelines and llama.cpp.
+def to_hugging_face(tokenizer: SentencePiece | Tiktoken, block_size: int) -> dict[str, dict]:
+    """File name -> content of tokenizer.json and tokenizer_config.json: for AutoTokenizer, pipelines and llama.cpp.
 
     The same ids, but for a text that has U+2581 or the name of a special token in it. The prefix is called bos there, and
     stands before every text unless add_special_tokens=False. {} for a SentencePiece of another kind than prepare.py trains.
@@ -232,10 +239,7 @@ def to_hugging_face(tokenizer: SentencePiece | Tiktoken, block_size: int) -> dic
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size, "bos_token": bos}
     config |= {"eos_token": names[tokenizer.eos_id], "unk_token": model["unk_token"], "add_bos_token": bool(bos)}
     config |= {"add_prefix_space": False, "clean_up_tokenization_spaces": False}
-    return {
-        "tokenizer.json": json.dumps(content, ensure_ascii=False) + "\n",
-        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
-    }
+    return {"tokenizer.json": content, "tokenizer_config.json": config}
 
 
 def describe_sentencepiece(tokenizer: SentencePiece) -> tuple[dict, dict, dict] | None:
@@ -291,7 +295,7 @@ def from_hugging_face(folder: Path) -> SentencePiece | Tiktoken:
     """
     try:
         return convert(folder)
-    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as e:
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as e:
         what = " ".join(f"{type(e).__name__}: {e}".split())
         raise UserError(f"{folder}: its tokenizer files cannot be used ({what})") from None
 
@@ -302,10 +306,14 @@ def convert(folder: Path) -> SentencePiece | Tiktoken:
     config = named | config
     sp_file = folder / SentencePiece.file
     if sp_file.exists() and not (whole and is_byte_level(whole)):
-        tokenizer = SentencePiece(sp_file)
-        bos = [tokenizer.sp.bos_id()] if config.get("add_bos_token", True) and tokenizer.sp.bos_id() >= 0 else []
-        tokenizer.prefix = prefix_of(whole, folder) if whole else bos
-        return tokenizer
+        sp = SentencePiece(sp_file).sp
+        pieces = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
+        named = special_tokens(whole, config, more, folder)
+        eos = eos_of(config, of_model, pieces | named, folder, sp.id_to_piece(sp.eos_id()))
+        if (pieces | named)[eos] != sp.eos_id():
+            raise UserError(f"{folder}: its eos {eos!r} is not that of its tokenizer.model: not supported")
+        bos = [sp.bos_id()] if config.get("add_bos_token", True) and sp.bos_id() >= 0 else []
+        return SentencePiece(sp_file, prefix_of(whole, folder) if whole else bos)
     if whole:
         pattern, normalize = splitting(whole, folder)
         vocab, merges = whole["model"]["vocab"], whole["model"]["merges"]
@@ -319,13 +327,17 @@ def convert(folder: Path) -> SentencePiece | Tiktoken:
         raise UserError(
             f"{folder}: no tokenizer there: no tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
         )
-    if config.get("add_prefix_space"):
-        raise UserError(f"{folder}/tokenizer_config.json: add_prefix_space is not supported")
+    for option in ("add_prefix_space", *([] if whole else ["add_bos_token"])):
+        if config.get(option):
+            raise UserError(f"{folder}/tokenizer_config.json: {option} is not supported here")
 
-    special = special_tokens(whole, config, folder) | more
+    special = special_tokens(whole, config, more, folder)
     eos = eos_of(config, of_model, vocab | special, folder)
     special |= {eos: (vocab | special)[eos]}
-    ranks = ranks_of({t: i for t, i in vocab.items() if t not in special}, merges, whole_words, folder)
+    plain = {t: i for t, i in vocab.items() if t not in special}
+    if both := set(plain.values()) & set(special.values()):
+        raise UserError(f"{folder}: the id {min(both)} is that of two tokens")
+    ranks = ranks_of(plain, merges, whole_words, folder)
     tokenizer = Tiktoken("hf", pattern, ranks, special, eos, normalize, prefix_of(whole, folder))
     probe = "".join(c for c in PROBE if all(bytes([b]) in ranks for b in c.encode()))  # some lack a byte or two
     probe = unicodedata.normalize(normalize, probe) if normalize else probe
@@ -338,10 +350,11 @@ def convert(folder: Path) -> SentencePiece | Tiktoken:
 PROBE = "ab\ncd  e\t\tf\r\n 12 ½x_-.,;: 中文，。１é" + "".join(map(chr, range(128)))
 
 
-def special_tokens(whole: dict, config: dict, folder: Path) -> dict[str, int]:
-    """Name -> id of the tokens that were added to a vocabulary."""
+def special_tokens(whole: dict, config: dict, more: dict, folder: Path) -> dict[str, int]:
+    """Name -> id of the tokens that were added to a vocabulary. more: of added_tokens.json, the oldest form."""
     decoder = config.get("added_tokens_decoder", {})
     added = [*whole.get("added_tokens", []), *({"id": int(i)} | t for i, t in decoder.items())]
+    added += [{"id": i, "content": name} for name, i in more.items()]
     for t in added:
         if not 0 <= t["id"] < 1 << 24:
             raise UserError(f"{folder}: the id {t['id']} of the token {t['content']!r} is none")
@@ -350,11 +363,11 @@ def special_tokens(whole: dict, config: dict, folder: Path) -> dict[str, int]:
     return {t["content"]: t["id"] for t in added}
 
 
-def eos_of(config: dict, of_model: dict, vocab: dict[str, int], folder: Path) -> str:
+def eos_of(config: dict, of_model: dict, vocab: dict[str, int], folder: Path, default: str = "<|endoftext|>") -> str:
     """The name of the eos, by the tokenizer's files, else by the model's."""
     ids = of_model.get("eos_token_id")
     by_id = [name for i in (ids if isinstance(ids, list) else [ids]) for name in vocab if vocab[name] == i]
-    eos = config.get("eos_token") or next(iter(by_id), "<|endoftext|>")
+    eos = config.get("eos_token") or next(iter(by_id), default)
     eos = eos["content"] if isinstance(eos, dict) else eos
     if eos not in vocab:
         raise UserError(f"{folder}: its tokenizer names no eos token, which ends every document")

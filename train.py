@@ -500,7 +500,9 @@ def main() -> None:
             torch.manual_seed(cfg.seed)  # the same weights on every rank
             model.init_weights(cfg.init)
         else:
-            model = load_model(source, cfg, wanted, earlier)
+            known = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)} if resume else {}
+            before = model_config(replace(cfg, **known), wanted.vocab_size) if resume else None
+            model = load_model(source, cfg.dropout, wanted, before)
         model.to(machine.device)
 
     # batch: as many sequences at once as asked, or as fit; that is no matter of what is learned
@@ -558,8 +560,8 @@ def main() -> None:
     windows = plan.step_tokens // cfg.block_size  # of all ranks in a step
     advice = memory_advice(plan.smaller(cfg.block_size))
     reader = closing(read_ahead(loader, state["samples"], plan.batch_size, machine))
+    saver = Saver(folder / "ckpt", cfg, sets, partial(say, machine))
     with run_folder(folder, not resume, machine.is_main), StopSignal() as stop, advice, reader as batches:
-        saver = Saver(folder / "ckpt", cfg, sets, partial(say, machine))
         metrics, clock = Metrics(folder, cfg, machine, plan, sets, state), Clock(machine, start_step)
         for step in range(start_step, plan.steps + 1):  # the extra turn only evaluates and saves
             last = step == plan.steps

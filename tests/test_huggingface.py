@@ -338,7 +338,13 @@ def test_a_meta_json_cannot_name_a_tokenizer_elsewhere(tiny_data, tmp_path, refu
         ({"file": 7}, "which is not in this folder: not read"),
         ({"kind": "bert"}, "meta.json: damaged, about the tokenizer (ValueError: tokenizer kind 'bert')"),
         ({"kind": "tiktoken"}, "meta.json: damaged, about the tokenizer (KeyError: 'pattern')"),
-        ({"prefix": [400]}, "a vocabulary of 400; its tokenizer"),
+        (
+            {"prefix": [400]},
+            "meta.json: damaged, about the tokenizer (ValueError: the prefix [400] is no list of its ids)",
+        ),
+        ({"prefix": 5}, "the prefix 5 is no list of its ids"),
+        ({"prefix": ["a"]}, "the prefix ['a'] is no list of its ids"),
+        ({"file": ".."}, "which is not in this folder: not read"),
     ]:
         (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": meta["tokenizer"] | changes}))
         assert message in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
@@ -358,10 +364,10 @@ MIXED = [
 ]
 
 
-def write_files(folder: Path, files: dict[str, str]) -> Path:
+def write_files(folder: Path, files: dict[str, str | dict]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    for name, content in files.items():
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
     return folder
 
 
@@ -398,7 +404,7 @@ def test_a_pipeline_continues_a_prompt_as_sample_does(preset, tiny_data, tmp_pat
 def test_a_sentencepiece_of_another_kind_is_not_exported_as_what_it_is_not(tiny_data):
     import sentencepiece
 
-    def trained(**options) -> dict[str, str]:
+    def trained(**options) -> dict[str, dict]:
         options = dict(model_type="bpe", byte_fallback=True, remove_extra_whitespaces=False) | options
         made, texts = io.BytesIO(), [json.dumps(r, ensure_ascii=False) for r in make_records(50)]
         sentencepiece.SentencePieceTrainer.train(
@@ -662,3 +668,110 @@ def test_a_checkpoint_has_the_tokenizer_of_its_start_whatever_becomes_of_the_dat
     monkeypatch.setattr(train, "evaluate", evaluate)
     assert (folder / "tokenizer.model").read_bytes() == original
     call(sample.main, f"--ckpt={folder}", "--max_new_tokens=3", "--device=cpu")
+
+
+NANO = dict(n_layer=3, n_head=4, n_embd=48, block_size=32, vocab_size=300, bias=True)
+
+
+@pytest.mark.parametrize("name", ["n_head", "logit_softcap"])
+def test_a_nanogpt_of_another_kind_is_refused_by_name(name, tmp_path):
+    args = NANO | {name: 30.0} if name not in NANO else {k: v for k, v in NANO.items() if k != name}
+    torch.save({"model": {}, "model_args": args}, tmp_path / "ckpt.pt")
+    with pytest.raises(ValueError, match=f"model_args: {name} is missing, or is none of nanoGPT's"):
+        from_pretrained(tmp_path)
+
+
+def test_an_architecture_of_ours_has_no_more_settings_than_ours():
+    config = to_config(GPTConfig(**ODD["a class of its own"]))
+    with pytest.raises(ValueError, match="logit_softcap=30.0 is not supported"):
+        from_config(config | {"logit_softcap": 30.0})
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({"added_tokens.json": {"   ": 699}}, "the added token '   ' would cut ordinary text"),
+        ({"added_tokens.json": {"<x>": 7}}, "the id 7 is that of two tokens"),
+        ({"added_tokens.json": {"<x>": -5}}, "the id -5 of the token '<x>' is none"),
+        ({"tokenizer_config.json": {"eos_token": "<|none|>"}}, "its tokenizer names no eos token"),
+        ({"tokenizer_config.json": {"add_prefix_space": True}}, "add_prefix_space is not supported"),
+    ],
+)
+def test_no_file_of_a_tokenizer_is_ignored(files, message, tmp_path):
+    folder = write_files(bpe(tmp_path / "m", "gpt2"), files)
+    with pytest.raises(configurator.UserError, match=message):
+        from_hugging_face(folder)
+
+
+def test_a_sentencepiece_folder_with_another_eos_is_refused(tiny_data, tmp_path):
+    shutil.copy(tiny_data / "tiny" / "tokenizer.model", tmp_path)
+    assert from_hugging_face(tmp_path).prefix == [1]  # a Llama begins with <s>
+    write_files(
+        tmp_path, {"added_tokens.json": {"<|im_end|>": 400}, "special_tokens_map.json": {"eos_token": "<|im_end|>"}}
+    )
+    with pytest.raises(configurator.UserError, match="its eos '<|im_end|>' is not that of its tokenizer.model"):
+        from_hugging_face(tmp_path)
+
+
+def test_one_name_of_the_eos_with_two_ids_is_two_tokenizers(tmp_path, refuses):
+    corpus = write_jsonl(tmp_path / "c.jsonl", make_records(100))
+    folder = bpe(tmp_path / "m", "gpt2")
+    for name in ("a", "b"):
+        options = [f"--name={name}", f"--tokenizer={folder}", f"--data_dir={tmp_path}", "--val_fraction=0.3"]
+        call(prepare.main, "--input", corpus, *options)
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        content["added_tokens"][0]["id"] = 700
+        content["model"]["vocab"].pop("<|endoftext|>", None)
+        write_files(folder, {"tokenizer.json": content}) if name == "a" else None
+    said = refuses(lambda: configurator.run(lambda: train_tiny(tmp_path, tmp_path, "--dataset=a,b")))
+    assert "b was made with another tokenizer than a" in said
+
+
+def test_a_name_of_tiktoken_takes_nothing_from_a_folder_of_that_name(tmp_path, monkeypatch):
+    own = Tiktoken.from_file(tiktoken_file(tmp_path / "v.tiktoken"))
+    monkeypatch.setattr(Tiktoken, "by_name", lambda name: own)
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path / "gpt2", {"tokenizer.json": {"mine": 1}})
+    corpus = write_jsonl(tmp_path / "c.jsonl", make_records(50))
+    call(
+        prepare.main, "--input", corpus, "--name=x", "--tokenizer=gpt2", f"--data_dir={tmp_path}", "--val_fraction=0.3"
+    )
+    assert not (tmp_path / "x" / "tokenizer.json").exists()
+
+
+def test_overwrite_deletes_nothing_before_the_new_run_can_begin(tiny_data, tmp_path, refuses):
+    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
+    run = train_tiny(tmp_path, tmp_path)
+    before = sorted(run.rglob("*"))
+    meta = json.loads((tmp_path / "tiny" / "meta.json").read_text())
+    meta["tokenizer"]["prefix"] = 5
+    (tmp_path / "tiny" / "meta.json").write_text(json.dumps(meta))
+    said = refuses(lambda: configurator.run(lambda: train_tiny(tmp_path, tmp_path, "--overwrite")))
+    assert "the prefix 5 is no list of its ids" in said and sorted(run.rglob("*")) == before
+
+
+def test_a_chat_template_is_kept_where_tokenizer_json_is_made(tmp_path):
+    whole = bpe(tmp_path / "m", "gpt2")
+    model = json.loads((whole / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    files = {"vocab.json": model["vocab"], "merges.txt": "".join(" ".join(m) + "\n" for m in model["merges"])}
+    folder = write_files(tmp_path / "old", files | {"tokenizer_config.json": {"chat_template": "MINE"}})
+    corpus = write_jsonl(tmp_path / "c.jsonl", make_records(100))
+    options = ["--name=tiny", f"--tokenizer={folder}", f"--data_dir={tmp_path}", "--val_fraction=0.3"]
+    call(prepare.main, "--input", corpus, *options)
+    ckpt = newest_checkpoint(train_tiny(tmp_path, tmp_path) / "ckpt")
+    config = json.loads((ckpt / "tokenizer_config.json").read_text())
+    assert config["chat_template"] == "MINE" and config["eos_token"] == "<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ("--n_kv_head=4", "does not fit the settings: n_kv_head is 2 there, 4 here"),
+        ("--block_size=64", "does not fit the settings: block_size is 32 there, 64 here"),
+        ("--d_ff=64", "does not fit the settings: d_ff is 128 there, 64 here"),
+    ],
+)
+def test_a_resume_says_what_the_shape_was(change, message, tiny_data, tmp_path, refuses):
+    train_tiny(tiny_data, tmp_path, "--max_steps=4")
+    said = refuses(lambda: configurator.run(lambda: train_tiny(tiny_data, tmp_path, "--init_from=resume", change)))
+    assert said.endswith(message)

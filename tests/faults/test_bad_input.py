@@ -145,7 +145,7 @@ SAMPLE = {
     "--ckpt={root}/empty_config": "empty_config: cannot be loaded (config.json: ",
     "--ckpt={root}/pickled": "pickled: cannot be loaded (model.safetensors: the weights are pickled (pytorch_model.bin)",
     "--ckpt={root}/no_tokenizer": "no_tokenizer/tokenizer.model: missing, or not the tokenizer",
-    "--ckpt={root}/no_tokens": "no_tokens: no tokenizer there: no tokenizer.json, tokenizer.model, or vocab.json with",
+    "--ckpt={root}/no_tokens": "no_tokens: no tokenizer is there: name it, as --tokenizer=gpt2",
     "--ckpt={root}/odd_tokens": "odd_tokens: its tokenizer files cannot be used (TypeError",
     "--tokenizer=nothing": "--tokenizer nothing: no such file, and no tiktoken encoding",
     "--eval={data}/nothing": "no data set in {data}/nothing",
