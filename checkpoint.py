@@ -31,7 +31,7 @@ from configurator import UserError
 from dataset import DataSet, file_sha256, load_tokenizer, lock, tokenizer_id, tokenizer_of_model
 from huggingface import ONLY_OURS, from_pretrained, hf_class, save_pretrained
 from model import GPT, GPTConfig
-from tokenizer import hugging_face_files, same_ids, to_hugging_face
+from tokenizer import hugging_face_files, read_json, same_ids, to_hugging_face
 
 
 def to_host(state: Any) -> Any:
@@ -55,6 +55,7 @@ class Saver:
         self.failed = ""  # why the last one could not be written
         folder, info = sets[0].folder, sets[0].meta["tokenizer"]
         self.tokenizer = load_tokenizer(folder)
+        self.came_with = read_json(folder / "tokenizer_config.json")
         # by name: ours, and what came with it for Hugging Face's tools, or is made for them; now, whatever becomes of the data set
         self.tokenizer_files = {p.name: p.read_bytes() for p in (folder / info["file"], *hugging_face_files(folder))}
 
@@ -83,12 +84,7 @@ class Saver:
             data = {d.name: d.meta["splits"]["train"]["sha256"] for d in self.sets}
             write_json(tmp / "meta.json", self.sets[0].meta | {"trained_on": data})
             if "tokenizer.json" not in self.tokenizer_files:
-                made = to_hugging_face(self.tokenizer, model.config.block_size)
-                if came := self.tokenizer_files.get("tokenizer_config.json"):  # it may have a chat template
-                    made = {
-                        name: {**json.loads(came), **content} if "config" in name else content
-                        for name, content in made.items()
-                    }
+                made = to_hugging_face(self.tokenizer, model.config.block_size, self.came_with)
                 self.tokenizer_files |= {name: json_bytes(content) for name, content in made.items()}
             for name, content in self.tokenizer_files.items():
                 (tmp / name).write_bytes(content)

@@ -233,7 +233,9 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
 
-LOSS_CHUNK = {"cpu": 2**19, "cuda": 2**26}  # logits at a time, in fp32: a CPU cache's fill; 256 MB
+def loss_chunk(device_type: str) -> int:
+    """How many logits ChunkedCrossEntropy takes at a time, in fp32: a CPU cache's fill; else 256 MB."""
+    return 2**19 if device_type == "cpu" else 2**26
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -247,7 +249,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits, known = logits.detach(), (targets[:, None] >= 0).float()  # (N, 1): 1, or 0 where there is no target
         loss = torch.zeros((), device=logits.device)
-        rows = max(1, LOSS_CHUNK.get(logits.device.type, 2**26) // logits.size(1))
+        rows = max(1, loss_chunk(logits.device.type) // logits.size(1))
         for part, ids, counts in zip(logits.split(rows), targets.split(rows), known.split(rows), strict=True):
             log_p, ids = part.log_softmax(-1, dtype=torch.float32), ids.clamp(min=0)[:, None]  # (rows, V), (rows, 1)
             picked = log_p.gather(1, ids)

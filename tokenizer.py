@@ -211,11 +211,14 @@ def all_merges(tokens: dict[str, int]) -> list[str]:
     return pairs
 
 
-def to_hugging_face(tokenizer: SentencePiece | Tiktoken, block_size: int) -> dict[str, dict]:
+def to_hugging_face(
+    tokenizer: SentencePiece | Tiktoken, block_size: int, came_with: dict | None = None
+) -> dict[str, dict]:
     """File name -> content of tokenizer.json and tokenizer_config.json: for AutoTokenizer, pipelines and llama.cpp.
 
     The same ids, but for a text that has U+2581 or the name of a special token in it. The prefix is called bos there, and
     stands before every text unless add_special_tokens=False. {} for a SentencePiece of another kind than prepare.py trains.
+    came_with: an earlier tokenizer_config.json, of which the rest is kept, a chat template say.
     """
     described = describe_sentencepiece if tokenizer.kind == "sentencepiece" else describe_tiktoken
     if (parts := described(tokenizer)) is None:
@@ -239,7 +242,7 @@ def to_hugging_face(tokenizer: SentencePiece | Tiktoken, block_size: int) -> dic
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": block_size, "bos_token": bos}
     config |= {"eos_token": names[tokenizer.eos_id], "unk_token": model["unk_token"], "add_bos_token": bool(bos)}
     config |= {"add_prefix_space": False, "clean_up_tokenization_spaces": False}
-    return {"tokenizer.json": content, "tokenizer_config.json": config}
+    return {"tokenizer.json": content, "tokenizer_config.json": (came_with or {}) | config}
 
 
 def describe_sentencepiece(tokenizer: SentencePiece) -> tuple[dict, dict, dict] | None:
@@ -308,9 +311,9 @@ def convert(folder: Path) -> SentencePiece | Tiktoken:
     if sp_file.exists() and not (whole and is_byte_level(whole)):
         sp = SentencePiece(sp_file).sp
         pieces = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
-        named = special_tokens(whole, config, more, folder)
-        eos = eos_of(config, of_model, pieces | named, folder, sp.id_to_piece(sp.eos_id()))
-        if (pieces | named)[eos] != sp.eos_id():
+        pieces |= special_tokens(whole, config, more, folder)
+        eos = eos_of(config, of_model, pieces, folder, sp.id_to_piece(sp.eos_id()))
+        if pieces[eos] != sp.eos_id():
             raise UserError(f"{folder}: its eos {eos!r} is not that of its tokenizer.model: not supported")
         bos = [sp.bos_id()] if config.get("add_bos_token", True) and sp.bos_id() >= 0 else []
         return SentencePiece(sp_file, prefix_of(whole, folder) if whole else bos)
@@ -393,8 +396,8 @@ def splitting(whole: dict, folder: Path) -> tuple[str, str]:
         return UserError(f"{folder}/tokenizer.json: {what} {json.dumps(found)[:200]} is not supported")
 
     model, normalizer, before = whole["model"], whole.get("normalizer"), whole.get("pre_tokenizer") or {}
-    plain = dict(byte_fallback=False, dropout=None, continuing_subword_prefix="", end_of_word_suffix="")
-    odd = {k: model[k] for k, v in plain.items() if model.get(k) and model[k] != v}
+    options = ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
+    odd = {k: model[k] for k in options if model.get(k)}
     if model.get("type") != "BPE" or odd or not is_byte_level(whole):
         raise refuse(
             "a model that is no byte-level BPE, without a tokenizer.model beside it:", {"type": model.get("type")} | odd

@@ -60,7 +60,7 @@ class TrainConfig:
     # ---- Run ----
     run_name: str = "run"  # it writes out_dir/run_name/
     out_dir: str = "out"  # where runs live
-    init_from: str = "scratch"  # scratch; resume: the run's newest checkpoint; auto: resume if it can; a folder
+    init_from: str = "scratch"  # scratch; resume: the run's newest checkpoint; auto: resume if it can; a model's folder: fine-tune it
     overwrite: bool = False  # scratch may delete an earlier run of the same name
     seed: int = 1337  # of the weights, the data order and dropout
     # ---- Data ----
@@ -500,6 +500,7 @@ def main() -> None:
             torch.manual_seed(cfg.seed)  # the same weights on every rank
             model.init_weights(cfg.init)
         else:
+            # a run that began with somebody's model has that shape, whatever its settings say: they must only mean what they meant
             known = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)} if resume else {}
             before = model_config(replace(cfg, **known), wanted.vocab_size) if resume else None
             model = load_model(source, cfg.dropout, wanted, before)

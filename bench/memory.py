@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from model import GPT, LOSS_CHUNK, GPTConfig, attention_kernel
+from model import GPT, GPTConfig, attention_kernel, loss_chunk
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
     kept = {f"activations: {k}": step.B * v for k, v in activations(c, step).items()} | {"16-bit weights": copies}
 
     logits = N * c.padded_vocab_size * s
-    chunk = 0 if step.compiled else 8 * min(N * c.padded_vocab_size, LOSS_CHUNK[step.device])
+    chunk = 0 if step.compiled else 8 * min(N * c.padded_vocab_size, loss_chunk(step.device))
     if step.dtype == torch.float16 and not step.compiled:  # plain cross_entropy: two fp32 tensors and the fp16 gradient
         chunk = 10 * N * c.padded_vocab_size
     # The logits' gradient is written over the logits, by ours in eager mode and by Inductor's donated buffers.

@@ -104,6 +104,11 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     assert largest_batch(model, Step(1, 1024), 1e9) == 0
 
 
+def test_every_device_that_train_py_takes_has_a_prediction():
+    model = on_meta(GPTConfig(**PRESETS["gpt2"]))
+    assert all(needed(model, Step(1, 512, compiled=False, device=device)) > 2e9 for device in ("cpu", "cuda", "mps"))
+
+
 def test_ddp_holds_its_buckets_beside_the_gradients_of_earlier_micro_steps():
     """Measured with gloo, 29.4 MB of parameters: 252.6 MB in the second step, predicted 250.4; 223.2 from the third on."""
     model = on_meta(GPTConfig(**PRESETS["gpt2"]))
