@@ -287,13 +287,6 @@ class GPT(nn.Module):
         if c.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         self.register_buffer("rope", rope_table(c) if c.pos == "rope" else None, persistent=False)
-        # The padding's logits are -inf, in training too: its rows then get no gradient and stay 0, so that a checkpoint
-        # can leave them out. As a bias it costs nothing: it is added where the product is written.
-        mask = None
-        if c.padded_vocab_size > c.vocab_size:
-            ids = torch.arange(c.padded_vocab_size)
-            mask = torch.zeros(c.padded_vocab_size).masked_fill(ids >= c.vocab_size, -math.inf)
-        self.register_buffer("padding_mask", mask, persistent=False)
 
     def forward(
         self,
@@ -308,7 +301,7 @@ class GPT(nn.Module):
         into an empty one, then one token at a time.
         """
         start = 0 if cache is None else cache.length
-        T = idx.size(1)
+        T, V = idx.size(1), self.config.vocab_size
         x = self.wte(idx)  # (B, T, C)
         if self.wpe is not None:
             x = x + self.wpe.weight[start : start + T]
@@ -321,17 +314,20 @@ class GPT(nn.Module):
         if cache is not None:
             cache.length += T
         if targets is None:
-            return self.logits(x[:, -1])[:, : self.config.vocab_size].float()
-        logits, targets = self.logits(x).flatten(0, 1), targets.flatten()  # (B T, V): the largest tensor of all
+            return self.logits(x[:, -1])[:, :V].float()
+        # (B T, padded V): the largest tensor of all. The loss leaves the padding out, whose rows of the matrix then get no
+        # gradient and stay 0: a checkpoint can do without them.
+        logits, targets = self.logits(x).flatten(0, 1), targets.flatten()
         if torch.compiler.is_compiling() or logits.dtype == torch.float16:
             # Inductor makes one pass of it, without fp32 logits in memory. And fp16 has too few small numbers for a gradient
             # that is rounded before the scaler's factor comes.
-            return F.cross_entropy(logits.float(), targets, ignore_index=-1, reduction=reduction)
+            return F.cross_entropy(logits[:, :V].float(), targets, ignore_index=-1, reduction=reduction)
+        logits.data[:, V:] = -math.inf  # .data: autograd need not know
         loss = ChunkedCrossEntropy.apply(logits, targets)
         return loss if reduction == "sum" else loss / (targets >= 0).sum()
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(self.norm_f(x), self.lm_head.weight, self.padding_mask)
+        return self.lm_head(self.norm_f(x))
 
     # -- generation --
 
@@ -364,7 +360,7 @@ class GPT(nn.Module):
                 logits = self(idx, cache=cache)
             else:
                 logits = self(idx[:, -1:], cache=cache) if use_cache else self(idx)
-            if not logits.isfinite().all():
+            if not logits.sum().isfinite():  # one pass over them; isfinite().all() makes five
                 raise ArithmeticError(
                     "the model's output is not finite: its weights are damaged, or need another dtype"
                 )
@@ -445,15 +441,14 @@ def sample_token(
     if temperature == 0:
         return logits.argmax(dim=-1)
     exact = torch.float32 if logits.device.type == "mps" else torch.float64  # for the sums of V small numbers
-    p, ids = (logits / temperature).softmax(-1, dtype=exact), None  # (B, V)
-    if 0 < top_k < p.size(-1):
-        p, ids = p.topk(top_k)  # (B, top_k), the likeliest first
-        p = p / p.sum(-1, keepdim=True)
-    elif top_p < 1.0:
-        p, ids = p.topk(min(1024, p.size(-1)))  # nearly always enough: to sort all V takes six times as long
-        if (p.sum(-1) < top_p).any():
-            p, ids = (logits / temperature).softmax(-1, dtype=exact).sort(descending=True)
-    sums = p.cumsum(-1)
+    ids = None
+    if 0 < top_k < logits.size(-1):
+        logits, ids = logits.topk(top_k)  # (B, top_k), the likeliest first
+    p = (logits / temperature).softmax(-1)  # (B, V or top_k)
+    if ids is None and top_p < 1.0:
+        likeliest, ids = p.topk(min(1024, p.size(-1)))  # nearly always enough: to sort all V takes six times as long
+        p, ids = p.sort(descending=True) if (likeliest.sum(-1) < top_p).any() else (likeliest, ids)
+    sums = p.cumsum(-1, dtype=exact)
     mass = sums[:, -1:]  # what is left to choose from
     if top_p < 1.0:
         mass = sums.gather(1, (sums < top_p).sum(-1, keepdim=True).clamp(max=p.size(-1) - 1))

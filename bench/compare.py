@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/compare.py` finds ours
-from bench.matmul import device_name, peak_tflops  # noqa: E402
+from bench.matmul import device_name, peak_tflops, read_gb_s  # noqa: E402
 from configurator import UserError, changes, parse, run  # noqa: E402
 from dataset import open_datasets  # noqa: E402
 from huggingface import to_config  # noqa: E402
@@ -158,13 +158,18 @@ with torch.inference_mode():
 
 def sampling(repo: str, kind: str, cfg: CompareConfig) -> list[str]:
     """Both with fresh weights: the time does not depend on them. Ours in the dtype that sample.py would choose."""
-    vocab_size, (device, dtype) = open_datasets(cfg.dataset, cfg.data_dir)[0].meta["vocab_size"], machine(cfg)
+    vocab_size, device = open_datasets(cfg.dataset, cfg.data_dir)[0].meta["vocab_size"], machine(cfg)[0]
     c = model_config(cfg, vocab_size)
     shape = dict(vocab_size=vocab_size, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, block_size=c.block_size)
     shape |= asdict(c) if kind == "ours" else dict(bias=c.bias, dropout=0.0)
-    name = str(dtype if kind == "ours" or device != "cpu" else torch.float32).removeprefix("torch.")
+    name = str(sampling_dtype(kind, cfg)).removeprefix("torch.")
     facts = [repo, kind, shape, name, device, cfg.num_samples, cfg.max_new_tokens]
     return [sys.executable, "-c", SAMPLING, json.dumps(facts)]
+
+
+def sampling_dtype(kind: str, cfg: CompareConfig) -> torch.dtype:
+    device, dtype = machine(cfg)
+    return dtype if kind == "ours" or device != "cpu" else torch.float32
 
 
 def machine(cfg: CompareConfig) -> tuple[str, torch.dtype]:
@@ -221,16 +226,25 @@ def main() -> None:
     rates = {name: unit / statistics.median(seconds) for name, seconds in rows.items()}
     with torch.device("meta"):
         model = GPT(model_config(cfg, open_datasets(cfg.dataset, cfg.data_dir)[0].meta["vocab_size"]))
-    flops = (
-        0 if cfg.sampling else model.flops_per_token(cfg.block_size)
-    )  # of training; a sampled token is not one of those
-    peak, source = peak_tflops(torch.device(device), machine(cfg)[1], cfg.peak_tflops) if flops else (None, "sampling")
-    print(f"{source}\n{'':<12} {'tok/s':>12} {'ours / it':>10} {'TFLOPS':>8} {'MFU':>6}   seconds of each turn")
+    if cfg.sampling:  # bound by memory: each step reads all weights, for one token of every text
+        peak = read_gb_s(torch.device(device))
+        source = f"{peak:.1f} GB/s, a plain sum over memory measured here and now"
+        heads, scale, key, size = (
+            ("GB/s", "of it"),
+            1e9,
+            "bytes_per_token",
+            model.num_params()["matmul"] / cfg.num_samples,
+        )
+        work = {name: size * sampling_dtype(name, cfg).itemsize for name in rates}
+    else:
+        peak, source = peak_tflops(torch.device(device), machine(cfg)[1], cfg.peak_tflops)
+        heads, scale, key = ("TFLOPS", "MFU"), 1e12, "flops_per_token"
+        work = dict.fromkeys(rates, model.flops_per_token(cfg.block_size))
+    print(f"{source}\n{'':<12} {'tok/s':>12} {'ours / it':>10} {heads[0]:>8} {heads[1]:>6}   seconds of each turn")
     for name, rate in rates.items():
-        tflops = f"{rate * flops / 1e12:.3f}" if flops else ""
-        mfu = f"{rate * flops / 1e12 / peak:.1%}" if peak else ""
-        turns = " ".join(f"{s:.4g}" for s in rows[name])
-        print(f"{name:<12} {rate:>12,.1f} {rates['ours'] / rate:>9.2f}x {tflops:>8} {mfu:>6}   {turns}")
+        done, turns = rate * work[name] / scale, " ".join(f"{s:.4g}" for s in rows[name])
+        of_peak = f"{done / peak:.1%}" if peak else ""
+        print(f"{name:<12} {rate:>12,.1f} {rates['ours'] / rate:>9.2f}x {done:>8.3f} {of_peak:>6}   {turns}")
     if cfg.json:
         packages = {p: version(p) for p in ("torch", "numpy", *(["transformers", "accelerate"] if cfg.hf else []))}
         facts = {
@@ -244,7 +258,7 @@ def main() -> None:
                 argv = [a.replace(path, word) for a in argv]
             commands[name] = argv
         facts |= {"command": " ".join(["python bench/compare.py", *sys.argv[1:]]), "commands": commands, "unit": unit}
-        facts |= {"seconds": rows, "tokens_per_s": rates, "flops_per_token": flops, "peak_tflops": peak}
+        facts |= {"seconds": rows, "tokens_per_s": rates, key: work, f"peak {heads[0]}": peak}
         Path(cfg.json).write_text(json.dumps(facts, indent=1) + "\n")
 
 

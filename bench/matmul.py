@@ -51,6 +51,14 @@ def measure_tflops(n: int, dtype: str, device: torch.device, seconds: float = 1.
         torch.set_float32_matmul_precision(before)
 
 
+def read_gb_s(device: torch.device, seconds: float = 0.5) -> float:
+    """The median GB/s at which a plain sum reads memory: the roof of sampling, which reads all weights for each token."""
+    size = 2**32 if device.type == "cuda" else 2**29
+    timer = Timer("numbers.sum()", globals={"numbers": torch.ones(size // 8, dtype=torch.int64, device=device)},
+                  num_threads=torch.get_num_threads())  # fmt: skip
+    return size / timer.blocked_autorange(min_run_time=seconds).median / 1e9
+
+
 def peak_tflops(device: torch.device, dtype: torch.dtype, given: float = 0.0) -> tuple[float | None, str]:
     """The peak that MFU is a share of, and where it comes from: as given; on a CPU measured here and now; the datasheet's."""
     if given:

@@ -11,6 +11,7 @@ import torch
 from conftest import REPO, TINY, call, make_records, write_jsonl
 
 from bench import compare, matmul
+from model import GPT, PRESETS, GPTConfig
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,18 @@ def test_training_is_compared_by_one_clock(tiny_data, tmp_path, capsys):
     assert min(found["seconds"]["nanoGPT"]) >= 0.05 and 0 < found["tokens_per_s"]["nanoGPT"] <= 256 / 0.05
     assert found["tokens_per_s"]["ours"] == pytest.approx(256 / statistics.median(found["seconds"]["ours"]))
     assert "ours / it" in capsys.readouterr().out and found["versions"]["torch"] in torch.__version__
+
+
+def test_sampling_is_measured_against_the_speed_of_memory(tiny_data, tmp_path, capsys):
+    options = [*TINY, f"--data_dir={tiny_data}", "--sampling", "--max_new_tokens=8", "--num_samples=2", "--rounds=1"]
+    call(compare.main, *options, "--dtype=float32", f"--json={tmp_path / 'out.json'}")
+    found = json.loads((tmp_path / "out.json").read_text())
+    with torch.device("meta"):
+        c = GPTConfig(**PRESETS["llama"], vocab_size=400, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, block_size=32)
+        weights = GPT(c).num_params()["matmul"]
+    assert found["bytes_per_token"] == {"ours": weights * 4 / 2}  # one reading of all weights for both texts
+    share = found["tokens_per_s"]["ours"] * weights * 2 / 1e9 / found["peak GB/s"]
+    assert 0 < share and f"{share:.1%}" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
