@@ -34,7 +34,9 @@ from typing import Any, Literal
 class UserError(Exception):
     """Something the user can mend: the message names the file, line or option, what is wrong, and what to do."""
 
-    only_here = False  # of several processes, does this one alone know of it?
+
+class OneRankError(UserError):
+    """One that this process may be alone with, of those that torchrun started: it says so itself."""
 
 
 def run(main: Callable[[], None]) -> None:
@@ -44,7 +46,10 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except UserError as e:
-        if e.only_here or os.environ.get("LOCAL_RANK", "0") == "0":  # one line a machine, not one a rank
+        rank = os.environ.get("RANK")
+        if rank is not None and isinstance(e, OneRankError):
+            print(f"error: rank {rank}: {e}", file=sys.stderr)
+        elif os.environ.get("LOCAL_RANK", "0") == "0":  # one line a machine, not one a rank
             print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:  # `python sample.py | head`: the reader has had enough

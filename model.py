@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 PRESETS = {
     "gpt2": dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False, tie_embeddings=True),
@@ -108,7 +108,8 @@ class RMSNorm(nn.RMSNorm):
     """torch's, with the weight in the input's dtype: the fused kernel wants them alike."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        with torch.autocast(x.device.type, enabled=False):  # CUDA's makes both fp32, from torch 2.12 on
+            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def make_norm(c: GPTConfig) -> nn.Module:
@@ -149,6 +150,10 @@ class KVCache:
         end = self.length + k.size(2)
         self.k[layer, :, :, self.length : end], self.v[layer, :, :, self.length : end] = k, v
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+
+
+# For generation: cuDNN, the default on Hopper, would plan anew, some 20 ms and more, for every length of the past.
+ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def plain_is_faster(q: torch.Tensor) -> bool:
@@ -256,6 +261,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             loss -= (picked * counts).sum()
             if ctx.needs_input_grad[0]:
                 part.copy_(log_p.exp_().scatter_(1, ids, picked.exp() - 1).mul_(counts))
+            del log_p  # before the next chunk is made
         ctx.save_for_backward(logits)
         ctx.rows = rows
         return loss
@@ -359,7 +365,8 @@ class GPT(nn.Module):
                 cache = KVCache(c, idx.size(0), length, idx.device, self.wte.weight.dtype)
                 logits = self(idx, cache=cache)
             else:
-                logits = self(idx[:, -1:], cache=cache) if use_cache else self(idx)
+                with sdpa_kernel(ANY_LENGTH):
+                    logits = self(idx[:, -1:], cache=cache) if use_cache else self(idx)
             if not logits.sum().isfinite():  # one pass over them; isfinite().all() makes five
                 raise ArithmeticError(
                     "the model's output is not finite: its weights are damaged, or need another dtype"

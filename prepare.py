@@ -46,7 +46,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from configurator import UserError, parse, run
+from configurator import OneRankError, UserError, parse, run
 from corpora import PIECE, Chunk, Cleaning, Reader, Source, Tally, demo_sources, documents, find_sources, pieces
 from dataset import (
     FORMAT_VERSION,
@@ -816,8 +816,7 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, rank: int, world: int
     try:
         encode(part, mine, Encoder(folder / info["file"], info, cfg), cfg, workers, total)
     except UserError as e:
-        e.only_here = True  # the other ranks know nothing of it
-        raise
+        raise OneRankError(str(e)) from None  # the other ranks know nothing of it
     finished = gather((mine, part), world)
     if rank > 0:
         return

@@ -145,7 +145,7 @@ class Metrics:
     def watch(self, done: int, loss: float, grad_norm: float, scaler, write_texts: Callable[[str], str]) -> None:
         """Count and report a step that was skipped, or whose loss leaps; UserError when too many were skipped in a row.
 
-        Of fp16, a gradient that overflows while the loss is finite is the scaler's own business.
+        Of fp16, a gradient that overflows while the loss is finite is the scaler's own business, until it has nothing left to lower.
         """
         state, limit = self.state, self.cfg.max_bad_steps
         if math.isfinite(loss) and math.isfinite(grad_norm):
@@ -155,8 +155,7 @@ class Metrics:
                 self.write(
                     dict(step=done, spike_loss=loss, spike_z=z), f"warning: loss {loss:.3f} is {z:.0f} deviations high"
                 )
-        elif math.isfinite(loss) and scaler.is_enabled():
-            scale = scaler.get_scale()
+        elif math.isfinite(loss) and scaler.is_enabled() and (scale := scaler.get_scale()) >= 1:
             self.write(
                 dict(step=done, loss_scale=scale), f"fp16 overflow: skipped, the loss is scaled by {scale:g} now"
             )

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -46,7 +47,7 @@ from checkpoint import (
     run_folder,
     settings_changed,
 )
-from configurator import UserError, parse, run
+from configurator import OneRankError, UserError, parse, run
 from dataset import Loader, Windows, open_datasets, train_loader, verify_new
 from model import GPT, INIT, PRESETS, GPTConfig
 from report import Clock, Metrics, banner, say, write_bad_step
@@ -200,7 +201,7 @@ def start(cfg: TrainConfig) -> Machine:
         device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as e:
-        raise UserError(f"device={cfg.device}: not usable here ({str(e).splitlines()[0]})") from None
+        raise OneRankError(f"device={cfg.device}: not usable here ({str(e).splitlines()[0]})") from None
     if device.type == "cpu":
         keep_freed_memory()
     if device.type == "cuda":
@@ -216,7 +217,10 @@ def start(cfg: TrainConfig) -> Machine:
         if os.environ.get("GROUP_WORLD_SIZE") == "1":  # of several computers, each counts its own restarts
             store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         backend, on = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, device_id=on)
+        # An hour: rank 0 may have to read all data first, to verify it.
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, device_id=on, timeout=timedelta(hours=1)
+        )
     dtype, why = pick_dtype(cfg.dtype, device)
     return Machine(rank, local_rank, world, device, dtype, why)
 
@@ -281,7 +285,7 @@ def memory_advice(advice: str):
     except (RuntimeError, MemoryError) as e:
         if not out_of_memory(e):
             raise
-        raise UserError(f"out of memory {advice}") from None
+        raise OneRankError(f"out of memory {advice}") from None
 
 
 def all_sum(x: torch.Tensor) -> torch.Tensor:
@@ -428,6 +432,8 @@ def fit_batch(cfg: TrainConfig, model: GPT, loader: Loader, machine: Machine, co
         if compiled and not (fits and machine.world == 1):
             torch.compiler.reset()  # what was compiled without DDP would be taken with it, and not be split at its buckets
         if fits:
+            if machine.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()  # of the trials that did not fit
             say(machine, f"batch_size=auto: {B}, tried out (at most {predicted} here)")
             return B
         if B == 1:
@@ -532,7 +538,8 @@ def main() -> None:
         changed, state = settings_changed(earlier, cfg), earlier.training
         # moments from the checkpoint, but betas and weight decay as they are set now
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state.pop("optimizer")["state"]})
-        scaler.load_state_dict(state.pop("scaler"))
+        if saved := state.pop("scaler"):  # empty where that run was not in fp16
+            scaler.load_state_dict(saved)
 
     if machine.is_main:
         state["data_files"] = verify_new(sets, state["data_files"])

@@ -186,6 +186,8 @@ def seconds_per_line(argv: list[str], folder: Path, first: int, last: int, words
     """Run a command; the seconds between its lines for step `first` and step `last`, over the steps between."""
     times: dict[int, float] = {}
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # On several GPUs, transformers' Trainer would take them all by itself.
+    environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     process = subprocess.Popen(argv, cwd=folder, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True)
     output = []
     for line in process.stdout:
@@ -193,7 +195,11 @@ def seconds_per_line(argv: list[str], folder: Path, first: int, last: int, words
         parts = line.replace(":", " ").replace("/", " ").split()
         if len(parts) > 1 and parts[0] in words and parts[1].isdigit():
             times.setdefault(int(parts[1]), time.perf_counter())
-    if process.wait() != 0 or not {first, last} <= times.keys():
+        if last in times:  # what it does behind that, an evaluation and a checkpoint, is not timed
+            process.kill()
+            break
+    process.communicate()
+    if not {first, last} <= times.keys():
         print("".join(output)[-4000:], file=sys.stderr)
         raise UserError(f"the above ended with exit code {process.returncode}: {' '.join(argv)[:200]} ...")
     return (times[last] - times[first]) / (last - first)

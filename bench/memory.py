@@ -72,7 +72,7 @@ def activations(c: GPTConfig, step: Step) -> dict[str, float]:
     norm = C * step.stream  # a token; compiled, and in the CPU's LayerNorm, its input
     if not step.compiled and c.norm == "rmsnorm" and eager_cpu:
         norm = 8 * C  # made of small operations in fp32: the input and the normalised input
-    elif not step.compiled and not eager_cpu:
+    elif not step.compiled and not eager_cpu and c.norm == "layernorm":
         norm = 4 * C  # CUDA's autocast normalises in fp32
 
     qkv = (nh + 2 * nkv) * hs  # a token of q, k and v as the linear layer writes them

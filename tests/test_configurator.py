@@ -12,7 +12,7 @@ import report
 import sample
 import train
 from bench import matmul
-from configurator import UserError, changes, convert, help_text, parse
+from configurator import OneRankError, UserError, changes, convert, help_text, parse, run
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -147,3 +147,17 @@ def test_no_setting_is_taken_for_an_abbreviation_of_a_torchrun_option():
 
 def test_large_negative_integers_keep_every_digit():
     assert convert("-12_345_678_901_234_567", int) == -12_345_678_901_234_567
+
+
+def test_of_several_processes_each_says_what_it_may_be_alone_with(monkeypatch, capsys):
+    """Out of memory on one GPU of eight, say; but what all of them find is said once."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for error, said in ((OneRankError("no room"), "error: rank 3: no room\n"), (UserError("no file"), "")):
+
+        def main(error=error):
+            raise error
+
+        with pytest.raises(SystemExit):
+            run(main)
+        assert capsys.readouterr().err == said

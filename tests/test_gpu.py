@@ -181,6 +181,34 @@ def test_the_predicted_peak_is_max_memory_allocated_within_5_percent(name, B, T,
 # -- speed --
 
 
+def test_the_residual_stream_and_its_norms_stay_in_bf16():
+    needs_bf16()
+    model, dtypes = make("qwen3").to(DEVICE).train(), set()
+    for module in model.modules():
+        if isinstance(module, torch.nn.RMSNorm):
+            module.register_forward_hook(lambda m, args, out: dtypes.update((args[0].dtype, out.dtype)))
+    x = ids(model, 2, 64).to(DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        model(x, x)
+    assert dtypes == {torch.bfloat16}
+
+
+def test_generation_never_waits_for_a_plan_of_cudnns(monkeypatch):
+    """It makes one for every length of the past."""
+    sdpa, chosen = F.scaled_dot_product_attention, []
+
+    def spy(q, k, v, dropout_p=0.0, is_causal=False):
+        chosen.append(SDPBackend(torch._fused_sdp_choice(q, k, v, None, dropout_p, is_causal)))
+        return sdpa(q, k, v, dropout_p=dropout_p, is_causal=is_causal)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    model = make("llama", head_dim=64, n_embd=384, block_size=64).to(DEVICE, torch.float16).eval()
+    for _ in model.generate(ids(model, 1, 8).to(DEVICE), 8):
+        pass
+    assert len(chosen) == 8 * model.config.n_layer  # the prompt's attention first, one plan
+    assert SDPBackend.CUDNN_ATTENTION not in chosen[model.config.n_layer :]
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_attention_in_bf16_takes_cudnn_or_flash(head_dim, monkeypatch):
     needs_bf16()

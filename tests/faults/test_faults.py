@@ -291,6 +291,32 @@ def test_the_fp16_scalers_own_skips_are_told_apart_and_its_state_is_resumed(tiny
         assert metrics(resumed, key) == metrics(whole, key)
 
 
+def test_a_run_that_began_in_another_dtype_goes_on_in_fp16(tiny_data, tmp_path, monkeypatch):
+    """From an A100 to a V100, say: its checkpoint has no state of a scaler."""
+    train_tiny(tiny_data, tmp_path, "--max_steps=8")
+    monkeypatch.setattr(train, "pick_dtype", lambda *_: (torch.float16, "for this test"))
+    run = train_tiny(tiny_data, tmp_path, "--max_steps=12", "--init_from=resume")
+    assert newest_checkpoint(run / "ckpt").name == "step_00000012" and 12 in metrics(run, "loss")
+
+
+def test_an_fp16_run_whose_gradient_overflows_at_every_scale_ends(tiny_data, tmp_path, monkeypatch, refuses):
+    forward = train.GPT.forward
+
+    def broken(self, *args, **kwargs):
+        loss = forward(self, *args, **kwargs)
+        if loss.requires_grad:
+            loss.register_hook(lambda grad: grad * float("inf"))
+        return loss
+
+    monkeypatch.setattr(train.GPT, "forward", broken)
+    monkeypatch.setattr(train, "pick_dtype", lambda *_: (torch.float16, "for this test"))
+    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=8.0))
+    options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--max_steps=30", "--max_bad_steps=4"]
+    error = refuses(train.main, *options)
+    assert metrics(tmp_path / "run", "loss_scale") == {1: 4, 2: 2, 3: 1}  # the scaler's own business; then no longer
+    assert "4 steps in a row without a finite loss and gradient, the last at step 7" in error
+
+
 def test_a_leap_of_the_loss_is_a_warning(tiny_data, tmp_path, monkeypatch, capsys):
     poison(monkeypatch, 2 * 45, value=3.0)
     run = train_tiny(tiny_data, tmp_path, "--max_steps=60", "--eval_every=100", "--lr=1e-4")
