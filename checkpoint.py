@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError
 
 from configurator import UserError
-from dataset import DataSet, file_sha256, load_tokenizer, lock, tokenizer_id, tokenizer_of_model
+from dataset import DataSet, file_sha256, load_tokenizer, lock, sync_to_disk, tokenizer_id, tokenizer_of_model
 from huggingface import ONLY_OURS, from_pretrained, hf_class, save_pretrained
 from model import GPT, GPTConfig
 from tokenizer import hugging_face_files, read_json, same_ids, to_hugging_face
@@ -113,12 +113,6 @@ def json_bytes(content: dict) -> bytes:
 
 def write_json(path: Path, content: dict) -> None:
     path.write_bytes(json_bytes(content))
-
-
-def sync_to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,7 +200,7 @@ def run_folder(folder: Path, fresh: bool, is_main: bool):
         os.close(handle)
 
 
-def load_model(folder: Path, dropout: float, wanted: GPTConfig, before: GPTConfig | None) -> GPT:
+def load_model(folder: Path, dropout: float, wanted: GPTConfig, before: GPTConfig | None = None) -> GPT:
     """A checkpoint's model, in its own shape. wanted: what the settings make of it now; before: when its run was last started.
 
     UserError if it cannot be loaded; to fine-tune, if vocabulary or block_size are too small; to resume (before is given), if

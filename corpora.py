@@ -380,7 +380,9 @@ class Tally:
     shapes: Counter = field(default_factory=Counter)  # {text}, {title, content}, ... -> records read so
     examples: list[str] = field(default_factory=list)  # the first few bad ones, as file:line: reason
 
-    def reject(self, where: str, reason: str) -> None:
+    def reject(self, where: str, reason: str, piece: Piece | None) -> None:
+        if piece:  # half of its document may be written already
+            raise UserError(f"{where}: {reason}: mend it there") from None
         self.bad[reason] += 1
         if len(self.examples) < 5:
             self.examples.append(f"{where}: {reason}")
@@ -406,9 +408,7 @@ def documents(chunk: Chunk, cleaning: Cleaning, tally: Tally) -> Iterator[tuple[
             text = clean(text, cleaning, tally)
             utf8 = to_utf8(text)
         except ValueError as e:
-            if piece:  # half of it may be written already
-                raise UserError(f"{where}: {e}: mend it there") from None
-            tally.reject(where, str(e))
+            tally.reject(where, str(e), piece)
             continue
         if piece is None or piece.whole:
             tally.shapes[shape] += 1
@@ -485,10 +485,8 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str]:
         return chosen_fields(record, fields), fields
     sections = record.get("sections")
     if isinstance(sections, list) or isinstance(record.get("summary"), str):
-        return (
-            f"{get(record, 'title')}：{get(record, 'summary')}{join_sections(sections)}",
-            "{title, summary, sections}",
-        )
+        text = f"{get(record, 'title')}：{get(record, 'summary')}{join_sections(sections)}"
+        return text, "{title, summary, sections}"
     if isinstance(text := record.get("content"), str):
         title = get(record, "title")
         return (f"{title}：{text}。", "{title, content}") if title else (text, "{content}")

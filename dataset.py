@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import json
 import os
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from bench.plot_loss import read_metrics
 from configurator import UserError
 from tokenizer import SentencePiece, Tiktoken, from_hugging_face, open_tokenizer, tiktoken_names
 
@@ -173,6 +175,12 @@ def lock(folder: str | Path, instead: str) -> int:
     return handle
 
 
+def sync_to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
 def file_sha256(path: str | Path) -> str:
     digest = hashlib.sha256()
     with open(path, "rb") as f:
@@ -198,14 +206,13 @@ class Windows:
 
     def epoch(self, epoch: int) -> tuple[int, np.ndarray]:
         """(offset, permutation (n_windows,)) of an epoch."""
-        epochs = self.epochs  # train.py's reader is a thread: what it replaces meanwhile is not seen here
-        if epoch not in epochs:
+        if epoch not in self.epochs:
             rng = np.random.default_rng((*self.seed, epoch))
             slack = len(self.tokens) - 1 - self.n_windows * self.block_size
             offset = int(rng.integers(0, min(slack, self.block_size - 1) + 1))
-            epochs = {e: v for e, v in epochs.items() if e == epoch - 1}
-            self.epochs = epochs = epochs | {epoch: (offset, rng.permutation(self.n_windows))}
-        return epochs[epoch]
+            self.epochs = {e: v for e, v in self.epochs.items() if e == epoch - 1}
+            self.epochs[epoch] = offset, rng.permutation(self.n_windows)
+        return self.epochs[epoch]
 
     def start(self, sample: int) -> int:
         """Where window number `sample` of the endless sequence begins in the split."""
@@ -312,20 +319,17 @@ def train_loader(sets: list[DataSet], block_size: int, seed: int) -> Loader:
 
 def run_loader(run_dir: Path, step: int) -> tuple[list[DataSet], Loader, range]:
     """(data sets, loader, samples of the step) of a run, from the settings that train.py wrote into metrics.jsonl."""
-    try:
-        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    except OSError as e:
-        raise UserError(f"{run_dir}/metrics.jsonl: {e.strerror}; --step needs the folder of a run, out/RUN") from None
-    begun = [r for r in records if "settings" in r and r["step"] <= step]
-    if not begun:
-        raise UserError(f"{run_dir}/metrics.jsonl: the run's settings are not in it: it is older than --step")
-    settings, samples = begun[-1]["settings"], begun[-1]["step_samples"]
+    records = read_metrics(run_dir / "metrics.jsonl")
+    begun = next((r for r in reversed(records) if "settings" in r and r["step"] <= step), None)
+    if begun is None:
+        raise UserError(f"{run_dir}/metrics.jsonl: no settings in it; --step needs the folder of a run, out/RUN")
+    settings, samples = begun["settings"], begun["step_samples"]
     sets = open_datasets(settings["dataset"], settings["data_dir"])
     for data in sets:
-        if data.meta["splits"]["train"]["sha256"] != begun[-1]["data"][data.name]:
+        if data.meta["splits"]["train"]["sha256"] != begun["data"][data.name]:
             raise UserError(f"{data.folder}: made again since the run: it no longer holds what the step trained on")
     loader = train_loader(sets, settings["block_size"], settings["seed"])
-    first = begun[-1]["first_sample"] + (step - begun[-1]["step"]) * samples
+    first = begun["first_sample"] + (step - begun["step"]) * samples
     return sets, loader, range(first, first + samples)
 
 
@@ -337,3 +341,33 @@ def sample_texts(sets: list[DataSet], loader: Loader, samples: range) -> Iterato
         parts = np.split(ids, np.flatnonzero(ids == tokenizer.eos_id))
         text = "<eos>".join(tokenizer.decode([i for i in part.tolist() if i != tokenizer.eos_id]) for part in parts)
         yield f"sample {sample:,}: {sets[k].name}/train.bin, tokens {start:,} to {start + len(ids) - 1:,}", text
+
+
+def document_texts(folder: Path, meta: dict, split: str, show: str, count: int) -> Iterator[tuple[str, str]]:
+    """(where it is, its text) of `count` documents, not all of a very long one. show: first, random, or a token's number."""
+    most = 20_000  # tokens
+    ids, tokenizer, eos_id = open_split(folder, meta, split), load_tokenizer(folder), meta["eos_id"]
+    at = int(show) if show.isdigit() else 0
+    if at >= len(ids):
+        raise UserError(f"--show={at}: {split}.bin has {len(ids):,} tokens")
+    for _ in range(count):
+        if show == "random":
+            at = random.randrange(len(ids))
+        begin, end = document_at(ids, eos_id, at)
+        shown = ids[begin : min(end, begin + most)]
+        more = f" ... and {end - begin - most:,} tokens more" if end - begin > most else ""
+        yield f"{split}, tokens {begin:,} to {end:,}, then eos", tokenizer.decode(shown.tolist()) + more
+        at = end + 1
+        if at >= len(ids):
+            return
+
+
+def document_at(ids: np.ndarray, eos_id: int, at: int) -> tuple[int, int]:
+    """Where the document that holds token `at` begins, and where its eos stands."""
+    begin, end, step = at, at, 1 << 16
+    while begin > 0 and not len(found := np.flatnonzero(ids[max(0, begin - step) : begin] == eos_id)):
+        begin = max(0, begin - step)
+    begin = max(0, begin - step) + int(found[-1]) + 1 if begin > 0 else 0
+    while not len(found := np.flatnonzero(ids[end : end + step] == eos_id)):
+        end += step
+    return begin, end + int(found[0])

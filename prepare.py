@@ -33,12 +33,13 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property, partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -50,14 +51,15 @@ from configurator import OneRankError, UserError, parse, run
 from corpora import PIECE, Chunk, Cleaning, Reader, Source, Tally, demo_sources, documents, find_sources, pieces
 from dataset import (
     FORMAT_VERSION,
+    document_texts,
     file_sha256,
     find_tokenizer,
     load_tokenizer,
     lock,
     open_dataset,
-    open_split,
     run_loader,
     sample_texts,
+    sync_to_disk,
     tokenizer_folder,
     verify,
 )
@@ -106,8 +108,7 @@ class PrepareConfig:
             "train_mb, shard_mb and count must be positive": min(self.train_mb, self.shard_mb, self.count) > 0,
             "workers and min_tokens must not be negative": min(self.workers, self.min_tokens) >= 0,
             "show must be first, random or the number of a token": re.fullmatch(r"first|random|\d+", self.show),
-            f"name {self.name!r} must be a plain folder name": self.name == Path(self.name).name
-            and self.name[:1] != ".",
+            f"name {self.name!r} must be a plain folder name": "/" not in self.name and self.name[:1] != ".",
             f"encoding {self.encoding!r} is unknown": is_encoding(self.encoding),
         }
         return [problem for problem, ok in checks.items() if not ok]
@@ -128,18 +129,13 @@ def cleaning(cfg: PrepareConfig) -> Cleaning:
 # Workers: chunks of records in, in any process; results out, in order
 
 
-class Texts:
-    """Task: the documents of a chunk."""
+Task = Callable[[Chunk], Any]  # it is sent to the workers once, at their start
 
-    def __init__(self, cleaning: Cleaning):
-        self.cleaning = cleaning
 
-    def start(self) -> None:
-        pass
-
-    def __call__(self, chunk: Chunk) -> tuple[list[str], Tally]:
-        tally = Tally()
-        return [text for _, text, *_ in documents(chunk, self.cleaning, tally)], tally
+def texts_of(cleaning: Cleaning, chunk: Chunk) -> tuple[list[str], Tally]:
+    """Task, with `cleaning` given: the documents of a chunk."""
+    tally = Tally()
+    return [text for _, text, *_ in documents(chunk, cleaning, tally)], tally
 
 
 # A row for every document, in the order of the input. Of a document in pieces each piece has one; `end` marks the last.
@@ -160,11 +156,12 @@ class Encoder:
 
     def __init__(self, tokenizer_file: Path, info: dict, cfg: PrepareConfig):
         self.file, self.info, self.cfg = tokenizer_file, info, cfg
+        self.dtype = id_type(info["vocab_size"])
+        self.eos = np.array([info["eos_id"]], self.dtype)
 
-    def start(self) -> None:
-        self.tokenizer = open_tokenizer(self.file, self.info)
-        self.dtype = id_type(self.tokenizer.vocab_size)
-        self.eos = np.array([self.tokenizer.eos_id], self.dtype)
+    @cached_property
+    def tokenizer(self) -> SentencePiece | Tiktoken:
+        return open_tokenizer(self.file, self.info)  # in the worker: it cannot be sent there
 
     def __call__(self, chunk: Chunk) -> Encoded:
         cfg, tally, rows, ids = self.cfg, Tally(), [], {"train": [], "val": []}
@@ -172,9 +169,7 @@ class Encoder:
             try:
                 tokens = self.encode(text)
             except ValueError as e:
-                if piece:  # half of it may be written already
-                    raise UserError(f"{where}: {e}: mend it there") from None
-                tally.reject(where, str(e))
+                tally.reject(where, str(e), piece)
                 continue
             if len(tokens) < cfg.min_tokens and not piece:
                 tally.dropped[f"fewer than {cfg.min_tokens} tokens"] += 1
@@ -206,25 +201,23 @@ def in_val(digest: bytes, val_fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
 
 
-task: Texts | Encoder | None = None  # of this worker
+task: Task | None = None  # of this worker
 
 
-def start_worker(given: Texts | Encoder) -> None:
+def start_worker(given: Task) -> None:
     global task
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends this one
     threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()  # should it be killed
     task = given
-    task.start()
 
 
 def work(chunk: Chunk) -> Any:
     return task(chunk)
 
 
-def in_order(given: Texts | Encoder, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Any]]:
+def in_order(given: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Any]]:
     """(chunk without its records, result) of each chunk, in their order, few of them in memory at a time."""
     if workers == 1:
-        given.start()
         for chunk in chunks:
             yield chunk, given(chunk)
         return
@@ -232,9 +225,7 @@ def in_order(given: Texts | Encoder, chunks: Iterator[Chunk], workers: int) -> I
     waiting: deque = deque()
     try:
         for chunk in chunks:
-            waiting.append(
-                (Chunk(chunk.kind, [], chunk.file, chunk.record, chunk.bytes_read), pool.submit(work, chunk))
-            )
+            waiting.append((replace(chunk, records=[]), pool.submit(work, chunk)))
             del chunk
             if len(waiting) > 2 * workers:
                 position, future = waiting.popleft()
@@ -284,7 +275,7 @@ def train_sentencepiece(cfg: PrepareConfig, sources: list[Source], workers: int,
     reader = Reader(sources, cfg.encoding, cfg.txt)
     total = sum(s.bytes for s in sources)
     with progress_bar("reading for the tokenizer", sources) as bar:
-        for chunk, (texts, counts) in in_order(Texts(cleaning(cfg)), reader.chunks(), workers):
+        for chunk, (texts, counts) in in_order(partial(texts_of, cleaning(cfg)), reader.chunks(), workers):
             tally.add(counts)
             check_bad(tally, cfg, foreseen(tally, chunk, total))
             for piece in (text[i : i + length] for text in texts for i in range(0, len(text), length)):
@@ -316,10 +307,9 @@ def train_sentencepiece(cfg: PrepareConfig, sources: list[Source], workers: int,
                 num_threads=16,  # recorded in the model file, whose bytes must not depend on the machine
                 minloglevel=2,
             )
-    except (RuntimeError, ValueError) as e:  # its message: "Internal: file(line) [condition] reason"
-        raise UserError(
-            f"--vocab_size={cfg.vocab_size}: SentencePiece cannot train on this input: {str(e).split('] ')[-1]}"
-        ) from None
+    except (RuntimeError, ValueError) as e:
+        reason = str(e).split("] ")[-1]  # of "Internal: file(line) [condition] reason"
+        raise UserError(f"--vocab_size={cfg.vocab_size}: SentencePiece cannot train on this input: {reason}") from None
     return path
 
 
@@ -424,15 +414,15 @@ def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
 def read_rows(part: Part) -> Iterator[np.ndarray]:
     """The documents of a part, (documents,) of ROW, the pieces of a long one summed up; a quarter million at a time."""
     with open(part.paths["rows"], "rb") as f:
-        rest = np.empty(0, ROW)
-        while len(rows := np.fromfile(f, ROW, 1 << 18)):
-            rows = np.concatenate([rest, rows])
-            ends = np.flatnonzero(rows["end"])
-            found, rest = rows[ends], rows[ends[-1] + 1 :] if len(ends) else rows
-            if len(ends):
-                begins = np.concatenate([[0], ends[:-1] + 1])
+        rows = np.empty(0, ROW)
+        while len(more := np.fromfile(f, ROW, 1 << 18)):
+            rows = np.concatenate([rows, more])
+            edges = np.flatnonzero(rows["end"]) + 1  # behind each whole document
+            if len(edges):
+                found, begins = rows[edges - 1], np.concatenate([[0], edges[:-1]])
                 for count in ("tokens", "bytes", "characters"):
-                    found[count] = np.add.reduceat(rows[count][: ends[-1] + 1], begins)
+                    found[count] = np.add.reduceat(rows[count][: edges[-1]], begins)
+                rows = rows[edges[-1] :]
                 yield found
 
 
@@ -449,10 +439,10 @@ def find_duplicates(parts: list[Part]) -> np.ndarray:
             digests.append(rows["digest"][mine])
             places.append(mine + base)
             base += len(rows)
-        digest, place = np.concatenate(digests), np.concatenate(places)
-        order = np.lexsort((digest[:, 1], digest[:, 0]))  # stable: equal ones stay in the order of the input
-        same = (digest[order[1:]] == digest[order[:-1]]).all(axis=1)
-        again[place[order[1:][same]]] = True
+        place = np.concatenate(places)
+        _, first = np.unique(np.concatenate(digests), axis=0, return_index=True)  # the first of equal ones
+        again[place] = True
+        again[place[first]] = False
     return again
 
 
@@ -475,9 +465,7 @@ def count(parts: list[Part], again: np.ndarray) -> tuple[dict[str, dict], Counte
             total["documents"] += len(mine)
             for name in ("tokens", "bytes", "characters"):
                 total[name] += int(mine[name].sum())
-        lengths.update(
-            dict(zip(*map(np.ndarray.tolist, np.unique(rows["tokens"][kept], return_counts=True)), strict=True))
-        )
+        lengths.update(rows["tokens"][kept].tolist())
     return counts, lengths
 
 
@@ -486,7 +474,10 @@ def merge(parts: list[Part], again: np.ndarray, folder: Path, itemsize: int) -> 
     for split in ("train", "val"):
         target = folder / f"{split}.bin"
         if len(parts) == 1 and not again.any():
-            link_or_copy(parts[0].paths[split], target)
+            try:
+                os.link(parts[0].paths[split], target)  # a second name costs nothing
+            except OSError:  # a file system that has no such thing
+                shutil.copyfile(parts[0].paths[split], target)
         else:
             sources = {part.paths[split]: open(part.paths[split], "rb") for part in parts}
             with open(target, "wb") as out:
@@ -510,13 +501,6 @@ def copy_documents(source: io.BufferedReader, out: io.BufferedWriter, sizes: np.
             data = source.read(min(left, 1 << 22))
             out.write(data)
             left -= len(data)
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)  # a second name costs nothing
-    except OSError:  # a file system that has no such thing
-        shutil.copyfile(source, target)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -554,12 +538,6 @@ def put_in_place(new: Path, target: Path) -> None:
     else:
         new.rename(target)
     sync_to_disk(target.parent)
-
-
-def sync_to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -609,20 +587,15 @@ def describe_lengths(lengths: Counter) -> dict:
 
 
 def report(meta: dict, folder: Path) -> str:
-    splits, lengths, records = meta["splits"], meta["lengths"], meta["records"]
-
-    def total(key: str) -> int:
-        return sum(s[key] for s in splits.values())
-
-    info = meta["tokenizer"]
+    info, splits, lengths, records = meta["tokenizer"], meta["splits"], meta["lengths"], meta["records"]
     lines = [f"{folder}: {info['kind']} tokenizer, vocabulary {meta['vocab_size']:,}, {meta['dtype']}"]
     for split, s in splits.items():
         counts = f"{s['documents']:>12,} documents {s['tokens']:>15,} tokens {s['bytes']:>15,} bytes of text"
         lines.append(f"  {split:<6} {counts}")
-    lines.append(f"  {total('characters') / total('tokens'):.2f} characters per token (eos counted)")
-    lines.append(
-        f"  {records['read']:,} records, read as " + ", ".join(f"{k}: {n:,}" for k, n in records["shapes"].items())
-    )
+    characters, tokens = (sum(s[key] for s in splits.values()) for key in ("characters", "tokens"))
+    lines.append(f"  {characters / tokens:.2f} characters per token (eos counted)")
+    shapes = ", ".join(f"{k}: {n:,}" for k, n in records["shapes"].items())
+    lines.append(f"  {records['read']:,} records, read as {shapes}")
     for what in ("bad", "dropped", "changed"):
         lines.append(f"  {what}: {sum(records[what].values()):,}")
         lines += [f"    {n:,} x {reason}" for reason, n in records[what].items()]
@@ -630,22 +603,12 @@ def report(meta: dict, folder: Path) -> str:
     percentiles = ", ".join(f"{k} {v:,}" for k, v in lengths.items() if k != "histogram")
     lines.append(f"  tokens per document: {percentiles}")
     lines.append(f"    {'up to':>9}  {'documents':<31} longer: documents, and tokens in them")
-    documents, tokens = np.array(list(lengths["histogram"].values())).T
-    for edge, share, longer, inside in zip(
-        lengths["histogram"],
-        documents / documents.sum(),
-        1 - np.cumsum(documents) / documents.sum(),
-        1 - np.cumsum(tokens) / tokens.sum(),
-        strict=True,
-    ):
-        bar = "\u2588" * round(20 * share / (documents.max() / documents.sum()))
-        lines.append(f"    {int(edge):>9,}  {bar:<20} {share:>8.2%}  {longer:>16.2%} {inside:>16.2%}")
+    counts = np.array(list(lengths["histogram"].values()))  # (rows, 2): documents, and tokens in them
+    shares, longer = counts[:, 0] / counts[:, 0].sum(), 1 - counts.cumsum(axis=0) / counts.sum(axis=0)
+    for edge, share, (beyond, inside) in zip(lengths["histogram"], shares, longer, strict=True):
+        bar = "\u2588" * round(20 * share / shares.max())
+        lines.append(f"    {int(edge):>9,}  {bar:<20} {share:>8.2%}  {beyond:>16.2%} {inside:>16.2%}")
     return "\n".join(lines)
-
-
-def show_texts(texts: Iterable[tuple[str, str]]) -> None:
-    for heading, text in texts:
-        print(f"---- {heading}\n{text}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -655,44 +618,16 @@ def show_texts(texts: Iterable[tuple[str, str]]) -> None:
 def inspect(cfg: PrepareConfig) -> None:
     folder = Path(cfg.inspect)
     if cfg.step >= 0:
-        show_texts(sample_texts(*run_loader(folder, cfg.step)))
-        return
-    meta = open_dataset(folder)
-    print(report(meta, folder))
-    for split in ("train", "val"):
-        verify(folder, meta, split)
-    print("  verified: hashes, every id below the vocabulary, an eos behind every document\n")
-    show_texts(chosen_documents(folder, meta, cfg))
-
-
-def document_at(ids: np.ndarray, eos_id: int, at: int) -> tuple[int, int]:
-    """Where the document that holds token `at` begins, and where its eos stands."""
-    begin, end, step = at, at, 1 << 16
-    while begin > 0 and not len(found := np.flatnonzero(ids[max(0, begin - step) : begin] == eos_id)):
-        begin = max(0, begin - step)
-    begin = max(0, begin - step) + int(found[-1]) + 1 if begin > 0 else 0
-    while not len(found := np.flatnonzero(ids[end : end + step] == eos_id)):
-        end += step
-    return begin, end + int(found[0])
-
-
-def chosen_documents(folder: Path, meta: dict, cfg: PrepareConfig) -> Iterator[tuple[str, str]]:
-    """(heading, text) of the documents that --split, --show and --count name, not all of a very long one."""
-    most = 20_000  # tokens
-    ids, tokenizer, eos_id = open_split(folder, meta, cfg.split), load_tokenizer(folder), meta["eos_id"]
-    at = int(cfg.show) if cfg.show.isdigit() else 0
-    if at >= len(ids):
-        raise UserError(f"--show={at}: {cfg.split}.bin has {len(ids):,} tokens")
-    for _ in range(cfg.count):
-        if cfg.show == "random":
-            at = random.randrange(len(ids))
-        begin, end = document_at(ids, eos_id, at)
-        shown = ids[begin : min(end, begin + most)]
-        more = f" ... and {end - begin - most:,} tokens more" if end - begin > most else ""
-        yield f"{cfg.split}, tokens {begin:,} to {end:,}, then eos", tokenizer.decode(shown.tolist()) + more
-        at = end + 1
-        if at >= len(ids):
-            return
+        texts = sample_texts(*run_loader(folder, cfg.step))
+    else:
+        meta = open_dataset(folder)
+        print(report(meta, folder))
+        for split in ("train", "val"):
+            verify(folder, meta, split)
+        print("  verified: hashes, every id below the vocabulary, an eos behind every document\n")
+        texts = document_texts(folder, meta, cfg.split, cfg.show, cfg.count)
+    for heading, text in texts:
+        print(f"---- {heading}\n{text}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from tqdm import tqdm
 
-from bench.memory import Step, largest_batch, needed
-from bench.plot_loss import read_metrics
+from bench.memory import Step, capacity, largest_batch, needed
+from bench.plot_loss import plot_loss, read_metrics
+from checkpoint import newest_checkpoint
 from configurator import UserError, changes
-from dataset import DataSet, Loader, sample_texts
+from dataset import DataSet, sample_texts, train_loader
 from huggingface import hf_class
 from model import GPT, attention_kernel
 
@@ -29,10 +31,11 @@ if TYPE_CHECKING:  # train.py imports this file
     from train import Machine, Plan, TrainConfig
 
 
-def say(machine: Machine, text: str) -> None:
-    if machine.is_main:
-        tqdm.write(text)
-        sys.stdout.flush()
+def peak_memory(device: torch.device) -> float:
+    """Bytes: allocated on the GPU; elsewhere resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Clock:
@@ -43,6 +46,7 @@ class Clock:
         self.restart(step)
 
     def restart(self, step: int) -> None:
+        self.machine.synchronize()
         self.step, self.begun, self.data = step, time.perf_counter(), 0.0
 
     def seconds(self) -> float:
@@ -63,10 +67,10 @@ class Clock:
 
 
 class Metrics:
-    """metrics.jsonl first: it is the truth; then the terminal, then wandb when asked. Only rank 0 reports."""
+    """metrics.jsonl first: it is the truth; then the terminal, then wandb when asked."""
 
     def __init__(self, folder: Path, cfg: TrainConfig, machine: Machine, plan: Plan, sets: list[DataSet], state: dict):
-        self.machine, self.cfg, self.plan, self.state = machine, cfg, plan, state
+        self.machine, self.cfg, self.plan, self.sets, self.state = machine, cfg, plan, sets, state
         self.path = folder / "metrics.jsonl"
         self.bar = self.wandb = None
         if not machine.is_main:
@@ -106,7 +110,7 @@ class Metrics:
             yield
         except Exception as e:
             self.wandb = None
-            say(self.machine, f"warning: wandb failed; going on without it ({' '.join(str(e).split())[:200]})")
+            self.machine.say(f"warning: wandb failed; going on without it ({' '.join(str(e).split())[:200]})")
 
     def log_step(
         self, done: int, loss: float, lr: float, grad_norm: float, flops: int, peak: float | None, clock: Clock
@@ -119,7 +123,7 @@ class Metrics:
         record = dict(step=done, loss=loss, lr=lr, grad_norm=grad_norm, tokens=done * plan.step_tokens)
         record |= dict(epoch=done * plan.step_tokens / plan.epoch_tokens, tokens_per_s=rate, tflops=tflops, mfu=mfu)
         record |= dict(step_ms=1e3 * seconds / steps, data_ms=1e3 * clock.data / steps)
-        record |= dict(memory_gb=self.machine.memory() / 1e9, eta_s=(plan.steps - done) * seconds / steps)
+        record |= dict(memory_gb=peak_memory(self.machine.device) / 1e9, eta_s=(plan.steps - done) * seconds / steps)
         hours, minutes, rest = record["eta_s"] // 3600, record["eta_s"] // 60 % 60, record["eta_s"] % 60
         parts = [
             f"loss {loss:.3f} | lr {lr:.1e} | grad {grad_norm:.2f}",
@@ -129,9 +133,11 @@ class Metrics:
             f"eta {hours:.0f}h{minutes:02.0f}m" if hours else f"eta {minutes:.0f}m{int(rest):02d}s",
         ]
         self.write(record, " | ".join(parts), in_bar=True)
+        clock.restart(done)  # until the next line
 
-    def log_eval(self, done: int, losses: list[float], sets: list[DataSet], seconds: float) -> float:
+    def log_eval(self, done: int, losses: list[float], seconds: float) -> float:
         """losses: of each data set's val.bin. Returns their mean, each with its data set's share of the run."""
+        sets = self.sets
         loss = sum(float(d.weight) * x for d, x in zip(sets, losses, strict=True))
         token_bytes = sum(d.weight * d.meta["splits"]["val"]["bytes"] / d.meta["splits"]["val"]["tokens"] for d in sets)
         ppl, bits_per_byte, line = in_other_units(loss, float(token_bytes))
@@ -142,32 +148,44 @@ class Metrics:
         self.write(record, line)
         return loss
 
-    def watch(self, done: int, loss: float, grad_norm: float, scaler, write_texts: Callable[[str], str]) -> None:
-        """Count and report a step that was skipped, or whose loss leaps; UserError when too many were skipped in a row.
+    def watch(self, done: int, loss: float, grad_norm: float, scaler, samples: range) -> bool:
+        """Was the step taken? One that was skipped, or whose loss leaps, is counted and reported; UserError when too many
+        were skipped in a row. samples: of the step.
 
         Of fp16, a gradient that overflows while the loss is finite is the scaler's own business, until it has nothing left to lower.
         """
         state, limit = self.state, self.cfg.max_bad_steps
-        if math.isfinite(loss) and math.isfinite(grad_norm):
+        if finite := math.isfinite(loss) and math.isfinite(grad_norm):
             state["bad_in_a_row"], z = 0, spike(state["losses"], loss)
             state["losses"] = [*state["losses"][-99:], loss]
             if z > 8:
-                self.write(
-                    dict(step=done, spike_loss=loss, spike_z=z), f"warning: loss {loss:.3f} is {z:.0f} deviations high"
-                )
+                line = f"warning: loss {loss:.3f} is {z:.0f} deviations high"
+                self.write(dict(step=done, spike_loss=loss, spike_z=z), line)
         elif math.isfinite(loss) and scaler.is_enabled() and (scale := scaler.get_scale()) >= 1:
-            self.write(
-                dict(step=done, loss_scale=scale), f"fp16 overflow: skipped, the loss is scaled by {scale:g} now"
-            )
+            line = f"fp16 overflow: skipped, the loss is scaled by {scale:g} now"
+            self.write(dict(step=done, loss_scale=scale), line)
         else:
             state["bad_steps"] += 1
             state["bad_in_a_row"] += 1
             what = f"loss {loss}, norm of the gradient {grad_norm}"
-            where = f"; {write_texts(what)}" if self.machine.is_main else ""
+            where = f"; {self.write_texts(done, samples, what)}" if self.machine.is_main else ""
             self.write(dict(step=done, bad_step=what, bad_steps=state["bad_steps"]), f"warning: {what}: skipped{where}")
             if state["bad_in_a_row"] >= limit:
                 last = f"{limit} steps in a row without a finite loss and gradient, the last at step {done}"
                 raise UserError(f"{last}: lower lr, or try dtype=float32, or read {self.path.parent}/bad_steps/")
+        return finite
+
+    def write_texts(self, done: int, samples: range, what: str) -> str:
+        """The texts of a step that was skipped, so that the culprit can be read."""
+        path = self.path.parent / "bad_steps" / f"step_{done:08d}.txt"
+        loader = train_loader(self.sets, self.cfg.block_size, self.cfg.seed)
+        texts = "".join(f"\n---- {where}\n{text}\n" for where, text in sample_texts(self.sets, loader, samples))
+        try:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(f"step {done}: {what}\n{texts}", encoding="utf-8")
+            return f"its texts are in {path}"
+        except OSError as e:
+            return f"its texts could not be written to {path} ({e.strerror})"
 
     def write(self, record: dict, line: str, in_bar: bool = False) -> None:
         """One event: the record for programs, the line for people."""
@@ -182,12 +200,12 @@ class Metrics:
             self.written, self.unwritten = self.written + len(self.unwritten), b""
         except OSError as e:
             if not waiting:
-                say(self.machine, f"warning: {self.path}: {e.strerror}; training goes on, the lines are kept for later")
+                self.machine.say(f"warning: {self.path}: {e.strerror}; training goes on, the lines are kept for later")
         if self.bar is not None and in_bar:
             self.bar.set_postfix_str(line)
             self.bar.update(record["step"] - self.bar.n)
         else:
-            say(self.machine, f"step {record['step']}/{self.plan.steps} | {line}")
+            self.machine.say(f"step {record['step']}/{self.plan.steps} | {line}")
         if self.wandb is not None:
             with self.wandb_may_fail():
                 self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
@@ -198,6 +216,15 @@ class Metrics:
         if self.wandb is not None:
             with self.wandb_may_fail():
                 self.wandb.finish()
+        if not self.machine.is_main:
+            return
+        try:
+            print(f"loss plot: {plot_loss([self.path.parent])}")
+        except ImportError:
+            print("no loss plot: pip install matplotlib")
+        except OSError as e:
+            print(f"no loss plot: {e.strerror}")
+        print(f"checkpoint: {newest_checkpoint(self.path.parent / 'ckpt')}")
 
 
 def in_other_units(loss: float, token_bytes: float) -> tuple[float, float, str]:
@@ -218,18 +245,6 @@ def spike(losses: list[float], loss: float) -> float:
     return (loss - median) / max(spread, 1e-3 * abs(median))
 
 
-def write_bad_step(folder: Path, step: int, sets: list[DataSet], loader: Loader, samples: range, what: str) -> str:
-    """The texts of a step that was skipped, so that the culprit can be read."""
-    path = folder / "bad_steps" / f"step_{step:08d}.txt"
-    texts = "".join(f"\n---- {where}\n{text}\n" for where, text in sample_texts(sets, loader, samples))
-    try:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"step {step}: {what}\n{texts}", encoding="utf-8")
-        return f"its texts are in {path}"
-    except OSError as e:
-        return f"its texts could not be written to {path} ({e.strerror})"
-
-
 def banner(
     cfg: TrainConfig,
     sets: list[DataSet],
@@ -243,7 +258,8 @@ def banner(
     step = Step(
         plan.batch_size, cfg.block_size, plan.accum, machine.dtype, compiled, machine.device.type, machine.world
     )
-    memory = f"{needed(model, step) / 1e9:.1f} GB predicted, of {machine.capacity() / 1e9:.1f}"
+    here = capacity(machine.device)
+    memory = f"{needed(model, step) / 1e9:.1f} GB predicted, of {here / 1e9:.1f}"
     n, c, T, V = model.num_params(), model.config, cfg.block_size, sets[0].meta["vocab_size"]
     tokens = plan.steps * plan.step_tokens
     data = []
@@ -268,7 +284,7 @@ def banner(
         "compute": f"{model.flops_per_token(T) * tokens:.3g} FLOPs (6 N + 12 L d T a token)",
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
         "attention": kernel + slow * (machine.device.type == "cuda" and kernel == "math"),
-        "memory": f"{memory}; the largest batch_size is {largest_batch(model, step, machine.capacity()):,}",
+        "memory": f"{memory}; the largest batch_size is {largest_batch(model, step, here):,}",
         "peak": peak_source,
     }
     if scratch:

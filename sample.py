@@ -29,7 +29,7 @@ from huggingface import from_pretrained, is_nanogpt
 from model import GPT
 from report import in_other_units
 from tokenizer import SentencePiece, Tiktoken, same_ids
-from train import Machine, evaluate, memory_advice, pick_dtype
+from train import Machine, evaluate, memory_advice, pick_device, pick_dtype
 
 
 @dataclass(frozen=True)
@@ -172,14 +172,8 @@ def main() -> None:
         raise UserError(f"--prompt_file {cfg.prompt_file}: not UTF-8 ({e.reason} at byte {e.start})") from None
     if cfg.prompt_file and not prompt.strip():
         raise UserError(f"--prompt_file {cfg.prompt_file}: holds no text; leave it out to begin a new document")
-    device = cfg.device
-    if device == "auto":
-        device = (torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")).type
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as e:
-        raise UserError(f"--device={device}: not usable here ({str(e).splitlines()[0]})") from None
-    dtype, why = pick_dtype(cfg.dtype, torch.device(device))
+    device = pick_device(cfg.device)
+    dtype, why = pick_dtype(cfg.dtype, device)
     try:
         with memory_advice("for the weights of this model in fp32"):
             model = from_pretrained(folder).to(device)
@@ -191,7 +185,7 @@ def main() -> None:
     size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
     about = f"[{folder}, {size}, {device} {str(dtype).removeprefix('torch.')}]"
     if cfg.eval:
-        machine = Machine(0, 0, 1, torch.device(device), dtype, why)
+        machine = Machine(0, 0, 1, device, dtype, why)
         with memory_advice("in the evaluation: lower --batch_size or --block_size"):
             print(evaluate_on(Path(cfg.eval), model, folder, tokenizer, cfg, machine))
         print(about, file=sys.stderr)

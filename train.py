@@ -14,7 +14,6 @@ import inspect
 import itertools
 import math
 import os
-import resource
 import signal
 import sys
 import time
@@ -23,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -34,15 +32,13 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from bench.matmul import peak_tflops
-from bench.memory import CONTEXT, Step, auto_batch, out_of_memory, ram
-from bench.plot_loss import plot_loss
+from bench.memory import Step, auto_batch, capacity, out_of_memory
 from checkpoint import (
     Saver,
     check_data,
     check_tokenizer,
     find_source,
     load_model,
-    newest_checkpoint,
     read_training,
     run_folder,
     settings_changed,
@@ -50,7 +46,7 @@ from checkpoint import (
 from configurator import OneRankError, UserError, parse, run
 from dataset import Loader, Windows, open_datasets, train_loader, verify_new
 from model import GPT, INIT, PRESETS, GPTConfig
-from report import Clock, Metrics, banner, say, write_bad_step
+from report import Clock, Metrics, banner
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings: the reference manual. `python train.py --help` prints this list.
@@ -162,6 +158,12 @@ class Machine:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def say(self, text: str) -> None:
+        """A line on the terminal, from one of all processes, above the progress bar if there is one."""
+        if self.is_main:
+            tqdm.write(text)
+            sys.stdout.flush()
+
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
@@ -178,39 +180,18 @@ class Machine:
         done.record()
         return lambda: done.synchronize() or copy.tolist()
 
-    def memory(self) -> float:
-        """Peak bytes: allocated on the GPU; elsewhere resident in this process."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-    def capacity(self) -> float:
-        """Bytes that this process can have, CUDA's context among them."""
-        if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            return min(total, free + torch.cuda.memory_reserved(self.device) + CONTEXT)
-        return ram() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
 
 def start(cfg: TrainConfig) -> Machine:
     rank, local_rank, world = (int(os.environ.get(*k)) for k in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
-    kind = cfg.device
-    if kind == "auto":
-        kind = (torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")).type
-    try:
-        device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as e:
-        raise OneRankError(f"device={cfg.device}: not usable here ({str(e).splitlines()[0]})") from None
+    device = pick_device(cfg.device, local_rank)
     if device.type == "cpu":
         keep_freed_memory()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
         if world == 1 and (n := torch.cuda.device_count()) > 1:
-            print(
-                f"note: 1 of {n} GPUs is used; for all: torchrun --nproc_per_node={n} train.py {' '.join(sys.argv[1:])}"
-            )
+            all_of_them = f"torchrun --nproc_per_node={n} train.py {' '.join(sys.argv[1:])}"
+            print(f"note: 1 of {n} GPUs is used; for all: {all_of_them}")
     if "RANK" in os.environ:
         # torchrun hands restarted workers the store of the attempt before, in which stale addresses stand (torch 2.13)
         store, *_ = next(dist.rendezvous("env://"))
@@ -236,6 +217,19 @@ def keep_freed_memory() -> None:
     mallopt(M_TRIM_THRESHOLD, -1)  # and the heap never shrinks
 
 
+def pick_device(asked: str, local_rank: int = 0) -> torch.device:
+    """auto: cuda, then mps, then cpu. UserError if it cannot be used."""
+    kind = asked
+    if asked == "auto":
+        kind = (torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")).type
+    try:
+        device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise OneRankError(f"--device={asked}: not usable here ({str(e).splitlines()[0]})") from None
+    return device
+
+
 def pick_dtype(asked: str, device: torch.device) -> tuple[torch.dtype, str]:
     """The autocast dtype, and why. auto: bf16 only where the hardware multiplies it natively, not where it is emulated."""
     if asked != "auto":
@@ -255,26 +249,24 @@ def pick_dtype(asked: str, device: torch.device) -> tuple[torch.dtype, str]:
     return torch.float32, f"the safe choice on {device.type}"
 
 
-class StopSignal:
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
     """SIGTERM, Ctrl-C and SIGUSR1 (Slurm's warning) let the step end; then the run is saved and ends with 128 + number.
-    A second Ctrl-C ends it at once.
+    A second Ctrl-C ends it at once. Yields the list that their numbers are put into.
     """
+    caught: list[int] = []
 
-    def __init__(self):
-        self.number = 0
-
-    def __enter__(self) -> "StopSignal":
-        self.before = {n: signal.signal(n, self.catch) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def catch(self, number: int, frame) -> None:
-        if self.number and number == signal.SIGINT:
+    def catch(number: int, frame) -> None:
+        if caught and number == signal.SIGINT:
             os._exit(128 + number)
-        self.number = number
+        caught.append(number)
+
+    before = {n: signal.signal(n, catch) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -338,11 +330,9 @@ class Plan:
 
     def smaller(self, block_size: int) -> str:
         """What to do when it does not fit into memory."""
-        half = (
-            f"--batch_size={self.batch_size // 2} (the step keeps its {self.step_tokens:,} tokens: the same training)"
-        )
-        shorter = f"--block_size={block_size // 2}, or a smaller model"
-        return f"at batch_size={self.batch_size}: try {half if self.batch_size > 1 else shorter}"
+        B, same = self.batch_size, f"the step keeps its {self.step_tokens:,} tokens: the same training"
+        less = f"--batch_size={B // 2} ({same})" if B > 1 else f"--block_size={block_size // 2}, or a smaller model"
+        return f"at batch_size={B}: try {less}"
 
 
 def make_plan(cfg: TrainConfig, world: int, epoch_tokens: int) -> Plan:
@@ -400,30 +390,14 @@ def wants_compile(cfg: TrainConfig, kind: str, flops: float) -> bool:
 def fit_batch(cfg: TrainConfig, model: GPT, loader: Loader, machine: Machine, compiled: bool, most: int | None) -> int:
     """batch_size=auto: what bench/memory.py predicts to fit, tried out, and less where that runs out of memory after all.
 
-    A trial is two micro-steps, the second onto the gradients of the first, beside tensors in place of the optimizer's moments and of
-    DDP's buckets. most: what a resumed run had, which it keeps if it can.
+    most: what a resumed run had, which it keeps if it can.
     """
     step = Step(1, cfg.block_size, 2, machine.dtype, compiled, machine.device.type, machine.world)
-    predicted = auto_batch(model, step, machine.capacity())
+    predicted = auto_batch(model, step, capacity(machine.device))
     most = min(predicted, most or predicted)
     while True:
-        B, held, fits = even_batch(least(most, machine), cfg, machine.world), [], True
-        try:
-            copies = 2 + 2 * (machine.world > 1)
-            held += [torch.empty_like(p) for p in model.parameters() for _ in range(copies)]
-            held += to_device(loader.rows(loader.starts(0, B)), machine.device)
-            fast = try_compile(model, *held[-2:], machine) if compiled else model
-            for _ in range(2):
-                with machine.autocast():
-                    loss = fast(*held[-2:])
-                loss.backward()
-            machine.synchronize()
-        except (RuntimeError, MemoryError) as e:
-            if not out_of_memory(e):
-                raise
-            fits = False
-        fast = loss = None
-        held.clear()
+        B = even_batch(least(most, machine), cfg, machine.world)
+        fits = has_room(model, loader.rows(loader.starts(0, B)), machine, compiled)
         model.zero_grad(set_to_none=True)
         gc.collect()
         if machine.device.type == "cuda":
@@ -434,12 +408,33 @@ def fit_batch(cfg: TrainConfig, model: GPT, loader: Loader, machine: Machine, co
         if fits:
             if machine.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()  # of the trials that did not fit
-            say(machine, f"batch_size=auto: {B}, tried out (at most {predicted} here)")
+            machine.say(f"batch_size=auto: {B}, tried out (at most {predicted} here)")
             return B
         if B == 1:
             half = f"--block_size={cfg.block_size // 2}"
             raise UserError(f"out of memory at batch_size=1: try {half}, or a smaller model")
         most = B * 7 // 8
+
+
+def has_room(model: GPT, rows: np.ndarray, machine: Machine, compiled: bool) -> bool:
+    """Try two micro-steps, the second onto the gradients of the first, beside tensors in place of the optimizer's moments and
+    of DDP's buckets.
+    """
+    try:
+        copies = 2 + 2 * (machine.world > 1)
+        _beside = [torch.empty_like(p) for p in model.parameters() for _ in range(copies)]
+        x, y = to_device(rows, machine.device)
+        fast = try_compile(model, x, y, machine) if compiled else model
+        for _ in range(2):
+            with machine.autocast():
+                loss = fast(x, y)
+            loss.backward()
+        machine.synchronize()
+        return True
+    except (RuntimeError, MemoryError) as e:
+        if not out_of_memory(e):
+            raise
+        return False
 
 
 def try_compile(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, machine: Machine) -> Callable:
@@ -449,17 +444,17 @@ def try_compile(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, machin
         fast = torch.compile(model, dynamic=False)
         with machine.autocast():
             fast(x, y).backward()
-        model.zero_grad(set_to_none=True)
         machine.synchronize()
-        say(machine, f"compiled in {time.perf_counter() - started:.1f} s")
+        machine.say(f"compiled in {time.perf_counter() - started:.1f} s")
         return fast
     except Exception as e:  # a missing C++ compiler, an old GPU: anything that eager mode does without
         if out_of_memory(e):
             raise
         reason = f"{type(e).__name__}: {str(e).splitlines()[0]}"
-        say(machine, f"warning: torch.compile failed; going on without it, slower ({reason})")
-        model.zero_grad(set_to_none=True)
+        machine.say(f"warning: torch.compile failed; going on without it, slower ({reason})")
         return model
+    finally:
+        model.zero_grad(set_to_none=True)
 
 
 @torch.no_grad()
@@ -496,20 +491,24 @@ def main() -> None:
     val_windows = [data.windows("val", cfg.block_size) for data in sets]
     epoch_tokens = sum(windows.n_windows for windows in loader.splits) * cfg.block_size
 
-    # model: resumed, taken from another run, or new
+    # model: new, resumed, or taken from another run
     wanted = model_config(cfg, sets[0].meta["vocab_size"])
-    source, resume = find_source(cfg, folder, partial(say, machine))
+    source, resume = find_source(cfg, folder, machine.say)
     earlier = read_training(source) if resume else None
     with memory_advice("for the weights alone: make n_layer or n_embd smaller"):
         if source is None:
             model = GPT(wanted)
             torch.manual_seed(cfg.seed)  # the same weights on every rank
             model.init_weights(cfg.init)
-        else:
+        elif resume:
             # a run that began with somebody's model has that shape, whatever its settings say: they must only mean what they meant
-            known = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)} if resume else {}
-            before = model_config(replace(cfg, **known), wanted.vocab_size) if resume else None
+            known = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)}
+            before = model_config(replace(cfg, **known), wanted.vocab_size)
             model = load_model(source, cfg.dropout, wanted, before)
+            check_data(earlier, sets, source)
+        else:
+            model = load_model(source, cfg.dropout, wanted)
+            check_tokenizer(source, sets, machine.say)
         model.to(machine.device)
 
     # batch: as many sequences at once as asked, or as fit; that is no matter of what is learned
@@ -530,27 +529,23 @@ def main() -> None:
     # state: all that a checkpoint adds to model, optimizer and scaler
     state = {"step": 0, "samples": 0, "best_step": -1, "best_val_loss": math.inf, "losses": [], "bad_steps": 0}
     state |= {"bad_in_a_row": 0, "wandb_id": "", "data_files": {}}
-    changed: list[str] = []
-    if source is not None and not resume:
-        check_tokenizer(source, sets, partial(say, machine))
     if resume:
-        check_data(earlier, sets, source)
-        changed, state = settings_changed(earlier, cfg), earlier.training
+        state = earlier.training
         # moments from the checkpoint, but betas and weight decay as they are set now
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state.pop("optimizer")["state"]})
         if saved := state.pop("scaler"):  # empty where that run was not in fp16
             scaler.load_state_dict(saved)
-
     if machine.is_main:
         state["data_files"] = verify_new(sets, state["data_files"])
 
     # say what will happen, then wrap: DDP first and compile second, so that communication overlaps the backward pass
     peak, peak_source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     peak = peak and peak * machine.world
-    say(machine, banner(cfg, sets, machine, plan, model, compiled, peak_source, source is None))
+    machine.say(banner(cfg, sets, machine, plan, model, compiled, peak_source, source is None))
     if resume:
-        say(machine, f"resumed from {source} at step {state['step']}")
-        say(machine, f"settings that are others now: {', '.join(changed)}") if changed else None
+        machine.say(f"resumed from {source} at step {state['step']}")
+        if changed := settings_changed(earlier, cfg):
+            machine.say(f"settings that are others now: {', '.join(changed)}")
     parallel = model
     if dist.is_initialized():
         # rope is a constant: no rank needs to send them at every step (the option's name is new in 2.13)
@@ -568,8 +563,8 @@ def main() -> None:
     windows = plan.step_tokens // cfg.block_size  # of all ranks in a step
     advice = memory_advice(plan.smaller(cfg.block_size))
     reader = closing(read_ahead(loader, state["samples"], plan.batch_size, machine))
-    saver = Saver(folder / "ckpt", cfg, sets, partial(say, machine))
-    with run_folder(folder, not resume, machine.is_main), StopSignal() as stop, advice, reader as batches:
+    saver = Saver(folder / "ckpt", cfg, sets, machine.say)
+    with run_folder(folder, not resume, machine.is_main), stop_signals() as signals, advice, reader as batches:
         metrics, clock = Metrics(folder, cfg, machine, plan, sets, state), Clock(machine, start_step)
         for step in range(start_step, plan.steps + 1):  # the extra turn only evaluates and saves
             last = step == plan.steps
@@ -577,7 +572,7 @@ def main() -> None:
                 with clock.paused():
                     before = time.perf_counter()
                     losses = [evaluate(fast, val, cfg.eval_tokens, plan.batch_size, machine) for val in val_windows]
-                    loss = metrics.log_eval(step, losses, sets, time.perf_counter() - before)
+                    loss = metrics.log_eval(step, losses, time.perf_counter() - before)
                 if loss < state["best_val_loss"]:
                     state |= {"best_step": step, "best_val_loss": loss}
             due = last or stopping or step % cfg.save_every == 0 or step == state["best_step"]
@@ -605,7 +600,7 @@ def main() -> None:
             scaler.unscale_(optimizer)
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
             # What all ranks must agree on, in one sum: the loss, and whether one of them was told to stop.
-            facts = torch.stack([loss_sum, torch.full_like(loss_sum, float(stop.number > 0))])
+            facts = torch.stack([loss_sum, torch.full_like(loss_sum, float(len(signals) > 0))])
             facts = torch.cat([all_sum(facts) / machine.world, grad_norm[None]])
             facts_on_host = machine.fetch(facts)
             if scaler.is_enabled():
@@ -619,42 +614,31 @@ def main() -> None:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             mean_loss, stopping, grad_norm = facts_on_host()  # the one wait of a step: a GPU is busy with the optimizer
-            finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)  # the same on every rank
+            samples = range(state["samples"], state["samples"] + windows)
+            state["samples"] = samples.stop
 
             # ---- everything below only reports ----
-            done, samples = step + 1, range(state["samples"], state["samples"] + windows)
-            state["samples"] += windows
-            write_texts = partial(write_bad_step, folder, done, sets, loader, samples)
-            metrics.watch(done, mean_loss, grad_norm, scaler, write_texts)
+            done = step + 1
+            finite = metrics.watch(done, mean_loss, grad_norm, scaler, samples)  # the same on every rank
             if step == start_step:
                 gc.collect()
                 gc.freeze()  # what lives now lives on: the garbage collector need not look at it again and again
             if finite and (done == 1 or done % cfg.log_every == 0 or done == plan.steps):
                 metrics.log_step(done, mean_loss, lr, grad_norm, flops, peak, clock)
-                clock.restart(done)
             elif step == start_step:  # the first step after a resume warms up: it is not timed
-                machine.synchronize()
                 clock.restart(done)
         saver.wait()
         if dist.is_initialized():
             dist.barrier()  # no rank leaves before the checkpoint is on the disk
 
     metrics.close()
-    if machine.is_main:
-        try:
-            print(f"loss plot: {plot_loss([folder])}")
-        except ImportError:
-            print("no loss plot: pip install matplotlib")
-        except OSError as e:
-            print(f"no loss plot: {e.strerror}")
-        print(f"checkpoint: {newest_checkpoint(folder / 'ckpt')}")
     if dist.is_initialized():
         dist.destroy_process_group()
     if saver.failed:
         raise UserError(f"{saver.failed}: make room, and --init_from=resume goes on from the one before")
     if stopping:
-        say(machine, f"stopped by a signal after step {step}: --init_from=resume goes on from there")
-        sys.exit(128 + (stop.number or signal.SIGTERM))
+        machine.say(f"stopped by a signal after step {step}: --init_from=resume goes on from there")
+        sys.exit(128 + (signals[-1] if signals else signal.SIGTERM))  # none: another rank was told to
 
 
 if __name__ == "__main__":

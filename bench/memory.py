@@ -227,6 +227,14 @@ def ram() -> float:
     return min(int(found[1]) * 1024 if found else everything, everything if allowed == "max" else int(allowed))
 
 
+def capacity(device: torch.device) -> float:
+    """Bytes that this process can have, CUDA's context among them."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return min(total, free + torch.cuda.memory_reserved(device) + CONTEXT)
+    return ram() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def out_of_memory(e: BaseException) -> bool:
     """CUDA's allocator and Python's have types for it; the CPU's, cuBLAS's and what a compiler wraps only have words."""
     words = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")

@@ -36,7 +36,6 @@ from bench.matmul import device_name, peak_tflops  # noqa: E402
 from bench.memory import out_of_memory  # noqa: E402
 from configurator import UserError, changes, parse, run  # noqa: E402
 from model import GPT  # noqa: E402
-from report import say  # noqa: E402
 from train import Machine, TrainConfig, model_config, start, wants_compile  # noqa: E402
 
 AXES = ("T", "B", "accum")
@@ -284,7 +283,7 @@ def main() -> None:
         write(cfg.markdown, as_markdown(facts, cells, columns))
 
     save()  # a path that cannot be written is known now, not after the first cell
-    say(machine, "\n".join(f"{k:>11}: {v}" for k, v in facts.items()))
+    machine.say("\n".join(f"{k:>11}: {v}" for k, v in facts.items()))
     shapes = {  # T, B, accum
         "T": [(T, 1, 1) for T in cfg.block_sizes],
         "B": [(cfg.block_size, B, 1) for B in cfg.batch_sizes],
@@ -294,10 +293,10 @@ def main() -> None:
     for axis, (T, B, accum) in tqdm(plan, "cells", disable=None):  # disable=None: only on a terminal
         tried = [c for c in cells if c["axis"] == axis]
         if not tried:
-            say(machine, "\n" + aligned([heading for heading, _ in columns.values()] + [f"by {axis}"]))
+            machine.say("\n" + aligned([heading for heading, _ in columns.values()] + [f"by {axis}"]))
         cell = measure(cfg, T, B, accum, machine, peak) if B else largest(cfg, tried, machine, peak)
         cells.append({"axis": axis} | cell)
-        say(machine, aligned(texts(cell, columns)))
+        machine.say(aligned(texts(cell, columns)))
         save()
     if any("failed: " in c["note"] for c in cells):
         sys.exit(1)
