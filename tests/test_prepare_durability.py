@@ -276,6 +276,8 @@ def test_inspect_shows_exactly_what_a_step_trained_on(tiny_data, tmp_path, capsy
     run = train_tiny(tiny_data, tmp_path, "--eval_every=100", "--batch_tokens=256")
     steps = [rows for rows in seen if len(rows) == 4][: 8 * 2]  # two micro-steps of 4 x 32 each
     tokenizer = load_tokenizer(tiny_data / "tiny")
+    with open(run / "metrics.jsonl", "a") as f:
+        f.write('{"step": 9, "lo')  # as a kill leaves it
     call(prepare.main, "--inspect", run, "--step=3")
     shown = [part.split("\n", 1)[1].rstrip("\n") for part in capsys.readouterr().out.split("---- ")[1:]]
     eos = tokenizer.eos_id
