@@ -13,7 +13,7 @@ Shapes: B batch, T sequence, C = n_embd, nh = n_head, nkv = n_kv_head, hs = head
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -138,22 +138,29 @@ def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, preallocated: two tensors of (n_layer, B, nkv, length, hs)."""
+    """Keys and values of the tokens seen so far, preallocated: two tensors of (n_layer, B, nkv, room, hs).
 
-    def __init__(self, c: GPTConfig, batch: int, length: int, device: torch.device, dtype: torch.dtype):
-        shape = (c.n_layer, batch, c.n_kv_head, length, c.head_dim)
-        self.k, self.v = torch.empty(shape, device=device, dtype=dtype), torch.empty(shape, device=device, dtype=dtype)
-        self.length = 0
+    In a step that is recorded as a CUDA graph nothing may depend on how many there are: the next token's place is a tensor then,
+    `position` (1,), and attention goes over all the room, with a mask (1, 1, 1, room) of what is filled.
+    """
+
+    def __init__(self, c: GPTConfig, batch: int, room: int, device: torch.device, dtype: torch.dtype):
+        shape = (2, c.n_layer, batch, c.n_kv_head, room, c.head_dim)
+        self.k, self.v = torch.zeros(shape, device=device, dtype=dtype)  # not empty: masked, a NaN would still be one
+        self.length, self.position, self.mask = 0, None, None
+
+    def fix(self, position: torch.Tensor) -> None:
+        """Have the next step write at `position`, whatever number that will be when the step is replayed."""
+        self.position = position
+        self.mask = (torch.arange(self.k.size(3), device=position.device) <= position)[None, None, None]
 
     def extend(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write k, v (B, nkv, T, hs) behind what the layer holds; return all of its keys and values."""
+        if self.position is not None:
+            return self.k[layer].index_copy_(2, self.position, k), self.v[layer].index_copy_(2, self.position, v)
         end = self.length + k.size(2)
         self.k[layer, :, :, self.length : end], self.v[layer, :, :, self.length : end] = k, v
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
-
-
-# For generation: cuDNN, the default on Hopper, would plan anew, some 20 ms and more, for every length of the past.
-ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def plain_is_faster(q: torch.Tensor) -> bool:
@@ -162,13 +169,21 @@ def plain_is_faster(q: torch.Tensor) -> bool:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
-    """Causal attention of q over k and v, (B, nh, T, hs) each; a single query may look at a longer past."""
+    """Causal attention of q over k and v, (B, nh, T, hs) each."""
     B, nh, T, hs = q.shape
     if plain_is_faster(q):
         future = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
         scores = torch.baddbmm(future, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=hs**-0.5)  # (B nh, T, T)
         return torch.bmm(F.dropout(scores.softmax(-1), dropout), v.flatten(0, 1)).view(B, nh, T, hs)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+
+
+def attend_past(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Attention of one query a head, (B, nh, 1, hs), over all of k and v (B, nkv, past, hs): the queries of the heads that share
+    a key stand below each other, where T would be, so that nothing is repeated.
+    """
+    y = F.scaled_dot_product_attention(q.reshape(q.size(0), k.size(1), -1, q.size(3)), k, v, attn_mask=mask)
+    return y.reshape(q.shape)
 
 
 def attention_kernel(nh: int, T: int, hs: int, device: torch.device, dtype: torch.dtype, dropout: float = 0.0) -> str:
@@ -204,9 +219,12 @@ class Attention(nn.Module):
         q, k, v = q.to(v.dtype).transpose(1, 2), k.to(v.dtype).transpose(1, 2), v.transpose(1, 2)  # (B, n, T, hs)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
-        if k.size(1) < q.size(1):  # not enable_gqa: on a V100 that falls back to the T x T matrix
-            k, v = (t.repeat_interleave(q.size(1) // k.size(1), dim=1) for t in (k, v))
-        y = attend(q, k, v, self.dropout if self.training else 0.0)
+        if cache is not None and T == 1:
+            y = attend_past(q, k, v, cache.mask)
+        else:
+            if k.size(1) < q.size(1):  # not enable_gqa: on a V100 that falls back to the T x T matrix
+                k, v = (t.repeat_interleave(q.size(1) // k.size(1), dim=1) for t in (k, v))
+            y = attend(q, k, v, self.dropout if self.training else 0.0)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, C)
 
 
@@ -306,14 +324,15 @@ class GPT(nn.Module):
         idx: token ids (B, T), T <= block_size. With a cache, idx continues what the cache holds: a prompt of any length
         into an empty one, then one token at a time.
         """
-        start = 0 if cache is None else cache.length
         T, V = idx.size(1), self.config.vocab_size
+        start = 0 if cache is None else cache.length
+        at = slice(start, start + T) if cache is None or cache.position is None else cache.position
         x = self.wte(idx)  # (B, T, C)
         if self.wpe is not None:
-            x = x + self.wpe.weight[start : start + T]
+            x = x + self.wpe.weight[at]
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
             x = x.bfloat16()  # autocast leaves the residual stream in fp32: twice the bytes, and no better loss
-        rope = None if self.rope is None else self.rope[:, start : start + T]
+        rope = None if self.rope is None else self.rope[:, at]
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x, rope, cache)
@@ -347,7 +366,6 @@ class GPT(nn.Module):
         top_p: float = 1.0,
         eos_id: int | None = None,
         generator: torch.Generator | None = None,
-        use_cache: bool = True,
     ) -> Iterator[torch.Tensor]:
         """Continue idx (B, T), yielding the next token of every row, (B,), until all rows have met eos_id.
 
@@ -355,18 +373,18 @@ class GPT(nn.Module):
         the context is forgotten, so that one token costs one forward step nearly always.
         """
         c = self.config
-        idx, cache = idx[:, -c.block_size :], None
+        idx = idx[:, -c.block_size :]
+        room = -(-min(c.block_size, idx.size(1) + max_new_tokens) // 64) * 64  # GPUs like it round
+        cache, step = KVCache(c, idx.size(0), room, idx.device, self.wte.weight.dtype), None
         done = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
         for _ in range(max_new_tokens):
             if idx.size(1) > c.block_size:
-                idx, cache = idx[:, -(c.block_size // 2) :], None
-            if use_cache and cache is None:
-                length = min(c.block_size, idx.size(1) + max_new_tokens)
-                cache = KVCache(c, idx.size(0), length, idx.device, self.wte.weight.dtype)
+                idx, cache.length = idx[:, -(c.block_size // 2) :], 0
+            if cache.length == 0:
                 logits = self(idx, cache=cache)
             else:
-                with sdpa_kernel(ANY_LENGTH):
-                    logits = self(idx[:, -1:], cache=cache) if use_cache else self(idx)
+                step = step or self.decoding_step(idx[:, -1:], cache)
+                logits = step(idx[:, -1:])
             if not logits.sum().isfinite():  # one pass over them; isfinite().all() makes five
                 raise ArithmeticError(
                     "the model's output is not finite: its weights are damaged, or need another dtype"
@@ -379,6 +397,40 @@ class GPT(nn.Module):
             if eos_id is not None and done.all():
                 return
             idx = torch.cat((idx, token[:, None]), dim=1)
+
+    def decoding_step(self, token: torch.Tensor, cache: KVCache) -> Callable[[torch.Tensor], torch.Tensor]:
+        """step(token (B, 1)) -> logits (B, V). On CUDA it is recorded once, as a graph, and replayed.
+
+        One by one, the launches of its few hundred kernels would take several times their work. What a graph reads and writes
+        stays where it is: the token, its position, the cache, the logits.
+        """
+        if token.device.type != "cuda":
+            return lambda token: self(token, cache=cache)
+        token, length = token.clone(), cache.length
+        position = torch.tensor([length], device=token.device)
+
+        def work() -> torch.Tensor:
+            cache.fix(position)
+            return self(token, cache=cache)
+
+        graph, beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        beside.wait_stream(torch.cuda.current_stream())
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):  # they take a mask, and need no plan
+            with torch.cuda.stream(beside):
+                work()  # what a first call sets up cannot be recorded
+            torch.cuda.current_stream().wait_stream(beside)
+            with torch.cuda.graph(graph):
+                logits = work()
+        cache.length, cache.position, cache.mask = length, None, None
+
+        def step(new: torch.Tensor) -> torch.Tensor:
+            token.copy_(new)
+            position.fill_(cache.length)
+            graph.replay()
+            cache.length += 1
+            return logits
+
+        return step
 
     # -- initialisation --
 

@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,6 +15,7 @@ from model import (
     PRESETS,
     ChunkedCrossEntropy,
     GPTConfig,
+    KVCache,
     attend,
     attention_kernel,
     rope_table,
@@ -251,12 +253,42 @@ def test_init_has_the_standard_deviations_that_its_scheme_promises(scheme):
 # -- generation --
 
 
+@torch.no_grad()
+def greedy_without_cache(model: GPT, idx: torch.Tensor, count: int) -> torch.Tensor:
+    """(count, B): the whole text through the model for each token."""
+    for _ in range(count):
+        idx = torch.cat((idx, model(idx).argmax(-1, keepdim=True)), dim=1)
+    return idx[:, -count:].T
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_greedy_with_cache_equals_greedy_without_token_for_token(name):
     model = make(name, scheme="xavier")
     prompt = ids(model, 3, 5)
-    cached, plain = (torch.stack(list(model.generate(prompt, 27, temperature=0, use_cache=c))) for c in (True, False))
-    assert cached.shape == (27, 3) and torch.equal(cached, plain)
+    cached = torch.stack(list(model.generate(prompt, 27, temperature=0)))
+    assert cached.shape == (27, 3) and torch.equal(cached, greedy_without_cache(model, prompt, 27))
+
+
+@pytest.mark.parametrize("name", ODD)
+@torch.no_grad()
+def test_a_step_that_is_recorded_once_serves_for_every_position(name):
+    """As a CUDA graph does, a trace keeps each number that is Python's as it was: only tensors may change from step to step."""
+    model = make(name, scheme="xavier")
+    prompt = ids(model, 3, 5)
+    want = greedy_without_cache(model, prompt, 20)
+    cache = KVCache(model.config, 3, 32, torch.device("cpu"), torch.float32)
+    token = model(prompt, cache=cache).argmax(-1)
+
+    def step(token, position, k, v):
+        cache.k, cache.v = k, v
+        cache.fix(position)
+        return model(token, cache=cache).argmax(-1)
+
+    recorded = make_fx(step)(token[:, None], torch.tensor([5]), cache.k, cache.v)
+    for position in range(5, 5 + 19):
+        assert torch.equal(token, want[position - 5])
+        token = recorded(token[:, None], torch.tensor([position]), cache.k, cache.v)
+    assert torch.equal(token, want[-1])
 
 
 def test_generation_goes_on_beyond_block_size():
