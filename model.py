@@ -141,7 +141,7 @@ class KVCache:
     """Keys and values of the tokens seen so far, preallocated: two tensors of (n_layer, B, nkv, room, hs).
 
     In a step that is recorded as a CUDA graph nothing may depend on how many there are: the next token's place is a tensor then,
-    `position` (1,), and attention goes over all the room, with a mask (1, 1, 1, room) of what is filled.
+    `position` (1,), and attention goes over all the room, with a mask (1, 1, 1, room), -inf for what is not filled.
     """
 
     def __init__(self, c: GPTConfig, batch: int, room: int, device: torch.device, dtype: torch.dtype):
@@ -152,7 +152,8 @@ class KVCache:
     def fix(self, position: torch.Tensor) -> None:
         """Have the next step write at `position`, whatever number that will be when the step is replayed."""
         self.position = position
-        self.mask = (torch.arange(self.k.size(3), device=position.device) <= position)[None, None, None]
+        ahead = torch.arange(self.k.size(3), device=position.device) > position
+        self.mask = torch.zeros_like(ahead, dtype=self.k.dtype).masked_fill(ahead, -math.inf)[None, None, None]
 
     def extend(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write k, v (B, nkv, T, hs) behind what the layer holds; return all of its keys and values."""
@@ -385,18 +386,19 @@ class GPT(nn.Module):
             else:
                 step = step or self.decoding_step(idx[:, -1:], cache)
                 logits = step(idx[:, -1:])
-            if not logits.sum().isfinite():  # one pass over them; isfinite().all() makes five
-                raise ArithmeticError(
-                    "the model's output is not finite: its weights are damaged, or need another dtype"
-                )
             token = sample_token(logits, temperature, top_k, top_p, generator)
             if eos_id is not None:
                 token = torch.where(done, eos_id, token)
                 done = done | (token == eos_id)
-            yield token
-            if eos_id is not None and done.all():
-                return
             idx = torch.cat((idx, token[:, None]), dim=1)
+            total, ended = torch.stack((logits.sum(), done.all())).tolist()  # one wait for the device
+            if not math.isfinite(total):
+                raise ArithmeticError(
+                    "the model's output is not finite: its weights are damaged, or need another dtype"
+                )
+            yield token
+            if ended:
+                return
 
     def decoding_step(self, token: torch.Tensor, cache: KVCache) -> Callable[[torch.Tensor], torch.Tensor]:
         """step(token (B, 1)) -> logits (B, V). On CUDA it is recorded once, as a graph, and replayed.
@@ -413,13 +415,15 @@ class GPT(nn.Module):
             cache.fix(position)
             return self(token, cache=cache)
 
-        graph, beside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
+        # A stream of its own: with a graph, torch frees the workspace that cuBLAS has on the graph's stream.
+        graph, beside = torch.cuda.CUDAGraph(), torch.cuda.Stream(token.device)
+        now = torch.cuda.current_stream(token.device)
+        beside.wait_stream(now)
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):  # they take a mask, and need no plan
             with torch.cuda.stream(beside):
                 work()  # what a first call sets up cannot be recorded
-            torch.cuda.current_stream().wait_stream(beside)
-            with torch.cuda.graph(graph):
+            now.wait_stream(beside)
+            with torch.cuda.graph(graph, stream=beside):
                 logits = work()
         cache.length, cache.position, cache.mask = length, None, None
 
@@ -514,7 +518,9 @@ def sample_token(
     dice = torch.rand(mass.shape, dtype=exact, device=mass.device, generator=generator) * mass
     dice = dice.clamp(max=torch.nextafter(mass, mass - 1))
     chosen = torch.searchsorted(sums, dice, right=True)  # the first sum above it
-    return (chosen if ids is None else ids.gather(1, chosen)).squeeze(1)
+    if ids is not None:  # of NaNs, none is above it: a GPU would not survive that index
+        chosen = ids.gather(1, chosen.clamp(max=ids.size(1) - 1))
+    return chosen.squeeze(1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -173,6 +173,8 @@ def main() -> None:
     if cfg.prompt_file and not prompt.strip():
         raise UserError(f"--prompt_file {cfg.prompt_file}: holds no text; leave it out to begin a new document")
     device = pick_device(cfg.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dtype, why = pick_dtype(cfg.dtype, device)
     try:
         with memory_advice("for the weights of this model in fp32"):

@@ -232,16 +232,15 @@ def main() -> None:
     rates = {name: unit / statistics.median(seconds) for name, seconds in rows.items()}
     with torch.device("meta"):
         model = GPT(model_config(cfg, open_datasets(cfg.dataset, cfg.data_dir)[0].meta["vocab_size"]))
-    if cfg.sampling:  # bound by memory: each step reads all weights, for one token of every text
+    if (
+        cfg.sampling
+    ):  # bound by memory: a token's share of the weights, and in ours the keys and values that it looks back on
         peak = read_gb_s(torch.device(device))
         source = f"{peak:.1f} GB/s, a plain sum over memory measured here and now"
-        heads, scale, key, size = (
-            ("GB/s", "of it"),
-            1e9,
-            "bytes_per_token",
-            model.num_params()["matmul"] / cfg.num_samples,
-        )
-        work = {name: size * sampling_dtype(name, cfg).itemsize for name in rates}
+        heads, scale, key, c = ("GB/s", "of it"), 1e9, "bytes_per_token", model.config
+        weights = model.num_params()["matmul"] / cfg.num_samples
+        past = c.n_layer * c.n_kv_head * c.head_dim * cfg.max_new_tokens  # k and v of half of them, on average
+        work = {name: (weights + past * (name == "ours")) * sampling_dtype(name, cfg).itemsize for name in rates}
     else:
         peak, source = peak_tflops(torch.device(device), machine(cfg)[1], cfg.peak_tflops)
         heads, scale, key = ("TFLOPS", "MFU"), 1e12, "flops_per_token"

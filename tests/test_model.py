@@ -291,6 +291,16 @@ def test_a_step_that_is_recorded_once_serves_for_every_position(name):
     assert torch.equal(token, want[-1])
 
 
+@pytest.mark.parametrize("how", [{}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_damaged_weights_are_an_error_before_any_token_of_theirs(how, bad):
+    model = make("gpt2")
+    with torch.no_grad():
+        model.norm_f.weight[0] = bad
+    with pytest.raises(ArithmeticError, match="not finite"):
+        next(model.generate(ids(model, 2, 4), 3, **how))
+
+
 def test_generation_goes_on_beyond_block_size():
     model = make("gpt2")
     assert len(list(model.generate(ids(model, 2, 40), 100))) == 100
