@@ -1,6 +1,7 @@
 """What a CUDA device promises; `pytest -m gpu tests` runs these alone, and without such a device they are skipped."""
 
 import gc
+import itertools
 import json
 import math
 import shutil
@@ -191,6 +192,18 @@ def test_the_residual_stream_and_its_norms_stay_in_bf16():
     with torch.autocast(DEVICE, torch.bfloat16):
         model(x, x)
     assert dtypes == {torch.bfloat16}
+
+
+def test_generations_at_once_do_not_disturb_each_other():
+    """Each has a graph. One that is given up frees what its own needed, and a third is recorded into that memory."""
+    model = make("llama", scheme="xavier").to(DEVICE)
+    prompts = [ids(model, B, 4).to(DEVICE) for B in (1, 2, 3)]
+    alone = [torch.stack(list(model.generate(prompt, 24, temperature=0))) for prompt in prompts]
+    first, second = (model.generate(prompt, 24, temperature=0) for prompt in prompts[:2])
+    tokens = [token for token, _ in zip(itertools.islice(first, 6), second, strict=False)]
+    del second
+    assert torch.equal(torch.stack(list(model.generate(prompts[2], 24, temperature=0))), alone[2])
+    assert torch.equal(torch.stack([*tokens, *first]), alone[0])
 
 
 def test_generation_records_one_step_and_replays_it(monkeypatch):
