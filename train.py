@@ -548,7 +548,7 @@ def main() -> None:
             machine.say(f"settings that are others now: {', '.join(changed)}")
     parallel = model
     if dist.is_initialized():
-        # rope is a constant: no rank needs to send them at every step (the option's name is new in 2.13)
+        # rope is a constant: no rank needs to send it at every step (the option's name is new in 2.13)
         names = inspect.signature(DistributedDataParallel.__init__).parameters
         flags = {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
         on = [machine.local_rank] if machine.device.type == "cuda" else None
