@@ -319,10 +319,12 @@ def train_loader(sets: list[DataSet], block_size: int, seed: int) -> Loader:
 
 def run_loader(run_dir: Path, step: int) -> tuple[list[DataSet], Loader, range]:
     """(data sets, loader, samples of the step) of a run, from the settings that train.py wrote into metrics.jsonl."""
+    if not (run_dir / "metrics.jsonl").is_file():
+        raise UserError(f"{run_dir}: no metrics.jsonl there; --step needs the folder of a run, out/RUN")
     records = read_metrics(run_dir / "metrics.jsonl")
     begun = next((r for r in reversed(records) if "settings" in r and r["step"] <= step), None)
     if begun is None:
-        raise UserError(f"{run_dir}/metrics.jsonl: no settings in it; --step needs the folder of a run, out/RUN")
+        raise UserError(f"{run_dir}/metrics.jsonl: no settings of a run in it, or of a later step only")
     settings, samples = begun["settings"], begun["step_samples"]
     sets = open_datasets(settings["dataset"], settings["data_dir"])
     for data in sets:

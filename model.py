@@ -380,7 +380,7 @@ class GPT(nn.Module):
         done = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
         for _ in range(max_new_tokens):
             if idx.size(1) > c.block_size:
-                idx, cache.length = idx[:, -(c.block_size // 2) :], 0
+                idx, cache.length = idx[:, -max(1, c.block_size // 2) :], 0
             if cache.length == 0:
                 logits = self(idx, cache=cache)
             else:

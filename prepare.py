@@ -711,7 +711,7 @@ def make_data_set(cfg: PrepareConfig, rank: int, world: int) -> None:
         elif rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
         if isinstance(e, OSError) and not isinstance(e, BrokenPipeError):  # a full disk, above all
-            raise UserError(f"{e.filename or f'writing {target}'}: {e.strerror}{kept}") from None
+            raise OneRankError(f"{e.filename or f'writing {target}'}: {e.strerror}{kept}") from None
         if isinstance(e, UserError):
             e.args = (f"{e}{kept}",)
         elif kept and rank == 0:

@@ -89,6 +89,7 @@ class Metrics:
         whole.write_text("".join(json.dumps(r) + "\n" for r in kept))
         whole.replace(self.path)  # a kill leaves the one or the other
         self.written, self.unwritten = self.path.stat().st_size, b""
+        self.loader = train_loader(sets, cfg.block_size, cfg.seed)  # its own: train.py's is read by a thread
         if cfg.progress == "bar" or (cfg.progress == "auto" and sys.stderr.isatty()):
             self.bar = tqdm(total=plan.steps, initial=start_step, dynamic_ncols=True, unit="step")
         if cfg.wandb:
@@ -178,8 +179,7 @@ class Metrics:
     def write_texts(self, done: int, samples: range, what: str) -> str:
         """The texts of a step that was skipped, so that the culprit can be read."""
         path = self.path.parent / "bad_steps" / f"step_{done:08d}.txt"
-        loader = train_loader(self.sets, self.cfg.block_size, self.cfg.seed)
-        texts = "".join(f"\n---- {where}\n{text}\n" for where, text in sample_texts(self.sets, loader, samples))
+        texts = "".join(f"\n---- {where}\n{text}\n" for where, text in sample_texts(self.sets, self.loader, samples))
         try:
             path.parent.mkdir(exist_ok=True)
             path.write_text(f"step {done}: {what}\n{texts}", encoding="utf-8")

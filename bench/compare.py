@@ -186,8 +186,8 @@ def seconds_per_line(argv: list[str], folder: Path, first: int, last: int, words
     """Run a command; the seconds between its lines for step `first` and step `last`, over the steps between."""
     times: dict[int, float] = {}
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-    # On several GPUs, transformers' Trainer would take them all by itself.
-    environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    if not any("cuda:" in a for a in argv):  # of several GPUs, transformers' Trainer would take all by itself
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     process = subprocess.Popen(argv, cwd=folder, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True)
     output = []
     for line in process.stdout:
@@ -198,7 +198,8 @@ def seconds_per_line(argv: list[str], folder: Path, first: int, last: int, words
         if last in times:  # what it does behind that, an evaluation and a checkpoint, is not timed
             process.kill()
             break
-    process.communicate()
+    process.stdout.close()
+    process.wait()
     if not {first, last} <= times.keys():
         print("".join(output)[-4000:], file=sys.stderr)
         raise UserError(f"the above ended with exit code {process.returncode}: {' '.join(argv)[:200]} ...")
@@ -232,9 +233,9 @@ def main() -> None:
     rates = {name: unit / statistics.median(seconds) for name, seconds in rows.items()}
     with torch.device("meta"):
         model = GPT(model_config(cfg, open_datasets(cfg.dataset, cfg.data_dir)[0].meta["vocab_size"]))
-    if (
-        cfg.sampling
-    ):  # bound by memory: a token's share of the weights, and in ours the keys and values that it looks back on
+    if cfg.sampling:
+        # Bound by memory: a token's share of the weights, and in ours the keys and values that it needs. (A CUDA graph reads all
+        # the cache, about twice that.)
         peak = read_gb_s(torch.device(device))
         source = f"{peak:.1f} GB/s, a plain sum over memory measured here and now"
         heads, scale, key, c = ("GB/s", "of it"), 1e9, "bytes_per_token", model.config

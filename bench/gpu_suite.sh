@@ -15,7 +15,7 @@ OUT=${OUT:?where to? OUT=results bash bench/gpu_suite.sh}
 mkdir -p "$OUT" && OUT=$(cd "$OUT" && pwd)
 WORK=$(mktemp -d) && trap 'rm -rf "$WORK"' EXIT
 export TMPDIR=$WORK # a killed part leaves its files there; and what torch compiled for one part is there for the next
-exec > >(tee "$OUT/suite.log") 2>&1
+exec > >(tee -a "$OUT/suite.log") 2>&1 # -a: another call adds to it
 PYTHON=${PYTHON:-python3}
 DEADLINE=$((SECONDS + 520))
 FAILED=() LATER=()
@@ -32,15 +32,20 @@ fi
 
 # part NAME SECONDS COMMAND...: run it if time is left for it, and for so long at most; KILL takes its children along, TERM would let them save.
 part() {
-    local name=$1 limit=$2 left=$((DEADLINE - SECONDS))
+    local name=$1 limit=$2 left=$((DEADLINE - SECONDS)) whole=${1%_*} code
     shift 2
     if [ "$left" -lt 20 ]; then
         echo "---- $name: no time left"
-        LATER+=("${name%_*}")
-        return
+    else
+        echo && echo "---- $name, at $SECONDS s: $*"
+        timeout -s KILL "$((limit < left ? limit : left))" "$@" && return
+        code=$?
+        if [ "$code" -ne 137 ] || [ "$limit" -le "$left" ]; then
+            FAILED+=("$name (exit code $code)")
+            return
+        fi
     fi
-    echo && echo "---- $name, at $SECONDS s: $*"
-    timeout -s KILL "$((limit < left ? limit : left))" "$@" || FAILED+=("$name (exit code $?)")
+    [[ " ${LATER[*]-} " == *" $whole "* ]] || LATER+=("$whole") # not begun, or cut short
 }
 
 # dataset V: a data set for a model with a vocabulary of V. The speed depends on the shapes alone, so that the demo corpus and its
@@ -107,7 +112,9 @@ $PYTHON - "$OUT/models.json" "$WORK"/1b_*.json "$WORK"/26m.json <<'PY'
 import json, pathlib, sys
 found = {p.stem: json.loads(p.read_text()) for p in map(pathlib.Path, sys.argv[2:]) if p.exists()}
 if found:
-    pathlib.Path(sys.argv[1]).write_text(json.dumps(found, indent=1) + "\n")
+    target = pathlib.Path(sys.argv[1])
+    before = json.loads(target.read_text()) if target.exists() else {}
+    target.write_text(json.dumps(before | found, indent=1) + "\n")
 PY
-echo && echo "---- $SECONDS s${FAILED[*]:+; failed: ${FAILED[*]}}${LATER[*]:+; no time was left for: bash bench/gpu_suite.sh ${LATER[*]}}"
+echo && echo "---- $SECONDS s${FAILED[*]:+; failed: ${FAILED[*]}}${LATER[*]:+; no time was left for: ${NANOGPT:+NANOGPT=$NANOGPT }OUT=$OUT bash bench/gpu_suite.sh ${LATER[*]}}"
 [ $((${#FAILED[@]} + ${#LATER[@]})) -eq 0 ]

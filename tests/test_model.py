@@ -301,9 +301,18 @@ def test_damaged_weights_are_an_error_before_any_token_of_theirs(how, bad):
         next(model.generate(ids(model, 2, 4), 3, **how))
 
 
-def test_generation_goes_on_beyond_block_size():
-    model = make("gpt2")
-    assert len(list(model.generate(ids(model, 2, 40), 100))) == 100
+@pytest.mark.parametrize("block_size", [1, 2, 30, 65])
+def test_generation_goes_on_beyond_block_size(block_size):
+    """When it is full, with its younger half: as from a new start."""
+    model = make("llama", scheme="xavier", block_size=block_size)
+    tokens = torch.stack(list(model.generate(ids(model, 2, 40), 100, temperature=0)), dim=1)  # (2, 100)
+    idx, want = ids(model, 2, 40)[:, -block_size:], []
+    for _ in range(100):
+        if idx.size(1) > block_size:
+            idx = idx[:, -max(1, block_size // 2) :]
+        want.append(greedy_without_cache(model, idx, 1)[0])
+        idx = torch.cat((idx, want[-1][:, None]), dim=1)
+    assert torch.equal(tokens, torch.stack(want, dim=1))
 
 
 def test_generation_ends_when_every_row_has_met_eos():

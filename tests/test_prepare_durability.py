@@ -283,7 +283,7 @@ def test_inspect_shows_exactly_what_a_step_trained_on(tiny_data, tmp_path, capsy
     eos = tokenizer.eos_id
     want = ["<eos>".join(tokenizer.decode(p) for p in split(row.tolist(), eos)) for rows in steps[6:8] for row in rows]
     assert [s.rstrip("\n") for s in want] == shown
-    assert "metrics.jsonl" in refuses(prepare.main, "--inspect", tmp_path / "nowhere", "--step=0")
+    assert "nowhere: no metrics.jsonl there" in refuses(prepare.main, "--inspect", tmp_path / "nowhere", "--step=0")
 
 
 def split(ids: list[int], eos: int) -> list[list[int]]:
