@@ -238,13 +238,15 @@ def main() -> None:
         # the cache, about twice that.)
         peak = read_gb_s(torch.device(device))
         source = f"{peak:.1f} GB/s, a plain sum over memory measured here and now"
-        heads, scale, key, c = ("GB/s", "of it"), 1e9, "bytes_per_token", model.config
+        heads, scale, c = ("GB/s", "of it"), 1e9, model.config
+        key, peak_key = "bytes_per_token", "peak_gb_per_s"
         weights = model.num_params()["matmul"] / cfg.num_samples
         past = c.n_layer * c.n_kv_head * c.head_dim * cfg.max_new_tokens  # k and v of half of them, on average
         work = {name: (weights + past * (name == "ours")) * sampling_dtype(name, cfg).itemsize for name in rates}
     else:
         peak, source = peak_tflops(torch.device(device), machine(cfg)[1], cfg.peak_tflops)
-        heads, scale, key = ("TFLOPS", "MFU"), 1e12, "flops_per_token"
+        heads, scale = ("TFLOPS", "MFU"), 1e12
+        key, peak_key = "flops_per_token", "peak_tflops"
         work = dict.fromkeys(rates, model.flops_per_token(cfg.block_size))
     print(f"{source}\n{'':<12} {'tok/s':>12} {'ours / it':>10} {heads[0]:>8} {heads[1]:>6}   seconds of each turn")
     for name, rate in rates.items():
@@ -264,7 +266,7 @@ def main() -> None:
                 argv = [a.replace(path, word) for a in argv]
             commands[name] = argv
         facts |= {"command": " ".join(["python bench/compare.py", *sys.argv[1:]]), "commands": commands, "unit": unit}
-        facts |= {"seconds": rows, "tokens_per_s": rates, key: work, f"peak {heads[0]}": peak}
+        facts |= {"seconds": rows, "tokens_per_s": rates, key: work, peak_key: peak}
         Path(cfg.json).write_text(json.dumps(facts, indent=1) + "\n")
 
 

@@ -123,7 +123,7 @@ def test_sampling_is_measured_against_the_speed_of_memory(tiny_data, tmp_path, c
         weights = GPT(c).num_params()["matmul"]
     # one reading of all weights for both texts, and each one's past: 2 layers, k and v, 2 heads of 8, 4 tokens on average
     assert found["bytes_per_token"] == {"ours": weights * 4 / 2 + 4 * 2 * 2 * 2 * 8 * 4}
-    share = found["tokens_per_s"]["ours"] * found["bytes_per_token"]["ours"] / 1e9 / found["peak GB/s"]
+    share = found["tokens_per_s"]["ours"] * found["bytes_per_token"]["ours"] / 1e9 / found["peak_gb_per_s"]
     assert 0 < share and f"{share:.1%}" in capsys.readouterr().out
 
 
