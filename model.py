@@ -403,8 +403,8 @@ class GPT(nn.Module):
     def decoding_step(self, token: torch.Tensor, cache: KVCache) -> Callable[[torch.Tensor], torch.Tensor]:
         """step(token (B, 1)) -> logits (B, V). On CUDA it is recorded once, as a graph, and replayed.
 
-        One by one, the launches of its few hundred kernels would take several times their work. What a graph reads and writes
-        stays where it is: the token, its position, the cache, the logits.
+        For a GPU is expected to work faster than Python can launch the few hundred kernels of a step one by one (not measured
+        yet, bench/LOG.md). What a graph reads and writes stays where it is: the token, its position, the cache, the logits.
         """
         if token.device.type != "cuda":
             return lambda token: self(token, cache=cache)

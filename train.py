@@ -402,12 +402,11 @@ def fit_batch(cfg: TrainConfig, model: GPT, loader: Loader, machine: Machine, co
         gc.collect()
         if machine.device.type == "cuda":
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()  # what is logged is the run's peak, not a trial's
         fits = bool(least(fits, machine))
         if compiled and not (fits and machine.world == 1):
             torch.compiler.reset()  # what was compiled without DDP would be taken with it, and not be split at its buckets
         if fits:
-            if machine.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()  # of the trials that did not fit
             machine.say(f"batch_size=auto: {B}, tried out (at most {predicted} here)")
             return B
         if B == 1:
