@@ -19,12 +19,14 @@ help text:
 import dataclasses
 import difflib
 import errno
+import functools
 import inspect
 import math
 import os
 import re
 import runpy
 import sys
+import time
 import types
 import typing
 from collections.abc import Callable
@@ -39,10 +41,46 @@ class OneRankError(UserError):
     """One that this process may be alone with, of those that torchrun started: it says so itself."""
 
 
-def run(main: Callable[[], None]) -> None:
-    """Run a script's main(); a UserError becomes one line on stderr and exit code 2. Bugs keep their traceback."""
+@functools.cache  # each text is said once
+def note(text: str) -> None:
+    """Something to know that is no mistake: a line on stderr, from one of all ranks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"note: {text}", file=sys.stderr)
+
+
+class Unfailing:
+    """A stream whose writes never raise: what cannot be written is dropped."""
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self.stream.write(text)
+        except (OSError, ValueError):  # a full disk, a closed terminal or pipe, a closed file
+            pass
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except (OSError, ValueError):
+            pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def run(main: Callable[[], None], needs_output: bool = True) -> None:
+    """Run a script's main(); a UserError becomes one line on stderr and exit code 2. Bugs keep their traceback.
+
+    needs_output=False: the script's work is in files. It goes on where nobody can read what it prints any more.
+    """
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks Chinese shows ?, it does not end the run
+    if not needs_output:
+        sys.stdout = Unfailing(sys.stdout)
+        sys.stderr = Unfailing(sys.stderr)
     try:
         main()
     except UserError as e:
@@ -51,6 +89,8 @@ def run(main: Callable[[], None]) -> None:
             print(f"error: rank {rank}: {e}", file=sys.stderr)
         elif os.environ.get("LOCAL_RANK", "0") == "0":  # one line a machine, not one a rank
             print(f"error: {e}", file=sys.stderr)
+        else:
+            time.sleep(2)  # torchrun ends all ranks when one has ended: the first is to say it before
         sys.exit(2)
     except BrokenPipeError:  # `python sample.py | head`: the reader has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -104,15 +144,17 @@ def convert(value: Any, kind: Any) -> Any:
     elif kind in (int, float) and not isinstance(value, bool):
         if kind is int and not isinstance(value, float):
             try:
-                return int(value)  # not by way of float, which has 53 bits
+                number = int(value)  # not by way of float, which has 53 bits
+                if abs(number) < 2**63:  # what numpy and torch can hold
+                    return number
             except ValueError:
                 pass
         number = float(value)
         if kind is float and math.isfinite(number):
             return number
-        if kind is int and number.is_integer():  # 5e8
+        if kind is int and number.is_integer() and abs(number) < 2**63:  # 5e8
             return int(number)
-    elif kind is str and isinstance(value, str):
+    elif kind is str and isinstance(value, str) and "\0" not in value:  # no file can have that name
         return value
     raise ValueError(value)
 
@@ -128,7 +170,8 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, where: st
     try:
         values[key] = convert(value, kinds[key])
     except (ValueError, TypeError, OverflowError):
-        raise UserError(f"{where}: {key}={value!r} is not accepted; it takes {accepted(kinds[key])}") from None
+        shown = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."
+        raise UserError(f"{where}: {key}={shown} is not accepted; it takes {accepted(kinds[key])}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def test_later_sources_win_defaults_then_files_then_command_line(tmp_path):
         (["--steps", "5"], Config(steps=5)),
         (["--steps=5e3"], Config(steps=5000)),
         (["--steps=1_000"], Config(steps=1000)),
-        (["--steps=12345678901234567890"], Config(steps=12345678901234567890)),
+        (["--steps=1234567890123456789"], Config(steps=1234567890123456789)),
         (["--steps=-12_345_678_901_234_567", "--steps=7"], Config(steps=7)),
         (["--files", "p", "--files=q"], Config(files=("p", "q"))),
         (["--lr=1"], Config(lr=1.0)),
