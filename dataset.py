@@ -8,13 +8,10 @@
 prepare.py writes it; train.py, sample.py and prepare.py's own workers read it by way of this file, which needs no torch.
 """
 
-import errno
-import fcntl
 import hashlib
 import json
-import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -23,10 +20,19 @@ import numpy as np
 from tqdm import tqdm
 
 from bench.plot_loss import read_metrics
-from configurator import UserError
-from tokenizer import SentencePiece, Tiktoken, from_hugging_face, open_tokenizer, tiktoken_names
+from configurator import UserError, note
+from files import MANIFEST, content_sha256, damage, file_sha256, inside, read_object
+from tokenizer import (
+    HF_FILES,
+    SentencePiece,
+    Tiktoken,
+    from_hugging_face,
+    hugging_face_files,
+    open_tokenizer,
+    tiktoken_names,
+)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1: meta.json had no hash of its own, and named one file of the tokenizer
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -34,60 +40,81 @@ FORMAT_VERSION = 1
 
 
 def read_meta(folder: Path) -> dict:
-    """meta.json of a data set or of a checkpoint."""
+    """meta.json of a data set or of a checkpoint; UserError if it is not as it was written."""
+    path = folder / "meta.json"
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = read_object(path)
         version = meta["format_version"]
     except FileNotFoundError:
-        raise UserError(f"no data set in {folder}: make it with `python prepare.py --name {folder.name}`") from None
-    except (ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{folder}/meta.json: damaged ({e}); run prepare.py again") from None
-    if version != FORMAT_VERSION:
+        make = f"make it with `python prepare.py --name {folder.name}`"
+        raise UserError(f"no data set in {folder}: {make}") from None
+    except OSError as e:
+        raise UserError(f"{path}: {e.strerror}") from None
+    except (ValueError, KeyError) as e:
+        raise UserError(f"{path}: damaged ({e}); run prepare.py again") from None
+    if version == 1:
+        note(f"{path} is of an older version and has no hash of its own: it is taken as it is")
+    elif version != FORMAT_VERSION:
         raise UserError(f"{folder}: format {version}, expected {FORMAT_VERSION}; run prepare.py again")
+    elif meta.get("sha256") != content_sha256(meta):
+        raise UserError(f"{path}: changed after it was made (by its SHA-256); run prepare.py again")
     return meta
 
 
 def open_dataset(folder: str | Path) -> dict:
-    """meta.json of a whole data set; UserError if there is none, or if a file is not the one it describes."""
+    """meta.json of a whole data set; UserError if there is none, or if a file is not the one it describes.
+
+    Of the .bin files only the size is looked at: verify() reads them.
+    """
     folder = Path(folder)
     meta = read_meta(folder)
     try:
-        sizes = {k: meta["splits"][k]["tokens"] * np.dtype(meta["dtype"]).itemsize for k in ("train", "val")}
-        tokenizer, sha256 = inside(folder, meta["tokenizer"]["file"]), meta["tokenizer"]["sha256"]
-    except (KeyError, TypeError) as e:
-        raise UserError(f"{folder}/meta.json: damaged ({type(e).__name__}: {e}); run prepare.py again") from None
-    if not tokenizer.exists() or file_sha256(tokenizer) != sha256:
-        raise UserError(f"{tokenizer}: missing, or not the tokenizer that the data was made with; run prepare.py again")
+        itemsize = np.dtype(meta["dtype"]).itemsize
+        sizes = {split: meta["splits"][split]["tokens"] * itemsize for split in ("train", "val")}
+        check_tokenizer_files(folder, meta["tokenizer"])
+    except (KeyError, TypeError, AttributeError) as e:
+        what = f"{type(e).__name__}: {e}"
+        raise UserError(f"{folder}/meta.json: damaged ({what}); run prepare.py again") from None
     for split, size in sizes.items():
         path = folder / f"{split}.bin"
         found = path.stat().st_size if path.exists() else "no file"
         if found != size:
-            raise UserError(
-                f"{path}: {found} bytes where meta.json says {size}: truncated or replaced; run prepare.py again"
-            )
+            wrong = f"{found} bytes where meta.json says {size}: truncated or replaced"
+            raise UserError(f"{path}: {wrong}; run prepare.py again")
     return meta
 
 
-def inside(folder: Path, name: str) -> Path:
-    """The file that a JSON of the folder names; UserError if that is not in the folder."""
-    if name in ("", "..") or name != Path(str(name)).name:
-        raise UserError(f"{folder}: it names the file {name!r}, which is not in this folder: not read")
-    return folder / name
+def check_tokenizer_files(folder: Path, info: dict) -> None:
+    """UserError unless each file of a data set's tokenizer is the one that meta.json describes."""
+    for name, sha256 in info.get("files", {info["file"]: info["sha256"]}).items():
+        path = inside(folder, name)
+        if not path.exists() or file_sha256(path) != sha256:
+            wrong = "missing, or not the tokenizer that the data was made with"
+            raise UserError(f"{path}: {wrong}; run prepare.py again")
+
+
+def tokenizer_files(folder: Path, info: dict) -> list[Path]:
+    """The tokenizer's own file, and what came with it for Hugging Face's tools."""
+    if "files" in info:
+        return [inside(folder, name) for name in info["files"]]
+    return [inside(folder, info["file"]), *hugging_face_files(folder)]
 
 
 def load_tokenizer(folder: str | Path) -> SentencePiece | Tiktoken:
     """The tokenizer of a data set or checkpoint of ours, checked by its hash, or of any Hugging Face model directory."""
     folder = Path(folder)
+    names = ("meta.json", SentencePiece.file, Tiktoken.file, *HF_FILES)
+    if (folder / MANIFEST).exists() and (wrong := damage(folder, names)):
+        raise UserError(f"{wrong}: it was changed after it was written")
     if not (folder / "meta.json").exists():
         return from_hugging_face(folder)
     try:
         info = read_meta(folder)["tokenizer"]
-        path = inside(folder, info["file"])
-        if not path.exists() or file_sha256(path) != info["sha256"]:
-            raise UserError(f"{path}: missing, or not the tokenizer that the data was made with")
-        return open_tokenizer(path, info)
+        check_tokenizer_files(folder, info)
+        return open_tokenizer(inside(folder, info["file"]), info)
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as e:
-        raise UserError(f"{folder}/meta.json: damaged, about the tokenizer ({type(e).__name__}: {e})") from None
+        what = f"{type(e).__name__}: {e}"
+        raise UserError(f"{folder}/meta.json: damaged, about the tokenizer ({what})") from None
 
 
 def tokenizer_of_model(folder: Path) -> SentencePiece | Tiktoken | None:
@@ -147,46 +174,26 @@ def verify(folder: str | Path, meta: dict, split: str) -> None:
         raise UserError(f"{folder}/{split}.bin: {'; '.join(found)}: it was changed; run prepare.py again")
 
 
-def verify_new(sets: list["DataSet"], known: dict[str, list[int]]) -> dict[str, list[int]]:
-    """verify() the files that are not `known`, by size and time of change: a resumed run need not read its data again.
+def verify_new(sets: list["DataSet"], known: dict[str, list], say: Callable[[str], None]) -> dict[str, list[int]]:
+    """verify() the files whose stamp is not among those `known`: a resumed run need not read its data again.
 
-    Returns {path: [bytes, nanoseconds]} of them all.
+    A stamp is [bytes, time of the last change of anything about the file, in ns], which nobody can set
+    back. Returns {path: stamp} of them all.
     """
-    found = {}
-    for data in sets:
-        for split in ("train", "val"):
-            path = data.folder / f"{split}.bin"
-            found[str(path)] = [path.stat().st_size, path.stat().st_mtime_ns]
-            if found[str(path)] != known.get(str(path)):
-                verify(data.folder, data.meta, split)
-    return found
+    files = [(data, split, data.folder / f"{split}.bin") for data in sets for split in ("train", "val")]
+    stamps = {str(path): stamp_of(path) for _, _, path in files}
+    new = [file for file in files if stamps[str(file[2])] not in known.get(str(file[2]), [])]
+    gigabytes = sum(stamps[str(path)][0] for _, _, path in new) / 1e9
+    if gigabytes > 1:
+        say(f"reading {gigabytes:.1f} GB of data once, to verify it, before the first step")
+    for data, split, _ in new:
+        verify(data.folder, data.meta, split)
+    return stamps
 
 
-def lock(folder: str | Path, instead: str) -> int:
-    """Hold `folder` until the handle that is returned is closed, or this process ends; UserError if another one does."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"another process is writing {folder}: wait for it, or {instead}") from None
-    except OSError as e:
-        if e.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):  # some network disks have no locks
-            raise
-    return handle
-
-
-def sync_to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
-
-
-def file_sha256(path: str | Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while chunk := f.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+def stamp_of(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_size, stat.st_ctime_ns]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -318,26 +325,38 @@ def train_loader(sets: list[DataSet], block_size: int, seed: int) -> Loader:
 
 
 def run_loader(run_dir: Path, step: int) -> tuple[list[DataSet], Loader, range]:
-    """(data sets, loader, samples of the step) of a run, from the settings that train.py wrote into metrics.jsonl."""
-    if not (run_dir / "metrics.jsonl").is_file():
+    """(data sets, loader, samples of the step) of a run, from the settings that train.py wrote into metrics.jsonl.
+
+    step: as the log, metrics.jsonl and bad_steps/ count, from 1.
+    """
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
         raise UserError(f"{run_dir}: no metrics.jsonl there; --step needs the folder of a run, out/RUN")
-    records = read_metrics(run_dir / "metrics.jsonl")
-    begun = next((r for r in reversed(records) if "settings" in r and r["step"] <= step), None)
+    records = read_metrics(path)
+    # What was trained from a step on is said behind that step, so that step N follows a record of an earlier one.
+    begun = next((r for r in reversed(records) if "settings" in r and r["step"] < step), None)
     if begun is None:
-        raise UserError(f"{run_dir}/metrics.jsonl: no settings of a run in it, or of a later step only")
-    settings, samples = begun["settings"], begun["step_samples"]
-    sets = open_datasets(settings["dataset"], settings["data_dir"])
-    for data in sets:
-        if data.meta["splits"]["train"]["sha256"] != begun["data"][data.name]:
-            raise UserError(f"{data.folder}: made again since the run: it no longer holds what the step trained on")
-    loader = train_loader(sets, settings["block_size"], settings["seed"])
-    first = begun["first_sample"] + (step - begun["step"]) * samples
-    return sets, loader, range(first, first + samples)
+        raise UserError(f"{path}: no settings of a run in it, or of a later step only")
+    try:
+        last = begun["steps"] if "steps" in begun else max(record["step"] for record in records)
+        if step > last:
+            raise UserError(f"--step={step}: the run ends with step {last}")
+        settings, samples = begun["settings"], begun["step_samples"]
+        sets = open_datasets(settings["dataset"], settings["data_dir"])
+        for data in sets:
+            if data.meta["splits"]["train"]["sha256"] != begun["data"][data.name]:
+                raise UserError(f"{data.folder}: made again since the run: it no longer holds what the step trained on")
+        loader = train_loader(sets, settings["block_size"], settings["seed"])
+        first = begun["first_sample"] + (step - 1 - begun["step"]) * samples
+        return sets, loader, range(first, first + samples)
+    except (KeyError, TypeError, ValueError) as e:
+        raise UserError(f"{path}: damaged, about the settings of its run ({type(e).__name__}: {e})") from None
 
 
-def sample_texts(sets: list[DataSet], loader: Loader, samples: range) -> Iterator[tuple[str, str]]:
+def sample_texts(
+    sets: list[DataSet], loader: Loader, samples: range, tokenizer: SentencePiece | Tiktoken
+) -> Iterator[tuple[str, str]]:
     """(where it comes from, its text) of each of these samples of a run."""
-    tokenizer = load_tokenizer(sets[0].folder)
     for sample, (k, start) in zip(samples, loader.starts(samples.start, len(samples)), strict=True):
         ids = loader.rows([(k, start)])[0]
         parts = np.split(ids, np.flatnonzero(ids == tokenizer.eos_id))

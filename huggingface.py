@@ -8,6 +8,8 @@ no file can name one outside its folder.
 """
 
 import json
+import os
+import pickle
 import shutil
 from dataclasses import Field, asdict, fields, replace
 from pathlib import Path
@@ -16,8 +18,9 @@ from typing import Any, get_args
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 
+from files import MANIFEST, damage
 from model import GPT, PRESETS, GPTConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -34,6 +37,17 @@ def hf_class(c: GPTConfig) -> str | None:
             return None if c.bias else "Qwen3ForCausalLM"
         return "LlamaForCausalLM"
     return None
+
+
+def caveat(c: GPTConfig) -> str:
+    """Who can't open a checkpoint of this shape; empty where all can."""
+    if hf_class(c) is None:
+        return ONLY_OURS
+    if hf_class(c) == "LlamaForCausalLM" and c.n_embd % c.n_head:
+        return f"transformers 5 refuses it: n_embd={c.n_embd} is no multiple of n_head={c.n_head}"
+    if hf_class(c) == "GPT2LMHeadModel" and c.d_ff != 4 * c.n_embd:
+        return "llama.cpp cannot load it: its GPT-2 has d_ff = 4 n_embd"
+    return ""
 
 
 ONLY_OURS = "no transformers class computes this architecture: only this project's huggingface.py loads it"
@@ -117,7 +131,10 @@ def checked(found: dict[str, Any]) -> GPTConfig:
     for f in fields(GPTConfig):
         if f.name in found and not accepts(f, found[f.name]):
             raise ValueError(f"{f.name}={found[f.name]!r} is not accepted")
-    return GPTConfig(**found)
+    c = GPTConfig(**found)
+    if c.block_size * c.head_dim > 2**27:  # of RoPE's table: a million positions of 128
+        raise ValueError(f"block_size={c.block_size} and head_dim={c.head_dim} are not accepted")
+    return c
 
 
 def accepts(f: Field, value: Any) -> bool:
@@ -212,18 +229,37 @@ def to_state(c: GPTConfig, state: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return out
 
 
+def shapes(c: GPTConfig, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters that c asks for, without their memory. ValueError for a tensor that is not stored.
+
+    One layer shows the names of all: no model is built that is larger than the file.
+    """
+
+    def build(n_layer: int) -> dict[str, torch.Tensor]:
+        small = dict(block_size=1) if c.pos == "rope" else {}
+        try:
+            with torch.device("meta"):
+                return dict(GPT(replace(c, n_layer=n_layer, **small)).named_parameters())
+        except (RuntimeError, OverflowError):
+            raise ValueError("config.json asks for a tensor of more than 2^63 bytes") from None
+
+    for name in build(1):
+        for layer in range(c.n_layer if name.startswith("blocks.0.") else 1):
+            for key in hf_names(c, name.replace("blocks.0.", f"blocks.{layer}.")):
+                if key not in stored:
+                    raise ValueError(f"there is no tensor {key}")
+    return build(c.n_layer)
+
+
 def from_state(c: GPTConfig, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The inverse of to_state. ValueError that names a tensor that is missing, too many, or not what config.json says."""
     gpt2 = hf_class(c) == "GPT2LMHeadModel"
     if gpt2 and "wte.weight" in stored:  # of a GPT2Model, without its head
         stored = {k if k == "lm_head.weight" else f"transformer.{k}": w for k, w in stored.items()}
-    with torch.device("meta"):  # shapes alone: nothing is allocated before the file is known to fit
-        parameters = dict(GPT(replace(c, block_size=1) if c.pos == "rope" else c).named_parameters())
+    parameters = shapes(c, stored)
     wanted = to_state(c, parameters)
     zero = {k for k in wanted if gpt2 and not c.bias and k.endswith("bias")}  # the class has them, c has not
     for key, like in wanted.items():
-        if key not in stored and key not in zero:
-            raise ValueError(f"there is no tensor {key}")
         if key in stored and (stored[key].shape != like.shape or not stored[key].is_floating_point()):
             found = f"{tuple(stored[key].shape)} of {stored[key].dtype}"
             raise ValueError(f"{key} is {found}, config.json wants {tuple(like.shape)}")
@@ -259,9 +295,26 @@ def save_pretrained(
 ) -> None:
     """Write config.json and model.safetensors. state: our parameters by name, a tied matrix once, as wte.weight."""
     config, weights = Path(folder) / "config.json", Path(folder) / "model.safetensors"
-    config.write_text(json.dumps(to_config(c, eos_id, bos_id), indent=2) + "\n")
-    save_file({k: w.detach().cpu() for k, w in to_state(c, state).items()}, weights, metadata={"format": "pt"})
+    config.write_text(json.dumps(to_config(c, eos_id, bos_id), indent=2) + "\n", encoding="utf-8")
+    tensors, about = {k: w.detach().cpu() for k, w in to_state(c, state).items()}, {"format": "pt"}
+    if is_utf8(weights):
+        save_file(tensors, weights, about)
+    else:
+        weights.write_bytes(save(tensors, about))
     shutil.copymode(config, weights)  # save_file makes it readable by its owner alone
+
+
+def is_utf8(path: Path) -> bool:
+    """safetensors opens no others, as on an old GBK disk: there the bytes go through Python."""
+    try:
+        return bool(os.fsencode(path).decode("utf-8"))
+    except UnicodeDecodeError:
+        return False
+
+
+def unverified(path: Path) -> str:
+    """What to tell of a model whose files were taken as they are; empty for one of ours."""
+    return "" if (path / MANIFEST).exists() else f"not verified: it has no {MANIFEST}"
 
 
 def is_nanogpt(path: str | Path) -> bool:
@@ -274,8 +327,12 @@ def from_pretrained(path: str | Path, **overrides) -> GPT:
     """The model of a folder, or of nanoGPT's ckpt.pt, on the CPU in fp32; overrides: GPTConfig fields, such as dropout.
 
     ValueError, in one line, for a file that is missing, damaged or not safe to read, or asks for what we do not compute.
+    A folder of ours has a manifest, by which its files are verified; nobody else's has: unverified() says so.
     """
-    path = Path(path)
+    path, names = Path(path), ("config.json", "model.safetensors")
+    if (path / MANIFEST).exists() and (wrong := damage(path, names, names)):
+        own = f"if you changed it yourself, delete {MANIFEST}"
+        raise ValueError(f"{wrong}: it was changed after it was written; {own}")
     try:
         if is_nanogpt(path):
             source = path.name if path.suffix == ".pt" else "ckpt.pt"
@@ -285,8 +342,6 @@ def from_pretrained(path: str | Path, **overrides) -> GPT:
             config = from_config(json.loads((path / source).read_text(encoding="utf-8")))
             source = "model.safetensors"
             stored = read_safetensors(path)
-        if config.n_layer > len(stored):
-            raise ValueError(f"{len(stored)} tensors are too few for {config.n_layer} layers")
         state = from_state(config, stored)
         model = GPT(replace(config, **overrides))
         model.load_state_dict(state, strict=True)
@@ -316,7 +371,8 @@ def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
         if not (folder / name).is_file():
             raise ValueError(f"{shard}No such file")
         try:
-            stored |= load_file(folder / name)
+            path = folder / name
+            stored |= load_file(path) if is_utf8(path) else load(path.read_bytes())
         except SafetensorError as e:
             raise ValueError(f"{shard}truncated, or no safetensors file ({e})") from None
     return stored
@@ -328,6 +384,8 @@ def read_nanogpt(path: Path) -> tuple[GPTConfig, dict[str, torch.Tensor]]:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
+    except pickle.UnpicklingError:  # torch's own words explain how to run the code all the same
+        raise ValueError("no checkpoint of nanoGPT: it is damaged, or holds more than tensors and numbers") from None
     except Exception as e:  # what a damaged pickle raises is anything
         raise ValueError(f"no checkpoint of nanoGPT ({type(e).__name__}: {' '.join(str(e).split())[:200]})") from None
     args = dict(saved["model_args"])

@@ -13,6 +13,7 @@ its tokenizer has it), and ends at the next one.
 """
 
 import codecs
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -23,9 +24,10 @@ from typing import Literal
 import torch
 
 from checkpoint import newest_checkpoint
-from configurator import UserError, parse, run
-from dataset import DataSet, find_tokenizer, load_tokenizer, open_dataset, tokenizer_of_model
-from huggingface import from_pretrained, is_nanogpt
+from configurator import UserError, note, parse, run
+from dataset import DataSet, find_tokenizer, load_tokenizer, open_dataset, tokenizer_of_model, verify
+from files import MANIFEST
+from huggingface import from_pretrained, is_nanogpt, unverified
 from model import GPT
 from report import in_other_units
 from tokenizer import SentencePiece, Tiktoken, same_ids
@@ -79,12 +81,31 @@ def find_checkpoint(cfg: SampleConfig) -> Path:
         if not (folder / "config.json").exists() and not is_nanogpt(folder):
             raise UserError(f"--ckpt {folder}: no checkpoint there (a folder with config.json and model.safetensors)")
         return folder
-    found = [c for run_dir in Path(cfg.out_dir).glob("*/ckpt") if (c := newest_checkpoint(run_dir))]
+    found: dict[float, Path] = {}  # time of writing -> checkpoint
+    for ckpt_dir in Path(cfg.out_dir).glob("*/ckpt"):
+        try:
+            if newest := newest_checkpoint(ckpt_dir):
+                found[(newest / MANIFEST).stat().st_mtime] = newest
+        except (UserError, OSError) as e:  # a disk that is not mounted, or a checkpoint that was just superseded
+            note(str(e))
     if not found:
         raise UserError(
             f"no checkpoint under {cfg.out_dir}/: train one first (python train.py config/demo.py), or name one with --ckpt"
         )
-    return max(found, key=lambda c: (c / "manifest.json").stat().st_mtime)
+    return found[max(found)]
+
+
+def open_model(cfg: SampleConfig) -> tuple[Path, GPT, SentencePiece | Tiktoken | None]:
+    """(folder, model, its tokenizer) of the checkpoint that is meant. A training may delete it meanwhile: then the next."""
+    while True:
+        folder = find_checkpoint(cfg)
+        try:
+            with memory_advice("for the weights of this model in fp32"):
+                return folder, from_pretrained(folder), model_tokenizer(folder, cfg)
+        except (UserError, ValueError) as e:
+            if cfg.ckpt or folder.exists():
+                why = str(e) if isinstance(e, UserError) else f"{folder}: cannot be loaded ({e})"
+                raise UserError(why) from None
 
 
 def encode_prompt(prompt: str, tokenizer: SentencePiece | Tiktoken, block_size: int) -> tuple[str, list[int]]:
@@ -155,15 +176,19 @@ def evaluate_on(
     T = cfg.block_size or min(model.config.block_size, 1024)
     if T > model.config.block_size:
         raise UserError(f"--block_size {T}: the model sees {model.config.block_size} tokens")
+    verify(folder, meta, "val")
     windows, val = DataSet(folder.name, folder, meta, Fraction(1)).windows("val", T), meta["splits"]["val"]
     loss = evaluate(model, windows, cfg.eval_tokens, cfg.batch_size, machine, bar=True)
+    if not math.isfinite(loss):
+        damaged = "its weights are damaged, or need another --dtype"
+        raise UserError(f"--eval {folder}: the loss of {model_folder} is {loss}: {damaged}")
     count = len(windows.fixed_starts(cfg.eval_tokens))
     return f"{folder}: {in_other_units(loss, val['bytes'] / val['tokens'])[2]} | {count:,} windows of {T:,} tokens"
 
 
 def main() -> None:
     cfg = parse(SampleConfig, doc=__doc__)
-    folder = find_checkpoint(cfg)
+    find_checkpoint(cfg)  # before all else: the likeliest mistake
     try:
         prompt = Path(cfg.prompt_file).read_text(encoding="utf-8-sig") if cfg.prompt_file else cfg.prompt
     except OSError as e:
@@ -176,21 +201,19 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dtype, why = pick_dtype(cfg.dtype, device)
-    try:
-        with memory_advice("for the weights of this model in fp32"):
-            model = from_pretrained(folder).to(device)
-    except ValueError as e:
-        raise UserError(f"{folder}: cannot be loaded ({e})") from None
-    tokenizer = model_tokenizer(folder, cfg)
+    folder, model, tokenizer = open_model(cfg)
+    with memory_advice("for the weights of this model in fp32"):
+        model.to(device)
     if cfg.dtype == "auto" and dtype == torch.float16 and not cfg.eval:
         dtype = torch.float32  # the weights themselves in fp16, without autocast's fp32 islands, may overflow
     size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
-    about = f"[{folder}, {size}, {device} {str(dtype).removeprefix('torch.')}]"
+    precision = str(dtype).removeprefix("torch.")
+    about = ", ".join(filter(None, [str(folder), size, f"{device} {precision}", unverified(folder)]))
     if cfg.eval:
         machine = Machine(0, 0, 1, device, dtype, why)
         with memory_advice("in the evaluation: lower --batch_size or --block_size"):
             print(evaluate_on(Path(cfg.eval), model, folder, tokenizer, cfg, machine))
-        print(about, file=sys.stderr)
+        print(f"[{about}]", file=sys.stderr)
         if tokenizer is None:
             print(f"note: no tokenizer is there: its ids are taken to be those of {cfg.eval}", file=sys.stderr)
         return
@@ -199,7 +222,7 @@ def main() -> None:
     model = model.to(dtype).eval()
     start = encode_prompt(prompt, tokenizer, model.config.block_size)
     generator = torch.Generator(device).manual_seed(cfg.seed)
-    print(about, file=sys.stderr)
+    print(f"[{about}]", file=sys.stderr)
     if not cfg.interactive:
         continue_text(model, tokenizer, *start, cfg, generator)
         return

@@ -39,7 +39,9 @@ class SentencePiece:
         self.path = Path(path)
         try:
             self.sp = sentencepiece.SentencePieceProcessor(model_proto=self.path.read_bytes())
-        except (OSError, RuntimeError) as e:
+            for token in range(self.sp.vocab_size()):
+                self.sp.id_to_piece(token)  # of a damaged file, not all pieces are text
+        except (OSError, RuntimeError, ValueError) as e:
             raise UserError(f"tokenizer {path}: not a SentencePiece model ({str(e).strip()})") from None
         self.vocab_size, self.eos_id = self.sp.vocab_size(), self.sp.eos_id()
         self.space_sign = [self.sp.piece_to_id(f"<0x{byte:02X}>") for byte in "\u2581".encode()]
@@ -245,6 +247,35 @@ def to_hugging_face(
     return {"tokenizer.json": content, "tokenizer_config.json": (came_with or {}) | config}
 
 
+def llama_cpp_note(
+    tokenizer: SentencePiece | Tiktoken,
+    hf_class: str | None,
+    vocab_size: int,
+) -> str:
+    """What llama.cpp has to be told of a checkpoint to read texts as we do; empty where nothing.
+
+    hf_class, vocab_size: as in config.json. llama.cpp's convert_hf_to_gguf.py chooses by the class
+    from which file it takes the vocabulary, and whether it says that no space goes before a text.
+    It knows a BPE by a hash of the ids of one text. In public models no eos is among these; ours
+    begin with it. (conversion/base.py, llama.py, qwen.py and gpt2.py there.)
+    """
+    if hf_class is None:
+        return ""
+    needs = []
+    if tokenizer.kind == Tiktoken.kind:
+        if tokenizer.prefix == [tokenizer.eos_id]:
+            needs.append("a tokenizer.json without its post_processor")
+    elif hf_class == "GPT2LMHeadModel":
+        return "llama.cpp's converter refuses a GPT-2 with SentencePiece"
+    elif hf_class == "Qwen3ForCausalLM" and tokenizer.sp.normalize("a") == "a":
+        needs.append("--override-kv tokenizer.ggml.add_space_prefix=bool:false")
+    if hf_class == "LlamaForCausalLM" and vocab_size == 49152 and tokenizer.prefix:  # as Granite's
+        needs.append("--override-kv tokenizer.ggml.add_bos_token=bool:true")
+    if hf_class == "LlamaForCausalLM" and vocab_size == 32016:  # as CodeLlama's, which has an eot
+        needs.append(f"--override-kv tokenizer.ggml.eot_token_id=int:{tokenizer.eos_id}")
+    return f"llama.cpp needs {' and '.join(needs)}" if needs else ""
+
+
 def describe_sentencepiece(tokenizer: SentencePiece) -> tuple[dict, dict, dict] | None:
     """(special tokens, model, steps before and after it) of tokenizer.json; None where they would not compute the same:
     unless it is a BPE with pieces for all bytes, and takes a text as it is.
@@ -288,7 +319,19 @@ HF_FILES += "vocab.json merges.txt chat_template.jinja".split()
 
 
 def hugging_face_files(folder: str | Path) -> list[Path]:
-    return [path for name in HF_FILES if (path := Path(folder) / name).is_file()]
+    """Those of HF_FILES that lie in a model folder. UserError for a link that leads out of it.
+
+    They are copied into data sets and checkpoints, which people publish: a link to a private file must not
+    carry its content there. Hugging Face's cache keeps files under models--NAME/blobs, and links to them.
+    """
+    found = [path for name in HF_FILES if (path := Path(folder) / name).is_file()]
+    tree = Path(folder).resolve()
+    if tree.parent.name == "snapshots" and tree.parents[1].name.startswith("models--"):
+        tree = tree.parents[1]
+    for path in found:
+        if not path.resolve().is_relative_to(tree):
+            raise UserError(f"{path}: a link to {path.resolve()}, outside this folder: copy the file there")
+    return found
 
 
 def from_hugging_face(folder: Path) -> SentencePiece | Tiktoken:

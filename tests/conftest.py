@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import configurator
+import files
 import prepare
 import train
 
@@ -102,6 +103,17 @@ def torchrun(n: int, data: Path, out: Path, *options: str) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return out / "run"
+
+
+def forge(folder: Path, name: str = "", content: bytes = b"") -> None:
+    """Put a file into a folder of ours as an attacker would, with hashes that fit: meta.json's own, and the manifest's."""
+    path = folder / name
+    if name:
+        path.write_bytes(content)
+    if name == "meta.json":
+        path.write_bytes(files.json_bytes(files.sealed(json.loads(content))))
+    if (folder / files.MANIFEST).exists():
+        (folder / files.MANIFEST).write_bytes(files.json_bytes(files.manifest(folder)))
 
 
 def metrics(run: Path, key: str) -> dict[int, float]:

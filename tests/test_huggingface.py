@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import call, make_records, train_tiny, write_jsonl
+from conftest import call, forge, make_records, train_tiny, write_jsonl
 from safetensors.torch import load_file, save_file
 from test_model import ODD, hidden_logits, ids
 from test_model import make as make_model
@@ -188,7 +188,7 @@ REFUSED = {
     "n_layer='three' is not accepted": {"num_hidden_layers": "three"},
     "there is no hidden_size": {"hidden_size": ...},
     "n_head=6 must be a multiple of n_kv_head=4": {"num_key_value_heads": 4},
-    "tensors are too few for 1000000000 layers": {"num_hidden_layers": 10**9},
+    "there is no tensor": {"num_hidden_layers": 10**9},
     "d_ff=-5 is not accepted": {"intermediate_size": -5},
     "block_size=10000000000 is not accepted": {"max_position_embeddings": 10**10},
     "dropout=nan is not accepted": {"attention_dropout": math.nan},
@@ -334,8 +334,8 @@ def test_a_meta_json_cannot_name_a_tokenizer_elsewhere(tiny_data, tmp_path, refu
     shutil.copytree(newest_checkpoint(train_tiny(tiny_data, tmp_path) / "ckpt"), folder)
     meta = json.loads((folder / "meta.json").read_text())
     for changes, message in [
-        ({"file": "../../tiny/tokenizer.model"}, "which is not in this folder: not read"),
-        ({"file": 7}, "which is not in this folder: not read"),
+        ({"file": "../../tiny/tokenizer.model"}, "which is not in it: not read"),
+        ({"file": 7}, "which is not in it: not read"),
         ({"kind": "bert"}, "meta.json: damaged, about the tokenizer (ValueError: tokenizer kind 'bert')"),
         ({"kind": "tiktoken"}, "meta.json: damaged, about the tokenizer (KeyError: 'pattern')"),
         (
@@ -344,9 +344,10 @@ def test_a_meta_json_cannot_name_a_tokenizer_elsewhere(tiny_data, tmp_path, refu
         ),
         ({"prefix": 5}, "the prefix 5 is no list of its ids"),
         ({"prefix": ["a"]}, "the prefix ['a'] is no list of its ids"),
-        ({"file": ".."}, "which is not in this folder: not read"),
+        ({"file": ".."}, "which is not in it: not read"),
     ]:
-        (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": meta["tokenizer"] | changes}))
+        changed = meta | {"tokenizer": meta["tokenizer"] | changes}
+        forge(folder, "meta.json", json.dumps(changed).encode())
         assert message in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
 
 
@@ -633,6 +634,9 @@ def test_a_damaged_tokenizer_ends_a_fine_tuning_before_it_begins(tiny_data, tmp_
     (folder / "tokenizer.model").write_bytes(b"?")
     options = [f"--init_from={folder}", "--run_name=tuned"]
     said = refuses(lambda: configurator.run(lambda: train_tiny(tiny_data, tmp_path, *options)))
+    assert "tokenizer.model" in said and "manifest.json" in said
+    (folder / "manifest.json").unlink()  # as in a folder of somebody else's
+    said = refuses(lambda: configurator.run(lambda: train_tiny(tiny_data, tmp_path, *options)))
     assert "tokenizer.model: missing, or not the tokenizer" in said
 
 
@@ -745,7 +749,7 @@ def test_overwrite_deletes_nothing_before_the_new_run_can_begin(tiny_data, tmp_p
     before = sorted(run.rglob("*"))
     meta = json.loads((tmp_path / "tiny" / "meta.json").read_text())
     meta["tokenizer"]["prefix"] = 5
-    (tmp_path / "tiny" / "meta.json").write_text(json.dumps(meta))
+    forge(tmp_path / "tiny", "meta.json", json.dumps(meta).encode())
     said = refuses(lambda: configurator.run(lambda: train_tiny(tmp_path, tmp_path, "--overwrite")))
     assert "the prefix 5 is no list of its ids" in said and sorted(run.rglob("*")) == before
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import call, train_tiny
+from conftest import call, forge, train_tiny
 from safetensors.torch import load_file, save_file
 
 import configurator
@@ -102,6 +102,7 @@ def test_damaged_weights_are_one_line_and_never_a_made_up_token(out, tmp_path, c
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] *= math.nan
     save_file(weights, folder / "model.safetensors")
+    forge(folder)
     with pytest.raises(SystemExit) as ended:
         call(lambda: configurator.run(sample.main), f"--ckpt={folder}", "--device=cpu")
     about, error = capsys.readouterr().err.splitlines()

@@ -1,0 +1,240 @@
+"""What llama.cpp makes of a checkpoint, against what llama_cpp_note says of it.
+
+Most of it needs llama.cpp, as a folder with its sources and what cmake built from them:
+
+    cd llama.cpp && cmake -B build && cmake --build build --target llama-tokenize llama-completion
+    LLAMA_CPP=/path/to/llama.cpp python -m pytest tests/test_llamacpp.py
+
+The models are random, of a size that takes a second; the vocabularies are real.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from test_prepare import tiktoken_file
+
+from checkpoint import write_json
+from configurator import UserError
+from dataset import load_tokenizer
+from huggingface import hf_class, save_pretrained
+from model import GPT, PRESETS, GPTConfig
+from tokenizer import Tiktoken, llama_cpp_note, to_hugging_face
+
+NO_SPACE = "--override-kv tokenizer.ggml.add_space_prefix=bool:false"
+BOS = "--override-kv tokenizer.ggml.add_bos_token=bool:true"
+EOT = "--override-kv tokenizer.ggml.eot_token_id=int:2"
+REFUSED = "llama.cpp's converter refuses a GPT-2 with SentencePiece"
+NO_POST = "llama.cpp needs a tokenizer.json without its post_processor"
+
+TEXTS = [
+    "", " ", "   ", "\n", "\n\n", " \n\t ", "a", " a", "  a", "a  ", " a  b ", "end ", "end\n",
+    "Hello, world", "the  loop\n\n\nreads", "I'm 'S don't'LL", "a\r\nb\r\n", "x\x01\x7f", "<x>",
+    "从前有一座山，山里有座庙。", "（１２３）　全角", "中文English混合 text 文本", "中" * 40,
+    "0 12 345 6789 3.14159", "2026-01-02", "😀", "a😀 👨‍👩‍👧‍👦", "naïve cafe\u0301 Привет こんにちは",
+    "int main() {\n    return 0;\n}\n", "def f(x):\n\tif x:\n\t\treturn x\n\n    return None",
+    "a->b::c(d)[e] += f;  // g\n", "| a | b |\n|---|---|\n", "$\\frac{1}{2}$", "\u00a0\u200b\ufeff",
+    " " * 40 + "x", "\n" * 9, "=" * 33,
+]  # fmt: skip
+
+
+@pytest.fixture
+def tokenizer(kind, tiny_data, tmp_path):
+    """prepare.py's SentencePiece, a BPE of nobody's, or GPT-2's, which llama.cpp knows."""
+    if kind == "sentencepiece":
+        return load_tokenizer(tiny_data / "tiny")
+    if kind == "tiktoken":
+        return Tiktoken.from_file(tiktoken_file(tmp_path / "own.tiktoken", 200))
+    try:
+        return Tiktoken.by_name("gpt2")
+    except UserError as e:
+        pytest.skip(str(e))
+
+
+def make(preset: str, vocab_size: int) -> GPT:
+    """A random model whose next tokens differ from each other, and whose norms and biases count."""
+    more = dict(mlp="gelu_tanh") if preset == "gpt2" else dict(n_kv_head=2)
+    shape = dict(n_layer=2, n_head=4, n_embd=64, block_size=64, vocab_size=vocab_size)
+    model = GPT(GPTConfig(**PRESETS[preset] | shape | more)).eval()
+    rng = torch.Generator().manual_seed(0)
+    for name, p in model.named_parameters():
+        p.data = torch.randn(p.shape, generator=rng) * 0.12 + ("norm" in name and p.dim() == 1)
+    return model
+
+
+def save(model: GPT, tokenizer, folder: Path) -> Path:
+    """What of a checkpoint llama.cpp reads."""
+    folder.mkdir()
+    state = dict(model.named_parameters())
+    save_pretrained(model.config, state, folder, tokenizer.eos_id, tokenizer.prefix[0])
+    tokenizer.save(folder)
+    for name, content in to_hugging_face(tokenizer, model.config.block_size).items():
+        write_json(folder / name, content)
+    return folder
+
+
+def take_out_post_processor(folder: Path) -> None:
+    """As the README tells."""
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    write_json(folder / "tokenizer.json", content | {"post_processor": None})
+
+
+# -- what is said --
+
+
+@pytest.mark.parametrize(
+    "kind, name, vocab_size, note",
+    [
+        ("sentencepiece", "LlamaForCausalLM", 400, ""),
+        ("sentencepiece", "LlamaForCausalLM", 49152, f"llama.cpp needs {BOS}"),
+        ("sentencepiece", "LlamaForCausalLM", 32016, f"llama.cpp needs {EOT}"),
+        ("sentencepiece", "Qwen3ForCausalLM", 49152, f"llama.cpp needs {NO_SPACE}"),
+        ("sentencepiece", "GPT2LMHeadModel", 400, REFUSED),
+        ("sentencepiece", None, 400, ""),
+        ("tiktoken", "LlamaForCausalLM", 50257, NO_POST),
+        ("tiktoken", "LlamaForCausalLM", 49152, f"{NO_POST} and {BOS}"),
+        ("tiktoken", "Qwen3ForCausalLM", 50257, NO_POST),
+        ("tiktoken", "GPT2LMHeadModel", 50257, NO_POST),
+    ],
+)
+def test_what_llama_cpp_needs_is_said(tokenizer, name, vocab_size, note):
+    assert llama_cpp_note(tokenizer, name, vocab_size) == note
+
+
+def test_of_a_public_bpe_that_begins_no_text_with_its_eos_nothing_is_said():
+    ranks = {bytes([b]): b for b in range(256)}
+    for prefix, note in (([], ""), ([257], ""), (None, NO_POST)):
+        special = {"<|endoftext|>": 256, "<|begin_of_text|>": 257}
+        tokenizer = Tiktoken("x", r"\S+|\s+", ranks, special, prefix=prefix)
+        assert llama_cpp_note(tokenizer, "Qwen3ForCausalLM", 258) == note
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
+def test_without_the_post_processor_the_eos_alone_is_gone(kind, tokenizer, tmp_path):
+    """So the converter knows the vocabulary; that an eos comes first, add_bos_token still says."""
+    transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+    folder = save(make("llama", tokenizer.vocab_size), tokenizer, tmp_path / "ckpt")
+    ours = [tokenizer.encode(text).tolist() for text in TEXTS]
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert theirs(TEXTS).input_ids == [[*tokenizer.prefix, *ids] for ids in ours]
+    take_out_post_processor(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert theirs(TEXTS).input_ids == ours
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert config["add_bos_token"] is True and config["add_prefix_space"] is False
+
+
+# -- what llama.cpp does --
+
+without = "LLAMA_CPP" not in os.environ
+needs_llama_cpp = pytest.mark.skipif(without, reason="LLAMA_CPP names no folder of llama.cpp")
+
+
+def convert(folder: Path) -> Path | None:
+    """The GGUF of a checkpoint; None where the converter does not know the tokenizer."""
+    script = Path(os.environ["LLAMA_CPP"]) / "convert_hf_to_gguf.py"
+    out = folder / "model.gguf"
+    command = [sys.executable, script, folder, "--outfile", out, "--outtype", "f32"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    if done.returncode and "BPE pre-tokenizer was not recognized" in done.stderr:
+        return None
+    assert done.returncode == 0, done.stderr[-2000:]
+    return out
+
+
+def tool(name: str, gguf: Path, *options) -> subprocess.CompletedProcess:
+    command = [Path(os.environ["LLAMA_CPP"]) / "build" / "bin" / name, "-m", gguf, *options]
+    done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done
+
+
+def ids_of(gguf: Path, text: str) -> list[int]:
+    prompt = gguf.with_name("prompt.txt")
+    prompt.write_bytes(text.encode())
+    done = tool("llama-tokenize", gguf, "-f", prompt, "--no-escape", "--ids", "--log-disable")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def completes(is_it: Callable, gguf: Path, prompt: str, *options) -> bool:
+    """Is a run of llama-completion as it should be? Five attempts: on a busy machine its output can
+    lack the end, at exit code 0.
+    """
+    exact = "-n 40 --temp 0 -no-cnv -t 1 -fa off -ctk f32 -ctv f32 --no-escape".split()
+    runs = (tool("llama-completion", gguf, "-p", prompt, *exact, *options) for _ in range(5))
+    return any(is_it(done) for done in runs)
+
+
+def greedy(model: GPT, tokenizer, prompt: str) -> bytes:
+    """The prompt and its continuation, up to where two tokens are about equally likely."""
+    ids, text = [*tokenizer.prefix, *tokenizer.encode(prompt).tolist()], prompt.encode()
+    while len(ids) < 40:
+        with torch.no_grad():
+            best = model(torch.tensor([ids]))[0].topk(2)
+        token = int(best.indices[0])
+        if token == tokenizer.eos_id or best.values[0] - best.values[1] < 0.01:
+            break
+        ids.append(token)
+        text += tokenizer.token_bytes(token)
+    return text.replace(b"\0", b"")  # which C's printf leaves out
+
+
+def continues_alike(gguf: Path, model: GPT, tokenizer, options: list[str]) -> list[bool]:
+    found = []
+    for prompt in ("the loop", "从前", "x = 1;\n    y", " a", "😀"):
+        text = greedy(model, tokenizer, prompt)
+        begins = partial(lambda text, done: done.stdout.startswith(text), text)
+        found.append(completes(begins, gguf, prompt, *options))
+    return found
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("kind", ["sentencepiece", "gpt2"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_llama_cpp_reads_and_continues_texts_as_we_do(preset, kind, tokenizer, tmp_path):
+    model = make(preset, tokenizer.vocab_size)
+    folder = save(model, tokenizer, tmp_path / "ckpt")
+    note = llama_cpp_note(tokenizer, hf_class(model.config), tokenizer.vocab_size)
+    gguf = convert(folder)
+    if note == REFUSED:
+        assert gguf is None
+        return
+    if note == NO_POST:
+        assert gguf is None
+        take_out_post_processor(folder)
+        gguf = convert(folder)
+    # llama-tokenize has no --override-kv: where one is needed, it shows what happens without.
+    read = [" " + text if NO_SPACE in note and text else text for text in TEXTS]
+    ours = [[*tokenizer.prefix, *tokenizer.encode(text).tolist()] for text in read]
+    assert [ids_of(gguf, text) for text in TEXTS] == ours
+    options = re.findall(r"--override-kv|tokenizer\.ggml\S+", note)
+    assert all(continues_alike(gguf, model, tokenizer, options))
+    if options:
+        assert not any(continues_alike(gguf, model, tokenizer, []))
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("kind", ["sentencepiece"])
+def test_llama_cpp_takes_49152_tokens_for_a_vocabulary_without_bos(kind, tokenizer, tmp_path):
+    model = make("llama", 49152)
+    gguf = convert(save(model, tokenizer, tmp_path / "ckpt"))
+    options = llama_cpp_note(tokenizer, "LlamaForCausalLM", 49152).split()[-2:]
+    assert ids_of(gguf, "the loop") == tokenizer.encode("the loop").tolist()
+    assert all(continues_alike(gguf, model, tokenizer, options))
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("kind", ["sentencepiece"])
+def test_llama_cpp_takes_one_of_32016_tokens_for_an_end(kind, tokenizer, tmp_path):
+    gguf = convert(save(make("llama", 32016), tokenizer, tmp_path / "ckpt"))
+    options = llama_cpp_note(tokenizer, "LlamaForCausalLM", 32016).split()[-2:]
+    for more, eot in (([], 32010), (options, tokenizer.eos_id)):
+        line = b"EOT token             = %d " % eot
+        assert completes(partial(lambda x, done: x in done.stderr, line), gguf, "a", "-v", *more)
