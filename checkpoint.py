@@ -2,22 +2,26 @@
 
     out/RUN/ckpt/step_00001000/
         model.safetensors, config.json    the model, as huggingface.py writes it
-        meta.json, tokenizer.*            of the data set; and tokenizer.json, by which Hugging Face's tools open it
-        train_state.pt                    optimizer, scaler, step, place in the data: tensors and numbers, no code
+        meta.json, tokenizer.*            of the data set; and tokenizer.json, by which Hugging Face's
+                                          tools open it
+        train_state.pt                    optimizer, scaler, step, place in the data: tensors and
+                                          numbers, no code
         train_config.json                 the settings
         manifest.json                     size and SHA-256 of every other file
 
-A checkpoint is written to a sibling folder, synced to the disk and renamed, by a thread: training waits only for the copy
-to host memory. When the newest one turns out to be damaged, the one before it is taken.
+A checkpoint is written to a sibling folder, synced to the disk and renamed, by a thread: training waits
+only for the copy to host memory. When the newest one turns out to be damaged, the one before it is taken.
+
+What is deleted is named here: the files of OURS, in folders called step_N. A checkpoint that holds any
+other file stays whole, and so does everything else in out/RUN.
 """
 
 import copy
-import json
 import os
 import pickle
-import shutil
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,11 +31,43 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from bench.plot_loss import read_metrics
 from configurator import UserError
-from dataset import DataSet, file_sha256, load_tokenizer, lock, sync_to_disk, tokenizer_id, tokenizer_of_model
-from huggingface import ONLY_OURS, from_pretrained, hf_class, save_pretrained
+from dataset import (
+    FORMAT_VERSION,
+    DataSet,
+    load_tokenizer,
+    tokenizer_files,
+    tokenizer_id,
+    tokenizer_of_model,
+)
+from files import (
+    MANIFEST,
+    damage,
+    json_bytes,
+    lock,
+    manifest,
+    put_in_place,
+    read_object,
+    remove_only,
+    sealed,
+    set_aside,
+    sync_to_disk,
+)
+from huggingface import caveat, from_pretrained, hf_class, save_pretrained
 from model import GPT, GPTConfig
-from tokenizer import hugging_face_files, read_json, same_ids, to_hugging_face
+from tokenizer import (
+    HF_FILES,
+    SentencePiece,
+    Tiktoken,
+    llama_cpp_note,
+    read_json,
+    same_ids,
+    to_hugging_face,
+)
+
+OURS = {"model.safetensors", "config.json", "train_state.pt", "train_config.json", "meta.json", MANIFEST}
+OURS |= {SentencePiece.file, Tiktoken.file, *HF_FILES}
 
 
 def to_host(state: Any) -> Any:
@@ -46,18 +82,35 @@ def to_host(state: Any) -> Any:
 
 
 class Saver:
-    """Writes checkpoints in the background, one at a time, and drops the older ones."""
+    """Writes checkpoints in the background, one at a time, and drops the older ones.
 
-    def __init__(self, ckpt_dir: Path, cfg: Any, sets: list[DataSet], say: Callable[[str], None]):
-        self.ckpt_dir, self.cfg, self.sets, self.say = ckpt_dir, cfg, sets, say
-        self.pool, self.writing = ThreadPoolExecutor(1), Future()
+    damaged: the names of those in ckpt_dir that were found damaged; report(step, path, seconds, note) is
+    called for each that is whole on the disk.
+    """
+
+    def __init__(
+        self,
+        ckpt_dir: Path,
+        cfg: Any,
+        sets: list[DataSet],
+        tokenizer: SentencePiece | Tiktoken,
+        damaged: Iterable[str],
+        say: Callable[[str], None],
+        report: Callable[[int, Path, float, str], None],
+    ):
+        self.ckpt_dir, self.cfg, self.sets, self.tokenizer = ckpt_dir, cfg, sets, tokenizer
+        self.damaged = set(damaged)
+        self.say, self.report = say, report
+        self.pool = ThreadPoolExecutor(1)
+        self.writing: Future = Future()
         self.writing.set_result(None)
-        self.failed = ""  # why the last one could not be written
+        self.saved, self.failed = False, ""  # is one whole; why the last one could not be written
+        self.kept: set[Path] = set()  # checkpoints that hold somebody's file, of which was told
         folder, info = sets[0].folder, sets[0].meta["tokenizer"]
-        self.tokenizer = load_tokenizer(folder)
         self.came_with = read_json(folder / "tokenizer_config.json")
-        # by name: ours, and what came with it for Hugging Face's tools, or is made for them; now, whatever becomes of the data set
-        self.tokenizer_files = {p.name: p.read_bytes() for p in (folder / info["file"], *hugging_face_files(folder))}
+        # By name: ours, and what came with it for Hugging Face's tools, or is made for them. Now, since the
+        # data set may be gone when a checkpoint is written.
+        self.tokenizer_files = {p.name: p.read_bytes() for p in tokenizer_files(folder, info)}
 
     def save(self, model: GPT, optimizer, scaler, state: dict) -> None:
         """Begin to write step_N; returns when all is copied. state: step, best_step and what else is to be found again."""
@@ -72,43 +125,75 @@ class Saver:
 
     def write(self, model: GPT, weights: dict, training: dict) -> None:
         started = time.perf_counter()
-        target = self.ckpt_dir / f"step_{training['step']:08d}"
+        step = training["step"]
+        target = self.ckpt_dir / f"step_{step:08d}"
         tmp = self.ckpt_dir / f".tmp_{target.name}"
         try:
-            shutil.rmtree(tmp, ignore_errors=True)
+            remove_only(tmp, OURS)  # of a save that failed
             tmp.mkdir(parents=True)
             prefix = self.tokenizer.prefix
             save_pretrained(model.config, weights, tmp, self.tokenizer.eos_id, prefix[0] if prefix else None)
             torch.save(training, tmp / "train_state.pt")
             write_json(tmp / "train_config.json", asdict(self.cfg))
-            data = {d.name: d.meta["splits"]["train"]["sha256"] for d in self.sets}
-            write_json(tmp / "meta.json", self.sets[0].meta | {"trained_on": data})
+            write_json(tmp / "meta.json", self.meta())
             if "tokenizer.json" not in self.tokenizer_files:
                 made = to_hugging_face(self.tokenizer, model.config.block_size, self.came_with)
                 self.tokenizer_files |= {name: json_bytes(content) for name, content in made.items()}
             for name, content in self.tokenizer_files.items():
                 (tmp / name).write_bytes(content)
-            files = {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in sorted(tmp.iterdir())}
-            write_json(tmp / "manifest.json", files)
-            for path in (*tmp.iterdir(), tmp):
+            write_json(tmp / MANIFEST, manifest(tmp))
+            for path in tmp.iterdir():
                 sync_to_disk(path)
-            shutil.rmtree(target, ignore_errors=True)  # a resumed run that comes by again
-            tmp.rename(target)
-            sync_to_disk(self.ckpt_dir)
-            older = [p for p in whole_checkpoints(self.ckpt_dir) if int(p.name[5:]) != training["best_step"]]
-            for path in older[self.cfg.keep :]:
-                shutil.rmtree(path)
+            make_way(target)
+            if old := put_in_place(tmp, target):  # a run that was resumed comes by again
+                remove_only(old, OURS)
+            self.damaged.discard(target.name)
             self.failed = ""
-            note = "" if hf_class(model.config) else f"; {ONLY_OURS}"
-            self.say(f"step {training['step']}: saved {target} in {time.perf_counter() - started:.1f} s{note}")
+            note = self.for_others(model.config) if not self.saved else ""
+            self.saved = True
+            self.report(step, target, time.perf_counter() - started, note)
+            if not training["bad_in_a_row"]:  # else older weights may be the better ones
+                self.prune(step, training["best_step"])
         except (OSError, RuntimeError, SafetensorError) as e:  # a full disk, as each of the writers says it
-            shutil.rmtree(tmp, ignore_errors=True)
-            self.failed = f"{target} could not be written ({(getattr(e, 'strerror', None) or str(e)).splitlines()[0]})"
+            remove_only(tmp, OURS)
+            reason = (getattr(e, "strerror", None) or str(e)).splitlines()[0]
+            self.failed = f"{target} could not be written ({reason})"
             self.say(f"warning: {self.failed}; training goes on, the checkpoint before it is whole")
 
+    def for_others(self, c: GPTConfig) -> str:
+        """What other programs cannot open, or have to be told."""
+        notes = caveat(c), llama_cpp_note(self.tokenizer, hf_class(c), c.vocab_size)
+        return "".join(f"; {note}" for note in notes if note)
 
-def json_bytes(content: dict) -> bytes:
-    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+    def meta(self) -> dict:
+        """meta.json of the data, with what a resume compares; the manifest has the tokenizer's files."""
+        meta = self.sets[0].meta
+        tokenizer = {k: v for k, v in meta["tokenizer"].items() if k != "files"}
+        trained_on = {d.name: d.meta["splits"]["train"]["sha256"] for d in self.sets}
+        version = {"format_version": FORMAT_VERSION}
+        return sealed(meta | version | {"tokenizer": tokenizer, "trained_on": trained_on})
+
+    def prune(self, step: int, best_step: int) -> None:
+        """Delete what step_N, which is whole now, supersedes: but for the `keep` newest and the best, the
+        checkpoints up to it, and the run that --overwrite replaced.
+
+        Those of later steps were found damaged when this run was resumed. They count for nothing, and
+        are replaced when the run comes by.
+        """
+        reached = [path for path in numbered(self.ckpt_dir) if step_of(path) <= step]
+        best = self.ckpt_dir / f"step_{best_step:08d}"
+        whole = [path for path in reached if path.name not in self.damaged and path != best]
+        gone = [path for path in reached if path not in (best, *whole[: self.cfg.keep])]
+        for folder in replaced(self.ckpt_dir):
+            gone += numbered(folder)
+        for path in gone:
+            if (other := discard(path)) and path not in self.kept:
+                self.kept.add(path)
+                self.say(f"note: {path} is kept: {other}")
+        for folder in replaced(self.ckpt_dir):
+            remove_only(folder, [])
+        for folder in replaced(self.ckpt_dir.parent):
+            remove_run_files(folder)
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -116,88 +201,216 @@ def write_json(path: Path, content: dict) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Finding and reading them
+# Finding, judging and deleting them
+
+
+def numbered(ckpt_dir: Path) -> list[Path]:
+    """The checkpoints in a folder by their names, step_ and a number, whole or not; the newest first.
+
+    UserError where one cannot look: checkpoints that are not seen must not be taken for none.
+    """
+    try:
+        names = os.listdir(ckpt_dir)
+    except FileNotFoundError:
+        if ckpt_dir.is_symlink():
+            leads = f"{ckpt_dir} is a link to {os.readlink(ckpt_dir)}, which is not there"
+            raise UserError(f"{leads}: is its disk mounted?") from None
+        return []
+    except OSError as e:
+        raise UserError(f"{ckpt_dir}: its checkpoints cannot be looked for: {e.strerror}") from None
+    found = [ckpt_dir / name for name in names if re.fullmatch(r"step_[0-9]{8,18}", name)]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def whole_checkpoints(ckpt_dir: Path) -> list[Path]:
     """Newest first. Whole means that the manifest, which is written last, is there."""
-    return sorted((p.parent for p in ckpt_dir.glob("step_*/manifest.json")), reverse=True)
+    return [path for path in numbered(ckpt_dir) if (path / MANIFEST).is_file()]
 
 
 def newest_checkpoint(ckpt_dir: Path) -> Path | None:
     return next(iter(whole_checkpoints(ckpt_dir)), None)
 
 
-def damage(folder: Path) -> str:
-    """What is wrong with a checkpoint's files: the first that is not what manifest.json says; empty if all are."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        for name, entry in manifest.items():
-            path = folder / Path(name).name
-            if path.stat().st_size != entry["bytes"] or file_sha256(path) != entry["sha256"]:
-                return f"{path}: not what manifest.json says"
-        if not {"model.safetensors", "config.json", "train_state.pt"} <= manifest.keys():
-            return f"{folder}/manifest.json: incomplete"
-    except OSError as e:
-        return f"{e.filename}: {e.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{folder}/manifest.json: damaged"
+def newest_intact(ckpt_dir: Path) -> tuple[Path | None, dict[str, str]]:
+    """(the newest checkpoint all of whose files are what they were, {name of a newer one: what is wrong with it})."""
+    wrong: dict[str, str] = {}
+    for folder in numbered(ckpt_dir):
+        found = damage(folder, required=("model.safetensors", "config.json", "train_state.pt"))
+        if not found:
+            return folder, wrong
+        wrong[folder.name] = found
+    return None, wrong
+
+
+def discard(path: Path) -> str:
+    """Delete a checkpoint; where it must not be deleted, say why."""
+    if path.is_symlink() or not path.is_dir():
+        return "it is a link" if path.is_symlink() else "it is no folder"
+    if others := sorted(set(os.listdir(path)) - OURS):
+        return f"it holds {others[0]}, which is not of this program"
+    remove_only(set_aside(path), OURS)  # first the name: nobody shall find half a checkpoint
     return ""
 
 
-def newest_intact(ckpt_dir: Path) -> tuple[Path | None, list[str]]:
-    """(the newest checkpoint all of whose files are what they were, what is wrong with the newer ones)."""
-    wrong: list[str] = []
-    for folder in whole_checkpoints(ckpt_dir):
-        if not (found := damage(folder)):
-            return folder, wrong
-        wrong.append(found)
-    return None, wrong
+def make_way(target: Path) -> None:
+    """Where a checkpoint is to be replaced that holds somebody's file, or is a link: rename it, for good."""
+    others = target.is_dir() and set(os.listdir(target)) - OURS
+    if target.is_symlink() or others:
+        target.rename(free_name(target.with_name(f"{target.name}_kept")))
+
+
+def free_name(path: Path) -> Path:
+    number = 1
+    while os.path.lexists(found := path.with_name(f"{path.name}-{number}")):
+        number += 1
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The folder of a run: out/RUN
+
+RUN_FILES = ("metrics.jsonl", "loss.png", "bad_steps")  # beside ckpt/; wandb/ belongs to wandb
+
+
+def is_run(folder: Path) -> bool:
+    """Did train.py write here? By what is in the files, not by their names: anybody may have a folder ckpt."""
+    try:
+        if any("step_samples" in record for record in read_metrics(folder / "metrics.jsonl")):
+            return True
+    except (UserError, OSError):
+        pass  # damaged, or no file of ours
+    checkpoints = [path for path in whole_checkpoints(folder / "ckpt") if not path.is_symlink()]
+    return any((path / "train_state.pt").exists() for path in checkpoints)
+
+
+def others_in(folder: Path) -> list[str]:
+    """What lies in the folder of no run, and would be in the way of one; metrics.jsonl is asked for apart."""
+    inside = set(os.listdir(folder)) if folder.is_dir() else set()
+    ours = {"metrics.jsonl", ".metrics.jsonl.tmp", "ckpt", "wandb", *(p.name for p in replaced(folder))}
+    return sorted(inside - ours)
+
+
+def replaced(folder: Path) -> list[Path]:
+    """Where replace_run() has put what was in the folder."""
+    found = folder.glob("replaced-*")
+    return [p for p in found if re.fullmatch(r"replaced-[0-9]+", p.name) and not p.is_symlink()]
+
+
+def sweep(ckpt_dir: Path) -> None:
+    """Delete what a kill inside a save, or inside a deletion, has left."""
+    left = re.compile(r"\.tmp_step_[0-9]+|\.step_[0-9]+\.old[0-9]*")
+    for place in (ckpt_dir, *replaced(ckpt_dir)):
+        for path in place.glob(".*step_*"):
+            if left.fullmatch(path.name):
+                remove_only(path, OURS)
+
+
+def replace_run(folder: Path) -> Path | None:
+    """Move the earlier run's own files into folders replaced-1, from which Saver.prune deletes them once the
+    new run has a whole checkpoint; returns where its checkpoints are. Everything else stays where it is.
+    """
+    ckpt_dir = folder / "ckpt"
+    for place, names in ((folder, RUN_FILES), (ckpt_dir, [p.name for p in numbered(ckpt_dir)])):
+        if there := [name for name in names if os.path.lexists(place / name)]:
+            aside = free_name(place / "replaced")
+            aside.mkdir()
+            for name in there:
+                (place / name).rename(aside / name)
+    return max(replaced(ckpt_dir), default=None)
+
+
+def remove_run_files(folder: Path) -> None:
+    """Delete RUN_FILES from a folder replaced-N, and it, unless it holds something else."""
+    texts = folder / "bad_steps"
+    if texts.is_dir() and not texts.is_symlink():
+        remove_only(texts, [n for n in os.listdir(texts) if re.fullmatch(r"step_[0-9]{8,}\.txt", n)])
+    remove_only(folder, RUN_FILES)
+
+
+@contextmanager
+def run_folder(folder: Path) -> Iterator[None]:
+    """Hold the run's folder, so that no other process decides or writes anything in it meanwhile.
+
+    It is made if it is not there, and removed again if nothing was put into it.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    handle = lock(folder, "stop it (a killed torchrun can leave its workers behind), or choose another --run_name")
+    try:
+        yield
+    finally:
+        try:
+            for path in made:
+                path.rmdir()  # which only an empty folder can be
+        except OSError:
+            pass
+        os.close(handle)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a run starts from
 
 
-def find_source(cfg: Any, folder: Path, say: Callable[[str], None]) -> tuple[Path | None, bool]:
-    """The checkpoint that init_from means (None: scratch), and whether this is to resume. folder: the run's own."""
-    newest, damaged = newest_intact(folder / "ckpt") if cfg.init_from in ("resume", "auto") else (None, [])
-    for wrong in damaged:
-        say(f"warning: {wrong}: damaged; {f'taking {newest} instead' if newest else 'no other is there'}")
-    if newest is None and (damaged or cfg.init_from == "resume"):
-        found = f"all are damaged, as {damaged[0]}" if damaged else "there is none"
-        raise UserError(
-            f"init_from={cfg.init_from}: no checkpoint in {folder / 'ckpt'}: {found}; use init_from=scratch"
-        )
-    if newest is not None:
-        return newest, True
-    source = None if cfg.init_from in ("scratch", "auto") else Path(cfg.init_from)
-    earlier = (folder / "metrics.jsonl").exists() or whole_checkpoints(folder / "ckpt")
-    if earlier and not cfg.overwrite and cfg.init_from != "auto":
-        ways = "--init_from=resume goes on with it, --overwrite replaces it, --run_name=NAME starts another"
-        raise UserError(f"{folder} holds an earlier run: {ways}")
-    inside = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
-    if inside and not inside & {"metrics.jsonl", "metrics.tmp", "ckpt"}:
-        raise UserError(f"{folder} holds {min(inside)!r} and is no run: give another --run_name or --out_dir")
-    if source is not None and cfg.overwrite and folder.resolve() in source.resolve().parents:
-        raise UserError(f"--overwrite would delete {source}: give the new run another --run_name")
-    return source, False
+@dataclass(frozen=True)
+class Source:
+    """What a run starts from; decided by one rank, under the lock of the run's folder."""
+
+    path: Path | None = None  # a checkpoint or a model; None: scratch
+    resume: bool = False
+    damaged: frozenset[str] = frozenset()  # newer checkpoints of the run that are not whole
 
 
-@contextmanager
-def run_folder(folder: Path, fresh: bool, is_main: bool):
-    """The run's folder, emptied for a fresh run, and written by no other process meanwhile."""
-    if not is_main:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = lock(folder, "stop it (a killed torchrun can leave its workers behind), or choose another --run_name")
-    try:
-        for path in folder.iterdir() if fresh else folder.glob("ckpt/.tmp_*"):  # left by a kill inside a save
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        yield
-    finally:
-        os.close(handle)
+def find_source(cfg: Any, folder: Path, say: Callable[[str], None]) -> Source:
+    """What init_from means. folder: the run's own. UserError where going on would lose something."""
+    ckpt_dir = folder / "ckpt"
+    if cfg.init_from in ("resume", "auto"):
+        newest, damaged = newest_intact(ckpt_dir)
+        for wrong in damaged.values():
+            say(f"warning: {wrong}: damaged; {f'taking {newest} instead' if newest else 'no other is there'}")
+        if newest is not None:
+            return Source(newest, True, frozenset(damaged))
+        if found := traces(folder, damaged):
+            ways = "bring them back, or give up on them with --init_from=scratch --overwrite"
+            raise UserError(f"init_from={cfg.init_from}: no whole checkpoint in {ckpt_dir}: {found}; {ways}")
+        if cfg.init_from == "resume":
+            before = "".join(f"; those that --overwrite replaced are in {p}" for p in replaced(ckpt_dir))
+            none = f"init_from=resume: no checkpoint in {ckpt_dir}: there is none{before}"
+            raise UserError(f"{none}; use init_from=scratch")
+    if (others := others_in(folder)) and not is_run(folder):
+        raise UserError(f"{folder} holds {others[0]!r} and is no run: give another --run_name or --out_dir")
+    if cfg.init_from == "auto":
+        return Source()  # no run, or one that ended before its first checkpoint
+    path = None if cfg.init_from == "scratch" else Path(cfg.init_from)
+    if os.path.lexists(folder / "metrics.jsonl") or numbered(ckpt_dir):
+        if not cfg.overwrite:
+            ways = "--init_from=resume goes on with it, --overwrite replaces it, --run_name=NAME starts another"
+            raise UserError(f"{folder} holds an earlier run: {ways}")
+        if not is_run(folder):
+            raise UserError(f"{folder} holds files with the names of a run that train.py did not write: move them")
+        if path is not None and folder.resolve() in path.resolve().parents:
+            raise UserError(f"--overwrite would delete {path}: give the new run another --run_name")
+    return Source(path)
+
+
+def traces(folder: Path, damaged: dict[str, str]) -> str:
+    """What says that a run has checkpoints, though none is whole; empty if nothing does."""
+    if damaged:
+        return f"all are damaged, as {next(iter(damaged.values()))}"
+    names = os.listdir(folder / "ckpt") if (folder / "ckpt").is_dir() else []
+    if odd := sorted(name for name in names if name.startswith("step_")):
+        return f"only {odd[0]} is there"
+    path = folder / "metrics.jsonl"
+    if not os.path.lexists(path):
+        return ""
+    records = read_metrics(path)
+    if saved := [record["step"] for record in records if "saved" in record]:
+        return f"{path} says that step {max(saved)} was saved"
+    if not any(record.get("format_version") == 2 for record in records):  # it would not say so
+        return f"{path} goes to step {max((record['step'] for record in records), default=0)}"
+    return ""
 
 
 def load_model(folder: Path, dropout: float, wanted: GPTConfig, before: GPTConfig | None = None) -> GPT:
@@ -230,15 +443,27 @@ class Earlier:
     training: dict
 
 
+def check_copy(folder: Path) -> None:
+    """UserError unless a checkpoint is on this computer too, as whole as where rank 0 found it."""
+    if wrong := damage(folder):
+        shared = "out_dir must be on a disk that all computers share, or hold the same checkpoint on each"
+        raise UserError(f"{wrong}: {shared}")
+
+
 def read_training(folder: Path) -> Earlier:
     """All but the model. Nothing in it is executed: torch.load reads tensors and numbers only."""
     try:
-        settings = json.loads((folder / "train_config.json").read_text())
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        settings = read_object(folder / "train_config.json")
+        meta = read_object(folder / "meta.json")
         training = torch.load(folder / "train_state.pt", map_location="cpu", weights_only=True)
-        return Earlier(settings, meta, training)
-    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, EOFError) as e:
+        step = training["step"]
+    except pickle.UnpicklingError:  # torch's own words explain how to run the code all the same
+        raise UserError(f"{folder}/train_state.pt: cannot be read: it holds more than tensors and numbers") from None
+    except (OSError, ValueError, RuntimeError, EOFError, LookupError, TypeError) as e:
         raise UserError(f"{folder}: cannot be read ({str(e).splitlines()[0]})") from None
+    if step != step_of(folder):
+        raise UserError(f"{folder} holds step {step}: it was renamed, or copied from another: take it out of there")
+    return Earlier(settings, meta, training)
 
 
 def check_data(earlier: Earlier, sets: list[DataSet], folder: Path) -> None:

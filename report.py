@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import statistics
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,8 +26,10 @@ from bench.plot_loss import plot_loss, read_metrics
 from checkpoint import newest_checkpoint
 from configurator import UserError, changes
 from dataset import DataSet, sample_texts, train_loader
-from huggingface import hf_class
+from files import write_whole
+from huggingface import caveat, hf_class
 from model import GPT, attention_kernel
+from tokenizer import SentencePiece, Tiktoken
 
 if TYPE_CHECKING:  # train.py imports this file
     from train import Machine, Plan, TrainConfig
@@ -69,8 +73,18 @@ class Clock:
 class Metrics:
     """metrics.jsonl first: it is the truth; then the terminal, then wandb when asked."""
 
-    def __init__(self, folder: Path, cfg: TrainConfig, machine: Machine, plan: Plan, sets: list[DataSet], state: dict):
-        self.machine, self.cfg, self.plan, self.sets, self.state = machine, cfg, plan, sets, state
+    def __init__(
+        self,
+        folder: Path,
+        cfg: TrainConfig,
+        machine: Machine,
+        plan: Plan,
+        sets: list[DataSet],
+        tokenizer: SentencePiece | Tiktoken,
+        state: dict,
+    ):
+        self.machine, self.cfg, self.plan, self.state = machine, cfg, plan, state
+        self.sets, self.tokenizer = sets, tokenizer
         self.path = folder / "metrics.jsonl"
         self.bar = self.wandb = None
         if not machine.is_main:
@@ -78,26 +92,26 @@ class Metrics:
         start_step = state["step"]
         before = read_metrics(self.path) if start_step else []
         kept = [r for r in before if r["step"] <= start_step]  # what came after is done again
+        last = next((r for r in reversed(kept) if "settings" in r), {})
+        reached = max((r["step"] for r in kept), default=0)
+        if start_step - reached > max(cfg.log_every, last.get("settings", {}).get("log_every", 0)):
+            machine.say(f"warning: {self.path} lacks the lines of steps {reached + 1} to {start_step}: they are lost")
         how = {"init_from", "overwrite"}  # of no meaning for what is trained
         begun = {"settings": {k: v for k, v in asdict(cfg).items() if k not in how}}
-        begun |= {"step_samples": plan.step_tokens // cfg.block_size}
+        begun |= {"step_samples": plan.step_tokens // cfg.block_size, "steps": plan.steps}
         begun |= {"data": {d.name: d.meta["splits"]["train"]["sha256"] for d in sets}}
-        last = next((r for r in reversed(kept) if "settings" in r), {})
         if any(last.get(k) != v for k, v in begun.items()):  # what `prepare.py --inspect RUN --step N` goes by
-            kept.append({"step": start_step, "first_sample": state["samples"]} | begun)
-        whole = self.path.with_suffix(".tmp")
-        whole.write_text("".join(json.dumps(r) + "\n" for r in kept))
-        whole.replace(self.path)  # a kill leaves the one or the other
-        self.written, self.unwritten = self.path.stat().st_size, b""
+            kept.append({"step": start_step, "first_sample": state["samples"], "format_version": 2} | begun)
+        write_whole(self.path, b"".join(map(line_of, kept)))
+        self.file, self.unwritten = os.open(self.path, os.O_RDWR | os.O_APPEND), b""
+        self.one_at_a_time = threading.Lock()  # the loop writes, and the thread that saves
         self.loader = train_loader(sets, cfg.block_size, cfg.seed)  # its own: train.py's is read by a thread
         if cfg.progress == "bar" or (cfg.progress == "auto" and sys.stderr.isatty()):
             self.bar = tqdm(total=plan.steps, initial=start_step, dynamic_ncols=True, unit="step")
         if cfg.wandb:
-            try:
-                import wandb
-            except ImportError:
-                raise UserError("wandb=true needs the package wandb: pip install wandb") from None
             with self.wandb_may_fail():
+                import wandb
+
                 known = dict(id=state["wandb_id"], resume="allow") if state["wandb_id"] else {}
                 self.wandb = wandb.init(
                     project=cfg.wandb_project, name=cfg.run_name, dir=folder, config=asdict(cfg), **known
@@ -121,8 +135,9 @@ class Metrics:
         rate = steps * plan.step_tokens / seconds
         tflops = rate * flops / 1e12
         mfu = tflops / peak if peak else None
-        record = dict(step=done, loss=loss, lr=lr, grad_norm=grad_norm, tokens=done * plan.step_tokens)
-        record |= dict(epoch=done * plan.step_tokens / plan.epoch_tokens, tokens_per_s=rate, tflops=tflops, mfu=mfu)
+        tokens = plan.tokens_at(done)
+        record = dict(step=done, loss=loss, lr=lr, grad_norm=grad_norm, tokens=tokens)
+        record |= dict(epoch=tokens / plan.epoch_tokens, tokens_per_s=rate, tflops=tflops, mfu=mfu)
         record |= dict(step_ms=1e3 * seconds / steps, data_ms=1e3 * clock.data / steps)
         record |= dict(memory_gb=peak_memory(self.machine.device) / 1e9, eta_s=(plan.steps - done) * seconds / steps)
         hours, minutes, rest = record["eta_s"] // 3600, record["eta_s"] // 60 % 60, record["eta_s"] % 60
@@ -149,13 +164,19 @@ class Metrics:
         self.write(record, line)
         return loss
 
+    def log_save(self, step: int, path: Path, seconds: float, note: str) -> None:
+        """A checkpoint is whole on the disk. It is said in metrics.jsonl too: where it says so and none can be
+        found, a disk is missing, and init_from=auto must not begin anew.
+        """
+        self.append(dict(step=step, saved=path.name, save_s=seconds))
+        self.machine.say(f"step {step}: saved {path} in {seconds:.1f} s{note}")
+
     def watch(self, done: int, loss: float, grad_norm: float, scaler, samples: range) -> bool:
-        """Was the step taken? One that was skipped, or whose loss leaps, is counted and reported; UserError when too many
-        were skipped in a row. samples: of the step.
+        """Was the step taken? One that was skipped, or whose loss leaps, is counted and reported. samples: of the step.
 
         Of fp16, a gradient that overflows while the loss is finite is the scaler's own business, until it has nothing left to lower.
         """
-        state, limit = self.state, self.cfg.max_bad_steps
+        state = self.state
         if finite := math.isfinite(loss) and math.isfinite(grad_norm):
             state["bad_in_a_row"], z = 0, spike(state["losses"], loss)
             state["losses"] = [*state["losses"][-99:], loss]
@@ -171,18 +192,16 @@ class Metrics:
             what = f"loss {loss}, norm of the gradient {grad_norm}"
             where = f"; {self.write_texts(done, samples, what)}" if self.machine.is_main else ""
             self.write(dict(step=done, bad_step=what, bad_steps=state["bad_steps"]), f"warning: {what}: skipped{where}")
-            if state["bad_in_a_row"] >= limit:
-                last = f"{limit} steps in a row without a finite loss and gradient, the last at step {done}"
-                raise UserError(f"{last}: lower lr, or try dtype=float32, or read {self.path.parent}/bad_steps/")
         return finite
 
     def write_texts(self, done: int, samples: range, what: str) -> str:
         """The texts of a step that was skipped, so that the culprit can be read."""
         path = self.path.parent / "bad_steps" / f"step_{done:08d}.txt"
-        texts = "".join(f"\n---- {where}\n{text}\n" for where, text in sample_texts(self.sets, self.loader, samples))
+        found = sample_texts(self.sets, self.loader, samples, self.tokenizer)
+        texts = "".join(f"\n---- {where}\n{text}\n" for where, text in found)
         try:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(f"step {done}: {what}\n{texts}", encoding="utf-8")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"step {done}: {what}\n{texts}", encoding="utf-8", errors="backslashreplace")
             return f"its texts are in {path}"
         except OSError as e:
             return f"its texts could not be written to {path} ({e.strerror})"
@@ -191,16 +210,7 @@ class Metrics:
         """One event: the record for programs, the line for people."""
         if not self.machine.is_main:
             return
-        waiting, self.unwritten = bool(self.unwritten), self.unwritten + json.dumps(record).encode() + b"\n"
-        try:
-            with open(self.path, "r+b") as f:
-                f.truncate(self.written)  # the beginning of a line, from when the disk was full
-                f.seek(self.written)
-                f.write(self.unwritten)
-            self.written, self.unwritten = self.written + len(self.unwritten), b""
-        except OSError as e:
-            if not waiting:
-                self.machine.say(f"warning: {self.path}: {e.strerror}; training goes on, the lines are kept for later")
+        self.append(record)
         if self.bar is not None and in_bar:
             self.bar.set_postfix_str(line)
             self.bar.update(record["step"] - self.bar.n)
@@ -210,6 +220,31 @@ class Metrics:
             with self.wandb_may_fail():
                 self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
 
+    def append(self, record: dict) -> None:
+        """A line for metrics.jsonl. What a full disk does not take waits, and the training goes on."""
+        with self.one_at_a_time:
+            waiting = bool(self.unwritten)
+            self.unwritten += line_of(record)
+            try:
+                self.find_file()
+                while self.unwritten:
+                    written = os.write(self.file, self.unwritten)
+                    self.unwritten = self.unwritten[written:]
+            except OSError as e:
+                if not waiting:
+                    kept = "training goes on, the lines are kept for later"
+                    self.machine.say(f"warning: {self.path}: {e.strerror}; {kept}")
+
+    def find_file(self) -> None:
+        """Somebody may have moved, deleted or replaced metrics.jsonl since the last line."""
+        if self.path.exists() and os.path.samestat(self.path.stat(), os.fstat(self.file)):
+            return
+        if not self.path.exists():  # what was open is still there to be read
+            write_whole(self.path, os.pread(self.file, os.fstat(self.file).st_size, 0))
+            self.machine.say(f"warning: {self.path} was moved or deleted: all of it is written again")
+        os.close(self.file)
+        self.file = os.open(self.path, os.O_RDWR | os.O_APPEND)
+
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
@@ -218,13 +253,21 @@ class Metrics:
                 self.wandb.finish()
         if not self.machine.is_main:
             return
+        if self.unwritten:
+            lines = self.unwritten.count(b"\n")
+            print(f"warning: {self.path}: the last {lines} lines could not be written")
+        os.close(self.file)
         try:
             print(f"loss plot: {plot_loss([self.path.parent])}")
         except ImportError:
             print("no loss plot: pip install matplotlib")
-        except OSError as e:
-            print(f"no loss plot: {e.strerror}")
+        except (OSError, UserError, ValueError) as e:  # a full disk, a line that somebody has changed
+            print(f"no loss plot: {e}")
         print(f"checkpoint: {newest_checkpoint(self.path.parent / 'ckpt')}")
+
+
+def line_of(record: dict) -> bytes:
+    return json.dumps(record).encode() + b"\n"
 
 
 def in_other_units(loss: float, token_bytes: float) -> tuple[float, float, str]:
@@ -261,7 +304,7 @@ def banner(
     here = capacity(machine.device)
     memory = f"{needed(model, step) / 1e9:.1f} GB predicted, of {here / 1e9:.1f}"
     n, c, T, V = model.num_params(), model.config, cfg.block_size, sets[0].meta["vocab_size"]
-    tokens = plan.steps * plan.step_tokens
+    tokens = plan.tokens_at(plan.steps)
     data = []
     for d in sets:
         train = d.meta["splits"]["train"]
@@ -272,6 +315,7 @@ def banner(
     heads = f"{c.n_head} heads of {c.head_dim} ({c.n_kv_head} for keys and values)"
     kernel = attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype, c.dropout)
     slow = ": warning: slow, with the T x T matrix in memory; no fused kernel takes this head_dim and dtype here"
+    odd = caveat(c)
     size = f"{n['total']:,} trainable, {n['embedding'] / n['total']:.0%} of them embeddings"
     rows = {
         "settings": " ".join(f"{k}={v}" for k, v in changes(cfg).items()),
@@ -279,7 +323,7 @@ def banner(
         "examples": f"{plan.epoch_tokens // T:,} windows of {T} tokens in an epoch",
         "batch": f"{cfg.batch_tokens:,} tokens a step asked, {plan.step_tokens:,} actual = {batch}",
         "length": f"{plan.steps:,} optimization steps = {tokens:,} tokens = {tokens / plan.epoch_tokens:.2f} epochs",
-        "model": f"{hf_class(c) or 'GPT'}, {c.n_layer} layers x {c.n_embd}, {heads}",
+        "model": f"{hf_class(c) or 'GPT'}, {c.n_layer} layers x {c.n_embd}, {heads}{'; ' * bool(odd)}{odd}",
         "parameters": f"{size}; {tokens / n['total']:.2g} tokens per parameter",
         "compute": f"{model.flops_per_token(T) * tokens:.3g} FLOPs (6 N + 12 L d T a token)",
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",

@@ -19,11 +19,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,19 +35,28 @@ from tqdm import tqdm
 from bench.matmul import peak_tflops
 from bench.memory import Step, auto_batch, capacity, out_of_memory
 from checkpoint import (
+    Earlier,
     Saver,
+    Source,
+    check_copy,
     check_data,
     check_tokenizer,
     find_source,
     load_model,
+    newest_checkpoint,
     read_training,
+    replace_run,
     run_folder,
     settings_changed,
+    sweep,
 )
 from configurator import OneRankError, UserError, parse, run
-from dataset import Loader, Windows, open_datasets, train_loader, verify_new
+from dataset import DataSet, Loader, Windows, load_tokenizer, open_datasets, train_loader, verify_new
+from files import MANIFEST, file_sha256
+from huggingface import unverified
 from model import GPT, INIT, PRESETS, GPTConfig
 from report import Clock, Metrics, banner
+from tokenizer import SentencePiece, Tiktoken
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings: the reference manual. `python train.py --help` prints this list.
@@ -132,12 +142,14 @@ class TrainConfig:
             wrong.append("batch_size must be positive")
         if self.seed >= 2**62:
             wrong.append("seed must be below 2^62")
-        if not self.run_name or self.run_name != Path(self.run_name).name:
+        if self.run_name in ("", ".", "..") or self.run_name != Path(self.run_name).name:
             wrong.append(f"run_name {self.run_name!r} must be a plain folder name")
         if self.init not in INIT:
             wrong.append(f"init={self.init!r} is none of {', '.join(INIT)}")
         if not (self.max_steps or self.max_epochs or self.max_tokens):
             wrong.append("the run has no end: set max_steps, max_epochs or max_tokens")
+        if self.wandb and find_spec("wandb") is None:
+            wrong.append("wandb=true needs the package wandb: pip install wandb")
         return wrong
 
 
@@ -153,6 +165,7 @@ class Machine:
     device: torch.device
     dtype: torch.dtype  # of autocast
     why: str  # that dtype
+    group: Any = None  # of all ranks, for what they say to each other before and after the loop
 
     @property
     def is_main(self) -> bool:
@@ -163,6 +176,33 @@ class Machine:
         if self.is_main:
             tqdm.write(text)
             sys.stdout.flush()
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on every rank. It waits for the slowest, be it for hours."""
+        if self.group is None:
+            return [value]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value, self.group)
+        return found
+
+    def together(self, work: Callable[[], Any]) -> Any:
+        """work() on every rank. Where it fails on one, all of them raise its UserError, and none waits for it."""
+        result, wrong = None, ""
+        try:
+            result = work()
+        except UserError as e:
+            wrong = str(e)
+        except OSError as e:
+            wrong = f"{e.filename or 'writing'}: {e.strerror}"
+        found = self.gather(wrong)
+        if any(found):
+            rank = next(rank for rank, text in enumerate(found) if text)
+            raise UserError(found[rank] if all(found) else f"rank {rank}: {found[rank]}")
+        return result
+
+    def decide(self, work: Callable[[], Any]) -> Any:
+        """work() on rank 0 alone; its result, or its UserError, on every rank."""
+        return self.gather(self.together(lambda: work() if self.is_main else None))[0]
 
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
@@ -192,18 +232,21 @@ def start(cfg: TrainConfig) -> Machine:
         if world == 1 and (n := torch.cuda.device_count()) > 1:
             all_of_them = f"torchrun --nproc_per_node={n} train.py {' '.join(sys.argv[1:])}"
             print(f"note: 1 of {n} GPUs is used; for all: {all_of_them}")
+    group = None
     if "RANK" in os.environ:
         # torchrun hands restarted workers the store of the attempt before, in which stale addresses stand (torch 2.13)
         store, *_ = next(dist.rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":  # of several computers, each counts its own restarts
             store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         backend, on = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        # An hour: rank 0 may have to read all data first, to verify it.
+        # In the loop, the longest that one rank waits for another is for a checkpoint on its way to a slow disk.
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world, device_id=on, timeout=timedelta(hours=1)
+            backend, store=store, rank=rank, world_size=world, device_id=on, timeout=timedelta(minutes=30)
         )
+        # Around it, one may have to read all data, or to compile, while the others wait.
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     dtype, why = pick_dtype(cfg.dtype, device)
-    return Machine(rank, local_rank, world, device, dtype, why)
+    return Machine(rank, local_rank, world, device, dtype, why, group)
 
 
 def keep_freed_memory() -> None:
@@ -224,8 +267,8 @@ def pick_device(asked: str, local_rank: int = 0) -> torch.device:
         kind = (torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")).type
     try:
         device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as e:
+        torch.zeros(1, device=device).item()  # which a device without numbers, meta, has not
+    except (RuntimeError, AssertionError, NotImplementedError) as e:
         raise OneRankError(f"--device={asked}: not usable here ({str(e).splitlines()[0]})") from None
     return device
 
@@ -251,8 +294,9 @@ def pick_dtype(asked: str, device: torch.device) -> tuple[torch.dtype, str]:
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """SIGTERM, Ctrl-C and SIGUSR1 (Slurm's warning) let the step end; then the run is saved and ends with 128 + number.
-    A second Ctrl-C ends it at once. Yields the list that their numbers are put into.
+    """SIGTERM, Ctrl-C, SIGUSR1 (Slurm's warning) and SIGHUP (a closed terminal) let the step end; then the run is saved
+    and ends with 128 + number. A second Ctrl-C ends it at once. Under nohup SIGHUP is ignored, as it was asked for.
+    Yields the list that their numbers are put into.
     """
     caught: list[int] = []
 
@@ -261,7 +305,10 @@ def stop_signals() -> Iterator[list[int]]:
             os._exit(128 + number)
         caught.append(number)
 
-    before = {n: signal.signal(n, catch) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, catch) for number in numbers}
     try:
         yield caught
     finally:
@@ -327,6 +374,12 @@ class Plan:
     step_tokens: int  # of all ranks: the multiple of B T world that is nearest to batch_tokens
     epoch_tokens: int  # in a pass over train.bin
     steps: int  # of the run
+    begun_step: int = 0  # where this process takes the run up
+    begun_tokens: int = 0  # read until there; an earlier process may have had another step_tokens
+
+    def tokens_at(self, step: int) -> int:
+        """How many tokens the run has read when `step` steps are done."""
+        return self.begun_tokens + (step - self.begun_step) * self.step_tokens
 
     def smaller(self, block_size: int) -> str:
         """What to do when it does not fit into memory."""
@@ -335,15 +388,19 @@ class Plan:
         return f"at batch_size={B}: try {less}"
 
 
-def make_plan(cfg: TrainConfig, world: int, epoch_tokens: int) -> Plan:
+def make_plan(cfg: TrainConfig, world: int, epoch_tokens: int, step: int = 0, samples: int = 0) -> Plan:
+    """step, samples: what a resumed run has done and read, perhaps in steps of another size."""
     if cfg.batch_size == "auto":
         raise UserError("batch_size=auto is for train.py and bench/plan.py: give a number here")
-    T = cfg.block_size
+    T, read = cfg.block_size, samples * cfg.block_size
     B = min(cfg.batch_size, max(1, round(cfg.batch_tokens / (T * world))))  # no more than one step needs
     accum = max(1, round(cfg.batch_tokens / (B * T * world)))
     step_tokens = accum * B * T * world
-    limits = [cfg.max_steps, cfg.max_epochs * epoch_tokens / step_tokens, cfg.max_tokens / step_tokens]
-    return Plan(B, accum, step_tokens, epoch_tokens, max(1, round(min(limit for limit in limits if limit))))
+    limits = [cfg.max_steps] if cfg.max_steps else []
+    tokens = [math.ceil(cfg.max_epochs * epoch_tokens), cfg.max_tokens]
+    limits += [step + (n - read + step_tokens // 2) // step_tokens for n in tokens if n]  # the nearest whole step
+    steps = max(min(limits), step, 1)
+    return Plan(B, accum, step_tokens, epoch_tokens, steps, step, read)
 
 
 def even_batch(most: int, cfg: TrainConfig, world: int) -> int:
@@ -423,7 +480,7 @@ def has_room(model: GPT, rows: np.ndarray, machine: Machine, compiled: bool) -> 
         copies = 2 + 2 * (machine.world > 1)
         _beside = [torch.empty_like(p) for p in model.parameters() for _ in range(copies)]
         x, y = to_device(rows, machine.device)
-        fast = try_compile(model, x, y, machine) if compiled else model
+        fast = (try_compile(model, x, y, machine)[0] if compiled else None) or model
         for _ in range(2):
             with machine.autocast():
                 loss = fast(x, y)
@@ -436,24 +493,47 @@ def has_room(model: GPT, rows: np.ndarray, machine: Machine, compiled: bool) -> 
         return False
 
 
-def try_compile(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, machine: Machine) -> Callable:
-    """torch.compile, tried out on one batch: where it fails, a warning, and training goes on without it."""
-    started = time.perf_counter()
+def try_compile(
+    model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, machine: Machine
+) -> tuple[Callable | None, str]:
+    """(the compiled model, tried out on one batch, or None; why it failed). It waits for no other rank."""
     try:
         fast = torch.compile(model, dynamic=False)
-        with machine.autocast():
+        # Without DDP's sums of gradients: a rank on which this fails would never come to them.
+        with getattr(model, "no_sync", nullcontext)(), machine.autocast():
             fast(x, y).backward()
         machine.synchronize()
-        machine.say(f"compiled in {time.perf_counter() - started:.1f} s")
-        return fast
+        return fast, ""
     except Exception as e:  # a missing C++ compiler, an old GPU: anything that eager mode does without
         if out_of_memory(e):
             raise
-        reason = f"{type(e).__name__}: {str(e).splitlines()[0]}"
-        machine.say(f"warning: torch.compile failed; going on without it, slower ({reason})")
-        return model
+        return None, f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
     finally:
         model.zero_grad(set_to_none=True)
+
+
+def compile_together(
+    model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, machine: Machine, advice: str
+) -> Callable:
+    """torch.compile on every rank, or on none: one that went on without it would sum its gradients in other pieces,
+    for which the others would wait for ever. advice: what to do when memory does not suffice.
+    """
+    started = time.perf_counter()
+
+    def work() -> tuple[Callable | None, str]:
+        with memory_advice(advice):
+            return try_compile(model, x, y, machine)
+
+    fast, failed = machine.together(work)
+    reasons = machine.gather(failed)
+    if not any(reasons):
+        machine.say(f"compiled in {time.perf_counter() - started:.1f} s")
+        return fast
+    rank = next(rank for rank, reason in enumerate(reasons) if reason)
+    where = f" on rank {rank}" if machine.world > 1 else ""
+    machine.say(f"warning: torch.compile failed{where}; going on without it, slower ({reasons[rank]})")
+    torch.compiler.reset()
+    return model
 
 
 @torch.no_grad()
@@ -477,74 +557,145 @@ def evaluate(model: Callable, windows: Windows, tokens: int, B: int, machine: Ma
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Before the loop: what it trains, and on what; and whether all ranks mean the same
+
+
+def load(
+    cfg: TrainConfig, machine: Machine, source: Source
+) -> tuple[list[DataSet], Loader, list[Windows], SentencePiece | Tiktoken, GPT, Earlier | None]:
+    """(data sets, loader, windows of each val.bin, tokenizer, model on the device, what the checkpoint says of its run).
+
+    The tokenizer is opened now: the folder may be gone when a checkpoint or the texts of a bad step need it.
+    """
+    sets = open_datasets(cfg.dataset, cfg.data_dir)
+    loader = train_loader(sets, cfg.block_size, cfg.seed)
+    val_windows = [data.windows("val", cfg.block_size) for data in sets]
+    wanted = model_config(cfg, sets[0].meta["vocab_size"])
+    earlier = None
+    with memory_advice("for the weights alone: make n_layer or n_embd smaller"):
+        if source.path is None:
+            model = GPT(wanted)
+            torch.manual_seed(cfg.seed)  # the same weights on every rank
+            model.init_weights(cfg.init)
+        elif source.resume:
+            if machine.local_rank == 0 and not machine.is_main:
+                check_copy(source.path)  # which rank 0 has done for its own computer
+            earlier = read_training(source.path)
+            # A run that began with somebody's model has that shape, whatever its settings say. They must only say
+            # what they said then.
+            known = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)}
+            before = model_config(replace(cfg, **known), wanted.vocab_size)
+            model = load_model(source.path, cfg.dropout, wanted, before)
+            check_data(earlier, sets, source.path)
+        else:
+            model = load_model(source.path, cfg.dropout, wanted)
+            check_tokenizer(source.path, sets, machine.say)
+            if found := unverified(source.path):
+                machine.say(f"note: {source.path}: {found}")
+        model.to(machine.device)
+    return sets, loader, val_windows, load_tokenizer(sets[0].folder), model, earlier
+
+
+def check_ranks(machine: Machine, facts: dict[str, Any]) -> None:
+    """UserError, on all ranks, if a fact is another one on one of them."""
+    found = machine.gather(facts)
+    for rank, theirs in enumerate(found):
+        for what, value in theirs.items():
+            if value != found[0].get(what):
+                both = f"{what} is {value} on rank {rank}, {found[0].get(what)} on rank 0"
+                raise UserError(f"the ranks differ: {both}: all must see the same files and get the same settings")
+
+
+def what_ranks_share(cfg: TrainConfig, machine: Machine, sets: list[DataSet], source: Source, state: dict) -> dict:
+    """What must be alike on all ranks, for they would train on without noticing."""
+    local = "out_dir data_dir init_from device progress wandb wandb_project peak_tflops".split()  # paths may differ
+    facts = {name: value for name, value in asdict(cfg).items() if name not in local}
+    facts |= {"torch": torch.__version__, "dtype in use": str(machine.dtype), "kind of device": machine.device.type}
+    facts |= {"first step": state["step"], "first sample": state["samples"], "resuming": source.resume}
+    if source.path is not None:
+        manifest = source.path / MANIFEST
+        facts["checkpoint"] = file_sha256(manifest)[:12] if manifest.exists() else "without a manifest"
+    for data in sets:
+        facts |= {f"{data.name}/{split}.bin": s["sha256"][:12] for split, s in data.meta["splits"].items()}
+    return facts
+
+
+def all_finite(model: torch.nn.Module) -> bool:
+    return all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     cfg = parse(TrainConfig, doc=__doc__)
     machine = start(cfg)
     folder = Path(cfg.out_dir) / cfg.run_name
+    with ExitStack() as held:
+        # What becomes of the folder is decided by one process, which nobody disturbs until the run is over.
+        machine.together(lambda: held.enter_context(run_folder(folder)) if machine.is_main else None)
+        train(cfg, machine, folder)
 
-    # data
-    sets = open_datasets(cfg.dataset, cfg.data_dir)
-    loader = train_loader(sets, cfg.block_size, cfg.seed)
-    val_windows = [data.windows("val", cfg.block_size) for data in sets]
+
+def train(cfg: TrainConfig, machine: Machine, folder: Path) -> None:
+    # data and model: new, resumed, or taken from another run
+    source = machine.decide(lambda: find_source(cfg, folder, machine.say))
+    loaded = machine.together(lambda: load(cfg, machine, source))
+    sets, loader, val_windows, tokenizer, model, earlier = loaded
     epoch_tokens = sum(windows.n_windows for windows in loader.splits) * cfg.block_size
 
-    # model: new, resumed, or taken from another run
-    wanted = model_config(cfg, sets[0].meta["vocab_size"])
-    source, resume = find_source(cfg, folder, machine.say)
-    earlier = read_training(source) if resume else None
-    with memory_advice("for the weights alone: make n_layer or n_embd smaller"):
-        if source is None:
-            model = GPT(wanted)
-            torch.manual_seed(cfg.seed)  # the same weights on every rank
-            model.init_weights(cfg.init)
-        elif resume:
-            # a run that began with somebody's model has that shape, whatever its settings say: they must only mean what they meant
-            known = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)}
-            before = model_config(replace(cfg, **known), wanted.vocab_size)
-            model = load_model(source, cfg.dropout, wanted, before)
-            check_data(earlier, sets, source)
-        else:
-            model = load_model(source, cfg.dropout, wanted)
-            check_tokenizer(source, sets, machine.say)
-        model.to(machine.device)
+    # state: all that a checkpoint adds to model, optimizer and scaler
+    state = {"step": 0, "samples": 0, "best_step": -1, "best_val_loss": math.inf, "losses": [], "bad_steps": 0}
+    state |= {"bad_in_a_row": 0, "wandb_id": "", "data_files": {}}
+    saved_optimizer = saved_scaler = None
+    if earlier:
+        state = earlier.training
+        saved_optimizer, saved_scaler = state.pop("optimizer"), state.pop("scaler")
+        if state["bad_in_a_row"] >= cfg.max_bad_steps:  # it had given up; what follows may be better
+            state["bad_in_a_row"] = 0
+    check_ranks(machine, what_ranks_share(cfg, machine, sets, source, state))
 
-    # batch: as many sequences at once as asked, or as fit; that is no matter of what is learned
+    # Each computer reads its own files; the others of its ranks wait.
+    verified = machine.together(
+        lambda: verify_new(sets, state["data_files"], machine.say) if machine.local_rank == 0 else {}
+    )
+    state["data_files"] = {}
+    for stamps in machine.gather(verified):
+        for path, stamp in stamps.items():
+            known = state["data_files"].setdefault(path, [])
+            known += [stamp] if stamp not in known else []
+
+    # batch: as many sequences at once as asked, or as fit, which changes nothing of what is learned
     flops = model.flops_per_token(cfg.block_size)
-    plan = make_plan(replace(cfg, batch_size=1), machine.world, epoch_tokens)
-    compiled = wants_compile(cfg, machine.device.type, flops * plan.steps * plan.step_tokens)
+    place = (state["step"], state["samples"])
+    plan = make_plan(replace(cfg, batch_size=1), machine.world, epoch_tokens, *place)
+    compiled = wants_compile(cfg, machine.device.type, flops * plan.tokens_at(plan.steps))
     if cfg.batch_size == "auto":
-        most = earlier.settings["batch_size"] if resume else None
+        most = earlier.settings["batch_size"] if earlier else None
         cfg = replace(cfg, batch_size=fit_batch(cfg, model, loader, machine, compiled, most))
-    plan = make_plan(cfg, machine.world, epoch_tokens)
+    plan = make_plan(cfg, machine.world, epoch_tokens, *place)
 
     # optimizer
     groups, betas = model.param_groups(cfg.weight_decay), (cfg.beta1, cfg.beta2)
     fused = machine.device.type in ("cuda", "cpu")  # the one of mps takes found_inf, but does not heed it (torch 2.13)
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=betas, fused=fused)
     scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
-
-    # state: all that a checkpoint adds to model, optimizer and scaler
-    state = {"step": 0, "samples": 0, "best_step": -1, "best_val_loss": math.inf, "losses": [], "bad_steps": 0}
-    state |= {"bad_in_a_row": 0, "wandb_id": "", "data_files": {}}
-    if resume:
-        state = earlier.training
+    if saved_optimizer:
         # moments from the checkpoint, but betas and weight decay as they are set now
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": state.pop("optimizer")["state"]})
-        if saved := state.pop("scaler"):  # empty where that run was not in fp16
-            scaler.load_state_dict(saved)
-    if machine.is_main:
-        state["data_files"] = verify_new(sets, state["data_files"])
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": saved_optimizer["state"]})
+    if saved_scaler:  # empty where that run was not in fp16
+        scaler.load_state_dict(saved_scaler)
 
     # say what will happen, then wrap: DDP first and compile second, so that communication overlaps the backward pass
     peak, peak_source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     peak = peak and peak * machine.world
-    machine.say(banner(cfg, sets, machine, plan, model, compiled, peak_source, source is None))
-    if resume:
-        machine.say(f"resumed from {source} at step {state['step']}")
+    machine.say(banner(cfg, sets, machine, plan, model, compiled, peak_source, source.path is None))
+    if earlier:
+        machine.say(f"resumed from {source.path} at step {state['step']}")
         if changed := settings_changed(earlier, cfg):
-            machine.say(f"settings that are others now: {', '.join(changed)}")
+            machine.say(f"settings that were changed since: {', '.join(changed)}")
+        if plan.steps == state["step"]:
+            machine.say("nothing is left to do: to train on, raise max_steps, max_epochs or max_tokens")
     parallel = model
     if dist.is_initialized():
         # rope is a constant: no rank needs to send it at every step (the option's name is new in 2.13)
@@ -555,30 +706,39 @@ def main() -> None:
     fast = parallel
     if compiled:
         x, y = to_device(loader.rows(loader.starts(0, plan.batch_size)), machine.device)
-        with memory_advice(plan.smaller(cfg.block_size)):
-            fast = try_compile(parallel, x, y, machine)
+        fast = compile_together(parallel, x, y, machine, plan.smaller(cfg.block_size))
 
     start_step, stopping = state["step"], False
     windows = plan.step_tokens // cfg.block_size  # of all ranks in a step
+    machine.decide(lambda: sweep(folder / "ckpt"))
+    if not source.resume and (old := machine.decide(lambda: replace_run(folder))):
+        machine.say(f"the earlier run's checkpoints are in {old} until this one has a whole one")
     advice = memory_advice(plan.smaller(cfg.block_size))
     reader = closing(read_ahead(loader, state["samples"], plan.batch_size, machine))
-    saver = Saver(folder / "ckpt", cfg, sets, machine.say)
-    with run_folder(folder, not resume, machine.is_main), stop_signals() as signals, advice, reader as batches:
-        metrics, clock = Metrics(folder, cfg, machine, plan, sets, state), Clock(machine, start_step)
+    with stop_signals() as signals, advice, reader as batches:
+        metrics = machine.together(lambda: Metrics(folder, cfg, machine, plan, sets, tokenizer, state))
+        ckpt = folder / "ckpt"
+        saver = machine.together(
+            lambda: Saver(ckpt, cfg, sets, tokenizer, source.damaged, machine.say, metrics.log_save)
+        )
+        clock = Clock(machine, start_step)
         for step in range(start_step, plan.steps + 1):  # the extra turn only evaluates and saves
-            last = step == plan.steps
-            if step > start_step and (last or step % cfg.eval_every == 0):
+            gave_up = state["bad_in_a_row"] >= cfg.max_bad_steps
+            last = step == plan.steps or stopping or gave_up
+            if step > start_step and (step == plan.steps or step % cfg.eval_every == 0):
                 with clock.paused():
                     before = time.perf_counter()
                     losses = [evaluate(fast, val, cfg.eval_tokens, plan.batch_size, machine) for val in val_windows]
                     loss = metrics.log_eval(step, losses, time.perf_counter() - before)
                 if loss < state["best_val_loss"]:
                     state |= {"best_step": step, "best_val_loss": loss}
-            due = last or stopping or step % cfg.save_every == 0 or step == state["best_step"]
-            if step > start_step and due and not state["bad_in_a_row"] and machine.is_main:
+            due = step % cfg.save_every == 0 or step == state["best_step"]
+            # After a bad step the weights are those from before it: good, unless they are what makes the loss bad.
+            good = not state["bad_in_a_row"] or (last and all_finite(model))
+            if step > start_step and (last or due) and good and machine.is_main:
                 with clock.paused():  # for the copy; a thread writes it
                     saver.save(model, optimizer, scaler, state | {"step": step})
-            if last or stopping:
+            if last:
                 break
 
             # ---- one optimizer step ----
@@ -627,18 +787,23 @@ def main() -> None:
             elif step == start_step:  # the first step after a resume warms up: it is not timed
                 clock.restart(done)
         saver.wait()
-        if dist.is_initialized():
-            dist.barrier()  # no rank leaves before the checkpoint is on the disk
+        machine.gather(None)  # no rank leaves before the checkpoint is on the disk
 
     metrics.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     if saver.failed:
         raise UserError(f"{saver.failed}: make room, and --init_from=resume goes on from the one before")
+    newest = newest_checkpoint(folder / "ckpt") if machine.is_main else None
+    if gave_up:
+        bad = f"{state['bad_in_a_row']} steps in a row without a finite loss and gradient, the last at step {step}"
+        ways = f"lower lr, or try dtype=float32, or read {folder}/bad_steps/"
+        raise UserError(f"{bad}: {ways}; the newest checkpoint is {newest}")
     if stopping:
-        machine.say(f"stopped by a signal after step {step}: --init_from=resume goes on from there")
+        goes_on = f"--init_from=resume goes on from {newest}" if newest else "nothing was saved yet"
+        machine.say(f"stopped by a signal after step {step}: {goes_on}")
         sys.exit(128 + (signals[-1] if signals else signal.SIGTERM))  # none: another rank was told to
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, needs_output=False)

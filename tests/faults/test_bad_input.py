@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, make_records, train_tiny, write_jsonl
+from conftest import TINY, forge, make_records, train_tiny, write_jsonl
 from safetensors.torch import save_file
 
 import bench.compare
@@ -22,6 +22,7 @@ import prepare
 import sample
 import train
 from checkpoint import newest_checkpoint
+from files import file_sha256
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,10 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     ckpt = newest_checkpoint(root / "out" / "run" / "ckpt")
 
     def relative(name: str) -> Path:
-        return Path(shutil.copytree(ckpt, root / name))
+        """A copy without its manifest: what its files say is taken, as somebody else's."""
+        copy = Path(shutil.copytree(ckpt, root / name))
+        (copy / "manifest.json").unlink()
+        return copy
 
     (relative("cut") / "model.safetensors").write_bytes((ckpt / "model.safetensors").read_bytes()[:1000])
     (relative("bert") / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
@@ -53,12 +57,13 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     other = Path(shutil.copytree(root / "data" / "tiny", root / "data" / "other"))  # another tokenizer
     meta = json.loads((other / "meta.json").read_text())
     (other / "tokenizer.model").write_bytes(b"\n\x00" + (other / "tokenizer.model").read_bytes())
-    meta["tokenizer"]["sha256"] = prepare.file_sha256(other / "tokenizer.model")
-    (other / "meta.json").write_text(json.dumps(meta))
+    meta["tokenizer"]["sha256"] = file_sha256(other / "tokenizer.model")
+    meta["tokenizer"]["files"]["tokenizer.model"] = meta["tokenizer"]["sha256"]
+    forge(other, "meta.json", json.dumps(meta).encode())
     shutil.copytree(root / "data" / "tiny", root / "data" / "again")
     shutil.copytree(root / "out" / "run" / "ckpt", root / "only_ckpt" / "run" / "ckpt")
     newer = Path(shutil.copytree(root / "data" / "tiny", root / "data" / "newer"))
-    (newer / "meta.json").write_text(json.dumps(meta | {"format_version": 99}))
+    forge(newer, "meta.json", json.dumps(meta | {"format_version": 99}).encode())
     large = Path(shutil.copytree(root / "data" / "tiny", root / "data" / "large"))
     np.memmap(large / "train.bin", dtype=np.uint16, mode="r+")[77] = 400
 
@@ -67,6 +72,7 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     (root / "crash.py").write_text("n_layer = 2\nn_head = 1 / 0\n")
     (root / "unknown.py").write_text("n_layers = 2\n")
     (root / "typed.py").write_text("lr = 'high'\n")
+    (root / "nul.py").write_text("run_name = 'a\\0b'\n")
     (root / "blank.txt").write_text(" \n")
     (root / "long.txt").write_text("the loop reads tokens " * 50)
     (root / "latin.txt").write_bytes("naïve".encode("latin-1"))
@@ -91,8 +97,14 @@ TRAIN = {
     "--beta2=1": "beta2 must be at least 0 and below 1",
     "--min_lr_ratio=2": "min_lr_ratio must be between 0 and 1",
     "--seed=-1": "seed must not be negative",
-    "--seed=1e30": "seed must be below 2^62",
+    "--seed=8e18": "seed must be below 2^62",
+    "--seed=1e30": "seed='1e30' is not accepted; it takes int",
     "--max_steps=0": "the run has no end: set max_steps, max_epochs or max_tokens",
+    "--run_name=.": "run_name '.' must be a plain folder name",
+    "--run_name=.. --overwrite": "run_name '..' must be a plain folder name",
+    "{root}/nul.py": "run_name='a\\x00b' is not accepted; it takes text",
+    f"--batch_tokens={'1' * 400}": "is not accepted; it takes int",
+    "--device=meta": "device=meta: not usable here",
     "--run_name=": "run_name '' must be a plain folder name",
     "--run_name=../data": "run_name '../data' must be a plain folder name",
     "-n 3": "argument '-n': expected config/NAME.py or --key=value",
@@ -115,7 +127,7 @@ TRAIN = {
     "--dataset=tiny,tiny": "expected NAME, or NAME:WEIGHT",
     "--dataset=tiny:0.5,other": "give every data set a weight, or none",
     "--dataset=tiny,other": "other was made with another tokenizer than tiny",
-    "--dataset=newer": "newer: format 99, expected 1",
+    "--dataset=newer": "newer: format 99, expected 2",
     "--dataset=large": "large/train.bin: token 77 has id 400, beyond the vocabulary of 400",
     "--data_dir={root}/a_file": "a_file/tiny/meta.json: Not a directory",
     "--init_from=resume": "no checkpoint in {new}/run/ckpt: there is none; use init_from=scratch",
@@ -181,6 +193,9 @@ PREPARE = {
     "--workers=-1": "workers and min_tokens must not be negative",
     "--val_fraction=0": "val_fraction must be between 0 and 1, both excluded",
     "--max_bad=2": "max_bad must be between 0 and 1",
+    "--max_record_mb=0": "max_record_mb must be between 0.001 and 1,000,000",
+    "--inspect {out}/run --step=0": "steps count from 1",
+    "--inspect {out}/run --step=5": "--step=5: the run ends with step 4",
     "--name=a/b": "must be a plain folder name",
     "--inspect nowhere": "no data set in nowhere",
     "--inspect {data}/tiny --show=banana": "show must be first, random or the number of a token",

@@ -1,0 +1,554 @@
+"""A run is never lost, and nothing that train.py did not write is ever deleted."""
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPO, TINY, call, forge, metrics, train_tiny
+from safetensors.torch import load_file
+from test_faults import launch, poison
+
+sys.path.insert(0, str(Path(__file__).parent))
+import harness
+
+import checkpoint
+import report
+import sample
+import train
+from checkpoint import newest_checkpoint
+from files import lock
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_data, tmp_path_factory) -> Path:
+    """A run of 8 steps with checkpoints of steps 4 and 8."""
+    return train_tiny(tiny_data, tmp_path_factory.mktemp("finished"))
+
+
+def options(data: Path, out: Path, *more: str) -> list[str]:
+    return [*TINY, f"--data_dir={data}", f"--out_dir={out}", *more]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+# -- what is not a run --
+
+
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+@pytest.mark.parametrize("how", ["scratch", "auto", "resume"])
+def test_a_folder_that_is_no_run_is_refused_and_keeps_every_file(tiny_data, tmp_path, refuses, how, overwrite):
+    project = tmp_path / "proj"
+    for name in ("ckpt/weights.pt", "src/main.py", "thesis.tex", "metrics.jsonl"):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("precious")
+    before = contents(tmp_path)
+    more = ["--run_name=proj", f"--init_from={how}", *overwrite]
+    refuses(train.main, *options(tiny_data, tmp_path, *more))
+    (project / "metrics.jsonl").unlink()  # now nothing there has even the name of a run's file
+    more = ["--run_name=proj", f"--init_from={how}", *overwrite]
+    error = refuses(train.main, *options(tiny_data, tmp_path, *more))
+    assert "is no run" in error or "there is none" in error
+    del before["proj/metrics.jsonl"]
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/b", ""])
+def test_a_run_name_that_is_another_folder_is_refused(tiny_data, tmp_path, refuses, name):
+    (tmp_path / "thesis.tex").write_text("precious")
+    out = tmp_path / "out"
+    more = [f"--run_name={name}", "--overwrite"]
+    assert "must be a plain folder name" in refuses(train.main, *options(tiny_data, out, *more))
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+# -- --overwrite --
+
+
+def test_overwrite_deletes_only_what_train_py_wrote(finished, tiny_data, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    mine = ["notes.txt", "ckpt/step_00000004/model.gguf", "ckpt/step_best/x", "ckpt/mine/model.pt"]
+    mine += ["ckpt/step_00000004_backup/model.safetensors", "bad_steps/mine.txt", "wandb/offline/run.wandb"]
+    for name in mine:
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text("precious")
+    train_tiny(tiny_data, tmp_path, "--overwrite", "--seed=7")
+    found = [p.name for p in run.rglob("*") if p.is_file() and p.read_bytes() == b"precious"]
+    assert sorted(found) == sorted(Path(name).name for name in mine)
+    left = run / "ckpt" / "replaced-1"
+    assert [p.name for p in left.iterdir()] == ["step_00000004"]  # whole, for the sake of model.gguf
+    assert not checkpoint.damage(left / "step_00000004")
+    said = capsys.readouterr().out
+    assert "step_00000004 is kept: it holds model.gguf, which is not of this program" in said
+    assert metrics(run, "loss") != metrics(finished, "loss")
+
+
+def test_overwrite_keeps_the_earlier_run_until_the_new_one_has_a_checkpoint(finished, tiny_data, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    before = contents(run)
+    never = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
+    for number in (1, 2):  # the second one replaces a run that has no checkpoint
+        process, aside = launch(1, tiny_data, tmp_path, "--overwrite", *never), run / f"replaced-{number}"
+        harness.wait_for(process, lambda aside=aside: aside.exists() and harness.steps_done(tmp_path) >= 2)
+        process.kill()
+        process.communicate()
+    for name, content in before.items():
+        place = run / "ckpt" if name.startswith("ckpt/") else run
+        assert (place / "replaced-1" / name.removeprefix("ckpt/")).read_bytes() == content
+    train_tiny(tiny_data, tmp_path, "--overwrite")
+    assert not list(run.rglob("replaced-*")) and contents(run).keys() == before.keys()
+
+
+def test_overwrite_works_where_ckpt_is_a_link_to_another_disk(finished, tiny_data, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / "ckpt").rename(tmp_path / "big disk")
+    (tmp_path / "run" / "ckpt").symlink_to(tmp_path / "big disk")
+    (tmp_path / "big disk" / "archive").mkdir()
+    train_tiny(tiny_data, tmp_path, "--overwrite")
+    assert (tmp_path / "run" / "ckpt").is_symlink()
+    assert sorted(os.listdir(tmp_path / "big disk")) == ["archive", "step_00000004", "step_00000008"]
+
+
+# -- checkpoints that cannot be seen --
+
+
+def lose_manifests(run: Path) -> str:
+    for path in (run / "ckpt").glob("*/manifest.json"):
+        path.unlink()
+    return "all are damaged, as "
+
+
+def unmount(run: Path) -> str:
+    shutil.rmtree(run / "ckpt")
+    (run / "ckpt").symlink_to("/nowhere/disk")
+    return "is a link to /nowhere/disk, which is not there: is its disk mounted?"
+
+
+def lose_ckpt(run: Path) -> str:
+    shutil.rmtree(run / "ckpt")
+    return "metrics.jsonl says that step 8 was saved"
+
+
+def ckpt_is_a_file(run: Path) -> str:
+    shutil.rmtree(run / "ckpt")
+    (run / "ckpt").write_text("")
+    return "its checkpoints cannot be looked for: Not a directory"
+
+
+def rename_all(run: Path) -> str:
+    for path in (run / "ckpt").iterdir():
+        path.rename(path.with_name(f"{path.name}_backup"))
+    return "only step_00000004_backup is there"
+
+
+def of_an_older_version(run: Path) -> str:
+    shutil.rmtree(run / "ckpt")
+    (run / "metrics.jsonl").write_text('{"step": 3, "loss": 5.0}\n')
+    return "metrics.jsonl goes to step 3"
+
+
+@pytest.mark.parametrize("hide", [lose_manifests, unmount, lose_ckpt, ckpt_is_a_file, rename_all, of_an_older_version])
+@pytest.mark.parametrize("how", ["auto", "resume"])
+def test_a_run_whose_checkpoints_cannot_be_seen_is_refused_and_stays(finished, tiny_data, tmp_path, refuses, hide, how):
+    shutil.copytree(finished, tmp_path / "run")
+    message = hide(tmp_path / "run")
+    before = contents(tmp_path)
+    assert message in refuses(train.main, *options(tiny_data, tmp_path, f"--init_from={how}"))
+    assert contents(tmp_path) == before
+
+
+def test_auto_begins_again_where_a_run_was_killed_before_its_first_checkpoint(tiny_data, tmp_path):
+    never = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
+    process = launch(1, tiny_data, tmp_path, "--init_from=auto", *never)
+    harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 2)
+    process.kill()
+    process.communicate()
+    run = train_tiny(tiny_data, tmp_path, "--init_from=auto")
+    assert metrics(run, "loss").keys() == set(range(1, 9))
+
+
+def test_a_checkpoint_under_the_number_of_another_is_refused(finished, tiny_data, tmp_path, refuses):
+    shutil.copytree(finished, tmp_path / "run")
+    ckpt = tmp_path / "run" / "ckpt"
+    shutil.copytree(ckpt / "step_00000004", ckpt / "step_00000099")
+    error = refuses(train.main, *options(tiny_data, tmp_path, "--init_from=resume"))
+    assert "step_00000099 holds step 4: it was renamed, or copied from another" in error
+
+
+# -- one writer --
+
+
+def test_what_becomes_of_a_run_is_decided_under_its_lock(tiny_data, tmp_path, refuses, capsys):
+    """Not before: a process that looked earlier would wipe what another has trained meanwhile."""
+    (tmp_path / "run").mkdir()
+    handle = lock(tmp_path / "run", "wait")
+    try:
+        for how in ("auto", "scratch"):
+            error = refuses(train.main, *options(tiny_data, tmp_path, f"--init_from={how}"))
+            assert "another process is writing" in error and not capsys.readouterr().out
+    finally:
+        os.close(handle)
+    train_tiny(tiny_data, tmp_path, "--init_from=auto")
+
+
+def test_a_lock_on_a_folder_that_was_removed_meanwhile_is_not_one(tmp_path):
+    folder = tmp_path / "run"
+    first = lock(folder, "wait")
+    waiting = os.open(folder, os.O_RDONLY)
+    folder.rmdir()
+    os.close(first)
+    second = lock(folder, "wait")
+    assert os.path.samestat(os.fstat(second), folder.stat())
+    os.close(second)
+    os.close(waiting)
+
+
+# -- bad steps at the end --
+
+
+def test_a_bad_last_step_does_not_cost_what_came_before(tiny_data, tmp_path, monkeypatch):
+    poison(monkeypatch, 14, 15)  # step 8 of 8
+    run = train_tiny(tiny_data, tmp_path, "--save_every=100", "--eval_every=100")
+    folder = newest_checkpoint(run / "ckpt")
+    assert folder.name == "step_00000008" and not checkpoint.damage(folder)
+    assert all(torch.isfinite(w).all() for w in load_file(folder / "model.safetensors").values())
+
+
+def test_a_signal_in_a_bad_step_saves_and_the_run_goes_on_from_there(tiny_data, tmp_path, monkeypatch, capsys):
+    forward, calls = train.GPT.forward, iter(range(10**9))
+
+    def broken(self, idx, targets=None, *args, **kwargs):
+        loss = forward(self, idx, targets, *args, **kwargs)
+        if self.training and next(calls) == 10:  # in step 6
+            os.kill(os.getpid(), signal.SIGTERM)
+            return loss * math.nan
+        return loss
+
+    monkeypatch.setattr(train.GPT, "forward", broken)
+    with pytest.raises(SystemExit) as ended:
+        train_tiny(tiny_data, tmp_path, "--save_every=100", "--eval_every=100")
+    assert ended.value.code == 128 + signal.SIGTERM
+    folder = newest_checkpoint(tmp_path / "run" / "ckpt")
+    assert folder.name == "step_00000006"
+    assert f"--init_from=resume goes on from {folder}" in capsys.readouterr().out
+    monkeypatch.undo()
+    run = train_tiny(tiny_data, tmp_path, "--init_from=resume")
+    assert metrics(run, "loss").keys() == {1, 2, 3, 4, 5, 7, 8}
+
+
+def test_weights_that_are_not_finite_are_not_saved_over_good_ones(tiny_data, tmp_path, monkeypatch, refuses):
+    step = torch.optim.AdamW.step
+    calls = iter(range(10**9))
+
+    def spoil(self, *args, **kwargs):
+        step(self, *args, **kwargs)
+        if next(calls) == 5:  # step 6: finite loss and gradient, then the update breaks the weights
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].mul_(math.nan)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spoil)
+    more = ["--save_every=4", "--max_bad_steps=3", "--max_steps=40", "--eval_every=100"]
+    error = refuses(train.main, *options(tiny_data, tmp_path, *more))
+    folder = newest_checkpoint(tmp_path / "run" / "ckpt")
+    assert "3 steps in a row" in error and folder.name == "step_00000004" and str(folder) in error
+
+
+def test_a_run_that_gave_up_goes_on_behind_the_bad_steps(tiny_data, tmp_path, monkeypatch, refuses):
+    poison(monkeypatch, *range(8, 12))  # steps 5 and 6
+    more = ["--save_every=100", "--eval_every=100", "--max_bad_steps=2"]
+    refuses(train.main, *options(tiny_data, tmp_path, *more))
+    run = train_tiny(tiny_data, tmp_path, *more, "--init_from=resume")
+    assert metrics(run, "loss").keys() == {1, 2, 3, 4, 7, 8}
+
+
+# -- pruning --
+
+
+def test_a_fresh_checkpoint_is_not_pruned_for_damaged_newer_ones(tiny_data, tmp_path):
+    run = train_tiny(tiny_data, tmp_path, "--max_steps=24", "--eval_every=100", "--keep=9")
+    for name in ("step_00000020", "step_00000024"):
+        (run / "ckpt" / name / "model.safetensors").write_bytes(b"damaged")
+    more = ["--init_from=resume", "--eval_every=100"]
+    train_tiny(tiny_data, tmp_path, *more, "--save_every=1", "--max_steps=18")
+    damaged = ["step_00000020", "step_00000024"]
+    kept = ["step_00000016", "step_00000017", "step_00000018"]  # two, and the best
+    assert sorted(os.listdir(run / "ckpt")) == [*kept, *damaged]
+    assert checkpoint.newest_intact(run / "ckpt")[0].name == "step_00000018"
+    train_tiny(tiny_data, tmp_path, *more, "--max_steps=24")
+    assert sorted(os.listdir(run / "ckpt")) == ["step_00000018", *damaged]
+    assert not any(checkpoint.damage(run / "ckpt" / name) for name in damaged)
+
+
+def test_pruning_passes_by_copies_links_and_checkpoints_with_somebodys_files(tiny_data, tmp_path, capsys):
+    run = train_tiny(tiny_data, tmp_path, "--eval_every=100")
+    ckpt = run / "ckpt"
+    shutil.copytree(ckpt / "step_00000004", ckpt / "step_00000004_backup")
+    shutil.copytree(ckpt / "step_00000004", tmp_path / "archive")
+    (ckpt / "step_00000002").symlink_to(tmp_path / "archive")
+    (ckpt / "step_00000004" / "notes.md").write_text("precious")
+    before = contents(tmp_path / "archive"), contents(ckpt / "step_00000004_backup")
+    train_tiny(tiny_data, tmp_path, "--max_steps=24", "--keep=1", "--init_from=resume", "--eval_every=100")
+    there = {"step_00000002", "step_00000004", "step_00000004_backup", "step_00000020", "step_00000024"}
+    assert set(os.listdir(ckpt)) == there and not checkpoint.damage(ckpt / "step_00000004")
+    assert before == (contents(tmp_path / "archive"), contents(ckpt / "step_00000004_backup"))
+    assert capsys.readouterr().out.count("is kept: it holds notes.md") == 1
+
+
+# -- a terminal, a pipe or a disk that goes away --
+
+
+def finish(process: subprocess.Popen) -> str:
+    err = process.communicate(timeout=120)[1] or ""
+    assert "Traceback" not in err, err
+    return err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_output_that_a_full_disk_does_not_take_ends_nothing(tiny_data, tmp_path):
+    argv = [sys.executable, str(REPO / "train.py"), *options(tiny_data, tmp_path)]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(argv, stdout=full, stderr=full).returncode == 0
+    assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 9))
+    assert newest_checkpoint(tmp_path / "run" / "ckpt").name == "step_00000008"
+
+
+def test_a_closed_pipe_ends_nothing(tiny_data, tmp_path):
+    process = launch(1, tiny_data, tmp_path, "--max_steps=60")
+    process.stdout.readline()
+    process.stdout.close()
+    process.stdout = None
+    finish(process)
+    assert process.returncode == 0 and len(metrics(tmp_path / "run", "loss")) == 60
+
+
+def test_a_closed_terminal_saves_the_step_unless_nohup_was_asked_for(tiny_data, tmp_path):
+    pid, terminal = os.forkpty()
+    if pid == 0:  # a session of its own, on a terminal of its own
+        argv = [sys.executable, str(REPO / "train.py"), *options(tiny_data, tmp_path)]
+        never = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
+        os.execv(sys.executable, [*argv, *never])
+    seen = b""
+    while harness.steps_done(tmp_path) < 20 and len(seen) < 1_000_000:
+        seen += os.read(terminal, 1 << 16)
+    os.close(terminal)  # the window is closed: SIGHUP, and EIO for all that is written
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP, seen[-2000:]
+    done = int(newest_checkpoint(tmp_path / "run" / "ckpt").name[5:])
+    assert done == max(metrics(tmp_path / "run", "loss")) < 100000
+
+    def ignore_hangup():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+
+    argv = [sys.executable, str(REPO / "train.py"), *options(tiny_data, tmp_path / "nohup", "--max_steps=60")]
+    process = subprocess.Popen(argv, stdout=-3, stderr=-1, text=True, preexec_fn=ignore_hangup)
+    harness.wait_for(process, lambda: harness.steps_done(tmp_path / "nohup") >= 5)
+    process.send_signal(signal.SIGHUP)
+    finish(process)
+    assert process.returncode == 0 and len(metrics(tmp_path / "nohup" / "run", "loss")) == 60
+
+
+# -- metrics.jsonl --
+
+
+@pytest.mark.parametrize("what", ["deleted", "moved", "replaced", "its folder too"])
+def test_metrics_that_vanish_during_a_run_are_written_again(tiny_data, tmp_path, monkeypatch, capsys, what):
+    write = report.Metrics.write
+    path = tmp_path / "run" / "metrics.jsonl"
+
+    def meddle(self, record, *args, **kwargs):
+        if record["step"] == 5 and "loss" in record:
+            if what == "deleted":
+                path.unlink()
+            elif what == "moved":
+                path.rename(tmp_path / "elsewhere")
+            elif what == "replaced":  # as an editor does when it saves
+                (tmp_path / "new").write_bytes(path.read_bytes())
+                (tmp_path / "new").replace(path)
+            else:
+                shutil.rmtree(path.parent)
+        write(self, record, *args, **kwargs)
+
+    monkeypatch.setattr(report.Metrics, "write", meddle)
+    train_tiny(tiny_data, tmp_path)
+    assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 9))
+    warned = "metrics.jsonl was moved or deleted: all of it is written again" in capsys.readouterr().out
+    assert warned == (what != "replaced")
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"step": 1, "loss": 6.0}\n'])
+def test_a_resume_says_which_lines_of_the_metrics_are_lost(finished, tiny_data, tmp_path, capsys, content):
+    shutil.copytree(finished, tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.unlink() if content is None else path.write_bytes(content)
+    run = train_tiny(tiny_data, tmp_path, "--init_from=resume", "--max_steps=10")
+    first = 2 if content else 1
+    assert f"metrics.jsonl lacks the lines of steps {first} to 8: they are lost" in capsys.readouterr().out
+    assert {9, 10} <= metrics(run, "loss").keys()
+
+
+@pytest.mark.parametrize("line", [b"[1]", b'{"loss": 1}', b'{"step": "x"}', b"\xff\xfe", b"[" * 100_000])
+def test_a_line_of_the_metrics_that_is_no_record_is_named(finished, tiny_data, tmp_path, refuses, line):
+    shutil.copytree(finished, tmp_path / "run")
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.write_bytes(line + b"\n" + path.read_bytes())
+    error = refuses(train.main, *options(tiny_data, tmp_path, "--init_from=resume", "--max_steps=10"))
+    assert "metrics.jsonl:1: damaged; delete this line" in error
+
+
+def test_a_folder_of_data_that_is_removed_does_not_turn_a_bad_step_into_an_end(tiny_data, tmp_path, monkeypatch):
+    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
+    poison(monkeypatch, 6)
+    watch = report.Metrics.watch
+
+    def remove(self, *args):
+        shutil.rmtree(tmp_path / "tiny", ignore_errors=True)
+        return watch(self, *args)
+
+    monkeypatch.setattr(report.Metrics, "watch", remove)
+    run = train_tiny(tmp_path, tmp_path)
+    assert (run / "bad_steps" / "step_00000004.txt").read_text(encoding="utf-8").count("---- sample") == 8
+    assert newest_checkpoint(run / "ckpt").name == "step_00000008"
+
+
+# -- tokens --
+
+
+def test_tokens_are_counted_as_they_are_read_when_a_resume_changes_the_batch(finished, tiny_data, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path / "run")
+    run = train_tiny(
+        tiny_data, tmp_path, "--init_from=resume", "--batch_tokens=512", "--max_tokens=4096", "--max_steps=0"
+    )
+    tokens = metrics(run, "tokens")
+    assert [tokens[step] for step in (7, 8, 9, 12)] == [7 * 256, 8 * 256, 8 * 256 + 512, 4096]
+    assert max(tokens) == 12
+    assert "length: 12 optimization steps = 4,096 tokens" in capsys.readouterr().out
+    epochs = metrics(run, "epoch")
+    assert epochs[12] / epochs[8] == pytest.approx(2)
+
+
+@pytest.mark.parametrize("limit", [dict(max_tokens=100_000), dict(max_epochs=0.37), dict(max_steps=50)])
+def test_a_resume_with_the_same_batch_plans_the_same_end(limit):
+    cfg = train.TrainConfig(block_size=64, batch_size=4, batch_tokens=768, **limit)
+    plan = train.make_plan(cfg, 1, epoch_tokens=1_000_003)
+    for step in range(0, plan.steps, 7):
+        again = train.make_plan(cfg, 1, 1_000_003, step, step * plan.step_tokens // 64)
+        assert again.steps == plan.steps and again.tokens_at(plan.steps) == plan.tokens_at(plan.steps)
+
+
+# -- names that are not UTF-8 --
+
+
+@pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C", "PYTHONUTF8": "0"}])
+@pytest.mark.parametrize("name", ["模型".encode("gbk"), "模型".encode()])
+def test_folders_may_have_any_name(tiny_data, tmp_path, locale, name):
+    out = os.path.join(os.fsencode(tmp_path), name)
+    train_it = [*options(tiny_data, tmp_path), b"--out_dir=" + out, b"--run_name=" + name]
+    environment = os.environ | locale
+    for more in ([], ["--init_from=resume", "--max_steps=10"]):
+        argv = [sys.executable, str(REPO / "train.py"), *train_it, *more]
+        done = subprocess.run(argv, capture_output=True, env=environment)
+        assert done.returncode == 0, done.stderr.decode(errors="replace")
+    argv = [sys.executable, str(REPO / "sample.py"), b"--out_dir=" + out, "--max_new_tokens=3", "--device=cpu"]
+    done = subprocess.run(argv, capture_output=True, env=environment)
+    assert done.returncode == 0 and b"step_00000010" in done.stderr, done.stderr.decode(errors="replace")
+
+
+# -- reading while a training prunes --
+
+
+def test_sampling_takes_the_next_checkpoint_when_one_is_deleted_meanwhile(finished, tmp_path, monkeypatch, capsys):
+    shutil.copytree(finished, tmp_path / "run")
+    first = newest_checkpoint(tmp_path / "run" / "ckpt")
+    read = sample.from_pretrained
+
+    def pruned(folder):
+        if folder == first and first.exists():
+            assert not checkpoint.discard(first)
+        return read(folder)
+
+    monkeypatch.setattr(sample, "from_pretrained", pruned)
+    call(sample.main, f"--out_dir={tmp_path}", "--max_new_tokens=3", "--device=cpu")
+    assert "step_00000004" in capsys.readouterr().err
+
+
+# -- flipped bits --
+
+
+def outcome(folder: Path, data: Path) -> object:
+    """What sample.py and a fine-tuning get of a checkpoint: the weights, the shape, the tokens of a text; or a refusal."""
+    try:
+        source = sample.from_pretrained(folder)
+        tokenizer = sample.load_tokenizer(folder)
+    except (ValueError, train.UserError):
+        return "refused"
+    weights = {name: w.numpy().tobytes() for name, w in source.state_dict().items()}
+    texts = "the loop reads 模型 tokens\n x=1;"
+    return weights, source.config, tokenizer.encode(texts).tolist(), tokenizer.eos_id, tokenizer.prefix
+
+
+def test_no_flipped_bit_of_a_checkpoint_loads_as_another_model(finished, tiny_data, tmp_path):
+    folder = tmp_path / "step_00000008"
+    shutil.copytree(newest_checkpoint(finished / "ckpt"), folder)
+    whole, rng = outcome(folder, tiny_data), random.Random(5)
+    assert whole != "refused"
+    files, refused = sorted(folder.iterdir()), 0
+    for number in range(150):
+        path = files[number % len(files)]
+        content = path.read_bytes()
+        harness.flip(path, rng)
+        found = outcome(folder, tiny_data)
+        refused += found == "refused"
+        assert found in ("refused", whole), path
+        path.write_bytes(content)
+    assert refused > 60  # the others are of train_state.pt and the like, which neither of them reads
+
+
+def test_a_changed_meta_json_is_refused_and_an_older_one_is_read_with_a_note(tiny_data, tmp_path, refuses, capsys):
+    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
+    path = tmp_path / "tiny" / "meta.json"
+    meta = json.loads(path.read_text(encoding="utf-8"))
+    for changes in ({"vocab_size": 440}, {"eos_id": 0}, {"splits": meta["splits"] | {"val": meta["splits"]["train"]}}):
+        path.write_text(json.dumps(meta | changes), encoding="utf-8")
+        error = refuses(train.main, *options(tmp_path, tmp_path))
+        assert "meta.json: changed after it was made" in error
+    older = {k: v for k, v in meta.items() if k != "sha256"} | {"format_version": 1}
+    path.write_text(json.dumps(older), encoding="utf-8")
+    capsys.readouterr()
+    train_tiny(tmp_path, tmp_path)
+    assert "is of an older version and has no hash of its own" in capsys.readouterr().err
+
+
+def test_val_bin_is_verified_before_it_judges_a_model(finished, tiny_data, tmp_path, refuses):
+    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
+    path = tmp_path / "tiny" / "val.bin"
+    ids = bytearray(path.read_bytes())
+    ids[100] ^= 1  # the next token of the vocabulary, which no other check can see
+    path.write_bytes(ids)
+    ckpt = newest_checkpoint(finished / "ckpt")
+    error = refuses(sample.main, f"--ckpt={ckpt}", f"--eval={tmp_path / 'tiny'}", "--device=cpu")
+    assert "val.bin: " in error and "it was changed" in error
+
+
+def test_weights_without_a_finite_loss_are_an_error_of_the_evaluation(finished, tiny_data, tmp_path, refuses):
+    folder = tmp_path / "nan"
+    shutil.copytree(newest_checkpoint(finished / "ckpt"), folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] *= math.nan
+    from safetensors.torch import save_file
+
+    save_file(weights, folder / "model.safetensors")
+    forge(folder)
+    error = refuses(sample.main, f"--ckpt={folder}", f"--eval={tiny_data / 'tiny'}", "--device=cpu")
+    assert "is nan: its weights are damaged" in error

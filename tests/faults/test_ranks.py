@@ -1,0 +1,133 @@
+"""Ranks that do not mean the same must not train together; each case is two processes under torchrun."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPO, TINY, forge, metrics, train_tiny
+
+from checkpoint import newest_checkpoint
+
+# train.py as rank 1 sees it on a computer of its own: {1} in an option is the rank.
+ON_ITS_OWN = f"""
+import os, sys
+sys.path.insert(0, {str(REPO)!r})
+sys.argv = [a.replace("{{rank}}", os.environ["RANK"]) for a in sys.argv]
+import configurator, train
+PATCH
+configurator.run(train.main, needs_output=False)
+"""
+
+
+def two(tmp_path: Path, data: Path, *options: str, patch: str = "") -> subprocess.CompletedProcess:
+    script = tmp_path / "of_a_rank.py"
+    script.write_text(ON_ITS_OWN.replace("PATCH", patch))
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    argv = [sys.executable, *launch, *TINY, f"--data_dir={data}", f"--out_dir={tmp_path / 'out'}", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(argv, capture_output=True, text=True, timeout=240, env=environment)
+
+
+def refusal(done: subprocess.CompletedProcess) -> str:
+    """The one line of both ranks: of each computer, where they take themselves for two."""
+    errors = {line for line in done.stderr.splitlines() if line.startswith("error: ")}
+    assert done.returncode != 0 and len(errors) == 1, done.stderr[-3000:]
+    assert str(REPO / "train.py") not in done.stderr, done.stderr  # torchrun has a traceback of its own
+    return errors.pop()
+
+
+OTHER_DISK = """
+from dataclasses import replace
+from pathlib import Path
+decide = train.Machine.decide
+def on_node1(machine, work):
+    source = decide(machine, work)
+    return replace(source, path=Path(str(source.path).replace("node0", "node1")))
+if os.environ["RANK"] == "1":
+    os.environ["LOCAL_RANK"] = "0"  # the first of its own computer
+    train.Machine.decide = on_node1
+"""
+
+
+def lost(node1: Path) -> str:
+    shutil.rmtree(node1)
+    return "rank 1: "
+
+
+def damaged(node1: Path) -> str:
+    os.truncate(node1 / "train_state.pt", 100)
+    return "train_state.pt: not what manifest.json says: out_dir must be on a disk that all computers share"
+
+
+def of_another_seed(node1: Path) -> str:
+    (node1 / "config.json").write_bytes((node1 / "config.json").read_bytes() + b"\n")
+    forge(node1)
+    return "the ranks differ: checkpoint is "
+
+
+def of_another_step(node1: Path) -> str:
+    shutil.rmtree(node1)
+    shutil.copytree(node1.with_name("step_00000004"), node1)
+    return "step_00000008 holds step 4"
+
+
+@pytest.mark.parametrize("change", [lost, damaged, of_another_seed, of_another_step])
+def test_ranks_that_would_begin_elsewhere_are_refused(tiny_data, tmp_path, change):
+    """out_dir lies on a disk of each computer: rank 0 resumes, and rank 1 has something else there, or nothing."""
+    run = train_tiny(tiny_data, tmp_path / "node0")
+    shutil.copytree(tmp_path / "node0", tmp_path / "node1")
+    message = change(tmp_path / "node1" / "run" / "ckpt" / "step_00000008")
+    options = [f"--out_dir={tmp_path}/node{{rank}}", "--init_from=auto", "--max_steps=12"]
+    error = refusal(two(tmp_path, tiny_data, *options, patch=OTHER_DISK))
+    assert message in error and "node1" in error or message.startswith("the ranks")
+    assert newest_checkpoint(run / "ckpt").name == "step_00000008"
+
+
+def test_data_that_differ_between_computers_are_refused(tiny_data, tmp_path):
+    for rank in (0, 1):
+        shutil.copytree(tiny_data / "tiny", tmp_path / f"data{rank}" / "tiny")
+    meta = json.loads((tmp_path / "data1" / "tiny" / "meta.json").read_text(encoding="utf-8"))
+    meta["splits"]["train"]["sha256"] = "0" * 64
+    forge(tmp_path / "data1" / "tiny", "meta.json", json.dumps(meta).encode())
+    done = two(tmp_path, tiny_data, f"--data_dir={tmp_path}/data{{rank}}")
+    assert "the ranks differ: tiny/train.bin is 000000000000 on rank 1" in refusal(done)
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_that_differ_are_refused(tiny_data, tmp_path):
+    error = refusal(two(tmp_path, tiny_data, "--lr=0.00{rank}1"))
+    assert "the ranks differ: lr is 0.0011 on rank 1, 0.0001 on rank 0" in error
+
+
+def test_another_torch_on_one_rank_is_refused(tiny_data, tmp_path):
+    patch = "import torch\nif os.environ['RANK'] == '1': torch.__version__ = '2.9.9'"
+    assert "torch is 2.9.9 on rank 1" in refusal(two(tmp_path, tiny_data, patch=patch))
+
+
+def test_where_one_rank_alone_cannot_begin_all_say_so_in_one_line(tiny_data, tmp_path):
+    error = refusal(two(tmp_path, tiny_data, f"--data_dir={tiny_data}{{rank}}"))
+    assert "no data set in" in error
+    shutil.copytree(tiny_data / "tiny", tmp_path / "data0" / "tiny")
+    error = refusal(two(tmp_path, tiny_data, f"--data_dir={tmp_path}/data{{rank}}"))
+    assert "error: rank 1: no data set in" in error
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_compiler_that_fails_on_one_rank_alone_turns_it_off_on_all(tiny_data, tmp_path, rank):
+    patch = f"""
+import torch
+compile = torch.compile
+def broken(*args, **kwargs):
+    if os.environ["RANK"] == "{rank}":
+        raise RuntimeError("no C++ compiler")
+    return compile(*args, **kwargs)
+torch.compile = broken
+"""
+    done = two(tmp_path, tiny_data, "--compile=true", "--batch_size=2", patch=patch)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"torch.compile failed on rank {rank}; going on without it" in done.stdout
+    assert metrics(tmp_path / "out" / "run", "loss").keys() == set(range(1, 9))
