@@ -18,6 +18,7 @@ import io
 import itertools
 import json
 import lzma
+import math
 import os
 import re
 import sysconfig
@@ -49,59 +50,148 @@ class Source:
     bytes: int = 0  # on the disk
     changed: int = 0  # time of the last change, ns
     sha256: str = ""
+    content: str = ""  # its SHA-256 instead of a time that says nothing: of standard input
 
     @classmethod
     def at(cls, path: Path, kind: str, name: str = "") -> "Source":
         stat = path.stat()
-        return cls(path, kind, name or str(path), stat.st_size, stat.st_mtime_ns)
+        return cls(path, kind, name or name_of(path), stat.st_size, stat.st_mtime_ns)
 
     def same_file(self) -> tuple:
-        return self.name, self.kind, self.bytes, self.changed
+        return self.name, self.kind, self.bytes, self.content or self.changed
+
+    def check_unchanged(self, sha256: str) -> None:
+        """When it has been read: UserError if it is no longer what was found, or read before."""
+        stat = self.path.stat()
+        same = (stat.st_size, stat.st_mtime_ns) == (self.bytes, self.changed)
+        if not same or self.sha256 not in ("", sha256):
+            raise self.changed_error()
+        self.sha256 = sha256
+
+    def changed_error(self) -> UserError:
+        again = "run the same command again when nothing writes to it"
+        return UserError(f"{self.name}: it changed while it was read: {again}")
+
+
+def name_of(path: Path) -> str:
+    """As messages show it: by the locale, else as UTF-8; lone surrogates stand for other bytes."""
+    try:
+        str(path).encode()
+        return str(path)
+    except UnicodeEncodeError:
+        return os.fsencode(path).decode("utf-8", "surrogateescape")
+
+
+def in_order(path: Path) -> list[bytes]:
+    """A key for sorting, which makes a folder the same corpus in any locale."""
+    return os.fsencode(path).split(b"/")
+
+
+def suffix_of(path: Path) -> str:
+    """What tells the kind of a file and its compression: .jsonl.gz of DUMP.JSONL.gz."""
+    name = Path(path.name.lower())
+    packed = name.suffix if name.suffix in COMPRESSED else ""
+    return Path(name.name.removesuffix(packed)).suffix + packed
 
 
 def kind_of(path: Path) -> str | None:
-    name = path.name.lower()
-    for suffix in COMPRESSED:
-        name = name.removesuffix(suffix)
-    kind = Path(name).suffix[1:]
+    kind = suffix_of(path).strip(".").partition(".")[0]
     return kind if kind in KINDS else None
 
 
-def find_sources(inputs: Iterable[str], kind: str = "auto") -> list[Source]:
-    """The files that the --input arguments name, folders searched through, in a fixed order, each once."""
-    found: dict[Path, Source] = {}
-    for name in inputs:
-        paths = [Path(name)] if os.path.exists(name) else [Path(p) for p in sorted(glob.glob(name, recursive=True))]
+OTHER_NAME, OUR_OWN = "another name of a file that is read", "written by prepare.py"
+
+
+def find_sources(
+    inputs: Iterable[str], kind: str = "auto", own: Iterable[Path] = ()
+) -> tuple[list[Source], dict[str, Counter]]:
+    """(the files that the --input arguments name, in a fixed order, each once; what was passed by).
+
+    Folders are searched through. own: files that the caller writes, which therefore are no input.
+    What was passed by: argument -> suffix of a file, or another reason -> number of files.
+    """
+    sources: list[Source] = []
+    passed_by: dict[str, Counter] = {}
+    own_files = {identity(path) for path in own}
+    names: dict[tuple[int, int], set[Path]] = {}  # of each file
+    for argument in inputs:
+        passed = passed_by[name_of(Path(argument))] = Counter()
+        here = os.path.exists(argument)
+        paths = [argument] if here else sorted(glob.glob(argument, recursive=True))
         if not paths:
-            raise UserError(f"--input {name}: no such file or folder")
-        for path in paths:
-            inside = sorted(walk(path)) if path.is_dir() else [path]
-            if not inside:
-                raise UserError(f"--input {path}: the folder has no file that ends in {EXPECTED}")
-            for file in inside:
-                if kind == "auto" and not kind_of(file):
+            raise UserError(f"--input {argument}: no such file or folder")
+        for path in map(Path, paths):
+            files = sorted(walk(path, passed), key=in_order) if path.is_dir() else [path]
+            if not files:
+                there = ", ".join(f"{n:,} x {what}" for what, n in passed.items()) or "nothing"
+                expected = f"the folder has no file that ends in {EXPECTED}"
+                raise UserError(f"--input {path}: {expected}; it has {there}")
+            for file in files:
+                this_kind = kind_of(file) if kind == "auto" else kind
+                if not this_kind:
                     raise UserError(f"--input {file}: unknown kind of file; expected {EXPECTED}, or say --format=KIND")
                 if not file.is_file():
                     raise UserError(f"--input {file}: no regular file; pipe it in with --input -")
-                found.setdefault(file, Source.at(file, kind_of(file) if kind == "auto" else kind))
-    return list(found.values())
+                if identity(file) in own_files:
+                    ours = "prepare.py has written it: name the corpus alone"
+                    raise UserError(f"--input {file}: {ours}")
+                known = names.setdefault(identity(file), set())
+                if not known:
+                    sources.append(Source.at(file, this_kind))
+                elif file not in known:
+                    passed[OTHER_NAME] += 1
+                known.add(file)
+    return sources, {argument: counts for argument, counts in passed_by.items() if counts}
 
 
-def walk(folder: Path) -> Iterator[Path]:
-    """The files below a folder that we can read; an unreadable folder in it is an error, not an omission."""
+def identity(path: Path) -> tuple[int, int]:
+    """The same for all names of a file: links, and A and a on a disk that takes them for one."""
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino
 
-    def fail(error: OSError) -> None:
-        raise UserError(f"--input {error.filename}: {error.strerror}")
 
-    for root, _, names in os.walk(folder, onerror=fail):
-        yield from (path for name in names if kind_of(path := Path(root, name)) and path.is_file())
+def walk(folder: Path, passed: Counter) -> Iterator[Path]:
+    """The files of a corpus below a folder; `passed` counts the others.
+
+    Links to folders are followed; each folder is read once, by its own name if that lies below. An
+    error is a folder that cannot be read, and what has the name of a corpus and is no file: a link
+    to nothing, a pipe.
+    """
+    folders, links, seen = [folder], [], set()
+    while folders or links:
+        at = folders.pop() if folders else links.pop(0)
+        try:
+            if identity(at) in seen:
+                continue
+            seen.add(identity(at))
+            with os.scandir(at) as entries:
+                inside = sorted(entries, key=lambda entry: entry.name)
+            names = {entry.name for entry in inside}
+            scratch = re.fullmatch(r"\..+\.tmp", at.name) and names & {"tokenizer", "part0"}
+            if scratch or {"train.bin", "val.bin", "meta.json"} <= names:
+                passed[OUR_OWN] += len(inside)
+                continue
+            for entry in inside:
+                path = at / entry.name
+                if entry.is_dir():
+                    (links if entry.is_symlink() else folders).append(path)
+                elif not kind_of(path):
+                    passed[suffix_of(path) or "no suffix"] += 1
+                elif entry.is_file():
+                    yield path
+                else:
+                    what = "a link to nothing, or no regular file"
+                    raise UserError(f"--input {path}: {what}: remove it")
+        except OSError as e:
+            raise UserError(f"--input {e.filename or at}: {e.strerror}") from None
 
 
 class HashedFile(io.RawIOBase):
-    """A file that knows how much of it was read, and the SHA-256 of that."""
+    """A source's file that knows how much of it was read, and the SHA-256 of that."""
 
-    def __init__(self, path: Path):
-        self.file, self.digest, self.bytes_read = open(path, "rb", buffering=0), hashlib.sha256(), 0
+    def __init__(self, source: Source):
+        self.source, self.file = source, open(source.path, "rb", buffering=0)
+        self.digest, self.bytes_read = hashlib.sha256(), 0
 
     def readable(self) -> bool:
         return True
@@ -110,6 +200,8 @@ class HashedFile(io.RawIOBase):
         n = self.file.readinto(buffer)
         self.digest.update(memoryview(buffer)[:n])
         self.bytes_read += n
+        if self.bytes_read > self.source.bytes:  # it grows, and may do so without end
+            raise self.source.changed_error()
         return n
 
     def close(self) -> None:
@@ -176,10 +268,23 @@ BLANK = "：。 \t\r\n"
 
 
 class Reader:
-    """The records of all files in order, from a position on."""
+    """The records of all files in order, from a position on.
 
-    def __init__(self, sources: list[Source], encoding: str, txt: str, file: int = 0, record: int = 0):
-        self.sources, self.encoding, self.txt, self.file, self.record = sources, encoding, txt, file, record
+    limit: characters of a record, or bytes where .jsonl is cut into lines before it is decoded. A
+    longer one is bad, and little more than this of it is ever in memory.
+    """
+
+    def __init__(
+        self,
+        sources: list[Source],
+        encoding: str,
+        txt: str,
+        limit: int,
+        file: int = 0,
+        record: int = 0,
+    ):
+        self.sources, self.encoding, self.txt, self.limit = sources, encoding, txt, limit
+        self.file, self.record = file, record
 
     def chunks(self) -> Iterator[Chunk]:
         before = sum(s.bytes for s in self.sources[: self.file])
@@ -202,43 +307,58 @@ class Reader:
     def records(self, source: Source, skip: int) -> Iterator[tuple[int, int, str, Any]]:
         """(how many so far, bytes read, where, record) of one file; at its end its hash is known."""
         try:
-            with HashedFile(source.path) as raw:
+            with HashedFile(source) as raw:
                 if source.kind == "parquet":
-                    found = read_parquet(source)
+                    found = read_parquet(source, self.limit)
                 elif source.kind == "py":
                     found = iter([(source.name, raw.read())])
                 else:
                     stream = decompressed(io.BufferedReader(raw, 1 << 18), source.name)
                     if source.kind in ("jsonl", "ndjson") and has_ascii_line_ends(self.encoding):
-                        found = read_lines(stream, source, self.encoding)
+                        found = read_lines(stream, source, self.encoding, self.limit)
                     else:
                         encoding = "utf-8-sig" if codecs.lookup(self.encoding).name == "utf-8" else self.encoding
                         newline = "" if source.kind in ("csv", "tsv") else None
                         text = io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline=newline)
-                        found = READERS[source.kind](text, source, self.txt)
+                        found = READERS[source.kind](text, source, self.txt, self.limit)
                 for number, (where, record) in enumerate(found, 1):
                     if number > skip:
                         yield number, raw.bytes_read, where, record
                 while raw.read(1 << 20):
                     pass  # what no reader wanted counts in the hash too
-                source.sha256 = raw.digest.hexdigest()
+                source.check_unchanged(raw.digest.hexdigest())
         except OSError as e:  # gzip's and bz2's own errors too
             raise UserError(f"{source.name}: {e.strerror or e}") from None
         except (EOFError, zlib.error, lzma.LZMAError) as e:
             raise UserError(f"{source.name}: damaged or cut off ({e})") from None
         except UnicodeError as e:  # encodings whose errors cannot be kept for later, as UTF-16
             raise UserError(f"{source.name}: not {self.encoding} ({e}): give --encoding") from None
-        except csv.Error as e:
-            raise UserError(f"{source.name}: not a CSV file ({e})") from None
 
 
 def weight(record: Any) -> int:
     """About how many characters of text."""
     if isinstance(record, str | bytes):
         return len(record)
-    if isinstance(record, Lines | Piece):
-        return len(record[0])
-    return 200 + sum(len(v) for v in record.values() if isinstance(v, str)) if isinstance(record, dict) else 200
+    return len(record[0]) if isinstance(record, Lines | Piece) else 200 + characters(record)
+
+
+def characters(record: Any) -> int:
+    """Of all texts in a record, however they are nested."""
+    total, todo = 0, [record]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, str | bytes):
+            total += len(value)
+        elif isinstance(value, dict):
+            todo += value.values()
+        elif isinstance(value, list):
+            todo += value
+    return total
+
+
+def too_long(limit: int) -> ValueError:
+    """What stands for a record that is longer than the limit."""
+    return ValueError(f"longer than --max_record_mb={limit / 1e6:g}")
 
 
 def has_ascii_line_ends(encoding: str) -> bool:
@@ -246,63 +366,191 @@ def has_ascii_line_ends(encoding: str) -> bool:
     return codecs.lookup(encoding).name in ("utf-8", "gb18030", "gbk", "gb2312", "ascii", "iso8859-1", "cp1252")
 
 
-def read_lines(stream: io.BufferedIOBase, source: Source, encoding: str) -> Iterator[tuple[str, Lines]]:
+# What a reader gives: (where, record), with a ValueError for a record that cannot be one.
+Records = Iterator[tuple[str, Any]]
+
+
+def read_lines(stream: io.BufferedIOBase, source: Source, encoding: str, limit: int) -> Records:
     """A .jsonl file in blocks of about a megabyte that end where a line ends."""
-    rest, first = [], 1
-    while data := stream.read(CHUNK):
-        if end := data.rfind(b"\n") + 1:
-            block = b"".join([*rest, data[:end]])
+    rest, first, length = [], 1, 0  # of the line that has not ended yet: bytes, number, length
+    while data := stream.read(min(CHUNK, limit)):  # a line that lies in it whole is not too long
+        end = data.find(b"\n")
+        length += len(data) if end < 0 else end
+        if length > limit:
+            rest = []
+            if end < 0:
+                continue
+            yield f"{source.name}:{first}", too_long(limit)
+            first, data = first + 1, data[end + 1 :]
+        if cut := data.rfind(b"\n") + 1:
+            block = b"".join([*rest, data[:cut]])
             yield source.name, Lines(block, encoding, source.name, first)
             first += block.count(b"\n")
             rest = []
-        rest.append(data[end:])
-    if any(rest):
+        rest.append(data[cut:])
+        if end >= 0:
+            length = len(data) - cut
+    if length > limit:
+        yield f"{source.name}:{first}", too_long(limit)
+    elif any(rest):
         yield source.name, Lines(b"".join(rest), encoding, source.name, first)
 
 
-def read_jsonl(f: io.TextIOWrapper, source: Source, txt: str) -> Iterator[tuple[str, str]]:
-    for number, line in enumerate(f, 1):
-        if not line.isspace():
+def lines_of(f: io.TextIOWrapper, limit: int) -> Iterator[tuple[int, str | ValueError]]:
+    """(number, line) of a text."""
+    for number in itertools.count(1):
+        line = f.readline(limit + 1)
+        if not line:
+            return
+        if len(line) <= limit or line.endswith("\n"):
+            yield number, line
+            continue
+        del line
+        while (more := f.readline(CHUNK)) and not more.endswith("\n"):
+            pass
+        yield number, too_long(limit)
+
+
+def is_blank(line: str | ValueError) -> bool:
+    return isinstance(line, str) and line.isspace()
+
+
+def read_jsonl(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Records:
+    for number, line in lines_of(f, limit):
+        if not is_blank(line):
             yield f"{source.name}:{number}", line
 
 
-def read_json(f: io.TextIOWrapper, source: Source, txt: str) -> Iterator[tuple[str, Any]]:
+class Window:
+    """The stretch of a long text that is looked at: `text` from the place `at` on."""
+
+    def __init__(self, f: io.TextIOWrapper):
+        self.f, self.text, self.at, self.before, self.ended = f, "", 0, 0, False
+
+    def read_on(self, size: int) -> None:
+        """Take in `size` characters more, and leave what lies before `at`."""
+        more = self.f.read(size)
+        self.before += self.at
+        self.text, self.at, self.ended = self.text[self.at :] + more, 0, not more
+
+    def skip(self, what: re.Pattern) -> str:
+        """Go behind all of `what`; the character that stands there, "" at the end of the text."""
+        while True:
+            self.at = what.match(self.text, self.at).end()
+            if self.at < len(self.text) or self.ended:
+                return self.text[self.at : self.at + 1]
+            self.read_on(1 << 16)
+
+    def skip_element(self) -> bool:
+        """Go behind the string, array or object that begins here, holding little of it.
+
+        False if the text ends before it does.
+        """
+        depth, in_string = 0, self.text[self.at] == '"'
+        self.at += in_string
+        while not self.ended:
+            while self.at < len(self.text):
+                if in_string:
+                    sign = IN_STRING.search(self.text, self.at)
+                    in_string = not sign or sign[0] != '"'
+                    self.at = sign.end() if sign else len(self.text)
+                    self.at += bool(sign) and in_string  # what a backslash escapes
+                else:
+                    self.at = UP_TO_BRACKET.match(self.text, self.at).end()
+                    sign = self.text[self.at : self.at + 1]
+                    in_string = sign == '"'
+                    depth += (sign in ("[", "{")) - (sign in ("]", "}"))
+                    self.at += len(sign)
+                if depth == 0 and not in_string:
+                    return True
+            behind = self.at - len(self.text)  # 1 where a backslash at the edge escapes what comes
+            self.at = len(self.text)
+            self.read_on(CHUNK)
+            self.at = behind
+        return False
+
+
+SPACE, BETWEEN = re.compile(r"\s*"), re.compile(r"[\s,]*")
+IN_STRING = re.compile(r'["\\]')
+# And what lies before a bracket: whole strings and all that is no string.
+UP_TO_BRACKET = re.compile(r'(?s)(?:[^"\[\]{}]+|"[^"\\]*(?:\\.[^"\\]*)*")*')
+EDGE = 16  # an error so close to the edge may be the edge: -Infinity and 1.5e+10 are shorter
+
+
+def read_json(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Records:
     """An array of any length, or objects one after the other, one element in memory at a time."""
-    decoder, blank, size, number, at = json.JSONDecoder(), re.compile(r"[\s,]*"), 1 << 16, 0, 0
-    buffer = f.read(size).lstrip()
-    more, closing = bool(buffer), "]" if buffer.startswith("[") else ""
-    buffer = buffer.removeprefix("[")
-    while True:
-        at = blank.match(buffer, at).end()
-        try:
-            record, end = decoder.raw_decode(buffer, at)
-            whole = not more or end < len(buffer) or isinstance(record, dict | list)  # 12 may go on as 123
-        except (ValueError, RecursionError):  # cut off by the buffer's end, or not JSON at all
-            whole = False
-        if whole:
-            number, at, size = number + 1, end, 1 << 16
-            yield f"{source.name}: element {number}", record
-        elif more:
-            chunk = f.read(size)
-            buffer, at, more = buffer[at:] + chunk, 0, bool(chunk)
-            size = min(2 * size, 1 << 28)  # a large element is not decoded from its start for every 64 KB
-        elif (rest := buffer[at:].rstrip()) != closing:
-            where = f"behind element {number}, near {rest[:40]!r}" if rest else "at its end, which has no ]"
-            raise UserError(f"{source.name}: not valid JSON {where}: mend it there")
-        else:
+    decoder, window, number = json.JSONDecoder(), Window(f), 0
+
+    def fail(at: int, why: str) -> UserError:
+        near = window.text[max(window.at, at - 20) : at + 20]
+        what = f"(character {window.before + at + 1:,}: {why})"
+        place = f"behind element {number}, near {near!r} {what}"
+        return UserError(f"{source.name}: not valid JSON {place}: mend it there")
+
+    in_array = window.skip(SPACE) == "["
+    window.at += in_array
+    while sign := window.skip(BETWEEN):
+        if in_array and sign == "]":
+            window.at += 1
+            if window.skip(SPACE):
+                raise fail(window.at, "the array has ended")
             return
+        size = 1 << 16
+        while True:
+            held = len(window.text) - window.at
+            try:
+                record, end = decoder.raw_decode(window.text, window.at)
+                if window.ended or isinstance(record, dict | list) or end + EDGE < len(window.text):
+                    break  # 12 at the edge may go on as 123
+            except json.JSONDecodeError as e:
+                cut = e.msg.startswith("Unterminated string") or e.pos + EDGE > len(window.text)
+                if window.ended or not cut:
+                    raise fail(e.pos, e.msg) from None
+            except RecursionError:
+                raise fail(window.at, "nested too deeply") from None
+            except ValueError:
+                raise fail(window.at, "a number of too many digits") from None
+            if held > limit:
+                if sign not in '"[{' or not window.skip_element():
+                    raise fail(len(window.text), f"{too_long(limit)}, and without an end")
+                record, end = too_long(limit), window.at
+                break
+            window.read_on(min(size, limit + (1 << 16) - held))
+            size *= 2  # a large element is not decoded from its start for every 64 KB
+        if end - window.at > limit:
+            record = too_long(limit)
+        number, window.at = number + 1, end
+        yield f"{source.name}: element {number}", record
+    if in_array:
+        raise fail(len(window.text), "its end has no ]")
 
 
-def read_csv(f: io.TextIOWrapper, source: Source, txt: str) -> Iterator[tuple[str, Any]]:
-    csv.field_size_limit(1 << 30)
+def read_csv(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Records:
+    csv.field_size_limit(max(limit, csv.field_size_limit()))
+    begin, held = 1, 0  # the line where the row begins, and how many characters of it were read
+
+    def lines() -> Iterator[str]:
+        nonlocal held
+        while line := f.readline(limit + 1):
+            held += len(line)
+            if held > limit:
+                raise csv.Error(f"{too_long(limit)}: raise that, unless a quote is never closed")
+            yield line
+
     dialect = "excel-tab" if source.kind == "tsv" else "excel"
-    rows = csv.DictReader(f, dialect=dialect, strict=True)  # strict: an open quote is an error
-    for row in rows:
-        surplus = ValueError("more fields than the header: quote a text that holds the separator")
-        yield f"{source.name}:{rows.line_num}", surplus if None in row else row
+    rows = csv.DictReader(lines(), dialect=dialect, strict=True)  # an open quote is an error
+    try:
+        for row in rows:
+            if None in row:
+                why = "more fields than the header: quote a text that holds the separator"
+                row = ValueError(why)
+            yield f"{source.name}:{rows.line_num}", row
+            begin, held = rows.line_num + 1, 0
+    except csv.Error as e:  # where the next row begins, nobody can tell
+        raise UserError(f"{source.name}:{begin}: not a row of a CSV file ({e})") from None
 
 
-def read_parquet(source: Source) -> Iterator[tuple[str, dict]]:
+def read_parquet(source: Source, limit: int) -> Records:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -312,29 +560,41 @@ def read_parquet(source: Source) -> Iterator[tuple[str, dict]]:
         with pyarrow.parquet.ParquetFile(source.path, pre_buffer=False) as table:
             rows = (row for batch in table.iter_batches(256, use_threads=False) for row in batch.to_pylist())
             for number, row in enumerate(rows, 1):
-                yield f"{source.name}: row {number}", row
+                fits = characters(row) <= limit
+                yield f"{source.name}: row {number}", row if fits else too_long(limit)
     except pyarrow.ArrowException as e:
         raise UserError(f"{source.name}: not a whole Parquet file ({str(e).splitlines()[0][:120]})") from None
 
 
-def read_txt(f: io.TextIOWrapper, source: Source, txt: str) -> Iterator[tuple[str, str | Piece]]:
+def read_txt(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Records:
+    """Each line, each block between blank lines, or all of a file, which may be of any length."""
     if txt == "line":
-        yield from ((f"{source.name}:{n}", line.rstrip("\n")) for n, line in enumerate(f, 1) if not line.isspace())
-        return
-    if txt == "block":
-        for blank, lines in itertools.groupby(enumerate(f, 1), key=lambda line: line[1].isspace()):
-            if not blank:
-                number, line = next(lines)
-                yield f"{source.name}:{number}", line + "".join(line for _, line in lines)
-        return
-    first, digest = b"", hashlib.sha256()
-    for text, last in pieces(f.read):
-        if last and not first:  # the usual case: one piece is all
-            yield source.name, text
-            return
-        digest.update(text.encode("utf-8", "surrogateescape"))
-        first = first or digest.digest()[:16]
-        yield source.name, Piece(text, first, digest.digest()[:16] if last else b"")
+        for number, line in lines_of(f, limit):
+            if not is_blank(line):
+                whole = isinstance(line, str)
+                yield f"{source.name}:{number}", line.rstrip("\n") if whole else line
+    elif txt == "block":
+        block, size, begin = [], 0, 0  # its lines, its characters, the number of its first line
+        for number, line in itertools.chain(lines_of(f, limit), [(0, "\n")]):
+            if not is_blank(line):
+                begin = begin or number
+                size += len(line) if isinstance(line, str) else limit + 1
+                if size <= limit:
+                    block.append(line)
+                else:
+                    block.clear()
+            elif begin:
+                yield f"{source.name}:{begin}", "".join(block) if size <= limit else too_long(limit)
+                block, size, begin = [], 0, 0
+    else:
+        first, digest = b"", hashlib.sha256()
+        for text, last in pieces(f.read):
+            if last and not first:  # the usual case: one piece is all
+                yield source.name, text
+                return
+            digest.update(text.encode("utf-8", "surrogateescape"))
+            first = first or digest.digest()[:16]
+            yield source.name, Piece(text, first, digest.digest()[:16] if last else b"")
 
 
 READERS = dict(
@@ -466,10 +726,12 @@ def clean(text: str, cleaning: Cleaning, tally: Tally) -> str:
 
 
 def get(record: dict, key: str) -> str:
-    """A field as text: a number is written out, null and absence are empty; ValueError if it is a list or a record."""
+    """A field as text: a number is written out, null and absence are empty; else a ValueError."""
     value = record.get(key)
     if type(value) is str:
         return value
+    if isinstance(value, float) and not math.isfinite(value):  # Python's JSON takes NaN, Infinity
+        raise ValueError(f"{key} is {value}, no text")
     if isinstance(value, int | float | None):
         return "" if value is None else str(value)
     raise ValueError(f"{key} is a {type(value).__name__}, no text")

@@ -15,10 +15,10 @@ compressed as .gz, .xz, .bz2 or .zst, in constant memory. A record {title, summa
 
 A run that was killed goes on where it stood when the same command is given again; until the end the data set of before
 stays whole. The result does not depend on the number of workers, processes or interruptions, to the byte.
+Nothing is deleted but files that prepare.py has written itself, in data/NAME and in data/.NAME.tmp.
 """
 
 import codecs
-import ctypes
 import hashlib
 import importlib.metadata
 import io
@@ -32,6 +32,7 @@ import struct
 import sys
 import threading
 import time
+import unicodedata
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -47,21 +48,31 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from configurator import OneRankError, UserError, parse, run
-from corpora import PIECE, Chunk, Cleaning, Reader, Source, Tally, demo_sources, documents, find_sources, pieces
+from configurator import OneRankError, UserError, note, parse, run
+from corpora import CHUNK, PIECE, Chunk, Cleaning, Reader, Source, Tally, demo_sources, documents, find_sources, pieces
 from dataset import (
     FORMAT_VERSION,
     document_texts,
-    file_sha256,
     find_tokenizer,
     load_tokenizer,
-    lock,
     open_dataset,
     run_loader,
     sample_texts,
-    sync_to_disk,
+    tokenizer_files,
     tokenizer_folder,
     verify,
+)
+from files import (
+    file_sha256,
+    json_bytes,
+    lock,
+    put_in_place,
+    read_object,
+    remove_only,
+    sealed,
+    sync_to_disk,
+    unseal,
+    write_whole,
 )
 from tokenizer import HF_FILES, SentencePiece, Tiktoken, hugging_face_files, open_tokenizer
 
@@ -82,6 +93,7 @@ class PrepareConfig:
     # ---- Bad records: counted and shown ----
     max_bad: float = 0.01  # more than this share of records that cannot be read is an error
     strict: bool = False  # the first one is an error
+    max_record_mb: float = 64.0  # million characters (.jsonl: bytes); more is bad, in .csv an error
     # ---- Output ----
     name: str = ""  # writes data_dir/NAME/; default: demo, or the first input's name
     data_dir: str = "data"  # where data sets live
@@ -98,7 +110,7 @@ class PrepareConfig:
     split: Literal["train", "val"] = "train"  # of the documents to show
     show: str = "first"  # documents: first, random, or the number of a token
     count: int = 3  # so many of them
-    step: int = -1  # of the run: show the windows that it trains on
+    step: int = -1  # of the run, counted from 1 as in its log: show the windows that it trained on
 
     def problems(self) -> list[str]:
         checks = {
@@ -106,6 +118,8 @@ class PrepareConfig:
             "max_bad must be between 0 and 1": 0 <= self.max_bad <= 1,
             "vocab_size must be at least 300: 256 bytes and a few words": self.vocab_size >= 300,
             "train_mb, shard_mb and count must be positive": min(self.train_mb, self.shard_mb, self.count) > 0,
+            "max_record_mb must be between 0.001 and 1,000,000": 0.001 <= self.max_record_mb <= 1e6,
+            "steps count from 1": self.step == -1 or self.step > 0,
             "workers and min_tokens must not be negative": min(self.workers, self.min_tokens) >= 0,
             "show must be first, random or the number of a token": re.fullmatch(r"first|random|\d+", self.show),
             f"name {self.name!r} must be a plain folder name": "/" not in self.name and self.name[:1] != ".",
@@ -123,6 +137,15 @@ def is_encoding(name: str) -> bool:
 
 def cleaning(cfg: PrepareConfig) -> Cleaning:
     return Cleaning(cfg.fields, cfg.normalize, cfg.drop_control)
+
+
+def reader_of(sources: list[Source], cfg: PrepareConfig, file: int = 0, record: int = 0) -> Reader:
+    return Reader(sources, cfg.encoding, cfg.txt, int(cfg.max_record_mb * 1e6), file, record)
+
+
+def what_is_read(cfg: PrepareConfig) -> list:
+    """The settings that decide which texts a file holds."""
+    return [cleaning(cfg), cfg.txt, cfg.encoding, cfg.max_record_mb]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,25 +267,32 @@ def in_order(given: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tup
 
 def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, folder: Path) -> dict:
     """The tokenizer that --tokenizer asks for, saved in `folder`; returns what meta.json says of it."""
-    known = [cfg.vocab_size, cfg.train_mb, cleaning(cfg), cfg.txt, cfg.encoding, *(s.same_file() for s in sources)]
+    known = [cfg.vocab_size, cfg.train_mb, what_is_read(cfg), [s.same_file() for s in sources]]
     key = fingerprint(known) if cfg.tokenizer == "train" else None
     path = folder / "info.json"
-    if key and path.exists() and (info := json.loads(path.read_text()))["key"] == key:
-        print("the tokenizer of the interrupted run is whole: it stays")
-        return info
-    shutil.rmtree(folder, ignore_errors=True)
+    if key and path.exists():
+        try:
+            kept = unseal(path)
+            info = kept["tokenizer"]
+            if kept["key"] == key and file_sha256(folder / info["file"]) == info["sha256"]:
+                print("the tokenizer of the interrupted run is whole: it stays")
+                return info
+            why = "it is damaged, or of other input or settings"
+        except (OSError, ValueError, LookupError, TypeError) as e:
+            why = f"{path}: {e}"
+        print(f"the tokenizer of the interrupted run is made anew: {why}")
+    ready = None if key else find_tokenizer(cfg.tokenizer)
+    beside = tokenizer_folder(cfg.tokenizer)
+    came_with = {f.name: f.read_bytes() for f in hugging_face_files(beside)} if beside else {}
+    remove_only(folder, WORK["tokenizer"])
     folder.mkdir()
-    if cfg.tokenizer == "train":
-        tokenizer = SentencePiece(train_sentencepiece(cfg, sources, workers, folder))
-    else:
-        tokenizer = find_tokenizer(cfg.tokenizer)
-        if came_with := tokenizer_folder(cfg.tokenizer):
-            for file in hugging_face_files(came_with):
-                shutil.copy(file, folder)
+    for file, content in came_with.items():
+        (folder / file).write_bytes(content)
+    tokenizer = ready or SentencePiece(train_sentencepiece(cfg, sources, workers, folder))
     info = tokenizer.save(folder)
-    info |= {"sha256": file_sha256(folder / info["file"]), "key": key}
+    info |= {"sha256": file_sha256(folder / info["file"])}
     info |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
-    write_json(path, info)
+    write_whole(path, json_bytes(sealed({"key": key, "tokenizer": info})))
     return info
 
 
@@ -272,9 +302,9 @@ def train_sentencepiece(cfg: PrepareConfig, sources: list[Source], workers: int,
 
     # A uniform sample of 4,000-character pieces (reservoir sampling, Vitter's algorithm R): memory stays bounded.
     length, rng, sample, seen, tally = 4000, random.Random(0), [], 0, Tally()
-    reader = Reader(sources, cfg.encoding, cfg.txt)
+    reader = reader_of(sources, cfg)
     total = sum(s.bytes for s in sources)
-    with progress_bar("reading for the tokenizer", sources) as bar:
+    with progress_bar("reading for the tokenizer", total) as bar:
         for chunk, (texts, counts) in in_order(partial(texts_of, cleaning(cfg)), reader.chunks(), workers):
             tally.add(counts)
             check_bad(tally, cfg, foreseen(tally, chunk, total))
@@ -317,37 +347,86 @@ def train_sentencepiece(cfg: PrepareConfig, sources: list[Source], workers: int,
 # Encode: every process writes a part, and a journal that says how much of it counts
 
 
+class GrowingFile:
+    """A file that is written at its end only, and the SHA-256 of all that is in it."""
+
+    def __init__(self, path: Path, mode: str):
+        self.file, self.digest = open(path, mode), hashlib.sha256()
+
+    def write(self, data: bytes) -> None:
+        self.file.write(data)
+        self.digest.update(data)
+
+    def state(self) -> list:
+        return [self.file.tell(), self.digest.hexdigest()]
+
+
+def reopened(path: Path, state: list, bar: tqdm) -> GrowingFile:
+    """A file as it was when it had this state(); ValueError if it is no longer so."""
+    if path.stat().st_nlink > 1:  # a data set has it too
+        copy = path.with_name(f".{path.name}.tmp")
+        shutil.copyfile(path, copy)
+        copy.replace(path)
+    growing, size = GrowingFile(path, "r+b"), state[0]
+    while data := growing.file.read(min(1 << 20, size - growing.file.tell())):
+        growing.digest.update(data)
+        bar.update(len(data))
+    if growing.state() != state:
+        growing.file.close()
+        raise ValueError(f"{path.name} is not as it was written")
+    growing.file.truncate()
+    return growing
+
+
 class Part:
-    """The tokens and rows of one process. The files only grow; the journal, replaced whole once a shard is on the disk,
-    has their sizes and the position in the input that they belong to. What lies behind it is cut off by a restart.
+    """The tokens and rows of one process, in a folder of its own, which has one writer.
+
+    The files only grow. The journal, replaced whole once a shard is on the disk, has their sizes
+    and hashes, and the position in the input that they belong to. A restart cuts off what is more.
     """
 
-    def __init__(self, folder: Path, rank: int, key: str):
-        self.paths = {name: folder / f"part{rank}.{name}.bin" for name in ("train", "val", "rows")}
-        self.journal, self.key = folder / f"part{rank}.json", key
+    def __init__(self, folder: Path, key: str):
+        self.folder, self.journal, self.key = folder, folder / "journal.json", key
+        self.paths = {name: folder / f"{name}.bin" for name in ("train", "val", "rows")}
         self.file, self.record, self.text, self.tally = 0, 0, 0, Tally()  # text: characters so far
+        self.states = {}  # name -> GrowingFile.state() when the journal was written
+        self.held, self.files = None, {}  # while it is open
 
-    def open(self, sources: list[Source]) -> bool:
-        """Go on from the journal, if it is of this work and the files read so far are the same; True if so."""
-        try:
-            found = json.loads(self.journal.read_text())
-            same = found["key"] == self.key and len(found["sources"]) <= len(sources)
-            for source, (*file, sha256) in zip(sources, found["sources"], strict=False):
-                same = same and list(source.same_file()) == file
-                source.sha256 = sha256
-        except (OSError, ValueError, KeyError):
-            same = False
-        if same:
-            self.file, self.record, self.text = found["file"], found["record"], found["text"]
-            counters = {k: Counter(v) if isinstance(v, dict) else v for k, v in found["tally"].items()}
-            self.tally = Tally(**counters)
-        else:
-            self.journal.unlink(missing_ok=True)
-        self.files = {}
+    def open(self, sources: list[Source]) -> None:
+        """Go on from the journal if it is of this work, and input and files are as it says."""
+        self.held = lock(self.folder, "choose another --name")
+        if self.journal.exists():
+            try:
+                self.go_on(unseal(self.journal), sources)
+                done = f"{self.text / 1e6:,.0f} million characters"
+                print(f"going on behind {done} that an interrupted run has finished")
+                return
+            except FileNotFoundError as e:
+                why = f"{e.filename} is gone"
+            except (ValueError, LookupError, TypeError, AttributeError) as e:
+                why = f"{self.journal}: {e}"
+            print(f"what an interrupted run has finished is made anew: {why}")
+            self.journal.unlink()
         for name, path in self.paths.items():
-            self.files[name] = open(path, "ab")
-            self.files[name].truncate(found["sizes"][name] if same else 0)
-        return same
+            path.unlink(missing_ok=True)  # not cut: a data set may have it too, by another name
+            self.files[name] = GrowingFile(path, "xb")
+
+    def go_on(self, found: dict, sources: list[Source]) -> None:
+        """Take up the work where the journal `found` has left it; ValueError: why it cannot be."""
+        if found["key"] != self.key:
+            raise ValueError("the settings or the tokenizer are others now")
+        for number, (*file, _) in enumerate(found["sources"]):
+            if number >= len(sources) or list(sources[number].same_file()) != file:
+                raise ValueError(f"{file[0]} is not what it was, or not in its place")
+        counts = found["tally"].items()
+        tally = Tally(**{k: Counter(v) if isinstance(v, dict) else v for k, v in counts})
+        with progress_bar("verifying", sum(size for size, _ in found["files"].values())) as bar:
+            for name, path in self.paths.items():
+                self.files[name] = reopened(path, found["files"][name], bar)
+        self.file, self.record = found["file"], found["record"]
+        self.text, self.tally = found["text"], tally
+        for source, (*_, sha256) in zip(sources, found["sources"], strict=False):
+            source.sha256 = sha256 or source.sha256
 
     def write(self, encoded: Encoded) -> None:
         self.files["train"].write(encoded.train)
@@ -356,29 +435,30 @@ class Part:
         self.tally.add(encoded.tally)
         self.text += int(encoded.rows["characters"].sum())
 
-    def close(self) -> None:
-        for f in self.files.values():
-            f.close()
-        self.files = {}
-
     def commit(self, file: int, record: int, sources: list[Source]) -> None:
         self.file, self.record = file, record
-        for f in self.files.values():
-            f.flush()
-            os.fsync(f.fileno())
-        sizes = {name: path.stat().st_size for name, path in self.paths.items()}
+        for growing in self.files.values():
+            growing.file.flush()
+            os.fsync(growing.file.fileno())
         read = [[*s.same_file(), s.sha256 if i < file else ""] for i, s in enumerate(sources[: file + 1])]
-        place = {"key": self.key, "file": file, "record": record, "text": self.text}
-        write_json(self.journal, place | {"sizes": sizes, "sources": read, "tally": vars(self.tally)})
+        self.states = {name: growing.state() for name, growing in self.files.items()}
+        place = {"key": self.key, "file": file, "record": record, "sources": read}
+        done = {"files": self.states, "text": self.text, "tally": vars(self.tally)}
+        write_whole(self.journal, json_bytes(sealed(place | done)))
+
+    def close(self) -> None:
+        for growing in self.files.values():
+            growing.file.close()
+        self.files = {}
+        if self.held is not None:
+            os.close(self.held)
 
 
 def encode(part: Part, sources: list[Source], encoder: Encoder, cfg: PrepareConfig, workers: int, total: int) -> None:
     """Write the part of these sources, from wherever it stands; total: bytes of the sources of all processes."""
-    if part.open(sources):
-        print(f"going on behind {part.text / 1e6:,.0f} million characters that an interrupted run has finished")
     started, begun_at, committed = time.perf_counter(), part.text, part.text
-    reader = Reader(sources, cfg.encoding, cfg.txt, part.file, part.record)
-    with progress_bar("encoding", sources) as bar:
+    reader = reader_of(sources, cfg, part.file, part.record)
+    with progress_bar("encoding", sum(s.bytes for s in sources)) as bar:
         for chunk, encoded in in_order(encoder, reader.chunks(), workers):
             part.write(encoded)
             check_bad(part.tally, cfg, foreseen(part.tally, chunk, total))
@@ -386,10 +466,10 @@ def encode(part: Part, sources: list[Source], encoder: Encoder, cfg: PrepareConf
                 part.commit(chunk.file, chunk.record, sources)
                 committed = part.text
             rate = (part.text - begun_at) / 1e6 / (time.perf_counter() - started)
-            bar.set_postfix_str(f"{rate:.1f}M characters/s, {part.files['train'].tell() / 1e6:,.0f} MB of tokens")
+            size = part.files["train"].file.tell() / 1e6
+            bar.set_postfix_str(f"{rate:.1f}M characters/s, {size:,.0f} MB of tokens")
             bar.update(chunk.bytes_read - bar.n)
     part.commit(len(sources), 0, sources)
-    part.close()
 
 
 def foreseen(tally: Tally, chunk: Chunk, total: int) -> int:
@@ -469,27 +549,40 @@ def count(parts: list[Part], again: np.ndarray) -> tuple[dict[str, dict], Counte
     return counts, lengths
 
 
-def merge(parts: list[Part], again: np.ndarray, folder: Path, itemsize: int) -> None:
-    """Write folder/{train,val}.bin. The parts stay as they are, so that a kill in here costs nothing but this step."""
+def merge(parts: list[Part], again: np.ndarray, folder: Path, itemsize: int) -> dict[str, list]:
+    """Write folder/{train,val}.bin; returns the state() of each.
+
+    The parts stay as they are, so that a kill in here costs nothing but this step.
+    """
+    states = {}
     for split in ("train", "val"):
         target = folder / f"{split}.bin"
         if len(parts) == 1 and not again.any():
+            states[split] = parts[0].states[split]
             try:
                 os.link(parts[0].paths[split], target)  # a second name costs nothing
             except OSError:  # a file system that has no such thing
                 shutil.copyfile(parts[0].paths[split], target)
         else:
             sources = {part.paths[split]: open(part.paths[split], "rb") for part in parts}
-            with open(target, "wb") as out:
-                for part, rows, kept in kept_rows(parts, again):
-                    mine = rows["val"] == (split == "val")
-                    copy_documents(sources[part.paths[split]], out, rows["tokens"][mine] * itemsize, kept[mine])
-            for source in sources.values():
-                source.close()
+            out = GrowingFile(target, "xb")
+            for part, rows, kept in kept_rows(parts, again):
+                mine = rows["val"] == (split == "val")
+                sizes = rows["tokens"][mine] * itemsize
+                copy_documents(sources[part.paths[split]], out, sizes, kept[mine])
+            states[split] = out.state()
+            for file in (out.file, *sources.values()):
+                file.close()
         sync_to_disk(target)
+    return states
 
 
-def copy_documents(source: io.BufferedReader, out: io.BufferedWriter, sizes: np.ndarray, kept: np.ndarray) -> None:
+def copy_documents(
+    source: io.BufferedReader,
+    out: GrowingFile,
+    sizes: np.ndarray,
+    kept: np.ndarray,
+) -> None:
     """Copy the kept ones of documents of `sizes` bytes that stand at the source's position, and pass by the others."""
     edges = np.flatnonzero(np.diff(kept, prepend=~kept[:1], append=~kept[-1:])) if len(kept) else []
     for begin, end in zip(edges[:-1], edges[1:], strict=True):  # a run of documents that share one fate
@@ -497,68 +590,122 @@ def copy_documents(source: io.BufferedReader, out: io.BufferedWriter, sizes: np.
         if not kept[begin]:
             source.seek(left, os.SEEK_CUR)
             continue
-        while left:
-            data = source.read(min(left, 1 << 22))
+        while left and (data := source.read(min(left, 1 << 22))):
             out.write(data)
             left -= len(data)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Folders: the scratch folder beside the data set, and the moment at which it takes the other's place
+# Folders: the scratch folder beside the data set, and what in either of them is ours to delete
 
-SET_FILES = {"train.bin", "val.bin", "meta.json", SentencePiece.file, Tiktoken.file, *HF_FILES}
-
-
-def check_target(target: Path, name: str) -> None:
-    """Refuse to replace anything that is not a data set, a folder of somebody's corpus above all."""
-    if not re.fullmatch(r"[^./*?:,\[\x00-\x1f][^/*?:,\x00-\x1f]{0,99}", name):
-        raise UserError(f"{name!r} cannot name a data set: give --name=NAME, a plain folder name")
-    if os.path.lexists(target):
-        a_folder = target.is_dir() and not target.is_symlink()
-        inside = {p.name for p in target.iterdir()} if a_folder else {target.name}
-        others = sorted(inside - SET_FILES if "meta.json" in inside else inside)
-        if others:
-            raise UserError(f"{target} exists and is no data set (see {others[0]!r}): choose another --name")
+TOKENIZER_FILES = {SentencePiece.file, Tiktoken.file, *HF_FILES}
+PART_FILES = {"train.bin", "val.bin", "rows.bin", "journal.json"}
+WORK = {  # the folders in the scratch folder (part0, part1, ...) and the files in them
+    "tokenizer": {*TOKENIZER_FILES, "info.json", ".info.json.tmp"},
+    "part": {*PART_FILES, *(f".{name}.tmp" for name in PART_FILES)},
+    "set": {*TOKENIZER_FILES, "train.bin", "val.bin", "meta.json", ".meta.json.tmp"},
+}
+STDIN = "stdin"  # a file in the scratch folder: what was piped in
 
 
-def put_in_place(new: Path, target: Path) -> None:
-    """Put the finished folder in the place of the old one, in one step where the system can exchange two names (Linux)."""
-    sync_to_disk(new)
-    if target.exists():
+def work_files(folder: Path) -> set[str]:
+    return WORK.get(re.sub(r"(?<=^part)\d+$", "", folder.name), set())
+
+
+def claim(target: Path, scratch: Path) -> tuple[int, dict[str, tuple]]:
+    """Lock the scratch folder: (the lock, the files of the data set that stands at `target`).
+
+    UserError if another prepare.py has it, or if what is in the way was not written by prepare.py.
+    """
+    if scratch.is_symlink():
+        raise UserError(f"{scratch} is a link, and prepare.py works there: remove it")
+    held = lock(scratch, "choose another --name")
+    try:
+        for path in sorted(scratch.rglob("*")):
+            in_a_folder = path.parent != scratch and path.name in work_files(path.parent)
+            at_the_top = path.parent == scratch and (work_files(path) or path.name == STDIN)
+            if path.is_symlink() or not (in_a_folder or at_the_top):
+                what = "is in the folder that prepare.py works in, and not of this prepare.py"
+                raise UserError(f"{path} {what}: move it away, or choose another --name")
+        bring_back(target, scratch)
+        names = [unicodedata.normalize("NFC", name) for name in os.listdir(target.parent)]
+        if target.exists() and unicodedata.normalize("NFC", target.name) not in names:
+            raise UserError(f"{target}: this disk has that by another name: choose another --name")
+        return held, files_of_set(target)
+    except BaseException:
+        remove_only(scratch, ())  # where it was made for this
+        os.close(held)
+        raise
+
+
+def bring_back(target: Path, scratch: Path) -> None:
+    """Of a run that was killed between the two renames of put_in_place(): the old data set."""
+    old, another = (target.with_name(f".{target.name}.old{n}") for n in ("", "2"))
+    finished = (scratch / "set" / "meta.json").exists()
+    if finished and old.exists() and not os.path.lexists(target) and not os.path.lexists(another):
         try:
-            libc, here, exchange = ctypes.CDLL(None, use_errno=True), -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-            if libc.renameat2(here, os.fsencode(new), here, os.fsencode(target), exchange):
-                raise OSError(ctypes.get_errno(), "renameat2")
-        except (AttributeError, OSError):
-            old = target.with_name(f".{target.name}.old")  # found again by the next prepare.py
-            shutil.rmtree(old, ignore_errors=True)
-            target.rename(old)
-            new.rename(target)
-            shutil.rmtree(old, ignore_errors=True)
-    else:
-        new.rename(target)
-    sync_to_disk(target.parent)
+            files_of_set(old)
+        except UserError:  # somebody's own
+            return
+        old.rename(target)
 
 
-def write_json(path: Path, content: dict) -> None:
-    """Whole or not at all."""
-    tmp = path.with_suffix(".tmp")
-    tmp.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    sync_to_disk(tmp)
-    tmp.rename(path)
+def files_of_set(folder: Path) -> dict[str, tuple]:
+    """name -> (inode, size, time of change) of the files of a data set; {} if nothing is there.
+
+    UserError if anything else is there, a folder of somebody's corpus above all.
+    """
+    if not os.path.lexists(folder):
+        return {}
+    away = "move it away, or choose another --name"
+    if folder.is_symlink() or not folder.is_dir():
+        raise UserError(f"{folder} exists and is no data set: {away}")
+    inside, names = sorted(path.name for path in folder.iterdir()), set()
+    if "meta.json" in inside:
+        try:
+            meta = read_object(folder / "meta.json")
+            version, splits = meta["format_version"], meta["splits"].keys()
+            if isinstance(version, int) and splits == {"train", "val"}:
+                names = {path.name for path in tokenizer_files(folder, meta["tokenizer"])}
+                names |= {"train.bin", "val.bin", "meta.json"}
+        except (OSError, ValueError) as e:
+            raise UserError(f"{folder}/meta.json is damaged ({e}): {away}") from None
+        except (LookupError, TypeError, AttributeError):
+            pass  # that of another program
+    if others := [name for name in inside if name not in names]:
+        what = "holds" if names else "exists and is no data set: it holds"
+        raise UserError(f"{folder} {what} {others[0]!r}, which prepare.py did not write: {away}")
+    stats = {name: (folder / name).lstat() for name in inside}
+    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+def replace_set(new: Path, target: Path, before: dict[str, tuple]) -> None:
+    """Put the finished folder in the place of the data set that was there `before`; delete that."""
+    now = files_of_set(target)
+    if changed := [name for name in now.keys() | before if now.get(name) != before.get(name)]:
+        raise UserError(f"{target / min(changed)} was changed by something else: not replaced")
+    old = put_in_place(new, target)
+    if old and not remove_only(old, before):
+        note(f"{old} stays: it holds what prepare.py did not write")
+
+
+def remove_scratch(scratch: Path) -> None:
+    for path in scratch.glob("*"):
+        remove_only(path, work_files(path))
+    if not remove_only(scratch, [STDIN]) and scratch.exists():
+        note(f"{scratch} stays: it holds what prepare.py did not write")
 
 
 def fingerprint(parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Reports
 
 
-def progress_bar(what: str, sources: list[Source]) -> tqdm:
-    """Over the bytes on the disk; none where stderr is not a terminal."""
-    total = sum(s.bytes for s in sources)
+def progress_bar(what: str, total: int) -> tqdm:
+    """Over bytes on the disk; none where stderr is not a terminal."""
     return tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None, dynamic_ncols=True)
 
 
@@ -596,6 +743,10 @@ def report(meta: dict, folder: Path) -> str:
     lines.append(f"  {characters / tokens:.2f} characters per token (eos counted)")
     shapes = ", ".join(f"{k}: {n:,}" for k, n in records["shapes"].items())
     lines.append(f"  {records['read']:,} records, read as {shapes}")
+    for source in meta["sources"]:
+        if "skipped" in source:
+            counts = ", ".join(f"{n:,} x {what}" for what, n in source["skipped"].items())
+            lines.append(f"  skipped in {source['path']}: {counts}")
     for what in ("bad", "dropped", "changed"):
         lines.append(f"  {what}: {sum(records[what].values()):,}")
         lines += [f"    {n:,} x {reason}" for reason, n in records[what].items()]
@@ -617,8 +768,11 @@ def report(meta: dict, folder: Path) -> str:
 
 def inspect(cfg: PrepareConfig) -> None:
     folder = Path(cfg.inspect)
-    if cfg.step >= 0:
-        texts = sample_texts(*run_loader(folder, cfg.step))
+    if cfg.step > 0:
+        sets, loader, samples = run_loader(folder, cfg.step)
+        for data in sets:
+            verify(data.folder, data.meta, "train")
+        texts = sample_texts(sets, loader, samples, load_tokenizer(sets[0].folder))
     else:
         meta = open_dataset(folder)
         print(report(meta, folder))
@@ -657,7 +811,10 @@ def gather(value: Any, world: int) -> list[Any]:
     import torch.distributed as dist
 
     found: list[Any] = [None] * world
-    dist.all_gather_object(found, value)
+    try:
+        dist.all_gather_object(found, value)
+    except RuntimeError:  # the connection is closed
+        raise OneRankError("another process of this job has ended: it says why itself") from None
     return found
 
 
@@ -665,15 +822,43 @@ def share_of(sources: list[Source], rank: int, world: int) -> list[Source]:
     """The files of a rank: a stretch of about its share of the bytes, so that the parts follow one another."""
     total = sum(s.bytes for s in sources)
     middles = np.cumsum([s.bytes for s in sources]) - [s.bytes / 2 for s in sources]
-    return [s for s, middle in zip(sources, middles, strict=True) if int(middle * world / max(1, total)) == rank]
+    ranks = [min(world - 1, int(middle * world / max(1, total))) for middle in middles]
+    return [source for source, its in zip(sources, ranks, strict=True) if its == rank]
+
+
+def find_input(
+    cfg: PrepareConfig,
+    target: Path,
+    scratch: Path,
+    world: int,
+) -> tuple[list[Source], dict[str, Counter]]:
+    """The files to read, and what find_sources() has passed by."""
+    if "-" in cfg.input:
+        if len(cfg.input) > 1 or world > 1:
+            raise UserError("--input -: standard input goes alone, into one process")
+        return [take_in(sys.stdin.buffer, cfg, scratch / STDIN)], {}
+    if cfg.input:
+        folders = [path for folder in (target, scratch) for path in folder.rglob("*")]
+        own = [path for path in folders if path.is_file()]
+        sources, passed_by = find_sources(cfg.input, cfg.format, own)
+    else:
+        sources, passed_by = demo_sources(), {}
+    lists = gather([(s.name, s.kind, s.bytes) for s in sources], world)
+    for rank, other in enumerate(lists):
+        if other != lists[0]:  # then some would be read twice, or by nobody
+            name, *_ = next(iter({*other} ^ {*lists[0]}), other[0])
+            what = f"not the same for the processes 0 and {rank}"
+            raise UserError(f"{name}: {what}: all must see the same files")
+    return sources, passed_by
 
 
 def take_in(stdin: io.BufferedReader, cfg: PrepareConfig, path: Path) -> Source:
     """Standard input as a file, since it is read twice; another prepare.py with the same input goes on as with a file."""
-    with open(path, "wb") as f:
+    path.unlink(missing_ok=True)
+    with open(path, "xb") as f:
         shutil.copyfileobj(stdin, f, 1 << 20)
     source = Source.at(path, "jsonl" if cfg.format == "auto" else cfg.format, "standard input")
-    source.changed = int(file_sha256(path)[:15], 16)  # the time says nothing here
+    source.content = source.sha256 = file_sha256(path)
     return source
 
 
@@ -690,28 +875,28 @@ def make_data_set(cfg: PrepareConfig, rank: int, world: int) -> None:
     """Everything around `build`: the folders, their lock, and what becomes of them when it fails."""
     name = cfg.name or (Path(cfg.input[0]).resolve().name.split(".")[0] if cfg.input else "demo")
     name = "stdin" if name == "-" else name
+    if not re.fullmatch(r"[^./*?:,\[\x00-\x1f][^/*?:,\x00-\x1f]{0,99}", name):
+        raise UserError(f"{name!r} cannot name a data set: give --name=NAME, a plain folder name")
     target = Path(cfg.data_dir) / name
     scratch = target.with_name(f".{name}.tmp")  # beside it: a rename stays in one file system
-    if rank == 0:
-        check_target(target, name)
-        old = target.with_name(f".{name}.old")
-        if old.exists() and not target.exists():  # killed inside put_in_place
-            old.rename(target)
-        scratch.mkdir(parents=True, exist_ok=True)
-        held = lock(scratch, "choose another --name")
+    held, before = claim(target, scratch) if rank == 0 else (None, {})
     gather(None, world)
     if not scratch.exists():
         raise UserError(f"{scratch} of rank 0 is not here: data_dir must be a folder that all machines share")
     try:
-        build(cfg, target, scratch, rank, world)
+        said = build(cfg, target, before, scratch, rank, world)
+        if rank == 0:
+            remove_scratch(scratch)
     except BaseException as e:
         kept = ""
         if worth_keeping(scratch, cfg):
             kept = f"; what is done is kept in {scratch}: the same command goes on from there"
         elif rank == 0:
-            shutil.rmtree(scratch, ignore_errors=True)
+            remove_scratch(scratch)
         if isinstance(e, OSError) and not isinstance(e, BrokenPipeError):  # a full disk, above all
             raise OneRankError(f"{e.filename or f'writing {target}'}: {e.strerror}{kept}") from None
+        if isinstance(e, MemoryError):
+            raise OneRankError(f"out of memory: lower --workers or --max_record_mb{kept}") from None
         if isinstance(e, UserError):
             e.args = (f"{e}{kept}",)
         elif kept and rank == 0:
@@ -721,17 +906,20 @@ def make_data_set(cfg: PrepareConfig, rank: int, world: int) -> None:
         if rank == 0:
             os.close(held)
     if rank == 0:
-        shutil.rmtree(scratch, ignore_errors=True)
+        print(said)
 
 
-def build(cfg: PrepareConfig, target: Path, scratch: Path, rank: int, world: int) -> None:
+def build(
+    cfg: PrepareConfig,
+    target: Path,
+    before: dict[str, tuple],
+    scratch: Path,
+    rank: int,
+    world: int,
+) -> str:
+    """Make the data set and put it in the place of the one `before`; what there is to say of it."""
     started = time.perf_counter()
-    if "-" in cfg.input:
-        if len(cfg.input) > 1 or world > 1:
-            raise UserError("--input -: standard input goes alone, into one process")
-        sources = [take_in(sys.stdin.buffer, cfg, scratch / "stdin")]
-    else:
-        sources = find_sources(cfg.input, cfg.format) if cfg.input else demo_sources()
+    sources, passed_by = find_input(cfg, target, scratch, world)
     total = sum(s.bytes for s in sources)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     workers = cfg.workers or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -739,37 +927,44 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, rank: int, world: int
 
     # tokenizer
     folder = scratch / "tokenizer"
-    if rank == 0:
-        make_tokenizer(cfg, sources, workers, folder)
-    gather(None, world)
-    info = json.loads((folder / "info.json").read_text())
+    info = make_tokenizer(cfg, sources, workers, folder) if rank == 0 else None
+    info = gather(info, world)[0]
 
     # every process writes a part
-    settings = [cleaning(cfg), cfg.txt, cfg.encoding, cfg.min_tokens, cfg.val_fraction]
+    positions = [CHUNK, PIECE]  # a record of .jsonl is a block of lines, of a long .txt a piece
+    settings = [what_is_read(cfg), cfg.min_tokens, cfg.val_fraction, positions]
     mine = share_of(sources, rank, world)
-    part = Part(scratch, rank, fingerprint([FORMAT_VERSION, info, settings, rank, world]))
+    part = Part(scratch / f"part{rank}", fingerprint([FORMAT_VERSION, info, settings, rank, world]))
     try:
+        part.open(mine)
         encode(part, mine, Encoder(folder / info["file"], info, cfg), cfg, workers, total)
     except UserError as e:
         raise OneRankError(str(e)) from None  # the other ranks know nothing of it
+    finally:
+        part.close()
     finished = gather((mine, part), world)
     if rank > 0:
-        return
+        return ""
 
     # all of them together are the data set
     tally, parts = Tally(), [part for _, part in finished]
     for part in parts:
         tally.add(part.tally)
     check_bad(tally, cfg, tally.records)
+    written = {folder / info["file"]: info["sha256"]}
+    written |= {part.paths[name]: state[1] for part in parts for name, state in part.states.items()}
+    for path, sha256 in written.items():  # a bad disk, or another prepare.py where no lock works
+        if file_sha256(path) != sha256:
+            raise UserError(f"{path}: changed after it was written: run the same command again")
     new = scratch / "set"
-    shutil.rmtree(new, ignore_errors=True)
+    remove_only(new, WORK["set"])
     new.mkdir()
     dtype = id_type(info["vocab_size"])
     again = find_duplicates(parts) if cfg.dedup else np.zeros(0, bool)
     if again.any():
         tally.dropped["equal to an earlier document"] = int(again.sum())
     splits, lengths = count(parts, again)
-    merge(parts, again, new, dtype.itemsize)
+    states = merge(parts, again, new, dtype.itemsize)
     if not lengths:
         raise UserError(no_documents(tally))
     for split, counts in splits.items():
@@ -779,12 +974,17 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, rank: int, world: int
                 f"{split}.bin would be empty: of {lengths.total()} documents none fell there; {hint}, "
                 "or cut text files into more documents with --txt=block or --txt=line"
             )
-        counts["sha256"] = file_sha256(new / f"{split}.bin")
-    for path in (folder / info["file"], *hugging_face_files(folder)):
-        shutil.copy(path, new)
+        size, counts["sha256"] = states[split]
+        if size != counts["tokens"] * dtype.itemsize:
+            raise UserError(f"{scratch}: a file there has changed: run the same command again")
+    of_tokenizer = [folder / info["file"], *hugging_face_files(folder)]
+    for path in of_tokenizer:
+        shutil.copyfile(path, new / path.name)
         sync_to_disk(new / path.name)
+    info["files"] = {path.name: file_sha256(new / path.name) for path in of_tokenizer}
     if cfg.input:
         read = [{"path": s.name, "bytes": s.bytes, "sha256": s.sha256} for sources, _ in finished for s in sources]
+        read += [{"path": name, "skipped": counts} for name, counts in passed_by.items()]
     else:
         versions = {p: importlib.metadata.version(p) for p in ("numpy", "torch")}
         read = [{"path": "docstrings", "python": sys.version.split()[0], **versions}]
@@ -796,26 +996,34 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, rank: int, world: int
         "splits": splits,
         "vocab_size": info["vocab_size"],
         "eos_id": info["eos_id"],
-        "tokenizer": {k: v for k, v in info.items() if k not in ("key", "vocab_size", "eos_id")},
+        "tokenizer": {k: v for k, v in info.items() if k not in ("vocab_size", "eos_id")},
         "lengths": describe_lengths(lengths),
         "records": records,
         "sources": read,
-        "settings": {k: getattr(cfg, k) for k in shown},
+        "settings": {k: getattr(cfg, k) for k in (*shown, "max_record_mb")},
     }
-    write_json(new / "meta.json", meta)
-    put_in_place(new, target)
+    write_whole(new / "meta.json", json_bytes(sealed(meta)))
 
-    print(f"\n{report(meta, target)}")
-    ids = np.fromfile(target / "train.bin", dtype, 400).tolist()
-    text = load_tokenizer(target).decode(ids[: ids.index(info["eos_id"]) if info["eos_id"] in ids else None])
-    print(f"  the first document, decoded back from its ids:\n    {text[:300]!r}{' ...' * (len(text) > 300)}")
-    print(f"  made in {time.perf_counter() - started:.0f} s by {workers * world} workers")
+    ids = np.fromfile(new / "train.bin", dtype, 400).tolist()
+    end = ids.index(info["eos_id"]) if info["eos_id"] in ids else None
+    text = load_tokenizer(new).decode(ids[:end])
+    said = f"\n{report(meta, target)}\n  the first document, decoded back from its ids:"
+    said += f"\n    {text[:300]!r}{' ...' * (len(text) > 300)}"
+    replace_set(new, target, before)
+    return f"{said}\n  made in {time.perf_counter() - started:.0f} s by {workers * world} workers"
 
 
 def worth_keeping(scratch: Path, cfg: PrepareConfig) -> bool:
-    """Is a shard finished, from which the same command can go on?"""
-    journals = [json.loads(path.read_text()) for path in scratch.glob("part*.json")]
-    return any(journal["text"] >= cfg.shard_mb * 1e6 for journal in journals)
+    """Is a shard finished, or all of it, from which the same command can go on?"""
+    if (scratch / "set" / "meta.json").exists():
+        return True
+    for path in scratch.glob("part*/journal.json"):
+        try:
+            if unseal(path)["text"] >= cfg.shard_mb * 1e6:
+                return True
+        except (OSError, ValueError, LookupError, TypeError):  # damaged: nothing can go on from it
+            continue
+    return False
 
 
 if __name__ == "__main__":

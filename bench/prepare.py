@@ -19,27 +19,28 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-import sentencepiece
-import tiktoken
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 from configurator import UserError, parse, run  # noqa: E402
 from corpora import record_text  # noqa: E402
+from dataset import find_tokenizer  # noqa: E402
+from tokenizer import SentencePiece, Tiktoken  # noqa: E402
 
 
 @dataclass(frozen=True)
 class BenchConfig:
     corpus: str = ""  # a .jsonl.gz file
     mb: int = 300  # repeat it up to so many MB of JSON
-    tokenizer: str = "gpt2"  # a tiktoken name, or a SentencePiece .model
+    tokenizer: str = "gpt2"  # as prepare.py takes it: a tiktoken name, a SentencePiece .model, ...
     workers: int = 0  # of prepare.py; 0: all cores
     rounds: int = 3  # of each of the three
     json: str = ""  # write the figures here too
@@ -60,11 +61,29 @@ def resident(pid: int) -> int:
     return total
 
 
-def library_encode(tokenizer: str) -> Callable[[str], list[int]]:
+def read_corpus(path: str) -> tuple[bytes, list[str]]:
+    """(the JSON Lines of a .jsonl.gz file, the text of each). UserError for one that is damaged."""
+    try:
+        data = gzip.open(path).read()
+    except (OSError, EOFError, zlib.error) as e:  # gzip's own errors are OSErrors too
+        reason = getattr(e, "strerror", None) or e
+        raise UserError(f"{path}: not a whole .jsonl.gz file ({reason})") from None
+    texts = []
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            texts.append(record_text(json.loads(line))[0])
+        except (ValueError, RecursionError) as e:
+            raise UserError(f"{path}, line {number}: no record ({e})") from None
+    if not texts:
+        raise UserError(f"{path}: it is empty")
+    return data, texts
+
+
+def library_encode(tokenizer: SentencePiece | Tiktoken) -> Callable[[str], list[int]]:
     """The library's own function, as it comes."""
-    if tokenizer.endswith(".model"):
-        return sentencepiece.SentencePieceProcessor(model_file=tokenizer).encode
-    return tiktoken.get_encoding(tokenizer).encode_ordinary
+    if isinstance(tokenizer, SentencePiece):
+        return tokenizer.sp.encode
+    return tokenizer.encoding.encode_ordinary
 
 
 def library(texts: list[str], encode: Callable[[str], list[int]]) -> float:
@@ -75,14 +94,14 @@ def library(texts: list[str], encode: Callable[[str], list[int]]) -> float:
     return time.perf_counter() - started
 
 
-def plain(corpus: Path, encode: Callable[[str], list[int]], out: Path) -> float:
+def plain(corpus: Path, encode: Callable[[str], list[int]], out: Path, vocab_size: int) -> float:
     started = time.perf_counter()
     ids = []
     with gzip.open(corpus, "rt", encoding="utf-8") as f:
         for line in f:
             ids.extend(encode(record_text(json.loads(line))[0]))
             ids.append(0)
-    np.array(ids, dtype=np.uint16).tofile(out)
+    np.array(ids, dtype=np.uint16 if vocab_size <= 65_536 else np.uint32).tofile(out)
     return time.perf_counter() - started
 
 
@@ -106,10 +125,10 @@ def main() -> None:
     cfg = parse(BenchConfig, [*argv, *([f"--corpus={corpus}"] if corpus else [])], doc=__doc__)
     if not cfg.corpus:
         raise UserError("name a corpus: python bench/prepare.py CORPUS.jsonl.gz")
-    data = gzip.open(cfg.corpus).read()
-    texts = [record_text(json.loads(line))[0] for line in data.decode().splitlines()]
+    data, texts = read_corpus(cfg.corpus)
+    tokenizer = find_tokenizer(cfg.tokenizer)
     text_mb, times = sum(len(t.encode()) for t in texts) / 1e6, -(-cfg.mb * 10**6 // len(data))
-    encode = library_encode(cfg.tokenizer)
+    encode = library_encode(tokenizer)
     cores = cfg.workers or len(os.sched_getaffinity(0))
     seconds: dict[str, list[float]] = {"library": [], "plain": [], "ours": []}
     peaks = []
@@ -122,7 +141,8 @@ def main() -> None:
         del data
         for turn in range(cfg.rounds):
             seconds["library"].append(library(texts, encode))
-            seconds["plain"].append(plain(once, encode, Path(tmp) / "plain.bin"))
+            out = Path(tmp) / "plain.bin"
+            seconds["plain"].append(plain(once, encode, out, tokenizer.vocab_size))
             took, peak = ours(repeated, cfg, Path(tmp))
             seconds["ours"].append(took / times)
             peaks.append(peak)

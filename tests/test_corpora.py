@@ -227,10 +227,10 @@ def test_the_reader_goes_on_from_any_position(tmp_path, monkeypatch, suffix):
     for i in range(2):
         (tmp_path / f"{i}.{suffix}").write_text(content, encoding="utf-8")
         sources.append(Source.at(tmp_path / f"{i}.{suffix}", suffix))
-    chunks = list(Reader(sources, "utf-8", "file").chunks())
+    chunks = list(Reader(sources, "utf-8", "file", 10**6).chunks())
     assert len(chunks) > 6
     for n, chunk in enumerate(chunks):
-        rest = Reader(sources, "utf-8", "file", chunk.file, chunk.record).chunks()
+        rest = Reader(sources, "utf-8", "file", 10**6, chunk.file, chunk.record).chunks()
         assert [r for c in rest for r in c.records] == [r for c in chunks[n + 1 :] for r in c.records]
 
 
@@ -239,8 +239,9 @@ def test_folders_and_globs_are_read_in_a_fixed_order_each_file_once(tmp_path, mo
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     monkeypatch.chdir(tmp_path)
-    found = corpora.find_sources(["b", "a.json", "b/*.txt", "**/*.md"])
+    found, passed_by = corpora.find_sources(["b", "a.json", "b/*.txt", "**/*.md"])
     assert [s.name for s in found] == ["b/1.txt", "b/2.jsonl", "b/c/3.md", "a.json"]
+    assert passed_by == {"b": {".png": 1}}
 
 
 def test_which_shape_was_read_is_printed(tmp_path, capsys):

@@ -27,7 +27,7 @@ def command(corpus: list[Path], data: Path, *options: str) -> list[str]:
 
 def journal(data: Path) -> dict:
     try:
-        return json.loads((data / ".set.tmp" / "part0.json").read_text())
+        return json.loads((data / ".set.tmp" / "part0" / "journal.json").read_text())
     except (OSError, ValueError):
         return {"text": 0}
 
@@ -281,9 +281,11 @@ def test_inspect_shows_exactly_what_a_step_trained_on(tiny_data, tmp_path, capsy
     call(prepare.main, "--inspect", run, "--step=3")
     shown = [part.split("\n", 1)[1].rstrip("\n") for part in capsys.readouterr().out.split("---- ")[1:]]
     eos = tokenizer.eos_id
-    want = ["<eos>".join(tokenizer.decode(p) for p in split(row.tolist(), eos)) for rows in steps[6:8] for row in rows]
+    want = ["<eos>".join(tokenizer.decode(p) for p in split(row.tolist(), eos)) for rows in steps[4:6] for row in rows]
     assert [s.rstrip("\n") for s in want] == shown
-    assert "nowhere: no metrics.jsonl there" in refuses(prepare.main, "--inspect", tmp_path / "nowhere", "--step=0")
+    error = refuses(prepare.main, "--inspect", tmp_path / "nowhere", "--step=1")
+    assert "nowhere: no metrics.jsonl there" in error
+    assert "steps count from 1" in refuses(prepare.main, "--inspect", run, "--step=0")
 
 
 def split(ids: list[int], eos: int) -> list[list[int]]:
