@@ -52,8 +52,9 @@ class CompareConfig(TrainConfig):
     json: str = ""  # write the figures here too
 
     def problems(self) -> list[str]:
+        wrong = TrainConfig.problems(replace(self, max_steps=1))  # its length is `steps`
         found = not self.nanogpt or (Path(self.nanogpt) / "train.py").exists()
-        wrong = [] if found else [f"no train.py in {self.nanogpt}"]
+        wrong += [] if found else [f"no train.py in {self.nanogpt}"]
         wrong += [] if 0 < self.warmup < self.steps else ["warmup must be positive and below steps"]
         return wrong + ["rounds must be positive"] * (self.rounds < 1)
 
@@ -248,7 +249,8 @@ def main() -> None:
         heads, scale = ("TFLOPS", "MFU"), 1e12
         key, peak_key = "flops_per_token", "peak_tflops"
         work = dict.fromkeys(rates, model.flops_per_token(cfg.block_size))
-    print(f"{source}\n{'':<12} {'tok/s':>12} {'ours / it':>10} {heads[0]:>8} {heads[1]:>6}   seconds of each turn")
+    heads = f"{heads[0]:>8} {heads[1]:>6}   seconds a step, of each turn"
+    print(f"{source}\n{'':<12} {'tok/s':>12} {'ours / it':>10} {heads}")
     for name, rate in rates.items():
         done, turns = rate * work[name] / scale, " ".join(f"{s:.4g}" for s in rows[name])
         of_peak = f"{done / peak:.1%}" if peak else ""

@@ -53,13 +53,14 @@ part() {
 dataset() {
     [ -e "$WORK/demo/meta.json" ] || $PYTHON prepare.py --data_dir="$WORK" ${TOY:+--vocab_size=600} >"$WORK/prepare.log" || cat "$WORK/prepare.log"
     $PYTHON - "$WORK" "$1" <<'PY'
-import json, pathlib, shutil, sys
+import pathlib, shutil, sys
+from files import json_bytes, read_object, sealed
 folder, V = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 to = folder / f"v{V}"
 if not to.exists():
     shutil.copytree(folder / "demo", to)
-    meta = json.loads((to / "meta.json").read_text())
-    (to / "meta.json").write_text(json.dumps(meta | {"vocab_size": V}))
+    meta = read_object(to / "meta.json") | {"vocab_size": V}
+    (to / "meta.json").write_bytes(json_bytes(sealed(meta)))
 PY
 }
 

@@ -1,24 +1,48 @@
-"""What a training step of ours holds in memory, part by part, from the settings alone; and, to check that, what it really holds.
+"""What a training step of ours holds in memory, part by part, from the settings alone; and, to check
+that, what it really holds.
 
-The formulas count what autograd keeps of each layer for the backward pass; tests/test_plan.py compares them with what it does keep.
-Here N = B T tokens, s bytes a number (2 in 16 bits, 4 in fp32), C = n_embd, nh and nkv heads of hs, V the padded vocabulary, and a
-layer keeps, a token,
+The formulas follow a step. Its forward pass keeps what autograd needs to go back; the backward pass
+frees that again, operation by operation, and has gradients beside it. `block` lists the operations
+of a block, with what each keeps and what its backward pass needs; `moments` adds up what is alive at
+each of them, and the largest sum is the peak. tests/test_memory.py compares it with what torch
+allocates, over random shapes.
 
-    norms       2 C s        the inputs of both: the residual stream (which is in fp32 under fp16)
-    attention   C s          the input of qkv
-                3 nh hs s    q, k, v, after rotation and after the key/value heads were repeated
-                nh hs s      the output, which is the input of proj; and 4 nh for the log-sum-exp of each row
-    MLP         C s          its input
-                2 d_ff s     GELU: in and out. SwiGLU: 3 d_ff s compiled (gate, up, product), 4 d_ff s in eager mode (silu(gate) too)
+Here N = B T tokens, s bytes a number (2 in 16 bits, 4 in fp32), C = n_embd, nh and nkv heads of hs,
+V the padded vocabulary, and a block keeps, a token,
 
-    GPT-2's 16 C numbers a token and layer: 2 + 1 + 3 + 1 + 1 + 8. No T x T matrix: scaled_dot_product_attention makes it in pieces.
+    norms       2 C s      the inputs of both: the residual stream (which is in fp32 under fp16)
+    attention   C s        the input of qkv
+                3 nh hs s  q, k, v, after rotation and after the key/value heads were repeated
+                nh hs s    the output, which is the input of proj; and 4 nh for the log-sum-exp
+    MLP         C s        its input
+                2 d_ff s   GELU: in and out. SwiGLU: 3 d_ff s compiled (gate, up, product), in eager
+                           mode 4 d_ff s (silu(gate) too)
 
-These are the elements of Korthikanti et al., arXiv 2205.05198, section 4.1, without its dropout masks and its T x T scores, and counted for the
-kernels that run here.
+    GPT-2's 16 C numbers a token and layer: 2 + 1 + 3 + 1 + 1 + 8. No T x T matrix where
+    scaled_dot_product_attention makes it in pieces.
+
+These are the elements of Korthikanti et al., arXiv 2205.05198, section 4.1, without its dropout
+masks and its T x T scores, and counted for the kernels that run here.
+
+In 16 bits, a matrix's gradient is made in 16 bits and then cast: for a moment a number of it takes
+6 bytes. A matrix that wte and the head share has two gradients. The head's is there first and waits
+until the embedding's, V x C in fp32 as well, comes as the last of all. Autograd adds the second onto
+the first; but in fp32 the first is a view of a product's result, and the sum is a third tensor.
+
+torch.compile fuses what lies between the products, which then needs no temporaries, and it changes
+four things beside that. All gradients of a micro-step are alive at its end, before they are added to
+those of earlier ones. The sum of a shared matrix's two gradients is a third tensor in 16 bits; in
+fp32 Inductor makes one addmm of the head's product and the sum, at the end, for which the gradient
+of the logits waits. Of dropout it keeps a mask of bytes. And of few tokens, see `inductors`.
+
+Not counted is the scratch that kernels take for themselves, by a machine's caches and threads: on a
+CPU mostly less than 2 MB a thread (oneDNN's copies of a product's operands, the tiles of attention).
+So the 5 % hold for peaks above 50 MB.
 """
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -40,70 +64,225 @@ class Step:
     compiled: bool = True
     device: str = "cuda"
     world: int = 1  # processes
-    zero: int = 0  # 0: DDP, all of everything on each GPU; ZeRO stage 1: moments are shared out, 2: gradients too, 3: weights too
+    # 0: DDP, all of everything on each GPU; ZeRO stage 1: moments are shared out, 2: gradients too,
+    # 3: weights too
+    zero: int = 0
     optimizer: str = "adamw"
-    # attention in pieces; False: with the T x T matrix, which a GPU makes when no fused kernel takes the shape
+    # attention in pieces; False: with the T x T matrix, which a GPU makes when no fused kernel takes
+    # the shape
     fused: bool = True
-    checkpointing: bool = False  # keep only each block's input, and compute the rest again in the backward pass
+    checkpointing: bool = False  # keep a block's input alone, and compute the rest again backward
 
     @property
     def s(self) -> int:
         return self.dtype.itemsize
-
-    def matrix(self, c: GPTConfig) -> int:
-        """Bytes of a number of the T x T matrix: 0 where attention makes it in pieces, 4 where torch's math kernel makes it."""
-        if self.device != "cpu" or not self.fused:
-            return 0 if self.fused else 4
-        kernel = attention_kernel(c.n_head, self.T, c.head_dim, torch.device("cpu"), self.dtype, c.dropout)
-        return {"plain": self.s, "math": 4}.get(kernel, 0)
 
     @property
     def stream(self) -> int:
         """Bytes of a number of the residual stream: model.py leaves it in fp32 under fp16."""
         return 2 if self.dtype == torch.bfloat16 else 4
 
+    @property
+    def eager_cpu(self) -> bool:
+        """Small operations make up there for what is one kernel on a GPU."""
+        return self.device == "cpu" and not self.compiled
+
+    def matrix(self, c: GPTConfig) -> int:
+        """Bytes of a number of the T x T matrix: 0 where attention makes it in pieces, 4 where
+        torch's math kernel makes it, 2 where model.py does.
+        """
+        if self.device != "cpu" or not self.fused:
+            return 0 if self.fused else 4
+        cpu = torch.device("cpu")
+        kernel = attention_kernel(c.n_head, self.T, c.head_dim, cpu, self.dtype, c.dropout)
+        return {"plain": self.s, "math": 4}.get(kernel, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A block
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a block: bytes a token, and how many numbers its weight matrix has.
+
+    `backward` and `forward` are the most that is alive in that pass, beside the residual stream and
+    what earlier operations keep: what it keeps itself and the gradients that come and go are in it.
+    """
+
+    part: str
+    keeps: float  # from the forward to the backward pass
+    backward: float
+    leaves: float = 0  # gradients that wait when its backward pass is over
+    weight: int = 0
+    forward: float = 0  # 0 where it is no peak
+
+
+def norm(c: GPTConfig, step: Step, comes: float, last: bool = False) -> Operation:
+    """comes: gradients that arrive. last: none of the residual stream waits beside them."""
+    C = c.n_embd
+    stream = C * step.stream
+    if c.norm == "rmsnorm" and step.eager_cpu:
+        # In fp32 it keeps its input and the normalised input. Backward, six tensors are alive where
+        # the gradient of the square is made, and that of the stream is one of them if it is fp32.
+        shared = step.stream == 4 and not last
+        return Operation("norms", 8 * C + 4, 4 * C * (5 if shared else 6))
+    if c.norm == "layernorm" and not step.compiled and step.device != "cpu":
+        # Autocast on a GPU makes it fp32: the input and both gradients are cast.
+        casts = 8 * C if step.stream == 2 else 0
+        return Operation("norms", 4 * C + 8, 4 * C + 8 + comes + stream + casts)
+    made = 0 if step.compiled else stream  # else written over what comes
+    return Operation("norms", stream + 8, stream + 8 + comes + made)
+
+
+def heads(c: GPTConfig, step: Step) -> Operation:
+    """q, k and v, from what qkv wrote to what attention reads."""
+    s = step.s
+    q = c.n_head * c.head_dim  # numbers a token
+    kv = c.n_kv_head * c.head_dim
+    qkv = (q + 2 * kv) * s
+    turned = c.pos == "rope" or c.qk_norm
+    repeated = kv < q
+
+    # How many of the three are tensors of their own, and not views into what qkv wrote.
+    own = turned + (turned or repeated) + repeated
+    size = s
+    single = step.B == 1 or c.n_head == 1
+    matrix = step.matrix(c)
+    if matrix == 4 or (matrix and not single):
+        # Products over all heads want the numbers of each together; torch's math kernel wants fp32.
+        cast = matrix > s and not step.compiled
+        own = 2 + (repeated or not single or cast)
+        size = s if step.compiled else matrix
+    views = own < 3
+
+    normalised = 0.0
+    if c.qk_norm:  # keeps what norm() does; its input is such a view, or a copy in fp32
+        normalised = 4 * (c.n_head + c.n_kv_head)
+        if step.eager_cpu:
+            normalised += (q + kv) * (4 if s == 4 else 8)
+        views = views or s == 4 or not step.eager_cpu
+    keeps = own * q * size + views * qkv + normalised
+
+    forward = 0.0
+    if c.pos == "rope" and not step.compiled:
+        # x cos and the product of sin with the turned x are fp32, for which a CPU copies the latter
+        # to fp32 too. Then comes k's rotation, beside the rotated q.
+        turning = 8 + s + (4 if step.eager_cpu and s == 2 else 0)
+        forward = qkv + normalised + max(turning * q, turning * kv + 4 * q)
+        forward += c.qk_norm * (q + kv) * s
+    return Operation("attention", keeps, keeps + 4 * q * s, qkv, forward=forward)
+
+
+def scores(c: GPTConfig, step: Step) -> Operation:
+    """The T x T matrix, where there is one: softmax's result, and with dropout what that keeps."""
+    s = step.s
+    q = c.n_head * c.head_dim
+    row = c.n_head * step.T  # numbers a token
+    matrix = row * step.matrix(c)
+    cast = step.matrix(c) > s
+    drops = c.dropout > 0
+    if step.compiled:  # a mask of bytes; and the result, unless its cast is kept in the product
+        keeps = matrix + drops * row * (1 if cast else 1 + s)
+        backward = row * s * (2 if cast else 1)
+        # The last block keeps softmax's result in place of the scores, a tensor more for a moment.
+        forward = row * (4 if c.n_layer == 1 else 8) + 8 * q
+        forward = keeps + forward if cast else 0
+    else:  # the mask and the result
+        keeps = matrix + drops * (matrix + (matrix if step.eager_cpu else row))
+        backward = matrix * (1 if drops else 2)
+        # Of torch's math kernel: in fp32 q, k, v, and the output; the mask; what was, or is, cast.
+        temporary = q * (18 if cast else 4) + 4 * step.T / step.B
+        temporary += cast * (3 * q * s + (row * s if drops else 0))
+        temporary += 0 if drops else matrix
+        forward = keeps + temporary if step.matrix(c) == 4 else 0
+    out = q * s
+    return Operation("T x T matrix", keeps, keeps + backward + 2 * out, 3 * out, forward=forward)
+
+
+def block(c: GPTConfig, step: Step) -> list[Operation]:
+    """A block's operations in the order of model.py's forward pass."""
+    s = step.s
+    x = c.n_embd * s  # bytes of what a linear layer reads
+    h = c.d_ff * s  # and of what is inside the MLP
+    up_weight = c.n_embd * c.d_ff
+    q = c.n_head * c.head_dim
+    qkv = (c.n_head + 2 * c.n_kv_head) * c.head_dim
+
+    # What comes to proj and down is the stream's gradient itself, or a masked one, or one in 16 bits.
+    cast = x if step.stream != s else 0
+    branch = x if c.dropout else cast
+    dropout = []
+    if c.dropout:
+        mask = c.n_embd * (s if step.eager_cpu else 1)
+        dropout = [Operation("dropout", mask, mask + x + cast, branch)]
+
+    attend = [heads(c, step)]
+    proj = Operation("attention", q * s, branch + 2 * q * s, q * s, q * c.n_embd)
+    if step.matrix(c):
+        attend.append(scores(c, step))
+    else:  # it keeps its output, as proj does, and the log-sum-exp; CUDA sums q's gradient in fp32
+        kernel = attend[0]
+        more = q * s + 4 * c.n_head
+        backward = kernel.backward + more + (4 * q if step.device == "cuda" else 0)
+        attend = [replace(kernel, keeps=kernel.keeps + more, backward=backward)]
+        proj = replace(proj, keeps=0)
+
+    if c.mlp == "swiglu":
+        gate = Operation("MLP", x, 3 * x + h, 2 * x, up_weight)
+        silu = Operation("MLP", h, x + 3 * h, x + h)
+        up = Operation("MLP", 0, x + 2 * h, x + h, up_weight)
+        product = Operation("MLP", 2 * h, 5 * h, 2 * h)
+        inside = [norm(c, step, 2 * x), gate, silu, up, product]
+        if step.compiled:  # silu is computed again, and gradients are written over what was kept
+            inside = [norm(c, step, 2 * x), gate, up, replace(product, backward=4 * h)]
+    else:
+        gelu = Operation("MLP", h, (2 if step.compiled else 3) * h, h)
+        inside = [norm(c, step, x), Operation("MLP", x, 2 * x + h, x, up_weight), gelu]
+    return [
+        norm(c, step, x),
+        Operation("attention", x, x + qkv * s + max(qkv * s, x), x, c.n_embd * qkv),
+        *attend,
+        proj,
+        *dropout,
+        *inside,
+        Operation("MLP", h, branch + 2 * h, h, up_weight),
+        *dropout,
+    ]
+
+
+def kept(c: GPTConfig, step: Step, blocks: int, more: list[Operation]) -> dict[str, float]:
+    """Bytes a token of that many whole blocks, and of operations of one more, by part."""
+    parts: dict[str, float] = {}
+    if step.checkpointing:
+        parts["block inputs"] = blocks * c.n_embd * step.stream
+        blocks = 0
+    for operations, times in ((block(c, step), blocks), (more, 1)):
+        for o in operations:
+            parts[o.part] = parts.get(o.part, 0) + times * o.keeps
+    return parts
+
+
+def ends(c: GPTConfig, step: Step) -> tuple[float, float, float]:
+    """Bytes a token beside the blocks: ids, targets and a mask; norm_f; the head's input."""
+    mask = c.n_embd * (step.stream if step.eager_cpu else 1)
+    return 16 + (mask if c.dropout else 0), norm(c, step, 0).keeps, c.n_embd * step.s
+
 
 def activations(c: GPTConfig, step: Step) -> dict[str, float]:
-    """Bytes that autograd keeps of one sequence until the backward pass, by part; of all layers, without the logits."""
-    C, nh, nkv, hs, T, s = c.n_embd, c.n_head, c.n_kv_head, c.head_dim, step.T, step.s
-    eager_cpu, rope = not step.compiled and step.device == "cpu", c.pos == "rope"
-    matrix = step.matrix(c)
+    """Bytes that autograd keeps of one sequence until the backward pass, by part; not the logits."""
+    parts = kept(c, step, c.n_layer, []) | {"embedding and head": sum(ends(c, step))}
+    return {part: step.T * x for part, x in parts.items()}
 
-    norm = C * step.stream  # a token; compiled, and in the CPU's LayerNorm, its input
-    if not step.compiled and c.norm == "rmsnorm" and eager_cpu:
-        norm = 8 * C  # made of small operations in fp32: the input and the normalised input
-    elif not step.compiled and not eager_cpu and c.norm == "layernorm":
-        norm = 4 * C  # CUDA's autocast normalises in fp32
 
-    qkv = (nh + 2 * nkv) * hs  # a token of q, k and v as the linear layer writes them
-    if matrix:
-        heads = 3 * nh * hs * s  # copied, as the plain products want them
-    elif nkv < nh:
-        heads = 3 * nh * hs * s if rope or c.qk_norm else (qkv + 2 * nh * hs) * s
-    else:
-        # v, or all three, are views into what qkv wrote
-        heads = (2 * nh * hs + qkv) * s if rope or c.qk_norm else qkv * s
-    if c.qk_norm:
-        heads += (nh + nkv) * hs * (8 if eager_cpu else s)
-    attention = C * s + heads + nh * hs * s + (0 if matrix else 4 * nh)
-
-    mlp = C * s + c.d_ff * s * (2 if c.mlp != "swiglu" else 3 if step.compiled else 4)
-    parts = {"norms": 2 * norm, "attention": attention, "MLP": mlp}
-    if matrix:
-        parts["T x T matrix"] = nh * T * matrix
-    if c.dropout:
-        mask = s if eager_cpu else 1
-        parts["dropout"] = 2 * C * mask + nh * T * matrix * 2  # masks, and the T x T matrix behind its own
-    layer = {k: T * v for k, v in parts.items()}
-    if step.checkpointing:
-        kept = {"block inputs": c.n_layer * T * C * step.stream} | {f"{k}, of one block": v for k, v in layer.items()}
-    else:
-        kept = {k: c.n_layer * v for k, v in layer.items()}
-    return kept | {"embedding and head": T * (norm + C * s + 16 + (C * s if c.dropout else 0))}  # 16: ids and targets
+# ---------------------------------------------------------------------------------------------------------------------
+# A step
 
 
 def optimizer_bytes(model: GPT, optimizer: str) -> int:
-    """Of its state. AdamW: two fp32 moments. Muon: one for the blocks' matrices, AdamW for the rest. Adafactor: a row and a column."""
+    """Of its state. AdamW: two fp32 moments. Muon: one for the blocks' matrices, AdamW for the rest.
+    Adafactor: a row and a column.
+    """
     blocks = {id(p) for p in model.blocks.parameters() if p.dim() == 2}
     total = 0
     for p in model.parameters():
@@ -114,53 +293,142 @@ def optimizer_bytes(model: GPT, optimizer: str) -> int:
     return total
 
 
-def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
-    """(when, part -> bytes) at the moment of a step that holds the most. model: may lie on the meta device.
+Moment = tuple[str, dict[str, float]]  # when, part -> bytes
 
-    Three moments are candidates. Before the loss's backward pass all activations and the logits are alive. In the last block's
-    backward pass the logits are gone, and the block's own gradients have come. At its end all gradients are.
-    """
-    c, s, N = model.config, step.s, step.B * step.T
+
+def moments(model: GPT, step: Step) -> Iterator[Moment]:
+    """Those moments of a step that may hold the most, in their order."""
+    c = model.config
+    C = c.n_embd
+    V = c.padded_vocab_size
+    N = step.B * step.T
     P = sum(p.numel() for p in model.parameters())
-    head = c.padded_vocab_size * c.n_embd
-    copies = s * sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear)) if s == 2 else 0
+    head = V * C
+    operations = block(c, step)
+    in_block = sum(o.weight for o in operations)
+    half = step.s == 2
     shard = {stage: step.world if step.zero >= stage else 1 for stage in (1, 2, 3)}
 
-    always = {"weights": 4 * P / shard[3], "optimizer": optimizer_bytes(model, step.optimizer) / shard[1]}
-    gradients = 4 * P / shard[2]
-    before = {"gradients": gradients if step.accum > 1 else 0}  # of the micro-steps before
-    if step.world > 1 and step.zero == 0:
-        # Gradients go there in a step's last micro-step; those of the micro-steps before were added up beside them. Twice: in
-        # its second step DDP lays its buckets out anew, in the order in which gradients came, and holds the old ones too.
+    rope = sum(b.nbytes for b in model.buffers())
+    moments = optimizer_bytes(model, step.optimizer) / shard[1]
+    always = {"weights": 4 * P / shard[3] + rope, "optimizer": moments}
+    earlier = 4 * P / shard[2] if step.accum > 1 else 0  # gradients of the micro-steps before
+    ddp = step.world > 1 and step.zero == 0
+    if ddp:
+        # Gradients go there in a step's last micro-step; those of the micro-steps before were
+        # added up beside them. Twice: in its second step DDP lays its buckets out anew, in the
+        # order in which gradients came, and holds the old ones too.
         always["DDP's buckets"] = 2 * 4 * P
-        gradients = before["gradients"]
-    kept = {f"activations: {k}": step.B * v for k, v in activations(c, step).items()} | {"16-bit weights": copies}
+    stay = not ddp and (step.compiled or step.accum == 1)  # else new gradients are added to these
 
-    logits = N * c.padded_vocab_size * s
-    chunk = 0 if step.compiled else 8 * min(N * c.padded_vocab_size, loss_chunk(step.device))
-    if step.dtype == torch.float16 and not step.compiled:  # plain cross_entropy: two fp32 tensors and the fp16 gradient
-        chunk = 10 * N * c.padded_vocab_size
-    # The logits' gradient is written over the logits, by ours in eager mode and by Inductor's donated buffers.
-    loss = {"logits": logits, "temporary": max(chunk, s * head + N * c.n_embd * s)}
+    def moment(when, tokens, copies, new=0.0, logits=0.0, temporary=0.0) -> Moment:
+        """tokens: kept, in bytes a token. copies: of so many weights. new: bytes of gradients."""
+        parts = always | {f"activations: {part}": N * x for part, x in tokens.items()}
+        parts |= {"16-bit weights": 2 * copies * half, "gradients": earlier + new / shard[2]}
+        return when, parts | {"logits": logits, "temporary": temporary}
 
-    wide = {"MLP": c.d_ff * s * (2 if c.mlp == "swiglu" else 1)}  # its gradients, less what was already used up
-    if step.matrix(c):
-        wide["T x T"] = 4 * c.n_head * step.T - c.d_ff * s * 2  # two in 16 bits, or one in fp32
-    in_block = before | {"temporary": N * (max(wide.values()) + c.n_embd * s) + 4 * head}  # and the head's gradient
-
-    # At the end: a tied matrix has two gradients, which are added; of an untied head, one in 16 bits and in fp32.
-    if c.tie_embeddings:
-        last = 4 * head * (2 if step.accum > 1 else 1)
+    # -- the loss --
+    ids, norm_f, head_input = ends(c, step)
+    outside = "embedding and head"
+    blocks = kept(c, step, c.n_layer, [])
+    copies = c.n_layer * in_block + head
+    logits = N * V * step.s
+    if step.compiled:
+        loss = 0
+    elif step.dtype == torch.float16:  # plain cross_entropy: three in fp32, without the padding
+        loss = 12 * N * c.vocab_size - logits
     else:
-        last = (4 + s % 4) * head if step.accum > 1 else 0
-    at_end = {"gradients": gradients, "temporary": last}
-    moments = {
-        "before the backward pass": always | before | kept | loss,
-        "in the last block's backward pass": always | kept | in_block,
-        "at the end of the backward pass": always | at_end,
-    }
-    when = max(moments, key=lambda m: sum(moments[m].values()))
-    return when, {k: v for k, v in moments[when].items() if v}
+        rows = max(1, loss_chunk(step.device) // V)
+        loss = min(N, rows) * V * (8 if half else 4)
+    tokens = blocks | {outside: ids + norm_f + head_input}
+    yield moment("before the backward pass", tokens, copies, 0, logits, loss)
+
+    # -- the head's backward pass; the gradient of the logits is written over them --
+    if step.compiled and c.tie_embeddings and not half:  # an addmm at the end, for which both wait
+        ids += head_input
+        waits = logits
+        made = 0
+    else:
+        waits = 0
+        made = 4 * head * (stay or c.tie_embeddings)
+        when = "in the head's backward pass"
+        gradient = N * head_input
+        yield moment(when, tokens, copies, 0, logits, gradient + step.s * head)
+        tokens = blocks | {outside: ids + norm_f}
+        gradient += 4 * C * N * (step.stream != step.s)
+        yield moment(when, tokens, copies - head, 0, 0, gradient + (6 if half else 4) * head)
+    when = "in the last norm's backward pass"
+    most = N * norm(c, step, head_input, last=True).backward
+    yield moment(when, blocks | {outside: ids}, copies - head, made, waits, most)
+
+    # -- the blocks'. All is linear in a block's number: the last and the first are enough --
+    stream = N * C * step.stream
+    for number in sorted({c.n_layer - 1, 0}, reverse=True):
+        which = "last" if number == c.n_layer - 1 else "first"
+        when = f"in the {which} block's backward pass"
+        new = made + 4 * in_block * (c.n_layer - 1 - number) * stay
+        for i in reversed(range(len(operations))):
+            o = operations[i]
+            tokens = kept(c, step, number, operations[:i]) | {outside: ids}
+            copies = sum(before.weight for before in operations[:i])
+            copies += in_block * number * (not step.checkpointing)
+            if o.forward and which == "last":
+                at = "in the last block's forward pass"
+                yield moment(at, tokens, copies, 0, 0, stream + N * o.forward)
+            most = stream + N * o.backward + step.s * o.weight
+            yield moment(when, tokens, copies + o.weight, new, waits, most)
+            if half:  # the gradient of its matrix in 16 bits and in fp32
+                most = stream + N * o.leaves + 6 * o.weight
+                yield moment(when, tokens, copies, new, waits, most)
+            new += 4 * o.weight * stay
+
+    # -- the end: the embedding's gradient, the head's that waited, and their sum --
+    when = "at the end of the backward pass"
+    tied = {(False, False): 12, (False, True): 8, (True, False): 8, (True, True): 10}
+    numbers = tied[step.compiled, half] if c.tie_embeddings else 4
+    more = (numbers - 4 / shard[2]) * head + 4 * C * N  # what stays counts as a gradient
+    yield moment(when, {}, 0, 4 * (P - head) * stay + 4 * head, waits, more)
+
+
+def inductors(found: list[Moment], c: GPTConfig, step: Step) -> list[Moment]:
+    """The moments in the order that Inductor may take in 16 bits, where a step has few tokens.
+
+    The gradient of a matrix is then larger than what it is made of. Inductor tries orders that make
+    such products late and cast their results last, and takes one that holds less, by its own count.
+    """
+    first = found[0]
+    when, end = found[-1]
+    head = c.padded_vocab_size * c.n_embd
+    waiting = [o.weight for o in block(c, step)] * c.n_layer
+    if c.tie_embeddings:  # the sum of its gradients is made before casts that are larger
+        waiting = [weight for weight in waiting if weight > head]
+        more = 2 * max(waiting) if waiting else 6 * head
+    else:
+        waiting.append(head)
+        more = 2 * max(waiting)
+    better = [first, (when, end | {"temporary": more})]
+    if max(map(total, better)) >= max(map(total, found)):
+        return found
+    if step.device == "cpu":  # all casts are one kernel, which has their sources and results
+        return [first, (when, end | {"temporary": end["temporary"] + 2 * sum(waiting)})]
+    return better
+
+
+def total(moment: Moment) -> float:
+    return sum(moment[1].values())
+
+
+def step_memory(model: GPT, step: Step) -> Moment:
+    """(when, part -> bytes) at the moment of a step that holds the most.
+
+    model: may lie on the meta device.
+    """
+    c = model.config
+    found = list(moments(model, step))
+    if step.compiled and step.s == 2 and step.B * step.T < c.n_embd:
+        found = inductors(found, c, step)
+    when, parts = max(found, key=total)
+    return when, {part: x for part, x in parts.items() if x}
 
 
 # What max_memory_allocated does not see, on a GPU: CUDA's context with its libraries (1.3 GB by a published account of a 6B model; not
@@ -215,7 +483,8 @@ def measured_peak(c: GPTConfig, step: Step) -> int:
         one()
     events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
     held = accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
-    return sum(t.nbytes for t in [*model.parameters(), *moments]) + max(held)
+    always = [*model.parameters(), *model.buffers(), *moments, rows]
+    return sum(t.nbytes for t in always) + max(held)
 
 
 def ram() -> float:

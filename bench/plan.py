@@ -30,7 +30,7 @@ from bench.matmul import DTYPES, device_name, peak_tflops  # noqa: E402
 from bench.memory import Step, activations, auto_batch, beside, largest_batch, measured_peak, needed, ram, step_memory  # noqa: E402
 from bench.plot_loss import read_metrics  # noqa: E402
 from configurator import UserError, changes, parse, run  # noqa: E402
-from dataset import open_datasets  # noqa: E402
+from dataset import DataSet, open_datasets  # noqa: E402
 from model import GPT  # noqa: E402
 from train import TrainConfig, even_batch, make_plan, model_config, pick_dtype, wants_compile  # noqa: E402
 
@@ -116,11 +116,17 @@ def six_nd(parameters: float, tokens: float) -> float:
 
 
 def compute(model: GPT, T: int, tokens: float) -> dict[str, float]:
-    """FLOPs of a training. exact: 6 N + 12 L d T a token, as train.py counts for MFU. 6ND: the rule of thumb, with all parameters.
-    recomputed: with activation checkpointing the forward pass runs twice, 8 for 6; MFU stays on 6.
+    """FLOPs of a training. exact: 6 N + 12 L d T a token, as train.py counts for MFU. 6ND: the rule
+    of thumb, with all parameters. recomputed: with activation checkpointing the forward pass of the
+    blocks runs twice, 8 for 6, and that of the head once; MFU stays on 6.
     """
-    exact = model.flops_per_token(T) * tokens
-    return {"exact": exact, "6ND": six_nd(model.num_params()["total"], tokens), "recomputed": exact * 8 / 6}
+    c, a_token = model.config, model.flops_per_token(T)
+    blocks = a_token - 6 * c.vocab_size * c.n_embd
+    return {
+        "exact": a_token * tokens,
+        "6ND": six_nd(model.num_params()["total"], tokens),
+        "recomputed": (a_token + blocks / 3) * tokens,
+    }
 
 
 def hours(flops: float, tflops: float, mfu: float, nproc: int = 1) -> float:
@@ -129,7 +135,8 @@ def hours(flops: float, tflops: float, mfu: float, nproc: int = 1) -> float:
 
 
 def trial(cfg: PlanConfig, steps: int, compiled: bool) -> dict[str, float]:
-    """Seconds of the whole run, from 20 steps of it: starting and ending (with one save), each step, each evaluation.
+    """foretell() of the whole run, from 20 steps of it on this machine; others_cpu: the share of
+    the CPU that other programs took meanwhile.
 
     What later saves add is left out: they are written beside the training.
     """
@@ -144,35 +151,100 @@ def trial(cfg: PlanConfig, steps: int, compiled: bool) -> dict[str, float]:
         script = [*(torchrun if cfg.nproc > 1 else []), str(REPO / "train.py")]
         command = [sys.executable, *script, *(f"--{k}={v}" for k, v in settings.items())]
         print(f"trial: {shlex.join(command[1:])}", flush=True)
+        others = others_cpu_seconds()
         begun = time.perf_counter()
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         wall = time.perf_counter() - begun
+        others = others_cpu_seconds() - others
         if done.returncode:
             print(done.stdout[-3000:], file=sys.stderr)
             raise UserError(f"the trial ended with exit code {done.returncode}, see above")
         records = read_metrics(Path(folder) / "trial" / "metrics.jsonl")
     seconds = [r["step_ms"] / 1e3 for r in records if "step_ms" in r]
-    evaluation = statistics.median(r["eval_s"] for r in records if "eval_s" in r)
-    step = statistics.median(seconds[3:])
-    warm_again = max(0.0, seconds[10] - step)  # the step after an evaluation, which has used the memory otherwise
-    rest = wall - 20 * step - 2 * evaluation - warm_again  # import, compile, the first steps, a save, the plot
-    evaluation += warm_again
-    evaluations = math.ceil(steps / cfg.eval_every)
-    return {
-        "start_and_end": rest,
-        "step": step,
-        "evaluation": evaluation,
-        "evaluations": evaluations,
-        "all": rest + steps * step + evaluations * evaluation,
-    }
+    evaluations = [r["eval_s"] for r in records if "eval_s" in r]
+    found = foretell(seconds, evaluations, wall, steps, math.ceil(steps / cfg.eval_every))
+    return found | {"others_cpu": others / wall / os.cpu_count()}
+
+
+def others_cpu_seconds() -> float:
+    """CPU seconds of all programs of this computer but this one and those that it ran, since some
+    moment in the past; 0 where the system does not say (man 5 proc: /proc/stat).
+    """
+    try:
+        ticks = Path("/proc/stat").read_text().split("\n")[0].split()[1:8]
+        user, nice, system, _idle, _iowait, irq, softirq = map(int, ticks)
+    except (OSError, ValueError):
+        return 0.0
+    busy = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    return busy - sum(os.times()[:4])  # of this process and of its children
+
+
+SPREAD = ("fastest", "first_quartile", "third_quartile", "slowest")
+
+
+def foretell(
+    seconds: list[float],
+    evaluations: list[float],
+    wall: float,
+    steps: int,
+    times: int,
+) -> dict[str, float]:
+    """The seconds of a run of `steps` steps and `times` evaluations, from those of a trial.
+
+    seconds: of each of its steps, of which the first three warm up. It evaluates behind the tenth
+    and at its end, which took `evaluations`. `wall` is all of it, start and end included.
+
+    all: if every step takes the median of the trial's steps; all_fastest, all_slowest: if every
+    step takes what its fastest took, or its slowest.
+    """
+    steady = seconds[3:10] + seconds[11:]
+    first, step, third = statistics.quantiles(steady, n=4)
+    # The step behind an evaluation is slower, since that has used the memory otherwise.
+    evaluation = statistics.median(evaluations) + max(0.0, seconds[10] - step)
+    # Import, compile, what the first three steps take longer, a save, the plot.
+    rest = wall - sum(evaluations) - sum(seconds[3:]) - 3 * step
+
+    def run_of(step: float) -> float:
+        return rest + steps * step + times * evaluation
+
+    fastest, slowest = min(steady), max(steady)
+    found = dict(zip(SPREAD, (fastest, first, third, slowest), strict=True))
+    found |= dict(step=step, start_and_end=rest, evaluation=evaluation, evaluations=times)
+    return found | dict(all=run_of(step), all_fastest=run_of(fastest), all_slowest=run_of(slowest))
+
+
+UNEVEN = 0.25  # of the median, between the quartiles: torch.utils.benchmark calls more than that
+# "significant environmental influence"
+BUSY = 0.1  # of the CPU, for other programs
+
+
+def doubts(found: dict[str, float], kind: str) -> list[str]:
+    """Why a trial's median step is not to be believed; [] where it is. kind: of device.
+
+    What other programs take counts on a CPU, which the training wants for itself: a machine that is
+    busy all the time makes all steps slow alike, and no spread shows that.
+    """
+    reasons = []
+    apart = (found["third_quartile"] - found["first_quartile"]) / found["step"]
+    if apart > UNEVEN:
+        reasons.append(f"the quartiles of its steps are {apart:.0%} of the median apart")
+    if kind == "cpu" and found["others_cpu"] > BUSY:
+        reasons.append(f"other programs took {found['others_cpu']:.0%} of the CPU")
+    return reasons
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Roofline (Williams, Waterman and Patterson, 2009): the least time of each part of a micro-step, and what bounds it
 
+PRODUCTS = ("linear layers", "lm_head", "attention")  # the parts that a device's peak is meant for
+LAUNCH = 10e-6  # seconds that the host needs for a kernel: assumed, see launches()
+
 
 def roofline(model: GPT, step: Step) -> dict[str, tuple[float, float]]:
-    """part -> (FLOPs, bytes) of a micro-step, forward and backward, each tensor read and written once by each operation."""
+    """part -> (FLOPs, bytes) of a micro-step, forward and backward. Each part stands by itself, and
+    each of its operations reads and writes its tensors once: the least that can be, unless it is
+    fused with another part's. Left out are casts of weights to 16 bits, and sums over micro-steps.
+    """
     c, s, N = model.config, step.s, step.B * step.T
     P = sum(p.numel() for p in model.parameters())
 
@@ -196,10 +268,53 @@ def roofline(model: GPT, step: Step) -> dict[str, tuple[float, float]]:
     }
 
 
+def launches(model: GPT, step: Step) -> int:
+    """Kernels of a micro-step on CUDA, forward and backward. The optimizer's few are left out.
+
+    Eager: one for each operation of model.py that is not a view. tests/test_plan.py compares that
+    with what torch dispatches on a CPU, where CUDA's fused RMSNorm and its LayerNorm in fp32 are
+    stood in for. Compiled: products, attention, and nine fused kernels a layer, which is what
+    Inductor made of gpt2 in bf16 on a CPU (12 of llama). On CUDA it also casts each weight by a
+    kernel of its own.
+
+    LAUNCH: torch alone took 5 to 8 us an operation, measured on one CPU with tensors of a few
+    numbers. A launch adds about 3, and Inductor's kernels take 7 to 9 each, both as published (pull
+    request 1017 of meta-pytorch/tritonbench). An older host may take several times that:
+    bench/sweep.py measures what a step costs at least.
+    """
+    c = model.config
+    linears = 5 if c.mlp == "swiglu" else 4
+    added = len(list(model.parameters())) if step.accum > 1 else 0  # gradients, to those of before
+    if step.compiled:  # products, attention, the fused rest of a layer; the head; the ends
+        return c.n_layer * (3 * linears + 2 + 9) + 3 + 4 + added
+    bf16 = step.dtype == torch.bfloat16
+    fp16 = step.dtype == torch.float16
+    cast = 2 * (bf16 or fp16)  # a tensor to 16 bits, and its gradient back
+    layer = linears * (3 + cast + c.bias * (1 + cast))  # products; a bias is added in one of them
+    in_and_out = bf16 and c.norm == "layernorm"  # both cast; RMSNorm casts its weight
+    layer += 2 * (2 + cast * (2 if in_and_out else bf16))  # norms
+    layer += 3 + 4 * (c.n_kv_head < c.n_head)  # attention; qkv's gradient; heads that are repeated
+    layer += (20 + 4 * cast) * (c.pos == "rope") + 2 * (2 + cast) * c.qk_norm  # of queries and keys
+    layer += (6 if c.mlp == "swiglu" else 2) + 4  # activation, residual additions
+    layer += fp16 * (cast * (linears - 2) + 2)  # the residual stream is in fp32
+    layer += 4 * (c.dropout > 0)
+    return c.n_layer * layer + 30 + added  # embedding, last norm, head, loss
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Reporting
 
 HOST_PROCESS = 1.5e9  # bytes of host memory of a process with CUDA and its libraries: assumed, not measured
+
+
+def host_memory(parameters: int, nproc: int) -> float:
+    """Bytes of host memory of the computer when most is held: while all its processes resume.
+
+    Each reads AdamW's moments (8 bytes a parameter) and then the weights: from the file, into the
+    names and shapes of model.py, and into the model (4 each): 20.0 measured on a CPU, with models of
+    101M to 202M parameters. A save takes 12 to 18 in rank 0 alone (measured too), a fresh start 4.
+    """
+    return nproc * (HOST_PROCESS + 20 * parameters)
 
 
 def duration(hours: float) -> str:
@@ -213,6 +328,40 @@ def section(title: str, rows: dict[str, str]) -> None:
     width = max(map(len, rows))
     for key, value in rows.items():
         print(f"  {key:<{width}}  {value}")
+
+
+def print_roofline(model: GPT, step: Step, device: Device, flops: int) -> dict[str, dict]:
+    """Print the table; returns its figures. flops: of a token, by MFU's convention."""
+    ridge = device.tflops * 1e12 / (device.bandwidth * 1e9)
+    what = f"A micro-step of {step.B * step.T:,} tokens, at least"
+    print(f"\n{what} (a part with less than {ridge:.0f} FLOPs a byte waits for memory)")
+    print(f"  {'part':<14} {'GFLOP':>12} {'GB':>10} {'FLOP/byte':>10} {'ms':>9}  bound by")
+    found: dict[str, dict] = {}
+    work = 0.0  # seconds
+    for name, (done, moved) in roofline(model, step).items():
+        compute, memory = done / (1e12 * device.tflops), moved / (1e9 * device.bandwidth)
+        seconds, bound = max((compute, "compute"), (memory, "memory"))
+        found[name] = {"flops": done, "bytes": moved, "seconds": seconds, "bound": bound}
+        row = f"{done / 1e9:>12,.1f} {moved / 1e9:>10,.3f} {done / moved:>10,.1f}"
+        print(f"  {name:<14} {row} {1e3 * seconds:>9,.3f}  {bound}")
+        work += seconds
+    kernels = launches(model, step)
+    host = kernels * LAUNCH
+    how = "compiled" if step.compiled else "eager"
+    found["launches"] = {"kernels": kernels, "seconds": host}
+    each = f"{kernels:,} kernels, {how}, {1e6 * LAUNCH:.0f} us each (assumed)"
+    print(f"  {'launches':<14} {each:>45} {1e3 * host:>9,.3f}  the host")
+
+    # The host launches while the device works.
+    least, bound = max((work, "the device's work"), (host, "launches"))
+    computed = sum(found[name]["flops"] for name in PRODUCTS) / least / 1e12
+    by_mfu = flops * step.B * step.T / least / 1e12
+    found["all"] = {"seconds": least, "bound": bound, "tflops": computed, "mfu_tflops": by_mfu}
+    products = f"{computed:,.4g} TFLOPS = {computed / device.tflops:.1%} of peak"
+    print(f"  all: {1e3 * least:,.2f} ms, bound by {bound}: {products} in what is computed;")
+    mfu = f"{by_mfu:,.4g} TFLOPS = MFU {by_mfu / device.tflops:.1%}"
+    print(f"       {mfu} and not more, where attention's masked half counts too")
+    return found
 
 
 def plot(model: GPT, step: Step, capacity: float, png: str) -> None:
@@ -240,16 +389,24 @@ def plot(model: GPT, step: Step, capacity: float, png: str) -> None:
     plt.close(fig)
 
 
+def prepared(cfg: PlanConfig) -> list[DataSet]:
+    """The data sets; [] if none is there and the plan does without. UserError for a damaged one."""
+    try:
+        return open_datasets(cfg.dataset, cfg.data_dir)
+    except UserError:
+        names = [part.partition(":")[0].strip() for part in cfg.dataset.split(",")]
+        there = any((Path(cfg.data_dir) / name / "meta.json").exists() for name in names)
+        by_epochs = cfg.max_epochs and not (cfg.tokens or cfg.max_tokens or cfg.max_steps)
+        if there or by_epochs or cfg.trial:
+            raise
+        return []
+
+
 def main() -> None:
     cfg = parse(PlanConfig, doc=__doc__)
     if "RANK" in os.environ:
         raise UserError("one process plans for all: start it without torchrun, and say --nproc")
-    try:
-        sets = open_datasets(cfg.dataset, cfg.data_dir)
-    except UserError:
-        if cfg.trial or (cfg.max_epochs and not (cfg.tokens or cfg.max_tokens or cfg.max_steps)):
-            raise  # these need the data
-        sets = []
+    sets = prepared(cfg)
     vocab_size = cfg.vocab_size or (sets[0].meta["vocab_size"] if sets else 50257)
     with torch.device("meta"):  # shapes alone
         model = GPT(model_config(cfg, vocab_size))
@@ -305,8 +462,9 @@ def main() -> None:
     )
     if device.kind == "cuda":
         rows["predicted peak"] = f"{total / 1e9:>8.3f} GB by torch.cuda.max_memory_allocated"
-        host = HOST_PROCESS * cfg.nproc + 12 * n["total"]
-        rows["host"] = f"{host / 1e9:>8.3f} GB: 1.5 a process (assumed), and a checkpoint's copy while it is written"
+        facts["host_bytes"] = host = host_memory(n["total"], cfg.nproc)
+        each = "1.5 GB (assumed) and 20 bytes a parameter in each process (a fresh start: 4)"
+        rows["host"] = f"{host / 1e9:>8.3f} GB of host memory to resume: {each}"
     section(f"Memory of each device at batch_size {plan.batch_size}, {how}; the most is held {when}", rows)
     if cfg.check:  # one process, AdamW, all of it kept: what measured_peak can run
         plain = Step(step.B, T, min(2, step.accum), step.dtype, compiled, step.device)
@@ -340,7 +498,7 @@ def main() -> None:
     rows["tokens per parameter"] = f"{tokens / n['total']:.3g} (Chinchilla's optimum: about 20)"
     rows["FLOPs"] = f"{work['exact']:.3g} (6 N + 12 L d T a token); {work['6ND']:.3g} by 6 N D"
     if cfg.checkpointing:
-        rows["FLOPs"] += f"; {work['recomputed']:.3g} with the forward pass computed twice (8 for 6)"
+        rows["FLOPs"] += f"; {work['recomputed']:.3g} with the blocks' forward pass computed twice"
     facts["hours"] = {}
     done = work["recomputed"] if cfg.checkpointing else work["exact"]
     for mfu in (0.3, 0.4, 0.55) if device.tflops and not cfg.trial else ():
@@ -354,28 +512,23 @@ def main() -> None:
     section("Time", rows)
     if cfg.trial:
         facts["trial"] = measured = trial(cfg, plan.steps, compiled)
+        ms = {k: f"{1e3 * measured[k]:,.1f}" for k in ("step", *SPREAD)}
         rate = plan.step_tokens / measured["step"]
         mfu = f", MFU {rate * flops / 1e12 / device.tflops / cfg.nproc:.1%}" if device.tflops else ""
-        rows = {"a step": f"{1e3 * measured['step']:.1f} ms, {rate:,.0f} tok/s{mfu}"}
+        rows = {"a step": f"{ms['step']} ms (median), {rate:,.0f} tok/s{mfu}"}
+        least, first, third, most = (ms[k] for k in SPREAD)
+        rows["spread"] = f"{least} to {most} ms; the middle half {first} to {third}"
         rows["an evaluation"] = f"{measured['evaluation']:.2f} s, {measured['evaluations']} times"
         rows["start and end"] = f"{measured['start_and_end']:.1f} s"
         rows["the whole run"] = duration(measured["all"] / 3600)
+        if why := doubts(measured, device.kind):
+            least, most = (duration(measured[k] / 3600) for k in ("all_fastest", "all_slowest"))
+            rows["the whole run"] = f"{least} to {most}, if it goes on like that"
+            rows["in doubt"] = f"{' and '.join(why)}: try again when nothing else runs here"
         section("Measured by 20 steps", rows)
 
     if device.tflops and device.bandwidth:
-        ridge = device.tflops * 1e12 / (device.bandwidth * 1e9)
-        title = f"A micro-step of {plan.batch_size * T:,} tokens, at least (one FLOP a byte less than {ridge:.0f} waits for memory)"
-        print(f"\n{title}\n  {'part':<14} {'GFLOP':>12} {'GB':>10} {'FLOP/byte':>10} {'ms':>9}  bound by")
-        least, facts["roofline"] = 0.0, {}
-        for name, (work_of, moved) in roofline(model, step).items():
-            compute_s, memory_s = work_of / (device.tflops * 1e12), moved / (device.bandwidth * 1e9)
-            bound = "compute" if compute_s > memory_s else "memory"
-            least += max(compute_s, memory_s)
-            facts["roofline"][name] = {"flops": work_of, "bytes": moved, "bound": bound}
-            row = f"{work_of / 1e9:>12,.1f} {moved / 1e9:>10,.3f} {work_of / moved:>10,.1f}"
-            print(f"  {name:<14} {row} {1e3 * max(compute_s, memory_s):>9,.3f}  {bound}")
-        best = flops * plan.batch_size * T / least / 1e12
-        print(f"  all: {1e3 * least:,.2f} ms, {best:,.0f} TFLOPS = MFU {best / device.tflops:.1%} and not more")
+        facts["roofline"] = print_roofline(model, step, device, flops)
     if cfg.png:
         plot(model, step, device.bytes, cfg.png)
         print(f"\npicture: {cfg.png}")

@@ -8,8 +8,10 @@
     B      1 ... 16 sequences and as many as fit, at the settings' block_size, accum = 1
     accum  1 ... 16 micro-steps, at the settings' block_size and batch_size
 
-Any setting of train.py can be given, as to train.py. A cell is the median time of the step that train.py makes, on one device, with
-a new model; the token ids are random and lie on the device: what loading data costs is not in it. Power needs the package nvidia-ml-py.
+Any setting of train.py can be given, as to train.py. A cell is the median time of a step like
+train.py's, on one device, with a new model. The token ids are random and lie on the device: what
+loading data costs is not in it. The last line is the time of a step of one token: what a step costs
+whatever its size. Power needs the package nvidia-ml-py.
 """
 
 import ctypes
@@ -158,7 +160,7 @@ def train_steps(cfg: SweepConfig, B: int, accum: int, machine: Machine) -> dict:
     rows = torch.randint(cfg.vocab_size, (B, T + 1), device=device)
     x, y = rows[:, :-1], rows[:, 1:]  # (B, T) each, views as train.to_device gives them
 
-    def step() -> float:
+    def step() -> torch.Tensor:
         """The step of train.py, whose comments explain it; returns the loss. To read it is to wait for all of the step."""
         loss_sum = torch.zeros((), device=device)
         for _ in range(accum):
@@ -171,14 +173,19 @@ def train_steps(cfg: SweepConfig, B: int, accum: int, machine: Machine) -> dict:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        return loss_sum.item()
+        return loss_sum
+
+    launching: list[float] = []  # seconds of each step until the host has launched all of it
 
     def timed(n: int, at_least: float = 0.0) -> list[float]:
         """The seconds of each of n steps or more, until they are at_least seconds; of fewer, but one, if cfg.seconds pass."""
         seconds: list[float] = []
+        launching.clear()
         while not seconds or (sum(seconds) < cfg.seconds and (len(seconds) < n or sum(seconds) < at_least)):
             begun = time.perf_counter()
-            loss = step()
+            loss_sum = step()
+            launching.append(time.perf_counter() - begun)
+            loss = loss_sum.item()
             seconds.append(time.perf_counter() - begun)
             if not math.isfinite(loss):
                 raise ArithmeticError(f"loss {loss}")  # what is timed would not be training
@@ -199,6 +206,7 @@ def train_steps(cfg: SweepConfig, B: int, accum: int, machine: Machine) -> dict:
         joules = after[0] - before[0]
         figures |= {"power_w": joules / wall, "utilisation": after[1]}
         figures["wh_per_mtok"] = joules / 3600 / (tokens * len(seconds) / 1e6)
+    figures["launching_ms"] = 1e3 * min(launching)
     return figures | {"first_step_s": first, "seconds": seconds}
 
 
@@ -216,6 +224,23 @@ def largest(cfg: SweepConfig, tried: list[dict], machine: Machine, peak: float |
         fits, fails, why = (fits, B, note) if note else (B, fails, why)
     cell = measure(cfg, cfg.block_size, max(1, fits), 1, machine, peak)
     return cell | {"note": cell["note"] or f"largest: B={fails} gives {why}"}
+
+
+def floor(cell: dict, device: torch.device) -> str:
+    """What a step costs whatever its size, by the cell of one token: weights and optimizer are read
+    and written, and the host launches about as many kernels as for many tokens.
+
+    On a GPU the launches can be told apart, by when the last of them has returned: if that is near
+    the end of the step, the GPU waits for the host. In larger cells it would mislead, since a host
+    that is about a thousand launches ahead of the GPU waits in them too.
+    """
+    if cell["note"]:
+        return f"not measured: {cell['note']}"
+    seconds = cell["seconds"]
+    ms = f"{1e3 * min(seconds):,.1f} ms, the fastest of {len(seconds)} steps of one token"
+    if device.type == "cpu":
+        return ms
+    return f"{ms}; the host launches for {cell['launching_ms']:,.1f} ms of them"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -298,6 +323,12 @@ def main() -> None:
         cells.append({"axis": axis} | cell)
         machine.say(aligned(texts(cell, columns)))
         save()
+    shape = (1, 1, 1)  # T, B, accum
+    smallest = next((c for c in cells if (c["T"], c["B"], c["accum"]) == shape), None)
+    smallest = smallest or measure(cfg, *shape, machine, peak)
+    facts["any step"] = floor(smallest, machine.device)
+    machine.say(f"\nany step, at least: {facts['any step']}")
+    save()
     if any("failed: " in c["note"] for c in cells):
         sys.exit(1)
 

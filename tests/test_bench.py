@@ -7,10 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import tiktoken
 import torch
 from conftest import REPO, TINY, call, make_records, write_jsonl
 
-from bench import compare, matmul
+from bench import compare, matmul, roof
 from model import GPT, PRESETS, GPTConfig
 
 
@@ -88,6 +89,77 @@ def test_prepare_is_compared_with_the_library_and_a_plain_loop(tmp_path, tiny_da
     assert set(rates) == {"library", "plain", "ours"} and min(rates.values()) > 0
     assert found["share"] == pytest.approx(rates["ours"] / rates["library"]) and 30e6 < found["peak_bytes"] < 500e6
     assert "ours / (cores x library)" in capsys.readouterr().out
+
+
+WHOLE = gzip.compress(b'{"text": "one"}\n{"text": "two"}\n')
+
+
+def test_a_tokenizer_that_cannot_be_downloaded_is_one_line(tmp_path, refuses, monkeypatch):
+    from bench import prepare as bench_prepare
+
+    def offline(name):
+        raise ConnectionError("Name or service not known")  # as requests' own, an OSError
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    corpus = tmp_path / "c.jsonl.gz"
+    corpus.write_bytes(WHOLE)
+    said = refuses(bench_prepare.main, corpus, "--tokenizer=gpt2")
+    assert "gpt2: cannot be downloaded" in said and "TIKTOKEN_CACHE_DIR" in said
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        pytest.param(None, "No such file", id="none"),
+        pytest.param(b"no gzip", "not a whole .jsonl.gz file", id="no gzip"),
+        pytest.param(WHOLE[:-10], "not a whole .jsonl.gz file", id="cut off"),
+        pytest.param(WHOLE[:14] + b"\xff" + WHOLE[15:], "not a whole .jsonl.gz file", id="changed"),
+        pytest.param(gzip.compress(b'{"text": "a"}\n{"text":'), "line 2: no record", id="half"),
+        pytest.param(gzip.compress(b'{"text": "a"}\n[1, 2]\n'), "line 2: no record", id="a list"),
+        pytest.param(gzip.compress(b'{"text": "a"}\n\xff\n'), "line 2: no record", id="no text"),
+        pytest.param(gzip.compress(b""), "it is empty", id="empty"),
+    ],
+)
+def test_a_damaged_corpus_is_one_line(tiny_data, tmp_path, refuses, content, words):
+    from bench import prepare as bench_prepare
+
+    corpus = tmp_path / "c.jsonl.gz"
+    if content is not None:
+        corpus.write_bytes(content)
+    tokenizer = tiny_data / "tiny" / "tokenizer.model"
+    said = refuses(bench_prepare.main, corpus, f"--tokenizer={tokenizer}")
+    assert str(corpus) in said and words in said
+
+
+def test_a_vocabulary_beyond_16_bits_is_counted_in_32(tmp_path):
+    from bench import prepare as bench_prepare
+
+    corpus = tmp_path / "c.jsonl.gz"
+    corpus.write_bytes(WHOLE)
+    bench_prepare.plain(corpus, lambda text: [100_000], tmp_path / "ids", 100_277)
+    assert (tmp_path / "ids").stat().st_size == 2 * 2 * 4  # two documents of one token and an eos
+
+
+@pytest.mark.parametrize("option", ["--block_size=0", "--n_embd=-1", "--lr=0", "--batch_size=0"])
+def test_a_comparison_refuses_what_training_refuses(tiny_data, refuses, option):
+    said = refuses(compare.main, *TINY, f"--data_dir={tiny_data}", option)
+    assert f"{option[2:].split('=')[0]} must be positive" in said
+
+
+@pytest.mark.parametrize("damaged", ["meta.json", "train.bin", "tokenizer.model"])
+def test_a_damaged_data_set_is_one_line_in_a_comparison(tiny_data, tmp_path, refuses, damaged):
+    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
+    (tmp_path / "tiny" / damaged).write_bytes(b"{")
+    for options in ([], ["--sampling"]):
+        assert damaged in refuses(compare.main, *TINY, f"--data_dir={tmp_path}", *options)
+
+
+def test_the_roof_of_mfu_counts_attention_twice_and_that_of_what_is_computed_once():
+    """Of what is computed, the vocabulary's padding is a part, too."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**PRESETS["gpt2"], block_size=8192))
+    mfu, computed = roof.flops(model, 8192)
+    assert mfu - computed == 6 * 12 * 768 * 8192 - 6 * (50304 - 50257) * 768
 
 
 def test_training_is_compared_by_one_clock(tiny_data, tmp_path, capsys):

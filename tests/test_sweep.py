@@ -38,9 +38,30 @@ def test_every_cell_has_figures_that_agree_with_each_other(tmp_path, capsys):
         assert c["tflops"] == pytest.approx(c["tokens_per_s"] * flops / 1e12)
         assert c["mfu"] == pytest.approx(c["tflops"])  # TINY gives a peak of 1 TFLOPS
         assert c["memory_gb"] is None or 0.05 < c["memory_gb"] < 5
+        assert 0 < c["launching_ms"] <= 1e3 * min(c["seconds"])
     assert found["settings"]["n_layer"] == 2 and torch.__version__ in found["versions"]
     printed = capsys.readouterr().out
+    ms = 1e3 * min(found["cells"][0]["seconds"])
+    least = f"{ms:,.1f} ms, the fastest of 3 steps of one token"
+    assert found["any step"] == least and printed.endswith(f"any step, at least: {least}\n")
     assert all(f"by {axis}\n" in printed for axis in ("T", "B", "accum")) and "Wh/Mtok" not in printed  # no NVML here
+
+
+def test_what_a_step_costs_at_least_is_measured_where_no_cell_has_one_token(tmp_path):
+    paths = [tmp_path / "sweep.json", tmp_path / "sweep.md"]
+    options = ["--vary=B", "--batch_sizes", "1", f"--json={paths[0]}", f"--markdown={paths[1]}"]
+    call(sweep.main, *SMALL, *options)
+    found = json.loads(paths[0].read_text())
+    assert [c["T"] for c in found["cells"]] == [32] and "steps of one token" in found["any step"]
+    assert f"* any step: {found['any step']}" in paths[1].read_text()
+
+
+def test_on_a_gpu_what_a_step_costs_at_least_says_how_long_the_host_launched():
+    cell = {"note": "", "seconds": [0.0790, 0.0775, 0.0781], "launching_ms": 75.04}
+    said = sweep.floor(cell, torch.device("cuda"))
+    one_token = "77.5 ms, the fastest of 3 steps of one token"
+    assert said == f"{one_token}; the host launches for 75.0 ms of them"
+    assert sweep.floor({"note": "OOM"}, torch.device("cuda")) == "not measured: OOM"
 
 
 def test_a_cell_out_of_memory_says_so_and_the_sweep_goes_on(tmp_path, capsys):
@@ -53,8 +74,8 @@ def test_a_cell_out_of_memory_says_so_and_the_sweep_goes_on(tmp_path, capsys):
 
 def test_a_cell_that_fails_otherwise_is_reported_and_the_exit_code_is_1(tmp_path):
     out = tmp_path / "sweep.json"
-    with pytest.raises(SystemExit) as exit_info:  # a number of sequences that 64 bits do not hold
-        call(sweep.main, *SMALL, "--vary=B", "--batch_sizes", str(10**20), "2", f"--json={out}")
+    with pytest.raises(SystemExit) as exit_info:  # sequences whose bytes 64 bits cannot count
+        call(sweep.main, *SMALL, "--vary=B", "--batch_sizes", str(2**62), "2", f"--json={out}")
     cells = json.loads(out.read_text())["cells"]
     assert exit_info.value.code == 1 and cells[0]["note"].startswith("failed: ") and cells[1]["note"] == ""
 
