@@ -3,12 +3,20 @@
     python tests/faults/harness.py --rounds 100        # or: make soak
 
 Each round draws a job, and what happens to it: SIGKILL at a random moment, after a random step, or inside the writing of a
-checkpoint; SIGTERM, SIGINT or SIGUSR1; a flipped byte, a cut or a deleted file in the newest checkpoint, or in the data set,
-which must then be refused by name; a disk that is full for some steps (a small tmpfs, where one may be mounted). The job is
-then started again by the same command until it ends. Identical means: the same bytes in the weights, the optimizer's state
-and the loss, norm and validation loss of every step, each there once; for prepare.py, the same bytes in every file.
+checkpoint; SIGTERM, SIGINT, SIGUSR1 or SIGHUP; a pipe that is closed, or a full disk, under the log; a flipped byte, a cut or
+a deleted file in the newest checkpoint, or in the data set, which must then be refused by name; checkpoints that cannot be
+seen, which must be refused too; a disk that is full for some steps (a small tmpfs, where one may be mounted). Files of
+somebody else's lie in the run's folder, and must lie there at the end. The job is then started again by the same command
+until it ends. Identical means: the same bytes in the weights, the optimizer's state and the loss, norm and validation loss
+of every step, each there once; for prepare.py, the same bytes in every file.
+
+    python tests/faults/harness.py --rounds 0 --flips 1000
+
+turns over one bit after the other in the files of a checkpoint and of a data set, and runs every command that reads them:
+each must refuse them in one line, or do what it does with the whole ones.
 """
 
+import io
 import json
 import os
 import random
@@ -18,9 +26,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -28,8 +40,12 @@ from safetensors.torch import load_file
 REPO = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO), str(REPO / "tests")]
 
-from conftest import TINY, make_records, write_jsonl  # noqa: E402
+from conftest import TINY, call, make_records, write_jsonl  # noqa: E402
 
+import prepare  # noqa: E402
+import sample  # noqa: E402
+import train  # noqa: E402
+from bench.plot_loss import read_metrics  # noqa: E402
 from configurator import parse, run  # noqa: E402
 
 STEPS = 40
@@ -37,21 +53,26 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 COMMON = [
     *TINY, f"--max_steps={STEPS}", "--save_every=4", "--eval_every=6", "--dropout=0.1", "--init_from=auto", "--n_embd=64",
 ]  # fmt: skip
-JOBS = {  # name: (processes, options)
-    "fp32": (1, []),
-    "bf16": (1, ["--dtype=bfloat16"]),
-    "epochs": (1, ["--block_size=256", "--batch_size=2", "--batch_tokens=8192"]),  # an epoch's edge every third step
-    "compiled": (1, ["--compile=true"]),
-    "2 processes": (2, []),
+JOBS = {  # name: (processes, the options of one start after the other, each of which goes on where the one before ended)
+    "fp32": (1, [[]]),
+    "bf16": (1, [["--dtype=bfloat16"]]),
+    "epochs": (1, [["--block_size=256", "--batch_size=2", "--batch_tokens=8192"]]),  # an epoch's edge every third step
+    "compiled": (1, [["--compile=true"]]),
+    "2 processes": (2, [[]]),
+    "another batch": (1, [["--max_steps=20"], ["--batch_tokens=512", "--max_steps=0", "--max_tokens=15360"]]),
 }
-KILLS = ["kill at a random time", "kill after a step", "kill inside a save", "SIGTERM", "SIGINT", "SIGUSR1"]
+KILLS = ["kill at a random time", "kill after a step", "kill inside a save", "SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"]
+LOG = ["closed pipe", "full disk under the log"]
 DAMAGE = ["flip a byte", "cut a file", "lose a file"]  # of the newest checkpoint, after a kill
-FAULTS = [*KILLS, *DAMAGE, *(f"{damage} of the data" for damage in DAMAGE), "full disk"]
+HIDDEN = ["no manifest", "ckpt not mounted"]
+FAULTS = [*KILLS, *LOG, *DAMAGE, *HIDDEN, *(f"{damage} of the data" for damage in DAMAGE), "full disk"]
+FOREIGN = ["notes.txt", "ckpt/mine/model.pt", "ckpt/backup/step_00000004/x", "bad_steps/mine.txt", "ckpt/.mine"]
 
 
-def command(job: str, data: Path, out: Path) -> list[str]:
-    n, options = JOBS[job]
-    handed_on = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"
+def command(job: str, data: Path, out: Path, phase: int = 0) -> list[str]:
+    n, phases = JOBS[job]
+    options = phases[phase]
+    handed_on = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGHUP"
     launch = ["-m", "torch.distributed.run", "--standalone", handed_on, f"--nproc_per_node={n}"] if n > 1 else []
     return [
         sys.executable,
@@ -64,8 +85,8 @@ def command(job: str, data: Path, out: Path) -> list[str]:
     ]
 
 
-def start(argv: list[str]) -> subprocess.Popen:
-    return subprocess.Popen(argv, stdout=-1, stderr=-1, text=True, env=ENVIRONMENT, start_new_session=True)
+def start(argv: list[str], stdout=-3) -> subprocess.Popen:
+    return subprocess.Popen(argv, stdout=stdout, stderr=-1, text=True, env=ENVIRONMENT, start_new_session=True)
 
 
 def workers(process: subprocess.Popen) -> dict[int, int]:
@@ -132,6 +153,7 @@ class Round:
     identical: bool = False
     traceback: str = ""
     seconds: float = 0.0
+    foreign: list[Path] = field(default_factory=list)  # somebody's files in the run's folder
 
 
 def hurt(folder: Path, fault: str, rng: random.Random) -> Path:
@@ -142,13 +164,41 @@ def hurt(folder: Path, fault: str, rng: random.Random) -> Path:
     elif fault.startswith("cut"):
         os.truncate(path, rng.randrange(path.stat().st_size))
     else:
-        with open(path, "r+b") as f:
-            at = rng.randrange(path.stat().st_size)
-            f.seek(at)
-            byte = f.read(1)[0]
-            f.seek(at)
-            f.write(bytes([byte ^ (1 << rng.randrange(8))]))
+        flip(path, rng)
     return path
+
+
+def flip(path: Path, rng: random.Random) -> None:
+    """Turn over one bit of a file."""
+    with open(path, "r+b") as f:
+        at = rng.randrange(path.stat().st_size)
+        f.seek(at)
+        byte = f.read(1)[0]
+        f.seek(at)
+        f.write(bytes([byte ^ (1 << rng.randrange(8))]))
+
+
+def hide_checkpoints(argv: list[str], out: Path, fault: str) -> tuple[str, str]:
+    """(what was done, what is wrong with the answer). A start must refuse in one line and change nothing; then they are back."""
+    ckpt, away = out / "run" / "ckpt", out / "away"
+    if not any(ckpt.glob("step_*/manifest.json")):
+        return f"({fault}: too early)", ""
+    shutil.copytree(ckpt, away)
+    if fault == "no manifest":
+        for path in ckpt.glob("step_*/manifest.json"):
+            path.unlink()
+    else:
+        shutil.rmtree(ckpt)
+        ckpt.symlink_to("/nowhere/ckpt")
+    before = {p: p.read_bytes() for p in (out / "run").rglob("*") if p.is_file()}
+    process = start(argv)
+    stderr = process.communicate(timeout=120)[1]
+    after = {p: p.read_bytes() for p in (out / "run").rglob("*") if p.is_file()}
+    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    refused = process.returncode != 0 and len(errors) == 1 and before == after
+    ckpt.unlink() if ckpt.is_symlink() else shutil.rmtree(ckpt)
+    away.rename(ckpt)
+    return fault, "" if refused else f"{fault}: exit code {process.returncode}: {stderr[-1500:]}"
 
 
 def hurt_checkpoint(out: Path, fault: str, rng: random.Random) -> str:
@@ -192,10 +242,40 @@ def train_round(job: str, data: Path, out: Path, reference: dict, rng: random.Ra
     begun, r = time.time(), Round(job, [])
     own_data = out.with_name(f"{out.name} data")
     shutil.copytree(data, own_data)
-    argv, small_disk = command(job, own_data, out), mount_small_disk(out)
+    small_disk = mount_small_disk(out)
+    for phase in range(len(JOBS[job][1])):
+        train_phase(job, phase, own_data, out, small_disk, r, rng)
+    r.identical = identical(result(out), reference) if not r.traceback else False
+    if any(not path.exists() or path.read_bytes() != b"precious" for path in r.foreign):
+        r.traceback = r.traceback or "a file of somebody else's was changed"
+    r.seconds = time.time() - begun
+    if small_disk:
+        subprocess.run(["umount", "-l", str(out)], check=True)  # lazily: a round beside this one may just be forking
+    shutil.rmtree(own_data)
+    return r
+
+
+def put_foreign_files(out: Path, r: Round) -> None:
+    """As soon as there is a run: into an empty folder of somebody else's train.py would not go."""
+    for name in FOREIGN if (out / "run" / "metrics.jsonl").exists() else []:
+        r.foreign.append(out / "run" / name)
+        r.foreign[-1].parent.mkdir(parents=True, exist_ok=True)
+        r.foreign[-1].write_bytes(b"precious")
+
+
+def train_phase(job: str, phase: int, data: Path, out: Path, small_disk: bool, r: Round, rng: random.Random) -> None:
+    """Start it, break it, and start it again until it ends."""
+    argv = command(job, data, out, phase)
+    # A checkpoint before the last one is of another phase, with other settings: it is no way to the same end.
+    faults = FAULTS if len(JOBS[job][1]) == 1 else [*KILLS, *LOG, *HIDDEN]
     for _ in range(rng.randint(1, 3)):
-        fault, process, before = rng.choice(FAULTS), start(argv), steps_done(out)
+        fault, before = rng.choice(faults), steps_done(out)
+        log = {"closed pipe": -1, "full disk under the log": open("/dev/full", "w")}.get(fault, -3)
+        process = start(argv, log)
         r.starts += 1
+        if fault == "closed pipe":
+            process.stdout.close()
+            process.stdout = None
         if fault == "kill at a random time":
             wait_for(process, lambda: False, rng.uniform(0, 6))
         elif fault == "kill inside a save":
@@ -208,12 +288,16 @@ def train_round(job: str, data: Path, out: Path, reference: dict, rng: random.Ra
             wait_for(process, lambda: False, rng.uniform(0, 1))
         stop(process, getattr(signal, fault, signal.SIGKILL))
         stderr = process.communicate(timeout=120)[1]
+        put_foreign_files(out, r)
         if "Traceback" in stderr and JOBS[job][0] == 1:  # torchrun has tracebacks of its own
             r.traceback = stderr[-1500:]
         if fault in DAMAGE:
             fault = hurt_checkpoint(out, fault, rng)
+        elif fault in HIDDEN:
+            fault, wrong = hide_checkpoints(argv, out, fault)
+            r.starts, r.traceback = r.starts + 1, r.traceback or wrong
         elif fault.endswith("of the data"):
-            fault, wrong = hurt_data(argv, own_data, fault, rng)
+            fault, wrong = hurt_data(argv, data, fault, rng)
             r.starts, r.traceback = r.starts + 1, r.traceback or wrong
         r.faults.append(fault if small_disk or fault != "full disk" else "(no tmpfs to fill)")
         if process.returncode == 0:
@@ -223,14 +307,8 @@ def train_round(job: str, data: Path, out: Path, reference: dict, rng: random.Ra
         stderr = process.communicate(timeout=300)[1]
         r.starts += 1
         if process.returncode == 0:
-            break
+            return
         r.traceback = r.traceback or stderr[-1500:]
-    r.identical = process.returncode == 0 and identical(result(out), reference)
-    r.seconds = time.time() - begun
-    if small_disk:
-        subprocess.run(["umount", "-l", str(out)], check=True)  # lazily: a round beside this one may just be forking
-    shutil.rmtree(own_data)
-    return r
 
 
 def prepare_command(corpus: Path, data: Path) -> list[str]:
@@ -261,8 +339,90 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Flipped bits: every command that reads a checkpoint or a data set, in this process
+
+
+def run_here(main: Callable[[], None], *argv: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a script."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            call(lambda: run(main), *argv)
+            code = 0
+        except SystemExit as e:
+            code = e.code
+    return code, out.getvalue(), err.getvalue()
+
+
+def uses(root: Path, ckpt: Path, data: Path) -> dict[str, Callable[[], Any]]:
+    """name -> what a command makes of the checkpoint and the data set; "refused" if it says so in one line."""
+    shutil.rmtree(root, ignore_errors=True)
+    tiny = [*TINY, "--schedule=constant", f"--data_dir={data.parent}", f"--out_dir={root}"]
+    corpus = write_jsonl(data.parent / "few.jsonl", make_records(40))
+
+    def told(main: Callable[[], None], *argv: str) -> str:
+        code, out, err = run_here(main, *argv)
+        if code == 2 and err.startswith("error: ") and err.count("\n") == 1:
+            return "refused"
+        return out if code == 0 else f"exit code {code}: {err}"
+
+    def trained(name: str, *more: str) -> Any:
+        said = told(train.main, *tiny, f"--run_name={name}", *more)
+        if not (root / name / "metrics.jsonl").exists() or said == "refused" or said.startswith("exit"):
+            return said
+        return [(r["step"], r["loss"]) for r in read_metrics(root / name / "metrics.jsonl") if "loss" in r]
+
+    def resumed() -> Any:
+        shutil.copytree(ckpt.parents[1], root / "resumed")
+        return trained("resumed", "--init_from=auto", "--max_steps=10")
+
+    def prepared() -> Any:
+        options = [f"--data_dir={root}", "--name=set", "--val_fraction=0.2"]
+        said = told(prepare.main, "--input", str(corpus), f"--tokenizer={ckpt}", *options)
+        # Of a checkpoint's files, what says when and where it was made goes into meta.json: here, only what is read.
+        names = ("train.bin", "val.bin", "tokenizer.json", "tokenizer_config.json")
+        return said if said == "refused" else [(root / "set" / name).read_bytes() for name in names]
+
+    greedy = ["--temperature=0", "--max_new_tokens=20", "--device=cpu", "--dtype=float32"]
+    return {
+        "sample": lambda: told(sample.main, f"--ckpt={ckpt}", *greedy),
+        "evaluate": lambda: told(sample.main, f"--ckpt={ckpt}", f"--eval={data}", "--device=cpu", "--dtype=float32"),
+        "fine-tune": lambda: trained("tuned", f"--init_from={ckpt}", "--max_steps=2"),
+        "resume": resumed,
+        "train": lambda: trained("new", "--max_steps=2"),
+        "prepare": prepared,
+        "inspect": lambda: told(prepare.main, "--inspect", str(data), "--count=1"),
+        "inspect a step": lambda: told(prepare.main, "--inspect", str(ckpt.parents[1]), "--step=3"),
+    }
+
+
+def flip_bits(count: int, seed: int, root: Path, wrong: list[str]) -> Counter:
+    """Flip one bit at a time; what went wrong is printed, and put into `wrong`."""
+    data = make_data(root)[0] / "tiny"
+    run_here(train.main, *TINY, "--schedule=constant", f"--data_dir={data.parent}", f"--out_dir={root / 'out'}")
+    ckpt, rng, counts = root / "out" / "run" / "ckpt" / "step_00000008", random.Random(seed), Counter()
+    whole = {name: use() for name, use in uses(root / "use", ckpt, data).items()}
+    assert "refused" not in whole.values(), whole
+    files = [*sorted(ckpt.iterdir()), *sorted(p for p in data.iterdir() if p.is_file())]
+    for number in range(count):
+        path = files[number % len(files)]
+        content, stat = path.read_bytes(), path.stat()
+        flip(path, rng)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as a failing disk does
+        for name, use in uses(root / "use", ckpt, data).items():
+            found = use()
+            counts["refusals" if found == "refused" else "equal results"] += 1
+            if found not in ("refused", whole[name]):
+                wrong.append(f"{name}, a flip in {path.name}: {str(found)[:300]}")
+                print(f"WRONG: {wrong[-1]}", flush=True)
+        path.write_bytes(content)
+    return counts
+
+
 def make_data(root: Path) -> tuple[Path, Path]:
     """(a folder with the data set tiny, a corpus)."""
+    root.mkdir(exist_ok=True)
     small, corpus = (
         write_jsonl(root / "small.jsonl", make_records(300)),
         write_jsonl(root / "corpus.jsonl", make_records(6000)),
@@ -287,7 +447,8 @@ def references(root: Path, data: Path, corpus: Path, jobs: list[str]) -> dict[st
             found[job] = files_of(root / "prepared" / "set")
         else:
             out = root / f"reference {job}"
-            subprocess.run(command(job, data, out), check=True, stdout=-3, stderr=-3, env=ENVIRONMENT)
+            for phase in range(len(JOBS[job][1])):
+                subprocess.run(command(job, data, out, phase), check=True, stdout=-3, stderr=-3, env=ENVIRONMENT)
             found[job] = result(out)
     return found
 
@@ -319,17 +480,22 @@ def soak(rounds: int, seed: int, parallel: int, root: Path, jobs: list[str] | No
 @dataclass(frozen=True)
 class SoakConfig:
     rounds: int = 100  # so many
+    flips: int = 0  # bits to turn over, before the rounds
     seed: int = 0  # of what happens in them
     parallel: int = 2  # rounds at a time
 
 
 def main() -> None:
     cfg = parse(SoakConfig, doc=__doc__)
+    wrong: list[str] = []
     with tempfile.TemporaryDirectory() as root:
-        found = soak(cfg.rounds, cfg.seed, cfg.parallel, Path(root))
+        if cfg.flips:
+            counts = flip_bits(cfg.flips, cfg.seed, Path(root) / "flips", wrong)
+            print(f"{cfg.flips} flipped bits: {', '.join(f'{n:,} {what}' for what, n in counts.items())}", flush=True)
+        found = soak(cfg.rounds, cfg.seed, cfg.parallel, Path(root)) if cfg.rounds else []
     good, bad = sum(r.identical for r in found), sum(bool(r.traceback) for r in found)
     print(f"\n{good} of {len(found)} identical, {bad} with a traceback, {sum(r.starts for r in found)} starts")
-    sys.exit(good < len(found) or bad > 0)
+    sys.exit(good < len(found) or bad > 0 or bool(wrong))
 
 
 if __name__ == "__main__":
