@@ -273,7 +273,7 @@ def free_name(path: Path) -> Path:
 # ---------------------------------------------------------------------------------------------------------------------
 # The folder of a run: out/RUN
 
-RUN_FILES = ("metrics.jsonl", "loss.png", "bad_steps")  # beside ckpt/; wandb/ belongs to wandb
+RUN_FILES = ["metrics.jsonl", "loss.png"]  # beside ckpt/ and bad_steps/; wandb/ belongs to wandb
 
 
 def is_run(folder: Path) -> bool:
@@ -314,20 +314,27 @@ def replace_run(folder: Path) -> Path | None:
     new run has a whole checkpoint; returns where its checkpoints are. Everything else stays where it is.
     """
     ckpt_dir = folder / "ckpt"
-    for place, names in ((folder, RUN_FILES), (ckpt_dir, [p.name for p in numbered(ckpt_dir)])):
+    in_run, in_ckpt = [*RUN_FILES, *bad_step_texts(folder)], [p.name for p in numbered(ckpt_dir)]
+    for place, names in ((folder, in_run), (ckpt_dir, in_ckpt)):
         if there := [name for name in names if os.path.lexists(place / name)]:
             aside = free_name(place / "replaced")
-            aside.mkdir()
             for name in there:
+                (aside / name).parent.mkdir(parents=True, exist_ok=True)
                 (place / name).rename(aside / name)
+    remove_only(folder / "bad_steps", [])
     return max(replaced(ckpt_dir), default=None)
 
 
-def remove_run_files(folder: Path) -> None:
-    """Delete RUN_FILES from a folder replaced-N, and it, unless it holds something else."""
+def bad_step_texts(folder: Path) -> list[str]:
+    """bad_steps/step_N.txt, those that are there."""
     texts = folder / "bad_steps"
-    if texts.is_dir() and not texts.is_symlink():
-        remove_only(texts, [n for n in os.listdir(texts) if re.fullmatch(r"step_[0-9]{8,}\.txt", n)])
+    names = os.listdir(texts) if texts.is_dir() and not texts.is_symlink() else []
+    return [f"bad_steps/{name}" for name in names if re.fullmatch(r"step_[0-9]{8,}\.txt", name)]
+
+
+def remove_run_files(folder: Path) -> None:
+    """Delete a run's own files from a folder replaced-N, and it, unless it holds something else."""
+    remove_only(folder / "bad_steps", [Path(name).name for name in bad_step_texts(folder)])
     remove_only(folder, RUN_FILES)
 
 

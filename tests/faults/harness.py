@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -192,7 +193,7 @@ def hide_checkpoints(argv: list[str], out: Path, fault: str) -> tuple[str, str]:
         ckpt.symlink_to("/nowhere/ckpt")
     before = {p: p.read_bytes() for p in (out / "run").rglob("*") if p.is_file()}
     process = start(argv)
-    stderr = process.communicate(timeout=120)[1]
+    stderr = process.communicate(timeout=600)[1]
     after = {p: p.read_bytes() for p in (out / "run").rglob("*") if p.is_file()}
     errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
     refused = process.returncode != 0 and len(errors) == 1 and before == after
@@ -211,7 +212,7 @@ def hurt_data(argv: list[str], data: Path, fault: str, rng: random.Random) -> tu
     """(what was done, what is wrong with the answer). A start must name the file in one line; then it is put back."""
     shutil.copytree(data / "tiny", data / "whole")
     path, process = hurt(data / "tiny", fault, rng), start(argv)
-    stderr = process.communicate(timeout=120)[1]
+    stderr = process.communicate(timeout=600)[1]
     shutil.rmtree(data / "tiny")
     (data / "whole").rename(data / "tiny")
     errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
@@ -243,21 +244,28 @@ def train_round(job: str, data: Path, out: Path, reference: dict, rng: random.Ra
     own_data = out.with_name(f"{out.name} data")
     shutil.copytree(data, own_data)
     small_disk = mount_small_disk(out)
-    for phase in range(len(JOBS[job][1])):
-        train_phase(job, phase, own_data, out, small_disk, r, rng)
-    r.identical = identical(result(out), reference) if not r.traceback else False
-    if any(not path.exists() or path.read_bytes() != b"precious" for path in r.foreign):
-        r.traceback = r.traceback or "a file of somebody else's was changed"
+    try:
+        for phase in range(len(JOBS[job][1])):
+            train_phase(job, phase, own_data, out, small_disk, r, rng)
+        r.identical = identical(result(out), reference) if not r.traceback else False
+        for path in r.foreign:
+            if not path.exists() or path.read_bytes() != b"precious":
+                r.traceback = r.traceback or f"{path}: somebody else's, and it was changed"
+    except Exception:  # this harness's own, which must not hide what the other rounds found
+        r.traceback = traceback.format_exc()
+    finally:
+        if small_disk:
+            subprocess.run(
+                ["umount", "-l", str(out)], check=True
+            )  # lazily: a round beside this one may just be forking
     r.seconds = time.time() - begun
-    if small_disk:
-        subprocess.run(["umount", "-l", str(out)], check=True)  # lazily: a round beside this one may just be forking
     shutil.rmtree(own_data)
     return r
 
 
 def put_foreign_files(out: Path, r: Round) -> None:
     """As soon as there is a run: into an empty folder of somebody else's train.py would not go."""
-    for name in FOREIGN if (out / "run" / "metrics.jsonl").exists() else []:
+    for name in FOREIGN if (out / "run" / "metrics.jsonl").exists() and not r.foreign else []:
         r.foreign.append(out / "run" / name)
         r.foreign[-1].parent.mkdir(parents=True, exist_ok=True)
         r.foreign[-1].write_bytes(b"precious")
@@ -287,7 +295,7 @@ def train_phase(job: str, phase: int, data: Path, out: Path, small_disk: bool, r
             fill_disk(out, rng.uniform(0.05, 1))
             wait_for(process, lambda: False, rng.uniform(0, 1))
         stop(process, getattr(signal, fault, signal.SIGKILL))
-        stderr = process.communicate(timeout=120)[1]
+        stderr = process.communicate(timeout=600)[1]
         put_foreign_files(out, r)
         if "Traceback" in stderr and JOBS[job][0] == 1:  # torchrun has tracebacks of its own
             r.traceback = stderr[-1500:]
@@ -304,7 +312,7 @@ def train_phase(job: str, phase: int, data: Path, out: Path, small_disk: bool, r
             break
     for _ in range(3):
         process = start(argv)
-        stderr = process.communicate(timeout=300)[1]
+        stderr = process.communicate(timeout=600)[1]
         r.starts += 1
         if process.returncode == 0:
             return

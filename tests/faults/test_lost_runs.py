@@ -83,9 +83,11 @@ def test_overwrite_deletes_only_what_train_py_wrote(finished, tiny_data, tmp_pat
     for name in mine:
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("precious")
+    (run / "bad_steps" / "step_00000003.txt").write_text("ours")
     train_tiny(tiny_data, tmp_path, "--overwrite", "--seed=7")
-    found = [p.name for p in run.rglob("*") if p.is_file() and p.read_bytes() == b"precious"]
-    assert sorted(found) == sorted(Path(name).name for name in mine)
+    found = [str(p.relative_to(run)) for p in run.rglob("*") if p.is_file() and p.read_bytes() == b"precious"]
+    mine[1] = "ckpt/replaced-1/step_00000004/model.gguf"  # all others stay where they were
+    assert sorted(found) == sorted(mine) and not list(run.rglob("step_00000003.txt"))
     left = run / "ckpt" / "replaced-1"
     assert [p.name for p in left.iterdir()] == ["step_00000004"]  # whole, for the sake of model.gguf
     assert not checkpoint.damage(left / "step_00000004")
