@@ -102,8 +102,9 @@ def test_overwrite_keeps_the_earlier_run_until_the_new_one_has_a_checkpoint(fini
     before = contents(run)
     never = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
     for number in (1, 2):  # the second one replaces a run that has no checkpoint
-        process, aside = launch(1, tiny_data, tmp_path, "--overwrite", *never), run / f"replaced-{number}"
-        harness.wait_for(process, lambda aside=aside: aside.exists() and harness.steps_done(tmp_path) >= 2)
+        process = launch(1, tiny_data, tmp_path, "--overwrite", *never)
+        moved = run / f"replaced-{number}" / "metrics.jsonl"
+        harness.wait_for(process, lambda moved=moved: moved.exists() and harness.steps_done(tmp_path) >= 2)
         process.kill()
         process.communicate()
     for name, content in before.items():
