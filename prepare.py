@@ -49,20 +49,7 @@ import numpy as np
 from tqdm import tqdm
 
 from configurator import OneRankError, UserError, note, parse, run
-from corpora import CHUNK, PIECE, Chunk, Cleaning, Reader, Source, Tally, demo_sources, documents, find_sources, pieces
-from dataset import (
-    FORMAT_VERSION,
-    document_texts,
-    find_tokenizer,
-    load_tokenizer,
-    open_dataset,
-    run_loader,
-    sample_texts,
-    tokenizer_files,
-    tokenizer_folder,
-    verify,
-)
-from files import (
+from hardware.disk import (
     file_sha256,
     json_bytes,
     lock,
@@ -74,7 +61,33 @@ from files import (
     unseal,
     write_whole,
 )
-from tokenizer import HF_FILES, SentencePiece, Tiktoken, hugging_face_files, open_tokenizer
+from text.corpora import (
+    CHUNK,
+    PIECE,
+    Chunk,
+    Cleaning,
+    Reader,
+    Source,
+    Tally,
+    demo_sources,
+    documents,
+    find_sources,
+    pieces,
+)
+from text.dataset import (
+    FORMAT_VERSION,
+    document_texts,
+    find_tokenizer,
+    load_tokenizer,
+    open_dataset,
+    run_loader,
+    sample_texts,
+    tokenizer_files,
+    tokenizer_folder,
+    verify,
+)
+from text.tokenizer import HF_FILES, SentencePiece, Tiktoken, hugging_face_files, open_tokenizer
+from training.plots import read_metrics
 
 
 @dataclass(frozen=True)
@@ -769,7 +782,10 @@ def report(meta: dict, folder: Path) -> str:
 def inspect(cfg: PrepareConfig) -> None:
     folder = Path(cfg.inspect)
     if cfg.step > 0:
-        sets, loader, samples = run_loader(folder, cfg.step)
+        path = folder / "metrics.jsonl"
+        if not path.is_file():
+            raise UserError(f"{folder}: no metrics.jsonl there; --step needs the folder of a run, out/RUN")
+        sets, loader, samples = run_loader(path, read_metrics(path), cfg.step)
         for data in sets:
             verify(data.folder, data.meta, "train")
         texts = sample_texts(sets, loader, samples, load_tokenizer(sets[0].folder))

@@ -23,15 +23,15 @@ from typing import Literal
 
 import torch
 
-from checkpoint import newest_checkpoint
 from configurator import UserError, note, parse, run
-from dataset import DataSet, find_tokenizer, load_tokenizer, open_dataset, tokenizer_of_model, verify
-from files import MANIFEST
-from huggingface import from_pretrained, is_nanogpt, unverified
+from hardware.disk import MANIFEST
 from model import GPT
-from report import in_other_units
-from tokenizer import SentencePiece, Tiktoken, same_ids
+from text.dataset import DataSet, find_tokenizer, load_tokenizer, open_dataset, tokenizer_of_model, verify
+from text.tokenizer import SentencePiece, Tiktoken, same_ids
 from train import Machine, evaluate, memory_advice, pick_device, pick_dtype
+from training.checkpoint import newest_checkpoint
+from training.huggingface import from_pretrained, is_nanogpt, unverified
+from training.report import in_other_units
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,13 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from bench.matmul import peak_tflops
-from bench.memory import Step, auto_batch, capacity, out_of_memory
-from checkpoint import (
+from configurator import OneRankError, UserError, parse, run
+from hardware.disk import MANIFEST, file_sha256
+from hardware.peak import peak_tflops
+from model import GPT, INIT, PRESETS, GPTConfig
+from text.dataset import DataSet, Loader, Windows, load_tokenizer, open_datasets, train_loader, verify_new
+from text.tokenizer import SentencePiece, Tiktoken
+from training.checkpoint import (
     Earlier,
     Saver,
     Source,
@@ -50,13 +54,9 @@ from checkpoint import (
     settings_changed,
     sweep,
 )
-from configurator import OneRankError, UserError, parse, run
-from dataset import DataSet, Loader, Windows, load_tokenizer, open_datasets, train_loader, verify_new
-from files import MANIFEST, file_sha256
-from huggingface import unverified
-from model import GPT, INIT, PRESETS, GPTConfig
-from report import Clock, Metrics, banner
-from tokenizer import SentencePiece, Tiktoken
+from training.huggingface import unverified
+from training.memory import Step, auto_batch, capacity, out_of_memory
+from training.report import Clock, Metrics, banner
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Settings: the reference manual. `python train.py --help` prints this list.
@@ -445,7 +445,7 @@ def wants_compile(cfg: TrainConfig, kind: str, flops: float) -> bool:
 
 
 def fit_batch(cfg: TrainConfig, model: GPT, loader: Loader, machine: Machine, compiled: bool, most: int | None) -> int:
-    """batch_size=auto: what bench/memory.py predicts to fit, tried out, and less where that runs out of memory after all.
+    """batch_size=auto: what training/memory.py predicts to fit, tried out, and less where that runs out of memory after all.
 
     most: what a resumed run had, which it keeps if it can.
     """

@@ -54,7 +54,7 @@ dataset() {
     [ -e "$WORK/demo/meta.json" ] || $PYTHON prepare.py --data_dir="$WORK" ${TOY:+--vocab_size=600} >"$WORK/prepare.log" || cat "$WORK/prepare.log"
     $PYTHON - "$WORK" "$1" <<'PY'
 import pathlib, shutil, sys
-from files import json_bytes, read_object, sealed
+from hardware.disk import json_bytes, read_object, sealed
 folder, V = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 to = folder / f"v{V}"
 if not to.exists():

@@ -4,7 +4,7 @@
     python bench/plan.py config/train_100m.py --gpu=v100-16g --nproc=6 --png=memory.png
     python bench/plan.py config/demo.py --trial                                   # 20 steps on this machine, then the time of all
 
-Any setting of train.py can be given, as to train.py. Formulas give the answer: those of bench/memory.py, of model.py (flops_per_token)
+Any setting of train.py can be given, as to train.py. Formulas give the answer: those of training/memory.py, of model.py (flops_per_token)
 and below. Only --trial and --check run something, on this machine.
 """
 
@@ -18,21 +18,23 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/plan.py` finds ours
-from bench.gpus import ECC_IN_MEMORY, Card, find_gpu  # noqa: E402
-from bench.matmul import DTYPES, device_name, peak_tflops  # noqa: E402
-from bench.memory import Step, activations, auto_batch, beside, largest_batch, measured_peak, needed, ram, step_memory  # noqa: E402
-from bench.plot_loss import read_metrics  # noqa: E402
 from configurator import UserError, changes, parse, run  # noqa: E402
-from dataset import DataSet, open_datasets  # noqa: E402
-from model import GPT  # noqa: E402
+from hardware.gpus import ECC_IN_MEMORY, Card, find_gpu  # noqa: E402
+from hardware.peak import DTYPES, device_name, peak_tflops  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
+from text.dataset import DataSet, open_datasets  # noqa: E402
 from train import TrainConfig, even_batch, make_plan, model_config, pick_dtype, wants_compile  # noqa: E402
+from training.memory import Step, activations, auto_batch, beside, largest_batch, needed, ram, step_memory  # noqa: E402
+from training.plots import read_metrics  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -400,6 +402,44 @@ def prepared(cfg: PlanConfig) -> list[DataSet]:
         if there or by_epochs or cfg.trial:
             raise
         return []
+
+
+def measured_peak(c: GPTConfig, step: Step) -> int:
+    """Bytes that a step like train.py's really holds at most, on this machine's CUDA device or CPU, by torch's own account.
+
+    On a CPU, that is the sum of all allocations and releases that its profiler sees.
+    """
+    device = torch.device(step.device)
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    model = GPT(c)
+    model.init_weights()
+    model.to(device)
+    fast = torch.compile(model, dynamic=False) if step.compiled else model
+    optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-3, fused=True)
+    rows = torch.randint(0, c.vocab_size, (step.B, step.T + 1), device=device)
+    x, y = rows[:, :-1], rows[:, 1:]
+
+    def one() -> None:
+        for _ in range(step.accum):
+            with torch.autocast(device.type, step.dtype, enabled=step.dtype != torch.float32):
+                loss = fast(x, y) / step.accum
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    one()  # the moments are allocated now, and what compiles has compiled
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        one()
+        return torch.cuda.max_memory_allocated() - before
+    moments = [t for state in optimizer.state.values() for t in state.values()]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        one()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    always = [*model.parameters(), *model.buffers(), *moments, rows]
+    return sum(t.nbytes for t in always) + max(held)
 
 
 def main() -> None:

@@ -26,8 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `python bench/roof.py` finds ours
-from bench.matmul import device_name, peak_tflops  # noqa: E402
 from configurator import changes, parse, run  # noqa: E402
+from hardware.peak import device_name, peak_tflops  # noqa: E402
 from model import GPT, ChunkedCrossEntropy, GPTConfig, attend, attention_kernel  # noqa: E402
 from train import Machine, TrainConfig, model_config, start  # noqa: E402
 

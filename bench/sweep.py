@@ -34,11 +34,11 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `python bench/sweep.py` finds ours
-from bench.matmul import device_name, peak_tflops  # noqa: E402
-from bench.memory import out_of_memory  # noqa: E402
 from configurator import UserError, changes, parse, run  # noqa: E402
+from hardware.peak import device_name, peak_tflops  # noqa: E402
 from model import GPT  # noqa: E402
 from train import Machine, TrainConfig, model_config, start, wants_compile  # noqa: E402
+from training.memory import out_of_memory  # noqa: E402
 
 AXES = ("T", "B", "accum")
 

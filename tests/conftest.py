@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import configurator
-import files
 import prepare
 import train
+from hardware import disk
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -111,9 +111,9 @@ def forge(folder: Path, name: str = "", content: bytes = b"") -> None:
     if name:
         path.write_bytes(content)
     if name == "meta.json":
-        path.write_bytes(files.json_bytes(files.sealed(json.loads(content))))
-    if (folder / files.MANIFEST).exists():
-        (folder / files.MANIFEST).write_bytes(files.json_bytes(files.manifest(folder)))
+        path.write_bytes(disk.json_bytes(disk.sealed(json.loads(content))))
+    if (folder / disk.MANIFEST).exists():
+        (folder / disk.MANIFEST).write_bytes(disk.json_bytes(disk.manifest(folder)))
 
 
 def metrics(run: Path, key: str) -> dict[int, float]:

@@ -6,13 +6,12 @@ from typing import Literal
 
 import pytest
 
-import checkpoint
 import prepare
-import report
 import sample
 import train
 from bench import matmul
 from configurator import OneRankError, UserError, changes, convert, help_text, parse, run
+from training import checkpoint, report
 
 REPO = Path(__file__).resolve().parents[1]
 

@@ -12,9 +12,9 @@ import pytest
 from conftest import make_records, write_jsonl
 from test_prepare import TEXTS, documents, prepare_set
 
-import corpora
 import prepare
-from corpora import Reader, Source, pieces, record_text
+from text import corpora
+from text.corpora import Reader, Source, pieces, record_text
 
 
 def zstd(data: bytes) -> bytes:

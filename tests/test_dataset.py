@@ -8,10 +8,10 @@ import tiktoken
 from conftest import call, make_records, train_tiny, write_jsonl
 
 import prepare
-from bench.plot_loss import read_metrics
 from configurator import UserError
-from dataset import Loader, Windows, open_datasets, train_loader
-from tokenizer import SAME_BUT_FASTER
+from text.dataset import Loader, Windows, open_datasets, train_loader
+from text.tokenizer import SAME_BUT_FASTER
+from training.plots import read_metrics
 
 # -- tokenizers --
 

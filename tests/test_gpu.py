@@ -17,9 +17,10 @@ from test_train import same, weights
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import roof
-from bench.memory import Step, measured_peak, step_memory
+from bench.plan import measured_peak
 from model import GPT, PRESETS, GPTConfig
 from train import Machine, to_device
+from training.memory import Step, step_memory
 
 DEVICE = "cuda"
 pytestmark = [

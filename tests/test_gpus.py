@@ -4,7 +4,7 @@ import sys
 import pytest
 from conftest import REPO
 
-from bench.gpus import GPUS, datasheet_tflops, find_gpu
+from hardware.gpus import GPUS, datasheet_tflops, find_gpu
 
 
 @pytest.mark.parametrize(
@@ -86,5 +86,5 @@ def test_a_peak_is_of_exactly_this_product():
 
 
 def test_the_table_needs_no_torch():
-    code = "import sys, bench.gpus; assert 'torch' not in sys.modules"
+    code = "import sys, hardware.gpus; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)

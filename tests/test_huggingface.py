@@ -21,11 +21,11 @@ import configurator
 import prepare
 import sample
 import train
-from checkpoint import newest_checkpoint
-from dataset import load_tokenizer
-from huggingface import from_config, from_pretrained, hf_class, save_pretrained, to_config, to_state
 from model import GPT, PRESETS, GPTConfig
-from tokenizer import CL100K_PATTERN, GPT2_PATTERN, Tiktoken, from_hugging_face, same_ids, to_hugging_face
+from text.dataset import load_tokenizer
+from text.tokenizer import CL100K_PATTERN, GPT2_PATTERN, Tiktoken, from_hugging_face, same_ids, to_hugging_face
+from training.checkpoint import newest_checkpoint
+from training.huggingface import from_config, from_pretrained, hf_class, save_pretrained, to_config, to_state
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 FITTING = [name for name in ODD if name != "a class of its own"]

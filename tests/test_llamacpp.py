@@ -21,12 +21,12 @@ import pytest
 import torch
 from test_prepare import tiktoken_file
 
-from checkpoint import write_json
 from configurator import UserError
-from dataset import load_tokenizer
-from huggingface import hf_class, save_pretrained
 from model import GPT, PRESETS, GPTConfig
-from tokenizer import Tiktoken, llama_cpp_note, to_hugging_face
+from text.dataset import load_tokenizer
+from text.tokenizer import Tiktoken, llama_cpp_note, to_hugging_face
+from training.checkpoint import write_json
+from training.huggingface import hf_class, save_pretrained
 
 NO_SPACE = "--override-kv tokenizer.ggml.add_space_prefix=bool:false"
 BOS = "--override-kv tokenizer.ggml.add_bos_token=bool:true"

@@ -1,4 +1,4 @@
-"""The memory that bench/memory.py predicts, beside what torch allocates.
+"""The memory that training/memory.py predicts, beside what torch allocates.
 
 The suite draws a few shapes from a fixed seed; more of them, on a quiet machine:
 
@@ -14,8 +14,9 @@ import pytest
 import torch
 from test_model import ODD
 
-from bench.memory import Step, activations, largest_batch, measured_peak, needed, step_memory
+from bench.plan import measured_peak
 from model import GPT, PRESETS, GPTConfig
+from training.memory import Step, activations, largest_batch, needed, step_memory
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GQA = dict(n_kv_head=2)

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from bench import plan
-from bench.memory import Step, largest_batch, step_memory
 from configurator import parse
 from model import GPT, PRESETS, GPTConfig
+from training.memory import Step, largest_batch, step_memory
 
 # -- known answers, from public papers and notes --
 

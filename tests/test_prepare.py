@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from conftest import call, make_records, write_jsonl
 
-import corpora
 import prepare
 from configurator import UserError
-from corpora import Source, read_json, record_text
-from dataset import load_tokenizer, open_dataset, open_split, verify
-from tokenizer import Tiktoken
+from text import corpora
+from text.corpora import Source, read_json, record_text
+from text.dataset import load_tokenizer, open_dataset, open_split, verify
+from text.tokenizer import Tiktoken
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 TEXTS = ["第一篇：你好，世界。", "second: hello\n    indented world", "third 😀 naïve <|endoftext|> </s>"]

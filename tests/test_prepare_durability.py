@@ -15,7 +15,7 @@ from conftest import REPO, call, make_records, write_jsonl
 from test_prepare import contents, documents, prepare_set, tiktoken_file
 
 import prepare
-from dataset import open_dataset
+from text.dataset import open_dataset
 
 TINY_SHARDS = "--shard_mb=0.02"
 
@@ -269,7 +269,7 @@ def test_inspect_shows_exactly_what_a_step_trained_on(tiny_data, tmp_path, capsy
     from conftest import train_tiny
 
     import train
-    from dataset import load_tokenizer
+    from text.dataset import load_tokenizer
 
     seen, to_device = [], train.to_device
     monkeypatch.setattr(train, "to_device", lambda rows, device: seen.append(rows) or to_device(rows, device))

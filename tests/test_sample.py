@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 import configurator
 import sample
 import train
-from checkpoint import newest_checkpoint
-from huggingface import from_pretrained
 from model import GPT
 from prepare import load_tokenizer
+from training.checkpoint import newest_checkpoint
+from training.huggingface import from_pretrained
 
 
 @pytest.fixture(scope="module")

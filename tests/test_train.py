@@ -12,10 +12,10 @@ from conftest import REPO, TINY, call, metrics, torchrun, train_tiny
 from safetensors.torch import load_file
 
 import train
-from checkpoint import damage, newest_checkpoint
 from configurator import parse
 from model import GPT
 from train import Machine, TrainConfig, lr_at, make_plan
+from training.checkpoint import damage, newest_checkpoint
 
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 

@@ -46,8 +46,8 @@ from conftest import TINY, call, make_records, write_jsonl  # noqa: E402
 import prepare  # noqa: E402
 import sample  # noqa: E402
 import train  # noqa: E402
-from bench.plot_loss import read_metrics  # noqa: E402
 from configurator import parse, run  # noqa: E402
+from training.plots import read_metrics  # noqa: E402
 
 STEPS = 40
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -21,8 +21,8 @@ import bench.sweep
 import prepare
 import sample
 import train
-from checkpoint import newest_checkpoint
-from files import file_sha256
+from hardware.disk import file_sha256
+from training.checkpoint import newest_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,10 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parent))
 import harness
 
-import checkpoint
-import report
 import train
-from checkpoint import newest_checkpoint
-from huggingface import from_pretrained
+from training import checkpoint, report
+from training.checkpoint import newest_checkpoint
+from training.huggingface import from_pretrained
 
 
 def test_killed_signalled_and_damaged_runs_end_identical(tmp_path):

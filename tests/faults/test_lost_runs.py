@@ -19,12 +19,11 @@ from test_faults import launch, poison
 sys.path.insert(0, str(Path(__file__).parent))
 import harness
 
-import checkpoint
-import report
 import sample
 import train
-from checkpoint import newest_checkpoint
-from files import lock
+from hardware.disk import lock
+from training import checkpoint, report
+from training.checkpoint import newest_checkpoint
 
 
 @pytest.fixture(scope="module")

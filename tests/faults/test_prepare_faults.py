@@ -18,12 +18,12 @@ from test_prepare import contents, documents, prepare_set, tiktoken_file
 sys.path.insert(0, str(Path(__file__).parent))
 import harness
 
-import corpora
-import files
 import prepare
 from configurator import UserError
-from corpora import Reader, Source
-from dataset import open_dataset
+from hardware import disk
+from text import corpora
+from text.corpora import Reader, Source
+from text.dataset import open_dataset
 
 KILL = "lambda *arguments: os._exit(9)"
 CHUNK = 20_000  # bytes: a corpus of 300 records has several chunks, and a shard ends with each
@@ -55,7 +55,7 @@ def options(data: Path, *more: str) -> list[str]:
 
 def killed(data: Path, patch: str, *arguments, stdin: bytes = b"") -> None:
     """Run prepare.py in a process of its own that kills itself where `patch` says."""
-    code = f"import os, sys; sys.path.insert(0, {str(REPO)!r})\nimport corpora, files, prepare\n"
+    code = f"import os, sys; sys.path.insert(0, {str(REPO)!r})\nfrom text import corpora\nfrom hardware import disk\nimport prepare\n"
     code += f"corpora.CHUNK = {CHUNK}\n{patch}\nprepare.main()"
     argv = [sys.executable, "-c", code, "--input", *map(str, arguments), *options(data)]
     done = subprocess.run(argv, capture_output=True, input=stdin)
@@ -244,10 +244,10 @@ def test_a_file_that_comes_at_the_last_moment_is_not_deleted(corpus, tmp_path, m
 
 KILLS = {
     "between them": f"""
-rename = files.Path.rename
+rename = disk.Path.rename
 def second(path, target):
     ({KILL})() if path.parent.name == ".set.tmp" else rename(path, target)
-files.Path.rename = second
+disk.Path.rename = second
 """,
     "behind both": f"""
 put = prepare.put_in_place
@@ -261,7 +261,7 @@ def test_a_kill_at_the_two_renames_loses_no_data_set(corpus, reference, tmp_path
     """On a disk that cannot exchange two names, the old folder has another name for a moment."""
     folder, meta = prepare_set(tmp_path, write_jsonl(tmp_path / "old.jsonl", make_records(40)))
     data = folder.parent
-    no_exchange = "files.exchange = lambda a, b: False\n"
+    no_exchange = "disk.exchange = lambda a, b: False\n"
     killed(data, no_exchange + KILLS[at], *corpus)
     assert (data / ".set.old").is_dir() and folder.exists() == (at == "behind both")
     if at == "between them":  # whatever the next command is, the old data set is in its place
@@ -495,7 +495,7 @@ def test_a_refusal_under_torchrun_shows_no_traceback_of_the_other_process(corpus
 
 def test_a_process_of_an_earlier_job_that_still_writes_is_noticed(corpus, tmp_path, refuses):
     """As one on another machine may: it has its part locked, and the scratch folder is free."""
-    held = files.lock(tmp_path / ".set.tmp" / "part0", "")
+    held = disk.lock(tmp_path / ".set.tmp" / "part0", "")
     error = refuses(prepare.main, "--input", *corpus, *options(tmp_path))
     assert "another process is writing" in error and "part0" in error
     os.close(held)
@@ -694,7 +694,7 @@ MEASURE = """
 import resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from corpora import Reader, Source
+from text.corpora import Reader, Source
 source = Source.at(Path(sys.argv[2]), sys.argv[3])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 chunks = Reader([source], sys.argv[5], sys.argv[4], 10**6).chunks()

@@ -19,10 +19,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from bench.plot_loss import read_metrics
 from configurator import UserError, note
-from files import MANIFEST, content_sha256, damage, file_sha256, inside, read_object
-from tokenizer import (
+from hardware.disk import MANIFEST, content_sha256, damage, file_sha256, inside, read_object
+from text.tokenizer import (
     HF_FILES,
     SentencePiece,
     Tiktoken,
@@ -324,15 +323,11 @@ def train_loader(sets: list[DataSet], block_size: int, seed: int) -> Loader:
     return Loader(windows, [data.weight for data in sets])
 
 
-def run_loader(run_dir: Path, step: int) -> tuple[list[DataSet], Loader, range]:
-    """(data sets, loader, samples of the step) of a run, from the settings that train.py wrote into metrics.jsonl.
+def run_loader(path: Path, records: list[dict], step: int) -> tuple[list[DataSet], Loader, range]:
+    """(data sets, loader, samples of the step) of a run, from the settings in the records of its metrics.jsonl.
 
-    step: as the log, metrics.jsonl and bad_steps/ count, from 1.
+    step: as the log, metrics.jsonl and bad_steps/ count, from 1. path: of that file, for what is wrong with it.
     """
-    path = run_dir / "metrics.jsonl"
-    if not path.is_file():
-        raise UserError(f"{run_dir}: no metrics.jsonl there; --step needs the folder of a run, out/RUN")
-    records = read_metrics(path)
     # What was trained from a step on is said behind that step, so that step N follows a record of an earlier one.
     begun = next((r for r in reversed(records) if "settings" in r and r["step"] < step), None)
     if begun is None:

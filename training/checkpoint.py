@@ -31,17 +31,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from bench.plot_loss import read_metrics
 from configurator import UserError
-from dataset import (
-    FORMAT_VERSION,
-    DataSet,
-    load_tokenizer,
-    tokenizer_files,
-    tokenizer_id,
-    tokenizer_of_model,
-)
-from files import (
+from hardware.disk import (
     MANIFEST,
     damage,
     json_bytes,
@@ -54,9 +45,16 @@ from files import (
     set_aside,
     sync_to_disk,
 )
-from huggingface import caveat, from_pretrained, hf_class, save_pretrained
 from model import GPT, GPTConfig
-from tokenizer import (
+from text.dataset import (
+    FORMAT_VERSION,
+    DataSet,
+    load_tokenizer,
+    tokenizer_files,
+    tokenizer_id,
+    tokenizer_of_model,
+)
+from text.tokenizer import (
     HF_FILES,
     SentencePiece,
     Tiktoken,
@@ -65,6 +63,8 @@ from tokenizer import (
     same_ids,
     to_hugging_face,
 )
+from training.huggingface import caveat, from_pretrained, hf_class, save_pretrained
+from training.plots import read_metrics
 
 OURS = {"model.safetensors", "config.json", "train_state.pt", "train_config.json", "meta.json", MANIFEST}
 OURS |= {SentencePiece.file, Tiktoken.file, *HF_FILES}

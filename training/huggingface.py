@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save, save_file
 
-from files import MANIFEST, damage
+from hardware.disk import MANIFEST, damage
 from model import GPT, PRESETS, GPTConfig
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from bench.memory import Step, capacity, largest_batch, needed
-from bench.plot_loss import plot_loss, read_metrics
-from checkpoint import newest_checkpoint
 from configurator import UserError, changes
-from dataset import DataSet, sample_texts, train_loader
-from files import write_whole
-from huggingface import caveat, hf_class
+from hardware.disk import write_whole
 from model import GPT, attention_kernel
-from tokenizer import SentencePiece, Tiktoken
+from text.dataset import DataSet, sample_texts, train_loader
+from text.tokenizer import SentencePiece, Tiktoken
+from training.checkpoint import newest_checkpoint
+from training.huggingface import caveat, hf_class
+from training.memory import Step, capacity, largest_batch, needed
+from training.plots import plot_loss, read_metrics
 
 if TYPE_CHECKING:  # train.py imports this file
     from train import Machine, Plan, TrainConfig

@@ -44,11 +44,9 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from model import GPT, GPTConfig, attention_kernel, loss_chunk
 
@@ -447,44 +445,6 @@ def needed(model: GPT, step: Step) -> float:
     """Bytes that the device must have for a step."""
     total = sum(step_memory(model, step)[1].values())
     return total + sum(beside(total, step).values())
-
-
-def measured_peak(c: GPTConfig, step: Step) -> int:
-    """Bytes that a step like train.py's really holds at most, on this machine's CUDA device or CPU, by torch's own account.
-
-    On a CPU, that is the sum of all allocations and releases that its profiler sees.
-    """
-    device = torch.device(step.device)
-    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    model = GPT(c)
-    model.init_weights()
-    model.to(device)
-    fast = torch.compile(model, dynamic=False) if step.compiled else model
-    optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-3, fused=True)
-    rows = torch.randint(0, c.vocab_size, (step.B, step.T + 1), device=device)
-    x, y = rows[:, :-1], rows[:, 1:]
-
-    def one() -> None:
-        for _ in range(step.accum):
-            with torch.autocast(device.type, step.dtype, enabled=step.dtype != torch.float32):
-                loss = fast(x, y) / step.accum
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    one()  # the moments are allocated now, and what compiles has compiled
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        one()
-        return torch.cuda.max_memory_allocated() - before
-    moments = [t for state in optimizer.state.values() for t in state.values()]
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        one()
-    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
-    always = [*model.parameters(), *model.buffers(), *moments, rows]
-    return sum(t.nbytes for t in always) + max(held)
 
 
 def ram() -> float:
