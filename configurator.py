@@ -76,6 +76,10 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
 
     needs_output=False: the script's work is in files. It goes on where nobody can read what it prints any more.
     """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # it was closed, as by >&-: what is opened next must not take its place
+            handle = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, open(handle, "w" if number else "r", closefd=False))
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks Chinese shows ?, it does not end the run
     if not needs_output:

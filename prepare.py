@@ -50,9 +50,9 @@ from tqdm import tqdm
 
 from configurator import OneRankError, UserError, note, parse, run
 from hardware.disk import (
+    Lock,
     file_sha256,
     json_bytes,
-    lock,
     put_in_place,
     read_object,
     remove_only,
@@ -407,7 +407,7 @@ class Part:
 
     def open(self, sources: list[Source]) -> None:
         """Go on from the journal if it is of this work, and input and files are as it says."""
-        self.held = lock(self.folder, "choose another --name")
+        self.held = Lock(self.folder, "choose another --name")
         if self.journal.exists():
             try:
                 self.go_on(unseal(self.journal), sources)
@@ -464,7 +464,7 @@ class Part:
             growing.file.close()
         self.files = {}
         if self.held is not None:
-            os.close(self.held)
+            self.held.close()
 
 
 def encode(part: Part, sources: list[Source], encoder: Encoder, cfg: PrepareConfig, workers: int, total: int) -> None:
@@ -625,14 +625,14 @@ def work_files(folder: Path) -> set[str]:
     return WORK.get(re.sub(r"(?<=^part)\d+$", "", folder.name), set())
 
 
-def claim(target: Path, scratch: Path) -> tuple[int, dict[str, tuple]]:
+def claim(target: Path, scratch: Path) -> tuple[Lock, dict[str, tuple]]:
     """Lock the scratch folder: (the lock, the files of the data set that stands at `target`).
 
     UserError if another prepare.py has it, or if what is in the way was not written by prepare.py.
     """
     if scratch.is_symlink():
         raise UserError(f"{scratch} is a link, and prepare.py works there: remove it")
-    held = lock(scratch, "choose another --name")
+    held = Lock(scratch, "choose another --name")
     try:
         for path in sorted(scratch.rglob("*")):
             in_a_folder = path.parent != scratch and path.name in work_files(path.parent)
@@ -647,7 +647,7 @@ def claim(target: Path, scratch: Path) -> tuple[int, dict[str, tuple]]:
         return held, files_of_set(target)
     except BaseException:
         remove_only(scratch, ())  # where it was made for this
-        os.close(held)
+        held.close()
         raise
 
 
@@ -920,7 +920,7 @@ def make_data_set(cfg: PrepareConfig, rank: int, world: int) -> None:
         raise
     finally:
         if rank == 0:
-            os.close(held)
+            held.close()
     if rank == 0:
         print(said)
 

@@ -178,11 +178,11 @@ def evaluate_on(
         raise UserError(f"--block_size {T}: the model sees {model.config.block_size} tokens")
     verify(folder, meta, "val")
     windows, val = DataSet(folder.name, folder, meta, Fraction(1)).windows("val", T), meta["splits"]["val"]
-    loss = evaluate(model, windows, cfg.eval_tokens, cfg.batch_size, machine, bar=True)
+    count = len(windows.fixed_starts(cfg.eval_tokens))
+    loss = evaluate(model, windows, cfg.eval_tokens, min(cfg.batch_size, count), machine, bar=True)
     if not math.isfinite(loss):
         damaged = "its weights are damaged, or need another --dtype"
         raise UserError(f"--eval {folder}: the loss of {model_folder} is {loss}: {damaged}")
-    count = len(windows.fixed_starts(cfg.eval_tokens))
     return f"{folder}: {in_other_units(loss, val['bytes'] / val['tokens'])[2]} | {count:,} windows of {T:,} tokens"
 
 
@@ -224,7 +224,8 @@ def main() -> None:
     generator = torch.Generator(device).manual_seed(cfg.seed)
     print(f"[{about}]", file=sys.stderr)
     if not cfg.interactive:
-        continue_text(model, tokenizer, *start, cfg, generator)
+        with memory_advice("of so many texts at once: lower --num_samples"):
+            continue_text(model, tokenizer, *start, cfg, generator)
         return
     while True:
         try:

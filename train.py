@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from configurator import OneRankError, UserError, parse, run
-from hardware.disk import MANIFEST, file_sha256
+from hardware.disk import MANIFEST, Lock, file_sha256
 from hardware.peak import peak_tflops
 from model import GPT, INIT, PRESETS, GPTConfig
 from text.dataset import DataSet, Loader, Windows, load_tokenizer, open_datasets, train_loader, verify_new
@@ -142,7 +142,8 @@ class TrainConfig:
             wrong.append("batch_size must be positive")
         if self.seed >= 2**62:
             wrong.append("seed must be below 2^62")
-        if self.run_name in ("", ".", "..") or self.run_name != Path(self.run_name).name:
+        odd = any(ord(letter) < 32 or ord(letter) == 127 for letter in self.run_name)
+        if self.run_name in ("", ".", "..") or self.run_name != Path(self.run_name).name or odd:
             wrong.append(f"run_name {self.run_name!r} must be a plain folder name")
         if self.init not in INIT:
             wrong.append(f"init={self.init!r} is none of {', '.join(INIT)}")
@@ -397,7 +398,7 @@ def make_plan(cfg: TrainConfig, world: int, epoch_tokens: int, step: int = 0, sa
     accum = max(1, round(cfg.batch_tokens / (B * T * world)))
     step_tokens = accum * B * T * world
     limits = [cfg.max_steps] if cfg.max_steps else []
-    tokens = [math.ceil(cfg.max_epochs * epoch_tokens), cfg.max_tokens]
+    tokens = [math.ceil(min(cfg.max_epochs * epoch_tokens, 2**62)), cfg.max_tokens]
     limits += [step + (n - read + step_tokens // 2) // step_tokens for n in tokens if n]  # the nearest whole step
     steps = max(min(limits), step, 1)
     return Plan(B, accum, step_tokens, epoch_tokens, steps, step, read)
@@ -633,11 +634,11 @@ def main() -> None:
     folder = Path(cfg.out_dir) / cfg.run_name
     with ExitStack() as held:
         # What becomes of the folder is decided by one process, which nobody disturbs until the run is over.
-        machine.together(lambda: held.enter_context(run_folder(folder)) if machine.is_main else None)
-        train(cfg, machine, folder)
+        lock = machine.together(lambda: held.enter_context(run_folder(folder)) if machine.is_main else None)
+        train(cfg, machine, folder, lock)
 
 
-def train(cfg: TrainConfig, machine: Machine, folder: Path) -> None:
+def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -> None:
     # data and model: new, resumed, or taken from another run
     source = machine.decide(lambda: find_source(cfg, folder, machine.say))
     loaded = machine.together(lambda: load(cfg, machine, source))
@@ -716,10 +717,10 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path) -> None:
     advice = memory_advice(plan.smaller(cfg.block_size))
     reader = closing(read_ahead(loader, state["samples"], plan.batch_size, machine))
     with stop_signals() as signals, advice, reader as batches:
-        metrics = machine.together(lambda: Metrics(folder, cfg, machine, plan, sets, tokenizer, state))
+        metrics = machine.together(lambda: Metrics(folder, cfg, machine, plan, sets, tokenizer, state, lock))
         ckpt = folder / "ckpt"
         saver = machine.together(
-            lambda: Saver(ckpt, cfg, sets, tokenizer, source.damaged, machine.say, metrics.log_save)
+            lambda: Saver(ckpt, cfg, sets, tokenizer, source.damaged, lock, machine.say, metrics.log_save)
         )
         clock = Clock(machine, start_step)
         for step in range(start_step, plan.steps + 1):  # the extra turn only evaluates and saves
@@ -798,7 +799,8 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path) -> None:
     if gave_up:
         bad = f"{state['bad_in_a_row']} steps in a row without a finite loss and gradient, the last at step {step}"
         ways = f"lower lr, or try dtype=float32, or read {folder}/bad_steps/"
-        raise UserError(f"{bad}: {ways}; the newest checkpoint is {newest}")
+        left = f"the newest checkpoint is {newest}" if newest else "no checkpoint was saved"
+        raise UserError(f"{bad}: {ways}; {left}")
     if stopping:
         goes_on = f"--init_from=resume goes on from {newest}" if newest else "nothing was saved yet"
         machine.say(f"stopped by a signal after step {step}: {goes_on}")

@@ -5,7 +5,7 @@
     remove_only     deletes files by their names, and a folder only when it is empty
     sealed, unseal  a JSON object that holds the SHA-256 of its own content
     manifest        the size and SHA-256 of every file of a folder; damage() compares
-    lock            a folder has one writer
+    Lock            a folder has one writer
 
 Nothing here deletes what it was not told by name. No torch, and no other file of ours but the
 configurator's UserError.
@@ -18,6 +18,7 @@ import functools
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,14 @@ def remove_only(folder: Path, names: Iterable[str]) -> bool:
 # Reading
 
 
+def only_plain(path: str | Path) -> None:
+    """OSError for what is no plain file: to read a FIFO would be to wait for ever."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
+
+
 def file_sha256(path: str | Path) -> str:
+    only_plain(path)
     digest = hashlib.sha256()
     with open(path, "rb") as f:
         while chunk := f.read(1 << 20):
@@ -126,6 +134,7 @@ def file_sha256(path: str | Path) -> str:
 
 def read_object(path: Path) -> dict:
     """The JSON object in a file. OSError if it cannot be read; ValueError, in a line, if it is none."""
+    only_plain(path)
     try:
         content = json.loads(path.read_bytes())
     except RecursionError:
@@ -168,9 +177,9 @@ def manifest(folder: Path) -> dict[str, dict]:
 
 
 def entry_of(path: Path) -> dict:
-    stat = path.stat()
-    known = sha256_of(path, stat.st_ino, stat.st_size, stat.st_ctime_ns)
-    return {"bytes": stat.st_size, "sha256": known}
+    found = path.stat()
+    known = sha256_of(path, found.st_ino, found.st_size, found.st_ctime_ns)
+    return {"bytes": found.st_size, "sha256": known}
 
 
 @functools.lru_cache(maxsize=64)
@@ -204,25 +213,46 @@ def damage(folder: Path, names: Iterable[str] | None = None, required: Iterable[
 # One writer
 
 
-def lock(folder: Path, instead: str) -> int:
-    """Hold `folder` until the handle that is returned is closed, or this process ends.
+class Lock:
+    """Holds a folder, as the only process, until close() or the end of the process.
 
-    UserError if another process holds it; `instead` says what else to do. The folder is made if it
-    is not there.
+    UserError if another process holds it; `instead` says what else to do. The folder is made if it is
+    not there.
     """
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+
+    def __init__(self, folder: Path, instead: str):
+        self.folder, self.instead = folder, instead
+        self.handle = self.take()
+
+    def take(self) -> int:
+        while True:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.folder, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(handle)
+                busy = f"another process is writing {self.folder}: wait for it, or {self.instead}"
+                raise UserError(busy) from None
+            except OSError as e:
+                if e.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
+                    raise
+                return handle  # some network disks have no locks
+            # Whoever held it before may have removed the folder since it was opened here.
+            if self.is_at(handle):
+                return handle
             os.close(handle)
-            raise UserError(f"another process is writing {folder}: wait for it, or {instead}") from None
-        except OSError as e:
-            if e.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
-                raise
-            return handle  # some network disks have no locks
-        # Whoever held it before may have removed the folder since it was opened here.
-        if folder.exists() and os.path.samestat(os.fstat(handle), folder.stat()):
-            return handle
-        os.close(handle)
+
+    def is_at(self, handle: int) -> bool:
+        return self.folder.exists() and os.path.samestat(os.fstat(handle), self.folder.stat())
+
+    def renew(self) -> None:
+        """Before something is written: the folder may have been moved or deleted since, and with it
+        the lock. Then the one that has its name now is held, or UserError.
+        """
+        if not self.is_at(self.handle):
+            moved, self.handle = self.handle, self.take()
+            os.close(moved)
+
+    def close(self) -> None:
+        os.close(self.handle)

@@ -17,9 +17,11 @@ other file stays whole, and so does everything else in out/RUN.
 """
 
 import copy
+import errno
 import os
 import pickle
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,9 +36,9 @@ from safetensors import SafetensorError
 from configurator import UserError
 from hardware.disk import (
     MANIFEST,
+    Lock,
     damage,
     json_bytes,
-    lock,
     manifest,
     put_in_place,
     read_object,
@@ -84,8 +86,8 @@ def to_host(state: Any) -> Any:
 class Saver:
     """Writes checkpoints in the background, one at a time, and drops the older ones.
 
-    damaged: the names of those in ckpt_dir that were found damaged; report(step, path, seconds, note) is
-    called for each that is whole on the disk.
+    damaged: the names of those in ckpt_dir that were found damaged. lock: of the run's folder, on the rank
+    that saves. report(step, path, seconds, note) is called for each that is whole on the disk.
     """
 
     def __init__(
@@ -95,12 +97,13 @@ class Saver:
         sets: list[DataSet],
         tokenizer: SentencePiece | Tiktoken,
         damaged: Iterable[str],
+        lock: Lock | None,
         say: Callable[[str], None],
         report: Callable[[int, Path, float, str], None],
     ):
         self.ckpt_dir, self.cfg, self.sets, self.tokenizer = ckpt_dir, cfg, sets, tokenizer
         self.damaged = set(damaged)
-        self.say, self.report = say, report
+        self.lock, self.say, self.report = lock, say, report
         self.pool = ThreadPoolExecutor(1)
         self.writing: Future = Future()
         self.writing.set_result(None)
@@ -129,6 +132,7 @@ class Saver:
         target = self.ckpt_dir / f"step_{step:08d}"
         tmp = self.ckpt_dir / f".tmp_{target.name}"
         try:
+            self.lock.renew()
             remove_only(tmp, OURS)  # of a save that failed
             tmp.mkdir(parents=True)
             prefix = self.tokenizer.prefix
@@ -155,8 +159,11 @@ class Saver:
             if not training["bad_in_a_row"]:  # else older weights may be the better ones
                 self.prune(step, training["best_step"])
         except (OSError, RuntimeError, SafetensorError) as e:  # a full disk, as each of the writers says it
+            full = self.ckpt_dir.is_dir() and shutil.disk_usage(self.ckpt_dir).free < 2**20
             remove_only(tmp, OURS)
             reason = (getattr(e, "strerror", None) or str(e)).splitlines()[0]
+            if full and not isinstance(e, OSError):  # torch and safetensors name the write, not its reason
+                reason = os.strerror(errno.ENOSPC)
             self.failed = f"{target} could not be written ({reason})"
             self.say(f"warning: {self.failed}; training goes on, the checkpoint before it is whole")
 
@@ -169,9 +176,11 @@ class Saver:
         """meta.json of the data, with what a resume compares; the manifest has the tokenizer's files."""
         meta = self.sets[0].meta
         tokenizer = {k: v for k, v in meta["tokenizer"].items() if k != "files"}
-        trained_on = {d.name: d.meta["splits"]["train"]["sha256"] for d in self.sets}
-        version = {"format_version": FORMAT_VERSION}
-        return sealed(meta | version | {"tokenizer": tokenizer, "trained_on": trained_on})
+        hashes = {
+            key: {d.name: d.meta["splits"][split]["sha256"] for d in self.sets}
+            for key, split in (("trained_on", "train"), ("judged_by", "val"))
+        }
+        return sealed(meta | hashes | {"format_version": FORMAT_VERSION, "tokenizer": tokenizer})
 
     def prune(self, step: int, best_step: int) -> None:
         """Delete what step_N, which is whole now, supersedes: but for the `keep` newest and the best, the
@@ -191,7 +200,8 @@ class Saver:
                 self.kept.add(path)
                 self.say(f"note: {path} is kept: {other}")
         for folder in replaced(self.ckpt_dir):
-            remove_only(folder, [])
+            if not numbered(folder):
+                remove_only(folder, [REPLACED])
         for folder in replaced(self.ckpt_dir.parent):
             remove_run_files(folder)
 
@@ -273,6 +283,7 @@ def free_name(path: Path) -> Path:
 # ---------------------------------------------------------------------------------------------------------------------
 # The folder of a run: out/RUN
 
+REPLACED = "why-this-is-here.txt"  # in each folder replaced-N that is ours
 RUN_FILES = ["metrics.jsonl", "loss.png"]  # beside ckpt/ and bad_steps/; wandb/ belongs to wandb
 
 
@@ -295,9 +306,8 @@ def others_in(folder: Path) -> list[str]:
 
 
 def replaced(folder: Path) -> list[Path]:
-    """Where replace_run() has put what was in the folder."""
-    found = folder.glob("replaced-*")
-    return [p for p in found if re.fullmatch(r"replaced-[0-9]+", p.name) and not p.is_symlink()]
+    """Where replace_run() has put what was in the folder; known by the file that it left there."""
+    return [path for path in folder.glob("replaced-*") if (path / REPLACED).is_file() and not path.is_symlink()]
 
 
 def sweep(ckpt_dir: Path) -> None:
@@ -318,6 +328,8 @@ def replace_run(folder: Path) -> Path | None:
     for place, names in ((folder, in_run), (ckpt_dir, in_ckpt)):
         if there := [name for name in names if os.path.lexists(place / name)]:
             aside = free_name(place / "replaced")
+            aside.mkdir()
+            (aside / REPLACED).write_text("train.py deletes this folder's run once the new one has a checkpoint.\n")
             for name in there:
                 (aside / name).parent.mkdir(parents=True, exist_ok=True)
                 (place / name).rename(aside / name)
@@ -335,26 +347,26 @@ def bad_step_texts(folder: Path) -> list[str]:
 def remove_run_files(folder: Path) -> None:
     """Delete a run's own files from a folder replaced-N, and it, unless it holds something else."""
     remove_only(folder / "bad_steps", [Path(name).name for name in bad_step_texts(folder)])
-    remove_only(folder, RUN_FILES)
+    remove_only(folder, [*RUN_FILES, REPLACED])
 
 
 @contextmanager
-def run_folder(folder: Path) -> Iterator[None]:
+def run_folder(folder: Path) -> Iterator[Lock]:
     """Hold the run's folder, so that no other process decides or writes anything in it meanwhile.
 
     It is made if it is not there, and removed again if nothing was put into it.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    handle = lock(folder, "stop it (a killed torchrun can leave its workers behind), or choose another --run_name")
+    held = Lock(folder, "stop it (a killed torchrun can leave its workers behind), or choose another --run_name")
     try:
-        yield
+        yield held
     finally:
         try:
             for path in made:
                 path.rmdir()  # which only an empty folder can be
         except OSError:
             pass
-        os.close(handle)
+        held.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -397,6 +409,8 @@ def find_source(cfg: Any, folder: Path, say: Callable[[str], None]) -> Source:
             raise UserError(f"{folder} holds an earlier run: {ways}")
         if not is_run(folder):
             raise UserError(f"{folder} holds files with the names of a run that train.py did not write: move them")
+        if links := [found for found in numbered(ckpt_dir) if found.is_symlink()]:
+            raise UserError(f"--overwrite: {links[-1]} is a link, which train.py did not make: move it elsewhere")
         if path is not None and folder.resolve() in path.resolve().parents:
             raise UserError(f"--overwrite would delete {path}: give the new run another --run_name")
     return Source(path)
@@ -477,11 +491,13 @@ def check_data(earlier: Earlier, sets: list[DataSet], folder: Path) -> None:
     """UserError if a data set, or the tokenizer, is not the one that the checkpoint was trained with."""
     tokenizer, before = (tokenizer_id(meta["tokenizer"]) for meta in (sets[0].meta, earlier.meta))
     differ = [f"tokenizer is {before[:12]} there, {tokenizer[:12]} here"] if tokenizer != before else []
-    now = {d.name: d.meta["splits"]["train"]["sha256"] for d in sets}
-    for name in sorted(earlier.meta["trained_on"] | now):
-        before, found = earlier.meta["trained_on"].get(name, "missing"), now.get(name, "missing")
-        if before != found:
-            differ.append(f"{name}/train.bin is {before[:12]} there, {found[:12]} here (SHA-256)")
+    for key, split in (("trained_on", "train"), ("judged_by", "val")):
+        now = {d.name: d.meta["splits"][split]["sha256"] for d in sets}
+        recorded = earlier.meta.get(key, now)  # checkpoints of before 2026-11-22 do not say what judged them
+        for name in sorted(recorded | now):
+            before, found = recorded.get(name, "missing"), now.get(name, "missing")
+            if before != found:
+                differ.append(f"{name}/{split}.bin is {before[:12]} there, {found[:12]} here (SHA-256)")
     if differ:
         start = "prepare the same data again, or start with --init_from and --run_name as a run of its own"
         raise UserError(f"checkpoint {folder} was trained with other data: {'; '.join(differ)}: {start}")

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save, save_file
 
-from hardware.disk import MANIFEST, damage
+from hardware.disk import MANIFEST, damage, only_plain
 from model import GPT, PRESETS, GPTConfig
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -339,6 +339,7 @@ def from_pretrained(path: str | Path, **overrides) -> GPT:
             config, stored = read_nanogpt(path if path.suffix == ".pt" else path / source)
         else:
             source = "config.json"
+            only_plain(path / source)
             config = from_config(json.loads((path / source).read_text(encoding="utf-8")))
             source = "model.safetensors"
             stored = read_safetensors(path)
@@ -380,6 +381,7 @@ def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def read_nanogpt(path: Path) -> tuple[GPTConfig, dict[str, torch.Tensor]]:
     """Shape and weights of a checkpoint of nanoGPT's train.py, the latter as Hugging Face's GPT-2 has them."""
+    only_plain(path)
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:

@@ -466,7 +466,12 @@ def capacity(device: torch.device) -> float:
 
 def out_of_memory(e: BaseException) -> bool:
     """CUDA's allocator and Python's have types for it; the CPU's, cuBLAS's and what a compiler wraps only have words."""
-    words = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    words = (
+        "can't allocate memory",
+        "out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "Storage size calculation overflowed",
+    )
     return isinstance(e, torch.OutOfMemoryError | MemoryError) or any(w in str(e) for w in words)
 
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from configurator import UserError
+from hardware.disk import only_plain
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -11,6 +12,8 @@ def read_metrics(path: Path) -> list[dict]:
 
     UserError for a line that is no record.
     """
+    if path.exists():
+        only_plain(path)
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     records = []
     for number, line in enumerate(lines, 1):

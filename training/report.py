@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from configurator import UserError, changes
-from hardware.disk import write_whole
+from hardware.disk import Lock, write_whole
 from model import GPT, attention_kernel
 from text.dataset import DataSet, sample_texts, train_loader
 from text.tokenizer import SentencePiece, Tiktoken
@@ -82,9 +82,10 @@ class Metrics:
         sets: list[DataSet],
         tokenizer: SentencePiece | Tiktoken,
         state: dict,
+        lock: Lock | None,
     ):
         self.machine, self.cfg, self.plan, self.state = machine, cfg, plan, state
-        self.sets, self.tokenizer = sets, tokenizer
+        self.sets, self.tokenizer, self.lock = sets, tokenizer, lock
         self.path = folder / "metrics.jsonl"
         self.bar = self.wandb = None
         if not machine.is_main:
@@ -96,6 +97,10 @@ class Metrics:
         reached = max((r["step"] for r in kept), default=0)
         if start_step - reached > max(cfg.log_every, last.get("settings", {}).get("log_every", 0)):
             machine.say(f"warning: {self.path} lacks the lines of steps {reached + 1} to {start_step}: they are lost")
+        there = next((r["loss"] for r in reversed(kept) if r["step"] == start_step and "loss" in r), None)
+        if there is not None and [there] != state["losses"][-1:]:
+            what = f"the loss of step {start_step} is another one there than in the checkpoint"
+            machine.say(f"warning: {self.path}: {what}: its lines may be of another run")
         how = {"init_from", "overwrite"}  # of no meaning for what is trained
         begun = {"settings": {k: v for k, v in asdict(cfg).items() if k not in how}}
         begun |= {"step_samples": plan.step_tokens // cfg.block_size, "steps": plan.steps}
@@ -236,7 +241,8 @@ class Metrics:
                     self.machine.say(f"warning: {self.path}: {e.strerror}; {kept}")
 
     def find_file(self) -> None:
-        """Somebody may have moved, deleted or replaced metrics.jsonl since the last line."""
+        """Somebody may have moved, deleted or replaced metrics.jsonl since the last line, or the run's folder."""
+        self.lock.renew()
         if self.path.exists() and os.path.samestat(self.path.stat(), os.fstat(self.file)):
             return
         if not self.path.exists():  # what was open is still there to be read

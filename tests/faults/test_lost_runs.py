@@ -1,5 +1,6 @@
 """A run is never lost, and nothing that train.py did not write is ever deleted."""
 
+import hashlib
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import harness
 
 import sample
 import train
-from hardware.disk import lock
+from hardware.disk import Lock
 from training import checkpoint, report
 from training.checkpoint import newest_checkpoint
 
@@ -62,7 +63,7 @@ def test_a_folder_that_is_no_run_is_refused_and_keeps_every_file(tiny_data, tmp_
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", [".", "..", "a/b", ""])
+@pytest.mark.parametrize("name", [".", "..", "a/b", "", "a\nb", "a\x1b[2Jb"])
 def test_a_run_name_that_is_another_folder_is_refused(tiny_data, tmp_path, refuses, name):
     (tmp_path / "thesis.tex").write_text("precious")
     out = tmp_path / "out"
@@ -111,6 +112,29 @@ def test_overwrite_keeps_the_earlier_run_until_the_new_one_has_a_checkpoint(fini
         assert (place / "replaced-1" / name.removeprefix("ckpt/")).read_bytes() == content
     train_tiny(tiny_data, tmp_path, "--overwrite")
     assert not list(run.rglob("replaced-*")) and contents(run).keys() == before.keys()
+
+
+def test_a_folder_replaced_1_of_somebody_elses_stays(finished, tiny_data, tmp_path):
+    """It may be a run of that name, or a copy; ours hold a file that says so."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    for theirs in (run / "replaced-1", run / "ckpt" / "replaced-1"):
+        shutil.copytree(finished, theirs)
+        shutil.copytree(finished / "ckpt" / "step_00000008", theirs / "step_00000008")
+    before = {name: content for name, content in contents(run).items() if "replaced-1" in name}
+    train_tiny(tiny_data, tmp_path, "--init_from=resume", "--max_steps=12")
+    train_tiny(tiny_data, tmp_path, "--overwrite")
+    assert {name: content for name, content in contents(run).items() if "replaced-" in name} == before
+
+
+def test_overwrite_refuses_to_move_somebodys_link(finished, tiny_data, tmp_path, refuses):
+    ckpt = tmp_path / "run" / "ckpt"
+    shutil.copytree(finished, tmp_path / "run")
+    (ckpt / "step_00000004").rename(tmp_path / "archive")
+    (ckpt / "step_00000004").symlink_to(Path("..") / ".." / "archive")
+    error = refuses(train.main, *options(tiny_data, tmp_path, "--overwrite"))
+    assert "step_00000004 is a link, which train.py did not make" in error
+    assert (ckpt / "step_00000004" / "config.json").exists()
 
 
 def test_overwrite_works_where_ckpt_is_a_link_to_another_disk(finished, tiny_data, tmp_path):
@@ -195,26 +219,80 @@ def test_a_checkpoint_under_the_number_of_another_is_refused(finished, tiny_data
 def test_what_becomes_of_a_run_is_decided_under_its_lock(tiny_data, tmp_path, refuses, capsys):
     """Not before: a process that looked earlier would wipe what another has trained meanwhile."""
     (tmp_path / "run").mkdir()
-    handle = lock(tmp_path / "run", "wait")
+    held = Lock(tmp_path / "run", "wait")
     try:
         for how in ("auto", "scratch"):
             error = refuses(train.main, *options(tiny_data, tmp_path, f"--init_from={how}"))
             assert "another process is writing" in error and not capsys.readouterr().out
     finally:
-        os.close(handle)
+        held.close()
     train_tiny(tiny_data, tmp_path, "--init_from=auto")
 
 
 def test_a_lock_on_a_folder_that_was_removed_meanwhile_is_not_one(tmp_path):
     folder = tmp_path / "run"
-    first = lock(folder, "wait")
+    first = Lock(folder, "wait")
     waiting = os.open(folder, os.O_RDONLY)
     folder.rmdir()
-    os.close(first)
-    second = lock(folder, "wait")
-    assert os.path.samestat(os.fstat(second), folder.stat())
-    os.close(second)
+    first.close()
+    second = Lock(folder, "wait")
+    assert os.path.samestat(os.fstat(second.handle), folder.stat())
+    second.close()
     os.close(waiting)
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_run_whose_folder_is_removed_holds_the_new_one_or_ends(tiny_data, tmp_path, refuses, taken):
+    """The lock went with the folder. Two runs in one place would prune each other's checkpoints."""
+    never = ["--max_steps=100000", "--save_every=10", "--eval_every=100000"]
+    process, run = launch(1, tiny_data, tmp_path, *never), tmp_path / "run"
+    harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 2)
+    if taken:
+        run.rename(tmp_path / "moved")  # in one step, so that this process is the first to have the new one
+        held = Lock(run, "wait")
+        assert process.wait(timeout=120) == 2
+        assert "another process is writing" in process.communicate()[1]
+        held.close()
+        return
+    run.rename(tmp_path / "moved")
+    harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 2)
+    more = ["--overwrite", "--seed=5"]
+    assert "another process is writing" in refuses(train.main, *options(tiny_data, tmp_path, *more))
+    process.kill()
+    process.communicate()
+
+
+def test_other_texts_to_judge_by_are_other_data(tiny_data, tmp_path, refuses):
+    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
+    train_tiny(tmp_path, tmp_path)
+    meta = json.loads((tmp_path / "tiny" / "meta.json").read_text())
+    ids = (tmp_path / "tiny" / "val.bin").read_bytes()
+    eos = meta["eos_id"].to_bytes(2, "little")
+    ends = [at + 2 for at in range(0, len(ids) - 2, 2) if ids[at : at + 2] == eos]
+    ids = ids[: ends[-1]]  # less its last document
+    (tmp_path / "tiny" / "val.bin").write_bytes(ids)
+    meta["splits"]["val"] |= {"tokens": len(ids) // 2, "documents": len(ends)}
+    meta["splits"]["val"] |= {"sha256": hashlib.sha256(ids).hexdigest()}
+    forge(tmp_path / "tiny", "meta.json", json.dumps(meta).encode())
+    error = refuses(train.main, *options(tmp_path, tmp_path, "--init_from=resume", "--max_steps=12"))
+    assert "was trained with other data: tiny/val.bin is " in error
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "ckpt/step_00000008/model.safetensors", "ckpt/step_00000008/manifest.json"]
+)
+def test_a_fifo_in_place_of_a_file_is_named_and_not_waited_for(finished, tiny_data, tmp_path, name):
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / name).unlink()
+    os.mkfifo(tmp_path / "run" / name)
+    argv = [
+        sys.executable,
+        str(REPO / "train.py"),
+        *options(tiny_data, tmp_path, "--init_from=resume", "--max_steps=9"),
+    ]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert f"{name}: not a plain file" in done.stdout + done.stderr
+    assert done.returncode == (2 if name == "metrics.jsonl" else 0)
 
 
 # -- bad steps at the end --
@@ -326,6 +404,12 @@ def test_output_that_a_full_disk_does_not_take_ends_nothing(tiny_data, tmp_path)
     assert newest_checkpoint(tmp_path / "run" / "ckpt").name == "step_00000008"
 
 
+def test_a_training_needs_no_output_at_all(tiny_data, tmp_path):
+    argv = [sys.executable, str(REPO / "train.py"), *options(tiny_data, tmp_path)]
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *argv])
+    assert done.returncode == 0 and newest_checkpoint(tmp_path / "run" / "ckpt").name == "step_00000008"
+
+
 def test_a_closed_pipe_ends_nothing(tiny_data, tmp_path):
     process = launch(1, tiny_data, tmp_path, "--max_steps=60")
     process.stdout.readline()
@@ -398,6 +482,14 @@ def test_a_resume_says_which_lines_of_the_metrics_are_lost(finished, tiny_data, 
     first = 2 if content else 1
     assert f"metrics.jsonl lacks the lines of steps {first} to 8: they are lost" in capsys.readouterr().out
     assert {9, 10} <= metrics(run, "loss").keys()
+
+
+def test_a_resume_notices_the_metrics_of_another_run(finished, tiny_data, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path / "run")
+    other = train_tiny(tiny_data, tmp_path / "other", "--seed=7")
+    shutil.copy(other / "metrics.jsonl", tmp_path / "run")
+    train_tiny(tiny_data, tmp_path, "--init_from=resume", "--max_steps=10")
+    assert "its lines may be of another run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("line", [b"[1]", b'{"loss": 1}', b'{"step": "x"}', b"\xff\xfe", b"[" * 100_000])

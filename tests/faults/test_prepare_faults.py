@@ -495,10 +495,10 @@ def test_a_refusal_under_torchrun_shows_no_traceback_of_the_other_process(corpus
 
 def test_a_process_of_an_earlier_job_that_still_writes_is_noticed(corpus, tmp_path, refuses):
     """As one on another machine may: it has its part locked, and the scratch folder is free."""
-    held = disk.lock(tmp_path / ".set.tmp" / "part0", "")
+    held = disk.Lock(tmp_path / ".set.tmp" / "part0", "")
     error = refuses(prepare.main, "--input", *corpus, *options(tmp_path))
     assert "another process is writing" in error and "part0" in error
-    os.close(held)
+    held.close()
 
 
 def test_no_memory_is_one_clear_line(corpus, tmp_path, refuses, monkeypatch):
