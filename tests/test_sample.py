@@ -52,6 +52,13 @@ def test_greedy_text_is_the_decoded_greedy_tokens(out, capsys):
     assert capsys.readouterr().out == f"模型{text}\n"
 
 
+def test_too_many_at_once_is_one_line(out, tiny_data, capsys):
+    with pytest.raises(configurator.UserError, match="out of memory of so many texts at once: lower --num_samples"):
+        call(sample.main, f"--out_dir={out}", f"--num_samples={10**11}", "--device=cpu")
+    call(sample.main, f"--out_dir={out}", f"--eval={tiny_data / 'tiny'}", f"--batch_size={10**17}", "--device=cpu")
+    assert "bits per byte" in capsys.readouterr().out
+
+
 def test_streaming_never_splits_a_chinese_character(out, capsys, monkeypatch):
     """A model that answers in the byte tokens of a Chinese text, one a step: every write is whole characters."""
     folder = newest_checkpoint(out / "run" / "ckpt")
