@@ -80,13 +80,12 @@ from text.dataset import (
     find_tokenizer,
     load_tokenizer,
     open_dataset,
-    run_loader,
-    sample_texts,
     tokenizer_files,
     tokenizer_folder,
     verify,
 )
 from text.tokenizer import HF_FILES, SentencePiece, Tiktoken, hugging_face_files, open_tokenizer
+from text.windows import run_loader, sample_texts
 from training.plots import read_metrics
 
 

@@ -25,11 +25,13 @@ import torch
 
 from configurator import UserError, note, parse, run
 from hardware.disk import MANIFEST
+from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from model import GPT
 from text.dataset import DataSet, find_tokenizer, load_tokenizer, open_dataset, tokenizer_of_model, verify
 from text.tokenizer import SentencePiece, Tiktoken, same_ids
-from train import Machine, evaluate, memory_advice, pick_device, pick_dtype
+from text.windows import open_windows
 from training.checkpoint import newest_checkpoint
+from training.evaluate import evaluate
 from training.huggingface import from_pretrained, is_nanogpt, unverified
 from training.report import in_other_units
 
@@ -177,7 +179,7 @@ def evaluate_on(
     if T > model.config.block_size:
         raise UserError(f"--block_size {T}: the model sees {model.config.block_size} tokens")
     verify(folder, meta, "val")
-    windows, val = DataSet(folder.name, folder, meta, Fraction(1)).windows("val", T), meta["splits"]["val"]
+    windows, val = open_windows(DataSet(folder.name, folder, meta, Fraction(1)), "val", T), meta["splits"]["val"]
     count = len(windows.fixed_starts(cfg.eval_tokens))
     loss = evaluate(model, windows, cfg.eval_tokens, min(cfg.batch_size, count), machine, bar=True)
     if not math.isfinite(loss):

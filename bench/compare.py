@@ -29,11 +29,13 @@ from tqdm import tqdm
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/compare.py` finds ours
 from configurator import UserError, changes, parse, run  # noqa: E402
+from hardware.machine import pick_dtype  # noqa: E402
 from hardware.peak import device_name, peak_tflops, read_gb_s  # noqa: E402
 from model import GPT  # noqa: E402
 from text.dataset import open_datasets  # noqa: E402
-from train import TrainConfig, make_plan, model_config, pick_dtype  # noqa: E402
 from training.huggingface import to_config  # noqa: E402
+from training.plan import make_plan  # noqa: E402
+from training.settings import TrainConfig, model_config  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,15 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/plan.py` finds ours
 from configurator import UserError, changes, parse, run  # noqa: E402
 from hardware.gpus import ECC_IN_MEMORY, Card, find_gpu  # noqa: E402
+from hardware.machine import pick_dtype, ram  # noqa: E402
 from hardware.peak import DTYPES, device_name, peak_tflops  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from text.dataset import DataSet, open_datasets  # noqa: E402
-from train import TrainConfig, even_batch, make_plan, model_config, pick_dtype, wants_compile  # noqa: E402
-from training.memory import Step, activations, auto_batch, beside, largest_batch, needed, ram, step_memory  # noqa: E402
+from text.windows import open_windows  # noqa: E402
+from training.memory import Step, activations, auto_batch, beside, largest_batch, needed, step_memory  # noqa: E402
+from training.plan import even_batch, make_plan  # noqa: E402
 from training.plots import read_metrics  # noqa: E402
+from training.settings import TrainConfig, model_config, wants_compile  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -453,7 +456,7 @@ def main() -> None:
     device, T, c = planned_device(cfg), cfg.block_size, model.config
     if cfg.tokens:
         cfg = replace(cfg, max_tokens=int(cfg.tokens), max_steps=0, max_epochs=0.0)
-    epoch = sum(d.windows("train", T).n_windows for d in sets) * T if sets else 0
+    epoch = sum(open_windows(d, "train", T).n_windows for d in sets) * T if sets else 0
 
     # memory
     flops = model.flops_per_token(T)

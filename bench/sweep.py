@@ -35,10 +35,14 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `python bench/sweep.py` finds ours
 from configurator import UserError, changes, parse, run  # noqa: E402
+from hardware.machine import (  # noqa: E402
+    Machine,
+    out_of_memory,  # noqa: E402
+    start,
+)
 from hardware.peak import device_name, peak_tflops  # noqa: E402
 from model import GPT  # noqa: E402
-from train import Machine, TrainConfig, model_config, start, wants_compile  # noqa: E402
-from training.memory import out_of_memory  # noqa: E402
+from training.settings import TrainConfig, model_config, wants_compile  # noqa: E402
 
 AXES = ("T", "B", "accum")
 
@@ -158,7 +162,7 @@ def train_steps(cfg: SweepConfig, B: int, accum: int, machine: Machine) -> dict:
     scaler = torch.amp.GradScaler(device.type, enabled=machine.dtype == torch.float16)
     fast = torch.compile(model, dynamic=False) if wants_compile(cfg, device.type, 0) else model
     rows = torch.randint(cfg.vocab_size, (B, T + 1), device=device)
-    x, y = rows[:, :-1], rows[:, 1:]  # (B, T) each, views as train.to_device gives them
+    x, y = rows[:, :-1], rows[:, 1:]  # (B, T) each, views as to_device gives them
 
     def step() -> torch.Tensor:
         """The step of train.py, whose comments explain it; returns the loss. To read it is to wait for all of the step."""
@@ -286,7 +290,7 @@ def main() -> None:
         raise UserError("one device is measured: start it without torchrun")
     with torch.device("meta"):  # shapes alone
         model = GPT(model_config(cfg, cfg.vocab_size))
-    machine = start(cfg)
+    machine = start(cfg.device, cfg.dtype)
     peak, peak_source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     memory = "allocated on the GPU" if machine.device.type == "cuda" else "none for each cell here"
     if machine.device.type == "cpu" and reset_peak(machine.device):

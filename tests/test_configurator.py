@@ -11,6 +11,7 @@ import sample
 import train
 from bench import matmul
 from configurator import OneRankError, UserError, changes, convert, help_text, parse, run
+from model import GPTConfig
 from training import checkpoint, report
 
 REPO = Path(__file__).resolve().parents[1]
@@ -124,7 +125,7 @@ def test_every_setting_is_read_by_its_script(module, cls):
     used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and id(n) not in in_checks}
     used |= {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in in_checks}
     if cls is train.TrainConfig:
-        used |= {f.name for f in dataclasses.fields(train.GPTConfig)}  # model_config reads these by their names
+        used |= {f.name for f in dataclasses.fields(GPTConfig)}  # model_config reads these by their names
     assert {f.name for f in dataclasses.fields(cls)} <= used
 
 

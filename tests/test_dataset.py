@@ -9,8 +9,9 @@ from conftest import call, make_records, train_tiny, write_jsonl
 
 import prepare
 from configurator import UserError
-from text.dataset import Loader, Windows, open_datasets, train_loader
+from text.dataset import open_datasets
 from text.tokenizer import SAME_BUT_FASTER
+from text.windows import Loader, Windows, train_loader
 from training.plots import read_metrics
 
 # -- tokenizers --

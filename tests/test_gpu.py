@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import roof
 from bench.plan import measured_peak
+from hardware.machine import Machine, to_device
 from model import GPT, PRESETS, GPTConfig
-from train import Machine, to_device
 from training.memory import Step, step_memory
 
 DEVICE = "cuda"

@@ -20,6 +20,7 @@ from bench import plan
 from configurator import parse
 from model import GPT, PRESETS, GPTConfig
 from training.memory import Step, largest_batch, step_memory
+from training.plan import even_batch
 
 # -- known answers, from public papers and notes --
 
@@ -310,7 +311,7 @@ def test_a_trial_that_is_not_believed_gives_a_range(tiny_data, capsys, monkeypat
 )
 def test_the_batch_that_is_found_keeps_the_tokens_of_a_step_as_near_as_it_can(most, batch_tokens, world, want):
     cfg = parse(train.TrainConfig, [f"--batch_tokens={batch_tokens}", "--block_size=64", "--max_steps=1"])
-    assert train.even_batch(most, cfg, world) == want
+    assert even_batch(most, cfg, world) == want
 
 
 def test_batch_size_auto_trains_what_a_number_trains(tiny_data, tmp_path, capsys):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import configurator
 import sample
-import train
+from hardware.machine import pick_dtype
 from model import GPT
 from prepare import load_tokenizer
 from training.checkpoint import newest_checkpoint
@@ -119,5 +119,5 @@ def test_damaged_weights_are_one_line_and_never_a_made_up_token(out, tmp_path, c
 @pytest.mark.skipif(not hasattr(torch.cpu, "get_capabilities"), reason="needs a torch that knows the CPU")
 def test_the_dtype_is_the_one_that_the_hardware_multiplies(out, capsys):
     call(sample.main, f"--out_dir={out}", "--max_new_tokens=3", "--device=cpu")
-    chosen = str(train.pick_dtype("auto", torch.device("cpu"))[0]).removeprefix("torch.")
+    chosen = str(pick_dtype("auto", torch.device("cpu"))[0]).removeprefix("torch.")
     assert f"cpu {chosen}]" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from conftest import TINY, call
 import configurator
 from bench import sweep
 from model import GPT
-from train import model_config
+from training.settings import model_config
 
 SMALL = [*TINY, "--vocab_size=400", "--warmup=1", "--steps=3"]
 ONE_EACH = ["--block_sizes", "1", "48", "--batch_sizes", "2", "0", "--accums", "1", "3"]
@@ -82,7 +82,7 @@ def test_a_cell_that_fails_otherwise_is_reported_and_the_exit_code_is_1(tmp_path
 
 def test_a_loss_that_is_not_finite_is_a_failure():
     cfg = configurator.parse(sweep.SweepConfig, [*SMALL, "--lr=1e30"])
-    machine = sweep.start(cfg)
+    machine = sweep.start(cfg.device, cfg.dtype)
     assert sweep.measure(cfg, 8, 2, 1, machine, None)["note"] == "failed: ArithmeticError: loss nan"
 
 
@@ -102,7 +102,7 @@ def test_markdown_and_json_agree(tmp_path):
 @pytest.mark.skipif(sweep.reset_peak(torch.device("cpu")) is None, reason="the peak of memory cannot be reset here")
 def test_the_peak_of_a_small_cell_behind_a_large_one_is_small():
     cfg = configurator.parse(sweep.SweepConfig, SMALL)
-    machine = sweep.start(cfg)
+    machine = sweep.start(cfg.device, cfg.dtype)
     small, large, again = (sweep.measure(cfg, 32, B, 1, machine, 1.0)["memory_gb"] for B in (1, 512, 1))
     assert large > small + 0.05 and again == pytest.approx(small, abs=0.05)
 

@@ -13,9 +13,12 @@ from safetensors.torch import load_file
 
 import train
 from configurator import parse
+from hardware.machine import Machine
 from model import GPT
-from train import Machine, TrainConfig, lr_at, make_plan
+from text.windows import open_windows
 from training.checkpoint import damage, newest_checkpoint
+from training.plan import lr_at, make_plan
+from training.settings import TrainConfig
 
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 
@@ -87,7 +90,7 @@ def test_evaluation_reads_the_same_windows_for_every_batch_size(tiny_data):
     model.init_weights("xavier")
     losses, seen = [], []
     for B in (1, 3, 7, 1000):
-        windows = data.windows("val", cfg.block_size)
+        windows = open_windows(data, "val", cfg.block_size)
         take = windows.row
         windows.row = lambda start, take=take: seen.append(start) or take(start)
         plan = train.Plan(B, 1, B * 32, 1, 1)
@@ -257,7 +260,7 @@ def test_wandb_is_not_imported_unless_asked_for():
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator is what is set")
 def test_on_a_cpu_a_large_tensor_gets_the_pages_of_the_one_before():
-    code = "import resource, torch, train; train.keep_freed_memory(); faults = []\n"
+    code = "import resource, torch, hardware.machine; hardware.machine.keep_freed_memory(); faults = []\n"
     code += (
         "for _ in range(8):\n    torch.ones(2**25); faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)\n"
     )

@@ -67,6 +67,8 @@ from text.tokenizer import (
 )
 from training.huggingface import caveat, from_pretrained, hf_class, save_pretrained
 from training.plots import read_metrics
+from training.progress import Progress
+from training.settings import TrainConfig
 
 OURS = {"model.safetensors", "config.json", "train_state.pt", "train_config.json", "meta.json", MANIFEST}
 OURS |= {SentencePiece.file, Tiktoken.file, *HF_FILES}
@@ -93,7 +95,7 @@ class Saver:
     def __init__(
         self,
         ckpt_dir: Path,
-        cfg: Any,
+        cfg: TrainConfig,
         sets: list[DataSet],
         tokenizer: SentencePiece | Tiktoken,
         damaged: Iterable[str],
@@ -115,10 +117,11 @@ class Saver:
         # data set may be gone when a checkpoint is written.
         self.tokenizer_files = {p.name: p.read_bytes() for p in tokenizer_files(folder, info)}
 
-    def save(self, model: GPT, optimizer, scaler, state: dict) -> None:
-        """Begin to write step_N; returns when all is copied. state: step, best_step and what else is to be found again."""
+    def save(self, model: GPT, optimizer, scaler, progress: Progress) -> None:
+        """Begin to write step_N; returns when all is copied."""
         self.wait()
         weights = to_host(dict(model.named_parameters()))
+        state = progress.as_dict()
         training = to_host(state | {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()})
         self.writing = self.pool.submit(self.write, model, weights, training)
 
@@ -382,7 +385,7 @@ class Source:
     damaged: frozenset[str] = frozenset()  # newer checkpoints of the run that are not whole
 
 
-def find_source(cfg: Any, folder: Path, say: Callable[[str], None]) -> Source:
+def find_source(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> Source:
     """What init_from means. folder: the run's own. UserError where going on would lose something."""
     ckpt_dir = folder / "ckpt"
     if cfg.init_from in ("resume", "auto"):
@@ -513,7 +516,7 @@ def check_tokenizer(folder: Path, sets: list[DataSet], say: Callable[[str], None
         raise UserError(f"init_from={folder}: its tokenizer is not the one that made {sets[0].folder}: {again}")
 
 
-def settings_changed(earlier: Earlier, cfg: Any) -> list[str]:
+def settings_changed(earlier: Earlier, cfg: TrainConfig) -> list[str]:
     """`lr 0.001 -> 0.002` for each setting that is another one now; those of where and how one looks at it left out."""
     about = "init_from overwrite out_dir data_dir run_name progress log_every wandb wandb_project".split()
     now = {k: v for k, v in asdict(cfg).items() if k not in about}

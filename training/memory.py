@@ -40,14 +40,12 @@ CPU mostly less than 2 MB a thread (oneDNN's copies of a product's operands, the
 So the 5 % hold for peaks above 50 MB.
 """
 
-import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
+from hardware.machine import CONTEXT
 from model import GPT, GPTConfig, attention_kernel, loss_chunk
 
 
@@ -429,9 +427,9 @@ def step_memory(model: GPT, step: Step) -> Moment:
     return when, {part: x for part, x in parts.items() if x}
 
 
-# What max_memory_allocated does not see, on a GPU: CUDA's context with its libraries (1.3 GB by a published account of a 6B model; not
-# measured by us), NCCL's buffers, and what the allocator cannot use between its blocks (both assumed).
-CONTEXT, NCCL, FRAGMENTED = 1.3e9, 0.7e9, 0.04
+# What max_memory_allocated does not see, on a GPU: NCCL's buffers, and what the allocator cannot use
+# between its blocks (both assumed); and CUDA's context.
+NCCL, FRAGMENTED = 0.7e9, 0.04
 
 
 def beside(total: float, step: Step) -> dict[str, float]:
@@ -445,34 +443,6 @@ def needed(model: GPT, step: Step) -> float:
     """Bytes that the device must have for a step."""
     total = sum(step_memory(model, step)[1].values())
     return total + sum(beside(total, step).values())
-
-
-def ram() -> float:
-    """Bytes of memory that this computer has to give; in a container, what that may have."""
-    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    info, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.exists() else None
-    allowed = limit.read_text().strip() if limit.exists() else "max"
-    return min(int(found[1]) * 1024 if found else everything, everything if allowed == "max" else int(allowed))
-
-
-def capacity(device: torch.device) -> float:
-    """Bytes that this process can have, CUDA's context among them."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return min(total, free + torch.cuda.memory_reserved(device) + CONTEXT)
-    return ram() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def out_of_memory(e: BaseException) -> bool:
-    """CUDA's allocator and Python's have types for it; the CPU's, cuBLAS's and what a compiler wraps only have words."""
-    words = (
-        "can't allocate memory",
-        "out of memory",
-        "CUBLAS_STATUS_ALLOC_FAILED",
-        "Storage size calculation overflowed",
-    )
-    return isinstance(e, torch.OutOfMemoryError | MemoryError) or any(w in str(e) for w in words)
 
 
 def auto_batch(model: GPT, step: Step, capacity: float) -> int:

@@ -3,8 +3,6 @@
 Only rank 0 reports. A disk that is full and a wandb that fails are warnings: training goes on.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -16,23 +14,24 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
 
 from configurator import UserError, changes
 from hardware.disk import Lock, write_whole
+from hardware.machine import Machine, capacity
 from model import GPT, attention_kernel
-from text.dataset import DataSet, sample_texts, train_loader
+from text.dataset import DataSet
 from text.tokenizer import SentencePiece, Tiktoken
+from text.windows import sample_texts, train_loader
 from training.checkpoint import newest_checkpoint
 from training.huggingface import caveat, hf_class
-from training.memory import Step, capacity, largest_batch, needed
+from training.memory import Step, largest_batch, needed
+from training.plan import Plan
 from training.plots import plot_loss, read_metrics
-
-if TYPE_CHECKING:  # train.py imports this file
-    from train import Machine, Plan, TrainConfig
+from training.progress import Progress
+from training.settings import TrainConfig
 
 
 def peak_memory(device: torch.device) -> float:
@@ -81,16 +80,17 @@ class Metrics:
         plan: Plan,
         sets: list[DataSet],
         tokenizer: SentencePiece | Tiktoken,
-        state: dict,
+        progress: Progress,
         lock: Lock | None,
     ):
-        self.machine, self.cfg, self.plan, self.state = machine, cfg, plan, state
+        self.machine, self.cfg, self.plan, self.progress = machine, cfg, plan, progress
         self.sets, self.tokenizer, self.lock = sets, tokenizer, lock
         self.path = folder / "metrics.jsonl"
         self.bar = self.wandb = None
+        self.wandb_id = progress.wandb_id  # of the run there, which a resume goes on with
         if not machine.is_main:
             return
-        start_step = state["step"]
+        start_step = progress.step
         before = read_metrics(self.path) if start_step else []
         kept = [r for r in before if r["step"] <= start_step]  # what came after is done again
         last = next((r for r in reversed(kept) if "settings" in r), {})
@@ -98,7 +98,7 @@ class Metrics:
         if start_step - reached > max(cfg.log_every, last.get("settings", {}).get("log_every", 0)):
             machine.say(f"warning: {self.path} lacks the lines of steps {reached + 1} to {start_step}: they are lost")
         there = next((r["loss"] for r in reversed(kept) if r["step"] == start_step and "loss" in r), None)
-        if there is not None and [there] != state["losses"][-1:]:
+        if there is not None and [there] != progress.losses[-1:]:
             what = f"the loss of step {start_step} is another one there than in the checkpoint"
             machine.say(f"warning: {self.path}: {what}: its lines may be of another run")
         how = {"init_from", "overwrite"}  # of no meaning for what is trained
@@ -106,7 +106,7 @@ class Metrics:
         begun |= {"step_samples": plan.step_tokens // cfg.block_size, "steps": plan.steps}
         begun |= {"data": {d.name: d.meta["splits"]["train"]["sha256"] for d in sets}}
         if any(last.get(k) != v for k, v in begun.items()):  # what `prepare.py --inspect RUN --step N` goes by
-            kept.append({"step": start_step, "first_sample": state["samples"], "format_version": 2} | begun)
+            kept.append({"step": start_step, "first_sample": progress.samples, "format_version": 2} | begun)
         write_whole(self.path, b"".join(map(line_of, kept)))
         self.file, self.unwritten = os.open(self.path, os.O_RDWR | os.O_APPEND), b""
         self.one_at_a_time = threading.Lock()  # the loop writes, and the thread that saves
@@ -117,11 +117,11 @@ class Metrics:
             with self.wandb_may_fail():
                 import wandb
 
-                known = dict(id=state["wandb_id"], resume="allow") if state["wandb_id"] else {}
+                known = dict(id=progress.wandb_id, resume="allow") if progress.wandb_id else {}
                 self.wandb = wandb.init(
                     project=cfg.wandb_project, name=cfg.run_name, dir=folder, config=asdict(cfg), **known
                 )
-                state["wandb_id"] = self.wandb.id
+                self.wandb_id = self.wandb.id
 
     @contextmanager
     def wandb_may_fail(self):
@@ -176,28 +176,25 @@ class Metrics:
         self.append(dict(step=step, saved=path.name, save_s=seconds))
         self.machine.say(f"step {step}: saved {path} in {seconds:.1f} s{note}")
 
-    def watch(self, done: int, loss: float, grad_norm: float, scaler, samples: range) -> bool:
-        """Was the step taken? One that was skipped, or whose loss leaps, is counted and reported. samples: of the step.
-
-        Of fp16, a gradient that overflows while the loss is finite is the scaler's own business, until it has nothing left to lower.
-        """
-        state = self.state
-        if finite := math.isfinite(loss) and math.isfinite(grad_norm):
-            state["bad_in_a_row"], z = 0, spike(state["losses"], loss)
-            state["losses"] = [*state["losses"][-99:], loss]
+    def log_outcome(
+        self, outcome: str, loss: float, grad_norm: float, scaler: torch.amp.GradScaler, samples: range
+    ) -> None:
+        """A step that was skipped, or whose loss leaps. outcome: of Progress.add_step; samples: of the step."""
+        done = self.progress.step
+        if outcome == "taken":
+            z = spike(self.progress.losses[:-1], loss)
             if z > 8:
                 line = f"warning: loss {loss:.3f} is {z:.0f} deviations high"
                 self.write(dict(step=done, spike_loss=loss, spike_z=z), line)
-        elif math.isfinite(loss) and scaler.is_enabled() and (scale := scaler.get_scale()) >= 1:
+        elif outcome == "overflow":
+            scale = scaler.get_scale()
             line = f"fp16 overflow: skipped, the loss is scaled by {scale:g} now"
             self.write(dict(step=done, loss_scale=scale), line)
         else:
-            state["bad_steps"] += 1
-            state["bad_in_a_row"] += 1
             what = f"loss {loss}, norm of the gradient {grad_norm}"
             where = f"; {self.write_texts(done, samples, what)}" if self.machine.is_main else ""
-            self.write(dict(step=done, bad_step=what, bad_steps=state["bad_steps"]), f"warning: {what}: skipped{where}")
-        return finite
+            record = dict(step=done, bad_step=what, bad_steps=self.progress.bad_steps)
+            self.write(record, f"warning: {what}: skipped{where}")
 
     def write_texts(self, done: int, samples: range, what: str) -> str:
         """The texts of a step that was skipped, so that the culprit can be read."""

@@ -278,7 +278,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_leave_the_last_good_checkpo
 
 def test_the_fp16_scalers_own_skips_are_told_apart_and_its_state_is_resumed(tiny_data, tmp_path, monkeypatch, capsys):
     """fp16 on the CPU, which train.py would not choose: what the scaler does is the same there."""
-    monkeypatch.setattr(train, "pick_dtype", lambda *_: (torch.float16, "for this test"))
+    monkeypatch.setattr("hardware.machine.pick_dtype", lambda *_: (torch.float16, "for this test"))
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**40, growth_interval=3))
     options = ["--max_steps=40", "--save_every=30", "--eval_every=100"]
     whole = train_tiny(tiny_data, tmp_path / "whole", *options)
@@ -296,7 +296,7 @@ def test_the_fp16_scalers_own_skips_are_told_apart_and_its_state_is_resumed(tiny
 def test_a_run_that_began_in_another_dtype_goes_on_in_fp16(tiny_data, tmp_path, monkeypatch):
     """From an A100 to a V100, say: its checkpoint has no state of a scaler."""
     train_tiny(tiny_data, tmp_path, "--max_steps=8")
-    monkeypatch.setattr(train, "pick_dtype", lambda *_: (torch.float16, "for this test"))
+    monkeypatch.setattr("hardware.machine.pick_dtype", lambda *_: (torch.float16, "for this test"))
     run = train_tiny(tiny_data, tmp_path, "--max_steps=12", "--init_from=resume")
     assert newest_checkpoint(run / "ckpt").name == "step_00000012" and 12 in metrics(run, "loss")
 
@@ -311,7 +311,7 @@ def test_an_fp16_run_whose_gradient_overflows_at_every_scale_ends(tiny_data, tmp
         return loss
 
     monkeypatch.setattr(train.GPT, "forward", broken)
-    monkeypatch.setattr(train, "pick_dtype", lambda *_: (torch.float16, "for this test"))
+    monkeypatch.setattr("hardware.machine.pick_dtype", lambda *_: (torch.float16, "for this test"))
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=8.0))
     options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--max_steps=30", "--max_bad_steps=4"]
     error = refuses(train.main, *options)

@@ -510,7 +510,7 @@ def test_a_folder_of_data_that_is_removed_does_not_turn_a_bad_step_into_an_end(t
         shutil.rmtree(tmp_path / "tiny", ignore_errors=True)
         return watch(self, *args)
 
-    monkeypatch.setattr(report.Metrics, "watch", remove)
+    monkeypatch.setattr(report.Metrics, "log_outcome", remove)
     run = train_tiny(tmp_path, tmp_path)
     assert (run / "bad_steps" / "step_00000004.txt").read_text(encoding="utf-8").count("---- sample") == 8
     assert newest_checkpoint(run / "ckpt").name == "step_00000008"
