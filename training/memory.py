@@ -37,7 +37,10 @@ of the logits waits. Of dropout it keeps a mask of bytes. And of few tokens, see
 
 Not counted is the scratch that kernels take for themselves, by a machine's caches and threads: on a
 CPU mostly less than 2 MB a thread (oneDNN's copies of a product's operands, the tiles of attention).
-So the 5 % hold for peaks above 50 MB.
+So the 5 % hold for peaks above 50 MB. And they hold for n_embd above 64: where a 16-bit product has
+fewer columns, oneDNN may split a long sum among the threads, each with a result of its own in fp32
+(the head's gradient then takes 4 V C bytes a thread more: 5 to 7 % of a step of 2,048 tokens at
+V = 50,257, with two threads; with one thread nothing).
 """
 
 from collections.abc import Iterator
