@@ -41,7 +41,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property, partial
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -51,6 +51,7 @@ from tqdm import tqdm
 from configurator import OneRankError, UserError, note, parse, run
 from hardware.disk import (
     Lock,
+    content_sha256,
     file_sha256,
     json_bytes,
     put_in_place,
@@ -63,6 +64,7 @@ from hardware.disk import (
 )
 from text.corpora import (
     CHUNK,
+    CONTROL,
     PIECE,
     Chunk,
     Cleaning,
@@ -643,7 +645,9 @@ def claim(target: Path, scratch: Path) -> tuple[Lock, dict[str, tuple]]:
         names = [unicodedata.normalize("NFC", name) for name in os.listdir(target.parent)]
         if target.exists() and unicodedata.normalize("NFC", target.name) not in names:
             raise UserError(f"{target}: this disk has that by another name: choose another --name")
-        return held, files_of_set(target)
+        before = files_of_set(target)
+        check_own(target, sorted(before))
+        return held, before
     except BaseException:
         remove_only(scratch, ())  # where it was made for this
         held.close()
@@ -689,6 +693,26 @@ def files_of_set(folder: Path) -> dict[str, tuple]:
         raise UserError(f"{folder} {what} {others[0]!r}, which prepare.py did not write: {away}")
     stats = {name: (folder / name).lstat() for name in inside}
     return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+def check_own(folder: Path, names: list[str]) -> None:
+    """UserError unless the files of a data set hold what prepare.py wrote, by their hashes.
+
+    What carries one of its names may be somebody's own all the same.
+    """
+    away = "move it away, or choose another --name"
+    meta = read_object(folder / "meta.json") if "meta.json" in names else {}
+    if "sha256" in meta and meta["sha256"] != content_sha256(meta):
+        raise UserError(f"{folder}/meta.json was changed by something else: {away}")
+    hashes = {f"{split}.bin": s.get("sha256") for split, s in meta.get("splits", {}).items()}
+    info = meta.get("tokenizer", {})
+    hashes |= info.get("files", {info.get("file"): info.get("sha256")})
+    for name in names:
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            raise UserError(f"{path} is no plain file, so prepare.py did not write it: {away}")
+        if hashes.get(name) and file_sha256(path) != hashes[name]:
+            raise UserError(f"{path} is not what meta.json says, so it may be somebody's: {away}")
 
 
 def replace_set(new: Path, target: Path, before: dict[str, tuple]) -> None:
@@ -763,6 +787,8 @@ def report(meta: dict, folder: Path) -> str:
         lines.append(f"  {what}: {sum(records[what].values()):,}")
         lines += [f"    {n:,} x {reason}" for reason, n in records[what].items()]
         lines += [f"    e.g. {example}" for example in records["examples"]] if what == "bad" else []
+    if unread := records.get("unread"):  # sets of before 2026-11-22 have none
+        lines.append("  not read (--fields= names what is): " + ", ".join(f"{n:,} x {k}" for k, n in unread.items()))
     percentiles = ", ".join(f"{k} {v:,}" for k, v in lengths.items() if k != "histogram")
     lines.append(f"  tokens per document: {percentiles}")
     lines.append(f"    {'up to':>9}  {'documents':<31} longer: documents, and tokens in them")
@@ -796,7 +822,12 @@ def inspect(cfg: PrepareConfig) -> None:
         print("  verified: hashes, every id below the vocabulary, an eos behind every document\n")
         texts = document_texts(folder, meta, cfg.split, cfg.show, cfg.count)
     for heading, text in texts:
-        print(f"---- {heading}\n{text}")
+        print(f"---- {heading}\n{CONTROL.sub(escaped, text)}")
+
+
+def escaped(found: re.Match) -> str:
+    """A control character as it is spelled: texts from the web must not steer the terminal."""
+    return repr(found[0])[1:-1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -882,8 +913,31 @@ def main() -> None:
     if cfg.inspect:
         inspect(cfg)
         return
-    with all_ranks() as (rank, world):
+    with all_ranks() as (rank, world), second_ctrl_c_ends_all():
         make_data_set(cfg, rank, world)
+
+
+@contextmanager
+def second_ctrl_c_ends_all() -> Iterator[None]:
+    """The first Ctrl-C ends the work in order. A second one kills what still waits, such as the workers: that may
+    happen at any moment, since the same command goes on from what is on the disk.
+    """
+    pressed: list[int] = []
+
+    def press(number: int, frame) -> None:
+        if pressed:
+            for child in active_children():
+                child.kill()
+            os._exit(128 + number)
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    finally:
+        if not pressed:  # else it stays: Python waits for the workers as it ends
+            signal.signal(signal.SIGINT, before)
 
 
 def make_data_set(cfg: PrepareConfig, rank: int, world: int) -> None:

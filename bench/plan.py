@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +29,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/plan.py` finds ours
 from configurator import UserError, changes, parse, run  # noqa: E402
 from hardware.gpus import ECC_IN_MEMORY, Card, find_gpu  # noqa: E402
-from hardware.machine import pick_dtype, ram  # noqa: E402
+from hardware.machine import Machine, pick_dtype, ram  # noqa: E402
 from hardware.peak import DTYPES, device_name, peak_tflops  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from text.dataset import DataSet, open_datasets  # noqa: E402
@@ -38,6 +38,7 @@ from training.memory import Step, activations, auto_batch, beside, largest_batch
 from training.plan import even_batch, make_plan  # noqa: E402
 from training.plots import read_metrics  # noqa: E402
 from training.settings import TrainConfig, model_config, wants_compile  # noqa: E402
+from training.step import take_step  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -419,17 +420,13 @@ def measured_peak(c: GPTConfig, step: Step) -> int:
     model.to(device)
     fast = torch.compile(model, dynamic=False) if step.compiled else model
     optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-3, fused=True)
+    machine = Machine(0, 0, 1, device, step.dtype, "")
+    scaler = torch.amp.GradScaler(device.type, enabled=device.type == "cuda" and step.dtype == torch.float16)
     rows = torch.randint(0, c.vocab_size, (step.B, step.T + 1), device=device)
-    x, y = rows[:, :-1], rows[:, 1:]
+    batches = repeat((rows[:, :-1], rows[:, 1:]))
 
     def one() -> None:
-        for _ in range(step.accum):
-            with torch.autocast(device.type, step.dtype, enabled=step.dtype != torch.float32):
-                loss = fast(x, y) / step.accum
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        take_step(fast, model, optimizer, scaler, batches, step.accum, machine, grad_clip=1.0)()
 
     one()  # the moments are allocated now, and what compiles has compiled
     if device.type == "cuda":

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -43,6 +44,7 @@ from hardware.machine import (  # noqa: E402
 from hardware.peak import device_name, peak_tflops  # noqa: E402
 from model import GPT  # noqa: E402
 from training.settings import TrainConfig, model_config, wants_compile  # noqa: E402
+from training.step import take_step  # noqa: E402
 
 AXES = ("T", "B", "accum")
 
@@ -162,23 +164,7 @@ def train_steps(cfg: SweepConfig, B: int, accum: int, machine: Machine) -> dict:
     scaler = torch.amp.GradScaler(device.type, enabled=machine.dtype == torch.float16)
     fast = torch.compile(model, dynamic=False) if wants_compile(cfg, device.type, 0) else model
     rows = torch.randint(cfg.vocab_size, (B, T + 1), device=device)
-    x, y = rows[:, :-1], rows[:, 1:]  # (B, T) each, views as to_device gives them
-
-    def step() -> torch.Tensor:
-        """The step of train.py, whose comments explain it; returns the loss. To read it is to wait for all of the step."""
-        loss_sum = torch.zeros((), device=device)
-        for _ in range(accum):
-            with machine.autocast():
-                loss = fast(x, y) / accum
-            scaler.scale(loss).backward()
-            loss_sum += loss.detach()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-        return loss_sum
-
+    batches = repeat((rows[:, :-1], rows[:, 1:]))  # (B, T) each, views as to_device gives them
     launching: list[float] = []  # seconds of each step until the host has launched all of it
 
     def timed(n: int, at_least: float = 0.0) -> list[float]:
@@ -187,9 +173,10 @@ def train_steps(cfg: SweepConfig, B: int, accum: int, machine: Machine) -> dict:
         launching.clear()
         while not seconds or (sum(seconds) < cfg.seconds and (len(seconds) < n or sum(seconds) < at_least)):
             begun = time.perf_counter()
-            loss_sum = step()
+            result = take_step(fast, model, optimizer, scaler, batches, accum, machine, cfg.grad_clip)
             launching.append(time.perf_counter() - begun)
-            loss = loss_sum.item()
+            loss, _, _ = result()
+            machine.synchronize()  # the loss is there before the optimizer is done
             seconds.append(time.perf_counter() - begun)
             if not math.isfinite(loss):
                 raise ArithmeticError(f"loss {loss}")  # what is timed would not be training

@@ -21,6 +21,7 @@ from bench.plan import measured_peak
 from hardware.machine import Machine, to_device
 from model import GPT, PRESETS, GPTConfig
 from training.memory import Step, step_memory
+from training.step import take_step
 
 DEVICE = "cuda"
 pytestmark = [
@@ -257,27 +258,11 @@ def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compile
     fast = torch.compile(model, dynamic=False) if compiled else model
     rows = ids(model, 8, 513).numpy()
 
-    def step() -> Callable[[], list[float]]:
+    batches = map(lambda rows: to_device(rows, machine.device), itertools.repeat(rows))
+
+    def step() -> Callable[[], tuple[float, bool, float]]:
         torch.manual_seed(1)
-        loss_sum = torch.zeros((), device=machine.device)
-        for _ in range(4):
-            x, y = to_device(rows, machine.device)
-            with machine.autocast():
-                loss = fast(x, y) / 4
-            scaler.scale(loss).backward()
-            loss_sum += loss.detach()
-        scaler.unscale_(optimizer)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        facts = torch.cat([torch.stack([loss_sum, torch.full_like(loss_sum, 0.0)]), grad_norm[None]])
-        facts_on_host = machine.fetch(facts)
-        if scaler.is_enabled():
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.found_inf = 1.0 - facts.isfinite().all().float()
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return facts_on_host
+        return take_step(fast, model, optimizer, scaler, batches, 4, machine, grad_clip=1.0)
 
     for _ in range(3):  # compiles, and creates the optimizer's state
         step()
@@ -285,11 +270,11 @@ def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compile
     try:
         with pytest.raises(RuntimeError, match="synchroniz"):
             torch.ones((), device=DEVICE).item()  # it is noticed
-        facts_on_host = step()
+        result = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    loss, stop, grad_norm = facts_on_host()
-    assert loss > 1 and stop == 0 and grad_norm > 0
+    loss, stopping, grad_norm = result()
+    assert loss > 1 and not stopping and grad_norm > 0
 
 
 def test_the_roof_is_measured(tmp_path):

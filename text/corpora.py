@@ -117,7 +117,7 @@ def find_sources(
     for argument in inputs:
         passed = passed_by[name_of(Path(argument))] = Counter()
         here = os.path.exists(argument)
-        paths = [argument] if here else sorted(glob.glob(argument, recursive=True))
+        paths = [argument] if here else sorted(matches(argument))
         if not paths:
             raise UserError(f"--input {argument}: no such file or folder")
         for path in map(Path, paths):
@@ -142,6 +142,16 @@ def find_sources(
                     passed[OTHER_NAME] += 1
                 known.add(file)
     return sources, {argument: counts for argument, counts in passed_by.items() if counts}
+
+
+def matches(pattern: str) -> list[str]:
+    """As glob.glob, but that ** does not follow links to folders, which may lead back to where they stand."""
+    start, deep, rest = pattern.partition("**")
+    if not deep:
+        return glob.glob(pattern)
+    found = [path for folder in glob.glob(start or ".") for path in Path(folder).glob("**" + rest)]
+    hidden = [path for path in found if any(part.startswith(".") for part in path.parts[len(Path(start).parts) :])]
+    return [str(path) for path in found if path not in hidden]
 
 
 def identity(path: Path) -> tuple[int, int]:
@@ -215,9 +225,9 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
     if head.startswith(b"\x1f\x8b"):
         return gzip.GzipFile(fileobj=raw)
     if head.startswith(b"\xfd7zXZ\x00"):
-        return lzma.LZMAFile(raw)
+        return io.BufferedReader(Streams(raw, lzma.LZMADecompressor, b"\0"))
     if re.match(rb"BZh[1-9]1AY&SY", head):
-        return bz2.BZ2File(raw)
+        return io.BufferedReader(Streams(raw, bz2.BZ2Decompressor))
     if head.startswith(b"\x28\xb5\x2f\xfd"):
         try:
             from compression import zstd  # Python 3.14
@@ -228,6 +238,46 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
                 raise UserError(f"{name}: .zst needs the package backports.zstd: pip install backports.zstd") from None
         return zstd.ZstdFile(raw)
     return raw
+
+
+class Streams(io.RawIOBase):
+    """One compressed stream after the other, as pbzip2 and pixz write them. Anything else behind the first is
+    an error, where bz2.BZ2File and lzma.LZMAFile take it for the end of the file. padding: allowed between them.
+    """
+
+    def __init__(self, raw: io.BufferedReader, decompressor: Callable, padding: bytes = b""):
+        self.raw, self.new, self.padding = raw, decompressor, padding
+        self.stream, self.rest = decompressor(), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def without_padding(self, data: bytes) -> bytes:
+        return data.lstrip(self.padding) if self.padding else data
+
+    def readinto(self, buffer) -> int:
+        while True:
+            if self.stream.eof:
+                self.rest = self.without_padding(self.stream.unused_data)
+                while not self.rest:
+                    data = self.raw.read1(1 << 16)
+                    if not data:
+                        return 0
+                    self.rest = self.without_padding(data)
+                self.stream = self.new()
+            data = self.rest
+            if self.stream.needs_input and not data:
+                data = self.raw.read1(1 << 16)
+                if not data:
+                    raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+            self.rest = b""
+            try:
+                made = self.stream.decompress(data, len(buffer))
+            except OSError as e:  # as bz2 says that it is damaged
+                raise EOFError(str(e)) from None
+            if made:
+                buffer[: len(made)] = made
+                return len(made)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -540,6 +590,11 @@ def read_csv(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Recor
     dialect = "excel-tab" if source.kind == "tsv" else "excel"
     rows = csv.DictReader(lines(), dialect=dialect, strict=True)  # an open quote is an error
     try:
+        header = rows.fieldnames or []
+        begin = rows.line_num + 1
+        if twice := [name for name in header if header.count(name) > 1]:
+            what = f"the header has the column {twice[0]!r} twice: rename one of them"
+            raise UserError(f"{source.name}:{rows.line_num}: {what}")
         for row in rows:
             if None in row:
                 why = "more fields than the header: quote a text that holds the separator"
@@ -584,7 +639,9 @@ def read_txt(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Recor
                 else:
                     block.clear()
             elif begin:
-                yield f"{source.name}:{begin}", "".join(block) if size <= limit else too_long(limit)
+                # Without its last line end, which a block at the end of a file may lack: equal texts are equal.
+                text = "".join(block).removesuffix("\n")
+                yield f"{source.name}:{begin}", text if size <= limit else too_long(limit)
                 block, size, begin = [], 0, 0
     else:
         first, digest = b"", hashlib.sha256()
@@ -637,6 +694,7 @@ class Tally:
     bad: Counter = field(default_factory=Counter)  # reason -> records that could not be read
     dropped: Counter = field(default_factory=Counter)  # reason -> documents left out
     changed: Counter = field(default_factory=Counter)  # reason -> documents whose text was changed
+    unread: Counter = field(default_factory=Counter)  # field beside those of a shape -> records that have it
     shapes: Counter = field(default_factory=Counter)  # {text}, {title, content}, ... -> records read so
     examples: list[str] = field(default_factory=list)  # the first few bad ones, as file:line: reason
 
@@ -649,7 +707,7 @@ class Tally:
 
     def add(self, other: "Tally") -> None:
         self.records += other.records
-        for name in ("bad", "dropped", "changed", "shapes"):
+        for name in ("bad", "dropped", "changed", "unread", "shapes"):
             getattr(self, name).update(getattr(other, name))
         self.examples = (self.examples + other.examples)[:5]
 
@@ -664,7 +722,7 @@ def documents(chunk: Chunk, cleaning: Cleaning, tally: Tally) -> Iterator[tuple[
         if piece is None or piece.whole:
             tally.records += 1
         try:
-            text, shape = understand(chunk.kind, piece.text if piece else record, where, cleaning.fields)
+            text, shape = understand(chunk.kind, piece.text if piece else record, where, cleaning.fields, tally)
             text = clean(text, cleaning, tally)
             utf8 = to_utf8(text)
         except ValueError as e:
@@ -698,7 +756,10 @@ def to_utf8(text: str) -> bytes:
         raise ValueError("half a surrogate pair, which is no character") from None  # JSON can spell it
 
 
-def understand(kind: str, record: Any, where: str, fields: str) -> tuple[str, str]:
+MOST_VALUES = 1_000_000  # of one record: in Python each takes some 60 bytes or more
+
+
+def understand(kind: str, record: Any, where: str, fields: str, tally: Tally) -> tuple[str, str]:
     """(text, shape) of a record as its reader left it; ValueError says what is wrong with it."""
     if isinstance(record, ValueError):
         raise record
@@ -707,11 +768,29 @@ def understand(kind: str, record: Any, where: str, fields: str) -> tuple[str, st
     if kind == "py":
         return docstrings(record, where), "docstrings"
     if kind in ("jsonl", "ndjson"):
+        if len(record) > MOST_VALUES and record.count(",") > MOST_VALUES:
+            raise ValueError(f"it holds more than {MOST_VALUES:,} values")
         try:
             record = json.loads(record)
         except (ValueError, RecursionError):
             raise ValueError("not valid JSON") from None
-    return record_text(record, fields)
+    text, shape = record_text(record, fields)
+    if not fields:
+        tally.unread.update(unread_fields(record, shape))
+    return text, shape
+
+
+TEXT_FIELDS = set("title summary sections content text prompt completion instruction input output".split())
+
+
+def unread_fields(record: dict, shape: str) -> list[str]:
+    """Fields that hold text in one of the known shapes, and that this shape does not read."""
+    used = shape.strip("{}").split(", ")
+    sections = record.get("sections")
+    found = [key for key in TEXT_FIELDS & record.keys() if key not in used and record[key]]
+    if "sections" in used and isinstance(sections, list) and any("sections" in section for section in sections):
+        found.append("sections in sections")
+    return [f"{key}, beside {shape}" for key in sorted(found)]
 
 
 def clean(text: str, cleaning: Cleaning, tally: Tally) -> str:

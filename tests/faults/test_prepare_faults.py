@@ -1,14 +1,18 @@
 """prepare.py deletes nothing that it did not write, and makes the right data set or none."""
 
+import bz2
 import errno
 import hashlib
 import io
 import json
+import lzma
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -839,3 +843,101 @@ def test_chunks_are_small_however_their_records_are_nested(tmp_path):
     chunks = list(Reader([Source.at(path, "json")], "utf-8", "file", 10**6).chunks())
     assert max(len(chunk.records) for chunk in chunks) <= 3
     assert [record for chunk in chunks for _, record in chunk.records] == records
+
+
+# -- what fresh eyes found --
+
+
+@pytest.mark.parametrize("module, suffix", [(bz2, ".bz2"), (lzma, ".xz")])
+def test_a_file_of_several_streams_is_read_whole_or_refused(tmp_path, refuses, module, suffix):
+    """As pbzip2 and pixz write them. Python's own readers take a damaged second stream for the end of the file."""
+    lines = [json.dumps({"text": f"document {i}"}).encode() + b"\n" for i in range(60)]
+    first, second = module.compress(b"".join(lines[:40])), module.compress(b"".join(lines[40:]))
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(first + second + (bytes(4) if module is lzma else b""))
+    _, meta = prepare_set(tmp_path, path)
+    assert meta["records"]["read"] == 60
+    for damaged in (bytes([second[0] ^ 1]) + second[1:], second[:-9], b"garbage"):
+        path.write_bytes(first + damaged)
+        assert "damaged or cut off" in refuses(prepare.main, "--input", path, *options(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["train.bin", "tokenizer.model", "meta.json"])
+def test_a_file_of_somebody_elses_with_the_name_of_one_of_ours_stays(corpus, tmp_path, refuses, name):
+    folder, meta = prepare_set(tmp_path, *corpus, tokenizer="train", vocab_size=400)
+    text = json.dumps(meta | {"mine": 1}) if name == "meta.json" else "precious"
+    (folder / name).write_text(text)
+    error = refuses(prepare.main, "--input", *corpus, *options(tmp_path / "data"))
+    assert name in error and "move it away" in error and (folder / name).read_text() == text
+
+
+def test_a_link_in_place_of_a_file_of_a_data_set_stays(corpus, tmp_path, refuses):
+    folder, _ = prepare_set(tmp_path, *corpus, tokenizer="train", vocab_size=400)
+    (folder / "train.bin").rename(tmp_path / "on another disk")
+    (folder / "train.bin").symlink_to(tmp_path / "on another disk")
+    error = refuses(prepare.main, "--input", *corpus, *options(tmp_path / "data"))
+    assert "train.bin is no plain file" in error and (folder / "train.bin").is_symlink()
+
+
+def test_equal_blocks_are_equal_wherever_they_stand_in_a_file(tmp_path):
+    for i in range(30):
+        text = f"poem {i}\nline two"
+        (tmp_path / f"{i}a.txt").write_text(text)
+        (tmp_path / f"{i}b.txt").write_text(text + "\n\n" + text)
+    folder, meta = prepare_set(tmp_path, *sorted(tmp_path.glob("*.txt")), txt="block", dedup="true")
+    assert set(documents(folder).values()) == {1} and len(documents(folder)) == 30
+
+
+def test_text_in_fields_that_are_not_read_is_counted(tmp_path, capsys):
+    section = {"title": "A", "content": "B", "sections": [{"title": "C", "content": "lost"}]}
+    records = [{"title": str(i), "summary": "S", "content": "lead", "sections": [section]} for i in range(40)]
+    _, meta = prepare_set(tmp_path, write_jsonl(tmp_path / "a.jsonl", records))
+    shape = "{title, summary, sections}"
+    assert meta["records"]["unread"] == {f"content, beside {shape}": 40, f"sections in sections, beside {shape}": 40}
+    assert "not read (--fields= names what is): 40 x content, beside" in capsys.readouterr().out
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path, refuses):
+    path = tmp_path / "a.csv"
+    path.write_text("text,text\none,two\n")
+    assert "a.csv:1: the header has the column 'text' twice" in refuses(
+        prepare.main, "--input", path, *options(tmp_path)
+    )
+
+
+def test_links_that_lead_back_do_not_keep_a_pattern_from_its_end(tmp_path):
+    folder = tmp_path / "deep" / "er"
+    folder.mkdir(parents=True)
+    write_jsonl(folder / "a.jsonl", make_records(50))
+    for name in ("l1", "l2"):
+        (folder / name).symlink_to(".")
+    _, meta = prepare_set(tmp_path, tmp_path / "deep" / "**" / "*.jsonl")
+    assert meta["records"]["read"] == 50
+
+
+def test_a_record_of_millions_of_values_is_a_bad_one(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", make_records(50))
+    with path.open("a") as f:
+        f.write('{"text": "deep", "d": [' + "{}," * 1_100_000 + "{}]}\n")
+    _, meta = prepare_set(tmp_path, path, max_bad=0.1)
+    assert meta["records"]["bad"] == {"it holds more than 1,000,000 values": 1}
+
+
+def test_a_text_does_not_steer_the_terminal(tmp_path, capsys):
+    records = [{"text": f"\x1b[2J\x07 text {i}\tand\nmore"} for i in range(50)]
+    folder, _ = prepare_set(tmp_path, write_jsonl(tmp_path / "a.jsonl", records))
+    capsys.readouterr()
+    call(prepare.main, f"--inspect={folder}", "--count=2")
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\\x1b[2J\\x07 text" in shown and "\tand\nmore" in shown
+
+
+def test_a_second_ctrl_c_ends_prepare_at_once(corpus, tmp_path):
+    path = write_jsonl(tmp_path / "large.jsonl", make_records(20_000))
+    argv = [sys.executable, str(REPO / "prepare.py"), "--input", str(path), *options(tmp_path), "--workers=2"]
+    process = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    harness.wait_for(process, lambda: any(tmp_path.glob(".set.tmp/part0/*")))
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.1)
+    assert b"Traceback" not in process.communicate(timeout=60)[1] and process.returncode == 130
