@@ -277,8 +277,7 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
                 group["lr"] = lr
             # What dropout draws depends on the step alone, and not on where the run was resumed.
             torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)
-            told = len(signals) > 0
-            result = take_step(forward, model, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip, told)
+            result = take_step(forward, model, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip, signals)
             loss, stopping, grad_norm = result()  # the one wait of a step, while the optimizer runs
             samples = range(progress.samples, progress.samples + step_windows)
             outcome = progress.add_step(step_windows, loss, grad_norm, scaler)

@@ -175,11 +175,12 @@ def train_steps(cfg: SweepConfig, B: int, accum: int, machine: Machine) -> dict:
             begun = time.perf_counter()
             result = take_step(fast, model, optimizer, scaler, batches, accum, machine, cfg.grad_clip)
             launching.append(time.perf_counter() - begun)
-            loss, _, _ = result()
+            loss, _, grad_norm = result()
             machine.synchronize()  # the loss is there before the optimizer is done
             seconds.append(time.perf_counter() - begun)
-            if not math.isfinite(loss):
-                raise ArithmeticError(f"loss {loss}")  # what is timed would not be training
+            skipped = not math.isfinite(grad_norm) and not scaler.is_enabled()  # fp16's scaler is still falling
+            if skipped or not math.isfinite(loss):  # what is timed would not be training
+                raise ArithmeticError(f"loss {loss}, norm of the gradient {grad_norm}")
         return seconds
 
     first = timed(1)[0]  # it compiles, and allocates the optimizer's state

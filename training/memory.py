@@ -385,8 +385,9 @@ def moments(model: GPT, step: Step) -> Iterator[Moment]:
     when = "at the end of the backward pass"
     tied = {(False, False): 12, (False, True): 8, (True, False): 8, (True, True): 10}
     numbers = tied[step.compiled, half] if c.tie_embeddings else 4
-    more = (numbers - 4 / shard[2]) * head + 4 * C * N  # what stays counts as a gradient
-    yield moment(when, {}, 0, 4 * (P - head) * stay + 4 * head, waits, more)
+    stays = 4 * head * stay  # of it, what counts as a gradient
+    more = numbers * head - stays / shard[2] + 4 * C * N
+    yield moment(when, {}, 0, 4 * (P - head) * stay + stays, waits, more)
 
 
 def inductors(found: list[Moment], c: GPTConfig, step: Step) -> list[Moment]:

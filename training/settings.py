@@ -1,5 +1,6 @@
 """The settings of a run: the reference manual. `python train.py --help` prints this list."""
 
+import sys
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -96,7 +97,7 @@ class TrainConfig:
             wrong.append(f"init={self.init!r} is none of {', '.join(INIT)}")
         if not (self.max_steps or self.max_epochs or self.max_tokens):
             wrong.append("the run has no end: set max_steps, max_epochs or max_tokens")
-        if self.wandb and find_spec("wandb") is None:
+        if self.wandb and "wandb" not in sys.modules and find_spec("wandb") is None:
             wrong.append("wandb=true needs the package wandb: pip install wandb")
         return wrong
 

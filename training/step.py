@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -54,13 +54,13 @@ def take_step(
     accum: int,
     machine: Machine,
     grad_clip: float = 0.0,
-    told_to_stop: bool = False,
+    signals: Sequence[int] = (),
 ) -> Callable[[], tuple[float, bool, float]]:
     """One update of the weights, by the gradients of `accum` batches on each rank.
 
     forward: the model as it is run, (x, y) -> loss: compiled, wrapped in DDP, or the model itself.
     grad_clip: the largest norm of the gradient; 0: no clipping. A step whose loss or gradient is not
-    finite changes nothing.
+    finite changes nothing. signals: those that this rank has caught; one may come during the step.
 
     Returns a function that waits for the device and gives the mean loss of all ranks, whether one of
     them was told to stop, and the norm of the gradient before it was clipped.
@@ -77,7 +77,7 @@ def take_step(
         loss_sum += loss.detach()
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    facts = agree(loss_sum, told_to_stop, grad_norm, machine)
+    facts = agree(loss_sum, len(signals) > 0, grad_norm, machine)
     facts_on_host = machine.fetch(facts)
     if scaler.is_enabled():
         scaler.step(optimizer)  # skips a step whose gradient is not finite

@@ -89,7 +89,10 @@ def test_overwrite_deletes_only_what_train_py_wrote(finished, tiny_data, tmp_pat
     mine[1] = "ckpt/replaced-1/step_00000004/model.gguf"  # all others stay where they were
     assert sorted(found) == sorted(mine) and not list(run.rglob("step_00000003.txt"))
     left = run / "ckpt" / "replaced-1"
-    assert [p.name for p in left.iterdir()] == ["step_00000004"]  # whole, for the sake of model.gguf
+    assert sorted(p.name for p in left.iterdir()) == [
+        "step_00000004",
+        "why-this-is-here.txt",
+    ]  # whole, for the sake of model.gguf
     assert not checkpoint.damage(left / "step_00000004")
     said = capsys.readouterr().out
     assert "step_00000004 is kept: it holds model.gguf, which is not of this program" in said
@@ -504,7 +507,7 @@ def test_a_line_of_the_metrics_that_is_no_record_is_named(finished, tiny_data, t
 def test_a_folder_of_data_that_is_removed_does_not_turn_a_bad_step_into_an_end(tiny_data, tmp_path, monkeypatch):
     shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
     poison(monkeypatch, 6)
-    watch = report.Metrics.watch
+    watch = report.Metrics.log_outcome
 
     def remove(self, *args):
         shutil.rmtree(tmp_path / "tiny", ignore_errors=True)

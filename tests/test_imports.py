@@ -1,0 +1,60 @@
+"""The floor plan, read from the imports: which part of the house may use which."""
+
+import ast
+from pathlib import Path
+
+from conftest import REPO
+
+COMMANDS = {"train", "prepare", "sample"}
+WINGS = {"text", "training", "hardware"}
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = [*REPO.glob("*.py"), *(path for wing in WINGS | {"bench"} for path in (REPO / wing).glob("*.py"))]
+MODULES = {module_of(path): path for path in FILES}
+
+
+def imports(path: Path) -> set[str]:
+    """Our own modules that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & MODULES.keys()
+
+
+GRAPH = {name: imports(path) for name, path in MODULES.items()}
+PRODUCT = {name: used for name, used in GRAPH.items() if not name.startswith("bench")}
+
+
+def test_nothing_but_bench_and_tests_imports_a_command():
+    assert not {name for name, used in PRODUCT.items() if used & COMMANDS}
+
+
+def test_nothing_but_tests_imports_bench():
+    assert not {name for name, used in PRODUCT.items() if any(u.startswith("bench") for u in used)}
+
+
+def test_hardware_knows_no_text_and_no_training_and_text_knows_no_training():
+    below = {"hardware": {"text", "training", "model"}, "text": {"training", "model"}}
+    for name, used in PRODUCT.items():
+        above = below.get(name.split(".")[0], set())
+        assert not {u for u in used if u.split(".")[0] in above}, name
+
+
+def test_no_circle():
+    """Taken away floor by floor: what imports nothing that is left."""
+    left = dict(GRAPH)
+    while ground := {name for name, used in left.items() if not used & left.keys() - {name}}:
+        left = {name: used for name, used in left.items() if name not in ground}
+    assert not left
+
+
+def test_no_import_is_hidden_from_these_tests():
+    hidden = [name for name, path in MODULES.items() if "TYPE_CHECKING" in path.read_text(encoding="utf-8")]
+    assert not hidden
