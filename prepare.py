@@ -19,43 +19,31 @@ Nothing is deleted but files that prepare.py has written itself, in data/NAME an
 """
 
 import codecs
-import hashlib
 import importlib.metadata
 import io
-import json
 import os
 import random
 import re
 import shutil
 import signal
-import struct
 import sys
-import threading
 import time
-import unicodedata
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property, partial
-from multiprocessing import active_children, get_context, parent_process
+from functools import partial
+from multiprocessing import active_children
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-from tqdm import tqdm
 
-from configurator import OneRankError, UserError, note, parse, run
+from configurator import OneRankError, UserError, parse, run
 from hardware.disk import (
-    Lock,
-    content_sha256,
     file_sha256,
     json_bytes,
-    put_in_place,
-    read_object,
     remove_only,
     sealed,
     sync_to_disk,
@@ -72,9 +60,7 @@ from text.corpora import (
     Source,
     Tally,
     demo_sources,
-    documents,
     find_sources,
-    pieces,
 )
 from text.dataset import (
     FORMAT_VERSION,
@@ -82,11 +68,14 @@ from text.dataset import (
     find_tokenizer,
     load_tokenizer,
     open_dataset,
-    tokenizer_files,
     tokenizer_folder,
     verify,
 )
-from text.tokenizer import HF_FILES, SentencePiece, Tiktoken, hugging_face_files, open_tokenizer
+from text.encode import Encoder, Part, encode, id_type, in_order, progress_bar, texts_of
+from text.folders import STDIN, WORK, claim, fingerprint, remove_scratch, replace_set
+from text.look import describe_lengths, escaped, no_documents, report
+from text.merge import count, find_duplicates, merge
+from text.tokenizer import SentencePiece, hugging_face_files
 from text.windows import run_loader, sample_texts
 from training.plots import read_metrics
 
@@ -160,119 +149,6 @@ def reader_of(sources: list[Source], cfg: PrepareConfig, file: int = 0, record: 
 def what_is_read(cfg: PrepareConfig) -> list:
     """The settings that decide which texts a file holds."""
     return [cleaning(cfg), cfg.txt, cfg.encoding, cfg.max_record_mb]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Workers: chunks of records in, in any process; results out, in order
-
-
-Task = Callable[[Chunk], Any]  # it is sent to the workers once, at their start
-
-
-def texts_of(cleaning: Cleaning, chunk: Chunk) -> tuple[list[str], Tally]:
-    """Task, with `cleaning` given: the documents of a chunk."""
-    tally = Tally()
-    return [text for _, text, *_ in documents(chunk, cleaning, tally)], tally
-
-
-# A row for every document, in the order of the input. Of a document in pieces each piece has one; `end` marks the last.
-ROW = np.dtype(
-    [("digest", "<u8", 2), ("tokens", "<u8"), ("bytes", "<u8"), ("characters", "<u8"), ("val", "?"), ("end", "?")]
-)
-
-
-class Encoded(NamedTuple):
-    rows: np.ndarray  # (documents,) of ROW
-    train: bytes
-    val: bytes
-    tally: Tally
-
-
-class Encoder:
-    """Task: the documents of a chunk as token ids."""
-
-    def __init__(self, tokenizer_file: Path, info: dict, cfg: PrepareConfig):
-        self.file, self.info, self.cfg = tokenizer_file, info, cfg
-        self.dtype = id_type(info["vocab_size"])
-        self.eos = np.array([info["eos_id"]], self.dtype)
-
-    @cached_property
-    def tokenizer(self) -> SentencePiece | Tiktoken:
-        return open_tokenizer(self.file, self.info)  # in the worker: it cannot be sent there
-
-    def __call__(self, chunk: Chunk) -> Encoded:
-        cfg, tally, rows, ids = self.cfg, Tally(), [], {"train": [], "val": []}
-        for where, text, utf8, piece in list(documents(chunk, cleaning(cfg), tally)):  # all first: kinder to the caches
-            try:
-                tokens = self.encode(text)
-            except ValueError as e:
-                tally.reject(where, str(e), piece)
-                continue
-            if len(tokens) < cfg.min_tokens and not piece:
-                tally.dropped[f"fewer than {cfg.min_tokens} tokens"] += 1
-                continue
-            own = hashlib.sha256(utf8).digest()[:16]
-            if own[0] < 4 and self.tokenizer.decode(tokens.tolist()) != text:  # one document in 64 is tried
-                tally.changed["its tokens decode to another text (1 in 64 is tried)"] += 1
-            end, digest = (bool(piece.whole), piece.whole or own) if piece else (True, own)
-            val = in_val(piece.first if piece else own, cfg.val_fraction)
-            ids["val" if val else "train"] += [tokens, self.eos] if end else [tokens]
-            rows.append(struct.pack("<16s3Q2?", digest, len(tokens) + end, len(utf8), len(text), val, end))
-        train, val = (np.concatenate([*ids[split], self.eos[:0]]).tobytes() for split in ("train", "val"))
-        return Encoded(np.frombuffer(b"".join(rows), ROW), train, val, tally)
-
-    def encode(self, text: str) -> np.ndarray:
-        """The ids (n,) of a text, a long one in pieces: its ids as Python numbers would be ten times as large."""
-        if len(text) <= PIECE:
-            return self.tokenizer.encode(text).astype(self.dtype)
-        parts = pieces(io.StringIO(text, newline="").read)
-        return np.concatenate([self.tokenizer.encode(part).astype(self.dtype) for part, _ in parts])
-
-
-def id_type(vocab_size: int) -> np.dtype:
-    return np.dtype("<u2" if vocab_size <= 65536 else "<u4")
-
-
-def in_val(digest: bytes, val_fraction: float) -> bool:
-    """By a hash of the text alone: another file, or another order, moves no document from one split to the other."""
-    return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
-
-
-task: Task | None = None  # of this worker
-
-
-def start_worker(given: Task) -> None:
-    global task
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends this one
-    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()  # should it be killed
-    task = given
-
-
-def work(chunk: Chunk) -> Any:
-    return task(chunk)
-
-
-def in_order(given: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Any]]:
-    """(chunk without its records, result) of each chunk, in their order, few of them in memory at a time."""
-    if workers == 1:
-        for chunk in chunks:
-            yield chunk, given(chunk)
-        return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (given,))
-    waiting: deque = deque()
-    try:
-        for chunk in chunks:
-            waiting.append((replace(chunk, records=[]), pool.submit(work, chunk)))
-            del chunk
-            if len(waiting) > 2 * workers:
-                position, future = waiting.popleft()
-                yield position, future.result()
-        for position, future in waiting:
-            yield position, future.result()
-    except BrokenProcessPool:
-        raise UserError("a worker was killed, by the system when memory runs out: lower --workers") from None
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -357,135 +233,6 @@ def train_sentencepiece(cfg: PrepareConfig, sources: list[Source], workers: int,
     return path
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Encode: every process writes a part, and a journal that says how much of it counts
-
-
-class GrowingFile:
-    """A file that is written at its end only, and the SHA-256 of all that is in it."""
-
-    def __init__(self, path: Path, mode: str):
-        self.file, self.digest = open(path, mode), hashlib.sha256()
-
-    def write(self, data: bytes) -> None:
-        self.file.write(data)
-        self.digest.update(data)
-
-    def state(self) -> list:
-        return [self.file.tell(), self.digest.hexdigest()]
-
-
-def reopened(path: Path, state: list, bar: tqdm) -> GrowingFile:
-    """A file as it was when it had this state(); ValueError if it is no longer so."""
-    if path.stat().st_nlink > 1:  # a data set has it too
-        copy = path.with_name(f".{path.name}.tmp")
-        shutil.copyfile(path, copy)
-        copy.replace(path)
-    growing, size = GrowingFile(path, "r+b"), state[0]
-    while data := growing.file.read(min(1 << 20, size - growing.file.tell())):
-        growing.digest.update(data)
-        bar.update(len(data))
-    if growing.state() != state:
-        growing.file.close()
-        raise ValueError(f"{path.name} is not as it was written")
-    growing.file.truncate()
-    return growing
-
-
-class Part:
-    """The tokens and rows of one process, in a folder of its own, which has one writer.
-
-    The files only grow. The journal, replaced whole once a shard is on the disk, has their sizes
-    and hashes, and the position in the input that they belong to. A restart cuts off what is more.
-    """
-
-    def __init__(self, folder: Path, key: str):
-        self.folder, self.journal, self.key = folder, folder / "journal.json", key
-        self.paths = {name: folder / f"{name}.bin" for name in ("train", "val", "rows")}
-        self.file, self.record, self.text, self.tally = 0, 0, 0, Tally()  # text: characters so far
-        self.states = {}  # name -> GrowingFile.state() when the journal was written
-        self.held, self.files = None, {}  # while it is open
-
-    def open(self, sources: list[Source]) -> None:
-        """Go on from the journal if it is of this work, and input and files are as it says."""
-        self.held = Lock(self.folder, "choose another --name")
-        if self.journal.exists():
-            try:
-                self.go_on(unseal(self.journal), sources)
-                done = f"{self.text / 1e6:,.0f} million characters"
-                print(f"going on behind {done} that an interrupted run has finished")
-                return
-            except FileNotFoundError as e:
-                why = f"{e.filename} is gone"
-            except (ValueError, LookupError, TypeError, AttributeError) as e:
-                why = f"{self.journal}: {e}"
-            print(f"what an interrupted run has finished is made anew: {why}")
-            self.journal.unlink()
-        for name, path in self.paths.items():
-            path.unlink(missing_ok=True)  # not cut: a data set may have it too, by another name
-            self.files[name] = GrowingFile(path, "xb")
-
-    def go_on(self, found: dict, sources: list[Source]) -> None:
-        """Take up the work where the journal `found` has left it; ValueError: why it cannot be."""
-        if found["key"] != self.key:
-            raise ValueError("the settings or the tokenizer are others now")
-        for number, (*file, _) in enumerate(found["sources"]):
-            if number >= len(sources) or list(sources[number].same_file()) != file:
-                raise ValueError(f"{file[0]} is not what it was, or not in its place")
-        counts = found["tally"].items()
-        tally = Tally(**{k: Counter(v) if isinstance(v, dict) else v for k, v in counts})
-        with progress_bar("verifying", sum(size for size, _ in found["files"].values())) as bar:
-            for name, path in self.paths.items():
-                self.files[name] = reopened(path, found["files"][name], bar)
-        self.file, self.record = found["file"], found["record"]
-        self.text, self.tally = found["text"], tally
-        for source, (*_, sha256) in zip(sources, found["sources"], strict=False):
-            source.sha256 = sha256 or source.sha256
-
-    def write(self, encoded: Encoded) -> None:
-        self.files["train"].write(encoded.train)
-        self.files["val"].write(encoded.val)
-        self.files["rows"].write(encoded.rows.tobytes())
-        self.tally.add(encoded.tally)
-        self.text += int(encoded.rows["characters"].sum())
-
-    def commit(self, file: int, record: int, sources: list[Source]) -> None:
-        self.file, self.record = file, record
-        for growing in self.files.values():
-            growing.file.flush()
-            os.fsync(growing.file.fileno())
-        read = [[*s.same_file(), s.sha256 if i < file else ""] for i, s in enumerate(sources[: file + 1])]
-        self.states = {name: growing.state() for name, growing in self.files.items()}
-        place = {"key": self.key, "file": file, "record": record, "sources": read}
-        done = {"files": self.states, "text": self.text, "tally": vars(self.tally)}
-        write_whole(self.journal, json_bytes(sealed(place | done)))
-
-    def close(self) -> None:
-        for growing in self.files.values():
-            growing.file.close()
-        self.files = {}
-        if self.held is not None:
-            self.held.close()
-
-
-def encode(part: Part, sources: list[Source], encoder: Encoder, cfg: PrepareConfig, workers: int, total: int) -> None:
-    """Write the part of these sources, from wherever it stands; total: bytes of the sources of all processes."""
-    started, begun_at, committed = time.perf_counter(), part.text, part.text
-    reader = reader_of(sources, cfg, part.file, part.record)
-    with progress_bar("encoding", sum(s.bytes for s in sources)) as bar:
-        for chunk, encoded in in_order(encoder, reader.chunks(), workers):
-            part.write(encoded)
-            check_bad(part.tally, cfg, foreseen(part.tally, chunk, total))
-            if part.text - committed >= cfg.shard_mb * 1e6:
-                part.commit(chunk.file, chunk.record, sources)
-                committed = part.text
-            rate = (part.text - begun_at) / 1e6 / (time.perf_counter() - started)
-            size = part.files["train"].file.tell() / 1e6
-            bar.set_postfix_str(f"{rate:.1f}M characters/s, {size:,.0f} MB of tokens")
-            bar.update(chunk.bytes_read - bar.n)
-    part.commit(len(sources), 0, sources)
-
-
 def foreseen(tally: Tally, chunk: Chunk, total: int) -> int:
     """About how many records `total` bytes of input will have, so that a hopeless run need not end first."""
     return max(10_000, tally.records * total // max(1, chunk.bytes_read))
@@ -499,335 +246,6 @@ def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
     if bad > cfg.max_bad * records:
         share = f"{bad:,} bad records of {tally.records:,}, more than --max_bad={cfg.max_bad:g}"
         raise UserError(f"{share}, as {tally.examples[0]}: mend them, or raise --max_bad")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Merge: the parts, in the order of the input, become one data set
-
-
-def read_rows(part: Part) -> Iterator[np.ndarray]:
-    """The documents of a part, (documents,) of ROW, the pieces of a long one summed up; a quarter million at a time."""
-    with open(part.paths["rows"], "rb") as f:
-        rows = np.empty(0, ROW)
-        while len(more := np.fromfile(f, ROW, 1 << 18)):
-            rows = np.concatenate([rows, more])
-            edges = np.flatnonzero(rows["end"]) + 1  # behind each whole document
-            if len(edges):
-                found, begins = rows[edges - 1], np.concatenate([[0], edges[:-1]])
-                for count in ("tokens", "bytes", "characters"):
-                    found[count] = np.add.reduceat(rows[count][: edges[-1]], begins)
-                rows = rows[edges[-1] :]
-                yield found
-
-
-def find_duplicates(parts: list[Part]) -> np.ndarray:
-    """(documents,) bool: has an earlier document the same digest? A share of all digests at a time: memory is bounded."""
-    n = sum(len(rows) for part in parts for rows in read_rows(part))
-    if not n:
-        return np.zeros(0, bool)
-    again, shares = np.zeros(n, bool), n // (1 << 20) + 1
-    for share in range(shares):
-        digests, places, base = [], [], 0
-        for rows in (rows for part in parts for rows in read_rows(part)):
-            mine = np.flatnonzero(rows["digest"][:, 1] % shares == share)
-            digests.append(rows["digest"][mine])
-            places.append(mine + base)
-            base += len(rows)
-        place = np.concatenate(places)
-        _, first = np.unique(np.concatenate(digests), axis=0, return_index=True)  # the first of equal ones
-        again[place] = True
-        again[place[first]] = False
-    return again
-
-
-def kept_rows(parts: list[Part], again: np.ndarray) -> Iterator[tuple[Part, np.ndarray, np.ndarray]]:
-    """(part, its rows, which of them stay) for a quarter million documents at a time, in the order of the input."""
-    seen = 0
-    for part in parts:
-        for rows in read_rows(part):
-            yield part, rows, ~again[seen : seen + len(rows)] if len(again) else np.ones(len(rows), bool)
-            seen += len(rows)
-
-
-def count(parts: list[Part], again: np.ndarray) -> tuple[dict[str, dict], Counter]:
-    """The counts of each split, and {length in tokens: documents}."""
-    counts = {split: dict(tokens=0, documents=0, bytes=0, characters=0) for split in ("train", "val")}
-    lengths: Counter = Counter()
-    for _, rows, kept in kept_rows(parts, again):
-        for split, total in counts.items():
-            mine = rows[kept & (rows["val"] == (split == "val"))]
-            total["documents"] += len(mine)
-            for name in ("tokens", "bytes", "characters"):
-                total[name] += int(mine[name].sum())
-        lengths.update(rows["tokens"][kept].tolist())
-    return counts, lengths
-
-
-def merge(parts: list[Part], again: np.ndarray, folder: Path, itemsize: int) -> dict[str, list]:
-    """Write folder/{train,val}.bin; returns the state() of each.
-
-    The parts stay as they are, so that a kill in here costs nothing but this step.
-    """
-    states = {}
-    for split in ("train", "val"):
-        target = folder / f"{split}.bin"
-        if len(parts) == 1 and not again.any():
-            states[split] = parts[0].states[split]
-            try:
-                os.link(parts[0].paths[split], target)  # a second name costs nothing
-            except OSError:  # a file system that has no such thing
-                shutil.copyfile(parts[0].paths[split], target)
-        else:
-            sources = {part.paths[split]: open(part.paths[split], "rb") for part in parts}
-            out = GrowingFile(target, "xb")
-            for part, rows, kept in kept_rows(parts, again):
-                mine = rows["val"] == (split == "val")
-                sizes = rows["tokens"][mine] * itemsize
-                copy_documents(sources[part.paths[split]], out, sizes, kept[mine])
-            states[split] = out.state()
-            for file in (out.file, *sources.values()):
-                file.close()
-        sync_to_disk(target)
-    return states
-
-
-def copy_documents(
-    source: io.BufferedReader,
-    out: GrowingFile,
-    sizes: np.ndarray,
-    kept: np.ndarray,
-) -> None:
-    """Copy the kept ones of documents of `sizes` bytes that stand at the source's position, and pass by the others."""
-    edges = np.flatnonzero(np.diff(kept, prepend=~kept[:1], append=~kept[-1:])) if len(kept) else []
-    for begin, end in zip(edges[:-1], edges[1:], strict=True):  # a run of documents that share one fate
-        left = int(sizes[begin:end].sum())
-        if not kept[begin]:
-            source.seek(left, os.SEEK_CUR)
-            continue
-        while left and (data := source.read(min(left, 1 << 22))):
-            out.write(data)
-            left -= len(data)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Folders: the scratch folder beside the data set, and what in either of them is ours to delete
-
-TOKENIZER_FILES = {SentencePiece.file, Tiktoken.file, *HF_FILES}
-PART_FILES = {"train.bin", "val.bin", "rows.bin", "journal.json"}
-WORK = {  # the folders in the scratch folder (part0, part1, ...) and the files in them
-    "tokenizer": {*TOKENIZER_FILES, "info.json", ".info.json.tmp"},
-    "part": {*PART_FILES, *(f".{name}.tmp" for name in PART_FILES)},
-    "set": {*TOKENIZER_FILES, "train.bin", "val.bin", "meta.json", ".meta.json.tmp"},
-}
-STDIN = "stdin"  # a file in the scratch folder: what was piped in
-
-
-def work_files(folder: Path) -> set[str]:
-    return WORK.get(re.sub(r"(?<=^part)\d+$", "", folder.name), set())
-
-
-def claim(target: Path, scratch: Path) -> tuple[Lock, dict[str, tuple]]:
-    """Lock the scratch folder: (the lock, the files of the data set that stands at `target`).
-
-    UserError if another prepare.py has it, or if what is in the way was not written by prepare.py.
-    """
-    if scratch.is_symlink():
-        raise UserError(f"{scratch} is a link, and prepare.py works there: remove it")
-    held = Lock(scratch, "choose another --name")
-    try:
-        for path in sorted(scratch.rglob("*")):
-            in_a_folder = path.parent != scratch and path.name in work_files(path.parent)
-            at_the_top = path.parent == scratch and (work_files(path) or path.name == STDIN)
-            if path.is_symlink() or not (in_a_folder or at_the_top):
-                what = "is in the folder that prepare.py works in, and not of this prepare.py"
-                raise UserError(f"{path} {what}: move it away, or choose another --name")
-        bring_back(target, scratch)
-        names = [unicodedata.normalize("NFC", name) for name in os.listdir(target.parent)]
-        if target.exists() and unicodedata.normalize("NFC", target.name) not in names:
-            raise UserError(f"{target}: this disk has that by another name: choose another --name")
-        before = files_of_set(target)
-        check_own(target, sorted(before))
-        return held, before
-    except BaseException:
-        remove_only(scratch, ())  # where it was made for this
-        held.close()
-        raise
-
-
-def bring_back(target: Path, scratch: Path) -> None:
-    """Of a run that was killed between the two renames of put_in_place(): the old data set."""
-    old, another = (target.with_name(f".{target.name}.old{n}") for n in ("", "2"))
-    finished = (scratch / "set" / "meta.json").exists()
-    if finished and old.exists() and not os.path.lexists(target) and not os.path.lexists(another):
-        try:
-            files_of_set(old)
-        except UserError:  # somebody's own
-            return
-        old.rename(target)
-
-
-def files_of_set(folder: Path) -> dict[str, tuple]:
-    """name -> (inode, size, time of change) of the files of a data set; {} if nothing is there.
-
-    UserError if anything else is there, a folder of somebody's corpus above all.
-    """
-    if not os.path.lexists(folder):
-        return {}
-    away = "move it away, or choose another --name"
-    if folder.is_symlink() or not folder.is_dir():
-        raise UserError(f"{folder} exists and is no data set: {away}")
-    inside, names = sorted(path.name for path in folder.iterdir()), set()
-    if "meta.json" in inside:
-        try:
-            meta = read_object(folder / "meta.json")
-            version, splits = meta["format_version"], meta["splits"].keys()
-            if isinstance(version, int) and splits == {"train", "val"}:
-                names = {path.name for path in tokenizer_files(folder, meta["tokenizer"])}
-                names |= {"train.bin", "val.bin", "meta.json"}
-        except (OSError, ValueError) as e:
-            raise UserError(f"{folder}/meta.json is damaged ({e}): {away}") from None
-        except (LookupError, TypeError, AttributeError):
-            pass  # that of another program
-    if others := [name for name in inside if name not in names]:
-        what = "holds" if names else "exists and is no data set: it holds"
-        raise UserError(f"{folder} {what} {others[0]!r}, which prepare.py did not write: {away}")
-    stats = {name: (folder / name).lstat() for name in inside}
-    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
-
-
-def check_own(folder: Path, names: list[str]) -> None:
-    """UserError unless the files of a data set hold what prepare.py wrote, by their hashes.
-
-    What carries one of its names may be somebody's own all the same.
-    """
-    away = "move it away, or choose another --name"
-    meta = read_object(folder / "meta.json") if "meta.json" in names else {}
-    if "sha256" in meta and meta["sha256"] != content_sha256(meta):
-        raise UserError(f"{folder}/meta.json was changed by something else: {away}")
-    hashes = {f"{split}.bin": s.get("sha256") for split, s in meta.get("splits", {}).items()}
-    info = meta.get("tokenizer", {})
-    hashes |= info.get("files", {info.get("file"): info.get("sha256")})
-    for name in names:
-        path = folder / name
-        if path.is_symlink() or not path.is_file():
-            raise UserError(f"{path} is no plain file, so prepare.py did not write it: {away}")
-        if hashes.get(name) and file_sha256(path) != hashes[name]:
-            raise UserError(f"{path} is not what meta.json says, so it may be somebody's: {away}")
-
-
-def replace_set(new: Path, target: Path, before: dict[str, tuple]) -> None:
-    """Put the finished folder in the place of the data set that was there `before`; delete that."""
-    now = files_of_set(target)
-    if changed := [name for name in now.keys() | before if now.get(name) != before.get(name)]:
-        raise UserError(f"{target / min(changed)} was changed by something else: not replaced")
-    old = put_in_place(new, target)
-    if old and not remove_only(old, before):
-        note(f"{old} stays: it holds what prepare.py did not write")
-
-
-def remove_scratch(scratch: Path) -> None:
-    for path in scratch.glob("*"):
-        remove_only(path, work_files(path))
-    if not remove_only(scratch, [STDIN]) and scratch.exists():
-        note(f"{scratch} stays: it holds what prepare.py did not write")
-
-
-def fingerprint(parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Reports
-
-
-def progress_bar(what: str, total: int) -> tqdm:
-    """Over bytes on the disk; none where stderr is not a terminal."""
-    return tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None, dynamic_ncols=True)
-
-
-def no_documents(tally: Tally) -> str:
-    if tally.examples:
-        return f"no documents: all {tally.records:,} records are bad or empty, as {tally.examples[0]}"
-    why = "; ".join(f"{n:,} {reason}" for reason, n in tally.dropped.items())
-    return f"no documents: {why or 'the input is empty'}"
-
-
-def describe_lengths(lengths: Counter) -> dict:
-    """Percentiles (the smallest length that so many percent of the documents do not exceed) and a histogram by powers
-    of two: up to N tokens -> [documents, their tokens].
-    """
-    values = sorted(lengths)
-    cumulative = np.cumsum([lengths[v] for v in values])
-    percentiles = {
-        f"p{p}": values[int(np.searchsorted(cumulative, cumulative[-1] * p / 100))] for p in (1, 10, 50, 90, 99)
-    }
-    histogram: dict[str, list[int]] = {}
-    for value in values:
-        bucket = histogram.setdefault(str(max(16, 1 << (value - 1).bit_length())), [0, 0])
-        bucket[0] += lengths[value]
-        bucket[1] += lengths[value] * value
-    return percentiles | {"max": values[-1], "histogram": histogram}
-
-
-def report(meta: dict, folder: Path) -> str:
-    info, splits, lengths, records = meta["tokenizer"], meta["splits"], meta["lengths"], meta["records"]
-    lines = [f"{folder}: {info['kind']} tokenizer, vocabulary {meta['vocab_size']:,}, {meta['dtype']}"]
-    for split, s in splits.items():
-        counts = f"{s['documents']:>12,} documents {s['tokens']:>15,} tokens {s['bytes']:>15,} bytes of text"
-        lines.append(f"  {split:<6} {counts}")
-    characters, tokens = (sum(s[key] for s in splits.values()) for key in ("characters", "tokens"))
-    lines.append(f"  {characters / tokens:.2f} characters per token (eos counted)")
-    shapes = ", ".join(f"{k}: {n:,}" for k, n in records["shapes"].items())
-    lines.append(f"  {records['read']:,} records, read as {shapes}")
-    for source in meta["sources"]:
-        if "skipped" in source:
-            counts = ", ".join(f"{n:,} x {what}" for what, n in source["skipped"].items())
-            lines.append(f"  skipped in {source['path']}: {counts}")
-    for what in ("bad", "dropped", "changed"):
-        lines.append(f"  {what}: {sum(records[what].values()):,}")
-        lines += [f"    {n:,} x {reason}" for reason, n in records[what].items()]
-        lines += [f"    e.g. {example}" for example in records["examples"]] if what == "bad" else []
-    if unread := records.get("unread"):  # sets of before 2026-11-22 have none
-        lines.append("  not read (--fields= names what is): " + ", ".join(f"{n:,} x {k}" for k, n in unread.items()))
-    percentiles = ", ".join(f"{k} {v:,}" for k, v in lengths.items() if k != "histogram")
-    lines.append(f"  tokens per document: {percentiles}")
-    lines.append(f"    {'up to':>9}  {'documents':<31} longer: documents, and tokens in them")
-    counts = np.array(list(lengths["histogram"].values()))  # (rows, 2): documents, and tokens in them
-    shares, longer = counts[:, 0] / counts[:, 0].sum(), 1 - counts.cumsum(axis=0) / counts.sum(axis=0)
-    for edge, share, (beyond, inside) in zip(lengths["histogram"], shares, longer, strict=True):
-        bar = "\u2588" * round(20 * share / shares.max())
-        lines.append(f"    {int(edge):>9,}  {bar:<20} {share:>8.2%}  {beyond:>16.2%} {inside:>16.2%}")
-    return "\n".join(lines)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Inspection
-
-
-def inspect(cfg: PrepareConfig) -> None:
-    folder = Path(cfg.inspect)
-    if cfg.step > 0:
-        path = folder / "metrics.jsonl"
-        if not path.is_file():
-            raise UserError(f"{folder}: no metrics.jsonl there; --step needs the folder of a run, out/RUN")
-        sets, loader, samples = run_loader(path, read_metrics(path), cfg.step)
-        for data in sets:
-            verify(data.folder, data.meta, "train")
-        texts = sample_texts(sets, loader, samples, load_tokenizer(sets[0].folder))
-    else:
-        meta = open_dataset(folder)
-        print(report(meta, folder))
-        for split in ("train", "val"):
-            verify(folder, meta, split)
-        print("  verified: hashes, every id below the vocabulary, an eos behind every document\n")
-        texts = document_texts(folder, meta, cfg.split, cfg.show, cfg.count)
-    for heading, text in texts:
-        print(f"---- {heading}\n{CONTROL.sub(escaped, text)}")
-
-
-def escaped(found: re.Match) -> str:
-    """A control character as it is spelled: texts from the web must not steer the terminal."""
-    return repr(found[0])[1:-1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -906,6 +324,27 @@ def take_in(stdin: io.BufferedReader, cfg: PrepareConfig, path: Path) -> Source:
     source = Source.at(path, "jsonl" if cfg.format == "auto" else cfg.format, "standard input")
     source.content = source.sha256 = file_sha256(path)
     return source
+
+
+def inspect(cfg: PrepareConfig) -> None:
+    folder = Path(cfg.inspect)
+    if cfg.step > 0:
+        path = folder / "metrics.jsonl"
+        if not path.is_file():
+            raise UserError(f"{folder}: no metrics.jsonl there; --step needs the folder of a run, out/RUN")
+        sets, loader, samples = run_loader(path, read_metrics(path), cfg.step)
+        for data in sets:
+            verify(data.folder, data.meta, "train")
+        texts = sample_texts(sets, loader, samples, load_tokenizer(sets[0].folder))
+    else:
+        meta = open_dataset(folder)
+        print(report(meta, folder))
+        for split in ("train", "val"):
+            verify(folder, meta, split)
+        print("  verified: hashes, every id below the vocabulary, an eos behind every document\n")
+        texts = document_texts(folder, meta, cfg.split, cfg.show, cfg.count)
+    for heading, text in texts:
+        print(f"---- {heading}\n{CONTROL.sub(escaped, text)}")
 
 
 def main() -> None:
@@ -1003,10 +442,16 @@ def build(
     positions = [CHUNK, PIECE]  # a record of .jsonl is a block of lines, of a long .txt a piece
     settings = [what_is_read(cfg), cfg.min_tokens, cfg.val_fraction, positions]
     mine = share_of(sources, rank, world)
+
+    def check(tally: Tally, chunk: Chunk) -> None:
+        check_bad(tally, cfg, foreseen(tally, chunk, total))
+
     part = Part(scratch / f"part{rank}", fingerprint([FORMAT_VERSION, info, settings, rank, world]))
     try:
         part.open(mine)
-        encode(part, mine, Encoder(folder / info["file"], info, cfg), cfg, workers, total)
+        encoder = Encoder(folder / info["file"], info, cleaning(cfg), cfg.min_tokens, cfg.val_fraction)
+        reader = reader_of(mine, cfg, part.file, part.record)
+        encode(part, reader, encoder, workers, cfg.shard_mb * 1e6, check)
     except UserError as e:
         raise OneRankError(str(e)) from None  # the other ranks know nothing of it
     finally:

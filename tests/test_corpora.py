@@ -185,7 +185,7 @@ def test_of_equal_documents_the_first_stays_and_all_others_go(tmp_path, monkeypa
 
 def test_a_long_document_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(corpora, "PIECE", 1000)
-    monkeypatch.setattr(prepare, "PIECE", 1000)
+    monkeypatch.setattr("text.encode.PIECE", 1000)
     words = " ".join(record_text(r)[0] for r in make_records(60))
     model = tmp_path / "data" / "m" / "tokenizer.model"
     corpus = write_jsonl(tmp_path / "c.jsonl", make_records(100))

@@ -25,7 +25,7 @@ import harness
 import prepare
 from configurator import UserError
 from hardware import disk
-from text import corpora
+from text import corpora, folders
 from text.corpora import Reader, Source
 from text.dataset import open_dataset
 
@@ -59,7 +59,7 @@ def options(data: Path, *more: str) -> list[str]:
 
 def killed(data: Path, patch: str, *arguments, stdin: bytes = b"") -> None:
     """Run prepare.py in a process of its own that kills itself where `patch` says."""
-    code = f"import os, sys; sys.path.insert(0, {str(REPO)!r})\nfrom text import corpora\nfrom hardware import disk\nimport prepare\n"
+    code = f"import os, sys; sys.path.insert(0, {str(REPO)!r})\nfrom text import corpora, folders\nfrom hardware import disk\nimport prepare\n"
     code += f"corpora.CHUNK = {CHUNK}\n{patch}\nprepare.main()"
     argv = [sys.executable, "-c", code, "--input", *map(str, arguments), *options(data)]
     done = subprocess.run(argv, capture_output=True, input=stdin)
@@ -233,13 +233,13 @@ def test_a_file_that_comes_at_the_last_moment_is_not_deleted(corpus, tmp_path, m
     """Between the last look at the data set and the exchange."""
     data = tmp_path / "data"
     old, _ = prepare_set(tmp_path, write_jsonl(tmp_path / "old.jsonl", make_records(40)))
-    put = prepare.put_in_place
+    put = folders.put_in_place
 
     def somebody_writes(*arguments):
         (old / "notes.md").write_text("precious")
         return put(*arguments)
 
-    monkeypatch.setattr(prepare, "put_in_place", somebody_writes)
+    monkeypatch.setattr(folders, "put_in_place", somebody_writes)
     call(prepare.main, "--input", *corpus, *options(data))
     (left,) = data.rglob("notes.md")
     assert left.read_text() == "precious" and f"{left.parent} stays" in capsys.readouterr().err
@@ -254,8 +254,8 @@ def second(path, target):
 disk.Path.rename = second
 """,
     "behind both": f"""
-put = prepare.put_in_place
-prepare.put_in_place = lambda *arguments: (put(*arguments), ({KILL})())
+put = folders.put_in_place
+folders.put_in_place = lambda *arguments: (put(*arguments), ({KILL})())
 """,
 }
 
@@ -372,7 +372,7 @@ def test_a_disk_that_fails_for_a_moment_costs_no_work(
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     with monkeypatch.context() as bad_disk:
-        bad_disk.setattr(prepare, "reopened", fails)
+        bad_disk.setattr("text.encode.reopened", fails)
         error = refuses(prepare.main, "--input", *corpus, *options(tmp_path))
     assert "train.bin: Input/output error; what is done is kept" in error
     call(prepare.main, "--input", *corpus, *options(tmp_path))
