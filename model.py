@@ -13,7 +13,7 @@ Shapes: B batch, T sequence, C = n_embd, nh = n_head, nkv = n_kv_head, hs = head
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -21,7 +21,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hardware.kernels import attend, attend_past, cross_entropy, decoding_step, linear
 
 PRESETS = {
     "gpt2": dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False, tie_embeddings=True),
@@ -79,15 +80,6 @@ class GPTConfig:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Pieces
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x (..., K) by weight (N, K), plus bias (N,)."""
-    if x.device.type == "cpu" and x.dtype == weight.dtype == torch.bfloat16 and x.numel() == x.size(-1):
-        # One token is a matrix-vector product: 1.4 times as fast as the general one (bench/LOG.md).
-        x, row = x.flatten(), (*x.shape[:-1], -1)
-        return (torch.mv(weight, x) if bias is None else torch.addmv(bias, weight, x)).view(row)
-    return F.linear(x, weight, bias)
 
 
 class Linear(nn.Linear):
@@ -164,40 +156,6 @@ class KVCache:
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
 
 
-def plain_is_faster(q: torch.Tensor) -> bool:
-    """On a CPU in bf16, while T x T fits its cache: by 1.6 to 2.6 times (bench/LOG.md)."""
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < q.size(2) <= 512
-
-
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float) -> torch.Tensor:
-    """Causal attention of q over k and v, (B, nh, T, hs) each."""
-    B, nh, T, hs = q.shape
-    if plain_is_faster(q):
-        future = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
-        scores = torch.baddbmm(future, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=hs**-0.5)  # (B nh, T, T)
-        return torch.bmm(F.dropout(scores.softmax(-1), dropout), v.flatten(0, 1)).view(B, nh, T, hs)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-
-
-def attend_past(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Attention of one query a head, (B, nh, 1, hs), over all of k and v (B, nkv, past, hs): the queries of the heads that share
-    a key stand below each other, where T would be, so that nothing is repeated.
-    """
-    y = F.scaled_dot_product_attention(q.reshape(q.size(0), k.size(1), -1, q.size(3)), k, v, attn_mask=mask)
-    return y.reshape(q.shape)
-
-
-def attention_kernel(nh: int, T: int, hs: int, device: torch.device, dtype: torch.dtype, dropout: float = 0.0) -> str:
-    """What attend() runs in training: cudnn, flash or efficient; math has the T x T matrix in memory, as plain has."""
-    if device.type not in ("cpu", "cuda"):
-        return f"{device.type}'s own"
-    q = torch.empty(1, T, nh, hs, device=device, dtype=dtype, requires_grad=True).transpose(1, 2)
-    if plain_is_faster(q):
-        return "plain"
-    choice = torch._fused_sdp_choice(q, q, q, dropout_p=dropout, is_causal=True)  # torch has no public name for it
-    return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
-
-
 class Attention(nn.Module):
     """Causal self-attention: nh query heads over nkv key/value heads."""
 
@@ -257,44 +215,6 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
 
-def loss_chunk(device_type: str) -> int:
-    """How many logits ChunkedCrossEntropy takes at a time, in fp32: a CPU cache's fill; else 256 MB."""
-    return 2**19 if device_type == "cpu" else 2**26
-
-
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of logits (N, V) with targets (N,; -1 is ignored), summed, in fp32, a few rows at a time.
-
-    F.cross_entropy would hold three fp32 tensors of (N, V). Here the gradient by the logits, softmax - one-hot, is written
-    over the logits themselves while their rows are still in the cache: nothing of that size is added.
-    """
-
-    @staticmethod
-    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits, known = logits.detach(), (targets[:, None] >= 0).float()  # (N, 1): 1, or 0 where there is no target
-        loss = torch.zeros((), device=logits.device)
-        rows = max(1, loss_chunk(logits.device.type) // logits.size(1))
-        for part, ids, counts in zip(logits.split(rows), targets.split(rows), known.split(rows), strict=True):
-            log_p, ids = part.log_softmax(-1, dtype=torch.float32), ids.clamp(min=0)[:, None]  # (rows, V), (rows, 1)
-            picked = log_p.gather(1, ids)
-            loss -= (picked * counts).sum()
-            if ctx.needs_input_grad[0]:
-                part.copy_(log_p.exp_().scatter_(1, ids, picked.exp() - 1).mul_(counts))
-            del log_p  # before the next chunk is made
-        ctx.save_for_backward(logits)
-        ctx.rows = rows
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (by_logits,) = ctx.saved_tensors
-        if by_logits.is_cpu:
-            return by_logits.mul_(grad), None
-        for part in by_logits.split(ctx.rows):  # a GPU would round the factor to the logits' dtype first
-            part.copy_(part.float().mul_(grad))
-        return by_logits, None
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The model
 
@@ -344,13 +264,7 @@ class GPT(nn.Module):
         # (B T, padded V): the largest tensor of all. The loss leaves the padding out, whose rows of the matrix then get no
         # gradient and stay 0: a checkpoint can do without them.
         logits, targets = self.logits(x).flatten(0, 1), targets.flatten()
-        if torch.compiler.is_compiling() or logits.dtype == torch.float16:
-            # Inductor makes one pass of it, without fp32 logits in memory. And fp16 has too few small numbers for a gradient
-            # that is rounded before the scaler's factor comes.
-            return F.cross_entropy(logits[:, :V].float(), targets, ignore_index=-1, reduction=reduction)
-        logits.data[:, V:] = -math.inf  # .data: autograd need not know
-        loss = ChunkedCrossEntropy.apply(logits, targets)
-        return loss if reduction == "sum" else loss / (targets >= 0).sum()
+        return cross_entropy(logits, targets, V, reduction)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         return self.lm_head(self.norm_f(x))
@@ -384,7 +298,7 @@ class GPT(nn.Module):
             if cache.length == 0:
                 logits = self(idx, cache=cache)
             else:
-                step = step or self.decoding_step(idx[:, -1:], cache)
+                step = step or decoding_step(self, idx[:, -1:], cache)
                 logits = step(idx[:, -1:])
             token = sample_token(logits, temperature, top_k, top_p, generator)
             if eos_id is not None:
@@ -399,42 +313,6 @@ class GPT(nn.Module):
             yield token
             if ended:
                 return
-
-    def decoding_step(self, token: torch.Tensor, cache: KVCache) -> Callable[[torch.Tensor], torch.Tensor]:
-        """step(token (B, 1)) -> logits (B, V). On CUDA it is recorded once, as a graph, and replayed.
-
-        For a GPU is expected to work faster than Python can launch the few hundred kernels of a step one by one (not measured
-        yet, bench/LOG.md). What a graph reads and writes stays where it is: the token, its position, the cache, the logits.
-        """
-        if token.device.type != "cuda":
-            return lambda token: self(token, cache=cache)
-        token, length = token.clone(), cache.length
-        position = torch.tensor([length], device=token.device)
-
-        def work() -> torch.Tensor:
-            cache.fix(position)
-            return self(token, cache=cache)
-
-        # A stream of its own: with a graph, torch frees the workspace that cuBLAS has on the graph's stream.
-        graph, beside = torch.cuda.CUDAGraph(), torch.cuda.Stream(token.device)
-        now = torch.cuda.current_stream(token.device)
-        beside.wait_stream(now)
-        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):  # they take a mask, and need no plan
-            with torch.cuda.stream(beside):
-                work()  # what a first call sets up cannot be recorded
-            now.wait_stream(beside)
-            with torch.cuda.graph(graph, stream=beside):
-                logits = work()
-        cache.length, cache.position, cache.mask = length, None, None
-
-        def step(new: torch.Tensor) -> torch.Tensor:
-            token.copy_(new)
-            position.fill_(cache.length)
-            graph.replay()
-            cache.length += 1
-            return logits
-
-        return step
 
     # -- initialisation --
 
@@ -457,7 +335,8 @@ class GPT(nn.Module):
             self.wte.weight.zero_()  # the padding's rows stay 0
             self.lm_head.weight.zero_()
             for role, weight in parts:
-                weight.normal_(0.0, std(role, weight.size(1), weight.size(0), c.n_layer))
+                i, o = weight.size(1), weight.size(0)
+                weight.normal_(0.0, 0.02 if role == "embed" else std(role, i, o, c.n_layer))
             for name, p in self.named_parameters():
                 if p.dim() == 1:
                     p.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -523,46 +402,74 @@ def sample_token(
     return chosen.squeeze(1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Initialisation schemes: the standard deviation of a matrix, from its role, fan_in i, fan_out o and the depth L.
-# Roles: embed; query, key, value, up (they read the residual stream); out, down (they write to it); head.
+# ---------------------------------------------------------------------------------------------------
+# Initialisation schemes: the standard deviation of a matrix that is no embedding (those have 0.02), from
+# its role, fan_in i, fan_out o and the depth L. Roles: query, key, value, up (they read the residual
+# stream); out, down (they write to it); head.
+
+WRITES = ("out", "down")
 
 
-def _scheme(std, embed: float = 0.02, residual=1.0, zero: bool = False):
-    """`std` for every matrix but the embeddings; times `residual` (of L) for out and down, or 0 there."""
+def init_gpt2(role: str, i: int, o: int, L: int) -> float:
+    """0.02, and 0.02 / sqrt(2 L) into the residual stream, whose variance then does not grow with depth.
 
-    def rule(role: str, i: int, o: int, L: int) -> float:
-        if role == "embed":
-            return embed
-        writes = role in ("out", "down")
-        if writes and zero:
-            return 0.0
-        return std(role, i, o, L) * (residual(L) if writes and callable(residual) else 1.0)
-
-    return rule
+    GPT-2 report, section 2.3.
+    """
+    return 0.02 * (2 * L) ** -0.5 if role in WRITES else 0.02
 
 
-def _deepnorm(role: str, i: int, o: int, L: int) -> float:
+def init_llama(role: str, i: int, o: int, L: int) -> float:
+    """0.02 everywhere: initializer_range of Hugging Face's Llama and Qwen3."""
+    return 0.02
+
+
+def init_xavier(role: str, i: int, o: int, L: int) -> float:
+    """sqrt(2 / (i + o)). Glorot and Bengio 2010, eq. 12."""
+    return math.sqrt(2 / (i + o))
+
+
+def init_kaiming(role: str, i: int, o: int, L: int) -> float:
+    """sqrt(2 / i). He et al. 2015, arXiv 1502.01852, eq. 10."""
+    return math.sqrt(2 / i)
+
+
+def init_lecun(role: str, i: int, o: int, L: int) -> float:
+    """sqrt(1 / i). LeCun et al. 1998, Efficient BackProp, eq. 16."""
+    return math.sqrt(1 / i)
+
+
+def init_small(role: str, i: int, o: int, L: int) -> float:
+    """SmallInit, sqrt(2 / 5 d). Nguyen and Salazar 2019, arXiv 1910.05895, section 2.2.
+
+    Their d is n_embd; here it is the smaller fan.
+    """
+    return math.sqrt(2 / (5 * min(i, o)))
+
+
+def init_deepnorm(role: str, i: int, o: int, L: int) -> float:
+    """Xavier, times (8 L)^-1/4 for value, out, up and down. DeepNet, arXiv 2203.00555, table 1.
+
+    Only its initialisation: the residual stream stays pre-norm and unscaled here.
+    """
     gain = 1.0 if role in ("query", "key", "head") else (8 * L) ** -0.25
     return gain * math.sqrt(2 / (i + o))
 
 
+def init_zero_proj(role: str, i: int, o: int, L: int) -> float:
+    """LeCun, and 0 into the residual stream: every block starts as the identity.
+
+    Fixup, arXiv 1901.09321; ReZero, arXiv 2003.04887.
+    """
+    return 0.0 if role in WRITES else math.sqrt(1 / i)
+
+
 INIT = {
-    # 0.02, and 0.02 / sqrt(2L) into the residual stream: its variance does not grow with depth. GPT-2 report, section 2.3
-    "gpt2": _scheme(lambda role, i, o, L: 0.02, residual=lambda L: (2 * L) ** -0.5),
-    # 0.02 everywhere: initializer_range of Hugging Face's Llama and Qwen3
-    "llama": _scheme(lambda role, i, o, L: 0.02),
-    # sqrt(2 / (i + o)). Glorot and Bengio 2010, eq. 12
-    "xavier": _scheme(lambda role, i, o, L: math.sqrt(2 / (i + o))),
-    # sqrt(2 / i). He et al. 2015, arXiv 1502.01852, eq. 10
-    "kaiming": _scheme(lambda role, i, o, L: math.sqrt(2 / i)),
-    # sqrt(1 / i). LeCun et al. 1998, Efficient BackProp, eq. 16
-    "lecun": _scheme(lambda role, i, o, L: math.sqrt(1 / i)),
-    # SmallInit sqrt(2 / 5d). Nguyen and Salazar 2019, arXiv 1910.05895, section 2.2 (d = n_embd; here the smaller fan)
-    "small": _scheme(lambda role, i, o, L: math.sqrt(2 / (5 * min(i, o)))),
-    # Xavier times (8L)^-1/4 for value, out, up, down. DeepNet, arXiv 2203.00555, table 1 (decoder-only); only its
-    # initialisation: the residual stays pre-norm and unscaled here
-    "deepnorm": _scheme(_deepnorm),
-    # LeCun, and 0 into the residual stream: every block starts as the identity. Fixup, arXiv 1901.09321; ReZero, 2003.04887
-    "zero_proj": _scheme(lambda role, i, o, L: math.sqrt(1 / i), zero=True),
+    "gpt2": init_gpt2,
+    "llama": init_llama,
+    "xavier": init_xavier,
+    "kaiming": init_kaiming,
+    "lecun": init_lecun,
+    "small": init_small,
+    "deepnorm": init_deepnorm,
+    "zero_proj": init_zero_proj,
 }

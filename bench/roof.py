@@ -27,9 +27,10 @@ from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `python bench/roof.py` finds ours
 from configurator import changes, parse, run  # noqa: E402
+from hardware.kernels import ChunkedCrossEntropy, attend, attention_kernel  # noqa: E402
 from hardware.machine import Machine, start  # noqa: E402
 from hardware.peak import device_name, peak_tflops  # noqa: E402
-from model import GPT, ChunkedCrossEntropy, GPTConfig, attend, attention_kernel  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
 from training.settings import TrainConfig, model_config  # noqa: E402
 
 Figure = float | str  # or the word that says why there is none

@@ -9,18 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import (
-    GPT,
-    INIT,
-    PRESETS,
-    ChunkedCrossEntropy,
-    GPTConfig,
-    KVCache,
-    attend,
-    attention_kernel,
-    rope_table,
-    sample_token,
-)
+from hardware.kernels import ChunkedCrossEntropy, attend, attention_kernel
+from model import GPT, INIT, PRESETS, GPTConfig, KVCache, rope_table, sample_token
 
 SMALL = dict(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=48)
 ODD = {  # name -> a shape that a careless export or cache would get wrong

@@ -48,8 +48,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hardware.kernels import attention_kernel, loss_chunk
 from hardware.machine import CONTEXT
-from model import GPT, GPTConfig, attention_kernel, loss_chunk
+from model import GPT, GPTConfig
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from tqdm import tqdm
 
 from configurator import UserError, changes
 from hardware.disk import Lock, write_whole
+from hardware.kernels import attention_kernel
 from hardware.machine import Machine, capacity
-from model import GPT, attention_kernel
+from model import GPT
 from text.dataset import DataSet
 from text.tokenizer import SentencePiece, Tiktoken
 from text.windows import sample_texts, train_loader
