@@ -49,6 +49,10 @@ import train  # noqa: E402
 from configurator import parse, run  # noqa: E402
 from training.plots import read_metrics  # noqa: E402
 
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    # Under nohup: what is started here would inherit that. A handler that does nothing is not inherited.
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
+
 STEPS = 40
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 COMMON = [
