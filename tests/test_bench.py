@@ -12,7 +12,7 @@ import torch
 from conftest import REPO, TINY, call, make_records, write_jsonl
 
 from bench import compare, matmul, roof
-from hardware import peak
+from hardware.peak import datasheet_peak, measure_tflops
 from model import GPT, PRESETS, GPTConfig
 
 
@@ -47,7 +47,7 @@ def test_a_gpu_gets_its_own_datasheet_peak_or_none_at_all(name, bf16):
     ],
 )
 def test_the_peak_says_where_it_comes_from(name, dtype, peak, words):
-    found, source = peak.datasheet_peak(name, dtype)
+    found, source = datasheet_peak(name, dtype)
     assert found == peak and words in source
 
 
@@ -74,7 +74,7 @@ def test_matmul_prints_a_figure_for_every_size_and_type(tmp_path, capsys):
 
 def test_measuring_leaves_the_matmul_precision_as_it_was():
     before = torch.get_float32_matmul_precision()
-    peak.measure_tflops(32, "fp32", torch.device("cpu"), seconds=0.01)
+    measure_tflops(32, "fp32", torch.device("cpu"), seconds=0.01)
     assert torch.get_float32_matmul_precision() == before
 
 
