@@ -169,7 +169,7 @@ def trial(cfg: PlanConfig, steps: int, compiled: bool) -> dict[str, float]:
     seconds = [r["step_ms"] / 1e3 for r in records if "step_ms" in r]
     evaluations = [r["eval_s"] for r in records if "eval_s" in r]
     found = foretell(seconds, evaluations, wall, steps, math.ceil(steps / cfg.eval_every))
-    return found | {"others_cpu": others / wall / os.cpu_count()}
+    return found | {"others_cpu": max(0.0, others / wall / os.cpu_count())}  # two clocks: it may round below 0
 
 
 def others_cpu_seconds() -> float:

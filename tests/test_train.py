@@ -260,7 +260,7 @@ def test_wandb_is_not_imported_unless_asked_for():
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator is what is set")
 def test_on_a_cpu_a_large_tensor_gets_the_pages_of_the_one_before():
-    code = "import resource, torch, hardware.machine; hardware.machine.keep_freed_memory(); faults = []\n"
+    code = "import resource, torch, train, hardware.machine; hardware.machine.keep_freed_memory(); faults = []\n"
     code += (
         "for _ in range(8):\n    torch.ones(2**25); faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)\n"
     )
