@@ -28,6 +28,6 @@ clean:
 	rm -rf .venv data out
 
 # 1,000 single bits turned over; then 100 small trainings and preparations, killed, signalled and damaged, each compared with one
-# that was left alone. Half an hour on two idle cores.
+# that was left alone. 40 minutes on two cores.
 soak: .venv/dev
 	.venv/bin/python tests/faults/harness.py --rounds 100 --flips 1000

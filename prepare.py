@@ -41,27 +41,8 @@ from typing import Any, Literal
 import numpy as np
 
 from configurator import OneRankError, UserError, parse, run
-from hardware.disk import (
-    file_sha256,
-    json_bytes,
-    remove_only,
-    sealed,
-    sync_to_disk,
-    unseal,
-    write_whole,
-)
-from text.corpora import (
-    CHUNK,
-    CONTROL,
-    PIECE,
-    Chunk,
-    Cleaning,
-    Reader,
-    Source,
-    Tally,
-    demo_sources,
-    find_sources,
-)
+from hardware.disk import file_sha256, json_bytes, remove_only, sealed, sync_to_disk, unseal, write_whole
+from text.corpora import CHUNK, CONTROL, PIECE, Chunk, Cleaning, Reader, Source, Tally, demo_sources, find_sources
 from text.dataset import (
     FORMAT_VERSION,
     document_texts,
@@ -249,6 +230,7 @@ def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Several processes: each reads its share of the input
 
 
 @contextmanager

@@ -191,15 +191,11 @@ def make_optimizer(
     return optimizer, scaler
 
 
-def say_what_will_happen(
-    cfg: TrainConfig, machine: Machine, progress: Progress, plan: Plan, source: Source, earlier: Earlier | None
-) -> None:
-    if earlier is None:
-        return
-    machine.say(f"resumed from {source.path} at step {progress.step}")
+def say_what_is_resumed(cfg: TrainConfig, machine: Machine, plan: Plan, source: Source, earlier: Earlier) -> None:
+    machine.say(f"resumed from {source.path} at step {plan.begun_step}")
     if changed := settings_changed(earlier, cfg):
         machine.say(f"settings that were changed since: {', '.join(changed)}")
-    if plan.steps == progress.step:
+    if plan.steps == plan.begun_step:
         machine.say("nothing is left to do: to train on, raise max_steps, max_epochs or max_tokens")
 
 
@@ -226,7 +222,8 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     optimizer, scaler = make_optimizer(cfg, machine, model, earlier)
     peak, peak_source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     machine.say(banner(cfg, data.sets, machine, plan, model, compiled, peak_source, source.path is None))
-    say_what_will_happen(cfg, machine, progress, plan, source, earlier)
+    if earlier:
+        say_what_is_resumed(cfg, machine, plan, source, earlier)
     advice = plan.smaller(cfg.block_size)
     forward = wrap(model, machine, data.loader if compiled else None, plan.batch_size, advice)
 

@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import stat
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,7 @@ class Lock:
 
     def __init__(self, folder: Path, instead: str):
         self.folder, self.instead = folder, instead
+        self.one_at_a_time = threading.Lock()  # a thread that saves asks too, and would find this process in its way
         self.handle = self.take()
 
     def take(self) -> int:
@@ -250,9 +252,10 @@ class Lock:
         """Before something is written: the folder may have been moved or deleted since, and with it
         the lock. Then the one that has its name now is held, or UserError.
         """
-        if not self.is_at(self.handle):
-            moved, self.handle = self.handle, self.take()
-            os.close(moved)
+        with self.one_at_a_time:
+            if not self.is_at(self.handle):
+                moved, self.handle = self.handle, self.take()
+                os.close(moved)
 
     def close(self) -> None:
         os.close(self.handle)

@@ -100,12 +100,12 @@ class Machine:
         return read
 
 
-def start(device: str, dtype: str) -> Machine:
-    """device, dtype: as the settings have them, "auto" among them. Joins the other processes if there are any."""
+def start(asked_device: str, asked_dtype: str) -> Machine:
+    """What the settings `device` and `dtype` mean here, as one of all processes that torchrun has started."""
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
-    device = pick_device(device, local_rank)
+    device = pick_device(asked_device, local_rank)
     if device.type == "cpu":
         keep_freed_memory()
     if device.type == "cuda":
@@ -127,7 +127,7 @@ def start(device: str, dtype: str) -> Machine:
         )
         # Around it, one may have to read all data, or to compile, while the others wait.
         group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    dtype, why = pick_dtype(dtype, device)
+    dtype, why = pick_dtype(asked_dtype, device)
     return Machine(rank, local_rank, world, device, dtype, why, group)
 
 

@@ -146,12 +146,13 @@ def find_sources(
 
 def matches(pattern: str) -> list[str]:
     """As glob.glob, but that ** does not follow links to folders, which may lead back to where they stand."""
-    start, deep, rest = pattern.partition("**")
-    if not deep:
+    parts = Path(pattern).parts
+    if "**" not in parts:
         return glob.glob(pattern)
-    found = [path for folder in glob.glob(start or ".") for path in Path(folder).glob("**" + rest)]
-    hidden = [path for path in found if any(part.startswith(".") for part in path.parts[len(Path(start).parts) :])]
-    return [str(path) for path in found if path not in hidden]
+    deep = parts.index("**")
+    start, rest = Path(*parts[:deep]), str(Path(*parts[deep:]))
+    found = [(Path(folder), path) for folder in glob.glob(str(start)) for path in Path(folder).glob(rest)]
+    return [str(path) for folder, path in found if "/." not in f"/{path.relative_to(folder)}"]  # nothing hidden
 
 
 def identity(path: Path) -> tuple[int, int]:
@@ -225,9 +226,9 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
     if head.startswith(b"\x1f\x8b"):
         return gzip.GzipFile(fileobj=raw)
     if head.startswith(b"\xfd7zXZ\x00"):
-        return io.BufferedReader(Streams(raw, lzma.LZMADecompressor, b"\0"))
+        return io.BufferedReader(Streams(raw, lzma.LZMADecompressor, b"\0"), 1 << 16)
     if re.match(rb"BZh[1-9]1AY&SY", head):
-        return io.BufferedReader(Streams(raw, bz2.BZ2Decompressor))
+        return io.BufferedReader(Streams(raw, bz2.BZ2Decompressor), 1 << 16)
     if head.startswith(b"\x28\xb5\x2f\xfd"):
         try:
             from compression import zstd  # Python 3.14

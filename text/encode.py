@@ -1,4 +1,7 @@
-"""Documents become token ids, on all cores: every process writes a part, and a journal that says how much of it counts."""
+"""Documents become token ids, on all cores.
+
+Every process writes a part, and a journal that says how much of the part counts.
+"""
 
 import hashlib
 import io
@@ -22,23 +25,8 @@ import numpy as np
 from tqdm import tqdm
 
 from configurator import UserError
-from hardware.disk import (
-    Lock,
-    json_bytes,
-    sealed,
-    unseal,
-    write_whole,
-)
-from text.corpora import (
-    PIECE,
-    Chunk,
-    Cleaning,
-    Reader,
-    Source,
-    Tally,
-    documents,
-    pieces,
-)
+from hardware.disk import Lock, json_bytes, sealed, unseal, write_whole
+from text.corpora import PIECE, Chunk, Cleaning, Reader, Source, Tally, documents, pieces
 from text.tokenizer import SentencePiece, Tiktoken, open_tokenizer
 
 Task = Callable[[Chunk], Any]  # it is sent to the workers once, at their start

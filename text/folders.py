@@ -9,17 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from configurator import UserError, note
-from hardware.disk import (
-    Lock,
-    content_sha256,
-    file_sha256,
-    put_in_place,
-    read_object,
-    remove_only,
-)
-from text.dataset import (
-    tokenizer_files,
-)
+from hardware.disk import Lock, content_sha256, file_sha256, put_in_place, read_object, remove_only
+from text.dataset import tokenizer_files
 from text.tokenizer import HF_FILES, SentencePiece, Tiktoken
 
 TOKENIZER_FILES = {SentencePiece.file, Tiktoken.file, *HF_FILES}
@@ -116,18 +107,23 @@ def check_own(folder: Path, names: list[str]) -> None:
 
     What carries one of its names may be somebody's own all the same.
     """
+    if not names:
+        return
     away = "move it away, or choose another --name"
-    meta = read_object(folder / "meta.json") if "meta.json" in names else {}
-    if "sha256" in meta and meta["sha256"] != content_sha256(meta):
+    meta = read_object(folder / "meta.json")
+    if meta["format_version"] > 1 and meta.get("sha256") != content_sha256(meta):
         raise UserError(f"{folder}/meta.json was changed by something else: {away}")
-    hashes = {f"{split}.bin": s.get("sha256") for split, s in meta.get("splits", {}).items()}
-    info = meta.get("tokenizer", {})
-    hashes |= info.get("files", {info.get("file"): info.get("sha256")})
+    try:
+        hashes = {f"{split}.bin": counts["sha256"] for split, counts in meta["splits"].items()}
+        info = meta["tokenizer"]
+        hashes |= info.get("files", {info["file"]: info["sha256"]})
+    except (LookupError, TypeError, AttributeError):
+        raise UserError(f"{folder}/meta.json does not say what is in its files: {away}") from None
     for name in names:
         path = folder / name
         if path.is_symlink() or not path.is_file():
             raise UserError(f"{path} is no plain file, so prepare.py did not write it: {away}")
-        if hashes.get(name) and file_sha256(path) != hashes[name]:
+        if name in hashes and file_sha256(path) != hashes[name]:
             raise UserError(f"{path} is not what meta.json says, so it may be somebody's: {away}")
 
 

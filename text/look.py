@@ -6,9 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from text.corpora import (
-    Tally,
-)
+from text.corpora import Tally
 
 
 def no_documents(tally: Tally) -> str:

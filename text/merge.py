@@ -9,9 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hardware.disk import (
-    sync_to_disk,
-)
+from hardware.disk import sync_to_disk
 from text.encode import ROW, GrowingFile, Part
 
 

@@ -66,7 +66,7 @@ from text.tokenizer import (
     to_hugging_face,
 )
 from training.huggingface import caveat, from_pretrained, hf_class, save_pretrained
-from training.plots import read_metrics
+from training.plots import METRICS_VERSION, read_metrics
 from training.progress import Progress
 from training.settings import TrainConfig
 
@@ -121,8 +121,7 @@ class Saver:
         """Begin to write step_N; returns when all is copied."""
         self.wait()
         weights = to_host(dict(model.named_parameters()))
-        state = progress.as_dict()
-        training = to_host(state | {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()})
+        training = to_host(asdict(progress) | {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()})
         self.writing = self.pool.submit(self.write, model, weights, training)
 
     def wait(self) -> None:
@@ -432,7 +431,7 @@ def traces(folder: Path, damaged: dict[str, str]) -> str:
     records = read_metrics(path)
     if saved := [record["step"] for record in records if "saved" in record]:
         return f"{path} says that step {max(saved)} was saved"
-    if not any(record.get("format_version") == 2 for record in records):  # it would not say so
+    if not any(record.get("format_version") == METRICS_VERSION for record in records):  # it would not say so
         return f"{path} goes to step {max((record['step'] for record in records), default=0)}"
     return ""
 

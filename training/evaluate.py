@@ -12,7 +12,10 @@ from text.windows import Windows
 
 @torch.no_grad()
 def evaluate(model: Callable, windows: Windows, tokens: int, B: int, machine: Machine, bar: bool = False) -> float:
-    """Mean loss in nats over about `tokens` tokens (0: all) of a val.bin in fixed windows, B at a time, shared out over the ranks."""
+    """Mean loss in nats over about `tokens` tokens (0: all) of a val.bin, in fixed windows.
+
+    Each rank takes its share of them, B at a time.
+    """
     model.eval()  # no dropout
     starts = windows.fixed_starts(tokens)
     total = torch.zeros(2, device=machine.device)  # loss summed over targets, number of targets

@@ -1,5 +1,4 @@
-"""What a training step of ours holds in memory, part by part, from the settings alone; and, to check
-that, what it really holds.
+"""What a training step of ours holds in memory, part by part, from the settings alone.
 
 The formulas follow a step. Its forward pass keeps what autograd needs to go back; the backward pass
 frees that again, operation by operation, and has gradients beside it. `block` lists the operations

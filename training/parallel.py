@@ -21,7 +21,7 @@ from training.settings import TrainConfig
 
 
 def fit_batch(cfg: TrainConfig, model: GPT, loader: Loader, machine: Machine, compiled: bool, most: int | None) -> int:
-    """batch_size=auto: what training/memory.py predicts to fit, tried out, and less where that runs out of memory after all.
+    """batch_size=auto: what training/memory.py predicts to fit, tried out; less where that runs out of memory.
 
     most: what a resumed run had, which it keeps if it can.
     """

@@ -6,6 +6,8 @@ from pathlib import Path
 from configurator import UserError
 from hardware.disk import only_plain
 
+METRICS_VERSION = 2  # of metrics.jsonl; 1 had no records of what was saved
+
 
 def read_metrics(path: Path) -> list[dict]:
     """The records of a metrics.jsonl; a last line that a kill cut off is left out. [] if there is no file.

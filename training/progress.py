@@ -1,7 +1,7 @@
 """How far a run is: what a checkpoint adds to model, optimizer and scaler."""
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -26,9 +26,6 @@ class Progress:
         if progress.bad_in_a_row >= max_bad_steps:
             progress.bad_in_a_row = 0
         return progress
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def add_step(self, windows: int, loss: float, grad_norm: float, scaler: torch.amp.GradScaler) -> str:
         """Count a step over so many windows: "taken", "overflow" or "bad"; the last two were skipped.

@@ -30,7 +30,7 @@ from training.checkpoint import newest_checkpoint
 from training.huggingface import caveat, hf_class
 from training.memory import Step, largest_batch, needed
 from training.plan import Plan
-from training.plots import plot_loss, read_metrics
+from training.plots import METRICS_VERSION, plot_loss, read_metrics
 from training.progress import Progress
 from training.settings import TrainConfig
 
@@ -107,7 +107,9 @@ class Metrics:
         begun |= {"step_samples": plan.step_tokens // cfg.block_size, "steps": plan.steps}
         begun |= {"data": {d.name: d.meta["splits"]["train"]["sha256"] for d in sets}}
         if any(last.get(k) != v for k, v in begun.items()):  # what `prepare.py --inspect RUN --step N` goes by
-            kept.append({"step": start_step, "first_sample": progress.samples, "format_version": 2} | begun)
+            kept.append(
+                {"step": start_step, "first_sample": progress.samples, "format_version": METRICS_VERSION} | begun
+            )
         write_whole(self.path, b"".join(map(line_of, kept)))
         self.file, self.unwritten = os.open(self.path, os.O_RDWR | os.O_APPEND), b""
         self.one_at_a_time = threading.Lock()  # the loop writes, and the thread that saves

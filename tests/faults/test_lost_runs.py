@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -263,6 +264,16 @@ def test_a_run_whose_folder_is_removed_holds_the_new_one_or_ends(tiny_data, tmp_
     assert "another process is writing" in refuses(train.main, *options(tiny_data, tmp_path, *more))
     process.kill()
     process.communicate()
+
+
+def test_a_lock_that_two_threads_renew_at_once_is_not_in_its_own_way(tmp_path):
+    held = Lock(tmp_path / "run", "wait")
+    for number in range(20):
+        (tmp_path / "run").rename(tmp_path / str(number))
+        with ThreadPoolExecutor(2) as pool:
+            for renewed in [pool.submit(held.renew) for _ in range(2)]:
+                renewed.result()  # or its UserError
+    held.close()
 
 
 def test_other_texts_to_judge_by_are_other_data(tiny_data, tmp_path, refuses):
