@@ -16,7 +16,7 @@ class TrainConfig:
     run_name: str = "run"  # it writes out_dir/run_name/
     out_dir: str = "out"  # where runs live
     init_from: str = "scratch"  # scratch; resume: the run's newest checkpoint; auto: resume if it can; a model's folder: fine-tune it
-    overwrite: bool = False  # scratch may delete an earlier run of the same name
+    overwrite: bool = False  # replace an earlier run of the same name, once the new one has a whole checkpoint
     seed: int = 1337  # of the weights, the data order and dropout
     # ---- Data ----
     dataset: str = "demo"  # what prepare.py wrote to data_dir; several as wiki:0.7,code:0.3 (shares of the windows)
