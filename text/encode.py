@@ -241,9 +241,9 @@ class Part:
     def close(self) -> None:
         for growing in self.files.values():
             growing.file.close()
-        self.files = {}
         if self.held is not None:
             self.held.close()
+        self.held, self.files = None, {}  # what is left can be sent to rank 0
 
 
 def encode(
