@@ -42,7 +42,6 @@ import numpy as np
 
 from configurator import OneRankError, UserError, parse, run
 from hardware.disk import file_sha256, json_bytes, remove_only, sealed, sync_to_disk, unseal, write_whole
-from text.corpora import CHUNK, CONTROL, PIECE, Chunk, Cleaning, Reader, Source, Tally, demo_sources, find_sources
 from text.dataset import (
     FORMAT_VERSION,
     document_texts,
@@ -54,9 +53,13 @@ from text.dataset import (
 )
 from text.encode import Encoder, Part, encode, id_type, in_order, progress_bar, texts_of
 from text.folders import STDIN, WORK, claim, fingerprint, remove_scratch, replace_set
+from text.formats import CHUNK, PIECE, Chunk, Reader
+from text.hf_tokenizer import hugging_face_files
 from text.look import describe_lengths, escaped, no_documents, report
 from text.merge import count, find_duplicates, merge
-from text.tokenizer import SentencePiece, hugging_face_files
+from text.records import CONTROL, Cleaning, Tally
+from text.sources import Source, demo_sources, find_sources
+from text.tokenizer import SentencePiece
 from text.windows import run_loader, sample_texts
 from training.plots import read_metrics
 

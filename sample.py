@@ -30,10 +30,10 @@ from model import GPT
 from text.dataset import DataSet, find_tokenizer, load_tokenizer, open_dataset, tokenizer_of_model, verify
 from text.tokenizer import SentencePiece, Tiktoken, same_ids
 from text.windows import open_windows
-from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate
 from training.huggingface import from_pretrained, is_nanogpt, unverified
 from training.report import in_other_units
+from training.runs import newest_checkpoint
 
 
 @dataclass(frozen=True)

@@ -33,28 +33,25 @@ from model import GPT
 from text.dataset import DataSet, load_tokenizer, open_datasets, verify_new
 from text.tokenizer import SentencePiece, Tiktoken
 from text.windows import Loader, Windows, open_windows, train_loader
-from training.checkpoint import (
-    Earlier,
-    Saver,
-    Source,
-    check_copy,
-    check_data,
-    check_tokenizer,
-    find_source,
-    load_model,
-    newest_checkpoint,
-    read_training,
-    replace_run,
-    run_folder,
-    settings_changed,
-    sweep,
-)
+from training.checkpoint import Saver
 from training.evaluate import evaluate
 from training.huggingface import unverified
 from training.parallel import fit_batch, wrap
 from training.plan import Plan, lr_at, make_plan
 from training.progress import Progress
 from training.report import Clock, Metrics, banner
+from training.resume import (
+    Earlier,
+    Origin,
+    check_copy,
+    check_data,
+    check_tokenizer,
+    find_origin,
+    load_model,
+    read_training,
+    settings_changed,
+)
+from training.runs import newest_checkpoint, replace_run, run_folder, sweep
 from training.settings import TrainConfig, model_config, wants_compile
 from training.step import Batch, read_ahead, take_step
 
@@ -98,41 +95,41 @@ def open_data(cfg: TrainConfig) -> Data:
 
 
 @memory_advice("for the weights alone: make n_layer or n_embd smaller")
-def open_model(cfg: TrainConfig, machine: Machine, source: Source, sets: list[DataSet]) -> tuple[GPT, Earlier | None]:
+def open_model(cfg: TrainConfig, machine: Machine, origin: Origin, sets: list[DataSet]) -> tuple[GPT, Earlier | None]:
     """(the model on its device, what the checkpoint says of its run): new, resumed, or of another run."""
     wanted = model_config(cfg, sets[0].meta["vocab_size"])
     earlier = None
-    if source.path is None:
+    if origin.path is None:
         model = GPT(wanted)
         torch.manual_seed(cfg.seed)  # the same weights on every rank
         model.init_weights(cfg.init)
-    elif source.resume:
+    elif origin.resume:
         if machine.local_rank == 0 and not machine.is_main:
-            check_copy(source.path)  # rank 0 has done so for its own computer
-        earlier = read_training(source.path)
+            check_copy(origin.path)  # rank 0 has done so for its own computer
+        earlier = read_training(origin.path)
         # A run that began with somebody's model has that model's shape, whatever its settings say.
         # So the settings of now are compared with the settings of then, not with the model.
         known = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)}
         then = model_config(replace(cfg, **known), wanted.vocab_size)
-        model = load_model(source.path, cfg.dropout, wanted, then)
-        check_data(earlier, sets, source.path)
+        model = load_model(origin.path, cfg.dropout, wanted, then)
+        check_data(earlier, sets, origin.path)
     else:
-        model = load_model(source.path, cfg.dropout, wanted)
-        check_tokenizer(source.path, sets, machine.say)
-        if found := unverified(source.path):
-            machine.say(f"note: {source.path}: {found}")
+        model = load_model(origin.path, cfg.dropout, wanted)
+        check_tokenizer(origin.path, sets, machine.say)
+        if found := unverified(origin.path):
+            machine.say(f"note: {origin.path}: {found}")
     return model.to(machine.device), earlier
 
 
-def check_ranks(cfg: TrainConfig, machine: Machine, source: Source, sets: list[DataSet], progress: Progress) -> None:
+def check_ranks(cfg: TrainConfig, machine: Machine, origin: Origin, sets: list[DataSet], progress: Progress) -> None:
     """UserError, on all ranks, if one of them would train something else without noticing."""
     may_differ = "out_dir data_dir init_from device progress wandb wandb_project peak_tflops".split()
     facts: dict[str, Any] = {name: value for name, value in asdict(cfg).items() if name not in may_differ}
     facts |= {"torch": torch.__version__, "dtype in use": str(machine.dtype)}
-    facts |= {"kind of device": machine.device.type, "resuming": source.resume}
+    facts |= {"kind of device": machine.device.type, "resuming": origin.resume}
     facts |= {"first step": progress.step, "first sample": progress.samples}
-    if source.path is not None:
-        manifest = source.path / MANIFEST
+    if origin.path is not None:
+        manifest = origin.path / MANIFEST
         facts["checkpoint"] = file_sha256(manifest)[:12] if manifest.exists() else "without a manifest"
     for data in sets:
         facts |= {f"{data.name}/{split}.bin": s["sha256"][:12] for split, s in data.meta["splits"].items()}
@@ -191,8 +188,8 @@ def make_optimizer(
     return optimizer, scaler
 
 
-def say_what_is_resumed(cfg: TrainConfig, machine: Machine, plan: Plan, source: Source, earlier: Earlier) -> None:
-    machine.say(f"resumed from {source.path} at step {plan.begun_step}")
+def say_what_is_resumed(cfg: TrainConfig, machine: Machine, plan: Plan, origin: Origin, earlier: Earlier) -> None:
+    machine.say(f"resumed from {origin.path} at step {plan.begun_step}")
     if changed := settings_changed(earlier, cfg):
         machine.say(f"settings that were changed since: {', '.join(changed)}")
     if plan.steps == plan.begun_step:
@@ -212,24 +209,24 @@ def on_device(rows: Iterator[np.ndarray], machine: Machine, clock: Clock) -> Ite
 
 def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -> None:
     """One run, or what is left of it. folder: its own; lock: of it, on rank 0."""
-    source = machine.decide(lambda: find_source(cfg, folder, machine.say))
+    origin = machine.decide(lambda: find_origin(cfg, folder, machine.say))
     data = machine.together(lambda: open_data(cfg))
-    model, earlier = machine.together(lambda: open_model(cfg, machine, source, data.sets))
+    model, earlier = machine.together(lambda: open_model(cfg, machine, origin, data.sets))
     progress = Progress.of_checkpoint(earlier.training, cfg.max_bad_steps) if earlier else Progress()
-    check_ranks(cfg, machine, source, data.sets, progress)
+    check_ranks(cfg, machine, origin, data.sets, progress)
     verify_data(machine, data.sets, progress)
     cfg, plan, compiled = plan_run(cfg, machine, model, data, progress, earlier)
     optimizer, scaler = make_optimizer(cfg, machine, model, earlier)
     peak, peak_source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
-    machine.say(banner(cfg, data.sets, machine, plan, model, compiled, peak_source, source.path is None))
+    machine.say(banner(cfg, data.sets, machine, plan, model, compiled, peak_source, origin.path is None))
     if earlier:
-        say_what_is_resumed(cfg, machine, plan, source, earlier)
+        say_what_is_resumed(cfg, machine, plan, origin, earlier)
     advice = plan.smaller(cfg.block_size)
     forward = wrap(model, machine, data.loader if compiled else None, plan.batch_size, advice)
 
     ckpt_dir = folder / "ckpt"
     machine.decide(lambda: sweep(ckpt_dir))
-    if not source.resume and (replaced := machine.decide(lambda: replace_run(folder))):
+    if not origin.resume and (replaced := machine.decide(lambda: replace_run(folder))):
         machine.say(f"the earlier run's checkpoints are in {replaced} until this one has a whole one")
     start_step = progress.step
     step_windows = plan.step_tokens // cfg.block_size  # of all ranks
@@ -242,7 +239,7 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
         )
         progress.wandb_id = metrics.wandb_id
         saver = machine.together(
-            lambda: Saver(ckpt_dir, cfg, data.sets, data.tokenizer, source.damaged, lock, machine.say, metrics.log_save)
+            lambda: Saver(ckpt_dir, cfg, data.sets, data.tokenizer, origin.damaged, lock, machine.say, metrics.log_save)
         )
         clock = Clock(machine, start_step)
         batches = on_device(rows, machine, clock)

@@ -31,8 +31,8 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 from configurator import UserError, parse, run  # noqa: E402
-from text.corpora import record_text  # noqa: E402
 from text.dataset import find_tokenizer  # noqa: E402
+from text.records import record_text  # noqa: E402
 from text.tokenizer import SentencePiece, Tiktoken  # noqa: E402
 
 

@@ -13,8 +13,10 @@ from conftest import make_records, write_jsonl
 from test_prepare import TEXTS, documents, prepare_set
 
 import prepare
-from text import corpora
-from text.corpora import Reader, Source, pieces, record_text
+from text import formats, sources
+from text.formats import Reader, pieces
+from text.records import record_text
+from text.sources import Source
 
 
 def zstd(data: bytes) -> bytes:
@@ -184,7 +186,7 @@ def test_of_equal_documents_the_first_stays_and_all_others_go(tmp_path, monkeypa
 
 
 def test_a_long_document_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora, "PIECE", 1000)
+    monkeypatch.setattr(formats, "PIECE", 1000)
     monkeypatch.setattr("text.encode.PIECE", 1000)
     words = " ".join(record_text(r)[0] for r in make_records(60))
     model = tmp_path / "data" / "m" / "tokenizer.model"
@@ -204,7 +206,7 @@ def test_a_long_document_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeyp
 
 @pytest.mark.parametrize("text", ["", "a", "word " * 50, "无空格" * 100, "x\n" * 100, " " * 200, "a  b" * 60])
 def test_pieces_put_together_are_the_document(monkeypatch, text):
-    monkeypatch.setattr(corpora, "PIECE", 30)
+    monkeypatch.setattr(formats, "PIECE", 30)
     parts = list(pieces(io.StringIO(text, newline="").read))
     assert "".join(part for part, _ in parts) == text and [last for _, last in parts] == [False] * (len(parts) - 1) + [
         True
@@ -214,8 +216,8 @@ def test_pieces_put_together_are_the_document(monkeypatch, text):
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "txt"])
 def test_the_reader_goes_on_from_any_position(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr(corpora, "CHUNK", 300)
-    monkeypatch.setattr(corpora, "PIECE", 100)
+    monkeypatch.setattr(formats, "CHUNK", 300)
+    monkeypatch.setattr(formats, "PIECE", 100)
     texts = [f"{t} {i}" for i in range(30) for t in TEXTS]
     content = {
         "jsonl": "".join(json.dumps({"text": t}) + "\n" for t in texts),
@@ -239,7 +241,7 @@ def test_folders_and_globs_are_read_in_a_fixed_order_each_file_once(tmp_path, mo
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     monkeypatch.chdir(tmp_path)
-    found, passed_by = corpora.find_sources(["b", "a.json", "b/*.txt", "**/*.md"])
+    found, passed_by = sources.find_sources(["b", "a.json", "b/*.txt", "**/*.md"])
     assert [s.name for s in found] == ["b/1.txt", "b/2.jsonl", "b/c/3.md", "a.json"]
     assert passed_by == {"b": {".png": 1}}
 

@@ -23,9 +23,10 @@ import sample
 import train
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
-from text.tokenizer import CL100K_PATTERN, GPT2_PATTERN, Tiktoken, from_hugging_face, same_ids, to_hugging_face
-from training.checkpoint import newest_checkpoint
+from text.hf_tokenizer import from_hugging_face, to_hugging_face
+from text.tokenizer import CL100K_PATTERN, GPT2_PATTERN, Tiktoken, same_ids
 from training.huggingface import from_config, from_pretrained, hf_class, save_pretrained, to_config, to_state
+from training.runs import newest_checkpoint
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 FITTING = [name for name in ODD if name != "a class of its own"]

@@ -24,7 +24,8 @@ from test_prepare import tiktoken_file
 from configurator import UserError
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
-from text.tokenizer import Tiktoken, llama_cpp_note, to_hugging_face
+from text.hf_tokenizer import llama_cpp_note, to_hugging_face
+from text.tokenizer import Tiktoken
 from training.checkpoint import write_json
 from training.huggingface import hf_class, save_pretrained
 

@@ -15,9 +15,11 @@ from conftest import call, make_records, write_jsonl
 
 import prepare
 from configurator import UserError
-from text import corpora
-from text.corpora import Source, read_json, record_text
+from text import formats
 from text.dataset import load_tokenizer, open_dataset, open_split, verify
+from text.formats import read_json
+from text.records import docstrings, record_text
+from text.sources import Source, demo_sources
 from text.tokenizer import Tiktoken
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -190,7 +192,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_output_does_not_depend_on_the_number_of_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora, "CHUNK", 2000)  # so that three workers have something to share
+    monkeypatch.setattr(formats, "CHUNK", 2000)  # so that three workers have something to share
     corpus = write_jsonl(tmp_path / "c.jsonl", make_records(300))
     sets = [
         prepare_set(tmp_path, corpus, tokenizer="train", vocab_size=400, workers=n, name=f"t{n}")[0] for n in (1, 3)
@@ -358,13 +360,13 @@ def test_module_documentation_is_found_without_importing():
     )
     answer, absolute = "Return the answer to everything, which is 42.", "The absolute value of each element."
     want = f"pkg.m：What the module is for.A.f：{answer}。torch.abs：abs(input) -> Tensor\n\n{absolute}。"
-    assert corpora.docstrings(source.encode(), "pkg.m") == want
+    assert docstrings(source.encode(), "pkg.m") == want
 
 
 def test_the_demo_corpus_is_large_and_the_same_every_time():
-    sources = corpora.demo_sources()
-    some = [corpora.docstrings(s.path.read_bytes(), s.name) for s in sources[:200]]
-    assert sources == corpora.demo_sources() and len(sources) > 1000
+    sources = demo_sources()
+    some = [docstrings(s.path.read_bytes(), s.name) for s in sources[:200]]
+    assert sources == demo_sources() and len(sources) > 1000
     assert sum(map(len, some)) > 300_000 and some[0].startswith("__future__：")
 
 

@@ -13,8 +13,8 @@ import sample
 from hardware.machine import pick_dtype
 from model import GPT
 from prepare import load_tokenizer
-from training.checkpoint import newest_checkpoint
 from training.huggingface import from_pretrained
+from training.runs import newest_checkpoint
 
 
 @pytest.fixture(scope="module")

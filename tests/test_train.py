@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 
 import train
 from configurator import parse
+from hardware.disk import damage
 from hardware.machine import Machine
 from model import GPT
 from text.windows import open_windows
-from training.checkpoint import damage, newest_checkpoint
 from training.plan import lr_at, make_plan
+from training.runs import newest_checkpoint
 from training.settings import TrainConfig
 
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")

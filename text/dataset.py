@@ -21,15 +21,8 @@ from tqdm import tqdm
 
 from configurator import UserError, note
 from hardware.disk import MANIFEST, content_sha256, damage, file_sha256, inside, read_object
-from text.tokenizer import (
-    HF_FILES,
-    SentencePiece,
-    Tiktoken,
-    from_hugging_face,
-    hugging_face_files,
-    open_tokenizer,
-    tiktoken_names,
-)
+from text.hf_tokenizer import HF_FILES, from_hugging_face, hugging_face_files
+from text.tokenizer import SentencePiece, Tiktoken, open_tokenizer, tiktoken_names
 
 FORMAT_VERSION = 2  # 1: meta.json had no hash of its own, and named one file of the tokenizer
 

@@ -26,7 +26,9 @@ from tqdm import tqdm
 
 from configurator import UserError
 from hardware.disk import Lock, json_bytes, sealed, unseal, write_whole
-from text.corpora import PIECE, Chunk, Cleaning, Reader, Source, Tally, documents, pieces
+from text.formats import PIECE, Chunk, Reader, pieces
+from text.records import Cleaning, Tally, documents
+from text.sources import Source
 from text.tokenizer import SentencePiece, Tiktoken, open_tokenizer
 
 Task = Callable[[Chunk], Any]  # it is sent to the workers once, at their start

@@ -11,7 +11,8 @@ from typing import Any
 from configurator import UserError, note
 from hardware.disk import Lock, content_sha256, file_sha256, put_in_place, read_object, remove_only
 from text.dataset import tokenizer_files
-from text.tokenizer import HF_FILES, SentencePiece, Tiktoken
+from text.hf_tokenizer import HF_FILES
+from text.tokenizer import SentencePiece, Tiktoken
 
 TOKENIZER_FILES = {SentencePiece.file, Tiktoken.file, *HF_FILES}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from text.corpora import Tally
+from text.records import Tally
 
 
 def no_documents(tally: Tally) -> str:

@@ -26,12 +26,12 @@ from model import GPT
 from text.dataset import DataSet
 from text.tokenizer import SentencePiece, Tiktoken
 from text.windows import sample_texts, train_loader
-from training.checkpoint import newest_checkpoint
 from training.huggingface import caveat, hf_class
 from training.memory import Step, largest_batch, needed
 from training.plan import Plan
 from training.plots import METRICS_VERSION, plot_loss, read_metrics
 from training.progress import Progress
+from training.runs import newest_checkpoint
 from training.settings import TrainConfig
 
 

@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import harness
 
 import train
-from training import checkpoint, report
-from training.checkpoint import newest_checkpoint
+from hardware.disk import damage
+from training import report
 from training.huggingface import from_pretrained
+from training.runs import newest_checkpoint
 
 
 def test_killed_signalled_and_damaged_runs_end_identical(tmp_path):
@@ -173,7 +174,7 @@ def test_a_signal_saves_the_step_and_ends_with_its_code(tiny_data, tmp_path, num
     assert process.returncode == 128 + number and "Traceback" not in err, err
     folder = newest_checkpoint(tmp_path / "run" / "ckpt")
     done = int(folder.name[5:])
-    assert not checkpoint.damage(folder) and metrics(tmp_path / "run", "loss").keys() == set(range(1, done + 1))
+    assert not damage(folder) and metrics(tmp_path / "run", "loss").keys() == set(range(1, done + 1))
     assert f"stopped by a signal after step {done}: --init_from=resume goes on from {folder}" in out
 
 
@@ -185,7 +186,7 @@ def test_one_rank_told_to_stop_stops_all_after_the_same_step(tiny_data, tmp_path
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0
     folder = newest_checkpoint(tmp_path / "run" / "ckpt")
-    assert not checkpoint.damage(folder) and int(folder.name[5:]) == max(metrics(tmp_path / "run", "loss"))
+    assert not damage(folder) and int(folder.name[5:]) == max(metrics(tmp_path / "run", "loss"))
 
 
 def test_torchrun_restarts_a_killed_rank_and_no_step_is_missing(tiny_data, tmp_path):
@@ -209,7 +210,7 @@ def test_torchrun_hands_the_warning_of_slurm_to_all_ranks(tiny_data, tmp_path):
     process.send_signal(signal.SIGUSR1)
     out, _ = process.communicate(timeout=60)
     folder = newest_checkpoint(tmp_path / "run" / "ckpt")
-    assert not checkpoint.damage(folder) and f"stopped by a signal after step {int(folder.name[5:])}" in out
+    assert not damage(folder) and f"stopped by a signal after step {int(folder.name[5:])}" in out
 
 
 def test_two_processes_never_write_one_run(tiny_data, tmp_path, refuses):

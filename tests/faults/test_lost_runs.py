@@ -23,9 +23,9 @@ import harness
 
 import sample
 import train
-from hardware.disk import Lock
-from training import checkpoint, report
-from training.checkpoint import newest_checkpoint
+from hardware.disk import Lock, damage
+from training import report, runs
+from training.runs import newest_checkpoint, newest_intact
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_overwrite_deletes_only_what_train_py_wrote(finished, tiny_data, tmp_pat
         "step_00000004",
         "why-this-is-here.txt",
     ]  # whole, for the sake of model.gguf
-    assert not checkpoint.damage(left / "step_00000004")
+    assert not damage(left / "step_00000004")
     said = capsys.readouterr().out
     assert "step_00000004 is kept: it holds model.gguf, which is not of this program" in said
     assert metrics(run, "loss") != metrics(finished, "loss")
@@ -316,7 +316,7 @@ def test_a_bad_last_step_does_not_cost_what_came_before(tiny_data, tmp_path, mon
     poison(monkeypatch, 14, 15)  # step 8 of 8
     run = train_tiny(tiny_data, tmp_path, "--save_every=100", "--eval_every=100")
     folder = newest_checkpoint(run / "ckpt")
-    assert folder.name == "step_00000008" and not checkpoint.damage(folder)
+    assert folder.name == "step_00000008" and not damage(folder)
     assert all(torch.isfinite(w).all() for w in load_file(folder / "model.safetensors").values())
 
 
@@ -379,10 +379,10 @@ def test_a_fresh_checkpoint_is_not_pruned_for_damaged_newer_ones(tiny_data, tmp_
     damaged = ["step_00000020", "step_00000024"]
     kept = ["step_00000016", "step_00000017", "step_00000018"]  # two, and the best
     assert sorted(os.listdir(run / "ckpt")) == [*kept, *damaged]
-    assert checkpoint.newest_intact(run / "ckpt")[0].name == "step_00000018"
+    assert newest_intact(run / "ckpt")[0].name == "step_00000018"
     train_tiny(tiny_data, tmp_path, *more, "--max_steps=24")
     assert sorted(os.listdir(run / "ckpt")) == ["step_00000018", *damaged]
-    assert not any(checkpoint.damage(run / "ckpt" / name) for name in damaged)
+    assert not any(damage(run / "ckpt" / name) for name in damaged)
 
 
 def test_pruning_passes_by_copies_links_and_checkpoints_with_somebodys_files(tiny_data, tmp_path, capsys):
@@ -395,7 +395,7 @@ def test_pruning_passes_by_copies_links_and_checkpoints_with_somebodys_files(tin
     before = contents(tmp_path / "archive"), contents(ckpt / "step_00000004_backup")
     train_tiny(tiny_data, tmp_path, "--max_steps=24", "--keep=1", "--init_from=resume", "--eval_every=100")
     there = {"step_00000002", "step_00000004", "step_00000004_backup", "step_00000020", "step_00000024"}
-    assert set(os.listdir(ckpt)) == there and not checkpoint.damage(ckpt / "step_00000004")
+    assert set(os.listdir(ckpt)) == there and not damage(ckpt / "step_00000004")
     assert before == (contents(tmp_path / "archive"), contents(ckpt / "step_00000004_backup"))
     assert capsys.readouterr().out.count("is kept: it holds notes.md") == 1
 
@@ -583,7 +583,7 @@ def test_sampling_takes_the_next_checkpoint_when_one_is_deleted_meanwhile(finish
 
     def pruned(folder):
         if folder == first and first.exists():
-            assert not checkpoint.discard(first)
+            assert not runs.discard(first)
         return read(folder)
 
     monkeypatch.setattr(sample, "from_pretrained", pruned)

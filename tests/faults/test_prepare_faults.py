@@ -25,9 +25,11 @@ import harness
 import prepare
 from configurator import UserError
 from hardware import disk
-from text import corpora, folders
-from text.corpora import Reader, Source
+from text import folders, formats, records, sources
 from text.dataset import open_dataset
+from text.formats import Reader
+from text.records import Cleaning, Tally
+from text.sources import Source
 
 KILL = "lambda *arguments: os._exit(9)"
 CHUNK = 20_000  # bytes: a corpus of 300 records has several chunks, and a shard ends with each
@@ -35,7 +37,7 @@ CHUNK = 20_000  # bytes: a corpus of 300 records has several chunks, and a shard
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(corpora, "CHUNK", CHUNK)
+    monkeypatch.setattr(formats, "CHUNK", CHUNK)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +61,8 @@ def options(data: Path, *more: str) -> list[str]:
 
 def killed(data: Path, patch: str, *arguments, stdin: bytes = b"") -> None:
     """Run prepare.py in a process of its own that kills itself where `patch` says."""
-    code = f"import os, sys; sys.path.insert(0, {str(REPO)!r})\nfrom text import corpora, folders\nfrom hardware import disk\nimport prepare\n"
-    code += f"corpora.CHUNK = {CHUNK}\n{patch}\nprepare.main()"
+    code = f"import os, sys; sys.path.insert(0, {str(REPO)!r})\nfrom text import folders, formats\nfrom hardware import disk\nimport prepare\n"
+    code += f"formats.CHUNK = {CHUNK}\n{patch}\nprepare.main()"
     argv = [sys.executable, "-c", code, "--input", *map(str, arguments), *options(data)]
     done = subprocess.run(argv, capture_output=True, input=stdin)
     assert done.returncode == 9, done.stderr[-2000:]
@@ -199,8 +201,8 @@ def test_what_is_not_of_prepare_is_refused_and_nothing_is_touched(corpus, tmp_pa
 def test_a_folder_of_somebody_called_old_stays(corpus, tmp_path):
     (tmp_path / ".set.old").mkdir()
     (tmp_path / ".set.old" / "thesis.tex").write_text("precious")
-    for records in ("0", "1"):
-        call(prepare.main, "--input", *corpus, *options(tmp_path, f"--min_tokens={records}"))
+    for least in ("0", "1"):
+        call(prepare.main, "--input", *corpus, *options(tmp_path, f"--min_tokens={least}"))
     assert (tmp_path / ".set.old" / "thesis.tex").read_text() == "precious"
     assert sorted(os.listdir(tmp_path)) == [".set.old", "set"]
 
@@ -425,7 +427,7 @@ def test_a_file_that_grows_while_it_is_read_is_an_error(
     shutil.copy(corpus[0], growing)
     model = f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"
     ready = [model] if tokenizer == "ready" else []
-    readinto = corpora.HashedFile.readinto
+    readinto = sources.HashedFile.readinto
 
     def somebody_writes(file, buffer):  # whenever a part of it is read
         with open(growing, "a") as f:
@@ -433,7 +435,7 @@ def test_a_file_that_grows_while_it_is_read_is_an_error(
         return readinto(file, buffer)
 
     with monkeypatch.context() as somebody:
-        somebody.setattr(corpora.HashedFile, "readinto", somebody_writes)
+        somebody.setattr(sources.HashedFile, "readinto", somebody_writes)
         error = refuses(prepare.main, "--input", growing, *options(tmp_path, *ready))
     assert f"{growing}: it changed while it was read: run the same command again" in error
     call(prepare.main, "--input", growing, *options(tmp_path, *ready))
@@ -539,7 +541,7 @@ def test_linked_folders_are_followed_and_every_folder_and_file_is_read_once(tmp_
     read = [Path(s["path"]).relative_to(folder) for s in meta["sources"] if "sha256" in s]
     in_order = ["0_link/c.jsonl", "0_link/deep/d.jsonl", "a.jsonl", "linked.jsonl"]
     assert list(map(str, read)) == in_order
-    skipped = {".png": 1, ".tar.gz": 1, "no suffix": 1, corpora.OTHER_NAME: 2}
+    skipped = {".png": 1, ".tar.gz": 1, "no suffix": 1, sources.OTHER_NAME: 2}
     assert meta["sources"][-1] == {"path": str(folder), "skipped": skipped}
 
 
@@ -573,7 +575,7 @@ def test_a_file_given_by_two_names_is_read_once(corpus, tmp_path, monkeypatch):
     _, meta = prepare_set(tmp_path, *inputs)
     assert meta["records"]["read"] == 300
     again = {s["path"]: s["skipped"] for s in meta["sources"] if "skipped" in s}
-    assert again == {str(path): {corpora.OTHER_NAME: 1} for path in inputs[1:3]}
+    assert again == {str(path): {sources.OTHER_NAME: 1} for path in inputs[1:3]}
 
 
 def test_what_prepare_writes_is_never_read_as_a_corpus(corpus, tmp_path, refuses):
@@ -593,7 +595,7 @@ def test_what_prepare_writes_is_never_read_as_a_corpus(corpus, tmp_path, refuses
     call(prepare.main, "--input", folder, *options(data))
     meta = open_dataset(data / "set")
     assert [s["path"] for s in meta["sources"] if "sha256" in s] == [str(folder / "0.jsonl")]
-    assert meta["sources"][-1]["skipped"][corpora.OUR_OWN] > 10
+    assert meta["sources"][-1]["skipped"][sources.OUR_OWN] > 10
 
 
 NAMES = [b"\xb2\xe2\xca\xd4", "测试".encode(), b"caf\xe9 ["]  # GBK, UTF-8, Latin-1
@@ -677,14 +679,14 @@ def with_long_records(kind: str) -> tuple[str, list[str]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [1000, 1 << 20])
 def test_a_record_beyond_the_limit_is_bad_and_the_next_are_read(tmp_path, monkeypatch, kind, chunk):
-    monkeypatch.setattr(corpora, "CHUNK", chunk)
+    monkeypatch.setattr(formats, "CHUNK", chunk)
     suffix, txt, encoding = KINDS[kind]
     corpus, texts = with_long_records(kind)
-    path, tally = tmp_path / f"c.{suffix}", corpora.Tally()
+    path, tally = tmp_path / f"c.{suffix}", Tally()
     path.write_bytes(corpus.encode(encoding))
     sources = [Source.at(path, suffix)]
     chunks = list(Reader(sources, encoding, txt, LIMIT).chunks())
-    found = [corpora.documents(chunk, corpora.Cleaning(), tally) for chunk in chunks]
+    found = [records.documents(chunk, Cleaning(), tally) for chunk in chunks]
     assert [text.rstrip("\n") for documents in found for _, text, *_ in documents] == texts
     assert tally.bad == {TOO_LONG: 2} and tally.records == len(texts) + 2
     place = {"json": ": element 21", "jsonl": ":21", "txt": ":21" if txt == "line" else ":41"}
@@ -698,7 +700,8 @@ MEASURE = """
 import resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from text.corpora import Reader, Source
+from text.formats import Reader
+from text.sources import Source
 source = Source.at(Path(sys.argv[2]), sys.argv[3])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 chunks = Reader([source], sys.argv[5], sys.argv[4], 10**6).chunks()
@@ -807,7 +810,7 @@ def test_a_json_file_with_an_error_is_not_read_to_its_end(tmp_path, wrong, begin
     path.write_text(begin + good * 3 + wrong + ",\n" + good * 200_000)
     f = Counting(path)
     with pytest.raises(UserError, match="c.json: not valid JSON behind element 3, near ") as error:
-        list(corpora.read_json(f, Source(path, "json", "c.json"), "file", 64_000_000))
+        list(formats.read_json(f, Source(path, "json", "c.json"), "file", 64_000_000))
     assert WRONG[wrong] in str(error.value) and f.taken < 300_000, f.taken
 
 
@@ -820,7 +823,7 @@ def test_an_element_may_be_cut_by_the_windows_edge_at_every_place(tmp_path):
         for text in (json.dumps(records), "\n".join(map(json.dumps, records))):
             path.write_text(text)
             with open(path, encoding="utf-8") as f:
-                found = corpora.read_json(f, Source(path, "json", "c.json"), "file", 10**6)
+                found = formats.read_json(f, Source(path, "json", "c.json"), "file", 10**6)
                 assert [record for _, record in found] == records, shift
 
 
@@ -830,7 +833,7 @@ def test_numbers_at_the_windows_edge_stay_whole(tmp_path):
         numbers = [1234567890123, 1.5e300, -2.5e-10, 7]
         path.write_text("[" + " " * (65_536 - shift) + ", ".join(map(str, numbers)) + "]")
         with open(path, encoding="utf-8") as f:
-            found = corpora.read_json(f, Source(path, "json", "c.json"), "file", 10**6)
+            found = formats.read_json(f, Source(path, "json", "c.json"), "file", 10**6)
             assert [record for _, record in found] == numbers, shift
 
 

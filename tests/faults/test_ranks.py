@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import REPO, TINY, forge, metrics, train_tiny
 
-from training.checkpoint import newest_checkpoint
+from training.runs import newest_checkpoint
 
 # train.py as rank 1 sees it on a computer of its own: {1} in an option is the rank.
 ON_ITS_OWN = f"""
