@@ -1,19 +1,40 @@
-# make demo: corpus -> model -> text in a few minutes.    make test: all tests.    Both make .venv on first use.
+# make demo: corpus -> model -> text in a few minutes.   make check: before you commit.   make test: all tests.
+# Each makes .venv on first use.
 PYTHON ?= python3
 
-.PHONY: demo test lint clean soak
+.PHONY: demo check lint format quick test soak clean
 
 demo: .venv/demo
 	.venv/bin/python prepare.py
 	.venv/bin/python train.py config/demo.py --overwrite
 	.venv/bin/python sample.py --num_samples 3
 
+check: lint quick
+
+lint: .venv/lint
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+format: .venv/lint
+	.venv/bin/ruff check --fix-only .
+	.venv/bin/ruff format .
+
+quick: .venv/dev
+	.venv/bin/python -m pytest -q -m "not slow" tests
+
 test: .venv/dev
 	.venv/bin/python -m pytest -q -rs tests
 
-lint: .venv/dev
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
+# Flips 1,000 single bits, one at a time; then kills, signals and damages 100 small trainings and preparations,
+# and compares each with one that was left alone. It takes 40 minutes on two cores.
+soak: .venv/dev
+	.venv/bin/python tests/faults/harness.py --rounds 100 --flips 1000
+
+# ruff alone, so that lint needs no torch
+.venv/lint: requirements-dev.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -q $$(grep '^ruff==' requirements-dev.txt)
+	touch $@
 
 .venv/demo: requirements.txt
 	$(PYTHON) -m venv .venv
@@ -24,10 +45,6 @@ lint: .venv/dev
 	.venv/bin/python -m pip install -q -r requirements-dev.txt
 	touch $@
 
+# Your data/ and out/ stay.
 clean:
-	rm -rf .venv data out
-
-# 1,000 single bits turned over; then 100 small trainings and preparations, killed, signalled and damaged, each compared with one
-# that was left alone. 40 minutes on two cores.
-soak: .venv/dev
-	.venv/bin/python tests/faults/harness.py --rounds 100 --flips 1000
+	rm -rf .venv .pytest_cache .ruff_cache

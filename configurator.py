@@ -1,7 +1,7 @@
-"""Settings: dataclass defaults  <-  config/NAME.py files  <-  --key=value, into one typed, checked config.
+"""Settings: dataclass defaults  <-  config/NAME.py files  <-  --key=value, as one checked object.
 
-A script declares its settings once, as a dataclass with one field a line, and the comment behind a field is its
-help text:
+A script declares its settings once, as a dataclass with one field per line. The comment behind a
+field is its help text:
 
     @dataclass(frozen=True)
     class TrainConfig:
@@ -9,11 +9,13 @@ help text:
         batch_size: int = 16  # sequences per device and micro-step
         compile: bool | Literal["auto"] = "auto"  # torch.compile; auto: on for CUDA
 
-        def problems(self) -> list[str]:  # optional: what no type can say (ranges, pairs that exclude each other)
+        def problems(self) -> list[str]:  # optional, for checks that a type cannot express
             return [] if self.batch_size > 0 else ["batch_size must be positive"]
 
-`parse(TrainConfig)` then reads the command line: positional config files (plain assignments, the later file wins), then
-`--key=value`, `--key value` or `--flag`. A mistake ends the program with one line and exit code 2, never a guess.
+`parse(TrainConfig)` reads the command line. Config files are given by their paths and contain plain
+assignments; a later file wins over an earlier one. Options are written as `--key=value`,
+`--key value` or `--flag`, and win over all files. A mistake is never guessed around: it ends the
+program with one line and exit code 2.
 """
 
 import dataclasses
@@ -34,22 +36,25 @@ from typing import Any, Literal
 
 
 class UserError(Exception):
-    """Something the user can mend: the message names the file, line or option, what is wrong, and what to do."""
+    """An error that the user can fix.
+
+    The message names the file, line or option, what is wrong, and what to do.
+    """
 
 
 class OneRankError(UserError):
-    """One that this process may be alone with, of those that torchrun started: it says so itself."""
+    """A UserError that may occur on one of torchrun's ranks only. That rank prints it itself."""
 
 
-@functools.cache  # each text is said once
+@functools.cache  # the same text is printed only once
 def note(text: str) -> None:
-    """Something to know that is no mistake: a line on stderr, from one of all ranks."""
+    """Print a note for the user on stderr, from rank 0 only. The program continues."""
     if os.environ.get("RANK", "0") == "0":
         print(f"note: {text}", file=sys.stderr)
 
 
 class Unfailing:
-    """A stream whose writes never raise: what cannot be written is dropped."""
+    """A stream whose writes never raise an error. Text that cannot be written is dropped."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -72,16 +77,17 @@ class Unfailing:
 
 
 def run(main: Callable[[], None], needs_output: bool = True) -> None:
-    """Run a script's main(); a UserError becomes one line on stderr and exit code 2. Bugs keep their traceback.
+    """Run main() of a script. A UserError becomes one line on stderr and exit code 2.
 
-    needs_output=False: the script's work is in files. It goes on where nobody can read what it prints any more.
+    An unexpected exception, which is a bug, keeps its traceback.
+
+    needs_output: False for a script whose results are files. It continues when its output can no
+    longer be written, for example because the terminal was closed.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:  # it was closed, as by >&-: what is opened next must not take its place
-            handle = os.open(os.devnull, os.O_RDWR)
-            setattr(sys, name, open(handle, "w" if number else "r", closefd=False))
+    open_closed_streams()
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks Chinese shows ?, it does not end the run
+        # A terminal that cannot show a character, such as a Chinese one, prints ? instead.
+        sys.stdout.reconfigure(errors="replace")
     if not needs_output:
         sys.stdout = Unfailing(sys.stdout)
         sys.stderr = Unfailing(sys.stderr)
@@ -91,12 +97,13 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
         rank = os.environ.get("RANK")
         if rank is not None and isinstance(e, OneRankError):
             print(f"error: rank {rank}: {e}", file=sys.stderr)
-        elif os.environ.get("LOCAL_RANK", "0") == "0":  # one line a machine, not one a rank
+        elif os.environ.get("LOCAL_RANK", "0") == "0":  # one line per machine, not one per rank
             print(f"error: {e}", file=sys.stderr)
         else:
-            time.sleep(2)  # torchrun ends all ranks when one has ended: the first is to say it before
+            # torchrun ends all ranks as soon as one has ended. Give rank 0 time to print the error.
+            time.sleep(2)
         sys.exit(2)
-    except BrokenPipeError:  # `python sample.py | head`: the reader has had enough
+    except BrokenPipeError:  # the reader has closed the pipe, as in `python sample.py | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
@@ -109,163 +116,239 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
         sys.exit(2)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Values: from text, or from a config file's Python value, to the type that the field declares
+def open_closed_streams() -> None:
+    """Open /dev/null for each standard stream that was closed before the start (`>&-` in a shell).
+
+    Otherwise the next file that the program opens would get the number of the closed stream, and
+    everything printed would be written into that file.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            handle = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, open(handle, mode, closefd=False))
+
+
+# --------------------------------------------------------------------------------------------------
+# Values: convert text, or a Python value of a config file, into the type that the field declares
 
 
 def accepted(kind: Any) -> str:
-    """How an error message or --help names a type: int, true/false, one of a|b, ..."""
-    if typing.get_origin(kind) is Literal:
-        return "|".join(map(str, typing.get_args(kind)))
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return "|".join(accepted(k) for k in typing.get_args(kind))
-    if typing.get_origin(kind) is tuple:
-        return f"{accepted(typing.get_args(kind)[0])} ..."
+    """Return what an error message or --help says for a type: int, true|false, a|b, text ..."""
+    origin = typing.get_origin(kind)
+    args = typing.get_args(kind)
+    if origin is Literal:
+        return "|".join(map(str, args))
+    if origin in (typing.Union, types.UnionType):
+        return "|".join(accepted(k) for k in args)
+    if origin is tuple:
+        return f"{accepted(args[0])} ..."
     return {bool: "true|false", int: "int", float: "float", str: "text"}[kind]
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """`value` (text from the command line, or a Python value from a config file) as `kind`; ValueError if it is not."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    """Return `value` as the type `kind`.
+
+    value: text from the command line, or a Python value from a config file.
+    Raises ValueError, TypeError or OverflowError if the type does not accept it.
+    """
+    origin = typing.get_origin(kind)
+    args = typing.get_args(kind)
     if origin is Literal:
         for choice in args:
             if value == choice or str(value) == str(choice):
                 return choice
     elif origin in (typing.Union, types.UnionType):
-        for option in args:
+        for option in args:  # the first type that accepts the value
             try:
                 return convert(value, option)
             except ValueError:
                 continue
     elif origin is tuple:
-        if isinstance(value, str | list | tuple):
-            return tuple(convert(v, args[0]) for v in ([value] if isinstance(value, str) else value))
+        items = [value] if isinstance(value, str) else value
+        if isinstance(items, list | tuple):
+            return tuple(convert(item, args[0]) for item in items)
     elif kind is bool:
         if isinstance(value, bool):
             return value
-        if str(value).lower() in ("true", "1", "yes", "on", "false", "0", "no", "off"):
-            return str(value).lower() in ("true", "1", "yes", "on")
-    elif kind in (int, float) and not isinstance(value, bool):
-        if kind is int and not isinstance(value, float):
-            try:
-                number = int(value)  # not by way of float, which has 53 bits
-                if abs(number) < 2**63:  # what numpy and torch can hold
-                    return number
-            except ValueError:
-                pass
+        word = str(value).lower()
+        if word in ("true", "1", "yes", "on"):
+            return True
+        if word in ("false", "0", "no", "off"):
+            return False
+    elif kind is int and not isinstance(value, bool):
+        return to_int(value)
+    elif kind is float and not isinstance(value, bool):
         number = float(value)
-        if kind is float and math.isfinite(number):
+        if math.isfinite(number):
             return number
-        if kind is int and number.is_integer() and abs(number) < 2**63:  # 5e8
-            return int(number)
-    elif kind is str and isinstance(value, str) and "\0" not in value:  # no file can have that name
-        return value
+    elif kind is str and isinstance(value, str):
+        if "\0" not in value:  # no file name can have a NUL
+            return value
+    raise ValueError(value)
+
+
+def to_int(value: Any) -> int:
+    """Return `value` as a whole number. 5e8 and 1_000 are accepted, as text too.
+
+    Raises ValueError if it is not whole, or if it does not fit the 64 bits of numpy and torch.
+    """
+    if not isinstance(value, float):
+        try:
+            number = int(value)  # tried before float, which keeps only 53 bits
+            if abs(number) < 2**63:
+                return number
+        except ValueError:
+            pass
+    number = float(value)
+    if number.is_integer() and abs(number) < 2**63:
+        return int(number)
     raise ValueError(value)
 
 
 def set_value(cls: type, values: dict[str, Any], key: str, value: Any, where: str) -> None:
-    """values[key] = value in the type that cls declares for it, or a UserError that says where and what is accepted."""
+    """Set values[key] = value, converted to the type that cls declares for key.
+
+    where: the source of the value, for the message.
+    Raises UserError if cls has no such setting, or if its type does not accept the value.
+    """
     kinds = typing.get_type_hints(cls)
     if key not in kinds:
         near = difflib.get_close_matches(key, kinds, n=1)
-        raise UserError(
-            f"{where}: unknown setting {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; see --help")
-        )
+        advice = f"did you mean {near[0]!r}?" if near else "see --help"
+        raise UserError(f"{where}: unknown setting {key!r}; {advice}")
     try:
         values[key] = convert(value, kinds[key])
     except (ValueError, TypeError, OverflowError):
-        shown = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."
-        raise UserError(f"{where}: {key}={shown} is not accepted; it takes {accepted(kinds[key])}") from None
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = f"{shown[:77]}..."
+        problem = f"{key}={shown} is not accepted; it takes {accepted(kinds[key])}"
+        raise UserError(f"{where}: {problem}") from None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Sources: config files and the command line
 
 
 def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
-    """Run a config file in a namespace of its own and take its assignments; names that start with _ are its own."""
+    """Run a config file and put its assignments into `values`, except for names that begin with _.
+
+    Raises UserError if the file cannot be run, or if a setting or value is not accepted.
+    """
     try:
         namespace = runpy.run_path(path)
     except OSError as e:
         raise UserError(f"config file {path}: {e.strerror}") from None
     except (Exception, SystemExit) as e:
-        line = e.lineno if isinstance(e, SyntaxError) else e.__traceback__.tb_next and last_line(e, path)
-        raise UserError(f"config file {path}, line {line}: {type(e).__name__}: {' '.join(str(e).split())}") from None
+        line = e.lineno if isinstance(e, SyntaxError) else last_line(e, path)
+        problem = " ".join(str(e).split())
+        where = f"config file {path}, line {line}"
+        raise UserError(f"{where}: {type(e).__name__}: {problem}") from None
     for key, value in namespace.items():
         if not key.startswith("_") and not isinstance(value, types.ModuleType):
             set_value(cls, values, key, value, f"config file {path}")
 
 
 def last_line(error: Exception, path: str) -> int | str:
-    """The line of the config file itself in an error's traceback, whatever it called from there."""
+    """Return the last line of the config file in an error's traceback; "?" if there is none."""
     lines = [f.lineno for f in inspect.getinnerframes(error.__traceback__) if f.filename == path]
     return lines[-1] if lines else "?"
 
 
 def parse(cls: type, argv: list[str] | None = None, doc: str = "") -> Any:
-    """A `cls` from the command line `argv` (default: this process's); --help prints `doc` and the settings."""
+    """Return a `cls` with the settings of the command line `argv` (default: of this process).
+
+    --help prints `doc` and the settings, and ends the program. Raises UserError for every mistake.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     kinds = typing.get_type_hints(cls)
     if "--help" in argv or "-h" in argv:
         print(help_text(cls, doc))
         sys.exit(0)
     values: dict[str, Any] = {}
-    options: list[tuple[str, Any]] = []  # applied after the files, wherever they stand on the line
+    options: list[tuple[str, Any]] = []
     while argv:
         arg = argv.pop(0)
-        if not arg.startswith("--"):
-            if arg.startswith("-") or not arg.endswith(".py"):
-                raise UserError(f"argument {arg!r}: expected config/NAME.py or --key=value; see --help")
+        if arg.startswith("--"):
+            key, equals, value = arg[2:].partition("=")
+            key = key.replace("-", "_")
+            kind = kinds.get(key)
+            if typing.get_origin(kind) is tuple:
+                first = [value] if equals else []
+                # If the option was given before, its earlier values count too.
+                earlier = [v for k, given in options if k == key for v in given]
+                value = earlier + take_list(argv, key, kind, first)
+            elif not equals:
+                value = take_value(argv, key, kind)
+            options.append((key, value))
+        elif arg.endswith(".py") and not arg.startswith("-"):
             read_file(cls, arg, values)
-            continue
-        key, equals, value = arg[2:].partition("=")
-        key = key.replace("-", "_")
-        kind = kinds.get(key)
-        if typing.get_origin(kind) is tuple:  # --input a b c: all that follows up to the next option
-            value = [value] if equals else []
-            while argv and not argv[0].startswith("--"):
-                value.append(argv.pop(0))
-            if not value:
-                raise UserError(f"--{key}: a value is missing; it takes {accepted(kind)}")
-            value = [v for k, before in options if k == key for v in before] + value  # given twice: both count
-        elif not equals:
-            takes_bool = kind is bool or bool in typing.get_args(kind)
-            following = argv[0] if argv and not argv[0].startswith("--") else None
-            if takes_bool and (following is None or following.endswith(".py")):
-                value = True  # --flag, --flag config/x.py
-            elif following is None and key in kinds:
-                raise UserError(f"--{key}: a value is missing; it takes {accepted(kind)}")
-            elif following is not None:
-                value = argv.pop(0)
-        options.append((key, value))
-    for key, value in options:
+        else:
+            expected = "expected config/NAME.py or --key=value; see --help"
+            raise UserError(f"argument {arg!r}: {expected}")
+    for key, value in options:  # after all files, wherever the options stand on the command line
         set_value(cls, values, key, value, f"--{key}")
     config = cls(**values)
-    if problems := getattr(config, "problems", list)():
+    problems = config.problems() if hasattr(config, "problems") else []
+    if problems:
         raise UserError("; ".join(problems))
     return config
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Showing: --help, and what a run was changed to
+def take_list(argv: list[str], key: str, kind: Any, first: list[str]) -> list[str]:
+    """Return the values of an option such as `--input a b c`, and remove them from argv.
+
+    They are `first` and all arguments before the next option. Raises UserError if there are none.
+    """
+    found = list(first)
+    while argv and not argv[0].startswith("--"):
+        found.append(argv.pop(0))
+    if not found:
+        raise UserError(f"--{key}: a value is missing; it takes {accepted(kind)}")
+    return found
+
+
+def take_value(argv: list[str], key: str, kind: Any) -> Any:
+    """Return the value of an option that was given without `=`, and remove it from argv.
+
+    A setting that accepts true or false may stand alone (`--compile`) or in front of a config file
+    (`--compile config/demo.py`): its value is then True.
+    Raises UserError if the value is missing. If kind is None, the setting is unknown, and set_value
+    will report that.
+    """
+    following = argv[0] if argv and not argv[0].startswith("--") else None
+    takes_bool = kind is bool or bool in typing.get_args(kind)
+    if takes_bool and (following is None or following.endswith(".py")):
+        return True
+    if following is not None:
+        return argv.pop(0)
+    if kind is not None:
+        raise UserError(f"--{key}: a value is missing; it takes {accepted(kind)}")
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------
+# Output: the text of --help, and the settings that differ from the defaults
 
 
 def help_text(cls: type, doc: str) -> str:
-    """The settings in the groups, and with the comments, of the dataclass's own source."""
-    out, kinds = (
-        [doc.strip(), "\nSettings (--key=value, or an assignment in a config file):"],
-        typing.get_type_hints(cls),
-    )
+    """Return `doc` and the settings, with the groups and comments of the dataclass's source."""
+    out = [doc.strip(), "\nSettings (--key=value, or an assignment in a config file):"]
+    kinds = typing.get_type_hints(cls)
     for line in inspect.getsource(cls).splitlines():
-        if heading := re.fullmatch(r"\s+# -+ (.+?) -+", line):
+        heading = re.fullmatch(r"\s+# -+ (.+?) -+", line)
+        field = re.match(r"    (\w+): .+? = (.+?)(?:  # (.*))?$", line)
+        if heading:
             out.append(f"\n{heading[1]}")
-        elif (found := re.match(r"    (\w+): .+? = (.+?)(?:  # (.*))?$", line)) and found[1] in kinds:
-            name, default, comment = found.groups()
-            out.append(f"  --{name + '=' + default.strip(chr(34)):<30} {comment or ''} [{accepted(kinds[name])}]")
+        elif field and field[1] in kinds:
+            name, default, comment = field.groups()
+            default = default.strip('"')
+            option = f"--{name}={default}"
+            out.append(f"  {option:<32} {comment or ''} [{accepted(kinds[name])}]")
     return "\n".join(out)
 
 
 def changes(config: Any) -> dict[str, Any]:
-    """The settings that differ from the defaults."""
+    """Return the settings that differ from the defaults."""
     fields = dataclasses.fields(config)
     return {f.name: getattr(config, f.name) for f in fields if getattr(config, f.name) != f.default}

@@ -1,10 +1,23 @@
-"""A GPT in one file: architecture, initialisation, generation and accounting.
+"""A GPT in one file: architecture, initialisation, text generation and accounting.
 
-    tokens (B, T) -> wte (+ wpe) -> x --+--> norm_1 -> attention --(+)--> norm_2 -> mlp --(+)--> ... -> norm_f -> lm_head
-                                        |          n_layer times |          |             |
-                                        +------------------------+          +-------------+   the residual stream (B, T, C)
+A GPT reads a sequence of token ids. At each position it predicts which token comes next.
 
-Shapes: B batch, T sequence, C = n_embd, nh = n_head, nkv = n_kv_head, hs = head_dim, V = vocab_size.
+    token ids (B, T)
+        |
+    wte (+ wpe)                        a vector for each token; gpt2 adds one for its position
+        |
+        x (B, T, C)                    the residual stream, to which n_layer blocks add:
+        +----> norm_1 -> attention ----+
+        |                              |   attention moves information between positions
+        x <----------- add ------------+
+        +----> norm_2 -> mlp ----------+
+        |                              |   the MLP works on each position alone
+        x <----------- add ------------+
+        |
+    norm_f -> lm_head                  logits (B, T, V): a score for each token of the vocabulary
+
+Shapes are written with these letters: B sequences in a batch, T tokens in a sequence, C = n_embd,
+nh = n_head, nkv = n_kv_head, hs = head_dim, V = vocab_size.
 
                positions         norm        mlp       attention                 in Hugging Face
     gpt2       learned           LayerNorm   GELU      one k, v for each head    GPT2LMHeadModel
@@ -14,181 +27,224 @@ Shapes: B batch, T sequence, C = n_embd, nh = n_head, nkv = n_kv_head, hs = head
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
+# These functions compute the usual formulas, in a faster way on some machines. This file states
+# each formula where it is used, so you do not need to read hardware/kernels.py.
 from hardware.kernels import attend, attend_past, cross_entropy, decoding_step, linear
 
 PRESETS = {
-    "gpt2": dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False, tie_embeddings=True),
-    "llama": dict(pos="rope", norm="rmsnorm", mlp="swiglu", bias=False, qk_norm=False, tie_embeddings=False),
-    "qwen3": dict(pos="rope", norm="rmsnorm", mlp="swiglu", bias=False, qk_norm=True, tie_embeddings=False),
+    "gpt2": dict(
+        pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False, tie_embeddings=True
+    ),
+    "llama": dict(
+        pos="rope", norm="rmsnorm", mlp="swiglu", bias=False, qk_norm=False, tie_embeddings=False
+    ),
+    "qwen3": dict(
+        pos="rope", norm="rmsnorm", mlp="swiglu", bias=False, qk_norm=True, tie_embeddings=False
+    ),
 }
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `number`."""
+    return (number + multiple - 1) // multiple * multiple
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The architecture. A preset is a set of switches: GPTConfig(**PRESETS["llama"], n_layer=8, ...)."""
+    """The architecture. A preset sets its switches: GPTConfig(**PRESETS["llama"], n_layer=8, ...).
+
+    Raises ValueError if a number is not positive or the numbers do not fit together.
+    """
 
     vocab_size: int = 50257
     block_size: int = 1024  # the longest sequence, in tokens
-    n_layer: int = 12
-    n_head: int = 12
-    n_kv_head: int = 0  # key/value heads (GQA); 0: n_head
-    n_embd: int = 768
-    head_dim: int = 0  # 0: n_embd / n_head
-    d_ff: int = 0  # width inside the MLP; 0: 4 n_embd, for swiglu 8/3 n_embd rounded up to a multiple of 64
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # query heads
+    n_kv_head: int = 0  # key/value heads: fewer than n_head is GQA; 0: n_head
+    n_embd: int = 768  # width of the residual stream
+    head_dim: int = 0  # width of one head; 0: n_embd / n_head
+    # Width inside the MLP. 0: 4 n_embd; for swiglu 8/3 n_embd, rounded up to a multiple of 64.
+    d_ff: int = 0
     pos: Literal["learned", "rope"] = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    mlp: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"  # OpenAI's GPT-2 has gelu_tanh, an approximation
+    # gelu_tanh is an approximation of gelu. OpenAI's GPT-2 used it.
+    mlp: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
     bias: bool = True  # in linear layers and LayerNorm
     qk_norm: bool = False  # RMSNorm over each head's query and key
     tie_embeddings: bool = True  # lm_head shares the weights of wte
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0  # base of RoPE's frequencies
+    norm_eps: float = 1e-5  # added to the variance (RMSNorm: the mean square) before its root
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        def default(name: str, value: int) -> None:  # a frozen dataclass resolves its own defaults this way
-            if not getattr(self, name):
-                object.__setattr__(self, name, value)
-
-        if problems := [f"{f.name} must be positive" for f in fields(self)[:4] if getattr(self, f.name) < 1]:
+        """Check the numbers, and replace each 0 by the value that it stands for."""
+        must_be_positive = ("vocab_size", "block_size", "n_layer", "n_head")
+        problems = [f"{k} must be positive" for k in must_be_positive if getattr(self, k) < 1]
+        if problems:
             raise ValueError("; ".join(problems))
-        default("n_kv_head", self.n_head)
+        self._replace_zero("n_kv_head", self.n_head)
         if not self.head_dim and self.n_embd % self.n_head:
-            raise ValueError(
-                f"n_embd={self.n_embd} does not divide by n_head={self.n_head}: change one, or set head_dim"
-            )
-        default("head_dim", self.n_embd // self.n_head)
-        default("d_ff", -(-8 * self.n_embd // 3 // 64) * 64 if self.mlp == "swiglu" else 4 * self.n_embd)
+            problem = f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}"
+            raise ValueError(f"{problem}: change one of them, or set head_dim")
+        self._replace_zero("head_dim", self.n_embd // self.n_head)
+        if self.mlp == "swiglu":
+            self._replace_zero("d_ff", round_up(8 * self.n_embd // 3, 64))
+        else:
+            self._replace_zero("d_ff", 4 * self.n_embd)
         if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}")
+            problem = f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}"
+            raise ValueError(problem)
         if self.pos == "rope" and self.head_dim % 2:
-            raise ValueError(f"rope turns pairs of numbers: head_dim={self.head_dim} must be even")
+            problem = f"head_dim={self.head_dim} must be even"
+            raise ValueError(f"rope rotates pairs of numbers: {problem}")
+
+    def _replace_zero(self, name: str, value: int) -> None:
+        if not getattr(self, name):
+            object.__setattr__(self, name, value)  # a frozen dataclass refuses self.name = value
 
     @property
     def padded_vocab_size(self) -> int:
-        """vocab_size rounded up to a multiple of 128, which matrix units like; the padding can never be sampled."""
-        return -(-self.vocab_size // 128) * 128
+        """vocab_size rounded up to a multiple of 128, a size that suits matrix units.
+
+        The padding gets no gradient and can never be sampled.
+        """
+        return round_up(self.vocab_size, 128)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pieces
+# --------------------------------------------------------------------------------------------------
+# Layers
 
 
 class Linear(nn.Linear):
+    """x (..., K) -> x @ weight.T + bias (..., N)."""
+
     def reset_parameters(self) -> None:
-        """0 until GPT.init_weights draws them: torch's own draw would be thrown away, seconds of a start on a CPU."""
+        """Set the parameters to 0, when nn.Linear's constructor calls this.
+
+        PyTorch's own version would draw random weights, which takes seconds on a CPU. They would be
+        wasted, since GPT.init_weights draws the weights later.
+        """
         for p in self.parameters():
             nn.init.zeros_(p)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
+    """Token ids (...) -> their rows of weight (..., C)."""
+
     reset_parameters = Linear.reset_parameters
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, with the weight in the input's dtype: the fused kernel wants them alike."""
+    """x (..., n) -> x / sqrt(mean(x²) + eps) * weight, with the mean over n (arXiv 1910.07467)."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, enabled=False):  # CUDA's makes both fp32, from torch 2.12 on
+    def forward(self, x: Tensor) -> Tensor:
+        # The fused kernel needs x and weight in one dtype. CUDA's autocast (torch 2.12 and later)
+        # would turn both into fp32, so it is switched off here.
+        with torch.autocast(x.device.type, enabled=False):
             return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def make_norm(c: GPTConfig) -> nn.Module:
-    return nn.LayerNorm(c.n_embd, c.norm_eps, bias=c.bias) if c.norm == "layernorm" else RMSNorm(c.n_embd, c.norm_eps)
+    """Return RMSNorm, or LayerNorm, which also subtracts the mean (arXiv 1607.06450)."""
+    if c.norm == "layernorm":
+        return nn.LayerNorm(c.n_embd, c.norm_eps, bias=c.bias)
+    return RMSNorm(c.n_embd, c.norm_eps)
 
 
-def rope_table(c: GPTConfig) -> torch.Tensor:
-    """cos and sin of every position's rotation, (2, block_size, 1, hs) fp32. RoFormer, arXiv 2104.09864, eq. 34.
+def rope_table(c: GPTConfig) -> Tensor:
+    """Return cos and sin of the rotation angle of every position, (2, block_size, 1, hs) in fp32.
 
-    By numpy: the first cos of a process in torch is now and then wrong by 1e-4 on a CPU (bench/LOG.md), and a resumed run
-    would not be bit-identical.
+    At position t, pair i of a head's numbers is rotated by the angle t * rope_theta^(-2i / hs), for
+    i = 0 ... hs/2 - 1 (RoFormer, arXiv 2104.09864, eq. 34).
+
+    The table is computed by numpy. On a CPU, the first cos that a process computes with torch is
+    sometimes wrong by 1e-4 (bench/LOG.md). A resumed run would then not be bit-identical.
     """
     freq = c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)  # (hs/2,)
-    angle = np.tile(np.outer(np.arange(c.block_size), freq), 2)  # (block_size, hs)
-    return torch.from_numpy(np.stack((np.cos(angle), np.sin(angle)))[:, :, None].astype(np.float32))
+    angle = np.outer(np.arange(c.block_size), freq)  # (block_size, hs/2)
+    angle = np.tile(angle, 2)  # (block_size, hs): numbers i and i + hs/2 are a pair, with one angle
+    table = np.stack((np.cos(angle), np.sin(angle)))  # (2, block_size, hs)
+    return torch.from_numpy(table[:, :, None].astype(np.float32))
 
 
-def rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Rotate x (B, T, n, hs) by rope (2, T, 1, hs), pairing dimension i with i + hs/2 as Hugging Face's Llama does.
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate queries or keys x (B, T, n, hs) by the angles of rope (2, T, 1, hs); return fp32.
 
-    In fp32: bf16 has too few bits for the angles of far positions. torch.compile fuses the casts away.
+    A pair (a, b) becomes (a cos - b sin, b cos + a sin). The product of a query and a key then
+    depends on the distance of their positions, but not on the positions themselves. The numbers i
+    and i + hs/2 are a pair, as in Hugging Face's Llama.
+
+    The rotation is in fp32, because bf16 has too few bits for the angles of far positions.
+    torch.compile fuses the casts away.
     """
-    cos, sin = rope
-    a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-b, a), dim=-1) * sin  # promoted to the table's fp32
-
-
-class KVCache:
-    """Keys and values of the tokens seen so far, preallocated: two tensors of (n_layer, B, nkv, room, hs).
-
-    In a step that is recorded as a CUDA graph nothing may depend on how many there are: the next token's place is a tensor then,
-    `position` (1,), and attention goes over all the room, with a mask (1, 1, 1, room), -inf for what is not filled.
-    """
-
-    def __init__(self, c: GPTConfig, batch: int, room: int, device: torch.device, dtype: torch.dtype):
-        shape = (2, c.n_layer, batch, c.n_kv_head, room, c.head_dim)
-        self.k, self.v = torch.zeros(shape, device=device, dtype=dtype)  # not empty: masked, a NaN would still be one
-        self.length, self.position, self.mask = 0, None, None
-
-    def fix(self, position: torch.Tensor) -> None:
-        """Have the next step write at `position`, whatever number that will be when the step is replayed."""
-        self.position = position
-        ahead = torch.arange(self.k.size(3), device=position.device) > position
-        self.mask = torch.zeros_like(ahead, dtype=self.k.dtype).masked_fill(ahead, -math.inf)[None, None, None]
-
-    def extend(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write k, v (B, nkv, T, hs) behind what the layer holds; return all of its keys and values."""
-        if self.position is not None:
-            return self.k[layer].index_copy_(2, self.position, k), self.v[layer].index_copy_(2, self.position, v)
-        end = self.length + k.size(2)
-        self.k[layer, :, :, self.length : end], self.v[layer, :, :, self.length : end] = k, v
-        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+    cos, sin = rope  # (T, 1, hs) each
+    a, b = x.chunk(2, dim=-1)  # (B, T, n, hs/2) each
+    return x * cos + torch.cat((-b, a), dim=-1) * sin  # fp32, since cos and sin are fp32
 
 
 class Attention(nn.Module):
-    """Causal self-attention: nh query heads over nkv key/value heads."""
+    """Causal self-attention: nh query heads over nkv key/value heads.
+
+    Each head computes softmax(q k^T / sqrt(hs) + mask) v (arXiv 1706.03762, eq. 1). The mask is
+    -inf where a key comes after the query, and 0 elsewhere: no position sees the future. If
+    nkv < nh, each key/value head serves nh / nkv query heads (GQA, arXiv 2305.13245).
+    """
 
     def __init__(self, c: GPTConfig, layer: int):
         super().__init__()
-        self.heads, self.head_dim, self.dropout = (c.n_head, c.n_kv_head, c.n_kv_head), c.head_dim, c.dropout
-        self.layer = layer
+        self.layer = layer  # the index of this layer's keys and values in a KVCache
+        self.heads = (c.n_head, c.n_kv_head, c.n_kv_head)  # of q, k and v
+        self.head_dim = c.head_dim
+        self.dropout = c.dropout
         self.qkv = Linear(c.n_embd, sum(self.heads) * c.head_dim, bias=c.bias)
         self.proj = Linear(c.n_head * c.head_dim, c.n_embd, bias=c.bias)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
 
-    def forward(self, x: torch.Tensor, rope: torch.Tensor | None, cache: KVCache | None) -> torch.Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None") -> Tensor:
+        """x (B, T, C) -> (B, T, C). The cache serves text generation; in training it is None."""
         B, T, _ = x.shape
-        q, k, v = self.qkv(x).view(B, T, -1, self.head_dim).split(self.heads, dim=2)  # (B, T, nh or nkv, hs)
+        # One product computes all heads of q, k and v: (B, T, nh + 2 nkv, hs).
+        q, k, v = self.qkv(x).view(B, T, -1, self.head_dim).split(self.heads, dim=2)
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)  # (B, T, nh, hs)
+            k = self.k_norm(k)  # (B, T, nkv, hs)
         if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
-        q, k, v = q.to(v.dtype).transpose(1, 2), k.to(v.dtype).transpose(1, 2), v.transpose(1, 2)  # (B, n, T, hs)
+            q = rotate(q, rope)
+            k = rotate(k, rope)
+        q = q.to(v.dtype).transpose(1, 2)  # (B, nh, T, hs)
+        k = k.to(v.dtype).transpose(1, 2)  # (B, nkv, T, hs)
+        v = v.transpose(1, 2)  # (B, nkv, T, hs)
+
         if cache is not None:
-            k, v = cache.extend(self.layer, k, v)
+            k, v = cache.extend(self.layer, k, v)  # (B, nkv, past + T, hs) each
         if cache is not None and T == 1:
-            y = attend_past(q, k, v, cache.mask)
+            y = attend_past(q, k, v, cache.mask)  # (B, nh, 1, hs): the newest token sees all tokens
         else:
-            if k.size(1) < q.size(1):  # not enable_gqa: on a V100 that falls back to the T x T matrix
-                k, v = (t.repeat_interleave(q.size(1) // k.size(1), dim=1) for t in (k, v))
-            y = attend(q, k, v, self.dropout if self.training else 0.0)
-        return self.proj(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, C)
+            # Repeat each key/value head for the query heads of its group. With enable_gqa=True the
+            # copies are not needed, but a V100 then uses a kernel that stores the T x T matrix.
+            group = q.size(1) // k.size(1)
+            if group > 1:
+                k = k.repeat_interleave(group, dim=1)  # (B, nh, T, hs)
+                v = v.repeat_interleave(group, dim=1)
+            y = attend(q, k, v, self.dropout if self.training else 0.0)  # (B, nh, T, hs)
+        return self.proj(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, nh * hs) -> (B, T, C)
 
 
 class MLP(nn.Module):
-    """GELU: down(gelu(up x)); SwiGLU: down(silu(gate x) * up x) (arXiv 2002.05202)."""
+    """GELU: down(gelu(up(x))). SwiGLU: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
     def __init__(self, c: GPTConfig):
         super().__init__()
@@ -197,29 +253,36 @@ class MLP(nn.Module):
         self.up_proj = Linear(c.n_embd, c.d_ff, bias=c.bias)
         self.down_proj = Linear(c.d_ff, c.n_embd, bias=c.bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, C) -> (B, T, d_ff) -> (B, T, C)."""
         if self.gate_proj is not None:
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return self.down_proj(F.gelu(self.up_proj(x), approximate=self.approximate))
 
 
 class Block(nn.Module):
+    """Attention, then an MLP. Each reads the normalised residual stream and adds its result."""
+
     def __init__(self, c: GPTConfig, layer: int):
         super().__init__()
-        self.norm_1, self.attn = make_norm(c), Attention(c, layer)
-        self.norm_2, self.mlp = make_norm(c), MLP(c)
+        self.norm_1 = make_norm(c)
+        self.attn = Attention(c, layer)
+        self.norm_2 = make_norm(c)
+        self.mlp = MLP(c)
         self.dropout = nn.Dropout(c.dropout)
 
-    def forward(self, x: torch.Tensor, rope: torch.Tensor | None, cache: KVCache | None) -> torch.Tensor:
-        x = x + self.dropout(self.attn(self.norm_1(x), rope, cache))
+    def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None") -> Tensor:
+        x = x + self.dropout(self.attn(self.norm_1(x), rope, cache))  # (B, T, C)
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The model
 
 
 class GPT(nn.Module):
+    """Embeddings, n_layer blocks, a last norm, and the head that computes the logits."""
+
     def __init__(self, c: GPTConfig):
         super().__init__()
         self.config = c
@@ -228,45 +291,61 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.n_layer))
         self.norm_f = make_norm(c)
-        self.lm_head = Linear(c.n_embd, c.padded_vocab_size, bias=False, device="meta" if c.tie_embeddings else None)
+        # A tied head takes the matrix of wte. Its own would be wasted, so it is made on the device
+        # "meta", where it has a shape but no memory.
+        device = "meta" if c.tie_embeddings else None
+        self.lm_head = Linear(c.n_embd, c.padded_vocab_size, bias=False, device=device)
         if c.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.register_buffer("rope", rope_table(c) if c.pos == "rope" else None, persistent=False)
+        rope = rope_table(c) if c.pos == "rope" else None
+        self.register_buffer("rope", rope, persistent=False)  # not saved: the config determines it
 
     def forward(
         self,
-        idx: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        cache: KVCache | None = None,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        cache: "KVCache | None" = None,
         reduction: Literal["mean", "sum"] = "mean",
-    ) -> torch.Tensor:
-        """With targets (B, T; -1 is ignored): the cross-entropy in nats. Without: the last position's logits (B, V).
+    ) -> Tensor:
+        """Return the loss if targets are given, else the logits (B, V) of the last position.
 
-        idx: token ids (B, T), T <= block_size. With a cache, idx continues what the cache holds: a prompt of any length
-        into an empty one, then one token at a time.
+        idx: token ids (B, T), T <= block_size.
+        targets: the token that follows each token of idx, (B, T); -1: ignore this position.
+        The loss is the cross-entropy -ln p(target) in nats, the mean or sum over the positions.
+        cache: holds the tokens before idx. The first call passes a prompt of any length, each later
+        call one token.
         """
-        T, V = idx.size(1), self.config.vocab_size
-        start = 0 if cache is None else cache.length
-        at = slice(start, start + T) if cache is None or cache.position is None else cache.position
+        T = idx.size(1)
+        V = self.config.vocab_size
+        if cache is not None and cache.position is not None:
+            positions = cache.position  # a tensor: see KVCache
+        else:
+            start = 0 if cache is None else cache.length
+            positions = slice(start, start + T)
+
         x = self.wte(idx)  # (B, T, C)
         if self.wpe is not None:
-            x = x + self.wpe.weight[at]
-        if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
-            x = x.bfloat16()  # autocast leaves the residual stream in fp32: twice the bytes, and no better loss
-        rope = None if self.rope is None else self.rope[:, at]
+            x = x + self.wpe.weight[positions]  # (B, T, C) + (T, C)
+        # Autocast leaves the residual stream in fp32: twice the bytes of bf16, and no better loss.
+        device = x.device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
+            x = x.bfloat16()
+        rope = None if self.rope is None else self.rope[:, positions]  # (2, T, 1, hs)
         x = self.dropout(x)
         for block in self.blocks:
-            x = block(x, rope, cache)
+            x = block(x, rope, cache)  # (B, T, C)
         if cache is not None:
             cache.length += T
-        if targets is None:
-            return self.logits(x[:, -1])[:, :V].float()
-        # (B T, padded V): the largest tensor of all. The loss leaves the padding out, whose rows of the matrix then get no
-        # gradient and stay 0: a checkpoint can do without them.
-        logits, targets = self.logits(x).flatten(0, 1), targets.flatten()
-        return cross_entropy(logits, targets, V, reduction)
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        if targets is None:
+            return self.logits(x[:, -1])[:, :V].float()  # (B, padded V) -> (B, V)
+        # cross_entropy ignores the columns of the padding. Their rows in lm_head therefore get no
+        # gradient and stay 0, and a checkpoint need not store them.
+        logits = self.logits(x).flatten(0, 1)  # (B * T, padded V): the largest tensor of all
+        return cross_entropy(logits, targets.flatten(), V, reduction)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x (..., C) -> (..., padded V). Their softmax over V is the probability of each token."""
         return self.lm_head(self.norm_f(x))
 
     # -- generation --
@@ -274,42 +353,50 @@ class GPT(nn.Module):
     @torch.inference_mode()
     def generate(
         self,
-        idx: torch.Tensor,
+        idx: Tensor,
         max_new_tokens: int,
         temperature: float = 1.0,
         top_k: int = 0,
         top_p: float = 1.0,
         eos_id: int | None = None,
         generator: torch.Generator | None = None,
-    ) -> Iterator[torch.Tensor]:
-        """Continue idx (B, T), yielding the next token of every row, (B,), until all rows have met eos_id.
+    ) -> Iterator[Tensor]:
+        """Continue the texts idx (B, T). Each step yields the next token of every text, (B,).
 
-        A row that has met it goes on yielding it. temperature 0 is greedy. When block_size is full the older half of
-        the context is forgotten, so that one token costs one forward step nearly always.
+        It ends after max_new_tokens steps, or when every text has reached eos_id. A text that has
+        reached it yields eos_id from then on. sample_token explains temperature, top_k and top_p.
+
+        When block_size is full, the older half of the context is dropped, and the younger half goes
+        through the model again. Nearly all steps therefore compute one token only.
+
+        Raises ArithmeticError if the logits are not finite.
         """
         c = self.config
         idx = idx[:, -c.block_size :]
-        room = -(-min(c.block_size, idx.size(1) + max_new_tokens) // 64) * 64  # GPUs like it round
-        cache, step = KVCache(c, idx.size(0), room, idx.device, self.wte.weight.dtype), None
+        room = round_up(min(c.block_size, idx.size(1) + max_new_tokens), 64)  # 64 suits GPUs
+        cache = KVCache(c, idx.size(0), room, idx.device, self.wte.weight.dtype)
+        step = None
         done = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
         for _ in range(max_new_tokens):
             if idx.size(1) > c.block_size:
-                idx, cache.length = idx[:, -max(1, c.block_size // 2) :], 0
+                idx = idx[:, -max(1, c.block_size // 2) :]
+                cache.length = 0
             if cache.length == 0:
-                logits = self(idx, cache=cache)
+                logits = self(idx, cache=cache)  # (B, V)
             else:
-                step = step or decoding_step(self, idx[:, -1:], cache)
+                if step is None:  # step(token) is self(token, cache=cache), recorded on CUDA
+                    step = decoding_step(self, idx[:, -1:], cache)
                 logits = step(idx[:, -1:])
-            token = sample_token(logits, temperature, top_k, top_p, generator)
+            token = sample_token(logits, temperature, top_k, top_p, generator)  # (B,)
             if eos_id is not None:
                 token = torch.where(done, eos_id, token)
                 done = done | (token == eos_id)
-            idx = torch.cat((idx, token[:, None]), dim=1)
-            total, ended = torch.stack((logits.sum(), done.all())).tolist()  # one wait for the device
+            idx = torch.cat((idx, token[:, None]), dim=1)  # (B, T + 1)
+            # One copy brings both numbers from the device: the CPU waits for it once per token.
+            total, ended = torch.stack((logits.sum(), done.all())).tolist()
             if not math.isfinite(total):
-                raise ArithmeticError(
-                    "the model's output is not finite: its weights are damaged, or need another dtype"
-                )
+                problem = "its weights are damaged, or need another dtype"
+                raise ArithmeticError(f"the model's output is not finite: {problem}")
             yield token
             if ended:
                 return
@@ -317,26 +404,33 @@ class GPT(nn.Module):
     # -- initialisation --
 
     def init_weights(self, scheme: str = "gpt2") -> None:
-        """Draw every matrix from N(0, std(role, fan_in, fan_out)²) by a scheme of INIT; biases 0, norm weights 1."""
-        c, std = self.config, INIT[scheme]
-        heads = [n * c.head_dim for n in (c.n_head, c.n_kv_head, c.n_kv_head)]
-        parts = [("embed", self.wte.weight[: c.vocab_size])]
+        """Draw every matrix from N(0, std²), with the std that `scheme`, a key of INIT, gives it.
+
+        Embeddings have std 0.02 in every scheme. Biases are 0, and the weights of norms are 1.
+        """
+        c = self.config
+        std_of = INIT[scheme]
+        rows = [n * c.head_dim for n in (c.n_head, c.n_kv_head, c.n_kv_head)]  # of q, k, v in qkv
+        matrices = [("embed", self.wte.weight[: c.vocab_size])]  # in the order of drawing
         if self.wpe is not None:
-            parts.append(("embed", self.wpe.weight))
+            matrices.append(("embed", self.wpe.weight))
         for block in self.blocks:
-            parts += zip(("query", "key", "value"), block.attn.qkv.weight.split(heads), strict=True)
-            parts.append(("out", block.attn.proj.weight))
+            query, key, value = block.attn.qkv.weight.split(rows)
+            matrices += [("query", query), ("key", key), ("value", value)]
+            matrices.append(("out", block.attn.proj.weight))
             if block.mlp.gate_proj is not None:
-                parts.append(("up", block.mlp.gate_proj.weight))
-            parts += [("up", block.mlp.up_proj.weight), ("down", block.mlp.down_proj.weight)]
+                matrices.append(("up", block.mlp.gate_proj.weight))
+            matrices.append(("up", block.mlp.up_proj.weight))
+            matrices.append(("down", block.mlp.down_proj.weight))
         if not c.tie_embeddings:
-            parts.append(("head", self.lm_head.weight[: c.vocab_size]))
+            matrices.append(("head", self.lm_head.weight[: c.vocab_size]))
         with torch.no_grad():
-            self.wte.weight.zero_()  # the padding's rows stay 0
+            self.wte.weight.zero_()  # the rows of the padding stay 0
             self.lm_head.weight.zero_()
-            for role, weight in parts:
-                i, o = weight.size(1), weight.size(0)
-                weight.normal_(0.0, 0.02 if role == "embed" else std(role, i, o, c.n_layer))
+            for role, weight in matrices:
+                fan_out, fan_in = weight.shape
+                std = 0.02 if role == "embed" else std_of(role, fan_in, fan_out, c.n_layer)
+                weight.normal_(0.0, std)
             for name, p in self.named_parameters():
                 if p.dim() == 1:
                     p.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -344,7 +438,7 @@ class GPT(nn.Module):
     # -- accounting: one definition for train.py, bench/ and tests/ --
 
     def param_groups(self, weight_decay: float) -> list[dict]:
-        """Matrices and embeddings are decayed; biases and norm weights are not."""
+        """Return two groups for AdamW: matrices and embeddings decay, biases and norms do not."""
         params = list(self.parameters())
         return [
             {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
@@ -352,113 +446,189 @@ class GPT(nn.Module):
         ]
 
     def num_params(self) -> dict[str, int]:
-        """Parameters, without the vocabulary's padding: total; embedding (look-ups only); matmul.
+        """Return the numbers of parameters, without the padding of the vocabulary.
 
-        matmul are those that take part in a matrix product, lm_head included whether tied or not.
+        total: all of them. embedding: wte and wpe, where rows are looked up. matmul: the weights
+        (without biases) of all linear layers, including lm_head whether it is tied or not.
         """
         c = self.config
         padding = (c.padded_vocab_size - c.vocab_size) * c.n_embd
-        total = sum(p.numel() for p in self.parameters()) - padding * (1 if c.tie_embeddings else 2)
-        matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear)) - padding
+        padded_matrices = 1 if c.tie_embeddings else 2  # wte, and lm_head if it has its own matrix
+        total = sum(p.numel() for p in self.parameters()) - padded_matrices * padding
         positions = 0 if self.wpe is None else self.wpe.weight.numel()
-        return {"total": total, "embedding": c.vocab_size * c.n_embd + positions, "matmul": matmul}
+        embedding = c.vocab_size * c.n_embd + positions
+        linear_layers = (m for m in self.modules() if isinstance(m, nn.Linear))
+        matmul = sum(m.weight.numel() for m in linear_layers) - padding
+        return {"total": total, "embedding": embedding, "matmul": matmul}
 
     def flops_per_token(self, T: int) -> int:
-        """Model FLOPs of a token's forward and backward: 6 N_matmul + 12 n_layer nh hs T. PaLM, arXiv 2204.02311, app. B.
+        """Return the FLOPs of the model per token, forward and backward, in sequences of T tokens.
 
-        Attention counts the full T x T; work that is done twice (recomputation) is not counted.
+        6 N_matmul + 12 n_layer nh hs T (PaLM, arXiv 2204.02311, appendix B). Each weight takes a
+        multiplication and an addition in the forward pass, and twice as many in the backward pass.
+        Attention is counted with the full T x T matrix. Work that is recomputed is counted once.
         """
         c = self.config
         return 6 * self.num_params()["matmul"] + 12 * c.n_layer * c.n_head * c.head_dim * T
 
 
+# --------------------------------------------------------------------------------------------------
+# Generation: a memory of keys and values, and the choice of the next token
+
+
+class KVCache:
+    """The keys and values of the tokens so far, so that a new token passes through the model alone.
+
+    k and v, (n_layer, B, nkv, room, hs) each, are allocated once. They hold `length` tokens.
+
+    On CUDA, decoding_step() records one step as a CUDA graph and replays it for every token. A
+    replay repeats each number that came from Python, such as a length. So the place of the new
+    token is then a tensor, `position` (1,), and attention goes over the whole room, with `mask`
+    (1, 1, 1, room), which is -inf where no token is stored yet.
+    """
+
+    def __init__(
+        self, c: GPTConfig, batch: int, room: int, device: torch.device, dtype: torch.dtype
+    ):
+        shape = (2, c.n_layer, batch, c.n_kv_head, room, c.head_dim)
+        # Not torch.empty: it may contain NaN, and a masked NaN is still NaN.
+        self.k, self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.length = 0
+        self.position = None
+        self.mask = None
+
+    def fix(self, position: Tensor) -> None:
+        """Let the next step write at `position`, which may hold another number in each replay."""
+        self.position = position
+        ahead = torch.arange(self.k.size(3), device=position.device) > position  # (room,)
+        mask = torch.zeros_like(ahead, dtype=self.k.dtype).masked_fill(ahead, -math.inf)
+        self.mask = mask[None, None, None]  # (1, 1, 1, room)
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append k, v (B, nkv, T, hs) to a layer's; return all its keys and values.
+
+        They are (B, nkv, length + T, hs) each, or (B, nkv, room, hs) if position is set.
+        """
+        if self.position is not None:
+            all_k = self.k[layer].index_copy_(2, self.position, k)
+            all_v = self.v[layer].index_copy_(2, self.position, v)
+            return all_k, all_v
+        end = self.length + k.size(2)
+        self.k[layer, :, :, self.length : end] = k
+        self.v[layer, :, :, self.length : end] = v
+        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+
+
 def sample_token(
-    logits: torch.Tensor,
+    logits: Tensor,
     temperature: float,
     top_k: int = 0,
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
-) -> torch.Tensor:
-    """One token id a row, (B,), from logits (B, V). top_p: the fewest tokens whose probability reaches it (nucleus)."""
+) -> Tensor:
+    """Draw a token id (B,) from softmax(logits / temperature), for each row of logits (B, V).
+
+    temperature 0: take the likeliest token. top_k > 0: draw from the top_k likeliest tokens only.
+    top_p < 1: draw from the likeliest only, as many as it takes to reach the probability top_p
+    (nucleus sampling).
+    """
     if temperature == 0:
         return logits.argmax(dim=-1)
-    exact = torch.float32 if logits.device.type == "mps" else torch.float64  # for the sums of V small numbers
-    ids = None
+    ids = None  # the token of each column; None: column i is token i
     if 0 < top_k < logits.size(-1):
-        logits, ids = logits.topk(top_k)  # (B, top_k), the likeliest first
-    p = (logits / temperature).softmax(-1)  # (B, V or top_k)
+        logits, ids = logits.topk(top_k)  # (B, top_k) each, the likeliest first
+    probs = (logits / temperature).softmax(-1)  # (B, V) or (B, top_k)
     if ids is None and top_p < 1.0:
-        likeliest, ids = p.topk(min(1024, p.size(-1)))  # nearly always enough: to sort all V takes six times as long
-        p, ids = p.sort(descending=True) if (likeliest.sum(-1) < top_p).any() else (likeliest, ids)
-    sums = p.cumsum(-1, dtype=exact)
-    mass = sums[:, -1:]  # what is left to choose from
+        # The 1,024 likeliest nearly always reach top_p. Sorting all V takes six times as long.
+        likeliest, ids = probs.topk(min(1024, probs.size(-1)))
+        if (likeliest.sum(-1) < top_p).any():
+            probs, ids = probs.sort(descending=True)
+        else:
+            probs = likeliest
+
+    # Draw a number from [0, mass) and choose the first column whose cumulative sum is above it.
+    # The sums of V small numbers need fp64, which mps does not have.
+    exact = torch.float32 if logits.device.type == "mps" else torch.float64
+    sums = probs.cumsum(-1, dtype=exact)  # (B, columns)
+    mass = sums[:, -1:]  # (B, 1)
     if top_p < 1.0:
-        mass = sums.gather(1, (sums < top_p).sum(-1, keepdim=True).clamp(max=p.size(-1) - 1))
-    dice = torch.rand(mass.shape, dtype=exact, device=mass.device, generator=generator) * mass
-    dice = dice.clamp(max=torch.nextafter(mass, mass - 1))
-    chosen = torch.searchsorted(sums, dice, right=True)  # the first sum above it
-    if ids is not None:  # of NaNs, none is above it: a GPU would not survive that index
+        last = (sums < top_p).sum(-1, keepdim=True)  # the first column whose sum reaches top_p
+        mass = sums.gather(1, last.clamp(max=probs.size(-1) - 1))
+    drawn = torch.rand(mass.shape, dtype=exact, device=mass.device, generator=generator) * mass
+    drawn = drawn.clamp(max=torch.nextafter(mass, mass - 1))  # the product may round up to mass
+    chosen = torch.searchsorted(sums, drawn, right=True)  # (B, 1)
+    if ids is not None:
+        # If the logits are NaN, no sum is above the drawn number, and `chosen` is out of range.
+        # Such an index stops a GPU with an error before generate() can report the NaN.
         chosen = ids.gather(1, chosen.clamp(max=ids.size(1) - 1))
     return chosen.squeeze(1)
 
 
-# ---------------------------------------------------------------------------------------------------
-# Initialisation schemes: the standard deviation of a matrix that is no embedding (those have 0.02), from
-# its role, fan_in i, fan_out o and the depth L. Roles: query, key, value, up (they read the residual
-# stream); out, down (they write to it); head.
+# --------------------------------------------------------------------------------------------------
+# Initialisation schemes
+#
+# Each function returns the standard deviation of a matrix. Its arguments are the matrix's role, its
+# fan_in i (columns), its fan_out o (rows), and the depth L = n_layer. The roles are
+#     query, key, value, up    which read the residual stream (up: SwiGLU's gate too)
+#     out, down                which write to the residual stream
+#     head                     which is lm_head, unless it is tied to wte
+# Embeddings have 0.02 in every scheme (GPT.init_weights).
 
 WRITES = ("out", "down")
 
 
 def init_gpt2(role: str, i: int, o: int, L: int) -> float:
-    """0.02, and 0.02 / sqrt(2 L) into the residual stream, whose variance then does not grow with depth.
+    """0.02 for what reads the residual stream, 0.02 / sqrt(2 L) for what writes to it.
 
-    GPT-2 report, section 2.3.
+    2 L matrices add to the stream. With this factor its variance does not grow with the depth.
+    Source: GPT-2 report (Radford et al. 2019), section 2.3.
     """
     return 0.02 * (2 * L) ** -0.5 if role in WRITES else 0.02
 
 
 def init_llama(role: str, i: int, o: int, L: int) -> float:
-    """0.02 everywhere: initializer_range of Hugging Face's Llama and Qwen3."""
+    """0.02 for every matrix. Source: initializer_range of Hugging Face's Llama and Qwen3."""
     return 0.02
 
 
 def init_xavier(role: str, i: int, o: int, L: int) -> float:
-    """sqrt(2 / (i + o)). Glorot and Bengio 2010, eq. 12."""
+    """sqrt(2 / (i + o)). Source: Glorot and Bengio 2010, eq. 12."""
     return math.sqrt(2 / (i + o))
 
 
 def init_kaiming(role: str, i: int, o: int, L: int) -> float:
-    """sqrt(2 / i). He et al. 2015, arXiv 1502.01852, eq. 10."""
+    """sqrt(2 / i). Source: He et al. 2015, arXiv 1502.01852, eq. 10."""
     return math.sqrt(2 / i)
 
 
 def init_lecun(role: str, i: int, o: int, L: int) -> float:
-    """sqrt(1 / i). LeCun et al. 1998, Efficient BackProp, eq. 16."""
+    """sqrt(1 / i). Source: LeCun et al. 1998, Efficient BackProp, eq. 16."""
     return math.sqrt(1 / i)
 
 
 def init_small(role: str, i: int, o: int, L: int) -> float:
-    """SmallInit, sqrt(2 / 5 d). Nguyen and Salazar 2019, arXiv 1910.05895, section 2.2.
+    """sqrt(2 / (5 d)), SmallInit. d is n_embd in the source; here it is the smaller of i and o.
 
-    Their d is n_embd; here it is the smaller fan.
+    Source: Nguyen and Salazar 2019, arXiv 1910.05895, section 2.2.
     """
     return math.sqrt(2 / (5 * min(i, o)))
 
 
 def init_deepnorm(role: str, i: int, o: int, L: int) -> float:
-    """Xavier, times (8 L)^-1/4 for value, out, up and down. DeepNet, arXiv 2203.00555, table 1.
+    """sqrt(2 / (i + o)), times (8 L)^(-1/4) for value, out, up and down.
 
-    Only its initialisation: the residual stream stays pre-norm and unscaled here.
+    Only DeepNet's initialisation is used. Its architecture is not: here the norms stay in front of
+    attention and MLP, and the residual stream is not scaled.
+    Source: DeepNet, arXiv 2203.00555, table 1.
     """
     gain = 1.0 if role in ("query", "key", "head") else (8 * L) ** -0.25
     return gain * math.sqrt(2 / (i + o))
 
 
 def init_zero_proj(role: str, i: int, o: int, L: int) -> float:
-    """LeCun, and 0 into the residual stream: every block starts as the identity.
+    """0 for what writes to the residual stream, LeCun's sqrt(1 / i) for what reads it.
 
-    Fixup, arXiv 1901.09321; ReZero, arXiv 2003.04887.
+    Every block starts as the identity. Source: Fixup, arXiv 1901.09321; ReZero, arXiv 2003.04887.
     """
     return 0.0 if role in WRITES else math.sqrt(1 / i)
 

@@ -1,21 +1,34 @@
-"""Corpora -> data/NAME/: token ids that train.py reads in place, and all that is known about them.
+"""Turn corpora into a data set: data/NAME/ holds the token ids that train.py maps into memory,
+and a description of them.
 
-    python prepare.py                                                   # the demo corpus: this Python's own documentation
-    python prepare.py --input books/ wiki.jsonl.gz --name wiki          # train a SentencePiece tokenizer on it, then encode
+The demo corpus, which is the documentation of this Python, numpy and torch:
+    python prepare.py
+Train a SentencePiece tokenizer on the input, then encode the input with it:
+    python prepare.py --input books/ wiki.jsonl.gz --name wiki
+Use a tokenizer that exists already:
     python prepare.py --input wiki.jsonl.gz --name wiki_gpt2 --tokenizer gpt2
-    zcat dump.gz | python prepare.py --input - --name dump              # standard input, JSON Lines unless --format says
-    torchrun --nproc_per_node=4 prepare.py --input 'crawl/*.jsonl.zst'  # many processes or machines, one data set
-    python prepare.py --inspect data/wiki                               # verify a data set and read in it
-    python prepare.py --inspect out/RUN --step 1200                     # the text that a step of a run trained on
+Read standard input; it is JSON Lines unless --format says otherwise:
+    zcat dump.gz | python prepare.py --input - --name dump
+Make one data set with many processes or machines:
+    torchrun --nproc_per_node=4 prepare.py --input 'crawl/*.jsonl.zst' --name crawl
+Verify a data set and show some of its documents:
+    python prepare.py --inspect data/wiki
+Show the text that one step of a training run trained on:
+    python prepare.py --inspect out/RUN --step 1200
 
-Reads .jsonl (.ndjson), .json (an array, or objects one after the other), .csv, .tsv, .txt (.md) and .parquet, each also
-compressed as .gz, .xz, .bz2 or .zst, in constant memory. A record {title, summary, sections: [{title, content}]} becomes
-`title：summary`, then `title：content。` for each section; {title, content} is one such section; {text}, {content},
-{completion} and {instruction, input, output} are known too, and --fields names others.
+prepare.py reads .jsonl (.ndjson), .json (an array, or objects one after the other), .csv, .tsv,
+.txt (.md) and .parquet. Each of them may be compressed as .gz, .xz, .bz2 or .zst. The memory that
+it needs does not grow with the input.
 
-A run that was killed goes on where it stood when the same command is given again; until the end the data set of before
-stays whole. The result does not depend on the number of workers, processes or interruptions, to the byte.
-Nothing is deleted but files that prepare.py has written itself, in data/NAME and in data/.NAME.tmp.
+These shapes of a record are known. {title, summary, sections: [{title, content}]} becomes
+`title：summary`, followed by `title：content。` for each section. {title, content} is written like
+one such section. {text}, {content}, {completion}, {prompt, completion} and
+{instruction, input, output} are known too. --fields chooses other fields.
+
+If prepare.py is killed, run the same command again: it continues from the work that is finished.
+The old data set stays complete until the new one replaces it. The number of workers, processes
+and interruptions does not change one byte of the result. prepare.py deletes only files that it
+wrote itself, in data/NAME and in data/.NAME.tmp.
 """
 
 import codecs
@@ -41,7 +54,15 @@ from typing import Any, Literal
 import numpy as np
 
 from configurator import OneRankError, UserError, parse, run
-from hardware.disk import file_sha256, json_bytes, remove_only, sealed, sync_to_disk, unseal, write_whole
+from hardware.disk import (
+    file_sha256,
+    json_bytes,
+    remove_only,
+    sealed,
+    sync_to_disk,
+    unseal,
+    write_whole,
+)
 from text.dataset import (
     FORMAT_VERSION,
     document_texts,
@@ -63,53 +84,58 @@ from text.tokenizer import SentencePiece
 from text.windows import run_loader, sample_texts
 from training.plots import read_metrics
 
+InputFormat = Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"]
+
 
 @dataclass(frozen=True)
 class PrepareConfig:
     # ---- Input ----
-    input: tuple[str, ...] = ()  # files, folders, globs, - for standard input; none: the docs of this Python
-    format: Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"] = "auto"  # auto: by the file's name
-    fields: str = ""  # of a record: question,answer or a template '{question} {answer}'; default: the known shapes
-    txt: Literal["file", "block", "line"] = "file"  # a document of a .txt: all of it, a blank-line block, a line
-    encoding: str = "utf-8"  # of all files; gb18030 reads GBK and GB2312 too
-    # ---- Cleaning: off unless asked for, and counted ----
-    min_tokens: int = 0  # leave out shorter documents (the encyclopedia recipe: 6); the eos is not counted
-    dedup: bool = False  # keep only the first of equal documents
-    normalize: Literal["none", "NFC", "NFKC"] = "none"  # Unicode normal form; NFKC also turns ， and １ into , and 1
-    drop_control: bool = False  # remove control characters other than tab and line ends
-    # ---- Bad records: counted and shown ----
-    max_bad: float = 0.01  # more than this share of records that cannot be read is an error
-    strict: bool = False  # the first one is an error
-    max_record_mb: float = 64.0  # million characters (.jsonl: bytes); more is bad, in .csv an error
+    input: tuple[str, ...] = ()  # files, folders, globs, or - for standard input; none: demo corpus
+    format: InputFormat = "auto"  # format of every input file; auto: by the file's name
+    fields: str = ""  # question,answer or a template '{question} {answer}'; default: known shapes
+    txt: Literal["file", "block", "line"] = "file"  # one document per file, block or line of .txt
+    encoding: str = "utf-8"  # of every input file; gb18030 also reads GBK and GB2312
+    # ---- Cleaning: off by default; the report counts what was changed or left out ----
+    min_tokens: int = 0  # leave out documents with fewer tokens (eos not counted); encyclopedias: 6
+    dedup: bool = False  # keep only the first of several equal documents
+    normalize: Literal["none", "NFC", "NFKC"] = "none"  # Unicode form; NFKC also maps ，１ to ,1
+    drop_control: bool = False  # remove control characters except tabs and line ends
+    # ---- Bad records: the report counts them and shows examples ----
+    max_bad: float = 0.01  # stop with an error if a larger share of the records cannot be read
+    strict: bool = False  # stop with an error at the first record that cannot be read
+    max_record_mb: float = 64.0  # million characters (.jsonl: bytes); more is bad (.csv: an error)
     # ---- Output ----
-    name: str = ""  # writes data_dir/NAME/; default: demo, or the first input's name
-    data_dir: str = "data"  # where data sets live
+    name: str = ""  # write the data set to data_dir/NAME/; default: demo, or the first input's name
+    data_dir: str = "data"  # the folder that holds the data sets
     val_fraction: float = 0.01  # share of documents for val.bin, chosen by a hash of the text
     # ---- Tokenizer ----
-    tokenizer: str = "train"  # train: SentencePiece on this input; gpt2, ...; a .model or .tiktoken file; a folder
-    vocab_size: int = 4096  # tokens, for --tokenizer=train
-    train_mb: int = 10  # million characters of random sample to train a tokenizer on; 50 for a large vocabulary
+    tokenizer: str = "train"  # train: SentencePiece; a name (gpt2); a .model or .tiktoken; a folder
+    vocab_size: int = 4096  # number of tokens, for --tokenizer=train
+    train_mb: int = 10  # million characters sampled to train a tokenizer; 50 for a large vocabulary
     # ---- Work ----
-    workers: int = 0  # processes; 0: one for each core
-    shard_mb: float = 64.0  # million characters between two points from which a killed run goes on
+    workers: int = 0  # number of worker processes; 0: one for each core
+    shard_mb: float = 64.0  # million characters between points from which a killed run can continue
     # ---- Inspection: --inspect FOLDER writes nothing ----
-    inspect: str = ""  # a data set to verify and to read in; with --step, a run
-    split: Literal["train", "val"] = "train"  # of the documents to show
-    show: str = "first"  # documents: first, random, or the number of a token
-    count: int = 3  # so many of them
-    step: int = -1  # of the run, counted from 1 as in its log: show the windows that it trained on
+    inspect: str = ""  # a data set to verify and show; with --step, the folder of a run
+    split: Literal["train", "val"] = "train"  # show documents of this split
+    show: str = "first"  # which documents to show: first, random, or the one that holds token N
+    count: int = 3  # number of documents to show
+    step: int = -1  # show what this step of the run trained on; steps count from 1, as in the log
 
     def problems(self) -> list[str]:
+        sizes = min(self.train_mb, self.shard_mb, self.count)
+        plain_name = "/" not in self.name and not self.name.startswith(".")
+        known_show = re.fullmatch(r"first|random|\d+", self.show)
         checks = {
             "val_fraction must be between 0 and 1, both excluded": 0 < self.val_fraction < 1,
             "max_bad must be between 0 and 1": 0 <= self.max_bad <= 1,
             "vocab_size must be at least 300: 256 bytes and a few words": self.vocab_size >= 300,
-            "train_mb, shard_mb and count must be positive": min(self.train_mb, self.shard_mb, self.count) > 0,
+            "train_mb, shard_mb and count must be positive": sizes > 0,
             "max_record_mb must be between 0.001 and 1,000,000": 0.001 <= self.max_record_mb <= 1e6,
-            "steps count from 1": self.step == -1 or self.step > 0,
+            "step must be positive: steps count from 1": self.step == -1 or self.step > 0,
             "workers and min_tokens must not be negative": min(self.workers, self.min_tokens) >= 0,
-            "show must be first, random or the number of a token": re.fullmatch(r"first|random|\d+", self.show),
-            f"name {self.name!r} must be a plain folder name": "/" not in self.name and self.name[:1] != ".",
+            "show must be first, random or the number of a token": known_show,
+            f"name {self.name!r} must be a plain folder name": plain_name,
             f"encoding {self.encoding!r} is unknown": is_encoding(self.encoding),
         }
         return [problem for problem, ok in checks.items() if not ok]
@@ -127,37 +153,41 @@ def cleaning(cfg: PrepareConfig) -> Cleaning:
 
 
 def reader_of(sources: list[Source], cfg: PrepareConfig, file: int = 0, record: int = 0) -> Reader:
-    return Reader(sources, cfg.encoding, cfg.txt, int(cfg.max_record_mb * 1e6), file, record)
+    limit = int(cfg.max_record_mb * 1e6)
+    return Reader(sources, cfg.encoding, cfg.txt, limit, file, record)
 
 
 def what_is_read(cfg: PrepareConfig) -> list:
-    """The settings that decide which texts a file holds."""
+    """Return the settings that decide which texts a file contains."""
     return [cleaning(cfg), cfg.txt, cfg.encoding, cfg.max_record_mb]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Tokenizer
+
+SAMPLE_LENGTH = 4000  # characters of one piece of the sample that a tokenizer is trained on
 
 
 def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, folder: Path) -> dict:
-    """The tokenizer that --tokenizer asks for, saved in `folder`; returns what meta.json says of it."""
-    known = [cfg.vocab_size, cfg.train_mb, what_is_read(cfg), [s.same_file() for s in sources]]
-    key = fingerprint(known) if cfg.tokenizer == "train" else None
-    path = folder / "info.json"
-    if key and path.exists():
-        try:
-            kept = unseal(path)
-            info = kept["tokenizer"]
-            if kept["key"] == key and file_sha256(folder / info["file"]) == info["sha256"]:
-                print("the tokenizer of the interrupted run is whole: it stays")
-                return info
-            why = "it is damaged, or of other input or settings"
-        except (OSError, ValueError, LookupError, TypeError) as e:
-            why = f"{path}: {e}"
-        print(f"the tokenizer of the interrupted run is made anew: {why}")
-    ready = None if key else find_tokenizer(cfg.tokenizer)
-    beside = tokenizer_folder(cfg.tokenizer)
-    came_with = {f.name: f.read_bytes() for f in hugging_face_files(beside)} if beside else {}
+    """Save the tokenizer that --tokenizer names in `folder`; return its description for meta.json.
+
+    If an interrupted run has already trained this tokenizer, it is used again.
+    """
+    key = None  # identifies the input and the settings of a tokenizer that is trained here
+    ready = None
+    came_with = {}  # the files for Hugging Face's tools that lie beside the tokenizer
+    if cfg.tokenizer == "train":
+        files = [s.same_file() for s in sources]
+        key = fingerprint([cfg.vocab_size, cfg.train_mb, what_is_read(cfg), files])
+        info = tokenizer_of_interrupted_run(folder, key)
+        if info is not None:
+            return info
+    else:
+        ready = find_tokenizer(cfg.tokenizer)
+        beside = tokenizer_folder(cfg.tokenizer)
+        if beside:
+            came_with = {f.name: f.read_bytes() for f in hugging_face_files(beside)}
+
     remove_only(folder, WORK["tokenizer"])
     folder.mkdir()
     for file, content in came_with.items():
@@ -166,32 +196,42 @@ def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, fold
     info = tokenizer.save(folder)
     info |= {"sha256": file_sha256(folder / info["file"])}
     info |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
-    write_whole(path, json_bytes(sealed({"key": key, "tokenizer": info})))
+    write_whole(folder / "info.json", json_bytes(sealed({"key": key, "tokenizer": info})))
     return info
 
 
-def train_sentencepiece(cfg: PrepareConfig, sources: list[Source], workers: int, folder: Path) -> Path:
-    """Train a BPE that loses nothing: no normalisation, spaces kept, bytes for characters outside the vocabulary."""
+def tokenizer_of_interrupted_run(folder: Path, key: str) -> dict | None:
+    """Return the description of the tokenizer in `folder`, or None if it must be trained again.
+
+    It is used again only if it was trained with the same `key` and its file is undamaged.
+    """
+    path = folder / "info.json"
+    if not path.exists():
+        return None
+    try:
+        kept = unseal(path)
+        info = kept["tokenizer"]
+        if kept["key"] == key and file_sha256(folder / info["file"]) == info["sha256"]:
+            print("the tokenizer of the interrupted run is undamaged: it is used again")
+            return info
+        why = "it is damaged, or the input or the settings changed"
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        why = f"{path}: {e}"
+    print(f"the tokenizer of the interrupted run is trained again: {why}")
+    return None
+
+
+def train_sentencepiece(
+    cfg: PrepareConfig, sources: list[Source], workers: int, folder: Path
+) -> Path:
+    """Train a BPE tokenizer that can reproduce every text; return its file.
+
+    It does not normalise texts, it keeps spaces, and it writes a character outside the vocabulary
+    as the bytes of its UTF-8.
+    """
     import sentencepiece
 
-    # A uniform sample of 4,000-character pieces (reservoir sampling, Vitter's algorithm R): memory stays bounded.
-    length, rng, sample, seen, tally = 4000, random.Random(0), [], 0, Tally()
-    reader = reader_of(sources, cfg)
-    total = sum(s.bytes for s in sources)
-    with progress_bar("reading for the tokenizer", total) as bar:
-        for chunk, (texts, counts) in in_order(partial(texts_of, cleaning(cfg)), reader.chunks(), workers):
-            tally.add(counts)
-            check_bad(tally, cfg, foreseen(tally, chunk, total))
-            for piece in (text[i : i + length] for text in texts for i in range(0, len(text), length)):
-                if len(sample) < cfg.train_mb * 1_000_000 // length:
-                    sample.append(piece)
-                elif (slot := rng.randrange(seen + 1)) < len(sample):
-                    sample[slot] = piece
-                seen += 1
-            bar.update(chunk.bytes_read - bar.n)
-    if not sample:
-        raise UserError(no_documents(tally))
-    check_bad(tally, cfg, tally.records)
+    sample = sample_pieces(cfg, sources, workers)
     path = folder / SentencePiece.file
     try:
         with open(path, "wb") as f:
@@ -205,56 +245,100 @@ def train_sentencepiece(cfg: PrepareConfig, sources: list[Source], workers: int,
                 normalization_rule_name="identity",
                 remove_extra_whitespaces=False,
                 add_dummy_prefix=False,
-                allow_whitespace_only_pieces=True,  # indentation is one token
+                allow_whitespace_only_pieces=True,  # indentation can be one token
                 split_digits=True,
-                max_sentence_length=8 * length,  # bytes
-                num_threads=16,  # recorded in the model file, whose bytes must not depend on the machine
+                max_sentence_length=8 * SAMPLE_LENGTH,  # bytes
+                num_threads=16,  # a fixed number: the model file records it
                 minloglevel=2,
             )
     except (RuntimeError, ValueError) as e:
-        reason = str(e).split("] ")[-1]  # of "Internal: file(line) [condition] reason"
-        raise UserError(f"--vocab_size={cfg.vocab_size}: SentencePiece cannot train on this input: {reason}") from None
+        reason = str(e).split("] ")[-1]  # its text is "Internal: file(line) [condition] reason"
+        what = f"--vocab_size={cfg.vocab_size}: SentencePiece cannot train on this input"
+        raise UserError(f"{what}: {reason}") from None
     return path
 
 
+def sample_pieces(cfg: PrepareConfig, sources: list[Source], workers: int) -> list[str]:
+    """Read the whole input and return a uniform random sample of it, train_mb million characters.
+
+    The sample consists of pieces of SAMPLE_LENGTH characters, and only the sample is in memory:
+    reservoir sampling, Vitter's algorithm R.
+    """
+    rng = random.Random(0)
+    capacity = cfg.train_mb * 1_000_000 // SAMPLE_LENGTH
+    sample: list[str] = []
+    seen = 0  # pieces so far
+    tally = Tally()
+    total = sum(s.bytes for s in sources)
+    chunks = reader_of(sources, cfg).chunks()
+    with progress_bar("reading for the tokenizer", total) as bar:
+        for chunk, (texts, counts) in in_order(partial(texts_of, cleaning(cfg)), chunks, workers):
+            tally.add(counts)
+            check_bad(tally, cfg, foreseen(tally, chunk, total))
+            for piece in pieces_of(texts):
+                if len(sample) < capacity:
+                    sample.append(piece)
+                else:
+                    slot = rng.randrange(seen + 1)
+                    if slot < capacity:
+                        sample[slot] = piece
+                seen += 1
+            bar.update(chunk.bytes_read - bar.n)
+    if not sample:
+        raise UserError(no_documents(tally))
+    check_bad(tally, cfg, tally.records)
+    return sample
+
+
+def pieces_of(texts: list[str]) -> Iterator[str]:
+    for text in texts:
+        for begin in range(0, len(text), SAMPLE_LENGTH):
+            yield text[begin : begin + SAMPLE_LENGTH]
+
+
 def foreseen(tally: Tally, chunk: Chunk, total: int) -> int:
-    """About how many records `total` bytes of input will have, so that a hopeless run need not end first."""
+    """Estimate how many records `total` bytes of input contain, from the records read so far.
+
+    With this estimate a run that has too many bad records can stop early.
+    """
     return max(10_000, tally.records * total // max(1, chunk.bytes_read))
 
 
 def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
-    """UserError if the bad ones are more than max_bad of `records`."""
+    """Raise UserError if more than a share of max_bad of `records` is bad (--strict: if any is)."""
     bad = sum(tally.bad.values())
     if bad and cfg.strict:
         raise UserError(f"{tally.examples[0]} (--strict)")
     if bad > cfg.max_bad * records:
         share = f"{bad:,} bad records of {tally.records:,}, more than --max_bad={cfg.max_bad:g}"
-        raise UserError(f"{share}, as {tally.examples[0]}: mend them, or raise --max_bad")
+        example = f"for example {tally.examples[0]}"
+        raise UserError(f"{share}, {example}: correct them, or raise --max_bad")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Several processes: each reads its share of the input
 
 
 @contextmanager
 def all_ranks() -> Iterator[tuple[int, int]]:
-    """(rank, world) under torchrun, else (0, 1)."""
+    """Connect the processes that torchrun started; yield (rank, world size), (0, 1) without it."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world == 1:
         yield 0, 1
         return
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", timeout=timedelta(days=7))  # one rank may have much more to read than another
+    # The timeout is long because one rank may have much more to read than another.
+    dist.init_process_group("gloo", timeout=timedelta(days=7))
     try:
         yield dist.get_rank(), world
         gather(None, world)
     finally:
-        dist.destroy_process_group()  # its threads must not outlive the interpreter
+        dist.destroy_process_group()  # its threads must end before the interpreter does
 
 
 def gather(value: Any, world: int) -> list[Any]:
-    """The values of all ranks, on every rank. Nobody goes on before all have come here."""
+    """Return the values of all ranks, on every rank. Every rank waits here for all others."""
     if world == 1:
         return [value]
     import torch.distributed as dist
@@ -262,61 +346,79 @@ def gather(value: Any, world: int) -> list[Any]:
     found: list[Any] = [None] * world
     try:
         dist.all_gather_object(found, value)
-    except RuntimeError:  # the connection is closed
-        raise OneRankError("another process of this job has ended: it says why itself") from None
+    except RuntimeError:  # the connection to another process is closed
+        raise OneRankError("another process of this job ended: its own message says why") from None
     return found
 
 
 def share_of(sources: list[Source], rank: int, world: int) -> list[Source]:
-    """The files of a rank: a stretch of about its share of the bytes, so that the parts follow one another."""
+    """Return the files that a rank reads: neighbours in the list, with about 1/world of all bytes.
+
+    The files of rank 0 come first, then those of rank 1, and so on: the parts that the ranks write
+    follow one another in the order of the input.
+    """
     total = sum(s.bytes for s in sources)
     middles = np.cumsum([s.bytes for s in sources]) - [s.bytes / 2 for s in sources]
     ranks = [min(world - 1, int(middle * world / max(1, total))) for middle in middles]
-    return [source for source, its in zip(sources, ranks, strict=True) if its == rank]
+    return [source for source, reader in zip(sources, ranks, strict=True) if reader == rank]
 
 
 def find_input(
-    cfg: PrepareConfig,
-    target: Path,
-    scratch: Path,
-    world: int,
+    cfg: PrepareConfig, target: Path, scratch: Path, world: int
 ) -> tuple[list[Source], dict[str, Counter]]:
-    """The files to read, and what find_sources() has passed by."""
+    """Return the files to read, and for each --input argument how many files were skipped and why.
+
+    Raises UserError if the processes do not see the same files.
+    """
     if "-" in cfg.input:
         if len(cfg.input) > 1 or world > 1:
-            raise UserError("--input -: standard input goes alone, into one process")
+            rule = "standard input must be the only input, and be read by one process"
+            raise UserError(f"--input -: {rule}")
         return [take_in(sys.stdin.buffer, cfg, scratch / STDIN)], {}
     if cfg.input:
-        folders = [path for folder in (target, scratch) for path in folder.rglob("*")]
-        own = [path for path in folders if path.is_file()]
+        paths = [path for folder in (target, scratch) for path in folder.rglob("*")]
+        own = [path for path in paths if path.is_file()]
         sources, passed_by = find_sources(cfg.input, cfg.format, own)
     else:
-        sources, passed_by = demo_sources(), {}
+        sources = demo_sources()
+        passed_by = {}
     lists = gather([(s.name, s.kind, s.bytes) for s in sources], world)
     for rank, other in enumerate(lists):
-        if other != lists[0]:  # then some would be read twice, or by nobody
-            name, *_ = next(iter({*other} ^ {*lists[0]}), other[0])
+        if other != lists[0]:  # some files would be read twice, or by no process
+            only_in_one = {*other} ^ {*lists[0]}
+            name, *_ = next(iter(only_in_one), other[0])
             what = f"not the same for the processes 0 and {rank}"
-            raise UserError(f"{name}: {what}: all must see the same files")
+            raise UserError(f"{name}: {what}: all processes must see the same files")
     return sources, passed_by
 
 
 def take_in(stdin: io.BufferedReader, cfg: PrepareConfig, path: Path) -> Source:
-    """Standard input as a file, since it is read twice; another prepare.py with the same input goes on as with a file."""
+    """Copy standard input to the file `path`, because the input may be read twice.
+
+    The file is identified by its content. If an interrupted command is run again with the same
+    content, it continues as it does with a file.
+    """
     path.unlink(missing_ok=True)
     with open(path, "xb") as f:
         shutil.copyfileobj(stdin, f, 1 << 20)
-    source = Source.at(path, "jsonl" if cfg.format == "auto" else cfg.format, "standard input")
+    kind = "jsonl" if cfg.format == "auto" else cfg.format
+    source = Source.at(path, kind, "standard input")
     source.content = source.sha256 = file_sha256(path)
     return source
 
 
+# --------------------------------------------------------------------------------------------------
+# Commands: inspect a data set, or make one
+
+
 def inspect(cfg: PrepareConfig) -> None:
+    """Verify a data set and print some documents, or print what a step of a run trained on."""
     folder = Path(cfg.inspect)
     if cfg.step > 0:
         path = folder / "metrics.jsonl"
         if not path.is_file():
-            raise UserError(f"{folder}: no metrics.jsonl there; --step needs the folder of a run, out/RUN")
+            needs = "--step needs the folder of a run, out/RUN"
+            raise UserError(f"{folder}: no metrics.jsonl there; {needs}")
         sets, loader, samples = run_loader(path, read_metrics(path), cfg.step)
         for data in sets:
             verify(data.folder, data.meta, "train")
@@ -343,8 +445,10 @@ def main() -> None:
 
 @contextmanager
 def second_ctrl_c_ends_all() -> Iterator[None]:
-    """The first Ctrl-C ends the work in order. A second one kills what still waits, such as the workers: that may
-    happen at any moment, since the same command goes on from what is on the disk.
+    """End the work in order at the first Ctrl-C, and at once at the second one.
+
+    The second Ctrl-C kills all worker processes and this process. That may happen at any moment,
+    because the same command continues from what is on the disk.
     """
     pressed: list[int] = []
 
@@ -360,22 +464,43 @@ def second_ctrl_c_ends_all() -> Iterator[None]:
     try:
         yield
     finally:
-        if not pressed:  # else it stays: Python waits for the workers as it ends
+        # After a first Ctrl-C the handler stays: Python waits for the workers when it exits, and a
+        # second Ctrl-C must be able to end that.
+        if not pressed:
             signal.signal(signal.SIGINT, before)
 
 
-def make_data_set(cfg: PrepareConfig, rank: int, world: int) -> None:
-    """Everything around `build`: the folders, their lock, and what becomes of them when it fails."""
-    name = cfg.name or (Path(cfg.input[0]).resolve().name.split(".")[0] if cfg.input else "demo")
-    name = "stdin" if name == "-" else name
+def name_of_set(cfg: PrepareConfig) -> str:
+    """Return --name, or a name made from the first input.
+
+    Raises UserError if this is not a plain folder name.
+    """
+    name = "demo"
+    if cfg.name:
+        name = cfg.name
+    elif cfg.input:
+        name = Path(cfg.input[0]).resolve().name.split(".")[0]
+    if name == "-":
+        name = "stdin"
     if not re.fullmatch(r"[^./*?:,\[\x00-\x1f][^/*?:,\x00-\x1f]{0,99}", name):
         raise UserError(f"{name!r} cannot name a data set: give --name=NAME, a plain folder name")
+    return name
+
+
+def make_data_set(cfg: PrepareConfig, rank: int, world: int) -> None:
+    """Lock the folders, call `build`, and print its report.
+
+    If `build` fails, keep the scratch folder if the same command can continue from it, remove it
+    otherwise, and say so in the error message.
+    """
+    name = name_of_set(cfg)
     target = Path(cfg.data_dir) / name
-    scratch = target.with_name(f".{name}.tmp")  # beside it: a rename stays in one file system
+    scratch = target.with_name(f".{name}.tmp")  # in the same folder: a rename needs one file system
     held, before = claim(target, scratch) if rank == 0 else (None, {})
     gather(None, world)
     if not scratch.exists():
-        raise UserError(f"{scratch} of rank 0 is not here: data_dir must be a folder that all machines share")
+        missing = f"{scratch}: rank 0 made this folder, but this process does not see it"
+        raise UserError(f"{missing}: data_dir must be a folder that all machines share")
     try:
         said = build(cfg, target, before, scratch, rank, world)
         if rank == 0:
@@ -383,23 +508,42 @@ def make_data_set(cfg: PrepareConfig, rank: int, world: int) -> None:
     except BaseException as e:
         kept = ""
         if worth_keeping(scratch, cfg):
-            kept = f"; what is done is kept in {scratch}: the same command goes on from there"
+            kept = f"the finished work is kept in {scratch}: run the same command again to continue"
         elif rank == 0:
             remove_scratch(scratch)
-        if isinstance(e, OSError) and not isinstance(e, BrokenPipeError):  # a full disk, above all
-            raise OneRankError(f"{e.filename or f'writing {target}'}: {e.strerror}{kept}") from None
+        hint = f"; {kept}" if kept else ""
+        if isinstance(e, OSError) and not isinstance(e, BrokenPipeError):  # most often: a full disk
+            where = e.filename or f"writing {target}"
+            raise OneRankError(f"{where}: {e.strerror}{hint}") from None
         if isinstance(e, MemoryError):
-            raise OneRankError(f"out of memory: lower --workers or --max_record_mb{kept}") from None
+            raise OneRankError(f"out of memory: lower --workers or --max_record_mb{hint}") from None
         if isinstance(e, UserError):
-            e.args = (f"{e}{kept}",)
+            e.args = (f"{e}{hint}",)
         elif kept and rank == 0:
-            print(kept[2:], file=sys.stderr)
+            print(kept, file=sys.stderr)
         raise
     finally:
         if rank == 0:
             held.close()
     if rank == 0:
         print(said)
+
+
+def worth_keeping(scratch: Path, cfg: PrepareConfig) -> bool:
+    """Return whether a later run can continue: a shard or the whole data set is finished."""
+    if (scratch / "set" / "meta.json").exists():
+        return True
+    for path in scratch.glob("part*/journal.json"):
+        try:
+            if unseal(path)["text"] >= cfg.shard_mb * 1e6:
+                return True
+        except (OSError, ValueError, LookupError, TypeError):  # damaged: useless for a later run
+            continue
+    return False
+
+
+# --------------------------------------------------------------------------------------------------
+# Making a data set: tokenizer, one part for each process, all parts joined, old set replaced
 
 
 def build(
@@ -410,119 +554,193 @@ def build(
     rank: int,
     world: int,
 ) -> str:
-    """Make the data set and put it in the place of the one `before`; what there is to say of it."""
+    """Make the data set in `scratch`, put it in the place of the old one, and return the report.
+
+    before: the files of the old data set, as claim() found them. Ranks above 0 return "".
+    """
     started = time.perf_counter()
     sources, passed_by = find_input(cfg, target, scratch, world)
     total = sum(s.bytes for s in sources)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    workers = cfg.workers or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    workers = 1 if not cfg.workers and total < 4e6 else workers  # not worth the start of a process
+    workers = number_of_workers(cfg, total)
 
-    # tokenizer
-    folder = scratch / "tokenizer"
-    info = make_tokenizer(cfg, sources, workers, folder) if rank == 0 else None
-    info = gather(info, world)[0]
+    tokenizer = scratch / "tokenizer"
+    made = make_tokenizer(cfg, sources, workers, tokenizer) if rank == 0 else None
+    info = gather(made, world)[0]
 
-    # every process writes a part
-    positions = [CHUNK, PIECE]  # a record of .jsonl is a block of lines, of a long .txt a piece
-    settings = [what_is_read(cfg), cfg.min_tokens, cfg.val_fraction, positions]
     mine = share_of(sources, rank, world)
-
-    def check(tally: Tally, chunk: Chunk) -> None:
-        check_bad(tally, cfg, foreseen(tally, chunk, total))
-
-    part = Part(scratch / f"part{rank}", fingerprint([FORMAT_VERSION, info, settings, rank, world]))
-    try:
-        part.open(mine)
-        encoder = Encoder(folder / info["file"], info, cleaning(cfg), cfg.min_tokens, cfg.val_fraction)
-        reader = reader_of(mine, cfg, part.file, part.record)
-        encode(part, reader, encoder, workers, cfg.shard_mb * 1e6, check)
-    except UserError as e:
-        raise OneRankError(str(e)) from None  # the other ranks know nothing of it
-    finally:
-        part.close()
+    part = Part(scratch / f"part{rank}", part_key(cfg, info, rank, world))
+    file = tokenizer / info["file"]
+    encoder = Encoder(file, info, cleaning(cfg), cfg.min_tokens, cfg.val_fraction)
+    encode_share(cfg, part, mine, encoder, workers, total)
     finished = gather((mine, part), world)
     if rank > 0:
         return ""
 
-    # all of them together are the data set
-    tally, parts = Tally(), [part for _, part in finished]
-    for part in parts:
-        tally.add(part.tally)
+    parts = [written for _, written in finished]
+    tally = added_up(parts)
     check_bad(tally, cfg, tally.records)
-    written = {folder / info["file"]: info["sha256"]}
-    written |= {part.paths[name]: state[1] for part in parts for name, state in part.states.items()}
-    for path, sha256 in written.items():  # a bad disk, or another prepare.py where no lock works
-        if file_sha256(path) != sha256:
-            raise UserError(f"{path}: changed after it was written: run the same command again")
+    check_unchanged(tokenizer, info, parts)
     new = scratch / "set"
     remove_only(new, WORK["set"])
     new.mkdir()
-    dtype = id_type(info["vocab_size"])
-    again = find_duplicates(parts) if cfg.dedup else np.zeros(0, bool)
-    if again.any():
-        tally.dropped["equal to an earlier document"] = int(again.sum())
-    splits, lengths = count(parts, again)
-    states = merge(parts, again, new, dtype.itemsize)
+    splits, lengths = write_splits(cfg, parts, tally, info, new)
+    info["files"] = copy_tokenizer(tokenizer, info, new)
+    read = [source for share, _ in finished for source in share]
+    meta = describe_set(cfg, info, splits, lengths, tally)
+    meta |= {"sources": describe_sources(cfg, read, passed_by), "settings": settings_of(cfg)}
+    write_whole(new / "meta.json", json_bytes(sealed(meta)))
+
+    said = f"\n{report(meta, target)}\n{first_document(new, meta)}"
+    replace_set(new, target, before)
+    seconds = time.perf_counter() - started
+    return f"{said}\n  made in {seconds:.0f} s by {workers * world} workers"
+
+
+def number_of_workers(cfg: PrepareConfig, total: int) -> int:
+    """Return how many workers this process uses for `total` bytes; 1: it does the work itself."""
+    if cfg.workers:
+        return cfg.workers
+    if total < 4e6:  # starting processes would take longer than the work
+        return 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def part_key(cfg: PrepareConfig, info: dict, rank: int, world: int) -> str:
+    """Return a hash of all that decides the content of a part, except the files that are read."""
+    # The journal of a part counts records. In .jsonl such a record is a block of lines of about
+    # CHUNK characters, in a long .txt a piece of about PIECE. With other sizes the same count would
+    # mean another place in the file.
+    positions = [CHUNK, PIECE]
+    settings = [what_is_read(cfg), cfg.min_tokens, cfg.val_fraction, positions]
+    return fingerprint([FORMAT_VERSION, info, settings, rank, world])
+
+
+def encode_share(
+    cfg: PrepareConfig, part: Part, mine: list[Source], encoder: Encoder, workers: int, total: int
+) -> None:
+    """Encode the files of this process into its part. total: bytes that all processes read."""
+
+    def check(tally: Tally, chunk: Chunk) -> None:
+        check_bad(tally, cfg, foreseen(tally, chunk, total))
+
+    try:
+        part.open(mine)
+        reader = reader_of(mine, cfg, part.file, part.record)
+        encode(part, reader, encoder, workers, cfg.shard_mb * 1e6, check)
+    except UserError as e:
+        raise OneRankError(str(e)) from None  # the other ranks do not know of it
+    finally:
+        part.close()
+
+
+def added_up(parts: list[Part]) -> Tally:
+    tally = Tally()
+    for part in parts:
+        tally.add(part.tally)
+    return tally
+
+
+def check_unchanged(tokenizer: Path, info: dict, parts: list[Part]) -> None:
+    """Raise UserError if a file that was written does not have its hash any more.
+
+    The reason may be a bad disk, or another prepare.py on a disk where locks do not work.
+    """
+    written = {tokenizer / info["file"]: info["sha256"]}
+    for part in parts:
+        written |= {part.paths[name]: sha256 for name, (_, sha256) in part.states.items()}
+    for path, sha256 in written.items():
+        if file_sha256(path) != sha256:
+            raise UserError(f"{path}: changed after it was written: run the same command again")
+
+
+def write_splits(
+    cfg: PrepareConfig, parts: list[Part], tally: Tally, info: dict, new: Path
+) -> tuple[dict[str, dict], Counter]:
+    """Join the parts into new/train.bin and new/val.bin; with --dedup leave out duplicates.
+
+    Return the counts and the hash of each split, and {length in tokens: documents}.
+    Raises UserError if a split would be empty.
+    """
+    itemsize = id_type(info["vocab_size"]).itemsize
+    duplicate = find_duplicates(parts) if cfg.dedup else np.zeros(0, bool)
+    if duplicate.any():
+        tally.dropped["equal to an earlier document"] = int(duplicate.sum())
+    splits, lengths = count(parts, duplicate)
+    states = merge(parts, duplicate, new, itemsize)
     if not lengths:
         raise UserError(no_documents(tally))
     for split, counts in splits.items():
         if not counts["documents"]:
             hint = "raise --val_fraction" if split == "val" else "lower --val_fraction"
-            raise UserError(
-                f"{split}.bin would be empty: of {lengths.total()} documents none fell there; {hint}, "
-                "or cut text files into more documents with --txt=block or --txt=line"
-            )
+            empty = f"of {lengths.total()} documents none was chosen for it"
+            more = "cut text files into more documents with --txt=block or --txt=line"
+            raise UserError(f"{split}.bin would be empty: {empty}; {hint}, or {more}")
         size, counts["sha256"] = states[split]
-        if size != counts["tokens"] * dtype.itemsize:
-            raise UserError(f"{scratch}: a file there has changed: run the same command again")
-    of_tokenizer = [folder / info["file"], *hugging_face_files(folder)]
-    for path in of_tokenizer:
-        shutil.copyfile(path, new / path.name)
-        sync_to_disk(new / path.name)
-    info["files"] = {path.name: file_sha256(new / path.name) for path in of_tokenizer}
-    if cfg.input:
-        read = [{"path": s.name, "bytes": s.bytes, "sha256": s.sha256} for sources, _ in finished for s in sources]
-        read += [{"path": name, "skipped": counts} for name, counts in passed_by.items()]
-    else:
-        versions = {p: importlib.metadata.version(p) for p in ("numpy", "torch")}
-        read = [{"path": "docstrings", "python": sys.version.split()[0], **versions}]
-    records = {"read": tally.records} | {k: v for k, v in vars(tally).items() if k != "records"}
-    shown = "format fields txt encoding min_tokens dedup normalize drop_control val_fraction".split()
-    meta = {
+        if size != counts["tokens"] * itemsize:
+            changed = f"{new.parent}: a file in this folder has changed"
+            raise UserError(f"{changed}: run the same command again")
+    return splits, lengths
+
+
+def copy_tokenizer(tokenizer: Path, info: dict, new: Path) -> dict[str, str]:
+    """Copy the tokenizer's files into the new data set; return {name: SHA-256}."""
+    hashes = {}
+    for path in [tokenizer / info["file"], *hugging_face_files(tokenizer)]:
+        copy = new / path.name
+        shutil.copyfile(path, copy)
+        sync_to_disk(copy)
+        hashes[path.name] = file_sha256(copy)
+    return hashes
+
+
+def describe_set(
+    cfg: PrepareConfig, info: dict, splits: dict[str, dict], lengths: Counter, tally: Tally
+) -> dict:
+    """Return meta.json without the sources and the settings."""
+    counts = {key: value for key, value in vars(tally).items() if key != "records"}
+    in_meta = ("vocab_size", "eos_id")  # these stand in meta.json itself, not under "tokenizer"
+    return {
         "format_version": FORMAT_VERSION,
-        "dtype": dtype.name,
+        "dtype": id_type(info["vocab_size"]).name,
         "splits": splits,
         "vocab_size": info["vocab_size"],
         "eos_id": info["eos_id"],
-        "tokenizer": {k: v for k, v in info.items() if k not in ("vocab_size", "eos_id")},
+        "tokenizer": {key: value for key, value in info.items() if key not in in_meta},
         "lengths": describe_lengths(lengths),
-        "records": records,
-        "sources": read,
-        "settings": {k: getattr(cfg, k) for k in (*shown, "max_record_mb")},
+        "records": {"read": tally.records} | counts,
     }
-    write_whole(new / "meta.json", json_bytes(sealed(meta)))
-
-    ids = np.fromfile(new / "train.bin", dtype, 400).tolist()
-    end = ids.index(info["eos_id"]) if info["eos_id"] in ids else None
-    text = load_tokenizer(new).decode(ids[:end])
-    said = f"\n{report(meta, target)}\n  the first document, decoded back from its ids:"
-    said += f"\n    {text[:300]!r}{' ...' * (len(text) > 300)}"
-    replace_set(new, target, before)
-    return f"{said}\n  made in {time.perf_counter() - started:.0f} s by {workers * world} workers"
 
 
-def worth_keeping(scratch: Path, cfg: PrepareConfig) -> bool:
-    """Is a shard finished, or all of it, from which the same command can go on?"""
-    if (scratch / "set" / "meta.json").exists():
-        return True
-    for path in scratch.glob("part*/journal.json"):
-        try:
-            if unseal(path)["text"] >= cfg.shard_mb * 1e6:
-                return True
-        except (OSError, ValueError, LookupError, TypeError):  # damaged: nothing can go on from it
-            continue
-    return False
+def describe_sources(
+    cfg: PrepareConfig, read: list[Source], passed_by: dict[str, Counter]
+) -> list[dict]:
+    """Return what meta.json says of the files that were read, and of those that were skipped."""
+    if not cfg.input:
+        versions = {package: importlib.metadata.version(package) for package in ("numpy", "torch")}
+        return [{"path": "docstrings", "python": sys.version.split()[0], **versions}]
+    found = [{"path": s.name, "bytes": s.bytes, "sha256": s.sha256} for s in read]
+    skipped = [{"path": name, "skipped": counts} for name, counts in passed_by.items()]
+    return found + skipped
+
+
+def settings_of(cfg: PrepareConfig) -> dict:
+    """Return the settings that meta.json records: those that decide the documents of a data set."""
+    names = "format fields txt encoding min_tokens dedup normalize drop_control val_fraction"
+    return {name: getattr(cfg, name) for name in (*names.split(), "max_record_mb")}
+
+
+def first_document(new: Path, meta: dict) -> str:
+    """Return the lines of the report that show how the first document was encoded."""
+    ids = np.fromfile(new / "train.bin", id_type(meta["vocab_size"]), 400).tolist()
+    if meta["eos_id"] in ids:
+        ids = ids[: ids.index(meta["eos_id"])]
+    text = load_tokenizer(new).decode(ids)
+    more = " ..." if len(text) > 300 else ""
+    return f"  the first document, decoded back from its ids:\n    {text[:300]!r}{more}"
 
 
 if __name__ == "__main__":

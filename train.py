@@ -1,21 +1,25 @@
 """Train a GPT. The settings are in training/settings.py: `python train.py --help` prints them.
 
-    python train.py config/demo.py                                       # a laptop's CPU, or one GPU
-    torchrun --nproc_per_node=6 train.py config/train_100m.py            # six GPUs
-    python train.py config/train_100m.py --n_layer=2 --max_steps=20      # any setting can be changed
+    python train.py config/demo.py                                     # on a CPU, or on one GPU
+    torchrun --nproc_per_node=6 train.py config/train_100m.py          # on six GPUs
+    python train.py config/train_100m.py --n_layer=2 --max_steps=20    # with other settings
+    python train.py config/demo.py --init_from=resume                  # from the newest checkpoint
+    python train.py config/demo.py --init_from=FOLDER --run_name=new   # fine-tune a model
 
-Read it from main() down. Its last page is the loop; what comes before stands in the order in which it
-happens: open what is trained, plan, wrap. One update of the weights is take_step() in training/step.py.
+Read this file from main() down. Its parts stand in the order in which they run: open the data and
+the model, plan the run, train. The training loop is loop(). One update of the weights is
+take_step() in training/step.py.
 
-Words: B = batch_size, T = block_size. A *step* is one update of the weights, made of `accum`
-*micro-steps* on each of `world` processes (ranks), each of B x T tokens. All intervals count steps.
+Terms: B = batch_size, T = block_size. A *step* is one update of the weights. It consists of `accum`
+*micro-steps* on each of `world` processes (*ranks*); a micro-step reads B x T tokens. All intervals
+are counted in steps.
 """
 
 import gc
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -60,27 +64,29 @@ def main() -> None:
     cfg = parse(TrainConfig, doc=__doc__)
     machine = start(cfg.device, cfg.dtype)
     folder = Path(cfg.out_dir) / cfg.run_name
-    with ExitStack() as held:
+    with ExitStack() as until_the_end:
 
-        def hold() -> Lock | None:
-            return held.enter_context(run_folder(folder)) if machine.is_main else None
+        def lock_folder() -> Lock | None:
+            return until_the_end.enter_context(run_folder(folder)) if machine.is_main else None
 
-        # One process decides what becomes of the folder, and nobody disturbs it until the run is over.
-        lock = machine.together(hold)
+        # Rank 0 locks the run's folder: until the run is over, no other process writes to it.
+        lock = machine.together(lock_folder)
         train(cfg, machine, folder, lock)
 
 
-# ---------------------------------------------------------------------------------------------------
-# Open what is trained
+# --------------------------------------------------------------------------------------------------
+# Open the data and the model
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a run reads. All of it is open: the folders may be gone when a bad step asks for its texts."""
+    """The data of a run. All files are opened at the start: if they are deleted during the run, the
+    texts of a bad step can still be read.
+    """
 
     sets: list[DataSet]
-    loader: Loader
-    val_windows: list[Windows]  # of each val.bin
+    loader: Loader  # windows of every train.bin, mixed
+    val_windows: list[Windows]  # one for each val.bin
     tokenizer: SentencePiece | Tiktoken
 
     def epoch_tokens(self, block_size: int) -> int:
@@ -95,8 +101,13 @@ def open_data(cfg: TrainConfig) -> Data:
 
 
 @memory_advice("for the weights alone: make n_layer or n_embd smaller")
-def open_model(cfg: TrainConfig, machine: Machine, origin: Origin, sets: list[DataSet]) -> tuple[GPT, Earlier | None]:
-    """(the model on its device, what the checkpoint says of its run): new, resumed, or of another run."""
+def open_model(
+    cfg: TrainConfig, machine: Machine, origin: Origin, sets: list[DataSet]
+) -> tuple[GPT, Earlier | None]:
+    """Return the model on its device, and what the checkpoint of a resumed run says about the run.
+
+    The weights are drawn at random, or come from the run's own checkpoint, or from another model.
+    """
     wanted = model_config(cfg, sets[0].meta["vocab_size"])
     earlier = None
     if origin.path is None:
@@ -105,194 +116,288 @@ def open_model(cfg: TrainConfig, machine: Machine, origin: Origin, sets: list[Da
         model.init_weights(cfg.init)
     elif origin.resume:
         if machine.local_rank == 0 and not machine.is_main:
-            check_copy(origin.path)  # rank 0 has done so for its own computer
+            check_copy(origin.path)  # on the computer of rank 0, find_origin() has checked it
         earlier = read_training(origin.path)
-        # A run that began with somebody's model has that model's shape, whatever its settings say.
-        # So the settings of now are compared with the settings of then, not with the model.
+        # A run that fine-tunes a model has the shape of that model, whatever n_layer and the other
+        # settings say. So load_model() compares the settings also with the earlier settings.
         known = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)}
-        then = model_config(replace(cfg, **known), wanted.vocab_size)
-        model = load_model(origin.path, cfg.dropout, wanted, then)
+        before = model_config(replace(cfg, **known), wanted.vocab_size)
+        model = load_model(origin.path, cfg.dropout, wanted, before)
         check_data(earlier, sets, origin.path)
     else:
         model = load_model(origin.path, cfg.dropout, wanted)
         check_tokenizer(origin.path, sets, machine.say)
-        if found := unverified(origin.path):
-            machine.say(f"note: {origin.path}: {found}")
+        if warning := unverified(origin.path):
+            machine.say(f"note: {origin.path}: {warning}")
     return model.to(machine.device), earlier
 
 
-def check_ranks(cfg: TrainConfig, machine: Machine, origin: Origin, sets: list[DataSet], progress: Progress) -> None:
-    """UserError, on all ranks, if one of them would train something else without noticing."""
-    may_differ = "out_dir data_dir init_from device progress wandb wandb_project peak_tflops".split()
-    facts: dict[str, Any] = {name: value for name, value in asdict(cfg).items() if name not in may_differ}
+def check_ranks(
+    cfg: TrainConfig, machine: Machine, origin: Origin, sets: list[DataSet], progress: Progress
+) -> None:
+    """Raise UserError on all ranks if one of them would train something else than the others."""
+    # Each computer may have its own paths and devices; the rest of these only concerns reports.
+    may_differ = "out_dir data_dir init_from device progress wandb wandb_project peak_tflops"
+    facts: dict[str, Any] = {k: v for k, v in asdict(cfg).items() if k not in may_differ.split()}
     facts |= {"torch": torch.__version__, "dtype in use": str(machine.dtype)}
     facts |= {"kind of device": machine.device.type, "resuming": origin.resume}
     facts |= {"first step": progress.step, "first sample": progress.samples}
     if origin.path is not None:
         manifest = origin.path / MANIFEST
-        facts["checkpoint"] = file_sha256(manifest)[:12] if manifest.exists() else "without a manifest"
+        facts["checkpoint"] = "without a manifest"
+        if manifest.exists():
+            facts["checkpoint"] = file_sha256(manifest)[:12]
     for data in sets:
-        facts |= {f"{data.name}/{split}.bin": s["sha256"][:12] for split, s in data.meta["splits"].items()}
+        for split, about in data.meta["splits"].items():
+            facts[f"{data.name}/{split}.bin"] = about["sha256"][:12]
     machine.check_alike(facts)
 
 
 def verify_data(machine: Machine, sets: list[DataSet], progress: Progress) -> None:
-    """Read the data once, unless the run has: each computer its own files, while its other ranks wait."""
+    """Verify the hashes of the data files, except those that the run has already verified.
+
+    On each computer one rank reads the files, and the others wait.
+    """
 
     def verified_here() -> dict[str, list[int]]:
-        return verify_new(sets, progress.data_files, machine.say) if machine.local_rank == 0 else {}
+        if machine.local_rank != 0:
+            return {}
+        return verify_new(sets, progress.data_files, machine.say)
 
-    of_ranks = machine.gather(machine.together(verified_here))
+    of_all_ranks = machine.gather(machine.together(verified_here))
     progress.data_files = {}
-    for stamps in of_ranks:
+    for stamps in of_all_ranks:
         for path, stamp in stamps.items():
             known = progress.data_files.setdefault(path, [])
             if stamp not in known:
                 known.append(stamp)
 
 
-# ---------------------------------------------------------------------------------------------------
-# Plan the run, and make what trains the model
+# --------------------------------------------------------------------------------------------------
+# Plan the run, and make the optimizer
 
 
 def plan_run(
-    cfg: TrainConfig, machine: Machine, model: GPT, data: Data, progress: Progress, earlier: Earlier | None
+    cfg: TrainConfig,
+    machine: Machine,
+    model: GPT,
+    data: Data,
+    progress: Progress,
+    earlier: Earlier | None,
 ) -> tuple[TrainConfig, Plan, bool]:
-    """(the settings, with a number for batch_size=auto, the plan, and whether the model is compiled)."""
+    """Return the settings with a number for batch_size=auto, the plan, and whether to compile."""
     epoch_tokens = data.epoch_tokens(cfg.block_size)
     place = (progress.step, progress.samples)
-    length = make_plan(replace(cfg, batch_size=1), machine.world, epoch_tokens, *place)
-    flops = model.flops_per_token(cfg.block_size) * length.tokens_at(length.steps)
+    # compile=auto depends on the length of the run, which is known before batch_size=auto is.
+    draft = make_plan(replace(cfg, batch_size=1), machine.world, epoch_tokens, *place)
+    flops = model.flops_per_token(cfg.block_size) * draft.tokens_at(draft.steps)
     compiled = wants_compile(cfg, machine.device.type, flops)
     if cfg.batch_size == "auto":
         most = earlier.settings["batch_size"] if earlier else None
-        cfg = replace(cfg, batch_size=fit_batch(cfg, model, data.loader, machine, compiled, most))
+        B = fit_batch(cfg, model, data.loader, machine, compiled, most)
+        cfg = replace(cfg, batch_size=B)
     return cfg, make_plan(cfg, machine.world, epoch_tokens, *place), compiled
 
 
 def make_optimizer(
     cfg: TrainConfig, machine: Machine, model: GPT, earlier: Earlier | None
 ) -> tuple[torch.optim.AdamW, torch.amp.GradScaler]:
-    """AdamW, and the scaler of fp16's gradients, which does nothing in another dtype."""
+    """Return AdamW and the scaler of fp16 gradients, which does nothing in other dtypes.
+
+    If the run is resumed, both continue in the state that the checkpoint holds.
+    """
     groups = model.param_groups(cfg.weight_decay)
-    # The fused one of mps takes found_inf, but applies the step all the same (torch 2.13).
+    # take_step() tells a fused AdamW by found_inf to skip a bad step. The one for mps accepts
+    # found_inf but ignores it (torch 2.13).
     fused = machine.device.type in ("cuda", "cpu")
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), fused=fused)
     scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
     if earlier:
-        # The moments are the checkpoint's; betas and weight decay are as they are set now.
+        # Take only the moments from the checkpoint: betas and weight decay may have changed.
         moments = earlier.training.pop("optimizer")["state"]
         optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
-        if saved := earlier.training.pop("scaler"):  # empty where that run was not in fp16
+        if saved := earlier.training.pop("scaler"):  # empty if that process did not train in fp16
             scaler.load_state_dict(saved)
     return optimizer, scaler
 
 
-def say_what_is_resumed(cfg: TrainConfig, machine: Machine, plan: Plan, origin: Origin, earlier: Earlier) -> None:
+def say_what_is_resumed(
+    cfg: TrainConfig, machine: Machine, plan: Plan, origin: Origin, earlier: Earlier
+) -> None:
     machine.say(f"resumed from {origin.path} at step {plan.begun_step}")
     if changed := settings_changed(earlier, cfg):
-        machine.say(f"settings that were changed since: {', '.join(changed)}")
+        since = "settings that changed since the checkpoint was written"
+        machine.say(f"{since}: {', '.join(changed)}")
     if plan.steps == plan.begun_step:
-        machine.say("nothing is left to do: to train on, raise max_steps, max_epochs or max_tokens")
+        longer = "to train longer, raise max_steps, max_epochs or max_tokens"
+        machine.say(f"nothing is left to do: {longer}")
 
 
-# ---------------------------------------------------------------------------------------------------
-# The loop
+# --------------------------------------------------------------------------------------------------
+# Train
 
 
-def on_device(rows: Iterator[np.ndarray], machine: Machine, clock: Clock) -> Iterator[Batch]:
-    while True:
-        with clock.waiting_for_data():
-            batch = to_device(next(rows), machine.device)
-        yield batch
+@dataclass(frozen=True)
+class Job:
+    """What the training loop works with."""
+
+    cfg: TrainConfig
+    machine: Machine
+    plan: Plan
+    data: Data
+    model: GPT
+    forward: Callable  # the model as it runs: compiled, in DDP, or the model itself
+    optimizer: torch.optim.AdamW
+    scaler: torch.amp.GradScaler
+    progress: Progress
+    metrics: Metrics
+    saver: Saver
 
 
 def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -> None:
-    """One run, or what is left of it. folder: its own; lock: of it, on rank 0."""
-    origin = machine.decide(lambda: find_origin(cfg, folder, machine.say))
+    """Train one run, from its beginning or from its newest checkpoint, to its end.
+
+    folder: where the run writes its files. lock: the lock of this folder, which only rank 0 has.
+    """
+    say = machine.say
+    origin = machine.decide(lambda: find_origin(cfg, folder, say))
     data = machine.together(lambda: open_data(cfg))
-    model, earlier = machine.together(lambda: open_model(cfg, machine, origin, data.sets))
-    progress = Progress.of_checkpoint(earlier.training, cfg.max_bad_steps) if earlier else Progress()
-    check_ranks(cfg, machine, origin, data.sets, progress)
-    verify_data(machine, data.sets, progress)
+    sets = data.sets
+    model, earlier = machine.together(lambda: open_model(cfg, machine, origin, sets))
+    progress = Progress()
+    if earlier:
+        progress = Progress.of_checkpoint(earlier.training, cfg.max_bad_steps)
+    check_ranks(cfg, machine, origin, sets, progress)
+    verify_data(machine, sets, progress)
+
     cfg, plan, compiled = plan_run(cfg, machine, model, data, progress, earlier)
     optimizer, scaler = make_optimizer(cfg, machine, model, earlier)
-    peak, peak_source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
-    machine.say(banner(cfg, data.sets, machine, plan, model, compiled, peak_source, origin.path is None))
+    peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
+    peak_of_all = peak * machine.world if peak else None
+    say(banner(cfg, sets, machine, plan, model, compiled, source, scratch=origin.path is None))
     if earlier:
         say_what_is_resumed(cfg, machine, plan, origin, earlier)
     advice = plan.smaller(cfg.block_size)
     forward = wrap(model, machine, data.loader if compiled else None, plan.batch_size, advice)
 
     ckpt_dir = folder / "ckpt"
-    machine.decide(lambda: sweep(ckpt_dir))
+    machine.decide(lambda: sweep(ckpt_dir))  # what a killed process has left
     if not origin.resume and (replaced := machine.decide(lambda: replace_run(folder))):
-        machine.say(f"the earlier run's checkpoints are in {replaced} until this one has a whole one")
-    start_step = progress.step
-    step_windows = plan.step_tokens // cfg.block_size  # of all ranks
-    flops = model.flops_per_token(cfg.block_size)
-    all_peaks = peak and peak * machine.world
+        say(f"the earlier run's checkpoints are in {replaced} until this run has saved its own")
     reader = closing(read_ahead(data.loader, progress.samples, plan.batch_size, machine))
     with stop_signals() as signals, memory_advice(advice), reader as rows:
         metrics = machine.together(
-            lambda: Metrics(folder, cfg, machine, plan, data.sets, data.tokenizer, progress, lock)
+            lambda: Metrics(folder, cfg, machine, plan, sets, data.tokenizer, progress, lock)
         )
         progress.wandb_id = metrics.wandb_id
+        damaged = origin.damaged
         saver = machine.together(
-            lambda: Saver(ckpt_dir, cfg, data.sets, data.tokenizer, origin.damaged, lock, machine.say, metrics.log_save)
+            lambda: Saver(ckpt_dir, cfg, sets, data.tokenizer, damaged, lock, say, metrics.log_save)
         )
-        clock = Clock(machine, start_step)
-        batches = on_device(rows, machine, clock)
-        stopping = False
-        for step in range(start_step, plan.steps + 1):  # the extra turn only evaluates and saves
-            gave_up = progress.bad_in_a_row >= cfg.max_bad_steps
-            last = step == plan.steps or stopping or gave_up
-            if step > start_step and (step == plan.steps or step % cfg.eval_every == 0):
-                with clock.paused():
-                    begun = time.perf_counter()
-                    val_losses = [
-                        evaluate(forward, windows, cfg.eval_tokens, plan.batch_size, machine)
-                        for windows in data.val_windows
-                    ]
-                    val_loss = metrics.log_eval(step, val_losses, time.perf_counter() - begun)
-                progress.add_evaluation(val_loss)
-            due = step % cfg.save_every == 0 or step == progress.best_step
-            # After a bad step the weights are those from before it. They are good, unless it is they
-            # that make the loss bad.
-            good = not progress.bad_in_a_row or (last and all_finite(model))
-            if step > start_step and (last or due) and good and machine.is_main:
-                with clock.paused():  # for the copy; a thread writes it
-                    saver.save(model, optimizer, scaler, progress)
-            if last:
-                break
-
-            lr = lr_at(step, plan.steps, cfg)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            # What dropout draws depends on the step alone, and not on where the run was resumed.
-            torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)
-            result = take_step(forward, model, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip, signals)
-            loss, stopping, grad_norm = result()  # the one wait of a step, while the optimizer runs
-            samples = range(progress.samples, progress.samples + step_windows)
-            outcome = progress.add_step(step_windows, loss, grad_norm, scaler)
-
-            # ---- everything below only reports ----
-            metrics.log_outcome(outcome, loss, grad_norm, scaler, samples)
-            if step == start_step:
-                gc.collect()
-                gc.freeze()  # what lives now lives on: the collector need not look at it every time
-            done = progress.step
-            if outcome == "taken" and (done == 1 or done % cfg.log_every == 0 or done == plan.steps):
-                metrics.log_step(done, loss, lr, grad_norm, flops, all_peaks, clock)
-            elif step == start_step:  # the first step after a resume warms up: it is not timed
-                clock.restart(done)
+        job = Job(
+            cfg, machine, plan, data, model, forward, optimizer, scaler, progress, metrics, saver
+        )
+        gave_up, stopping = loop(job, rows, peak_of_all, signals)
         saver.wait()
-        machine.gather(None)  # no rank leaves before the checkpoint is on the disk
+        machine.gather(None)  # no rank ends before the last checkpoint is on the disk
 
     metrics.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-    say_how_it_ended(folder, cfg, machine, progress, saver, gave_up, stopping, signals)
+    say_how_it_ended(job, folder, gave_up, stopping, signals)
+
+
+def loop(
+    job: Job, rows: Iterator[np.ndarray], peak: float | None, signals: list[int]
+) -> tuple[bool, bool]:
+    """Train to the end of the run. Return whether it gave up, and whether a signal stopped it.
+
+    rows: this rank's batches of windows, (B, T + 1) each. peak: TFLOPS of all devices together;
+    None if unknown. signals: the signals that have arrived; stop_signals() adds them.
+    """
+    cfg = job.cfg
+    machine = job.machine
+    plan = job.plan
+    forward = job.forward
+    model = job.model
+    optimizer = job.optimizer
+    scaler = job.scaler
+    progress = job.progress
+    flops = model.flops_per_token(cfg.block_size)
+    step_windows = plan.step_tokens // cfg.block_size  # of all ranks
+    start_step = progress.step
+    clock = Clock(machine, start_step)
+    batches = on_device(rows, machine, clock)
+    stopping = False
+    for step in range(start_step, plan.steps + 1):  # the last turn only evaluates and saves
+        # Evaluate and save the weights as they are after `step` steps.
+        gave_up = progress.bad_in_a_row >= cfg.max_bad_steps
+        last = step == plan.steps or stopping or gave_up
+        if step > start_step and (step == plan.steps or step % cfg.eval_every == 0):
+            with clock.paused():
+                evaluate_all(job, step)
+        if step > start_step and machine.is_main and wants_checkpoint(job, step, last):
+            with clock.paused():  # save() copies the state; a thread writes it to the disk
+                job.saver.save(model, optimizer, scaler, progress)
+        if last:
+            return gave_up, stopping
+
+        # Train one step.
+        lr = lr_at(step, plan.steps, cfg)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        # What dropout draws depends on the step alone, not on where the run was resumed.
+        torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)
+        result = take_step(
+            forward, model, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip, signals
+        )
+        loss, stopping, grad_norm = result()  # the only wait of a step, while the optimizer runs
+        samples = range(progress.samples, progress.samples + step_windows)
+        outcome = progress.add_step(step_windows, loss, grad_norm, scaler)
+
+        # Report it.
+        job.metrics.log_outcome(outcome, loss, grad_norm, scaler, samples)
+        if step == start_step:
+            gc.collect()
+            gc.freeze()  # these objects will stay: the collector need not visit them again
+        done = progress.step
+        if outcome == "taken" and (done == 1 or done % cfg.log_every == 0 or done == plan.steps):
+            job.metrics.log_step(done, loss, lr, grad_norm, flops, peak, clock)
+        elif step == start_step:  # after a resume, the first step is a warm-up: do not time it
+            clock.restart(done)
+
+
+def on_device(rows: Iterator[np.ndarray], machine: Machine, clock: Clock) -> Iterator[Batch]:
+    """Yield the batches on the device, and count the time of waiting for them."""
+    while True:
+        with clock.waiting_for_data():
+            batch = to_device(next(rows), machine.device)
+        yield batch
+
+
+def evaluate_all(job: Job, step: int) -> None:
+    """Evaluate the model on the val.bin of every data set."""
+    begun = time.perf_counter()
+    val_losses = [
+        evaluate(job.forward, windows, job.cfg.eval_tokens, job.plan.batch_size, job.machine)
+        for windows in job.data.val_windows
+    ]
+    val_loss = job.metrics.log_eval(step, val_losses, time.perf_counter() - begun)
+    job.progress.add_evaluation(val_loss)
+
+
+def wants_checkpoint(job: Job, step: int, last: bool) -> bool:
+    """Return whether to save the weights as they are after `step` steps.
+
+    last: the run ends here.
+    """
+    if not (last or step % job.cfg.save_every == 0 or step == job.progress.best_step):
+        return False
+    # A bad step was skipped: the weights are those from before it. At the end of the run they are
+    # worth saving, unless NaN or infinity in the weights themselves is the reason for the bad loss.
+    if job.progress.bad_in_a_row:
+        return last and all_finite(job.model)
+    return True
 
 
 def all_finite(model: torch.nn.Module) -> bool:
@@ -300,28 +405,26 @@ def all_finite(model: torch.nn.Module) -> bool:
 
 
 def say_how_it_ended(
-    folder: Path,
-    cfg: TrainConfig,
-    machine: Machine,
-    progress: Progress,
-    saver: Saver,
-    gave_up: bool,
-    stopping: bool,
-    signals: list[int],
+    job: Job, folder: Path, gave_up: bool, stopping: bool, signals: list[int]
 ) -> None:
-    """Only of a run that did not come to its end. It leaves with the exit code that says so."""
-    if saver.failed:
-        raise UserError(f"{saver.failed}: make room, and --init_from=resume goes on from the one before")
-    newest = newest_checkpoint(folder / "ckpt") if machine.is_main else None
+    """Do nothing if all went well. Else say what happened, and end with the exit code for it.
+
+    Raises UserError if the last checkpoint could not be written, or if the run gave up.
+    """
+    step = job.progress.step
+    newest = newest_checkpoint(folder / "ckpt") if job.machine.is_main else None
+    goes_on = f"--init_from=resume goes on from {newest}" if newest else "nothing was saved yet"
+    if job.saver.failed:
+        raise UserError(f"{job.saver.failed}: make room; {goes_on}")
     if gave_up:
-        many = f"{progress.bad_in_a_row} steps in a row without a finite loss and gradient"
+        many = f"{job.progress.bad_in_a_row} steps in a row without a finite loss and gradient"
         ways = f"lower lr, or try dtype=float32, or read {folder}/bad_steps/"
         left = f"the newest checkpoint is {newest}" if newest else "no checkpoint was saved"
-        raise UserError(f"{many}, the last at step {progress.step}: {ways}; {left}")
+        raise UserError(f"{many}, the last at step {step}: {ways}; {left}")
     if stopping:
-        goes_on = f"--init_from=resume goes on from {newest}" if newest else "nothing was saved yet"
-        machine.say(f"stopped by a signal after step {progress.step}: {goes_on}")
-        sys.exit(128 + (signals[-1] if signals else signal.SIGTERM))  # none: another rank was told to
+        job.machine.say(f"stopped by a signal after step {step}: {goes_on}")
+        # If the list is empty, another rank has caught the signal.
+        sys.exit(128 + (signals[-1] if signals else signal.SIGTERM))
 
 
 if __name__ == "__main__":

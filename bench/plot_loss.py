@@ -1,22 +1,23 @@
-"""Loss curves of one or more runs, from their metrics.jsonl, as a picture.
+"""Draw the loss curves of one or more runs, read from their metrics.jsonl.
 
-python bench/plot_loss.py --runs out/demo                     # -> out/demo/loss.png
-python bench/plot_loss.py --runs out/a out/b --png a_b.png    # in one picture
+python bench/plot_loss.py --runs out/demo                     # writes out/demo/loss.png
+python bench/plot_loss.py --runs out/a out/b --png a_b.png    # both runs in one picture
 """
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `python bench/plot_loss.py` finds ours
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))  # so that `python bench/plot_loss.py` finds the modules below
 from configurator import UserError, parse, run  # noqa: E402
 from training.plots import plot_loss  # noqa: E402
 
 
 @dataclass(frozen=True)
 class PlotConfig:
-    runs: tuple[str, ...] = ()  # run folders, each with a metrics.jsonl
-    png: str = ""  # the picture; default: loss.png in the first run's folder
+    runs: tuple[str, ...] = ()  # folders of runs; each holds a metrics.jsonl
+    png: str = ""  # file to write; default: loss.png in the first run's folder
 
     def problems(self) -> list[str]:
         return [] if self.runs else ["name at least one run: --runs out/demo"]

@@ -1,17 +1,22 @@
-"""How fast is prepare.py against the tokenizer library alone, and how much memory does it take?
+"""Measure how fast prepare.py is, compared with the tokenizer library alone, and its peak memory.
 
-    python bench/prepare.py CORPUS.jsonl.gz --tokenizer gpt2            # the corpus repeated to 300 MB of JSON
-    python bench/prepare.py CORPUS.jsonl.gz --mb 2000 --json out.json   # the memory does not grow
+    # the corpus, repeated until it is 300 MB of JSON
+    python bench/prepare.py CORPUS.jsonl.gz --tokenizer gpt2
+    # a longer input shows that the memory does not grow with it
+    python bench/prepare.py CORPUS.jsonl.gz --mb 2000 --json out.json
 
-In one run, in turn, `rounds` times; medians:
-    library   the tokenizer library on one core, on texts already in memory (tiktoken's encode_ordinary, SentencePiece's encode)
-    plain     one process, as training scripts have it: json.loads, encode, extend a list, np.array(ids).tofile
-    ours      prepare.py on all cores: reading, parsing, hashing, encoding and writing, its start included
-Rates are in MB of UTF-8 text a second. The bar: ours >= 0.85 x cores x library.
+Three ways to encode the corpus take turns, `rounds` times, and the results are medians:
+    library   the tokenizer library on one core, with all texts already in memory
+              (tiktoken's encode_ordinary, SentencePiece's encode)
+    plain     one process that works as many training scripts do:
+              json.loads, encode, extend a list, np.array(ids).tofile
+    ours      prepare.py on all cores: start, read, parse, hash, encode and write
+Rates are in MB of UTF-8 text per second. The goal is ours >= 0.85 x cores x library.
 """
 
 import gzip
 import json
+import math
 import os
 import platform
 import statistics
@@ -28,8 +33,7 @@ from pathlib import Path
 import numpy as np
 
 REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))
-
+sys.path.insert(0, str(REPO))  # so that `python bench/prepare.py` finds the modules below
 from configurator import UserError, parse, run  # noqa: E402
 from text.dataset import find_tokenizer  # noqa: E402
 from text.records import record_text  # noqa: E402
@@ -39,33 +43,28 @@ from text.tokenizer import SentencePiece, Tiktoken  # noqa: E402
 @dataclass(frozen=True)
 class BenchConfig:
     corpus: str = ""  # a .jsonl.gz file
-    mb: int = 300  # repeat it up to so many MB of JSON
-    tokenizer: str = "gpt2"  # as prepare.py takes it: a tiktoken name, a SentencePiece .model, ...
-    workers: int = 0  # of prepare.py; 0: all cores
-    rounds: int = 3  # of each of the three
-    json: str = ""  # write the figures here too
+    mb: int = 300  # repeat the corpus until it is this many MB of JSON
+    tokenizer: str = "gpt2"  # as for prepare.py: a tiktoken name, a SentencePiece .model, ...
+    workers: int = 0  # worker processes of prepare.py; 0: one for each core
+    rounds: int = 3  # how often each of the three is timed
+    json: str = ""  # also write the figures to this file
 
     def problems(self) -> list[str]:
         return [f"--{k} must be positive" for k in ("mb", "rounds") if getattr(self, k) < 1]
 
 
-def resident(pid: int) -> int:
-    """Bytes of memory of a process and all below it (what they share counts once for each)."""
-    total = 0
-    try:
-        total = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            total += sum(resident(int(child)) for child in (thread / "children").read_text().split())
-    except OSError:  # it has ended meanwhile
-        pass
-    return total
+# --------------------------------------------------------------------------------------------------
+# The corpus
 
 
 def read_corpus(path: str) -> tuple[bytes, list[str]]:
-    """(the JSON Lines of a .jsonl.gz file, the text of each). UserError for one that is damaged."""
+    """Return the JSON Lines of a .jsonl.gz file, and the text of each line.
+
+    Raises UserError if the file is damaged, empty, or has a line that is not a record.
+    """
     try:
         data = gzip.open(path).read()
-    except (OSError, EOFError, zlib.error) as e:  # gzip's own errors are OSErrors too
+    except (OSError, EOFError, zlib.error) as e:  # gzip raises OSErrors of its own
         reason = getattr(e, "strerror", None) or e
         raise UserError(f"{path}: not a whole .jsonl.gz file ({reason})") from None
     texts = []
@@ -73,21 +72,25 @@ def read_corpus(path: str) -> tuple[bytes, list[str]]:
         try:
             texts.append(record_text(json.loads(line))[0])
         except (ValueError, RecursionError) as e:
-            raise UserError(f"{path}, line {number}: no record ({e})") from None
+            raise UserError(f"{path}, line {number}: not a record ({e})") from None
     if not texts:
         raise UserError(f"{path}: it is empty")
     return data, texts
 
 
+# --------------------------------------------------------------------------------------------------
+# The three ways to encode it
+
+
 def library_encode(tokenizer: SentencePiece | Tiktoken) -> Callable[[str], list[int]]:
-    """The library's own function, as it comes."""
+    """Return the library's own encode function, without anything around it."""
     if isinstance(tokenizer, SentencePiece):
         return tokenizer.sp.encode
     return tokenizer.encoding.encode_ordinary
 
 
 def library(texts: list[str], encode: Callable[[str], list[int]]) -> float:
-    """Seconds for one pass over the texts."""
+    """Return the seconds that the library takes to encode all texts once."""
     started = time.perf_counter()
     for text in texts:
         encode(text)
@@ -95,6 +98,7 @@ def library(texts: list[str], encode: Callable[[str], list[int]]) -> float:
 
 
 def plain(corpus: Path, encode: Callable[[str], list[int]], out: Path, vocab_size: int) -> float:
+    """Return the seconds of the plain way: read a .jsonl.gz file, and write its ids to `out`."""
     started = time.perf_counter()
     ids = []
     with gzip.open(corpus, "rt", encoding="utf-8") as f:
@@ -105,40 +109,69 @@ def plain(corpus: Path, encode: Callable[[str], list[int]], out: Path, vocab_siz
     return time.perf_counter() - started
 
 
+def resident(pid: int) -> int:
+    """Return the resident memory, in bytes, of a process and of all its descendants.
+
+    Memory that several processes share is counted once for each of them.
+    """
+    total = 0
+    try:
+        total = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            children = (thread / "children").read_text().split()
+            total += sum(resident(int(child)) for child in children)
+    except OSError:  # the process has ended in the meantime
+        pass
+    return total
+
+
 def ours(corpus: Path, cfg: BenchConfig, folder: Path) -> tuple[float, int]:
-    """(seconds, largest resident memory of all processes together) of prepare.py."""
-    command = [sys.executable, str(REPO / "prepare.py"), f"--input={corpus}", f"--tokenizer={cfg.tokenizer}"]
-    command += ["--name=bench", f"--data_dir={folder}", f"--workers={cfg.workers}"]
-    started, peak = time.perf_counter(), 0
+    """Run prepare.py; return its seconds, and the peak resident memory of all its processes."""
+    command = [sys.executable, str(REPO / "prepare.py"), f"--input={corpus}", "--name=bench"]
+    command += [f"--tokenizer={cfg.tokenizer}", f"--workers={cfg.workers}", f"--data_dir={folder}"]
+    peak = 0
+    started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None:
         peak = max(peak, resident(process.pid))
         time.sleep(0.05)
     if process.returncode:
-        raise UserError("prepare.py failed")
+        raise UserError("prepare.py failed: see its message above")
     return time.perf_counter() - started, peak
 
 
-def main() -> None:
+# --------------------------------------------------------------------------------------------------
+
+
+def parse_arguments() -> BenchConfig:
+    """Parse the command line, on which the corpus may stand first, without an option's name."""
     argv = sys.argv[1:]
-    corpus = argv.pop(0) if argv and not argv[0].startswith("-") else ""
-    cfg = parse(BenchConfig, [*argv, *([f"--corpus={corpus}"] if corpus else [])], doc=__doc__)
+    if argv and not argv[0].startswith("-"):
+        argv = [*argv[1:], f"--corpus={argv[0]}"]
+    cfg = parse(BenchConfig, argv, doc=__doc__)
     if not cfg.corpus:
         raise UserError("name a corpus: python bench/prepare.py CORPUS.jsonl.gz")
+    return cfg
+
+
+def main() -> None:
+    cfg = parse_arguments()
     data, texts = read_corpus(cfg.corpus)
     tokenizer = find_tokenizer(cfg.tokenizer)
-    text_mb, times = sum(len(t.encode()) for t in texts) / 1e6, -(-cfg.mb * 10**6 // len(data))
     encode = library_encode(tokenizer)
+    text_mb = sum(len(t.encode()) for t in texts) / 1e6
+    times = math.ceil(cfg.mb * 10**6 / len(data))
     cores = cfg.workers or len(os.sched_getaffinity(0))
-    seconds: dict[str, list[float]] = {"library": [], "plain": [], "ours": []}
+    seconds: dict[str, list[float]] = {"library": [], "plain": [], "ours": []}  # for one corpus
     peaks = []
     with tempfile.TemporaryDirectory() as tmp:
-        once, repeated = Path(tmp) / "once.jsonl.gz", Path(tmp) / "repeated.jsonl.gz"
+        once = Path(tmp) / "once.jsonl.gz"
         once.write_bytes(gzip.compress(data, 6))
+        del data
+        repeated = Path(tmp) / "repeated.jsonl.gz"
         with open(repeated, "wb") as f:
             for _ in range(times):
                 f.write(once.read_bytes())
-        del data
         for turn in range(cfg.rounds):
             seconds["library"].append(library(texts, encode))
             out = Path(tmp) / "plain.bin"
@@ -147,29 +180,29 @@ def main() -> None:
             seconds["ours"].append(took / times)
             peaks.append(peak)
             print(f"round {turn + 1} of {cfg.rounds}", file=sys.stderr)
+
     rates = {name: text_mb / statistics.median(found) for name, found in seconds.items()}
     share = rates["ours"] / cores / rates["library"]
-    print(f"{times} x {text_mb:.1f} MB of text, {cfg.tokenizer}, {cores} workers; medians of {cfg.rounds}")
+    size = f"{times} x {text_mb:.1f} MB of text"
+    print(f"{size}, {cfg.tokenizer}, {cores} workers; medians of {cfg.rounds}")
     for name, rate in rates.items():
-        print(
-            f"  {name:<8} {rate:7.2f} MB/s   {rate / rates['library']:5.2f} x library   {rate / rates['plain']:5.2f} x plain"
-        )
+        ratios = [f"{rate / rates[other]:5.2f} x {other}" for other in ("library", "plain")]
+        print(f"  {name:<8} {rate:7.2f} MB/s   {'   '.join(ratios)}")
     print(f"  ours / (cores x library) = {share:.2f}")
-    print(f"  largest resident memory of all its processes: {max(peaks) / 1e6:.0f} MB")
+    print(f"  peak resident memory of all processes of prepare.py: {max(peaks) / 1e6:.0f} MB")
     if cfg.json:
-        machine = {
-            "python": platform.python_version(),
-            "cpu": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-        }
-        versions = {p: version(p) for p in ("numpy", "tiktoken", "sentencepiece")}
+        cpu = platform.processor() or platform.machine()
+        python = platform.python_version()
         found = {
             "command": ["bench/prepare.py", *sys.argv[1:]],
-            "machine": machine,
-            "versions": versions,
+            "machine": {"python": python, "cpu": cpu, "cores": os.cpu_count()},
+            "versions": {p: version(p) for p in ("numpy", "tiktoken", "sentencepiece")},
             "text_mb": text_mb * times,
+            "mb_per_s": rates,
+            "share": share,
+            "peak_bytes": max(peaks),
+            "seconds": seconds,
         }
-        found |= {"mb_per_s": rates, "share": share, "peak_bytes": max(peaks), "seconds": seconds}
         Path(cfg.json).write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -1,12 +1,17 @@
-"""The roof over a model on this machine: how fast its own shapes run here, one operation at a time, to judge an MFU by.
+"""Measure how fast this machine runs a model's own operations, one at a time, to judge an MFU by.
 
-    python bench/roof.py config/gpt2_124m.py                                          # any setting of train.py can be given
+    # every setting of train.py is accepted too
+    python bench/roof.py config/gpt2_124m.py
     python bench/roof.py config/train_1b.py --vocab_size=32000 --tokens=32768 --json=roof.json
 
-Each figure is a median over `seconds` of repetitions (torch.utils.benchmark, warmed up), in the dtype that train.py picks.
-OOM: it does not fit; n/a: this machine refuses it. The last table adds up what a micro-step cannot do without: a roof of the
-MFU, as norms, activations and the residual stream come on top of it. MFU counts all of T x T, of
-which the causal half is computed: where T is long, its roof may lie above 100 %.
+Each figure is a median over `seconds` of repetitions (torch.utils.benchmark, after a warm-up), in
+the dtype that train.py picks. OOM: the operation does not fit into memory. n/a: this machine cannot
+run it.
+
+The last table adds up the operations that a micro-step cannot do without. This sum is a roof: an
+MFU that training cannot exceed, since norms, activations and the residual stream take time too. MFU
+counts all of T x T in attention, but only the causal half is computed. So the roof may lie above
+100 % where T is large.
 """
 
 import json
@@ -25,7 +30,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `python bench/roof.py` finds ours
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))  # so that `python bench/roof.py` finds the modules below
 from configurator import changes, parse, run  # noqa: E402
 from hardware.kernels import ChunkedCrossEntropy, attend, attention_kernel  # noqa: E402
 from hardware.machine import Machine, start  # noqa: E402
@@ -33,37 +39,41 @@ from hardware.peak import device_name, peak_tflops  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from training.settings import TrainConfig, model_config  # noqa: E402
 
-Figure = float | str  # or the word that says why there is none
+Figure = float | str  # a number, or the word that says why there is none
 
 
 @dataclass(frozen=True)
 class RoofConfig(TrainConfig):
     # ---- What to measure ----
-    vocab_size: int = 50257  # of the tokenizer; the model pads it
-    tokens: int = 0  # of a micro-step, whole sequences; 0: batch_size x block_size
-    seconds: float = 0.3  # of repetitions for each figure
+    vocab_size: int = 50257  # vocabulary of the tokenizer; the model pads it
+    tokens: int = 0  # tokens of a micro-step, whole sequences; 0: batch_size x block_size
+    seconds: float = 0.3  # how long each operation is repeated
     # ---- Output ----
-    json: str = ""  # write the figures here too
+    json: str = ""  # also write the figures to this file
 
     def problems(self) -> list[str]:
         if self.batch_size == "auto":
             return ["batch_size=auto is for train.py and bench/plan.py: give a number here"]
-        wrong = TrainConfig.problems(replace(self, max_steps=1))  # the run's length does not matter here
-        wrong += [f"{k} must be positive" for k in ("vocab_size", "seconds") if not getattr(self, k) > 0]
-        wrong += ["tokens must be a multiple of block_size"] * (
-            self.tokens < 0 or self.tokens % max(1, self.block_size) > 0
-        )
-        return wrong + [f"json={self.json}: no such folder"] * (not Path(self.json).parent.is_dir())
+        wrong = TrainConfig.problems(replace(self, max_steps=1))  # any length of the run will do
+        not_positive = [k for k in ("vocab_size", "seconds") if not getattr(self, k) > 0]
+        wrong += [f"{k} must be positive" for k in not_positive]
+        if self.tokens < 0 or self.tokens % max(1, self.block_size) > 0:
+            wrong.append("tokens must be a multiple of block_size")
+        if not Path(self.json).parent.is_dir():
+            wrong.append(f"json={self.json}: no such folder")
+        return wrong
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One figure, and how a table of them is printed
+# --------------------------------------------------------------------------------------------------
+# One figure, and how a table of figures is printed
 
 
 def median_ms(make: Callable[[], Callable[[], object]], seconds: float) -> Figure:
-    """Of the work that make() prepares: the median of ten blocks, or of as many as `seconds` allow; the GPU waits between.
+    """Return the median time in ms of the function that make() returns, or "OOM" or "n/a".
 
-    Not blocked_autorange: its blocks are 10,000 times as long as a wait for the GPU, seconds each.
+    The median is over ten blocks of calls, or over as many as `seconds` allow. Each block ends with
+    a wait for the GPU. Timer.blocked_autorange is not used: it makes a block 10,000 times as long
+    as such a wait, which is seconds.
     """
     try:
         work = make()
@@ -75,7 +85,8 @@ def median_ms(make: Callable[[], Callable[[], object]], seconds: float) -> Figur
             blocks.append(timer.timeit(number).mean)
         return 1e3 * statistics.median(blocks)
     except RuntimeError as e:
-        return "OOM" if isinstance(e, torch.OutOfMemoryError) or "alloc" in str(e).lower() else "n/a"
+        no_memory = isinstance(e, torch.OutOfMemoryError) or "alloc" in str(e).lower()
+        return "OOM" if no_memory else "n/a"
 
 
 def per_ms(amount: float, ms: Figure) -> Figure:
@@ -83,55 +94,73 @@ def per_ms(amount: float, ms: Figure) -> Figure:
 
 
 def total(figures: list[Figure], times: float = 1.0) -> Figure:
-    """`times` their sum; where one is missing, why."""
-    return next((x for x in figures if isinstance(x, str)), None) or times * sum(figures)
+    """Return the sum of the figures, multiplied by `times`; if one is a word, that word."""
+    words = [x for x in figures if isinstance(x, str)]
+    return words[0] if words else times * sum(figures)
 
 
 def text(value: Figure | int) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else value
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if value < 1000 else f"{value:,.0f}"
 
 
 def table(title: str, rows: list[dict]) -> list[dict]:
-    """Print the rows under their keys, words to the left and numbers to the right; returns them, for the file."""
+    """Print the rows below their keys, the first column to the left, and return the rows."""
     lines = [list(rows[0]), *([text(v) for v in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print(f"\n{title}")
     for line in lines:
-        first, *others = zip(line, widths, strict=True)
-        print("  ".join([f"  {first[0]:<{first[1]}}", *(f"{x:>{w}}" for x, w in others)]), flush=True)
+        cells = [f"{x:>{width}}" for x, width in zip(line, widths, strict=True)]
+        cells[0] = f"  {line[0]:<{widths[0]}}"
+        print("  ".join(cells), flush=True)
     return rows
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Matrix products
 
 
 def gemms(c: GPTConfig) -> dict[str, tuple[int, int, int]]:
-    """The linear layers: name -> (K inputs, N outputs, how many of them). Each is three products, forward and backward."""
-    heads = (c.n_head + 2 * c.n_kv_head) * c.head_dim
-    layers = {"qkv": (c.n_embd, heads, c.n_layer), "proj": (c.n_head * c.head_dim, c.n_embd, c.n_layer)}
+    """Return the linear layers: name -> (K inputs, N outputs, how many layers there are of it)."""
+    qkv = (c.n_head + 2 * c.n_kv_head) * c.head_dim
+    layers = {
+        "qkv": (c.n_embd, qkv, c.n_layer),
+        "proj": (c.n_head * c.head_dim, c.n_embd, c.n_layer),
+    }
     if c.mlp == "swiglu":
         layers["gate"] = (c.n_embd, c.d_ff, c.n_layer)
-    layers |= {"up": (c.n_embd, c.d_ff, c.n_layer), "down": (c.d_ff, c.n_embd, c.n_layer)}
-    return layers | {"lm_head": (c.n_embd, c.padded_vocab_size, 1)}
+    layers["up"] = (c.n_embd, c.d_ff, c.n_layer)
+    layers["down"] = (c.d_ff, c.n_embd, c.n_layer)
+    layers["lm_head"] = (c.n_embd, c.padded_vocab_size, 1)
+    return layers
 
 
 def gemm_flops(c: GPTConfig) -> int:
-    """Of a token, forward and backward: 6 a weight, the vocabulary's padding included."""
+    """Return the FLOPs of a token in linear layers, forward and backward: 6 for each weight.
+
+    The padding of the vocabulary is included.
+    """
     return sum(6 * K * N * n for K, N, n in gemms(c).values())
 
 
 def product(which: str, M: int, K: int, N: int, machine: Machine) -> Callable[[], object]:
-    """One of a layer's three products over M tokens, its operands laid out as autograd has them."""
+    """Return a function that computes one of a layer's three products over M tokens.
+
+    which: "forward", "input grad" or "weight grad". The operands are laid out as autograd does.
+    """
     random = partial(torch.randn, device=machine.device, dtype=machine.dtype)
     if which == "forward":
-        a, b = random(M, K), random(N, K).T
+        a = random(M, K)
+        b = random(N, K).T
     elif which == "input grad":
-        a, b = random(M, N), random(N, K)
+        a = random(M, N)
+        b = random(N, K)
     else:
-        a, b = random(M, N).T, random(M, K)
+        a = random(M, N).T
+        b = random(M, K)
     return partial(torch.mm, a, b, out=torch.mm(a, b))
 
 
@@ -141,11 +170,12 @@ def measure_gemms(c: GPTConfig, M: int, seconds: float, machine: Machine) -> lis
         kinds = ("forward", "input grad", "weight grad")
         ms = {k: median_ms(partial(product, k, M, K, N, machine), seconds) for k in kinds}
         rates = {k: per_ms(2e-9 * M * K * N, t) for k, t in ms.items()}
-        rows.append({"layer": name, "K": K, "N": N, "layers": n} | rates | {"ms": total([*ms.values()], n)})
+        row = {"layer": name, "K": K, "N": N, "layers": n}
+        rows.append(row | rates | {"ms": total([*ms.values()], n)})
     return rows
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Attention
 
 BACKENDS = {
@@ -157,52 +187,78 @@ BACKENDS = {
 
 
 def attention_inputs(B: int, nh: int, T: int, hs: int, machine: Machine) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output: (B, nh, T, hs) each, laid out in memory as (B, T, nh, hs), as the model's."""
-    qkv_dy = torch.randn(4, B, T, nh, hs, device=machine.device, dtype=machine.dtype).transpose(2, 3)
-    return [*(t.detach().requires_grad_() for t in qkv_dy[:3]), qkv_dy[3]]
+    """Return q, k, v and the gradient of the output, (B, nh, T, hs) each.
+
+    As in the model, they lie in memory as (B, T, nh, hs).
+    """
+    qkv_dy = torch.randn(4, B, T, nh, hs, device=machine.device, dtype=machine.dtype)
+    q, k, v, dy = qkv_dy.transpose(2, 3)
+    return [*(t.detach().requires_grad_() for t in (q, k, v)), dy]
 
 
-def attention(attends: Callable, shape: tuple, backward: bool, machine: Machine) -> Callable[[], object]:
+def attention(
+    attends: Callable, shape: tuple, backward: bool, machine: Machine
+) -> Callable[[], object]:
+    """Return a function that runs attends(q, k, v) on inputs of `shape`: (B, nh, T, hs)."""
     q, k, v, dy = attention_inputs(*shape, machine)
     if backward:
         return lambda: torch.autograd.grad(attends(q, k, v), (q, k, v), dy)
-    return lambda: attends(q, k, v)  # with what the backward pass would need, as in training
+    return lambda: attends(q, k, v)  # also keeps what a backward pass needs, as in training
 
 
 def measure_attention(c: GPTConfig, M: int, T: int, seconds: float, machine: Machine) -> list[dict]:
-    """For each shape every backend; the last row is the model's own call at its own shape, with the name of its default."""
-    rows, B = [], M // T
-    fused = partial(F.scaled_dot_product_attention, is_causal=True)
-    shapes = dict.fromkeys([(max(1, c.n_embd // 64), 64), (max(1, c.n_embd // 128), 128), (c.n_head, c.head_dim)])
+    """Measure every backend at three shapes, and the model's own call at its own shape.
+
+    The model's call is the last row; `default` names the backend that it takes.
+    """
+    B = M // T
     own = (c.n_head, c.head_dim)
-    calls = [(heads, name, fused, sdpa_kernel(b)) for heads in shapes for name, b in BACKENDS.items()]
+    shapes = dict.fromkeys([(max(1, c.n_embd // 64), 64), (max(1, c.n_embd // 128), 128), own])
+    fused = partial(F.scaled_dot_product_attention, is_causal=True)
+    calls = []
+    for heads in shapes:
+        calls += [(heads, name, fused, sdpa_kernel(b)) for name, b in BACKENDS.items()]
     calls.append((own, "the model", partial(attend, dropout=0.0), nullcontext()))
+    rows = []
     for (nh, hs), name, attends, limits in calls:
         shape = (B, nh, T, hs)
         with limits, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a backend that refuses says why, at length
-            fwd, both = (median_ms(partial(attention, attends, shape, b, machine), seconds) for b in (False, True))
+            warnings.simplefilter("ignore")  # a backend that refuses gives its reasons at length
+            forward = median_ms(partial(attention, attends, shape, False, machine), seconds)
+            both = median_ms(partial(attention, attends, shape, True, machine), seconds)
         gflops = 2e-9 * B * nh * T * T * hs  # two products, the causal half of each
-        row = {"backend": name, "head_dim": hs, "heads": nh, "default": "", "forward": per_ms(gflops, fwd)}
-        rows.append(row | {"both": per_ms(3 * gflops, both), "ms forward": fwd, "ms both": both})
-    for row in rows:  # asked afterwards: the priority order is set up by the first call
+        row = {"backend": name, "head_dim": hs, "heads": nh, "default": ""}
+        row |= {"forward": per_ms(gflops, forward), "both": per_ms(3 * gflops, both)}
+        rows.append(row | {"ms forward": forward, "ms both": both})
+    # Only now ask for the defaults: torch sets up its order of priority in the first call.
+    for row in rows:
         chosen = attention_kernel(row["heads"], T, row["head_dim"], machine.device, machine.dtype)
-        row["default"] = chosen if row["backend"] == "the model" else "*" if row["backend"] == chosen else ""
+        if row["backend"] == "the model":
+            row["default"] = chosen
+        elif row["backend"] == chosen:
+            row["default"] = "*"
     return rows
 
 
 def sdpa_facts() -> dict:
-    order = torch._C._get_sdp_priority_order() if hasattr(torch._C, "_get_sdp_priority_order") else []
+    """Return the version of cuDNN, and the order in which torch tries the backends, if known."""
+    order = []
+    if hasattr(torch._C, "_get_sdp_priority_order"):
+        order = torch._C._get_sdp_priority_order()
     names = {int(backend): name for name, backend in BACKENDS.items()}
-    return {"cudnn": torch.backends.cudnn.version(), "priority": [names[n] for n in order if n in names]}
+    priority = [names[n] for n in order if n in names]
+    return {"cudnn": torch.backends.cudnn.version(), "priority": priority}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What memory limits: cross-entropy, a copy, AdamW
+# --------------------------------------------------------------------------------------------------
+# What the speed of memory limits: cross-entropy, a copy, AdamW
 
 
 def cross_entropy(rows: int, V: int, compiled: bool, machine: Machine) -> Callable[[], object]:
-    """From logits in the training dtype to the loss and back to their gradient, as in the model."""
+    """Return a function that computes the loss, and the gradient of the logits, as the model does.
+
+    The logits (rows, V) are in the training dtype.
+    """
 
     def plain(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.float(), targets, ignore_index=-1)
@@ -215,11 +271,14 @@ def cross_entropy(rows: int, V: int, compiled: bool, machine: Machine) -> Callab
 
 
 def copy(size: int, machine: Machine) -> Callable[[], object]:
-    a, b = (torch.ones(size // 4, device=machine.device) for _ in range(2))
+    """Return a function that copies `size` bytes."""
+    a = torch.ones(size // 4, device=machine.device)
+    b = torch.ones(size // 4, device=machine.device)
     return partial(b.copy_, a)
 
 
 def adamw(shapes: list[torch.Size], machine: Machine) -> Callable[[], object]:
+    """Return a function that takes one step of AdamW for parameters of these shapes."""
     params = [torch.ones(s, device=machine.device).requires_grad_() for s in shapes]
     for p in params:
         p.grad = torch.ones_like(p)
@@ -227,27 +286,39 @@ def adamw(shapes: list[torch.Size], machine: Machine) -> Callable[[], object]:
 
 
 def measure_memory(model: GPT, M: int, cfg: RoofConfig, machine: Machine) -> list[dict]:
-    V, size = model.config.padded_vocab_size, 2**30 if machine.device.type == "cuda" else 2**27
-    N = max(1, min(M, 2**28 // V))  # 2^28 logits take 5 GB in fp16, eager
+    V = model.config.padded_vocab_size
+    N = max(1, min(M, 2**28 // V))  # rows; 2^28 logits take 5 GB in fp16, eager
+    least = 3 * N * V * machine.dtype.itemsize  # bytes that the loss has to read and to write
+    copied = 2**30 if machine.device.type == "cuda" else 2**27
     shapes = [p.shape for p in model.parameters()]
-    n, least = sum(s.numel() for s in shapes), 3 * N * V * machine.dtype.itemsize
-    jobs = [("cross-entropy, eager", N, "rows", least, partial(cross_entropy, N, V, False, machine))]
+    n = sum(s.numel() for s in shapes)
+
+    eager = partial(cross_entropy, N, V, False, machine)
+    compiled = partial(cross_entropy, N, V, True, machine)
+    jobs = [("cross-entropy, eager", N, "rows", least, eager)]
     if cfg.compile is not False:
-        jobs.append(("cross-entropy, compiled", N, "rows", least, partial(cross_entropy, N, V, True, machine)))
-    jobs.append(("copy", size, "bytes", 2 * size, partial(copy, size, machine)))
+        jobs.append(("cross-entropy, compiled", N, "rows", least, compiled))
+    jobs.append(("copy", copied, "bytes", 2 * copied, partial(copy, copied, machine)))
     jobs.append(("AdamW", n, "parameters", 28 * n, partial(adamw, shapes, machine)))
     rows = []
     for name, count, unit, moved, make in jobs:
         ms = median_ms(make, cfg.seconds)
-        rows.append({"operation": name, "of": count, "": unit, "ms": ms, "GB/s": per_ms(moved / 1e6, ms)})
+        rate = per_ms(moved / 1e6, ms)
+        rows.append({"operation": name, "of": count, "": unit, "ms": ms, "GB/s": rate})
     return rows
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The roof
 
 
-def micro_step(linear: list, attended: list, memory: list, c: GPTConfig, M: int, accum: int) -> list[dict]:
-    """The least time of a micro-step, part by part, from the tables; AdamW's is shared out over those of a step."""
+def micro_step(
+    linear: list, attended: list, memory: list, c: GPTConfig, M: int, accum: int
+) -> list[dict]:
+    """Return the least time of each part of a micro-step of M tokens, from the other tables.
+
+    AdamW runs once a step: its time is divided among the `accum` micro-steps of a step.
+    """
     losses = [total([r["ms"]], M / r["of"]) for r in memory if r[""] == "rows"]
     parts = {
         "linear layers": total([r["ms"] for r in linear]),
@@ -260,53 +331,81 @@ def micro_step(linear: list, attended: list, memory: list, c: GPTConfig, M: int,
 
 
 def flops(model: GPT, T: int) -> tuple[int, int]:
-    """FLOPs of a token, forward and backward: as MFU counts; of the products that are computed."""
+    """Return two counts of a token's FLOPs, forward and backward.
+
+    The first is MFU's. The second is that of the products that are really computed.
+    """
     c = model.config
-    return model.flops_per_token(T), gemm_flops(c) + 6 * c.n_layer * c.n_head * c.head_dim * T
+    attention = 6 * c.n_layer * c.n_head * c.head_dim * T  # the causal half of T x T
+    return model.flops_per_token(T), gemm_flops(c) + attention
 
 
 def of_peak(tflops: Figure, peak: float | None) -> str:
-    return f"{text(tflops)} TFLOPS" + (f" = {tflops / peak:.1%} of peak" if peak and isinstance(tflops, float) else "")
+    shown = f"{text(tflops)} TFLOPS"
+    if peak and isinstance(tflops, float):
+        shown += f" = {tflops / peak:.1%} of peak"
+    return shown
 
 
 def main() -> None:
     cfg = parse(RoofConfig, doc=__doc__)
     machine = start(cfg.device, cfg.dtype)
-    c, T = model_config(cfg, cfg.vocab_size), cfg.block_size
-    with torch.device("meta"):
+    T = cfg.block_size
+    c = model_config(cfg, cfg.vocab_size)
+    with torch.device("meta"):  # only the shapes of the weights are needed
         model = GPT(c)
     M = cfg.tokens or cfg.batch_size * T
     accum = max(1, round(cfg.batch_tokens / M))
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
-    name, dtype = device_name(machine.device), str(machine.dtype).removeprefix("torch.")
+    name = device_name(machine.device)
+    dtype = str(machine.dtype).removeprefix("torch.")
     print(f"{name}, torch {torch.__version__}, {dtype} ({machine.why})\npeak: {source}")
 
-    title = f"TFLOPS of the linear layers over {M:,} tokens; ms: all three products of all layers of the name"
+    title = f"TFLOPS of the linear layers over {M:,} tokens; ms: the three products of all `layers`"
     linear = table(title, measure_gemms(c, M, cfg.seconds, machine))
     gemm_tflops = per_ms(1e-9 * gemm_flops(c) * M, total([r["ms"] for r in linear]))
     print(f"  all: {of_peak(gemm_tflops, peak)}")
 
-    title = f"TFLOPS of causal attention over {M // T:,} sequences of {T:,}: forward is 2 B nh T² hs, the half of T x T that is"
-    title += "\nnot masked, and both 3 times that (MFU counts all of T x T, twice as much); *: taken by default"
+    title = f"TFLOPS of causal attention over {M // T:,} sequences of {T:,}; *: taken by default.\n"
+    title += "Only the unmasked half of T x T is counted: forward is 2 B nh T² hs, both is\n"
+    title += "3 times that. (MFU counts all of T x T, which is twice as much.)"
     attended = table(title, measure_attention(c, M, T, cfg.seconds, machine))
     sdpa = sdpa_facts()
     print(f"  cuDNN {sdpa['cudnn']}, priority {', '.join(sdpa['priority']) or 'unknown'}")
 
-    title = "GB/s of cross-entropy, forward and backward (least bytes: logits read twice, their gradient written), of a copy"
-    title += "\n(read and written) and of the optimizer (28 bytes a parameter)"
+    title = "GB/s of cross-entropy, forward and backward (least bytes: logits read twice, their\n"
+    title += "gradient written), of a copy (read and written) and of AdamW (28 bytes a parameter)"
     memory = table(title, measure_memory(model, M, cfg, machine))
 
-    parts = table(f"a micro-step of {M:,} tokens, at least", micro_step(linear, attended, memory, c, M, accum))
-    rates = [per_ms(1e-9 * a_token * M, parts[-1]["ms"]) for a_token in flops(model, T)]
-    print(f"  the roof of MFU: {of_peak(rates[0], peak)}, as attention's masked half counts too")
-    print(f"  of the products that are computed: {of_peak(rates[1], peak)}")
+    least = micro_step(linear, attended, memory, c, M, accum)
+    parts = table(f"The least time of a micro-step of {M:,} tokens", least)
+    by_mfu, computed = flops(model, T)
+    mfu_tflops = per_ms(1e-9 * by_mfu * M, parts[-1]["ms"])
+    computed_tflops = per_ms(1e-9 * computed * M, parts[-1]["ms"])
+    masked = "which also counts the masked half of attention"
+    print(f"  the roof of MFU, {masked}: {of_peak(mfu_tflops, peak)}")
+    print(f"  of the products that are computed: {of_peak(computed_tflops, peak)}")
     if cfg.json:
-        versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": sdpa["cudnn"]}
-        facts = {"machine": name, "python": platform.python_version(), "versions": versions}
-        facts |= {"command": " ".join(sys.argv), "settings": changes(cfg), "model": asdict(c), "dtype": dtype}
-        facts |= {"tokens": M, "peak_tflops": peak, "gemms": linear, "gemm_tflops": gemm_tflops}
-        facts |= {"attention": attended, "sdpa_priority": sdpa["priority"], "memory": memory}
-        facts |= {"micro_step": parts, "model_tflops": rates[0], "computed_tflops": rates[1]}
+        cuda = torch.version.cuda
+        facts = {
+            "machine": name,
+            "python": platform.python_version(),
+            "versions": {"torch": torch.__version__, "cuda": cuda, "cudnn": sdpa["cudnn"]},
+            "command": " ".join(sys.argv),
+            "settings": changes(cfg),
+            "model": asdict(c),
+            "dtype": dtype,
+            "tokens": M,
+            "peak_tflops": peak,
+            "gemms": linear,
+            "gemm_tflops": gemm_tflops,
+            "attention": attended,
+            "sdpa_priority": sdpa["priority"],
+            "memory": memory,
+            "micro_step": parts,
+            "model_tflops": mfu_tflops,
+            "computed_tflops": computed_tflops,
+        }
         Path(cfg.json).write_text(json.dumps(facts, indent=1) + "\n")
 
 

@@ -1,5 +1,6 @@
-# A first run, on the corpus that `python prepare.py` makes: two to three minutes on a 2-core CPU, seconds on a GPU.
-# 4.3M parameters; 700 steps of 2,048 tokens = half an epoch.
+# A first run, on the corpus that `python prepare.py` makes. It takes two to three minutes on a
+# 2-core CPU, and seconds on a GPU.
+# 4.3M parameters. 700 steps of 2,048 tokens are half an epoch.
 run_name = "demo"
 dataset = "demo"
 preset = "llama"

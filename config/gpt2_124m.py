@@ -1,6 +1,7 @@
 # GPT-2's smallest model. Prepare the data with
 #   python prepare.py --input CORPUS --name NAME --tokenizer gpt2
-# 124M parameters at the gpt2 vocabulary; 2.5G tokens = 20 a parameter. 16 x 1024 x 30 micro-steps of one GPU = 491,520.
+# 124M parameters with the gpt2 vocabulary. 2.5G tokens are 20 per parameter.
+# On one GPU, a step is 16 x 1024 tokens x 30 micro-steps = 491,520 tokens.
 run_name = "gpt2_124m"
 preset = "gpt2"
 n_layer = 12

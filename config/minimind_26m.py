@@ -1,6 +1,7 @@
-# The size of MiniMind's 26M model: 8 layers x 512, grouped queries 8:2, T = 512. Prepare the data with
+# The size of MiniMind's 26M model: 8 layers of width 512, 8 query heads that share 2 key/value
+# heads, sequences of 512 tokens. Prepare the data with
 #   python prepare.py --input pretrain.jsonl --name zh --vocab_size 6400
-# 25.8M parameters at that vocabulary; 500M tokens = 20 a parameter.
+# 25.8M parameters with this vocabulary. 500M tokens are 20 per parameter.
 run_name = "minimind_26m"
 preset = "llama"
 tie_embeddings = True

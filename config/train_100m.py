@@ -1,7 +1,9 @@
-# The run this project is made for: about 100M parameters on one to eight GPUs,
+# The run that this project is made for: about 100M parameters on one to eight GPUs.
 #   torchrun --nproc_per_node=6 train.py config/train_100m.py --dataset=NAME
-# 97.5M parameters at a vocabulary of 16,384, 110M at 32,000; 2G tokens = 20 a parameter.
-# A step is 8 x 1024 tokens x 6 GPUs x 11 micro-steps = 540,672, the nearest to batch_tokens on six.
+# 97.5M parameters with a vocabulary of 16,384 tokens, 110M with 32,000.
+# 2G tokens are 20 per parameter.
+# On six GPUs, a step is 8 x 1024 tokens x 6 GPUs x 11 micro-steps = 540,672 tokens. This is the
+# multiple of 8 x 1024 x 6 that is nearest to batch_tokens.
 run_name = "train_100m"
 preset = "llama"
 tie_embeddings = True

@@ -1,1 +1,1 @@
-"""What this computer is and does: processes and devices, peaks of GPUs, kernels, and its disk."""
+"""The computer: its processes and devices, the peaks of GPUs, fast kernels, and the disk."""

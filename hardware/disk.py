@@ -1,14 +1,14 @@
-"""How this program writes files, and how it knows its own again.
+"""How this program writes files, and how it recognises files that it has written.
 
-    write_whole     a file is there whole or not at all
-    put_in_place    the same for a folder; what stood there before is handed back, not deleted
-    remove_only     deletes files by their names, and a folder only when it is empty
-    sealed, unseal  a JSON object that holds the SHA-256 of its own content
-    manifest        the size and SHA-256 of every file of a folder; damage() compares
-    Lock            a folder has one writer
+    write_whole     write a file so that a kill leaves the old file or the new one, never a part
+    put_in_place    the same for a folder; the old folder is kept, under another name
+    remove_only     delete files that are given by name, and the folder only if it is then empty
+    sealed, unseal  a JSON object that contains the SHA-256 of its own content
+    manifest        the size and SHA-256 of every file of a folder; damage() checks them
+    Lock            only one process may write a folder
 
-Nothing here deletes what it was not told by name. No torch, and no other file of ours but the
-configurator's UserError.
+No function here deletes a file whose name it was not given. This module needs no torch, and only
+configurator.py of this project.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ MANIFEST = "manifest.json"
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, would survive a loss of power."""
+    """Wait until the content of a file, or the names in a folder, would survive a loss of power."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -43,7 +43,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file in one step: a kill leaves the old one or the new one."""
+    """Write a file, or replace it, in one step. A kill leaves the old file or the new one."""
     aside = path.with_name(f".{path.name}.tmp")
     aside.write_bytes(content)
     sync_to_disk(aside)
@@ -51,44 +51,54 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def json_bytes(content: Any) -> bytes:
-    """JSON as people read it, in UTF-8.
+    """Return `content` as indented JSON in UTF-8.
 
-    The name of a file may hold bytes that are not UTF-8 (an old GBK disk). Python carries them as
-    lone surrogates, and backslashreplace writes those as \\udcXX, which JSON reads back.
+    The name of a file may contain bytes that are not UTF-8, for example on an old disk with GBK
+    names. Python represents such bytes as lone surrogates. backslashreplace writes them as \\udcXX,
+    which JSON reads back.
     """
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     return text.encode("utf-8", "backslashreplace")
 
 
 def put_in_place(new: Path, target: Path) -> Path | None:
-    """Give the finished folder `new` the name `target`; returns where the old `target` is now.
+    """Give the finished folder `new` the name `target`. Return the new path of the old `target`.
 
-    Linux exchanges two names in one step. Elsewhere a kill between the two renames leaves the old
-    folder under the name that this function returns, and no target.
+    It is None if there was no such folder. Linux exchanges the two names in one step. Elsewhere
+    two renames are needed: a kill between them leaves the old folder at the path that set_aside
+    gave it, and no target.
     """
     sync_to_disk(new)
-    old = None
-    if target.exists():
-        old = new if exchange(new, target) else set_aside(target)
-    if old is not new:
+    if not target.exists():
+        old = None
+        new.rename(target)
+    elif exchange(new, target):
+        old = new
+    else:
+        old = set_aside(target)
         new.rename(target)
     sync_to_disk(target.parent)
     return old
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Swap two names in one step; False where the system or the disk cannot."""
-    here, flag = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of renameat2(2)
+    """Exchange two names in one step. Return False if the system or the disk cannot do that."""
+    AT_FDCWD = -100  # see renameat2(2): relative paths start at the current folder
+    RENAME_EXCHANGE = 2
     try:
         swap = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):  # macOS, an old C library
         return False
-    return swap(here, os.fsencode(a), here, os.fsencode(b), flag) == 0
+    return swap(AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), RENAME_EXCHANGE) == 0
 
 
 def set_aside(path: Path) -> Path:
-    """Rename `path` to .NAME.old, where prepare.py looks after a kill; or to the next free name."""
-    old, number = path.with_name(f".{path.name}.old"), 1
+    """Rename `path` to .NAME.old, or to .NAME.old2 and so on if that exists. Return the new path.
+
+    prepare.py looks for .NAME.old after a kill.
+    """
+    old = path.with_name(f".{path.name}.old")
+    number = 1
     while os.path.lexists(old):
         number += 1
         old = path.with_name(f".{path.name}.old{number}")
@@ -97,9 +107,10 @@ def set_aside(path: Path) -> Path:
 
 
 def remove_only(folder: Path, names: Iterable[str]) -> bool:
-    """Delete the files (or links) of these names, then the folder if it is empty; True if so.
+    """Delete the files and links with these names, then the folder if it is empty.
 
-    Whatever else lies in it is somebody's, and stays. A link in place of the folder stays too.
+    Return whether the folder was deleted. Other files in it belong to somebody, and stay. If the
+    folder itself is a link, nothing is deleted.
     """
     if folder.is_symlink() or not folder.is_dir():
         return False
@@ -119,12 +130,13 @@ def remove_only(folder: Path, names: Iterable[str]) -> bool:
 
 
 def only_plain(path: str | Path) -> None:
-    """OSError for what is no plain file: to read a FIFO would be to wait for ever."""
+    """Raise OSError if the path is not a plain file. Reading a FIFO would wait for ever."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a plain file", str(path))
 
 
 def file_sha256(path: str | Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal. Raises OSError if it cannot be read."""
     only_plain(path)
     digest = hashlib.sha256()
     with open(path, "rb") as f:
@@ -134,30 +146,40 @@ def file_sha256(path: str | Path) -> str:
 
 
 def read_object(path: Path) -> dict:
-    """The JSON object in a file. OSError if it cannot be read; ValueError, in a line, if it is none."""
+    """Return the JSON object in a file.
+
+    Raises OSError if the file cannot be read. Raises ValueError, with a message of one line, if it
+    does not contain a JSON object.
+    """
     only_plain(path)
     try:
         content = json.loads(path.read_bytes())
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(content, dict):
-        raise ValueError(f"a {type(content).__name__} where an object {{...}} belongs")
+        raise ValueError(f"it is a {type(content).__name__}, not an object {{...}}")
     return content
 
 
 def content_sha256(content: dict) -> str:
-    """Of all but the key sha256, whatever the order of the keys and the spaces between them."""
+    """Return the SHA-256 of a JSON object without its key sha256.
+
+    It does not depend on the order of the keys, nor on the spaces in the file.
+    """
     rest = {key: value for key, value in content.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def sealed(content: dict) -> dict:
-    """The content with its own SHA-256, by which unseal() finds a change."""
+    """Return the content with its own SHA-256 added, by which unseal() detects a change."""
     return content | {"sha256": content_sha256(content)}
 
 
 def unseal(path: Path) -> dict:
-    """The content of a sealed file. OSError or ValueError if it is not there, or not as it was."""
+    """Return the content of a file that sealed() made.
+
+    Raises OSError if the file cannot be read, and ValueError if it was changed.
+    """
     content = read_object(path)
     if content.get("sha256") != content_sha256(content):
         raise ValueError("its content does not have the SHA-256 that it states")
@@ -165,19 +187,24 @@ def unseal(path: Path) -> dict:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file that a JSON of the folder names; UserError if that is not in the folder."""
+    """Return the path of the file `name`, which was read from a JSON file in the folder.
+
+    Raises UserError if it would not be directly in the folder.
+    """
     plain = isinstance(name, str) and name not in ("", ".", "..") and "\0" not in name
     if not plain or name != Path(name).name:
-        raise UserError(f"{folder}: it names the file {name!r}, which is not in it: not read")
+        problem = f"it names the file {name!r}, which is not in this folder: not read"
+        raise UserError(f"{folder}: {problem}")
     return folder / name
 
 
 def manifest(folder: Path) -> dict[str, dict]:
-    """name -> size and SHA-256 of each file in a folder."""
+    """Return the size and SHA-256 of each file in a folder, by the file's name."""
     return {p.name: entry_of(p) for p in sorted(folder.iterdir()) if p.name != MANIFEST}
 
 
 def entry_of(path: Path) -> dict:
+    """Return the size and SHA-256 of a file, as they stand in a manifest."""
     found = path.stat()
     known = sha256_of(path, found.st_ino, found.st_size, found.st_ctime_ns)
     return {"bytes": found.st_size, "sha256": known}
@@ -185,21 +212,23 @@ def entry_of(path: Path) -> dict:
 
 @functools.lru_cache(maxsize=64)
 def sha256_of(path: Path, inode: int, size: int, changed: int) -> str:
-    """file_sha256, once for as long as the file is not touched."""
+    """Return file_sha256(path). It is computed again only after the file has been changed."""
     return file_sha256(path)
 
 
 def damage(folder: Path, names: Iterable[str] | None = None, required: Iterable[str] = ()) -> str:
-    """What is wrong with the files of a folder that has a manifest, in a line; empty if nothing is.
+    """Compare the files of a folder with its manifest. Return the first problem, or "".
 
-    names: look only at these, as far as the manifest has them; default: all. required: the manifest
-    must have these: a flipped bit in it can make one name another.
+    names: check only those of these files that the manifest lists; None: check all that it lists.
+    required: files that the manifest must list. A flipped bit in it can turn one name into another.
     """
     try:
         entries = read_object(folder / MANIFEST)
-        if missing := sorted(set(required) - entries.keys()):
+        missing = sorted(set(required) - entries.keys())
+        if missing:
             return f"{folder / MANIFEST}: it does not list {missing[0]}"
-        for name in entries if names is None else entries.keys() & set(names):
+        checked = entries.keys() if names is None else entries.keys() & set(names)
+        for name in checked:
             path = inside(folder, name)
             if entry_of(path) != {key: entries[name][key] for key in ("bytes", "sha256")}:
                 return f"{path}: not what {MANIFEST} says"
@@ -215,18 +244,22 @@ def damage(folder: Path, names: Iterable[str] | None = None, required: Iterable[
 
 
 class Lock:
-    """Holds a folder, as the only process, until close() or the end of the process.
+    """The right to write a folder, which one process holds until close() or its end.
 
-    UserError if another process holds it; `instead` says what else to do. The folder is made if it is
-    not there.
+    The folder is made if it does not exist. Raises UserError if another process holds the lock.
+    instead: what the user can do then, other than wait.
     """
 
     def __init__(self, folder: Path, instead: str):
-        self.folder, self.instead = folder, instead
-        self.one_at_a_time = threading.Lock()  # a thread that saves asks too, and would find this process in its way
+        self.folder = folder
+        self.instead = instead
+        # The thread that saves calls renew() too. Of two threads that take the lock at the same
+        # time, the second would find it held by the first.
+        self.one_at_a_time = threading.Lock()
         self.handle = self.take()
 
     def take(self) -> int:
+        """Lock the folder that has the name now, and return its file descriptor."""
         while True:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.folder, os.O_RDONLY)
@@ -239,22 +272,26 @@ class Lock:
             except OSError as e:
                 if e.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
                     raise
-                return handle  # some network disks have no locks
-            # Whoever held it before may have removed the folder since it was opened here.
+                return handle  # some network disks have no locks: go on without one
+            # The process that held the lock may have removed the folder since it was opened above.
             if self.is_at(handle):
                 return handle
             os.close(handle)
 
     def is_at(self, handle: int) -> bool:
+        """Return whether the name of the folder still belongs to the folder of this descriptor."""
         return self.folder.exists() and os.path.samestat(os.fstat(handle), self.folder.stat())
 
     def renew(self) -> None:
-        """Before something is written: the folder may have been moved or deleted since, and with it
-        the lock. Then the one that has its name now is held, or UserError.
+        """Make sure that the lock is on the folder that has the name now. Call this before writing.
+
+        The folder may have been moved or deleted, and the lock with it. In that case, lock the
+        folder that has the name now. Raises UserError if another process holds that one.
         """
         with self.one_at_a_time:
             if not self.is_at(self.handle):
-                moved, self.handle = self.handle, self.take()
+                moved = self.handle
+                self.handle = self.take()
                 os.close(moved)
 
     def close(self) -> None:

@@ -1,4 +1,7 @@
-"""Processes, devices, memory and signals: asked once, at the start; afterwards only fields are read."""
+"""Processes, devices, memory and signals.
+
+start() finds out what this process runs on, once, and joins the other processes of the run.
+"""
 
 import ctypes
 import os
@@ -22,26 +25,28 @@ from configurator import OneRankError, UserError
 
 @dataclass(frozen=True)
 class Machine:
-    rank: int  # of this process, 0 ... world - 1
-    local_rank: int  # on this computer
-    world: int  # processes
+    """What this process runs on, and how it talks to the other processes of the run (the ranks)."""
+
+    rank: int  # the number of this process, 0 ... world - 1
+    local_rank: int  # its number among the processes on this computer
+    world: int  # how many processes there are
     device: torch.device
     dtype: torch.dtype  # of autocast
-    why: str  # that dtype
-    group: Any = None  # of all ranks, for what they say to each other before and after the loop
+    why: str  # the reason for this dtype
+    group: Any = None  # all ranks, for messages before and after the training loop
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def say(self, text: str) -> None:
-        """A line on the terminal, from one of all processes, above the progress bar if there is one."""
+        """Print a line, on rank 0 only. A progress bar stays below it."""
         if self.is_main:
             tqdm.write(text)
             sys.stdout.flush()
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank. It waits for the slowest, be it for hours."""
+        """Return the values of all ranks, on every rank. Wait for the slowest, even for hours."""
         if self.group is None:
             return [value]
         found: list[Any] = [None] * self.world
@@ -49,44 +54,55 @@ class Machine:
         return found
 
     def together(self, work: Callable[[], Any]) -> Any:
-        """work() on every rank. Where it fails on one, all of them raise its UserError, and none waits for it."""
-        result, wrong = None, ""
+        """Run work() on every rank and return its result.
+
+        If it fails on one rank with a UserError or OSError, all ranks raise UserError, so that no
+        rank waits for the one that failed.
+        """
+        result = None
+        problem = ""
         try:
             result = work()
         except UserError as e:
-            wrong = str(e)
+            problem = str(e)
         except OSError as e:
-            wrong = f"{e.filename or 'writing'}: {e.strerror}"
-        found = self.gather(wrong)
-        if any(found):
-            rank = next(rank for rank, text in enumerate(found) if text)
-            raise UserError(found[rank] if all(found) else f"rank {rank}: {found[rank]}")
+            problem = f"{e.filename or 'writing'}: {e.strerror}"
+        problems = self.gather(problem)
+        if all(problems):
+            raise UserError(problems[0])
+        for rank, text in enumerate(problems):
+            if text:
+                raise UserError(f"rank {rank}: {text}")
         return result
 
     def decide(self, work: Callable[[], Any]) -> Any:
-        """work() on rank 0 alone; its result, or its UserError, on every rank."""
+        """Run work() on rank 0 only. Return its result, or raise its UserError, on every rank."""
         return self.gather(self.together(lambda: work() if self.is_main else None))[0]
 
     def check_alike(self, facts: dict[str, Any]) -> None:
-        """UserError, on all ranks, if a fact is another one on one of them."""
+        """Raise UserError, on all ranks, if one of the facts differs between the ranks."""
         found = self.gather(facts)
         for rank, theirs in enumerate(found):
             for what, value in theirs.items():
                 if value != found[0].get(what):
                     both = f"{what} is {value} on rank {rank}, {found[0].get(what)} on rank 0"
-                    alike = "all must see the same files and get the same settings"
-                    raise UserError(f"the ranks differ: {both}: {alike}")
+                    advice = "all must see the same files and get the same settings"
+                    raise UserError(f"the ranks differ: {both}: {advice}")
 
     def autocast(self):
+        """Return the context in which matrix products run in `dtype`."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def synchronize(self) -> None:
-        """Wait for the work that is queued on the device: a clock is read only after this."""
+        """Wait for all work that is queued on the device. A time is measured only after this."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def fetch(self, x: torch.Tensor) -> Callable[[], list[float]]:
-        """Start to copy x to the host. What is returned waits for the copy alone, not for work queued behind it."""
+        """Start to copy x to the host. Return a function that returns its numbers.
+
+        That function waits until the copy is done, but not for work that was queued after it.
+        """
         if self.device.type != "cuda":
             return x.tolist
         copy = x.to("cpu", non_blocking=True)
@@ -100,8 +116,16 @@ class Machine:
         return read
 
 
+# --------------------------------------------------------------------------------------------------
+# The start of a process
+
+
 def start(asked_device: str, asked_dtype: str) -> Machine:
-    """What the settings `device` and `dtype` mean here, as one of all processes that torchrun has started."""
+    """Return the Machine of this process for the settings `device` and `dtype`.
+
+    If torchrun has started this process, it joins the other ranks.
+    Raises UserError if the device or dtype cannot be used.
+    """
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -111,74 +135,106 @@ def start(asked_device: str, asked_dtype: str) -> Machine:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
-        if world == 1 and (n := torch.cuda.device_count()) > 1:
-            all_of_them = f"torchrun --nproc_per_node={n} train.py {' '.join(sys.argv[1:])}"
-            print(f"note: 1 of {n} GPUs is used; for all: {all_of_them}")
-    group = None
-    if "RANK" in os.environ:
-        # torchrun hands restarted workers the store of the attempt before, in which stale addresses stand (torch 2.13)
-        store, *_ = next(dist.rendezvous("env://"))
-        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # of several computers, each counts its own restarts
-            store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-        backend, on = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        # In the loop, the longest that one rank waits for another is for a checkpoint on its way to a slow disk.
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world, device_id=on, timeout=timedelta(minutes=30)
-        )
-        # Around it, one may have to read all data, or to compile, while the others wait.
-        group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+        n = torch.cuda.device_count()
+        if world == 1 and n > 1:
+            command = f"torchrun --nproc_per_node={n} train.py {' '.join(sys.argv[1:])}"
+            print(f"note: 1 of {n} GPUs is used; to use all: {command}")
+    group = join_ranks(rank, world, device) if "RANK" in os.environ else None
     dtype, why = pick_dtype(asked_dtype, device)
     return Machine(rank, local_rank, world, device, dtype, why, group)
 
 
+def join_ranks(rank: int, world: int, device: torch.device) -> Any:
+    """Connect this process with the other ranks. Return the group for `Machine.group`."""
+    store, *_ = next(dist.rendezvous("env://"))
+    # torchrun gives restarted workers the store of the attempt before, which holds addresses that
+    # are no longer valid (torch 2.13). So each attempt gets a prefix of its own. This does not work
+    # with several computers, because each of them counts its own restarts.
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        attempt = f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+        store = dist.PrefixStore(attempt, store)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    device_id = device if device.type == "cuda" else None
+    # In the training loop, the longest wait is for a rank that writes a checkpoint to a slow disk.
+    in_loop = timedelta(minutes=30)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, device_id=device_id, timeout=in_loop
+    )
+    # Before and after the loop, one rank may read all data, or compile, while the others wait.
+    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+
+
 def keep_freed_memory() -> None:
-    """Have glibc keep large freed tensors, where each step would pay for fresh pages from the kernel (bench/LOG.md)."""
+    """Make glibc keep large tensors that were freed, for the next step.
+
+    Otherwise it returns them to the kernel, and every step pays for new pages (bench/LOG.md).
+    """
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):  # another C library: macOS, musl
+    except (OSError, AttributeError):  # another C library, as on macOS or with musl
         return
-    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
-    mallopt(M_MMAP_MAX, 0)  # no block gets pages of its own, to be unmapped when it is freed
-    mallopt(M_TRIM_THRESHOLD, -1)  # and the heap never shrinks
+    M_TRIM_THRESHOLD = -1  # from malloc.h
+    M_MMAP_MAX = -4
+    # Give no block pages of its own, which would be unmapped when the block is freed.
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, -1)  # never shrink the heap
 
 
 def pick_device(asked: str, local_rank: int = 0) -> torch.device:
-    """auto: cuda, then mps, then cpu. UserError if it cannot be used."""
+    """Return the device of the setting `device`. auto: cuda if there is one, then mps, then cpu.
+
+    Raises UserError if the device cannot be used.
+    """
     kind = asked
     if asked == "auto":
-        kind = (torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")).type
+        found = torch.accelerator.current_accelerator(check_available=True)
+        kind = found.type if found else "cpu"
     try:
         device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-        torch.zeros(1, device=device).item()  # which a device without numbers, meta, has not
+        torch.zeros(1, device=device).item()  # fails on "meta", whose tensors have no numbers
     except (RuntimeError, AssertionError, NotImplementedError) as e:
-        raise OneRankError(f"--device={asked}: not usable here ({str(e).splitlines()[0]})") from None
+        reason = str(e).splitlines()[0]
+        raise OneRankError(f"--device={asked}: not usable here ({reason})") from None
     return device
 
 
 def pick_dtype(asked: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """The autocast dtype, and why. auto: bf16 only where the hardware multiplies it natively, not where it is emulated."""
+    """Return the dtype of autocast for the setting `dtype`, and the reason.
+
+    auto: bf16 only where the hardware multiplies it natively, not where it is emulated.
+    Raises UserError for float16 on a device other than CUDA.
+    """
     if asked != "auto":
         if asked == "float16" and device.type != "cuda":
-            raise UserError(f"dtype=float16 needs a CUDA device; on {device.type} use bfloat16 or float32")
+            instead = f"on {device.type} use bfloat16 or float32"
+            raise UserError(f"dtype=float16 needs a CUDA device; {instead}")
         return getattr(torch, asked), "as asked"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
+        capability = f"compute capability {major}.{minor}"
         if major >= 8 or torch.version.hip:
-            return torch.bfloat16, f"compute capability {major}.{minor} multiplies it natively"
-        return torch.float16, f"compute capability {major}.{minor} has no native bfloat16"
+            return torch.bfloat16, f"{capability} multiplies it natively"
+        return torch.float16, f"{capability} has no native bfloat16"
     if device.type == "cpu":
         has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-        if native := [k for k in ("amx_bf16", "avx512_bf16", "bf16") if has.get(k)]:
+        native = [k for k in ("amx_bf16", "avx512_bf16", "bf16") if has.get(k)]
+        if native:
             return torch.bfloat16, f"this CPU has {native[0]}"
         return torch.float32, "this CPU has no native bfloat16"
     return torch.float32, f"the safe choice on {device.type}"
 
 
+# --------------------------------------------------------------------------------------------------
+# Signals, sums over the ranks, copies to the device
+
+
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """SIGTERM, Ctrl-C, SIGUSR1 (Slurm's warning) and SIGHUP (a closed terminal) let the step end; then the run is saved
-    and ends with 128 + number. A second Ctrl-C ends it at once. Under nohup SIGHUP is ignored, as it was asked for.
-    Yields the list that their numbers are put into.
+    """Catch the signals that ask the run to stop. Yield the list to which their numbers are added.
+
+    They are SIGTERM, SIGINT (Ctrl-C), SIGUSR1 (Slurm's warning) and SIGHUP (the terminal was
+    closed). The caller finishes the step, saves the run, and exits with 128 + number. A second
+    Ctrl-C exits at once. If SIGHUP is already ignored, as under nohup, it stays ignored.
     """
     caught: list[int] = []
 
@@ -198,9 +254,66 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+def all_sum(x: torch.Tensor) -> torch.Tensor:
+    """Replace x by its sum over all ranks, in place, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+def least(number: int, machine: Machine) -> int:
+    """Return the smallest of the ranks' numbers, on every rank."""
+    x = torch.tensor(number, device=machine.device)
+    if dist.is_initialized():
+        dist.all_reduce(x, dist.ReduceOp.MIN)
+    return int(x)
+
+
+def to_device(rows: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy windows of tokens (B, T + 1) to the device. Return inputs and targets, (B, T) each."""
+    windows = torch.from_numpy(rows)
+    if device.type == "cuda":
+        windows = windows.pin_memory().to(device, non_blocking=True)
+    else:
+        windows = windows.to(device)
+    return windows[:, :-1], windows[:, 1:]
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory
+
+# Bytes that CUDA's context takes with its libraries. This is a published figure for a 6B model; it
+# was not measured for this project.
+CONTEXT = 1.3e9
+
+
+def ram() -> float:
+    """Return the bytes of memory that are available, at most the limit of a container."""
+    bounds = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+        if available:
+            bounds.append(int(available[1]) * 1024)
+    container = Path("/sys/fs/cgroup/memory.max")
+    if container.exists():
+        limit = container.read_text().strip()
+        if limit != "max":
+            bounds.append(int(limit))
+    return min(bounds)
+
+
+def capacity(device: torch.device) -> float:
+    """Return the bytes that this process can have on the device, including CUDA's context."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return min(total, free + torch.cuda.memory_reserved(device) + CONTEXT)
+    return ram() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 @contextmanager
 def memory_advice(advice: str):
-    """Out of memory, in one line that says what would fit."""
+    """Turn an out-of-memory error in the block into a UserError: one line that ends in `advice`."""
     try:
         yield
     except (RuntimeError, MemoryError) as e:
@@ -209,51 +322,12 @@ def memory_advice(advice: str):
         raise OneRankError(f"out of memory {advice}") from None
 
 
-def all_sum(x: torch.Tensor) -> torch.Tensor:
-    """The sum of x over all ranks, in place."""
-    if dist.is_initialized():
-        dist.all_reduce(x)
-    return x
-
-
-def least(number: int, machine: Machine) -> int:
-    """The smallest of the ranks' numbers."""
-    x = torch.tensor(number, device=machine.device)
-    if dist.is_initialized():
-        dist.all_reduce(x, dist.ReduceOp.MIN)
-    return int(x)
-
-
-def to_device(rows: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets, both (B, T), of windows (B, T + 1)."""
-    both = torch.from_numpy(rows)
-    both = both.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else both.to(device)
-    return both[:, :-1], both[:, 1:]
-
-
-# Bytes of CUDA's context with its libraries, by a published account of a 6B model; not measured by us.
-CONTEXT = 1.3e9
-
-
-def ram() -> float:
-    """Bytes of memory that this computer has to give; in a container, what that may have."""
-    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    info, limit = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.exists() else None
-    allowed = limit.read_text().strip() if limit.exists() else "max"
-    return min(int(found[1]) * 1024 if found else everything, everything if allowed == "max" else int(allowed))
-
-
-def capacity(device: torch.device) -> float:
-    """Bytes that this process can have, CUDA's context among them."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return min(total, free + torch.cuda.memory_reserved(device) + CONTEXT)
-    return ram() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
 def out_of_memory(e: BaseException) -> bool:
-    """CUDA's allocator and Python's have types for it; the CPU's, cuBLAS's and what a compiler wraps only have words."""
+    """Return whether the error means that memory ran out.
+
+    The allocators of CUDA and of Python have error types for this. The errors of the CPU's
+    allocator, of cuBLAS, and those that a compiler has wrapped are recognised by their words.
+    """
     words = (
         "can't allocate memory",
         "out of memory",

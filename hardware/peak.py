@@ -1,4 +1,4 @@
-"""The peak that MFU is a share of: a GPU's datasheet, or what this machine's matrix units really do."""
+"""The peak speed that MFU is relative to: from a GPU's datasheet, or measured on a CPU."""
 
 import platform
 import re
@@ -19,48 +19,67 @@ DTYPES = {
 
 
 def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or the name of the CPU and its number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    if Path("/proc/cpuinfo").exists():
-        found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
-        return f"{found[1] if found else platform.machine()}, {torch.get_num_threads()} threads"
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        found = re.search(r"model name\s*: (.+)", cpuinfo.read_text())
+        name = found[1] if found else platform.machine()
+    else:
+        name = platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"
 
 
 def measure_tflops(n: int, dtype: str, device: torch.device, seconds: float = 1.0) -> float:
-    """The median TFLOPS of C = A @ B, all n x n, over about `seconds` of repetitions."""
+    """Return the median TFLOPS of C = A @ B, all n x n, repeated for about `seconds`."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
         a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in range(2))
-        timer = Timer("torch.mm(a, b, out=c)", globals={"torch": torch, "a": a, "b": b, "c": torch.empty_like(a)},
-                      num_threads=torch.get_num_threads())  # fmt: skip
+        names = {"torch": torch, "a": a, "b": b, "c": torch.empty_like(a)}
+        threads = torch.get_num_threads()
+        timer = Timer("torch.mm(a, b, out=c)", globals=names, num_threads=threads)
         return 2 * n**3 / timer.blocked_autorange(min_run_time=seconds).median / 1e12
     finally:
         torch.set_float32_matmul_precision(before)
 
 
 def read_gb_s(device: torch.device, seconds: float = 0.5) -> float:
-    """The median GB/s at which a plain sum reads memory: the roof of sampling, which reads all weights for each token."""
-    size = 2**32 if device.type == "cuda" else 2**29
-    timer = Timer("numbers.sum()", globals={"numbers": torch.ones(size // 8, dtype=torch.int64, device=device)},
-                  num_threads=torch.get_num_threads())  # fmt: skip
+    """Return the median GB/s at which a plain sum reads memory.
+
+    It limits the speed of sampling, which reads all weights for each token.
+    """
+    size = 2**32 if device.type == "cuda" else 2**29  # bytes
+    numbers = torch.ones(size // 8, dtype=torch.int64, device=device)
+    threads = torch.get_num_threads()
+    timer = Timer("numbers.sum()", globals={"numbers": numbers}, num_threads=threads)
     return size / timer.blocked_autorange(min_run_time=seconds).median / 1e9
 
 
-def peak_tflops(device: torch.device, dtype: torch.dtype, given: float = 0.0) -> tuple[float | None, str]:
-    """The peak that MFU is a share of, and where it comes from: as given; on a CPU measured here and now; the datasheet's."""
+def peak_tflops(
+    device: torch.device, dtype: torch.dtype, given: float = 0.0
+) -> tuple[float | None, str]:
+    """Return the peak TFLOPS that MFU is relative to, and a line that says where it comes from.
+
+    The peak is `given`, unless that is 0. Otherwise it is measured on a CPU, and taken from the
+    datasheet on a GPU; it is None for a GPU that the table does not have.
+    """
     if given:
         return given, f"{given:g} TFLOPS a device, as given by peak_tflops"
     if device.type == "cpu":
         kind = {t: k for k, t in DTYPES.items() if k != "tf32"}[dtype]
         peak = measure_tflops(2048, kind, device, seconds=0.5)
-        return peak, f"{peak:.2f} TFLOPS, a 2048 x 2048 {kind} product measured here and now ({device_name(device)})"
+        product = f"a 2048 x 2048 {kind} product measured here and now"
+        return peak, f"{peak:.2f} TFLOPS, {product} ({device_name(device)})"
     return datasheet_peak(device_name(device), dtype)
 
 
 def datasheet_peak(name: str, dtype: torch.dtype) -> tuple[float | None, str]:
-    """The dense peak of the fastest unit that takes this dtype, and where it comes from; fp32 runs as TF32 where there is one."""
+    """Return the dense peak TFLOPS of GPU `name` in this dtype, and a line that names the source.
+
+    For fp32 it is the peak of TF32, if the GPU has that. The peak is None if the table has none.
+    """
     kind = {t: k for k, t in DTYPES.items() if k != "fp32"}[dtype]
     if kind == "tf32" and datasheet_tflops(name, kind) is None:
         kind = "fp32"

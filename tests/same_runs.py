@@ -1,10 +1,12 @@
-"""Does the working tree do what another commit does, to the bit? For changes that move code and mean to change nothing.
+"""Compare the results of the working tree with those of another commit, bit for bit.
 
     python tests/same_runs.py COMMIT
 
-A few short runs are made by both, on this machine (another CPU rounds otherwise): prepare.py; a demo in bf16; gpt2 in fp32
-with dropout and accumulation, stopped half-way and resumed; two processes; an evaluation and a text of sample.py.
-What must be equal: the .bin files, weights, moments, the losses and norms of every step, what sample.py prints.
+Use it after a change that moves code and should not change any result. Both versions make the same
+short runs on this machine, because another CPU rounds differently: prepare.py; a demo in bf16; gpt2
+in fp32 with dropout and accumulation, stopped half-way and resumed; a run of two processes; an
+evaluation and a text by sample.py. These must be equal: the .bin files, the weights, the moments of
+AdamW, the loss and gradient norm of every step, and what sample.py prints.
 """
 
 import argparse
@@ -21,26 +23,24 @@ from conftest import make_records, write_jsonl
 from safetensors.torch import load_file
 
 REPO = Path(__file__).resolve().parents[1]
-SAVING = ["--compile=false", "--device=cpu", "--log_every=1", "--eval_every=10", "--save_every=10", "--keep=9"]
-GPT2 = ["--preset=gpt2", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32", "--batch_size=2"]
-GPT2 += ["--batch_tokens=256", "--dropout=0.1", "--dtype=float32", "--run_name=gpt2", "--dataset=small", *SAVING]
-DEMO = ["config/demo.py", "--dtype=bfloat16", "--dataset=small", "--batch_size=2", "--batch_tokens=1024", *SAVING]
-TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", *GPT2, "--run_name=two"]
+PREPARE = ["prepare.py", "--input=../corpus.jsonl", "--name=small"]
+SAVING = ["--log_every=1", "--eval_every=10", "--save_every=10", "--keep=9"]
+BOTH = ["--dataset=small", "--compile=false", "--device=cpu", *SAVING]
+DEMO = ["config/demo.py", "--dtype=bfloat16", "--batch_size=2", "--batch_tokens=1024", *BOTH]
+GPT2 = ["--preset=gpt2", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32", *BOTH]
+GPT2 += ["--batch_size=2", "--batch_tokens=256", "--dropout=0.1", "--dtype=float32"]
+ONE = [*GPT2, "--run_name=gpt2", "--schedule=constant"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+SAMPLE = ["sample.py", "--device=cpu"]
+TEXTS = ["--num_samples=2", "--max_new_tokens=50", "--seed=1"]
 RUNS = [
-    ["prepare.py", "--input=../corpus.jsonl", "--name=small", "--vocab_size=400", "--val_fraction=0.1"],
+    [*PREPARE, "--vocab_size=400", "--val_fraction=0.1"],
     ["train.py", *DEMO, "--max_steps=30"],
-    ["train.py", *GPT2, "--schedule=constant", "--max_steps=15"],
-    ["train.py", *GPT2, "--schedule=constant", "--max_steps=30", "--init_from=resume"],
-    [*TWO, "--max_steps=20"],
-    ["sample.py", "--ckpt=out/demo/ckpt/step_00000030", "--eval=data/small", "--device=cpu"],
-    [
-        "sample.py",
-        "--ckpt=out/gpt2/ckpt/step_00000030",
-        "--num_samples=2",
-        "--max_new_tokens=50",
-        "--seed=1",
-        "--device=cpu",
-    ],
+    ["train.py", *ONE, "--max_steps=15"],
+    ["train.py", *ONE, "--max_steps=30", "--init_from=resume"],
+    [*TORCHRUN, "train.py", *GPT2, "--run_name=two", "--max_steps=20"],
+    [*SAMPLE, "--ckpt=out/demo/ckpt/step_00000030", "--eval=data/small"],
+    [*SAMPLE, "--ckpt=out/gpt2/ckpt/step_00000030", *TEXTS],
 ]
 
 
@@ -49,12 +49,13 @@ def sha256(content: bytes) -> str:
 
 
 def of_tensors(state: object) -> str:
-    """A hash of all numbers in nested dictionaries and lists, and of their places."""
+    """Return a hash of all tensors in nested dictionaries and lists, and of their names."""
     digest = hashlib.sha256()
 
     def add(name: str, value: object) -> None:
         if isinstance(value, torch.Tensor):
-            digest.update(name.encode() + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            content = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            digest.update(name.encode() + content)
         elif isinstance(value, dict):
             for key in sorted(value, key=str):
                 add(f"{name}.{key}", value[key])
@@ -67,11 +68,12 @@ def of_tensors(state: object) -> str:
 
 
 def results(tree: Path) -> dict[str, str]:
-    """What the runs leave in a tree, by name."""
+    """Make all runs in a copy of the repository; return name of a result -> its hash."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     found = {}
     for number, argv in enumerate(RUNS):
-        done = subprocess.run([sys.executable, *argv], cwd=tree, env=environment, capture_output=True, text=True)
+        command = [sys.executable, *argv]
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{tree}: {' '.join(argv)}: exit code {done.returncode}\n{done.stderr}")
         if "sample.py" in argv:
@@ -85,9 +87,16 @@ def results(tree: Path) -> dict[str, str]:
         found[f"{name}, moments"] = of_tensors(training["optimizer"])
     for path in sorted(tree.glob("out/*/metrics.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        kept = [{k: v for k, v in line.items() if k in ("step", "loss", "grad_norm", "val_loss")} for line in lines]
-        found[str(path.relative_to(tree))] = sha256(json.dumps([k for k in kept if len(k) > 1]).encode())
+        keys = ("step", "loss", "grad_norm", "val_loss")
+        kept = [{k: v for k, v in line.items() if k in keys} for line in lines]
+        content = json.dumps([line for line in kept if len(line) > 1]).encode()
+        found[str(path.relative_to(tree))] = sha256(content)
     return found
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """Run a git command in a folder; return what it prints."""
+    return subprocess.check_output(["git", *arguments], cwd=folder, text=True)
 
 
 def main() -> None:
@@ -96,19 +105,19 @@ def main() -> None:
     commit = parser.parse_args().commit
     with tempfile.TemporaryDirectory() as root:
         write_jsonl(Path(root) / "corpus.jsonl", make_records(300))
-        there, here = Path(root) / "there", Path(root) / "here"
-        subprocess.run(["git", "clone", "-q", REPO, there], check=True)
-        subprocess.run(["git", "-c", "advice.detachedHead=false", "checkout", "-q", commit], cwd=there, check=True)
-        subprocess.run(["git", "clone", "-q", REPO, here], check=True)
-        names = subprocess.run(
-            ["git", "ls-files", "-cmo", "--exclude-standard"], cwd=REPO, check=True, capture_output=True, text=True
-        )
-        subprocess.run(["git", "rm", "-rq", "."], cwd=here, check=True)
-        for name in sorted(set(names.stdout.splitlines())):  # the working tree, as it is on the disk
+        there = Path(root) / "there"
+        here = Path(root) / "here"
+        for folder in (there, here):
+            git(REPO, "clone", "-q", str(REPO), str(folder))
+        git(there, "-c", "advice.detachedHead=false", "checkout", "-q", commit)
+        git(here, "rm", "-rq", ".")
+        # The files of the working tree as they are on the disk, also those that are not committed.
+        for name in sorted(set(git(REPO, "ls-files", "-cmo", "--exclude-standard").splitlines())):
             if (REPO / name).is_file():
                 (here / name).parent.mkdir(parents=True, exist_ok=True)
                 (here / name).write_bytes((REPO / name).read_bytes())
-        before, now = results(there), results(here)
+        before = results(there)
+        now = results(here)
     differ = [name for name in sorted(before | now) if before.get(name) != now.get(name)]
     for name in differ:
         print(f"{name}: {before.get(name, 'missing')} by {commit}, {now.get(name, 'missing')} here")

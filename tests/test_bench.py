@@ -53,19 +53,9 @@ def test_the_peak_says_where_it_comes_from(name, dtype, peak, words):
 
 def test_matmul_prints_a_figure_for_every_size_and_type(tmp_path, capsys):
     out = tmp_path / "roof.json"
-    call(
-        matmul.main,
-        "--sizes",
-        "64",
-        "128",
-        "--dtypes",
-        "fp32",
-        "tf32",
-        "bf16",
-        "--seconds=0.01",
-        "--device=cpu",
-        f"--json={out}",
-    )
+    sizes = ["--sizes", "64", "128"]
+    dtypes = ["--dtypes", "fp32", "tf32", "bf16"]
+    call(matmul.main, *sizes, *dtypes, "--seconds=0.01", "--device=cpu", f"--json={out}")
     table = json.loads(out.read_text())["tflops"]
     assert all(table[d][n] > 0 for d in ("fp32", "bf16") for n in ("64", "128"))
     assert table["tf32"]["64"] == "n/a"
@@ -81,14 +71,17 @@ def test_measuring_leaves_the_matmul_precision_as_it_was():
 def test_prepare_is_compared_with_the_library_and_a_plain_loop(tmp_path, tiny_data, capsys):
     from bench import prepare as bench_prepare
 
-    corpus, out = tmp_path / "c.jsonl.gz", tmp_path / "out.json"
-    corpus.write_bytes(gzip.compress(write_jsonl(tmp_path / "c.jsonl", make_records(200)).read_bytes()))
-    model = tiny_data / "tiny" / "tokenizer.model"
-    call(bench_prepare.main, corpus, f"--tokenizer={model}", "--mb=1", "--rounds=1", "--workers=1", f"--json={out}")
+    corpus = tmp_path / "c.jsonl.gz"
+    out = tmp_path / "out.json"
+    plain = write_jsonl(tmp_path / "c.jsonl", make_records(200))
+    corpus.write_bytes(gzip.compress(plain.read_bytes()))
+    options = [f"--tokenizer={tiny_data / 'tiny' / 'tokenizer.model'}", f"--json={out}"]
+    call(bench_prepare.main, corpus, *options, "--mb=1", "--rounds=1", "--workers=1")
     found = json.loads(out.read_text())
     rates = found["mb_per_s"]
     assert set(rates) == {"library", "plain", "ours"} and min(rates.values()) > 0
-    assert found["share"] == pytest.approx(rates["ours"] / rates["library"]) and 30e6 < found["peak_bytes"] < 500e6
+    assert found["share"] == pytest.approx(rates["ours"] / rates["library"])
+    assert 30e6 < found["peak_bytes"] < 500e6
     assert "ours / (cores x library)" in capsys.readouterr().out
 
 
@@ -99,7 +92,7 @@ def test_a_tokenizer_that_cannot_be_downloaded_is_one_line(tmp_path, refuses, mo
     from bench import prepare as bench_prepare
 
     def offline(name):
-        raise ConnectionError("Name or service not known")  # as requests' own, an OSError
+        raise ConnectionError("Name or service not known")  # like requests, an OSError
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     corpus = tmp_path / "c.jsonl.gz"
@@ -115,9 +108,9 @@ def test_a_tokenizer_that_cannot_be_downloaded_is_one_line(tmp_path, refuses, mo
         pytest.param(b"no gzip", "not a whole .jsonl.gz file", id="no gzip"),
         pytest.param(WHOLE[:-10], "not a whole .jsonl.gz file", id="cut off"),
         pytest.param(WHOLE[:14] + b"\xff" + WHOLE[15:], "not a whole .jsonl.gz file", id="changed"),
-        pytest.param(gzip.compress(b'{"text": "a"}\n{"text":'), "line 2: no record", id="half"),
-        pytest.param(gzip.compress(b'{"text": "a"}\n[1, 2]\n'), "line 2: no record", id="a list"),
-        pytest.param(gzip.compress(b'{"text": "a"}\n\xff\n'), "line 2: no record", id="no text"),
+        pytest.param(gzip.compress(b'{"text": "a"}\n{"text":'), "line 2: not a record", id="half"),
+        pytest.param(gzip.compress(b'{"text": "a"}\n[1, 2]\n'), "line 2: not a record", id="a list"),
+        pytest.param(gzip.compress(b'{"text": "a"}\n\xff\n'), "line 2: not a record", id="no text"),
         pytest.param(gzip.compress(b""), "it is empty", id="empty"),
     ],
 )
@@ -156,7 +149,7 @@ def test_a_damaged_data_set_is_one_line_in_a_comparison(tiny_data, tmp_path, ref
 
 
 def test_the_roof_of_mfu_counts_attention_twice_and_that_of_what_is_computed_once():
-    """Of what is computed, the vocabulary's padding is a part, too."""
+    """The FLOPs that are computed also contain the padding of the vocabulary."""
     with torch.device("meta"):
         model = GPT(GPTConfig(**PRESETS["gpt2"], block_size=8192))
     mfu, computed = roof.flops(model, 8192)
@@ -164,39 +157,49 @@ def test_the_roof_of_mfu_counts_attention_twice_and_that_of_what_is_computed_onc
 
 
 def test_training_is_compared_by_one_clock(tiny_data, tmp_path, capsys):
-    """The peer takes nanoGPT's settings, reads our data as nanoGPT does, and needs at least 50 ms a step."""
+    """A small script stands for nanoGPT: it takes the same settings, opens the same files, and
+    needs at least 50 ms a step.
+    """
     peer = tmp_path / "peer"
     peer.mkdir()
-    (peer / "configurator.py").write_text("settings = dict(a[2:].split('=') for a in __import__('sys').argv[1:])")
+    parse = "import sys; settings = dict(a[2:].split('=') for a in sys.argv[1:])"
+    (peer / "configurator.py").write_text(parse)
     (peer / "train.py").write_text(
         "import time, pickle\n"
         "exec(open('configurator.py').read())\n"
-        "assert open('data/ours/train.bin', 'rb').read(2) and settings['n_layer'] == '2' and settings['dtype'] == 'float32'\n"
+        "assert settings['n_layer'] == '2' and settings['dtype'] == 'float32'\n"
+        "assert open('data/ours/train.bin', 'rb').read(2)\n"
         "assert pickle.load(open('data/ours/meta.pkl', 'rb')) == {'vocab_size': 400}\n"
         "print('step 0: train loss 1')\n"
         "for i in range(int(settings['max_iters']) + 1):\n"
         "    time.sleep(0.05)\n"
         "    print(f'iter {i}: loss 1, time 9ms', flush=True)\n"
     )
-    options = [*TINY, f"--data_dir={tiny_data}", f"--nanogpt={peer}", "--steps=9", "--warmup=2", "--rounds=2"]
-    call(compare.main, *options, f"--json={tmp_path / 'out.json'}")
+    options = [*TINY, f"--data_dir={tiny_data}", f"--json={tmp_path / 'out.json'}"]
+    call(compare.main, *options, f"--nanogpt={peer}", "--steps=9", "--warmup=2", "--rounds=2")
     found = json.loads((tmp_path / "out.json").read_text())
-    assert [len(found["seconds"][name]) for name in ("ours", "nanoGPT")] == [2, 2]
-    assert min(found["seconds"]["nanoGPT"]) >= 0.05 and 0 < found["tokens_per_s"]["nanoGPT"] <= 256 / 0.05
-    assert found["tokens_per_s"]["ours"] == pytest.approx(256 / statistics.median(found["seconds"]["ours"]))
-    assert "ours / it" in capsys.readouterr().out and found["versions"]["torch"] in torch.__version__
+    seconds = found["seconds"]
+    rates = found["tokens_per_s"]
+    assert [len(seconds[name]) for name in ("ours", "nanoGPT")] == [2, 2]
+    assert min(seconds["nanoGPT"]) >= 0.05 and 0 < rates["nanoGPT"] <= 256 / 0.05
+    assert rates["ours"] == pytest.approx(256 / statistics.median(seconds["ours"]))
+    assert found["versions"]["torch"] in torch.__version__
+    assert "ours / it" in capsys.readouterr().out
 
 
 def test_sampling_is_measured_against_the_speed_of_memory(tiny_data, tmp_path, capsys):
-    options = [*TINY, f"--data_dir={tiny_data}", "--sampling", "--max_new_tokens=8", "--num_samples=2", "--rounds=1"]
-    call(compare.main, *options, "--dtype=float32", f"--json={tmp_path / 'out.json'}")
+    options = [*TINY, f"--data_dir={tiny_data}", f"--json={tmp_path / 'out.json'}"]
+    options += ["--sampling", "--max_new_tokens=8", "--num_samples=2", "--rounds=1"]
+    call(compare.main, *options, "--dtype=float32")
     found = json.loads((tmp_path / "out.json").read_text())
+    shape = dict(vocab_size=400, block_size=32, n_layer=2, n_head=4, n_kv_head=2, n_embd=32)
     with torch.device("meta"):
-        c = GPTConfig(**PRESETS["llama"], vocab_size=400, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, block_size=32)
-        weights = GPT(c).num_params()["matmul"]
-    # one reading of all weights for both texts, and each one's past: 2 layers, k and v, 2 heads of 8, 4 tokens on average
+        weights = GPT(GPTConfig(**PRESETS["llama"], **shape)).num_params()["matmul"]
+    # The two texts share one reading of all weights. Each text also reads its own cache:
+    # 2 layers, k and v, 2 heads of size 8, 4 tokens on average. A number has 4 bytes.
     assert found["bytes_per_token"] == {"ours": weights * 4 / 2 + 4 * 2 * 2 * 2 * 8 * 4}
-    share = found["tokens_per_s"]["ours"] * found["bytes_per_token"]["ours"] / 1e9 / found["peak_gb_per_s"]
+    gb_per_s = found["tokens_per_s"]["ours"] * found["bytes_per_token"]["ours"] / 1e9
+    share = gb_per_s / found["peak_gb_per_s"]
     assert 0 < share and f"{share:.1%}" in capsys.readouterr().out
 
 
@@ -204,11 +207,13 @@ def test_sampling_is_measured_against_the_speed_of_memory(tiny_data, tmp_path, c
 def test_the_gpu_suite_runs_at_toy_size_on_a_cpu(tmp_path):
     environment = os.environ | {"TOY": "1", "OUT": str(tmp_path / "out"), "PYTHON": sys.executable}
     command = ["bash", str(REPO / "bench" / "gpu_suite.sh")]
-    done = subprocess.run([*command, "roof", "small", "sweep"], env=environment, capture_output=True, text=True)
+    three = [*command, "roof", "small", "sweep"]
+    done = subprocess.run(three, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
     found = {p.name: p.read_text() for p in (tmp_path / "out").iterdir()}
     assert found.keys() == {"suite.log", "roof.json", "models.json", "sweep.json", "sweep.md"}
-    assert json.loads(found["models.json"])["26m"]["tokens_per_s"]["ours"] > 0 and "ours" in found["suite.log"]
+    assert json.loads(found["models.json"])["26m"]["tokens_per_s"]["ours"] > 0
+    assert "ours" in found["suite.log"]
     assert subprocess.run([*command, "roofs"], env=environment, capture_output=True).returncode == 2
 
 
@@ -216,4 +221,5 @@ def test_the_hf_trainer_trains_the_same_model(tiny_data, tmp_path):
     pytest.importorskip("accelerate", reason="needs the packages transformers and accelerate")
     options = [*TINY, f"--data_dir={tiny_data}", "--hf", "--steps=6", "--warmup=2", "--rounds=1"]
     call(compare.main, *options, f"--json={tmp_path / 'out.json'}")
-    assert json.loads((tmp_path / "out.json").read_text())["tokens_per_s"].keys() == {"ours", "HF Trainer"}
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["tokens_per_s"].keys() == {"ours", "HF Trainer"}

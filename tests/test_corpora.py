@@ -1,4 +1,4 @@
-"""What people have -> documents: every format, compression, encoding and record shape, through prepare.py itself."""
+"""Every format, compression, encoding and record shape becomes documents, through prepare.py."""
 
 import bz2
 import gzip
@@ -7,6 +7,8 @@ import io
 import json
 import lzma
 from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 from conftest import make_records, write_jsonl
@@ -28,25 +30,33 @@ COMPRESS = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress, "zst"
 MANY = [f"{t}, number {i}" for i in range(12) for t in TEXTS]
 
 
+def jsonl(texts: Iterable[str], ensure_ascii: bool = True) -> str:
+    return "".join(json.dumps({"text": t}, ensure_ascii=ensure_ascii) + "\n" for t in texts)
+
+
+def write_texts(path: Path, texts: Iterable[str]) -> Path:
+    return write_jsonl(path, [{"text": t} for t in texts])
+
+
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_every_compression_is_read_whatever_the_file_is_called(tmp_path, suffix):
-    data = "".join(json.dumps({"text": t}) + "\n" for t in MANY).encode()
+    data = jsonl(MANY).encode()
     half = len(data) // 2
-    packed = COMPRESS[suffix](data[:half]) + COMPRESS[suffix](data[half:])  # two members, as `cat a.gz b.gz` makes them
-    (tmp_path / f"named.jsonl.{suffix.upper()}").write_bytes(packed)
-    (tmp_path / "misnamed.jsonl").write_bytes(packed)
-    folder, meta = prepare_set(tmp_path, tmp_path / f"named.jsonl.{suffix.upper()}", tmp_path / "misnamed.jsonl")
+    members = [COMPRESS[suffix](part) for part in (data[:half], data[half:])]
+    paths = [tmp_path / f"named.jsonl.{suffix.upper()}", tmp_path / "misnamed.jsonl"]
+    for path in paths:  # one file has two members, as `cat a.gz b.gz` makes it
+        path.write_bytes(b"".join(members))
+    folder, _ = prepare_set(tmp_path, *paths)
     assert documents(folder) == Counter(MANY * 2)
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_a_compressed_file_cut_off_anywhere_is_an_error(tmp_path, refuses, suffix):
-    packed = COMPRESS[suffix](
-        "".join(json.dumps({"text": f"{t} {i}"}) + "\n" for i in range(200) for t in TEXTS).encode()
-    )
+    packed = COMPRESS[suffix](jsonl(f"{t} {i}" for i in range(200) for t in TEXTS).encode())
+    path = tmp_path / f"cut.jsonl.{suffix}"
     for end in (len(packed) - 1, len(packed) - 9, len(packed) // 2):
-        (tmp_path / f"cut.jsonl.{suffix}").write_bytes(packed[:end])
-        error = refuses(prepare.main, "--input", tmp_path / f"cut.jsonl.{suffix}", f"--data_dir={tmp_path}", "--name=x")
+        path.write_bytes(packed[:end])
+        error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}", "--name=x")
         assert f"cut.jsonl.{suffix}: damaged or cut off" in error, end
 
 
@@ -55,12 +65,13 @@ def test_parquet_is_read_with_its_nested_sections(tmp_path, refuses):
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
 
     records = make_records(50)
-    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "c.parquet", row_group_size=20)
-    folder, meta = prepare_set(tmp_path, tmp_path / "c.parquet")
+    path = tmp_path / "c.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(records), path, row_group_size=20)
+    folder, meta = prepare_set(tmp_path, path)
     assert documents(folder) == Counter(record_text(r)[0] for r in records)
-    data = (tmp_path / "c.parquet").read_bytes()
-    (tmp_path / "cut.parquet").write_bytes(data[:-20])
-    assert "cut.parquet: not a whole Parquet file" in refuses(prepare.main, "--input", tmp_path / "cut.parquet")
+    cut = tmp_path / "cut.parquet"
+    cut.write_bytes(path.read_bytes()[:-20])
+    assert "cut.parquet: not a whole Parquet file" in refuses(prepare.main, "--input", cut)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
@@ -75,37 +86,37 @@ def test_parquet_without_its_package_says_what_to_install(tmp_path, refuses):
 def test_encodings_give_the_same_documents(tmp_path, encoding, kind):
     texts = ["第一篇：你好，世界。", "鎔鑄 naïve 😀"] * 10
     content = {
-        "jsonl": "".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts),
+        "jsonl": jsonl(texts, ensure_ascii=False),
         "csv": "text\n" + "".join(f'"{t}"\n' for t in texts),
         "txt": "".join(f"{t}\n" for t in texts),
     }[kind]
-    (tmp_path / f"c.{kind}").write_bytes(content.encode("utf-8-sig" if encoding == "utf-8" else encoding))
+    written = "utf-8-sig" if encoding == "utf-8" else encoding
+    (tmp_path / f"c.{kind}").write_bytes(content.encode(written))
     folder, _ = prepare_set(tmp_path, tmp_path / f"c.{kind}", encoding=encoding, txt="line")
     assert documents(folder) == Counter(texts)
 
 
 def test_a_file_in_another_encoding_is_an_error_that_names_the_option(tmp_path, refuses):
     path = tmp_path / "gbk.jsonl"
-    path.write_bytes(
-        "".join(json.dumps({"text": f"你好 {i}"}, ensure_ascii=False) + "\n" for i in range(50)).encode("gbk")
-    )
-    error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}", f"--tokenizer={tmp_path}/x.model")
-    assert "not a SentencePiece model" in error  # the tokenizer comes first
-    error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}")
-    assert (
-        "all 50 records are bad" in error and "gbk.jsonl:1: byte 0xc4 is not of its encoding: say --encoding" in error
-    )
-    assert "encoding 'utf-9' is unknown" in refuses(prepare.main, "--input", path, "--encoding=utf-9")
+    path.write_bytes(jsonl((f"你好 {i}" for i in range(50)), ensure_ascii=False).encode("gbk"))
+    options = ["--input", path, f"--data_dir={tmp_path}"]
+    error = refuses(prepare.main, *options, f"--tokenizer={tmp_path}/x.model")
+    assert "not a SentencePiece model" in error  # the tokenizer is loaded before the corpus is read
+    error = refuses(prepare.main, *options)
+    assert "all 50 records are bad" in error
+    assert "gbk.jsonl:1: byte 0xc4 is not of its encoding: say --encoding" in error
+    error = refuses(prepare.main, "--input", path, "--encoding=utf-9")
+    assert "encoding 'utf-9' is unknown" in error
 
 
 def test_one_bad_byte_costs_one_record_not_the_run(tmp_path):
-    lines = [json.dumps({"text": f"你好 {i}"}, ensure_ascii=False).encode() for i in range(200)]
+    path = tmp_path / "c.jsonl"
+    lines = jsonl((f"你好 {i}" for i in range(200)), ensure_ascii=False).encode().splitlines()
     lines[7] = lines[7].replace("好".encode(), b"\xff")
-    (tmp_path / "c.jsonl").write_bytes(b"\n".join(lines))
-    folder, meta = prepare_set(tmp_path, tmp_path / "c.jsonl")
-    assert meta["records"]["examples"] == [
-        f"{tmp_path / 'c.jsonl'}:8: byte 0xff is not of its encoding: say --encoding"
-    ]
+    path.write_bytes(b"\n".join(lines))
+    folder, meta = prepare_set(tmp_path, path)
+    message = f"{path}:8: byte 0xff is not of its encoding: say --encoding"
+    assert meta["records"]["examples"] == [message]
     assert documents(folder).total() == 199
 
 
@@ -120,7 +131,10 @@ def test_one_bad_byte_costs_one_record_not_the_run(tmp_path):
     ],
 )
 def test_other_fields_are_named_by_a_list_or_a_template(tmp_path, fields, text):
-    records = [{"question": f"Q{i}", "answer": f"A{i}", "n": i, "meta": {"source": f"web{i}"}} for i in range(20)]
+    records = [
+        {"question": f"Q{i}", "answer": f"A{i}", "n": i, "meta": {"source": f"web{i}"}}
+        for i in range(20)
+    ]
     folder, meta = prepare_set(tmp_path, write_jsonl(tmp_path / "c.jsonl", records), fields=fields)
     assert text in documents(folder) and meta["records"]["shapes"] == {fields: 20}
 
@@ -128,20 +142,23 @@ def test_other_fields_are_named_by_a_list_or_a_template(tmp_path, fields, text):
 def test_a_record_without_the_named_field_is_bad(tmp_path, refuses):
     path = write_jsonl(tmp_path / "c.jsonl", [{"a": "text"}] * 50 + [{"b": "text"}])
     error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}", "--fields=a")
-    assert "1 bad records of 51, more than --max_bad=0.01, as " in error and "c.jsonl:51: no field a" in error
+    assert "1 bad records of 51, more than --max_bad=0.01, for example " in error
+    assert "c.jsonl:51: no field a" in error
 
 
 def test_standard_input_is_read_like_a_file(tmp_path, monkeypatch, refuses):
-    data = gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in MANY).encode())
+    data = gzip.compress(jsonl(MANY).encode())
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
     folder, meta = prepare_set(tmp_path, "-")
     assert documents(folder) == Counter(MANY)
-    assert meta["sources"][0]["path"] == "standard input" and meta["sources"][0]["bytes"] == len(data)
-    assert "standard input goes alone" in refuses(prepare.main, "--input", "-", "x.jsonl", f"--data_dir={tmp_path}")
+    source = meta["sources"][0]
+    assert source["path"] == "standard input" and source["bytes"] == len(data)
+    error = refuses(prepare.main, "--input", "-", "x.jsonl", f"--data_dir={tmp_path}")
+    assert "standard input must be the only input" in error
 
 
 def test_format_reads_files_of_other_names(tmp_path):
-    write_jsonl(tmp_path / "dump.0001", [{"text": t} for t in MANY])
+    write_texts(tmp_path / "dump.0001", MANY)
     folder, _ = prepare_set(tmp_path, tmp_path / "dump.0001", format="jsonl")
     assert documents(folder) == Counter(MANY)
 
@@ -152,14 +169,15 @@ def test_format_reads_files_of_other_names(tmp_path):
 def test_cleaning_is_off_unless_asked_for_and_counted_when_it_is(tmp_path):
     texts = [f"document number {i}" for i in range(40)]
     texts += ["document number 3", "x", "ﬁne １", "bell\a and tab\t", "document number 3"]
-    corpus = write_jsonl(tmp_path / "c.jsonl", [{"text": t} for t in texts])
+    corpus = write_texts(tmp_path / "c.jsonl", texts)
     folder, meta = prepare_set(tmp_path, corpus, name="raw")
     assert documents(folder) == Counter(texts)
     assert meta["records"]["dropped"] == meta["records"]["changed"] == {}
     options = dict(dedup=True, min_tokens=2, normalize="NFKC", drop_control=True)
     folder, meta = prepare_set(tmp_path, corpus, name="clean", **options)
     assert documents(folder) == Counter([*texts[:40], "fine 1", "bell and tab\t"])
-    assert meta["records"]["dropped"] == {"fewer than 2 tokens": 1, "equal to an earlier document": 2}
+    dropped = {"fewer than 2 tokens": 1, "equal to an earlier document": 2}
+    assert meta["records"]["dropped"] == dropped
     assert meta["records"]["changed"] == {"brought to NFKC": 1, "control characters removed": 1}
     assert {k: meta["settings"][k] for k in options} == options
     lengths = Counter(len(t.encode()) + 1 for t in documents(folder).elements())
@@ -167,15 +185,14 @@ def test_cleaning_is_off_unless_asked_for_and_counted_when_it_is(tmp_path):
     assert meta["lengths"]["max"] == max(lengths)
 
 
-def test_of_equal_documents_the_first_stays_and_all_others_go(tmp_path, monkeypatch):
-    """Copies next to each other, far apart, in other files, first and last of all; with shares of digests of their own."""
+def test_of_equal_documents_the_first_stays_and_all_others_go(tmp_path):
+    """Copies stand next to each other, far apart, in another file, and at the beginning and end."""
     texts = [f"text {i}" for i in range(300)]
     doubled = [t for i, t in enumerate(texts) for _ in range(1 + i % 3)]
-    a = write_jsonl(tmp_path / "a.jsonl", [{"text": t} for t in [texts[299], *doubled]])
-    b = write_jsonl(tmp_path / "b.jsonl", [{"text": t} for t in [*reversed(texts), "only here", texts[0]]])
-    whole, _ = prepare_set(
-        tmp_path, write_jsonl(tmp_path / "c.jsonl", [{"text": t} for t in [texts[299], *texts[:299], "only here"]])
-    )
+    a = write_texts(tmp_path / "a.jsonl", [texts[299], *doubled])
+    b = write_texts(tmp_path / "b.jsonl", [*reversed(texts), "only here", texts[0]])
+    without_copies = write_texts(tmp_path / "c.jsonl", [texts[299], *texts[:299], "only here"])
+    whole, _ = prepare_set(tmp_path, without_copies)
     folder, meta = prepare_set(tmp_path, a, b, name="dedup", dedup=True)
     assert meta["records"]["dropped"] == {"equal to an earlier document": 1 + 300 + 300 + 1}
     for split in ("train.bin", "val.bin"):
@@ -194,23 +211,27 @@ def test_a_long_document_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeyp
     prepare_set(tmp_path, corpus, name="m", tokenizer="train", vocab_size=400)
     for i in range(20):
         (tmp_path / f"{i}.txt").write_text(f"{i} " + words, encoding="utf-8")
-    as_text = prepare_set(tmp_path, *(tmp_path / f"{i}.txt" for i in range(20)), tokenizer=model)
+    paths = [tmp_path / f"{i}.txt" for i in range(20)]
+    in_pieces, meta = prepare_set(tmp_path, *paths, tokenizer=model)
     monkeypatch.undo()
-    lines = write_jsonl(tmp_path / "whole.jsonl", [{"text": f"{i} " + words} for i in range(20)])
-    whole = prepare_set(tmp_path, lines, tokenizer=model, name="whole")
-    assert documents(as_text[0]) == documents(whole[0])
+    lines = write_texts(tmp_path / "whole.jsonl", [f"{i} " + words for i in range(20)])
+    whole, whole_meta = prepare_set(tmp_path, lines, tokenizer=model, name="whole")
+    assert documents(in_pieces) == documents(whole)
     for key in ("tokens", "bytes", "characters", "documents"):
-        assert sum(s[key] for s in as_text[1]["splits"].values()) == sum(s[key] for s in whole[1]["splits"].values())
-    assert as_text[1]["lengths"] == whole[1]["lengths"]
+        totals = [sum(s[key] for s in m["splits"].values()) for m in (meta, whole_meta)]
+        assert totals[0] == totals[1]
+    assert meta["lengths"] == whole_meta["lengths"]
 
 
-@pytest.mark.parametrize("text", ["", "a", "word " * 50, "无空格" * 100, "x\n" * 100, " " * 200, "a  b" * 60])
+LONG_TEXTS = ["", "a", "word " * 50, "无空格" * 100, "x\n" * 100, " " * 200, "a  b" * 60]
+
+
+@pytest.mark.parametrize("text", LONG_TEXTS)
 def test_pieces_put_together_are_the_document(monkeypatch, text):
     monkeypatch.setattr(formats, "PIECE", 30)
     parts = list(pieces(io.StringIO(text, newline="").read))
-    assert "".join(part for part, _ in parts) == text and [last for _, last in parts] == [False] * (len(parts) - 1) + [
-        True
-    ]
+    assert "".join(part for part, _ in parts) == text
+    assert [is_last for _, is_last in parts] == [False] * (len(parts) - 1) + [True]
     assert max(len(part) for part, _ in parts) <= 60
 
 
@@ -220,7 +241,7 @@ def test_the_reader_goes_on_from_any_position(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(formats, "PIECE", 100)
     texts = [f"{t} {i}" for i in range(30) for t in TEXTS]
     content = {
-        "jsonl": "".join(json.dumps({"text": t}) + "\n" for t in texts),
+        "jsonl": jsonl(texts),
         "json": json.dumps([{"text": t} for t in texts]),
         "csv": "text\n" + "".join(f'"{t}"\n' for t in texts),
         "txt": " ".join(texts),
@@ -233,7 +254,8 @@ def test_the_reader_goes_on_from_any_position(tmp_path, monkeypatch, suffix):
     assert len(chunks) > 6
     for n, chunk in enumerate(chunks):
         rest = Reader(sources, "utf-8", "file", 10**6, chunk.file, chunk.record).chunks()
-        assert [r for c in rest for r in c.records] == [r for c in chunks[n + 1 :] for r in c.records]
+        wanted = [r for c in chunks[n + 1 :] for r in c.records]
+        assert [r for c in rest for r in c.records] == wanted
 
 
 def test_folders_and_globs_are_read_in_a_fixed_order_each_file_once(tmp_path, monkeypatch):
@@ -249,7 +271,8 @@ def test_folders_and_globs_are_read_in_a_fixed_order_each_file_once(tmp_path, mo
 def test_which_shape_was_read_is_printed(tmp_path, capsys):
     records = [*make_records(20), *({"instruction": "i", "output": f"o{i}"} for i in range(10))]
     prepare_set(tmp_path, write_jsonl(tmp_path / "c.jsonl", records))
-    assert "read as {title, summary, sections}: 20, {instruction, input, output}: 10" in capsys.readouterr().out
+    shapes = "{title, summary, sections}: 20, {instruction, input, output}: 10"
+    assert f"read as {shapes}" in capsys.readouterr().out
 
 
 def test_strict_stops_at_the_first_bad_record(tmp_path, refuses):
@@ -259,4 +282,5 @@ def test_strict_stops_at_the_first_bad_record(tmp_path, refuses):
     error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}", "--strict")
     assert f"{path}:501: not valid JSON (--strict)" in error and not (tmp_path / "c").exists()
     _, meta = prepare_set(tmp_path, path)
-    assert meta["records"]["read"] == 1001 and meta["records"]["examples"] == [f"{path}:501: not valid JSON"]
+    assert meta["records"]["read"] == 1001
+    assert meta["records"]["examples"] == [f"{path}:501: not valid JSON"]

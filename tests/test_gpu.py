@@ -1,4 +1,4 @@
-"""What a CUDA device promises; `pytest -m gpu tests` runs these alone, and without such a device they are skipped."""
+"""Tests that need a CUDA device; without one they are skipped. `pytest -m gpu tests` runs these."""
 
 import gc
 import itertools
@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,20 +30,23 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 EAGER = [f"--device={DEVICE}", "--compile=false"]  # for train_tiny
-compiles = pytest.mark.skipif(
-    not any(map(shutil.which, ("gcc", "cc", "clang"))), reason="torch.compile's Triton needs a C compiler"
-)
+NO_COMPILER = not any(map(shutil.which, ("gcc", "cc", "clang")))
+compiles = pytest.mark.skipif(NO_COMPILER, reason="torch.compile's Triton needs a C compiler")
 
 
 def needs_bf16() -> None:
-    """Asked inside a test: at import it would take memory on the GPU, whatever tests are run."""
+    """Skip the test if the GPU has no bf16. This is called inside a test, because to ask at import
+    would take memory on the GPU, even if none of these tests runs.
+    """
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("needs compute capability 8")
 
 
 @pytest.fixture(autouse=True)
 def settings():
-    """fp32 products in full fp32, not TF32, until a run of train.py says otherwise; nothing is left behind."""
+    """Multiply fp32 matrices in full fp32, not in TF32, until a run of train.py changes it. After
+    the test, restore the precision and forget what was compiled.
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -50,8 +54,12 @@ def settings():
     torch.compiler.reset()
 
 
-def loss_and_gradients(model: GPT, fast=None, dtype: torch.dtype = torch.float32) -> tuple[float, dict]:
-    """Of a batch of 4 x 128 tokens, in training mode; fast: the model, compiled."""
+def loss_and_gradients(
+    model: GPT, fast: GPT | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[float, dict]:
+    """Return loss and gradients of a batch of 4 x 128 tokens, in training mode. `fast` is the
+    compiled model, if there is one.
+    """
     x = ids(model, 4, 129).to(DEVICE)
     model.train().zero_grad(set_to_none=True)
     with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
@@ -74,17 +82,21 @@ def test_compiled_equals_eager_in_fp32(preset):
     loss, gradients = loss_and_gradients(model)
     compiled_loss, compiled = loss_and_gradients(model, torch.compile(model, dynamic=False))
     assert compiled_loss == pytest.approx(loss, rel=1e-5)
-    for name, g in gradients.items():  # rounding in another order; TF32 would be ten times as far off
-        torch.testing.assert_close(compiled[name], g, rtol=0, atol=1e-4 * g.abs().max().item(), msg=name)
+    for name, g in gradients.items():
+        # The sums are rounded in another order. An error of TF32 would be ten times as large.
+        largest = g.abs().max().item()
+        torch.testing.assert_close(compiled[name], g, rtol=0, atol=1e-4 * largest, msg=name)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_bf16_computes_the_loss_and_the_direction_of_fp32(preset):
     needs_bf16()
     model = wide(preset)
-    (loss, gradients), (low_loss, low) = (loss_and_gradients(model, dtype=d) for d in (torch.float32, torch.bfloat16))
+    loss, gradients = loss_and_gradients(model)
+    low_loss, low = loss_and_gradients(model, dtype=torch.bfloat16)
     assert low_loss == pytest.approx(loss, rel=1e-3)
-    flat, low_flat = (torch.cat([g[name].flatten() for name in gradients]).double() for g in (gradients, low))
+    flat = torch.cat([gradients[name].flatten() for name in gradients]).double()
+    low_flat = torch.cat([low[name].flatten() for name in gradients]).double()
     assert F.cosine_similarity(flat, low_flat, dim=0).item() > 0.999
 
 
@@ -102,7 +114,8 @@ def test_greedy_tokens_are_those_of_the_cpu(name):
 
 @compiles
 def test_the_defaults_train_compiled_and_in_16_bits(tiny_data, tmp_path, capsys):
-    run = train_tiny(tiny_data, tmp_path, "--device=auto", "--dtype=auto", "--compile=auto", "--peak_tflops=0")
+    auto = ["--device=auto", "--dtype=auto", "--compile=auto", "--peak_tflops=0"]
+    run = train_tiny(tiny_data, tmp_path, *auto)
     said = capsys.readouterr().out
     assert "compiled in" in said and "warning" not in said and ": compute capability" in said
     losses = metrics(run, "loss")
@@ -111,30 +124,39 @@ def test_the_defaults_train_compiled_and_in_16_bits(tiny_data, tmp_path, capsys)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_resume_is_bit_identical_to_never_having_stopped(dtype, tiny_data, tmp_path):
-    """In eager mode and with so short a T that attention's backward pass has nothing to add up in an order of its own."""
+    """This holds in eager mode and with a T so short that the backward pass of attention does not
+    add up partial sums in an order that changes from run to run.
+    """
     if dtype == "bfloat16":
         needs_bf16()
     options = [*EAGER, "--dropout=0.1", f"--dtype={dtype}"]
     straight = train_tiny(tiny_data, tmp_path / "straight", *options)
     shutil.copytree(straight, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "ckpt" / "step_00000008")  # as if it had been killed after step 4
+    # Without its last checkpoint, the copy looks like a run that was killed after step 4.
+    shutil.rmtree(tmp_path / "run" / "ckpt" / "step_00000008")
     run = train_tiny(tiny_data, tmp_path, *options, "--init_from=resume")
     assert same(weights(run), weights(straight))
     for key in ("loss", "grad_norm", "val_loss"):
         assert metrics(run, key) == metrics(straight, key)
 
 
-def test_fp16_trains_and_a_step_that_overflows_is_skipped_and_reported(tiny_data, tmp_path, capsys, monkeypatch):
-    """The loss is scaled by 2^30 at first, so that gradients overflow until it is scaled little enough."""
-    scaler = torch.amp.GradScaler
-    monkeypatch.setattr(torch.amp, "GradScaler", lambda kind, enabled: scaler(kind, 2.0**30, enabled=enabled))
-    run = train_tiny(tiny_data, tmp_path, *EAGER, "--dtype=float16", "--max_steps=40", "--eval_every=40")
-    scales, losses = metrics(run, "loss_scale"), metrics(run, "loss")
+def test_fp16_trains_and_a_step_that_overflows_is_skipped_and_reported(
+    tiny_data, tmp_path, capsys, monkeypatch
+):
+    """The scale of the loss begins at 2^30, so gradients overflow until it is small enough."""
+    scaler = partial(torch.amp.GradScaler, init_scale=2.0**30)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    options = [*EAGER, "--dtype=float16", "--max_steps=40", "--eval_every=40"]
+    run = train_tiny(tiny_data, tmp_path, *options)
+    scales = metrics(run, "loss_scale")
+    losses = metrics(run, "loss")
     skipped = len(scales)
-    assert 1 <= skipped < 25 and [*scales.items()] == [(i + 1, 2.0 ** (29 - i)) for i in range(skipped)]
+    assert 1 <= skipped < 25
+    assert [*scales.items()] == [(i + 1, 2.0 ** (29 - i)) for i in range(skipped)]
     assert capsys.readouterr().out.count("fp16 overflow: skipped, the loss is scaled by") == skipped
     assert losses.keys() == set(range(skipped + 1, 41)) and not metrics(run, "bad_steps")
-    assert losses[skipped + 1] == pytest.approx(math.log(400), abs=0.1)  # nothing was learned from the skipped
+    # The skipped steps changed nothing: the first loss is that of guessing one of 400 tokens.
+    assert losses[skipped + 1] == pytest.approx(math.log(400), abs=0.1)
     assert losses[40] < losses[skipped + 1] - 0.3
     assert all(w.isfinite().all() for w in weights(run).values())
 
@@ -148,34 +170,38 @@ def peak_gb(data: Path, out: Path, batch_size: int) -> float:
 
 
 def test_peak_memory_is_reported_and_falls_with_batch_size(tiny_data, tmp_path):
-    """The same 4,096 tokens a step, in one micro-step and in two."""
+    """A step has 4,096 tokens, in one micro-step or in two."""
     one, two = (peak_gb(tiny_data, tmp_path / str(B), B) for B in (128, 64))
     assert 0 < two < one - 0.008 and one < 2
 
 
 # -- memory --
 
+LLAMA = PRESETS["llama"]
+TIED = LLAMA | dict(tie_embeddings=True)
 MODELS = {
-    "26M": PRESETS["llama"] | dict(vocab_size=6400, n_layer=8, n_head=8, n_kv_head=2, n_embd=512, tie_embeddings=True),
-    "100M": PRESETS["llama"] | dict(vocab_size=16_384, n_layer=12, n_head=6, n_embd=768),
+    "26M": TIED | dict(vocab_size=6400, n_layer=8, n_head=8, n_kv_head=2, n_embd=512),
+    "100M": LLAMA | dict(vocab_size=16_384, n_layer=12, n_head=6, n_embd=768),
     "124M": PRESETS["gpt2"] | dict(n_layer=12),
-    "1B": PRESETS["llama"] | dict(vocab_size=32_000, n_layer=22, n_head=16, n_kv_head=8, n_embd=2048),
+    "1B": LLAMA | dict(vocab_size=32_000, n_layer=22, n_head=16, n_kv_head=8, n_embd=2048),
 }
 STEPS = [  # B, T, accum, compiled
-    ("26M", 32, 512, 1, False), ("26M", 128, 512, 2, True), ("26M", 8, 2048, 1, False), ("100M", 8, 1024, 1, False),
-    ("100M", 16, 1024, 2, False), ("100M", 8, 1024, 2, True), ("124M", 4, 1024, 1, False), ("124M", 32, 1024, 2, False),
-    ("124M", 64, 1024, 2, True), ("124M", 16, 512, 1, True), ("1B", 4, 1024, 2, False), ("1B", 8, 2048, 1, False),
+    ("26M", 32, 512, 1, False), ("26M", 128, 512, 2, True), ("26M", 8, 2048, 1, False),
+    ("100M", 8, 1024, 1, False), ("100M", 16, 1024, 2, False), ("100M", 8, 1024, 2, True),
+    ("124M", 4, 1024, 1, False), ("124M", 32, 1024, 2, False), ("124M", 64, 1024, 2, True),
+    ("124M", 16, 512, 1, True), ("1B", 4, 1024, 2, False), ("1B", 8, 2048, 1, False),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, B, T, accum, compiled", STEPS)
 def test_the_predicted_peak_is_max_memory_allocated_within_5_percent(name, B, T, accum, compiled):
     needs_bf16()
-    if compiled and not any(map(shutil.which, ("gcc", "cc", "clang"))):
+    if compiled and NO_COMPILER:
         pytest.skip("torch.compile's Triton needs a C compiler")
     gc.collect()
     torch.cuda.empty_cache()
-    c, step = GPTConfig(**(MODELS[name] | dict(block_size=T))), Step(B, T, accum, torch.bfloat16, compiled, DEVICE)
+    c = GPTConfig(**(MODELS[name] | dict(block_size=T)))
+    step = Step(B, T, accum, torch.bfloat16, compiled, DEVICE)
     with torch.device("meta"):
         when, parts = step_memory(GPT(c), step)
     assert sum(parts.values()) == pytest.approx(measured_peak(c, step), rel=0.05), when
@@ -186,10 +212,15 @@ def test_the_predicted_peak_is_max_memory_allocated_within_5_percent(name, B, T,
 
 def test_the_residual_stream_and_its_norms_stay_in_bf16():
     needs_bf16()
-    model, dtypes = make("qwen3").to(DEVICE).train(), set()
+    model = make("qwen3").to(DEVICE).train()
+    dtypes = set()
+
+    def note(module, args, out):
+        dtypes.update((args[0].dtype, out.dtype))
+
     for module in model.modules():
         if isinstance(module, torch.nn.RMSNorm):
-            module.register_forward_hook(lambda m, args, out: dtypes.update((args[0].dtype, out.dtype)))
+            module.register_forward_hook(note)
     x = ids(model, 2, 64).to(DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
         model(x, x)
@@ -197,7 +228,9 @@ def test_the_residual_stream_and_its_norms_stay_in_bf16():
 
 
 def test_generations_at_once_do_not_disturb_each_other():
-    """Each has a graph. One that is given up frees what its own needed, and a third is recorded into that memory."""
+    """Each generation has its own CUDA graph. One that is given up frees the memory of its graph,
+    and the graph of a third generation is recorded into this memory.
+    """
     model = make("llama", scheme="xavier").to(DEVICE)
     prompts = [ids(model, B, 4).to(DEVICE) for B in (1, 2, 3)]
     alone = [torch.stack(list(model.generate(prompt, 24, temperature=0))) for prompt in prompts]
@@ -209,8 +242,11 @@ def test_generations_at_once_do_not_disturb_each_other():
 
 
 def test_generation_records_one_step_and_replays_it(monkeypatch):
-    """Seen by who is asked for attention: the prompt, a first step, the recorded one; cuDNN would plan anew for each length."""
-    sdpa, chosen = F.scaled_dot_product_attention, []
+    """Python calls attention three times in each layer: for the prompt, for the first step, and for
+    the step that is recorded. Steps do not use cuDNN, which would make a new plan for each length.
+    """
+    sdpa = F.scaled_dot_product_attention
+    chosen = []
 
     def spy(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
         chosen.append(SDPBackend(torch._fused_sdp_choice(q, k, v, attn_mask, dropout_p, is_causal)))
@@ -227,19 +263,22 @@ def test_generation_records_one_step_and_replays_it(monkeypatch):
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_attention_in_bf16_takes_cudnn_or_flash(head_dim, monkeypatch):
     needs_bf16()
-    sdpa, fast, chosen = F.scaled_dot_product_attention, [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], []
+    sdpa = F.scaled_dot_product_attention
+    fast = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    chosen = []
 
     def spy(q, k, v, dropout_p=0.0, is_causal=False):
         chosen.append(SDPBackend(torch._fused_sdp_choice(q, k, v, None, dropout_p, is_causal)))
         return sdpa(q, k, v, dropout_p=dropout_p, is_causal=is_causal)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    model = make("llama", head_dim=head_dim, n_embd=6 * head_dim, block_size=1024).to(DEVICE).train()
+    model = make("llama", head_dim=head_dim, n_embd=6 * head_dim, block_size=1024)
+    model.to(DEVICE).train()
     x = ids(model, 2, 1024).to(DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
         model(x, x).backward()
         assert len(chosen) == model.config.n_layer and set(chosen) <= set(fast)
-        with sdpa_kernel(fast):  # an error if neither of the two would do it
+        with sdpa_kernel(fast):  # raises an error if neither of the two can compute it
             model(x, x)
 
 
@@ -248,7 +287,7 @@ def test_attention_in_bf16_takes_cudnn_or_flash(head_dim, monkeypatch):
     [("bfloat16", False), pytest.param("bfloat16", True, marks=compiles), ("float16", False)],
 )
 def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compiled):
-    """train.py's step of 4 micro-steps of 8 x 512 tokens, until it waits for the loss and the norm."""
+    """Launch a step of 4 micro-steps of 8 x 512 tokens, without reading its loss and norm."""
     if dtype == "bfloat16":
         needs_bf16()
     machine = Machine(0, 0, 1, torch.device(DEVICE), getattr(torch, dtype), "test")
@@ -269,7 +308,7 @@ def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compile
     torch.cuda.set_sync_debug_mode("error")
     try:
         with pytest.raises(RuntimeError, match="synchroniz"):
-            torch.ones((), device=DEVICE).item()  # it is noticed
+            torch.ones((), device=DEVICE).item()  # to prove that waiting is noticed
         result = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -278,8 +317,8 @@ def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compile
 
 
 def test_the_roof_is_measured(tmp_path):
-    shape = ["--n_layer=2", "--n_head=4", "--n_embd=256", "--block_size=256", "--batch_size=4", "--seconds=0.01"]
-    call(roof.main, *shape, *EAGER, f"--json={tmp_path / 'roof.json'}")
+    shape = ["--n_layer=2", "--n_head=4", "--n_embd=256", "--block_size=256", "--batch_size=4"]
+    call(roof.main, *shape, "--seconds=0.01", *EAGER, f"--json={tmp_path / 'roof.json'}")
     found = json.loads((tmp_path / "roof.json").read_text())
     rows = [*found["gemms"], *found["memory"], *found["micro_step"]]
     assert all(r["ms"] > 0 for r in rows) and found["versions"]["cudnn"]

@@ -42,8 +42,9 @@ from hardware.gpus import GPUS, datasheet_tflops, find_gpu
 )
 def test_a_gpu_is_found_by_what_people_and_drivers_call_it(spec, name, memory_gb, bandwidth):
     card = find_gpu(spec)
+    entry = GPUS[name]
     assert (card.name, card.memory_gb, card.bandwidth) == (name, memory_gb, bandwidth)
-    assert (card.tflops, card.watts, card.source) == (GPUS[name].tflops, GPUS[name].watts, GPUS[name].source)
+    assert (card.tflops, card.watts, card.source) == (entry.tflops, entry.watts, entry.source)
 
 
 @pytest.mark.parametrize(
@@ -71,12 +72,14 @@ def test_an_entry_is_whole_sane_and_found_by_its_name_in_every_size(name):
     assert gpu.source and gpu.memory and 70 <= gpu.watts <= 1000
     assert {"fp16", "fp32"} <= gpu.tflops.keys() <= {"bf16", "fp16", "tf32", "fp32", "fp64"}
     assert gpu.tflops.get("bf16", gpu.tflops["fp16"]) == gpu.tflops["fp16"] > gpu.tflops["fp32"]
-    assert gpu.tflops["fp16"] >= 1.9 * gpu.tflops.get("tf32", 0) and gpu.tflops.get("fp64", 0) <= gpu.tflops["fp32"]
+    assert gpu.tflops["fp16"] >= 1.9 * gpu.tflops.get("tf32", 0)
+    assert gpu.tflops["fp32"] >= gpu.tflops.get("fp64", 0)
     assert find_gpu(name).memory_gb == min(gpu.memory)
     for gb, bandwidth in gpu.memory.items():
         assert 16 <= gb <= 192 and 300 <= bandwidth <= 8000
         for spec in (f"{name} {gb}GB", f"{name}-{gb}g".lower(), f"{name}{gb}G".replace(" ", "_")):
-            assert (find_gpu(spec).name, find_gpu(spec).memory_gb, find_gpu(spec).bandwidth) == (name, gb, bandwidth)
+            card = find_gpu(spec)
+            assert (card.name, card.memory_gb, card.bandwidth) == (name, gb, bandwidth)
 
 
 def test_a_peak_is_of_exactly_this_product():

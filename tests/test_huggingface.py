@@ -1,10 +1,13 @@
-"""Weights and tokenizers of other tools, out and in; most of it against the real transformers and tokenizers."""
+"""Weights and tokenizers of other tools, written and read. Most of these tests compare with the
+packages transformers and tokenizers themselves.
+"""
 
 import io
 import json
 import math
 import os
 import random
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -15,17 +18,18 @@ from conftest import call, forge, make_records, train_tiny, write_jsonl
 from safetensors.torch import load_file, save_file
 from test_model import ODD, hidden_logits, ids
 from test_model import make as make_model
-from test_prepare import TEXTS, tiktoken_file
+from test_prepare import TEXTS, contents, tiktoken_file
 
-import configurator
 import prepare
 import sample
 import train
+from configurator import UserError
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
 from text.hf_tokenizer import from_hugging_face, to_hugging_face
 from text.tokenizer import CL100K_PATTERN, GPT2_PATTERN, Tiktoken, same_ids
-from training.huggingface import from_config, from_pretrained, hf_class, save_pretrained, to_config, to_state
+from training import huggingface
+from training.huggingface import from_config, from_pretrained, hf_class, save_pretrained, to_config
 from training.runs import newest_checkpoint
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -40,7 +44,7 @@ def transformers():
 
 
 def shaken(model: torch.nn.Module) -> torch.nn.Module:
-    """With norms that are not 1 and biases that are not 0, so that no two of them may be exchanged."""
+    """Change all norms and biases, so that a test notices if two of them are exchanged."""
     rng = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in model.parameters():
@@ -59,6 +63,22 @@ def save(model: GPT, folder: Path) -> Path:
     return folder
 
 
+def read(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def checkpoint(data: Path, out: Path, *options: str) -> Path:
+    """Train TINY; return its last checkpoint."""
+    return newest_checkpoint(train_tiny(data, out, *options) / "ckpt")
+
+
+def prepared(data: Path, name: str, tokenizer: Path | str, *options: str) -> None:
+    """Make a data set of 100 records with this tokenizer."""
+    corpus = write_jsonl(data / "c.jsonl", make_records(100))
+    options = [f"--name={name}", f"--tokenizer={tokenizer}", "--val_fraction=0.3", *options]
+    call(prepare.main, "--input", corpus, f"--data_dir={data}", *options)
+
+
 def logits(model: GPT, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return hidden_logits(model.eval(), x)
@@ -72,7 +92,8 @@ def test_a_saved_model_comes_back_bit_for_bit(name, tmp_path):
     model = make(name, dropout=0.1)
     again = from_pretrained(save(model, tmp_path))
     assert again.config == model.config
-    state, found = model.state_dict(), again.state_dict()
+    state = model.state_dict()
+    found = again.state_dict()
     assert state.keys() == found.keys() and all(torch.equal(state[k], found[k]) for k in state)
     assert from_pretrained(tmp_path, dropout=0.3).config.dropout == 0.3
 
@@ -94,11 +115,11 @@ def test_transformers_computes_the_same_logits(name, tmp_path, transformers):
 
 
 def test_an_architecture_without_a_class_is_saved_and_says_so(tiny_data, tmp_path, capsys):
-    run = train_tiny(tiny_data, tmp_path, "--norm=layernorm")
-    said, note = capsys.readouterr().out, "no transformers class computes this architecture"
+    folder = checkpoint(tiny_data, tmp_path, "--norm=layernorm")
+    note = "no transformers class computes this architecture"
+    said = capsys.readouterr().out
     assert f"s; {note}: only this project's huggingface.py loads it" in said
-    folder = newest_checkpoint(run / "ckpt")
-    assert json.loads((folder / "config.json").read_text())["note"].startswith(note)
+    assert read(folder / "config.json")["note"].startswith(note)
     call(sample.main, f"--ckpt={folder}", "--max_new_tokens=3", "--device=cpu")
 
 
@@ -106,17 +127,22 @@ def test_an_architecture_without_a_class_is_saved_and_says_so(tiny_data, tmp_pat
 
 
 def theirs(transformers, kind: str, **more):
-    """A random model made by transformers, of a shape that is nobody's default."""
+    """Return a random model made by transformers, of a shape that is not the default anywhere."""
     shared = dict(vocab_size=300, bos_token_id=0, eos_token_id=0)
     if kind == "gpt2":
-        config = transformers.GPT2Config(n_layer=3, n_embd=48, n_head=4, n_positions=32, **shared | more)
+        shared |= dict(n_layer=3, n_embd=48, n_head=4, n_positions=32)
+        config = transformers.GPT2Config(**shared | more)
     else:
-        shared |= dict(hidden_size=48, intermediate_size=100, num_hidden_layers=3, max_position_embeddings=32)
-        shared |= dict(num_attention_heads=6, num_key_value_heads=2, initializer_range=0.1)
+        shared |= dict(hidden_size=48, intermediate_size=100, max_position_embeddings=32)
+        shared |= dict(num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2)
+        shared |= dict(initializer_range=0.1)
         make_config = transformers.LlamaConfig if kind == "llama" else transformers.Qwen3Config
         config = make_config(**shared | ({} if kind == "llama" else {"head_dim": 16}) | more)
     torch.manual_seed(0)
     return shaken(transformers.AutoModelForCausalLM.from_config(config).eval())
+
+
+BIASES = {"attention_bias": True, "mlp_bias": True}
 
 
 @pytest.mark.parametrize(
@@ -125,11 +151,13 @@ def theirs(transformers, kind: str, **more):
         ("gpt2", {}, "5GB"),
         ("gpt2", {"activation_function": "gelu", "tie_word_embeddings": False}, "40KB"),
         ("llama", {"rope_theta": 5e5, "rms_norm_eps": 1e-5}, "30KB"),
-        ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 10}, "5GB"),
+        ("llama", BIASES | {"tie_word_embeddings": True, "head_dim": 10}, "5GB"),
         ("qwen3", {"tie_word_embeddings": True}, "30KB"),
     ],
 )
-def test_models_that_transformers_saved_compute_the_same_here(kind, more, shards, tmp_path, transformers):
+def test_models_that_transformers_saved_compute_the_same_here(
+    kind, more, shards, tmp_path, transformers
+):
     model = theirs(transformers, kind, **more)
     model.save_pretrained(tmp_path, max_shard_size=shards)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shards != "5GB")
@@ -148,37 +176,42 @@ def test_weights_stored_in_bf16_are_taken_exactly(tmp_path, transformers):
 
 
 def test_gpt2_as_openai_named_it_is_read(tmp_path):
-    """Without the prefix of the class, and with the masks that old versions stored."""
+    """The names lack the prefix of the class, and there are the masks that old versions stored."""
     model = make("gpt2", mlp="gelu_tanh")
     stored = load_file(save(model, tmp_path) / "model.safetensors")
-    stored = {k.removeprefix("transformer."): w for k, w in stored.items()} | {
-        "h.0.attn.bias": torch.ones(1, 1, 32, 32)
-    }
+    stored = {k.removeprefix("transformer."): w for k, w in stored.items()}
+    stored["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
     save_file(stored, tmp_path / "model.safetensors")
     assert torch.equal(logits(from_pretrained(tmp_path), ids(model)), logits(model, ids(model)))
+
+
+NANO = dict(n_layer=3, n_head=4, n_embd=48, block_size=32, vocab_size=300, bias=True)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("compiled", ["", "_orig_mod."])
 def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path):
     model = make("gpt2", bias=bias)
-    state = to_state(model.config, dict(model.named_parameters()))
-    state = {
-        compiled + k: w.t() if ".h." in k and w.dim() == 2 else w for k, w in state.items() if bias or "bias" not in k
-    }
-    args = dict(n_layer=3, n_head=4, n_embd=48, block_size=32, bias=bias, vocab_size=300, dropout=0.1)
-    content = {"model": state | {f"{compiled}lm_head.weight": state[f"{compiled}transformer.wte.weight"]}}
-    torch.save(content | {"model_args": args, "optimizer": {}, "iter_num": 1, "config": {}}, tmp_path / "ckpt.pt")
+    state = {}
+    ours = huggingface.to_state(model.config, dict(model.named_parameters()))
+    for name, w in ours.items():
+        if bias or "bias" not in name:
+            state[compiled + name] = w.t() if ".h." in name and w.dim() == 2 else w
+    state[f"{compiled}lm_head.weight"] = state[f"{compiled}transformer.wte.weight"]
+    args = NANO | dict(bias=bias, dropout=0.1)
+    content = {"model": state, "model_args": args, "optimizer": {}, "iter_num": 1, "config": {}}
+    torch.save(content, tmp_path / "ckpt.pt")
     for path in (tmp_path, tmp_path / "ckpt.pt"):
         assert torch.equal(logits(from_pretrained(path), ids(model)), logits(model, ids(model)))
 
 
 LLAMA = to_config(GPTConfig(**ODD["llama"]))
+YARN = {"type": "yarn", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
 REFUSED = {
-    "rope_scaling={'type': 'yarn', 'factor': 4.0} is not supported": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-    "rope_scaling={'rope_type': 'llama3', 'factor': 8.0} is not": {
-        "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
-    },
+    f"rope_scaling={YARN} is not supported": {"rope_scaling": YARN},
+    f"rope_scaling={LLAMA3} is not": {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
     "hidden_act='gelu' is not supported": {"hidden_act": "gelu"},
     "attention_bias without mlp_bias, or the reverse, is not supported": {"attention_bias": True},
     "quantization_config={'bits': 4} is not supported": {"quantization_config": {"bits": 4}},
@@ -195,9 +228,9 @@ REFUSED = {
     "dropout=nan is not accepted": {"attention_dropout": math.nan},
     "wants (1000000000, 48)": {"vocab_size": 10**9},
     "partial_rotary_factor=0.5 is not supported": {"partial_rotary_factor": 0.5},
-    "attention_bias=True is not supported": {"architectures": ["Qwen3ForCausalLM"], "attention_bias": True},
+    "attention_bias=True is not supported": QWEN3 | {"attention_bias": True},
     "wants (301, 48)": {"vocab_size": 301},
-    "there is no tensor model.layers.0.self_attn.q_norm.weight": {"architectures": ["Qwen3ForCausalLM"]},
+    "there is no tensor model.layers.0.self_attn.q_norm.weight": QWEN3,
 }
 
 
@@ -212,23 +245,27 @@ def test_what_is_not_computed_here_is_refused_by_name(message, tmp_path):
 
 
 def test_settings_that_compute_nothing_are_let_pass():
-    more = dict(use_cache=True, pretraining_tp=1, rope_scaling=None, initializer_range=0.02, torch_dtype="bfloat16")
-    more |= {"transformers.js_config": {"dtype": "q4"}, "is_llama_config": True, "rope_interleaved": False}
-    more |= {"rope_parameters": {"type": "default", "rope_type": "default", "rope_theta": 5e5}, "id2label": {"0": "a"}}
+    more = dict(use_cache=True, pretraining_tp=1, initializer_range=0.02, torch_dtype="bfloat16")
+    more |= dict(rope_scaling=None, rope_interleaved=False, is_llama_config=True)
+    more |= {"transformers.js_config": {"dtype": "q4"}, "id2label": {"0": "a"}}
+    more["rope_parameters"] = {"type": "default", "rope_type": "default", "rope_theta": 5e5}
     assert from_config(LLAMA | more) == GPTConfig(**ODD["llama"])
 
 
 def test_the_config_of_distilgpt2_is_read():
-    """As it is published, with what it says of other heads and of sampling."""
-    d = dict(_num_labels=1, activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1)
-    d |= dict(bos_token_id=50256, embd_pdrop=0.1, eos_token_id=50256, id2label={"0": "LABEL_0"}, initializer_range=0.02)
-    d |= dict(label2id={"LABEL_0": 0}, layer_norm_epsilon=1e-05, model_type="gpt2", n_ctx=1024, n_embd=768, n_head=12)
-    d |= dict(n_layer=6, n_positions=1024, resid_pdrop=0.1, summary_activation=None, summary_first_dropout=0.1)
-    d |= dict(summary_proj_to_labels=True, summary_type="cls_index", summary_use_proj=True, vocab_size=50257)
+    """This is the published file, with its settings for other heads and for sampling."""
+    d = dict(_num_labels=1, activation_function="gelu_new", architectures=["GPT2LMHeadModel"])
+    d |= dict(attn_pdrop=0.1, bos_token_id=50256, embd_pdrop=0.1, eos_token_id=50256)
+    d |= dict(id2label={"0": "LABEL_0"}, initializer_range=0.02, label2id={"LABEL_0": 0})
+    d |= dict(layer_norm_epsilon=1e-05, model_type="gpt2", n_ctx=1024, n_embd=768, n_head=12)
+    d |= dict(n_layer=6, n_positions=1024, resid_pdrop=0.1, summary_activation=None)
+    d |= dict(summary_first_dropout=0.1, summary_proj_to_labels=True, summary_type="cls_index")
+    d |= dict(summary_use_proj=True, vocab_size=50257)
     d |= dict(task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}})
     want = GPTConfig(**PRESETS["gpt2"] | dict(n_layer=6, mlp="gelu_tanh", dropout=0.1))
     assert from_config(d) == want
-    assert from_config(d | dict(predict_special_tokens=True, output_past=True)) == want  # gpt2-medium, rugpt3
+    more = dict(predict_special_tokens=True, output_past=True)  # as in gpt2-medium and rugpt3
+    assert from_config(d | more) == want
 
 
 CHANGED = {  # tensor -> (new value, what is said)
@@ -236,7 +273,7 @@ CHANGED = {  # tensor -> (new value, what is said)
     "lm_head.bias": (torch.ones(300), "lm_head.bias belongs to no part of this architecture"),
     "lm_head.weight": (
         torch.ones(300, 48),
-        "lm_head.weight belongs to no part of this architecture, or is not what it is",
+        "lm_head.weight belongs to no part of this architecture, or differs from the tensor",
     ),
     "transformer.h.1.ln_2.bias": (
         torch.ones(48),
@@ -253,13 +290,14 @@ CHANGED = {  # tensor -> (new value, what is said)
 def test_no_tensor_is_ignored(tensor, tmp_path):
     folder = save(make("gpt2 without biases"), tmp_path)
     value, message = CHANGED[tensor]
-    save_file(load_file(folder / "model.safetensors") | {tensor: value}, folder / "model.safetensors")
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {tensor: value}, path)
     with pytest.raises(ValueError) as refused:
         from_pretrained(folder)
     assert message in str(refused.value)
 
 
-# -- files that are damaged, or not to be trusted --
+# -- files that are damaged, or that an attacker may have made --
 
 
 def weights_of(content: bytes) -> dict[str, bytes]:
@@ -272,16 +310,18 @@ def index_of(name: str) -> dict[str, bytes | None]:
 
 
 HEADER = json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 2**40]}}).encode()
+CUT = "model.safetensors: truncated, or not a safetensors file"
+FOREIGN = "which is no .safetensors file in this folder"
 UNSAFE = {
-    "cut in its header": (weights_of(b"\x10\x00"), "model.safetensors: truncated, or no safetensors file"),
-    "a header of 2^60 bytes": (weights_of(struct.pack("<Q", 2**60) + b"{}"), "model.safetensors: truncated"),
-    "a header that is no JSON": (weights_of(struct.pack("<Q", 8) + b"\x80\x04rm -rf"), "model.safetensors: truncated"),
-    "offsets beyond the file": (weights_of(struct.pack("<Q", len(HEADER)) + HEADER), "model.safetensors: truncated"),
-    "a shard above the folder": (index_of("../../secret.safetensors"), "which is no .safetensors file in this folder"),
-    "a shard at the root": (index_of("/etc/passwd"), "which is no .safetensors file in this folder"),
-    "a shard that is pickled": (index_of("pytorch_model.bin"), "which is no .safetensors file in this folder"),
+    "cut in its header": (weights_of(b"\x10\x00"), CUT),
+    "a header of 2^60 bytes": (weights_of(struct.pack("<Q", 2**60) + b"{}"), CUT),
+    "a header that is no JSON": (weights_of(struct.pack("<Q", 8) + b"\x80\x04rm -rf"), CUT),
+    "offsets beyond the file": (weights_of(struct.pack("<Q", len(HEADER)) + HEADER), CUT),
+    "a shard above the folder": (index_of("../../secret.safetensors"), FOREIGN),
+    "a shard at the root": (index_of("/etc/passwd"), FOREIGN),
+    "a shard that is pickled": (index_of("pytorch_model.bin"), FOREIGN),
     "a shard that is gone": (index_of("model-2.safetensors"), "model-2.safetensors: No such file"),
-    "an index of numbers": (index_of(7), "the index names 7, which is no .safetensors file in this folder"),
+    "an index of numbers": (index_of(7), f"the index names 7, {FOREIGN}"),
     "pickled weights": (
         {"model.safetensors": None, "pytorch_model.bin": b"\x80\x04"},
         "the weights are pickled (pytorch_model.bin), which could execute anything",
@@ -295,12 +335,17 @@ def test_unsafe_files_are_refused_in_one_line_and_nothing_outside_is_read(what, 
     save_file({"model.norm.weight": torch.ones(48)}, tmp_path.parent / "secret.safetensors")
     changed, message = UNSAFE[what]
     for name, content in changed.items():
-        (folder / name).unlink(missing_ok=True) if content is None else (folder / name).write_bytes(content)
+        (folder / name).unlink(missing_ok=True)
+        if content is not None:
+            (folder / name).write_bytes(content)
     assert message in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
 
 
+DAMAGED = [b"", b"[" * 100_000, b"\xff\xfe", b"[1]", b"7", b'{"model": {"type": "BPE"}}']
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json"])
-@pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"\xff\xfe", b"[1]", b"7", b'{"model": {"type": "BPE"}}'])
+@pytest.mark.parametrize("content", DAMAGED)
 def test_a_damaged_json_is_one_line(name, content, tmp_path, refuses):
     folder = save(make("llama"), tmp_path)
     if name == "model.safetensors.index.json":
@@ -309,15 +354,17 @@ def test_a_damaged_json_is_one_line(name, content, tmp_path, refuses):
     assert str(folder) in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
 
 
-@pytest.mark.parametrize(
-    "content", [None, {}, {"model": 7, "model_args": {}}, {"model": {}, "model_args": {"n_layer": 1.0}}]
-)
+NOT_NANO = [{"model": 7, "model_args": {}}, {"model": {}, "model_args": {"n_layer": 1.0}}]
+
+
+@pytest.mark.parametrize("content", [None, {}, *NOT_NANO])
 def test_a_damaged_nanogpt_checkpoint_is_one_line(content, tmp_path, refuses):
     if content is None:
         (tmp_path / "ckpt.pt").touch()
     else:
         torch.save(content, tmp_path / "ckpt.pt")
-    assert "cannot be loaded (ckpt.pt: " in refuses(sample.main, f"--ckpt={tmp_path}", "--device=cpu")
+    said = refuses(sample.main, f"--ckpt={tmp_path}", "--device=cpu")
+    assert "cannot be loaded (ckpt.pt: " in said
 
 
 def test_a_pickle_that_would_execute_is_refused(tmp_path, refuses):
@@ -326,26 +373,25 @@ def test_a_pickle_that_would_execute_is_refused(tmp_path, refuses):
             return os.mkdir, (str(tmp_path / "executed"),)
 
     torch.save({"model": Evil(), "model_args": {}}, tmp_path / "ckpt.pt")
-    said = refuses(sample.main, f"--ckpt={tmp_path / 'ckpt.pt'}", "--tokenizer=gpt2", "--device=cpu")
-    assert "ckpt.pt: no checkpoint of nanoGPT" in said and not (tmp_path / "executed").exists()
+    path = tmp_path / "ckpt.pt"
+    said = refuses(sample.main, f"--ckpt={path}", "--tokenizer=gpt2", "--device=cpu")
+    assert "ckpt.pt: not a checkpoint of nanoGPT" in said and not (tmp_path / "executed").exists()
 
 
 def test_a_meta_json_cannot_name_a_tokenizer_elsewhere(tiny_data, tmp_path, refuses):
     folder = tmp_path / "ckpt"
-    shutil.copytree(newest_checkpoint(train_tiny(tiny_data, tmp_path) / "ckpt"), folder)
-    meta = json.loads((folder / "meta.json").read_text())
+    shutil.copytree(checkpoint(tiny_data, tmp_path), folder)
+    meta = read(folder / "meta.json")
+    damaged = "meta.json: its tokenizer entry is damaged"
     for changes, message in [
-        ({"file": "../../tiny/tokenizer.model"}, "which is not in it: not read"),
-        ({"file": 7}, "which is not in it: not read"),
-        ({"kind": "bert"}, "meta.json: damaged, about the tokenizer (ValueError: tokenizer kind 'bert')"),
-        ({"kind": "tiktoken"}, "meta.json: damaged, about the tokenizer (KeyError: 'pattern')"),
-        (
-            {"prefix": [400]},
-            "meta.json: damaged, about the tokenizer (ValueError: the prefix [400] is no list of its ids)",
-        ),
-        ({"prefix": 5}, "the prefix 5 is no list of its ids"),
-        ({"prefix": ["a"]}, "the prefix ['a'] is no list of its ids"),
-        ({"file": ".."}, "which is not in it: not read"),
+        ({"file": "../../tiny/tokenizer.model"}, "which is not in this folder: not read"),
+        ({"file": 7}, "which is not in this folder: not read"),
+        ({"kind": "bert"}, f"{damaged} (ValueError: unknown tokenizer kind 'bert')"),
+        ({"kind": "tiktoken"}, f"{damaged} (KeyError: 'pattern')"),
+        ({"prefix": [400]}, f"{damaged} (ValueError: the prefix [400] is not a list of ids"),
+        ({"prefix": 5}, "the prefix 5 is not a list of ids"),
+        ({"prefix": ["a"]}, "the prefix ['a'] is not a list of ids"),
+        ({"file": ".."}, "which is not in this folder: not read"),
     ]:
         changed = meta | {"tokenizer": meta["tokenizer"] | changes}
         forge(folder, "meta.json", json.dumps(changed).encode())
@@ -354,22 +400,22 @@ def test_a_meta_json_cannot_name_a_tokenizer_elsewhere(tiny_data, tmp_path, refu
 
 # -- tokenizers, out --
 
+LETTERS = "aab b  \n\t'sS我的是一，。😀\u0301é0123 .()_=\u3000\u00a0"
 MIXED = [
     *TEXTS,
-    "Hello 世界 😀 naïve café\n\n    def f(x):\n\t\treturn x   **  2  # 注释\r\n1234567 3.14 中文，标点。 I'LL don't",
+    "Hello 世界 😀 naïve café\n\n    def f(x):\n\t\treturn x   **  2  # 注释\r\n"
+    "1234567 3.14 中文，标点。 I'LL don't",
     "4 ½ months, ² ١٢  7",
     "      \n\n \t \u3000全角\x00\u200d👩‍👩‍👧‍👦 \ud7ff ﷽   ",
-    *(
-        "".join(random.Random(i).choices("aab b  \n\t'sS我的是一，。😀\u0301é0123 .()_=\u3000\u00a0", k=60))
-        for i in range(300)
-    ),
+    *("".join(random.Random(i).choices(LETTERS, k=60)) for i in range(300)),
 ]
 
 
 def write_files(folder: Path, files: dict[str, str | dict]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / name).write_text(text, encoding="utf-8")
     return folder
 
 
@@ -385,15 +431,19 @@ def test_auto_tokenizer_encodes_to_the_same_ids(kind, tiny_data, tmp_path, trans
     assert found.eos_token_id == found.bos_token_id == ours.eos_id and len(found) == ours.vocab_size
     for text in MIXED:
         want = ours.encode(text).tolist()
-        assert found(text, add_special_tokens=False, split_special_tokens=True).input_ids == want, text
-        assert found(text, split_special_tokens=True).input_ids == [ours.eos_id, *want]  # as sample.py begins
+        alone = found(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        with_eos = found(text, split_special_tokens=True).input_ids
+        assert alone == want, text
+        assert with_eos == [ours.eos_id, *want]  # sample.py begins a text like this
         assert found.decode(want) == text
 
 
 @pytest.mark.parametrize("preset", ["gpt2", "llama", "qwen3"])
-def test_a_pipeline_continues_a_prompt_as_sample_does(preset, tiny_data, tmp_path, capsys, transformers):
+def test_a_pipeline_continues_a_prompt_as_sample_does(
+    preset, tiny_data, tmp_path, capsys, transformers
+):
     options = ["--n_kv_head=0", "--lr=1e-2", "--max_steps=60", "--eval_every=60", "--save_every=60"]
-    folder = newest_checkpoint(train_tiny(tiny_data, tmp_path, f"--preset={preset}", *options) / "ckpt")
+    folder = checkpoint(tiny_data, tmp_path, f"--preset={preset}", *options)
     pipeline = transformers.pipeline("text-generation", model=str(folder), device="cpu")
     for prompt in ("the loop", "模型 训练 "):
         expected = pipeline(prompt, max_new_tokens=20, do_sample=False)[0]["generated_text"]
@@ -407,15 +457,13 @@ def test_a_sentencepiece_of_another_kind_is_not_exported_as_what_it_is_not(tiny_
     import sentencepiece
 
     def trained(**options) -> dict[str, dict]:
-        options = dict(model_type="bpe", byte_fallback=True, remove_extra_whitespaces=False) | options
-        made, texts = io.BytesIO(), [json.dumps(r, ensure_ascii=False) for r in make_records(50)]
+        """Return what to_hugging_face() makes of a SentencePiece trained with these options."""
+        usual = dict(model_type="bpe", byte_fallback=True, remove_extra_whitespaces=False)
+        usual |= dict(vocab_size=400, hard_vocab_limit=False, minloglevel=2)
+        made = io.BytesIO()
+        texts = [json.dumps(r, ensure_ascii=False) for r in make_records(50)]
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts),
-            model_writer=made,
-            vocab_size=400,
-            hard_vocab_limit=False,
-            minloglevel=2,
-            **options,
+            sentence_iterator=iter(texts), model_writer=made, **usual | options
         )
         tokenizer = load_tokenizer(tiny_data / "tiny")
         tokenizer.sp = sentencepiece.SentencePieceProcessor(model_proto=made.getvalue())
@@ -423,38 +471,50 @@ def test_a_sentencepiece_of_another_kind_is_not_exported_as_what_it_is_not(tiny_
 
     as_it_is = dict(normalization_rule_name="identity", add_dummy_prefix=False)
     assert trained(**as_it_is)
-    for other in (dict(add_dummy_prefix=True), dict(model_type="unigram"), dict(normalization_rule_name="nfkc")):
-        assert trained(**as_it_is | other) == {}
-    assert trained(**as_it_is, user_defined_symbols=["<think>"]) == trained(**as_it_is, byte_fallback=False) == {}
+    for name, value in {
+        "add_dummy_prefix": True,
+        "model_type": "unigram",
+        "normalization_rule_name": "nfkc",
+        "user_defined_symbols": ["<think>"],
+        "byte_fallback": False,
+    }.items():
+        assert trained(**as_it_is | {name: value}) == {}, name
 
 
 # -- tokenizers, in --
 
 
 def bpe(folder: Path, kind: str) -> Path:
-    """A byte-level BPE trained by the library tokenizers, saved in one of the forms that public models have."""
+    """Train a byte-level BPE with the package tokenizers; save it as models of this kind do."""
     tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
-    pre, byte_level = tokenizers.pre_tokenizers, tokenizers.pre_tokenizers.ByteLevel
+    pre = tokenizers.pre_tokenizers
+    post = tokenizers.processors
+    byte_level = pre.ByteLevel
     t = tokenizers.Tokenizer(tokenizers.models.BPE())
     if kind == "gpt2":
         t.pre_tokenizer = byte_level(add_prefix_space=False)
     elif kind == "smollm":
-        t.pre_tokenizer = pre.Sequence([pre.Digits(individual_digits=True), byte_level(add_prefix_space=False)])
+        digits = pre.Digits(individual_digits=True)
+        t.pre_tokenizer = pre.Sequence([digits, byte_level(add_prefix_space=False)])
     else:
-        qwen = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        qwen = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        qwen += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
         split = pre.Split(tokenizers.Regex(qwen), "isolated")
         t.pre_tokenizer = pre.Sequence([split, byte_level(add_prefix_space=False, use_regex=False)])
     if kind == "qwen":
         t.normalizer = tokenizers.normalizers.NFC()
     if kind == "llama3":
-        template = tokenizers.processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 1)])
-        t.post_processor = tokenizers.processors.Sequence([tokenizers.processors.ByteLevel(), template])
+        template = post.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 1)])
+        t.post_processor = post.Sequence([post.ByteLevel(), template])
     t.decoder = tokenizers.decoders.ByteLevel()
-    names = ["<|endoftext|>", "<|bos|>", "<|im_end|>"]
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=700, special_tokens=names, initial_alphabet=byte_level.alphabet(), show_progress=False
+        vocab_size=700,
+        special_tokens=["<|endoftext|>", "<|bos|>", "<|im_end|>"],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
     )
-    t.train_from_iterator([json.dumps(r, ensure_ascii=False) for r in make_records(100)] + MIXED, trainer)
+    texts = [json.dumps(r, ensure_ascii=False) for r in make_records(100)]
+    t.train_from_iterator(texts + MIXED, trainer)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     write_files(folder, {"tokenizer.json": t.to_str(), "tokenizer_config.json": json.dumps(config)})
     return folder
@@ -463,61 +523,82 @@ def bpe(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["gpt2", "smollm", "qwen", "llama3"])
 def test_a_tokenizer_of_a_public_model_encodes_the_same_here(kind, tmp_path, transformers):
     folder = bpe(tmp_path / "m", kind)
-    found, ours = transformers.AutoTokenizer.from_pretrained(folder), from_hugging_face(folder)
+    found = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = from_hugging_face(folder)
     assert (ours.vocab_size, ours.eos_id, ours.prefix) == (700, 0, [1] if kind == "llama3" else [])
     for text in MIXED:
-        assert found(text, split_special_tokens=True).input_ids == [*ours.prefix, *ours.encode(text).tolist()], text
+        want = [*ours.prefix, *ours.encode(text).tolist()]
+        assert found(text, split_special_tokens=True).input_ids == want, text
     again = from_hugging_face(write_files(tmp_path / "again", to_hugging_face(ours, 128)))
     assert same_ids(again, ours) and again.prefix == ours.prefix
     assert all((again.encode(text) == ours.encode(text)).all() for text in MIXED)
 
 
+def first_form(folder: Path, heading: str = "#version: 0.2\n") -> dict[str, str | dict]:
+    """Return the vocab.json and the merges.txt that say the same as a folder's tokenizer.json."""
+    model = read(folder / "tokenizer.json")["model"]
+    merges = "".join(" ".join(m) + "\n" for m in model["merges"])
+    return {"vocab.json": model["vocab"], "merges.txt": heading + merges}
+
+
 def test_gpt2s_first_form_is_read(tmp_path):
-    """vocab.json and merges.txt, without a tokenizer.json."""
+    """It has vocab.json and merges.txt, but no tokenizer.json."""
     one = from_hugging_face(bpe(tmp_path / "m", "gpt2"))
-    model = json.loads((tmp_path / "m" / "tokenizer.json").read_text(encoding="utf-8"))["model"]
-    merges = "#version: 0.2\n" + "".join(" ".join(m) + "\n" for m in model["merges"])
-    files = {"vocab.json": json.dumps(model["vocab"]), "merges.txt": merges}
-    two = from_hugging_face(write_files(tmp_path / "old", files | {"config.json": '{"eos_token_id": 0}'}))
+    files = first_form(tmp_path / "m") | {"config.json": {"eos_token_id": 0}}
+    two = from_hugging_face(write_files(tmp_path / "old", files))
     assert two.eos_id == 0 and all((one.encode(text) == two.encode(text)).all() for text in MIXED)
 
 
 def test_words_that_are_tokens_need_no_merges_where_the_file_says_so(tmp_path, transformers):
-    """Llama 3's ignore_merges; without it, a token that no merge leads to is never made."""
-    content = json.loads((bpe(tmp_path / "m", "gpt2") / "tokenizer.json").read_text(encoding="utf-8"))
+    """Llama 3 has this setting, ignore_merges. Without it, only merges make the tokens of a text. A
+    token that no merge produces then never appears.
+    """
+    folder = bpe(tmp_path / "m", "gpt2")
+    content = read(folder / "tokenizer.json")
     content["model"]["merges"] = [m for m in content["model"]["merges"] if "".join(m) != "Ġtokens"]
     for ignore in (True, False):
         content["model"]["ignore_merges"] = ignore
-        (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(content))
-        ours = from_hugging_face(tmp_path / "m").encode("the tokens").tolist()
-        assert ours == transformers.AutoTokenizer.from_pretrained(tmp_path / "m")("the tokens").input_ids
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        ours = from_hugging_face(folder).encode("the tokens").tolist()
+        found = transformers.AutoTokenizer.from_pretrained(folder)
+        assert ours == found("the tokens").input_ids
         assert (content["model"]["vocab"]["Ġtokens"] in ours) is ignore
 
 
 def test_the_eos_may_be_named_in_any_of_the_files(tmp_path):
     folder = bpe(tmp_path / "m", "gpt2")
-    named = {"config.json": {"eos_token_id": [2, 0]}, "special_tokens_map.json": {"eos_token": "<|bos|>"}}
-    named["tokenizer_config.json"] = {"eos_token": {"content": "<|endoftext|>"}}
     (folder / "tokenizer_config.json").unlink()
-    for eos_id, (name, content) in zip((2, 1, 0), named.items(), strict=True):
-        (folder / name).write_text(json.dumps(content))
+    for eos_id, name, content in (
+        (2, "config.json", {"eos_token_id": [2, 0]}),
+        (1, "special_tokens_map.json", {"eos_token": "<|bos|>"}),
+        (0, "tokenizer_config.json", {"eos_token": {"content": "<|endoftext|>"}}),
+    ):
+        write_files(folder, {name: content})
         assert from_hugging_face(folder).eos_id == eos_id
 
 
-STRANGE = {
-    'a model that is no byte-level BPE, without a tokenizer.model beside it: {"type": "Unigram"} is not supported': (
-        "model", {"type": "Unigram", "vocab": []}),
+EOS = {"id": 0, "content": "<|endoftext|>", "special": True}
+PREFIXED = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+APPENDING = {
+    "type": "TemplateProcessing",
+    "single": [{"Sequence": {}}, {"SpecialToken": {"id": "x"}}],
+}
+LETTERS_ONLY = [
+    {"type": "Split", "pattern": {"Regex": r"\\p{L}+"}, "behavior": "Isolated", "invert": False},
+    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+]
+STRANGE = {  # message -> (key, value) in tokenizer.json
+    "a model other than a byte-level BPE, without a tokenizer.model beside it: "
+    '{"type": "Unigram"} is not supported': ("model", {"type": "Unigram", "vocab": []}),
     'normalizer {"type": "Lowercase"} is not supported': ("normalizer", {"type": "Lowercase"}),
-    'pre_tokenizer {"type": "ByteLevel", "add_prefix_space": true': (
-        "pre_tokenizer", {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}),
-    "it puts tokens behind every text": (
-        "post_processor", {"type": "TemplateProcessing", "single": [{"Sequence": {}}, {"SpecialToken": {"id": "x"}}]}),
-    "post_processor RobertaProcessing is not supported": ("post_processor", {"type": "RobertaProcessing"}),
-    "its pattern leaves out parts of a text": ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [
-        {"type": "Split", "pattern": {"Regex": r"\\p{L}+"}, "behavior": "Isolated", "invert": False},
-        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]}),
+    'pre_tokenizer {"type": "ByteLevel", "add_prefix_space": true': ("pre_tokenizer", PREFIXED),
+    "it puts tokens after every text": ("post_processor", APPENDING),
+    "post_processor RobertaProcessing is not supported": (
+        "post_processor", {"type": "RobertaProcessing"}),
+    "its pattern leaves out parts of a text": (
+        "pre_tokenizer", {"type": "Sequence", "pretokenizers": LETTERS_ONLY}),
     "the added token '   ' would cut ordinary text": (
-        "added_tokens", [{"id": 0, "content": "<|endoftext|>", "special": True}, {"id": 700, "content": "   "}]),
+        "added_tokens", [EOS, {"id": 700, "content": "   "}]),
     "its merges are not in the order of their ids": ("merges", None),
     '{"type": "BPE", "dropout": 0.1} is not supported': ("dropout", 0.1),
 }  # fmt: skip
@@ -527,7 +608,7 @@ STRANGE = {
 def test_a_tokenizer_of_another_kind_is_refused_by_name(message, tmp_path, refuses):
     folder = bpe(tmp_path / "m", "gpt2")
     key, value = STRANGE[message]
-    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    content = read(folder / "tokenizer.json")
     if key == "merges":
         content["model"][key].reverse()
     elif key in content["model"]:
@@ -543,40 +624,33 @@ def test_a_tokenizer_of_another_kind_is_refused_by_name(message, tmp_path, refus
 # -- the whole way: somebody's model, fine-tuned here, opened there --
 
 
-def test_a_public_model_is_prepared_for_evaluated_tuned_resumed_and_opened_again(tmp_path, capsys, transformers):
-    model = theirs(
-        transformers, "llama", vocab_size=710, max_position_embeddings=64
-    )  # more rows than the tokenizer has
+def test_a_public_model_is_prepared_for_evaluated_tuned_resumed_and_opened_again(
+    tmp_path, capsys, transformers
+):
+    # The model has more rows than the tokenizer has tokens.
+    model = theirs(transformers, "llama", vocab_size=710, max_position_embeddings=64)
     folder = bpe(tmp_path / "public", "llama3")
     model.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    public = {path.name: path.read_bytes() for path in folder.iterdir()}
+    public = contents(folder)
     corpus = write_jsonl(tmp_path / "corpus.jsonl", make_records(300))
-    options = [
-        "--input",
-        corpus,
-        "--name=mine",
-        f"--data_dir={tmp_path}",
-        f"--tokenizer={folder}",
-        "--val_fraction=0.1",
-    ]
-    call(prepare.main, *options)
-    call(sample.main, f"--ckpt={folder}", f"--eval={tmp_path / 'mine'}", "--device=cpu", "--block_size=32")
+    options = ["--name=mine", f"--data_dir={tmp_path}", f"--tokenizer={folder}"]
+    call(prepare.main, "--input", corpus, *options, "--val_fraction=0.1")
+    options = [f"--eval={tmp_path / 'mine'}", "--device=cpu", "--block_size=32"]
+    call(sample.main, f"--ckpt={folder}", *options)
     before = float(capsys.readouterr().out.split("validation loss ")[1].split()[0])
-    tune = ["--dataset=mine", f"--init_from={folder}", "--preset=gpt2", "--eval_every=8", "--eval_tokens=0"]
-    run = train_tiny(tmp_path, tmp_path / "out", *tune)
-    tuned = newest_checkpoint(run / "ckpt")
+    tune = ["--dataset=mine", "--preset=gpt2", "--eval_every=8", "--eval_tokens=0"]
+    tuned = checkpoint(tmp_path, tmp_path / "out", *tune, f"--init_from={folder}")
     said = capsys.readouterr().out
     after = float(said.split("validation loss ")[1].split()[0])
     assert "LlamaForCausalLM" in said and after < before - 0.3
 
-    train_tiny(
-        tmp_path, tmp_path / "out", *tune, "--init_from=resume", "--max_steps=12"
-    )  # the shape is the checkpoint's
+    # The shape is that of the checkpoint, whatever --preset says.
+    train_tiny(tmp_path, tmp_path / "out", *tune, "--init_from=resume", "--max_steps=12")
     assert "resumed from" in capsys.readouterr().out
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tuned / name).read_bytes() == public[name]
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == public  # nothing is written there
+    assert contents(folder) == public  # nothing is written there
     assert from_pretrained(tuned).config == from_pretrained(folder).config
     pipeline = transformers.pipeline("text-generation", model=str(tuned), device="cpu")
     expected = pipeline("the loop", max_new_tokens=20, do_sample=False)[0]["generated_text"]
@@ -586,9 +660,10 @@ def test_a_public_model_is_prepared_for_evaluated_tuned_resumed_and_opened_again
 
 
 def test_evaluation_says_what_training_said(tiny_data, tmp_path, capsys):
-    folder = newest_checkpoint(train_tiny(tiny_data, tmp_path, "--eval_tokens=0") / "ckpt")
+    folder = checkpoint(tiny_data, tmp_path, "--eval_tokens=0")
     said = capsys.readouterr().out.split("step 8/8 | validation loss ")[1].splitlines()[0]
-    call(sample.main, f"--ckpt={folder}", f"--eval={tiny_data / 'tiny'}", "--device=cpu", "--dtype=float32")
+    options = [f"--eval={tiny_data / 'tiny'}", "--device=cpu", "--dtype=float32"]
+    call(sample.main, f"--ckpt={folder}", *options)
     assert f"validation loss {said} | " in capsys.readouterr().out
 
 
@@ -596,19 +671,22 @@ def test_other_tokens_are_not_evaluated_or_tuned_on(tiny_data, tmp_path, refuses
     model = make("llama", vocab_size=700)
     folder = save(model, bpe(tmp_path / "m", "gpt2"))
     said = refuses(sample.main, f"--ckpt={folder}", f"--eval={tiny_data / 'tiny'}", "--device=cpu")
-    assert "made with another tokenizer than the model's" in said and f"--tokenizer={folder}" in said
-    options = [f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", f"--init_from={folder}", "--max_steps=1"]
-    said = refuses(lambda: configurator.run(lambda: train_tiny(tiny_data, tmp_path, *options)))
+    assert "made with another tokenizer than the model's" in said
+    assert f"--tokenizer={folder}" in said
+    options = [f"--init_from={folder}", "--max_steps=1"]
+    said = refuses(lambda: train_tiny(tiny_data, tmp_path, *options))
     assert "its tokenizer is not the one that made" in said
 
 
-def test_a_model_without_a_tokenizer_is_evaluated_and_said_to_be(tiny_data, tmp_path, capsys, refuses):
+def test_a_model_without_a_tokenizer_is_evaluated_and_said_to_be(
+    tiny_data, tmp_path, capsys, refuses
+):
     folder = save(make("llama", vocab_size=400), tmp_path)
     options = [f"--ckpt={folder}", "--device=cpu"]
     call(sample.main, *options, f"--eval={tiny_data / 'tiny'}")
     said = capsys.readouterr()
     assert "validation loss" in said.out and "note: no tokenizer is there" in said.err
-    assert "no tokenizer is there: name it" in refuses(sample.main, *options)
+    assert "no tokenizer is there: name one" in refuses(sample.main, *options)
     call(sample.main, *options, f"--tokenizer={tiny_data / 'tiny'}", "--max_new_tokens=3")
 
 
@@ -618,69 +696,72 @@ def test_ids_that_the_model_has_no_rows_for_are_refused(tiny_data, tmp_path, ref
     assert "a vocabulary of 300; its tokenizer has 400 tokens" in refuses(sample.main, *options)
     said = refuses(sample.main, *options[::2], f"--eval={tiny_data / 'tiny'}")
     assert "a vocabulary of 400; the model has 300" in said
-    options = [f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", f"--init_from={folder}"]
-    said = refuses(lambda: configurator.run(lambda: train_tiny(tiny_data, tmp_path, *options)))
+    said = refuses(lambda: train_tiny(tiny_data, tmp_path, f"--init_from={folder}"))
     assert "vocab_size is 300 there, 400 here" in said
 
 
 def test_config_json_names_the_eos_that_ends_a_text(tiny_data, tmp_path):
-    folder = newest_checkpoint(train_tiny(tiny_data, tmp_path, "--preset=gpt2", "--n_kv_head=0") / "ckpt")
-    config = json.loads((folder / "config.json").read_text())
+    folder = checkpoint(tiny_data, tmp_path, "--preset=gpt2", "--n_kv_head=0")
+    config = read(folder / "config.json")
     assert config["eos_token_id"] == config["bos_token_id"] == load_tokenizer(folder).eos_id
 
 
 def test_a_damaged_tokenizer_ends_a_fine_tuning_before_it_begins(tiny_data, tmp_path, refuses):
     folder = tmp_path / "ckpt"
-    shutil.copytree(newest_checkpoint(train_tiny(tiny_data, tmp_path) / "ckpt"), folder)
+    shutil.copytree(checkpoint(tiny_data, tmp_path), folder)
     (folder / "tokenizer.model").write_bytes(b"?")
     options = [f"--init_from={folder}", "--run_name=tuned"]
-    said = refuses(lambda: configurator.run(lambda: train_tiny(tiny_data, tmp_path, *options)))
+    said = refuses(lambda: train_tiny(tiny_data, tmp_path, *options))
     assert "tokenizer.model" in said and "manifest.json" in said
-    (folder / "manifest.json").unlink()  # as in a folder of somebody else's
-    said = refuses(lambda: configurator.run(lambda: train_tiny(tiny_data, tmp_path, *options)))
+    (folder / "manifest.json").unlink()  # a folder that another program wrote has none
+    said = refuses(lambda: train_tiny(tiny_data, tmp_path, *options))
     assert "tokenizer.model: missing, or not the tokenizer" in said
 
 
 def test_one_vocabulary_with_two_rules_is_two_tokenizers(tmp_path, refuses):
-    """Qwen3 and its base model differ in their eos alone, and others in how a text is cut into words."""
+    """Qwen3 and its base model differ only in their eos. Others differ in how they split a text."""
     folder = bpe(tmp_path / "m", "gpt2")
-    corpus = write_jsonl(tmp_path / "c.jsonl", make_records(100))
     for name, eos in (("a", "<|endoftext|>"), ("b", "<|im_end|>")):
-        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
-        options = [f"--name={name}", f"--tokenizer={folder}", f"--data_dir={tmp_path}", "--val_fraction=0.3"]
-        call(prepare.main, "--input", corpus, *options)
-    said = refuses(lambda: configurator.run(lambda: train_tiny(tmp_path, tmp_path, "--dataset=a,b")))
+        write_files(folder, {"tokenizer_config.json": {"eos_token": eos}})
+        prepared(tmp_path, name, folder)
+    said = refuses(lambda: train_tiny(tmp_path, tmp_path, "--dataset=a,b"))
     assert "b was made with another tokenizer than a" in said
 
 
 def test_a_folder_of_tokenizer_files_is_not_replaced_by_a_data_set(tmp_path, refuses):
     folder = bpe(tmp_path / "data" / "mine", "gpt2")
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = contents(folder)
     corpus = write_jsonl(tmp_path / "c.jsonl", make_records(50))
-    said = refuses(prepare.main, "--input", corpus, "--name=mine", f"--data_dir={tmp_path / 'data'}")
+    options = ["--name=mine", f"--data_dir={tmp_path / 'data'}"]
+    said = refuses(prepare.main, "--input", corpus, *options)
     assert "exists and is no data set" in said
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert contents(folder) == before
 
 
-def test_a_checkpoint_has_the_tokenizer_of_its_start_whatever_becomes_of_the_data_set(tiny_data, tmp_path, monkeypatch):
-    data = tmp_path / "data"
-    shutil.copytree(tiny_data / "tiny", data / "tiny")
-    original, evaluate = (data / "tiny" / "tokenizer.model").read_bytes(), train.evaluate
-    monkeypatch.setattr(
-        train, "evaluate", lambda *a, **k: (data / "tiny" / "tokenizer.model").write_bytes(b"?") and 1.0
-    )
-    folder = newest_checkpoint(train_tiny(data, tmp_path) / "ckpt")
-    monkeypatch.setattr(train, "evaluate", evaluate)
+def test_a_checkpoint_has_the_tokenizer_of_its_start_whatever_becomes_of_the_data_set(
+    tiny_data, tmp_path, monkeypatch
+):
+    shutil.copytree(tiny_data / "tiny", tmp_path / "data" / "tiny")
+    model = tmp_path / "data" / "tiny" / "tokenizer.model"
+    original = model.read_bytes()
+
+    def damage(*args, **kwargs) -> float:
+        model.write_bytes(b"?")
+        return 1.0
+
+    with monkeypatch.context() as damaged:
+        damaged.setattr(train, "evaluate", damage)
+        folder = checkpoint(tmp_path / "data", tmp_path)
     assert (folder / "tokenizer.model").read_bytes() == original
     call(sample.main, f"--ckpt={folder}", "--max_new_tokens=3", "--device=cpu")
 
 
-NANO = dict(n_layer=3, n_head=4, n_embd=48, block_size=32, vocab_size=300, bias=True)
-
-
 @pytest.mark.parametrize("name", ["n_head", "logit_softcap"])
 def test_a_nanogpt_of_another_kind_is_refused_by_name(name, tmp_path):
-    args = NANO | {name: 30.0} if name not in NANO else {k: v for k, v in NANO.items() if k != name}
+    if name in NANO:
+        args = {k: v for k, v in NANO.items() if k != name}
+    else:
+        args = NANO | {name: 30.0}
     torch.save({"model": {}, "model_args": args}, tmp_path / "ckpt.pt")
     with pytest.raises(ValueError, match=f"model_args: {name} is missing, or is none of nanoGPT's"):
         from_pretrained(tmp_path)
@@ -693,42 +774,41 @@ def test_an_architecture_of_ours_has_no_more_settings_than_ours():
 
 
 @pytest.mark.parametrize(
-    "files, message",
+    "name, content, message",
     [
-        ({"added_tokens.json": {"   ": 699}}, "the added token '   ' would cut ordinary text"),
-        ({"added_tokens.json": {"<x>": 7}}, "the id 7 is that of two tokens"),
-        ({"added_tokens.json": {"<x>": -5}}, "the id -5 of the token '<x>' is none"),
-        ({"tokenizer_config.json": {"eos_token": "<|none|>"}}, "its tokenizer names no eos token"),
-        ({"tokenizer_config.json": {"add_prefix_space": True}}, "add_prefix_space is not supported"),
+        ("added_tokens.json", {"   ": 699}, "the added token '   ' would cut ordinary text"),
+        ("added_tokens.json", {"<x>": 7}, "two tokens have the id 7"),
+        ("added_tokens.json", {"<x>": -5}, "the id -5 of the token '<x>' is not a number"),
+        ("tokenizer_config.json", {"eos_token": "<|none|>"}, "its tokenizer names no eos token"),
+        ("tokenizer_config.json", {"add_prefix_space": True}, "add_prefix_space is not supported"),
     ],
 )
-def test_no_file_of_a_tokenizer_is_ignored(files, message, tmp_path):
-    folder = write_files(bpe(tmp_path / "m", "gpt2"), files)
-    with pytest.raises(configurator.UserError, match=message):
+def test_no_file_of_a_tokenizer_is_ignored(name, content, message, tmp_path):
+    folder = write_files(bpe(tmp_path / "m", "gpt2"), {name: content})
+    with pytest.raises(UserError, match=message):
         from_hugging_face(folder)
 
 
 def test_a_sentencepiece_folder_with_another_eos_is_refused(tiny_data, tmp_path):
     shutil.copy(tiny_data / "tiny" / "tokenizer.model", tmp_path)
-    assert from_hugging_face(tmp_path).prefix == [1]  # a Llama begins with <s>
-    write_files(
-        tmp_path, {"added_tokens.json": {"<|im_end|>": 400}, "special_tokens_map.json": {"eos_token": "<|im_end|>"}}
-    )
-    with pytest.raises(configurator.UserError, match="its eos '<|im_end|>' is not that of its tokenizer.model"):
+    assert from_hugging_face(tmp_path).prefix == [1]  # a text of Llama begins with <s>
+    files = {"added_tokens.json": {"<|im_end|>": 400}}
+    files["special_tokens_map.json"] = {"eos_token": "<|im_end|>"}
+    write_files(tmp_path, files)
+    message = "its eos '<|im_end|>' is not the eos of its tokenizer.model"
+    with pytest.raises(UserError, match=re.escape(message)):
         from_hugging_face(tmp_path)
 
 
 def test_one_name_of_the_eos_with_two_ids_is_two_tokenizers(tmp_path, refuses):
-    corpus = write_jsonl(tmp_path / "c.jsonl", make_records(100))
     folder = bpe(tmp_path / "m", "gpt2")
-    for name in ("a", "b"):
-        options = [f"--name={name}", f"--tokenizer={folder}", f"--data_dir={tmp_path}", "--val_fraction=0.3"]
-        call(prepare.main, "--input", corpus, *options)
-        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        content["added_tokens"][0]["id"] = 700
-        content["model"]["vocab"].pop("<|endoftext|>", None)
-        write_files(folder, {"tokenizer.json": content}) if name == "a" else None
-    said = refuses(lambda: configurator.run(lambda: train_tiny(tmp_path, tmp_path, "--dataset=a,b")))
+    prepared(tmp_path, "a", folder)
+    content = read(folder / "tokenizer.json")
+    content["added_tokens"][0]["id"] = 700
+    content["model"]["vocab"].pop("<|endoftext|>", None)
+    write_files(folder, {"tokenizer.json": content})
+    prepared(tmp_path, "b", folder)
+    said = refuses(lambda: train_tiny(tmp_path, tmp_path, "--dataset=a,b"))
     assert "b was made with another tokenizer than a" in said
 
 
@@ -737,10 +817,7 @@ def test_a_name_of_tiktoken_takes_nothing_from_a_folder_of_that_name(tmp_path, m
     monkeypatch.setattr(Tiktoken, "by_name", lambda name: own)
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path / "gpt2", {"tokenizer.json": {"mine": 1}})
-    corpus = write_jsonl(tmp_path / "c.jsonl", make_records(50))
-    call(
-        prepare.main, "--input", corpus, "--name=x", "--tokenizer=gpt2", f"--data_dir={tmp_path}", "--val_fraction=0.3"
-    )
+    prepared(tmp_path, "x", "gpt2")
     assert not (tmp_path / "x" / "tokenizer.json").exists()
 
 
@@ -748,23 +825,18 @@ def test_overwrite_deletes_nothing_before_the_new_run_can_begin(tiny_data, tmp_p
     shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
     run = train_tiny(tmp_path, tmp_path)
     before = sorted(run.rglob("*"))
-    meta = json.loads((tmp_path / "tiny" / "meta.json").read_text())
+    meta = read(tmp_path / "tiny" / "meta.json")
     meta["tokenizer"]["prefix"] = 5
     forge(tmp_path / "tiny", "meta.json", json.dumps(meta).encode())
-    said = refuses(lambda: configurator.run(lambda: train_tiny(tmp_path, tmp_path, "--overwrite")))
-    assert "the prefix 5 is no list of its ids" in said and sorted(run.rglob("*")) == before
+    said = refuses(lambda: train_tiny(tmp_path, tmp_path, "--overwrite"))
+    assert "the prefix 5 is not a list of ids" in said and sorted(run.rglob("*")) == before
 
 
 def test_a_chat_template_is_kept_where_tokenizer_json_is_made(tmp_path):
-    whole = bpe(tmp_path / "m", "gpt2")
-    model = json.loads((whole / "tokenizer.json").read_text(encoding="utf-8"))["model"]
-    files = {"vocab.json": model["vocab"], "merges.txt": "".join(" ".join(m) + "\n" for m in model["merges"])}
-    folder = write_files(tmp_path / "old", files | {"tokenizer_config.json": {"chat_template": "MINE"}})
-    corpus = write_jsonl(tmp_path / "c.jsonl", make_records(100))
-    options = ["--name=tiny", f"--tokenizer={folder}", f"--data_dir={tmp_path}", "--val_fraction=0.3"]
-    call(prepare.main, "--input", corpus, *options)
-    ckpt = newest_checkpoint(train_tiny(tmp_path, tmp_path) / "ckpt")
-    config = json.loads((ckpt / "tokenizer_config.json").read_text())
+    files = first_form(bpe(tmp_path / "m", "gpt2"), heading="")
+    files["tokenizer_config.json"] = {"chat_template": "MINE"}
+    prepared(tmp_path, "tiny", write_files(tmp_path / "old", files))
+    config = read(checkpoint(tmp_path, tmp_path) / "tokenizer_config.json")
     assert config["chat_template"] == "MINE" and config["eos_token"] == "<|endoftext|>"
 
 
@@ -778,5 +850,5 @@ def test_a_chat_template_is_kept_where_tokenizer_json_is_made(tmp_path):
 )
 def test_a_resume_says_what_the_shape_was(change, message, tiny_data, tmp_path, refuses):
     train_tiny(tiny_data, tmp_path, "--max_steps=4")
-    said = refuses(lambda: configurator.run(lambda: train_tiny(tiny_data, tmp_path, "--init_from=resume", change)))
+    said = refuses(lambda: train_tiny(tiny_data, tmp_path, "--init_from=resume", change))
     assert said.endswith(message)

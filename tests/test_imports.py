@@ -1,4 +1,4 @@
-"""The floor plan, read from the imports: which part of the house may use which."""
+"""Which part of the repository may import which, checked by reading all import statements."""
 
 import ast
 from pathlib import Path
@@ -6,19 +6,21 @@ from pathlib import Path
 from conftest import REPO
 
 COMMANDS = {"train", "prepare", "sample"}
-WINGS = {"text", "training", "hardware"}
+PACKAGES = {"text", "training", "hardware"}
 
 
 def module_of(path: Path) -> str:
     return ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__")
 
 
-FILES = [*REPO.glob("*.py"), *(path for wing in WINGS | {"bench"} for path in (REPO / wing).glob("*.py"))]
+FILES = [*REPO.glob("*.py")]
+for package in (*PACKAGES, "bench"):
+    FILES += (REPO / package).glob("*.py")
 MODULES = {module_of(path): path for path in FILES}
 
 
 def imports(path: Path) -> set[str]:
-    """Our own modules that a file imports, wherever in it."""
+    """Return this repository's modules that a file imports, anywhere in its code."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -48,13 +50,13 @@ def test_hardware_knows_no_text_and_no_training_and_text_knows_no_training():
 
 
 def test_no_circle():
-    """Taken away floor by floor: what imports nothing that is left."""
+    """Remove the modules that import none of the remaining ones, again and again."""
     left = dict(GRAPH)
-    while ground := {name for name, used in left.items() if not used & left.keys() - {name}}:
-        left = {name: used for name, used in left.items() if name not in ground}
+    while lowest := {name for name, used in left.items() if not used & (left.keys() - {name})}:
+        left = {name: used for name, used in left.items() if name not in lowest}
     assert not left
 
 
 def test_no_import_is_hidden_from_these_tests():
-    hidden = [name for name, path in MODULES.items() if "TYPE_CHECKING" in path.read_text(encoding="utf-8")]
-    assert not hidden
+    sources = {name: path.read_text(encoding="utf-8") for name, path in MODULES.items()}
+    assert not [name for name, source in sources.items() if "TYPE_CHECKING" in source]

@@ -1,11 +1,11 @@
-"""What llama.cpp makes of a checkpoint, against what llama_cpp_note says of it.
+"""llama.cpp reads a checkpoint as llama_cpp_note says.
 
-Most of it needs llama.cpp, as a folder with its sources and what cmake built from them:
+Most of these tests need llama.cpp: a folder with its sources and with two tools built by cmake:
 
     cd llama.cpp && cmake -B build && cmake --build build --target llama-tokenize llama-completion
     LLAMA_CPP=/path/to/llama.cpp python -m pytest tests/test_llamacpp.py
 
-The models are random, of a size that takes a second; the vocabularies are real.
+The models are small and have random weights; the vocabularies are real.
 """
 
 import json
@@ -39,7 +39,8 @@ TEXTS = [
     "", " ", "   ", "\n", "\n\n", " \n\t ", "a", " a", "  a", "a  ", " a  b ", "end ", "end\n",
     "Hello, world", "the  loop\n\n\nreads", "I'm 'S don't'LL", "a\r\nb\r\n", "x\x01\x7f", "<x>",
     "从前有一座山，山里有座庙。", "（１２３）　全角", "中文English混合 text 文本", "中" * 40,
-    "0 12 345 6789 3.14159", "2026-01-02", "😀", "a😀 👨‍👩‍👧‍👦", "naïve cafe\u0301 Привет こんにちは",
+    "0 12 345 6789 3.14159", "2026-01-02", "😀", "a😀 👨‍👩‍👧‍👦",
+    "naïve cafe\u0301 Привет こんにちは",
     "int main() {\n    return 0;\n}\n", "def f(x):\n\tif x:\n\t\treturn x\n\n    return None",
     "a->b::c(d)[e] += f;  // g\n", "| a | b |\n|---|---|\n", "$\\frac{1}{2}$", "\u00a0\u200b\ufeff",
     " " * 40 + "x", "\n" * 9, "=" * 33,
@@ -48,7 +49,9 @@ TEXTS = [
 
 @pytest.fixture
 def tokenizer(kind, tiny_data, tmp_path):
-    """prepare.py's SentencePiece, a BPE of nobody's, or GPT-2's, which llama.cpp knows."""
+    """The tokenizer of that kind: SentencePiece as trained by prepare.py, a BPE that llama.cpp does
+    not know, or GPT-2's BPE, which it knows.
+    """
     if kind == "sentencepiece":
         return load_tokenizer(tiny_data / "tiny")
     if kind == "tiktoken":
@@ -60,7 +63,9 @@ def tokenizer(kind, tiny_data, tmp_path):
 
 
 def make(preset: str, vocab_size: int) -> GPT:
-    """A random model whose next tokens differ from each other, and whose norms and biases count."""
+    """Return a model whose weights, also those of norms and biases, are so random that it does not
+    always predict the same token.
+    """
     more = dict(mlp="gelu_tanh") if preset == "gpt2" else dict(n_kv_head=2)
     shape = dict(n_layer=2, n_head=4, n_embd=64, block_size=64, vocab_size=vocab_size)
     model = GPT(GPTConfig(**PRESETS[preset] | shape | more)).eval()
@@ -71,7 +76,7 @@ def make(preset: str, vocab_size: int) -> GPT:
 
 
 def save(model: GPT, tokenizer, folder: Path) -> Path:
-    """What of a checkpoint llama.cpp reads."""
+    """Write those files of a checkpoint that llama.cpp reads."""
     folder.mkdir()
     state = dict(model.named_parameters())
     save_pretrained(model.config, state, folder, tokenizer.eos_id, tokenizer.prefix[0])
@@ -82,12 +87,12 @@ def save(model: GPT, tokenizer, folder: Path) -> Path:
 
 
 def take_out_post_processor(folder: Path) -> None:
-    """As the README tells."""
+    """Remove the post-processor from tokenizer.json, as the README describes."""
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     write_json(folder / "tokenizer.json", content | {"post_processor": None})
 
 
-# -- what is said --
+# -- what llama_cpp_note says --
 
 
 @pytest.mark.parametrize(
@@ -119,7 +124,9 @@ def test_of_a_public_bpe_that_begins_no_text_with_its_eos_nothing_is_said():
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
 def test_without_the_post_processor_the_eos_alone_is_gone(kind, tokenizer, tmp_path):
-    """So the converter knows the vocabulary; that an eos comes first, add_bos_token still says."""
+    """Without it, the converter knows the vocabulary. add_bos_token still says that an eos comes
+    first.
+    """
     transformers = pytest.importorskip("transformers", reason="needs the package transformers")
     folder = save(make("llama", tokenizer.vocab_size), tokenizer, tmp_path / "ckpt")
     ours = [tokenizer.encode(text).tolist() for text in TEXTS]
@@ -139,7 +146,7 @@ needs_llama_cpp = pytest.mark.skipif(without, reason="LLAMA_CPP names no folder 
 
 
 def convert(folder: Path) -> Path | None:
-    """The GGUF of a checkpoint; None where the converter does not know the tokenizer."""
+    """Convert a checkpoint to GGUF. Return None if the converter does not know the tokenizer."""
     script = Path(os.environ["LLAMA_CPP"]) / "convert_hf_to_gguf.py"
     out = folder / "model.gguf"
     command = [sys.executable, script, folder, "--outfile", out, "--outtype", "f32"]
@@ -165,8 +172,8 @@ def ids_of(gguf: Path, text: str) -> list[int]:
 
 
 def completes(is_it: Callable, gguf: Path, prompt: str, *options) -> bool:
-    """Is a run of llama-completion as it should be? Five attempts: on a busy machine its output can
-    lack the end, at exit code 0.
+    """Return whether one of five runs of llama-completion passes the check `is_it`. On a busy
+    machine, its output may lack the end although the exit code is 0.
     """
     exact = "-n 40 --temp 0 -no-cnv -t 1 -fa off -ctk f32 -ctv f32 --no-escape".split()
     runs = (tool("llama-completion", gguf, "-p", prompt, *exact, *options) for _ in range(5))
@@ -174,8 +181,11 @@ def completes(is_it: Callable, gguf: Path, prompt: str, *options) -> bool:
 
 
 def greedy(model: GPT, tokenizer, prompt: str) -> bytes:
-    """The prompt and its continuation, up to where two tokens are about equally likely."""
-    ids, text = [*tokenizer.prefix, *tokenizer.encode(prompt).tolist()], prompt.encode()
+    """Return the prompt and its greedy continuation, up to a place where two tokens are about
+    equally likely.
+    """
+    ids = [*tokenizer.prefix, *tokenizer.encode(prompt).tolist()]
+    text = prompt.encode()
     while len(ids) < 40:
         with torch.no_grad():
             best = model(torch.tensor([ids]))[0].topk(2)
@@ -184,7 +194,7 @@ def greedy(model: GPT, tokenizer, prompt: str) -> bytes:
             break
         ids.append(token)
         text += tokenizer.token_bytes(token)
-    return text.replace(b"\0", b"")  # which C's printf leaves out
+    return text.replace(b"\0", b"")  # printf in C does not print them
 
 
 def continues_alike(gguf: Path, model: GPT, tokenizer, options: list[str]) -> list[bool]:
@@ -211,7 +221,7 @@ def test_llama_cpp_reads_and_continues_texts_as_we_do(preset, kind, tokenizer, t
         assert gguf is None
         take_out_post_processor(folder)
         gguf = convert(folder)
-    # llama-tokenize has no --override-kv: where one is needed, it shows what happens without.
+    # llama-tokenize has no --override-kv. Where one is needed, it tokenizes as if without it.
     read = [" " + text if NO_SPACE in note and text else text for text in TEXTS]
     ours = [[*tokenizer.prefix, *tokenizer.encode(text).tolist()] for text in read]
     assert [ids_of(gguf, text) for text in TEXTS] == ours

@@ -1,5 +1,6 @@
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,12 +14,13 @@ from hardware.kernels import ChunkedCrossEntropy, attend, attention_kernel
 from model import GPT, INIT, PRESETS, GPTConfig, KVCache, rope_table, sample_token
 
 SMALL = dict(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=48)
+LLAMA = PRESETS["llama"] | SMALL
 ODD = {  # name -> a shape that a careless export or cache would get wrong
     "gpt2": PRESETS["gpt2"] | SMALL,
     "gpt2 without biases": PRESETS["gpt2"] | SMALL | dict(bias=False, mlp="gelu_tanh"),
     "gpt2 untied": PRESETS["gpt2"] | SMALL | dict(tie_embeddings=False, d_ff=100),
-    "llama": PRESETS["llama"] | SMALL | dict(n_head=6, n_kv_head=2, rope_theta=5e5, norm_eps=1e-6),
-    "llama tied, biases, wide heads": PRESETS["llama"] | SMALL | dict(tie_embeddings=True, bias=True, head_dim=20),
+    "llama": LLAMA | dict(n_head=6, n_kv_head=2, rope_theta=5e5, norm_eps=1e-6),
+    "llama tied, biases, wide heads": LLAMA | dict(tie_embeddings=True, bias=True, head_dim=20),
     "qwen3": PRESETS["qwen3"] | SMALL | dict(n_head=6, n_kv_head=2, head_dim=16),
     "a class of its own": PRESETS["gpt2"] | SMALL | dict(pos="rope", norm="rmsnorm"),
 }
@@ -32,7 +34,13 @@ def make(name: str, scheme: str = "llama", **overrides) -> GPT:
 
 
 def ids(model: GPT, B: int = 2, T: int = 16) -> torch.Tensor:
-    return torch.randint(0, model.config.vocab_size, (B, T), generator=torch.Generator().manual_seed(1))
+    rng = torch.Generator().manual_seed(1)
+    return torch.randint(0, model.config.vocab_size, (B, T), generator=rng)
+
+
+def generated(model: GPT, prompt: torch.Tensor, count: int, **how) -> torch.Tensor:
+    """Return the tokens that follow the prompt, (count, B), or fewer where all rows met eos."""
+    return torch.stack(list(model.generate(prompt, count, **how)))
 
 
 # -- architecture --
@@ -42,9 +50,10 @@ def test_gpt2_has_the_published_number_of_parameters():
     with torch.device("meta"):
         n = GPT(GPTConfig(**PRESETS["gpt2"])).num_params()
     assert n["total"] == 124_439_808  # GPT-2 small
-    assert (
-        n["matmul"] == 124_439_808 - 1024 * 768 - (2 * 12 + 1) * 2 * 768 - 12 * (3 + 1 + 4 + 1) * 768
-    )  # less wpe, norms, biases
+    positions = 1024 * 768
+    norms = (2 * 12 + 1) * 2 * 768
+    biases = 12 * (3 + 1 + 4 + 1) * 768
+    assert n["matmul"] == 124_439_808 - positions - norms - biases
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -53,13 +62,16 @@ def test_no_position_sees_the_future(name):
     x = ids(model)
     changed = x.clone()
     changed[:, 10:] = (changed[:, 10:] + 1) % model.config.vocab_size
-    a, b = hidden_logits(model, x), hidden_logits(model, changed)
+    a = hidden_logits(model, x)
+    b = hidden_logits(model, changed)
     torch.testing.assert_close(a[:, :10], b[:, :10])
     assert not torch.allclose(a[:, 10:], b[:, 10:])
 
 
 def hidden_logits(model: GPT, x: torch.Tensor) -> torch.Tensor:
-    """Logits of every position, by asking for the last one of every prefix."""
+    """Return the logits of every position, (B, T, V). The model returns those of the last position
+    only, so it is called with every prefix.
+    """
     return torch.stack([model(x[:, : t + 1]) for t in range(x.size(1))], dim=1)
 
 
@@ -69,14 +81,13 @@ def test_rope_angles_are_exact_to_fp32():
     for position, i in ((0, 0), (1, 0), (17, 3), (4095, 0), (4095, 1)):
         angle = position * c.rope_theta ** (-2 * i / c.head_dim)
         for at in (i, i + c.head_dim // 2):
-            assert (cos[position, at].item(), sin[position, at].item()) == pytest.approx(
-                (math.cos(angle), math.sin(angle)), abs=1e-7
-            )
+            assert cos[position, at].item() == pytest.approx(math.cos(angle), abs=1e-7)
+            assert sin[position, at].item() == pytest.approx(math.sin(angle), abs=1e-7)
 
 
 @pytest.mark.parametrize("T", [2, 33, 512])
 def test_attention_by_plain_products_is_the_fused_kernel(T):
-    """In bf16 on a CPU, forward and backward, to bf16's own rounding."""
+    """They agree in bf16 on a CPU, forward and backward, up to the rounding of bf16."""
     g = torch.Generator().manual_seed(0)
     qkv = [torch.randn(2, 3, T, 16, generator=g).bfloat16().requires_grad_() for _ in range(3)]
     results = []
@@ -87,20 +98,24 @@ def test_attention_by_plain_products_is_the_fused_kernel(T):
         y = attention(*qkv)
         results.append((y, *torch.autograd.grad(y.float().square().sum(), qkv)))
     for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours.float(), theirs.float(), atol=0.03 * theirs.float().abs().max().item(), rtol=0)
+        largest = theirs.float().abs().max().item()
+        torch.testing.assert_close(ours.float(), theirs.float(), atol=0.03 * largest, rtol=0)
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_the_loss_is_the_cross_entropy_of_the_logits(name):
     model = make(name)
     x = ids(model, T=17)
-    want = torch.nn.functional.cross_entropy(hidden_logits(model, x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
-    torch.testing.assert_close(model(x[:, :-1], x[:, 1:]), want)
+    idx, targets = x[:, :-1], x[:, 1:]
+    want = F.cross_entropy(hidden_logits(model, idx).flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(model(idx, targets), want)
 
 
-@pytest.mark.parametrize("dtype, loss_error, error", [(torch.float32, 1e-6, 1e-6), (torch.bfloat16, 1e-6, 5e-3)])
-def test_the_chunked_loss_and_its_gradient_are_those_of_the_plain_one(dtype, loss_error, error):
-    """37 rows at a vocabulary that fits 10 of them into a chunk, some without a target, and columns that are padding."""
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+def test_the_chunked_loss_and_its_gradient_are_those_of_the_plain_one(dtype, error):
+    """There are 37 rows, of which 10 fit into a chunk. Some rows have no target, and some columns
+    are padding of the vocabulary.
+    """
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(37, 50_304, generator=rng).mul(3).to(dtype)
     logits[:, 50_257:] = -math.inf
@@ -108,8 +123,9 @@ def test_the_chunked_loss_and_its_gradient_are_those_of_the_plain_one(dtype, los
     targets[[0, 12, 36]] = -1
     x, y = (logits.clone().requires_grad_() for _ in range(2))
     plain = F.cross_entropy(x.float(), targets, ignore_index=-1, reduction="sum")
-    chunked = ChunkedCrossEntropy.apply(y * 1, targets)  # * 1: it writes over its input, which no leaf may suffer
-    assert chunked.item() == pytest.approx(plain.item(), rel=loss_error)
+    # * 1 makes a copy: the function overwrites its input, and a leaf must not be overwritten.
+    chunked = ChunkedCrossEntropy.apply(y * 1, targets)
+    assert chunked.item() == pytest.approx(plain.item(), rel=1e-6)
     (plain / 34).backward()
     (chunked / 34).backward()
     assert (y.grad - x.grad).abs().max() <= error * x.grad.abs().max()
@@ -117,20 +133,24 @@ def test_the_chunked_loss_and_its_gradient_are_those_of_the_plain_one(dtype, los
 
 
 def test_the_loss_adds_less_than_one_more_copy_of_the_logits():
-    """Counted by torch's profiler; cross_entropy on fp32 logits would take two fp32 copies forward, a third backward."""
+    """The profiler of torch counts the memory. F.cross_entropy on fp32 logits would take two fp32
+    copies in the forward pass and a third one in the backward pass.
+    """
     logits = torch.randn(1024, 32_000).bfloat16().requires_grad_()
     targets = torch.randint(0, 32_000, (1024,))
 
-    def most(loss) -> int:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+    def most(loss: Callable[[], torch.Tensor]) -> float:
+        """Return the peak of memory, in copies of the bf16 logits."""
+        cpu = torch.profiler.ProfilerActivity.CPU
+        with torch.profiler.profile(activities=[cpu], profile_memory=True) as profiled:
             loss().backward()
         changes = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-        held = list(itertools.accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns())))
+        changes.sort(key=lambda e: e.start_ns())
+        held = itertools.accumulate(e.nbytes() for e in changes)
         return max(held) / (logits.numel() * 2)
 
-    assert (
-        most(lambda: ChunkedCrossEntropy.apply(logits * 1, targets)) < 2.2
-    )  # its input, and a chunk or the leaf's gradient
+    # The input of the loss, and either a chunk or the gradient of the leaf.
+    assert most(lambda: ChunkedCrossEntropy.apply(logits * 1, targets)) < 2.2
     assert most(lambda: F.cross_entropy((logits * 1).float(), targets)) > 5
 
 
@@ -149,9 +169,9 @@ def test_a_compiled_model_is_the_eager_one_forward_and_backward(name):
         assert (a - b).abs().max() <= 1e-5 * b.abs().max() + 1e-8
 
 
-@pytest.mark.parametrize("T, dtype, kernel", [(64, torch.bfloat16, "plain"), (64, torch.float32, "flash")])
-def test_the_attention_kernel_is_named(T, dtype, kernel):
-    assert attention_kernel(4, T, 32, torch.device("cpu"), dtype) == kernel
+@pytest.mark.parametrize("dtype, kernel", [(torch.bfloat16, "plain"), (torch.float32, "flash")])
+def test_the_attention_kernel_is_named(dtype, kernel):
+    assert attention_kernel(4, 64, 32, torch.device("cpu"), dtype) == kernel
 
 
 def test_a_fresh_model_starts_near_the_loss_of_guessing():
@@ -167,15 +187,14 @@ def test_vocabulary_padding_gets_no_gradient_and_no_probability():
     for weight in (model.wte.weight, model.lm_head.weight):
         assert weight[300:].abs().max() == 0 and weight.grad[300:].abs().max() == 0
     with torch.no_grad():
-        model.lm_head.weight[300:] = 100.0  # even if something were there
-    seen = torch.stack(list(model.generate(ids(model, 16), 20, temperature=10.0)))
-    assert seen.max() < 300
+        model.lm_head.weight[300:] = 100.0  # even if these rows were not zero
+    assert generated(model, ids(model, 16), 20, temperature=10.0).max() < 300
 
 
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (dict(n_embd=50), "n_embd=50 does not divide by n_head=4"),
+        (dict(n_embd=50), "n_embd=50 is not a multiple of n_head=4"),
         (dict(n_kv_head=3), "n_head=4 must be a multiple of n_kv_head=3"),
         (dict(n_layer=0), "n_layer must be positive"),
         (dict(pos="rope", head_dim=5), "head_dim=5 must be even"),
@@ -191,8 +210,11 @@ def test_an_impossible_shape_is_refused_with_the_numbers(wrong, message):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
 def test_flops_per_token_is_what_torch_counts(name):
-    """Forward and backward of one batch, attention as plain matrix products, embeddings not counted."""
-    model = make(name, vocab_size=256).train()  # a multiple of 128: padding is work, but not the model's
+    """torch counts forward and backward of one batch, with attention as plain matrix products and
+    without the embeddings. The vocabulary is a multiple of 128, because flops_per_token does not
+    count the padding.
+    """
+    model = make(name, vocab_size=256).train()
     x = ids(model, 2, 32)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(x, x).backward()
@@ -204,13 +226,17 @@ def test_decay_groups_hold_every_parameter_once_and_only_matrices_decay(name):
     model = make(name)
     decayed, other = model.param_groups(0.1)
     assert (decayed["weight_decay"], other["weight_decay"]) == (0.1, 0.0)
-    assert {id(p) for g in (decayed, other) for p in g["params"]} == {id(p) for p in model.parameters()}
-    assert all(p.dim() == 2 for p in decayed["params"]) and all(p.dim() == 1 for p in other["params"])
+    grouped = [id(p) for group in (decayed, other) for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters())
+    assert {p.dim() for p in decayed["params"]} == {2}
+    assert {p.dim() for p in other["params"]} == {1}
 
 
 # -- initialisation --
 
-L, D = 8, 256  # depth and width of the model that is measured; d_ff = 1024
+L = 8  # layers of the model that is measured
+D = 256  # its width; d_ff = 1024
+DEEPNORM = (8 * L) ** -0.25  # the gain of value, out, up and down
 PROMISED = {  # scheme -> the std of query, value, out, up, down by its published formula
     "gpt2": (0.02, 0.02, 0.02 / math.sqrt(2 * L), 0.02, 0.02 / math.sqrt(2 * L)),
     "llama": (0.02,) * 5,
@@ -218,9 +244,9 @@ PROMISED = {  # scheme -> the std of query, value, out, up, down by its publishe
     "kaiming": (math.sqrt(2 / 256),) * 4 + (math.sqrt(2 / 1024),),
     "lecun": (1 / 16,) * 4 + (1 / 32,),
     "small": (math.sqrt(2 / (5 * 256)),) * 5,
-    "deepnorm": tuple(
-        g * math.sqrt(2 / n) for g, n in ((1, 512), (64**-0.25, 512), (64**-0.25, 512)) + ((64**-0.25, 1280),) * 2
-    ),
+    "deepnorm": (math.sqrt(2 / 512),)
+    + (DEEPNORM * math.sqrt(2 / 512),) * 2
+    + (DEEPNORM * math.sqrt(2 / 1280),) * 2,
     "zero_proj": (1 / 16, 1 / 16, 0.0, 1 / 16, 0.0),
 }
 
@@ -228,16 +254,20 @@ PROMISED = {  # scheme -> the std of query, value, out, up, down by its publishe
 @pytest.mark.parametrize("scheme", INIT)
 def test_init_has_the_standard_deviations_that_its_scheme_promises(scheme):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**(PRESETS["gpt2"] | dict(vocab_size=1000, block_size=64, n_layer=L, n_head=4, n_embd=D))))
+    shape = dict(vocab_size=1000, block_size=64, n_layer=L, n_head=4, n_embd=D)
+    model = GPT(GPTConfig(**(PRESETS["gpt2"] | shape)))
     model.init_weights(scheme)
     for block in model.blocks:
         query, _, value = block.attn.qkv.weight.split(D)
-        found = (query, value, block.attn.proj.weight, block.mlp.up_proj.weight, block.mlp.down_proj.weight)
+        others = (block.attn.proj, block.mlp.up_proj, block.mlp.down_proj)
+        found = (query, value, *(module.weight for module in others))
         for weight, std in zip(found, PROMISED[scheme], strict=True):
             assert weight.std().item() == pytest.approx(std, rel=0.02)
             assert abs(weight.mean().item()) <= 0.02 * std
     assert model.wte.weight[:1000].std().item() == pytest.approx(0.02, rel=0.02)
-    assert all((p == (0 if n.endswith("bias") else 1)).all() for n, p in model.named_parameters() if p.dim() == 1)
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            assert (p == (0 if name.endswith("bias") else 1)).all(), name
 
 
 # -- generation --
@@ -245,7 +275,7 @@ def test_init_has_the_standard_deviations_that_its_scheme_promises(scheme):
 
 @torch.no_grad()
 def greedy_without_cache(model: GPT, idx: torch.Tensor, count: int) -> torch.Tensor:
-    """(count, B): the whole text through the model for each token."""
+    """Return the next tokens, (count, B). The model computes the whole text for each of them."""
     for _ in range(count):
         idx = torch.cat((idx, model(idx).argmax(-1, keepdim=True)), dim=1)
     return idx[:, -count:].T
@@ -255,14 +285,16 @@ def greedy_without_cache(model: GPT, idx: torch.Tensor, count: int) -> torch.Ten
 def test_greedy_with_cache_equals_greedy_without_token_for_token(name):
     model = make(name, scheme="xavier")
     prompt = ids(model, 3, 5)
-    cached = torch.stack(list(model.generate(prompt, 27, temperature=0)))
+    cached = generated(model, prompt, 27, temperature=0)
     assert cached.shape == (27, 3) and torch.equal(cached, greedy_without_cache(model, prompt, 27))
 
 
 @pytest.mark.parametrize("name", ODD)
 @torch.no_grad()
 def test_a_step_that_is_recorded_once_serves_for_every_position(name):
-    """As a CUDA graph does, a trace keeps each number that is Python's as it was: only tensors may change from step to step."""
+    """Like a CUDA graph, a trace keeps all Python numbers as they were when it was recorded. Only
+    tensors may change from step to step.
+    """
     model = make(name, scheme="xavier")
     prompt = ids(model, 3, 5)
     want = greedy_without_cache(model, prompt, 20)
@@ -281,7 +313,10 @@ def test_a_step_that_is_recorded_once_serves_for_every_position(name):
     assert torch.equal(token, want[-1])
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}])
+HOW = [{}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}]
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_damaged_weights_are_an_error_before_any_token_of_theirs(how, bad):
     model = make("gpt2")
@@ -293,28 +328,29 @@ def test_damaged_weights_are_an_error_before_any_token_of_theirs(how, bad):
 
 @pytest.mark.parametrize("block_size", [1, 2, 30, 65])
 def test_generation_goes_on_beyond_block_size(block_size):
-    """When it is full, with its younger half: as from a new start."""
+    """A full window is cut to its younger half, and the cache is computed anew from that."""
     model = make("llama", scheme="xavier", block_size=block_size)
-    tokens = torch.stack(list(model.generate(ids(model, 2, 40), 100, temperature=0)), dim=1)  # (2, 100)
-    idx, want = ids(model, 2, 40)[:, -block_size:], []
+    tokens = generated(model, ids(model, 2, 40), 100, temperature=0)  # (100, 2)
+    idx = ids(model, 2, 40)[:, -block_size:]
+    want = []
     for _ in range(100):
         if idx.size(1) > block_size:
             idx = idx[:, -max(1, block_size // 2) :]
         want.append(greedy_without_cache(model, idx, 1)[0])
         idx = torch.cat((idx, want[-1][:, None]), dim=1)
-    assert torch.equal(tokens, torch.stack(want, dim=1))
+    assert torch.equal(tokens, torch.stack(want))
 
 
 def test_generation_ends_when_every_row_has_met_eos():
     model = make("llama", scheme="xavier")
     prompt = ids(model, 4, 3)
-    first = torch.stack(list(model.generate(prompt, 20, temperature=0)), dim=1)  # (4, 20)
-    eos_id = int(first[0, 4])
-    rows = torch.stack(list(model.generate(prompt, 20, temperature=0, eos_id=eos_id)), dim=1)
-    for row, free in zip(rows.tolist(), first.tolist(), strict=True):
-        end = free.index(eos_id) if eos_id in free else len(free)
+    first = generated(model, prompt, 20, temperature=0).T.tolist()  # (4, 20)
+    eos_id = first[0][4]
+    rows = generated(model, prompt, 20, temperature=0, eos_id=eos_id).T.tolist()
+    ends = [free.index(eos_id) if eos_id in free else len(free) for free in first]
+    for row, free, end in zip(rows, first, ends, strict=True):
         assert row[: end + 1] == free[: end + 1][: len(row)] and set(row[end:]) <= {eos_id}
-    assert rows.size(1) == min(20, max((r.index(eos_id) + 1 if eos_id in r else 20) for r in first.tolist()))
+        assert len(row) == min(20, max(ends) + 1)
 
 
 def test_top_k_and_top_p_keep_just_the_likeliest_tokens():

@@ -26,7 +26,8 @@ from training.plan import even_batch
 
 
 def test_a_6b_model_in_fp32_holds_24_24_and_48_gb():
-    model = on_meta(GPTConfig(**PRESETS["gpt2"] | dict(n_layer=28, n_embd=4096, n_head=16, block_size=2048)))
+    size = dict(n_layer=28, n_embd=4096, n_head=16, block_size=2048)
+    model = on_meta(GPTConfig(**PRESETS["gpt2"] | size))
     parts = step_memory(model, Step(1, 64, 2, FP32, False))[1]
     P = model.num_params()["total"]
     assert P == pytest.approx(6e9, rel=0.03)
@@ -36,18 +37,19 @@ def test_a_6b_model_in_fp32_holds_24_24_and_48_gb():
 
 def test_the_gradients_of_1500m_parameters_take_6_gb():
     model = on_meta(GPTConfig(**PRESETS["gpt2"] | dict(n_layer=48, n_embd=1600, n_head=25)))
-    assert step_memory(model, Step(1, 64))[1]["gradients"] == pytest.approx(6.2e9, rel=0.01)  # of 1.558G
+    _, parts = step_memory(model, Step(1, 64))
+    assert parts["gradients"] == pytest.approx(6.2e9, rel=0.01)  # exactly: 1.558G parameters
 
 
 @pytest.mark.parametrize(
-    "parameters, tokens, flops, gpus, days, mfu",
+    "P, tokens, flops, gpus, days, mfu",
     [
         (174.6e9, 300e9, 3.14e23, 1024, 30, 0.379),  # GPT-3 on A100s
         (65.2e9, 1.4e12, 5.48e23, 2048, 21, 0.47),  # LLaMA-65B on A100s
     ],
 )
-def test_published_runs_have_their_published_compute_and_mfu(parameters, tokens, flops, gpus, days, mfu):
-    assert plan.six_nd(parameters, tokens) == pytest.approx(flops, rel=0.003)
+def test_published_runs_have_their_published_compute_and_mfu(P, tokens, flops, gpus, days, mfu):
+    assert plan.six_nd(P, tokens) == pytest.approx(flops, rel=0.003)
     assert plan.hours(flops, 312, mfu, gpus) / 24 == pytest.approx(days, rel=0.01)
 
 
@@ -63,7 +65,9 @@ def test_iterations_a_second_are_the_tflops_of_the_field_notes(it_per_s, B, tflo
 
 
 class Operations(TorchDispatchMode):
-    """Counts what torch runs, but for views and empty tensors: on a GPU, a kernel each."""
+    """Counts the operations that torch runs. Views and empty tensors do not count: they need no
+    kernel.
+    """
 
     NONE = {"detach", "_unsafe_view", "lift_fresh", "empty", "empty_like", "empty_strided"}
     count = 0
@@ -77,7 +81,9 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16])
 @pytest.mark.parametrize("name", ODD)
 def test_the_launches_of_a_micro_step_are_the_operations_that_torch_runs(name, dtype, monkeypatch):
-    """On a CPU, with a stand-in for CUDA's norms: RMSNorm one operation, LayerNorm in fp32."""
+    """The operations are counted on a CPU, but with norms like those of CUDA: RMSNorm is a single
+    operation, and LayerNorm computes in fp32.
+    """
     layer_norm = F.layer_norm
 
     def in_fp32(x, *args):
@@ -89,7 +95,7 @@ def test_the_launches_of_a_micro_step_are_the_operations_that_torch_runs(name, d
     model = GPT(GPTConfig(**(ODD[name] | dict(n_layer=12))))
     model.init_weights()
     x = torch.zeros(1, 1, dtype=torch.long)
-    for _ in range(2):  # the second adds its gradients to those of the first
+    for _ in range(2):  # the second micro-step adds its gradients to those of the first
         with Operations() as operations:
             with torch.autocast("cpu", dtype, enabled=dtype != FP32):
                 loss = model(x, x)
@@ -112,13 +118,13 @@ def test_the_launches_of_a_compiled_micro_step_are_the_kernels_that_inductor_mak
             loss = fast(x, x)
         loss.backward()
 
-    _, codes = run_and_get_code(micro_step)  # of the forward and of the backward pass
+    _, codes = run_and_get_code(micro_step)  # the code of the forward and of the backward pass
     lines = "".join(code.partition("def call(")[2] for code in codes)
     kernels = re.findall(r"(?:cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", lines)
     assert plan.launches(model, Step(1, T, 1, BF16, True)) == pytest.approx(len(kernels), rel=0.1)
 
 
-QWEN = dict(vocab_size=151_936, n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, d_ff=8960, block_size=8000)
+QWEN = dict(vocab_size=151_936, n_layer=28, n_head=12, n_kv_head=2, n_embd=1536, d_ff=8960)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +132,11 @@ QWEN = dict(vocab_size=151_936, n_layer=28, n_head=12, n_kv_head=2, n_embd=1536,
     [(8000, 4.18, 5.555, 0, 2), (4000, 9.56, 12.691, 1, 5), (2000, 20.58, 27.328, 5, 11)],
 )
 def test_a_well_known_notes_batch_sizes_are_understood(T, the_note, in_zero_2, with_matrix, today):
-    """Qwen2.5-1.5B in 80 GiB. Of these, the note takes 16 bytes for each of 1.5G parameters: 24 GiB
-    for weights, gradients and moments; in its ZeRO-2, on eight GPUs, 2 + 14 / 8 bytes: 5.625. It
-    divides the rest by what a sequence keeps, 1,349,120 T + 56 T², and makes two mistakes in that.
-    These are counts of numbers, taken for bytes. And two T x T matrices for each of 12 heads in 28
-    layers are 672 T²: the heads were forgotten.
+    """The note is about Qwen2.5-1.5B in 80 GiB. It subtracts 16 bytes for each of 1.5G parameters:
+    24 GiB for weights, gradients and moments; with its ZeRO-2 on eight GPUs, 2 + 14 / 8 bytes each:
+    5.625 GiB. It divides the rest by what a sequence keeps, 1,349,120 T + 56 T². This has two
+    mistakes. It counts numbers and takes them for bytes. And it forgets the heads: two T x T
+    matrices for each of 12 heads in 28 layers are 672 T².
     """
     numbers = 1_349_120 * T + 56 * T**2
     assert (80 - 16 * 1.5) * 2**30 / numbers == pytest.approx(the_note, abs=0.005)
@@ -146,12 +152,15 @@ def test_a_well_known_notes_batch_sizes_are_understood(T, the_note, in_zero_2, w
 
 
 def test_the_plan_says_all_that_one_asks_before_a_run(tmp_path, capsys):
-    out, png = tmp_path / "plan.json", tmp_path / "memory.png"
+    png = tmp_path / "memory.png"
     config = str(REPO / "config" / "train_1b.py")
-    call(plan.main, config, "--gpu=a100-80g", "--nproc=6", "--vocab_size=32000", f"--json={out}", f"--png={png}")
-    said, found = capsys.readouterr().out, json.loads(out.read_text())
+    options = ["--gpu=a100-80g", "--nproc=6", "--vocab_size=32000", f"--png={png}"]
+    call(plan.main, config, *options, f"--json={tmp_path / 'plan.json'}")
+    found = json.loads((tmp_path / "plan.json").read_text())
+    said = capsys.readouterr().out
     assert png.stat().st_size > 10_000
-    for words in ("Model", "Memory of each device", "fits", "ZeRO-3", "kWh", "Chinchilla", "FLOP/byte", "and not more"):
+    headings = ["Model", "Memory of each device", "fits", "ZeRO-3", "kWh", "Chinchilla"]
+    for words in (*headings, "FLOP/byte", "at most, since"):
         assert words in said
     assert found["needed_bytes"] == pytest.approx(sum(found["memory"].values()))
     assert found["largest_batch"] == found["what_if"]["as it is"]["largest_batch"] > 8
@@ -174,7 +183,9 @@ def test_a_sequence_of_one_token_waits_for_memory_and_one_of_8192_does_not(tmp_p
 
 
 def test_a_sequence_of_one_token_is_bound_by_launches_and_one_of_8192_is_not(tmp_path, capsys):
-    """Of what a V100 was seen to need for one token, and for 1024, memory explains a twentieth."""
+    """The memory bandwidth of a V100 explains only a twentieth of the time that it was measured to
+    need for one token, and for 1024.
+    """
     options = ["--batch_size=1", "--batch_tokens=1", "--gpu=v100-16g", "--compile=false"]
     one, long = (planned(tmp_path, f"--block_size={T}", *options)["roofline"] for T in (1, 8192))
     assert one["all"]["bound"] == "launches" and long["all"]["bound"] == "the device's work"
@@ -184,15 +195,17 @@ def test_a_sequence_of_one_token_is_bound_by_launches_and_one_of_8192_is_not(tmp
 
 
 def test_what_is_computed_stays_below_the_peak_where_mfu_does_not(tmp_path, capsys):
-    """MFU counts all of T x T, twice what attention computes: at T = 8192, more than all else."""
+    """MFU counts all of T x T, which is twice what attention computes. At T = 8192, this is more
+    than all other FLOPs of the model.
+    """
     found = planned(tmp_path, "--block_size=8192", "--batch_size=1", "--gpu=v100-16g")
     everything = found["roofline"]["all"]
     peak = found["device"]["tflops"]
     assert everything["tflops"] < peak < everything["mfu_tflops"]
     first, second = capsys.readouterr().out.splitlines()[-2:]
     computed, mfu = (f"{everything[k] / peak:.1%}" for k in ("tflops", "mfu_tflops"))
-    assert f"{computed} of peak in what is computed" in first
-    assert f"MFU {mfu} and not more, where attention's masked half counts too" in second
+    assert f"{computed} of peak are computed" in first
+    assert f"MFU {mfu} at most, since MFU also counts the masked half of attention" in second
 
 
 def test_with_activation_checkpointing_the_head_is_computed_once():
@@ -203,7 +216,9 @@ def test_with_activation_checkpointing_the_head_is_computed_once():
 
 
 def test_the_host_memory_of_a_resume_is_that_of_all_processes(tmp_path):
-    """Eight times 20 bytes for each of 1.15G parameters, and 1.5 GB; not one checkpoint's copy."""
+    """Each of eight processes needs 20 bytes for each of 1.15G parameters, and 1.5 GB. The plan has
+    to count all of them, not one copy of the checkpoint.
+    """
     config = str(REPO / "config" / "train_1b.py")
     found = planned(tmp_path, config, "--gpu=a100-80g", "--nproc=8", "--vocab_size=32000")
     assert found["host_bytes"] == pytest.approx(196.3e9, rel=0.001)
@@ -211,7 +226,7 @@ def test_the_host_memory_of_a_resume_is_that_of_all_processes(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/status")
 def test_a_resume_takes_the_host_memory_that_is_planned(tiny_data, tmp_path):
-    """Of 13M parameters, beside what the process had before it read any."""
+    """Measured with 13M parameters: the memory beyond that of the process before it reads them."""
     options = ["--n_embd=512", "--n_layer=4", "--max_steps=1", f"--out_dir={tmp_path}"]
     options += ["--batch_tokens=32", "--eval_tokens=32"]
     train_tiny(tiny_data, tmp_path, *options)
@@ -267,13 +282,13 @@ def test_a_trial_measures_the_run(tiny_data, tmp_path, capsys):
 
 WARM_UP = [9.0, 2.0, 1.5]  # seconds of the steps of a trial
 STEPS = [1.0, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0]
-BEHIND_AN_EVALUATION = [1.4]
+AFTER_EVALUATION = [1.4]
 MORE = [1.0, 1.0, 1.02, 0.98, 1.01, 0.99, 1.0, 1.0, 1.0]
 
 
 def test_what_a_trial_foretells_is_the_sum_of_its_parts():
-    seconds = WARM_UP + STEPS + BEHIND_AN_EVALUATION + MORE
-    wall = 5.0 + sum(seconds) + 2 * 3.0  # 5 s for start and end, 3 an evaluation
+    seconds = WARM_UP + STEPS + AFTER_EVALUATION + MORE
+    wall = 5.0 + sum(seconds) + 2 * 3.0  # 5 s for start and end, 3 s for each evaluation
     found = plan.foretell(seconds, [3.0, 3.0], wall, steps=1000, times=4)
     assert found["step"] == pytest.approx(1.0) and found["evaluation"] == pytest.approx(3.4)
     assert found["start_and_end"] == pytest.approx(5.0 + sum(WARM_UP) - 3 * 1.0)
@@ -284,15 +299,15 @@ def test_what_a_trial_foretells_is_the_sum_of_its_parts():
 
 
 def test_a_trial_on_a_busy_machine_is_not_believed():
-    uneven = [1.0, 1.0, 8.0, 1.0, 9.0, 7.0, 1.1]  # of a machine that is free now and then
-    seconds = WARM_UP + uneven + BEHIND_AN_EVALUATION + uneven + [8.0, 1.0]
+    uneven = [1.0, 1.0, 8.0, 1.0, 9.0, 7.0, 1.1]  # from a machine that is only free at times
+    seconds = WARM_UP + uneven + AFTER_EVALUATION + uneven + [8.0, 1.0]
     found = plan.foretell(seconds, [3.0, 3.0], 5.0 + sum(seconds) + 6.0, steps=1000, times=4)
     assert found["all_fastest"] < 1100 and found["all_slowest"] > 9000  # the truth lies between
     (why,) = plan.doubts(found | {"others_cpu": 0.0}, "cuda")
     assert "of the median apart" in why
-    even = plan.foretell(WARM_UP + 17 * [8.0], [3.0, 3.0], 200.0, steps=1000, times=4)  # and slow
-    assert plan.doubts(even | {"others_cpu": 0.6}, "cpu") == ["other programs took 60% of the CPU"]
-    assert plan.doubts(even | {"others_cpu": 0.6}, "cuda") == []  # which has work of its own
+    slow = plan.foretell(WARM_UP + 17 * [8.0], [3.0, 3.0], 200.0, steps=1000, times=4)
+    assert plan.doubts(slow | {"others_cpu": 0.6}, "cpu") == ["other programs took 60% of the CPU"]
+    assert plan.doubts(slow | {"others_cpu": 0.6}, "cuda") == []  # the GPU does the work
 
 
 def test_a_trial_that_is_not_believed_gives_a_range(tiny_data, capsys, monkeypatch):
@@ -307,11 +322,14 @@ def test_a_trial_that_is_not_believed_gives_a_range(tiny_data, capsys, monkeypat
 
 
 @pytest.mark.parametrize(
-    "most, batch_tokens, world, want", [(100, 4096, 1, 64), (9, 4096, 1, 8), (5, 40_960, 2, 5), (30, 43 * 64, 1, 22)]
+    "most, tokens, world, want",
+    [(100, 4096, 1, 64), (9, 4096, 1, 8), (5, 40_960, 2, 5), (30, 43 * 64, 1, 22)],
 )
-def test_the_batch_that_is_found_keeps_the_tokens_of_a_step_as_near_as_it_can(most, batch_tokens, world, want):
-    cfg = parse(train.TrainConfig, [f"--batch_tokens={batch_tokens}", "--block_size=64", "--max_steps=1"])
-    assert even_batch(most, cfg, world) == want
+def test_the_batch_that_is_found_keeps_the_tokens_of_a_step_as_near_as_it_can(
+    most, tokens, world, want
+):
+    options = [f"--batch_tokens={tokens}", "--block_size=64", "--max_steps=1"]
+    assert even_batch(most, parse(train.TrainConfig, options), world) == want
 
 
 def test_batch_size_auto_trains_what_a_number_trains(tiny_data, tmp_path, capsys):
@@ -326,7 +344,8 @@ def test_a_resumed_run_keeps_the_batch_size_that_auto_found(tiny_data, tmp_path,
     train_tiny(tiny_data, tmp_path, *options, "--max_steps=4", "--batch_size=8")
     run = train_tiny(tiny_data, tmp_path, *options, "--max_steps=8", "--init_from=resume")
     said = capsys.readouterr().out
-    assert "batch_size=auto: 8, tried out" in said and "batch_size 8 ->" not in said  # 32 would fit
+    assert "batch_size=auto: 8, tried out" in said  # although 32 would fit
+    assert "batch_size 8 ->" not in said
     assert metrics(run, "loss").keys() == set(range(1, 9))
 
 
@@ -337,8 +356,9 @@ def test_a_resumed_run_keeps_the_batch_size_that_auto_found(tiny_data, tmp_path,
         ("auto", "cpu", 1e12, False),
         ("auto", "cpu", 1e15, True),
         ("auto", "mps", 1e15, False),
-    ]
-    + [("true", "cpu", 1e9, True), ("false", "cuda", 1e20, False)],
+        ("true", "cpu", 1e9, True),
+        ("false", "cuda", 1e20, False),
+    ],
 )
 def test_auto_compiles_on_cuda_and_for_long_runs_on_a_cpu(compile, kind, flops, want):
     cfg = parse(train.TrainConfig, [f"--compile={compile}", "--max_steps=1"])
@@ -347,13 +367,16 @@ def test_auto_compiles_on_cuda_and_for_long_runs_on_a_cpu(compile, kind, flops, 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of the address space that works")
 def test_batch_size_auto_steps_down_where_memory_runs_out_after_all(tiny_data, tmp_path):
-    """The process may not grow by more than 350 MB once the model is there; what is predicted to fit needs more."""
+    """The process may grow by only 350 MB after it has made the model. The batch that is predicted
+    to fit needs more.
+    """
     limited = (
         "import re, resource, sys\n"
         "import configurator, train\n"
         "fit = train.fit_batch\n"
         "def fit_in_less(*args):\n"
-        "    now = 1024 * int(re.search(r'VmSize:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
+        "    status = open('/proc/self/status').read()\n"
+        "    now = 1024 * int(re.search(r'VmSize:\\s+(\\d+)', status)[1])\n"
         "    before = resource.getrlimit(resource.RLIMIT_AS)\n"
         "    resource.setrlimit(resource.RLIMIT_AS, (now + 350_000_000, before[1]))\n"
         "    found = fit(*args)\n"
@@ -362,9 +385,10 @@ def test_batch_size_auto_steps_down_where_memory_runs_out_after_all(tiny_data, t
         "train.fit_batch = fit_in_less\n"
         "configurator.run(train.main)\n"
     )
-    options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--batch_size=auto", "--n_embd=256"]
-    options += ["--n_layer=4", "--batch_tokens=8192", "--max_steps=2"]
-    done = subprocess.run([sys.executable, "-c", limited, *options], cwd=REPO, capture_output=True, text=True)
+    options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--batch_size=auto"]
+    options += ["--n_embd=256", "--n_layer=4", "--batch_tokens=8192", "--max_steps=2"]
+    argv = [sys.executable, "-c", limited, *options]
+    done = subprocess.run(argv, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     found = int(done.stdout.split("batch_size=auto: ")[1].split(",")[0])
     assert 1 <= found < 256 and math.isfinite(metrics(tmp_path / "run", "loss")[2])

@@ -2,6 +2,7 @@ import base64
 import fcntl
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -23,34 +24,43 @@ from text.sources import Source, demo_sources
 from text.tokenizer import Tiktoken
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
-TEXTS = ["第一篇：你好，世界。", "second: hello\n    indented world", "third 😀 naïve <|endoftext|> </s>"]
+TEXTS = ["第一篇：你好，世界。", "second: hello\n    indented world"]
+TEXTS += ["third 😀 naïve <|endoftext|> </s>"]
 
 
 def tiktoken_file(path: Path, extra: int = 0) -> Path:
-    """A .tiktoken vocabulary of the 256 bytes and `extra` pairs of them."""
+    """Write a .tiktoken vocabulary: the 256 bytes and `extra` pairs of bytes."""
     tokens = [bytes([i]) for i in range(256)] + [bytes(divmod(i, 256)) for i in range(extra)]
-    path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % rank for rank, t in enumerate(tokens)))
+    lines = [base64.b64encode(t) + b" %d\n" % rank for rank, t in enumerate(tokens)]
+    path.write_bytes(b"".join(lines))
     return path
 
 
 def prepare_set(tmp_path: Path, *inputs: Path, **options) -> tuple[Path, dict]:
-    """Run prepare.py with a byte tokenizer (unless told otherwise); returns the folder and its meta.json."""
-    options = {"tokenizer": tiktoken_file(tmp_path / "bytes.tiktoken"), "val_fraction": 0.3, "name": "set"} | options
+    """Run prepare.py, with a tokenizer of bytes unless `options` names another one. Return the
+    folder of the data set and its meta.json.
+    """
+    model = tiktoken_file(tmp_path / "bytes.tiktoken")
+    options = {"tokenizer": model, "val_fraction": 0.3, "name": "set"} | options
     flags = [f"--{k}={v}" for k, v in options.items()]
     call(prepare.main, "--input", *inputs, f"--data_dir={tmp_path / 'data'}", *flags)
     folder = tmp_path / "data" / options["name"]
     return folder, open_dataset(folder)
 
 
+def texts_of(folder: Path, split: str) -> list[str]:
+    """Return the documents of a split, decoded. Each must end in eos."""
+    meta = open_dataset(folder)
+    tokenizer = load_tokenizer(folder)
+    ids = open_split(folder, meta, split)
+    ends = np.flatnonzero(ids == meta["eos_id"]) + 1
+    assert ends[-1] == len(ids) and len(ends) == meta["splits"][split]["documents"]
+    return [tokenizer.decode(document[:-1].tolist()) for document in np.split(ids, ends)[:-1]]
+
+
 def documents(folder: Path) -> Counter:
-    """The documents of both splits, decoded; every one must end in eos."""
-    meta, tokenizer, found = open_dataset(folder), load_tokenizer(folder), Counter()
-    for split in ("train", "val"):
-        ids = open_split(folder, meta, split)
-        assert ids[-1] == meta["eos_id"] and (ids == meta["eos_id"]).sum() == meta["splits"][split]["documents"]
-        for document in np.split(ids, np.flatnonzero(ids == meta["eos_id"]) + 1)[:-1]:
-            found[tokenizer.decode(document[:-1].tolist())] += 1
-    return found
+    """Return how often each document is in the data set, in both splits together."""
+    return Counter(texts_of(folder, "train") + texts_of(folder, "val"))
 
 
 # -- records to text --
@@ -62,14 +72,19 @@ def test_a_record_joins_title_summary_and_sections_with_full_width_marks():
         "summary": "哺乳动物",
         "sections": [{"title": "习性", "content": "夜行"}, {"title": "食物", "content": "鱼"}],
     }
-    assert record_text(record) == ("猫：哺乳动物习性：夜行。食物：鱼。", "{title, summary, sections}")
+    text, shape = record_text(record)
+    assert text == "猫：哺乳动物习性：夜行。食物：鱼。" and shape == "{title, summary, sections}"
+
+
+SECTION = {"title": "c", "content": "d"}
+HALVES = [{"title": "c"}, {"content": 5}]
 
 
 @pytest.mark.parametrize(
     "record, text",
     [
         ({"title": "a", "summary": "b"}, "a：b"),
-        ({"title": "a", "summary": None, "sections": [{"title": "c", "content": "d"}]}, "a：c：d。"),
+        ({"title": "a", "summary": None, "sections": [SECTION]}, "a：c：d。"),
         ({"title": "a", "content": "b"}, "a：b。"),
         ({"text": "as it is"}, "as it is"),
         ({"text": "t", "id": 7}, "t"),
@@ -79,7 +94,7 @@ def test_a_record_joins_title_summary_and_sections_with_full_width_marks():
         ({"prompt": "p", "completion": "c"}, "p\nc"),
         ({"instruction": "i", "input": "", "output": "o"}, "i\no"),
         ({"instruction": "i", "input": "n", "output": "o"}, "i\nn\no"),
-        ({"title": "a", "summary": "b", "sections": [{"title": "c"}, {"content": 5}]}, "a：bc：。：5。"),
+        ({"title": "a", "summary": "b", "sections": HALVES}, "a：bc：。：5。"),
         ({"question": "?"}, None),
         ({"text": 5}, None),
         ({"title": 7, "content": "b"}, "7：b。"),
@@ -100,18 +115,23 @@ def test_known_record_shapes_and_no_others_become_text(record, text):
 # -- formats --
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".jsonl.gz", ".json.gz", ".csv.gz"])
+SUFFIXES = [".jsonl", ".json", ".csv", ".tsv", ".jsonl.gz", ".json.gz", ".csv.gz"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_every_record_format_gives_the_same_documents(tmp_path, suffix):
     texts = [f'{t}, number {i} "quoted"\tand tab' for i in range(12) for t in TEXTS]
     separator = "\t" if "tsv" in suffix else ","
-    quoted = "".join(f'{i}{separator}"{t.replace(chr(34), chr(34) * 2)}"\n' for i, t in enumerate(texts))
+    doubled = [t.replace('"', '""') for t in texts]
+    quoted = "".join(f'{i}{separator}"{t}"\n' for i, t in enumerate(doubled))
     content = {
         ".jsonl": "".join(json.dumps({"text": t}) + "\n" for t in texts),
         ".json": json.dumps([{"text": t} for t in texts], ensure_ascii=False, indent=2),
         ".csv": f"id{separator}text\n{quoted}",
     }
     content[".tsv"] = content[".csv"]
-    data = ("\ufeff" + content[suffix.removesuffix(".gz")]).encode()  # with a byte order mark, as Windows writes it
+    # Begin with a byte order mark, as files of Windows do.
+    data = ("\ufeff" + content[suffix.removesuffix(".gz")]).encode()
     path = tmp_path / f"corpus{suffix}"
     path.write_bytes(gzip.compress(data) if suffix.endswith(".gz") else data)
     folder, meta = prepare_set(tmp_path, path)
@@ -129,8 +149,9 @@ def test_a_text_file_is_one_document_or_one_a_block_or_line(tmp_path, txt, want)
 
 
 def test_a_json_array_is_read_in_one_element_of_memory(tmp_path):
-    """Elements larger and smaller than the read buffer, and cut by it at every possible place."""
-    texts = ["x" * n for n in (0, 1, 65_530, 65_536, 200_000)] + [f"short {i}" for i in range(20_000)]
+    """Elements are larger or smaller than the read buffer, whose end cuts them at every place."""
+    texts = ["x" * n for n in (0, 1, 65_530, 65_536, 200_000)]
+    texts += [f"short {i}" for i in range(20_000)]
     path = tmp_path / "a.json"
     path.write_text(json.dumps([{"text": t} for t in texts]))
     with open(path) as f:
@@ -144,26 +165,40 @@ def test_bad_records_are_skipped_counted_and_shown_with_their_line(tmp_path, cap
         f.write('{"text": "cut off\n{"question": "?"}\n{"text": "  "}\n{"text": "half \\ud800"}\n')
     folder, meta = prepare_set(tmp_path, path, max_bad=0.2)
     records = meta["records"]
-    assert records["read"] == 24 and records["bad"]["not valid JSON"] == 1 and sum(records["bad"].values()) == 3
+    bad = records["bad"]
+    assert records["read"] == 24 and bad["not valid JSON"] == 1 and sum(bad.values()) == 3
     assert records["dropped"] == {"empty": 1} and records["shapes"] == {"{text}": 21}
     report = capsys.readouterr().out
-    assert "c.jsonl:21: not valid JSON" in report and "c.jsonl:22: no known shape but {question}" in report
-    assert "c.jsonl:24: half a surrogate pair" in report and "bad: 3" in report and "dropped: 1" in report
+    assert "c.jsonl:21: not valid JSON" in report
+    assert "c.jsonl:22: no known shape but {question}" in report
+    assert "c.jsonl:24: half a surrogate pair" in report
+    assert "bad: 3" in report and "dropped: 1" in report
 
 
 # -- the files --
+
+
+def test_a_folder_named_train_is_not_taken_for_the_word_train(tmp_path, monkeypatch):
+    """--tokenizer=train trains one. Files of another tokenizer must not come along with it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "tokenizer.json").write_text("{}")
+    corpus = write_jsonl(tmp_path / "c.jsonl", make_records(200))
+    folder, _ = prepare_set(tmp_path, corpus, tokenizer="train", vocab_size=400)
+    assert not (folder / "tokenizer.json").exists()
 
 
 def test_token_counts_equal_a_direct_count_with_the_tokenizer(tmp_path):
     import sentencepiece
 
     records = make_records(200)
-    folder, meta = prepare_set(tmp_path, write_jsonl(tmp_path / "c.jsonl", records), tokenizer="train", vocab_size=400)
+    texts = [record_text(r)[0] for r in records]
+    corpus = write_jsonl(tmp_path / "c.jsonl", records)
+    folder, meta = prepare_set(tmp_path, corpus, tokenizer="train", vocab_size=400)
     sp = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    assert sum(s["tokens"] for s in meta["splits"].values()) == sum(
-        len(sp.encode(record_text(r)[0])) + 1 for r in records
-    )
-    assert documents(folder) == Counter(record_text(r)[0] for r in records)
+    tokens = sum(len(sp.encode(text)) + 1 for text in texts)
+    assert sum(s["tokens"] for s in meta["splits"].values()) == tokens
+    assert documents(folder) == Counter(texts)
     for split, s in meta["splits"].items():
         assert hashlib.sha256((folder / f"{split}.bin").read_bytes()).hexdigest() == s["sha256"]
 
@@ -171,18 +206,9 @@ def test_token_counts_equal_a_direct_count_with_the_tokenizer(tmp_path):
 def test_a_document_stays_in_its_split_when_files_are_added(tmp_path):
     a = write_jsonl(tmp_path / "a.jsonl", make_records(60, seed=1))
     b = write_jsonl(tmp_path / "b.jsonl", make_records(60, seed=2))
-
-    def val(folder):
-        ids, tokenizer, meta = (
-            open_split(folder, open_dataset(folder), "val"),
-            load_tokenizer(folder),
-            open_dataset(folder),
-        )
-        return {
-            tokenizer.decode(d[:-1].tolist()) for d in np.split(ids, np.flatnonzero(ids == meta["eos_id"]) + 1)[:-1]
-        }
-
-    alone, both = (val(prepare_set(tmp_path, *files, name=f"set{len(files)}")[0]) for files in ((a,), (b, a)))
+    one, _ = prepare_set(tmp_path, a, name="one")
+    two, _ = prepare_set(tmp_path, b, a, name="two")
+    alone, both = (set(texts_of(folder, "val")) for folder in (one, two))
     assert alone < both
     assert alone == both & {record_text(r)[0] for r in make_records(60, seed=1)}
 
@@ -194,46 +220,45 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_output_does_not_depend_on_the_number_of_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "CHUNK", 2000)  # so that three workers have something to share
     corpus = write_jsonl(tmp_path / "c.jsonl", make_records(300))
-    sets = [
-        prepare_set(tmp_path, corpus, tokenizer="train", vocab_size=400, workers=n, name=f"t{n}")[0] for n in (1, 3)
-    ]
-    assert contents(sets[0]) == contents(sets[1])
+    options = dict(tokenizer="train", vocab_size=400)
+    one, _ = prepare_set(tmp_path, corpus, **options, workers=1, name="one")
+    three, _ = prepare_set(tmp_path, corpus, **options, workers=3, name="three")
+    assert contents(one) == contents(three)
 
 
 def test_a_large_vocabulary_is_written_in_32_bits(tmp_path):
     corpus = write_jsonl(tmp_path / "c.jsonl", make_records(30))
-    fits = prepare_set(tmp_path, corpus, tokenizer=tiktoken_file(tmp_path / "a.tiktoken", 65_279))[1]  # + 256 + eos
-    large, meta = prepare_set(tmp_path, corpus, tokenizer=tiktoken_file(tmp_path / "b.tiktoken", 65_280))
-    assert (fits["vocab_size"], fits["dtype"], meta["vocab_size"], meta["dtype"]) == (
-        65_536,
-        "uint16",
-        65_537,
-        "uint32",
-    )
+    model = tiktoken_file(tmp_path / "a.tiktoken", 65_279)  # plus 256 bytes and eos
+    _, fits = prepare_set(tmp_path, corpus, tokenizer=model)
+    assert (fits["vocab_size"], fits["dtype"]) == (65_536, "uint16")
+    model = tiktoken_file(tmp_path / "b.tiktoken", 65_280)
+    large, meta = prepare_set(tmp_path, corpus, tokenizer=model)
+    assert (meta["vocab_size"], meta["dtype"]) == (65_537, "uint32")
     assert open_split(large, meta, "train").max() == meta["eos_id"] == 65_536
     assert documents(large) == Counter(record_text(r)[0] for r in make_records(30))
 
 
 def test_a_stored_tiktoken_encoding_encodes_as_the_original(tmp_path):
     corpus = write_jsonl(tmp_path / "c.jsonl", [{"text": t} for t in TEXTS * 4])
-    original = Tiktoken.from_file(tiktoken_file(tmp_path / "v.tiktoken", 5000), pattern=r"\p{L}+|\s|.")
+    path = tiktoken_file(tmp_path / "v.tiktoken", 5000)
+    original = Tiktoken.from_file(path, pattern=r"\p{L}+|\s|.")
     info = original.save(tmp_path)
     again = Tiktoken.from_file(tmp_path / info["file"], info["pattern"], info["special"])
-    assert all((again.encode(t) == original.encode(t)).all() for t in TEXTS) and again.eos_id == original.eos_id
+    assert all((again.encode(t) == original.encode(t)).all() for t in TEXTS)
+    assert again.eos_id == original.eos_id
     folder, _ = prepare_set(tmp_path, corpus)
     assert documents(folder) == Counter(TEXTS * 4)  # "<|endoftext|>" inside a text stays text
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
 def test_token_bytes_put_together_are_the_text(tmp_path, tiny_data, kind):
-    tokenizer = (
-        load_tokenizer(tiny_data / "tiny")
-        if kind == "sentencepiece"
-        else Tiktoken.from_file(tiktoken_file(tmp_path / "v"))
-    )
+    tokenizer = load_tokenizer(tiny_data / "tiny")
+    if kind == "tiktoken":
+        tokenizer = Tiktoken.from_file(tiktoken_file(tmp_path / "v"))
     for text in (*TEXTS, "\u2581 a\u2581\u2581b \u2581"):
         ids = tokenizer.encode(text).tolist()
-        assert tokenizer.decode(ids) == text and b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+        assert tokenizer.decode(ids) == text
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
     assert tokenizer.token_bytes(tokenizer.eos_id) == b""
 
 
@@ -241,10 +266,12 @@ def test_token_bytes_put_together_are_the_text(tmp_path, tiny_data, kind):
 
 
 def bad_inputs(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
-    """name -> (arguments, a part of the message)."""
-    empty, cut, latin = tmp_path / "empty.jsonl", tmp_path / "cut.jsonl.gz", tmp_path / "latin.txt"
+    """Return name -> (arguments, a part of the message)."""
+    empty = tmp_path / "empty.jsonl"
     empty.write_text("")
+    cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(gzip.compress(b'{"text": "hello"}\n' * 5000)[:-20])
+    latin = tmp_path / "latin.txt"
     latin.write_bytes("naïve".encode("latin-1"))
     (tmp_path / "folder").mkdir()
     (tmp_path / "image.png").write_bytes(b"")
@@ -256,24 +283,32 @@ def bad_inputs(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     half.write_text('[{"text": "one"}, {"text": "two"}, {"text": "thr')
     one = write_jsonl(tmp_path / "one.jsonl", [{"text": "the only document"}])
     some = write_jsonl(tmp_path / "some.jsonl", make_records(50))
+    ready = f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"
     return {
         "no such file": (["--input", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         "empty folder": (["--input", tmp_path / "folder"], "has no file that ends in .jsonl"),
-        "half a JSON array": (["--input", half], "half.json: not valid JSON behind element 2, near"),
+        "half a JSON array": (["--input", half], "half.json: not valid JSON after element 2, near"),
         "a name that leads away": (["--input", some, "--name=.."], "must be a plain folder name"),
         "unknown kind": (["--input", tmp_path / "image.png"], "image.png: unknown kind of file"),
         "empty corpus": (["--input", empty], "the input is empty"),
-        "empty corpus, ready tokenizer": (["--input", empty, f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"], "no documents"),
-        "nothing but bad records": (["--input", bad], "all 2 records are bad or empty, as " + str(bad) + ":1: not valid JSON"),
+        "empty corpus, ready tokenizer": (["--input", empty, ready], "no documents"),
+        "nothing but bad records": (["--input", bad],
+            "all 2 records are bad or empty, for example " + str(bad) + ":1: not valid JSON"),
         "cut off": (["--input", cut], "cut.jsonl.gz: damaged or cut off"),
-        "not UTF-8": (["--input", latin], "latin.txt: byte 0xef is not of its encoding: say --encoding"),
-        "one document": (["--input", one, f"--tokenizer={tmp_path / 'b.tiktoken'}"], "val.bin would be empty: of 1 documents"),
-        "ranks that clash": (["--input", some, f"--tokenizer={clash}"], "its ranks are no numbering"),
-        "unknown tokenizer": (["--input", some, "--tokenizer=gpt9"], "gpt9: no such file, and no tiktoken encoding"),
-        "not a SentencePiece model": (["--input", some, f"--tokenizer={some}.model"], "not a SentencePiece model"),
-        "vocabulary too large": (["--input", some, "--vocab_size=50000"], "--vocab_size=50000: SentencePiece cannot train"),
+        "not UTF-8": (["--input", latin],
+            "latin.txt: byte 0xef is not of its encoding: say --encoding"),
+        "one document": (["--input", one, ready], "val.bin would be empty: of 1 documents"),
+        "ranks that clash": (["--input", some, f"--tokenizer={clash}"],
+            "its ids are not distinct numbers from 0 to 16,777,215"),
+        "unknown tokenizer": (["--input", some, "--tokenizer=gpt9"],
+            "gpt9: no such file, and no tiktoken encoding"),
+        "not a SentencePiece model": (["--input", some, f"--tokenizer={some}.model"],
+            "not a SentencePiece model"),
+        "vocabulary too large": (["--input", some, "--vocab_size=50000"],
+            "--vocab_size=50000: SentencePiece cannot train"),
         "unknown option": (["--inptu", some], "did you mean 'input'?"),
-        "bad fraction": (["--input", some, "--val_fraction=1.5"], "val_fraction must be between 0 and 1"),
+        "bad fraction": (["--input", some, "--val_fraction=1.5"],
+            "val_fraction must be between 0 and 1"),
         "no room for a record": (["--input", some, "--max_record_mb=0"], "max_record_mb must be"),
         "a path for a name": (["--input", some, "--name=../x"], "must be a plain folder name"),
     }  # fmt: skip
@@ -289,7 +324,7 @@ def test_bad_input_is_one_clear_line_and_the_old_data_set_stays(tmp_path, refuse
 
 
 def test_nothing_but_a_data_set_is_ever_replaced(tmp_path, refuses, monkeypatch):
-    """The corpus itself may stand where the data set would go: `--input data/wiki` names data/wiki."""
+    """The corpus itself may be where the data set would go: `--input data/wiki` makes data/wiki."""
     (tmp_path / "data" / "wiki").mkdir(parents=True)
     corpus = write_jsonl(tmp_path / "data" / "wiki" / "a.jsonl", make_records(40))
     options = [f"--data_dir={tmp_path / 'data'}", "--vocab_size=400"]
@@ -297,9 +332,10 @@ def test_nothing_but_a_data_set_is_ever_replaced(tmp_path, refuses, monkeypatch)
     assert "exists and is no data set: it holds 'a.jsonl'" in error
     (tmp_path / "data" / "file").write_text("mine")
     assert "is no data set" in refuses(prepare.main, "--input", corpus, "--name=file", *options)
-    assert "cannot name a data set" in refuses(prepare.main, "--input", corpus, "--name=a*", *options)
-    monkeypatch.chdir(corpus.parent)
-    assert "is no data set" in refuses(prepare.main, "--input", ".", *options)  # "." means this folder's name
+    error = refuses(prepare.main, "--input", corpus, "--name=a*", *options)
+    assert "cannot name a data set" in error
+    monkeypatch.chdir(corpus.parent)  # "." as the input gives the data set the name of this folder
+    assert "is no data set" in refuses(prepare.main, "--input", ".", *options)
     assert corpus.exists() and sorted(os.listdir(tmp_path / "data")) == ["file", "wiki"]
 
 
@@ -308,8 +344,9 @@ def test_two_runs_of_one_name_never_mix(tmp_path, refuses):
     scratch = tmp_path / "data" / ".set.tmp"
     scratch.mkdir(parents=True)
     other = os.open(scratch, os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)  # what a running prepare.py holds
-    error = refuses(prepare.main, "--input", corpus, f"--data_dir={tmp_path / 'data'}", "--name=set")
+    fcntl.flock(other, fcntl.LOCK_EX)  # a running prepare.py holds this lock
+    options = [f"--data_dir={tmp_path / 'data'}", "--name=set"]
+    error = refuses(prepare.main, "--input", corpus, *options)
     assert "another process is writing" in error and scratch.exists()
     os.close(other)
     prepare_set(tmp_path, corpus)
@@ -317,7 +354,8 @@ def test_two_runs_of_one_name_never_mix(tmp_path, refuses):
 
 def test_csv_rows_that_would_lose_text_are_reported(tmp_path, refuses):
     commas = tmp_path / "commas.csv"
-    commas.write_text("text\n" + "".join(f"row {i}\n" for i in range(20)) + "row 21, and the rest\n")
+    rows = "".join(f"row {i}\n" for i in range(20))
+    commas.write_text(f"text\n{rows}row 21, and the rest\n")
     folder, meta = prepare_set(tmp_path, commas, max_bad=0.1)
     assert list(meta["records"]["bad"].values()) == [1]
     assert "commas.csv:22: more fields than the header" in meta["records"]["examples"][0]
@@ -341,7 +379,8 @@ def test_an_id_beyond_the_vocabulary_or_a_truncated_file_is_found(tmp_path, tiny
     ids = np.memmap(folder / "train.bin", dtype=meta["dtype"], mode="r+")
     ids[123] = meta["vocab_size"]
     ids.flush()
-    with pytest.raises(UserError, match="train.bin: token 123 has id 257, beyond the vocabulary of 257"):
+    message = "train.bin: token 123 has id 257, beyond the vocabulary of 257"
+    with pytest.raises(UserError, match=message):
         verify(folder, meta, "train")
     os.truncate(folder / "train.bin", 100)
     with pytest.raises(UserError, match="train.bin: 100 bytes where meta.json says .* truncated"):
@@ -356,10 +395,14 @@ def test_module_documentation_is_found_without_importing():
         '"""What the module is for."""\nraise SystemExit("imported")\n'
         'class A:\n    def f(self):\n        """Return the answer to everything, which is 42."""\n'
         'def short():\n    """Too short."""\n'
-        'add_docstr(torch.abs,\n    r"""\nabs(input) -> Tensor\n\nThe absolute value of each element.\n""")\n'
+        'add_docstr(torch.abs,\n    r"""\nabs(input) -> Tensor\n\n'
+        'The absolute value of each element.\n""")\n'
     )
-    answer, absolute = "Return the answer to everything, which is 42.", "The absolute value of each element."
-    want = f"pkg.m：What the module is for.A.f：{answer}。torch.abs：abs(input) -> Tensor\n\n{absolute}。"
+    want = (
+        "pkg.m：What the module is for."
+        "A.f：Return the answer to everything, which is 42.。"
+        "torch.abs：abs(input) -> Tensor\n\nThe absolute value of each element.。"
+    )
     assert docstrings(source.encode(), "pkg.m") == want
 
 
@@ -375,17 +418,19 @@ def test_gpt2_counts_of_a_real_corpus_equal_tiktoken(tmp_path):
     code = "import sys, prepare; from configurator import run; run(prepare.main)"
     corpus = tmp_path / "some.jsonl"
     with gzip.open(SHARED / "corpora" / "oi_wiki_zh.jsonl.gz", "rt", encoding="utf-8") as f:
-        corpus.write_text("".join(line for line, _ in zip(f, range(60), strict=False)), encoding="utf-8")
+        corpus.write_text("".join(itertools.islice(f, 60)), encoding="utf-8")
     env = os.environ | {
         "TIKTOKEN_CACHE_DIR": str(SHARED / "tiktoken_cache"),
         "PYTHONPATH": str(Path(prepare.__file__).parent),
     }
-    options = ["--input", corpus, "--name=zh", f"--data_dir={tmp_path}", "--tokenizer=gpt2", "--val_fraction=0.1"]
-    subprocess.run([sys.executable, "-c", code, *map(str, options)], env=env, check=True, capture_output=True)
-    meta, tokenizer = open_dataset(tmp_path / "zh"), load_tokenizer(tmp_path / "zh")
+    options = ["--name=zh", f"--data_dir={tmp_path}", "--tokenizer=gpt2", "--val_fraction=0.1"]
+    argv = [sys.executable, "-c", code, "--input", str(corpus), *options]
+    subprocess.run(argv, env=env, check=True, capture_output=True)
+    meta = open_dataset(tmp_path / "zh")
+    tokenizer = load_tokenizer(tmp_path / "zh")
     records = [json.loads(line) for line in corpus.read_text(encoding="utf-8").splitlines()]
-    assert sum(s["tokens"] for s in meta["splits"].values()) == sum(
-        len(tokenizer.encode(record_text(r)[0])) + 1 for r in records
-    )
+    texts = [record_text(r)[0] for r in records]
+    tokens = sum(len(tokenizer.encode(text)) + 1 for text in texts)
+    assert sum(s["tokens"] for s in meta["splits"].values()) == tokens
     assert (meta["vocab_size"], meta["eos_id"], meta["dtype"]) == (50257, 50256, "uint16")
-    assert documents(tmp_path / "zh") == Counter(record_text(r)[0] for r in records)
+    assert documents(tmp_path / "zh") == Counter(texts)

@@ -1,4 +1,6 @@
-"""A long job that is killed, starved or split over processes ends in the same bytes, or in one clear line."""
+"""A long job that is killed, or short of memory or disk, or split over processes, ends in the same
+bytes or in a clear error of one line.
+"""
 
 import gzip
 import json
@@ -11,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 from conftest import REPO, call, make_records, write_jsonl
 from test_prepare import contents, documents, prepare_set, tiktoken_file
 
@@ -21,11 +24,28 @@ TINY_SHARDS = "--shard_mb=0.02"
 
 
 def command(corpus: list[Path], data: Path, *options: str) -> list[str]:
-    inputs = ["--input", *map(str, corpus), f"--data_dir={data}", "--name=set", "--val_fraction=0.3"]
-    return [sys.executable, str(REPO / "prepare.py"), *inputs, *options]
+    argv = [sys.executable, str(REPO / "prepare.py"), "--input", *map(str, corpus)]
+    return [*argv, f"--data_dir={data}", "--name=set", "--val_fraction=0.3", *options]
+
+
+def finish(corpus: list[Path], data: Path, *options: str) -> None:
+    """Run prepare.py to its end, in a process of its own."""
+    subprocess.run(command(corpus, data, *options), check=True, stdout=subprocess.DEVNULL)
+
+
+def children(pid: int) -> list[str]:
+    """Return the ids of the child processes of a process."""
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def is_worker(pid: str) -> bool:
+    """Return whether a process runs, and is one that multiprocessing has started."""
+    path = Path(f"/proc/{pid}/cmdline")
+    return path.exists() and b"spawn_main" in path.read_bytes()
 
 
 def journal(data: Path) -> dict:
+    """Return what prepare.py has noted about its finished shards, if it has finished any."""
     try:
         return json.loads((data / ".set.tmp" / "part0" / "journal.json").read_text())
     except (OSError, ValueError):
@@ -34,7 +54,7 @@ def journal(data: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> list[Path]:
-    """Three files, one of them compressed, of a few chunks each."""
+    """Three files of a few chunks each. One of them is compressed."""
     folder = tmp_path_factory.mktemp("corpus")
     files = [write_jsonl(folder / f"{i}.jsonl", make_records(4000, seed=i)) for i in range(3)]
     (folder / "1.jsonl.gz").write_bytes(gzip.compress(files[1].read_bytes()))
@@ -50,123 +70,121 @@ def reference(corpus, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_killed_at_any_moment_it_goes_on_and_ends_in_the_same_bytes(corpus, reference, tmp_path, workers):
+def test_killed_at_any_moment_it_goes_on_and_ends_in_the_same_bytes(
+    corpus, reference, tmp_path, workers
+):
     old = write_jsonl(tmp_path / "old.jsonl", make_records(40, seed=9))
-    subprocess.run(
-        command([old], tmp_path, f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"), check=True, stdout=-3
-    )
-    before, kills, resumed = contents(tmp_path / "set"), 0, []
-    for delay in (0.1, 0.0, 0.05, 0.1, 0.15):  # behind the first shard that this run has finished
+    finish([old], tmp_path, f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}")
+    before = contents(tmp_path / "set")
+    options = ["--vocab_size=400", f"--workers={workers}", TINY_SHARDS]
+    argv = command(corpus, tmp_path, *options)
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}  # so that a kill loses nothing that was printed
+    kills = 0
+    for delay in (0.1, 0.0, 0.05, 0.1, 0.15):
         reached = journal(tmp_path)["text"]
-        run = subprocess.Popen(
-            command(corpus, tmp_path, "--vocab_size=400", f"--workers={workers}", TINY_SHARDS), stdout=-1, text=True
-        )
+        run = subprocess.Popen(argv, stdout=subprocess.PIPE, env=env, text=True)
         while run.poll() is None and journal(tmp_path)["text"] <= reached:
             time.sleep(0.002)
-        time.sleep(delay)
+        time.sleep(delay)  # now the run is so far beyond the first shard that it has finished
         run.kill()
-        resumed.append("going on behind" in run.communicate()[0])
-        if run.returncode == 0:
+        assert ("continuing after" in run.communicate()[0]) == (kills > 0)
+        if not (tmp_path / ".set.tmp").exists():  # it was at its end already
             break
         kills += 1
-        assert contents(tmp_path / "set") in (before, contents(reference))  # one of them, whole
-    subprocess.run(
-        command(corpus, tmp_path, "--vocab_size=400", f"--workers={workers}", TINY_SHARDS), check=True, stdout=-3
-    )
+        assert contents(tmp_path / "set") in (before, contents(reference))  # never a mixture
+    finish(corpus, tmp_path, *options)
     assert kills >= 2
     assert contents(tmp_path / "set") == contents(reference)
     assert not (tmp_path / ".set.tmp").exists()
 
 
 def test_workers_end_when_the_main_process_is_killed(corpus, tmp_path):
-    run = subprocess.Popen(command(corpus * 1, tmp_path, "--vocab_size=400", "--workers=2", TINY_SHARDS), stdout=-3)
-    while not (children := Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()) and run.poll() is None:
+    argv = command(corpus, tmp_path, "--vocab_size=400", "--workers=2", TINY_SHARDS)
+    run = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
+    started = []
+    while not started and run.poll() is None:
         time.sleep(0.01)
+        started = children(run.pid)
     run.kill()
     run.wait()
     deadline = time.time() + 20
-    while any(
-        Path(f"/proc/{pid}/cmdline").exists() and b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        for pid in children
-    ):
+    while any(is_worker(pid) for pid in started):
         assert time.time() < deadline
         time.sleep(0.05)
 
 
-def test_a_worker_killed_by_the_system_is_one_clear_line_and_the_work_is_kept(corpus, reference, tmp_path):
-    run = subprocess.Popen(
-        command(corpus, tmp_path, "--vocab_size=400", "--workers=2", TINY_SHARDS), stdout=-3, stderr=-1, text=True
-    )
+def test_a_worker_killed_by_the_system_is_one_clear_line_and_the_work_is_kept(
+    corpus, reference, tmp_path
+):
+    argv = command(corpus, tmp_path, "--vocab_size=400", "--workers=2", TINY_SHARDS)
+    run = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while journal(tmp_path)["text"] == 0:
         time.sleep(0.002)
-    for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split():
-        if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            os.kill(int(pid), signal.SIGKILL)
+    for pid in filter(is_worker, children(run.pid)):
+        os.kill(int(pid), signal.SIGKILL)
     error = run.communicate()[1].strip()
     assert run.returncode == 2 and "\n" not in error, error
-    assert "a worker was killed, by the system when memory runs out: lower --workers; what is done is kept" in error
+    killed = "a worker process was killed, as the system does when memory runs out: lower --workers"
+    assert f"{killed}; the finished work is kept" in error
     assert not (tmp_path / "set").exists()
-    subprocess.run(command(corpus, tmp_path, "--vocab_size=400"), check=True, stdout=-3)
+    finish(corpus, tmp_path, "--vocab_size=400")
     assert contents(tmp_path / "set") == contents(reference)
 
 
 def test_a_full_disk_is_one_clear_line_and_the_old_data_set_stays(corpus, reference, tmp_path):
-    """A limit on the size of files stands for the full disk: the same write fails, with another number."""
+    """A limit on the size of files stands for a full disk: the same write fails, with another error
+    number.
+    """
     old = write_jsonl(tmp_path / "old.jsonl", make_records(40, seed=9))
-    subprocess.run(
-        command([old], tmp_path, f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"), check=True, stdout=-3
-    )
+    finish([old], tmp_path, f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}")
     before = contents(tmp_path / "set")
 
     def limit():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, 1_500_000))
 
-    run = subprocess.run(
-        command(corpus, tmp_path, "--vocab_size=400", TINY_SHARDS), preexec_fn=limit, capture_output=True, text=True
-    )
-    assert run.returncode == 2 and run.stderr.startswith("error: ") and run.stderr.count("\n") == 1, run.stderr
-    assert "File too large" in run.stderr and "the same command goes on from there" in run.stderr
+    argv = command(corpus, tmp_path, "--vocab_size=400", TINY_SHARDS)
+    run = subprocess.run(argv, preexec_fn=limit, capture_output=True, text=True)
+    assert run.returncode == 2, run.stderr
+    assert run.stderr.startswith("error: ") and run.stderr.count("\n") == 1, run.stderr
+    assert "File too large" in run.stderr and "run the same command again to continue" in run.stderr
     assert contents(tmp_path / "set") == before
-    subprocess.run(command(corpus, tmp_path, "--vocab_size=400", TINY_SHARDS), check=True, stdout=-3)
+    finish(corpus, tmp_path, "--vocab_size=400", TINY_SHARDS)
     assert contents(tmp_path / "set") == contents(reference)
 
 
 def test_a_restart_notices_that_its_input_has_changed(corpus, tmp_path):
     files = [write_jsonl(tmp_path / f"{i}.jsonl", make_records(2000, seed=i)) for i in range(2)]
     model = f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"
-    options = [model, "--workers=1", TINY_SHARDS]
-    run = subprocess.Popen(command(files, tmp_path, *options), stdout=-3)
+    argv = command(files, tmp_path, model, "--workers=1", TINY_SHARDS)
+    run = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
     while journal(tmp_path)["text"] == 0:
         time.sleep(0.002)
     run.kill()
     run.wait()
     write_jsonl(files[0], make_records(1500, seed=7))
-    again = subprocess.run(command(files, tmp_path, *options), check=True, capture_output=True, text=True)
-    assert "going on behind" not in again.stdout
+    again = subprocess.run(argv, check=True, capture_output=True, text=True)
+    assert "continuing after" not in again.stdout
     fresh, _ = prepare_set(tmp_path, *files, tokenizer=tmp_path / "b.tiktoken")
     assert (tmp_path / "set" / "train.bin").read_bytes() == (fresh / "train.bin").read_bytes()
 
 
 def test_too_many_bad_records_can_be_allowed_without_reading_all_again(tmp_path, refuses, capsys):
     corpus = write_jsonl(tmp_path / "c.jsonl", [*make_records(300), *[{"x": 1}] * 30])
-    options = [
-        f"--data_dir={tmp_path}",
-        f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}",
-        TINY_SHARDS,
-        "--val_fraction=0.2",
-    ]
+    model = f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"
+    options = [f"--data_dir={tmp_path}", model, TINY_SHARDS, "--val_fraction=0.2"]
     error = refuses(prepare.main, "--input", corpus, *options)
-    assert "30 bad records of 330, more than --max_bad=0.01" in error and "what is done is kept" in error
+    assert "30 bad records of 330, more than --max_bad=0.01" in error
+    assert "the finished work is kept" in error
     call(prepare.main, "--input", corpus, *options, "--max_bad=0.1")
-    assert "going on behind" in capsys.readouterr().out
+    assert "continuing after" in capsys.readouterr().out
     assert open_dataset(tmp_path / "c")["records"]["read"] == 330
 
 
 def test_a_file_that_cannot_be_read_is_named_whichever_process_meets_it(corpus, tmp_path):
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(gzip.compress(corpus[0].read_bytes())[:-100])
-    run = under_torchrun(2, [corpus[0], cut], tmp_path, "--vocab_size=400")
+    run = under_torchrun(2, [corpus[0], cut], tmp_path, "--vocab_size=400", run=warm.run)
     assert run.returncode != 0 and f"error: {cut}: damaged or cut off" in run.stderr
     assert not (tmp_path / "set").exists()
 
@@ -174,14 +192,18 @@ def test_a_file_that_cannot_be_read_is_named_whichever_process_meets_it(corpus, 
 # -- several processes --
 
 
-def under_torchrun(n: int, corpus: list[Path], data: Path, *options: str) -> subprocess.CompletedProcess:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
-    return subprocess.run([*launch, *command(corpus, data, *options)[1:]], capture_output=True, text=True, timeout=200)
+def under_torchrun(
+    n: int, corpus: list[Path], data: Path, *options: str, run=subprocess.run
+) -> subprocess.CompletedProcess:
+    """With run=warm.run, as under torchrun."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
+    argv = [sys.executable, *launch, *command(corpus, data, *options)[1:]]
+    return run(argv, capture_output=True, text=True, timeout=200)
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_several_processes_make_the_same_data_set_as_one(corpus, reference, tmp_path, n):
-    run = under_torchrun(n, corpus, tmp_path, "--vocab_size=400")
+@pytest.mark.parametrize("n, run", [(2, subprocess.run), (3, warm.run)], ids=["2", "3"])
+def test_several_processes_make_the_same_data_set_as_one(corpus, reference, tmp_path, n, run):
+    run = under_torchrun(n, corpus, tmp_path, "--vocab_size=400", run=run)
     assert run.returncode == 0, run.stderr[-2000:]
     assert contents(tmp_path / "set") == contents(reference)
     assert sorted(os.listdir(tmp_path)) == ["set"]
@@ -192,7 +214,7 @@ def test_equal_documents_are_found_across_processes(corpus, tmp_path):
     copy.write_bytes(corpus[0].read_bytes())
     twice = [corpus[0], corpus[2], copy]
     model = f"--tokenizer={tiktoken_file(tmp_path / 'bytes.tiktoken')}"
-    run = under_torchrun(2, twice, tmp_path / "two", model, "--dedup")
+    run = under_torchrun(2, twice, tmp_path / "two", model, "--dedup", run=warm.run)
     assert run.returncode == 0, run.stderr[-2000:]
     one, meta = prepare_set(tmp_path, *twice, dedup=True)
     assert contents(tmp_path / "two" / "set") == contents(one)
@@ -203,11 +225,12 @@ def test_equal_documents_are_found_across_processes(corpus, tmp_path):
 
 
 def peak_memory(argv: list[str], env: dict[str, str]) -> int:
-    """The largest resident memory of all processes together, in bytes."""
+    """Return the largest resident memory of all processes together, in bytes."""
     sys.path.insert(0, str(REPO))
     from bench.prepare import resident
 
-    run, peak = subprocess.Popen(argv, stdout=-3, env=env), 0
+    run = subprocess.Popen(argv, stdout=subprocess.DEVNULL, env=env)
+    peak = 0
     while run.poll() is None:
         peak = max(peak, resident(run.pid))
         time.sleep(0.02)
@@ -216,14 +239,16 @@ def peak_memory(argv: list[str], env: dict[str, str]) -> int:
 
 
 def test_memory_does_not_grow_with_the_corpus_or_with_a_document(tmp_path):
-    """The bound is 200 MB and 150 MB a worker, for any input; here a document of 80 MB and a corpus of as much."""
+    """For any input, the bound is 200 MB and 150 MB for each worker. The inputs here are a document
+    of 80 MB and a corpus of about the same size.
+    """
     line = json.dumps({"text": "the loop reads tokens and writes weights " * 25}) + "\n"
     (tmp_path / "many.jsonl").write_text(line * 80_000)
     (tmp_path / "one.txt").write_text("the loop reads tokens and writes weights\n" * 2_000_000)
-    (tmp_path / "small.jsonl").write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(100)))
+    small = write_jsonl(tmp_path / "small.jsonl", [{"text": f"document {i}"} for i in range(100)])
     options = [f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}", "--workers=2"]
     for big in ("many.jsonl", "one.txt"):
-        argv = command([tmp_path / big, tmp_path / "small.jsonl"], tmp_path, *options)
+        argv = command([tmp_path / big, small], tmp_path, *options)
         assert peak_memory(argv, dict(os.environ)) < 500e6, big
 
 
@@ -238,7 +263,8 @@ def test_inspect_verifies_a_data_set_and_shows_documents(reference, capsys, refu
     assert out.count("---- train, tokens ") == 2 and "---- train, tokens 0 to " in out
     assert any(text in out for text in texts)
     call(prepare.main, "--inspect", reference, "--show=1000", "--count=1")
-    heading, text = capsys.readouterr().out.rstrip("\n").split("---- train, tokens ")[1].split(", then eos\n")
+    shown = capsys.readouterr().out.rstrip("\n").split("---- train, tokens ")[1]
+    heading, text = shown.split(", then eos\n")
     begin, end = (int(n.replace(",", "")) for n in heading.split(" to "))
     assert begin <= 1000 <= end and text in texts
     call(prepare.main, "--inspect", reference, "--show=random", "--split=val", "--count=1")
@@ -265,31 +291,45 @@ def test_inspect_finds_damage(reference, tmp_path, refuses):
         assert message in refuses(prepare.main, "--inspect", folder)
 
 
-def test_inspect_shows_exactly_what_a_step_trained_on(tiny_data, tmp_path, capsys, monkeypatch, refuses):
+def test_inspect_shows_exactly_what_a_step_trained_on(
+    tiny_data, tmp_path, capsys, monkeypatch, refuses
+):
     from conftest import train_tiny
 
     import train
     from text.dataset import load_tokenizer
 
-    seen, to_device = [], train.to_device
-    monkeypatch.setattr(train, "to_device", lambda rows, device: seen.append(rows) or to_device(rows, device))
+    to_device = train.to_device
+    seen = []
+
+    def note(rows, device):
+        seen.append(rows)
+        return to_device(rows, device)
+
+    monkeypatch.setattr(train, "to_device", note)
     run = train_tiny(tiny_data, tmp_path, "--eval_every=100", "--batch_tokens=256")
-    steps = [rows for rows in seen if len(rows) == 4][: 8 * 2]  # two micro-steps of 4 x 32 each
+    steps = [rows for rows in seen if len(rows) == 4][: 8 * 2]  # 8 steps of two micro-steps each
     tokenizer = load_tokenizer(tiny_data / "tiny")
     with open(run / "metrics.jsonl", "a") as f:
-        f.write('{"step": 9, "lo')  # as a kill leaves it
+        f.write('{"step": 9, "lo')  # a kill in the middle of a line leaves this
     call(prepare.main, "--inspect", run, "--step=3")
-    shown = [part.split("\n", 1)[1].rstrip("\n") for part in capsys.readouterr().out.split("---- ")[1:]]
-    eos = tokenizer.eos_id
-    want = ["<eos>".join(tokenizer.decode(p) for p in split(row.tolist(), eos)) for rows in steps[4:6] for row in rows]
-    assert [s.rstrip("\n") for s in want] == shown
+    parts = capsys.readouterr().out.split("---- ")[1:]
+    want = []
+    for row in (row.tolist() for rows in steps[4:6] for row in rows):
+        texts = [tokenizer.decode(part) for part in split(row, tokenizer.eos_id)]
+        want.append("<eos>".join(texts).rstrip("\n"))
+    assert [part.split("\n", 1)[1].rstrip("\n") for part in parts] == want
     error = refuses(prepare.main, "--inspect", tmp_path / "nowhere", "--step=1")
     assert "nowhere: no metrics.jsonl there" in error
     assert "steps count from 1" in refuses(prepare.main, "--inspect", run, "--step=0")
 
 
 def split(ids: list[int], eos: int) -> list[list[int]]:
+    """Cut ids at each eos, which is in none of the parts."""
     parts = [[]]
     for i in ids:
-        parts.append([]) if i == eos else parts[-1].append(i)
+        if i == eos:
+            parts.append([])
+        else:
+            parts[-1].append(i)
     return parts

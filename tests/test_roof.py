@@ -8,86 +8,89 @@ from conftest import call
 from bench import roof
 from model import GPT, PRESETS, GPTConfig
 
-SMALL = [
-    "--n_layer=2",
-    "--n_head=4",
-    "--n_embd=64",
-    "--block_size=32",
-    "--batch_size=2",
-    "--vocab_size=300",
-    "--seconds=0.001",
-]
+SMALL = ["--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=32", "--batch_size=2"]
+SMALL += ["--vocab_size=300", "--seconds=0.001"]
 SMALL += ["--device=cpu", "--dtype=float32", "--peak_tflops=1"]
+COMPILES = shutil.which("g++") is not None
+PRODUCTS = ("forward", "input grad", "weight grad")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_linear_layers_are_those_that_the_model_counts(preset):
-    """FLOPs of a token: the model's own count without attention, plus 6 for each weight of the vocabulary's padding."""
-    c = GPTConfig(
-        **PRESETS[preset], vocab_size=300, block_size=32, n_layer=3, n_head=6, n_kv_head=2, n_embd=48, head_dim=10
-    )
+    """The FLOPs of a token are those that the model counts, without attention, plus 6 for each
+    weight of the padding of the vocabulary.
+    """
+    shape = dict(block_size=32, n_layer=3, n_head=6, n_kv_head=2, n_embd=48, head_dim=10)
+    c = GPTConfig(**PRESETS[preset], **shape, vocab_size=300)
     with torch.device("meta"):
         model = GPT(c)
     attention = 12 * c.n_layer * c.n_head * c.head_dim * 32
     padding = (c.padded_vocab_size - c.vocab_size) * c.n_embd
     assert c.padded_vocab_size == 384
     assert roof.gemm_flops(c) == model.flops_per_token(32) - attention + 6 * padding
-    layers = sorted((m.in_features, m.out_features) for m in model.modules() if isinstance(m, torch.nn.Linear))
-    assert layers == sorted((K, N) for K, N, n in roof.gemms(c).values() for _ in range(n))
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    counted = [(K, N) for K, N, n in roof.gemms(c).values() for _ in range(n)]
+    assert sorted((m.in_features, m.out_features) for m in layers) == sorted(counted)
 
 
-@pytest.mark.parametrize("which, shape", [("forward", (5, 7)), ("input grad", (5, 3)), ("weight grad", (7, 3))])
+@pytest.mark.parametrize("which, shape", zip(PRODUCTS, [(5, 7), (5, 3), (7, 3)], strict=True))
 def test_a_product_has_the_shape_of_what_it_stands_for(which, shape):
     machine = roof.Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
-    assert roof.product(which, 5, 3, 7, machine)().shape == shape  # M = 5 tokens, K = 3 inputs, N = 7 outputs
+    M, K, N = 5, 3, 7  # tokens, inputs, outputs
+    assert roof.product(which, M, K, N, machine)().shape == shape
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("roof") / "roof.json"
-    call(roof.main, *SMALL, f"--compile={shutil.which('g++') is not None}", "--preset=llama", f"--json={out}")
+    call(roof.main, *SMALL, f"--compile={COMPILES}", "--preset=llama", f"--json={out}")
     return json.loads(out.read_text())
 
 
 def test_every_linear_layer_has_three_figures_and_all_have_one(found):
     assert [r["layer"] for r in found["gemms"]] == ["qkv", "proj", "gate", "up", "down", "lm_head"]
-    assert all(r[k] > 0 for r in found["gemms"] for k in ("forward", "input grad", "weight grad", "ms"))
-    rates = [r[k] for r in found["gemms"] for k in ("forward", "input grad", "weight grad")]
-    assert min(rates) <= found["gemm_tflops"] <= max(rates)  # weighted by time, it lies between
+    rates = [r[k] for r in found["gemms"] for k in PRODUCTS]
+    assert min(rates) > 0 and all(r["ms"] > 0 for r in found["gemms"])
+    assert min(rates) <= found["gemm_tflops"] <= max(rates)  # their mean, weighted by time
 
 
 def test_attention_has_a_row_for_every_backend_and_shape_and_one_is_the_default(found):
     rows = found["attention"]
-    assert [(r["head_dim"], r["backend"]) for r in rows[:-1]] == [
-        (hs, b) for hs in (64, 128, 16) for b in roof.BACKENDS
-    ]
+    wanted = [(hs, backend) for hs in (64, 128, 16) for backend in roof.BACKENDS]
+    assert [(r["head_dim"], r["backend"]) for r in rows[:-1]] == wanted
     for r in rows:
         if r["backend"] in ("cudnn", "efficient"):  # a CPU has neither
             assert r["forward"] == r["both"] == "n/a" and r["default"] == ""
         else:
             assert r["forward"] > 0 and r["both"] > 0 and r["ms both"] > 0
     assert [r["default"] for r in rows[:-1]].count("*") == 3 and rows[-1]["default"] == "flash"
-    assert rows[-1]["backend"] == "the model" and rows[-1]["ms forward"] * rows[-1]["forward"] == pytest.approx(
-        2e-9 * 2 * 4 * 32**2 * 16  # 2 sequences, 4 heads of 16
-    )
+    last = rows[-1]
+    flops = 2 * 2 * 4 * 32**2 * 16  # 2 sequences, 4 heads of size 16
+    assert last["backend"] == "the model"
+    assert last["ms forward"] * last["forward"] == pytest.approx(flops * 1e-9)
 
 
 def test_memory_has_its_rows_and_bytes(found):
     rows = {r["operation"]: r for r in found["memory"]}
-    losses = ["cross-entropy, eager"] + ["cross-entropy, compiled"] * (shutil.which("g++") is not None)
-    assert [*rows] == [*losses, "copy", "AdamW"] and all(r["ms"] > 0 and r["GB/s"] > 0 for r in rows.values())
+    losses = ["cross-entropy, eager"]
+    if COMPILES:
+        losses.append("cross-entropy, compiled")
+    assert [*rows] == [*losses, "copy", "AdamW"]
+    assert all(r["ms"] > 0 and r["GB/s"] > 0 for r in rows.values())
+    mb = {name: r["GB/s"] * r["ms"] for name, r in rows.items()}
     for name in losses:
-        assert rows[name]["of"] == 64 and rows[name]["GB/s"] * rows[name]["ms"] == pytest.approx(3 * 64 * 384 * 4 / 1e6)
+        assert rows[name]["of"] == 64 and mb[name] == pytest.approx(3 * 64 * 384 * 4 / 1e6)
     with torch.device("meta"):
         n = sum(p.numel() for p in GPT(GPTConfig(**found["model"])).parameters())
-    assert rows["AdamW"]["of"] == n and rows["AdamW"]["GB/s"] * rows["AdamW"]["ms"] == pytest.approx(28 * n / 1e6)
+    assert rows["AdamW"]["of"] == n and mb["AdamW"] == pytest.approx(28 * n / 1e6)
 
 
 def test_the_roof_of_a_micro_step_is_the_sum_of_its_parts(found):
     *parts, everything = found["micro_step"]
     assert len(parts) == 4 and everything["ms"] == pytest.approx(sum(p["ms"] for p in parts))
     assert 0 < found["model_tflops"]
-    assert found["versions"]["torch"] == torch.__version__ and "--preset=llama" in found["command"] and found["machine"]
+    assert found["versions"]["torch"] == torch.__version__
+    assert "--preset=llama" in found["command"] and found["machine"]
 
 
 def test_what_does_not_fit_or_is_refused_is_a_word_and_not_the_end():
@@ -97,5 +100,6 @@ def test_what_does_not_fit_or_is_refused_is_a_word_and_not_the_end():
 
         return roof.median_ms(make, 0.001)
 
-    assert fails("DefaultCPUAllocator: can't allocate memory") == "OOM" and fails("No available kernel.") == "n/a"
+    assert fails("DefaultCPUAllocator: can't allocate memory") == "OOM"
+    assert fails("No available kernel.") == "n/a"
     assert roof.total([1.0, "OOM", 2.0]) == "OOM" and roof.per_ms(3.0, "n/a") == "n/a"

@@ -25,9 +25,15 @@ def out(tiny_data, tmp_path_factory) -> Path:
     return out
 
 
+def run(out: Path, *options: str) -> None:
+    """Run sample.py on the newest checkpoint under `out`."""
+    call(sample.main, f"--out_dir={out}", "--device=cpu", *options)
+
+
 def test_a_checkpoint_folder_is_all_that_sampling_needs(out, tmp_path, capsys):
     shutil.copytree(newest_checkpoint(out / "run" / "ckpt"), tmp_path / "moved")
-    call(sample.main, f"--ckpt={tmp_path / 'moved'}", "--prompt=the loop", "--max_new_tokens=20", "--device=cpu")
+    options = ["--prompt=the loop", "--max_new_tokens=20", "--device=cpu"]
+    call(sample.main, f"--ckpt={tmp_path / 'moved'}", *options)
     printed = capsys.readouterr()
     assert printed.out.startswith("the loop") and len(printed.out) > 20
     assert "tok/s" in printed.err
@@ -35,70 +41,68 @@ def test_a_checkpoint_folder_is_all_that_sampling_needs(out, tmp_path, capsys):
 
 def test_greedy_text_is_the_decoded_greedy_tokens(out, capsys):
     folder = newest_checkpoint(out / "run" / "ckpt")
-    model, tokenizer = from_pretrained(folder).eval(), load_tokenizer(folder)
+    model = from_pretrained(folder).eval()
+    tokenizer = load_tokenizer(folder)
     idx = torch.tensor([[tokenizer.eos_id, *tokenizer.encode("模型").tolist()]])
     tokens = [int(t) for t in model.generate(idx, 40, temperature=0)]
-    call(
-        sample.main,
-        f"--out_dir={out}",
-        "--prompt=模型",
-        "--temperature=0",
-        "--dtype=float32",
-        "--max_new_tokens=40",
-        "--stop_at_eos=false",
-        "--device=cpu",
-    )
+    greedy = ["--temperature=0", "--dtype=float32", "--stop_at_eos=false"]
+    run(out, "--prompt=模型", "--max_new_tokens=40", *greedy)
     text = b"".join(map(tokenizer.token_bytes, tokens)).decode(errors="replace")
     assert capsys.readouterr().out == f"模型{text}\n"
 
 
 def test_too_many_at_once_is_one_line(out, tiny_data, capsys):
-    with pytest.raises(configurator.UserError, match="out of memory of so many texts at once: lower --num_samples"):
-        call(sample.main, f"--out_dir={out}", f"--num_samples={10**11}", "--device=cpu")
-    call(sample.main, f"--out_dir={out}", f"--eval={tiny_data / 'tiny'}", f"--batch_size={10**17}", "--device=cpu")
+    message = "out of memory for so many texts at once: lower --num_samples"
+    with pytest.raises(configurator.UserError, match=message):
+        run(out, f"--num_samples={10**11}")
+    run(out, f"--eval={tiny_data / 'tiny'}", f"--batch_size={10**17}")
     assert "bits per byte" in capsys.readouterr().out
 
 
 def test_streaming_never_splits_a_chinese_character(out, capsys, monkeypatch):
-    """A model that answers in the byte tokens of a Chinese text, one a step: every write is whole characters."""
-    folder = newest_checkpoint(out / "run" / "ckpt")
-    tokenizer, text = load_tokenizer(folder), "龘龙舞九天😀。"  # characters outside the tiny vocabulary
-    ids = tokenizer.encode(text)
+    """The model answers in the byte tokens of a Chinese text, one in each step. What is written at
+    a time are whole characters.
+    """
+    text = "龘龙舞九天😀。"  # characters outside the tiny vocabulary
+    ids = load_tokenizer(newest_checkpoint(out / "run" / "ckpt")).encode(text)
     assert len(ids) > len(text)
     monkeypatch.setattr(GPT, "generate", lambda self, idx, n, **_: (torch.tensor([i]) for i in ids))
     writes = []
-    monkeypatch.setattr(
-        "builtins.print", lambda *a, file=None, **_: writes.append("".join(map(str, a))) if file is None else None
-    )
-    call(sample.main, f"--out_dir={out}", "--device=cpu")
+
+    def note(*parts, file=None, **_):
+        if file is None:
+            writes.append("".join(map(str, parts)))
+
+    monkeypatch.setattr("builtins.print", note)
+    run(out)
     assert "".join(writes) == text and "\ufffd" not in "".join(writes)
 
 
 def test_samples_come_from_one_batch_and_the_seed_fixes_them(out, capsys):
-    def run(*options):
-        call(sample.main, f"--out_dir={out}", "--num_samples=3", "--max_new_tokens=15", "--device=cpu", *options)
+    def texts(*options):
+        run(out, "--num_samples=3", "--max_new_tokens=15", *options)
         return capsys.readouterr().out
 
-    first = run()
+    first = texts()
     assert "sample 2" in first and "sample 3" in first
-    assert run() == first != run("--seed=2")
+    assert texts() == first != texts("--seed=2")
 
 
 def test_interactive_answers_every_line_until_the_end_of_input(out, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("the\n模型\n"))
-    call(sample.main, f"--out_dir={out}", "--interactive", "--max_new_tokens=5", "--device=cpu")
+    run(out, "--interactive", "--max_new_tokens=5")
     assert capsys.readouterr().err.count("tok/s") == 2
 
 
 def test_prompt_can_come_from_a_file(out, tmp_path, capsys):
     (tmp_path / "p.txt").write_text("数据 and\n", encoding="utf-8")
-    call(sample.main, f"--out_dir={out}", f"--prompt_file={tmp_path / 'p.txt'}", "--max_new_tokens=5", "--device=cpu")
+    run(out, f"--prompt_file={tmp_path / 'p.txt'}", "--max_new_tokens=5")
     assert capsys.readouterr().out.startswith("数据 and\n")
 
 
 def test_a_prompt_that_is_too_long_leaves_interactive_mode_open(out, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("the loop " * 300 + "\nthe\n"))
-    call(sample.main, f"--out_dir={out}", "--interactive", "--max_new_tokens=5", "--device=cpu")
+    run(out, "--interactive", "--max_new_tokens=5")
     said = capsys.readouterr().err
     assert "error: the prompt has" in said and said.count("tok/s") == 1
 
@@ -116,8 +120,11 @@ def test_damaged_weights_are_one_line_and_never_a_made_up_token(out, tmp_path, c
     assert ended.value.code == 2 and error.startswith("error: the model's output is not finite")
 
 
-@pytest.mark.skipif(not hasattr(torch.cpu, "get_capabilities"), reason="needs a torch that knows the CPU")
+KNOWS_CPU = hasattr(torch.cpu, "get_capabilities")
+
+
+@pytest.mark.skipif(not KNOWS_CPU, reason="needs a torch that knows the CPU")
 def test_the_dtype_is_the_one_that_the_hardware_multiplies(out, capsys):
-    call(sample.main, f"--out_dir={out}", "--max_new_tokens=3", "--device=cpu")
+    run(out, "--max_new_tokens=3")
     chosen = str(pick_dtype("auto", torch.device("cpu"))[0]).removeprefix("torch.")
     assert f"cpu {chosen}]" in capsys.readouterr().err

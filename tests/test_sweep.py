@@ -1,4 +1,4 @@
-"""bench/sweep.py on a CPU: what it measures, how it goes on when a cell cannot be measured, and what it writes."""
+"""bench/sweep.py on a CPU: what it measures, what it does if a cell fails, and what it writes."""
 
 import itertools
 import json
@@ -16,26 +16,29 @@ from training.settings import model_config
 
 SMALL = [*TINY, "--vocab_size=400", "--warmup=1", "--steps=3"]
 ONE_EACH = ["--block_sizes", "1", "48", "--batch_sizes", "2", "0", "--accums", "1", "3"]
-TOO_LARGE = "10_000_000_000_000"  # sequences: no address space holds their ids, and the allocator says so at once
+# So many sequences that their ids fit into no address space. The allocator notices this at once.
+TOO_LARGE = "10_000_000_000_000"
+GPT2 = ["--preset=gpt2", "--n_kv_head=4"]  # it has learned positions
 
 
 def test_every_cell_has_figures_that_agree_with_each_other(tmp_path, capsys):
     out = tmp_path / "sweep.json"
-    call(sweep.main, *SMALL, *ONE_EACH, "--preset=gpt2", "--n_kv_head=4", f"--json={out}")  # learned positions
+    call(sweep.main, *SMALL, *ONE_EACH, *GPT2, f"--json={out}")
     found = json.loads(out.read_text())
     shapes = [(c["axis"], c["T"], c["B"], c["accum"]) for c in found["cells"]]
-    assert shapes[:3] == [("T", 1, 1, 1), ("T", 48, 1, 1), ("B", 32, 2, 1)]  # block_size is 32, batch_size 4
+    # Where the axis is another one, block_size is 32 and batch_size is 4.
+    assert shapes[:3] == [("T", 1, 1, 1), ("T", 48, 1, 1), ("B", 32, 2, 1)]
     assert shapes[3:] == [("B", 32, "largest", 1), ("accum", 32, 4, 1), ("accum", 32, 4, 3)]
-    assert "left out" in found["cells"].pop(3)["note"]  # it is looked for on a GPU only
+    assert "left out" in found["cells"].pop(3)["note"]  # it is only looked for on a GPU
     for c in found["cells"]:
-        cfg = configurator.parse(
-            sweep.SweepConfig, [*SMALL, "--preset=gpt2", "--n_kv_head=4", f"--block_size={c['T']}"]
-        )
+        cfg = configurator.parse(sweep.SweepConfig, [*SMALL, *GPT2, f"--block_size={c['T']}"])
         flops = GPT(model_config(cfg, 400)).flops_per_token(c["T"])
         step = statistics.median(c["seconds"])
-        assert c["note"] == "" and len(c["seconds"]) == 3 and min(c["seconds"]) > 0 and c["first_step_s"] > 0
+        assert c["note"] == "" and c["first_step_s"] > 0
+        assert len(c["seconds"]) == 3 and min(c["seconds"]) > 0
         assert c["tokens_per_s"] == pytest.approx(c["T"] * c["B"] * c["accum"] / step)
-        assert c["it_per_s"] == pytest.approx(1 / step) and c["step_ms"] == pytest.approx(1e3 * step)
+        assert c["it_per_s"] == pytest.approx(1 / step)
+        assert c["step_ms"] == pytest.approx(1e3 * step)
         assert c["tflops"] == pytest.approx(c["tokens_per_s"] * flops / 1e12)
         assert c["mfu"] == pytest.approx(c["tflops"])  # TINY gives a peak of 1 TFLOPS
         assert c["memory_gb"] is None or 0.05 < c["memory_gb"] < 5
@@ -45,7 +48,8 @@ def test_every_cell_has_figures_that_agree_with_each_other(tmp_path, capsys):
     ms = 1e3 * min(found["cells"][0]["seconds"])
     least = f"{ms:,.1f} ms, the fastest of 3 steps of one token"
     assert found["any step"] == least and printed.endswith(f"any step, at least: {least}\n")
-    assert all(f"by {axis}\n" in printed for axis in ("T", "B", "accum")) and "Wh/Mtok" not in printed  # no NVML here
+    assert all(f"by {axis}\n" in printed for axis in ("T", "B", "accum"))
+    assert "Wh/Mtok" not in printed  # a CPU has no NVML
 
 
 def test_what_a_step_costs_at_least_is_measured_where_no_cell_has_one_token(tmp_path):
@@ -74,7 +78,8 @@ def test_a_cell_out_of_memory_says_so_and_the_sweep_goes_on(tmp_path, capsys):
 
 
 def test_a_cell_that_fails_otherwise_is_reported_and_the_exit_code_is_1(tmp_path, monkeypatch):
-    take_step, calls = sweep.take_step, itertools.count()
+    take_step = sweep.take_step
+    calls = itertools.count()
 
     def broken(*arguments):
         if next(calls) == 0:
@@ -86,49 +91,61 @@ def test_a_cell_that_fails_otherwise_is_reported_and_the_exit_code_is_1(tmp_path
     with pytest.raises(SystemExit) as exit_info:
         call(sweep.main, *SMALL, "--vary=B", "--batch_sizes", "1", "2", f"--json={out}")
     cells = json.loads(out.read_text())["cells"]
-    assert exit_info.value.code == 1 and cells[0]["note"].startswith("failed: ") and cells[1]["note"] == ""
+    assert exit_info.value.code == 1
+    assert cells[0]["note"].startswith("failed: ") and cells[1]["note"] == ""
 
 
 def test_a_loss_that_is_not_finite_is_a_failure():
     cfg = configurator.parse(sweep.SweepConfig, [*SMALL, "--lr=1e30"])
     machine = sweep.start(cfg.device, cfg.dtype)
-    assert sweep.measure(cfg, 8, 2, 1, machine, None)["note"].startswith("failed: ArithmeticError: loss ")
+    cell = sweep.measure(cfg, 8, 2, 1, machine, None)
+    assert cell["note"].startswith("failed: ArithmeticError: loss ")
 
 
 def test_markdown_and_json_agree(tmp_path):
     paths = [tmp_path / "sweep.json", tmp_path / "sweep.md"]
     axes = ["--vary=accum,B", "--accums", "2", "--batch_sizes", TOO_LARGE, "3"]
     call(sweep.main, *SMALL, *axes, f"--json={paths[0]}", f"--markdown={paths[1]}")
-    found, lines = json.loads(paths[0].read_text()), paths[1].read_text().splitlines()
+    found = json.loads(paths[0].read_text())
+    lines = paths[1].read_text().splitlines()
     rows = [line for line in lines if line.startswith("| ") and line[2].isdigit()]
-    assert [line for line in lines if line.startswith("#")] == [f"# {found['machine']}", "## accum", "## B"]
+    headings = [line for line in lines if line.startswith("#")]
+    assert headings == [f"# {found['machine']}", "## accum", "## B"]
     assert f"* command: {found['command']}" in lines and len(rows) == len(found["cells"]) == 3
     assert rows == ["| " + " | ".join(sweep.texts(c, sweep.COLUMNS)) + " |" for c in found["cells"]]
     assert f"{found['cells'][0]['step_ms']:,.1f} |" in rows[0] and rows[1].endswith("| - | OOM |")
-    assert {p.name for p in tmp_path.iterdir()} == {"sweep.json", "sweep.md"}  # nothing is left aside
+    assert {p.name for p in tmp_path.iterdir()} == {"sweep.json", "sweep.md"}  # no temporary file
 
 
-@pytest.mark.skipif(sweep.reset_peak(torch.device("cpu")) is None, reason="the peak of memory cannot be reset here")
+NO_RESET = sweep.reset_peak(torch.device("cpu")) is None
+
+
+@pytest.mark.skipif(NO_RESET, reason="the peak of memory cannot be reset here")
 def test_the_peak_of_a_small_cell_behind_a_large_one_is_small():
     cfg = configurator.parse(sweep.SweepConfig, SMALL)
     machine = sweep.start(cfg.device, cfg.dtype)
-    small, large, again = (sweep.measure(cfg, 32, B, 1, machine, 1.0)["memory_gb"] for B in (1, 512, 1))
+    cells = [sweep.measure(cfg, 32, B, 1, machine, 1.0) for B in (1, 512, 1)]
+    small, large, again = (cell["memory_gb"] for cell in cells)
     assert large > small + 0.05 and again == pytest.approx(small, abs=0.05)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 7, 13, 16, 100, 5000])
 def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch, limit):
-    """On a pretended GPU, which holds `limit` sequences."""
+    """`measure` pretends to be a GPU that holds `limit` sequences."""
 
     def measure(cfg, T, B, accum, machine, peak):
         return {"T": T, "B": B, "accum": accum, "note": "OOM" if B > limit else ""}
 
     monkeypatch.setattr(sweep, "measure", measure)
-    cfg, gpu = configurator.parse(sweep.SweepConfig, SMALL), SimpleNamespace(device=torch.device("cuda"))
+    cfg = configurator.parse(sweep.SweepConfig, SMALL)
+    gpu = SimpleNamespace(device=torch.device("cuda"))
     tried = [measure(cfg, 32, B, 1, gpu, 1.0) for B in (1, 8, 12, 16)]
     cell = sweep.largest(cfg, tried, gpu, 1.0)
     assert max(1, limit * 16 // 17) <= cell["B"] <= max(1, limit)
-    assert cell["note"] == "OOM" if limit == 0 else cell["note"].startswith("largest: B=")
+    if limit == 0:
+        assert cell["note"] == "OOM"
+    else:
+        assert cell["note"].startswith("largest: B=")
 
 
 def test_it_is_not_for_torchrun(refuses, monkeypatch):

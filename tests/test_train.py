@@ -30,19 +30,19 @@ def config(*options: str) -> TrainConfig:
 
 # -- schedule and plan --
 
+# 100 steps, of which 10 are warm-up, then a decay to 0.1 of lr at the very last step.
+COSINE = 0.1 + 0.9 * (1 + math.cos(math.pi * 44 / 89)) / 2
+TO_ZERO = ["--schedule=linear", "--warmup_steps=20", "--min_lr_ratio=0"]
+
 
 @pytest.mark.parametrize(
     "options, table",
     [
-        # 100 steps, 10 of warm-up: first step, middle and end of warm-up, then to 0.1 of lr at the very last step
-        (
-            ["--schedule=cosine"],
-            {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 99: 0.1, 54: 0.1 + 0.9 * (1 + math.cos(math.pi * 44 / 89)) / 2},
-        ),
-        (["--schedule=linear"], {0: 0.1, 10: 1.0, 99: 0.1, 54: 1 - 0.9 * 44 / 89}),
-        (["--schedule=wsd"], {0: 0.1, 10: 1.0, 50: 1.0, 80: 1.0, 99: 0.1, 90: 1 - 0.9 * 10 / 19}),
+        (["--schedule=cosine"], {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 54: COSINE, 99: 0.1}),
+        (["--schedule=linear"], {0: 0.1, 10: 1.0, 54: 1 - 0.9 * 44 / 89, 99: 0.1}),
+        (["--schedule=wsd"], {0: 0.1, 10: 1.0, 50: 1.0, 80: 1.0, 90: 1 - 0.9 * 10 / 19, 99: 0.1}),
         (["--schedule=constant"], {0: 0.1, 10: 1.0, 99: 1.0}),
-        (["--schedule=linear", "--warmup_steps=20", "--min_lr_ratio=0"], {0: 0.05, 19: 1.0, 99: 0.0}),
+        (TO_ZERO, {0: 0.05, 19: 1.0, 99: 0.0}),
     ],
 )
 def test_learning_rate_is_what_the_formula_says(options, table):
@@ -56,9 +56,9 @@ def test_learning_rate_is_what_the_formula_says(options, table):
     [
         (1, 4, 256, (4, 2, 256)),
         (2, 4, 256, (4, 1, 256)),
-        (6, 8, 524_288, (8, 341, 523_776)),  # the nearest multiple on six
+        (6, 8, 524_288, (8, 341, 523_776)),  # the nearest multiple for six
         (8, 64, 256, (1, 1, 256)),  # batch_size is more than a step needs
-        (16, 4, 256, (1, 1, 512)),  # one sequence a process is the least
+        (16, 4, 256, (1, 1, 512)),  # a process has at least one sequence
     ],
 )
 def test_a_step_has_the_tokens_asked_or_the_nearest_multiple(world, B, asked, want):
@@ -89,17 +89,22 @@ def test_evaluation_reads_the_same_windows_for_every_batch_size(tiny_data):
     meta = data.meta
     model = GPT(train.model_config(cfg, meta["vocab_size"]))
     model.init_weights("xavier")
-    losses, seen = [], []
+    losses = []
+    seen = []
     for B in (1, 3, 7, 1000):
         windows = open_windows(data, "val", cfg.block_size)
         take = windows.row
-        windows.row = lambda start, take=take: seen.append(start) or take(start)
-        plan = train.Plan(B, 1, B * 32, 1, 1)
-        losses.append(train.evaluate(model, windows, cfg.eval_tokens, plan.batch_size, CPU))
+
+        def note(start: int, take=take):
+            seen.append(start)
+            return take(start)
+
+        windows.row = note
+        losses.append(train.evaluate(model, windows, cfg.eval_tokens, B, CPU))
         assert model.training
-    windows = (meta["splits"]["val"]["tokens"] - 1) // 32
+    count = (meta["splits"]["val"]["tokens"] - 1) // 32
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
-    assert set(seen) == {32 * i for i in range(windows)}
+    assert set(seen) == {32 * i for i in range(count)}
 
 
 # -- whole runs --
@@ -122,46 +127,50 @@ def straight(tiny_data, tmp_path_factory) -> Path:
 def test_a_run_leaves_all_that_it_promises(straight, tiny_data):
     records = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in records if "loss" in r]
-    assert [r["step"] for r in steps] == list(range(1, 9)) and [r["step"] for r in records if "val_loss" in r] == [4, 8]
+    evaluations = [r for r in records if "val_loss" in r]
+    assert [r["step"] for r in steps] == list(range(1, 9))
+    assert [r["step"] for r in evaluations] == [4, 8]
     for r in steps:
-        assert (
-            r["tokens"] == 256 * r["step"]
-            and r["tokens_per_s"] > 0
-            and r["step_ms"] > 0
-            and 0 <= r["data_ms"] < r["step_ms"]
-        )
+        assert r["tokens"] == 256 * r["step"] and r["tokens_per_s"] > 0
+        assert 0 <= r["data_ms"] < r["step_ms"]
         assert r["tokens_per_s"] == pytest.approx(256 / r["step_ms"] * 1000)
         assert r["mfu"] == pytest.approx(r["tflops"] / 1.0)  # TINY says peak_tflops=1
-    val, counts = (
-        [r for r in records if "val_loss" in r][-1],
-        train.open_datasets("tiny", tiny_data)[0].meta["splits"]["val"],
-    )
-    assert val["val_bits_per_byte"] == pytest.approx(val["val_loss"] / math.log(2) * counts["tokens"] / counts["bytes"])
+    last = evaluations[-1]
+    counts = train.open_datasets("tiny", tiny_data)[0].meta["splits"]["val"]
+    bits = last["val_loss"] / math.log(2) * counts["tokens"]
+    assert last["val_bits_per_byte"] == pytest.approx(bits / counts["bytes"])
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
     assert (straight / "loss.png").read_bytes().startswith(b"\x89PNG")
     checkpoint = newest_checkpoint(straight / "ckpt")
     assert checkpoint.name == "step_00000008"
-    files = {"config.json", "model.safetensors", "train_state.pt", "train_config.json", "meta.json", "tokenizer.model"}
-    files |= {"tokenizer.json", "tokenizer_config.json"}
-    assert {p.name for p in checkpoint.iterdir()} == files | {"manifest.json"}
+    files = {"config.json", "model.safetensors", "train_state.pt", "train_config.json", "meta.json"}
+    files |= {"tokenizer.model", "tokenizer.json", "tokenizer_config.json", "manifest.json"}
+    assert {p.name for p in checkpoint.iterdir()} == files
     assert not damage(checkpoint)
 
 
 def test_resume_is_bit_identical_to_never_having_stopped(straight, tiny_data, tmp_path):
     shutil.copytree(straight, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "ckpt" / "step_00000008")  # as if it had been killed after step 4 ...
+    # The copy looks like a run that was killed in the middle of a line.
+    shutil.rmtree(tmp_path / "run" / "ckpt" / "step_00000008")
     with open(tmp_path / "run" / "metrics.jsonl", "a") as f:
-        f.write('{"step": 9, "lo')  # ... in the middle of a line
+        f.write('{"step": 9, "lo')
     run = train_tiny(tiny_data, tmp_path, "--dropout=0.1", "--init_from=resume")
     assert same(weights(run), weights(straight))
     for key in ("loss", "grad_norm", "val_loss"):
         assert metrics(run, key) == metrics(straight, key)  # no gap, no repeat, no difference
-    state = [torch.load(r / "ckpt" / "step_00000008" / "train_state.pt", weights_only=True) for r in (run, straight)]
-    moments = [s["optimizer"]["state"] for s in state]
-    assert all(torch.equal(moments[0][i][k], moments[1][i][k]) for i in moments[1] for k in ("exp_avg", "exp_avg_sq"))
+    resumed, whole = (
+        torch.load(r / "ckpt" / "step_00000008" / "train_state.pt", weights_only=True)
+        for r in (run, straight)
+    )
+    for i, moments in whole["optimizer"]["state"].items():
+        for k in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(resumed["optimizer"]["state"][i][k], moments[k])
 
 
-def test_auto_resumes_where_there_is_something_and_starts_where_not(straight, tiny_data, tmp_path, capsys):
+def test_auto_resumes_where_there_is_something_and_starts_where_not(
+    straight, tiny_data, tmp_path, capsys
+):
     run = train_tiny(tiny_data, tmp_path, "--dropout=0.1", "--init_from=auto", "--max_steps=8")
     assert same(weights(run), weights(straight))
     capsys.readouterr()
@@ -169,8 +178,11 @@ def test_auto_resumes_where_there_is_something_and_starts_where_not(straight, ti
     assert "resumed from" in capsys.readouterr().out
 
 
-def test_how_often_one_evaluates_saves_and_logs_does_not_change_the_training(straight, tiny_data, tmp_path):
-    run = train_tiny(tiny_data, tmp_path, "--dropout=0.1", "--eval_every=3", "--save_every=100", "--log_every=7")
+def test_how_often_one_evaluates_saves_and_logs_does_not_change_the_training(
+    straight, tiny_data, tmp_path
+):
+    options = ["--dropout=0.1", "--eval_every=3", "--save_every=100", "--log_every=7"]
+    run = train_tiny(tiny_data, tmp_path, *options)
     assert same(weights(run), weights(straight))
 
 
@@ -182,18 +194,19 @@ def test_accumulation_does_not_change_the_step(tiny_data, tmp_path):
 
 
 def test_two_processes_train_as_one(tiny_data, tmp_path):
-    """The same batch_tokens on 1 and 2 processes, with accumulation: the same losses to float tolerance."""
+    """With the same batch_tokens, one and two processes have the same losses, up to rounding."""
     one = train_tiny(tiny_data, tmp_path / "1", "--batch_size=2")
     two = torchrun(2, tiny_data, tmp_path / "2", "--batch_size=2")
     for key in ("loss", "grad_norm", "val_loss"):
         assert metrics(two, key) == pytest.approx(metrics(one, key), rel=1e-3), key
-    a, b = weights(one), weights(two)
-    assert max((a[k] - b[k]).abs().max().item() for k in a) < 1e-3
+    other = weights(two)
+    assert max((w - other[k]).abs().max().item() for k, w in weights(one).items()) < 1e-3
 
 
 def test_every_preset_and_both_precisions_train(tiny_data, tmp_path):
     for preset in ("gpt2", "llama", "qwen3"):
-        run = train_tiny(tiny_data, tmp_path / preset, f"--preset={preset}", "--n_kv_head=0", "--dtype=bfloat16")
+        options = [f"--preset={preset}", "--n_kv_head=0", "--dtype=bfloat16"]
+        run = train_tiny(tiny_data, tmp_path / preset, *options)
         losses = metrics(run, "loss")
         assert losses[8] < losses[1] - 0.3
 
@@ -205,7 +218,9 @@ def test_compiled_training_is_eager_training(tiny_data, tmp_path):
     assert metrics(compiled, "loss") == pytest.approx(metrics(eager, "loss"), rel=1e-4)
 
 
-def test_where_compile_fails_training_goes_on_with_a_warning(straight, tiny_data, tmp_path, capsys, monkeypatch):
+def test_where_compile_fails_training_goes_on_with_a_warning(
+    straight, tiny_data, tmp_path, capsys, monkeypatch
+):
     def broken(*args, **kwargs):
         raise RuntimeError("no compiler here")
 
@@ -217,29 +232,18 @@ def test_where_compile_fails_training_goes_on_with_a_warning(straight, tiny_data
 
 def test_fine_tuning_starts_from_the_weights_of_another_run(straight, tiny_data, tmp_path):
     source = newest_checkpoint(straight / "ckpt")
-    options = [
-        f"--init_from={source}",
-        "--max_steps=4",
-        "--n_layer=9",
-        "--block_size=16",
-    ]  # its own depth, shorter windows
-    run = train_tiny(tiny_data, tmp_path, *options)
+    # The weights keep their own depth, but the windows become shorter.
+    options = ["--max_steps=4", "--n_layer=9", "--block_size=16"]
+    run = train_tiny(tiny_data, tmp_path, f"--init_from={source}", *options)
     assert weights(run).keys() == weights(straight).keys()
     assert metrics(run, "loss")[1] < metrics(straight, "loss")[1] - 0.5
     assert metrics(run, "loss").keys() == {1, 2, 3, 4}
 
 
 def test_only_the_newest_checkpoints_and_the_best_are_kept(tiny_data, tmp_path):
-    # a learning rate that wrecks the model after its first steps: step 1 stays the best
-    options = [
-        "--lr=3",
-        "--warmup_ratio=0",
-        "--schedule=constant",
-        "--grad_clip=0",
-        "--eval_every=1",
-        "--save_every=1",
-        "--keep=2",
-    ]
+    # This learning rate destroys the model after its first steps, so an early step stays the best.
+    options = ["--lr=3", "--warmup_ratio=0", "--schedule=constant", "--grad_clip=0"]
+    options += ["--eval_every=1", "--save_every=1", "--keep=2"]
     run = train_tiny(tiny_data, tmp_path, *options, "--max_steps=6")
     best = min(metrics(run, "val_loss").items(), key=lambda item: item[1])[0]
     kept = sorted(int(p.name[5:]) for p in (run / "ckpt").glob("step_*"))
@@ -255,17 +259,22 @@ def test_offline_wandb_gets_the_metrics(tiny_data, tmp_path, monkeypatch):
 
 
 def test_wandb_is_not_imported_unless_asked_for():
-    code = "import sys, train, prepare, sample; assert not {'wandb', 'matplotlib', 'tiktoken'} & set(sys.modules)"
+    code = "import sys, train, prepare, sample; "
+    code += "assert not {'wandb', 'matplotlib', 'tiktoken'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator is what is set")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="sets options of glibc's allocator")
 def test_on_a_cpu_a_large_tensor_gets_the_pages_of_the_one_before():
-    code = "import resource, torch, train, hardware.machine; hardware.machine.keep_freed_memory(); faults = []\n"
-    code += (
-        "for _ in range(8):\n    torch.ones(2**25); faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)\n"
+    code = (
+        "import resource, torch, train, hardware.machine\n"
+        "hardware.machine.keep_freed_memory()\n"
+        "faults = []\n"
+        "for _ in range(8):\n"
+        "    torch.ones(2**25)\n"
+        "    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)\n"
+        "assert faults[-1] - faults[-4] < 100, faults"  # 128 MB are 32,768 pages of 4 KB
     )
-    code += "assert faults[-1] - faults[-4] < 100, faults"  # 128 MB are 32,768 pages of 4 KB
     subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
 
 

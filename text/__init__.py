@@ -1,1 +1,1 @@
-"""From files to tokens: corpora are read and cleaned, encoded, merged into a data set, and read in windows."""
+"""From corpora to batches: documents are read, cleaned, encoded, merged and read in windows."""

@@ -1,11 +1,13 @@
-"""A data set as its readers see it: the files in data/NAME/.
+"""Read a data set: the files in data/NAME/.
 
-    train.bin, val.bin   one flat little-endian array of token ids, every document followed by one eos;
-                         uint16 when vocab_size <= 65,536, else uint32
-    tokenizer.*          the tokenizer, so that the folder is all that training and sampling need
-    meta.json            counts, hashes, sources, what was left out and why; written last: it says that the set is whole
+    train.bin, val.bin   one flat little-endian array of token ids each, with one eos after every
+                         document; uint16 if vocab_size <= 65,536, else uint32
+    tokenizer.*          the tokenizer: training and sampling need nothing outside the folder
+    meta.json            counts, hashes, sources, and what was left out and why; it is written last,
+                         so if it is there, the data set is complete
 
-prepare.py writes it; train.py, sample.py and prepare.py's own workers read it by way of this file, which needs no torch.
+prepare.py writes these files. train.py, sample.py and the workers of prepare.py read them with the
+functions in this file, which does not need torch.
 """
 
 import hashlib
@@ -24,15 +26,16 @@ from hardware.disk import MANIFEST, content_sha256, damage, file_sha256, inside,
 from text.hf_tokenizer import HF_FILES, from_hugging_face, hugging_face_files
 from text.tokenizer import SentencePiece, Tiktoken, open_tokenizer, tiktoken_names
 
-FORMAT_VERSION = 2  # 1: meta.json had no hash of its own, and named one file of the tokenizer
+# In version 1, meta.json had no hash of itself, and named only one file of the tokenizer.
+FORMAT_VERSION = 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Files
 
 
 def read_meta(folder: Path) -> dict:
-    """meta.json of a data set or of a checkpoint; UserError if it is not as it was written."""
+    """Return the meta.json of a data set or a checkpoint. Raises UserError if it was changed."""
     path = folder / "meta.json"
     try:
         meta = read_object(path)
@@ -45,18 +48,21 @@ def read_meta(folder: Path) -> dict:
     except (ValueError, KeyError) as e:
         raise UserError(f"{path}: damaged ({e}); run prepare.py again") from None
     if version == 1:
-        note(f"{path} is of an older version and has no hash of its own: it is taken as it is")
+        note(f"{path} is of an older version and has no hash of its own: it cannot be verified")
     elif version != FORMAT_VERSION:
-        raise UserError(f"{folder}: format {version}, expected {FORMAT_VERSION}; run prepare.py again")
+        wrong = f"format {version}, expected {FORMAT_VERSION}"
+        raise UserError(f"{folder}: {wrong}; run prepare.py again")
     elif meta.get("sha256") != content_sha256(meta):
-        raise UserError(f"{path}: changed after it was made (by its SHA-256); run prepare.py again")
+        wrong = "changed after it was made: its SHA-256 does not match"
+        raise UserError(f"{path}: {wrong}; run prepare.py again")
     return meta
 
 
 def open_dataset(folder: str | Path) -> dict:
-    """meta.json of a whole data set; UserError if there is none, or if a file is not the one it describes.
+    """Return the meta.json of a data set.
 
-    Of the .bin files only the size is looked at: verify() reads them.
+    Raises UserError if the data set is not complete, or if a file is not the one that meta.json
+    describes. Of the .bin files only the size is compared: verify() reads their content.
     """
     folder = Path(folder)
     meta = read_meta(folder)
@@ -77,7 +83,7 @@ def open_dataset(folder: str | Path) -> dict:
 
 
 def check_tokenizer_files(folder: Path, info: dict) -> None:
-    """UserError unless each file of a data set's tokenizer is the one that meta.json describes."""
+    """Raise UserError unless each file of the tokenizer has the hash in `info`, from meta.json."""
     for name, sha256 in info.get("files", {info["file"]: info["sha256"]}).items():
         path = inside(folder, name)
         if not path.exists() or file_sha256(path) != sha256:
@@ -86,18 +92,24 @@ def check_tokenizer_files(folder: Path, info: dict) -> None:
 
 
 def tokenizer_files(folder: Path, info: dict) -> list[Path]:
-    """The tokenizer's own file, and what came with it for Hugging Face's tools."""
+    """Return the tokenizer's own file, and the files that came with it for Hugging Face's tools."""
     if "files" in info:
         return [inside(folder, name) for name in info["files"]]
     return [inside(folder, info["file"]), *hugging_face_files(folder)]
 
 
 def load_tokenizer(folder: str | Path) -> SentencePiece | Tiktoken:
-    """The tokenizer of a data set or checkpoint of ours, checked by its hash, or of any Hugging Face model directory."""
+    """Return the tokenizer of a data set, a checkpoint, or any Hugging Face model directory.
+
+    Raises UserError if there is none, if a file of a data set or checkpoint was changed, or if this
+    program cannot use the tokenizer.
+    """
     folder = Path(folder)
     names = ("meta.json", SentencePiece.file, Tiktoken.file, *HF_FILES)
-    if (folder / MANIFEST).exists() and (wrong := damage(folder, names)):
-        raise UserError(f"{wrong}: it was changed after it was written")
+    if (folder / MANIFEST).exists():
+        wrong = damage(folder, names)
+        if wrong:
+            raise UserError(f"{wrong}: it was changed after it was written")
     if not (folder / "meta.json").exists():
         return from_hugging_face(folder)
     try:
@@ -106,79 +118,120 @@ def load_tokenizer(folder: str | Path) -> SentencePiece | Tiktoken:
         return open_tokenizer(inside(folder, info["file"]), info)
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as e:
         what = f"{type(e).__name__}: {e}"
-        raise UserError(f"{folder}/meta.json: damaged, about the tokenizer ({what})") from None
+        raise UserError(f"{folder}/meta.json: its tokenizer entry is damaged ({what})") from None
 
 
 def tokenizer_of_model(folder: Path) -> SentencePiece | Tiktoken | None:
-    """The tokenizer that lies beside a model's weights; None if there is no file of one, as with nanoGPT's ckpt.pt."""
+    """Return the tokenizer in a model's folder, or None if the folder has no file of a tokenizer.
+
+    The folder of nanoGPT's ckpt.pt, for example, has none.
+    """
     files = ("meta.json", SentencePiece.file, "tokenizer.json", "vocab.json")
-    return load_tokenizer(folder) if any((folder / name).exists() for name in files) else None
+    if any((folder / name).exists() for name in files):
+        return load_tokenizer(folder)
+    return None
 
 
 def tokenizer_folder(spec: str) -> Path | None:
-    """The folder that --tokenizer names, if it is one: a name of tiktoken's is that, whatever lies here."""
-    return Path(spec) if Path(spec).is_dir() and spec not in tiktoken_names() else None
+    """Return the folder that --tokenizer names, or None if it names something else.
+
+    A name that tiktoken knows always means the encoding of tiktoken, even if a folder is called so.
+    """
+    if Path(spec).is_dir() and spec not in tiktoken_names():
+        return Path(spec)
+    return None
 
 
 def find_tokenizer(spec: str) -> SentencePiece | Tiktoken:
-    """What --tokenizer names: a folder as above, a .model or .tiktoken file, or a name that tiktoken knows."""
-    if folder := tokenizer_folder(spec):
+    """Return the tokenizer that --tokenizer names.
+
+    This is a folder for load_tokenizer(), a .model or .tiktoken file, or a name known to tiktoken.
+    """
+    folder = tokenizer_folder(spec)
+    if folder:
         return load_tokenizer(folder)
     if spec.endswith(".model"):
         return SentencePiece(spec)
-    return Tiktoken.from_file(spec) if spec.endswith(".tiktoken") else Tiktoken.by_name(spec)
+    if spec.endswith(".tiktoken"):
+        return Tiktoken.from_file(spec)
+    return Tiktoken.by_name(spec)
 
 
 def tokenizer_id(info: dict) -> str:
-    """Of what meta.json says of a tokenizer: the same for two that make the same ids. A .tiktoken file is not all of one."""
-    eos_id = info.get("special", {}).get(info.get("eos", "<|endoftext|>"))  # SentencePiece has it in its file
-    settings = info.get("pattern"), eos_id, info.get("normalize", "")
+    """Return a hash that is the same for two tokenizers that make the same ids.
+
+    info: what meta.json says of the tokenizer. The hash of its file is not enough: a .tiktoken file
+    does not contain the splitting pattern, the eos and the normalization.
+    """
+    # None for SentencePiece, whose file contains the eos.
+    eos_id = info.get("special", {}).get(info.get("eos", "<|endoftext|>"))
+    settings = [info.get("pattern"), eos_id, info.get("normalize", "")]
     return hashlib.sha256(json.dumps([info["sha256"], settings]).encode()).hexdigest()
 
 
 def open_split(folder: str | Path, meta: dict, split: str) -> np.memmap:
-    """The token ids of a split, (tokens,), in place on the disk."""
-    return np.memmap(Path(folder) / f"{split}.bin", dtype=np.dtype(meta["dtype"]).newbyteorder("<"), mode="r")
+    """Return the token ids of a split, (tokens,): a memory map of the file on the disk."""
+    dtype = np.dtype(meta["dtype"]).newbyteorder("<")
+    return np.memmap(Path(folder) / f"{split}.bin", dtype=dtype, mode="r")
 
 
 def verify(folder: str | Path, meta: dict, split: str) -> None:
-    """Read a split once; UserError unless it is what meta.json says: its hash, an eos behind every document, and no id
-    that the vocabulary does not have (on a GPU that would be an assert without a name).
+    """Read a split once, and raise UserError unless it is what meta.json says.
+
+    Its hash must be right, every document must end with an eos, and every id must be in the
+    vocabulary. (On a GPU another id would end the program with an assertion that names no cause.)
     """
-    ids, wanted, step = open_split(folder, meta, split), meta["splits"][split], 1 << 22
-    digest, ends = hashlib.sha256(), 0
+    path = f"{folder}/{split}.bin"
+    ids = open_split(folder, meta, split)
+    wanted = meta["splits"][split]
+    vocab_size = meta["vocab_size"]
+    digest = hashlib.sha256()
+    ends = 0
+    step = 1 << 22  # tokens
     for at in tqdm(range(0, len(ids), step), f"verifying {split}.bin", disable=None, leave=False):
         block = ids[at : at + step]
-        if block.max() >= meta["vocab_size"]:
-            first = int(np.argmax(block >= meta["vocab_size"]))
-            raise UserError(
-                f"{folder}/{split}.bin: token {at + first} has id {block[first]}, beyond the vocabulary of "
-                f"{meta['vocab_size']}: the file was changed after it was made; run prepare.py again"
-            )
+        if block.max() >= vocab_size:
+            first = int(np.argmax(block >= vocab_size))
+            bad = f"token {at + first} has id {block[first]}, beyond the vocabulary of {vocab_size}"
+            why = "the file was changed after it was made; run prepare.py again"
+            raise UserError(f"{path}: {bad}: {why}")
         digest.update(block)
         ends += int((block == meta["eos_id"]).sum())
-    problems = {
-        f"{ends:,} eos where meta.json has {wanted['documents']:,} documents": ends != wanted["documents"],
-        "its last token is no eos": int(ids[-1]) != meta["eos_id"],
-        "its hash is not that of meta.json": digest.hexdigest() != wanted["sha256"],
-    }
-    if found := [problem for problem, wrong in problems.items() if wrong]:
-        raise UserError(f"{folder}/{split}.bin: {'; '.join(found)}: it was changed; run prepare.py again")
+    problems = []
+    documents = wanted["documents"]
+    if ends != documents:
+        problems.append(f"{ends:,} eos where meta.json has {documents:,} documents")
+    if int(ids[-1]) != meta["eos_id"]:
+        problems.append("its last token is no eos")
+    if digest.hexdigest() != wanted["sha256"]:
+        problems.append("its hash is not that of meta.json")
+    if problems:
+        raise UserError(f"{path}: {'; '.join(problems)}: it was changed; run prepare.py again")
 
 
-def verify_new(sets: list["DataSet"], known: dict[str, list], say: Callable[[str], None]) -> dict[str, list[int]]:
-    """verify() the files whose stamp is not among those `known`: a resumed run need not read its data again.
+def verify_new(
+    sets: list["DataSet"], known: dict[str, list], say: Callable[[str], None]
+) -> dict[str, list[int]]:
+    """Verify the files whose stamp is not among the `known` ones; return {path: stamp} of all.
 
-    A stamp is [bytes, time of the last change of anything about the file, in ns], which nobody can set
-    back. Returns {path: stamp} of them all.
+    So a resumed run does not have to read all its data again. A stamp is [bytes, ctime in ns]. The
+    ctime is the time of the last change of the file or of anything recorded about it, and it cannot
+    be set back. known: path -> the stamps with which the file was verified before.
     """
-    files = [(data, split, data.folder / f"{split}.bin") for data in sets for split in ("train", "val")]
-    stamps = {str(path): stamp_of(path) for _, _, path in files}
-    new = [file for file in files if stamps[str(file[2])] not in known.get(str(file[2]), [])]
-    gigabytes = sum(stamps[str(path)][0] for _, _, path in new) / 1e9
-    if gigabytes > 1:
-        say(f"reading {gigabytes:.1f} GB of data once, to verify it, before the first step")
-    for data, split, _ in new:
+    stamps = {}
+    new = []
+    size = 0  # bytes of the new files
+    for data in sets:
+        for split in ("train", "val"):
+            path = data.folder / f"{split}.bin"
+            stamp = stamp_of(path)
+            stamps[str(path)] = stamp
+            if stamp not in known.get(str(path), []):
+                new.append((data, split))
+                size += stamp[0]
+    if size > 1e9:
+        say(f"reading {size / 1e9:.1f} GB of data once, to verify it, before the first step")
+    for data, split in new:
         verify(data.folder, data.meta, split)
     return stamps
 
@@ -188,8 +241,8 @@ def stamp_of(path: Path) -> list[int]:
     return [stat.st_size, stat.st_ctime_ns]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The data sets of a run, and documents to look at
+# --------------------------------------------------------------------------------------------------
+# The data sets of a run, and documents to show
 
 
 @dataclass(frozen=True)
@@ -199,42 +252,62 @@ class DataSet:
     name: str
     folder: Path
     meta: dict
-    weight: Fraction  # its share of the run's windows; all of them make 1
+    weight: Fraction  # its share of the run's windows; all weights add up to 1
 
 
 def open_datasets(spec: str, data_dir: str | Path) -> list[DataSet]:
-    """The data sets of `wiki`, of `wiki:0.7,code:0.3`, or of `wiki,code`: there, each by its size."""
-    names, weights = [], []
-    for part in spec.split(","):
-        name, colon, weight = part.strip().partition(":")
-        names.append(name)
-        try:
-            weights.append(Fraction(weight) if colon else None)
-            if not name or name in names[:-1] or (colon and weights[-1] <= 0):
-                raise ValueError
-        except (ValueError, ZeroDivisionError):
-            raise UserError(
-                f"dataset={spec!r}: expected NAME, or NAME:WEIGHT,NAME:WEIGHT with weights above 0"
-            ) from None
+    """Open the data sets that `spec` names: `wiki`, `wiki:0.7,code:0.3`, or `wiki,code`.
+
+    Without weights, the weight of each data set is the size of its training split. Raises UserError
+    if `spec` is wrong, a data set is damaged, or they do not all have the same tokenizer.
+    """
+    names, weights = names_and_weights(spec)
     if None in weights and any(weights):
         raise UserError(f"dataset={spec!r}: give every data set a weight, or none")
     metas = [open_dataset(Path(data_dir) / name) for name in names]
     for name, meta in zip(names, metas, strict=True):
         if tokenizer_id(meta["tokenizer"]) != tokenizer_id(metas[0]["tokenizer"]):
-            same = f"prepare both with one --tokenizer, {data_dir}/{names[0]} say"
-            raise UserError(f"dataset={spec!r}: {name} was made with another tokenizer than {names[0]}; {same}")
+            wrong = f"{name} was made with another tokenizer than {names[0]}"
+            same = f"prepare {name} with --tokenizer={data_dir}/{names[0]}"
+            raise UserError(f"dataset={spec!r}: {wrong}; {same}")
     if None in weights:
         weights = [Fraction(meta["splits"]["train"]["tokens"]) for meta in metas]
-    return [
-        DataSet(name, Path(data_dir) / name, meta, weight / sum(weights))
-        for name, meta, weight in zip(names, metas, weights, strict=True)
-    ]
+    total = sum(weights)
+    sets = []
+    for name, meta, weight in zip(names, metas, weights, strict=True):
+        sets.append(DataSet(name, Path(data_dir) / name, meta, weight / total))
+    return sets
 
 
-def document_texts(folder: Path, meta: dict, split: str, show: str, count: int) -> Iterator[tuple[str, str]]:
-    """(where it is, its text) of `count` documents, not all of a very long one. show: first, random, or a token's number."""
-    most = 20_000  # tokens
-    ids, tokenizer, eos_id = open_split(folder, meta, split), load_tokenizer(folder), meta["eos_id"]
+def names_and_weights(spec: str) -> tuple[list[str], list[Fraction | None]]:
+    """Split `wiki:0.7,code:0.3` into names and weights; a weight that is left out is None."""
+    names: list[str] = []
+    weights: list[Fraction | None] = []
+    for part in spec.split(","):
+        name, colon, text = part.strip().partition(":")
+        try:
+            weight = Fraction(text) if colon else None
+            if not name or name in names or (colon and weight <= 0):
+                raise ValueError
+        except (ValueError, ZeroDivisionError):
+            expected = "expected NAME, or NAME:WEIGHT,NAME:WEIGHT with weights above 0"
+            raise UserError(f"dataset={spec!r}: {expected}") from None
+        names.append(name)
+        weights.append(weight)
+    return names, weights
+
+
+def document_texts(
+    folder: Path, meta: dict, split: str, show: str, count: int
+) -> Iterator[tuple[str, str]]:
+    """Yield (place, text) of `count` documents of a split; a very long text is cut.
+
+    show: first, random, or the number of a token: the document that contains it is the first one.
+    """
+    most = 20_000  # tokens of a document
+    ids = open_split(folder, meta, split)
+    tokenizer = load_tokenizer(folder)
+    eos_id = meta["eos_id"]
     at = int(show) if show.isdigit() else 0
     if at >= len(ids):
         raise UserError(f"--show={at}: {split}.bin has {len(ids):,} tokens")
@@ -242,20 +315,30 @@ def document_texts(folder: Path, meta: dict, split: str, show: str, count: int) 
         if show == "random":
             at = random.randrange(len(ids))
         begin, end = document_at(ids, eos_id, at)
-        shown = ids[begin : min(end, begin + most)]
-        more = f" ... and {end - begin - most:,} tokens more" if end - begin > most else ""
-        yield f"{split}, tokens {begin:,} to {end:,}, then eos", tokenizer.decode(shown.tolist()) + more
+        text = tokenizer.decode(ids[begin : min(end, begin + most)].tolist())
+        if end - begin > most:
+            text += f" ... and {end - begin - most:,} more tokens"
+        yield f"{split}, tokens {begin:,} to {end:,}, then eos", text
         at = end + 1
         if at >= len(ids):
             return
 
 
 def document_at(ids: np.ndarray, eos_id: int, at: int) -> tuple[int, int]:
-    """Where the document that holds token `at` begins, and where its eos stands."""
-    begin, end, step = at, at, 1 << 16
-    while begin > 0 and not len(found := np.flatnonzero(ids[max(0, begin - step) : begin] == eos_id)):
-        begin = max(0, begin - step)
-    begin = max(0, begin - step) + int(found[-1]) + 1 if begin > 0 else 0
-    while not len(found := np.flatnonzero(ids[end : end + step] == eos_id)):
-        end += step
-    return begin, end + int(found[0])
+    """Return where the document that contains token `at` begins, and where its eos is."""
+    step = 1 << 16  # tokens that are searched at a time
+    begin = 0
+    high = at
+    while high > 0:  # backwards, for the last eos before `at`
+        low = max(0, high - step)
+        before = np.flatnonzero(ids[low:high] == eos_id)
+        if len(before):
+            begin = low + int(before[-1]) + 1
+            break
+        high = low
+    low = at
+    while True:  # forwards, for the first eos from `at` on
+        behind = np.flatnonzero(ids[low : low + step] == eos_id)
+        if len(behind):
+            return begin, low + int(behind[0])
+        low += step

@@ -1,6 +1,7 @@
-"""Documents become token ids, on all cores.
+"""Turn documents into token ids, on all cores.
 
-Every process writes a part, and a journal that says how much of the part counts.
+Every process writes its tokens into a part: files that only grow, and a journal. The journal says
+how much of the files is finished and which place in the input that corresponds to.
 """
 
 import hashlib
@@ -31,22 +32,33 @@ from text.records import Cleaning, Tally, documents
 from text.sources import Source
 from text.tokenizer import SentencePiece, Tiktoken, open_tokenizer
 
-Task = Callable[[Chunk], Any]  # it is sent to the workers once, at their start
+Task = Callable[[Chunk], Any]  # the work of a worker; it is sent to each worker once, at its start
+Check = Callable[[Tally, Chunk], None]  # may raise an error to end the work
 
 
 def texts_of(cleaning: Cleaning, chunk: Chunk) -> tuple[list[str], Tally]:
-    """Task, with `cleaning` given: the documents of a chunk."""
+    """Return the documents of a chunk and their counts. With `cleaning` given, this is a Task."""
     tally = Tally()
     return [text for _, text, *_ in documents(chunk, cleaning, tally)], tally
 
 
-# A row for every document, in the order of the input. Of a document in pieces each piece has one; `end` marks the last.
+# One row for each document, in the order of the input. A very long document is encoded in pieces
+# and has one row for each piece.
 ROW = np.dtype(
-    [("digest", "<u8", 2), ("tokens", "<u8"), ("bytes", "<u8"), ("characters", "<u8"), ("val", "?"), ("end", "?")]
+    [
+        ("digest", "<u8", 2),  # 16 bytes of a SHA-256; equal documents have equal digests
+        ("tokens", "<u8"),  # with the eos
+        ("bytes", "<u8"),  # of its UTF-8
+        ("characters", "<u8"),
+        ("val", "?"),  # it is in val.bin, not in train.bin
+        ("end", "?"),  # it is a whole document, or the last piece of one
+    ]
 )
 
 
 class Encoded(NamedTuple):
+    """What an Encoder makes of a chunk; train and val are the token ids as bytes."""
+
     rows: np.ndarray  # (documents,) of ROW
     train: bytes
     val: bytes
@@ -54,21 +66,35 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """Task: the documents of a chunk as token ids."""
+    """A Task that encodes the documents of a chunk."""
 
-    def __init__(self, tokenizer_file: Path, info: dict, cleaning: Cleaning, min_tokens: int, val_fraction: float):
-        self.file, self.info, self.cleaning = tokenizer_file, info, cleaning
-        self.min_tokens, self.val_fraction = min_tokens, val_fraction
+    def __init__(
+        self,
+        tokenizer_file: Path,
+        info: dict,
+        cleaning: Cleaning,
+        min_tokens: int,
+        val_fraction: float,
+    ):
+        self.file = tokenizer_file
+        self.info = info
+        self.cleaning = cleaning
+        self.min_tokens = min_tokens
+        self.val_fraction = val_fraction
         self.dtype = id_type(info["vocab_size"])
         self.eos = np.array([info["eos_id"]], self.dtype)
 
     @cached_property
     def tokenizer(self) -> SentencePiece | Tiktoken:
-        return open_tokenizer(self.file, self.info)  # in the worker: it cannot be sent there
+        """Open the tokenizer at its first use, in the worker, which was sent only its path."""
+        return open_tokenizer(self.file, self.info)
 
     def __call__(self, chunk: Chunk) -> Encoded:
-        tally, rows, ids = Tally(), [], {"train": [], "val": []}
-        for where, text, utf8, piece in list(documents(chunk, self.cleaning, tally)):  # all first: kinder to caches
+        tally = Tally()
+        rows: list[bytes] = []
+        ids: dict[str, list[np.ndarray]] = {"train": [], "val": []}
+        # list() makes all texts before the first one is encoded: this uses the CPU's caches better.
+        for where, text, utf8, piece in list(documents(chunk, self.cleaning, tally)):
             try:
                 tokens = self.encode(text)
             except ValueError as e:
@@ -78,17 +104,39 @@ class Encoder:
                 tally.dropped[f"fewer than {self.min_tokens} tokens"] += 1
                 continue
             own = hashlib.sha256(utf8).digest()[:16]
-            if own[0] < 4 and self.tokenizer.decode(tokens.tolist()) != text:  # one document in 64 is tried
+            tried = own[0] < 4  # one document in 64
+            if tried and self.tokenizer.decode(tokens.tolist()) != text:
                 tally.changed["its tokens decode to another text (1 in 64 is tried)"] += 1
-            end, digest = (bool(piece.whole), piece.whole or own) if piece else (True, own)
-            val = in_val(piece.first if piece else own, self.val_fraction)
-            ids["val" if val else "train"] += [tokens, self.eos] if end else [tokens]
-            rows.append(struct.pack("<16s3Q2?", digest, len(tokens) + end, len(utf8), len(text), val, end))
-        train, val = (np.concatenate([*ids[split], self.eos[:0]]).tobytes() for split in ("train", "val"))
-        return Encoded(np.frombuffer(b"".join(rows), ROW), train, val, tally)
+            # All pieces of a very long document are in the split of its first piece. The last piece
+            # has the digest of the whole document, and the eos follows it.
+            if piece:
+                first = piece.first
+                digest = piece.whole or own
+                end = bool(piece.whole)
+            else:
+                first = own
+                digest = own
+                end = True
+            val = in_val(first, self.val_fraction)
+            split = ids["val" if val else "train"]
+            split.append(tokens)
+            if end:
+                split.append(self.eos)
+            length = len(tokens) + end
+            rows.append(struct.pack("<16s3Q2?", digest, length, len(utf8), len(text), val, end))
+        table = np.frombuffer(b"".join(rows), ROW)
+        return Encoded(table, self.joined(ids["train"]), self.joined(ids["val"]), tally)
+
+    def joined(self, arrays: list[np.ndarray]) -> bytes:
+        empty = self.eos[:0]  # it lets concatenate work where there are no arrays
+        return np.concatenate([*arrays, empty]).tobytes()
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids (n,) of a text, a long one in pieces: its ids as Python numbers would be ten times as large."""
+        """Return the ids (n,) of a text.
+
+        A long text is encoded in pieces: its ids are Python numbers at first, which take ten times
+        as much memory as this array.
+        """
         if len(text) <= PIECE:
             return self.tokenizer.encode(text).astype(self.dtype)
         parts = pieces(io.StringIO(text, newline="").read)
@@ -96,22 +144,36 @@ class Encoder:
 
 
 def id_type(vocab_size: int) -> np.dtype:
+    """Return the type of a token id in the .bin files."""
     return np.dtype("<u2" if vocab_size <= 65536 else "<u4")
 
 
 def in_val(digest: bytes, val_fraction: float) -> bool:
-    """By a hash of the text alone: another file, or another order, moves no document from one split to the other."""
+    """Return whether a document with this digest belongs to the validation split.
+
+    Only the hash of its text decides: if files are added or reordered, it stays in its split.
+    """
     return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
 
 
-task: Task | None = None  # of this worker
+# --------------------------------------------------------------------------------------------------
+# Workers
+
+task: Task | None = None  # in a worker process: its task
 
 
 def start_worker(given: Task) -> None:
     global task
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which ends this one
-    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()  # should it be killed
+    # Ctrl-C is handled by the main process, which then ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # If the main process is killed, it cannot do that. This thread then ends the worker.
+    threading.Thread(target=end_with_main_process, daemon=True).start()
     task = given
+
+
+def end_with_main_process() -> None:
+    parent_process().join()
+    os._exit(1)
 
 
 def work(chunk: Chunk) -> Any:
@@ -119,7 +181,11 @@ def work(chunk: Chunk) -> Any:
 
 
 def in_order(given: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Any]]:
-    """(chunk without its records, result) of each chunk, in their order, few of them in memory at a time."""
+    """Yield (chunk, result of the task) for every chunk, in their order, with few in memory.
+
+    With one worker this process does the work itself. With several, the chunks that are yielded
+    have lost their records. Raises UserError if a worker was killed.
+    """
     if workers == 1:
         for chunk in chunks:
             yield chunk, given(chunk)
@@ -136,16 +202,22 @@ def in_order(given: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tup
         for position, future in waiting:
             yield position, future.result()
     except BrokenProcessPool:
-        raise UserError("a worker was killed, by the system when memory runs out: lower --workers") from None
+        killed = "a worker process was killed, as the system does when memory runs out"
+        raise UserError(f"{killed}: lower --workers") from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
+# --------------------------------------------------------------------------------------------------
+# The part of one process
+
+
 class GrowingFile:
-    """A file that is written at its end only, and the SHA-256 of all that is in it."""
+    """A file that is only written at its end, and the SHA-256 of its content so far."""
 
     def __init__(self, path: Path, mode: str):
-        self.file, self.digest = open(path, mode), hashlib.sha256()
+        self.file = open(path, mode)
+        self.digest = hashlib.sha256()
 
     def write(self, data: bytes) -> None:
         self.file.write(data)
@@ -156,69 +228,87 @@ class GrowingFile:
 
 
 def reopened(path: Path, state: list, bar: tqdm) -> GrowingFile:
-    """A file as it was when it had this state(); ValueError if it is no longer so."""
-    if path.stat().st_nlink > 1:  # a data set has it too
+    """Open a file and cut it to what it was when its state() was `state`.
+
+    Raises ValueError if the content up to there has changed since then.
+    """
+    if path.stat().st_nlink > 1:  # a finished data set has the same file: it must not be cut
         copy = path.with_name(f".{path.name}.tmp")
         shutil.copyfile(path, copy)
         copy.replace(path)
-    growing, size = GrowingFile(path, "r+b"), state[0]
+    growing = GrowingFile(path, "r+b")
+    size = state[0]
     while data := growing.file.read(min(1 << 20, size - growing.file.tell())):
         growing.digest.update(data)
         bar.update(len(data))
     if growing.state() != state:
         growing.file.close()
-        raise ValueError(f"{path.name} is not as it was written")
+        raise ValueError(f"{path.name} changed after it was written")
     growing.file.truncate()
     return growing
 
 
 class Part:
-    """The tokens and rows of one process, in a folder of its own, which has one writer.
+    """The tokens and rows that one process writes, in a folder of its own that only it writes to.
 
-    The files only grow. The journal, replaced whole once a shard is on the disk, has their sizes
-    and hashes, and the position in the input that they belong to. A restart cuts off what is more.
+    The files only grow. The journal contains their sizes and hashes, and the position in the input
+    that these correspond to. It is replaced as a whole, and only when a shard is on the disk. A
+    restart cuts the files to the sizes in the journal.
     """
 
     def __init__(self, folder: Path, key: str):
-        self.folder, self.journal, self.key = folder, folder / "journal.json", key
+        self.folder = folder
+        self.journal = folder / "journal.json"
+        self.key = key  # identifies the settings, the tokenizer, the rank and the number of ranks
         self.paths = {name: folder / f"{name}.bin" for name in ("train", "val", "rows")}
-        self.file, self.record, self.text, self.tally = 0, 0, 0, Tally()  # text: characters so far
+        self.file = 0  # the position in the input: this file,
+        self.record = 0  # of which so many records are done
+        self.text = 0  # characters so far
+        self.tally = Tally()
         self.states = {}  # name -> GrowingFile.state() when the journal was written
-        self.held, self.files = None, {}  # while it is open
+        self.held = None  # the lock, while the part is open
+        self.files = {}  # name -> GrowingFile, while the part is open
 
     def open(self, sources: list[Source]) -> None:
-        """Go on from the journal if it is of this work, and input and files are as it says."""
+        """Lock the folder. Continue from the journal if it fits, otherwise begin with empty files.
+
+        The journal fits if it has the same key, and if the input and the files are as it says.
+        """
         self.held = Lock(self.folder, "choose another --name")
         if self.journal.exists():
             try:
                 self.go_on(unseal(self.journal), sources)
                 done = f"{self.text / 1e6:,.0f} million characters"
-                print(f"going on behind {done} that an interrupted run has finished")
+                print(f"continuing after {done} that an interrupted run has finished")
                 return
             except FileNotFoundError as e:
-                why = f"{e.filename} is gone"
+                why = f"{e.filename} is missing"
             except (ValueError, LookupError, TypeError, AttributeError) as e:
                 why = f"{self.journal}: {e}"
-            print(f"what an interrupted run has finished is made anew: {why}")
+            print(f"what an interrupted run has finished is discarded and made again: {why}")
             self.journal.unlink()
         for name, path in self.paths.items():
-            path.unlink(missing_ok=True)  # not cut: a data set may have it too, by another name
+            # Unlink the old file, do not cut it: a data set may have a hard link to the same file.
+            path.unlink(missing_ok=True)
             self.files[name] = GrowingFile(path, "xb")
 
     def go_on(self, found: dict, sources: list[Source]) -> None:
-        """Take up the work where the journal `found` has left it; ValueError: why it cannot be."""
+        """Go on from the journal `found`. Raises ValueError with the reason if it does not fit."""
         if found["key"] != self.key:
-            raise ValueError("the settings or the tokenizer are others now")
+            raise ValueError("the settings or the tokenizer changed since it was written")
         for number, (*file, _) in enumerate(found["sources"]):
             if number >= len(sources) or list(sources[number].same_file()) != file:
-                raise ValueError(f"{file[0]} is not what it was, or not in its place")
+                raise ValueError(f"{file[0]} changed, or its place in the input changed")
         counts = found["tally"].items()
         tally = Tally(**{k: Counter(v) if isinstance(v, dict) else v for k, v in counts})
-        with progress_bar("verifying", sum(size for size, _ in found["files"].values())) as bar:
+        total = sum(size for size, _ in found["files"].values())
+        with progress_bar("verifying", total) as bar:
             for name, path in self.paths.items():
                 self.files[name] = reopened(path, found["files"][name], bar)
-        self.file, self.record = found["file"], found["record"]
-        self.text, self.tally = found["text"], tally
+        self.file = found["file"]
+        self.record = found["record"]
+        self.text = found["text"]
+        self.tally = tally
         for source, (*_, sha256) in zip(sources, found["sources"], strict=False):
             source.sha256 = sha256 or source.sha256
 
@@ -230,11 +320,16 @@ class Part:
         self.text += int(encoded.rows["characters"].sum())
 
     def commit(self, file: int, record: int, sources: list[Source]) -> None:
-        self.file, self.record = file, record
+        """Write everything to the disk, then the journal, with this position in the input."""
+        self.file = file
+        self.record = record
         for growing in self.files.values():
             growing.file.flush()
             os.fsync(growing.file.fileno())
-        read = [[*s.same_file(), s.sha256 if i < file else ""] for i, s in enumerate(sources[: file + 1])]
+        read = []
+        for number, source in enumerate(sources[: file + 1]):
+            sha256 = source.sha256 if number < file else ""  # not known before its end is read
+            read.append([*source.same_file(), sha256])
         self.states = {name: growing.state() for name, growing in self.files.items()}
         place = {"key": self.key, "file": file, "record": record, "sources": read}
         done = {"files": self.states, "text": self.text, "tally": vars(self.tally)}
@@ -245,16 +340,22 @@ class Part:
             growing.file.close()
         if self.held is not None:
             self.held.close()
-        self.held, self.files = None, {}  # what is left can be sent to rank 0
+        # Open files and a lock cannot be sent to another process. The part is sent to rank 0.
+        self.held = None
+        self.files = {}
 
 
 def encode(
-    part: Part, reader: Reader, encoder: Encoder, workers: int, shard: float, check: Callable[[Tally, Chunk], None]
+    part: Part, reader: Reader, encoder: Encoder, workers: int, shard: float, check: Check
 ) -> None:
-    """Write the part of the reader's sources, from wherever it stands; a shard of so many characters is committed at
-    once. check(tally, chunk) is called after every chunk, and may end it by an error.
+    """Encode all that the reader still has to read, and write it to the part.
+
+    The part is committed after every `shard` characters. check(tally, chunk) is called after every
+    chunk.
     """
-    started, begun_at, committed = time.perf_counter(), part.text, part.text
+    started = time.perf_counter()
+    begun_at = part.text
+    committed = part.text
     sources = reader.sources
     with progress_bar("encoding", sum(s.bytes for s in sources)) as bar:
         for chunk, encoded in in_order(encoder, reader.chunks(), workers):
@@ -271,5 +372,5 @@ def encode(
 
 
 def progress_bar(what: str, total: int) -> tqdm:
-    """Over bytes on the disk; none where stderr is not a terminal."""
+    """Return a progress bar over bytes on the disk; it is silent if stderr is not a terminal."""
     return tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None, dynamic_ncols=True)

@@ -1,7 +1,8 @@
-"""File formats: a Reader cuts the files of a corpus into records, in one process.
+"""File formats: a Reader cuts the files of a corpus into records.
 
-What a record says is understood elsewhere (records.py), in many processes. So the slow part runs on every
-core, in whatever order, and a position in the input is one pair of numbers: the file, and the record in it.
+One process runs the Reader, and many processes parse what it found (records.py). So the slow part
+runs on every core, in any order, while the position in the input stays one pair of numbers: the
+file, and the record in it.
 """
 
 import codecs
@@ -20,9 +21,19 @@ from typing import Any, NamedTuple
 from configurator import UserError
 from text.sources import HashedFile, Source, decompressed
 
+CHUNK = 1 << 20  # characters
+PIECE = 1 << 20  # characters; a longer document is cut
+
+
+# --------------------------------------------------------------------------------------------------
+# What a Reader gives
+
 
 class Lines(NamedTuple):
-    """Whole lines of a .jsonl file, left to a worker as they are, since all that the reader does is done on one core."""
+    """Whole lines of a .jsonl file, as they are in the file.
+
+    A worker splits and decodes them, since everything that the Reader does runs on one core only.
+    """
 
     data: bytes
     encoding: str
@@ -31,106 +42,132 @@ class Lines(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a document too long to hold: its tokens are made piece by piece."""
+    """A part of a document that is too long to hold in memory. It is tokenized piece by piece."""
 
     text: str
-    first: bytes  # digest of the document's first piece, which decides its split
-    whole: bytes  # digest of the whole document, in its last piece; empty before
+    first: bytes  # digest of the document's first piece; it decides between train and val
+    whole: bytes  # digest of the whole document in its last piece, b"" in the others
 
 
 @dataclass
 class Chunk:
-    """Records to understand together, about a megabyte, and where the reader stands behind them."""
+    """Some records (about a megabyte) to parse together, and the Reader's position after them."""
 
     kind: str
-    records: list[tuple[str, Any]]  # (where, as file:line; a text, a Piece, Lines, or what a parser made of it)
-    file: int = 0
-    record: int = 0  # so many of that file have been read
-    bytes_read: int = 0  # on the disk, of all files
+    # (place, record). The place is "file:line" or similar. The record is a text, a Piece, Lines, a
+    # dict or other value from a parser, or a ValueError that says why the record cannot be read.
+    records: list[tuple[str, Any]]
+    file: int = 0  # the file that the position is in
+    record: int = 0  # number of records of that file up to the position; Lines count as one
+    bytes_read: int = 0  # bytes on the disk up to the position, of all files together
 
 
-CHUNK = 1 << 20  # characters
-PIECE = 1 << 20  # characters; a longer document is cut
+# What the functions below yield: the records of a Chunk.
+Records = Iterator[tuple[str, Any]]
 
 
+@dataclass
 class Reader:
-    """The records of all files in order, from a position on.
+    """Reads the records of all files in order, from any position on.
 
-    limit: characters of a record, or bytes where .jsonl is cut into lines before it is decoded. A
-    longer one is bad, and little more than this of it is ever in memory.
+    limit: the greatest length of a record, in characters (in bytes where .jsonl is cut into lines
+    before it is decoded). A longer record becomes a ValueError, and little more than `limit` of it
+    is ever in memory.
     """
 
-    def __init__(
-        self,
-        sources: list[Source],
-        encoding: str,
-        txt: str,
-        limit: int,
-        file: int = 0,
-        record: int = 0,
-    ):
-        self.sources, self.encoding, self.txt, self.limit = sources, encoding, txt, limit
-        self.file, self.record = file, record
+    sources: list[Source]
+    encoding: str
+    txt: str  # how a text file is cut into documents: "line", "block" or "file"
+    limit: int
+    file: int = 0  # file and record: the position to begin at, as in a Chunk
+    record: int = 0
 
     def chunks(self) -> Iterator[Chunk]:
-        before = sum(s.bytes for s in self.sources[: self.file])
-        chunk, size = Chunk("", []), 0
+        before = sum(s.bytes for s in self.sources[: self.file])  # bytes of the files before
+        chunk = Chunk("", [])
+        size = 0
         for file in range(self.file, len(self.sources)):
             source = self.sources[file]
             skip = self.record if file == self.file else 0
             for number, bytes_read, where, record in self.records(source, skip):
-                if chunk.records and (size >= CHUNK or len(chunk.records) >= 4096 or chunk.kind != source.kind):
+                full = size >= CHUNK or len(chunk.records) >= 4096
+                if chunk.records and (full or chunk.kind != source.kind):
                     yield chunk
-                    chunk, size = Chunk("", []), 0
+                    chunk = Chunk("", [])
+                    size = 0
                 chunk.kind = source.kind
                 chunk.records.append((where, record))
-                chunk.file, chunk.record, chunk.bytes_read = file, number, before + bytes_read
+                chunk.file = file
+                chunk.record = number
+                chunk.bytes_read = before + bytes_read
                 size += weight(record)
             before += source.bytes
         if chunk.records:
             yield chunk
 
     def records(self, source: Source, skip: int) -> Iterator[tuple[int, int, str, Any]]:
-        """(how many so far, bytes read, where, record) of one file; at its end its hash is known."""
+        """Yield (number of the record from 1, bytes read so far, place, record) of one file.
+
+        The first `skip` records are read but not yielded. After the last record, the hash of the
+        whole file is checked and stored in the source. Raises UserError for a file that cannot be
+        read, is damaged, or changes.
+        """
         try:
             with HashedFile(source) as raw:
-                if source.kind == "parquet":
-                    found = read_parquet(source, self.limit)
-                elif source.kind == "py":
-                    found = iter([(source.name, raw.read())])
-                else:
-                    stream = decompressed(io.BufferedReader(raw, 1 << 18), source.name)
-                    if source.kind in ("jsonl", "ndjson") and has_ascii_line_ends(self.encoding):
-                        found = read_lines(stream, source, self.encoding, self.limit)
-                    else:
-                        encoding = "utf-8-sig" if codecs.lookup(self.encoding).name == "utf-8" else self.encoding
-                        newline = "" if source.kind in ("csv", "tsv") else None
-                        text = io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline=newline)
-                        found = READERS[source.kind](text, source, self.txt, self.limit)
+                # The stream closes raw when it is garbage-collected, so it is kept to the end.
+                stream = self.opened(source, raw)
+                found = self.parsed(source, stream)
                 for number, (where, record) in enumerate(found, 1):
                     if number > skip:
                         yield number, raw.bytes_read, where, record
                 while raw.read(1 << 20):
-                    pass  # what no reader wanted counts in the hash too
+                    pass  # the hash includes bytes that no record needed
                 source.check_unchanged(raw.digest.hexdigest())
-        except OSError as e:  # gzip's and bz2's own errors too
+        except OSError as e:  # includes the errors of gzip and bz2
             raise UserError(f"{source.name}: {e.strerror or e}") from None
         except (EOFError, zlib.error, lzma.LZMAError) as e:
             raise UserError(f"{source.name}: damaged or cut off ({e})") from None
-        except UnicodeError as e:  # encodings whose errors cannot be kept for later, as UTF-16
-            raise UserError(f"{source.name}: not {self.encoding} ({e}): give --encoding") from None
+        except UnicodeError as e:  # in UTF-16, surrogateescape cannot keep wrong bytes
+            option = "set --encoding to the encoding of the file"
+            raise UserError(f"{source.name}: not {self.encoding} ({e}): {option}") from None
+
+    def opened(self, source: Source, raw: HashedFile) -> io.IOBase:
+        """Return the stream that parsed() reads: raw, or its decompressed bytes, or its text."""
+        if source.kind in ("parquet", "py"):
+            return raw
+        stream = decompressed(io.BufferedReader(raw, 1 << 18), source.name)
+        if source.kind in ("jsonl", "ndjson") and has_ascii_line_ends(self.encoding):
+            return stream
+        is_utf8 = codecs.lookup(self.encoding).name == "utf-8"
+        encoding = "utf-8-sig" if is_utf8 else self.encoding  # leaves out a byte order mark
+        newline = "" if source.kind in ("csv", "tsv") else None
+        return io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline=newline)
+
+    def parsed(self, source: Source, stream: io.IOBase) -> Records:
+        if source.kind == "parquet":
+            return read_parquet(source, self.limit)  # opens the file itself
+        if source.kind == "py":
+            return iter([(source.name, stream.read())])
+        if isinstance(stream, io.TextIOWrapper):
+            return READERS[source.kind](stream, source, self.txt, self.limit)
+        return read_lines(stream, source, self.encoding, self.limit)
 
 
 def weight(record: Any) -> int:
-    """About how many characters of text."""
+    """Return about how many characters of text a record has."""
     if isinstance(record, str | bytes):
         return len(record)
-    return len(record[0]) if isinstance(record, Lines | Piece) else 200 + characters(record)
+    if isinstance(record, Lines):
+        return len(record.data)
+    if isinstance(record, Piece):
+        return len(record.text)
+    return 200 + characters(record)
 
 
 def characters(record: Any) -> int:
-    """Of all texts in a record, however they are nested."""
-    total, todo = 0, [record]
+    """Return how many characters all texts in a record have, however deep they are nested."""
+    total = 0
+    todo = [record]
     while todo:
         value = todo.pop()
         if isinstance(value, str | bytes):
@@ -143,47 +180,53 @@ def characters(record: Any) -> int:
 
 
 def too_long(limit: int) -> ValueError:
-    """What stands for a record that is longer than the limit."""
+    """Return what stands in place of a record that is longer than the limit."""
     return ValueError(f"longer than --max_record_mb={limit / 1e6:g}")
 
 
+# --------------------------------------------------------------------------------------------------
+# JSON Lines
+
+
 def has_ascii_line_ends(encoding: str) -> bool:
-    """Is a byte 0x0A always a line end, as in UTF-8 and GB18030 but not in UTF-16?"""
-    return codecs.lookup(encoding).name in ("utf-8", "gb18030", "gbk", "gb2312", "ascii", "iso8859-1", "cp1252")
-
-
-# What a reader gives: (where, record), with a ValueError for a record that cannot be one.
-Records = Iterator[tuple[str, Any]]
+    """Return whether a byte 0x0A is always a line end: in UTF-8 and GB18030, but not in UTF-16."""
+    known = ("utf-8", "gb18030", "gbk", "gb2312", "ascii", "iso8859-1", "cp1252")
+    return codecs.lookup(encoding).name in known
 
 
 def read_lines(stream: io.BufferedIOBase, source: Source, encoding: str, limit: int) -> Records:
-    """A .jsonl file in blocks of about a megabyte that end where a line ends."""
-    rest, first, length = [], 1, 0  # of the line that has not ended yet: bytes, number, length
-    while data := stream.read(min(CHUNK, limit)):  # a line that lies in it whole is not too long
-        end = data.find(b"\n")
-        length += len(data) if end < 0 else end
+    """Yield a .jsonl file as Lines of about a megabyte; too_long() for a line beyond the limit."""
+    rest: list[bytes] = []  # what has been read of the line that has not ended yet
+    number = 1  # of that line
+    length = 0  # of that line, so far
+    # No block is longer than the limit. So a line that lies within one block is not too long.
+    while data := stream.read(min(CHUNK, limit)):
+        line_end = data.find(b"\n")
+        length += len(data) if line_end < 0 else line_end
         if length > limit:
             rest = []
-            if end < 0:
+            if line_end < 0:
                 continue
-            yield f"{source.name}:{first}", too_long(limit)
-            first, data = first + 1, data[end + 1 :]
-        if cut := data.rfind(b"\n") + 1:
+            yield f"{source.name}:{number}", too_long(limit)
+            number += 1
+            data = data[line_end + 1 :]
+        cut = data.rfind(b"\n") + 1  # the end of the last whole line, 0 if there is none
+        if cut:
             block = b"".join([*rest, data[:cut]])
-            yield source.name, Lines(block, encoding, source.name, first)
-            first += block.count(b"\n")
+            yield source.name, Lines(block, encoding, source.name, number)
+            number += block.count(b"\n")
             rest = []
         rest.append(data[cut:])
-        if end >= 0:
+        if line_end >= 0:
             length = len(data) - cut
     if length > limit:
-        yield f"{source.name}:{first}", too_long(limit)
+        yield f"{source.name}:{number}", too_long(limit)
     elif any(rest):
-        yield source.name, Lines(b"".join(rest), encoding, source.name, first)
+        yield source.name, Lines(b"".join(rest), encoding, source.name, number)
 
 
 def lines_of(f: io.TextIOWrapper, limit: int) -> Iterator[tuple[int, str | ValueError]]:
-    """(number, line) of a text."""
+    """Yield (number, line) for each line of a text, with too_long() for a line beyond the limit."""
     for number in itertools.count(1):
         line = f.readline(limit + 1)
         if not line:
@@ -191,7 +234,7 @@ def lines_of(f: io.TextIOWrapper, limit: int) -> Iterator[tuple[int, str | Value
         if len(line) <= limit or line.endswith("\n"):
             yield number, line
             continue
-        del line
+        del line  # frees its memory
         while (more := f.readline(CHUNK)) and not more.endswith("\n"):
             pass
         yield number, too_long(limit)
@@ -202,25 +245,49 @@ def is_blank(line: str | ValueError) -> bool:
 
 
 def read_jsonl(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Records:
+    """Yield each line that is not blank, for the encodings that read_lines() cannot cut."""
     for number, line in lines_of(f, limit):
         if not is_blank(line):
             yield f"{source.name}:{number}", line
 
 
+# --------------------------------------------------------------------------------------------------
+# JSON: an array of any length, or objects one after the other
+
+WHITESPACE = re.compile(r"\s*")
+BETWEEN_ELEMENTS = re.compile(r"[\s,]*")
+QUOTE_OR_BACKSLASH = re.compile(r'["\\]')
+# Everything before the next bracket outside of strings: complete strings, and text between them.
+UP_TO_BRACKET = re.compile(r'(?s)(?:[^"\[\]{}]+|"[^"\\]*(?:\\.[^"\\]*)*")*')
+# Where an error or the end of a number is this close to the end of the window, the window may have
+# cut a value in two. What may be cut, such as -Infinity or the e+10 of 1.5e+10, is shorter.
+EDGE = 16
+DECODER = json.JSONDecoder()
+
+
 class Window:
-    """The stretch of a long text that is looked at: `text` from the place `at` on."""
+    """The part of a long text that is in memory: `text`, with the current place `at` in it."""
 
     def __init__(self, f: io.TextIOWrapper):
-        self.f, self.text, self.at, self.before, self.ended = f, "", 0, 0, False
+        self.f = f
+        self.text = ""
+        self.at = 0
+        self.before = 0  # how many characters of the file come before `text`
+        self.ended = False
 
     def read_on(self, size: int) -> None:
-        """Take in `size` characters more, and leave what lies before `at`."""
+        """Drop the text before `at`, and add the next `size` characters of the file."""
         more = self.f.read(size)
         self.before += self.at
-        self.text, self.at, self.ended = self.text[self.at :] + more, 0, not more
+        self.text = self.text[self.at :] + more
+        self.at = 0
+        self.ended = not more
 
     def skip(self, what: re.Pattern) -> str:
-        """Go behind all of `what`; the character that stands there, "" at the end of the text."""
+        """Move past everything that matches `what`.
+
+        Return the character that follows, or "" at the end of the file.
+        """
         while True:
             self.at = what.match(self.text, self.at).end()
             if self.at < len(self.text) or self.ended:
@@ -228,99 +295,127 @@ class Window:
             self.read_on(1 << 16)
 
     def skip_element(self) -> bool:
-        """Go behind the string, array or object that begins here, holding little of it.
+        """Move past the string, array or object that begins here, with little of it in memory.
 
-        False if the text ends before it does.
+        Return False if the file ends before the element does.
         """
-        depth, in_string = 0, self.text[self.at] == '"'
-        self.at += in_string
+        depth = 0  # of open brackets
+        in_string = self.text[self.at] == '"'
+        if in_string:
+            self.at += 1
         while not self.ended:
             while self.at < len(self.text):
                 if in_string:
-                    sign = IN_STRING.search(self.text, self.at)
-                    in_string = not sign or sign[0] != '"'
-                    self.at = sign.end() if sign else len(self.text)
-                    self.at += bool(sign) and in_string  # what a backslash escapes
+                    found = QUOTE_OR_BACKSLASH.search(self.text, self.at)
+                    if found is None:
+                        self.at = len(self.text)
+                    elif found[0] == '"':
+                        self.at = found.end()
+                        in_string = False
+                    else:
+                        self.at = found.end() + 1  # past the character that the backslash escapes
                 else:
                     self.at = UP_TO_BRACKET.match(self.text, self.at).end()
                     sign = self.text[self.at : self.at + 1]
-                    in_string = sign == '"'
-                    depth += (sign in ("[", "{")) - (sign in ("]", "}"))
+                    if sign in ("[", "{"):
+                        depth += 1
+                    elif sign in ("]", "}"):
+                        depth -= 1
+                    in_string = sign == '"'  # a string that does not end in this window
                     self.at += len(sign)
                 if depth == 0 and not in_string:
                     return True
-            behind = self.at - len(self.text)  # 1 where a backslash at the edge escapes what comes
+            # 1 if the window ends with a backslash: the first character to come is escaped.
+            beyond = self.at - len(self.text)
             self.at = len(self.text)
             self.read_on(CHUNK)
-            self.at = behind
+            self.at = beyond
         return False
 
 
-SPACE, BETWEEN = re.compile(r"\s*"), re.compile(r"[\s,]*")
-IN_STRING = re.compile(r'["\\]')
-# And what lies before a bracket: whole strings and all that is no string.
-UP_TO_BRACKET = re.compile(r'(?s)(?:[^"\[\]{}]+|"[^"\\]*(?:\\.[^"\\]*)*")*')
-EDGE = 16  # an error so close to the edge may be the edge: -Infinity and 1.5e+10 are shorter
-
-
 def read_json(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Records:
-    """An array of any length, or objects one after the other, one element in memory at a time."""
-    decoder, window, number = json.JSONDecoder(), Window(f), 0
+    """Yield the elements of one array, or the values that follow one another in the file.
 
-    def fail(at: int, why: str) -> UserError:
+    Only one element is in memory at a time. Raises UserError where the text is not valid JSON.
+    """
+    window = Window(f)
+    number = 0
+
+    def error(at: int, why: str) -> UserError:
         near = window.text[max(window.at, at - 20) : at + 20]
         what = f"(character {window.before + at + 1:,}: {why})"
-        place = f"behind element {number}, near {near!r} {what}"
-        return UserError(f"{source.name}: not valid JSON {place}: mend it there")
+        place = f"after element {number}, near {near!r} {what}"
+        return UserError(f"{source.name}: not valid JSON {place}: correct the file there")
 
-    in_array = window.skip(SPACE) == "["
-    window.at += in_array
-    while sign := window.skip(BETWEEN):
+    in_array = window.skip(WHITESPACE) == "["
+    if in_array:
+        window.at += 1
+    while sign := window.skip(BETWEEN_ELEMENTS):
         if in_array and sign == "]":
             window.at += 1
-            if window.skip(SPACE):
-                raise fail(window.at, "the array has ended")
+            if window.skip(WHITESPACE):
+                raise error(window.at, "text after the end of the array")
             return
-        size = 1 << 16
-        while True:
-            held = len(window.text) - window.at
-            try:
-                record, end = decoder.raw_decode(window.text, window.at)
-                if window.ended or isinstance(record, dict | list) or end + EDGE < len(window.text):
-                    break  # 12 at the edge may go on as 123
-            except json.JSONDecodeError as e:
-                cut = e.msg.startswith("Unterminated string") or e.pos + EDGE > len(window.text)
-                if window.ended or not cut:
-                    raise fail(e.pos, e.msg) from None
-            except RecursionError:
-                raise fail(window.at, "nested too deeply") from None
-            except ValueError:
-                raise fail(window.at, "a number of too many digits") from None
-            if held > limit:
-                if sign not in '"[{' or not window.skip_element():
-                    raise fail(len(window.text), f"{too_long(limit)}, and without an end")
-                record, end = too_long(limit), window.at
-                break
-            window.read_on(min(size, limit + (1 << 16) - held))
-            size *= 2  # a large element is not decoded from its start for every 64 KB
-        if end - window.at > limit:
-            record = too_long(limit)
-        number, window.at = number + 1, end
+        record = next_element(window, limit, error)
+        number += 1
         yield f"{source.name}: element {number}", record
     if in_array:
-        raise fail(len(window.text), "its end has no ]")
+        raise error(len(window.text), "the closing ] is missing")
+
+
+def next_element(window: Window, limit: int, error: Callable[[int, str], UserError]) -> Any:
+    """Return the JSON value that begins at window.at, or too_long(), and move past it.
+
+    Raises error(place, reason) if there is no valid JSON.
+    """
+    size = 1 << 16
+    while True:
+        held = len(window.text) - window.at
+        try:
+            record, end = DECODER.raw_decode(window.text, window.at)
+            # A number at the edge may not be complete: 12 may go on as 123.
+            is_closed = isinstance(record, dict | list)
+            if window.ended or is_closed or end + EDGE < len(window.text):
+                length = end - window.at
+                window.at = end
+                return record if length <= limit else too_long(limit)
+        except json.JSONDecodeError as e:
+            cut = e.msg.startswith("Unterminated string") or e.pos + EDGE > len(window.text)
+            if window.ended or not cut:
+                raise error(e.pos, e.msg) from None
+        except RecursionError:
+            raise error(window.at, "nested too deeply") from None
+        except ValueError:
+            raise error(window.at, "a number with too many digits") from None
+        if held > limit:
+            can_be_skipped = window.text[window.at] in '"[{'
+            if not can_be_skipped or not window.skip_element():
+                raise error(len(window.text), f"{too_long(limit)}, and its end was not found")
+            return too_long(limit)
+        window.read_on(min(size, limit + (1 << 16) - held))
+        size *= 2  # so that a large element is decoded from its start only a few times
+
+
+# --------------------------------------------------------------------------------------------------
+# CSV, Parquet and text
 
 
 def read_csv(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Records:
+    """Yield each row as a dict: column -> text.
+
+    Raises UserError for a row that cannot be parsed, since nothing tells where the next one begins.
+    """
     csv.field_size_limit(max(limit, csv.field_size_limit()))
-    begin, held = 1, 0  # the line where the row begins, and how many characters of it were read
+    begin = 1  # the line where the current row begins
+    held = 0  # how many characters of it have been read
 
     def lines() -> Iterator[str]:
         nonlocal held
         while line := f.readline(limit + 1):
             held += len(line)
             if held > limit:
-                raise csv.Error(f"{too_long(limit)}: raise that, unless a quote is never closed")
+                hint = "raise that limit, or close a quote that was left open"
+                raise csv.Error(f"{too_long(limit)}: {hint}")
             yield line
 
     dialect = "excel-tab" if source.kind == "tsv" else "excel"
@@ -328,7 +423,8 @@ def read_csv(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Recor
     try:
         header = rows.fieldnames or []
         begin = rows.line_num + 1
-        if twice := [name for name in header if header.count(name) > 1]:
+        twice = [name for name in header if header.count(name) > 1]
+        if twice:
             what = f"the header has the column {twice[0]!r} twice: rename one of them"
             raise UserError(f"{source.name}:{rows.line_num}: {what}")
         for row in rows:
@@ -336,69 +432,93 @@ def read_csv(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Recor
                 why = "more fields than the header: quote a text that holds the separator"
                 row = ValueError(why)
             yield f"{source.name}:{rows.line_num}", row
-            begin, held = rows.line_num + 1, 0
-    except csv.Error as e:  # where the next row begins, nobody can tell
+            begin = rows.line_num + 1
+            held = 0
+    except csv.Error as e:
         raise UserError(f"{source.name}:{begin}: not a row of a CSV file ({e})") from None
 
 
 def read_parquet(source: Source, limit: int) -> Records:
+    """Yield each row as a dict: column -> value."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise UserError(f"{source.name}: .parquet needs the package pyarrow: pip install pyarrow") from None
+        needed = "the package pyarrow: pip install pyarrow"
+        raise UserError(f"{source.name}: .parquet needs {needed}") from None
     try:
         with pyarrow.parquet.ParquetFile(source.path, pre_buffer=False) as table:
-            rows = (row for batch in table.iter_batches(256, use_threads=False) for row in batch.to_pylist())
+            batches = table.iter_batches(256, use_threads=False)
+            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, row in enumerate(rows, 1):
                 fits = characters(row) <= limit
                 yield f"{source.name}: row {number}", row if fits else too_long(limit)
     except pyarrow.ArrowException as e:
-        raise UserError(f"{source.name}: not a whole Parquet file ({str(e).splitlines()[0][:120]})") from None
+        reason = str(e).splitlines()[0][:120]
+        raise UserError(f"{source.name}: not a whole Parquet file ({reason})") from None
 
 
 def read_txt(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Records:
-    """Each line, each block between blank lines, or all of a file, which may be of any length."""
+    """Yield the documents of a text file. txt: what a document is; "line", "block" or "file"."""
     if txt == "line":
-        for number, line in lines_of(f, limit):
-            if not is_blank(line):
-                whole = isinstance(line, str)
-                yield f"{source.name}:{number}", line.rstrip("\n") if whole else line
+        yield from text_lines(f, source, limit)
     elif txt == "block":
-        block, size, begin = [], 0, 0  # its lines, its characters, the number of its first line
-        for number, line in itertools.chain(lines_of(f, limit), [(0, "\n")]):
-            if not is_blank(line):
-                begin = begin or number
-                size += len(line) if isinstance(line, str) else limit + 1
-                if size <= limit:
-                    block.append(line)
-                else:
-                    block.clear()
-            elif begin:
-                # Without its last line end, which a block at the end of a file may lack: equal texts are equal.
-                text = "".join(block).removesuffix("\n")
-                yield f"{source.name}:{begin}", text if size <= limit else too_long(limit)
-                block, size, begin = [], 0, 0
+        yield from text_blocks(f, source, limit)
     else:
-        first, digest = b"", hashlib.sha256()
-        for text, last in pieces(f.read):
-            if last and not first:  # the usual case: one piece is all
-                yield source.name, text
-                return
-            digest.update(text.encode("utf-8", "surrogateescape"))
-            first = first or digest.digest()[:16]
-            yield source.name, Piece(text, first, digest.digest()[:16] if last else b"")
+        yield from whole_text(f, source)
 
 
-READERS = dict(
-    jsonl=read_jsonl, ndjson=read_jsonl, json=read_json, csv=read_csv, tsv=read_csv, txt=read_txt, md=read_txt
-)
+def text_lines(f: io.TextIOWrapper, source: Source, limit: int) -> Records:
+    for number, line in lines_of(f, limit):
+        if not is_blank(line):
+            fits = isinstance(line, str)
+            yield f"{source.name}:{number}", line.rstrip("\n") if fits else line
+
+
+def text_blocks(f: io.TextIOWrapper, source: Source, limit: int) -> Records:
+    """Yield each block of lines between blank lines."""
+    block: list[str] = []
+    size = 0  # characters of the block
+    begin = 0  # number of its first line; 0: no block has begun
+    blank_at_end = [(0, "\n")]  # ends the last block
+    for number, line in itertools.chain(lines_of(f, limit), blank_at_end):
+        if not is_blank(line):
+            begin = begin or number
+            size += len(line) if isinstance(line, str) else limit + 1
+            if size <= limit:
+                block.append(line)
+            else:
+                block.clear()
+        elif begin:
+            # The last line end is removed: the block at the end of a file may have none, and equal
+            # blocks must give equal texts.
+            text = "".join(block).removesuffix("\n")
+            yield f"{source.name}:{begin}", text if size <= limit else too_long(limit)
+            block = []
+            size = 0
+            begin = 0
+
+
+def whole_text(f: io.TextIOWrapper, source: Source) -> Records:
+    """Yield the file as one text, or as several Pieces if it is long."""
+    first = b""
+    digest = hashlib.sha256()
+    for text, last in pieces(f.read):
+        if last and not first:  # the usual case: there is only one piece
+            yield source.name, text
+            return
+        digest.update(text.encode("utf-8", "surrogateescape"))
+        first = first or digest.digest()[:16]
+        whole = digest.digest()[:16] if last else b""
+        yield source.name, Piece(text, first, whole)
 
 
 def pieces(read: Callable[[int], str]) -> Iterator[tuple[str, bool]]:
-    """(part, is it the last) of a document; read(n) gives its next n characters. Parts end before a space behind a word,
-    where neither GPT-2's splitting nor a SentencePiece BPE ever joins, so that the tokens are those of the whole
-    document; where there is no such place in a million characters, behind a line, and at worst anywhere.
+    """Yield (part, is it the last one) of a document. read(n) returns its next n characters.
+
+    A part ends after a word, before a space. Neither GPT-2's pattern nor a SentencePiece BPE ever
+    makes a token that reaches across this place, so the tokens are those of the whole document.
+    Where a million characters have no such place, the part ends after a line, or else anywhere.
     """
     text = read(PIECE)
     while following := read(PIECE):
@@ -408,3 +528,8 @@ def pieces(read: Callable[[int], str]) -> Iterator[tuple[str, bool]]:
         yield text[:at], False
         text = text[at:]
     yield text, True
+
+
+# One function for each kind of file that Reader.opened() opens as text.
+READERS = {"jsonl": read_jsonl, "ndjson": read_jsonl, "json": read_json}
+READERS |= {"csv": read_csv, "tsv": read_csv, "txt": read_txt, "md": read_txt}

@@ -1,4 +1,4 @@
-"""What there is to say of a data set, for people."""
+"""Texts that describe a data set to its user: the report, error messages and escaped characters."""
 
 import re
 from collections import Counter
@@ -10,60 +10,95 @@ from text.records import Tally
 
 
 def no_documents(tally: Tally) -> str:
+    """Return the error message for an input that has no documents."""
     if tally.examples:
-        return f"no documents: all {tally.records:,} records are bad or empty, as {tally.examples[0]}"
+        what = f"all {tally.records:,} records are bad or empty"
+        return f"no documents: {what}, for example {tally.examples[0]}"
     why = "; ".join(f"{n:,} {reason}" for reason, n in tally.dropped.items())
     return f"no documents: {why or 'the input is empty'}"
 
 
 def describe_lengths(lengths: Counter) -> dict:
-    """Percentiles (the smallest length that so many percent of the documents do not exceed) and a histogram by powers
-    of two: up to N tokens -> [documents, their tokens].
+    """Return percentiles and a histogram of the lengths of documents, in tokens.
+
+    lengths: length -> number of documents. pN is the smallest length that N percent of the
+    documents do not exceed. The histogram is {"N": [documents, tokens in them]}, where N is a power
+    of two from 16 on: a document is counted at the smallest N that its length does not exceed.
     """
     values = sorted(lengths)
     cumulative = np.cumsum([lengths[v] for v in values])
-    percentiles = {
-        f"p{p}": values[int(np.searchsorted(cumulative, cumulative[-1] * p / 100))] for p in (1, 10, 50, 90, 99)
-    }
+    percentiles = {}
+    for p in (1, 10, 50, 90, 99):
+        place = np.searchsorted(cumulative, cumulative[-1] * p / 100)
+        percentiles[f"p{p}"] = values[int(place)]
     histogram: dict[str, list[int]] = {}
     for value in values:
-        bucket = histogram.setdefault(str(max(16, 1 << (value - 1).bit_length())), [0, 0])
+        edge = max(16, 1 << (value - 1).bit_length())  # the next power of two
+        bucket = histogram.setdefault(str(edge), [0, 0])
         bucket[0] += lengths[value]
         bucket[1] += lengths[value] * value
     return percentiles | {"max": values[-1], "histogram": histogram}
 
 
 def report(meta: dict, folder: Path) -> str:
-    info, splits, lengths, records = meta["tokenizer"], meta["splits"], meta["lengths"], meta["records"]
-    lines = [f"{folder}: {info['kind']} tokenizer, vocabulary {meta['vocab_size']:,}, {meta['dtype']}"]
+    """Return the report of a data set, several lines, from its meta.json."""
+    kind = meta["tokenizer"]["kind"]
+    vocabulary = f"vocabulary {meta['vocab_size']:,}"
+    lines = [
+        f"{folder}: {kind} tokenizer, {vocabulary}, {meta['dtype']}",
+        *report_splits(meta["splits"]),
+        *report_records(meta["records"], meta["sources"]),
+        *report_lengths(meta["lengths"]),
+    ]
+    return "\n".join(lines)
+
+
+def report_splits(splits: dict[str, dict]) -> list[str]:
+    lines = []
     for split, s in splits.items():
-        counts = f"{s['documents']:>12,} documents {s['tokens']:>15,} tokens {s['bytes']:>15,} bytes of text"
-        lines.append(f"  {split:<6} {counts}")
-    characters, tokens = (sum(s[key] for s in splits.values()) for key in ("characters", "tokens"))
+        documents = f"{s['documents']:>12,} documents"
+        tokens = f"{s['tokens']:>15,} tokens"
+        lines.append(f"  {split:<6} {documents} {tokens} {s['bytes']:>15,} bytes of text")
+    characters = sum(s["characters"] for s in splits.values())
+    tokens = sum(s["tokens"] for s in splits.values())
     lines.append(f"  {characters / tokens:.2f} characters per token (eos counted)")
-    shapes = ", ".join(f"{k}: {n:,}" for k, n in records["shapes"].items())
-    lines.append(f"  {records['read']:,} records, read as {shapes}")
-    for source in meta["sources"]:
+    return lines
+
+
+def report_records(records: dict, sources: list[dict]) -> list[str]:
+    shapes = ", ".join(f"{shape}: {n:,}" for shape, n in records["shapes"].items())
+    lines = [f"  {records['read']:,} records, read as {shapes}"]
+    for source in sources:
         if "skipped" in source:
             counts = ", ".join(f"{n:,} x {what}" for what, n in source["skipped"].items())
             lines.append(f"  skipped in {source['path']}: {counts}")
     for what in ("bad", "dropped", "changed"):
         lines.append(f"  {what}: {sum(records[what].values()):,}")
         lines += [f"    {n:,} x {reason}" for reason, n in records[what].items()]
-        lines += [f"    e.g. {example}" for example in records["examples"]] if what == "bad" else []
-    if unread := records.get("unread"):  # sets of before 2026-11-22 have none
-        lines.append("  not read (--fields= names what is): " + ", ".join(f"{n:,} x {k}" for k, n in unread.items()))
+        if what == "bad":
+            lines += [f"    e.g. {example}" for example in records["examples"]]
+    unread = records.get("unread")  # data sets that were made before 2026-11-22 do not have it
+    if unread:
+        counts = ", ".join(f"{n:,} x {field}" for field, n in unread.items())
+        lines.append(f"  fields that were not read (--fields= chooses fields): {counts}")
+    return lines
+
+
+def report_lengths(lengths: dict) -> list[str]:
+    """Return the percentiles, and a table with one row for each entry of the histogram."""
     percentiles = ", ".join(f"{k} {v:,}" for k, v in lengths.items() if k != "histogram")
-    lines.append(f"  tokens per document: {percentiles}")
-    lines.append(f"    {'up to':>9}  {'documents':<31} longer: documents, and tokens in them")
-    counts = np.array(list(lengths["histogram"].values()))  # (rows, 2): documents, and tokens in them
-    shares, longer = counts[:, 0] / counts[:, 0].sum(), 1 - counts.cumsum(axis=0) / counts.sum(axis=0)
-    for edge, share, (beyond, inside) in zip(lengths["histogram"], shares, longer, strict=True):
+    heading = f"{'up to':>9}  {'documents':<31} longer: documents, and tokens in them"
+    lines = [f"  tokens per document: {percentiles}", f"    {heading}"]
+    counts = np.array(list(lengths["histogram"].values()))  # (rows, 2): documents, tokens in them
+    shares = counts[:, 0] / counts[:, 0].sum()
+    longer = 1 - counts.cumsum(axis=0) / counts.sum(axis=0)
+    for edge, share, (documents, tokens) in zip(lengths["histogram"], shares, longer, strict=True):
         bar = "\u2588" * round(20 * share / shares.max())
-        lines.append(f"    {int(edge):>9,}  {bar:<20} {share:>8.2%}  {beyond:>16.2%} {inside:>16.2%}")
-    return "\n".join(lines)
+        row = f"{int(edge):>9,}  {bar:<20} {share:>8.2%}  {documents:>16.2%} {tokens:>16.2%}"
+        lines.append(f"    {row}")
+    return lines
 
 
 def escaped(found: re.Match) -> str:
-    """A control character as it is spelled: texts from the web must not steer the terminal."""
+    """Return a control character as an escape: text from the web must not control the terminal."""
     return repr(found[0])[1:-1]

@@ -1,4 +1,4 @@
-"""The parts, in the order of the input, become one data set."""
+"""Join the parts, in the order of the input, into one data set."""
 
 import io
 import os
@@ -14,52 +14,76 @@ from text.encode import ROW, GrowingFile, Part
 
 
 def read_rows(part: Part) -> Iterator[np.ndarray]:
-    """The documents of a part, (documents,) of ROW, the pieces of a long one summed up; a quarter million at a time."""
+    """Yield the documents of a part, (documents,) of ROW, about a quarter million at a time.
+
+    The rows of a long document, one for each piece, are added up to one row.
+    """
     with open(part.paths["rows"], "rb") as f:
         rows = np.empty(0, ROW)
         while len(more := np.fromfile(f, ROW, 1 << 18)):
             rows = np.concatenate([rows, more])
-            edges = np.flatnonzero(rows["end"]) + 1  # behind each whole document
+            edges = np.flatnonzero(rows["end"]) + 1  # where the row behind each whole document is
             if len(edges):
-                found, begins = rows[edges - 1], np.concatenate([[0], edges[:-1]])
-                for count in ("tokens", "bytes", "characters"):
-                    found[count] = np.add.reduceat(rows[count][: edges[-1]], begins)
+                found = rows[edges - 1]
+                begins = np.concatenate([[0], edges[:-1]])
+                for field in ("tokens", "bytes", "characters"):
+                    found[field] = np.add.reduceat(rows[field][: edges[-1]], begins)
                 rows = rows[edges[-1] :]
                 yield found
 
 
 def find_duplicates(parts: list[Part]) -> np.ndarray:
-    """(documents,) bool: has an earlier document the same digest? A share of all digests at a time: memory is bounded."""
+    """Return (documents,) bool: True for a document if an earlier one has the same digest.
+
+    All rows are read several times. Each time only a share of the digests is compared, which bounds
+    the memory.
+    """
     n = sum(len(rows) for part in parts for rows in read_rows(part))
     if not n:
         return np.zeros(0, bool)
-    again, shares = np.zeros(n, bool), n // (1 << 20) + 1
+    again = np.zeros(n, bool)
+    shares = n // (1 << 20) + 1
     for share in range(shares):
-        digests, places, base = [], [], 0
+        digests = []
+        places = []  # the number of the document of each digest
+        base = 0
         for rows in (rows for part in parts for rows in read_rows(part)):
             mine = np.flatnonzero(rows["digest"][:, 1] % shares == share)
             digests.append(rows["digest"][mine])
             places.append(mine + base)
             base += len(rows)
         place = np.concatenate(places)
-        _, first = np.unique(np.concatenate(digests), axis=0, return_index=True)  # the first of equal ones
+        # return_index: of several equal digests, the place of the first one
+        _, first = np.unique(np.concatenate(digests), axis=0, return_index=True)
         again[place] = True
         again[place[first]] = False
     return again
 
 
-def kept_rows(parts: list[Part], again: np.ndarray) -> Iterator[tuple[Part, np.ndarray, np.ndarray]]:
-    """(part, its rows, which of them stay) for a quarter million documents at a time, in the order of the input."""
+def kept_rows(
+    parts: list[Part], again: np.ndarray
+) -> Iterator[tuple[Part, np.ndarray, np.ndarray]]:
+    """Yield (part, its rows, which of them are kept) in the order of the input.
+
+    Each time these are about a quarter million documents. again: the result of find_duplicates(),
+    or an empty array to keep all documents.
+    """
     seen = 0
     for part in parts:
         for rows in read_rows(part):
-            yield part, rows, ~again[seen : seen + len(rows)] if len(again) else np.ones(len(rows), bool)
+            if len(again):
+                kept = ~again[seen : seen + len(rows)]
+            else:
+                kept = np.ones(len(rows), bool)
+            yield part, rows, kept
             seen += len(rows)
 
 
 def count(parts: list[Part], again: np.ndarray) -> tuple[dict[str, dict], Counter]:
-    """The counts of each split, and {length in tokens: documents}."""
-    counts = {split: dict(tokens=0, documents=0, bytes=0, characters=0) for split in ("train", "val")}
+    """Return the counts of each split, and {length in tokens: documents}."""
+    counts = {
+        split: dict(tokens=0, documents=0, bytes=0, characters=0) for split in ("train", "val")
+    }
     lengths: Counter = Counter()
     for _, rows, kept in kept_rows(parts, again):
         for split, total in counts.items():
@@ -72,9 +96,9 @@ def count(parts: list[Part], again: np.ndarray) -> tuple[dict[str, dict], Counte
 
 
 def merge(parts: list[Part], again: np.ndarray, folder: Path, itemsize: int) -> dict[str, list]:
-    """Write folder/{train,val}.bin; returns the state() of each.
+    """Write train.bin and val.bin into the folder; return the GrowingFile.state() of each.
 
-    The parts stay as they are, so that a kill in here costs nothing but this step.
+    The parts are not changed. If this process is killed here, only this step has to be repeated.
     """
     states = {}
     for split in ("train", "val"):
@@ -82,8 +106,8 @@ def merge(parts: list[Part], again: np.ndarray, folder: Path, itemsize: int) -> 
         if len(parts) == 1 and not again.any():
             states[split] = parts[0].states[split]
             try:
-                os.link(parts[0].paths[split], target)  # a second name costs nothing
-            except OSError:  # a file system that has no such thing
+                os.link(parts[0].paths[split], target)  # a second name for it: nothing is copied
+            except OSError:  # this file system has no hard links
                 shutil.copyfile(parts[0].paths[split], target)
         else:
             sources = {part.paths[split]: open(part.paths[split], "rb") for part in parts}
@@ -100,14 +124,17 @@ def merge(parts: list[Part], again: np.ndarray, folder: Path, itemsize: int) -> 
 
 
 def copy_documents(
-    source: io.BufferedReader,
-    out: GrowingFile,
-    sizes: np.ndarray,
-    kept: np.ndarray,
+    source: io.BufferedReader, out: GrowingFile, sizes: np.ndarray, kept: np.ndarray
 ) -> None:
-    """Copy the kept ones of documents of `sizes` bytes that stand at the source's position, and pass by the others."""
-    edges = np.flatnonzero(np.diff(kept, prepend=~kept[:1], append=~kept[-1:])) if len(kept) else []
-    for begin, end in zip(edges[:-1], edges[1:], strict=True):  # a run of documents that share one fate
+    """Copy the documents that are kept from the source's position to `out`, and skip the others.
+
+    sizes: bytes of each document. kept: bool for each document.
+    """
+    if not len(kept):
+        return
+    # The documents between two edges are neighbours that are all kept or all skipped.
+    edges = np.flatnonzero(np.diff(kept, prepend=~kept[:1], append=~kept[-1:]))
+    for begin, end in zip(edges[:-1], edges[1:], strict=True):
         left = int(sizes[begin:end].sum())
         if not kept[begin]:
             source.seek(left, os.SEEK_CUR)

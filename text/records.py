@@ -1,4 +1,7 @@
-"""Records become documents: parse a record, join its fields, clean the text. No tokens are known here."""
+"""Records become documents: parse a record, join its fields to a text, and clean the text.
+
+Tokens come later (encode.py).
+"""
 
 import ast
 import inspect
@@ -15,11 +18,21 @@ from typing import Any, NamedTuple
 from configurator import UserError
 from text.formats import Chunk, Lines, Piece
 
-BLANK = "：。 \t\r\n"  # a text of these alone is empty
+BLANK = "：。 \t\r\n"  # a text of only these characters counts as empty
+
+# The control characters of C0 and C1 except tab, line feed and carriage return; and U+FEFF, the
+# byte order mark.
+CONTROL = re.compile("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\ufeff]")
+
+MOST_VALUES = 1_000_000  # in one record: in Python, each value takes some 60 bytes or more
+
+# All fields that hold text in one of the shapes that record_text() knows.
+TEXT_FIELDS = set("title summary sections content text".split())
+TEXT_FIELDS |= set("prompt completion instruction input output".split())
 
 
 class Cleaning(NamedTuple):
-    """The settings of prepare.py that decide what text a record becomes."""
+    """The settings of prepare.py that decide which text a record becomes."""
 
     fields: str = ""
     normalize: str = "none"
@@ -28,19 +41,24 @@ class Cleaning(NamedTuple):
 
 @dataclass
 class Tally:
-    """What became of the records. Everything that is not a document is counted here, with its reason."""
+    """Counts what became of the records. A record that is left out is counted with the reason."""
 
     records: int = 0
     bad: Counter = field(default_factory=Counter)  # reason -> records that could not be read
     dropped: Counter = field(default_factory=Counter)  # reason -> documents left out
     changed: Counter = field(default_factory=Counter)  # reason -> documents whose text was changed
-    unread: Counter = field(default_factory=Counter)  # field beside those of a shape -> records that have it
-    shapes: Counter = field(default_factory=Counter)  # {text}, {title, content}, ... -> records read so
-    examples: list[str] = field(default_factory=list)  # the first few bad ones, as file:line: reason
+    # A field with text that the record's shape does not use -> records that have it.
+    unread: Counter = field(default_factory=Counter)
+    shapes: Counter = field(default_factory=Counter)  # {text}, {title, content}, ... -> records
+    examples: list[str] = field(default_factory=list)  # first bad records, as file:line: reason
 
     def reject(self, where: str, reason: str, piece: Piece | None) -> None:
-        if piece:  # half of its document may be written already
-            raise UserError(f"{where}: {reason}: mend it there") from None
+        """Count a bad record.
+
+        Raises UserError for a Piece: the pieces before it may already be in the output.
+        """
+        if piece:
+            raise UserError(f"{where}: {reason}; correct the file there") from None
         self.bad[reason] += 1
         if len(self.examples) < 5:
             self.examples.append(f"{where}: {reason}")
@@ -52,23 +70,32 @@ class Tally:
         self.examples = (self.examples + other.examples)[:5]
 
 
-CONTROL = re.compile("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\ufeff]")  # all of C0 and C1 but tab and line ends, and a stray BOM
+# --------------------------------------------------------------------------------------------------
+# From a chunk to documents
 
 
-def documents(chunk: Chunk, cleaning: Cleaning, tally: Tally) -> Iterator[tuple[str, str, bytes, Piece | None]]:
-    """(where, text, its UTF-8, the Piece that it is, if it is one) of each record of a chunk that is a document."""
+def documents(
+    chunk: Chunk, cleaning: Cleaning, tally: Tally
+) -> Iterator[tuple[str, str, bytes, Piece | None]]:
+    """Yield (place, text, the text in UTF-8, Piece or None) for each document in a chunk.
+
+    The Piece is the record itself where that is only a part of a document. All records are counted
+    in `tally`, and a document in pieces once, with its last piece.
+    """
     for where, record in itertools.chain.from_iterable(map(unpacked, chunk.records)):
         piece = record if isinstance(record, Piece) else None
-        if piece is None or piece.whole:
+        ends_record = piece is None or bool(piece.whole)
+        if ends_record:
             tally.records += 1
+        content = piece.text if piece else record
         try:
-            text, shape = understand(chunk.kind, piece.text if piece else record, where, cleaning.fields, tally)
+            text, shape = understand(chunk.kind, content, where, cleaning.fields, tally)
             text = clean(text, cleaning, tally)
             utf8 = to_utf8(text)
         except ValueError as e:
             tally.reject(where, str(e), piece)
             continue
-        if piece is None or piece.whole:
+        if ends_record:
             tally.shapes[shape] += 1
         if text.strip(BLANK) or piece:
             yield where, text, utf8, piece
@@ -77,88 +104,86 @@ def documents(chunk: Chunk, cleaning: Cleaning, tally: Tally) -> Iterator[tuple[
 
 
 def unpacked(record: tuple[str, Any]) -> Iterable[tuple[str, Any]]:
-    """(where, record), or (where, line) for each of its Lines."""
+    """Return (place, line) for each line of a record that is Lines; any other record alone."""
     lines = record[1]
     if not isinstance(lines, Lines):
         return [record]
     text = lines.data.decode(lines.encoding, "surrogateescape").removeprefix("\ufeff")
     numbered = enumerate(text.split("\n"), lines.first)
-    return ((f"{lines.file}:{number}", line) for number, line in numbered if line and not line.isspace())
-
-
-def to_utf8(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as e:
-        code = ord(text[e.start])
-        if 0xDC80 <= code <= 0xDCFF:  # what surrogateescape makes of a byte
-            raise ValueError(f"byte 0x{code - 0xDC00:02x} is not of its encoding: say --encoding") from None
-        raise ValueError("half a surrogate pair, which is no character") from None  # JSON can spell it
-
-
-MOST_VALUES = 1_000_000  # of one record: in Python each takes some 60 bytes or more
+    return ((f"{lines.file}:{n}", line) for n, line in numbered if line and not line.isspace())
 
 
 def understand(kind: str, record: Any, where: str, fields: str, tally: Tally) -> tuple[str, str]:
-    """(text, shape) of a record as its reader left it; ValueError says what is wrong with it."""
+    """Return (text, shape) of a record from the Reader. Raises ValueError with what is wrong."""
     if isinstance(record, ValueError):
         raise record
     if kind in ("txt", "md"):
         return record, "plain text"
     if kind == "py":
         return docstrings(record, where), "docstrings"
-    if kind in ("jsonl", "ndjson"):
-        if len(record) > MOST_VALUES and record.count(",") > MOST_VALUES:
-            raise ValueError(f"it holds more than {MOST_VALUES:,} values")
-        try:
-            record = json.loads(record)
-        except (ValueError, RecursionError):
-            raise ValueError("not valid JSON") from None
-    text, shape = record_text(record, fields)
+    value = parse_line(record) if kind in ("jsonl", "ndjson") else record
+    text, shape = record_text(value, fields)
     if not fields:
-        tally.unread.update(unread_fields(record, shape))
+        tally.unread.update(unread_fields(value, shape))
     return text, shape
 
 
-TEXT_FIELDS = set("title summary sections content text prompt completion instruction input output".split())
+def parse_line(line: str) -> Any:
+    """Return the value of a line of JSON. Raises ValueError if it is not JSON, or too large."""
+    if len(line) > MOST_VALUES and line.count(",") > MOST_VALUES:
+        raise ValueError(f"it holds more than {MOST_VALUES:,} values")
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError("not valid JSON") from None
 
 
 def unread_fields(record: dict, shape: str) -> list[str]:
-    """Fields that hold text in one of the known shapes, and that this shape does not read."""
+    """Return the fields that hold text in one of the known shapes, but are not part of this one."""
     used = shape.strip("{}").split(", ")
-    sections = record.get("sections")
     found = [key for key in TEXT_FIELDS & record.keys() if key not in used and record[key]]
-    if "sections" in used and isinstance(sections, list) and any("sections" in section for section in sections):
-        found.append("sections in sections")
+    sections = record.get("sections")
+    if "sections" in used and isinstance(sections, list):
+        if any("sections" in section for section in sections):
+            found.append("sections in sections")
     return [f"{key}, beside {shape}" for key in sorted(found)]
 
 
 def clean(text: str, cleaning: Cleaning, tally: Tally) -> str:
-    """The text as it is to be learned; unchanged unless a switch says otherwise."""
-    if cleaning.normalize != "none" and not unicodedata.is_normalized(cleaning.normalize, text):
-        text = unicodedata.normalize(cleaning.normalize, text)
-        tally.changed[f"brought to {cleaning.normalize}"] += 1
+    """Return the text that a model will learn: unchanged, unless a setting says otherwise."""
+    form = cleaning.normalize
+    if form != "none" and not unicodedata.is_normalized(form, text):
+        text = unicodedata.normalize(form, text)
+        tally.changed[f"brought to {form}"] += 1
     if cleaning.drop_control and CONTROL.search(text):
         text = CONTROL.sub("", text)
         tally.changed["control characters removed"] += 1
     return text
 
 
-def get(record: dict, key: str) -> str:
-    """A field as text: a number is written out, null and absence are empty; else a ValueError."""
-    value = record.get(key)
-    if type(value) is str:
-        return value
-    if isinstance(value, float) and not math.isfinite(value):  # Python's JSON takes NaN, Infinity
-        raise ValueError(f"{key} is {value}, no text")
-    if isinstance(value, int | float | None):
-        return "" if value is None else str(value)
-    raise ValueError(f"{key} is a {type(value).__name__}, no text")
+def to_utf8(text: str) -> bytes:
+    """Return the text in UTF-8. Raises ValueError for a lone surrogate, which has no UTF-8."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as e:
+        code = ord(text[e.start])
+        if 0xDC80 <= code <= 0xDCFF:  # surrogateescape makes these of bytes that it cannot decode
+            byte = f"byte 0x{code - 0xDC00:02x}"
+            raise ValueError(f"{byte} is not of its encoding: say --encoding") from None
+        # JSON can contain such a half, as \ud800.
+        raise ValueError("half a surrogate pair, which is no character") from None
+
+
+# --------------------------------------------------------------------------------------------------
+# From a record with fields to a text
 
 
 def record_text(record: Any, fields: str = "") -> tuple[str, str]:
-    """(text, shape) of a record. The joining of titles, summaries and sections is that of the Chinese encyclopedia
-    corpora; `fields` names others: `question,answer` (joined by line ends), or a template: `问：{question}答：{answer}`.
+    """Return (text, shape) of a record. Raises ValueError if it has no known shape.
+
+    Titles, summaries and sections are joined as in the Chinese encyclopedia corpora. `fields` names
+    other fields: a list `question,answer`, joined by line ends, or a template
+    `问：{question}答：{answer}`.
     """
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__} where a record {{...}} belongs")
@@ -166,33 +191,56 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str]:
         return chosen_fields(record, fields), fields
     sections = record.get("sections")
     if isinstance(sections, list) or isinstance(record.get("summary"), str):
-        text = f"{get(record, 'title')}：{get(record, 'summary')}{join_sections(sections)}"
-        return text, "{title, summary, sections}"
+        head = f"{get(record, 'title')}：{get(record, 'summary')}"
+        return head + join_sections(sections), "{title, summary, sections}"
     if isinstance(text := record.get("content"), str):
-        title = get(record, "title")
-        return (f"{title}：{text}。", "{title, content}") if title else (text, "{content}")
+        if title := get(record, "title"):
+            return f"{title}：{text}。", "{title, content}"
+        return text, "{content}"
     if isinstance(text := record.get("text"), str):
         return text, "{text}"
     if isinstance(text := record.get("completion"), str):
-        prompt = get(record, "prompt")
-        return (f"{prompt}\n{text}", "{prompt, completion}") if prompt else (text, "{completion}")
+        if prompt := get(record, "prompt"):
+            return f"{prompt}\n{text}", "{prompt, completion}"
+        return text, "{completion}"
     if isinstance(record.get("instruction"), str) and isinstance(record.get("output"), str):
         parts = [get(record, key) for key in ("instruction", "input", "output")]
         return "\n".join(filter(None, parts)), "{instruction, input, output}"
-    raise ValueError(f"no known shape but {{{', '.join(map(str, record))}}}: say --fields="[:120])
+    names = ", ".join(map(str, record))
+    reason = f"no known shape but {{{names}}}: say --fields="
+    raise ValueError(reason[:120])
+
+
+def get(record: dict, key: str) -> str:
+    """Return a field as text: a number as its digits, and "" for null or for no such field.
+
+    Raises ValueError for anything else.
+    """
+    value = record.get(key)
+    if type(value) is str:
+        return value
+    if isinstance(value, float) and not math.isfinite(value):  # json reads NaN and Infinity
+        raise ValueError(f"{key} is {value}, no text")
+    if isinstance(value, int | float | None):
+        return "" if value is None else str(value)
+    raise ValueError(f"{key} is a {type(value).__name__}, no text")
 
 
 def join_sections(sections: Any) -> str:
+    """Return `title：content。` for each section. Raises ValueError if they have another form."""
     try:
         return "".join([s["title"] + "：" + s["content"] + "。" for s in sections])
-    except (TypeError, KeyError, IndexError):  # something is missing, or no text: look closer
-        if not isinstance(sections, list | None) or not all(isinstance(s, dict) for s in sections or []):
-            raise ValueError("sections is no list of {title, content}") from None
-        return "".join([f"{get(s, 'title')}：{get(s, 'content')}。" for s in sections or []])
+    except (TypeError, KeyError, IndexError):
+        pass  # a field is missing or is not text: the slower way below finds out which
+    if sections is None:
+        return ""
+    if not isinstance(sections, list) or not all(isinstance(s, dict) for s in sections):
+        raise ValueError("sections is no list of {title, content}")
+    return "".join([f"{get(s, 'title')}：{get(s, 'content')}。" for s in sections])
 
 
 def chosen_fields(record: dict, fields: str) -> str:
-    """a.b is field b of the record in field a."""
+    """Return the text of the fields that --fields names. The name a.b is field b in field a."""
 
     def value(name: str) -> str:
         *path, last = name.strip().split(".")
@@ -206,15 +254,20 @@ def chosen_fields(record: dict, fields: str) -> str:
         return get(inner, last)
 
     if "{" in fields:
-        return re.sub(r"\{([^{}]+)\}", lambda m: value(m[1]), fields.replace("\\n", "\n"))
+        template = fields.replace("\\n", "\n")
+        return re.sub(r"\{([^{}]+)\}", lambda m: value(m[1]), template)
     return "\n".join(filter(None, map(value, fields.split(","))))
 
 
+# --------------------------------------------------------------------------------------------------
+# From a Python module to a text
+
+
 def docstrings(source: bytes, module: str) -> str:
-    """The docstrings of a module as title, summary and sections; empty if it has none."""
+    """Return the docstrings of a module as title, summary and sections; "" if it has none."""
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # a template, or a file for another Python
+    except (SyntaxError, ValueError):  # a template, or code for another version of Python
         return ""
     sections = []
 
@@ -222,11 +275,12 @@ def docstrings(source: bytes, module: str) -> str:
         for child in ast.iter_child_nodes(node):
             name = None
             if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                name, text = prefix + child.name, ast.get_docstring(child)
+                name = prefix + child.name
+                text = ast.get_docstring(child)
                 visit(child, f"{name}.")
             elif isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
                 name, text = added_docstring(child.value)
-            if name and text and len(text) >= 40:  # not "See base class."
+            if name and text and len(text) >= 40:  # leaves out texts such as "See base class."
                 sections.append({"title": name, "content": text})
 
     visit(tree, "")
@@ -237,9 +291,17 @@ def docstrings(source: bytes, module: str) -> str:
 
 
 def added_docstring(call: ast.Call) -> tuple[str | None, str]:
-    """What numpy and torch do for functions written in C: add_newdoc("module", "name", "text"), add_docstr(name, "text")."""
-    if not (isinstance(call.func, ast.Name) and call.func.id.startswith(("add_docstr", "add_newdoc"))):
+    """Return (name, docstring) if a call adds the docstring of a function written in C.
+
+    numpy calls add_newdoc("module", "name", "text"), and torch calls add_docstr(name, "text").
+    """
+    function = call.func
+    prefixes = ("add_docstr", "add_newdoc")
+    if not (isinstance(function, ast.Name) and function.id.startswith(prefixes)):
         return None, ""
-    names = [a.value if isinstance(a, ast.Constant) else ast.unparse(a) for a in call.args]
-    texts = [n for n in names if isinstance(n, str) and "\n" in n]
-    return (".".join(n for n in names if "\n" not in str(n)), inspect.cleandoc(texts[0])) if texts else (None, "")
+    values = [a.value if isinstance(a, ast.Constant) else ast.unparse(a) for a in call.args]
+    texts = [v for v in values if isinstance(v, str) and "\n" in v]
+    if not texts:
+        return None, ""
+    name = ".".join(v for v in values if "\n" not in str(v))
+    return name, inspect.cleandoc(texts[0])

@@ -1,4 +1,8 @@
-"""The files of a corpus: which ones the --input arguments name, and their bytes, decompressed and hashed."""
+"""The files of a corpus: which files the --input arguments name, and their content.
+
+find_sources() lists the files, demo_sources() those of the demo corpus. HashedFile reads a file and
+computes its SHA-256 at the same time, and decompressed() unpacks what was read.
+"""
 
 import bz2
 import glob
@@ -14,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from configurator import UserError
 
@@ -21,29 +26,43 @@ KINDS = "jsonl ndjson json csv tsv txt md parquet".split()
 COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
 EXPECTED = f"{', '.join('.' + k for k in KINDS)}, plain or with {', '.join(COMPRESSED)}"
 
+# Reasons to skip a file. They are printed, and written into meta.json.
+OTHER_NAME = "another name of a file that is read"
+OUR_OWN = "written by prepare.py"
+
+
+# --------------------------------------------------------------------------------------------------
+# One file
+
 
 @dataclass
 class Source:
-    """A file to read. What is known only when it has been read is filled in then."""
+    """A file to read. Its SHA-256 is filled in when it has been read."""
 
     path: Path
     kind: str  # one of KINDS, or "py": a module of the demo corpus
-    name: str  # as messages show it
-    bytes: int = 0  # on the disk
-    changed: int = 0  # time of the last change, ns
+    name: str  # the name that messages and meta.json show
+    bytes: int = 0  # size on the disk, so of the compressed data
+    changed: int = 0  # time of the last change in ns
     sha256: str = ""
-    content: str = ""  # its SHA-256 instead of a time that says nothing: of standard input
+    content: str = ""  # only for standard input: its SHA-256, since its time of change says nothing
 
     @classmethod
     def at(cls, path: Path, kind: str, name: str = "") -> "Source":
+        """Return the Source of an existing file. name: what messages show instead of the path."""
         stat = path.stat()
         return cls(path, kind, name or name_of(path), stat.st_size, stat.st_mtime_ns)
 
     def same_file(self) -> tuple:
+        """Return what an interrupted run compares to decide whether this is still the same file."""
         return self.name, self.kind, self.bytes, self.content or self.changed
 
     def check_unchanged(self, sha256: str) -> None:
-        """When it has been read: UserError if it is no longer what was found, or read before."""
+        """Store the hash of what was just read.
+
+        Raises UserError if size or time differ from those in this Source, or if an earlier reading
+        gave another hash.
+        """
         stat = self.path.stat()
         same = (stat.st_size, stat.st_mtime_ns) == (self.bytes, self.changed)
         if not same or self.sha256 not in ("", sha256):
@@ -56,7 +75,11 @@ class Source:
 
 
 def name_of(path: Path) -> str:
-    """As messages show it: by the locale, else as UTF-8; lone surrogates stand for other bytes."""
+    """Return a path as messages and meta.json show it.
+
+    A name that the locale cannot decode is decoded as UTF-8. In that case a lone surrogate stands
+    for each byte that is not UTF-8.
+    """
     try:
         str(path).encode()
         return str(path)
@@ -65,92 +88,128 @@ def name_of(path: Path) -> str:
 
 
 def in_order(path: Path) -> list[bytes]:
-    """A key for sorting, which makes a folder the same corpus in any locale."""
+    """Return a key to sort paths by: bytes, so that the order is the same in every locale."""
     return os.fsencode(path).split(b"/")
 
 
 def suffix_of(path: Path) -> str:
-    """What tells the kind of a file and its compression: .jsonl.gz of DUMP.JSONL.gz."""
+    """Return the suffixes that tell the kind and the compression: .jsonl.gz for DUMP.JSONL.gz."""
     name = Path(path.name.lower())
     packed = name.suffix if name.suffix in COMPRESSED else ""
     return Path(name.name.removesuffix(packed)).suffix + packed
 
 
 def kind_of(path: Path) -> str | None:
+    """Return the member of KINDS that the file's name ends in, or None."""
     kind = suffix_of(path).strip(".").partition(".")[0]
     return kind if kind in KINDS else None
 
 
-OTHER_NAME, OUR_OWN = "another name of a file that is read", "written by prepare.py"
+def identity(path: Path) -> tuple[int, int]:
+    """Return (device, inode), which is the same for all names of a file.
+
+    A file has several names because of links, or because the disk does not distinguish a and A.
+    """
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino
+
+
+# --------------------------------------------------------------------------------------------------
+# All files of a corpus
 
 
 def find_sources(
     inputs: Iterable[str], kind: str = "auto", own: Iterable[Path] = ()
 ) -> tuple[list[Source], dict[str, Counter]]:
-    """(the files that the --input arguments name, in a fixed order, each once; what was passed by).
+    """Return the files that the --input arguments name, and how many files were skipped and why.
 
-    Folders are searched through. own: files that the caller writes, which therefore are no input.
-    What was passed by: argument -> suffix of a file, or another reason -> number of files.
+    The files come in a fixed order, each file once. Folders are searched with all their subfolders.
+    kind: the kind of all files; "auto": by the name of each. own: the files that the caller itself
+    writes, which cannot be input. The second result maps an argument to its skipped files:
+    reason (OTHER_NAME, OUR_OWN, or the suffix of a file of unknown kind) -> number of files.
+
+    Raises UserError for an argument that names nothing, and for a file that cannot be input.
     """
     sources: list[Source] = []
-    passed_by: dict[str, Counter] = {}
+    skipped: dict[str, Counter] = {}
     own_files = {identity(path) for path in own}
-    names: dict[tuple[int, int], set[Path]] = {}  # of each file
+    names: dict[tuple[int, int], set[Path]] = {}  # identity of a file -> the names found for it
     for argument in inputs:
-        passed = passed_by[name_of(Path(argument))] = Counter()
-        here = os.path.exists(argument)
-        paths = [argument] if here else sorted(matches(argument))
-        if not paths:
-            raise UserError(f"--input {argument}: no such file or folder")
-        for path in map(Path, paths):
-            files = sorted(walk(path, passed), key=in_order) if path.is_dir() else [path]
-            if not files:
-                there = ", ".join(f"{n:,} x {what}" for what, n in passed.items()) or "nothing"
-                expected = f"the folder has no file that ends in {EXPECTED}"
-                raise UserError(f"--input {path}: {expected}; it has {there}")
-            for file in files:
-                this_kind = kind_of(file) if kind == "auto" else kind
-                if not this_kind:
-                    raise UserError(f"--input {file}: unknown kind of file; expected {EXPECTED}, or say --format=KIND")
-                if not file.is_file():
-                    raise UserError(f"--input {file}: no regular file; pipe it in with --input -")
-                if identity(file) in own_files:
-                    ours = "prepare.py has written it: name the corpus alone"
-                    raise UserError(f"--input {file}: {ours}")
-                known = names.setdefault(identity(file), set())
-                if not known:
-                    sources.append(Source.at(file, this_kind))
-                elif file not in known:
-                    passed[OTHER_NAME] += 1
-                known.add(file)
-    return sources, {argument: counts for argument, counts in passed_by.items() if counts}
+        counts = Counter()
+        skipped[name_of(Path(argument))] = counts
+        for file in named_files(argument, counts):
+            file_kind = kind_of(file) if kind == "auto" else kind
+            if not file_kind:
+                wanted = f"expected {EXPECTED}, or give --format=KIND"
+                raise UserError(f"--input {file}: unknown kind of file; {wanted}")
+            if not file.is_file():
+                raise UserError(f"--input {file}: not a regular file; pipe it in with --input -")
+            if identity(file) in own_files:
+                what = "prepare.py wrote this file; name only the files of the corpus"
+                raise UserError(f"--input {file}: {what}")
+            known = names.setdefault(identity(file), set())
+            if not known:
+                sources.append(Source.at(file, file_kind))
+            elif file not in known:
+                counts[OTHER_NAME] += 1
+            known.add(file)
+    return sources, {argument: counts for argument, counts in skipped.items() if counts}
+
+
+def named_files(argument: str, skipped: Counter) -> Iterator[Path]:
+    """Yield the files that one --input argument names: a file, a folder or a pattern of these.
+
+    Of a folder, only the files of a known kind are yielded; `skipped` counts the others. Raises
+    UserError if there is no such file, or if a folder has no file of a known kind.
+    """
+    paths = [argument] if os.path.exists(argument) else sorted(matches(argument))
+    if not paths:
+        raise UserError(f"--input {argument}: no such file or folder")
+    for path in map(Path, paths):
+        if not path.is_dir():
+            yield path
+            continue
+        files = sorted(walk(path, skipped), key=in_order)
+        if not files:
+            there = ", ".join(f"{n:,} x {what}" for what, n in skipped.items()) or "nothing"
+            expected = f"the folder has no file that ends in {EXPECTED}"
+            raise UserError(f"--input {path}: {expected}; it has {there}")
+        yield from files
 
 
 def matches(pattern: str) -> list[str]:
-    """As glob.glob, but that ** does not follow links to folders, which may lead back to where they stand."""
+    """Return the paths that match a pattern, as glob.glob does, except that ** follows no links.
+
+    A link to a folder may lead back to a folder above it, and the search would go round in circles.
+    """
     parts = Path(pattern).parts
     if "**" not in parts:
         return glob.glob(pattern)
     deep = parts.index("**")
-    start, rest = Path(*parts[:deep]), str(Path(*parts[deep:]))
-    found = [(Path(folder), path) for folder in glob.glob(str(start)) for path in Path(folder).glob(rest)]
-    return [str(path) for folder, path in found if "/." not in f"/{path.relative_to(folder)}"]  # nothing hidden
+    start = Path(*parts[:deep])
+    rest = str(Path(*parts[deep:]))
+    found = []
+    for folder in map(Path, glob.glob(str(start))):
+        for path in folder.glob(rest):
+            is_hidden = "/." in f"/{path.relative_to(folder)}"  # glob.glob leaves these out too
+            if not is_hidden:
+                found.append(str(path))
+    return found
 
 
-def identity(path: Path) -> tuple[int, int]:
-    """The same for all names of a file: links, and A and a on a disk that takes them for one."""
-    stat = path.stat()
-    return stat.st_dev, stat.st_ino
+def walk(folder: Path, skipped: Counter) -> Iterator[Path]:
+    """Yield the files of a known kind in a folder and its subfolders. `skipped` counts the others.
 
+    Links to folders are followed, but each folder is read only once: under its own name if that is
+    below `folder`, and else under the name of a link to it. Data sets and scratch folders of
+    prepare.py are skipped.
 
-def walk(folder: Path, passed: Counter) -> Iterator[Path]:
-    """The files of a corpus below a folder; `passed` counts the others.
-
-    Links to folders are followed; each folder is read once, by its own name if that lies below. An
-    error is a folder that cannot be read, and what has the name of a corpus and is no file: a link
-    to nothing, a pipe.
+    Raises UserError for a folder that cannot be read, and for a name that has the suffix of a known
+    kind but is not a file, such as a pipe or a link to a file that does not exist.
     """
-    folders, links, seen = [folder], [], set()
+    folders = [folder]
+    links: list[Path] = []  # links to folders, which wait until all folders have been read
+    seen = set()
     while folders or links:
         at = folders.pop() if folders else links.pop(0)
         try:
@@ -160,31 +219,70 @@ def walk(folder: Path, passed: Counter) -> Iterator[Path]:
             with os.scandir(at) as entries:
                 inside = sorted(entries, key=lambda entry: entry.name)
             names = {entry.name for entry in inside}
-            scratch = re.fullmatch(r"\..+\.tmp", at.name) and names & {"tokenizer", "part0"}
-            if scratch or {"train.bin", "val.bin", "meta.json"} <= names:
-                passed[OUR_OWN] += len(inside)
+            is_data_set = {"train.bin", "val.bin", "meta.json"} <= names
+            is_scratch = re.fullmatch(r"\..+\.tmp", at.name) and names & {"tokenizer", "part0"}
+            if is_data_set or is_scratch:
+                skipped[OUR_OWN] += len(inside)
                 continue
             for entry in inside:
                 path = at / entry.name
                 if entry.is_dir():
-                    (links if entry.is_symlink() else folders).append(path)
+                    queue = links if entry.is_symlink() else folders
+                    queue.append(path)
                 elif not kind_of(path):
-                    passed[suffix_of(path) or "no suffix"] += 1
+                    skipped[suffix_of(path) or "no suffix"] += 1
                 elif entry.is_file():
                     yield path
                 else:
-                    what = "a link to nothing, or no regular file"
+                    what = "a link to a file that does not exist, or not a regular file"
                     raise UserError(f"--input {path}: {what}: remove it")
         except OSError as e:
             raise UserError(f"--input {e.filename or at}: {e.strerror}") from None
 
 
+def demo_sources() -> list[Source]:
+    """Return the modules of the standard library, numpy and torch.
+
+    Tests and bundled packages of other projects are left out.
+    """
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    roots = [(stdlib, stdlib)]  # (folder to search, folder where the module names begin)
+    for package in ("numpy", "torch"):
+        spec = importlib.util.find_spec(package)
+        if spec is None:
+            raise UserError(f"{package} is not installed: pip install -r requirements.txt")
+        folder = Path(spec.origin).parent
+        roots.append((folder, folder.parent))
+    left_out = set("site-packages test tests testing".split())
+    left_out |= set("idlelib lib2to3 turtledemo ensurepip __pycache__".split())
+    found = []
+    for root, base in roots:
+        for path in sorted(root.rglob("*.py")):
+            if left_out.intersection(path.relative_to(root).parts):
+                continue
+            if path.name.startswith(("test_", "_sysconfigdata")):
+                continue
+            module = ".".join(path.relative_to(base).with_suffix("").parts)
+            found.append(Source.at(path, "py", module.removesuffix(".__init__")))
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# The content of a file
+
+
 class HashedFile(io.RawIOBase):
-    """A source's file that knows how much of it was read, and the SHA-256 of that."""
+    """The file of a Source, opened to read. It counts and hashes (SHA-256) the bytes that are read.
+
+    Raises UserError if there are more bytes to read than the Source says: the file grows, perhaps
+    without end.
+    """
 
     def __init__(self, source: Source):
-        self.source, self.file = source, open(source.path, "rb", buffering=0)
-        self.digest, self.bytes_read = hashlib.sha256(), 0
+        self.source = source
+        self.file = open(source.path, "rb", buffering=0)
+        self.digest = hashlib.sha256()
+        self.bytes_read = 0
 
     def readable(self) -> bool:
         return True
@@ -193,7 +291,7 @@ class HashedFile(io.RawIOBase):
         n = self.file.readinto(buffer)
         self.digest.update(memoryview(buffer)[:n])
         self.bytes_read += n
-        if self.bytes_read > self.source.bytes:  # it grows, and may do so without end
+        if self.bytes_read > self.source.bytes:
             raise self.source.changed_error()
         return n
 
@@ -203,7 +301,11 @@ class HashedFile(io.RawIOBase):
 
 
 def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
-    """By its first bytes, not by its name: they are right for renamed files and for standard input too."""
+    """Return a stream of the decompressed bytes of `raw`; `raw` itself if it is not compressed.
+
+    The first bytes of the file tell the compression. Unlike the name, they are right for a renamed
+    file too, and for standard input. name: of the file, for messages.
+    """
     head = raw.peek(10)
     if head.startswith(b"\x1f\x8b"):
         return gzip.GzipFile(fileobj=raw)
@@ -212,25 +314,36 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
     if re.match(rb"BZh[1-9]1AY&SY", head):
         return io.BufferedReader(Streams(raw, bz2.BZ2Decompressor), 1 << 16)
     if head.startswith(b"\x28\xb5\x2f\xfd"):
-        try:
-            from compression import zstd  # Python 3.14
-        except ImportError:
-            try:
-                from backports import zstd
-            except ImportError:
-                raise UserError(f"{name}: .zst needs the package backports.zstd: pip install backports.zstd") from None
-        return zstd.ZstdFile(raw)
+        return zstd_module(name).ZstdFile(raw)
     return raw
 
 
+def zstd_module(name: str) -> ModuleType:
+    try:
+        from compression import zstd  # since Python 3.14
+    except ImportError:
+        try:
+            from backports import zstd
+        except ImportError:
+            needed = "the package backports.zstd: pip install backports.zstd"
+            raise UserError(f"{name}: .zst needs {needed}") from None
+    return zstd
+
+
 class Streams(io.RawIOBase):
-    """One compressed stream after the other, as pbzip2 and pixz write them. Anything else behind the first is
-    an error, where bz2.BZ2File and lzma.LZMAFile take it for the end of the file. padding: allowed between them.
+    """The decompressed bytes of several streams in one file, as pbzip2 and pixz write them.
+
+    Anything else after the first stream is an error. bz2.BZ2File and lzma.LZMAFile would take it
+    for the end of the file. Raises EOFError or lzma.LZMAError for damaged data.
     """
 
     def __init__(self, raw: io.BufferedReader, decompressor: Callable, padding: bytes = b""):
-        self.raw, self.new, self.padding = raw, decompressor, padding
-        self.stream, self.rest = decompressor(), b""
+        """decompressor: class that unpacks one stream. padding: byte allowed between streams."""
+        self.raw = raw
+        self.decompressor = decompressor
+        self.padding = padding
+        self.stream = decompressor()
+        self.rest = b""  # bytes read from raw that the stream has not been given yet
 
     def readable(self) -> bool:
         return True
@@ -240,42 +353,30 @@ class Streams(io.RawIOBase):
 
     def readinto(self, buffer) -> int:
         while True:
-            if self.stream.eof:
-                self.rest = self.without_padding(self.stream.unused_data)
-                while not self.rest:
-                    data = self.raw.read1(1 << 16)
-                    if not data:
-                        return 0
-                    self.rest = self.without_padding(data)
-                self.stream = self.new()
+            if self.stream.eof and not self.next_stream():
+                return 0
             data = self.rest
             if self.stream.needs_input and not data:
                 data = self.raw.read1(1 << 16)
                 if not data:
-                    raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+                    why = "Compressed file ended before the end-of-stream marker was reached"
+                    raise EOFError(why)
             self.rest = b""
             try:
                 made = self.stream.decompress(data, len(buffer))
-            except OSError as e:  # as bz2 says that it is damaged
+            except OSError as e:  # bz2 raises this for damaged data
                 raise EOFError(str(e)) from None
             if made:
                 buffer[: len(made)] = made
                 return len(made)
 
-
-def demo_sources() -> list[Source]:
-    """The modules of the standard library, numpy and torch, tests and vendored packages left out."""
-    roots = [Path(sysconfig.get_paths()["stdlib"])]
-    for package in ("numpy", "torch"):
-        spec = importlib.util.find_spec(package)
-        if spec is None:
-            raise UserError(f"{package} is not installed: pip install -r requirements.txt")
-        roots.append(Path(spec.origin).parent)
-    left_out = set("site-packages test tests testing idlelib lib2to3 turtledemo ensurepip __pycache__".split())
-    found = []
-    for root in roots:
-        files = [p for p in root.rglob("*.py") if not left_out.intersection(p.relative_to(root).parts)]
-        for path in sorted(p for p in files if not p.name.startswith(("test_", "_sysconfigdata"))):
-            parts = path.relative_to(root if root is roots[0] else root.parent).with_suffix("").parts
-            found.append(Source.at(path, "py", ".".join(parts).removesuffix(".__init__")))
-    return found
+    def next_stream(self) -> bool:
+        """Begin the stream that follows the one that has ended. Return False if there is none."""
+        self.rest = self.without_padding(self.stream.unused_data)
+        while not self.rest:
+            data = self.raw.read1(1 << 16)
+            if not data:
+                return False
+            self.rest = self.without_padding(data)
+        self.stream = self.decompressor()
+        return True

@@ -1,56 +1,78 @@
-"""Tokenizers: SentencePiece, and byte-level BPE by tiktoken; and either of them as Hugging Face writes it, out and in.
+"""Tokenizers: SentencePiece, and byte-level BPE by tiktoken.
 
-Both kinds have
+Both classes have the same attributes and methods:
 
     vocab_size, eos_id
-    prefix                ids that stand before a text that a model is to continue: here an eos, since a document begins
+    prefix                ids that come before a prompt; by default the eos, which in the training
+                          data ends a document and so comes before the next one
     encode(text)          -> ids (n,), without the prefix
     decode(ids), token_bytes(id)
-    save(folder)          -> what meta.json says of it
+    save(folder)          -> what meta.json says about the tokenizer
 
-This file needs no torch.
+hf_tokenizer.py converts both to and from Hugging Face's files. This module needs no torch.
 """
 
 import array
 import base64
 import unicodedata
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 
 from configurator import UserError
 
+MAX_ID = (1 << 24) - 1  # the largest id of a token that is accepted
+
+
+def are_token_ids(ids: Collection[int]) -> bool:
+    """Return whether these are distinct numbers from 0 to MAX_ID, and at least one."""
+    if not ids or len(set(ids)) < len(ids):
+        return False
+    return min(ids) >= 0 and max(ids) <= MAX_ID
+
 
 def checked_prefix(prefix: list[int] | None, eos_id: int, vocab_size: int) -> list[int]:
+    """Return the prefix, or [eos_id] for None. Raises ValueError if it is not a list of ids."""
     found = [eos_id] if prefix is None else prefix
-    if not isinstance(found, list) or not all(type(i) is int and 0 <= i < vocab_size for i in found):
-        raise ValueError(f"the prefix {found!r} is no list of its ids")
+    ok = isinstance(found, list) and all(type(i) is int and 0 <= i < vocab_size for i in found)
+    if not ok:
+        raise ValueError(f"the prefix {found!r} is not a list of ids of this tokenizer")
     return found
 
 
 class SentencePiece:
-    kind, file = "sentencepiece", "tokenizer.model"
+    kind = "sentencepiece"
+    file = "tokenizer.model"
 
     def __init__(self, path: str | Path, prefix: list[int] | None = None):
         import sentencepiece
 
         self.path = Path(path)
         try:
-            self.sp = sentencepiece.SentencePieceProcessor(model_proto=self.path.read_bytes())
+            model = self.path.read_bytes()
+            self.sp = sentencepiece.SentencePieceProcessor(model_proto=model)
             for token in range(self.sp.vocab_size()):
-                self.sp.id_to_piece(token)  # of a damaged file, not all pieces are text
+                self.sp.id_to_piece(token)  # fails in a damaged file, where a piece may not be text
         except (OSError, RuntimeError, ValueError) as e:
-            raise UserError(f"tokenizer {path}: not a SentencePiece model ({str(e).strip()})") from None
-        self.vocab_size, self.eos_id = self.sp.vocab_size(), self.sp.eos_id()
+            reason = str(e).strip()
+            raise UserError(f"tokenizer {path}: not a SentencePiece model ({reason})") from None
+        self.vocab_size = self.sp.vocab_size()
+        self.eos_id = self.sp.eos_id()
         self.space_sign = [self.sp.piece_to_id(f"<0x{byte:02X}>") for byte in "\u2581".encode()]
         if self.eos_id < 0:
-            raise UserError(f"tokenizer {path}: it has no eos token, which ends every document")
+            what = "it has no eos token, but every document must end with one"
+            raise UserError(f"tokenizer {path}: {what}")
         self.prefix = checked_prefix(prefix, self.eos_id, self.vocab_size)
 
     def encode(self, text: str) -> np.ndarray:
-        """SentencePiece writes a space as U+2581; a text's own U+2581 goes in as its three bytes, so as to come back."""
+        """Return the ids (n,) of a text.
+
+        SentencePiece writes U+2581 for a space, and would decode a U+2581 of the text to a space.
+        Here such a character is encoded as its three bytes, and so decodes to itself.
+        """
         first, *rest = text.split("\u2581")
-        ids = array.array("I", self.sp.encode(first))  # three times as fast as numpy at taking in a list
+        ids = array.array("I", self.sp.encode(first))  # takes a list three times as fast as numpy
         for part in rest:
             ids.extend(self.space_sign + self.sp.encode(part))
         return np.frombuffer(ids, np.uint32)
@@ -59,17 +81,39 @@ class SentencePiece:
         return self.sp.decode(ids)
 
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 that a token adds to a text; one Chinese character can take three tokens."""
+        """Return the UTF-8 that a token adds to a text; a Chinese character can take 3 tokens."""
         if token >= self.vocab_size:  # a model may have a larger vocabulary than its tokenizer
             return b""
         piece = self.sp.id_to_piece(token)
         if self.sp.is_byte(token):
-            return bytes([int(piece[1:-1], 16)])  # <0xE4>
-        return b"" if self.sp.is_control(token) or self.sp.is_unknown(token) else piece.replace("\u2581", " ").encode()
+            return bytes([int(piece[1:-1], 16)])  # piece is <0xE4>, for example
+        if self.sp.is_control(token) or self.sp.is_unknown(token):
+            return b""
+        return piece.replace("\u2581", " ").encode()
 
     def save(self, folder: Path) -> dict:
         (folder / self.file).write_bytes(self.sp.serialized_model_proto())
         return {"kind": self.kind, "file": self.file, "prefix": self.prefix}
+
+
+# How GPT-2 and cl100k cut a text into words before they merge bytes, as tiktoken defines them.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+CL100K_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+# The same words, found in 0.6 of the time (bench/LOG.md). Only the branch with (?!\S) looks ahead.
+# With the branches before it in one group, tiktoken's engine runs these as a single automaton. A
+# possessive ++ would prevent that, and here + finds the same as ++.
+SAME_BUT_FASTER = {
+    GPT2_PATTERN: (
+        r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$)|\s+(?!\S)|\s"
+    ),
+    CL100K_PATTERN: (
+        r"(?:'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s+$|\s*[\r\n])|\s+(?!\S)|\s"
+    ),
+}
 
 
 def tiktoken_names() -> list[str]:
@@ -79,110 +123,122 @@ def tiktoken_names() -> list[str]:
 
 
 class Tiktoken:
-    kind, file = "tiktoken", "tokenizer.tiktoken"
+    kind = "tiktoken"
+    file = "tokenizer.tiktoken"
 
     def __init__(
         self,
         name: str,
-        pattern: str,  # cuts a text into words, in which bytes are merged
-        ranks: dict[bytes, int],  # a token's id; the smaller it is, the earlier its two halves are merged
+        pattern: str,  # cuts a text into words; bytes are merged only within a word
+        ranks: dict[bytes, int],  # token -> id; tokens with smaller ids are merged first
         special: dict[str, int],
         eos: str = "<|endoftext|>",
-        normalize: str = "",  # a Unicode normal form of all texts: NFC in Qwen's
+        normalize: str = "",  # a Unicode normal form that every text is brought to: NFC for Qwen
         prefix: list[int] | None = None,
     ):
         import tiktoken
 
+        fast_pattern = SAME_BUT_FASTER.get(pattern, pattern)
         self.encoding = tiktoken.Encoding(
-            name, pat_str=SAME_BUT_FASTER.get(pattern, pattern), mergeable_ranks=ranks, special_tokens=special
+            name, pat_str=fast_pattern, mergeable_ranks=ranks, special_tokens=special
         )
-        self.pattern, self.normalize, self.eos = pattern, normalize, eos
-        self.vocab_size, self.eos_id = self.encoding.n_vocab, special[eos]
+        self.pattern = pattern
+        self.normalize = normalize
+        self.eos = eos
+        self.vocab_size = self.encoding.n_vocab
+        self.eos_id = special[eos]
         self.special = set(special.values())
         self.prefix = checked_prefix(prefix, self.eos_id, self.vocab_size)
 
     @classmethod
     def by_name(cls, name: str) -> "Tiktoken":
+        """Return an encoding of tiktoken, such as gpt2. Raises UserError if there is none."""
         import tiktoken
 
         if name not in tiktoken_names():
-            known = ", ".join(tiktoken_names())
-            raise UserError(f"--tokenizer {name}: no such file, and no tiktoken encoding; it knows {known}")
+            known = f"tiktoken has {', '.join(tiktoken_names())}"
+            raise UserError(f"--tokenizer {name}: no such file, and no tiktoken encoding; {known}")
         try:
             e = tiktoken.get_encoding(name)
-        except OSError as e:  # requests' errors are OSErrors
+        except OSError as error:  # the errors of requests are OSErrors too
+            what = f"cannot be downloaded ({type(error).__name__})"
             where = "set TIKTOKEN_CACHE_DIR to a folder that has it"
-            raise UserError(f"--tokenizer {name}: cannot be downloaded ({type(e).__name__}); {where}") from None
+            raise UserError(f"--tokenizer {name}: {what}; {where}") from None
         return cls(name, e._pat_str, e._mergeable_ranks, e._special_tokens)
 
     @classmethod
-    def from_file(cls, path: str | Path, pattern: str | None = None, special: dict | None = None, **more) -> "Tiktoken":
-        """A .tiktoken file (a line a token: base64 and rank) with its splitting pattern; default: cl100k's, Qwen's, Llama 3's."""
+    def from_file(
+        cls, path: str | Path, pattern: str | None = None, special: dict | None = None, **more
+    ) -> "Tiktoken":
+        """Return the tokenizer of a .tiktoken file, which has a line for each token: base64 and id.
+
+        The file does not contain the splitting pattern. The default is that of cl100k, Qwen and
+        Llama 3. Raises UserError for a file that cannot be read, or is damaged.
+        """
         try:
             lines = [line.split() for line in Path(path).read_bytes().splitlines() if line]
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-            if (
-                not ranks
-                or len(set(ranks.values())) < len(ranks)
-                or not 0 <= min(ranks.values()) <= max(ranks.values()) < 1 << 24
-            ):
-                raise ValueError("its ranks are no numbering")
+            if not are_token_ids(ranks.values()):
+                raise ValueError(f"its ids are not distinct numbers from 0 to {MAX_ID:,}")
         except (OSError, ValueError) as e:
             raise UserError(f"tokenizer {path}: not a .tiktoken file ({e})") from None
         special = special or {"<|endoftext|>": max(ranks.values()) + 1}
         return cls(Path(path).stem, pattern or CL100K_PATTERN, ranks, special, **more)
 
     def encode(self, text: str) -> np.ndarray:
+        """Return the ids (n,) of a text. The name of a special token in it is ordinary text.
+
+        Raises ValueError if tiktoken fails, on a million spaces for example.
+        """
         if self.normalize:
             text = unicodedata.normalize(self.normalize, text)
         try:
-            return self.encoding.encode_to_numpy(text, disallowed_special=())  # "<|endoftext|>" in a text is text
-        except BaseException as e:  # a panic in tiktoken's Rust, on a million spaces say, is no Exception
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
+        except BaseException as e:  # a panic in tiktoken's Rust code is not an Exception
             if type(e).__name__ != "PanicException":
                 raise
             why = str(e).splitlines()[0][:80]
-            why = "the vocabulary lacks a byte of it" if why.startswith("no entry found") else why
+            if why.startswith("no entry found"):
+                why = "the vocabulary lacks a byte of it"
             raise ValueError(f"tiktoken fails on it: {why}") from None
 
     def decode(self, ids: list[int]) -> str:
         return self.encoding.decode(ids)
 
     def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token adds to a text: none for a special token."""
+        if token in self.special:
+            return b""
         try:
-            return self.encoding.decode_single_token_bytes(token) if token not in self.special else b""
-        except KeyError:  # a hole in the numbering
+            return self.encoding.decode_single_token_bytes(token)
+        except KeyError:  # no token has this id
             return b""
 
     def save(self, folder: Path) -> dict:
         e = self.encoding
         ranks = sorted(e._mergeable_ranks.items(), key=lambda item: item[1])
-        (folder / self.file).write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % rank for t, rank in ranks))
-        settings = {"pattern": self.pattern, "special": e._special_tokens, "eos": self.eos, "normalize": self.normalize}
-        return {"kind": self.kind, "file": self.file, "name": e.name, "prefix": self.prefix} | settings
-
-
-# How GPT-2 and cl100k cut a text into words before they merge bytes, as tiktoken has them. Only the branch with (?!\S)
-# looks ahead; with the branches before it in one group, tiktoken's engine runs these as a single automaton: the same
-# words, in 0.6 of the time (bench/LOG.md). Possessive ++ would undo that, and here + finds the same.
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-CL100K_PATTERN = r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
-SAME_BUT_FASTER = {
-    GPT2_PATTERN: r"""(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$)|\s+(?!\S)|\s""",
-    CL100K_PATTERN: r"""(?:'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+$|\s*[\r\n])|\s+(?!\S)|\s""",
-}
+        lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks]
+        (folder / self.file).write_bytes(b"".join(lines))
+        info = {"kind": self.kind, "file": self.file, "name": e.name, "prefix": self.prefix}
+        info |= {"pattern": self.pattern, "special": e._special_tokens}
+        return info | {"eos": self.eos, "normalize": self.normalize}
 
 
 def same_ids(a: SentencePiece | Tiktoken, b: SentencePiece | Tiktoken) -> bool:
-    """Do both mean the same by every id?"""
-    alike = a.vocab_size == b.vocab_size and a.eos_id == b.eos_id
-    return alike and all(a.token_bytes(i) == b.token_bytes(i) for i in range(a.vocab_size))
+    """Return whether every id means the same in both tokenizers."""
+    if a.vocab_size != b.vocab_size or a.eos_id != b.eos_id:
+        return False
+    return all(a.token_bytes(i) == b.token_bytes(i) for i in range(a.vocab_size))
 
 
 def open_tokenizer(path: str | Path, info: dict) -> SentencePiece | Tiktoken:
-    """A tokenizer file, and what `save` returned when it was written."""
+    """Return the tokenizer in a file. info: what save() returned when it wrote the file.
+
+    Raises UserError or ValueError if the file or info is damaged.
+    """
     if info["kind"] == SentencePiece.kind:
         return SentencePiece(path, info.get("prefix"))
     if info["kind"] != Tiktoken.kind:
-        raise ValueError(f"tokenizer kind {info['kind']!r}")
-    more = {k: info[k] for k in ("eos", "normalize", "prefix") if k in info}
+        raise ValueError(f"unknown tokenizer kind {info['kind']!r}")
+    more = {key: info[key] for key in ("eos", "normalize", "prefix") if key in info}
     return Tiktoken.from_file(path, info["pattern"], info["special"], **more)

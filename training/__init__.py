@@ -1,1 +1,1 @@
-"""What a run is made of, beside the model: its plan, its step, evaluation, checkpoints, and what it reports."""
+"""The parts of a training run: plan, step, evaluation, checkpoints and reports."""

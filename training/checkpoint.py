@@ -1,19 +1,26 @@
-"""Checkpoints: a Hugging Face model directory, and beside it what training needs. Whole or not there.
+"""Save a run: write checkpoints in the background, and delete the older ones.
+
+A checkpoint is a Hugging Face model folder, with the files that a resumed run needs beside it:
 
     out/RUN/ckpt/step_00001000/
-        model.safetensors, config.json    the model, as huggingface.py writes it
-        meta.json, tokenizer.*            of the data set; and tokenizer.json, by which Hugging Face's
-                                          tools open it
-        train_state.pt                    optimizer, scaler, step, place in the data: tensors and
-                                          numbers, no code
-        train_config.json                 the settings
+        model.safetensors, config.json    the model, as training/huggingface.py writes it
+        meta.json, tokenizer.*            meta.json and the tokenizer of the data set
+        tokenizer.json, ...               the same tokenizer for Hugging Face's tools
+        train_state.pt                    optimizer, scaler, step, and place in the data:
+                                          tensors and numbers, no code
+        train_config.json                 the settings of the run
         manifest.json                     size and SHA-256 of every other file
 
-A checkpoint is written to a sibling folder, synced to the disk and renamed, by a thread: training waits
-only for the copy to host memory. When the newest one turns out to be damaged, the one before it is taken.
+A checkpoint is either complete or not there. A thread writes it to a temporary folder beside the
+others, syncs that to the disk and renames it. Training waits only for the copy to host memory.
+If the newest checkpoint turns out to be damaged, a resumed run takes the one before it.
 
-What is deleted is named here: the files of OURS, in folders called step_N. A checkpoint that holds any
-other file stays whole, and so does everything else in out/RUN.
+Only files that this program writes are deleted, each by its name: see OURS and RUN_FILES in
+training/runs.py. A checkpoint that holds any other file is kept whole, and everything else in
+out/RUN stays.
+
+training/runs.py finds checkpoints, checks them and deletes them. training/resume.py decides which
+one a run starts from.
 """
 
 import copy
@@ -41,11 +48,7 @@ from hardware.disk import (
     sync_to_disk,
 )
 from model import GPT, GPTConfig
-from text.dataset import (
-    FORMAT_VERSION,
-    DataSet,
-    tokenizer_files,
-)
+from text.dataset import FORMAT_VERSION, DataSet, tokenizer_files
 from text.hf_tokenizer import llama_cpp_note, read_json, to_hugging_face
 from text.tokenizer import SentencePiece, Tiktoken
 from training.huggingface import caveat, hf_class, save_pretrained
@@ -64,7 +67,7 @@ from training.settings import TrainConfig
 
 
 def to_host(state: Any) -> Any:
-    """A copy of a state_dict, or of anything made of dicts, lists and tensors, in host memory."""
+    """Return a copy in host memory of a state_dict: any nesting of dicts, lists and tensors."""
     if isinstance(state, torch.Tensor):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
@@ -75,10 +78,11 @@ def to_host(state: Any) -> Any:
 
 
 class Saver:
-    """Writes checkpoints in the background, one at a time, and drops the older ones.
+    """Write checkpoints in the background, one at a time, and delete the older ones.
 
-    damaged: the names of those in ckpt_dir that were found damaged. lock: of the run's folder, on the rank
-    that saves. report(step, path, seconds, note) is called for each that is whole on the disk.
+    damaged: names of the checkpoints in ckpt_dir that were found to be damaged.
+    lock: the lock of the run's folder, on the rank that saves.
+    report(step, path, seconds, note): called for each checkpoint once it is complete on the disk.
     """
 
     def __init__(
@@ -92,104 +96,140 @@ class Saver:
         say: Callable[[str], None],
         report: Callable[[int, Path, float, str], None],
     ):
-        self.ckpt_dir, self.cfg, self.sets, self.tokenizer = ckpt_dir, cfg, sets, tokenizer
+        self.ckpt_dir = ckpt_dir
+        self.cfg = cfg
+        self.sets = sets
+        self.tokenizer = tokenizer
         self.damaged = set(damaged)
-        self.lock, self.say, self.report = lock, say, report
+        self.lock = lock
+        self.say = say
+        self.report = report
         self.pool = ThreadPoolExecutor(1)
         self.writing: Future = Future()
         self.writing.set_result(None)
-        self.saved, self.failed = False, ""  # is one whole; why the last one could not be written
-        self.kept: set[Path] = set()  # checkpoints that hold somebody's file, of which was told
-        folder, info = sets[0].folder, sets[0].meta["tokenizer"]
+        self.saved = False  # whether this process has written a complete checkpoint
+        self.failed = ""  # why the last checkpoint could not be written; empty if it could
+        self.kept: set[Path] = set()  # what prune() must not delete and has already reported
+        folder = sets[0].folder
+        info = sets[0].meta["tokenizer"]
         self.came_with = read_json(folder / "tokenizer_config.json")
-        # By name: ours, and what came with it for Hugging Face's tools, or is made for them. Now, since the
-        # data set may be gone when a checkpoint is written.
+        # File name -> content: the tokenizer's own file, and the files for Hugging Face's tools, as
+        # far as they came with it. write_files() makes tokenizer.json if it did not come. They are
+        # read now, because the data set may be gone when a checkpoint is written.
         self.tokenizer_files = {p.name: p.read_bytes() for p in tokenizer_files(folder, info)}
 
     def save(self, model: GPT, optimizer, scaler, progress: Progress) -> None:
-        """Begin to write step_N; returns when all is copied."""
+        """Begin to write step_N. Returns when everything is copied to host memory."""
         self.wait()
         weights = to_host(dict(model.named_parameters()))
-        training = to_host(asdict(progress) | {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()})
+        states = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+        training = to_host(asdict(progress) | states)
         self.writing = self.pool.submit(self.write, model, weights, training)
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is on the disk."""
+        """Wait until the checkpoint that is being written is on the disk."""
         self.writing.result()
 
     def write(self, model: GPT, weights: dict, training: dict) -> None:
+        """Write a checkpoint, put it in place, report it, and prune the older ones.
+
+        If the disk is full or fails, this is a warning, and self.failed holds the reason. Training
+        goes on, since the earlier checkpoints are still there.
+        """
         started = time.perf_counter()
         step = training["step"]
         target = self.ckpt_dir / f"step_{step:08d}"
         tmp = self.ckpt_dir / f".tmp_{target.name}"
         try:
             self.lock.renew()
-            remove_only(tmp, OURS)  # of a save that failed
+            remove_only(tmp, OURS)  # left by a save that failed
             tmp.mkdir(parents=True)
-            prefix = self.tokenizer.prefix
-            save_pretrained(model.config, weights, tmp, self.tokenizer.eos_id, prefix[0] if prefix else None)
-            torch.save(training, tmp / "train_state.pt")
-            write_json(tmp / "train_config.json", asdict(self.cfg))
-            write_json(tmp / "meta.json", self.meta())
-            if "tokenizer.json" not in self.tokenizer_files:
-                made = to_hugging_face(self.tokenizer, model.config.block_size, self.came_with)
-                self.tokenizer_files |= {name: json_bytes(content) for name, content in made.items()}
-            for name, content in self.tokenizer_files.items():
-                (tmp / name).write_bytes(content)
-            write_json(tmp / MANIFEST, manifest(tmp))
+            self.write_files(tmp, model.config, weights, training)
             for path in tmp.iterdir():
                 sync_to_disk(path)
             make_way(target)
-            if old := put_in_place(tmp, target):  # a run that was resumed comes by again
-                remove_only(old, OURS)
-            self.damaged.discard(target.name)
-            self.failed = ""
-            note = self.for_others(model.config) if not self.saved else ""
-            self.saved = True
-            self.report(step, target, time.perf_counter() - started, note)
-            if not training["bad_in_a_row"]:  # else older weights may be the better ones
-                self.prune(step, training["best_step"])
-        except (OSError, RuntimeError, SafetensorError) as e:  # a full disk, as each of the writers says it
+            old = put_in_place(tmp, target)
+        except (OSError, RuntimeError, SafetensorError) as e:
             full = self.ckpt_dir.is_dir() and shutil.disk_usage(self.ckpt_dir).free < 2**20
             remove_only(tmp, OURS)
             reason = (getattr(e, "strerror", None) or str(e)).splitlines()[0]
-            if full and not isinstance(e, OSError):  # torch and safetensors name the write, not its reason
+            # On a full disk torch raises RuntimeError, and safetensors raises SafetensorError.
+            # Both name the write that failed, but not the reason.
+            if full and not isinstance(e, OSError):
                 reason = os.strerror(errno.ENOSPC)
             self.failed = f"{target} could not be written ({reason})"
-            self.say(f"warning: {self.failed}; training goes on, the checkpoint before it is whole")
+            self.say(f"warning: {self.failed}; training goes on, earlier checkpoints are intact")
+            return
+        self.damaged.discard(target.name)
+        self.failed = ""
+        note = "" if self.saved else self.for_others(model.config)
+        self.saved = True
+        self.report(step, target, time.perf_counter() - started, note)
+        try:
+            if old:  # after a resume, the run came to a step that it had already saved
+                remove_only(old, OURS)
+            if not training["bad_in_a_row"]:  # after a bad step, older weights may be better
+                self.prune(step, training["best_step"])
+        except OSError as e:
+            what = f"{e.filename or self.ckpt_dir}: {e.strerror}"
+            self.say(f"warning: an older checkpoint could not be deleted ({what})")
+
+    def write_files(self, tmp: Path, c: GPTConfig, weights: dict, training: dict) -> None:
+        """Write all files of a checkpoint to the folder tmp. The manifest comes last."""
+        prefix = self.tokenizer.prefix
+        bos_id = prefix[0] if prefix else None
+        save_pretrained(c, weights, tmp, self.tokenizer.eos_id, bos_id)
+        torch.save(training, tmp / "train_state.pt")
+        write_json(tmp / "train_config.json", asdict(self.cfg))
+        write_json(tmp / "meta.json", self.meta())
+        if "tokenizer.json" not in self.tokenizer_files:
+            made = to_hugging_face(self.tokenizer, c.block_size, self.came_with)
+            self.tokenizer_files |= {name: json_bytes(content) for name, content in made.items()}
+        for name, content in self.tokenizer_files.items():
+            (tmp / name).write_bytes(content)
+        write_json(tmp / MANIFEST, manifest(tmp))
 
     def for_others(self, c: GPTConfig) -> str:
-        """What other programs cannot open, or have to be told."""
-        notes = caveat(c), llama_cpp_note(self.tokenizer, hf_class(c), c.vocab_size)
+        """Return what other programs cannot open of this checkpoint, or have to be told."""
+        notes = [caveat(c), llama_cpp_note(self.tokenizer, hf_class(c), c.vocab_size)]
         return "".join(f"; {note}" for note in notes if note)
 
     def meta(self) -> dict:
-        """meta.json of the data, with what a resume compares; the manifest has the tokenizer's files."""
+        """Return the content of meta.json: that of the first data set, with these changes.
+
+        It gets the hashes of all data sets, which a resumed run compares. The hashes of the
+        tokenizer's files are left out, since manifest.json has them.
+        """
         meta = self.sets[0].meta
         tokenizer = {k: v for k, v in meta["tokenizer"].items() if k != "files"}
-        hashes = {
-            key: {d.name: d.meta["splits"][split]["sha256"] for d in self.sets}
-            for key, split in (("trained_on", "train"), ("judged_by", "val"))
+        changes = {
+            "trained_on": {d.name: d.meta["splits"]["train"]["sha256"] for d in self.sets},
+            "judged_by": {d.name: d.meta["splits"]["val"]["sha256"] for d in self.sets},
+            "format_version": FORMAT_VERSION,
+            "tokenizer": tokenizer,
         }
-        return sealed(meta | hashes | {"format_version": FORMAT_VERSION, "tokenizer": tokenizer})
+        return sealed(meta | changes)
 
     def prune(self, step: int, best_step: int) -> None:
-        """Delete what step_N, which is whole now, supersedes: but for the `keep` newest and the best, the
-        checkpoints up to it, and the run that --overwrite replaced.
+        """Delete what the complete checkpoint of `step` replaces.
 
-        Those of later steps were found damaged when this run was resumed. They count for nothing, and
-        are replaced when the run comes by.
+        These are the run that --overwrite replaced, and the checkpoints up to `step`, except the
+        best one and the `keep` newest of the others that are not damaged. Checkpoints of later
+        steps stay: they were found damaged when this run was resumed, and each of them is replaced
+        when the run comes to its step.
         """
         reached = [path for path in numbered(self.ckpt_dir) if step_of(path) <= step]
         best = self.ckpt_dir / f"step_{best_step:08d}"
         whole = [path for path in reached if path.name not in self.damaged and path != best]
-        gone = [path for path in reached if path not in (best, *whole[: self.cfg.keep])]
+        stay = {best, *whole[: self.cfg.keep]}
+        gone = [path for path in reached if path not in stay]
         for folder in replaced(self.ckpt_dir):
             gone += numbered(folder)
         for path in gone:
-            if (other := discard(path)) and path not in self.kept:
+            why_not = discard(path)
+            if why_not and path not in self.kept:
                 self.kept.add(path)
-                self.say(f"note: {path} is kept: {other}")
+                self.say(f"note: {path} is kept: {why_not}")
         for folder in replaced(self.ckpt_dir):
             if not numbered(folder):
                 remove_only(folder, [REPLACED])

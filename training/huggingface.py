@@ -1,10 +1,14 @@
-"""A model as other tools write it, out and in: config.json and safetensors in the names of Hugging Face's classes.
+"""Hugging Face's model format, written and read: config.json, and the weights as safetensors.
 
-    save_pretrained(model.config, dict(model.named_parameters()), folder)     -> AutoModelForCausalLM.from_pretrained(folder)
-    from_pretrained(folder)     <- a GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM, in one file or in shards; nanoGPT's ckpt.pt
+    save_pretrained(model.config, dict(model.named_parameters()), folder)
+        writes a folder that AutoModelForCausalLM.from_pretrained(folder) of transformers opens
+    from_pretrained(folder)
+        reads a GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM, in one file or in shards;
+        also nanoGPT's ckpt.pt
 
-What a config.json asks for and model.py does not compute is refused by its name. Nothing that is read can execute anything, and
-no file can name one outside its folder.
+If config.json asks for something that model.py does not compute, it is refused, and the error names
+it. Nothing that is read can execute code, and no file can make this program read a file outside its
+folder.
 """
 
 import json
@@ -23,13 +27,18 @@ from safetensors.torch import load, load_file, save, save_file
 from hardware.disk import MANIFEST, damage, only_plain
 from model import GPT, PRESETS, GPTConfig
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # config.json
+
+ONLY_OURS = (
+    "no transformers class computes this architecture: only this project's huggingface.py loads it"
+)
 
 
 def hf_class(c: GPTConfig) -> str | None:
-    """The transformers class that computes exactly this architecture, or None."""
-    if (c.pos, c.norm, c.qk_norm) == ("learned", "layernorm", False) and c.mlp in ("gelu", "gelu_tanh"):
+    """Return the transformers class that computes exactly this architecture, or None."""
+    gelu = c.mlp in ("gelu", "gelu_tanh")
+    if gelu and (c.pos, c.norm, c.qk_norm) == ("learned", "layernorm", False):
         same_heads = c.n_kv_head == c.n_head and c.head_dim * c.n_head == c.n_embd
         return "GPT2LMHeadModel" if same_heads else None
     if (c.pos, c.norm, c.mlp) == ("rope", "rmsnorm", "swiglu"):
@@ -40,42 +49,53 @@ def hf_class(c: GPTConfig) -> str | None:
 
 
 def caveat(c: GPTConfig) -> str:
-    """Who can't open a checkpoint of this shape; empty where all can."""
+    """Return which programs cannot open a checkpoint of this shape; empty if all can."""
     if hf_class(c) is None:
         return ONLY_OURS
     if hf_class(c) == "LlamaForCausalLM" and c.n_embd % c.n_head:
-        return f"transformers 5 refuses it: n_embd={c.n_embd} is no multiple of n_head={c.n_head}"
+        uneven = f"n_embd={c.n_embd} is not a multiple of n_head={c.n_head}"
+        return f"transformers 5 refuses it: {uneven}"
     if hf_class(c) == "GPT2LMHeadModel" and c.d_ff != 4 * c.n_embd:
         return "llama.cpp cannot load it: its GPT-2 has d_ff = 4 n_embd"
     return ""
 
 
-ONLY_OURS = "no transformers class computes this architecture: only this project's huggingface.py loads it"
-
-# Our fields in the words of the classes, and what the classes take for a field that a config.json lacks.
+# Field of GPTConfig -> its name in a config.json of each class.
 GPT2_KEYS = dict(
-    vocab_size="vocab_size", block_size="n_positions", n_layer="n_layer", n_head="n_head", n_embd="n_embd", d_ff="n_inner",
-    bias="use_bias", tie_embeddings="tie_word_embeddings", norm_eps="layer_norm_epsilon", dropout="resid_pdrop",
+    vocab_size="vocab_size", block_size="n_positions", n_layer="n_layer", n_head="n_head",
+    n_embd="n_embd", d_ff="n_inner", bias="use_bias", tie_embeddings="tie_word_embeddings",
+    norm_eps="layer_norm_epsilon", dropout="resid_pdrop",
 )  # fmt: skip
 LLAMA_KEYS = dict(
-    vocab_size="vocab_size", block_size="max_position_embeddings", n_layer="num_hidden_layers", n_head="num_attention_heads",
-    n_kv_head="num_key_value_heads", n_embd="hidden_size", head_dim="head_dim", d_ff="intermediate_size", bias="attention_bias",
-    tie_embeddings="tie_word_embeddings", rope_theta="rope_theta", norm_eps="rms_norm_eps", dropout="attention_dropout",
+    vocab_size="vocab_size", block_size="max_position_embeddings", n_layer="num_hidden_layers",
+    n_head="num_attention_heads", n_kv_head="num_key_value_heads", n_embd="hidden_size",
+    head_dim="head_dim", d_ff="intermediate_size", bias="attention_bias",
+    tie_embeddings="tie_word_embeddings", rope_theta="rope_theta", norm_eps="rms_norm_eps",
+    dropout="attention_dropout",
 )  # fmt: skip
+
+# What each class takes for a field that its config.json lacks.
 GPT2_DEFAULTS = dict(d_ff=0, bias=True, tie_embeddings=True, norm_eps=1e-5, dropout=0.1)
 LLAMA_DEFAULTS = dict(
-    n_kv_head=0, head_dim=0, bias=False, tie_embeddings=False, rope_theta=1e4, norm_eps=1e-6, dropout=0.0
-)
-CLASSES = {  # name: (preset, model_type, keys, defaults)
+    n_kv_head=0, head_dim=0, bias=False, tie_embeddings=False,
+    rope_theta=1e4, norm_eps=1e-6, dropout=0.0,
+)  # fmt: skip
+QWEN3_DEFAULTS = LLAMA_DEFAULTS | dict(n_kv_head=32, head_dim=128)
+
+CLASSES = {  # class: (preset, model_type, keys, defaults)
     "GPT2LMHeadModel": ("gpt2", "gpt2", GPT2_KEYS, GPT2_DEFAULTS),
     "LlamaForCausalLM": ("llama", "llama", LLAMA_KEYS, LLAMA_DEFAULTS),
-    "Qwen3ForCausalLM": ("qwen3", "qwen3", LLAMA_KEYS, LLAMA_DEFAULTS | dict(n_kv_head=32, head_dim=128)),
+    "Qwen3ForCausalLM": ("qwen3", "qwen3", LLAMA_KEYS, QWEN3_DEFAULTS),
 }
-GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}  # theirs: ours
+# Activation in config.json -> GPTConfig.mlp.
+GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def to_config(c: GPTConfig, eos_id: int | None = None, bos_id: int | None = None) -> dict:
-    """config.json as the fitting transformers class reads it; our own fields, under the architecture GPT, if none fits."""
+    """Return the content of config.json, as the transformers class of this architecture reads it.
+
+    If no class fits, the architecture is called GPT, and GPTConfig's fields keep their own names.
+    """
     name = hf_class(c)
     shared = {
         "architectures": [name or "GPT"],
@@ -86,25 +106,30 @@ def to_config(c: GPTConfig, eos_id: int | None = None, bos_id: int | None = None
     if name is None:
         return shared | {"note": ONLY_OURS, "model_type": "gpt"} | asdict(c)
     _, model_type, keys, _ = CLASSES[name]
-    shared |= {"model_type": model_type} | {theirs: getattr(c, ours) for ours, theirs in keys.items()}
+    shared["model_type"] = model_type
+    shared |= {theirs: getattr(c, ours) for ours, theirs in keys.items()}
     if name == "GPT2LMHeadModel":
         activation = "gelu_new" if c.mlp == "gelu_tanh" else "gelu"
-        more = {"activation_function": activation, "n_ctx": c.block_size}  # n_ctx is for llama.cpp
-        return shared | more | {"embd_pdrop": c.dropout, "attn_pdrop": c.dropout}
+        # n_ctx is for llama.cpp.
+        shared |= {"activation_function": activation, "n_ctx": c.block_size}
+        return shared | {"embd_pdrop": c.dropout, "attn_pdrop": c.dropout}
     return shared | {"hidden_act": "silu", "mlp_bias": c.bias}
 
 
-# What says nothing of the logits: who wrote it, how it was initialised and trained (dropout is --dropout's), how text is made with
-# it, what other heads would do.
+# Settings of a config.json that do not change the logits: who wrote the file, how the model was
+# initialised and trained, how text is sampled from it, and what other heads do. Dropout is among
+# them, because --dropout sets it.
 HARMLESS = set(
     """
-    architectures model_type torch_dtype dtype transformers_version _name_or_path initializer_range note tokenizer_class prefix
-    use_cache pretraining_tp gradient_checkpointing use_bfloat16 torchscript _attn_implementation attn_implementation
-    return_dict return_dict_in_generate output_hidden_states output_attentions output_scores output_past
-    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id task_specific_params
-    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
-    repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences
-    num_labels _num_labels id2label label2id problem_type finetuning_task predict_special_tokens is_decoder
+    architectures model_type torch_dtype dtype transformers_version _name_or_path
+    initializer_range note tokenizer_class prefix use_cache pretraining_tp gradient_checkpointing
+    use_bfloat16 torchscript _attn_implementation attn_implementation return_dict
+    return_dict_in_generate output_hidden_states output_attentions output_scores output_past
+    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
+    task_specific_params max_length min_length do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences num_labels _num_labels
+    id2label label2id problem_type finetuning_task predict_special_tokens is_decoder
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     n_ctx embd_pdrop attn_pdrop reorder_and_upcast_attn max_window_layers sliding_window
     is_llama_config transformers.js_config unsloth_version unsloth_fixed
@@ -113,13 +138,18 @@ HARMLESS = set(
 
 
 def from_config(d: dict) -> GPTConfig:
-    """GPTConfig of a config.json. ValueError for another architecture, and for a setting that is neither known nor empty."""
-    types = {model_type: name for name, (_, model_type, *_) in CLASSES.items()}
-    names = d.get("architectures") or types.get(d.get("model_type"), "?")
+    """Return the GPTConfig that a config.json describes.
+
+    Raises ValueError for an architecture that model.py does not have, for a value that a field does
+    not accept, and for a setting that is neither known nor empty.
+    """
+    of_type = {model_type: name for name, (_, model_type, *_) in CLASSES.items()}
+    names = d.get("architectures") or of_type.get(d.get("model_type"), "?")
     name = names[0] if isinstance(names, list) else names
     if name == "GPT":
         found = {f.name: d[f.name] for f in fields(GPTConfig)}
-        refuse_more({k: v for k, v in d.items() if k not in HARMLESS | found.keys() | {"tie_word_embeddings"}})
+        known = HARMLESS | found.keys() | {"tie_word_embeddings"}
+        refuse_more({k: v for k, v in d.items() if k not in known})
     elif name in CLASSES:
         found = in_our_words(d, name)
     else:
@@ -128,77 +158,118 @@ def from_config(d: dict) -> GPTConfig:
 
 
 def checked(found: dict[str, Any]) -> GPTConfig:
+    """Return GPTConfig(**found). Raises ValueError if a value is not accepted."""
     for f in fields(GPTConfig):
         if f.name in found and not accepts(f, found[f.name]):
             raise ValueError(f"{f.name}={found[f.name]!r} is not accepted")
     c = GPTConfig(**found)
-    if c.block_size * c.head_dim > 2**27:  # of RoPE's table: a million positions of 128
+    # RoPE's table grows with this product. The limit is a million positions of heads of 128.
+    if c.block_size * c.head_dim > 2**27:
         raise ValueError(f"block_size={c.block_size} and head_dim={c.head_dim} are not accepted")
     return c
 
 
 def accepts(f: Field, value: Any) -> bool:
-    """Is this a value for a field of GPTConfig? Numbers are not negative, and of a size that a model can have."""
-    if choices := get_args(f.type):
+    """Return whether `value` is acceptable for a field of GPTConfig.
+
+    A number must lie between 0 and the largest that a model can have there.
+    """
+    choices = get_args(f.type)
+    if choices:
         return value in choices
     if isinstance(f.default, bool) or isinstance(value, bool):
         return isinstance(f.default, bool) and isinstance(value, bool)
+    kind = (int, float) if isinstance(f.default, float) else int
     most = 2**22 if f.name == "block_size" else 2**31  # RoPE has a table of all positions
     least = 1 if f.name == "rope_theta" else 0
-    return isinstance(value, int | float if isinstance(f.default, float) else int) and least <= value <= most
+    return isinstance(value, kind) and least <= value <= most
 
 
 def refuse_more(rest: dict[str, Any], must_be: dict[str, Any] | None = None) -> None:
-    """ValueError for a setting that was not understood, unless it is empty, or what it must be."""
+    """Raise ValueError for a setting that was not understood and may change the logits.
+
+    A setting that must_be names is accepted if it has that value, any other one if it is empty.
+    """
+    must_be = must_be or {}
     for key, value in rest.items():
-        if value != must_be[key] if must_be and key in must_be else value not in (None, False, [], {}):
+        if key in must_be:
+            supported = value == must_be[key]
+        else:
+            supported = value in (None, False, [], {})
+        if not supported:
             raise ValueError(f"{key}={value!r} is not supported")
 
 
-def in_our_words(d: dict, name: str) -> dict:
-    """GPTConfig's fields from a config.json of one of the CLASSES."""
-    preset, _, keys, defaults = CLASSES[name]
-    rest = {k: v for k, v in d.items() if k not in HARMLESS}
-    rope = rest.pop("rope_parameters", None) or {}  # where transformers 5 has rope_theta, and what was rope_scaling
+def unpack_rope(rest: dict[str, Any]) -> None:
+    """Rename the RoPE settings among `rest` to what they were called before transformers 5.
+
+    transformers 5 has one object, rope_parameters, in place of rope_theta and rope_scaling. A
+    scaling of the type "default" scales nothing and is removed.
+    """
+    rope = rest.pop("rope_parameters", None) or {}
     plain = {k: v for k, v in rope.items() if k in ("rope_theta", "partial_rotary_factor")}
     rest |= plain
     scaling = rest.pop("rope_scaling", None) or {k: v for k, v in rope.items() if k not in plain}
-    if {k: v for k, v in scaling.items() if k not in ("type", "rope_type") or v != "default"}:
+    if any(k not in ("type", "rope_type") or v != "default" for k, v in scaling.items()):
         rest["rope_scaling"] = scaling
-    given = {ours: value for ours, theirs in keys.items() if (value := rest.pop(theirs, None)) is not None}
-    if missing := [theirs for ours, theirs in keys.items() if ours not in defaults | given]:
+
+
+def in_our_words(d: dict, name: str) -> dict:
+    """Return GPTConfig's fields, from a config.json of the class `name`, one of CLASSES.
+
+    Raises ValueError if a field is missing, or for a setting that model.py does not compute.
+    """
+    preset, _, keys, defaults = CLASSES[name]
+    rest = {k: v for k, v in d.items() if k not in HARMLESS}
+    unpack_rope(rest)
+    given = {}
+    for ours, theirs in keys.items():
+        value = rest.pop(theirs, None)
+        if value is not None:
+            given[ours] = value
+    missing = [theirs for ours, theirs in keys.items() if ours not in defaults | given]
+    if missing:
         raise ValueError(f"there is no {missing[0]}")
     found = PRESETS[preset] | defaults | given
-    if name == "GPT2LMHeadModel" and (gelu := rest.get("activation_function", "gelu_new")) in GELUS:
-        rest.pop("activation_function", None)
-        found["mlp"] = GELUS[gelu]
-
-    must_be = dict(hidden_act="silu", scale_attn_weights=True, partial_rotary_factor=1.0)  # where they are given
+    if name == "GPT2LMHeadModel":
+        activation = rest.get("activation_function", "gelu_new")
+        if activation in GELUS:
+            rest.pop("activation_function", None)
+            found["mlp"] = GELUS[activation]
     if name == "LlamaForCausalLM" and rest.pop("mlp_bias", False) != found["bias"]:
         raise ValueError("attention_bias without mlp_bias, or the reverse, is not supported")
     if name == "Qwen3ForCausalLM" and found["bias"]:
         raise ValueError("attention_bias=True is not supported")
-    rest["layer_types"] = [kind for kind in rest.get("layer_types") or [] if kind != "full_attention"]
+    rest["layer_types"] = [k for k in rest.get("layer_types") or [] if k != "full_attention"]
+    # These three are refused only if they are given with another value.
+    must_be = dict(hidden_act="silu", scale_attn_weights=True, partial_rotary_factor=1.0)
     refuse_more(rest, must_be)
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Weights: our parameter names in the terms of each class
+# --------------------------------------------------------------------------------------------------
+# Weights: our names and shapes of parameters, and those of each class
 
-HF_GPT2 = {"wte": "transformer.wte", "wpe": "transformer.wpe", "norm_f": "transformer.ln_f", "blocks": "transformer.h"} | {
+HF_GPT2 = {
+    "wte": "transformer.wte", "wpe": "transformer.wpe",
+    "norm_f": "transformer.ln_f", "blocks": "transformer.h",
     "norm_1": "ln_1", "norm_2": "ln_2", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj",
     "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj",
 }  # fmt: skip
-HF_LLAMA = {"wte": "model.embed_tokens", "norm_f": "model.norm", "blocks": "model.layers"} | {
-    "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm", "attn.proj": "self_attn.o_proj",
-    "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
+HF_LLAMA = {
+    "wte": "model.embed_tokens", "norm_f": "model.norm", "blocks": "model.layers",
+    "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
     "attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
+    "attn.proj": "self_attn.o_proj",
 }  # fmt: skip
 
 
 def hf_names(c: GPTConfig, name: str) -> list[str]:
-    """The Hugging Face name of one of our parameters; three for the qkv of a Llama, which has them apart."""
+    """Return the Hugging Face name of one of our parameters.
+
+    For qkv these are three names where the class keeps q, k and v in three matrices, as Llama does.
+    """
     kind = hf_class(c)
     if kind is None:
         return [name]
@@ -212,7 +283,10 @@ def hf_names(c: GPTConfig, name: str) -> list[str]:
 
 
 def to_state(c: GPTConfig, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Our parameters as the fitting class stores them: without vocabulary padding, GPT-2's matrices transposed."""
+    """Return our parameters as the class stores them, under its names.
+
+    The padding of the vocabulary is cut off, and GPT-2's matrices are transposed.
+    """
     gpt2 = hf_class(c) == "GPT2LMHeadModel"
     heads = [n * c.head_dim for n in (c.n_head, c.n_kv_head, c.n_kv_head)]
     out = {}
@@ -222,17 +296,21 @@ def to_state(c: GPTConfig, state: dict[str, torch.Tensor]) -> dict[str, torch.Te
         elif gpt2 and name.startswith("blocks.") and w.dim() == 2:
             w = w.t()  # GPT-2's Conv1D holds (in, out)
         names = hf_names(c, name)
-        for key, part in zip(names, w.split(heads) if len(names) == 3 else [w], strict=True):
+        parts = w.split(heads) if len(names) == 3 else [w]
+        for key, part in zip(names, parts, strict=True):
             out[key] = part.contiguous()
-            if gpt2 and not c.bias and (".h." in key or "ln_f" in key):  # the class has biases: zeros compute the same
+            if gpt2 and not c.bias and (".h." in key or "ln_f" in key):
+                # The class always has biases here. Biases of zero compute the same as none.
                 out[key.removesuffix("weight") + "bias"] = w.new_zeros(w.size(-1))
     return out
 
 
 def shapes(c: GPTConfig, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters that c asks for, without their memory. ValueError for a tensor that is not stored.
+    """Return the parameters of a model of the shape c, on the meta device: they take no memory.
 
-    One layer shows the names of all: no model is built that is larger than the file.
+    Raises ValueError if the tensor of one of them is not stored. The names come from a model of one
+    layer, and are checked before the whole model is built. So no config.json can make this program
+    build a model that has more layers than the file.
     """
 
     def build(n_layer: int) -> dict[str, torch.Tensor]:
@@ -244,7 +322,8 @@ def shapes(c: GPTConfig, stored: dict[str, torch.Tensor]) -> dict[str, torch.Ten
             raise ValueError("config.json asks for a tensor of more than 2^63 bytes") from None
 
     for name in build(1):
-        for layer in range(c.n_layer if name.startswith("blocks.0.") else 1):
+        layers = c.n_layer if name.startswith("blocks.0.") else 1
+        for layer in range(layers):
             for key in hf_names(c, name.replace("blocks.0.", f"blocks.{layer}.")):
                 if key not in stored:
                     raise ValueError(f"there is no tensor {key}")
@@ -252,37 +331,61 @@ def shapes(c: GPTConfig, stored: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 def from_state(c: GPTConfig, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inverse of to_state. ValueError that names a tensor that is missing, too many, or not what config.json says."""
+    """Return our parameters from those that the class stores: the inverse of to_state().
+
+    Raises ValueError, which names the tensor, if one is missing, if one belongs to no part of the
+    model, or if one is not what config.json says.
+    """
     gpt2 = hf_class(c) == "GPT2LMHeadModel"
-    if gpt2 and "wte.weight" in stored:  # of a GPT2Model, without its head
+    if gpt2 and "wte.weight" in stored:  # a GPT2Model, which is the class without its head
         stored = {k if k == "lm_head.weight" else f"transformer.{k}": w for k, w in stored.items()}
     parameters = shapes(c, stored)
-    wanted = to_state(c, parameters)
-    zero = {k for k in wanted if gpt2 and not c.bias and k.endswith("bias")}  # the class has them, c has not
-    for key, like in wanted.items():
-        if key in stored and (stored[key].shape != like.shape or not stored[key].is_floating_point()):
-            found = f"{tuple(stored[key].shape)} of {stored[key].dtype}"
-            raise ValueError(f"{key} is {found}, config.json wants {tuple(like.shape)}")
-    buffers = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # constants that old versions stored
-    for key in sorted(stored.keys() - wanted.keys()):
-        tied = key == "lm_head.weight" and torch.equal(stored[key], stored[hf_names(c, "wte.weight")[0]])
-        if not (tied or key.endswith(buffers)):
-            raise ValueError(f"{key} belongs to no part of this architecture, or is not what it is tied to")
-    if lost := [k for k in sorted(zero & stored.keys()) if stored[k].any()]:
-        raise ValueError(f"{lost[0]} is not 0, but config.json says use_bias=false")
+    check_tensors(c, stored, to_state(c, parameters))
 
     state = {}
     for name, like in parameters.items():
         w = torch.cat([stored[key] for key in hf_names(c, name)])
         if gpt2 and name.startswith("blocks.") and w.dim() == 2:
             w = w.t()
-        state[name] = F.pad(w, (0, 0, 0, like.size(0) - w.size(0))) if name in ("wte.weight", "lm_head.weight") else w
+        if name in ("wte.weight", "lm_head.weight"):
+            w = F.pad(w, (0, 0, 0, like.size(0) - w.size(0)))
+        state[name] = w
     if c.tie_embeddings:
         state["lm_head.weight"] = state["wte.weight"]
     return state
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def check_tensors(
+    c: GPTConfig, stored: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
+) -> None:
+    """Raise ValueError unless the stored tensors are those of the model, and no others.
+
+    wanted: the tensors of the model, as to_state() returns them, on the meta device.
+    """
+    for key, like in wanted.items():
+        if key not in stored:
+            continue  # a bias that to_state() adds, and the file need not have
+        found = stored[key]
+        if found.shape != like.shape or not found.is_floating_point():
+            got = f"{tuple(found.shape)} of {found.dtype}"
+            raise ValueError(f"{key} is {got}, config.json wants {tuple(like.shape)}")
+
+    wte = hf_names(c, "wte.weight")[0]
+    constants = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # of old versions
+    for key in sorted(stored.keys() - wanted.keys()):
+        tied = key == "lm_head.weight" and torch.equal(stored[key], stored[wte])
+        if not (tied or key.endswith(constants)):
+            differs = "differs from the tensor that it is tied to"
+            raise ValueError(f"{key} belongs to no part of this architecture, or {differs}")
+
+    if hf_class(c) == "GPT2LMHeadModel" and not c.bias:  # the class has biases, the model has none
+        biases = {key for key in wanted if key.endswith("bias")}
+        lost = [key for key in sorted(biases & stored.keys()) if stored[key].any()]
+        if lost:
+            raise ValueError(f"{lost[0]} is not 0, but config.json says use_bias=false")
+
+
+# --------------------------------------------------------------------------------------------------
 # Folders
 
 
@@ -293,50 +396,69 @@ def save_pretrained(
     eos_id: int | None = None,
     bos_id: int | None = None,
 ) -> None:
-    """Write config.json and model.safetensors. state: our parameters by name, a tied matrix once, as wte.weight."""
-    config, weights = Path(folder) / "config.json", Path(folder) / "model.safetensors"
-    config.write_text(json.dumps(to_config(c, eos_id, bos_id), indent=2) + "\n", encoding="utf-8")
-    tensors, about = {k: w.detach().cpu() for k, w in to_state(c, state).items()}, {"format": "pt"}
+    """Write config.json and model.safetensors.
+
+    state: our parameters by name. A matrix that wte and lm_head share is there once, as wte.weight.
+    """
+    config = Path(folder) / "config.json"
+    weights = Path(folder) / "model.safetensors"
+    content = json.dumps(to_config(c, eos_id, bos_id), indent=2) + "\n"
+    config.write_text(content, encoding="utf-8")
+    tensors = {k: w.detach().cpu() for k, w in to_state(c, state).items()}
+    about = {"format": "pt"}
     if is_utf8(weights):
         save_file(tensors, weights, about)
     else:
         weights.write_bytes(save(tensors, about))
-    shutil.copymode(config, weights)  # save_file makes it readable by its owner alone
+    shutil.copymode(config, weights)  # save_file lets only the owner read the file
 
 
 def is_utf8(path: Path) -> bool:
-    """safetensors opens no others, as on an old GBK disk: there the bytes go through Python."""
+    """Return whether the bytes of a path are UTF-8: safetensors opens no other files.
+
+    On an old disk with names in GBK they are not. There Python itself reads and writes the file.
+    """
     try:
-        return bool(os.fsencode(path).decode("utf-8"))
+        os.fsencode(path).decode("utf-8")
+        return True
     except UnicodeDecodeError:
         return False
 
 
 def unverified(path: Path) -> str:
-    """What to tell of a model whose files were taken as they are; empty for one of ours."""
+    """Return what to tell the user about a model without a manifest; empty if it has one."""
     return "" if (path / MANIFEST).exists() else f"not verified: it has no {MANIFEST}"
 
 
 def is_nanogpt(path: str | Path) -> bool:
-    """A ckpt.pt, or a folder that holds one and no config.json."""
+    """Return whether path is a ckpt.pt of nanoGPT, or a folder with one and without config.json."""
     path = Path(path)
-    return path.suffix == ".pt" or ((path / "ckpt.pt").exists() and not (path / "config.json").exists())
+    if path.suffix == ".pt":
+        return True
+    return (path / "ckpt.pt").exists() and not (path / "config.json").exists()
 
 
 def from_pretrained(path: str | Path, **overrides) -> GPT:
-    """The model of a folder, or of nanoGPT's ckpt.pt, on the CPU in fp32; overrides: GPTConfig fields, such as dropout.
+    """Return the model of a folder, or of nanoGPT's ckpt.pt, on the CPU in fp32.
 
-    ValueError, in one line, for a file that is missing, damaged or not safe to read, or asks for what we do not compute.
-    A folder of ours has a manifest, by which its files are verified; nobody else's has: unverified() says so.
+    overrides: fields of GPTConfig, such as dropout. Raises ValueError, in one line, if a file is
+    missing, damaged or not safe to read, or asks for something that model.py does not compute.
+
+    A folder that this program wrote has a manifest, and its files are verified by that. Folders of
+    other programs have none: unverified() says so.
     """
-    path, names = Path(path), ("config.json", "model.safetensors")
-    if (path / MANIFEST).exists() and (wrong := damage(path, names, names)):
-        own = f"if you changed it yourself, delete {MANIFEST}"
-        raise ValueError(f"{wrong}: it was changed after it was written; {own}")
+    path = Path(path)
+    names = ("config.json", "model.safetensors")
+    if (path / MANIFEST).exists():
+        wrong = damage(path, names, names)
+        if wrong:
+            own = f"if you changed it yourself, delete {MANIFEST}"
+            raise ValueError(f"{wrong}: it was changed after it was written; {own}")
     try:
         if is_nanogpt(path):
-            source = path.name if path.suffix == ".pt" else "ckpt.pt"
-            config, stored = read_nanogpt(path if path.suffix == ".pt" else path / source)
+            file = path if path.suffix == ".pt" else path / "ckpt.pt"
+            source = file.name
+            config, stored = read_nanogpt(file)
         else:
             source = "config.json"
             only_plain(path / source)
@@ -355,19 +477,23 @@ def from_pretrained(path: str | Path, **overrides) -> GPT:
 
 
 def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of model.safetensors, or of the shards that its index names."""
-    index, names = folder / "model.safetensors.index.json", ["model.safetensors"]
-    if index.exists() and not (folder / names[0]).exists():
+    """Return the tensors of model.safetensors, or of the shards that its index names."""
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    whole = (folder / "model.safetensors").exists()
+    if index.exists() and not whole:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    elif not (folder / names[0]).exists() and list(folder.glob("pytorch_model*.bin")):
+    elif not whole and list(folder.glob("pytorch_model*.bin")):
         raise ValueError(
-            "the weights are pickled (pytorch_model.bin), which could execute anything: only safetensors are read; in "
-            "transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW) writes them"
+            "the weights are pickled (pytorch_model.bin), which could execute anything: "
+            "only safetensors are read; in transformers, "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW) writes them"
         )
     stored = {}
     for name in names:
         if name != Path(str(name)).name or not name.endswith(".safetensors"):
-            raise ValueError(f"the index names {name!r}, which is no .safetensors file in this folder")
+            wrong = "which is no .safetensors file in this folder"
+            raise ValueError(f"the index names {name!r}, {wrong}")
         shard = "" if name == "model.safetensors" else f"{name}: "
         if not (folder / name).is_file():
             raise ValueError(f"{shard}No such file")
@@ -375,24 +501,34 @@ def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
             path = folder / name
             stored |= load_file(path) if is_utf8(path) else load(path.read_bytes())
         except SafetensorError as e:
-            raise ValueError(f"{shard}truncated, or no safetensors file ({e})") from None
+            raise ValueError(f"{shard}truncated, or not a safetensors file ({e})") from None
     return stored
 
 
 def read_nanogpt(path: Path) -> tuple[GPTConfig, dict[str, torch.Tensor]]:
-    """Shape and weights of a checkpoint of nanoGPT's train.py, the latter as Hugging Face's GPT-2 has them."""
+    """Return the shape and the weights of a checkpoint that nanoGPT's train.py wrote.
+
+    The weights have the names and shapes of Hugging Face's GPT2LMHeadModel. Raises ValueError if it
+    is not such a checkpoint.
+    """
     only_plain(path)
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except pickle.UnpicklingError:  # torch's own words explain how to run the code all the same
-        raise ValueError("no checkpoint of nanoGPT: it is damaged, or holds more than tensors and numbers") from None
-    except Exception as e:  # what a damaged pickle raises is anything
-        raise ValueError(f"no checkpoint of nanoGPT ({type(e).__name__}: {' '.join(str(e).split())[:200]})") from None
+    except pickle.UnpicklingError:
+        # torch's own message is left out: it explains how to load the file and run its code.
+        wrong = "it is damaged, or holds more than tensors and numbers"
+        raise ValueError(f"not a checkpoint of nanoGPT: {wrong}") from None
+    except Exception as e:  # a damaged pickle can raise any exception
+        wrong = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        raise ValueError(f"not a checkpoint of nanoGPT ({wrong})") from None
     args = dict(saved["model_args"])
     shape = {"n_layer", "n_head", "n_embd", "block_size", "vocab_size"}
-    if odd := sorted((args.keys() ^ shape) - {"bias", "dropout"}):
+    odd = sorted((args.keys() ^ shape) - {"bias", "dropout"})
+    if odd:
         raise ValueError(f"model_args: {odd[0]} is missing, or is none of nanoGPT's")
-    state = {k.removeprefix("_orig_mod."): w for k, w in saved["model"].items()}  # torch.compile's
-    return checked(PRESETS["gpt2"] | args), {k: w.t() if ".h." in k and w.dim() == 2 else w for k, w in state.items()}
+    # torch.compile puts the prefix _orig_mod. before every name.
+    state = {k.removeprefix("_orig_mod."): w for k, w in saved["model"].items()}
+    config = checked(PRESETS["gpt2"] | args)
+    return config, {k: w.t() if ".h." in k and w.dim() == 2 else w for k, w in state.items()}

@@ -1,4 +1,4 @@
-"""How the model is run: how much of the batch at once, compiled or not, on one process or several."""
+"""How the model runs: its batch size, whether it is compiled, and on how many processes."""
 
 import gc
 import inspect
@@ -20,46 +20,58 @@ from training.plan import even_batch
 from training.settings import TrainConfig
 
 
-def fit_batch(cfg: TrainConfig, model: GPT, loader: Loader, machine: Machine, compiled: bool, most: int | None) -> int:
-    """batch_size=auto: what training/memory.py predicts to fit, tried out; less where that runs out of memory.
+def fit_batch(
+    cfg: TrainConfig, model: GPT, loader: Loader, machine: Machine, compiled: bool, most: int | None
+) -> int:
+    """Return the batch_size for batch_size=auto, the same on all ranks.
 
-    most: what a resumed run had, which it keeps if it can.
+    Start from what training/memory.py predicts to fit, try it out, and go down while it runs out of
+    memory. most: the batch_size that a resumed run had; it keeps this one if it fits.
+    Raises UserError if not even one sequence fits.
     """
     step = Step(1, cfg.block_size, 2, machine.dtype, compiled, machine.device.type, machine.world)
     predicted = auto_batch(model, step, capacity(machine.device))
-    most = min(predicted, most or predicted)
+    limit = min(predicted, most or predicted)
     while True:
-        B = even_batch(least(most, machine), cfg, machine.world)
-        fits = has_room(model, loader.rows(loader.starts(0, B)), machine, compiled)
+        B = even_batch(least(limit, machine), cfg, machine.world)
+        fits_here = has_room(model, loader.rows(loader.starts(0, B)), machine, compiled)
         model.zero_grad(set_to_none=True)
         gc.collect()
         if machine.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()  # what is logged is the run's peak, not a trial's
-        fits = bool(least(fits, machine))
+            torch.cuda.reset_peak_memory_stats()  # the log shows the run's peak, not a trial's
+        fits = bool(least(fits_here, machine))
         if compiled and not (fits and machine.world == 1):
-            torch.compiler.reset()  # what was compiled without DDP would be taken with it, and not be split at its buckets
+            # Forget the compiled code if the run cannot use it. On several ranks, torch.compile
+            # would reuse it inside DDP, although it is not split at DDP's buckets.
+            torch.compiler.reset()
         if fits:
-            machine.say(f"batch_size=auto: {B}, tried out (at most {predicted} here)")
+            machine.say(f"batch_size=auto: {B}, tried out (at most {predicted} predicted)")
             return B
         if B == 1:
             half = f"--block_size={cfg.block_size // 2}"
             raise UserError(f"out of memory at batch_size=1: try {half}, or a smaller model")
-        most = B * 7 // 8
+        limit = B * 7 // 8
 
 
 def has_room(model: GPT, rows: np.ndarray, machine: Machine, compiled: bool) -> bool:
-    """Try two micro-steps, the second onto the gradients of the first, beside tensors in place of the optimizer's moments and
-    of DDP's buckets.
+    """Return whether this rank has the memory to train on batches of these windows (B, T + 1).
+
+    Run two micro-steps; the second adds its gradients to those of the first. Other tensors take the
+    place of the optimizer's two moments and, on several ranks, of DDP's buckets.
     """
+    copies = 2 if machine.world == 1 else 4  # of the size of the weights
     try:
-        copies = 2 + 2 * (machine.world > 1)
-        _beside = [torch.empty_like(p) for p in model.parameters() for _ in range(copies)]
+        _placeholders = [torch.empty_like(p) for p in model.parameters() for _ in range(copies)]
         x, y = to_device(rows, machine.device)
-        fast = (try_compile(model, x, y, machine)[0] if compiled else None) or model
+        forward = None
+        if compiled:
+            forward, _ = try_compile(model, x, y, machine)
+        if forward is None:
+            forward = model
         for _ in range(2):
             with machine.autocast():
-                loss = fast(x, y)
+                loss = forward(x, y)
             loss.backward()
         machine.synchronize()
         return True
@@ -72,18 +84,23 @@ def has_room(model: GPT, rows: np.ndarray, machine: Machine, compiled: bool) -> 
 def try_compile(
     model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, machine: Machine
 ) -> tuple[Callable | None, str]:
-    """(the compiled model, tried out on one batch, or None; why it failed). It waits for no other rank."""
+    """Compile the model and try it out on one batch, without waiting for other ranks.
+
+    Return the compiled model and "", or None and the reason why this failed.
+    """
+    # DDP must not sum the gradients here: a rank on which this fails would never join the sum.
+    no_sync = getattr(model, "no_sync", nullcontext)
     try:
-        fast = torch.compile(model, dynamic=False)
-        # Without DDP's sums of gradients: a rank on which this fails would never come to them.
-        with getattr(model, "no_sync", nullcontext)(), machine.autocast():
-            fast(x, y).backward()
+        compiled = torch.compile(model, dynamic=False)
+        with no_sync(), machine.autocast():
+            compiled(x, y).backward()
         machine.synchronize()
-        return fast, ""
-    except Exception as e:  # a missing C++ compiler, an old GPU: anything that eager mode does without
+        return compiled, ""
+    except Exception as e:  # no C++ compiler, an old GPU: eager mode may work all the same
         if out_of_memory(e):
             raise
-        return None, f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+        first_line = str(e).splitlines()[0] if str(e) else ""
+        return None, f"{type(e).__name__}: {first_line}"
     finally:
         model.zero_grad(set_to_none=True)
 
@@ -91,8 +108,11 @@ def try_compile(
 def compile_together(
     model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, machine: Machine, advice: str
 ) -> Callable:
-    """torch.compile on every rank, or on none: one that went on without it would sum its gradients in other pieces,
-    for which the others would wait for ever. advice: what to do when memory does not suffice.
+    """Return the compiled model if all ranks can compile it, else the model as it is.
+
+    The ranks must agree: a rank without the compiled model would sum its gradients in different
+    pieces, and the other ranks would wait for theirs for ever.
+    advice: what the error message recommends if memory runs out.
     """
     started = time.perf_counter()
 
@@ -100,31 +120,39 @@ def compile_together(
         with memory_advice(advice):
             return try_compile(model, x, y, machine)
 
-    fast, failed = machine.together(work)
+    compiled, failed = machine.together(work)
     reasons = machine.gather(failed)
     if not any(reasons):
         machine.say(f"compiled in {time.perf_counter() - started:.1f} s")
-        return fast
+        return compiled
     rank = next(rank for rank, reason in enumerate(reasons) if reason)
     where = f" on rank {rank}" if machine.world > 1 else ""
-    machine.say(f"warning: torch.compile failed{where}; going on without it, slower ({reasons[rank]})")
+    slower = "going on without it, slower"
+    machine.say(f"warning: torch.compile failed{where}; {slower} ({reasons[rank]})")
     torch.compiler.reset()
     return model
 
 
 def wrap(model: GPT, machine: Machine, example: Loader | None, B: int, advice: str) -> Callable:
-    """The model as it is run: in DDP on several processes, and compiled if there is a loader to try it with.
+    """Return the model as it runs: in DDP under torchrun, and compiled if asked for.
 
-    DDP comes first and the compiler second, so that communication overlaps the backward pass.
+    example: a loader, which gives a batch to try the compiled model with; None: do not compile.
+    advice: what the error message recommends if memory runs out. DDP comes first and the compiler
+    second, so that communication overlaps the backward pass.
     """
     parallel = model
     if dist.is_initialized():
-        # rope is a constant: no rank needs to send it at every step (the option's name is new in 2.13)
-        names = inspect.signature(DistributedDataParallel.__init__).parameters
-        buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
-        on = [machine.local_rank] if machine.device.type == "cuda" else None
-        options = dict(device_ids=on, gradient_as_bucket_view=True)
-        parallel = DistributedDataParallel(model, **options, **{buffers: False})
+        # The only buffer, the rope table, is constant: the ranks need not send it in each step.
+        # torch 2.13 has the option forward_sync_buffers for this, earlier ones broadcast_buffers.
+        options = inspect.signature(DistributedDataParallel.__init__).parameters
+        new = "forward_sync_buffers" in options
+        sync_buffers = "forward_sync_buffers" if new else "broadcast_buffers"
+        parallel = DistributedDataParallel(
+            model,
+            device_ids=[machine.local_rank] if machine.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            **{sync_buffers: False},
+        )
     if example is None:
         return parallel
     x, y = to_device(example.rows(example.starts(0, B)), machine.device)

@@ -1,4 +1,4 @@
-"""metrics.jsonl, read and drawn."""
+"""metrics.jsonl: reading it, and drawing the loss."""
 
 import json
 from pathlib import Path
@@ -6,17 +6,19 @@ from pathlib import Path
 from configurator import UserError
 from hardware.disk import only_plain
 
-METRICS_VERSION = 2  # of metrics.jsonl; 1 had no records of what was saved
+METRICS_VERSION = 2  # format of metrics.jsonl; format 1 had no records of saved checkpoints
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The records of a metrics.jsonl; a last line that a kill cut off is left out. [] if there is no file.
+    """Return the records of a metrics.jsonl, or [] if there is no file.
 
-    UserError for a line that is no record.
+    If the last line is incomplete, because the process was killed while writing it, it is left out.
+    Raises UserError for any other line that is not a record, and OSError if the path is not a file.
     """
-    if path.exists():
-        only_plain(path)
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if not path.exists():
+        return []
+    only_plain(path)
+    lines = path.read_bytes().splitlines(keepends=True)
     records = []
     for number, line in enumerate(lines, 1):
         try:
@@ -32,23 +34,31 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def plot_loss(runs: list[Path], png: str | Path = "") -> Path:
-    """Draw the training and validation loss of each run over its steps; returns the file written."""
+    """Draw the training and validation loss of each run over its steps. Return the file written.
+
+    runs: folders with a metrics.jsonl. png: the file to write; default: loss.png in the first run.
+    """
     import matplotlib
 
-    matplotlib.use("Agg")  # no screen needed
+    matplotlib.use("Agg")  # draws into a file, without a screen
     import matplotlib.pyplot as plt
 
     png = Path(png or runs[0] / "loss.png")
     fig, ax = plt.subplots(figsize=(8, 5))
     for number, folder in enumerate(runs):
-        # A name may have bytes that are no text, and a $, between two of which matplotlib reads formulas.
+        # The folder's name may hold bytes that are not UTF-8. And matplotlib would read the text
+        # between two $ as a formula.
         name = folder.name.encode(errors="backslashreplace").decode().replace("$", r"\$")
         records = read_metrics(folder / "metrics.jsonl")
-        for key, style in (("loss", dict(lw=1, alpha=0.6)), ("val_loss", dict(marker="o", ms=4))):
+        curves = [
+            ("loss", "training", dict(lw=1, alpha=0.6)),
+            ("val_loss", "validation", dict(marker="o", ms=4)),
+        ]
+        for key, kind, style in curves:
             points = [(r["step"], r[key]) for r in records if key in r]
             if points:
-                label = f"{'training' if key == 'loss' else 'validation'}: {name}"
-                ax.plot(*zip(*points, strict=True), label=label, color=f"C{number}", **style)
+                steps, losses = zip(*points, strict=True)
+                ax.plot(steps, losses, label=f"{kind}: {name}", color=f"C{number}", **style)
     ax.set(xlabel="step", ylabel="loss (nats per token)")
     ax.grid(alpha=0.3)
     ax.legend()

@@ -1,4 +1,4 @@
-"""How far a run is: what a checkpoint adds to model, optimizer and scaler."""
+"""How far a run has come: what a checkpoint stores besides model, optimizer and scaler."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -9,29 +9,38 @@ import torch
 
 @dataclass
 class Progress:
+    """Counters and records of a run. A checkpoint stores each field under its name."""
+
     step: int = 0  # steps done
-    samples: int = 0  # windows read, which is the place in the data
-    best_step: int = -1  # the checkpoint with the lowest validation loss
+    samples: int = 0  # windows read: the place in the data
+    best_step: int = -1  # step with the lowest validation loss
     best_val_loss: float = math.inf
-    losses: list[float] = field(default_factory=list)  # of the last finite steps, for spike()
-    bad_steps: int = 0  # steps that were skipped since their loss or gradient was not finite
-    bad_in_a_row: int = 0
-    wandb_id: str = ""
-    data_files: dict[str, list] = field(default_factory=dict)  # path -> stamps of the verified file
+    losses: list[float] = field(default_factory=list)  # the last 101 finite ones, for spike()
+    bad_steps: int = 0  # steps skipped because their loss or gradient was not finite
+    bad_in_a_row: int = 0  # how many such steps came in a row, up to the last step
+    wandb_id: str = ""  # name of the run at Weights & Biases
+    data_files: dict[str, list] = field(default_factory=dict)  # path -> stamps of verified files
 
     @classmethod
     def of_checkpoint(cls, training: dict[str, Any], max_bad_steps: int) -> "Progress":
-        """What train_state.pt says. A run that had given up begins to count bad steps anew."""
+        """Return the progress stored in train_state.pt.
+
+        If the run ended because of too many bad steps in a row, their count starts again at 0.
+        """
         progress = cls(**{f.name: training[f.name] for f in fields(cls)})
         if progress.bad_in_a_row >= max_bad_steps:
             progress.bad_in_a_row = 0
         return progress
 
-    def add_step(self, windows: int, loss: float, grad_norm: float, scaler: torch.amp.GradScaler) -> str:
-        """Count a step over so many windows: "taken", "overflow" or "bad"; the last two were skipped.
+    def add_step(
+        self, windows: int, loss: float, grad_norm: float, scaler: torch.amp.GradScaler
+    ) -> str:
+        """Count a step that read `windows` windows. Return "taken", "overflow" or "bad".
 
-        Overflow: in fp16 a gradient may be infinite while the loss is finite. The scaler then lowers
-        its factor, and this is no bad step while there is something left to lower.
+        take_step() has skipped a step of the last two kinds. "overflow" exists in fp16 only, where
+        a gradient may overflow while the loss is finite. GradScaler handles that: it skips the step
+        and lowers its scale. Once the scale has fallen below 1, the gradient overflows even without
+        scaling, and the step counts as bad.
         """
         self.step += 1
         self.samples += windows
@@ -46,5 +55,7 @@ class Progress:
         return "bad"
 
     def add_evaluation(self, loss: float) -> None:
+        """Remember the step and its validation loss if this is the lowest so far."""
         if loss < self.best_val_loss:
-            self.best_step, self.best_val_loss = self.step, loss
+            self.best_step = self.step
+            self.best_val_loss = loss

@@ -1,6 +1,6 @@
-"""What a run says of itself: to metrics.jsonl, to the terminal, to wandb. train.py's loop stays free of it.
+"""What a run reports: to metrics.jsonl, to the terminal and to wandb.
 
-Only rank 0 reports. A disk that is full and a wandb that fails are warnings: training goes on.
+Only rank 0 reports. If the disk is full or wandb fails, there is a warning, and training goes on.
 """
 
 import json
@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch.amp import GradScaler
 from tqdm import tqdm
 
 from configurator import UserError, changes
@@ -36,24 +37,32 @@ from training.settings import TrainConfig
 
 
 def peak_memory(device: torch.device) -> float:
-    """Bytes: allocated on the GPU; elsewhere resident in this process."""
+    """Return the most bytes used so far: allocated on a GPU, else resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Clock:
-    """Time since the last log line: of steps, without what was spent in `paused`; of waiting for data."""
+    """Measures the seconds since the last log line, and how many of them went by waiting for data.
+
+    Time spent inside `paused()` (evaluation, saving) does not count.
+    """
 
     def __init__(self, machine: Machine, step: int):
         self.machine = machine
         self.restart(step)
 
     def restart(self, step: int) -> None:
+        """Start a new measurement after step `step`."""
         self.machine.synchronize()
-        self.step, self.begun, self.data = step, time.perf_counter(), 0.0
+        self.step = step
+        self.begun = time.perf_counter()
+        self.data = 0.0  # seconds of waiting for data
 
     def seconds(self) -> float:
+        """Return the seconds since restart(), without the pauses."""
         self.machine.synchronize()
         return time.perf_counter() - self.begun
 
@@ -71,7 +80,10 @@ class Clock:
 
 
 class Metrics:
-    """metrics.jsonl first: it is the truth; then the terminal, then wandb when asked."""
+    """Reports the events of a run: first to metrics.jsonl, then to the terminal, then to wandb.
+
+    metrics.jsonl comes first because it is the authoritative record of the run.
+    """
 
     def __init__(
         self,
@@ -84,105 +96,168 @@ class Metrics:
         progress: Progress,
         lock: Lock | None,
     ):
-        self.machine, self.cfg, self.plan, self.progress = machine, cfg, plan, progress
-        self.sets, self.tokenizer, self.lock = sets, tokenizer, lock
+        self.machine = machine
+        self.cfg = cfg
+        self.plan = plan
+        self.progress = progress
+        self.sets = sets
+        self.tokenizer = tokenizer
+        self.lock = lock
         self.path = folder / "metrics.jsonl"
-        self.bar = self.wandb = None
-        self.wandb_id = progress.wandb_id  # of the run there, which a resume goes on with
+        self.bar = None
+        self.wandb = None
+        self.wandb_id = progress.wandb_id  # names the run at wandb, so that a resume continues it
         if not machine.is_main:
             return
-        start_step = progress.step
-        before = read_metrics(self.path) if start_step else []
-        kept = [r for r in before if r["step"] <= start_step]  # what came after is done again
-        last = next((r for r in reversed(kept) if "settings" in r), {})
-        reached = max((r["step"] for r in kept), default=0)
-        if start_step - reached > max(cfg.log_every, last.get("settings", {}).get("log_every", 0)):
-            machine.say(f"warning: {self.path} lacks the lines of steps {reached + 1} to {start_step}: they are lost")
-        there = next((r["loss"] for r in reversed(kept) if r["step"] == start_step and "loss" in r), None)
-        if there is not None and [there] != progress.losses[-1:]:
-            what = f"the loss of step {start_step} is another one there than in the checkpoint"
-            machine.say(f"warning: {self.path}: {what}: its lines may be of another run")
-        how = {"init_from", "overwrite"}  # of no meaning for what is trained
-        begun = {"settings": {k: v for k, v in asdict(cfg).items() if k not in how}}
-        begun |= {"step_samples": plan.step_tokens // cfg.block_size, "steps": plan.steps}
-        begun |= {"data": {d.name: d.meta["splits"]["train"]["sha256"] for d in sets}}
-        if any(last.get(k) != v for k, v in begun.items()):  # what `prepare.py --inspect RUN --step N` goes by
-            kept.append(
-                {"step": start_step, "first_sample": progress.samples, "format_version": METRICS_VERSION} | begun
-            )
-        write_whole(self.path, b"".join(map(line_of, kept)))
-        self.file, self.unwritten = os.open(self.path, os.O_RDWR | os.O_APPEND), b""
-        self.one_at_a_time = threading.Lock()  # the loop writes, and the thread that saves
-        self.loader = train_loader(sets, cfg.block_size, cfg.seed)  # its own: train.py's is read by a thread
+        write_whole(self.path, b"".join(map(line_of, self.first_records())))
+        self.file = os.open(self.path, os.O_RDWR | os.O_APPEND)
+        self.unwritten = b""  # lines that a full disk did not take
+        self.one_at_a_time = threading.Lock()  # the loop writes lines, and the thread that saves
+        # Not the loader of train.py: a thread is reading from that one.
+        self.loader = train_loader(sets, cfg.block_size, cfg.seed)
         if cfg.progress == "bar" or (cfg.progress == "auto" and sys.stderr.isatty()):
-            self.bar = tqdm(total=plan.steps, initial=start_step, dynamic_ncols=True, unit="step")
+            begun = progress.step
+            self.bar = tqdm(total=plan.steps, initial=begun, dynamic_ncols=True, unit="step")
         if cfg.wandb:
-            with self.wandb_may_fail():
-                import wandb
+            self.open_wandb(folder)
 
-                known = dict(id=progress.wandb_id, resume="allow") if progress.wandb_id else {}
-                self.wandb = wandb.init(
-                    project=cfg.wandb_project, name=cfg.run_name, dir=folder, config=asdict(cfg), **known
-                )
-                self.wandb_id = self.wandb.id
+    def first_records(self) -> list[dict]:
+        """Return the records that metrics.jsonl has when this process starts to train.
+
+        These are the records of earlier processes, up to the step at which this one starts. One
+        with the settings of this process follows if they differ from those recorded last.
+        """
+        cfg = self.cfg
+        step = self.progress.step
+        earlier = read_metrics(self.path) if step else []
+        records = [r for r in earlier if r["step"] <= step]  # this process repeats later steps
+        last = next((r for r in reversed(records) if "settings" in r), {})
+        self.check_earlier(records, last.get("settings", {}).get("log_every", 0))
+
+        # `prepare.py --inspect RUN --step N` reads this record to find the texts of a step.
+        how_to_start = {"init_from", "overwrite"}
+        settings = {k: v for k, v in asdict(cfg).items() if k not in how_to_start}
+        now = {
+            "settings": settings,
+            "step_samples": self.plan.step_tokens // cfg.block_size,
+            "steps": self.plan.steps,
+            "data": {data.name: data.meta["splits"]["train"]["sha256"] for data in self.sets},
+        }
+        if any(last.get(key) != value for key, value in now.items()):
+            place = {"step": step, "first_sample": self.progress.samples}
+            records.append(place | {"format_version": METRICS_VERSION} | now)
+        return records
+
+    def check_earlier(self, records: list[dict], log_every: int) -> None:
+        """Warn if the records of earlier processes are incomplete, or belong to another run.
+
+        log_every: the setting that they were written with.
+        """
+        step = self.progress.step
+        reached = max((r["step"] for r in records), default=0)
+        if step - reached > max(self.cfg.log_every, log_every):
+            gap = f"lacks the lines of steps {reached + 1} to {step}: they are lost"
+            self.machine.say(f"warning: {self.path} {gap}")
+        of_step = [r["loss"] for r in records if r["step"] == step and "loss" in r]
+        if of_step and of_step[-1:] != self.progress.losses[-1:]:
+            what = f"its loss of step {step} is not the one in the checkpoint"
+            self.machine.say(f"warning: {self.path}: {what}: its lines may be of another run")
+
+    def open_wandb(self, folder: Path) -> None:
+        """Start the run at wandb, or continue the one that an earlier process has started."""
+        with self.wandb_may_fail():
+            import wandb
+
+            options = dict(project=self.cfg.wandb_project, name=self.cfg.run_name, dir=folder)
+            if self.progress.wandb_id:
+                options |= dict(id=self.progress.wandb_id, resume="allow")
+            self.wandb = wandb.init(config=asdict(self.cfg), **options)
+            self.wandb_id = self.wandb.id
 
     @contextmanager
     def wandb_may_fail(self):
-        """Not logged in, unreachable, failing in the middle: a warning, and training goes on with metrics.jsonl alone."""
+        """Turn any error of wandb (no login, no network) into a warning, and stop using wandb."""
         try:
             yield
         except Exception as e:
             self.wandb = None
-            self.machine.say(f"warning: wandb failed; going on without it ({' '.join(str(e).split())[:200]})")
+            reason = " ".join(str(e).split())[:200]
+            self.machine.say(f"warning: wandb failed; going on without it ({reason})")
 
     def log_step(
-        self, done: int, loss: float, lr: float, grad_norm: float, flops: int, peak: float | None, clock: Clock
-    ):
-        """What is known after step `done`. flops: of a token; peak: TFLOPS of all devices, None if unknown."""
-        seconds, steps, plan = clock.seconds(), done - clock.step, self.plan
+        self,
+        done: int,
+        loss: float,
+        lr: float,
+        grad_norm: float,
+        flops: int,
+        peak: float | None,
+        clock: Clock,
+    ) -> None:
+        """Report step `done`, with the speed since the last log line.
+
+        flops: FLOPs per token. peak: TFLOPS of all devices together; None if unknown.
+        """
+        plan = self.plan
+        seconds = clock.seconds()
+        steps = done - clock.step
         rate = steps * plan.step_tokens / seconds
         tflops = rate * flops / 1e12
-        mfu = tflops / peak if peak else None
         tokens = plan.tokens_at(done)
-        record = dict(step=done, loss=loss, lr=lr, grad_norm=grad_norm, tokens=tokens)
-        record |= dict(epoch=tokens / plan.epoch_tokens, tokens_per_s=rate, tflops=tflops, mfu=mfu)
-        record |= dict(step_ms=1e3 * seconds / steps, data_ms=1e3 * clock.data / steps)
-        record |= dict(memory_gb=peak_memory(self.machine.device) / 1e9, eta_s=(plan.steps - done) * seconds / steps)
-        hours, minutes, rest = record["eta_s"] // 3600, record["eta_s"] // 60 % 60, record["eta_s"] % 60
-        parts = [
-            f"loss {loss:.3f} | lr {lr:.1e} | grad {grad_norm:.2f}",
-            f"{rate / 1e3:.1f}k tok/s | {tflops:.{1 if tflops >= 10 else 3}f} TFLOPS",
-            "MFU n/a" if mfu is None else f"MFU {100 * mfu:.1f}%",
-            f"{record['step_ms']:.0f} ms | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB",
-            f"eta {hours:.0f}h{minutes:02.0f}m" if hours else f"eta {minutes:.0f}m{int(rest):02d}s",
-        ]
-        self.write(record, " | ".join(parts), in_bar=True)
-        clock.restart(done)  # until the next line
+        record = {
+            "step": done,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "tokens": tokens,
+            "epoch": tokens / plan.epoch_tokens,
+            "tokens_per_s": rate,
+            "tflops": tflops,
+            "mfu": tflops / peak if peak else None,
+            "step_ms": 1e3 * seconds / steps,
+            "data_ms": 1e3 * clock.data / steps,
+            "memory_gb": peak_memory(self.machine.device) / 1e9,
+            "eta_s": (plan.steps - done) * seconds / steps,
+        }
+        self.write(record, step_line(record), in_bar=True)
+        clock.restart(done)
 
     def log_eval(self, done: int, losses: list[float], seconds: float) -> float:
-        """losses: of each data set's val.bin. Returns their mean, each with its data set's share of the run."""
-        sets = self.sets
-        loss = sum(float(d.weight) * x for d, x in zip(sets, losses, strict=True))
-        token_bytes = sum(d.weight * d.meta["splits"]["val"]["bytes"] / d.meta["splits"]["val"]["tokens"] for d in sets)
+        """Report an evaluation after step `done`, and return the validation loss.
+
+        losses: one for each data set's val.bin. The validation loss is their mean, weighted by the
+        shares of the data sets in the run. seconds: how long the evaluation took.
+        """
+        pairs = list(zip(self.sets, losses, strict=True))
+        loss = sum(float(data.weight) * of_set for data, of_set in pairs)
+        counts = [(data.weight, data.meta["splits"]["val"]) for data in self.sets]
+        token_bytes = sum(weight * val["bytes"] / val["tokens"] for weight, val in counts)
         ppl, bits_per_byte, line = in_other_units(loss, float(token_bytes))
-        record = dict(step=done, val_loss=loss, val_ppl=ppl, val_bits_per_byte=bits_per_byte, eval_s=seconds)
-        if len(sets) > 1:
-            record |= {f"val_loss/{d.name}": x for d, x in zip(sets, losses, strict=True)}
-            line += "".join(f" | {d.name} {x:.4f}" for d, x in zip(sets, losses, strict=True))
+        record = dict(step=done, val_loss=loss, val_ppl=ppl)
+        record |= dict(val_bits_per_byte=bits_per_byte, eval_s=seconds)
+        if len(pairs) > 1:
+            for data, of_set in pairs:
+                record[f"val_loss/{data.name}"] = of_set
+                line += f" | {data.name} {of_set:.4f}"
         self.write(record, line)
         return loss
 
     def log_save(self, step: int, path: Path, seconds: float, note: str) -> None:
-        """A checkpoint is whole on the disk. It is said in metrics.jsonl too: where it says so and none can be
-        found, a disk is missing, and init_from=auto must not begin anew.
+        """Report that the checkpoint of a step is complete on the disk.
+
+        metrics.jsonl gets a record of it too. If it has one and no checkpoint can be found, a disk
+        is missing, and init_from=auto must not start from scratch.
         """
         self.append(dict(step=step, saved=path.name, save_s=seconds))
         self.machine.say(f"step {step}: saved {path} in {seconds:.1f} s{note}")
 
     def log_outcome(
-        self, outcome: str, loss: float, grad_norm: float, scaler: torch.amp.GradScaler, samples: range
+        self, outcome: str, loss: float, grad_norm: float, scaler: GradScaler, samples: range
     ) -> None:
-        """A step that was skipped, or whose loss leaps. outcome: of Progress.add_step; samples: of the step."""
+        """Report the last step if it was skipped, or if its loss is far above those before it.
+
+        outcome: as Progress.add_step() returns it. samples: the windows that the step has read.
+        """
         done = self.progress.step
         if outcome == "taken":
             z = spike(self.progress.losses[:-1], loss)
@@ -200,19 +275,26 @@ class Metrics:
             self.write(record, f"warning: {what}: skipped{where}")
 
     def write_texts(self, done: int, samples: range, what: str) -> str:
-        """The texts of a step that was skipped, so that the culprit can be read."""
+        """Write the texts of a skipped step to bad_steps/, so that people can look for the cause.
+
+        what: what was wrong with the step. Return where the texts are, or why there are none.
+        """
         path = self.path.parent / "bad_steps" / f"step_{done:08d}.txt"
         found = sample_texts(self.sets, self.loader, samples, self.tokenizer)
         texts = "".join(f"\n---- {where}\n{text}\n" for where, text in found)
+        content = f"step {done}: {what}\n{texts}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(f"step {done}: {what}\n{texts}", encoding="utf-8", errors="backslashreplace")
+            path.write_text(content, encoding="utf-8", errors="backslashreplace")
             return f"its texts are in {path}"
         except OSError as e:
             return f"its texts could not be written to {path} ({e.strerror})"
 
     def write(self, record: dict, line: str, in_bar: bool = False) -> None:
-        """One event: the record for programs, the line for people."""
+        """Report one event: the record for programs, the line for people.
+
+        in_bar: show the line in the progress bar, if there is one.
+        """
         if not self.machine.is_main:
             return
         self.append(record)
@@ -222,13 +304,14 @@ class Metrics:
         else:
             self.machine.say(f"step {record['step']}/{self.plan.steps} | {line}")
         if self.wandb is not None:
+            values = {name: value for name, value in record.items() if name != "step"}
             with self.wandb_may_fail():
-                self.wandb.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+                self.wandb.log(values, step=record["step"])
 
     def append(self, record: dict) -> None:
-        """A line for metrics.jsonl. What a full disk does not take waits, and the training goes on."""
+        """Append a line to metrics.jsonl. If the disk is full, keep it in memory for later."""
         with self.one_at_a_time:
-            waiting = bool(self.unwritten)
+            warned = bool(self.unwritten)
             self.unwritten += line_of(record)
             try:
                 self.find_file()
@@ -236,22 +319,28 @@ class Metrics:
                     written = os.write(self.file, self.unwritten)
                     self.unwritten = self.unwritten[written:]
             except OSError as e:
-                if not waiting:
+                if not warned:
                     kept = "training goes on, the lines are kept for later"
                     self.machine.say(f"warning: {self.path}: {e.strerror}; {kept}")
 
     def find_file(self) -> None:
-        """Somebody may have moved, deleted or replaced metrics.jsonl since the last line, or the run's folder."""
+        """Open metrics.jsonl again if the file at its path is not the one that is open.
+
+        Somebody may have moved, deleted or replaced it since the last line, or the run's folder. If
+        it is missing, write it again in full: the open file can still be read.
+        """
         self.lock.renew()
         if self.path.exists() and os.path.samestat(self.path.stat(), os.fstat(self.file)):
             return
-        if not self.path.exists():  # what was open is still there to be read
+        if not self.path.exists():
             write_whole(self.path, os.pread(self.file, os.fstat(self.file).st_size, 0))
-            self.machine.say(f"warning: {self.path} was moved or deleted: all of it is written again")
+            again = "was moved or deleted: all of it is written again"
+            self.machine.say(f"warning: {self.path} {again}")
         os.close(self.file)
         self.file = os.open(self.path, os.O_RDWR | os.O_APPEND)
 
     def close(self) -> None:
+        """End the reports: draw the loss, and say where the newest checkpoint is."""
         if self.bar is not None:
             self.bar.close()
         if self.wandb is not None:
@@ -267,31 +356,56 @@ class Metrics:
             print(f"loss plot: {plot_loss([self.path.parent])}")
         except ImportError:
             print("no loss plot: pip install matplotlib")
-        except (OSError, UserError, ValueError) as e:  # a full disk, a line that somebody has changed
+        except (OSError, UserError, ValueError) as e:  # a full disk, or a line that somebody edited
             print(f"no loss plot: {e}")
         print(f"checkpoint: {newest_checkpoint(self.path.parent / 'ckpt')}")
 
 
 def line_of(record: dict) -> bytes:
+    """Return the line of metrics.jsonl for a record."""
     return json.dumps(record).encode() + b"\n"
 
 
+def step_line(record: dict) -> str:
+    """Return the log line for a record of log_step()."""
+    r = record
+    digits = 1 if r["tflops"] >= 10 else 3
+    mfu = "n/a" if r["mfu"] is None else f"{100 * r['mfu']:.1f}%"
+    hours = r["eta_s"] // 3600
+    minutes = r["eta_s"] // 60 % 60
+    eta = f"{hours:.0f}h{minutes:02.0f}m" if hours else f"{minutes:.0f}m{int(r['eta_s'] % 60):02d}s"
+    parts = [
+        f"loss {r['loss']:.3f} | lr {r['lr']:.1e} | grad {r['grad_norm']:.2f}",
+        f"{r['tokens_per_s'] / 1e3:.1f}k tok/s | {r['tflops']:.{digits}f} TFLOPS | MFU {mfu}",
+        f"{r['step_ms']:.0f} ms | data {r['data_ms']:.1f} ms | mem {r['memory_gb']:.1f} GB",
+        f"eta {eta}",
+    ]
+    return " | ".join(parts)
+
+
 def in_other_units(loss: float, token_bytes: float) -> tuple[float, float, str]:
-    """(perplexity, bits per byte, a line that says them) of a loss in nats per token. token_bytes: of text, in a token."""
-    ppl = math.exp(min(loss, 700.0))  # a float ends at e^709
+    """Return the perplexity and the bits per byte of a loss in nats per token, and a line of all.
+
+    token_bytes: mean number of bytes of text in a token.
+    """
+    ppl = math.exp(min(loss, 700.0))  # the largest float is about e^709
     bits_per_byte = loss / math.log(2) / token_bytes
-    return ppl, bits_per_byte, f"validation loss {loss:.4f} | perplexity {ppl:.2f} | {bits_per_byte:.4f} bits per byte"
+    line = f"validation loss {loss:.4f} | perplexity {ppl:.2f} | {bits_per_byte:.4f} bits per byte"
+    return ppl, bits_per_byte, line
 
 
 def spike(losses: list[float], loss: float) -> float:
-    """How far a loss lies above those before it, as a robust z-score: in deviations of 1.4826 x the median deviation
-    (Iglewicz and Hoaglin, 1993, which is the standard deviation of a normal distribution). 0 while there are few.
+    """Return how many deviations a loss lies above those before it: a robust z-score.
+
+    A deviation is 1.4826 times the median distance from the median (Iglewicz and Hoaglin, 1993),
+    which is the standard deviation if the losses have a normal distribution. The result is 0 for
+    fewer than 30 losses.
     """
     if len(losses) < 30:
         return 0.0
     median = statistics.median(losses)
-    spread = 1.4826 * statistics.median(abs(x - median) for x in losses)
-    return (loss - median) / max(spread, 1e-3 * abs(median))
+    deviation = 1.4826 * statistics.median(abs(x - median) for x in losses)
+    return (loss - median) / max(deviation, 1e-3 * abs(median))
 
 
 def banner(
@@ -304,39 +418,62 @@ def banner(
     peak_source: str,
     scratch: bool,
 ) -> str:
-    step = Step(
-        plan.batch_size, cfg.block_size, plan.accum, machine.dtype, compiled, machine.device.type, machine.world
-    )
+    """Return the lines that describe a run before its first step.
+
+    peak_source: the peak that MFU refers to, and its source. scratch: the weights are newly drawn.
+    """
+    c = model.config
+    B = plan.batch_size
+    T = cfg.block_size
+    V = sets[0].meta["vocab_size"]
+    kind = machine.device.type
+    tokens = plan.tokens_at(plan.steps)
+    epochs = tokens / plan.epoch_tokens
+    data = "; ".join(data_text(d, tokens, mixed=len(sets) > 1) for d in sets)
+    batch = f"{B} x {T} x {plan.accum} accumulation x {machine.world} processes"
+
+    shape = f"{hf_class(c) or 'GPT'}, {c.n_layer} layers x {c.n_embd}, "
+    shape += f"{c.n_head} heads of {c.head_dim} ({c.n_kv_head} for keys and values)"
+    if others := caveat(c):
+        shape += f"; {others}"
+    params = model.num_params()
+    embeddings = f"{params['embedding'] / params['total']:.0%} of them embeddings"
+    size = f"{params['total']:,} trainable, {embeddings}"
+
+    attention = attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype, c.dropout)
+    if kind == "cuda" and attention == "math":
+        attention += ": warning: slow, with the T x T matrix in memory; "
+        attention += "no fused kernel takes this head_dim and dtype here"
+
+    step = Step(B, T, plan.accum, machine.dtype, compiled, kind, machine.world)
     here = capacity(machine.device)
     memory = f"{needed(model, step) / 1e9:.1f} GB predicted, of {here / 1e9:.1f}"
-    n, c, T, V = model.num_params(), model.config, cfg.block_size, sets[0].meta["vocab_size"]
-    tokens = plan.tokens_at(plan.steps)
-    data = []
-    for d in sets:
-        train = d.meta["splits"]["train"]
-        epochs = f", {float(d.weight):.1%} of the windows = {float(d.weight) * tokens / train['tokens']:.2f} epochs"
-        counts = f"{train['documents']:,} documents, {train['tokens']:,} tokens"
-        data.append(f"{d.name}: {counts}{epochs if len(sets) > 1 else ''}")
-    batch = f"{plan.batch_size} x {T} x {plan.accum} accumulation x {machine.world} processes"
-    heads = f"{c.n_head} heads of {c.head_dim} ({c.n_kv_head} for keys and values)"
-    kernel = attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype, c.dropout)
-    slow = ": warning: slow, with the T x T matrix in memory; no fused kernel takes this head_dim and dtype here"
-    odd = caveat(c)
-    size = f"{n['total']:,} trainable, {n['embedding'] / n['total']:.0%} of them embeddings"
+
     rows = {
         "settings": " ".join(f"{k}={v}" for k, v in changes(cfg).items()),
-        "data": f"{'; '.join(data)}; vocabulary {V:,}",
+        "data": f"{data}; vocabulary {V:,}",
         "examples": f"{plan.epoch_tokens // T:,} windows of {T} tokens in an epoch",
         "batch": f"{cfg.batch_tokens:,} tokens a step asked, {plan.step_tokens:,} actual = {batch}",
-        "length": f"{plan.steps:,} optimization steps = {tokens:,} tokens = {tokens / plan.epoch_tokens:.2f} epochs",
-        "model": f"{hf_class(c) or 'GPT'}, {c.n_layer} layers x {c.n_embd}, {heads}{'; ' * bool(odd)}{odd}",
-        "parameters": f"{size}; {tokens / n['total']:.2g} tokens per parameter",
+        "length": f"{plan.steps:,} optimization steps = {tokens:,} tokens = {epochs:.2f} epochs",
+        "model": shape,
+        "parameters": f"{size}; {tokens / params['total']:.2g} tokens per parameter",
         "compute": f"{model.flops_per_token(T) * tokens:.3g} FLOPs (6 N + 12 L d T a token)",
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
-        "attention": kernel + slow * (machine.device.type == "cuda" and kernel == "math"),
+        "attention": attention,
         "memory": f"{memory}; the largest batch_size is {largest_batch(model, step, here):,}",
         "peak": peak_source,
     }
     if scratch:
         rows["first loss"] = f"ln({V}) = {math.log(V):.2f} expected"
     return "\n".join(f"{k:>11}: {v}" for k, v in rows.items())
+
+
+def data_text(data: DataSet, tokens: int, mixed: bool) -> str:
+    """Return the size of a data set; in a mixture, also its part of the run's `tokens` tokens."""
+    train = data.meta["splits"]["train"]
+    text = f"{data.name}: {train['documents']:,} documents, {train['tokens']:,} tokens"
+    if mixed:
+        share = float(data.weight)
+        epochs = share * tokens / train["tokens"]
+        text += f", {share:.1%} of the windows = {epochs:.2f} epochs"
+    return text

@@ -1,4 +1,8 @@
-"""out/RUN on the disk: finding checkpoints, judging them, and deleting what is a run's own."""
+"""The folder of a run, out/RUN: find its checkpoints, check them, and delete what the run wrote.
+
+training/checkpoint.py writes the checkpoints. training/resume.py decides which one a run starts
+from. Nothing here deletes a file that train.py did not write.
+"""
 
 import os
 import re
@@ -7,39 +11,35 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from configurator import UserError
-from hardware.disk import (
-    MANIFEST,
-    Lock,
-    damage,
-    remove_only,
-    set_aside,
-)
+from hardware.disk import MANIFEST, Lock, damage, remove_only, set_aside
 from text.hf_tokenizer import HF_FILES
 from text.tokenizer import SentencePiece, Tiktoken
 from training.plots import read_metrics
 
-OURS = {"model.safetensors", "config.json", "train_state.pt", "train_config.json", "meta.json", MANIFEST}
-OURS |= {SentencePiece.file, Tiktoken.file, *HF_FILES}
+# The files of a checkpoint that this program writes, and may delete.
+OURS = {"model.safetensors", "config.json", "train_state.pt", "train_config.json", "meta.json"}
+OURS |= {MANIFEST, SentencePiece.file, Tiktoken.file, *HF_FILES}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Finding, judging and deleting them
+# --------------------------------------------------------------------------------------------------
+# Checkpoints: find them, check them, delete them
 
 
 def numbered(ckpt_dir: Path) -> list[Path]:
-    """The checkpoints in a folder by their names, step_ and a number, whole or not; the newest first.
+    """Return the checkpoints in a folder, complete or not, newest first.
 
-    UserError where one cannot look: checkpoints that are not seen must not be taken for none.
+    Whatever is named step_ and a number counts as one. Raises UserError if the folder cannot be
+    listed: checkpoints that cannot be seen must not be taken for checkpoints that do not exist.
     """
     try:
         names = os.listdir(ckpt_dir)
     except FileNotFoundError:
         if ckpt_dir.is_symlink():
-            leads = f"{ckpt_dir} is a link to {os.readlink(ckpt_dir)}, which is not there"
-            raise UserError(f"{leads}: is its disk mounted?") from None
+            broken = f"{ckpt_dir} is a link to {os.readlink(ckpt_dir)}, which is not there"
+            raise UserError(f"{broken}: is its disk mounted?") from None
         return []
     except OSError as e:
-        raise UserError(f"{ckpt_dir}: its checkpoints cannot be looked for: {e.strerror}") from None
+        raise UserError(f"{ckpt_dir}: cannot look for checkpoints: {e.strerror}") from None
     found = [ckpt_dir / name for name in names if re.fullmatch(r"step_[0-9]{8,18}", name)]
     return sorted(found, key=step_of, reverse=True)
 
@@ -49,7 +49,7 @@ def step_of(path: Path) -> int:
 
 
 def whole_checkpoints(ckpt_dir: Path) -> list[Path]:
-    """Newest first. Whole means that the manifest, which is written last, is there."""
+    """Return the checkpoints that have a manifest, newest first. The manifest is written last."""
     return [path for path in numbered(ckpt_dir) if (path / MANIFEST).is_file()]
 
 
@@ -58,7 +58,10 @@ def newest_checkpoint(ckpt_dir: Path) -> Path | None:
 
 
 def newest_intact(ckpt_dir: Path) -> tuple[Path | None, dict[str, str]]:
-    """(the newest checkpoint all of whose files are what they were, {name of a newer one: what is wrong with it})."""
+    """Return the newest checkpoint whose files are all as its manifest says, or None.
+
+    The second result names each newer checkpoint, with what is wrong with it.
+    """
     wrong: dict[str, str] = {}
     for folder in numbered(ckpt_dir):
         found = damage(folder, required=("model.safetensors", "config.json", "train_state.pt"))
@@ -69,61 +72,82 @@ def newest_intact(ckpt_dir: Path) -> tuple[Path | None, dict[str, str]]:
 
 
 def discard(path: Path) -> str:
-    """Delete a checkpoint; where it must not be deleted, say why."""
-    if path.is_symlink() or not path.is_dir():
-        return "it is a link" if path.is_symlink() else "it is no folder"
-    if others := sorted(set(os.listdir(path)) - OURS):
-        return f"it holds {others[0]}, which is not of this program"
-    remove_only(set_aside(path), OURS)  # first the name: nobody shall find half a checkpoint
+    """Delete a checkpoint. If it must not be deleted, leave it as it is and return the reason."""
+    if path.is_symlink():
+        return "it is a link"
+    if not path.is_dir():
+        return "it is not a folder"
+    others = sorted(set(os.listdir(path)) - OURS)
+    if others:
+        return f"it holds {others[0]}, which train.py did not write"
+    # It is renamed first, so that nobody finds half a checkpoint under its name.
+    remove_only(set_aside(path), OURS)
     return ""
 
 
 def make_way(target: Path) -> None:
-    """Where a checkpoint is to be replaced that holds somebody's file, or is a link: rename it, for good."""
-    others = target.is_dir() and set(os.listdir(target)) - OURS
-    if target.is_symlink() or others:
+    """Rename what stands at `target`, where a checkpoint will go, if it must not be replaced.
+
+    It must not be replaced if it is a link, or a folder that holds a file that train.py did not
+    write. Its new name is step_N_kept-1 (or -2, ...), and this program never touches it again.
+    """
+    names = set(os.listdir(target)) if target.is_dir() else set()
+    if target.is_symlink() or names - OURS:
         target.rename(free_name(target.with_name(f"{target.name}_kept")))
 
 
 def free_name(path: Path) -> Path:
+    """Return `path` with -1, -2, ... appended to its name: the first that does not exist."""
     number = 1
     while os.path.lexists(found := path.with_name(f"{path.name}-{number}")):
         number += 1
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The folder of a run: out/RUN
 
-REPLACED = "why-this-is-here.txt"  # in each folder replaced-N that is ours
+REPLACED = "why-this-is-here.txt"  # replace_run() puts this file into each folder that it makes
 RUN_FILES = ["metrics.jsonl", "loss.png"]  # beside ckpt/ and bad_steps/; wandb/ belongs to wandb
 
 
 def is_run(folder: Path) -> bool:
-    """Did train.py write here? By what is in the files, not by their names: anybody may have a folder ckpt."""
+    """Return whether train.py has written a run to this folder.
+
+    The content of the files decides, not their names: anybody may have a folder called ckpt.
+    """
     try:
         if any("step_samples" in record for record in read_metrics(folder / "metrics.jsonl")):
             return True
     except (UserError, OSError):
-        pass  # damaged, or no file of ours
+        pass  # the file is damaged, or train.py did not write it
     checkpoints = [path for path in whole_checkpoints(folder / "ckpt") if not path.is_symlink()]
     return any((path / "train_state.pt").exists() for path in checkpoints)
 
 
 def others_in(folder: Path) -> list[str]:
-    """What lies in the folder of no run, and would be in the way of one; metrics.jsonl is asked for apart."""
+    """Return, sorted, what is in a folder beside metrics.jsonl, ckpt, wandb and our replaced-N.
+
+    If there is anything, find_origin() refuses the folder, unless it is a run already. For
+    metrics.jsonl, find_origin() has a check of its own.
+    """
     inside = set(os.listdir(folder)) if folder.is_dir() else set()
-    ours = {"metrics.jsonl", ".metrics.jsonl.tmp", "ckpt", "wandb", *(p.name for p in replaced(folder))}
+    ours = {"metrics.jsonl", ".metrics.jsonl.tmp", "ckpt", "wandb"}
+    ours |= {path.name for path in replaced(folder)}
     return sorted(inside - ours)
 
 
 def replaced(folder: Path) -> list[Path]:
-    """Where replace_run() has put what was in the folder; known by the file that it left there."""
-    return [path for path in folder.glob("replaced-*") if (path / REPLACED).is_file() and not path.is_symlink()]
+    """Return the folders to which replace_run() has moved what was in `folder`.
+
+    They are known by the file REPLACED that it left in them, not by their names replaced-N alone.
+    """
+    found = folder.glob("replaced-*")
+    return [path for path in found if (path / REPLACED).is_file() and not path.is_symlink()]
 
 
 def sweep(ckpt_dir: Path) -> None:
-    """Delete what a kill inside a save, or inside a deletion, has left."""
+    """Delete what a process left behind that was killed while it saved or deleted a checkpoint."""
     left = re.compile(r"\.tmp_step_[0-9]+|\.step_[0-9]+\.old[0-9]*")
     for place in (ckpt_dir, *replaced(ckpt_dir)):
         for path in place.glob(".*step_*"):
@@ -132,50 +156,58 @@ def sweep(ckpt_dir: Path) -> None:
 
 
 def replace_run(folder: Path) -> Path | None:
-    """Move the earlier run's own files into folders replaced-1, from which Saver.prune deletes them once the
-    new run has a whole checkpoint; returns where its checkpoints are. Everything else stays where it is.
+    """Move the earlier run's own files aside. Everything else stays where it is.
+
+    They go to new folders replaced-N, one in out/RUN and one in out/RUN/ckpt. Saver.prune() deletes
+    them once the new run has a complete checkpoint. Returns the folder replaced-N in out/RUN/ckpt,
+    or None if there is none.
     """
     ckpt_dir = folder / "ckpt"
-    in_run, in_ckpt = [*RUN_FILES, *bad_step_texts(folder)], [p.name for p in numbered(ckpt_dir)]
-    for place, names in ((folder, in_run), (ckpt_dir, in_ckpt)):
-        if there := [name for name in names if os.path.lexists(place / name)]:
+    run_files = [*RUN_FILES, *bad_step_texts(folder)]
+    checkpoints = [path.name for path in numbered(ckpt_dir)]
+    why = "train.py deletes this folder's run once the new one has a checkpoint.\n"
+    for place, names in ((folder, run_files), (ckpt_dir, checkpoints)):
+        there = [name for name in names if os.path.lexists(place / name)]
+        if there:
             aside = free_name(place / "replaced")
             aside.mkdir()
-            (aside / REPLACED).write_text("train.py deletes this folder's run once the new one has a checkpoint.\n")
+            (aside / REPLACED).write_text(why)
             for name in there:
                 (aside / name).parent.mkdir(parents=True, exist_ok=True)
                 (place / name).rename(aside / name)
     remove_only(folder / "bad_steps", [])
-    return max(replaced(ckpt_dir), default=None)
+    return max(replaced(ckpt_dir), key=lambda path: (len(path.name), path.name), default=None)
 
 
 def bad_step_texts(folder: Path) -> list[str]:
-    """bad_steps/step_N.txt, those that are there."""
+    """Return the files bad_steps/step_N.txt of a run, relative to its folder."""
     texts = folder / "bad_steps"
     names = os.listdir(texts) if texts.is_dir() and not texts.is_symlink() else []
     return [f"bad_steps/{name}" for name in names if re.fullmatch(r"step_[0-9]{8,}\.txt", name)]
 
 
 def remove_run_files(folder: Path) -> None:
-    """Delete a run's own files from a folder replaced-N, and it, unless it holds something else."""
+    """Delete a run's own files from a folder replaced-N, then the folder itself if it is empty."""
     remove_only(folder / "bad_steps", [Path(name).name for name in bad_step_texts(folder)])
     remove_only(folder, [*RUN_FILES, REPLACED])
 
 
 @contextmanager
 def run_folder(folder: Path) -> Iterator[Lock]:
-    """Hold the run's folder, so that no other process decides or writes anything in it meanwhile.
+    """Hold the lock of a run's folder, so that no other process decides or writes anything in it.
 
-    It is made if it is not there, and removed again if nothing was put into it.
+    The folder is made if it does not exist, and removed again if nothing was put into it. Raises
+    UserError if another process holds the lock.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    held = Lock(folder, "stop it (a killed torchrun can leave its workers behind), or choose another --run_name")
+    stop = "stop it (a killed torchrun can leave its workers behind)"
+    held = Lock(folder, f"{stop}, or choose another --run_name")
     try:
         yield held
     finally:
         try:
             for path in made:
-                path.rmdir()  # which only an empty folder can be
+                path.rmdir()  # fails unless the folder is empty
         except OSError:
             pass
         held.close()

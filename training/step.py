@@ -17,11 +17,12 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, both (B, T)
 
 
 def read_ahead(loader: Loader, sample: int, B: int, machine: Machine) -> Iterator[np.ndarray]:
-    """This rank's batches of windows (B, T + 1), from `sample` of the run on.
+    """Yield this rank's batches of windows, (B, T + 1) each, from window `sample` of the run on.
 
-    A thread reads one batch while another is trained on.
+    A thread reads the next batch while the model trains on the current one.
     """
-    firsts = itertools.count(sample + machine.rank * B, machine.world * B)  # the ranks take turns
+    # The ranks take turns: rank 0 reads the first B windows, rank 1 the next B, and so on.
+    firsts = itertools.count(sample + machine.rank * B, machine.world * B)
 
     def read() -> np.ndarray:
         return loader.rows(loader.starts(next(firsts), B))
@@ -34,11 +35,13 @@ def read_ahead(loader: Loader, sample: int, B: int, machine: Machine) -> Iterato
             yield rows
 
 
-def agree(loss: torch.Tensor, told_to_stop: bool, grad_norm: torch.Tensor, machine: Machine):
-    """What all ranks must know of a step, as one tensor (3,) and by one sum over the ranks.
+def agree(
+    loss: torch.Tensor, told_to_stop: bool, grad_norm: torch.Tensor, machine: Machine
+) -> torch.Tensor:
+    """Return what all ranks must know about a step, as one tensor (3,), by one sum over the ranks.
 
-    That is the mean of their losses, the share of them that were told to stop, and the norm of the
-    gradient, which is the same on all of them already.
+    The three numbers: the mean of the ranks' losses, the share of ranks that were told to stop, and
+    the norm of the gradient. The norm needs no sum: all ranks have the same gradient.
     """
     told = torch.full_like(loss, float(told_to_stop))
     means = all_sum(torch.stack([loss, told])) / machine.world
@@ -56,34 +59,42 @@ def take_step(
     grad_clip: float = 0.0,
     signals: Sequence[int] = (),
 ) -> Callable[[], tuple[float, bool, float]]:
-    """One update of the weights, by the gradients of `accum` batches on each rank.
+    """Update the weights once, with the gradients of `accum` batches on each rank.
 
-    forward: the model as it is run, (x, y) -> loss: compiled, wrapped in DDP, or the model itself.
-    grad_clip: the largest norm of the gradient; 0: no clipping. A step whose loss or gradient is not
-    finite changes nothing. signals: those that this rank has caught; one may come during the step.
+    forward: the function (x, y) -> loss that runs the model: the model itself, or the model
+    compiled or wrapped in DDP. grad_clip: the largest norm of the gradient; 0: no clipping.
+    signals: the list of signals that this rank has caught, which may grow during the step. A step
+    whose loss or gradient is not finite leaves the weights unchanged.
 
-    Returns a function that waits for the device and gives the mean loss of all ranks, whether one of
-    them was told to stop, and the norm of the gradient before it was clipped.
+    Return a function. It waits for the device and returns three things: the mean loss of all ranks,
+    whether any rank was told to stop, and the norm of the gradient before clipping.
     """
-    no_sync = getattr(forward, "no_sync", nullcontext)  # only DDP has it
+    # 1. Forward and backward: the gradients of all micro-steps add up.
+    no_sync = getattr(forward, "no_sync", nullcontext)  # only DDP has this method
     loss_sum = torch.zeros((), device=machine.device)
     for micro in range(accum):
         x, y = next(batches)
-        # DDP adds up the ranks' gradients in the last micro-step; it decides so in the forward pass.
+        # DDP sums the gradients of all ranks in the last micro-step only. It decides in the forward
+        # pass whether the backward pass will do so: both must run inside no_sync().
         with nullcontext() if micro == accum - 1 else no_sync():
             with machine.autocast():
-                loss = forward(x, y) / accum  # a mean of means over equal sizes is the mean
+                loss = forward(x, y) / accum  # batches have equal sizes: a mean of means is right
             scaler.scale(loss).backward()
         loss_sum += loss.detach()
+
+    # 2. Clip the gradient, and start to send the loss and the norm to the host.
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
     facts = agree(loss_sum, len(signals) > 0, grad_norm, machine)
     facts_on_host = machine.fetch(facts)
+
+    # 3. Update the weights, unless the loss or the gradient is not finite.
     if scaler.is_enabled():
-        scaler.step(optimizer)  # skips a step whose gradient is not finite
-        scaler.update()  # and then scales less
+        scaler.step(optimizer)  # skips the step if the gradient is not finite
+        scaler.update()  # after such a step, lowers the scale
     elif optimizer.defaults["fused"]:
-        # As the scaler tells the optimizer: the device skips the step, and the host need not wait.
+        # The same flag by which GradScaler tells a fused optimizer to skip the step. The device
+        # reads it, so the host does not have to wait for the loss.
         optimizer.found_inf = 1.0 - facts.isfinite().all().float()
         optimizer.step()
     elif all(map(math.isfinite, facts.tolist())):

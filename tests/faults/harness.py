@@ -33,6 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 STEPS = 40
+LIFE = 6  # seconds, about: so long a start of theirs takes
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 COMMON = [
     *TINY, f"--max_steps={STEPS}", "--save_every=4", "--eval_every=6", "--dropout=0.1", "--init_from=auto", "--n_embd=64",
@@ -90,18 +92,27 @@ def command(job: str, data: Path, out: Path, phase: int = 0) -> list[str]:
     ]
 
 
-def start(argv: list[str], stdout=-3) -> subprocess.Popen:
-    return subprocess.Popen(argv, stdout=stdout, stderr=-1, text=True, env=ENVIRONMENT, start_new_session=True)
+def start(argv: list[str], stdout=-3) -> Popen:
+    options = {"text": True, "env": ENVIRONMENT, "start_new_session": True}
+    return Popen(argv, stdout=stdout, stderr=-1, **options)
 
 
-def workers(process: subprocess.Popen) -> dict[int, int]:
-    """rank -> process id of what torchrun has started; each is in a session of its own and would outlive it."""
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    environment = {int(child): Path(f"/proc/{child}/environ").read_text().split("\0") for child in children}
-    return {int(v[5:]): child for child, values in environment.items() for v in values if v.startswith("RANK=")}
+def workers(process: Popen) -> dict[int, int]:
+    """rank -> process id of what torchrun has started: in sessions of their own, they outlive it.
+
+    A rank that was forked, as in tests/warm.py, has the environment of another process, but says
+    RANK= in its name.
+    """
+    argv = ["pgrep", "-P", str(process.pid)]
+    children = subprocess.run(argv, capture_output=True, text=True).stdout.split()
+    found = {}
+    for child in map(Path, (f"/proc/{child}" for child in children)):
+        values = [*child.joinpath("environ").read_text().split("\0"), (child / "comm").read_text()]
+        found |= {int(v[5:]): int(child.name) for v in values if v.startswith("RANK=")}
+    return found
 
 
-def stop(process: subprocess.Popen, number: int) -> None:
+def stop(process: Popen, number: int) -> None:
     """SIGKILL takes torchrun and all workers, as when a machine goes down; others torchrun hands on."""
     hit = workers(process).values() if number == signal.SIGKILL else []
     for pid in (process.pid, *hit):
@@ -122,7 +133,7 @@ def saving(out: Path) -> bool:
     return any((out / "run" / "ckpt").glob(".tmp_*"))
 
 
-def wait_for(process: subprocess.Popen, condition, seconds: float = 60) -> None:
+def wait_for(process: Popen, condition, seconds: float = 60) -> None:
     deadline = time.time() + seconds
     while process.poll() is None and not condition() and time.time() < deadline:
         time.sleep(0.0005)
@@ -275,6 +286,20 @@ def put_foreign_files(out: Path, r: Round) -> None:
         r.foreign[-1].write_bytes(b"precious")
 
 
+def start_with_log(argv: list[str], fault: str) -> Popen:
+    """Start it with a pipe that nobody reads, or a full disk, for its log, if that is the fault."""
+    if fault == "closed pipe":
+        read, log = os.pipe()
+        process = start(argv, log)
+        os.close(log)
+        os.close(read)
+        return process
+    if fault == "full disk under the log":
+        with open("/dev/full", "w") as log:
+            return start(argv, log)
+    return start(argv)
+
+
 def train_phase(job: str, phase: int, data: Path, out: Path, small_disk: bool, r: Round, rng: random.Random) -> None:
     """Start it, break it, and start it again until it ends."""
     argv = command(job, data, out, phase)
@@ -282,14 +307,10 @@ def train_phase(job: str, phase: int, data: Path, out: Path, small_disk: bool, r
     faults = FAULTS if len(JOBS[job][1]) == 1 else [*KILLS, *LOG, *HIDDEN]
     for _ in range(rng.randint(1, 3)):
         fault, before = rng.choice(faults), steps_done(out)
-        log = {"closed pipe": -1, "full disk under the log": open("/dev/full", "w")}.get(fault, -3)
-        process = start(argv, log)
+        process = start_with_log(argv, fault)
         r.starts += 1
-        if fault == "closed pipe":
-            process.stdout.close()
-            process.stdout = None
         if fault == "kill at a random time":
-            wait_for(process, lambda: False, rng.uniform(0, 6))
+            wait_for(process, lambda: False, rng.uniform(0, LIFE))
         elif fault == "kill inside a save":
             wait_for(process, lambda: saving(out))
         else:

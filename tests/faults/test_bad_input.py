@@ -1,4 +1,4 @@
-"""Wrong input, and the one line that answers it: exit code 2, no traceback, nothing written and nothing lost."""
+"""Wrong input ends in one line and exit code 2, without a traceback. Nothing is written or lost."""
 
 import json
 import os
@@ -27,46 +27,18 @@ from training.runs import newest_checkpoint
 
 @pytest.fixture(scope="module")
 def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
-    """What the tables below name in braces: a corpus, a data set, a finished run, and damaged and foreign relatives."""
+    """Make what the tables below name in braces: a corpus, data sets, a finished run, and copies of
+    them that are damaged or look as if another program wrote them.
+    """
     root = tmp_path_factory.mktemp("place")
     shutil.copytree(tiny_data / "tiny", root / "data" / "tiny")
-    shutil.rmtree(train_tiny(root / "data", root / "out", "--max_steps=4") / "bad_steps", ignore_errors=True)
+    train_tiny(root / "data", root / "out", "--max_steps=4")
     ckpt = newest_checkpoint(root / "out" / "run" / "ckpt")
-
-    def relative(name: str) -> Path:
-        """A copy without its manifest: what its files say is taken, as somebody else's."""
-        copy = Path(shutil.copytree(ckpt, root / name))
-        (copy / "manifest.json").unlink()
-        return copy
-
-    (relative("cut") / "model.safetensors").write_bytes((ckpt / "model.safetensors").read_bytes()[:1000])
-    (relative("bert") / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
-    (relative("empty_config") / "config.json").write_text("")
-    (relative("pickled") / "model.safetensors").rename(root / "pickled" / "pytorch_model.bin")
-    save_file({"other.weight": torch.zeros(2, 2)}, relative("other_names") / "model.safetensors")
-    (relative("no_tokenizer") / "tokenizer.model").unlink()
-    for name, gone in {"no_tokens": ["tokenizer.json"], "odd_tokens": []}.items():  # folders that are not ours
-        relative(name)
-        for file in ("meta.json", "tokenizer.model", *gone):
-            (root / name / file).unlink()
-    odd = {"model": {"type": "BPE", "vocab": 7, "merges": []}, "pre_tokenizer": {"type": "ByteLevel"}}
-    (root / "odd_tokens" / "tokenizer.json").write_text(json.dumps(odd))
-    scaled = json.loads((ckpt / "config.json").read_text()) | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
-    (relative("yarn") / "config.json").write_text(json.dumps(scaled))
-
-    other = Path(shutil.copytree(root / "data" / "tiny", root / "data" / "other"))  # another tokenizer
-    meta = json.loads((other / "meta.json").read_text())
-    (other / "tokenizer.model").write_bytes(b"\n\x00" + (other / "tokenizer.model").read_bytes())
-    meta["tokenizer"]["sha256"] = file_sha256(other / "tokenizer.model")
-    meta["tokenizer"]["files"]["tokenizer.model"] = meta["tokenizer"]["sha256"]
-    forge(other, "meta.json", json.dumps(meta).encode())
-    shutil.copytree(root / "data" / "tiny", root / "data" / "again")
+    put_checkpoints(root, ckpt)
+    put_data_sets(root / "data")
     shutil.copytree(root / "out" / "run" / "ckpt", root / "only_ckpt" / "run" / "ckpt")
-    newer = Path(shutil.copytree(root / "data" / "tiny", root / "data" / "newer"))
-    forge(newer, "meta.json", json.dumps(meta | {"format_version": 99}).encode())
-    large = Path(shutil.copytree(root / "data" / "tiny", root / "data" / "large"))
-    np.memmap(large / "train.bin", dtype=np.uint16, mode="r+")[77] = 400
-
+    shutil.copytree(root / "out", root / "log")
+    (root / "log" / "run" / "metrics.jsonl").write_text('{"step": 1, "lo\n{"step": 2}\n')
     write_jsonl(root / "corpus.jsonl", make_records(50))
     (root / "syntax.py").write_text("n_layer = 2\nn_head = (\n")
     (root / "crash.py").write_text("n_layer = 2\nn_head = 1 / 0\n")
@@ -79,11 +51,56 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     (root / "a_file").write_text("in the way")
     (root / "mine" / "run").mkdir(parents=True)
     (root / "mine" / "run" / "thesis.tex").write_text("precious")
-    shutil.copytree(root / "out", root / "log")
-    (root / "log" / "run" / "metrics.jsonl").write_text('{"step": 1, "lo\n{"step": 2}\n')
-    return {"root": root, "ckpt": ckpt, "data": root / "data", "out": root / "out"}
+    names = {name: root / name for name in ("data", "out", "mine", "log")}
+    return names | {"root": root, "ckpt": ckpt, "corpus": root / "corpus.jsonl"}
 
 
+def put_checkpoints(root: Path, ckpt: Path) -> None:
+    def relative(name: str) -> Path:
+        """Copy the checkpoint without its manifest. Its files are then not compared with any hash,
+        like those of another program.
+        """
+        copy = Path(shutil.copytree(ckpt, root / name))
+        (copy / "manifest.json").unlink()
+        return copy
+
+    os.truncate(relative("cut") / "model.safetensors", 1000)
+    (relative("bert") / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
+    (relative("empty_config") / "config.json").write_text("")
+    (relative("pickled") / "model.safetensors").rename(root / "pickled" / "pytorch_model.bin")
+    save_file({"other.weight": torch.zeros(2, 2)}, relative("other_names") / "model.safetensors")
+    (relative("no_tokenizer") / "tokenizer.model").unlink()
+    for name in ("no_tokens", "odd_tokens"):  # like folders of other programs
+        relative(name)
+        for file in ("meta.json", "tokenizer.model", "tokenizer.json"):
+            (root / name / file).unlink()
+    bpe = {"type": "BPE", "vocab": 7, "merges": []}
+    odd = {"model": bpe, "pre_tokenizer": {"type": "ByteLevel"}}
+    (root / "odd_tokens" / "tokenizer.json").write_text(json.dumps(odd))
+    scaled = json.loads((ckpt / "config.json").read_text())
+    scaled["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0}
+    (relative("yarn") / "config.json").write_text(json.dumps(scaled))
+
+
+def put_data_sets(data: Path) -> None:
+    other, _, newer, large = (
+        Path(shutil.copytree(data / "tiny", data / name))
+        for name in ("other", "again", "newer", "large")
+    )
+    # `other` has another tokenizer.
+    meta = json.loads((other / "meta.json").read_text())
+    (other / "tokenizer.model").write_bytes(b"\n\x00" + (other / "tokenizer.model").read_bytes())
+    meta["tokenizer"]["sha256"] = file_sha256(other / "tokenizer.model")
+    meta["tokenizer"]["files"]["tokenizer.model"] = meta["tokenizer"]["sha256"]
+    forge(other, "meta.json", json.dumps(meta).encode())
+    forge(newer, "meta.json", json.dumps(meta | {"format_version": 99}).encode())
+    np.memmap(large / "train.bin", dtype=np.uint16, mode="r+")[77] = 400
+
+
+PICKLED = (
+    "pickled: cannot be loaded (model.safetensors: the weights are pickled (pytorch_model.bin)"
+)
+# Options of each script -> a part of the message.
 TRAIN = {
     "--n_layers=3": "--n_layers: unknown setting 'n_layers'; did you mean 'n_layer'?",
     "--n_layer=three": "n_layer='three' is not accepted; it takes int",
@@ -114,11 +131,13 @@ TRAIN = {
     "{root}/crash.py": "crash.py, line 2: ZeroDivisionError: division by zero",
     "{root}/unknown.py": "unknown.py: unknown setting 'n_layers'; did you mean 'n_layer'?",
     "{root}/typed.py": "typed.py: lr='high' is not accepted; it takes float",
-    "--n_embd=33": "n_embd=33 does not divide by n_head=4",
+    "--n_embd=33": "n_embd=33 is not a multiple of n_head=4",
     "--n_kv_head=3": "n_head=4 must be a multiple of n_kv_head=3",
     "--head_dim=7": "head_dim=7 must be even",
     "--block_size=999999": "block_size=999999 needs 1000000",
-    "--n_embd=400000 --n_layer=400": "out of memory for the weights alone: make n_layer or n_embd smaller",
+    "--n_embd=400000 --n_layer=400": (
+        "out of memory for the weights alone: make n_layer or n_embd smaller"
+    ),
     f"--d_ff={9 * 10**18}": "out of memory for the weights alone",
     f"--n_embd={4 * 10**18}": "out of memory for the weights alone",
     "--dtype=float16 --device=cpu": "dtype=float16 needs a CUDA device",
@@ -132,39 +151,47 @@ TRAIN = {
     "--dataset=newer": "newer: format 99, expected 2",
     "--dataset=large": "large/train.bin: token 77 has id 400, beyond the vocabulary of 400",
     "--data_dir={root}/a_file": "a_file/tiny/meta.json: Not a directory",
-    "--init_from=resume": "no checkpoint in {new}/run/ckpt: there is none; use init_from=scratch",
+    "--init_from=resume": "there is no checkpoint in {new}/run/ckpt; use init_from=scratch",
     "--init_from=nowhere": "init_from=nowhere: cannot be loaded (config.json: No such file",
     "--init_from={ckpt} --block_size=64": "block_size is 32 there, 64 here",
     "--init_from={root}/cut": "cut: cannot be loaded (model.safetensors: ",
-    "--init_from={root}/bert": "bert: cannot be loaded (config.json: architecture 'BertModel' is none of",
+    "--init_from={root}/bert": (
+        "bert: cannot be loaded (config.json: architecture 'BertModel' is none of"
+    ),
     "--init_from={root}/empty_config": "empty_config: cannot be loaded (config.json: ",
-    "--init_from={root}/pickled": "pickled: cannot be loaded (model.safetensors: the weights are pickled (pytorch_model.bin)",
+    "--init_from={root}/pickled": PICKLED,
     "--init_from={root}/other_names": "other_names: cannot be loaded (model.safetensors: ",
     "--init_from={root}/yarn": "yarn: cannot be loaded (config.json: rope_scaling",
     "--out_dir={out}": "{out}/run holds an earlier run: --init_from=resume goes on with it",
     "--out_dir={out} --init_from={ckpt} --overwrite": "--overwrite would delete {ckpt}",
     "--out_dir={out} --init_from=resume --n_layer=3": "n_layer is 2 there, 3 here",
     "--out_dir={root}/only_ckpt": "{root}/only_ckpt/run holds an earlier run",
-    "--out_dir={out} --init_from=resume --dataset=again": "other data: again/train.bin is missing there",
+    "--out_dir={out} --init_from=resume --dataset=again": (
+        "other data: again/train.bin is missing there"
+    ),
     "--out_dir={root}/a_file": "a_file/run: Not a directory",
-    "--out_dir={root}/mine --overwrite": "mine/run holds 'thesis.tex' and is no run",
-    "--out_dir={root}/log --init_from=resume --max_steps=9": "metrics.jsonl:1: damaged; delete this line",
+    "--out_dir={mine} --overwrite": "mine/run holds 'thesis.tex' and is not the folder of a run",
+    "--out_dir={log} --init_from=resume --max_steps=9": (
+        "metrics.jsonl:1: damaged; delete this line"
+    ),
 }
 SAMPLE = {
     "--ckpt=nowhere": "--ckpt nowhere: no checkpoint there",
     "--ckpt={root}": "no checkpoint there (a folder with config.json and model.safetensors)",
-    "--out_dir={root}/mine": "no checkpoint under {root}/mine/: train one first",
+    "--out_dir={mine}": "no checkpoint under {mine}/: train one first",
     "--ckpt={root}/cut": "cut: cannot be loaded (model.safetensors: ",
     "--ckpt={root}/bert": "'BertModel' is none of",
     "--ckpt={root}/empty_config": "empty_config: cannot be loaded (config.json: ",
-    "--ckpt={root}/pickled": "pickled: cannot be loaded (model.safetensors: the weights are pickled (pytorch_model.bin)",
+    "--ckpt={root}/pickled": PICKLED,
     "--ckpt={root}/no_tokenizer": "no_tokenizer/tokenizer.model: missing, or not the tokenizer",
-    "--ckpt={root}/no_tokens": "no_tokens: no tokenizer is there: name it, as --tokenizer=gpt2",
+    "--ckpt={root}/no_tokens": "no_tokens: no tokenizer is there: name one, as in --tokenizer=gpt2",
     "--ckpt={root}/odd_tokens": "odd_tokens: its tokenizer files cannot be used (TypeError",
     "--tokenizer=nothing": "--tokenizer nothing: no such file, and no tiktoken encoding",
     "--eval={data}/nothing": "no data set in {data}/nothing",
     "--eval={data}/tiny --block_size=64": "--block_size 64: the model sees 32 tokens",
-    "--eval={data}/tiny --batch_size=0 --eval_tokens=-1": "batch_size must be positive; eval_tokens must not be negative",
+    "--eval={data}/tiny --batch_size=0 --eval_tokens=-1": (
+        "batch_size must be positive; eval_tokens must not be negative"
+    ),
     "--prompt_file=nowhere": "--prompt_file nowhere: No such file or directory",
     "--prompt_file={root}/blank.txt": "blank.txt: holds no text",
     "--prompt_file={root}/latin.txt": "latin.txt: not UTF-8 (invalid continuation byte at byte 2)",
@@ -174,7 +201,9 @@ SAMPLE = {
     "--temperature=-1": "temperature must not be negative",
     "--top_k=-1": "top_k must not be negative",
     "--top_p=0": "top_p must be above 0 and at most 1",
-    "--num_samples=0 --max_new_tokens=0": "num_samples must be positive; max_new_tokens must be positive",
+    "--num_samples=0 --max_new_tokens=0": (
+        "num_samples must be positive; max_new_tokens must be positive"
+    ),
     "--seed=-1": "seed must be between 0 and 2^63",
     "--device=banana": "--device=banana: not usable here",
     "--dtype=float64": "it takes auto|bfloat16|float16|float32",
@@ -182,15 +211,15 @@ SAMPLE = {
 }
 PREPARE = {
     "--input nowhere.jsonl": "nowhere.jsonl: no such file",
-    "--input {root}/mine": "has no file that ends in .jsonl",
-    "--input {root}/corpus.jsonl --encoding=klingon": "encoding",
+    "--input {mine}": "has no file that ends in .jsonl",
+    "--input {corpus} --encoding=klingon": "encoding",
     "--input {root}/latin.txt": "latin.txt: byte 0xef is not of its encoding: say --encoding",
-    "--input {root}/corpus.jsonl --fields=body": "body",
-    "--input {root}/corpus.jsonl --format=pdf": "format='pdf' is not accepted",
-    "--input {root}/corpus.jsonl --tokenizer=gpt9": "gpt9: no such file, and no tiktoken encoding",
-    "--input {root}/corpus.jsonl --vocab_size=50000": "--vocab_size=50000: SentencePiece cannot train",
-    "--input {root}/corpus.jsonl --vocab_size=10": "vocab_size must be at least 300",
-    "--input {root}/corpus.jsonl --vocab_size=400 --min_tokens=100000": "no documents",
+    "--input {corpus} --fields=body": "body",
+    "--input {corpus} --format=pdf": "format='pdf' is not accepted",
+    "--input {corpus} --tokenizer=gpt9": "gpt9: no such file, and no tiktoken encoding",
+    "--input {corpus} --vocab_size=50000": "--vocab_size=50000: SentencePiece cannot train",
+    "--input {corpus} --vocab_size=10": "vocab_size must be at least 300",
+    "--input {corpus} --vocab_size=400 --min_tokens=100000": "no documents",
     "--input": "--input: a value is missing; it takes text ...",
     "--workers=-1": "workers and min_tokens must not be negative",
     "--val_fraction=0": "val_fraction must be between 0 and 1, both excluded",
@@ -205,66 +234,90 @@ PREPARE = {
     "--inspect {data}/tiny --step=3": "--step needs the folder of a run",
     "--inspect {data}/large": "token 77 has id 400",
 }
-BENCH = {
-    (bench.plot_loss, ""): "name at least one run: --runs out/demo",
-    (bench.plot_loss, "--runs {root}/mine/run"): "no metrics.jsonl there",
-    (bench.plot_loss, "--runs {root}/log/run"): "metrics.jsonl:1: damaged; delete this line",
-    (bench.matmul, "--device=banana"): "device=banana: not usable here",
-    (bench.matmul, "--sizes 0"): "sizes",
-    (bench.matmul, "--dtypes fp7"): "dtypes",
-    (bench.prepare, "nowhere.jsonl"): "nowhere.jsonl",
-    (bench.compare, "--nanogpt=gone"): "no train.py in gone",
-    (bench.compare, "--batch_size=auto"): "batch_size=auto is for train.py and bench/plan.py: give a number here",
-    (bench.roof, "--batch_size=auto"): "batch_size=auto is for train.py and bench/plan.py",
-    (bench.sweep, "--batch_size=auto"): "batch_size=auto is for train.py and bench/plan.py",
-    (bench.plan, "--gpu=a99 --max_steps=1"): "gpu: 'a99' is no GPU of the table; the nearest is",
-    (bench.plan, "--gpu=v100-16g --dtype=bfloat16 --max_steps=1"): "dtype=bfloat16: V100 has no bf16; leave dtype out",
-    (bench.plan, "--gpu=h100 --trial --max_steps=1"): "trial runs on this machine: leave gpu out",
-    (bench.plan, "--nproc=0 --tokens=-1 --max_steps=1"): "tokens must not be negative; nproc must be positive",
-    (bench.plan, "--gpu=h100"): "the run has no end: set max_steps, max_epochs or max_tokens",
-    (bench.plan, "--gpu=h100 --max_epochs=1 --dataset=gone"): "no data set in",
-    (bench.plan, "--gpu=h100 --max_steps=1 --batch_size=many"): "batch_size='many' is not accepted; it takes int|auto",
-    (bench.sweep, "--vary=T,C"): "vary: 'C' is none of T, B, accum",
-    (bench.sweep, "--vary="): "vary: '' is none of T, B, accum",
-    (bench.sweep, "--block_sizes 8 0 --accums 0"): "block_sizes must be positive; accums must be positive",
-    (bench.sweep, "--batch_sizes 8 -1"): "batch_sizes must not be negative",
-    (bench.sweep, "--batch_sizes=8,16"): "batch_sizes=['8,16'] is not accepted; it takes int ...",
-    (bench.sweep, "--steps=0 --warmup=0 --seconds=0"): "warmup must be positive; steps must be positive; seconds",
-    (bench.sweep, "--n_layer=0"): "n_layer must be positive",
-    (bench.sweep, "--n_embd=33 --n_head=4"): "n_embd=33 does not divide by n_head=4",
-    (bench.sweep, "--dtype=float16 --device=cpu"): "dtype=float16 needs a CUDA device",
-    (bench.sweep, "--device=cpu --peak_tflops=1 --json={root}/a_file/x"): "a_file/x.tmp: Not a directory",
-    (bench.sweep, "--device=cpu --peak_tflops=1 --markdown={root}/gone/x"): "gone/x.tmp: No such file or directory",
-    (bench.roof, "--vocab_size=0 --seconds=0"): "vocab_size must be positive; seconds must be positive",
-    (bench.roof, "--tokens=-1"): "tokens must be a multiple of block_size",
-    (bench.roof, "--tokens=1000"): "tokens must be a multiple of block_size",
-    (bench.roof, "--n_embd=50"): "n_embd=50 does not divide by n_head=12",
-    (bench.roof, "--device=banana"): "device=banana: not usable here",
-    (bench.roof, "--json=nowhere/roof.json"): "json=nowhere/roof.json: no such folder",
-    (bench.compare, "--nanogpt={root}/mine"): "no train.py in {root}/mine",
-    (bench.compare, "--hf --warmup=30"): "warmup must be positive and below steps",
-    (bench.prepare, "{root}/corpus.jsonl --rounds=0"): "--rounds must be positive",
+PLOT_LOSS = {
+    "": "name at least one run: --runs out/demo",
+    "--runs {mine}/run": "no metrics.jsonl there",
+    "--runs {log}/run": "metrics.jsonl:1: damaged; delete this line",
 }
-TABLE = [(train, *row) for row in TRAIN.items()] + [(sample, *row) for row in SAMPLE.items()]
-TABLE += [(prepare, *row) for row in PREPARE.items()] + [(script, line, text) for (script, line), text in BENCH.items()]
+MATMUL = {
+    "--device=banana": "device=banana: not usable here",
+    "--sizes 0": "sizes",
+    "--dtypes fp7": "dtypes",
+}
+BENCH_PREPARE = {
+    "nowhere.jsonl": "nowhere.jsonl",
+    "{corpus} --rounds=0": "--rounds must be positive",
+}
+COMPARE = {
+    "--nanogpt=gone": "no train.py in gone",
+    "--batch_size=auto": "batch_size=auto is for train.py and bench/plan.py: give a number here",
+    "--nanogpt={mine}": "no train.py in {mine}",
+    "--hf --warmup=29": "warmup must be positive and below steps - 1",
+    "--hf --device=banana": "--device=banana: torch knows no such device",
+}
+ROOF = {
+    "--batch_size=auto": "batch_size=auto is for train.py and bench/plan.py",
+    "--vocab_size=0 --seconds=0": "vocab_size must be positive; seconds must be positive",
+    "--tokens=-1": "tokens must be a multiple of block_size",
+    "--tokens=1000": "tokens must be a multiple of block_size",
+    "--n_embd=50": "n_embd=50 is not a multiple of n_head=12",
+    "--device=banana": "device=banana: not usable here",
+    "--json=nowhere/roof.json": "json=nowhere/roof.json: no such folder",
+}
+SWEEP = {
+    "--batch_size=auto": "batch_size=auto is for train.py and bench/plan.py",
+    "--vary=T,C": "vary: 'C' is none of T, B, accum",
+    "--vary=": "vary: '' is none of T, B, accum",
+    "--block_sizes 8 0 --accums 0": "block_sizes must be positive; accums must be positive",
+    "--batch_sizes 8 -1": "batch_sizes must not be negative",
+    "--batch_sizes=8,16": "batch_sizes=['8,16'] is not accepted; it takes int ...",
+    "--steps=0 --warmup=0 --seconds=0": "warmup must be positive; steps must be positive; seconds",
+    "--n_layer=0": "n_layer must be positive",
+    "--n_embd=33 --n_head=4": "n_embd=33 is not a multiple of n_head=4",
+    "--dtype=float16 --device=cpu": "dtype=float16 needs a CUDA device",
+    "--device=cpu --peak_tflops=1 --json={root}/a_file/x": "a_file/x.tmp: Not a directory",
+    "--device=cpu --peak_tflops=1 --markdown={root}/gone/x": (
+        "gone/x.tmp: No such file or directory"
+    ),
+}
+PLAN = {
+    "--gpu=a99 --max_steps=1": "gpu: 'a99' is not in the table of GPUs; the nearest is",
+    "--gpu=v100-16g --dtype=bfloat16 --max_steps=1": (
+        "dtype=bfloat16: V100 has no bf16; leave dtype out"
+    ),
+    "--gpu=h100 --trial --max_steps=1": "trial runs on this machine: leave gpu out",
+    "--nproc=0 --tokens=-1 --max_steps=1": "tokens must not be negative; nproc must be positive",
+    "--gpu=h100": "the run has no end: set max_steps, max_epochs or max_tokens",
+    "--gpu=h100 --max_epochs=1 --dataset=gone": "no data set in",
+    "--gpu=h100 --max_steps=1 --batch_size=many": (
+        "batch_size='many' is not accepted; it takes int|auto"
+    ),
+}
+TABLES = [(train, TRAIN), (sample, SAMPLE), (prepare, PREPARE), (bench.prepare, BENCH_PREPARE)]
+TABLES += [(bench.plan, PLAN), (bench.sweep, SWEEP), (bench.roof, ROOF), (bench.compare, COMPARE)]
+TABLES += [(bench.matmul, MATMUL), (bench.plot_loss, PLOT_LOSS)]
+TABLE = [(script, *row) for script, rows in TABLES for row in rows.items()]
+IDS = [f"{script.__name__} {line}" for script, line, _ in TABLE]
 
 
 def files(place: dict[str, Path]) -> set[tuple]:
     return {(p, p.stat().st_mtime_ns) for p in place["root"].rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("script, line, message", TABLE, ids=[f"{s.__name__} {line}" for s, line, _ in TABLE])
+@pytest.mark.parametrize("script, line, message", TABLE, ids=IDS)
 def test_bad_input_is_answered_by_one_line_and_changes_nothing(
     place, tmp_path, refuses, monkeypatch, script, line, message
 ):
     names = place | {"new": tmp_path}
-    argv, before = line.format(**names).split(), files(place)
+    argv = line.format(**names).split()
+    before = files(place)
     if script is train:
         argv = [*TINY, f"--data_dir={place['data']}", f"--out_dir={tmp_path}", *argv]
     elif script is sample:
         argv = [f"--out_dir={place['out']}", "--device=cpu", *argv]
     elif script is prepare:
-        argv = [f"--data_dir={place['data']}", *([] if "--name" in line else ["--name=new"]), *argv]
+        name = [] if "--name" in line else ["--name=new"]
+        argv = [f"--data_dir={place['data']}", *name, *argv]
     monkeypatch.chdir(tmp_path)
     assert message.format(**names) in refuses(script.main, *argv)
     assert files(place) == before and not os.listdir(tmp_path)

@@ -1,5 +1,6 @@
-"""A short, seeded selection of what harness.py does a hundred times, and the faults that need a closer look."""
+"""A few seeded rounds of harness.py, which can do hundreds, and faults that need a closer look."""
 
+import itertools
 import os
 import resource
 import shutil
@@ -12,22 +13,34 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from conftest import REPO, TINY, call, forge, metrics, torchrun, train_tiny
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 import harness
 
+import prepare
 import train
 from hardware.disk import damage
-from training import report
+from training import checkpoint, report
 from training.huggingface import from_pretrained
 from training.runs import newest_checkpoint
 
 
-def test_killed_signalled_and_damaged_runs_end_identical(tmp_path):
+def test_killed_signalled_and_damaged_runs_end_identical(tmp_path, monkeypatch):
+    """Those that they must be identical to have a cold start, and torchrun."""
+    monkeypatch.setattr(harness, "Popen", warm.Popen)
+    monkeypatch.setattr(harness, "LIFE", 1.5)
     rounds = harness.soak(4, seed=1, parallel=1, root=tmp_path, jobs=["bf16", "2 processes"])
     assert all(r.identical and not r.traceback for r in rounds), [r.faults for r in rounds]
+
+
+ENDLESS = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
+
+
+def options(data: Path, out: Path, *more: str) -> list[str]:
+    return [*TINY, f"--data_dir={data}", f"--out_dir={out}", *more]
 
 
 @pytest.fixture(scope="module")
@@ -47,27 +60,30 @@ def test_a_damaged_file_of_a_checkpoint_is_named_and_the_one_before_is_taken(
         data = path.read_bytes()
         if fault == "lose a file":
             path.unlink()
+        elif fault == "cut a file":
+            path.write_bytes(data[: len(data) // 2])
         else:
-            path.write_bytes(
-                data[: len(data) // 2] if fault == "cut a file" else data[:-2] + bytes([data[-2] ^ 1]) + data[-1:]
-            )
+            path.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
         run = train_tiny(tiny_data, out, "--init_from=resume")
         said = capsys.readouterr().out
         assert "at step 4" in said, name
-        if not (name == "manifest.json" and fault == "lose a file"):  # then there is no checkpoint to be damaged
+        # A folder without a manifest is not a checkpoint, so it is not a damaged one either.
+        if name != "manifest.json" or fault != "lose a file":
             assert "warning: " in said and "damaged; taking" in said, name
             assert name in said or "manifest.json" in said, name
         assert metrics(run, "loss") == metrics(finished, "loss")
 
 
-def test_when_all_checkpoints_are_damaged_nothing_is_overwritten(finished, tiny_data, tmp_path, refuses):
+def test_when_all_checkpoints_are_damaged_nothing_is_overwritten(
+    finished, tiny_data, tmp_path, refuses
+):
     shutil.copytree(finished, tmp_path / "run")
     for path in (tmp_path / "run" / "ckpt").glob("*/model.safetensors"):
         os.truncate(path, 100)
     before = sorted(p.name for p in (tmp_path / "run" / "ckpt").rglob("*"))
     for how in ("resume", "auto"):
-        error = refuses(train.main, *TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", f"--init_from={how}")
-        assert "all are damaged, as" in error and "model.safetensors" in error
+        error = refuses(train.main, *options(tiny_data, tmp_path, f"--init_from={how}"))
+        assert "all are damaged, for example" in error and "model.safetensors" in error
     assert sorted(p.name for p in (tmp_path / "run" / "ckpt").rglob("*")) == before
 
 
@@ -76,14 +92,13 @@ def test_a_damaged_data_set_is_found_before_the_first_step(tiny_data, tmp_path, 
     shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
     path = tmp_path / "tiny" / name
     data = path.read_bytes()
-    options = [*TINY, f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'out'}"]
-    for content in (
-        data[: len(data) // 2],
-        data[:1001] + bytes([data[1001] ^ 1]) + data[1002:] if name != "meta.json" else b"[]",
-        None,
-    ):
-        path.unlink() if content is None else path.write_bytes(content)
-        error = refuses(train.main, *options)
+    flipped = b"[]" if name == "meta.json" else data[:1001] + bytes([data[1001] ^ 1]) + data[1002:]
+    for content in (data[: len(data) // 2], flipped, None):
+        if content is None:
+            path.unlink()
+        else:
+            path.write_bytes(content)
+        error = refuses(train.main, *options(tmp_path, tmp_path / "out"))
         assert name in error or "no data set in" in error
     assert not (tmp_path / "out").exists()
 
@@ -93,39 +108,28 @@ def test_data_that_changed_under_a_run_is_refused_and_other_settings_are_reporte
 ):
     from conftest import make_records, write_jsonl
 
-    import prepare
-
     shutil.copytree(finished, tmp_path / "run")
     corpus = write_jsonl(tmp_path / "other.jsonl", make_records(301))
-    model = f"--tokenizer={tiny_data / 'tiny' / 'tokenizer.model'}"
-    call(prepare.main, "--input", corpus, "--name=tiny", f"--data_dir={tmp_path}", model, "--val_fraction=0.1")
-    options = [*TINY, f"--out_dir={tmp_path}", "--init_from=resume"]
-    error = refuses(train.main, *options, f"--data_dir={tmp_path}")
-    assert "was trained with other data: " in error and "train.bin is " in error and "(SHA-256)" in error
-    call(
-        prepare.main,
-        "--input",
-        corpus,
-        "--name=tiny",
-        f"--data_dir={tmp_path}",
-        "--vocab_size=400",
-        "--val_fraction=0.1",
-        "--drop_control",
-        "--train_mb=1",
-        "--min_tokens=60",
-    )
-    assert "tokenizer is" in refuses(train.main, *options, f"--data_dir={tmp_path}")
+    to_prepare = ["--input", corpus, "--name=tiny", f"--data_dir={tmp_path}", "--val_fraction=0.1"]
+    call(prepare.main, *to_prepare, f"--tokenizer={tiny_data / 'tiny' / 'tokenizer.model'}")
+    error = refuses(train.main, *options(tmp_path, tmp_path, "--init_from=resume"))
+    assert "was trained with other data: " in error
+    assert "train.bin is " in error and "(SHA-256)" in error
+    other = ["--vocab_size=400", "--drop_control", "--train_mb=1", "--min_tokens=60"]
+    call(prepare.main, *to_prepare, *other)
+    error = refuses(train.main, *options(tmp_path, tmp_path, "--init_from=resume"))
+    assert "tokenizer is" in error
     capsys.readouterr()
-    call(train.main, *options, f"--data_dir={tiny_data}", "--max_steps=10", "--lr=0.001", "--batch_size=2")
+    more = ["--init_from=resume", "--max_steps=10", "--lr=0.001", "--batch_size=2"]
+    call(train.main, *options(tiny_data, tmp_path, *more))
     said = capsys.readouterr().out
-    assert "settings that were changed since: batch_size 4 -> 2, max_steps 8 -> 10, lr 0.003 -> 0.001" in said
+    changed = "batch_size 4 -> 2, max_steps 8 -> 10, lr 0.003 -> 0.001"
+    assert f"settings that changed since the checkpoint was written: {changed}" in said
     assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 11))
 
 
 def test_another_batch_goes_on_with_the_next_window(finished, tiny_data, tmp_path, capsys):
     """The place in the data is counted in windows, so that none is left out or read twice."""
-    import prepare
-
     shutil.copytree(finished, tmp_path / "run")
     train_tiny(tiny_data, tmp_path, "--init_from=resume", "--batch_tokens=512", "--max_steps=10")
     capsys.readouterr()
@@ -136,20 +140,25 @@ def test_another_batch_goes_on_with_the_next_window(finished, tiny_data, tmp_pat
 
 
 def test_another_number_of_processes_goes_on_with_the_same_windows(finished, tiny_data, tmp_path):
-    """Two processes take the run over behind step 4: the samples of each step are one place in the data, not a rank's."""
-    shutil.copytree(finished / "ckpt" / "step_00000004", tmp_path / "run" / "ckpt" / "step_00000004")
+    """Two processes continue the run after step 4. The place in the data is stored once for all
+    ranks, not for each of them.
+    """
+    name = "step_00000004"
+    shutil.copytree(finished / "ckpt" / name, tmp_path / "run" / "ckpt" / name)
     shutil.copy(finished / "metrics.jsonl", tmp_path / "run")
-    run = torchrun(2, tiny_data, tmp_path, "--init_from=resume")
+    run = torchrun(2, tiny_data, tmp_path, "--init_from=resume", run=warm.run)
     assert metrics(run, "loss") == pytest.approx(metrics(finished, "loss"), rel=1e-5)
     assert metrics(run, "val_loss") == pytest.approx(metrics(finished, "val_loss"), rel=1e-5)
-    assert metrics(run, "first_sample") == {0: 0, 4: 32} and metrics(run, "step_samples") == {0: 8, 4: 8}
+    assert metrics(run, "first_sample") == {0: 0, 4: 32}
+    assert metrics(run, "step_samples") == {0: 8, 4: 8}
 
 
 def test_settings_that_are_changed_on_resume_take_effect(finished, tiny_data, tmp_path):
     sizes = {}
     for decay in (0.1, 30.0):
         shutil.copytree(finished, tmp_path / f"{decay}" / "run")
-        train_tiny(tiny_data, tmp_path / f"{decay}", "--init_from=resume", "--max_steps=12", f"--weight_decay={decay}")
+        more = ["--init_from=resume", "--max_steps=12", f"--weight_decay={decay}"]
+        train_tiny(tiny_data, tmp_path / f"{decay}", *more)
         model = from_pretrained(newest_checkpoint(tmp_path / f"{decay}" / "run" / "ckpt"))
         sizes[decay] = model.wte.weight.norm().item()
     assert sizes[30.0] < 0.95 * sizes[0.1]
@@ -158,29 +167,30 @@ def test_settings_that_are_changed_on_resume_take_effect(finished, tiny_data, tm
 # -- signals --
 
 
-def launch(n: int, data: Path, out: Path, *options: str, launcher: str = "") -> subprocess.Popen:
-    start = f"-m torch.distributed.run --standalone --nproc_per_node={n} {launcher}".split() if n > 1 else []
-    argv = [sys.executable, *start, str(REPO / "train.py"), *TINY, f"--data_dir={data}", f"--out_dir={out}", *options]
-    return subprocess.Popen(argv, stdout=-1, stderr=-1, text=True)
+def launch(n: int, data: Path, out: Path, *options: str, launcher="", start=warm.Popen):
+    """A training that goes on; under torchrun itself, where options for that are given."""
+    launch = f"-m torch.distributed.run --standalone --nproc_per_node={n} {launcher}".split()
+    argv = [sys.executable, *(launch if n > 1 else []), str(REPO / "train.py"), *TINY]
+    argv += [f"--data_dir={data}", f"--out_dir={out}", *options]
+    return (subprocess.Popen if launcher else start)(argv, stdout=-1, stderr=-1, text=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_saves_the_step_and_ends_with_its_code(tiny_data, tmp_path, number):
-    options = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
-    process = launch(1, tiny_data, tmp_path, *options)
+    process = launch(1, tiny_data, tmp_path, *ENDLESS)
     harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 20)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number and "Traceback" not in err, err
     folder = newest_checkpoint(tmp_path / "run" / "ckpt")
     done = int(folder.name[5:])
-    assert not damage(folder) and metrics(tmp_path / "run", "loss").keys() == set(range(1, done + 1))
+    assert not damage(folder)
+    assert metrics(tmp_path / "run", "loss").keys() == set(range(1, done + 1))
     assert f"stopped by a signal after step {done}: --init_from=resume goes on from {folder}" in out
 
 
 def test_one_rank_told_to_stop_stops_all_after_the_same_step(tiny_data, tmp_path):
-    options = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
-    process = launch(2, tiny_data, tmp_path, *options)
+    process = launch(2, tiny_data, tmp_path, *ENDLESS)
     harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 20)
     os.kill(harness.workers(process)[1], signal.SIGUSR1)  # rank 1 alone
     _, err = process.communicate(timeout=60)
@@ -190,11 +200,10 @@ def test_one_rank_told_to_stop_stops_all_after_the_same_step(tiny_data, tmp_path
 
 
 def test_torchrun_restarts_a_killed_rank_and_no_step_is_missing(tiny_data, tmp_path):
-    whole = train_tiny(
-        tiny_data, tmp_path / "whole", "--max_steps=60", "--batch_size=2", "--save_every=10", "--eval_every=20"
-    )
-    options = ["--max_steps=60", "--batch_size=2", "--save_every=10", "--eval_every=20", "--init_from=auto"]
-    process = launch(2, tiny_data, tmp_path, *options, launcher="--max_restarts=1")
+    more = ["--max_steps=60", "--batch_size=2", "--save_every=10", "--eval_every=20"]
+    whole = train_tiny(tiny_data, tmp_path / "whole", *more)
+    more += ["--init_from=auto"]
+    process = launch(2, tiny_data, tmp_path, *more, launcher="--max_restarts=1")
     harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 25)
     os.kill(harness.workers(process)[1], signal.SIGKILL)
     out, err = process.communicate(timeout=120)
@@ -204,105 +213,112 @@ def test_torchrun_restarts_a_killed_rank_and_no_step_is_missing(tiny_data, tmp_p
 
 
 def test_torchrun_hands_the_warning_of_slurm_to_all_ranks(tiny_data, tmp_path):
-    options = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
-    process = launch(2, tiny_data, tmp_path, *options, launcher="--signals-to-handle=SIGTERM,SIGINT,SIGUSR1")
+    hand_on = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"
+    process = launch(2, tiny_data, tmp_path, *ENDLESS, launcher=hand_on)
     harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 20)
     process.send_signal(signal.SIGUSR1)
     out, _ = process.communicate(timeout=60)
     folder = newest_checkpoint(tmp_path / "run" / "ckpt")
-    assert not damage(folder) and f"stopped by a signal after step {int(folder.name[5:])}" in out
+    assert not damage(folder)
+    assert f"stopped by a signal after step {int(folder.name[5:])}" in out
 
 
 def test_two_processes_never_write_one_run(tiny_data, tmp_path, refuses):
-    """A torchrun that is killed leaves its workers behind, still training."""
-    options = ["--max_steps=100000", "--save_every=5", "--eval_every=100000"]
-    process = launch(1, tiny_data, tmp_path, *options)
+    """When torchrun is killed, its workers go on training, and may meet those of a new torchrun."""
+    process = launch(1, tiny_data, tmp_path, *ENDLESS, "--save_every=5")
     harness.wait_for(process, lambda: newest_checkpoint(tmp_path / "run" / "ckpt"))
     for how in ("--overwrite", "--init_from=resume"):
-        error = refuses(
-            train.main, *TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", how, "--max_steps=100000"
-        )
+        error = refuses(train.main, *options(tiny_data, tmp_path, how, "--max_steps=100000"))
         assert f"another process is writing {tmp_path}/run" in error
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=60)[0].count("stopped by a signal") == 1
 
 
-# -- numbers that are none --
+# -- losses and gradients that are not finite --
 
 
 def poison(monkeypatch, *bad_calls: int, value: float = float("nan")) -> None:
-    """The loss of these micro-steps becomes `value`, as by a bad batch or a broken kernel."""
-    forward, calls = train.GPT.forward, iter(range(10**9))
+    """Multiply the loss of these micro-steps by `value`, like a bad batch or a broken kernel."""
+    forward = train.GPT.forward
+    calls = itertools.count()
 
     def broken(self, idx, targets=None, *args, **kwargs):
         loss = forward(self, idx, targets, *args, **kwargs)
-        return loss * value if self.training and next(calls) in bad_calls else loss
+        if self.training and next(calls) in bad_calls:
+            return loss * value
+        return loss
 
     monkeypatch.setattr(train.GPT, "forward", broken)
 
 
-def test_a_step_that_is_not_finite_is_skipped_counted_and_its_texts_are_kept(tiny_data, tmp_path, monkeypatch, capsys):
-    import prepare
-
+def test_a_step_that_is_not_finite_is_skipped_counted_and_its_texts_are_kept(
+    tiny_data, tmp_path, monkeypatch, capsys
+):
     poison(monkeypatch, 5)  # the second micro-step of step 3
     run = train_tiny(tiny_data, tmp_path)
     said = capsys.readouterr().out
-    assert "step 3/8 | warning: loss nan, norm of the gradient nan: skipped; its texts are in " in said
-    assert set(metrics(run, "loss")) == {1, 2, 4, 5, 6, 7, 8} and metrics(run, "bad_steps") == {3: 1}
-    assert all(torch.isfinite(p).all() for p in from_pretrained(newest_checkpoint(run / "ckpt")).parameters())
+    skipped = "warning: loss nan, norm of the gradient nan: skipped; its texts are in "
+    assert f"step 3/8 | {skipped}" in said
+    assert metrics(run, "loss").keys() == {1, 2, 4, 5, 6, 7, 8}
+    assert metrics(run, "bad_steps") == {3: 1}
+    model = from_pretrained(newest_checkpoint(run / "ckpt"))
+    assert all(torch.isfinite(p).all() for p in model.parameters())
     text = (run / "bad_steps" / "step_00000003.txt").read_text()
     call(prepare.main, "--inspect", run, "--step=3")
     shown = capsys.readouterr().out
-    assert text.count("---- sample") == 8 and all(part.strip() in text for part in shown.split("---- ")[1:])
+    assert text.count("---- sample") == 8
+    assert all(part.strip() in text for part in shown.split("---- ")[1:])
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run_and_leave_the_last_good_checkpoint(
     tiny_data, tmp_path, monkeypatch, refuses
 ):
     poison(monkeypatch, *range(10, 1000), value=float("inf"))  # from step 6 on
-    options = [
-        *TINY,
-        f"--data_dir={tiny_data}",
-        f"--out_dir={tmp_path}",
-        "--max_steps=50",
-        "--save_every=1",
-        "--max_bad_steps=4",
-    ]
-    error = refuses(train.main, *options)
-    assert "4 steps in a row without a finite loss and gradient, the last at step 9: lower lr" in error
+    more = ["--max_steps=50", "--save_every=1", "--max_bad_steps=4"]
+    error = refuses(train.main, *options(tiny_data, tmp_path, *more))
+    message = "4 steps in a row without a finite loss and gradient, the last at step 9: lower lr"
+    assert message in error
     kept = sorted(p.name for p in (tmp_path / "run" / "ckpt").iterdir())
-    # The best, the two newest good ones, and the last: nothing good is pruned for that.
+    # The best, the two newest good ones, and the last. No good one was pruned for the last.
     assert kept == ["step_00000003", "step_00000004", "step_00000005", "step_00000009"]
-    last, good = (load_file(tmp_path / "run" / "ckpt" / name / "model.safetensors") for name in (kept[3], kept[2]))
-    assert all(torch.equal(last[k], good[k]) for k in good)  # a bad step is skipped: the weights are those before
+    weights = [load_file(tmp_path / "run" / "ckpt" / name / "model.safetensors") for name in kept]
+    good, last = weights[2:]
+    assert all(torch.equal(last[k], good[k]) for k in good)  # the bad steps changed nothing
 
 
-def test_the_fp16_scalers_own_skips_are_told_apart_and_its_state_is_resumed(tiny_data, tmp_path, monkeypatch, capsys):
-    """fp16 on the CPU, which train.py would not choose: what the scaler does is the same there."""
+def test_the_fp16_scalers_own_skips_are_told_apart_and_its_state_is_resumed(
+    tiny_data, tmp_path, monkeypatch, capsys
+):
+    """This is fp16 on the CPU, which train.py would refuse. The scaler does the same there."""
+    scaler = partial(torch.amp.GradScaler, init_scale=2.0**40, growth_interval=3)
     monkeypatch.setattr("hardware.machine.pick_dtype", lambda *_: (torch.float16, "for this test"))
-    monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=2.0**40, growth_interval=3))
-    options = ["--max_steps=40", "--save_every=30", "--eval_every=100"]
-    whole = train_tiny(tiny_data, tmp_path / "whole", *options)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+    more = ["--max_steps=40", "--save_every=30", "--eval_every=100"]
+    whole = train_tiny(tiny_data, tmp_path / "whole", *more)
     said = capsys.readouterr().out
     skipped = metrics(whole, "loss_scale")
-    assert len(skipped) > 5 and "fp16 overflow: skipped, the loss is scaled by " in said and "warning" not in said
-    assert metrics(whole, "loss").keys() == set(range(1, 41)) - skipped.keys() and not metrics(whole, "bad_steps")
+    assert len(skipped) > 5 and "warning" not in said
+    assert "fp16 overflow: skipped, the loss is scaled by " in said
+    assert metrics(whole, "loss").keys() == set(range(1, 41)) - skipped.keys()
+    assert not metrics(whole, "bad_steps")
     shutil.copytree(whole / "ckpt" / "step_00000030", tmp_path / "run" / "ckpt" / "step_00000030")
     shutil.copy(whole / "metrics.jsonl", tmp_path / "run")
-    resumed = train_tiny(tiny_data, tmp_path, *options, "--init_from=resume")
+    resumed = train_tiny(tiny_data, tmp_path, *more, "--init_from=resume")
     for key in ("loss", "loss_scale"):
         assert metrics(resumed, key) == metrics(whole, key)
 
 
 def test_a_run_that_began_in_another_dtype_goes_on_in_fp16(tiny_data, tmp_path, monkeypatch):
-    """From an A100 to a V100, say: its checkpoint has no state of a scaler."""
+    """It may move from an A100 to a V100. The checkpoint of the A100 has no state of a scaler."""
     train_tiny(tiny_data, tmp_path, "--max_steps=8")
     monkeypatch.setattr("hardware.machine.pick_dtype", lambda *_: (torch.float16, "for this test"))
     run = train_tiny(tiny_data, tmp_path, "--max_steps=12", "--init_from=resume")
     assert newest_checkpoint(run / "ckpt").name == "step_00000012" and 12 in metrics(run, "loss")
 
 
-def test_an_fp16_run_whose_gradient_overflows_at_every_scale_ends(tiny_data, tmp_path, monkeypatch, refuses):
+def test_an_fp16_run_whose_gradient_overflows_at_every_scale_ends(
+    tiny_data, tmp_path, monkeypatch, refuses
+):
     forward = train.GPT.forward
 
     def broken(self, *args, **kwargs):
@@ -314,9 +330,10 @@ def test_an_fp16_run_whose_gradient_overflows_at_every_scale_ends(tiny_data, tmp
     monkeypatch.setattr(train.GPT, "forward", broken)
     monkeypatch.setattr("hardware.machine.pick_dtype", lambda *_: (torch.float16, "for this test"))
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=8.0))
-    options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--max_steps=30", "--max_bad_steps=4"]
-    error = refuses(train.main, *options)
-    assert metrics(tmp_path / "run", "loss_scale") == {1: 4, 2: 2, 3: 1}  # the scaler's own business; then no longer
+    more = ["--max_steps=30", "--max_bad_steps=4"]
+    error = refuses(train.main, *options(tiny_data, tmp_path, *more))
+    # Only the scaler treats the first overflows. Those at a scale of 1 count as bad steps.
+    assert metrics(tmp_path / "run", "loss_scale") == {1: 4, 2: 2, 3: 1}
     assert "4 steps in a row without a finite loss and gradient, the last at step 7" in error
 
 
@@ -327,7 +344,7 @@ def test_a_leap_of_the_loss_is_a_warning(tiny_data, tmp_path, monkeypatch, capsy
 
 
 def test_the_robust_z_score_is_that_of_the_formula():
-    losses = [float(i % 7) for i in range(70)]  # median 3; deviations 0 to 3, their median 2
+    losses = [float(i % 7) for i in range(70)]  # median 3; deviations from it 0 to 3, with median 2
     assert report.spike(losses, 13.0) == pytest.approx(10 / (1.4826 * 2))
     assert report.spike(losses[:29], 1e9) == 0.0
 
@@ -336,24 +353,27 @@ def test_the_robust_z_score_is_that_of_the_formula():
 
 
 def test_a_full_disk_while_saving_does_not_end_the_training(tiny_data, tmp_path):
-    """A limit on the size of files stands for the full disk: only the weights are larger."""
+    """A limit on the size of files stands for a full disk. Only the weights are larger than it."""
 
     def limit():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
 
-    argv = [sys.executable, str(REPO / "train.py"), *TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"]
+    argv = [sys.executable, str(REPO / "train.py"), *options(tiny_data, tmp_path)]
     done = subprocess.run(argv, preexec_fn=limit, capture_output=True, text=True)
-    assert done.stdout.count("could not be written") == 2 and "training goes on" in done.stdout, done.stdout
+    assert done.stdout.count("could not be written") == 2, done.stdout
+    assert "training goes on" in done.stdout, done.stdout
     assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 9))
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "make room" in done.stderr, done.stderr
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1 and "make room" in done.stderr, done.stderr
     assert not list((tmp_path / "run" / "ckpt").glob("*"))
 
 
 def test_a_failed_save_leaves_the_checkpoint_before_it_and_the_next_one_is_written(
     tiny_data, tmp_path, monkeypatch, capsys
 ):
-    save, calls = torch.save, iter(range(100))
+    save = torch.save
+    calls = itertools.count()
 
     def full(*args, **kwargs):
         if next(calls) == 1:
@@ -364,35 +384,53 @@ def test_a_failed_save_leaves_the_checkpoint_before_it_and_the_next_one_is_writt
     run = train_tiny(tiny_data, tmp_path, "--save_every=2", "--eval_every=100")
     said = capsys.readouterr().out
     assert "step_00000004 could not be written (No space left on device); training goes on" in said
-    assert sorted(p.name for p in (run / "ckpt").iterdir()) == ["step_00000002", "step_00000006", "step_00000008"]
+    kept = sorted(p.name for p in (run / "ckpt").iterdir())
+    assert kept == ["step_00000002", "step_00000006", "step_00000008"]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_no_failed_save(
+    tiny_data, tmp_path, monkeypatch, capsys
+):
+    def fail(path):
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(checkpoint, "discard", fail)
+    run = train_tiny(tiny_data, tmp_path, "--save_every=2", "--eval_every=100", "--keep=1")
+    said = capsys.readouterr().out
+    assert "an older checkpoint could not be deleted" in said and "could not be written" not in said
+    assert len(list((run / "ckpt").iterdir())) == 4
 
 
 def test_saving_does_not_stop_the_training(tiny_data, tmp_path, monkeypatch):
-    """Steps are done while a checkpoint is being written, and what is written is the state of its own step."""
-    went_on, save = [], torch.save
+    """Training goes on while a checkpoint is written, and the checkpoint holds the state of its own
+    step.
+    """
+    save = torch.save
+    went_on = []
 
     def after_another_step(state, path):
-        if not went_on:  # the first of two: behind the last there is no step
-            before, until = metrics(tmp_path / "run", "loss"), time.monotonic() + 60
+        if not went_on:  # only for the first of two checkpoints: no step follows the last one
+            before = metrics(tmp_path / "run", "loss")
+            until = time.monotonic() + 60
             while metrics(tmp_path / "run", "loss") == before and time.monotonic() < until:
                 time.sleep(0.01)
             went_on.append(metrics(tmp_path / "run", "loss") != before)
         save(state, path)
 
     monkeypatch.setattr(torch, "save", after_another_step)
-    run = train_tiny(tiny_data, tmp_path, "--save_every=4", "--eval_every=100", "--keep=9")
+    more = ["--save_every=4", "--eval_every=100", "--keep=9"]
+    run = train_tiny(tiny_data, tmp_path, *more)
     assert went_on == [True]
     monkeypatch.undo()
-    quick = train_tiny(tiny_data, tmp_path / "quick", "--save_every=4", "--eval_every=100", "--keep=9")
+    quick = train_tiny(tiny_data, tmp_path / "quick", *more)
     for step in ("step_00000004", "step_00000008"):
-        assert (run / "ckpt" / step / "model.safetensors").read_bytes() == (
-            quick / "ckpt" / step / "model.safetensors"
-        ).read_bytes()
+        slow_one, quick_one = (r / "ckpt" / step / "model.safetensors" for r in (run, quick))
+        assert slow_one.read_bytes() == quick_one.read_bytes()
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tiny_data, tmp_path, refuses):
     (tmp_path / "out").write_text("a file where the folder would be")
-    error = refuses(train.main, *TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path / 'out'}")
+    error = refuses(train.main, *options(tiny_data, tmp_path / "out"))
     assert "out" in error and "Not a directory" in error
 
 
@@ -408,16 +446,16 @@ def test_out_of_memory_says_which_flags_would_fit(tiny_data, tmp_path, monkeypat
         raise error
 
     monkeypatch.setattr(train.GPT, "forward", forward)
-    options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"]
-    assert "out of memory at batch_size=4: try --batch_size=2 (the step keeps its 256 tokens" in refuses(
-        train.main, *options
-    )
-    assert "try --block_size=16, or a smaller model" in refuses(train.main, *options, "--batch_size=1", "--overwrite")
+    said = refuses(train.main, *options(tiny_data, tmp_path))
+    fits = "try --batch_size=2 (the step keeps its 256 tokens"
+    assert f"out of memory at batch_size=4: {fits}" in said
+    said = refuses(train.main, *options(tiny_data, tmp_path, "--batch_size=1", "--overwrite"))
+    assert "try --block_size=16, or a smaller model" in said
 
 
 @pytest.mark.parametrize("fails", ["init", "log", "finish"])
 def test_wandb_failing_never_stops_the_training(tiny_data, tmp_path, monkeypatch, capsys, fails):
-    """wandb is replaced: what is tested is what we do when it raises, at any of the three places where it is called."""
+    """A stand-in for wandb raises an error, at any of the three places where train.py calls it."""
 
     class Run:
         id = "abc123"
@@ -476,5 +514,5 @@ def test_no_code_in_a_checkpoint_is_ever_run(finished, tiny_data, tmp_path, refu
     folder = newest_checkpoint(tmp_path / "run" / "ckpt")
     torch.save({"step": 8, "optimizer": Evil()}, folder / "train_state.pt")
     forge(folder)
-    error = refuses(train.main, *TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--init_from=resume")
+    error = refuses(train.main, *options(tiny_data, tmp_path, "--init_from=resume"))
     assert "cannot be read" in error and not (tmp_path / "pwned").exists()

@@ -1,6 +1,7 @@
 """A run is never lost, and nothing that train.py did not write is ever deleted."""
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -14,9 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, TINY, call, forge, metrics, train_tiny
-from safetensors.torch import load_file
-from test_faults import launch, poison
+import warm
+from conftest import REPO, call, forge, metrics, train_tiny
+from safetensors.torch import load_file, save_file
+from test_faults import ENDLESS, launch, options, poison
 
 sys.path.insert(0, str(Path(__file__).parent))
 import harness
@@ -34,8 +36,8 @@ def finished(tiny_data, tmp_path_factory) -> Path:
     return train_tiny(tiny_data, tmp_path_factory.mktemp("finished"))
 
 
-def options(data: Path, out: Path, *more: str) -> list[str]:
-    return [*TINY, f"--data_dir={data}", f"--out_dir={out}", *more]
+def command(data: Path, out: Path, *more: str) -> list[str]:
+    return [sys.executable, str(REPO / "train.py"), *options(data, out, *more)]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -48,7 +50,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
 @pytest.mark.parametrize("how", ["scratch", "auto", "resume"])
-def test_a_folder_that_is_no_run_is_refused_and_keeps_every_file(tiny_data, tmp_path, refuses, how, overwrite):
+def test_a_folder_that_is_no_run_is_refused_and_keeps_every_file(
+    tiny_data, tmp_path, refuses, how, overwrite
+):
     project = tmp_path / "proj"
     for name in ("ckpt/weights.pt", "src/main.py", "thesis.tex", "metrics.jsonl"):
         (project / name).parent.mkdir(parents=True, exist_ok=True)
@@ -56,10 +60,9 @@ def test_a_folder_that_is_no_run_is_refused_and_keeps_every_file(tiny_data, tmp_
     before = contents(tmp_path)
     more = ["--run_name=proj", f"--init_from={how}", *overwrite]
     refuses(train.main, *options(tiny_data, tmp_path, *more))
-    (project / "metrics.jsonl").unlink()  # now nothing there has even the name of a run's file
-    more = ["--run_name=proj", f"--init_from={how}", *overwrite]
+    (project / "metrics.jsonl").unlink()  # now no file has a name that files of a run have
     error = refuses(train.main, *options(tiny_data, tmp_path, *more))
-    assert "is no run" in error or "there is none" in error
+    assert "is not the folder of a run" in error or "there is no checkpoint in" in error
     del before["proj/metrics.jsonl"]
     assert contents(tmp_path) == before
 
@@ -80,35 +83,35 @@ def test_overwrite_deletes_only_what_train_py_wrote(finished, tiny_data, tmp_pat
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     mine = ["notes.txt", "ckpt/step_00000004/model.gguf", "ckpt/step_best/x", "ckpt/mine/model.pt"]
-    mine += ["ckpt/step_00000004_backup/model.safetensors", "bad_steps/mine.txt", "wandb/offline/run.wandb"]
+    mine += ["ckpt/step_00000004_backup/model.safetensors", "bad_steps/mine.txt"]
+    mine += ["wandb/offline/run.wandb"]
     for name in mine:
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("precious")
     (run / "bad_steps" / "step_00000003.txt").write_text("ours")
     train_tiny(tiny_data, tmp_path, "--overwrite", "--seed=7")
-    found = [str(p.relative_to(run)) for p in run.rglob("*") if p.is_file() and p.read_bytes() == b"precious"]
+    found = [name for name, content in contents(run).items() if content == b"precious"]
     mine[1] = "ckpt/replaced-1/step_00000004/model.gguf"  # all others stay where they were
     assert sorted(found) == sorted(mine) and not list(run.rglob("step_00000003.txt"))
     left = run / "ckpt" / "replaced-1"
-    assert sorted(p.name for p in left.iterdir()) == [
-        "step_00000004",
-        "why-this-is-here.txt",
-    ]  # whole, for the sake of model.gguf
-    assert not damage(left / "step_00000004")
+    assert sorted(os.listdir(left)) == ["step_00000004", "why-this-is-here.txt"]
+    assert not damage(left / "step_00000004")  # because of model.gguf, no file of it was deleted
     said = capsys.readouterr().out
-    assert "step_00000004 is kept: it holds model.gguf, which is not of this program" in said
+    assert "step_00000004 is kept: it holds model.gguf, which train.py did not write" in said
     assert metrics(run, "loss") != metrics(finished, "loss")
 
 
-def test_overwrite_keeps_the_earlier_run_until_the_new_one_has_a_checkpoint(finished, tiny_data, tmp_path):
+def test_overwrite_keeps_the_earlier_run_until_the_new_one_has_a_checkpoint(
+    finished, tiny_data, tmp_path
+):
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     before = contents(run)
-    never = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
     for number in (1, 2):  # the second one replaces a run that has no checkpoint
-        process = launch(1, tiny_data, tmp_path, "--overwrite", *never)
+        process = launch(1, tiny_data, tmp_path, "--overwrite", *ENDLESS)
         moved = run / f"replaced-{number}" / "metrics.jsonl"
-        harness.wait_for(process, lambda moved=moved: moved.exists() and harness.steps_done(tmp_path) >= 2)
+        harness.wait_for(process, moved.exists)
+        harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 2)
         process.kill()
         process.communicate()
     for name, content in before.items():
@@ -119,7 +122,9 @@ def test_overwrite_keeps_the_earlier_run_until_the_new_one_has_a_checkpoint(fini
 
 
 def test_a_folder_replaced_1_of_somebody_elses_stays(finished, tiny_data, tmp_path):
-    """It may be a run of that name, or a copy; ours hold a file that says so."""
+    """It may be a run of that name, or a copy. A folder that train.py moved away holds a file that
+    says why it is there.
+    """
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     for theirs in (run / "replaced-1", run / "ckpt" / "replaced-1"):
@@ -128,7 +133,8 @@ def test_a_folder_replaced_1_of_somebody_elses_stays(finished, tiny_data, tmp_pa
     before = {name: content for name, content in contents(run).items() if "replaced-1" in name}
     train_tiny(tiny_data, tmp_path, "--init_from=resume", "--max_steps=12")
     train_tiny(tiny_data, tmp_path, "--overwrite")
-    assert {name: content for name, content in contents(run).items() if "replaced-" in name} == before
+    after = {name: content for name, content in contents(run).items() if "replaced-" in name}
+    assert after == before
 
 
 def test_overwrite_refuses_to_move_somebodys_link(finished, tiny_data, tmp_path, refuses):
@@ -148,7 +154,8 @@ def test_overwrite_works_where_ckpt_is_a_link_to_another_disk(finished, tiny_dat
     (tmp_path / "big disk" / "archive").mkdir()
     train_tiny(tiny_data, tmp_path, "--overwrite")
     assert (tmp_path / "run" / "ckpt").is_symlink()
-    assert sorted(os.listdir(tmp_path / "big disk")) == ["archive", "step_00000004", "step_00000008"]
+    there = sorted(os.listdir(tmp_path / "big disk"))
+    assert there == ["archive", "step_00000004", "step_00000008"]
 
 
 # -- checkpoints that cannot be seen --
@@ -157,7 +164,7 @@ def test_overwrite_works_where_ckpt_is_a_link_to_another_disk(finished, tiny_dat
 def lose_manifests(run: Path) -> str:
     for path in (run / "ckpt").glob("*/manifest.json"):
         path.unlink()
-    return "all are damaged, as "
+    return "all are damaged, for example "
 
 
 def unmount(run: Path) -> str:
@@ -174,7 +181,7 @@ def lose_ckpt(run: Path) -> str:
 def ckpt_is_a_file(run: Path) -> str:
     shutil.rmtree(run / "ckpt")
     (run / "ckpt").write_text("")
-    return "its checkpoints cannot be looked for: Not a directory"
+    return "cannot look for checkpoints: Not a directory"
 
 
 def rename_all(run: Path) -> str:
@@ -189,9 +196,14 @@ def of_an_older_version(run: Path) -> str:
     return "metrics.jsonl goes to step 3"
 
 
-@pytest.mark.parametrize("hide", [lose_manifests, unmount, lose_ckpt, ckpt_is_a_file, rename_all, of_an_older_version])
+WAYS_TO_HIDE = [lose_manifests, unmount, lose_ckpt, ckpt_is_a_file, rename_all, of_an_older_version]
+
+
+@pytest.mark.parametrize("hide", WAYS_TO_HIDE)
 @pytest.mark.parametrize("how", ["auto", "resume"])
-def test_a_run_whose_checkpoints_cannot_be_seen_is_refused_and_stays(finished, tiny_data, tmp_path, refuses, hide, how):
+def test_a_run_whose_checkpoints_cannot_be_seen_is_refused_and_stays(
+    finished, tiny_data, tmp_path, refuses, hide, how
+):
     shutil.copytree(finished, tmp_path / "run")
     message = hide(tmp_path / "run")
     before = contents(tmp_path)
@@ -200,8 +212,7 @@ def test_a_run_whose_checkpoints_cannot_be_seen_is_refused_and_stays(finished, t
 
 
 def test_auto_begins_again_where_a_run_was_killed_before_its_first_checkpoint(tiny_data, tmp_path):
-    never = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
-    process = launch(1, tiny_data, tmp_path, "--init_from=auto", *never)
+    process = launch(1, tiny_data, tmp_path, "--init_from=auto", *ENDLESS)
     harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 2)
     process.kill()
     process.communicate()
@@ -209,7 +220,9 @@ def test_auto_begins_again_where_a_run_was_killed_before_its_first_checkpoint(ti
     assert metrics(run, "loss").keys() == set(range(1, 9))
 
 
-def test_a_checkpoint_under_the_number_of_another_is_refused(finished, tiny_data, tmp_path, refuses):
+def test_a_checkpoint_under_the_number_of_another_is_refused(
+    finished, tiny_data, tmp_path, refuses
+):
     shutil.copytree(finished, tmp_path / "run")
     ckpt = tmp_path / "run" / "ckpt"
     shutil.copytree(ckpt / "step_00000004", ckpt / "step_00000099")
@@ -221,7 +234,7 @@ def test_a_checkpoint_under_the_number_of_another_is_refused(finished, tiny_data
 
 
 def test_what_becomes_of_a_run_is_decided_under_its_lock(tiny_data, tmp_path, refuses, capsys):
-    """Not before: a process that looked earlier would wipe what another has trained meanwhile."""
+    """A process that decided without the lock would delete what another one trains meanwhile."""
     (tmp_path / "run").mkdir()
     held = Lock(tmp_path / "run", "wait")
     try:
@@ -246,13 +259,16 @@ def test_a_lock_on_a_folder_that_was_removed_meanwhile_is_not_one(tmp_path):
 
 
 @pytest.mark.parametrize("taken", [False, True])
-def test_a_run_whose_folder_is_removed_holds_the_new_one_or_ends(tiny_data, tmp_path, refuses, taken):
+def test_a_run_whose_folder_is_removed_holds_the_new_one_or_ends(
+    tiny_data, tmp_path, refuses, taken
+):
     """The lock went with the folder. Two runs in one place would prune each other's checkpoints."""
-    never = ["--max_steps=100000", "--save_every=10", "--eval_every=100000"]
-    process, run = launch(1, tiny_data, tmp_path, *never), tmp_path / "run"
+    process = launch(1, tiny_data, tmp_path, *ENDLESS, "--save_every=10")
+    run = tmp_path / "run"
     harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 2)
     if taken:
-        run.rename(tmp_path / "moved")  # in one step, so that this process is the first to have the new one
+        # A rename takes no time, so this process is the first that has the lock on the new folder.
+        run.rename(tmp_path / "moved")
         held = Lock(run, "wait")
         assert process.wait(timeout=120) == 2
         assert "another process is writing" in process.communicate()[1]
@@ -272,7 +288,7 @@ def test_a_lock_that_two_threads_renew_at_once_is_not_in_its_own_way(tmp_path):
         (tmp_path / "run").rename(tmp_path / str(number))
         with ThreadPoolExecutor(2) as pool:
             for renewed in [pool.submit(held.renew) for _ in range(2)]:
-                renewed.result()  # or its UserError
+                renewed.result()  # raises the UserError of the thread, if there was one
     held.close()
 
 
@@ -283,28 +299,26 @@ def test_other_texts_to_judge_by_are_other_data(tiny_data, tmp_path, refuses):
     ids = (tmp_path / "tiny" / "val.bin").read_bytes()
     eos = meta["eos_id"].to_bytes(2, "little")
     ends = [at + 2 for at in range(0, len(ids) - 2, 2) if ids[at : at + 2] == eos]
-    ids = ids[: ends[-1]]  # less its last document
+    ids = ids[: ends[-1]]  # without the last document
     (tmp_path / "tiny" / "val.bin").write_bytes(ids)
     meta["splits"]["val"] |= {"tokens": len(ids) // 2, "documents": len(ends)}
     meta["splits"]["val"] |= {"sha256": hashlib.sha256(ids).hexdigest()}
     forge(tmp_path / "tiny", "meta.json", json.dumps(meta).encode())
-    error = refuses(train.main, *options(tmp_path, tmp_path, "--init_from=resume", "--max_steps=12"))
+    more = ["--init_from=resume", "--max_steps=12"]
+    error = refuses(train.main, *options(tmp_path, tmp_path, *more))
     assert "was trained with other data: tiny/val.bin is " in error
 
 
-@pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "ckpt/step_00000008/model.safetensors", "ckpt/step_00000008/manifest.json"]
-)
+FILES = ["ckpt/step_00000008/model.safetensors", "ckpt/step_00000008/manifest.json"]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", *FILES])
 def test_a_fifo_in_place_of_a_file_is_named_and_not_waited_for(finished, tiny_data, tmp_path, name):
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run" / name).unlink()
     os.mkfifo(tmp_path / "run" / name)
-    argv = [
-        sys.executable,
-        str(REPO / "train.py"),
-        *options(tiny_data, tmp_path, "--init_from=resume", "--max_steps=9"),
-    ]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    argv = command(tiny_data, tmp_path, "--init_from=resume", "--max_steps=9")
+    done = warm.run(argv, capture_output=True, text=True, timeout=120)
     assert f"{name}: not a plain file" in done.stdout + done.stderr
     assert done.returncode == (2 if name == "metrics.jsonl" else 0)
 
@@ -320,8 +334,11 @@ def test_a_bad_last_step_does_not_cost_what_came_before(tiny_data, tmp_path, mon
     assert all(torch.isfinite(w).all() for w in load_file(folder / "model.safetensors").values())
 
 
-def test_a_signal_in_a_bad_step_saves_and_the_run_goes_on_from_there(tiny_data, tmp_path, monkeypatch, capsys):
-    forward, calls = train.GPT.forward, iter(range(10**9))
+def test_a_signal_in_a_bad_step_saves_and_the_run_goes_on_from_there(
+    tiny_data, tmp_path, monkeypatch, capsys
+):
+    forward = train.GPT.forward
+    calls = itertools.count()
 
     def broken(self, idx, targets=None, *args, **kwargs):
         loss = forward(self, idx, targets, *args, **kwargs)
@@ -342,13 +359,15 @@ def test_a_signal_in_a_bad_step_saves_and_the_run_goes_on_from_there(tiny_data, 
     assert metrics(run, "loss").keys() == {1, 2, 3, 4, 5, 7, 8}
 
 
-def test_weights_that_are_not_finite_are_not_saved_over_good_ones(tiny_data, tmp_path, monkeypatch, refuses):
+def test_weights_that_are_not_finite_are_not_saved_over_good_ones(
+    tiny_data, tmp_path, monkeypatch, refuses
+):
     step = torch.optim.AdamW.step
-    calls = iter(range(10**9))
+    calls = itertools.count()
 
     def spoil(self, *args, **kwargs):
         step(self, *args, **kwargs)
-        if next(calls) == 5:  # step 6: finite loss and gradient, then the update breaks the weights
+        if next(calls) == 5:  # in step 6, loss and gradient are finite, but not the new weights
             with torch.no_grad():
                 self.param_groups[0]["params"][0].mul_(math.nan)
 
@@ -377,7 +396,7 @@ def test_a_fresh_checkpoint_is_not_pruned_for_damaged_newer_ones(tiny_data, tmp_
     more = ["--init_from=resume", "--eval_every=100"]
     train_tiny(tiny_data, tmp_path, *more, "--save_every=1", "--max_steps=18")
     damaged = ["step_00000020", "step_00000024"]
-    kept = ["step_00000016", "step_00000017", "step_00000018"]  # two, and the best
+    kept = ["step_00000016", "step_00000017", "step_00000018"]  # the best one and the newest two
     assert sorted(os.listdir(run / "ckpt")) == [*kept, *damaged]
     assert newest_intact(run / "ckpt")[0].name == "step_00000018"
     train_tiny(tiny_data, tmp_path, *more, "--max_steps=24")
@@ -385,7 +404,9 @@ def test_a_fresh_checkpoint_is_not_pruned_for_damaged_newer_ones(tiny_data, tmp_
     assert not any(damage(run / "ckpt" / name) for name in damaged)
 
 
-def test_pruning_passes_by_copies_links_and_checkpoints_with_somebodys_files(tiny_data, tmp_path, capsys):
+def test_pruning_passes_by_copies_links_and_checkpoints_with_somebodys_files(
+    tiny_data, tmp_path, capsys
+):
     run = train_tiny(tiny_data, tmp_path, "--eval_every=100")
     ckpt = run / "ckpt"
     shutil.copytree(ckpt / "step_00000004", ckpt / "step_00000004_backup")
@@ -393,9 +414,11 @@ def test_pruning_passes_by_copies_links_and_checkpoints_with_somebodys_files(tin
     (ckpt / "step_00000002").symlink_to(tmp_path / "archive")
     (ckpt / "step_00000004" / "notes.md").write_text("precious")
     before = contents(tmp_path / "archive"), contents(ckpt / "step_00000004_backup")
-    train_tiny(tiny_data, tmp_path, "--max_steps=24", "--keep=1", "--init_from=resume", "--eval_every=100")
-    there = {"step_00000002", "step_00000004", "step_00000004_backup", "step_00000020", "step_00000024"}
-    assert set(os.listdir(ckpt)) == there and not damage(ckpt / "step_00000004")
+    more = ["--max_steps=24", "--keep=1", "--init_from=resume", "--eval_every=100"]
+    train_tiny(tiny_data, tmp_path, *more)
+    there = ["step_00000002", "step_00000004", "step_00000004_backup"]
+    assert sorted(os.listdir(ckpt)) == [*there, "step_00000020", "step_00000024"]
+    assert not damage(ckpt / "step_00000004")
     assert before == (contents(tmp_path / "archive"), contents(ckpt / "step_00000004_backup"))
     assert capsys.readouterr().out.count("is kept: it holds notes.md") == 1
 
@@ -411,21 +434,22 @@ def finish(process: subprocess.Popen) -> str:
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_output_that_a_full_disk_does_not_take_ends_nothing(tiny_data, tmp_path):
-    argv = [sys.executable, str(REPO / "train.py"), *options(tiny_data, tmp_path)]
     with open("/dev/full", "w") as full:
-        assert subprocess.run(argv, stdout=full, stderr=full).returncode == 0
+        done = warm.run(command(tiny_data, tmp_path), stdout=full, stderr=full)
+    assert done.returncode == 0
     assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 9))
     assert newest_checkpoint(tmp_path / "run" / "ckpt").name == "step_00000008"
 
 
 def test_a_training_needs_no_output_at_all(tiny_data, tmp_path):
-    argv = [sys.executable, str(REPO / "train.py"), *options(tiny_data, tmp_path)]
+    argv = command(tiny_data, tmp_path)
     done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *argv])
-    assert done.returncode == 0 and newest_checkpoint(tmp_path / "run" / "ckpt").name == "step_00000008"
+    assert done.returncode == 0
+    assert newest_checkpoint(tmp_path / "run" / "ckpt").name == "step_00000008"
 
 
 def test_a_closed_pipe_ends_nothing(tiny_data, tmp_path):
-    process = launch(1, tiny_data, tmp_path, "--max_steps=60")
+    process = launch(1, tiny_data, tmp_path, "--max_steps=60", start=subprocess.Popen)
     process.stdout.readline()
     process.stdout.close()
     process.stdout = None
@@ -435,14 +459,12 @@ def test_a_closed_pipe_ends_nothing(tiny_data, tmp_path):
 
 def test_a_closed_terminal_saves_the_step_unless_nohup_was_asked_for(tiny_data, tmp_path):
     pid, terminal = os.forkpty()
-    if pid == 0:  # a session of its own, on a terminal of its own
-        argv = [sys.executable, str(REPO / "train.py"), *options(tiny_data, tmp_path)]
-        never = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
-        os.execv(sys.executable, [*argv, *never])
+    if pid == 0:  # this child has its own session, on its own terminal
+        os.execv(sys.executable, command(tiny_data, tmp_path, *ENDLESS))
     seen = b""
     while harness.steps_done(tmp_path) < 20 and len(seen) < 1_000_000:
         seen += os.read(terminal, 1 << 16)
-    os.close(terminal)  # the window is closed: SIGHUP, and EIO for all that is written
+    os.close(terminal)  # like a closed window: SIGHUP, and every later write fails with EIO
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP, seen[-2000:]
     done = int(newest_checkpoint(tmp_path / "run" / "ckpt").name[5:])
@@ -451,7 +473,7 @@ def test_a_closed_terminal_saves_the_step_unless_nohup_was_asked_for(tiny_data, 
     def ignore_hangup():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
 
-    argv = [sys.executable, str(REPO / "train.py"), *options(tiny_data, tmp_path / "nohup", "--max_steps=60")]
+    argv = command(tiny_data, tmp_path / "nohup", "--max_steps=60")
     process = subprocess.Popen(argv, stdout=-3, stderr=-1, text=True, preexec_fn=ignore_hangup)
     harness.wait_for(process, lambda: harness.steps_done(tmp_path / "nohup") >= 5)
     process.send_signal(signal.SIGHUP)
@@ -463,7 +485,9 @@ def test_a_closed_terminal_saves_the_step_unless_nohup_was_asked_for(tiny_data, 
 
 
 @pytest.mark.parametrize("what", ["deleted", "moved", "replaced", "its folder too"])
-def test_metrics_that_vanish_during_a_run_are_written_again(tiny_data, tmp_path, monkeypatch, capsys, what):
+def test_metrics_that_vanish_during_a_run_are_written_again(
+    tiny_data, tmp_path, monkeypatch, capsys, what
+):
     write = report.Metrics.write
     path = tmp_path / "run" / "metrics.jsonl"
 
@@ -483,18 +507,23 @@ def test_metrics_that_vanish_during_a_run_are_written_again(tiny_data, tmp_path,
     monkeypatch.setattr(report.Metrics, "write", meddle)
     train_tiny(tiny_data, tmp_path)
     assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 9))
-    warned = "metrics.jsonl was moved or deleted: all of it is written again" in capsys.readouterr().out
-    assert warned == (what != "replaced")
+    warning = "metrics.jsonl was moved or deleted: all of it is written again"
+    assert (warning in capsys.readouterr().out) == (what != "replaced")
 
 
 @pytest.mark.parametrize("content", [None, b"", b'{"step": 1, "loss": 6.0}\n'])
-def test_a_resume_says_which_lines_of_the_metrics_are_lost(finished, tiny_data, tmp_path, capsys, content):
+def test_a_resume_says_which_lines_of_the_metrics_are_lost(
+    finished, tiny_data, tmp_path, capsys, content
+):
     shutil.copytree(finished, tmp_path / "run")
     path = tmp_path / "run" / "metrics.jsonl"
-    path.unlink() if content is None else path.write_bytes(content)
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
     run = train_tiny(tiny_data, tmp_path, "--init_from=resume", "--max_steps=10")
     first = 2 if content else 1
-    assert f"metrics.jsonl lacks the lines of steps {first} to 8: they are lost" in capsys.readouterr().out
+    warning = f"metrics.jsonl lacks the lines of steps {first} to 8: they are lost"
+    assert warning in capsys.readouterr().out
     assert {9, 10} <= metrics(run, "loss").keys()
 
 
@@ -506,16 +535,24 @@ def test_a_resume_notices_the_metrics_of_another_run(finished, tiny_data, tmp_pa
     assert "its lines may be of another run" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line", [b"[1]", b'{"loss": 1}', b'{"step": "x"}', b"\xff\xfe", b"[" * 100_000])
-def test_a_line_of_the_metrics_that_is_no_record_is_named(finished, tiny_data, tmp_path, refuses, line):
+NOT_RECORDS = [b"[1]", b'{"loss": 1}', b'{"step": "x"}', b"\xff\xfe", b"[" * 100_000]
+
+
+@pytest.mark.parametrize("line", NOT_RECORDS)
+def test_a_line_of_the_metrics_that_is_no_record_is_named(
+    finished, tiny_data, tmp_path, refuses, line
+):
     shutil.copytree(finished, tmp_path / "run")
     path = tmp_path / "run" / "metrics.jsonl"
     path.write_bytes(line + b"\n" + path.read_bytes())
-    error = refuses(train.main, *options(tiny_data, tmp_path, "--init_from=resume", "--max_steps=10"))
+    more = ["--init_from=resume", "--max_steps=10"]
+    error = refuses(train.main, *options(tiny_data, tmp_path, *more))
     assert "metrics.jsonl:1: damaged; delete this line" in error
 
 
-def test_a_folder_of_data_that_is_removed_does_not_turn_a_bad_step_into_an_end(tiny_data, tmp_path, monkeypatch):
+def test_a_folder_of_data_that_is_removed_does_not_turn_a_bad_step_into_an_end(
+    tiny_data, tmp_path, monkeypatch
+):
     shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
     poison(monkeypatch, 6)
     watch = report.Metrics.log_outcome
@@ -526,18 +563,20 @@ def test_a_folder_of_data_that_is_removed_does_not_turn_a_bad_step_into_an_end(t
 
     monkeypatch.setattr(report.Metrics, "log_outcome", remove)
     run = train_tiny(tmp_path, tmp_path)
-    assert (run / "bad_steps" / "step_00000004.txt").read_text(encoding="utf-8").count("---- sample") == 8
+    text = (run / "bad_steps" / "step_00000004.txt").read_text(encoding="utf-8")
+    assert text.count("---- sample") == 8
     assert newest_checkpoint(run / "ckpt").name == "step_00000008"
 
 
 # -- tokens --
 
 
-def test_tokens_are_counted_as_they_are_read_when_a_resume_changes_the_batch(finished, tiny_data, tmp_path, capsys):
+def test_tokens_are_counted_as_they_are_read_when_a_resume_changes_the_batch(
+    finished, tiny_data, tmp_path, capsys
+):
     shutil.copytree(finished, tmp_path / "run")
-    run = train_tiny(
-        tiny_data, tmp_path, "--init_from=resume", "--batch_tokens=512", "--max_tokens=4096", "--max_steps=0"
-    )
+    more = ["--batch_tokens=512", "--max_tokens=4096", "--max_steps=0"]
+    run = train_tiny(tiny_data, tmp_path, "--init_from=resume", *more)
     tokens = metrics(run, "tokens")
     assert [tokens[step] for step in (7, 8, 9, 12)] == [7 * 256, 8 * 256, 8 * 256 + 512, 4096]
     assert max(tokens) == 12
@@ -546,13 +585,18 @@ def test_tokens_are_counted_as_they_are_read_when_a_resume_changes_the_batch(fin
     assert epochs[12] / epochs[8] == pytest.approx(2)
 
 
-@pytest.mark.parametrize("limit", [dict(max_tokens=100_000), dict(max_epochs=0.37), dict(max_steps=50)])
+LIMITS = {"max_tokens": 100_000, "max_epochs": 0.37, "max_steps": 50}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
 def test_a_resume_with_the_same_batch_plans_the_same_end(limit):
-    cfg = train.TrainConfig(block_size=64, batch_size=4, batch_tokens=768, **limit)
+    end = {limit: LIMITS[limit]}
+    cfg = train.TrainConfig(block_size=64, batch_size=4, batch_tokens=768, **end)
     plan = train.make_plan(cfg, 1, epoch_tokens=1_000_003)
     for step in range(0, plan.steps, 7):
         again = train.make_plan(cfg, 1, 1_000_003, step, step * plan.step_tokens // 64)
-        assert again.steps == plan.steps and again.tokens_at(plan.steps) == plan.tokens_at(plan.steps)
+        assert again.steps == plan.steps
+        assert again.tokens_at(plan.steps) == plan.tokens_at(plan.steps)
 
 
 # -- names that are not UTF-8 --
@@ -564,19 +608,23 @@ def test_folders_may_have_any_name(tiny_data, tmp_path, locale, name):
     out = os.path.join(os.fsencode(tmp_path), name)
     train_it = [*options(tiny_data, tmp_path), b"--out_dir=" + out, b"--run_name=" + name]
     environment = os.environ | locale
+    run = subprocess.run if locale else warm.run
     for more in ([], ["--init_from=resume", "--max_steps=10"]):
         argv = [sys.executable, str(REPO / "train.py"), *train_it, *more]
-        done = subprocess.run(argv, capture_output=True, env=environment)
+        done = run(argv, capture_output=True, env=environment)
         assert done.returncode == 0, done.stderr.decode(errors="replace")
-    argv = [sys.executable, str(REPO / "sample.py"), b"--out_dir=" + out, "--max_new_tokens=3", "--device=cpu"]
-    done = subprocess.run(argv, capture_output=True, env=environment)
-    assert done.returncode == 0 and b"step_00000010" in done.stderr, done.stderr.decode(errors="replace")
+    argv = [sys.executable, str(REPO / "sample.py"), b"--out_dir=" + out, "--device=cpu"]
+    done = run([*argv, "--max_new_tokens=3"], capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    assert b"step_00000010" in done.stderr, done.stderr.decode(errors="replace")
 
 
 # -- reading while a training prunes --
 
 
-def test_sampling_takes_the_next_checkpoint_when_one_is_deleted_meanwhile(finished, tmp_path, monkeypatch, capsys):
+def test_sampling_takes_the_next_checkpoint_when_one_is_deleted_meanwhile(
+    finished, tmp_path, monkeypatch, capsys
+):
     shutil.copytree(finished, tmp_path / "run")
     first = newest_checkpoint(tmp_path / "run" / "ckpt")
     read = sample.from_pretrained
@@ -595,23 +643,27 @@ def test_sampling_takes_the_next_checkpoint_when_one_is_deleted_meanwhile(finish
 
 
 def outcome(folder: Path, data: Path) -> object:
-    """What sample.py and a fine-tuning get of a checkpoint: the weights, the shape, the tokens of a text; or a refusal."""
+    """Return what sample.py and fine-tuning read from a checkpoint: the weights, the shape and the
+    tokens of a text. Return "refused" if they refuse it.
+    """
     try:
         source = sample.from_pretrained(folder)
         tokenizer = sample.load_tokenizer(folder)
     except (ValueError, train.UserError):
         return "refused"
     weights = {name: w.numpy().tobytes() for name, w in source.state_dict().items()}
-    texts = "the loop reads 模型 tokens\n x=1;"
-    return weights, source.config, tokenizer.encode(texts).tolist(), tokenizer.eos_id, tokenizer.prefix
+    ids = tokenizer.encode("the loop reads 模型 tokens\n x=1;").tolist()
+    return weights, source.config, ids, tokenizer.eos_id, tokenizer.prefix
 
 
 def test_no_flipped_bit_of_a_checkpoint_loads_as_another_model(finished, tiny_data, tmp_path):
     folder = tmp_path / "step_00000008"
     shutil.copytree(newest_checkpoint(finished / "ckpt"), folder)
-    whole, rng = outcome(folder, tiny_data), random.Random(5)
+    whole = outcome(folder, tiny_data)
     assert whole != "refused"
-    files, refused = sorted(folder.iterdir()), 0
+    rng = random.Random(5)
+    files = sorted(folder.iterdir())
+    refused = 0
     for number in range(150):
         path = files[number % len(files)]
         content = path.read_bytes()
@@ -620,14 +672,17 @@ def test_no_flipped_bit_of_a_checkpoint_loads_as_another_model(finished, tiny_da
         refused += found == "refused"
         assert found in ("refused", whole), path
         path.write_bytes(content)
-    assert refused > 60  # the others are of train_state.pt and the like, which neither of them reads
+    assert refused > 60  # the other flips are in train_state.pt and other files that are not read
 
 
-def test_a_changed_meta_json_is_refused_and_an_older_one_is_read_with_a_note(tiny_data, tmp_path, refuses, capsys):
+def test_a_changed_meta_json_is_refused_and_an_older_one_is_read_with_a_note(
+    tiny_data, tmp_path, refuses, capsys
+):
     shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
     path = tmp_path / "tiny" / "meta.json"
     meta = json.loads(path.read_text(encoding="utf-8"))
-    for changes in ({"vocab_size": 440}, {"eos_id": 0}, {"splits": meta["splits"] | {"val": meta["splits"]["train"]}}):
+    splits = meta["splits"] | {"val": meta["splits"]["train"]}
+    for changes in ({"vocab_size": 440}, {"eos_id": 0}, {"splits": splits}):
         path.write_text(json.dumps(meta | changes), encoding="utf-8")
         error = refuses(train.main, *options(tmp_path, tmp_path))
         assert "meta.json: changed after it was made" in error
@@ -642,20 +697,20 @@ def test_val_bin_is_verified_before_it_judges_a_model(finished, tiny_data, tmp_p
     shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
     path = tmp_path / "tiny" / "val.bin"
     ids = bytearray(path.read_bytes())
-    ids[100] ^= 1  # the next token of the vocabulary, which no other check can see
+    ids[100] ^= 1  # another valid token id: no other check can notice it
     path.write_bytes(ids)
     ckpt = newest_checkpoint(finished / "ckpt")
     error = refuses(sample.main, f"--ckpt={ckpt}", f"--eval={tmp_path / 'tiny'}", "--device=cpu")
     assert "val.bin: " in error and "it was changed" in error
 
 
-def test_weights_without_a_finite_loss_are_an_error_of_the_evaluation(finished, tiny_data, tmp_path, refuses):
+def test_weights_without_a_finite_loss_are_an_error_of_the_evaluation(
+    finished, tiny_data, tmp_path, refuses
+):
     folder = tmp_path / "nan"
     shutil.copytree(newest_checkpoint(finished / "ckpt"), folder)
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] *= math.nan
-    from safetensors.torch import save_file
-
     save_file(weights, folder / "model.safetensors")
     forge(folder)
     error = refuses(sample.main, f"--ckpt={folder}", f"--eval={tiny_data / 'tiny'}", "--device=cpu")
