@@ -267,6 +267,7 @@ def parse(cls: type, argv: list[str] | None = None, doc: str = "") -> Any:
         sys.exit(0)
     values: dict[str, Any] = {}
     options: list[tuple[str, Any]] = []
+    lists: dict[str, list[str]] = {}  # a list option may be given several times: all values count
     while argv:
         arg = argv.pop(0)
         if arg.startswith("--"):
@@ -275,9 +276,8 @@ def parse(cls: type, argv: list[str] | None = None, doc: str = "") -> Any:
             kind = kinds.get(key)
             if typing.get_origin(kind) is tuple:
                 first = [value] if equals else []
-                # If the option was given before, its earlier values count too.
-                earlier = [v for k, given in options if k == key for v in given]
-                value = earlier + take_list(argv, key, kind, first)
+                value = lists.setdefault(key, [])
+                value += take_list(argv, key, kind, first)
             elif not equals:
                 value = take_value(argv, key, kind)
             options.append((key, value))

@@ -62,7 +62,7 @@ def round_up(number: int, multiple: int) -> int:
 class GPTConfig:
     """The architecture. A preset sets its switches: GPTConfig(**PRESETS["llama"], n_layer=8, ...).
 
-    Raises ValueError if a number is not positive or the numbers do not fit together.
+    Raises ValueError if the numbers do not fit together.
     """
 
     vocab_size: int = 50257
@@ -87,7 +87,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         """Check the numbers, and replace each 0 by the value that it stands for."""
-        must_be_positive = ("vocab_size", "block_size", "n_layer", "n_head")
+        must_be_positive = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
         problems = [f"{k} must be positive" for k in must_be_positive if getattr(self, k) < 1]
         if problems:
             raise ValueError("; ".join(problems))

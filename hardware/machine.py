@@ -135,10 +135,6 @@ def start(asked_device: str, asked_dtype: str) -> Machine:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
-        n = torch.cuda.device_count()
-        if world == 1 and n > 1:
-            command = f"torchrun --nproc_per_node={n} train.py {' '.join(sys.argv[1:])}"
-            print(f"note: 1 of {n} GPUs is used; to use all: {command}")
     group = join_ranks(rank, world, device) if "RANK" in os.environ else None
     dtype, why = pick_dtype(asked_dtype, device)
     return Machine(rank, local_rank, world, device, dtype, why, group)
@@ -191,7 +187,9 @@ def pick_device(asked: str, local_rank: int = 0) -> torch.device:
         kind = found.type if found else "cpu"
     try:
         device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-        torch.zeros(1, device=device).item()  # fails on "meta", whose tensors have no numbers
+        # This fails on "meta", whose tensors have no numbers, and on a GPU for which this torch has
+        # no kernels. (torch.zeros would not need a kernel.)
+        torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as e:
         reason = str(e).splitlines()[0]
         raise OneRankError(f"--device={asked}: not usable here ({reason})") from None

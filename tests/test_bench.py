@@ -156,6 +156,7 @@ def test_the_roof_of_mfu_counts_attention_twice_and_that_of_what_is_computed_onc
     assert mfu - computed == 6 * 12 * 768 * 8192 - 6 * (50304 - 50257) * 768
 
 
+@pytest.mark.slow
 def test_training_is_compared_by_one_clock(tiny_data, tmp_path, capsys):
     """A small script stands for nanoGPT: it takes the same settings, opens the same files, and
     needs at least 50 ms a step.
@@ -187,6 +188,7 @@ def test_training_is_compared_by_one_clock(tiny_data, tmp_path, capsys):
     assert "ours / it" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_sampling_is_measured_against_the_speed_of_memory(tiny_data, tmp_path, capsys):
     options = [*TINY, f"--data_dir={tiny_data}", f"--json={tmp_path / 'out.json'}"]
     options += ["--sampling", "--max_new_tokens=8", "--num_samples=2", "--rounds=1"]
@@ -203,6 +205,7 @@ def test_sampling_is_measured_against_the_speed_of_memory(tiny_data, tmp_path, c
     assert 0 < share and f"{share:.1%}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_the_gpu_suite_runs_at_toy_size_on_a_cpu(tmp_path):
     environment = os.environ | {"TOY": "1", "OUT": str(tmp_path / "out"), "PYTHON": sys.executable}

@@ -48,7 +48,7 @@ def test_later_sources_win_defaults_then_files_then_command_line(tmp_path):
         (["--steps=1_000"], Config(steps=1000)),
         (["--steps=1234567890123456789"], Config(steps=1234567890123456789)),
         (["--steps=-12_345_678_901_234_567", "--steps=7"], Config(steps=7)),
-        (["--files", "p", "--files=q"], Config(files=("p", "q"))),
+        (["--files", "p", "--files=q", "--files=r"], Config(files=("p", "q", "r"))),
         (["--lr=1"], Config(lr=1.0)),
         (["--compile"], Config(compile=True)),
         (["--compile=false"], Config(compile=False)),
@@ -155,6 +155,7 @@ def test_large_negative_integers_keep_every_digit():
     assert convert("-12_345_678_901_234_567", int) == -12_345_678_901_234_567
 
 
+@pytest.mark.slow
 def test_of_several_processes_each_says_what_it_may_be_alone_with(monkeypatch, capsys):
     """One GPU of eight may run out of memory: its rank says so. An error that all ranks find is
     printed only by local rank 0, once for each machine.

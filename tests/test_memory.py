@@ -75,6 +75,7 @@ def random_shape(rng: random.Random, compiled: bool = False) -> tuple[GPTConfig,
             return c, step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_the_predicted_peak_of_a_random_shape_is_the_measured_one_within_5_percent(seed):
     c, step = random_shape(random.Random(seed))
@@ -90,8 +91,12 @@ COMBINATIONS = [  # preset, more, V, B, T, dtype, accum
     ("gpt2", dict(n_embd=128), 151936, 1, 64, BF16, 1),
     ("gpt2", dict(n_embd=128), 151936, 1, 64, FP32, 1),
     ("llama", GQA | dict(tie_embeddings=True), 30000, 1, 64, BF16, 2),
-    # minimind_26m's shape
-    ("llama", dict(n_layer=8, n_embd=512, tie_embeddings=True), 151936, 1, 512, BF16, 1),
+    pytest.param(  # minimind_26m's shape
+        "llama",
+        dict(n_layer=8, n_embd=512, tie_embeddings=True),
+        *(151936, 1, 512, BF16, 1),
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -105,6 +110,7 @@ def test_the_predicted_peak_is_the_measured_one_within_5_percent(
     assert total == pytest.approx(measured_peak(c, step), rel=0.05), when
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "preset, B, T, V, more",
     [("llama", 2, 1024, 8000, GQA), ("gpt2", 1, 64, 151936, dict(n_embd=128, n_layer=2))],

@@ -154,6 +154,7 @@ def test_the_loss_adds_less_than_one_more_copy_of_the_logits():
     assert most(lambda: F.cross_entropy((logits * 1).float(), targets)) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
 def test_a_compiled_model_is_the_eager_one_forward_and_backward(name):
     model = make(name)

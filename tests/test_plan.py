@@ -105,6 +105,7 @@ def test_the_launches_of_a_micro_step_are_the_operations_that_torch_runs(name, d
     assert plan.launches(model, replace(step, compiled=True)) < operations.count
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_the_launches_of_a_compiled_micro_step_are_the_kernels_that_inductor_makes():
     T = 1024  # attention is one operation there, as on a GPU
@@ -224,6 +225,7 @@ def test_the_host_memory_of_a_resume_is_that_of_all_processes(tmp_path):
     assert found["host_bytes"] == pytest.approx(196.3e9, rel=0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/status")
 def test_a_resume_takes_the_host_memory_that_is_planned(tiny_data, tmp_path):
     """Measured with 13M parameters: the memory beyond that of the process before it reads them."""
@@ -268,6 +270,7 @@ def test_a_damaged_data_set_is_not_taken_for_none(tiny_data, tmp_path, refuses, 
     assert "assumed: no data set" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_trial_measures_the_run(tiny_data, tmp_path, capsys):
     options = [*TINY, f"--data_dir={tiny_data}", "--max_steps=1000", "--eval_every=100", "--trial"]
     call(plan.main, *options, f"--json={tmp_path / 'plan.json'}")
@@ -365,6 +368,7 @@ def test_auto_compiles_on_cuda_and_for_long_runs_on_a_cpu(compile, kind, flops, 
     assert train.wants_compile(cfg, kind, flops) is want
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of the address space that works")
 def test_batch_size_auto_steps_down_where_memory_runs_out_after_all(tiny_data, tmp_path):
     """The process may grow by only 350 MB after it has made the model. The batch that is predicted

@@ -226,6 +226,7 @@ def test_output_does_not_depend_on_the_number_of_workers(tmp_path, monkeypatch):
     assert contents(one) == contents(three)
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_is_written_in_32_bits(tmp_path):
     corpus = write_jsonl(tmp_path / "c.jsonl", make_records(30))
     model = tiktoken_file(tmp_path / "a.tiktoken", 65_279)  # plus 256 bytes and eos
@@ -406,6 +407,7 @@ def test_module_documentation_is_found_without_importing():
     assert docstrings(source.encode(), "pkg.m") == want
 
 
+@pytest.mark.slow
 def test_the_demo_corpus_is_large_and_the_same_every_time():
     sources = demo_sources()
     some = [docstrings(s.path.read_bytes(), s.name) for s in sources[:200]]

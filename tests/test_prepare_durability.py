@@ -69,6 +69,7 @@ def reference(corpus, tmp_path_factory) -> Path:
     return prepare_set(root, *corpus, **options)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_at_any_moment_it_goes_on_and_ends_in_the_same_bytes(
     corpus, reference, tmp_path, workers
@@ -113,6 +114,7 @@ def test_workers_end_when_the_main_process_is_killed(corpus, tmp_path):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_worker_killed_by_the_system_is_one_clear_line_and_the_work_is_kept(
     corpus, reference, tmp_path
 ):
@@ -131,6 +133,7 @@ def test_a_worker_killed_by_the_system_is_one_clear_line_and_the_work_is_kept(
     assert contents(tmp_path / "set") == contents(reference)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_clear_line_and_the_old_data_set_stays(corpus, reference, tmp_path):
     """A limit on the size of files stands for a full disk: the same write fails, with another error
     number.
@@ -181,6 +184,7 @@ def test_too_many_bad_records_can_be_allowed_without_reading_all_again(tmp_path,
     assert open_dataset(tmp_path / "c")["records"]["read"] == 330
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_read_is_named_whichever_process_meets_it(corpus, tmp_path):
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(gzip.compress(corpus[0].read_bytes())[:-100])
@@ -201,6 +205,7 @@ def under_torchrun(
     return run(argv, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n, run", [(2, subprocess.run), (3, warm.run)], ids=["2", "3"])
 def test_several_processes_make_the_same_data_set_as_one(corpus, reference, tmp_path, n, run):
     run = under_torchrun(n, corpus, tmp_path, "--vocab_size=400", run=run)
@@ -209,6 +214,7 @@ def test_several_processes_make_the_same_data_set_as_one(corpus, reference, tmp_
     assert sorted(os.listdir(tmp_path)) == ["set"]
 
 
+@pytest.mark.slow
 def test_equal_documents_are_found_across_processes(corpus, tmp_path):
     copy = tmp_path / "copy.jsonl"
     copy.write_bytes(corpus[0].read_bytes())
@@ -238,6 +244,7 @@ def peak_memory(argv: list[str], env: dict[str, str]) -> int:
     return peak
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus_or_with_a_document(tmp_path):
     """For any input, the bound is 200 MB and 150 MB for each worker. The inputs here are a document
     of 80 MB and a corpus of about the same size.

@@ -193,6 +193,7 @@ def test_accumulation_does_not_change_the_step(tiny_data, tmp_path):
         assert metrics(run, "grad_norm") == pytest.approx(metrics(runs[0], "grad_norm"), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(tiny_data, tmp_path):
     """With the same batch_tokens, one and two processes have the same losses, up to rounding."""
     one = train_tiny(tiny_data, tmp_path / "1", "--batch_size=2")
@@ -211,6 +212,7 @@ def test_every_preset_and_both_precisions_train(tiny_data, tmp_path):
         assert losses[8] < losses[1] - 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on the CPU needs g++")
 def test_compiled_training_is_eager_training(tiny_data, tmp_path):
     eager = train_tiny(tiny_data, tmp_path / "eager", "--max_steps=4")
@@ -258,12 +260,14 @@ def test_offline_wandb_gets_the_metrics(tiny_data, tmp_path, monkeypatch):
     assert list((run / "wandb").glob("offline-run-*/*.wandb"))
 
 
+@pytest.mark.slow
 def test_wandb_is_not_imported_unless_asked_for():
     code = "import sys, train, prepare, sample; "
     code += "assert not {'wandb', 'matplotlib', 'tiktoken'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="sets options of glibc's allocator")
 def test_on_a_cpu_a_large_tensor_gets_the_pages_of_the_one_before():
     code = (

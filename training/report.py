@@ -463,6 +463,10 @@ def banner(
         "memory": f"{memory}; the largest batch_size is {largest_batch(model, step, here):,}",
         "peak": peak_source,
     }
+    gpus = torch.cuda.device_count() if kind == "cuda" else 1
+    if machine.world == 1 and gpus > 1:
+        command = f"torchrun --nproc_per_node={gpus} {' '.join(sys.argv)}"
+        rows["GPUs"] = f"1 of {gpus} is used; to use all: {command}"
     if scratch:
         rows["first loss"] = f"ln({V}) = {math.log(V):.2f} expected"
     return "\n".join(f"{k:>11}: {v}" for k, v in rows.items())

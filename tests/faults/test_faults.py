@@ -28,6 +28,7 @@ from training.huggingface import from_pretrained
 from training.runs import newest_checkpoint
 
 
+@pytest.mark.slow
 def test_killed_signalled_and_damaged_runs_end_identical(tmp_path, monkeypatch):
     """Those that they must be identical to have a cold start, and torchrun."""
     monkeypatch.setattr(harness, "Popen", warm.Popen)
@@ -48,6 +49,7 @@ def finished(tiny_data, tmp_path_factory) -> Path:
     return train_tiny(tiny_data, tmp_path_factory.mktemp("finished"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["flip a byte", "cut a file", "lose a file"])
 def test_a_damaged_file_of_a_checkpoint_is_named_and_the_one_before_is_taken(
     finished, tiny_data, tmp_path, fault, capsys
@@ -139,6 +141,7 @@ def test_another_batch_goes_on_with_the_next_window(finished, tiny_data, tmp_pat
         assert f"---- sample {first}: " in said and said.count("---- sample") == count
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_goes_on_with_the_same_windows(finished, tiny_data, tmp_path):
     """Two processes continue the run after step 4. The place in the data is stored once for all
     ranks, not for each of them.
@@ -175,6 +178,7 @@ def launch(n: int, data: Path, out: Path, *options: str, launcher="", start=warm
     return (subprocess.Popen if launcher else start)(argv, stdout=-1, stderr=-1, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_saves_the_step_and_ends_with_its_code(tiny_data, tmp_path, number):
     process = launch(1, tiny_data, tmp_path, *ENDLESS)
@@ -189,6 +193,7 @@ def test_a_signal_saves_the_step_and_ends_with_its_code(tiny_data, tmp_path, num
     assert f"stopped by a signal after step {done}: --init_from=resume goes on from {folder}" in out
 
 
+@pytest.mark.slow
 def test_one_rank_told_to_stop_stops_all_after_the_same_step(tiny_data, tmp_path):
     process = launch(2, tiny_data, tmp_path, *ENDLESS)
     harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 20)
@@ -199,6 +204,7 @@ def test_one_rank_told_to_stop_stops_all_after_the_same_step(tiny_data, tmp_path
     assert not damage(folder) and int(folder.name[5:]) == max(metrics(tmp_path / "run", "loss"))
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_killed_rank_and_no_step_is_missing(tiny_data, tmp_path):
     more = ["--max_steps=60", "--batch_size=2", "--save_every=10", "--eval_every=20"]
     whole = train_tiny(tiny_data, tmp_path / "whole", *more)
@@ -212,6 +218,7 @@ def test_torchrun_restarts_a_killed_rank_and_no_step_is_missing(tiny_data, tmp_p
     assert metrics(tmp_path / "run", "loss") == pytest.approx(metrics(whole, "loss"), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_torchrun_hands_the_warning_of_slurm_to_all_ranks(tiny_data, tmp_path):
     hand_on = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"
     process = launch(2, tiny_data, tmp_path, *ENDLESS, launcher=hand_on)
@@ -223,6 +230,7 @@ def test_torchrun_hands_the_warning_of_slurm_to_all_ranks(tiny_data, tmp_path):
     assert f"stopped by a signal after step {int(folder.name[5:])}" in out
 
 
+@pytest.mark.slow
 def test_two_processes_never_write_one_run(tiny_data, tmp_path, refuses):
     """When torchrun is killed, its workers go on training, and may meet those of a new torchrun."""
     process = launch(1, tiny_data, tmp_path, *ENDLESS, "--save_every=5")
@@ -286,6 +294,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_leave_the_last_good_checkpo
     assert all(torch.equal(last[k], good[k]) for k in good)  # the bad steps changed nothing
 
 
+@pytest.mark.slow
 def test_the_fp16_scalers_own_skips_are_told_apart_and_its_state_is_resumed(
     tiny_data, tmp_path, monkeypatch, capsys
 ):
@@ -352,6 +361,7 @@ def test_the_robust_z_score_is_that_of_the_formula():
 # -- the disk, the memory, wandb --
 
 
+@pytest.mark.slow
 def test_a_full_disk_while_saving_does_not_end_the_training(tiny_data, tmp_path):
     """A limit on the size of files stands for a full disk. Only the weights are larger than it."""
 

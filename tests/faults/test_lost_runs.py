@@ -101,6 +101,7 @@ def test_overwrite_deletes_only_what_train_py_wrote(finished, tiny_data, tmp_pat
     assert metrics(run, "loss") != metrics(finished, "loss")
 
 
+@pytest.mark.slow
 def test_overwrite_keeps_the_earlier_run_until_the_new_one_has_a_checkpoint(
     finished, tiny_data, tmp_path
 ):
@@ -211,6 +212,7 @@ def test_a_run_whose_checkpoints_cannot_be_seen_is_refused_and_stays(
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_auto_begins_again_where_a_run_was_killed_before_its_first_checkpoint(tiny_data, tmp_path):
     process = launch(1, tiny_data, tmp_path, "--init_from=auto", *ENDLESS)
     harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 2)
@@ -258,6 +260,7 @@ def test_a_lock_on_a_folder_that_was_removed_meanwhile_is_not_one(tmp_path):
     os.close(waiting)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taken", [False, True])
 def test_a_run_whose_folder_is_removed_holds_the_new_one_or_ends(
     tiny_data, tmp_path, refuses, taken
@@ -312,6 +315,7 @@ def test_other_texts_to_judge_by_are_other_data(tiny_data, tmp_path, refuses):
 FILES = ["ckpt/step_00000008/model.safetensors", "ckpt/step_00000008/manifest.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["metrics.jsonl", *FILES])
 def test_a_fifo_in_place_of_a_file_is_named_and_not_waited_for(finished, tiny_data, tmp_path, name):
     shutil.copytree(finished, tmp_path / "run")
@@ -432,6 +436,7 @@ def finish(process: subprocess.Popen) -> str:
     return err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_output_that_a_full_disk_does_not_take_ends_nothing(tiny_data, tmp_path):
     with open("/dev/full", "w") as full:
@@ -441,6 +446,7 @@ def test_output_that_a_full_disk_does_not_take_ends_nothing(tiny_data, tmp_path)
     assert newest_checkpoint(tmp_path / "run" / "ckpt").name == "step_00000008"
 
 
+@pytest.mark.slow
 def test_a_training_needs_no_output_at_all(tiny_data, tmp_path):
     argv = command(tiny_data, tmp_path)
     done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *argv])
@@ -448,6 +454,7 @@ def test_a_training_needs_no_output_at_all(tiny_data, tmp_path):
     assert newest_checkpoint(tmp_path / "run" / "ckpt").name == "step_00000008"
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_nothing(tiny_data, tmp_path):
     process = launch(1, tiny_data, tmp_path, "--max_steps=60", start=subprocess.Popen)
     process.stdout.readline()
@@ -457,6 +464,7 @@ def test_a_closed_pipe_ends_nothing(tiny_data, tmp_path):
     assert process.returncode == 0 and len(metrics(tmp_path / "run", "loss")) == 60
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_saves_the_step_unless_nohup_was_asked_for(tiny_data, tmp_path):
     pid, terminal = os.forkpty()
     if pid == 0:  # this child has its own session, on its own terminal
@@ -602,6 +610,7 @@ def test_a_resume_with_the_same_batch_plans_the_same_end(limit):
 # -- names that are not UTF-8 --
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C", "PYTHONUTF8": "0"}])
 @pytest.mark.parametrize("name", ["模型".encode("gbk"), "模型".encode()])
 def test_folders_may_have_any_name(tiny_data, tmp_path, locale, name):

@@ -60,7 +60,7 @@ def options(data: Path, *more: str) -> list[str]:
 
 
 def killed(data: Path, patch: str, *arguments, stdin: bytes = b"") -> None:
-    """Run prepare.py in a process of its own, which kills itself at the place that `patch` changes."""
+    """Run prepare.py in a process of its own, which kills itself where `patch` tells it to."""
     code = f"import os, sys; sys.path.insert(0, {str(REPO)!r})\n"
     code += "from text import folders, formats\nfrom hardware import disk\nimport prepare\n"
     code += f"formats.CHUNK = {CHUNK}\n{patch}\nprepare.main()"
@@ -70,7 +70,7 @@ def killed(data: Path, patch: str, *arguments, stdin: bytes = b"") -> None:
 
 
 def after_commit(number: int) -> str:
-    """Return a patch for killed(): die after so many commits of the journal and some more tokens."""
+    """Return a patch for killed(): die after this many commits of the journal and a write more."""
     return f"""
 write, commit, commits = prepare.Part.write, prepare.Part.commit, []
 def counting(*arguments):
@@ -86,7 +86,7 @@ prepare.Part.commit, prepare.Part.write = counting, last_write
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """Return everything in a folder: path -> hash of a file, target of a link, or "" for a folder."""
+    """Return what is in a folder: path -> hash of a file, target of a link, or "" for a folder."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -479,6 +479,7 @@ def test_processes_that_see_other_files_are_an_error(corpus, tmp_path, monkeypat
         prepare.find_input(cfg, tmp_path, tmp_path, 2)
 
 
+@pytest.mark.slow
 def test_a_refusal_under_torchrun_shows_no_traceback_of_the_other_process(corpus, tmp_path):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "mine").write_text("precious")
@@ -570,7 +571,7 @@ def test_a_file_given_by_two_names_is_read_once(corpus, tmp_path, monkeypatch):
 
 
 def test_what_prepare_writes_is_never_read_as_a_corpus(corpus, tmp_path, refuses):
-    """The data_dir is inside the input. There are data sets, and files that a killed run has left."""
+    """The data_dir is inside the input. It holds data sets, and files that a killed run left."""
     folder = tmp_path / "crawl"
     folder.mkdir()
     shutil.copy(corpus[0], folder)
@@ -708,6 +709,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_does_not_grow_with_a_record(tmp_path, kind):
     """A process reads a record of 200 million characters, where 1 million is the limit."""
@@ -855,7 +857,7 @@ def test_chunks_are_small_however_their_records_are_nested(tmp_path):
 
 @pytest.mark.parametrize("module, suffix", [(bz2, ".bz2"), (lzma, ".xz")])
 def test_a_file_of_several_streams_is_read_whole_or_refused(tmp_path, refuses, module, suffix):
-    """pbzip2 and pixz write such files. Python's own readers mistake a damaged second stream for the
+    """pbzip2 and pixz write such files. Python's own readers take a damaged second stream for the
     end of the file.
     """
     lines = [json.dumps({"text": f"document {i}"}).encode() + b"\n" for i in range(60)]
@@ -943,6 +945,7 @@ def test_a_text_does_not_steer_the_terminal(tmp_path, capsys):
     assert "\x1b" not in shown and "\\x1b[2J\\x07 text" in shown and "\tand\nmore" in shown
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_prepare_at_once(corpus, tmp_path):
     path = write_jsonl(tmp_path / "large.jsonl", make_records(20_000))
     argv = [sys.executable, str(REPO / "prepare.py"), "--input", str(path)]

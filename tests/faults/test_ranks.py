@@ -16,6 +16,8 @@ from conftest import REPO, TINY, forge, metrics, train_tiny
 
 from training.runs import newest_checkpoint
 
+pytestmark = pytest.mark.slow
+
 # train.py as rank 1 sees it on a computer of its own: {1} in an option is the rank.
 ON_ITS_OWN = f"""
 import os, sys
