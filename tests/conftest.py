@@ -1,4 +1,6 @@
-"""Small real inputs: a corpus in Chinese and English, a data set made from it by prepare.py, and a way to run a script."""
+"""Small real inputs (a corpus in Chinese and English, and a data set that prepare.py makes of it),
+and functions that run a script.
+"""
 
 import json
 import os
@@ -20,34 +22,33 @@ from hardware import disk
 
 REPO = Path(__file__).resolve().parents[1]
 
-# A model that trains in a second; every test that trains adds to this.
-TINY = [
-    "--preset=llama", "--n_layer=2", "--n_head=4", "--n_kv_head=2", "--n_embd=32", "--block_size=32", "--batch_size=4",
-    "--batch_tokens=256", "--max_steps=8", "--lr=3e-3", "--log_every=1", "--eval_every=4", "--save_every=4", "--device=cpu",
-    "--dtype=float32", "--peak_tflops=1", "--progress=line", "--dataset=tiny",
-]  # fmt: skip
+# A model that trains in a second. Every test that trains uses these options and adds its own.
+TINY = ["--preset=llama", "--n_layer=2", "--n_head=4", "--n_kv_head=2", "--n_embd=32"]
+TINY += ["--block_size=32", "--batch_size=4", "--batch_tokens=256", "--max_steps=8", "--lr=3e-3"]
+TINY += ["--log_every=1", "--eval_every=4", "--save_every=4", "--device=cpu", "--dtype=float32"]
+TINY += ["--peak_tflops=1", "--progress=line", "--dataset=tiny"]
 
 
 def make_records(n: int, seed: int = 0) -> list[dict]:
     rng = random.Random(seed)
-    words = "the loop reads tokens and writes weights 模型 训练 数据 学习率 梯度 naïve 😀 x=1;".split()
+    words = "the loop reads tokens and writes weights 模型 训练 数据 学习率 梯度 naïve 😀 x=1;"
     records = []
     for i in range(n):
-        text = [" ".join(rng.choices(words, k=rng.randint(5, 40))) for _ in range(3)]
-        records.append(
-            {"title": f"条目 {i}", "summary": text[0], "sections": [{"title": "节", "content": t} for t in text[1:]]}
-        )
+        text = [" ".join(rng.choices(words.split(), k=rng.randint(5, 40))) for _ in range(3)]
+        sections = [{"title": "节", "content": t} for t in text[1:]]
+        records.append({"title": f"条目 {i}", "summary": text[0], "sections": sections})
     return records
 
 
 def write_jsonl(path: Path, records: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    path.write_text("".join(lines), encoding="utf-8")
     return path
 
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory) -> Path:
-    """The folder of data sets, with the set `tiny` in it."""
+    """A folder of data sets that contains the data set `tiny`."""
     root = tmp_path_factory.mktemp("data")
     corpus = write_jsonl(root / "corpus.jsonl", make_records(300))
     call(
@@ -73,7 +74,9 @@ def call(main: Callable[[], None], *argv: str) -> None:
 
 @pytest.fixture
 def refuses(capsys) -> Callable[..., str]:
-    """refuses(main, *argv): the script must end with exit code 2 and one clear line, which is returned."""
+    """refuses(main, *argv) checks that a script prints one error line and ends with exit code 2. It
+    returns the line.
+    """
 
     def check(main: Callable[[], None], *argv: str) -> str:
         capsys.readouterr()
@@ -88,13 +91,13 @@ def refuses(capsys) -> Callable[..., str]:
 
 
 def train_tiny(data: Path, out: Path, *options: str) -> Path:
-    """Train TINY in this process; returns out/run."""
+    """Train TINY in this process; return out/run."""
     call(train.main, *TINY, f"--data_dir={data}", f"--out_dir={out}", *options)
     return out / "run"
 
 
 def torchrun(n: int, data: Path, out: Path, *options: str, run=subprocess.run) -> Path:
-    """The same in n processes, under torchrun; with run=warm.run, as under torchrun."""
+    """Train TINY in n processes under torchrun. run=warm.run starts the same ranks without it."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
     command = [sys.executable, *launch, str(REPO / "train.py"), *TINY]
     command += [f"--data_dir={data}", f"--out_dir={out}", *options]
@@ -104,7 +107,9 @@ def torchrun(n: int, data: Path, out: Path, *options: str, run=subprocess.run) -
 
 
 def forge(folder: Path, name: str = "", content: bytes = b"") -> None:
-    """Put a file into a folder of ours as an attacker would, with hashes that fit: meta.json's own, and the manifest's."""
+    """Put a file into a folder as an attacker would: with matching hashes in meta.json and in the
+    manifest.
+    """
     path = folder / name
     if name:
         path.write_bytes(content)
@@ -115,6 +120,6 @@ def forge(folder: Path, name: str = "", content: bytes = b"") -> None:
 
 
 def metrics(run: Path, key: str) -> dict[int, float]:
-    """step -> value, from metrics.jsonl."""
+    """Return step -> value of a key, from metrics.jsonl."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {r["step"]: r[key] for r in records if key in r}

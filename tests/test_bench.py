@@ -109,7 +109,7 @@ def test_a_tokenizer_that_cannot_be_downloaded_is_one_line(tmp_path, refuses, mo
         pytest.param(WHOLE[:-10], "not a whole .jsonl.gz file", id="cut off"),
         pytest.param(WHOLE[:14] + b"\xff" + WHOLE[15:], "not a whole .jsonl.gz file", id="changed"),
         pytest.param(gzip.compress(b'{"text": "a"}\n{"text":'), "line 2: not a record", id="half"),
-        pytest.param(gzip.compress(b'{"text": "a"}\n[1, 2]\n'), "line 2: not a record", id="a list"),
+        pytest.param(gzip.compress(b'{"text": "a"}\n[1, 2]\n'), "line 2: not a record", id="list"),
         pytest.param(gzip.compress(b'{"text": "a"}\n\xff\n'), "line 2: not a record", id="no text"),
         pytest.param(gzip.compress(b""), "it is empty", id="empty"),
     ],
@@ -158,9 +158,7 @@ def test_the_roof_of_mfu_counts_attention_twice_and_that_of_what_is_computed_onc
 
 @pytest.mark.slow
 def test_training_is_compared_by_one_clock(tiny_data, tmp_path, capsys):
-    """A small script stands for nanoGPT: it takes the same settings, opens the same files, and
-    needs at least 50 ms a step.
-    """
+    """A script stands for nanoGPT. It takes the same settings and files, and 50 ms for a step."""
     peer = tmp_path / "peer"
     peer.mkdir()
     parse = "import sys; settings = dict(a[2:].split('=') for a in sys.argv[1:])"

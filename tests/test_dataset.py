@@ -40,9 +40,7 @@ def test_the_faster_splitting_pattern_splits_as_the_original(pattern):
 
 
 def loader_of(*sizes: int, weights: tuple = (1,), block_size: int = 10, seed: int = 0) -> Loader:
-    """Return a Loader of one split for each of `sizes`. The tokens of split k are 10,000 k,
-    10,000 k + 1 and so on.
-    """
+    """Return a Loader of splits of these sizes. The tokens of split k count up from 10,000 k."""
     splits = [np.arange(10_000 * k, 10_000 * k + n, dtype=np.uint16) for k, n in enumerate(sizes)]
     shares = [Fraction(w) / sum(map(Fraction, weights)) for w in weights]
     windows = [Windows(tokens, block_size, (seed, k)) for k, tokens in enumerate(splits)]

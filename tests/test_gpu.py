@@ -57,9 +57,7 @@ def settings():
 def loss_and_gradients(
     model: GPT, fast: GPT | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[float, dict]:
-    """Return loss and gradients of a batch of 4 x 128 tokens, in training mode. `fast` is the
-    compiled model, if there is one.
-    """
+    """Return loss and gradients of 4 x 128 tokens. `fast` is the compiled model, if any."""
     x = ids(model, 4, 129).to(DEVICE)
     model.train().zero_grad(set_to_none=True)
     with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):

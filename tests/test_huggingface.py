@@ -550,9 +550,7 @@ def test_gpt2s_first_form_is_read(tmp_path):
 
 
 def test_words_that_are_tokens_need_no_merges_where_the_file_says_so(tmp_path, transformers):
-    """Llama 3 has this setting, ignore_merges. Without it, only merges make the tokens of a text. A
-    token that no merge produces then never appears.
-    """
+    """Llama 3 sets ignore_merges. Without it, a token that no merge produces never appears."""
     folder = bpe(tmp_path / "m", "gpt2")
     content = read(folder / "tokenizer.json")
     content["model"]["merges"] = [m for m in content["model"]["merges"] if "".join(m) != "Ġtokens"]

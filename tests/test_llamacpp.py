@@ -49,9 +49,7 @@ TEXTS = [
 
 @pytest.fixture
 def tokenizer(kind, tiny_data, tmp_path):
-    """The tokenizer of that kind: SentencePiece as trained by prepare.py, a BPE that llama.cpp does
-    not know, or GPT-2's BPE, which it knows.
-    """
+    """prepare.py's SentencePiece, a BPE unknown to llama.cpp, or GPT-2's, which it knows."""
     if kind == "sentencepiece":
         return load_tokenizer(tiny_data / "tiny")
     if kind == "tiktoken":
@@ -63,9 +61,7 @@ def tokenizer(kind, tiny_data, tmp_path):
 
 
 def make(preset: str, vocab_size: int) -> GPT:
-    """Return a model whose weights, also those of norms and biases, are so random that it does not
-    always predict the same token.
-    """
+    """Return a model with random weights, norms and biases, which predicts various tokens."""
     more = dict(mlp="gelu_tanh") if preset == "gpt2" else dict(n_kv_head=2)
     shape = dict(n_layer=2, n_head=4, n_embd=64, block_size=64, vocab_size=vocab_size)
     model = GPT(GPTConfig(**PRESETS[preset] | shape | more)).eval()
@@ -124,9 +120,7 @@ def test_of_a_public_bpe_that_begins_no_text_with_its_eos_nothing_is_said():
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
 def test_without_the_post_processor_the_eos_alone_is_gone(kind, tokenizer, tmp_path):
-    """Without it, the converter knows the vocabulary. add_bos_token still says that an eos comes
-    first.
-    """
+    """Then the converter knows the vocabulary; add_bos_token still says that an eos comes first."""
     transformers = pytest.importorskip("transformers", reason="needs the package transformers")
     folder = save(make("llama", tokenizer.vocab_size), tokenizer, tmp_path / "ckpt")
     ours = [tokenizer.encode(text).tolist() for text in TEXTS]
@@ -181,9 +175,7 @@ def completes(is_it: Callable, gguf: Path, prompt: str, *options) -> bool:
 
 
 def greedy(model: GPT, tokenizer, prompt: str) -> bytes:
-    """Return the prompt and its greedy continuation, up to a place where two tokens are about
-    equally likely.
-    """
+    """Return the prompt and its greedy continuation, until two tokens are about equally likely."""
     ids = [*tokenizer.prefix, *tokenizer.encode(prompt).tolist()]
     text = prompt.encode()
     while len(ids) < 40:

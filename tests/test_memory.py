@@ -84,7 +84,9 @@ def test_the_predicted_peak_of_a_random_shape_is_the_measured_one_within_5_perce
 
 
 COMBINATIONS = [  # preset, more, V, B, T, dtype, accum
-    ("gpt2", dict(dropout=0.1), 2000, 2, 1024, BF16, 1),  # the CPU's fused attention has no dropout
+    pytest.param(  # the CPU's fused attention has no dropout
+        *("gpt2", dict(dropout=0.1), 2000, 2, 1024, BF16, 1), marks=pytest.mark.slow
+    ),
     ("llama", GQA, 8000, 4, 256, FP32, 1),
     # Tied embeddings, few tokens and a large vocabulary: the embedding has two gradients of 4 V C
     # bytes each.
@@ -92,9 +94,7 @@ COMBINATIONS = [  # preset, more, V, B, T, dtype, accum
     ("gpt2", dict(n_embd=128), 151936, 1, 64, FP32, 1),
     ("llama", GQA | dict(tie_embeddings=True), 30000, 1, 64, BF16, 2),
     pytest.param(  # minimind_26m's shape
-        "llama",
-        dict(n_layer=8, n_embd=512, tie_embeddings=True),
-        *(151936, 1, 512, BF16, 1),
+        *("llama", dict(n_layer=8, n_embd=512, tie_embeddings=True), 151936, 1, 512, BF16, 1),
         marks=pytest.mark.slow,
     ),
 ]

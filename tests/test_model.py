@@ -69,9 +69,7 @@ def test_no_position_sees_the_future(name):
 
 
 def hidden_logits(model: GPT, x: torch.Tensor) -> torch.Tensor:
-    """Return the logits of every position, (B, T, V). The model returns those of the last position
-    only, so it is called with every prefix.
-    """
+    """Return all logits, (B, T, V), of every prefix: the model only returns the last ones."""
     return torch.stack([model(x[:, : t + 1]) for t in range(x.size(1))], dim=1)
 
 
@@ -113,9 +111,7 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(name):
 
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
 def test_the_chunked_loss_and_its_gradient_are_those_of_the_plain_one(dtype, error):
-    """There are 37 rows, of which 10 fit into a chunk. Some rows have no target, and some columns
-    are padding of the vocabulary.
-    """
+    """Of 37 rows, 10 fit into a chunk. Some rows have no target, and some columns are padding."""
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(37, 50_304, generator=rng).mul(3).to(dtype)
     logits[:, 50_257:] = -math.inf
@@ -293,9 +289,7 @@ def test_greedy_with_cache_equals_greedy_without_token_for_token(name):
 @pytest.mark.parametrize("name", ODD)
 @torch.no_grad()
 def test_a_step_that_is_recorded_once_serves_for_every_position(name):
-    """Like a CUDA graph, a trace keeps all Python numbers as they were when it was recorded. Only
-    tensors may change from step to step.
-    """
+    """A trace keeps Python's numbers, as a CUDA graph does: only tensors may change later."""
     model = make(name, scheme="xavier")
     prompt = ids(model, 3, 5)
     want = greedy_without_cache(model, prompt, 20)

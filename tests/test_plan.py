@@ -65,9 +65,7 @@ def test_iterations_a_second_are_the_tflops_of_the_field_notes(it_per_s, B, tflo
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations that torch runs. Views and empty tensors do not count: they need no
-    kernel.
-    """
+    """Counts what torch runs. Views and empty tensors do not count: they need no kernel."""
 
     NONE = {"detach", "_unsafe_view", "lift_fresh", "empty", "empty_like", "empty_strided"}
     count = 0
@@ -184,9 +182,7 @@ def test_a_sequence_of_one_token_waits_for_memory_and_one_of_8192_does_not(tmp_p
 
 
 def test_a_sequence_of_one_token_is_bound_by_launches_and_one_of_8192_is_not(tmp_path, capsys):
-    """The memory bandwidth of a V100 explains only a twentieth of the time that it was measured to
-    need for one token, and for 1024.
-    """
+    """Memory explains a twentieth of the time that a V100 needed for one token, and for 1024."""
     options = ["--batch_size=1", "--batch_tokens=1", "--gpu=v100-16g", "--compile=false"]
     one, long = (planned(tmp_path, f"--block_size={T}", *options)["roofline"] for T in (1, 8192))
     assert one["all"]["bound"] == "launches" and long["all"]["bound"] == "the device's work"
@@ -196,9 +192,7 @@ def test_a_sequence_of_one_token_is_bound_by_launches_and_one_of_8192_is_not(tmp
 
 
 def test_what_is_computed_stays_below_the_peak_where_mfu_does_not(tmp_path, capsys):
-    """MFU counts all of T x T, which is twice what attention computes. At T = 8192, this is more
-    than all other FLOPs of the model.
-    """
+    """MFU counts T x T, twice what attention computes. At 8192, this exceeds all other FLOPs."""
     found = planned(tmp_path, "--block_size=8192", "--batch_size=1", "--gpu=v100-16g")
     everything = found["roofline"]["all"]
     peak = found["device"]["tflops"]
@@ -371,9 +365,7 @@ def test_auto_compiles_on_cuda_and_for_long_runs_on_a_cpu(compile, kind, flops, 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of the address space that works")
 def test_batch_size_auto_steps_down_where_memory_runs_out_after_all(tiny_data, tmp_path):
-    """The process may grow by only 350 MB after it has made the model. The batch that is predicted
-    to fit needs more.
-    """
+    """The process may grow by only 350 MB. The batch that is predicted to fit needs more."""
     limited = (
         "import re, resource, sys\n"
         "import configurator, train\n"

@@ -37,9 +37,7 @@ def tiktoken_file(path: Path, extra: int = 0) -> Path:
 
 
 def prepare_set(tmp_path: Path, *inputs: Path, **options) -> tuple[Path, dict]:
-    """Run prepare.py, with a tokenizer of bytes unless `options` names another one. Return the
-    folder of the data set and its meta.json.
-    """
+    """Run prepare.py, by default with a tokenizer of bytes. Return the folder and its meta.json."""
     model = tiktoken_file(tmp_path / "bytes.tiktoken")
     options = {"tokenizer": model, "val_fraction": 0.3, "name": "set"} | options
     flags = [f"--{k}={v}" for k, v in options.items()]

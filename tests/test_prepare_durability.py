@@ -135,9 +135,7 @@ def test_a_worker_killed_by_the_system_is_one_clear_line_and_the_work_is_kept(
 
 @pytest.mark.slow
 def test_a_full_disk_is_one_clear_line_and_the_old_data_set_stays(corpus, reference, tmp_path):
-    """A limit on the size of files stands for a full disk: the same write fails, with another error
-    number.
-    """
+    """A limit on file sizes stands for a full disk: the write fails with another error number."""
     old = write_jsonl(tmp_path / "old.jsonl", make_records(40, seed=9))
     finish([old], tmp_path, f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}")
     before = contents(tmp_path / "set")

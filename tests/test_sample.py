@@ -60,9 +60,7 @@ def test_too_many_at_once_is_one_line(out, tiny_data, capsys):
 
 
 def test_streaming_never_splits_a_chinese_character(out, capsys, monkeypatch):
-    """The model answers in the byte tokens of a Chinese text, one in each step. What is written at
-    a time are whole characters.
-    """
+    """The model answers in byte tokens of a Chinese text, but only whole characters are written."""
     text = "龘龙舞九天😀。"  # characters outside the tiny vocabulary
     ids = load_tokenizer(newest_checkpoint(out / "run" / "ckpt")).encode(text)
     assert len(ids) > len(text)

@@ -124,8 +124,9 @@ NO_RESET = sweep.reset_peak(torch.device("cpu")) is None
 def test_the_peak_of_a_small_cell_behind_a_large_one_is_small():
     cfg = configurator.parse(sweep.SweepConfig, SMALL)
     machine = sweep.start(cfg.device, cfg.dtype)
-    cells = [sweep.measure(cfg, 32, B, 1, machine, 1.0) for B in (1, 512, 1)]
-    small, large, again = (cell["memory_gb"] for cell in cells)
+    cells = [sweep.measure(cfg, 32, B, 1, machine, 1.0) for B in (1, 1, 512, 1)]
+    # In the first, there may still be memory that earlier tests have left in this process.
+    _, small, large, again = (cell["memory_gb"] for cell in cells)
     assert large > small + 0.05 and again == pytest.approx(small, abs=0.05)
 
 

@@ -310,9 +310,7 @@ def train_round(job: str, data: Path, out: Path, reference: dict, rng: random.Ra
 
 
 def put_foreign_files(out: Path, r: Round) -> None:
-    """Put files of other programs into the run's folder, once it is the folder of a run. Earlier,
-    train.py would refuse to use it.
-    """
+    """Put files of other programs there. If there were no run yet, train.py would refuse them."""
     if r.foreign or not (out / "run" / "metrics.jsonl").exists():
         return
     r.foreign = [out / "run" / name for name in FOREIGN]
@@ -490,9 +488,7 @@ def uses(root: Path, ckpt: Path, data: Path) -> dict[str, Callable[[], Any]]:
 
 
 def flip_bits(count: int, seed: int, root: Path, wrong: list[str]) -> Counter:
-    """Flip one bit at a time. Print what goes wrong, and append it to `wrong`. Return how many
-    commands had which outcome.
-    """
+    """Flip bit after bit. Print what goes wrong and append it to `wrong`; count the outcomes."""
     data = make_data(root)[0] / "tiny"
     options = ["--schedule=constant", f"--data_dir={data.parent}", f"--out_dir={root / 'out'}"]
     run_here(train.main, *TINY, *options)

@@ -57,9 +57,7 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
 
 def put_checkpoints(root: Path, ckpt: Path) -> None:
     def relative(name: str) -> Path:
-        """Copy the checkpoint without its manifest. Its files are then not compared with any hash,
-        like those of another program.
-        """
+        """Copy the checkpoint without its manifest, so that no hash of its files is checked."""
         copy = Path(shutil.copytree(ckpt, root / name))
         (copy / "manifest.json").unlink()
         return copy

@@ -30,7 +30,7 @@ from training.runs import newest_checkpoint
 
 @pytest.mark.slow
 def test_killed_signalled_and_damaged_runs_end_identical(tmp_path, monkeypatch):
-    """Those that they must be identical to have a cold start, and torchrun."""
+    """The undisturbed runs, for comparison, start cold, and those of 2 ranks under torchrun."""
     monkeypatch.setattr(harness, "Popen", warm.Popen)
     monkeypatch.setattr(harness, "LIFE", 1.5)
     rounds = harness.soak(4, seed=1, parallel=1, root=tmp_path, jobs=["bf16", "2 processes"])
@@ -143,9 +143,7 @@ def test_another_batch_goes_on_with_the_next_window(finished, tiny_data, tmp_pat
 
 @pytest.mark.slow
 def test_another_number_of_processes_goes_on_with_the_same_windows(finished, tiny_data, tmp_path):
-    """Two processes continue the run after step 4. The place in the data is stored once for all
-    ranks, not for each of them.
-    """
+    """Two processes continue after step 4: all ranks have one place in the data together."""
     name = "step_00000004"
     shutil.copytree(finished / "ckpt" / name, tmp_path / "run" / "ckpt" / name)
     shutil.copy(finished / "metrics.jsonl", tmp_path / "run")
@@ -171,7 +169,7 @@ def test_settings_that_are_changed_on_resume_take_effect(finished, tiny_data, tm
 
 
 def launch(n: int, data: Path, out: Path, *options: str, launcher="", start=warm.Popen):
-    """A training that goes on; under torchrun itself, where options for that are given."""
+    """Start a training; return its process. With `launcher`, options of torchrun, torchrun starts it."""
     launch = f"-m torch.distributed.run --standalone --nproc_per_node={n} {launcher}".split()
     argv = [sys.executable, *(launch if n > 1 else []), str(REPO / "train.py"), *TINY]
     argv += [f"--data_dir={data}", f"--out_dir={out}", *options]
@@ -412,9 +410,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_no_failed_save(
 
 
 def test_saving_does_not_stop_the_training(tiny_data, tmp_path, monkeypatch):
-    """Training goes on while a checkpoint is written, and the checkpoint holds the state of its own
-    step.
-    """
+    """Training goes on during a save, and the checkpoint holds the state of its own step."""
     save = torch.save
     went_on = []
 

@@ -123,9 +123,7 @@ def test_overwrite_keeps_the_earlier_run_until_the_new_one_has_a_checkpoint(
 
 
 def test_a_folder_replaced_1_of_somebody_elses_stays(finished, tiny_data, tmp_path):
-    """It may be a run of that name, or a copy. A folder that train.py moved away holds a file that
-    says why it is there.
-    """
+    """It may be a copy, or a run of that name. A folder that train.py moved holds a note."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     for theirs in (run / "replaced-1", run / "ckpt" / "replaced-1"):

@@ -291,9 +291,7 @@ def test_a_refusal_leaves_no_folder_behind(corpus, tmp_path, refuses):
 
 
 def test_a_name_that_the_disk_takes_for_another_is_refused(corpus, tmp_path, refuses, monkeypatch):
-    """For example `Wiki` beside `wiki` on a disk that ignores case: the folder exists, but the list
-    of names has no such name.
-    """
+    """On a disk that ignores case, the folder `Wiki` exists if there is one named `wiki`."""
     prepare_set(tmp_path, corpus[0], name="set")
     monkeypatch.setattr(prepare.os, "listdir", lambda path: ["Set", ".set.tmp"])
     error = refuses(prepare.main, "--input", corpus[0], *options(tmp_path / "data"))
@@ -652,9 +650,7 @@ KINDS = {  # (suffix, --txt, encoding)
 
 
 def with_long_records(kind: str) -> tuple[str, list[str]]:
-    """Return a corpus with two records beyond LIMIT and one of exactly LIMIT, and the texts of the
-    records that are not beyond it.
-    """
+    """Return a corpus (two records beyond LIMIT, one of exactly LIMIT) and the texts that fit."""
     texts = [f"text {i}" for i in range(60)]
     if kind in ("line", "block"):
         over = "z" * (3 * LIMIT) if kind == "line" else ("z" * 99 + "\n") * (LIMIT // 99)
@@ -857,9 +853,7 @@ def test_chunks_are_small_however_their_records_are_nested(tmp_path):
 
 @pytest.mark.parametrize("module, suffix", [(bz2, ".bz2"), (lzma, ".xz")])
 def test_a_file_of_several_streams_is_read_whole_or_refused(tmp_path, refuses, module, suffix):
-    """pbzip2 and pixz write such files. Python's own readers take a damaged second stream for the
-    end of the file.
-    """
+    """pbzip2 and pixz write such files. Python's readers end silently at a damaged stream."""
     lines = [json.dumps({"text": f"document {i}"}).encode() + b"\n" for i in range(60)]
     first, second = (module.compress(b"".join(part)) for part in (lines[:40], lines[40:]))
     path = tmp_path / f"a.jsonl{suffix}"

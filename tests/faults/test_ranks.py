@@ -1,6 +1,6 @@
-"""Ranks that do not mean the same must not train together: each case is two processes.
+"""Ranks with different settings, data or checkpoints must not train together.
 
-They are started as torchrun does, by tests/warm.py; in one case it is torchrun itself.
+Each case is two processes. tests/warm.py starts them as torchrun does; in one case it is torchrun.
 """
 
 import json
@@ -18,7 +18,7 @@ from training.runs import newest_checkpoint
 
 pytestmark = pytest.mark.slow
 
-# train.py as rank 1 sees it on a computer of its own: {1} in an option is the rank.
+# Runs train.py as if each rank were on its own computer: {rank} in an option becomes the rank.
 ON_ITS_OWN = f"""
 import os, sys
 sys.path.insert(0, {str(REPO)!r})
@@ -35,7 +35,8 @@ def two(
     script = tmp_path / "of_a_rank.py"
     script.write_text(ON_ITS_OWN.replace("PATCH", patch))
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    argv = [sys.executable, *launch, *TINY, f"--data_dir={data}", f"--out_dir={tmp_path / 'out'}", *options]
+    folders = [f"--data_dir={data}", f"--out_dir={tmp_path / 'out'}"]
+    argv = [sys.executable, *launch, *TINY, *folders, *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return run(argv, capture_output=True, text=True, timeout=240, env=environment)
 
@@ -90,9 +91,7 @@ def of_another_step(node1: Path) -> str:
 
 @pytest.mark.parametrize("change", [lost, damaged, of_another_seed, of_another_step])
 def test_ranks_that_would_begin_elsewhere_are_refused(tiny_data, tmp_path, change):
-    """out_dir is on a disk of each computer. Rank 0 resumes, and rank 1 finds something else on its
-    disk, or nothing.
-    """
+    """Each rank has its own out_dir. Rank 0 resumes; rank 1 finds something else, or nothing."""
     run = train_tiny(tiny_data, tmp_path / "node0")
     shutil.copytree(tmp_path / "node0", tmp_path / "node1")
     message = change(tmp_path / "node1" / "run" / "ckpt" / "step_00000008")
