@@ -1,6 +1,6 @@
 """Compare the results of the working tree with those of another commit, bit for bit.
 
-    python tests/same_runs.py COMMIT
+    PYTHONPATH=. python tests/same_runs.py COMMIT
 
 Use it after a change that moves code and should not change any result. Both versions make the same
 short runs on this machine, because another CPU rounds differently: prepare.py; a demo in bf16; gpt2

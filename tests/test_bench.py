@@ -91,8 +91,8 @@ WHOLE = gzip.compress(b'{"text": "one"}\n{"text": "two"}\n')
 def test_a_tokenizer_that_cannot_be_downloaded_is_one_line(tmp_path, refuses, monkeypatch):
     from bench import prepare as bench_prepare
 
-    def offline(name):
-        raise ConnectionError("Name or service not known")  # like requests, an OSError
+    def offline(name):  # requests raises an OSError, too
+        raise ConnectionError("Name or service not known")
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     corpus = tmp_path / "c.jsonl.gz"

@@ -149,6 +149,14 @@ def test_a_run_leaves_all_that_it_promises(straight, tiny_data):
     assert not damage(checkpoint)
 
 
+def test_a_peak_that_was_measured_on_a_busy_machine_gives_no_mfu_above_100_percent(
+    tiny_data, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(train, "peak_tflops", lambda *_: (1e-9, "far too slow"))
+    run = train_tiny(tiny_data, tmp_path, "--peak_tflops=0")
+    assert set(metrics(run, "mfu").values()) == {None}
+
+
 def test_resume_is_bit_identical_to_never_having_stopped(straight, tiny_data, tmp_path):
     shutil.copytree(straight, tmp_path / "run")
     # The copy looks like a run that was killed in the middle of a line.

@@ -203,6 +203,9 @@ class Metrics:
         steps = done - clock.step
         rate = steps * plan.step_tokens / seconds
         tflops = rate * flops / 1e12
+        mfu = tflops / peak if peak else None
+        if mfu and mfu > 1 and self.machine.device.type == "cpu" and not self.cfg.peak_tflops:
+            mfu = None  # other programs slowed this machine down while its peak was measured
         tokens = plan.tokens_at(done)
         record = {
             "step": done,
@@ -213,7 +216,7 @@ class Metrics:
             "epoch": tokens / plan.epoch_tokens,
             "tokens_per_s": rate,
             "tflops": tflops,
-            "mfu": tflops / peak if peak else None,
+            "mfu": mfu,
             "step_ms": 1e3 * seconds / steps,
             "data_ms": 1e3 * clock.data / steps,
             "memory_gb": peak_memory(self.machine.device) / 1e9,

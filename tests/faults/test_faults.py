@@ -169,7 +169,7 @@ def test_settings_that_are_changed_on_resume_take_effect(finished, tiny_data, tm
 
 
 def launch(n: int, data: Path, out: Path, *options: str, launcher="", start=warm.Popen):
-    """Start a training; return its process. With `launcher`, options of torchrun, torchrun starts it."""
+    """Start a training; return its process. torchrun itself starts it if `launcher` has options."""
     launch = f"-m torch.distributed.run --standalone --nproc_per_node={n} {launcher}".split()
     argv = [sys.executable, *(launch if n > 1 else []), str(REPO / "train.py"), *TINY]
     argv += [f"--data_dir={data}", f"--out_dir={out}", *options]
@@ -231,7 +231,7 @@ def test_torchrun_hands_the_warning_of_slurm_to_all_ranks(tiny_data, tmp_path):
 @pytest.mark.slow
 def test_two_processes_never_write_one_run(tiny_data, tmp_path, refuses):
     """When torchrun is killed, its workers go on training, and may meet those of a new torchrun."""
-    process = launch(1, tiny_data, tmp_path, *ENDLESS, "--save_every=5")
+    process = launch(1, tiny_data, tmp_path, *ENDLESS, "--save_every=5", start=subprocess.Popen)
     harness.wait_for(process, lambda: newest_checkpoint(tmp_path / "run" / "ckpt"))
     for how in ("--overwrite", "--init_from=resume"):
         error = refuses(train.main, *options(tiny_data, tmp_path, how, "--max_steps=100000"))

@@ -70,7 +70,7 @@ def killed(data: Path, patch: str, *arguments, stdin: bytes = b"") -> None:
 
 
 def after_commit(number: int) -> str:
-    """Return a patch for killed(): die after this many commits of the journal and a write more."""
+    """Return a patch for killed(): die after this many commits of the journal and one more write."""
     return f"""
 write, commit, commits = prepare.Part.write, prepare.Part.commit, []
 def counting(*arguments):
@@ -470,7 +470,7 @@ def test_an_empty_last_file_belongs_to_a_process_too(tmp_path):
 
 
 def test_processes_that_see_other_files_are_an_error(corpus, tmp_path, monkeypatch):
-    """With another list of files, a process would take a share that overlaps with the others."""
+    """With another list of files, a process would not take the share that the others leave to it."""
     cfg = prepare.PrepareConfig(input=(str(corpus[0]), str(corpus[1])))
     monkeypatch.setattr(prepare, "gather", lambda value, world: [value, value[:1]])
     with pytest.raises(UserError, match="1.jsonl: not the same for the processes 0 and 1"):

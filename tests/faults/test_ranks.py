@@ -142,7 +142,8 @@ def broken(*args, **kwargs):
     return compile(*args, **kwargs)
 torch.compile = broken
 """
-    done = two(tmp_path, tiny_data, "--compile=true", "--batch_size=2", patch=patch)
+    options = ["--compile=true", "--batch_size=2", "--n_layer=1"]
+    done = two(tmp_path, tiny_data, *options, patch=patch)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"torch.compile failed on rank {rank}; going on without it" in done.stdout
     assert metrics(tmp_path / "out" / "run", "loss").keys() == set(range(1, 9))
