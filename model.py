@@ -186,8 +186,8 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     depends on the distance of their positions, but not on the positions themselves. The numbers i
     and i + hs/2 are a pair, as in Hugging Face's Llama.
 
-    The rotation is in fp32, because bf16 has too few bits for the angles of far positions.
-    torch.compile fuses the casts away.
+    The rotation is in fp32: with cos and sin rounded to bf16, the product would depend a little on
+    the positions themselves. torch.compile fuses the casts away.
     """
     cos, sin = rope  # (T, 1, hs) each
     a, b = x.chunk(2, dim=-1)  # (B, T, n, hs/2) each
@@ -233,6 +233,7 @@ class Attention(nn.Module):
         if cache is not None and T == 1:
             y = attend_past(q, k, v, cache.mask)  # (B, nh, 1, hs): the newest token sees all tokens
         else:
+            # In training, and with a prompt, nothing is in the cache before: past is 0.
             # Repeat each key/value head for the query heads of its group. With enable_gqa=True the
             # copies are not needed, but a V100 then uses a kernel that stores the T x T matrix.
             group = q.size(1) // k.size(1)
@@ -326,7 +327,8 @@ class GPT(nn.Module):
         x = self.wte(idx)  # (B, T, C)
         if self.wpe is not None:
             x = x + self.wpe.weight[positions]  # (B, T, C) + (T, C)
-        # Autocast leaves the residual stream in fp32: twice the bytes of bf16, and no better loss.
+        # Keep the residual stream in bf16. Autocast would leave it in fp32: twice the bytes, and no
+        # better loss (bench/LOG.md). In fp16 it could overflow, so with fp16 it stays in fp32.
         device = x.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
             x = x.bfloat16()
@@ -367,7 +369,7 @@ class GPT(nn.Module):
         reached it yields eos_id from then on. sample_token explains temperature, top_k and top_p.
 
         When block_size is full, the older half of the context is dropped, and the younger half goes
-        through the model again. Nearly all steps therefore compute one token only.
+        through the model again. Every other step computes only one token.
 
         Raises ArithmeticError if the logits are not finite.
         """
@@ -392,7 +394,8 @@ class GPT(nn.Module):
                 token = torch.where(done, eos_id, token)
                 done = done | (token == eos_id)
             idx = torch.cat((idx, token[:, None]), dim=1)  # (B, T + 1)
-            # One copy brings both numbers from the device: the CPU waits for it once per token.
+            # One copy brings both numbers from the device: the CPU waits once per token (with
+            # top_p, sample_token waits once more).
             total, ended = torch.stack((logits.sum(), done.all())).tolist()
             if not math.isfinite(total):
                 problem = "its weights are damaged, or need another dtype"
@@ -482,9 +485,10 @@ class KVCache:
     k and v, (n_layer, B, nkv, room, hs) each, are allocated once. They hold `length` tokens.
 
     On CUDA, decoding_step() records one step as a CUDA graph and replays it for every token. A
-    replay repeats each number that came from Python, such as a length. So the place of the new
-    token is then a tensor, `position` (1,), and attention goes over the whole room, with `mask`
-    (1, 1, 1, room), which is -inf where no token is stored yet.
+    replay freezes each number that came from Python, such as `length`, at its recorded value. So
+    the place of the new token is then a tensor, `position` (1,), and attention goes over the whole
+    room, with `mask` (1, 1, 1, room), which is -inf where no token is stored yet. Without CUDA both
+    stay None.
     """
 
     def __init__(
@@ -497,8 +501,8 @@ class KVCache:
         self.position = None
         self.mask = None
 
-    def fix(self, position: Tensor) -> None:
-        """Let the next step write at `position`, which may hold another number in each replay."""
+    def take_place_from(self, position: Tensor) -> None:
+        """Let the next step write at `position`, a tensor that each replay may change."""
         self.position = position
         ahead = torch.arange(self.k.size(3), device=position.device) > position  # (room,)
         mask = torch.zeros_like(ahead, dtype=self.k.dtype).masked_fill(ahead, -math.inf)
@@ -546,7 +550,8 @@ def sample_token(
         else:
             probs = likeliest
 
-    # Draw a number from [0, mass) and choose the first column whose cumulative sum is above it.
+    # Draw a number from [0, mass) and choose the first column whose cumulative sum is above it. On
+    # a CPU, torch.multinomial takes several times as long (bench/LOG.md).
     # The sums of V small numbers need fp64, which mps does not have.
     exact = torch.float32 if logits.device.type == "mps" else torch.float64
     sums = probs.cumsum(-1, dtype=exact)  # (B, columns)
@@ -565,7 +570,7 @@ def sample_token(
 
 
 # --------------------------------------------------------------------------------------------------
-# Initialisation schemes
+# Initialisation schemes: a reference. On a first reading, init_gpt2 is enough.
 #
 # Each function returns the standard deviation of a matrix. Its arguments are the matrix's role, its
 # fan_in i (columns), its fan_out o (rows), and the depth L = n_layer. The roles are
@@ -580,7 +585,8 @@ WRITES = ("out", "down")
 def init_gpt2(role: str, i: int, o: int, L: int) -> float:
     """0.02 for what reads the residual stream, 0.02 / sqrt(2 L) for what writes to it.
 
-    2 L matrices add to the stream. With this factor its variance does not grow with the depth.
+    2 L matrices add to the stream. With this factor its variance after the last block does not
+    depend on L.
     Source: GPT-2 report (Radford et al. 2019), section 2.3.
     """
     return 0.02 * (2 * L) ** -0.5 if role in WRITES else 0.02

@@ -79,9 +79,9 @@ from text.hf_tokenizer import hugging_face_files
 from text.look import describe_lengths, escaped, no_documents, report
 from text.merge import count, find_duplicates, merge
 from text.records import CONTROL, Cleaning, Tally
+from text.replay import run_loader, sample_texts
 from text.sources import Source, demo_sources, find_sources
 from text.tokenizer import SentencePiece
-from text.windows import run_loader, sample_texts
 from training.plots import read_metrics
 
 InputFormat = Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"]

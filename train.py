@@ -1,18 +1,23 @@
 """Train a GPT. The settings are in training/settings.py: `python train.py --help` prints them.
 
     python train.py config/demo.py                                     # on a CPU, or on one GPU
-    torchrun --nproc_per_node=6 train.py config/train_100m.py          # on six GPUs
-    python train.py config/train_100m.py --n_layer=2 --max_steps=20    # with other settings
+    torchrun --nproc_per_node=6 train.py config/train_100m.py --dataset=NAME    # on six GPUs
+    python train.py config/demo.py --n_layer=2 --max_steps=20          # with other settings
     python train.py config/demo.py --init_from=resume                  # from the newest checkpoint
     python train.py config/demo.py --init_from=FOLDER --run_name=new   # fine-tune a model
 
-Read this file from main() down. Its parts stand in the order in which they run: open the data and
-the model, plan the run, train. The training loop is loop(). One update of the weights is
+Read this file from main() down: main() locks the run's folder, train() sets the run up, and loop()
+trains. What they call follows below, in the order of the calls. One update of the weights is
 take_step() in training/step.py.
 
 Terms: B = batch_size, T = block_size. A *step* is one update of the weights. It consists of `accum`
 *micro-steps* on each of `world` processes (*ranks*); a micro-step reads B x T tokens. All intervals
-are counted in steps.
+are counted in steps. A *bad step* has a loss or gradient that is not finite; it leaves the weights
+as they are. A *window* is T + 1 tokens: T inputs, each with the token that follows as its target.
+
+Several processes work on one run. They keep together by three methods of `machine`: together(f)
+runs f on every rank, and if one fails, all of them stop; decide(f) runs f on rank 0 and gives its
+result to all ranks; gather(x) gives all ranks the list of every rank's x.
 """
 
 import gc
@@ -64,18 +69,18 @@ def main() -> None:
     cfg = parse(TrainConfig, doc=__doc__)
     machine = start(cfg.device, cfg.dtype)
     folder = Path(cfg.out_dir) / cfg.run_name
+    # Rank 0 locks the run's folder, so that no other process writes to it until the run is over.
     with ExitStack() as until_the_end:
 
         def lock_folder() -> Lock | None:
             return until_the_end.enter_context(run_folder(folder)) if machine.is_main else None
 
-        # Rank 0 locks the run's folder: until the run is over, no other process writes to it.
         lock = machine.together(lock_folder)
         train(cfg, machine, folder, lock)
 
 
 # --------------------------------------------------------------------------------------------------
-# Open the data and the model
+# Train
 
 
 @dataclass(frozen=True)
@@ -91,150 +96,6 @@ class Data:
 
     def epoch_tokens(self, block_size: int) -> int:
         return sum(windows.n_windows for windows in self.loader.splits) * block_size
-
-
-def open_data(cfg: TrainConfig) -> Data:
-    sets = open_datasets(cfg.dataset, cfg.data_dir)
-    val_windows = [open_windows(data, "val", cfg.block_size) for data in sets]
-    tokenizer = load_tokenizer(sets[0].folder)
-    return Data(sets, train_loader(sets, cfg.block_size, cfg.seed), val_windows, tokenizer)
-
-
-@memory_advice("for the weights alone: make n_layer or n_embd smaller")
-def open_model(
-    cfg: TrainConfig, machine: Machine, origin: Origin, sets: list[DataSet]
-) -> tuple[GPT, Earlier | None]:
-    """Return the model on its device, and what the checkpoint of a resumed run says about the run.
-
-    The weights are drawn at random, or come from the run's own checkpoint, or from another model.
-    """
-    wanted = model_config(cfg, sets[0].meta["vocab_size"])
-    earlier = None
-    if origin.path is None:
-        model = GPT(wanted)
-        torch.manual_seed(cfg.seed)  # the same weights on every rank
-        model.init_weights(cfg.init)
-    elif origin.resume:
-        if machine.local_rank == 0 and not machine.is_main:
-            check_copy(origin.path)  # on the computer of rank 0, find_origin() has checked it
-        earlier = read_training(origin.path)
-        # A run that fine-tunes a model has the shape of that model, whatever n_layer and the other
-        # settings say. So load_model() compares the settings also with the earlier settings.
-        known = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)}
-        before = model_config(replace(cfg, **known), wanted.vocab_size)
-        model = load_model(origin.path, cfg.dropout, wanted, before)
-        check_data(earlier, sets, origin.path)
-    else:
-        model = load_model(origin.path, cfg.dropout, wanted)
-        check_tokenizer(origin.path, sets, machine.say)
-        if warning := unverified(origin.path):
-            machine.say(f"note: {origin.path}: {warning}")
-    return model.to(machine.device), earlier
-
-
-def check_ranks(
-    cfg: TrainConfig, machine: Machine, origin: Origin, sets: list[DataSet], progress: Progress
-) -> None:
-    """Raise UserError on all ranks if one of them would train something else than the others."""
-    # Each computer may have its own paths and devices; the rest of these only concerns reports.
-    may_differ = "out_dir data_dir init_from device progress wandb wandb_project peak_tflops"
-    facts: dict[str, Any] = {k: v for k, v in asdict(cfg).items() if k not in may_differ.split()}
-    facts |= {"torch": torch.__version__, "dtype in use": str(machine.dtype)}
-    facts |= {"kind of device": machine.device.type, "resuming": origin.resume}
-    facts |= {"first step": progress.step, "first sample": progress.samples}
-    if origin.path is not None:
-        manifest = origin.path / MANIFEST
-        facts["checkpoint"] = "without a manifest"
-        if manifest.exists():
-            facts["checkpoint"] = file_sha256(manifest)[:12]
-    for data in sets:
-        for split, about in data.meta["splits"].items():
-            facts[f"{data.name}/{split}.bin"] = about["sha256"][:12]
-    machine.check_alike(facts)
-
-
-def verify_data(machine: Machine, sets: list[DataSet], progress: Progress) -> None:
-    """Verify the hashes of the data files, except those that the run has already verified.
-
-    On each computer one rank reads the files, and the others wait.
-    """
-
-    def verified_here() -> dict[str, list[int]]:
-        if machine.local_rank != 0:
-            return {}
-        return verify_new(sets, progress.data_files, machine.say)
-
-    of_all_ranks = machine.gather(machine.together(verified_here))
-    progress.data_files = {}
-    for stamps in of_all_ranks:
-        for path, stamp in stamps.items():
-            known = progress.data_files.setdefault(path, [])
-            if stamp not in known:
-                known.append(stamp)
-
-
-# --------------------------------------------------------------------------------------------------
-# Plan the run, and make the optimizer
-
-
-def plan_run(
-    cfg: TrainConfig,
-    machine: Machine,
-    model: GPT,
-    data: Data,
-    progress: Progress,
-    earlier: Earlier | None,
-) -> tuple[TrainConfig, Plan, bool]:
-    """Return the settings with a number for batch_size=auto, the plan, and whether to compile."""
-    epoch_tokens = data.epoch_tokens(cfg.block_size)
-    place = (progress.step, progress.samples)
-    # compile=auto depends on the length of the run, which is known before batch_size=auto is.
-    draft = make_plan(replace(cfg, batch_size=1), machine.world, epoch_tokens, *place)
-    flops = model.flops_per_token(cfg.block_size) * draft.tokens_at(draft.steps)
-    compiled = wants_compile(cfg, machine.device.type, flops)
-    if cfg.batch_size == "auto":
-        most = earlier.settings["batch_size"] if earlier else None
-        B = fit_batch(cfg, model, data.loader, machine, compiled, most)
-        cfg = replace(cfg, batch_size=B)
-    return cfg, make_plan(cfg, machine.world, epoch_tokens, *place), compiled
-
-
-def make_optimizer(
-    cfg: TrainConfig, machine: Machine, model: GPT, earlier: Earlier | None
-) -> tuple[torch.optim.AdamW, torch.amp.GradScaler]:
-    """Return AdamW and the scaler of fp16 gradients, which does nothing in other dtypes.
-
-    If the run is resumed, both continue in the state that the checkpoint holds.
-    """
-    groups = model.param_groups(cfg.weight_decay)
-    # take_step() tells a fused AdamW by found_inf to skip a bad step. The one for mps accepts
-    # found_inf but ignores it (torch 2.13).
-    fused = machine.device.type in ("cuda", "cpu")
-    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), fused=fused)
-    scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
-    if earlier:
-        # Take only the moments from the checkpoint: betas and weight decay may have changed.
-        moments = earlier.training.pop("optimizer")["state"]
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
-        if saved := earlier.training.pop("scaler"):  # empty if that process did not train in fp16
-            scaler.load_state_dict(saved)
-    return optimizer, scaler
-
-
-def say_what_is_resumed(
-    cfg: TrainConfig, machine: Machine, plan: Plan, origin: Origin, earlier: Earlier
-) -> None:
-    machine.say(f"resumed from {origin.path} at step {plan.begun_step}")
-    if changed := settings_changed(earlier, cfg):
-        since = "settings that changed since the checkpoint was written"
-        machine.say(f"{since}: {', '.join(changed)}")
-    if plan.steps == plan.begun_step:
-        longer = "to train longer, raise max_steps, max_epochs or max_tokens"
-        machine.say(f"nothing is left to do: {longer}")
-
-
-# --------------------------------------------------------------------------------------------------
-# Train
 
 
 @dataclass(frozen=True)
@@ -282,8 +143,10 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
 
     ckpt_dir = folder / "ckpt"
     machine.decide(lambda: sweep(ckpt_dir))  # what a killed process has left
-    if not origin.resume and (replaced := machine.decide(lambda: replace_run(folder))):
-        say(f"the earlier run's checkpoints are in {replaced} until this run has saved its own")
+    if not origin.resume:
+        replaced = machine.decide(lambda: replace_run(folder))  # with --overwrite: moves it aside
+        if replaced:
+            say(f"the earlier run's checkpoints are in {replaced} until this run has saved its own")
     reader = closing(read_ahead(data.loader, progress.samples, plan.batch_size, machine))
     with stop_signals() as signals, memory_advice(advice), reader as rows:
         metrics = machine.together(
@@ -299,12 +162,12 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
         )
         gave_up, stopping = loop(job, rows, peak_of_all, signals)
         saver.wait()
-        machine.gather(None)  # no rank ends before the last checkpoint is on the disk
+        machine.gather(None)  # wait for all ranks: the last checkpoint is on the disk when one ends
 
     metrics.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-    say_how_it_ended(job, folder, gave_up, stopping, signals)
+    end_run(job, folder, gave_up, stopping, signals)
 
 
 def loop(
@@ -329,8 +192,9 @@ def loop(
     clock = Clock(machine, start_step)
     batches = on_device(rows, machine, clock)
     stopping = False
-    for step in range(start_step, plan.steps + 1):  # the last turn only evaluates and saves
-        # Evaluate and save the weights as they are after `step` steps.
+    # At the top of an iteration, `step` steps are done: evaluate and save these weights. Then train
+    # one step more. The last iteration ends after its first half.
+    for step in range(start_step, plan.steps + 1):
         gave_up = progress.bad_in_a_row >= cfg.max_bad_steps
         last = step == plan.steps or stopping or gave_up
         if step > start_step and (step == plan.steps or step % cfg.eval_every == 0):
@@ -346,12 +210,14 @@ def loop(
         lr = lr_at(step, plan.steps, cfg)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        # What dropout draws depends on the step alone, not on where the run was resumed.
+        # What dropout draws depends on seed, step and rank, but not on where the run was resumed.
+        # 1,000,003 exceeds the number of ranks, so no two ranks share a seed in any two steps.
         torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)
         result = take_step(
             forward, model, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip, signals
         )
-        loss, stopping, grad_norm = result()  # the only wait of a step, while the optimizer runs
+        # This waits for the device, the only time in a step that is not logged or evaluated.
+        loss, stopping, grad_norm = result()
         samples = range(progress.samples, progress.samples + step_windows)
         outcome = progress.add_step(step_windows, loss, grad_norm, scaler)
 
@@ -365,6 +231,10 @@ def loop(
             job.metrics.log_step(done, loss, lr, grad_norm, flops, peak, clock)
         elif step == start_step:  # after a resume, the first step is a warm-up: do not time it
             clock.restart(done)
+
+
+# --------------------------------------------------------------------------------------------------
+# What the loop calls
 
 
 def on_device(rows: Iterator[np.ndarray], machine: Machine, clock: Clock) -> Iterator[Batch]:
@@ -391,22 +261,166 @@ def wants_checkpoint(job: Job, step: int, last: bool) -> bool:
 
     last: the run ends here.
     """
-    if not (last or step % job.cfg.save_every == 0 or step == job.progress.best_step):
-        return False
-    # A bad step was skipped: the weights are those from before it. At the end of the run they are
-    # worth saving, unless NaN or infinity in the weights themselves is the reason for the bad loss.
+    is_best = step == job.progress.best_step  # the evaluation of this step was the best so far
     if job.progress.bad_in_a_row:
-        return last and all_finite(job.model)
-    return True
+        # A bad step was skipped: the weights are those from before it. They are worth saving at the
+        # end, unless NaN or infinity in them is the reason for the bad loss, and if they are best.
+        return is_best or (last and all_finite(job.model))
+    return last or is_best or step % job.cfg.save_every == 0
 
 
 def all_finite(model: torch.nn.Module) -> bool:
     return all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-def say_how_it_ended(
-    job: Job, folder: Path, gave_up: bool, stopping: bool, signals: list[int]
+# --------------------------------------------------------------------------------------------------
+# Open the data and the model
+
+
+def open_data(cfg: TrainConfig) -> Data:
+    sets = open_datasets(cfg.dataset, cfg.data_dir)
+    val_windows = [open_windows(data, "val", cfg.block_size) for data in sets]
+    tokenizer = load_tokenizer(sets[0].folder)
+    return Data(sets, train_loader(sets, cfg.block_size, cfg.seed), val_windows, tokenizer)
+
+
+@memory_advice("for the weights alone: make n_layer or n_embd smaller")
+def open_model(
+    cfg: TrainConfig, machine: Machine, origin: Origin, sets: list[DataSet]
+) -> tuple[GPT, Earlier | None]:
+    """Return the model on its device, and what the checkpoint of a resumed run says about the run.
+
+    The weights are drawn at random, or come from the run's own checkpoint, or from another model.
+    """
+    wanted = model_config(cfg, sets[0].meta["vocab_size"])
+    earlier = None
+    if origin.path is None:
+        model = GPT(wanted)
+        torch.manual_seed(cfg.seed)  # the same weights on every rank
+        model.init_weights(cfg.init)
+    elif origin.resume:
+        if machine.local_rank == 0 and not machine.is_main:
+            check_copy(origin.path)  # on the computer of rank 0, find_origin() has checked it
+        earlier = read_training(origin.path)
+        # A run that fine-tunes a model has the shape of that model, whatever n_layer and the other
+        # settings say. So load_model() compares the settings also with the earlier settings.
+        known = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)}
+        before = model_config(replace(cfg, **known), wanted.vocab_size)
+        model = load_model(origin.path, cfg.dropout, wanted, before)
+        check_data(earlier, sets, origin.path)
+    else:
+        model = load_model(origin.path, cfg.dropout, wanted)
+        check_tokenizer(origin.path, sets, machine.say)
+        if warning := unverified(origin.path):
+            machine.say(f"note: {origin.path}: {warning}")
+    return model.to(machine.device), earlier
+
+
+def check_ranks(
+    cfg: TrainConfig, machine: Machine, origin: Origin, sets: list[DataSet], progress: Progress
 ) -> None:
+    """Raise UserError on all ranks if one of them would train differently from the others."""
+    # Each computer may have its own paths and devices; the other four only concern reports.
+    may_differ = "out_dir data_dir init_from device progress wandb wandb_project peak_tflops"
+    facts: dict[str, Any] = {k: v for k, v in asdict(cfg).items() if k not in may_differ.split()}
+    facts |= {"torch": torch.__version__, "dtype in use": str(machine.dtype)}
+    facts |= {"kind of device": machine.device.type, "resuming": origin.resume}
+    facts |= {"first step": progress.step, "first sample": progress.samples}
+    if origin.path is not None:
+        manifest = origin.path / MANIFEST
+        facts["checkpoint"] = "without a manifest"
+        if manifest.exists():
+            facts["checkpoint"] = file_sha256(manifest)[:12]
+    for data in sets:
+        for split, about in data.meta["splits"].items():
+            facts[f"{data.name}/{split}.bin"] = about["sha256"][:12]
+    machine.check_alike(facts)
+
+
+def verify_data(machine: Machine, sets: list[DataSet], progress: Progress) -> None:
+    """Verify the hashes of the data files, except those that the run has already verified.
+
+    On each computer one rank reads the files, and the others wait.
+    """
+
+    def verified_here() -> dict[str, list[int]]:
+        if machine.local_rank != 0:
+            return {}
+        return verify_new(sets, progress.data_files, machine.say)
+
+    # A stamp is [size, time of the last change] of a file. Computers may have different copies of a
+    # file, so a path has a list of stamps.
+    of_all_ranks = machine.gather(machine.together(verified_here))
+    progress.data_files = {}
+    for stamps in of_all_ranks:
+        for path, stamp in stamps.items():
+            known = progress.data_files.setdefault(path, [])
+            if stamp not in known:
+                known.append(stamp)
+
+
+# --------------------------------------------------------------------------------------------------
+# Plan the run, and make the optimizer
+
+
+def plan_run(
+    cfg: TrainConfig,
+    machine: Machine,
+    model: GPT,
+    data: Data,
+    progress: Progress,
+    earlier: Earlier | None,
+) -> tuple[TrainConfig, Plan, bool]:
+    """Return the settings with a number for batch_size=auto, the plan, and whether to compile."""
+    epoch_tokens = data.epoch_tokens(cfg.block_size)
+    place = (progress.step, progress.samples)
+    # compile=auto depends on the length of the run, which is known before batch_size=auto is.
+    draft = make_plan(replace(cfg, batch_size=1), machine.world, epoch_tokens, *place)
+    flops = model.flops_per_token(cfg.block_size) * draft.tokens_at(draft.steps)
+    compiled = wants_compile(cfg, machine.device.type, flops)
+    if cfg.batch_size == "auto":
+        most = earlier.settings["batch_size"] if earlier else None
+        B = fit_batch(cfg, model, data.loader, machine, compiled, most)
+        cfg = replace(cfg, batch_size=B)
+    return cfg, make_plan(cfg, machine.world, epoch_tokens, *place), compiled
+
+
+def make_optimizer(
+    cfg: TrainConfig, machine: Machine, model: GPT, earlier: Earlier | None
+) -> tuple[torch.optim.AdamW, torch.amp.GradScaler]:
+    """Return AdamW and the scaler of fp16 gradients, which does nothing in other dtypes.
+
+    If the run is resumed, both continue in the state that the checkpoint holds.
+    """
+    groups = model.param_groups(cfg.weight_decay)
+    # A fused AdamW skips a bad step by itself if found_inf is set (take_step). The one for mps
+    # ignores found_inf (torch 2.13), so there AdamW is not fused.
+    fused = machine.device.type in ("cuda", "cpu")
+    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), fused=fused)
+    scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
+    if earlier:
+        # Take only the moments from the checkpoint: betas and weight decay may have changed. pop()
+        # frees the memory of what has been taken.
+        moments = earlier.training.pop("optimizer")["state"]
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
+        if saved := earlier.training.pop("scaler"):  # empty if that process did not train in fp16
+            scaler.load_state_dict(saved)
+    return optimizer, scaler
+
+
+def say_what_is_resumed(
+    cfg: TrainConfig, machine: Machine, plan: Plan, origin: Origin, earlier: Earlier
+) -> None:
+    machine.say(f"resumed from {origin.path} at step {plan.begun_step}")
+    if changed := settings_changed(earlier, cfg):
+        since = "settings that changed since the checkpoint was written"
+        machine.say(f"{since}: {', '.join(changed)}")
+    if plan.steps == plan.begun_step:
+        longer = "to train longer, raise max_steps, max_epochs or max_tokens"
+        machine.say(f"nothing is left to do: {longer}")
+
+
+def end_run(job: Job, folder: Path, gave_up: bool, stopping: bool, signals: list[int]) -> None:
     """Do nothing if all went well. Else say what happened, and end with the exit code for it.
 
     Raises UserError if the last checkpoint could not be written, or if the run gave up.

@@ -156,7 +156,7 @@ def decoding_step(model: Callable, token: Tensor, cache: Any) -> Callable[[Tenso
     graph_position = torch.tensor([length], device=token.device)
 
     def work() -> Tensor:
-        cache.fix(graph_position)
+        cache.take_place_from(graph_position)
         return model(graph_token, cache=cache)
 
     # Each graph has a stream of its own: when torch frees a graph, it also frees the workspace that

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-# Before torch is imported: its threads wait for work without turning, which would take the
-# processor from the process beside this one.
+# Set this before torch is imported: its threads then sleep while they wait for work. Otherwise they
+# would spin, and take the CPU from other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import configurator
 import prepare

@@ -438,6 +438,7 @@ def test_auto_tokenizer_encodes_to_the_same_ids(kind, tiny_data, tmp_path, trans
         assert found.decode(want) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["gpt2", "llama", "qwen3"])
 def test_a_pipeline_continues_a_prompt_as_sample_does(
     preset, tiny_data, tmp_path, capsys, transformers

@@ -298,7 +298,7 @@ def test_a_step_that_is_recorded_once_serves_for_every_position(name):
 
     def step(token, position, k, v):
         cache.k, cache.v = k, v
-        cache.fix(position)
+        cache.take_place_from(position)
         return model(token, cache=cache).argmax(-1)
 
     recorded = make_fx(step)(token[:, None], torch.tensor([5]), cache.k, cache.v)

@@ -215,6 +215,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_output_does_not_depend_on_the_number_of_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "CHUNK", 2000)  # so that three workers have something to share
     corpus = write_jsonl(tmp_path / "c.jsonl", make_records(300))

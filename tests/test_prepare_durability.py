@@ -99,6 +99,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_in_the_same_bytes(
     assert not (tmp_path / ".set.tmp").exists()
 
 
+@pytest.mark.slow
 def test_workers_end_when_the_main_process_is_killed(corpus, tmp_path):
     argv = command(corpus, tmp_path, "--vocab_size=400", "--workers=2", TINY_SHARDS)
     run = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
@@ -154,6 +155,7 @@ def test_a_full_disk_is_one_clear_line_and_the_old_data_set_stays(corpus, refere
     assert contents(tmp_path / "set") == contents(reference)
 
 
+@pytest.mark.slow
 def test_a_restart_notices_that_its_input_has_changed(corpus, tmp_path):
     files = [write_jsonl(tmp_path / f"{i}.jsonl", make_records(2000, seed=i)) for i in range(2)]
     model = f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"
@@ -197,7 +199,7 @@ def test_a_file_that_cannot_be_read_is_named_whichever_process_meets_it(corpus, 
 def under_torchrun(
     n: int, corpus: list[Path], data: Path, *options: str, run=subprocess.run
 ) -> subprocess.CompletedProcess:
-    """With run=warm.run, as under torchrun."""
+    """Run prepare.py in n processes under torchrun. run=warm.run starts the ranks without it."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
     argv = [sys.executable, *launch, *command(corpus, data, *options)[1:]]
     return run(argv, capture_output=True, text=True, timeout=200)

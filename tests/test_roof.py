@@ -47,6 +47,7 @@ def found(tmp_path_factory) -> dict:
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_every_linear_layer_has_three_figures_and_all_have_one(found):
     assert [r["layer"] for r in found["gemms"]] == ["qkv", "proj", "gate", "up", "down", "lm_head"]
     rates = [r[k] for r in found["gemms"] for k in PRODUCTS]
@@ -54,6 +55,7 @@ def test_every_linear_layer_has_three_figures_and_all_have_one(found):
     assert min(rates) <= found["gemm_tflops"] <= max(rates)  # their mean, weighted by time
 
 
+@pytest.mark.slow
 def test_attention_has_a_row_for_every_backend_and_shape_and_one_is_the_default(found):
     rows = found["attention"]
     wanted = [(hs, backend) for hs in (64, 128, 16) for backend in roof.BACKENDS]
@@ -70,6 +72,7 @@ def test_attention_has_a_row_for_every_backend_and_shape_and_one_is_the_default(
     assert last["ms forward"] * last["forward"] == pytest.approx(flops * 1e-9)
 
 
+@pytest.mark.slow
 def test_memory_has_its_rows_and_bytes(found):
     rows = {r["operation"]: r for r in found["memory"]}
     losses = ["cross-entropy, eager"]
@@ -85,6 +88,7 @@ def test_memory_has_its_rows_and_bytes(found):
     assert rows["AdamW"]["of"] == n and mb["AdamW"] == pytest.approx(28 * n / 1e6)
 
 
+@pytest.mark.slow
 def test_the_roof_of_a_micro_step_is_the_sum_of_its_parts(found):
     *parts, everything = found["micro_step"]
     assert len(parts) == 4 and everything["ms"] == pytest.approx(sum(p["ms"] for p in parts))

@@ -120,6 +120,7 @@ def test_markdown_and_json_agree(tmp_path):
 NO_RESET = sweep.reset_peak(torch.device("cpu")) is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NO_RESET, reason="the peak of memory cannot be reset here")
 def test_the_peak_of_a_small_cell_behind_a_large_one_is_small():
     cfg = configurator.parse(sweep.SweepConfig, SMALL)

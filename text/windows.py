@@ -1,34 +1,38 @@
-"""The order of reading: which windows of tokens each training step reads.
+"""The order of reading: which windows of tokens a run trains on.
 
-This depends only on (seed, step). So a checkpoint does not save a position, a resumed run does
-not read again what came before, and each rank can compute its own share.
+Window number 0, 1, ... of a run depends only on the seed, the data sets with their shares, and
+block_size. So a checkpoint stores one number, how many windows were read. A resumed run starts at
+the right window at once, and each rank computes its own share of a step.
+
+The documents of a data set stand one after the other, each followed by an eos. A window may begin
+and end inside a document.
 """
 
-from collections.abc import Iterator
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 
 from configurator import UserError
-from text.dataset import DataSet, open_datasets, open_split
-from text.tokenizer import SentencePiece, Tiktoken
+from text.dataset import DataSet, open_split
 
 
 class Windows:
     """An endless sequence of windows over one split: T + 1 tokens each, and T tokens apart.
 
+    A window has one token more than T, because it gives both the inputs (its first T tokens) and
+    the targets (its last T tokens: the one that follows each input).
+
     The sequence consists of epochs. Each epoch visits every window once. The order of the windows
     and the offset of the first window are drawn anew for each epoch, from (seed, epoch).
 
-    tokens: (tokens,). block_size: T.
+    tokens: all token ids of the split, (n,). block_size: T.
     """
 
     def __init__(self, tokens: np.ndarray, block_size: int, seed: tuple[int, ...]):
         self.tokens = tokens
         self.block_size = block_size
         self.seed = seed
-        # So many windows fit into the split for every possible offset.
+        # This many windows fit at every offset from 0 to T - 1.
         self.n_windows = max(1, (len(tokens) - block_size) // block_size)
         # The last two epochs: a batch may contain the end of one and the beginning of the next.
         self.epochs: dict[int, tuple[int, np.ndarray]] = {}
@@ -43,19 +47,19 @@ class Windows:
             self.epochs[epoch] = offset, rng.permutation(self.n_windows)
         return self.epochs[epoch]
 
-    def start(self, sample: int) -> int:
-        """Return where window number `sample` of the endless sequence begins in the split."""
-        epoch, i = divmod(sample, self.n_windows)
+    def start(self, number: int) -> int:
+        """Return where window `number` of the endless sequence begins in the split."""
+        epoch, i = divmod(number, self.n_windows)
         offset, order = self.epoch(epoch)
         return offset + int(order[i]) * self.block_size
 
-    def fixed_starts(self, tokens: int) -> list[int]:
+    def fixed_starts(self, n_tokens: int) -> list[int]:
         """Return the starts of the windows for evaluation, which are always the same.
 
-        They contain about `tokens` tokens (0: all), and are spread evenly over the split.
+        They contain about `n_tokens` tokens (0: all), and are spread evenly over the split.
         """
         n = (len(self.tokens) - 1) // self.block_size
-        count = min(n, max(1, tokens // self.block_size)) if tokens else n
+        count = min(n, max(1, n_tokens // self.block_size)) if n_tokens else n
         return [int(i) * self.block_size for i in np.linspace(0, n - 1, count).round()]
 
     def row(self, start: int) -> np.ndarray:
@@ -64,40 +68,38 @@ class Windows:
 
 
 class Loader:
-    """The samples of a run: windows of one split, or of several splits mixed by given shares.
+    """The windows of a run, from the training split of one data set, or of several that are mixed.
 
     Mixing happens here and not in prepare.py. So other shares need no new tokens, every data set
     keeps its own counts and hashes, and each window of a data set is still visited once in each of
     its epochs.
 
-    The shares are kept with whole numbers, in the way a straight line is drawn on a screen
-    (Bresenham, 1965). After n samples a data set has had n x share of them, within 1 if there are
-    two data sets. The number of a sample in its own data set is known without counting.
+    Example: with the shares 7/10 and 3/10, the windows 0 to 9 come from the splits
+    1 0 0 1 0 0 1 0 0 0. After n windows, a split has had n x share of them, rounded down; of two
+    splits, the second has had the rest. Each further split may add 1 to the difference. pick()
+    computes this for any window without counting the windows before it.
     """
 
     def __init__(self, splits: list[Windows], weights: list[Fraction]):
         self.splits = splits
-        # The share of each split in the samples that the splits before it do not take.
-        self.shares = [w / sum(weights[k:]) for k, w in enumerate(weights)]
+        # The share of each split in the windows that the splits before it leave.
+        self.share_of_rest = [w / sum(weights[k:]) for k, w in enumerate(weights)]
 
-    def pick(self, sample: int) -> tuple[int, int]:
-        """Return (split, its own sample number) of sample 0, 1, ... of the run."""
-        k = 0
-        while True:
-            share = self.shares[k]
-            # `sample` is counted here among the samples that the splits before k do not take.
-            # Of those that come before it, split k takes this many.
-            before = sample * share.numerator // share.denominator
-            after = (sample + 1) * share.numerator // share.denominator
-            if after > before:  # always true for the last split: its share is 1
+    def pick(self, number: int) -> tuple[int, int]:
+        """Return (split, number in the sequence of that split) of window `number` of the run."""
+        for k, share in enumerate(self.share_of_rest):
+            # Split k takes this window if its whole number of windows grows with it.
+            before = number * share.numerator // share.denominator
+            after = (number + 1) * share.numerator // share.denominator
+            if after > before:
                 return k, before
-            sample -= before
-            k += 1
+            number -= before  # the windows that split k leaves are numbered anew
+        raise AssertionError("the last split takes all windows that are left: its share is 1")
 
     def starts(self, first: int, count: int) -> list[tuple[int, int]]:
-        """Return (split, start) of the samples first ... first + count - 1 of the run."""
+        """Return (split, start) of the windows first ... first + count - 1 of the run."""
         picked = map(self.pick, range(first, first + count))
-        return [(k, self.splits[k].start(sample)) for k, sample in picked]
+        return [(k, self.splits[k].start(number)) for k, number in picked]
 
     def rows(self, starts: list[tuple[int, int]]) -> np.ndarray:
         """Return the windows that begin at `starts`, (B, T + 1)."""
@@ -120,51 +122,3 @@ def train_loader(sets: list[DataSet], block_size: int, seed: int) -> Loader:
     """Return the Loader over the training splits of the data sets, mixed by their weights."""
     windows = [open_windows(data, "train", block_size, (seed, k)) for k, data in enumerate(sets)]
     return Loader(windows, [data.weight for data in sets])
-
-
-def run_loader(path: Path, records: list[dict], step: int) -> tuple[list[DataSet], Loader, range]:
-    """Return (data sets, loader, samples of the step) of a run.
-
-    path: its metrics.jsonl, for error messages. records: the content of that file, which includes
-    the settings of the run. step: counted from 1, as in the log, metrics.jsonl and bad_steps/.
-    Raises UserError if the records do not say what the step trained on, or if a data set was made
-    again since then.
-    """
-    # A record with settings is written when a run begins, and when it resumes with other settings.
-    # Its "step" is the number of steps before that, so it is smaller than the steps it describes.
-    with_settings = [r for r in records if "settings" in r and r["step"] < step]
-    if not with_settings:
-        raise UserError(f"{path}: it has no settings of a run that began before step {step}")
-    begun = with_settings[-1]
-    try:
-        last = begun["steps"] if "steps" in begun else max(record["step"] for record in records)
-        if step > last:
-            raise UserError(f"--step={step}: the run ends with step {last}")
-        settings = begun["settings"]
-        samples = begun["step_samples"]
-        sets = open_datasets(settings["dataset"], settings["data_dir"])
-        for data in sets:
-            if data.meta["splits"]["train"]["sha256"] != begun["data"][data.name]:
-                what = "made again since the run: it no longer holds what the step trained on"
-                raise UserError(f"{data.folder}: {what}")
-        loader = train_loader(sets, settings["block_size"], settings["seed"])
-        first = begun["first_sample"] + (step - 1 - begun["step"]) * samples
-        return sets, loader, range(first, first + samples)
-    except (KeyError, TypeError, ValueError) as e:
-        what = f"the settings of its run are damaged ({type(e).__name__}: {e})"
-        raise UserError(f"{path}: {what}") from None
-
-
-def sample_texts(
-    sets: list[DataSet], loader: Loader, samples: range, tokenizer: SentencePiece | Tiktoken
-) -> Iterator[tuple[str, str]]:
-    """Yield (where it comes from, its text) for each of these samples of a run."""
-    eos_id = tokenizer.eos_id
-    starts = loader.starts(samples.start, len(samples))
-    for sample, (k, start) in zip(samples, starts, strict=True):
-        ids = loader.rows([(k, start)])[0]
-        texts = []
-        for part in np.split(ids, np.flatnonzero(ids == eos_id)):
-            texts.append(tokenizer.decode([i for i in part.tolist() if i != eos_id]))
-        place = f"tokens {start:,} to {start + len(ids) - 1:,}"
-        yield f"sample {sample:,}: {sets[k].name}/train.bin, {place}", "<eos>".join(texts)

@@ -25,8 +25,9 @@ from hardware.kernels import attention_kernel
 from hardware.machine import Machine, capacity
 from model import GPT
 from text.dataset import DataSet
+from text.replay import sample_texts
 from text.tokenizer import SentencePiece, Tiktoken
-from text.windows import sample_texts, train_loader
+from text.windows import train_loader
 from training.huggingface import caveat, hf_class
 from training.memory import Step, largest_batch, needed
 from training.plan import Plan

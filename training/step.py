@@ -16,13 +16,16 @@ from text.windows import Loader
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, both (B, T)
 
 
-def read_ahead(loader: Loader, sample: int, B: int, machine: Machine) -> Iterator[np.ndarray]:
-    """Yield this rank's batches of windows, (B, T + 1) each, from window `sample` of the run on.
+def read_ahead(loader: Loader, first: int, B: int, machine: Machine) -> Iterator[np.ndarray]:
+    """Yield this rank's batches of windows, (B, T + 1) each, from window `first` of the run on.
+
+    The ranks take turns: row r of micro-step m on a rank is window
+    first + (m * world + rank) * B + r. So 4 ranks without accumulation and 2 ranks with two
+    micro-steps read the same windows in a step.
 
     A thread reads the next batch while the model trains on the current one.
     """
-    # The ranks take turns: rank 0 reads the first B windows, rank 1 the next B, and so on.
-    firsts = itertools.count(sample + machine.rank * B, machine.world * B)
+    firsts = itertools.count(first + machine.rank * B, machine.world * B)
 
     def read() -> np.ndarray:
         return loader.rows(loader.starts(next(firsts), B))
@@ -61,6 +64,10 @@ def take_step(
 ) -> Callable[[], tuple[float, bool, float]]:
     """Update the weights once, with the gradients of `accum` batches on each rank.
 
+    On a GPU the host runs ahead: it starts the forward and backward passes, the sum over the ranks
+    and the update one after the other, without waiting. Only then does the caller wait, for the
+    loss alone, while the device still updates the weights.
+
     forward: the function (x, y) -> loss that runs the model: the model itself, or the model
     compiled or wrapped in DDP. grad_clip: the largest norm of the gradient; 0: no clipping.
     signals: the list of signals that this rank has caught, which may grow during the step. A step
@@ -70,29 +77,31 @@ def take_step(
     whether any rank was told to stop, and the norm of the gradient before clipping.
     """
     # 1. Forward and backward: the gradients of all micro-steps add up.
-    no_sync = getattr(forward, "no_sync", nullcontext)  # only DDP has this method
-    loss_sum = torch.zeros((), device=machine.device)
+    no_sync = getattr(forward, "no_sync", nullcontext)  # only DDP has it, compiled or not
+    mean_loss = torch.zeros((), device=machine.device)  # of this rank
     for micro in range(accum):
         x, y = next(batches)
-        # DDP sums the gradients of all ranks in the last micro-step only. It decides in the forward
-        # pass whether the backward pass will do so: both must run inside no_sync().
+        # DDP averages the gradients over the ranks, in the last micro-step only. It decides in the
+        # forward pass whether the backward pass will do so: both must run inside no_sync().
         with nullcontext() if micro == accum - 1 else no_sync():
             with machine.autocast():
                 loss = forward(x, y) / accum  # batches have equal sizes: a mean of means is right
             scaler.scale(loss).backward()
-        loss_sum += loss.detach()
+        mean_loss += loss.detach()
 
     # 2. Clip the gradient, and start to send the loss and the norm to the host.
     scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    facts = agree(loss_sum, len(signals) > 0, grad_norm, machine)
+    facts = agree(mean_loss, len(signals) > 0, grad_norm, machine)
     facts_on_host = machine.fetch(facts)
 
     # 3. Update the weights, unless the loss or the gradient is not finite.
     if scaler.is_enabled():
+        # fp16 cannot hold numbers below 6e-8. So the loss, and with it all gradients, was multiplied
+        # by a large scale; unscale_() above has divided the gradients by it again.
         scaler.step(optimizer)  # skips the step if the gradient is not finite
-        scaler.update()  # after such a step, lowers the scale
-    elif optimizer.defaults["fused"]:
+        scaler.update()  # after such a step, lowers the scale; after many good ones, raises it
+    elif optimizer.defaults.get("fused"):
         # The same flag by which GradScaler tells a fused optimizer to skip the step. The device
         # reads it, so the host does not have to wait for the loss.
         optimizer.found_inf = 1.0 - facts.isfinite().all().float()
@@ -102,7 +111,7 @@ def take_step(
     optimizer.zero_grad(set_to_none=True)
 
     def wait() -> tuple[float, bool, float]:
-        mean_loss, stopping, norm = facts_on_host()
-        return mean_loss, stopping > 0, norm
+        loss_of_all, stopping, norm = facts_on_host()
+        return loss_of_all, stopping > 0, norm
 
     return wait

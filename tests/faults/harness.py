@@ -59,7 +59,7 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 STEPS = 40
-LIFE = 6  # seconds: a kill at a random time comes within them
+LIFE = 6  # seconds after the start, in which a "kill at a random time" comes
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 COMMON = [*TINY, f"--max_steps={STEPS}", "--save_every=4", "--eval_every=6", "--dropout=0.1"]
 COMMON += ["--init_from=auto", "--n_embd=64"]
@@ -310,7 +310,7 @@ def train_round(job: str, data: Path, out: Path, reference: dict, rng: random.Ra
 
 
 def put_foreign_files(out: Path, r: Round) -> None:
-    """Put files of other programs there. If there were no run yet, train.py would refuse them."""
+    """Put files of other programs there, once there is a run: train.py begins none beside them."""
     if r.foreign or not (out / "run" / "metrics.jsonl").exists():
         return
     r.foreign = [out / "run" / name for name in FOREIGN]

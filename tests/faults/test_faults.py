@@ -257,6 +257,15 @@ def poison(monkeypatch, *bad_calls: int, value: float = float("nan")) -> None:
     monkeypatch.setattr(train.GPT, "forward", broken)
 
 
+def test_the_best_weights_are_saved_though_the_step_before_their_evaluation_was_bad(
+    tiny_data, tmp_path, monkeypatch
+):
+    poison(monkeypatch, 6, 7)  # step 4, after which the first evaluation is the best so far
+    run = train_tiny(tiny_data, tmp_path, "--save_every=100")
+    assert (run / "bad_steps" / "step_00000004.txt").exists()
+    assert metrics(run, "saved").keys() == {4, 8}
+
+
 def test_a_step_that_is_not_finite_is_skipped_counted_and_its_texts_are_kept(
     tiny_data, tmp_path, monkeypatch, capsys
 ):
@@ -344,6 +353,7 @@ def test_an_fp16_run_whose_gradient_overflows_at_every_scale_ends(
     assert "4 steps in a row without a finite loss and gradient, the last at step 7" in error
 
 
+@pytest.mark.slow
 def test_a_leap_of_the_loss_is_a_warning(tiny_data, tmp_path, monkeypatch, capsys):
     poison(monkeypatch, 2 * 45, value=3.0)
     run = train_tiny(tiny_data, tmp_path, "--max_steps=60", "--eval_every=100", "--lr=1e-4")

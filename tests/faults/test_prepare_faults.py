@@ -70,7 +70,7 @@ def killed(data: Path, patch: str, *arguments, stdin: bytes = b"") -> None:
 
 
 def after_commit(number: int) -> str:
-    """Return a patch for killed(): die after this many commits of the journal and one more write."""
+    """Return a patch for killed(): die one write after this many commits of the journal."""
     return f"""
 write, commit, commits = prepare.Part.write, prepare.Part.commit, []
 def counting(*arguments):
@@ -99,6 +99,7 @@ def tree(folder: Path) -> dict[str, str]:
 # -- nothing is deleted or cut --
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["other settings", "more files"])
 def test_a_data_set_that_shares_files_with_the_scratch_folder_is_not_cut(corpus, tmp_path, then):
     """A kill right after the exchange of the folders leaves each .bin file with two names."""
@@ -265,6 +266,7 @@ folders.put_in_place = lambda *arguments: (put(*arguments), ({KILL})())
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", KILLS)
 def test_a_kill_at_the_two_renames_loses_no_data_set(corpus, reference, tmp_path, refuses, at):
     """On a disk that cannot exchange two names, the old data set has another name for a moment."""
@@ -448,6 +450,7 @@ def test_a_file_that_changes_between_readings_is_an_error(corpus, tmp_path, refu
     assert "c.jsonl: it changed while it was read" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["the same", "another"])
 def test_standard_input_goes_on_if_the_same_is_piped(corpus, tmp_path, capsys, monkeypatch, then):
     model = f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"
@@ -470,7 +473,7 @@ def test_an_empty_last_file_belongs_to_a_process_too(tmp_path):
 
 
 def test_processes_that_see_other_files_are_an_error(corpus, tmp_path, monkeypatch):
-    """With another list of files, a process would not take the share that the others leave to it."""
+    """With another list of files, a process would take another share than is left to it."""
     cfg = prepare.PrepareConfig(input=(str(corpus[0]), str(corpus[1])))
     monkeypatch.setattr(prepare, "gather", lambda value, world: [value, value[:1]])
     with pytest.raises(UserError, match="1.jsonl: not the same for the processes 0 and 1"):
@@ -591,6 +594,7 @@ def test_what_prepare_writes_is_never_read_as_a_corpus(corpus, tmp_path, refuses
 NAMES = [b"\xb2\xe2\xca\xd4", "测试".encode(), b"caf\xe9 ["]  # GBK, UTF-8, Latin-1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("locale", ["UTF-8", "C"])
 def test_names_of_files_may_be_any_bytes_in_any_locale(corpus, tmp_path, locale):
     folder = os.fsencode(tmp_path) + b"/" + NAMES[0]
@@ -758,6 +762,7 @@ def test_a_row_of_parquet_beyond_the_limit_is_bad(tmp_path):
     assert meta["records"]["examples"] == [f"{path}: row 31: {TOO_LONG}"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_a_record_beyond_the_limit_ends_in_the_same_bytes(tmp_path):
     records = make_records(300)
     records[150]["summary"] = "z" * LIMIT

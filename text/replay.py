@@ -1,0 +1,59 @@
+"""What a step of an earlier run has read: its windows, found again from metrics.jsonl, as text."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from configurator import UserError
+from text.dataset import DataSet, open_datasets
+from text.tokenizer import SentencePiece, Tiktoken
+from text.windows import Loader, train_loader
+
+
+def run_loader(path: Path, records: list[dict], step: int) -> tuple[list[DataSet], Loader, range]:
+    """Return (data sets, loader, samples of the step) of a run.
+
+    path: its metrics.jsonl, for error messages. records: the content of that file, which includes
+    the settings of the run. step: counted from 1, as in the log, metrics.jsonl and bad_steps/.
+    Raises UserError if the records do not say what the step trained on, or if a data set was made
+    again since then.
+    """
+    # A record with settings is written when a run begins, and when it resumes with other settings.
+    # Its "step" is the number of steps before that, so it is smaller than the steps it describes.
+    with_settings = [r for r in records if "settings" in r and r["step"] < step]
+    if not with_settings:
+        raise UserError(f"{path}: it has no settings of a run that began before step {step}")
+    begun = with_settings[-1]
+    try:
+        last = begun["steps"] if "steps" in begun else max(record["step"] for record in records)
+        if step > last:
+            raise UserError(f"--step={step}: the run ends with step {last}")
+        settings = begun["settings"]
+        samples = begun["step_samples"]
+        sets = open_datasets(settings["dataset"], settings["data_dir"])
+        for data in sets:
+            if data.meta["splits"]["train"]["sha256"] != begun["data"][data.name]:
+                what = "made again since the run: it no longer holds what the step trained on"
+                raise UserError(f"{data.folder}: {what}")
+        loader = train_loader(sets, settings["block_size"], settings["seed"])
+        first = begun["first_sample"] + (step - 1 - begun["step"]) * samples
+        return sets, loader, range(first, first + samples)
+    except (KeyError, TypeError, ValueError) as e:
+        what = f"the settings of its run are damaged ({type(e).__name__}: {e})"
+        raise UserError(f"{path}: {what}") from None
+
+
+def sample_texts(
+    sets: list[DataSet], loader: Loader, samples: range, tokenizer: SentencePiece | Tiktoken
+) -> Iterator[tuple[str, str]]:
+    """Yield (where it comes from, its text) for each of these samples of a run."""
+    eos_id = tokenizer.eos_id
+    starts = loader.starts(samples.start, len(samples))
+    for sample, (k, start) in zip(samples, starts, strict=True):
+        ids = loader.rows([(k, start)])[0]
+        texts = []
+        for part in np.split(ids, np.flatnonzero(ids == eos_id)):
+            texts.append(tokenizer.decode([i for i in part.tolist() if i != eos_id]))
+        place = f"tokens {start:,} to {start + len(ids) - 1:,}"
+        yield f"sample {sample:,}: {sets[k].name}/train.bin, {place}", "<eos>".join(texts)
