@@ -1,6 +1,7 @@
 import json
 import math
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -116,6 +117,16 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 def same(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("world", [1, 6])
+@pytest.mark.parametrize("B", [2, 3, 5, 7, 17, 26])
+def test_the_advice_for_a_step_that_does_not_fit_keeps_its_tokens(B, world):
+    sizes = ["--block_size=1024", "--batch_tokens=524_288"]
+    plan = make_plan(config(*sizes, f"--batch_size={B}"), world, 10_000)
+    flags = re.findall(r"--\S+", plan.smaller(1024))
+    smaller = make_plan(config(*sizes, *flags), world, 10_000)
+    assert smaller.batch_size <= B // 2 and smaller.step_tokens == plan.step_tokens
 
 
 @pytest.fixture(scope="module")

@@ -37,6 +37,11 @@ ONLY_OURS = (
 
 def hf_class(c: GPTConfig) -> str | None:
     """Return the transformers class that computes exactly this architecture, or None."""
+    # A field of GPTConfig that no class has, such as one that you add, must be at its default.
+    known = GPT2_KEYS | LLAMA_KEYS | PRESETS["llama"]
+    for field in fields(c):
+        if field.name not in known and getattr(c, field.name) != field.default:
+            return None
     gelu = c.mlp in ("gelu", "gelu_tanh")
     if gelu and (c.pos, c.norm, c.qk_norm) == ("learned", "layernorm", False):
         same_heads = c.n_kv_head == c.n_head and c.head_dim * c.n_head == c.n_embd

@@ -31,8 +31,10 @@ class Plan:
         """Return the advice for a run that does not fit into memory: which option to change."""
         B = self.batch_size
         if B > 1:
-            same = f"the step keeps its {self.step_tokens:,} tokens: the same training"
-            return f"at batch_size={B}: try --batch_size={B // 2} ({same})"
+            sequences = B * self.accum  # of a rank in a step; with a divisor they stay as many
+            fewer = max(b for b in range(1, B // 2 + 1) if sequences % b == 0)
+            flags = f"--batch_size={fewer} --batch_tokens={self.step_tokens}"
+            return f"at batch_size={B}: try {flags} (more micro-steps, the same training)"
         return f"at batch_size={B}: try --block_size={block_size // 2}, or a smaller model"
 
 

@@ -216,7 +216,10 @@ def check_data(earlier: Earlier, sets: list[DataSet], folder: Path) -> None:
     if differ:
         wrong = f"checkpoint {folder} was trained with other data: {'; '.join(differ)}"
         new = f"start a new run with --init_from={folder} --run_name=NAME"
-        raise UserError(f"{wrong}: prepare the same data again, or {new}")
+        same = "prepare the same data again"
+        if "missing" in wrong:
+            same = "give the same --dataset as before"
+        raise UserError(f"{wrong}: {same}, or {new}")
 
 
 def check_tokenizer(folder: Path, sets: list[DataSet], say: Callable[[str], None]) -> None:

@@ -97,8 +97,8 @@ def take_step(
 
     # 3. Update the weights, unless the loss or the gradient is not finite.
     if scaler.is_enabled():
-        # fp16 cannot hold numbers below 6e-8. So the loss, and with it all gradients, was multiplied
-        # by a large scale; unscale_() above has divided the gradients by it again.
+        # fp16 cannot hold numbers below 6e-8. So the loss, and with it each gradient, was
+        # multiplied by a large scale; unscale_() above has divided the gradients by it again.
         scaler.step(optimizer)  # skips the step if the gradient is not finite
         scaler.update()  # after such a step, lowers the scale; after many good ones, raises it
     elif optimizer.defaults.get("fused"):

@@ -463,7 +463,7 @@ def test_out_of_memory_says_which_flags_would_fit(tiny_data, tmp_path, monkeypat
 
     monkeypatch.setattr(train.GPT, "forward", forward)
     said = refuses(train.main, *options(tiny_data, tmp_path))
-    fits = "try --batch_size=2 (the step keeps its 256 tokens"
+    fits = "try --batch_size=2 --batch_tokens=256 (more micro-steps, the same training)"
     assert f"out of memory at batch_size=4: {fits}" in said
     said = refuses(train.main, *options(tiny_data, tmp_path, "--batch_size=1", "--overwrite"))
     assert "try --block_size=16, or a smaller model" in said

@@ -509,7 +509,7 @@ def test_metrics_that_vanish_during_a_run_are_written_again(
                 (tmp_path / "new").replace(path)
             else:  # in one step, as a thread may be saving there
                 path.parent.rename(tmp_path / "gone")
-                shutil.rmtree(tmp_path / "gone")
+                shutil.rmtree(tmp_path / "gone", ignore_errors=True)
         write(self, record, *args, **kwargs)
 
     monkeypatch.setattr(report.Metrics, "write", meddle)
