@@ -108,7 +108,7 @@ class Job:
     data: Data
     model: GPT
     forward: Callable  # the model as it runs: compiled, in DDP, or the model itself
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     progress: Progress
     metrics: Metrics
@@ -387,7 +387,7 @@ def plan_run(
 
 def make_optimizer(
     cfg: TrainConfig, machine: Machine, model: GPT, earlier: Earlier | None
-) -> tuple[torch.optim.AdamW, torch.amp.GradScaler]:
+) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler]:
     """Return AdamW and the scaler of fp16 gradients, which does nothing in other dtypes.
 
     If the run is resumed, both continue in the state that the checkpoint holds.

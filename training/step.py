@@ -54,7 +54,7 @@ def agree(
 def take_step(
     forward: Callable,
     model: GPT,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     batches: Iterator[Batch],
     accum: int,

@@ -1,0 +1,38 @@
+"""README and docs/: what they point to is there."""
+
+import re
+import unicodedata
+from pathlib import Path
+
+import pytest
+from conftest import REPO
+
+PAGES = [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md"), *REPO.glob("bench/**/*.md")]
+
+
+def prose(page: Path) -> str:
+    """Return the page without its blocks of code."""
+    return re.sub(r"(?ms)^```.*?^```", "", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub makes of the page's headings."""
+    found = set()
+    for heading in re.findall(r"(?m)^#+ (.+)$", prose(page)):
+        kept = [c for c in heading.lower() if c in " -_" or unicodedata.category(c)[0] in "LNM"]
+        found.add("".join(kept).replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(REPO)))
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", prose(page)):
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(REPO)))
+def test_no_figure_is_left_to_be_filled_in(page):
+    assert not re.findall(r"@[A-Z_]+@", page.read_text(encoding="utf-8"))
