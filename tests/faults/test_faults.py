@@ -294,11 +294,11 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_leave_the_last_good_checkpo
     message = "4 steps in a row without a finite loss and gradient, the last at step 9: lower lr"
     assert message in error
     kept = sorted(p.name for p in (tmp_path / "run" / "ckpt").iterdir())
-    # The best (8: skipped steps leave the weights of step 5, which are better than those of step 4),
-    # the good ones before, and the last. No good one was pruned for the last.
+    # The good ones before, the best (step 8 still has the weights of step 5, which are better than
+    # those of step 4), and the last. No good one was pruned for the last.
     assert kept == [f"step_{step:08d}" for step in (3, 4, 5, 8, 9)]
     weights = [load_file(tmp_path / "run" / "ckpt" / name / "model.safetensors") for name in kept]
-    good, last = weights[2:]
+    good, _, last = weights[2:]
     assert all(torch.equal(last[k], good[k]) for k in good)  # the bad steps changed nothing
 
 
