@@ -19,11 +19,14 @@ format: .venv/lint
 	.venv/bin/ruff check --fix-only .
 	.venv/bin/ruff format .
 
+# Two workers, whatever the machine: some tests measure memory, or start several processes.
+PYTEST = .venv/bin/python -m pytest -q -n 2 --dist worksteal
+
 quick: .venv/dev
-	.venv/bin/python -m pytest -q -m "not slow" tests
+	$(PYTEST) -m "not slow" tests
 
 test: .venv/dev
-	.venv/bin/python -m pytest -q -rs tests
+	$(PYTEST) -rs tests
 
 # Flips 1,000 single bits, one at a time; then kills, signals and damages 100 small trainings and preparations,
 # and compares each with one that was left alone. It takes 40 minutes on two cores.
