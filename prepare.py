@@ -31,11 +31,9 @@ and interruptions does not change one byte of the result. prepare.py deletes onl
 wrote itself, in data/NAME and in data/.NAME.tmp.
 """
 
-import codecs
 import importlib.metadata
 import io
 import os
-import random
 import re
 import shutil
 import signal
@@ -44,12 +42,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -66,254 +62,22 @@ from hardware.disk import (
 from text.dataset import (
     FORMAT_VERSION,
     document_texts,
-    find_tokenizer,
     load_tokenizer,
     open_dataset,
-    tokenizer_folder,
     verify,
 )
-from text.encode import Encoder, Part, encode, id_type, in_order, progress_bar, texts_of
+from text.encode import Encoder, Part, encode, id_type
 from text.folders import STDIN, WORK, claim, fingerprint, remove_scratch, replace_set
-from text.formats import CHUNK, PIECE, Chunk, Reader
+from text.formats import CHUNK, PIECE, Chunk
 from text.hf_tokenizer import hugging_face_files
 from text.look import describe_lengths, escaped, no_documents, report
 from text.merge import count, find_duplicates, merge
-from text.records import CONTROL, Cleaning, Tally
+from text.records import CONTROL, Tally
 from text.replay import run_loader, sample_texts
+from text.settings import PrepareConfig, check_bad, cleaning, foreseen, reader_of, what_is_read
 from text.sources import Source, demo_sources, find_sources
-from text.tokenizer import SentencePiece
+from text.train_tokenizer import make_tokenizer
 from training.plots import read_metrics
-
-InputFormat = Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"]
-
-
-@dataclass(frozen=True)
-class PrepareConfig:
-    # ---- Input ----
-    input: tuple[str, ...] = ()  # files, folders, globs, or - for standard input; none: demo corpus
-    format: InputFormat = "auto"  # format of every input file; auto: by the file's name
-    fields: str = ""  # question,answer or a template '{question} {answer}'; default: known shapes
-    txt: Literal["file", "block", "line"] = "file"  # one document per file, block or line of .txt
-    encoding: str = "utf-8"  # of every input file; gb18030 also reads GBK and GB2312
-    # ---- Cleaning: off by default; the report counts what was changed or left out ----
-    min_tokens: int = 0  # leave out documents with fewer tokens (eos not counted); encyclopedias: 6
-    dedup: bool = False  # keep only the first of several equal documents
-    normalize: Literal["none", "NFC", "NFKC"] = "none"  # Unicode form; NFKC also maps ，１ to ,1
-    drop_control: bool = False  # remove control characters except tabs and line ends
-    # ---- Bad records: the report counts them and shows examples ----
-    max_bad: float = 0.01  # stop with an error if a larger share of the records cannot be read
-    strict: bool = False  # stop with an error at the first record that cannot be read
-    max_record_mb: float = 64.0  # million characters (.jsonl: bytes); more is bad (.csv: an error)
-    # ---- Output ----
-    name: str = ""  # write the data set to data_dir/NAME/; default: demo, or the first input's name
-    data_dir: str = "data"  # the folder that holds the data sets
-    val_fraction: float = 0.01  # share of documents for val.bin, chosen by a hash of the text
-    # ---- Tokenizer ----
-    tokenizer: str = "train"  # train: SentencePiece; a name (gpt2); a .model or .tiktoken; a folder
-    vocab_size: int = 4096  # number of tokens, for --tokenizer=train
-    train_mb: int = 10  # million characters sampled to train a tokenizer; 50 for a large vocabulary
-    # ---- Work ----
-    workers: int = 0  # number of worker processes; 0: one for each core
-    shard_mb: float = 64.0  # million characters between points from which a killed run can continue
-    # ---- Inspection: --inspect FOLDER writes nothing ----
-    inspect: str = ""  # a data set to verify and show; with --step, the folder of a run
-    split: Literal["train", "val"] = "train"  # show documents of this split
-    show: str = "first"  # which documents to show: first, random, or the one that holds token N
-    count: int = 3  # number of documents to show
-    step: int = -1  # show what this step of the run trained on; steps count from 1, as in the log
-
-    def problems(self) -> list[str]:
-        sizes = min(self.train_mb, self.shard_mb, self.count)
-        plain_name = "/" not in self.name and not self.name.startswith(".")
-        known_show = re.fullmatch(r"first|random|\d+", self.show)
-        checks = {
-            "val_fraction must be between 0 and 1, both excluded": 0 < self.val_fraction < 1,
-            "max_bad must be between 0 and 1": 0 <= self.max_bad <= 1,
-            "vocab_size must be at least 300: 256 bytes and a few words": self.vocab_size >= 300,
-            "train_mb, shard_mb and count must be positive": sizes > 0,
-            "max_record_mb must be between 0.001 and 1,000,000": 0.001 <= self.max_record_mb <= 1e6,
-            "step must be positive: steps count from 1": self.step == -1 or self.step > 0,
-            "workers and min_tokens must not be negative": min(self.workers, self.min_tokens) >= 0,
-            "show must be first, random or the number of a token": known_show,
-            f"name {self.name!r} must be a plain folder name": plain_name,
-            f"encoding {self.encoding!r} is unknown": is_encoding(self.encoding),
-        }
-        return [problem for problem, ok in checks.items() if not ok]
-
-
-def is_encoding(name: str) -> bool:
-    try:
-        return codecs.lookup(name)._is_text_encoding
-    except LookupError:
-        return False
-
-
-def cleaning(cfg: PrepareConfig) -> Cleaning:
-    return Cleaning(cfg.fields, cfg.normalize, cfg.drop_control)
-
-
-def reader_of(sources: list[Source], cfg: PrepareConfig, file: int = 0, record: int = 0) -> Reader:
-    limit = int(cfg.max_record_mb * 1e6)
-    return Reader(sources, cfg.encoding, cfg.txt, limit, file, record)
-
-
-def what_is_read(cfg: PrepareConfig) -> list:
-    """Return the settings that decide which texts a file contains."""
-    return [cleaning(cfg), cfg.txt, cfg.encoding, cfg.max_record_mb]
-
-
-# --------------------------------------------------------------------------------------------------
-# Tokenizer
-
-SAMPLE_LENGTH = 4000  # characters of one piece of the sample that a tokenizer is trained on
-
-
-def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, folder: Path) -> dict:
-    """Save the tokenizer that --tokenizer names in `folder`; return its description for meta.json.
-
-    If an interrupted run has already trained this tokenizer, it is used again.
-    """
-    key = None  # identifies the input and the settings of a tokenizer that is trained here
-    ready = None
-    came_with = {}  # the files for Hugging Face's tools that lie beside the tokenizer
-    if cfg.tokenizer == "train":
-        files = [s.same_file() for s in sources]
-        key = fingerprint([cfg.vocab_size, cfg.train_mb, what_is_read(cfg), files])
-        info = tokenizer_of_interrupted_run(folder, key)
-        if info is not None:
-            return info
-    else:
-        ready = find_tokenizer(cfg.tokenizer)
-        beside = tokenizer_folder(cfg.tokenizer)
-        if beside:
-            came_with = {f.name: f.read_bytes() for f in hugging_face_files(beside)}
-
-    remove_only(folder, WORK["tokenizer"])
-    folder.mkdir()
-    for file, content in came_with.items():
-        (folder / file).write_bytes(content)
-    tokenizer = ready or SentencePiece(train_sentencepiece(cfg, sources, workers, folder))
-    info = tokenizer.save(folder)
-    info |= {"sha256": file_sha256(folder / info["file"])}
-    info |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
-    write_whole(folder / "info.json", json_bytes(sealed({"key": key, "tokenizer": info})))
-    return info
-
-
-def tokenizer_of_interrupted_run(folder: Path, key: str) -> dict | None:
-    """Return the description of the tokenizer in `folder`, or None if it must be trained again.
-
-    It is used again only if it was trained with the same `key` and its file is undamaged.
-    """
-    path = folder / "info.json"
-    if not path.exists():
-        return None
-    try:
-        kept = unseal(path)
-        info = kept["tokenizer"]
-        if kept["key"] == key and file_sha256(folder / info["file"]) == info["sha256"]:
-            print("the tokenizer of the interrupted run is undamaged: it is used again")
-            return info
-        why = "it is damaged, or the input or the settings changed"
-    except (OSError, ValueError, LookupError, TypeError) as e:
-        why = f"{path}: {e}"
-    print(f"the tokenizer of the interrupted run is trained again: {why}")
-    return None
-
-
-def train_sentencepiece(
-    cfg: PrepareConfig, sources: list[Source], workers: int, folder: Path
-) -> Path:
-    """Train a BPE tokenizer that can reproduce every text; return its file.
-
-    It does not normalise texts, it keeps spaces, and it writes a character outside the vocabulary
-    as the bytes of its UTF-8.
-    """
-    import sentencepiece
-
-    sample = sample_pieces(cfg, sources, workers)
-    path = folder / SentencePiece.file
-    try:
-        with open(path, "wb") as f:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(sample),
-                model_writer=f,
-                model_type="bpe",
-                vocab_size=cfg.vocab_size,
-                byte_fallback=True,
-                character_coverage=0.9995,
-                normalization_rule_name="identity",
-                remove_extra_whitespaces=False,
-                add_dummy_prefix=False,
-                allow_whitespace_only_pieces=True,  # indentation can be one token
-                split_digits=True,
-                max_sentence_length=8 * SAMPLE_LENGTH,  # bytes
-                num_threads=16,  # a fixed number: the model file records it
-                minloglevel=2,
-            )
-    except (RuntimeError, ValueError) as e:
-        reason = str(e).split("] ")[-1]  # its text is "Internal: file(line) [condition] reason"
-        what = f"--vocab_size={cfg.vocab_size}: SentencePiece cannot train on this input"
-        raise UserError(f"{what}: {reason}") from None
-    return path
-
-
-def sample_pieces(cfg: PrepareConfig, sources: list[Source], workers: int) -> list[str]:
-    """Read the whole input and return a uniform random sample of it, train_mb million characters.
-
-    The sample consists of pieces of SAMPLE_LENGTH characters, and only the sample is in memory:
-    reservoir sampling, Vitter's algorithm R.
-    """
-    rng = random.Random(0)
-    capacity = cfg.train_mb * 1_000_000 // SAMPLE_LENGTH
-    sample: list[str] = []
-    seen = 0  # pieces so far
-    tally = Tally()
-    total = sum(s.bytes for s in sources)
-    chunks = reader_of(sources, cfg).chunks()
-    with progress_bar("reading for the tokenizer", total) as bar:
-        for chunk, (texts, counts) in in_order(partial(texts_of, cleaning(cfg)), chunks, workers):
-            tally.add(counts)
-            check_bad(tally, cfg, foreseen(tally, chunk, total))
-            for piece in pieces_of(texts):
-                if len(sample) < capacity:
-                    sample.append(piece)
-                else:
-                    slot = rng.randrange(seen + 1)
-                    if slot < capacity:
-                        sample[slot] = piece
-                seen += 1
-            bar.update(chunk.bytes_read - bar.n)
-    if not sample:
-        raise UserError(no_documents(tally))
-    check_bad(tally, cfg, tally.records)
-    return sample
-
-
-def pieces_of(texts: list[str]) -> Iterator[str]:
-    for text in texts:
-        for begin in range(0, len(text), SAMPLE_LENGTH):
-            yield text[begin : begin + SAMPLE_LENGTH]
-
-
-def foreseen(tally: Tally, chunk: Chunk, total: int) -> int:
-    """Estimate how many records `total` bytes of input contain, from the records read so far.
-
-    With this estimate a run that has too many bad records can stop early.
-    """
-    return max(10_000, tally.records * total // max(1, chunk.bytes_read))
-
-
-def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
-    """Raise UserError if more than a share of max_bad of `records` is bad (--strict: if any is)."""
-    bad = sum(tally.bad.values())
-    if bad and cfg.strict:
-        raise UserError(f"{tally.examples[0]} (--strict)")
-    if bad > cfg.max_bad * records:
-        share = f"{bad:,} bad records of {tally.records:,}, more than --max_bad={cfg.max_bad:g}"
-        example = f"for example {tally.examples[0]}"
-        raise UserError(f"{share}, {example}: correct them, or raise --max_bad")
-
 
 # --------------------------------------------------------------------------------------------------
 # Several processes: each reads its share of the input

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-# Set this before torch is imported: its threads then sleep while they wait for work. Otherwise they
-# would spin, and take the CPU from other processes.
+# Set these before torch is imported. Each process has one thread, because several run at a time.
+# Where a test asks for more threads, as test_train.py does, those that wait for work sleep: they
+# would otherwise spin, and take the CPU from other processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import configurator
 import prepare

@@ -118,8 +118,10 @@ def test_help_shows_every_setting_with_its_default_and_reason(module, cls):
 def test_every_setting_is_read_by_its_script(module, cls):
     """A setting that no code reads would do nothing."""
     source = Path(module.__file__).read_text()
-    if cls is train.TrainConfig:  # the files of training/ read these settings, too
-        source += "\n".join(path.read_text() for path in sorted((REPO / "training").glob("*.py")))
+    # The files of a wing read the settings of its command, too.
+    wing = {train.TrainConfig: "training", prepare.PrepareConfig: "text"}.get(cls)
+    if wing:
+        source += "\n".join(path.read_text() for path in sorted((REPO / wing).glob("*.py")))
     tree = ast.parse(source)
     classes = [n for n in tree.body if isinstance(n, ast.ClassDef)]
     declaration = next(n for n in classes if n.name == cls.__name__)

@@ -25,6 +25,15 @@ from training.settings import TrainConfig
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def two_threads():
+    """Let this file's trainings use two threads, as a user's use several. All others use one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 def config(*options: str) -> TrainConfig:
     return parse(TrainConfig, [*TINY, *options])
 

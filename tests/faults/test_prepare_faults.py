@@ -25,7 +25,7 @@ import harness
 import prepare
 from configurator import UserError
 from hardware import disk
-from text import folders, formats, records, sources
+from text import folders, formats, records, sources, train_tokenizer
 from text.dataset import open_dataset
 from text.formats import Reader
 from text.records import Cleaning, Tally
@@ -436,7 +436,7 @@ def test_a_file_that_changes_between_readings_is_an_error(corpus, tmp_path, refu
     """This holds even if its size and its time stay the same."""
     path = tmp_path / "c.jsonl"
     shutil.copy(corpus[0], path)
-    train = prepare.train_sentencepiece
+    train = train_tokenizer.train_sentencepiece
 
     def then_it_changes(*arguments):
         model = train(*arguments)
@@ -445,7 +445,7 @@ def test_a_file_that_changes_between_readings_is_an_error(corpus, tmp_path, refu
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         return model
 
-    monkeypatch.setattr(prepare, "train_sentencepiece", then_it_changes)
+    monkeypatch.setattr(train_tokenizer, "train_sentencepiece", then_it_changes)
     error = refuses(prepare.main, "--input", path, *options(tmp_path))
     assert "c.jsonl: it changed while it was read" in error
 

@@ -1,0 +1,107 @@
+"""The settings of prepare.py, which its --help prints, and what some of them mean."""
+
+import codecs
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from configurator import UserError
+from text.formats import Chunk, Reader
+from text.records import Cleaning, Tally
+from text.sources import Source
+
+InputFormat = Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"]
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    # ---- Input ----
+    input: tuple[str, ...] = ()  # files, folders, globs, or - for standard input; none: demo corpus
+    format: InputFormat = "auto"  # format of every input file; auto: by the file's name
+    fields: str = ""  # question,answer or a template '{question} {answer}'; default: known shapes
+    txt: Literal["file", "block", "line"] = "file"  # one document per file, block or line of .txt
+    encoding: str = "utf-8"  # of every input file; gb18030 also reads GBK and GB2312
+    # ---- Cleaning: off by default; the report counts what was changed or left out ----
+    min_tokens: int = 0  # leave out documents with fewer tokens (eos not counted); encyclopedias: 6
+    dedup: bool = False  # keep only the first of several equal documents
+    normalize: Literal["none", "NFC", "NFKC"] = "none"  # Unicode form; NFKC also maps ，１ to ,1
+    drop_control: bool = False  # remove control characters except tabs and line ends
+    # ---- Bad records: the report counts them and shows examples ----
+    max_bad: float = 0.01  # stop with an error if a larger share of the records cannot be read
+    strict: bool = False  # stop with an error at the first record that cannot be read
+    max_record_mb: float = 64.0  # million characters (.jsonl: bytes); more is bad (.csv: an error)
+    # ---- Output ----
+    name: str = ""  # write the data set to data_dir/NAME/; default: demo, or the first input's name
+    data_dir: str = "data"  # the folder that holds the data sets
+    val_fraction: float = 0.01  # share of documents for val.bin, chosen by a hash of the text
+    # ---- Tokenizer ----
+    tokenizer: str = "train"  # train: SentencePiece; a name (gpt2); a .model or .tiktoken; a folder
+    vocab_size: int = 4096  # number of tokens, for --tokenizer=train
+    train_mb: int = 10  # million characters sampled to train a tokenizer; 50 for a large vocabulary
+    # ---- Work ----
+    workers: int = 0  # number of worker processes; 0: one for each core
+    shard_mb: float = 64.0  # million characters between points from which a killed run can continue
+    # ---- Inspection: --inspect FOLDER writes nothing ----
+    inspect: str = ""  # a data set to verify and show; with --step, the folder of a run
+    split: Literal["train", "val"] = "train"  # show documents of this split
+    show: str = "first"  # which documents to show: first, random, or the one that holds token N
+    count: int = 3  # number of documents to show
+    step: int = -1  # show what this step of the run trained on; steps count from 1, as in the log
+
+    def problems(self) -> list[str]:
+        sizes = min(self.train_mb, self.shard_mb, self.count)
+        plain_name = "/" not in self.name and not self.name.startswith(".")
+        known_show = re.fullmatch(r"first|random|\d+", self.show)
+        checks = {
+            "val_fraction must be between 0 and 1, both excluded": 0 < self.val_fraction < 1,
+            "max_bad must be between 0 and 1": 0 <= self.max_bad <= 1,
+            "vocab_size must be at least 300: 256 bytes and a few words": self.vocab_size >= 300,
+            "train_mb, shard_mb and count must be positive": sizes > 0,
+            "max_record_mb must be between 0.001 and 1,000,000": 0.001 <= self.max_record_mb <= 1e6,
+            "step must be positive: steps count from 1": self.step == -1 or self.step > 0,
+            "workers and min_tokens must not be negative": min(self.workers, self.min_tokens) >= 0,
+            "show must be first, random or the number of a token": known_show,
+            f"name {self.name!r} must be a plain folder name": plain_name,
+            f"encoding {self.encoding!r} is unknown": is_encoding(self.encoding),
+        }
+        return [problem for problem, ok in checks.items() if not ok]
+
+
+def is_encoding(name: str) -> bool:
+    try:
+        return codecs.lookup(name)._is_text_encoding
+    except LookupError:
+        return False
+
+
+def cleaning(cfg: PrepareConfig) -> Cleaning:
+    return Cleaning(cfg.fields, cfg.normalize, cfg.drop_control)
+
+
+def reader_of(sources: list[Source], cfg: PrepareConfig, file: int = 0, record: int = 0) -> Reader:
+    limit = int(cfg.max_record_mb * 1e6)
+    return Reader(sources, cfg.encoding, cfg.txt, limit, file, record)
+
+
+def what_is_read(cfg: PrepareConfig) -> list:
+    """Return the settings that decide which texts a file contains."""
+    return [cleaning(cfg), cfg.txt, cfg.encoding, cfg.max_record_mb]
+
+
+def foreseen(tally: Tally, chunk: Chunk, total: int) -> int:
+    """Estimate how many records `total` bytes of input contain, from the records read so far.
+
+    With this estimate a run that has too many bad records can stop early.
+    """
+    return max(10_000, tally.records * total // max(1, chunk.bytes_read))
+
+
+def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
+    """Raise UserError if more than a share of max_bad of `records` is bad (--strict: if any is)."""
+    bad = sum(tally.bad.values())
+    if bad and cfg.strict:
+        raise UserError(f"{tally.examples[0]} (--strict)")
+    if bad > cfg.max_bad * records:
+        share = f"{bad:,} bad records of {tally.records:,}, more than --max_bad={cfg.max_bad:g}"
+        example = f"for example {tally.examples[0]}"
+        raise UserError(f"{share}, {example}: correct them, or raise --max_bad")
