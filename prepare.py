@@ -31,7 +31,6 @@ and interruptions does not change one byte of the result. prepare.py deletes onl
 wrote itself, in data/NAME and in data/.NAME.tmp.
 """
 
-import importlib.metadata
 import io
 import os
 import re
@@ -42,10 +41,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from multiprocessing import active_children
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -59,19 +56,22 @@ from hardware.disk import (
     unseal,
     write_whole,
 )
-from text.dataset import (
-    FORMAT_VERSION,
-    document_texts,
-    load_tokenizer,
-    open_dataset,
-    verify,
-)
+from text.dataset import FORMAT_VERSION, document_texts, load_tokenizer, open_dataset, verify
 from text.encode import Encoder, Part, encode, id_type
 from text.folders import STDIN, WORK, claim, fingerprint, remove_scratch, replace_set
 from text.formats import CHUNK, PIECE, Chunk
 from text.hf_tokenizer import hugging_face_files
-from text.look import describe_lengths, escaped, no_documents, report
+from text.look import (
+    describe_set,
+    describe_sources,
+    escaped,
+    first_document,
+    no_documents,
+    report,
+    settings_of,
+)
 from text.merge import count, find_duplicates, merge
+from text.ranks import all_ranks, gather, share_of
 from text.records import CONTROL, Tally
 from text.replay import run_loader, sample_texts
 from text.settings import PrepareConfig, check_bad, cleaning, foreseen, reader_of, what_is_read
@@ -80,51 +80,7 @@ from text.train_tokenizer import make_tokenizer
 from training.plots import read_metrics
 
 # --------------------------------------------------------------------------------------------------
-# Several processes: each reads its share of the input
-
-
-@contextmanager
-def all_ranks() -> Iterator[tuple[int, int]]:
-    """Connect the processes that torchrun started; yield (rank, world size), (0, 1) without it."""
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    if world == 1:
-        yield 0, 1
-        return
-    import torch.distributed as dist
-
-    # The timeout is long because one rank may have much more to read than another.
-    dist.init_process_group("gloo", timeout=timedelta(days=7))
-    try:
-        yield dist.get_rank(), world
-        gather(None, world)
-    finally:
-        dist.destroy_process_group()  # its threads must end before the interpreter does
-
-
-def gather(value: Any, world: int) -> list[Any]:
-    """Return the values of all ranks, on every rank. Every rank waits here for all others."""
-    if world == 1:
-        return [value]
-    import torch.distributed as dist
-
-    found: list[Any] = [None] * world
-    try:
-        dist.all_gather_object(found, value)
-    except RuntimeError:  # the connection to another process is closed
-        raise OneRankError("another process of this job ended: its own message says why") from None
-    return found
-
-
-def share_of(sources: list[Source], rank: int, world: int) -> list[Source]:
-    """Return the files that a rank reads: neighbours in the list, with about 1/world of all bytes.
-
-    The files of rank 0 come first, then those of rank 1, and so on: the parts that the ranks write
-    follow one another in the order of the input.
-    """
-    total = sum(s.bytes for s in sources)
-    middles = np.cumsum([s.bytes for s in sources]) - [s.bytes / 2 for s in sources]
-    ranks = [min(world - 1, int(middle * world / max(1, total))) for middle in middles]
-    return [source for source, reader in zip(sources, ranks, strict=True) if reader == rank]
+# Input
 
 
 def find_input(
@@ -459,52 +415,6 @@ def copy_tokenizer(tokenizer: Path, info: dict, new: Path) -> dict[str, str]:
         sync_to_disk(copy)
         hashes[path.name] = file_sha256(copy)
     return hashes
-
-
-def describe_set(
-    cfg: PrepareConfig, info: dict, splits: dict[str, dict], lengths: Counter, tally: Tally
-) -> dict:
-    """Return meta.json without the sources and the settings."""
-    counts = {key: value for key, value in vars(tally).items() if key != "records"}
-    in_meta = ("vocab_size", "eos_id")  # these stand in meta.json itself, not under "tokenizer"
-    return {
-        "format_version": FORMAT_VERSION,
-        "dtype": id_type(info["vocab_size"]).name,
-        "splits": splits,
-        "vocab_size": info["vocab_size"],
-        "eos_id": info["eos_id"],
-        "tokenizer": {key: value for key, value in info.items() if key not in in_meta},
-        "lengths": describe_lengths(lengths),
-        "records": {"read": tally.records} | counts,
-    }
-
-
-def describe_sources(
-    cfg: PrepareConfig, read: list[Source], passed_by: dict[str, Counter]
-) -> list[dict]:
-    """Return what meta.json says of the files that were read, and of those that were skipped."""
-    if not cfg.input:
-        versions = {package: importlib.metadata.version(package) for package in ("numpy", "torch")}
-        return [{"path": "docstrings", "python": sys.version.split()[0], **versions}]
-    found = [{"path": s.name, "bytes": s.bytes, "sha256": s.sha256} for s in read]
-    skipped = [{"path": name, "skipped": counts} for name, counts in passed_by.items()]
-    return found + skipped
-
-
-def settings_of(cfg: PrepareConfig) -> dict:
-    """Return the settings that meta.json records: those that decide the documents of a data set."""
-    names = "format fields txt encoding min_tokens dedup normalize drop_control val_fraction"
-    return {name: getattr(cfg, name) for name in (*names.split(), "max_record_mb")}
-
-
-def first_document(new: Path, meta: dict) -> str:
-    """Return the lines of the report that show how the first document was encoded."""
-    ids = np.fromfile(new / "train.bin", id_type(meta["vocab_size"]), 400).tolist()
-    if meta["eos_id"] in ids:
-        ids = ids[: ids.index(meta["eos_id"])]
-    text = load_tokenizer(new).decode(ids)
-    more = " ..." if len(text) > 300 else ""
-    return f"  the first document, decoded back from its ids:\n    {text[:300]!r}{more}"
 
 
 if __name__ == "__main__":

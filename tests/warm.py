@@ -1,11 +1,11 @@
-"""A warm start for train.py and sample.py: of a cold one's three seconds, most go into imports.
+"""Start train.py and sample.py without waiting for their imports, which take about three seconds.
 
-One process has done the imports, and has no threads. It is forked for each command. The fork runs
-the script as __main__ and ends as Python ends, so that its exit code, its signals and what it
-prints are those of the real command. Popen and run stand for those of subprocess.
+A server process imports everything once and starts no threads. It forks itself for each command.
+The fork runs the script as __main__ and ends as Python ends, so its exit code, its signals and its
+output are those of the real command. Popen and run replace those of subprocess.
 
-For torchrun, the fork does what ranks() below says: torchrun itself has no warm start. And where a
-test is about the start, such as a limit, a locale or a terminal that is found then, it stays cold.
+A command that begins with torchrun does not run torchrun: ranks() starts the processes instead. A
+test that is about the start itself (a limit, a locale, a terminal) uses subprocess.
 """
 
 import atexit
@@ -36,11 +36,11 @@ TORCHRUN = ["-m", "torch.distributed.run"]
 
 @functools.cache
 def server() -> socket.socket:
-    """The way to the process that is forked. It ends when the tests have ended."""
+    """Start the server process and return the connection to it. It ends with the tests."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     argv = [sys.executable, __file__, str(theirs.fileno())]
-    env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # numpy's has a thread of its own
-    env.pop("OMP_NUM_THREADS", None)  # which a fork does not take from here
+    env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # otherwise numpy starts a thread
+    env.pop("OMP_NUM_THREADS", None)  # set_environment() sets the number for each command
     process = subprocess.Popen(
         argv, stdin=DEVNULL, stdout=DEVNULL, env=env, pass_fds=[theirs.fileno()]
     )
@@ -50,7 +50,10 @@ def server() -> socket.socket:
 
 
 class Popen:
-    """What the tests use of subprocess.Popen. A file takes what is sent to a PIPE: none waits."""
+    """The part of subprocess.Popen that the tests use.
+
+    Output that goes to a PIPE is written to a temporary file, so no command waits for a reader.
+    """
 
     def __init__(
         self,
@@ -63,7 +66,9 @@ class Popen:
         start_new_session=False,
     ):
         assert args[0] == sys.executable
-        self.args, self.text, self.returncode = args, text, None
+        self.args = args
+        self.text = text
+        self.returncode = None
         self.stdout = tempfile.TemporaryFile() if stdout == PIPE else None
         self.stderr = tempfile.TemporaryFile() if stderr == PIPE else None
         self.report, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -128,15 +133,16 @@ def run(args, capture_output=False, timeout=None, check=False, **options) -> Com
     return done
 
 
-if sys.platform != "linux":  # elsewhere a fork behind so many imports may fail
-    Popen, run = subprocess.Popen, subprocess.run  # noqa: F811
+if sys.platform != "linux":  # elsewhere, a fork after so many imports may fail
+    Popen = subprocess.Popen  # noqa: F811
+    run = subprocess.run  # noqa: F811
 
 
 # -- in the process that is forked --
 
 
 def serve(channel: socket.socket) -> None:
-    """Fork for each order that comes. Returns in the fork, with all made ready for execute()."""
+    """Fork for each order that arrives. Return in the fork, which is then ready for execute()."""
     while True:
         message, files, *_ = socket.recv_fds(channel, 1 << 20, 4)
         with contextlib.suppress(ChildProcessError):
@@ -153,7 +159,7 @@ def serve(channel: socket.socket) -> None:
 
 
 def obey(argv: list[str], env: dict[str, str], cwd: str, alone: bool, files: list[int]) -> None:
-    """Fork the command, and tell the tests how it has ended. Returns in the command."""
+    """Fork once more: the child becomes the command and returns; the parent reports how it ends."""
     report = socket.socket(fileno=files.pop())
     if command := os.fork():
         for file in (0, 1, 2, *files):
@@ -168,10 +174,11 @@ def obey(argv: list[str], env: dict[str, str], cwd: str, alone: bool, files: lis
     if alone:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, name in enumerate(("stdin", "stdout", "stderr")):  # as Python makes them
-        old, mode, buffering = getattr(sys, name), "w" if number else "r", 1 if number == 2 else -1
-        new = open(number, mode, buffering, old.encoding, old.errors, closefd=False)
-        setattr(sys, name, new)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):  # new ones, as Python makes them
+        old = getattr(sys, name)
+        mode = "r" if number == 0 else "w"
+        buffering = 1 if number == 2 else -1
+        setattr(sys, name, open(number, mode, buffering, old.encoding, old.errors, closefd=False))
     set_environment(env)
     sys.argv = argv
     report.send(str(os.getpid()).encode())
@@ -181,31 +188,35 @@ def obey(argv: list[str], env: dict[str, str], cwd: str, alone: bool, files: lis
 def set_environment(env: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
-    if "OMP_NUM_THREADS" in env:  # which torch reads when it is imported
+    if "OMP_NUM_THREADS" in env:  # torch read it when it was imported: before this
         sys.modules["torch"].set_num_threads(int(env["OMP_NUM_THREADS"]))
 
 
 def execute() -> None:
-    """What Python would do with sys.argv."""
+    """Run the command in sys.argv, as Python would."""
     if sys.argv[:2] == TORCHRUN:
         ranks()
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if sys.argv[0] == "-c":
-        code, name, folder = sys.argv.pop(1), "<string>", ""
+        code = sys.argv.pop(1)
+        name = "<string>"
+        folder = ""
     else:
         name = main.__file__ = sys.argv[0]
-        code, folder = Path(name).read_bytes(), str(Path(name).resolve().parent)
+        code = Path(name).read_bytes()
+        folder = str(Path(name).resolve().parent)
     sys.path[0] = folder
     exec(compile(code, name, "exec"), main.__dict__)
 
 
 def ranks() -> None:
-    """As torchrun: start the ranks, hand signals on to them, and end them all when one has failed.
+    """Do what torchrun does: start the ranks, forward signals, and end all ranks when one fails.
 
-    Returns in each of them, with what torchrun puts into its environment.
+    Return in each rank, with the environment variables that torchrun sets.
     """
     script = next(i for i, arg in enumerate(sys.argv) if arg.endswith(".py"))
-    options, sys.argv = sys.argv[2:script], sys.argv[script:]
+    options = sys.argv[2:script]
+    sys.argv = sys.argv[script:]
     (n,) = (int(o.split("=")[1]) for o in options if o.startswith("--nproc_per_node="))
     receive, send = os.pipe()
     left = set()
@@ -213,7 +224,7 @@ def ranks() -> None:
         pid = os.fork()
         if pid == 0:
             os.setsid()
-            Path("/proc/self/comm").write_text(f"RANK={rank}")  # for who looks for it
+            Path("/proc/self/comm").write_text(f"RANK={rank}")  # tests look for a rank by this name
             os.close(send)
             values = {"MASTER_ADDR": "localhost", "MASTER_PORT": int(os.read(receive, 5))}
             os.close(receive)
@@ -241,7 +252,7 @@ def ranks() -> None:
         left.remove(pid)
         if status and not failed:
             failed = True
-            time.sleep(0.1)  # torchrun looks as often
+            time.sleep(0.1)  # torchrun looks for failed ranks ten times a second
             hand_on(signal.SIGTERM)
     sys.exit(1 if failed else 0)
 
@@ -252,6 +263,6 @@ if __name__ == "__main__":
         importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.freeze()  # or the collector of each fork would write to all that is here, and so copy it
+    gc.freeze()  # otherwise the garbage collector of each fork would touch, and so copy, all memory
     serve(socket.socket(fileno=int(sys.argv[1])))
     execute()

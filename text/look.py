@@ -1,12 +1,18 @@
-"""Texts that describe a data set to its user: the report, error messages and escaped characters."""
+"""What is said of a data set: its meta.json, the report, and messages."""
 
+import importlib.metadata
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
+from text.dataset import FORMAT_VERSION, load_tokenizer
+from text.encode import id_type
 from text.records import Tally
+from text.settings import PrepareConfig
+from text.sources import Source
 
 
 def no_documents(tally: Tally) -> str:
@@ -38,6 +44,52 @@ def describe_lengths(lengths: Counter) -> dict:
         bucket[0] += lengths[value]
         bucket[1] += lengths[value] * value
     return percentiles | {"max": values[-1], "histogram": histogram}
+
+
+def describe_set(
+    cfg: PrepareConfig, info: dict, splits: dict[str, dict], lengths: Counter, tally: Tally
+) -> dict:
+    """Return meta.json without the sources and the settings."""
+    counts = {key: value for key, value in vars(tally).items() if key != "records"}
+    in_meta = ("vocab_size", "eos_id")  # these stand in meta.json itself, not under "tokenizer"
+    return {
+        "format_version": FORMAT_VERSION,
+        "dtype": id_type(info["vocab_size"]).name,
+        "splits": splits,
+        "vocab_size": info["vocab_size"],
+        "eos_id": info["eos_id"],
+        "tokenizer": {key: value for key, value in info.items() if key not in in_meta},
+        "lengths": describe_lengths(lengths),
+        "records": {"read": tally.records} | counts,
+    }
+
+
+def describe_sources(
+    cfg: PrepareConfig, read: list[Source], passed_by: dict[str, Counter]
+) -> list[dict]:
+    """Return what meta.json says of the files that were read, and of those that were skipped."""
+    if not cfg.input:
+        versions = {package: importlib.metadata.version(package) for package in ("numpy", "torch")}
+        return [{"path": "docstrings", "python": sys.version.split()[0], **versions}]
+    found = [{"path": s.name, "bytes": s.bytes, "sha256": s.sha256} for s in read]
+    skipped = [{"path": name, "skipped": counts} for name, counts in passed_by.items()]
+    return found + skipped
+
+
+def settings_of(cfg: PrepareConfig) -> dict:
+    """Return the settings that meta.json records: those that decide the documents of a data set."""
+    names = "format fields txt encoding min_tokens dedup normalize drop_control val_fraction"
+    return {name: getattr(cfg, name) for name in (*names.split(), "max_record_mb")}
+
+
+def first_document(new: Path, meta: dict) -> str:
+    """Return the lines of the report that show how the first document was encoded."""
+    ids = np.fromfile(new / "train.bin", id_type(meta["vocab_size"]), 400).tolist()
+    if meta["eos_id"] in ids:
+        ids = ids[: ids.index(meta["eos_id"])]
+    text = load_tokenizer(new).decode(ids)
+    more = " ..." if len(text) > 300 else ""
+    return f"  the first document, decoded back from its ids:\n    {text[:300]!r}{more}"
 
 
 def report(meta: dict, folder: Path) -> str:

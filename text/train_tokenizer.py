@@ -6,18 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from configurator import UserError
-from hardware.disk import (
-    file_sha256,
-    json_bytes,
-    remove_only,
-    sealed,
-    unseal,
-    write_whole,
-)
-from text.dataset import (
-    find_tokenizer,
-    tokenizer_folder,
-)
+from hardware.disk import file_sha256, json_bytes, remove_only, sealed, unseal, write_whole
+from text.dataset import find_tokenizer, tokenizer_folder
 from text.encode import in_order, progress_bar, texts_of
 from text.folders import WORK, fingerprint
 from text.hf_tokenizer import hugging_face_files
