@@ -43,7 +43,7 @@ class TrainConfig:
     rope_theta: float = 10000.0  # base of the rotation frequencies
     norm_eps: float = 1e-5  # added to the variance in each normalisation
     dropout: float = 0.0  # 0 for pretraining; 0.1 or more if the data is read many times
-    init: str = "gpt2"  # gpt2, llama, xavier, kaiming, lecun, small, deepnorm, zero_proj (model.py)
+    init: str = "gpt2"  # gpt2 llama xavier kaiming lecun small deepnorm zero_proj trunc_normal t5
     # ---- Batch: a step consists of as many micro-steps (accumulation) as batch_tokens needs ----
     batch_size: int | Literal["auto"] = 16  # B, sequences in a device's micro-step; auto: what fits
     batch_tokens: int = 524_288  # tokens per step on all devices together
