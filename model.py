@@ -447,12 +447,34 @@ class GPT(nn.Module):
     # -- accounting: one definition for train.py, bench/ and tests/ --
 
     def param_groups(self, weight_decay: float) -> list[dict]:
-        """Return two groups for AdamW: matrices and embeddings decay, biases and norms do not."""
-        params = list(self.parameters())
-        return [
-            {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        """Return the parameters in groups for an optimizer. Matrices and embeddings decay.
+
+        rows: how many rows each matrix has that is stored in a parameter of the group "matrices".
+        Muon needs them: qkv holds three matrices, one below the other.
+
+        A checkpoint numbers the parameters in this order, so the order must not change.
+        """
+        matrices = []
+        rows = []
+        for module in self.blocks.modules():
+            if isinstance(module, Attention):
+                matrices += [module.qkv.weight, module.proj.weight]
+                rows += [[n * module.head_dim for n in module.heads], [self.config.n_embd]]
+            elif isinstance(module, MLP):
+                linear_layers = [m for m in module.children()]
+                matrices += [m.weight for m in linear_layers]
+                rows += [[m.out_features] for m in linear_layers]
+        embeddings = [p for p in (self.wte.weight, self.wpe and self.wpe.weight) if p is not None]
+        head = [] if self.config.tie_embeddings else [self.lm_head.weight]
+        vectors = [p for p in self.parameters() if p.dim() < 2]
+        decay = {"weight_decay": weight_decay}
+        groups = [
+            {"name": "embeddings", "params": embeddings} | decay,
+            {"name": "matrices", "params": matrices, "rows": rows} | decay,
+            {"name": "head", "params": head} | decay,
+            {"name": "vectors", "params": vectors, "weight_decay": 0.0},
         ]
+        return [group for group in groups if group["params"]]
 
     def num_params(self) -> dict[str, int]:
         """Return the numbers of parameters, without the padding of the vocabulary.
