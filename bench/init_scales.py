@@ -7,8 +7,8 @@
 
 A scheme draws the weights of a model. The script measures this model, trains it for `steps` steps
 and measures it again: one forward and one backward pass in fp32, over the same validation windows.
-All schemes train from the same seed on the same windows. A step is train.py's own, but the learning
-rate is `lr` in all of them.
+All schemes train from the same seed on the same windows. A step is train.py's own, but without a
+schedule: the learning rate stays at `lr`.
 
 The table has the root mean square (RMS) in the first and in the last block: of the residual stream
 behind the block, and of the gradient of the block's matrices. The picture shows all blocks, and
@@ -35,7 +35,7 @@ from configurator import UserError, changes, parse, run  # noqa: E402
 from hardware.machine import Machine, start, to_device  # noqa: E402
 from hardware.peak import device_name  # noqa: E402
 from model import GPT, INIT  # noqa: E402
-from train import Data, make_optimizer, open_data  # noqa: E402
+from train import Data, open_data, open_optimizer  # noqa: E402
 from training.plan import make_plan  # noqa: E402
 from training.settings import TrainConfig, model_config  # noqa: E402
 from training.step import read_ahead, take_step  # noqa: E402
@@ -143,7 +143,9 @@ def before_and_after(
     before = measure(model, x, y)
 
     plan = make_plan(replace(cfg, max_steps=cfg.steps), 1, 1)
-    optimizer, scaler = make_optimizer(cfg, machine, model, None)
+    optimizer, scaler = open_optimizer(cfg, machine, model, None)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * group["share"]
     with closing(read_ahead(data.loader, 0, plan.batch_size, machine)) as reader:
         batches = (to_device(windows, machine.device) for windows in reader)
         for _ in range(cfg.steps):
