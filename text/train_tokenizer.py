@@ -1,6 +1,7 @@
 """The tokenizer of a data set: the one that --tokenizer names, or a SentencePiece made here."""
 
 import random
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -132,8 +133,19 @@ def train_sentencepiece(path: Path, sample: list[str], vocab_size: int) -> None:
             )
     except (RuntimeError, ValueError) as e:
         reason = str(e).split("] ")[-1]  # its text is "Internal: file(line) [condition] reason"
-        what = f"--vocab_size={vocab_size}: SentencePiece cannot train on this input"
-        raise UserError(f"{what}: {reason}") from None
+        raise UserError(f"--vocab_size={vocab_size}: {in_our_words(reason)}") from None
+
+
+def in_our_words(reason: str) -> str:
+    """Return why SentencePiece cannot train. Its own advice names settings that we do not have."""
+    least = re.search(r"smaller than required_chars. \d+ vs (\d+)", reason)
+    most = re.search(r"set it to a value <= (\d+)", reason)
+    if least:
+        what = f"too small for the characters of this input: it takes at least {least[1]}"
+        return f"{what}, or --tokenizer=byte"
+    if most:
+        return f"too large for this input: lower it to {most[1]}, or give more text"
+    return f"SentencePiece cannot train on this input: {reason}"
 
 
 def write_alphabet(path: Path, characters: set[str], with_bytes: bool) -> None:
