@@ -65,7 +65,7 @@ from hardware.disk import (
 )
 from text.cut import Finished, cut_by_text, too_few
 from text.dataset import FORMAT_VERSION, document_texts, load_tokenizer, open_dataset, verify
-from text.download import download, file_of, is_url
+from text.download import download_all, file_of, is_url
 from text.encode import Encoder, Part, encode
 from text.folders import STDIN, WORK, claim, fingerprint, remove_scratch, replace_set
 from text.formats import CHUNK, PIECE, Chunk
@@ -93,11 +93,12 @@ from training.plots import read_metrics
 
 
 def find_input(
-    cfg: PrepareConfig, target: Path, scratch: Path, rank: int, world: int
+    cfg: PrepareConfig, files: dict[str, Path], target: Path, scratch: Path, world: int
 ) -> tuple[list[Source], dict[str, Counter]]:
     """Return the files to read, and for each --input argument how many files were skipped and why.
 
-    Raises UserError if the processes do not see the same files.
+    files: URL -> the file that was downloaded from there. Raises UserError if the processes do not
+    see the same files.
     """
     if "-" in cfg.input:
         if len(cfg.input) > 1 or world > 1:
@@ -105,11 +106,6 @@ def find_input(
             raise UserError(f"--input -: {rule}")
         return [take_in(sys.stdin.buffer, cfg, scratch / STDIN)], {}
     if cfg.input:
-        files = {url: file_of(url, Path(cfg.data_dir)) for url in filter(is_url, cfg.input)}
-        for url, file in files.items():
-            if rank == 0:
-                download(url, file, cfg.format)
-        gather(None, world)
         paths = [path for folder in (target, scratch) for path in folder.rglob("*")]
         own = [path for path in paths if path.is_file()]
         inputs = [str(files.get(argument, argument)) for argument in cfg.input]
@@ -121,11 +117,11 @@ def find_input(
         sources = demo_sources()
         passed_by = {}
     lists = gather([(s.name, s.kind, s.bytes) for s in sources], world)
-    for process, other in enumerate(lists):
+    for rank, other in enumerate(lists):
         if other != lists[0]:  # some files would be read twice, or by no process
             only_in_one = {*other} ^ {*lists[0]}
             name, *_ = next(iter(only_in_one), other[0])
-            what = f"not the same for the processes 0 and {process}"
+            what = f"not the same for the processes 0 and {rank}"
             raise UserError(f"{name}: {what}: all processes must see the same files")
     return sources, passed_by
 
@@ -299,7 +295,9 @@ def build(
     before: the files of the old data set, as claim() found them. Ranks above 0 return "".
     """
     started = time.perf_counter()
-    sources, passed_by = find_input(cfg, target, scratch, rank, world)
+    got = download_all(cfg.input, Path(cfg.data_dir), cfg.format) if rank == 0 else None
+    files = gather(got, world)[0]
+    sources, passed_by = find_input(cfg, files, target, scratch, world)
     total = sum(s.bytes for s in sources)
     workers = number_of_workers(cfg, total)
 

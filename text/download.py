@@ -49,11 +49,19 @@ def file_of(url: str, data_dir: Path) -> Path:
     return data_dir / "downloads" / f"{name.partition('.')[0]}-{digest}" / name
 
 
+def download_all(inputs: tuple[str, ...], data_dir: Path, kind: str) -> dict[str, Path]:
+    """Download those of the --input arguments that are URLs. Return URL -> file."""
+    files = {url: file_of(url, data_dir) for url in inputs if is_url(url)}
+    for url, file in files.items():
+        download(url, file, kind)
+    return files
+
+
 def download(url: str, file: Path, kind: str) -> None:
     """Make sure that `file` holds what the server sent for the URL, complete and unchanged.
 
-    file: the result of file_of(). kind: its kind, "auto": as its name says. Raises UserError if the
-    file cannot be downloaded or used.
+    file: the result of file_of(). kind: of the file; "auto": as its name says. Raises UserError if
+    it cannot be downloaded, or is not what was downloaded.
     """
     if kind == "auto" and not kind_of(file):
         wanted = f"expected {EXPECTED}, or give --format=KIND"
