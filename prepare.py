@@ -5,10 +5,10 @@ The demo corpus, which is the documentation of this Python, numpy and torch:
     python prepare.py
 Train a SentencePiece tokenizer on the input, then encode the input with it:
     python prepare.py --input books/ wiki.jsonl.gz --name wiki
+Download a file, and use its characters as tokens (or bytes: --tokenizer byte):
+    python prepare.py --input https://HOST/input.txt --name shakespeare --tokenizer char
 Use a tokenizer that exists already:
     python prepare.py --input wiki.jsonl.gz --name wiki_gpt2 --tokenizer gpt2
-One token for each character of the input, or for each byte (--tokenizer byte):
-    python prepare.py --input shakespeare.txt --name shakespeare --tokenizer char
 Read standard input; it is JSON Lines unless --format says otherwise:
     zcat dump.gz | python prepare.py --input - --name dump
 Make one data set with many processes or machines:
@@ -34,7 +34,8 @@ val_fraction of them, become val.bin.
 If prepare.py is killed, run the same command again: it continues from the work that is finished.
 The old data set stays complete until the new one replaces it. The number of workers, processes
 and interruptions does not change one byte of the result. prepare.py deletes only files that it
-wrote itself, in data/NAME and in data/.NAME.tmp.
+wrote itself, in data/NAME and in data/.NAME.tmp. It downloads a file once, to data/downloads, and
+uses it again from there.
 """
 
 import io
@@ -64,6 +65,7 @@ from hardware.disk import (
 )
 from text.cut import Finished, cut_by_text, too_few
 from text.dataset import FORMAT_VERSION, document_texts, load_tokenizer, open_dataset, verify
+from text.download import download_all, file_of, is_url
 from text.encode import Encoder, Part, encode
 from text.folders import STDIN, WORK, claim, fingerprint, remove_scratch, replace_set
 from text.formats import CHUNK, PIECE, Chunk
@@ -91,11 +93,12 @@ from training.plots import read_metrics
 
 
 def find_input(
-    cfg: PrepareConfig, target: Path, scratch: Path, world: int
+    cfg: PrepareConfig, files: dict[str, Path], target: Path, scratch: Path, world: int
 ) -> tuple[list[Source], dict[str, Counter]]:
     """Return the files to read, and for each --input argument how many files were skipped and why.
 
-    Raises UserError if the processes do not see the same files.
+    files: URL -> the file that was downloaded from there. Raises UserError if the processes do not
+    see the same files.
     """
     if "-" in cfg.input:
         if len(cfg.input) > 1 or world > 1:
@@ -105,7 +108,11 @@ def find_input(
     if cfg.input:
         paths = [path for folder in (target, scratch) for path in folder.rglob("*")]
         own = [path for path in paths if path.is_file()]
-        sources, passed_by = find_sources(cfg.input, cfg.format, own)
+        inputs = [str(files.get(argument, argument)) for argument in cfg.input]
+        sources, passed_by = find_sources(inputs, cfg.format, own)
+        urls = {file: url for url, file in files.items()}
+        for source in sources:
+            source.name = urls.get(source.path, source.name)
     else:
         sources = demo_sources()
         passed_by = {}
@@ -206,7 +213,9 @@ def name_of_set(cfg: PrepareConfig) -> str:
     if cfg.name:
         name = cfg.name
     elif cfg.input:
-        name = Path(cfg.input[0]).resolve().name.split(".")[0]
+        first = cfg.input[0]
+        path = file_of(first, Path(cfg.data_dir)) if is_url(first) else Path(first).resolve()
+        name = path.name.split(".")[0]
     if name == "-":
         name = "stdin"
     if not re.fullmatch(r"[^./*?:,\[\x00-\x1f][^/*?:,\x00-\x1f]{0,99}", name):
@@ -286,7 +295,9 @@ def build(
     before: the files of the old data set, as claim() found them. Ranks above 0 return "".
     """
     started = time.perf_counter()
-    sources, passed_by = find_input(cfg, target, scratch, world)
+    got = download_all(cfg.input, Path(cfg.data_dir), cfg.format) if rank == 0 else None
+    files = gather(got, world)[0]
+    sources, passed_by = find_input(cfg, files, target, scratch, world)
     total = sum(s.bytes for s in sources)
     workers = number_of_workers(cfg, total)
 

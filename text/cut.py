@@ -28,8 +28,8 @@ def too_few(splits: dict[str, dict], val_fraction: float) -> bool:
 
     Fewer than 1 / val_fraction are too few. So are more, if the hash puts all into one split.
     """
-    documents = [counts["documents"] for counts in splits.values()]
-    return sum(documents) * val_fraction < 1 or 0 in documents
+    numbers = [counts["documents"] for counts in splits.values()]
+    return sum(numbers) * val_fraction < 1 or 0 in numbers
 
 
 def cut_by_text(
@@ -120,6 +120,10 @@ def half(row: np.ndarray, text: str, val: bool, encoder: Encoder) -> tuple[np.nd
 
 
 def write(part: Part, row: np.ndarray, ids: np.ndarray) -> None:
-    split = {True: ids.tobytes(), False: b""}
-    val = bool(row["val"])
-    part.write(Encoded(np.array([row]), train=split[not val], val=split[val], tally=Tally()))
+    """Append a row and its ids to the files of a part."""
+    rows = np.array([row])
+    data = ids.tobytes()
+    if row["val"]:
+        part.write(Encoded(rows, train=b"", val=data, tally=Tally()))
+    else:
+        part.write(Encoded(rows, train=data, val=b"", tally=Tally()))

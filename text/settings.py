@@ -18,7 +18,7 @@ InputFormat = Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"]
 @dataclass(frozen=True)
 class PrepareConfig:
     # ---- Input ----
-    input: tuple[str, ...] = ()  # files, folders, globs, or - for standard input; none: demo corpus
+    input: tuple[str, ...] = ()  # files, folders, globs, URLs, or - for standard input; none: demo
     format: InputFormat = "auto"  # format of every input file; auto: by the file's name
     fields: str = ""  # question,answer or a template '{question} {answer}'; default: known shapes
     txt: Literal["file", "block", "line"] = "file"  # one document per file, block or line of .txt

@@ -477,7 +477,7 @@ def test_processes_that_see_other_files_are_an_error(corpus, tmp_path, monkeypat
     cfg = prepare.PrepareConfig(input=(str(corpus[0]), str(corpus[1])))
     monkeypatch.setattr(prepare, "gather", lambda value, world: [value, value[:1]])
     with pytest.raises(UserError, match="1.jsonl: not the same for the processes 0 and 1"):
-        prepare.find_input(cfg, tmp_path, tmp_path, 2)
+        prepare.find_input(cfg, {}, tmp_path, tmp_path, 2)
 
 
 @pytest.mark.slow

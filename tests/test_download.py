@@ -1,0 +1,294 @@
+"""--input https://... is downloaded once. The web is a server on this computer."""
+
+import gzip
+import hashlib
+import json
+import os
+import threading
+import urllib.parse
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import warm
+from conftest import call
+from test_prepare import prepare_set, texts_of, tiktoken_file
+from test_prepare_durability import under_torchrun
+
+import prepare
+from text import download
+
+TEXT = "".join(f"line {i} of the play, and 更多\n" for i in range(20_000))
+DATA = TEXT.encode()
+
+
+class Web(ThreadingHTTPServer):
+    """A server of one file. Tests set these attributes, and read the requests that came."""
+
+    content = DATA
+    etag = '"one"'
+    modified = ""
+    ranges = True  # it can send a part of the file
+    drop_at = 0  # it closes the connection before this byte; 0: never
+    status = 200
+    length = True  # it says how long the file is
+    chunked = False
+    kind = "text/plain"
+    block_on = None  # an event: no answer before it is set
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.requests: list[dict[str, str]] = []
+        self.root = f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request, client_address):
+        pass  # a client that goes away is part of a test
+
+
+class Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        web = self.server
+        web.requests.append(dict(self.headers))
+        if web.block_on:
+            web.block_on.wait(20)
+        begin = 0
+        status = web.status
+        asked = self.headers.get("Range")
+        version = web.etag if web.etag.startswith('"') else web.modified
+        if asked and web.ranges and self.headers.get("If-Range") == version:
+            begin = int(asked.removeprefix("bytes=").removesuffix("-"))
+            status = 206 if begin < len(web.content) else 416
+        self.send_response(status)
+        self.send_header("Content-Type", web.kind)
+        self.send_header("Connection", "close")
+        if web.etag:
+            self.send_header("ETag", web.etag)
+        if web.modified:
+            self.send_header("Last-Modified", web.modified)
+        if status == 206:
+            whole = len(web.content)
+            self.send_header("Content-Range", f"bytes {begin}-{whole - 1}/{whole}")
+        body = web.content[begin:]
+        if web.chunked:
+            self.send_header("Transfer-Encoding", "chunked")
+        elif web.length:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if web.drop_at:
+            body = body[: max(0, web.drop_at - begin)]
+        if web.chunked:
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(body), body))
+            if not web.drop_at:
+                self.wfile.write(b"0\r\n\r\n")
+        else:
+            self.wfile.write(body)
+        self.close_connection = True
+
+
+@pytest.fixture
+def web(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    server = Web()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def try_it(tmp_path, refuses):
+    """try_it(url) runs prepare.py, which must fail, and returns its one line."""
+    model = tiktoken_file(tmp_path / "bytes.tiktoken")
+    options = [f"--data_dir={tmp_path / 'data'}", "--name=set", f"--tokenizer={model}"]
+    return lambda url, *more: refuses(prepare.main, "--input", url, *options, *more)
+
+
+def downloads(tmp_path: Path) -> list[str]:
+    """Return the names of all files that downloads left."""
+    return sorted(path.name for path in tmp_path.glob("data/downloads/*/*"))
+
+
+def text_of(folder: Path) -> str:
+    return "".join(texts_of(folder, "train") + texts_of(folder, "val"))
+
+
+def test_a_file_is_downloaded_once_hashed_and_used_again(web, tmp_path, capsys):
+    url = f"{web.root}/corpora/play.txt"
+    folder, meta = prepare_set(tmp_path, url)
+    assert text_of(folder) == TEXT
+    sha256 = hashlib.sha256(DATA).hexdigest()
+    assert meta["sources"] == [{"path": url, "bytes": len(DATA), "sha256": sha256}]
+    (kept,) = tmp_path.glob("data/downloads/play-*/play.txt")
+    assert f"{url}: downloaded: {kept}, {len(DATA):,} bytes, SHA-256 {sha256}" in (
+        capsys.readouterr().out
+    )
+    assert downloads(tmp_path) == ["play.txt", "play.txt.download"]
+    assert json.loads((kept.parent / "play.txt.download").read_text())["file_sha256"] == sha256
+    web.status = 500  # it is not asked again
+    again, _ = prepare_set(tmp_path, url, name="again")
+    assert text_of(again) == TEXT and "downloaded earlier" in capsys.readouterr().out
+    assert len(web.requests) == 1
+
+
+def test_two_addresses_with_one_name_are_two_files_and_may_be_mixed_with_others(web, tmp_path):
+    (tmp_path / "c.txt").write_text("mine")
+    urls = [f"{web.root}/a/play.txt", f"{web.root}/b/play.txt?raw=1#top"]
+    folder, meta = prepare_set(tmp_path, urls[0], tmp_path / "c.txt", urls[1], val_fraction=0.01)
+    assert text_of(folder) == f"{TEXT}mine{TEXT}"
+    assert [s["path"] for s in meta["sources"]] == [urls[0], str(tmp_path / "c.txt"), urls[1]]
+
+
+@pytest.mark.parametrize("encode", [str, urllib.parse.quote])
+def test_the_data_set_is_called_like_the_file(web, tmp_path, encode):
+    options = [f"--data_dir={tmp_path / 'data'}", "--tokenizer=char"]
+    call(prepare.main, "--input", f"{web.root}/{encode('莎士比亚 1.txt')}", *options)
+    assert text_of(tmp_path / "data" / "莎士比亚_1") == TEXT
+
+
+def test_a_compressed_file_is_unpacked_when_it_is_read(web, tmp_path):
+    web.content = gzip.compress(DATA)
+    folder, meta = prepare_set(tmp_path, f"{web.root}/play.txt.gz")
+    assert text_of(folder) == TEXT and meta["sources"][0]["bytes"] == len(web.content)
+
+
+@pytest.mark.parametrize("etag, modified", [('"one"', ""), ('W/"weak"', "Tue"), ("", "Tue")])
+def test_a_broken_download_goes_on_where_it_ended(web, tmp_path, try_it, etag, modified):
+    web.etag = etag
+    web.modified = modified
+    url = f"{web.root}/play.txt"
+    for web.drop_at in (100_000, 300_000):
+        error = try_it(url)
+        what = f"the connection ended after {web.drop_at:,} of {len(DATA):,} bytes"
+        assert error == f"error: --input {url}: {what}: run the same command again"
+        assert downloads(tmp_path) == ["play.txt.download", "play.txt.part"]
+        assert not (tmp_path / "data" / "set").exists()
+    web.drop_at = 0
+    assert text_of(prepare_set(tmp_path, url)[0]) == TEXT
+    asked = [headers.get("Range") for headers in web.requests]
+    assert asked == [None, "bytes=100000-", "bytes=300000-"]
+    assert downloads(tmp_path) == ["play.txt", "play.txt.download"]
+
+
+@pytest.mark.parametrize("why", ["no ranges", "no version", "another file", "a shorter file"])
+def test_a_download_that_cannot_go_on_begins_anew(web, tmp_path, try_it, why):
+    web.drop_at = 300_000
+    if why == "no version":
+        web.etag = ""
+    url = f"{web.root}/play.txt"
+    try_it(url)
+    web.drop_at = 0
+    if why == "no ranges":
+        web.ranges = False
+    elif why == "another file":
+        web.etag = '"two"'
+        web.content = DATA.replace(b"play", b"poem")
+    elif why == "a shorter file":  # and the server forgets to give it another ETag
+        web.content = DATA[:200_000]
+    folder, meta = prepare_set(tmp_path, url)
+    assert text_of(folder).encode() == web.content
+    assert meta["sources"][0]["sha256"] == hashlib.sha256(web.content).hexdigest()
+
+
+def test_no_mixture_of_two_versions_is_ever_kept(web, tmp_path, try_it):
+    """The file changes, and the download of the new version breaks earlier than that of the old."""
+    web.drop_at = 300_000
+    url = f"{web.root}/play.txt"
+    try_it(url)
+    web.etag = '"two"'
+    web.content = DATA.replace(b"play", b"poem")
+    web.drop_at = 100_000
+    try_it(url)
+    web.drop_at = 0
+    assert text_of(prepare_set(tmp_path, url)[0]) == TEXT.replace("play", "poem")
+    assert web.requests[-1]["Range"] == "bytes=100000-"
+
+
+@pytest.mark.parametrize("drop_at", [0, 100_000])
+def test_a_file_of_unknown_length_is_taken_only_if_its_end_is_marked(
+    web, tmp_path, try_it, drop_at
+):
+    web.chunked = True
+    web.drop_at = drop_at
+    url = f"{web.root}/play.txt"
+    if drop_at:
+        assert "the connection broke (IncompleteRead" in try_it(url)
+        web.drop_at = 0
+    assert text_of(prepare_set(tmp_path, url)[0]) == TEXT
+    web.chunked = web.length = False
+    error = try_it(f"{web.root}/other.txt")
+    assert "other.txt: the server does not say how long the file is" in error
+
+
+def test_what_a_server_or_a_user_does_wrong_is_one_line(web, tmp_path, try_it, monkeypatch):
+    web.status = 404
+    url = f"{web.root}/play.txt"
+    assert try_it(url) == f"error: --input {url}: the server answers 404 Not Found"
+    assert "play.pdf: unknown kind of file; expected .jsonl" in try_it(f"{web.root}/play.pdf")
+    assert "index: unknown kind of file" not in try_it(f"{web.root}/", "--format=txt")
+    assert "cannot be downloaded: " in try_it("http://127.0.0.1:1/play.txt")
+    assert "cannot be downloaded: " in try_it("http://" + "x" * 70 + ".invalid/play.txt")
+    assert "http://[/play.txt: not a URL" in try_it("http://[/play.txt")
+    monkeypatch.setattr(download, "TIMEOUT", 0.2)
+    web.block_on = threading.Event()
+    assert try_it(url) == f"error: --input {url}: cannot be downloaded: timed out"
+    web.block_on.set()
+    assert not (tmp_path / "data").exists() or not os.listdir(tmp_path / "data")
+
+
+def test_a_web_page_in_place_of_a_file_is_noted(web, tmp_path, capsys):
+    web.kind = "text/html; charset=utf-8"
+    prepare_set(tmp_path, f"{web.root}/play.txt")
+    assert "play.txt: the server sends a web page; is it the address" in capsys.readouterr().err
+
+
+def test_nothing_that_was_not_downloaded_is_overwritten(web, tmp_path, try_it):
+    url = f"{web.root}/play.txt"
+    file = download.file_of(url, tmp_path / "data")
+    file.parent.mkdir(parents=True)
+    for name in ("play.txt", "play.txt.part"):
+        mine = file.with_name(name)
+        mine.write_text("mine")
+        assert f"{mine} is where a download belongs, but prepare.py did not" in try_it(url)
+        assert mine.read_text() == "mine"
+        mine.unlink()
+    prepare_set(tmp_path, url)
+    file.write_text("mine")
+    assert f"{file}: changed since it was downloaded: move" in try_it(url)
+    assert file.read_text() == "mine"
+    about = file.with_name("play.txt.download")
+    about.write_text("mine")
+    assert f"{about}: damaged (" in try_it(url) and about.read_text() == "mine"
+
+
+def test_downloads_are_not_put_into_a_data_set(web, tmp_path, try_it):
+    (tmp_path / "c.txt").write_text(TEXT)
+    folder, _ = prepare_set(tmp_path, tmp_path / "c.txt", name="downloads")
+    assert f"{folder} is a data set" in try_it(f"{web.root}/play.txt")
+
+
+def test_killed_before_the_last_step_it_asks_for_nothing_again(web, tmp_path, monkeypatch):
+    def killed(path):
+        raise KeyboardInterrupt
+
+    url = f"{web.root}/play.txt"
+    with monkeypatch.context() as kill:
+        kill.setattr(download, "sync_to_disk", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepare_set(tmp_path, url)
+    assert text_of(prepare_set(tmp_path, url)[0]) == TEXT and len(web.requests) == 1
+
+
+@pytest.mark.slow
+def test_one_of_several_processes_downloads(web, tmp_path):
+    urls = [f"{web.root}/{i}.txt" for i in range(2)]
+    model = f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"
+    run = under_torchrun(2, urls, tmp_path / "data", model, run=warm.run)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert len(web.requests) == 2 and text_of(tmp_path / "data" / "set") == TEXT * 2
