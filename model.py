@@ -26,7 +26,7 @@ nh = n_head, nkv = n_kv_head, hs = head_dim, V = vocab_size.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -409,10 +409,10 @@ class GPT(nn.Module):
     def init_weights(self, scheme: str = "gpt2") -> None:
         """Draw every matrix from N(0, std²), with the std that `scheme`, a key of INIT, gives it.
 
-        Embeddings have std 0.02 in every scheme. Biases are 0, and the weights of norms are 1.
+        Biases are 0, and the weights of norms are 1, except for norm_f's in t5 (init_t5).
         """
         c = self.config
-        std_of = INIT[scheme]
+        init = INIT[scheme]
         rows = [n * c.head_dim for n in (c.n_head, c.n_kv_head, c.n_kv_head)]  # of q, k, v in qkv
         matrices = [("embed", self.wte.weight[: c.vocab_size])]  # in the order of drawing
         if self.wpe is not None:
@@ -432,21 +432,49 @@ class GPT(nn.Module):
             self.lm_head.weight.zero_()
             for role, weight in matrices:
                 fan_out, fan_in = weight.shape
-                std = 0.02 if role == "embed" else std_of(role, fan_in, fan_out, c.n_layer)
-                weight.normal_(0.0, std)
+                std = init.embed if role == "embed" else init.std(role, fan_in, fan_out, c.n_layer)
+                if init.cut:
+                    limit = init.cut * std
+                    nn.init.trunc_normal_(weight, 0.0, std, -limit, limit)
+                else:
+                    weight.normal_(0.0, std)
             for name, p in self.named_parameters():
                 if p.dim() == 1:
                     p.fill_(0.0 if name.endswith("bias") else 1.0)
+            if init.scale_tied_head and c.tie_embeddings:
+                self.norm_f.weight.fill_(c.n_embd**-0.5)
 
     # -- accounting: one definition for train.py, bench/ and tests/ --
 
     def param_groups(self, weight_decay: float) -> list[dict]:
-        """Return two groups for AdamW: matrices and embeddings decay, biases and norms do not."""
-        params = list(self.parameters())
-        return [
-            {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        """Return the parameters in groups for an optimizer. Matrices and embeddings decay.
+
+        rows: how many rows each matrix has that is stored in a parameter of the group "matrices".
+        Muon needs them: qkv holds three matrices, one below the other.
+
+        A checkpoint numbers the parameters in this order, so the order must not change.
+        """
+        matrices = []
+        rows = []
+        for module in self.blocks.modules():
+            if isinstance(module, Attention):
+                matrices += [module.qkv.weight, module.proj.weight]
+                rows += [[n * module.head_dim for n in module.heads], [self.config.n_embd]]
+            elif isinstance(module, MLP):
+                linear_layers = [m for m in module.children()]
+                matrices += [m.weight for m in linear_layers]
+                rows += [[m.out_features] for m in linear_layers]
+        embeddings = [p for p in (self.wte.weight, self.wpe and self.wpe.weight) if p is not None]
+        head = [] if self.config.tie_embeddings else [self.lm_head.weight]
+        vectors = [p for p in self.parameters() if p.dim() < 2]
+        decay = {"weight_decay": weight_decay}
+        groups = [
+            {"name": "embeddings", "params": embeddings} | decay,
+            {"name": "matrices", "params": matrices, "rows": rows} | decay,
+            {"name": "head", "params": head} | decay,
+            {"name": "vectors", "params": vectors, "weight_decay": 0.0},
         ]
+        return [group for group in groups if group["params"]]
 
     def num_params(self) -> dict[str, int]:
         """Return the numbers of parameters, without the padding of the vocabulary.
@@ -577,7 +605,7 @@ def sample_token(
 #     query, key, value, up    which read the residual stream (up: SwiGLU's gate too)
 #     out, down                which write to the residual stream
 #     head                     which is lm_head, unless it is tied to wte
-# Embeddings have 0.02 in every scheme (GPT.init_weights).
+# The table INIT, below the functions, adds the embeddings and what else a scheme decides.
 
 WRITES = ("out", "down")
 
@@ -639,13 +667,47 @@ def init_zero_proj(role: str, i: int, o: int, L: int) -> float:
     return 0.0 if role in WRITES else math.sqrt(1 / i)
 
 
+def init_trunc_normal(role: str, i: int, o: int, L: int) -> float:
+    """0.02 for every matrix, from a normal that is cut at 3 standard deviations.
+
+    A number beyond 0.06 is drawn again. This leaves a std of 0.0197, which the source does not
+    correct. Embeddings are cut too, and what writes to the residual stream gets no other factor.
+    Source: OLMo-core, the code of OLMo 2 (arXiv 2501.00656), InitMethod.normal. BERT cuts at 2.
+    """
+    return 0.02
+
+
+def init_t5(role: str, i: int, o: int, L: int) -> float:
+    """sqrt(1 / i), and 1 for embeddings.
+
+    T5 draws queries with sqrt(1 / (i hs)), since it does not divide the scores by sqrt(hs). Here
+    the attention divides them, and queries have sqrt(1 / i): the scores are the same. If the head
+    is tied, T5 divides its input by sqrt(n_embd). Here the last norm starts with that weight.
+    Learned positions, which T5 lacks, are drawn like the tokens.
+    Source: T5, arXiv 1910.10683, in its code (Mesh TensorFlow, transformer/attention.py).
+    """
+    return math.sqrt(1 / i)
+
+
+@dataclass(frozen=True)
+class Init:
+    """A scheme: all that GPT.init_weights asks for."""
+
+    std: Callable[[str, int, int, int], float]  # of a matrix, from role, i, o and L
+    embed: float = 0.02  # std of the embeddings, wte and wpe
+    cut: float = 0.0  # draw again what is more than `cut` times std from 0; 0: nothing
+    scale_tied_head: bool = False  # if lm_head is tied, norm_f's weights are 1 / sqrt(n_embd)
+
+
 INIT = {
-    "gpt2": init_gpt2,
-    "llama": init_llama,
-    "xavier": init_xavier,
-    "kaiming": init_kaiming,
-    "lecun": init_lecun,
-    "small": init_small,
-    "deepnorm": init_deepnorm,
-    "zero_proj": init_zero_proj,
+    "gpt2": Init(init_gpt2),
+    "llama": Init(init_llama),
+    "xavier": Init(init_xavier),
+    "kaiming": Init(init_kaiming),
+    "lecun": Init(init_lecun),
+    "small": Init(init_small),
+    "deepnorm": Init(init_deepnorm),
+    "zero_proj": Init(init_zero_proj),
+    "trunc_normal": Init(init_trunc_normal, cut=3.0),
+    "t5": Init(init_t5, embed=1.0, scale_tied_head=True),
 }

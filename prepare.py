@@ -7,6 +7,8 @@ Train a SentencePiece tokenizer on the input, then encode the input with it:
     python prepare.py --input books/ wiki.jsonl.gz --name wiki
 Use a tokenizer that exists already:
     python prepare.py --input wiki.jsonl.gz --name wiki_gpt2 --tokenizer gpt2
+One token for each character of the input, or for each byte (--tokenizer byte):
+    python prepare.py --input shakespeare.txt --name shakespeare --tokenizer char
 Read standard input; it is JSON Lines unless --format says otherwise:
     zcat dump.gz | python prepare.py --input - --name dump
 Make one data set with many processes or machines:
@@ -24,6 +26,10 @@ These shapes of a record are known. {title, summary, sections: [{title, content}
 `title：summary`, followed by `title：content。` for each section. {title, content} is written like
 one such section. {text}, {content}, {completion}, {prompt, completion} and
 {instruction, input, output} are known too. --fields chooses other fields.
+
+A hash of each document decides whether it goes to train.bin or to val.bin. A corpus of fewer than
+1 / val_fraction documents, such as one text file, is split by text instead: its last characters, a
+val_fraction of them, become val.bin.
 
 If prepare.py is killed, run the same command again: it continues from the work that is finished.
 The old data set stays complete until the new one replaces it. The number of workers, processes
@@ -56,8 +62,9 @@ from hardware.disk import (
     unseal,
     write_whole,
 )
+from text.cut import Finished, cut_by_text, too_few
 from text.dataset import FORMAT_VERSION, document_texts, load_tokenizer, open_dataset, verify
-from text.encode import Encoder, Part, encode, id_type
+from text.encode import Encoder, Part, encode
 from text.folders import STDIN, WORK, claim, fingerprint, remove_scratch, replace_set
 from text.formats import CHUNK, PIECE, Chunk
 from text.hf_tokenizer import hugging_face_files
@@ -303,10 +310,12 @@ def build(
     new = scratch / "set"
     remove_only(new, WORK["set"])
     new.mkdir()
-    splits, lengths = write_splits(cfg, parts, tally, info, new)
+    splits, lengths, few = write_splits(cfg, finished, tally, encoder, new)
     info["files"] = copy_tokenizer(tokenizer, info, new)
     read = [source for share, _ in finished for source in share]
     meta = describe_set(cfg, info, splits, lengths, tally)
+    if few:
+        meta["few_documents"] = few
     meta |= {"sources": describe_sources(cfg, read, passed_by), "settings": settings_of(cfg)}
     write_whole(new / "meta.json", json_bytes(sealed(meta)))
 
@@ -378,32 +387,34 @@ def check_unchanged(tokenizer: Path, info: dict, parts: list[Part]) -> None:
 
 
 def write_splits(
-    cfg: PrepareConfig, parts: list[Part], tally: Tally, info: dict, new: Path
-) -> tuple[dict[str, dict], Counter]:
+    cfg: PrepareConfig, finished: Finished, tally: Tally, encoder: Encoder, new: Path
+) -> tuple[dict[str, dict], Counter, int]:
     """Join the parts into new/train.bin and new/val.bin; with --dedup leave out duplicates.
 
-    Return the counts and the hash of each split, and {length in tokens: documents}.
-    Raises UserError if a split would be empty.
+    Return the counts and the hash of each split, {length in tokens: documents}, and the number of
+    documents if they were too few to be split in any other way than by text, else 0.
     """
-    itemsize = id_type(info["vocab_size"]).itemsize
+    parts = [part for _, part in finished]
     duplicate = find_duplicates(parts) if cfg.dedup else np.zeros(0, bool)
     if duplicate.any():
         tally.dropped["equal to an earlier document"] = int(duplicate.sum())
     splits, lengths = count(parts, duplicate)
-    states = merge(parts, duplicate, new, itemsize)
     if not lengths:
         raise UserError(no_documents(tally))
+    few = 0
+    if too_few(splits, cfg.val_fraction):
+        few = lengths.total()
+        parts = [cut_by_text(cfg, finished, duplicate, splits, encoder, new.parent / "cut")]
+        duplicate = np.zeros(0, bool)
+        splits, lengths = count(parts, duplicate)
+    itemsize = encoder.dtype.itemsize
+    states = merge(parts, duplicate, new, itemsize)
     for split, counts in splits.items():
-        if not counts["documents"]:
-            hint = "raise --val_fraction" if split == "val" else "lower --val_fraction"
-            empty = f"of {lengths.total()} documents none was chosen for it"
-            more = "cut text files into more documents with --txt=block or --txt=line"
-            raise UserError(f"{split}.bin would be empty: {empty}; {hint}, or {more}")
         size, counts["sha256"] = states[split]
         if size != counts["tokens"] * itemsize:
             changed = f"{new.parent}: a file in this folder has changed"
             raise UserError(f"{changed}: run the same command again")
-    return splits, lengths
+    return splits, lengths, few
 
 
 def copy_tokenizer(tokenizer: Path, info: dict, new: Path) -> dict[str, str]:

@@ -174,6 +174,9 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[s
         own = tokenizer.encode(prompt).tolist()
     except ValueError as e:
         raise UserError(f"the prompt has no tokens: {e}") from None
+    if tokenizer.unk_id in own:
+        unknown = [c for c in sorted(set(prompt)) if tokenizer.unk_id in tokenizer.encode(c)]
+        note(f"the tokenizer has no token for {', '.join(map(repr, unknown))}: the model reads unk")
     ids = [*tokenizer.prefix, *own] or [tokenizer.eos_id]
     if len(ids) > block_size:
         most = block_size - len(tokenizer.prefix)

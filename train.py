@@ -45,8 +45,9 @@ from text.windows import Loader, Windows, open_windows, train_loader
 from training.checkpoint import Saver
 from training.evaluate import evaluate
 from training.huggingface import unverified
+from training.optimizer import make_optimizer
 from training.parallel import fit_batch, wrap
-from training.plan import Plan, lr_at, make_plan
+from training.plan import Plan, lr_at, make_plan, momentum_at
 from training.progress import Progress
 from training.report import Clock, Metrics, banner
 from training.resume import (
@@ -54,6 +55,7 @@ from training.resume import (
     Origin,
     check_copy,
     check_data,
+    check_optimizer,
     check_tokenizer,
     find_origin,
     load_model,
@@ -132,7 +134,7 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     verify_data(machine, sets, progress)
 
     cfg, plan, compiled = plan_run(cfg, machine, model, data, progress, earlier)
-    optimizer, scaler = make_optimizer(cfg, machine, model, earlier)
+    optimizer, scaler = open_optimizer(cfg, machine, model, earlier)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     peak_of_all = peak * machine.world if peak else None
     say(banner(cfg, sets, machine, plan, model, compiled, source, scratch=origin.path is None))
@@ -209,7 +211,8 @@ def loop(
         # Train one step.
         lr = lr_at(step, plan.steps, cfg)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["share"]
+            group["momentum"] = momentum_at(step, plan.steps, cfg)  # only Muon reads it
         # What dropout draws depends on seed, step and rank, but not on where the run was resumed.
         # 1,000,003 exceeds the number of ranks, so no two ranks share a seed in any two steps.
         torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)
@@ -308,6 +311,7 @@ def open_model(
         before = model_config(replace(cfg, **known), wanted.vocab_size)
         model = load_model(origin.path, cfg.dropout, wanted, before)
         check_data(earlier, sets, origin.path)
+        check_optimizer(earlier, cfg, origin.path)
     else:
         model = load_model(origin.path, cfg.dropout, wanted)
         check_tokenizer(origin.path, sets, machine.say)
@@ -385,18 +389,14 @@ def plan_run(
     return cfg, make_plan(cfg, machine.world, epoch_tokens, *place), compiled
 
 
-def make_optimizer(
+def open_optimizer(
     cfg: TrainConfig, machine: Machine, model: GPT, earlier: Earlier | None
 ) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler]:
-    """Return AdamW and the scaler of fp16 gradients, which does nothing in other dtypes.
+    """Return the optimizer and the scaler of fp16 gradients, which does nothing in other dtypes.
 
     If the run is resumed, both continue in the state that the checkpoint holds.
     """
-    groups = model.param_groups(cfg.weight_decay)
-    # A fused AdamW skips a bad step by itself if found_inf is set (take_step). The one for mps
-    # ignores found_inf (torch 2.13), so there AdamW is not fused.
-    fused = machine.device.type in ("cuda", "cpu")
-    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), fused=fused)
+    optimizer = make_optimizer(cfg, machine, model)
     scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
     if earlier:
         # Take only the moments from the checkpoint: betas and weight decay may have changed. pop()

@@ -46,6 +46,7 @@ from training.memory import (  # noqa: E402
     needed,
     step_memory,
 )
+from training.optimizer import make_optimizer  # noqa: E402
 from training.plan import Plan, even_batch, make_plan  # noqa: E402
 from training.plots import read_metrics  # noqa: E402
 from training.settings import TrainConfig, model_config, wants_compile  # noqa: E402
@@ -62,7 +63,6 @@ class PlanConfig(TrainConfig):
     vocab_size: int = 0  # 0: that of `dataset` if it is prepared, else 50257
     # ---- What if ----
     zero: Literal[0, 1, 2, 3] = 0  # ZeRO stage; train.py uses DDP, which is stage 0
-    optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"  # train.py uses AdamW
     checkpointing: bool = False  # activation checkpointing of whole blocks; train.py does none
     # ---- Check ----
     trial: bool = False  # train 20 steps on this machine, to estimate the time of the whole run
@@ -416,8 +416,8 @@ def measured_peak(c: GPTConfig, step: Step) -> int:
     model.init_weights()
     model.to(device)
     fast = torch.compile(model, dynamic=False) if step.compiled else model
-    optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-3, fused=True)
     machine = Machine(0, 0, 1, device, step.dtype, "")
+    optimizer = make_optimizer(TrainConfig(optimizer=step.optimizer), machine, model)
     scales = device.type == "cuda" and step.dtype == torch.float16
     scaler = torch.amp.GradScaler(device.type, enabled=scales)
     rows = torch.randint(0, c.vocab_size, (step.B, step.T + 1), device=device)
@@ -524,8 +524,9 @@ def print_memory(
     title = f"Memory of each device at batch_size {step.B}, {how}; the peak is {facts['peak_when']}"
     section(title, rows)
     if cfg.check:
-        # What measured_peak() can run: one process with AdamW. Further micro-steps add nothing.
-        plain = Step(step.B, step.T, min(2, step.accum), step.dtype, step.compiled, step.device)
+        # What measured_peak() can run: one process. Further micro-steps add nothing.
+        accum = min(2, step.accum)
+        plain = replace(step, accum=accum, world=1, zero=0, fused=True, checkpointing=False)
         measured = measured_peak(model.config, plain)
         predicted = sum(step_memory(model, plain)[1].values())
         both = f"{measured / 1e9:.3f} GB measured, {predicted / 1e9:.3f} predicted"

@@ -42,6 +42,7 @@ from configurator import UserError, changes, parse, run  # noqa: E402
 from hardware.machine import Machine, out_of_memory, start  # noqa: E402
 from hardware.peak import device_name, peak_tflops  # noqa: E402
 from model import GPT  # noqa: E402
+from training.optimizer import make_optimizer  # noqa: E402
 from training.settings import TrainConfig, model_config, wants_compile  # noqa: E402
 from training.step import take_step  # noqa: E402
 
@@ -194,9 +195,7 @@ def new_training(cfg: SweepConfig, B: int, accum: int, machine: Machine) -> tupl
         model = GPT(model_config(cfg, cfg.vocab_size))
         model.init_weights(cfg.init)
     model.to(device)  # moves the constants that numpy made
-    groups = model.param_groups(cfg.weight_decay)
-    betas = (cfg.beta1, cfg.beta2)
-    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=betas, fused=True)
+    optimizer = make_optimizer(cfg, machine, model)
     scaler = torch.amp.GradScaler(device.type, enabled=machine.dtype == torch.float16)
     compiled = wants_compile(cfg, device.type, 0)
     fast = torch.compile(model, dynamic=False) if compiled else model

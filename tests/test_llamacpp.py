@@ -25,7 +25,8 @@ from configurator import UserError
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
 from text.hf_tokenizer import llama_cpp_note, to_hugging_face
-from text.tokenizer import Tiktoken
+from text.tokenizer import SentencePiece, Tiktoken
+from text.train_tokenizer import write_alphabet
 from training.checkpoint import write_json
 from training.huggingface import hf_class, save_pretrained
 
@@ -49,9 +50,13 @@ TEXTS = [
 
 @pytest.fixture
 def tokenizer(kind, tiny_data, tmp_path):
-    """prepare.py's SentencePiece, a BPE unknown to llama.cpp, or GPT-2's, which it knows."""
+    """prepare.py's own tokenizers, a BPE unknown to llama.cpp, or GPT-2's, which it knows."""
     if kind == "sentencepiece":
         return load_tokenizer(tiny_data / "tiny")
+    if kind in ("char", "byte"):
+        path = tmp_path / "alphabet.model"
+        write_alphabet(path, set("".join(TEXTS)), with_bytes=kind == "byte")
+        return SentencePiece(path)
     if kind == "tiktoken":
         return Tiktoken.from_file(tiktoken_file(tmp_path / "own.tiktoken", 200))
     try:
@@ -118,7 +123,7 @@ def test_of_a_public_bpe_that_begins_no_text_with_its_eos_nothing_is_said():
         assert llama_cpp_note(tokenizer, "Qwen3ForCausalLM", 258) == note
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken"])
+@pytest.mark.parametrize("kind", ["sentencepiece", "char", "byte", "tiktoken"])
 def test_without_the_post_processor_the_eos_alone_is_gone(kind, tokenizer, tmp_path):
     """Then the converter knows the vocabulary; add_bos_token still says that an eos comes first."""
     transformers = pytest.importorskip("transformers", reason="needs the package transformers")
@@ -199,7 +204,7 @@ def continues_alike(gguf: Path, model: GPT, tokenizer, options: list[str]) -> li
 
 
 @needs_llama_cpp
-@pytest.mark.parametrize("kind", ["sentencepiece", "gpt2"])
+@pytest.mark.parametrize("kind", ["sentencepiece", "char", "byte", "gpt2"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_llama_cpp_reads_and_continues_texts_as_we_do(preset, kind, tokenizer, tmp_path):
     model = make(preset, tokenizer.vocab_size)

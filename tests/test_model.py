@@ -221,12 +221,25 @@ def test_flops_per_token_is_what_torch_counts(name):
 @pytest.mark.parametrize("name", ODD)
 def test_decay_groups_hold_every_parameter_once_and_only_matrices_decay(name):
     model = make(name)
-    decayed, other = model.param_groups(0.1)
-    assert (decayed["weight_decay"], other["weight_decay"]) == (0.1, 0.0)
-    grouped = [id(p) for group in (decayed, other) for p in group["params"]]
+    groups = model.param_groups(0.1)
+    grouped = [id(p) for group in groups for p in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters())
-    assert {p.dim() for p in decayed["params"]} == {2}
-    assert {p.dim() for p in other["params"]} == {1}
+    for group in groups:
+        vectors = group["name"] == "vectors"
+        assert group["weight_decay"] == (0.0 if vectors else 0.1)
+        assert {p.dim() for p in group["params"]} == {1 if vectors else 2}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_the_order_of_the_parameters_in_a_checkpoint_never_changes(name):
+    """Matrices and embeddings as they come in the model, then vectors: in that order the first
+    version of train.py numbered the moments in a checkpoint.
+    """
+    model = make(name)
+    grouped = [id(p) for group in model.param_groups(0.1) for p in group["params"]]
+    parameters = list(model.parameters())
+    matrices = [id(p) for p in parameters if p.dim() == 2]
+    assert grouped == matrices + [id(p) for p in parameters if p.dim() == 1]
 
 
 # -- initialisation --
@@ -234,6 +247,7 @@ def test_decay_groups_hold_every_parameter_once_and_only_matrices_decay(name):
 L = 8  # layers of the model that is measured
 D = 256  # its width; d_ff = 1024
 DEEPNORM = (8 * L) ** -0.25  # the gain of value, out, up and down
+CUT = 0.98658  # std of N(0, 1) cut at 3: sqrt(1 - 6 f / (1 - 2 t)), density f, tail t at 3
 PROMISED = {  # scheme -> the std of query, value, out, up, down by its published formula
     "gpt2": (0.02, 0.02, 0.02 / math.sqrt(2 * L), 0.02, 0.02 / math.sqrt(2 * L)),
     "llama": (0.02,) * 5,
@@ -245,15 +259,24 @@ PROMISED = {  # scheme -> the std of query, value, out, up, down by its publishe
     + (DEEPNORM * math.sqrt(2 / 512),) * 2
     + (DEEPNORM * math.sqrt(2 / 1280),) * 2,
     "zero_proj": (1 / 16, 1 / 16, 0.0, 1 / 16, 0.0),
+    "trunc_normal": (0.02 * CUT,) * 5,
+    # T5's queries have 1 / sqrt(256 hs), but here the scores are divided by sqrt(hs) afterwards
+    "t5": (1 / 16,) * 4 + (1 / 32,),
 }
+EMBED = {"trunc_normal": 0.02 * CUT, "t5": 1.0}  # scheme -> std of the embeddings; others: 0.02
+
+
+def init_model(scheme: str, **shape) -> GPT:
+    torch.manual_seed(0)
+    shape = dict(vocab_size=1000, block_size=64, n_layer=L, n_head=4, n_embd=D) | shape
+    model = GPT(GPTConfig(**(PRESETS["gpt2"] | shape)))
+    model.init_weights(scheme)
+    return model
 
 
 @pytest.mark.parametrize("scheme", INIT)
 def test_init_has_the_standard_deviations_that_its_scheme_promises(scheme):
-    torch.manual_seed(0)
-    shape = dict(vocab_size=1000, block_size=64, n_layer=L, n_head=4, n_embd=D)
-    model = GPT(GPTConfig(**(PRESETS["gpt2"] | shape)))
-    model.init_weights(scheme)
+    model = init_model(scheme, tie_embeddings=False)
     for block in model.blocks:
         query, _, value = block.attn.qkv.weight.split(D)
         others = (block.attn.proj, block.mlp.up_proj, block.mlp.down_proj)
@@ -261,10 +284,28 @@ def test_init_has_the_standard_deviations_that_its_scheme_promises(scheme):
         for weight, std in zip(found, PROMISED[scheme], strict=True):
             assert weight.std().item() == pytest.approx(std, rel=0.02)
             assert abs(weight.mean().item()) <= 0.02 * std
-    assert model.wte.weight[:1000].std().item() == pytest.approx(0.02, rel=0.02)
+    for embedding in (model.wte.weight[:1000], model.wpe.weight):
+        assert embedding.std().item() == pytest.approx(EMBED.get(scheme, 0.02), rel=0.02)
     for name, p in model.named_parameters():
         if p.dim() == 1:
             assert (p == (0 if name.endswith("bias") else 1)).all(), name
+
+
+def test_trunc_normal_reaches_three_standard_deviations_and_no_weight_is_beyond():
+    matrices = [p for p in init_model("trunc_normal").parameters() if p.dim() == 2]
+    for weight in matrices:
+        assert 0.055 < weight.abs().max() <= 0.06
+
+
+def test_t5_divides_what_a_tied_head_reads_by_the_root_of_the_width():
+    model = init_model("t5", tie_embeddings=True)
+    x = torch.randn(3, D, generator=torch.Generator().manual_seed(1))
+    normed = F.layer_norm(x, (D,))
+    torch.testing.assert_close(model.logits(x), normed / math.sqrt(D) @ model.wte.weight.T)
+    assert model.logits(x)[:, :1000].std().item() == pytest.approx(1.0, rel=0.05)
+    untied = init_model("t5", tie_embeddings=False)
+    torch.testing.assert_close(untied.logits(x), normed @ untied.lm_head.weight.T)
+    assert untied.logits(x)[:, :1000].std().item() == pytest.approx(1.0, rel=0.05)
 
 
 # -- generation --

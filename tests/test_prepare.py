@@ -281,7 +281,7 @@ def bad_inputs(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     clash.write_bytes(b"YQ== 0\nYg== 0\n")
     half = tmp_path / "half.json"
     half.write_text('[{"text": "one"}, {"text": "two"}, {"text": "thr')
-    one = write_jsonl(tmp_path / "one.jsonl", [{"text": "the only document"}])
+    one = write_jsonl(tmp_path / "one.jsonl", [{"text": "x"}])
     some = write_jsonl(tmp_path / "some.jsonl", make_records(50))
     ready = f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"
     return {
@@ -297,7 +297,7 @@ def bad_inputs(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "cut off": (["--input", cut], "cut.jsonl.gz: damaged or cut off"),
         "not UTF-8": (["--input", latin],
             "latin.txt: byte 0xef is not of its encoding: say --encoding"),
-        "one document": (["--input", one, ready], "val.bin would be empty: of 1 documents"),
+        "one character": (["--input", one, ready], "train.bin would be empty: the input has 1"),
         "ranks that clash": (["--input", some, f"--tokenizer={clash}"],
             "its ids are not distinct numbers from 0 to 16,777,215"),
         "unknown tokenizer": (["--input", some, "--tokenizer=gpt9"],
@@ -305,7 +305,7 @@ def bad_inputs(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "not a SentencePiece model": (["--input", some, f"--tokenizer={some}.model"],
             "not a SentencePiece model"),
         "vocabulary too large": (["--input", some, "--vocab_size=50000"],
-            "--vocab_size=50000: SentencePiece cannot train"),
+            "--vocab_size=50000: too large for this input: lower it to"),
         "unknown option": (["--inptu", some], "did you mean 'input'?"),
         "bad fraction": (["--input", some, "--val_fraction=1.5"],
             "val_fraction must be between 0 and 1"),

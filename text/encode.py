@@ -103,6 +103,8 @@ class Encoder:
             if len(tokens) < self.min_tokens and not piece:
                 tally.dropped[f"fewer than {self.min_tokens} tokens"] += 1
                 continue
+            if self.tokenizer.unk_id in tokens:
+                tally.changed["lost characters that the tokenizer has no token for"] += 1
             own = hashlib.sha256(utf8).digest()[:16]
             tried = own[0] < 4  # one document in 64
             if tried and self.tokenizer.decode(tokens.tolist()) != text:

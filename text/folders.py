@@ -16,11 +16,13 @@ from text.tokenizer import SentencePiece, Tiktoken
 
 TOKENIZER_FILES = {SentencePiece.file, Tiktoken.file, *HF_FILES}
 PART_FILES = {"train.bin", "val.bin", "rows.bin", "journal.json"}
+PART_FILES |= {f".{name}.tmp" for name in PART_FILES}
 
 # The folders in the scratch folder and the files in them. "part" stands for part0, part1, ...
 WORK = {
     "tokenizer": {*TOKENIZER_FILES, "info.json", ".info.json.tmp"},
-    "part": {*PART_FILES, *(f".{name}.tmp" for name in PART_FILES)},
+    "part": PART_FILES,
+    "cut": PART_FILES,
     "set": {*TOKENIZER_FILES, "train.bin", "val.bin", "meta.json", ".meta.json.tmp"},
 }
 

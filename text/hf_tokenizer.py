@@ -90,8 +90,9 @@ def post_processor(bos: str | None, prefix: list[int]) -> dict:
 def describe_sentencepiece(tokenizer: SentencePiece) -> tuple[dict, dict, dict] | None:
     """Return the parts of tokenizer.json: special tokens, model, and the steps before and after it.
 
-    Returns None where these would not compute the same as SentencePiece. They do for a BPE that has
-    a piece for every byte and does not normalize texts.
+    Returns None where these would not compute the same as SentencePiece. They do if the model does
+    not normalize texts, and is a BPE that has a piece for every byte, or has only pieces of single
+    characters, which nothing merges.
     """
     sp = tokenizer.sp
     ids = range(sp.vocab_size())
@@ -101,13 +102,14 @@ def describe_sentencepiece(tokenizer: SentencePiece) -> tuple[dict, dict, dict] 
     is_bpe = scores == [-i for i in range(len(scores))]
     keeps_text = sp.normalize("  a １ ") == "▁▁a▁１▁"
     has_all_bytes = sum(is_byte for *_, is_byte in kinds) >= 256
-    if not (is_bpe and keeps_text and has_all_bytes):
+    is_alphabet = all(len(sp.id_to_piece(i)) == 1 for i in ids if not any(kinds[i]))
+    if not (keeps_text and (is_alphabet or (is_bpe and has_all_bytes))):
         return None
     vocab = {sp.id_to_piece(i): i for i in ids}
     special = {sp.id_to_piece(i): i for i in ids if sp.is_control(i) or sp.is_unknown(i)}
     merges = all_merges({piece: i for piece, i in vocab.items() if not any(kinds[i])})
-    model = {"unk_token": sp.id_to_piece(sp.unk_id()), "fuse_unk": True, "byte_fallback": True}
-    model |= {"vocab": vocab, "merges": merges}
+    model = {"unk_token": sp.id_to_piece(sp.unk_id()), "fuse_unk": True}
+    model |= {"byte_fallback": has_all_bytes, "vocab": vocab, "merges": merges}
     marked = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     unmarked = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
     steps_back = [unmarked, {"type": "ByteFallback"}, {"type": "Fuse"}]

@@ -98,20 +98,25 @@ def report(meta: dict, folder: Path) -> str:
     vocabulary = f"vocabulary {meta['vocab_size']:,}"
     lines = [
         f"{folder}: {kind} tokenizer, {vocabulary}, {meta['dtype']}",
-        *report_splits(meta["splits"]),
+        *report_splits(meta["splits"], meta.get("few_documents", 0)),
         *report_records(meta["records"], meta["sources"]),
         *report_lengths(meta["lengths"]),
     ]
     return "\n".join(lines)
 
 
-def report_splits(splits: dict[str, dict]) -> list[str]:
+def report_splits(splits: dict[str, dict], few: int) -> list[str]:
+    """Return the counts. few: the number of documents if they were split by text, else 0."""
     lines = []
     for split, s in splits.items():
         documents = f"{s['documents']:>12,} documents"
         tokens = f"{s['tokens']:>15,} tokens"
         lines.append(f"  {split:<6} {documents} {tokens} {s['bytes']:>15,} bytes of text")
     characters = sum(s["characters"] for s in splits.values())
+    if few:
+        last = f"the last {splits['val']['characters']:,} of {characters:,} characters"
+        documents = f"{few:,} document{'s' if few > 1 else ''}"
+        lines.append(f"  {documents}, too few to choose some for val: {last} are val")
     tokens = sum(s["tokens"] for s in splits.values())
     lines.append(f"  {characters / tokens:.2f} characters per token (eos counted)")
     return lines

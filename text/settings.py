@@ -10,6 +10,8 @@ from text.formats import Chunk, Reader
 from text.records import Cleaning, Tally
 from text.sources import Source
 
+MADE_HERE = ("train", "char", "byte")  # values of tokenizer that name no existing tokenizer
+LEAST = 260  # vocab_size: 256 bytes, three special tokens and a character
 InputFormat = Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"]
 
 
@@ -33,10 +35,10 @@ class PrepareConfig:
     # ---- Output ----
     name: str = ""  # write the data set to data_dir/NAME/; default: demo, or the first input's name
     data_dir: str = "data"  # the folder that holds the data sets
-    val_fraction: float = 0.01  # share of documents for val.bin, chosen by a hash of the text
+    val_fraction: float = 0.01  # share of val.bin: documents chosen by a hash, or the end of a text
     # ---- Tokenizer ----
-    tokenizer: str = "train"  # train: SentencePiece; a name (gpt2); a .model or .tiktoken; a folder
-    vocab_size: int = 4096  # number of tokens, for --tokenizer=train
+    tokenizer: str = "train"  # train, char, byte, a name (gpt2), a .model or .tiktoken, a folder
+    vocab_size: int = 4096  # number of tokens, for --tokenizer=train; at least 260
     train_mb: int = 10  # million characters sampled to train a tokenizer; 50 for a large vocabulary
     # ---- Work ----
     workers: int = 0  # number of worker processes; 0: one for each core
@@ -51,11 +53,15 @@ class PrepareConfig:
     def problems(self) -> list[str]:
         sizes = min(self.train_mb, self.shard_mb, self.count)
         plain_name = "/" not in self.name and not self.name.startswith(".")
+        is_alphabet = self.tokenizer in ("char", "byte")
+        superfluous = is_alphabet and self.vocab_size != PrepareConfig.vocab_size
+        large_enough = is_alphabet or self.vocab_size >= LEAST
         known_show = re.fullmatch(r"first|random|\d+", self.show)
         checks = {
             "val_fraction must be between 0 and 1, both excluded": 0 < self.val_fraction < 1,
             "max_bad must be between 0 and 1": 0 <= self.max_bad <= 1,
-            "vocab_size must be at least 300: 256 bytes and a few words": self.vocab_size >= 300,
+            f"vocab_size must be at least {LEAST}: 256 bytes and more": large_enough,
+            f"tokenizer={self.tokenizer} takes no vocab_size: leave it out": not superfluous,
             "train_mb, shard_mb and count must be positive": sizes > 0,
             "max_record_mb must be between 0.001 and 1,000,000": 0.001 <= self.max_record_mb <= 1e6,
             "step must be positive: steps count from 1": self.step == -1 or self.step > 0,

@@ -3,6 +3,7 @@
 Both classes have the same attributes and methods:
 
     vocab_size, eos_id
+    unk_id                stands for a text that the vocabulary has no token for; -1: there is none
     prefix                ids that come before a prompt; by default the eos, which in the training
                           data ends a document and so comes before the next one
     encode(text)          -> ids (n,), without the prefix
@@ -59,6 +60,7 @@ class SentencePiece:
             raise UserError(f"tokenizer {path}: not a SentencePiece model ({reason})") from None
         self.vocab_size = self.sp.vocab_size()
         self.eos_id = self.sp.eos_id()
+        self.unk_id = self.sp.unk_id()
         self.space_sign = [self.sp.piece_to_id(f"<0x{byte:02X}>") for byte in "\u2581".encode()]
         if self.eos_id < 0:
             what = "it has no eos token, but every document must end with one"
@@ -125,6 +127,7 @@ def tiktoken_names() -> list[str]:
 class Tiktoken:
     kind = "tiktoken"
     file = "tokenizer.tiktoken"
+    unk_id = -1
 
     def __init__(
         self,

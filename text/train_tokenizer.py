@@ -1,6 +1,7 @@
-"""The tokenizer of a data set: the one that --tokenizer names, or a SentencePiece trained here."""
+"""The tokenizer of a data set: the one that --tokenizer names, or a SentencePiece made here."""
 
 import random
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -8,29 +9,49 @@ from pathlib import Path
 from configurator import UserError
 from hardware.disk import file_sha256, json_bytes, remove_only, sealed, unseal, write_whole
 from text.dataset import find_tokenizer, tokenizer_folder
-from text.encode import in_order, progress_bar, texts_of
+from text.encode import Task, in_order, progress_bar, texts_of
 from text.folders import WORK, fingerprint
+from text.formats import Chunk
 from text.hf_tokenizer import hugging_face_files
 from text.look import no_documents
-from text.records import Tally
-from text.settings import PrepareConfig, check_bad, cleaning, foreseen, reader_of, what_is_read
+from text.records import Cleaning, Tally
+from text.settings import (
+    MADE_HERE,
+    PrepareConfig,
+    check_bad,
+    cleaning,
+    foreseen,
+    reader_of,
+    what_is_read,
+)
 from text.sources import Source
 from text.tokenizer import SentencePiece
 
 SAMPLE_LENGTH = 4000  # characters of one piece of the sample that a tokenizer is trained on
 
+# What all tokenizers that are made here have in common: no text is changed, and all spaces stay.
+AS_IT_IS = dict(
+    normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False
+)
+# The model file records the number of threads, so it is fixed.
+QUIETLY = dict(num_threads=16, minloglevel=2)
+
+# SentencePiece uses these four characters itself: there cannot be a token for one of them.
+RESERVED = set("\0\x1f\u2581\u2585")
+
 
 def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, folder: Path) -> dict:
     """Save the tokenizer that --tokenizer names in `folder`; return its description for meta.json.
 
-    If an interrupted run has already trained this tokenizer, it is used again.
+    If an interrupted run has already made this tokenizer, it is used again.
     """
-    key = None  # identifies the input and the settings of a tokenizer that is trained here
+    key = None  # identifies the input and the settings of a tokenizer that is made here
     ready = None
     came_with = {}  # the files for Hugging Face's tools that lie beside the tokenizer
-    if cfg.tokenizer == "train":
+    if cfg.tokenizer in MADE_HERE:
         files = [s.same_file() for s in sources]
-        key = fingerprint([cfg.vocab_size, cfg.train_mb, what_is_read(cfg), files])
+        settings = [cfg.tokenizer, cfg.vocab_size, cfg.train_mb, what_is_read(cfg)]
+        key = fingerprint([settings, files])
         info = tokenizer_of_interrupted_run(folder, key)
         if info is not None:
             return info
@@ -44,7 +65,7 @@ def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, fold
     folder.mkdir()
     for file, content in came_with.items():
         (folder / file).write_bytes(content)
-    tokenizer = ready or SentencePiece(train_sentencepiece(cfg, sources, workers, folder))
+    tokenizer = ready or SentencePiece(make_sentencepiece(cfg, sources, workers, folder))
     info = tokenizer.save(folder)
     info |= {"sha256": file_sha256(folder / info["file"])}
     info |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
@@ -73,41 +94,121 @@ def tokenizer_of_interrupted_run(folder: Path, key: str) -> dict | None:
     return None
 
 
-def train_sentencepiece(
+def make_sentencepiece(
     cfg: PrepareConfig, sources: list[Source], workers: int, folder: Path
 ) -> Path:
-    """Train a BPE tokenizer that can reproduce every text; return its file.
+    """Make the tokenizer that --tokenizer=train, char or byte asks for; return its file."""
+    path = folder / SentencePiece.file
+    if cfg.tokenizer == "train":
+        train_sentencepiece(path, sample_pieces(cfg, sources, workers), cfg.vocab_size)
+    elif cfg.tokenizer == "char":
+        characters = alphabet(cfg, sources, workers)
+        write_alphabet(path, characters, with_bytes=bool(characters & RESERVED))
+    else:
+        write_alphabet(path, set(), with_bytes=True)
+    return path
 
-    It does not normalise texts, it keeps spaces, and it writes a character outside the vocabulary
-    as the bytes of its UTF-8.
+
+def train_sentencepiece(path: Path, sample: list[str], vocab_size: int) -> None:
+    """Train a BPE tokenizer that can reproduce every text.
+
+    It writes a character outside the vocabulary as the bytes of its UTF-8.
     """
     import sentencepiece
 
-    sample = sample_pieces(cfg, sources, workers)
-    path = folder / SentencePiece.file
     try:
         with open(path, "wb") as f:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=iter(sample),
                 model_writer=f,
                 model_type="bpe",
-                vocab_size=cfg.vocab_size,
+                vocab_size=vocab_size,
                 byte_fallback=True,
                 character_coverage=0.9995,
-                normalization_rule_name="identity",
-                remove_extra_whitespaces=False,
-                add_dummy_prefix=False,
                 allow_whitespace_only_pieces=True,  # indentation can be one token
                 split_digits=True,
                 max_sentence_length=8 * SAMPLE_LENGTH,  # bytes
-                num_threads=16,  # a fixed number: the model file records it
-                minloglevel=2,
+                **AS_IT_IS,
+                **QUIETLY,
             )
     except (RuntimeError, ValueError) as e:
         reason = str(e).split("] ")[-1]  # its text is "Internal: file(line) [condition] reason"
-        what = f"--vocab_size={cfg.vocab_size}: SentencePiece cannot train on this input"
-        raise UserError(f"{what}: {reason}") from None
-    return path
+        raise UserError(f"--vocab_size={vocab_size}: {in_our_words(reason)}") from None
+
+
+def in_our_words(reason: str) -> str:
+    """Return why SentencePiece cannot train. Its own advice names settings that we do not have."""
+    least = re.search(r"smaller than required_chars. \d+ vs (\d+)", reason)
+    most = re.search(r"set it to a value <= (\d+)", reason)
+    if least:
+        what = f"too small for the characters of this input: it takes at least {least[1]}"
+        return f"{what}, or --tokenizer=byte"
+    if most:
+        return f"too large for this input: lower it to {most[1]}, or give more text"
+    return f"SentencePiece cannot train on this input: {reason}"
+
+
+def write_alphabet(path: Path, characters: set[str], with_bytes: bool) -> None:
+    """Make a tokenizer with one token for each of these characters, an unk and an eos.
+
+    with_bytes: it also has a token for each byte, and writes all other characters as the bytes of
+    their UTF-8. Otherwise, they are unk.
+    """
+    import sentencepiece
+
+    tokens = characters - RESERVED
+    if with_bytes:
+        tokens |= {" "}  # SentencePiece writes a space as U+2581, and would find the bytes of that
+    size = len(tokens) + 2 + 256 * with_bytes
+    with open(path, "wb") as f:
+        sentencepiece.SentencePieceTrainer.train(
+            # All in one sentence: SentencePiece drops line ends at the end of a sentence.
+            sentence_iterator=iter(["".join(sorted(tokens))]),
+            model_writer=f,
+            model_type="char",
+            vocab_size=size,
+            byte_fallback=with_bytes,
+            character_coverage=1.0,
+            unk_id=0,
+            eos_id=1,
+            bos_id=-1,
+            max_sentence_length=8 * size,  # bytes
+            **AS_IT_IS,
+            **QUIETLY,
+        )
+
+
+def over_input(cfg: PrepareConfig, sources: list[Source], workers: int, task: Task) -> Iterator:
+    """Read the whole input, and yield what the task makes of each chunk.
+
+    The task returns that and the counts. Raises UserError if there are no documents, or if too many
+    records are bad.
+    """
+    tally = Tally()
+    total = sum(s.bytes for s in sources)
+    chunks = reader_of(sources, cfg).chunks()
+    empty = True
+    with progress_bar("reading for the tokenizer", total) as bar:
+        for chunk, (made, counts) in in_order(task, chunks, workers):
+            tally.add(counts)
+            check_bad(tally, cfg, foreseen(tally, chunk, total))
+            yield made
+            empty = empty and not made
+            bar.update(chunk.bytes_read - bar.n)
+    if empty:
+        raise UserError(no_documents(tally))
+    check_bad(tally, cfg, tally.records)
+
+
+def alphabet(cfg: PrepareConfig, sources: list[Source], workers: int) -> set[str]:
+    """Read the whole input and return its characters."""
+    return set().union(*over_input(cfg, sources, workers, partial(characters_of, cleaning(cfg))))
+
+
+def characters_of(cleaning: Cleaning, chunk: Chunk) -> tuple[set[str], Tally]:
+    """Return the characters of a chunk, and the counts. With `cleaning` given, this is a Task."""
+    texts, tally = texts_of(cleaning, chunk)
+    return set().union(*texts), tally
 
 
 def sample_pieces(cfg: PrepareConfig, sources: list[Source], workers: int) -> list[str]:
@@ -120,25 +221,15 @@ def sample_pieces(cfg: PrepareConfig, sources: list[Source], workers: int) -> li
     capacity = cfg.train_mb * 1_000_000 // SAMPLE_LENGTH
     sample: list[str] = []
     seen = 0  # pieces so far
-    tally = Tally()
-    total = sum(s.bytes for s in sources)
-    chunks = reader_of(sources, cfg).chunks()
-    with progress_bar("reading for the tokenizer", total) as bar:
-        for chunk, (texts, counts) in in_order(partial(texts_of, cleaning(cfg)), chunks, workers):
-            tally.add(counts)
-            check_bad(tally, cfg, foreseen(tally, chunk, total))
-            for piece in pieces_of(texts):
-                if len(sample) < capacity:
-                    sample.append(piece)
-                else:
-                    slot = rng.randrange(seen + 1)
-                    if slot < capacity:
-                        sample[slot] = piece
-                seen += 1
-            bar.update(chunk.bytes_read - bar.n)
-    if not sample:
-        raise UserError(no_documents(tally))
-    check_bad(tally, cfg, tally.records)
+    for texts in over_input(cfg, sources, workers, partial(texts_of, cleaning(cfg))):
+        for piece in pieces_of(texts):
+            if len(sample) < capacity:
+                sample.append(piece)
+            else:
+                slot = rng.randrange(seen + 1)
+                if slot < capacity:
+                    sample[slot] = piece
+            seen += 1
     return sample
 
 

@@ -51,6 +51,7 @@ head's gradient takes 4 V C more bytes per thread: with two threads 5 to 7 % of 
 tokens at V = 50,257, with one thread nothing.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -59,6 +60,7 @@ import torch
 from hardware.kernels import attention_kernel, loss_chunk
 from hardware.machine import CONTEXT
 from model import GPT, GPTConfig
+from training.optimizer import STACK
 
 
 @dataclass(frozen=True)
@@ -348,6 +350,29 @@ def optimizer_bytes(model: GPT, optimizer: str) -> int:
     return total
 
 
+def optimizer_copies(model: GPT, step: Step) -> float:
+    """Return the bytes that the optimizer takes beside its state, for a moment."""
+    if step.optimizer == "adamw":
+        return 0
+    if step.optimizer == "adafactor":  # the update of one parameter at a time
+        return 4 * max(p.numel() for p in model.parameters())
+    # Muon: the copies of one stack of matrices. In bf16, these are the gradients and running means
+    # in fp32, and the mean of both. In fp32, they are X before and after a product, A and B.
+    matrices = next(g for g in model.param_groups(0.0) if g["name"] == "matrices")
+    in_all: Counter[tuple[int, int]] = Counter()  # shape -> numbers in all matrices of this shape
+    for weight, rows in zip(matrices["params"], matrices["rows"], strict=True):
+        for n in rows:
+            shorter, longer = sorted((n, weight.size(1)))
+            in_all[shorter, longer] += n * weight.size(1)
+    largest = 0.0
+    for (rows, columns), numbers in in_all.items():
+        one = rows * columns
+        stack = min(numbers, max(STACK // one, 1) * one)
+        each = 10 if step.dtype == torch.bfloat16 else 8 + 8 * rows / columns
+        largest = max(largest, stack * each)
+    return largest
+
+
 Moment = tuple[str, dict[str, float]]  # when it is, and part -> bytes
 
 
@@ -548,6 +573,10 @@ def step_memory(model: GPT, step: Step) -> Moment:
     found = list(moments(model, step))
     if step.compiled and step.s == 2 and step.B * step.T < c.n_embd:
         found = inductors(found, c, step)
+    P = sum(p.numel() for p in model.parameters())
+    gradients = {"gradients": 4 * P / (step.world if step.zero >= 2 else 1)}
+    copies = gradients | {"temporary": optimizer_copies(model, step)}
+    found.append(("in the optimizer's step", always_held(model, step) | copies))
     when, parts = max(found, key=total)
     return when, {part: x for part, x in parts.items() if x}
 

@@ -5,6 +5,7 @@ import inspect
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from configurator import UserError
 from hardware.machine import Machine, capacity, least, memory_advice, out_of_memory, to_device
 from model import GPT
 from text.windows import Loader
-from training.memory import Step, auto_batch
+from training.memory import Step, always_held, auto_batch
 from training.plan import even_batch
 from training.settings import TrainConfig
 
@@ -29,12 +30,17 @@ def fit_batch(
     memory. most: the batch_size that a resumed run had; it keeps this one if it fits.
     Raises UserError if not even one sequence fits.
     """
-    step = Step(1, cfg.block_size, 2, machine.dtype, compiled, machine.device.type, machine.world)
+    kind = machine.device.type
+    step = Step(1, cfg.block_size, 2, machine.dtype, compiled, kind, machine.world)
+    step = replace(step, optimizer=cfg.optimizer)
     predicted = auto_batch(model, step, capacity(machine.device))
     limit = min(predicted, most or predicted)
+    always = always_held(model, step)
+    held = always["optimizer"] + always.get("DDP's buckets", 0)
     while True:
         B = even_batch(least(limit, machine), cfg, machine.world)
-        fits_here = has_room(model, loader.rows(loader.starts(0, B)), machine, compiled)
+        rows = loader.rows(loader.starts(0, B))
+        fits_here = has_room(model, rows, machine, compiled, held)
         model.zero_grad(set_to_none=True)
         gc.collect()
         if machine.device.type == "cuda":
@@ -54,15 +60,14 @@ def fit_batch(
         limit = B * 7 // 8
 
 
-def has_room(model: GPT, rows: np.ndarray, machine: Machine, compiled: bool) -> bool:
+def has_room(model: GPT, rows: np.ndarray, machine: Machine, compiled: bool, held: float) -> bool:
     """Return whether this rank has the memory to train on batches of these windows (B, T + 1).
 
-    Run two micro-steps; the second adds its gradients to those of the first. Other tensors take the
-    place of the optimizer's two moments and, on several ranks, of DDP's buckets.
+    Run two micro-steps; the second adds its gradients to those of the first. A tensor of `held`
+    bytes takes the place of the optimizer's state and, on several ranks, of DDP's buckets.
     """
-    copies = 2 if machine.world == 1 else 4  # of the size of the weights
     try:
-        _placeholders = [torch.empty_like(p) for p in model.parameters() for _ in range(copies)]
+        _placeholder = torch.empty(int(held), dtype=torch.uint8, device=machine.device)
         x, y = to_device(rows, machine.device)
         forward = None
         if compiled:

@@ -99,3 +99,13 @@ def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:
     t = max(0, step - begin) / max(1, steps - 1 - begin)
     share = (1 + math.cos(math.pi * t)) / 2 if cfg.schedule == "cosine" else 1 - t
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * share)
+
+
+def momentum_at(step: int, steps: int, cfg: TrainConfig) -> float:
+    """Return Muon's momentum at step 0 ... steps - 1.
+
+    At the start of a run the gradient changes fast, and a mean over fewer steps follows it better.
+    It grows linearly from 0.85, as in the records of the 124M speed run of October 2024.
+    """
+    t = min(1.0, step / max(1, cfg.momentum_warmup * steps))
+    return (1 - t) * min(0.85, cfg.momentum) + t * cfg.momentum

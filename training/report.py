@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -450,6 +450,7 @@ def banner(
         attention += "no fused kernel takes this head_dim and dtype here"
 
     step = Step(B, T, plan.accum, machine.dtype, compiled, kind, machine.world)
+    step = replace(step, optimizer=cfg.optimizer)
     here = capacity(machine.device)
     memory = f"{needed(model, step) / 1e9:.1f} GB predicted, of {here / 1e9:.1f}"
 

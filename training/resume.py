@@ -222,6 +222,15 @@ def check_data(earlier: Earlier, sets: list[DataSet], folder: Path) -> None:
         raise UserError(f"{wrong}: {same}, or {new}")
 
 
+def check_optimizer(earlier: Earlier, cfg: TrainConfig, folder: Path) -> None:
+    """Raise UserError if the checkpoint holds the state of another optimizer."""
+    then = earlier.settings.get("optimizer", "adamw")  # before 2026-11-22 there was no other
+    if then != cfg.optimizer:
+        wrong = f"checkpoint {folder} holds the state of {then}, not of {cfg.optimizer}"
+        new = f"start a new run with --init_from={folder} --run_name=NAME"
+        raise UserError(f"{wrong}: resume with --optimizer={then}, or {new}")
+
+
 def check_tokenizer(folder: Path, sets: list[DataSet], say: Callable[[str], None]) -> None:
     """Raise UserError if the token ids of a model to fine-tune mean other tokens than the data's.
 

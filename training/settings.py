@@ -43,7 +43,7 @@ class TrainConfig:
     rope_theta: float = 10000.0  # base of the rotation frequencies
     norm_eps: float = 1e-5  # added to the variance in each normalisation
     dropout: float = 0.0  # 0 for pretraining; 0.1 or more if the data is read many times
-    init: str = "gpt2"  # gpt2, llama, xavier, kaiming, lecun, small, deepnorm, zero_proj (model.py)
+    init: str = "gpt2"  # gpt2 llama xavier kaiming lecun small deepnorm zero_proj trunc_normal t5
     # ---- Batch: a step consists of as many micro-steps (accumulation) as batch_tokens needs ----
     batch_size: int | Literal["auto"] = 16  # B, sequences in a device's micro-step; auto: what fits
     batch_tokens: int = 524_288  # tokens per step on all devices together
@@ -51,11 +51,17 @@ class TrainConfig:
     max_steps: int = 0  # in steps
     max_epochs: float = 0.0  # in passes over train.bin
     max_tokens: int = 0  # in tokens
-    # ---- Optimizer: AdamW ----
-    lr: float = 6e-4  # highest learning rate
+    # ---- Optimizer ----
+    optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"  # muon: for the blocks' matrices
+    lr: float = 6e-4  # highest learning rate; for adafactor a share of the size of the weights
+    embed_lr: float = 1.0  # learning rate of the embeddings, as a share of lr
+    head_lr: float = 1.0  # learning rate of a head that is not tied, as a share of lr
+    vector_lr: float = 1.0  # learning rate of norms and biases, as a share of lr
     weight_decay: float = 0.1  # on matrices and embeddings, not on biases and norms
     beta1: float = 0.9  # decay rate of the running mean of the gradient
     beta2: float = 0.95  # decay rate of the running mean of the squared gradient
+    momentum: float = 0.95  # muon: decay rate of the running mean of the gradient
+    momentum_warmup: float = 0.1  # muon: it grows from 0.85 during this share of the run's steps
     grad_clip: float = 1.0  # a gradient with a larger norm is scaled down to it; 0: no clipping
     max_bad_steps: int = 10  # skip steps with NaN or infinity; end the run after so many in a row
     # ---- Schedule of the learning rate: a linear warm-up from 0, then one of these shapes ----
@@ -86,8 +92,9 @@ class TrainConfig:
         positive += " eval_every save_every keep log_every max_bad_steps"
         not_negative = "n_kv_head head_dim d_ff max_steps max_epochs max_tokens weight_decay"
         not_negative += " grad_clip warmup_steps eval_tokens peak_tflops seed"
-        shares = "warmup_ratio decay_ratio min_lr_ratio"
-        rates = "beta1 beta2 dropout"
+        not_negative += " embed_lr head_lr vector_lr"
+        shares = "warmup_ratio decay_ratio min_lr_ratio momentum_warmup"
+        rates = "beta1 beta2 momentum dropout"
 
         def values(names: str) -> list[tuple[str, float]]:
             return [(name, getattr(self, name)) for name in names.split()]

@@ -67,6 +67,8 @@ LONGER_BATCH = ["--batch_tokens=512", "--max_steps=0", "--max_tokens=15360"]
 JOBS = {  # name -> (processes, the options of each phase; a phase continues the one before)
     "fp32": (1, [[]]),
     "bf16": (1, [["--dtype=bfloat16"]]),
+    "muon": (1, [["--optimizer=muon", "--dtype=bfloat16"]]),
+    "adafactor": (1, [["--optimizer=adafactor", "--lr=0.05"]]),
     # An epoch ends in every third step.
     "epochs": (1, [["--block_size=256", "--batch_size=2", "--batch_tokens=8192"]]),
     "compiled": (1, [["--compile=true"]]),

@@ -1,0 +1,159 @@
+"""--tokenizer=char and byte: vocabularies that are not learned."""
+
+import re
+
+import pytest
+from conftest import call, make_records
+from test_corpora import write_texts
+from test_huggingface import MIXED, checkpoint, write_files
+from test_prepare import documents, prepare_set
+
+import prepare
+import sample
+from text import formats
+from text.dataset import load_tokenizer
+from text.hf_tokenizer import from_hugging_face, to_hugging_face
+from text.records import record_text
+from text.tokenizer import same_ids
+
+PLAY = "First Citizen:\n\tBefore we proceed, any further  hear me speak.\r\n\n" * 20
+
+
+def made(tmp_path, texts: list[str], kind: str, **options):
+    """Return (folder, meta, tokenizer) of a data set of these texts."""
+    corpus = write_texts(tmp_path / "c.jsonl", texts)
+    folder, meta = prepare_set(tmp_path, corpus, tokenizer=kind, **options)
+    return folder, meta, load_tokenizer(folder)
+
+
+def test_a_char_vocabulary_is_the_characters_of_the_corpus_an_eos_and_an_unk(tmp_path):
+    folder, meta, tokenizer = made(tmp_path, [PLAY], "char")
+    assert meta["vocab_size"] == len(set(PLAY)) + 2
+    pieces = [tokenizer.token_bytes(i).decode() for i in range(meta["vocab_size"])]
+    assert sorted(pieces) == ["", "", *sorted(set(PLAY))]
+    assert tokenizer.decode(tokenizer.encode(PLAY).tolist()) == PLAY
+    assert len(tokenizer.encode(PLAY)) == len(PLAY)
+    assert "".join(documents(folder)) == PLAY
+
+
+def test_no_character_of_the_corpus_is_missing_however_rare(tmp_path, monkeypatch):
+    """All documents are read, not a sample: one character is in one of 3,000 documents only."""
+    monkeypatch.setattr(formats, "CHUNK", 2000)
+    texts = ["the loop reads tokens"] * 3000
+    texts[2000] += "鎔"
+    _, meta, tokenizer = made(tmp_path, texts, "char", train_mb=1)
+    assert meta["vocab_size"] == len(set("".join(texts))) + 2
+    assert tokenizer.decode(tokenizer.encode("鎔").tolist()) == "鎔"
+    assert meta["records"]["changed"] == {}
+
+
+STRANGE = "a\0\x01\x1f\x85\u2028\ufeff\ufffd\u2581\u2585 \u2581b\r\n\té e\u0301 👩‍👧 \U0010ffff"
+
+
+@pytest.mark.parametrize("kind", ["char", "byte"])
+@pytest.mark.parametrize("text", [STRANGE, *"\0\x1f\u2581\u2585\r中", *MIXED[:6]])
+def test_every_text_of_the_corpus_comes_back(tmp_path, kind, text):
+    text = f"x{text}x"
+    folder, meta, tokenizer = made(tmp_path, [text], kind)
+    assert "".join(documents(folder)) == text and meta["records"]["changed"] == {}
+    ids = tokenizer.encode(text).tolist()
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+
+
+def test_a_byte_vocabulary_is_the_bytes_the_space_an_eos_and_an_unk(tmp_path):
+    _, meta, tokenizer = made(tmp_path, [PLAY], "byte")
+    assert meta["vocab_size"] == 256 + 3
+    for text in MIXED:
+        ids = tokenizer.encode(text).tolist()
+        assert len(ids) == len(text.encode()) and tokenizer.unk_id not in ids
+        assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("kind", ["char", "byte"])
+def test_an_interrupted_run_uses_its_vocabulary_again(tmp_path, kind, capsys, monkeypatch):
+    corpus = write_texts(tmp_path / "c.jsonl", [PLAY])
+    with monkeypatch.context() as kill:
+        kill.setattr(prepare, "replace_set", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare_set(tmp_path, corpus, tokenizer=kind)
+    prepare_set(tmp_path, corpus, tokenizer=kind)
+    assert "the tokenizer of the interrupted run is undamaged" in capsys.readouterr().out
+
+
+def test_a_size_that_does_not_fit_is_answered_with_one_that_does(tmp_path, refuses):
+    corpus = write_texts(tmp_path / "c.jsonl", [record_text(r)[0] for r in make_records(40)])
+    options = ["--input", corpus, f"--data_dir={tmp_path}"]
+    for size, advice in (
+        (260, r"too small for the characters of this input: it takes at least (\d+), or"),
+        (9999, r"too large for this input: lower it to (\d+), or give more text"),
+    ):
+        error = refuses(prepare.main, *options, f"--vocab_size={size}")
+        assert f"--vocab_size={size}: " in error
+        call(prepare.main, *options, f"--vocab_size={re.search(advice, error)[1]}")
+    error = refuses(prepare.main, *options, "--vocab_size=259")
+    assert error == "error: vocab_size must be at least 260: 256 bytes and more"
+    error = refuses(prepare.main, *options, "--vocab_size=65", "--tokenizer=char")
+    assert error == "error: tokenizer=char takes no vocab_size: leave it out"
+
+
+# -- elsewhere --
+
+
+def test_other_texts_may_lose_characters_and_the_report_says_so(tmp_path, capsys):
+    folder, meta, tokenizer = made(tmp_path, [PLAY], "char")
+    assert meta["records"]["changed"] == {}
+    _, meta, _ = made(tmp_path, [PLAY, PLAY + "é"], str(folder), name="other")
+    lost = "lost characters that the tokenizer has no token for"
+    assert meta["records"]["changed"][lost] == 1
+    assert tokenizer.decode(tokenizer.encode("Fié").tolist()) != "Fié"
+
+
+OUTSIDE = [PLAY, "Citizen é😀é  a"]  # the second text has characters that the first has not
+
+
+@pytest.mark.parametrize(
+    "kind, corpus, texts",
+    [("char", PLAY, OUTSIDE), ("char", "".join(MIXED), MIXED), ("byte", PLAY, MIXED)],
+    ids=["char", "char with bytes", "byte"],
+)
+def test_auto_tokenizer_encodes_to_the_same_ids(tmp_path, kind, corpus, texts):
+    transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+    _, _, ours = made(tmp_path, [corpus], kind)
+    folder = write_files(tmp_path / "hf", to_hugging_face(ours, 128))
+    found = transformers.AutoTokenizer.from_pretrained(folder)
+    assert found.eos_token_id == found.bos_token_id == ours.eos_id and len(found) == ours.vocab_size
+    for text in texts:
+        want = ours.encode(text).tolist()
+        assert found(text, split_special_tokens=True).input_ids == [ours.eos_id, *want]
+        if ours.unk_id not in want:
+            assert found.decode(want) == text
+    ours.save(folder)
+    assert same_ids(from_hugging_face(folder), ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["char", "byte"])
+def test_a_model_is_trained_sampled_exported_and_tuned_with_it(tmp_path, capsys, kind):
+    transformers = pytest.importorskip("transformers", reason="needs the package transformers")
+    made(tmp_path, [PLAY * 3], kind, name="tiny")
+    data = tmp_path / "data"
+    folder = checkpoint(data, tmp_path, "--lr=1e-2", "--max_steps=60", "--save_every=60")
+    greedy = ["--temperature=0", "--max_new_tokens=20", "--device=cpu", "--dtype=float32"]
+    capsys.readouterr()
+    call(sample.main, f"--ckpt={folder}", "--prompt=First", *greedy)
+    said = capsys.readouterr()
+    pipeline = transformers.pipeline("text-generation", model=str(folder), device="cpu")
+    (made_there,) = pipeline("First", max_new_tokens=20, do_sample=False)
+    assert said.out == made_there["generated_text"] + "\n" and len(said.out) > 20
+    assert "has no token" not in said.err
+
+    call(sample.main, f"--ckpt={folder}", "--prompt=Fir龘t", *greedy)
+    note = "the tokenizer has no token for '龘': the model reads unk"
+    assert (note in capsys.readouterr().err) == (kind == "char")
+
+    made(tmp_path, [PLAY * 2], str(folder), name="more")
+    out = tmp_path / "tuned"
+    tuned = checkpoint(data, out, "--dataset=more", f"--init_from={folder}")
+    assert same_ids(load_tokenizer(tuned), load_tokenizer(folder))
+    call(prepare.main, "--inspect", out / "run", "--step=2")
+    assert "First Citizen:" in capsys.readouterr().out

@@ -1,0 +1,223 @@
+"""AdamW, Muon and Adafactor: what they compute, and that a run with each of them can be resumed."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from itertools import repeat
+
+import pytest
+import torch
+from conftest import torchrun, train_tiny
+from safetensors.torch import load_file
+from test_memory import on_meta, shape
+from test_model import ODD, make
+
+import train
+from bench.plan import measured_peak
+from hardware.machine import Machine
+from training import optimizer as optimizers
+from training.memory import Step, step_memory
+from training.optimizer import make_optimizer, orthogonalize
+from training.plan import momentum_at
+from training.runs import newest_checkpoint
+from training.settings import TrainConfig
+from training.step import take_step
+
+CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
+NAMES = ("adamw", "muon", "adafactor")
+LR = {"adamw": 3e-3, "muon": 3e-3, "adafactor": 0.1}
+
+
+def config(name: str, **more) -> TrainConfig:
+    return TrainConfig(optimizer=name, lr=LR[name], max_steps=1, **more)
+
+
+def scaler(enabled: bool = False) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", enabled=enabled)
+
+
+def trained(model, optimizer, rows, scale=False, steps=1):
+    batches = repeat((rows[:, :-1], rows[:, 1:]))
+    for _ in range(steps):
+        result = take_step(model, model, optimizer, scaler(scale), batches, 1, CPU, 1.0)()
+    return result
+
+
+def rows_for(model, B=4):
+    torch.manual_seed(1)
+    return torch.randint(model.config.vocab_size, (B, 17))
+
+
+# -- Muon --
+
+
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 0.11), (torch.bfloat16, 0.15)])
+@pytest.mark.parametrize("rows, columns", [(8, 8), (16, 48), (1, 5)])
+def test_muon_moves_a_matrix_along_all_its_directions_equally_far(dtype, near, rows, columns):
+    """Whatever the strengths of the directions are, down to 0.03 of the strongest."""
+    torch.manual_seed(0)
+    U, _, Vt = torch.linalg.svd(torch.randn(3, rows, columns), full_matrices=False)
+    S = torch.logspace(0, math.log10(0.03), rows) * 1e-4
+    moved = orthogonalize((U * S @ Vt).to(dtype)).float()
+    found = U.mT @ moved @ Vt.mT  # diagonal if `moved` has the directions of the matrix
+    strengths = found.diagonal(dim1=1, dim2=2)
+    assert (strengths - 1).abs().max() < near
+    assert (found - strengths.diag_embed()).abs().max() < (1e-3 if near < 0.15 else 0.05)
+
+
+def test_muon_of_a_gradient_that_is_zero_is_zero():
+    assert torch.equal(orthogonalize(torch.zeros(2, 3, 4)), torch.zeros(2, 3, 4))
+
+
+def by_hand(weight, grad, mean, cfg, momentum):
+    """One step of Muon for one matrix, as the papers write it."""
+    mean = momentum * mean + (1 - momentum) * grad
+    direction = momentum * mean + (1 - momentum) * grad
+    tall = direction.size(0) > direction.size(1)
+    X = orthogonalize((direction.mT if tall else direction)[None])[0]
+    X = X.mT if tall else X
+    far = cfg.lr * 0.2 * math.sqrt(max(weight.shape))
+    return weight * (1 - cfg.lr * cfg.weight_decay) - far * X, mean
+
+
+@pytest.mark.parametrize("stack", [optimizers.STACK, 1])
+def test_muon_moves_q_k_and_v_as_three_matrices_and_others_whole(stack, monkeypatch):
+    """And a stack of matrices moves as each of them alone would."""
+    monkeypatch.setattr(optimizers, "STACK", stack)
+    cfg = config("muon")
+    model = make("llama", n_embd=32, n_head=4, n_kv_head=2)
+    optimizer = make_optimizer(cfg, CPU, model)
+    before = {k: p.detach().clone() for k, p in model.named_parameters()}
+    mean = {k: torch.zeros_like(p) for k, p in before.items()}
+    heads = [32, 16, 16]  # rows of q, k and v
+    for _ in range(2):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        for name, p in model.named_parameters():
+            if name.startswith("blocks") and p.dim() == 2:
+                rows = heads if "qkv" in name else [p.size(0)]
+                parts = [x.split(rows) for x in (before[name], p.grad, mean[name])]
+                new = [by_hand(*part, cfg, 0.95) for part in zip(*parts, strict=True)]
+                before[name], mean[name] = (torch.cat(x) for x in zip(*new, strict=True))
+                torch.testing.assert_close(p.detach(), before[name], atol=1e-6, rtol=1e-5)
+
+
+def test_muon_is_adamw_for_embeddings_head_norms_and_biases():
+    models = [make("gpt2", tie_embeddings=False) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    rows = rows_for(models[0])
+    for model, name in zip(models, ("adamw", "muon"), strict=True):
+        # The gradient of the first step alone: later ones depend on what the matrices did.
+        trained(model, make_optimizer(config(name), CPU, model), rows)
+    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        matrix = name.startswith("blocks") and p.dim() == 2
+        assert torch.equal(p, q) != matrix, name
+
+
+def test_muons_momentum_grows_during_its_warm_up():
+    cfg = replace(config("muon"), momentum=0.95, momentum_warmup=0.1)
+    found = [momentum_at(step, 1000, cfg) for step in (0, 50, 100, 999)]
+    assert found == pytest.approx([0.85, 0.9, 0.95, 0.95])
+    assert momentum_at(0, 1000, replace(cfg, momentum_warmup=0.0)) == pytest.approx(0.85)
+
+
+# -- all three --
+
+
+@pytest.mark.parametrize("optimizer", NAMES)
+@pytest.mark.parametrize("name", ODD)
+def test_each_optimizer_trains_every_shape(optimizer, name):
+    model = make(name)
+    rows = rows_for(model, 2)[:, : model.config.block_size + 1]
+    made = make_optimizer(config(optimizer), CPU, model)
+    first = trained(model, made, rows)[0]
+    assert trained(model, made, rows, steps=8)[0] < first - 0.1
+
+
+@pytest.mark.parametrize("optimizer", NAMES)
+@pytest.mark.parametrize("scale", [False, True])
+def test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are(optimizer, scale):
+    """scale: with the GradScaler of fp16."""
+    model = make("qwen3")
+    rows = rows_for(model)
+    made = make_optimizer(config(optimizer), CPU, model)
+    trained(model, made, rows, scale, steps=2)
+
+    def everything() -> list[torch.Tensor]:
+        state = [t for s in made.state.values() for t in s.values()]
+        return [t.detach().clone() for t in (*model.parameters(), *state)]
+
+    def broken(x, y):
+        return model(x, y) * math.inf
+
+    before = everything()
+    batches = repeat((rows[:, :-1], rows[:, 1:]))
+    take_step(broken, model, made, scaler(scale), batches, 1, CPU, 1.0)()
+    assert all(map(torch.equal, before, everything()))
+    trained(model, made, rows, scale)
+    assert not any(map(torch.equal, before, everything()))
+
+
+@pytest.mark.parametrize("optimizer", NAMES)
+def test_groups_have_learning_rates_of_their_own(optimizer):
+    cfg = config(optimizer, embed_lr=3.0, head_lr=0.5, vector_lr=2.0)
+    made = make_optimizer(cfg, CPU, make("gpt2", tie_embeddings=False))
+    shares = {group["name"]: group["share"] for group in made.param_groups}
+    assert shares == {"embeddings": 3.0, "matrices": 1.0, "head": 0.5, "vectors": 2.0}
+
+
+# -- whole runs --
+
+
+@pytest.mark.parametrize("optimizer", ("muon", "adafactor"))
+def test_resume_with_each_optimizer_is_bit_identical_to_never_having_stopped(
+    optimizer, tiny_data, tmp_path
+):
+    options = [f"--optimizer={optimizer}", f"--lr={LR[optimizer]}", "--embed_lr=2"]
+    straight = train_tiny(tiny_data, tmp_path / "straight", *options)
+    shutil.copytree(straight, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "ckpt" / "step_00000008")
+    run = train_tiny(tiny_data, tmp_path, *options, "--init_from=resume")
+    ends = [r / "ckpt" / "step_00000008" for r in (run, straight)]
+    weights = [(end / "model.safetensors").read_bytes() for end in ends]
+    assert weights[0] == weights[1]
+    saved = [torch.load(end / "train_state.pt", weights_only=True)["optimizer"] for end in ends]
+    for i, state in saved[1]["state"].items():
+        assert state.keys() == saved[0]["state"][i].keys()
+        assert all(torch.equal(value, saved[0]["state"][i][k]) for k, value in state.items())
+
+
+@pytest.mark.slow
+def test_two_processes_with_muon_train_as_one(tiny_data, tmp_path):
+    one = train_tiny(tiny_data, tmp_path / "1", "--batch_size=2", "--optimizer=muon")
+    two = torchrun(2, tiny_data, tmp_path / "2", "--batch_size=2", "--optimizer=muon")
+    a, b = (load_file(newest_checkpoint(r / "ckpt") / "model.safetensors") for r in (one, two))
+    assert max((a[k] - b[k]).abs().max().item() for k in a) < 1e-3
+
+
+def test_the_checkpoint_of_another_optimizer_is_refused_in_one_line(tiny_data, tmp_path, capsys):
+    train_tiny(tiny_data, tmp_path)
+    settings = tmp_path / "run" / "ckpt" / "step_00000008" / "train_config.json"
+    assert json.loads(settings.read_text())["optimizer"] == "adamw"
+    with pytest.raises(train.UserError, match="holds the state of adamw.*--optimizer=adamw"):
+        train_tiny(tiny_data, tmp_path, "--init_from=resume", "--optimizer=muon")
+
+
+MEMORY = [  # preset, more, V, B, T, dtype; with few tokens, the optimizer's step holds the most
+    ("llama", dict(n_kv_head=2), 8000, 4, 256, torch.float32),
+    ("llama", dict(n_kv_head=2), 2000, 1, 64, torch.bfloat16),
+    ("gpt2", dict(n_embd=512), 2000, 1, 64, torch.float32),
+]
+
+
+@pytest.mark.parametrize("preset, more, V, B, T, dtype", MEMORY)
+@pytest.mark.parametrize("optimizer", ("muon", "adafactor"))
+def test_the_predicted_peak_with_each_optimizer_is_the_measured_one_within_5_percent(
+    optimizer, preset, more, V, B, T, dtype
+):
+    c = shape(preset, V, T, **more)
+    step = Step(B, T, 1, dtype, False, "cpu", optimizer=optimizer)
+    when, parts = step_memory(on_meta(c), step)
+    assert sum(parts.values()) == pytest.approx(measured_peak(c, step), rel=0.05), when

@@ -1,0 +1,194 @@
+"""The optimizers: AdamW and Adafactor are torch's own, Muon is written here.
+
+AdamW (arXiv 1711.05101) divides the running mean of each weight's gradient by the root of the
+running mean of its square: every weight moves by about lr, whatever the size of its gradient.
+
+Muon (Jordan et al. 2024; arXiv 2502.16982) does the same with the directions of a matrix. The
+gradient of a matrix, averaged over steps, is U S V^T: each column of U and V is a direction, and S
+says how strong it is. Muon moves the matrix by U V^T: along all directions equally far.
+
+Adafactor (arXiv 1804.04235) is AdamW without a running mean of the gradient, and with the squares
+averaged over rows and columns, which takes nearly no memory. Its lr is a share of the size of the
+weights: a matrix of standard deviation 0.02 moves by 0.02 lr.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from hardware.machine import Machine
+from model import GPT
+from training.settings import TrainConfig
+
+# Coefficients a, b, c of three polynomials a x + b x³ + c x⁵. One after the other, they take a
+# number between 0.02 and 1 to a number between 0.9 and 1.1. Each is the polynomial that comes
+# nearest to 1 on the interval that the one before leaves (arXiv 2505.16932, algorithm 1).
+NEWTON_SCHULZ = (
+    (7.7110, -22.1138, 16.2487),
+    (3.2153, -2.4112, 0.5013),
+    (2.2183, -1.5940, 0.4107),
+)
+
+# The matrices of one shape are stacked, so that one product serves all. A stack has at most so many
+# numbers, or one matrix: its copies take memory.
+STACK = 2**25
+
+
+def orthogonalize(X: Tensor) -> Tensor:
+    """Return U V^T, approximately, for each matrix U S V^T of X (n, rows, columns).
+
+    rows must not exceed columns. p(X) = a X + b (X X^T) X + c (X X^T)² X has the directions of X,
+    and the strengths p(S): with matrix products alone, every strength comes near to 1. This is
+    called a Newton-Schulz iteration.
+    """
+    for i, (a, b, c) in enumerate(NEWTON_SCHULZ):
+        A = X @ X.mT  # (n, rows, rows): U S² U^T
+        if i == 0:
+            # Make all strengths at most 1. The norm of A is at least the largest of S²; 1.01 leaves
+            # room for rounding.
+            largest = 1.01 * A.flatten(1).norm(dim=1, dtype=torch.float32).sqrt()  # (n,)
+            scale = (1 / largest.clamp(min=1e-20)).to(X.dtype)[:, None, None]
+            X = X * scale
+            A = A * scale * scale
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A²
+        X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
+    return X
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the matrices of the blocks, AdamW for embeddings, head, norms and biases.
+
+    One optimizer holds both, so one state_dict() resumes them. Muon's update U V^T is multiplied by
+    0.2 sqrt(max(rows, columns)), so that a weight moves by about as much as with AdamW: one lr
+    serves both (arXiv 2502.16982, section 2.2).
+
+    groups: those of GPT.param_groups(). dtype: in which the update is computed, bf16 or fp32.
+    fused: compute AdamW in one kernel, which is needed to skip a step on the device.
+
+    Differences from torch.optim.Muon (torch 2.13), which has none of these: matrices of one shape
+    are moved at once; q, k and v count as three matrices; a step that is not finite is skipped on
+    the device (take_step); a device without bf16 computes in fp32; three polynomials for five.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict],
+        lr: float,
+        betas: tuple[float, float],
+        dtype: torch.dtype,
+        fused: bool,
+    ):
+        super().__init__(groups, {"lr": lr, "betas": betas, "fused": fused})
+        self.dtype = dtype
+        self._step_supports_amp_scaling = fused  # GradScaler then sets found_inf, as take_step does
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Move all weights. If self.found_inf, a tensor on the device, is 1, nothing changes."""
+        found_inf = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            if group["name"] != "matrices":
+                self.adamw(group, found_inf)
+                continue
+            for weights, grads, means in self.stacks(group):
+                self.muon(weights, grads, means, group, found_inf)
+
+    def adamw(self, group: dict, found_inf: Tensor | None) -> None:
+        """Move the parameters of a group by AdamW, as torch.optim.AdamW does."""
+        for p in group["params"]:
+            if not self.state[p]:
+                self.state[p] = {
+                    "step": torch.zeros((), device=p.device),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
+        states = [self.state[p] for p in group["params"]]
+        adamw(
+            group["params"],
+            [p.grad for p in group["params"]],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            foreach=False,
+            fused=group["fused"],
+            found_inf=found_inf,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=1e-8,
+            maximize=False,
+        )
+
+    def stacks(self, group: dict) -> list[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+        """Return weights, gradients and running means, in lists of matrices of one shape."""
+        of_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor, Tensor]]] = {}
+        for weight, rows in zip(group["params"], group["rows"], strict=True):
+            state = self.state[weight]
+            if not state:
+                state["mean"] = torch.zeros_like(weight)
+            parts = [x.split(rows) for x in (weight, weight.grad, state["mean"])]
+            for matrices in zip(*parts, strict=True):  # q, k, v of qkv; one matrix of the others
+                if matrices[0].size(0) > matrices[0].size(1):
+                    matrices = [x.mT for x in matrices]
+                of_shape.setdefault(matrices[0].shape, []).append(matrices)
+        stacks = []
+        for (rows, columns), found in of_shape.items():
+            most = max(1, STACK // (rows * columns))
+            for first in range(0, len(found), most):
+                stacks.append(tuple(map(list, zip(*found[first : first + most], strict=True))))
+        return stacks
+
+    def muon(
+        self,
+        weights: list[Tensor],
+        grads: list[Tensor],
+        means: list[Tensor],
+        group: dict,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Move matrices of one shape, (rows, columns) each, and update their running means."""
+        X = orthogonalize(self.averaged(grads, means, group["momentum"], found_inf)).float()
+        lr = group["lr"] if found_inf is None else group["lr"] * (1 - found_inf)
+        X *= -0.2 * math.sqrt(max(X.shape[1:])) * lr
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(weights, X.unbind())
+
+    def averaged(
+        self, grads: list[Tensor], means: list[Tensor], momentum: float, found_inf: Tensor | None
+    ) -> Tensor:
+        """Update the running means. Return what to orthogonalize, (n, rows, columns).
+
+        This is the running mean after one more step with the same gradient: Nesterov's momentum.
+        """
+        G = torch.stack(grads)
+        M = torch.stack(means)
+        if found_inf is not None:
+            torch.where(found_inf > 0, M, G, out=G)  # M + (1 - momentum) (M - M) is M, to the bit
+        M.lerp_(G, 1 - momentum)
+        torch._foreach_copy_(means, M.unbind())
+        return G.lerp_(M, momentum).to(self.dtype)
+
+
+def make_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.optim.Optimizer:
+    """Return the optimizer that the settings ask for."""
+    groups = model.param_groups(cfg.weight_decay)
+    share = {"embeddings": cfg.embed_lr, "head": cfg.head_lr, "vectors": cfg.vector_lr}
+    for group in groups:
+        group["share"] = share.get(group["name"], 1.0)
+        group["momentum"] = cfg.momentum
+    if cfg.optimizer == "adafactor":
+        # foreach=True, its default on a GPU, would hold a copy of all weights.
+        return torch.optim.Adafactor(groups, lr=cfg.lr, foreach=False)
+    # A fused AdamW skips a bad step by itself if found_inf is set (take_step). The one for mps
+    # ignores found_inf (torch 2.13), so there AdamW is not fused.
+    fused = machine.device.type in ("cuda", "cpu")
+    betas = (cfg.beta1, cfg.beta2)
+    if cfg.optimizer == "muon":
+        dtype = torch.bfloat16 if machine.dtype == torch.bfloat16 else torch.float32
+        return Muon(groups, cfg.lr, betas, dtype, fused)
+    return torch.optim.AdamW(groups, cfg.lr, betas, fused=fused)
