@@ -1,5 +1,6 @@
 # nanoGPT's recipe for a laptop: a small model of Shakespeare, letter by letter. The questions in
 # bench/questions/ start from it. With --dataset=NAME it trains on any data set.
+#   python prepare.py --input shakespeare.txt --tokenizer char --name shakespeare_char
 run_name = "laptop"
 dataset = "shakespeare_char"
 preset = "gpt2"
