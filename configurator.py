@@ -142,7 +142,7 @@ def accepted(kind: Any) -> str:
         return "|".join(accepted(k) for k in args)
     if origin is tuple:
         return f"{accepted(args[0])} ..."
-    return {bool: "true|false", int: "int", float: "float", str: "text"}[kind]
+    return {bool: "true|false", int: "int", float: "float", str: "text", dict: "{...}"}[kind]
 
 
 def convert(value: Any, kind: Any) -> Any:
@@ -181,6 +181,8 @@ def convert(value: Any, kind: Any) -> Any:
         number = float(value)
         if math.isfinite(number):
             return number
+    elif kind is dict and isinstance(value, dict):  # from a config file only
+        return value
     elif kind is str and isinstance(value, str):
         if "\0" not in value:  # no file name can have a NUL
             return value
@@ -343,7 +345,7 @@ def help_text(cls: type, doc: str) -> str:
         elif field and field[1] in kinds:
             name, default, comment = field.groups()
             default = default.strip('"')
-            option = f"--{name}={default}"
+            option = f"{name} = {{...}}" if kinds[name] is dict else f"--{name}={default}"
             out.append(f"  {option:<32} {comment or ''} [{accepted(kinds[name])}]")
     return "\n".join(out)
 

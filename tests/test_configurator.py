@@ -1,5 +1,6 @@
 import ast
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -60,6 +61,19 @@ def test_later_sources_win_defaults_then_files_then_command_line(tmp_path):
 )
 def test_every_spelling_of_an_option_is_understood(argv, want):
     assert parse(Config, argv) == want
+
+
+@dataclass(frozen=True)
+class Table:
+    rows: dict = dataclasses.field(default_factory=dict)  # who is where
+
+
+def test_a_file_can_give_a_dict_and_the_command_line_cannot(tmp_path):
+    (tmp_path / "a.py").write_text("rows = {'x': {'y': 1}}\n")
+    assert parse(Table, [str(tmp_path / "a.py")]).rows == {"x": {"y": 1}}
+    with pytest.raises(UserError, match="it takes {...}"):
+        parse(Table, ["--rows={}"])
+    assert re.search(r"^  rows = {...} +who is where", help_text(Table, ""), re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, forge, make_records, train_tiny, write_jsonl
+from conftest import REPO, TINY, forge, make_records, train_tiny, write_jsonl
 from safetensors.torch import save_file
 
 import bench.compare
+import bench.lab
 import bench.matmul
 import bench.plan
 import bench.plot_loss
@@ -52,7 +53,8 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     (root / "mine" / "run").mkdir(parents=True)
     (root / "mine" / "run" / "thesis.tex").write_text("precious")
     names = {name: root / name for name in ("data", "out", "mine", "log")}
-    return names | {"root": root, "ckpt": ckpt, "corpus": root / "corpus.jsonl"}
+    names |= {"root": root, "ckpt": ckpt, "corpus": root / "corpus.jsonl"}
+    return names | {"inits": REPO / "bench" / "questions" / "inits.py"}
 
 
 def put_checkpoints(root: Path, ckpt: Path) -> None:
@@ -278,6 +280,20 @@ SWEEP = {
         "gone/x.tmp: No such file or directory"
     ),
 }
+LAB = {
+    "": "give a file with a question and variants: bench/questions/optimizers.py",
+    "gone.py": "config file gone.py: No such file",
+    "{inits} --only banana": "'banana' is none of the variants: gpt2, llama",
+    "{inits} --baseline=banana": "'banana' is none of the variants: gpt2, llama",
+    "{inits} --seeds 1 2 1": "seeds must be different numbers, and not negative",
+    "{inits} --lengths 1 0": "lengths must be positive",
+    "{inits} --seed=5": "seed: lab.py gives it to each run",
+    "{inits} --variants=3": "variants='3' is not accepted; it takes {{...}}",
+    "{inits} --config=gone.py": "gone.py: No such file",
+    "{inits} --markdown=gone/inits.md": "markdown=gone/inits.md: no such folder",
+    "{inits} --n_layer=0": "variant 'gpt2': n_layer must be positive",
+    "{inits} --data_dir={data} --dataset=gone": "no data set in",
+}
 PLAN = {
     "--gpu=a99 --max_steps=1": "gpu: 'a99' is not in the table of GPUs; the nearest is",
     "--gpu=v100-16g --dtype=bfloat16 --max_steps=1": (
@@ -293,7 +309,7 @@ PLAN = {
 }
 TABLES = [(train, TRAIN), (sample, SAMPLE), (prepare, PREPARE), (bench.prepare, BENCH_PREPARE)]
 TABLES += [(bench.plan, PLAN), (bench.sweep, SWEEP), (bench.roof, ROOF), (bench.compare, COMPARE)]
-TABLES += [(bench.matmul, MATMUL), (bench.plot_loss, PLOT_LOSS)]
+TABLES += [(bench.matmul, MATMUL), (bench.plot_loss, PLOT_LOSS), (bench.lab, LAB)]
 TABLE = [(script, *row) for script, rows in TABLES for row in rows.items()]
 IDS = [f"{script.__name__} {line}" for script, line, _ in TABLE]
 

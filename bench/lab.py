@@ -1,0 +1,293 @@
+"""Answer a question by training: every variant with every seed, compared seed by seed.
+
+    python bench/lab.py bench/questions/optimizers.py --dataset=mine
+    python bench/lab.py bench/questions/inits.py --seeds 4 5 6 --only xavier small
+    python bench/lab.py bench/questions/optimizers.py --report --markdown=o.md --png=o.png
+
+A question is a file of plain assignments (docs/extending.md has one): the question in words, the
+settings of all runs, and `variants`, each a name with the settings in which it differs. Every
+setting of train.py is accepted too, in the file and as an option.
+
+Each run is a train.py of its own, one after the other. All of them complete the decay of their
+learning rate, because a ranking may turn around before that, and are evaluated on all of val.bin.
+The same seed gives the same initial weights and the same windows, if model and data sets are the
+same. Stop the lab at any time, for example by Ctrl-C: the same command goes on. A run's folder is
+named by its seed and a hash of its settings and its data. So a run whose settings have changed is
+trained anew, and questions share the runs that they have in common. After a change of the code,
+give another out_dir.
+
+Statistics: `difference` is the mean over the seeds of the variant's final loss minus the baseline's
+with the same seed. Behind ± is the standard error of that mean: the standard deviation over the
+seeds (with n - 1), divided by the root of n. The verdict is "better" or "worse" only if the
+difference is more than three standard errors from 0; with three seeds chance alone does that once
+in ten times, with five once in 25.
+
+The main figure is `BASELINE needs`: how many times the tokens or seconds of the variant the
+baseline needs to end with the variant's loss. Above 1, the variant saves. It is read from runs of
+the baseline with other `lengths`, each with its own completed decay; between two of them, the loss
+is taken to be linear in the logarithm of the tokens. < and > say that the loss is beyond the
+shortest or the longest of these runs. `reaches`: where the variant's own curve first has the
+baseline's final loss. Seconds are the number of steps times the median time of a step, without
+evaluations and checkpoints. Other programs on the machine disturb them, but not the losses.
+"""
+
+import os
+import shlex
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from subprocess import Popen
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))  # so that `python bench/lab.py` finds the modules below
+import configurator  # noqa: E402
+from bench.lab_results import Results, compare, plot, read_run, table  # noqa: E402
+from configurator import UserError, changes, parse, set_value  # noqa: E402
+from hardware.disk import content_sha256, json_bytes, write_whole  # noqa: E402
+from hardware.machine import stop_signals  # noqa: E402
+from text.dataset import names_and_weights, open_datasets  # noqa: E402
+from training.settings import TrainConfig  # noqa: E402
+
+# Settings that lab.py gives to every run.
+GIVEN = {"seed", "init_from", "overwrite", "eval_tokens", "run_name", "out_dir"}
+# Settings that change nothing of what a run learns. They are not part of the hash.
+ASIDE = {"init_from", "overwrite", "run_name", "out_dir", "data_dir", "progress", "peak_tflops"}
+ASIDE |= {"wandb", "wandb_project"}
+
+
+@dataclass(frozen=True)
+class LabConfig(TrainConfig):
+    out_dir: str = "out/lab"  # folder of the runs of all questions
+    # ---- Question ----
+    question: str = ""  # the question in words
+    config: str = ""  # a config file of this repository; the question's settings override it
+    variants: dict = field(default_factory=dict)  # name -> the settings in which it differs
+    baseline: str = ""  # the variant that the others are compared with; default: the first one
+    lengths: tuple[float, ...] = ()  # also train the baseline for so many times its length
+    seeds: tuple[int, ...] = (1, 2, 3)  # each variant is trained with each of them
+    # ---- Work ----
+    only: tuple[str, ...] = ()  # of the variants, only these and the baseline
+    report: bool = False  # train nothing: report on the runs that are finished
+    # ---- Output ----
+    markdown: str = ""  # also write the table to this file
+    json: str = ""  # also write its figures to this file
+    png: str = ""  # also draw curves and final losses to this file
+
+    def problems(self) -> list[str]:
+        if not self.variants or not self.question:
+            return ["give a file with a question and variants: bench/questions/optimizers.py"]
+        if not all(isinstance(settings, dict) for settings in self.variants.values()):
+            return ['variants must be {"NAME": {"SETTING": value, ...}, ...}']
+        known = ", ".join(map(str, self.variants))
+        named = [self.baseline, *self.only] if self.baseline else self.only
+        wrong = [f"{v!r} is none of the variants: {known}" for v in named if v not in self.variants]
+        for key in ("seed", "init_from", "overwrite"):
+            if getattr(self, key) != getattr(TrainConfig, key):
+                wrong.append(f"{key}: lab.py gives it to each run")
+        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
+            wrong.append("seeds must be different numbers, and not negative")
+        if not all(length > 0 for length in self.lengths):
+            wrong.append("lengths must be positive")
+        for key in ("markdown", "json", "png"):
+            if not Path(getattr(self, key)).parent.is_dir():
+                wrong.append(f"{key}={getattr(self, key)}: no such folder")
+        return wrong
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: a variant with a seed."""
+
+    variant: str
+    seed: int
+    length: float  # 1, except for the baseline's other lengths
+    settings: TrainConfig
+    judges: list[str]  # data sets that all variants read: the loss is the mean of theirs
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.settings.out_dir) / self.settings.run_name
+
+    @property
+    def log(self) -> Path:
+        """What the run prints. It lies beside the folder, in which only train.py writes."""
+        return self.folder.with_name(f"{self.folder.name}.log")
+
+
+def main() -> None:
+    cfg = read_question(sys.argv[1:])
+    if "RANK" in os.environ:
+        raise UserError("one process is needed: start it without torchrun")
+    baseline = cfg.baseline or next(iter(cfg.variants))
+    runs = plan(cfg, baseline)
+    exit_code = 0 if cfg.report else train_all(runs)
+    report(cfg, runs, baseline)
+    if exit_code:
+        sys.exit(exit_code)
+
+
+# --------------------------------------------------------------------------------------------------
+# Plan
+
+
+def read_question(argv: list[str]) -> LabConfig:
+    """Return the settings of a command line that names a question."""
+    cfg = parse(LabConfig, argv, doc=__doc__)
+    if cfg.config:  # it is read first, so that the settings of the question override it
+        cfg = parse(LabConfig, [str(REPO / cfg.config), *argv])
+    return cfg
+
+
+def plan(cfg: LabConfig, baseline: str) -> list[Run]:
+    """Return the runs in their order: all variants with the first seed, then with the second."""
+    variants = variants_of(cfg, baseline)
+    read = [names_and_weights(settings.dataset)[0] for _, _, settings in variants]
+    judges = [name for name in read[0] if all(name in names for names in read)]
+    if not judges:
+        raise UserError("no data set is read by all variants, so that it could judge them")
+    runs = []
+    for seed in cfg.seeds:
+        for name, length, settings in variants:
+            runs.append(Run(name, seed, length, run_settings(settings, seed), judges))
+    return runs
+
+
+def variants_of(cfg: LabConfig, baseline: str) -> list[tuple[str, float, TrainConfig]]:
+    """Return (name, length, settings) of the baseline, of the variants, and of other lengths.
+
+    Raises UserError for settings that train.py would refuse.
+    """
+    shared = TrainConfig(**{f.name: getattr(cfg, f.name) for f in fields(TrainConfig)})
+    base = varied(shared, baseline, cfg.variants[baseline])
+    found = [(baseline, 1.0, base)]
+    for name, settings in cfg.variants.items():
+        if name != baseline and name in (cfg.only or cfg.variants):
+            found.append((name, 1.0, varied(shared, name, settings)))
+    for length in cfg.lengths:
+        if length != 1:
+            found.append((at_length(baseline, length), length, stretched(base, length)))
+    for name, _, settings in found:
+        problems = settings.problems()
+        if problems:
+            raise UserError(f"variant {name!r}: {'; '.join(problems)}")
+    return found
+
+
+def varied(shared: TrainConfig, name: str, settings: dict) -> TrainConfig:
+    """Return the settings of a variant."""
+    values = {}
+    for key, value in settings.items():
+        if key in GIVEN:
+            raise UserError(f"variant {name!r}: {key}: lab.py gives it to each run")
+        set_value(TrainConfig, values, key, value, f"variant {name!r}")
+    return replace(shared, **values)
+
+
+def at_length(baseline: str, length: float) -> str:
+    return baseline if length == 1 else f"{baseline}, {length:g} x as long"
+
+
+def stretched(settings: TrainConfig, length: float) -> TrainConfig:
+    """Return the settings of a run that is `length` times as long, and so is its schedule."""
+    counts = {k: getattr(settings, k) for k in ("max_steps", "max_tokens", "warmup_steps")}
+    counts = {k: round(length * count) for k, count in counts.items()}
+    return replace(settings, max_epochs=length * settings.max_epochs, **counts)
+
+
+def run_settings(settings: TrainConfig, seed: int) -> TrainConfig:
+    """Return the settings of a variant's run. Its name has a hash of all that it depends on."""
+    settings = replace(settings, seed=seed, eval_tokens=0)
+    about = {k: v for k, v in asdict(settings).items() if k not in ASIDE}
+    sets = open_datasets(settings.dataset, settings.data_dir)
+    about["data"] = [data.meta["splits"] for data in sets]
+    name = f"seed{seed}-{content_sha256(about)[:12]}"
+    return replace(settings, run_name=name, init_from="auto", progress="line")
+
+
+# --------------------------------------------------------------------------------------------------
+# Train
+
+
+def train_all(runs: list[Run]) -> int:
+    """Train the runs that are not finished.
+
+    Return the exit code: 1 if a run failed, 128 + number if a signal ended the work.
+    """
+    # Two runs of the same folder have the same settings: one of them is enough.
+    todo = {run.folder: run for run in runs if read_run(run.folder, run.judges) is None}
+    print(f"{len(runs)} runs, {len(todo)} of them to train", flush=True)
+    exit_code = 0
+    done = 0.0
+    total = sum(run.length for run in todo.values())
+    begun = time.perf_counter()
+    with stop_signals() as signals:
+        for number, run in enumerate(todo.values(), 1):
+            what = f"{number}/{len(todo)} | {run.variant}, seed {run.seed}"
+            code = train(run, signals)
+            if signals:
+                print(f"{what} | stopped by a signal: the same command goes on")
+                return 128 + signals[-1]
+            result = read_run(run.folder, run.judges)
+            if result:
+                what += f" | loss {result.loss:.4f} | {result.seconds:.0f} s"
+            else:
+                exit_code = 1
+                lines = run.log.read_text(errors="replace").splitlines()
+                what += f" | failed with exit code {code}: {' '.join(lines[-1:])}"
+            done += run.length
+            left = (time.perf_counter() - begun) / done * (total - done)
+            print(f"{what} | {run.folder} | {left / 60:.1f} min left", flush=True)
+    return exit_code
+
+
+def train(run: Run, signals: list[int]) -> int:
+    """Begin a run or go on with it, and return its exit code. On a signal, it saves and ends."""
+    options = [f"--{key}={value}" for key, value in changes(run.settings).items()]
+    run.log.parent.mkdir(parents=True, exist_ok=True)
+    with open(run.log, "ab") as log:
+        argv = [sys.executable, str(REPO / "train.py"), *options]
+        process = Popen(argv, stdout=log, stderr=log)
+        while process.poll() is None:
+            time.sleep(0.05)
+            if signals:
+                process.send_signal(signal.SIGTERM)
+    return process.returncode
+
+
+# --------------------------------------------------------------------------------------------------
+# Report
+
+
+def report(cfg: LabConfig, runs: list[Run], baseline: str) -> None:
+    """Print the table of the finished runs, and write the files that were asked for."""
+    results: Results = {}
+    for run in runs:
+        result = read_run(run.folder, run.judges)
+        if result:
+            results.setdefault(run.variant, {})[run.seed] = result
+    lengths = [baseline, *(at_length(baseline, length) for length in cfg.lengths if length != 1)]
+    rows = compare(results, lengths)
+    if not rows:
+        print("no run to compare is finished")
+        return
+    finished = sum(map(len, results.values()))
+    command = shlex.join(["python", *sys.argv])
+    lines = [f"# {cfg.question}", "", f"`{command}`: {finished} of {len(runs)} runs are finished."]
+    lines += [f"The loss is the mean of those on {', '.join(runs[0].judges)}.", ""]
+    text = "\n".join([*lines, table(rows, baseline)]) + "\n"
+    print("\n" + text)
+    if cfg.markdown:
+        write_whole(Path(cfg.markdown), text.encode())
+    if cfg.json:
+        folders = [{"variant": r.variant, "seed": r.seed, "folder": str(r.folder)} for r in runs]
+        facts = {"question": cfg.question, "baseline": baseline, "command": command}
+        facts |= {"judges": runs[0].judges, "rows": [asdict(row) for row in rows], "runs": folders}
+        write_whole(Path(cfg.json), json_bytes(facts))
+    if cfg.png:
+        plot(results, rows, lengths, cfg.question, cfg.png)
+
+
+if __name__ == "__main__":
+    configurator.run(main)
