@@ -38,7 +38,15 @@ from torch import Tensor
 
 # These functions compute the usual formulas, in a faster way on some machines. This file states
 # each formula where it is used, so you do not need to read hardware/kernels.py.
-from hardware.kernels import attend, attend_past, cross_entropy, decoding_step, linear
+from hardware.kernels import (
+    attend,
+    attend_past,
+    cross_entropy,
+    decoding_step,
+    linear,
+    rms_norm,
+    rotate_pairs,
+)
 
 PRESETS = {
     "gpt2": dict(
@@ -150,10 +158,7 @@ class RMSNorm(nn.RMSNorm):
     """x (..., n) -> x / sqrt(mean(x²) + eps) * weight, with the mean over n (arXiv 1910.07467)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # The fused kernel needs x and weight in one dtype. CUDA's autocast (torch 2.12 and later)
-        # would turn both into fp32, so it is switched off here.
-        with torch.autocast(x.device.type, enabled=False):
-            return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def make_norm(c: GPTConfig) -> nn.Module:
@@ -190,8 +195,7 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     the positions themselves. torch.compile fuses the casts away.
     """
     cos, sin = rope  # (T, 1, hs) each
-    a, b = x.chunk(2, dim=-1)  # (B, T, n, hs/2) each
-    return x * cos + torch.cat((-b, a), dim=-1) * sin  # fp32, since cos and sin are fp32
+    return rotate_pairs(x, cos, sin)
 
 
 class Attention(nn.Module):

@@ -1,24 +1,26 @@
-# A first run, on the corpus that `python prepare.py` makes. It takes two to three minutes on a
-# 2-core CPU, and seconds on a GPU.
-# 4.3M parameters. 700 steps of 2,048 tokens are half an epoch.
+# A first run, on the corpus that `python prepare.py` makes. It takes three minutes on a 2-core CPU,
+# and seconds on a GPU.
+# 3.3M parameters. 1,430 steps of 2,048 tokens read the corpus once.
 run_name = "demo"
 dataset = "demo"
-preset = "llama"
-tie_embeddings = True
+preset = "qwen3"
 n_layer = 4
-n_head = 4
-n_embd = 256
+n_head = 3
+n_embd = 192
 block_size = 256
+init = "llama"
 
 batch_size = 8
 batch_tokens = 8 * 256
-max_steps = 700
+max_steps = 1430
 
-lr = 1.2e-3
-warmup_ratio = 0.05
+optimizer = "muon"
+lr = 6e-3
+embed_lr = 3.0
+vector_lr = 3.0
 schedule = "wsd"
-decay_ratio = 0.4
-min_lr_ratio = 0.05
-eval_every = 175
-save_every = 350
-log_every = 25
+decay_ratio = 0.7
+min_lr_ratio = 0.0
+eval_every = 286
+save_every = 715
+log_every = 26

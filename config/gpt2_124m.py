@@ -12,7 +12,14 @@ block_size = 1024
 batch_size = 16
 batch_tokens = 491_520
 max_tokens = 2_500_000_000
-lr = 6e-4
-warmup_ratio = 0.02
-schedule = "cosine"
+# The architecture is GPT-2's; the rest is train_100m's, for its reasons: the width is the same, and
+# a step has as many tokens. Without QK-norm a high rate is less safe: it is halved. With
+# optimizer="adamw", lr=6e-4, schedule="cosine" this is nanoGPT's recipe. A GPU has to confirm it.
+optimizer = "muon"
+lr = 1.8e-3
+vector_lr = 4.0
+weight_decay = 0.35
+schedule = "wsd"
+decay_ratio = 0.7
+min_lr_ratio = 0.0
 eval_every = 250

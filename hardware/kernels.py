@@ -24,6 +24,88 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def eager_cpu(x: Tensor) -> bool:
+    """Return whether small operations cost much: each is a call, and a pass over the memory."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+class RMSNormOnCPU(torch.autograd.Function):
+    """rms_norm() in as few operations as possible. It keeps x and one number per row.
+
+    PyTorch (2.13) has no kernel for RMSNorm on a CPU. It composes it of operations in fp32, and
+    autograd keeps what each of them needs.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x32 = x.float()
+        norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)  # (..., 1)
+        scale = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x32 * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        grad = grad.float()
+        normed = x.float() * scale  # (..., n)
+        product = grad * normed
+        of_weight = product.flatten(0, -2).sum(0)  # (n,)
+        mean = product.mul_(weight).mean(-1, keepdim=True)  # (..., 1)
+        of_x = torch.mul(grad, weight, out=product)  # the memory of the product is free again
+        of_x.addcmul_(normed, mean, value=-1).mul_(scale)
+        return of_x.to(x.dtype), of_weight, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x²) + eps) * weight, in the dtype of x (..., n); the mean is over n."""
+    if eager_cpu(x):
+        return RMSNormOnCPU.apply(x, weight, eps)
+    # The fused kernel needs x and weight in one dtype. CUDA's autocast (torch 2.12 and later) would
+    # turn both into fp32, so it is switched off here.
+    with torch.autocast(x.device.type, enabled=False):
+        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+class RotationOnCPU(torch.autograd.Function):
+    """rotate_pairs() in four operations. Its gradient is a rotation by the opposite angles."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        return turned(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return turned(grad, cos, sin, -1).to(ctx.dtype), None, None
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """Rotate each pair (a, b) of x (..., hs) by the angles, or for sign -1 by their opposites."""
+    half = x.size(-1) // 2
+    a, b = x.float().split(half, dim=-1)
+    cos = cos[..., :half]
+    sin = sin[..., :half]
+    out = x.new_empty(x.shape, dtype=torch.float32)
+    new_a, new_b = out.split(half, dim=-1)
+    torch.mul(a, cos, out=new_a).addcmul_(b, sin, value=-sign)
+    torch.mul(b, cos, out=new_b).addcmul_(a, sin, value=sign)
+    return out
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x (..., hs) with each pair (a, b), of numbers i and i + hs/2, rotated, in fp32.
+
+    (a, b) becomes (a cos - b sin, b cos + a sin). cos, sin: fp32 (..., hs), alike in both halves.
+    """
+    if eager_cpu(x):
+        return RotationOnCPU.apply(x, cos, sin)
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
 def plain_is_faster(q: Tensor) -> bool:
     """Return whether attention should use plain matrix products instead of a fused kernel.
 

@@ -52,18 +52,18 @@ def rows_for(model, B=4):
 # -- Muon --
 
 
-@pytest.mark.parametrize("dtype, near", [(torch.float32, 0.11), (torch.bfloat16, 0.15)])
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-3), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("rows, columns", [(8, 8), (16, 48), (1, 5)])
 def test_muon_moves_a_matrix_along_all_its_directions_equally_far(dtype, near, rows, columns):
-    """Whatever the strengths of the directions are, down to 0.03 of the strongest."""
+    """By 0.5 to 1.5, whatever their strengths are, down to 0.01 of the strongest."""
     torch.manual_seed(0)
     U, _, Vt = torch.linalg.svd(torch.randn(3, rows, columns), full_matrices=False)
-    S = torch.logspace(0, math.log10(0.03), rows) * 1e-4
+    S = torch.logspace(0, -2, rows) * 1e-4
     moved = orthogonalize((U * S @ Vt).to(dtype)).float()
     found = U.mT @ moved @ Vt.mT  # diagonal if `moved` has the directions of the matrix
     strengths = found.diagonal(dim1=1, dim2=2)
-    assert (strengths - 1).abs().max() < near
-    assert (found - strengths.diag_embed()).abs().max() < (1e-3 if near < 0.15 else 0.05)
+    assert (strengths - 1).abs().max() < 0.5 + near
+    assert (found - strengths.diag_embed()).abs().max() < near
 
 
 def test_muon_of_a_gradient_that_is_zero_is_zero():

@@ -145,11 +145,10 @@ def norm(c: GPTConfig, step: Step, comes: float, last: bool = False) -> Operatio
     C = c.n_embd
     stream = C * step.stream
     if c.norm == "rmsnorm" and step.eager_cpu:
-        # It keeps its input and the normalised input in fp32. In the backward pass, six tensors are
-        # alive while the gradient of the square is computed. If the residual stream is in fp32, its
-        # gradient is one of the six.
-        shared = step.stream == 4 and not last
-        return Operation("norms", 8 * C + 4, 4 * C * (5 if shared else 6))
+        # RMSNormOnCPU keeps its input. Its backward pass makes two fp32 tensors, and in bf16 also
+        # the gradient in fp32, and the result.
+        made = 14 * C if step.stream == 2 else 8 * C
+        return Operation("norms", stream + 4, stream + 4 + comes + made)
     if c.norm == "layernorm" and not step.compiled and step.device != "cpu":
         # Autocast on a GPU runs it in fp32: the input and both gradients are cast.
         casts = 8 * C if step.stream == 2 else 0
@@ -183,18 +182,18 @@ def heads(c: GPTConfig, step: Step) -> Operation:
     normalised = 0.0
     if c.qk_norm:  # it keeps what norm() keeps; its input is such a view, or a copy in fp32
         normalised = 4 * (c.n_head + c.n_kv_head)
-        if step.eager_cpu:
-            normalised += (q + kv) * (4 if s == 4 else 8)
-        views = views or s == 4 or not step.eager_cpu
+        views = True
     keeps = own * q * size + normalised
     if views:
         keeps += qkv
 
     forward = 0.0
     if c.pos == "rope" and not step.compiled:
-        # For x cos + turned(x) sin, both products are in fp32. A CPU also copies turned(x) to fp32.
-        # k is rotated after q, while the rotated q is alive.
-        turning = 8 + s + (4 if step.eager_cpu and s == 2 else 0)
+        # For x cos + turned(x) sin, both products are in fp32. On a CPU, a copy of x and the result
+        # are. k is rotated after q, while the rotated q is alive.
+        turning = 8 + s
+        if step.eager_cpu:
+            turning = 8 if s == 2 else 4
         forward = qkv + normalised + max(turning * q, turning * kv + 4 * q)
         if c.qk_norm:
             forward += (q + kv) * s

@@ -23,12 +23,13 @@ from model import GPT
 from training.settings import TrainConfig
 
 # Coefficients a, b, c of three polynomials a x + b x³ + c x⁵. One after the other, they take a
-# number between 0.02 and 1 to a number between 0.9 and 1.1. Each is the polynomial that comes
-# nearest to 1 on the interval that the one before leaves (arXiv 2505.16932, algorithm 1).
+# number between 0.005 and 1 to a number between 0.5 and 1.5. Each is the polynomial that comes
+# nearest to 1 on the interval that the one before leaves (arXiv 2505.16932, algorithm 1). Three
+# that keep nearer to 1 but do not reach as low, and four or five, learned no faster (bench/LOG.md).
 NEWTON_SCHULZ = (
-    (7.7110, -22.1138, 16.2487),
-    (3.2153, -2.4112, 0.5013),
-    (2.2183, -1.5940, 0.4107),
+    (8.2987, -24.4305, 18.0903),
+    (3.9152, -2.9211, 0.5592),
+    (3.1746, -2.3804, 0.4978),
 )
 
 # The matrices of one shape are stacked, so that one product serves all. A stack has at most so many

@@ -4,7 +4,7 @@ _one = "wiki"
 _other = "code"
 
 question = f"How much {_one} and how much {_other} gives the lowest loss on both?"
-config = "config/laptop.py"
+config = "bench/laptop.py"
 baseline = "half"
 variants = {
     "one tenth": {"dataset": f"{_one}:0.1,{_other}:0.9"},

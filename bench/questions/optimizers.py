@@ -1,10 +1,16 @@
-# The rates are a first guess, not tuned yet: with each of them a weight moves by about 1e-3.
-# Adafactor's rate is a share of the size of the weights, whose standard deviation begins at 0.02.
+# Each optimizer with three rates, because the best one differs. Adafactor's rate is a share of the
+# size of the weights, whose standard deviation begins at 0.02.
 question = "Which optimizer ends with the lowest loss on the same tokens?"
-config = "config/laptop.py"
+config = "bench/laptop.py"
 variants = {
-    "adamw": {"optimizer": "adamw", "lr": 1e-3},
-    "adafactor": {"optimizer": "adafactor", "lr": 0.05},
-    "muon": {"optimizer": "muon", "lr": 1e-3},
+    "adamw 1e-3": {"lr": 1e-3},
+    "adamw 3e-3": {"lr": 3e-3},
+    "adamw 6e-3": {"lr": 6e-3},
+    "adafactor 0.03": {"optimizer": "adafactor", "lr": 0.03},
+    "adafactor 0.1": {"optimizer": "adafactor", "lr": 0.1},
+    "adafactor 0.3": {"optimizer": "adafactor", "lr": 0.3},
+    "muon 2e-3": {"optimizer": "muon", "lr": 2e-3},
+    "muon 4e-3": {"optimizer": "muon", "lr": 4e-3},
+    "muon 8e-3": {"optimizer": "muon", "lr": 8e-3},
 }
 lengths = (0.5, 1, 2, 4)

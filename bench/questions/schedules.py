@@ -1,5 +1,5 @@
 question = "Which schedule of the learning rate ends with the lowest loss?"
-config = "config/laptop.py"
+config = "bench/laptop.py"
 variants = {
     "cosine to 10 %": {"schedule": "cosine", "min_lr_ratio": 0.1},
     "cosine to 0": {"schedule": "cosine", "min_lr_ratio": 0.0},
