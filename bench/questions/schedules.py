@@ -8,4 +8,4 @@ variants = {
     "wsd, last 70 % to 0": {"schedule": "wsd", "decay_ratio": 0.7, "min_lr_ratio": 0.0},
     "constant": {"schedule": "constant"},
 }
-lengths = (0.5, 1, 2, 4)
+lengths = (0.5, 1, 2)
