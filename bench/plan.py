@@ -401,9 +401,9 @@ def host_memory(parameters: int, nproc: int, average: bool = False) -> float:
     weights: from the file, into the names and shapes of model.py, and into the model (4 bytes
     each). The sum, 20.0 bytes a parameter, was measured on a CPU with models of 101M to 202M
     parameters. A save takes 12 to 18, in rank 0 only (measured too), and a fresh start takes 4.
-    average: the run keeps an average of its weights, 4 bytes a parameter more to read or to save.
+    average: the run keeps an average of its weights, which takes 4 bytes more to resume or to save.
     """
-    return nproc * (HOST_PROCESS + (24 if average else 20) * parameters)
+    return nproc * (HOST_PROCESS + (20 + 4 * average) * parameters)
 
 
 def measured_peak(c: GPTConfig, step: Step) -> int:
@@ -523,8 +523,7 @@ def print_memory(
         peak = f"{facts['peak_bytes'] / 1e9:>8.3f} GB"
         rows["predicted peak"] = f"{peak} by torch.cuda.max_memory_allocated"
         host = host_memory(model.num_params()["total"], cfg.nproc, step.average)
-        bytes_each = 24 if step.average else 20
-        each = f"1.5 GB (assumed) and {bytes_each} bytes a parameter in each process"
+        each = f"1.5 GB (assumed) and {20 + 4 * step.average} bytes a parameter in each process"
         each += " (4 for a fresh start)"
         rows["host"] = f"{host / 1e9:>8.3f} GB of host memory to resume: {each}"
         found["host_bytes"] = host

@@ -71,7 +71,7 @@ class TrainConfig:
     decay_ratio: float = 0.2  # wsd: length of the linear decay, as a share of the run's steps
     min_lr_ratio: float = 0.1  # learning rate at the end of the decay, as a share of lr
     # ---- Averaging: a second model, evaluated and saved beside the one that is trained ----
-    average: float = 0.0  # the mean of the weights over the last steps, this share of all; 0: none
+    average: float = 0.0  # keep a running mean of the weights over this share of the run; 0: none
     # ---- Evaluation and checkpoints: every so many steps, and at the end of the run ----
     eval_every: int = 250  # steps between two evaluations
     eval_tokens: int = 1_000_000  # tokens of val.bin, in fixed, evenly spread windows; 0: all
