@@ -113,7 +113,7 @@ class Job:
     forward: Callable  # the model as it runs: compiled, in DDP, or the model itself
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    average: Average | None
+    average: Average | None  # None if the setting average is 0
     progress: Progress
     metrics: Metrics
     saver: Saver
@@ -162,7 +162,7 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
         saver = machine.together(
             lambda: Saver(ckpt_dir, cfg, sets, data.tokenizer, damaged, lock, say, metrics.log_save)
         )
-        if average and average.steps and machine.is_main:
+        if average and average.steps and machine.is_main:  # it comes from the checkpoint
             saver.save_missing(average, progress.step)
         state = (optimizer, scaler, average, progress)
         job = Job(cfg, machine, plan, data, model, forward, *state, metrics, saver)
@@ -255,7 +255,7 @@ def on_device(rows: Iterator[np.ndarray], machine: Machine, clock: Clock) -> Ite
 
 
 def evaluate_all(job: Job, step: int) -> None:
-    """Evaluate the model on the val.bin of every data set, and so the average of its weights."""
+    """Evaluate the model on the val.bin of every data set, then the average of its weights."""
 
     def losses() -> list[float]:
         return [

@@ -1,4 +1,4 @@
-"""Save a run: write checkpoints in the background, and delete the older ones.
+"""Save a run: write checkpoints and averages in the background, and delete the older ones.
 
 A checkpoint is a Hugging Face model folder, with the files that a resumed run needs beside it:
 
@@ -13,7 +13,8 @@ A checkpoint is a Hugging Face model folder, with the files that a resumed run n
 
 With the setting `average`, the averaged weights are saved after each checkpoint, as a model folder
 of their own. out/RUN/average/step_00001000/ has the files above, but no train_state.pt and no
-train_config.json: the state of the average is in the train_state.pt of the checkpoint.
+train_config.json: the state of the average is in the train_state.pt of the checkpoint. The newest
+two are kept.
 
 A checkpoint is either complete or not there. A thread writes it to a temporary folder beside the
 others, syncs that to the disk and renames it. Training waits only for the copy to host memory.
@@ -85,7 +86,7 @@ def to_host(state: Any) -> Any:
 
 
 class Saver:
-    """Write checkpoints in the background, one at a time, and delete the older ones.
+    """Write checkpoints and averages in the background, one at a time, and delete the older ones.
 
     damaged: names of the checkpoints in ckpt_dir that were found to be damaged.
     lock: the lock of the run's folder, on the rank that saves.

@@ -289,7 +289,7 @@ def fill_disk(out: Path, seconds: float) -> None:
 def mount_small_disk(folder: Path) -> bool:
     """Make a folder, and mount a small tmpfs there. Return whether it could be mounted."""
     folder.mkdir()
-    argv = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    argv = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
     return subprocess.run(argv, capture_output=True).returncode == 0
 
 
