@@ -42,6 +42,7 @@ from model import GPT
 from text.dataset import DataSet, load_tokenizer, open_datasets, verify_new
 from text.tokenizer import SentencePiece, Tiktoken
 from text.windows import Loader, Windows, open_windows, train_loader
+from training.average import Average
 from training.checkpoint import Saver
 from training.evaluate import evaluate
 from training.huggingface import unverified
@@ -112,6 +113,7 @@ class Job:
     forward: Callable  # the model as it runs: compiled, in DDP, or the model itself
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    average: Average | None  # None if the setting average is 0
     progress: Progress
     metrics: Metrics
     saver: Saver
@@ -144,13 +146,14 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     forward = wrap(model, machine, data.loader if compiled else None, plan.batch_size, advice)
 
     ckpt_dir = folder / "ckpt"
-    machine.decide(lambda: sweep(ckpt_dir))  # what a killed process has left
+    machine.decide(lambda: sweep(folder))  # what a killed process has left
     if not origin.resume:
         replaced = machine.decide(lambda: replace_run(folder))  # with --overwrite: moves it aside
         if replaced:
             say(f"the earlier run's checkpoints are in {replaced} until this run has saved its own")
     reader = closing(read_ahead(data.loader, progress.samples, plan.batch_size, machine))
     with stop_signals() as signals, memory_advice(advice), reader as rows:
+        average = open_average(cfg, machine, model, plan, earlier)
         metrics = machine.together(
             lambda: Metrics(folder, cfg, machine, plan, sets, data.tokenizer, progress, lock)
         )
@@ -159,9 +162,10 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
         saver = machine.together(
             lambda: Saver(ckpt_dir, cfg, sets, data.tokenizer, damaged, lock, say, metrics.log_save)
         )
-        job = Job(
-            cfg, machine, plan, data, model, forward, optimizer, scaler, progress, metrics, saver
-        )
+        if average and average.steps and machine.is_main:  # it comes from the checkpoint
+            saver.save_missing(average, progress.step)
+        state = (optimizer, scaler, average, progress)
+        job = Job(cfg, machine, plan, data, model, forward, *state, metrics, saver)
         gave_up, stopping = loop(job, rows, peak_of_all, signals)
         saver.wait()
         machine.gather(None)  # wait for all ranks: the last checkpoint is on the disk when one ends
@@ -204,7 +208,7 @@ def loop(
                 evaluate_all(job, step)
         if step > start_step and machine.is_main and wants_checkpoint(job, step, last):
             with clock.paused():  # save() copies the state; a thread writes it to the disk
-                job.saver.save(model, optimizer, scaler, progress)
+                job.saver.save(model, optimizer, scaler, job.average, progress)
         if last:
             return gave_up, stopping
 
@@ -219,6 +223,8 @@ def loop(
         result = take_step(
             forward, model, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip, signals
         )
+        if job.average:
+            job.average.follow()
         # This waits for the device, the only time in a step that is not logged or evaluated.
         loss, stopping, grad_norm = result()
         samples = range(progress.samples, progress.samples + step_windows)
@@ -249,13 +255,21 @@ def on_device(rows: Iterator[np.ndarray], machine: Machine, clock: Clock) -> Ite
 
 
 def evaluate_all(job: Job, step: int) -> None:
-    """Evaluate the model on the val.bin of every data set."""
+    """Evaluate the model on the val.bin of every data set, then the average of its weights."""
+
+    def losses() -> list[float]:
+        return [
+            evaluate(job.forward, windows, job.cfg.eval_tokens, job.plan.batch_size, job.machine)
+            for windows in job.data.val_windows
+        ]
+
     begun = time.perf_counter()
-    val_losses = [
-        evaluate(job.forward, windows, job.cfg.eval_tokens, job.plan.batch_size, job.machine)
-        for windows in job.data.val_windows
-    ]
-    val_loss = job.metrics.log_eval(step, val_losses, time.perf_counter() - begun)
+    val_losses = losses()
+    averaged = None
+    if job.average:
+        with job.average.in_the_model():
+            averaged = losses()
+    val_loss = job.metrics.log_eval(step, val_losses, averaged, time.perf_counter() - begun)
     job.progress.add_evaluation(val_loss)
 
 
@@ -406,6 +420,21 @@ def open_optimizer(
         if saved := earlier.training.pop("scaler"):  # empty if that process did not train in fp16
             scaler.load_state_dict(saved)
     return optimizer, scaler
+
+
+def open_average(
+    cfg: TrainConfig, machine: Machine, model: GPT, plan: Plan, earlier: Earlier | None
+) -> Average | None:
+    """Return the running mean of the weights, or None if the setting average is 0.
+
+    If the run is resumed, it goes on with the mean that the checkpoint holds.
+    """
+    saved = earlier.training.pop("average", None) if earlier else None
+    if not cfg.average:
+        return None
+    if earlier and not saved:
+        machine.say("note: the checkpoint holds no average: it begins with the next step")
+    return Average(model, cfg.average * plan.steps, saved)
 
 
 def say_what_is_resumed(

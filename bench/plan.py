@@ -37,6 +37,7 @@ from hardware.peak import DTYPES, device_name, peak_tflops  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from text.dataset import DataSet, open_datasets  # noqa: E402
 from text.windows import open_windows  # noqa: E402
+from training.average import Average  # noqa: E402
 from training.memory import (  # noqa: E402
     Step,
     activations,
@@ -393,15 +394,16 @@ def launches(model: GPT, step: Step) -> int:
 HOST_PROCESS = 1.5e9  # bytes of host memory of a process with CUDA's libraries: assumed
 
 
-def host_memory(parameters: int, nproc: int) -> float:
+def host_memory(parameters: int, nproc: int, average: bool = False) -> float:
     """Return the peak of host memory, in bytes, on a computer whose processes all resume a run.
 
     Resuming takes the most. Each process reads AdamW's moments (8 bytes a parameter), and then the
     weights: from the file, into the names and shapes of model.py, and into the model (4 bytes
     each). The sum, 20.0 bytes a parameter, was measured on a CPU with models of 101M to 202M
     parameters. A save takes 12 to 18, in rank 0 only (measured too), and a fresh start takes 4.
+    average: the run keeps an average of its weights, which takes 4 bytes more to resume or to save.
     """
-    return nproc * (HOST_PROCESS + 20 * parameters)
+    return nproc * (HOST_PROCESS + (20 + 4 * average) * parameters)
 
 
 def measured_peak(c: GPTConfig, step: Step) -> int:
@@ -418,6 +420,7 @@ def measured_peak(c: GPTConfig, step: Step) -> int:
     fast = torch.compile(model, dynamic=False) if step.compiled else model
     machine = Machine(0, 0, 1, device, step.dtype, "")
     optimizer = make_optimizer(TrainConfig(optimizer=step.optimizer), machine, model)
+    average = Average(model, 1) if step.average else None
     scales = device.type == "cuda" and step.dtype == torch.float16
     scaler = torch.amp.GradScaler(device.type, enabled=scales)
     rows = torch.randint(0, c.vocab_size, (step.B, step.T + 1), device=device)
@@ -425,6 +428,8 @@ def measured_peak(c: GPTConfig, step: Step) -> int:
 
     def one() -> None:
         take_step(fast, model, optimizer, scaler, batches, step.accum, machine, grad_clip=1.0)()
+        if average:
+            average.follow()
 
     one()  # compiles, and allocates the moments
     if device.type == "cuda":
@@ -438,7 +443,8 @@ def measured_peak(c: GPTConfig, step: Step) -> int:
     changes_of_memory = [e for e in events if e.name() == "[memory]"]
     in_order = sorted(changes_of_memory, key=lambda e: e.start_ns())
     held = accumulate(e.nbytes() for e in in_order)
-    always = [*model.parameters(), *model.buffers(), *moments, rows]
+    means = average.weights.values() if average else []
+    always = [*model.parameters(), *model.buffers(), *moments, *means, rows]
     return sum(t.nbytes for t in always) + max(held)
 
 
@@ -516,8 +522,9 @@ def print_memory(
     if device.kind == "cuda":
         peak = f"{facts['peak_bytes'] / 1e9:>8.3f} GB"
         rows["predicted peak"] = f"{peak} by torch.cuda.max_memory_allocated"
-        host = host_memory(model.num_params()["total"], cfg.nproc)
-        each = "1.5 GB (assumed) and 20 bytes a parameter in each process (4 for a fresh start)"
+        host = host_memory(model.num_params()["total"], cfg.nproc, step.average)
+        each = f"1.5 GB (assumed) and {20 + 4 * step.average} bytes a parameter in each process"
+        each += " (4 for a fresh start)"
         rows["host"] = f"{host / 1e9:>8.3f} GB of host memory to resume: {each}"
         found["host_bytes"] = host
     how = "compiled" if step.compiled else "eager"
@@ -681,8 +688,9 @@ def first_step(cfg: PlanConfig, model: GPT, device: Device, epoch_tokens: int) -
     draft = make_plan(replace(cfg, batch_size=1), cfg.nproc, epoch_tokens)
     flops = model.flops_per_token(T) * draft.steps * draft.step_tokens
     compiled = wants_compile(cfg, device.kind, flops)
-    what_if = dict(zero=cfg.zero, optimizer=cfg.optimizer, checkpointing=cfg.checkpointing)
-    return Step(1, T, 2, device.dtype, compiled, device.kind, cfg.nproc, **what_if)
+    more = dict(zero=cfg.zero, checkpointing=cfg.checkpointing)
+    more |= dict(optimizer=cfg.optimizer, average=cfg.average > 0)
+    return Step(1, T, 2, device.dtype, compiled, device.kind, cfg.nproc, **more)
 
 
 def main() -> None:

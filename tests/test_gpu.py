@@ -21,6 +21,7 @@ from bench import roof
 from bench.plan import measured_peak
 from hardware.machine import Machine, to_device
 from model import GPT, PRESETS, GPTConfig
+from training.average import Average
 from training.memory import Step, step_memory
 from training.step import take_step
 
@@ -127,14 +128,14 @@ def test_resume_is_bit_identical_to_never_having_stopped(dtype, tiny_data, tmp_p
     """
     if dtype == "bfloat16":
         needs_bf16()
-    options = [*EAGER, "--dropout=0.1", f"--dtype={dtype}"]
+    options = [*EAGER, "--dropout=0.1", "--average=0.5", f"--dtype={dtype}"]
     straight = train_tiny(tiny_data, tmp_path / "straight", *options)
     shutil.copytree(straight, tmp_path / "run")
     # Without its last checkpoint, the copy looks like a run that was killed after step 4.
     shutil.rmtree(tmp_path / "run" / "ckpt" / "step_00000008")
     run = train_tiny(tiny_data, tmp_path, *options, "--init_from=resume")
     assert same(weights(run), weights(straight))
-    for key in ("loss", "grad_norm", "val_loss"):
+    for key in ("loss", "grad_norm", "val_loss", "val_loss_average"):
         assert metrics(run, key) == metrics(straight, key)
 
 
@@ -295,11 +296,14 @@ def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compile
     fast = torch.compile(model, dynamic=False) if compiled else model
     rows = ids(model, 8, 513).numpy()
 
+    average = Average(model, span=10)
     batches = map(lambda rows: to_device(rows, machine.device), itertools.repeat(rows))
 
     def step() -> Callable[[], tuple[float, bool, float]]:
         torch.manual_seed(1)
-        return take_step(fast, model, optimizer, scaler, batches, 4, machine, grad_clip=1.0)
+        result = take_step(fast, model, optimizer, scaler, batches, 4, machine, grad_clip=1.0)
+        average.follow()
+        return result
 
     for _ in range(3):  # compiles, and creates the optimizer's state
         step()

@@ -221,10 +221,11 @@ def test_the_host_memory_of_a_resume_is_that_of_all_processes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/status")
-def test_a_resume_takes_the_host_memory_that_is_planned(tiny_data, tmp_path):
+@pytest.mark.parametrize("average", [False, True])
+def test_a_resume_takes_the_host_memory_that_is_planned(tiny_data, tmp_path, average):
     """Measured with 13M parameters: the memory beyond that of the process before it reads them."""
     options = ["--n_embd=512", "--n_layer=4", "--max_steps=1", f"--out_dir={tmp_path}"]
-    options += ["--batch_tokens=32", "--eval_tokens=32"]
+    options += ["--batch_tokens=32", "--eval_tokens=32"] + ["--average=0.5"] * average
     train_tiny(tiny_data, tmp_path, *options)
     measured = (
         "import re, configurator, train\n"
@@ -248,7 +249,7 @@ def test_a_resume_takes_the_host_memory_that_is_planned(tiny_data, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     model = on_meta(train.model_config(parse(train.TrainConfig, settings), 400))
     P = sum(p.numel() for p in model.parameters())
-    planned_bytes = plan.host_memory(P, 1) - plan.HOST_PROCESS
+    planned_bytes = plan.host_memory(P, 1, average) - plan.HOST_PROCESS
     said = (re.search(rf"^{key} (\d+)", done.stdout, re.M) for key in ("before", "most"))
     before, most = (int(number[1]) for number in said)
     assert most - before == pytest.approx(planned_bytes, rel=0.1)

@@ -1,4 +1,4 @@
-"""Save a run: write checkpoints in the background, and delete the older ones.
+"""Save a run: write checkpoints and averages in the background, and delete the older ones.
 
 A checkpoint is a Hugging Face model folder, with the files that a resumed run needs beside it:
 
@@ -10,6 +10,11 @@ A checkpoint is a Hugging Face model folder, with the files that a resumed run n
                                           tensors and numbers, no code
         train_config.json                 the settings of the run
         manifest.json                     size and SHA-256 of every other file
+
+With the setting `average`, the averaged weights are saved after each checkpoint, as a model folder
+of their own. out/RUN/average/step_00001000/ has the files above, but no train_state.pt and no
+train_config.json: the state of the average is in the train_state.pt of the checkpoint. The newest
+two are kept.
 
 A checkpoint is either complete or not there. A thread writes it to a temporary folder beside the
 others, syncs that to the disk and renames it. Training waits only for the copy to host memory.
@@ -37,6 +42,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from configurator import UserError
 from hardware.disk import (
     MANIFEST,
     Lock,
@@ -51,11 +57,13 @@ from model import GPT, GPTConfig
 from text.dataset import FORMAT_VERSION, DataSet, tokenizer_files
 from text.hf_tokenizer import llama_cpp_note, read_json, to_hugging_face
 from text.tokenizer import SentencePiece, Tiktoken
+from training.average import Average
 from training.huggingface import caveat, hf_class, save_pretrained
 from training.progress import Progress
 from training.runs import (
     OURS,
     REPLACED,
+    averages,
     discard,
     make_way,
     numbered,
@@ -78,7 +86,7 @@ def to_host(state: Any) -> Any:
 
 
 class Saver:
-    """Write checkpoints in the background, one at a time, and delete the older ones.
+    """Write checkpoints and averages in the background, one at a time, and delete the older ones.
 
     damaged: names of the checkpoints in ckpt_dir that were found to be damaged.
     lock: the lock of the run's folder, on the rank that saves.
@@ -97,6 +105,7 @@ class Saver:
         report: Callable[[int, Path, float, str], None],
     ):
         self.ckpt_dir = ckpt_dir
+        self.average_dir = ckpt_dir.with_name("average")
         self.cfg = cfg
         self.sets = sets
         self.tokenizer = tokenizer
@@ -118,19 +127,34 @@ class Saver:
         # read now, because the data set may be gone when a checkpoint is written.
         self.tokenizer_files = {p.name: p.read_bytes() for p in tokenizer_files(folder, info)}
 
-    def save(self, model: GPT, optimizer, scaler, progress: Progress) -> None:
+    def save(
+        self, model: GPT, optimizer, scaler, average: Average | None, progress: Progress
+    ) -> None:
         """Begin to write step_N. Returns when everything is copied to host memory."""
         self.wait()
         weights = to_host(dict(model.named_parameters()))
         states = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+        if average:
+            states["average"] = average.state_dict()
         training = to_host(asdict(progress) | states)
-        self.writing = self.pool.submit(self.write, model, weights, training)
+        self.writing = self.pool.submit(self.write, model.config, weights, training)
+
+    def save_missing(self, average: Average, step: int) -> None:
+        """Begin to write the average of step_N, from which the run is resumed, if it is not there.
+
+        The process that wrote the checkpoint may have been killed before it wrote the average. If
+        the run is at its end, no other average comes after it.
+        """
+        if not (self.average_dir / f"step_{step:08d}" / MANIFEST).is_file():
+            weights = to_host(average.weights)
+            c = average.model.config
+            self.writing = self.pool.submit(self.write_average, c, weights, step)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is on the disk."""
         self.writing.result()
 
-    def write(self, model: GPT, weights: dict, training: dict) -> None:
+    def write(self, c: GPTConfig, weights: dict, training: dict) -> None:
         """Write a checkpoint, put it in place, report it, and prune the older ones.
 
         If the disk is full or fails, this is a warning, and self.failed holds the reason. Training
@@ -139,30 +163,15 @@ class Saver:
         started = time.perf_counter()
         step = training["step"]
         target = self.ckpt_dir / f"step_{step:08d}"
-        tmp = self.ckpt_dir / f".tmp_{target.name}"
         try:
-            self.lock.renew()
-            remove_only(tmp, OURS)  # left by a save that failed
-            tmp.mkdir(parents=True)
-            self.write_files(tmp, model.config, weights, training)
-            for path in tmp.iterdir():
-                sync_to_disk(path)
-            make_way(target)
-            old = put_in_place(tmp, target)
-        except (OSError, RuntimeError, SafetensorError) as e:
-            full = self.ckpt_dir.is_dir() and shutil.disk_usage(self.ckpt_dir).free < 2**20
-            remove_only(tmp, OURS)
-            reason = (getattr(e, "strerror", None) or str(e)).splitlines()[0]
-            # On a full disk torch raises RuntimeError, and safetensors raises SafetensorError.
-            # Both name the write that failed, but not the reason.
-            if full and not isinstance(e, OSError):
-                reason = os.strerror(errno.ENOSPC)
-            self.failed = f"{target} could not be written ({reason})"
+            old = self.put(target, c, weights, training)
+        except OSError as e:
+            self.failed = str(e)
             self.say(f"warning: {self.failed}; training goes on, earlier checkpoints are intact")
             return
         self.damaged.discard(target.name)
         self.failed = ""
-        note = "" if self.saved else self.for_others(model.config)
+        note = "" if self.saved else self.for_others(c)
         self.saved = True
         self.report(step, target, time.perf_counter() - started, note)
         try:
@@ -173,14 +182,65 @@ class Saver:
         except OSError as e:
             what = f"{e.filename or self.ckpt_dir}: {e.strerror}"
             self.say(f"warning: an older checkpoint could not be deleted ({what})")
+        if "average" in training:
+            self.write_average(c, training["average"]["weights"], step)
 
-    def write_files(self, tmp: Path, c: GPTConfig, weights: dict, training: dict) -> None:
-        """Write all files of a checkpoint to the folder tmp. The manifest comes last."""
+    def write_average(self, c: GPTConfig, weights: dict, step: int) -> None:
+        """Write the averaged weights of a step, and keep only the average before it.
+
+        If that fails, it is a warning: the checkpoint holds the average too.
+        """
+        target = self.average_dir / f"step_{step:08d}"
+        try:
+            old = self.put(target, c, weights)
+        except OSError as e:
+            self.say(f"warning: {e}; training goes on, the checkpoint holds the average too")
+            return
+        self.say(f"step {step}: saved {target}")
+        try:
+            if old:
+                remove_only(old, OURS)
+            reached = [p for p in averages(self.average_dir.parent) if step_of(p) <= step]
+            self.delete(reached[2:])
+        except (OSError, UserError) as e:
+            self.say(f"warning: an older average could not be deleted ({e})")
+
+    def put(
+        self, target: Path, c: GPTConfig, weights: dict, training: dict | None = None
+    ) -> Path | None:
+        """Write a checkpoint, or an average, in a folder beside `target`, and put it in place.
+
+        training: the content of train_state.pt; None: it is an average. Return the new path of what
+        `target` was before; None if there was nothing. Raises OSError, with the reason in words.
+        """
+        tmp = target.with_name(f".tmp_{target.name}")
+        try:
+            self.lock.renew()
+            remove_only(tmp, OURS)  # left by a save that failed
+            tmp.mkdir(parents=True)
+            self.write_files(tmp, c, weights, training)
+            for path in tmp.iterdir():
+                sync_to_disk(path)
+            make_way(target, required=() if training else (MANIFEST,))
+            return put_in_place(tmp, target)
+        except (OSError, RuntimeError, SafetensorError) as e:
+            full = tmp.parent.is_dir() and shutil.disk_usage(tmp.parent).free < 2**20
+            remove_only(tmp, OURS)
+            reason = (getattr(e, "strerror", None) or str(e)).splitlines()[0]
+            # On a full disk torch raises RuntimeError, and safetensors raises SafetensorError.
+            # Both name the write that failed, but not the reason.
+            if full and not isinstance(e, OSError):
+                reason = os.strerror(errno.ENOSPC)
+            raise OSError(f"{target} could not be written ({reason})") from None
+
+    def write_files(self, tmp: Path, c: GPTConfig, weights: dict, training: dict | None) -> None:
+        """Write all files of put() to the folder tmp. The manifest comes last."""
         prefix = self.tokenizer.prefix
         bos_id = prefix[0] if prefix else None
         save_pretrained(c, weights, tmp, self.tokenizer.eos_id, bos_id)
-        torch.save(training, tmp / "train_state.pt")
-        write_json(tmp / "train_config.json", asdict(self.cfg))
+        if training:
+            torch.save(training, tmp / "train_state.pt")
+            write_json(tmp / "train_config.json", asdict(self.cfg))
         write_json(tmp / "meta.json", self.meta())
         if "tokenizer.json" not in self.tokenizer_files:
             made = to_hugging_face(self.tokenizer, c.block_size, self.came_with)
@@ -222,19 +282,21 @@ class Saver:
         best = self.ckpt_dir / f"step_{best_step:08d}"
         whole = [path for path in reached if path.name not in self.damaged and path != best]
         stay = {best, *whole[: self.cfg.keep]}
-        gone = [path for path in reached if path not in stay]
-        for folder in replaced(self.ckpt_dir):
-            gone += numbered(folder)
-        for path in gone:
+        self.delete([path for path in reached if path not in stay])
+        for folder in [*replaced(self.ckpt_dir), *replaced(self.average_dir)]:
+            self.delete(numbered(folder))
+            if not numbered(folder) and remove_only(folder, [REPLACED]):
+                remove_only(folder.parent, [])  # average/, if the new run saves no averages
+        for folder in replaced(self.ckpt_dir.parent):
+            remove_run_files(folder)
+
+    def delete(self, paths: list[Path]) -> None:
+        """Delete checkpoints, but keep and report those that hold files of somebody else's."""
+        for path in paths:
             why_not = discard(path)
             if why_not and path not in self.kept:
                 self.kept.add(path)
                 self.say(f"note: {path} is kept: {why_not}")
-        for folder in replaced(self.ckpt_dir):
-            if not numbered(folder):
-                remove_only(folder, [REPLACED])
-        for folder in replaced(self.ckpt_dir.parent):
-            remove_run_files(folder)
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -78,6 +78,7 @@ class Step:
     # GPUs, 2 also the gradients, 3 also the weights.
     zero: int = 0
     optimizer: str = "adamw"
+    average: bool = False  # whether a running mean of the weights is kept (training/average.py)
     # True: attention is computed piece by piece. False: with the T x T matrix, as on a GPU that has
     # no fused kernel for the shape.
     fused: bool = True
@@ -382,6 +383,8 @@ def always_held(model: GPT, step: Step) -> dict[str, float]:
     weights = 4 * numbers / (step.world if step.zero >= 3 else 1)
     state = optimizer_bytes(model, step.optimizer) / (step.world if step.zero >= 1 else 1)
     held = {"weights": weights + rope, "optimizer": state}
+    if step.average:
+        held["average"] = 4 * numbers
     if step.world > 1 and step.zero == 0:
         # DDP puts gradients into its buckets in the last micro-step of a step. Those of the earlier
         # micro-steps were added up beside the buckets. The buckets count twice: in the second step

@@ -32,11 +32,11 @@ def fit_batch(
     """
     kind = machine.device.type
     step = Step(1, cfg.block_size, 2, machine.dtype, compiled, kind, machine.world)
-    step = replace(step, optimizer=cfg.optimizer)
+    step = replace(step, optimizer=cfg.optimizer, average=cfg.average > 0)
     predicted = auto_batch(model, step, capacity(machine.device))
     limit = min(predicted, most or predicted)
     always = always_held(model, step)
-    held = always["optimizer"] + always.get("DDP's buckets", 0)
+    held = sum(always.values()) - always["weights"]
     while True:
         B = even_batch(least(limit, machine), cfg, machine.world)
         rows = loader.rows(loader.starts(0, B))
@@ -64,7 +64,8 @@ def has_room(model: GPT, rows: np.ndarray, machine: Machine, compiled: bool, hel
     """Return whether this rank has the memory to train on batches of these windows (B, T + 1).
 
     Run two micro-steps; the second adds its gradients to those of the first. A tensor of `held`
-    bytes takes the place of the optimizer's state and, on several ranks, of DDP's buckets.
+    bytes takes the place of the optimizer's state, of the average of the weights, if there is one,
+    and of DDP's buckets on several ranks.
     """
     try:
         _placeholder = torch.empty(int(held), dtype=torch.uint8, device=machine.device)

@@ -53,6 +53,7 @@ def plot_loss(runs: list[Path], png: str | Path = "") -> Path:
         curves = [
             ("loss", "training", dict(lw=1, alpha=0.6)),
             ("val_loss", "validation", dict(marker="o", ms=4)),
+            ("val_loss_average", "validation of the average", dict(ls="--", marker="o", ms=3)),
         ]
         for key, kind, style in curves:
             points = [(r["step"], r[key]) for r in records if key in r]

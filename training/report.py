@@ -226,25 +226,38 @@ class Metrics:
         self.write(record, step_line(record), in_bar=True)
         clock.restart(done)
 
-    def log_eval(self, done: int, losses: list[float], seconds: float) -> float:
+    def log_eval(
+        self, done: int, losses: list[float], averaged: list[float] | None, seconds: float
+    ) -> float:
         """Report an evaluation after step `done`, and return the validation loss.
 
         losses: one for each data set's val.bin. The validation loss is their mean, weighted by the
-        shares of the data sets in the run. seconds: how long the evaluation took.
+        shares of the data sets in the run. averaged: the losses of the averaged weights, if there
+        are any. seconds: how long the evaluation took.
         """
-        pairs = list(zip(self.sets, losses, strict=True))
-        loss = sum(float(data.weight) * of_set for data, of_set in pairs)
+        loss = self.weighted(losses)
         counts = [(data.weight, data.meta["splits"]["val"]) for data in self.sets]
         token_bytes = sum(weight * val["bytes"] / val["tokens"] for weight, val in counts)
         ppl, bits_per_byte, line = in_other_units(loss, float(token_bytes))
         record = dict(step=done, val_loss=loss, val_ppl=ppl)
         record |= dict(val_bits_per_byte=bits_per_byte, eval_s=seconds)
-        if len(pairs) > 1:
-            for data, of_set in pairs:
+        if len(self.sets) > 1:
+            for data, of_set in zip(self.sets, losses, strict=True):
                 record[f"val_loss/{data.name}"] = of_set
                 line += f" | {data.name} {of_set:.4f}"
+        if averaged is not None:
+            record["val_loss_average"] = self.weighted(averaged)
+            line += f" | averaged weights {record['val_loss_average']:.4f}"
+            if len(self.sets) > 1:
+                for data, of_set in zip(self.sets, averaged, strict=True):
+                    record[f"val_loss_average/{data.name}"] = of_set
         self.write(record, line)
         return loss
+
+    def weighted(self, losses: list[float]) -> float:
+        """Return the mean of the losses on all data sets, weighted by their shares in the run."""
+        pairs = zip(self.sets, losses, strict=True)
+        return sum(float(data.weight) * of_set for data, of_set in pairs)
 
     def log_save(self, step: int, path: Path, seconds: float, note: str) -> None:
         """Report that the checkpoint of a step is complete on the disk.
@@ -450,7 +463,7 @@ def banner(
         attention += "no fused kernel takes this head_dim and dtype here"
 
     step = Step(B, T, plan.accum, machine.dtype, compiled, kind, machine.world)
-    step = replace(step, optimizer=cfg.optimizer)
+    step = replace(step, optimizer=cfg.optimizer, average=cfg.average > 0)
     here = capacity(machine.device)
     memory = f"{needed(model, step) / 1e9:.1f} GB predicted, of {here / 1e9:.1f}"
 

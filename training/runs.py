@@ -1,12 +1,13 @@
 """The folder of a run, out/RUN: find its checkpoints, check them, and delete what the run wrote.
 
-training/checkpoint.py writes the checkpoints. training/resume.py decides which one a run starts
-from. Nothing here deletes a file that train.py did not write.
+training/checkpoint.py writes the checkpoints, and averages of the weights beside them.
+training/resume.py decides which checkpoint a run starts from. Nothing here deletes a file that
+train.py did not write.
 """
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -85,14 +86,15 @@ def discard(path: Path) -> str:
     return ""
 
 
-def make_way(target: Path) -> None:
+def make_way(target: Path, required: Collection[str] = ()) -> None:
     """Rename what stands at `target`, where a checkpoint will go, if it must not be replaced.
 
     It must not be replaced if it is a link, or a folder that holds a file that train.py did not
-    write. Its new name is step_N_kept-1 (or -2, ...), and this program never touches it again.
+    write, or that lacks a file of `required`, which train.py always writes. Its new name is
+    step_N_kept-1 (or -2, ...), and this program never touches it again.
     """
-    names = set(os.listdir(target)) if target.is_dir() else set()
-    if target.is_symlink() or names - OURS:
+    names = set(os.listdir(target)) if target.is_dir() else set(required)
+    if target.is_symlink() or names - OURS or set(required) - names:
         target.rename(free_name(target.with_name(f"{target.name}_kept")))
 
 
@@ -109,6 +111,16 @@ def free_name(path: Path) -> Path:
 
 REPLACED = "why-this-is-here.txt"  # replace_run() puts this file into each folder that it makes
 RUN_FILES = ["metrics.jsonl", "loss.png"]  # beside ckpt/ and bad_steps/; wandb/ belongs to wandb
+
+
+def averages(folder: Path) -> list[Path]:
+    """Return the averages that a run has saved in out/RUN/average, newest first.
+
+    Only a folder with a manifest counts: one that lacks it is somebody's own average.
+    """
+    place = folder / "average"
+    found = whole_checkpoints(place) if place.is_dir() else []
+    return [path for path in found if not path.is_symlink()]
 
 
 def is_run(folder: Path) -> bool:
@@ -134,6 +146,8 @@ def others_in(folder: Path) -> list[str]:
     inside = set(os.listdir(folder)) if folder.is_dir() else set()
     ours = {"metrics.jsonl", ".metrics.jsonl.tmp", "ckpt", "wandb"}
     ours |= {path.name for path in replaced(folder)}
+    if replaced(folder / "average"):  # else it may be somebody's, or all that is left of a run
+        ours.add("average")
     return sorted(inside - ours)
 
 
@@ -146,10 +160,11 @@ def replaced(folder: Path) -> list[Path]:
     return [path for path in found if (path / REPLACED).is_file() and not path.is_symlink()]
 
 
-def sweep(ckpt_dir: Path) -> None:
+def sweep(folder: Path) -> None:
     """Delete what a process left behind that was killed while it saved or deleted a checkpoint."""
     left = re.compile(r"\.tmp_step_[0-9]+|\.step_[0-9]+\.old[0-9]*")
-    for place in (ckpt_dir, *replaced(ckpt_dir)):
+    places = [folder / "ckpt", folder / "average"]
+    for place in [*places, *replaced(places[0]), *replaced(places[1])]:
         for path in place.glob(".*step_*"):
             if left.fullmatch(path.name):
                 remove_only(path, OURS)
@@ -158,15 +173,18 @@ def sweep(ckpt_dir: Path) -> None:
 def replace_run(folder: Path) -> Path | None:
     """Move the earlier run's own files aside. Everything else stays where it is.
 
-    They go to new folders replaced-N, one in out/RUN and one in out/RUN/ckpt. Saver.prune() deletes
-    them once the new run has a complete checkpoint. Returns the folder replaced-N in out/RUN/ckpt,
-    or None if there is none.
+    They go to new folders replaced-N in out/RUN, out/RUN/ckpt and out/RUN/average. Saver.prune()
+    deletes them once the new run has a complete checkpoint. Returns the folder replaced-N in
+    out/RUN/ckpt, or None if there is none.
     """
     ckpt_dir = folder / "ckpt"
-    run_files = [*RUN_FILES, *bad_step_texts(folder)]
-    checkpoints = [path.name for path in numbered(ckpt_dir)]
+    its_own = {
+        folder: [*RUN_FILES, *bad_step_texts(folder)],
+        ckpt_dir: [path.name for path in numbered(ckpt_dir)],
+        folder / "average": [path.name for path in averages(folder)],
+    }
     why = "train.py deletes this folder's run once the new one has a checkpoint.\n"
-    for place, names in ((folder, run_files), (ckpt_dir, checkpoints)):
+    for place, names in its_own.items():
         there = [name for name in names if os.path.lexists(place / name)]
         if there:
             aside = free_name(place / "replaced")

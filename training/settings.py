@@ -70,6 +70,8 @@ class TrainConfig:
     warmup_ratio: float = 0.01  # length of the warm-up as a share of the run's steps
     decay_ratio: float = 0.2  # wsd: length of the linear decay, as a share of the run's steps
     min_lr_ratio: float = 0.1  # learning rate at the end of the decay, as a share of lr
+    # ---- Averaging: a second model, evaluated and saved beside the one that is trained ----
+    average: float = 0.0  # keep a running mean of the weights over this share of the run; 0: none
     # ---- Evaluation and checkpoints: every so many steps, and at the end of the run ----
     eval_every: int = 250  # steps between two evaluations
     eval_tokens: int = 1_000_000  # tokens of val.bin, in fixed, evenly spread windows; 0: all
@@ -93,7 +95,7 @@ class TrainConfig:
         not_negative = "n_kv_head head_dim d_ff max_steps max_epochs max_tokens weight_decay"
         not_negative += " grad_clip warmup_steps eval_tokens peak_tflops seed"
         not_negative += " embed_lr head_lr vector_lr"
-        shares = "warmup_ratio decay_ratio min_lr_ratio momentum_warmup"
+        shares = "warmup_ratio decay_ratio min_lr_ratio momentum_warmup average"
         rates = "beta1 beta2 momentum dropout"
 
         def values(names: str) -> list[tuple[str, float]]:

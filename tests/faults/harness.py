@@ -8,9 +8,9 @@ whose disk is full; a flipped bit, or a cut or deleted file, in the newest check
 the data set, which the next start must then refuse by name; checkpoints that cannot be seen, which
 it must refuse, too; a disk that is full during some steps (a small tmpfs, if it can be mounted).
 Files of other programs are in the run's folder, and must be there at the end. The same command then
-starts the job again until it ends. Identical means: the same bytes in the weights and in the state
-of the optimizer, and for every step exactly one record with the same loss, norm and validation
-loss; for prepare.py, the same bytes in every file.
+starts the job again until it ends. Identical means: the same bytes in the weights, in their average
+and in the state of the optimizer, and for every step exactly one record with the same loss, norm
+and validation loss; for prepare.py, the same bytes in every file.
 
     python tests/faults/harness.py --rounds 0 --flips 1000
 
@@ -69,6 +69,7 @@ JOBS = {  # name -> (processes, the options of each phase; a phase continues the
     "bf16": (1, [["--dtype=bfloat16"]]),
     "muon": (1, [["--optimizer=muon", "--dtype=bfloat16"]]),
     "adafactor": (1, [["--optimizer=adafactor", "--lr=0.05"]]),
+    "average": (1, [["--average=0.2"]]),
     # An epoch ends in every third step.
     "epochs": (1, [["--block_size=256", "--batch_size=2", "--batch_tokens=8192"]]),
     "compiled": (1, [["--compile=true"]]),
@@ -83,7 +84,7 @@ HIDDEN = ["no manifest", "ckpt not mounted"]
 FAULTS = [*KILLS, *LOG, *DAMAGE, *HIDDEN]
 FAULTS += [*(f"{damage} of the data" for damage in DAMAGE), "full disk"]
 FOREIGN = ["notes.txt", "ckpt/mine/model.pt", "ckpt/backup/step_00000004/x", "bad_steps/mine.txt"]
-FOREIGN += ["ckpt/.mine"]
+FOREIGN += ["ckpt/.mine", "average/mine.txt", "average/mine/step_00000004/model.pt"]
 
 
 def command(job: str, data: Path, out: Path, phase: int = 0) -> list[str]:
@@ -149,21 +150,25 @@ def wait_for(process: Popen, condition, seconds: float = 60) -> None:
 def result(out: Path) -> dict:
     """Return everything that must be identical."""
     folder = out / "run" / "ckpt" / f"step_{STEPS:08d}"
+    averaged = out / "run" / "average" / folder.name / "model.safetensors"
     state = torch.load(folder / "train_state.pt", weights_only=True)
     lines = (out / "run" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     moments = state["optimizer"]["state"]
-    keys = ("loss", "lr", "grad_norm", "val_loss", "tokens")
+    keys = ("loss", "lr", "grad_norm", "val_loss", "val_loss_average", "tokens")
+    apart = ("optimizer", "scaler", "average", "data_files")
     return {
         "weights": load_file(folder / "model.safetensors"),
+        "average": state["average"]["weights"] if "average" in state else {},
+        "saved average": load_file(averaged) if "average" in state else {},
         "moments": {(i, k): v for i, s in moments.items() for k, v in s.items()},
-        "state": {k: v for k, v in state.items() if k not in ("optimizer", "scaler", "data_files")},
+        "state": {k: v for k, v in state.items() if k not in apart},
         "metrics": [(r["step"], k, r[k]) for r in records for k in keys if k in r],
     }
 
 
 def identical(a: dict, b: dict) -> bool:
-    for part in ("weights", "moments"):
+    for part in ("weights", "average", "saved average", "moments"):
         if a[part].keys() != b[part].keys():
             return False
         if not all(torch.equal(tensor, b[part][k]) for k, tensor in a[part].items()):
@@ -284,7 +289,7 @@ def fill_disk(out: Path, seconds: float) -> None:
 def mount_small_disk(folder: Path) -> bool:
     """Make a folder, and mount a small tmpfs there. Return whether it could be mounted."""
     folder.mkdir()
-    argv = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    argv = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
     return subprocess.run(argv, capture_output=True).returncode == 0
 
 
