@@ -199,7 +199,8 @@ def stretched(settings: TrainConfig, length: float) -> TrainConfig:
 def run_settings(settings: TrainConfig, seed: int) -> TrainConfig:
     """Return the settings of a variant's run. Its name has a hash of all that it depends on."""
     settings = replace(settings, seed=seed, eval_tokens=0)
-    about = {k: v for k, v in asdict(settings).items() if k not in ASIDE}
+    # Defaults are left out: a setting that train.py gets later changes no name.
+    about = {k: v for k, v in changes(settings).items() if k not in ASIDE}
     sets = open_datasets(settings.dataset, settings.data_dir)
     about["data"] = [data.meta["splits"] for data in sets]
     name = f"seed{seed}-{content_sha256(about)[:12]}"

@@ -68,8 +68,10 @@ def read_run(folder: Path, judges: list[str]) -> Result | None:
     evaluations = [r for r in records if "val_loss" in r]
     if not evaluations or evaluations[-1]["step"] < records[0]["steps"]:
         return None
-    # A run with a single data set records its loss only as val_loss.
-    losses = [[r.get(f"val_loss/{name}", r["val_loss"]) for r in evaluations] for name in judges]
+    # A run that averages its weights is judged by the average. A run with a single data set records
+    # its loss only under the key itself.
+    key = "val_loss_average" if records[0]["settings"].get("average") else "val_loss"
+    losses = [[r.get(f"{key}/{name}", r[key]) for r in evaluations] for name in judges]
     step_tokens = records[0]["step_samples"] * records[0]["settings"]["block_size"]
     times = [r["step_ms"] for r in records if "step_ms" in r]
     return Result(
