@@ -465,7 +465,7 @@ class GPT(nn.Module):
                 matrices += [module.qkv.weight, module.proj.weight]
                 rows += [[n * module.head_dim for n in module.heads], [self.config.n_embd]]
             elif isinstance(module, MLP):
-                linear_layers = [m for m in module.children()]
+                linear_layers = list(module.children())
                 matrices += [m.weight for m in linear_layers]
                 rows += [[m.out_features] for m in linear_layers]
         embeddings = [p for p in (self.wte.weight, self.wpe and self.wpe.weight) if p is not None]

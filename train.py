@@ -225,7 +225,7 @@ def loop(
         )
         if job.average:
             job.average.follow()
-        # This waits for the device, the only time in a step that is not logged or evaluated.
+        # This waits for the device: with AdamW and Muon, for the only time in a step.
         loss, stopping, grad_norm = result()
         samples = range(progress.samples, progress.samples + step_windows)
         outcome = progress.add_step(step_windows, loss, grad_norm, scaler)

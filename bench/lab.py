@@ -192,7 +192,7 @@ def at_length(baseline: str, length: float) -> str:
 def stretched(settings: TrainConfig, length: float) -> TrainConfig:
     """Return the settings of a run that is `length` times as long, and so is its schedule."""
     counts = {k: getattr(settings, k) for k in ("max_steps", "max_tokens", "warmup_steps")}
-    counts = {k: round(length * count) for k, count in counts.items()}
+    counts = {k: max(1, round(length * count)) if count else 0 for k, count in counts.items()}
     return replace(settings, max_epochs=length * settings.max_epochs, **counts)
 
 
@@ -250,10 +250,11 @@ def train(run: Run, signals: list[int]) -> int:
     with open(run.log, "ab") as log:
         argv = [sys.executable, str(REPO / "train.py"), *options]
         process = Popen(argv, stdout=log, stderr=log)
-        while process.poll() is None:
+        while process.poll() is None and not signals:
             time.sleep(0.05)
-            if signals:
-                process.send_signal(signal.SIGTERM)
+        if signals:
+            process.send_signal(signal.SIGTERM)  # once: a second one would not let it end properly
+            process.wait()
     return process.returncode
 
 

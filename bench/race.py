@@ -1,4 +1,4 @@
-"""Who reaches a loss sooner: nanoGPT with its own recipe, or this trainer with a config of ours?
+"""How long do nanoGPT with its own recipe and this trainer with a config of ours take to a loss?
 
     python bench/race.py config/shakespeare_char.py --nanogpt=../nanoGPT --recipe="
         config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20
@@ -91,20 +91,26 @@ def main() -> None:
         print(f"median | {name:7} | {line(finish)}")
     theirs = medians["nanoGPT"]
     mine = medians["ours"]
-    ratios = f"training {theirs.training / mine.training:.2f} x as fast"
-    ratios += f", from command to exit {theirs.whole / mine.whole:.2f} x"
-    print(f"ours: {ratios}, with a loss {mine.loss - theirs.loss:+.4f}")
+    times = f"{theirs.training / mine.training:.2f} times as long in training"
+    times += f", and {theirs.whole / mine.whole:.2f} times from command to exit"
+    print(f"nanoGPT took {times}; the loss of ours is {mine.loss - theirs.loss:+.4f} of its loss")
     if cfg.json:
         write_whole(Path(cfg.json), json_bytes({"races": [asdict(race) for race in races]}))
 
 
 def run_nanogpt(cfg: RaceConfig, seed: int, folder: Path) -> Finish:
-    """Run nanoGPT's train.py in `folder`, with our data. Only its seed is changed."""
+    """Run nanoGPT's train.py in `folder`, with our data.
+
+    Its seed is changed, it prints every step, and it saves its weights at each evaluation, the last
+    of which must come after the last step.
+    """
     data = open_datasets(cfg.dataset, cfg.data_dir)[0]
     home = folder / "nanogpt"
     shutil.copytree(cfg.nanogpt, home, ignore=shutil.ignore_patterns("data", ".git", "out*"))
-    script = (home / "train.py").read_text().replace("1337 + seed_offset", f"{seed} + seed_offset")
-    (home / "train.py").write_text(script)
+    script = (home / "train.py").read_text()
+    if "1337 + seed_offset" not in script:
+        raise UserError(f"{cfg.nanogpt}/train.py sets its seed in an unknown way")
+    (home / "train.py").write_text(script.replace("1337 + seed_offset", f"{seed} + seed_offset"))
     link = home / "data" / "ours"
     link.mkdir(parents=True)
     for split in ("train", "val"):
@@ -113,11 +119,12 @@ def run_nanogpt(cfg: RaceConfig, seed: int, folder: Path) -> Finish:
     options = [*shlex.split(cfg.recipe), "--dataset=ours", "--out_dir=out", "--log_interval=1"]
     steps = int(re.findall(r"--max_iters=(\d+)", cfg.recipe)[-1])
     options.append("--always_save_checkpoint=True")  # its last evaluation saves the final weights
-    if steps % int(re.findall(r"--eval_interval=(\d+)", cfg.recipe + " --eval_interval=250")[0]):
-        options.append(f"--eval_interval={steps}")
     output, whole = timed([sys.executable, "train.py", *options], home)
     times = [float(ms) for ms in re.findall(r"^iter \d+: .*time ([0-9.]+)ms", output, re.M)]
-    return finish_of(cfg, home / "out" / "ckpt.pt", steps, statistics.median(times) / 1e3, whole)
+    saved = home / "out" / "ckpt.pt"
+    if not saved.exists() or torch.load(saved, weights_only=True)["iter_num"] != steps:
+        raise UserError(f"nanoGPT has not saved its final weights: say --eval_interval={steps}")
+    return finish_of(cfg, saved, steps, statistics.median(times) / 1e3, whole)
 
 
 def run_ours(cfg: RaceConfig, seed: int, folder: Path) -> Finish:
@@ -130,9 +137,9 @@ def run_ours(cfg: RaceConfig, seed: int, folder: Path) -> Finish:
     whole = timed([sys.executable, str(REPO / "train.py"), *options], folder)[1]
     run_folder = Path(cfg.out_dir) / cfg.run_name
     records = read_metrics(run_folder / "metrics.jsonl")
-    times = [r["step_ms"] for r in records if "step_ms" in r][1:]
+    times = [r["step_ms"] for r in records if "step_ms" in r]
     checkpoint = newest_checkpoint(run_folder / "ckpt")
-    step_s = statistics.median(times) / 1e3
+    step_s = statistics.median(times[1:] or times) / 1e3  # the first step warms up
     return finish_of(cfg, checkpoint, records[0]["steps"], step_s, whole)
 
 
@@ -151,6 +158,8 @@ def timed(argv: list[str], folder: Path) -> tuple[str, float]:
 def finish_of(cfg: RaceConfig, path: Path, steps: int, step_s: float, whole: float) -> Finish:
     """Return the finish of the final weights in `path`."""
     model = from_pretrained(path)
+    if model.config.block_size != cfg.block_size:
+        raise UserError(f"block_size is {model.config.block_size} there and {cfg.block_size} here")
     data = open_datasets(cfg.dataset, cfg.data_dir)[0]
     machine = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "for an equal evaluation")
     loss = evaluate(model, open_windows(data, "val", cfg.block_size), 0, 64, machine)

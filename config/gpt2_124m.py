@@ -12,9 +12,9 @@ block_size = 1024
 batch_size = 16
 batch_tokens = 491_520
 max_tokens = 2_500_000_000
-# The architecture is GPT-2's; the rest is train_100m's, for its reasons: the width is the same, and
-# a step has as many tokens. Without QK-norm a high rate is less safe: it is halved. With
-# optimizer="adamw", lr=6e-4, schedule="cosine" this is nanoGPT's recipe. A GPU has to confirm it.
+# The architecture is GPT-2's. The rest is train_100m's, for its reasons: the width is the same, and
+# a step has as many tokens. Without QK-norm a high rate is less safe: it is halved, and with it the
+# decay of a step. A GPU has to confirm it: try lr 0.9e-3 and 3.6e-3 too.
 optimizer = "muon"
 lr = 1.8e-3
 vector_lr = 4.0

@@ -182,6 +182,8 @@ class Saver:
         except OSError as e:
             what = f"{e.filename or self.ckpt_dir}: {e.strerror}"
             self.say(f"warning: an older checkpoint could not be deleted ({what})")
+        except UserError as e:  # a folder of older checkpoints cannot be listed
+            self.say(f"warning: {e}")
         if "average" in training:
             self.write_average(c, training["average"]["weights"], step)
 

@@ -576,7 +576,9 @@ def step_memory(model: GPT, step: Step) -> Moment:
     if step.compiled and step.s == 2 and step.B * step.T < c.n_embd:
         found = inductors(found, c, step)
     P = sum(p.numel() for p in model.parameters())
-    gradients = {"gradients": 4 * P / (step.world if step.zero >= 2 else 1)}
+    # Under DDP the gradients are its buckets, which always_held() counts.
+    ddp = step.world > 1 and step.zero == 0
+    gradients = {"gradients": 0 if ddp else 4 * P / (step.world if step.zero >= 2 else 1)}
     copies = gradients | {"temporary": optimizer_copies(model, step)}
     found.append(("in the optimizer's step", always_held(model, step) | copies))
     when, parts = max(found, key=total)

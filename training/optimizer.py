@@ -9,7 +9,7 @@ says how strong it is. Muon moves the matrix by U V^T: along all directions equa
 
 Adafactor (arXiv 1804.04235) is AdamW without a running mean of the gradient, and with the squares
 averaged over rows and columns, which takes nearly no memory. Its lr is a share of the size of the
-weights: a matrix of standard deviation 0.02 moves by 0.02 lr.
+weights: a matrix of standard deviation 0.02 moves by 0.02 lr. torch takes at most 1 / sqrt(step).
 """
 
 import math
@@ -40,17 +40,18 @@ STACK = 2**25
 def orthogonalize(X: Tensor) -> Tensor:
     """Return U V^T, approximately, for each matrix U S V^T of X (n, rows, columns).
 
-    rows must not exceed columns. p(X) = a X + b (X X^T) X + c (X X^T)² X has the directions of X,
-    and the strengths p(S): with matrix products alone, every strength comes near to 1. This is
-    called a Newton-Schulz iteration.
+    p(X) = a X + b (X X^T) X + c (X X^T)² X has the directions of X, and the strengths p(S): with
+    matrix products alone, every strength comes near to 1. This is called a Newton-Schulz iteration.
+    It takes the least work if rows <= columns.
     """
     for i, (a, b, c) in enumerate(NEWTON_SCHULZ):
         A = X @ X.mT  # (n, rows, rows): U S² U^T
         if i == 0:
             # Make all strengths at most 1. The norm of A is at least the largest of S²; 1.01 leaves
-            # room for rounding.
+            # room for rounding. Below 1e-8 the squares of A's numbers would underflow: such a
+            # matrix hardly moves.
             largest = 1.01 * A.flatten(1).norm(dim=1, dtype=torch.float32).sqrt()  # (n,)
-            scale = (1 / largest.clamp(min=1e-20)).to(X.dtype)[:, None, None]
+            scale = (1 / largest.clamp(min=1e-8)).to(X.dtype)[:, None, None]
             X = X * scale
             A = A * scale * scale
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A²
@@ -68,9 +69,9 @@ class Muon(torch.optim.Optimizer):
     groups: those of GPT.param_groups(). dtype: in which the update is computed, bf16 or fp32.
     fused: compute AdamW in one kernel, which is needed to skip a step on the device.
 
-    Differences from torch.optim.Muon (torch 2.13), which has none of these: matrices of one shape
-    are moved at once; q, k and v count as three matrices; a step that is not finite is skipped on
-    the device (take_step); a device without bf16 computes in fp32; three polynomials for five.
+    torch.optim.Muon (torch 2.13) was not enough: it moves one matrix after the other, and qkv as if
+    it were one matrix; it does not heed found_inf; it computes in bf16 even where that is slow; and
+    embeddings and vectors need a second optimizer.
     """
 
     def __init__(
@@ -78,10 +79,12 @@ class Muon(torch.optim.Optimizer):
         groups: list[dict],
         lr: float,
         betas: tuple[float, float],
+        momentum: float,
         dtype: torch.dtype,
         fused: bool,
     ):
-        super().__init__(groups, {"lr": lr, "betas": betas, "fused": fused})
+        defaults = {"lr": lr, "betas": betas, "momentum": momentum, "fused": fused}
+        super().__init__(groups, defaults)
         self.dtype = dtype
         self._step_supports_amp_scaling = fused  # GradScaler then sets found_inf, as take_step does
 
@@ -101,7 +104,7 @@ class Muon(torch.optim.Optimizer):
         for p in group["params"]:
             if not self.state[p]:
                 self.state[p] = {
-                    "step": torch.zeros((), device=p.device),
+                    "step": torch.zeros((), device=p.device if group["fused"] else "cpu"),
                     "exp_avg": torch.zeros_like(p),
                     "exp_avg_sq": torch.zeros_like(p),
                 }
@@ -181,7 +184,6 @@ def make_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.opti
     share = {"embeddings": cfg.embed_lr, "head": cfg.head_lr, "vectors": cfg.vector_lr}
     for group in groups:
         group["share"] = share.get(group["name"], 1.0)
-        group["momentum"] = cfg.momentum
     if cfg.optimizer == "adafactor":
         # foreach=True, its default on a GPU, would hold a copy of all weights.
         return torch.optim.Adafactor(groups, lr=cfg.lr, foreach=False)
@@ -191,5 +193,5 @@ def make_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.opti
     betas = (cfg.beta1, cfg.beta2)
     if cfg.optimizer == "muon":
         dtype = torch.bfloat16 if machine.dtype == torch.bfloat16 else torch.float32
-        return Muon(groups, cfg.lr, betas, dtype, fused)
+        return Muon(groups, cfg.lr, betas, cfg.momentum, dtype, fused)
     return torch.optim.AdamW(groups, cfg.lr, betas, fused=fused)

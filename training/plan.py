@@ -95,7 +95,8 @@ def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:
     begin = warmup  # first step of the decay
     if cfg.schedule == "wsd":
         begin = max(warmup, steps - math.ceil(cfg.decay_ratio * steps))
-    # t goes from 0 to 1 over the decay. It is 1 at the last step, which thus has min_lr_ratio.
+    # t goes from 0 to 1 over the decay. It is 1 at the last step, which thus has min_lr_ratio. (If
+    # that is 0, the last step changes nothing.)
     t = max(0, step - begin) / max(1, steps - 1 - begin)
     share = (1 + math.cos(math.pi * t)) / 2 if cfg.schedule == "cosine" else 1 - t
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * share)
@@ -107,5 +108,6 @@ def momentum_at(step: int, steps: int, cfg: TrainConfig) -> float:
     At the start of a run the gradient changes fast, and a mean over fewer steps follows it better.
     It grows linearly from 0.85, as in the records of the 124M speed run of October 2024.
     """
-    t = min(1.0, step / max(1, cfg.momentum_warmup * steps))
+    warmup = cfg.momentum_warmup * steps
+    t = min(1.0, step / warmup) if warmup else 1.0
     return (1 - t) * min(0.85, cfg.momentum) + t * cfg.momentum

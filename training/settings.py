@@ -53,7 +53,7 @@ class TrainConfig:
     max_tokens: int = 0  # in tokens
     # ---- Optimizer ----
     optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"  # muon: for the blocks' matrices
-    lr: float = 6e-4  # highest learning rate; for adafactor a share of the size of the weights
+    lr: float = 6e-4  # highest learning rate; adafactor: a share of the weights, try 0.03
     embed_lr: float = 1.0  # learning rate of the embeddings, as a share of lr
     head_lr: float = 1.0  # learning rate of a head that is not tied, as a share of lr
     vector_lr: float = 1.0  # learning rate of norms and biases, as a share of lr

@@ -64,9 +64,9 @@ def take_step(
 ) -> Callable[[], tuple[float, bool, float]]:
     """Update the weights once, with the gradients of `accum` batches on each rank.
 
-    On a GPU the host runs ahead: it starts the forward and backward passes, the sum over the ranks
-    and the update one after the other, without waiting. Only then does the caller wait, for the
-    loss alone, while the device still updates the weights.
+    On a GPU with AdamW or Muon the host runs ahead: it starts the forward and backward passes, the
+    sum over the ranks and the update one after the other, without waiting. Only then does the
+    caller wait, for the loss alone, while the device still updates the weights.
 
     forward: the function (x, y) -> loss that runs the model: the model itself, or the model
     compiled or wrapped in DDP. grad_clip: the largest norm of the gradient; 0: no clipping.
