@@ -93,7 +93,7 @@ def main() -> None:
     mine = medians["ours"]
     times = f"{theirs.training / mine.training:.2f} times as long in training"
     times += f", and {theirs.whole / mine.whole:.2f} times from command to exit"
-    print(f"nanoGPT took {times}; the loss of ours is {mine.loss - theirs.loss:+.4f} of its loss")
+    print(f"nanoGPT took {times}; our loss less its loss is {mine.loss - theirs.loss:+.4f}")
     if cfg.json:
         write_whole(Path(cfg.json), json_bytes({"races": [asdict(race) for race in races]}))
 
