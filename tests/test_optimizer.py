@@ -8,8 +8,7 @@ from itertools import repeat
 
 import pytest
 import torch
-from conftest import torchrun, train_tiny
-from safetensors.torch import load_file
+from conftest import train_tiny
 from test_memory import on_meta, shape
 from test_model import ODD, make
 
@@ -20,7 +19,6 @@ from training import optimizer as optimizers
 from training.memory import Step, step_memory
 from training.optimizer import make_optimizer, orthogonalize
 from training.plan import momentum_at
-from training.runs import newest_checkpoint
 from training.settings import TrainConfig
 from training.step import take_step
 
@@ -195,14 +193,6 @@ def test_resume_with_each_optimizer_is_bit_identical_to_never_having_stopped(
     for i, state in saved[1]["state"].items():
         assert state.keys() == saved[0]["state"][i].keys()
         assert all(torch.equal(value, saved[0]["state"][i][k]) for k, value in state.items())
-
-
-@pytest.mark.slow
-def test_two_processes_with_muon_train_as_one(tiny_data, tmp_path):
-    one = train_tiny(tiny_data, tmp_path / "1", "--batch_size=2", "--optimizer=muon")
-    two = torchrun(2, tiny_data, tmp_path / "2", "--batch_size=2", "--optimizer=muon")
-    a, b = (load_file(newest_checkpoint(r / "ckpt") / "model.safetensors") for r in (one, two))
-    assert max((a[k] - b[k]).abs().max().item() for k in a) < 1e-3
 
 
 def test_the_checkpoint_of_another_optimizer_is_refused_in_one_line(tiny_data, tmp_path, capsys):
