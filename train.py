@@ -215,7 +215,7 @@ def loop(
         # Train one step.
         lr = lr_at(step, plan.steps, cfg)
         for group in optimizer.param_groups:
-            group["lr"] = lr * group["share"]
+            group["lr"] = lr * group["scale"]
             group["momentum"] = momentum_at(step, plan.steps, cfg)  # only Muon reads it
         # What dropout draws depends on seed, step and rank, but not on where the run was resumed.
         # 1,000,003 exceeds the number of ranks, so no two ranks share a seed in any two steps.

@@ -145,7 +145,7 @@ def before_and_after(
     plan = make_plan(replace(cfg, max_steps=cfg.steps), 1, 1)
     optimizer, scaler = open_optimizer(cfg, machine, model, None)
     for group in optimizer.param_groups:
-        group["lr"] = cfg.lr * group["share"]
+        group["lr"] = cfg.lr * group["scale"]
     with closing(read_ahead(data.loader, 0, plan.batch_size, machine)) as reader:
         batches = (to_device(windows, machine.device) for windows in reader)
         for _ in range(cfg.steps):

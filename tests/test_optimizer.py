@@ -170,8 +170,8 @@ def test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are(optimize
 def test_groups_have_learning_rates_of_their_own(optimizer):
     cfg = config(optimizer, embed_lr=3.0, head_lr=0.5, vector_lr=2.0)
     made = make_optimizer(cfg, CPU, make("gpt2", tie_embeddings=False))
-    shares = {group["name"]: group["share"] for group in made.param_groups}
-    assert shares == {"embeddings": 3.0, "matrices": 1.0, "head": 0.5, "vectors": 2.0}
+    scales = {group["name"]: group["scale"] for group in made.param_groups}
+    assert scales == {"embeddings": 3.0, "matrices": 1.0, "head": 0.5, "vectors": 2.0}
 
 
 # -- whole runs --

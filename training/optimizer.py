@@ -181,9 +181,9 @@ class Muon(torch.optim.Optimizer):
 def make_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.optim.Optimizer:
     """Return the optimizer that the settings ask for."""
     groups = model.param_groups(cfg.weight_decay)
-    share = {"embeddings": cfg.embed_lr, "head": cfg.head_lr, "vectors": cfg.vector_lr}
+    scale = {"embeddings": cfg.embed_lr, "head": cfg.head_lr, "vectors": cfg.vector_lr}
     for group in groups:
-        group["share"] = share.get(group["name"], 1.0)
+        group["scale"] = scale.get(group["name"], 1.0)
     if cfg.optimizer == "adafactor":
         # foreach=True, its default on a GPU, would hold a copy of all weights.
         return torch.optim.Adafactor(groups, lr=cfg.lr, foreach=False)
