@@ -451,10 +451,10 @@ class GPT(nn.Module):
     # -- accounting: one definition for train.py, bench/ and tests/ --
 
     def param_groups(self, weight_decay: float) -> list[dict]:
-        """Return the parameters in groups for an optimizer. Matrices and embeddings decay.
+        """Return the parameters in groups for an optimizer. Only vectors do not decay.
 
-        rows: how many rows each matrix has that is stored in a parameter of the group "matrices".
-        Muon needs them: qkv holds three matrices, one below the other.
+        The group "matrices" also has `rows`, for Muon: the parameter qkv holds three matrices, one
+        below the other, and its entry in `rows` says how many rows each of them has.
 
         A checkpoint numbers the parameters in this order, so the order must not change.
         """
@@ -468,7 +468,9 @@ class GPT(nn.Module):
                 linear_layers = list(module.children())
                 matrices += [m.weight for m in linear_layers]
                 rows += [[m.out_features] for m in linear_layers]
-        embeddings = [p for p in (self.wte.weight, self.wpe and self.wpe.weight) if p is not None]
+        embeddings = [self.wte.weight]
+        if self.wpe is not None:
+            embeddings.append(self.wpe.weight)
         head = [] if self.config.tie_embeddings else [self.lm_head.weight]
         vectors = [p for p in self.parameters() if p.dim() < 2]
         decay = {"weight_decay": weight_decay}

@@ -5,7 +5,7 @@
 #
 #   # all parts
 #   OUT=results bash bench/gpu_suite.sh
-#   # some of: roof gpt2 large small hf sampling tests sweep
+#   # some of: roof gpt2 large small hf sampling optimizers tests sweep
 #   OUT=results bash bench/gpu_suite.sh roof small
 #   # also measure nanoGPT, in a checkout that is already on this machine
 #   NANOGPT=../nanoGPT OUT=results bash bench/gpu_suite.sh
@@ -120,6 +120,11 @@ sampling() {
         --dataset=v50257 --json="$OUT/sampling.json" \
         ${TOY:+"${SHRINK[@]}" "${TOY_SAMPLING[@]}"}
 }
+optimizers() { # what Muon and Adafactor cost, beside AdamW
+    part optimizers 120 $PYTHON bench/optimizers.py config/minimind_26m.py --vocab_size=6400 \
+        --batch_size=16 --batch_tokens=8192 \
+        ${TOY:+"${SHRINK[@]}" --rounds=1 --steps=1 --compile=false}
+}
 sweep() { # not compiled: each of the 17 shapes would take a minute to compile
     part sweep 120 $PYTHON bench/sweep.py config/train_100m.py --vocab_size=16384 \
         --compile=false --seconds=2 --json="$OUT/sweep.json" --markdown="$OUT/sweep.md" \
@@ -136,11 +141,11 @@ python = sys.version.split()[0]
 cudnn = torch.backends.cudnn.version()
 print("Python", python, "torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN", cudnn)
 PY
-for name in "${@:-roof gpt2 large small hf sampling tests sweep}"; do
+for name in "${@:-roof gpt2 large small hf sampling optimizers tests sweep}"; do
     for each in $name; do
         case $each in
-        tests | roof | gpt2 | large | small | hf | sampling | sweep) $each ;;
-        *) echo "no part $each: roof gpt2 large small hf sampling tests sweep" && exit 2 ;;
+        tests | roof | gpt2 | large | small | hf | sampling | optimizers | sweep) $each ;;
+        *) echo "no part $each: roof gpt2 large small hf sampling optimizers tests sweep" && exit 2 ;;
         esac
     done
 done

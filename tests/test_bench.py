@@ -1,19 +1,22 @@
 import gzip
 import json
+import math
 import os
 import shutil
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tiktoken
 import torch
 from conftest import REPO, TINY, call, make_records, write_jsonl
 
-from bench import compare, matmul, roof
+from bench import compare, matmul, optimizers, race, roof
 from hardware.peak import datasheet_peak, measure_tflops
 from model import GPT, PRESETS, GPTConfig
+from training.huggingface import to_state
 
 
 @pytest.mark.parametrize(
@@ -184,6 +187,66 @@ def test_training_is_compared_by_one_clock(tiny_data, tmp_path, capsys):
     assert rates["ours"] == pytest.approx(256 / statistics.median(seconds["ours"]))
     assert found["versions"]["torch"] in torch.__version__
     assert "ours / it" in capsys.readouterr().out
+
+
+def test_the_cost_of_a_step_is_given_for_each_optimizer(capsys):
+    tiny = [o for o in TINY if not o.startswith(("--dataset", "--max_steps"))]
+    call(optimizers.main, *tiny, "--vocab_size=400", "--rounds=2", "--steps=1")
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    ms = {row[0]: float(row[1]) for row in rows if row[0] in optimizers.NAMES}
+    assert list(ms) == list(optimizers.NAMES) and min(ms.values()) > 0
+    for row in rows:  # the last column is the difference to AdamW in percent
+        percent = 100 * (ms[row[0]] / ms["adamw"] - 1)
+        assert float(row[-1].rstrip("%")) == pytest.approx(percent, abs=5)
+
+
+# A script that stands for nanoGPT. It says that a step takes 20 ms, and saves what is in given.pt.
+PEER = """
+import shutil, sys
+seed_offset = 0
+assert open("data/ours/val.bin", "rb").read(2)
+print("step 0: train loss 1")
+for i in range(5):
+    print(f"iter {i}: loss {1337 + seed_offset}, time 20.00ms, mfu 1%")
+shutil.copytree("given", "out")
+"""
+
+
+def peer_of(folder: Path, iter_num: int) -> Path:
+    """Write a peer whose weights were saved after iter_num steps."""
+    c = GPTConfig(**PRESETS["gpt2"] | NANO)
+    model = GPT(c)
+    model.init_weights()
+    state = to_state(c, dict(model.named_parameters()))
+    state = {k: w.t() if ".h." in k and w.dim() == 2 else w for k, w in state.items()}
+    (folder / "given").mkdir(parents=True)
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    content = {"model": state, "model_args": NANO, "iter_num": iter_num}
+    torch.save(content, folder / "given" / "ckpt.pt")
+    (folder / "train.py").write_text(PEER)
+    return folder
+
+
+NANO = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, bias=False, vocab_size=400)
+
+
+@pytest.mark.slow
+def test_a_race_evaluates_the_final_weights_of_both_alike(tiny_data, tmp_path, capsys):
+    options = [*TINY, f"--data_dir={tiny_data}", "--recipe=--max_iters=4", "--seeds", "3"]
+    file = tmp_path / "race.json"
+    peer = peer_of(tmp_path / "peer", 4)
+    call(race.main, *options, f"--nanogpt={peer}", f"--json={file}")
+    finish = json.loads(file.read_text())["races"][0]["finish"]
+    assert finish["nanoGPT"]["training"] == pytest.approx(4 * 0.02)
+    assert finish["nanoGPT"]["loss"] == pytest.approx(math.log(400), abs=0.05)
+    assert finish["ours"]["steps"] == 8 and finish["ours"]["loss"] < 5.7
+    assert "times as long in training" in capsys.readouterr().out
+
+
+def test_a_race_against_weights_that_are_not_final_is_refused(tiny_data, tmp_path, refuses):
+    options = [*TINY, f"--data_dir={tiny_data}", "--recipe=--max_iters=4"]
+    peer = peer_of(tmp_path / "peer", 2)
+    assert "--eval_interval=4" in refuses(race.main, *options, f"--nanogpt={peer}")
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ import model
 import prepare
 from bench import lab, lab_results
 from bench.lab_results import Result
-from training.settings import TrainConfig
+from configurator import parse
+from training.settings import TrainConfig, model_config
 
 KINDS = ("markdown", "json", "png")  # of files that lab.py writes
 QUESTION = """
@@ -349,3 +350,10 @@ def test_a_longer_baseline_has_the_whole_schedule_stretched():
     found = lab.stretched(cfg, 2.5)
     assert (found.max_steps, found.warmup_steps) == (250, 25)
     assert (found.max_tokens, found.max_epochs) == (25_000, 2.5)
+
+
+def test_the_questions_start_from_the_model_of_the_shipped_config():
+    laptop = parse(TrainConfig, [str(REPO / "bench" / "laptop.py")])
+    shipped = parse(TrainConfig, [str(REPO / "config" / "shakespeare_char.py")])
+    assert model_config(laptop, 67) == model_config(shipped, 67)
+    assert laptop.dataset == shipped.dataset

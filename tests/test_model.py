@@ -10,7 +10,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.flop_counter import FlopCounterMode
 
-from hardware.kernels import ChunkedCrossEntropy, attend, attention_kernel
+from hardware.kernels import (
+    ChunkedCrossEntropy,
+    attend,
+    attention_kernel,
+    rms_norm,
+    rotate_pairs,
+)
 from model import GPT, INIT, PRESETS, GPTConfig, KVCache, rope_table, sample_token
 
 SMALL = dict(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=48)
@@ -402,3 +408,40 @@ def test_top_k_and_top_p_keep_just_the_likeliest_tokens():
     share = (sample_token(logits, 1.0, generator=g) == 0).float().mean().item()
     assert share == pytest.approx(0.5, abs=0.03)
     assert (sample_token(logits, 0.0) == 0).all()
+
+
+# -- the functions that replace formulas on a CPU --
+
+
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_rms_norm_and_rope_on_a_cpu_have_the_values_and_gradients_of_their_formulas(dtype, near):
+    """Also for a view, with a gradient that is not contiguous."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, 12, 16).to(dtype)[:, :, 2:6].requires_grad_()  # (B, T, n, hs)
+    weight = torch.rand(16, requires_grad=True)
+    angle = torch.rand(5, 1, 8).repeat(1, 1, 2)  # (T, 1, hs)
+    cos, sin = angle.cos(), angle.sin()
+    grad = torch.randn(3, 5, 16, 4).to(dtype).mT
+
+    def norm_formula(x, weight):
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+    def rotation_formula(x, weight):
+        a, b = x.chunk(2, -1)
+        c, s = angle[..., :8].cos(), angle[..., :8].sin()
+        return torch.cat((a * c - b * s, b * c + a * s), -1)
+
+    pairs = [
+        (lambda x, weight: rms_norm(x, weight, 1e-5), norm_formula),
+        (lambda x, weight: rotate_pairs(x, cos, sin), rotation_formula),
+    ]
+    for fast, formula in pairs:
+        exact = formula(x.double(), weight.double())
+        found = fast(x, weight)
+        torch.testing.assert_close(found.double(), exact, atol=near, rtol=near)
+        inputs = (x, weight)
+        wanted = torch.autograd.grad(exact, inputs, grad.double(), allow_unused=True)
+        got = torch.autograd.grad(found, inputs, grad.to(found.dtype), allow_unused=True)
+        for a, b in zip(got, wanted, strict=True):
+            if b is not None:
+                torch.testing.assert_close(a, b, atol=5 * near, rtol=near)

@@ -137,11 +137,10 @@ class Operation:
     forward: float = 0  # 0 if its forward pass cannot be the peak
 
 
-def norm(c: GPTConfig, step: Step, comes: float, last: bool = False) -> Operation:
+def norm(c: GPTConfig, step: Step, comes: float) -> Operation:
     """Return a norm as an Operation.
 
     comes: bytes per token of the gradient that arrives from the operation behind it.
-    last: this is norm_f, where no gradient of the residual stream is alive yet.
     """
     C = c.n_embd
     stream = C * step.stream
@@ -479,7 +478,7 @@ def loss_and_head(
         cast = (6 if step.s == 2 else 4) * head
         yield moment(when, tokens, copies - head, 0, 0, gradient + cast)
     when = "in the last norm's backward pass"
-    most = N * norm(c, step, head_input, last=True).backward
+    most = N * norm(c, step, head_input).backward
     yield moment(when, blocks | outside, copies - head, made, logits if late else 0, most)
 
 

@@ -89,7 +89,7 @@ class Muon(torch.optim.Optimizer):
         self._step_supports_amp_scaling = fused  # GradScaler then sets found_inf, as take_step does
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self) -> None:
         """Move all weights. If self.found_inf, a tensor on the device, is 1, nothing changes."""
         found_inf = getattr(self, "found_inf", None)
         for group in self.param_groups:
@@ -144,7 +144,8 @@ class Muon(torch.optim.Optimizer):
         for (rows, columns), found in of_shape.items():
             most = max(1, STACK // (rows * columns))
             for first in range(0, len(found), most):
-                stacks.append(tuple(map(list, zip(*found[first : first + most], strict=True))))
+                weights, grads, means = zip(*found[first : first + most], strict=True)
+                stacks.append((list(weights), list(grads), list(means)))
         return stacks
 
     def muon(
