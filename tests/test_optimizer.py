@@ -50,18 +50,23 @@ def rows_for(model, B=4):
 # -- Muon --
 
 
-@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-3), (torch.bfloat16, 0.05)])
-@pytest.mark.parametrize("rows, columns", [(8, 8), (16, 48), (1, 5)])
-def test_muon_moves_a_matrix_along_all_its_directions_equally_far(dtype, near, rows, columns):
-    """By 0.5 to 1.5, whatever their strengths are, down to 0.01 of the strongest."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, columns", [(8, 8), (16, 48), (48, 16), (64, 64), (1, 5)])
+def test_muon_moves_a_matrix_along_all_its_directions_nearly_equally_far(rows, columns, dtype):
+    """By 0.2 to 1.8, however weak they are, down to 0.01 of the strongest."""
     torch.manual_seed(0)
     U, _, Vt = torch.linalg.svd(torch.randn(3, rows, columns), full_matrices=False)
-    S = torch.logspace(0, -2, rows) * 1e-4
+    S = torch.logspace(0, -2, min(rows, columns)) * 1e-4
     moved = orthogonalize((U * S @ Vt).to(dtype)).float()
-    found = U.mT @ moved @ Vt.mT  # diagonal if `moved` has the directions of the matrix
-    strengths = found.diagonal(dim1=1, dim2=2)
-    assert (strengths - 1).abs().max() < 0.5 + near
-    assert (found - strengths.diag_embed()).abs().max() < near
+    strengths = torch.linalg.svdvals(moved)
+    assert strengths.min() > 0.2 and strengths.max() < 1.8
+    assert (torch.cosine_similarity(moved.flatten(1), (U @ Vt).flatten(1)) > 0.8).all()
+
+
+def test_muon_moves_a_matrix_and_its_transpose_alike():
+    torch.manual_seed(0)
+    X = torch.randn(2, 8, 24)
+    torch.testing.assert_close(orthogonalize(X.mT).mT, orthogonalize(X))
 
 
 def test_muon_of_a_gradient_that_is_zero_is_zero():
@@ -80,9 +85,7 @@ def by_hand(weight, grad, mean, cfg, momentum):
     """One step of Muon for one matrix, as the papers write it."""
     mean = momentum * mean + (1 - momentum) * grad
     direction = momentum * mean + (1 - momentum) * grad
-    tall = direction.size(0) > direction.size(1)
-    X = orthogonalize((direction.mT if tall else direction)[None])[0]
-    X = X.mT if tall else X
+    X = orthogonalize(direction[None])[0]
     far = cfg.lr * 0.2 * math.sqrt(max(weight.shape))
     return weight * (1 - cfg.lr * cfg.weight_decay) - far * X, mean
 
@@ -100,11 +103,12 @@ def test_muon_moves_q_k_and_v_as_three_matrices_and_others_whole(stack, monkeypa
     for _ in range(2):
         for p in model.parameters():
             p.grad = torch.randn_like(p)
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
         optimizer.step()
         for name, p in model.named_parameters():
             if name.startswith("blocks") and p.dim() == 2:
                 rows = heads if "qkv" in name else [p.size(0)]
-                parts = [x.split(rows) for x in (before[name], p.grad, mean[name])]
+                parts = [x.split(rows) for x in (before[name], grads[name], mean[name])]
                 new = [by_hand(*part, cfg, 0.95) for part in zip(*parts, strict=True)]
                 before[name], mean[name] = (torch.cat(x) for x in zip(*new, strict=True))
                 torch.testing.assert_close(p.detach(), before[name], atol=1e-6, rtol=1e-5)

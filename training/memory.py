@@ -355,19 +355,20 @@ def optimizer_copies(model: GPT, step: Step) -> float:
         return 0
     if step.optimizer == "adafactor":  # the update of one parameter at a time
         return 4 * max(p.numel() for p in model.parameters())
-    # Muon: the copies of one stack of matrices. In bf16, these are the gradients and running means
-    # in fp32, and the mean of both. In fp32, they are X before and after a product, A and B.
+    # Muon: the copies of one stack of matrices. These are X before and after a product, A and B; or
+    # in the end X in bf16 and in fp32.
     matrices = next(g for g in model.param_groups(0.0) if g["name"] == "matrices")
     in_all: Counter[tuple[int, int]] = Counter()  # shape -> numbers in all matrices of this shape
     for weight, rows in zip(matrices["params"], matrices["rows"], strict=True):
         for n in rows:
-            shorter, longer = sorted((n, weight.size(1)))
-            in_all[shorter, longer] += n * weight.size(1)
+            in_all[n, weight.size(1)] += n * weight.size(1)
     largest = 0.0
     for (rows, columns), numbers in in_all.items():
         one = rows * columns
         stack = min(numbers, max(STACK // one, 1) * one)
-        each = 10 if step.dtype == torch.bfloat16 else 8 + 8 * rows / columns
+        each = 8 + 8 * min(rows, columns) / max(rows, columns)
+        if step.dtype == torch.bfloat16:
+            each = max(each / 2, 6)
         largest = max(largest, stack * each)
     return largest
 

@@ -22,14 +22,13 @@ from hardware.machine import Machine
 from model import GPT
 from training.settings import TrainConfig
 
-# Coefficients a, b, c of three polynomials a x + b x³ + c x⁵. One after the other, they take a
-# number between 0.005 and 1 to a number between 0.5 and 1.5. Each is the polynomial that comes
-# nearest to 1 on the interval that the one before leaves (arXiv 2505.16932, algorithm 1). Three
-# that keep nearer to 1 but do not reach as low, and four or five, learned no faster (bench/LOG.md).
+# Coefficients a, b, c of two polynomials a x + b x³ + c x⁵. One after the other, they take a number
+# between 0.01 and 1 to a number between 0.29 and 1.71. Each is the polynomial that comes nearest to
+# 1 on the interval that the one before leaves (arXiv 2505.16932, algorithm 1). More of them, which
+# come nearer to 1, learned no faster (bench/LOG.md).
 NEWTON_SCHULZ = (
-    (8.2987, -24.4305, 18.0903),
-    (3.9152, -2.9211, 0.5592),
-    (3.1746, -2.3804, 0.4978),
+    (8.0934, -23.6204, 17.4462),
+    (3.6366, -2.7219, 0.5365),
 )
 
 # The matrices of one shape are stacked, so that one product serves all. A stack has at most so many
@@ -42,20 +41,22 @@ def orthogonalize(X: Tensor) -> Tensor:
 
     p(X) = a X + b (X X^T) X + c (X X^T)² X has the directions of X, and the strengths p(S): with
     matrix products alone, every strength comes near to 1. This is called a Newton-Schulz iteration.
-    It takes the least work if rows <= columns.
+    X (X^T X) is the same as (X X^T) X, and less work if there are more rows than columns.
     """
+    tall = X.size(1) > X.size(2)
     for i, (a, b, c) in enumerate(NEWTON_SCHULZ):
-        A = X @ X.mT  # (n, rows, rows): U S² U^T
+        A = X.mT @ X if tall else X @ X.mT  # the smaller square: V S² V^T or U S² U^T
         if i == 0:
-            # Make all strengths at most 1. The norm of A is at least the largest of S²; 1.01 leaves
-            # room for rounding. Below 1e-8 the squares of A's numbers would underflow: such a
-            # matrix hardly moves.
-            largest = 1.01 * A.flatten(1).norm(dim=1, dtype=torch.float32).sqrt()  # (n,)
-            scale = (1 / largest.clamp(min=1e-8)).to(X.dtype)[:, None, None]
-            X = X * scale
-            A = A * scale * scale
+            # Make all strengths at most 1, and the weak ones less weak (arXiv 2512.04632): each row
+            # of the matrix (column, if it is tall) is divided by the root of the sum of |A| in its
+            # row. 1.01 leaves room for rounding. Below 1e-8 the squares of A's numbers would
+            # underflow: such a matrix hardly moves.
+            sums = 1.01 * A.abs().sum(2, dtype=torch.float32)  # (n, rows)
+            scale = (1 / sums.sqrt().clamp(min=1e-8)).to(X.dtype)
+            X = X * (scale[:, None, :] if tall else scale[:, :, None])
+            A = A * scale[:, None, :] * scale[:, :, None]
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A²
-        X = torch.baddbmm(X, B, X, beta=a)  # a X + B X
+        X = torch.baddbmm(X, X, B, beta=a) if tall else torch.baddbmm(X, B, X, beta=a)
     return X
 
 
@@ -92,6 +93,10 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:
         """Move all weights. If self.found_inf, a tensor on the device, is 1, nothing changes."""
         found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.device.type == "cpu":
+            if found_inf:  # there is no device to wait for
+                return
+            found_inf = None
         for group in self.param_groups:
             if group["name"] != "matrices":
                 self.adamw(group, found_inf)
@@ -137,8 +142,6 @@ class Muon(torch.optim.Optimizer):
                 state["mean"] = torch.zeros_like(weight)
             parts = [x.split(rows) for x in (weight, weight.grad, state["mean"])]
             for matrices in zip(*parts, strict=True):  # q, k, v of qkv; one matrix of the others
-                if matrices[0].size(0) > matrices[0].size(1):
-                    matrices = [x.mT for x in matrices]
                 of_shape.setdefault(matrices[0].shape, []).append(matrices)
         stacks = []
         for (rows, columns), found in of_shape.items():
@@ -156,27 +159,19 @@ class Muon(torch.optim.Optimizer):
         group: dict,
         found_inf: Tensor | None,
     ) -> None:
-        """Move matrices of one shape, (rows, columns) each, and update their running means."""
-        X = orthogonalize(self.averaged(grads, means, group["momentum"], found_inf)).float()
+        """Move matrices of one shape, (rows, columns) each. The gradients are overwritten."""
+        if found_inf is not None:
+            for grad, mean in zip(grads, means, strict=True):
+                # In a step to be skipped: mean + (1 - momentum) (mean - mean) is mean, exactly.
+                torch.where(found_inf > 0, mean, grad, out=grad)
+        torch._foreach_lerp_(means, grads, 1 - group["momentum"])
+        # The running mean after one more step with the same gradient: Nesterov's momentum.
+        torch._foreach_lerp_(grads, means, group["momentum"])
+        X = orthogonalize(torch.stack([grad.to(self.dtype) for grad in grads])).float()
         lr = group["lr"] if found_inf is None else group["lr"] * (1 - found_inf)
         X *= -0.2 * math.sqrt(max(X.shape[1:])) * lr
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         torch._foreach_add_(weights, X.unbind())
-
-    def averaged(
-        self, grads: list[Tensor], means: list[Tensor], momentum: float, found_inf: Tensor | None
-    ) -> Tensor:
-        """Update the running means. Return what to orthogonalize, (n, rows, columns).
-
-        This is the running mean after one more step with the same gradient: Nesterov's momentum.
-        """
-        G = torch.stack(grads)
-        M = torch.stack(means)
-        if found_inf is not None:
-            torch.where(found_inf > 0, M, G, out=G)  # M + (1 - momentum) (M - M) is M, to the bit
-        M.lerp_(G, 1 - momentum)
-        torch._foreach_copy_(means, M.unbind())
-        return G.lerp_(M, momentum).to(self.dtype)
 
 
 def make_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.optim.Optimizer:
