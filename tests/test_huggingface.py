@@ -3,7 +3,6 @@ packages transformers and tokenizers themselves.
 """
 
 import dataclasses
-import io
 import json
 import math
 import os
@@ -28,7 +27,8 @@ from configurator import UserError
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
 from text.hf_tokenizer import from_hugging_face, to_hugging_face
-from text.tokenizer import CL100K_PATTERN, GPT2_PATTERN, Tiktoken, same_ids
+from text.records import record_text
+from text.tokenizer import CL100K_PATTERN, GPT2_PATTERN, SentencePiece, Tiktoken, same_ids
 from training import huggingface
 from training.huggingface import from_config, from_pretrained, hf_class, save_pretrained, to_config
 from training.runs import newest_checkpoint
@@ -464,24 +464,24 @@ def test_a_pipeline_continues_a_prompt_as_sample_does(
         assert capsys.readouterr().out == expected + "\n" and len(expected) > len(prompt) + 10
 
 
-def test_a_sentencepiece_of_another_kind_is_not_exported_as_what_it_is_not(tiny_data):
+def sentencepiece_model(path: Path, **options) -> SentencePiece:
+    """Train a SentencePiece with these options, by default one such as prepare.py trains."""
     import sentencepiece
 
-    def trained(**options) -> dict[str, dict]:
-        """Return what to_hugging_face() makes of a SentencePiece trained with these options."""
-        usual = dict(model_type="bpe", byte_fallback=True, remove_extra_whitespaces=False)
-        usual |= dict(vocab_size=400, hard_vocab_limit=False, minloglevel=2)
-        made = io.BytesIO()
-        texts = [json.dumps(r, ensure_ascii=False) for r in make_records(50)]
+    usual = dict(model_type="bpe", byte_fallback=True, remove_extra_whitespaces=False)
+    usual |= dict(normalization_rule_name="identity", add_dummy_prefix=False)
+    usual |= dict(vocab_size=400, hard_vocab_limit=False, minloglevel=2)
+    records = json.dumps(make_records(50), ensure_ascii=False).replace("型 ", "型，")
+    texts = records.split("}, ")
+    with open(path, "wb") as f:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_writer=made, **usual | options
+            sentence_iterator=iter(texts), model_writer=f, **usual | options
         )
-        tokenizer = load_tokenizer(tiny_data / "tiny")
-        tokenizer.sp = sentencepiece.SentencePieceProcessor(model_proto=made.getvalue())
-        return to_hugging_face(tokenizer, 128)
+    return SentencePiece(path)
 
-    as_it_is = dict(normalization_rule_name="identity", add_dummy_prefix=False)
-    assert trained(**as_it_is)
+
+def test_a_sentencepiece_of_another_kind_is_not_exported_as_what_it_is_not(tmp_path):
+    assert to_hugging_face(sentencepiece_model(tmp_path / "usual.model"), 128)
     for name, value in {
         "add_dummy_prefix": True,
         "model_type": "unigram",
@@ -489,7 +489,29 @@ def test_a_sentencepiece_of_another_kind_is_not_exported_as_what_it_is_not(tiny_
         "user_defined_symbols": ["<think>"],
         "byte_fallback": False,
     }.items():
-        assert trained(**as_it_is | {name: value}) == {}, name
+        tokenizer = sentencepiece_model(tmp_path / f"{name}.model", **{name: value})
+        assert to_hugging_face(tokenizer, 128) == {}, name
+
+
+def test_slices_of_a_text_give_the_ids_of_the_whole_text(tmp_path, monkeypatch):
+    monkeypatch.setattr("text.tokenizer.SLICE", 1)  # a slice ends at the first place where it may
+    records = [record_text(r)[0] for r in make_records(20)]
+    texts = [*MIXED, *records, "".join(MIXED + records), "a 中，b 。中\n\n 中 （", "", " ", "中，"]
+    for name, value, is_cut in [
+        ("model_type", "bpe", True),
+        ("vocab_size", 600, True),
+        ("add_dummy_prefix", True, False),  # each slice would begin with a space of its own
+        ("split_by_whitespace", False, False),  # tokens reach from one word into the next
+        ("split_by_unicode_script", False, False),  # and from a character to a mark
+        ("normalization_rule_name", "nfkc", False),
+        ("model_type", "unigram", False),  # adds scores up over the whole text
+        ("byte_fallback", False, False),  # makes one unk of several characters
+    ]:
+        tokenizer = sentencepiece_model(tmp_path / "a.model", **{name: value})
+        assert tokenizer.may_cut == is_cut, name
+        assert is_cut == any(len(list(tokenizer.slices(text))) > 1 for text in texts), name
+        for text in texts:
+            assert tokenizer.encode(text).tolist() == tokenizer.sp.encode(text), (name, text)
 
 
 # -- tokenizers, in --

@@ -97,13 +97,9 @@ def describe_sentencepiece(tokenizer: SentencePiece) -> tuple[dict, dict, dict] 
     sp = tokenizer.sp
     ids = range(sp.vocab_size())
     kinds = [(sp.is_control(i), sp.is_unknown(i), sp.is_byte(i)) for i in ids]
-    scores = [sp.get_score(i) for i in ids if not any(kinds[i])]
-    # In a BPE, the scores of the pieces are the order of the merges.
-    is_bpe = scores == [-i for i in range(len(scores))]
-    keeps_text = sp.normalize("  a １ ") == "▁▁a▁１▁"
     has_all_bytes = sum(is_byte for *_, is_byte in kinds) >= 256
     is_alphabet = all(len(sp.id_to_piece(i)) == 1 for i in ids if not any(kinds[i]))
-    if not (keeps_text and (is_alphabet or (is_bpe and has_all_bytes))):
+    if not (tokenizer.keeps_text and (is_alphabet or tokenizer.is_byte_bpe)):
         return None
     vocab = {sp.id_to_piece(i): i for i in ids}
     special = {sp.id_to_piece(i): i for i in ids if sp.is_control(i) or sp.is_unknown(i)}
