@@ -25,6 +25,7 @@ from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -471,7 +472,32 @@ def measured_peak(c: GPTConfig, step: Step) -> int:
     return sum(t.nbytes for t in always) + max(held)
 
 
-def plot(model: GPT, step: Step, capacity: float, png: str) -> None:
+# The parts of the memory from the bottom of the picture to its top. The parts of one kind have the
+# shades of one colour.
+SHADES = {
+    "Blues": [
+        "weights",
+        "optimizer",
+        "average",
+        "DDP's buckets",
+        "16-bit weights",
+        "gradients",
+    ],
+    "Greens": [
+        "activations: block inputs",
+        "activations: norms",
+        "activations: attention",
+        "activations: T x T matrix",
+        "activations: MLP",
+        "activations: dropout",
+        "activations: embedding and head",
+    ],
+    "Oranges": ["logits", "temporary"],
+    "Greys": ["CUDA context", "NCCL", "fragmentation", "Python and torch"],
+}
+
+
+def plot(model: GPT, step: Step, capacity: float, title: str, png: str) -> None:
     """Draw the parts of the memory over the batch size, to sizes somewhat beyond `capacity`."""
     import matplotlib
 
@@ -479,20 +505,38 @@ def plot(model: GPT, step: Step, capacity: float, png: str) -> None:
     import matplotlib.pyplot as plt
 
     most = max(1, largest_batch(model, step, capacity))
-    sizes = sorted({max(1, round(most * i / 40)) for i in range(1, 49)})
-    stacks: dict[str, list[float]] = {}
-    for i, B in enumerate(sizes):
-        parts = step_memory(model, replace(step, B=B))[1]
-        parts |= beside(sum(parts.values()), step)
-        for k, v in parts.items():
-            stacks.setdefault(k, [0.0] * len(sizes))[i] = v / 1e9
-    fig, ax = plt.subplots(figsize=(8, 5))
-    ax.stackplot(sizes, *stacks.values(), labels=stacks)
-    ax.axhline(capacity / 1e9, color="black", ls="--", lw=1, label=f"{capacity / 1e9:.0f} GB")
-    axis = f"batch_size, sequences of {step.T} tokens"
-    ax.set(xlabel=axis, ylabel="GB", title=f"largest: {most}")
+    sizes = np.unique(np.linspace(1, max(2, 1.2 * most), 60).round().astype(int))
+    memory = []
+    for B in [*sizes, most]:
+        parts = step_memory(model, replace(step, B=int(B)))[1]
+        memory.append(parts | beside(sum(parts.values()), step))
+    fig, ax = plt.subplots(figsize=(7, 5))
+    below = np.zeros(len(sizes))
+    for shades, kind in SHADES.items():
+        names = [name for name in kind if any(name in parts for parts in memory)]
+        colors = plt.get_cmap(shades)(np.linspace(0.85, 0.3, len(names)))
+        for name, color in zip(names, colors, strict=True):
+            *line, at_most = [parts.get(name, 0) / 1e9 for parts in memory]
+            label = f"{name}: {at_most:.1f} GB"
+            ax.fill_between(sizes, below, below + line, color=color, lw=0, label=label)
+            below += line
+    ax.axhline(capacity / 1e9, color="black", ls="--", lw=1)
+    ax.axvline(most, color="black", ls=":", lw=1)
+    ax.annotate(
+        f"{capacity / 1e9:.3g} GB",
+        (0.01, capacity / 1e9),
+        (0, 3),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+    )
+    ax.set(xlabel=f"batch_size, sequences of {step.T:,} tokens", ylabel="GB")
+    ax.set_title(title, loc="left")
+    ax.set(xlim=(sizes[0], sizes[-1]), ylim=(0, None))
+    # Beside the picture, and in the order of the stack.
     handles, labels = ax.get_legend_handles_labels()
-    ax.legend(handles[::-1], labels[::-1], fontsize=7, loc="upper left")
+    place = dict(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    heading = f"at the largest batch_size, {most:,}"
+    ax.legend(handles[::-1], labels[::-1], title=heading, alignment="left", **place)
     fig.savefig(png, dpi=120, bbox_inches="tight")
     plt.close(fig)
 
@@ -768,7 +812,9 @@ def main() -> None:
     if device.tflops and device.bandwidth:
         facts["roofline"] = print_roofline(model, step, device)
     if cfg.png:
-        plot(model, step, device.bytes, cfg.png)
+        size = f"{model.num_params()['total'] / 1e6:,.1f}M parameters"
+        title = f"Memory of {cfg.run_name} ({size}, {dtype})\nper device, on {many}{device.name}"
+        plot(model, step, device.bytes, title, cfg.png)
         print(f"\npicture: {cfg.png}")
     if cfg.json:
         Path(cfg.json).write_text(json.dumps(facts, indent=1) + "\n")

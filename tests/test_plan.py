@@ -20,7 +20,7 @@ from bench import plan
 from configurator import parse
 from hardware import kernels
 from model import GPT, PRESETS, GPTConfig
-from training.memory import Step, largest_batch, step_memory
+from training.memory import Step, beside, largest_batch, step_memory
 from training.plan import even_batch
 
 # -- known answers, from public papers and notes --
@@ -150,6 +150,20 @@ def test_a_well_known_notes_batch_sizes_are_understood(T, the_note, in_zero_2, w
 
 
 # -- the command, and batch_size=auto --
+
+
+def test_every_part_of_the_memory_has_a_place_in_the_picture():
+    model = on_meta(GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=256, dropout=0.1))
+    drawn = sum(plan.SHADES.values(), [])
+    for more in (
+        dict(device="cpu"),
+        dict(device="cuda", world=6, average=True, fused=False),
+        dict(device="cuda", world=6, zero=2, checkpointing=True),
+    ):
+        step = Step(4, 64, 2, BF16, compiled=False, **more)
+        parts = [*step_memory(model, step)[1], *beside(1e9, step)]
+        assert set(parts) <= set(drawn), more
+    assert len(set(drawn)) == len(drawn)
 
 
 def test_the_plan_says_all_that_one_asks_before_a_run(tmp_path, capsys):
