@@ -46,7 +46,7 @@ def checked_prefix(prefix: list[int] | None, eos_id: int, vocab_size: int) -> li
 # Places in a text that the tokens of a BPE seldom reach across: before a space, and between a
 # Chinese character and a mark. SentencePiece.slices() asks whether the tokens of its model do.
 EDGE = re.compile(r"(?<=\S)(?= )|(?<=[\u4e00-\u9fff])(?=[，。、；：！？．（《“\n])")
-SLICE = 500  # characters: SentencePiece takes a seventh longer for ten times as many (bench/LOG.md)
+SLICE = 500  # characters, at least; SentencePiece is slower on longer texts (bench/LOG.md)
 
 
 class SentencePiece:
