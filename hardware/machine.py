@@ -238,6 +238,7 @@ def stop_signals() -> Iterator[list[int]]:
 
     def catch(number: int, frame) -> None:
         if caught and number == signal.SIGINT:
+            os.write(2, b"\n")  # the shell's prompt comes below a progress bar
             os._exit(128 + number)
         caught.append(number)
 

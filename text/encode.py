@@ -367,12 +367,16 @@ def encode(
                 part.commit(chunk.file, chunk.record, sources)
                 committed = part.text
             rate = (part.text - begun_at) / 1e6 / (time.perf_counter() - started)
-            size = part.files["train"].file.tell() / 1e6
-            bar.set_postfix_str(f"{rate:.1f}M characters/s, {size:,.0f} MB of tokens")
+            bar.set_postfix_str(f"{rate:.1f}M characters/s", refresh=False)
             bar.update(chunk.bytes_read - bar.n)
     part.commit(len(sources), 0, sources)
 
 
 def progress_bar(what: str, total: int) -> tqdm:
-    """Return a progress bar over bytes on the disk; it is silent if stderr is not a terminal."""
-    return tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None, dynamic_ncols=True)
+    """Return a progress bar over bytes on the disk; it is silent if stderr is not a terminal.
+
+    Its row fits into 80 columns, and does not grow with the terminal.
+    """
+    row = "{desc} {percentage:3.0f}% |{bar:16}| {n_fmt}B of {total_fmt}B, eta {remaining}{postfix}"
+    options = dict(bar_format=row, unit_scale=True, dynamic_ncols=True, disable=None)
+    return tqdm(total=total, desc=what, **options)
