@@ -366,6 +366,7 @@ class GPT(nn.Module):
         top_p: float = 1.0,
         eos_id: int | None = None,
         generator: torch.Generator | None = None,
+        record: bool = True,
     ) -> Iterator[Tensor]:
         """Continue the texts idx (B, T). Each step yields the next token of every text, (B,).
 
@@ -374,6 +375,8 @@ class GPT(nn.Module):
 
         When block_size is full, the older half of the context is dropped, and the younger half goes
         through the model again. Every other step computes only one token.
+
+        record: on CUDA, record a step as a CUDA graph, which is faster and takes memory of its own.
 
         Raises ArithmeticError if the logits are not finite.
         """
@@ -391,7 +394,7 @@ class GPT(nn.Module):
                 logits = self(idx, cache=cache)  # (B, V)
             else:
                 if step is None:  # step(token) is self(token, cache=cache), recorded on CUDA
-                    step = decoding_step(self, idx[:, -1:], cache)
+                    step = decoding_step(self, idx[:, -1:], cache, record)
                 logits = step(idx[:, -1:])
             token = sample_token(logits, temperature, top_k, top_p, generator)  # (B,)
             if eos_id is not None:

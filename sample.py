@@ -280,7 +280,8 @@ def evaluate_on(
     if not math.isfinite(loss):
         damaged = "its weights are damaged, or need another --dtype"
         raise UserError(f"--eval {folder}: the loss of {model_folder} is {loss}: {damaged}")
-    _, _, figures = in_other_units(loss, val["bytes"] / val["tokens"])
+    _, _, units = in_other_units(loss, val["bytes"] / val["tokens"])
+    figures = f"validation loss {loss:.4f} | {units}"
     return f"{folder}: {figures} | {count:,} windows of {T:,} tokens"
 
 

@@ -21,6 +21,7 @@ result to all ranks; gather(x) gives all ranks the list of every rank's x.
 """
 
 import gc
+import math
 import signal
 import sys
 import time
@@ -44,7 +45,7 @@ from text.tokenizer import SentencePiece, Tiktoken
 from text.windows import Loader, Windows, open_windows, train_loader
 from training.average import Average
 from training.checkpoint import Saver
-from training.evaluate import evaluate
+from training.evaluate import evaluate, write_text
 from training.huggingface import unverified
 from training.optimizer import make_optimizer
 from training.parallel import fit_batch, wrap
@@ -96,6 +97,7 @@ class Data:
     loader: Loader  # windows of every train.bin, mixed
     val_windows: list[Windows]  # one for each val.bin
     tokenizer: SentencePiece | Tiktoken
+    prompt: list[int]  # of the samples: the tokens that the model continues
 
     def epoch_tokens(self, block_size: int) -> int:
         return sum(windows.n_windows for windows in self.loader.splits) * block_size
@@ -166,7 +168,8 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
             saver.save_missing(average, progress.step)
         state = (optimizer, scaler, average, progress)
         job = Job(cfg, machine, plan, data, model, forward, *state, metrics, saver)
-        gave_up, stopping = loop(job, rows, peak_of_all, signals)
+        with metrics.bar.below():
+            gave_up, stopping = loop(job, rows, peak_of_all, signals)
         saver.wait()
         machine.gather(None)  # wait for all ranks: the last checkpoint is on the disk when one ends
 
@@ -206,6 +209,9 @@ def loop(
         if step > start_step and (step == plan.steps or step % cfg.eval_every == 0):
             with clock.paused():
                 evaluate_all(job, step)
+        if step > start_step and wants_sample(cfg, step, plan.steps):
+            with clock.paused():
+                show_sample(job, step)
         if step > start_step and machine.is_main and wants_checkpoint(job, step, last):
             with clock.paused():  # save() copies the state; a thread writes it to the disk
                 job.saver.save(model, optimizer, scaler, job.average, progress)
@@ -231,6 +237,7 @@ def loop(
         outcome = progress.add_step(step_windows, loss, grad_norm, scaler)
 
         # Report it.
+        job.metrics.move_bar(clock)
         job.metrics.log_outcome(outcome, loss, grad_norm, scaler, samples)
         if step == start_step:
             gc.collect()
@@ -255,22 +262,45 @@ def on_device(rows: Iterator[np.ndarray], machine: Machine, clock: Clock) -> Ite
 
 
 def evaluate_all(job: Job, step: int) -> None:
-    """Evaluate the model on the val.bin of every data set, then the average of its weights."""
+    """Evaluate the model on the val.bin and the train.bin of every data set.
 
-    def losses() -> list[float]:
+    Evaluate the average of its weights on the val.bin.
+    """
+    T = job.cfg.block_size
+    val_windows = job.data.val_windows
+    counts = [len(windows.fixed_starts(job.cfg.eval_tokens)) for windows in val_windows]
+
+    def losses(of_sets: list[Windows]) -> list[float]:
         return [
-            evaluate(job.forward, windows, job.cfg.eval_tokens, job.plan.batch_size, job.machine)
-            for windows in job.data.val_windows
+            evaluate(job.forward, windows, count * T, job.plan.batch_size, job.machine)
+            for windows, count in zip(of_sets, counts, strict=True)
         ]
 
     begun = time.perf_counter()
-    val_losses = losses()
+    val_losses = losses(val_windows)
+    of_train = losses(job.data.loader.splits) if job.cfg.eval_train else None
     averaged = None
     if job.average:
         with job.average.in_the_model():
-            averaged = losses()
-    val_loss = job.metrics.log_eval(step, val_losses, averaged, time.perf_counter() - begun)
+            averaged = losses(val_windows)
+    seconds = time.perf_counter() - begun
+    val_loss = job.metrics.log_eval(step, val_losses, of_train, averaged, seconds)
     job.progress.add_evaluation(val_loss)
+
+
+def wants_sample(cfg: TrainConfig, step: int, steps: int) -> bool:
+    return cfg.sample_every > 0 and (step % cfg.sample_every == 0 or step == steps)
+
+
+def show_sample(job: Job, step: int) -> None:
+    """Let the model write about 200 bytes of text: three lines of English, two of Chinese."""
+    val = job.data.sets[0].meta["splits"]["val"]
+    length = math.ceil(200 * val["tokens"] / val["bytes"])
+    try:
+        text = write_text(job.model, job.data.tokenizer, job.data.prompt, length, job.cfg.seed)
+    except ArithmeticError:
+        return  # the loss is not finite either, and has been reported
+    job.metrics.log_sample(step, job.cfg.sample_prompt + text)
 
 
 def wants_checkpoint(job: Job, step: int, last: bool) -> bool:
@@ -298,7 +328,9 @@ def open_data(cfg: TrainConfig) -> Data:
     sets = open_datasets(cfg.dataset, cfg.data_dir)
     val_windows = [open_windows(data, "val", cfg.block_size) for data in sets]
     tokenizer = load_tokenizer(sets[0].folder)
-    return Data(sets, train_loader(sets, cfg.block_size, cfg.seed), val_windows, tokenizer)
+    prompt = [*tokenizer.prefix, *tokenizer.encode(cfg.sample_prompt).tolist()]
+    prompt = prompt or [tokenizer.eos_id]
+    return Data(sets, train_loader(sets, cfg.block_size, cfg.seed), val_windows, tokenizer, prompt)
 
 
 @memory_advice("for the weights alone: make n_layer or n_embd smaller")

@@ -54,7 +54,7 @@ from training.settings import TrainConfig  # noqa: E402
 GIVEN = {"seed", "init_from", "overwrite", "eval_tokens", "run_name", "out_dir"}
 # Settings that change nothing of what a run learns. They are not part of the hash.
 ASIDE = {"init_from", "overwrite", "run_name", "out_dir", "data_dir", "progress", "peak_tflops"}
-ASIDE |= {"wandb", "wandb_project"}
+ASIDE |= {"wandb", "wandb_project", "eval_train", "sample_every", "sample_prompt"}
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,7 @@ def run_settings(settings: TrainConfig, seed: int) -> TrainConfig:
     sets = open_datasets(settings.dataset, settings.data_dir)
     about["data"] = [data.meta["splits"] for data in sets]
     name = f"seed{seed}-{content_sha256(about)[:12]}"
+    settings = replace(settings, eval_train=False, sample_every=0)
     return replace(settings, run_name=name, init_from="auto", progress="line")
 
 

@@ -215,6 +215,7 @@ def trial_command(cfg: PlanConfig, folder: str, compiled: bool) -> list[str]:
     settings |= dict(max_steps=20, max_epochs=0.0, max_tokens=0, log_every=1)
     settings |= dict(eval_every=10, save_every=20, progress="line", out_dir=folder)
     settings |= dict(run_name="trial", init_from="scratch", compile=compiled, wandb=False)
+    settings |= dict(sample_every=0)
     launcher = []
     if cfg.nproc > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={cfg.nproc}"]

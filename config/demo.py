@@ -22,5 +22,6 @@ schedule = "wsd"
 decay_ratio = 0.7
 min_lr_ratio = 0.0
 eval_every = 240
+sample_every = 240
 save_every = 600
 log_every = 20

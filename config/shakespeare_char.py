@@ -28,4 +28,6 @@ schedule = "wsd"
 decay_ratio = 0.7
 min_lr_ratio = 0.0
 eval_tokens = 0
+sample_every = 95
+sample_prompt = "ROMEO:"
 log_every = 20

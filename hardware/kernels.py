@@ -223,15 +223,17 @@ def cross_entropy(logits: Tensor, targets: Tensor, V: int, reduction: str) -> Te
     return loss if reduction == "sum" else loss / (targets >= 0).sum()
 
 
-def decoding_step(model: Callable, token: Tensor, cache: Any) -> Callable[[Tensor], Tensor]:
+def decoding_step(
+    model: Callable, token: Tensor, cache: Any, record: bool
+) -> Callable[[Tensor], Tensor]:
     """Return a function step(token (B, 1)) -> logits (B, V) that continues the text in `cache`.
 
-    On CUDA the step is recorded once, as a CUDA graph, and replayed for each token. A GPU is
-    expected to work faster than Python can launch the few hundred kernels of a step one by one
+    record: on CUDA, the step is recorded once, as a CUDA graph, and replayed for each token. A GPU
+    is expected to work faster than Python can launch the few hundred kernels of a step one by one
     (not measured yet, bench/LOG.md). A graph reads and writes the same memory in every replay: the
     token, its position, the cache and the logits.
     """
-    if token.device.type != "cuda":
+    if not record or token.device.type != "cuda":
         return lambda token: model(token, cache=cache)
     length = cache.length
     graph_token = token.clone()

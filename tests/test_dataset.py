@@ -114,6 +114,8 @@ def test_training_on_a_mixture_reads_both_sets_and_reports_each(tiny_data, tmp_p
     for r in records:
         mean = 0.75 * r["val_loss/tiny"] + 0.25 * r["val_loss/other"]
         assert r["val_loss"] == pytest.approx(mean)
+        mean = 0.75 * r["train_eval_loss/tiny"] + 0.25 * r["train_eval_loss/other"]
+        assert r["train_eval_loss"] == pytest.approx(mean)
     sets = open_datasets("tiny:0.75,other:0.25", tiny_data)
     read = Counter(k for k, _ in train_loader(sets, 32, 1337).starts(0, 8 * 8))
     assert read == {0: 48, 1: 16}

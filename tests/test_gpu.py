@@ -128,14 +128,14 @@ def test_resume_is_bit_identical_to_never_having_stopped(dtype, tiny_data, tmp_p
     """
     if dtype == "bfloat16":
         needs_bf16()
-    options = [*EAGER, "--dropout=0.1", "--average=0.5", f"--dtype={dtype}"]
+    options = [*EAGER, "--dropout=0.1", "--average=0.5", f"--dtype={dtype}", "--sample_every=4"]
     straight = train_tiny(tiny_data, tmp_path / "straight", *options)
     shutil.copytree(straight, tmp_path / "run")
     # Without its last checkpoint, the copy looks like a run that was killed after step 4.
     shutil.rmtree(tmp_path / "run" / "ckpt" / "step_00000008")
     run = train_tiny(tiny_data, tmp_path, *options, "--init_from=resume")
     assert same(weights(run), weights(straight))
-    for key in ("loss", "grad_norm", "val_loss", "val_loss_average"):
+    for key in ("loss", "grad_norm", "val_loss", "val_loss_average", "train_eval_loss", "sample"):
         assert metrics(run, key) == metrics(straight, key)
 
 

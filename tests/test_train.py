@@ -18,6 +18,8 @@ from hardware.disk import damage
 from hardware.machine import Machine
 from model import GPT
 from text.windows import open_windows
+from training.evaluate import write_text
+from training.huggingface import from_pretrained
 from training.plan import lr_at, make_plan
 from training.runs import newest_checkpoint
 from training.settings import TrainConfig
@@ -140,8 +142,9 @@ def test_the_advice_for_a_step_that_does_not_fit_keeps_its_tokens(B, world):
 
 @pytest.fixture(scope="module")
 def straight(tiny_data, tmp_path_factory) -> Path:
-    """One uninterrupted run of TINY with dropout."""
-    return train_tiny(tiny_data, tmp_path_factory.mktemp("straight"), "--dropout=0.1")
+    """One uninterrupted run of TINY with dropout, which shows samples."""
+    options = ["--dropout=0.1", "--sample_every=4", "--sample_prompt=the loop"]
+    return train_tiny(tiny_data, tmp_path_factory.mktemp("straight"), *options)
 
 
 def test_a_run_leaves_all_that_it_promises(straight, tiny_data):
@@ -183,9 +186,10 @@ def test_resume_is_bit_identical_to_never_having_stopped(straight, tiny_data, tm
     shutil.rmtree(tmp_path / "run" / "ckpt" / "step_00000008")
     with open(tmp_path / "run" / "metrics.jsonl", "a") as f:
         f.write('{"step": 9, "lo')
-    run = train_tiny(tiny_data, tmp_path, "--dropout=0.1", "--init_from=resume")
+    options = ["--dropout=0.1", "--sample_every=4", "--sample_prompt=the loop"]
+    run = train_tiny(tiny_data, tmp_path, *options, "--init_from=resume")
     assert same(weights(run), weights(straight))
-    for key in ("loss", "grad_norm", "val_loss"):
+    for key in ("loss", "grad_norm", "val_loss", "train_eval_loss", "sample"):
         assert metrics(run, key) == metrics(straight, key)  # no gap, no repeat, no difference
     resumed, whole = (
         torch.load(r / "ckpt" / "step_00000008" / "train_state.pt", weights_only=True)
@@ -206,12 +210,36 @@ def test_auto_resumes_where_there_is_something_and_starts_where_not(
     assert "resumed from" in capsys.readouterr().out
 
 
-def test_how_often_one_evaluates_saves_and_logs_does_not_change_the_training(
+def test_how_often_one_evaluates_samples_saves_and_logs_does_not_change_the_training(
     straight, tiny_data, tmp_path
 ):
     options = ["--dropout=0.1", "--eval_every=3", "--save_every=100", "--log_every=7"]
-    run = train_tiny(tiny_data, tmp_path, *options)
+    run = train_tiny(tiny_data, tmp_path, *options, "--eval_train=false", "--sample_every=0")
     assert same(weights(run), weights(straight))
+    assert not metrics(run, "train_eval_loss") and not metrics(run, "sample")
+
+
+def test_samples_show_what_the_weights_of_their_step_write(straight, tiny_data):
+    samples = metrics(straight, "sample")
+    assert samples.keys() == {4, 8} and samples[4] != samples[8]
+    tokenizer = train.load_tokenizer(tiny_data / "tiny")
+    prompt = [*tokenizer.prefix, *tokenizer.encode("the loop").tolist()]
+    model = from_pretrained(newest_checkpoint(straight / "ckpt"))
+    counts = train.open_datasets("tiny", tiny_data)[0].meta["splits"]["val"]
+    length = math.ceil(200 * counts["tokens"] / counts["bytes"])
+    text = write_text(model, tokenizer, prompt, length, seed=TrainConfig.seed)
+    assert samples[8] == f"the loop{text}" and model.training
+
+
+def test_the_loss_on_train_is_of_as_many_fixed_windows_as_that_on_val(straight, tiny_data):
+    [data] = train.open_datasets("tiny", tiny_data)
+    val, split = (open_windows(data, name, 32) for name in ("val", "train"))
+    count = len(val.fixed_starts(0))
+    assert count < split.n_windows
+    model = from_pretrained(newest_checkpoint(straight / "ckpt"))
+    loss = train.evaluate(model, split, count * 32, 4, CPU)
+    assert metrics(straight, "train_eval_loss")[8] == pytest.approx(loss, rel=1e-5)
+    assert abs(loss - metrics(straight, "val_loss")[8]) > 1e-4
 
 
 def test_accumulation_does_not_change_the_step(tiny_data, tmp_path):
@@ -225,8 +253,9 @@ def test_accumulation_does_not_change_the_step(tiny_data, tmp_path):
 def test_two_processes_train_as_one(tiny_data, tmp_path):
     """With the same batch_tokens, one and two processes have the same losses, up to rounding."""
     one = train_tiny(tiny_data, tmp_path / "1", "--batch_size=2")
-    two = torchrun(2, tiny_data, tmp_path / "2", "--batch_size=2")
-    for key in ("loss", "grad_norm", "val_loss"):
+    two = torchrun(2, tiny_data, tmp_path / "2", "--batch_size=2", "--sample_every=8")
+    assert metrics(two, "sample").keys() == {8}
+    for key in ("loss", "grad_norm", "val_loss", "train_eval_loss"):
         assert metrics(two, key) == pytest.approx(metrics(one, key), rel=1e-3), key
     other = weights(two)
     assert max((w - other[k]).abs().max().item() for k, w in weights(one).items()) < 1e-3

@@ -1,5 +1,6 @@
-"""The loss on texts that the model was not trained on."""
+"""What a model has learned: its loss on fixed windows of tokens, and a text that it writes."""
 
+import codecs
 import math
 from collections.abc import Callable
 
@@ -8,6 +9,8 @@ import torch
 from tqdm import tqdm
 
 from hardware.machine import Machine, all_sum, to_device
+from model import GPT
+from text.tokenizer import SentencePiece, Tiktoken
 from text.windows import Windows
 
 
@@ -15,7 +18,7 @@ from text.windows import Windows
 def evaluate(
     model: Callable, windows: Windows, tokens: int, B: int, machine: Machine, bar: bool = False
 ) -> float:
-    """Return the mean loss, in nats per token, on about `tokens` tokens of a val.bin (0: on all).
+    """Return the mean loss, in nats per token, on about `tokens` tokens of a split (0: on all).
 
     The windows are always the same ones. The ranks take turns, with B windows at a time.
     bar: show a progress bar if stderr is a terminal.
@@ -40,3 +43,31 @@ def evaluate(
     model.train()
     loss_sum, targets = all_sum(totals).tolist()
     return loss_sum / targets
+
+
+def write_text(
+    model: GPT, tokenizer: SentencePiece | Tiktoken, prompt: list[int], length: int, seed: int
+) -> str:
+    """Return what the model writes after a prompt: `length` tokens, or fewer if the document ends.
+
+    prompt: token ids. The random choices are always the same ones, and have a generator of their
+    own: a training that goes on afterwards is not changed.
+
+    All tokens are made even if the document ends early. So all ranks call the model equally often,
+    which they must if each holds a part of the weights.
+    Raises ArithmeticError if the output of the model is not finite.
+    """
+    device = model.wte.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
+    idx = torch.tensor([prompt], device=device)  # (1, T)
+    model.eval()  # no dropout
+    try:
+        # Nothing is recorded as a CUDA graph, which would take memory from the training. The low
+        # temperature suits a model that has not learned much.
+        made = list(model.generate(idx, length, temperature=0.5, generator=generator, record=False))
+    finally:
+        model.train()
+    ids = [*torch.cat(made).tolist(), tokenizer.eos_id]
+    text = b"".join(map(tokenizer.token_bytes, ids[: ids.index(tokenizer.eos_id)]))
+    # This decoder leaves out the last character if its bytes are not complete.
+    return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(text)

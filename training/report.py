@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 from torch.amp import GradScaler
-from tqdm import tqdm
 
 from configurator import UserError, changes
 from hardware.disk import Lock, write_whole
@@ -35,6 +34,7 @@ from training.plots import METRICS_VERSION, plot_loss, read_metrics
 from training.progress import Progress
 from training.runs import newest_checkpoint
 from training.settings import TrainConfig
+from training.terminal import ProgressBar, columns, fitted, in_a_terminal, quoted
 
 
 def peak_memory(device: torch.device) -> float:
@@ -66,6 +66,10 @@ class Clock:
         """Return the seconds since restart(), without the pauses."""
         self.machine.synchronize()
         return time.perf_counter() - self.begun
+
+    def step_seconds(self, step: int) -> float:
+        """Return the seconds of a step since restart(), `step` being the last. Does not wait."""
+        return (time.perf_counter() - self.begun) / (step - self.step)
 
     @contextmanager
     def paused(self):
@@ -105,7 +109,8 @@ class Metrics:
         self.tokenizer = tokenizer
         self.lock = lock
         self.path = folder / "metrics.jsonl"
-        self.bar = None
+        shown = cfg.progress == "bar" or (cfg.progress == "auto" and in_a_terminal())
+        self.bar = ProgressBar(not (shown and machine.is_main), plan.steps, progress.step)
         self.wandb = None
         self.wandb_id = progress.wandb_id  # names the run at wandb, so that a resume continues it
         if not machine.is_main:
@@ -116,9 +121,6 @@ class Metrics:
         self.one_at_a_time = threading.Lock()  # the loop writes lines, and the thread that saves
         # Not the loader of train.py: a thread is reading from that one.
         self.loader = train_loader(sets, cfg.block_size, cfg.seed)
-        if cfg.progress == "bar" or (cfg.progress == "auto" and sys.stderr.isatty()):
-            begun = progress.step
-            self.bar = tqdm(total=plan.steps, initial=begun, dynamic_ncols=True, unit="step")
         if cfg.wandb:
             self.open_wandb(folder)
 
@@ -185,6 +187,20 @@ class Metrics:
             reason = " ".join(str(e).split())[:200]
             self.machine.say(f"warning: wandb failed; going on without it ({reason})")
 
+    def move_bar(self, clock: Clock) -> None:
+        """Show the last step in the progress bar, with the speed since the last log line.
+
+        The host does not wait for the device here, so the bar costs a step some microseconds.
+        """
+        if self.bar.disable:
+            return
+        done = self.progress.step
+        seconds = clock.step_seconds(done)
+        rate = self.plan.step_tokens / seconds
+        left = in_words((self.plan.steps - done) * seconds)
+        self.bar.set_description_str(f"eta {left} | {rate / 1e3:.1f}k tok/s", refresh=False)
+        self.bar.update(done - self.bar.n)
+
     def log_step(
         self,
         done: int,
@@ -223,24 +239,38 @@ class Metrics:
             "memory_gb": peak_memory(self.machine.device) / 1e9,
             "eta_s": (plan.steps - done) * seconds / steps,
         }
-        self.write(record, step_line(record), in_bar=True)
+        self.write(record, step_line(record))
         clock.restart(done)
 
     def log_eval(
-        self, done: int, losses: list[float], averaged: list[float] | None, seconds: float
+        self,
+        done: int,
+        losses: list[float],
+        of_train: list[float] | None,
+        averaged: list[float] | None,
+        seconds: float,
     ) -> float:
         """Report an evaluation after step `done`, and return the validation loss.
 
         losses: one for each data set's val.bin. The validation loss is their mean, weighted by the
-        shares of the data sets in the run. averaged: the losses of the averaged weights, if there
+        shares of the data sets in the run. of_train: the same for windows of each train.bin, if
+        they were evaluated. averaged: the losses of the averaged weights on each val.bin, if there
         are any. seconds: how long the evaluation took.
         """
         loss = self.weighted(losses)
         counts = [(data.weight, data.meta["splits"]["val"]) for data in self.sets]
         token_bytes = sum(weight * val["bytes"] / val["tokens"] for weight, val in counts)
-        ppl, bits_per_byte, line = in_other_units(loss, float(token_bytes))
+        ppl, bits_per_byte, units = in_other_units(loss, float(token_bytes))
         record = dict(step=done, val_loss=loss, val_ppl=ppl)
         record |= dict(val_bits_per_byte=bits_per_byte, eval_s=seconds)
+        line = f"validation loss {loss:.4f}"
+        if of_train is not None:
+            record["train_eval_loss"] = self.weighted(of_train)
+            line += f" (train {record['train_eval_loss']:.4f})"
+            if len(self.sets) > 1:
+                for data, of_set in zip(self.sets, of_train, strict=True):
+                    record[f"train_eval_loss/{data.name}"] = of_set
+        line += f" | {units}"
         if len(self.sets) > 1:
             for data, of_set in zip(self.sets, losses, strict=True):
                 record[f"val_loss/{data.name}"] = of_set
@@ -258,6 +288,13 @@ class Metrics:
         """Return the mean of the losses on all data sets, weighted by their shares in the run."""
         pairs = zip(self.sets, losses, strict=True)
         return sum(float(data.weight) * of_set for data, of_set in pairs)
+
+    def log_sample(self, done: int, text: str) -> None:
+        """Report a text that the model has written after step `done`, with its prompt."""
+        prompt = self.cfg.sample_prompt
+        shown = repr(prompt if len(prompt) <= 40 else f"{prompt[:37]}...")
+        line = f"the model continues {shown}:" if prompt else "the model writes:"
+        self.write(dict(step=done, sample=text), line, quoted(text))
 
     def log_save(self, step: int, path: Path, seconds: float, note: str) -> None:
         """Report that the checkpoint of a step is complete on the disk.
@@ -307,19 +344,13 @@ class Metrics:
         except OSError as e:
             return f"its texts could not be written to {path} ({e.strerror})"
 
-    def write(self, record: dict, line: str, in_bar: bool = False) -> None:
-        """Report one event: the record for programs, the line for people.
-
-        in_bar: show the line in the progress bar, if there is one.
-        """
+    def write(self, record: dict, line: str, block: str = "") -> None:
+        """Report one event: the record for programs, for people a line and perhaps a block."""
         if not self.machine.is_main:
             return
         self.append(record)
-        if self.bar is not None and in_bar:
-            self.bar.set_postfix_str(line)
-            self.bar.update(record["step"] - self.bar.n)
-        else:
-            self.machine.say(f"step {record['step']}/{self.plan.steps} | {line}")
+        line = fitted(f"step {record['step']}/{self.plan.steps} | {line}", columns())
+        self.machine.say(f"{line}\n{block}" if block else line)
         if self.wandb is not None:
             values = {name: value for name, value in record.items() if name != "step"}
             with self.wandb_may_fail():
@@ -358,8 +389,6 @@ class Metrics:
 
     def close(self) -> None:
         """End the reports: draw the loss, and say where the newest checkpoint is."""
-        if self.bar is not None:
-            self.bar.close()
         if self.wandb is not None:
             with self.wandb_may_fail():
                 self.wandb.finish()
@@ -388,27 +417,31 @@ def step_line(record: dict) -> str:
     r = record
     digits = 1 if r["tflops"] >= 10 else 3
     mfu = "n/a" if r["mfu"] is None else f"{100 * r['mfu']:.1f}%"
-    hours = r["eta_s"] // 3600
-    minutes = r["eta_s"] // 60 % 60
-    eta = f"{hours:.0f}h{minutes:02.0f}m" if hours else f"{minutes:.0f}m{int(r['eta_s'] % 60):02d}s"
     parts = [
         f"loss {r['loss']:.3f} | lr {r['lr']:.1e} | grad {r['grad_norm']:.2f}",
         f"{r['tokens_per_s'] / 1e3:.1f}k tok/s | {r['tflops']:.{digits}f} TFLOPS | MFU {mfu}",
         f"{r['step_ms']:.0f} ms | data {r['data_ms']:.1f} ms | mem {r['memory_gb']:.1f} GB",
-        f"eta {eta}",
+        f"eta {in_words(r['eta_s'])}",
     ]
     return " | ".join(parts)
 
 
+def in_words(seconds: float) -> str:
+    """Return a time as 1m15s or 3h12m."""
+    minutes = int(seconds) // 60
+    if minutes >= 60:
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    return f"{minutes}m{int(seconds) % 60:02d}s"
+
+
 def in_other_units(loss: float, token_bytes: float) -> tuple[float, float, str]:
-    """Return the perplexity and the bits per byte of a loss in nats per token, and a line of all.
+    """Return the perplexity and the bits per byte of a loss in nats per token, and both as a text.
 
     token_bytes: mean number of bytes of text in a token.
     """
     ppl = math.exp(min(loss, 700.0))  # the largest float is about e^709
     bits_per_byte = loss / math.log(2) / token_bytes
-    line = f"validation loss {loss:.4f} | perplexity {ppl:.2f} | {bits_per_byte:.4f} bits per byte"
-    return ppl, bits_per_byte, line
+    return ppl, bits_per_byte, f"perplexity {ppl:.2f} | {bits_per_byte:.4f} bits per byte"
 
 
 def spike(losses: list[float], loss: float) -> float:

@@ -253,6 +253,7 @@ def settings_changed(earlier: Earlier, cfg: TrainConfig) -> list[str]:
     the model learns.
     """
     about = "init_from overwrite out_dir data_dir run_name progress log_every wandb wandb_project"
+    about += " sample_every sample_prompt"
     left_out = about.split()
     now = {k: v for k, v in asdict(cfg).items() if k not in left_out}
     then = earlier.settings

@@ -72,9 +72,12 @@ class TrainConfig:
     min_lr_ratio: float = 0.1  # learning rate at the end of the decay, as a share of lr
     # ---- Averaging: a second model, evaluated and saved beside the one that is trained ----
     average: float = 0.0  # keep a running mean of the weights over this share of the run; 0: none
-    # ---- Evaluation and checkpoints: every so many steps, and at the end of the run ----
+    # ---- Evaluation, samples, checkpoints: every so many steps, and at the end of the run ----
     eval_every: int = 250  # steps between two evaluations
     eval_tokens: int = 1_000_000  # tokens of val.bin, in fixed, evenly spread windows; 0: all
+    eval_train: bool = True  # also on as many windows of train.bin: takes twice as long
+    sample_every: int = 250  # steps between two short texts that the model writes; 0: none
+    sample_prompt: str = ""  # the text that it continues; empty: it begins a new document
     save_every: int = 1000  # steps between two checkpoints
     keep: int = 2  # newest checkpoints to keep, besides the one with the best validation loss
     # ---- Device and precision: the weights are always stored in fp32 ----
@@ -83,7 +86,7 @@ class TrainConfig:
     compile: bool | Literal["auto"] = "auto"  # torch.compile; auto: on cuda, and long runs on a CPU
     # ---- Logging ----
     log_every: int = 10  # steps between two log lines
-    progress: Literal["auto", "bar", "line"] = "auto"  # auto: a bar on a terminal, else log lines
+    progress: Literal["auto", "bar", "line"] = "auto"  # auto: on a terminal, a bar below the log
     peak_tflops: float = 0.0  # of one device, for MFU; 0: datasheet, or on a CPU a measured product
     wandb: bool = False  # send the metrics to Weights & Biases too (WANDB_MODE=offline works)
     wandb_project: str = "gpt"  # project name at Weights & Biases
@@ -94,7 +97,7 @@ class TrainConfig:
         positive += " eval_every save_every keep log_every max_bad_steps"
         not_negative = "n_kv_head head_dim d_ff max_steps max_epochs max_tokens weight_decay"
         not_negative += " grad_clip warmup_steps eval_tokens peak_tflops seed"
-        not_negative += " embed_lr head_lr vector_lr"
+        not_negative += " embed_lr head_lr vector_lr sample_every"
         shares = "warmup_ratio decay_ratio min_lr_ratio momentum_warmup average"
         rates = "beta1 beta2 momentum dropout"
 
@@ -113,6 +116,8 @@ class TrainConfig:
         plain = self.run_name not in ("", ".", "..") and self.run_name == Path(self.run_name).name
         if control or not plain:
             wrong.append(f"run_name {self.run_name!r} must be a plain folder name")
+        if any("\ud800" <= letter <= "\udfff" for letter in self.sample_prompt):
+            wrong.append(f"sample_prompt {self.sample_prompt!r} must be UTF-8")
         if self.init not in INIT:
             wrong.append(f"init={self.init!r} is none of {', '.join(INIT)}")
         if not (self.max_steps or self.max_epochs or self.max_tokens):
