@@ -5,6 +5,7 @@ The first command takes the newest checkpoint of the newest run, and begins a ne
     python sample.py
     python sample.py --prompt "def main(" --num_samples 3 --temperature 0.7
     python sample.py --ckpt out/demo/ckpt/step_00000400 --prompt_file prompt.txt
+    python sample.py --ckpt out/demo --which best                   # by validation loss
     python sample.py --interactive                                  # a prompt a line, until Ctrl-D
     python sample.py --ckpt ../Qwen3-0.6B-Base --eval data/mine     # loss, perplexity, bits/byte
 
@@ -27,7 +28,6 @@ from typing import Literal
 import torch
 
 from configurator import UserError, note, parse, run
-from hardware.disk import MANIFEST
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from model import GPT
 from text.dataset import (
@@ -43,7 +43,7 @@ from text.windows import open_windows
 from training.evaluate import evaluate
 from training.huggingface import from_pretrained, is_nanogpt, unverified
 from training.report import in_other_units
-from training.runs import newest_checkpoint
+from training.runs import losses_of, newest_checkpoint, newest_run, step_of
 
 Tokenizer = SentencePiece | Tiktoken
 
@@ -51,7 +51,8 @@ Tokenizer = SentencePiece | Tiktoken
 @dataclass(frozen=True)
 class SampleConfig:
     # ---- What to continue ----
-    ckpt: str = ""  # a model folder; default: the newest checkpoint under out_dir
+    ckpt: str = ""  # a model folder, or a run's folder out/RUN; default: the newest run
+    which: Literal["newest", "best"] = "newest"  # of a run's checkpoints; best: by validation loss
     tokenizer: str = ""  # if the model has none: a folder, a .model or .tiktoken file, or gpt2, ...
     out_dir: str = "out"  # where the runs are
     prompt: str = ""  # the text to continue; empty: begin a new document
@@ -95,40 +96,51 @@ class SampleConfig:
 # Find the model and its tokenizer
 
 
-def find_checkpoint(cfg: SampleConfig) -> Path:
-    """Return --ckpt, or the newest checkpoint under out_dir. Raises UserError if there is none."""
-    if cfg.ckpt:
-        folder = Path(cfg.ckpt)
-        if not (folder / "config.json").exists() and not is_nanogpt(folder):
-            expected = "a folder with config.json and model.safetensors"
-            raise UserError(f"--ckpt {folder}: no checkpoint there ({expected})")
-        return folder
-    found: dict[float, Path] = {}  # time of writing -> checkpoint
-    for ckpt_dir in Path(cfg.out_dir).glob("*/ckpt"):
-        try:
-            newest = newest_checkpoint(ckpt_dir)
-            if newest:
-                found[(newest / MANIFEST).stat().st_mtime] = newest
-        except (UserError, OSError) as e:
-            note(str(e))  # a disk is not mounted, or the run has just deleted this checkpoint
-    if not found:
+def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
+    """Return --ckpt, or a checkpoint of the newest run under out_dir, and what is known of it.
+
+    Raises UserError if there is none.
+    """
+    run = Path(cfg.ckpt) if cfg.ckpt else newest_run(Path(cfg.out_dir))
+    if run is None:
         train = "train one first (python train.py config/demo.py)"
         raise UserError(f"no checkpoint under {cfg.out_dir}/: {train}, or name one with --ckpt")
-    return found[max(found)]
+    if (run / "config.json").exists() or is_nanogpt(run):
+        return run, ""
+    newest = newest_checkpoint(run / "ckpt")
+    if newest is None:
+        expected = "a folder with config.json and model.safetensors, or that of a run"
+        raise UserError(f"--ckpt {run}: no checkpoint there ({expected})")
+    try:
+        losses = losses_of(run)
+    except (UserError, OSError) as e:
+        if cfg.which == "best":
+            raise UserError(f"--which=best needs the validation losses: {e}") from None
+        losses = {}
+    best = min(losses, key=losses.get, default=None)
+    if cfg.which == "best" and best is None:
+        raise UserError(f"--which=best: no checkpoint of {run} was evaluated: leave it out")
+    taken = best if cfg.which == "best" else newest
+    about = f"the {cfg.which} of {run}"
+    if taken in losses:
+        about += f", validation loss {losses[taken]:.4f}"
+    if best not in (None, taken):
+        about += f" (--which=best: {losses[best]:.4f} at step {step_of(best)})"
+    return taken, about
 
 
-def open_model(cfg: SampleConfig) -> tuple[Path, GPT, Tokenizer | None]:
-    """Return the folder of the model, the model, and its tokenizer.
+def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer | None]:
+    """Return the folder of the model, what is known of it, the model, and its tokenizer.
 
     A training that runs meanwhile may delete the newest checkpoint. Then the next one is taken.
     """
     while True:
-        folder = find_checkpoint(cfg)
+        folder, known = find_checkpoint(cfg)
         try:
             with memory_advice("for the weights of this model in fp32"):
-                return folder, from_pretrained(folder), model_tokenizer(folder, cfg)
+                return folder, known, from_pretrained(folder), model_tokenizer(folder, cfg)
         except (UserError, ValueError) as e:
-            if cfg.ckpt or folder.exists():
+            if folder.exists():
                 why = str(e) if isinstance(e, UserError) else f"{folder}: cannot be loaded ({e})"
                 raise UserError(why) from None
 
@@ -293,7 +305,7 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dtype, why = pick_dtype(cfg.dtype, device)
-    folder, model, tokenizer = open_model(cfg)
+    folder, known, model, tokenizer = open_model(cfg)
     with memory_advice("for the weights of this model in fp32"):
         model.to(device)
     if cfg.dtype == "auto" and dtype == torch.float16 and not cfg.eval:
@@ -302,7 +314,7 @@ def main() -> None:
         dtype = torch.float32
     size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
     precision = f"{device} {str(dtype).removeprefix('torch.')}"
-    about = ", ".join(filter(None, [str(folder), size, precision, unverified(folder)]))
+    about = ", ".join(filter(None, [str(folder), known, size, precision, unverified(folder)]))
 
     if cfg.eval:
         machine = Machine(0, 0, 1, device, dtype, why)

@@ -39,6 +39,27 @@ def test_a_checkpoint_folder_is_all_that_sampling_needs(out, tmp_path, capsys):
     assert "tok/s" in printed.err
 
 
+def test_the_newest_or_the_best_checkpoint_is_taken_and_named(tiny_data, tmp_path, capsys):
+    run_folder = train_tiny(tiny_data, tmp_path)
+    with open(run_folder / "metrics.jsonl", "a") as f:  # as if the model had become worse
+        f.write('{"step": 8, "val_loss": 99.5}\n')
+
+    def taken(*options: str) -> str:
+        run(tmp_path, "--max_new_tokens=1", *options)
+        return capsys.readouterr().err.splitlines()[0]
+
+    newest = taken()
+    assert f"step_00000008, the newest of {run_folder}, validation loss 99.5000" in newest
+    assert "(--which=best: " in newest and " at step 4)" in newest
+    best = f"step_00000004, the best of {run_folder}, validation loss "
+    assert best in taken("--which=best") and "--which" not in taken("--which=best")
+    assert best in taken("--which=best", f"--ckpt={run_folder}")
+    (run_folder / "metrics.jsonl").unlink()
+    assert f"the newest of {run_folder}, " in taken()
+    with pytest.raises(configurator.UserError, match="no checkpoint of .* was evaluated"):
+        taken("--which=best")
+
+
 def test_greedy_text_is_the_decoded_greedy_tokens(out, capsys):
     folder = newest_checkpoint(out / "run" / "ckpt")
     model = from_pretrained(folder).eval()

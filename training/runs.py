@@ -5,13 +5,14 @@ training/resume.py decides which checkpoint a run starts from. Nothing here dele
 train.py did not write.
 """
 
+import math
 import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from configurator import UserError
+from configurator import UserError, note
 from hardware.disk import MANIFEST, Lock, damage, remove_only, set_aside
 from text.hf_tokenizer import HF_FILES
 from text.tokenizer import SentencePiece, Tiktoken
@@ -56,6 +57,32 @@ def whole_checkpoints(ckpt_dir: Path) -> list[Path]:
 
 def newest_checkpoint(ckpt_dir: Path) -> Path | None:
     return next(iter(whole_checkpoints(ckpt_dir)), None)
+
+
+def newest_run(out_dir: Path) -> Path | None:
+    """Return the run, out_dir/RUN, that has saved a checkpoint last, or None if there is none."""
+    found: dict[float, Path] = {}  # time of its newest checkpoint -> run
+    for ckpt_dir in out_dir.glob("*/ckpt"):
+        try:
+            newest = newest_checkpoint(ckpt_dir)
+            if newest:
+                found[(newest / MANIFEST).stat().st_mtime] = ckpt_dir.parent
+        except (UserError, OSError) as e:
+            note(str(e))  # a disk is not mounted, or the run has just deleted this checkpoint
+    return found[max(found)] if found else None
+
+
+def losses_of(run: Path) -> dict[Path, float]:
+    """Return the validation loss of each checkpoint of a run that was evaluated, newest first.
+
+    Raises UserError if metrics.jsonl is damaged.
+    """
+    records = read_metrics(run / "metrics.jsonl")
+    losses = {
+        r["step"]: r["val_loss"] for r in records if math.isfinite(r.get("val_loss", math.nan))
+    }
+    there = whole_checkpoints(run / "ckpt")
+    return {path: losses[step_of(path)] for path in there if step_of(path) in losses}
 
 
 def newest_intact(ckpt_dir: Path) -> tuple[Path | None, dict[str, str]]:

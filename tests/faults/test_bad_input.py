@@ -151,7 +151,7 @@ TRAIN = {
     "--dataset=newer": "newer: format 99, expected 2",
     "--dataset=large": "large/train.bin: token 77 has id 400, beyond the vocabulary of 400",
     "--data_dir={root}/a_file": "a_file/tiny/meta.json: Not a directory",
-    "--init_from=resume": "there is no checkpoint in {new}/run/ckpt; use init_from=scratch",
+    "--init_from=resume": "there is no checkpoint in {new}/run/ckpt; name another run",
     "--init_from=nowhere": "init_from=nowhere: cannot be loaded (config.json: No such file",
     "--init_from={ckpt} --block_size=64": "block_size is 32 there, 64 here",
     "--init_from={root}/cut": "cut: cannot be loaded (model.safetensors: ",
@@ -177,7 +177,7 @@ TRAIN = {
 }
 SAMPLE = {
     "--ckpt=nowhere": "--ckpt nowhere: no checkpoint there",
-    "--ckpt={root}": "no checkpoint there (a folder with config.json and model.safetensors)",
+    "--ckpt={root}": "no checkpoint there (a folder with config.json and model.safetensors, or",
     "--out_dir={mine}": "no checkpoint under {mine}/: train one first",
     "--ckpt={root}/cut": "cut: cannot be loaded (model.safetensors: ",
     "--ckpt={root}/bert": "'BertModel' is none of",
