@@ -262,6 +262,26 @@ def parse(cls: type, argv: list[str] | None = None, doc: str = "") -> Any:
 
     --help prints `doc` and the settings, and ends the program. Raises UserError for every mistake.
     """
+    return checked(cls, given(cls, argv, doc))
+
+
+def checked(cls: type, values: dict[str, Any]) -> Any:
+    """Return a `cls` with these values, and defaults for the rest. Raises UserError for problems.
+
+    values: of the declared types, as given() returns them.
+    """
+    config = cls(**values)
+    problems = config.problems() if hasattr(config, "problems") else []
+    if problems:
+        raise UserError("; ".join(problems))
+    return config
+
+
+def given(cls: type, argv: list[str] | None = None, doc: str = "") -> dict[str, Any]:
+    """Return {setting: value} of the config files and options of a command line, as in parse().
+
+    A setting that has its default value because nobody has given it is not among them.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     kinds = typing.get_type_hints(cls)
     if "--help" in argv or "-h" in argv:
@@ -290,11 +310,7 @@ def parse(cls: type, argv: list[str] | None = None, doc: str = "") -> Any:
             raise UserError(f"argument {arg!r}: {expected}")
     for key, value in options:  # after all files, wherever the options stand on the command line
         set_value(cls, values, key, value, f"--{key}")
-    config = cls(**values)
-    problems = config.problems() if hasattr(config, "problems") else []
-    if problems:
-        raise UserError("; ".join(problems))
-    return config
+    return values
 
 
 def take_list(argv: list[str], key: str, kind: Any, first: list[str]) -> list[str]:

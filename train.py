@@ -1,10 +1,13 @@
 """Train a GPT. The settings are in training/settings.py: `python train.py --help` prints them.
 
     python train.py config/demo.py                                     # on a CPU, or on one GPU
-    torchrun --nproc_per_node=6 train.py config/train_100m.py --dataset=NAME    # on six GPUs
+    torchrun --nproc_per_node=6 train.py config/train_100m.py          # on six GPUs
     python train.py config/demo.py --n_layer=2 --max_steps=20          # with other settings
-    python train.py config/demo.py --init_from=resume                  # from the newest checkpoint
+    python train.py --run_name=demo --init_from=resume                 # from the newest checkpoint
     python train.py config/demo.py --init_from=FOLDER --run_name=new   # fine-tune a model
+
+Without --dataset it trains on the data set that was prepared last. A resumed run keeps its data set
+and all other settings, except those that are given now.
 
 Read this file from main() down: main() locks the run's folder, train() sets the run up, and loop()
 trains. What they call follows below, in the order of the calls. One update of the weights is
@@ -35,12 +38,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from configurator import UserError, parse, run
+from configurator import UserError, given, run
 from hardware.disk import MANIFEST, Lock, file_sha256
 from hardware.machine import Machine, memory_advice, start, stop_signals, to_device
 from hardware.peak import peak_tflops
 from model import GPT
-from text.dataset import DataSet, load_tokenizer, open_datasets, verify_new
+from text.dataset import DataSet, load_tokenizer, newest_dataset, open_datasets, verify_new
 from text.tokenizer import SentencePiece, Tiktoken
 from text.windows import Loader, Windows, open_windows, train_loader
 from training.average import Average
@@ -63,6 +66,7 @@ from training.resume import (
     load_model,
     read_training,
     settings_changed,
+    settings_of_run,
 )
 from training.runs import newest_checkpoint, replace_run, run_folder, sweep
 from training.settings import TrainConfig, model_config, wants_compile
@@ -70,7 +74,7 @@ from training.step import Batch, read_ahead, take_step
 
 
 def main() -> None:
-    cfg = parse(TrainConfig, doc=__doc__)
+    cfg = settings_of_run(given(TrainConfig, doc=__doc__))
     machine = start(cfg.device, cfg.dtype)
     folder = Path(cfg.out_dir) / cfg.run_name
     # Rank 0 locks the run's folder, so that no other process writes to it until the run is over.
@@ -128,12 +132,18 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     """
     say = machine.say
     origin = machine.decide(lambda: find_origin(cfg, folder, say))
+    newest_data = not cfg.dataset
+    named = machine.decide(lambda: cfg.dataset or newest_dataset(cfg.data_dir))
+    cfg = replace(cfg, dataset=cfg.dataset or named)
     data = machine.together(lambda: open_data(cfg))
     sets = data.sets
     model, earlier = machine.together(lambda: open_model(cfg, machine, origin, sets))
     progress = Progress()
     if earlier:
         progress = Progress.of_checkpoint(earlier.training, cfg.max_bad_steps)
+        cfg = replace(
+            cfg, init_from=earlier.settings.get("init_from", "scratch")
+        )  # how the run began
     check_ranks(cfg, machine, origin, sets, progress)
     verify_data(machine, sets, progress)
 
@@ -141,7 +151,8 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     optimizer, scaler = open_optimizer(cfg, machine, model, earlier)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     peak_of_all = peak * machine.world if peak else None
-    say(banner(cfg, sets, machine, plan, model, compiled, source, scratch=origin.path is None))
+    new = dict(scratch=origin.path is None, newest_data=newest_data)
+    say(banner(cfg, sets, machine, plan, model, compiled, source, **new))
     if earlier:
         say_what_is_resumed(cfg, machine, plan, origin, earlier)
     advice = plan.smaller(cfg.block_size)
@@ -472,13 +483,13 @@ def open_average(
 def say_what_is_resumed(
     cfg: TrainConfig, machine: Machine, plan: Plan, origin: Origin, earlier: Earlier
 ) -> None:
-    machine.say(f"resumed from {origin.path} at step {plan.begun_step}")
+    machine.say(f"resumed from {origin.path} at step {plan.begun_step}, with its settings")
     if changed := settings_changed(earlier, cfg):
-        since = "settings that changed since the checkpoint was written"
-        machine.say(f"{since}: {', '.join(changed)}")
+        machine.say(f"changed since the checkpoint: {', '.join(changed)}")
     if plan.steps == plan.begun_step:
-        longer = "to train longer, raise max_steps, max_epochs or max_tokens"
-        machine.say(f"nothing is left to do: {longer}")
+        limits = {k: getattr(cfg, k) for k in ("max_steps", "max_epochs", "max_tokens")}
+        ends = ", ".join(f"{k}={value:,}" for k, value in limits.items() if value)
+        machine.say(f"nothing is left to do: the run ends at {ends}; to train longer, raise that")
 
 
 def end_run(job: Job, folder: Path, gave_up: bool, stopping: bool, signals: list[int]) -> None:

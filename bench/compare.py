@@ -40,7 +40,7 @@ from model import GPT  # noqa: E402
 from text.dataset import open_datasets  # noqa: E402
 from training.huggingface import to_config  # noqa: E402
 from training.plan import make_plan  # noqa: E402
-from training.settings import TrainConfig, model_config  # noqa: E402
+from training.settings import TrainConfig, model_config, with_data  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -349,6 +349,7 @@ def main() -> None:
     plan = make_plan(cfg, 1, 1)
     kind, dtype = machine(cfg)
     device = torch.device(kind)
+    cfg = with_data(cfg)
     vocab_size = open_datasets(cfg.dataset, cfg.data_dir)[0].meta["vocab_size"]
 
     with tempfile.TemporaryDirectory() as tmp:

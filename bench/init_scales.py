@@ -37,7 +37,7 @@ from hardware.peak import device_name  # noqa: E402
 from model import GPT, INIT  # noqa: E402
 from train import Data, open_data, open_optimizer  # noqa: E402
 from training.plan import make_plan  # noqa: E402
-from training.settings import TrainConfig, model_config  # noqa: E402
+from training.settings import TrainConfig, model_config, with_data  # noqa: E402
 from training.step import read_ahead, take_step  # noqa: E402
 
 
@@ -194,7 +194,7 @@ def draw(found: dict[str, tuple[Scales, Scales]], cfg: ScalesConfig) -> None:
 
 
 def main() -> None:
-    cfg = parse(ScalesConfig, doc=__doc__)
+    cfg = with_data(parse(ScalesConfig, doc=__doc__))
     if "RANK" in os.environ:
         raise UserError("one device is measured: start it without torchrun")
     machine = start(cfg.device, cfg.dtype)

@@ -48,7 +48,7 @@ from configurator import UserError, changes, parse, set_value  # noqa: E402
 from hardware.disk import content_sha256, json_bytes, write_whole  # noqa: E402
 from hardware.machine import stop_signals  # noqa: E402
 from text.dataset import names_and_weights, open_datasets  # noqa: E402
-from training.settings import TrainConfig  # noqa: E402
+from training.settings import TrainConfig, with_data  # noqa: E402
 
 # Settings that lab.py gives to every run.
 GIVEN = {"seed", "init_from", "overwrite", "eval_tokens", "run_name", "out_dir"}
@@ -182,7 +182,7 @@ def varied(shared: TrainConfig, name: str, settings: dict) -> TrainConfig:
         if key in GIVEN:
             raise UserError(f"variant {name!r}: {key}: lab.py gives it to each run")
         set_value(TrainConfig, values, key, value, f"variant {name!r}")
-    return replace(shared, **values)
+    return with_data(replace(shared, **values))
 
 
 def at_length(baseline: str, length: float) -> str:

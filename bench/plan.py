@@ -6,6 +6,9 @@
     # run 20 steps on this machine, and estimate the time of the whole run from them
     python bench/plan.py config/demo.py --trial
 
+Like train.py, it takes the data set that was prepared last, unless --dataset names one. It plans
+without data if --vocab_size is given and --dataset is not, or if nothing is prepared.
+
 Every setting of train.py is accepted too. The answers come from formulas: those in
 training/memory.py, flops_per_token in model.py, and those below. Only --trial and --check run a
 part of the training, and they run it on this machine.
@@ -36,7 +39,7 @@ from hardware.gpus import ECC_IN_MEMORY, Card, find_gpu  # noqa: E402
 from hardware.machine import Machine, pick_dtype, ram  # noqa: E402
 from hardware.peak import DTYPES, device_name, peak_tflops  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
-from text.dataset import DataSet, open_datasets  # noqa: E402
+from text.dataset import DataSet, newest_dataset, open_datasets  # noqa: E402
 from text.windows import open_windows  # noqa: E402
 from training.average import Average  # noqa: E402
 from training.memory import (  # noqa: E402
@@ -49,7 +52,14 @@ from training.memory import (  # noqa: E402
     step_memory,
 )
 from training.optimizer import NEWTON_SCHULZ, make_optimizer  # noqa: E402
-from training.plan import Plan, even_batch, make_plan  # noqa: E402
+from training.plan import (  # noqa: E402
+    Plan,
+    batch_warning,
+    different_tokens,
+    even_batch,
+    make_plan,
+    repetition_warning,
+)
 from training.plots import read_metrics  # noqa: E402
 from training.settings import TrainConfig, model_config, wants_compile  # noqa: E402
 from training.step import take_step  # noqa: E402
@@ -62,7 +72,7 @@ class PlanConfig(TrainConfig):
     nproc: int = 1  # number of devices, with one process for each
     # ---- How much ----
     tokens: float = 0.0  # tokens to train on, instead of max_steps, max_epochs and max_tokens
-    vocab_size: int = 0  # 0: that of `dataset` if it is prepared, else 50257
+    vocab_size: int = 0  # 0: that of the data set, or 50257 if none is prepared
     # ---- What if ----
     zero: Literal[0, 1, 2, 3] = 0  # ZeRO stage; train.py uses DDP, which is stage 0
     checkpointing: bool = False  # activation checkpointing of whole blocks; train.py does none
@@ -573,7 +583,7 @@ def print_model(cfg: PlanConfig, model: GPT, vocab_assumed: bool) -> None:
     shape = f"{c.n_layer} layers x {c.n_embd}, {heads}, d_ff {c.d_ff}"
     shape += f", T = {cfg.block_size}, vocabulary {c.vocab_size:,}"
     if vocab_assumed:
-        shape += f" (assumed: no data set {cfg.data_dir}/{cfg.dataset})"
+        shape += f" (assumed: no data set at {cfg.data_dir}/{cfg.dataset})"
     kinds = f"{n['embedding']:,} in look-ups, {n['matmul']:,} in matrix products"
     section("Model", {"shape": shape, "parameters": f"{n['total']:,}: {kinds}"})
 
@@ -637,18 +647,33 @@ def print_what_if(model: GPT, step: Step, device: Device) -> dict[str, dict]:
 
 
 def print_time(
-    cfg: PlanConfig, model: GPT, device: Device, plan: Plan, work: dict[str, float]
+    cfg: PlanConfig,
+    model: GPT,
+    device: Device,
+    plan: Plan,
+    sets: list[DataSet],
+    work: dict[str, float],
 ) -> dict[str, float]:
     """Print batch, length and FLOPs of the run, and its hours at some shares of the peak."""
     tokens = plan.steps * plan.step_tokens
     micro_step = f"{plan.batch_size} x {cfg.block_size}"
     batch = f"{micro_step} x {plan.accum} accumulation x {cfg.nproc}"
     rows = {"batch": f"{batch} = {plan.step_tokens:,} tokens a step"}
+    indent = f"\n{'':24}"
+    if warning := batch_warning(plan.step_tokens, cfg, cfg.nproc):
+        rows["batch"] += indent + warning
     rows["length"] = f"{plan.steps:,} steps = {tokens:,} tokens"
-    if plan.epoch_tokens:
-        rows["length"] += f" = {tokens / plan.epoch_tokens:.2f} epochs"
-    ratio = tokens / model.num_params()["total"]
-    rows["tokens per parameter"] = f"{ratio:.3g} (Chinchilla's optimum: about 20)"
+    if sets:
+        of = cfg.dataset or f"{sets[0].name}, the data set prepared last"
+        rows["length"] += f" = {tokens / plan.epoch_tokens:.2f} epochs of {of}"
+    if warning := repetition_warning(tokens, plan.step_tokens, cfg, sets):
+        rows["length"] += indent + warning
+    params = model.num_params()["total"]
+    rows["tokens per parameter"] = f"{tokens / params:.3g} (Chinchilla's optimum: about 20)"
+    different = different_tokens(tokens, sets)
+    if sets and different < 0.99 * tokens:
+        ratio = f"{different / params:.3g} different ones, {tokens / params:.3g} with repetitions"
+        rows["tokens per parameter"] = f"{ratio} (Chinchilla's optimum: about 20 different ones)"
     rows["FLOPs"] = f"{work['exact']:.3g} (6 N + 12 L d T a token); {work['6ND']:.3g} by 6 N D"
     done = work["exact"]
     if cfg.checkpointing:
@@ -737,14 +762,15 @@ def prepared(cfg: PlanConfig) -> list[DataSet]:
 
     Raises UserError if a data set is damaged, or if one is missing that the plan needs.
     """
+    needs_data = cfg.trial or not (cfg.tokens or cfg.max_tokens or cfg.max_steps)
+    if cfg.vocab_size and not cfg.dataset and not needs_data:
+        return []  # a plan for other data than what is prepared here
     try:
-        return open_datasets(cfg.dataset, cfg.data_dir)
+        return open_datasets(cfg.dataset or newest_dataset(cfg.data_dir), cfg.data_dir)
     except UserError:
         names = [part.partition(":")[0].strip() for part in cfg.dataset.split(",")]
         there = any((Path(cfg.data_dir) / name / "meta.json").exists() for name in names)
-        other_length = cfg.tokens or cfg.max_tokens or cfg.max_steps
-        by_epochs = cfg.max_epochs and not other_length
-        if there or by_epochs or cfg.trial:
+        if there or needs_data:
             raise
         return []
 
@@ -807,7 +833,7 @@ def main() -> None:
     print_model(cfg, model, vocab_assumed=not sets and not cfg.vocab_size)
     facts |= print_memory(cfg, model, step, device, facts)
     facts["what_if"] = print_what_if(model, step, device)
-    facts["hours"] = print_time(cfg, model, device, plan, facts["flops"])
+    facts["hours"] = print_time(cfg, model, device, plan, sets, facts["flops"])
     if cfg.trial:
         facts["trial"] = print_trial(cfg, model, device, plan, step.compiled)
     if device.tflops and device.bandwidth:

@@ -38,7 +38,7 @@ from training.evaluate import evaluate  # noqa: E402
 from training.huggingface import from_pretrained  # noqa: E402
 from training.plots import read_metrics  # noqa: E402
 from training.runs import newest_checkpoint  # noqa: E402
-from training.settings import TrainConfig  # noqa: E402
+from training.settings import TrainConfig, with_data  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Race:
 
 
 def main() -> None:
-    cfg = parse(RaceConfig, doc=__doc__)
+    cfg = with_data(parse(RaceConfig, doc=__doc__))
     races = []
     for seed in cfg.seeds:
         race = Race(seed)

@@ -2,6 +2,7 @@
 # heads, sequences of 512 tokens. Prepare the data with
 #   python prepare.py --input pretrain.jsonl --name zh --vocab_size 6400
 # 25.8M parameters with this vocabulary. 500M tokens are 20 per parameter.
+# On six GPUs, a step is 21 x 512 tokens x 6 GPUs x 2 micro-steps = 129,024 tokens.
 run_name = "minimind_26m"
 preset = "llama"
 tie_embeddings = True

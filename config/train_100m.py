@@ -1,5 +1,5 @@
 # The run that this project is made for: about 100M parameters on one to eight GPUs.
-#   torchrun --nproc_per_node=6 train.py config/train_100m.py --dataset=NAME
+#   torchrun --nproc_per_node=6 train.py config/train_100m.py
 # 97.5M parameters with a vocabulary of 16,384 tokens, 110M with 32,000.
 # 2G tokens are 20 per parameter.
 # On six GPUs, a step is 8 x 1024 tokens x 6 GPUs x 11 micro-steps = 540,672 tokens. This is the

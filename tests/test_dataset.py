@@ -1,15 +1,19 @@
+import json
+import os
 import random
+import shutil
 from collections import Counter
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tiktoken
-from conftest import call, make_records, train_tiny, write_jsonl
+from conftest import call, forge, make_records, train_tiny, write_jsonl
 
 import prepare
 from configurator import UserError
-from text.dataset import open_datasets
+from text.dataset import newest_dataset, open_datasets
 from text.tokenizer import SAME_BUT_FASTER
 from text.windows import Loader, Windows, train_loader
 from training.plots import read_metrics
@@ -119,6 +123,36 @@ def test_training_on_a_mixture_reads_both_sets_and_reports_each(tiny_data, tmp_p
     sets = open_datasets("tiny:0.75,other:0.25", tiny_data)
     read = Counter(k for k, _ in train_loader(sets, 32, 1337).starts(0, 8 * 8))
     assert read == {0: 48, 1: 16}
+
+
+def test_the_data_set_that_was_prepared_last_is_found_among_all_kinds_of_folders(
+    tiny_data, tmp_path, capsys
+):
+    with pytest.raises(UserError, match="no data set in .*`python prepare.py --input FILE"):
+        newest_dataset(tmp_path)
+
+    def put(name: str, time: int, **changes) -> Path:
+        folder = Path(shutil.copytree(tiny_data / "tiny", tmp_path / name))
+        meta = json.loads((folder / "meta.json").read_text()) | changes
+        forge(folder, "meta.json", json.dumps(meta).encode())
+        os.utime(folder / "meta.json", (time, time))
+        return folder
+
+    put("old", 1000, skipped={"a": 1})
+    put("new", 2000)
+    assert newest_dataset(tmp_path) == "new"
+    put("copy_of_old", 3000, skipped={"a": 1})
+    (put("unfinished", 4000, skipped={"b": 1}) / "meta.json").unlink()
+    put(".hidden.tmp", 5000, skipped={"c": 1})
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "meta.json").write_text("{}")
+    assert newest_dataset(tmp_path) == "new"
+    assert not capsys.readouterr().err
+    os.truncate(put("damaged", 6000, skipped={"d": 1}) / "train.bin", 10)
+    assert newest_dataset(tmp_path) == "new"
+    assert "damaged is passed over: " in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "old")  # now the copy is what there is
+    assert newest_dataset(tmp_path) == "copy_of_old"
 
 
 def test_weights_left_out_follow_the_sizes_and_wrong_ones_are_refused(tiny_data, tmp_path):

@@ -185,6 +185,23 @@ def test_the_plan_says_all_that_one_asks_before_a_run(tmp_path, capsys):
     assert found["roofline"]["loss"]["bound"] == "memory"
 
 
+def test_a_plan_counts_different_tokens_of_the_data_that_would_be_taken(
+    tiny_data, tmp_path, capsys
+):
+    shutil.copytree(tiny_data / "tiny", tmp_path / "mine")
+    options = [option for option in TINY if not option.startswith(("--dataset", "--max_steps"))]
+    options += [f"--data_dir={tmp_path}", "--max_tokens=1e9"]
+    call(plan.main, *options)
+    said = capsys.readouterr().out
+    assert "epochs of mine, the data set prepared last\n" in said
+    assert "warning: mine is read " in said and "different ones, " in said
+    call(plan.main, *options, "--vocab_size=16384")  # a plan for other data
+    said = capsys.readouterr().out
+    assert "mine" not in said and "(Chinchilla's optimum: about 20)\n" in said
+    call(plan.main, *options, "--nproc=6", "--batch_tokens=256", "--device=cpu")
+    assert "tokens a step\n                        warning: 25% fewer" in capsys.readouterr().out
+
+
 def planned(tmp_path, *options: str) -> dict:
     out = tmp_path / "plan.json"
     call(plan.main, "--max_steps=1", "--vocab_size=50257", *options, f"--json={out}")

@@ -5,22 +5,30 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, TINY, call, metrics, torchrun, train_tiny
+from conftest import REPO, TINY, call, forge, metrics, torchrun, train_tiny
 from safetensors.torch import load_file
 
 import train
-from configurator import parse
+from configurator import UserError, parse
 from hardware.disk import damage
 from hardware.machine import Machine
 from model import GPT
 from text.windows import open_windows
 from training.evaluate import write_text
 from training.huggingface import from_pretrained
-from training.plan import lr_at, make_plan
+from training.plan import (
+    batch_warning,
+    different_tokens,
+    lr_at,
+    make_plan,
+    repetition_warning,
+)
 from training.runs import newest_checkpoint
 from training.settings import TrainConfig
 
@@ -90,6 +98,61 @@ def test_a_step_has_the_tokens_asked_or_the_nearest_multiple(world, B, asked, wa
 )
 def test_a_run_ends_at_the_first_of_its_limits(options, steps):
     assert make_plan(config(*options), 1, epoch_tokens=2560).steps == steps
+
+
+# Tokens of a step on 1, 2, 4, 6 and 8 GPUs.
+TOKENS = {
+    "demo": [2048, 2048, 2048, 1536, 2048],  # 8 sequences for 6 GPUs
+    "gpt2_124m": [491_520, 491_520, 524_288, 491_520, 524_288],
+    "minimind_26m": [131_072, 131_072, 131_072, 129_024, 131_072],
+    "shakespeare_char": [1024, 1024, 1024, 1152, 1024],  # 16 sequences for 6 GPUs
+    "train_100m": [524_288, 524_288, 524_288, 540_672, 524_288],
+    "train_1b": [1_048_576, 1_048_576, 1_048_576, 1_081_344, 1_048_576],
+}
+
+
+@pytest.mark.parametrize("path", sorted(REPO.glob("config/*.py")), ids=lambda p: p.stem)
+def test_a_shipped_config_trains_the_same_on_one_to_eight_gpus_or_warns(path):
+    cfg = parse(TrainConfig, [str(path)])
+    worlds = (1, 2, 4, 6, 8)
+    tokens = [make_plan(cfg, world, 10**9).step_tokens for world in worlds]
+    assert tokens == TOKENS[path.stem]
+    for world, actual in zip(worlds, tokens, strict=True):
+        warned = batch_warning(actual, cfg, world)
+        assert bool(warned) == (abs(actual / cfg.batch_tokens - 1) > 0.1)
+        assert not warned or (world == 6 and path.stem in ("demo", "shakespeare_char"))
+
+
+def test_a_warning_of_an_uneven_batch_names_a_batch_that_is_even():
+    cfg = config("--batch_tokens=256")
+    warned = batch_warning(make_plan(cfg, 6, 10_000).step_tokens, cfg, 6)
+    assert "25% fewer than asked" in warned
+    unit = int(re.search("a multiple of ([0-9,]+)", warned)[1].replace(",", ""))
+    even = config(f"--batch_tokens={2 * unit}")
+    assert make_plan(even, 6, 10_000).step_tokens == 2 * unit
+
+
+def test_reading_the_data_more_than_four_times_is_a_warning(tiny_data):
+    sets = train.open_datasets("tiny", tiny_data)
+    size = sets[0].meta["splits"]["train"]["tokens"]
+    step = 256
+
+    def warned(epochs: float, *options: str, sets=sets) -> str:
+        cfg = config(*options)
+        return repetition_warning(int(epochs * size), step, cfg, sets)
+
+    assert not warned(0.1) and not warned(4)
+    at_4 = make_plan(config("--max_epochs=4", "--max_steps=0"), 1, size)
+    assert not warned(at_4.steps * at_4.step_tokens / size)  # who follows the advice is left alone
+    assert "tiny is read 722 times" in warned(722) and "--dropout=0.1" in warned(722)
+    assert "dropout" not in warned(722, "--dropout=0.2")
+    assert not warned(10, "--init_from=models/Qwen3-0.6B-Base")
+    much, little = (
+        replace(sets[0], name=k, weight=Fraction(w, 10)) for k, w in (("a", 9), ("b", 1))
+    )
+    mixed = warned(6, sets=[much, little])
+    assert "a is read 5.4 times" in mixed and "b is read" not in mixed and "smaller share" in mixed
+    assert different_tokens(6 * size, [much, little]) == size + round(0.6 * size)
 
 
 # -- evaluation --
@@ -198,6 +261,68 @@ def test_resume_is_bit_identical_to_never_having_stopped(straight, tiny_data, tm
     for i, moments in whole["optimizer"]["state"].items():
         for k in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(resumed["optimizer"]["state"][i][k], moments[k])
+
+
+def test_a_resumed_run_takes_all_settings_from_its_checkpoint(
+    straight, tiny_data, tmp_path, capsys
+):
+    """No setting is given again: the run even has another name, and is found as the newest one."""
+    shutil.copytree(straight, tmp_path / "renamed")
+    shutil.rmtree(tmp_path / "renamed" / "ckpt" / "step_00000008")
+    call(train.main, f"--out_dir={tmp_path}", "--init_from=resume")
+    said = capsys.readouterr()
+    assert f"the newest run is resumed, {tmp_path / 'renamed'}" in said.err
+    assert "with its settings" in said.out and "changed since" not in said.out
+    assert same(weights(tmp_path / "renamed"), weights(straight))
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert metrics(tmp_path / "renamed", key) == metrics(straight, key)
+    before, after = (
+        json.loads((newest_checkpoint(run / "ckpt") / "train_config.json").read_text())
+        for run in (straight, tmp_path / "renamed")
+    )
+    assert after == before | {"out_dir": str(tmp_path), "run_name": "renamed"}
+
+
+def test_settings_that_are_given_to_a_resumed_run_override_and_are_listed(
+    straight, tmp_path, capsys
+):
+    shutil.copytree(straight, tmp_path / "run")
+    checkpoint = newest_checkpoint(tmp_path / "run" / "ckpt")
+    path = checkpoint / "train_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"use_magic": 3, "overwrite": True}))
+    forge(checkpoint)
+    (tmp_path / "more.py").write_text("max_steps = 10\nlr = 3e-3\n")
+    options = [f"--out_dir={tmp_path}", "--run_name=run", "--init_from=auto", "--seed=7"]
+    call(train.main, str(tmp_path / "more.py"), *options)
+    said = capsys.readouterr()
+    assert "train_config.json: this version has no setting use_magic=3\n" in said.err
+    assert "changed since the checkpoint: seed 1337 -> 7 (the windows come in another" in said.out
+    assert "max_steps 8 -> 10\n" in said.out  # lr is given, but has not changed
+    assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 11))
+    capsys.readouterr()
+    call(train.main, *options[:3])
+    assert "nothing is left to do: the run ends at max_steps=10;" in capsys.readouterr().out
+
+
+def test_without_a_dataset_the_newest_is_named_and_too_many_epochs_are_warned_of(
+    tiny_data, tmp_path, monkeypatch
+):
+    shutil.copytree(tiny_data / "tiny", tmp_path / "data" / "mine")
+    banner = train.banner
+    shown = []
+
+    def note(*args, **kwargs):
+        shown.append(banner(*args, **kwargs))
+        raise UserError("seen enough")
+
+    monkeypatch.setattr(train, "banner", note)
+    options = [option for option in TINY if not option.startswith("--dataset")]
+    options += [f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / 'out'}"]
+    with pytest.raises(UserError, match="seen enough"):
+        call(train.main, *options, "--max_steps=100_000")
+    assert "data: the set prepared last, as no --dataset is given: mine: " in shown[0]
+    assert "dataset=mine" in shown[0] and "warning: mine is read " in shown[0]
+    assert "tokens per parameter, " in shown[0] and " without repetitions" in shown[0]
 
 
 def test_auto_resumes_where_there_is_something_and_starts_where_not(

@@ -254,6 +254,38 @@ class DataSet:
     meta: dict
     weight: Fraction  # its share of the run's windows; all weights add up to 1
 
+    def epochs(self, tokens: int) -> float:
+        """Return how often train.bin is read in a run of `tokens` tokens, of all data sets."""
+        return float(self.weight) * tokens / self.meta["splits"]["train"]["tokens"]
+
+
+def newest_dataset(data_dir: str | Path) -> str:
+    """Return the name of the data set in data_dir that was prepared last.
+
+    The time is that of its meta.json, which prepare.py writes last. A folder without one is not
+    finished, or is none of ours. A copy of a data set is as old as the set, if that is still there.
+    A damaged data set is passed over, with a note. Raises UserError if there is none.
+    """
+    found: dict[bytes, tuple[int, str]] = {}  # content of a meta.json -> its time, and the name
+    for path in Path(data_dir).glob("[!.]*/meta.json"):
+        try:
+            content = path.read_bytes()
+            dated = (path.stat().st_mtime_ns, path.parent.name)
+        except OSError as e:
+            note(f"{path.parent} is passed over: {e.strerror}")
+            continue
+        if b'"format_version"' not in content:
+            continue  # another program wrote it
+        found[content] = min(dated, found.get(content, dated))
+    for _, name in sorted(found.values(), reverse=True):
+        try:
+            open_datasets(name, data_dir)
+            return name
+        except UserError as e:
+            note(f"{Path(data_dir) / name} is passed over: {e}")
+    make = "`python prepare.py --input FILE ...` makes one, and without --input a demo"
+    raise UserError(f"no data set in {data_dir}/: {make}; --data_dir names another folder")
+
 
 def open_datasets(spec: str, data_dir: str | Path) -> list[DataSet]:
     """Open the data sets that `spec` names: `wiki`, `wiki:0.7,code:0.3`, or `wiki,code`.

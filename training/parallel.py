@@ -38,7 +38,8 @@ def fit_batch(
     always = always_held(model, step)
     held = sum(always.values()) - always["weights"]
     while True:
-        B = even_batch(least(limit, machine), cfg, machine.world)
+        limit = least(limit, machine)
+        B = limit if limit == most else even_batch(limit, cfg, machine.world)
         rows = loader.rows(loader.starts(0, B))
         fits_here = has_room(model, rows, machine, compiled, held)
         model.zero_grad(set_to_none=True)

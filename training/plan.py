@@ -7,14 +7,18 @@ import math
 from dataclasses import dataclass
 
 from configurator import UserError
+from text.dataset import DataSet
 from training.settings import TrainConfig
+
+FAR_OFF = 0.1  # a step should not differ from batch_tokens by a larger share than this
+MOST_EPOCHS = 4  # repeated this often, text is worth about as much as new text: arXiv 2305.16264
 
 
 @dataclass(frozen=True)
 class Plan:
     """The sizes that a run trains with."""
 
-    batch_size: int  # B; less than the setting batch_size if a whole step needs fewer sequences
+    batch_size: int  # B; less than the setting batch_size if batch_tokens is then met better
     accum: int  # micro-steps in a step
     # Tokens in a step, of all ranks: the multiple of B x T x world that is nearest to batch_tokens.
     step_tokens: int
@@ -51,8 +55,10 @@ def make_plan(
     T = cfg.block_size
     sequences = max(1, round(cfg.batch_tokens / (T * world)))  # what a step needs from each rank
     B = min(cfg.batch_size, sequences)
-    accum = max(1, round(cfg.batch_tokens / (B * T * world)))
-    step_tokens = accum * B * T * world
+    if off(tokens_of_step(B, cfg, world), cfg) > FAR_OFF:
+        B = even_batch(B, cfg, world)
+    step_tokens = tokens_of_step(B, cfg, world)
+    accum = step_tokens // (B * T * world)
 
     # The run ends at the first of its limits. A limit in tokens is rounded to the nearest step.
     begun_tokens = samples * T
@@ -63,23 +69,73 @@ def make_plan(
     for tokens in (tokens_of_epochs, cfg.max_tokens):
         if tokens:
             limits.append(step + (tokens - begun_tokens + step_tokens // 2) // step_tokens)
-    steps = max(min(limits), step, 1)
+    steps = max(min(limits, default=step), step, 1)
     return Plan(B, accum, step_tokens, epoch_tokens, steps, step, begun_tokens)
 
 
-def even_batch(most: int, cfg: TrainConfig, world: int) -> int:
-    """Return a batch_size of at most `most` and more than half of it, for batch_size=auto.
+def tokens_of_step(B: int, cfg: TrainConfig, world: int) -> int:
+    """Return the tokens of a step of whole micro-steps that come nearest to batch_tokens."""
+    micro_step = B * cfg.block_size * world
+    return max(1, round(cfg.batch_tokens / micro_step)) * micro_step
 
-    It is the one with which a step of whole micro-steps comes nearest to batch_tokens; of several
-    that come equally near, the largest.
+
+def off(step_tokens: int, cfg: TrainConfig) -> float:
+    """Return by which share a step of so many tokens differs from batch_tokens."""
+    return abs(step_tokens / cfg.batch_tokens - 1)
+
+
+def even_batch(most: int, cfg: TrainConfig, world: int) -> int:
+    """Return a batch_size of at most `most` and at least half of it.
+
+    It is the one with which a step comes nearest to batch_tokens; of several that come equally
+    near, the largest.
     """
     sequences = max(1, round(cfg.batch_tokens / (cfg.block_size * world)))  # per rank in a step
     most = max(1, min(most, sequences))
 
-    def distance(B: int) -> int:
-        return abs(B * round(sequences / B) - sequences)
+    def distance(B: int) -> float:
+        return off(tokens_of_step(B, cfg, world), cfg)
 
-    return min(range(most, most // 2, -1), key=distance)  # of equals, min() takes the first
+    # Of equals, min() takes the first.
+    return min(range(most, (most - 1) // 2, -1), key=distance)
+
+
+def batch_warning(step_tokens: int, cfg: TrainConfig, world: int) -> str:
+    """Return a warning if a step has far more or fewer tokens than batch_tokens, else ""."""
+    if off(step_tokens, cfg) <= FAR_OFF:
+        return ""
+    less = "fewer" if step_tokens < cfg.batch_tokens else "more"
+    least = cfg.block_size * world
+    ways = f"set batch_tokens to a multiple of {least:,} (block_size x processes) and fit lr to it"
+    wrong = f"{off(step_tokens, cfg):.0%} {less} than asked"
+    return f"warning: {wrong}: {ways}, or use another number of processes"
+
+
+def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: list[DataSet]) -> str:
+    """Return a warning if a run of `tokens` tokens reads a data set too often, else "".
+
+    A step more than MOST_EPOCHS does not count: a limit is rounded to whole steps. Fine-tuning does
+    not count either: it is meant to read few texts several times.
+    """
+    if cfg.init_from not in ("scratch", "resume", "auto"):
+        return ""
+    often = [data for data in sets if data.epochs(tokens - step_tokens) > MOST_EPOCHS]
+    if not often:
+        return ""
+    times = {data.name: data.epochs(tokens) for data in often}
+    read = " and ".join(f"{k} is read {n:,.{int(n < 10)}f} times" for k, n in times.items())
+    less = f"beyond about {MOST_EPOCHS}, repeated text is worth less and less (arXiv 2305.16264)"
+    ways = [f"prepare more text, or end earlier (--max_epochs={MOST_EPOCHS})"]
+    if len(sets) > 1:
+        ways = ["give it more text, or a smaller share of the mixture"]
+    ways += ["make the model smaller", *["set --dropout=0.1"] * (cfg.dropout == 0)]
+    return f"warning: {read}; {less}: {', or '.join(ways)}"
+
+
+def different_tokens(tokens: int, sets: list[DataSet]) -> int:
+    """Return how many different tokens a run of `tokens` tokens reads; the others are repeated."""
+    there = [(data.meta["splits"]["train"]["tokens"], data.weight) for data in sets]
+    return sum(min(size, round(weight * tokens)) for size, weight in there)
 
 
 def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:

@@ -29,7 +29,7 @@ from text.tokenizer import SentencePiece, Tiktoken
 from text.windows import train_loader
 from training.huggingface import caveat, hf_class
 from training.memory import Step, largest_batch, needed
-from training.plan import Plan
+from training.plan import Plan, batch_warning, different_tokens, repetition_warning
 from training.plots import METRICS_VERSION, plot_loss, read_metrics
 from training.progress import Progress
 from training.runs import newest_checkpoint
@@ -467,10 +467,12 @@ def banner(
     compiled: bool,
     peak_source: str,
     scratch: bool,
+    newest_data: bool,
 ) -> str:
     """Return the lines that describe a run before its first step.
 
     peak_source: the peak that MFU refers to, and its source. scratch: the weights are newly drawn.
+    newest_data: the data set was not named; it is the one that was prepared last.
     """
     c = model.config
     B = plan.batch_size
@@ -480,6 +482,8 @@ def banner(
     tokens = plan.tokens_at(plan.steps)
     epochs = tokens / plan.epoch_tokens
     data = "; ".join(data_text(d, tokens, mixed=len(sets) > 1) for d in sets)
+    if newest_data:
+        data = f"the set prepared last, as no --dataset is given: {data}"
     batch = f"{B} x {T} x {plan.accum} accumulation x {machine.world} processes"
 
     shape = f"{hf_class(c) or 'GPT'}, {c.n_layer} layers x {c.n_embd}, "
@@ -489,6 +493,10 @@ def banner(
     params = model.num_params()
     embeddings = f"{params['embedding'] / params['total']:.0%} of them embeddings"
     size = f"{params['total']:,} trainable, {embeddings}"
+    size += f"; {tokens / params['total']:.2g} tokens per parameter"
+    different = different_tokens(tokens, sets)
+    if different < 0.99 * tokens:
+        size += f", {different / params['total']:.2g} without repetitions"
 
     attention = attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype, c.dropout)
     if kind == "cuda" and attention == "math":
@@ -507,13 +515,17 @@ def banner(
         "batch": f"{cfg.batch_tokens:,} tokens a step asked, {plan.step_tokens:,} actual = {batch}",
         "length": f"{plan.steps:,} optimization steps = {tokens:,} tokens = {epochs:.2f} epochs",
         "model": shape,
-        "parameters": f"{size}; {tokens / params['total']:.2g} tokens per parameter",
+        "parameters": size,
         "compute": f"{model.flops_per_token(T) * tokens:.3g} FLOPs (6 N + 12 L d T a token)",
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
         "attention": attention,
         "memory": f"{memory}; the largest batch_size is {largest_batch(model, step, here):,}",
         "peak": peak_source,
     }
+    if warning := batch_warning(plan.step_tokens, cfg, machine.world):
+        rows["batch"] += f"\n{'':13}{warning}"
+    if warning := repetition_warning(tokens, plan.step_tokens, cfg, sets):
+        rows["length"] += f"\n{'':13}{warning}"
     gpus = torch.cuda.device_count() if kind == "cuda" else 1
     if machine.world == 1 and gpus > 1:
         command = f"torchrun --nproc_per_node={gpus} {' '.join(sys.argv)}"
@@ -529,6 +541,5 @@ def data_text(data: DataSet, tokens: int, mixed: bool) -> str:
     text = f"{data.name}: {train['documents']:,} documents, {train['tokens']:,} tokens"
     if mixed:
         share = float(data.weight)
-        epochs = share * tokens / train["tokens"]
-        text += f", {share:.1%} of the windows = {epochs:.2f} epochs"
+        text += f", {share:.1%} of the windows = {data.epochs(tokens):.2f} epochs"
     return text

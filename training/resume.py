@@ -1,7 +1,8 @@
 """What a run starts from: random weights, a model folder, or the newest checkpoint of its own.
 
-find_origin() decides it. The other functions load that model and raise UserError if the settings or
-the data do not fit it. training/runs.py finds and checks checkpoints on the disk.
+settings_of_run() adds the settings that a resumed run had before. find_origin() decides what it
+starts from. The other functions load that model and raise UserError if the settings or the data do
+not fit it. training/runs.py finds and checks checkpoints on the disk.
 """
 
 import os
@@ -9,18 +10,76 @@ import pickle
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from configurator import UserError
+from configurator import UserError, checked, note, set_value
 from hardware.disk import damage, read_object
 from model import GPT, GPTConfig
 from text.dataset import DataSet, load_tokenizer, tokenizer_id, tokenizer_of_model
 from text.tokenizer import same_ids
 from training.huggingface import from_pretrained
 from training.plots import METRICS_VERSION, read_metrics
-from training.runs import is_run, newest_intact, numbered, others_in, replaced, step_of
+from training.runs import (
+    is_run,
+    newest_intact,
+    newest_run,
+    numbered,
+    others_in,
+    replaced,
+    step_of,
+    whole_checkpoints,
+)
 from training.settings import TrainConfig
+
+
+def settings_of_run(given: dict[str, Any]) -> TrainConfig:
+    """Return the settings of the run that a command line starts or resumes.
+
+    A resumed run has the settings of its newest checkpoint. Those that are given now override them.
+
+    given: the settings of config files and command line, without defaults. Raises UserError for a
+    setting that is out of its range.
+    """
+    asked = TrainConfig(**given)
+    if asked.init_from not in ("resume", "auto"):
+        return checked(TrainConfig, given)
+    # A command that began a run said how long it is. One that does not is none of them repeated,
+    # with run_name left at its default: it means the run that was trained last.
+    names_run = {"run_name", "max_steps", "max_epochs", "max_tokens"} & given.keys()
+    if asked.init_from == "resume" and not names_run:
+        newest = newest_run(Path(asked.out_dir))
+        if newest:
+            note(f"no run_name is given: the newest run is resumed, {newest}")
+            given = given | {"run_name": newest.name}
+    ckpt_dir = Path(asked.out_dir) / given.get("run_name", asked.run_name) / "ckpt"
+    return checked(TrainConfig, earlier_settings(ckpt_dir) | given)
+
+
+def earlier_settings(ckpt_dir: Path) -> dict[str, Any]:
+    """Return the settings of the newest checkpoint in ckpt_dir, or {} if there is none.
+
+    Left out are those that say where the run is and how to start it, and those that this version
+    does not have. Only the hash of the file that is read is compared here: find_origin() compares
+    the others, under the run's lock.
+    """
+    file = "train_config.json"
+    for path in whole_checkpoints(ckpt_dir):
+        if damage(path, [file], required=[file]):
+            continue
+        found = read_object(path / file)
+        values: dict[str, Any] = {}
+        unknown = []
+        for key, value in found.items():
+            if key not in asdict(TrainConfig()):
+                unknown.append(f"{key}={value}")
+            elif key not in ("init_from", "overwrite", "out_dir", "run_name"):
+                set_value(TrainConfig, values, key, value, f"{path / file}")
+        if unknown:
+            note(f"{path / file}: this version has no setting {', '.join(unknown)}")
+        return values
+    return {}
 
 
 @dataclass(frozen=True)
@@ -75,7 +134,10 @@ def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -
     if cfg.init_from == "resume":
         none = f"init_from=resume: there is no checkpoint in {ckpt_dir}"
         before = [f"; those that --overwrite replaced are in {p}" for p in replaced(ckpt_dir)]
-        raise UserError(f"{none}{''.join(before)}; use init_from=scratch")
+        newest = newest_run(Path(cfg.out_dir))
+        named = f"--run_name=NAME, as {newest.name}" if newest else "--run_name=NAME"
+        ways = f"name another run ({named}), or use init_from=scratch"
+        raise UserError(f"{none}{''.join(before)}; {ways}")
     return None
 
 
@@ -250,11 +312,16 @@ def settings_changed(earlier: Earlier, cfg: TrainConfig) -> list[str]:
     """Return `lr 0.001 -> 0.002` for each setting that changed since the checkpoint was written.
 
     Settings of where files lie and of how progress is shown are left out: they do not change what
-    the model learns.
+    the model learns. Settings that are not given again are those of the checkpoint.
     """
     about = "init_from overwrite out_dir data_dir run_name progress log_every wandb wandb_project"
     about += " sample_every sample_prompt"
     left_out = about.split()
     now = {k: v for k, v in asdict(cfg).items() if k not in left_out}
     then = earlier.settings
-    return [f"{k} {then[k]} -> {v}" for k, v in now.items() if then.get(k, v) != v]
+    order = " (the windows come in another order: some are read twice, others never)"
+    return [
+        f"{k} {then[k]} -> {v}{order if k in ('seed', 'dataset') else ''}"
+        for k, v in now.items()
+        if then.get(k, v) != v
+    ]

@@ -5,13 +5,14 @@ comment behind the default (configurator.py).
 """
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from configurator import UserError
+from configurator import UserError, note
 from model import INIT, PRESETS, GPTConfig
+from text.dataset import newest_dataset
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class TrainConfig:
     overwrite: bool = False  # replace an earlier run of this name once the new one has a checkpoint
     seed: int = 1337  # seed of the initial weights, the data order and dropout
     # ---- Data: token files that prepare.py wrote ----
-    dataset: str = "demo"  # data set in data_dir; wiki:0.7,code:0.3 mixes two by shares of windows
+    dataset: str = ""  # in data_dir; wiki:0.7,code:0.3 mixes two; none: the one prepared last
     data_dir: str = "data"  # folder of all data sets
     block_size: int = 1024  # T, tokens in a sequence
     # ---- Model ----
@@ -120,11 +121,21 @@ class TrainConfig:
             wrong.append(f"sample_prompt {self.sample_prompt!r} must be UTF-8")
         if self.init not in INIT:
             wrong.append(f"init={self.init!r} is none of {', '.join(INIT)}")
-        if not (self.max_steps or self.max_epochs or self.max_tokens):
+        has_end = self.max_steps or self.max_epochs or self.max_tokens
+        if not has_end and self.init_from != "resume":  # a resumed run has an end already
             wrong.append("the run has no end: set max_steps, max_epochs or max_tokens")
         if self.wandb and "wandb" not in sys.modules and find_spec("wandb") is None:
             wrong.append("wandb=true needs the package wandb: pip install wandb")
         return wrong
+
+
+def with_data(cfg: TrainConfig) -> TrainConfig:
+    """Return the settings; if they name no data set, with the one that was prepared last."""
+    if cfg.dataset:
+        return cfg
+    name = newest_dataset(cfg.data_dir)
+    note(f"dataset={name} is taken, which was prepared last")
+    return replace(cfg, dataset=name)
 
 
 def model_config(cfg: TrainConfig, vocab_size: int) -> GPTConfig:

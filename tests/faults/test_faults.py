@@ -126,7 +126,7 @@ def test_data_that_changed_under_a_run_is_refused_and_other_settings_are_reporte
     call(train.main, *options(tiny_data, tmp_path, *more))
     said = capsys.readouterr().out
     changed = "batch_size 4 -> 2, max_steps 8 -> 10, lr 0.003 -> 0.001"
-    assert f"settings that changed since the checkpoint was written: {changed}" in said
+    assert f"\nchanged since the checkpoint: {changed}\n" in said
     assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 11))
 
 

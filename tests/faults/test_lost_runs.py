@@ -396,7 +396,7 @@ def test_a_fresh_checkpoint_is_not_pruned_for_damaged_newer_ones(tiny_data, tmp_
     run = train_tiny(tiny_data, tmp_path, "--max_steps=24", "--eval_every=100", "--keep=9")
     for name in ("step_00000020", "step_00000024"):
         (run / "ckpt" / name / "model.safetensors").write_bytes(b"damaged")
-    more = ["--init_from=resume", "--eval_every=100"]
+    more = ["--init_from=resume", "--eval_every=100", "--keep=2"]
     train_tiny(tiny_data, tmp_path, *more, "--save_every=1", "--max_steps=18")
     damaged = ["step_00000020", "step_00000024"]
     kept = ["step_00000016", "step_00000017", "step_00000018"]  # the best one and the newest two

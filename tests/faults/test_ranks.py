@@ -57,6 +57,8 @@ from pathlib import Path
 decide = train.Machine.decide
 def on_node1(machine, work):
     source = decide(machine, work)
+    if not isinstance(source, train.Origin):
+        return source
     return replace(source, path=Path(str(source.path).replace("node0", "node1")))
 if os.environ["RANK"] == "1":
     os.environ["LOCAL_RANK"] = "0"  # the first of its own computer
