@@ -378,6 +378,12 @@ def test_a_resumed_run_keeps_the_batch_size_that_auto_found(tiny_data, tmp_path,
     assert "batch_size=auto: 8, tried out" in said  # although 32 would fit
     assert "batch_size 8 ->" not in said
     assert metrics(run, "loss").keys() == set(range(1, 9))
+    # 7 of 85 sequences: another try would take 5, which divides them.
+    odd = ["--batch_size=7", "--block_size=16", f"--batch_tokens={85 * 16}", "--run_name=odd"]
+    train_tiny(tiny_data, tmp_path, *odd, "--max_steps=1")
+    again = ["--batch_size=auto", "--max_steps=2", "--init_from=resume"]
+    train_tiny(tiny_data, tmp_path, *odd, *again)
+    assert "batch_size=auto: 7, tried out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
