@@ -257,12 +257,14 @@ def last_line(error: Exception, path: str) -> int | str:
     return lines[-1] if lines else "?"
 
 
-def parse(cls: type, argv: list[str] | None = None, doc: str = "") -> Any:
+def parse(cls: type, argv: list[str] | None = None, doc: str = "", positional: str = "") -> Any:
     """Return a `cls` with the settings of the command line `argv` (default: of this process).
 
+    positional: the setting, a list, that takes the arguments which are no options, as in
+    `plot.py out/a out/b`. Without it, such an argument must be a config file.
     --help prints `doc` and the settings, and ends the program. Raises UserError for every mistake.
     """
-    return checked(cls, given(cls, argv, doc))
+    return checked(cls, given(cls, argv, doc, positional))
 
 
 def checked(cls: type, values: dict[str, Any]) -> Any:
@@ -277,7 +279,9 @@ def checked(cls: type, values: dict[str, Any]) -> Any:
     return config
 
 
-def given(cls: type, argv: list[str] | None = None, doc: str = "") -> dict[str, Any]:
+def given(
+    cls: type, argv: list[str] | None = None, doc: str = "", positional: str = ""
+) -> dict[str, Any]:
     """Return {setting: value} of the config files and options of a command line, as in parse().
 
     A setting that has its default value because nobody has given it is not among them.
@@ -303,10 +307,14 @@ def given(cls: type, argv: list[str] | None = None, doc: str = "") -> dict[str, 
             elif not equals:
                 value = take_value(argv, key, kind)
             options.append((key, value))
+        elif positional and not arg.startswith("-"):
+            lists.setdefault(positional, []).append(arg)
+            options.append((positional, lists[positional]))
         elif arg.endswith(".py") and not arg.startswith("-"):
             read_file(cls, arg, values)
         else:
-            expected = "expected config/NAME.py or --key=value; see --help"
+            known = "--key=value" if positional else "config/NAME.py or --key=value"
+            expected = f"expected {known}; see --help"
             raise UserError(f"argument {arg!r}: {expected}")
     for key, value in options:  # after all files, wherever the options stand on the command line
         set_value(cls, values, key, value, f"--{key}")

@@ -70,6 +70,7 @@ from text.encode import Encoder, Part, encode
 from text.folders import STDIN, WORK, claim, fingerprint, remove_scratch, replace_set
 from text.formats import CHUNK, PIECE, Chunk
 from text.hf_tokenizer import hugging_face_files
+from text.landmarks import count_landmarks
 from text.look import (
     describe_set,
     describe_sources,
@@ -86,7 +87,7 @@ from text.replay import run_loader, sample_texts
 from text.settings import PrepareConfig, check_bad, cleaning, foreseen, reader_of, what_is_read
 from text.sources import Source, demo_sources, find_sources
 from text.train_tokenizer import make_tokenizer
-from training.plots import read_metrics
+from training.metrics import read_metrics
 
 # --------------------------------------------------------------------------------------------------
 # Input
@@ -327,6 +328,7 @@ def build(
     meta = describe_set(cfg, info, splits, lengths, tally)
     if few:
         meta["few_documents"] = few
+    meta["landmarks"] = count_landmarks(new, meta)
     meta |= {"sources": describe_sources(cfg, read, passed_by), "settings": settings_of(cfg)}
     write_whole(new / "meta.json", json_bytes(sealed(meta)))
 

@@ -381,8 +381,9 @@ def check_ranks(
     cfg: TrainConfig, machine: Machine, origin: Origin, sets: list[DataSet], progress: Progress
 ) -> None:
     """Raise UserError on all ranks if one of them would train differently from the others."""
-    # Each computer may have its own paths and devices; the other four only concern reports.
+    # Each computer may have its own paths and devices; the other five only concern reports.
     may_differ = "out_dir data_dir init_from device progress wandb wandb_project peak_tflops"
+    may_differ += " tensorboard"
     facts: dict[str, Any] = {k: v for k, v in asdict(cfg).items() if k not in may_differ.split()}
     facts |= {"torch": torch.__version__, "dtype in use": str(machine.dtype)}
     facts |= {"kind of device": machine.device.type, "resuming": origin.resume}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from training.plots import read_metrics
+from training.metrics import read_metrics
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ from training.memory import (  # noqa: E402
     needed,
     step_memory,
 )
+from training.metrics import read_metrics  # noqa: E402
 from training.optimizer import NEWTON_SCHULZ, make_optimizer  # noqa: E402
 from training.plan import (  # noqa: E402
     Plan,
@@ -60,7 +61,6 @@ from training.plan import (  # noqa: E402
     make_plan,
     repetition_warning,
 )
-from training.plots import read_metrics  # noqa: E402
 from training.settings import TrainConfig, model_config, wants_compile  # noqa: E402
 from training.step import take_step  # noqa: E402
 

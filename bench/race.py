@@ -36,7 +36,7 @@ from text.dataset import open_datasets  # noqa: E402
 from text.windows import open_windows  # noqa: E402
 from training.evaluate import evaluate  # noqa: E402
 from training.huggingface import from_pretrained  # noqa: E402
-from training.plots import read_metrics  # noqa: E402
+from training.metrics import read_metrics  # noqa: E402
 from training.runs import newest_checkpoint  # noqa: E402
 from training.settings import TrainConfig, with_data  # noqa: E402
 

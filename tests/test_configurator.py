@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 
+import plot
 import prepare
 import sample
 import train
@@ -68,6 +69,14 @@ class Table:
     rows: dict = dataclasses.field(default_factory=dict)  # who is where
 
 
+def test_arguments_that_are_no_options_can_fill_a_list():
+    argv = ["out/a.py", "--steps=3", "out/b", "--compile=true", "out/c"]
+    want = Config(files=("out/a.py", "out/b", "out/c"), steps=3, compile=True)
+    assert parse(Config, argv, positional="files") == want
+    with pytest.raises(UserError, match="argument 'out/b': expected config/NAME.py"):
+        parse(Config, ["out/b"])
+
+
 def test_a_file_can_give_a_dict_and_the_command_line_cannot(tmp_path):
     (tmp_path / "a.py").write_text("rows = {'x': {'y': 1}}\n")
     assert parse(Table, [str(tmp_path / "a.py")]).rows == {"x": {"y": 1}}
@@ -115,7 +124,7 @@ def test_a_mistake_in_a_config_file_names_the_file(tmp_path, text, message):
 
 
 SCRIPTS = [(train, train.TrainConfig), (prepare, prepare.PrepareConfig)]
-SCRIPTS += [(sample, sample.SampleConfig)]
+SCRIPTS += [(sample, sample.SampleConfig), (plot, plot.PlotConfig)]
 
 
 @pytest.mark.parametrize("module, cls", [*SCRIPTS, (matmul, matmul.MatmulConfig)])

@@ -16,7 +16,7 @@ from configurator import UserError
 from text.dataset import newest_dataset, open_datasets
 from text.tokenizer import SAME_BUT_FASTER
 from text.windows import Loader, Windows, train_loader
-from training.plots import read_metrics
+from training.metrics import read_metrics
 
 # -- tokenizers --
 

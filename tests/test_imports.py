@@ -5,7 +5,7 @@ from pathlib import Path
 
 from conftest import REPO
 
-COMMANDS = {"train", "prepare", "sample"}
+COMMANDS = {"train", "prepare", "sample", "plot"}
 PACKAGES = {"text", "training", "hardware"}
 
 

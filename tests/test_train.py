@@ -425,6 +425,7 @@ def test_fine_tuning_starts_from_the_weights_of_another_run(straight, tiny_data,
     assert weights(run).keys() == weights(straight).keys()
     assert metrics(run, "loss")[1] < metrics(straight, "loss")[1] - 0.5
     assert metrics(run, "loss").keys() == {1, 2, 3, 4}
+    assert metrics(run, "fine_tuned") == {0: str(source)}
 
 
 def test_only_the_newest_checkpoints_and_the_best_are_kept(tiny_data, tmp_path):
@@ -437,6 +438,7 @@ def test_only_the_newest_checkpoints_and_the_best_are_kept(tiny_data, tmp_path):
     assert best < 5 and kept == [best, 5, 6]
 
 
+@pytest.mark.slow
 def test_offline_wandb_gets_the_metrics(tiny_data, tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="needs the package wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -445,10 +447,31 @@ def test_offline_wandb_gets_the_metrics(tiny_data, tmp_path, monkeypatch):
     assert list((run / "wandb").glob("offline-run-*/*.wandb"))
 
 
+def test_tensorboard_gets_the_metrics_and_a_resumed_run_goes_on_there(tiny_data, tmp_path):
+    pytest.importorskip("tensorboard", reason="needs the package tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = train_tiny(tiny_data, tmp_path, "--tensorboard")
+    shutil.rmtree(run / "ckpt" / "step_00000008")  # as if it had been killed after step 4
+    train_tiny(tiny_data, tmp_path, "--tensorboard", "--init_from=resume", "--max_steps=9")
+    shown = EventAccumulator(str(run / "tensorboard")).Reload()
+    points = {event.step: event.value for event in shown.Scalars("loss")}
+    assert [event.step for event in shown.Scalars("loss")] == list(range(1, 10))
+    assert points == pytest.approx(metrics(run, "loss"), rel=1e-6)
+    assert [event.step for event in shown.Scalars("val_loss")] == [4, 8, 9]
+
+
+def test_a_tool_that_is_missing_is_named(tiny_data, tmp_path, refuses, monkeypatch):
+    monkeypatch.setattr("training.settings.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "tensorboard", raising=False)
+    said = refuses(train.main, "--max_steps=1", "--tensorboard")
+    assert said == "error: tensorboard=true needs the package tensorboard: pip install tensorboard"
+
+
 @pytest.mark.slow
 def test_wandb_is_not_imported_unless_asked_for():
     code = "import sys, train, prepare, sample; "
-    code += "assert not {'wandb', 'matplotlib', 'tiktoken'} & set(sys.modules)"
+    code += "assert not {'wandb', 'tensorboard', 'matplotlib', 'tiktoken'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
 
 

@@ -1,6 +1,7 @@
 """What is said of a data set: its meta.json, the report, and messages."""
 
 import importlib.metadata
+import math
 import re
 import sys
 from collections import Counter
@@ -101,6 +102,7 @@ def report(meta: dict, folder: Path) -> str:
         *report_splits(meta["splits"], meta.get("few_documents", 0)),
         *report_records(meta["records"], meta["sources"]),
         *report_lengths(meta["lengths"]),
+        *report_landmarks(meta),
     ]
     return "\n".join(lines)
 
@@ -154,6 +156,23 @@ def report_lengths(lengths: dict) -> list[str]:
         row = f"{int(edge):>9,}  {bar:<20} {share:>8.2%}  {documents:>16.2%} {tokens:>16.2%}"
         lines.append(f"    {row}")
     return lines
+
+
+def report_landmarks(meta: dict) -> list[str]:
+    """Return how well the simplest models predict val. Older data sets have no such counts."""
+    found = meta.get("landmarks")
+    if not found:
+        return []
+    V = meta["vocab_size"]
+    counted = found["bigram_tokens"]
+    some = counted < meta["splits"]["train"]["tokens"] - 1
+    of = f", counted in {counted:,} tokens" if some else ""
+    return [
+        "  loss on val of the simplest models, in nats per token, to compare a GPT with:",
+        f"    {math.log(V):>9.3f}  all tokens are equally likely: ln {V:,}",
+        f"    {found['unigram']:>9.3f}  each token is as frequent as in train",
+        f"    {found['bigram']:>9.3f}  each pair of tokens is as frequent as in train{of}",
+    ]
 
 
 def escaped(found: re.Match) -> str:

@@ -1,4 +1,4 @@
-"""What a run reports: to metrics.jsonl, to the terminal and to wandb.
+"""What a run reports: to metrics.jsonl, to the terminal, to loss.png, to wandb and TensorBoard.
 
 Only rank 0 reports. If the disk is full or wandb fails, there is a warning, and training goes on.
 """
@@ -18,19 +18,22 @@ from pathlib import Path
 import torch
 from torch.amp import GradScaler
 
-from configurator import UserError, changes
+from configurator import changes
 from hardware.disk import Lock, write_whole
 from hardware.kernels import attention_kernel
 from hardware.machine import Machine, capacity
 from model import GPT
 from text.dataset import DataSet
+from text.landmarks import mixed_landmarks
 from text.replay import sample_texts
 from text.tokenizer import SentencePiece, Tiktoken
 from text.windows import train_loader
 from training.huggingface import caveat, hf_class
 from training.memory import Step, largest_batch, needed
+from training.metrics import METRICS_VERSION, read_metrics
+from training.normal import Watch
 from training.plan import Plan, batch_warning, different_tokens, repetition_warning
-from training.plots import METRICS_VERSION, plot_loss, read_metrics
+from training.plots import plot_loss
 from training.progress import Progress
 from training.runs import newest_checkpoint
 from training.settings import TrainConfig
@@ -84,8 +87,47 @@ class Clock:
         self.data += time.perf_counter() - before
 
 
+class Picture:
+    """Draws loss.png while the run goes on.
+
+    A thread draws, because that takes about a second, and with several ranks all would wait. It
+    draws at most a fiftieth of the time, and no error in it stops the training.
+    """
+
+    pause = 20  # seconds from one picture to the next, at least
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.thread = threading.Thread()  # of the latest drawing
+        self.earliest = time.monotonic() + self.pause  # when the next drawing may begin
+
+    def draw(self) -> None:
+        """Begin to draw, unless the last picture is too new. Return at once."""
+        if not self.thread.is_alive() and time.monotonic() >= self.earliest:
+            self.thread = threading.Thread(target=self.drawn)
+            self.thread.start()
+
+    def finish(self) -> str:
+        """Draw the last picture. Return where it is, or why there is none."""
+        if self.thread.is_alive():
+            self.thread.join()
+        return self.drawn()
+
+    def drawn(self) -> str:
+        begun = time.monotonic()
+        try:
+            return f"loss plot: {plot_loss([self.folder], self.folder / 'loss.png')}"
+        except ImportError:
+            return "no loss plot: pip install matplotlib"
+        except Exception as e:  # a full disk, a line that somebody edited, an error in matplotlib
+            return f"no loss plot: {' '.join(str(e).split())}"
+        finally:
+            now = time.monotonic()
+            self.earliest = now + max(self.pause, 50 * (now - begun))
+
+
 class Metrics:
-    """Reports the events of a run: first to metrics.jsonl, then to the terminal, then to wandb.
+    """Reports the events of a run: first to metrics.jsonl, then to the terminal, then elsewhere.
 
     metrics.jsonl comes first because it is the authoritative record of the run.
     """
@@ -112,10 +154,14 @@ class Metrics:
         shown = cfg.progress == "bar" or (cfg.progress == "auto" and in_a_terminal())
         self.bar = ProgressBar(not (shown and machine.is_main), plan.steps, progress.step)
         self.wandb = None
+        self.tensorboard = None
         self.wandb_id = progress.wandb_id  # names the run at wandb, so that a resume continues it
         if not machine.is_main:
             return
-        write_whole(self.path, b"".join(map(line_of, self.first_records())))
+        records = self.first_records()
+        write_whole(self.path, b"".join(map(line_of, records)))
+        self.watch = Watch(mixed_landmarks(sets), records)
+        self.picture = Picture(folder)
         self.file = os.open(self.path, os.O_RDWR | os.O_APPEND)
         self.unwritten = b""  # lines that a full disk did not take
         self.one_at_a_time = threading.Lock()  # the loop writes lines, and the thread that saves
@@ -123,6 +169,8 @@ class Metrics:
         self.loader = train_loader(sets, cfg.block_size, cfg.seed)
         if cfg.wandb:
             self.open_wandb(folder)
+        if cfg.tensorboard:
+            self.open_tensorboard(folder)
 
     def first_records(self) -> list[dict]:
         """Return the records that metrics.jsonl has when this process starts to train.
@@ -145,10 +193,17 @@ class Metrics:
             "step_samples": self.plan.step_tokens // cfg.block_size,
             "steps": self.plan.steps,
             "data": {data.name: data.meta["splits"]["train"]["sha256"] for data in self.sets},
+            "landmarks": mixed_landmarks(self.sets),
         }
         if any(last.get(key) != value for key, value in now.items()):
             place = {"step": step, "first_sample": self.progress.samples}
-            records.append(place | {"format_version": METRICS_VERSION} | now)
+            # A model that is fine-tuned has another curve than a new one: see training/normal.py.
+            begun = place | {"format_version": METRICS_VERSION} | now
+            if step == 0 and cfg.init_from not in ("scratch", "auto"):
+                begun["fine_tuned"] = cfg.init_from
+            elif "fine_tuned" in last:
+                begun["fine_tuned"] = last["fine_tuned"]
+            records.append(begun)
         return records
 
     def check_earlier(self, records: list[dict], log_every: int) -> None:
@@ -168,7 +223,7 @@ class Metrics:
 
     def open_wandb(self, folder: Path) -> None:
         """Start the run at wandb, or continue the one that an earlier process has started."""
-        with self.wandb_may_fail():
+        with self.may_fail("wandb"):
             import wandb
 
             options = dict(project=self.cfg.wandb_project, name=self.cfg.run_name, dir=folder)
@@ -177,15 +232,24 @@ class Metrics:
             self.wandb = wandb.init(config=asdict(self.cfg), **options)
             self.wandb_id = self.wandb.id
 
+    def open_tensorboard(self, folder: Path) -> None:
+        """Write to out/RUN/tensorboard. A resumed run goes on there, from its own step."""
+        with self.may_fail("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+
+            # From purge_step on, TensorBoard no longer shows what earlier processes have written.
+            begin = self.progress.step + 1
+            self.tensorboard = SummaryWriter(folder / "tensorboard", purge_step=begin)
+
     @contextmanager
-    def wandb_may_fail(self):
-        """Turn any error of wandb (no login, no network) into a warning, and stop using wandb."""
+    def may_fail(self, tool: str):
+        """Turn any error of wandb or tensorboard into a warning, and stop using it."""
         try:
             yield
         except Exception as e:
-            self.wandb = None
+            setattr(self, tool, None)
             reason = " ".join(str(e).split())[:200]
-            self.machine.say(f"warning: wandb failed; going on without it ({reason})")
+            self.machine.say(f"warning: {tool} failed; going on without it ({reason})")
 
     def move_bar(self, clock: Clock) -> None:
         """Show the last step in the progress bar, with the speed since the last log line.
@@ -240,6 +304,10 @@ class Metrics:
             "eta_s": (plan.steps - done) * seconds / steps,
         }
         self.write(record, step_line(record))
+        warmup = self.cfg.warmup_steps or self.cfg.warmup_ratio * plan.steps
+        patience = max(100, 0.05 * plan.steps, 2 * warmup)
+        if self.machine.is_main and (said := self.watch.look(self.progress.losses, done, patience)):
+            self.write(*said)
         clock.restart(done)
 
     def log_eval(
@@ -282,6 +350,8 @@ class Metrics:
                 for data, of_set in zip(self.sets, averaged, strict=True):
                     record[f"val_loss_average/{data.name}"] = of_set
         self.write(record, line)
+        if self.machine.is_main:
+            self.picture.draw()
         return loss
 
     def weighted(self, losses: list[float]) -> float:
@@ -351,10 +421,15 @@ class Metrics:
         self.append(record)
         line = fitted(f"step {record['step']}/{self.plan.steps} | {line}", columns())
         self.machine.say(f"{line}\n{block}" if block else line)
+        values = {name: value for name, value in record.items() if name != "step"}
         if self.wandb is not None:
-            values = {name: value for name, value in record.items() if name != "step"}
-            with self.wandb_may_fail():
+            with self.may_fail("wandb"):
                 self.wandb.log(values, step=record["step"])
+        if self.tensorboard is not None:
+            with self.may_fail("tensorboard"):
+                for name, value in values.items():
+                    if isinstance(value, int | float):
+                        self.tensorboard.add_scalar(name, value, record["step"])
 
     def append(self, record: dict) -> None:
         """Append a line to metrics.jsonl. If the disk is full, keep it in memory for later."""
@@ -390,20 +465,18 @@ class Metrics:
     def close(self) -> None:
         """End the reports: draw the loss, and say where the newest checkpoint is."""
         if self.wandb is not None:
-            with self.wandb_may_fail():
+            with self.may_fail("wandb"):
                 self.wandb.finish()
+        if self.tensorboard is not None:
+            with self.may_fail("tensorboard"):
+                self.tensorboard.close()
         if not self.machine.is_main:
             return
         if self.unwritten:
             lines = self.unwritten.count(b"\n")
             print(f"warning: {self.path}: the last {lines} lines could not be written")
         os.close(self.file)
-        try:
-            print(f"loss plot: {plot_loss([self.path.parent])}")
-        except ImportError:
-            print("no loss plot: pip install matplotlib")
-        except (OSError, UserError, ValueError) as e:  # a full disk, or a line that somebody edited
-            print(f"no loss plot: {e}")
+        print(self.picture.finish())
         print(f"checkpoint: {newest_checkpoint(self.path.parent / 'ckpt')}")
 
 

@@ -20,7 +20,7 @@ from model import GPT, GPTConfig
 from text.dataset import DataSet, load_tokenizer, tokenizer_id, tokenizer_of_model
 from text.tokenizer import same_ids
 from training.huggingface import from_pretrained
-from training.plots import METRICS_VERSION, read_metrics
+from training.metrics import METRICS_VERSION, read_metrics
 from training.runs import (
     is_run,
     newest_intact,
@@ -315,7 +315,7 @@ def settings_changed(earlier: Earlier, cfg: TrainConfig) -> list[str]:
     the model learns. Settings that are not given again are those of the checkpoint.
     """
     about = "init_from overwrite out_dir data_dir run_name progress log_every wandb wandb_project"
-    about += " sample_every sample_prompt"
+    about += " tensorboard sample_every sample_prompt"
     left_out = about.split()
     now = {k: v for k, v in asdict(cfg).items() if k not in left_out}
     then = earlier.settings

@@ -16,7 +16,7 @@ from configurator import UserError, note
 from hardware.disk import MANIFEST, Lock, damage, remove_only, set_aside
 from text.hf_tokenizer import HF_FILES
 from text.tokenizer import SentencePiece, Tiktoken
-from training.plots import read_metrics
+from training.metrics import read_metrics
 
 # The files of a checkpoint that this program writes, and may delete.
 OURS = {"model.safetensors", "config.json", "train_state.pt", "train_config.json", "meta.json"}
@@ -165,13 +165,13 @@ def is_run(folder: Path) -> bool:
 
 
 def others_in(folder: Path) -> list[str]:
-    """Return, sorted, what is in a folder beside metrics.jsonl, ckpt, wandb and our replaced-N.
+    """Return, sorted, what is in a folder that is not of a run.
 
     If there is anything, find_origin() refuses the folder, unless it is a run already. For
     metrics.jsonl, find_origin() has a check of its own.
     """
     inside = set(os.listdir(folder)) if folder.is_dir() else set()
-    ours = {"metrics.jsonl", ".metrics.jsonl.tmp", "ckpt", "wandb"}
+    ours = {"metrics.jsonl", ".metrics.jsonl.tmp", "ckpt", "wandb", "tensorboard"}
     ours |= {path.name for path in replaced(folder)}
     if replaced(folder / "average"):  # else it may be somebody's, or all that is left of a run
         ours.add("average")

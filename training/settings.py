@@ -90,6 +90,7 @@ class TrainConfig:
     progress: Literal["auto", "bar", "line"] = "auto"  # auto: on a terminal, a bar below the log
     peak_tflops: float = 0.0  # of one device, for MFU; 0: datasheet, or on a CPU a measured product
     wandb: bool = False  # send the metrics to Weights & Biases too (WANDB_MODE=offline works)
+    tensorboard: bool = False  # write the metrics for TensorBoard too, to out/RUN/tensorboard
     wandb_project: str = "gpt"  # project name at Weights & Biases
 
     def problems(self) -> list[str]:
@@ -124,8 +125,9 @@ class TrainConfig:
         has_end = self.max_steps or self.max_epochs or self.max_tokens
         if not has_end and self.init_from != "resume":  # a resumed run has an end already
             wrong.append("the run has no end: set max_steps, max_epochs or max_tokens")
-        if self.wandb and "wandb" not in sys.modules and find_spec("wandb") is None:
-            wrong.append("wandb=true needs the package wandb: pip install wandb")
+        for tool in ("wandb", "tensorboard"):
+            if getattr(self, tool) and tool not in sys.modules and find_spec(tool) is None:
+                wrong.append(f"{tool}=true needs the package {tool}: pip install {tool}")
         return wrong
 
 

@@ -51,7 +51,7 @@ import prepare  # noqa: E402
 import sample  # noqa: E402
 import train  # noqa: E402
 from configurator import parse, run  # noqa: E402
-from training.plots import read_metrics  # noqa: E402
+from training.metrics import read_metrics  # noqa: E402
 
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     # This process runs under nohup. The processes started here would ignore SIGHUP, too, because

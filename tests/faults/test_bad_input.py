@@ -15,10 +15,10 @@ import bench.compare
 import bench.lab
 import bench.matmul
 import bench.plan
-import bench.plot_loss
 import bench.prepare
 import bench.roof
 import bench.sweep
+import plot
 import prepare
 import sample
 import train
@@ -41,6 +41,8 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     shutil.copytree(root / "out", root / "log")
     (root / "log" / "run" / "metrics.jsonl").write_text('{"step": 1, "lo\n{"step": 2}\n')
     write_jsonl(root / "corpus.jsonl", make_records(50))
+    (root / "begun" / "run").mkdir(parents=True)
+    (root / "begun" / "run" / "metrics.jsonl").write_text('{"step": 0, "settings": {}}\n')
     (root / "syntax.py").write_text("n_layer = 2\nn_head = (\n")
     (root / "crash.py").write_text("n_layer = 2\nn_head = 1 / 0\n")
     (root / "unknown.py").write_text("n_layers = 2\n")
@@ -52,7 +54,7 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     (root / "a_file").write_text("in the way")
     (root / "mine" / "run").mkdir(parents=True)
     (root / "mine" / "run" / "thesis.tex").write_text("precious")
-    names = {name: root / name for name in ("data", "out", "mine", "log")}
+    names = {name: root / name for name in ("data", "out", "mine", "log", "begun")}
     names |= {"root": root, "ckpt": ckpt, "corpus": root / "corpus.jsonl"}
     return names | {"inits": REPO / "bench" / "questions" / "inits.py"}
 
@@ -234,10 +236,14 @@ PREPARE = {
     "--inspect {data}/tiny --step=3": "--step needs the folder of a run",
     "--inspect {data}/large": "token 77 has id 400",
 }
-PLOT_LOSS = {
-    "": "name at least one run: --runs out/demo",
-    "--runs {mine}/run": "no metrics.jsonl there",
-    "--runs {log}/run": "metrics.jsonl:1: damaged; delete this line",
+PLOT = {
+    "": "no run under out/: train one first",
+    "{mine}/run": "no metrics.jsonl there: name the folder of a run",
+    "{log}/run {out}/run": "metrics.jsonl:1: damaged; delete this line",
+    "{begun}/run": "metrics.jsonl: no loss in it yet",
+    "{out}/run --png=loss.gif": "png='loss.gif' must end in .png, .pdf or .svg",
+    "{out}/run --x=epochs": "x='epochs' is not accepted; it takes steps|tokens|time",
+    "{out}/run -x": "argument '-x': expected --key=value",
 }
 MATMUL = {
     "--device=banana": "device=banana: not usable here",
@@ -309,7 +315,7 @@ PLAN = {
 }
 TABLES = [(train, TRAIN), (sample, SAMPLE), (prepare, PREPARE), (bench.prepare, BENCH_PREPARE)]
 TABLES += [(bench.plan, PLAN), (bench.sweep, SWEEP), (bench.roof, ROOF), (bench.compare, COMPARE)]
-TABLES += [(bench.matmul, MATMUL), (bench.plot_loss, PLOT_LOSS), (bench.lab, LAB)]
+TABLES += [(bench.matmul, MATMUL), (plot, PLOT), (bench.lab, LAB)]
 TABLE = [(script, *row) for script, rows in TABLES for row in rows.items()]
 IDS = [f"{script.__name__} {line}" for script, line, _ in TABLE]
 

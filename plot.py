@@ -1,0 +1,78 @@
+"""Draw the loss curves of runs: one, or several to compare.
+
+    python plot.py                                    # the newest run under out/
+    python plot.py out/a out/b                        # two runs in one picture
+    python plot.py 'out/lr_*' --x tokens --y bits_per_byte --png lr.png
+
+Each run has one colour. The points are the training loss of single steps, the line through them is
+smoothed. Markers are evaluations, a star is the lowest validation loss, whose checkpoint is kept.
+The first steps may leave the picture at the top. The learning rate is below. Grey lines are the
+losses of the simplest models of the data, and a grey band shows what runs of the same config and
+data came to (docs/results.md, "What a normal loss is").
+"""
+
+import glob
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from configurator import UserError, note, parse, run
+from training.plots import plot_loss
+
+
+@dataclass(frozen=True)
+class PlotConfig:
+    runs: tuple[str, ...] = ()  # folders of runs, also as a pattern; default: the newest run
+    out_dir: str = "out"  # where the newest run is looked for
+    x: Literal["steps", "tokens", "time"] = "steps"  # time: of the steps alone, without pauses
+    y: Literal["loss", "bits_per_byte"] = "loss"  # bits_per_byte: comparable across tokenizers
+    png: str = ""  # picture to write, or a .pdf or .svg; default: loss.png in the run's folder
+
+    def problems(self) -> list[str]:
+        if self.png and Path(self.png).suffix not in (".png", ".pdf", ".svg"):
+            return [f"png={self.png!r} must end in .png, .pdf or .svg"]
+        return []
+
+
+def main() -> None:
+    cfg = parse(PlotConfig, doc=__doc__, positional="runs")
+    folders = find_runs(cfg)
+    if cfg.png:
+        png = Path(cfg.png)
+    elif len(folders) == 1:
+        png = folders[0] / "loss.png"
+    else:
+        png = folders[0].parent / "comparison.png"
+    try:
+        print(plot_loss(folders, png, cfg.x, cfg.y))
+    except ImportError as e:
+        raise UserError(f"{e}: pip install matplotlib") from None
+
+
+def find_runs(cfg: PlotConfig) -> list[Path]:
+    """Return the folders to draw. Raises UserError if there is none.
+
+    A folder among others that holds no run is left out, so that out/* names all runs.
+    """
+    if not cfg.runs:
+        logs = list(Path(cfg.out_dir).glob("*/metrics.jsonl"))
+        if not logs:
+            train = "train one first (python train.py config/demo.py)"
+            raise UserError(f"no run under {cfg.out_dir}/: {train}, or name the folder of one")
+        return [max(logs, key=lambda path: path.stat().st_mtime).parent]
+    found = []
+    for name in cfg.runs:
+        found += [name] if Path(name).exists() else sorted(glob.glob(name)) or [name]
+    folders = [Path(name) for name in dict.fromkeys(found)]
+    runs = [folder for folder in folders if (folder / "metrics.jsonl").exists()]
+    for folder in folders:
+        if folder not in runs:
+            missing = f"{folder}: no metrics.jsonl there"
+            if not runs:
+                raise UserError(f"{missing}: name the folder of a run, as out/demo")
+            note(f"{missing}: it is left out")
+    return runs
+
+
+if __name__ == "__main__":
+    run(main)

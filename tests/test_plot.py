@@ -1,0 +1,171 @@
+"""plot.py and loss.png: what is drawn. The figures are read before they become pixels."""
+
+import json
+import math
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import call, metrics, train_tiny
+
+import plot
+from configurator import parse
+from training import normal, plots, report
+from training.metrics import read_metrics
+from training.plots import differences, limits, read_run, smoothed
+from training.settings import TrainConfig
+
+SETTINGS = dict(run_name="a", dataset="web", n_layer=12, lr=6e-4, seed=1, block_size=64)
+
+
+def write_run(folder: Path, losses: dict[int, float], *more: dict, **settings) -> Path:
+    """Write a metrics.jsonl: steps of 100 tokens and 2 s each; every 100th is evaluated."""
+    begun = dict(step=0, settings=SETTINGS | settings, data={"web": "0f"}, steps=1000)
+    records = [begun | {"step_samples": 8, "landmarks": {"uniform": 9.0, "unigram": 7.0}}, *more]
+    for step, loss in losses.items():
+        about = dict(lr=1e-3, tokens=100 * step, step_ms=2000.0)
+        records.append(dict(step=step, loss=loss) | about)
+        if step % 100 == 0:
+            bits = loss / math.log(2) / 4
+            records.append(dict(step=step, val_loss=loss, val_bits_per_byte=bits))
+    folder.mkdir(parents=True)
+    lines = [json.dumps(record) + "\n" for record in sorted(records, key=lambda r: r["step"])]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return folder
+
+
+def falling(last: float = 3.0) -> dict[int, float]:
+    return {step: last + 6 * math.exp(-step / 40) for step in range(10, 1001, 10)}
+
+
+@pytest.mark.parametrize("options", [[], ["--x=tokens", "--y=bits_per_byte"], ["--x=time"]])
+def test_every_kind_of_run_is_drawn(tmp_path, capsys, options):
+    """Also one with NaN, one with a single evaluation, and one whose name is no ASCII."""
+    damaged = [dict(step=55, bad_step="loss nan"), dict(step=100, val_loss=math.nan)]
+    write_run(tmp_path / "plain", falling())
+    write_run(tmp_path / "nan", falling() | {50: math.nan}, *damaged)
+    write_run(tmp_path / "one", {100: 4.0}, lr=1e-3)
+    write_run(tmp_path / "中文 $x^2", falling(2.5))
+    call(plot.main, tmp_path / "one", f"--png={tmp_path}/p.png", *options)
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "other").mkdir()
+    call(plot.main, f"{tmp_path}/*", f"--png={tmp_path}/p.svg", *options)
+    assert "<svg" in (tmp_path / "p.svg").read_text()
+    assert "other: no metrics.jsonl there: it is left out" in capsys.readouterr().err
+
+
+def test_without_a_name_the_newest_run_is_drawn(tmp_path, capsys):
+    write_run(tmp_path / "old", falling())
+    write_run(tmp_path / "new", falling())
+    os.utime(tmp_path / "old" / "metrics.jsonl", (1, 1))
+    call(plot.main, f"--out_dir={tmp_path}")
+    assert capsys.readouterr().out.strip() == f"{tmp_path}/new/loss.png"
+
+
+def test_the_first_steps_and_a_spike_do_not_flatten_the_rest(tmp_path):
+    losses = falling()
+    low, high = limits([read_run(write_run(tmp_path / "a", losses), "steps", "loss")])
+    assert 2.5 < low < 3 and 3.5 < high < 6
+    losses[510] = 1e4
+    again = limits([read_run(write_run(tmp_path / "b", losses), "steps", "loss")])
+    assert again[0] == pytest.approx(low, abs=0.5)
+
+
+def test_smoothing_keeps_a_line_and_takes_out_noise():
+    line = np.linspace(9, 3, 400)
+    assert np.allclose(smoothed(line)[:390], line[:390])
+    noise = np.random.default_rng(0).normal(size=10_000)
+    assert smoothed(noise)[1000:].std() < 0.2
+
+
+def test_time_is_that_of_the_steps_and_units_are_those_of_the_records(tmp_path):
+    folder = write_run(tmp_path / "a", falling())
+    steps = np.array([10.0, 500.0, 1000.0])
+    assert read_run(folder, "time", "loss").places(steps).tolist() == [20, 1000, 2000]
+    assert read_run(folder, "tokens", "loss").places(steps).tolist() == [1000, 50_000, 100_000]
+    in_bits = read_run(folder, "steps", "bits_per_byte").curve("val_loss")[1]
+    assert in_bits == pytest.approx(list(metrics(folder, "val_bits_per_byte").values()))
+
+
+def test_the_legend_says_how_the_configs_differ(tmp_path):
+    runs = [write_run(tmp_path / "a", falling()), write_run(tmp_path / "b", falling(), lr=1e-3)]
+    found = [read_run(folder, "steps", "loss") for folder in runs]
+    assert differences(found) == {"lr": ["0.0006", "0.001"]}
+    assert plots.title(found) == "2 runs that differ in lr"
+    assert plots.descriptions(found)[1] == "b (lr=0.001): validation loss 3.0000 at step 1,000"
+
+
+# -- recorded curves --
+
+
+def test_a_recorded_curve_belongs_to_runs_of_its_settings_and_data(tmp_path, monkeypatch):
+    begun = read_metrics(write_run(tmp_path / "a", falling()) / "metrics.jsonl")[0]
+    monkeypatch.setattr(normal, "CURVES", tmp_path)
+    curve = {"essence": normal.essence(begun), "seeds": [1, 2, 3]}
+    for key in ("loss", "val_loss"):
+        curve[key] = {"steps": [100, 1000], "mean": [4.0, 3.0], "std": [0.1, 0.1]}
+    (tmp_path / "web.json").write_text(json.dumps(curve))
+
+    def with_settings(**settings) -> dict:
+        return begun | {"settings": begun["settings"] | settings}
+
+    assert normal.recorded_curve(begun) == curve
+    assert normal.recorded_curve(with_settings(seed=7, run_name="b", log_every=1)) == curve
+    assert normal.recorded_curve(with_settings(weight_decay=0.1)) == curve  # that is its default
+    others = [with_settings(lr=1e-3), with_settings(weight_decay=0.2), begun | {"steps": 999}]
+    others += [begun | {"data": {"web": "1e"}}, begun | {"fine_tuned": "gpt2"}]
+    assert [normal.recorded_curve(other) for other in others] == [None] * 5
+
+    call(plot.main, tmp_path / "a", "--x=tokens")
+    (tmp_path / "web.json").write_text("{")
+    assert normal.recorded_curve(begun) is None
+
+
+def test_every_shipped_curve_is_that_of_its_config():
+    shipped = list(normal.CURVES.glob("*.json"))
+    assert shipped
+    for path in shipped:
+        curve = json.loads(path.read_text())
+        cfg = parse(TrainConfig, [str(normal.CURVES.parent / f"{path.stem}.py")])
+        settings = {k: v for k, v in vars(cfg).items() if k not in normal.ASIDE}
+        assert normal.same_settings(settings, curve["essence"]["settings"]), path
+        assert len(curve["seeds"]) >= 3 and curve["essence"]["steps"] == cfg.max_steps
+        for key in ("loss", "val_loss"):
+            assert len({len(curve[key][k]) for k in ("steps", "mean", "std")}) == 1
+            assert min(curve[key]["std"]) > 0 and curve[key]["steps"][-1] == cfg.max_steps
+
+
+# -- loss.png while a run goes on --
+
+
+def test_the_picture_is_drawn_as_the_run_goes_on_and_the_loop_does_not_wait(
+    tiny_data, tmp_path, monkeypatch
+):
+    drawn = []
+
+    def draw(folders: list[Path], png: Path) -> Path:
+        is_main = threading.current_thread() is threading.main_thread()
+        drawn.append((is_main, len(metrics(folders[0], "val_loss"))))
+        return plots.plot_loss(folders, png)
+
+    monkeypatch.setattr(report, "plot_loss", draw)
+    monkeypatch.setattr(report.Picture, "pause", 0)
+    run = train_tiny(tiny_data, tmp_path)
+    assert drawn[0][0] is False and drawn[-1] == (True, 2)
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(run.glob(".*"))
+
+
+def test_an_error_in_the_picture_does_not_stop_the_training(
+    tiny_data, tmp_path, monkeypatch, capsys
+):
+    def fail(folders: list[Path], png: Path) -> Path:
+        raise RuntimeError("a font\nis broken")
+
+    monkeypatch.setattr(report, "plot_loss", fail)
+    monkeypatch.setattr(report.Picture, "pause", 0)
+    run = train_tiny(tiny_data, tmp_path)
+    assert metrics(run, "loss").keys() == set(range(1, 9))
+    assert "no loss plot: a font is broken\n" in capsys.readouterr().out

@@ -1,0 +1,33 @@
+"""metrics.jsonl, the record of a run: one JSON object a line, each with the step it is about."""
+
+import json
+from pathlib import Path
+
+from configurator import UserError
+from hardware.disk import only_plain
+
+METRICS_VERSION = 2  # format of metrics.jsonl; format 1 had no records of saved checkpoints
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """Return the records of a metrics.jsonl, or [] if there is no file.
+
+    If the last line is incomplete, because the process was killed while writing it, it is left out.
+    Raises UserError for any other line that is not a record, and OSError if the path is not a file.
+    """
+    if not path.exists():
+        return []
+    only_plain(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or type(record["step"]) is not int:
+                raise ValueError
+            records.append(record)
+        except (ValueError, KeyError, RecursionError):
+            if number < len(lines) or line.endswith(b"\n"):
+                delete = "delete this line, then the rest can be read"
+                raise UserError(f"{path}:{number}: damaged; {delete}") from None
+    return records
