@@ -74,7 +74,8 @@ CURVES = Path(__file__).resolve().parents[1] / "config" / "curves"
 # hash of train.bin for the name of the data set. Another seed is what the band is for.
 ASIDE = """run_name out_dir data_dir dataset init_from overwrite seed batch_size batch_tokens
     max_steps max_epochs max_tokens max_bad_steps average eval_every save_every keep device dtype
-    compile log_every sample_every progress peak_tflops wandb wandb_project tensorboard""".split()
+    compile log_every eval_train sample_every sample_prompt progress peak_tflops wandb
+    wandb_project tensorboard""".split()
 
 
 def essence(begun: dict[str, Any]) -> dict[str, Any]:

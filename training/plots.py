@@ -135,9 +135,10 @@ def differences(runs: list[Run]) -> dict[str, list[str]]:
     Names, places and reports are left out.
     """
     aside = "run_name out_dir data_dir init_from overwrite progress log_every wandb wandb_project"
+    aside += " tensorboard peak_tflops eval_train sample_every sample_prompt"
     names = dict.fromkeys(name for run in runs for name in run.settings)
     found = {}
-    for name in names.keys() - {*aside.split(), "tensorboard", "peak_tflops"}:
+    for name in names.keys() - {*aside.split()}:
         values = [run.settings.get(name, "?") for run in runs]
         if any(value != values[0] for value in values):
             found[name] = [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
