@@ -4,10 +4,17 @@ PYTHON ?= python3
 
 .PHONY: demo check lint format quick test soak clean
 
+# Functions that nobody has written yet: the model documents them all the same.
+PROMPTS = "is_happy: Return True if" "wait_for_rain: Wait" "remember: Store" "sing: Return"
+
 demo: .venv/demo
 	.venv/bin/python prepare.py
 	.venv/bin/python train.py config/demo.py --overwrite
-	.venv/bin/python sample.py --num_samples 3
+	@echo
+	.venv/bin/python sample.py --prompt $(PROMPTS)
+	@echo
+	@echo "The curves of the loss are in out/demo/loss.png. For prompts of your own:"
+	@echo "    .venv/bin/python sample.py --interactive"
 
 check: lint quick
 

@@ -23,9 +23,10 @@ prepare.py reads .jsonl (.ndjson), .json (an array, or objects one after the oth
 it needs does not grow with the input.
 
 These shapes of a record are known. {title, summary, sections: [{title, content}]} becomes
-`title：summary`, followed by `title：content。` for each section. {title, content} is written like
-one such section. {text}, {content}, {completion}, {prompt, completion} and
-{instruction, input, output} are known too. --fields chooses other fields.
+`title：summary`, followed by `title：content。` for each section, if at least one letter in twenty
+is Chinese or Japanese, and otherwise `title: summary`, with a paragraph `title: content` for each
+section. {title, content} is written like one such section. {text}, {content}, {completion},
+{prompt, completion} and {instruction, input, output} are known too. --fields chooses other fields.
 
 A hash of each document decides whether it goes to train.bin or to val.bin. A corpus of fewer than
 1 / val_fraction documents, such as one text file, is split by text instead: its last characters, a
@@ -65,6 +66,7 @@ from hardware.disk import (
 )
 from text.cut import Finished, cut_by_text, too_few
 from text.dataset import FORMAT_VERSION, document_texts, load_tokenizer, open_dataset, verify
+from text.demo import demo_sources
 from text.download import download_all, file_of, is_url
 from text.encode import Encoder, Part, encode
 from text.folders import STDIN, WORK, claim, fingerprint, remove_scratch, replace_set
@@ -85,7 +87,7 @@ from text.ranks import all_ranks, gather, share_of
 from text.records import CONTROL, Tally
 from text.replay import run_loader, sample_texts
 from text.settings import PrepareConfig, check_bad, cleaning, foreseen, reader_of, what_is_read
-from text.sources import Source, demo_sources, find_sources
+from text.sources import Source, find_sources
 from text.train_tokenizer import make_tokenizer
 from training.metrics import read_metrics
 

@@ -1,10 +1,12 @@
 """Continue a text with a model, or measure its loss on a data set.
 
-The first command takes the newest checkpoint of the newest run, and begins a new document:
+Without settings, the newest checkpoint of the newest run continues the run's sample_prompt, which
+is also what it continued during the training. If that is empty, it begins a new document:
 
     python sample.py
-    python sample.py --prompt "def main(" --num_samples 3 --temperature 0.7
-    python sample.py --ckpt out/demo/ckpt/step_00000400 --prompt_file prompt.txt
+    python sample.py --prompt "open_door: Open" "Raised when" --temperature 0.5
+    python sample.py --prompt "" --num_samples 3                    # three new documents
+    python sample.py --ckpt out/demo/ckpt/step_00000600 --prompt_file prompt.txt
     python sample.py --ckpt out/demo --which best                   # by validation loss
     python sample.py --interactive                                  # a prompt a line, until Ctrl-D
     python sample.py --ckpt ../Qwen3-0.6B-Base --eval data/mine     # loss, perplexity, bits/byte
@@ -13,13 +15,15 @@ A base model continues a text; it does not chat. A model folder is all that is n
 shape, the weights and the tokenizer. It may be a checkpoint of train.py, or a GPT2LMHeadModel,
 LlamaForCausalLM or Qwen3ForCausalLM from anywhere. nanoGPT's ckpt.pt also needs --tokenizer. A text
 starts after an eos, as the documents did in training, and ends at the next eos. In a folder that
-train.py did not write, it starts as the tokenizer there says.
+train.py did not write, it starts as the tokenizer there says. A low temperature suits a small
+model, since its unlikely tokens are noise; try 0.8 or 1 for a large one.
 """
 
 import codecs
 import math
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -28,6 +32,7 @@ from typing import Literal
 import torch
 
 from configurator import UserError, note, parse, run
+from hardware.disk import read_object
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from model import GPT
 from text.dataset import (
@@ -47,6 +52,10 @@ from training.runs import losses_of, newest_checkpoint, newest_run, step_of
 
 Tokenizer = SentencePiece | Tiktoken
 
+# Without max_new_tokens, a text ends with its line from this number of tokens on,
+ENOUGH = 256
+MOST = 320  # and here in any case
+
 
 @dataclass(frozen=True)
 class SampleConfig:
@@ -55,13 +64,13 @@ class SampleConfig:
     which: Literal["newest", "best"] = "newest"  # of a run's checkpoints; best: by validation loss
     tokenizer: str = ""  # if the model has none: a folder, a .model or .tiktoken file, or gpt2, ...
     out_dir: str = "out"  # where the runs are
-    prompt: str = ""  # the text to continue; empty: begin a new document
-    prompt_file: str = ""  # or a file that holds the text
+    prompt: tuple[str, ...] = ()  # texts to continue ('': a new document); default: sample_prompt
+    prompt_file: str = ""  # or a file that holds one
     interactive: bool = False  # read prompts from the terminal
     # ---- How ----
     num_samples: int = 1  # continuations of each prompt, made in one batch
-    max_new_tokens: int = 256  # tokens in each continuation, at most
-    temperature: float = 0.8  # 0: always the likeliest token; 1: the model's own probabilities
+    max_new_tokens: int = 0  # of each continuation; 0: at the end of a line, 256 to 320
+    temperature: float = 0.6  # 0: always the likeliest token; 1: the model's own probabilities
     top_k: int = 0  # choose among the k likeliest tokens; 0: all
     top_p: float = 0.95  # choose among the likeliest tokens that reach this probability; 1: all
     stop_at_eos: bool = True  # end a text where the model ends it
@@ -76,8 +85,8 @@ class SampleConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of weights and arithmetic
 
     def problems(self) -> list[str]:
-        positive = "num_samples max_new_tokens batch_size"
-        not_negative = "temperature top_k eval_tokens block_size"
+        positive = "num_samples batch_size"
+        not_negative = "max_new_tokens temperature top_k eval_tokens block_size"
         wrong = [f"{k} must be positive" for k in positive.split() if getattr(self, k) < 1]
         wrong += [f"{k} must not be negative" for k in not_negative.split() if getattr(self, k) < 0]
         if not 0 <= self.seed < 2**63:
@@ -157,10 +166,10 @@ def model_tokenizer(folder: Path, cfg: SampleConfig) -> Tokenizer | None:
 # Continue a text
 
 
-def read_prompt(cfg: SampleConfig) -> str:
-    """Return --prompt, or the content of --prompt_file."""
+def read_prompts(cfg: SampleConfig) -> list[str]:
+    """Return the texts of --prompt, or the content of --prompt_file; [] if none is given."""
     if not cfg.prompt_file:
-        return cfg.prompt
+        return list(cfg.prompt)
     try:
         prompt = Path(cfg.prompt_file).read_text(encoding="utf-8-sig")
     except OSError as e:
@@ -171,7 +180,16 @@ def read_prompt(cfg: SampleConfig) -> str:
     if not prompt.strip():
         empty = "holds no text; leave it out to begin a new document"
         raise UserError(f"--prompt_file {cfg.prompt_file}: {empty}")
-    return prompt
+    return [prompt]
+
+
+def prompt_of_run(folder: Path) -> str:
+    """Return the sample_prompt of the run that wrote a checkpoint; "" if there is none."""
+    try:
+        prompt = read_object(folder / "train_config.json").get("sample_prompt", "")
+    except (OSError, ValueError):  # it is not a checkpoint of train.py
+        return ""
+    return prompt if isinstance(prompt, str) else ""
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[str, list[int]]:
@@ -184,6 +202,7 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[s
     prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     try:
         own = tokenizer.encode(prompt).tolist()
+        ends_in_space = prompt.endswith(" ") and len(tokenizer.encode(" the")) < 4  # by words
     except ValueError as e:
         raise UserError(f"the prompt has no tokens: {e}") from None
     if tokenizer.unk_id in own:
@@ -193,6 +212,8 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[s
     if len(ids) > block_size:
         most = block_size - len(tokenizer.prefix)
         raise UserError(f"the prompt has {len(own):,} tokens, the model sees {most:,}: shorten it")
+    if ends_in_space:
+        note("the prompt ends in a space, but the first token of a word has its own: leave it out")
     return prompt, ids
 
 
@@ -203,39 +224,68 @@ def continue_text(
     ids: list[int],
     cfg: SampleConfig,
     generator: torch.Generator,
-) -> None:
+) -> tuple[int, float]:
     """Print num_samples continuations of a prompt, all made in one batch.
 
-    The first is printed while it is made, the others after it.
+    The first is printed while it is made, the others after it. Return the number of tokens that
+    were made and the seconds that it took.
     """
     idx = torch.tensor([ids] * cfg.num_samples, device=model.wte.weight.device)  # (B, T)
-    # The decoder holds back the bytes of a character until it is complete.
-    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
     eos_id = tokenizer.eos_id if cfg.stop_at_eos else None
     settings = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
     settings |= dict(eos_id=eos_id, generator=generator)
 
     print(prompt, end="", flush=True)
-    made = []
+    generated = model.generate(idx, cfg.max_new_tokens or MOST, **settings)
+    made: list[torch.Tensor] = []
+
+    def first_row() -> Iterator[int]:
+        for token in generated:  # (B,)
+            made.append(token)
+            yield int(token[0])
+
     started = time.perf_counter()
     try:
-        for token in model.generate(idx, cfg.max_new_tokens, **settings):  # (B,)
-            made.append(token)
-            print(utf8.decode(tokenizer.token_bytes(int(token[0]))), end="", flush=True)
+        for piece in text_pieces(first_row(), tokenizer, cfg):
+            print(piece, end="", flush=True)
+        if cfg.num_samples > 1:
+            made += generated
     except ArithmeticError as e:
         raise UserError(f"{e}: try --dtype=float32") from None
-    print(utf8.decode(b"", final=True))
+    print()
     rows = torch.stack(made, dim=1).tolist()
     seconds = time.perf_counter() - started
 
     for number, row in enumerate(rows[1:], 2):
-        text = b"".join(map(tokenizer.token_bytes, row)).decode(errors="replace")
+        text = "".join(text_pieces(row, tokenizer, cfg))
         print(f"---------------- sample {number}\n{prompt}{text}")
     if eos_id is None:
         count = sum(len(row) for row in rows)
     else:  # the tokens before the first eos of each row
         count = sum((row + [eos_id]).index(eos_id) for row in rows)
+    return count, seconds
+
+
+def say_speed(count: int, seconds: float) -> None:
     print(f"[{count} tokens, {count / seconds:.1f} tok/s]", file=sys.stderr)
+
+
+def text_pieces(tokens: Iterable[int], tokenizer: Tokenizer, cfg: SampleConfig) -> Iterator[str]:
+    """Yield the text of the tokens piece by piece, up to the place where it ends.
+
+    It ends at an eos, and without max_new_tokens also at the first line end after ENOUGH tokens.
+    """
+    # The decoder holds back the bytes of a character until it is complete.
+    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for number, token in enumerate(tokens, 1):
+        if cfg.stop_at_eos and token == tokenizer.eos_id:
+            break
+        piece = utf8.decode(tokenizer.token_bytes(token))
+        if not cfg.max_new_tokens and number >= ENOUGH and "\n" in piece:
+            yield piece.partition("\n")[0]
+            return
+        yield piece
+    yield utf8.decode(b"", final=True)
 
 
 def answer_prompts(
@@ -246,13 +296,14 @@ def answer_prompts(
         try:
             line = input("prompt> ")
         except EOFError:
+            print()  # Ctrl-D leaves the cursor behind the prompt
             return
         try:
             prompt, ids = encode_prompt(line, tokenizer, model.config.block_size)
         except UserError as e:
             print(f"error: {e}", file=sys.stderr)
             continue
-        continue_text(model, tokenizer, prompt, ids, cfg, generator)
+        say_speed(*continue_text(model, tokenizer, prompt, ids, cfg, generator))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -300,7 +351,7 @@ def evaluate_on(
 def main() -> None:
     cfg = parse(SampleConfig, doc=__doc__)
     find_checkpoint(cfg)  # first, because a missing checkpoint is the likeliest mistake
-    prompt = read_prompt(cfg)
+    prompts = read_prompts(cfg)
     device = pick_device(cfg.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -331,14 +382,21 @@ def main() -> None:
         larger = f"its tokenizer has {tokenizer.vocab_size:,} tokens"
         raise UserError(f"{folder}: a vocabulary of {V:,}; {larger}")
     model = model.to(dtype).eval()
-    prompt, ids = encode_prompt(prompt, tokenizer, model.config.block_size)
+    texts = prompts or [prompt_of_run(folder)]
+    encoded = [encode_prompt(text, tokenizer, model.config.block_size) for text in texts]
     generator = torch.Generator(device).manual_seed(cfg.seed)
     print(f"[{about}]", file=sys.stderr)
     if cfg.interactive:
         answer_prompts(model, tokenizer, cfg, generator)
     else:
         with memory_advice("for so many texts at once: lower --num_samples"):
-            continue_text(model, tokenizer, prompt, ids, cfg, generator)
+            total = (0, 0.0)
+            for number, (prompt, ids) in enumerate(encoded):
+                if number:
+                    print("----------------")
+                made = continue_text(model, tokenizer, prompt, ids, cfg, generator)
+                total = [a + b for a, b in zip(total, made, strict=True)]
+        say_speed(*total)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import warm
-from conftest import call
-from test_prepare import prepare_set, texts_of, tiktoken_file
+from conftest import REPO, call, make_records, metrics
+from test_prepare import SHARED, prepare_set, texts_of, tiktoken_file
 from test_prepare_durability import under_torchrun
 
 import prepare
+import sample
+import train
 from text import download
 
 TEXT = "".join(f"line {i} of the play, and 更多\n" for i in range(20_000))
@@ -292,3 +294,24 @@ def test_one_of_several_processes_downloads(web, tmp_path):
     run = under_torchrun(2, urls, tmp_path / "data", model, run=warm.run)
     assert run.returncode == 0, run.stderr[-2000:]
     assert len(web.requests) == 2 and text_of(tmp_path / "data" / "set") == TEXT * 2
+
+
+@pytest.mark.slow
+def test_two_lines_give_shakespeare_trained_and_sampled(web, tmp_path, capsys):
+    """With a loss below the 1.88 that nanoGPT's README names for its recipe for a laptop."""
+    play = SHARED / "corpora" / "tinyshakespeare.txt.gz"
+    if play.exists():
+        web.content = gzip.decompress(play.read_bytes())
+    else:
+        lines = (" ".join(r["summary"].split()[:9]) for r in make_records(30_000))
+        web.content = "\n".join(lines).encode()
+    config = [REPO / "config" / "shakespeare_char.py", f"--data_dir={tmp_path}"]
+    out = f"--out_dir={tmp_path / 'out'}"
+    url = [f"--data_dir={tmp_path}", "--val_fraction=0.1", "--input", f"{web.root}/input.txt"]
+    call(prepare.main, "--name=shakespeare", "--tokenizer=char", *url)
+    call(train.main, *config, out, "--eval_tokens=30_000")
+    capsys.readouterr()
+    call(sample.main, out)
+    assert min(metrics(tmp_path / "out" / "shakespeare_char", "val_loss").values()) < 1.88
+    text = capsys.readouterr().out
+    assert 250 < len(text) < 330 and set(text) <= set(web.content.decode())

@@ -18,9 +18,10 @@ import prepare
 from configurator import UserError
 from text import formats
 from text.dataset import load_tokenizer, open_dataset, open_split, verify
+from text.demo import demo_sources, documentation
 from text.formats import read_json
-from text.records import docstrings, record_text
-from text.sources import Source, demo_sources
+from text.records import record_text
+from text.sources import Source
 from text.tokenizer import Tiktoken
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -64,7 +65,7 @@ def documents(folder: Path) -> Counter:
 # -- records to text --
 
 
-def test_a_record_joins_title_summary_and_sections_with_full_width_marks():
+def test_a_chinese_record_is_joined_with_full_width_marks():
     record = {
         "title": "猫",
         "summary": "哺乳动物",
@@ -74,6 +75,23 @@ def test_a_record_joins_title_summary_and_sections_with_full_width_marks():
     assert text == "猫：哺乳动物习性：夜行。食物：鱼。" and shape == "{title, summary, sections}"
 
 
+def test_an_english_record_becomes_paragraphs_with_ascii_marks():
+    habits = {"title": "Habits", "content": "Active at night."}
+    code = {"title": "Call it", "content": 'cat.call("Mia")\n'}
+    record = {"title": "Cat (猫)", "summary": "A mammal that is kept as a pet."}
+    record["sections"] = [habits, {"title": "", "content": ""}, code]
+    want = "Cat (猫): A mammal that is kept as a pet.\n\nHabits: Active at night.\n\n"
+    want += 'Call it: cat.call("Mia")\n'
+    assert record_text(record) == (want, "{title, summary, sections}")
+
+
+@pytest.mark.parametrize("chinese", ["均摊分析", "カタカナ", "𠀀𠀁𠀂𠀃"])
+def test_the_marks_are_full_width_from_one_letter_in_twenty_on(chinese):
+    for letters, joined in ((76, "a：{}。"), (77, "a: {}")):
+        content = chinese + "x" * (letters - 1) + " = (1 + 2) / 3;" * 20
+        assert record_text({"title": "a", "content": content})[0] == joined.format(content)
+
+
 SECTION = {"title": "c", "content": "d"}
 HALVES = [{"title": "c"}, {"content": 5}]
 
@@ -81,9 +99,12 @@ HALVES = [{"title": "c"}, {"content": 5}]
 @pytest.mark.parametrize(
     "record, text",
     [
-        ({"title": "a", "summary": "b"}, "a：b"),
-        ({"title": "a", "summary": None, "sections": [SECTION]}, "a：c：d。"),
-        ({"title": "a", "content": "b"}, "a：b。"),
+        ({"title": "a", "summary": "b"}, "a: b"),
+        ({"title": "a", "summary": None, "sections": [SECTION]}, "a\n\nc: d"),
+        ({"title": "a", "content": "b"}, "a: b"),
+        ({"title": "甲", "summary": "b"}, "甲：b"),
+        ({"title": "甲", "summary": None, "sections": [SECTION]}, "甲：c：d。"),
+        ({"title": "甲", "content": "b"}, "甲：b。"),
         ({"text": "as it is"}, "as it is"),
         ({"text": "t", "id": 7}, "t"),
         ({"title": "t", "text": "as it is"}, "as it is"),
@@ -92,10 +113,11 @@ HALVES = [{"title": "c"}, {"content": 5}]
         ({"prompt": "p", "completion": "c"}, "p\nc"),
         ({"instruction": "i", "input": "", "output": "o"}, "i\no"),
         ({"instruction": "i", "input": "n", "output": "o"}, "i\nn\no"),
-        ({"title": "a", "summary": "b", "sections": HALVES}, "a：bc：。：5。"),
+        ({"title": "a", "summary": "b", "sections": HALVES}, "a: b\n\nc\n\n5"),
+        ({"title": "甲", "summary": "b", "sections": HALVES}, "甲：bc：。：5。"),
         ({"question": "?"}, None),
         ({"text": 5}, None),
-        ({"title": 7, "content": "b"}, "7：b。"),
+        ({"title": 7, "content": "b"}, "7: b"),
         ({"title": ["a"], "content": "b"}, None),
         ({"title": "a", "summary": "b", "sections": [{"title": "c", "content": ["d"]}]}, None),
         ({"title": "a", "summary": "b", "sections": ["c"]}, None),
@@ -392,26 +414,44 @@ def test_an_id_beyond_the_vocabulary_or_a_truncated_file_is_found(tmp_path, tiny
 
 def test_module_documentation_is_found_without_importing():
     source = (
-        '"""What the module is for."""\nraise SystemExit("imported")\n'
+        '"""What the module is for, and why one would take it."""\nraise SystemExit("imported")\n'
         'class A:\n    def f(self):\n        """Return the answer to everything, which is 42."""\n'
         'def short():\n    """Too short."""\n'
         'add_docstr(torch.abs,\n    r"""\nabs(input) -> Tensor\n\n'
-        'The absolute value of each element.\n""")\n'
+        'The absolute value of each element of the input.\n\nExample::\n\n    >>> abs(-1)\n""")\n'
     )
-    want = (
-        "pkg.m：What the module is for."
-        "A.f：Return the answer to everything, which is 42.。"
-        "torch.abs：abs(input) -> Tensor\n\nThe absolute value of each element.。"
+    assert [record_text(r)[0] for r in documentation(source.encode(), "pkg.m")] == [
+        "pkg.m: What the module is for, and why one would take it.",
+        "A.f: Return the answer to everything, which is 42.",
+        "torch.abs: The absolute value of each element of the input.",
+    ]
+
+
+def test_the_language_reference_becomes_sections_each_of_them_once():
+    chooses = (
+        'The "if" statement\n******************\n\nIt chooses exactly one of the suites in it.\n'
     )
-    assert docstrings(source.encode(), "pkg.m") == want
+    contains = "Statements\n**********\n\nCompound statements contain other statements.\n\n\n"
+    table = "A table\n=======\n\n+---+\n| a |\n+---+\n\n   if_stmt ::= 'if' ...\n\nSo it is.\n"
+    topics = {"if": chooses, "compound": contains + chooses, "table": table}
+    found = documentation(f"topics = {topics}".encode(), "pydoc_data.topics")
+    assert [record_text(r)[0] for r in found] == [
+        'The "if" statement: It chooses exactly one of the suites in it.',
+        "Statements: Compound statements contain other statements.",
+    ]
 
 
 @pytest.mark.slow
-def test_the_demo_corpus_is_large_and_the_same_every_time():
+def test_the_demo_corpus_is_prose_and_the_same_every_time():
     sources = demo_sources()
-    some = [docstrings(s.path.read_bytes(), s.name) for s in sources[:200]]
     assert sources == demo_sources() and len(sources) > 1000
-    assert sum(map(len, some)) > 300_000 and some[0].startswith("__future__：")
+    assert sources[0].name == "__future__"
+    (reference,) = [s for s in sources if s.name == "pydoc_data.topics"]
+    texts = [r["content"] for r in documentation(reference.path.read_bytes(), reference.name)]
+    assert len(texts) > 100 and sum(map(len, texts)) > 200_000
+    some = [r for s in sources[:200] for r in documentation(s.path.read_bytes(), s.name)]
+    assert sum(len(r["content"]) for r in some) > 300_000
+    assert not any(">>>" in text for text in texts)
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared corpora")

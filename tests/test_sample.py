@@ -1,4 +1,5 @@
 import io
+import json
 import math
 import shutil
 from pathlib import Path
@@ -105,6 +106,48 @@ def test_samples_come_from_one_batch_and_the_seed_fixes_them(out, capsys):
     first = texts()
     assert "sample 2" in first and "sample 3" in first
     assert texts() == first != texts("--seed=2")
+
+
+def test_several_prompts_are_continued_one_after_the_other(out, capsys):
+    run(out, "--prompt", "the loop", "模型", "--max_new_tokens=5")
+    first, second = capsys.readouterr().out.split("----------------\n")
+    assert first.startswith("the loop") and second.startswith("模型")
+
+
+def test_without_a_prompt_the_run_s_own_is_continued(out, tmp_path, capsys):
+    folder = tmp_path / "ckpt"
+    shutil.copytree(newest_checkpoint(out / "run" / "ckpt"), folder)
+    settings = json.loads((folder / "train_config.json").read_text())
+    text = json.dumps(settings | {"sample_prompt": "the loop"})
+    forge(folder, "train_config.json", text.encode())
+    options = [f"--ckpt={folder}", "--max_new_tokens=5", "--device=cpu", "--stop_at_eos=false"]
+    call(sample.main, *options)
+    assert capsys.readouterr().out.startswith("the loop")
+    call(sample.main, *options, "--prompt", "")
+    assert not capsys.readouterr().out.startswith("the loop")
+
+
+@pytest.mark.parametrize("lines, length", [(True, 260), (False, 320)])
+def test_a_text_without_a_length_ends_with_a_line(out, capsys, monkeypatch, lines, length):
+    """At the first line end from 256 tokens on, or after 320 tokens if there is none."""
+    tokenizer = load_tokenizer(newest_checkpoint(out / "run" / "ckpt"))
+    (letter,), (end,) = tokenizer.encode("x"), tokenizer.encode("\n")
+
+    def generate(self, idx, n, **_):
+        for number in range(1, n + 1):
+            yield torch.tensor([end if lines and number % 20 == 1 else letter] * 2)
+
+    monkeypatch.setattr(GPT, "generate", generate)
+    run(out, "--prompt", "", "--num_samples=2")
+    first, second = capsys.readouterr().out.split("---------------- sample 2\n")
+    text = "".join("\n" if lines and n % 20 == 1 else "x" for n in range(1, length + 1))
+    assert first == second == text + "\n"
+
+
+def test_a_space_at_the_end_of_a_prompt_is_noted(out, capsys):
+    for prompt, noted in (("the", False), ("the ", True)):
+        run(out, f"--prompt={prompt}", "--max_new_tokens=3")
+        assert ("note: the prompt ends in a space" in capsys.readouterr().err) == noted
 
 
 def test_interactive_answers_every_line_until_the_end_of_input(out, capsys, monkeypatch):

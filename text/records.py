@@ -3,8 +3,6 @@
 Tokens come later (encode.py).
 """
 
-import ast
-import inspect
 import itertools
 import json
 import math
@@ -15,7 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from configurator import UserError
+from text.demo import documentation
 from text.formats import Chunk, Lines, Piece
 
 BLANK = "：。 \t\r\n"  # a text of only these characters counts as empty
@@ -23,6 +24,10 @@ BLANK = "：。 \t\r\n"  # a text of only these characters counts as empty
 # The control characters of C0 and C1 except tab, line feed and carriage return; and U+FEFF, the
 # byte order mark.
 CONTROL = re.compile("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\ufeff]")
+
+# The version of the rules by which a record becomes a text. What an interrupted run did by other
+# rules is done again.
+RULES = 2
 
 MOST_VALUES = 1_000_000  # in one record: in Python, each value takes some 60 bytes or more
 
@@ -82,7 +87,8 @@ def documents(
     The Piece is the record itself where that is only a part of a document. All records are counted
     in `tally`, and a document in pieces once, with its last piece.
     """
-    for where, record in itertools.chain.from_iterable(map(unpacked, chunk.records)):
+    records = (unpacked(chunk.kind, where, record) for where, record in chunk.records)
+    for where, record in itertools.chain.from_iterable(records):
         piece = record if isinstance(record, Piece) else None
         ends_record = piece is None or bool(piece.whole)
         if ends_record:
@@ -103,14 +109,18 @@ def documents(
             tally.dropped["empty"] += 1
 
 
-def unpacked(record: tuple[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Return (place, line) for each line of a record that is Lines; any other record alone."""
-    lines = record[1]
-    if not isinstance(lines, Lines):
-        return [record]
-    text = lines.data.decode(lines.encoding, "surrogateescape").removeprefix("\ufeff")
-    numbered = enumerate(text.split("\n"), lines.first)
-    return ((f"{lines.file}:{n}", line) for n, line in numbered if line and not line.isspace())
+def unpacked(kind: str, where: str, record: Any) -> Iterable[tuple[str, Any]]:
+    """Return (place, record) of each record in what the Reader gives as one, to save its time.
+
+    That is each line of Lines, and each text of a module of the demo corpus.
+    """
+    if kind == "py":
+        return ((where, text) for text in documentation(record, where))
+    if not isinstance(record, Lines):
+        return [(where, record)]
+    text = record.data.decode(record.encoding, "surrogateescape").removeprefix("\ufeff")
+    numbered = enumerate(text.split("\n"), record.first)
+    return ((f"{record.file}:{n}", line) for n, line in numbered if line and not line.isspace())
 
 
 def understand(kind: str, record: Any, where: str, fields: str, tally: Tally) -> tuple[str, str]:
@@ -119,8 +129,6 @@ def understand(kind: str, record: Any, where: str, fields: str, tally: Tally) ->
         raise record
     if kind in ("txt", "md"):
         return record, "plain text"
-    if kind == "py":
-        return docstrings(record, where), "docstrings"
     value = parse_line(record) if kind in ("jsonl", "ndjson") else record
     text, shape = record_text(value, fields)
     if not fields:
@@ -181,9 +189,8 @@ def to_utf8(text: str) -> bytes:
 def record_text(record: Any, fields: str = "") -> tuple[str, str]:
     """Return (text, shape) of a record. Raises ValueError if it has no known shape.
 
-    Titles, summaries and sections are joined as in the Chinese encyclopedia corpora. `fields` names
-    other fields: a list `question,answer`, joined by line ends, or a template
-    `问：{question}答：{answer}`.
+    Titles, summaries and sections are joined as join() does it. `fields` names other fields: a list
+    `question,answer`, joined by line ends, or a template `问：{question}答：{answer}`.
     """
     if not isinstance(record, dict):
         raise ValueError(f"a {type(record).__name__} where a record {{...}} belongs")
@@ -191,11 +198,11 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str]:
         return chosen_fields(record, fields), fields
     sections = record.get("sections")
     if isinstance(sections, list) or isinstance(record.get("summary"), str):
-        head = f"{get(record, 'title')}：{get(record, 'summary')}"
-        return head + join_sections(sections), "{title, summary, sections}"
+        head = (get(record, "title"), get(record, "summary"))
+        return join(head, pairs_of(sections)), "{title, summary, sections}"
     if isinstance(text := record.get("content"), str):
         if title := get(record, "title"):
-            return f"{title}：{text}。", "{title, content}"
+            return join(None, [(title, text)]), "{title, content}"
         return text, "{content}"
     if isinstance(text := record.get("text"), str):
         return text, "{text}"
@@ -226,17 +233,46 @@ def get(record: dict, key: str) -> str:
     raise ValueError(f"{key} is a {type(value).__name__}, no text")
 
 
-def join_sections(sections: Any) -> str:
-    """Return `title：content。` for each section. Raises ValueError if they have another form."""
-    try:
-        return "".join([s["title"] + "：" + s["content"] + "。" for s in sections])
-    except (TypeError, KeyError, IndexError):
-        pass  # a field is missing or is not text: the slower way below finds out which
+def pairs_of(sections: Any) -> list[tuple[str, str]]:
+    """Return (title, content) of each section. Raises ValueError if they have another form."""
     if sections is None:
-        return ""
+        return []
     if not isinstance(sections, list) or not all(isinstance(s, dict) for s in sections):
         raise ValueError("sections is no list of {title, content}")
-    return "".join([f"{get(s, 'title')}：{get(s, 'content')}。" for s in sections])
+    return [(get(s, "title"), get(s, "content")) for s in sections]
+
+
+def join(head: tuple[str, str] | None, sections: list[tuple[str, str]]) -> str:
+    """Return one text of a title and a summary, and of the titles and contents of sections.
+
+    In Chinese and Japanese, as in Chinese encyclopedia corpora, it is `title：summary`, followed by
+    `title：content。` for each section. In other languages it is `title: summary`, and a paragraph
+    `title: content` for each section; what is empty is left out.
+    """
+    pairs = [head, *sections] if head else sections
+    paragraphs = [": ".join(filter(str.strip, pair)) for pair in pairs]
+    text = "\n\n".join(filter(None, paragraphs))
+    if is_chinese(text):
+        text = "：".join(head) if head else ""
+        text += "".join([f"{title}：{content}。" for title, content in sections])
+    return text
+
+
+def is_chinese(text: str) -> bool:
+    """Return whether at least one letter in twenty is a Chinese character or Japanese kana.
+
+    The other letters that count are those of ASCII. So few Chinese ones are enough, because a
+    Chinese text on programming or mathematics is code and formulas for the most part.
+    """
+    if text.isascii():
+        return False
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+    lower = codes | 32  # of the letters of ASCII
+    ascii_letters = np.count_nonzero((lower >= ord("a")) & (lower <= ord("z")))
+    kana_and_han = np.count_nonzero((codes >= 0x3040) & (codes < 0xA000))
+    rare_han = np.count_nonzero((codes >= 0x20000) & (codes < 0x40000))
+    chinese = kana_and_han + rare_han
+    return chinese > 0 and 20 * chinese >= chinese + ascii_letters
 
 
 def chosen_fields(record: dict, fields: str) -> str:
@@ -257,51 +293,3 @@ def chosen_fields(record: dict, fields: str) -> str:
         template = fields.replace("\\n", "\n")
         return re.sub(r"\{([^{}]+)\}", lambda m: value(m[1]), template)
     return "\n".join(filter(None, map(value, fields.split(","))))
-
-
-# --------------------------------------------------------------------------------------------------
-# From a Python module to a text
-
-
-def docstrings(source: bytes, module: str) -> str:
-    """Return the docstrings of a module as title, summary and sections; "" if it has none."""
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # a template, or code for another version of Python
-        return ""
-    sections = []
-
-    def visit(node: ast.AST, prefix: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            name = None
-            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                name = prefix + child.name
-                text = ast.get_docstring(child)
-                visit(child, f"{name}.")
-            elif isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
-                name, text = added_docstring(child.value)
-            if name and text and len(text) >= 40:  # leaves out texts such as "See base class."
-                sections.append({"title": name, "content": text})
-
-    visit(tree, "")
-    summary = ast.get_docstring(tree) or ""
-    if not summary and not sections:
-        return ""
-    return record_text({"title": module, "summary": summary, "sections": sections})[0]
-
-
-def added_docstring(call: ast.Call) -> tuple[str | None, str]:
-    """Return (name, docstring) if a call adds the docstring of a function written in C.
-
-    numpy calls add_newdoc("module", "name", "text"), and torch calls add_docstr(name, "text").
-    """
-    function = call.func
-    prefixes = ("add_docstr", "add_newdoc")
-    if not (isinstance(function, ast.Name) and function.id.startswith(prefixes)):
-        return None, ""
-    values = [a.value if isinstance(a, ast.Constant) else ast.unparse(a) for a in call.args]
-    texts = [v for v in values if isinstance(v, str) and "\n" in v]
-    if not texts:
-        return None, ""
-    name = ".".join(v for v in values if "\n" not in str(v))
-    return name, inspect.cleandoc(texts[0])

@@ -7,7 +7,7 @@ from typing import Literal
 
 from configurator import UserError
 from text.formats import Chunk, Reader
-from text.records import Cleaning, Tally
+from text.records import RULES, Cleaning, Tally
 from text.sources import Source
 
 MADE_HERE = ("train", "char", "byte")  # values of tokenizer that name no existing tokenizer
@@ -90,8 +90,8 @@ def reader_of(sources: list[Source], cfg: PrepareConfig, file: int = 0, record: 
 
 
 def what_is_read(cfg: PrepareConfig) -> list:
-    """Return the settings that decide which texts a file contains."""
-    return [cleaning(cfg), cfg.txt, cfg.encoding, cfg.max_record_mb]
+    """Return the settings and the rules that decide which texts a file contains."""
+    return [RULES, cleaning(cfg), cfg.txt, cfg.encoding, cfg.max_record_mb]
 
 
 def foreseen(tally: Tally, chunk: Chunk, total: int) -> int:

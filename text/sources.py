@@ -1,6 +1,6 @@
 """The files of a corpus: which files the --input arguments name, and their content.
 
-find_sources() lists the files, demo_sources() those of the demo corpus. HashedFile reads a file and
+find_sources() lists the files (demo.py: those of the demo corpus). HashedFile reads a file and
 computes its SHA-256 at the same time, and decompressed() unpacks what was read.
 """
 
@@ -8,12 +8,10 @@ import bz2
 import glob
 import gzip
 import hashlib
-import importlib.util
 import io
 import lzma
 import os
 import re
-import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -238,33 +236,6 @@ def walk(folder: Path, skipped: Counter) -> Iterator[Path]:
                     raise UserError(f"--input {path}: {what}: remove it")
         except OSError as e:
             raise UserError(f"--input {e.filename or at}: {e.strerror}") from None
-
-
-def demo_sources() -> list[Source]:
-    """Return the modules of the standard library, numpy and torch.
-
-    Tests and bundled packages of other projects are left out.
-    """
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
-    roots = [(stdlib, stdlib)]  # (folder to search, folder where the module names begin)
-    for package in ("numpy", "torch"):
-        spec = importlib.util.find_spec(package)
-        if spec is None:
-            raise UserError(f"{package} is not installed: pip install -r requirements.txt")
-        folder = Path(spec.origin).parent
-        roots.append((folder, folder.parent))
-    left_out = set("site-packages test tests testing".split())
-    left_out |= set("idlelib lib2to3 turtledemo ensurepip __pycache__".split())
-    found = []
-    for root, base in roots:
-        for path in sorted(root.rglob("*.py")):
-            if left_out.intersection(path.relative_to(root).parts):
-                continue
-            if path.name.startswith(("test_", "_sysconfigdata")):
-                continue
-            module = ".".join(path.relative_to(base).with_suffix("").parts)
-            found.append(Source.at(path, "py", module.removesuffix(".__init__")))
-    return found
 
 
 # --------------------------------------------------------------------------------------------------

@@ -203,8 +203,8 @@ SAMPLE = {
     "--temperature=-1": "temperature must not be negative",
     "--top_k=-1": "top_k must not be negative",
     "--top_p=0": "top_p must be above 0 and at most 1",
-    "--num_samples=0 --max_new_tokens=0": (
-        "num_samples must be positive; max_new_tokens must be positive"
+    "--num_samples=0 --max_new_tokens=-1": (
+        "num_samples must be positive; max_new_tokens must not be negative"
     ),
     "--seed=-1": "seed must be between 0 and 2^63",
     "--device=banana": "--device=banana: not usable here",

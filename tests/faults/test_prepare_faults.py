@@ -783,6 +783,15 @@ def test_another_limit_is_another_preparation(corpus, tmp_path, capsys):
     assert "the settings or the tokenizer changed" in capsys.readouterr().out
 
 
+def test_work_done_by_other_rules_is_done_again(corpus, tmp_path, capsys, monkeypatch):
+    """An update of this program may join the fields of a record by other marks."""
+    model = f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"
+    killed(tmp_path, after_commit(1), *corpus, model)
+    monkeypatch.setattr("text.settings.RULES", 0)
+    call(prepare.main, "--input", *corpus, *options(tmp_path, model))
+    assert "the settings or the tokenizer changed" in capsys.readouterr().out
+
+
 class Counting:
     """A text file that counts the characters that were read."""
 

@@ -1,0 +1,121 @@
+"""The demo corpus: the documentation that Python, numpy and torch bring with them.
+
+demo_sources() lists the modules. documentation() returns the documents of one module: each
+docstring in it is one, and each section of the language reference, which Python has for help().
+"""
+
+import ast
+import importlib.util
+import inspect
+import re
+import sysconfig
+from pathlib import Path
+
+from configurator import UserError
+from text.sources import Source
+
+# Folders of tests, and of packages of other projects.
+LEFT_OUT = set("site-packages test tests testing _vendor".split())
+LEFT_OUT |= set("idlelib lib2to3 turtledemo ensurepip __pycache__".split())
+
+HEADING = re.compile(r"^(\S.*)\n([*=~^-])\2{2,}\n", re.MULTILINE)  # of the language reference
+SIGNATURE = re.compile(r"[\w.]+\([^\n]*\)( *-> *[^\n]*)?")
+BEFORE_CODE = re.compile(r"(Example|Usage)s?:{0,2}")
+# A row or an edge of a table, a session at Python's prompt, a rule of a grammar.
+NO_SENTENCE = re.compile(r"^ *([|+]|=+ +=|>>>|\w+ +::=)", re.MULTILINE)
+
+
+def demo_sources() -> list[Source]:
+    """Return the modules of the standard library, numpy and torch, in a fixed order."""
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    roots = [(stdlib, stdlib)]  # (folder to search, folder where the module names begin)
+    for package in ("numpy", "torch"):
+        spec = importlib.util.find_spec(package)
+        if spec is None:
+            raise UserError(f"{package} is not installed: pip install -r requirements.txt")
+        folder = Path(spec.origin).parent
+        roots.append((folder, folder.parent))
+    found = []
+    for root, base in roots:
+        for path in sorted(root.rglob("*.py")):
+            if LEFT_OUT.intersection(path.relative_to(root).parts):
+                continue
+            if path.name.startswith(("test_", "_test", "_sysconfigdata")):
+                continue
+            module = ".".join(path.relative_to(base).with_suffix("").parts)
+            found.append(Source.at(path, "py", module.removesuffix(".__init__")))
+    return found
+
+
+def documentation(source: bytes, module: str) -> list[dict]:
+    """Return {title, content} of each text about a module and what is in it.
+
+    The title is the name of the module, of the class or function in it, or of a section. A content
+    is prose(); texts of less than 40 characters are left out, such as "See base class."
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # a template, or code for another version of Python
+        return []
+    texts = [(module, ast.get_docstring(tree))]
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                name = prefix + child.name
+                texts.append((name, ast.get_docstring(child)))
+                visit(child, f"{name}.")
+            elif isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
+                texts.append(added_docstring(child.value))
+
+    visit(tree, "")
+    if module == "pydoc_data.topics":
+        texts += language_reference(tree)
+    contents = [(title, prose(text or "")) for title, text in texts]
+    return [{"title": t, "content": content} for t, content in contents if len(content) >= 40]
+
+
+def added_docstring(call: ast.Call) -> tuple[str, str]:
+    """Return (name, docstring) if a call adds the docstring of a function written in C.
+
+    numpy calls add_newdoc("module", "name", "text"), and torch calls add_docstr(name, "text").
+    """
+    function = call.func
+    prefixes = ("add_docstr", "add_newdoc")
+    if not (isinstance(function, ast.Name) and function.id.startswith(prefixes)):
+        return "", ""
+    values = [a.value if isinstance(a, ast.Constant) else ast.unparse(a) for a in call.args]
+    texts = [v for v in values if isinstance(v, str) and "\n" in v]
+    if not texts:
+        return "", ""
+    name = ".".join(v for v in values if "\n" not in str(v))
+    return name, inspect.cleandoc(texts[0])
+
+
+def language_reference(tree: ast.Module) -> list[tuple[str, str]]:
+    """Return (heading, text) of each section of the topics that Python's help() knows.
+
+    The module is a dictionary of them. A section that is part of several topics is returned once.
+    """
+    found: dict[tuple[str, str], None] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            for topic in ast.literal_eval(node.value).values():
+                _, *parts = HEADING.split(topic)  # heading, its underline, text, heading, ...
+                found |= dict.fromkeys(zip(parts[::3], map(str.strip, parts[2::3]), strict=True))
+    return list(found)
+
+
+def prose(text: str) -> str:
+    """Return the paragraphs of a text that a small model can learn sentences from.
+
+    A paragraph is left out if it has a table, a session or a grammar, and also if it is only a
+    signature, or the announcement of an example, or has no small letter.
+    """
+
+    def is_prose(paragraph: str) -> bool:
+        line = paragraph.strip()
+        other = SIGNATURE.fullmatch(line) or BEFORE_CODE.fullmatch(line)
+        return not (other or NO_SENTENCE.search(paragraph)) and bool(re.search("[a-z]", line))
+
+    return "\n\n".join(filter(is_prose, re.split(r"\n\s*\n", text))).strip()
