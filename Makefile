@@ -4,8 +4,9 @@ PYTHON ?= python3
 
 .PHONY: demo check lint format quick test soak clean
 
-# Functions that nobody has written yet: the model documents them all the same.
-PROMPTS = "is_happy: Return True if" "wait_for_rain: Wait" "remember: Store" "sing: Return"
+# Nobody has written these yet: the model documents them all the same.
+PROMPTS = "Robot.is_happy: Return True if" "Robot.wait_for_rain: Wait" "Robot.sing: Return" \
+	"RobotError: Raised when"
 
 demo: .venv/demo
 	.venv/bin/python prepare.py

@@ -4,7 +4,7 @@ Without settings, the newest checkpoint of the newest run continues the run's sa
 is also what it continued during the training. If that is empty, it begins a new document:
 
     python sample.py
-    python sample.py --prompt "open_door: Open" "Raised when" --temperature 0.5
+    python sample.py --prompt "Robot.sing: Return" "RobotError: Raised when"
     python sample.py --prompt "" --num_samples 3                    # three new documents
     python sample.py --ckpt out/demo/ckpt/step_00000600 --prompt_file prompt.txt
     python sample.py --ckpt out/demo --which best                   # by validation loss

@@ -1,6 +1,6 @@
 # A first run, on the corpus that `python prepare.py` makes. It takes three minutes on a 2-core CPU,
 # and seconds on a GPU.
-# 3.3M parameters. 1,200 steps of 2,048 tokens are 0.9 epochs.
+# 3.3M parameters. 1,200 steps of 2,048 tokens are 1.0 epochs.
 run_name = "demo"
 dataset = "demo"
 preset = "qwen3"
@@ -23,5 +23,6 @@ decay_ratio = 0.7
 min_lr_ratio = 0.0
 eval_every = 240
 sample_every = 240
+sample_prompt = "Robot.is_happy: Return True if"
 save_every = 600
 log_every = 20
