@@ -309,9 +309,10 @@ def test_two_lines_give_shakespeare_trained_and_sampled(web, tmp_path, capsys):
     out = f"--out_dir={tmp_path / 'out'}"
     url = [f"--data_dir={tmp_path}", "--val_fraction=0.1", "--input", f"{web.root}/input.txt"]
     call(prepare.main, "--name=shakespeare", "--tokenizer=char", *url)
-    call(train.main, *config, out, "--eval_tokens=30_000")
+    quick = ["--eval_tokens=30_000", "--eval_train=false"]
+    call(train.main, *config, out, *quick)
     capsys.readouterr()
     call(sample.main, out)
     assert min(metrics(tmp_path / "out" / "shakespeare_char", "val_loss").values()) < 1.88
     text = capsys.readouterr().out
-    assert 250 < len(text) < 330 and set(text) <= set(web.content.decode())
+    assert len("ROMEO:") + 256 <= len(text) <= len("ROMEO:\n") + 320, text
