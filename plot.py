@@ -70,7 +70,8 @@ def find_runs(cfg: PlotConfig) -> list[Path]:
             missing = f"{folder}: no metrics.jsonl there"
             if not runs:
                 raise UserError(f"{missing}: name the folder of a run, as out/demo")
-            note(f"{missing}: it is left out")
+            if folder.is_dir():  # out/* also names pictures
+                note(f"{missing}: it is left out")
     return runs
 
 

@@ -292,6 +292,8 @@ def answer_prompts(
     model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, generator: torch.Generator
 ) -> None:
     """Read prompts from the terminal and continue each, until the input ends."""
+    if sys.stdin.isatty():
+        print("Type the beginning of a text; nothing: a new document. Ctrl-D ends.")
     while True:
         try:
             line = input("prompt> ")
@@ -345,7 +347,7 @@ def evaluate_on(
         raise UserError(f"--eval {folder}: the loss of {model_folder} is {loss}: {damaged}")
     _, _, units = in_other_units(loss, val["bytes"] / val["tokens"])
     figures = f"validation loss {loss:.4f} | {units}"
-    return f"{folder}: {figures} | {count:,} windows of {T:,} tokens"
+    return f"{folder}: {figures} | {count:,} windows of {T:,} tokens | {model_folder}"
 
 
 def main() -> None:

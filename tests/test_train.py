@@ -146,6 +146,8 @@ def test_reading_the_data_more_than_four_times_is_a_warning(tiny_data):
     assert not warned(at_4.steps * at_4.step_tokens / size)  # who follows the advice is left alone
     assert "tiny is read 722 times" in warned(722) and "--dropout=0.1" in warned(722)
     assert "dropout" not in warned(722, "--dropout=0.2")
+    one_step = repetition_warning(36 * size, 36 * size, config(), sets)
+    assert "tiny is read 36 times" in one_step and "lower batch_tokens" in one_step
     assert not warned(10, "--init_from=models/Qwen3-0.6B-Base")
     much, little = (
         replace(sets[0], name=k, weight=Fraction(w, 10)) for k, w in (("a", 9), ("b", 1))

@@ -100,11 +100,24 @@ def report(meta: dict, folder: Path) -> str:
     lines = [
         f"{folder}: {kind} tokenizer, {vocabulary}, {meta['dtype']}",
         *report_splits(meta["splits"], meta.get("few_documents", 0)),
+        *warn_of_large_vocabulary(meta),
         *report_records(meta["records"], meta["sources"]),
         *report_lengths(meta["lengths"]),
         *report_landmarks(meta),
     ]
     return "\n".join(lines)
+
+
+def warn_of_large_vocabulary(meta: dict) -> list[str]:
+    """Return a warning if a token of the vocabulary has hardly any places where it can be learned.
+
+    A tokenizer that was trained on little text has whole sentences of it as tokens.
+    """
+    tokens = meta["splits"]["train"]["tokens"]
+    if tokens >= 10 * meta["vocab_size"]:
+        return []
+    few = f"  warning: only {tokens:,} tokens to learn {meta['vocab_size']:,} tokens from"
+    return [f"{few}: give more text, or a smaller --vocab_size, or --tokenizer=char"]
 
 
 def report_splits(splits: dict[str, dict], few: int) -> list[str]:

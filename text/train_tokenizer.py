@@ -144,7 +144,7 @@ def in_our_words(reason: str) -> str:
         what = f"too small for the characters of this input: it takes at least {least[1]}"
         return f"{what}, or --tokenizer=byte"
     if most:
-        return f"too large for this input: lower it to {most[1]}, or give more text"
+        return f"too large for this input: lower it to {most[1]}, or use --tokenizer=char"
     return f"SentencePiece cannot train on this input: {reason}"
 
 

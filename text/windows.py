@@ -114,7 +114,8 @@ def open_windows(
     if len(tokens) < block_size + 1:
         found = f"{data.name}/{split}.bin has {len(tokens)} tokens"
         needs = f"block_size={block_size} needs {block_size + 1}"
-        raise UserError(f"{found}, {needs}: lower block_size, or prepare more data")
+        more = "more text" if split == "train" else "more text, or with a larger --val_fraction"
+        raise UserError(f"{found}, {needs}: lower block_size, or prepare {more}")
     return Windows(tokens, block_size, seed)
 
 

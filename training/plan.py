@@ -114,12 +114,16 @@ def batch_warning(step_tokens: int, cfg: TrainConfig, world: int) -> str:
 def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: list[DataSet]) -> str:
     """Return a warning if a run of `tokens` tokens reads a data set too often, else "".
 
-    A step more than MOST_EPOCHS does not count: a limit is rounded to whole steps. Fine-tuning does
-    not count either: it is meant to read few texts several times.
+    A little more than MOST_EPOCHS does not count: a limit is rounded to whole steps. Fine-tuning
+    does not count either: it is meant to read few texts several times.
     """
     if cfg.init_from not in ("scratch", "resume", "auto"):
         return ""
-    often = [data for data in sets if data.epochs(tokens - step_tokens) > MOST_EPOCHS]
+    often = [
+        data
+        for data in sets
+        if data.epochs(tokens) > MOST_EPOCHS + min(1, data.epochs(step_tokens))
+    ]
     if not often:
         return ""
     times = {data.name: data.epochs(tokens) for data in often}
@@ -129,6 +133,8 @@ def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: li
     if len(sets) > 1:
         ways = ["give it more text, or a smaller share of the mixture"]
     ways += ["make the model smaller", *["set --dropout=0.1"] * (cfg.dropout == 0)]
+    if any(data.epochs(step_tokens) > 1 for data in often):
+        ways = [f"a single step reads {step_tokens:,} tokens: lower batch_tokens"]
     return f"warning: {read}; {less}: {', or '.join(ways)}"
 
 

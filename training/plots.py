@@ -262,6 +262,11 @@ def limits(runs: list[Run]) -> tuple[float, float]:
                 low.append(np.quantile(late, 0.01))
                 high.append(np.quantile(late, 0.98))
     bottom, top = min(low), max(high)
+    # Show landmarks that lie a little above: a new reader looks for them.
+    for value in (runs[0].begun.get("landmarks") or {}).values():
+        value *= runs[0].scale
+        if top < value < bottom + 1.3 * (top - bottom):
+            top = value
     margin = 0.06 * (top - bottom) or 0.1
     return bottom - margin, top + margin
 
@@ -363,8 +368,10 @@ def best_of(run: Run) -> str:
         return ""
     best = np.argmin(losses)
     step = run.points["val_loss"][0][best]
-    what = "validation loss" if run.y == "loss" else "bits per byte on val"
-    return f": {what} {losses[best]:.4f} at step {step:,.0f}"
+    what = f"validation loss {losses[best]:.4f}"
+    if run.y != "loss":
+        what = f"{losses[best]:.4f} bits per byte"
+    return f": {what} at step {step:,.0f}"
 
 
 def shortened(text: str) -> str:

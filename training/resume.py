@@ -213,7 +213,7 @@ def load_model(
     if before is not None and not differ:
         differ = [k for k in now if now[k] not in (has[k], then[k])]
     if differ:
-        both = "; ".join(f"{k} is {then[k]} there, {now[k]} here" for k in differ)
+        both = "; ".join(f"{k} is {has[k]} there, {now[k]} here" for k in differ)
         raise UserError(f"checkpoint {folder} does not fit the settings: {both}")
     return model
 

@@ -13,7 +13,9 @@ from hardware.machine import Machine, all_sum
 from model import GPT
 from text.windows import Loader
 
-Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, both (B, T)
+# Inputs and targets, both (B, T). to_device() cuts them from windows of T + 1 tokens: the first T,
+# and the last T.
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def read_ahead(loader: Loader, first: int, B: int, machine: Machine) -> Iterator[np.ndarray]:
