@@ -67,7 +67,7 @@ from hardware.disk import (
 from text.cut import Finished, cut_by_text, too_few
 from text.dataset import FORMAT_VERSION, document_texts, load_tokenizer, open_dataset, verify
 from text.demo import demo_sources
-from text.download import download_all, file_of, is_url
+from text.download import download_all, file_of, is_url, without_secrets
 from text.encode import Encoder, Part, encode
 from text.folders import STDIN, WORK, claim, fingerprint, remove_scratch, replace_set
 from text.formats import CHUNK, PIECE, Chunk
@@ -113,7 +113,7 @@ def find_input(
         own = [path for path in paths if path.is_file()]
         inputs = [str(files.get(argument, argument)) for argument in cfg.input]
         sources, passed_by = find_sources(inputs, cfg.format, own)
-        urls = {file: url for url, file in files.items()}
+        urls = {file: without_secrets(url) for url, file in files.items()}
         for source in sources:
             source.name = urls.get(source.path, source.name)
     else:
@@ -221,6 +221,8 @@ def name_of_set(cfg: PrepareConfig) -> str:
         name = path.name.split(".")[0]
     if name == "-":
         name = "stdin"
+    if name == "downloads":
+        raise UserError(f"{cfg.data_dir}/downloads is for files from the web: give another --name")
     if not re.fullmatch(r"[^./*?:,\[\x00-\x1f][^/*?:,\x00-\x1f]{0,99}", name):
         raise UserError(f"{name!r} cannot name a data set: give --name=NAME, a plain folder name")
     return name

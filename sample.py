@@ -199,7 +199,7 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[s
     if the ids are more than block_size.
     """
     # A terminal can pass any bytes. Python holds those that are not UTF-8 as surrogates.
-    prompt = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    prompt = prompt.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     try:
         own = tokenizer.encode(prompt).tolist()
         ends_in_space = prompt.endswith(" ") and len(tokenizer.encode(" the")) < 4  # by words

@@ -268,6 +268,8 @@ def newest_dataset(data_dir: str | Path) -> str:
     """
     found: dict[bytes, tuple[int, str]] = {}  # content of a meta.json -> its time, and the name
     for path in Path(data_dir).glob("[!.]*/meta.json"):
+        if not path.is_file():  # a pipe would be read for ever
+            continue
         try:
             content = path.read_bytes()
             dated = (path.stat().st_mtime_ns, path.parent.name)
@@ -319,9 +321,10 @@ def names_and_weights(spec: str) -> tuple[list[str], list[Fraction | None]]:
         name, colon, text = part.strip().partition(":")
         try:
             weight = Fraction(text) if colon else None
+            float(weight or 1)  # raises OverflowError
             if not name or name in names or (colon and weight <= 0):
                 raise ValueError
-        except (ValueError, ZeroDivisionError):
+        except (ValueError, ZeroDivisionError, OverflowError):
             expected = "expected NAME, or NAME:WEIGHT,NAME:WEIGHT with weights above 0"
             raise UserError(f"dataset={spec!r}: {expected}") from None
         names.append(name)

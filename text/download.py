@@ -37,6 +37,21 @@ def is_url(argument: str) -> bool:
     return argument.lower().startswith(("http://", "https://"))
 
 
+def without_secrets(url: str) -> str:
+    """Return a URL without user, password, query and fragment, which may hold a key.
+
+    Only this form is written to a file or printed: a checkpoint has a copy of meta.json, and people
+    publish checkpoints.
+    """
+    parts = urllib.parse.urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return urllib.parse.urlunsplit((parts.scheme, host, parts.path, "", ""))
+
+
+def named(url: str) -> str:
+    return f"--input {without_secrets(url)}"
+
+
 def file_of(url: str, data_dir: Path) -> Path:
     """Return the path of the file in which a URL is kept, whether or not it has been downloaded."""
     try:
@@ -65,10 +80,10 @@ def download(url: str, file: Path, kind: str) -> None:
     """
     if kind == "auto" and not kind_of(file):
         wanted = f"expected {EXPECTED}, or give --format=KIND"
-        raise UserError(f"--input {url}: unknown kind of file; {wanted}")
+        raise UserError(f"{named(url)}: unknown kind of file; {wanted}")
     if (file.parents[1] / "meta.json").exists():
         what = f"{file.parents[1]} is a data set, but downloads belong there"
-        raise UserError(f"--input {url}: {what}: choose another --data_dir")
+        raise UserError(f"{named(url)}: {what}: choose another --data_dir")
     held = Lock(file.parent, "download the file yourself")
     try:
         known = known_state(url, file)
@@ -84,7 +99,8 @@ def download(url: str, file: Path, kind: str) -> None:
         remove_only(file.parent, ())  # if it is empty, because nothing has been downloaded
         remove_only(file.parents[1], ())
         held.close()
-    print(f"{url}: {how}: {file}, {known['bytes']:,} bytes, SHA-256 {known['file_sha256']}")
+    size = f"{known['bytes']:,} bytes, SHA-256 {known['file_sha256']}"
+    print(f"{without_secrets(url)}: {how}: {file}, {size}")
 
 
 def beside(file: Path) -> tuple[Path, Path]:
@@ -95,8 +111,9 @@ def beside(file: Path) -> tuple[Path, Path]:
 def known_state(url: str, file: Path) -> dict:
     """Return the content of NAME.download, {} if no download has begun.
 
-    It has the url, the version that the server names, the bytes (None: unknown) and, at the end,
-    the file_sha256. Raises UserError if prepare.py did not write the files that are there.
+    It has the url without secrets, the SHA-256 of all of it, the version that the server names, the
+    bytes (None: unknown) and, at the end, the file_sha256. Raises UserError if prepare.py did not
+    write the files that are there.
     """
     part, about = beside(file)
     if not about.exists():
@@ -107,7 +124,7 @@ def known_state(url: str, file: Path) -> dict:
         return {}
     try:
         known = unseal(about)
-        if known["url"] == url:
+        if known["url_sha256"] == hashlib.sha256(url.encode()).hexdigest():
             return known
         why = f"it is of {known['url']}"
     except (OSError, ValueError, KeyError) as e:
@@ -127,7 +144,8 @@ def fetch(url: str, file: Path, known: dict) -> dict:
                 begin = 0
                 part.unlink(missing_ok=True)  # before `about` says that it is of the new version
                 version = version_of(response.headers)
-                known = {"url": url, "version": version, "bytes": response.length}
+                known = {"url": without_secrets(url), "version": version, "bytes": response.length}
+                known["url_sha256"] = hashlib.sha256(url.encode()).hexdigest()
                 write_whole(about, json_bytes(sealed(known)))
             receive(response, url, part, begin, known["bytes"])
     sync_to_disk(part)
@@ -164,9 +182,9 @@ def open_at(url: str, begin: int, known: dict) -> http.client.HTTPResponse:
     if response.status != 200 or (response.length is None and not response.chunked):
         response.close()
         why = "the server does not say how long the file is, or sends only a part of it"
-        raise UserError(f"--input {url}: {why}: download it yourself")
+        raise UserError(f"{named(url)}: {why}: download it yourself")
     if response.headers.get_content_type() == "text/html":
-        note(f"--input {url}: the server sends a web page; is it the address of the file itself?")
+        note(f"{named(url)}: the server sends a web page; is it the address of the file itself?")
     return response
 
 
@@ -180,10 +198,12 @@ def ask(url: str, headers: dict[str, str]) -> http.client.HTTPResponse:
     except urllib.error.HTTPError as e:
         if e.code == 416:
             return e
-        raise UserError(f"--input {url}: the server answers {e.code} {e.reason}") from None
+        raise UserError(
+            f"{named(url)}: the server answers {e.code} {' '.join(str(e.reason).split())}"
+        ) from None
     except (OSError, http.client.HTTPException, ValueError) as e:
         why = getattr(e, "reason", e)
-        raise UserError(f"--input {url}: cannot be downloaded: {why}") from None
+        raise UserError(f"{named(url)}: cannot be downloaded: {why}") from None
 
 
 def receive(
@@ -201,7 +221,7 @@ def receive(
         size = f.tell()
     if total is not None and size < total:
         what = f"the connection ended after {size:,} of {total:,} bytes"
-        raise UserError(f"--input {url}: {what}: run the same command again")
+        raise UserError(f"{named(url)}: {what}: run the same command again")
 
 
 def blocks(response: http.client.HTTPResponse, url: str) -> Iterator[bytes]:
@@ -211,4 +231,4 @@ def blocks(response: http.client.HTTPResponse, url: str) -> Iterator[bytes]:
             yield data
     except (OSError, http.client.HTTPException) as e:
         what = f"the connection broke ({e})"
-        raise UserError(f"--input {url}: {what}: run the same command again") from None
+        raise UserError(f"{named(url)}: {what}: run the same command again") from None

@@ -25,6 +25,8 @@ def read_metrics(path: Path) -> list[dict]:
             record = json.loads(line)
             if not isinstance(record, dict) or type(record["step"]) is not int:
                 raise ValueError
+            if abs(record["step"]) >= 2**53:  # no float, so no place in a picture
+                raise ValueError
             records.append(record)
         except (ValueError, KeyError, RecursionError):
             if number < len(lines) or line.endswith(b"\n"):

@@ -119,7 +119,7 @@ class Picture:
             return f"loss plot: {plot_loss([self.folder], self.folder / 'loss.png')}"
         except ImportError:
             return "no loss plot: pip install matplotlib"
-        except Exception as e:  # a full disk, a line that somebody edited, an error in matplotlib
+        except (Exception, SystemExit) as e:  # a full disk, an edited line, an error in matplotlib
             return f"no loss plot: {' '.join(str(e).split())}"
         finally:
             now = time.monotonic()
@@ -246,7 +246,7 @@ class Metrics:
         """Turn any error of wandb or tensorboard into a warning, and stop using it."""
         try:
             yield
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             setattr(self, tool, None)
             reason = " ".join(str(e).split())[:200]
             self.machine.say(f"warning: {tool} failed; going on without it ({reason})")
