@@ -35,6 +35,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 # These functions compute the usual formulas, in a faster way on some machines. This file states
 # each formula where it is used, so you do not need to read hardware/kernels.py.
@@ -268,6 +269,9 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention, then an MLP. Each reads the normalised residual stream and adds its result."""
 
+    # True: keep only x for the backward pass, which then runs compute() a second time.
+    recompute = False
+
     def __init__(self, c: GPTConfig, layer: int):
         super().__init__()
         self.norm_1 = make_norm(c)
@@ -277,6 +281,14 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None") -> Tensor:
+        """x (B, T, C) -> (B, T, C)."""
+        if self.recompute and torch.is_grad_enabled():
+            drops = self.dropout.p > 0  # then it has to draw the same numbers again
+            inputs = (x, rope, cache)
+            return checkpoint(self.compute, *inputs, use_reentrant=False, preserve_rng_state=drops)
+        return self.compute(x, rope, cache)
+
+    def compute(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None") -> Tensor:
         x = x + self.dropout(self.attn(self.norm_1(x), rope, cache))  # (B, T, C)
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
@@ -321,7 +333,6 @@ class GPT(nn.Module):
         call one token.
         """
         T = idx.size(1)
-        V = self.config.vocab_size
         if cache is not None and cache.position is not None:
             positions = cache.position  # a tensor: see KVCache
         else:
@@ -344,15 +355,21 @@ class GPT(nn.Module):
             cache.length += T
 
         if targets is None:
-            return self.logits(x[:, -1])[:, :V].float()  # (B, padded V) -> (B, V)
-        # cross_entropy ignores the columns of the padding. Their rows in lm_head therefore get no
-        # gradient and stay 0, and a checkpoint need not store them.
-        logits = self.logits(x).flatten(0, 1)  # (B * T, padded V): the largest tensor of all
-        return cross_entropy(logits, targets.flatten(), V, reduction)
+            return self.logits(x[:, -1])[
+                :, : self.config.vocab_size
+            ].float()  # (B, padded V) -> (B, V)
+        return self.loss(x, targets, reduction)
 
     def logits(self, x: Tensor) -> Tensor:
         """x (..., C) -> (..., padded V). Their softmax over V is the probability of each token."""
         return self.lm_head(self.norm_f(x))
+
+    def loss(self, x: Tensor, targets: Tensor, reduction: Literal["mean", "sum"]) -> Tensor:
+        """Return the cross-entropy of the targets (B, T), given the residual stream (B, T, C)."""
+        # cross_entropy ignores the columns of the padding. Their rows in lm_head therefore get no
+        # gradient and stay 0, and a checkpoint need not store them.
+        logits = self.logits(x).flatten(0, 1)  # (B * T, padded V): the largest tensor of all
+        return cross_entropy(logits, targets.flatten(), self.config.vocab_size, reduction)
 
     # -- generation --
 

@@ -29,7 +29,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ import torch.distributed as dist
 
 from configurator import UserError, given, run
 from hardware.disk import MANIFEST, Lock, file_sha256
-from hardware.machine import Machine, memory_advice, start, stop_signals, to_device
+from hardware.machine import Machine, least, memory_advice, start, stop_signals, to_device
 from hardware.peak import peak_tflops
 from model import GPT
 from text.dataset import DataSet, load_tokenizer, newest_dataset, open_datasets, verify_new
@@ -51,7 +51,7 @@ from training.checkpoint import Saver
 from training.evaluate import evaluate, write_text
 from training.huggingface import unverified
 from training.optimizer import make_optimizer
-from training.parallel import fit_batch, wrap
+from training.parallel import fit_batch, shares, wrap
 from training.plan import Plan, lr_at, make_plan, momentum_at
 from training.progress import Progress
 from training.report import Clock, Metrics, banner
@@ -70,6 +70,7 @@ from training.resume import (
 )
 from training.runs import newest_checkpoint, replace_run, run_folder, sweep
 from training.settings import TrainConfig, model_config, wants_compile
+from training.shards import part, placed_like
 from training.step import Batch, read_ahead, take_step
 
 
@@ -148,7 +149,6 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     verify_data(machine, sets, progress)
 
     cfg, plan, compiled = plan_run(cfg, machine, model, data, progress, earlier)
-    optimizer, scaler = open_optimizer(cfg, machine, model, earlier)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     peak_of_all = peak * machine.world if peak else None
     new = dict(scratch=origin.path is None, newest_data=newest_data)
@@ -156,7 +156,9 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     if earlier:
         say_what_is_resumed(cfg, machine, plan, origin, earlier)
     advice = plan.smaller(cfg.block_size)
-    forward = wrap(model, machine, data.loader if compiled else None, plan.batch_size, advice)
+    example = data.loader if compiled else None
+    forward = wrap(cfg, model, machine, example, plan.batch_size, advice)
+    optimizer, scaler = open_optimizer(cfg, machine, model, earlier)
 
     ckpt_dir = folder / "ckpt"
     machine.decide(lambda: sweep(folder))  # what a killed process has left
@@ -223,7 +225,7 @@ def loop(
         if step > start_step and wants_sample(cfg, step, plan.steps):
             with clock.paused():
                 show_sample(job, step)
-        if step > start_step and machine.is_main and wants_checkpoint(job, step, last):
+        if step > start_step and wants_checkpoint(job, step, last):
             with clock.paused():  # save() copies the state; a thread writes it to the disk
                 job.saver.save(model, optimizer, scaler, job.average, progress)
         if last:
@@ -308,7 +310,8 @@ def show_sample(job: Job, step: int) -> None:
     val = job.data.sets[0].meta["splits"]["val"]
     length = math.ceil(200 * val["tokens"] / val["bytes"])
     try:
-        text = write_text(job.model, job.data.tokenizer, job.data.prompt, length, job.cfg.seed)
+        with getattr(job.forward, "whole_weights", nullcontext)():  # Shards has it
+            text = write_text(job.model, job.data.tokenizer, job.data.prompt, length, job.cfg.seed)
     except ArithmeticError:
         return  # the loss is not finite either, and has been reported
     job.metrics.log_sample(step, job.cfg.sample_prompt + text)
@@ -323,12 +326,14 @@ def wants_checkpoint(job: Job, step: int, last: bool) -> bool:
     if job.progress.bad_in_a_row:
         # A bad step was skipped: the weights are those from before it. They are worth saving at the
         # end, unless NaN or infinity in them is the reason for the bad loss, and if they are best.
-        return is_best or (last and all_finite(job.model))
+        return is_best or (last and all_finite(job.model, job.machine))
     return last or is_best or step % job.cfg.save_every == 0
 
 
-def all_finite(model: torch.nn.Module) -> bool:
-    return all(bool(p.isfinite().all()) for p in model.parameters())
+def all_finite(model: torch.nn.Module, machine: Machine) -> bool:
+    """Return whether all weights are finite, on every rank."""
+    finite = all(bool(part(p).isfinite().all()) for p in model.parameters())
+    return bool(least(finite, machine))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -374,7 +379,10 @@ def open_model(
         check_tokenizer(origin.path, sets, machine.say)
         if warning := unverified(origin.path):
             machine.say(f"note: {origin.path}: {warning}")
-    return model.to(machine.device), earlier
+    for block in model.blocks:
+        block.recompute = cfg.recompute == "blocks"
+    # A model that is shared out stays on the CPU, until each device gets its part.
+    return model if shares(cfg, machine) else model.to(machine.device), earlier
 
 
 def check_ranks(
@@ -459,7 +467,13 @@ def open_optimizer(
     if earlier:
         # Take only the moments from the checkpoint: betas and weight decay may have changed. pop()
         # frees the memory of what has been taken.
-        moments = earlier.training.pop("optimizer")["state"]
+        # The file is mapped into memory: each tensor is read when it is copied to its place.
+        saved = earlier.training.pop("optimizer")["state"]
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        moments = {
+            i: {k: placed_like(params[i], x) for k, x in state.items()}
+            for i, state in saved.items()
+        }
         optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
         if saved := earlier.training.pop("scaler"):  # empty if that process did not train in fp16
             scaler.load_state_dict(saved)

@@ -90,8 +90,13 @@ class Machine:
                     raise UserError(f"the ranks differ: {both}: {advice}")
 
     def autocast(self):
-        """Return the context in which matrix products run in `dtype`."""
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        """Return the context in which matrix products run in `dtype`.
+
+        Without the cache: a forward pass casts each weight once, and the cache would hold all casts
+        to its end.
+        """
+        enabled = self.dtype != torch.float32
+        return torch.autocast(self.device.type, self.dtype, enabled, cache_enabled=False)
 
     def synchronize(self) -> None:
         """Wait for all work that is queued on the device. A time is measured only after this."""
@@ -185,6 +190,10 @@ def pick_device(asked: str, local_rank: int = 0) -> torch.device:
     if asked == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
         kind = found.type if found else "cpu"
+    if kind == "cuda" and torch.cuda.is_available() and not torch.version.hip:
+        capability = torch.cuda.get_device_capability(local_rank % torch.cuda.device_count())
+        if problem := without_kernels(capability, torch.cuda.get_arch_list()):
+            raise OneRankError(f"--device={asked}: {problem}")
     try:
         device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
         # This fails on "meta", whose tensors have no numbers, and on a GPU for which this torch has
@@ -194,6 +203,32 @@ def pick_device(asked: str, local_rank: int = 0) -> torch.device:
         reason = str(e).splitlines()[0]
         raise OneRankError(f"--device={asked}: not usable here ({reason})") from None
     return device
+
+
+def without_kernels(capability: tuple[int, int], architectures: list[str]) -> str:
+    """Return what to say if this torch has no kernels for a GPU; an empty string if it has some.
+
+    architectures: as torch.cuda.get_arch_list() has them. sm_75 is machine code for 7.5 and for
+    later minor versions of 7; compute_75 is code that the driver translates for all that came
+    later; sm_90a is for 9.0 alone.
+    """
+    major, minor = capability
+    for name in architectures:
+        kind, _, digits = name.partition("_")
+        exact = not digits.isdigit()
+        digits = digits.rstrip("af")
+        has = int(digits[:-1]), int(digits[-1])
+        if has == capability or (not exact and has <= capability):
+            if kind == "compute" or has[0] == major:
+                return ""
+    known = (
+        f"this torch ({torch.__version__}) has no kernels for it, only {' '.join(architectures)}"
+    )
+    advice = "install a newer torch: https://pytorch.org/get-started"
+    if capability < (7, 5):
+        index = "https://pytorch.org/get-started"
+        advice = f"install the build for CUDA 12.6: pip install 'torch<2.15' --index-url {index}"
+    return f"this GPU has compute capability {major}.{minor}, and {known}: {advice}"
 
 
 def pick_dtype(asked: str, device: torch.device) -> tuple[torch.dtype, str]:

@@ -13,6 +13,8 @@ weights: a matrix of standard deviation 0.02 moves by 0.02 lr. torch takes at mo
 """
 
 import math
+from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from torch.optim.adamw import adamw
 from hardware.machine import Machine
 from model import GPT
 from training.settings import TrainConfig
+from training.shards import Pieces, is_shared, part, rows_of
 
 # Coefficients a, b, c of two polynomials a x + b x³ + c x⁵. One after the other, they take a number
 # between 0.01 and 1 to a number between 0.29 and 1.71. Each is the polynomial that comes nearest to
@@ -101,8 +104,9 @@ class Muon(torch.optim.Optimizer):
             if group["name"] != "matrices":
                 self.adamw(group, found_inf)
                 continue
-            for weights, grads, means in self.stacks(group):
-                self.muon(weights, grads, means, group, found_inf)
+            stacks = self.shared_stacks if is_shared(group["params"][0]) else self.stacks
+            for weights, grads, means, pieces in stacks(group):
+                self.muon(weights, grads, means, pieces, group, found_inf)
 
     def adamw(self, group: dict, found_inf: Tensor | None) -> None:
         """Move the parameters of a group by AdamW, as torch.optim.AdamW does."""
@@ -133,8 +137,10 @@ class Muon(torch.optim.Optimizer):
             maximize=False,
         )
 
-    def stacks(self, group: dict) -> list[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
-        """Return weights, gradients and running means, in lists of matrices of one shape."""
+    def stacks(
+        self, group: dict
+    ) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor], None]]:
+        """Yield weights, gradients and running means, in lists of matrices of one shape."""
         of_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor, Tensor]]] = {}
         for weight, rows in zip(group["params"], group["rows"], strict=True):
             state = self.state[weight]
@@ -143,23 +149,58 @@ class Muon(torch.optim.Optimizer):
             parts = [x.split(rows) for x in (weight, weight.grad, state["mean"])]
             for matrices in zip(*parts, strict=True):  # q, k, v of qkv; one matrix of the others
                 of_shape.setdefault(matrices[0].shape, []).append(matrices)
-        stacks = []
         for (rows, columns), found in of_shape.items():
             most = max(1, STACK // (rows * columns))
             for first in range(0, len(found), most):
                 weights, grads, means = zip(*found[first : first + most], strict=True)
-                stacks.append((list(weights), list(grads), list(means)))
-        return stacks
+                yield list(weights), list(grads), list(means), None
+
+    def shared_stacks(
+        self, group: dict
+    ) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor], Pieces]]:
+        """Yield the same if every rank holds some rows of each parameter: its rows of the matrices.
+
+        The matrices of one shape are dealt out to the ranks, as Pieces says.
+        """
+        mesh = group["params"][0].device_mesh
+        ranks = range(mesh.size())
+        rank = mesh.get_local_rank()
+        of_shape: dict[tuple[int, int], list[tuple[list[int], list[Tensor]]]] = {}
+        for weight, rows in zip(group["params"], group["rows"], strict=True):
+            state = self.state[weight]
+            if not state:
+                state["mean"] = torch.zeros_like(weight)
+            parts = [part(x) for x in (weight, weight.grad, state["mean"])]
+            starts = [rows_of(r, weight.size(0), mesh.size())[0] for r in ranks]
+            above = 0  # rows of the parameter that belong to the matrices before
+            for n in rows:  # q, k, v of qkv; one matrix of the others
+                bounds = [min(max(start - above, 0), n) for start in starts] + [n]
+                begin = above - starts[rank]
+                mine = [x[max(begin, 0) : max(begin + n, 0)] for x in parts]
+                of_shape.setdefault((n, weight.size(1)), []).append((bounds, mine))
+                above += n
+        for shape, found in of_shape.items():
+            most = mesh.size() * max(1, STACK // math.prod(shape))
+            for first in range(0, len(found), most):
+                dealt = [found[first : first + most][r :: mesh.size()] for r in ranks]
+                bounds, mine = zip(*chain.from_iterable(dealt), strict=True)
+                pieces = Pieces(shape, bounds, [*map(len, dealt)], rank, mesh.get_group())
+                weights, grads, means = zip(*mine, strict=True)
+                yield list(weights), list(grads), list(means), pieces
 
     def muon(
         self,
         weights: list[Tensor],
         grads: list[Tensor],
         means: list[Tensor],
+        pieces: Pieces | None,
         group: dict,
         found_inf: Tensor | None,
     ) -> None:
-        """Move matrices of one shape, (rows, columns) each. The gradients are overwritten."""
+        """Move matrices of one shape, (rows, columns) each. The gradients are overwritten.
+
+        pieces: how they are shared out; None if they are not.
+        """
         if found_inf is not None:
             for grad, mean in zip(grads, means, strict=True):
                 # In a step to be skipped: mean + (1 - momentum) (mean - mean) is mean, exactly.
@@ -167,11 +208,18 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(means, grads, 1 - group["momentum"])
         # The running mean after one more step with the same gradient: Nesterov's momentum.
         torch._foreach_lerp_(grads, means, group["momentum"])
-        X = orthogonalize(torch.stack([grad.to(self.dtype) for grad in grads])).float()
+        if pieces is None:
+            X = orthogonalize(torch.stack([grad.to(self.dtype) for grad in grads])).float()
+            moves = X.unbind()
+        else:
+            mine = torch.cat([grad.to(self.dtype).flatten() for grad in grads])
+            X = pieces.from_owners(orthogonalize(pieces.to_owners(mine))).float()
+            flat = X.split([weight.numel() for weight in weights])
+            moves = [x.view_as(weight) for x, weight in zip(flat, weights, strict=True)]
         lr = group["lr"] if found_inf is None else group["lr"] * (1 - found_inf)
-        X *= -0.2 * math.sqrt(max(X.shape[1:])) * lr
+        X *= -0.2 * math.sqrt(max(pieces.shape if pieces else X.shape[1:])) * lr
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(weights, X.unbind())
+        torch._foreach_add_(weights, moves)
 
 
 def make_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.optim.Optimizer:

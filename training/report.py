@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -577,7 +577,7 @@ def banner(
         attention += "no fused kernel takes this head_dim and dtype here"
 
     step = Step(B, T, plan.accum, machine.dtype, compiled, kind, machine.world)
-    step = replace(step, optimizer=cfg.optimizer, average=cfg.average > 0)
+    step = step.of(cfg)
     here = capacity(machine.device)
     memory = f"{needed(model, step) / 1e9:.1f} GB predicted, of {here / 1e9:.1f}"
 
@@ -599,6 +599,13 @@ def banner(
         rows["batch"] += f"\n{'':13}{warning}"
     if warning := repetition_warning(tokens, plan.step_tokens, cfg, sets):
         rows["length"] += f"\n{'':13}{warning}"
+    if cfg.recompute == "blocks":
+        rows["compute"] += "; the forward pass of the blocks runs twice, which MFU does not count"
+    if cfg.shard != "none":
+        what = {"optimizer": "optimizer's state", "gradients": "optimizer's state and gradients"}
+        rows["shared out"] = f"{what.get(cfg.shard, 'all')}, among {machine.world} processes"
+        if machine.world == 1:
+            rows["shared out"] = "nothing: there is one process"
     gpus = torch.cuda.device_count() if kind == "cuda" else 1
     if machine.world == 1 and gpus > 1:
         command = f"torchrun --nproc_per_node={gpus} {' '.join(sys.argv)}"

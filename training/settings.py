@@ -85,6 +85,10 @@ class TrainConfig:
     device: str = "auto"  # auto: cuda, then mps, then cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matrix products
     compile: bool | Literal["auto"] = "auto"  # torch.compile; auto: on cuda, and long runs on a CPU
+    # ---- Memory: for models that do not fit (docs/cost.md) ----
+    recompute: Literal["none", "blocks"] = "none"  # blocks: keep their inputs only, compute twice
+    # What the processes share out: the optimizer's state; the gradients too; all: the weights too.
+    shard: Literal["none", "optimizer", "gradients", "all"] = "none"  # ZeRO stage 0, 1, 2 or 3
     # ---- Logging ----
     log_every: int = 10  # steps between two log lines
     progress: Literal["auto", "bar", "line"] = "auto"  # auto: on a terminal, a bar below the log
@@ -125,6 +129,11 @@ class TrainConfig:
         has_end = self.max_steps or self.max_epochs or self.max_tokens
         if not has_end and self.init_from != "resume":  # a resumed run has an end already
             wrong.append("the run has no end: set max_steps, max_epochs or max_tokens")
+        if self.shard != "none" and self.optimizer == "adafactor":
+            why = "Adafactor's rows and columns need whole matrices"
+            wrong.append(f"shard={self.shard} goes with adamw or muon: {why}")
+        if self.shard != "none" and self.average:
+            wrong.append(f"shard={self.shard} keeps no average: set average=0")
         for tool in ("wandb", "tensorboard"):
             if getattr(self, tool) and tool not in sys.modules and find_spec(tool) is None:
                 wrong.append(f"{tool}=true needs the package {tool}: pip install {tool}")

@@ -12,6 +12,7 @@ import torch
 from hardware.machine import Machine, all_sum
 from model import GPT
 from text.windows import Loader
+from training.shards import whole
 
 # Inputs and targets, both (B, T). to_device() cuts them from windows of T + 1 tokens: the first T,
 # and the last T.
@@ -71,15 +72,15 @@ def take_step(
     caller wait, for the loss alone, while the device still updates the weights.
 
     forward: the function (x, y) -> loss that runs the model: the model itself, or the model
-    compiled or wrapped in DDP. grad_clip: the largest norm of the gradient; 0: no clipping.
-    signals: the list of signals that this rank has caught, which may grow during the step. A step
-    whose loss or gradient is not finite leaves the weights unchanged.
+    compiled, or wrapped in DDP or Shards. grad_clip: the largest norm of the gradient; 0: no
+    clipping. signals: the list of signals that this rank has caught, which may grow during the
+    step. A step whose loss or gradient is not finite leaves the weights unchanged.
 
     Return a function. It waits for the device and returns three things: the mean loss of all ranks,
     whether any rank was told to stop, and the norm of the gradient before clipping.
     """
     # 1. Forward and backward: the gradients of all micro-steps add up.
-    no_sync = getattr(forward, "no_sync", nullcontext)  # only DDP has it, compiled or not
+    no_sync = getattr(forward, "no_sync", nullcontext)  # DDP and Shards have it, compiled or not
     mean_loss = torch.zeros((), device=machine.device)  # of this rank
     for micro in range(accum):
         x, y = next(batches)
@@ -93,7 +94,9 @@ def take_step(
 
     # 2. Clip the gradient, and start to send the loss and the norm to the host.
     scaler.unscale_(optimizer)
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    weights = list(model.parameters())
+    grad_norm = whole(torch.nn.utils.get_total_norm([p.grad for p in weights]))
+    torch.nn.utils.clip_grads_with_norm_(weights, grad_clip or math.inf, grad_norm)
     facts = agree(mean_loss, len(signals) > 0, grad_norm, machine)
     facts_on_host = machine.fetch(facts)
 
