@@ -60,7 +60,7 @@ def make(name: str, **options) -> GPT:
 
 def save(model: GPT, folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
-    save_pretrained(model.config, dict(model.named_parameters()), folder, eos_id=0, bos_id=0)
+    save_pretrained(model.config, model.named_parameters(), folder, eos_id=0, bos_id=0)
     return folder
 
 

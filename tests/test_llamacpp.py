@@ -80,7 +80,7 @@ def save(model: GPT, tokenizer, folder: Path) -> Path:
     """Write those files of a checkpoint that llama.cpp reads."""
     folder.mkdir()
     state = dict(model.named_parameters())
-    save_pretrained(model.config, state, folder, tokenizer.eos_id, tokenizer.prefix[0])
+    save_pretrained(model.config, state.items(), folder, tokenizer.eos_id, tokenizer.prefix[0])
     tokenizer.save(folder)
     for name, content in to_hugging_face(tokenizer, model.config.block_size).items():
         write_json(folder / name, content)

@@ -17,7 +17,8 @@ train_config.json: the state of the average is in the train_state.pt of the chec
 two are kept.
 
 A checkpoint is either complete or not there. A thread writes it to a temporary folder beside the
-others, syncs that to the disk and renames it. Training waits only for the copy to host memory.
+others, syncs that to the disk and renames it. Training waits only for the copy to host memory; with
+the setting `shard`, until the tensors are written. The files are the same for every `shard`.
 If the newest checkpoint turns out to be damaged, a resumed run takes the one before it.
 
 Only files that this program writes are deleted, each by its name: see OURS and RUN_FILES in
@@ -36,11 +37,11 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from configurator import UserError
 from hardware.disk import (
@@ -72,6 +73,13 @@ from training.runs import (
     step_of,
 )
 from training.settings import TrainConfig
+from training.shards import is_shared, whole
+from training.stream import save_state, tensors_in
+
+
+def temporary(target: Path) -> Path:
+    """Return the folder in which a checkpoint is written before it gets its name."""
+    return target.with_name(f".tmp_{target.name}")
 
 
 def to_host(state: Any) -> Any:
@@ -130,14 +138,29 @@ class Saver:
     def save(
         self, model: GPT, optimizer, scaler, average: Average | None, progress: Progress
     ) -> None:
-        """Begin to write step_N. Returns when everything is copied to host memory."""
+        """Begin to write step_N. All ranks must call this; rank 0 writes.
+
+        If each rank holds everything, this copies it to host memory, and the thread writes it. If
+        the ranks share it out, this writes one tensor after the other while all ranks wait: no rank
+        ever holds the whole state, and the thread does what is left.
+        """
         self.wait()
-        weights = to_host(dict(model.named_parameters()))
-        states = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+        started = time.perf_counter()
+        weights = dict(model.named_parameters())
+        training = asdict(progress)
+        training |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
         if average:
-            states["average"] = average.state_dict()
-        training = to_host(asdict(progress) | states)
-        self.writing = self.pool.submit(self.write, model.config, weights, training)
+            training["average"] = average.state_dict()
+        c = model.config
+        if is_shared(model.wte.weight):
+            write_tensors = self.write_shared(c, weights, training, progress.step)
+            training = asdict(progress)
+        elif self.lock:
+            weights = to_host(weights)
+            training = to_host(training)
+            write_tensors = partial(self.write_tensors, c, weights, training)
+        if self.lock:
+            self.writing = self.pool.submit(self.write, c, training, write_tensors, started)
 
     def save_missing(self, average: Average, step: int) -> None:
         """Begin to write the average of step_N, from which the run is resumed, if it is not there.
@@ -154,17 +177,20 @@ class Saver:
         """Wait until the checkpoint that is being written is on the disk."""
         self.writing.result()
 
-    def write(self, c: GPTConfig, weights: dict, training: dict) -> None:
+    def write(
+        self, c: GPTConfig, training: dict, write_tensors: Callable[[Path], None], started: float
+    ) -> None:
         """Write a checkpoint, put it in place, report it, and prune the older ones.
+
+        write_tensors: see put(). started: when the save began, by time.perf_counter().
 
         If the disk is full or fails, this is a warning, and self.failed holds the reason. Training
         goes on, since the earlier checkpoints are still there.
         """
-        started = time.perf_counter()
         step = training["step"]
         target = self.ckpt_dir / f"step_{step:08d}"
         try:
-            old = self.put(target, c, weights, training)
+            old = self.put(target, c, write_tensors)
         except OSError as e:
             self.failed = str(e)
             self.say(f"warning: {self.failed}; training goes on, earlier checkpoints are intact")
@@ -194,7 +220,8 @@ class Saver:
         """
         target = self.average_dir / f"step_{step:08d}"
         try:
-            old = self.put(target, c, weights)
+            write_tensors = partial(self.write_tensors, c, weights, None)
+            old = self.put(target, c, write_tensors, is_average=True)
         except OSError as e:
             self.say(f"warning: {e}; training goes on, the checkpoint holds the average too")
             return
@@ -208,41 +235,83 @@ class Saver:
             self.say(f"warning: an older average could not be deleted ({e})")
 
     def put(
-        self, target: Path, c: GPTConfig, weights: dict, training: dict | None = None
+        self,
+        target: Path,
+        c: GPTConfig,
+        write_tensors: Callable[[Path], None],
+        is_average: bool = False,
     ) -> Path | None:
         """Write a checkpoint, or an average, in a folder beside `target`, and put it in place.
 
-        training: the content of train_state.pt; None: it is an average. Return the new path of what
-        `target` was before; None if there was nothing. Raises OSError, with the reason in words.
+        write_tensors(folder): make the folder and write the large files. Return the new path of
+        what `target` was before; None if there was nothing. Raises OSError, with the reason in
+        words.
         """
-        tmp = target.with_name(f".tmp_{target.name}")
+        tmp = temporary(target)
         try:
-            self.lock.renew()
-            remove_only(tmp, OURS)  # left by a save that failed
-            tmp.mkdir(parents=True)
-            self.write_files(tmp, c, weights, training)
+            write_tensors(tmp)
+            if not is_average:
+                write_json(tmp / "train_config.json", asdict(self.cfg))
+            self.write_small_files(tmp, c)
             for path in tmp.iterdir():
                 sync_to_disk(path)
-            make_way(target, required=() if training else (MANIFEST,))
+            make_way(target, required=(MANIFEST,) if is_average else ())
             return put_in_place(tmp, target)
-        except (OSError, RuntimeError, SafetensorError) as e:
+        except (OSError, RuntimeError) as e:
             full = tmp.parent.is_dir() and shutil.disk_usage(tmp.parent).free < 2**20
             remove_only(tmp, OURS)
             reason = (getattr(e, "strerror", None) or str(e)).splitlines()[0]
-            # On a full disk torch raises RuntimeError, and safetensors raises SafetensorError.
-            # Both name the write that failed, but not the reason.
-            if full and not isinstance(e, OSError):
+            # On a full disk torch raises RuntimeError, which names the write, but not the reason.
+            if full and not getattr(e, "strerror", None):
                 reason = os.strerror(errno.ENOSPC)
             raise OSError(f"{target} could not be written ({reason})") from None
 
-    def write_files(self, tmp: Path, c: GPTConfig, weights: dict, training: dict | None) -> None:
-        """Write all files of put() to the folder tmp. The manifest comes last."""
-        prefix = self.tokenizer.prefix
-        bos_id = prefix[0] if prefix else None
-        save_pretrained(c, weights, tmp, self.tokenizer.eos_id, bos_id)
+    def make_folder(self, tmp: Path) -> None:
+        self.lock.renew()
+        remove_only(tmp, OURS)  # left by a save that failed
+        tmp.mkdir(parents=True)
+
+    def write_tensors(self, c: GPTConfig, weights: dict, training: dict | None, tmp: Path) -> None:
+        """Write the large files to the folder tmp. training: None for an average."""
+        self.make_folder(tmp)
+        save_pretrained(c, weights.items(), tmp, *self.ends())
         if training:
             torch.save(training, tmp / "train_state.pt")
-            write_json(tmp / "train_config.json", asdict(self.cfg))
+
+    def write_shared(
+        self, c: GPTConfig, weights: dict, training: dict, step: int
+    ) -> Callable[[Path], None]:
+        """Write the large files of a checkpoint whose tensors the ranks share out.
+
+        Return a function for put(), which raises what went wrong here. After an error rank 0 goes
+        on to gather, because the other ranks do.
+        """
+        gathered = (whole(x) for x in (*weights.values(), *tensors_in(training)))
+        failed: list[OSError] = []
+        try:
+            if self.lock:
+                tmp = temporary(self.ckpt_dir / f"step_{step:08d}")
+                self.make_folder(tmp)
+                save_pretrained(c, zip(weights, gathered, strict=False), tmp, *self.ends())
+                save_state(tmp / "train_state.pt", training, gathered)
+        except OSError as e:
+            failed.append(e)
+        for _ in gathered:
+            pass
+
+        def result(tmp: Path) -> None:
+            if failed:
+                raise failed[0]
+
+        return result
+
+    def ends(self) -> tuple[int, int | None]:
+        """Return the ids of the tokens at the end and the beginning of a text."""
+        prefix = self.tokenizer.prefix
+        return self.tokenizer.eos_id, prefix[0] if prefix else None
+
+    def write_small_files(self, tmp: Path, c: GPTConfig) -> None:
+        """Write to the folder tmp what belongs to every model. The manifest comes last."""
         write_json(tmp / "meta.json", self.meta())
         if "tokenizer.json" not in self.tokenizer_files:
             made = to_hugging_face(self.tokenizer, c.block_size, self.came_with)

@@ -1,6 +1,6 @@
 """Hugging Face's model format, written and read: config.json, and the weights as safetensors.
 
-    save_pretrained(model.config, dict(model.named_parameters()), folder)
+    save_pretrained(model.config, model.named_parameters(), folder)
         writes a folder that AutoModelForCausalLM.from_pretrained(folder) of transformers opens
     from_pretrained(folder)
         reads a GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM, in one file or in shards;
@@ -14,7 +14,7 @@ folder.
 import json
 import os
 import pickle
-import shutil
+from collections.abc import Iterable
 from dataclasses import Field, asdict, fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -22,10 +22,11 @@ from typing import Any, get_args
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load, load_file
 
 from hardware.disk import MANIFEST, damage, only_plain
 from model import GPT, PRESETS, GPTConfig
+from training.stream import save_safetensors
 
 # --------------------------------------------------------------------------------------------------
 # config.json
@@ -349,9 +350,9 @@ def from_state(c: GPTConfig, stored: dict[str, torch.Tensor]) -> dict[str, torch
 
     state = {}
     for name, like in parameters.items():
-        w = torch.cat([stored[key] for key in hf_names(c, name)])
+        w = torch.cat([stored[key] for key in hf_names(c, name)]).float()
         if gpt2 and name.startswith("blocks.") and w.dim() == 2:
-            w = w.t()
+            w = w.t().contiguous()
         if name in ("wte.weight", "lm_head.weight"):
             w = F.pad(w, (0, 0, 0, like.size(0) - w.size(0)))
         state[name] = w
@@ -396,32 +397,29 @@ def check_tensors(
 
 def save_pretrained(
     c: GPTConfig,
-    state: dict[str, torch.Tensor],
+    parameters: Iterable[tuple[str, torch.Tensor]],
     folder: str | Path,
     eos_id: int | None = None,
     bos_id: int | None = None,
 ) -> None:
-    """Write config.json and model.safetensors.
+    """Write config.json and model.safetensors, one parameter after the other.
 
-    state: our parameters by name. A matrix that wte and lm_head share is there once, as wte.weight.
+    parameters: names and values of ours. A matrix that wte and lm_head share is there once, as
+    wte.weight.
     """
-    config = Path(folder) / "config.json"
-    weights = Path(folder) / "model.safetensors"
     content = json.dumps(to_config(c, eos_id, bos_id), indent=2) + "\n"
-    config.write_text(content, encoding="utf-8")
-    tensors = {k: w.detach().cpu() for k, w in to_state(c, state).items()}
-    about = {"format": "pt"}
-    if is_utf8(weights):
-        save_file(tensors, weights, about)
-    else:
-        weights.write_bytes(save(tensors, about))
-    shutil.copymode(config, weights)  # save_file lets only the owner read the file
+    (Path(folder) / "config.json").write_text(content, encoding="utf-8")
+    with torch.device("meta"):
+        like = dict(GPT(c).named_parameters())
+    shapes = {name: w.shape for name, w in to_state(c, like).items()}
+    stored = ((k, w) for name, p in parameters for k, w in to_state(c, {name: p}).items())
+    save_safetensors(Path(folder) / "model.safetensors", shapes, stored)
 
 
 def is_utf8(path: Path) -> bool:
-    """Return whether the bytes of a path are UTF-8: safetensors opens no other files.
+    """Return whether the bytes of a path are UTF-8: safetensors and mmap open no other files.
 
-    On an old disk with names in GBK they are not. There Python itself reads and writes the file.
+    On an old disk with names in GBK they are not. There Python itself reads the file.
     """
     try:
         os.fsencode(path).decode("utf-8")
@@ -471,8 +469,11 @@ def from_pretrained(path: str | Path, **overrides) -> GPT:
             source = "model.safetensors"
             stored = read_safetensors(path)
         state = from_state(config, stored)
-        model = GPT(replace(config, **overrides))
-        model.load_state_dict(state, strict=True)
+        with torch.device("meta"):  # the weights are those of `state`, not copies of them
+            model = GPT(replace(config, **overrides))
+        model.load_state_dict(state, strict=True, assign=True)
+        if config.tie_embeddings:
+            model.lm_head.weight = model.wte.weight
         return model
     except OSError as e:
         raise ValueError(f"{source}: {e.strerror}") from None

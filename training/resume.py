@@ -19,7 +19,7 @@ from hardware.disk import damage, read_object
 from model import GPT, GPTConfig
 from text.dataset import DataSet, load_tokenizer, tokenizer_id, tokenizer_of_model
 from text.tokenizer import same_ids
-from training.huggingface import from_pretrained
+from training.huggingface import from_pretrained, is_utf8
 from training.metrics import METRICS_VERSION, read_metrics
 from training.runs import (
     is_run,
@@ -244,7 +244,9 @@ def read_training(folder: Path) -> Earlier:
     try:
         settings = read_object(folder / "train_config.json")
         meta = read_object(folder / "meta.json")
-        training = torch.load(folder / "train_state.pt", map_location="cpu", weights_only=True)
+        path = folder / "train_state.pt"
+        # mmap: a tensor takes memory only when it is read, and all processes share that memory.
+        training = torch.load(path, map_location="cpu", weights_only=True, mmap=is_utf8(path))
         step = training["step"]
     except pickle.UnpicklingError:
         # torch's own message is left out: it explains how to load the file and run its code.
