@@ -26,10 +26,10 @@ import time
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate, repeat
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 REPO = Path(__file__).resolve().parents[1]
@@ -53,6 +53,7 @@ from training.memory import (  # noqa: E402
 )
 from training.metrics import read_metrics  # noqa: E402
 from training.optimizer import NEWTON_SCHULZ, make_optimizer  # noqa: E402
+from training.parallel import compiles_by_blocks, shares, try_blocks, wrap  # noqa: E402
 from training.plan import (  # noqa: E402
     Plan,
     batch_warning,
@@ -62,6 +63,7 @@ from training.plan import (  # noqa: E402
     repetition_warning,
 )
 from training.settings import TrainConfig, model_config, wants_compile  # noqa: E402
+from training.shards import part  # noqa: E402
 from training.step import take_step  # noqa: E402
 
 
@@ -73,9 +75,6 @@ class PlanConfig(TrainConfig):
     # ---- How much ----
     tokens: float = 0.0  # tokens to train on, instead of max_steps, max_epochs and max_tokens
     vocab_size: int = 0  # 0: that of the data set, or 50257 if none is prepared
-    # ---- What if ----
-    zero: Literal[0, 1, 2, 3] = 0  # ZeRO stage; train.py uses DDP, which is stage 0
-    checkpointing: bool = False  # activation checkpointing of whole blocks; train.py does none
     # ---- Check ----
     trial: bool = False  # train 20 steps on this machine, to estimate the time of the whole run
     check: bool = False  # run a step on this machine, to measure its peak memory
@@ -330,18 +329,25 @@ def roofline(model: GPT, step: Step) -> dict[str, tuple[float, float]]:
         numbers = sum(i * o + N * (i + o) for i, o in sizes)
         return flops, 3 * s * numbers
 
-    on_gpu = activations(c, replace(step, compiled=True, device="cuda"))
+    on_gpu = activations(c, replace(step, compiled=True, device="cuda", recompute=False))
     kept = sum(size for part, size in on_gpu.items() if part != "T x T matrix")
     linears = [m for m in model.blocks.modules() if isinstance(m, torch.nn.Linear)]
+    # Of three equal parts of the work in a block, the forward pass is one.
+    again = 4 / 3 if step.recompute else 1
+    of_linears = tuple(again * x for x in products(linears))
+    # Two products forward, and five backward, where the scores are computed again, each over the
+    # causal half of T x T. Four tensors forward (q, k, v and the output), eight backward.
+    of_attention, tensors = (9, 16) if step.recompute else (7, 12)
     return {
-        "linear layers": products(linears),
+        "linear layers": of_linears,
         "lm_head": products([model.lm_head]),
-        # Two products forward, and five backward, where the scores are computed again, each over
-        # the causal half of T x T. Four tensors forward (q, k, v and the output), eight backward.
-        "attention": (7 * c.n_layer * width * step.T * N, 12 * c.n_layer * width * s * N),
+        "attention": (
+            of_attention * c.n_layer * width * step.T * N,
+            tensors * c.n_layer * width * s * N,
+        ),
         # Norms, rotation, activation, additions. What is kept for the backward pass is written
         # once, and read about twice.
-        "elementwise": (10 * kept * step.B / s, 3 * kept * step.B),
+        "elementwise": (again * 10 * kept * step.B / s, again * 3 * kept * step.B),
         # The logits are read twice, and their gradient is written.
         "loss": (10 * N * V, 3 * s * N * V),
         "optimizer": optimizer_work(model, step),
@@ -370,7 +376,8 @@ def optimizer_work(model: GPT, step: Step) -> tuple[float, float]:
                 # X X^T, A A and B X, each a product with two FLOPs for each of its terms
                 products = 2 * shorter * shorter * (longer + shorter + longer)
                 flops += len(NEWTON_SCHULZ) * products
-    return flops / step.accum, moved / step.accum
+    times = step.accum * (step.world if step.zero else 1)  # each rank moves its own weights
+    return flops / times, moved / times
 
 
 def launches(model: GPT, step: Step) -> int:
@@ -429,32 +436,61 @@ def launches(model: GPT, step: Step) -> int:
 HOST_PROCESS = 1.5e9  # bytes of host memory of a process with CUDA's libraries: assumed
 
 
-def host_memory(parameters: int, nproc: int, average: bool = False) -> float:
-    """Return the peak of host memory, in bytes, on a computer whose processes all resume a run.
+def host_memory(parameters: int, nproc: int, step: Step) -> dict[str, float]:
+    """Return the host memory, in bytes, of a computer with nproc GPUs at a start and at a save.
 
-    Resuming takes the most. Each process reads AdamW's moments (8 bytes a parameter), and then the
-    weights: from the file, into the names and shapes of model.py, and into the model (4 bytes
-    each). The sum, 20.0 bytes a parameter, was measured on a CPU with models of 101M to 202M
-    parameters. A save takes 12 to 18, in rank 0 only (measured too), and a fresh start takes 4.
-    average: the run keeps an average of its weights, which takes 4 bytes more to resume or to save.
+    At a start or a resume each process has the weights (4 bytes a parameter) until its device has
+    them. The optimizer's state is mapped from its file: it goes from there to the device one tensor
+    at a time, through the page cache, which all processes share and the system takes back. For a
+    save, rank 0 copies weights and state, unless the processes share them out: then only one tensor
+    is there at a time.
     """
-    return nproc * (HOST_PROCESS + (20 + 4 * average) * parameters)
+    processes = nproc * HOST_PROCESS
+    state = {"adamw": 8, "muon": 8, "adafactor": 0}[step.optimizer]
+    copy = 0 if step.zero else 4 + state + 4 * step.average
+    save = processes + copy * parameters
+    return {"start": processes + 4 * parameters * nproc, "save": save}
 
 
-def measured_peak(c: GPTConfig, step: Step) -> int:
+def as_deepspeed_counts(parameters: int, step: Step) -> tuple[float, str]:
+    """Return the bytes of weights, gradients and AdamW's state as the paper on ZeRO counts them.
+
+    Weights and gradients in 16 bits, and 12 bytes of fp32 a parameter: weights and two moments
+    (arXiv 1910.02054, section 5). train.py has the weights and gradients in fp32 only: 4 + 4 + 8
+    bytes, which is as much, but other parts of it are shared out.
+    """
+    shared, whole = {0: (0, 16), 1: (12, 4), 2: (14, 2), 3: (16, 0)}[step.zero]
+    n = step.world
+    words = [f"{whole} Phi"] if whole else []
+    words += [f"{shared} Phi / {n}"] if shared else []
+    return (whole + shared / n) * parameters, " + ".join(words)
+
+
+def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> int:
     """Run a training step like train.py's on this machine; return its peak memory in bytes.
 
     The figure is torch's own. On CUDA the allocator gives it; on a CPU it is the running sum of all
     allocations and releases that torch's profiler sees.
+    machine: of this rank, if several processes run the step together.
     """
     device = torch.device(step.device)
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     model = GPT(c)
     model.init_weights()
-    model.to(device)
-    fast = torch.compile(model, dynamic=False) if step.compiled else model
-    machine = Machine(0, 0, 1, device, step.dtype, "")
-    optimizer = make_optimizer(TrainConfig(optimizer=step.optimizer), machine, model)
+    machine = machine or Machine(0, 0, 1, device, step.dtype, "")
+    recompute = "blocks" if step.recompute else "none"
+    cfg = TrainConfig(optimizer=step.optimizer, shard=step.shard, recompute=recompute)
+    for block in model.blocks:
+        block.recompute = step.recompute
+    if not shares(cfg, machine):
+        model.to(device)
+    by_blocks = compiles_by_blocks(cfg, machine)
+    if step.compiled and by_blocks:
+        try_blocks(model, torch.zeros(step.B, step.T), machine)
+    fast = wrap(cfg, model, machine, None, step.B, "")
+    if step.compiled and not by_blocks:
+        fast = torch.compile(fast, dynamic=False)
+    optimizer = make_optimizer(cfg, machine, model)
     average = Average(model, 1) if step.average else None
     scales = device.type == "cuda" and step.dtype == torch.float16
     scaler = torch.amp.GradScaler(device.type, enabled=scales)
@@ -471,16 +507,22 @@ def measured_peak(c: GPTConfig, step: Step) -> int:
         torch.cuda.reset_peak_memory_stats()
         one()
         return torch.cuda.max_memory_allocated() - before
-    moments = [t for state in optimizer.state.values() for t in state.values()]
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        one()
-    events = profiled.profiler.kineto_results.events()
-    changes_of_memory = [e for e in events if e.name() == "[memory]"]
-    in_order = sorted(changes_of_memory, key=lambda e: e.start_ns())
-    held = accumulate(e.nbytes() for e in in_order)
+    moments = [part(t) for state in optimizer.state.values() for t in state.values()]
+    peaks = []
+    # Threads of gloo free FSDP's buffers a little later than the main thread might: how many they
+    # hold is a matter of luck, so the least of several steps counts.
+    for _ in range(6 if step.zero else 1):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            one()
+        events = profiled.profiler.kineto_results.events()
+        changes_of_memory = [e for e in events if e.name() == "[memory]"]
+        in_order = sorted(changes_of_memory, key=lambda e: e.start_ns())
+        peaks.append(max(accumulate(e.nbytes() for e in in_order)))
     means = average.weights.values() if average else []
-    always = [*model.parameters(), *model.buffers(), *moments, *means, rows]
-    return sum(t.nbytes for t in always) + max(held)
+    always = [*map(part, model.parameters()), *model.buffers(), *moments, *means, rows]
+    # DDP's buckets are as large as the weights. They were allocated in the step before.
+    ddp = model.num_params()["total"] * 4 if isinstance(fast, DistributedDataParallel) else 0
+    return sum(t.untyped_storage().nbytes() for t in always) + ddp + min(peaks)
 
 
 # The parts of the memory from the bottom of the picture to its top. The parts of one kind have the
@@ -600,18 +642,23 @@ def print_memory(
     if device.kind == "cuda":
         peak = f"{facts['peak_bytes'] / 1e9:>8.3f} GB"
         rows["predicted peak"] = f"{peak} by torch.cuda.max_memory_allocated"
-        host = host_memory(model.num_params()["total"], cfg.nproc, step.average)
-        each = f"1.5 GB (assumed) and {20 + 4 * step.average} bytes a parameter in each process"
-        each += " (4 for a fresh start)"
-        rows["host"] = f"{host / 1e9:>8.3f} GB of host memory to resume: {each}"
+        P = model.num_params()["total"]
+        host = host_memory(P, cfg.nproc, step)
+        each = "1.5 GB (assumed) and 4 bytes a parameter in each process"
+        save = f"{host['save'] / 1e9:.1f} GB to save"
+        rows["host"] = f"{host['start'] / 1e9:>8.3f} GB of host memory to start: {each}; {save}"
         found["host_bytes"] = host
+        theirs, words = as_deepspeed_counts(P, step)
+        what = f"{words}, without activations and buffers"
+        rows["as DeepSpeed counts"] = f"{theirs / 1e9:>8.3f} GB: {what}"
+        found["deepspeed_bytes"] = theirs
     how = "compiled" if step.compiled else "eager"
     title = f"Memory of each device at batch_size {step.B}, {how}; the peak is {facts['peak_when']}"
     section(title, rows)
     if cfg.check:
         # What measured_peak() can run: one process. Further micro-steps add nothing.
         accum = min(2, step.accum)
-        plain = replace(step, accum=accum, world=1, zero=0, fused=True, checkpointing=False)
+        plain = replace(step, accum=accum, world=1, shard="none", fused=True)
         measured = measured_peak(model.config, plain)
         predicted = sum(step_memory(model, plain)[1].values())
         both = f"{measured / 1e9:.3f} GB measured, {predicted / 1e9:.3f} predicted"
@@ -620,30 +667,86 @@ def print_memory(
     return found
 
 
-def print_what_if(model: GPT, step: Step, device: Device) -> dict[str, dict]:
-    changes = {
-        "as it is": {},
-        "ZeRO-1": {"zero": 1},
-        "ZeRO-2": {"zero": 2},
-        "ZeRO-3": {"zero": 3},
-        "activation checkpointing": {"checkpointing": True},
-    }
-    for name in ("AdamW", "Muon", "Adafactor"):
-        if name.lower() != step.optimizer:
-            changes[name] = {"optimizer": name.lower()}
+def ways(step: Step) -> dict[str, dict]:
+    """Return the ways to need less memory, as flags and what they change in a step.
+
+    They are in the order of what they cost: computing the blocks twice takes a third of the time
+    again; what is shared out has to be sent.
+    """
+    shards = ("none", "optimizer", "gradients", "all") if step.world > 1 else ("none",)
+    found = {}
+    for shard in shards:
+        for recompute in (False, True):
+            flags = [f"--shard={shard}"] if shard != "none" else []
+            flags += ["--recompute=blocks"] if recompute else []
+            change = dict(shard=shard, recompute=recompute)
+            found[" ".join(flags) or "neither shard nor recompute"] = change
+    return found
+
+
+def print_what_if(
+    cfg: PlanConfig, model: GPT, step: Step, device: Device
+) -> tuple[dict[str, dict], str]:
+    """Print what other settings would need. Return that, and the flags of a plan that fits.
+
+    The flags are empty if the plan fits as it is, or if nothing helps.
+    """
+    changes = ways(step)
+    for name in ("adamw", "muon", "adafactor"):
+        if name != step.optimizer and not (step.zero and name == "adafactor"):
+            changes[f"--optimizer={name}"] = {"optimizer": name}
     rows = {}
     found = {}
     for name, change in changes.items():
-        if "zero" in change and step.world == 1:
-            continue  # ZeRO shares things out among several processes
         other = replace(step, **change)
         largest = largest_batch(model, other, device.bytes)
         found[name] = {"bytes": needed(model, other), "largest_batch": largest}
-        rows[name] = f"{found[name]['bytes'] / 1e9:>8.2f} GB, largest batch_size {largest:,}"
-    not_there = "train.py has no ZeRO and no activation checkpointing yet"
-    title = f"The largest batch_size, of sequences of {step.T} ({not_there})"
-    section(title, rows)
-    return found
+        here = "  <- as it is" if other == step else ""
+        rows[name] = f"{found[name]['bytes'] / 1e9:>8.2f} GB, largest batch_size {largest:,}{here}"
+    section(f"At batch_size {step.B}, and the largest, of sequences of {step.T}", rows)
+    if needed(model, step) <= device.bytes:
+        return found, ""
+    flags = flags_that_fit(cfg, step, {k: found[k]["largest_batch"] for k in ways(step)})
+    if flags:
+        launcher = f"torchrun --nproc_per_node={cfg.nproc}" if cfg.nproc > 1 else "python"
+        given = shlex.join(for_train(cfg, sys.argv[1:]))
+        print(f"  a plan that fits: {launcher} train.py {given} {flags}")
+    else:
+        print("  nothing of this fits: try another GPU, more of them, or a smaller model")
+    return found, flags
+
+
+def for_train(cfg: PlanConfig, argv: list[str]) -> list[str]:
+    """Return the arguments of this program that train.py takes too."""
+    of_train = {f.name for f in fields(TrainConfig)}
+    kept = []
+    own = False  # whether the option before was one of this program's, and waits for its value
+    for arg in argv:
+        if arg.startswith("--"):
+            name, _, value = arg[2:].partition("=")
+            mine = name not in of_train
+            own = mine and not value and not isinstance(getattr(cfg, name), bool)
+            kept += [] if mine else [arg]
+        elif own:
+            own = False
+        else:
+            kept.append(arg)
+    return kept
+
+
+def flags_that_fit(cfg: PlanConfig, step: Step, largest: dict[str, int]) -> str:
+    """Return the flags of the first way that has room for the batch_size, or else of the roomiest.
+
+    largest: the largest batch_size of each of ways(). Returns an empty string if none fits.
+    """
+    enough = [way for way, B in largest.items() if B >= step.B]
+    way = enough[0] if enough else max(largest, key=largest.get)
+    if not largest[way]:
+        return ""
+    flags = [flag for flag in way.split() if flag.startswith("--")]
+    if not enough:
+        flags.append(f"--batch_size={even_batch(largest[way], cfg, step.world)}")
+    return " ".join(flags)
 
 
 def print_time(
@@ -676,7 +779,7 @@ def print_time(
         rows["tokens per parameter"] = f"{ratio} (Chinchilla's optimum: about 20 different ones)"
     rows["FLOPs"] = f"{work['exact']:.3g} (6 N + 12 L d T a token); {work['6ND']:.3g} by 6 N D"
     done = work["exact"]
-    if cfg.checkpointing:
+    if cfg.recompute == "blocks":
         done = work["recomputed"]
         rows["FLOPs"] += f"; {done:.3g} with the blocks' forward pass computed twice"
     found = {}
@@ -784,9 +887,7 @@ def first_step(cfg: PlanConfig, model: GPT, device: Device, epoch_tokens: int) -
     draft = make_plan(replace(cfg, batch_size=1), cfg.nproc, epoch_tokens)
     flops = model.flops_per_token(T) * draft.steps * draft.step_tokens
     compiled = wants_compile(cfg, device.kind, flops)
-    more = dict(zero=cfg.zero, checkpointing=cfg.checkpointing)
-    more |= dict(optimizer=cfg.optimizer, average=cfg.average > 0)
-    return Step(1, T, 2, device.dtype, compiled, device.kind, cfg.nproc, **more)
+    return Step(1, T, 2, device.dtype, compiled, device.kind, cfg.nproc).of(cfg)
 
 
 def main() -> None:
@@ -832,7 +933,7 @@ def main() -> None:
     print(f"{cfg.run_name} on {many}{device.name}: {dtype}, {device.source}")
     print_model(cfg, model, vocab_assumed=not sets and not cfg.vocab_size)
     facts |= print_memory(cfg, model, step, device, facts)
-    facts["what_if"] = print_what_if(model, step, device)
+    facts["what_if"], facts["fits_with"] = print_what_if(cfg, model, step, device)
     facts["hours"] = print_time(cfg, model, device, plan, sets, facts["flops"])
     if cfg.trial:
         facts["trial"] = print_trial(cfg, model, device, plan, step.compiled)

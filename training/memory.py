@@ -51,6 +51,7 @@ head's gradient takes 4 V C more bytes per thread: with two threads 5 to 7 % of 
 tokens at V = 50,257, with one thread nothing.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -61,6 +62,7 @@ from hardware.kernels import attention_kernel, loss_chunk
 from hardware.machine import CONTEXT
 from model import GPT, GPTConfig
 from training.optimizer import STACK
+from training.settings import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -74,17 +76,30 @@ class Step:
     compiled: bool = True
     device: str = "cuda"
     world: int = 1  # processes
-    # 0: DDP, each GPU holds everything. Stages of ZeRO: 1 divides the optimizer's state among the
-    # GPUs, 2 also the gradients, 3 also the weights.
-    zero: int = 0
+    shard: str = "none"  # none, optimizer, gradients or all: what the processes share out
     optimizer: str = "adamw"
     average: bool = False  # whether a running mean of the weights is kept (training/average.py)
     # True: attention is computed piece by piece. False: with the T x T matrix, as on a GPU that has
     # no fused kernel for the shape.
     fused: bool = True
-    # Activation checkpointing: keep only the input of a block, and compute the rest a second time
-    # in the backward pass.
-    checkpointing: bool = False
+    # Keep only the input of a block, and compute the rest a second time in the backward pass.
+    recompute: bool = False
+
+    def of(self, cfg: TrainConfig) -> "Step":
+        """Return this step with what the settings say of it."""
+        some = dict(optimizer=cfg.optimizer, average=cfg.average > 0, shard=cfg.shard)
+        return replace(self, **some, recompute=cfg.recompute == "blocks")
+
+    @property
+    def zero(self) -> int:
+        """The stage of ZeRO: 0 is DDP, where each process holds everything."""
+        stages = {"none": 0, "optimizer": 1, "gradients": 2, "all": 3}
+        return stages[self.shard] if self.world > 1 else 0
+
+    @property
+    def compiled_whole(self) -> bool:
+        """Whether the whole model is compiled, and not its blocks one by one (parallel.py)."""
+        return self.compiled and not self.recompute and not self.zero
 
     @property
     def s(self) -> int:
@@ -298,7 +313,7 @@ def kept(c: GPTConfig, step: Step, blocks: int, more: list[Operation]) -> dict[s
     blocks: how many whole blocks. more: the operations of a block that is not complete.
     """
     parts: dict[str, float] = {}
-    if step.checkpointing:
+    if step.recompute:
         parts["block inputs"] = blocks * c.n_embd * step.stream
         blocks = 0
     for operations, times in ((block(c, step), blocks), (more, 1)):
@@ -357,6 +372,8 @@ def optimizer_copies(model: GPT, step: Step) -> float:
         return 4 * max(p.numel() for p in model.parameters())
     # Muon: the copies of one stack of matrices. These are X before and after a product, A and B; or
     # in the end X in bf16 and in fp32.
+    # If the weights are shared out, a rank computes with its share of the matrices.
+    ranks = step.world if step.zero else 1
     matrices = next(g for g in model.param_groups(0.0) if g["name"] == "matrices")
     in_all: Counter[tuple[int, int]] = Counter()  # shape -> numbers in all matrices of this shape
     for weight, rows in zip(matrices["params"], matrices["rows"], strict=True):
@@ -365,7 +382,8 @@ def optimizer_copies(model: GPT, step: Step) -> float:
     largest = 0.0
     for (rows, columns), numbers in in_all.items():
         one = rows * columns
-        stack = min(numbers, max(STACK // one, 1) * one)
+        own = math.ceil(numbers / one / ranks) * one
+        stack = min(own, max(STACK // one, 1) * one)
         each = 8 + 8 * min(rows, columns) / max(rows, columns)
         if step.dtype == torch.bfloat16:
             each = max(each / 2, 6)
@@ -380,9 +398,9 @@ def always_held(model: GPT, step: Step) -> dict[str, float]:
     """Return by part the bytes that are held during the whole step."""
     numbers = sum(p.numel() for p in model.parameters())
     rope = sum(b.nbytes for b in model.buffers())
-    weights = 4 * numbers / (step.world if step.zero >= 3 else 1)
-    state = optimizer_bytes(model, step.optimizer) / (step.world if step.zero >= 1 else 1)
-    held = {"weights": weights + rope, "optimizer": state}
+    ranks = step.world if step.zero else 1
+    state = optimizer_bytes(model, step.optimizer) / ranks
+    held = {"weights": 4 * numbers / ranks + rope, "optimizer": state}
     if step.average:
         held["average"] = 4 * numbers
     if step.world > 1 and step.zero == 0:
@@ -391,6 +409,42 @@ def always_held(model: GPT, step: Step) -> dict[str, float]:
         # DDP lays them out anew, in the order in which gradients came. It still holds the old ones.
         held["DDP's buckets"] = 2 * 4 * numbers
     return held
+
+
+def gathered(
+    model: GPT, step: Step, block: int | None, averaging: bool = False
+) -> dict[str, float]:
+    """Return by part the bytes of whole weights, and of the buffers of FSDP2, at a moment.
+
+    block: the block that works backward, from 0; None: none of them, but what is around them.
+    averaging: it has done so, and its gradients are averaged.
+
+    The weights of a block come in one buffer, and are copied into their places. In a forward pass
+    the buffer stays until the next block has come. In a backward pass the block before is on its
+    way, unless it is there already. Gradients go the other way: they are copied into a buffer,
+    which stays until those of the next block are ready.
+    """
+    if not step.zero:
+        return {}
+    layers = model.config.n_layer
+    one = 4 * sum(p.numel() for p in model.blocks[0].parameters())
+    rest = 4 * sum(p.numel() for p in model.parameters()) - layers * one
+    buffers = 0
+    if block is None:
+        here = 0 if step.zero == 3 else layers
+        buffers += 1
+    else:
+        stays = 0 if averaging else 1
+        here = stays if step.zero == 3 else block + stays
+        if step.zero < 3 and step.accum > 1:
+            here = layers
+        if step.zero == 3 and block > 0:
+            buffers += 1
+        if averaging:
+            buffers += 1 + 1 / step.world
+        elif block < layers - 1 and (step.zero >= 2 or step.accum == 1):
+            buffers += 1
+    return {"whole weights": rest + here * one, "FSDP's buffers": buffers * one}
 
 
 def moments(model: GPT, step: Step) -> Iterator[Moment]:
@@ -407,43 +461,56 @@ def moments(model: GPT, step: Step) -> Iterator[Moment]:
     # Whether new gradients take memory of their own. If not, each is added at once to those of
     # earlier micro-steps, or goes into DDP's buckets.
     ddp = step.world > 1 and step.zero == 0
-    stay = not ddp and (step.compiled or step.accum == 1)
+    stay = not ddp and (step.compiled_whole or step.accum == 1)
 
-    def moment(when, tokens, copies, new=0.0, logits=0.0, temporary=0.0) -> Moment:
+    def moment(
+        when, tokens, copies, new=0.0, logits=0.0, temporary=0.0, block=None, averaging=False
+    ) -> Moment:
         """Return one moment.
 
         tokens: by part, the activations that are kept, in bytes per token. copies: how many weights
-        have a copy in 16 bits. new, logits, temporary: bytes; `new` are gradients.
+        have a copy in 16 bits. new, logits, temporary: bytes; `new` are gradients. block and
+        averaging: see gathered().
         """
         parts = always | {f"activations: {part}": N * x for part, x in tokens.items()}
         parts["16-bit weights"] = 2 * copies if half else 0
-        parts["gradients"] = earlier + new / sharing
+        parts["gradients"] = earlier + new
+        parts |= gathered(model, step, block, averaging)
         return when, parts | {"logits": logits, "temporary": temporary}
 
     # The head's gradient comes late if Inductor computes it in one addmm with the sum, at the end.
     # What it is computed from waits until then: the head's input and the gradient of the logits.
-    late = step.compiled and c.tie_embeddings and not half
+    late = step.compiled_whole and c.tie_embeddings and not half
     ids, _, head_input = ends(c, step)
     outside = {"embedding and head": ids + head_input if late else ids}
     waits = N * c.padded_vocab_size * step.s if late else 0
     # The bytes of gradients after the backward pass of the head.
-    made = 4 * head if not late and (stay or c.tie_embeddings) else 0
+    made = 4 * head if not late and (stay or c.tie_embeddings or step.zero >= 2) else 0
 
     yield from loss_and_head(c, step, outside, made, late, moment)
-    # Every size is linear in the number of the block: the last and the first one are enough.
-    for number in sorted({c.n_layer - 1, 0}, reverse=True):
+    # Every size is linear in the number of the block: the last and the first one are enough, and
+    # those next to them, since FSDP has buffers for the neighbours of a block.
+    some = {c.n_layer - 1, max(c.n_layer - 2, 0), min(1, c.n_layer - 1), 0}
+    for number in sorted(some, reverse=True):
         new = made
-        if stay:
-            new += 4 * in_block * (c.n_layer - 1 - number)
+        if stay:  # of the blocks before; if the ranks share them out, they are averaged already
+            new += 4 * in_block * (c.n_layer - 1 - number) / (step.world if step.zero else 1)
         yield from backward_of_block(c, step, number, outside, new, stay, waits, moment)
 
     # At the end come the gradient of the embedding, that of the head if it was late, and their sum.
     tied = {(False, False): 12, (False, True): 8, (True, False): 8, (True, True): 10}
-    numbers = tied[step.compiled, half] if c.tie_embeddings else 4  # bytes per number of the matrix
-    new = 4 * P if stay else 0
-    counted = 4 * head if stay else 0  # of these bytes, what `new` counts already
-    more = numbers * head - counted / sharing + 4 * c.n_embd * N
+    numbers = (
+        tied[step.compiled_whole, half] if c.tie_embeddings else 4
+    )  # bytes per number of the matrix
+    blocks = 4 * sum(p.numel() for p in model.blocks.parameters())
+    new = blocks / (step.world if step.zero else 1) + 4 * P - blocks if stay else made
+    counted = 4 * head if stay else made  # of these bytes, what `new` counts already
+    more = numbers * head - counted + 4 * c.n_embd * N
     yield moment("at the end of the backward pass", {}, 0, new, waits, more)
+    if step.zero:
+        rest = 4 * P - blocks
+        more = rest + rest / step.world + (0 if stay else rest - made)
+        yield moment("while the last gradients are averaged", {}, 0, new, 0, more)
 
 
 def loss_and_head(
@@ -464,7 +531,8 @@ def loss_and_head(
     logits = N * V * step.s
     ids, norm_f, head_input = ends(c, step)
     blocks = kept(c, step, c.n_layer, [])
-    copies = c.n_layer * sum(o.weight for o in block(c, step)) + head
+    in_blocks = 0 if step.recompute else c.n_layer * sum(o.weight for o in block(c, step))
+    copies = in_blocks + head
 
     tokens = blocks | {"embedding and head": ids + norm_f + head_input}
     yield moment("before the backward pass", tokens, copies, 0, logits, loss_bytes(c, step))
@@ -515,22 +583,33 @@ def backward_of_block(
     N = step.B * step.T
     stream = N * c.n_embd * step.stream
     last = number == c.n_layer - 1
-    when = f"in the {'last' if last else 'first'} block's backward pass"
-    before = 0 if step.checkpointing else number * sum(o.weight for o in operations)
+    before_block = new
+    own = stay or step.zero >= 2 or step.compiled  # a block's gradients are new tensors
+    which = "last" if number >= c.n_layer - 2 and number else "first"
+    when = f"in the {which} block's backward pass"
+    before = 0 if step.recompute else number * sum(o.weight for o in operations)
     for i in reversed(range(len(operations))):
         o = operations[i]
         tokens = kept(c, step, number, operations[:i]) | outside
         copies = before + sum(earlier.weight for earlier in operations[:i])
-        if o.forward and last:
+        if o.forward and (last or step.recompute):
             at = "in the last block's forward pass"
-            yield moment(at, tokens, copies, 0, 0, stream + N * o.forward)
+            grads = 0
+            if step.recompute:  # the forward pass that runs a second time
+                at = f"in the {which} block's second forward pass"
+                grads = before_block
+            yield moment(at, tokens, copies, grads, 0, stream + N * o.forward, number)
         most = stream + N * o.backward + step.s * o.weight
-        yield moment(when, tokens, copies + o.weight, new, waits, most)
+        yield moment(when, tokens, copies + o.weight, new, waits, most, number)
         if step.s == 2:  # the gradient of its matrix, in 16 bits and in fp32
             most = stream + N * o.leaves + 6 * o.weight
-            yield moment(when, tokens, copies, new, waits, most)
-        if stay:
+            yield moment(when, tokens, copies, new, waits, most, number)
+        if own:
             new += 4 * o.weight
+    if step.zero >= 2 or (step.zero and stay):
+        tokens = kept(c, step, number, []) | outside
+        when = "while a block's gradients are averaged"
+        yield moment(when, tokens, before, new, waits, stream, number, averaging=True)
 
 
 def inductors(found: list[Moment], c: GPTConfig, step: Step) -> list[Moment]:
@@ -573,12 +652,12 @@ def step_memory(model: GPT, step: Step) -> Moment:
     """
     c = model.config
     found = list(moments(model, step))
-    if step.compiled and step.s == 2 and step.B * step.T < c.n_embd:
+    if step.compiled_whole and step.s == 2 and step.B * step.T < c.n_embd:
         found = inductors(found, c, step)
     P = sum(p.numel() for p in model.parameters())
     # Under DDP the gradients are its buckets, which always_held() counts.
     ddp = step.world > 1 and step.zero == 0
-    gradients = {"gradients": 0 if ddp else 4 * P / (step.world if step.zero >= 2 else 1)}
+    gradients = {"gradients": 0 if ddp else 4 * P / (step.world if step.zero else 1)}
     copies = gradients | {"temporary": optimizer_copies(model, step)}
     found.append(("in the optimizer's step", always_held(model, step) | copies))
     when, parts = max(found, key=total)
