@@ -5,6 +5,7 @@ import pytest
 from conftest import REPO
 
 from hardware.gpus import GPUS, datasheet_tflops, find_gpu
+from hardware.machine import without_kernels
 
 
 @pytest.mark.parametrize(
@@ -91,3 +92,29 @@ def test_a_peak_is_of_exactly_this_product():
 def test_the_table_needs_no_torch():
     code = "import sys, hardware.gpus; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
+
+
+CU130 = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120".split()
+CU126 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90".split()
+
+
+@pytest.mark.parametrize(
+    "capability, architectures, advice",
+    [
+        ((7, 0), CU130, "whl/cu126"),  # a V100
+        ((6, 1), CU130, "whl/cu126"),
+        ((7, 0), CU126, ""),
+        ((6, 1), CU126, ""),  # code for 6.0 runs on 6.1
+        ((8, 9), CU130, ""),  # a 4090 runs the code for 8.6
+        ((12, 1), CU130, ""),
+        ((13, 0), CU130, ""),  # the driver translates compute_120
+        ((12, 0), CU126, "newer torch"),
+        ((9, 0), ["sm_80", "sm_90a"], ""),
+        ((9, 1), ["sm_80", "sm_90a"], "newer torch"),
+    ],
+)
+def test_a_gpu_for_which_torch_has_no_kernels_gets_the_build_that_has_them(
+    capability, architectures, advice
+):
+    said = without_kernels(capability, architectures)
+    assert advice in said if advice else not said

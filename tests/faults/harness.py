@@ -74,10 +74,12 @@ JOBS = {  # name -> (processes, the options of each phase; a phase continues the
     "epochs": (1, [["--block_size=256", "--batch_size=2", "--batch_tokens=8192"]]),
     "compiled": (1, [["--compile=true"]]),
     "2 processes": (2, [[]]),
+    "shared": (2, [["--shard=all", "--recompute=blocks"]]),
     "another batch": (1, [["--max_steps=20"], LONGER_BATCH]),
 }
 KILLS = ["kill at a random time", "kill after a step", "kill inside a save"]
 KILLS += ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"]
+OF_SEVERAL = ["kill a rank", "kill torchrun"]  # where a job has several processes
 LOG = ["closed pipe", "full disk under the log"]
 DAMAGE = ["flip a byte", "cut a file", "lose a file"]  # of the newest checkpoint, after a kill
 HIDDEN = ["no manifest", "ckpt not mounted"]
@@ -340,6 +342,23 @@ def start_with_log(argv: list[str], fault: str) -> Popen:
     return start(argv)
 
 
+def kill_torchrun(process: Popen, argv: list[str]) -> str:
+    """Kill torchrun alone. Its ranks go on, so that the same command must refuse to start a second
+    time. Then kill the ranks. Return what stderr had.
+    """
+    ranks = workers(process).values()
+    process.kill()
+    code, errors, stderr = started_to_its_end(argv)
+    alive = any(Path(f"/proc/{pid}").exists() for pid in ranks)
+    for pid in ranks:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    stderr = "" if errors or code == 0 or not alive else f"Traceback: exit code {code}: {stderr}"
+    return stderr
+
+
 def break_training(
     argv: list[str], fault: str, out: Path, small_disk: bool, rng: random.Random
 ) -> tuple[Popen, str]:
@@ -356,6 +375,11 @@ def break_training(
     if fault == "full disk" and small_disk:
         fill_disk(out, rng.uniform(0.05, 1))
         wait_for(process, lambda: False, rng.uniform(0, 1))
+    if fault == "kill torchrun":
+        return process, kill_torchrun(process, argv)
+    if fault == "kill a rank" and (ranks := list(workers(process).values())):
+        os.kill(rng.choice(ranks), signal.SIGKILL)  # torchrun then ends the others
+        return process, process.communicate(timeout=600)[1]
     stop(process, getattr(signal, fault, signal.SIGKILL))
     return process, process.communicate(timeout=600)[1]
 
@@ -368,6 +392,8 @@ def train_phase(
     # In a job of several phases, the checkpoint before the newest one may be of an earlier phase,
     # with other settings. From there, the job would not reach the same end.
     faults = FAULTS if len(JOBS[job][1]) == 1 else [*KILLS, *LOG, *HIDDEN]
+    if JOBS[job][0] > 1:
+        faults = [*faults, *OF_SEVERAL, *OF_SEVERAL]
     for _ in range(rng.randint(1, 3)):
         fault = rng.choice(faults)
         process, stderr = break_training(argv, fault, out, small_disk, rng)
@@ -582,6 +608,8 @@ class SoakConfig:
     flips: int = 0  # number of bits to flip, before the rounds
     seed: int = 0  # seed of all that is drawn at random
     parallel: int = 2  # number of rounds that run at the same time
+    jobs: str = ""  # only these, with commas between them
+    kills: bool = False  # of all that can happen, only kills and signals
 
 
 def main() -> None:
@@ -592,7 +620,11 @@ def main() -> None:
             counts = flip_bits(cfg.flips, cfg.seed, Path(root) / "flips", wrong)
             outcomes = ", ".join(f"{n:,} {what}" for what, n in counts.items())
             print(f"{cfg.flips} flipped bits: {outcomes}", flush=True)
-        found = soak(cfg.rounds, cfg.seed, cfg.parallel, Path(root)) if cfg.rounds else []
+        jobs = cfg.jobs.split(",") if cfg.jobs else (*JOBS, "prepare")
+        if cfg.kills:
+            FAULTS[:] = KILLS
+        soaked = cfg.rounds > 0
+        found = soak(cfg.rounds, cfg.seed, cfg.parallel, Path(root), jobs) if soaked else []
     good = sum(r.identical for r in found)
     bad = sum(bool(r.traceback) for r in found)
     starts = sum(r.starts for r in found)

@@ -6,10 +6,13 @@ Each case is two processes. tests/warm.py starts them as torchrun does; in one c
 import json
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import harness
 import pytest
 import warm
 from conftest import REPO, TINY, forge, metrics, train_tiny
@@ -149,3 +152,38 @@ torch.compile = broken
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"torch.compile failed on rank {rank}; going on without it" in done.stdout
     assert metrics(tmp_path / "out" / "run", "loss").keys() == set(range(1, 9))
+
+
+def test_a_computer_that_is_lost_and_comes_back_joins_the_run_again(tiny_data, tmp_path):
+    """Two torchruns on this computer stand for two computers, as docs/resume.md starts them. One is
+    killed with its rank. The other waits for it, and both go on from the newest checkpoint.
+    """
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    launch = "-m torch.distributed.run --nnodes=2 --nproc_per_node=1 --rdzv_backend=c10d"
+    launch += f" --rdzv_endpoint=localhost:{port} --rdzv_id=1 --max_restarts=3"
+    launch += " --local_addr=localhost"
+    script = [str(REPO / "train.py"), *TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"]
+    script += ["--shard=all", "--init_from=auto", "--max_steps=120", "--eval_every=200"]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+    def computer(host: int) -> subprocess.Popen:
+        argv = [sys.executable, *launch.split(), f"--rdzv_conf=is_host={host}", *script]
+        log = open(tmp_path / f"computer {host}", "a")  # noqa: SIM115
+        return subprocess.Popen(argv, env=environment, stdout=log, stderr=log)
+
+    computers = [computer(1), computer(0)]
+    harness.wait_for(computers[0], lambda: harness.steps_done(tmp_path) >= 20)
+    harness.stop(computers[1], signal.SIGKILL)
+    computers[1].wait(timeout=60)
+    assert harness.steps_done(tmp_path) < 120
+    computers[1] = computer(0)
+    assert [one.wait(timeout=240) for one in computers] == [0, 0]
+    assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 121))
+    said = (tmp_path / "computer 0").read_text() + (tmp_path / "computer 1").read_text()
+    assert said.count("resumed from ") == 1

@@ -1,0 +1,124 @@
+"""shard and recompute: the same training, and the same files, with less memory on each rank."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import warm
+from conftest import REPO, metrics, torchrun, train_tiny
+from safetensors.torch import load_file
+
+import train
+from training.runs import newest_checkpoint
+
+DROPOUT = ["--dropout=0.1"]
+
+
+def train_on(n: int, data: Path, out: Path, *options: str) -> Path:
+    return torchrun(n, data, out, *options, run=warm.run)
+
+
+def end(run: Path, step: int = 8) -> tuple[dict, dict]:
+    """Return the weights and the optimizer's state of a checkpoint."""
+    folder = run / "ckpt" / f"step_{step:08d}"
+    state = torch.load(folder / "train_state.pt", weights_only=True)["optimizer"]["state"]
+    moments = {(i, k): v for i, s in state.items() for k, v in s.items()}
+    return load_file(folder / "model.safetensors"), moments
+
+
+def same(run: Path, other: Path) -> bool:
+    pairs = list(zip(end(run), end(other), strict=True))
+    return all(a.keys() == b.keys() for a, b in pairs) and all(
+        torch.equal(a[k], b[k]) for a, b in pairs for k in a
+    )
+
+
+def stop_half_way(run: Path, out: Path) -> None:
+    """Copy a run as if it had been killed after its first checkpoint."""
+    shutil.copytree(run, out / "run")
+    shutil.rmtree(out / "run" / "ckpt" / "step_00000008")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_each_way_to_share_out_trains_as_ddp_does(optimizer):
+    """A part of what bench/shards.py compares: 6 steps in fp32, 3 ranks, accumulation 3."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
+    some = ["--presets=qwen3", f"--optimizers={optimizer}", "--accum=3", "--steps=6"]
+    argv = [sys.executable, *launch, str(REPO / "bench" / "shards.py"), *some]
+    done = warm.run(argv, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.count("norm ") == 6 and "0 too far apart" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_data, tmp_path_factory) -> Path:
+    """An uninterrupted run of two ranks that share out everything."""
+    out = tmp_path_factory.mktemp("shared")
+    return train_on(2, tiny_data, out, "--shard=all", "--recompute=blocks", *DROPOUT)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_of_the_same_ranks_is_bit_identical(shared, tiny_data, tmp_path):
+    stop_half_way(shared, tmp_path)
+    options = ["--shard=all", "--recompute=blocks", "--init_from=resume", *DROPOUT]
+    run = train_on(2, tiny_data, tmp_path, *options)
+    assert same(run, shared)
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert metrics(run, key) == metrics(shared, key)
+
+
+@pytest.mark.slow
+def test_what_gradients_and_all_compute_is_the_same_to_the_bit(shared, tiny_data, tmp_path):
+    assert same(train_on(2, tiny_data, tmp_path, "--shard=gradients", *DROPOUT), shared)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n, shard", [(1, "all"), (3, "optimizer")])
+def test_another_number_of_ranks_and_another_shard_go_on_within_rounding(
+    n, shard, tiny_data, tmp_path
+):
+    """Without dropout, whose masks depend on the rank. 3 ranks do not divide a step of 8 windows,
+    so all runs here have 6: one rank reads six, and three ranks two each."""
+    sizes = ["--batch_size=1", "--batch_tokens=192", "--optimizer=muon"]
+    whole = train_on(2, tiny_data, tmp_path / "whole", "--shard=all", *sizes)
+    stop_half_way(whole, tmp_path)
+    more = [f"--shard={shard}", "--init_from=resume"]
+    if n == 1:
+        run = train_tiny(tiny_data, tmp_path, *sizes, *more)
+    else:
+        run = train_on(n, tiny_data, tmp_path, *sizes, *more)
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert metrics(run, key) == pytest.approx(metrics(whole, key), rel=1e-4), key
+
+
+def test_recompute_changes_nothing_not_even_what_dropout_draws(tiny_data, tmp_path):
+    runs = [
+        train_tiny(tiny_data, tmp_path / how, f"--recompute={how}", *DROPOUT)
+        for how in ("none", "blocks")
+    ]
+    assert same(*runs)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on the CPU needs g++")
+def test_blocks_that_are_compiled_and_computed_twice_train_as_eager_ones(
+    tiny_data, tmp_path, capsys
+):
+    options = ["--recompute=blocks", "--max_steps=4"]
+    eager = train_tiny(tiny_data, tmp_path / "eager", *options)
+    compiled = train_tiny(tiny_data, tmp_path / "compiled", *options, "--compile")
+    assert "compiled in" in capsys.readouterr().out
+    for key in ("loss", "grad_norm", "val_loss"):
+        assert metrics(compiled, key) == pytest.approx(metrics(eager, key), rel=1e-4)
+
+
+def test_what_cannot_be_shared_out_is_refused_in_one_line(tiny_data, tmp_path, refuses):
+    options = [f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--dataset=tiny", "--shard=all"]
+    options.append("--max_steps=1")
+    error = refuses(train.main, *options, "--optimizer=adafactor")
+    assert "shard=all goes with adamw or muon" in error
+    assert "set average=0" in refuses(train.main, *options, "--average=0.5")
+    assert newest_checkpoint(tmp_path / "run" / "ckpt") is None
