@@ -533,6 +533,8 @@ SHADES = {
         "optimizer",
         "average",
         "DDP's buckets",
+        "whole weights",
+        "FSDP's buffers",
         "16-bit weights",
         "gradients",
     ],

@@ -119,7 +119,7 @@ def compare_losses(args: argparse.Namespace, machine: Machine) -> int:
     """Print how far each way is from DDP. Return how many are too far."""
     bad = 0
     for preset, optimizer, accum in product(args.presets, args.optimizers, args.accum):
-        base = dict(preset=preset, optimizer=optimizer, lr=3e-3, batch_size=2, max_steps=1)
+        base = dict(preset=preset, optimizer=optimizer, batch_size=2, max_steps=1)
         cfg = TrainConfig(**base, **SHAPE, dropout=args.dropout)
         want = run(cfg, machine, accum, args.steps)
         for way in args.ways:

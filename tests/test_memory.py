@@ -110,6 +110,17 @@ def test_the_predicted_peak_is_the_measured_one_within_5_percent(
     assert total == pytest.approx(measured_peak(c, step), rel=0.05), when
 
 
+@pytest.mark.parametrize("preset, B, T, V, dtype", [("qwen3", 2, 512, 4000, FP32)])
+def test_the_predicted_peak_with_recompute_is_the_measured_one_within_5_percent(
+    preset, B, T, V, dtype
+):
+    c = shape(preset, V, T)
+    step = Step(B, T, 1, dtype, False, "cpu", recompute=True)
+    when, total = predicted(c, step)
+    assert total == pytest.approx(measured_peak(c, step), rel=0.05), when
+    assert total < 0.8 * predicted(c, replace(step, recompute=False))[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "preset, B, T, V, more",
@@ -164,7 +175,7 @@ def test_a_layer_of_gpt2_keeps_16_C_numbers_a_token():
 def test_the_largest_batch_fits_and_the_next_does_not():
     model = on_meta(GPTConfig(**PRESETS["gpt2"]))
     on_cpu = Step(1, 512, compiled=False, device="cpu")
-    for step in (Step(1, 1024), Step(1, 1024, world=6, zero=2), on_cpu):
+    for step in (Step(1, 1024), Step(1, 1024, world=6, shard="gradients"), on_cpu):
         B = largest_batch(model, step, 16e9)
         this, next_one = (needed(model, replace(step, B=n)) for n in (B, B + 1))
         assert B > 1 and this <= 16e9 < next_one
@@ -187,12 +198,13 @@ def test_ddp_holds_its_buckets_beside_the_gradients_of_earlier_micro_steps():
     assert six.pop("DDP's buckets") == 8 * P == 2 * one["gradients"] and six == one
 
 
-def test_zero_shares_out_checkpointing_keeps_less_and_other_optimizers_hold_less():
+def test_shards_hold_less_recomputing_keeps_less_and_other_optimizers_hold_less():
     model = on_meta(GPTConfig(**PRESETS["gpt2"]))
     ddp = Step(16, 1024, 4, world=8)
-    stages = [needed(model, replace(ddp, zero=stage)) for stage in (0, 1, 2, 3)]
+    shards = ("none", "optimizer", "gradients", "all")
+    stages = [needed(model, replace(ddp, shard=shard)) for shard in shards]
     assert stages == sorted(stages, reverse=True) and len(set(stages)) == 4
-    others = (dict(checkpointing=True), dict(optimizer="muon"), dict(optimizer="adafactor"))
+    others = (dict(recompute=True), dict(optimizer="muon"), dict(optimizer="adafactor"))
     assert all(needed(model, replace(ddp, **change)) < stages[0] for change in others)
     assert needed(model, replace(ddp, fused=False)) > stages[0]
 

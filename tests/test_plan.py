@@ -158,7 +158,7 @@ def test_every_part_of_the_memory_has_a_place_in_the_picture():
     for more in (
         dict(device="cpu"),
         dict(device="cuda", world=6, average=True, fused=False),
-        dict(device="cuda", world=6, zero=2, checkpointing=True),
+        dict(device="cuda", world=6, shard="all", recompute=True),
     ):
         step = Step(4, 64, 2, BF16, compiled=False, **more)
         parts = [*step_memory(model, step)[1], *beside(1e9, step)]
@@ -174,11 +174,15 @@ def test_the_plan_says_all_that_one_asks_before_a_run(tmp_path, capsys):
     found = json.loads((tmp_path / "plan.json").read_text())
     said = capsys.readouterr().out
     assert png.stat().st_size > 10_000
-    headings = ["Model", "Memory of each device", "fits", "ZeRO-3", "kWh", "Chinchilla"]
+    headings = ["Model", "Memory of each device", "fits", "--shard=all", "kWh", "Chinchilla"]
     for words in (*headings, "FLOP/byte", "at most, since"):
         assert words in said
     assert found["needed_bytes"] == pytest.approx(sum(found["memory"].values()))
-    assert found["largest_batch"] == found["what_if"]["as it is"]["largest_batch"] > 8
+    assert (
+        found["largest_batch"]
+        == found["what_if"]["neither shard nor recompute"]["largest_batch"]
+        > 8
+    )
     one = found["hours"]["0.3"] * 3600 * 0.3 * 6 * 312e12
     assert one == pytest.approx(found["flops"]["exact"])
     assert found["roofline"]["linear layers"]["bound"] == "compute"
@@ -243,20 +247,44 @@ def test_with_activation_checkpointing_the_head_is_computed_once():
     assert found["recomputed"] - found["exact"] == pytest.approx(1e9 * blocks / 3)
 
 
-def test_the_host_memory_of_a_resume_is_that_of_all_processes(tmp_path):
-    """Each of eight processes needs 20 bytes for each of 1.15G parameters, and 1.5 GB. The plan has
-    to count all of them, not one copy of the checkpoint.
+def test_the_host_memory_of_a_start_is_that_of_all_processes(tmp_path):
+    """Each of eight processes needs 4 bytes for each of 1.15G parameters, and 1.5 GB. The plan has
+    to count all of them, not one copy of the checkpoint. A save takes 8 bytes with Muon.
     """
     config = str(REPO / "config" / "train_1b.py")
     found = planned(tmp_path, config, "--gpu=a100-80g", "--nproc=8", "--vocab_size=32000")
-    assert found["host_bytes"] == pytest.approx(196.3e9, rel=0.001)
+    assert found["host_bytes"]["start"] == pytest.approx(48.86e9, rel=0.001)
+    shared = planned(tmp_path, config, "--gpu=a100-80g", "--nproc=8", "--shard=all")
+    assert shared["host_bytes"]["save"] == 12e9
+
+
+@pytest.mark.parametrize("gpu", ["v100-16g", "v100-32g"])
+def test_a_plan_that_does_not_fit_names_the_command_that_does(tmp_path, capsys, gpu):
+    config = str(REPO / "config" / "train_1b.py")
+    options = [f"--gpu={gpu}", "--nproc=6", "--vocab_size=32000"]
+    flags = planned(tmp_path, config, *options)["fits_with"].split()
+    command = f"torchrun --nproc_per_node=6 train.py --max_steps=1 {config} {' '.join(flags)}"
+    assert command in capsys.readouterr().out
+    found = planned(tmp_path, config, *options, *flags)
+    assert found["needed_bytes"] < found["device"]["bytes"] and found["fits_with"] == ""
+
+
+def test_deepspeeds_count_is_that_of_its_paper():
+    """Table 1 of arXiv 1910.02054: 7.5G parameters, on 64 GPUs."""
+    for shard, gb in (("none", 120), ("optimizer", 31.4), ("gradients", 16.6), ("all", 1.88)):
+        found, _ = plan.as_deepspeed_counts(7.5e9, Step(1, 1, world=64, shard=shard))
+        assert found / 1e9 == pytest.approx(gb, rel=0.005)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/status")
 @pytest.mark.parametrize("average", [False, True])
-def test_a_resume_takes_the_host_memory_that_is_planned(tiny_data, tmp_path, average):
-    """Measured with 13M parameters: the memory beyond that of the process before it reads them."""
+def test_a_resume_takes_little_more_host_memory_than_what_it_keeps(tiny_data, tmp_path, average):
+    """Measured with 13M parameters: at most 6 bytes each beyond weights, moments and average.
+
+    On a CPU these stay; on a GPU they would not. Pages of files that are mapped are not counted:
+    the system takes them back.
+    """
     options = ["--n_embd=512", "--n_layer=4", "--max_steps=1", f"--out_dir={tmp_path}"]
     options += ["--batch_tokens=32", "--eval_tokens=32"] + ["--average=0.5"] * average
     train_tiny(tiny_data, tmp_path, *options)
@@ -265,15 +293,14 @@ def test_a_resume_takes_the_host_memory_that_is_planned(tiny_data, tmp_path, ave
         "def memory(key):\n"
         "    status = open('/proc/self/status').read()\n"
         "    return 1024 * int(re.search(key + r':\\s+(\\d+)', status)[1])\n"
-        "read, load = train.read_training, train.load_model\n"
+        "read, loop = train.read_training, train.loop\n"
         "def read_noted(*args):\n"
-        "    print('before', memory('VmRSS'))\n"
+        "    print('before', memory('RssAnon'))\n"
         "    return read(*args)\n"
-        "def load_noted(*args):\n"
-        "    model = load(*args)\n"
-        "    print('most', memory('VmHWM'))\n"
-        "    return model\n"
-        "train.read_training, train.load_model = read_noted, load_noted\n"
+        "def loop_noted(*args):\n"
+        "    print('most', memory('RssAnon'))\n"  # freed memory is kept: it counts too
+        "    return loop(*args)\n"
+        "train.read_training, train.loop = read_noted, loop_noted\n"
         "configurator.run(train.main)\n"
     )
     settings = [*TINY, *options, f"--data_dir={tiny_data}", "--init_from=resume"]
@@ -282,10 +309,10 @@ def test_a_resume_takes_the_host_memory_that_is_planned(tiny_data, tmp_path, ave
     assert done.returncode == 0, done.stderr[-2000:]
     model = on_meta(train.model_config(parse(train.TrainConfig, settings), 400))
     P = sum(p.numel() for p in model.parameters())
-    planned_bytes = plan.host_memory(P, 1, average) - plan.HOST_PROCESS
     said = (re.search(rf"^{key} (\d+)", done.stdout, re.M) for key in ("before", "most"))
     before, most = (int(number[1]) for number in said)
-    assert most - before == pytest.approx(planned_bytes, rel=0.1)
+    stays = 12 + 4 * average
+    assert stays * P < most - before < (stays + 6) * P
 
 
 def test_a_damaged_data_set_is_not_taken_for_none(tiny_data, tmp_path, refuses, capsys):

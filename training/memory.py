@@ -503,8 +503,10 @@ def moments(model: GPT, step: Step) -> Iterator[Moment]:
         tied[step.compiled_whole, half] if c.tie_embeddings else 4
     )  # bytes per number of the matrix
     blocks = 4 * sum(p.numel() for p in model.blocks.parameters())
-    new = blocks / (step.world if step.zero else 1) + 4 * P - blocks if stay else made
-    counted = 4 * head if stay else made  # of these bytes, what `new` counts already
+    new = made if step.zero else 0
+    if stay:
+        new = blocks / (step.world if step.zero else 1) + 4 * P - blocks
+    counted = 4 * head if stay else new  # of these bytes, what `new` counts already
     more = numbers * head - counted + 4 * c.n_embd * N
     yield moment("at the end of the backward pass", {}, 0, new, waits, more)
     if step.zero:
