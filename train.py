@@ -76,7 +76,7 @@ from training.step import Batch, read_ahead, take_step
 
 def main() -> None:
     cfg = settings_of_run(given(TrainConfig, doc=__doc__))
-    machine = start(cfg.device, cfg.dtype)
+    machine = start(cfg.device, cfg.dtype, sparing=cfg.shard != "none")
     folder = Path(cfg.out_dir) / cfg.run_name
     # Rank 0 locks the run's folder, so that no other process writes to it until the run is over.
     with ExitStack() as until_the_end:

@@ -482,7 +482,7 @@ def test_wandb_is_not_imported_unless_asked_for():
 def test_on_a_cpu_a_large_tensor_gets_the_pages_of_the_one_before():
     code = (
         "import resource, torch, train, hardware.machine\n"
-        "hardware.machine.keep_freed_memory()\n"
+        "hardware.machine.tune_malloc(sparing=False)\n"
         "faults = []\n"
         "for _ in range(8):\n"
         "    torch.ones(2**25)\n"

@@ -217,8 +217,8 @@ def wrap(
     if example is None or by_blocks:
         return parallel
     # DDP comes first and the compiler second, so that communication overlaps the backward pass.
-    attempt = lambda: try_compile(parallel, x, y, machine)  # noqa: E731
-    return compile_together(attempt, machine, advice) or parallel
+    compiled = compile_together(lambda: try_compile(parallel, x, y, machine), machine, advice)
+    return parallel if compiled is None else compiled
 
 
 def shares(cfg: TrainConfig, machine: Machine) -> bool:
