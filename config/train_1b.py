@@ -1,5 +1,5 @@
 # 1.15G parameters with a vocabulary of 32,000 tokens: 22 layers of width 2048. It is meant for GPUs
-# with 80 GB or more.
+# with 80 GB or more. On six V100 with 16 GB: --shard=gradients --recompute=blocks (docs/cost.md).
 #   torchrun --nproc_per_node=8 train.py config/train_1b.py
 # 23G tokens are 20 per parameter (Chinchilla, arXiv 2203.15556).
 run_name = "train_1b"
