@@ -75,13 +75,13 @@ def run(cfg: TrainConfig, machine: Machine, accum: int, steps: int) -> list[list
     return [list(figures) for figures in zip(*found, strict=True)]
 
 
-def compare_peaks(ways: list[str], optimizers: list[str], machine: Machine) -> int:
+def compare_peaks(args: argparse.Namespace, machine: Machine) -> int:
     """Print the measured and the predicted peak of each way. Return how many differ too much."""
     c = GPTConfig(**PRESETS["qwen3"], n_layer=4, n_head=4, n_embd=256, vocab_size=2000)
     with torch.device("meta"):
         model = GPT(c)
     bad = 0
-    for optimizer, accum, way in product(optimizers, (1, 2), ways):
+    for optimizer, accum, way in product(args.optimizers, args.accum, args.ways):
         cfg = TrainConfig(max_steps=1, optimizer=optimizer, **WAYS[way])
         step = Step(4, 256, accum, machine.dtype, False, "cpu", machine.world).of(cfg)
         measured = max(machine.gather(measured_peak(c, step, machine)))
@@ -105,7 +105,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.memory:
         machine = start("cpu", "bfloat16")
-        bad = compare_peaks(args.ways, args.optimizers, machine)
+        bad = compare_peaks(args, machine)
     else:
         machine = start("cpu", "float32")
         bad = compare_losses(args, machine)

@@ -41,16 +41,79 @@ def stop_half_way(run: Path, out: Path) -> None:
     shutil.rmtree(out / "run" / "ckpt" / "step_00000008")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_each_way_to_share_out_trains_as_ddp_does(optimizer):
-    """A part of what bench/shards.py compares: 6 steps in fp32, 3 ranks, accumulation 3."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
-    some = ["--presets=qwen3", f"--optimizers={optimizer}", "--accum=3", "--steps=6"]
-    argv = [sys.executable, *launch, str(REPO / "bench" / "shards.py"), *some]
-    done = warm.run(argv, capture_output=True, text=True, timeout=240)
+def script_on(n: int, *argv: str) -> str:
+    """Run a script in n processes; return what they print."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
+    command = [sys.executable, *launch, *argv]
+    done = warm.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert done.stdout.count("norm ") == 6 and "0 too far apart" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_each_way_to_share_out_trains_as_ddp_does():
+    """A part of what bench/shards.py compares: 4 steps in fp32, 3 ranks, accumulation 3."""
+    some = ["--presets=qwen3", "--accum=3", "--steps=4"]
+    said = script_on(3, str(REPO / "bench" / "shards.py"), *some)
+    assert said.count("norm ") == 12 and "0 too far apart" in said
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_rank_is_the_predicted_one_within_5_percent():
+    some = ["--memory", "--optimizers=adamw", "--accum=1", "--ways", "gradients", "all, recompute"]
+    said = script_on(2, str(REPO / "bench" / "shards.py"), *some)
+    assert said.count("predicted ") == 2 and "0 too far apart" in said
+
+
+OVERFLOW = f"""
+import math, sys
+sys.path.insert(0, {str(REPO)!r})
+import torch
+from itertools import repeat
+from hardware.machine import start
+from model import GPT
+from training.optimizer import make_optimizer
+from training.parallel import wrap
+from training.settings import TrainConfig, model_config
+from training.shards import part
+from training.step import take_step
+
+machine = start("cpu", "float32")
+for optimizer in ("adamw", "muon"):
+    cfg = TrainConfig(max_steps=1, n_layer=1, n_head=2, n_embd=16, shard="all", optimizer=optimizer)
+    model = GPT(model_config(cfg, 100))
+    model.init_weights()
+    forward = wrap(cfg, model, machine, None, 1, "")
+    made = make_optimizer(cfg, machine, model)
+    scaler = torch.amp.GradScaler("cpu")
+    batches = repeat((torch.zeros(1, 8, dtype=torch.long),) * 2)
+
+    def skipped():
+        before = [part(p).detach().clone() for p in model.parameters()]
+        take_step(forward, model, made, scaler, batches, 1, machine, 1.0)()
+        return all(torch.equal(a, part(p)) for a, p in zip(before, model.parameters()))
+
+    unscale = scaler.unscale_
+    def overflow(optimizer):
+        if machine.rank == 1:
+            part(model.wte.weight.grad)[0, 0] = math.inf
+        unscale(optimizer)
+
+    scaler.unscale_ = overflow
+    first = skipped()
+    scaler.unscale_ = unscale
+    print("skipped", first, "then", skipped())
+machine.gather(None)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_an_overflow_in_the_part_of_one_rank_skips_the_step_on_all(tmp_path):
+    """With the GradScaler of fp16."""
+    script = tmp_path / "overflow.py"
+    script.write_text(OVERFLOW)
+    assert script_on(2, str(script)).count("skipped True then False") == 4
 
 
 @pytest.fixture(scope="module")
