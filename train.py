@@ -327,7 +327,8 @@ def wants_checkpoint(job: Job, step: int, last: bool) -> bool:
         # A bad step was skipped: the weights are those from before it. They are worth saving at the
         # end, unless NaN or infinity in them is the reason for the bad loss, and if they are best.
         return is_best or (last and all_finite(job.model, job.machine))
-    return last or is_best or step % job.cfg.save_every == 0
+    wanted = last or is_best or step % job.cfg.save_every == 0
+    return wanted and all_finite(job.model, job.machine)
 
 
 def all_finite(model: torch.nn.Module, machine: Machine) -> bool:
@@ -510,7 +511,8 @@ def say_what_is_resumed(
 def end_run(job: Job, folder: Path, gave_up: bool, stopping: bool, signals: list[int]) -> None:
     """Do nothing if all went well. Else say what happened, and end with the exit code for it.
 
-    Raises UserError if the last checkpoint could not be written, or if the run gave up.
+    Raises UserError if the last checkpoint could not be written, if the run gave up, or if its
+    weights are not finite.
     """
     step = job.progress.step
     newest = newest_checkpoint(folder / "ckpt") if job.machine.is_main else None
@@ -522,6 +524,9 @@ def end_run(job: Job, folder: Path, gave_up: bool, stopping: bool, signals: list
         ways = f"lower lr, or try dtype=float32, or read {folder}/bad_steps/"
         left = f"the newest checkpoint is {newest}" if newest else "no checkpoint was saved"
         raise UserError(f"{many}, the last at step {step}: {ways}; {left}")
+    if not all_finite(job.model, job.machine):
+        broken = f"NaN or infinity in the weights, which were not saved: lower lr; {goes_on}"
+        raise UserError(f"the run has ended at step {step} with {broken}")
     if stopping:
         job.machine.say(f"stopped by a signal after step {step}: {goes_on}")
         # If the list is empty, another rank has caught the signal.

@@ -145,6 +145,7 @@ def test_a_text_without_a_length_ends_with_a_line(out, capsys, monkeypatch, line
 
 
 def test_a_space_at_the_end_of_a_prompt_is_noted(out, capsys):
+    configurator.note.cache_clear()  # a test before this one may have had the same note
     for prompt, noted in (("the", False), ("the ", True)):
         run(out, f"--prompt={prompt}", "--max_new_tokens=3")
         assert ("note: the prompt ends in a space" in capsys.readouterr().err) == noted

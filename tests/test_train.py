@@ -440,6 +440,35 @@ def test_only_the_newest_checkpoints_and_the_best_are_kept(tiny_data, tmp_path):
     assert best < 5 and kept == [best, 5, 6]
 
 
+def test_weights_that_are_not_finite_are_never_saved_and_end_the_run_with_an_error(
+    tiny_data, tmp_path, refuses
+):
+    options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--lr=1e38"]
+    options += ["--warmup_ratio=0", "--save_every=1", "--keep=9", "--grad_clip=0"]
+    error = refuses(train.main, *options)
+    assert "NaN or infinity in the weights, which were not saved" in error
+    for folder in (tmp_path / "run" / "ckpt").glob("step_*"):
+        assert all(p.isfinite().all() for p in from_pretrained(folder).parameters())
+
+
+def test_what_somebody_puts_in_the_place_of_a_checkpoint_or_changes_in_one_is_kept(
+    tiny_data, tmp_path, capsys
+):
+    options = ["--eval_every=99", "--save_every=2", "--keep=1"]
+    run = train_tiny(tiny_data, tmp_path, *options, "--max_steps=4", "--keep=2")
+    ckpt = run / "ckpt"
+    edited = ckpt / "step_00000002" / "tokenizer_config.json"
+    edited.write_text(edited.read_text().replace("{", '{"chat_template": "mine",', 1))
+    (ckpt / "step_00000006").write_text("mine")
+    (ckpt / ".tmp_step_00000008").write_text("mine")
+    train_tiny(tiny_data, tmp_path, *options, "--init_from=resume")
+    assert "step_00000002 is kept: somebody has edited it" in capsys.readouterr().out
+    assert "mine" in edited.read_text()
+    mine = {"step_00000002", "step_00000006_kept-1", "step_00000008_kept-1"}
+    saved = {"step_00000006", "step_00000008"}
+    assert {path.name for path in ckpt.iterdir()} == mine | saved
+
+
 @pytest.mark.slow
 def test_offline_wandb_gets_the_metrics(tiny_data, tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="needs the package wandb")

@@ -269,6 +269,7 @@ class Saver:
     def make_folder(self, tmp: Path) -> None:
         self.lock.renew()
         remove_only(tmp, OURS)  # left by a save that failed
+        make_way(tmp)  # what is left is somebody's
         tmp.mkdir(parents=True)
 
     def write_tensors(self, c: GPTConfig, weights: dict, training: dict | None, tmp: Path) -> None:
@@ -364,7 +365,7 @@ class Saver:
     def delete(self, paths: list[Path]) -> None:
         """Delete checkpoints, but keep and report those that hold files of somebody else's."""
         for path in paths:
-            why_not = discard(path)
+            why_not = discard(path, path.name in self.damaged)
             if why_not and path not in self.kept:
                 self.kept.add(path)
                 self.say(f"note: {path} is kept: {why_not}")

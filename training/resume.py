@@ -245,8 +245,10 @@ def read_training(folder: Path) -> Earlier:
         settings = read_object(folder / "train_config.json")
         meta = read_object(folder / "meta.json")
         path = folder / "train_state.pt"
-        # mmap: a tensor takes memory only when it is read, and all processes share that memory.
-        training = torch.load(path, map_location="cpu", weights_only=True, mmap=is_utf8(path))
+        # mmap: a tensor takes memory only when it is read, and all processes share that memory. But
+        # torch maps no file whose name is not UTF-8, on the disk and as Python has it.
+        mmap = is_utf8(path) and path == Path(str(path).encode(errors="replace").decode())
+        training = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         step = training["step"]
     except pickle.UnpicklingError:
         # torch's own message is left out: it explains how to load the file and run its code.

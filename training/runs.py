@@ -99,8 +99,12 @@ def newest_intact(ckpt_dir: Path) -> tuple[Path | None, dict[str, str]]:
     return None, wrong
 
 
-def discard(path: Path) -> str:
-    """Delete a checkpoint. If it must not be deleted, leave it as it is and return the reason."""
+def discard(path: Path, known_damaged: bool = False) -> str:
+    """Delete a checkpoint. If it must not be deleted, leave it as it is and return the reason.
+
+    A file that somebody has edited, such as tokenizer_config.json, is theirs. Only the small files
+    are looked at; and not if the checkpoint is known to be damaged.
+    """
     if path.is_symlink():
         return "it is a link"
     if not path.is_dir():
@@ -108,6 +112,10 @@ def discard(path: Path) -> str:
     others = sorted(set(os.listdir(path)) - OURS)
     if others:
         return f"it holds {others[0]}, which train.py did not write"
+    if not known_damaged and (path / MANIFEST).is_file():
+        changed = damage(path, OURS - {"model.safetensors", "train_state.pt"})
+        if changed:
+            return f"somebody has edited it ({changed})"
     # It is renamed first, so that nobody finds half a checkpoint under its name.
     remove_only(set_aside(path), OURS)
     return ""
@@ -116,13 +124,17 @@ def discard(path: Path) -> str:
 def make_way(target: Path, required: Collection[str] = ()) -> None:
     """Rename what stands at `target`, where a checkpoint will go, if it must not be replaced.
 
-    It must not be replaced if it is a link, or a folder that holds a file that train.py did not
+    It must not be replaced if it is no folder, or a folder that holds a file that train.py did not
     write, or that lacks a file of `required`, which train.py always writes. Its new name is
     step_N_kept-1 (or -2, ...), and this program never touches it again.
     """
-    names = set(os.listdir(target)) if target.is_dir() else set(required)
-    if target.is_symlink() or names - OURS or set(required) - names:
-        target.rename(free_name(target.with_name(f"{target.name}_kept")))
+    if not os.path.lexists(target):
+        return
+    is_folder = target.is_dir() and not target.is_symlink()
+    names = set(os.listdir(target)) if is_folder else set()
+    if not is_folder or names - OURS or set(required) - names:
+        name = target.name.removeprefix(".tmp_")
+        target.rename(free_name(target.with_name(f"{name}_kept")))
 
 
 def free_name(path: Path) -> Path:
