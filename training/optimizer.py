@@ -63,6 +63,14 @@ def orthogonalize(X: Tensor) -> Tensor:
     return X
 
 
+def stacked(matrices: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return torch.stack(matrices) in another dtype, without a copy in between."""
+    shape = (len(matrices), *matrices[0].shape)
+    X = torch.empty(shape, dtype=dtype, device=matrices[0].device)
+    torch._foreach_copy_(X.unbind(), matrices)
+    return X
+
+
 class Muon(torch.optim.Optimizer):
     """Muon for the matrices of the blocks, AdamW for embeddings, head, norms and biases.
 
@@ -209,7 +217,7 @@ class Muon(torch.optim.Optimizer):
         # The running mean after one more step with the same gradient: Nesterov's momentum.
         torch._foreach_lerp_(grads, means, group["momentum"])
         if pieces is None:
-            X = orthogonalize(torch.stack([grad.to(self.dtype) for grad in grads])).float()
+            X = orthogonalize(stacked(grads, self.dtype)).float()
             moves = X.unbind()
         else:
             mine = torch.cat([grad.to(self.dtype).flatten() for grad in grads])
