@@ -142,9 +142,8 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     progress = Progress()
     if earlier:
         progress = Progress.of_checkpoint(earlier.training, cfg.max_bad_steps)
-        cfg = replace(
-            cfg, init_from=earlier.settings.get("init_from", "scratch")
-        )  # how the run began
+        how_it_began = earlier.settings.get("init_from", "scratch")
+        cfg = replace(cfg, init_from=how_it_began)
     check_ranks(cfg, machine, origin, sets, progress)
     verify_data(machine, sets, progress)
 
