@@ -233,8 +233,8 @@ def without_kernels(capability: tuple[int, int], architectures: list[str]) -> st
     )
     advice = "install a newer torch: https://pytorch.org/get-started"
     if capability < (7, 5):
-        index = "https://pytorch.org/get-started"
-        advice = f"install the build for CUDA 12.6: pip install 'torch<2.15' --index-url {index}"
+        where = "https://pytorch.org/get-started/previous-versions has the command"
+        advice = f"install the build for CUDA 12.6 (cu126) of a torch below 2.15: {where}"
     return f"this GPU has compute capability {major}.{minor}, and {known}: {advice}"
 
 

@@ -101,8 +101,8 @@ CU126 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90".split()
 @pytest.mark.parametrize(
     "capability, architectures, advice",
     [
-        ((7, 0), CU130, "whl/cu126"),  # a V100
-        ((6, 1), CU130, "whl/cu126"),
+        ((7, 0), CU130, "cu126"),  # a V100
+        ((6, 1), CU130, "cu126"),
         ((7, 0), CU126, ""),
         ((6, 1), CU126, ""),  # code for 6.0 runs on 6.1
         ((8, 9), CU130, ""),  # a 4090 runs the code for 8.6
