@@ -322,7 +322,8 @@ def test_options_win_over_the_question_and_the_question_over_its_config(tmp_path
     (tmp_path / "base.py").write_text("n_layer = 3\nn_head = 3\nlr = 0.3\n")
     text = f"config = '{tmp_path / 'base.py'}'\nn_head = 2\nlr = 0.2\nmax_steps = 4\n"
     (tmp_path / "q.py").write_text(f"{text}question = '?'\nvariants = {{'a': {{}}}}\n")
-    [(_, _, found)] = lab.variants_of(lab.read_question([str(tmp_path / "q.py"), "--lr=0.1"]), "a")
+    question = lab.read_question([str(tmp_path / "q.py"), "--lr=0.1", "--dataset=x"])
+    [(_, _, found)] = lab.variants_of(question, "a")
     assert (found.n_layer, found.n_head, found.lr) == (3, 2, 0.1)
 
 
@@ -342,7 +343,7 @@ def test_options_win_over_the_question_and_the_question_over_its_config(tmp_path
 )
 def test_a_mistake_in_the_variants_is_one_line(tmp_path, refuses, variants, message):
     (tmp_path / "q.py").write_text(f"question = '?'\nvariants = {variants}\n")
-    assert message in refuses(lab.main, str(tmp_path / "q.py"), "--max_steps=1")
+    assert message in refuses(lab.main, str(tmp_path / "q.py"), "--max_steps=1", "--dataset=x")
 
 
 def test_a_longer_baseline_has_the_whole_schedule_stretched():

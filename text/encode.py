@@ -207,14 +207,7 @@ def in_order(given: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tup
         killed = "a worker process was killed, as the system does when memory runs out"
         raise UserError(f"{killed}: lower --workers") from None
     finally:
-        to_workers = pool._call_queue
-        broken = pool._broken
         pool.shutdown(wait=False, cancel_futures=True)
-        if not broken:
-            # A thread of the pool may still be writing a chunk to the workers. If they are killed
-            # now, the write must fail: as long as this process could read the pipe, it would wait,
-            # and Python for it. (In a pool that is broken, Python closes the pipe.)
-            to_workers._reader.close()
 
 
 # --------------------------------------------------------------------------------------------------
