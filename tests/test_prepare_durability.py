@@ -116,7 +116,6 @@ def test_workers_end_when_the_main_process_is_killed(corpus, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skip(reason="known bug: at times prepare.py does not exit after its line")
 def test_a_worker_killed_by_the_system_is_one_clear_line_and_the_work_is_kept(
     corpus, reference, tmp_path
 ):

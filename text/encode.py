@@ -12,14 +12,17 @@ import signal
 import struct
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from multiprocessing import get_context, parent_process
+from itertools import cycle
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -160,29 +163,77 @@ def in_val(digest: bytes, val_fraction: float) -> bool:
 
 # --------------------------------------------------------------------------------------------------
 # Workers
+#
+# concurrent.futures would be shorter, but its thread that fills the workers' queue waits for ever
+# if the workers are killed while they are being shut down (Python 3.11). Here, only a worker that
+# exists is waited for.
 
-task: Task | None = None  # in a worker process: its task
+
+class Worker:
+    """A process that does the task with every chunk that it is sent, in their order."""
+
+    def __init__(self, task: Task):
+        context = get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(task, other), daemon=True)
+        self.process.start()
+        other.close()  # now only the worker holds it, and self.pipe fails when the worker has ended
+
+    def send(self, chunk: Chunk) -> None:
+        with self.killed_is_an_error():
+            self.pipe.send(chunk)
+
+    def result(self) -> Any:
+        """Wait for the result of the oldest chunk that has none yet."""
+        with self.killed_is_an_error():
+            result = self.pipe.recv()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    @contextmanager
+    def killed_is_an_error(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError):
+            killed = "a worker process was killed, as the system does when memory runs out"
+            raise UserError(f"{killed}: lower --workers") from None
+
+    def end(self) -> None:
+        self.process.kill()  # it writes no files
+        self.process.join()
+        self.pipe.close()
 
 
-def start_worker(given: Task) -> None:
-    global task
+def serve(task: Task, pipe: Connection) -> None:
+    """Do the work of a worker process."""
     # Ctrl-C is handled by the main process, which then ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # If the main process is killed, it cannot do that. This thread then ends the worker.
-    threading.Thread(target=end_with_main_process, daemon=True).start()
-    task = given
+    chunks: SimpleQueue = SimpleQueue()
+    # Because this thread empties the pipe all the time, the main process never waits to send.
+    threading.Thread(target=receive, args=(pipe, chunks), daemon=True).start()
+    while True:
+        chunk = chunks.get()
+        try:
+            result = task(chunk)
+        except Exception as e:
+            traceback.print_exc()  # the place is lost when the error is sent
+            result = e
+        pipe.send(result)
 
 
-def end_with_main_process() -> None:
-    parent_process().join()
+def receive(pipe: Connection, chunks: SimpleQueue) -> None:
+    try:
+        while True:
+            chunks.put(pipe.recv())
+    except (EOFError, OSError):
+        pass  # the main process has ended, however that came about
+    except Exception:
+        traceback.print_exc()
     os._exit(1)
 
 
-def work(chunk: Chunk) -> Any:
-    return task(chunk)
-
-
-def in_order(given: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Any]]:
+def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Any]]:
     """Yield (chunk, result of the task) for every chunk, in their order, with few in memory.
 
     With one worker this process does the work itself. With several, the chunks that are yielded
@@ -190,24 +241,25 @@ def in_order(given: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tup
     """
     if workers == 1:
         for chunk in chunks:
-            yield chunk, given(chunk)
+            yield chunk, task(chunk)
         return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), start_worker, (given,))
-    waiting: deque = deque()
+    pool = [Worker(task) for _ in range(workers)]
+    turns = cycle(pool)
+    waiting: deque[tuple[Chunk, Worker]] = deque()
     try:
         for chunk in chunks:
-            waiting.append((replace(chunk, records=[]), pool.submit(work, chunk)))
+            worker = next(turns)
+            worker.send(chunk)
+            waiting.append((replace(chunk, records=[]), worker))
             del chunk
             if len(waiting) > 2 * workers:
-                position, future = waiting.popleft()
-                yield position, future.result()
-        for position, future in waiting:
-            yield position, future.result()
-    except BrokenProcessPool:
-        killed = "a worker process was killed, as the system does when memory runs out"
-        raise UserError(f"{killed}: lower --workers") from None
+                position, worker = waiting.popleft()
+                yield position, worker.result()
+        for position, worker in waiting:
+            yield position, worker.result()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in pool:
+            worker.end()
 
 
 # --------------------------------------------------------------------------------------------------
