@@ -7,6 +7,7 @@ how much of the files is finished and which place in the input that corresponds 
 import hashlib
 import io
 import os
+import pickle
 import shutil
 import signal
 import struct
@@ -15,6 +16,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -196,6 +198,9 @@ class Worker:
         try:
             yield
         except (EOFError, OSError):
+            self.process.join()
+            if self.process.exitcode > 0:
+                raise RuntimeError("a worker process has ended: see its error above") from None
             killed = "a worker process was killed, as the system does when memory runs out"
             raise UserError(f"{killed}: lower --workers") from None
 
@@ -210,8 +215,10 @@ def serve(task: Task, pipe: Connection) -> None:
     # Ctrl-C is handled by the main process, which then ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     chunks: SimpleQueue = SimpleQueue()
-    # Because this thread empties the pipe all the time, the main process never waits to send.
+    # These threads empty and fill the pipe, so that neither process waits for the other one to do
+    # so while there is work. If the main process has ended, the first of them notices.
     threading.Thread(target=receive, args=(pipe, chunks), daemon=True).start()
+    sender = ThreadPoolExecutor(1)
     while True:
         chunk = chunks.get()
         try:
@@ -219,7 +226,7 @@ def serve(task: Task, pipe: Connection) -> None:
         except Exception as e:
             traceback.print_exc()  # the place is lost when the error is sent
             result = e
-        pipe.send(result)
+        sender.submit(pipe.send_bytes, pickle.dumps(result))
 
 
 def receive(pipe: Connection, chunks: SimpleQueue) -> None:
