@@ -28,7 +28,7 @@ nh = n_head, nkv = n_kv_head, hs = head_dim, V = vocab_size.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ from hardware.kernels import (
     attend_past,
     cross_entropy,
     decoding_step,
+    document_mask,
     linear,
     rms_norm,
     rotate_pairs,
@@ -204,6 +205,7 @@ class Attention(nn.Module):
 
     Each head computes softmax(q k^T / sqrt(hs) + mask) v (arXiv 1706.03762, eq. 1). The mask is
     -inf where a key comes after the query, and 0 elsewhere: no position sees the future. If
+    documents are kept apart, it is -inf too where a key is in another document than the query. If
     nkv < nh, each key/value head serves nh / nkv query heads (GQA, arXiv 2305.13245).
     """
 
@@ -218,8 +220,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
 
-    def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None") -> Tensor:
-        """x (B, T, C) -> (B, T, C). The cache serves text generation; in training it is None."""
+    def forward(
+        self, x: Tensor, rope: Tensor | None, within: Any, cache: "KVCache | None"
+    ) -> Tensor:
+        """x (B, T, C) -> (B, T, C). The cache serves text generation; in training it is None.
+
+        within: what attend() needs to know to keep documents apart; None: they are not.
+        """
         B, T, _ = x.shape
         # One product computes all heads of q, k and v: (B, T, nh + 2 nkv, hs).
         q, k, v = self.qkv(x).view(B, T, -1, self.head_dim).split(self.heads, dim=2)
@@ -245,7 +252,7 @@ class Attention(nn.Module):
             if group > 1:
                 k = k.repeat_interleave(group, dim=1)  # (B, nh, T, hs)
                 v = v.repeat_interleave(group, dim=1)
-            y = attend(q, k, v, self.dropout if self.training else 0.0)  # (B, nh, T, hs)
+            y = attend(q, k, v, self.dropout if self.training else 0.0, within)  # (B, nh, T, hs)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, nh * hs) -> (B, T, C)
 
 
@@ -280,16 +287,20 @@ class Block(nn.Module):
         self.mlp = MLP(c)
         self.dropout = nn.Dropout(c.dropout)
 
-    def forward(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None") -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Tensor | None, within: Any, cache: "KVCache | None"
+    ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
         if self.recompute and torch.is_grad_enabled():
             drops = self.dropout.p > 0  # then it has to draw the same numbers again
-            inputs = (x, rope, cache)
+            inputs = (x, rope, within, cache)
             return checkpoint(self.compute, *inputs, use_reentrant=False, preserve_rng_state=drops)
-        return self.compute(x, rope, cache)
+        return self.compute(x, rope, within, cache)
 
-    def compute(self, x: Tensor, rope: Tensor | None, cache: "KVCache | None") -> Tensor:
-        x = x + self.dropout(self.attn(self.norm_1(x), rope, cache))  # (B, T, C)
+    def compute(
+        self, x: Tensor, rope: Tensor | None, within: Any, cache: "KVCache | None"
+    ) -> Tensor:
+        x = x + self.dropout(self.attn(self.norm_1(x), rope, within, cache))  # (B, T, C)
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
 
@@ -321,6 +332,8 @@ class GPT(nn.Module):
         self,
         idx: Tensor,
         targets: Tensor | None = None,
+        weights: Tensor | None = None,
+        eos_id: int | None = None,
         cache: "KVCache | None" = None,
         reduction: Literal["mean", "sum"] = "mean",
     ) -> Tensor:
@@ -329,6 +342,10 @@ class GPT(nn.Module):
         idx: token ids (B, T), T <= block_size.
         targets: the token that follows each token of idx, (B, T); -1: ignore this position.
         The loss is the cross-entropy -ln p(target) in nats, the mean or sum over the positions.
+        weights: (B, T), by which the loss of each position is multiplied. The mean is then over all
+        positions, those that are ignored included.
+        eos_id: keep documents apart. This token begins a document. Each token attends only to its
+        own document, and positions are counted within it.
         cache: holds the tokens before idx. The first call passes a prompt of any length, each later
         call one token.
         """
@@ -339,9 +356,19 @@ class GPT(nn.Module):
             start = 0 if cache is None else cache.length
             positions = slice(start, start + T)
 
+        within = None
+        if eos_id is not None:
+            place = torch.arange(T, device=idx.device)
+            begins = torch.where(idx == eos_id, place, 0)
+            begins = begins.cummax(dim=1).values  # (B, T): where the document of each token begins
+            # With RoPE, only the distance of two tokens counts, and that is the same in a document.
+            if self.wpe is not None:
+                positions = place - begins  # (B, T)
+            within = document_mask(begins, self.config.dropout if self.training else 0.0)
+
         x = self.wte(idx)  # (B, T, C)
         if self.wpe is not None:
-            x = x + self.wpe.weight[positions]  # (B, T, C) + (T, C)
+            x = x + self.wpe.weight[positions]  # (B, T, C) + (T, C), or (B, T, C) of documents
         # Keep the residual stream in bf16. Autocast would leave it in fp32: twice the bytes, and no
         # better loss (bench/LOG.md). In fp16 it could overflow, so with fp16 it stays in fp32.
         device = x.device.type
@@ -350,7 +377,7 @@ class GPT(nn.Module):
         rope = None if self.rope is None else self.rope[:, positions]  # (2, T, 1, hs)
         x = self.dropout(x)
         for block in self.blocks:
-            x = block(x, rope, cache)  # (B, T, C)
+            x = block(x, rope, within, cache)  # (B, T, C)
         if cache is not None:
             cache.length += T
 
@@ -358,18 +385,26 @@ class GPT(nn.Module):
             return self.logits(x[:, -1])[
                 :, : self.config.vocab_size
             ].float()  # (B, padded V) -> (B, V)
-        return self.loss(x, targets, reduction)
+        return self.loss(x, targets, weights, reduction)
 
     def logits(self, x: Tensor) -> Tensor:
         """x (..., C) -> (..., padded V). Their softmax over V is the probability of each token."""
         return self.lm_head(self.norm_f(x))
 
-    def loss(self, x: Tensor, targets: Tensor, reduction: Literal["mean", "sum"]) -> Tensor:
+    def loss(
+        self,
+        x: Tensor,
+        targets: Tensor,
+        weights: Tensor | None,
+        reduction: Literal["mean", "sum"],
+    ) -> Tensor:
         """Return the cross-entropy of the targets (B, T), given the residual stream (B, T, C)."""
         # cross_entropy ignores the columns of the padding. Their rows in lm_head therefore get no
         # gradient and stay 0, and a checkpoint need not store them.
         logits = self.logits(x).flatten(0, 1)  # (B * T, padded V): the largest tensor of all
-        return cross_entropy(logits, targets.flatten(), self.config.vocab_size, reduction)
+        if weights is not None:
+            weights = weights.flatten()
+        return cross_entropy(logits, targets.flatten(), weights, self.config.vocab_size, reduction)
 
     # -- generation --
 

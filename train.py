@@ -34,18 +34,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from configurator import UserError, given, run
 from hardware.disk import MANIFEST, Lock, file_sha256
-from hardware.machine import Machine, least, memory_advice, start, stop_signals, to_device
+from hardware.machine import Machine, least, memory_advice, start, stop_signals
 from hardware.peak import peak_tflops
 from model import GPT
 from text.dataset import DataSet, load_tokenizer, newest_dataset, open_datasets, verify_new
 from text.tokenizer import SentencePiece, Tiktoken
-from text.windows import Loader, Windows, open_windows, train_loader
+from text.windows import Loader, Rows, Windows, open_windows, train_loader
 from training.average import Average
 from training.checkpoint import Saver
 from training.evaluate import evaluate, write_text
@@ -71,7 +70,7 @@ from training.resume import (
 from training.runs import newest_checkpoint, replace_run, run_folder, sweep
 from training.settings import TrainConfig, model_config, wants_compile
 from training.shards import part, placed_like
-from training.step import Batch, read_ahead, take_step
+from training.step import Batch, read_ahead, take_step, to_batch
 
 
 def main() -> None:
@@ -101,6 +100,8 @@ class Data:
     sets: list[DataSet]
     loader: Loader  # windows of every train.bin, mixed
     val_windows: list[Windows]  # one for each val.bin
+    val_documents: list[Windows]  # the same tokens, packed: each document begins in its window
+    train_windows: list[Windows]  # one for each train.bin, to evaluate on
     tokenizer: SentencePiece | Tiktoken
     prompt: list[int]  # of the samples: the tokens that the model continues
 
@@ -192,11 +193,11 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
 
 
 def loop(
-    job: Job, rows: Iterator[np.ndarray], peak: float | None, signals: list[int]
+    job: Job, rows: Iterator[Rows], peak: float | None, signals: list[int]
 ) -> tuple[bool, bool]:
     """Train to the end of the run. Return whether it gave up, and whether a signal stopped it.
 
-    rows: this rank's batches of windows, (B, T + 1) each. peak: TFLOPS of all devices together;
+    rows: this rank's batches of windows. peak: TFLOPS of all devices together;
     None if unknown. signals: the signals that have arrived; stop_signals() adds them.
     """
     cfg = job.cfg
@@ -265,38 +266,42 @@ def loop(
 # What the loop calls
 
 
-def on_device(rows: Iterator[np.ndarray], machine: Machine, clock: Clock) -> Iterator[Batch]:
+def on_device(rows: Iterator[Rows], machine: Machine, clock: Clock) -> Iterator[Batch]:
     """Yield the batches on the device, and count the time of waiting for them."""
     while True:
         with clock.waiting_for_data():
-            batch = to_device(next(rows), machine.device)
+            batch = to_batch(next(rows), machine.device)
         yield batch
 
 
 def evaluate_all(job: Job, step: int) -> None:
     """Evaluate the model on the val.bin and the train.bin of every data set.
 
-    Evaluate the average of its weights on the val.bin.
+    The windows are the same for each value of the setting `documents`. Only the loss by document
+    keeps documents apart. Evaluate the average of the weights on the val.bin.
     """
     T = job.cfg.block_size
-    val_windows = job.data.val_windows
-    counts = [len(windows.fixed_starts(job.cfg.eval_tokens)) for windows in val_windows]
+    data = job.data
+    most = job.cfg.eval_tokens
+    tokens = [len(windows.fixed_starts(most)) * T for windows in data.val_windows]
+    at_once = (job.plan.batch_size, job.machine)
 
     def losses(of_sets: list[Windows]) -> list[float]:
-        return [
-            evaluate(job.forward, windows, count * T, job.plan.batch_size, job.machine)
-            for windows, count in zip(of_sets, counts, strict=True)
-        ]
+        pairs = zip(of_sets, tokens, strict=True)
+        return [evaluate(job.forward, windows, count, *at_once) for windows, count in pairs]
 
     begun = time.perf_counter()
-    val_losses = losses(val_windows)
-    of_train = losses(job.data.loader.splits) if job.cfg.eval_train else None
+    val_losses = losses(data.val_windows)
+    eos_id = data.tokenizer.eos_id
+    packed = data.val_documents
+    by_document = [evaluate(job.forward, windows, most, *at_once, eos_id) for windows in packed]
+    of_train = losses(data.train_windows) if job.cfg.eval_train else None
     averaged = None
     if job.average:
         with job.average.in_the_model():
-            averaged = losses(val_windows)
+            averaged = losses(data.val_windows)
     seconds = time.perf_counter() - begun
-    val_loss = job.metrics.log_eval(step, val_losses, of_train, averaged, seconds)
+    val_loss = job.metrics.log_eval(step, val_losses, by_document, of_train, averaged, seconds)
     job.progress.add_evaluation(val_loss)
 
 
@@ -342,11 +347,15 @@ def all_finite(model: torch.nn.Module, machine: Machine) -> bool:
 
 def open_data(cfg: TrainConfig) -> Data:
     sets = open_datasets(cfg.dataset, cfg.data_dir)
-    val_windows = [open_windows(data, "val", cfg.block_size) for data in sets]
+    T = cfg.block_size
+    val_windows = [open_windows(data, "val", T) for data in sets]
+    val_documents = [open_windows(data, "val", T, documents="pack") for data in sets]
+    train_windows = [open_windows(data, "train", T) for data in sets]
+    loader = train_loader(sets, T, cfg.seed, cfg.documents, cfg.loss_per)
     tokenizer = load_tokenizer(sets[0].folder)
     prompt = [*tokenizer.prefix, *tokenizer.encode(cfg.sample_prompt).tolist()]
     prompt = prompt or [tokenizer.eos_id]
-    return Data(sets, train_loader(sets, cfg.block_size, cfg.seed), val_windows, tokenizer, prompt)
+    return Data(sets, loader, val_windows, val_documents, train_windows, tokenizer, prompt)
 
 
 @memory_advice("for the weights alone: make n_layer or n_embd smaller")

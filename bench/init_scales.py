@@ -32,13 +32,14 @@ from tqdm import tqdm
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/init_scales.py` finds the modules below
 from configurator import UserError, changes, parse, run  # noqa: E402
-from hardware.machine import Machine, start, to_device  # noqa: E402
+from hardware.machine import Machine, start  # noqa: E402
 from hardware.peak import device_name  # noqa: E402
 from model import GPT, INIT  # noqa: E402
+from text.windows import Rows  # noqa: E402
 from train import Data, open_data, open_optimizer  # noqa: E402
 from training.plan import make_plan  # noqa: E402
 from training.settings import TrainConfig, model_config, with_data  # noqa: E402
-from training.step import read_ahead, take_step  # noqa: E402
+from training.step import read_ahead, take_step, to_batch  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,8 @@ def before_and_after(
 ) -> tuple[Scales, Scales]:
     """Return what measure() finds in a new model, and what it finds after cfg.steps steps."""
     val = data.val_windows[0]
-    rows = np.stack([val.row(start) for start in val.fixed_starts(cfg.batch_tokens)])
-    x, y = to_device(rows, machine.device)  # (B, T) each
+    ids = np.stack([val.row(start) for start in val.fixed_starts(cfg.batch_tokens)])
+    x, y, _, _ = to_batch(Rows(ids, None, None), machine.device)  # (B, T) each
     model = GPT(model_config(cfg, data.sets[0].meta["vocab_size"]))
     torch.manual_seed(cfg.seed)
     model.init_weights(scheme)
@@ -147,7 +148,7 @@ def before_and_after(
     for group in optimizer.param_groups:
         group["lr"] = cfg.lr * group["scale"]
     with closing(read_ahead(data.loader, 0, plan.batch_size, machine)) as reader:
-        batches = (to_device(windows, machine.device) for windows in reader)
+        batches = (to_batch(windows, machine.device) for windows in reader)
         for _ in range(cfg.steps):
             take_step(
                 model, model, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip

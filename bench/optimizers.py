@@ -25,7 +25,7 @@ from model import GPT  # noqa: E402
 from training.optimizer import make_optimizer  # noqa: E402
 from training.plan import make_plan  # noqa: E402
 from training.settings import TrainConfig, model_config, wants_compile  # noqa: E402
-from training.step import take_step  # noqa: E402
+from training.step import Batch, take_step  # noqa: E402
 
 NAMES = ("adamw", "muon", "adafactor")
 
@@ -54,7 +54,7 @@ def main() -> None:
     forward = torch.compile(model, dynamic=False) if compiled else model
     scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
     rows = torch.randint(cfg.vocab_size, (plan.batch_size, cfg.block_size + 1))
-    batches = repeat((rows[:, :-1].to(machine.device), rows[:, 1:].to(machine.device)))
+    batches = repeat(Batch(rows[:, :-1].to(machine.device), rows[:, 1:].to(machine.device)))
     optimizers = {n: make_optimizer(replace(cfg, optimizer=n), machine, model) for n in NAMES}
 
     def step(name: str) -> float:

@@ -64,7 +64,7 @@ from training.plan import (  # noqa: E402
 )
 from training.settings import TrainConfig, model_config, wants_compile  # noqa: E402
 from training.shards import part  # noqa: E402
-from training.step import take_step  # noqa: E402
+from training.step import Batch, take_step  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -495,7 +495,7 @@ def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> i
     scales = device.type == "cuda" and step.dtype == torch.float16
     scaler = torch.amp.GradScaler(device.type, enabled=scales)
     rows = torch.randint(0, c.vocab_size, (step.B, step.T + 1), device=device)
-    batches = repeat((rows[:, :-1], rows[:, 1:]))
+    batches = repeat(Batch(rows[:, :-1], rows[:, 1:]))
 
     def one() -> None:
         take_step(fast, model, optimizer, scaler, batches, step.accum, machine, grad_clip=1.0)()

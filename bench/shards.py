@@ -30,7 +30,7 @@ from training.memory import Step, step_memory  # noqa: E402
 from training.optimizer import make_optimizer  # noqa: E402
 from training.parallel import wrap  # noqa: E402
 from training.settings import TrainConfig, model_config  # noqa: E402
-from training.step import take_step  # noqa: E402
+from training.step import Batch, take_step  # noqa: E402
 
 # 100 rows of q, k and v each, and 60 columns: 3 ranks hold uneven parts of them.
 SHAPE = dict(n_layer=3, n_head=5, head_dim=20, n_embd=60, d_ff=170, block_size=32)
@@ -62,7 +62,7 @@ def run(cfg: TrainConfig, machine: Machine, accum: int, steps: int) -> list[list
         while True:
             shape = (cfg.batch_size, cfg.block_size + 1)
             rows = torch.randint(VOCABULARY, shape, generator=draw).to(machine.device)
-            yield rows[:, :-1], rows[:, 1:]
+            yield Batch(rows[:, :-1], rows[:, 1:])
 
     found = []
     rows = batches()

@@ -44,7 +44,7 @@ from hardware.peak import device_name, peak_tflops  # noqa: E402
 from model import GPT  # noqa: E402
 from training.optimizer import make_optimizer  # noqa: E402
 from training.settings import TrainConfig, model_config, wants_compile  # noqa: E402
-from training.step import take_step  # noqa: E402
+from training.step import Batch, take_step  # noqa: E402
 
 AXES = ("T", "B", "accum")
 
@@ -200,7 +200,7 @@ def new_training(cfg: SweepConfig, B: int, accum: int, machine: Machine) -> tupl
     compiled = wants_compile(cfg, device.type, 0)
     fast = torch.compile(model, dynamic=False) if compiled else model
     rows = torch.randint(cfg.vocab_size, (B, cfg.block_size + 1), device=device)
-    batches = repeat((rows[:, :-1], rows[:, 1:]))  # views of rows, as to_device() makes them
+    batches = repeat(Batch(rows[:, :-1], rows[:, 1:]))  # views of rows, as to_batch() makes them
 
     def step() -> Callable[[], tuple[float, bool, float]]:
         return take_step(fast, model, optimizer, scaler, batches, accum, machine, cfg.grad_clip)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -115,16 +116,124 @@ def plain_is_faster(q: Tensor) -> bool:
     return q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < q.size(2) <= 512
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Return causal attention, softmax(q k^T / sqrt(hs) + mask) v. All are (B, nh, T, hs)."""
+def document_mask(begins: Tensor, dropout: float) -> Any:
+    """Return what attend() needs to keep documents apart.
+
+    begins: where the document of each token begins, (B, T). Two tokens of a sequence are in one
+    document if these numbers are equal. dropout: on the attention weights.
+    """
+    T = begins.size(1)
+    if eager_cpu(begins):
+        return Pieces(begins)
+    if not begins.is_cuda:
+        return begins  # attend_documents() finds the pieces, where torch.compile does not look
+    if begins.is_cuda and not dropout and torch.compiler.is_compiling():
+        if torch.cuda.get_device_capability(begins.device) >= (8, 0):
+            from torch.nn.attention.flex_attention import create_block_mask
+
+            def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                return (begins[b, query] == begins[b, key]) & (query >= key)
+
+            return create_block_mask(seen, begins.size(0), None, T, T, begins.device)
+    one_document = begins[:, None, :, None] == begins[:, None, None, :]
+    return one_document & torch.ones(T, T, dtype=torch.bool, device=begins.device).tril()
+
+
+SHORT = 256  # tokens
+
+
+class Pieces:
+    """Where B sequences of T tokens are cut, so that attention needs no T x T mask.
+
+    They are cut where documents begin. Short documents stay together, in pieces of SHORT tokens and
+    more, because each piece costs some calls. Neighbours of one length are computed together.
+    """
+
+    def __init__(self, begins: Tensor):
+        """begins: as in document_mask()."""
+        T = begins.size(1)
+        self.sizes: list[tuple[int, int]] = []  # (pieces that are computed together, their length)
+        self.masks: list[Tensor | None] = []  # True where a query sees a key; None: all before it
+        for of_row in begins.numpy():
+            edges = np.flatnonzero(of_row == np.arange(T))  # where documents begin
+            cut = 0
+            several = False  # whether a document begins inside the piece that begins at `cut`
+            for edge in [*edges[1:].tolist(), T]:
+                if edge - cut < SHORT and edge < T:
+                    several = True
+                    continue
+                if several:
+                    same = torch.from_numpy(of_row[cut:edge])
+                    self.add(edge - cut, (same[:, None] == same[None, :]).tril())
+                else:
+                    self.add(edge - cut, None)
+                cut = edge
+                several = False
+
+    def add(self, length: int, mask: Tensor | None) -> None:
+        if mask is None and self.masks and self.masks[-1] is None and self.sizes[-1][1] == length:
+            self.sizes[-1] = (self.sizes[-1][0] + 1, length)
+        else:
+            self.sizes.append((1, length))
+            self.masks.append(mask)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, within: Any) -> Tensor:
+    """Return causal attention, softmax(q k^T / sqrt(hs) + mask) v. All are (B, nh, T, hs).
+
+    within: the result of document_mask() to keep documents apart, or None.
+    """
+    if within is None:
+        if plain_is_faster(q):
+            return plain_attend(q, k, v, None, dropout)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+    if isinstance(within, Pieces):
+        return attend_pieces(q, k, v, dropout, within)
+    if isinstance(within, Tensor) and within.dim() == 2:
+        return attend_documents(q, k, v, within, dropout)
+    if isinstance(within, Tensor):  # (B, 1, T, T): True where a query sees a key
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=within, dropout_p=dropout)
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention(q, k, v, block_mask=within)
+
+
+def plain_attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: float) -> Tensor:
+    """Return attention by plain matrix products. All are (B, nh, T, hs).
+
+    seen: (T, T), True where a query sees a key; None: it sees all keys up to its own.
+    """
+    shape = q.shape
+    mask = torch.full((shape[2], shape[2]), -math.inf, dtype=q.dtype)
+    mask = mask.triu(1) if seen is None else mask.masked_fill_(seen, 0)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (B * nh, T, hs)
+    scores = torch.baddbmm(mask, q, k.mT, alpha=shape[3] ** -0.5)  # (B * nh, T, T)
+    weights = F.dropout(scores.softmax(-1), dropout)
+    return torch.bmm(weights, v).view(shape)
+
+
+def attend_pieces(q: Tensor, k: Tensor, v: Tensor, dropout: float, pieces: Pieces) -> Tensor:
+    """Return the attention of each piece. All are (B, nh, T, hs)."""
     B, nh, T, hs = q.shape
-    if plain_is_faster(q):
-        mask = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)  # -inf: the key comes later
-        # q k^T / sqrt(hs) + mask, (B * nh, T, T)
-        scores = torch.baddbmm(mask, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=hs**-0.5)
-        weights = F.dropout(scores.softmax(-1), dropout)
-        return torch.bmm(weights, v.flatten(0, 1)).view(B, nh, T, hs)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+    # One token after the other, (B T, nh, hs): so pieces are ranges of rows, and torch.split, whose
+    # backward pass is one concatenation, cuts all of them.
+    rows = [count * length for count, length in pieces.sizes]
+    parts = [x.transpose(1, 2).reshape(B * T, nh, hs).split(rows) for x in (q, k, v)]
+    done = []
+    for (count, length), mask, *qkv in zip(pieces.sizes, pieces.masks, *parts, strict=True):
+        # (count, nh, length, hs)
+        a, b, c = (x.view(count, length, nh, hs).transpose(1, 2) for x in qkv)
+        if plain_is_faster(a):
+            y = plain_attend(a, b, c, mask, dropout)
+        else:
+            y = F.scaled_dot_product_attention(a, b, c, mask, dropout, is_causal=mask is None)
+        done.append(y.transpose(1, 2).reshape(-1, nh, hs))
+    return torch.cat(done).view(B, T, nh, hs).transpose(1, 2)
+
+
+@torch.compiler.disable  # the pieces are others in each batch
+def attend_documents(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, dropout: float) -> Tensor:
+    return attend_pieces(q, k, v, dropout, Pieces(begins))
 
 
 def attend_past(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -169,7 +278,7 @@ def loss_chunk(device_type: str) -> int:
 class ChunkedCrossEntropy(torch.autograd.Function):
     """The sum over rows of -ln softmax(logits)[target], computed in fp32, a few rows at a time.
 
-    logits (N, V) are overwritten. targets (N,): -1 is ignored.
+    logits (N, V) are overwritten. targets (N,): -1 is ignored. weights (N,): factors of the rows.
 
     F.cross_entropy would hold three fp32 tensors of (N, V). This function needs no memory of that
     size. The gradient of a row is softmax(logits) - one_hot(target). forward() computes it already,
@@ -177,9 +286,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx, logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         logits = logits.detach()
         known = (targets[:, None] >= 0).float()  # (N, 1): 1, or 0 where there is no target
+        if weights is not None:
+            known = known * weights[:, None]
         loss = torch.zeros((), device=logits.device)
         rows = max(1, loss_chunk(logits.device.type) // logits.size(1))
         chunks = zip(logits.split(rows), targets.split(rows), known.split(rows), strict=True)
@@ -197,30 +308,39 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors  # of the loss by the logits, (N, V)
         if gradient.is_cpu:
-            return gradient.mul_(grad), None
+            return gradient.mul_(grad), None, None
         # A GPU would round `grad` to the dtype of the logits before it multiplies.
         for part in gradient.split(ctx.rows):
             part.copy_(part.float().mul_(grad))
-        return gradient, None
+        return gradient, None, None
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, V: int, reduction: str) -> Tensor:
+def cross_entropy(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, V: int, reduction: str
+) -> Tensor:
     """Return the cross-entropy in nats of logits (N, padded V) and targets (N,).
 
     The columns from V on are padding and are left out. Rows whose target is -1 are ignored.
-    reduction: mean or sum, over the other rows. The logits may be overwritten.
+    weights: factors of the rows (N,), or None. reduction: mean or sum, over the other rows; with
+    weights, the mean is over all N rows. The logits may be overwritten.
     """
     if torch.compiler.is_compiling() or logits.dtype == torch.float16:
         # torch.compile turns this into one pass that stores no fp32 logits. For fp16 it is used
         # because ChunkedCrossEntropy stores the gradient before the scaler has multiplied it.
         # Numbers that small would become 0 in fp16.
-        return F.cross_entropy(logits[:, :V].float(), targets, ignore_index=-1, reduction=reduction)
+        how = reduction if weights is None else "none"
+        loss = F.cross_entropy(logits[:, :V].float(), targets, ignore_index=-1, reduction=how)
+        if weights is None:
+            return loss
+        return (loss * weights).mean() if reduction == "mean" else (loss * weights).sum()
     logits.data[:, V:] = -math.inf  # .data: autograd must not record this change
-    loss = ChunkedCrossEntropy.apply(logits, targets)
-    return loss if reduction == "sum" else loss / (targets >= 0).sum()
+    loss = ChunkedCrossEntropy.apply(logits, targets, weights)
+    if reduction == "sum":
+        return loss
+    return loss / ((targets >= 0).sum() if weights is None else targets.numel())
 
 
 def decoding_step(

@@ -310,14 +310,12 @@ def least(number: int, machine: Machine) -> int:
     return int(x)
 
 
-def to_device(rows: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy windows of tokens (B, T + 1) to the device. Return inputs and targets, (B, T) each."""
-    windows = torch.from_numpy(rows)
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy an array to the device, without a wait."""
+    tensor = torch.from_numpy(array)
     if device.type == "cuda":
-        windows = windows.pin_memory().to(device, non_blocking=True)
-    else:
-        windows = windows.to(device)
-    return windows[:, :-1], windows[:, 1:]
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -19,11 +19,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import roof
 from bench.plan import measured_peak
-from hardware.machine import Machine, to_device
+from hardware.machine import Machine
 from model import GPT, PRESETS, GPTConfig
+from text.windows import Rows
 from training.average import Average
 from training.memory import Step, step_memory
-from training.step import take_step
+from training.step import take_step, to_batch
 
 DEVICE = "cuda"
 pytestmark = [
@@ -297,7 +298,8 @@ def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compile
     rows = ids(model, 8, 513).numpy()
 
     average = Average(model, span=10)
-    batches = map(lambda rows: to_device(rows, machine.device), itertools.repeat(rows))
+    rows = Rows(rows, None, None)
+    batches = map(lambda rows: to_batch(rows, machine.device), itertools.repeat(rows))
 
     def step() -> Callable[[], tuple[float, bool, float]]:
         torch.manual_seed(1)

@@ -37,14 +37,14 @@ def test_the_figures_are_those_of_a_pass_by_hand():
 
     streams = [model.wte(x) + model.wpe.weight[:16]]
     for block in model.blocks:
-        streams.append(block(streams[-1], None, None))
+        streams.append(block(streams[-1], None, None, None))
     logits = model.logits(streams[-1])[..., :200]
     loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
     of_streams = torch.autograd.grad(loss, streams[1:], retain_graph=True)
     block = model.blocks[1]
     matrices = [block.attn.qkv, block.attn.proj, block.mlp.up_proj, block.mlp.down_proj]
     of_block = torch.autograd.grad(loss, [module.weight for module in matrices])
-    attention = block.attn(block.norm_1(streams[1]), None, None)
+    attention = block.attn(block.norm_1(streams[1]), None, None, None)
     mlp = streams[2] - streams[1] - attention
 
     def rms(x: torch.Tensor) -> float:

@@ -96,7 +96,7 @@ def test_attention_by_plain_products_is_the_fused_kernel(T):
     qkv = [torch.randn(2, 3, T, 16, generator=g).bfloat16().requires_grad_() for _ in range(3)]
     results = []
     for attention in (
-        lambda q, k, v: attend(q, k, v, 0.0),
+        lambda q, k, v: attend(q, k, v, 0.0, None),
         lambda q, k, v: sdpa(q.float(), k.float(), v.float(), is_causal=True),
     ):
         y = attention(*qkv)
@@ -126,7 +126,7 @@ def test_the_chunked_loss_and_its_gradient_are_those_of_the_plain_one(dtype, err
     x, y = (logits.clone().requires_grad_() for _ in range(2))
     plain = F.cross_entropy(x.float(), targets, ignore_index=-1, reduction="sum")
     # * 1 makes a copy: the function overwrites its input, and a leaf must not be overwritten.
-    chunked = ChunkedCrossEntropy.apply(y * 1, targets)
+    chunked = ChunkedCrossEntropy.apply(y * 1, targets, None)
     assert chunked.item() == pytest.approx(plain.item(), rel=1e-6)
     (plain / 34).backward()
     (chunked / 34).backward()
@@ -152,7 +152,7 @@ def test_the_loss_adds_less_than_one_more_copy_of_the_logits():
         return max(held) / (logits.numel() * 2)
 
     # The input of the loss, and either a chunk or the gradient of the leaf.
-    assert most(lambda: ChunkedCrossEntropy.apply(logits * 1, targets)) < 2.2
+    assert most(lambda: ChunkedCrossEntropy.apply(logits * 1, targets, None)) < 2.2
     assert most(lambda: F.cross_entropy((logits * 1).float(), targets)) > 5
 
 

@@ -20,7 +20,7 @@ from training.memory import Step, step_memory
 from training.optimizer import make_optimizer, orthogonalize
 from training.plan import momentum_at
 from training.settings import TrainConfig
-from training.step import take_step
+from training.step import Batch, take_step
 
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 NAMES = ("adamw", "muon", "adafactor")
@@ -36,7 +36,7 @@ def scaler(enabled: bool = False) -> torch.amp.GradScaler:
 
 
 def trained(model, optimizer, rows, scale=False, steps=1):
-    batches = repeat((rows[:, :-1], rows[:, 1:]))
+    batches = repeat(Batch(rows[:, :-1], rows[:, 1:]))
     for _ in range(steps):
         result = take_step(model, model, optimizer, scaler(scale), batches, 1, CPU, 1.0)()
     return result
@@ -163,7 +163,7 @@ def test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are(optimize
         return model(x, y) * math.inf
 
     before = everything()
-    batches = repeat((rows[:, :-1], rows[:, 1:]))
+    batches = repeat(Batch(rows[:, :-1], rows[:, 1:]))
     take_step(broken, model, made, scaler(scale), batches, 1, CPU, 1.0)()
     assert all(map(torch.equal, before, everything()))
     trained(model, made, rows, scale)

@@ -306,14 +306,14 @@ def test_inspect_shows_exactly_what_a_step_trained_on(
     import train
     from text.dataset import load_tokenizer
 
-    to_device = train.to_device
+    to_batch = train.to_batch
     seen = []
 
     def note(rows, device):
-        seen.append(rows)
-        return to_device(rows, device)
+        seen.append(rows.ids)
+        return to_batch(rows, device)
 
-    monkeypatch.setattr(train, "to_device", note)
+    monkeypatch.setattr(train, "to_batch", note)
     run = train_tiny(tiny_data, tmp_path, "--eval_every=100", "--batch_tokens=256")
     steps = [rows for rows in seen if len(rows) == 4][: 8 * 2]  # 8 steps of two micro-steps each
     tokenizer = load_tokenizer(tiny_data / "tiny")

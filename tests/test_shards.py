@@ -76,7 +76,7 @@ from training.optimizer import make_optimizer
 from training.parallel import wrap
 from training.settings import TrainConfig, model_config
 from training.shards import part
-from training.step import take_step
+from training.step import Batch, take_step
 
 machine = start("cpu", "float32")
 for optimizer in ("adamw", "muon"):
@@ -86,7 +86,7 @@ for optimizer in ("adamw", "muon"):
     forward = wrap(cfg, model, machine, None, 1, "")
     made = make_optimizer(cfg, machine, model)
     scaler = torch.amp.GradScaler("cpu")
-    batches = repeat((torch.zeros(1, 8, dtype=torch.long),) * 2)
+    batches = repeat(Batch(*[torch.zeros(1, 8, dtype=torch.long)] * 2))
 
     def skipped():
         before = [part(p).detach().clone() for p in model.parameters()]

@@ -36,7 +36,9 @@ def run_loader(path: Path, records: list[dict], step: int) -> tuple[list[DataSet
             if data.meta["splits"]["train"]["sha256"] != begun["data"][data.name]:
                 what = "made again since the run: it no longer holds what the step trained on"
                 raise UserError(f"{data.folder}: {what}")
-        loader = train_loader(sets, settings["block_size"], settings["seed"])
+        # Runs from before 2026-11-22 do not have the setting documents.
+        documents = settings.get("documents", "stream")
+        loader = train_loader(sets, settings["block_size"], settings["seed"], documents)
         first = begun["first_sample"] + (step - 1 - begun["step"]) * samples
         return sets, loader, range(first, first + samples)
     except (KeyError, TypeError, ValueError) as e:
@@ -51,9 +53,10 @@ def sample_texts(
     eos_id = tokenizer.eos_id
     starts = loader.starts(samples.start, len(samples))
     for sample, (k, start) in zip(samples, starts, strict=True):
-        ids = loader.rows([(k, start)])[0]
+        ids = loader.rows([(k, start)]).ids[0]
+        ids = ids[ids >= 0]  # the others are padding
         texts = []
         for part in np.split(ids, np.flatnonzero(ids == eos_id)):
             texts.append(tokenizer.decode([i for i in part.tolist() if i != eos_id]))
-        place = f"tokens {start:,} to {start + len(ids) - 1:,}"
-        yield f"sample {sample:,}: {sets[k].name}/train.bin, {place}", "<eos>".join(texts)
+        place = f"{sets[k].name}/train.bin, {loader.splits[k].place(start)}"
+        yield f"sample {sample:,}: {place}", "<eos>".join(texts)

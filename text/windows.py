@@ -4,16 +4,33 @@ Window number 0, 1, ... of a run depends only on the seed, the data sets with th
 block_size. So a checkpoint stores one number, how many windows were read. A resumed run starts at
 the right window at once, and each rank computes its own share of a step.
 
-The documents of a data set stand one after the other, each followed by an eos. A window may begin
-and end inside a document.
+The documents of a data set stand one after the other, each followed by an eos. The setting
+`documents` says what a window is, and what a token may see:
+
+    stream  a window begins and ends anywhere, and a token sees all tokens before it in the window
+    mask    the same windows, but a token only sees those of its own document
+    pack    windows are filled with whole documents (packing.py), with the same mask
 """
 
 from fractions import Fraction
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from configurator import UserError
 from text.dataset import DataSet, open_split
+from text.packing import ends_of, packed
+
+Documents = Literal["stream", "mask", "pack"]
+LossPer = Literal["token", "document"]
+
+
+class Rows(NamedTuple):
+    """Windows as the model reads them."""
+
+    ids: np.ndarray  # (B, T + 1); -1: padding
+    weights: np.ndarray | None  # (B, T): how much the loss of each target counts; None: all alike
+    eos_id: int | None  # a token sees only its own document, which an eos begins; None: all before
 
 
 class Windows:
@@ -25,15 +42,26 @@ class Windows:
     The sequence consists of epochs. Each epoch visits every window once. The order of the windows
     and the offset of the first window are drawn anew for each epoch, from (seed, epoch).
 
-    tokens: all token ids of the split, (n,). block_size: T.
+    tokens: all token ids of the split, (n,). block_size: T. ends: where the eos of each document
+    is, (documents,), if each document shall count as much as the others; None: each token shall.
     """
 
-    def __init__(self, tokens: np.ndarray, block_size: int, seed: tuple[int, ...]):
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        block_size: int,
+        seed: tuple[int, ...],
+        ends: np.ndarray | None = None,
+    ):
         self.tokens = tokens
         self.block_size = block_size
         self.seed = seed
-        # This many windows fit at every offset from 0 to T - 1.
+        self.ends = ends
+        self.spacing = block_size  # from the start of one window to that of the next
+        # This many windows fit at every offset from 0 to T - 1, and this many at offset 0.
         self.n_windows = max(1, (len(tokens) - block_size) // block_size)
+        self.n_fixed = (len(tokens) - 1) // block_size
+        self.slack = len(tokens) - 1 - self.n_windows * block_size  # the largest offset
         # The last two epochs: a batch may contain the end of one and the beginning of the next.
         self.epochs: dict[int, tuple[int, np.ndarray]] = {}
 
@@ -41,8 +69,7 @@ class Windows:
         """Return (offset, permutation (n_windows,)) of an epoch."""
         if epoch not in self.epochs:
             rng = np.random.default_rng((*self.seed, epoch))
-            slack = len(self.tokens) - 1 - self.n_windows * self.block_size
-            offset = int(rng.integers(0, min(slack, self.block_size - 1) + 1))
+            offset = int(rng.integers(0, min(self.slack, self.block_size - 1) + 1))
             self.epochs = {e: v for e, v in self.epochs.items() if e == epoch - 1}
             self.epochs[epoch] = offset, rng.permutation(self.n_windows)
         return self.epochs[epoch]
@@ -51,20 +78,100 @@ class Windows:
         """Return where window `number` of the endless sequence begins in the split."""
         epoch, i = divmod(number, self.n_windows)
         offset, order = self.epoch(epoch)
-        return offset + int(order[i]) * self.block_size
+        return offset + int(order[i]) * self.spacing
 
     def fixed_starts(self, n_tokens: int) -> list[int]:
         """Return the starts of the windows for evaluation, which are always the same.
 
         They contain about `n_tokens` tokens (0: all), and are spread evenly over the split.
         """
-        n = (len(self.tokens) - 1) // self.block_size
+        n = self.n_fixed
         count = min(n, max(1, n_tokens // self.block_size)) if n_tokens else n
-        return [int(i) * self.block_size for i in np.linspace(0, n - 1, count).round()]
+        return [int(i) * self.spacing for i in np.linspace(0, n - 1, count).round()]
 
     def row(self, start: int) -> np.ndarray:
         """Return the ids (T + 1,) of the window that begins at `start`."""
         return self.tokens[start : start + self.block_size + 1].astype(np.int64)
+
+    def targets(self, start: int) -> np.ndarray:
+        """Return which tokens of the split are the targets of a window, (T,); -1: none."""
+        return np.arange(start + 1, start + 1 + self.block_size)
+
+    def weights(self, start: int) -> np.ndarray:
+        """Return how much the loss of each target of a window counts, (T,).
+
+        On average over the split this is 1. If each document shall count as much as the others, a
+        token counts as much as its document has fewer tokens than the average document.
+        """
+        targets = self.targets(start)
+        counts = (targets >= 0).astype(np.float32)
+        if self.ends is None:
+            return counts
+        document = np.searchsorted(self.ends, targets)
+        before = np.where(document > 0, self.ends[document - 1], -1)
+        return counts * (len(self.tokens) / len(self.ends)) / (self.ends[document] - before)
+
+    def place(self, start: int) -> str:
+        """Return where the window that begins at `start` comes from, in words."""
+        return f"tokens {start:,} to {start + self.block_size:,}"
+
+
+class PackedWindows(Windows):
+    """Windows that are filled with whole documents, as packing.py has planned them.
+
+    Each epoch visits them in another order. `start` is the number of a window in the plan.
+
+    pieces, bounds: the plan. eos_id: the token that begins a document.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        block_size: int,
+        seed: tuple[int, ...],
+        ends: np.ndarray | None,
+        plan: tuple[np.ndarray, np.ndarray],
+        eos_id: int,
+    ):
+        super().__init__(tokens, block_size, seed, ends)
+        self.pieces, self.bounds = plan
+        self.eos_id = eos_id
+        self.n_windows = self.n_fixed = len(self.bounds) - 1
+        self.spacing = 1
+        self.slack = 0
+
+    def pieces_of(self, window: int) -> list[tuple[int, int]]:
+        """Return (first token, number of tokens) of each piece of a window."""
+        return self.pieces[self.bounds[window] : self.bounds[window + 1]].tolist()
+
+    def row(self, start: int) -> np.ndarray:
+        ids = np.full(self.block_size + 1, -1)
+        ids[0] = self.eos_id
+        end = 1
+        for first, count in self.pieces_of(start):
+            if count > self.block_size and first >= 0:
+                return self.tokens[first : first + count].astype(np.int64)
+            count = min(count, self.block_size)  # the first window of the split's first document
+            ids[end : end + count] = self.tokens[max(first, 0) : max(first, 0) + count]
+            end += count
+        return ids
+
+    def targets(self, start: int) -> np.ndarray:
+        targets = np.full(self.block_size, -1)
+        end = 0
+        for first, count in self.pieces_of(start):
+            if count > self.block_size:
+                return np.arange(first + 1, first + count)
+            targets[end : end + count] = np.arange(first, first + count)
+            if first > 0 and self.tokens[first - 1] != self.eos_id:  # a tail
+                targets[end] = -1
+            end += count
+        return targets
+
+    def place(self, start: int) -> str:
+        pieces = self.pieces_of(start)
+        parts = [f"{max(first, 0):,} to {first + count - 1:,}" for first, count in pieces]
+        return f"tokens {', '.join(parts)}"
 
 
 class Loader:
@@ -80,8 +187,17 @@ class Loader:
     computes this for any window without counting the windows before it.
     """
 
-    def __init__(self, splits: list[Windows], weights: list[Fraction]):
+    def __init__(
+        self,
+        splits: list[Windows],
+        weights: list[Fraction],
+        weighted: bool = False,
+        eos_id: int | None = None,
+    ):
+        """weighted: whether the tokens of a window may have different weights. eos_id: see Rows."""
         self.splits = splits
+        self.weighted = weighted
+        self.eos_id = eos_id
         # The share of each split in the windows that the splits before it leave.
         self.share_of_rest = [w / sum(weights[k:]) for k, w in enumerate(weights)]
 
@@ -101,13 +217,22 @@ class Loader:
         picked = map(self.pick, range(first, first + count))
         return [(k, self.splits[k].start(number)) for k, number in picked]
 
-    def rows(self, starts: list[tuple[int, int]]) -> np.ndarray:
-        """Return the windows that begin at `starts`, (B, T + 1)."""
-        return np.stack([self.splits[k].row(start) for k, start in starts])
+    def rows(self, starts: list[tuple[int, int]]) -> Rows:
+        """Return the windows that begin at `starts`."""
+        ids = np.stack([self.splits[k].row(start) for k, start in starts])
+        weights = None
+        if self.weighted:
+            weights = np.stack([self.splits[k].weights(start) for k, start in starts])
+        return Rows(ids, weights, self.eos_id)
 
 
 def open_windows(
-    data: DataSet, split: str, block_size: int, seed: tuple[int, ...] = (0,)
+    data: DataSet,
+    split: str,
+    block_size: int,
+    seed: tuple[int, ...] = (0,),
+    documents: Documents = "stream",
+    loss_per: LossPer = "token",
 ) -> Windows:
     """Open a split of a data set. Raises UserError if it is shorter than one window."""
     tokens = open_split(data.folder, data.meta, split)
@@ -116,10 +241,38 @@ def open_windows(
         needs = f"block_size={block_size} needs {block_size + 1}"
         more = "more text" if split == "train" else "more text, or with a larger --val_fraction"
         raise UserError(f"{found}, {needs}: lower block_size, or prepare {more}")
-    return Windows(tokens, block_size, seed)
+    ends = ends_of(data, split) if loss_per == "document" else None
+    if documents != "pack":
+        return Windows(tokens, block_size, seed, ends)
+    plan = packed(data, split, block_size)
+    return PackedWindows(tokens, block_size, seed, ends, plan, data.meta["eos_id"])
 
 
-def train_loader(sets: list[DataSet], block_size: int, seed: int) -> Loader:
+def train_loader(
+    sets: list[DataSet],
+    block_size: int,
+    seed: int,
+    documents: Documents = "stream",
+    loss_per: LossPer = "token",
+) -> Loader:
     """Return the Loader over the training splits of the data sets, mixed by their weights."""
-    windows = [open_windows(data, "train", block_size, (seed, k)) for k, data in enumerate(sets)]
-    return Loader(windows, [data.weight for data in sets])
+    windows = [
+        open_windows(data, "train", block_size, (seed, k), documents, loss_per)
+        for k, data in enumerate(sets)
+    ]
+    weighted = documents == "pack" or loss_per == "document"
+    eos_id = None if documents == "stream" else sets[0].meta["eos_id"]
+    return Loader(windows, [data.weight for data in sets], weighted, eos_id)
+
+
+def share_within(loader: Loader, count: int = 64) -> float:
+    """Return the share of the T x T pairs of tokens of a window that are in one document.
+
+    This is a mean over the first windows of a run. Without a mask it is 1: attention looks at all.
+    """
+    if loader.eos_id is None:
+        return 1.0
+    inputs = loader.rows(loader.starts(0, count)).ids[:, :-1]
+    document = (inputs == loader.eos_id).cumsum(axis=1)  # (count, T)
+    lengths = np.stack([np.bincount(row, minlength=inputs.shape[1] + 1) for row in document])
+    return float((lengths**2).sum() / inputs.size / inputs.shape[1])

@@ -3,26 +3,35 @@
 import codecs
 import math
 from collections.abc import Callable
+from fractions import Fraction
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
-from hardware.machine import Machine, all_sum, to_device
+from hardware.machine import Machine, all_sum
 from model import GPT
 from text.tokenizer import SentencePiece, Tiktoken
-from text.windows import Windows
+from text.windows import Loader, Windows
+from training.step import to_batch
 
 
 @torch.no_grad()
 def evaluate(
-    model: Callable, windows: Windows, tokens: int, B: int, machine: Machine, bar: bool = False
+    model: Callable,
+    windows: Windows,
+    tokens: int,
+    B: int,
+    machine: Machine,
+    eos_id: int | None = None,
+    bar: bool = False,
 ) -> float:
     """Return the mean loss, in nats per token, on about `tokens` tokens of a split (0: on all).
 
     The windows are always the same ones. The ranks take turns, with B windows at a time.
+    eos_id: a token sees only its own document, which this token begins; None: all before it.
     bar: show a progress bar if stderr is a terminal.
     """
+    loader = Loader([windows], [Fraction(1)], weighted=eos_id is not None, eos_id=eos_id)
     model.eval()  # no dropout
     starts = windows.fixed_starts(tokens)
     count = len(starts)
@@ -33,12 +42,12 @@ def evaluate(
     for first in tqdm(range(machine.rank * B, end, turn), "evaluating", disable=disable):
         # All batches have B windows, so that the model sees a single shape. Past the last window
         # the first ones fill the batch; their targets are set to -1, which the loss ignores.
-        rows = np.stack([windows.row(starts[i % count]) for i in range(first, first + B)])
-        x, y = to_device(rows, machine.device)
+        rows = loader.rows([(0, starts[i % count]) for i in range(first, first + B)])
+        x, y, _, _ = to_batch(rows, machine.device)
         y = y.clone()
         y[max(0, count - first) :] = -1
         with machine.autocast():
-            totals[0] += model(x, y, reduction="sum")
+            totals[0] += model(x, y, eos_id=eos_id, reduction="sum")
         totals[1] += (y >= 0).sum()
     model.train()
     loss_sum, targets = all_sum(totals).tolist()

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import MethodType
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import UserError
-from hardware.machine import Machine, capacity, least, memory_advice, out_of_memory, to_device
+from hardware.machine import Machine, capacity, least, memory_advice, out_of_memory
 from model import GPT, Block
 from text.windows import Loader
 from training.memory import Step, always_held, auto_batch
 from training.plan import even_batch
 from training.settings import TrainConfig
+from training.step import Batch, to_batch
 
 
 def fit_batch(
@@ -46,9 +46,9 @@ def fit_batch(
     while True:
         limit = least(limit, machine)
         B = limit if limit == most else even_batch(limit, cfg, machine.world)
-        rows = loader.rows(loader.starts(0, B))
+        batch = to_batch(loader.rows(loader.starts(0, B)), machine.device)
         by_blocks = compiles_by_blocks(cfg, machine)
-        fits_here = has_room(model, rows, machine, compiled, by_blocks, held)
+        fits_here = has_room(model, batch, machine, compiled, by_blocks, held)
         model.zero_grad(set_to_none=True)
         gc.collect()
         if machine.device.type == "cuda":
@@ -69,9 +69,9 @@ def fit_batch(
 
 
 def has_room(
-    model: GPT, rows: np.ndarray, machine: Machine, compiled: bool, by_blocks: bool, held: float
+    model: GPT, batch: Batch, machine: Machine, compiled: bool, by_blocks: bool, held: float
 ) -> bool:
-    """Return whether this rank has the memory to train on batches of these windows (B, T + 1).
+    """Return whether this rank has the memory to train on batches like this one.
 
     Run two micro-steps; the second adds its gradients to those of the first. A tensor of `held`
     bytes takes the place of the optimizer's state, of the average of the weights, if there is one,
@@ -79,17 +79,16 @@ def has_room(
     """
     try:
         _placeholder = torch.empty(int(held), dtype=torch.uint8, device=machine.device)
-        x, y = to_device(rows, machine.device)
         forward = None
         if compiled and by_blocks:
-            forward, _ = try_blocks(model, x, machine)
+            forward, _ = try_blocks(model, batch.x, machine)
         elif compiled:
-            forward, _ = try_compile(model, x, y, machine)
+            forward, _ = try_compile(model, batch, machine)
         if forward is None:
             forward = model
         for _ in range(2):
             with machine.autocast():
-                loss = forward(x, y)
+                loss = forward(*batch)
             loss.backward()
         machine.synchronize()
         return True
@@ -100,7 +99,7 @@ def has_room(
 
 
 def try_compile(
-    model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, machine: Machine
+    model: torch.nn.Module, batch: Batch, machine: Machine
 ) -> tuple[Callable | None, str]:
     """Compile the model and try it out on one batch, without waiting for other ranks.
 
@@ -111,7 +110,7 @@ def try_compile(
     try:
         compiled = torch.compile(model, dynamic=False)
         with no_sync(), machine.autocast():
-            compiled(x, y).backward()
+            compiled(*batch).backward()
         machine.synchronize()
         return compiled, ""
     except Exception as e:  # no C++ compiler, an old GPU: eager mode may work all the same
@@ -142,7 +141,7 @@ def try_blocks(model: GPT, x: torch.Tensor, machine: Machine) -> tuple[Callable 
             one.compute = compiled_compute(one)
         model.loss = torch.compile(MethodType(GPT.loss, model), dynamic=False)
         with machine.autocast():
-            y = block(inputs, rope, None)
+            y = block(inputs, rope, None, None)
         y.sum().backward()
         machine.synchronize()
         return model, ""
@@ -158,7 +157,7 @@ def compiled_compute(block: Block) -> Callable:
     """Return Block.compute, compiled for training. With a cache, for generation, it is not."""
     plain = MethodType(Block.compute, block)
     compiled = torch.compile(plain, dynamic=False)
-    return lambda x, rope, cache: (compiled if cache is None else plain)(x, rope, cache)
+    return lambda *inputs: (compiled if inputs[-1] is None else plain)(*inputs)
 
 
 def eager(model: GPT) -> None:
@@ -204,12 +203,12 @@ def wrap(
     example: a loader, which gives a batch to try the compiled model with; None: do not compile.
     advice: what the error message recommends if memory runs out.
     """
-    x = y = None
+    batch = None
     if example is not None:
-        x, y = to_device(example.rows(example.starts(0, B)), machine.device)
+        batch = to_batch(example.rows(example.starts(0, B)), machine.device)
     by_blocks = compiles_by_blocks(cfg, machine)
     if example is not None and by_blocks:
-        if compile_together(lambda: try_blocks(model, x, machine), machine, advice) is None:
+        if compile_together(lambda: try_blocks(model, batch.x, machine), machine, advice) is None:
             eager(model)
     if shares(cfg, machine):
         return Shards(model, cfg.shard, machine)
@@ -217,7 +216,7 @@ def wrap(
     if example is None or by_blocks:
         return parallel
     # DDP comes first and the compiler second, so that communication overlaps the backward pass.
-    compiled = compile_together(lambda: try_compile(parallel, x, y, machine), machine, advice)
+    compiled = compile_together(lambda: try_compile(parallel, batch, machine), machine, advice)
     return parallel if compiled is None else compiled
 
 

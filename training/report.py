@@ -166,7 +166,7 @@ class Metrics:
         self.unwritten = b""  # lines that a full disk did not take
         self.one_at_a_time = threading.Lock()  # the loop writes lines, and the thread that saves
         # Not the loader of train.py: a thread is reading from that one.
-        self.loader = train_loader(sets, cfg.block_size, cfg.seed)
+        self.loader = train_loader(sets, cfg.block_size, cfg.seed, cfg.documents)
         if cfg.wandb:
             self.open_wandb(folder)
         if cfg.tensorboard:
@@ -314,6 +314,7 @@ class Metrics:
         self,
         done: int,
         losses: list[float],
+        by_document: list[float],
         of_train: list[float] | None,
         averaged: list[float] | None,
         seconds: float,
@@ -321,43 +322,39 @@ class Metrics:
         """Report an evaluation after step `done`, and return the validation loss.
 
         losses: one for each data set's val.bin. The validation loss is their mean, weighted by the
-        shares of the data sets in the run. of_train: the same for windows of each train.bin, if
-        they were evaluated. averaged: the losses of the averaged weights on each val.bin, if there
-        are any. seconds: how long the evaluation took.
+        shares of the data sets in the run. by_document: the same, where each document is read alone
+        from its own beginning. of_train: the same for windows of each train.bin, if they were
+        evaluated. averaged: the losses of the averaged weights on each val.bin, if there are any.
+        seconds: how long the evaluation took.
         """
-        loss = self.weighted(losses)
+        record: dict = dict(step=done)
+
+        def mean(name: str, of_sets: list[float]) -> float:
+            """Record the losses on the data sets and their mean, weighted by the shares."""
+            pairs = list(zip(self.sets, of_sets, strict=True))
+            record[name] = sum(float(data.weight) * of_set for data, of_set in pairs)
+            if len(pairs) > 1:
+                record.update({f"{name}/{data.name}": of_set for data, of_set in pairs})
+            return record[name]
+
+        loss = mean("val_loss", losses)
         counts = [(data.weight, data.meta["splits"]["val"]) for data in self.sets]
         token_bytes = sum(weight * val["bytes"] / val["tokens"] for weight, val in counts)
         ppl, bits_per_byte, units = in_other_units(loss, float(token_bytes))
-        record = dict(step=done, val_loss=loss, val_ppl=ppl)
-        record |= dict(val_bits_per_byte=bits_per_byte, eval_s=seconds)
-        line = f"validation loss {loss:.4f}"
+        record |= dict(val_ppl=ppl, val_bits_per_byte=bits_per_byte, eval_s=seconds)
+        more = [f"by document {mean('val_document_loss', by_document):.4f}"]
         if of_train is not None:
-            record["train_eval_loss"] = self.weighted(of_train)
-            line += f" (train {record['train_eval_loss']:.4f})"
-            if len(self.sets) > 1:
-                for data, of_set in zip(self.sets, of_train, strict=True):
-                    record[f"train_eval_loss/{data.name}"] = of_set
-        line += f" | {units}"
+            more.insert(0, f"train {mean('train_eval_loss', of_train):.4f}")
+        line = f"validation loss {loss:.4f} ({', '.join(more)}) | {units}"
         if len(self.sets) > 1:
             for data, of_set in zip(self.sets, losses, strict=True):
-                record[f"val_loss/{data.name}"] = of_set
                 line += f" | {data.name} {of_set:.4f}"
         if averaged is not None:
-            record["val_loss_average"] = self.weighted(averaged)
-            line += f" | averaged weights {record['val_loss_average']:.4f}"
-            if len(self.sets) > 1:
-                for data, of_set in zip(self.sets, averaged, strict=True):
-                    record[f"val_loss_average/{data.name}"] = of_set
+            line += f" | averaged weights {mean('val_loss_average', averaged):.4f}"
         self.write(record, line)
         if self.machine.is_main:
             self.picture.draw()
         return loss
-
-    def weighted(self, losses: list[float]) -> float:
-        """Return the mean of the losses on all data sets, weighted by their shares in the run."""
-        pairs = zip(self.sets, losses, strict=True)
-        return sum(float(data.weight) * of_set for data, of_set in pairs)
 
     def log_sample(self, done: int, text: str) -> None:
         """Report a text that the model has written after step `done`, with its prompt."""

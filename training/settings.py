@@ -27,6 +27,10 @@ class TrainConfig:
     dataset: str = ""  # in data_dir; wiki:0.7,code:0.3 mixes two; none: the one prepared last
     data_dir: str = "data"  # folder of all data sets
     block_size: int = 1024  # T, tokens in a sequence
+    # What a token sees: stream: all before it in the window; mask: its own document only; pack: the
+    # same, and windows are filled with whole documents.
+    documents: Literal["stream", "mask", "pack"] = "stream"  # no data is prepared again for it
+    loss_per: Literal["token", "document"] = "token"  # what counts the same in the loss
     # ---- Model ----
     preset: Literal["gpt2", "llama", "qwen3"] = "gpt2"  # sets the settings below that say preset
     n_layer: int = 12  # number of blocks

@@ -5,22 +5,38 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from hardware.machine import Machine, all_sum
+from hardware.machine import Machine, all_sum, to_device
 from model import GPT
-from text.windows import Loader
-from training.shards import whole
-
-# Inputs and targets, both (B, T). to_device() cuts them from windows of T + 1 tokens: the first T,
-# and the last T.
-Batch = tuple[torch.Tensor, torch.Tensor]
+from text.windows import Loader, Rows
+from training.shards import part, whole
 
 
-def read_ahead(loader: Loader, first: int, B: int, machine: Machine) -> Iterator[np.ndarray]:
-    """Yield this rank's batches of windows, (B, T + 1) each, from window `first` of the run on.
+class Batch(NamedTuple):
+    """What the model is called with in training: the first parameters of GPT.forward()."""
+
+    x: torch.Tensor  # inputs (B, T): the first T tokens of each window
+    y: torch.Tensor  # targets (B, T): the last T; -1: none
+    weights: torch.Tensor | None = None  # (B, T): how much the loss of each target counts
+    eos_id: int | None = None  # a token sees only its own document, which an eos begins
+
+
+def to_batch(rows: Rows, device: torch.device) -> Batch:
+    """Copy windows to the device."""
+    ids = to_device(rows.ids, device)
+    x, y = ids[:, :-1], ids[:, 1:]
+    if rows.weights is None:
+        return Batch(x, y, None, rows.eos_id)
+    weights = to_device(rows.weights, device)
+    # Padding is a token like any other where it is read, and counts nothing where it is predicted.
+    return Batch(x.clamp(min=0), y.masked_fill(weights == 0, -1), weights, rows.eos_id)
+
+
+def read_ahead(loader: Loader, first: int, B: int, machine: Machine) -> Iterator[Rows]:
+    """Yield this rank's batches of B windows, from window `first` of the run on.
 
     The ranks take turns: row r of micro-step m on a rank is window
     first + (m * world + rank) * B + r. So 4 ranks without accumulation and 2 ranks with two
@@ -30,7 +46,7 @@ def read_ahead(loader: Loader, first: int, B: int, machine: Machine) -> Iterator
     """
     firsts = itertools.count(first + machine.rank * B, machine.world * B)
 
-    def read() -> np.ndarray:
+    def read() -> Rows:
         return loader.rows(loader.starts(next(firsts), B))
 
     with ThreadPoolExecutor(1) as thread:
@@ -71,7 +87,7 @@ def take_step(
     sum over the ranks and the update one after the other, without waiting. Only then does the
     caller wait, for the loss alone, while the device still updates the weights.
 
-    forward: the function (x, y) -> loss that runs the model: the model itself, or the model
+    forward: the function Batch -> loss that runs the model: the model itself, or the model
     compiled, or wrapped in DDP or Shards. grad_clip: the largest norm of the gradient; 0: no
     clipping. signals: the list of signals that this rank has caught, which may grow during the
     step. A step whose loss or gradient is not finite leaves the weights unchanged.
@@ -82,19 +98,28 @@ def take_step(
     # 1. Forward and backward: the gradients of all micro-steps add up.
     no_sync = getattr(forward, "no_sync", nullcontext)  # DDP and Shards have it, compiled or not
     mean_loss = torch.zeros((), device=machine.device)  # of this rank
+    weight = torch.zeros((), device=machine.device)  # of all targets, if they have weights
     for micro in range(accum):
-        x, y = next(batches)
+        batch = next(batches)
         # DDP averages the gradients over the ranks, in the last micro-step only. It decides in the
         # forward pass whether the backward pass will do so: both must run inside no_sync().
         with nullcontext() if micro == accum - 1 else no_sync():
             with machine.autocast():
-                loss = forward(x, y) / accum  # batches have equal sizes: a mean of means is right
+                loss = forward(*batch) / accum  # batches have equal sizes: a mean of means is right
             scaler.scale(loss).backward()
         mean_loss += loss.detach()
+        if batch.weights is not None:
+            weight += batch.weights.mean() / accum
 
     # 2. Clip the gradient, and start to send the loss and the norm to the host.
     scaler.unscale_(optimizer)
     weights = list(model.parameters())
+    if batch.weights is not None:
+        # So far the weighted losses were divided by the number of targets. Divide by the mean of
+        # the weights instead: it differs from step to step, and is 1 only on average.
+        factor = machine.world / all_sum(weight)
+        mean_loss *= factor
+        torch._foreach_mul_([part(p.grad) for p in weights], factor)
     grad_norm = whole(torch.nn.utils.get_total_norm([p.grad for p in weights]))
     torch.nn.utils.clip_grads_with_norm_(weights, grad_clip or math.inf, grad_norm)
     facts = agree(mean_loss, len(signals) > 0, grad_norm, machine)
