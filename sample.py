@@ -322,8 +322,10 @@ def evaluate_on(
 ) -> str:
     """Return a line with the model's loss on the val.bin of a data set.
 
-    Bits per byte can be compared between models with different tokenizers. Raises UserError if the
-    data set does not fit the model, or if the loss is not finite.
+    It has two losses. For the first, windows begin anywhere, and a token sees all tokens before it.
+    For the second, each document is read alone, from its own beginning. Bits per byte can be
+    compared between models with different tokenizers. Raises UserError if the data set does not fit
+    the model, or if a loss is not finite.
     """
     meta = open_dataset(folder)
     if tokenizer is not None and not same_ids(tokenizer, load_tokenizer(folder)):
@@ -338,15 +340,19 @@ def evaluate_on(
         raise UserError(f"--block_size {T}: the model sees {model.config.block_size} tokens")
     verify(folder, meta, "val")
     val = meta["splits"]["val"]
-    windows = open_windows(DataSet(folder.name, folder, meta, Fraction(1)), "val", T)
+    data = DataSet(folder.name, folder, meta, Fraction(1))
+    windows = open_windows(data, "val", T)
     count = len(windows.fixed_starts(cfg.eval_tokens))
     B = min(cfg.batch_size, count)
     loss = evaluate(model, windows, cfg.eval_tokens, B, machine, bar=True)
+    packed = open_windows(data, "val", T, documents="pack")
+    of_documents = dict(eos_id=meta["eos_id"], bar=True)
+    by_document = evaluate(model, packed, cfg.eval_tokens, B, machine, **of_documents)
     if not math.isfinite(loss):
         damaged = "its weights are damaged, or need another --dtype"
         raise UserError(f"--eval {folder}: the loss of {model_folder} is {loss}: {damaged}")
     _, _, units = in_other_units(loss, val["bytes"] / val["tokens"])
-    figures = f"validation loss {loss:.4f} | {units}"
+    figures = f"validation loss {loss:.4f} (by document {by_document:.4f}) | {units}"
     return f"{folder}: {figures} | {count:,} windows of {T:,} tokens | {model_folder}"
 
 

@@ -137,7 +137,9 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     newest_data = not cfg.dataset
     named = machine.decide(lambda: cfg.dataset or newest_dataset(cfg.data_dir))
     cfg = replace(cfg, dataset=cfg.dataset or named)
-    data = machine.together(lambda: open_data(cfg))
+    # The first rank of each computer opens the data first: it may have to plan the windows.
+    first = machine.together(lambda: open_data(cfg) if machine.local_rank == 0 else None)
+    data = machine.together(lambda: first or open_data(cfg))
     sets = data.sets
     model, earlier = machine.together(lambda: open_model(cfg, machine, origin, sets))
     progress = Progress()
@@ -152,7 +154,7 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     peak_of_all = peak * machine.world if peak else None
     new = dict(scratch=origin.path is None, newest_data=newest_data)
-    say(banner(cfg, sets, machine, plan, model, compiled, source, **new))
+    say(banner(cfg, sets, data.loader, machine, plan, model, compiled, source, **new))
     if earlier:
         say_what_is_resumed(cfg, machine, plan, origin, earlier)
     advice = plan.smaller(cfg.block_size)

@@ -39,6 +39,7 @@ import time
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from subprocess import Popen
+from typing import Literal
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/lab.py` finds the modules below
@@ -68,6 +69,7 @@ class LabConfig(TrainConfig):
     baseline: str = ""  # the variant that the others are compared with; default: the first one
     lengths: tuple[float, ...] = ()  # also train the baseline for so many times its length
     seeds: tuple[int, ...] = (1, 2, 3)  # each variant is trained with each of them
+    judge: Literal["val_loss", "val_document_loss"] = "val_loss"  # the loss that decides
     # ---- Work ----
     only: tuple[str, ...] = ()  # of the variants, only these and the baseline
     report: bool = False  # train nothing: report on the runs that are finished
@@ -106,6 +108,7 @@ class Run:
     length: float  # 1, except for the baseline's other lengths
     settings: TrainConfig
     judges: list[str]  # data sets that all variants read: the loss is the mean of theirs
+    loss: str  # the loss that decides: its key in metrics.jsonl
 
     @property
     def folder(self) -> Path:
@@ -151,7 +154,8 @@ def plan(cfg: LabConfig, baseline: str) -> list[Run]:
     runs = []
     for seed in cfg.seeds:
         for name, length, settings in variants:
-            runs.append(Run(name, seed, length, run_settings(settings, seed), judges))
+            settings_of_seed = run_settings(settings, seed)
+            runs.append(Run(name, seed, length, settings_of_seed, judges, cfg.judge))
     return runs
 
 
@@ -219,7 +223,7 @@ def train_all(runs: list[Run]) -> int:
     Return the exit code: 1 if a run failed, 128 + number if a signal ended the work.
     """
     # Two runs of the same folder have the same settings: one of them is enough.
-    todo = {run.folder: run for run in runs if read_run(run.folder, run.judges) is None}
+    todo = {run.folder: run for run in runs if read_run(run.folder, run.judges, run.loss) is None}
     print(f"{len(runs)} runs, {len(todo)} of them to train", flush=True)
     exit_code = 0
     done = 0.0
@@ -232,7 +236,7 @@ def train_all(runs: list[Run]) -> int:
             if signals:
                 print(f"{what} | stopped by a signal: the same command goes on")
                 return 128 + signals[-1]
-            result = read_run(run.folder, run.judges)
+            result = read_run(run.folder, run.judges, run.loss)
             if result:
                 what += f" | loss {result.loss:.4f} | {result.seconds:.0f} s"
             else:
@@ -268,7 +272,7 @@ def report(cfg: LabConfig, runs: list[Run], baseline: str) -> None:
     """Print the table of the finished runs, and write the files that were asked for."""
     results: Results = {}
     for run in runs:
-        result = read_run(run.folder, run.judges)
+        result = read_run(run.folder, run.judges, run.loss)
         if result:
             results.setdefault(run.variant, {})[run.seed] = result
     lengths = [baseline, *(at_length(baseline, length) for length in cfg.lengths if length != 1)]
@@ -279,7 +283,7 @@ def report(cfg: LabConfig, runs: list[Run], baseline: str) -> None:
     finished = sum(map(len, results.values()))
     command = shlex.join(["python", *sys.argv])
     lines = [f"# {cfg.question}", "", f"`{command}`: {finished} of {len(runs)} runs are finished."]
-    lines += [f"The loss is the mean of those on {', '.join(runs[0].judges)}.", ""]
+    lines += [f"The loss is {cfg.judge}, the mean of those on {', '.join(runs[0].judges)}.", ""]
     text = "\n".join([*lines, table(rows, baseline)]) + "\n"
     print("\n" + text)
     if cfg.markdown:

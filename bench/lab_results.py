@@ -58,11 +58,12 @@ class Row:
     reaches: float | None  # share of the run until the baseline's final loss; None: never
 
 
-def read_run(folder: Path, judges: list[str]) -> Result | None:
+def read_run(folder: Path, judges: list[str], loss: str = "val_loss") -> Result | None:
     """Return what a run has measured, or None if it is not finished.
 
     judges: data sets that the run reads. Its loss is the mean of theirs, each counted once: the
     shares of a mixture, by which train.py weighs them, may be what the variants differ in.
+    loss: its key in metrics.jsonl.
     """
     records = read_metrics(folder / "metrics.jsonl")
     evaluations = [r for r in records if "val_loss" in r]
@@ -70,7 +71,8 @@ def read_run(folder: Path, judges: list[str]) -> Result | None:
         return None
     # A run that averages its weights is judged by the average. A run with a single data set records
     # its loss only under the key itself.
-    key = "val_loss_average" if records[0]["settings"].get("average") else "val_loss"
+    averages = loss == "val_loss" and records[0]["settings"].get("average")
+    key = "val_loss_average" if averages else loss
     losses = [[r.get(f"{key}/{name}", r[key]) for r in evaluations] for name in judges]
     step_tokens = records[0]["step_samples"] * records[0]["settings"]["block_size"]
     times = [r["step_ms"] for r in records if "step_ms" in r]

@@ -904,7 +904,8 @@ def main() -> None:
     if cfg.tokens:
         cfg = replace(cfg, max_tokens=int(cfg.tokens), max_steps=0, max_epochs=0.0)
     T = cfg.block_size
-    epoch_tokens = sum(open_windows(d, "train", T).n_windows for d in sets) * T
+    windows = [open_windows(data, "train", T, documents=cfg.documents) for data in sets]
+    epoch_tokens = sum(of_set.n_windows for of_set in windows) * T
 
     step = first_step(cfg, model, device, epoch_tokens)
     largest = largest_batch(model, step, device.bytes)

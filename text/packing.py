@@ -177,6 +177,7 @@ def computed_once(data: DataSet, what: str, write: Callable[[Path], None]) -> Pa
         write(new)
         for path in new.iterdir():
             sync_to_disk(path)
+        new.chmod(0o755)  # other users may train on the same data set
         new.rename(folder)
     except OSError:
         if not folder.exists():  # else another process was faster

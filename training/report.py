@@ -27,7 +27,7 @@ from text.dataset import DataSet
 from text.landmarks import mixed_landmarks
 from text.replay import sample_texts
 from text.tokenizer import SentencePiece, Tiktoken
-from text.windows import train_loader
+from text.windows import Loader, share_within, train_loader
 from training.huggingface import caveat, hf_class
 from training.memory import Step, largest_batch, needed
 from training.metrics import METRICS_VERSION, read_metrics
@@ -531,6 +531,7 @@ def spike(losses: list[float], loss: float) -> float:
 def banner(
     cfg: TrainConfig,
     sets: list[DataSet],
+    loader: Loader,
     machine: Machine,
     plan: Plan,
     model: GPT,
@@ -541,8 +542,9 @@ def banner(
 ) -> str:
     """Return the lines that describe a run before its first step.
 
-    peak_source: the peak that MFU refers to, and its source. scratch: the weights are newly drawn.
-    newest_data: the data set was not named; it is the one that was prepared last.
+    loader: the windows of the run. peak_source: the peak that MFU refers to, and its source.
+    scratch: the weights are newly drawn. newest_data: the data set was not named; it is the one
+    that was prepared last.
     """
     c = model.config
     B = plan.batch_size
@@ -592,6 +594,15 @@ def banner(
         "memory": f"{memory}; the largest batch_size is {largest_batch(model, step, here):,}",
         "peak": peak_source,
     }
+    if cfg.documents == "pack":
+        targets = sum(data.meta["splits"]["train"]["tokens"] for data in sets)
+        padding = 1 - targets / plan.epoch_tokens
+        rows["examples"] += f", packed with whole documents: {padding:.2%} of them is padding"
+    if cfg.documents != "stream":
+        share = f"{share_within(loader):.0%} of the T x T pairs of tokens are in one document"
+        rows["attention"] = f"within a document: {share}; MFU counts all of them"
+    if cfg.loss_per == "document":
+        rows["loss"] = "each document of train.bin counts the same, however long it is"
     if warning := batch_warning(plan.step_tokens, cfg, machine.world):
         rows["batch"] += f"\n{'':13}{warning}"
     if warning := repetition_warning(tokens, plan.step_tokens, cfg, sets):

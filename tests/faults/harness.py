@@ -75,6 +75,8 @@ JOBS = {  # name -> (processes, the options of each phase; a phase continues the
     "compiled": (1, [["--compile=true"]]),
     "2 processes": (2, [[]]),
     "shared": (2, [["--shard=all", "--recompute=blocks"]]),
+    "documents": (1, [["--documents=mask"]]),
+    "packed": (2, [["--documents=pack", "--loss_per=document", "--dtype=bfloat16"]]),
     "another batch": (1, [["--max_steps=20"], LONGER_BATCH]),
 }
 KILLS = ["kill at a random time", "kill after a step", "kill inside a save"]
