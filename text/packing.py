@@ -11,7 +11,7 @@ it (arXiv 2404.10830). A document with more than T inputs has windows of its own
 at the end, its tail, is packed like a document: an eos stands before it, which does not predict
 anything. Behind the last document of a window there may be padding, which is not trained on.
 
-The plan of the windows depends on the tokens and T only. It is computed once, for a million
+The plan of the windows depends on the tokens and T only. It is computed once, for 250,000
 documents at a time, and kept in two files in data/.windows/, where each run maps it into memory.
 """
 
@@ -30,7 +30,7 @@ from hardware.disk import sync_to_disk
 from text.dataset import DataSet
 from text.landmarks import Ids
 
-TOGETHER = 1_000_000  # documents that are packed together
+TOGETHER = 250_000  # documents that are packed together
 STRETCH = 1 << 22  # tokens that are read at a time
 
 # A window of the plan consists of pieces. Before each piece there is an eos, which may be the last
