@@ -125,6 +125,12 @@ optimizers() { # what Muon and Adafactor cost, beside AdamW
         --batch_size=16 --batch_tokens=8192 \
         ${TOY:+"${SHRINK[@]}" --rounds=1 --steps=1 --compile=false}
 }
+documents() { # what it costs to keep documents apart, compiled with FlexAttention
+    dataset 50257
+    part documents 150 $PYTHON bench/documents.py config/gpt2_124m.py --data_dir="$WORK" \
+        --dataset=v50257 --batch_tokens=131072 --rounds=4 \
+        ${TOY:+"${SHRINK[@]}" --rounds=1 --steps=1 --lengths=64 --compile=false}
+}
 sweep() { # not compiled: each of the 17 shapes would take a minute to compile
     part sweep 120 $PYTHON bench/sweep.py config/train_100m.py --vocab_size=16384 \
         --compile=false --seconds=2 --json="$OUT/sweep.json" --markdown="$OUT/sweep.md" \
@@ -141,11 +147,11 @@ python = sys.version.split()[0]
 cudnn = torch.backends.cudnn.version()
 print("Python", python, "torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN", cudnn)
 PY
-for name in "${@:-roof gpt2 large small hf sampling optimizers tests sweep}"; do
+for name in "${@:-roof gpt2 large small hf sampling optimizers documents tests sweep}"; do
     for each in $name; do
         case $each in
-        tests | roof | gpt2 | large | small | hf | sampling | optimizers | sweep) $each ;;
-        *) echo "no part $each: roof gpt2 large small hf sampling optimizers tests sweep" && exit 2 ;;
+        tests | roof | gpt2 | large | small | hf | sampling | optimizers | documents | sweep) $each ;;
+        *) echo "no part $each: roof gpt2 large small hf sampling optimizers documents tests sweep" && exit 2 ;;
         esac
     done
 done

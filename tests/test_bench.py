@@ -13,7 +13,7 @@ import tiktoken
 import torch
 from conftest import REPO, TINY, call, make_records, write_jsonl
 
-from bench import compare, matmul, optimizers, race, roof
+from bench import compare, documents, matmul, optimizers, race, roof
 from hardware.peak import datasheet_peak, measure_tflops
 from model import GPT, PRESETS, GPTConfig
 from training.huggingface import to_state
@@ -228,6 +228,15 @@ def peer_of(folder: Path, iter_num: int) -> Path:
 
 
 NANO = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, bias=False, vocab_size=400)
+
+
+def test_documents_prints_the_cost_of_masks(tiny_data, capsys):
+    options = ["--lengths", "16", "32", "--rounds=1", "--steps=1"]
+    call(documents.main, *TINY, f"--data_dir={tiny_data}", *options)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    times = [(row[0], float(row[1])) for row in rows if row[0] in documents.KINDS]
+    assert [kind for kind, _ in times] == [*documents.KINDS] * 2
+    assert min(ms for _, ms in times) > 0
 
 
 @pytest.mark.slow

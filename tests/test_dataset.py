@@ -57,7 +57,7 @@ def test_each_epoch_visits_each_window_once_in_an_order_and_from_an_offset_of_it
     assert n == 99
     epochs = [loader.starts(e * n, n) for e in range(4)]
     for starts in epochs:
-        rows = loader.rows(starts)
+        rows = loader.rows(starts).ids
         assert rows.shape == (99, 11) and rows.max() <= 1002
         assert len(np.unique(rows[:, :-1])) == 990  # no token twice, so no window twice
         assert (rows[:, :-1] + 1 == rows[:, 1:]).all()

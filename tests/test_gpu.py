@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import call, metrics, train_tiny
+from test_documents import EOS, text_of_documents
 from test_model import ODD, ids, make
 from test_train import same, weights
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -98,6 +99,29 @@ def test_bf16_computes_the_loss_and_the_direction_of_fp32(preset):
     flat = torch.cat([gradients[name].flatten() for name in gradients]).double()
     low_flat = torch.cat([low[name].flatten() for name in gradients]).double()
     assert F.cosine_similarity(flat, low_flat, dim=0).item() > 0.999
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=compiles)])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_masked_documents_are_those_of_the_cpu(preset, compiled):
+    """Loss and gradients of a window with seven documents, in fp32. Compiled, FlexAttention is
+    used where the GPU has compute capability 8.
+    """
+    x = text_of_documents()
+    model = make(preset, "xavier", n_embd=192, block_size=x.size(1)).train()
+    y = x.roll(-1, 1)
+    want = model(x, y, None, EOS)
+    want.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    model.to(DEVICE)
+    forward = torch.compile(model, dynamic=False) if compiled else model
+    loss = forward(x.to(DEVICE), y.to(DEVICE), None, EOS)
+    loss.backward()
+    assert loss.item() == pytest.approx(want.item(), rel=1e-4)
+    for name, p in model.named_parameters():
+        largest = gradients[name].abs().max().item()
+        torch.testing.assert_close(p.grad.cpu(), gradients[name], atol=1e-3 * largest, rtol=0)
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -695,7 +695,7 @@ def test_evaluation_says_what_training_said(tiny_data, tmp_path, capsys):
     said = capsys.readouterr().out.split("step 8/8 | validation loss ")[1].splitlines()[0]
     options = [f"--eval={tiny_data / 'tiny'}", "--device=cpu", "--dtype=float32"]
     call(sample.main, f"--ckpt={folder}", *options)
-    said = re.sub(r" \(train [0-9.]+\)", "", said)  # which training evaluates besides
+    said = re.sub(r"train [0-9.]+, ", "", said)  # which training evaluates besides
     assert f"validation loss {said} | " in capsys.readouterr().out
 
 

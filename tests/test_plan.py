@@ -312,7 +312,8 @@ def test_a_resume_takes_little_more_host_memory_than_what_it_keeps(tiny_data, tm
     said = (re.search(rf"^{key} (\d+)", done.stdout, re.M) for key in ("before", "most"))
     before, most = (int(number[1]) for number in said)
     stays = 12 + 4 * average
-    assert stays * P < most - before < (stays + 6) * P
+    # What the planning of the windows has freed before is used again: 1 % at most.
+    assert 0.99 * stays * P < most - before < (stays + 6) * P
 
 
 def test_a_damaged_data_set_is_not_taken_for_none(tiny_data, tmp_path, refuses, capsys):
