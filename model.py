@@ -89,9 +89,13 @@ class GPTConfig:
     # gelu_tanh is an approximation of gelu. OpenAI's GPT-2 used it.
     mlp: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
     bias: bool = True  # in linear layers and LayerNorm
+    qkv_bias: bool = False  # in the linear layer of queries, keys and values, whatever bias is
     qk_norm: bool = False  # RMSNorm over each head's query and key
     tie_embeddings: bool = True  # lm_head shares the weights of wte
     rope_theta: float = 10000.0  # base of RoPE's frequencies
+    # For sequences longer than those of the first training, see rope_frequencies(). linear:FACTOR,
+    # llama3:FACTOR,LOW,HIGH,FIRST_LENGTH or yarn:FACTOR,FIRST_LENGTH,FAST,SLOW,ATTENTION
+    rope_scaling: str = ""
     norm_eps: float = 1e-5  # added to the variance (RMSNorm: the mean square) before its root
     dropout: float = 0.0
 
@@ -116,6 +120,11 @@ class GPTConfig:
         if self.pos == "rope" and self.head_dim % 2:
             problem = f"head_dim={self.head_dim} must be even"
             raise ValueError(f"rope rotates pairs of numbers: {problem}")
+        if self.bias:
+            object.__setattr__(self, "qkv_bias", False)  # bias says it already
+        kind, numbers = rope_scaling(self.rope_scaling)
+        written = ",".join(repr(n).removesuffix(".0") for n in numbers)  # 4 and 4.0 are the same
+        object.__setattr__(self, "rope_scaling", f"{kind}:{written}" if kind else "")
 
     def _replace_zero(self, name: str, value: int) -> None:
         if not getattr(self, name):
@@ -170,19 +179,72 @@ def make_norm(c: GPTConfig) -> nn.Module:
     return RMSNorm(c.n_embd, c.norm_eps)
 
 
+def rope_scaling(spec: str) -> tuple[str, list[float]]:
+    """Return the kind and the numbers of rope_scaling. Raises ValueError if it is wrong."""
+    counts = {"": 0, "linear": 1, "llama3": 4, "yarn": 5}
+    kind, _, rest = spec.partition(":")
+    try:
+        numbers = [float(number) for number in rest.split(",") if rest]
+        if len(numbers) != counts[kind] or not all(0 < n < math.inf for n in numbers):
+            raise ValueError
+    except (ValueError, KeyError):
+        forms = "linear:FACTOR, llama3:FACTOR,LOW,HIGH,LENGTH or yarn:FACTOR,LENGTH,FAST,SLOW,SCALE"
+        raise ValueError(f"rope_scaling={spec!r} is none of {forms}") from None
+    if kind == "llama3" and numbers[1] >= numbers[2]:
+        raise ValueError(f"rope_scaling={spec!r}: LOW must be below HIGH")
+    return kind, numbers
+
+
+def rope_frequencies(c: GPTConfig) -> tuple[np.ndarray, float]:
+    """Return the frequency of each pair of a head's numbers, (hs/2,), and a factor of cos and sin.
+
+    Pair i has the frequency rope_theta^(-2i / hs). A model that was trained on short sequences is
+    prepared for long ones by lower frequencies, in one of three ways:
+
+    linear  all are divided by FACTOR (arXiv 2306.15595).
+    llama3  a pair that turns less than LOW times in FIRST_LENGTH tokens is divided by FACTOR, one
+            that turns more than HIGH times stays as it is, and between them the share of each goes
+            with the turns (Llama 3.1).
+    yarn    the same with SLOW and FAST turns, where the share goes with the number of the pair;
+            and cos and sin are multiplied by ATTENTION (arXiv 2309.00071).
+    """
+    pair = np.arange(c.head_dim // 2)
+    freq = c.rope_theta ** (-2 * pair / c.head_dim)
+    kind, numbers = rope_scaling(c.rope_scaling)
+    if kind == "linear":
+        return freq / numbers[0], 1.0
+    if kind == "llama3":
+        factor, low, high, length = numbers
+        turns = length * freq / (2 * math.pi)
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        return freq * kept + freq / factor * (1 - kept), 1.0
+    if kind == "yarn":
+        factor, length, fast, slow, attention = numbers
+
+        def pair_with(turns: float) -> float:
+            """Return the number of the pair that turns so often in `length` tokens."""
+            return math.log(length / (turns * 2 * math.pi), c.rope_theta) * c.head_dim / 2
+
+        first = max(math.floor(pair_with(fast)), 0)
+        last = min(math.ceil(pair_with(slow)), c.head_dim - 1)
+        kept = 1 - np.clip((pair - first) / max(last - first, 0.001), 0, 1)
+        return freq * kept + freq / factor * (1 - kept), attention
+    return freq, 1.0
+
+
 def rope_table(c: GPTConfig) -> Tensor:
     """Return cos and sin of the rotation angle of every position, (2, block_size, 1, hs) in fp32.
 
-    At position t, pair i of a head's numbers is rotated by the angle t * rope_theta^(-2i / hs), for
+    At position t, pair i of a head's numbers is rotated by the angle t * frequency of the pair, for
     i = 0 ... hs/2 - 1 (RoFormer, arXiv 2104.09864, eq. 34).
 
     The table is computed by numpy. On a CPU, the first cos that a process computes with torch is
     sometimes wrong by 1e-4 (bench/LOG.md). A resumed run would then not be bit-identical.
     """
-    freq = c.rope_theta ** (-np.arange(0, c.head_dim, 2) / c.head_dim)  # (hs/2,)
+    freq, factor = rope_frequencies(c)
     angle = np.outer(np.arange(c.block_size), freq)  # (block_size, hs/2)
     angle = np.tile(angle, 2)  # (block_size, hs): numbers i and i + hs/2 are a pair, with one angle
-    table = np.stack((np.cos(angle), np.sin(angle)))  # (2, block_size, hs)
+    table = factor * np.stack((np.cos(angle), np.sin(angle)))  # (2, block_size, hs)
     return torch.from_numpy(table[:, :, None].astype(np.float32))
 
 
@@ -215,7 +277,7 @@ class Attention(nn.Module):
         self.heads = (c.n_head, c.n_kv_head, c.n_kv_head)  # of q, k and v
         self.head_dim = c.head_dim
         self.dropout = c.dropout
-        self.qkv = Linear(c.n_embd, sum(self.heads) * c.head_dim, bias=c.bias)
+        self.qkv = Linear(c.n_embd, sum(self.heads) * c.head_dim, bias=c.bias or c.qkv_bias)
         self.proj = Linear(c.n_head * c.head_dim, c.n_embd, bias=c.bias)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None

@@ -109,7 +109,8 @@ def test_a_saved_model_comes_back_bit_for_bit(name, tmp_path):
 
 
 def test_the_hugging_face_class_is_named_only_where_it_fits():
-    want = ["GPT2LMHeadModel"] * 3 + ["LlamaForCausalLM"] * 2 + ["Qwen3ForCausalLM", None]
+    want = ["GPT2LMHeadModel"] * 3 + ["LlamaForCausalLM"] * 2 + ["Qwen3ForCausalLM"]
+    want += ["Qwen2ForCausalLM"] * 2 + ["LlamaForCausalLM", "Qwen3ForCausalLM", None]
     assert [hf_class(GPTConfig(**ODD[name])) for name in ODD] == want
     for c in (GPTConfig(**shape) for shape in ODD.values()):
         assert from_config(to_config(c)) == c
@@ -146,13 +147,25 @@ def theirs(transformers, kind: str, **more):
         shared |= dict(hidden_size=48, intermediate_size=100, max_position_embeddings=32)
         shared |= dict(num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2)
         shared |= dict(initializer_range=0.1)
-        make_config = transformers.LlamaConfig if kind == "llama" else transformers.Qwen3Config
-        config = make_config(**shared | ({} if kind == "llama" else {"head_dim": 16}) | more)
+        shared |= {"head_dim": 16} if kind == "qwen3" else {}
+        make_config = {
+            "llama": transformers.LlamaConfig,
+            "mistral": transformers.MistralConfig,
+            "qwen2": transformers.Qwen2Config,
+            "qwen3": transformers.Qwen3Config,
+        }[kind]
+        config = make_config(**shared | more)
     torch.manual_seed(0)
     return shaken(transformers.AutoModelForCausalLM.from_config(config).eval())
 
 
 BIASES = {"attention_bias": True, "mlp_bias": True}
+FIRST = "original_max_position_embeddings"  # what the model had before its RoPE was scaled
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {FIRST: 8, "rope_theta": 100.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+YARN = {"rope_type": "yarn", "factor": 4.0, FIRST: 8, "rope_theta": 1e4}
+FAST = YARN | {"beta_fast": 4, "beta_slow": 0.5, "attention_factor": 0.8}
 
 
 @pytest.mark.parametrize(
@@ -163,6 +176,13 @@ BIASES = {"attention_bias": True, "mlp_bias": True}
         ("llama", {"rope_theta": 5e5, "rms_norm_eps": 1e-5}, "30KB"),
         ("llama", BIASES | {"tie_word_embeddings": True, "head_dim": 10}, "5GB"),
         ("qwen3", {"tie_word_embeddings": True}, "30KB"),
+        ("qwen2", {"tie_word_embeddings": True, "rope_theta": 1e6}, "30KB"),
+        ("qwen2", {"rope_parameters": YARN, "num_key_value_heads": 6}, "5GB"),
+        ("mistral", {"sliding_window": None, "head_dim": 12}, "30KB"),
+        ("mistral", {"sliding_window": 32, "rope_theta": 1e6}, "5GB"),
+        ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}, "5GB"),
+        ("llama", {"rope_parameters": LINEAR}, "30KB"),
+        ("qwen3", {"rope_parameters": FAST}, "5GB"),
     ],
 )
 def test_models_that_transformers_saved_compute_the_same_here(
@@ -216,19 +236,23 @@ def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path):
 
 
 LLAMA = to_config(GPTConfig(**ODD["llama"]))
-YARN = {"type": "yarn", "factor": 4.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
+HALF_YARN = {"type": "yarn", "factor": 4.0}
+HALF_LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
+DYNAMIC = {"type": "dynamic", "factor": 2.0}
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
 REFUSED = {
-    f"rope_scaling={YARN} is not supported": {"rope_scaling": YARN},
-    f"rope_scaling={LLAMA3} is not": {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+    f"rope_scaling={HALF_YARN} is not supported": {"rope_scaling": HALF_YARN},
+    f"rope_scaling={HALF_LLAMA3} is not": {"rope_parameters": HALF_LLAMA3 | {"rope_theta": 5e5}},
+    f"rope_scaling={DYNAMIC} is not supported": {"rope_scaling": DYNAMIC},
+    "sliding_window=16 is not supported: it is shorter": MISTRAL | {"sliding_window": 16},
     "hidden_act='gelu' is not supported": {"hidden_act": "gelu"},
     "attention_bias without mlp_bias, or the reverse, is not supported": {"attention_bias": True},
     "quantization_config={'bits': 4} is not supported": {"quantization_config": {"bits": 4}},
     "auto_map={'AutoModel': 'x.py'} is not supported": {"auto_map": {"AutoModel": "x.py"}},
     "logit_softcap=30.0 is not supported": {"logit_softcap": 30.0},
     "layer_types=['sliding_attention'] is not supported": {"layer_types": ["sliding_attention"]},
-    "architecture 'MistralForCausalLM' is none of": {"architectures": ["MistralForCausalLM"]},
+    "architecture 'GemmaForCausalLM' is none of": {"architectures": ["GemmaForCausalLM"]},
     "n_layer='three' is not accepted": {"num_hidden_layers": "three"},
     "there is no hidden_size": {"hidden_size": ...},
     "n_head=6 must be a multiple of n_kv_head=4": {"num_key_value_heads": 4},

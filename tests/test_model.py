@@ -28,6 +28,10 @@ ODD = {  # name -> a shape that a careless export or cache would get wrong
     "llama": LLAMA | dict(n_head=6, n_kv_head=2, rope_theta=5e5, norm_eps=1e-6),
     "llama tied, biases, wide heads": LLAMA | dict(tie_embeddings=True, bias=True, head_dim=20),
     "qwen3": PRESETS["qwen3"] | SMALL | dict(n_head=6, n_kv_head=2, head_dim=16),
+    "qwen2": LLAMA | dict(n_head=6, n_kv_head=2, qkv_bias=True, rope_theta=1e6),
+    "qwen2, RoPE as yarn": LLAMA | dict(qkv_bias=True, rope_scaling="yarn:4,8,32,1,1.2"),
+    "llama, RoPE as llama3": LLAMA | dict(rope_scaling="llama3:8,1,4,16", tie_embeddings=True),
+    "qwen3, RoPE as linear": PRESETS["qwen3"] | SMALL | dict(rope_scaling="linear:2.5"),
     "a class of its own": PRESETS["gpt2"] | SMALL | dict(pos="rope", norm="rmsnorm"),
 }
 

@@ -3,8 +3,8 @@
     save_pretrained(model.config, model.named_parameters(), folder)
         writes a folder that AutoModelForCausalLM.from_pretrained(folder) of transformers opens
     from_pretrained(folder)
-        reads a GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM, in one file or in shards;
-        also nanoGPT's ckpt.pt
+        reads a GPT2LMHeadModel, or the Llama, Mistral, Qwen2 or Qwen3 ...ForCausalLM, in one file
+        or in shards; also nanoGPT's ckpt.pt
 
 If config.json asks for something that model.py does not compute, it is refused, and the error names
 it. Nothing that is read can execute code, and no file can make this program read a file outside its
@@ -12,6 +12,7 @@ folder.
 """
 
 import json
+import math
 import os
 import pickle
 from collections.abc import Iterable
@@ -25,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file
 
 from hardware.disk import MANIFEST, damage, only_plain
-from model import GPT, PRESETS, GPTConfig
+from model import GPT, PRESETS, GPTConfig, rope_scaling
 from training.stream import save_safetensors
 
 # --------------------------------------------------------------------------------------------------
@@ -39,18 +40,18 @@ ONLY_OURS = (
 def hf_class(c: GPTConfig) -> str | None:
     """Return the transformers class that computes exactly this architecture, or None."""
     # A field of GPTConfig that no class has, such as one that you add, must be at its default.
-    known = GPT2_KEYS | LLAMA_KEYS | PRESETS["llama"]
+    known = GPT2_KEYS | LLAMA_KEYS | PRESETS["llama"] | dict(qkv_bias=False, rope_scaling="")
     for field in fields(c):
         if field.name not in known and getattr(c, field.name) != field.default:
             return None
     gelu = c.mlp in ("gelu", "gelu_tanh")
-    if gelu and (c.pos, c.norm, c.qk_norm) == ("learned", "layernorm", False):
+    if gelu and (c.pos, c.norm, c.qk_norm or c.qkv_bias) == ("learned", "layernorm", False):
         same_heads = c.n_kv_head == c.n_head and c.head_dim * c.n_head == c.n_embd
         return "GPT2LMHeadModel" if same_heads else None
     if (c.pos, c.norm, c.mlp) == ("rope", "rmsnorm", "swiglu"):
         if c.qk_norm:
-            return None if c.bias else "Qwen3ForCausalLM"
-        return "LlamaForCausalLM"
+            return None if c.bias or c.qkv_bias else "Qwen3ForCausalLM"
+        return "Qwen2ForCausalLM" if c.qkv_bias else "LlamaForCausalLM"
     return None
 
 
@@ -86,12 +87,16 @@ LLAMA_DEFAULTS = dict(
     n_kv_head=0, head_dim=0, bias=False, tie_embeddings=False,
     rope_theta=1e4, norm_eps=1e-6, dropout=0.0,
 )  # fmt: skip
-QWEN3_DEFAULTS = LLAMA_DEFAULTS | dict(n_kv_head=32, head_dim=128)
+QWEN2_DEFAULTS = LLAMA_DEFAULTS | dict(n_kv_head=32)
+QWEN3_DEFAULTS = QWEN2_DEFAULTS | dict(head_dim=128)
+MISTRAL_DEFAULTS = LLAMA_DEFAULTS | dict(n_kv_head=8)
 
 CLASSES = {  # class: (preset, model_type, keys, defaults)
     "GPT2LMHeadModel": ("gpt2", "gpt2", GPT2_KEYS, GPT2_DEFAULTS),
     "LlamaForCausalLM": ("llama", "llama", LLAMA_KEYS, LLAMA_DEFAULTS),
+    "Qwen2ForCausalLM": ("llama", "qwen2", LLAMA_KEYS, QWEN2_DEFAULTS),
     "Qwen3ForCausalLM": ("qwen3", "qwen3", LLAMA_KEYS, QWEN3_DEFAULTS),
+    "MistralForCausalLM": ("llama", "mistral", LLAMA_KEYS, MISTRAL_DEFAULTS),  # is read only
 }
 # Activation in config.json -> GPTConfig.mlp.
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -119,7 +124,23 @@ def to_config(c: GPTConfig, eos_id: int | None = None, bos_id: int | None = None
         # n_ctx is for llama.cpp.
         shared |= {"activation_function": activation, "n_ctx": c.block_size}
         return shared | {"embd_pdrop": c.dropout, "attn_pdrop": c.dropout}
+    if c.rope_scaling:
+        kind, numbers = rope_scaling(c.rope_scaling)
+        whole = (int(n) if n == int(n) else n for n in numbers)  # transformers wants a whole length
+        shared["rope_scaling"] = {"rope_type": kind} | dict(zip(ROPE[kind], whole, strict=True))
     return shared | {"hidden_act": "silu", "mlp_bias": c.bias}
+
+
+# Kind of scaling -> the names of GPTConfig.rope_scaling's numbers in a config.json.
+ROPE = {
+    "linear": ["factor"],
+    "llama3": [
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+    ],
+    "yarn": [
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"
+    ],
+}  # fmt: skip
 
 
 # Settings of a config.json that do not change the logits: who wrote the file, how the model was
@@ -185,6 +206,8 @@ def accepts(f: Field, value: Any) -> bool:
         return value in choices
     if isinstance(f.default, bool) or isinstance(value, bool):
         return isinstance(f.default, bool) and isinstance(value, bool)
+    if isinstance(f.default, str):
+        return isinstance(value, str)
     kind = (int, float) if isinstance(f.default, float) else int
     most = 2**22 if f.name == "block_size" else 2**31  # RoPE has a table of all positions
     least = 1 if f.name == "rope_theta" else 0
@@ -216,8 +239,15 @@ def unpack_rope(rest: dict[str, Any]) -> None:
     plain = {k: v for k, v in rope.items() if k in ("rope_theta", "partial_rotary_factor")}
     rest |= plain
     scaling = rest.pop("rope_scaling", None) or {k: v for k, v in rope.items() if k not in plain}
-    if any(k not in ("type", "rope_type") or v != "default" for k, v in scaling.items()):
-        rest["rope_scaling"] = scaling
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    numbers = {k: v for k, v in scaling.items() if k not in ("type", "rope_type")}
+    if kind == "yarn" and isinstance(factor := numbers.get("factor"), int | float):
+        default = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+        numbers = dict(beta_fast=32, beta_slow=1, attention_factor=default) | numbers
+    if kind in ROPE and set(numbers) == set(ROPE[kind]):
+        rest["rope_scaling"] = f"{kind}:{','.join(f'{numbers[k]!r}' for k in ROPE[kind])}"
+    elif kind != "default" or numbers:
+        raise ValueError(f"rope_scaling={scaling!r} is not supported")
 
 
 def in_our_words(d: dict, name: str) -> dict:
@@ -244,8 +274,16 @@ def in_our_words(d: dict, name: str) -> dict:
             found["mlp"] = GELUS[activation]
     if name == "LlamaForCausalLM" and rest.pop("mlp_bias", False) != found["bias"]:
         raise ValueError("attention_bias without mlp_bias, or the reverse, is not supported")
-    if name == "Qwen3ForCausalLM" and found["bias"]:
+    if name != "LlamaForCausalLM" and name != "GPT2LMHeadModel" and found["bias"]:
         raise ValueError("attention_bias=True is not supported")
+    if name == "Qwen2ForCausalLM":
+        found["qkv_bias"] = True
+    window = d.get("sliding_window")
+    if name == "MistralForCausalLM" and window is not None and window < found["block_size"]:
+        shorter = f"shorter than max_position_embeddings={found['block_size']}"
+        raise ValueError(f"sliding_window={window!r} is not supported: it is {shorter}")
+    if "rope_scaling" in rest:
+        found["rope_scaling"] = rest.pop("rope_scaling")
     rest["layer_types"] = [k for k in rest.get("layer_types") or [] if k != "full_attention"]
     # These three are refused only if they are given with another value.
     must_be = dict(hidden_act="silu", scale_attn_weights=True, partial_rotary_factor=1.0)

@@ -43,9 +43,11 @@ class TrainConfig:
     norm: Literal["preset", "layernorm", "rmsnorm"] = "preset"  # before attention, MLP and head
     mlp: Literal["preset", "gelu", "gelu_tanh", "swiglu"] = "preset"  # kind of MLP
     bias: bool | Literal["preset"] = "preset"  # biases in linear layers and LayerNorm
+    qkv_bias: bool = False  # biases in queries, keys and values, as Qwen2 has them
     qk_norm: bool | Literal["preset"] = "preset"  # RMSNorm on queries and keys
     tie_embeddings: bool | Literal["preset"] = "preset"  # one matrix for wte and lm_head
     rope_theta: float = 10000.0  # base of the rotation frequencies
+    rope_scaling: str = ""  # llama3:32,1,4,8192 is Llama 3.2's; also linear and yarn (model.py)
     norm_eps: float = 1e-5  # added to the variance in each normalisation
     dropout: float = 0.0  # 0 for pretraining; 0.1 or more if the data is read many times
     init: str = "gpt2"  # gpt2 llama xavier kaiming lecun small deepnorm zero_proj trunc_normal t5
