@@ -10,6 +10,7 @@ is also what it continued during the training. If that is empty, it begins a new
     python sample.py --ckpt out/demo --which best                   # by validation loss
     python sample.py --interactive                                  # a prompt a line, until Ctrl-D
     python sample.py --ckpt ../Qwen3-0.6B-Base --eval data/mine     # loss, perplexity, bits/byte
+    python sample.py --choices questions.jsonl                      # as a benchmark counts them
 
 A base model continues a text; it does not chat. A model folder is all that is needed: it holds the
 shape, the weights and the tokenizer. It may be a checkpoint of train.py, or a GPT2LMHeadModel,
@@ -46,6 +47,7 @@ from text.dataset import (
 from text.tokenizer import SentencePiece, Tiktoken, same_ids
 from text.windows import open_windows
 from training.evaluate import evaluate
+from training.harness import judge_choices, judge_texts
 from training.huggingface import from_pretrained, is_nanogpt, unverified
 from training.report import in_other_units
 from training.runs import losses_of, newest_checkpoint, newest_run, step_of
@@ -76,10 +78,13 @@ class SampleConfig:
     stop_at_eos: bool = True  # end a text where the model ends it
     seed: int = 1337  # of the random choices
     # ---- Evaluation, in place of text ----
-    eval: str = ""  # a data set's folder, data/NAME: measure the loss on its val.bin
+    eval: bool | str = ""  # a data set's folder, data/NAME: measure the loss on its val.bin
     eval_tokens: int = 0  # how many tokens of it, in fixed windows spread evenly; 0: all
     block_size: int = 0  # tokens in a window; 0: as many as the model sees, at most 1,024
     batch_size: int = 8  # windows at a time
+    choices: str = ""  # JSON Lines of {"question", "choices", "answer": 0}: how many are right
+    delimiter: str = " "  # what stands between a question and a choice; in Chinese: ''
+    texts: str = ""  # JSON Lines of {"text"}: bits per byte, each text from its own beginning
     # ---- Device ----
     device: str = "auto"  # auto: cuda, then mps, then cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of weights and arithmetic
@@ -96,6 +101,14 @@ class SampleConfig:
             wrong.append(f"interactive reads its prompts from the terminal: {ways}")
         if not 0 < self.top_p <= 1:
             wrong.append("top_p must be above 0 and at most 1")
+        # `--eval --choices FILE` is the same as `--choices FILE`.
+        if self.eval is True and not (self.choices or self.texts):
+            wrong.append("eval needs a data set's folder: --eval=data/NAME")
+        if (
+            sum((bool(self.eval and self.eval is not True), bool(self.choices), bool(self.texts)))
+            > 1
+        ):
+            wrong.append("give one of eval, choices and texts")
         if self.prompt and self.prompt_file:
             wrong.append("give prompt or prompt_file, not both")
         return wrong
@@ -367,6 +380,8 @@ def main() -> None:
     folder, known, model, tokenizer = open_model(cfg)
     with memory_advice("for the weights of this model in fp32"):
         model.to(device)
+    if cfg.dtype == "auto" and (cfg.choices or cfg.texts):
+        dtype = torch.float32  # as other programs judge this model
     if cfg.dtype == "auto" and dtype == torch.float16 and not cfg.eval:
         # To make text, the weights themselves are in dtype. In fp16, numbers may overflow where
         # autocast, which only an evaluation uses, computes in fp32.
@@ -375,7 +390,7 @@ def main() -> None:
     precision = f"{device} {str(dtype).removeprefix('torch.')}"
     about = ", ".join(filter(None, [str(folder), known, size, precision, unverified(folder)]))
 
-    if cfg.eval:
+    if cfg.eval and not (cfg.choices or cfg.texts):
         machine = Machine(0, 0, 1, device, dtype, why)
         with memory_advice("in the evaluation: lower --batch_size or --block_size"):
             print(evaluate_on(Path(cfg.eval), model, folder, tokenizer, cfg, machine))
@@ -389,6 +404,17 @@ def main() -> None:
     if tokenizer.vocab_size > V:
         larger = f"its tokenizer has {tokenizer.vocab_size:,} tokens"
         raise UserError(f"{folder}: a vocabulary of {V:,}; {larger}")
+    if cfg.choices or cfg.texts:
+        machine = Machine(0, 0, 1, device, dtype, why)
+        if cfg.choices:
+            path = Path(cfg.choices)
+            found = judge_choices(path, cfg.delimiter, model, tokenizer, machine)
+        else:
+            path = Path(cfg.texts)
+            found = judge_texts(path, model, tokenizer, machine)
+        print(f"{path}: {found} | {folder}")
+        print(f"[{about}]", file=sys.stderr)
+        return
     model = model.to(dtype).eval()
     texts = prompts or [prompt_of_run(folder)]
     encoded = [encode_prompt(text, tokenizer, model.config.block_size) for text in texts]
