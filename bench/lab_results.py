@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from configurator import UserError
 from training.metrics import read_metrics
 
 
@@ -73,6 +74,8 @@ def read_run(folder: Path, judges: list[str], loss: str = "val_loss") -> Result 
     # its loss only under the key itself.
     averages = loss == "val_loss" and records[0]["settings"].get("average")
     key = "val_loss_average" if averages else loss
+    if key not in evaluations[-1]:
+        raise UserError(f"{folder}: an older version has trained it, without {key}: out_dir=NEW")
     losses = [[r.get(f"{key}/{name}", r[key]) for r in evaluations] for name in judges]
     step_tokens = records[0]["step_samples"] * records[0]["settings"]["block_size"]
     times = [r["step_ms"] for r in records if "step_ms" in r]

@@ -1,6 +1,8 @@
 """Attention within documents, windows that are packed with them, and losses that weigh them."""
 
 import json
+import os
+import shutil
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -8,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import call, metrics, torchrun, train_tiny
+from conftest import TINY, call, metrics, torchrun, train_tiny
 from test_model import ODD, make
 
 import prepare
 import sample
 import train
+from hardware.disk import file_sha256
 from hardware.kernels import Pieces
 from model import GPT
 from text.dataset import open_datasets
@@ -134,13 +137,13 @@ def open_packed(folder: Path, T: int, loss_per: str = "token"):
     from text.dataset import DataSet
 
     tokens = np.fromfile(folder / "train.bin", "<u4")
-    split = {"tokens": len(tokens), "sha256": "0" * 64}
+    split = {"tokens": len(tokens), "sha256": file_sha256(folder / "train.bin")}
     meta = {"dtype": "uint32", "eos_id": 0, "vocab_size": len(tokens) + 1}
     data = DataSet("counted", folder, meta | {"splits": {"train": split}}, Fraction(1))
     return open_windows(data, "train", T, documents="pack", loss_per=loss_per)
 
 
-@pytest.mark.parametrize("T", [2, 16, 64, 1000])
+@pytest.mark.parametrize("T", [1, 2, 16, 64, 1000])
 def test_packed_windows_train_on_each_token_once_and_cut_no_document_that_fits(packed_set, T):
     windows = open_packed(packed_set, T)
     tokens = windows.tokens
@@ -178,8 +181,6 @@ def test_packing_fills_the_windows_and_is_best_fit():
 
 
 def test_the_plan_does_not_depend_on_the_stretches_that_are_read(packed_set, monkeypatch):
-    import shutil
-
     before = open_packed(packed_set, 64)
     pieces, bounds = before.pieces.tolist(), before.bounds.tolist()
     shutil.rmtree(packed_set.parent / ".windows")
@@ -197,7 +198,7 @@ def test_documents_that_are_packed_in_groups_are_all_there(packed_set, monkeypat
 
 def test_a_plan_is_computed_once_and_also_where_nothing_can_be_written(packed_set, monkeypatch):
     plan = open_packed(packed_set, 64).pieces
-    monkeypatch.setattr("text.packing.write_plan", None)
+    monkeypatch.setattr("text.packing.pack", None)
     again = open_packed(packed_set, 64).pieces
     assert (again == plan).all()
     monkeypatch.undo()
@@ -209,9 +210,84 @@ def test_a_plan_is_computed_once_and_also_where_nothing_can_be_written(packed_se
 
 
 def test_pack_handles_a_split_with_one_long_document():
-    pieces, per_window = pack(np.array([999]), 0, 64)
-    assert per_window.tolist() == [1] * 16
-    assert pieces["count"].tolist() == [65] * 15 + [41]  # 15 x 64 + 40 = 1000 targets
+    (windows, one_each), (tail, alone) = pack(np.array([999]), 0, 64)
+    assert windows["count"].tolist() == [65] * 15 and one_each.tolist() == [1] * 15
+    assert tail["count"].tolist() == [41] and alone.tolist() == [1]  # 15 x 64 + 40 = 1000 targets
+
+
+def test_long_documents_are_cut_in_stretches_that_bound_the_memory(packed_set, monkeypatch):
+    before = open_packed(packed_set, 16).pieces.tolist()
+    shutil.rmtree(packed_set.parent / ".windows")
+    monkeypatch.setattr("text.packing.AT_ONCE", 7)
+    assert open_packed(packed_set, 16).pieces.tolist() == before
+
+
+@pytest.mark.parametrize("file", ["pieces.bin", "bounds.bin", "manifest.json"])
+@pytest.mark.parametrize("how", ["cut", "empty", "flip", "lose"])
+def test_a_damaged_plan_is_made_anew(packed_set, file, how):
+    want = open_packed(packed_set, 64)
+    want = (want.pieces.tolist(), want.bounds.tolist())
+    (path,) = (packed_set.parent / ".windows").glob(f"*/{file}")
+    content = path.read_bytes()
+    if how == "lose":
+        path.unlink()
+    else:
+        half = len(content) // 2
+        flipped = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
+        path.write_bytes({"cut": content[:-24], "empty": b"", "flip": flipped}[how])
+    found = open_packed(packed_set, 64)
+    assert (found.pieces.tolist(), found.bounds.tolist()) == want
+    assert path.read_bytes() == content  # it is whole again
+
+
+def test_a_file_of_somebody_in_a_damaged_plan_stays(packed_set, capsys):
+    want = open_packed(packed_set, 64).pieces.tolist()
+    (path,) = (packed_set.parent / ".windows").glob("*/pieces.bin")
+    path.write_bytes(b"")
+    (path.parent / "notes.txt").write_text("mine")
+    assert open_packed(packed_set, 64).pieces.tolist() == want
+    assert (path.parent / "notes.txt").read_text() == "mine"
+    assert "the windows are planned for this run only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_no_plan_is_kept_of_data_that_is_damaged(tiny_data, tmp_path, refuses, split):
+    """The data is repaired afterwards. Nothing must remember what it was in between."""
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data / "tiny", data / "tiny")
+    path = data / "tiny" / f"{split}.bin"
+    good = path.read_bytes()
+    ids = np.frombuffer(good, "<u2").copy()
+    eos_id = open_datasets("tiny", data)[0].meta["eos_id"]
+    ids[ids == eos_id] = eos_id + 1  # no document ends any more
+    path.write_bytes(ids.tobytes())
+    options = [f"--data_dir={data}", "--documents=pack"]
+    error = refuses(train.main, *TINY, *options, f"--out_dir={tmp_path / 'bad'}")
+    assert f"{split}.bin" in error and "run prepare.py again" in error
+    path.write_bytes(good)
+    run = train_tiny(data, tmp_path / "good", "--documents=pack")
+    want = train_tiny(tiny_data, tmp_path / "want", "--documents=pack")
+    for key in ("loss", "val_loss", "val_document_loss"):
+        assert metrics(run, key) == metrics(want, key)
+
+
+def test_a_data_set_in_a_folder_below_and_windows_of_one_token_train(tiny_data, tmp_path):
+    shutil.copytree(tiny_data / "tiny", tmp_path / "data" / "sub" / "tiny")
+    options = ["--dataset=sub/tiny", "--block_size=1", "--documents=pack"]
+    train_tiny(tmp_path / "data", tmp_path, *options)
+    assert os.listdir(tmp_path / "data") == ["sub"]
+    assert sorted(os.listdir(tmp_path / "data" / "sub")) == [".windows", "tiny"]
+
+
+def test_an_evaluation_inside_the_data_set_writes_nothing_into_it(
+    tiny_data, tmp_path, monkeypatch, capsys
+):
+    run = train_tiny(tiny_data, tmp_path)
+    shutil.copytree(tiny_data / "tiny", tmp_path / "data" / "tiny")
+    before = sorted(os.listdir(tmp_path / "data" / "tiny"))
+    monkeypatch.chdir(tmp_path / "data" / "tiny")
+    call(sample.main, f"--ckpt={run}", "--eval=.", "--device=cpu")
+    assert sorted(os.listdir(".")) == before
 
 
 # -- weights --

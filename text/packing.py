@@ -12,26 +12,38 @@ at the end, its tail, is packed like a document: an eos stands before it, which 
 anything. Behind the last document of a window there may be padding, which is not trained on.
 
 The plan of the windows depends on the tokens and T only. It is computed once, for 250,000
-documents at a time, and kept in two files in data/.windows/, where each run maps it into memory.
+documents at a time, and kept in data/.windows/, where each run maps it into memory. It is made only
+of tokens that have the hash of meta.json, and its own files have a manifest: what does not fit is
+not used, but made anew.
 """
 
 import atexit
+import hashlib
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from tqdm import tqdm
 
-from configurator import UserError
-from hardware.disk import sync_to_disk
-from text.dataset import DataSet
+from configurator import UserError, note
+from hardware.disk import (
+    MANIFEST,
+    damage,
+    json_bytes,
+    manifest,
+    remove_only,
+    sync_to_disk,
+    write_whole,
+)
+from text.dataset import DataSet, verify
 from text.landmarks import Ids
 
 TOGETHER = 250_000  # documents that are packed together
 STRETCH = 1 << 22  # tokens that are read at a time
+AT_ONCE = 1 << 20  # windows of long documents that are computed at a time
+VERSION = 1  # of the files
 
 # A window of the plan consists of pieces. Before each piece there is an eos, which may be the last
 # token of the piece before it. A piece with T + 1 tokens is a whole window, without that eos.
@@ -67,8 +79,8 @@ def best_fit(lengths: np.ndarray, T: int) -> tuple[np.ndarray, int]:
     return bins, count
 
 
-def pack(ends: np.ndarray, begin: int, T: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack documents into windows. Return the pieces, and how many of them each window has.
+def pack(ends: np.ndarray, begin: int, T: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Pack documents into windows. Yield pieces, and how many of them each window has.
 
     ends: where the eos of each document is, (n,). begin: the first token of the first of them.
     """
@@ -76,11 +88,15 @@ def pack(ends: np.ndarray, begin: int, T: int) -> tuple[np.ndarray, np.ndarray]:
     inputs = ends - begins + 1
     # The windows of long documents: they begin at the input before the document's first token.
     whole = np.where(inputs > T, inputs // T, 0)
-    of_document = np.arange(whole.sum()) - np.repeat(whole.cumsum() - whole, whole)  # 0, 1, 2, ...
-    first = np.repeat(begins - 1, whole) + of_document * T
-    windows = np.empty(len(first), PIECE)
-    windows["first"] = first
-    windows["count"] = T + 1
+    so_far = whole.cumsum()
+    for at in range(0, int(so_far[-1]), AT_ONCE):
+        number = np.arange(at, min(at + AT_ONCE, int(so_far[-1])))
+        document = np.searchsorted(so_far, number, "right")
+        in_document = number - (so_far - whole)[document]  # 0, 1, 2, ... of its document
+        windows = np.empty(len(number), PIECE)
+        windows["first"] = begins[document] - 1 + in_document * T
+        windows["count"] = T + 1
+        yield windows, np.ones(len(windows), int)
     # Everything else: documents, and tails. A tail repeats the last token before it as an input.
     rest = inputs - whole * T
     is_tail = whole > 0
@@ -89,20 +105,23 @@ def pack(ends: np.ndarray, begin: int, T: int) -> tuple[np.ndarray, np.ndarray]:
     pieces["count"] = np.where(is_tail, rest + 1, rest)
     pieces = pieces[rest > 0]
     bins, count = best_fit(pieces["count"], T)
-    pieces = pieces[np.argsort(bins, kind="stable")]
-    per_window = np.append(np.ones(len(windows), int), np.bincount(bins, minlength=count))
-    return np.append(windows, pieces), per_window
+    yield pieces[np.argsort(bins, kind="stable")], np.bincount(bins, minlength=count)
 
 
-def document_ends(ids: Ids, eos_id: int, what: str) -> Iterator[np.ndarray]:
+def document_ends(data: DataSet, split: str) -> Iterator[np.ndarray]:
     """Yield where the eos of each document is, for at most TOGETHER documents at a time.
 
-    what: the word before the progress bar, which is shown on a terminal.
+    All tokens are read. Raises UserError if they are not those that meta.json describes.
     """
+    ids = Ids(data.folder, data.meta, split)
+    eos_id = data.meta["eos_id"]
+    digest = hashlib.sha256()
     waiting: list[np.ndarray] = []
     count = 0
-    for at in tqdm(range(0, len(ids), STRETCH), what, disable=None, leave=False):
-        found = np.flatnonzero(ids.read(at, STRETCH) == eos_id) + at
+    for at in tqdm(range(0, len(ids), STRETCH), f"finding documents of {split}", disable=None):
+        tokens = ids.read(at, STRETCH)
+        digest.update(tokens)
+        found = np.flatnonzero(tokens == eos_id) + at
         while count + len(found) >= TOGETHER:
             missing = TOGETHER - count
             yield np.concatenate([*waiting, found[:missing]])
@@ -111,33 +130,32 @@ def document_ends(ids: Ids, eos_id: int, what: str) -> Iterator[np.ndarray]:
             count = 0
         waiting.append(found)
         count += len(found)
+    if digest.hexdigest() != data.meta["splits"][split]["sha256"]:
+        verify(data.folder, data.meta, split)  # says what is wrong
+        raise UserError(f"{ids.path}: it is being changed: wait until it is whole")
     if count:
         yield np.concatenate(waiting)
 
 
-def write_plan(ids: Ids, eos_id: int, T: int, pieces_file: BinaryIO, bounds_file: BinaryIO) -> None:
-    """Write the pieces of all windows, and the number of the first piece of each window."""
-    begin = 0
-    so_far = 0
-    for ends in document_ends(ids, eos_id, f"packing {ids.path.name}"):
-        pieces, per_window = pack(ends, begin, T)
-        begin = int(ends[-1]) + 1
-        pieces_file.write(pieces)
-        bounds_file.write((per_window.cumsum() - per_window + so_far).astype("<i8"))
-        so_far += len(pieces)
-    bounds_file.write(np.array([so_far], "<i8"))
-
-
 def packed(data: DataSet, split: str, T: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the plan of a split: its pieces, and the first piece of each window with the end."""
-    if T < 2:
-        raise UserError("windows of one token cannot hold documents: raise block_size")
+    """Return the plan of a split: the pieces of all windows (pieces,), and the number of the first
+    piece of each window, with the number of all pieces at the end, (windows + 1,).
+    """
 
     def write(folder: Path) -> None:
-        with open(folder / "pieces.bin", "xb") as pieces, open(folder / "bounds.bin", "xb") as ends:
-            write_plan(Ids(data.folder, data.meta, split), data.meta["eos_id"], T, pieces, ends)
+        begin = 0
+        so_far = 0
+        with open(folder / "pieces.bin", "xb") as out, open(folder / "bounds.bin", "xb") as bounds:
+            for ends in document_ends(data, split):
+                for pieces, per_window in pack(ends, begin, T):
+                    out.write(pieces)
+                    first = per_window.cumsum() - per_window + so_far
+                    bounds.write(first.astype("<i8"))
+                    so_far += len(pieces)
+                begin = int(ends[-1]) + 1
+            bounds.write(np.array([so_far], "<i8"))
 
-    folder = computed_once(data, f"{split}-packed{T}", write)
+    folder = computed_once(data, split, f"packed{T}", write)
     pieces = np.memmap(folder / "pieces.bin", PIECE, "r")
     return pieces, np.memmap(folder / "bounds.bin", "<i8", "r")
 
@@ -146,42 +164,52 @@ def ends_of(data: DataSet, split: str) -> np.ndarray:
     """Return where the eos of each document of a split is, (documents,)."""
 
     def write(folder: Path) -> None:
-        ids = Ids(data.folder, data.meta, split)
         with open(folder / "ends.bin", "xb") as f:
-            for ends in document_ends(ids, data.meta["eos_id"], f"documents of {ids.path.name}"):
+            for ends in document_ends(data, split):
                 f.write(ends.astype("<i8"))
 
-    return np.memmap(computed_once(data, f"{split}-ends", write) / "ends.bin", "<i8", "r")
+    return np.memmap(computed_once(data, split, "ends", write) / "ends.bin", "<i8", "r")
 
 
-def computed_once(data: DataSet, what: str, write: Callable[[Path], None]) -> Path:
+FILES = ("pieces.bin", "bounds.bin", "ends.bin", MANIFEST)  # that computed_once() may delete
+
+
+def computed_once(data: DataSet, split: str, what: str, write: Callable[[Path], None]) -> Path:
     """Return a folder with what write(folder) has written, now or in an earlier run.
 
     It is beside the data set, or where nothing can be written there, in a folder that lasts as long
-    as this process. Its name has the hash of the tokens: with other tokens it is another folder.
+    as this process. Its name has the hash of the tokens: with other tokens it is another folder. If
+    its files are not those that were written, they are made anew.
     """
-    sha256 = data.meta["splits"][what.partition("-")[0]]["sha256"]
-    place = data.folder.parent / ".windows"
-    folder = place / f"{data.name}-{what}-{sha256[:16]}"
-    if folder.exists():
-        return folder
+    home = data.folder.resolve()
+    place = home.parent / ".windows"
+    sha256 = data.meta["splits"][split]["sha256"]
+    folder = place / f"{home.name}-{split}-{what}-v{VERSION}-{sha256[:16]}"
     try:
-        place.mkdir(exist_ok=True)
+        if (folder / MANIFEST).exists() and not damage(folder):
+            return folder
+        if not place.exists():
+            place.mkdir()
+            place.chmod(home.parent.stat().st_mode)  # whoever may write data sets may write here
         new = Path(tempfile.mkdtemp(dir=place, prefix="."))
-    except OSError:  # it is another user's, or on a disk that can only be read
-        new = Path(tempfile.mkdtemp())
-        atexit.register(shutil.rmtree, new, ignore_errors=True)
-        write(new)
-        return new
-    try:
-        write(new)
-        for path in new.iterdir():
-            sync_to_disk(path)
-        new.chmod(0o755)  # other users may train on the same data set
-        new.rename(folder)
-    except OSError:
-        if not folder.exists():  # else another process was faster
-            raise
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-    return folder
+        try:
+            write(new)
+            write_whole(new / MANIFEST, json_bytes(manifest(new)))
+            for path in (*new.iterdir(), new):
+                path.chmod(0o755 if path == new else 0o644)  # for other users, too
+                sync_to_disk(path)
+            remove_only(folder, FILES)  # it is there only if it is damaged
+            new.rename(folder)
+            return folder
+        finally:
+            remove_only(new, FILES)
+    except OSError as e:
+        # Another user's folder, a disk that is full or can only be read, or another process that
+        # was faster.
+        if (folder / MANIFEST).exists() and not damage(folder):
+            return folder
+        note(f"{e.filename or folder}: {e.strerror}: the windows are planned for this run only")
+    new = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, new, ignore_errors=True)
+    write(new)
+    return new

@@ -43,7 +43,7 @@ class PrepareConfig:
     # ---- Work ----
     workers: int = 0  # number of worker processes; 0: one for each core
     shard_mb: float = 64.0  # million characters between points from which a killed run can continue
-    # ---- Inspection: --inspect FOLDER writes nothing ----
+    # ---- Inspection: --inspect FOLDER changes nothing ----
     inspect: str = ""  # a data set to verify and show; with --step, the folder of a run
     split: Literal["train", "val"] = "train"  # show documents of this split
     show: str = "first"  # which documents to show: first, random, or the one that holds token N
