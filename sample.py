@@ -14,7 +14,7 @@ is also what it continued during the training. If that is empty, it begins a new
 
 A base model continues a text; it does not chat. A model folder is all that is needed: it holds the
 shape, the weights and the tokenizer. It may be a checkpoint of train.py, or a GPT2LMHeadModel,
-LlamaForCausalLM or Qwen3ForCausalLM from anywhere. nanoGPT's ckpt.pt also needs --tokenizer. A text
+Llama, Mistral, Qwen2 or Qwen3 from anywhere. nanoGPT's ckpt.pt also needs --tokenizer. A text
 starts after an eos, as the documents did in training, and ends at the next eos. In a folder that
 train.py did not write, it starts as the tokenizer there says. A low temperature suits a small
 model, since its unlikely tokens are noise; try 0.8 or 1 for a large one.

@@ -9,6 +9,7 @@ The models are small and have random weights; the vocabularies are real.
 """
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -33,6 +34,8 @@ from training.huggingface import hf_class, save_pretrained
 NO_SPACE = "--override-kv tokenizer.ggml.add_space_prefix=bool:false"
 BOS = "--override-kv tokenizer.ggml.add_bos_token=bool:true"
 EOT = "--override-kv tokenizer.ggml.eot_token_id=int:2"
+# transformers' own factor of cos and sin is 0.1 ln(factor) + 1, and llama.cpp knows only this one.
+YARN = f"yarn:4,16,32,1,{0.1 * math.log(4) + 1}"
 REFUSED = "llama.cpp's converter refuses a GPT-2 with SentencePiece"
 NO_POST = "llama.cpp needs a tokenizer.json without its post_processor"
 
@@ -65,11 +68,20 @@ def tokenizer(kind, tiny_data, tmp_path):
         pytest.skip(str(e))
 
 
+SHAPES = {
+    "gpt2": PRESETS["gpt2"] | dict(mlp="gelu_tanh"),
+    "llama": PRESETS["llama"] | dict(n_kv_head=2),
+    "qwen3": PRESETS["qwen3"] | dict(n_kv_head=2),
+    "qwen2": PRESETS["llama"] | dict(n_kv_head=2, qkv_bias=True),
+    "llama, RoPE as llama3": PRESETS["llama"] | dict(rope_scaling="llama3:8,1,4,16"),
+    "qwen2, RoPE as yarn": PRESETS["llama"] | dict(qkv_bias=True, rope_scaling=YARN),
+}
+
+
 def make(preset: str, vocab_size: int) -> GPT:
     """Return a model with random weights, norms and biases, which predicts various tokens."""
-    more = dict(mlp="gelu_tanh") if preset == "gpt2" else dict(n_kv_head=2)
     shape = dict(n_layer=2, n_head=4, n_embd=64, block_size=64, vocab_size=vocab_size)
-    model = GPT(GPTConfig(**PRESETS[preset] | shape | more)).eval()
+    model = GPT(GPTConfig(**SHAPES[preset] | shape)).eval()
     rng = torch.Generator().manual_seed(0)
     for name, p in model.named_parameters():
         p.data = torch.randn(p.shape, generator=rng) * 0.12 + ("norm" in name and p.dim() == 1)
@@ -103,6 +115,7 @@ def take_out_post_processor(folder: Path) -> None:
         ("sentencepiece", "LlamaForCausalLM", 49152, f"llama.cpp needs {BOS}"),
         ("sentencepiece", "LlamaForCausalLM", 32016, f"llama.cpp needs {EOT}"),
         ("sentencepiece", "Qwen3ForCausalLM", 49152, f"llama.cpp needs {NO_SPACE}"),
+        ("sentencepiece", "Qwen2ForCausalLM", 400, f"llama.cpp needs {NO_SPACE}"),
         ("sentencepiece", "GPT2LMHeadModel", 400, REFUSED),
         ("sentencepiece", None, 400, ""),
         ("tiktoken", "LlamaForCausalLM", 50257, NO_POST),
@@ -205,7 +218,7 @@ def continues_alike(gguf: Path, model: GPT, tokenizer, options: list[str]) -> li
 
 @needs_llama_cpp
 @pytest.mark.parametrize("kind", ["sentencepiece", "char", "byte", "gpt2"])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", SHAPES)
 def test_llama_cpp_reads_and_continues_texts_as_we_do(preset, kind, tokenizer, tmp_path):
     model = make(preset, tokenizer.vocab_size)
     folder = save(model, tokenizer, tmp_path / "ckpt")

@@ -150,7 +150,7 @@ def llama_cpp_note(
             needs.append("a tokenizer.json without its post_processor")
     elif hf_class == "GPT2LMHeadModel":
         return "llama.cpp's converter refuses a GPT-2 with SentencePiece"
-    elif hf_class == "Qwen3ForCausalLM" and tokenizer.sp.normalize("a") == "a":
+    elif "Qwen" in hf_class and tokenizer.sp.normalize("a") == "a":
         needs.append("--override-kv tokenizer.ggml.add_space_prefix=bool:false")
     # llama.cpp recognizes two public Llama models by the size of their vocabulary.
     is_llama = hf_class == "LlamaForCausalLM"
