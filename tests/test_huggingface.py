@@ -125,6 +125,18 @@ def test_transformers_computes_the_same_logits(name, tmp_path, transformers):
         torch.testing.assert_close(theirs(x).logits, logits(model, x), atol=1e-4, rtol=0)
 
 
+def test_a_qwen2_with_another_tokenizer_says_how_transformers_reads_it(
+    tiny_data, tmp_path, capsys, transformers
+):
+    folder = checkpoint(tiny_data, tmp_path, "--qkv_bias=true")
+    assert "AutoTokenizer takes Qwen2's own tokenizer" in capsys.readouterr().out
+    tokenizer = load_tokenizer(folder)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    for text in ("the loop 12", "  从前 有\n\nx=1;", "naïve 😀"):
+        assert theirs(text).input_ids == [*tokenizer.prefix, *tokenizer.encode(text).tolist()]
+    assert hf_class(from_pretrained(folder).config) == "Qwen2ForCausalLM"
+
+
 def test_an_architecture_without_a_class_is_saved_and_says_so(tiny_data, tmp_path, capsys):
     folder = checkpoint(tiny_data, tmp_path, "--norm=layernorm")
     note = "no transformers class computes this architecture"

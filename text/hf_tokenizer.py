@@ -146,6 +146,8 @@ def llama_cpp_note(
         return ""
     needs = []
     if tokenizer.kind == Tiktoken.kind:
+        if hf_class == "Qwen2ForCausalLM" and transformers_note(tokenizer, hf_class):
+            return "llama.cpp's converter refuses a Qwen2 with this tokenizer"
         if tokenizer.prefix == [tokenizer.eos_id]:
             needs.append("a tokenizer.json without its post_processor")
     elif hf_class == "GPT2LMHeadModel":
@@ -159,6 +161,26 @@ def llama_cpp_note(
     if is_llama and vocab_size == 32016:  # CodeLlama, which has an eot token
         needs.append(f"--override-kv tokenizer.ggml.eot_token_id=int:{tokenizer.eos_id}")
     return f"llama.cpp needs {' and '.join(needs)}" if needs else ""
+
+
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def transformers_note(tokenizer: SentencePiece | Tiktoken, hf_class: str | None) -> str:
+    """Return what transformers needs to read texts as this program does; "" if it needs nothing.
+
+    In transformers 5, AutoTokenizer splits the texts of a Qwen2ForCausalLM as Qwen2 does, whatever
+    tokenizer.json says.
+    """
+    if hf_class != "Qwen2ForCausalLM":
+        return ""
+    if tokenizer.kind == Tiktoken.kind and tokenizer.pattern == QWEN2_PATTERN:
+        return ""
+    instead = "PreTrainedTokenizerFast.from_pretrained reads this one"
+    return f"AutoTokenizer takes Qwen2's own tokenizer for a Qwen2ForCausalLM; {instead}"
 
 
 # --------------------------------------------------------------------------------------------------

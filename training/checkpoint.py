@@ -56,7 +56,7 @@ from hardware.disk import (
 )
 from model import GPT, GPTConfig
 from text.dataset import FORMAT_VERSION, DataSet, tokenizer_files
-from text.hf_tokenizer import llama_cpp_note, read_json, to_hugging_face
+from text.hf_tokenizer import llama_cpp_note, read_json, to_hugging_face, transformers_note
 from text.tokenizer import SentencePiece, Tiktoken
 from training.average import Average
 from training.huggingface import caveat, hf_class, save_pretrained
@@ -323,7 +323,9 @@ class Saver:
 
     def for_others(self, c: GPTConfig) -> str:
         """Return what other programs cannot open of this checkpoint, or have to be told."""
-        notes = [caveat(c), llama_cpp_note(self.tokenizer, hf_class(c), c.vocab_size)]
+        kind = hf_class(c)
+        notes = [caveat(c), transformers_note(self.tokenizer, kind)]
+        notes.append(llama_cpp_note(self.tokenizer, kind, c.vocab_size))
         return "".join(f"; {note}" for note in notes if note)
 
     def meta(self) -> dict:
