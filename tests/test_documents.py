@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -238,6 +239,16 @@ def test_a_damaged_plan_is_made_anew(packed_set, file, how):
     found = open_packed(packed_set, 64)
     assert (found.pieces.tolist(), found.bounds.tolist()) == want
     assert path.read_bytes() == content  # it is whole again
+
+
+def test_what_a_killed_process_has_left_is_swept_after_a_day(packed_set):
+    place = packed_set.parent / ".windows"
+    for name, age in ((".old", 90_000), (".new", 60)):
+        (place / name).mkdir(parents=True)
+        (place / name / "pieces.bin").write_bytes(b"?")
+        os.utime(place / name, (time.time() - age,) * 2)
+    open_packed(packed_set, 64)
+    assert (place / ".new").exists() and not (place / ".old").exists()
 
 
 def test_a_file_of_somebody_in_a_damaged_plan_stays(packed_set, capsys):

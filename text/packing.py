@@ -21,6 +21,7 @@ import atexit
 import hashlib
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -191,6 +192,9 @@ def computed_once(data: DataSet, split: str, what: str, write: Callable[[Path], 
         if not place.exists():
             place.mkdir()
             place.chmod(home.parent.stat().st_mode)  # whoever may write data sets may write here
+        for left in place.glob(".*"):  # by processes that were killed
+            if time.time() - left.stat().st_mtime > 86_400:
+                remove_only(left, FILES)
         new = Path(tempfile.mkdtemp(dir=place, prefix="."))
         try:
             write(new)
