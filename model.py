@@ -122,6 +122,12 @@ class GPTConfig:
             raise ValueError(f"rope rotates pairs of numbers: {problem}")
         if self.bias:
             object.__setattr__(self, "qkv_bias", False)  # bias says it already
+        if self.rope_theta < 1:
+            raise ValueError(f"rope_theta={self.rope_theta} must be at least 1")
+        if self.rope_scaling and self.pos != "rope":
+            raise ValueError(f"rope_scaling={self.rope_scaling!r} needs pos=rope")
+        if self.pos == "rope":
+            rope_frequencies(self)  # raises ValueError for numbers that do not fit together
         kind, numbers = rope_scaling(self.rope_scaling)
         written = ",".join(repr(n).removesuffix(".0") for n in numbers)  # 4 and 4.0 are the same
         object.__setattr__(self, "rope_scaling", f"{kind}:{written}" if kind else "")
@@ -185,7 +191,8 @@ def rope_scaling(spec: str) -> tuple[str, list[float]]:
     kind, _, rest = spec.partition(":")
     try:
         numbers = [float(number) for number in rest.split(",") if rest]
-        if len(numbers) != counts[kind] or not all(0 < n < math.inf for n in numbers):
+        plain = all(1e-6 <= n <= 1e9 for n in numbers) and (kind or not spec)
+        if len(numbers) != counts[kind] or not plain:
             raise ValueError
     except (ValueError, KeyError):
         forms = "linear:FACTOR, llama3:FACTOR,LOW,HIGH,LENGTH or yarn:FACTOR,LENGTH,FAST,SLOW,SCALE"
@@ -220,13 +227,17 @@ def rope_frequencies(c: GPTConfig) -> tuple[np.ndarray, float]:
         return freq * kept + freq / factor * (1 - kept), 1.0
     if kind == "yarn":
         factor, length, fast, slow, attention = numbers
+        theta = max(c.rope_theta, 1.001)  # with theta 1, all pairs turn alike
 
         def pair_with(turns: float) -> float:
             """Return the number of the pair that turns so often in `length` tokens."""
-            return math.log(length / (turns * 2 * math.pi), c.rope_theta) * c.head_dim / 2
+            return math.log(length / (turns * 2 * math.pi), theta) * c.head_dim / 2
 
         first = max(math.floor(pair_with(fast)), 0)
         last = min(math.ceil(pair_with(slow)), c.head_dim - 1)
+        if last < first or fast <= slow:
+            unfit = f"FAST must exceed SLOW, and LENGTH={length:g} fit head_dim={c.head_dim}"
+            raise ValueError(f"rope_scaling={c.rope_scaling!r}: {unfit}")
         kept = 1 - np.clip((pair - first) / max(last - first, 0.001), 0, 1)
         return freq * kept + freq / factor * (1 - kept), attention
     return freq, 1.0

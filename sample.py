@@ -47,7 +47,7 @@ from text.dataset import (
 from text.tokenizer import SentencePiece, Tiktoken, same_ids
 from text.windows import open_windows
 from training.evaluate import evaluate
-from training.harness import judge_choices, judge_texts
+from training.harness import first_token, judge_choices, judge_texts
 from training.huggingface import from_pretrained, is_nanogpt, unverified
 from training.report import in_other_units
 from training.runs import losses_of, newest_checkpoint, newest_run, step_of
@@ -406,12 +406,13 @@ def main() -> None:
         raise UserError(f"{folder}: a vocabulary of {V:,}; {larger}")
     if cfg.choices or cfg.texts:
         machine = Machine(0, 0, 1, device, dtype, why)
+        first = first_token(folder, tokenizer)
         if cfg.choices:
             path = Path(cfg.choices)
-            found = judge_choices(path, cfg.delimiter, model, tokenizer, machine)
+            found = judge_choices(path, cfg.delimiter, model, tokenizer, first, machine)
         else:
             path = Path(cfg.texts)
-            found = judge_texts(path, model, tokenizer, machine)
+            found = judge_texts(path, model, tokenizer, first, machine)
         print(f"{path}: {found} | {folder}")
         print(f"[{about}]", file=sys.stderr)
         return

@@ -20,9 +20,9 @@ test_split: test
 """
 CHOICES = """
 output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: "{{answer}}"
+doc_to_text: question
+doc_to_choice: choices
+doc_to_target: answer
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """
 TEXTS = """
@@ -54,7 +54,8 @@ def files(tmp_path_factory) -> dict[str, Path]:
         question = " ".join(words[:8]) + " " * (i % 3)
         questions.append(dict(question=question, choices=choices, answer=-i % 4))
     questions[0]["question"] *= 9  # longer than the model can see
-    of_texts = [{"text": text} for text in texts]
+    questions[1]["question"] = ""
+    of_texts = [{"text": text} for text in (*texts, "  a text in space \n")]
     return {
         "choices": write_jsonl(folder / "choices.jsonl", questions),
         "texts": write_jsonl(folder / "texts.jsonl", of_texts),
@@ -107,6 +108,7 @@ WRONG = {
     '{"question": "a", "choices": ["b"], "answer": 0}': "two choices or more",
     '{"question": "a", "choices": ["b", "c"], "answer": 2}': "answer=2 is not the number of a",
     '{"question": "a", "choices": ["b", "c"], "answer": true}': "answer=True is not the number",
+    '{"question": "\\ud83d", "choices": ["b", "c"], "answer": 0}': "line 2: it has no tokens",
     '["a"]': "line 2: expected an object",
     "{": "line 2: not JSON",
 }

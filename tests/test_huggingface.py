@@ -286,14 +286,22 @@ def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path):
 
 
 LLAMA = to_config(GPTConfig(**ODD["llama"]))
-HALF_YARN = {"type": "yarn", "factor": 4.0}
+BACK = dict(beta_fast=1, beta_slow=32)
 HALF_LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 DYNAMIC = {"type": "dynamic", "factor": 2.0}
-MISTRAL = {"architectures": ["MistralForCausalLM"]}
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 REFUSED = {
-    f"rope_scaling={HALF_YARN} is not supported": {"rope_scaling": HALF_YARN},
-    f"rope_scaling={HALF_LLAMA3} is not": {"rope_parameters": HALF_LLAMA3 | {"rope_theta": 5e5}},
+    f"rope_scaling={HALF_LLAMA3} is not": {"rope_scaling": HALF_LLAMA3},
+    "'factor': 8.0, 'rope_theta': 500000.0} is not supported": {
+        "rope_parameters": HALF_LLAMA3 | {"rope_theta": 5e5}
+    },
+    "FAST must exceed SLOW": {"rope_scaling": YARN | BACK},
+    "rope_scaling beside rope_parameters": {"rope_scaling": YARN, "rope_parameters": LINEAR},
+    "is_causal=False is not supported": {"is_causal": False},
+    "model_type='gemma' is not that of LlamaForCausalLM": {"model_type": "gemma"},
+    "sliding_window=4096 is not supported": MISTRAL | {"max_position_embeddings": 5000},
+    "rope_theta=0.5 is not accepted": {"rope_theta": 0.5},
     f"rope_scaling={DYNAMIC} is not supported": {"rope_scaling": DYNAMIC},
     "sliding_window=16 is not supported: it is shorter": MISTRAL | {"sliding_window": 16},
     "hidden_act='gelu' is not supported": {"hidden_act": "gelu"},

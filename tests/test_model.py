@@ -449,3 +449,27 @@ def test_rms_norm_and_rope_on_a_cpu_have_the_values_and_gradients_of_their_formu
         for a, b in zip(got, wanted, strict=True):
             if b is not None:
                 torch.testing.assert_close(a, b, atol=5 * near, rtol=near)
+
+
+WRONG_ROPE = {
+    "yarn:4,16,1,32,1.1": "FAST must exceed SLOW",
+    "yarn:4,4,32,1,1.1": "LENGTH=4 fit head_dim=64",
+    "llama3:8,4,1,16": "LOW must be below HIGH",
+    "linear:1e-300": "is none of linear:FACTOR",
+    "linear": "is none of",
+    ":": "is none of",
+    "ntk:2": "is none of",
+}
+
+
+@pytest.mark.parametrize("spec", WRONG_ROPE)
+def test_a_scaling_of_rope_that_fits_nothing_is_refused(spec):
+    with pytest.raises(ValueError, match=WRONG_ROPE[spec]):
+        GPTConfig(**LLAMA | dict(rope_scaling=spec, head_dim=64))
+
+
+def test_settings_of_rope_are_refused_where_there_is_none_or_no_rotation():
+    with pytest.raises(ValueError, match="needs pos=rope"):
+        GPTConfig(**PRESETS["gpt2"] | dict(rope_scaling="linear:2"))
+    with pytest.raises(ValueError, match="rope_theta=0.5 must be at least 1"):
+        GPTConfig(**LLAMA | dict(rope_theta=0.5))

@@ -7,6 +7,7 @@ model sees as many tokens before each as fit into block_size. The figures are th
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from configurator import UserError
+from hardware.disk import read_object
 from hardware.machine import Machine
 from model import GPT
 from text.tokenizer import SentencePiece, Tiktoken
@@ -33,15 +35,32 @@ def log_likelihood(model: GPT, context: list[int], ids: list[int], machine: Mach
         return -model(x, y, reduction="sum").item()
 
 
+def first_token(folder: Path, tokenizer: Tokenizer) -> int:
+    """Return what stands before a text that has no context: the bos that the folder of the model
+    names, else the eos.
+    """
+    try:
+        bos = read_object(folder / "tokenizer_config.json").get("bos_token")
+    except (OSError, ValueError):  # a tokenizer without that file
+        return [*tokenizer.prefix, tokenizer.eos_id][0]
+    name = bos.get("content") if isinstance(bos, dict) else bos
+    if not isinstance(name, str):
+        return tokenizer.eos_id
+    if tokenizer.kind == Tiktoken.kind:
+        return tokenizer.encoding._special_tokens.get(name, tokenizer.eos_id)
+    return tokenizer.sp.piece_to_id(name)
+
+
 def judge_choices(
-    path: Path, delimiter: str, model: GPT, tokenizer: Tokenizer, machine: Machine
+    path: Path, delimiter: str, model: GPT, tokenizer: Tokenizer, first: int, machine: Machine
 ) -> str:
     """Return how many questions the model answers rightly, in words.
 
     path: JSON Lines of {"question": text, "choices": [texts], "answer": number of the right one,
-    from 0}. delimiter: what stands between a question and a choice. The answer of the model is the
-    choice with the highest log-likelihood per character; a second figure is without "per
-    character". Behind ± is the standard error. Raises UserError for a wrong line.
+    from 0}. delimiter: what stands between a question and a choice. first: as first_token() says.
+    The answer of the model is the choice with the highest log-likelihood per character; a second
+    figure is without "per character". Behind ± is the standard error. Raises UserError for a wrong
+    line.
     """
     right: list[bool] = []
     right_in_all: list[bool] = []  # by the log-likelihood of the whole choice
@@ -55,9 +74,12 @@ def judge_choices(
             text = question[len(context) :] + delimiter + choice
             before = [*tokenizer.prefix, *encoded(tokenizer, context, where)]
             whole = [*tokenizer.prefix, *encoded(tokenizer, context + text, where)]
-            if not before:  # the harness begins with the eos where a tokenizer has no prefix
-                before = [tokenizer.eos_id]
-                whole = before + whole
+            if not question:
+                before = [first]
+                whole = [first, *whole[len(tokenizer.prefix) :]]
+            elif not before:
+                before = [first]
+                whole = [first, *whole]
             ids = whole[len(before) :]
             if not 0 < len(ids) <= model.config.block_size:
                 size = f"{len(ids)} tokens, the model sees {model.config.block_size}"
@@ -74,7 +96,7 @@ def judge_choices(
     )
 
 
-def judge_texts(path: Path, model: GPT, tokenizer: Tokenizer, machine: Machine) -> str:
+def judge_texts(path: Path, model: GPT, tokenizer: Tokenizer, first: int, machine: Machine) -> str:
     """Return bits per byte and perplexities on texts, in words.
 
     path: JSON Lines of {"text": ...}. Each text is read from its beginning, and the tokenizer's
@@ -91,10 +113,10 @@ def judge_texts(path: Path, model: GPT, tokenizer: Tokenizer, machine: Machine) 
         ids = [*tokenizer.prefix, *encoded(tokenizer, text, where)]
         # Windows of T tokens to predict. The last one goes back as far as the model can see.
         for at in range(0, len(ids), T):
-            begin = [tokenizer.eos_id] if at == 0 else ids[max(0, at - T) : at]
+            begin = [first] if at == 0 else ids[max(0, at - T) : at]
             total += log_likelihood(model, begin, ids[at : at + T], machine)
         in_bytes += len(text.encode())
-        words += len(text.split())
+        words += len(re.split(r"\s+", text))  # as the harness counts them
         count += 1
     if not count:
         raise UserError(f"{path}: it has no texts")
@@ -141,6 +163,7 @@ def question_of(where: str, record: dict[str, Any]) -> tuple[str, list[str], int
 
 def encoded(tokenizer: Tokenizer, text: str, where: str) -> list[int]:
     try:
+        text.encode()  # half of a surrogate pair cannot be written
         return tokenizer.encode(text).tolist()
     except ValueError as e:
         raise UserError(f"{where}: it has no tokens: {e}") from None

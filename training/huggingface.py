@@ -131,15 +131,12 @@ def to_config(c: GPTConfig, eos_id: int | None = None, bos_id: int | None = None
     return shared | {"hidden_act": "silu", "mlp_bias": c.bias}
 
 
+FIRST_LENGTH = "original_max_position_embeddings"
 # Kind of scaling -> the names of GPTConfig.rope_scaling's numbers in a config.json.
 ROPE = {
     "linear": ["factor"],
-    "llama3": [
-        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
-    ],
-    "yarn": [
-        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"
-    ],
+    "llama3": ["factor", "low_freq_factor", "high_freq_factor", FIRST_LENGTH],
+    "yarn": ["factor", FIRST_LENGTH, "beta_fast", "beta_slow", "attention_factor"],
 }  # fmt: skip
 
 
@@ -178,6 +175,9 @@ def from_config(d: dict) -> GPTConfig:
         known = HARMLESS | found.keys() | {"tie_word_embeddings"}
         refuse_more({k: v for k, v in d.items() if k not in known})
     elif name in CLASSES:
+        model_type = d.get("model_type", CLASSES[name][1])
+        if model_type != CLASSES[name][1]:  # transformers goes by it
+            raise ValueError(f"model_type={model_type!r} is not that of {name}")
         found = in_our_words(d, name)
     else:
         raise ValueError(f"architecture {name!r} is none of {', '.join(CLASSES)}")
@@ -236,14 +236,21 @@ def unpack_rope(rest: dict[str, Any]) -> None:
     scaling of the type "default" scales nothing and is removed.
     """
     rope = rest.pop("rope_parameters", None) or {}
-    plain = {k: v for k, v in rope.items() if k in ("rope_theta", "partial_rotary_factor")}
-    rest |= plain
-    scaling = rest.pop("rope_scaling", None) or {k: v for k, v in rope.items() if k not in plain}
+    scaling = rest.pop("rope_scaling", None) or rope
+    if rope and scaling != rope:
+        raise ValueError("rope_scaling beside rope_parameters is not supported")
+    plain = ("rope_theta", "partial_rotary_factor")
+    rest |= {k: v for k, v in scaling.items() if k in plain}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    numbers = {k: v for k, v in scaling.items() if k not in ("type", "rope_type")}
+    numbers = {k: v for k, v in scaling.items() if k not in ("type", "rope_type", *plain)}
+    numbers = {k: v for k, v in numbers.items() if v is not None}
     if kind == "yarn" and isinstance(factor := numbers.get("factor"), int | float):
         default = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
         numbers = dict(beta_fast=32, beta_slow=1, attention_factor=default) | numbers
+        if FIRST_LENGTH not in numbers:
+            numbers[FIRST_LENGTH] = rest.get("max_position_embeddings")
+        if numbers.get("truncate") is True:  # which is how it is done here
+            numbers.pop("truncate")
     if kind in ROPE and set(numbers) == set(ROPE[kind]):
         rest["rope_scaling"] = f"{kind}:{','.join(f'{numbers[k]!r}' for k in ROPE[kind])}"
     elif kind != "default" or numbers:
@@ -259,6 +266,8 @@ def in_our_words(d: dict, name: str) -> dict:
     rest = {k: v for k, v in d.items() if k not in HARMLESS}
     unpack_rope(rest)
     given = {}
+    if "num_key_value_heads" in d and d["num_key_value_heads"] is None:
+        given["n_kv_head"] = 0  # as many as n_head
     for ours, theirs in keys.items():
         value = rest.pop(theirs, None)
         if value is not None:
@@ -278,15 +287,16 @@ def in_our_words(d: dict, name: str) -> dict:
         raise ValueError("attention_bias=True is not supported")
     if name == "Qwen2ForCausalLM":
         found["qkv_bias"] = True
-    window = d.get("sliding_window")
+    window = d.get("sliding_window", 4096)  # without the key it is 4,096 in transformers
     if name == "MistralForCausalLM" and window is not None and window < found["block_size"]:
         shorter = f"shorter than max_position_embeddings={found['block_size']}"
         raise ValueError(f"sliding_window={window!r} is not supported: it is {shorter}")
     if "rope_scaling" in rest:
         found["rope_scaling"] = rest.pop("rope_scaling")
     rest["layer_types"] = [k for k in rest.get("layer_types") or [] if k != "full_attention"]
-    # These three are refused only if they are given with another value.
+    # These four are refused only if they are given with another value.
     must_be = dict(hidden_act="silu", scale_attn_weights=True, partial_rotary_factor=1.0)
+    must_be["is_causal"] = True
     refuse_more(rest, must_be)
     return found
 
