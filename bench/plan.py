@@ -410,6 +410,8 @@ def launches(model: GPT, step: Step) -> int:
     layer = linears * (3 + cast)  # the products
     if c.bias:  # a product adds it; its gradient is a kernel, and so are its casts
         layer += linears * (1 + cast)
+    elif c.qkv_bias:
+        layer += 1 + cast
     norm = 2
     if bf16:  # LayerNorm casts its input and its output; RMSNorm casts its weight
         norm += cast * (2 if c.norm == "layernorm" else 1)

@@ -80,7 +80,7 @@ def put_checkpoints(root: Path, ckpt: Path) -> None:
     odd = {"model": bpe, "pre_tokenizer": {"type": "ByteLevel"}}
     (root / "odd_tokens" / "tokenizer.json").write_text(json.dumps(odd))
     scaled = json.loads((ckpt / "config.json").read_text())
-    scaled["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0}
+    scaled["rope_scaling"] = {"rope_type": "dynamic", "factor": 4.0}
     (relative("yarn") / "config.json").write_text(json.dumps(scaled))
 
 
