@@ -284,7 +284,8 @@ def test_no_plan_is_kept_of_data_that_is_damaged(tiny_data, tmp_path, refuses, s
 
 def test_a_data_set_in_a_folder_below_and_windows_of_one_token_train(tiny_data, tmp_path):
     shutil.copytree(tiny_data / "tiny", tmp_path / "data" / "sub" / "tiny")
-    options = ["--dataset=sub/tiny", "--block_size=1", "--documents=pack"]
+    options = ["--dataset=sub/tiny", "--block_size=1", "--documents=pack", "--batch_tokens=4"]
+    options += ["--eval_tokens=64", "--max_steps=2"]
     train_tiny(tmp_path / "data", tmp_path, *options)
     assert os.listdir(tmp_path / "data") == ["sub"]
     assert sorted(os.listdir(tmp_path / "data" / "sub")) == [".windows", "tiny"]
