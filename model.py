@@ -23,6 +23,8 @@ nh = n_head, nkv = n_kv_head, hs = head_dim, V = vocab_size.
     gpt2       learned           LayerNorm   GELU      one k, v for each head    GPT2LMHeadModel
     llama      RoPE              RMSNorm     SwiGLU    grouped queries (GQA)     LlamaForCausalLM
     qwen3      RoPE              RMSNorm     SwiGLU    GQA with QK-norm          Qwen3ForCausalLM
+
+llama with qkv_bias is Qwen2ForCausalLM.
 """
 
 import math
@@ -93,9 +95,7 @@ class GPTConfig:
     qk_norm: bool = False  # RMSNorm over each head's query and key
     tie_embeddings: bool = True  # lm_head shares the weights of wte
     rope_theta: float = 10000.0  # base of RoPE's frequencies
-    # For sequences longer than those of the first training, see rope_frequencies(). linear:FACTOR,
-    # llama3:FACTOR,LOW,HIGH,FIRST_LENGTH or yarn:FACTOR,FIRST_LENGTH,FAST,SLOW,ATTENTION
-    rope_scaling: str = ""
+    rope_scaling: str = ""  # how a model for short sequences serves long ones: rope_frequencies()
     norm_eps: float = 1e-5  # added to the variance (RMSNorm: the mean square) before its root
     dropout: float = 0.0
 
@@ -127,7 +127,7 @@ class GPTConfig:
         if self.rope_scaling and self.pos != "rope":
             raise ValueError(f"rope_scaling={self.rope_scaling!r} needs pos=rope")
         if self.pos == "rope":
-            rope_frequencies(self)  # raises ValueError for numbers that do not fit together
+            rope_frequencies(self)  # raises ValueError for a wrong rope_scaling
         kind, numbers = rope_scaling(self.rope_scaling)
         written = ",".join(repr(n).removesuffix(".0") for n in numbers)  # 4 and 4.0 are the same
         object.__setattr__(self, "rope_scaling", f"{kind}:{written}" if kind else "")
@@ -208,12 +208,16 @@ def rope_frequencies(c: GPTConfig) -> tuple[np.ndarray, float]:
     Pair i has the frequency rope_theta^(-2i / hs). A model that was trained on short sequences is
     prepared for long ones by lower frequencies, in one of three ways:
 
-    linear  all are divided by FACTOR (arXiv 2306.15595).
-    llama3  a pair that turns less than LOW times in FIRST_LENGTH tokens is divided by FACTOR, one
-            that turns more than HIGH times stays as it is, and between them the share of each goes
-            with the turns (Llama 3.1).
-    yarn    the same with SLOW and FAST turns, where the share goes with the number of the pair;
-            and cos and sin are multiplied by ATTENTION (arXiv 2309.00071).
+    linear:FACTOR                         All are divided by FACTOR (arXiv 2306.15595).
+    llama3:FACTOR,LOW,HIGH,LENGTH         LENGTH is what the model was trained on. A pair that turns
+                                          less than LOW times in it is divided by FACTOR, one that
+                                          turns more than HIGH times stays. Between them, the share
+                                          of either goes with the number of turns (Llama 3.1).
+    yarn:FACTOR,LENGTH,FAST,SLOW,SCALE    The same between SLOW and FAST turns, but the share goes
+                                          with the number of the pair; and cos and sin are
+                                          multiplied by SCALE (arXiv 2309.00071).
+
+    Raises ValueError if the numbers do not fit together.
     """
     pair = np.arange(c.head_dim // 2)
     freq = c.rope_theta ** (-2 * pair / c.head_dim)
@@ -226,20 +230,22 @@ def rope_frequencies(c: GPTConfig) -> tuple[np.ndarray, float]:
         kept = np.clip((turns - low) / (high - low), 0, 1)
         return freq * kept + freq / factor * (1 - kept), 1.0
     if kind == "yarn":
-        factor, length, fast, slow, attention = numbers
-        theta = max(c.rope_theta, 1.001)  # with theta 1, all pairs turn alike
+        factor, length, fast, slow, scale = numbers
+        if fast <= slow or c.rope_theta == 1:
+            unfit = "FAST must exceed SLOW, and rope_theta 1"
+            raise ValueError(f"rope_scaling={c.rope_scaling!r}: {unfit}")
 
         def pair_with(turns: float) -> float:
             """Return the number of the pair that turns so often in `length` tokens."""
-            return math.log(length / (turns * 2 * math.pi), theta) * c.head_dim / 2
+            return math.log(length / (turns * 2 * math.pi), c.rope_theta) * c.head_dim / 2
 
         first = max(math.floor(pair_with(fast)), 0)
         last = min(math.ceil(pair_with(slow)), c.head_dim - 1)
-        if last < first or fast <= slow:
-            unfit = f"FAST must exceed SLOW, and LENGTH={length:g} fit head_dim={c.head_dim}"
+        if last < first:
+            unfit = f"no pair turns so often in LENGTH={length:g} tokens"
             raise ValueError(f"rope_scaling={c.rope_scaling!r}: {unfit}")
         kept = 1 - np.clip((pair - first) / max(last - first, 0.001), 0, 1)
-        return freq * kept + freq / factor * (1 - kept), attention
+        return freq * kept + freq / factor * (1 - kept), scale
     return freq, 1.0
 
 

@@ -89,6 +89,11 @@ class SampleConfig:
     device: str = "auto"  # auto: cuda, then mps, then cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of weights and arithmetic
 
+    @property
+    def dataset(self) -> str:
+        """The data set to evaluate on; `--eval --choices FILE` names none."""
+        return self.eval if isinstance(self.eval, str) else ""
+
     def problems(self) -> list[str]:
         positive = "num_samples batch_size"
         not_negative = "max_new_tokens temperature top_k eval_tokens block_size"
@@ -101,13 +106,9 @@ class SampleConfig:
             wrong.append(f"interactive reads its prompts from the terminal: {ways}")
         if not 0 < self.top_p <= 1:
             wrong.append("top_p must be above 0 and at most 1")
-        # `--eval --choices FILE` is the same as `--choices FILE`.
         if self.eval is True and not (self.choices or self.texts):
             wrong.append("eval needs a data set's folder: --eval=data/NAME")
-        if (
-            sum((bool(self.eval and self.eval is not True), bool(self.choices), bool(self.texts)))
-            > 1
-        ):
+        if sum(map(bool, (self.dataset, self.choices, self.texts))) > 1:
             wrong.append("give one of eval, choices and texts")
         if self.prompt and self.prompt_file:
             wrong.append("give prompt or prompt_file, not both")
@@ -170,7 +171,7 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer | None]:
 def model_tokenizer(folder: Path, cfg: SampleConfig) -> Tokenizer | None:
     """Return the model's tokenizer, or None if it has none. Only an evaluation needs none."""
     tokenizer = find_tokenizer(cfg.tokenizer) if cfg.tokenizer else tokenizer_of_model(folder)
-    if tokenizer is None and not cfg.eval:
+    if tokenizer is None and not cfg.dataset:
         raise UserError(f"{folder}: no tokenizer is there: name one, as in --tokenizer=gpt2")
     return tokenizer
 
@@ -382,7 +383,7 @@ def main() -> None:
         model.to(device)
     if cfg.dtype == "auto" and (cfg.choices or cfg.texts):
         dtype = torch.float32  # as other programs judge this model
-    if cfg.dtype == "auto" and dtype == torch.float16 and not cfg.eval:
+    if cfg.dtype == "auto" and dtype == torch.float16 and not cfg.dataset:
         # To make text, the weights themselves are in dtype. In fp16, numbers may overflow where
         # autocast, which only an evaluation uses, computes in fp32.
         dtype = torch.float32
@@ -390,13 +391,13 @@ def main() -> None:
     precision = f"{device} {str(dtype).removeprefix('torch.')}"
     about = ", ".join(filter(None, [str(folder), known, size, precision, unverified(folder)]))
 
-    if cfg.eval and not (cfg.choices or cfg.texts):
+    if cfg.dataset:
         machine = Machine(0, 0, 1, device, dtype, why)
         with memory_advice("in the evaluation: lower --batch_size or --block_size"):
-            print(evaluate_on(Path(cfg.eval), model, folder, tokenizer, cfg, machine))
+            print(evaluate_on(Path(cfg.dataset), model, folder, tokenizer, cfg, machine))
         print(f"[{about}]", file=sys.stderr)
         if tokenizer is None:
-            assumed = f"its ids are assumed to be those of {cfg.eval}"
+            assumed = f"its ids are assumed to be those of {cfg.dataset}"
             print(f"note: no tokenizer is there: {assumed}", file=sys.stderr)
         return
 

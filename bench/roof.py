@@ -263,12 +263,11 @@ def cross_entropy(rows: int, V: int, compiled: bool, machine: Machine) -> Callab
     def plain(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.float(), targets, ignore_index=-1)
 
-    logits = torch.randn(rows, V, device=machine.device, dtype=machine.dtype).requires_grad_()
-    targets = torch.randint(V, (rows,), device=machine.device)
-
     def chunked(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return ChunkedCrossEntropy.apply(logits, targets, None)
 
+    logits = torch.randn(rows, V, device=machine.device, dtype=machine.dtype).requires_grad_()
+    targets = torch.randint(V, (rows,), device=machine.device)
     eager = plain if machine.dtype == torch.float16 else chunked
     fast = torch.compile(plain, dynamic=False) if compiled else eager
     return lambda: torch.autograd.grad(fast(logits, targets), logits)

@@ -122,12 +122,10 @@ def document_mask(begins: Tensor, dropout: float) -> Any:
     begins: where the document of each token begins, (B, T). Two tokens of a sequence are in one
     document if these numbers are equal. dropout: on the attention weights.
     """
+    if begins.is_cpu:
+        return pieces_of(begins)
     T = begins.size(1)
-    if eager_cpu(begins):
-        return Pieces(begins)
-    if not begins.is_cuda:
-        return begins  # attend_documents() finds the pieces, where torch.compile does not look
-    if begins.is_cuda and not dropout and torch.compiler.is_compiling():
+    if begins.is_cuda and torch.compiler.is_compiling() and not dropout:
         if torch.cuda.get_device_capability(begins.device) >= (8, 0):
             from torch.nn.attention.flex_attention import create_block_mask
 
@@ -139,7 +137,7 @@ def document_mask(begins: Tensor, dropout: float) -> Any:
     return one_document & torch.ones(T, T, dtype=torch.bool, device=begins.device).tril()
 
 
-SHORT = 256  # tokens
+SHORT = 256  # tokens (bench/LOG.md)
 
 
 class Pieces:
@@ -178,6 +176,11 @@ class Pieces:
             self.masks.append(mask)
 
 
+@torch.compiler.disable  # the pieces are others in each batch: code for them would be of no use
+def pieces_of(begins: Tensor) -> Pieces:
+    return Pieces(begins)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, within: Any) -> Tensor:
     """Return causal attention, softmax(q k^T / sqrt(hs) + mask) v. All are (B, nh, T, hs).
 
@@ -189,8 +192,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, within: Any) -> Tens
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
     if isinstance(within, Pieces):
         return attend_pieces(q, k, v, dropout, within)
-    if isinstance(within, Tensor) and within.dim() == 2:
-        return attend_documents(q, k, v, within, dropout)
     if isinstance(within, Tensor):  # (B, 1, T, T): True where a query sees a key
         return F.scaled_dot_product_attention(q, k, v, attn_mask=within, dropout_p=dropout)
     from torch.nn.attention.flex_attention import flex_attention
@@ -212,6 +213,7 @@ def plain_attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: 
     return torch.bmm(weights, v).view(shape)
 
 
+@torch.compiler.disable
 def attend_pieces(q: Tensor, k: Tensor, v: Tensor, dropout: float, pieces: Pieces) -> Tensor:
     """Return the attention of each piece. All are (B, nh, T, hs)."""
     B, nh, T, hs = q.shape
@@ -229,11 +231,6 @@ def attend_pieces(q: Tensor, k: Tensor, v: Tensor, dropout: float, pieces: Piece
             y = F.scaled_dot_product_attention(a, b, c, mask, dropout, is_causal=mask is None)
         done.append(y.transpose(1, 2).reshape(-1, nh, hs))
     return torch.cat(done).view(B, T, nh, hs).transpose(1, 2)
-
-
-@torch.compiler.disable  # the pieces are others in each batch
-def attend_documents(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, dropout: float) -> Tensor:
-    return attend_pieces(q, k, v, dropout, Pieces(begins))
 
 
 def attend_past(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

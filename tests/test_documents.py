@@ -212,7 +212,7 @@ def test_a_plan_is_computed_once_and_also_where_nothing_can_be_written(packed_se
 
 def test_pack_handles_a_split_with_one_long_document():
     (windows, one_each), (tail, alone) = pack(np.array([999]), 0, 64)
-    assert windows["count"].tolist() == [65] * 15 and one_each.tolist() == [1] * 15
+    assert windows["count"].tolist() == [64] + [65] * 14 and one_each.tolist() == [1] * 15
     assert tail["count"].tolist() == [41] and alone.tolist() == [1]  # 15 x 64 + 40 = 1000 targets
 
 

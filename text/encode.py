@@ -224,7 +224,8 @@ def serve(task: Task, pipe: Connection) -> None:
         try:
             result = task(chunk)
         except Exception as e:
-            traceback.print_exc()  # the place is lost when the error is sent
+            if not isinstance(e, (UserError, MemoryError)):
+                traceback.print_exc()  # the place is lost when the error is sent
             result = e
         sender.submit(pipe.send_bytes, pickle.dumps(result))
 

@@ -47,7 +47,8 @@ AT_ONCE = 1 << 20  # windows of long documents that are computed at a time
 VERSION = 1  # of the files
 
 # A window of the plan consists of pieces. Before each piece there is an eos, which may be the last
-# token of the piece before it. A piece with T + 1 tokens is a whole window, without that eos.
+# token of the piece before it. A piece with T + 1 tokens is the middle of a long document: a whole
+# window, without that eos.
 PIECE = np.dtype([("first", "<i8"), ("count", "<u4")])  # its first token in the split; its tokens
 
 
@@ -87,7 +88,7 @@ def pack(ends: np.ndarray, begin: int, T: int) -> Iterator[tuple[np.ndarray, np.
     """
     begins = np.append(begin, ends[:-1] + 1)
     inputs = ends - begins + 1
-    # The windows of long documents: they begin at the input before the document's first token.
+    # The windows of long documents.
     whole = np.where(inputs > T, inputs // T, 0)
     so_far = whole.cumsum()
     for at in range(0, int(so_far[-1]), AT_ONCE):
@@ -95,8 +96,9 @@ def pack(ends: np.ndarray, begin: int, T: int) -> Iterator[tuple[np.ndarray, np.
         document = np.searchsorted(so_far, number, "right")
         in_document = number - (so_far - whole)[document]  # 0, 1, 2, ... of its document
         windows = np.empty(len(number), PIECE)
-        windows["first"] = begins[document] - 1 + in_document * T
-        windows["count"] = T + 1
+        begins_it = in_document == 0  # then an eos stands before it, as before any other piece
+        windows["first"] = begins[document] - 1 + in_document * T + begins_it
+        windows["count"] = T + 1 - begins_it
         yield windows, np.ones(len(windows), int)
     # Everything else: documents, and tails. A tail repeats the last token before it as an input.
     rest = inputs - whole * T

@@ -57,6 +57,7 @@ class Windows:
         self.block_size = block_size
         self.seed = seed
         self.ends = ends
+        self.weighted = ends is not None  # whether the targets of a window may count differently
         self.spacing = block_size  # from the start of one window to that of the next
         # This many windows fit at every offset from 0 to T - 1, and this many at offset 0.
         self.n_windows = max(1, (len(tokens) - block_size) // block_size)
@@ -100,8 +101,8 @@ class Windows:
     def weights(self, start: int) -> np.ndarray:
         """Return how much the loss of each target of a window counts, (T,).
 
-        On average over the split this is 1. If each document shall count as much as the others, a
-        token counts as much as its document has fewer tokens than the average document.
+        On average over the split this is 1. If each document shall count as much as the others, the
+        weight of a token is the average length of the documents, divided by that of its own.
         """
         targets = self.targets(start)
         counts = (targets >= 0).astype(np.float32)
@@ -139,6 +140,7 @@ class PackedWindows(Windows):
         self.n_windows = self.n_fixed = len(self.bounds) - 1
         self.spacing = 1
         self.slack = 0
+        self.weighted = True  # padding counts nothing
 
     def pieces_of(self, window: int) -> list[tuple[int, int]]:
         """Return (first token, number of tokens) of each piece of a window."""
@@ -149,10 +151,9 @@ class PackedWindows(Windows):
         ids[0] = self.eos_id
         end = 1
         for first, count in self.pieces_of(start):
-            if count > self.block_size and first >= 0:
+            if count > self.block_size:  # the middle of a long document
                 return self.tokens[first : first + count].astype(np.int64)
-            count = min(count, self.block_size)  # the first window of the split's first document
-            ids[end : end + count] = self.tokens[max(first, 0) : max(first, 0) + count]
+            ids[end : end + count] = self.tokens[first : first + count]
             end += count
         return ids
 
@@ -170,7 +171,7 @@ class PackedWindows(Windows):
 
     def place(self, start: int) -> str:
         pieces = self.pieces_of(start)
-        parts = [f"{max(first, 0):,} to {first + count - 1:,}" for first, count in pieces]
+        parts = [f"{first:,} to {first + count - 1:,}" for first, count in pieces]
         return f"tokens {', '.join(parts)}"
 
 
@@ -191,13 +192,12 @@ class Loader:
         self,
         splits: list[Windows],
         weights: list[Fraction],
-        weighted: bool = False,
         eos_id: int | None = None,
     ):
-        """weighted: whether the tokens of a window may have different weights. eos_id: see Rows."""
+        """eos_id: see Rows."""
         self.splits = splits
-        self.weighted = weighted
         self.eos_id = eos_id
+        self.weighted = any(windows.weighted for windows in splits)
         # The share of each split in the windows that the splits before it leave.
         self.share_of_rest = [w / sum(weights[k:]) for k, w in enumerate(weights)]
 
@@ -260,9 +260,8 @@ def train_loader(
         open_windows(data, "train", block_size, (seed, k), documents, loss_per)
         for k, data in enumerate(sets)
     ]
-    weighted = documents == "pack" or loss_per == "document"
     eos_id = None if documents == "stream" else sets[0].meta["eos_id"]
-    return Loader(windows, [data.weight for data in sets], weighted, eos_id)
+    return Loader(windows, [data.weight for data in sets], eos_id)
 
 
 def share_within(loader: Loader, count: int = 64) -> float:

@@ -31,7 +31,7 @@ def evaluate(
     eos_id: a token sees only its own document, which this token begins; None: all before it.
     bar: show a progress bar if stderr is a terminal.
     """
-    loader = Loader([windows], [Fraction(1)], weighted=eos_id is not None, eos_id=eos_id)
+    loader = Loader([windows], [Fraction(1)], eos_id)
     model.eval()  # no dropout
     starts = windows.fixed_starts(tokens)
     count = len(starts)

@@ -90,10 +90,9 @@ def judge_choices(
         right_in_all.append(scores.index(max(scores)) == answer)
     if not right:
         raise UserError(f"{path}: it has no questions")
-    by_character = f"accuracy {with_error(right)} by log-likelihood per character"
-    return (
-        f"{by_character}, {with_error(right_in_all)} by log-likelihood | {len(right):,} questions"
-    )
+    accuracy = f"accuracy {with_error(right)} by log-likelihood per character"
+    accuracy += f", {with_error(right_in_all)} by log-likelihood"
+    return f"{accuracy} | {len(right):,} questions"
 
 
 def judge_texts(path: Path, model: GPT, tokenizer: Tokenizer, first: int, machine: Machine) -> str:
@@ -122,7 +121,7 @@ def judge_texts(path: Path, model: GPT, tokenizer: Tokenizer, first: int, machin
         raise UserError(f"{path}: it has no texts")
     bits = -total / in_bytes / math.log(2)
     perplexities = f"byte perplexity {2**bits:.4f}"
-    if words and -total / words < 700:
+    if -total / words < 700:  # e to the power of more is no number
         perplexities += f" | word perplexity {math.exp(-total / words):.4f}"
     return f"{bits:.4f} bits per byte | {perplexities} | {count:,} texts"
 

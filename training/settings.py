@@ -13,6 +13,7 @@ from typing import Literal
 from configurator import UserError, note
 from model import INIT, PRESETS, GPTConfig
 from text.dataset import newest_dataset
+from text.windows import Documents, LossPer
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,8 @@ class TrainConfig:
     dataset: str = ""  # in data_dir; wiki:0.7,code:0.3 mixes two; none: the one prepared last
     data_dir: str = "data"  # folder of all data sets
     block_size: int = 1024  # T, tokens in a sequence
-    # What a token sees: stream: all before it in the window; mask: its own document only; pack: the
-    # same, and windows are filled with whole documents.
-    documents: Literal["stream", "mask", "pack"] = "stream"  # no data is prepared again for it
-    loss_per: Literal["token", "document"] = "token"  # what counts the same in the loss
+    documents: Documents = "stream"  # mask: a token sees only its own; pack: also keeps them whole
+    loss_per: LossPer = "token"  # what counts as much as each other: a token, or a document
     # ---- Model ----
     preset: Literal["gpt2", "llama", "qwen3"] = "gpt2"  # sets the settings below that say preset
     n_layer: int = 12  # number of blocks
@@ -47,7 +46,7 @@ class TrainConfig:
     qk_norm: bool | Literal["preset"] = "preset"  # RMSNorm on queries and keys
     tie_embeddings: bool | Literal["preset"] = "preset"  # one matrix for wte and lm_head
     rope_theta: float = 10000.0  # base of the rotation frequencies
-    rope_scaling: str = ""  # llama3:32,1,4,8192 is Llama 3.2's; also linear and yarn (model.py)
+    rope_scaling: str = ""  # linear:2 and such, for longer sequences; Llama 3.2: llama3:32,1,4,8192
     norm_eps: float = 1e-5  # added to the variance in each normalisation
     dropout: float = 0.0  # 0 for pretraining; 0.1 or more if the data is read many times
     init: str = "gpt2"  # gpt2 llama xavier kaiming lecun small deepnorm zero_proj trunc_normal t5

@@ -98,7 +98,7 @@ def take_step(
     # 1. Forward and backward: the gradients of all micro-steps add up.
     no_sync = getattr(forward, "no_sync", nullcontext)  # DDP and Shards have it, compiled or not
     mean_loss = torch.zeros((), device=machine.device)  # of this rank
-    weight = torch.zeros((), device=machine.device)  # of all targets, if they have weights
+    mean_weight = torch.zeros((), device=machine.device)  # of this rank's targets, if they have any
     for micro in range(accum):
         batch = next(batches)
         # DDP averages the gradients over the ranks, in the last micro-step only. It decides in the
@@ -109,7 +109,7 @@ def take_step(
             scaler.scale(loss).backward()
         mean_loss += loss.detach()
         if batch.weights is not None:
-            weight += batch.weights.mean() / accum
+            mean_weight += batch.weights.mean() / accum
 
     # 2. Clip the gradient, and start to send the loss and the norm to the host.
     scaler.unscale_(optimizer)
@@ -117,7 +117,7 @@ def take_step(
     if batch.weights is not None:
         # So far the weighted losses were divided by the number of targets. Divide by the mean of
         # the weights instead: it differs from step to step, and is 1 only on average.
-        factor = machine.world / all_sum(weight)
+        factor = machine.world / all_sum(mean_weight)
         mean_loss *= factor
         torch._foreach_mul_([part(p.grad) for p in weights], factor)
     grad_norm = whole(torch.nn.utils.get_total_norm([p.grad for p in weights]))
