@@ -49,6 +49,7 @@ from training.average import Average
 from training.checkpoint import Saver
 from training.evaluate import evaluate, write_text
 from training.huggingface import unverified
+from training.memory import Step, needed
 from training.optimizer import make_optimizer
 from training.parallel import fit_batch, shares, wrap
 from training.plan import Plan, lr_at, make_plan, momentum_at
@@ -150,15 +151,16 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     check_ranks(cfg, machine, origin, sets, progress)
     verify_data(machine, sets, progress)
 
-    cfg, plan, compiled = plan_run(cfg, machine, model, data, progress, earlier)
+    cfg, plan, one_step = plan_run(cfg, machine, model, data, progress, earlier)
+    on_host = needed(model, one_step) if machine.device.type == "cpu" else 0.0
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     peak_of_all = peak * machine.world if peak else None
     new = dict(scratch=origin.path is None, newest_data=newest_data)
-    say(banner(cfg, sets, data.loader, machine, plan, model, compiled, source, **new))
+    say(banner(cfg, sets, data.loader, machine, plan, model, one_step, source, **new))
     if earlier:
         say_what_is_resumed(cfg, machine, plan, origin, earlier)
     advice = plan.smaller(cfg.block_size)
-    example = data.loader if compiled else None
+    example = data.loader if one_step.compiled else None
     forward = wrap(cfg, model, machine, example, plan.batch_size, advice)
     optimizer, scaler = open_optimizer(cfg, machine, model, earlier)
 
@@ -177,7 +179,9 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
         progress.wandb_id = metrics.wandb_id
         damaged = origin.damaged
         saver = machine.together(
-            lambda: Saver(ckpt_dir, cfg, sets, data.tokenizer, damaged, lock, say, metrics.log_save)
+            lambda: Saver(
+                ckpt_dir, cfg, sets, data.tokenizer, damaged, on_host, lock, say, metrics.log_save
+            )
         )
         if average and average.steps and machine.is_main:  # it comes from the checkpoint
             saver.save_missing(average, progress.step)
@@ -451,8 +455,8 @@ def plan_run(
     data: Data,
     progress: Progress,
     earlier: Earlier | None,
-) -> tuple[TrainConfig, Plan, bool]:
-    """Return the settings with a number for batch_size=auto, the plan, and whether to compile."""
+) -> tuple[TrainConfig, Plan, Step]:
+    """Return the settings with a number for batch_size=auto, the plan, and the size of a step."""
     epoch_tokens = data.epoch_tokens(cfg.block_size)
     place = (progress.step, progress.samples)
     # compile=auto depends on the length of the run, which is known before batch_size=auto is.
@@ -463,7 +467,10 @@ def plan_run(
         most = earlier.settings["batch_size"] if earlier else None
         B = fit_batch(cfg, model, data.loader, machine, compiled, most)
         cfg = replace(cfg, batch_size=B)
-    return cfg, make_plan(cfg, machine.world, epoch_tokens, *place), compiled
+    plan = make_plan(cfg, machine.world, epoch_tokens, *place)
+    shape = (plan.batch_size, cfg.block_size, plan.accum)
+    kind = machine.device.type
+    return cfg, plan, Step(*shape, machine.dtype, compiled, kind, machine.world).of(cfg)
 
 
 def open_optimizer(

@@ -146,7 +146,7 @@ def own_device(cfg: PlanConfig) -> Device:
     name = device_name(device)
     peak, source = peak_tflops(device, dtype, cfg.peak_tflops)
     if kind == "cpu":
-        return Device(name, kind, dtype, peak, None, ram(), None, source)
+        return Device(name, kind, dtype, peak, None, ram(cfg.nproc), None, source)
     size = torch.cuda.get_device_properties(device).total_memory
     try:
         card = find_gpu(name)

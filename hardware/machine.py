@@ -326,20 +326,41 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 CONTEXT = 1.3e9
 
 
-def ram() -> float:
-    """Return the bytes of memory that are available, at most the limit of a container."""
+def processes_here() -> int:
+    """Return how many processes of this run are on this computer."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def ram(processes: int) -> float:
+    """Return the bytes of memory that each of so many equal processes can have; this is one."""
+    return available() / processes + own_memory()
+
+
+def room(needed: float) -> float:
+    """Return the bytes of memory that are left when each process of the run has `needed` here."""
+    return available() - processes_here() * max(0, needed - own_memory())
+
+
+def available() -> float:
+    """Return the bytes of memory that the system, or the limit of a container, still gives."""
     bounds = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
-        if available:
-            bounds.append(int(available[1]) * 1024)
-    container = Path("/sys/fs/cgroup/memory.max")
-    if container.exists():
-        limit = container.read_text().strip()
-        if limit != "max":
-            bounds.append(int(limit))
+    if free := re.search(r"MemAvailable:\s+(\d+) kB", read_if_there("/proc/meminfo")):
+        bounds.append(1024 * int(free[1]))
+    limit = read_if_there("/sys/fs/cgroup/memory.max").strip()
+    used = re.search(r"^anon (\d+)", read_if_there("/sys/fs/cgroup/memory.stat"), re.M)
+    if limit.isdigit():
+        bounds.append(int(limit) - (int(used[1]) if used else 0))
     return min(bounds)
+
+
+def own_memory() -> float:
+    """Return the bytes of memory that this process has; 0 where the system does not tell."""
+    own = re.search(r"RssAnon:\s+(\d+) kB", read_if_there("/proc/self/status"))
+    return 1024 * int(own[1]) if own else 0
+
+
+def read_if_there(path: str) -> str:
+    return Path(path).read_text() if Path(path).exists() else ""
 
 
 def capacity(device: torch.device) -> float:
@@ -347,7 +368,7 @@ def capacity(device: torch.device) -> float:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return min(total, free + torch.cuda.memory_reserved(device) + CONTEXT)
-    return ram() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return ram(processes_here())
 
 
 @contextmanager

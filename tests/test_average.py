@@ -25,6 +25,7 @@ from training.average import Average
 from training.memory import Step, always_held, step_memory
 from training.resume import read_training
 from training.runs import replace_run
+from training.stream import tensors_in
 
 # Every step is saved, so that a test can compute the mean from the checkpoints.
 AVERAGE = ["--average=0.5", "--dropout=0.1", "--save_every=1", "--keep=9"]
@@ -423,3 +424,22 @@ def test_an_average_is_a_share_of_the_run(tiny_data, tmp_path, refuses):
     run = train_tiny(tiny_data, tmp_path, "--average=0.5", "--max_steps=1")
     settings = json.loads((step(run, 1) / "train_config.json").read_text())
     assert settings["average"] == 0.5
+
+
+def test_without_memory_for_a_copy_the_same_files_are_written(
+    averaged, tiny_data, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(checkpoint, "room", lambda needed: 0.0)
+    run = train_tiny(tiny_data, tmp_path, *AVERAGE)
+    assert capsys.readouterr().out.count("no memory for a copy of weights and optimizer") == 1
+    for place in ("ckpt", "average"):
+        found, expected = (contents(folder / place) for folder in (run, averaged))
+        assert found.keys() == expected.keys()
+        for path, content in found.items():
+            name = Path(path).name
+            if name == "train_state.pt":
+                states = [torch.load(r / place / path, weights_only=True) for r in (run, averaged)]
+                assert all(map(torch.equal, *map(tensors_in, states))), path
+                assert states[0].keys() == states[1].keys()
+            elif name not in ("manifest.json", "train_config.json"):  # they name the out_dir
+                assert content == expected[path], path

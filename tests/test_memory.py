@@ -8,6 +8,8 @@ The tests draw a few shapes from fixed seeds. To try more of them, on a quiet ma
 
 import argparse
 import random
+import statistics
+import time
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from test_model import ODD
 
 from bench.plan import measured_peak
+from hardware.machine import ram
 from model import GPT, PRESETS, GPTConfig
 from training.memory import Step, activations, largest_batch, needed, step_memory
 
@@ -207,6 +210,20 @@ def test_shards_hold_less_recomputing_keeps_less_and_other_optimizers_hold_less(
     others = (dict(recompute=True), dict(optimizer="muon"), dict(optimizer="adafactor"))
     assert all(needed(model, replace(ddp, **change)) < stages[0] for change in others)
     assert needed(model, replace(ddp, fused=False)) > stages[0]
+
+
+def test_what_a_process_holds_already_is_part_of_the_memory_that_it_can_have():
+    """The system brings its counts up to date once a second, and other programs change them."""
+
+    def change_by(held_bytes: int) -> float:
+        time.sleep(1.2)
+        before = ram(processes=1)
+        held = torch.ones(held_bytes, dtype=torch.uint8)
+        time.sleep(1.2)
+        return (ram(processes=1) - before) / held.nbytes
+
+    changes = [change_by(1 << 30) for _ in range(3)]
+    assert abs(statistics.median(changes)) < 0.5, changes
 
 
 def main() -> None:

@@ -17,8 +17,9 @@ train_config.json: the state of the average is in the train_state.pt of the chec
 two are kept.
 
 A checkpoint is either complete or not there. A thread writes it to a temporary folder beside the
-others, syncs that to the disk and renames it. Training waits only for the copy to host memory; with
-the setting `shard`, until the tensors are written. The files are the same for every `shard`.
+others, syncs that to the disk and renames it. Training waits only for the copy to host memory. With
+the setting `shard`, or if memory has no room for the copy, it waits until the tensors are written.
+The files are the same.
 If the newest checkpoint turns out to be damaged, a resumed run takes the one before it.
 
 Only files that this program writes are deleted, each by its name: see OURS and RUN_FILES in
@@ -54,6 +55,7 @@ from hardware.disk import (
     sealed,
     sync_to_disk,
 )
+from hardware.machine import room
 from model import GPT, GPTConfig
 from text.dataset import FORMAT_VERSION, DataSet, tokenizer_files
 from text.hf_tokenizer import llama_cpp_note, read_json, to_hugging_face, transformers_note
@@ -97,6 +99,7 @@ class Saver:
     """Write checkpoints and averages in the background, one at a time, and delete the older ones.
 
     damaged: names of the checkpoints in ckpt_dir that were found to be damaged.
+    needed: bytes of host memory that a step takes in each process.
     lock: the lock of the run's folder, on the rank that saves.
     report(step, path, seconds, note): called for each checkpoint once it is complete on the disk.
     """
@@ -108,6 +111,7 @@ class Saver:
         sets: list[DataSet],
         tokenizer: SentencePiece | Tiktoken,
         damaged: Iterable[str],
+        needed: float,
         lock: Lock | None,
         say: Callable[[str], None],
         report: Callable[[int, Path, float, str], None],
@@ -118,6 +122,7 @@ class Saver:
         self.sets = sets
         self.tokenizer = tokenizer
         self.damaged = set(damaged)
+        self.needed = needed
         self.lock = lock
         self.say = say
         self.report = report
@@ -141,8 +146,8 @@ class Saver:
         """Begin to write step_N. All ranks must call this; rank 0 writes.
 
         If each rank holds everything, this copies it to host memory, and the thread writes it. If
-        the ranks share it out, this writes one tensor after the other while all ranks wait: no rank
-        ever holds the whole state, and the thread does what is left.
+        the ranks share it out, or if host memory has no room for a copy, this writes one tensor
+        after the other while all ranks wait, and the thread does what is left.
         """
         self.wait()
         started = time.perf_counter()
@@ -152,15 +157,29 @@ class Saver:
         if average:
             training["average"] = average.state_dict()
         c = model.config
-        if is_shared(model.wte.weight):
-            write_tensors = self.write_shared(c, weights, training, progress.step)
-            training = asdict(progress)
+        shared = is_shared(model.wte.weight)
+        at_once = shared or (self.lock and not self.room_for([weights, training]))
+        if at_once:
+            write_tensors = self.write_at_once(c, weights, training, progress.step)
+            training = asdict(progress) | {k: training[k] for k in ("average",) if average}
         elif self.lock:
             weights = to_host(weights)
             training = to_host(training)
             write_tensors = partial(self.write_tensors, c, weights, training)
         if self.lock:
             self.writing = self.pool.submit(self.write, c, training, write_tensors, started)
+        if at_once and average:
+            self.wait()  # the thread writes the average itself, not a copy of it
+
+    def room_for(self, state: Any) -> bool:
+        """Return whether host memory has room for a copy of this state, beside the next step."""
+        size = sum(x.nbytes for x in tensors_in(state))
+        if size <= room(self.needed):
+            return True
+        if not self.saved:
+            copy = f"a copy of weights and optimizer ({size / 1e9:.1f} GB)"
+            self.say(f"note: no memory for {copy}: training waits while they are written")
+        return False
 
     def save_missing(self, average: Average, step: int) -> None:
         """Begin to write the average of step_N, from which the run is resumed, if it is not there.
@@ -279,13 +298,13 @@ class Saver:
         if training:
             torch.save(training, tmp / "train_state.pt")
 
-    def write_shared(
+    def write_at_once(
         self, c: GPTConfig, weights: dict, training: dict, step: int
     ) -> Callable[[Path], None]:
-        """Write the large files of a checkpoint whose tensors the ranks share out.
+        """Write the large files of a checkpoint, one tensor after the other, without a copy of all.
 
-        Return a function for put(), which raises what went wrong here. After an error rank 0 goes
-        on to gather, because the other ranks do.
+        All ranks must call this if they share the tensors out. After an error rank 0 goes on to
+        gather, because the other ranks do. Return a function for put(): it raises that error.
         """
         gathered = (whole(x) for x in (*weights.values(), *tensors_in(training)))
         failed: list[OSError] = []

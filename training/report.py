@@ -535,16 +535,16 @@ def banner(
     machine: Machine,
     plan: Plan,
     model: GPT,
-    compiled: bool,
+    one_step: Step,
     peak_source: str,
     scratch: bool,
     newest_data: bool,
 ) -> str:
     """Return the lines that describe a run before its first step.
 
-    loader: the windows of the run. peak_source: the peak that MFU refers to, and its source.
-    scratch: the weights are newly drawn. newest_data: the data set was not named; it is the one
-    that was prepared last.
+    loader: the windows of the run. one_step: what the memory of a step depends on. peak_source: the
+    peak that MFU refers to, and its source. scratch: the weights are newly drawn. newest_data: the
+    data set was not named; it is the one that was prepared last.
     """
     c = model.config
     B = plan.batch_size
@@ -575,10 +575,8 @@ def banner(
         attention += ": warning: slow, with the T x T matrix in memory; "
         attention += "no fused kernel takes this head_dim and dtype here"
 
-    step = Step(B, T, plan.accum, machine.dtype, compiled, kind, machine.world)
-    step = step.of(cfg)
     here = capacity(machine.device)
-    memory = f"{needed(model, step) / 1e9:.1f} GB predicted, of {here / 1e9:.1f}"
+    memory = f"{needed(model, one_step) / 1e9:.1f} GB predicted, of {here / 1e9:.1f}"
 
     rows = {
         "settings": " ".join(f"{k}={v}" for k, v in changes(cfg).items()),
@@ -591,7 +589,7 @@ def banner(
         "compute": f"{model.flops_per_token(T) * tokens:.3g} FLOPs (6 N + 12 L d T a token)",
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
         "attention": attention,
-        "memory": f"{memory}; the largest batch_size is {largest_batch(model, step, here):,}",
+        "memory": f"{memory}; the largest batch_size is {largest_batch(model, one_step, here):,}",
         "peak": peak_source,
     }
     if cfg.documents == "pack":

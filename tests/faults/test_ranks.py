@@ -173,7 +173,9 @@ def test_a_computer_that_is_lost_and_comes_back_joins_the_run_again(tiny_data, t
     }
 
     def computer(host: int) -> subprocess.Popen:
-        argv = [sys.executable, *launch.split(), f"--rdzv_conf=is_host={host}", *script]
+        # A computer that says nothing for three seconds is lost. Usually it is fifteen.
+        conf = f"--rdzv_conf=is_host={host},keep_alive_interval=1"
+        argv = [sys.executable, *launch.split(), conf, *script]
         log = open(tmp_path / f"computer {host}", "a")  # noqa: SIM115
         return subprocess.Popen(argv, env=environment, stdout=log, stderr=log)
 
