@@ -152,7 +152,7 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     verify_data(machine, sets, progress)
 
     cfg, plan, one_step = plan_run(cfg, machine, model, data, progress, earlier)
-    on_host = needed(model, one_step) if machine.device.type == "cpu" else 0.0
+    on_host = None if machine.device.type == "cuda" else 1.05 * needed(model, one_step)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     peak_of_all = peak * machine.world if peak else None
     new = dict(scratch=origin.path is None, newest_data=newest_data)
@@ -232,7 +232,7 @@ def loop(
             with clock.paused():
                 show_sample(job, step)
         if step > start_step and wants_checkpoint(job, step, last):
-            with clock.paused():  # save() copies the state; a thread writes it to the disk
+            with clock.paused():  # save() copies the state, if it can; a thread writes it
                 job.saver.save(model, optimizer, scaler, job.average, progress)
         if last:
             return gave_up, stopping

@@ -36,7 +36,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/plan.py` finds the modules below
 from configurator import UserError, changes, parse, run  # noqa: E402
 from hardware.gpus import ECC_IN_MEMORY, Card, find_gpu  # noqa: E402
-from hardware.machine import Machine, pick_dtype, ram  # noqa: E402
+from hardware.machine import Machine, available, own_memory, pick_dtype  # noqa: E402
 from hardware.peak import DTYPES, device_name, peak_tflops  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from text.dataset import DataSet, newest_dataset, open_datasets  # noqa: E402
@@ -146,7 +146,8 @@ def own_device(cfg: PlanConfig) -> Device:
     name = device_name(device)
     peak, source = peak_tflops(device, dtype, cfg.peak_tflops)
     if kind == "cpu":
-        return Device(name, kind, dtype, peak, None, ram(cfg.nproc), None, source)
+        each = (available() + own_memory()) / cfg.nproc  # this process will have ended
+        return Device(name, kind, dtype, peak, None, each, None, source)
     size = torch.cuda.get_device_properties(device).total_memory
     try:
         card = find_gpu(name)
@@ -444,8 +445,8 @@ def host_memory(parameters: int, nproc: int, step: Step) -> dict[str, float]:
     At a start or a resume each process has the weights (4 bytes a parameter) until its device has
     them. The optimizer's state is mapped from its file: it goes from there to the device one tensor
     at a time, through the page cache, which all processes share and the system takes back. For a
-    save, rank 0 copies weights and state, unless the processes share them out: then only one tensor
-    is there at a time.
+    save, rank 0 copies weights and state. If the processes share them out, or if that is more than
+    there is, only one tensor is there at a time.
     """
     processes = nproc * HOST_PROCESS
     state = {"adamw": 8, "muon": 8, "adafactor": 0}[step.optimizer]
@@ -622,13 +623,15 @@ def section(title: str, rows: dict[str, str]) -> None:
         print(f"  {key:<{width}}  {value}")
 
 
-def print_model(cfg: PlanConfig, model: GPT, vocab_assumed: bool) -> None:
+def print_model(cfg: PlanConfig, model: GPT, sets: list[DataSet]) -> None:
     c = model.config
     n = model.num_params()
     heads = f"{c.n_head} heads of {c.head_dim} ({c.n_kv_head} for keys and values)"
     shape = f"{c.n_layer} layers x {c.n_embd}, {heads}, d_ff {c.d_ff}"
     shape += f", T = {cfg.block_size}, vocabulary {c.vocab_size:,}"
-    if vocab_assumed:
+    if sets and not cfg.vocab_size:
+        shape += f" ({sets[0].folder})"
+    elif not cfg.vocab_size:
         shape += f" (assumed: no data set at {cfg.data_dir}/{cfg.dataset})"
     kinds = f"{n['embedding']:,} in look-ups, {n['matmul']:,} in matrix products"
     section("Model", {"shape": shape, "parameters": f"{n['total']:,}: {kinds}"})
@@ -936,7 +939,7 @@ def main() -> None:
     many = f"{cfg.nproc} x " if cfg.nproc > 1 else ""
     dtype = dtype_name(device.dtype)
     print(f"{cfg.run_name} on {many}{device.name}: {dtype}, {device.source}")
-    print_model(cfg, model, vocab_assumed=not sets and not cfg.vocab_size)
+    print_model(cfg, model, sets)
     facts |= print_memory(cfg, model, step, device, facts)
     facts["what_if"], facts["fits_with"] = print_what_if(cfg, model, step, device)
     facts["hours"] = print_time(cfg, model, device, plan, sets, facts["flops"])

@@ -336,21 +336,51 @@ def ram(processes: int) -> float:
     return available() / processes + own_memory()
 
 
-def room(needed: float) -> float:
-    """Return the bytes of memory that are left when each process of the run has `needed` here."""
-    return available() - processes_here() * max(0, needed - own_memory())
+def room(needed: float | None) -> float:
+    """Return the bytes of memory that are free beside the next step.
+
+    needed: what a step takes in each process of the run; None: as much as it has now. What this
+    process has beyond that has been freed: malloc keeps it for the next use.
+    """
+    if needed is None:
+        return available()
+    more = needed - own_memory()
+    return available() - more - (processes_here() - 1) * max(0, more)
 
 
-def available() -> float:
-    """Return the bytes of memory that the system, or the limit of a container, still gives."""
+def available(root: str = "/") -> float:
+    """Return the bytes of memory that the system and its containers still give.
+
+    Where the system does not tell (macOS), this is all its memory. root: of the files that tell.
+    """
     bounds = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    if free := re.search(r"MemAvailable:\s+(\d+) kB", read_if_there("/proc/meminfo")):
+    if free := re.search(r"MemAvailable:\s+(\d+) kB", read_if_there(f"{root}/proc/meminfo")):
         bounds.append(1024 * int(free[1]))
-    limit = read_if_there("/sys/fs/cgroup/memory.max").strip()
-    used = re.search(r"^anon (\d+)", read_if_there("/sys/fs/cgroup/memory.stat"), re.M)
-    if limit.isdigit():
-        bounds.append(int(limit) - (int(used[1]) if used else 0))
+    for line in read_if_there(f"{root}/proc/self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        top = Path(f"{root}/sys/fs/cgroup")
+        if controllers == "memory":  # cgroup v1; in v2, which has one group for all, it is ""
+            top = top / "memory"
+        elif controllers:
+            continue
+        # The limits of all groups around this process hold. A container sees only its own, at top.
+        inner = top / group.lstrip("/")
+        for folder in (inner, *inner.parents):
+            if folder.is_relative_to(top):
+                bounds += free_in_group(folder)
     return min(bounds)
+
+
+def free_in_group(folder: Path) -> list[int]:
+    """Return [bytes of memory that a control group can still have], or [] if it has no limit."""
+    limit = read_if_there(folder / "memory.max") or read_if_there(folder / "memory.limit_in_bytes")
+    if not limit.strip().isdigit():
+        return []
+    lines = read_if_there(folder / "memory.stat").splitlines()
+    stat = {name: int(value) for name, value in map(str.split, lines)}
+    # v2 or v1. The other memory of a group holds files, and is taken back where it is needed.
+    used = ("anon", "shmem", "kernel") if "anon" in stat else ("total_rss", "total_shmem")
+    return [int(limit) - sum(stat.get(name, 0) for name in used)]
 
 
 def own_memory() -> float:
@@ -359,7 +389,7 @@ def own_memory() -> float:
     return 1024 * int(own[1]) if own else 0
 
 
-def read_if_there(path: str) -> str:
+def read_if_there(path: str | Path) -> str:
     return Path(path).read_text() if Path(path).exists() else ""
 
 

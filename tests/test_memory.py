@@ -9,15 +9,18 @@ The tests draw a few shapes from fixed seeds. To try more of them, on a quiet ma
 import argparse
 import random
 import statistics
-import time
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import REPO
 from test_model import ODD
 
 from bench.plan import measured_peak
-from hardware.machine import ram
+from hardware.machine import available, room
 from model import GPT, PRESETS, GPTConfig
 from training.memory import Step, activations, largest_batch, needed, step_memory
 
@@ -213,17 +216,67 @@ def test_shards_hold_less_recomputing_keeps_less_and_other_optimizers_hold_less(
 
 
 def test_what_a_process_holds_already_is_part_of_the_memory_that_it_can_have():
-    """The system brings its counts up to date once a second, and other programs change them."""
+    """In a process of its own, which has freed nothing yet. The system brings its counts up to date
+    once a second, and other programs change them.
+    """
+    script = """
+import time, torch
+from hardware.machine import ram
+held, found = [], []
+for _ in range(4):
+    time.sleep(1.2)
+    found.append(ram(processes=1))
+    held.append(torch.ones(1 << 27))
+print(*(b - a for a, b in zip(found, found[1:])))
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
+    assert abs(statistics.median(map(float, done.stdout.split()))) < 2**28, done.stdout
 
-    def change_by(held_bytes: int) -> float:
-        time.sleep(1.2)
-        before = ram(processes=1)
-        held = torch.ones(held_bytes, dtype=torch.uint8)
-        time.sleep(1.2)
-        return (ram(processes=1) - before) / held.nbytes
 
-    changes = [change_by(1 << 30) for _ in range(3)]
-    assert abs(statistics.median(changes)) < 0.5, changes
+GB = 10**9
+
+
+def groups(root: Path, kind: str, **limits: int) -> None:
+    """Write what the system tells of its memory, 64 GB, and of two control groups, job/step."""
+    files = {"proc/meminfo": f"MemTotal: 9 kB\nMemAvailable: {64 * GB // 1024} kB\n"}
+    line, top, limit = {
+        "v2": ("0::/job/step", "sys/fs/cgroup", "memory.max"),
+        "v1": ("5:memory:/job/step", "sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+    }[kind]
+    files["proc/self/cgroup"] = f"7:cpu,cpuacct:/other\n{line}\n"
+    used = {"v2": "anon {}\nfile 999\nshmem {}", "v1": "rss 1\ntotal_rss {}\ntotal_shmem {}"}
+    for group, size in limits.items():
+        folder = f"{top}/{'' if group == 'top' else group.replace('_', '/')}"
+        files[f"{folder}/{limit}"] = f"{size}\n" if size else "max\n"
+        files[f"{folder}/memory.stat"] = used[kind].format(3 * GB, GB) + "\n"
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+@pytest.mark.parametrize(
+    "limits, expected",
+    [
+        (dict(job_step=24 * GB, job=100 * GB), 20),
+        (dict(job_step=0, job=16 * GB), 12),
+        (dict(top=10 * GB), 6),  # inside a container: the path is the one outside
+    ],
+)
+def test_the_limit_of_each_control_group_around_a_process_holds(tmp_path, kind, limits, expected):
+    groups(tmp_path, kind, **limits)
+    assert available(str(tmp_path)) == min(expected * GB, available())
+
+
+def test_memory_that_malloc_keeps_has_room_for_the_next_copy(monkeypatch):
+    monkeypatch.setattr("hardware.machine.available", lambda: 6 * GB)
+    monkeypatch.setattr("hardware.machine.own_memory", lambda: 25 * GB)
+    assert room(15 * GB) == 16 * GB  # 10 GB of the 25 hold the last copy, which has been freed
+    assert room(27 * GB) == 4 * GB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert room(15 * GB) == 16 * GB and room(27 * GB) == 2 * GB
+    assert room(None) == 6 * GB  # the step is on a GPU
 
 
 def main() -> None:

@@ -44,7 +44,7 @@ from text.landmarks import Ids
 TOGETHER = 250_000  # documents that are packed together
 STRETCH = 1 << 22  # tokens that are read at a time
 AT_ONCE = 1 << 20  # windows of long documents that are computed at a time
-VERSION = 1  # of the files
+VERSION = 2  # of the files
 
 # A window of the plan consists of pieces. Before each piece there is an eos, which may be the last
 # token of the piece before it. A piece with T + 1 tokens is the middle of a long document: a whole

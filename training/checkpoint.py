@@ -18,8 +18,8 @@ two are kept.
 
 A checkpoint is either complete or not there. A thread writes it to a temporary folder beside the
 others, syncs that to the disk and renames it. Training waits only for the copy to host memory. With
-the setting `shard`, or if memory has no room for the copy, it waits until the tensors are written.
-The files are the same.
+the setting `shard`, or if memory has no room for the copy, it waits until the tensors are written
+(and with `average`, until all is on the disk). The files are the same.
 If the newest checkpoint turns out to be damaged, a resumed run takes the one before it.
 
 Only files that this program writes are deleted, each by its name: see OURS and RUN_FILES in
@@ -99,7 +99,7 @@ class Saver:
     """Write checkpoints and averages in the background, one at a time, and delete the older ones.
 
     damaged: names of the checkpoints in ckpt_dir that were found to be damaged.
-    needed: bytes of host memory that a step takes in each process.
+    needed: bytes of host memory that a step takes in each process; None: those that it has.
     lock: the lock of the run's folder, on the rank that saves.
     report(step, path, seconds, note): called for each checkpoint once it is complete on the disk.
     """
@@ -111,7 +111,7 @@ class Saver:
         sets: list[DataSet],
         tokenizer: SentencePiece | Tiktoken,
         damaged: Iterable[str],
-        needed: float,
+        needed: float | None,
         lock: Lock | None,
         say: Callable[[str], None],
         report: Callable[[int, Path, float, str], None],
@@ -123,6 +123,7 @@ class Saver:
         self.tokenizer = tokenizer
         self.damaged = set(damaged)
         self.needed = needed
+        self.said_no_room = False
         self.lock = lock
         self.say = say
         self.report = report
@@ -147,7 +148,7 @@ class Saver:
 
         If each rank holds everything, this copies it to host memory, and the thread writes it. If
         the ranks share it out, or if host memory has no room for a copy, this writes one tensor
-        after the other while all ranks wait, and the thread does what is left.
+        after the other, and the thread does what is left.
         """
         self.wait()
         started = time.perf_counter()
@@ -158,9 +159,9 @@ class Saver:
             training["average"] = average.state_dict()
         c = model.config
         shared = is_shared(model.wte.weight)
-        at_once = shared or (self.lock and not self.room_for([weights, training]))
-        if at_once:
-            write_tensors = self.write_at_once(c, weights, training, progress.step)
+        without_copy = shared or (self.lock and not self.has_room([weights, training]))
+        if without_copy:
+            write_tensors = self.write_one_by_one(c, weights, training, progress.step)
             training = asdict(progress) | {k: training[k] for k in ("average",) if average}
         elif self.lock:
             weights = to_host(weights)
@@ -168,17 +169,18 @@ class Saver:
             write_tensors = partial(self.write_tensors, c, weights, training)
         if self.lock:
             self.writing = self.pool.submit(self.write, c, training, write_tensors, started)
-        if at_once and average:
-            self.wait()  # the thread writes the average itself, not a copy of it
+        if without_copy and average:
+            self.wait()  # the thread writes the average itself
 
-    def room_for(self, state: Any) -> bool:
-        """Return whether host memory has room for a copy of this state, beside the next step."""
+    def has_room(self, state: Any) -> bool:
+        """Return whether host memory has room for a copy of this state. Say so if it has not."""
         size = sum(x.nbytes for x in tensors_in(state))
         if size <= room(self.needed):
             return True
-        if not self.saved:
-            copy = f"a copy of weights and optimizer ({size / 1e9:.1f} GB)"
-            self.say(f"note: no memory for {copy}: training waits while they are written")
+        if not self.said_no_room:
+            what = f"a copy of weights and optimizer ({size / 1e9:.1f} GB)"
+            self.say(f"note: no memory for {what}: training waits while they are written")
+        self.said_no_room = True
         return False
 
     def save_missing(self, average: Average, step: int) -> None:
@@ -188,9 +190,12 @@ class Saver:
         the run is at its end, no other average comes after it.
         """
         if not (self.average_dir / f"step_{step:08d}" / MANIFEST).is_file():
-            weights = to_host(average.weights)
+            copied = self.has_room(average.weights)
+            weights = to_host(average.weights) if copied else average.weights
             c = average.model.config
             self.writing = self.pool.submit(self.write_average, c, weights, step)
+            if not copied:
+                self.wait()
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is on the disk."""
@@ -298,7 +303,7 @@ class Saver:
         if training:
             torch.save(training, tmp / "train_state.pt")
 
-    def write_at_once(
+    def write_one_by_one(
         self, c: GPTConfig, weights: dict, training: dict, step: int
     ) -> Callable[[Path], None]:
         """Write the large files of a checkpoint, one tensor after the other, without a copy of all.

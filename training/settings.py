@@ -28,7 +28,7 @@ class TrainConfig:
     dataset: str = ""  # in data_dir; wiki:0.7,code:0.3 mixes two; none: the one prepared last
     data_dir: str = "data"  # folder of all data sets
     block_size: int = 1024  # T, tokens in a sequence
-    documents: Documents = "stream"  # mask: a token sees only its own; pack: also keeps them whole
+    documents: Documents = "stream"  # mask, pack: keep documents apart in a window (docs/data.md)
     loss_per: LossPer = "token"  # what counts as much as each other: a token, or a document
     # ---- Model ----
     preset: Literal["gpt2", "llama", "qwen3"] = "gpt2"  # sets the settings below that say preset
