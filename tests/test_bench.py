@@ -280,13 +280,12 @@ def test_sampling_is_measured_against_the_speed_of_memory(tiny_data, tmp_path, c
 def test_the_gpu_suite_runs_at_toy_size_on_a_cpu(tmp_path):
     environment = os.environ | {"TOY": "1", "OUT": str(tmp_path / "out"), "PYTHON": sys.executable}
     command = ["bash", str(REPO / "bench" / "gpu_suite.sh")]
-    three = [*command, "roof", "small", "sweep"]
-    done = subprocess.run(three, env=environment, capture_output=True, text=True)
+    two = [*command, "roof", "sweep"]
+    done = subprocess.run(two, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
     found = {p.name: p.read_text() for p in (tmp_path / "out").iterdir()}
-    assert found.keys() == {"suite.log", "roof.json", "models.json", "sweep.json", "sweep.md"}
-    assert json.loads(found["models.json"])["26m"]["tokens_per_s"]["ours"] > 0
-    assert "ours" in found["suite.log"]
+    assert found.keys() == {"suite.log", "roof.json", "sweep.json", "sweep.md"}
+    assert json.loads(found["roof.json"]) and "MFU" in found["sweep.md"]
     assert subprocess.run([*command, "roofs"], env=environment, capture_output=True).returncode == 2
 
 

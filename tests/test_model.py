@@ -163,7 +163,7 @@ def test_the_loss_adds_less_than_one_more_copy_of_the_logits():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
 def test_a_compiled_model_is_the_eager_one_forward_and_backward(name):
-    model = make(name)
+    model = make(name, n_layer=2)
     idx = ids(model)
     targets = idx.roll(-1, 1)
     targets[0, :3] = -1
