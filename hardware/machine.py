@@ -390,7 +390,10 @@ def own_memory() -> float:
 
 
 def read_if_there(path: str | Path) -> str:
-    return Path(path).read_text() if Path(path).exists() else ""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
 
 
 def capacity(device: torch.device) -> float:
