@@ -339,8 +339,8 @@ def ram(processes: int) -> float:
 def room(needed: float | None) -> float:
     """Return the bytes of memory that are free beside the next step.
 
-    needed: what a step takes in each process of the run; None: as much as it has now. What this
-    process has beyond that has been freed: malloc keeps it for the next use.
+    needed: what a step takes in each process of the run; None: as much as it has now. If this
+    process has more than that, the rest was freed, and malloc keeps it for the next use.
     """
     if needed is None:
         return available()

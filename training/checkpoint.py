@@ -162,7 +162,7 @@ class Saver:
         without_copy = shared or (self.lock and not self.has_room([weights, training]))
         if without_copy:
             write_tensors = self.write_one_by_one(c, weights, training, progress.step)
-            training = asdict(progress) | {k: training[k] for k in ("average",) if average}
+            training = {k: v for k, v in training.items() if k not in ("optimizer", "scaler")}
         elif self.lock:
             weights = to_host(weights)
             training = to_host(training)
