@@ -88,8 +88,9 @@ def test_an_english_record_becomes_paragraphs_with_ascii_marks():
 @pytest.mark.parametrize("chinese", ["均摊分析", "カタカナ", "𠀀𠀁𠀂𠀃"])
 def test_the_marks_are_full_width_from_one_letter_in_twenty_on(chinese):
     for letters, joined in ((76, "a：{}。"), (77, "a: {}")):
-        content = chinese + "x" * (letters - 1) + " = (1 + 2) / 3;" * 20
-        assert record_text({"title": "a", "content": content})[0] == joined.format(content)
+        code = "x" * (letters - 1) + " = (1 + 2) / 3;" * 20
+        for content in (chinese + code, code + chinese):
+            assert record_text({"title": "a", "content": content})[0] == joined.format(content)
 
 
 SECTION = {"title": "c", "content": "d"}

@@ -18,6 +18,7 @@ Church and Gale (1991) found for pairs of words.
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -59,18 +60,21 @@ def count_landmarks(folder: Path, meta: dict) -> dict[str, float]:
     train, val = (Ids(folder, meta, split) for split in ("train", "val"))
     if len(train) < 2 or len(val) < 2:
         return {}
-    singles = np.zeros(V, np.int64)
-    for start in range(0, len(train), STRETCH):
-        singles += np.bincount(train.read(start, STRETCH), minlength=V)
+    with ThreadPoolExecutor() as pool:  # numpy lets them run at the same time
+        of_train = pool.submit(count_pairs, train, V, MOST)
+        of_val = pool.submit(count_pairs, val, V, MOST // 4)
+        singles = np.zeros(V, np.int64)
+        for start in range(0, len(train), STRETCH):
+            singles += np.bincount(train.read(start, STRETCH), minlength=V)
     p1 = np.maximum(singles - D, 0) + D * np.count_nonzero(singles) / V
     p1 /= len(train)  # (V,): the probability of each token
 
-    pairs, counts = count_pairs(train, V, MOST)
+    pairs, counts = of_train.result()
     first = pairs // V
     followers = np.bincount(first, minlength=V)  # (V,): different tokens that follow each token
     followed = np.bincount(first, counts, V)  # (V,): how often a token has one that follows
 
-    asked, times = count_pairs(val, V, MOST // 4)
+    asked, times = of_val.result()
     v, w = np.divmod(asked, V)
     place = np.searchsorted(pairs, asked).clip(max=len(pairs) - 1)
     seen = np.where(pairs[place] == asked, counts[place], 0)  # c(v, w) of each pair of val

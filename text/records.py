@@ -266,13 +266,21 @@ def is_chinese(text: str) -> bool:
     """
     if text.isascii():
         return False
+    chinese, _ = count_letters(text[: len(text) // 8])
+    if 20 * chinese >= len(text):
+        return True  # whatever the rest is
+    chinese, ascii_letters = count_letters(text)
+    return chinese > 0 and 20 * chinese >= chinese + ascii_letters
+
+
+def count_letters(text: str) -> tuple[int, int]:
+    """Return how many Chinese characters and kana, and how many letters of ASCII are in a text."""
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
-    lower = codes | 32  # of the letters of ASCII
-    ascii_letters = np.count_nonzero((lower >= ord("a")) & (lower <= ord("z")))
     kana_and_han = np.count_nonzero((codes >= 0x3040) & (codes < 0xA000))
     rare_han = np.count_nonzero((codes >= 0x20000) & (codes < 0x40000))
-    chinese = kana_and_han + rare_han
-    return chinese > 0 and 20 * chinese >= chinese + ascii_letters
+    lower = codes | 32
+    ascii_letters = np.count_nonzero((lower >= ord("a")) & (lower <= ord("z")))
+    return kana_and_han + rare_han, ascii_letters
 
 
 def chosen_fields(record: dict, fields: str) -> str:

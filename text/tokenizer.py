@@ -7,6 +7,7 @@ Both classes have the same attributes and methods:
     prefix                ids that come before a prompt; by default the eos, which in the training
                           data ends a document and so comes before the next one
     encode(text)          -> ids (n,), without the prefix
+    encode_all(texts)     -> an iterator of the ids of each text; faster for many texts
     decode(ids), token_bytes(id)
     save(folder)          -> what meta.json says about the tokenizer
 
@@ -18,6 +19,7 @@ import re
 import unicodedata
 from collections.abc import Collection, Iterator
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -76,17 +78,25 @@ class SentencePiece:
         self.prefix = checked_prefix(prefix, self.eos_id, self.vocab_size)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids (n,) of a text.
+        """Return the ids (n,) of a text."""
+        return next(self.encode_all([text]))
+
+    def encode_all(self, texts: list[str]) -> Iterator[np.ndarray]:
+        """Yield the ids (n,) of each text. All of them are encoded by one call of the library.
 
         SentencePiece writes U+2581 for a space, and would decode a U+2581 of the text to a space.
         Here such a character is encoded as its three bytes, and so decodes to itself.
         """
-        ids = []  # arrays
-        for number, part in enumerate(text.split("\u2581")):
-            if number > 0:
-                ids.append(self.space_sign)
-            ids += map(self.sp.encode_as_numpy, self.slices(part))
-        return np.concatenate(ids).view(np.uint32)
+        cut = [[list(self.slices(part)) for part in text.split("\u2581")] for text in texts]
+        slices = [s for parts in cut for part in parts for s in part]
+        encoded = iter(self.sp.encode_as_numpy(slices, num_threads=1))
+        for parts in cut:
+            ids = []  # arrays
+            for number, part in enumerate(parts):
+                if number > 0:
+                    ids.append(self.space_sign)
+                ids += islice(encoded, len(part))
+            yield np.concatenate(ids).view(np.uint32)
 
     def slices(self, text: str) -> Iterator[str]:
         """Yield a text in slices that give the same ids as the whole text, but faster.
@@ -247,6 +257,10 @@ class Tiktoken:
             if why.startswith("no entry found"):
                 why = "the vocabulary lacks a byte of it"
             raise ValueError(f"tiktoken fails on it: {why}") from None
+
+    def encode_all(self, texts: list[str]) -> Iterator[np.ndarray]:
+        """Yield the ids (n,) of each text; next() raises ValueError where tiktoken fails."""
+        return map(self.encode, texts)
 
     def decode(self, ids: list[int]) -> str:
         return self.encoding.decode(ids)
