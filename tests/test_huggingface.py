@@ -592,8 +592,8 @@ def test_slices_of_a_text_give_the_ids_of_the_whole_text(tmp_path, monkeypatch):
         tokenizer = sentencepiece_model(tmp_path / "a.model", **{name: value})
         assert tokenizer.may_cut == is_cut, name
         assert is_cut == any(len(list(tokenizer.slices(text))) > 1 for text in texts), name
-        for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True):
-            assert ids.tolist() == tokenizer.sp.encode(text), (name, text)
+        for text, found in zip(texts, tokenizer.encode_all(texts), strict=True):
+            assert found.tolist() == tokenizer.sp.encode(text), (name, text)
 
 
 # -- tokenizers, in --
