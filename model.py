@@ -19,10 +19,10 @@ A GPT reads a sequence of token ids. At each position it predicts which token co
 Shapes are written with these letters: B sequences in a batch, T tokens in a sequence, C = n_embd,
 nh = n_head, nkv = n_kv_head, hs = head_dim, V = vocab_size.
 
-               positions         norm        mlp       attention                 in Hugging Face
-    gpt2       learned           LayerNorm   GELU      one k, v for each head    GPT2LMHeadModel
-    llama      RoPE              RMSNorm     SwiGLU    grouped queries (GQA)     LlamaForCausalLM
-    qwen3      RoPE              RMSNorm     SwiGLU    GQA with QK-norm          Qwen3ForCausalLM
+             positions   norm        mlp      biases   lm_head    in Hugging Face
+    gpt2     learned     LayerNorm   GELU     yes      is wte     GPT2LMHeadModel
+    llama    RoPE        RMSNorm     SwiGLU   no       its own    LlamaForCausalLM
+    qwen3    RoPE        RMSNorm     SwiGLU   no       its own    Qwen3ForCausalLM, with QK-norm
 
 llama with qkv_bias is Qwen2ForCausalLM.
 """

@@ -9,19 +9,19 @@
 Without --dataset it trains on the data set that was prepared last. A resumed run keeps its data set
 and all other settings, except those that are given now.
 
-Read this file from main() down: main() locks the run's folder, train() sets the run up, and loop()
-trains. What they call follows below, in the order of the calls. One update of the weights is
-take_step() in training/step.py.
-
 Terms: B = batch_size, T = block_size. A *step* is one update of the weights. It consists of `accum`
 *micro-steps* on each of `world` processes (*ranks*); a micro-step reads B x T tokens. All intervals
 are counted in steps. A *bad step* has a loss or gradient that is not finite; it leaves the weights
 as they are. A *window* is T + 1 tokens: T inputs, each with the token that follows as its target.
-
-Several processes work on one run. They keep together by three methods of `machine`: together(f)
-runs f on every rank, and if one fails, all of them stop; decide(f) runs f on rank 0 and gives its
-result to all ranks; gather(x) gives all ranks the list of every rank's x.
 """
+
+# Read loop() first: it trains. main() and train() above it lock the folder and set the run up.
+# Below it stands what loop() calls, and then what train() calls. One update of the weights is
+# take_step() in training/step.py.
+#
+# Several processes work on one run. They keep together by three methods of `machine`: together(f)
+# runs f on every rank, and if one fails, all of them stop; decide(f) runs f on rank 0 and gives its
+# result to all ranks; gather(x) gives all ranks the list of every rank's x.
 
 import gc
 import math
@@ -119,7 +119,7 @@ class Job:
     plan: Plan
     data: Data
     model: GPT
-    forward: Callable  # the model as it runs: compiled, in DDP, or the model itself
+    forward: Callable  # the model as it runs: compiled, in DDP or Shards, or as it is
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     average: Average | None  # None if the setting average is 0
@@ -152,7 +152,8 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     verify_data(machine, sets, progress)
 
     cfg, plan, one_step = plan_run(cfg, machine, model, data, progress, earlier)
-    # Host memory of a step. Most predictions are right to 5 %.
+    # Host memory of a step, by which the saver sees whether a copy fits beside it. Most predictions
+    # are right to 5 %.
     on_host = None if machine.device.type == "cuda" else 1.05 * needed(model, one_step)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     peak_of_all = peak * machine.world if peak else None
@@ -161,7 +162,7 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     if earlier:
         say_what_is_resumed(cfg, machine, plan, origin, earlier)
     advice = plan.smaller(cfg.block_size)
-    example = data.loader if one_step.compiled else None
+    example = data.loader if one_step.compiled else None  # to compile with; None: do not
     forward = wrap(cfg, model, machine, example, plan.batch_size, advice)
     optimizer, scaler = open_optimizer(cfg, machine, model, earlier)
 

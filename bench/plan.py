@@ -59,6 +59,7 @@ from training.plan import (  # noqa: E402
     batch_warning,
     different_tokens,
     even_batch,
+    few_steps_warning,
     make_plan,
     repetition_warning,
 )
@@ -776,7 +777,8 @@ def print_time(
     if sets:
         of = cfg.dataset or f"{sets[0].name}, the data set prepared last"
         rows["length"] += f" = {tokens / plan.epoch_tokens:.2f} epochs of {of}"
-    if warning := repetition_warning(tokens, plan.step_tokens, cfg, sets):
+    often = repetition_warning(tokens, plan.step_tokens, cfg, sets)
+    for warning in filter(None, (often, few_steps_warning(plan.steps, cfg))):
         rows["length"] += indent + warning
     params = model.num_params()["total"]
     rows["tokens per parameter"] = f"{tokens / params:.3g} (Chinchilla's optimum: about 20)"
@@ -807,12 +809,15 @@ def print_trial(
     cfg: PlanConfig, model: GPT, device: Device, plan: Plan, compiled: bool
 ) -> dict[str, float]:
     """Run a trial, and print what it foretells of the run."""
+    flops = model.flops_per_token(cfg.block_size)
+    if device.tflops:
+        expected = hours(20 * plan.step_tokens * flops, device.tflops, 0.4, cfg.nproc)
+        print(f"20 steps take about {duration(expected)} at 40% of peak, besides the start")
     measured = trial(cfg, plan.steps, compiled)
     ms = {k: f"{1e3 * measured[k]:,.1f}" for k in ("step", *SPREAD)}
     rate = plan.step_tokens / measured["step"]
     rows = {"a step": f"{ms['step']} ms (median), {rate:,.0f} tok/s"}
     if device.tflops:
-        flops = model.flops_per_token(cfg.block_size)
         rows["a step"] += f", MFU {rate * flops / 1e12 / device.tflops / cfg.nproc:.1%}"
     least, first, third, most = (ms[k] for k in SPREAD)
     rows["spread"] = f"{least} to {most} ms; the middle half {first} to {third}"

@@ -25,6 +25,7 @@ from training.huggingface import from_pretrained
 from training.plan import (
     batch_warning,
     different_tokens,
+    few_steps_warning,
     lr_at,
     make_plan,
     repetition_warning,
@@ -155,6 +156,13 @@ def test_reading_the_data_more_than_four_times_is_a_warning(tiny_data):
     mixed = warned(6, sets=[much, little])
     assert "a is read 5.4 times" in mixed and "b is read" not in mixed and "smaller share" in mixed
     assert different_tokens(6 * size, [much, little]) == size + round(0.6 * size)
+
+
+def test_a_corpus_that_gives_only_a_few_steps_is_a_warning():
+    tuning = config("--max_epochs=1", "--max_steps=0")
+    assert "only 5 steps" in few_steps_warning(5, tuning)
+    assert not few_steps_warning(20, tuning)
+    assert not few_steps_warning(5, config("--max_steps=5"))  # asked for
 
 
 # -- evaluation --

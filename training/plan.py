@@ -11,6 +11,7 @@ from text.dataset import DataSet
 from training.settings import TrainConfig
 
 FAR_OFF = 0.1  # a step should not differ from batch_tokens by a larger share than this
+FEW_STEPS = 20  # a run of fewer steps than these has hardly begun
 MOST_EPOCHS = 4  # repeated this often, text is worth about as much as new text: arXiv 2305.16264
 
 
@@ -109,6 +110,13 @@ def batch_warning(step_tokens: int, cfg: TrainConfig, world: int) -> str:
     ways = f"set batch_tokens to a multiple of {least:,} (block_size x processes) and fit lr to it"
     wrong = f"{off(step_tokens, cfg):.0%} {less} than asked"
     return f"warning: {wrong}: {ways}, or use another number of processes"
+
+
+def few_steps_warning(steps: int, cfg: TrainConfig) -> str:
+    """Return a warning if a limit in epochs or tokens leaves a run very few steps, else ""."""
+    if steps >= FEW_STEPS or cfg.max_steps:
+        return ""
+    return f"warning: only {steps} steps, which teach little: set a smaller --batch_tokens"
 
 
 def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: list[DataSet]) -> str:

@@ -32,7 +32,13 @@ from training.huggingface import caveat, hf_class
 from training.memory import Step, largest_batch, needed
 from training.metrics import METRICS_VERSION, read_metrics
 from training.normal import Watch
-from training.plan import Plan, batch_warning, different_tokens, repetition_warning
+from training.plan import (
+    Plan,
+    batch_warning,
+    different_tokens,
+    few_steps_warning,
+    repetition_warning,
+)
 from training.plots import plot_loss
 from training.progress import Progress
 from training.runs import newest_checkpoint
@@ -603,7 +609,8 @@ def banner(
         rows["loss"] = "each document of train.bin counts the same, however long it is"
     if warning := batch_warning(plan.step_tokens, cfg, machine.world):
         rows["batch"] += f"\n{'':13}{warning}"
-    if warning := repetition_warning(tokens, plan.step_tokens, cfg, sets):
+    often = repetition_warning(tokens, plan.step_tokens, cfg, sets)
+    for warning in filter(None, (often, few_steps_warning(plan.steps, cfg))):
         rows["length"] += f"\n{'':13}{warning}"
     if cfg.recompute == "blocks":
         rows["compute"] += "; the forward pass of the blocks runs twice, which MFU does not count"
