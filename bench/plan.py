@@ -193,6 +193,9 @@ def hours(flops: float, tflops: float, mfu: float, nproc: int = 1) -> float:
     return flops / (tflops * 1e12 * mfu * nproc) / 3600
 
 
+TRIAL_STEPS = 20
+
+
 def trial(cfg: PlanConfig, steps: int, compiled: bool) -> dict[str, float]:
     """Train 20 steps on this machine; return what foretell() says of a run of `steps` steps.
 
@@ -223,8 +226,8 @@ def trial_command(cfg: PlanConfig, folder: str, compiled: bool) -> list[str]:
     """Return the command that trains 20 steps of the run, and writes to `folder`."""
     only_here = {f.name for f in fields(cfg)} - {f.name for f in fields(TrainConfig)}
     settings = {k: v for k, v in changes(cfg).items() if k not in only_here}
-    settings |= dict(max_steps=20, max_epochs=0.0, max_tokens=0, log_every=1)
-    settings |= dict(eval_every=10, save_every=20, progress="line", out_dir=folder)
+    settings |= dict(max_steps=TRIAL_STEPS, max_epochs=0.0, max_tokens=0, log_every=1)
+    settings |= dict(eval_every=10, save_every=TRIAL_STEPS, progress="line", out_dir=folder)
     settings |= dict(run_name="trial", init_from="scratch", compile=compiled, wandb=False)
     settings |= dict(sample_every=0)
     launcher = []
@@ -811,8 +814,10 @@ def print_trial(
     """Run a trial, and print what it foretells of the run."""
     flops = model.flops_per_token(cfg.block_size)
     if device.tflops:
-        expected = hours(20 * plan.step_tokens * flops, device.tflops, 0.4, cfg.nproc)
-        print(f"20 steps take about {duration(expected)} at 40% of peak, besides the start")
+        expected = hours(TRIAL_STEPS * plan.step_tokens * flops, device.tflops, 0.4, cfg.nproc)
+        print(
+            f"{TRIAL_STEPS} steps take about {duration(expected)} at 40% of peak, besides the start"
+        )
     measured = trial(cfg, plan.steps, compiled)
     ms = {k: f"{1e3 * measured[k]:,.1f}" for k in ("step", *SPREAD)}
     rate = plan.step_tokens / measured["step"]
@@ -828,7 +833,7 @@ def print_trial(
         least, most = (duration(measured[k] / 3600) for k in ("all_fastest", "all_slowest"))
         rows["the whole run"] = f"{least} to {most}, if it goes on like that"
         rows["in doubt"] = f"{' and '.join(why)}: try again when nothing else runs here"
-    section("Measured by 20 steps", rows)
+    section(f"Measured by {TRIAL_STEPS} steps", rows)
     return measured
 
 

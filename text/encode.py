@@ -100,14 +100,14 @@ class Encoder:
         ids: dict[str, list[np.ndarray]] = {"train": [], "val": []}
         found = list(documents(chunk, self.cleaning, tally))
         short = [text for _, text, *_ in found if len(text) <= PIECE]
-        encoded = self.tokenizer.encode_all(short)
+        encoded = self.tokenizer.encode_all(short)  # the long ones would take much memory
         for where, text, utf8, piece in found:
             try:
-                tokens = self.encode(text) if len(text) > PIECE else next(encoded)
+                is_long = len(text) > PIECE
+                tokens = self.encode(text) if is_long else next(encoded).astype(self.dtype)
             except ValueError as e:
                 tally.reject(where, str(e), piece)
                 continue
-            tokens = tokens.astype(self.dtype)
             if len(tokens) < self.min_tokens and not piece:
                 tally.dropped[f"fewer than {self.min_tokens} tokens"] += 1
                 continue
@@ -143,9 +143,8 @@ class Encoder:
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids (n,) of a text. A long one is encoded in pieces, to save memory."""
-        parts = [part for part, _ in pieces(io.StringIO(text, newline="").read)]
-        ids = [self.tokenizer.encode(part).astype(self.dtype) for part in parts]
-        return np.concatenate(ids)
+        parts = pieces(io.StringIO(text, newline="").read)
+        return np.concatenate([self.tokenizer.encode(part).astype(self.dtype) for part, _ in parts])
 
 
 def id_type(vocab_size: int) -> np.dtype:
