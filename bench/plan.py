@@ -52,7 +52,7 @@ from training.memory import (  # noqa: E402
     step_memory,
 )
 from training.metrics import read_metrics  # noqa: E402
-from training.optimizer import NEWTON_SCHULZ, make_optimizer  # noqa: E402
+from training.optimizer import SQUARES, make_optimizer  # noqa: E402
 from training.parallel import compiles_by_blocks, shares, try_blocks, wrap  # noqa: E402
 from training.plan import (  # noqa: E402
     Plan,
@@ -378,9 +378,9 @@ def optimizer_work(model: GPT, step: Step) -> tuple[float, float]:
         for weight, rows in zip(group["params"], group["rows"], strict=True):
             for n in rows:
                 shorter, longer = sorted((n, weight.size(1)))
-                # X X^T, A A and B X, each a product with two FLOPs for each of its terms
-                products = 2 * shorter * shorter * (longer + shorter + longer)
-                flops += len(NEWTON_SCHULZ) * products
+                # X X^T, the squares and P X: products with two FLOPs for each of their terms
+                sides = longer + len(SQUARES) * shorter + longer
+                flops += 2 * shorter * shorter * sides
     times = step.accum * (step.world if step.zero else 1)  # each rank moves its own weights
     return flops / times, moved / times
 

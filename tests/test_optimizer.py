@@ -53,13 +53,13 @@ def rows_for(model, B=4):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows, columns", [(8, 8), (16, 48), (48, 16), (64, 64), (1, 5)])
 def test_muon_moves_a_matrix_along_all_its_directions_nearly_equally_far(rows, columns, dtype):
-    """By 0.2 to 1.8, however weak they are, down to 0.01 of the strongest."""
+    """By 0.2 to 1.9, however weak they are, down to 0.01 of the strongest."""
     torch.manual_seed(0)
     U, _, Vt = torch.linalg.svd(torch.randn(3, rows, columns), full_matrices=False)
     S = torch.logspace(0, -2, min(rows, columns)) * 1e-4
     moved = orthogonalize((U * S @ Vt).to(dtype)).float()
     strengths = torch.linalg.svdvals(moved)
-    assert strengths.min() > 0.2 and strengths.max() < 1.8
+    assert strengths.min() > 0.2 and strengths.max() < 1.9
     assert (torch.cosine_similarity(moved.flatten(1), (U @ Vt).flatten(1)) > 0.8).all()
 
 

@@ -370,8 +370,8 @@ def optimizer_copies(model: GPT, step: Step) -> float:
         return 0
     if step.optimizer == "adafactor":  # the update of one parameter at a time
         return 4 * max(p.numel() for p in model.parameters())
-    # Muon: the copies of one stack of matrices. These are X before and after a product, A and B; or
-    # in the end X in bf16 and in fp32.
+    # Muon: the copies of one stack of matrices. These are X, two squares and their product with X;
+    # or in the end that product in bf16 and in fp32.
     # If the weights are shared out, a rank computes with its share of the matrices.
     ranks = step.world if step.zero else 1
     matrices = next(g for g in model.param_groups(0.0) if g["name"] == "matrices")

@@ -25,13 +25,16 @@ from model import GPT
 from training.settings import TrainConfig
 from training.shards import Pieces, is_shared, part, rows_of
 
-# Coefficients a, b, c of two polynomials a x + b x³ + c x⁵. One after the other, they take a number
-# between 0.01 and 1 to a number between 0.29 and 1.71. Each is the polynomial that comes nearest to
-# 1 on the interval that the one before leaves (arXiv 2505.16932, algorithm 1). More of them, which
-# come nearer to 1, learned no faster (bench/LOG.md).
-NEWTON_SCHULZ = (
-    (8.0934, -23.6204, 17.4462),
-    (3.6366, -2.7219, 0.5365),
+# Each line takes a square P to a P² + b before + c, where `before` is the P of the line before it.
+# Beginning with A, the last P is a polynomial of degree 16 in A, for four matrix products. With it
+# the strength s becomes s P(s²): a number between 0.22 and 1.78 for each s from 0.005 to 1. That is
+# as near to 1 as four such lines come (bench/polynomial.py finds them). Weak directions count: what
+# begins at 0.01 or brings them less far learns less (bench/LOG.md).
+SQUARES = (
+    (5.7605, -6.4162, 1.0000),
+    (1.6299, 0.0937, -0.6299),
+    (1.4420, -0.1821, -0.2599),
+    (43.3874, 0.7950, 1.0266),
 )
 
 # The matrices of one shape are stacked, so that one product serves all. A stack has at most so many
@@ -39,28 +42,28 @@ NEWTON_SCHULZ = (
 STACK = 2**25
 
 
-def orthogonalize(X: Tensor) -> Tensor:
-    """Return U V^T, approximately, for each matrix U S V^T of X (n, rows, columns).
+def orthogonalize(X: Tensor, factor: float | Tensor = 1.0) -> Tensor:
+    """Return factor U V^T, approximately, for each matrix U S V^T of X (n, rows, columns).
 
-    p(X) = a X + b (X X^T) X + c (X X^T)² X has the directions of X, and the strengths p(S): with
-    matrix products alone, every strength comes near to 1. This is called a Newton-Schulz iteration.
-    X (X^T X) is the same as (X X^T) X, and less work if there are more rows than columns.
+    With A = X X^T, any polynomial P(A) X has the directions of X, and the strengths S P(S²). So
+    matrix products alone bring every strength near to 1, as in the Newton-Schulz iteration of Muon.
+    Here, all of them but the first and the last are between small squares, rows x rows.
     """
     tall = X.size(1) > X.size(2)
-    for i, (a, b, c) in enumerate(NEWTON_SCHULZ):
-        A = X.mT @ X if tall else X @ X.mT  # the smaller square: V S² V^T or U S² U^T
-        if i == 0:
-            # Make all strengths at most 1, and the weak ones less weak (arXiv 2512.04632): each row
-            # of the matrix (column, if it is tall) is divided by the root of the sum of |A| in its
-            # row. 1.01 leaves room for rounding. Below 1e-8 the squares of A's numbers would
-            # underflow: such a matrix hardly moves.
-            sums = 1.01 * A.abs().sum(2, dtype=torch.float32)  # (n, rows)
-            scale = (1 / sums.sqrt().clamp(min=1e-8)).to(X.dtype)
-            X = X * (scale[:, None, :] if tall else scale[:, :, None])
-            A = A * scale[:, None, :] * scale[:, :, None]
-        B = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A²
-        X = torch.baddbmm(X, X, B, beta=a) if tall else torch.baddbmm(X, B, X, beta=a)
-    return X
+    P = X.mT @ X if tall else X @ X.mT  # the smaller square: V S² V^T or U S² U^T
+    # Make all strengths at most 1, and the weak ones less weak (arXiv 2512.04632): each row of X is
+    # divided by the root of the sum of |A| in its row. 1.01 leaves room for rounding. Below 1e-8
+    # the squares of A's numbers would underflow: such a matrix hardly moves.
+    sums = 1.01 * P.abs().sum(2, dtype=torch.float32)  # (n, rows)
+    scale = (1 / sums.sqrt().clamp(min=1e-8)).to(X.dtype)
+    P *= scale[:, :, None]
+    P *= scale[:, None, :]
+    before = P.clone()
+    for a, b, c in SQUARES:
+        before, P = P, before.baddbmm_(P, P, beta=b, alpha=a)
+        P.diagonal(dim1=1, dim2=2).add_(c)
+    P *= factor * (scale[:, :, None] if tall else scale[:, None, :])
+    return X @ P if tall else P @ X
 
 
 def stacked(matrices: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -216,16 +219,15 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(means, grads, 1 - group["momentum"])
         # The running mean after one more step with the same gradient: Nesterov's momentum.
         torch._foreach_lerp_(grads, means, group["momentum"])
+        lr = group["lr"] if found_inf is None else group["lr"] * (1 - found_inf)
+        factor = -0.2 * math.sqrt(max(pieces.shape if pieces else weights[0].shape)) * lr
         if pieces is None:
-            X = orthogonalize(stacked(grads, self.dtype)).float()
-            moves = X.unbind()
+            moves = orthogonalize(stacked(grads, self.dtype), factor).float().unbind()
         else:
             mine = torch.cat([grad.to(self.dtype).flatten() for grad in grads])
-            X = pieces.from_owners(orthogonalize(pieces.to_owners(mine))).float()
+            X = pieces.from_owners(orthogonalize(pieces.to_owners(mine), factor)).float()
             flat = X.split([weight.numel() for weight in weights])
             moves = [x.view_as(weight) for x, weight in zip(flat, weights, strict=True)]
-        lr = group["lr"] if found_inf is None else group["lr"] * (1 - found_inf)
-        X *= -0.2 * math.sqrt(max(pieces.shape if pieces else X.shape[1:])) * lr
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         torch._foreach_add_(weights, moves)
 
