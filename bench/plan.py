@@ -363,8 +363,9 @@ def optimizer_work(model: GPT, step: Step) -> tuple[float, float]:
     """Return the FLOPs of the optimizer and the bytes that it moves, for each micro-step.
 
     AdamW reads a weight, its gradient and two moments, and writes all but the gradient: 28 bytes.
-    Muon's operations move 62 bytes for each number in a matrix, and 50 for each in the small square
-    (in bf16, each of their tensors counted once). Adafactor is counted as AdamW.
+    Muon's operations move 62 bytes for each number in a matrix, and for each in the small square 26
+    and 6 more for each product (in bf16, each of their tensors counted once). Adafactor is counted
+    as AdamW.
     """
     flops = 0
     moved = 0
@@ -381,7 +382,7 @@ def optimizer_work(model: GPT, step: Step) -> tuple[float, float]:
                 # X X^T, the squares and P X: products with two FLOPs for each of their terms
                 sides = longer + len(SQUARES) * shorter + longer
                 flops += 2 * shorter * shorter * sides
-                moved += 50 * shorter * shorter
+                moved += (26 + 6 * len(SQUARES)) * shorter * shorter
     times = step.accum * (step.world if step.zero else 1)  # each rank moves its own weights
     return flops / times, moved / times
 

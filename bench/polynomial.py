@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import trange
+from tqdm import tqdm, trange
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/polynomial.py` finds the modules below
@@ -28,11 +28,12 @@ class SearchConfig:
     squares: int = 4  # lines, each of which costs a product of matrices
     low: float = 0.005  # the least strength that is brought near to 1
     tries: int = 40  # random beginnings
-    seed: int = 0
+    seed: int = 0  # of the random beginnings
 
     def problems(self) -> list[str]:
         wrong = [f"--{k} must be positive" for k in ("squares", "tries") if getattr(self, k) < 1]
-        return wrong + ["--low must be between 0 and 1"] * (not 0 < self.low < 1)
+        wrong += ["--low must be between 0 and 1"] * (not 0 < self.low < 1)
+        return wrong + ["--seed must be from 0 to 2^63 - 1"] * (not 0 <= self.seed < 2**63)
 
 
 def strengths_after(lines: Tensor, s: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ def main() -> None:
     torch.manual_seed(cfg.seed)
     even = torch.linspace(cfg.low, 1, 500, dtype=torch.float64)
     s = torch.cat((even, torch.logspace(math.log10(cfg.low), 0, 500, dtype=torch.float64)))
-    best = 1.0
+    best = math.inf
     for _ in trange(cfg.tries, disable=None):
         lines = torch.randn(cfg.squares, 3, dtype=torch.float64)
         for power in (2, 4, 16, 64, 256, 1024):
@@ -91,7 +92,7 @@ def main() -> None:
         if error < best - 1e-4:
             best = error
             rows = "".join(f"    ({a:.4f}, {b:.4f}, {c:.4f}),\n" for a, b, c in lines.tolist())
-            print(f"{1 - error:.3f} to {1 + error:.3f}\n{rows}", end="", flush=True)
+            tqdm.write(f"{1 - error:.3f} to {1 + error:.3f}\n{rows}", end="")
 
 
 if __name__ == "__main__":

@@ -241,10 +241,10 @@ def test_muons_polynomial_takes_strengths_from_0_005_to_1_near_to_1():
 
 def test_the_search_for_a_polynomial_prints_lines_that_do_what_it_says(capsys):
     call(polynomial.main, "--squares=2", "--low=0.1", "--tries=4")
-    least_and_most, *rows = capsys.readouterr().out.rsplit(" to ", 1)[1].splitlines()
+    printed, *rows = capsys.readouterr().out.rsplit(" to ", 1)[1].splitlines()
     lines = torch.tensor([ast.literal_eval(row.strip(" ,")) for row in rows], dtype=torch.float64)
     moved = polynomial.strengths_after(lines, torch.linspace(0.1, 1, 1001, dtype=torch.float64))
-    most = float(least_and_most)
+    most = float(printed)  # the second number of the last `0.5 to 1.5`
     assert most < 1.5
     assert [moved.min(), moved.max()] == pytest.approx([2 - most, most], abs=0.01)
 

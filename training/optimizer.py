@@ -26,10 +26,9 @@ from training.settings import TrainConfig
 from training.shards import Pieces, is_shared, part, rows_of
 
 # Each line takes a square P to a P² + b before + c, where `before` is the P of the line before it.
-# Beginning with A, the last P is a polynomial of degree 16 in A, for four matrix products. With it
-# the strength s becomes s P(s²): a number between 0.22 and 1.78 for each s from 0.005 to 1. That is
-# as near to 1 as four such lines come (bench/polynomial.py finds them). Weak directions count: what
-# begins at 0.01 or brings them less far learns less (bench/LOG.md).
+# At first both are A, so the last P is a polynomial of degree 16 in A, for four matrix products.
+# With it the strength s becomes s P(s²): but for rounding, a number between 0.22 and 1.78 for each
+# s from 0.005 to 1. bench/polynomial.py found no four lines that come nearer to 1.
 SQUARES = (
     (5.7605, -6.4162, 1.0000),
     (1.6299, 0.0937, -0.6299),
@@ -47,14 +46,16 @@ def orthogonalize(X: Tensor, factor: float | Tensor = 1.0) -> Tensor:
 
     With A = X X^T, any polynomial P(A) X has the directions of X, and the strengths S P(S²). So
     matrix products alone bring every strength near to 1, as in the Newton-Schulz iteration of Muon.
-    Here, all of them but the first and the last are between small squares, rows x rows.
+    Here, all of them but the first and the last are between squares with the shorter side of X: for
+    a tall X, A is X^T X, and the result X P(A).
     """
     tall = X.size(1) > X.size(2)
     P = X.mT @ X if tall else X @ X.mT  # the smaller square: V S² V^T or U S² U^T
-    # Make all strengths at most 1, and the weak ones less weak (arXiv 2512.04632): each row of X is
-    # divided by the root of the sum of |A| in its row. 1.01 leaves room for rounding. Below 1e-8
-    # the squares of A's numbers would underflow: such a matrix hardly moves.
-    sums = 1.01 * P.abs().sum(2, dtype=torch.float32)  # (n, rows)
+    # Make all strengths at most 1, and the weak ones less weak (arXiv 2512.04632): each row (of a
+    # tall X, each column) is divided by the root of the sum of |A| in its row of A. Only squares
+    # are multiplied by these factors. 1.01 leaves room for rounding. Below 1e-8 the squares of A's
+    # numbers would underflow: such a matrix hardly moves.
+    sums = 1.01 * torch.linalg.vector_norm(P, 1, dim=2, dtype=torch.float32)  # (n, shorter side)
     scale = (1 / sums.sqrt().clamp(min=1e-8)).to(X.dtype)
     P *= scale[:, :, None]
     P *= scale[:, None, :]
