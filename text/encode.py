@@ -16,13 +16,12 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from itertools import cycle
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -168,27 +167,41 @@ def in_val(digest: bytes, val_fraction: float) -> bool:
 # exists is waited for.
 
 
+# A worker has no work for the threads that numpy would start, and they would wait for it busily. It
+# keeps freed memory for the next chunk, and has few, large pages (glibc's settings, so on Linux).
+LEAN = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824"
+    ":glibc.malloc.trim_threshold=1073741824",
+}
+
+
 class Worker:
     """A process that does the task with every chunk that it is sent, in their order."""
 
     def __init__(self, task: Task):
+        self.todo: deque[Future] = deque()  # for the results that have not come yet
         context = get_context("spawn")
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=serve, args=(task, other), daemon=True)
         self.process.start()
         other.close()  # now only the worker holds it, and self.pipe fails when the worker has ended
 
-    def send(self, chunk: Chunk) -> None:
+    def send(self, chunk: Chunk) -> Future:
+        """Send a chunk, and return the place where receive() will put its result."""
         with self.killed_is_an_error():
             self.pipe.send(chunk)
+        self.todo.append(Future())
+        return self.todo[-1]
 
-    def result(self) -> Any:
+    def receive(self) -> None:
         """Wait for the result of the oldest chunk that has none yet."""
         with self.killed_is_an_error():
             result = self.pipe.recv()
         if isinstance(result, Exception):
-            raise result
-        return result
+            self.todo.popleft().set_exception(result)
+        else:
+            self.todo.popleft().set_result(result)
 
     @contextmanager
     def killed_is_an_error(self) -> Iterator[None]:
@@ -241,30 +254,46 @@ def receive(pipe: Connection, chunks: SimpleQueue) -> None:
 def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Any]]:
     """Yield (chunk, result of the task) for every chunk, in their order, with few in memory.
 
-    With one worker this process does the work itself. With several, the chunks that are yielded
-    have lost their records. Raises UserError if a worker was killed.
+    With one worker this process does the work itself. With several, a chunk goes to the one that
+    has the fewest, and those that are yielded have lost their records. Raises UserError if a worker
+    was killed.
     """
     if workers == 1:
         for chunk in chunks:
             yield chunk, task(chunk)
         return
+    for name, value in LEAN.items():
+        os.environ.setdefault(name, value)
     pool = [Worker(task) for _ in range(workers)]
-    turns = cycle(pool)
-    waiting: deque[tuple[Chunk, Worker]] = deque()
+    waiting: deque[tuple[Chunk, Future]] = deque()
     try:
         for chunk in chunks:
-            worker = next(turns)
-            worker.send(chunk)
-            waiting.append((replace(chunk, records=[]), worker))
+            receive_all(pool, timeout=0)
+            worker = min(pool, key=lambda worker: len(worker.todo))
+            waiting.append((replace(chunk, records=[]), worker.send(chunk)))
             del chunk
-            if len(waiting) > 2 * workers:
-                position, worker = waiting.popleft()
-                yield position, worker.result()
-        for position, worker in waiting:
-            yield position, worker.result()
+            if len(waiting) > 3 * workers:
+                yield first_of(waiting, pool)
+        while waiting:
+            yield first_of(waiting, pool)
     finally:
         for worker in pool:
             worker.end()
+
+
+def first_of(waiting: deque[tuple[Chunk, Future]], pool: list[Worker]) -> tuple[Chunk, Any]:
+    """Wait for the result of the first chunk."""
+    position, future = waiting.popleft()
+    while not future.done():
+        receive_all(pool)
+    return position, future.result()
+
+
+def receive_all(pool: list[Worker], timeout: float | None = None) -> None:
+    """Receive the results that have come; wait for one, if there is none, until the timeout."""
+    workers = {worker.pipe: worker for worker in pool if worker.todo}
+    for pipe in wait(workers, timeout):
+        workers[pipe].receive()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -266,7 +266,7 @@ def is_chinese(text: str) -> bool:
     """
     if text.isascii():
         return False
-    chinese, _ = count_letters(text[: len(text) // 8])
+    chinese, _ = count_letters(text[: len(text) // 4])
     if 20 * chinese >= len(text):
         return True  # whatever the rest is
     chinese, ascii_letters = count_letters(text)
