@@ -167,12 +167,14 @@ def in_val(digest: bytes, val_fraction: float) -> bool:
 # exists is waited for.
 
 
-# A worker has no work for the threads that numpy would start, and they would wait for it busily. It
-# keeps freed memory for the next chunk, and has few, large pages (glibc's settings, so on Linux).
+# For the environment of workers, where the user has not set these. A worker has no work for the
+# threads that numpy would start, and they would wait for it busily. It keeps some freed memory for
+# the next chunk, in large pages. (Blocks of 32 MiB and more are given back; glibc allows no more.
+# Large pages need glibc 2.35; other systems ignore all of it.)
 LEAN = {
     "OPENBLAS_NUM_THREADS": "1",
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824"
-    ":glibc.malloc.trim_threshold=1073741824",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432"
+    ":glibc.malloc.trim_threshold=134217728",
 }
 
 
@@ -188,13 +190,13 @@ class Worker:
         other.close()  # now only the worker holds it, and self.pipe fails when the worker has ended
 
     def send(self, chunk: Chunk) -> Future:
-        """Send a chunk, and return the place where receive() will put its result."""
+        """Send a chunk, and return the place where take_result() will put its result."""
         with self.killed_is_an_error():
             self.pipe.send(chunk)
         self.todo.append(Future())
         return self.todo[-1]
 
-    def receive(self) -> None:
+    def take_result(self) -> None:
         """Wait for the result of the oldest chunk that has none yet."""
         with self.killed_is_an_error():
             result = self.pipe.recv()
@@ -262,13 +264,15 @@ def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tupl
         for chunk in chunks:
             yield chunk, task(chunk)
         return
-    for name, value in LEAN.items():
-        os.environ.setdefault(name, value)
+    added = {name: value for name, value in LEAN.items() if name not in os.environ}
+    os.environ |= added
     pool = [Worker(task) for _ in range(workers)]
+    for name in added:
+        del os.environ[name]
     waiting: deque[tuple[Chunk, Future]] = deque()
     try:
         for chunk in chunks:
-            receive_all(pool, timeout=0)
+            take_results(pool, timeout=0)
             worker = min(pool, key=lambda worker: len(worker.todo))
             waiting.append((replace(chunk, records=[]), worker.send(chunk)))
             del chunk
@@ -282,18 +286,18 @@ def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tupl
 
 
 def first_of(waiting: deque[tuple[Chunk, Future]], pool: list[Worker]) -> tuple[Chunk, Any]:
-    """Wait for the result of the first chunk."""
+    """Take out the first chunk, and wait for its result."""
     position, future = waiting.popleft()
     while not future.done():
-        receive_all(pool)
+        take_results(pool)
     return position, future.result()
 
 
-def receive_all(pool: list[Worker], timeout: float | None = None) -> None:
-    """Receive the results that have come; wait for one, if there is none, until the timeout."""
+def take_results(pool: list[Worker], timeout: float | None = None) -> None:
+    """Take the results that have come. If there is none, wait for one until the timeout."""
     workers = {worker.pipe: worker for worker in pool if worker.todo}
     for pipe in wait(workers, timeout):
-        workers[pipe].receive()
+        workers[pipe].take_result()
 
 
 # --------------------------------------------------------------------------------------------------
