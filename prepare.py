@@ -48,6 +48,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import active_children
 from pathlib import Path
@@ -322,7 +323,7 @@ def build(
     parts = [written for _, written in finished]
     tally = added_up(parts)
     check_bad(tally, cfg, tally.records)
-    check_unchanged(tokenizer, info, parts)
+    check_unchanged({tokenizer / info["file"]: info["sha256"]} | hashes(parts, "rows"))
     new = scratch / "set"
     remove_only(new, WORK["set"])
     new.mkdir()
@@ -332,7 +333,10 @@ def build(
     meta = describe_set(cfg, info, splits, lengths, tally)
     if few:
         meta["few_documents"] = few
-    meta["landmarks"] = count_landmarks(new, meta)
+    with ThreadPoolExecutor(1) as other:  # both read all token ids, and each needs one core
+        landmarks = other.submit(count_landmarks, new, meta)
+        check_unchanged(hashes(parts, "train") | hashes(parts, "val"))
+    meta["landmarks"] = landmarks.result()
     meta |= {"sources": describe_sources(cfg, read, passed_by), "settings": settings_of(cfg)}
     write_whole(new / "meta.json", json_bytes(sealed(meta)))
 
@@ -390,14 +394,16 @@ def added_up(parts: list[Part]) -> Tally:
     return tally
 
 
-def check_unchanged(tokenizer: Path, info: dict, parts: list[Part]) -> None:
-    """Raise UserError if a file that was written does not have its hash any more.
+def hashes(parts: list[Part], name: str) -> dict[Path, str]:
+    """Return {path: SHA-256 when it was written} for a file of each part: train, val or rows."""
+    return {part.paths[name]: part.states[name][1] for part in parts}
+
+
+def check_unchanged(written: dict[Path, str]) -> None:
+    """Raise UserError if a file does not have the SHA-256 any more that it was written with.
 
     The reason may be a bad disk, or another prepare.py on a disk where locks do not work.
     """
-    written = {tokenizer / info["file"]: info["sha256"]}
-    for part in parts:
-        written |= {part.paths[name]: sha256 for name, (_, sha256) in part.states.items()}
     for path, sha256 in written.items():
         if file_sha256(path) != sha256:
             raise UserError(f"{path}: changed after it was written: run the same command again")

@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -141,16 +142,25 @@ def ours(corpus: Path, cfg: BenchConfig, folder: Path) -> tuple[float, float, in
     """
     command = [sys.executable, str(REPO / "prepare.py"), f"--input={corpus}", "--name=bench"]
     command += [f"--tokenizer={cfg.tokenizer}", f"--workers={cfg.workers}", f"--data_dir={folder}"]
-    peak = 0
+    peaks = [0]
+    ended = threading.Event()
     worked = children_time()
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    while process.poll() is None:
-        peak = max(peak, resident(process.pid))
-        time.sleep(0.05)
+
+    def look() -> None:
+        while not ended.wait(0.1):  # each look takes half a millisecond
+            peaks.append(resident(process.pid))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    process.wait()
+    took = time.perf_counter() - started
+    ended.set()
+    looking.join()
     if process.returncode:
         raise UserError("prepare.py failed: see its message above")
-    return time.perf_counter() - started, children_time() - worked, peak
+    return took, children_time() - worked, max(peaks)
 
 
 # --------------------------------------------------------------------------------------------------

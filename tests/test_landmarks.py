@@ -36,18 +36,17 @@ META = {"vocab_size": V, "dtype": "uint16"}
 
 def test_the_landmarks_are_those_of_the_formulas(ids, tmp_path):
     train_ids, val_ids = ids
-    ones = Counter(train_ids)
+    ones = Counter(train_ids[:-1])
     twos = Counter(zip(train_ids[:-1], train_ids[1:], strict=True))
-    context = Counter(train_ids[:-1])
     followers = Counter(v for v, _ in twos)
 
     def p1(w: int) -> float:
-        return (max(ones[w] - 0.75, 0) + 0.75 * len(ones) / V) / len(train_ids)
+        return (max(ones[w] - 0.75, 0) + 0.75 * len(ones) / V) / (len(train_ids) - 1)
 
     def p2(v: int, w: int) -> float:
-        if not context[v]:
+        if not ones[v]:
             return p1(w)
-        return (max(twos[v, w] - 0.75, 0) + 0.75 * followers[v] * p1(w)) / context[v]
+        return (max(twos[v, w] - 0.75, 0) + 0.75 * followers[v] * p1(w)) / ones[v]
 
     assert sum(map(p1, range(V))) == pytest.approx(1)
     for v in (0, 1, V - 6, V - 1):

@@ -256,9 +256,9 @@ def receive(pipe: Connection, chunks: SimpleQueue) -> None:
 def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Any]]:
     """Yield (chunk, result of the task) for every chunk, in their order, with few in memory.
 
-    With one worker this process does the work itself. With several, a chunk goes to the one that
-    has the fewest, and those that are yielded have lost their records. Raises UserError if a worker
-    was killed.
+    With one worker this process does the work itself. With several, each has one chunk to work at
+    and one to go on with, and the chunks that are yielded have lost their records. Raises UserError
+    if a worker was killed.
     """
     if workers == 1:
         for chunk in chunks:
@@ -272,11 +272,11 @@ def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tupl
     waiting: deque[tuple[Chunk, Future]] = deque()
     try:
         for chunk in chunks:
-            take_results(pool, timeout=0)
-            worker = min(pool, key=lambda worker: len(worker.todo))
+            while len((worker := has_fewest(pool)).todo) > 1:
+                take_results(pool)
             waiting.append((replace(chunk, records=[]), worker.send(chunk)))
             del chunk
-            if len(waiting) > 3 * workers:
+            while waiting and (waiting[0][1].done() or len(waiting) > 3 * workers):
                 yield first_of(waiting, pool)
         while waiting:
             yield first_of(waiting, pool)
@@ -293,10 +293,14 @@ def first_of(waiting: deque[tuple[Chunk, Future]], pool: list[Worker]) -> tuple[
     return position, future.result()
 
 
-def take_results(pool: list[Worker], timeout: float | None = None) -> None:
-    """Take the results that have come. If there is none, wait for one until the timeout."""
+def has_fewest(pool: list[Worker]) -> Worker:
+    return min(pool, key=lambda worker: len(worker.todo))
+
+
+def take_results(pool: list[Worker]) -> None:
+    """Take the results that have come. If there is none, wait for one."""
     workers = {worker.pipe: worker for worker in pool if worker.todo}
-    for pipe in wait(workers, timeout):
+    for pipe in wait(workers):
         workers[pipe].take_result()
 
 

@@ -5,16 +5,17 @@
     bigram    the same after each token: the frequencies of the tokens that follow it in train.bin
 
 A GPT begins at the first of them, and soon falls below the second and the third. prepare.py counts
-the last two and writes them into meta.json. The counts come from train.bin and the loss is that on
-val.bin, so a token or pair that train.bin lacks must have a probability too. It gets one by
-interpolated absolute discounting (Ney, Essen and Kneser, 1994): every count c above 0 is lowered by
-D, and what that frees goes to the distribution of the order below.
+pairs of neighbours for the last two, and writes them into meta.json. The counts come from train.bin
+and the loss is that on val.bin, so a token or pair that train.bin lacks must have a probability
+too. It gets one by interpolated absolute discounting (Ney, Essen and Kneser, 1994): every count c
+above 0 is lowered by D, and what that frees goes to the distribution of the order below.
 
-    p1(w)     = max(c(w) - D, 0) / N       + D types / N          x  1 / V
+    p1(v)     = max(c(v) - D, 0) / N       + D types / N           x  1 / V
     p2(w | v) = max(c(v, w) - D, 0) / c(v) + D followers(v) / c(v) x  p1(w)
 
-N: tokens; types: different tokens; followers(v): different tokens that follow v. D = 0.75 is what
-Church and Gale (1991) found for pairs of words.
+c(v, w): pairs v w; c(v): pairs that begin with v; N: pairs; types: different tokens that they begin
+with; followers(v): different tokens that follow v. D = 0.75 is what Church and Gale (1991) found
+for pairs of words.
 """
 
 import math
@@ -27,8 +28,8 @@ from text.dataset import DataSet
 
 D = 0.75
 STRETCH = 1 << 18  # tokens that are read at a time
-# Pairs are counted in so many tokens of train.bin, at 8 bytes each. In a larger file these are 32
-# stretches, spread evenly. The loss is measured on a quarter as many tokens of val.bin.
+# So many pairs of train.bin are counted, at 4 bytes each. In a larger file these are 32 stretches,
+# spread evenly. The loss is measured on a quarter as many pairs of val.bin.
 MOST = 1 << 23
 
 
@@ -52,27 +53,22 @@ class Ids:
 def count_landmarks(folder: Path, meta: dict) -> dict[str, float]:
     """Return the losses on val.bin of the unigram and the bigram model of train.bin.
 
-    They are in nats per token, rounded to 4 digits. `bigram_tokens` is the number of tokens of
-    train.bin whose pairs were counted. The result is empty if one of the files has no two tokens.
+    They are in nats per token, rounded to 4 digits. `bigram_tokens` is the number of pairs of
+    train.bin that were counted. The result is empty if one of the files has no two tokens.
     folder: where the files are. meta: their dtype and vocab_size, as in meta.json.
     """
     V = meta["vocab_size"]
     train, val = (Ids(folder, meta, split) for split in ("train", "val"))
     if len(train) < 2 or len(val) < 2:
         return {}
-    with ThreadPoolExecutor() as pool:  # numpy lets them run at the same time
-        of_train = pool.submit(count_pairs, train, V, MOST)
-        of_val = pool.submit(count_pairs, val, V, MOST // 4)
-        singles = np.zeros(V, np.int64)
-        for start in range(0, len(train), STRETCH):
-            singles += np.bincount(train.read(start, STRETCH), minlength=V)
-    p1 = np.maximum(singles - D, 0) + D * np.count_nonzero(singles) / V
-    p1 /= len(train)  # (V,): the probability of each token
-
-    pairs, counts = of_train.result()
+    with ThreadPoolExecutor(1) as other:  # numpy lets them run at the same time
+        of_val = other.submit(count_pairs, val, V, MOST // 4)
+        pairs, counts = count_pairs(train, V, MOST)
     first = pairs // V
     followers = np.bincount(first, minlength=V)  # (V,): different tokens that follow each token
     followed = np.bincount(first, counts, V)  # (V,): how often a token has one that follows
+    p1 = np.maximum(followed - D, 0) + D * np.count_nonzero(followed) / V
+    p1 /= counts.sum()  # (V,): the probability of each token
 
     asked, times = of_val.result()
     v, w = np.divmod(asked, V)
@@ -96,10 +92,11 @@ def count_pairs(ids: Ids, V: int, most: int) -> tuple[np.ndarray, np.ndarray]:
     starts = range(0, n, STRETCH)
     if n > most:
         starts = np.linspace(0, n - STRETCH, most // STRETCH).astype(int)
-    pairs = np.empty(min(n, most), np.int64)
+    kind = np.uint32 if V <= 1 << 16 else np.int64  # V V - 1 fits into it
+    pairs = np.empty(min(n, most), kind)
     done = 0
     for start in starts:
-        stretch = ids.read(start, STRETCH + 1).astype(np.int64)
+        stretch = ids.read(start, STRETCH + 1).astype(kind)
         pairs[done : done + len(stretch) - 1] = stretch[:-1] * V + stretch[1:]
         done += len(stretch) - 1
     pairs.sort()

@@ -179,12 +179,12 @@ def report_landmarks(meta: dict) -> list[str]:
     V = meta["vocab_size"]
     counted = found["bigram_tokens"]
     some = counted < meta["splits"]["train"]["tokens"] - 1
-    of = f", counted in {counted:,} tokens" if some else ""
+    part = f"{counted:,} tokens of " if some else ""
     return [
         "  loss on val of the simplest models, in nats per token, to compare a GPT with:",
         f"    {math.log(V):>9.3f}  all tokens are equally likely: ln {V:,}",
-        f"    {found['unigram']:>9.3f}  each token is as frequent as in train",
-        f"    {found['bigram']:>9.3f}  each pair of tokens is as frequent as in train{of}",
+        f"    {found['unigram']:>9.3f}  each token is as frequent as in {part}train",
+        f"    {found['bigram']:>9.3f}  each pair of tokens is as frequent as in {part}train",
     ]
 
 

@@ -27,7 +27,7 @@ CONTROL = re.compile("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\ufeff]")
 
 # The version of the rules by which a record becomes a text. What an interrupted run did by other
 # rules is done again.
-RULES = 2
+RULES = 3
 
 MOST_VALUES = 1_000_000  # in one record: in Python, each value takes some 60 bytes or more
 
@@ -118,9 +118,16 @@ def unpacked(kind: str, where: str, record: Any) -> Iterable[tuple[str, Any]]:
         return ((where, text) for text in documentation(record, where))
     if not isinstance(record, Lines):
         return [(where, record)]
-    text = record.data.decode(record.encoding, "surrogateescape").removeprefix("\ufeff")
-    numbered = enumerate(text.split("\n"), record.first)
-    return ((f"{record.file}:{n}", line) for n, line in numbered if line and not line.isspace())
+    return lines_in(record)
+
+
+def lines_in(block: Lines) -> Iterator[tuple[str, str]]:
+    """Yield (file:line, line) for each line that is not blank."""
+    for number, line in enumerate(block.data.split(b"\n"), block.first):
+        # Files that were joined may have a byte order mark within.
+        text = line.decode(block.encoding, "surrogateescape").removeprefix("\ufeff")
+        if text and not text.isspace():
+            yield f"{block.file}:{number}", text
 
 
 def understand(kind: str, record: Any, where: str, fields: str, tally: Tally) -> tuple[str, str]:
@@ -250,12 +257,11 @@ def join(head: tuple[str, str] | None, sections: list[tuple[str, str]]) -> str:
     `title: content` for each section; what is empty is left out.
     """
     pairs = [head, *sections] if head else sections
-    paragraphs = [": ".join(filter(str.strip, pair)) for pair in pairs]
-    text = "\n\n".join(filter(None, paragraphs))
-    if is_chinese(text):
+    if is_chinese("".join(itertools.chain.from_iterable(pairs))):
         text = "：".join(head) if head else ""
-        text += "".join([f"{title}：{content}。" for title, content in sections])
-    return text
+        return text + "".join([f"{title}：{content}。" for title, content in sections])
+    paragraphs = [": ".join(filter(str.strip, pair)) for pair in pairs]
+    return "\n\n".join(filter(None, paragraphs))
 
 
 def is_chinese(text: str) -> bool:
@@ -266,21 +272,27 @@ def is_chinese(text: str) -> bool:
     """
     if text.isascii():
         return False
-    chinese, _ = count_letters(text[: len(text) // 4])
-    if 20 * chinese >= len(text):
+    if 20 * count_chinese(codes_of(text[: len(text) // 3])) >= len(text):
         return True  # whatever the rest is
-    chinese, ascii_letters = count_letters(text)
+    codes = codes_of(text)
+    chinese = count_chinese(codes)
+    ascii_letters = count_between(codes | 32, ord("a"), ord("z"))
     return chinese > 0 and 20 * chinese >= chinese + ascii_letters
 
 
-def count_letters(text: str) -> tuple[int, int]:
-    """Return how many Chinese characters and kana, and how many letters of ASCII are in a text."""
-    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
-    kana_and_han = np.count_nonzero((codes >= 0x3040) & (codes < 0xA000))
-    rare_han = np.count_nonzero((codes >= 0x20000) & (codes < 0x40000))
-    lower = codes | 32
-    ascii_letters = np.count_nonzero((lower >= ord("a")) & (lower <= ord("z")))
-    return kana_and_han + rare_han, ascii_letters
+def codes_of(text: str) -> np.ndarray:
+    """Return the code points (characters,) of a text."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+
+
+def count_chinese(codes: np.ndarray) -> int:
+    """Return how many of these are Chinese characters, or Japanese kana."""
+    return count_between(codes, 0x3040, 0x9FFF) + count_between(codes, 0x20000, 0x3FFFF)
+
+
+def count_between(codes: np.ndarray, first: int, last: int) -> int:
+    # What is below `first` wraps around to a large number.
+    return np.count_nonzero(codes - first <= last - first)
 
 
 def chosen_fields(record: dict, fields: str) -> str:

@@ -47,8 +47,16 @@ def checked_prefix(prefix: list[int] | None, eos_id: int, vocab_size: int) -> li
 
 # Places in a text that the tokens of a BPE seldom reach across: before a space, and between a
 # Chinese character and a mark. SentencePiece.slices() asks whether the tokens of its model do.
-EDGE = re.compile(r"(?<=\S)(?= )|(?<=[\u4e00-\u9fff])(?=[，。、；：！？．（《“\n])")
+EDGE = r"(?:(?<=\S)(?= )|(?<=[\u4e00-\u9fff])(?=[，。、；：！？．（《“\n]))"
 SLICE = 500  # characters, at least; SentencePiece is slower on longer texts (bench/LOG.md)
+
+
+def up_to_edge(least: int) -> re.Pattern:
+    """Return what matches a text up to its first EDGE after `least` characters, or all of it."""
+    return re.compile(rf"(?s).{{{least}}}(?:.*?{EDGE}|.*)|.+")
+
+
+SLICES = up_to_edge(SLICE)
 
 
 class SentencePiece:
@@ -87,7 +95,7 @@ class SentencePiece:
         SentencePiece writes U+2581 for a space, and would decode a U+2581 of the text to a space.
         Here such a character is encoded as its three bytes, and so decodes to itself.
         """
-        cut = [[list(self.slices(part)) for part in text.split("\u2581")] for text in texts]
+        cut = [[self.slices(part) for part in text.split("\u2581")] for text in texts]
         slices = [s for parts in cut for part in parts for s in part]
         encoded = iter(self.sp.encode_as_numpy(slices, num_threads=1))
         for parts in cut:
@@ -98,24 +106,22 @@ class SentencePiece:
                 ids += islice(encoded, len(part))
             yield np.concatenate(ids).view(np.uint32)
 
-    def slices(self, text: str) -> Iterator[str]:
-        """Yield a text in slices that give the same ids as the whole text, but faster.
+    def slices(self, text: str) -> list[str]:
+        """Cut a text into slices that give the same ids as the whole text, but faster.
 
         A BPE only merges neighbours that form a token. So where no token can reach across a place,
         what is on its left and what is on its right do not depend on each other.
         """
-        begin = 0
-        if len(text) > SLICE and self.may_cut:
-            while edge := EDGE.search(text, begin + SLICE):
-                yield text[begin : edge.start()]
-                begin = edge.start()
-        yield text[begin:]
+        if len(text) <= SLICE or not self.may_cut:
+            return [text]
+        return SLICES.findall(text)
 
     @cached_property
     def may_cut(self) -> bool:
         """Whether no token reaches across an EDGE, and a slice is encoded as in the whole text."""
         pieces = (self.sp.id_to_piece(i).replace("\u2581", " ") for i in range(self.vocab_size))
-        return self.keeps_text and self.is_byte_bpe and not any(map(EDGE.search, pieces))
+        crosses = any(re.search(EDGE, piece) for piece in pieces)
+        return self.keeps_text and self.is_byte_bpe and not crosses
 
     @property
     def keeps_text(self) -> bool:
