@@ -35,6 +35,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import tiktoken
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/prepare.py` finds the modules below
@@ -87,10 +88,20 @@ def read_corpus(path: str) -> tuple[bytes, list[str]]:
 
 
 def library_encode(tokenizer: SentencePiece | Tiktoken) -> Callable[[str], list[int]]:
-    """Return the library's own encode function, without anything around it."""
+    """Return the library's own encode function, without anything around it.
+
+    For tiktoken it cuts words with tiktoken's own pattern, and not with our faster one.
+    """
     if isinstance(tokenizer, SentencePiece):
         return tokenizer.sp.encode
-    return tokenizer.encoding.encode_ordinary
+    e = tokenizer.encoding
+    own = tiktoken.Encoding(
+        e.name,
+        pat_str=tokenizer.pattern,
+        mergeable_ranks=e._mergeable_ranks,
+        special_tokens=e._special_tokens,
+    )
+    return own.encode_ordinary
 
 
 def library(texts: list[str], encode: Callable[[str], list[int]]) -> tuple[float, float]:
