@@ -333,7 +333,7 @@ def build(
     meta = describe_set(cfg, info, splits, lengths, tally)
     if few:
         meta["few_documents"] = few
-    with ThreadPoolExecutor(1) as other:  # both read all token ids, and each needs one core
+    with ThreadPoolExecutor(1) as other:  # hashing and counting run at the same time
         landmarks = other.submit(count_landmarks, new, meta)
         check_unchanged(hashes(parts, "train") | hashes(parts, "val"))
     meta["landmarks"] = landmarks.result()
