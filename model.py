@@ -29,8 +29,9 @@ llama with qkv_bias is Qwen2ForCausalLM.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -65,6 +66,15 @@ PRESETS = {
 }
 
 
+# What an MLP computes between its matrices: a function, and whether its result is the factor (the
+# gate) of a second product with x (arXiv 2002.05202). gelu_tanh is OpenAI's, in GPT-2.
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "gelu": (F.gelu, False),
+    "gelu_tanh": (partial(F.gelu, approximate="tanh"), False),
+    "swiglu": (F.silu, True),
+}
+
+
 def round_up(number: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `number`."""
     return (number + multiple - 1) // multiple * multiple
@@ -84,12 +94,11 @@ class GPTConfig:
     n_kv_head: int = 0  # key/value heads: fewer than n_head is GQA; 0: n_head
     n_embd: int = 768  # width of the residual stream
     head_dim: int = 0  # width of one head; 0: n_embd / n_head
-    # Width inside the MLP. 0: 4 n_embd; for swiglu 8/3 n_embd, rounded up to a multiple of 64.
+    # Width inside the MLP. 0: 4 n_embd; with a gate 8/3 n_embd, rounded up to a multiple of 64.
     d_ff: int = 0
     pos: Literal["learned", "rope"] = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    # gelu_tanh is an approximation of gelu. OpenAI's GPT-2 used it.
-    mlp: Literal["gelu", "gelu_tanh", "swiglu"] = "gelu"
+    mlp: Literal[tuple(ACTIVATIONS)] = "gelu"
     bias: bool = True  # in linear layers and LayerNorm
     qkv_bias: bool = False  # in the linear layer of queries, keys and values, whatever bias is
     qk_norm: bool = False  # RMSNorm over each head's query and key
@@ -100,7 +109,12 @@ class GPTConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the numbers, and replace each 0 by the value that it stands for."""
+        """Check the values, and replace each 0 by the value that it stands for."""
+        for field in fields(self):
+            choices = get_args(field.type)
+            if choices and getattr(self, field.name) not in choices:
+                problem = f"{field.name}={getattr(self, field.name)!r} is none of"
+                raise ValueError(f"{problem} {', '.join(choices)}")
         must_be_positive = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
         problems = [f"{k} must be positive" for k in must_be_positive if getattr(self, k) < 1]
         if problems:
@@ -110,7 +124,7 @@ class GPTConfig:
             problem = f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}"
             raise ValueError(f"{problem}: change one of them, or set head_dim")
         self._replace_zero("head_dim", self.n_embd // self.n_head)
-        if self.mlp == "swiglu":
+        if self.gated:
             self._replace_zero("d_ff", round_up(8 * self.n_embd // 3, 64))
         else:
             self._replace_zero("d_ff", 4 * self.n_embd)
@@ -135,6 +149,11 @@ class GPTConfig:
     def _replace_zero(self, name: str, value: int) -> None:
         if not getattr(self, name):
             object.__setattr__(self, name, value)  # a frozen dataclass refuses self.name = value
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate: three matrices in place of two."""
+        return ACTIVATIONS[self.mlp][1]
 
     @property
     def padded_vocab_size(self) -> int:
@@ -335,21 +354,29 @@ class Attention(nn.Module):
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, nh * hs) -> (B, T, C)
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a linear layer multiplies x: that of autocast, if it is on."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 class MLP(nn.Module):
-    """GELU: down(gelu(up(x))). SwiGLU: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+    """down(f(up(x))), or with a gate down(f(gate(x)) * up(x)): ACTIVATIONS has f."""
 
     def __init__(self, c: GPTConfig):
         super().__init__()
-        self.approximate = "tanh" if c.mlp == "gelu_tanh" else "none"
-        self.gate_proj = Linear(c.n_embd, c.d_ff, bias=c.bias) if c.mlp == "swiglu" else None
+        self.activation, gated = ACTIVATIONS[c.mlp]
+        self.gate_proj = Linear(c.n_embd, c.d_ff, bias=c.bias) if gated else None
         self.up_proj = Linear(c.n_embd, c.d_ff, bias=c.bias)
         self.down_proj = Linear(c.d_ff, c.n_embd, bias=c.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, C) -> (B, T, d_ff) -> (B, T, C)."""
         if self.gate_proj is not None:
-            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return self.down_proj(F.gelu(self.up_proj(x), approximate=self.approximate))
+            # Under fp16, autocast would cast x for each of the two products, and keep both copies.
+            x = x.to(product_dtype(x))
+            return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.up_proj(x)))
 
 
 class Block(nn.Module):
@@ -389,6 +416,8 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """Embeddings, n_layer blocks, a last norm, and the head that computes the logits."""
+
+    compiled_blocks = False  # True: parallel.py has compiled each block by itself
 
     def __init__(self, c: GPTConfig):
         super().__init__()
@@ -443,15 +472,17 @@ class GPT(nn.Module):
             # With RoPE, only the distance of two tokens counts, and that is the same in a document.
             if self.wpe is not None:
                 positions = place - begins  # (B, T)
-            within = document_mask(begins, self.config.dropout if self.training else 0.0)
+            dropout = self.config.dropout if self.training else 0.0
+            compiled = self.compiled_blocks or torch.compiler.is_compiling()
+            dtype = product_dtype(self.wte.weight)
+            within = document_mask(begins, self.config.head_dim, dtype, dropout, compiled)
 
         x = self.wte(idx)  # (B, T, C)
         if self.wpe is not None:
             x = x + self.wpe.weight[positions]  # (B, T, C) + (T, C), or (B, T, C) of documents
         # Keep the residual stream in bf16. Autocast would leave it in fp32: twice the bytes, and no
         # better loss (bench/LOG.md). In fp16 it could overflow, so with fp16 it stays in fp32.
-        device = x.device.type
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
+        if product_dtype(x) == torch.bfloat16:
             x = x.bfloat16()
         rope = None if self.rope is None else self.rope[:, positions]  # (2, T, 1, hs)
         x = self.dropout(x)
@@ -461,9 +492,8 @@ class GPT(nn.Module):
             cache.length += T
 
         if targets is None:
-            return self.logits(x[:, -1])[
-                :, : self.config.vocab_size
-            ].float()  # (B, padded V) -> (B, V)
+            logits = self.logits(x[:, -1])  # (B, padded V)
+            return logits[:, : self.config.vocab_size].float()  # (B, V)
         return self.loss(x, targets, weights, reduction)
 
     def logits(self, x: Tensor) -> Tensor:

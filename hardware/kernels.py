@@ -5,6 +5,7 @@ model.py can be read without this file: it states each formula where it is used.
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -116,25 +117,39 @@ def plain_is_faster(q: Tensor) -> bool:
     return q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < q.size(2) <= 512
 
 
-def document_mask(begins: Tensor, dropout: float) -> Any:
+@cache
+def block_mask() -> Callable:
+    """Return create_block_mask() of torch, compiled: else it holds several masks of T x T."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask, dynamic=False)
+
+
+def document_mask(
+    begins: Tensor, head_dim: int, dtype: torch.dtype, dropout: float, compiled: bool
+) -> Any:
     """Return what attend() needs to keep documents apart.
 
     begins: where the document of each token begins, (B, T). Two tokens of a sequence are in one
-    document if these numbers are equal. dropout: on the attention weights.
+    document if these numbers are equal. dtype: of queries and keys. dropout: on the attention
+    weights. compiled: whether the code that calls attend() is compiled.
     """
     if begins.is_cpu:
         return pieces_of(begins)
     T = begins.size(1)
-    if begins.is_cuda and torch.compiler.is_compiling() and not dropout:
+    # FlexAttention is for GPUs that Triton serves, and has no dropout. Its heads have 16 and more.
+    if begins.is_cuda and compiled and not dropout and head_dim >= 16:
         if torch.cuda.get_device_capability(begins.device) >= (8, 0):
-            from torch.nn.attention.flex_attention import create_block_mask
 
             def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
                 return (begins[b, query] == begins[b, key]) & (query >= key)
 
-            return create_block_mask(seen, begins.size(0), None, T, T, begins.device)
-    one_document = begins[:, None, :, None] == begins[:, None, None, :]
-    return one_document & torch.ones(T, T, dtype=torch.bool, device=begins.device).tril()
+            return block_mask()(seen, begins.size(0), None, T, T, begins.device)
+    same = begins[:, None, :, None] == begins[:, None, None, :]
+    hidden = ~same | torch.ones(T, T, dtype=torch.bool, device=begins.device).triu(1)
+    # Of a mask of True and False, each layer would make such a mask of its own, and keep it.
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=begins.device)
+    return mask.masked_fill_(hidden, -math.inf)
 
 
 SHORT = 256  # tokens (bench/LOG.md)
@@ -192,7 +207,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, within: Any) -> Tens
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
     if isinstance(within, Pieces):
         return attend_pieces(q, k, v, dropout, within)
-    if isinstance(within, Tensor):  # (B, 1, T, T): True where a query sees a key
+    if isinstance(within, Tensor):  # (B, 1, T, T): 0 where a query sees a key, else -inf
         return F.scaled_dot_product_attention(q, k, v, attn_mask=within, dropout_p=dropout)
     from torch.nn.attention.flex_attention import flex_attention
 

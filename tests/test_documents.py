@@ -17,8 +17,10 @@ from test_model import ODD, make
 import prepare
 import sample
 import train
+from configurator import UserError
+from hardware import kernels
 from hardware.disk import file_sha256
-from hardware.kernels import Pieces
+from hardware.kernels import Pieces, document_mask
 from model import GPT
 from text.dataset import open_datasets
 from text.packing import best_fit, pack
@@ -97,6 +99,47 @@ def test_what_stands_in_another_document_changes_nothing():
     assert not torch.allclose(a[:, third], b[:, third])
 
 
+class OnGPU(torch.Tensor):
+    """Numbers that say that they are on a GPU, to reach the code for it."""
+
+    is_cpu = False
+    is_cuda = True
+
+
+BEGINS = torch.tensor([[0, 0, 2, 2, 2], [0, 1, 1, 1, 4]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_mask_on_a_gpu_is_made_once_in_the_dtype_of_the_queries(dtype):
+    """Each layer would make one of a mask of True and False, and keep it for the backward pass."""
+    mask = document_mask(BEGINS.as_subclass(OnGPU), 64, dtype, 0.0, compiled=False)
+    place = torch.arange(5)
+    same = BEGINS[:, :, None] == BEGINS[:, None, :]
+    expected = (same & (place[:, None] >= place[None, :])).float()
+    assert mask.dtype == dtype and mask.shape == (2, 1, 5, 5)
+    assert torch.equal(mask.float().exp()[:, 0].as_subclass(torch.Tensor), expected)
+
+
+@pytest.mark.parametrize(
+    "head_dim, dropout, compiled, capability, flex",
+    [
+        (16, 0.0, True, (8, 0), True),
+        (8, 0.0, True, (9, 0), False),  # FlexAttention refuses such heads
+        (64, 0.1, True, (9, 0), False),
+        (64, 0.0, False, (9, 0), False),
+        (64, 0.0, True, (7, 0), False),
+    ],
+)
+def test_flex_attention_is_taken_where_it_runs(
+    monkeypatch, head_dim, dropout, compiled, capability, flex
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(kernels, "block_mask", lambda: lambda *args: "flex")
+    begins = BEGINS.as_subclass(OnGPU)
+    mask = document_mask(begins, head_dim, torch.bfloat16, dropout, compiled)
+    assert isinstance(mask, str) == flex
+
+
 def test_pieces_cover_each_token_once_and_only_short_documents_share_one():
     place = torch.arange(1024)
     ids = torch.zeros(3, 1024, dtype=torch.long)
@@ -140,7 +183,7 @@ def open_packed(folder: Path, T: int, loss_per: str = "token"):
     tokens = np.fromfile(folder / "train.bin", "<u4")
     split = {"tokens": len(tokens), "sha256": file_sha256(folder / "train.bin")}
     meta = {"dtype": "uint32", "eos_id": 0, "vocab_size": len(tokens) + 1}
-    data = DataSet("counted", folder, meta | {"splits": {"train": split}}, Fraction(1))
+    data = DataSet(folder.name, folder, meta | {"splits": {"train": split}}, Fraction(1))
     return open_windows(data, "train", T, documents="pack", loss_per=loss_per)
 
 
@@ -239,6 +282,25 @@ def test_a_damaged_plan_is_made_anew(packed_set, file, how):
     found = open_packed(packed_set, 64)
     assert (found.pieces.tolist(), found.bounds.tolist()) == want
     assert path.read_bytes() == content  # it is whole again
+
+
+def test_a_plan_of_other_tokens_is_not_used_whatever_its_folder_is_called(packed_set):
+    other = packed_set.with_name("other")
+    shutil.copytree(packed_set, other)
+    np.fromfile(packed_set / "train.bin", "<u4")[65:].tofile(other / "train.bin")
+    want = open_packed(packed_set, 64).pieces.tolist()
+    assert open_packed(other, 64).pieces.tolist() != want
+    ours, others = sorted((packed_set.parent / ".windows").iterdir())
+    shutil.rmtree(ours)
+    shutil.copytree(others, ours)
+    assert open_packed(packed_set, 64).pieces.tolist() == want
+
+
+def test_where_no_plan_can_be_written_the_error_names_tmpdir(packed_set, monkeypatch):
+    (packed_set.parent / ".windows").write_text("not a folder")
+    monkeypatch.setattr("tempfile.tempdir", str(packed_set / "nowhere"))
+    with pytest.raises(UserError, match="counted/train.bin.*TMPDIR"):
+        open_packed(packed_set, 64)
 
 
 def test_what_a_killed_process_has_left_is_swept_after_a_day(packed_set):

@@ -17,7 +17,7 @@ from hardware.kernels import (
     rms_norm,
     rotate_pairs,
 )
-from model import GPT, INIT, PRESETS, GPTConfig, KVCache, rope_table, sample_token
+from model import ACTIVATIONS, GPT, INIT, PRESETS, GPTConfig, KVCache, rope_table, sample_token
 
 SMALL = dict(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=48)
 LLAMA = PRESETS["llama"] | SMALL
@@ -64,6 +64,48 @@ def test_gpt2_has_the_published_number_of_parameters():
     norms = (2 * 12 + 1) * 2 * 768
     biases = 12 * (3 + 1 + 4 + 1) * 768
     assert n["matmul"] == 124_439_808 - positions - norms - biases
+
+
+@pytest.mark.parametrize("name", ["mlp", "norm", "pos"])
+def test_a_part_that_the_model_does_not_have_is_refused(name):
+    """An MLP of an unknown kind once trained GELU, without a word."""
+    with pytest.raises(ValueError, match=f"{name}='swish'"):
+        GPTConfig(**{name: "swish"})
+
+
+FORMULAS = {  # of MLPs: u = up(x), g = gate(x), where there is one
+    "gelu": lambda u, g: u * (1 + torch.erf(u / 2**0.5)) / 2,
+    "gelu_tanh": lambda u, g: (
+        u * (1 + torch.tanh((2 / math.pi) ** 0.5 * (u + 0.044715 * u**3))) / 2
+    ),
+    "swiglu": lambda u, g: g * torch.sigmoid(g) * u,
+}
+
+
+@pytest.mark.parametrize("mlp", ACTIVATIONS)
+def test_an_mlp_computes_the_formula_of_its_name(mlp):
+    module = make("llama", mlp=mlp, bias=True).blocks[0].mlp
+    x = torch.randn(3, SMALL["n_embd"])
+    gate = module.gate_proj(x) if module.gate_proj else None
+    expected = module.down_proj(FORMULAS[mlp](module.up_proj(x), gate))
+    torch.testing.assert_close(module(x), expected)
+
+
+def test_an_mlp_with_a_gate_keeps_one_cast_of_its_input():
+    """With fp16, the input is in fp32. Autocast cast it for each of two products."""
+    module = make("llama").blocks[0].mlp
+    x = torch.randn(3, SMALL["n_embd"], requires_grad=True)
+    kept = set()
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        if t.shape == x.shape:
+            kept.add(t.data_ptr())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            module(x)
+    assert len(kept) == 1
 
 
 @pytest.mark.parametrize("name", ODD)

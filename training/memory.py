@@ -55,6 +55,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -79,6 +80,7 @@ class Step:
     shard: str = "none"  # none, optimizer, gradients or all: what the processes share out
     optimizer: str = "adamw"
     average: bool = False  # whether a running mean of the weights is kept (training/average.py)
+    documents: bool = False  # whether attention stays inside a document
     # True: attention is computed piece by piece. False: with the T x T matrix, as on a GPU that has
     # no fused kernel for the shape.
     fused: bool = True
@@ -88,7 +90,8 @@ class Step:
     def of(self, cfg: TrainConfig) -> "Step":
         """Return this step with what the settings say of it."""
         some = dict(optimizer=cfg.optimizer, average=cfg.average > 0, shard=cfg.shard)
-        return replace(self, **some, recompute=cfg.recompute == "blocks")
+        some |= dict(recompute=cfg.recompute == "blocks", documents=cfg.documents != "stream")
+        return replace(self, **some)
 
     @property
     def zero(self) -> int:
@@ -283,7 +286,7 @@ def block(c: GPTConfig, step: Step) -> list[Operation]:
         attend = [replace(kernel, keeps=kernel.keeps + more, backward=backward)]
         proj = replace(proj, keeps=0)
 
-    if c.mlp == "swiglu":
+    if c.gated:
         gate = Operation("MLP", x, 3 * x + h, 2 * x, up_weight)
         silu = Operation("MLP", h, x + 3 * h, x + h)
         up = Operation("MLP", 0, x + 2 * h, x + h, up_weight)
@@ -313,6 +316,10 @@ def kept(c: GPTConfig, step: Step, blocks: int, more: list[Operation]) -> dict[s
     blocks: how many whole blocks. more: the operations of a block that is not complete.
     """
     parts: dict[str, float] = {}
+    # FlexAttention keeps no mask of T x T. fp16 is mostly for GPUs that do not have it.
+    flex = step.compiled and step.dtype != torch.float16 and c.head_dim >= 16 and not c.dropout
+    if step.documents and step.device == "cuda" and not flex:
+        parts["document mask"] = step.T * step.s
     if step.recompute:
         parts["block inputs"] = blocks * c.n_embd * step.stream
         blocks = 0
@@ -411,9 +418,7 @@ def always_held(model: GPT, step: Step) -> dict[str, float]:
     return held
 
 
-def gathered(
-    model: GPT, step: Step, block: int | None, averaging: bool = False
-) -> dict[str, float]:
+def gathered(model: GPT, step: Step, block: int | None, averaging: bool) -> dict[str, float]:
     """Return by part the bytes of whole weights, and of the buffers of FSDP2, at a moment.
 
     block: the block that works backward, from 0; None: none of them, but what is around them.
@@ -462,6 +467,8 @@ def moments(model: GPT, step: Step) -> Iterator[Moment]:
     # earlier micro-steps, or goes into DDP's buckets.
     ddp = step.world > 1 and step.zero == 0
     stay = not ddp and (step.compiled_whole or step.accum == 1)
+    # Counting the parameters for each moment would take most of plan.py's time.
+    whole_weights = cache(lambda block, averaging: gathered(model, step, block, averaging))
 
     def moment(
         when, tokens, copies, new=0.0, logits=0.0, temporary=0.0, block=None, averaging=False
@@ -475,7 +482,7 @@ def moments(model: GPT, step: Step) -> Iterator[Moment]:
         parts = always | {f"activations: {part}": N * x for part, x in tokens.items()}
         parts["16-bit weights"] = 2 * copies if half else 0
         parts["gradients"] = earlier + new
-        parts |= gathered(model, step, block, averaging)
+        parts |= whole_weights(block, averaging)
         return when, parts | {"logits": logits, "temporary": temporary}
 
     # The head's gradient comes late if Inductor computes it in one addmm with the sum, at the end.

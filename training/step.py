@@ -80,7 +80,7 @@ def take_step(
     machine: Machine,
     grad_clip: float = 0.0,
     signals: Sequence[int] = (),
-) -> Callable[[], tuple[float, bool, float]]:
+) -> Callable[[], tuple[float, bool, float]] | None:
     """Update the weights once, with the gradients of `accum` batches on each rank.
 
     On a GPU with AdamW or Muon the host runs ahead: it starts the forward and backward passes, the
@@ -93,13 +93,17 @@ def take_step(
     step. A step whose loss or gradient is not finite leaves the weights unchanged.
 
     Return a function. It waits for the device and returns three things: the mean loss of all ranks,
-    whether any rank was told to stop, and the norm of the gradient before clipping.
+    whether any rank was told to stop, and the norm of the gradient before clipping. Return None if
+    a signal has come and the step was given up, which a process that trains alone does between two
+    micro-steps: on a laptop, a step may take hours.
     """
     # 1. Forward and backward: the gradients of all micro-steps add up.
     no_sync = getattr(forward, "no_sync", nullcontext)  # DDP and Shards have it, compiled or not
     mean_loss = torch.zeros((), device=machine.device)  # of this rank
     mean_weight = torch.zeros((), device=machine.device)  # of this rank's targets, if they have any
     for micro in range(accum):
+        if signals and machine.world == 1:
+            return None
         batch = next(batches)
         # DDP averages the gradients over the ranks, in the last micro-step only. It decides in the
         # forward pass whether the backward pass will do so: both must run inside no_sync().
