@@ -28,9 +28,11 @@ import os
 import re
 import runpy
 import sys
+import textwrap
 import time
 import types
 import typing
+import unicodedata
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -88,6 +90,9 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
     if hasattr(sys.stdout, "reconfigure"):
         # A terminal that cannot show a character, such as a Chinese one, prints ? instead.
         sys.stdout.reconfigure(errors="replace")
+    if hasattr(sys.stdin, "reconfigure"):
+        # Somebody may paste text in another encoding, such as GBK.
+        sys.stdin.reconfigure(errors="surrogateescape")
     if not needs_output:
         sys.stdout = Unfailing(sys.stdout)
         sys.stderr = Unfailing(sys.stderr)
@@ -215,9 +220,7 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, where: st
     """
     kinds = typing.get_type_hints(cls)
     if key not in kinds:
-        near = difflib.get_close_matches(key, kinds, n=1)
-        advice = f"did you mean {near[0]!r}?" if near else "see --help"
-        raise UserError(f"{where}: unknown setting {key!r}; {advice}")
+        raise unknown(cls, key, where)
     try:
         values[key] = convert(value, kinds[key])
     except (ValueError, TypeError, OverflowError):
@@ -226,6 +229,19 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, where: st
             shown = f"{shown[:77]}..."
         problem = f"{key}={shown} is not accepted; it takes {accepted(kinds[key])}"
         raise UserError(f"{where}: {problem}") from None
+
+
+def unknown(cls: type, key: str, where: str) -> UserError:
+    """Return the error for a setting that cls does not have, with the name that it has here.
+
+    If cls has a table `elsewhere`, that is the name here -> the names that other programs use.
+    """
+    near = difflib.get_close_matches(key, typing.get_type_hints(cls), n=1)
+    advice = f"did you mean {near[0]!r}?" if near else "see --help"
+    for name, others in getattr(cls, "elsewhere", {}).items():
+        if key in others.split():
+            advice = f"here it is {name}"
+    return UserError(f"{where}: unknown setting {key!r}; {advice}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -241,7 +257,7 @@ def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
         namespace = runpy.run_path(path)
     except OSError as e:
         raise UserError(f"config file {path}: {e.strerror}") from None
-    except (Exception, SystemExit) as e:
+    except (Exception, SystemExit, GeneratorExit) as e:
         line = e.lineno if isinstance(e, SyntaxError) else last_line(e, path)
         problem = " ".join(str(e).split())
         where = f"config file {path}, line {line}"
@@ -299,7 +315,9 @@ def given(
         if arg.startswith("--"):
             key, equals, value = arg[2:].partition("=")
             key = key.replace("-", "_")
-            kind = kinds.get(key)
+            if key not in kinds:
+                raise unknown(cls, key, f"--{key}")
+            kind = kinds[key]
             if typing.get_origin(kind) is tuple:
                 first = [value] if equals else []
                 value = lists.setdefault(key, [])
@@ -339,39 +357,76 @@ def take_value(argv: list[str], key: str, kind: Any) -> Any:
 
     A setting that accepts true or false may stand alone (`--compile`) or in front of a config file
     (`--compile config/demo.py`): its value is then True.
-    Raises UserError if the value is missing. If kind is None, the setting is unknown, and set_value
-    will report that.
+    Raises UserError if the value is missing.
     """
     following = argv[0] if argv and not argv[0].startswith("--") else None
     takes_bool = kind is bool or bool in typing.get_args(kind)
     if takes_bool and (following is None or following.endswith(".py")):
         return True
-    if following is not None:
-        return argv.pop(0)
-    if kind is not None:
+    if following is None:
         raise UserError(f"--{key}: a value is missing; it takes {accepted(kind)}")
-    return ""
+    return argv.pop(0)
 
 
 # --------------------------------------------------------------------------------------------------
-# Output: the text of --help, and the settings that differ from the defaults
+# Output: the text of --help, rows that fit a terminal, and the settings that are not the defaults
 
 
 def help_text(cls: type, doc: str) -> str:
     """Return `doc` and the settings, with the groups and comments of the dataclass's source."""
-    out = [doc.strip(), "\nSettings (--key=value, or an assignment in a config file):"]
+    width = columns()
+    out = []
+    for part in doc.strip().split("\n\n"):
+        is_prose = width and not re.search("^ ", part, re.MULTILINE)
+        out.append((textwrap.fill(part, width) if is_prose else folded(part, width)) + "\n")
+    out.append("Settings (--key=value, or an assignment in a config file):")
     kinds = typing.get_type_hints(cls)
     for line in inspect.getsource(cls).splitlines():
         heading = re.fullmatch(r"\s+# -+ (.+?) -+", line)
         field = re.match(r"    (\w+): .+? = (.+?)(?:  # (.*))?$", line)
         if heading:
-            out.append(f"\n{heading[1]}")
+            out.append(folded(f"\n{heading[1]}", width))
         elif field and field[1] in kinds:
             name, default, comment = field.groups()
             default = default.strip('"')
             option = f"{name} = {{...}}" if kinds[name] is dict else f"--{name}={default}"
-            out.append(f"  {option:<32} {comment or ''} [{accepted(kinds[name])}]")
+            takes = accepted(kinds[name])
+            takes = takes.replace("|", " | ") if len(takes) > 45 else takes  # can be folded
+            out.append(row(f"  {option:<32} ", f"{comment or ''} [{takes}]"))
     return "\n".join(out)
+
+
+def columns() -> int:
+    """Return the width of the terminal that stdout goes to; 0 if there is none."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0
+    except (OSError, ValueError):  # a closed terminal
+        return 0
+
+
+def folded(text: str, width: int) -> str:
+    """Return a text whose lines have at most `width` columns, by going on below; 0: as it is."""
+    rows = []
+    for line in text.split("\n"):
+        # A Chinese character takes two columns: the NUL behind it is counted as the second. A row
+        # that ends between the two is one column longer than it counts.
+        padded = "".join(c + "\0" * (unicodedata.east_asian_width(c) in "WF") for c in line)
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        most = width - ("\0" in padded)
+        if width and len(padded) > width:
+            # Chinese has no spaces. Options and paths stay whole.
+            where = dict(break_on_hyphens=False, break_long_words="\0" in padded)
+            rows += textwrap.wrap(padded, most, subsequent_indent=indent, **where)
+        else:
+            rows.append(padded)
+    return "\n".join(rows).replace("\0", "")
+
+
+def row(key: str, value: str) -> str:
+    """Return a key and what is said of it, which goes on beside the key if the row is too long."""
+    width = columns() and max(20, columns() - len(key))
+    first, *more = folded(value, width).split("\n")
+    return "\n".join([key + first, *(" " * len(key) + line for line in more)])
 
 
 def changes(config: Any) -> dict[str, Any]:

@@ -50,7 +50,7 @@ from training.evaluate import evaluate
 from training.harness import first_token, judge_choices, judge_texts
 from training.huggingface import from_pretrained, is_nanogpt, unverified
 from training.report import in_other_units
-from training.runs import losses_of, newest_checkpoint, newest_run, step_of
+from training.runs import check_step, losses_of, newest_checkpoint, newest_run, step_of
 
 Tokenizer = SentencePiece | Tiktoken
 
@@ -160,6 +160,7 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer | None]:
     while True:
         folder, known = find_checkpoint(cfg)
         try:
+            check_step(folder)
             with memory_advice("for the weights of this model in fp32"):
                 return folder, known, from_pretrained(folder), model_tokenizer(folder, cfg)
         except (UserError, ValueError) as e:

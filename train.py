@@ -25,6 +25,7 @@ as they are. A *window* is T + 1 tokens: T inputs, each with the token that foll
 
 import gc
 import math
+import os
 import signal
 import sys
 import time
@@ -39,10 +40,18 @@ import torch.distributed as dist
 
 from configurator import UserError, given, run
 from hardware.disk import MANIFEST, Lock, file_sha256
-from hardware.machine import Machine, least, memory_advice, start, stop_signals
+from hardware.machine import Machine, memory_advice, start, stop_signals
 from hardware.peak import peak_tflops
 from model import GPT
-from text.dataset import DataSet, load_tokenizer, newest_dataset, open_datasets, verify_new
+from text.dataset import (
+    DataSet,
+    check_files,
+    load_tokenizer,
+    newest_dataset,
+    open_datasets,
+    opened_files,
+    verify_new,
+)
 from text.tokenizer import SentencePiece, Tiktoken
 from text.windows import Loader, Rows, Windows, open_windows, train_loader
 from training.average import Average
@@ -54,7 +63,7 @@ from training.optimizer import make_optimizer
 from training.parallel import fit_batch, shares, wrap
 from training.plan import Plan, lr_at, make_plan, momentum_at
 from training.progress import Progress
-from training.report import Clock, Metrics, banner
+from training.report import Clock, Metrics, banner, slow_steps
 from training.resume import (
     Earlier,
     Origin,
@@ -76,7 +85,7 @@ from training.step import Batch, read_ahead, take_step, to_batch
 
 def main() -> None:
     cfg = settings_of_run(given(TrainConfig, doc=__doc__))
-    machine = start(cfg.device, cfg.dtype, sparing=cfg.shard != "none")
+    machine = start(cfg.device, cfg.dtype, cfg.shard != "none", cfg.timeout_minutes)
     folder = Path(cfg.out_dir) / cfg.run_name
     # Rank 0 locks the run's folder, so that no other process writes to it until the run is over.
     with ExitStack() as until_the_end:
@@ -105,6 +114,7 @@ class Data:
     train_windows: list[Windows]  # one for each train.bin, to evaluate on
     tokenizer: SentencePiece | Tiktoken
     prompt: list[int]  # of the samples: the tokens that the model continues
+    files: dict[Path, os.stat_result]  # as opened_files() returns them
 
     def epoch_tokens(self, block_size: int) -> int:
         return sum(windows.n_windows for windows in self.loader.splits) * block_size
@@ -158,7 +168,12 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     peak_of_all = peak * machine.world if peak else None
     new = dict(scratch=origin.path is None, newest_data=newest_data)
+    if machine.local_rank == 0 and not machine.is_main:
+        print(f"rank {machine.rank} of {machine.world}: rank 0 prints what there is to say")
     say(banner(cfg, sets, data.loader, machine, plan, model, one_step, source, **new))
+    flops = plan.step_tokens * model.flops_per_token(cfg.block_size)
+    if slow := slow_steps(flops, peak_of_all):
+        say(slow)
     if earlier:
         say_what_is_resumed(cfg, machine, plan, origin, earlier)
     advice = plan.smaller(cfg.block_size)
@@ -185,8 +200,8 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
                 ckpt_dir, cfg, sets, data.tokenizer, damaged, on_host, lock, say, metrics.log_save
             )
         )
-        if average and average.steps and machine.is_main:  # it comes from the checkpoint
-            saver.save_missing(average, progress.step)
+        if earlier:
+            machine.decide(lambda: saver.catch_up(average, progress))
         state = (optimizer, scaler, average, progress)
         job = Job(cfg, machine, plan, data, model, forward, *state, metrics, saver)
         with metrics.bar.below():
@@ -194,7 +209,7 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
         saver.wait()
         machine.gather(None)  # wait for all ranks: the last checkpoint is on the disk when one ends
 
-    metrics.close()
+    metrics.close(model.config)
     if dist.is_initialized():
         dist.destroy_process_group()
     end_run(job, folder, gave_up, stopping, signals)
@@ -234,8 +249,8 @@ def loop(
             with clock.paused():
                 show_sample(job, step)
         if step > start_step and wants_checkpoint(job, step, last):
-            with clock.paused():  # save() copies the state, if it can; a thread writes it
-                job.saver.save(model, optimizer, scaler, job.average, progress)
+            with clock.paused():
+                last = not save(job, step) or last
         if last:
             return gave_up, stopping
 
@@ -250,6 +265,10 @@ def loop(
         result = take_step(
             forward, model, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip, signals
         )
+        if result is None:  # a signal has come: save the weights from before the step, if need be
+            if step > start_step and not wants_checkpoint(job, step, last=False):
+                save(job, step)
+            return gave_up, True
         if job.average:
             job.average.follow()
         # This waits for the device: with AdamW and Muon, for the only time in a step.
@@ -337,16 +356,37 @@ def wants_checkpoint(job: Job, step: int, last: bool) -> bool:
     is_best = step == job.progress.best_step  # the evaluation of this step was the best so far
     if job.progress.bad_in_a_row:
         # A bad step was skipped: the weights are those from before it. They are worth saving at the
-        # end, unless NaN or infinity in them is the reason for the bad loss, and if they are best.
-        return is_best or (last and all_finite(job.model, job.machine))
-    wanted = last or is_best or step % job.cfg.save_every == 0
-    return wanted and all_finite(job.model, job.machine)
+        # end, and if they are best.
+        return is_best or last
+    return last or is_best or step % job.cfg.save_every == 0
 
 
-def all_finite(model: torch.nn.Module, machine: Machine) -> bool:
-    """Return whether all weights are finite, on every rank."""
-    finite = all(bool(part(p).isfinite().all()) for p in model.parameters())
-    return bool(least(finite, machine))
+def save(job: Job, step: int) -> bool:
+    """Save the run, unless a weight is NaN or infinite. Return whether the run may go on.
+
+    It ends after the second save in a row that was skipped. Raises UserError on all ranks if a data
+    file has been changed in place: the steps since the last checkpoint may have read anything.
+    """
+    data = job.data
+
+    def check_data() -> None:
+        if job.machine.local_rank == 0:
+            check_files(data.sets, data.files)
+
+    job.machine.together(check_data)
+    if broken := not_finite(job.model, job.machine):
+        job.saver.skipped += 1
+        job.machine.say(f"warning: step {step} is not saved: {broken} holds NaN or infinity")
+        return job.saver.skipped < 2
+    # This copies the state, if there is room for it, and a thread writes it.
+    job.saver.save(job.model, job.optimizer, job.scaler, job.average, job.progress)
+    return True
+
+
+def not_finite(model: torch.nn.Module, machine: Machine) -> str:
+    """Return the name of a weight that is NaN or infinite on some rank; "" if there is none."""
+    names = (name for name, p in model.named_parameters() if not part(p).isfinite().all())
+    return max(machine.gather(next(names, "")))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -363,7 +403,8 @@ def open_data(cfg: TrainConfig) -> Data:
     tokenizer = load_tokenizer(sets[0].folder)
     prompt = [*tokenizer.prefix, *tokenizer.encode(cfg.sample_prompt).tolist()]
     prompt = prompt or [tokenizer.eos_id]
-    return Data(sets, loader, val_windows, val_documents, train_windows, tokenizer, prompt)
+    windows = (loader, val_windows, val_documents, train_windows)
+    return Data(sets, *windows, tokenizer, prompt, opened_files(sets))
 
 
 @memory_advice("for the weights alone: make n_layer or n_embd smaller")
@@ -374,25 +415,21 @@ def open_model(
 
     The weights are drawn at random, or come from the run's own checkpoint, or from another model.
     """
-    wanted = model_config(cfg, sets[0].meta["vocab_size"])
+    vocab_size = sets[0].meta["vocab_size"]
     earlier = None
     if origin.path is None:
-        model = GPT(wanted)
+        model = GPT(model_config(cfg, vocab_size))
         torch.manual_seed(cfg.seed)  # the same weights on every rank
         model.init_weights(cfg.init)
     elif origin.resume:
         if machine.local_rank == 0 and not machine.is_main:
             check_copy(origin.path)  # on the computer of rank 0, find_origin() has checked it
         earlier = read_training(origin.path)
-        # A run that fine-tunes a model has the shape of that model, whatever n_layer and the other
-        # settings say. So load_model() compares the settings also with the earlier settings.
-        known = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)}
-        before = model_config(replace(cfg, **known), wanted.vocab_size)
-        model = load_model(origin.path, cfg.dropout, wanted, before)
+        model = load_model(origin.path, cfg, vocab_size, earlier)
         check_data(earlier, sets, origin.path)
         check_optimizer(earlier, cfg, origin.path)
     else:
-        model = load_model(origin.path, cfg.dropout, wanted)
+        model = load_model(origin.path, cfg, vocab_size)
         check_tokenizer(origin.path, sets, machine.say)
         if warning := unverified(origin.path):
             machine.say(f"note: {origin.path}: {warning}")
@@ -543,9 +580,9 @@ def end_run(job: Job, folder: Path, gave_up: bool, stopping: bool, signals: list
         ways = f"lower lr, or try dtype=float32, or read {folder}/bad_steps/"
         left = f"the newest checkpoint is {newest}" if newest else "no checkpoint was saved"
         raise UserError(f"{many}, the last at step {step}: {ways}; {left}")
-    if not all_finite(job.model, job.machine):
-        broken = f"NaN or infinity in the weights, which were not saved: lower lr; {goes_on}"
-        raise UserError(f"the run has ended at step {step} with {broken}")
+    if broken := not_finite(job.model, job.machine):
+        unsaved = f"NaN or infinity in {broken}, so it was not saved: lower lr; {goes_on}"
+        raise UserError(f"the run has ended at step {step} with {unsaved}")
     if stopping:
         job.machine.say(f"stopped by a signal after step {step}: {goes_on}")
         # If the list is empty, another rank has caught the signal.

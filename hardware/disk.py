@@ -1,7 +1,8 @@
 """How this program writes files, and how it recognises files that it has written.
 
     write_whole     write a file so that a kill leaves the old file or the new one, never a part
-    put_in_place    the same for a folder; the old folder is kept, under another name
+    NewFolder       write a folder of files that nobody else has written
+    put_in_place    give it its name in one step; the old folder is kept, under another name
     remove_only     delete files that are given by name, and the folder only if it is then empty
     sealed, unseal  a JSON object that contains the SHA-256 of its own content
     manifest        the size and SHA-256 of every file of a folder; damage() checks them
@@ -22,11 +23,12 @@ import stat
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from configurator import UserError
+from configurator import UserError, note
 
 MANIFEST = "manifest.json"
+LOCK = ".lock"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -45,8 +47,11 @@ def sync_to_disk(path: Path) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file, or replace it, in one step. A kill leaves the old file or the new one."""
     aside = path.with_name(f".{path.name}.tmp")
-    aside.write_bytes(content)
-    sync_to_disk(aside)
+    aside.unlink(missing_ok=True)  # of a killed process; or a link, which is not to be followed
+    with open(aside, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     aside.replace(path)
 
 
@@ -59,6 +64,38 @@ def json_bytes(content: Any) -> bytes:
     """
     text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
     return text.encode("utf-8", "backslashreplace")
+
+
+class NewFolder:
+    """A folder of new files. Raises OSError if it exists already, or one of its files does.
+
+    The files stay open until finish(): what is then synced and hashed is what was written here,
+    whatever another process does in the folder.
+    """
+
+    def __init__(self, path: Path):
+        path.mkdir(parents=True)
+        self.path = path
+        self.files: dict[str, BinaryIO] = {}
+
+    def open(self, name: str) -> BinaryIO:
+        self.files[name] = open(self.path / name, "x+b")
+        return self.files[name]
+
+    def write(self, name: str, content: bytes) -> None:
+        self.open(name).write(content)
+
+    def finish(self) -> None:
+        """Sync the files to the disk and close them. The manifest comes last."""
+        entries = {}
+        for name, file in sorted(self.files.items()):
+            with file:
+                file.flush()
+                os.fsync(file.fileno())
+                file.seek(0)
+                size = os.fstat(file.fileno()).st_size
+                entries[name] = {"bytes": size, "sha256": sha256_of_open(file)}
+        write_whole(self.path / MANIFEST, json_bytes(entries))
 
 
 def put_in_place(new: Path, target: Path) -> Path | None:
@@ -138,10 +175,15 @@ def only_plain(path: str | Path) -> None:
 def file_sha256(path: str | Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal. Raises OSError if it cannot be read."""
     only_plain(path)
+    with open(path, "rb") as file:
+        return sha256_of_open(file)
+
+
+def sha256_of_open(file: BinaryIO) -> str:
+    """Return the SHA-256 of the rest of a file that is open."""
     digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while chunk := f.read(1 << 20):
-            digest.update(chunk)
+    while chunk := file.read(1 << 20):
+        digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -246,41 +288,52 @@ def damage(folder: Path, names: Iterable[str] | None = None, required: Iterable[
 class Lock:
     """The right to write a folder, which one process holds until close() or its end.
 
-    The folder is made if it does not exist. Raises UserError if another process holds the lock.
-    instead: what the user can do then, other than wait.
+    The folder is made if it does not exist, and removed again by close() if nothing was put into
+    it. Raises UserError if another process holds the lock. instead: what the user can do then,
+    other than wait.
+
+    What is locked is the file LOCK in the folder, opened for writing: NFS tells its server of such
+    a lock, and so all computers, but not of a lock on the folder itself.
     """
 
     def __init__(self, folder: Path, instead: str):
         self.folder = folder
         self.instead = instead
+        self.made = not folder.exists()
         # The thread that saves calls renew() too. Of two threads that take the lock at the same
         # time, the second would find it held by the first.
         self.one_at_a_time = threading.Lock()
         self.handle = self.take()
 
     def take(self) -> int:
-        """Lock the folder that has the name now, and return its file descriptor."""
+        """Lock the folder that has the name now, and return the file descriptor of its LOCK."""
         while True:
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.folder, os.O_RDONLY)
+            handle = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
+                holder = os.pread(handle, 99, 0).decode("ascii", "replace")
                 os.close(handle)
-                busy = f"another process is writing {self.folder}: wait for it, or {self.instead}"
-                raise UserError(busy) from None
+                busy = f"another process is writing {self.folder}"
+                busy += holder if holder.isprintable() else ""
+                raise UserError(f"{busy}: wait for it, or {self.instead}") from None
             except OSError as e:
                 if e.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
                     raise
-                return handle  # some network disks have no locks: go on without one
+                note(f"{self.folder}: its disk has no locks: let only one process write there")
+                return handle
             # The process that held the lock may have removed the folder since it was opened above.
             if self.is_at(handle):
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, f" (process {os.getpid()} on {os.uname().nodename})".encode(), 0)
                 return handle
             os.close(handle)
 
     def is_at(self, handle: int) -> bool:
-        """Return whether the name of the folder still belongs to the folder of this descriptor."""
-        return self.folder.exists() and os.path.samestat(os.fstat(handle), self.folder.stat())
+        """Return whether this descriptor is that of the folder that has the name now."""
+        path = self.folder / LOCK
+        return path.exists() and os.path.samestat(os.fstat(handle), path.stat())
 
     def renew(self) -> None:
         """Make sure that the lock is on the folder that has the name now. Call this before writing.
@@ -295,4 +348,8 @@ class Lock:
                 os.close(moved)
 
     def close(self) -> None:
+        if self.is_at(self.handle):
+            (self.folder / LOCK).unlink()
+            if self.made and not os.listdir(self.folder):
+                self.folder.rmdir()
         os.close(self.handle)

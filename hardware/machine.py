@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from configurator import OneRankError, UserError
+from hardware.terminal import ProgressBar
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Machine:
     def say(self, text: str) -> None:
         """Print a line, on rank 0 only. A progress bar stays below it."""
         if self.is_main:
-            tqdm.write(text)
+            ProgressBar.write(text)
             sys.stdout.flush()
 
     def gather(self, value: Any) -> list[Any]:
@@ -125,11 +125,13 @@ class Machine:
 # The start of a process
 
 
-def start(asked_device: str, asked_dtype: str, sparing: bool = False) -> Machine:
+def start(
+    asked_device: str, asked_dtype: str, sparing: bool = False, timeout_minutes: float = 30.0
+) -> Machine:
     """Return the Machine of this process for the settings `device` and `dtype`.
 
     If torchrun has started this process, it joins the other ranks. sparing: on a CPU, give freed
-    memory back.
+    memory back. timeout_minutes: how long ranks wait for each other in the training loop.
     Raises UserError if the device or dtype cannot be used.
     """
     rank = int(os.environ.get("RANK", 0))
@@ -138,16 +140,25 @@ def start(asked_device: str, asked_dtype: str, sparing: bool = False) -> Machine
     device = pick_device(asked_device, local_rank)
     if device.type == "cpu":
         tune_malloc(sparing)
+    ctypes.CDLL(None).signal(signal.SIGBUS, explain_bus_error)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
-    group = join_ranks(rank, world, device) if "RANK" in os.environ else None
+    in_loop = timedelta(minutes=timeout_minutes)
+    group = join_ranks(rank, world, device, in_loop) if "RANK" in os.environ else None
     dtype, why = pick_dtype(asked_dtype, device)
+    on_nvidia = device.type == "cuda" and not torch.version.hip
+    if on_nvidia and dtype == torch.float32 and torch.cuda.get_device_capability() >= (8, 0):
+        why += "; matrix products are computed as TF32"
     return Machine(rank, local_rank, world, device, dtype, why, group)
 
 
-def join_ranks(rank: int, world: int, device: torch.device) -> Any:
-    """Connect this process with the other ranks. Return the group for `Machine.group`."""
+def join_ranks(rank: int, world: int, device: torch.device, in_loop: timedelta) -> Any:
+    """Connect this process with the other ranks. Return the group for `Machine.group`.
+
+    in_loop: the longest that a rank waits for the others in the training loop, where one of them
+    may write a checkpoint to a slow disk.
+    """
     store, *_ = next(dist.rendezvous("env://"))
     # torchrun gives restarted workers the store of the attempt before, which holds addresses that
     # are no longer valid (torch 2.13). So each attempt gets a prefix of its own. This does not work
@@ -157,8 +168,6 @@ def join_ranks(rank: int, world: int, device: torch.device) -> Any:
         store = dist.PrefixStore(attempt, store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
-    # In the training loop, the longest wait is for a rank that writes a checkpoint to a slow disk.
-    in_loop = timedelta(minutes=30)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world, device_id=device_id, timeout=in_loop
     )
@@ -293,6 +302,18 @@ def stop_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def explain_bus_error(number: int) -> None:
+    """End the process with a line that says why.
+
+    A handler of the module signal would never run: Python calls it after the instruction, which
+    cannot end. This one is called in the middle of it.
+    """
+    why = b"a file that is mapped into memory was cut short while it was read, or its disk failed"
+    os.write(2, b"error: " + why + b": a data file (data_dir), or a checkpoint\n")
+    os._exit(2)
 
 
 def all_sum(x: torch.Tensor) -> torch.Tensor:

@@ -209,7 +209,7 @@ def test_the_last_average_is_written_by_a_resume_if_a_kill_came_before_it(
 ):
     shutil.copytree(averaged, tmp_path / "run")
     target = step(tmp_path / "run", 8, "average")
-    for left in (".tmp_step_00000008", ".step_00000006.old"):  # half written, half deleted
+    for left in (".tmp_step_00000008-0123abcd", ".step_00000006.old"):  # half written, half deleted
         shutil.copytree(target, target.with_name(left))
     shutil.rmtree(target)
     train_tiny(tiny_data, tmp_path, *AVERAGE, "--init_from=resume")
@@ -262,7 +262,7 @@ def test_an_average_that_cannot_be_written_is_a_warning(tiny_data, tmp_path, mon
     save = checkpoint.save_pretrained
 
     def full(c, state, folder, *args):
-        if folder.parent.name == "average":
+        if folder.path.parent.name == "average":
             raise OSError(28, "No space left on device")
         save(c, state, folder, *args)
 
@@ -286,7 +286,7 @@ def test_an_old_average_that_cannot_be_deleted_is_a_warning(
 
     monkeypatch.setattr(checkpoint, "averages", fail)
     run = train_tiny(tiny_data, tmp_path, "--average=0.5")
-    assert capsys.readouterr().out.count("an older average could not be deleted (cannot") == 2
+    assert "could not be deleted (cannot look for checkpoints" in capsys.readouterr().out
     assert not damage(step(run, 8, "average"))
 
 

@@ -14,6 +14,7 @@ import train
 from bench import matmul
 from configurator import OneRankError, UserError, changes, convert, help_text, parse, run
 from model import GPTConfig
+from training.settings import ELSEWHERE, TrainConfig
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -85,9 +86,18 @@ def test_a_file_can_give_a_dict_and_the_command_line_cannot(tmp_path):
     assert re.search(r"^  rows = {...} +who is where", help_text(Table, ""), re.MULTILINE)
 
 
+def test_no_name_of_another_trainer_is_a_setting_here_and_each_leads_to_one():
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    for here, others in ELSEWHERE.items():
+        assert re.split("[=, ]", here)[0] in names and not names & set(others.split())
+    every = " ".join(ELSEWHERE.values()).split()
+    assert len(every) == len(set(every)) > 50
+
+
 @pytest.mark.parametrize(
     "argv, message",
     [
+        (["--lengths", "1", "64"], "--lengths: unknown setting 'lengths'"),
         (["--stepz=5"], "--stepz: unknown setting 'stepz'; did you mean 'steps'?"),
         (["--steps=five"], "--steps: steps='five' is not accepted; it takes int"),
         (["--steps=1.5"], "it takes int"),

@@ -2,10 +2,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import REPO
 
+import hardware.machine
 from hardware.gpus import GPUS, datasheet_tflops, find_gpu
-from hardware.machine import without_kernels
+from hardware.machine import start, without_kernels
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,22 @@ def test_a_peak_is_of_exactly_this_product():
     assert datasheet_tflops("NVIDIA A100-SXM4-80GB", "tf32") == 156
     for other in ("NVIDIA A1000", "NVIDIA A10G", "NVIDIA H100 PCIe 2", "AMD EPYC 7B12, 2 threads"):
         assert datasheet_tflops(other, "fp16") is None
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, computed_as_tf32",
+    [((8, 0), "float32", True), ((7, 0), "float32", False), ((8, 0), "bfloat16", False)],
+)
+def test_float32_is_called_tf32_on_the_gpus_that_compute_it_so(
+    monkeypatch, capability, dtype, computed_as_tf32
+):
+    monkeypatch.setattr(hardware.machine, "pick_device", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    before = torch.get_float32_matmul_precision()
+    machine = start("cuda", dtype)
+    torch.set_float32_matmul_precision(before)
+    assert ("TF32" in machine.why) == computed_as_tf32
 
 
 def test_the_table_needs_no_torch():

@@ -60,3 +60,10 @@ def test_no_circle():
 def test_no_import_is_hidden_from_these_tests():
     sources = {name: path.read_text(encoding="utf-8") for name, path in MODULES.items()}
     assert not [name for name, source in sources.items() if "TYPE_CHECKING" in source]
+
+
+def test_only_one_module_makes_progress_bars_so_that_all_look_alike():
+    sources = {name: path.read_text(encoding="utf-8") for name, path in MODULES.items()}
+    assert [name for name, source in sources.items() if "import tqdm" in source] == [
+        "hardware.terminal"
+    ]

@@ -23,12 +23,12 @@ import torch
 from test_prepare import tiktoken_file
 
 from configurator import UserError
+from hardware.disk import NewFolder, json_bytes
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
 from text.hf_tokenizer import llama_cpp_note, to_hugging_face
 from text.tokenizer import SentencePiece, Tiktoken
 from text.train_tokenizer import write_alphabet
-from training.checkpoint import write_json
 from training.huggingface import hf_class, save_pretrained
 
 NO_SPACE = "--override-kv tokenizer.ggml.add_space_prefix=bool:false"
@@ -92,19 +92,20 @@ def make(preset: str, vocab_size: int) -> GPT:
 
 def save(model: GPT, tokenizer, folder: Path) -> Path:
     """Write those files of a checkpoint that llama.cpp reads."""
-    folder.mkdir()
-    state = dict(model.named_parameters())
-    save_pretrained(model.config, state.items(), folder, tokenizer.eos_id, tokenizer.prefix[0])
+    new = NewFolder(folder)
+    parameters = model.named_parameters()
+    save_pretrained(model.config, parameters, new, tokenizer.eos_id, tokenizer.prefix[0])
+    new.finish()
     tokenizer.save(folder)
     for name, content in to_hugging_face(tokenizer, model.config.block_size).items():
-        write_json(folder / name, content)
+        (folder / name).write_bytes(json_bytes(content))
     return folder
 
 
 def take_out_post_processor(folder: Path) -> None:
     """Remove the post-processor from tokenizer.json, as the README describes."""
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    write_json(folder / "tokenizer.json", content | {"post_processor": None})
+    (folder / "tokenizer.json").write_bytes(json_bytes(content | {"post_processor": None}))
 
 
 # -- what llama_cpp_note says --

@@ -1,12 +1,14 @@
 import io
 import json
-import math
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import call, forge, train_tiny
+from conftest import REPO, call, forge, train_tiny
 from safetensors.torch import load_file, save_file
 
 import configurator
@@ -157,6 +159,17 @@ def test_interactive_answers_every_line_until_the_end_of_input(out, capsys, monk
     assert capsys.readouterr().err.count("tok/s") == 2
 
 
+@pytest.mark.slow
+def test_text_in_another_encoding_may_be_pasted(out):
+    """In a locale with UTF-8, Python refuses such bytes, unless it is told not to."""
+    argv = [sys.executable, str(REPO / "sample.py"), f"--out_dir={out}", "--device=cpu"]
+    argv += ["--interactive", "--max_new_tokens=3"]
+    env = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+    pasted = "模型\n".encode("gbk") + b"the\n"
+    done = subprocess.run(argv, input=pasted, capture_output=True, env=env, timeout=120)
+    assert done.returncode == 0 and done.stderr.count(b"tok/s") == 2, done.stderr
+
+
 def test_prompt_can_come_from_a_file(out, tmp_path, capsys):
     (tmp_path / "p.txt").write_text("数据 and\n", encoding="utf-8")
     run(out, f"--prompt_file={tmp_path / 'p.txt'}", "--max_new_tokens=5")
@@ -174,7 +187,7 @@ def test_damaged_weights_are_one_line_and_never_a_made_up_token(out, tmp_path, c
     folder = tmp_path / "damaged"
     shutil.copytree(newest_checkpoint(out / "run" / "ckpt"), folder)
     weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"] *= math.nan
+    weights["model.norm.weight"] *= 3e38
     save_file(weights, folder / "model.safetensors")
     forge(folder)
     with pytest.raises(SystemExit) as ended:

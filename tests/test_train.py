@@ -29,7 +29,9 @@ from training.plan import (
     lr_at,
     make_plan,
     repetition_warning,
+    schedule_warning,
 )
+from training.report import slow_steps
 from training.runs import newest_checkpoint
 from training.settings import TrainConfig
 
@@ -127,8 +129,8 @@ def test_a_shipped_config_trains_the_same_on_one_to_eight_gpus_or_warns(path):
 def test_a_warning_of_an_uneven_batch_names_a_batch_that_is_even():
     cfg = config("--batch_tokens=256")
     warned = batch_warning(make_plan(cfg, 6, 10_000).step_tokens, cfg, 6)
-    assert "25% fewer than asked" in warned
-    unit = int(re.search("a multiple of ([0-9,]+)", warned)[1].replace(",", ""))
+    assert "0.75 times the 256 tokens" in warned and "batch_tokens" in warned
+    unit = int(re.search("each process is ([0-9,]+) tokens", warned)[1].replace(",", ""))
     even = config(f"--batch_tokens={2 * unit}")
     assert make_plan(even, 6, 10_000).step_tokens == 2 * unit
 
@@ -163,6 +165,29 @@ def test_a_corpus_that_gives_only_a_few_steps_is_a_warning():
     assert "only 5 steps" in few_steps_warning(5, tuning)
     assert not few_steps_warning(20, tuning)
     assert not few_steps_warning(5, config("--max_steps=5"))  # asked for
+
+
+@pytest.mark.parametrize(
+    "options, steps, numbers",
+    [
+        (["--warmup_steps=101"], 100, ["101"]),
+        (["--warmup_steps=1_000"], 100, ["1,000"]),
+        (["--schedule=wsd", "--warmup_ratio=0.5", "--decay_ratio=0.7"], 100, ["50", "70"]),
+        (["--schedule=wsd", "--warmup_steps=90"], 100, ["90", "20", "10"]),
+        (["--warmup_steps=100"], 100, []),
+        (["--warmup_ratio=0.5", "--decay_ratio=0.7"], 100, []),  # a cosine has no decay_ratio
+        (["--schedule=wsd", "--warmup_ratio=0.8", "--decay_ratio=0.2"], 101, []),
+        (["--schedule=wsd"], 1, []),
+    ],
+)
+def test_a_run_that_is_too_short_for_its_warm_up_and_decay_is_a_warning(options, steps, numbers):
+    warned = schedule_warning(steps, config(*options))
+    assert bool(warned) == bool(numbers) and all(number in warned for number in numbers)
+
+
+def test_the_banner_warns_of_a_warm_up_that_is_longer_than_the_run(tiny_data, tmp_path, capsys):
+    train_tiny(tiny_data, tmp_path, "--warmup_steps=99")
+    assert "warning: the warm-up takes 99 steps" in capsys.readouterr().out
 
 
 # -- evaluation --
@@ -448,13 +473,30 @@ def test_only_the_newest_checkpoints_and_the_best_are_kept(tiny_data, tmp_path):
     assert best < 5 and kept == [best, 5, 6]
 
 
+FAST, SLOW = 1e12, 1e15  # FLOPs of a step
+
+
+@pytest.mark.parametrize(
+    "flops, peak, told", [(FAST, 0.1, False), (SLOW, 0.1, True), (SLOW, None, False)]
+)
+def test_steps_of_more_than_a_minute_are_told_before_they_begin(flops, peak, told):
+    """The defaults are for GPUs: a step of 124M on a laptop takes an hour."""
+    assert ("config/demo.py" in slow_steps(flops, peak)) == told
+
+
+def test_what_other_programs_need_is_said_once_where_the_run_ends(tiny_data, tmp_path, capsys):
+    train_tiny(tiny_data, tmp_path, "--preset=qwen3")
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in said if "--override-kv" in line] == ["checkpoint"]
+
+
 def test_weights_that_are_not_finite_are_never_saved_and_end_the_run_with_an_error(
     tiny_data, tmp_path, refuses
 ):
     options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--lr=1e38"]
     options += ["--warmup_ratio=0", "--save_every=1", "--keep=9", "--grad_clip=0"]
     error = refuses(train.main, *options)
-    assert "NaN or infinity in the weights, which were not saved" in error
+    assert "NaN or infinity in wte.weight" in error
     for folder in (tmp_path / "run" / "ckpt").glob("step_*"):
         assert all(p.isfinite().all() for p in from_pretrained(folder).parameters())
 
@@ -472,7 +514,7 @@ def test_what_somebody_puts_in_the_place_of_a_checkpoint_or_changes_in_one_is_ke
     train_tiny(tiny_data, tmp_path, *options, "--init_from=resume")
     assert "step_00000002 is kept: somebody has edited it" in capsys.readouterr().out
     assert "mine" in edited.read_text()
-    mine = {"step_00000002", "step_00000006_kept-1", "step_00000008_kept-1"}
+    mine = {"step_00000002", "step_00000006_kept-1", ".tmp_step_00000008"}
     saved = {"step_00000006", "step_00000008"}
     assert {path.name for path in ckpt.iterdir()} == mine | saved
 

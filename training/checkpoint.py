@@ -31,9 +31,7 @@ one a run starts from.
 """
 
 import copy
-import errno
-import os
-import shutil
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,25 +46,26 @@ from configurator import UserError
 from hardware.disk import (
     MANIFEST,
     Lock,
+    NewFolder,
+    damage,
     json_bytes,
-    manifest,
     put_in_place,
     remove_only,
     sealed,
-    sync_to_disk,
 )
 from hardware.machine import room
 from model import GPT, GPTConfig
 from text.dataset import FORMAT_VERSION, DataSet, tokenizer_files
-from text.hf_tokenizer import llama_cpp_note, read_json, to_hugging_face, transformers_note
+from text.hf_tokenizer import read_json, to_hugging_face
 from text.tokenizer import SentencePiece, Tiktoken
 from training.average import Average
-from training.huggingface import caveat, hf_class, save_pretrained
+from training.huggingface import save_pretrained
 from training.progress import Progress
 from training.runs import (
     OURS,
     REPLACED,
     averages,
+    check_step,
     discard,
     make_way,
     numbered,
@@ -76,12 +75,7 @@ from training.runs import (
 )
 from training.settings import TrainConfig
 from training.shards import is_shared, whole
-from training.stream import save_state, tensors_in
-
-
-def temporary(target: Path) -> Path:
-    """Return the folder in which a checkpoint is written before it gets its name."""
-    return target.with_name(f".tmp_{target.name}")
+from training.stream import save, save_state, tensors_in
 
 
 def to_host(state: Any) -> Any:
@@ -101,7 +95,7 @@ class Saver:
     damaged: names of the checkpoints in ckpt_dir that were found to be damaged.
     needed: bytes of host memory that a step takes in each process; None: those that it has.
     lock: the lock of the run's folder, on the rank that saves.
-    report(step, path, seconds, note): called for each checkpoint once it is complete on the disk.
+    report(step, path, seconds): called for each checkpoint once it is complete on the disk.
     """
 
     def __init__(
@@ -114,7 +108,7 @@ class Saver:
         needed: float | None,
         lock: Lock | None,
         say: Callable[[str], None],
-        report: Callable[[int, Path, float, str], None],
+        report: Callable[[int, Path, float], None],
     ):
         self.ckpt_dir = ckpt_dir
         self.average_dir = ckpt_dir.with_name("average")
@@ -127,10 +121,13 @@ class Saver:
         self.lock = lock
         self.say = say
         self.report = report
+        # In the names of the folders that this process writes before they get their own. Another
+        # process that trains this run too, where a disk has no locks, has another one.
+        self.token = secrets.token_hex(4)
         self.pool = ThreadPoolExecutor(1)
         self.writing: Future = Future()
         self.writing.set_result(None)
-        self.saved = False  # whether this process has written a complete checkpoint
+        self.skipped = 0  # saves in a row that were skipped: the weights were not finite
         self.failed = ""  # why the last checkpoint could not be written; empty if it could
         self.kept: set[Path] = set()  # what prune() must not delete and has already reported
         folder = sets[0].folder
@@ -151,6 +148,7 @@ class Saver:
         after the other, and the thread does what is left.
         """
         self.wait()
+        self.skipped = 0
         started = time.perf_counter()
         weights = dict(model.named_parameters())
         training = asdict(progress)
@@ -161,7 +159,8 @@ class Saver:
         shared = is_shared(model.wte.weight)
         without_copy = shared or (self.lock and not self.has_room([weights, training]))
         if without_copy:
-            write_tensors = self.write_one_by_one(c, weights, training, progress.step)
+            target = self.ckpt_dir / f"step_{progress.step:08d}"
+            write_tensors = self.write_one_by_one(c, weights, training, target)
             training = {k: v for k, v in training.items() if k not in ("optimizer", "scaler")}
         elif self.lock:
             weights = to_host(weights)
@@ -183,17 +182,23 @@ class Saver:
         self.said_no_room = True
         return False
 
-    def save_missing(self, average: Average, step: int) -> None:
-        """Begin to write the average of step_N, from which the run is resumed, if it is not there.
+    def catch_up(self, average: Average | None, progress: Progress) -> None:
+        """Begin what the process that wrote the checkpoint of a resumed run was killed before.
 
-        The process that wrote the checkpoint may have been killed before it wrote the average. If
-        the run is at its end, no other average comes after it.
+        That is to write the average of its step, and to delete what the checkpoint replaces. If the
+        run is at its end, no other checkpoint comes after it.
         """
-        if not (self.average_dir / f"step_{step:08d}" / MANIFEST).is_file():
+        training = asdict(progress)
+        self.clean_up(training)
+        target = self.average_dir / f"step_{progress.step:08d}"
+        if average and average.steps:
+            if not damage(target, ["meta.json"], required=["meta.json"]):
+                check_step(target)
+                return
             copied = self.has_room(average.weights)
             weights = to_host(average.weights) if copied else average.weights
             c = average.model.config
-            self.writing = self.pool.submit(self.write_average, c, weights, step)
+            self.writing = self.pool.submit(self.write_average, c, weights, training)
             if not copied:
                 self.wait()
 
@@ -202,7 +207,11 @@ class Saver:
         self.writing.result()
 
     def write(
-        self, c: GPTConfig, training: dict, write_tensors: Callable[[Path], None], started: float
+        self,
+        c: GPTConfig,
+        training: dict,
+        write_tensors: Callable[[Path], NewFolder],
+        started: float,
     ) -> None:
         """Write a checkpoint, put it in place, report it, and prune the older ones.
 
@@ -221,146 +230,127 @@ class Saver:
             return
         self.damaged.discard(target.name)
         self.failed = ""
-        note = "" if self.saved else self.for_others(c)
-        self.saved = True
-        self.report(step, target, time.perf_counter() - started, note)
-        try:
-            if old:  # after a resume, the run came to a step that it had already saved
-                remove_only(old, OURS)
-            if not training["bad_in_a_row"]:  # after a bad step, older weights may be better
-                self.prune(step, training["best_step"])
-        except OSError as e:
-            what = f"{e.filename or self.ckpt_dir}: {e.strerror}"
-            self.say(f"warning: an older checkpoint could not be deleted ({what})")
-        except UserError as e:  # a folder of older checkpoints cannot be listed
-            self.say(f"warning: {e}")
+        self.report(step, target, time.perf_counter() - started)
+        self.clean_up(training, old)  # after a resume, the run may come to a step that it had saved
         if "average" in training:
-            self.write_average(c, training["average"]["weights"], step)
+            self.write_average(c, training["average"]["weights"], training)
 
-    def write_average(self, c: GPTConfig, weights: dict, step: int) -> None:
+    def write_average(self, c: GPTConfig, weights: dict, training: dict) -> None:
         """Write the averaged weights of a step, and keep only the average before it.
 
         If that fails, it is a warning: the checkpoint holds the average too.
         """
-        target = self.average_dir / f"step_{step:08d}"
+        target = self.average_dir / f"step_{training['step']:08d}"
         try:
             write_tensors = partial(self.write_tensors, c, weights, None)
             old = self.put(target, c, write_tensors, is_average=True)
         except OSError as e:
             self.say(f"warning: {e}; training goes on, the checkpoint holds the average too")
             return
-        self.say(f"step {step}: saved {target}")
+        self.say(f"step {training['step']}: saved {target}")
+        self.clean_up(training, old)
+
+    def clean_up(self, training: dict, old: Path | None = None) -> None:
+        """Delete `old`, what a checkpoint was before, and prune. If that fails, it is a warning."""
         try:
             if old:
                 remove_only(old, OURS)
-            reached = [p for p in averages(self.average_dir.parent) if step_of(p) <= step]
-            self.delete(reached[2:])
+            if not training["bad_in_a_row"]:  # after a bad step, older weights may be better
+                self.prune(training["step"], training["best_step"])
         except (OSError, UserError) as e:
-            self.say(f"warning: an older average could not be deleted ({e})")
+            self.say(f"warning: an older checkpoint could not be deleted ({e})")
 
     def put(
         self,
         target: Path,
         c: GPTConfig,
-        write_tensors: Callable[[Path], None],
+        write_tensors: Callable[[Path], NewFolder],
         is_average: bool = False,
     ) -> Path | None:
         """Write a checkpoint, or an average, in a folder beside `target`, and put it in place.
 
-        write_tensors(folder): make the folder and write the large files. Return the new path of
+        write_tensors(target): make that folder and write the large files. Return the new path of
         what `target` was before; None if there was nothing. Raises OSError, with the reason in
         words.
         """
-        tmp = temporary(target)
         try:
-            write_tensors(tmp)
+            folder = write_tensors(target)
             if not is_average:
-                write_json(tmp / "train_config.json", asdict(self.cfg))
-            self.write_small_files(tmp, c)
-            for path in tmp.iterdir():
-                sync_to_disk(path)
+                folder.write("train_config.json", json_bytes(asdict(self.cfg)))
+            self.write_small_files(folder, c, step_of(target))
+            folder.finish()
             make_way(target, required=(MANIFEST,) if is_average else ())
-            return put_in_place(tmp, target)
-        except (OSError, RuntimeError) as e:
-            full = tmp.parent.is_dir() and shutil.disk_usage(tmp.parent).free < 2**20
-            remove_only(tmp, OURS)
-            reason = (getattr(e, "strerror", None) or str(e)).splitlines()[0]
-            # On a full disk torch raises RuntimeError, which names the write, but not the reason.
-            if full and not getattr(e, "strerror", None):
-                reason = os.strerror(errno.ENOSPC)
-            raise OSError(f"{target} could not be written ({reason})") from None
+            return put_in_place(folder.path, target)
+        except OSError as e:
+            remove_only(self.temporary(target), OURS)
+            raise OSError(f"{target} could not be written ({e.strerror or e})") from None
 
-    def make_folder(self, tmp: Path) -> None:
+    def temporary(self, target: Path) -> Path:
+        return target.with_name(f".tmp_{target.name}-{self.token}")
+
+    def new_folder(self, target: Path) -> NewFolder:
+        """Make the folder in which a checkpoint is written before it gets its name."""
         self.lock.renew()
-        remove_only(tmp, OURS)  # left by a save that failed
-        make_way(tmp)  # what is left is somebody's
-        tmp.mkdir(parents=True)
+        remove_only(self.temporary(target), OURS)  # left by a save that failed
+        return NewFolder(self.temporary(target))
 
-    def write_tensors(self, c: GPTConfig, weights: dict, training: dict | None, tmp: Path) -> None:
-        """Write the large files to the folder tmp. training: None for an average."""
-        self.make_folder(tmp)
-        save_pretrained(c, weights.items(), tmp, *self.ends())
+    def write_tensors(
+        self, c: GPTConfig, weights: dict, training: dict | None, target: Path
+    ) -> NewFolder:
+        """Write the large files to a new folder. training: None for an average."""
+        folder = self.new_folder(target)
+        save_pretrained(c, weights.items(), folder, *self.ends())
         if training:
-            torch.save(training, tmp / "train_state.pt")
+            save(training, folder.open("train_state.pt"))
+        return folder
 
     def write_one_by_one(
-        self, c: GPTConfig, weights: dict, training: dict, step: int
-    ) -> Callable[[Path], None]:
+        self, c: GPTConfig, weights: dict, training: dict, target: Path
+    ) -> Callable[[Path], NewFolder]:
         """Write the large files of a checkpoint, one tensor after the other, without a copy of all.
 
         All ranks must call this if they share the tensors out. After an error rank 0 goes on to
-        gather, because the other ranks do. Return a function for put(): it raises that error.
+        gather, because the other ranks do. Return a function for put(): it raises that error, or
+        returns the folder.
         """
         gathered = (whole(x) for x in (*weights.values(), *tensors_in(training)))
-        failed: list[OSError] = []
+        writing: Future = Future()
         try:
             if self.lock:
-                tmp = temporary(self.ckpt_dir / f"step_{step:08d}")
-                self.make_folder(tmp)
-                save_pretrained(c, zip(weights, gathered, strict=False), tmp, *self.ends())
-                save_state(tmp / "train_state.pt", training, gathered)
+                folder = self.new_folder(target)
+                save_pretrained(c, zip(weights, gathered, strict=False), folder, *self.ends())
+                save_state(folder.open("train_state.pt"), training, gathered)
+                writing.set_result(folder)
         except OSError as e:
-            failed.append(e)
+            writing.set_exception(e)
         for _ in gathered:
             pass
-
-        def result(tmp: Path) -> None:
-            if failed:
-                raise failed[0]
-
-        return result
+        return lambda target: writing.result()
 
     def ends(self) -> tuple[int, int | None]:
         """Return the ids of the tokens at the end and the beginning of a text."""
         prefix = self.tokenizer.prefix
         return self.tokenizer.eos_id, prefix[0] if prefix else None
 
-    def write_small_files(self, tmp: Path, c: GPTConfig) -> None:
-        """Write to the folder tmp what belongs to every model. The manifest comes last."""
-        write_json(tmp / "meta.json", self.meta())
+    def write_small_files(self, folder: NewFolder, c: GPTConfig, step: int) -> None:
+        """Write what belongs to every model."""
+        folder.write("meta.json", json_bytes(self.meta(step)))
         if "tokenizer.json" not in self.tokenizer_files:
             made = to_hugging_face(self.tokenizer, c.block_size, self.came_with)
             self.tokenizer_files |= {name: json_bytes(content) for name, content in made.items()}
         for name, content in self.tokenizer_files.items():
-            (tmp / name).write_bytes(content)
-        write_json(tmp / MANIFEST, manifest(tmp))
+            folder.write(name, content)
 
-    def for_others(self, c: GPTConfig) -> str:
-        """Return what other programs cannot open of this checkpoint, or have to be told."""
-        kind = hf_class(c)
-        notes = [caveat(c), transformers_note(self.tokenizer, kind)]
-        notes.append(llama_cpp_note(self.tokenizer, kind, c.vocab_size))
-        return "".join(f"; {note}" for note in notes if note)
-
-    def meta(self) -> dict:
+    def meta(self, step: int) -> dict:
         """Return the content of meta.json: that of the first data set, with these changes.
 
-        It gets the hashes of all data sets, which a resumed run compares. The hashes of the
-        tokenizer's files are left out, since manifest.json has them.
+        It gets the step of the weights, and the hashes of all data sets, which a resumed run
+        compares. Those of the tokenizer's files are left out, since manifest.json has them.
         """
         meta = self.sets[0].meta
         tokenizer = {k: v for k, v in meta["tokenizer"].items() if k != "files"}
         changes = {
+            "step": step,
             "trained_on": {d.name: d.meta["splits"]["train"]["sha256"] for d in self.sets},
             "judged_by": {d.name: d.meta["splits"]["val"]["sha256"] for d in self.sets},
             "format_version": FORMAT_VERSION,
@@ -372,15 +362,17 @@ class Saver:
         """Delete what the complete checkpoint of `step` replaces.
 
         These are the run that --overwrite replaced, and the checkpoints up to `step`, except the
-        best one and the `keep` newest of the others that are not damaged. Checkpoints of later
-        steps stay: they were found damaged when this run was resumed, and each of them is replaced
-        when the run comes to its step.
+        best one and the `keep` newest of the others that are not damaged; and all averages up to
+        `step` but two. Checkpoints of later steps stay: they were found damaged when this run was
+        resumed, and each of them is replaced when the run comes to its step.
         """
         reached = [path for path in numbered(self.ckpt_dir) if step_of(path) <= step]
         best = self.ckpt_dir / f"step_{best_step:08d}"
         whole = [path for path in reached if path.name not in self.damaged and path != best]
         stay = {best, *whole[: self.cfg.keep]}
         self.delete([path for path in reached if path not in stay])
+        of_averages = averages(self.average_dir.parent)
+        self.delete([path for path in of_averages if step_of(path) <= step][2:])
         for folder in [*replaced(self.ckpt_dir), *replaced(self.average_dir)]:
             self.delete(numbered(folder))
             if not numbered(folder) and remove_only(folder, [REPLACED]):
@@ -395,7 +387,3 @@ class Saver:
             if why_not and path not in self.kept:
                 self.kept.add(path)
                 self.say(f"note: {path} is kept: {why_not}")
-
-
-def write_json(path: Path, content: dict) -> None:
-    path.write_bytes(json_bytes(content))

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from fractions import Fraction
 
 import torch
-from tqdm import tqdm
 
 from hardware.machine import Machine, all_sum
+from hardware.terminal import ProgressBar
 from model import GPT
 from text.tokenizer import SentencePiece, Tiktoken
 from text.windows import Loader, Windows
@@ -37,9 +37,9 @@ def evaluate(
     count = len(starts)
     turn = B * machine.world  # windows that all ranks evaluate at the same time
     end = math.ceil(count / turn) * turn
-    disable = None if bar else True  # None: tqdm shows a bar on a terminal only
     totals = torch.zeros(2, device=machine.device)  # sum of the loss over targets; their number
-    for first in tqdm(range(machine.rank * B, end, turn), "evaluating", disable=disable):
+    batches = range(machine.rank * B, end, turn)
+    for first in ProgressBar("evaluating", batches, shown=None if bar else False):
         # All batches have B windows, so that the model sees a single shape. Past the last window
         # the first ones fill the batch; their targets are set to -1, which the loss ignores.
         rows = loader.rows([(0, starts[i % count]) for i in range(first, first + B)])

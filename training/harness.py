@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from configurator import UserError
 from hardware.disk import read_object
 from hardware.machine import Machine
+from hardware.terminal import ProgressBar
 from model import GPT
 from text.tokenizer import SentencePiece, Tiktoken
 
@@ -134,7 +134,7 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(f"{path}: {e.strerror}") from None
     except UnicodeDecodeError as e:
         raise UserError(f"{path}: not UTF-8 ({e.reason} at byte {e.start})") from None
-    for number, line in enumerate(tqdm(lines, "judging", disable=None, leave=False), 1):
+    for number, line in enumerate(ProgressBar("judging", lines), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"

@@ -1,6 +1,6 @@
 """Hugging Face's model format, written and read: config.json, and the weights as safetensors.
 
-    save_pretrained(model.config, model.named_parameters(), folder)
+    save_pretrained(model.config, model.named_parameters(), NewFolder(path))
         writes a folder that AutoModelForCausalLM.from_pretrained(folder) of transformers opens
     from_pretrained(folder)
         reads a GPT2LMHeadModel, or the Llama, Mistral, Qwen2 or Qwen3 ...ForCausalLM, in one file
@@ -15,17 +15,18 @@ import json
 import math
 import os
 import pickle
+import warnings
 from collections.abc import Iterable
 from dataclasses import Field, asdict, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file
 
-from hardware.disk import MANIFEST, damage, only_plain
+from hardware.disk import MANIFEST, NewFolder, damage, only_plain
 from model import GPT, PRESETS, GPTConfig, rope_scaling
 from training.stream import save_safetensors
 
@@ -201,9 +202,6 @@ def accepts(f: Field, value: Any) -> bool:
 
     A number must lie between 0 and the largest that a model can have there.
     """
-    choices = get_args(f.type)
-    if choices:
-        return value in choices
     if isinstance(f.default, bool) or isinstance(value, bool):
         return isinstance(f.default, bool) and isinstance(value, bool)
     if isinstance(f.default, str):
@@ -388,7 +386,8 @@ def from_state(c: GPTConfig, stored: dict[str, torch.Tensor]) -> dict[str, torch
     """Return our parameters from those that the class stores: the inverse of to_state().
 
     Raises ValueError, which names the tensor, if one is missing, if one belongs to no part of the
-    model, or if one is not what config.json says.
+    model, if one is not what config.json says, or if one is not finite: even if the texts never use
+    such a number, no checkpoint could be saved.
     """
     gpt2 = hf_class(c) == "GPT2LMHeadModel"
     if gpt2 and "wte.weight" in stored:  # a GPT2Model, which is the class without its head
@@ -398,7 +397,10 @@ def from_state(c: GPTConfig, stored: dict[str, torch.Tensor]) -> dict[str, torch
 
     state = {}
     for name, like in parameters.items():
-        w = torch.cat([stored[key] for key in hf_names(c, name)]).float()
+        keys = hf_names(c, name)
+        if broken := [key for key in keys if not stored[key].isfinite().all()]:
+            raise ValueError(f"{broken[0]} holds NaN or infinity")
+        w = torch.cat([stored[key] for key in keys]).float()
         if gpt2 and name.startswith("blocks.") and w.dim() == 2:
             w = w.t().contiguous()
         if name in ("wte.weight", "lm_head.weight"):
@@ -446,7 +448,7 @@ def check_tensors(
 def save_pretrained(
     c: GPTConfig,
     parameters: Iterable[tuple[str, torch.Tensor]],
-    folder: str | Path,
+    folder: NewFolder,
     eos_id: int | None = None,
     bos_id: int | None = None,
 ) -> None:
@@ -456,12 +458,12 @@ def save_pretrained(
     wte.weight.
     """
     content = json.dumps(to_config(c, eos_id, bos_id), indent=2) + "\n"
-    (Path(folder) / "config.json").write_text(content, encoding="utf-8")
+    folder.write("config.json", content.encode())
     with torch.device("meta"):
         like = dict(GPT(c).named_parameters())
     shapes = {name: w.shape for name, w in to_state(c, like).items()}
     stored = ((k, w) for name, p in parameters for k, w in to_state(c, {name: p}).items())
-    save_safetensors(Path(folder) / "model.safetensors", shapes, stored)
+    save_safetensors(folder.open("model.safetensors"), shapes, stored)
 
 
 def is_utf8(path: Path) -> bool:
@@ -567,7 +569,9 @@ def read_nanogpt(path: Path) -> tuple[GPTConfig, dict[str, torch.Tensor]]:
     """
     only_plain(path)
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle's protocol
+            saved = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except pickle.UnpicklingError:

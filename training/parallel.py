@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import UserError
+from hardware.kernels import document_mask
 from hardware.machine import Machine, capacity, least, memory_advice, out_of_memory
 from model import GPT, Block
 from text.windows import Loader
@@ -111,6 +112,11 @@ def try_compile(
         compiled = torch.compile(model, dynamic=False)
         with no_sync(), machine.autocast():
             compiled(*batch).backward()
+        if machine.device.type == "cuda":
+            # An evaluation by document compiles FlexAttention: better now than in step eval_every.
+            model.eval()
+            with torch.no_grad(), machine.autocast():
+                compiled(batch.x, batch.y, eos_id=0, reduction="sum")
         machine.synchronize()
         return compiled, ""
     except Exception as e:  # no C++ compiler, an old GPU: eager mode may work all the same
@@ -119,6 +125,7 @@ def try_compile(
         first_line = str(e).splitlines()[0] if str(e) else ""
         return None, f"{type(e).__name__}: {first_line}"
     finally:
+        model.train()
         model.zero_grad(set_to_none=True)
 
 
@@ -140,9 +147,15 @@ def try_blocks(model: GPT, x: torch.Tensor, machine: Machine) -> tuple[Callable 
         for one in (*model.blocks, block):
             one.compute = compiled_compute(one)
         model.loss = torch.compile(MethodType(GPT.loss, model), dynamic=False)
+        model.compiled_blocks = True
         with machine.autocast():
-            y = block(inputs, rope, None, None)
-        y.sum().backward()
+            block(inputs, rope, None, None).sum().backward()
+            if machine.device.type == "cuda":  # FlexAttention, for which evaluations compile it
+                begins = torch.zeros(x.shape, dtype=torch.long, device=machine.device)
+                head_dim = model.config.head_dim
+                within = document_mask(begins, head_dim, machine.dtype, 0.0, compiled=True)
+                with torch.no_grad():
+                    block.eval()(inputs, rope, within, None)
         machine.synchronize()
         return model, ""
     except Exception as e:
@@ -164,7 +177,8 @@ def eager(model: GPT) -> None:
     """Undo what try_blocks() did."""
     for block in model.blocks:
         block.__dict__.pop("compute", None)  # what is left is the method of the class
-    model.__dict__.pop("loss", None)
+    for name in ("loss", "compiled_blocks"):
+        model.__dict__.pop(name, None)
 
 
 def compile_together(

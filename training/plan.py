@@ -105,18 +105,37 @@ def batch_warning(step_tokens: int, cfg: TrainConfig, world: int) -> str:
     """Return a warning if a step has far more or fewer tokens than batch_tokens, else ""."""
     if off(step_tokens, cfg) <= FAR_OFF:
         return ""
-    less = "fewer" if step_tokens < cfg.batch_tokens else "more"
-    least = cfg.block_size * world
-    ways = f"set batch_tokens to a multiple of {least:,} (block_size x processes) and fit lr to it"
-    wrong = f"{off(step_tokens, cfg):.0%} {less} than asked"
-    return f"warning: {wrong}: {ways}, or use another number of processes"
+    asked = f"{step_tokens / cfg.batch_tokens:.3g} times the {cfg.batch_tokens:,} tokens asked"
+    least = f"a sequence for each process is {cfg.block_size * world:,} tokens"
+    ways = "set batch_tokens to a multiple of that and fit lr to it"
+    return f"warning: {asked}: {least}; {ways}, or use another number of processes"
+
+
+def length_warnings(plan: Plan, cfg: TrainConfig, sets: list[DataSet]) -> list[str]:
+    """Return what there is to warn of in the length of a run."""
+    often = repetition_warning(plan.tokens_at(plan.steps), plan.step_tokens, cfg, sets)
+    warnings = (often, few_steps_warning(plan.steps, cfg), schedule_warning(plan.steps, cfg))
+    return [warning for warning in warnings if warning]
 
 
 def few_steps_warning(steps: int, cfg: TrainConfig) -> str:
     """Return a warning if a limit in epochs or tokens leaves a run very few steps, else ""."""
     if steps >= FEW_STEPS or cfg.max_steps:
         return ""
-    return f"warning: only {steps} steps, which teach little: set a smaller --batch_tokens"
+    ways = "raise max_epochs or max_tokens, or set a smaller batch_tokens"
+    return f"warning: only {steps} steps, which teach little: {ways}"
+
+
+def schedule_warning(steps: int, cfg: TrainConfig) -> str:
+    """Return a warning if the run is too short for the warm-up and the decay of lr, else ""."""
+    warmup = warmup_steps(steps, cfg)
+    if warmup > steps:
+        return f"warning: the warm-up takes {warmup:,} steps: the run ends before lr is reached"
+    decay = math.ceil(cfg.decay_ratio * steps) if cfg.schedule == "wsd" else 0
+    if warmup + decay <= steps + 1:  # both are rounded up
+        return ""
+    both = f"a warm-up of {warmup:,} steps and a decay of {decay:,} exceed the run"
+    return f"warning: {both}: lr decays for {steps - warmup:,} steps only"
 
 
 def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: list[DataSet]) -> str:
@@ -152,12 +171,16 @@ def different_tokens(tokens: int, sets: list[DataSet]) -> int:
     return sum(min(size, round(weight * tokens)) for size, weight in there)
 
 
+def warmup_steps(steps: int, cfg: TrainConfig) -> int:
+    return cfg.warmup_steps or math.ceil(cfg.warmup_ratio * steps)
+
+
 def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:
     """Return the learning rate of step 0 ... steps - 1.
 
     cosine: SGDR, arXiv 1608.03983, eq. 5, one cycle. wsd: MiniCPM, arXiv 2404.06395, section 4.
     """
-    warmup = cfg.warmup_steps or math.ceil(cfg.warmup_ratio * steps)
+    warmup = warmup_steps(steps, cfg)
     if step < warmup:
         return cfg.lr * (step + 1) / warmup
     if cfg.schedule == "constant":

@@ -1,5 +1,6 @@
 """Draw the loss curves of one or more runs from their metrics.jsonl."""
 
+import io
 import math
 import warnings
 from dataclasses import dataclass
@@ -8,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from configurator import UserError
+from configurator import UserError, note
+from hardware.disk import write_whole
 from training.metrics import read_metrics
 from training.normal import LANDMARKS, recorded_curve
 
@@ -169,9 +171,12 @@ def plot_loss(folders: list[Path], png: Path, x: str = "steps", y: str = "loss")
     # Where no font has them, a frame is drawn for each, and that is enough.
     warnings.filterwarnings("ignore", "Glyph .* missing")
     installed = font_manager.get_font_names()
-    fonts = ["DejaVu Sans", *[font for font in CHINESE if font in installed][:1]]
+    chinese = [font for font in CHINESE if font in installed][:1]
+    if not chinese and not all(run.name.isascii() for run in runs):
+        note(f"no font for Chinese is installed, such as {CHINESE[0]}: names are drawn as frames")
     # A $ in the name of a run must not begin a formula.
-    with matplotlib.rc_context({"font.family": fonts, "text.parse_math": False}):
+    style = {"font.family": ["DejaVu Sans", *chinese], "text.parse_math": False}
+    with matplotlib.rc_context(style):
         # Figure, unlike pyplot, needs no screen, and may be used in any thread.
         fig = Figure(figsize=(9, 6), layout="constrained")
         losses, rates = fig.subplots(2, sharex=True, height_ratios=[6, 1])
@@ -181,9 +186,9 @@ def plot_loss(folders: list[Path], png: Path, x: str = "steps", y: str = "loss")
             draw_run(losses, run, colour)
             rates.plot(*run.curve("lr"), color=colour, lw=1)
         label(fig, losses, rates, runs, colours)
-        aside = png.with_name(f".{png.name}.tmp")
-        fig.savefig(aside, format=png.suffix[1:], dpi=120)
-    aside.replace(png)
+        picture = io.BytesIO()
+        fig.savefig(picture, format=png.suffix[1:], dpi=120)
+    write_whole(png, picture.getvalue())
     return png
 
 

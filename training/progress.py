@@ -1,10 +1,12 @@
 """How far a run has come: what a checkpoint stores besides model, optimizer and scaler."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
+
+from configurator import UserError
 
 
 @dataclass
@@ -26,7 +28,11 @@ class Progress:
         """Return the progress stored in train_state.pt.
 
         If the run ended because of too many bad steps in a row, their count starts again at 0.
+        Raises UserError if a value is missing, or of another kind.
         """
+        for name, default in asdict(cls()).items():
+            if type(training.get(name)) is not type(default):
+                raise UserError(f"train_state.pt: {name} is {training.get(name)!r}: not train.py's")
         progress = cls(**{f.name: training[f.name] for f in fields(cls)})
         if progress.bad_in_a_row >= max_bad_steps:
             progress.bad_in_a_row = 0

@@ -18,13 +18,16 @@ from pathlib import Path
 import torch
 from torch.amp import GradScaler
 
-from configurator import changes
+from configurator import changes, columns, row
 from hardware.disk import Lock, write_whole
 from hardware.kernels import attention_kernel
 from hardware.machine import Machine, capacity
-from model import GPT
+from hardware.terminal import ProgressBar, fitted, in_a_terminal, quoted
+from model import GPT, GPTConfig
 from text.dataset import DataSet
+from text.hf_tokenizer import llama_cpp_note, transformers_note
 from text.landmarks import mixed_landmarks
+from text.look import plural
 from text.replay import sample_texts
 from text.tokenizer import SentencePiece, Tiktoken
 from text.windows import Loader, share_within, train_loader
@@ -32,18 +35,11 @@ from training.huggingface import caveat, hf_class
 from training.memory import Step, largest_batch, needed
 from training.metrics import METRICS_VERSION, read_metrics
 from training.normal import Watch
-from training.plan import (
-    Plan,
-    batch_warning,
-    different_tokens,
-    few_steps_warning,
-    repetition_warning,
-)
+from training.plan import Plan, batch_warning, different_tokens, length_warnings
 from training.plots import plot_loss
 from training.progress import Progress
 from training.runs import newest_checkpoint
 from training.settings import TrainConfig
-from training.terminal import ProgressBar, columns, fitted, in_a_terminal, quoted
 
 
 def peak_memory(device: torch.device) -> float:
@@ -158,7 +154,8 @@ class Metrics:
         self.lock = lock
         self.path = folder / "metrics.jsonl"
         shown = cfg.progress == "bar" or (cfg.progress == "auto" and in_a_terminal())
-        self.bar = ProgressBar(not (shown and machine.is_main), plan.steps, progress.step)
+        options = dict(total=plan.steps, initial=progress.step, end="{desc}")
+        self.bar = ProgressBar("step", shown=shown and machine.is_main, **options)
         self.wandb = None
         self.tensorboard = None
         self.wandb_id = progress.wandb_id  # names the run at wandb, so that a resume continues it
@@ -369,14 +366,14 @@ class Metrics:
         line = f"the model continues {shown}:" if prompt else "the model writes:"
         self.write(dict(step=done, sample=text), line, quoted(text))
 
-    def log_save(self, step: int, path: Path, seconds: float, note: str) -> None:
+    def log_save(self, step: int, path: Path, seconds: float) -> None:
         """Report that the checkpoint of a step is complete on the disk.
 
         metrics.jsonl gets a record of it too. If it has one and no checkpoint can be found, a disk
         is missing, and init_from=auto must not start from scratch.
         """
         self.append(dict(step=step, saved=path.name, save_s=seconds))
-        self.machine.say(f"step {step}: saved {path} in {seconds:.1f} s{note}")
+        self.machine.say(f"step {step}: saved {path} in {seconds:.1f} s")
 
     def log_outcome(
         self, outcome: str, loss: float, grad_norm: float, scaler: GradScaler, samples: range
@@ -412,7 +409,7 @@ class Metrics:
         content = f"step {done}: {what}\n{texts}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content, encoding="utf-8", errors="backslashreplace")
+            write_whole(path, content.encode("utf-8", "backslashreplace"))
             return f"its texts are in {path}"
         except OSError as e:
             return f"its texts could not be written to {path} ({e.strerror})"
@@ -465,8 +462,11 @@ class Metrics:
         os.close(self.file)
         self.file = os.open(self.path, os.O_RDWR | os.O_APPEND)
 
-    def close(self) -> None:
-        """End the reports: draw the loss, and say where the newest checkpoint is."""
+    def close(self, c: GPTConfig) -> None:
+        """End the reports: draw the loss, and say where the newest checkpoint is.
+
+        If transformers or llama.cpp have to be told something about a model of the shape c, say it.
+        """
         if self.wandb is not None:
             with self.may_fail("wandb"):
                 self.wandb.finish()
@@ -480,7 +480,11 @@ class Metrics:
             print(f"warning: {self.path}: the last {lines} lines could not be written")
         os.close(self.file)
         print(self.picture.finish())
-        print(f"checkpoint: {newest_checkpoint(self.path.parent / 'ckpt')}")
+        kind = hf_class(c)
+        notes = [transformers_note(self.tokenizer, kind)]
+        notes.append(llama_cpp_note(self.tokenizer, kind, c.vocab_size))
+        newest = newest_checkpoint(self.path.parent / "ckpt")
+        print("; ".join([f"checkpoint: {newest}", *filter(None, notes)]))
 
 
 def line_of(record: dict) -> bytes:
@@ -595,7 +599,7 @@ def banner(
         "compute": f"{model.flops_per_token(T) * tokens:.3g} FLOPs (6 N + 12 L d T a token)",
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
         "attention": attention,
-        "memory": f"{memory}; the largest batch_size is {largest_batch(model, one_step, here):,}",
+        "memory": f"{memory}; batch_size may be {largest_batch(model, one_step, here):,} at most",
         "peak": peak_source,
     }
     if cfg.documents == "pack":
@@ -608,10 +612,9 @@ def banner(
     if cfg.loss_per == "document":
         rows["loss"] = "each document of train.bin counts the same, however long it is"
     if warning := batch_warning(plan.step_tokens, cfg, machine.world):
-        rows["batch"] += f"\n{'':13}{warning}"
-    often = repetition_warning(tokens, plan.step_tokens, cfg, sets)
-    for warning in filter(None, (often, few_steps_warning(plan.steps, cfg))):
-        rows["length"] += f"\n{'':13}{warning}"
+        rows["batch"] += f"\n{warning}"
+    for warning in length_warnings(plan, cfg, sets):
+        rows["length"] += f"\n{warning}"
     if cfg.recompute == "blocks":
         rows["compute"] += "; the forward pass of the blocks runs twice, which MFU does not count"
     if cfg.shard != "none":
@@ -625,13 +628,26 @@ def banner(
         rows["GPUs"] = f"1 of {gpus} is used; to use all: {command}"
     if scratch:
         rows["first loss"] = f"ln({V}) = {math.log(V):.2f} expected"
-    return "\n".join(f"{k:>11}: {v}" for k, v in rows.items())
+    return "\n".join(row(f"{key:>11}: ", value) for key, value in rows.items())
+
+
+def slow_steps(flops: float, peak: float | None) -> str:
+    """Return what to say before steps that take longer than a minute; "" if they do not.
+
+    flops: of a step. peak: TFLOPS of all devices together, of which 40 % are reached, or None.
+    """
+    seconds = flops / (0.4e12 * peak) if peak else 0.0
+    if seconds < 60:
+        return ""
+    shorter = "a smaller --batch_tokens makes it shorter; config/demo.py is a run for a CPU"
+    return f"note: a step takes about {in_words(seconds)} here, at 40 % of the peak: {shorter}"
 
 
 def data_text(data: DataSet, tokens: int, mixed: bool) -> str:
     """Return the size of a data set; in a mixture, also its part of the run's `tokens` tokens."""
     train = data.meta["splits"]["train"]
-    text = f"{data.name}: {train['documents']:,} documents, {train['tokens']:,} tokens"
+    documents = plural(train["documents"], "document")
+    text = f"{data.name}: {documents}, {train['tokens']:,} tokens"
     if mixed:
         share = float(data.weight)
         text += f", {share:.1%} of the windows = {data.epochs(tokens):.2f} epochs"

@@ -8,7 +8,7 @@ not fit it. training/runs.py finds and checks checkpoints on the disk.
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,22 @@ import torch
 
 from configurator import UserError, checked, note, set_value
 from hardware.disk import damage, read_object
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, rope_table
 from text.dataset import DataSet, load_tokenizer, tokenizer_id, tokenizer_of_model
 from text.tokenizer import same_ids
 from training.huggingface import from_pretrained, is_utf8
 from training.metrics import METRICS_VERSION, read_metrics
 from training.runs import (
+    check_step,
     is_run,
     newest_intact,
     newest_run,
     numbered,
     others_in,
     replaced,
-    step_of,
     whole_checkpoints,
 )
-from training.settings import TrainConfig
+from training.settings import TrainConfig, model_config
 
 
 def settings_of_run(given: dict[str, Any]) -> TrainConfig:
@@ -182,40 +182,9 @@ def check_overwrite(cfg: TrainConfig, folder: Path, path: Path | None) -> None:
     if links:
         wrong = f"{links[-1]} is a link, which train.py did not make"
         raise UserError(f"--overwrite: {wrong}: move it elsewhere")
-    if path is not None and folder.resolve() in path.resolve().parents:
+    places = {place.resolve() for place in (folder, ckpt_dir, folder / "average")}
+    if path is not None and places & {*path.resolve().parents}:
         raise UserError(f"--overwrite would delete {path}: give the new run another --run_name")
-
-
-def load_model(
-    folder: Path, dropout: float, wanted: GPTConfig, before: GPTConfig | None = None
-) -> GPT:
-    """Return the model of a checkpoint, in the shape that the checkpoint has.
-
-    wanted: the shape that the settings describe now.
-    before: for a resumed run, the shape that its settings described when it was last started. The
-    model may have another shape than that, if the run began with somebody else's model.
-
-    Raises UserError if the model cannot be loaded, or if its vocabulary or block_size is too small.
-    For a resumed run, also raises UserError if a setting of the shape has changed, unless its new
-    value is the one that the model has.
-    """
-    try:
-        model = from_pretrained(folder, dropout=dropout)
-    except ValueError as e:
-        hint = ""
-        if not folder.exists():
-            hint = "; nothing is downloaded: it must be a folder on this disk"
-        raise UserError(f"init_from={folder}: cannot be loaded ({e}{hint})") from None
-    has = asdict(model.config)
-    then = has if before is None else asdict(before)
-    now = asdict(wanted)
-    differ = [k for k in ("vocab_size", "block_size") if has[k] < now[k]]
-    if before is not None and not differ:
-        differ = [k for k in now if now[k] not in (has[k], then[k])]
-    if differ:
-        both = "; ".join(f"{k} is {has[k]} there, {now[k]} here" for k in differ)
-        raise UserError(f"checkpoint {folder} does not fit the settings: {both}")
-    return model
 
 
 @dataclass(frozen=True)
@@ -225,6 +194,66 @@ class Earlier:
     settings: dict  # train_config.json
     meta: dict  # meta.json
     training: dict  # train_state.pt
+
+
+def load_model(
+    folder: Path, cfg: TrainConfig, vocab_size: int, earlier: Earlier | None = None
+) -> GPT:
+    """Return the model of a checkpoint, or a model to fine-tune, on the CPU.
+
+    A model to fine-tune keeps its shape, whatever n_layer and the other settings say. But one with
+    RoPE is made ready for longer sequences, if block_size and rope_scaling ask for them.
+
+    vocab_size: of the data. earlier: what the checkpoint says, if the run is resumed.
+    Raises UserError if the model cannot be loaded, bears the number of another step, or has too
+    small a vocabulary; or if a setting of the shape of a resumed run has changed, unless its new
+    value is the one that the model has.
+    """
+    try:
+        check_step(folder)
+        model = from_pretrained(folder, dropout=cfg.dropout)
+    except ValueError as e:
+        hint = ""
+        if not folder.exists():
+            hint = "; nothing is downloaded: it must be a folder on this disk"
+        raise UserError(f"init_from={folder}: cannot be loaded ({e}{hint})") from None
+    has = model.config
+    own = earlier is not None and earlier.settings.get("init_from") in ("scratch", "auto")
+    now = model_config(cfg, vocab_size) if own else longer(has, cfg)
+    differ = ["vocab_size"] if has.vocab_size < vocab_size else []
+    if earlier:
+        # A setting may have another value than the model has, if the run has ignored it so far.
+        settings = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)}
+        before = replace(cfg, **settings)
+        then = model_config(before, vocab_size) if own else longer(has, before)
+        shapes = {k: (getattr(has, k), getattr(then, k)) for k in asdict(now)}
+        differ += [k for k, values in shapes.items() if getattr(now, k) not in values]
+    elif now != has and not differ:
+        lengths = f"block_size {has.block_size} -> {now.block_size}"
+        scalings = f"rope_scaling {has.rope_scaling!r} -> {now.rope_scaling!r}"
+        note(f"{folder} is made ready for longer sequences: {lengths}, {scalings}")
+        model.config = now
+        model.rope = rope_table(now)
+    if differ:
+        wanted = replace(now, vocab_size=vocab_size)
+        both = [f"{k} is {getattr(has, k)} there, {getattr(wanted, k)} here" for k in differ]
+        raise UserError(f"checkpoint {folder} does not fit the settings: {'; '.join(both)}")
+    return model
+
+
+def longer(c: GPTConfig, cfg: TrainConfig) -> GPTConfig:
+    """Return the shape of a model that serves sequences of cfg.block_size, with its rope_scaling.
+
+    Raises UserError if it cannot.
+    """
+    if c.pos == "learned" and cfg.block_size > c.block_size:
+        learned = f"the model has learned positions for {c.block_size} tokens, and no others"
+        raise UserError(f"block_size={cfg.block_size}: {learned}: a model with RoPE has them all")
+    length = max(c.block_size, cfg.block_size)
+    try:
+        return replace(c, block_size=length, rope_scaling=cfg.rope_scaling or c.rope_scaling)
+    except ValueError as e:
+        raise UserError(str(e)) from None
 
 
 def check_copy(folder: Path) -> None:
@@ -239,7 +268,7 @@ def read_training(folder: Path) -> Earlier:
     """Read everything in a checkpoint but the model and the tokenizer.
 
     Nothing in it is executed: with weights_only=True, torch.load reads tensors and numbers only.
-    Raises UserError if a file cannot be read, or if its step is not the one in the folder's name.
+    Raises UserError if a file cannot be read.
     """
     try:
         settings = read_object(folder / "train_config.json")
@@ -249,16 +278,12 @@ def read_training(folder: Path) -> Earlier:
         # torch maps no file whose name is not UTF-8, on the disk and as Python has it.
         mmap = is_utf8(path) and path == Path(str(path).encode(errors="replace").decode())
         training = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        step = training["step"]
     except pickle.UnpicklingError:
         # torch's own message is left out: it explains how to load the file and run its code.
         wrong = "cannot be read: it holds more than tensors and numbers"
         raise UserError(f"{folder}/train_state.pt: {wrong}") from None
     except (OSError, ValueError, RuntimeError, EOFError, LookupError, TypeError) as e:
         raise UserError(f"{folder}: cannot be read ({str(e).splitlines()[0]})") from None
-    if step != step_of(folder):
-        wrong = "it was renamed, or copied from another"
-        raise UserError(f"{folder} holds step {step}: {wrong}: move it elsewhere")
     return Earlier(settings, meta, training)
 
 

@@ -9,11 +9,11 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from configurator import UserError, note
-from hardware.disk import MANIFEST, Lock, damage, remove_only, set_aside
+from hardware.disk import LOCK, MANIFEST, Lock, damage, read_object, remove_only, set_aside
 from text.hf_tokenizer import HF_FILES
 from text.tokenizer import SentencePiece, Tiktoken
 from training.metrics import read_metrics
@@ -48,6 +48,19 @@ def numbered(ckpt_dir: Path) -> list[Path]:
 
 def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
+
+
+def check_step(path: Path) -> None:
+    """Raise UserError if a checkpoint or an average bears the number of another step.
+
+    Raises OSError or ValueError if its meta.json cannot be read. A model folder of another program
+    has none.
+    """
+    if re.fullmatch(r"step_[0-9]+", path.name) and (path / "meta.json").exists():
+        step = read_object(path / "meta.json").get("step", step_of(path))
+        if step != step_of(path):
+            renamed = "it was renamed, or copied from another"
+            raise UserError(f"{path} holds step {step}: {renamed}: move it elsewhere")
 
 
 def whole_checkpoints(ckpt_dir: Path) -> list[Path]:
@@ -133,8 +146,7 @@ def make_way(target: Path, required: Collection[str] = ()) -> None:
     is_folder = target.is_dir() and not target.is_symlink()
     names = set(os.listdir(target)) if is_folder else set()
     if not is_folder or names - OURS or set(required) - names:
-        name = target.name.removeprefix(".tmp_")
-        target.rename(free_name(target.with_name(f"{name}_kept")))
+        target.rename(free_name(target.with_name(f"{target.name}_kept")))
 
 
 def free_name(path: Path) -> Path:
@@ -167,11 +179,12 @@ def is_run(folder: Path) -> bool:
 
     The content of the files decides, not their names: anybody may have a folder called ckpt.
     """
-    try:
-        if any("step_samples" in record for record in read_metrics(folder / "metrics.jsonl")):
-            return True
-    except (UserError, OSError):
-        pass  # the file is damaged, or train.py did not write it
+    for place in (folder, *replaced(folder)):  # a kill in replace_run() leaves a part in each
+        try:
+            if any("step_samples" in record for record in read_metrics(place / "metrics.jsonl")):
+                return True
+        except (UserError, OSError):
+            pass  # the file is damaged, or train.py did not write it
     checkpoints = [path for path in whole_checkpoints(folder / "ckpt") if not path.is_symlink()]
     return any((path / "train_state.pt").exists() for path in checkpoints)
 
@@ -183,7 +196,7 @@ def others_in(folder: Path) -> list[str]:
     metrics.jsonl, find_origin() has a check of its own.
     """
     inside = set(os.listdir(folder)) if folder.is_dir() else set()
-    ours = {"metrics.jsonl", ".metrics.jsonl.tmp", "ckpt", "wandb", "tensorboard"}
+    ours = {LOCK, "metrics.jsonl", ".metrics.jsonl.tmp", "ckpt", "wandb", "tensorboard"}
     ours |= {path.name for path in replaced(folder)}
     if replaced(folder / "average"):  # else it may be somebody's, or all that is left of a run
         ours.add("average")
@@ -201,7 +214,7 @@ def replaced(folder: Path) -> list[Path]:
 
 def sweep(folder: Path) -> None:
     """Delete what a process left behind that was killed while it saved or deleted a checkpoint."""
-    left = re.compile(r"\.tmp_step_[0-9]+|\.step_[0-9]+\.old[0-9]*")
+    left = re.compile(r"\.tmp_step_[0-9]+-[0-9a-f]{8}|\.step_[0-9]+\.old[0-9]*")
     places = [folder / "ckpt", folder / "average"]
     for place in [*places, *replaced(places[0]), *replaced(places[1])]:
         for path in place.glob(".*step_*"):
@@ -253,18 +266,38 @@ def remove_run_files(folder: Path) -> None:
 def run_folder(folder: Path) -> Iterator[Lock]:
     """Hold the lock of a run's folder, so that no other process decides or writes anything in it.
 
-    The folder is made if it does not exist, and removed again if nothing was put into it. Raises
-    UserError if another process holds the lock.
+    If ckpt or average is a link, what it links to is locked as well. The folder is made if it does
+    not exist, and removed again if nothing was put into it. Raises UserError if another process
+    holds a lock, or if such a link leads to another run.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    made = [path for path in folder.parents if not path.exists()]
     stop = "stop it (a killed torchrun can leave its workers behind)"
-    held = Lock(folder, f"{stop}, or choose another --run_name")
+    instead = f"{stop}, or choose another --run_name"
     try:
-        yield held
+        with ExitStack() as locks:
+            lock = locks.enter_context(closing(Lock(folder, instead)))
+            for place in linked(folder):
+                locks.enter_context(closing(Lock(place, instead)))
+            yield lock
     finally:
         try:
             for path in made:
                 path.rmdir()  # fails unless the folder is empty
         except OSError:
             pass
-        held.close()
+
+
+def linked(folder: Path) -> list[Path]:
+    """Return the folders that ckpt and average of a run are links to.
+
+    Raises UserError if one of them is of another run, which would be pruned like this one's own.
+    """
+    places = (folder / "ckpt", folder / "average")
+    links = [place for place in places if place.is_symlink() and place.is_dir()]
+    for place in links:
+        home = place.resolve().parent
+        elsewhere = home != folder.resolve() and is_run(home)
+        if numbered(place) and (elsewhere or not os.path.lexists(folder / "metrics.jsonl")):
+            problem = f"{place} is a link to the checkpoints of another run, {place.resolve()}"
+            raise UserError(f"{problem}: remove the link, or choose another --run_name")
+    return [place.resolve() for place in links]

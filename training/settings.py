@@ -11,13 +11,54 @@ from pathlib import Path
 from typing import Literal
 
 from configurator import UserError, note
-from model import INIT, PRESETS, GPTConfig
+from model import ACTIVATIONS, INIT, PRESETS, GPTConfig
 from text.dataset import newest_dataset
 from text.windows import Documents, LossPer
+
+# A setting -> what other trainers call it, for those who try that name here.
+ELSEWHERE = {
+    "init_from": "model_name_or_path from_weight",
+    "init_from=resume": "resume resume_from_checkpoint from_resume",
+    "overwrite": "overwrite_output_dir",
+    "run_name": "output_dir wandb_run_name",
+    "dataset": "data_path train_file",
+    "data_dir": "dataset_dir",
+    "block_size": "cutoff_len max_length max_seq_len max_seq_length seq_len",
+    "documents=pack, or mask": "packing neat_packing",
+    "n_embd": "hidden_size dim model_dim",
+    "n_layer": "num_hidden_layers depth",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "d_ff": "intermediate_size",
+    "batch_size": "per_device_train_batch_size device_batch_size micro_batch_size",
+    "batch_tokens, the tokens of a step": "gradient_accumulation_steps accumulation_steps"
+    " total_batch_size",
+    "max_steps": "max_iters num_iterations lr_decay_iters",
+    "max_epochs": "num_train_epochs num_epochs epochs",
+    "lr": "learning_rate max_lr",
+    "min_lr_ratio, a share of lr": "min_lr",
+    "schedule": "lr_scheduler_type",
+    "warmup_steps": "warmup_iters",
+    "optimizer": "optim",
+    "beta1": "adam_beta1",
+    "beta2": "adam_beta2",
+    "grad_clip": "max_grad_norm",
+    "eval_every": "eval_steps eval_interval",
+    "save_every": "save_steps save_interval",
+    "keep": "save_total_limit",
+    "log_every": "logging_steps log_interval",
+    "dtype=bfloat16": "bf16",
+    "dtype=float16": "fp16",
+    "recompute=blocks": "gradient_checkpointing activation_checkpointing",
+    "shard (optimizer, gradients, all: ZeRO 1, 2, 3)": "deepspeed fsdp zero_stage",
+    "timeout_minutes": "ddp_timeout",
+    "wandb": "use_wandb wandb_log report_to",
+}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
+    elsewhere = ELSEWHERE
     # ---- Run ----
     run_name: str = "run"  # the run writes its files to out_dir/run_name/
     out_dir: str = "out"  # folder of all runs
@@ -40,7 +81,7 @@ class TrainConfig:
     d_ff: int = 0  # width inside the MLP; 0: 4 n_embd, for swiglu 8/3 n_embd
     pos: Literal["preset", "learned", "rope"] = "preset"  # positions; gpt2: learned, else rope
     norm: Literal["preset", "layernorm", "rmsnorm"] = "preset"  # gpt2: layernorm, else rmsnorm
-    mlp: Literal["preset", "gelu", "gelu_tanh", "swiglu"] = "preset"  # gpt2: gelu, else swiglu
+    mlp: Literal[("preset", *ACTIVATIONS)] = "preset"  # activation; gpt2: gelu, else swiglu
     bias: bool | Literal["preset"] = "preset"  # in linear layers and LayerNorm; gpt2: true
     qkv_bias: bool = False  # biases in queries, keys and values, as Qwen2 has them
     qk_norm: bool | Literal["preset"] = "preset"  # RMSNorm on queries and keys; qwen3: true
@@ -49,7 +90,7 @@ class TrainConfig:
     rope_scaling: str = ""  # linear:2 and such, for longer sequences; Llama 3.2: llama3:32,1,4,8192
     norm_eps: float = 1e-5  # added to the variance in each normalisation
     dropout: float = 0.0  # 0 for pretraining; 0.1 or more if the data is read many times
-    init: str = "gpt2"  # gpt2 llama xavier kaiming lecun small deepnorm zero_proj trunc_normal t5
+    init: Literal[tuple(INIT)] = "gpt2"  # standard deviations of the first weights: model.py
     # ---- Batch: a step consists of as many micro-steps (accumulation) as batch_tokens needs ----
     batch_size: int | Literal["auto"] = 16  # B, sequences in a device's micro-step; auto: what fits
     batch_tokens: int = 524_288  # tokens per step on all devices together
@@ -75,7 +116,7 @@ class TrainConfig:
     warmup_steps: int = 0  # length of the warm-up in steps; 0: warmup_ratio decides
     warmup_ratio: float = 0.01  # length of the warm-up as a share of the run's steps
     decay_ratio: float = 0.2  # wsd: length of the linear decay, as a share of the run's steps
-    min_lr_ratio: float = 0.1  # learning rate at the end of the decay, as a share of lr
+    min_lr_ratio: float = 0.1  # at the last step, as a share of lr; 0: that step changes nothing
     # ---- Averaging: a second model, evaluated and saved beside the one that is trained ----
     average: float = 0.0  # keep a running mean of the weights over this share of the run; 0: none
     # ---- Evaluation, samples, checkpoints: every so many steps, and at the end of the run ----
@@ -90,6 +131,7 @@ class TrainConfig:
     device: str = "auto"  # auto: cuda, then mps, then cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matrix products
     compile: bool | Literal["auto"] = "auto"  # torch.compile; auto: on cuda, and long runs on a CPU
+    timeout_minutes: float = 30.0  # ranks that wait longer for another one in a step end the run
     # ---- Memory: for models that do not fit (docs/cost.md) ----
     recompute: Literal["none", "blocks"] = "none"  # blocks: keep their inputs only, compute twice
     # What the processes share out: the optimizer's state; the gradients too; all: the weights too.
@@ -121,6 +163,8 @@ class TrainConfig:
         wrong += [f"{k} must be at least 0 and below 1" for k, v in values(rates) if not 0 <= v < 1]
         if self.batch_size != "auto" and self.batch_size < 1:
             wrong.append("batch_size must be positive")
+        if not 0 < self.timeout_minutes <= 10_080:
+            wrong.append("timeout_minutes must be above 0, and at most 10080, a week")
         if self.seed >= 2**62:
             wrong.append("seed must be below 2^62")
         control = any(ord(letter) < 32 or ord(letter) == 127 for letter in self.run_name)
@@ -129,8 +173,6 @@ class TrainConfig:
             wrong.append(f"run_name {self.run_name!r} must be a plain folder name")
         if any("\ud800" <= letter <= "\udfff" for letter in self.sample_prompt):
             wrong.append(f"sample_prompt {self.sample_prompt!r} must be UTF-8")
-        if self.init not in INIT:
-            wrong.append(f"init={self.init!r} is none of {', '.join(INIT)}")
         has_end = self.max_steps or self.max_epochs or self.max_tokens
         if not has_end and self.init_from != "resume":  # a resumed run has an end already
             wrong.append("the run has no end: set max_steps, max_epochs or max_tokens")

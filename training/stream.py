@@ -6,7 +6,6 @@ any order. The files are those that safetensors and torch.save would write.
 
 import json
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -21,7 +20,7 @@ def put(file: BinaryIO, at: int, x: Tensor) -> None:
 
 
 def save_safetensors(
-    path: Path, shapes: dict[str, torch.Size], tensors: Iterable[tuple[str, Tensor]]
+    file: BinaryIO, shapes: dict[str, torch.Size], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
     """Write a .safetensors file of fp32 tensors: https://huggingface.co/docs/safetensors.
 
@@ -37,20 +36,19 @@ def save_safetensors(
         header[name] = {"dtype": "F32", "shape": list(shapes[name]), "data_offsets": offsets}
     content = json.dumps(header, separators=(",", ":")).encode()
     content += b" " * (-len(content) % 8)  # the tensors begin at a multiple of 8
-    with open(path, "wb") as file:
-        file.write(len(content).to_bytes(8, "little") + content)
-        begin = file.tell()
-        file.truncate(begin + end)
-        for name, x in tensors:
-            assert x.dtype == torch.float32 and x.shape == shapes[name], name
-            put(file, begin + starts[name], x)
+    file.write(len(content).to_bytes(8, "little") + content)
+    begin = file.tell()
+    file.truncate(begin + end)
+    for name, x in tensors:
+        assert x.dtype == torch.float32 and x.shape == shapes[name], name
+        put(file, begin + starts[name], x)
 
 
-def save_state(path: Path, state: Any, tensors: Iterable[Tensor]) -> None:
-    """Write what torch.save(state, path) would write: dicts and lists of numbers and tensors.
+def save_state(file: BinaryIO, state: Any, tensors: Iterable[Tensor]) -> None:
+    """Write what torch.save(state, file) would write: dicts and lists of numbers and tensors.
 
     Of the tensors in `state` only the shapes count. `tensors` yields them in the order of
-    tensors_in(state). Raises OSError if the file cannot be written.
+    tensors_in(state). file: is open to be read, too.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a while to import
 
@@ -64,16 +62,21 @@ def save_state(path: Path, state: Any, tensors: Iterable[Tensor]) -> None:
             return {k: fake(v) for k, v in x.items()}
         return [fake(v) for v in x] if isinstance(x, list) else x
 
+    with skip_data(materialize_fake_tensors=True):
+        save(fake(state), file)  # with room for the numbers of each tensor
+    file.seek(0)
+    with FakeTensorMode():
+        laid_out = torch.load(file, weights_only=True)
+    for place, x in zip(tensors_in(laid_out), tensors, strict=True):
+        put(file, place.untyped_storage()._checkpoint_offset, x)
+
+
+def save(state: Any, file: BinaryIO) -> None:
+    """Call torch.save(state, file). Raises OSError if the file cannot be written."""
     try:
-        with skip_data(materialize_fake_tensors=True):
-            torch.save(fake(state), path)  # with room for the numbers of each tensor
-        with FakeTensorMode():
-            laid_out = torch.load(path, weights_only=True)
-    except RuntimeError as e:  # what torch raises on a full disk
-        raise OSError(str(e).splitlines()[0]) from None
-    with open(path, "r+b") as file:
-        for place, x in zip(tensors_in(laid_out), tensors, strict=True):
-            put(file, place.untyped_storage()._checkpoint_offset, x)
+        torch.save(state, file)
+    except RuntimeError as e:  # on top of the reason
+        raise e.__context__ if isinstance(e.__context__, OSError) else e from None
 
 
 def tensors_in(state: Any) -> Iterator[Tensor]:

@@ -6,8 +6,11 @@ Each round takes a job and draws at random what happens to it: SIGKILL at any mo
 or while a checkpoint is written; SIGTERM, SIGINT, SIGUSR1 or SIGHUP; a log whose pipe is closed or
 whose disk is full; a flipped bit, or a cut or deleted file, in the newest checkpoint; the same in
 the data set, which the next start must then refuse by name; checkpoints that cannot be seen, which
-it must refuse, too; a disk that is full during some steps (a small tmpfs, if it can be mounted).
-Files of other programs are in the run's folder, and must be there at the end. The same command then
+it must refuse, too; a disk that is full during some steps (a small tmpfs, if it can be mounted);
+data that somebody changes in place, which must end the run and be named. Files of other programs
+are in the run's folder, and links to one of them in the place of each temporary file: they must be
+there at the end. In some rounds two processes train one run, without a lock: each checkpoint must
+be of one of them, or damaged by its hashes. The same command then
 starts the job again until it ends. Identical means: the same bytes in the weights, in their average
 and in the state of the optimizer, and for every step exactly one record with the same loss, norm
 and validation loss; for prepare.py, the same bytes in every file.
@@ -51,6 +54,7 @@ import prepare  # noqa: E402
 import sample  # noqa: E402
 import train  # noqa: E402
 from configurator import parse, run  # noqa: E402
+from hardware.disk import LOCK, MANIFEST, damage, read_object  # noqa: E402
 from training.metrics import read_metrics  # noqa: E402
 
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -85,10 +89,14 @@ OF_SEVERAL = ["kill a rank", "kill torchrun"]  # where a job has several process
 LOG = ["closed pipe", "full disk under the log"]
 DAMAGE = ["flip a byte", "cut a file", "lose a file"]  # of the newest checkpoint, after a kill
 HIDDEN = ["no manifest", "ckpt not mounted"]
-FAULTS = [*KILLS, *LOG, *DAMAGE, *HIDDEN]
+IN_PLACE = "data changed in place"
+FAULTS = [*KILLS, *LOG, *DAMAGE, *HIDDEN, IN_PLACE]
 FAULTS += [*(f"{damage} of the data" for damage in DAMAGE), "full disk"]
 FOREIGN = ["notes.txt", "ckpt/mine/model.pt", "ckpt/backup/step_00000004/x", "bad_steps/mine.txt"]
 FOREIGN += ["ckpt/.mine", "average/mine.txt", "average/mine/step_00000004/model.pt"]
+LINKS = [".metrics.jsonl.tmp", ".loss.png.tmp", "bad_steps/.step_00000004.txt.tmp"]
+LINKS += ["ckpt/.tmp_step_00000004", "ckpt/.manifest.json.tmp"]
+TWO = "two writers"  # a job of its own
 
 
 def command(job: str, data: Path, out: Path, phase: int = 0) -> list[str]:
@@ -240,6 +248,7 @@ def hide_checkpoints(argv: list[str], out: Path, fault: str) -> tuple[str, str]:
     else:
         shutil.rmtree(ckpt)
         ckpt.symlink_to("/nowhere/ckpt")
+    (out / "run" / LOCK).unlink(missing_ok=True)  # a killed process left it
     before = {p: p.read_bytes() for p in (out / "run").rglob("*") if p.is_file()}
     code, errors, stderr = started_to_its_end(argv)
     after = {p: p.read_bytes() for p in (out / "run").rglob("*") if p.is_file()}
@@ -278,6 +287,67 @@ def hurt_data(argv: list[str], data: Path, fault: str, rng: random.Random) -> tu
     if refused or harmless:
         return f"{fault}: {name}", ""
     return f"{fault}: {name}", f"exit code {code}: {stderr[-1500:]}"
+
+
+def change_in_place(process: Popen, path: Path, argv: list[str], rng: random.Random) -> str:
+    """Change a data file while the job reads it, wait for the end, and put it back. The job must
+    name it, unless it was at its end already. Return stderr, or what is wrong with the answer.
+    """
+    whole = path.read_bytes()
+    with open(path, "r+b") as file:
+        file.seek(2 * rng.randrange(len(whole) // 2))
+        file.write(bytes(2) if whole[file.tell()] else b"\1\0")
+    stderr = process.communicate(timeout=600)[1]
+    path.write_bytes(whole)
+    named = [
+        line for line in stderr.splitlines() if line.startswith("error: ") and path.name in line
+    ]
+    if process.returncode == 0 or len(named) == 1:
+        return stderr
+    return f"Traceback: exit code {process.returncode}: {stderr[-1500:]}"
+
+
+# Runs a script on a disk that has no locks.
+UNLOCKED = f"""import fcntl, runpy, sys
+fcntl.flock = lambda *args: None
+sys.path.insert(0, {str(REPO)!r})
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")"""
+
+
+def two_writers(data: Path, out: Path, steps: int = 60) -> str:
+    """Train one run in two processes, with different seeds and no lock between them. Return what is
+    wrong: a checkpoint with whole hashes that is of neither process.
+    """
+    more = [f"--max_steps={steps}", "--save_every=1", f"--keep={steps}", "--average=0.5"]
+    more += [f"--data_dir={data}", "--eval_every=999", "--overwrite"]
+
+    def begin(seed: int, out: Path) -> Popen:
+        argv = ["-c", UNLOCKED, str(REPO / "train.py"), *TINY, *more, f"--out_dir={out}"]
+        return start([sys.executable, *argv, f"--seed={seed}"])
+
+    def written(out: Path) -> dict[str, dict[str, dict]]:
+        """Return the manifest of each whole checkpoint and average, without the settings."""
+        folders = [path.parent for path in (out / "run").glob("*/step_*/manifest.json")]
+        manifests = {
+            str(p.relative_to(out)): read_object(p / MANIFEST) for p in folders if not damage(p)
+        }
+        return {
+            k: {n: e for n, e in m.items() if n != "train_config.json"}
+            for k, m in manifests.items()
+        }
+
+    alone = [begin(seed, out / str(seed)) for seed in (1, 2)]
+    for process in alone:
+        process.communicate(timeout=600)
+    expected = [written(out / str(seed)) for seed in (1, 2)]
+    for process in [begin(seed, out) for seed in (1, 2)]:
+        process.communicate(timeout=600)
+    found = written(out)
+    mixed = [k for k, m in found.items() if m not in (expected[0].get(k), expected[1].get(k))]
+    if min(map(len, expected)) < steps or not found:
+        return f"{len(found)} checkpoints of {[len(e) for e in expected]} to compare with"
+    return f"of neither run, under valid hashes: {mixed}" if mixed else ""
 
 
 def fill_disk(out: Path, seconds: float) -> None:
@@ -330,6 +400,13 @@ def put_foreign_files(out: Path, r: Round) -> None:
         path.write_bytes(b"precious")
 
 
+def put_links(out: Path, r: Round) -> None:
+    """Put links to a file of another program where temporary files of a run might be written."""
+    for path in (out / "run" / name for name in LINKS):
+        if r.foreign and not os.path.lexists(path):
+            path.symlink_to(r.foreign[0])
+
+
 def start_with_log(argv: list[str], fault: str) -> Popen:
     """Start a job. If that is the fault, its log goes to a closed pipe or to a full disk."""
     if fault == "closed pipe":
@@ -377,6 +454,9 @@ def break_training(
     if fault == "full disk" and small_disk:
         fill_disk(out, rng.uniform(0.05, 1))
         wait_for(process, lambda: False, rng.uniform(0, 1))
+    if fault == IN_PLACE:
+        data = Path(next(o for o in argv if o.startswith("--data_dir=")).partition("=")[2])
+        return process, change_in_place(process, data / "tiny" / "train.bin", argv, rng)
     if fault == "kill torchrun":
         return process, kill_torchrun(process, argv)
     if fault == "kill a rank" and (ranks := list(workers(process).values())):
@@ -398,6 +478,7 @@ def train_phase(
         faults = [*faults, *OF_SEVERAL, *OF_SEVERAL]
     for _ in range(rng.randint(1, 3)):
         fault = rng.choice(faults)
+        put_links(out, r)
         process, stderr = break_training(argv, fault, out, small_disk, rng)
         r.starts += 1
         put_foreign_files(out, r)
@@ -565,6 +646,8 @@ def references(root: Path, data: Path, corpus: Path, jobs: list[str]) -> dict[st
     found = {}
     quiet = {"stdout": DEVNULL, "env": ENVIRONMENT}
     for job in jobs:
+        if job == TWO:
+            continue
         if job == "prepare":
             subprocess.run(prepare_command(corpus, root / "prepared"), check=True, **quiet)
             found[job] = files_of(root / "prepared" / "set")
@@ -577,7 +660,9 @@ def references(root: Path, data: Path, corpus: Path, jobs: list[str]) -> dict[st
     return found
 
 
-def soak(rounds: int, seed: int, parallel: int, root: Path, jobs=(*JOBS, "prepare")) -> list[Round]:
+def soak(
+    rounds: int, seed: int, parallel: int, root: Path, jobs=(*JOBS, "prepare", TWO)
+) -> list[Round]:
     """Make the rounds, with these jobs in turn; print and return what happened in each."""
     data, corpus = make_data(root)
     reference = references(root, data, corpus, jobs)
@@ -588,6 +673,9 @@ def soak(rounds: int, seed: int, parallel: int, root: Path, jobs=(*JOBS, "prepar
         job = jobs[number % len(jobs)]
         if job == "prepare":
             r = prepare_round(corpus, out, reference[job], rng)
+        elif job == TWO:
+            wrong = two_writers(data, out)
+            r = Round(job, ["no lock"], starts=4, identical=not wrong, traceback=wrong)
         else:
             r = train_round(job, data, out, reference[job], rng)
         same = "yes" if r.identical else "NO "
@@ -622,7 +710,7 @@ def main() -> None:
             counts = flip_bits(cfg.flips, cfg.seed, Path(root) / "flips", wrong)
             outcomes = ", ".join(f"{n:,} {what}" for what, n in counts.items())
             print(f"{cfg.flips} flipped bits: {outcomes}", flush=True)
-        jobs = cfg.jobs.split(",") if cfg.jobs else (*JOBS, "prepare")
+        jobs = cfg.jobs.split(",") if cfg.jobs else (*JOBS, "prepare", TWO)
         if cfg.kills:
             FAULTS[:] = KILLS
         soaked = cfg.rounds > 0

@@ -34,6 +34,9 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("place")
     shutil.copytree(tiny_data / "tiny", root / "data" / "tiny")
     train_tiny(root / "data", root / "out", "--max_steps=4")
+    gpt2 = train_tiny(
+        root / "data", root / "gpt2", "--max_steps=1", "--preset=gpt2", "--n_kv_head=0"
+    )
     ckpt = newest_checkpoint(root / "out" / "run" / "ckpt")
     put_checkpoints(root, ckpt)
     put_data_sets(root / "data")
@@ -56,6 +59,7 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     (root / "mine" / "run" / "thesis.tex").write_text("precious")
     names = {name: root / name for name in ("data", "out", "mine", "log", "begun")}
     names |= {"root": root, "ckpt": ckpt, "corpus": root / "corpus.jsonl"}
+    names |= {"gpt2": newest_checkpoint(gpt2 / "ckpt")}
     return names | {"inits": REPO / "bench" / "questions" / "inits.py"}
 
 
@@ -107,16 +111,26 @@ TRAIN = {
     "--n_layers=3": "--n_layers: unknown setting 'n_layers'; did you mean 'n_layer'?",
     "--n_layer=three": "n_layer='three' is not accepted; it takes int",
     "--n_layer=0 --lr=-1": "n_layer must be positive; lr must be positive",
+    "--learning_rate=1e-4": "'learning_rate'; here it is lr",
+    "--per_device_train_batch_size=4": "here it is batch_size",
+    "--gradient_accumulation_steps 4 --lr=1": "here it is batch_tokens",
+    "--save_steps=500": "here it is save_every",
+    "--eval_interval=500": "here it is eval_every",
+    "--max_length=500": "here it is block_size",
+    "--bf16 true": "here it is dtype=bfloat16",
+    "--gradient_checkpointing": "here it is recompute=blocks",
     "--lr": "--lr: a value is missing; it takes float",
     "--lr=nan": "lr='nan' is not accepted",
     "--lr=inf": "lr='inf' is not accepted; it takes float",
     "--preset=bert": "preset='bert' is not accepted; it takes gpt2|llama|qwen3",
-    "--init=magic": "init='magic' is none of gpt2",
+    "--init=magic": "init='magic' is not accepted",
     "--dropout=1": "dropout must be at least 0 and below 1",
     "--beta2=1": "beta2 must be at least 0 and below 1",
     "--min_lr_ratio=2": "min_lr_ratio must be between 0 and 1",
     "--seed=-1": "seed must not be negative",
     "--seed=8e18": "seed must be below 2^62",
+    "--timeout_minutes=0": "timeout_minutes must be above 0",
+    "--timeout_minutes=1e12": "at most 10080",
     "--seed=1e30": "seed='1e30' is not accepted; it takes int",
     "--max_steps=0": "the run has no end: set max_steps, max_epochs or max_tokens",
     "--run_name=.": "run_name '.' must be a plain folder name",
@@ -155,7 +169,8 @@ TRAIN = {
     "--data_dir={root}/a_file": "a_file/tiny/meta.json: Not a directory",
     "--init_from=resume": "there is no checkpoint in {new}/run/ckpt; name another run",
     "--init_from=nowhere": "init_from=nowhere: cannot be loaded (config.json: No such file",
-    "--init_from={ckpt} --block_size=64": "block_size is 32 there, 64 here",
+    "--init_from={gpt2} --block_size=64": "learned positions for 32 tokens, and no others",
+    "--init_from={gpt2} --rope_scaling=linear:2": "needs pos=rope",
     "--init_from={root}/cut": "cut: cannot be loaded (model.safetensors: ",
     "--init_from={root}/bert": (
         "bert: cannot be loaded (config.json: architecture 'BertModel' is none of"
@@ -307,6 +322,9 @@ PLAN = {
     ),
     "--gpu=h100 --trial --max_steps=1": "trial runs on this machine: leave gpu out",
     "--nproc=0 --tokens=-1 --max_steps=1": "tokens must not be negative; nproc must be positive",
+    "--days=-1 --max_steps=1": "days must not be negative",
+    "--examples=9 --max_steps=1": "give max_epochs",
+    "--examples=9 --max_epochs=1 --dataset=tiny": "no dataset",
     "--gpu=h100": "the run has no end: set max_steps, max_epochs or max_tokens",
     "--gpu=h100 --max_epochs=1 --dataset=gone": "no data set in",
     "--gpu=h100 --max_steps=1 --batch_size=many": (

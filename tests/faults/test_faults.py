@@ -105,6 +105,62 @@ def test_a_damaged_data_set_is_found_before_the_first_step(tiny_data, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("fault", ["zeros", "touched", "replaced", "deleted"])
+def test_data_that_change_in_place_during_a_run_end_it_at_the_next_save(
+    tiny_data, tmp_path, monkeypatch, refuses, fault
+):
+    """They were trained on. A file that was touched, replaced or deleted is read as it was."""
+    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
+    path = tmp_path / "tiny" / "train.bin"
+    take_step = train.take_step
+    calls = itertools.count(1)
+
+    def change(*args, **kwargs):
+        if next(calls) == 6:
+            if fault == "zeros":
+                with open(path, "r+b") as file:
+                    file.write(bytes(1000))
+            elif fault == "touched":
+                os.utime(path)
+            elif fault == "replaced":
+                (tmp_path / "new").write_bytes(b"\1\0" * 500)
+                (tmp_path / "new").rename(path)
+            else:
+                path.unlink()
+        return take_step(*args, **kwargs)
+
+    monkeypatch.setattr(train, "take_step", change)
+    run = tmp_path / "run"
+    if fault == "zeros":
+        error = refuses(train.main, *options(tmp_path, tmp_path))
+        assert str(path) in error and newest_checkpoint(run / "ckpt").name == "step_00000004"
+    else:
+        train_tiny(tmp_path, tmp_path)
+        assert newest_checkpoint(run / "ckpt").name == "step_00000008"
+
+
+@pytest.mark.slow
+def test_a_data_file_that_is_cut_while_it_is_read_is_explained(tiny_data, tmp_path):
+    """The system ends the process with SIGBUS, which said nothing."""
+    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
+    process = launch(1, tmp_path, tmp_path, *ENDLESS)
+    harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 2)
+    os.truncate(tmp_path / "tiny" / "train.bin", 100)
+    assert process.wait(timeout=60) == 2
+    assert "cut short" in process.communicate()[1]
+
+
+@pytest.mark.parametrize("name", ["samples", "best_val_loss", "data_files"])
+def test_a_train_state_of_another_program_is_one_line(finished, tiny_data, tmp_path, refuses, name):
+    shutil.copytree(finished, tmp_path / "run")
+    folder = newest_checkpoint(tmp_path / "run" / "ckpt")
+    state = torch.load(folder / "train_state.pt", weights_only=True)
+    torch.save(state | {name: [None]}, folder / "train_state.pt")
+    forge(folder)
+    error = refuses(train.main, *options(tiny_data, tmp_path, "--init_from=resume"))
+    assert name in error
+
+
 def test_data_that_changed_under_a_run_is_refused_and_other_settings_are_reported(
     finished, tiny_data, tmp_path, refuses, capsys
 ):

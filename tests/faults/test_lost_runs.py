@@ -1,5 +1,7 @@
 """A run is never lost, and nothing that train.py did not write is ever deleted."""
 
+import copy
+import fcntl
 import hashlib
 import itertools
 import json
@@ -11,6 +13,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,11 +26,15 @@ from test_faults import ENDLESS, launch, options, poison
 sys.path.insert(0, str(Path(__file__).parent))
 import harness
 
+import prepare
 import sample
 import train
+from configurator import UserError
 from hardware.disk import Lock, damage
-from training import report, runs
+from training import checkpoint, report, runs
+from training.resume import find_origin
 from training.runs import newest_checkpoint, newest_intact
+from training.settings import TrainConfig
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +164,86 @@ def test_overwrite_works_where_ckpt_is_a_link_to_another_disk(finished, tiny_dat
     assert there == ["archive", "step_00000004", "step_00000008"]
 
 
+@pytest.mark.parametrize("option", ["--overwrite", "--init_from=resume"])
+@pytest.mark.parametrize("name", ["ckpt", "average"])
+def test_a_link_to_the_checkpoints_of_another_run_is_refused_and_they_stay(
+    finished, tiny_data, tmp_path, refuses, name, option
+):
+    """With --overwrite, they were deleted."""
+    shutil.copytree(finished, tmp_path / "theirs")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "theirs" / "ckpt")
+    before = contents(tmp_path / "theirs")
+    more = [option, "--save_every=2", "--average=0.5"]
+    assert "theirs/ckpt" in refuses(train.main, *options(tiny_data, tmp_path, *more))
+    shutil.copy(finished / "metrics.jsonl", tmp_path / "run")  # now it is a run, as it seems
+    assert "theirs/ckpt" in refuses(train.main, *options(tiny_data, tmp_path, *more))
+    assert contents(tmp_path / "theirs") == before
+
+
+def test_a_disk_that_ckpt_links_to_has_one_writer(finished, tiny_data, tmp_path, refuses):
+    for name in ("run", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "ckpt").symlink_to(tmp_path / "disk")
+    held = Lock(tmp_path / "disk", "wait")
+    assert "another process is writing" in refuses(train.main, *options(tiny_data, tmp_path))
+    held.close()
+    (tmp_path / "disk").mkdir()
+    run = train_tiny(tiny_data, tmp_path)
+    # What the new run starts from is deleted with the earlier one, also under its own path.
+    more = ["--overwrite", f"--init_from={tmp_path / 'disk' / 'step_00000008'}"]
+    assert "would delete" in refuses(train.main, *options(tiny_data, tmp_path, *more))
+    assert newest_checkpoint(run / "ckpt").name == "step_00000008"
+
+
+@pytest.mark.parametrize("how", ["auto", "scratch"])
+def test_a_kill_between_the_renames_of_overwrite_leaves_a_run_that_can_begin_again(
+    tiny_data, tmp_path, monkeypatch, how
+):
+    first = train_tiny(tiny_data, tmp_path, "--average=0.5", "--save_every=2", "--keep=9")
+    rename = Path.rename
+    for number in range(1, 9):
+        out = tmp_path / str(number)
+        run = shutil.copytree(first, out / "run")
+        (run / "notes.txt").write_text("precious")
+        calls = itertools.count(1)
+
+        def killed(path, target, last=number, calls=calls):
+            if next(calls) == last:
+                raise KeyboardInterrupt
+            return rename(path, target)
+
+        with monkeypatch.context() as kill, pytest.raises(KeyboardInterrupt):
+            kill.setattr(Path, "rename", killed)
+            runs.replace_run(run)
+        cfg = TrainConfig(init_from=how, overwrite=how == "scratch", max_steps=1)
+        origin = find_origin(cfg, run, print)
+        assert origin.path is None or origin.path.is_relative_to(run / "ckpt")
+        everything = sorted(p.name for p in run.rglob("step_*") if p.is_dir())
+        assert everything == sorted(p.name for p in first.rglob("step_*") if p.is_dir())
+    train_tiny(tiny_data, out, "--init_from=auto")
+    assert not list(run.rglob("replaced-*")) and (run / "notes.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    "name", [".metrics.jsonl.tmp", ".loss.png.tmp", "bad_steps/step_00000005.txt"]
+)
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_no_file_of_a_run_is_written_through_a_link(
+    finished, tiny_data, tmp_path, monkeypatch, name, link
+):
+    run = shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "thesis.tex").write_text("precious")
+    (run / name).parent.mkdir(exist_ok=True)
+    link(tmp_path / "thesis.tex", run / name)
+    for step in (5, 8):
+        shutil.rmtree(run / f"ckpt/step_{step:08d}", ignore_errors=True)
+    poison(monkeypatch, 0, 1)  # step 5, after the resume at step 4
+    train_tiny(tiny_data, tmp_path, "--init_from=resume", "--save_every=100")
+    assert (run / "loss.png").read_bytes() and (run / "bad_steps" / "step_00000005.txt").is_file()
+    assert (tmp_path / "thesis.tex").read_text() == "precious"
+
+
 # -- checkpoints that cannot be seen --
 
 
@@ -230,7 +317,76 @@ def test_a_checkpoint_under_the_number_of_another_is_refused(
     assert "step_00000099 holds step 4: it was renamed, or copied from another" in error
 
 
+def test_a_renamed_average_or_checkpoint_is_refused_by_all_that_read_it(
+    tiny_data, tmp_path, refuses
+):
+    run = train_tiny(tiny_data, tmp_path, "--average=0.5")
+    shutil.rmtree(run / "average" / "step_00000008")
+    (run / "average" / "step_00000004").rename(run / "average" / "step_00000008")
+    (run / "ckpt" / "step_00000004").rename(run / "ckpt" / "step_00000006")
+    for name in ("average/step_00000008", "ckpt/step_00000006"):
+        error = refuses(sample.main, f"--ckpt={run / name}", "--device=cpu")
+        assert f"{name} holds step 4" in error
+    error = refuses(train.main, *options(tiny_data, tmp_path, "--init_from=resume"))
+    assert "average/step_00000008 holds step 4" in error
+
+
+def test_a_resume_prunes_what_a_kill_left(finished, tiny_data, tmp_path):
+    run = train_tiny(tiny_data, tmp_path, "--average=0.5", "--save_every=1", "--keep=9")
+    for place, kept in (("ckpt", [5, 7, 8]), ("average", [6, 7, 8])):
+        if place == "average":
+            shutil.copytree(run / place / "step_00000007", run / place / "step_00000006")
+            content = json.loads((run / place / "step_00000006" / "meta.json").read_text())
+            forge(
+                run / place / "step_00000006",
+                "meta.json",
+                json.dumps(content | {"step": 6}).encode(),
+            )
+        for path in (run / place).glob("step_*"):
+            if int(path.name[-1]) not in kept:
+                shutil.rmtree(path)
+    train_tiny(tiny_data, tmp_path, "--average=0.5", "--init_from=resume", "--keep=1")
+    for place in ("ckpt", "average"):
+        assert sorted(os.listdir(run / place)) == ["step_00000007", "step_00000008"]
+
+
 # -- one writer --
+
+
+def test_the_lock_is_on_a_file_that_is_open_for_writing_and_names_its_holder(tmp_path):
+    """NFS forwards such a lock to its server, but none on a folder."""
+    held = Lock(tmp_path / "run", "wait")
+    with open(tmp_path / "run" / ".lock", "r+b") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with pytest.raises(UserError, match=f"process {os.getpid()} on "):
+        Lock(tmp_path / "run", "wait")
+    held.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_processes_that_save_a_step_at_the_same_moment_do_not_mix(
+    finished, tiny_data, tmp_path, monkeypatch
+):
+    """On a disk whose locks do not meet. One saves while the other has written a part."""
+    write = checkpoint.Saver.write_tensors
+
+    def interrupted(self, c, weights, training, target):
+        folder = write(self, c, weights, training, target)
+        if self.token != "01234567":
+            second = copy.copy(self)
+            second.token = "01234567"
+            zeros = {name: torch.zeros_like(w) for name, w in weights.items()}
+            second.put(target, c, partial(write, second, c, zeros, training))
+        return folder
+
+    monkeypatch.setattr(checkpoint.Saver, "write_tensors", interrupted)
+    monkeypatch.setattr(checkpoint.Saver, "token", "", raising=False)
+    run = train_tiny(tiny_data, tmp_path)
+    for n in (4, 8):
+        folder = run / "ckpt" / f"step_{n:08d}"
+        expected = (finished / "ckpt" / folder.name / "model.safetensors").read_bytes()
+        assert not damage(folder) and (folder / "model.safetensors").read_bytes() == expected
+    assert len(os.listdir(run / "ckpt")) == 2
 
 
 def test_what_becomes_of_a_run_is_decided_under_its_lock(tiny_data, tmp_path, refuses, capsys):
@@ -249,13 +405,13 @@ def test_what_becomes_of_a_run_is_decided_under_its_lock(tiny_data, tmp_path, re
 def test_a_lock_on_a_folder_that_was_removed_meanwhile_is_not_one(tmp_path):
     folder = tmp_path / "run"
     first = Lock(folder, "wait")
-    waiting = os.open(folder, os.O_RDONLY)
-    folder.rmdir()
-    first.close()
+    shutil.rmtree(folder)
     second = Lock(folder, "wait")
-    assert os.path.samestat(os.fstat(second.handle), folder.stat())
+    first.close()
+    with pytest.raises(UserError):
+        Lock(folder, "wait")
     second.close()
-    os.close(waiting)
+    assert not folder.exists()
 
 
 @pytest.mark.slow
@@ -344,7 +500,7 @@ def test_a_signal_in_a_bad_step_saves_and_the_run_goes_on_from_there(
 
     def broken(self, idx, targets=None, *args, **kwargs):
         loss = forward(self, idx, targets, *args, **kwargs)
-        if self.training and next(calls) == 10:  # in step 6
+        if self.training and next(calls) == 11:  # in the last micro-step of step 6
             os.kill(os.getpid(), signal.SIGTERM)
             return loss * math.nan
         return loss
@@ -359,6 +515,30 @@ def test_a_signal_in_a_bad_step_saves_and_the_run_goes_on_from_there(
     monkeypatch.undo()
     run = train_tiny(tiny_data, tmp_path, "--init_from=resume")
     assert metrics(run, "loss").keys() == {1, 2, 3, 4, 5, 7, 8}
+
+
+def test_a_signal_within_a_step_gives_the_step_up_and_the_run_ends_the_same(
+    finished, tiny_data, tmp_path, monkeypatch, capsys
+):
+    """A step may take hours on a laptop. Its micro-steps so far are lost, and no more."""
+    forward = train.GPT.forward
+    calls = itertools.count()
+
+    def interrupted(self, idx, targets=None, *args, **kwargs):
+        if self.training and next(calls) == 10:  # in the first of the two micro-steps of step 6
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward(self, idx, targets, *args, **kwargs)
+
+    monkeypatch.setattr(train.GPT, "forward", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        train_tiny(tiny_data, tmp_path)
+    assert ended.value.code == 128 + signal.SIGTERM and next(calls) == 11
+    assert newest_checkpoint(tmp_path / "run" / "ckpt").name == "step_00000005"
+    monkeypatch.undo()
+    run = train_tiny(tiny_data, tmp_path, "--init_from=resume")
+    weights = [load_file(r / "ckpt/step_00000008/model.safetensors") for r in (run, finished)]
+    assert metrics(run, "loss") == metrics(finished, "loss")
+    assert all(torch.equal(w, weights[1][name]) for name, w in weights[0].items())
 
 
 def test_weights_that_are_not_finite_are_not_saved_over_good_ones(
@@ -684,22 +864,45 @@ def test_no_flipped_bit_of_a_checkpoint_loads_as_another_model(finished, tiny_da
     assert refused > 60  # the other flips are in train_state.pt and other files that are not read
 
 
-def test_a_changed_meta_json_is_refused_and_an_older_one_is_read_with_a_note(
-    tiny_data, tmp_path, refuses, capsys
-):
+def test_a_changed_meta_json_is_refused(tiny_data, tmp_path, refuses):
     shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
     path = tmp_path / "tiny" / "meta.json"
     meta = json.loads(path.read_text(encoding="utf-8"))
     splits = meta["splits"] | {"val": meta["splits"]["train"]}
-    for changes in ({"vocab_size": 440}, {"eos_id": 0}, {"splits": splits}):
+    for changes in ({"vocab_size": 440}, {"eos_id": 0}, {"splits": splits}, {"lengths": {}}):
         path.write_text(json.dumps(meta | changes), encoding="utf-8")
         error = refuses(train.main, *options(tmp_path, tmp_path))
         assert "meta.json: changed after it was made" in error
-    older = {k: v for k, v in meta.items() if k != "sha256"} | {"format_version": 1}
-    path.write_text(json.dumps(older), encoding="utf-8")
-    capsys.readouterr()
-    train_tiny(tmp_path, tmp_path)
-    assert "is of an older version and has no hash of its own" in capsys.readouterr().err
+
+
+FOREIGN = [
+    {"format_version": 1},
+    {"vocab_size": 10**30},
+    {"eos_id": 5},  # it never ends a document
+    {"dtype": "O"},
+    {"dtype": "float64"},
+    {"splits": []},
+    {"lengths": {}},
+    {"lengths": {"p50": "x", "histogram": {}}},
+    {"records": []},
+    {"sources": [5]},
+    {"landmarks": [3.0]},
+    {"landmarks": {"unigram": 3.0}},
+    {"landmarks": {"unigram": math.nan, "bigram": "", "bigram_tokens": 5}},
+    {"tokenizer": {"kind": "tiktoken", "file": "x", "sha256": "", "special": 5}},
+    {"tokenizer": {"kind": "tiktoken", "file": "../x", "sha256": ""}},
+]
+
+
+@pytest.mark.parametrize("changes", FOREIGN, ids=str)
+def test_a_meta_json_of_another_program_is_one_line_whatever_hash_it_has(
+    tiny_data, tmp_path, refuses, changes
+):
+    folder = Path(shutil.copytree(tiny_data / "tiny", tmp_path / "tiny"))
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    forge(folder, "meta.json", json.dumps(meta | changes).encode())
+    assert str(folder) in refuses(prepare.main, "--inspect", folder)
+    assert str(folder) in refuses(train.main, *options(tmp_path, tmp_path))
 
 
 def test_val_bin_is_verified_before_it_judges_a_model(finished, tiny_data, tmp_path, refuses):
@@ -716,11 +919,53 @@ def test_val_bin_is_verified_before_it_judges_a_model(finished, tiny_data, tmp_p
 def test_weights_without_a_finite_loss_are_an_error_of_the_evaluation(
     finished, tiny_data, tmp_path, refuses
 ):
-    folder = tmp_path / "nan"
-    shutil.copytree(newest_checkpoint(finished / "ckpt"), folder)
-    weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"] *= math.nan
-    save_file(weights, folder / "model.safetensors")
-    forge(folder)
+    folder = spoiled(finished, tmp_path / "large", "model.norm.weight", 3e38)
     error = refuses(sample.main, f"--ckpt={folder}", f"--eval={tiny_data / 'tiny'}", "--device=cpu")
     assert "is nan: its weights are damaged" in error
+
+
+def spoiled(run: Path, folder: Path, name: str, value: float) -> Path:
+    """Return a copy of a run's newest checkpoint, with a value in one row of a tensor."""
+    shutil.copytree(newest_checkpoint(run / "ckpt"), folder)
+    weights = load_file(folder / "model.safetensors")
+    weights[name][5] = value
+    save_file(weights, folder / "model.safetensors")
+    forge(folder)
+    return folder
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_model_with_a_number_that_is_not_finite_is_refused_by_the_name_of_the_tensor(
+    finished, tiny_data, tmp_path, refuses, value
+):
+    """Such a run trained to its end and never saved, if the data never use the row."""
+    folder = spoiled(finished, tmp_path / "broken", "model.embed_tokens.weight", value)
+    train_it = lambda: train_tiny(tiny_data, tmp_path, f"--init_from={folder}")  # noqa: E731
+    for main, argv in ((train_it, []), (sample.main, [f"--ckpt={folder}", "--device=cpu"])):
+        assert "model.embed_tokens.weight holds NaN or infinity" in refuses(main, *argv)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_skipped_save_is_a_warning_at_once_and_a_second_one_in_a_row_ends_the_run(
+    tiny_data, tmp_path, monkeypatch, capsys
+):
+    step = torch.optim.AdamW.step
+    calls = itertools.count(1)
+
+    def spoil(self, *args, **kwargs):
+        step(self, *args, **kwargs)
+        if next(calls) in (
+            3,
+            5,
+            6,
+        ):  # after step 3 and 5 only; the row of a token that never occurs
+            row = self.param_groups[0]["params"][0].data[1]
+            row.fill_(math.inf if row.isfinite().all() else 0.0)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spoil)
+    more = ["--save_every=1", "--max_steps=40", "--eval_every=100"]
+    with pytest.raises(UserError, match="ended at step 4 with NaN or infinity in wte.weight"):
+        train_tiny(tiny_data, tmp_path, *more)
+    said = capsys.readouterr().out
+    assert [f"step {n} is not saved: wte.weight" in said for n in (2, 3, 4)] == [False, True, True]
+    assert newest_checkpoint(tmp_path / "run" / "ckpt").name == "step_00000002"

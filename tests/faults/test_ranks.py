@@ -189,3 +189,17 @@ def test_a_computer_that_is_lost_and_comes_back_joins_the_run_again(tiny_data, t
     assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 121))
     said = (tmp_path / "computer 0").read_text() + (tmp_path / "computer 1").read_text()
     assert said.count("resumed from ") == 1
+
+
+def test_a_rank_that_waits_longer_than_timeout_minutes_ends_the_run(tiny_data, tmp_path):
+    patch = """
+import time
+loop = train.loop
+def late(*args):
+    if os.environ["RANK"] == "1":
+        time.sleep(12)
+    return loop(*args)
+train.loop = late
+"""
+    done = two(tmp_path, tiny_data, "--timeout_minutes=0.1", patch=patch)
+    assert done.returncode != 0 and "6000ms" in done.stderr, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""What a run looks like in a terminal: a progress bar below all lines, and lines that fit into it.
+"""What all programs look like in a terminal: one kind of progress bar, and lines that fit into it.
 
 The bar goes to stderr, everything else to stdout. Where these are no terminal, there is no bar, and
 every line stays whole.
@@ -16,20 +16,26 @@ from typing import TextIO
 from tqdm import tqdm
 from tqdm.contrib import DummyTqdmFile
 
+ETA = "eta {remaining}{postfix}"  # in tqdm's words
+
 
 class ProgressBar(tqdm):
     """One row at the bottom of the terminal. It is removed when it is closed.
 
-    hidden: show nothing. total, begun: how many steps the run has, and has done already.
+    what: the work. shown: None: if stderr is a terminal. end: what stands behind the bar. options:
+    those of tqdm, such as total.
     """
 
-    def __init__(self, hidden: bool, total: int, begun: int):
+    def __init__(
+        self, what: str, iterable=None, shown: bool | None = None, end: str = ETA, **options
+    ):
         # The bar does not grow with the terminal, so that the row fits into 80 columns and stays in
         # one piece if a wide terminal is made narrower. With miniters=1 a step that takes long
         # shows at once; mininterval, 0.1 s, limits how often the row is drawn.
-        row = "step {n}/{total} {percentage:3.0f}% |{bar:24}| {desc}"
-        options = dict(bar_format=row, dynamic_ncols=True, miniters=1, leave=False)
-        super().__init__(disable=hidden, total=total, initial=begun, **options)
+        row = f"{what} {{n_fmt}}/{{total_fmt}} {{percentage:3.0f}}% |{{bar:16}}| {end}"
+        options |= dict(bar_format=row, dynamic_ncols=True, miniters=1, leave=False)
+        hidden = not (stderr_can_erase() if shown is None else shown)
+        super().__init__(iterable, disable=hidden, **options)
 
     @staticmethod
     def status_printer(file: TextIO):
@@ -55,17 +61,14 @@ class ProgressBar(tqdm):
             yield
 
 
+def stderr_can_erase() -> bool:
+    """Return whether stderr is a terminal that can remove a row again."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
 def in_a_terminal() -> bool:
-    """Return whether a bar can be shown. In `train.py | tee log` it would run into the lines."""
-    return sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-
-
-def columns() -> int:
-    """Return the width of the terminal that stdout goes to; 0 if there is none."""
-    try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0
-    except (OSError, ValueError):  # a closed terminal
-        return 0
+    """Return whether lines can stand above a bar: not in `train.py | tee log`."""
+    return sys.stdout.isatty() and stderr_can_erase()
 
 
 def fitted(line: str, width: int) -> str:
@@ -83,12 +86,12 @@ def fitted(line: str, width: int) -> str:
 def quoted(text: str) -> str:
     """Return a text that a model wrote as a block, which cannot be taken for lines of the log.
 
-    Each row begins with >. Several empty lines become one. Characters that would move the cursor or
-    change colours become U+FFFD.
+    Each row begins with >. Rows beyond the twelfth are left out, and several empty lines become
+    one. Characters that would move the cursor or change colours become U+FFFD.
     """
     wide = any(unicodedata.east_asian_width(c) in "WF" for c in text)  # Chinese takes two columns
     rows = []
     for line in re.sub(r"\n([ \t]*\n)+", "\n\n", text.rstrip()).split("\n"):
         shown = "".join(c if c.isprintable() else "\ufffd" for c in line.expandtabs(4))
         rows += textwrap.wrap(shown, 36 if wide else 72) or [""]
-    return "\n".join(f"    > {row}".rstrip() for row in rows)
+    return "\n".join(f"    > {row}".rstrip() for row in rows[:12])
