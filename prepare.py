@@ -35,8 +35,8 @@ val_fraction of them, become val.bin.
 If prepare.py is killed, run the same command again: it continues from the work that is finished.
 The old data set stays complete until the new one replaces it. The number of workers, processes
 and interruptions does not change one byte of the result. prepare.py deletes only files that it
-wrote itself, in data/NAME and in data/.NAME.tmp. It downloads a file once, to data/downloads, and
-uses it again from there.
+wrote itself, in data/NAME, data/.NAME.tmp and data/.NAME.old. It downloads a file once, to
+data/downloads, and uses it again from there.
 """
 
 import io
@@ -55,7 +55,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import OneRankError, UserError, parse, run
+from configurator import OneRankError, UserError, columns, folded, parse, run
 from hardware.disk import (
     file_sha256,
     json_bytes,
@@ -77,15 +77,15 @@ from text.landmarks import count_landmarks
 from text.look import (
     describe_set,
     describe_sources,
-    escaped,
     first_document,
     no_documents,
     report,
     settings_of,
+    warn_of_large_vocabulary,
 )
 from text.merge import count, find_duplicates, merge
 from text.ranks import all_ranks, gather, share_of
-from text.records import CONTROL, Tally
+from text.records import Tally, printable
 from text.replay import run_loader, sample_texts
 from text.settings import PrepareConfig, check_bad, cleaning, foreseen, reader_of, what_is_read
 from text.sources import Source, find_sources
@@ -163,13 +163,13 @@ def inspect(cfg: PrepareConfig) -> None:
         texts = sample_texts(sets, loader, samples, load_tokenizer(sets[0].folder))
     else:
         meta = open_dataset(folder)
-        print(report(meta, folder))
+        print(folded(printable(report(meta, folder)), columns()))
         for split in ("train", "val"):
             verify(folder, meta, split)
         print("  verified: hashes, every id below the vocabulary, an eos behind every document\n")
         texts = document_texts(folder, meta, cfg.split, cfg.show, cfg.count)
     for heading, text in texts:
-        print(f"---- {heading}\n{CONTROL.sub(escaped, text)}")
+        print(f"---- {heading}\n{printable(text)}")
 
 
 def main() -> None:
@@ -218,7 +218,10 @@ def name_of_set(cfg: PrepareConfig) -> str:
         name = cfg.name
     elif cfg.input:
         first = cfg.input[0]
-        path = file_of(first, Path(cfg.data_dir)) if is_url(first) else Path(first).resolve()
+        try:
+            path = file_of(first, Path(cfg.data_dir)) if is_url(first) else Path(first).resolve()
+        except FileNotFoundError:
+            raise UserError("the current folder was deleted: go to another one") from None
         name = path.name.split(".")[0]
     if name == "-":
         name = "stdin"
@@ -268,7 +271,7 @@ def make_data_set(cfg: PrepareConfig, rank: int, world: int) -> None:
         if rank == 0:
             held.close()
     if rank == 0:
-        print(said)
+        print(folded(printable(said), columns()))
 
 
 def worth_keeping(scratch: Path, cfg: PrepareConfig) -> bool:
@@ -340,10 +343,10 @@ def build(
     meta |= {"sources": describe_sources(cfg, read, passed_by), "settings": settings_of(cfg)}
     write_whole(new / "meta.json", json_bytes(sealed(meta)))
 
-    said = f"\n{report(meta, target)}\n{first_document(new, meta)}"
+    warning = warn_of_large_vocabulary(meta) if cfg.tokenizer == "train" else ""
+    said = f"\n{report(meta, target)}\n{warning}{first_document(new, meta)}"
     replace_set(new, target, before)
-    seconds = time.perf_counter() - started
-    return f"{said}\n  made in {seconds:.0f} s by {workers * world} workers"
+    return f"{said}\n  made in {time.perf_counter() - started:.0f} s"
 
 
 def number_of_workers(cfg: PrepareConfig, total: int) -> int:

@@ -103,7 +103,7 @@ def test_a_file_in_another_encoding_is_an_error_that_names_the_option(tmp_path, 
     error = refuses(prepare.main, *options, f"--tokenizer={tmp_path}/x.model")
     assert "not a SentencePiece model" in error  # the tokenizer is loaded before the corpus is read
     error = refuses(prepare.main, *options)
-    assert "all 50 records are bad" in error
+    assert "all records are bad" in error
     assert "gbk.jsonl:1: byte 0xc4 is not of its encoding: say --encoding" in error
     error = refuses(prepare.main, "--input", path, "--encoding=utf-9")
     assert "encoding 'utf-9' is unknown" in error
@@ -139,11 +139,45 @@ def test_other_fields_are_named_by_a_list_or_a_template(tmp_path, fields, text):
     assert text in documents(folder) and meta["records"]["shapes"] == {fields: 20}
 
 
+@pytest.mark.parametrize(
+    "fields",
+    ["{", "{}", "}", "a}", "{{text}}", "{question}{answer}}", "{question}：{answer", "{a{b}}"],
+)
+def test_a_brace_in_fields_that_is_not_around_a_name_is_refused_before_any_work(
+    tmp_path, refuses, fields
+):
+    path = write_jsonl(tmp_path / "c.jsonl", [{"question": "Q", "answer": "A", "text": "t"}] * 20)
+    options = [f"--data_dir={tmp_path / 'data'}", "--tokenizer=byte", f"--fields={fields}"]
+    assert f"fields={fields}:" in refuses(prepare.main, "--input", path, *options)
+    assert not (tmp_path / "data").exists()
+
+
 def test_a_record_without_the_named_field_is_bad(tmp_path, refuses):
     path = write_jsonl(tmp_path / "c.jsonl", [{"a": "text"}] * 50 + [{"b": "text"}])
     error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}", "--fields=a")
-    assert "1 bad records of 51, more than --max_bad=0.01, for example " in error
+    assert "bad records: 1 of 51, more than --max_bad=0.01" in error
     assert "c.jsonl:51: no field a" in error
+
+
+@pytest.mark.parametrize("key", ["conversations", "messages"])
+def test_chat_data_are_no_question_of_fields(tmp_path, refuses, key):
+    path = write_jsonl(tmp_path / "c.jsonl", [{key: [{"role": "user", "content": "?"}]}])
+    error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}", "--tokenizer=byte")
+    assert f"{{{key}}} is chat data" in error and "--fields" not in error
+
+
+def test_other_shapes_are_shown_how_to_choose_fields(tmp_path, refuses):
+    path = write_jsonl(tmp_path / "c.jsonl", [{"question": "?"}])
+    error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}", "--tokenizer=byte")
+    assert "{question}" in error and "--fields=question,answer" in error
+
+
+def test_only_a_vocabulary_that_was_trained_here_can_be_too_large(tmp_path, tiny_data, capsys):
+    corpus = write_texts(tmp_path / "c.jsonl", [f"document {n}" for n in range(20)])
+    prepare_set(tmp_path, corpus, tokenizer="train", vocab_size=290)
+    assert "--vocab_size" in capsys.readouterr().out
+    prepare_set(tmp_path, corpus, tokenizer=tiny_data / "tiny")
+    assert "--vocab_size" not in capsys.readouterr().out
 
 
 def test_standard_input_is_read_like_a_file(tmp_path, monkeypatch, refuses):

@@ -239,12 +239,50 @@ def test_what_a_server_or_a_user_does_wrong_is_one_line(web, tmp_path, try_it, m
     assert "index: unknown kind of file" not in try_it(f"{web.root}/", "--format=txt")
     assert "cannot be downloaded: " in try_it("http://127.0.0.1:1/play.txt")
     assert "cannot be downloaded: " in try_it("http://" + "x" * 70 + ".invalid/play.txt")
-    assert "http://[/play.txt: not a URL" in try_it("http://[/play.txt")
+    for other in ("http://[/play.txt", "s3://play.txt", "http://127.0.0.1:99999/play.txt"):
+        assert f"--input {other}: expected http" in try_it(other)
     monkeypatch.setattr(download, "TIMEOUT", 0.2)
     web.block_on = threading.Event()
     assert try_it(url) == f"error: --input {url}: cannot be downloaded: timed out"
     web.block_on.set()
     assert not (tmp_path / "data").exists() or not os.listdir(tmp_path / "data")
+
+
+@pytest.mark.parametrize("start", ["http://", "HTTPS://", "ftp://"])
+@pytest.mark.parametrize("host", ["127.0.0.1:1", "[", "h\u2100"])
+def test_a_password_in_a_url_is_in_no_message_and_no_file(tmp_path, try_it, start, host):
+    for secret in ("hunter2", "user:hunter2", "user:hunter2/x", "user:hunter2?x"):
+        error = try_it(f"{start}{secret}@{host}/play.txt")
+        assert "--input" in error and "password" in error and "hunter" not in error
+    assert not list(tmp_path.glob("data/*"))
+
+
+def test_a_url_may_have_bytes_that_are_not_utf8(web, tmp_path, monkeypatch):
+    url = f"{web.root}/" + b"\xc4\xe3.txt".decode("utf-8", "surrogateescape")  # as GBK on a disk
+    folder, meta = prepare_set(tmp_path, url)
+    assert text_of(folder) == TEXT and meta["sources"][0]["path"] == url
+    assert prepare_set(tmp_path, url) and len(web.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 404 \x1b]0;x\x07\x9b31m\r\n\r\n", b"\x1b]0;x\x07 what\r\n\r\n"]
+)
+def test_a_server_cannot_control_the_terminal(web, try_it, monkeypatch, answer):
+    monkeypatch.setattr(Answer, "do_GET", lambda self: self.wfile.write(answer))
+    error = try_it(f"{web.root}/play.txt")
+    assert "\\x1b]0;x\\x07" in error and error.isprintable()
+
+
+def test_a_download_follows_no_link_that_is_in_the_place_of_its_file(web, tmp_path, try_it):
+    web.drop_at = 100_000
+    url = f"{web.root}/play.txt"
+    try_it(url)
+    (part,) = tmp_path.glob("data/downloads/*/play.txt.part")
+    thesis = part.rename(tmp_path / "thesis.txt")
+    part.symlink_to(thesis)
+    web.drop_at = 0
+    assert f"{part} is where a download belongs" in try_it(url)
+    assert len(thesis.read_bytes()) == 100_000 and part.is_symlink()
 
 
 def test_a_web_page_in_place_of_a_file_is_noted(web, tmp_path, capsys):

@@ -1,5 +1,4 @@
 import base64
-import fcntl
 import gzip
 import hashlib
 import itertools
@@ -16,6 +15,7 @@ from conftest import call, make_records, write_jsonl
 
 import prepare
 from configurator import UserError
+from hardware.disk import Lock
 from text import formats
 from text.dataset import load_tokenizer, open_dataset, open_split, verify
 from text.demo import demo_sources, documentation
@@ -201,7 +201,7 @@ def test_bad_records_are_skipped_counted_and_shown_with_their_line(tmp_path, cap
     assert records["dropped"] == {"empty": 1} and records["shapes"] == {"{text}": 21}
     report = capsys.readouterr().out
     assert "c.jsonl:21: not valid JSON" in report
-    assert "c.jsonl:22: no known shape but {question}" in report
+    assert "c.jsonl:22: {question} is no known shape" in report
     assert "c.jsonl:24: half a surrogate pair" in report
     assert "bad: 3" in report and "dropped: 1" in report
 
@@ -326,11 +326,11 @@ def bad_inputs(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "empty corpus": (["--input", empty], "the input is empty"),
         "empty corpus, ready tokenizer": (["--input", empty, ready], "no documents"),
         "nothing but bad records": (["--input", bad],
-            "all 2 records are bad or empty, for example " + str(bad) + ":1: not valid JSON"),
+            "all records are bad or empty, for example " + str(bad) + ":1: not valid JSON"),
         "cut off": (["--input", cut], "cut.jsonl.gz: damaged or cut off"),
         "not UTF-8": (["--input", latin],
             "latin.txt: byte 0xef is not of its encoding: say --encoding"),
-        "one character": (["--input", one, ready], "train.bin would be empty: the input has 1"),
+        "one character": (["--input", one, ready], "train.bin would be empty"),
         "ranks that clash": (["--input", some, f"--tokenizer={clash}"],
             "its ids are not distinct numbers from 0 to 16,777,215"),
         "unknown tokenizer": (["--input", some, "--tokenizer=gpt9"],
@@ -372,16 +372,21 @@ def test_nothing_but_a_data_set_is_ever_replaced(tmp_path, refuses, monkeypatch)
     assert corpus.exists() and sorted(os.listdir(tmp_path / "data")) == ["file", "wiki"]
 
 
+def test_in_a_folder_that_was_deleted_the_error_is_one_line(tmp_path, refuses, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "folder" in refuses(prepare.main, "--input", "c.jsonl")
+
+
 def test_two_runs_of_one_name_never_mix(tmp_path, refuses):
     corpus = write_jsonl(tmp_path / "c.jsonl", make_records(40))
     scratch = tmp_path / "data" / ".set.tmp"
-    scratch.mkdir(parents=True)
-    other = os.open(scratch, os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_EX)  # a running prepare.py holds this lock
+    other = Lock(scratch, "wait")  # a running prepare.py holds this lock
     options = [f"--data_dir={tmp_path / 'data'}", "--name=set"]
     error = refuses(prepare.main, "--input", corpus, *options)
     assert "another process is writing" in error and scratch.exists()
-    os.close(other)
+    other.close()
     prepare_set(tmp_path, corpus)
 
 

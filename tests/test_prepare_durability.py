@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,9 @@ from test_prepare import contents, documents, prepare_set, tiktoken_file
 
 import prepare
 from text.dataset import open_dataset
+from text.encode import in_order, texts_of
+from text.formats import Chunk
+from text.records import Cleaning
 
 TINY_SHARDS = "--shard_mb=0.02"
 
@@ -88,7 +93,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_in_the_same_bytes(
             time.sleep(0.002)
         time.sleep(delay)  # now the run is so far beyond the first shard that it has finished
         run.kill()
-        assert ("continuing after" in run.communicate()[0]) == (kills > 0)
+        assert ("continuing after" in run.communicate()[0]) == (reached > 0)
         if not (tmp_path / ".set.tmp").exists():  # it was at its end already
             break
         kills += 1
@@ -113,6 +118,29 @@ def test_workers_end_when_the_main_process_is_killed(corpus, tmp_path):
     while any(is_worker(pid) for pid in started):
         assert time.time() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.15, 0.3])
+def test_ctrl_c_while_the_workers_start_is_one_line(corpus, tmp_path, delay):
+    argv = command(corpus, tmp_path, "--tokenizer=byte", "--workers=3")
+    pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(argv, start_new_session=True, **pipes)
+    while not any(map(is_worker, children(run.pid))):
+        time.sleep(0.002)
+    time.sleep(delay)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to all processes
+    error = run.communicate()[1]
+    assert run.returncode == 130 and "Traceback" not in error
+    assert error.splitlines()[-1].strip() == "interrupted"
+
+
+def test_no_more_workers_are_started_than_there_is_work_for():
+    chunks = iter([Chunk("txt", [("a", "text")]), Chunk("txt", [("b", "text")])])
+    numbers = []
+    for _, (texts, _) in in_order(partial(texts_of, Cleaning()), chunks, 5):
+        numbers.append(len(active_children()))
+        assert texts == ["text"]
+    assert numbers == [2, 2]
 
 
 @pytest.mark.slow
@@ -177,7 +205,7 @@ def test_too_many_bad_records_can_be_allowed_without_reading_all_again(tmp_path,
     model = f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"
     options = [f"--data_dir={tmp_path}", model, TINY_SHARDS, "--val_fraction=0.2"]
     error = refuses(prepare.main, "--input", corpus, *options)
-    assert "30 bad records of 330, more than --max_bad=0.01" in error
+    assert "bad records: 30 of 330, more than --max_bad=0.01" in error
     assert "the finished work is kept" in error
     call(prepare.main, "--input", corpus, *options, "--max_bad=0.1")
     assert "continuing after" in capsys.readouterr().out

@@ -50,7 +50,7 @@ def cut_by_text(
     cut = int(n * (1 - cfg.val_fraction))
     for split, size, advice in (("train", cut, "lower"), ("val", n - cut, "raise")):
         if size == 0:
-            empty = f"the input has {n:,} characters; {advice} --val_fraction, or give more text"
+            empty = f"the input is too short: {advice} --val_fraction, or give more text"
             raise UserError(f"{split}.bin would be empty: {empty}")
     remove_only(folder, WORK["cut"])
     new = Part(folder, key="")

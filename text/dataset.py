@@ -12,6 +12,7 @@ functions in this file, which does not need torch.
 
 import hashlib
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,14 +20,13 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from configurator import UserError, note
 from hardware.disk import MANIFEST, content_sha256, damage, file_sha256, inside, read_object
-from text.hf_tokenizer import HF_FILES, from_hugging_face, hugging_face_files
+from hardware.terminal import ProgressBar
+from text.hf_tokenizer import HF_FILES, from_hugging_face
 from text.tokenizer import SentencePiece, Tiktoken, open_tokenizer, tiktoken_names
 
-# In version 1, meta.json had no hash of itself, and named only one file of the tokenizer.
 FORMAT_VERSION = 2
 
 
@@ -35,27 +35,66 @@ FORMAT_VERSION = 2
 
 
 def read_meta(folder: Path) -> dict:
-    """Return the meta.json of a data set or a checkpoint. Raises UserError if it was changed."""
+    """Return the meta.json of a data set or a checkpoint.
+
+    Raises UserError if it was changed, or if prepare.py cannot have written it.
+    """
     path = folder / "meta.json"
     try:
         meta = read_object(path)
         version = meta["format_version"]
+        if version != FORMAT_VERSION:
+            wrong = f"format {version}, expected {FORMAT_VERSION}"
+            raise UserError(f"{folder}: {wrong}; run prepare.py again")
+        if meta.get("sha256") != content_sha256(meta):
+            wrong = "changed after it was made: its SHA-256 does not match"
+            raise UserError(f"{path}: {wrong}; run prepare.py again")
+        check_content(meta)
     except FileNotFoundError:
         make = f"make it with `python prepare.py --name {folder.name}`"
         raise UserError(f"no data set in {folder}: {make}") from None
     except OSError as e:
         raise UserError(f"{path}: {e.strerror}") from None
-    except (ValueError, KeyError) as e:
-        raise UserError(f"{path}: damaged ({e}); run prepare.py again") from None
-    if version == 1:
-        note(f"{path} is of an older version and has no hash of its own: it cannot be verified")
-    elif version != FORMAT_VERSION:
-        wrong = f"format {version}, expected {FORMAT_VERSION}"
-        raise UserError(f"{folder}: {wrong}; run prepare.py again")
-    elif meta.get("sha256") != content_sha256(meta):
-        wrong = "changed after it was made: its SHA-256 does not match"
-        raise UserError(f"{path}: {wrong}; run prepare.py again")
+    except (ValueError, LookupError, TypeError, AttributeError) as e:
+        what = f"{type(e).__name__}: {e}"
+        raise UserError(f"{path}: damaged ({what}); run prepare.py again") from None
     return meta
+
+
+def check_content(meta: dict) -> None:
+    """Raise an error unless all that is used of a meta.json is there and has its type and size.
+
+    Its hash may be right although prepare.py has not written it.
+    """
+    splits = [meta["splits"][split] for split in ("train", "val")]
+    counts = [meta["vocab_size"], meta["eos_id"] + 1, meta.get("few_documents", 1)]
+    counts += [s[key] for s in splits for key in ("tokens", "documents", "bytes", "characters")]
+    lengths = dict(meta["lengths"])
+    histogram = lengths.pop("histogram")
+    for edge, (documents, tokens) in histogram.items():
+        counts += [int(edge), documents, tokens]
+    records = meta["records"]
+    tallies = [records[key] for key in ("bad", "dropped", "changed", "unread", "shapes")]
+    tallies += [source.get("skipped", {}) for source in meta["sources"]]
+    for tally in (lengths, *tallies):
+        counts += tally.values()
+    # A split of one token has no landmarks.
+    landmarks = meta["landmarks"] or {"unigram": 0, "bigram": 0, "bigram_tokens": 1}
+    counts += [records["read"], landmarks["bigram_tokens"]]
+    texts = [*records["examples"], meta["tokenizer"]["kind"], *files_of(meta["tokenizer"]).values()]
+    texts += [s["sha256"] for s in splits] + [tokenizer_id(meta["tokenizer"])]
+    right = [type(n) is int and 0 < n < 2**63 for n in counts]
+    right += [isinstance(text, str) for text in texts]
+    right += [0 <= landmarks[name] < 1e9 for name in ("unigram", "bigram")]
+    right += [meta["dtype"] == id_type(meta["vocab_size"]).name]
+    right += [len(meta["splits"]) == 2, len(histogram) > 0]
+    if not all(right):
+        raise ValueError("a value has another type or size")
+
+
+def id_type(vocab_size: int) -> np.dtype:
+    """Return the type of a token id in the .bin files."""
+    return np.dtype("<u2" if vocab_size <= 65536 else "<u4")
 
 
 def open_dataset(folder: str | Path) -> dict:
@@ -66,15 +105,10 @@ def open_dataset(folder: str | Path) -> dict:
     """
     folder = Path(folder)
     meta = read_meta(folder)
-    try:
-        itemsize = np.dtype(meta["dtype"]).itemsize
-        sizes = {split: meta["splits"][split]["tokens"] * itemsize for split in ("train", "val")}
-        check_tokenizer_files(folder, meta["tokenizer"])
-    except (KeyError, TypeError, AttributeError) as e:
-        what = f"{type(e).__name__}: {e}"
-        raise UserError(f"{folder}/meta.json: damaged ({what}); run prepare.py again") from None
-    for split, size in sizes.items():
+    check_tokenizer_files(folder, meta["tokenizer"])
+    for split, counts in meta["splits"].items():
         path = folder / f"{split}.bin"
+        size = counts["tokens"] * np.dtype(meta["dtype"]).itemsize
         found = path.stat().st_size if path.exists() else "no file"
         if found != size:
             wrong = f"{found} bytes where meta.json says {size}: truncated or replaced"
@@ -84,18 +118,24 @@ def open_dataset(folder: str | Path) -> dict:
 
 def check_tokenizer_files(folder: Path, info: dict) -> None:
     """Raise UserError unless each file of the tokenizer has the hash in `info`, from meta.json."""
-    for name, sha256 in info.get("files", {info["file"]: info["sha256"]}).items():
+    for name, sha256 in files_of(info).items():
         path = inside(folder, name)
         if not path.exists() or file_sha256(path) != sha256:
             wrong = "missing, or not the tokenizer that the data was made with"
             raise UserError(f"{path}: {wrong}; run prepare.py again")
 
 
+def files_of(info: dict) -> dict[str, str]:
+    """Return {name: SHA-256} of the tokenizer's own file, and of those for Hugging Face's tools.
+
+    The latter are missing in the meta.json of a checkpoint, whose manifest has them.
+    """
+    return info.get("files", {info["file"]: info["sha256"]})
+
+
 def tokenizer_files(folder: Path, info: dict) -> list[Path]:
-    """Return the tokenizer's own file, and the files that came with it for Hugging Face's tools."""
-    if "files" in info:
-        return [inside(folder, name) for name in info["files"]]
-    return [inside(folder, info["file"]), *hugging_face_files(folder)]
+    """Return the paths of the tokenizer's files in a data set."""
+    return [inside(folder, name) for name in files_of(info)]
 
 
 def load_tokenizer(folder: str | Path) -> SentencePiece | Tiktoken:
@@ -188,7 +228,7 @@ def verify(folder: str | Path, meta: dict, split: str) -> None:
     digest = hashlib.sha256()
     ends = 0
     step = 1 << 22  # tokens
-    for at in tqdm(range(0, len(ids), step), f"verifying {split}.bin", disable=None, leave=False):
+    for at in ProgressBar(f"verifying {split}.bin", range(0, len(ids), step)):
         block = ids[at : at + step]
         if block.max() >= vocab_size:
             first = int(np.argmax(block >= vocab_size))
@@ -234,6 +274,30 @@ def verify_new(
     for data, split in new:
         verify(data.folder, data.meta, split)
     return stamps
+
+
+def opened_files(sets: list["DataSet"]) -> dict[Path, os.stat_result]:
+    """Return path -> what the system says of each .bin, just after it was mapped into memory."""
+    paths = [data.folder / f"{split}.bin" for data in sets for split in ("train", "val")]
+    return {path: path.stat() for path in paths}
+
+
+def check_files(sets: list["DataSet"], opened: dict[Path, os.stat_result]) -> None:
+    """Raise UserError if a .bin is no longer what meta.json says, since it was changed in place.
+
+    If it was deleted, or another file has its name now, then the file that is mapped stays as it
+    was. opened: the result of opened_files().
+    """
+    for data in sets:
+        for split in ("train", "val"):
+            path = data.folder / f"{split}.bin"
+            then = opened[path]
+            now = path.stat() if path.exists() else then
+            same = (now.st_size, now.st_mtime_ns) == (then.st_size, then.st_mtime_ns)
+            if now.st_ino == then.st_ino and not same:
+                open_dataset(data.folder)  # compares the size
+                verify(data.folder, data.meta, split)
+                opened[path] = now  # it was only touched
 
 
 def stamp_of(path: Path) -> list[int]:

@@ -27,14 +27,15 @@ from hardware.disk import (
     unseal,
     write_whole,
 )
-from text.encode import progress_bar
+from hardware.terminal import ProgressBar
+from text.records import printable
 from text.sources import EXPECTED, kind_of
 
 TIMEOUT = 30  # seconds that a server may be silent
 
 
 def is_url(argument: str) -> bool:
-    return argument.lower().startswith(("http://", "https://"))
+    return re.match(r"\w+://", argument) is not None
 
 
 def without_secrets(url: str) -> str:
@@ -52,16 +53,30 @@ def named(url: str) -> str:
     return f"--input {without_secrets(url)}"
 
 
+def digest_of(url: str) -> str:
+    """Return the SHA-256 of a URL. Its bytes need not be UTF-8: Python has surrogates for these."""
+    return hashlib.sha256(url.encode("utf-8", "surrogateescape")).hexdigest()
+
+
 def file_of(url: str, data_dir: Path) -> Path:
-    """Return the path of the file in which a URL is kept, whether or not it has been downloaded."""
+    """Return the path of the file in which a URL is kept, whether or not it has been downloaded.
+
+    Raises UserError if it is not the URL of a file that can be downloaded.
+    """
     try:
-        path = urllib.parse.unquote(urllib.parse.urlsplit(url).path)
-    except ValueError as e:
-        raise UserError(f"--input {url}: not a URL ({e})") from None
+        parts = urllib.parse.urlsplit(url)
+        # The port raises ValueError if it is no number, but a part of a password.
+        usable = parts.scheme in ("http", "https") and "@" not in parts.netloc and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        shown = re.split("[?#]", url.rpartition("@")[2])[0]
+        expected = "expected http:// or https://, a host without user and password, and a file"
+        raise UserError(f"--input {shown}: {expected}")
+    path = urllib.parse.unquote(parts.path)
     name = re.sub(r"[^\w.-]+", "_", path.rstrip("/").rpartition("/")[2])[-60:].lstrip(".")
     name = name or "index"
-    digest = hashlib.sha256(url.encode()).hexdigest()[:8]
-    return data_dir / "downloads" / f"{name.partition('.')[0]}-{digest}" / name
+    return data_dir / "downloads" / f"{name.partition('.')[0]}-{digest_of(url)[:8]}" / name
 
 
 def download_all(inputs: tuple[str, ...], data_dir: Path, kind: str) -> dict[str, Path]:
@@ -96,9 +111,8 @@ def download(url: str, file: Path, kind: str) -> None:
             known = fetch(url, file, known)
             how = "downloaded"
     finally:
-        remove_only(file.parent, ())  # if it is empty, because nothing has been downloaded
-        remove_only(file.parents[1], ())
         held.close()
+        remove_only(file.parents[1], ())  # if it is empty, because nothing has been downloaded
     size = f"{known['bytes']:,} bytes, SHA-256 {known['file_sha256']}"
     print(f"{without_secrets(url)}: {how}: {file}, {size}")
 
@@ -116,15 +130,15 @@ def known_state(url: str, file: Path) -> dict:
     write the files that are there.
     """
     part, about = beside(file)
+    for path in (file, part):
+        if os.path.lexists(path) and not about.exists() or path == part and path.is_symlink():
+            what = "is where a download belongs, but prepare.py did not write it"
+            raise UserError(f"{path} {what}: move it away")
     if not about.exists():
-        for path in (file, part):
-            if os.path.lexists(path):
-                what = "is where a download belongs, but prepare.py did not write it"
-                raise UserError(f"{path} {what}: move it away")
         return {}
     try:
         known = unseal(about)
-        if known["url_sha256"] == hashlib.sha256(url.encode()).hexdigest():
+        if known["url_sha256"] == digest_of(url):
             return known
         why = f"it is of {known['url']}"
     except (OSError, ValueError, KeyError) as e:
@@ -145,7 +159,7 @@ def fetch(url: str, file: Path, known: dict) -> dict:
                 part.unlink(missing_ok=True)  # before `about` says that it is of the new version
                 version = version_of(response.headers)
                 known = {"url": without_secrets(url), "version": version, "bytes": response.length}
-                known["url_sha256"] = hashlib.sha256(url.encode()).hexdigest()
+                known["url_sha256"] = digest_of(url)
                 write_whole(about, json_bytes(sealed(known)))
             receive(response, url, part, begin, known["bytes"])
     sync_to_disk(part)
@@ -191,19 +205,18 @@ def open_at(url: str, begin: int, known: dict) -> http.client.HTTPResponse:
 def ask(url: str, headers: dict[str, str]) -> http.client.HTTPResponse:
     """Send a request and return the response: its status is 2xx, or 416 for an impossible range."""
     headers = {"User-Agent": "prepare.py", "Accept-Encoding": "identity"} | headers
-    in_ascii = urllib.parse.quote(url, safe="%/:=&?~#+!$,;'@()*[]")
+    in_ascii = urllib.parse.quote(url, "%/:=&?~#+!$,;'@()*[]", errors="surrogateescape")
     try:
         request = urllib.request.Request(in_ascii, headers=headers)
         return urllib.request.urlopen(request, timeout=TIMEOUT)
-    except urllib.error.HTTPError as e:
-        if e.code == 416:
-            return e
-        raise UserError(
-            f"{named(url)}: the server answers {e.code} {' '.join(str(e.reason).split())}"
-        ) from None
     except (OSError, http.client.HTTPException, ValueError) as e:
-        why = getattr(e, "reason", e)
-        raise UserError(f"{named(url)}: cannot be downloaded: {why}") from None
+        what = "cannot be downloaded:"
+        if isinstance(e, urllib.error.HTTPError):
+            if e.code == 416:
+                return e
+            what = f"the server answers {e.code}"
+        why = " ".join(str(getattr(e, "reason", e)).split())  # it may be a text of the server's
+        raise UserError(f"{named(url)}: {what} {printable(why)}") from None
 
 
 def receive(
@@ -213,8 +226,8 @@ def receive(
 
     Raises UserError if the connection ends before the file does.
     """
-    with open(part, "ab" if begin else "wb") as f, progress_bar("downloading", total) as bar:
-        bar.update(begin)
+    bar = ProgressBar("downloading", total=total, initial=begin, unit_scale=True)
+    with open(part, "ab" if begin else "xb") as f, bar:
         for data in blocks(response, url):
             f.write(data)
             bar.update(len(data))

@@ -22,15 +22,18 @@ from dataclasses import replace
 from functools import cached_property
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from configurator import UserError
 from hardware.disk import Lock, json_bytes, sealed, unseal, write_whole
+from hardware.terminal import ProgressBar
+from text.dataset import id_type
 from text.formats import PIECE, Chunk, Reader, pieces
 from text.records import Cleaning, Tally, documents
 from text.sources import Source
@@ -146,11 +149,6 @@ class Encoder:
         return np.concatenate([self.tokenizer.encode(part).astype(self.dtype) for part, _ in parts])
 
 
-def id_type(vocab_size: int) -> np.dtype:
-    """Return the type of a token id in the .bin files."""
-    return np.dtype("<u2" if vocab_size <= 65536 else "<u4")
-
-
 def in_val(digest: bytes, val_fraction: float) -> bool:
     """Return whether a document with this digest belongs to the validation split.
 
@@ -178,6 +176,24 @@ LEAN = {
 }
 
 
+def start(process: BaseProcess) -> None:
+    """Start a worker, in which SIGINT is blocked from its first moment.
+
+    Ctrl-C is handled by the main process, which then ends the worker. A Ctrl-C during the start
+    waits for its end.
+    """
+    ensure_running()  # start() would do so, and let SIGINT through again
+    added = {name: value for name, value in LEAN.items() if name not in os.environ}
+    os.environ |= added
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for name in added:
+            del os.environ[name]
+
+
 class Worker:
     """A process that does the task with every chunk that it is sent, in their order."""
 
@@ -186,7 +202,7 @@ class Worker:
         context = get_context("spawn")
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=serve, args=(task, other), daemon=True)
-        self.process.start()
+        start(self.process)
         other.close()  # now only the worker holds it, and self.pipe fails when the worker has ended
 
     def send(self, chunk: Chunk) -> Future:
@@ -224,8 +240,6 @@ class Worker:
 
 def serve(task: Task, pipe: Connection) -> None:
     """Do the work of a worker process."""
-    # Ctrl-C is handled by the main process, which then ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     chunks: SimpleQueue = SimpleQueue()
     # These threads empty and fill the pipe, so that neither process waits for the other one to do
     # so while there is work. If the main process has ended, the first of them notices.
@@ -256,27 +270,25 @@ def receive(pipe: Connection, chunks: SimpleQueue) -> None:
 def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Any]]:
     """Yield (chunk, result of the task) for every chunk, in their order, with few in memory.
 
-    With one worker this process does the work itself. With several, each has one chunk to work at
-    and one to go on with, and the chunks that are yielded have lost their records. Raises UserError
-    if a worker was killed.
+    With one worker this process does the work itself. With several, of which no more are started
+    than there are chunks, each has one chunk to work at and one to go on with, and the chunks that
+    are yielded have lost their records. Raises UserError if a worker was killed.
     """
     if workers == 1:
         for chunk in chunks:
             yield chunk, task(chunk)
         return
-    added = {name: value for name, value in LEAN.items() if name not in os.environ}
-    os.environ |= added
-    pool = [Worker(task) for _ in range(workers)]
-    for name in added:
-        del os.environ[name]
+    pool: list[Worker] = []
     waiting: deque[tuple[Chunk, Future]] = deque()
     try:
         for chunk in chunks:
+            if len(pool) < workers:
+                pool.append(Worker(task))
             while len((worker := has_fewest(pool)).todo) > 1:
                 take_results(pool)
             waiting.append((replace(chunk, records=[]), worker.send(chunk)))
             del chunk
-            while waiting and (waiting[0][1].done() or len(waiting) > 3 * workers):
+            while waiting and (waiting[0][1].done() or len(waiting) > 3 * len(pool)):
                 yield first_of(waiting, pool)
         while waiting:
             yield first_of(waiting, pool)
@@ -323,13 +335,14 @@ class GrowingFile:
         return [self.file.tell(), self.digest.hexdigest()]
 
 
-def reopened(path: Path, state: list, bar: tqdm) -> GrowingFile:
+def reopened(path: Path, state: list, bar: ProgressBar) -> GrowingFile:
     """Open a file and cut it to what it was when its state() was `state`.
 
     Raises ValueError if the content up to there has changed since then.
     """
     if path.stat().st_nlink > 1:  # a finished data set has the same file: it must not be cut
         copy = path.with_name(f".{path.name}.tmp")
+        copy.unlink(missing_ok=True)  # it may be another name of a file, too
         shutil.copyfile(path, copy)
         copy.replace(path)
     growing = GrowingFile(path, "r+b")
@@ -398,7 +411,7 @@ class Part:
         counts = found["tally"].items()
         tally = Tally(**{k: Counter(v) if isinstance(v, dict) else v for k, v in counts})
         total = sum(size for size, _ in found["files"].values())
-        with progress_bar("verifying", total) as bar:
+        with ProgressBar("verifying", total=total, unit_scale=True) as bar:
             for name, path in self.paths.items():
                 self.files[name] = reopened(path, found["files"][name], bar)
         self.file = found["file"]
@@ -453,7 +466,8 @@ def encode(
     begun_at = part.text
     committed = part.text
     sources = reader.sources
-    with progress_bar("encoding", sum(s.bytes for s in sources)) as bar:
+    total = sum(s.bytes for s in sources)
+    with ProgressBar("encoding", total=total, unit_scale=True) as bar:
         for chunk, encoded in in_order(encoder, reader.chunks(), workers):
             part.write(encoded)
             check(part.tally, chunk)
@@ -464,13 +478,3 @@ def encode(
             bar.set_postfix_str(f"{rate:.1f}M characters/s", refresh=False)
             bar.update(chunk.bytes_read - bar.n)
     part.commit(len(sources), 0, sources)
-
-
-def progress_bar(what: str, total: int) -> tqdm:
-    """Return a progress bar over bytes on the disk; it is silent if stderr is not a terminal.
-
-    Its row fits into 80 columns, and does not grow with the terminal.
-    """
-    row = "{desc} {percentage:3.0f}% |{bar:16}| {n_fmt}B of {total_fmt}B, eta {remaining}{postfix}"
-    options = dict(bar_format=row, unit_scale=True, dynamic_ncols=True, disable=None)
-    return tqdm(total=total, desc=what, **options)

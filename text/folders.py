@@ -9,14 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from configurator import UserError, note
-from hardware.disk import Lock, content_sha256, file_sha256, put_in_place, read_object, remove_only
-from text.dataset import tokenizer_files
+from hardware.disk import (
+    LOCK,
+    Lock,
+    content_sha256,
+    file_sha256,
+    put_in_place,
+    read_object,
+    remove_only,
+)
+from text.dataset import files_of, tokenizer_files
 from text.hf_tokenizer import HF_FILES
 from text.tokenizer import SentencePiece, Tiktoken
 
 TOKENIZER_FILES = {SentencePiece.file, Tiktoken.file, *HF_FILES}
 PART_FILES = {"train.bin", "val.bin", "rows.bin", "journal.json"}
-PART_FILES |= {f".{name}.tmp" for name in PART_FILES}
+PART_FILES |= {LOCK, *(f".{name}.tmp" for name in PART_FILES)}
 
 # The folders in the scratch folder and the files in them. "part" stands for part0, part1, ...
 WORK = {
@@ -49,7 +57,7 @@ def claim(target: Path, scratch: Path) -> tuple[Lock, dict[str, tuple]]:
     try:
         for path in sorted(scratch.rglob("*")):
             in_a_folder = path.parent != scratch and path.name in work_files(path.parent)
-            at_the_top = path.parent == scratch and (work_files(path) or path.name == STDIN)
+            at_the_top = path.parent == scratch and (work_files(path) or path.name in (STDIN, LOCK))
             if path.is_symlink() or not (in_a_folder or at_the_top):
                 where = "is in the folder that prepare.py works in"
                 whose = "this version of prepare.py did not write it"
@@ -61,9 +69,11 @@ def claim(target: Path, scratch: Path) -> tuple[Lock, dict[str, tuple]]:
             raise UserError(f"{target}: {same}: choose another --name")
         before = files_of_set(target)
         check_own(target, sorted(before))
+        for name in names:
+            if before and re.fullmatch(rf"\.{re.escape(target.name)}\.old\d*", name):
+                remove_replaced(target.with_name(name))
         return held, before
     except BaseException:
-        remove_only(scratch, ())  # if it is empty, for example because Lock() has just made it
         held.close()
         raise
 
@@ -82,6 +92,23 @@ def bring_back(target: Path, scratch: Path) -> None:
         except UserError:  # prepare.py did not write this folder
             return
         old.rename(target)
+
+
+def remove_replaced(old: Path, files: dict[str, tuple] | None = None) -> None:
+    """Delete a data set that was replaced, or say in a note why it stays.
+
+    files: those of the data set. None: it was left by a kill, and is only deleted if its files have
+    the hashes of what prepare.py wrote.
+    """
+    try:
+        if files is None:
+            files = files_of_set(old)
+            check_own(old, sorted(files))
+        # meta.json goes last: if this is killed, the next run knows by it that the rest is ours.
+        if not remove_only(old, sorted(files, key="meta.json".__eq__)):
+            note(f"{old} stays: it holds files that prepare.py did not write")
+    except (UserError, OSError) as e:  # another user's files, for example
+        note(f"{old} stays: {e}")
 
 
 def files_of_set(folder: Path) -> dict[str, tuple]:
@@ -123,12 +150,11 @@ def check_own(folder: Path, names: list[str]) -> None:
     if not names:
         return
     meta = read_object(folder / "meta.json")
-    if meta["format_version"] > 1 and meta.get("sha256") != content_sha256(meta):
+    if meta.get("sha256") != content_sha256(meta):
         raise UserError(f"{folder}/meta.json was changed by something else: {AWAY}")
     try:
         hashes = {f"{split}.bin": counts["sha256"] for split, counts in meta["splits"].items()}
-        info = meta["tokenizer"]
-        hashes |= info.get("files", {info["file"]: info["sha256"]})
+        hashes |= files_of(meta["tokenizer"])
     except (LookupError, TypeError, AttributeError):
         what = "does not state the hashes of the data set's files"
         raise UserError(f"{folder}/meta.json {what}: {AWAY}") from None
@@ -153,15 +179,15 @@ def replace_set(new: Path, target: Path, before: dict[str, tuple]) -> None:
         what = "was changed by something else meanwhile, so the data set was not replaced"
         raise UserError(f"{target / min(changed)} {what}")
     old = put_in_place(new, target)
-    if old and not remove_only(old, before):
-        note(f"{old} stays: it holds files that prepare.py did not write")
+    if old:
+        remove_replaced(old, before)
 
 
 def remove_scratch(scratch: Path) -> None:
     """Delete what prepare.py wrote in the scratch folder, then the folder if it is empty."""
     for path in scratch.glob("*"):
         remove_only(path, work_files(path))
-    if not remove_only(scratch, [STDIN]) and scratch.exists():
+    if not remove_only(scratch, [STDIN, LOCK]) and scratch.exists():
         note(f"{scratch} stays: it holds files that prepare.py did not write")
 
 

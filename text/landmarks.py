@@ -108,11 +108,11 @@ def count_pairs(ids: Ids, V: int, most: int) -> tuple[np.ndarray, np.ndarray]:
 def mixed_landmarks(sets: list[DataSet]) -> dict[str, float]:
     """Return name -> loss of the landmarks of the data sets of a run, in nats per token.
 
-    In a mixture, each is the mean over the data sets, weighted by their shares. A data set that was
-    made before 2026-11-22 has none but ln V: then that is all.
+    In a mixture, each is the mean over the data sets, weighted by their shares. A data set with a
+    split of one token has none but ln V: then that is all.
     """
     found = {"uniform": math.log(sets[0].meta["vocab_size"])}
-    counted = [data.meta.get("landmarks") for data in sets]
+    counted = [data.meta["landmarks"] for data in sets]
     if all(counted):
         for name in ("unigram", "bigram"):
             pairs = zip(sets, counted, strict=True)

@@ -2,15 +2,13 @@
 
 import importlib.metadata
 import math
-import re
 import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
-from text.dataset import FORMAT_VERSION, load_tokenizer
-from text.encode import id_type
+from text.dataset import FORMAT_VERSION, id_type, load_tokenizer
 from text.records import Tally
 from text.settings import PrepareConfig
 from text.sources import Source
@@ -19,8 +17,7 @@ from text.sources import Source
 def no_documents(tally: Tally) -> str:
     """Return the error message for an input that has no documents."""
     if tally.examples:
-        what = f"all {tally.records:,} records are bad or empty"
-        return f"no documents: {what}, for example {tally.examples[0]}"
+        return f"no documents: all records are bad or empty, for example {tally.examples[0]}"
     why = "; ".join(f"{n:,} {reason}" for reason, n in tally.dropped.items())
     return f"no documents: {why or 'the input is empty'}"
 
@@ -97,40 +94,47 @@ def report(meta: dict, folder: Path) -> str:
     """Return the report of a data set, several lines, from its meta.json."""
     kind = meta["tokenizer"]["kind"]
     vocabulary = f"vocabulary {meta['vocab_size']:,}"
+    few = meta.get("few_documents", 0)
     lines = [
         f"{folder}: {kind} tokenizer, {vocabulary}, {meta['dtype']}",
-        *report_splits(meta["splits"], meta.get("few_documents", 0)),
-        *warn_of_large_vocabulary(meta),
+        *report_splits(meta["splits"], few),
         *report_records(meta["records"], meta["sources"]),
-        *report_lengths(meta["lengths"]),
+        # Of a few documents, one of which is cut into two, lengths and shares would say little.
+        *([] if 0 < few < 10 else report_lengths(meta["lengths"])),
         *report_landmarks(meta),
     ]
     return "\n".join(lines)
 
 
-def warn_of_large_vocabulary(meta: dict) -> list[str]:
-    """Return a warning if a token of the vocabulary has hardly any places where it can be learned.
+def plural(n: int, noun: str) -> str:
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
-    A tokenizer that was trained on little text has whole sentences of it as tokens.
+
+def warn_of_large_vocabulary(meta: dict) -> str:
+    """Return a warning if the tokenizer that was trained has too large a vocabulary, or "".
+
+    A tokenizer that was trained on little text has whole sentences of it as tokens, and these have
+    hardly any places where they can be learned.
     """
     tokens = meta["splits"]["train"]["tokens"]
     if tokens >= 10 * meta["vocab_size"]:
-        return []
+        return ""
     few = f"  warning: only {tokens:,} tokens to learn {meta['vocab_size']:,} tokens from"
-    return [f"{few}: give more text, or a smaller --vocab_size, or --tokenizer=char"]
+    return f"{few}: give more text, or a smaller --vocab_size, or --tokenizer=char\n"
 
 
 def report_splits(splits: dict[str, dict], few: int) -> list[str]:
     """Return the counts. few: the number of documents if they were split by text, else 0."""
     lines = []
     for split, s in splits.items():
-        documents = f"{s['documents']:>12,} documents"
-        tokens = f"{s['tokens']:>15,} tokens"
-        lines.append(f"  {split:<6} {documents} {tokens} {s['bytes']:>15,} bytes of text")
+        noun = "document" if s["documents"] == 1 else "documents"
+        documents = f"{s['documents']:>10,} {noun:<9}"
+        tokens = f"{s['tokens']:>14,} tokens"
+        lines.append(f"  {split:<6} {documents} {tokens} {s['bytes']:>14,} bytes of text")
     characters = sum(s["characters"] for s in splits.values())
     if few:
         last = f"the last {splits['val']['characters']:,} of {characters:,} characters"
-        documents = f"{few:,} document{'s' if few > 1 else ''}"
+        documents = plural(few, "document")
         lines.append(f"  {documents}, too few to choose some for val: {last} are val")
     tokens = sum(s["tokens"] for s in splits.values())
     lines.append(f"  {characters / tokens:.2f} characters per token (eos counted)")
@@ -139,7 +143,7 @@ def report_splits(splits: dict[str, dict], few: int) -> list[str]:
 
 def report_records(records: dict, sources: list[dict]) -> list[str]:
     shapes = ", ".join(f"{shape}: {n:,}" for shape, n in records["shapes"].items())
-    lines = [f"  {records['read']:,} records, read as {shapes}"]
+    lines = [f"  {plural(records['read'], 'record')}, read as {shapes}"]
     for source in sources:
         if "skipped" in source:
             counts = ", ".join(f"{n:,} x {what}" for what, n in source["skipped"].items())
@@ -149,9 +153,8 @@ def report_records(records: dict, sources: list[dict]) -> list[str]:
         lines += [f"    {n:,} x {reason}" for reason, n in records[what].items()]
         if what == "bad":
             lines += [f"    e.g. {example}" for example in records["examples"]]
-    unread = records.get("unread")  # data sets that were made before 2026-11-22 do not have it
-    if unread:
-        counts = ", ".join(f"{n:,} x {field}" for field, n in unread.items())
+    if records["unread"]:
+        counts = ", ".join(f"{n:,} x {field}" for field, n in records["unread"].items())
         lines.append(f"  fields that were not read (--fields= chooses fields): {counts}")
     return lines
 
@@ -159,7 +162,7 @@ def report_records(records: dict, sources: list[dict]) -> list[str]:
 def report_lengths(lengths: dict) -> list[str]:
     """Return the percentiles, and a table with one row for each entry of the histogram."""
     percentiles = ", ".join(f"{k} {v:,}" for k, v in lengths.items() if k != "histogram")
-    heading = f"{'up to':>9}  {'documents':<31} longer: documents, and tokens in them"
+    heading = f"{'up to':>9}  {'documents':<31} longer: documents, tokens in them"
     lines = [f"  tokens per document: {percentiles}", f"    {heading}"]
     counts = np.array(list(lengths["histogram"].values()))  # (rows, 2): documents, tokens in them
     shares = counts[:, 0] / counts[:, 0].sum()
@@ -172,8 +175,8 @@ def report_lengths(lengths: dict) -> list[str]:
 
 
 def report_landmarks(meta: dict) -> list[str]:
-    """Return how well the simplest models predict val. Older data sets have no such counts."""
-    found = meta.get("landmarks")
+    """Return how well the simplest models predict val. A split of one token has no such counts."""
+    found = meta["landmarks"]
     if not found:
         return []
     V = meta["vocab_size"]
@@ -186,8 +189,3 @@ def report_landmarks(meta: dict) -> list[str]:
         f"    {found['unigram']:>9.3f}  each token is as frequent as in {part}train",
         f"    {found['bigram']:>9.3f}  each pair of tokens is as frequent as in {part}train",
     ]
-
-
-def escaped(found: re.Match) -> str:
-    """Return a control character as an escape: text from the web must not control the terminal."""
-    return repr(found[0])[1:-1]

@@ -13,8 +13,8 @@ anything. Behind the last document of a window there may be padding, which is no
 
 The plan of the windows depends on the tokens and T only. It is computed once, for 250,000
 documents at a time, and kept in data/.windows/, where each run maps it into memory. It is made only
-of tokens that have the hash of meta.json, and its own files have a manifest: what does not fit is
-not used, but made anew.
+of tokens that have the hash of meta.json, it names that hash, and its own files have a manifest:
+what does not fit is not used, but made anew.
 """
 
 import atexit
@@ -26,9 +26,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
-from configurator import UserError, note
+from configurator import OneRankError, UserError, note
 from hardware.disk import (
     MANIFEST,
     damage,
@@ -38,6 +37,7 @@ from hardware.disk import (
     sync_to_disk,
     write_whole,
 )
+from hardware.terminal import ProgressBar
 from text.dataset import DataSet, verify
 from text.landmarks import Ids
 
@@ -121,7 +121,7 @@ def document_ends(data: DataSet, split: str) -> Iterator[np.ndarray]:
     digest = hashlib.sha256()
     waiting: list[np.ndarray] = []
     count = 0
-    for at in tqdm(range(0, len(ids), STRETCH), f"finding documents of {split}", disable=None):
+    for at in ProgressBar(f"finding documents of {split}", range(0, len(ids), STRETCH)):
         tokens = ids.read(at, STRETCH)
         digest.update(tokens)
         found = np.flatnonzero(tokens == eos_id) + at
@@ -133,7 +133,7 @@ def document_ends(data: DataSet, split: str) -> Iterator[np.ndarray]:
             count = 0
         waiting.append(found)
         count += len(found)
-    if digest.hexdigest() != data.meta["splits"][split]["sha256"]:
+    if digest.hexdigest() != data.meta["splits"][split]["sha256"] or tokens[-1] != eos_id:
         verify(data.folder, data.meta, split)  # says what is wrong
         raise UserError(f"{ids.path}: it is being changed: wait until it is whole")
     if count:
@@ -174,7 +174,8 @@ def ends_of(data: DataSet, split: str) -> np.ndarray:
     return np.memmap(computed_once(data, split, "ends", write) / "ends.bin", "<i8", "r")
 
 
-FILES = ("pieces.bin", "bounds.bin", "ends.bin", MANIFEST)  # that computed_once() may delete
+ABOUT = "about.json"  # names the tokens that the other files were computed from
+FILES = ("pieces.bin", "bounds.bin", "ends.bin", ABOUT, MANIFEST)  # that computed_once() may delete
 
 
 def computed_once(data: DataSet, split: str, what: str, write: Callable[[Path], None]) -> Path:
@@ -182,14 +183,20 @@ def computed_once(data: DataSet, split: str, what: str, write: Callable[[Path], 
 
     It is beside the data set, or where nothing can be written there, in a folder that lasts as long
     as this process. Its name has the hash of the tokens: with other tokens it is another folder. If
-    its files are not those that were written, they are made anew.
+    its files are not those that were written, or not of these tokens, they are made anew. Raises
+    OneRankError if there is no room for them.
     """
     home = data.folder.resolve()
     place = home.parent / ".windows"
     sha256 = data.meta["splits"][split]["sha256"]
     folder = place / f"{home.name}-{split}-{what}-v{VERSION}-{sha256[:16]}"
+    about = json_bytes({"tokens": sha256, "what": what, "version": VERSION})
+
+    def is_there() -> bool:
+        return not damage(folder, required=[ABOUT]) and (folder / ABOUT).read_bytes() == about
+
     try:
-        if (folder / MANIFEST).exists() and not damage(folder):
+        if is_there():
             return folder
         if not place.exists():
             place.mkdir()
@@ -200,6 +207,7 @@ def computed_once(data: DataSet, split: str, what: str, write: Callable[[Path], 
         new = Path(tempfile.mkdtemp(dir=place, prefix="."))
         try:
             write(new)
+            (new / ABOUT).write_bytes(about)
             write_whole(new / MANIFEST, json_bytes(manifest(new)))
             for path in (*new.iterdir(), new):
                 path.chmod(0o755 if path == new else 0o644)  # for other users, too
@@ -212,10 +220,14 @@ def computed_once(data: DataSet, split: str, what: str, write: Callable[[Path], 
     except OSError as e:
         # Another user's folder, a disk that is full or can only be read, or another process that
         # was faster.
-        if (folder / MANIFEST).exists() and not damage(folder):
+        if is_there():
             return folder
         note(f"{e.filename or folder}: {e.strerror}: the windows are planned for this run only")
-    new = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, new, ignore_errors=True)
-    write(new)
-    return new
+    try:
+        new = Path(tempfile.mkdtemp())
+        atexit.register(shutil.rmtree, new, ignore_errors=True)
+        write(new)
+        return new
+    except OSError as e:
+        plan = f"writing the plan of the windows of {home}/{split}.bin in TMPDIR"
+        raise OneRankError(f"{plan}: {e.strerror}: set TMPDIR to a folder with more room") from None

@@ -31,6 +31,8 @@ RULES = 3
 
 MOST_VALUES = 1_000_000  # in one record: in Python, each value takes some 60 bytes or more
 
+FIELD = re.compile(r"\{([^{}]+)\}")  # in a template of --fields
+
 # All fields that hold text in one of the shapes that record_text() knows.
 TEXT_FIELDS = set("title summary sections content text".split())
 TEXT_FIELDS |= set("prompt completion instruction input output".split())
@@ -220,9 +222,11 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str]:
     if isinstance(record.get("instruction"), str) and isinstance(record.get("output"), str):
         parts = [get(record, key) for key in ("instruction", "input", "output")]
         return "\n".join(filter(None, parts)), "{instruction, input, output}"
-    names = ", ".join(map(str, record))
-    reason = f"no known shape but {{{names}}}: say --fields="
-    raise ValueError(reason[:120])
+    names = printable(", ".join(map(str, record)))[:80]
+    if record.keys() & {"conversations", "messages"}:
+        raise ValueError(f"{{{names}}} is chat data: a later version will read it")
+    advice = "choose fields, as in --fields=question,answer"
+    raise ValueError(f"{{{names}}} is no known shape: {advice}")
 
 
 def get(record: dict, key: str) -> str:
@@ -290,6 +294,11 @@ def count_chinese(codes: np.ndarray) -> int:
     return count_between(codes, 0x3040, 0x9FFF) + count_between(codes, 0x20000, 0x3FFFF)
 
 
+def printable(text: str) -> str:
+    """Return a text with its control characters as escapes: it must not control the terminal."""
+    return CONTROL.sub(lambda character: repr(character[0])[1:-1], text)
+
+
 def count_between(codes: np.ndarray, first: int, last: int) -> int:
     # What is below `first` wraps around to a large number.
     return np.count_nonzero(codes - first <= last - first)
@@ -311,5 +320,5 @@ def chosen_fields(record: dict, fields: str) -> str:
 
     if "{" in fields:
         template = fields.replace("\\n", "\n")
-        return re.sub(r"\{([^{}]+)\}", lambda m: value(m[1]), template)
+        return FIELD.sub(lambda m: value(m[1]), template)
     return "\n".join(filter(None, map(value, fields.split(","))))

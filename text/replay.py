@@ -36,9 +36,8 @@ def run_loader(path: Path, records: list[dict], step: int) -> tuple[list[DataSet
             if data.meta["splits"]["train"]["sha256"] != begun["data"][data.name]:
                 what = "made again since the run: it no longer holds what the step trained on"
                 raise UserError(f"{data.folder}: {what}")
-        # Runs from before 2026-11-22 do not have the setting documents.
-        documents = settings.get("documents", "stream")
-        loader = train_loader(sets, settings["block_size"], settings["seed"], documents)
+        how = (settings["block_size"], settings["seed"], settings["documents"])
+        loader = train_loader(sets, *how)
         first = begun["first_sample"] + (step - 1 - begun["step"]) * samples
         return sets, loader, range(first, first + samples)
     except (KeyError, TypeError, ValueError) as e:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from configurator import UserError
 from text.formats import Chunk, Reader
-from text.records import RULES, Cleaning, Tally
+from text.records import FIELD, RULES, Cleaning, Tally
 from text.sources import Source
 
 MADE_HERE = ("train", "char", "byte")  # values of tokenizer that name no existing tokenizer
@@ -56,6 +56,7 @@ class PrepareConfig:
         is_alphabet = self.tokenizer in ("char", "byte")
         superfluous = is_alphabet and self.vocab_size != PrepareConfig.vocab_size
         large_enough = is_alphabet or self.vocab_size >= LEAST
+        all_paired = not re.search("[{}]", FIELD.sub("", self.fields))
         known_show = re.fullmatch(r"first|random|\d+", self.show)
         checks = {
             "val_fraction must be between 0 and 1, both excluded": 0 < self.val_fraction < 1,
@@ -68,6 +69,7 @@ class PrepareConfig:
             "workers and min_tokens must not be negative": min(self.workers, self.min_tokens) >= 0,
             "show must be first, random or the number of a token": known_show,
             f"name {self.name!r} must be a plain folder name": plain_name,
+            f"fields={self.fields}: a brace must be around a name, as in {{answer}}": all_paired,
             f"encoding {self.encoding!r} is unknown": is_encoding(self.encoding),
         }
         return [problem for problem, ok in checks.items() if not ok]
@@ -108,6 +110,6 @@ def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
     if bad and cfg.strict:
         raise UserError(f"{tally.examples[0]} (--strict)")
     if bad > cfg.max_bad * records:
-        share = f"{bad:,} bad records of {tally.records:,}, more than --max_bad={cfg.max_bad:g}"
+        share = f"bad records: {bad:,} of {tally.records:,}, more than --max_bad={cfg.max_bad:g}"
         example = f"for example {tally.examples[0]}"
-        raise UserError(f"{share}, {example}: correct them, or raise --max_bad")
+        raise UserError(f"{share}: correct them, or raise --max_bad; {example}")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from configurator import UserError
 from hardware.disk import file_sha256, json_bytes, remove_only, sealed, unseal, write_whole
+from hardware.terminal import ProgressBar
 from text.dataset import find_tokenizer, tokenizer_folder
-from text.encode import Task, in_order, progress_bar, texts_of
+from text.encode import Task, in_order, texts_of
 from text.folders import WORK, fingerprint
 from text.formats import Chunk
 from text.hf_tokenizer import hugging_face_files
@@ -188,7 +189,7 @@ def over_input(cfg: PrepareConfig, sources: list[Source], workers: int, task: Ta
     total = sum(s.bytes for s in sources)
     chunks = reader_of(sources, cfg).chunks()
     empty = True
-    with progress_bar("reading for the tokenizer", total) as bar:
+    with ProgressBar("reading for the tokenizer", total=total, unit_scale=True) as bar:
         for chunk, (made, counts) in in_order(task, chunks, workers):
             tally.add(counts)
             check_bad(tally, cfg, foreseen(tally, chunk, total))
