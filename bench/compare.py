@@ -29,13 +29,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/compare.py` finds the modules below
 from configurator import UserError, changes, parse, run  # noqa: E402
 from hardware.machine import pick_dtype  # noqa: E402
 from hardware.peak import device_name, peak_tflops, read_gb_s  # noqa: E402
+from hardware.terminal import ProgressBar  # noqa: E402
 from model import GPT  # noqa: E402
 from text.dataset import open_datasets  # noqa: E402
 from training.huggingface import to_config  # noqa: E402
@@ -278,7 +278,7 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Run all commands one after the other, `rounds` times; return the seconds a step of each."""
     seconds: dict[str, list[float]] = {name: [] for name in commands}
-    for _ in tqdm(range(rounds), "rounds", disable=None):
+    for _ in ProgressBar("rounds", range(rounds)):
         for name, argv in commands.items():
             found = seconds_per_line(argv, folder, first, last, ("step", "iter"))
             seconds[name].append(found)

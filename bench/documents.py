@@ -1,12 +1,11 @@
 """What do document masks cost? Time a step with and without them, by turns.
 
     python bench/documents.py config/minimind_26m.py --dataset=NAME --batch_tokens=8192
-    python bench/documents.py config/demo.py --dataset=NAME --lengths 256 512 --compile=true
+    python bench/documents.py config/demo.py --dataset=NAME --block_sizes 256 512 --compile=true
 
 Every setting of train.py is accepted too. `stream`, `mask` and `pack` share one model in one
-process, and read different windows in each step. Given are medians for each block_size in
-`lengths`, each as a ratio to stream's, and the share of the T x T pairs of tokens that are in one
-document.
+process, and read different windows in each step. Given are medians for each of `block_sizes`, each
+as a ratio to stream's, and the share of the T x T pairs of tokens that are in one document.
 """
 
 import statistics
@@ -17,13 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/documents.py` finds the modules below
 from configurator import parse, run  # noqa: E402
 from hardware.machine import Machine, start  # noqa: E402
 from hardware.peak import device_name  # noqa: E402
+from hardware.terminal import ProgressBar  # noqa: E402
 from model import GPT  # noqa: E402
 from text.dataset import open_datasets  # noqa: E402
 from text.windows import Loader, share_within, train_loader  # noqa: E402
@@ -37,21 +36,21 @@ KINDS = ("stream", "mask", "pack")
 
 @dataclass(frozen=True)
 class CostConfig(TrainConfig):
-    lengths: tuple[int, ...] = (256, 512, 1024)  # block sizes
+    block_sizes: tuple[int, ...] = (256, 512, 1024)  # T
     rounds: int = 8  # turns of each kind
     steps: int = 2  # timed steps in a turn; one more before them warms up
 
     def problems(self) -> list[str]:
         wrong = TrainConfig.problems(replace(self, max_steps=1))
-        if min(*self.lengths, self.rounds, self.steps) < 1:
-            wrong.append("lengths, rounds and steps must be positive")
+        if min(*self.block_sizes, self.rounds, self.steps) < 1:
+            wrong.append("block_sizes, rounds and steps must be positive")
         return wrong
 
 
 def main() -> None:
     cfg = with_data(parse(CostConfig, doc=__doc__))
     machine = start(cfg.device, cfg.dtype)
-    for T in cfg.lengths:
+    for T in cfg.block_sizes:
         B = max(1, cfg.batch_size * cfg.block_size // T)
         compare(replace(cfg, block_size=T, batch_size=B), machine)
 
@@ -85,7 +84,7 @@ def compare(cfg: CostConfig, machine: Machine) -> None:
         return time.perf_counter() - begun
 
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for _ in tqdm(range(cfg.rounds), f"T = {T}", disable=None):
+    for _ in ProgressBar(f"T = {T}", range(cfg.rounds)):
         for kind in KINDS:
             step(kind)
             seconds[kind] += [step(kind) for _ in range(cfg.steps)]

@@ -27,13 +27,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/init_scales.py` finds the modules below
 from configurator import UserError, changes, parse, run  # noqa: E402
 from hardware.machine import Machine, start  # noqa: E402
 from hardware.peak import device_name  # noqa: E402
+from hardware.terminal import ProgressBar  # noqa: E402
 from model import GPT, INIT  # noqa: E402
 from text.windows import Rows  # noqa: E402
 from train import Data, open_data, open_optimizer  # noqa: E402
@@ -131,7 +131,7 @@ def measure(model: GPT, x: Tensor, y: Tensor) -> Scales:
 
 
 def before_and_after(
-    scheme: str, cfg: ScalesConfig, machine: Machine, data: Data, bar: tqdm
+    scheme: str, cfg: ScalesConfig, machine: Machine, data: Data, bar: ProgressBar
 ) -> tuple[Scales, Scales]:
     """Return what measure() finds in a new model, and what it finds after cfg.steps steps."""
     val = data.val_windows[0]
@@ -207,7 +207,7 @@ def main() -> None:
     later = f"{cfg.steps} steps"
     machine.say(ROW.format("init", "loss", later, "stream RMS", "gradient RMS", "logits std"))
     found: dict[str, tuple[Scales, Scales]] = {}
-    with tqdm(total=cfg.steps * len(schemes), unit="step", disable=None) as bar:
+    with ProgressBar("steps", total=cfg.steps * len(schemes)) as bar:
         for scheme in schemes:
             before, after = before_and_after(scheme, cfg, machine, data, bar)
             found[scheme] = (before, after)

@@ -89,8 +89,9 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}; median TFLOPS of n x n products")
     table = measure(device, cfg)
     peaks = {d: datasheet_tflops(name, d) for d in cfg.dtypes}
-    row = "".join(f"{peaks[d] or 'unknown':>10}" for d in cfg.dtypes)
-    print(f"    peak{row}  (datasheet, dense)")
+    if any(peaks.values()):
+        row = "".join(f"{peaks[d] or 'unknown':>10}" for d in cfg.dtypes)
+        print(f"    peak{row}  (datasheet, dense)")
     if cfg.json:
         result = {"device": name, "torch": torch.__version__, "command": " ".join(sys.argv)}
         result |= {"tflops": table, "peak": peaks}

@@ -14,13 +14,13 @@ from itertools import repeat
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/optimizers.py` finds the modules below
 from configurator import parse, run  # noqa: E402
 from hardware.machine import start  # noqa: E402
 from hardware.peak import device_name  # noqa: E402
+from hardware.terminal import ProgressBar  # noqa: E402
 from model import GPT  # noqa: E402
 from training.optimizer import make_optimizer  # noqa: E402
 from training.plan import make_plan  # noqa: E402
@@ -66,7 +66,7 @@ def main() -> None:
         return time.perf_counter() - begun
 
     seconds: dict[str, list[float]] = {name: [] for name in NAMES}
-    for _ in tqdm(range(cfg.rounds), "rounds", disable=None):
+    for _ in ProgressBar("rounds", range(cfg.rounds)):
         for name in NAMES:
             step(name)
             seconds[name] += [step(name) for _ in range(cfg.steps)]

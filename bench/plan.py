@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/plan.py` finds the modules below
-from configurator import UserError, changes, parse, run  # noqa: E402
+from configurator import UserError, changes, columns, folded, parse, row, run  # noqa: E402
 from hardware.gpus import ECC_IN_MEMORY, Card, find_gpu  # noqa: E402
 from hardware.machine import Machine, available, own_memory, pick_dtype  # noqa: E402
 from hardware.peak import DTYPES, device_name, peak_tflops  # noqa: E402
@@ -59,9 +59,8 @@ from training.plan import (  # noqa: E402
     batch_warning,
     different_tokens,
     even_batch,
-    few_steps_warning,
+    length_warnings,
     make_plan,
-    repetition_warning,
 )
 from training.settings import TrainConfig, model_config, wants_compile  # noqa: E402
 from training.shards import part  # noqa: E402
@@ -75,7 +74,11 @@ class PlanConfig(TrainConfig):
     nproc: int = 1  # number of devices, with one process for each
     # ---- How much ----
     tokens: float = 0.0  # tokens to train on, instead of max_steps, max_epochs and max_tokens
+    examples: int = 0  # sequences in an epoch, for max_epochs where no data are prepared
+    days: float = 0.0  # how long the run takes or took: print the utilisation that this means
     vocab_size: int = 0  # 0: that of the data set, or 50257 if none is prepared
+    # ---- Memory ----
+    fused_attention: bool = True  # false: with the T x T matrix, as where no fused kernel runs
     # ---- Check ----
     trial: bool = False  # train 20 steps on this machine, to estimate the time of the whole run
     check: bool = False  # run a step on this machine, to measure its peak memory
@@ -86,14 +89,21 @@ class PlanConfig(TrainConfig):
     def problems(self) -> list[str]:
         ends = replace(self, max_steps=1) if self.tokens else self  # `tokens` ends the run too
         wrong = TrainConfig.problems(ends)
-        negative = [k for k in ("tokens", "vocab_size") if getattr(self, k) < 0]
-        wrong += [f"{k} must not be negative" for k in negative]
+        not_negative = ("tokens", "examples", "days", "vocab_size")
+        wrong += [f"{k} must not be negative" for k in not_negative if getattr(self, k) < 0]
+        if self.examples and (self.dataset or self.trial or not self.max_epochs):
+            wrong.append("examples stands for data: give max_epochs, and no dataset or trial")
         if self.gpu:
             here = [k for k in ("trial", "check") if getattr(self, k)]
             wrong += [f"{k} runs on this machine: leave gpu out" for k in here]
         if self.nproc < 1:
             wrong.append("nproc must be positive")
         return wrong
+
+    @property
+    def many(self) -> str:
+        """Return what precedes the name of a device: "6 x ", or nothing where there is one."""
+        return f"{self.nproc:,} x " if self.nproc > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -133,6 +143,8 @@ def named_gpu(cfg: PlanConfig) -> Device:
         raise UserError(f"dtype={dtype}: {card.name} has no {kind}; leave dtype out")
     name = f"{card.name} {card.memory_gb} GB"
     source = "peak as given by peak_tflops" if cfg.peak_tflops else card.source
+    if kind == "tf32":
+        source = f"matrix products computed as TF32; {source}"
     peak = cfg.peak_tflops or card.tflops[kind]
     usable = card.memory_gb * 1e9 * (0.97 if card.name in ECC_IN_MEMORY else 1.0)
     return Device(name, "cuda", DTYPES[kind], peak, card.bandwidth, usable, card.watts, source)
@@ -170,22 +182,36 @@ def six_nd(parameters: float, tokens: float) -> float:
     return 6 * parameters * tokens
 
 
-def compute(model: GPT, T: int, tokens: float) -> dict[str, float]:
+def compute(model: GPT, step: Step, tokens: float) -> dict[str, float]:
     """Return the FLOPs of a training run, counted in three ways.
 
     exact: 6 N + 12 L d T for each token, as train.py counts for MFU.
     6ND: the rule of thumb, with all parameters.
-    recomputed: with activation checkpointing. The forward pass of the blocks then runs twice, which
-    makes 8 FLOPs out of 6; that of the head runs once. MFU keeps counting 6.
+    recomputed: with --recompute=blocks. The forward pass of the blocks then runs twice, which makes
+    8 FLOPs out of 6, or a little less (computed_twice); that of the head runs once. MFU counts 6.
     """
     c = model.config
-    per_token = model.flops_per_token(T)
-    blocks = per_token - 6 * c.vocab_size * c.n_embd  # without the head
+    per_token = model.flops_per_token(step.T)
+    again = sum(2 * layer.weight.numel() for layer in computed_twice(model, step))
+    again += 4 * c.n_layer * c.n_head * c.head_dim * step.T  # the two products of attention
     return {
         "exact": per_token * tokens,
         "6ND": six_nd(model.num_params()["total"], tokens),
-        "recomputed": (per_token + blocks / 3) * tokens,
+        "recomputed": (per_token + again) * tokens,
     }
+
+
+def computed_twice(model: GPT, step: Step) -> list[torch.nn.Linear]:
+    """Return the linear layers whose output is computed twice with --recompute=blocks.
+
+    In eager mode torch stops a second forward pass once it has all that the backward pass reads.
+    That spares the last product of a block, unless dropout reads its result. A compiled block runs
+    to its end.
+    """
+    stops = not step.compiled and not model.config.dropout
+    layers = model.blocks.named_modules()
+    linears = {name: layer for name, layer in layers if isinstance(layer, torch.nn.Linear)}
+    return [x for name, x in linears.items() if not (stops and name.endswith("mlp.down_proj"))]
 
 
 def hours(flops: float, tflops: float, mfu: float, nproc: int = 1) -> float:
@@ -327,19 +353,22 @@ def roofline(model: GPT, step: Step) -> dict[str, tuple[float, float]]:
     V = c.padded_vocab_size
     width = c.n_head * c.head_dim
 
-    def products(layers: list[torch.nn.Linear]) -> tuple[float, float]:
+    def products(layers: list[torch.nn.Linear], times: int = 3) -> tuple[float, float]:
         """Three products a layer: the output, the input's gradient and the weight's gradient."""
         sizes = [(layer.in_features, layer.out_features) for layer in layers]
-        flops = sum(6 * N * i * o for i, o in sizes)
+        flops = sum(2 * N * i * o for i, o in sizes)
         numbers = sum(i * o + N * (i + o) for i, o in sizes)
-        return flops, 3 * s * numbers
+        return times * flops, times * s * numbers
 
     on_gpu = activations(c, replace(step, compiled=True, device="cuda", recompute=False))
     kept = sum(size for part, size in on_gpu.items() if part != "T x T matrix")
     linears = [m for m in model.blocks.modules() if isinstance(m, torch.nn.Linear)]
-    # Of three equal parts of the work in a block, the forward pass is one.
-    again = 4 / 3 if step.recompute else 1
-    of_linears = tuple(again * x for x in products(linears))
+    of_linears = products(linears)
+    again = 1.0
+    if step.recompute:
+        again = 4 / 3  # of three equal parts of the work in a block, the forward pass is one
+        outputs = products(computed_twice(model, step), times=1)
+        of_linears = tuple(map(sum, zip(of_linears, outputs, strict=True)))
     # Two products forward, and five backward, where the scores are computed again, each over the
     # causal half of T x T. Four tensors forward (q, k, v and the output), eight backward.
     of_attention, tensors = (9, 16) if step.recompute else (7, 12)
@@ -402,7 +431,7 @@ def launches(model: GPT, step: Step) -> int:
     host may take several times as long: bench/sweep.py measures the least time of a step.
     """
     c = model.config
-    linears = 5 if c.mlp == "swiglu" else 4
+    linears = 5 if c.gated else 4
     # Adding each gradient to that of the earlier micro-steps is a kernel.
     added = len(list(model.parameters())) if step.accum > 1 else 0
     if step.compiled:
@@ -430,10 +459,10 @@ def launches(model: GPT, step: Step) -> int:
         layer += 20 + 4 * cast
     if c.qk_norm:  # the norms of queries and keys
         layer += 2 * (2 + cast)
-    layer += 6 if c.mlp == "swiglu" else 2  # the activation function
+    layer += 6 if c.gated else 2  # the activation function
     layer += 4  # the additions to the residual stream
     if fp16:  # the residual stream stays in fp32
-        layer += cast * (linears - 2) + 2
+        layer += cast * (linears - 2 - c.gated) + 2  # gate and up read one cast
     if c.dropout > 0:
         layer += 4
     return c.n_layer * layer + 30 + added  # 30: embedding, last norm, head, loss
@@ -504,7 +533,8 @@ def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> i
     scales = device.type == "cuda" and step.dtype == torch.float16
     scaler = torch.amp.GradScaler(device.type, enabled=scales)
     rows = torch.randint(0, c.vocab_size, (step.B, step.T + 1), device=device)
-    batches = repeat(Batch(rows[:, :-1], rows[:, 1:]))
+    eos_id = 0 if step.documents else None
+    batches = repeat(Batch(rows[:, :-1], rows[:, 1:], None, eos_id))
 
     def one() -> None:
         take_step(fast, model, optimizer, scaler, batches, step.accum, machine, grad_clip=1.0)()
@@ -549,6 +579,7 @@ SHADES = {
     ],
     "Greens": [
         "activations: block inputs",
+        "activations: document mask",
         "activations: norms",
         "activations: attention",
         "activations: T x T matrix",
@@ -623,10 +654,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def section(title: str, rows: dict[str, str]) -> None:
-    print(f"\n{title}")
+    print(folded(f"\n{title}", columns()))
     width = max(map(len, rows))
     for key, value in rows.items():
-        print(f"  {key:<{width}}  {value}")
+        print(row(f"  {key:<{width}}  ", value))
 
 
 def print_model(cfg: PlanConfig, model: GPT, sets: list[DataSet]) -> None:
@@ -638,7 +669,7 @@ def print_model(cfg: PlanConfig, model: GPT, sets: list[DataSet]) -> None:
     if sets and not cfg.vocab_size:
         shape += f" ({sets[0].folder})"
     elif not cfg.vocab_size:
-        shape += f" (assumed: no data set at {cfg.data_dir}/{cfg.dataset})"
+        shape += " (assumed: no data set is read)"
     kinds = f"{n['embedding']:,} in look-ups, {n['matmul']:,} in matrix products"
     section("Model", {"shape": shape, "parameters": f"{n['total']:,}: {kinds}"})
 
@@ -683,8 +714,8 @@ def print_memory(
 def ways(step: Step) -> dict[str, dict]:
     """Return the ways to need less memory, as flags and what they change in a step.
 
-    They are in the order of what they cost: computing the blocks twice takes a third of the time
-    again; what is shared out has to be sent.
+    They are in the order of what they cost: computing the blocks twice takes up to a third of the
+    time again; what is shared out has to be sent.
     """
     shards = ("none", "optimizer", "gradients", "all") if step.world > 1 else ("none",)
     found = {}
@@ -722,26 +753,31 @@ def print_what_if(
     flags = flags_that_fit(cfg, step, {k: found[k]["largest_batch"] for k in ways(step)})
     if flags:
         launcher = f"torchrun --nproc_per_node={cfg.nproc}" if cfg.nproc > 1 else "python"
-        given = shlex.join(for_train(cfg, sys.argv[1:]))
-        print(f"  a plan that fits: {launcher} train.py {given} {flags}")
+        others = shlex.join(for_train(cfg, sys.argv[1:], flags))
+        print(f"  a plan that fits: {launcher} train.py {others} {flags}")
     else:
         print("  nothing of this fits: try another GPU, more of them, or a smaller model")
     return found, flags
 
 
-def for_train(cfg: PlanConfig, argv: list[str]) -> list[str]:
-    """Return the arguments of this program that train.py takes too."""
-    of_train = {f.name for f in fields(TrainConfig)}
+def for_train(cfg: PlanConfig, argv: list[str], flags: str) -> list[str]:
+    """Return the arguments of this program that train.py takes too.
+
+    Left out are those that `flags`, which flags_that_fit() has returned, replaces.
+    """
+    replaced = {"shard", "recompute"} | {flag[2:].partition("=")[0] for flag in flags.split()}
+    of_train = {f.name for f in fields(TrainConfig)} - replaced
     kept = []
-    own = False  # whether the option before was one of this program's, and waits for its value
+    dropped = False  # whether the option before was left out, and waits for its value
     for arg in argv:
         if arg.startswith("--"):
             name, _, value = arg[2:].partition("=")
-            mine = name not in of_train
-            own = mine and not value and not isinstance(getattr(cfg, name), bool)
-            kept += [] if mine else [arg]
-        elif own:
-            own = False
+            name = name.replace("-", "_")
+            leave_out = name not in of_train
+            dropped = leave_out and not value and not isinstance(getattr(cfg, name), bool)
+            kept += [] if leave_out else [arg]
+        elif dropped:
+            dropped = False
         else:
             kept.append(arg)
     return kept
@@ -769,22 +805,22 @@ def print_time(
     plan: Plan,
     sets: list[DataSet],
     work: dict[str, float],
-) -> dict[str, float]:
+) -> dict:
     """Print batch, length and FLOPs of the run, and its hours at some shares of the peak."""
     tokens = plan.steps * plan.step_tokens
     micro_step = f"{plan.batch_size} x {cfg.block_size}"
     batch = f"{micro_step} x {plan.accum} accumulation x {cfg.nproc}"
     rows = {"batch": f"{batch} = {plan.step_tokens:,} tokens a step"}
-    indent = f"\n{'':24}"
     if warning := batch_warning(plan.step_tokens, cfg, cfg.nproc):
-        rows["batch"] += indent + warning
+        rows["batch"] += f"\n{warning}"
     rows["length"] = f"{plan.steps:,} steps = {tokens:,} tokens"
-    if sets:
-        of = cfg.dataset or f"{sets[0].name}, the data set prepared last"
+    if plan.epoch_tokens:
+        of = f"{cfg.examples:,} examples"
+        if sets:
+            of = cfg.dataset or f"{sets[0].name}, the data set prepared last"
         rows["length"] += f" = {tokens / plan.epoch_tokens:.2f} epochs of {of}"
-    often = repetition_warning(tokens, plan.step_tokens, cfg, sets)
-    for warning in filter(None, (often, few_steps_warning(plan.steps, cfg))):
-        rows["length"] += indent + warning
+    for warning in length_warnings(plan, cfg, sets):
+        rows["length"] += f"\n{warning}"
     params = model.num_params()["total"]
     rows["tokens per parameter"] = f"{tokens / params:.3g} (Chinchilla's optimum: about 20)"
     different = different_tokens(tokens, sets)
@@ -796,18 +832,28 @@ def print_time(
     if cfg.recompute == "blocks":
         done = work["recomputed"]
         rows["FLOPs"] += f"; {done:.3g} with the blocks' forward pass computed twice"
-    found = {}
+    figures: dict = {"hours": {}}
     if device.tflops and not cfg.trial:
-        for mfu in (0.3, 0.4, 0.55):
+        of_6nd = hours(work["6ND"], device.tflops, 1.0, cfg.nproc)
+        # A peak that is given may be a measured speed.
+        for mfu in (0.3, 0.4, 0.55, *[1.0] * bool(cfg.peak_tflops)):
             time_at = hours(done, device.tflops, mfu, cfg.nproc)
-            found[str(mfu)] = time_at
+            figures["hours"][str(mfu)] = time_at
             row = duration(time_at)
             if device.watts:
                 kwh = time_at * device.watts * cfg.nproc / 1e3
-                row += f", {kwh:,.1f} kWh at {device.watts} W each"
+                energy = f"{kwh:,.1f} kWh" if kwh < 1e4 else f"{kwh / 1e3:,.0f} MWh"
+                row += f", {energy} ({cfg.many}{device.watts} W)"
+            if mfu == 1:
+                row += f"; by 6 N D {duration(of_6nd)}"
             rows[f"at {mfu:.0%} of peak"] = row
+        if cfg.days:
+            mfu = hours(work["exact"], device.tflops, 1.0, cfg.nproc) / (24 * cfg.days)
+            by_6nd = of_6nd / (24 * cfg.days)
+            rows[f"in {cfg.days:g} days"] = f"MFU {mfu:.1%}; by 6 N D {by_6nd:.1%} of peak"
+            figures["mfu"] = mfu
     section("Time", rows)
-    return found
+    return figures
 
 
 def print_trial(
@@ -844,7 +890,8 @@ def print_roofline(model: GPT, step: Step, device: Device) -> dict[str, dict]:
     found: dict[str, dict] = {}
     ridge = device.tflops * 1e12 / (device.bandwidth * 1e9)
     hint = f"a part with fewer than {ridge:.0f} FLOPs a byte is bound by memory"
-    print(f"\nThe least time of a micro-step of {step.B * step.T:,} tokens ({hint})")
+    title = f"\nThe least time of a micro-step of {step.B * step.T:,} tokens ({hint})"
+    print(folded(title, columns()))
     print(f"  {'part':<14} {'GFLOP':>12} {'GB':>10} {'FLOP/byte':>10} {'ms':>9}  bound by")
     work = 0.0  # seconds that the device is busy
     for name, (done, moved) in roofline(model, step).items():
@@ -853,15 +900,14 @@ def print_roofline(model: GPT, step: Step, device: Device) -> dict[str, dict]:
         seconds = max(computing, moving)
         bound = "compute" if computing > moving else "memory"
         found[name] = {"flops": done, "bytes": moved, "seconds": seconds, "bound": bound}
-        row = f"{done / 1e9:>12,.1f} {moved / 1e9:>10,.3f} {done / moved:>10,.1f}"
-        print(f"  {name:<14} {row} {1e3 * seconds:>9,.3f}  {bound}")
+        figures = f"{done / 1e9:>12,.1f} {moved / 1e9:>10,.3f} {done / moved:>10,.1f}"
+        print(f"  {name:<14} {figures} {1e3 * seconds:>9,.3f}  {bound}")
         work += seconds
     kernels = launches(model, step)
     host = kernels * LAUNCH
-    how = "compiled" if step.compiled else "eager"
     found["launches"] = {"kernels": kernels, "seconds": host}
-    each = f"{kernels:,} kernels, {how}, {1e6 * LAUNCH:.0f} us each (assumed)"
-    print(f"  {'launches':<14} {each:>45} {1e3 * host:>9,.3f}  the host")
+    each = f"{kernels:,} kernels, {1e6 * LAUNCH:.0f} us each (assumed)"
+    print(f"  {'launches':<14} {each:>34} {1e3 * host:>9,.3f}  the host")
 
     # The host launches kernels while the device works: the longer of the two times counts.
     least = max(work, host)
@@ -870,9 +916,9 @@ def print_roofline(model: GPT, step: Step, device: Device) -> dict[str, dict]:
     by_mfu = model.flops_per_token(step.T) * step.B * step.T / least / 1e12
     found["all"] = {"seconds": least, "bound": bound, "tflops": computed, "mfu_tflops": by_mfu}
     share = f"{computed:,.4g} TFLOPS = {computed / device.tflops:.1%} of peak"
-    print(f"  all: {1e3 * least:,.2f} ms, bound by {bound}: {share} are computed;")
+    print(row("  all: ", f"{1e3 * least:,.2f} ms, bound by {bound}: {share} are computed;"))
     mfu = f"{by_mfu:,.4g} TFLOPS = MFU {by_mfu / device.tflops:.1%}"
-    print(f"       {mfu} at most, since MFU also counts the masked half of attention")
+    print(row("       ", f"{mfu} at most, since MFU also counts the masked half of attention"))
     return found
 
 
@@ -884,8 +930,8 @@ def prepared(cfg: PlanConfig) -> list[DataSet]:
 
     Raises UserError if a data set is damaged, or if one is missing that the plan needs.
     """
-    needs_data = cfg.trial or not (cfg.tokens or cfg.max_tokens or cfg.max_steps)
-    if cfg.vocab_size and not cfg.dataset and not needs_data:
+    needs_data = cfg.trial or not (cfg.tokens or cfg.examples or cfg.max_tokens or cfg.max_steps)
+    if (cfg.vocab_size or cfg.examples) and not cfg.dataset and not needs_data:
         return []  # a plan for other data than what is prepared here
     try:
         return open_datasets(cfg.dataset or newest_dataset(cfg.data_dir), cfg.data_dir)
@@ -906,7 +952,8 @@ def first_step(cfg: PlanConfig, model: GPT, device: Device, epoch_tokens: int) -
     draft = make_plan(replace(cfg, batch_size=1), cfg.nproc, epoch_tokens)
     flops = model.flops_per_token(T) * draft.steps * draft.step_tokens
     compiled = wants_compile(cfg, device.kind, flops)
-    return Step(1, T, 2, device.dtype, compiled, device.kind, cfg.nproc).of(cfg)
+    step = Step(1, T, 2, device.dtype, compiled, device.kind, cfg.nproc, fused=cfg.fused_attention)
+    return step.of(cfg)
 
 
 def main() -> None:
@@ -922,7 +969,7 @@ def main() -> None:
         cfg = replace(cfg, max_tokens=int(cfg.tokens), max_steps=0, max_epochs=0.0)
     T = cfg.block_size
     windows = [open_windows(data, "train", T, documents=cfg.documents) for data in sets]
-    epoch_tokens = sum(of_set.n_windows for of_set in windows) * T
+    epoch_tokens = (cfg.examples or sum(of_set.n_windows for of_set in windows)) * T
 
     step = first_step(cfg, model, device, epoch_tokens)
     largest = largest_batch(model, step, device.bytes)
@@ -945,23 +992,24 @@ def main() -> None:
         "peak_when": when,
         "largest_batch": largest,
         "plan": asdict(plan) | run_facts,
-        "flops": compute(model, T, tokens),
+        "flops": compute(model, step, tokens),
     }
 
-    many = f"{cfg.nproc} x " if cfg.nproc > 1 else ""
     dtype = dtype_name(device.dtype)
-    print(f"{cfg.run_name} on {many}{device.name}: {dtype}, {device.source}")
+    print(f"{cfg.run_name}: {cfg.many}{device.name}, {dtype}; {device.source}")
     print_model(cfg, model, sets)
     facts |= print_memory(cfg, model, step, device, facts)
     facts["what_if"], facts["fits_with"] = print_what_if(cfg, model, step, device)
-    facts["hours"] = print_time(cfg, model, device, plan, sets, facts["flops"])
+    facts |= print_time(cfg, model, device, plan, sets, facts["flops"])
     if cfg.trial:
         facts["trial"] = print_trial(cfg, model, device, plan, step.compiled)
     if device.tflops and device.bandwidth:
         facts["roofline"] = print_roofline(model, step, device)
     if cfg.png:
         size = f"{model.num_params()['total'] / 1e6:,.1f}M parameters"
-        title = f"Memory of {cfg.run_name} ({size}, {dtype})\nper device, on {many}{device.name}"
+        title = (
+            f"Memory of {cfg.run_name} ({size}, {dtype})\nper device, on {cfg.many}{device.name}"
+        )
         plot(model, step, device.bytes, title, cfg.png)
         print(f"\npicture: {cfg.png}")
     if cfg.json:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm, trange
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/polynomial.py` finds the modules below
 from configurator import parse, run  # noqa: E402
+from hardware.terminal import ProgressBar  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def main() -> None:
     even = torch.linspace(cfg.low, 1, 500, dtype=torch.float64)
     s = torch.cat((even, torch.logspace(math.log10(cfg.low), 0, 500, dtype=torch.float64)))
     best = math.inf
-    for _ in trange(cfg.tries, disable=None):
+    for _ in ProgressBar("tries", range(cfg.tries)):
         lines = torch.randn(cfg.squares, 3, dtype=torch.float64)
         for power in (2, 4, 16, 64, 256, 1024):
             lines = nearer(lines, s, power)
@@ -92,7 +92,7 @@ def main() -> None:
         if error < best - 1e-4:
             best = error
             rows = "".join(f"    ({a:.4f}, {b:.4f}, {c:.4f}),\n" for a, b, c in lines.tolist())
-            tqdm.write(f"{1 - error:.3f} to {1 + error:.3f}\n{rows}", end="")
+            ProgressBar.write(f"{1 - error:.3f} to {1 + error:.3f}\n{rows}", end="")
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def gemms(c: GPTConfig) -> dict[str, tuple[int, int, int]]:
         "qkv": (c.n_embd, qkv, c.n_layer),
         "proj": (c.n_head * c.head_dim, c.n_embd, c.n_layer),
     }
-    if c.mlp == "swiglu":
+    if c.gated:
         layers["gate"] = (c.n_embd, c.d_ff, c.n_layer)
     layers["up"] = (c.n_embd, c.d_ff, c.n_layer)
     layers["down"] = (c.d_ff, c.n_embd, c.n_layer)

@@ -34,13 +34,13 @@ from itertools import repeat
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/sweep.py` finds the modules below
 from configurator import UserError, changes, parse, run  # noqa: E402
 from hardware.machine import Machine, out_of_memory, start  # noqa: E402
 from hardware.peak import device_name, peak_tflops  # noqa: E402
+from hardware.terminal import ProgressBar  # noqa: E402
 from model import GPT  # noqa: E402
 from training.optimizer import make_optimizer  # noqa: E402
 from training.settings import TrainConfig, model_config, wants_compile  # noqa: E402
@@ -417,7 +417,7 @@ def main() -> None:
         "accum": [(cfg.block_size, cfg.batch_size, accum) for accum in cfg.accums],
     }
     plan = [(axis, shape) for axis in cfg.vary.split(",") for shape in shapes[axis]]
-    for axis, (T, B, accum) in tqdm(plan, "cells", disable=None):  # None: shown on a terminal only
+    for axis, (T, B, accum) in ProgressBar("cells", plan):
         tried = [c for c in cells if c["axis"] == axis]
         if not tried:
             machine.say("\n" + aligned([*headings, f"by {axis}"]))

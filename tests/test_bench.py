@@ -56,7 +56,8 @@ def test_the_peak_says_where_it_comes_from(name, dtype, peak, words):
     assert found == peak and words in source
 
 
-def test_matmul_prints_a_figure_for_every_size_and_type(tmp_path, capsys):
+def test_matmul_prints_a_figure_for_every_size_and_type(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(matmul, "device_name", lambda device: "NVIDIA H200")
     out = tmp_path / "roof.json"
     sizes = ["--sizes", "64", "128"]
     dtypes = ["--dtypes", "fp32", "tf32", "bf16"]
@@ -64,7 +65,13 @@ def test_matmul_prints_a_figure_for_every_size_and_type(tmp_path, capsys):
     table = json.loads(out.read_text())["tflops"]
     assert all(table[d][n] > 0 for d in ("fp32", "bf16") for n in ("64", "128"))
     assert table["tf32"]["64"] == "n/a"
-    assert "datasheet" in capsys.readouterr().out
+    assert "989" in capsys.readouterr().out  # the datasheet's bf16
+
+
+def test_matmul_has_no_row_of_peaks_for_a_machine_without_a_datasheet(monkeypatch, capsys):
+    monkeypatch.setattr(matmul, "device_name", lambda device: "Some New Chip")
+    call(matmul.main, "--sizes=64", "--dtypes=fp32", "--seconds=0.01", "--device=cpu")
+    assert "datasheet" not in capsys.readouterr().out
 
 
 def test_measuring_leaves_the_matmul_precision_as_it_was():
@@ -250,7 +257,7 @@ def test_the_search_for_a_polynomial_prints_lines_that_do_what_it_says(capsys):
 
 
 def test_documents_prints_the_cost_of_masks(tiny_data, capsys):
-    options = ["--lengths", "16", "32", "--rounds=1", "--steps=1"]
+    options = ["--block_sizes", "16", "32", "--rounds=1", "--steps=1"]
     call(documents.main, *TINY, f"--data_dir={tiny_data}", *options)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     times = [(row[0], float(row[1])) for row in rows if row[0] in documents.KINDS]

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import call
-from tqdm import tqdm
 
 import configurator
 from bench import init_scales
+from hardware.terminal import ProgressBar
 from model import GPT, INIT, PRESETS, GPTConfig
 
 SMALL = ["--dataset=tiny", "--n_layer=3", "--n_head=4", "--n_embd=32", "--block_size=32"]
@@ -79,7 +79,7 @@ def test_a_scheme_gives_the_same_figures_again(tiny_data):
     cfg = configurator.parse(init_scales.ScalesConfig, [*SMALL, f"--data_dir={tiny_data}"])
     machine = init_scales.start(cfg.device, cfg.dtype)
     data = init_scales.open_data(cfg)
-    bar = tqdm(disable=True)
+    bar = ProgressBar("", shown=False)
     first, again = [init_scales.before_and_after("gpt2", cfg, machine, data, bar) for _ in range(2)]
     assert first == again and first[0] != first[1]
 

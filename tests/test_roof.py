@@ -33,7 +33,7 @@ def test_the_linear_layers_are_those_that_the_model_counts(preset):
     assert sorted((m.in_features, m.out_features) for m in layers) == sorted(counted)
 
 
-@pytest.mark.parametrize("which, shape", zip(PRODUCTS, [(5, 7), (5, 3), (7, 3)], strict=True))
+@pytest.mark.parametrize("which, shape", [*zip(PRODUCTS, [(5, 7), (5, 3), (7, 3)], strict=True)])
 def test_a_product_has_the_shape_of_what_it_stands_for(which, shape):
     machine = roof.Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
     M, K, N = 5, 3, 7  # tokens, inputs, outputs
