@@ -1,11 +1,14 @@
-"""README and docs/: what they point to is there."""
+"""README and docs/: what they point to is there, and plans are shown as plan.py prints them."""
 
 import re
+import shlex
 import unicodedata
 from pathlib import Path
 
 import pytest
-from conftest import REPO
+from conftest import REPO, call
+
+from bench import plan
 
 PAGES = [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md"), *REPO.glob("bench/**/*.md")]
 
@@ -36,3 +39,18 @@ def test_every_link_leads_somewhere(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(REPO)))
 def test_no_figure_is_left_to_be_filled_in(page):
     assert not re.findall(r"@[A-Z_]+@", page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", ["docs/cost.md", "docs/zh/cost.md"])
+def test_a_page_shows_what_plan_py_prints(page, monkeypatch, capsys):
+    """Left out are trials, which take the time of a machine, and pictures."""
+    monkeypatch.chdir(REPO)
+    text = (REPO / page).read_text(encoding="utf-8")
+    shown = re.findall(r"(?ms)^```\n\$ python bench/plan\.py (.*?[^\\])\n(.*?)^```", text)
+    assert shown
+    for command, lines in shown:
+        options = shlex.split(command.replace("\\\n", " "))
+        if "--trial" not in options:
+            call(plan.main, *(o for o in options if not o.startswith("--png")))
+            printed = ["  ...", *capsys.readouterr().out.splitlines()]
+            assert [line for line in lines.splitlines() if line not in printed] == [], command
