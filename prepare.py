@@ -55,7 +55,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import OneRankError, UserError, columns, folded, parse, run
+from configurator import OneRankError, UserError, columns, folded, note, parse, run
 from hardware.disk import (
     file_sha256,
     json_bytes,
@@ -118,6 +118,8 @@ def find_input(
         for source in sources:
             source.name = urls.get(source.path, source.name)
     else:
+        if cfg.name not in ("", "demo"):
+            note("no --input is given: the corpus is documentation of Python, numpy and torch")
         sources = demo_sources()
         passed_by = {}
     lists = gather([(s.name, s.kind, s.bytes) for s in sources], world)

@@ -33,7 +33,7 @@ from typing import Literal
 import torch
 
 from configurator import UserError, note, parse, run
-from hardware.disk import read_object
+from hardware.disk import MANIFEST, damage, only_plain, read_object
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from model import GPT
 from text.dataset import (
@@ -171,7 +171,16 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer | None]:
 
 def model_tokenizer(folder: Path, cfg: SampleConfig) -> Tokenizer | None:
     """Return the model's tokenizer, or None if it has none. Only an evaluation needs none."""
-    tokenizer = find_tokenizer(cfg.tokenizer) if cfg.tokenizer else tokenizer_of_model(folder)
+    try:
+        own = tokenizer_of_model(folder)
+    except UserError:
+        if not cfg.tokenizer:  # with one, it serves for a model whose own cannot be read
+            raise
+        own = None
+    tokenizer = find_tokenizer(cfg.tokenizer) if cfg.tokenizer else own
+    if own and not same_ids(own, tokenizer):
+        other = f"the model in {folder} has a tokenizer of its own, with other ids"
+        raise UserError(f"--tokenizer={cfg.tokenizer}: {other}: leave it out")
     if tokenizer is None and not cfg.dataset:
         raise UserError(f"{folder}: no tokenizer is there: name one, as in --tokenizer=gpt2")
     return tokenizer
@@ -186,6 +195,7 @@ def read_prompts(cfg: SampleConfig) -> list[str]:
     if not cfg.prompt_file:
         return list(cfg.prompt)
     try:
+        only_plain(cfg.prompt_file)
         prompt = Path(cfg.prompt_file).read_text(encoding="utf-8-sig")
     except OSError as e:
         raise UserError(f"--prompt_file {cfg.prompt_file}: {e.strerror}") from None
@@ -199,9 +209,15 @@ def read_prompts(cfg: SampleConfig) -> list[str]:
 
 
 def prompt_of_run(folder: Path) -> str:
-    """Return the sample_prompt of the run that wrote a checkpoint; "" if there is none."""
+    """Return the sample_prompt of the run that wrote a checkpoint; "" if there is none.
+
+    Raises UserError if the file with the settings of the run was changed.
+    """
+    file = "train_config.json"
+    if (folder / MANIFEST).exists() and (wrong := damage(folder, [file])):
+        raise UserError(f"{wrong}: give --prompt, and it is not needed")
     try:
-        prompt = read_object(folder / "train_config.json").get("sample_prompt", "")
+        prompt = read_object(folder / file).get("sample_prompt", "")
     except (OSError, ValueError):  # it is not a checkpoint of train.py
         return ""
     return prompt if isinstance(prompt, str) else ""

@@ -29,6 +29,7 @@ from configurator import UserError, note
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
+HOLDER = " (process "  # what the file LOCK begins with, or it is still empty
 
 
 # --------------------------------------------------------------------------------------------------
@@ -50,9 +51,14 @@ def write_whole(path: Path, content: bytes) -> None:
     aside.unlink(missing_ok=True)  # of a killed process; or a link, which is not to be followed
     with open(aside, "xb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_open(file)
     aside.replace(path)
+
+
+def sync_open(file: BinaryIO) -> None:
+    """Write a file that is open through to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def json_bytes(content: Any) -> bytes:
@@ -90,12 +96,13 @@ class NewFolder:
         entries = {}
         for name, file in sorted(self.files.items()):
             with file:
-                file.flush()
-                os.fsync(file.fileno())
+                sync_open(file)
                 file.seek(0)
                 size = os.fstat(file.fileno()).st_size
                 entries[name] = {"bytes": size, "sha256": sha256_of_open(file)}
-        write_whole(self.path / MANIFEST, json_bytes(entries))
+        with self.open(MANIFEST) as file:
+            file.write(json_bytes(entries))
+            sync_open(file)
 
 
 def put_in_place(new: Path, target: Path) -> Path | None:
@@ -310,13 +317,17 @@ class Lock:
         while True:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            plain = stat.S_ISREG(os.fstat(handle).st_mode)
+            content = os.pread(handle, 99, 0).decode("ascii", "replace") if plain else "none"
+            if content and not (content.startswith(HOLDER) and content.isprintable()):
+                os.close(handle)
+                theirs = f"{self.folder / LOCK} is not a file that this program wrote"
+                raise UserError(f"{theirs}: move it elsewhere")
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = os.pread(handle, 99, 0).decode("ascii", "replace")
                 os.close(handle)
-                busy = f"another process is writing {self.folder}"
-                busy += holder if holder.isprintable() else ""
+                busy = f"another process is writing {self.folder}{content}"
                 raise UserError(f"{busy}: wait for it, or {self.instead}") from None
             except OSError as e:
                 if e.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
@@ -326,7 +337,8 @@ class Lock:
             # The process that held the lock may have removed the folder since it was opened above.
             if self.is_at(handle):
                 os.ftruncate(handle, 0)
-                os.pwrite(handle, f" (process {os.getpid()} on {os.uname().nodename})".encode(), 0)
+                holder = f"{HOLDER}{os.getpid()} on {os.uname().nodename})"
+                os.pwrite(handle, holder.encode("ascii", "replace"), 0)
                 return handle
             os.close(handle)
 

@@ -85,7 +85,7 @@ def test_a_size_that_does_not_fit_is_answered_with_one_that_does(tmp_path, refus
     options = ["--input", corpus, f"--data_dir={tmp_path}"]
     for size, advice in (
         (260, r"too small for the characters of this input: it takes at least (\d+), or"),
-        (9999, r"too large for this input: lower it to (\d+), or use --tokenizer=char"),
+        (9999, r"too large for this input: give --vocab_size=(\d+), or --tokenizer=char"),
     ):
         error = refuses(prepare.main, *options, f"--vocab_size={size}")
         assert f"--vocab_size={size}: " in error

@@ -237,13 +237,15 @@ def test_what_a_server_or_a_user_does_wrong_is_one_line(web, tmp_path, try_it, m
     assert try_it(url) == f"error: --input {url}: the server answers 404 Not Found"
     assert "play.pdf: unknown kind of file; expected .jsonl" in try_it(f"{web.root}/play.pdf")
     assert "index: unknown kind of file" not in try_it(f"{web.root}/", "--format=txt")
-    assert "cannot be downloaded: " in try_it("http://127.0.0.1:1/play.txt")
-    assert "cannot be downloaded: " in try_it("http://" + "x" * 70 + ".invalid/play.txt")
+    assert "cannot be downloaded" in try_it("http://127.0.0.1:1/play.txt")
+    assert "cannot be downloaded" in try_it("http://" + "x" * 70 + ".invalid/play.txt")
     for other in ("http://[/play.txt", "s3://play.txt", "http://127.0.0.1:99999/play.txt"):
         assert f"--input {other}: expected http" in try_it(other)
     monkeypatch.setattr(download, "TIMEOUT", 0.2)
     web.block_on = threading.Event()
-    assert try_it(url) == f"error: --input {url}: cannot be downloaded: timed out"
+    error = try_it(url)
+    assert error.startswith(f"error: --input {url}: cannot be downloaded")
+    assert error.endswith(": timed out")
     web.block_on.set()
     assert not (tmp_path / "data").exists() or not os.listdir(tmp_path / "data")
 

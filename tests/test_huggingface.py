@@ -39,7 +39,9 @@ from text.tokenizer import (
 )
 from training import huggingface
 from training.huggingface import from_config, from_pretrained, hf_class, save_pretrained, to_config
+from training.resume import settings_of_run
 from training.runs import newest_checkpoint
+from training.settings import TrainConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 FITTING = [name for name in ODD if hf_class(GPTConfig(**ODD[name]))]
@@ -1008,6 +1010,21 @@ def test_a_model_with_rope_goes_on_with_longer_sequences_and_with_a_scaling_of_t
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     x = torch.arange(64)[None] % 400
     torch.testing.assert_close(hidden_logits(model, x), theirs(x).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_to_fine_tune_keeps_its_context_unless_a_block_size_is_given(tiny_data, tmp_path):
+    folder = newest_checkpoint(train_tiny(tiny_data, tmp_path, "--max_steps=2") / "ckpt")
+    asked = {"init_from": str(folder), "max_steps": 2}
+    assert settings_of_run(asked).block_size == 32
+    assert settings_of_run(asked | {"block_size": 64}).block_size == 64
+    other = settings_of_run(asked | {"init_from": str(tmp_path)})  # it will be refused
+    assert other.block_size == TrainConfig().block_size
+
+
+def test_the_folder_of_a_run_is_answered_with_its_newest_checkpoint(tiny_data, tmp_path, refuses):
+    run = train_tiny(tiny_data, tmp_path, "--max_steps=2")
+    said = refuses(lambda: train_tiny(tiny_data, tmp_path / "new", f"--init_from={run}"))
+    assert str(newest_checkpoint(run / "ckpt")) in said
 
 
 def test_a_resumed_run_at_a_longer_context_keeps_it(tiny_data, tmp_path, refuses):

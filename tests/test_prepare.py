@@ -338,7 +338,7 @@ def bad_inputs(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "not a SentencePiece model": (["--input", some, f"--tokenizer={some}.model"],
             "not a SentencePiece model"),
         "vocabulary too large": (["--input", some, "--vocab_size=50000"],
-            "--vocab_size=50000: too large for this input: lower it to"),
+            "--vocab_size=50000: too large for this input: give"),
         "unknown option": (["--inptu", some], "did you mean 'input'?"),
         "bad fraction": (["--input", some, "--val_fraction=1.5"],
             "val_fraction must be between 0 and 1"),

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, call, forge, train_tiny
+from conftest import REPO, call, forge, make_records, train_tiny, write_jsonl
 from safetensors.torch import load_file, save_file
 
 import configurator
+import prepare
 import sample
 from hardware.machine import pick_dtype
 from model import GPT
@@ -127,6 +128,31 @@ def test_without_a_prompt_the_run_s_own_is_continued(out, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("the loop")
     call(sample.main, *options, "--prompt", "")
     assert not capsys.readouterr().out.startswith("the loop")
+
+
+def test_a_model_is_not_read_with_other_ids_than_its_own(out, tmp_path, refuses, capsys):
+    folder = newest_checkpoint(out / "run" / "ckpt")
+    run(out, f"--tokenizer={folder}", "--max_new_tokens=2")
+    corpus = write_jsonl(tmp_path / "c.jsonl", make_records(20))
+    data = [f"--data_dir={tmp_path}", "--name=other", "--tokenizer=char"]
+    call(prepare.main, "--input", corpus, *data)
+    said = refuses(sample.main, f"--ckpt={folder}", f"--tokenizer={tmp_path / 'other'}")
+    assert "a tokenizer of its own, with other ids" in said
+
+
+def test_settings_of_a_run_that_were_changed_are_not_read(out, tmp_path, refuses, capsys):
+    folder = tmp_path / "ckpt"
+    shutil.copytree(newest_checkpoint(out / "run" / "ckpt"), folder)
+    settings = folder / "train_config.json"
+    settings.write_text(settings.read_text().replace('"seed": 1337', '"seed": 1338'))
+    said = refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
+    assert f"{settings}: not what manifest.json says" in said
+    call(sample.main, f"--ckpt={folder}", "--device=cpu", "--prompt", "the", "--max_new_tokens=2")
+
+
+@pytest.mark.parametrize("option", ["--prompt_file", "--choices", "--texts"])
+def test_a_device_is_not_read_as_a_file(option, out, refuses):
+    assert "not a plain file" in refuses(lambda: run(out, f"{option}=/dev/zero"))
 
 
 @pytest.mark.parametrize("lines, length", [(True, 260), (False, 320)])

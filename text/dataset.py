@@ -51,8 +51,11 @@ def read_meta(folder: Path) -> dict:
             raise UserError(f"{path}: {wrong}; run prepare.py again")
         check_content(meta)
     except FileNotFoundError:
-        make = f"make it with `python prepare.py --name {folder.name}`"
-        raise UserError(f"no data set in {folder}: {make}") from None
+        source = "" if folder.name == "demo" else " --input FILE"
+        make = f"make it with `python prepare.py{source} --name {folder.name}`"
+        others = sorted(path.parent.name for path in folder.parent.glob("*/meta.json"))
+        there = f"; prepared are {', '.join(others)}" if others else ""
+        raise UserError(f"no data set in {folder}: {make}{there}") from None
     except OSError as e:
         raise UserError(f"{path}: {e.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError) as e:

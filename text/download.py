@@ -210,7 +210,7 @@ def ask(url: str, headers: dict[str, str]) -> http.client.HTTPResponse:
         request = urllib.request.Request(in_ascii, headers=headers)
         return urllib.request.urlopen(request, timeout=TIMEOUT)
     except (OSError, http.client.HTTPException, ValueError) as e:
-        what = "cannot be downloaded:"
+        what = "cannot be downloaded (or give --input FILE, which came in another way):"
         if isinstance(e, urllib.error.HTTPError):
             if e.code == 416:
                 return e

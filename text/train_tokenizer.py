@@ -145,7 +145,7 @@ def in_our_words(reason: str) -> str:
         what = f"too small for the characters of this input: it takes at least {least[1]}"
         return f"{what}, or --tokenizer=byte"
     if most:
-        return f"too large for this input: lower it to {most[1]}, or use --tokenizer=char"
+        return f"too large for this input: give --vocab_size={most[1]}, or --tokenizer=char"
     return f"SentencePiece cannot train on this input: {reason}"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from configurator import UserError
-from hardware.disk import read_object
+from hardware.disk import only_plain, read_object
 from hardware.machine import Machine
 from hardware.terminal import ProgressBar
 from model import GPT
@@ -129,6 +129,7 @@ def judge_texts(path: Path, model: GPT, tokenizer: Tokenizer, first: int, machin
 def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ("FILE, line N", record) of a file of JSON Lines, with a progress bar on a terminal."""
     try:
+        only_plain(path)
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as e:
         raise UserError(f"{path}: {e.strerror}") from None

@@ -484,7 +484,9 @@ class Metrics:
         notes = [transformers_note(self.tokenizer, kind)]
         notes.append(llama_cpp_note(self.tokenizer, kind, c.vocab_size))
         newest = newest_checkpoint(self.path.parent / "ckpt")
-        print("; ".join([f"checkpoint: {newest}", *filter(None, notes)]))
+        print(f"checkpoint: {newest}")
+        for text in filter(None, notes):
+            print(f"    elsewhere: {text} (docs/interchange.md)")
 
 
 def line_of(record: dict) -> bytes:

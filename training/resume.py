@@ -5,6 +5,7 @@ starts from. The other functions load that model and raise UserError if the sett
 not fit it. training/runs.py finds and checks checkpoints on the disk.
 """
 
+import math
 import os
 import pickle
 from collections.abc import Callable
@@ -19,11 +20,12 @@ from hardware.disk import damage, read_object
 from model import GPT, GPTConfig, rope_table
 from text.dataset import DataSet, load_tokenizer, tokenizer_id, tokenizer_of_model
 from text.tokenizer import same_ids
-from training.huggingface import from_pretrained, is_utf8
+from training.huggingface import from_config, from_pretrained, is_utf8
 from training.metrics import METRICS_VERSION, read_metrics
 from training.runs import (
     check_step,
     is_run,
+    newest_checkpoint,
     newest_intact,
     newest_run,
     numbered,
@@ -38,13 +40,17 @@ def settings_of_run(given: dict[str, Any]) -> TrainConfig:
     """Return the settings of the run that a command line starts or resumes.
 
     A resumed run has the settings of its newest checkpoint. Those that are given now override them.
+    A model to fine-tune is not taken beyond its context, unless a block_size is given.
 
     given: the settings of config files and command line, without defaults. Raises UserError for a
     setting that is out of its range.
     """
     asked = TrainConfig(**given)
     if asked.init_from not in ("resume", "auto"):
-        return checked(TrainConfig, given)
+        context = {}
+        if asked.init_from != "scratch":
+            context["block_size"] = min(asked.block_size, context_of(Path(asked.init_from)))
+        return checked(TrainConfig, context | given)
     # A command that began a run said how long it is. One that does not is none of them repeated,
     # with run_name left at its default: it means the run that was trained last.
     names_run = {"run_name", "max_steps", "max_epochs", "max_tokens"} & given.keys()
@@ -55,6 +61,14 @@ def settings_of_run(given: dict[str, Any]) -> TrainConfig:
             given = given | {"run_name": newest.name}
     ckpt_dir = Path(asked.out_dir) / given.get("run_name", asked.run_name) / "ckpt"
     return checked(TrainConfig, earlier_settings(ckpt_dir) | given)
+
+
+def context_of(folder: Path) -> float:
+    """Return the block_size of a model; infinity if load_model() will refuse its config.json."""
+    try:
+        return from_config(read_object(folder / "config.json")).block_size
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return math.inf
 
 
 def earlier_settings(ckpt_dir: Path) -> dict[str, Any]:
@@ -216,6 +230,8 @@ def load_model(
         hint = ""
         if not folder.exists():
             hint = "; nothing is downloaded: it must be a folder on this disk"
+        elif newest := newest_checkpoint(folder / "ckpt"):
+            hint = f"; it is the folder of a run: give {newest}"
         raise UserError(f"init_from={folder}: cannot be loaded ({e}{hint})") from None
     has = model.config
     own = earlier is not None and earlier.settings.get("init_from") in ("scratch", "auto")
@@ -229,9 +245,12 @@ def load_model(
         shapes = {k: (getattr(has, k), getattr(then, k)) for k in asdict(now)}
         differ += [k for k, values in shapes.items() if getattr(now, k) not in values]
     elif now != has and not differ:
-        lengths = f"block_size {has.block_size} -> {now.block_size}"
-        scalings = f"rope_scaling {has.rope_scaling!r} -> {now.rope_scaling!r}"
-        note(f"{folder} is made ready for longer sequences: {lengths}, {scalings}")
+        changes = [f"block_size {has.block_size} -> {now.block_size}"]
+        if now.rope_scaling != has.rope_scaling:
+            changes.append(f"rope_scaling {has.rope_scaling!r} -> {now.rope_scaling!r}")
+        else:
+            changes.append(f"it has never seen positions from {has.block_size} on")
+        note(f"{folder} goes on with longer sequences: {', '.join(changes)}")
         model.config = now
         model.rope = rope_table(now)
     if differ:

@@ -364,6 +364,15 @@ def test_the_lock_is_on_a_file_that_is_open_for_writing_and_names_its_holder(tmp
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("make", [lambda path: path.write_text("mine"), os.mkfifo])
+def test_a_lock_that_somebody_else_wrote_stays_as_it_is(make, tmp_path):
+    path = tmp_path / ".lock"
+    make(path)
+    with pytest.raises(UserError, match="not a file that this program wrote"):
+        Lock(tmp_path, "wait")
+    assert path.is_fifo() or path.read_text() == "mine"
+
+
 def test_two_processes_that_save_a_step_at_the_same_moment_do_not_mix(
     finished, tiny_data, tmp_path, monkeypatch
 ):
