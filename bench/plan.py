@@ -34,7 +34,17 @@ from torch.profiler import ProfilerActivity, profile
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/plan.py` finds the modules below
-from configurator import UserError, changes, columns, folded, parse, row, run  # noqa: E402
+from configurator import (  # noqa: E402
+    UserError,
+    changes,
+    checked,
+    columns,
+    folded,
+    given,
+    row,
+    run,
+)
+from hardware.disk import read_object  # noqa: E402
 from hardware.gpus import ECC_IN_MEMORY, Card, find_gpu  # noqa: E402
 from hardware.machine import Machine, available, own_memory, pick_dtype  # noqa: E402
 from hardware.peak import DTYPES, device_name, peak_tflops  # noqa: E402
@@ -42,6 +52,7 @@ from model import GPT, GPTConfig  # noqa: E402
 from text.dataset import DataSet, newest_dataset, open_datasets  # noqa: E402
 from text.windows import open_windows  # noqa: E402
 from training.average import Average  # noqa: E402
+from training.huggingface import from_config  # noqa: E402
 from training.memory import (  # noqa: E402
     Step,
     activations,
@@ -62,6 +73,7 @@ from training.plan import (  # noqa: E402
     length_warnings,
     make_plan,
 )
+from training.resume import longer, with_context  # noqa: E402
 from training.settings import TrainConfig, model_config, wants_compile  # noqa: E402
 from training.shards import part  # noqa: E402
 from training.step import Batch, take_step  # noqa: E402
@@ -96,6 +108,8 @@ class PlanConfig(TrainConfig):
         if self.gpu:
             here = [k for k in ("trial", "check") if getattr(self, k)]
             wrong += [f"{k} runs on this machine: leave gpu out" for k in here]
+        if self.init_from == "resume":
+            wrong.append("init_from=resume: a plan reads no run; give the settings of the run")
         if self.nproc < 1:
             wrong.append("nproc must be positive")
         return wrong
@@ -254,7 +268,8 @@ def trial_command(cfg: PlanConfig, folder: str, compiled: bool) -> list[str]:
     settings = {k: v for k, v in changes(cfg).items() if k not in only_here}
     settings |= dict(max_steps=TRIAL_STEPS, max_epochs=0.0, max_tokens=0, log_every=1)
     settings |= dict(eval_every=10, save_every=TRIAL_STEPS, progress="line", out_dir=folder)
-    settings |= dict(run_name="trial", init_from="scratch", compile=compiled, wandb=False)
+    origin = "scratch" if cfg.init_from == "auto" else cfg.init_from
+    settings |= dict(run_name="trial", init_from=origin, compile=compiled, wandb=False)
     settings |= dict(sample_every=0)
     launcher = []
     if cfg.nproc > 1:
@@ -943,6 +958,21 @@ def prepared(cfg: PlanConfig) -> list[DataSet]:
         return []
 
 
+def shape_of(cfg: PlanConfig, vocab_size: int) -> GPTConfig:
+    """Return the shape of the model: what the settings say, or that of the model to fine-tune.
+
+    Raises UserError if it cannot be read.
+    """
+    if cfg.init_from in ("scratch", "auto"):
+        return model_config(cfg, vocab_size)
+    try:
+        theirs = from_config(read_object(Path(cfg.init_from) / "config.json"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+        reason = e.strerror if isinstance(e, OSError) else e
+        raise UserError(f"init_from={cfg.init_from}: config.json: {reason}") from None
+    return longer(replace(theirs, dropout=cfg.dropout), cfg)
+
+
 def first_step(cfg: PlanConfig, model: GPT, device: Device, epoch_tokens: int) -> Step:
     """Return a step of one sequence per micro-step, compiled if train.py would compile the run.
 
@@ -957,13 +987,13 @@ def first_step(cfg: PlanConfig, model: GPT, device: Device, epoch_tokens: int) -
 
 
 def main() -> None:
-    cfg = parse(PlanConfig, doc=__doc__)
+    cfg = checked(PlanConfig, with_context(given(PlanConfig, doc=__doc__)))
     if "RANK" in os.environ:
         raise UserError("only one process is needed: start it without torchrun, and give --nproc")
     sets = prepared(cfg)
     vocab_size = cfg.vocab_size or (sets[0].meta["vocab_size"] if sets else 50257)
     with torch.device("meta"):  # only the shapes of the weights are needed
-        model = GPT(model_config(cfg, vocab_size))
+        model = GPT(shape_of(cfg, vocab_size))
     device = planned_device(cfg)
     if cfg.tokens:
         cfg = replace(cfg, max_tokens=int(cfg.tokens), max_steps=0, max_epochs=0.0)

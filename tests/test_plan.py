@@ -26,6 +26,7 @@ from hardware import kernels
 from model import GPT, PRESETS, GPTConfig
 from training.memory import Step, beside, step_memory
 from training.plan import even_batch
+from training.runs import newest_checkpoint
 
 # -- known answers, from public papers and notes --
 
@@ -414,6 +415,17 @@ def test_a_resume_takes_little_more_host_memory_than_what_it_keeps(tiny_data, tm
     stays = 12 + 4 * average
     # What the planning of the windows has freed before is used again: 1 % at most.
     assert 0.99 * stays * P < most - before < (stays + 6) * P
+
+
+def test_the_model_to_fine_tune_is_the_one_that_is_planned(tiny_data, tmp_path, refuses, capsys):
+    folder = newest_checkpoint(train_tiny(tiny_data, tmp_path, "--max_steps=2") / "ckpt")
+    facts = tmp_path / "plan.json"
+    where = [f"--data_dir={tiny_data}", "--dataset=tiny", "--device=cpu", "--max_steps=4"]
+    call(plan.main, f"--init_from={folder}", *where, f"--json={facts}")
+    model = json.loads(facts.read_text())["model"]
+    assert (model["n_layer"], model["n_embd"], model["block_size"]) == (2, 32, 32)
+    assert "config.json" in refuses(plan.main, f"--init_from={tmp_path}", *where)
+    assert "a plan reads no run" in refuses(plan.main, "--init_from=resume", *where)
 
 
 def test_a_damaged_data_set_is_not_taken_for_none(tiny_data, tmp_path, refuses, capsys):

@@ -5,7 +5,6 @@ starts from. The other functions load that model and raise UserError if the sett
 not fit it. training/runs.py finds and checks checkpoints on the disk.
 """
 
-import math
 import os
 import pickle
 from collections.abc import Callable
@@ -47,10 +46,7 @@ def settings_of_run(given: dict[str, Any]) -> TrainConfig:
     """
     asked = TrainConfig(**given)
     if asked.init_from not in ("resume", "auto"):
-        context = {}
-        if asked.init_from != "scratch":
-            context["block_size"] = min(asked.block_size, context_of(Path(asked.init_from)))
-        return checked(TrainConfig, context | given)
+        return checked(TrainConfig, with_context(given))
     # A command that began a run said how long it is. One that does not is none of them repeated,
     # with run_name left at its default: it means the run that was trained last.
     names_run = {"run_name", "max_steps", "max_epochs", "max_tokens"} & given.keys()
@@ -63,12 +59,16 @@ def settings_of_run(given: dict[str, Any]) -> TrainConfig:
     return checked(TrainConfig, earlier_settings(ckpt_dir) | given)
 
 
-def context_of(folder: Path) -> float:
-    """Return the block_size of a model; infinity if load_model() will refuse its config.json."""
+def with_context(given: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with the block_size of the model to fine-tune, if that is below the default.
+
+    A block_size that is given stays. If the model cannot be read, load_model() will say so.
+    """
     try:
-        return from_config(read_object(folder / "config.json")).block_size
+        context = from_config(read_object(Path(given["init_from"]) / "config.json")).block_size
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return math.inf
+        return given
+    return {"block_size": min(TrainConfig.block_size, context)} | given
 
 
 def earlier_settings(ckpt_dir: Path) -> dict[str, Any]:
