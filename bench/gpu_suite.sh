@@ -129,7 +129,7 @@ documents() { # what it costs to keep documents apart, compiled with FlexAttenti
     dataset 50257
     part documents 150 $PYTHON bench/documents.py config/gpt2_124m.py --data_dir="$WORK" \
         --dataset=v50257 --batch_tokens=131072 --rounds=4 \
-        ${TOY:+"${SHRINK[@]}" --rounds=1 --steps=1 --lengths=64 --compile=false}
+        ${TOY:+"${SHRINK[@]}" --rounds=1 --steps=1 --block_sizes 64 --compile=false}
 }
 sweep() { # not compiled: each of the 17 shapes would take a minute to compile
     part sweep 120 $PYTHON bench/sweep.py config/train_100m.py --vocab_size=16384 \

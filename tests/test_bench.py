@@ -14,7 +14,8 @@ import tiktoken
 import torch
 from conftest import REPO, TINY, call, make_records, write_jsonl
 
-from bench import compare, documents, matmul, optimizers, polynomial, race, roof
+from bench import compare, documents, matmul, optimizers, polynomial, race, roof, sweep
+from configurator import given
 from hardware.peak import datasheet_peak, measure_tflops
 from model import GPT, PRESETS, GPTConfig
 from training.huggingface import to_state
@@ -313,6 +314,33 @@ def test_the_gpu_suite_runs_at_toy_size_on_a_cpu(tmp_path):
     assert found.keys() == {"suite.log", "roof.json", "sweep.json", "sweep.md"}
     assert json.loads(found["roof.json"]) and "MFU" in found["sweep.md"]
     assert subprocess.run([*command, "roofs"], env=environment, capture_output=True).returncode == 2
+
+
+SETTINGS_OF = {
+    "bench/roof.py": roof.RoofConfig,
+    "bench/compare.py": compare.CompareConfig,
+    "bench/optimizers.py": optimizers.CostConfig,
+    "bench/documents.py": documents.CostConfig,
+    "bench/sweep.py": sweep.SweepConfig,
+}
+
+
+@pytest.mark.parametrize("toy", ["1", ""])
+def test_every_command_of_the_gpu_suite_has_settings_that_its_script_knows(toy, tmp_path):
+    """So that no time on a lent GPU is lost to a wrong option: this reads, and runs nothing."""
+    recorder = tmp_path / "python"
+    recorder.write_text(f"#!/bin/bash\nprintf '%s\\0' \"$@\" $'\\n' >> {tmp_path}/commands\n")
+    recorder.chmod(0o755)
+    environment = {"TOY": toy, "OUT": str(tmp_path / "out"), "PYTHON": str(recorder)}
+    suite = ["bash", str(REPO / "bench" / "gpu_suite.sh")]
+    subprocess.run(suite, env=os.environ | environment, capture_output=True, check=True)
+    seen = set()
+    for line in (tmp_path / "commands").read_text().split("\n\0"):
+        script, *argv = line.rstrip("\0").split("\0")
+        if script.startswith("bench/"):
+            assert given(SETTINGS_OF[script], argv), line
+            seen.add(script)
+    assert seen == SETTINGS_OF.keys()
 
 
 def test_the_hf_trainer_trains_the_same_model(tiny_data, tmp_path):
