@@ -225,6 +225,7 @@ SAMPLE = {
     "--device=banana": "--device=banana: not usable here",
     "--dtype=float64": "it takes auto|bfloat16|float16|float32",
     "--promt=a": "did you mean 'prompt'?",
+    "hello": "argument 'hello': expected --prompt TEXT or --key=value",
 }
 PREPARE = {
     "--input nowhere.jsonl": "nowhere.jsonl: no such file",
@@ -249,6 +250,7 @@ PREPARE = {
     "--inspect {data}/tiny --show=banana": "show must be first, random or the number of a token",
     "--inspect {data}/tiny --show=99999999": "99999999",
     "--inspect {data}/tiny --step=3": "--step needs the folder of a run",
+    "en.jsonl": "argument 'en.jsonl': expected --input FILE or --key=value",
     "--inspect {data}/large": "token 77 has id 400",
 }
 PLOT = {
