@@ -44,6 +44,7 @@ from text.dataset import (
     tokenizer_of_model,
     verify,
 )
+from text.look import plural
 from text.tokenizer import SentencePiece, Tiktoken, same_ids
 from text.windows import open_windows
 from training.evaluate import evaluate
@@ -301,7 +302,7 @@ def continue_text(
 
 
 def say_speed(count: int, seconds: float) -> None:
-    print(f"[{count} tokens, {count / seconds:.1f} tok/s]", file=sys.stderr)
+    print(f"[{plural(count, 'token')}, {count / seconds:.1f} tok/s]", file=sys.stderr)
 
 
 def text_pieces(tokens: Iterable[int], tokenizer: Tokenizer, cfg: SampleConfig) -> Iterator[str]:
@@ -387,7 +388,7 @@ def evaluate_on(
         raise UserError(f"--eval {folder}: the loss of {model_folder} is {loss}: {damaged}")
     _, _, units = in_other_units(loss, val["bytes"] / val["tokens"])
     figures = f"validation loss {loss:.4f} (by document {by_document:.4f}) | {units}"
-    return f"{folder}: {figures} | {count:,} windows of {T:,} tokens | {model_folder}"
+    return f"{folder}: {figures} | {plural(count, 'window')} of {T:,} tokens | {model_folder}"
 
 
 def main() -> None:
