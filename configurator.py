@@ -220,7 +220,7 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, where: st
     """
     kinds = typing.get_type_hints(cls)
     if key not in kinds:
-        raise unknown(cls, key, where)
+        raise unknown(cls, {key: where})
     try:
         values[key] = convert(value, kinds[key])
     except (ValueError, TypeError, OverflowError):
@@ -228,20 +228,33 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, where: st
         if len(shown) > 80:
             shown = f"{shown[:77]}..."
         problem = f"{key}={shown} is not accepted; it takes {accepted(kinds[key])}"
+        if re.fullmatch(r"[\d.]+[kKmMbBgGtT]", str(value)):
+            problem += ", written as 10e9 or 10_000_000_000"
         raise UserError(f"{where}: {problem}") from None
 
 
-def unknown(cls: type, key: str, where: str) -> UserError:
-    """Return the error for a setting that cls does not have, with the name that it has here.
+def unknown(cls: type, places: dict[str, str]) -> UserError:
+    """Return the error for settings that cls does not have: a line for each, with its name here.
 
-    If cls has a table `elsewhere`, that is the name here -> the names that other programs use.
+    places: setting -> where it is given.
+    If cls has a table `elsewhere`, that is the name here -> the names that other programs use. Of a
+    name with dots, such as training.seq_len, the last part counts if the whole is not in it.
     """
-    near = difflib.get_close_matches(key, typing.get_type_hints(cls), n=1)
-    advice = f"did you mean {near[0]!r}?" if near else "see --help"
-    for name, others in getattr(cls, "elsewhere", {}).items():
-        if key in others.split():
-            advice = f"here it is {name}"
-    return UserError(f"{where}: unknown setting {key!r}; {advice}")
+    kinds = typing.get_type_hints(cls)
+    advice = {}
+    for here, others in getattr(cls, "elsewhere", {}).items():
+        advice |= dict.fromkeys(others.split(), f"here it is {here}")
+    advice |= {name: f"did you mean {name!r}?" for name in kinds}
+    lines = []
+    for key, where in places.items():
+        last = key.rpartition(".")[2]
+        # Most typos are more similar than this, and most names of something else are less.
+        close = difflib.get_close_matches(last, kinds, n=1, cutoff=0.8)
+        close += difflib.get_close_matches(last, advice, n=1, cutoff=0.9)
+        names = [name for name in (key.replace(".", "_"), last, *close) if name in advice]
+        what = advice[names[0]] if names else "see --help"
+        lines.append(f"{where}: unknown setting {key!r}; {what}")
+    return UserError("\n".join(lines))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -262,9 +275,13 @@ def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
         problem = " ".join(str(e).split())
         where = f"config file {path}, line {line}"
         raise UserError(f"{where}: {type(e).__name__}: {problem}") from None
-    for key, value in namespace.items():
-        if not key.startswith("_") and not isinstance(value, types.ModuleType):
-            set_value(cls, values, key, value, f"config file {path}")
+    settings = {k: v for k, v in namespace.items() if not k.startswith("_")}
+    settings = {k: v for k, v in settings.items() if not isinstance(v, types.ModuleType)}
+    kinds = typing.get_type_hints(cls)
+    if strange := [key for key in settings if key not in kinds]:
+        raise unknown(cls, dict.fromkeys(strange, f"config file {path}"))
+    for key, value in settings.items():
+        set_value(cls, values, key, value, f"config file {path}")
 
 
 def last_line(error: Exception, path: str) -> int | str:
@@ -277,7 +294,8 @@ def parse(cls: type, argv: list[str] | None = None, doc: str = "", positional: s
     """Return a `cls` with the settings of the command line `argv` (default: of this process).
 
     positional: the setting, a list, that takes the arguments which are no options, as in
-    `plot.py out/a out/b`. Without it, such an argument must be a config file.
+    `plot.py out/a out/b`. Without it, such an argument must be a config file. If cls has a text
+    `argument`, the error for another one asks for that, as sample.py does for --prompt TEXT.
     --help prints `doc` and the settings, and ends the program. Raises UserError for every mistake.
     """
     return checked(cls, given(cls, argv, doc, positional))
@@ -310,13 +328,17 @@ def given(
     values: dict[str, Any] = {}
     options: list[tuple[str, Any]] = []
     lists: dict[str, list[str]] = {}  # a list option may be given several times: all values count
+    strange: dict[str, str] = {}  # settings that cls does not have
     while argv:
         arg = argv.pop(0)
         if arg.startswith("--"):
             key, equals, value = arg[2:].partition("=")
             key = key.replace("-", "_")
             if key not in kinds:
-                raise unknown(cls, key, f"--{key}")
+                strange[key] = f"--{key}"
+                while argv and not argv[0].startswith("--") and not argv[0].endswith(".py"):
+                    argv.pop(0)  # its values
+                continue
             kind = kinds[key]
             if typing.get_origin(kind) is tuple:
                 first = [value] if equals else []
@@ -331,9 +353,13 @@ def given(
         elif arg.endswith(".py") and not arg.startswith("-"):
             read_file(cls, arg, values)
         else:
-            known = "--key=value" if positional else "config/NAME.py or --key=value"
-            expected = f"expected {known}; see --help"
+            before = "" if positional else getattr(cls, "argument", "config/NAME.py") + " or "
+            expected = f"expected {before}--key=value; see --help"
+            if not hasattr(cls, "argument") and os.path.exists(f"{arg}.py"):
+                expected = f"did you mean {arg}.py?"
             raise UserError(f"argument {arg!r}: {expected}")
+    if strange:
+        raise unknown(cls, strange)
     for key, value in options:  # after all files, wherever the options stand on the command line
         set_value(cls, values, key, value, f"--{key}")
     return values

@@ -44,6 +44,7 @@ from text.dataset import (
     tokenizer_of_model,
     verify,
 )
+from text.look import plural
 from text.tokenizer import SentencePiece, Tiktoken, same_ids
 from text.windows import open_windows
 from training.evaluate import evaluate
@@ -58,9 +59,28 @@ Tokenizer = SentencePiece | Tiktoken
 ENOUGH = 256
 MOST = 320  # and here in any case
 
+# What "here it is ..." goes on with -> what other programs call it, for those who try that name.
+ELSEWHERE = {
+    "ckpt": "model model_path model_name_or_path checkpoint checkpoint_dir checkpoint_path"
+    " load_from init_from",
+    "ckpt=out/NAME": "run_name",
+    "prompt, or prompt_file=FILE for FILE:FILE": "start",
+    "prompt_file": "input input_file",
+    "num_samples": "num_return_sequences",
+    "max_new_tokens": "max_length max_tokens max_gen_len n_predict",
+    "tokenizer": "tokenizer_path tokenizer_name",
+    "temperature": "temp",
+    "temperature=0, which takes the likeliest token": "do_sample greedy num_beams",
+    "eval=data/NAME": "eval_only dataset",
+    "dtype": "precision torch_dtype",
+    "not available": "compile repetition_penalty chat stop",
+}
+
 
 @dataclass(frozen=True)
 class SampleConfig:
+    elsewhere = ELSEWHERE
+    argument = "--prompt TEXT"
     # ---- What to continue ----
     ckpt: str = ""  # a model folder, or a run's folder out/RUN; default: the newest run
     which: Literal["newest", "best"] = "newest"  # of a run's checkpoints; best: by validation loss
@@ -298,7 +318,7 @@ def continue_text(
 
 
 def say_speed(count: int, seconds: float) -> None:
-    print(f"[{count} tokens, {count / seconds:.1f} tok/s]", file=sys.stderr)
+    print(f"[{plural(count, 'token')}, {count / seconds:.1f} tok/s]", file=sys.stderr)
 
 
 def text_pieces(tokens: Iterable[int], tokenizer: Tokenizer, cfg: SampleConfig) -> Iterator[str]:
@@ -384,7 +404,7 @@ def evaluate_on(
         raise UserError(f"--eval {folder}: the loss of {model_folder} is {loss}: {damaged}")
     _, _, units = in_other_units(loss, val["bytes"] / val["tokens"])
     figures = f"validation loss {loss:.4f} (by document {by_document:.4f}) | {units}"
-    return f"{folder}: {figures} | {count:,} windows of {T:,} tokens | {model_folder}"
+    return f"{folder}: {figures} | {plural(count, 'window')} of {T:,} tokens | {model_folder}"
 
 
 def main() -> None:

@@ -50,6 +50,7 @@ from hardware.machine import Machine, available, own_memory, pick_dtype  # noqa:
 from hardware.peak import DTYPES, device_name, peak_tflops  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from text.dataset import DataSet, newest_dataset, open_datasets  # noqa: E402
+from text.look import plural  # noqa: E402
 from text.windows import open_windows  # noqa: E402
 from training.average import Average  # noqa: E402
 from training.huggingface import from_config  # noqa: E402
@@ -74,13 +75,18 @@ from training.plan import (  # noqa: E402
     make_plan,
 )
 from training.resume import longer, with_context  # noqa: E402
-from training.settings import TrainConfig, model_config, wants_compile  # noqa: E402
+from training.settings import ELSEWHERE, TrainConfig, model_config, wants_compile  # noqa: E402
 from training.shards import part  # noqa: E402
 from training.step import Batch, take_step  # noqa: E402
 
 
 @dataclass(frozen=True)
 class PlanConfig(TrainConfig):
+    elsewhere = ELSEWHERE | {
+        "nproc": "nproc_per_node devices num_gpus world_size",
+        "peak_tflops, the TFLOPS of a device at that speed: 6 N x its tok/s / 1e12": "tok_s mfu"
+        " tokens_per_second tokens_per_sec",
+    }
     # ---- Where ----
     gpu: str = ""  # v100-16g, a100-80g, 4090, h100, ...; default: this machine's device
     nproc: int = 1  # number of devices, with one process for each
@@ -108,6 +114,10 @@ class PlanConfig(TrainConfig):
         if self.gpu:
             here = [k for k in ("trial", "check") if getattr(self, k)]
             wrong += [f"{k} runs on this machine: leave gpu out" for k in here]
+        if self.tokens > 1e18:
+            wrong.append("tokens must be at most 1e18")
+        if self.png and not self.png.endswith(".png"):
+            wrong.append(f"png={self.png}: its name must end in .png")
         if self.init_from == "resume":
             wrong.append("init_from=resume: a plan reads no run; give the settings of the run")
         if self.nproc < 1:
@@ -686,6 +696,8 @@ def print_model(cfg: PlanConfig, model: GPT, sets: list[DataSet]) -> None:
     elif not cfg.vocab_size:
         shape += " (assumed: no data set is read)"
     kinds = f"{n['embedding']:,} in look-ups, {n['matmul']:,} in matrix products"
+    if c.tie_embeddings:
+        kinds += f" (the head's {c.vocab_size * c.n_embd:,} are both)"
     section("Model", {"shape": shape, "parameters": f"{n['total']:,}: {kinds}"})
 
 
@@ -828,12 +840,13 @@ def print_time(
     rows = {"batch": f"{batch} = {plan.step_tokens:,} tokens a step"}
     if warning := batch_warning(plan.step_tokens, cfg, cfg.nproc):
         rows["batch"] += f"\n{warning}"
-    rows["length"] = f"{plan.steps:,} steps = {tokens:,} tokens"
+    rows["length"] = f"{plural(plan.steps, 'step')} = {plural(tokens, 'token')}"
     if plan.epoch_tokens:
         of = f"{cfg.examples:,} examples"
         if sets:
             of = cfg.dataset or f"{sets[0].name}, the data set prepared last"
         rows["length"] += f" = {tokens / plan.epoch_tokens:.2f} epochs of {of}"
+    rows["length"] += f", ended by {plan.ended_by}" if plan.ended_by else ""
     for warning in length_warnings(plan, cfg, sets):
         rows["length"] += f"\n{warning}"
     params = model.num_params()["total"]
@@ -850,8 +863,8 @@ def print_time(
     figures: dict = {"hours": {}}
     if device.tflops and not cfg.trial:
         of_6nd = hours(work["6ND"], device.tflops, 1.0, cfg.nproc)
-        # A peak that is given may be a measured speed.
-        for mfu in (0.3, 0.4, 0.55, *[1.0] * bool(cfg.peak_tflops)):
+        # A peak that is given may be a measured speed: a share of it would say nothing.
+        for mfu in (1.0,) if cfg.peak_tflops else (0.3, 0.4, 0.55):
             time_at = hours(done, device.tflops, mfu, cfg.nproc)
             figures["hours"][str(mfu)] = time_at
             row = duration(time_at)
@@ -865,7 +878,8 @@ def print_time(
         if cfg.days:
             mfu = hours(work["exact"], device.tflops, 1.0, cfg.nproc) / (24 * cfg.days)
             by_6nd = of_6nd / (24 * cfg.days)
-            rows[f"in {cfg.days:g} days"] = f"MFU {mfu:.1%}; by 6 N D {by_6nd:.1%} of peak"
+            days = "day" if cfg.days == 1 else "days"
+            rows[f"in {cfg.days:g} {days}"] = f"MFU {mfu:.1%}; by 6 N D {by_6nd:.1%} of peak"
             figures["mfu"] = mfu
     section("Time", rows)
     return figures
@@ -905,7 +919,7 @@ def print_roofline(model: GPT, step: Step, device: Device) -> dict[str, dict]:
     found: dict[str, dict] = {}
     ridge = device.tflops * 1e12 / (device.bandwidth * 1e9)
     hint = f"a part with fewer than {ridge:.0f} FLOPs a byte is bound by memory"
-    title = f"\nThe least time of a micro-step of {step.B * step.T:,} tokens ({hint})"
+    title = f"\nThe least time of a micro-step of {plural(step.B * step.T, 'token')} ({hint})"
     print(folded(title, columns()))
     print(f"  {'part':<14} {'GFLOP':>12} {'GB':>10} {'FLOP/byte':>10} {'ms':>9}  bound by")
     work = 0.0  # seconds that the device is busy

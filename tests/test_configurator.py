@@ -14,7 +14,9 @@ import train
 from bench import matmul
 from configurator import OneRankError, UserError, changes, convert, help_text, parse, run
 from model import GPTConfig
-from training.settings import ELSEWHERE, TrainConfig
+from sample import SampleConfig
+from text.settings import PrepareConfig
+from training.settings import TrainConfig
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -86,12 +88,84 @@ def test_a_file_can_give_a_dict_and_the_command_line_cannot(tmp_path):
     assert re.search(r"^  rows = {...} +who is where", help_text(Table, ""), re.MULTILINE)
 
 
-def test_no_name_of_another_trainer_is_a_setting_here_and_each_leads_to_one():
-    names = {field.name for field in dataclasses.fields(TrainConfig)}
-    for here, others in ELSEWHERE.items():
-        assert re.split("[=, ]", here)[0] in names and not names & set(others.split())
-    every = " ".join(ELSEWHERE.values()).split()
-    assert len(every) == len(set(every)) > 50
+PROGRAMS = {"train": TrainConfig, "prepare": PrepareConfig, "sample": SampleConfig}
+
+
+@pytest.mark.parametrize("cls", PROGRAMS.values())
+def test_each_name_of_another_program_is_answered_with_what_there_is_here(cls):
+    every = " ".join(cls.elsewhere.values()).split()
+    assert len(every) == len(set(every)) and not set(every) & names(cls)
+    for here, others in cls.elsewhere.items():
+        for program, option in re.findall(r"(\w+)\.py --(\w+)", here):
+            assert option in names(PROGRAMS[program])
+        elsewhere = re.match(r"(not|chosen|python|torchrun|head -n|\w+\.py) ", here)
+        assert elsewhere or re.split("[=, ]", here)[0] in names(cls)
+        for other in others.split():
+            assert answer(cls, f"--{other}=1") == f"unknown setting {other!r}; here it is {here}"
+
+
+def names(cls) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
+
+
+def answer(cls, *argv: str) -> str:
+    with pytest.raises(UserError) as e:
+        parse(cls, list(argv))
+    return str(e.value).partition(": ")[2]
+
+
+@pytest.mark.parametrize(
+    "cls, typos",
+    [
+        (TrainConfig, "batch_size: btach_size batchsize, n_layer: n_layers nlayer, dtype: dtpye"),
+        (TrainConfig, "optimizer: optimiser, weight_decay: wieght_decay, n_embd: n_embed"),
+        (SampleConfig, "prompt: promt, temperature: temprature, top_k: topk"),
+        (PrepareConfig, "input: inptu, tokenizer: tokeniser, val_fraction: val_fracton"),
+    ],
+)
+def test_a_typo_leads_to_the_name_that_was_meant(cls, typos):
+    for row in typos.split(", "):
+        meant, _, written = row.partition(": ")
+        for typo in written.split():
+            assert f"did you mean {meant!r}?" in answer(cls, f"--{typo}=1")
+
+
+def test_a_typo_in_the_name_of_another_trainer_leads_here_too():
+    assert "here it is lr" in answer(TrainConfig, "--lerning_rate=1")
+
+
+@pytest.mark.parametrize("key", ["logit_cap", "beam", "val_part", "max_train_time", "embedder"])
+def test_no_setting_is_named_for_what_only_resembles_it(key):
+    assert answer(TrainConfig, f"--{key}=1") == f"unknown setting {key!r}; see --help"
+
+
+@pytest.mark.parametrize(
+    "key, here",
+    [
+        ("training.seq_len", "here it is block_size"),
+        ("eval.interval", "here it is eval_every"),
+        ("checkpoint.interval", "here it is save_every"),
+        ("activation_checkpoint.mode", "here it is recompute=blocks"),
+        ("optimizer.lr", "did you mean 'lr'?"),
+    ],
+)
+def test_of_a_name_with_dots_the_whole_counts_or_its_last_part(key, here):
+    assert here in answer(TrainConfig, f"--{key}=1")
+
+
+def test_all_settings_that_are_unknown_are_named_at_once(tmp_path):
+    argv = ["--max_iters", "5", "--lr=1", "--decay-lr", "--files", "--input", "a", "b", "--bf16"]
+    every = [line.split("; ")[0] for line in f"x: {answer(TrainConfig, *argv)}".splitlines()]
+    keys = ["max_iters", "decay_lr", "files", "input", "bf16"]
+    assert [line.rpartition(" ")[2].strip("'") for line in every] == keys
+    path = tmp_path / "nanogpt.py"
+    path.write_text("bf16 = True\nlr = 1\nbackend = 'nccl'\n")
+    assert re.findall(r"setting '(\w+)'", answer(TrainConfig, str(path))) == ["bf16", "backend"]
+
+
+def test_a_config_file_without_its_ending_is_recognised(monkeypatch):
+    monkeypatch.chdir(REPO)
+    assert answer(TrainConfig, "config/demo") == "did you mean config/demo.py?"
 
 
 @pytest.mark.parametrize(
@@ -102,6 +176,7 @@ def test_no_name_of_another_trainer_is_a_setting_here_and_each_leads_to_one():
         (["--steps=five"], "--steps: steps='five' is not accepted; it takes int"),
         (["--steps=1.5"], "it takes int"),
         (["--lr=nan"], "it takes float"),
+        (["--steps=2B"], "it takes int, written as 10e9 or 10_000_000_000"),
         (["--files", "--steps=5"], "--files: a value is missing"),
         (["--kind=c"], "it takes a|b"),
         (["--compile=maybe"], "it takes true|false|auto"),

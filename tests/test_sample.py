@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,16 @@ def test_a_checkpoint_folder_is_all_that_sampling_needs(out, tmp_path, capsys):
     printed = capsys.readouterr()
     assert printed.out.startswith("the loop") and len(printed.out) > 20
     assert "tok/s" in printed.err
+
+
+def test_one_token_question_and_text_are_in_the_singular(out, tmp_path, capsys):
+    run(out, "--prompt=the", "--max_new_tokens=1", "--stop_at_eos=false")
+    assert "[1 token, " in capsys.readouterr().err
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"text": "a", "question": "a", "choices": ["b", "c"], "answer": 1}\n')
+    run(out, f"--choices={path}")
+    run(out, f"--texts={path}")
+    assert re.findall(r"\| (1 \w+) \|", capsys.readouterr().out) == ["1 question", "1 text"]
 
 
 def test_the_newest_or_the_best_checkpoint_is_taken_and_named(tiny_data, tmp_path, capsys):

@@ -20,6 +20,7 @@ from hardware.disk import only_plain, read_object
 from hardware.machine import Machine
 from hardware.terminal import ProgressBar
 from model import GPT
+from text.look import plural
 from text.tokenizer import SentencePiece, Tiktoken
 
 Tokenizer = SentencePiece | Tiktoken
@@ -92,7 +93,7 @@ def judge_choices(
         raise UserError(f"{path}: it has no questions")
     accuracy = f"accuracy {with_error(right)} by log-likelihood per character"
     accuracy += f", {with_error(right_in_all)} by log-likelihood"
-    return f"{accuracy} | {len(right):,} questions"
+    return f"{accuracy} | {plural(len(right), 'question')}"
 
 
 def judge_texts(path: Path, model: GPT, tokenizer: Tokenizer, first: int, machine: Machine) -> str:
@@ -123,7 +124,7 @@ def judge_texts(path: Path, model: GPT, tokenizer: Tokenizer, first: int, machin
     perplexities = f"byte perplexity {2**bits:.4f}"
     if -total / words < 700:  # e to the power of more is no number
         perplexities += f" | word perplexity {math.exp(-total / words):.4f}"
-    return f"{bits:.4f} bits per byte | {perplexities} | {count:,} texts"
+    return f"{bits:.4f} bits per byte | {perplexities} | {plural(count, 'text')}"
 
 
 def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from configurator import UserError
 from text.dataset import DataSet
+from text.look import plural
 from training.settings import TrainConfig
 
 FAR_OFF = 0.1  # a step should not differ from batch_tokens by a larger share than this
@@ -25,6 +26,7 @@ class Plan:
     step_tokens: int
     epoch_tokens: int  # tokens in a pass over train.bin
     steps: int  # length of the whole run
+    ended_by: str = ""  # the limit that ends it, if there are several
     begun_step: int = 0  # steps that were done before this process started
     begun_tokens: int = 0  # tokens read in them; step_tokens may have been different then
 
@@ -63,15 +65,14 @@ def make_plan(
 
     # The run ends at the first of its limits. A limit in tokens is rounded to the nearest step.
     begun_tokens = samples * T
-    limits: list[int] = []
-    if cfg.max_steps:
-        limits.append(cfg.max_steps)
+    limits = {"max_steps": cfg.max_steps} if cfg.max_steps else {}
     tokens_of_epochs = math.ceil(min(cfg.max_epochs * epoch_tokens, 2**62))  # inf has no ceil
-    for tokens in (tokens_of_epochs, cfg.max_tokens):
+    for name, tokens in {"max_epochs": tokens_of_epochs, "max_tokens": cfg.max_tokens}.items():
         if tokens:
-            limits.append(step + (tokens - begun_tokens + step_tokens // 2) // step_tokens)
-    steps = max(min(limits, default=step), step, 1)
-    return Plan(B, accum, step_tokens, epoch_tokens, steps, step, begun_tokens)
+            limits[name] = step + (tokens - begun_tokens + step_tokens // 2) // step_tokens
+    steps = max(min(limits.values(), default=step), step, 1)
+    ended_by = min(limits, key=limits.get) if len(limits) > 1 else ""
+    return Plan(B, accum, step_tokens, epoch_tokens, steps, ended_by, step, begun_tokens)
 
 
 def tokens_of_step(B: int, cfg: TrainConfig, world: int) -> int:
@@ -123,7 +124,7 @@ def few_steps_warning(steps: int, cfg: TrainConfig) -> str:
     if steps >= FEW_STEPS or cfg.max_steps:
         return ""
     ways = "raise max_epochs or max_tokens, or set a smaller batch_tokens"
-    return f"warning: only {steps} steps, which teach little: {ways}"
+    return f"warning: only {plural(steps, 'step')}, which teach little: {ways}"
 
 
 def schedule_warning(steps: int, cfg: TrainConfig) -> str:

@@ -15,44 +15,67 @@ from model import ACTIVATIONS, INIT, PRESETS, GPTConfig
 from text.dataset import newest_dataset
 from text.windows import Documents, LossPer
 
-# A setting -> what other trainers call it, for those who try that name here.
+# What "here it is ..." goes on with -> what other trainers call it, for those who try that name.
 ELSEWHERE = {
-    "init_from": "model_name_or_path from_weight",
-    "init_from=resume": "resume resume_from_checkpoint from_resume",
+    "init_from": "model_name_or_path from_weight base_model from_pretrained pretrained",
+    "init_from=resume": "resume resume_from_checkpoint from_resume resume_from",
     "overwrite": "overwrite_output_dir",
-    "run_name": "output_dir wandb_run_name",
-    "dataset": "data_path train_file",
+    "run_name": "wandb_run_name experiment_name exp_name",
+    "run_name, in out_dir": "output_dir save_dir",
+    "python prepare.py --input FILE --name NAME, then --dataset=NAME": "data_path train_file input"
+    " train_files data_files dataset_name",
     "data_dir": "dataset_dir",
-    "block_size": "cutoff_len max_length max_seq_len max_seq_length seq_len",
-    "documents=pack, or mask": "packing neat_packing",
-    "n_embd": "hidden_size dim model_dim",
-    "n_layer": "num_hidden_layers depth",
-    "n_head": "num_attention_heads",
+    "prepare.py --tokenizer": "tokenizer tokenizer_name tokenizer_path",
+    "prepare.py --vocab_size": "vocab_size",
+    "prepare.py --val_fraction": "val_split val_size val_set_size test_size",
+    "block_size": "cutoff_len max_length max_seq_len max_seq_length seq_len seq_length n_ctx"
+    " sequence_len sequence_length context_length model_max_length max_position_embeddings",
+    "documents=pack, or mask": "packing neat_packing sample_packing",
+    "n_embd": "hidden_size dim model_dim d_model hidden_dim",
+    "n_layer": "num_hidden_layers num_layers depth",
+    "n_head": "num_attention_heads num_heads",
     "n_kv_head": "num_key_value_heads",
     "d_ff": "intermediate_size",
-    "batch_size": "per_device_train_batch_size device_batch_size micro_batch_size",
-    "batch_tokens, the tokens of a step": "gradient_accumulation_steps accumulation_steps"
-    " total_batch_size",
-    "max_steps": "max_iters num_iterations lr_decay_iters",
+    "batch_size": "per_device_train_batch_size per_device_eval_batch_size device_batch_size"
+    " micro_batch_size local_batch_size",
+    "batch_tokens = batch_size x block_size x accumulation x GPUs": "gradient_accumulation_steps"
+    " gradient_accumulation grad_accum_steps grad_accum accumulation_steps total_batch_size"
+    " global_batch_size",
+    "max_steps": "max_iters num_iterations steps iters max_train_steps train_iters total_steps",
+    "max_steps, which the schedule spans": "lr_decay_iters",
     "max_epochs": "num_train_epochs num_epochs epochs",
+    "max_tokens": "total_tokens",
     "lr": "learning_rate max_lr",
     "min_lr_ratio, a share of lr": "min_lr",
-    "schedule": "lr_scheduler_type",
-    "warmup_steps": "warmup_iters",
+    "schedule": "lr_scheduler_type lr_scheduler",
+    "schedule=constant, for an lr that does not decay": "decay_lr",
+    "warmup_steps": "warmup_iters lr_warmup_steps num_warmup_steps",
     "optimizer": "optim",
     "beta1": "adam_beta1",
     "beta2": "adam_beta2",
-    "grad_clip": "max_grad_norm",
-    "eval_every": "eval_steps eval_interval",
-    "save_every": "save_steps save_interval",
+    "grad_clip": "max_grad_norm clip_grad max_norm gradient_clipping gradient_clip_val",
+    "average, a share of the run": "ema use_ema ema_decay",
+    "eval_every": "eval_steps eval_interval eval_strategy evaluation_strategy val_check_interval",
+    "eval_tokens, in tokens": "eval_iters eval_max_iters",
+    "sample.py --eval": "eval_only do_eval",
+    "save_every": "save_steps save_interval checkpoint_interval",
     "keep": "save_total_limit",
-    "log_every": "logging_steps log_interval",
+    "log_every": "logging_steps log_interval log_freq",
+    "dtype": "mixed_precision precision amp torch_dtype",
     "dtype=bfloat16": "bf16",
     "dtype=float16": "fp16",
-    "recompute=blocks": "gradient_checkpointing activation_checkpointing",
-    "shard (optimizer, gradients, all: ZeRO 1, 2, 3)": "deepspeed fsdp zero_stage",
+    "recompute=blocks": "gradient_checkpointing use_gradient_checkpointing activation_checkpointing"
+    " activation_checkpoint_mode",
+    "shard (optimizer, gradients, all: ZeRO 1, 2, 3)": "deepspeed fsdp fsdp_config zero_stage",
+    "torchrun --nproc_per_node=N train.py, for N GPUs": "nproc_per_node devices num_gpus gpus"
+    " world_size backend",
     "timeout_minutes": "ddp_timeout",
-    "wandb": "use_wandb wandb_log report_to",
+    "wandb": "use_wandb wandb_log",
+    "wandb, or tensorboard": "report_to logger_name",
+    "chosen automatically": "flash_attn flash_attention attn_implementation tf32",
+    "not needed": "do_train dataloader_num_workers num_workers always_save_checkpoint",
+    "not available": "lora lora_rank finetuning_type quantization_bit load_in_8bit load_in_4bit"
+    " use_moe tensor_parallel_degree template stage",
 }
 
 

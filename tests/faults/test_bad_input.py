@@ -225,6 +225,7 @@ SAMPLE = {
     "--device=banana": "--device=banana: not usable here",
     "--dtype=float64": "it takes auto|bfloat16|float16|float32",
     "--promt=a": "did you mean 'prompt'?",
+    "hello": "argument 'hello': expected --prompt TEXT or --key=value",
 }
 PREPARE = {
     "--input nowhere.jsonl": "nowhere.jsonl: no such file",
@@ -249,6 +250,7 @@ PREPARE = {
     "--inspect {data}/tiny --show=banana": "show must be first, random or the number of a token",
     "--inspect {data}/tiny --show=99999999": "99999999",
     "--inspect {data}/tiny --step=3": "--step needs the folder of a run",
+    "en.jsonl": "argument 'en.jsonl': expected --input FILE or --key=value",
     "--inspect {data}/large": "token 77 has id 400",
 }
 PLOT = {
@@ -316,6 +318,9 @@ LAB = {
     "{inits} --data_dir={data} --dataset=gone": "no data set in",
 }
 PLAN = {
+    "--devices=8": "here it is nproc",
+    "--tok_s=9e4": "here it is peak_tflops",
+    "--tokens=10B": "it takes float, written as 10e9 or 10_000_000_000",
     "--gpu=a99 --max_steps=1": "gpu: 'a99' is not in the table of GPUs; the nearest is",
     "--gpu=v100-16g --dtype=bfloat16 --max_steps=1": (
         "dtype=bfloat16: V100 has no bf16; leave dtype out"
