@@ -1,7 +1,9 @@
 """Draw the loss curves of runs: one, or several to compare.
 
-    python plot.py                                    # the newest run under out/
-    python plot.py out/a out/b                        # two runs in one picture
+    # the newest run under out/
+    python plot.py
+    # two runs in one picture
+    python plot.py out/a out/b
     python plot.py 'out/lr_*' --x tokens --y bits_per_byte --png lr.png
 
 Each run has one colour. The points are the training loss of single steps, the line through them is

@@ -6,13 +6,13 @@ The demo corpus, which is the documentation of this Python, numpy and torch:
 Train a SentencePiece tokenizer on the input, then encode the input with it:
     python prepare.py --input books/ wiki.jsonl.gz --name wiki
 Download a file, and use its characters as tokens (or bytes: --tokenizer byte):
-    python prepare.py --input https://HOST/input.txt --name shakespeare --tokenizer char
+    python prepare.py --input https://HOST/a.txt --name chars --tokenizer char
 Use a tokenizer that exists already:
     python prepare.py --input wiki.jsonl.gz --name wiki_gpt2 --tokenizer gpt2
 Read standard input; it is JSON Lines unless --format says otherwise:
     zcat dump.gz | python prepare.py --input - --name dump
 Make one data set with many processes or machines:
-    torchrun --nproc_per_node=4 prepare.py --input 'crawl/*.jsonl.zst' --name crawl
+    torchrun --nproc_per_node=4 prepare.py --input 'crawl/*.gz' --name crawl
 Verify a data set and show some of its documents:
     python prepare.py --inspect data/wiki
 Show the text that one step of a training run trained on:

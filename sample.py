@@ -5,12 +5,17 @@ is also what it continued during the training. If that is empty, it begins a new
 
     python sample.py
     python sample.py --prompt "Robot.sing: Return" "RobotError: Raised when"
-    python sample.py --prompt "" --num_samples 3                    # three new documents
     python sample.py --ckpt out/demo/ckpt/step_00000600 --prompt_file prompt.txt
-    python sample.py --ckpt out/demo --which best                   # by validation loss
-    python sample.py --interactive                                  # a prompt a line, until Ctrl-D
-    python sample.py --ckpt ../Qwen3-0.6B-Base --eval data/mine     # loss, perplexity, bits/byte
-    python sample.py --choices questions.jsonl                      # as a benchmark counts them
+    # three new documents
+    python sample.py --prompt "" --num_samples 3
+    # the checkpoint with the lowest validation loss
+    python sample.py --ckpt out/demo --which best
+    # a prompt a line, until Ctrl-D
+    python sample.py --interactive
+    # loss, perplexity and bits per byte of a data set
+    python sample.py --ckpt ../Qwen3-0.6B-Base --eval data/mine
+    # questions, counted as a benchmark counts them
+    python sample.py --choices questions.jsonl
 
 A base model continues a text; it does not chat. A model folder is all that is needed: it holds the
 shape, the weights and the tokenizer. It may be a checkpoint of train.py, or a GPT2LMHeadModel,

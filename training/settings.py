@@ -103,7 +103,7 @@ class TrainConfig:
     head_dim: int = 0  # width of a head; 0: n_embd / n_head
     d_ff: int = 0  # width inside the MLP; 0: 4 n_embd, for swiglu 8/3 n_embd
     pos: Literal["preset", "learned", "rope"] = "preset"  # positions; gpt2: learned, else rope
-    norm: Literal["preset", "layernorm", "rmsnorm"] = "preset"  # gpt2: layernorm, else rmsnorm
+    norm: Literal["preset", "layernorm", "rmsnorm"] = "preset"  # gpt2 has layernorm
     mlp: Literal[("preset", *ACTIVATIONS)] = "preset"  # activation; gpt2: gelu, else swiglu
     bias: bool | Literal["preset"] = "preset"  # in linear layers and LayerNorm; gpt2: true
     qkv_bias: bool = False  # biases in queries, keys and values, as Qwen2 has them
@@ -135,7 +135,7 @@ class TrainConfig:
     grad_clip: float = 1.0  # a gradient with a larger norm is scaled down to it; 0: no clipping
     max_bad_steps: int = 10  # skip steps with NaN or infinity; end the run after so many in a row
     # ---- Schedule of the learning rate: a linear warm-up from 0, then one of these shapes ----
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"  # wsd: stable, then decay
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"  # wsd: decays late
     warmup_steps: int = 0  # length of the warm-up in steps; 0: warmup_ratio decides
     warmup_ratio: float = 0.01  # length of the warm-up as a share of the run's steps
     decay_ratio: float = 0.2  # wsd: length of the linear decay, as a share of the run's steps
