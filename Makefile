@@ -2,7 +2,7 @@
 # Each makes .venv on first use.
 PYTHON ?= python3
 
-.PHONY: demo check lint format quick test soak clean
+.PHONY: demo check lint format quick test soak simgpu clean
 
 # Nobody has written these yet: the model documents them all the same.
 PROMPTS = "Robot.is_happy: Return True if" "Robot.wait_for_rain: Wait" "Robot.sing: Return" \
@@ -55,6 +55,10 @@ soak: .venv/dev
 .venv/dev: .venv/demo requirements-dev.txt
 	.venv/bin/python -m pip install -q -r requirements-dev.txt
 	touch $@
+
+# What runs on GPUs, on simulated ones that compute nothing: SIMGPU=FOLDER make simgpu
+simgpu: .venv/dev
+	.venv/bin/python -m pytest -v tests/simgpu
 
 # Your data/ and out/ stay.
 clean:
