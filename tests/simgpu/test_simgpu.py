@@ -1,0 +1,213 @@
+"""Every command runs to its end on simulated GPUs, which compute nothing.
+
+    SIMGPU=FOLDER make simgpu
+
+FOLDER/venv has torch's CUDA build; FOLDER/lib has libraries that take the place of NVIDIA's:
+libcudart, libcuda, libcublas, libnvidia-ml, libnccl, and shim.so, which adds to them. All the rest
+is real: the choice of kernels, streams, pinned copies, the caching allocator, Inductor and Triton
+down to machine code, graphs, and the calls of NCCL. So these tests show that the host's side of
+each line runs and that each kernel compiles. They say nothing of numbers, of speed, or of races.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPO, make_records, write_jsonl
+
+SIMGPU = os.environ.get("SIMGPU", "")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not SIMGPU, reason="SIMGPU names no folder of simulated GPUs"),
+]
+
+# A model that has all that a real one has, and compiles in a minute.
+SMALL = "--dataset=small --n_layer=2 --n_head=4 --n_embd=128 --block_size=64 --batch_size=2"
+SMALL += " --batch_tokens=256 --max_steps=4 --eval_every=2 --sample_every=2 --save_every=2"
+SMALL += " --log_every=1 --device=cuda --progress=line"
+EAGER = "--compile=false"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """A folder with data/small, made on the CPU."""
+    folder = tmp_path_factory.mktemp("simgpu")
+    corpus = write_jsonl(folder / "small.jsonl", make_records(300))
+    command = [sys.executable, REPO / "prepare.py", "--input", corpus, "--name=small"]
+    subprocess.run([*command, "--vocab_size=400", "--val_fraction=0.1"], cwd=folder, check=True)
+    return folder
+
+
+def simulated(gpu: str, processes: int, command: str, folder: Path) -> tuple[int, str]:
+    """Run a command of this project on so many simulated GPUs. Return its exit code and output."""
+    lib = Path(SIMGPU).resolve() / "lib"
+    bin = Path(SIMGPU).resolve() / "venv/bin"
+    names = ["shim.so", "libcudart.so.13", "libcuda.so.1", "libcublas.so.13", "libnvidia-ml.so.1"]
+    env = os.environ | {
+        "PATH": f"{bin}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(__file__).parent),
+        "TRITON_LIBCUDA_PATH": str(lib),
+        "OMP_NUM_THREADS": "1",
+        "FAKEGPU_PROFILE": gpu,
+        "FAKEGPU_DEVICE_COUNT": str(processes),
+    }
+    script, *options = command.split()
+    argv = [str(bin / "python"), str(REPO / script), *options]
+    meeting = None
+    if processes > 1:
+        argv[0:1] = [str(bin / "torchrun"), f"--nproc_per_node={processes}"]
+        names.append("libnccl.so.2")
+        address = tempfile.mktemp()
+        env |= {"FAKEGPU_MODE": "simulate", "FAKEGPU_DIST_MODE": "simulate"}
+        env |= {"FAKEGPU_COORDINATOR_TRANSPORT": "unix", "FAKEGPU_COORDINATOR_ADDR": address}
+        env |= {"FAKEGPU_COORDINATOR_TIMEOUT_MS": "600000"}  # one rank may compile for long
+        coordinator = [Path(SIMGPU) / "fakegpu-coordinator", "--transport", "unix"]
+        meeting = subprocess.Popen([*coordinator, "--address", address], stdout=subprocess.DEVNULL)
+        while not os.path.exists(address):
+            time.sleep(0.1)
+    env["LD_PRELOAD"] = ":".join(str(lib / name) for name in names)
+    try:
+        ended = subprocess.run(
+            argv, env=env, cwd=folder, text=True, capture_output=True, timeout=900
+        )
+    finally:
+        if meeting:
+            meeting.kill()
+            meeting.wait()
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def trains(gpu: str, processes: int, options: str, folder: Path, run: str) -> str:
+    """Train SMALL with these options, and check what the run left. Return the output."""
+    code, output = simulated(gpu, processes, f"train.py {SMALL} --run_name={run} {options}", folder)
+    assert code == 0, output
+    assert "\nwarning: " not in output, output
+    lines = (folder / "out" / run / "metrics.jsonl").read_text().splitlines()
+    steps = [r["step"] for r in map(json.loads, lines) if "tokens_per_s" in r]
+    last = int(re.findall(r"--max_steps=(\d+)", f"{SMALL} {options}")[-1])
+    assert steps == list(range(1, last + 1)), output
+    assert (folder / f"out/{run}/ckpt/step_{last:08d}/manifest.json").exists()
+    return output
+
+
+LLAMA = "--preset=llama --n_kv_head=2"
+MASK = "--documents=mask"
+RUNS = {
+    "eager": EAGER,
+    "eager with dropout": f"{EAGER} --dropout=0.1",
+    "eager float16": f"{EAGER} {LLAMA} --dtype=float16",
+    "eager float32": f"{EAGER} --dtype=float32",
+    "eager mask": f"{EAGER} {LLAMA} {MASK}",
+    "eager pack": f"{EAGER} {LLAMA} --documents=pack --loss_per=document",
+    "eager recompute": f"{EAGER} --recompute=blocks",
+    "eager muon": f"{EAGER} --preset=qwen3 --optimizer=muon --average=0.5",
+    "eager adafactor": f"{EAGER} --optimizer=adafactor --lr=0.03",
+    "eager batch_size auto": f"{EAGER} --batch_size=auto",
+    "compiled gpt2": "--compile=true",
+    "compiled gpt2 with dropout": "--dropout=0.1",
+    "compiled llama": LLAMA,
+    "compiled float16": f"{LLAMA} --dtype=float16",
+    "compiled float32": f"{LLAMA} --dtype=float32",
+    "compiled mask": f"--preset=qwen3 {MASK}",
+    "compiled pack": f"{LLAMA} --documents=pack",
+    "compiled mask with narrow heads": f"{LLAMA} --head_dim=8 {MASK}",
+    "compiled recompute and mask": f"{LLAMA} --recompute=blocks {MASK}",
+    "compiled muon": "--preset=qwen3 --optimizer=muon --average=0.5",
+    "compiled adafactor": f"{LLAMA} --optimizer=adafactor --lr=0.03",
+    "compiled batch_size auto": f"{LLAMA} --batch_size=auto",
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_one_simulated_gpu_trains(run, folder):
+    output = trains("a100", 1, RUNS[run], folder, run.replace(" ", "_"))
+    assert "torch.compile" not in output or "eager" not in run
+
+
+@pytest.mark.parametrize("gpu", ["h100", "rtx4090"])
+@pytest.mark.parametrize("options", [EAGER, f"{LLAMA} {MASK}"])
+def test_other_gpus_train(gpu, options, folder):
+    trains(gpu, 1, options, folder, f"{gpu}_{options == EAGER}")
+
+
+def test_a_gpu_that_this_torch_has_no_kernels_for_is_refused(folder):
+    code, output = simulated("v100", 1, f"train.py {SMALL} --run_name=v100", folder)
+    assert code == 2 and "cu126" in output.splitlines()[-1]
+
+
+SHARDS = ["none", "optimizer", "gradients", "all"]
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("how", [EAGER, "--compile=true"])
+def test_two_simulated_gpus_train(shard, how, folder):
+    options = f"{LLAMA} {how} --shard={shard} {MASK}"
+    trains("h100", 2, options, folder, f"two_{shard}_{how == EAGER}")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw --recompute=blocks", "muon"])
+def test_optimizers_train_in_shards(optimizer, folder):
+    options = f"{LLAMA} {EAGER} --shard=all --optimizer={optimizer}"
+    trains("a100", 2, options, folder, f"shards_{optimizer.split()[0]}")
+
+
+@pytest.mark.parametrize("shard", ["none", "all"])
+def test_six_simulated_gpus_train(shard, folder):
+    options = f"{LLAMA} {EAGER} --batch_tokens=768 --shard={shard}"
+    trains("a100", 6, options, folder, f"six_{shard}")
+
+
+@pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
+def test_a_run_goes_on_with_another_number_of_simulated_gpus(before, after, folder):
+    run = f"from_{before}_to_{after}"
+    trains("a100", before, EAGER, folder, run)
+    trains("a100", after, f"{EAGER} --init_from=resume --max_steps=6", folder, run)
+
+
+@pytest.mark.parametrize("config", sorted(path.name for path in (REPO / "config").glob("*.py")))
+def test_each_config_trains(config, folder):
+    """A config's own width, with two layers, one short sequence in a step, and not compiled."""
+    own = "--dataset=small --device=cuda --compile=false --batch_size=1 --block_size=64"
+    brief = "--batch_tokens=64 --max_tokens=0 --max_epochs=0 --max_steps=1 --n_layer=2 --overwrite"
+    command = f"train.py {REPO}/config/{config} {own} {brief} --run_name=config --progress=line"
+    code, output = simulated("h100", 1, f"{command} --out_dir=configs", folder)
+    shutil.rmtree(folder / "configs", ignore_errors=True)
+    assert code == 0, output
+
+
+@pytest.mark.parametrize("texts", [1, 32])
+@pytest.mark.parametrize("options", ["", "--eval=data/small"])
+def test_a_model_writes_on_a_simulated_gpu(texts, options, folder):
+    if not (folder / "out/writer").exists():
+        trains("a100", 1, f"{LLAMA} {EAGER}", folder, "writer")
+    which = f"--ckpt=out/writer/ckpt/step_00000004 --num_samples={texts} --max_new_tokens=40"
+    code, output = simulated("a100", 1, f"sample.py {which} --device=cuda {options}", folder)
+    assert code == 0, output
+    assert "\nwarning: " not in output, output
+
+
+TOOLS = {
+    "plan --check": f"bench/plan.py {SMALL} {LLAMA} --check",
+    "plan --trial": f"bench/plan.py {SMALL} {LLAMA} {EAGER} --trial",
+    "sweep": f"bench/sweep.py {SMALL} --block_sizes 64 --batch_sizes 1 2 --accums 1 --seconds=0.1",
+    "roof": f"bench/roof.py {SMALL} --compile=false --seconds=0.001",
+    "compare": f"bench/compare.py {SMALL} {EAGER} --steps=4 --warmup=1 --rounds=1",
+    "compare --sampling": f"bench/compare.py {SMALL} --sampling --max_new_tokens=8 --rounds=1",
+    "matmul": "bench/matmul.py --sizes 64 128 --seconds=0.001",
+    "optimizers": f"bench/optimizers.py {SMALL} {EAGER} --steps=1 --rounds=1",
+    "documents": f"bench/documents.py {SMALL} {EAGER} --steps=1 --rounds=1 --block_sizes 64",
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_measuring_runs_on_a_simulated_gpu(tool, folder):
+    code, output = simulated("h100", 1, TOOLS[tool], folder)
+    assert code == 0, output
