@@ -228,8 +228,9 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, where: st
         if len(shown) > 80:
             shown = f"{shown[:77]}..."
         problem = f"{key}={shown} is not accepted; it takes {accepted(kinds[key])}"
-        if re.fullmatch(r"[\d.]+[kKmMbBgGtT]", str(value)):
-            problem += ", written as 10e9 or 10_000_000_000"
+        numbers = {int, float} & {kinds[key], *typing.get_args(kinds[key])}
+        if numbers and re.fullmatch(r"[\d.]+[kKmMbBgGtT]", str(value)):
+            problem += ", written in full, such as 10_000_000_000"
         raise UserError(f"{where}: {problem}") from None
 
 

@@ -272,6 +272,7 @@ def make_data_set(cfg: PrepareConfig, rank: int, world: int) -> None:
     finally:
         if rank == 0:
             held.close()
+            remove_only(scratch, ())  # if it is empty
     if rank == 0:
         print(folded(printable(said), columns()))
 

@@ -188,7 +188,7 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer | None]:
             check_step(folder)
             with memory_advice("for the weights of this model in fp32"):
                 return folder, known, from_pretrained(folder), model_tokenizer(folder, cfg)
-        except (UserError, ValueError) as e:
+        except (UserError, ValueError, OSError) as e:
             if folder.exists():
                 why = str(e) if isinstance(e, UserError) else f"{folder}: cannot be loaded ({e})"
                 raise UserError(why) from None

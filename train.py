@@ -206,18 +206,19 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
             )
         )
         if earlier:
-            machine.decide(lambda: saver.catch_up(average, progress))
+            machine.decide(lambda: saver.catch_up(average, earlier.training))
         state = (optimizer, scaler, average, progress)
         job = Job(cfg, machine, plan, data, model, forward, *state, metrics, saver)
         with metrics.bar.below():
             gave_up, stopping = loop(job, rows, peak_of_all, signals)
         saver.wait()
-        machine.gather(None)  # wait for all ranks: the last checkpoint is on the disk when one ends
+        # This waits for all ranks, too: the last checkpoint is on the disk when one of them ends.
+        broken = not_finite(model, machine)
 
     metrics.close(model.config)
     if dist.is_initialized():
         dist.destroy_process_group()
-    end_run(job, folder, gave_up, stopping, signals)
+    end_run(job, folder, gave_up, broken, stopping, signals)
 
 
 def loop(
@@ -569,11 +570,13 @@ def say_what_is_resumed(
         machine.say(f"nothing is left to do: the run ends at {ends}; to train longer, raise that")
 
 
-def end_run(job: Job, folder: Path, gave_up: bool, stopping: bool, signals: list[int]) -> None:
+def end_run(
+    job: Job, folder: Path, gave_up: bool, broken: str, stopping: bool, signals: list[int]
+) -> None:
     """Do nothing if all went well. Else say what happened, and end with the exit code for it.
 
-    Raises UserError if the last checkpoint could not be written, if the run gave up, or if its
-    weights are not finite.
+    broken: what not_finite() has returned; here the ranks no longer meet. Raises UserError if the
+    last checkpoint could not be written, if the run gave up, or if its weights are not finite.
     """
     step = job.progress.step
     newest = newest_checkpoint(folder / "ckpt") if job.machine.is_main else None
@@ -585,7 +588,7 @@ def end_run(job: Job, folder: Path, gave_up: bool, stopping: bool, signals: list
         ways = f"lower lr, or try dtype=float32, or read {folder}/bad_steps/"
         left = f"the newest checkpoint is {newest}" if newest else "no checkpoint was saved"
         raise UserError(f"{many}, the last at step {step}: {ways}; {left}")
-    if broken := not_finite(job.model, job.machine):
+    if broken:
         unsaved = f"NaN or infinity in {broken}, so it was not saved: lower lr; {goes_on}"
         raise UserError(f"the run has ended at step {step} with {unsaved}")
     if stopping:

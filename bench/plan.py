@@ -44,7 +44,6 @@ from configurator import (  # noqa: E402
     row,
     run,
 )
-from hardware.disk import read_object  # noqa: E402
 from hardware.gpus import ECC_IN_MEMORY, Card, find_gpu  # noqa: E402
 from hardware.machine import Machine, available, own_memory, pick_dtype  # noqa: E402
 from hardware.peak import DTYPES, device_name, peak_tflops  # noqa: E402
@@ -53,7 +52,7 @@ from text.dataset import DataSet, newest_dataset, open_datasets  # noqa: E402
 from text.look import plural  # noqa: E402
 from text.windows import open_windows  # noqa: E402
 from training.average import Average  # noqa: E402
-from training.huggingface import from_config  # noqa: E402
+from training.huggingface import shape_in  # noqa: E402
 from training.memory import (  # noqa: E402
     Step,
     activations,
@@ -84,8 +83,8 @@ from training.step import Batch, take_step  # noqa: E402
 class PlanConfig(TrainConfig):
     elsewhere = ELSEWHERE | {
         "nproc": "nproc_per_node devices num_gpus world_size",
-        "peak_tflops, the TFLOPS of a device at that speed: 6 N x its tok/s / 1e12": "tok_s mfu"
-        " tokens_per_second tokens_per_sec",
+        "peak_tflops, with the TFLOPS of a log line at that speed": "tok_s mfu tokens_per_second"
+        " tokens_per_sec",
     }
     # ---- Where ----
     gpu: str = ""  # v100-16g, a100-80g, 4090, h100, ...; default: this machine's device
@@ -798,12 +797,11 @@ def for_train(cfg: PlanConfig, argv: list[str], flags: str) -> list[str]:
     dropped = False  # whether the option before was left out, and waits for its value
     for arg in argv:
         if arg.startswith("--"):
-            name, _, value = arg[2:].partition("=")
-            name = name.replace("-", "_")
-            leave_out = name not in of_train
-            dropped = leave_out and not value and not isinstance(getattr(cfg, name), bool)
-            kept += [] if leave_out else [arg]
-        elif dropped:
+            name, equals, _ = arg[2:].partition("=")
+            dropped = name.replace("-", "_") not in of_train
+            kept += [] if dropped else [arg]
+            dropped = dropped and not equals
+        elif dropped and not arg.endswith(".py"):
             dropped = False
         else:
             kept.append(arg)
@@ -980,10 +978,9 @@ def shape_of(cfg: PlanConfig, vocab_size: int) -> GPTConfig:
     if cfg.init_from in ("scratch", "auto"):
         return model_config(cfg, vocab_size)
     try:
-        theirs = from_config(read_object(Path(cfg.init_from) / "config.json"))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
-        reason = e.strerror if isinstance(e, OSError) else e
-        raise UserError(f"init_from={cfg.init_from}: config.json: {reason}") from None
+        theirs = shape_in(cfg.init_from)
+    except ValueError as e:
+        raise UserError(f"init_from={cfg.init_from}: {e}") from None
     return longer(replace(theirs, dropout=cfg.dropout), cfg)
 
 

@@ -22,6 +22,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -90,6 +91,12 @@ class NewFolder:
 
     def write(self, name: str, content: bytes) -> None:
         self.open(name).write(content)
+
+    def close(self) -> None:
+        """Close the files, of which some may not be whole."""
+        for file in self.files.values():
+            with suppress(OSError):  # what is not written yet may find no room
+                file.close()
 
     def finish(self) -> None:
         """Sync the files to the disk and close them. The manifest comes last."""
@@ -316,12 +323,18 @@ class Lock:
         """Lock the folder that has the name now, and return the file descriptor of its LOCK."""
         while True:
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            path = self.folder / LOCK
+            try:
+                handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            except PermissionError:
+                whose = "another user's lock, or in another user's folder"
+                instead = f"if nobody writes there, delete it, or {self.instead}"
+                raise UserError(f"{path}: {whose}: {instead}") from None
             plain = stat.S_ISREG(os.fstat(handle).st_mode)
             content = os.pread(handle, 99, 0).decode("ascii", "replace") if plain else "none"
             if content and not (content.startswith(HOLDER) and content.isprintable()):
                 os.close(handle)
-                theirs = f"{self.folder / LOCK} is not a file that this program wrote"
+                theirs = f"{path} is not a file that this program wrote"
                 raise UserError(f"{theirs}: move it elsewhere")
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -360,8 +373,10 @@ class Lock:
                 os.close(moved)
 
     def close(self) -> None:
-        if self.is_at(self.handle):
-            (self.folder / LOCK).unlink()
-            if self.made and not os.listdir(self.folder):
+        with suppress(OSError):  # the disk may have become read-only
+            if self.is_at(self.handle):
+                (self.folder / LOCK).unlink()
+        os.close(self.handle)  # NFS keeps a deleted file in the folder for as long as it is open
+        if self.made:
+            with suppress(OSError):  # the folder is not empty
                 self.folder.rmdir()
-        os.close(self.handle)

@@ -311,8 +311,8 @@ def explain_bus_error(number: int) -> None:
     A handler of the module signal would never run: Python calls it after the instruction, which
     cannot end. This one is called in the middle of it.
     """
-    why = b"a file that is mapped into memory was cut short while it was read, or its disk failed"
-    os.write(2, b"error: " + why + b": a data file (data_dir), or a checkpoint\n")
+    why = b"a data file or a checkpoint was cut short while it was read, its disk failed,"
+    os.write(2, b"error: " + why + b" or /dev/shm is full\n")
     os._exit(2)
 
 

@@ -297,7 +297,9 @@ def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path):
     content = {"model": state, "model_args": args, "optimizer": {}, "iter_num": 1, "config": {}}
     torch.save(content, tmp_path / "ckpt.pt")
     for path in (tmp_path, tmp_path / "ckpt.pt"):
-        assert torch.equal(logits(from_pretrained(path), ids(model)), logits(model, ids(model)))
+        theirs = from_pretrained(path)
+        assert torch.equal(logits(theirs, ids(model)), logits(model, ids(model)))
+        assert huggingface.shape_in(path) == theirs.config
 
 
 LLAMA = to_config(GPTConfig(**ODD["llama"]))
@@ -1025,6 +1027,18 @@ def test_the_folder_of_a_run_is_answered_with_its_newest_checkpoint(tiny_data, t
     run = train_tiny(tiny_data, tmp_path, "--max_steps=2")
     said = refuses(lambda: train_tiny(tiny_data, tmp_path / "new", f"--init_from={run}"))
     assert str(newest_checkpoint(run / "ckpt")) in said
+
+
+def test_a_shape_that_a_model_to_fine_tune_does_not_have_is_refused_at_its_resume(
+    tiny_data, tmp_path, refuses
+):
+    first = newest_checkpoint(train_tiny(tiny_data, tmp_path / "first", "--max_steps=2") / "ckpt")
+    own = ["--n_layer=5", "--max_steps=2"]  # ignored
+    train_tiny(tiny_data, tmp_path, f"--init_from={first}", *own)
+    more = ["--init_from=resume", "--max_steps=4"]
+    said = refuses(lambda: train_tiny(tiny_data, tmp_path, *more, "--n_layer=3"))
+    assert "n_layer is 2 there, 3 here" in said
+    train_tiny(tiny_data, tmp_path, *more)  # n_layer=2, which the model has
 
 
 def test_a_resumed_run_at_a_longer_context_keeps_it(tiny_data, tmp_path, refuses):

@@ -389,6 +389,12 @@ def test_a_plan_that_does_not_fit_names_the_command_that_does(tmp_path, capsys, 
     assert found["needed_bytes"] < found["device"]["bytes"] and found["fits_with"] == ""
 
 
+def test_the_command_that_fits_has_no_option_of_the_plan():
+    cfg = parse(plan.PlanConfig, ["--max_steps=1"])
+    argv = "--fused_attention false --gpu v100-16g --trial config/x.py --compile false --nproc=6"
+    assert plan.for_train(cfg, argv.split(), "") == ["config/x.py", "--compile", "false"]
+
+
 def test_deepspeeds_count_is_that_of_its_paper():
     """Table 1 of arXiv 1910.02054: 7.5G parameters, on 64 GPUs."""
     for shard, gb in (("none", 120), ("optimizer", 31.4), ("gradients", 16.6), ("all", 1.88)):

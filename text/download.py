@@ -99,7 +99,8 @@ def download(url: str, file: Path, kind: str) -> None:
     if (file.parents[1] / "meta.json").exists():
         what = f"{file.parents[1]} is a data set, but downloads belong there"
         raise UserError(f"{named(url)}: {what}: choose another --data_dir")
-    held = Lock(file.parent, "download the file yourself")
+    # A file that is complete may be in another user's folder, where nothing can be locked.
+    held = None if os.path.lexists(file) else Lock(file.parent, "download the file yourself")
     try:
         known = known_state(url, file)
         if os.path.lexists(file):
@@ -111,8 +112,9 @@ def download(url: str, file: Path, kind: str) -> None:
             known = fetch(url, file, known)
             how = "downloaded"
     finally:
-        held.close()
-        remove_only(file.parents[1], ())  # if it is empty, because nothing has been downloaded
+        if held:
+            held.close()
+            remove_only(file.parents[1], ())  # if it is empty, because nothing was downloaded
     size = f"{known['bytes']:,} bytes, SHA-256 {known['file_sha256']}"
     print(f"{without_secrets(url)}: {how}: {file}, {size}")
 

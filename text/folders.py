@@ -184,10 +184,11 @@ def replace_set(new: Path, target: Path, before: dict[str, tuple]) -> None:
 
 
 def remove_scratch(scratch: Path) -> None:
-    """Delete what prepare.py wrote in the scratch folder, then the folder if it is empty."""
+    """Delete what prepare.py wrote in the scratch folder. Its lock is still held, and stays."""
     for path in scratch.glob("*"):
         remove_only(path, work_files(path))
-    if not remove_only(scratch, [STDIN, LOCK]) and scratch.exists():
+    remove_only(scratch, [STDIN])
+    if {*os.listdir(scratch)} - {LOCK}:
         note(f"{scratch} stays: it holds files that prepare.py did not write")
 
 

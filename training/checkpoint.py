@@ -127,6 +127,7 @@ class Saver:
         self.pool = ThreadPoolExecutor(1)
         self.writing: Future = Future()
         self.writing.set_result(None)
+        self.unfinished: NewFolder | None = None  # the last one that was begun
         self.skipped = 0  # saves in a row that were skipped: the weights were not finite
         self.failed = ""  # why the last checkpoint could not be written; empty if it could
         self.kept: set[Path] = set()  # what prune() must not delete and has already reported
@@ -182,15 +183,14 @@ class Saver:
         self.said_no_room = True
         return False
 
-    def catch_up(self, average: Average | None, progress: Progress) -> None:
+    def catch_up(self, average: Average | None, training: dict) -> None:
         """Begin what the process that wrote the checkpoint of a resumed run was killed before.
 
         That is to write the average of its step, and to delete what the checkpoint replaces. If the
-        run is at its end, no other checkpoint comes after it.
+        run is at its end, no other checkpoint comes after it. training: its train_state.pt.
         """
-        training = asdict(progress)
         self.clean_up(training)
-        target = self.average_dir / f"step_{progress.step:08d}"
+        target = self.average_dir / f"step_{training['step']:08d}"
         if average and average.steps:
             if not damage(target, ["meta.json"], required=["meta.json"]):
                 check_step(target)
@@ -282,6 +282,8 @@ class Saver:
             make_way(target, required=(MANIFEST,) if is_average else ())
             return put_in_place(folder.path, target)
         except OSError as e:
+            if self.unfinished:
+                self.unfinished.close()  # else the disk would keep what is deleted now
             remove_only(self.temporary(target), OURS)
             raise OSError(f"{target} could not be written ({e.strerror or e})") from None
 
@@ -292,7 +294,8 @@ class Saver:
         """Make the folder in which a checkpoint is written before it gets its name."""
         self.lock.renew()
         remove_only(self.temporary(target), OURS)  # left by a save that failed
-        return NewFolder(self.temporary(target))
+        self.unfinished = NewFolder(self.temporary(target))
+        return self.unfinished
 
     def write_tensors(
         self, c: GPTConfig, weights: dict, training: dict | None, target: Path

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file
 
-from hardware.disk import MANIFEST, NewFolder, damage, only_plain
+from hardware.disk import MANIFEST, NewFolder, damage, only_plain, read_object
 from model import GPT, PRESETS, GPTConfig, rope_scaling
 from training.stream import save_safetensors
 
@@ -489,6 +489,19 @@ def is_nanogpt(path: str | Path) -> bool:
     if path.suffix == ".pt":
         return True
     return (path / "ckpt.pt").exists() and not (path / "config.json").exists()
+
+
+def shape_in(path: str | Path) -> GPTConfig:
+    """Return the shape of the model that from_pretrained() returns. Raises ValueError like it."""
+    path = Path(path)
+    try:
+        if is_nanogpt(path):
+            return read_nanogpt(path if path.suffix == ".pt" else path / "ckpt.pt")[0]
+        return from_config(read_object(path / "config.json"))
+    except OSError as e:
+        raise ValueError(f"{e.filename}: {e.strerror}") from None
+    except (LookupError, TypeError, AttributeError) as e:
+        raise ValueError(f"config.json: {type(e).__name__}: {e}") from None
 
 
 def from_pretrained(path: str | Path, **overrides) -> GPT:

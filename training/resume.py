@@ -19,7 +19,7 @@ from hardware.disk import damage, read_object
 from model import GPT, GPTConfig, rope_table
 from text.dataset import DataSet, load_tokenizer, tokenizer_id, tokenizer_of_model
 from text.tokenizer import same_ids
-from training.huggingface import from_config, from_pretrained, is_utf8
+from training.huggingface import from_pretrained, is_utf8, shape_in
 from training.metrics import METRICS_VERSION, read_metrics
 from training.runs import (
     check_step,
@@ -65,8 +65,8 @@ def with_context(given: dict[str, Any]) -> dict[str, Any]:
     A block_size that is given stays. If the model cannot be read, load_model() will say so.
     """
     try:
-        context = from_config(read_object(Path(given["init_from"]) / "config.json")).block_size
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        context = shape_in(given.get("init_from", "scratch")).block_size
+    except ValueError:
         return given
     return {"block_size": min(TrainConfig.block_size, context)} | given
 
@@ -234,30 +234,38 @@ def load_model(
             hint = f"; it is the folder of a run: give {newest}"
         raise UserError(f"init_from={folder}: cannot be loaded ({e}{hint})") from None
     has = model.config
-    own = earlier is not None and earlier.settings.get("init_from") in ("scratch", "auto")
-    now = model_config(cfg, vocab_size) if own else longer(has, cfg)
     differ = ["vocab_size"] if has.vocab_size < vocab_size else []
+    now = {"vocab_size": vocab_size}
     if earlier:
+        own = earlier.settings.get("init_from") in ("scratch", "auto")
+        now = shape_asked(has, cfg, vocab_size, own)
         # A setting may have another value than the model has, if the run has ignored it so far.
         settings = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)}
-        before = replace(cfg, **settings)
-        then = model_config(before, vocab_size) if own else longer(has, before)
-        shapes = {k: (getattr(has, k), getattr(then, k)) for k in asdict(now)}
-        differ += [k for k, values in shapes.items() if getattr(now, k) not in values]
-    elif now != has and not differ:
-        changes = [f"block_size {has.block_size} -> {now.block_size}"]
-        if now.rope_scaling != has.rope_scaling:
-            changes.append(f"rope_scaling {has.rope_scaling!r} -> {now.rope_scaling!r}")
+        then = shape_asked(has, replace(cfg, **settings), vocab_size, own)
+        differ += [k for k, v in now.items() if v not in (getattr(has, k), then[k])]
+    elif not differ and (extended := longer(has, cfg)) != has:
+        changes = [f"block_size {has.block_size} -> {extended.block_size}"]
+        if extended.rope_scaling != has.rope_scaling:
+            changes.append(f"rope_scaling {has.rope_scaling!r} -> {extended.rope_scaling!r}")
         else:
             changes.append(f"it has never seen positions from {has.block_size} on")
         note(f"{folder} goes on with longer sequences: {', '.join(changes)}")
-        model.config = now
-        model.rope = rope_table(now)
+        model.config = extended
+        model.rope = rope_table(extended)
     if differ:
-        wanted = replace(now, vocab_size=vocab_size)
-        both = [f"{k} is {getattr(has, k)} there, {getattr(wanted, k)} here" for k in differ]
+        both = [f"{k} is {getattr(has, k)} there, {now[k]} here" for k in differ]
         raise UserError(f"checkpoint {folder} does not fit the settings: {'; '.join(both)}")
     return model
+
+
+def shape_asked(has: GPTConfig, cfg: TrainConfig, vocab_size: int, own: bool) -> dict[str, Any]:
+    """Return what the settings say of a model's shape. own: it is not one to fine-tune."""
+    if own:
+        return asdict(model_config(cfg, vocab_size))
+    # All but two of them are ignored: the model to fine-tune `has` a shape.
+    shape = asdict(model_config(replace(cfg, rope_scaling=""), vocab_size))
+    extended = longer(has, cfg)
+    return shape | {k: getattr(extended, k) for k in ("block_size", "rope_scaling")}
 
 
 def longer(c: GPTConfig, cfg: TrainConfig) -> GPTConfig:

@@ -214,7 +214,7 @@ def replaced(folder: Path) -> list[Path]:
 
 def sweep(folder: Path) -> None:
     """Delete what a process left behind that was killed while it saved or deleted a checkpoint."""
-    left = re.compile(r"\.tmp_step_[0-9]+-[0-9a-f]{8}|\.step_[0-9]+\.old[0-9]*")
+    left = re.compile(r"\.tmp_step_[0-9]+(-[0-9a-f]{8})?|\.step_[0-9]+\.old[0-9]*")
     places = [folder / "ckpt", folder / "average"]
     for place in [*places, *replaced(places[0]), *replaced(places[1])]:
         for path in place.glob(".*step_*"):

@@ -95,7 +95,6 @@ FAULTS += [*(f"{damage} of the data" for damage in DAMAGE), "full disk"]
 FOREIGN = ["notes.txt", "ckpt/mine/model.pt", "ckpt/backup/step_00000004/x", "bad_steps/mine.txt"]
 FOREIGN += ["ckpt/.mine", "average/mine.txt", "average/mine/step_00000004/model.pt"]
 LINKS = [".metrics.jsonl.tmp", ".loss.png.tmp", "bad_steps/.step_00000004.txt.tmp"]
-LINKS += ["ckpt/.tmp_step_00000004", "ckpt/.manifest.json.tmp"]
 TWO = "two writers"  # a job of its own
 
 

@@ -320,7 +320,7 @@ LAB = {
 PLAN = {
     "--devices=8": "here it is nproc",
     "--tok_s=9e4": "here it is peak_tflops",
-    "--tokens=10B": "it takes float, written as 10e9 or 10_000_000_000",
+    "--tokens=10B": "it takes float, written in full, such as 10_000_000_000",
     "--gpu=a99 --max_steps=1": "gpu: 'a99' is not in the table of GPUs; the nearest is",
     "--gpu=v100-16g --dtype=bfloat16 --max_steps=1": (
         "dtype=bfloat16: V100 has no bf16; leave dtype out"

@@ -2,6 +2,7 @@
 
 import copy
 import fcntl
+import gc
 import hashlib
 import itertools
 import json
@@ -15,6 +16,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -364,6 +366,42 @@ def test_the_lock_is_on_a_file_that_is_open_for_writing_and_names_its_holder(tmp
     assert os.listdir(tmp_path) == []
 
 
+def test_a_lock_of_another_user_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(UserError, match="another user's"):
+        Lock(tmp_path, "wait")
+
+
+def test_a_lock_on_a_disk_that_became_read_only_is_released(tmp_path, monkeypatch):
+    held = Lock(tmp_path / "run", "wait")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", Mock(side_effect=OSError(30, "Read-only file system")))
+        held.close()
+    Lock(tmp_path / "run", "wait").close()
+
+
+def test_a_save_that_fails_gives_its_room_back(tiny_data, tmp_path, monkeypatch, refuses):
+    """A file that is deleted while it is open keeps its place on the disk."""
+    monkeypatch.setattr(checkpoint, "save", Mock(side_effect=OSError(28, "No space left")))
+    gc.disable()
+    try:
+        refuses(lambda: train_tiny(tiny_data, tmp_path))
+        links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    finally:
+        gc.enable()
+    assert not [path for path in links if "tmp_step" in path]
+
+
+@pytest.mark.slow
+def test_a_last_save_that_fails_ends_all_ranks_without_a_traceback(tiny_data, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(REPO / "train.py"), *options(tiny_data, tmp_path, "--max_steps=4")]
+    command = ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *command]  # 100 KiB a file
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ended.returncode and "could not be written" in ended.stdout
+    assert "error: " in ended.stderr and "end_run" not in ended.stderr
+
+
 @pytest.mark.parametrize("make", [lambda path: path.write_text("mine"), os.mkfifo])
 def test_a_lock_that_somebody_else_wrote_stays_as_it_is(make, tmp_path):
     path = tmp_path / ".lock"
@@ -575,6 +613,17 @@ def test_a_run_that_gave_up_goes_on_behind_the_bad_steps(tiny_data, tmp_path, mo
     refuses(train.main, *options(tiny_data, tmp_path, *more))
     run = train_tiny(tiny_data, tmp_path, *more, "--init_from=resume")
     assert metrics(run, "loss").keys() == {1, 2, 3, 4, 7, 8}
+
+
+def test_a_resume_keeps_what_was_kept_because_of_bad_steps(
+    tiny_data, tmp_path, monkeypatch, refuses
+):
+    poison(monkeypatch, *range(8, 12))  # steps 5 and 6
+    more = ["--save_every=2", "--eval_every=100", "--max_bad_steps=2", "--keep=1"]
+    refuses(train.main, *options(tiny_data, tmp_path, *more))
+    monkeypatch.setattr(train, "loop", lambda *_: (False, False))
+    run = train_tiny(tiny_data, tmp_path, *more, "--init_from=resume")
+    assert {path.name for path in run.glob("ckpt/step_*")} == {"step_00000004", "step_00000006"}
 
 
 # -- pruning --
