@@ -253,8 +253,8 @@ def unknown(cls: type, places: dict[str, str]) -> UserError:
         close = difflib.get_close_matches(last, kinds, n=1, cutoff=0.8)
         close += difflib.get_close_matches(last, advice, n=1, cutoff=0.9)
         names = [name for name in (key.replace(".", "_"), last, *close) if name in advice]
-        what = advice[names[0]] if names else "see --help"
-        lines.append(f"{where}: unknown setting {key!r}; {what}")
+        hint = advice[names[0]] if names else "see --help"
+        lines.append(f"{where}: unknown setting {key!r}; {hint}")
     return UserError("\n".join(lines))
 
 

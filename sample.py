@@ -40,6 +40,7 @@ import torch
 from configurator import UserError, note, parse, run
 from hardware.disk import MANIFEST, damage, only_plain, read_object
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
+from hardware.terminal import plural
 from model import GPT
 from text.dataset import (
     DataSet,
@@ -49,7 +50,6 @@ from text.dataset import (
     tokenizer_of_model,
     verify,
 )
-from text.look import plural
 from text.tokenizer import SentencePiece, Tiktoken, same_ids
 from text.windows import open_windows
 from training.evaluate import evaluate
@@ -199,7 +199,7 @@ def model_tokenizer(folder: Path, cfg: SampleConfig) -> Tokenizer | None:
     try:
         own = tokenizer_of_model(folder)
     except UserError:
-        if not cfg.tokenizer:  # with one, it serves for a model whose own cannot be read
+        if not cfg.tokenizer:  # else that one takes its place
             raise
         own = None
     tokenizer = find_tokenizer(cfg.tokenizer) if cfg.tokenizer else own

@@ -47,9 +47,9 @@ from configurator import (  # noqa: E402
 from hardware.gpus import ECC_IN_MEMORY, Card, find_gpu  # noqa: E402
 from hardware.machine import Machine, available, own_memory, pick_dtype  # noqa: E402
 from hardware.peak import DTYPES, device_name, peak_tflops  # noqa: E402
+from hardware.terminal import plural  # noqa: E402
 from model import GPT, GPTConfig  # noqa: E402
 from text.dataset import DataSet, newest_dataset, open_datasets  # noqa: E402
-from text.look import plural  # noqa: E402
 from text.windows import open_windows  # noqa: E402
 from training.average import Average  # noqa: E402
 from training.huggingface import shape_in  # noqa: E402

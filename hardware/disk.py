@@ -327,7 +327,7 @@ class Lock:
             try:
                 handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             except PermissionError:
-                whose = "another user's lock, or in another user's folder"
+                whose = "this user may not write it; it may be a lock that another user left"
                 instead = f"if nobody writes there, delete it, or {self.instead}"
                 raise UserError(f"{path}: {whose}: {instead}") from None
             plain = stat.S_ISREG(os.fstat(handle).st_mode)

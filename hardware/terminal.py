@@ -83,6 +83,11 @@ def fitted(line: str, width: int) -> str:
     return "\n".join(rows)
 
 
+def plural(n: int, noun: str) -> str:
+    """Return `1 document`, or `2 documents`."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
 def quoted(text: str) -> str:
     """Return a text that a model wrote as a block, which cannot be taken for lines of the log.
 

@@ -1014,11 +1014,16 @@ def test_a_model_with_rope_goes_on_with_longer_sequences_and_with_a_scaling_of_t
     torch.testing.assert_close(hidden_logits(model, x), theirs(x).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_a_model_to_fine_tune_keeps_its_context_unless_a_block_size_is_given(tiny_data, tmp_path):
+def test_a_model_to_fine_tune_keeps_its_context_unless_a_block_size_is_given(
+    tiny_data, tmp_path, monkeypatch
+):
     folder = newest_checkpoint(train_tiny(tiny_data, tmp_path, "--max_steps=2") / "ckpt")
     asked = {"init_from": str(folder), "max_steps": 2}
     assert settings_of_run(asked).block_size == 32
     assert settings_of_run(asked | {"block_size": 64}).block_size == 64
+    (tmp_path / "scratch").symlink_to(folder)  # a model, but not the one that is meant
+    monkeypatch.chdir(tmp_path)
+    assert settings_of_run({"max_steps": 2}).block_size == TrainConfig().block_size
     other = settings_of_run(asked | {"init_from": str(tmp_path)})  # it will be refused
     assert other.block_size == TrainConfig().block_size
 

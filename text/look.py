@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hardware.terminal import plural
 from text.dataset import FORMAT_VERSION, id_type, load_tokenizer
 from text.records import Tally
 from text.settings import PrepareConfig
@@ -104,10 +105,6 @@ def report(meta: dict, folder: Path) -> str:
         *report_landmarks(meta),
     ]
     return "\n".join(lines)
-
-
-def plural(n: int, noun: str) -> str:
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 def warn_of_large_vocabulary(meta: dict) -> str:

@@ -18,9 +18,8 @@ import torch
 from configurator import UserError
 from hardware.disk import only_plain, read_object
 from hardware.machine import Machine
-from hardware.terminal import ProgressBar
+from hardware.terminal import ProgressBar, plural
 from model import GPT
-from text.look import plural
 from text.tokenizer import SentencePiece, Tiktoken
 
 Tokenizer = SentencePiece | Tiktoken

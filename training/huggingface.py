@@ -527,8 +527,7 @@ def from_pretrained(path: str | Path, **overrides) -> GPT:
             config, stored = read_nanogpt(file)
         else:
             source = "config.json"
-            only_plain(path / source)
-            config = from_config(json.loads((path / source).read_text(encoding="utf-8")))
+            config = from_config(read_object(path / source))
             source = "model.safetensors"
             stored = read_safetensors(path)
         state = from_state(config, stored)

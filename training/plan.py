@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 
 from configurator import UserError
+from hardware.terminal import plural
 from text.dataset import DataSet
-from text.look import plural
 from training.settings import TrainConfig
 
 FAR_OFF = 0.1  # a step should not differ from batch_tokens by a larger share than this

@@ -22,12 +22,11 @@ from configurator import changes, columns, row
 from hardware.disk import Lock, write_whole
 from hardware.kernels import attention_kernel
 from hardware.machine import Machine, capacity
-from hardware.terminal import ProgressBar, fitted, in_a_terminal, quoted
+from hardware.terminal import ProgressBar, fitted, in_a_terminal, plural, quoted
 from model import GPT, GPTConfig
 from text.dataset import DataSet
 from text.hf_tokenizer import llama_cpp_note, transformers_note
 from text.landmarks import mixed_landmarks
-from text.look import plural
 from text.replay import sample_texts
 from text.tokenizer import SentencePiece, Tiktoken
 from text.windows import Loader, share_within, train_loader

@@ -64,8 +64,11 @@ def with_context(given: dict[str, Any]) -> dict[str, Any]:
 
     A block_size that is given stays. If the model cannot be read, load_model() will say so.
     """
+    init_from = given.get("init_from", "scratch")
+    if init_from in ("scratch", "resume", "auto"):
+        return given
     try:
-        context = shape_in(given.get("init_from", "scratch")).block_size
+        context = shape_in(init_from).block_size
     except ValueError:
         return given
     return {"block_size": min(TrainConfig.block_size, context)} | given
@@ -262,7 +265,7 @@ def shape_asked(has: GPTConfig, cfg: TrainConfig, vocab_size: int, own: bool) ->
     """Return what the settings say of a model's shape. own: it is not one to fine-tune."""
     if own:
         return asdict(model_config(cfg, vocab_size))
-    # All but two of them are ignored: the model to fine-tune `has` a shape.
+    # A model to fine-tune has a shape of its own: all settings but two are ignored.
     shape = asdict(model_config(replace(cfg, rope_scaling=""), vocab_size))
     extended = longer(has, cfg)
     return shape | {k: getattr(extended, k) for k in ("block_size", "rope_scaling")}

@@ -368,7 +368,7 @@ def test_the_lock_is_on_a_file_that_is_open_for_writing_and_names_its_holder(tmp
 
 def test_a_lock_of_another_user_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
-    with pytest.raises(UserError, match="another user's"):
+    with pytest.raises(UserError, match="a lock that another user left"):
         Lock(tmp_path, "wait")
 
 
