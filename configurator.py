@@ -338,7 +338,7 @@ def given(
             if key not in kinds:
                 strange[key] = f"--{key}"
                 while argv and not argv[0].startswith("--") and not argv[0].endswith(".py"):
-                    argv.pop(0)  # its values
+                    argv.pop(0)  # what seems to be its value
                 continue
             kind = kinds[key]
             if typing.get_origin(kind) is tuple:
@@ -450,7 +450,7 @@ def folded(text: str, width: int) -> str:
 
 
 def row(key: str, value: str) -> str:
-    """Return a key and what is said of it, which goes on beside the key if the row is too long."""
+    """Return `key` + `value`. A value that is too long goes on below, beside the key."""
     width = columns() and max(20, columns() - len(key))
     first, *more = folded(value, width).split("\n")
     return "\n".join([key + first, *(" " * len(key) + line for line in more)])

@@ -93,7 +93,7 @@ class NewFolder:
         self.open(name).write(content)
 
     def close(self) -> None:
-        """Close the files, of which some may not be whole."""
+        """Close the files, without making sure that they are whole."""
         for file in self.files.values():
             with suppress(OSError):  # what is not written yet may find no room
                 file.close()

@@ -137,7 +137,7 @@ def document_mask(
     if begins.is_cpu:
         return pieces_of(begins)
     T = begins.size(1)
-    # FlexAttention is for GPUs that Triton serves, and has no dropout. Its heads have 16 and more.
+    # FlexAttention needs a GPU that Triton serves and a head_dim of at least 16. It has no dropout.
     if begins.is_cuda and compiled and not dropout and head_dim >= 16:
         if torch.cuda.get_device_capability(begins.device) >= (8, 0):
 

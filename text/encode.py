@@ -342,7 +342,7 @@ def reopened(path: Path, state: list, bar: ProgressBar) -> GrowingFile:
     """
     if path.stat().st_nlink > 1:  # a finished data set has the same file: it must not be cut
         copy = path.with_name(f".{path.name}.tmp")
-        copy.unlink(missing_ok=True)  # it may be another name of a file, too
+        copy.unlink(missing_ok=True)  # else copyfile() would write to a file that has this name too
         shutil.copyfile(path, copy)
         copy.replace(path)
     growing = GrowingFile(path, "r+b")
