@@ -180,9 +180,13 @@ def start(process: BaseProcess) -> None:
     """Start a worker, in which SIGINT is blocked from its first moment.
 
     Ctrl-C is handled by the main process, which then ends the worker. A Ctrl-C during the start
-    waits for its end.
+    waits for its end: else the worker would read from a pipe that is closed.
     """
     ensure_running()  # start() would do so, and let SIGINT through again
+    pressed: list[int] = []
+    # The worker inherits the mask. It holds for this thread alone, and a signal that another thread
+    # receives is handled in this one, too.
+    handler = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     added = {name: value for name, value in LEAN.items() if name not in os.environ}
     os.environ |= added
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -190,8 +194,11 @@ def start(process: BaseProcess) -> None:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
         for name in added:
             del os.environ[name]
+    if pressed:
+        signal.raise_signal(signal.SIGINT)
 
 
 class Worker:
