@@ -9,9 +9,10 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
-from multiprocessing import active_children
+from multiprocessing import active_children, get_context, util
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from conftest import REPO, call, make_records, write_jsonl
 from test_prepare import contents, documents, prepare_set, tiktoken_file
 
 import prepare
+from text import encode
 from text.dataset import open_dataset
 from text.encode import in_order, texts_of
 from text.formats import Chunk
@@ -132,6 +134,29 @@ def test_ctrl_c_while_the_workers_start_is_one_line(corpus, tmp_path, delay):
     error = run.communicate()[1]
     assert run.returncode == 130 and "Traceback" not in error
     assert error.splitlines()[-1].strip() == "interrupted"
+
+
+def test_ctrl_c_that_another_thread_receives_waits_until_a_worker_has_started(monkeypatch):
+    encode.ensure_running()
+    spawn = util.spawnv_passfds
+
+    def spawn_and_press(*args):
+        pid = spawn(*args)  # the worker waits for what it has to do
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        return pid
+
+    monkeypatch.setattr(util, "spawnv_passfds", spawn_and_press)
+    worker = get_context("spawn").Process(target=int)
+    asleep = threading.Event()
+    threading.Thread(target=asleep.wait).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            encode.start(worker)
+    finally:
+        asleep.set()
+    worker.join()
+    assert worker.exitcode == 0
 
 
 def test_no_more_workers_are_started_than_there_is_work_for():
