@@ -245,7 +245,7 @@ def test_the_residual_stream_and_its_norms_stay_in_bf16():
     for module in model.modules():
         if isinstance(module, torch.nn.RMSNorm):
             module.register_forward_hook(note)
-    x = ids(model, 2, 64).to(DEVICE)
+    x = ids(model, 2, 32).to(DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
         model(x, x)
     assert dtypes == {torch.bfloat16}
