@@ -100,9 +100,9 @@ gpt2() { # 124M, T = 1024: 2 x 64 x 1024 tokens a step
 }
 large() { # 1.15G, T = 1024 and 2048: 32 x 1024 tokens a micro-step
     local brief=(--batch_tokens=65536 --steps=14 --warmup=4 --rounds=1)
-    train large_1024 150 32000 "$WORK/1b_1024.json" config/train_1b.py --block_size=1024 \
+    train large_1024 240 32000 "$WORK/1b_1024.json" config/train_1b.py --block_size=1024 \
         --batch_size=32 "${brief[@]}"
-    train large_2048 150 32000 "$WORK/1b_2048.json" config/train_1b.py --block_size=2048 \
+    train large_2048 240 32000 "$WORK/1b_2048.json" config/train_1b.py --block_size=2048 \
         --batch_size=16 "${brief[@]}"
 }
 small() { # MiniMind's size, T = 512

@@ -50,6 +50,7 @@ def environment(gpu: str, processes: int) -> dict[str, str]:
             "FAKEGPU_PROFILE": gpu,
             "FAKEGPU_DEVICE_COUNT": str(processes),
             "FAKEGPU_TERMINAL_REPORT": "0",
+            "FAKEGPU_REPORT_PATH": os.devnull,
             "LD_PRELOAD": ":".join(map(str, libraries)),
         }
     )

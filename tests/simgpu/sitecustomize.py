@@ -5,17 +5,19 @@ memory held. Where one number or a few are read, they may decide what happens ne
 are made up. The programs themselves know nothing of that.
 """
 
+import sys
+
 import torch
 
 
 def made_up(x: torch.Tensor) -> torch.Tensor:
-    """Return 1, 0, 1, 0, ...
+    """Return ones; of three and more numbers, every second one is 0.
 
-    The facts of a step are its loss, whether a signal has come, and the norm of its gradient; those
-    of a token that was generated are the sum of its logits, and whether all texts have ended.
+    The facts of a step are its loss, whether a signal has come, and the norm of its gradient.
     """
     x = torch.ones(x.shape, dtype=x.dtype, device="cpu")
-    x.view(-1)[1::2] = 0
+    if x.numel() > 2:
+        x.view(-1)[1::2] = 0
     return x
 
 
@@ -26,9 +28,19 @@ def reading(name: str):
 
 for name in ("item", "__float__", "__bool__", "__int__"):
     setattr(torch.Tensor, name, reading(name))
-tolist = torch.Tensor.tolist
-# A copy that a GPU made without waiting lies in pinned memory.
-torch.Tensor.tolist = lambda x: tolist(made_up(x) if x.is_cuda or x.is_pinned() else x)
+
+
+def tolist(x: torch.Tensor, real=torch.Tensor.tolist):
+    if not (
+        x.is_cuda or x.is_pinned()
+    ):  # a copy that a GPU made without waiting lies in such memory
+        return real(x)
+    if sys._getframe(1).f_code.co_name == "generate":
+        return [1.0, 0.0]  # the sum of the logits is finite, and the texts have not ended
+    return real(made_up(x))
+
+
+torch.Tensor.tolist = tolist
 torch.cuda.Event.elapsed_time = lambda begin, end: 1.0
 torch.backends.cuda.enable_cudnn_sdp(False)  # the simulation has no cuDNN
 # The simulation refuses pieces of different sizes, some of them empty.

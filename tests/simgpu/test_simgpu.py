@@ -195,6 +195,16 @@ def test_measuring_runs_on_a_simulated_gpu(tool, folder):
     assert code == 0, output
 
 
+@pytest.mark.parametrize(
+    "options",
+    ["--eager --configs minimind_26m --only bfloat16", "--compiled --configs demo --only float16"],
+)
+def test_the_predicted_peaks_are_those_of_the_allocator_within_5_percent(options):
+    command = [sys.executable, REPO / "tests/simgpu/memory.py", *options.split()]
+    ended = subprocess.run(command, text=True, capture_output=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
 # Those that compare numbers, or whose run depends on them.
 NUMBERS = """
 compiled_equals_eager bf16_computes_the_loss masked_documents greedy_tokens the_defaults_train

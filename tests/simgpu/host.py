@@ -1,0 +1,154 @@
+"""Measure the host's part of a training step: on simulated GPUs, kernels take no time.
+
+    SIMGPU=FOLDER .venv/bin/python tests/simgpu/host.py --nanogpt=../nanoGPT     # 20 minutes
+
+For each config: the milliseconds of a micro-step, in eager mode and compiled, and of the steps of
+AdamW and Muon; beside it nanoGPT's micro-step, in a model of the same layers, heads and width. All
+are measured by turns in one process. What a driver takes for a launch, 2 to 3 us, is not in these
+figures: here it returns at once.
+"""
+
+import argparse
+import gc
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import repeat
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))  # so that `python tests/simgpu/host.py` finds the modules below
+from bench.plan import launches  # noqa: E402
+from hardware.machine import Machine  # noqa: E402
+from model import GPT  # noqa: E402
+from tests.simgpu.memory import shipped  # noqa: E402
+from tests.simgpu.simulation import SIMGPU, simulated  # noqa: E402
+from training.memory import Step  # noqa: E402
+from training.optimizer import make_optimizer  # noqa: E402
+from training.settings import TrainConfig  # noqa: E402
+from training.step import Batch, take_step  # noqa: E402
+
+CONFIGS = ["demo", "minimind_26m", "train_100m", "gpt2_124m", "train_1b"]
+MANY = 5  # micro-steps of a long step; a short one has one
+CUDA = torch.device("cuda")
+TakesSteps = Callable[[int], None]  # called with the number of micro-steps
+
+
+def ours(model: GPT, compiled: bool, optimizer: str, step: Step) -> TakesSteps:
+    machine = Machine(0, 0, 1, CUDA, torch.bfloat16, "")
+    forward = torch.compile(model, dynamic=False) if compiled else model
+    made = make_optimizer(TrainConfig(max_steps=1, optimizer=optimizer), machine, model)
+    scaler = torch.amp.GradScaler("cuda", enabled=False)
+    rows = torch.zeros(step.B, step.T + 1, dtype=torch.long, device=CUDA)
+    batches = repeat(Batch(rows[:, :-1], rows[:, 1:]))
+    return lambda accum: take_step(forward, model, made, scaler, batches, accum, machine, 1.0)()
+
+
+def nanogpt(theirs: ModuleType, model: GPT, compiled: bool, step: Step) -> TakesSteps:
+    """Return a step like the one in nanoGPT's train.py, with its model."""
+    c = model.config
+    shape = dict(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, block_size=step.T)
+    made = theirs.GPT(theirs.GPTConfig(vocab_size=c.padded_vocab_size, bias=c.bias, **shape))
+    made.to(CUDA)
+    optimizer = made.configure_optimizers(0.1, 6e-4, (0.9, 0.95), "cuda")
+    forward = torch.compile(made) if compiled else made
+    scaler = torch.amp.GradScaler("cuda", enabled=False)
+    X = torch.zeros(step.B, step.T, dtype=torch.long, device=CUDA)
+
+    def take(accum: int) -> None:
+        for _ in range(accum):
+            with torch.amp.autocast("cuda", torch.bfloat16):
+                loss = forward(X, X)[1] / accum
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+
+    return take
+
+
+def measure(config: str, nanogpt_folder: str, rounds: int) -> None:
+    """Print the figures of one config, as a line of JSON."""
+    for scheme in ("normal_", "uniform_", "kaiming_uniform_", "ones_", "zeros_"):
+        setattr(torch.nn.init, scheme, lambda x, *args, **options: x)  # weights need no room here
+    torch.set_float32_matmul_precision("high")
+    spec = importlib.util.spec_from_file_location("nanogpt", f"{nanogpt_folder}/model.py")
+    theirs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+    case = next(c for c in shipped([config], compiled=True) if c.step.dtype == torch.bfloat16)
+    case = replace(case, step=replace(case.step, B=1))  # three models share the GPU
+    model = GPT(case.model).to(CUDA)
+    contestants = {}
+    for mode in ("eager", "compiled"):
+        compiled = mode == "compiled"
+        contestants[mode, "AdamW"] = ours(model, compiled, "adamw", case.step)
+        contestants[mode, "Muon"] = ours(model, compiled, "muon", case.step)
+        contestants[mode, "nanoGPT"] = nanogpt(theirs, model, compiled, case.step)
+    for take in contestants.values():
+        for accum in (MANY, MANY, 1):
+            take(accum)
+    gc.collect()
+    gc.freeze()
+    seconds: dict[tuple, list[float]] = {}
+    for _ in range(rounds):
+        for name, take in contestants.items():
+            for accum in (1, MANY):
+                begun = time.perf_counter()
+                take(accum)
+                seconds.setdefault((*name, accum), []).append(time.perf_counter() - begun)
+    # Other programs only make a step longer: the fastest quarter counts.
+    ms = {key: 1e3 * statistics.quantiles(times, n=8)[0] for key, times in seconds.items()}
+    figures = {"config": config}
+    for mode in ("eager", "compiled"):
+        for who in ("AdamW", "Muon", "nanoGPT"):
+            micro = (ms[mode, who, MANY] - ms[mode, who, 1]) / (MANY - 1)
+            figures[f"{mode} {who}"] = [micro, ms[mode, who, 1] - micro]
+        one = Step(case.step.B, case.step.T, 2, torch.bfloat16, mode == "compiled")
+        figures[f"{mode} kernels"] = launches(model, one)
+    print("host:", json.dumps(figures), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nanogpt", required=True, help="folder of a checkout of nanoGPT")
+    parser.add_argument("--configs", nargs="+", default=CONFIGS)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--measure", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        return measure(args.measure, args.nanogpt, args.rounds)
+    if not SIMGPU:
+        parser.error("SIMGPU names no folder of simulated GPUs")
+    heads = "config          mode      micro-step  nanoGPT's  ratio  AdamW   Muon  kernels  us each"
+    print(heads, flush=True)
+    for config in args.configs:
+        options = [f"--nanogpt={args.nanogpt}", f"--rounds={args.rounds}"]
+        ended = simulated("a100", 1, [__file__, f"--measure={config}", *options], REPO)
+        lines = [line[6:] for line in ended.stdout.splitlines() if line.startswith("host: ")]
+        if not lines:
+            sys.exit(ended.stdout)
+        figures = json.loads(lines[0])
+        for mode in ("eager", "compiled"):
+            (micro, adamw), (_, muon), (theirs, _) = (
+                figures[f"{mode} {who}"] for who in ("AdamW", "Muon", "nanoGPT")
+            )
+            kernels = figures[f"{mode} kernels"]
+            row = (
+                f"{config:<15} {mode:<9} {micro:>7.2f} ms {theirs:>7.2f} ms {micro / theirs:>6.2f}"
+            )
+            row += f" {adamw:>6.1f} {muon:>6.1f} {kernels:>8,} {1e3 * micro / kernels:>8.1f}"
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
