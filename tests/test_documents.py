@@ -75,7 +75,7 @@ def test_a_masked_window_is_its_documents_run_alone(name, compiled):
     of_parts.backward()
     torch.testing.assert_close(loss, of_parts)
     for ours, p in zip(masked, model.parameters(), strict=True):
-        torch.testing.assert_close(ours, p.grad, atol=1e-6 * p.grad.abs().max().item(), rtol=1e-4)
+        torch.testing.assert_close(ours, p.grad, atol=3e-6 * p.grad.abs().max().item(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ODD)
