@@ -362,7 +362,7 @@ def doubts(found: dict[str, float], kind: str) -> list[str]:
 # and whether computing or memory sets that limit
 
 PRODUCTS = ("linear layers", "lm_head", "attention")  # the parts that matrix units compute
-LAUNCH = 25e-6  # seconds of the host for each kernel: measured on our CPU, see launches()
+LAUNCH = 25e-6  # seconds of the host for each kernel: measured on a Xeon, see launches()
 
 
 def roofline(model: GPT, step: Step) -> dict[str, tuple[float, float]]:
@@ -935,7 +935,7 @@ def print_roofline(model: GPT, step: Step, device: Device) -> dict[str, dict]:
     kernels = launches(model, step)
     host = kernels * LAUNCH
     found["launches"] = {"kernels": kernels, "seconds": host}
-    each = f"{kernels:,} kernels, {1e6 * LAUNCH:.0f} us each on our CPU"
+    each = f"{kernels:,} kernels, {1e6 * LAUNCH:.0f} us each on a Xeon"
     print(f"  {'launches':<14} {each:>34} {1e3 * host:>9,.3f}  the host")
 
     # The host launches kernels while the device works: the longer of the two times counts.

@@ -22,6 +22,7 @@ from test_model import ODD
 from bench.plan import measured_peak
 from hardware.machine import available, room
 from model import GPT, PRESETS, GPTConfig
+from tests.simgpu.memory import shipped
 from training.memory import Step, activations, largest_batch, needed, step_memory
 
 BF16 = torch.bfloat16
@@ -207,6 +208,23 @@ def test_ddp_holds_its_buckets_beside_the_gradients_of_earlier_micro_steps():
         steps = [Step(4, 1024, 2, device=device, world=n) for n in (1, 6)]
         one, six = (step_memory(model, step)[1] for step in steps)
         assert six.pop("DDP's buckets") == sets * 4 * P == sets * one["gradients"] and six == one
+
+
+# Bytes that torch allocated on a simulated A100: tests/simgpu/memory.py
+ALLOCATED = {
+    "demo bfloat16 B8 eager stream 1 x none": 221_492_224,
+    "train_1b bfloat16 B8 eager stream 6 x none": 53_669_821_952,
+    "train_1b bfloat16 B8 compiled stream 6 x none": 53_283_516_928,
+    "minimind_26m float16 B32 compiled stream 6 x optimizer": 2_912_234_496,
+    "train_100m bfloat16 B8 compiled mask recompute 6 x all": 837_536_256,
+}
+
+
+@pytest.mark.parametrize("case", ALLOCATED)
+def test_the_predicted_peaks_are_those_of_a_simulated_gpu_within_2_percent(case):
+    """What was mended after it was measured: cuBLAS, DDP's buckets and pieces, fp16 by blocks."""
+    cases = {c.key: c for c in shipped([case.split()[0]], "compiled" in case)}
+    assert cases[case].total() == pytest.approx(ALLOCATED[case], rel=0.02)
 
 
 def test_shards_hold_less_recomputing_keeps_less_and_other_optimizers_hold_less():

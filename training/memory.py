@@ -298,7 +298,10 @@ def block(c: GPTConfig, step: Step) -> list[Operation]:
         up = Operation("MLP", 0, x + 2 * h, x + h, up_weight)
         product = Operation("MLP", 2 * h, 5 * h, 2 * h)
         inside = [second_norm, gate, silu, up, product]
-        if step.compiled:
+        # Under DDP torch compiles what belongs to one bucket of gradients, of 25 MiB, by itself. If
+        # each of these matrices fills a bucket, silu's result goes from one piece to the next.
+        cut = step.compiled_whole and step.world > 1 and 4 * up_weight > 25 * 2**20
+        if step.compiled and not cut:
             # silu is computed a second time, and gradients are written over what was kept.
             inside = [second_norm, gate, up, replace(product, backward=4 * h)]
     else:

@@ -106,7 +106,7 @@ def measure(config: str, nanogpt_folder: str, rounds: int) -> None:
                 begun = time.perf_counter()
                 take(accum)
                 seconds.setdefault((*name, accum), []).append(time.perf_counter() - begun)
-    # Other programs only make a step longer: the fastest quarter counts.
+    # Other programs only make a step longer: the bound of the fastest eighth counts.
     ms = {key: 1e3 * statistics.quantiles(times, n=8)[0] for key, times in seconds.items()}
     figures = {"config": config}
     for mode in ("eager", "compiled"):

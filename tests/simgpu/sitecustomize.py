@@ -31,9 +31,7 @@ for name in ("item", "__float__", "__bool__", "__int__"):
 
 
 def tolist(x: torch.Tensor, real=torch.Tensor.tolist):
-    if not (
-        x.is_cuda or x.is_pinned()
-    ):  # a copy that a GPU made without waiting lies in such memory
+    if not (x.is_cuda or x.is_pinned()):  # a GPU copies to pinned memory, if the host does not wait
         return real(x)
     if sys._getframe(1).f_code.co_name == "generate":
         return [1.0, 0.0]  # the sum of the logits is finite, and the texts have not ended
