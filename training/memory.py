@@ -201,6 +201,8 @@ def heads(c: GPTConfig, step: Step) -> Operation:
     if c.qk_norm:  # it keeps what norm() keeps; its input is such a view, or a copy in fp32
         normalised = 4 * (c.n_head + c.n_kv_head)
         views = True
+        if step.compiled and s == 4 and c.pos == "rope" and not repeated:
+            normalised += (q + kv) * s  # and its result, before it is rotated
     keeps = own * q * size + normalised
     if views:
         keeps += qkv
@@ -452,6 +454,9 @@ def gathered(model: GPT, step: Step, block: int | None, averaging: bool) -> dict
     one = 4 * sum(p.numel() for p in model.blocks[0].parameters())
     rest = 4 * sum(p.numel() for p in model.parameters()) - layers * one
     buffers = 0
+    if block is None and averaging:  # the whole weights have gone before, if they need not stay
+        stay = step.zero == 2 and step.accum > 1
+        return {"whole weights": rest + layers * one if stay else 0}
     if block is None:
         here = 0 if step.zero == 3 else layers
         buffers += 1
@@ -536,7 +541,8 @@ def moments(model: GPT, step: Step) -> Iterator[Moment]:
     if step.zero:
         rest = 4 * P - blocks
         more = rest + rest / step.world + (0 if stay else rest - made)
-        yield moment("while the last gradients are averaged", {}, 0, new, 0, more)
+        when = "while the last gradients are averaged"
+        yield moment(when, {}, 0, new, 0, more, averaging=True)
 
 
 def loss_and_head(

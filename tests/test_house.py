@@ -1,0 +1,127 @@
+"""How large the house is, with a ceiling for each figure: a feature pays for its lines.
+
+    PYTHONPATH=. python tests/test_house.py      # print all figures
+
+A line of code is one that holds code: no blank line, comment or docstring.
+"""
+
+import ast
+import io
+import tokenize
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from conftest import REPO
+from test_imports import GRAPH, MODULES
+
+from training.settings import TrainConfig
+
+NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+NO_CODE.add(tokenize.ENDMARKER)
+EVENING = ["train.py", "model.py", "text/windows.py", "training/step.py"]  # what a newcomer reads
+# They read well in the line where they stand, and say nothing ten lines further down.
+FUNCTION_WORDS = """found what first wrong begin known before why where new more most made done own
+    rest begun ways mine theirs about said whose which when here there then after whole same other
+    less least many few each one both old now read how way whether needed asked given""".split()
+
+# The most that each figure may be.
+CEILINGS = {
+    "product, with plan.py": 10_750,
+    "bench": 2_310,
+    "tests": 11_800,
+    "the evening's four files": 1_200,
+    "import train: files": 34,
+    "import train: code lines": 9_000,
+    "train.py imports: modules": 24,
+    "train.py imports: names": 70,
+    "settings of train.py": 70,
+    "README: lines": 210,
+    "function words, in 1,000 names": 110,
+}
+
+
+def code_lines(path: Path) -> int:
+    source = path.read_text(encoding="utf-8")
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NO_CODE:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        with_docstring = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        if isinstance(node, with_docstring) and ast.get_docstring(node, clean=False) is not None:
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
+
+
+def closure(module: str) -> set[str]:
+    """Return a module and all of ours that it imports, directly or not."""
+    reached = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting += GRAPH[name]
+    return {name for name in reached if code_lines(MODULES[name])}
+
+
+def stored_names(path: Path) -> list[str]:
+    """Return the names that a file gives to its variables and parameters, as often as it does."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append(node.id)
+        elif isinstance(node, ast.arg):
+            names.append(node.arg)
+    return names
+
+
+def figures() -> dict[str, int]:
+    lines = {path: code_lines(path) for path in MODULES.values()}
+    product = [path for name, path in MODULES.items() if not name.startswith("bench")]
+    product += [REPO / "bench/plan.py"] if (REPO / "bench/plan.py").exists() else []
+    everything = sum(lines.values())
+    of_product = sum(lines[path] for path in product)
+    of_train = closure("train")
+    tree = ast.parse((REPO / "train.py").read_text(encoding="utf-8"))
+    from_ours = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES
+    ]
+    names = Counter(name for path in product for name in stored_names(path))
+    words = sum(names[word] for word in FUNCTION_WORDS)
+    return {
+        "product, with plan.py": of_product,
+        "bench": everything - of_product,
+        "tests": sum(map(code_lines, (REPO / "tests").rglob("*.py"))),
+        "the evening's four files": sum(lines[REPO / name] for name in EVENING),
+        "import train: files": len(of_train),
+        "import train: code lines": sum(lines[MODULES[name]] for name in of_train),
+        "train.py imports: modules": len(from_ours),
+        "train.py imports: names": sum(len(node.names) for node in from_ours),
+        "settings of train.py": len(fields(TrainConfig)),
+        "README: lines": len((REPO / "README.md").read_text(encoding="utf-8").splitlines()),
+        "function words, in 1,000 names": round(1000 * words / names.total()),
+    }
+
+
+FIGURES = figures()
+
+
+@pytest.mark.parametrize("figure", CEILINGS)
+def test_no_figure_of_the_house_is_above_its_ceiling(figure):
+    assert FIGURES[figure] <= CEILINGS[figure]
+
+
+def test_no_file_of_the_product_is_longer_than_an_evening_allows():
+    lines = {name: code_lines(path) for name, path in MODULES.items()}
+    allowed = {"model": 520, "training.report": 490, "training.memory": 460, "bench.plan": 770}
+    assert not {name: n for name, n in lines.items() if n > allowed.get(name, 450)}
+
+
+if __name__ == "__main__":
+    for figure, number in FIGURES.items():
+        print(f"{number:>7,} of {CEILINGS[figure]:>7,}  {figure}")
