@@ -1,4 +1,3 @@
-import ast
 import gzip
 import json
 import math
@@ -14,12 +13,11 @@ import tiktoken
 import torch
 from conftest import REPO, TINY, call, make_records, write_jsonl
 
-from bench import compare, documents, matmul, optimizers, polynomial, race, roof, sweep
+from bench import compare, documents, matmul, optimizers, race, roof, sweep
 from configurator import given
 from hardware.peak import datasheet_peak, measure_tflops
 from model import GPT, PRESETS, GPTConfig
 from training.huggingface import to_state
-from training.optimizer import SQUARES
 
 
 @pytest.mark.parametrize(
@@ -238,23 +236,6 @@ def peer_of(folder: Path, iter_num: int) -> Path:
 
 
 NANO = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, bias=False, vocab_size=400)
-
-
-def test_muons_polynomial_takes_strengths_from_0_005_to_1_near_to_1():
-    s = torch.linspace(0.005, 1, 10_001, dtype=torch.float64)
-    lines = torch.tensor(SQUARES, dtype=torch.float64)
-    moved = polynomial.strengths_after(lines, s)
-    assert 0.22 < moved.min() and moved.max() < 1.78
-
-
-def test_the_search_for_a_polynomial_prints_lines_that_do_what_it_says(capsys):
-    call(polynomial.main, "--squares=2", "--low=0.1", "--tries=4")
-    printed, *rows = capsys.readouterr().out.rsplit(" to ", 1)[1].splitlines()
-    lines = torch.tensor([ast.literal_eval(row.strip(" ,")) for row in rows], dtype=torch.float64)
-    moved = polynomial.strengths_after(lines, torch.linspace(0.1, 1, 1001, dtype=torch.float64))
-    most = float(printed)  # the second number of the last `0.5 to 1.5`
-    assert most < 1.5
-    assert [moved.min(), moved.max()] == pytest.approx([2 - most, most], abs=0.01)
 
 
 def test_documents_prints_the_cost_of_masks(tiny_data, capsys):
