@@ -1,11 +1,11 @@
 """Compare the speed of this trainer with that of a peer: the same model, batch, data and AdamW.
 
     # nanoGPT's own train.py, from a checkout of nanoGPT
-    python bench/compare.py config/gpt2_124m.py --dataset=mine --nanogpt=../nanoGPT
+    python -m bench.compare config/gpt2_124m.py --dataset=mine --nanogpt=../nanoGPT
     # transformers' Trainer, with the same model
-    python bench/compare.py config/minimind_26m.py --dataset=zh --hf
+    python -m bench.compare config/minimind_26m.py --dataset=zh --hf
     # sampling instead of training
-    python bench/compare.py config/gpt2_124m.py --dataset=mine --nanogpt=../nanoGPT --sampling
+    python -m bench.compare config/gpt2_124m.py --dataset=mine --nanogpt=../nanoGPT --sampling
 
 Every setting of train.py is accepted too. The contestants run as processes of their own, in turns,
 on this machine. All of them are timed from outside by one clock: it measures the time from the line
@@ -30,17 +30,17 @@ from pathlib import Path
 
 import torch
 
+from configurator import UserError, changes, parse, run
+from hardware.machine import pick_dtype
+from hardware.peak import device_name, peak_tflops, read_gb_s
+from hardware.terminal import ProgressBar
+from model import GPT
+from text.dataset import open_datasets
+from training.huggingface import to_config
+from training.plan import make_plan
+from training.settings import TrainConfig, model_config, with_data
+
 REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # so that `python bench/compare.py` finds the modules below
-from configurator import UserError, changes, parse, run  # noqa: E402
-from hardware.machine import pick_dtype  # noqa: E402
-from hardware.peak import device_name, peak_tflops, read_gb_s  # noqa: E402
-from hardware.terminal import ProgressBar  # noqa: E402
-from model import GPT  # noqa: E402
-from text.dataset import open_datasets  # noqa: E402
-from training.huggingface import to_config  # noqa: E402
-from training.plan import make_plan  # noqa: E402
-from training.settings import TrainConfig, model_config, with_data  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -392,7 +392,7 @@ def main() -> None:
             "machine": device_name(device),
             "python": platform.python_version(),
             "versions": {package: version(package) for package in packages},
-            "command": " ".join(["python bench/compare.py", *sys.argv[1:]]),
+            "command": " ".join(["python -m bench.compare", *sys.argv[1:]]),
             "commands": portable(commands, cfg, str(folder)),
             "unit": step_tokens,
             "seconds": seconds,

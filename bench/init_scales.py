@@ -1,9 +1,9 @@
 """Measure what an initialisation is for: the scale of activations and gradients, block by block.
 
     # every scheme of the table INIT in model.py, in a model of 8 layers x 128
-    python bench/init_scales.py --dataset=mine
+    python -m bench.init_scales --dataset=mine
     # some of them, in another model: every setting of train.py is accepted too
-    python bench/init_scales.py config/demo.py --inits gpt2 kaiming t5 --png=scales.png
+    python -m bench.init_scales config/demo.py --inits gpt2 kaiming t5 --png=scales.png
 
 A scheme draws the weights of a model. The script measures this model, trains it for `steps` steps
 and measures it again: one forward and one backward pass in fp32, over the same validation windows.
@@ -28,18 +28,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # so that `python bench/init_scales.py` finds the modules below
-from configurator import UserError, changes, parse, run  # noqa: E402
-from hardware.machine import Machine, start  # noqa: E402
-from hardware.peak import device_name  # noqa: E402
-from hardware.terminal import ProgressBar  # noqa: E402
-from model import GPT, INIT  # noqa: E402
-from text.windows import Rows  # noqa: E402
-from train import Data, open_data, open_optimizer  # noqa: E402
-from training.plan import make_plan  # noqa: E402
-from training.settings import TrainConfig, model_config, with_data  # noqa: E402
-from training.step import read_ahead, take_step, to_batch  # noqa: E402
+from configurator import UserError, changes, parse, run
+from hardware.machine import Machine, start
+from hardware.peak import device_name
+from hardware.terminal import ProgressBar
+from model import GPT, INIT
+from text.windows import Rows
+from train import Data, open_data, open_optimizer
+from training.plan import make_plan
+from training.settings import TrainConfig, model_config, with_data
+from training.step import read_ahead, take_step, to_batch
 
 
 @dataclass(frozen=True)

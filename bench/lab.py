@@ -1,8 +1,8 @@
 """Answer a question by training: every variant with every seed, compared seed by seed.
 
-    python bench/lab.py bench/questions/optimizers.py --dataset=mine
-    python bench/lab.py bench/questions/inits.py --seeds 4 5 6 --only xavier small
-    python bench/lab.py bench/questions/optimizers.py --report --markdown=o.md --png=o.png
+    python -m bench.lab bench/questions/optimizers.py --dataset=mine
+    python -m bench.lab bench/questions/inits.py --seeds 4 5 6 --only xavier small
+    python -m bench.lab bench/questions/optimizers.py --report --markdown=o.md --png=o.png
 
 A question is a file of plain assignments (docs/extending.md has one): the question in words, the
 settings of all runs, and `variants`, each a name with the settings in which it differs. Every
@@ -41,15 +41,15 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Literal
 
+import configurator
+from bench.lab_results import Results, compare, plot, read_run, table
+from configurator import UserError, changes, parse, set_value
+from hardware.disk import content_sha256, json_bytes, write_whole
+from hardware.machine import stop_signals
+from text.dataset import names_and_weights, open_datasets
+from training.settings import TrainConfig, with_data
+
 REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # so that `python bench/lab.py` finds the modules below
-import configurator  # noqa: E402
-from bench.lab_results import Results, compare, plot, read_run, table  # noqa: E402
-from configurator import UserError, changes, parse, set_value  # noqa: E402
-from hardware.disk import content_sha256, json_bytes, write_whole  # noqa: E402
-from hardware.machine import stop_signals  # noqa: E402
-from text.dataset import names_and_weights, open_datasets  # noqa: E402
-from training.settings import TrainConfig, with_data  # noqa: E402
 
 # Settings that lab.py gives to every run.
 GIVEN = {"seed", "init_from", "overwrite", "eval_tokens", "run_name", "out_dir"}

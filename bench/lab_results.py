@@ -1,6 +1,6 @@
 """What the runs of bench/lab.py have measured: read it, compare it, print it, draw it.
 
-`python bench/lab.py --help` explains the figures and the statistics.
+`python -m bench.lab --help` explains the figures and the statistics.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Measure how fast this machine multiplies matrices, and print the datasheet's peak beside it.
 
     # fp32, tf32, bf16 and fp16, with n = 1024 ... 16384 as far as memory allows
-    python bench/matmul.py
-    python bench/matmul.py --dtypes bf16 fp64 --sizes 4096 8192 --json roof.json
+    python -m bench.matmul
+    python -m bench.matmul --dtypes bf16 fp64 --sizes 4096 8192 --json roof.json
 
 Each figure is 2 n³ FLOPs divided by the median time of C = A @ B, where all three are n x n
 matrices. torch.utils.benchmark takes the time, after a warm-up.
@@ -15,11 +15,9 @@ from pathlib import Path
 
 import torch
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # so that `python bench/matmul.py` finds the modules below
-from configurator import UserError, parse, run  # noqa: E402
-from hardware.gpus import datasheet_tflops  # noqa: E402
-from hardware.peak import DTYPES, device_name, measure_tflops  # noqa: E402
+from configurator import UserError, parse, run
+from hardware.gpus import datasheet_tflops
+from hardware.peak import DTYPES, device_name, measure_tflops
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Measure how fast prepare.py is, compared with the tokenizer library alone, and its peak memory.
 
     # the corpus, repeated until it is 300 MB of JSON
-    python bench/prepare.py CORPUS.jsonl.gz --tokenizer gpt2
+    python -m bench.prepare CORPUS.jsonl.gz --tokenizer gpt2
     # a longer input shows that the memory does not grow with it
-    python bench/prepare.py CORPUS.jsonl.gz --mb 2000 --json out.json
+    python -m bench.prepare CORPUS.jsonl.gz --mb 2000 --json out.json
 
 Three ways to encode the corpus take turns, `rounds` times, and the results are medians:
     library   the tokenizer library on one core, with all texts already in memory
@@ -37,12 +37,12 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+from configurator import UserError, parse, run
+from text.dataset import find_tokenizer
+from text.records import record_text
+from text.tokenizer import SentencePiece, Tiktoken
+
 REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # so that `python bench/prepare.py` finds the modules below
-from configurator import UserError, parse, run  # noqa: E402
-from text.dataset import find_tokenizer  # noqa: E402
-from text.records import record_text  # noqa: E402
-from text.tokenizer import SentencePiece, Tiktoken  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def parse_arguments() -> BenchConfig:
         argv = [*argv[1:], f"--corpus={argv[0]}"]
     cfg = parse(BenchConfig, argv, doc=__doc__)
     if not cfg.corpus:
-        raise UserError("name a corpus: python bench/prepare.py CORPUS.jsonl.gz")
+        raise UserError("name a corpus: python -m bench.prepare CORPUS.jsonl.gz")
     return cfg
 
 

@@ -1,6 +1,6 @@
 """How long do nanoGPT with its own recipe and this trainer with a config of ours take to a loss?
 
-    python bench/race.py config/shakespeare_char.py --nanogpt=../nanoGPT --recipe="
+    python -m bench.race config/shakespeare_char.py --nanogpt=../nanoGPT --recipe="
         config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20
         --log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128
         --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
@@ -27,18 +27,18 @@ from pathlib import Path
 
 import torch
 
+from configurator import UserError, changes, parse, run
+from hardware.disk import json_bytes, write_whole
+from hardware.machine import Machine
+from text.dataset import open_datasets
+from text.windows import open_windows
+from training.evaluate import evaluate
+from training.huggingface import from_pretrained
+from training.metrics import read_metrics
+from training.runs import newest_checkpoint
+from training.settings import TrainConfig, with_data
+
 REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # so that `python bench/race.py` finds the modules below
-from configurator import UserError, changes, parse, run  # noqa: E402
-from hardware.disk import json_bytes, write_whole  # noqa: E402
-from hardware.machine import Machine  # noqa: E402
-from text.dataset import open_datasets  # noqa: E402
-from text.windows import open_windows  # noqa: E402
-from training.evaluate import evaluate  # noqa: E402
-from training.huggingface import from_pretrained  # noqa: E402
-from training.metrics import read_metrics  # noqa: E402
-from training.runs import newest_checkpoint  # noqa: E402
-from training.settings import TrainConfig, with_data  # noqa: E402
 
 
 @dataclass(frozen=True)

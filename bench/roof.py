@@ -1,8 +1,8 @@
 """Measure how fast this machine runs a model's own operations, one at a time, to judge an MFU by.
 
     # every setting of train.py is accepted too
-    python bench/roof.py config/gpt2_124m.py
-    python bench/roof.py config/train_1b.py --vocab_size=32000 --tokens=32768 --json=roof.json
+    python -m bench.roof config/gpt2_124m.py
+    python -m bench.roof config/train_1b.py --vocab_size=32000 --tokens=32768 --json=roof.json
 
 Each figure is a median over `seconds` of repetitions (torch.utils.benchmark, after a warm-up), in
 the dtype that train.py picks. OOM: the operation does not fit into memory. n/a: this machine cannot
@@ -30,14 +30,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # so that `python bench/roof.py` finds the modules below
-from configurator import changes, parse, run  # noqa: E402
-from hardware.kernels import ChunkedCrossEntropy, attend, attention_kernel  # noqa: E402
-from hardware.machine import Machine, start  # noqa: E402
-from hardware.peak import device_name, peak_tflops  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
-from training.settings import TrainConfig, model_config  # noqa: E402
+from configurator import changes, parse, run
+from hardware.kernels import ChunkedCrossEntropy, attend, attention_kernel
+from hardware.machine import Machine, start
+from hardware.peak import device_name, peak_tflops
+from model import GPT, GPTConfig
+from training.settings import TrainConfig, model_config
 
 Figure = float | str  # a number, or the word that says why there is none
 

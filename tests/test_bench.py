@@ -13,7 +13,7 @@ import tiktoken
 import torch
 from conftest import REPO, TINY, call, make_records, write_jsonl
 
-from bench import compare, documents, matmul, optimizers, race, roof, sweep
+from bench import compare, matmul, race, roof, sweep
 from configurator import given
 from hardware.peak import datasheet_peak, measure_tflops
 from model import GPT, PRESETS, GPTConfig
@@ -197,17 +197,6 @@ def test_training_is_compared_by_one_clock(tiny_data, tmp_path, capsys):
     assert "ours / it" in capsys.readouterr().out
 
 
-def test_the_cost_of_a_step_is_given_for_each_optimizer(capsys):
-    tiny = [o for o in TINY if not o.startswith(("--dataset", "--max_steps"))]
-    call(optimizers.main, *tiny, "--vocab_size=400", "--rounds=2", "--steps=1")
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    ms = {row[0]: float(row[1]) for row in rows if row[0] in optimizers.NAMES}
-    assert list(ms) == list(optimizers.NAMES) and min(ms.values()) > 0
-    for row in rows:  # the last column is the difference to AdamW in percent
-        percent = 100 * (ms[row[0]] / ms["adamw"] - 1)
-        assert float(row[-1].rstrip("%")) == pytest.approx(percent, abs=5)
-
-
 # A script that stands for nanoGPT. It says that a step takes 20 ms, and saves what is in given.pt.
 PEER = """
 import shutil, sys
@@ -236,15 +225,6 @@ def peer_of(folder: Path, iter_num: int) -> Path:
 
 
 NANO = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, bias=False, vocab_size=400)
-
-
-def test_documents_prints_the_cost_of_masks(tiny_data, capsys):
-    options = ["--block_sizes", "16", "32", "--rounds=1", "--steps=1"]
-    call(documents.main, *TINY, f"--data_dir={tiny_data}", *options)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    times = [(row[0], float(row[1])) for row in rows if row[0] in documents.KINDS]
-    assert [kind for kind, _ in times] == [*documents.KINDS] * 2
-    assert min(ms for _, ms in times) > 0
 
 
 @pytest.mark.slow
@@ -298,11 +278,9 @@ def test_the_gpu_suite_runs_at_toy_size_on_a_cpu(tmp_path):
 
 
 SETTINGS_OF = {
-    "bench/roof.py": roof.RoofConfig,
-    "bench/compare.py": compare.CompareConfig,
-    "bench/optimizers.py": optimizers.CostConfig,
-    "bench/documents.py": documents.CostConfig,
-    "bench/sweep.py": sweep.SweepConfig,
+    "bench.roof": roof.RoofConfig,
+    "bench.compare": compare.CompareConfig,
+    "bench.sweep": sweep.SweepConfig,
 }
 
 
@@ -317,10 +295,10 @@ def test_every_command_of_the_gpu_suite_has_settings_that_its_script_knows(toy, 
     subprocess.run(suite, env=os.environ | environment, capture_output=True, check=True)
     seen = set()
     for line in (tmp_path / "commands").read_text().split("\n\0"):
-        script, *argv = line.rstrip("\0").split("\0")
-        if script.startswith("bench/"):
-            assert given(SETTINGS_OF[script], argv), line
-            seen.add(script)
+        how, *argv = line.rstrip("\0").split("\0")
+        if how == "-m" and argv[0] != "pytest":
+            assert given(SETTINGS_OF[argv[0]], argv[1:]), line
+            seen.add(argv[0])
     assert seen == SETTINGS_OF.keys()
 
 
