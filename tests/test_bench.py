@@ -13,7 +13,7 @@ import tiktoken
 import torch
 from conftest import REPO, TINY, call, make_records, write_jsonl
 
-from bench import compare, matmul, race, roof, sweep
+from bench import compare, matmul, roof, sweep
 from configurator import given
 from hardware.peak import datasheet_peak, measure_tflops
 from model import GPT, PRESETS, GPTConfig
@@ -176,6 +176,8 @@ def test_training_is_compared_by_one_clock(tiny_data, tmp_path, capsys):
     (peer / "configurator.py").write_text(parse)
     (peer / "train.py").write_text(
         "import time, pickle\n"
+        "seed_offset = 0\n"
+        "assert 1337 + seed_offset == 1337\n"
         "exec(open('configurator.py').read())\n"
         "assert settings['n_layer'] == '2' and settings['dtype'] == 'float32'\n"
         "assert open('data/ours/train.bin', 'rb').read(2)\n"
@@ -193,7 +195,7 @@ def test_training_is_compared_by_one_clock(tiny_data, tmp_path, capsys):
     assert [len(seconds[name]) for name in ("ours", "nanoGPT")] == [2, 2]
     assert min(seconds["nanoGPT"]) >= 0.05 and 0 < rates["nanoGPT"] <= 256 / 0.05
     assert rates["ours"] == pytest.approx(256 / statistics.median(seconds["ours"]))
-    assert found["versions"]["torch"] in torch.__version__
+    assert torch.__version__ in found["versions"] and "train.py" in found["commands"]["nanoGPT"]
     assert "ours / it" in capsys.readouterr().out
 
 
@@ -232,18 +234,19 @@ def test_a_race_evaluates_the_final_weights_of_both_alike(tiny_data, tmp_path, c
     options = [*TINY, f"--data_dir={tiny_data}", "--recipe=--max_iters=4", "--seeds", "3"]
     file = tmp_path / "race.json"
     peer = peer_of(tmp_path / "peer", 4)
-    call(race.main, *options, f"--nanogpt={peer}", f"--json={file}")
-    finish = json.loads(file.read_text())["races"][0]["finish"]
-    assert finish["nanoGPT"]["training"] == pytest.approx(4 * 0.02)
-    assert finish["nanoGPT"]["loss"] == pytest.approx(math.log(400), abs=0.05)
-    assert finish["ours"]["steps"] == 8 and finish["ours"]["loss"] < 5.7
+    call(compare.main, *options, f"--nanogpt={peer}", f"--json={file}")
+    found = json.loads(file.read_text())
+    [nanogpt], [ours] = (found["finishes"][name] for name in ("nanoGPT", "ours"))
+    assert found["seeds"] == [3] and nanogpt["training"] == pytest.approx(4 * 0.02)
+    assert nanogpt["loss"] == pytest.approx(math.log(400), abs=0.05)
+    assert ours["steps"] == 8 and ours["loss"] < 5.7
     assert "times as long in training" in capsys.readouterr().out
 
 
 def test_a_race_against_weights_that_are_not_final_is_refused(tiny_data, tmp_path, refuses):
     options = [*TINY, f"--data_dir={tiny_data}", "--recipe=--max_iters=4"]
     peer = peer_of(tmp_path / "peer", 2)
-    assert "--eval_interval=4" in refuses(race.main, *options, f"--nanogpt={peer}")
+    assert "--eval_interval=4" in refuses(compare.main, *options, f"--nanogpt={peer}")
 
 
 @pytest.mark.slow

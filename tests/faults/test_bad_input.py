@@ -272,11 +272,13 @@ BENCH_PREPARE = {
     "{corpus} --rounds=0": "--rounds must be positive",
 }
 COMPARE = {
-    "--nanogpt=gone": "no train.py in gone",
-    "--batch_size=auto": "batch_size=auto is for train.py and bench/plan.py: give a number here",
-    "--nanogpt={mine}": "no train.py in {mine}",
-    "--hf --warmup=29": "warmup must be positive and below steps - 1",
-    "--hf --device=banana": "--device=banana: torch knows no such device",
+    "--nanogpt=gone": "nanogpt=gone",
+    "--batch_size=auto": "batch_size=auto",
+    "--nanogpt={mine}": "nanogpt={mine}",
+    "--hf --warmup=29": "warmup",
+    "--dataset=tiny --data_dir={data} --hf --device=banana": "--device=banana",
+    "--recipe=--max_iters=4": "nanogpt=",
+    "--nanogpt={mine} --recipe=banana": "--max_iters",
 }
 ROOF = {
     "--batch_size=auto": "batch_size=auto is for train.py and bench/plan.py",
