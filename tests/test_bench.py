@@ -13,8 +13,9 @@ import tiktoken
 import torch
 from conftest import REPO, TINY, call, make_records, write_jsonl
 
-from bench import compare, matmul, roof, sweep
+from bench import compare, roof, sweep
 from configurator import given
+from hardware.gpus import datasheet_tflops
 from hardware.peak import datasheet_peak, measure_tflops
 from model import GPT, PRESETS, GPTConfig
 from training.huggingface import to_state
@@ -38,7 +39,7 @@ from training.huggingface import to_state
     ],
 )
 def test_a_gpu_gets_its_own_datasheet_peak_or_none_at_all(name, bf16):
-    assert matmul.datasheet_tflops(name, "bf16") == bf16
+    assert datasheet_tflops(name, "bf16") == bf16
 
 
 @pytest.mark.parametrize(
@@ -53,24 +54,6 @@ def test_a_gpu_gets_its_own_datasheet_peak_or_none_at_all(name, bf16):
 def test_the_peak_says_where_it_comes_from(name, dtype, peak, words):
     found, source = datasheet_peak(name, dtype)
     assert found == peak and words in source
-
-
-def test_matmul_prints_a_figure_for_every_size_and_type(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(matmul, "device_name", lambda device: "NVIDIA H200")
-    out = tmp_path / "roof.json"
-    sizes = ["--sizes", "64", "128"]
-    dtypes = ["--dtypes", "fp32", "tf32", "bf16"]
-    call(matmul.main, *sizes, *dtypes, "--seconds=0.01", "--device=cpu", f"--json={out}")
-    table = json.loads(out.read_text())["tflops"]
-    assert all(table[d][n] > 0 for d in ("fp32", "bf16") for n in ("64", "128"))
-    assert table["tf32"]["64"] == "n/a"
-    assert "989" in capsys.readouterr().out  # the datasheet's bf16
-
-
-def test_matmul_has_no_row_of_peaks_for_a_machine_without_a_datasheet(monkeypatch, capsys):
-    monkeypatch.setattr(matmul, "device_name", lambda device: "Some New Chip")
-    call(matmul.main, "--sizes=64", "--dtypes=fp32", "--seconds=0.01", "--device=cpu")
-    assert "datasheet" not in capsys.readouterr().out
 
 
 def test_measuring_leaves_the_matmul_precision_as_it_was():
@@ -157,14 +140,6 @@ def test_a_damaged_data_set_is_one_line_in_a_comparison(tiny_data, tmp_path, ref
     (tmp_path / "tiny" / damaged).write_bytes(b"{")
     for options in ([], ["--sampling"]):
         assert damaged in refuses(compare.main, *TINY, f"--data_dir={tmp_path}", *options)
-
-
-def test_the_roof_of_mfu_counts_attention_twice_and_that_of_what_is_computed_once():
-    """The FLOPs that are computed also contain the padding of the vocabulary."""
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**PRESETS["gpt2"], block_size=8192))
-    mfu, computed = roof.flops(model, 8192)
-    assert mfu - computed == 6 * 12 * 768 * 8192 - 6 * (50304 - 50257) * 768
 
 
 @pytest.mark.slow

@@ -11,8 +11,10 @@ from model import GPT, PRESETS, GPTConfig
 SMALL = ["--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=32", "--batch_size=2"]
 SMALL += ["--vocab_size=300", "--seconds=0.001"]
 SMALL += ["--device=cpu", "--dtype=float32", "--peak_tflops=1"]
+CPU = roof.Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 COMPILES = shutil.which("g++") is not None
 PRODUCTS = ("forward", "input grad", "weight grad")
+LAYERS = ["qkv", "proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -27,17 +29,26 @@ def test_the_linear_layers_are_those_that_the_model_counts(preset):
     attention = 12 * c.n_layer * c.n_head * c.head_dim * 32
     padding = (c.padded_vocab_size - c.vocab_size) * c.n_embd
     assert c.padded_vocab_size == 384
-    assert roof.gemm_flops(c) == model.flops_per_token(32) - attention + 6 * padding
+    assert roof.gemm_flops(model) == model.flops_per_token(32) - attention + 6 * padding
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    counted = [(K, N) for K, N, n in roof.gemms(c).values() for _ in range(n)]
+    counted = [(K, N) for K, N, n in roof.gemms(model).values() for _ in range(n)]
     assert sorted((m.in_features, m.out_features) for m in layers) == sorted(counted)
 
 
-@pytest.mark.parametrize("which, shape", [*zip(PRODUCTS, [(5, 7), (5, 3), (7, 3)], strict=True)])
-def test_a_product_has_the_shape_of_what_it_stands_for(which, shape):
-    machine = roof.Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
+@pytest.mark.parametrize("kind, shape", [*zip(PRODUCTS, [(5, 7), (5, 3), (7, 3)], strict=True)])
+def test_a_product_has_the_shape_of_what_it_stands_for(kind, shape):
     M, K, N = 5, 3, 7  # tokens, inputs, outputs
-    assert roof.product(which, M, K, N, machine)().shape == shape
+    assert roof.product(kind, M, K, N, CPU)().shape == shape
+
+
+def test_squares_are_measured_beside_the_datasheet(tmp_path, monkeypatch):
+    monkeypatch.setattr(roof, "device_name", lambda device: "NVIDIA H200")
+    out = tmp_path / "roof.json"
+    call(roof.main, "--squares", "64", "128", "--seconds=0.001", "--device=cpu", f"--json={out}")
+    *rows, datasheet = json.loads(out.read_text())["squares"]
+    assert [row["n"] for row in rows] == ["64", "128"]
+    assert all(row["fp32"] > 0 and row["bf16"] > 0 for row in rows)
+    assert datasheet == {"n": "datasheet", "fp32": 67, "bf16": 989}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +60,7 @@ def found(tmp_path_factory) -> dict:
 
 @pytest.mark.slow
 def test_every_linear_layer_has_three_figures_and_all_have_one(found):
-    assert [r["layer"] for r in found["gemms"]] == ["qkv", "proj", "gate", "up", "down", "lm_head"]
+    assert [r["layer"] for r in found["gemms"]] == LAYERS
     rates = [r[k] for r in found["gemms"] for k in PRODUCTS]
     assert min(rates) > 0 and all(r["ms"] > 0 for r in found["gemms"])
     assert min(rates) <= found["gemm_tflops"] <= max(rates)  # their mean, weighted by time
@@ -93,8 +104,16 @@ def test_the_roof_of_a_micro_step_is_the_sum_of_its_parts(found):
     *parts, everything = found["micro_step"]
     assert len(parts) == 4 and everything["ms"] == pytest.approx(sum(p["ms"] for p in parts))
     assert 0 < found["model_tflops"]
-    assert found["versions"]["torch"] == torch.__version__
+    assert torch.__version__ in found["versions"]
     assert "--preset=llama" in found["command"] and found["machine"]
+
+
+def test_the_roof_of_mfu_counts_attention_twice_and_that_of_what_is_computed_once():
+    """The FLOPs that are computed also contain the padding of the vocabulary."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**PRESETS["gpt2"], block_size=8192))
+    mfu, computed = roof.flops(model, 8192)
+    assert mfu - computed == 6 * 12 * 768 * 8192 - 6 * (50304 - 50257) * 768
 
 
 def test_what_does_not_fit_or_is_refused_is_a_word_and_not_the_end():

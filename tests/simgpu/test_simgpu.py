@@ -183,7 +183,7 @@ TOOLS = {
     "roof": f"-m bench.roof {SMALL} --compile=false --seconds=0.001",
     "compare": f"-m bench.compare {SMALL} {EAGER} --steps=4 --warmup=1 --rounds=1",
     "compare --sampling": f"-m bench.compare {SMALL} --sampling --max_new_tokens=8 --rounds=1",
-    "matmul": "-m bench.matmul --sizes 64 128 --seconds=0.001",
+    "roof --squares": "-m bench.roof --squares 64 128 --seconds=0.001",
     "by turns": f"-m bench.sweep {SMALL} {EAGER} --vary=optimizer,documents --rounds=1",
 }
 
