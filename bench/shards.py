@@ -26,14 +26,9 @@ from training.settings import TrainConfig
 
 @dataclass(frozen=True)
 class ShardsConfig:
-    optimizers: tuple[str, ...] = ("adamw", "muon")  # of train.py's optimizers, adamw and muon
+    optimizers: tuple[str, ...] = ("adamw", "muon")  # values of train.py's optimizer
     accums: tuple[int, ...] = (1, 3)  # micro-steps in a step
-    shards: tuple[str, ...] = (
-        "none",
-        "optimizer",
-        "gradients",
-        "all",
-    )  # values of train.py's shard
+    shards: tuple[str, ...] = ("none", "optimizer", "gradients", "all")  # of train.py's shard
     recomputes: tuple[str, ...] = ("none", "blocks")  # values of train.py's recompute
 
     def problems(self) -> list[str]:

@@ -42,6 +42,7 @@ import torch
 
 from bench.measure import (
     Training,
+    batches_of,
     facts_of,
     new_optimizer,
     new_training,
@@ -59,10 +60,9 @@ from hardware.peak import peak_tflops
 from hardware.terminal import ProgressBar
 from model import GPT
 from text.dataset import open_datasets
-from text.windows import Loader, share_within, train_loader
+from text.windows import share_within, train_loader
 from training.plan import make_plan
 from training.settings import TrainConfig, model_config, wants_compile, with_data
-from training.step import Batch, read_ahead, to_batch
 
 SHAPES = ("T", "B", "accum")
 SETTINGS = ("optimizer", "documents")  # measured by turns
@@ -301,7 +301,9 @@ def by_turns(axis: str, cfg: SweepConfig, machine: Machine, peak: float | None) 
     for value in get_args(get_type_hints(TrainConfig)[axis]):
         if axis == "documents":
             loader = train_loader(sets, cfg.block_size, cfg.seed, value)
-            trainings[value] = replace(training, batches=batches_of(loader, cfg, machine))
+            trainings[value] = replace(
+                training, batches=batches_of(loader, cfg.batch_size, machine)
+            )
             notes[value] = f", {share_within(loader):.0%} of the pairs"
         else:
             optimizer = new_optimizer(replace(cfg, optimizer=value), machine, training.model)
@@ -318,11 +320,6 @@ def by_turns(axis: str, cfg: SweepConfig, machine: Machine, peak: float | None) 
         first_ms = first_ms or figures["step_ms"]
         note = f"{value}: {figures['step_ms'] / first_ms - 1:+.1%}{notes.get(value, '')}"
         yield {"T": cfg.block_size, "B": cfg.batch_size, "accum": accum, "note": note} | figures
-
-
-def batches_of(loader: Loader, cfg: SweepConfig, machine: Machine) -> Iterator[Batch]:
-    for rows in read_ahead(loader, 0, cfg.batch_size, machine):
-        yield to_batch(rows, machine.device)
 
 
 def largest(cfg: SweepConfig, tried: list[dict], machine: Machine, peak: float | None) -> dict:
