@@ -14,6 +14,7 @@ import torch
 from conftest import REPO, TINY, call, make_records, write_jsonl
 
 from bench import compare, roof, sweep
+from bench import prepare as bench_prepare
 from configurator import given
 from hardware.gpus import datasheet_tflops
 from hardware.peak import datasheet_peak, measure_tflops
@@ -63,8 +64,6 @@ def test_measuring_leaves_the_matmul_precision_as_it_was():
 
 
 def test_prepare_is_compared_with_the_library_and_a_plain_loop(tmp_path, tiny_data, capsys):
-    from bench import prepare as bench_prepare
-
     corpus = tmp_path / "c.jsonl.gz"
     out = tmp_path / "out.json"
     plain = write_jsonl(tmp_path / "c.jsonl", make_records(200))
@@ -83,8 +82,6 @@ WHOLE = gzip.compress(b'{"text": "one"}\n{"text": "two"}\n')
 
 
 def test_a_tokenizer_that_cannot_be_downloaded_is_one_line(tmp_path, refuses, monkeypatch):
-    from bench import prepare as bench_prepare
-
     def offline(name):  # requests raises an OSError, too
         raise ConnectionError("Name or service not known")
 
@@ -109,8 +106,6 @@ def test_a_tokenizer_that_cannot_be_downloaded_is_one_line(tmp_path, refuses, mo
     ],
 )
 def test_a_damaged_corpus_is_one_line(tiny_data, tmp_path, refuses, content, words):
-    from bench import prepare as bench_prepare
-
     corpus = tmp_path / "c.jsonl.gz"
     if content is not None:
         corpus.write_bytes(content)
@@ -120,8 +115,6 @@ def test_a_damaged_corpus_is_one_line(tiny_data, tmp_path, refuses, content, wor
 
 
 def test_a_vocabulary_beyond_16_bits_is_counted_in_32(tmp_path):
-    from bench import prepare as bench_prepare
-
     corpus = tmp_path / "c.jsonl.gz"
     corpus.write_bytes(WHOLE)
     bench_prepare.plain(corpus, lambda text: [100_000], tmp_path / "ids", 100_277)

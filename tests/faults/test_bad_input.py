@@ -263,7 +263,7 @@ PLOT = {
 }
 BENCH_PREPARE = {
     "nowhere.jsonl": "nowhere.jsonl",
-    "{corpus} --rounds=0": "--rounds must be positive",
+    "{corpus} --rounds=0": "rounds must be positive",
 }
 COMPARE = {
     "--nanogpt=gone": "nanogpt=gone",
