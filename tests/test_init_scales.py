@@ -30,7 +30,7 @@ def test_the_figures_are_those_of_a_pass_by_hand():
     model.init_weights("xavier")
     x, y = torch.randint(200, (2, 3, 16))
     before = [p.clone() for p in model.parameters()]
-    found = init_scales.measure(model, x, y)
+    scales = init_scales.measure(model, x, y)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
@@ -50,14 +50,14 @@ def test_the_figures_are_those_of_a_pass_by_hand():
     def rms(x: torch.Tensor) -> float:
         return x.pow(2).mean().item() ** 0.5
 
-    assert found["loss"] == pytest.approx(loss.item())
-    assert found["logits std"] == pytest.approx(logits.std(-1).mean().item())
-    assert found["stream"] == pytest.approx([rms(s) for s in streams[1:]])
-    assert found["stream gradient"] == pytest.approx([rms(g) for g in of_streams])
-    assert found["attention"][1] == pytest.approx(rms(attention))
-    assert found["mlp"][1] == pytest.approx(rms(mlp))
+    assert scales["loss"] == pytest.approx(loss.item())
+    assert scales["logits std"] == pytest.approx(logits.std(-1).mean().item())
+    assert scales["stream"] == pytest.approx([rms(s) for s in streams[1:]])
+    assert scales["stream gradient"] == pytest.approx([rms(g) for g in of_streams])
+    assert scales["attention"][1] == pytest.approx(rms(attention))
+    assert scales["mlp"][1] == pytest.approx(rms(mlp))
     flat = torch.cat([g.flatten() for g in of_block])
-    assert found["matrices gradient"][1] == pytest.approx(rms(flat))
+    assert scales["matrices gradient"][1] == pytest.approx(rms(flat))
 
 
 @pytest.mark.slow

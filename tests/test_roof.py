@@ -52,23 +52,23 @@ def test_squares_are_measured_beside_the_datasheet(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
+def figures(tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("roof") / "roof.json"
     call(roof.main, *SMALL, f"--compile={COMPILES}", "--preset=llama", f"--json={out}")
     return json.loads(out.read_text())
 
 
 @pytest.mark.slow
-def test_every_linear_layer_has_three_figures_and_all_have_one(found):
-    assert [r["layer"] for r in found["gemms"]] == LAYERS
-    rates = [r[k] for r in found["gemms"] for k in PRODUCTS]
-    assert min(rates) > 0 and all(r["ms"] > 0 for r in found["gemms"])
-    assert min(rates) <= found["gemm_tflops"] <= max(rates)  # their mean, weighted by time
+def test_every_linear_layer_has_three_figures_and_all_have_one(figures):
+    assert [r["layer"] for r in figures["gemms"]] == LAYERS
+    rates = [r[k] for r in figures["gemms"] for k in PRODUCTS]
+    assert min(rates) > 0 and all(r["ms"] > 0 for r in figures["gemms"])
+    assert min(rates) <= figures["gemm_tflops"] <= max(rates)  # their mean, weighted by time
 
 
 @pytest.mark.slow
-def test_attention_has_a_row_for_every_backend_and_shape_and_one_is_the_default(found):
-    rows = found["attention"]
+def test_attention_has_a_row_for_every_backend_and_shape_and_one_is_the_default(figures):
+    rows = figures["attention"]
     wanted = [(hs, backend) for hs in (64, 128, 16) for backend in roof.BACKENDS]
     assert [(r["head_dim"], r["backend"]) for r in rows[:-1]] == wanted
     for r in rows:
@@ -84,8 +84,8 @@ def test_attention_has_a_row_for_every_backend_and_shape_and_one_is_the_default(
 
 
 @pytest.mark.slow
-def test_memory_has_its_rows_and_bytes(found):
-    rows = {r["operation"]: r for r in found["memory"]}
+def test_memory_has_its_rows_and_bytes(figures):
+    rows = {r["operation"]: r for r in figures["memory"]}
     losses = ["cross-entropy, eager"]
     if COMPILES:
         losses.append("cross-entropy, compiled")
@@ -95,17 +95,17 @@ def test_memory_has_its_rows_and_bytes(found):
     for name in losses:
         assert rows[name]["of"] == 64 and mb[name] == pytest.approx(3 * 64 * 384 * 4 / 1e6)
     with torch.device("meta"):
-        n = sum(p.numel() for p in GPT(GPTConfig(**found["model"])).parameters())
+        n = sum(p.numel() for p in GPT(GPTConfig(**figures["model"])).parameters())
     assert rows["AdamW"]["of"] == n and mb["AdamW"] == pytest.approx(28 * n / 1e6)
 
 
 @pytest.mark.slow
-def test_the_roof_of_a_micro_step_is_the_sum_of_its_parts(found):
-    *parts, everything = found["micro_step"]
+def test_the_roof_of_a_micro_step_is_the_sum_of_its_parts(figures):
+    *parts, everything = figures["micro_step"]
     assert len(parts) == 4 and everything["ms"] == pytest.approx(sum(p["ms"] for p in parts))
-    assert 0 < found["model_tflops"]
-    assert torch.__version__ in found["versions"]
-    assert "--preset=llama" in found["command"] and found["machine"]
+    assert 0 < figures["model_tflops"]
+    assert torch.__version__ in figures["versions"]
+    assert "--preset=llama" in figures["command"] and figures["machine"]
 
 
 def test_the_roof_of_mfu_counts_attention_twice_and_that_of_what_is_computed_once():

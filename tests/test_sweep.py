@@ -25,13 +25,13 @@ GPT2 = ["--preset=gpt2", "--n_kv_head=4"]  # it has learned positions
 def test_every_cell_has_figures_that_agree_with_each_other(tmp_path, capsys):
     out = tmp_path / "sweep.json"
     call(sweep.main, *SMALL, *ONE_EACH, *GPT2, f"--json={out}")
-    found = json.loads(out.read_text())
-    shapes = [(c["axis"], c["T"], c["B"], c["accum"]) for c in found["cells"]]
+    facts = json.loads(out.read_text())
+    shapes = [(c["axis"], c["T"], c["B"], c["accum"]) for c in facts["cells"]]
     # Where the axis is another one, block_size is 32 and batch_size is 4.
     assert shapes[:3] == [("T", 1, 1, 1), ("T", 48, 1, 1), ("B", 32, 2, 1)]
     assert shapes[3:] == [("B", 32, "largest", 1), ("accum", 32, 4, 1), ("accum", 32, 4, 3)]
-    assert "left out" in found["cells"].pop(3)["note"]  # it is only looked for on a GPU
-    for c in found["cells"]:
+    assert "left out" in facts["cells"].pop(3)["note"]  # it is only looked for on a GPU
+    for c in facts["cells"]:
         cfg = configurator.parse(sweep.SweepConfig, [*SMALL, *GPT2, f"--block_size={c['T']}"])
         flops = GPT(model_config(cfg, 400)).flops_per_token(c["T"])
         step = statistics.median(c["seconds"])
@@ -44,10 +44,10 @@ def test_every_cell_has_figures_that_agree_with_each_other(tmp_path, capsys):
         assert c["mfu"] == pytest.approx(c["tflops"])  # TINY gives a peak of 1 TFLOPS
         assert c["memory_gb"] is None or 0.05 < c["memory_gb"] < 5
         assert 0 < c["launching_ms"] <= 1e3 * min(c["seconds"])
-    assert found["settings"]["n_layer"] == 2 and torch.__version__ in found["versions"]
+    assert facts["settings"]["n_layer"] == 2 and torch.__version__ in facts["versions"]
     printed = capsys.readouterr().out
-    ms = 1e3 * min(found["cells"][0]["seconds"])
-    assert f"{ms:,.1f} ms" in found["any step"] and found["any step"] in printed.splitlines()[-1]
+    ms = 1e3 * min(facts["cells"][0]["seconds"])
+    assert f"{ms:,.1f} ms" in facts["any step"] and facts["any step"] in printed.splitlines()[-1]
     assert all(f"by {axis}\n" in printed for axis in ("T", "B", "accum"))
     assert "Wh/Mtok" not in printed  # a CPU has no NVML
 
@@ -56,9 +56,9 @@ def test_what_a_step_costs_at_least_is_measured_where_no_cell_has_one_token(tmp_
     paths = [tmp_path / "sweep.json", tmp_path / "sweep.md"]
     options = ["--vary=B", "--batch_sizes", "1", f"--json={paths[0]}", f"--markdown={paths[1]}"]
     call(sweep.main, *SMALL, *options)
-    found = json.loads(paths[0].read_text())
-    assert [c["T"] for c in found["cells"]] == [32] and "of one token" in found["any step"]
-    assert f"* any step: {found['any step']}" in paths[1].read_text()
+    facts = json.loads(paths[0].read_text())
+    assert [c["T"] for c in facts["cells"]] == [32] and "of one token" in facts["any step"]
+    assert f"* any step: {facts['any step']}" in paths[1].read_text()
 
 
 def test_on_a_gpu_what_a_step_costs_at_least_says_how_long_the_host_launched():
@@ -75,8 +75,8 @@ def test_the_values_of_a_setting_take_turns_and_are_compared_with_the_first(
     out = tmp_path / "sweep.json"
     options = [f"--vary={axis}", "--rounds=2", f"--data_dir={tiny_data}", f"--json={out}"]
     call(sweep.main, *SMALL, *options)
-    found = json.loads(out.read_text())
-    cells = found["cells"]
+    facts = json.loads(out.read_text())
+    cells = facts["cells"]
     values = dict(optimizer=["adamw", "muon", "adafactor"], documents=["stream", "mask", "pack"])
     assert [c["note"].split(":")[0] for c in cells] == values[axis]
     for c in cells:
@@ -86,7 +86,7 @@ def test_the_values_of_a_setting_take_turns_and_are_compared_with_the_first(
         ratio = c["step_ms"] / cells[0]["step_ms"] - 1
         assert f"{ratio:+.1%}" in c["note"]
     assert ("of the pairs" in cells[1]["note"]) == (axis == "documents")
-    assert "any step" not in found
+    assert "any step" not in facts
 
 
 def test_a_cell_out_of_memory_says_so_and_the_sweep_goes_on(tmp_path, capsys):
@@ -125,14 +125,14 @@ def test_markdown_and_json_agree(tmp_path):
     paths = [tmp_path / "sweep.json", tmp_path / "sweep.md"]
     axes = ["--vary=accum,B", "--accums", "2", "--batch_sizes", TOO_LARGE, "3"]
     call(sweep.main, *SMALL, *axes, f"--json={paths[0]}", f"--markdown={paths[1]}")
-    found = json.loads(paths[0].read_text())
+    facts = json.loads(paths[0].read_text())
     lines = paths[1].read_text().splitlines()
     rows = [line for line in lines if line.startswith("| ") and line[2].isdigit()]
     headings = [line for line in lines if line.startswith("#")]
-    assert headings == [f"# {found['machine']}", "## accum", "## B"]
-    assert f"* command: {found['command']}" in lines and len(rows) == len(found["cells"]) == 3
-    assert rows == ["| " + " | ".join(sweep.texts(c, sweep.COLUMNS)) + " |" for c in found["cells"]]
-    assert f"{found['cells'][0]['step_ms']:,.1f} |" in rows[0] and rows[1].endswith("| - | OOM |")
+    assert headings == [f"# {facts['machine']}", "## accum", "## B"]
+    assert f"* command: {facts['command']}" in lines and len(rows) == len(facts["cells"]) == 3
+    assert rows == ["| " + " | ".join(sweep.texts(c, sweep.COLUMNS)) + " |" for c in facts["cells"]]
+    assert f"{facts['cells'][0]['step_ms']:,.1f} |" in rows[0] and rows[1].endswith("| - | OOM |")
     assert {p.name for p in tmp_path.iterdir()} == {"sweep.json", "sweep.md"}  # no temporary file
 
 
