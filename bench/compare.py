@@ -332,15 +332,6 @@ def bytes_per_token(cfg: CompareConfig, model: GPT, name: str) -> float:
     return numbers * sampling_dtype(name, cfg).itemsize
 
 
-def portable(argv: list[str], cfg: CompareConfig, folder: str) -> str:
-    """Return a command with words in place of paths that exist on this machine only."""
-    line = shlex.join(argv)
-    words = {sys.executable: "python", str(REPO): ".", folder: "TMP", cfg.nanogpt: "nanoGPT"}
-    for path, word in words.items():
-        line = line.replace(path, word) if path else line
-    return line
-
-
 def compare_speed(cfg: CompareConfig) -> None:
     cfg = replace(cfg, max_steps=cfg.steps, max_epochs=0.0, max_tokens=0)
     kind, dtype = place_of(cfg)
@@ -386,7 +377,6 @@ def compare_speed(cfg: CompareConfig) -> None:
     facts = facts_of(device)
     if cfg.hf:
         facts["versions"] += f", transformers {version('transformers')}"
-    facts["commands"] = {name: portable(argv, cfg, tmp) for name, argv in commands.items()}
     facts |= {"unit": step_tokens, "seconds": seconds, "tokens_per_s": rates}
     write_json(cfg.json, facts | figures)
 

@@ -11,12 +11,11 @@ All schemes train from the same seed on the same windows. A step is train.py's o
 schedule: the learning rate stays at `lr`.
 
 The table has the root mean square (RMS) in the first and in the last block: of the residual stream
-behind the block, and of the gradient of the block's matrices. The picture shows all blocks, and
---json writes what else was measured.
+behind the block, and of the gradient of the block's matrices. The picture and --json have those of
+all blocks.
 """
 
 import math
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -87,46 +86,33 @@ def rms(x: Tensor) -> float:
 def measure(model: GPT, x: Tensor, y: Tensor) -> Scales:
     """Return the loss of a batch x, y (B, T) in nats, and the RMS of what its passes compute.
 
-    stream, attention, mlp: the residual stream behind each block and what its two parts add to it,
-    (B, T, C); their gradients too. matrices gradient: of all matrices of a block together.
-    logits std: over the vocabulary, as a mean over the positions.
+    stream: the residual stream behind each block, (B, T, C). gradient: of all matrices of a block
+    together. logits std: over the vocabulary, as a mean over the positions.
     """
     V = model.config.vocab_size
-    scales: Scales = {}
-    outputs: dict[str, list[Tensor]] = {"stream": [], "attention": [], "mlp": []}
+    stream: list[float] = []
+    logits_std: list[float] = []
 
-    def keep(name: str) -> Callable:
-        def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-            output.retain_grad()  # otherwise only weights keep their gradient
-            outputs[name].append(output)
+    def keep_stream(module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        stream.append(rms(output))
 
-        return hook
-
-    def spread(module: nn.Module, inputs: tuple, logits: Tensor) -> None:
+    def keep_logits(module: nn.Module, inputs: tuple, logits: Tensor) -> None:
         # This cannot wait for the end of the pass: the loss writes its gradient over the logits.
-        scales["logits std"] = logits[..., :V].std(-1).mean().item()
+        logits_std.append(logits[..., :V].std(-1).mean().item())
 
-    hooks = [model.lm_head.register_forward_hook(spread)]
-    for block in model.blocks:
-        hooks.append(block.register_forward_hook(keep("stream")))
-        hooks.append(block.attn.register_forward_hook(keep("attention")))
-        hooks.append(block.mlp.register_forward_hook(keep("mlp")))
+    hooks = [block.register_forward_hook(keep_stream) for block in model.blocks]
+    hooks.append(model.lm_head.register_forward_hook(keep_logits))
     model.eval()  # without dropout
     loss = model(x, y)
     loss.backward()
     for hook in hooks:
         hook.remove()
-
-    scales["loss"] = loss.item()
-    for name, of_blocks in outputs.items():
-        scales[name] = [rms(output) for output in of_blocks]
-        scales[f"{name} gradient"] = [rms(output.grad) for output in of_blocks]
     matrices = [[p for p in block.parameters() if p.dim() == 2] for block in model.blocks]
-    grads = [torch.cat([p.grad.flatten() for p in of_block]) for of_block in matrices]
-    scales["matrices gradient"] = [rms(grad) for grad in grads]
+    gradient = [rms(torch.cat([p.grad.flatten() for p in of_block])) for of_block in matrices]
     model.zero_grad()
     model.train()
-    return scales
+    scales = {"loss": loss.item(), "stream": stream, "gradient": gradient}
+    return scales | {"logits std": logits_std[0]}
 
 
 def before_and_after(
@@ -167,7 +153,7 @@ def draw(scales_of: dict[str, tuple[Scales, Scales]], cfg: ScalesConfig) -> None
     matplotlib.use("Agg")  # draws into a file, without a screen
     import matplotlib.pyplot as plt
 
-    kinds = {"stream": "RMS of the residual stream", "matrices gradient": "RMS of the gradient"}
+    kinds = {"stream": "RMS of the residual stream", "gradient": "RMS of the gradient"}
     fig, axes = plt.subplots(2, 2, figsize=(9, 6.5), sharex=True, sharey="row")
     fig.set_layout_engine("constrained")
     for (key, label), panels in zip(kinds.items(), axes, strict=True):
@@ -205,7 +191,7 @@ def main() -> None:
             before, after = before_and_after(scheme, cfg, machine, sets, bar)
             scales_of[scheme] = (before, after)
             cells = [scheme, f"{before['loss']:.2f}", f"{after['loss']:.2f}"]
-            cells += [ends(before["stream"]), ends(before["matrices gradient"])]
+            cells += [ends(before["stream"]), ends(before["gradient"])]
             machine.say(ROW.format(*cells, f"{before['logits std']:.2g}"))
     draw(scales_of, cfg)
     machine.say(f"the picture is in {cfg.png}")

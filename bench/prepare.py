@@ -48,7 +48,7 @@ from text.tokenizer import SentencePiece, Tiktoken
 
 @dataclass(frozen=True)
 class BenchConfig:
-    corpus: str = ""  # a .jsonl.gz file
+    corpus: tuple[str, ...] = ()  # a .jsonl.gz file; it may stand without --corpus
     mb: int = 300  # repeat the corpus until it is this many MB of JSON
     tokenizer: str = "gpt2"  # as for prepare.py: a tiktoken name, a SentencePiece .model, ...
     workers: int = 0  # worker processes of prepare.py; 0: one for each core
@@ -56,7 +56,10 @@ class BenchConfig:
     json: str = ""  # also write the figures to this file
 
     def problems(self) -> list[str]:
-        return not_positive(self, "mb", "rounds") + no_folder(self, "json")
+        problems = not_positive(self, "mb", "rounds") + no_folder(self, "json")
+        if len(self.corpus) != 1:
+            problems.append("name a corpus: python -m bench.prepare CORPUS.jsonl.gz")
+        return problems
 
 
 def read_corpus(path: str) -> tuple[bytes, list[str]]:
@@ -181,20 +184,9 @@ def ours(corpus: Path, cfg: BenchConfig, folder: Path) -> Cost:
 # --------------------------------------------------------------------------------------------------
 
 
-def parse_arguments() -> BenchConfig:
-    """Parse the command line, on which the corpus may stand first, without an option's name."""
-    argv = sys.argv[1:]
-    if argv and not argv[0].startswith("-"):
-        argv = [*argv[1:], f"--corpus={argv[0]}"]
-    cfg = parse(BenchConfig, argv, doc=__doc__)
-    if not cfg.corpus:
-        raise UserError("name a corpus: python -m bench.prepare CORPUS.jsonl.gz")
-    return cfg
-
-
 def main() -> None:
-    cfg = parse_arguments()
-    data, texts = read_corpus(cfg.corpus)
+    cfg = parse(BenchConfig, doc=__doc__, positional="corpus")
+    data, texts = read_corpus(cfg.corpus[0])
     tokenizer = find_tokenizer(cfg.tokenizer)
     encode = library_encode(tokenizer)
     text_mb = sum(len(t.encode()) for t in texts) / 1e6

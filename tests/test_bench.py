@@ -161,7 +161,7 @@ def test_training_is_compared_by_one_clock(tiny_data, tmp_path, capsys):
     assert [len(seconds[name]) for name in ("ours", "nanoGPT")] == [2, 2]
     assert min(seconds["nanoGPT"]) >= 0.05 and 0 < rates["nanoGPT"] <= 256 / 0.05
     assert rates["ours"] == pytest.approx(256 / statistics.median(seconds["ours"]))
-    assert torch.__version__ in facts["versions"] and "train.py" in facts["commands"]["nanoGPT"]
+    assert torch.__version__ in facts["versions"]
     assert "ours / it" in capsys.readouterr().out
 
 

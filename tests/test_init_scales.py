@@ -40,12 +40,9 @@ def test_the_figures_are_those_of_a_pass_by_hand():
         streams.append(block(streams[-1], None, None, None))
     logits = model.logits(streams[-1])[..., :200]
     loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-    of_streams = torch.autograd.grad(loss, streams[1:], retain_graph=True)
     block = model.blocks[1]
     matrices = [block.attn.qkv, block.attn.proj, block.mlp.up_proj, block.mlp.down_proj]
     of_block = torch.autograd.grad(loss, [module.weight for module in matrices])
-    attention = block.attn(block.norm_1(streams[1]), None, None, None)
-    mlp = streams[2] - streams[1] - attention
 
     def rms(x: torch.Tensor) -> float:
         return x.pow(2).mean().item() ** 0.5
@@ -53,11 +50,8 @@ def test_the_figures_are_those_of_a_pass_by_hand():
     assert scales["loss"] == pytest.approx(loss.item())
     assert scales["logits std"] == pytest.approx(logits.std(-1).mean().item())
     assert scales["stream"] == pytest.approx([rms(s) for s in streams[1:]])
-    assert scales["stream gradient"] == pytest.approx([rms(g) for g in of_streams])
-    assert scales["attention"][1] == pytest.approx(rms(attention))
-    assert scales["mlp"][1] == pytest.approx(rms(mlp))
     flat = torch.cat([g.flatten() for g in of_block])
-    assert scales["matrices gradient"][1] == pytest.approx(rms(flat))
+    assert scales["gradient"][1] == pytest.approx(rms(flat))
 
 
 @pytest.mark.slow
@@ -70,8 +64,7 @@ def test_a_run_prints_a_row_for_each_scheme_and_draws_them(tiny_data, tmp_path, 
         (row,) = [line for line in printed.splitlines() if line.startswith(scheme)]
         assert row.split()[1:3] == [f"{before['loss']:.2f}", f"{after['loss']:.2f}"]
     before, after = scales["zero_proj"]
-    assert before["attention"] == before["mlp"] == [0.0] * 3  # every block is the identity
-    assert len({*before["stream"]}) == 1 and min(after["mlp"]) > 0
+    assert len({*before["stream"]}) == 1 < len({*after["stream"]})  # every block is the identity
     assert (tmp_path / "scales.png").read_bytes().startswith(b"\x89PNG")
 
 
