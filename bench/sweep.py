@@ -13,7 +13,7 @@
     B          1 ... 16 sequences and as many as fit, with the settings' block_size and accum = 1
     accum      1 ... 16 micro-steps, with the settings' block_size and batch_size
     optimizer  each of them, with the settings' block_size, batch_size and batch_tokens
-    documents  stream, mask and pack, with the same and the windows of a data set
+    documents  stream, mask and pack, with the same, and the windows and vocabulary of a data set
 
 The tables show why a GPU is not busy. Every setting of train.py is accepted too. A cell is the
 median time of a step like train.py's, on one device, with a new model. The token ids are random and
@@ -75,7 +75,7 @@ class SweepConfig(TrainConfig):
     block_sizes: tuple[int, ...] = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192)  # T
     batch_sizes: tuple[int, ...] = (1, 8, 12, 16, 0)  # B; 0: the largest, to 1/16 (CUDA only)
     accums: tuple[int, ...] = (1, 8, 16)  # micro-steps in a step
-    vocab_size: int = 50257  # GPT-2's; the head takes much of the time of a small model
+    vocab_size: int = 50257  # GPT-2's; the head takes much of a small model's time
     # ---- Measurement of a cell ----
     warmup: int = 3  # steps before the clock starts; the first one compiles
     steps: int = 10  # timed steps; more where power is measured, until 2 seconds have passed
@@ -289,37 +289,34 @@ def figures_of(seconds: list[float], training: Training, peak: float | None) -> 
 
 def by_turns(axis: str, cfg: SweepConfig, machine: Machine, peak: float | None) -> Iterator[dict]:
     """Yield a cell for each value of the setting `axis`. The cells share one model."""
-    vocab_size = cfg.vocab_size
-    if axis == "documents":
-        cfg = with_data(cfg)
-        sets = open_datasets(cfg.dataset, cfg.data_dir)
-        vocab_size = sets[0].meta["vocab_size"]
     accum = make_plan(replace(cfg, max_steps=1), 1, 1).accum
-    training = replace(new_training(cfg, vocab_size, machine), accum=accum)
+    shared = replace(new_training(cfg, cfg.vocab_size, machine), accum=accum)
     trainings: dict[str, Training] = {}
     notes: dict[str, str] = {}
     for value in get_args(get_type_hints(TrainConfig)[axis]):
         if axis == "documents":
+            sets = open_datasets(cfg.dataset, cfg.data_dir)
             loader = train_loader(sets, cfg.block_size, cfg.seed, value)
-            trainings[value] = replace(
-                training, batches=batches_of(loader, cfg.batch_size, machine)
-            )
+            batches = batches_of(loader, cfg.batch_size, machine)
+            trainings[value] = replace(shared, batches=batches)
             notes[value] = f", {share_within(loader):.0%} of the pairs"
         else:
-            optimizer = new_optimizer(replace(cfg, optimizer=value), machine, training.model)
-            trainings[value] = replace(training, optimizer=optimizer)
+            optimizer = new_optimizer(replace(cfg, optimizer=value), machine, shared.model)
+            trainings[value] = replace(shared, optimizer=optimizer)
+            notes[value] = ""
 
     def turn(value: str) -> list[float]:
         timed(trainings[value], 1)
         return timed(trainings[value], 2)[0]
 
     turns = take_turns({value: partial(turn, value) for value in trainings}, cfg.rounds)
-    first_ms = None
-    for value, seconds in turns.items():
-        figures = figures_of(sum(seconds, []), training, peak)
-        first_ms = first_ms or figures["step_ms"]
-        note = f"{value}: {figures['step_ms'] / first_ms - 1:+.1%}{notes.get(value, '')}"
-        yield {"T": cfg.block_size, "B": cfg.batch_size, "accum": accum, "note": note} | figures
+    seconds = {value: sum(of_turns, []) for value, of_turns in turns.items()}
+    medians = {value: statistics.median(of_value) for value, of_value in seconds.items()}
+    base = next(iter(medians.values()))
+    for value, median in medians.items():
+        note = f"{value}: {median / base - 1:+.1%}{notes[value]}"
+        cell = {"T": cfg.block_size, "B": cfg.batch_size, "accum": accum, "note": note}
+        yield cell | figures_of(seconds[value], shared, peak)
 
 
 def largest(cfg: SweepConfig, tried: list[dict], machine: Machine, peak: float | None) -> dict:
@@ -442,6 +439,11 @@ def describe(cfg: SweepConfig, model: GPT, machine: Machine, peak_source: str) -
 def main() -> None:
     cfg = parse(SweepConfig, doc=__doc__)
     one_process()
+    axes = cfg.vary.split(",")
+    if "documents" in axes:
+        cfg = with_data(cfg)
+        data = open_datasets(cfg.dataset, cfg.data_dir)[0]
+        cfg = replace(cfg, vocab_size=data.meta["vocab_size"])
     with torch.device("meta"):  # only the shapes of the weights are needed
         model = GPT(model_config(cfg, cfg.vocab_size))
     machine = start(cfg.device, cfg.dtype)
@@ -458,7 +460,6 @@ def main() -> None:
 
     save()  # reports a path that cannot be written now, and not after the first cell
     machine.say("\n".join(f"{k:>11}: {v}" for k, v in facts.items()))
-    axes = cfg.vary.split(",")
     for axis in axes:
         machine.say("\n" + aligned([*headings, f"by {axis}"]))
         for cell in cells_along(axis, cfg, machine, peak):

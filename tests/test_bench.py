@@ -2,6 +2,8 @@ import gzip
 import json
 import math
 import os
+import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -13,7 +15,7 @@ import tiktoken
 import torch
 from conftest import REPO, TINY, call, make_records, write_jsonl
 
-from bench import compare, roof, sweep
+from bench import compare, init_scales, lab, roof, shards, sweep
 from bench import prepare as bench_prepare
 from configurator import given
 from hardware.gpus import datasheet_tflops
@@ -247,8 +249,12 @@ def test_the_gpu_suite_runs_at_toy_size_on_a_cpu(tmp_path):
 
 
 SETTINGS_OF = {
-    "bench.roof": roof.RoofConfig,
     "bench.compare": compare.CompareConfig,
+    "bench.init_scales": init_scales.ScalesConfig,
+    "bench.lab": lab.LabConfig,
+    "bench.prepare": bench_prepare.BenchConfig,
+    "bench.roof": roof.RoofConfig,
+    "bench.shards": shards.ShardsConfig,
     "bench.sweep": sweep.SweepConfig,
 }
 
@@ -268,7 +274,22 @@ def test_every_command_of_the_gpu_suite_has_settings_that_its_script_knows(toy, 
         if how == "-m" and argv[0] != "pytest":
             assert given(SETTINGS_OF[argv[0]], argv[1:]), line
             seen.add(argv[0])
-    assert seen == SETTINGS_OF.keys()
+    assert seen == {"bench.compare", "bench.roof", "bench.sweep"}
+
+
+@pytest.mark.parametrize("page", ["results.md", "extending.md"])
+def test_every_published_command_has_settings_that_its_script_knows(page, monkeypatch):
+    monkeypatch.chdir(REPO)
+    # A command goes on behind a backslash, and until its quotes are closed.
+    quoted = r'(?:"[^"]*"|\\\n|[^"\n])*'
+    text = (REPO / "docs" / page).read_text()
+    commands = re.findall(rf"^    python -m (bench\.\w+)({quoted})$", text, re.MULTILINE)
+    assert commands
+    for module, options in commands:
+        argv = shlex.split(options.replace("\\\n", " "), comments=True)
+        argv = [a for a in argv if a not in ("--help", "bench/questions/dropout.py")]
+        positional = "corpus" if module == "bench.prepare" else ""
+        assert given(SETTINGS_OF[module], argv, positional=positional) or not argv, argv
 
 
 def test_the_hf_trainer_trains_the_same_model(tiny_data, tmp_path):
