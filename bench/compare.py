@@ -288,12 +288,17 @@ def lines_of(argv: list[str], folder: Path) -> Iterator[tuple[float, str]]:
             yield time.perf_counter(), line
         if process.wait():
             print("".join(output)[-4000:], file=sys.stderr)
-            command = f"{shlex.join(argv)[:200]} ..."
-            raise UserError(f"the above ended with exit code {process.returncode}: {command}")
+            code = process.returncode
+            raise UserError(f"the above ended with exit code {code}: {beginning(argv)}")
     finally:
         process.kill()
         process.stdout.close()
         process.wait()
+
+
+def beginning(argv: list[str]) -> str:
+    """Return the beginning of a command, on one line."""
+    return f"{' '.join(shlex.join(argv).split())[:200]} ..."
 
 
 def seconds_per_step(argv: list[str], folder: Path, first: int, last: int) -> float:
@@ -309,7 +314,7 @@ def seconds_per_step(argv: list[str], folder: Path, first: int, last: int) -> fl
         if last in times:  # the rest, such as an evaluation and a checkpoint, is not timed
             break
     if not {first, last} <= times.keys():
-        raise UserError(f"no lines for steps {first} and {last}: {shlex.join(argv)[:200]} ...")
+        raise UserError(f"no lines for steps {first} and {last}: {beginning(argv)}")
     return (times[last] - times[first]) / (last - first)
 
 
