@@ -1,46 +1,72 @@
-"""Compare the speed of this trainer with that of a peer: the same model, batch, data and AdamW.
+"""Compare this trainer with a peer: the speed of the same training, or the time to a loss.
 
-    # nanoGPT's own train.py, from a checkout of nanoGPT
-    python bench/compare.py config/gpt2_124m.py --dataset=mine --nanogpt=../nanoGPT
+    # nanoGPT's own train.py, from a checkout of nanoGPT, with the same model, batch, data and AdamW
+    python -m bench.compare config/gpt2_124m.py --dataset=mine --nanogpt=../nanoGPT
     # transformers' Trainer, with the same model
-    python bench/compare.py config/minimind_26m.py --dataset=zh --hf
+    python -m bench.compare config/minimind_26m.py --dataset=zh --hf
     # sampling instead of training
-    python bench/compare.py config/gpt2_124m.py --dataset=mine --nanogpt=../nanoGPT --sampling
+    python -m bench.compare config/gpt2_124m.py --dataset=mine --nanogpt=../nanoGPT --sampling
+    # how long nanoGPT with a recipe of its own and this trainer with a config take to a loss
+    python -m bench.compare config/shakespeare_char.py --nanogpt=../nanoGPT --recipe="
+        config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20
+        --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128
+        --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
 
 Every setting of train.py is accepted too. The contestants run as processes of their own, in turns,
-on this machine. All of them are timed from outside by one clock: it measures the time from the line
-that a contestant prints for step `warmup` to the line for step `steps` - 1. Every step prints a
-line; evaluating and saving do not fall into that time. The results are medians over the turns, and
-ratios of them. Without a peer, only this trainer is timed.
+on this machine.
+
+Speed is timed from outside by one clock: it measures the time from the line that a contestant
+prints for step `warmup` to the line for step `steps` - 1. Every step prints a line; evaluating and
+saving do not fall into that time. The results are medians over the turns, and ratios of them.
+Without a peer, only this trainer is timed.
+
+With a recipe, both train to their ends with each of the seeds, nanoGPT on our .bin files. The final
+weights of both are evaluated in fp32 on all windows of val.bin. Two times are compared: that of the
+whole command, and that of its training alone, which is the number of steps times the median time of
+a step, without compilation, evaluations and checkpoints.
 """
 
 import json
 import os
 import pickle
-import platform
+import re
+import shlex
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # so that `python bench/compare.py` finds the modules below
-from configurator import UserError, changes, parse, run  # noqa: E402
-from hardware.machine import pick_dtype  # noqa: E402
-from hardware.peak import device_name, peak_tflops, read_gb_s  # noqa: E402
-from hardware.terminal import ProgressBar  # noqa: E402
-from model import GPT  # noqa: E402
-from text.dataset import open_datasets  # noqa: E402
-from training.huggingface import to_config  # noqa: E402
-from training.plan import make_plan  # noqa: E402
-from training.settings import TrainConfig, model_config, with_data  # noqa: E402
+from bench.measure import (
+    REPO,
+    facts_of,
+    no_folder,
+    not_positive,
+    step_problems,
+    take_turns,
+    train_options,
+    write_json,
+)
+from configurator import UserError, parse, run
+from hardware.machine import Machine, pick_device, pick_dtype
+from hardware.peak import peak_tflops, read_gb_s
+from model import GPT
+from text.dataset import open_datasets
+from text.windows import open_windows
+from training.evaluate import evaluate
+from training.huggingface import from_pretrained, to_config
+from training.metrics import read_metrics
+from training.plan import make_plan
+from training.runs import newest_checkpoint
+from training.settings import TrainConfig, model_config, with_data
 
 
 @dataclass(frozen=True)
@@ -49,65 +75,80 @@ class CompareConfig(TrainConfig):
     nanogpt: str = ""  # folder of a nanoGPT checkout, to compare with its train.py
     hf: bool = False  # compare with transformers' Trainer, on the model that train.py saves
     peer_compile: bool = False  # torch.compile for the peers as well (nanoGPT's default on a GPU)
+    # ---- Speed ----
     sampling: bool = False  # compare sampling instead of training
     num_samples: int = 1  # sampling: texts in a batch
     max_new_tokens: int = 256  # sampling: tokens of each text
-    # ---- Measurement ----
     steps: int = 30  # steps in each turn
     warmup: int = 10  # steps at the start of a turn that are not timed
     rounds: int = 3  # turns of each contestant
+    # ---- The time to a loss ----
+    recipe: str = ""  # the options of nanoGPT's train.py, in quotes
+    seeds: tuple[int, ...] = (1, 2, 3)  # both train with each of them
+    # ---- Output ----
     json: str = ""  # also write the figures to this file
 
     def problems(self) -> list[str]:
-        wrong = TrainConfig.problems(replace(self, max_steps=1))  # `steps` sets the length here
-        if self.nanogpt and not (Path(self.nanogpt) / "train.py").exists():
-            wrong.append(f"no train.py in {self.nanogpt}")
+        problems = TrainConfig.problems(self) if self.recipe else step_problems(self)
+        problems += not_positive(self, "rounds") + no_folder(self, "json")
+        if (self.nanogpt or self.recipe) and not (Path(self.nanogpt) / "train.py").exists():
+            problems.append(f"nanogpt={self.nanogpt}: no train.py in it")
         if not 0 < self.warmup < self.steps - 1:  # step `warmup` to step `steps` - 1 are timed
-            wrong.append("warmup must be positive and below steps - 1")
-        if self.rounds < 1:
-            wrong.append("rounds must be positive")
-        return wrong
+            problems.append("warmup must be positive and below steps - 1")
+        if self.recipe and not re.search(r"--max_iters=\d+", self.recipe):
+            problems.append("recipe must say --max_iters=N")
+        return problems
 
 
 # --------------------------------------------------------------------------------------------------
-# The contestants. Each function returns a command that prints one line for each step.
+# The contestants: commands that print one line for each step. They run in `folder`.
+
+
+def our_command(cfg: CompareConfig, folder: Path, **overrides) -> list[str]:
+    """Return the command of this repository's train.py."""
+    place = dict(out_dir=str(folder / "ours"), run_name="run", progress="line")
+    options = train_options(cfg, **place, sample_every=0, **overrides)
+    return [sys.executable, str(REPO / "train.py"), *options]
 
 
 def ours(cfg: CompareConfig, folder: Path) -> list[str]:
-    """Return the command of this repository's train.py."""
-    only_here = {f.name for f in fields(CompareConfig)} - {f.name for f in fields(TrainConfig)}
-    settings = {k: v for k, v in changes(cfg).items() if k not in only_here}
-    settings |= dict(eval_every=10**9, eval_tokens=1, save_every=10**9, log_every=1)
-    settings |= dict(sample_every=0, optimizer="adamw")  # as the peers have it
-    settings |= dict(progress="line", out_dir=str(folder / "ours"), run_name="run", overwrite=True)
-    return [sys.executable, str(REPO / "train.py"), *(f"--{k}={v}" for k, v in settings.items())]
+    """Return the command of this repository's train.py, without what peers do not do."""
+    rarely = dict(eval_every=10**9, eval_tokens=1, save_every=10**9)
+    return our_command(cfg, folder, **rarely, log_every=1, optimizer="adamw", overwrite=True)
+
+
+def nanogpt_command(cfg: CompareConfig, folder: Path, options: list[str]) -> list[str]:
+    """Copy nanoGPT to `folder`, with our .bin files; return the command of its train.py.
+
+    nanoGPT reads the same format, in data/. Only its seed is changed.
+    """
+    data = open_datasets(cfg.dataset, cfg.data_dir)[0]
+    ignored = shutil.ignore_patterns("data", ".git", "out*")
+    shutil.copytree(cfg.nanogpt, folder, ignore=ignored, dirs_exist_ok=True)
+    script = (folder / "train.py").read_text()
+    if "1337 + seed_offset" not in script:
+        raise UserError(f"{cfg.nanogpt}/train.py sets its seed in an unknown way")
+    seed = f"{cfg.seed} + seed_offset"
+    (folder / "train.py").write_text(script.replace("1337 + seed_offset", seed))
+    link = folder / "data" / "ours"
+    link.mkdir(parents=True)
+    for split in ("train", "val"):
+        (link / f"{split}.bin").symlink_to((data.folder / f"{split}.bin").resolve())
+    (link / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": data.meta["vocab_size"]}))
+    return [sys.executable, "train.py", *options, "--dataset=ours", "--log_interval=1"]
 
 
 def nanogpt(cfg: CompareConfig, folder: Path) -> list[str]:
-    """Return the command of nanoGPT's unchanged train.py, on our .bin files.
-
-    nanoGPT reads the same format. It looks for data/ and configurator.py in the working directory,
-    so this function links both into `folder`.
-    """
-    data = open_datasets(cfg.dataset, cfg.data_dir)[0]
-    link = folder / "data" / "ours"
-    if not link.exists():
-        link.mkdir(parents=True)
-        (folder / "configurator.py").symlink_to(Path(cfg.nanogpt) / "configurator.py")
-        for split in ("train", "val"):
-            (link / f"{split}.bin").symlink_to((data.folder / f"{split}.bin").resolve())
-        (link / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": data.meta["vocab_size"]}))
+    """Return the command of nanoGPT's train.py with our settings."""
     plan = make_plan(cfg, 1, 1)
-    device, dtype = machine(cfg)
+    device, dtype = place_of(cfg)
     shape = ("n_layer", "n_head", "n_embd", "block_size", "dropout")
     settings = {name: getattr(cfg, name) for name in shape}
-    settings |= dict(dataset="ours", batch_size=plan.batch_size)
-    settings |= dict(gradient_accumulation_steps=plan.accum, bias=model_config(cfg, 1).bias)
-    settings |= dict(device=device, dtype=str(dtype).removeprefix("torch."))
-    settings |= dict(compile=cfg.peer_compile, max_iters=cfg.steps - 1)
-    settings |= dict(eval_interval=10**9, eval_iters=1, log_interval=1)
-    script = str((Path(cfg.nanogpt) / "train.py").resolve())
-    return [sys.executable, script, *(f"--{k}={v}" for k, v in settings.items())]
+    settings |= dict(batch_size=plan.batch_size, gradient_accumulation_steps=plan.accum)
+    settings |= dict(bias=model_config(cfg, 1).bias, device=device)
+    settings |= dict(dtype=str(dtype).removeprefix("torch."), compile=cfg.peer_compile)
+    settings |= dict(max_iters=cfg.steps - 1, eval_interval=10**9, eval_iters=1)
+    return nanogpt_command(cfg, folder, [f"--{k}={v}" for k, v in settings.items()])
 
 
 HF_TRAINER = """
@@ -142,7 +183,7 @@ def hf(cfg: CompareConfig, folder: Path) -> list[str]:
     """
     data = open_datasets(cfg.dataset, cfg.data_dir)[0]
     plan = make_plan(cfg, 1, 1)
-    device, dtype = machine(cfg)
+    device, dtype = place_of(cfg)
     training = dict(output_dir=str(folder / "hf"), max_steps=cfg.steps)
     training |= dict(per_device_train_batch_size=plan.batch_size)
     training |= dict(gradient_accumulation_steps=plan.accum)
@@ -179,59 +220,48 @@ with torch.inference_mode():
 """
 
 
-def sampling(repo: str, kind: str, cfg: CompareConfig) -> list[str]:
-    """Return the command that samples with the model.py in `repo`; kind: "ours" or "nanogpt".
+def sampling(repo: str, name: str, cfg: CompareConfig) -> list[str]:
+    """Return the command that samples with the model.py in `repo`.
 
     The weights are freshly initialised, because the time does not depend on their values.
     """
     vocab_size = open_datasets(cfg.dataset, cfg.data_dir)[0].meta["vocab_size"]
-    device = machine(cfg)[0]
     c = model_config(cfg, vocab_size)
     shape = dict(vocab_size=vocab_size, n_layer=c.n_layer, n_head=c.n_head)
     shape |= dict(n_embd=c.n_embd, block_size=c.block_size)
-    shape |= asdict(c) if kind == "ours" else dict(bias=c.bias, dropout=0.0)
-    dtype = str(sampling_dtype(kind, cfg)).removeprefix("torch.")
-    facts = [repo, kind, shape, dtype, device, cfg.num_samples, cfg.max_new_tokens]
+    shape |= asdict(c) if name == "ours" else dict(bias=c.bias, dropout=0.0)
+    dtype = str(sampling_dtype(name, cfg)).removeprefix("torch.")
+    counts = [cfg.num_samples, cfg.max_new_tokens]
+    facts = [repo, name, shape, dtype, place_of(cfg)[0], *counts]
     return [sys.executable, "-c", SAMPLING, json.dumps(facts)]
 
 
-def sampling_dtype(kind: str, cfg: CompareConfig) -> torch.dtype:
+def sampling_dtype(name: str, cfg: CompareConfig) -> torch.dtype:
     """Return the dtype of the weights: for ours the one that sample.py would choose.
 
     nanoGPT samples in the same dtype, except on a CPU, where it samples in float32.
     """
-    device, dtype = machine(cfg)
-    return dtype if kind == "ours" or device != "cpu" else torch.float32
+    device, dtype = place_of(cfg)
+    return dtype if name == "ours" or device != "cpu" else torch.float32
 
 
-def machine(cfg: CompareConfig) -> tuple[str, torch.dtype]:
+def place_of(cfg: CompareConfig) -> tuple[str, torch.dtype]:
     """Return the device to run on, and the dtype of autocast there."""
-    kind = cfg.device
-    if kind == "auto":
-        found = torch.accelerator.current_accelerator(check_available=True)
-        kind = (found or torch.device("cpu")).type
-    try:
-        device = torch.device(kind)
-    except RuntimeError:
-        raise UserError(f"--device={cfg.device}: torch knows no such device") from None
-    return kind, pick_dtype(cfg.dtype, device)[0]
+    device = pick_device(cfg.device)
+    name = device.type if cfg.device == "auto" else cfg.device
+    return name, pick_dtype(cfg.dtype, device)[0]
 
 
-def training_commands(cfg: CompareConfig, folder: Path) -> dict[str, list[str]]:
-    """Return the command of each contestant in training, by its name."""
-    makers: dict[str, Callable[[CompareConfig, Path], list[str]]] = {"ours": ours}
+def commands_of(cfg: CompareConfig, folder: Path) -> dict[str, list[str]]:
+    """Return the command of each contestant, by its name."""
+    if cfg.sampling:
+        repos = {"ours": str(REPO)} | ({"nanoGPT": cfg.nanogpt} if cfg.nanogpt else {})
+        return {name: sampling(repo, name, cfg) for name, repo in repos.items()}
+    commands = {"ours": ours(cfg, folder)}
     if cfg.nanogpt:
-        makers["nanoGPT"] = nanogpt
+        commands["nanoGPT"] = nanogpt(cfg, folder)
     if cfg.hf:
-        makers["HF Trainer"] = hf
-    return {name: make(cfg, folder) for name, make in makers.items()}
-
-
-def sampling_commands(cfg: CompareConfig) -> dict[str, list[str]]:
-    """Return the command of each contestant in sampling, by its name."""
-    commands = {"ours": sampling(str(REPO), "ours", cfg)}
-    if cfg.nanogpt:
-        commands["nanoGPT"] = sampling(cfg.nanogpt, "nanogpt", cfg)
+        commands["HF Trainer"] = hf(cfg, folder)
     return commands
 
 
@@ -239,13 +269,10 @@ def sampling_commands(cfg: CompareConfig) -> dict[str, list[str]]:
 # The clock
 
 
-def seconds_per_line(
-    argv: list[str], folder: Path, first: int, last: int, words: tuple[str, ...]
-) -> float:
-    """Run a command, and return the seconds per step between its lines for `first` and `last`.
+def lines_of(argv: list[str], folder: Path) -> Iterator[tuple[float, str]]:
+    """Run a command in `folder`, and yield the lines that it prints, with the time of each.
 
-    words: the line of a step begins with one of these, followed by the step's number.
-    Raises UserError if the command ends without having printed both lines.
+    A caller that leaves the loop ends the command. Raises UserError if the command fails.
     """
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not any("cuda:" in a for a in argv):
@@ -254,39 +281,45 @@ def seconds_per_line(
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     process = subprocess.Popen(argv, cwd=folder, env=environment, **streams)
-    times: dict[int, float] = {}  # step -> when its line came
     output = []
-    for line in process.stdout:
-        output.append(line)
-        parts = line.replace(":", " ").replace("/", " ").split()
-        if len(parts) > 1 and parts[0] in words and parts[1].isdigit():
-            times.setdefault(int(parts[1]), time.perf_counter())
+    try:
+        for line in process.stdout:
+            output.append(line)
+            yield time.perf_counter(), line
+        if process.wait():
+            print("".join(output)[-4000:], file=sys.stderr)
+            code = process.returncode
+            raise UserError(f"the above ended with exit code {code}: {beginning(argv)}")
+    finally:
+        process.kill()
+        process.stdout.close()
+        process.wait()
+
+
+def beginning(argv: list[str]) -> str:
+    """Return the beginning of a command, on one line."""
+    return f"{' '.join(shlex.join(argv).split())[:200]} ..."
+
+
+def seconds_per_step(argv: list[str], folder: Path, first: int, last: int) -> float:
+    """Return the seconds per step of a command between its lines for the steps `first` and `last`.
+
+    The line of a step begins with "step" or "iter" and the step's number.
+    """
+    times: dict[int, float] = {}  # step -> when its line came
+    for now, line in lines_of(argv, folder):
+        step = re.match(r"(?:step|iter)[ :]+(\d+)", line)
+        if step:
+            times.setdefault(int(step[1]), now)
         if last in times:  # the rest, such as an evaluation and a checkpoint, is not timed
-            process.kill()
             break
-    process.stdout.close()
-    process.wait()
     if not {first, last} <= times.keys():
-        print("".join(output)[-4000:], file=sys.stderr)
-        command = f"{' '.join(argv)[:200]} ..."
-        raise UserError(f"the above ended with exit code {process.returncode}: {command}")
+        raise UserError(f"no lines for steps {first} and {last}: {beginning(argv)}")
     return (times[last] - times[first]) / (last - first)
 
 
-def take_turns(
-    commands: dict[str, list[str]], rounds: int, folder: Path, first: int, last: int
-) -> dict[str, list[float]]:
-    """Run all commands one after the other, `rounds` times; return the seconds a step of each."""
-    seconds: dict[str, list[float]] = {name: [] for name in commands}
-    for _ in ProgressBar("rounds", range(rounds)):
-        for name, argv in commands.items():
-            found = seconds_per_line(argv, folder, first, last, ("step", "iter"))
-            seconds[name].append(found)
-    return seconds
-
-
 # --------------------------------------------------------------------------------------------------
-# Reporting
+# Speed
 
 
 def bytes_per_token(cfg: CompareConfig, model: GPT, name: str) -> float:
@@ -304,101 +337,153 @@ def bytes_per_token(cfg: CompareConfig, model: GPT, name: str) -> float:
     return numbers * sampling_dtype(name, cfg).itemsize
 
 
-def print_table(
-    seconds: dict[str, list[float]],
-    rates: dict[str, float],
-    done: dict[str, float],
-    units: tuple[str, str],
-    peak: float | None,
-) -> None:
-    """Print a row for each contestant.
-
-    rates: tokens a second. done: work a second, in units[0]. units[1]: the heading of its share of
-    `peak`.
-    """
-    heads = f"{units[0]:>8} {units[1]:>6}   seconds per step, turn by turn"
-    print(f"{'':<12} {'tok/s':>12} {'ours / it':>10} {heads}")
-    for name, rate in rates.items():
-        turns = " ".join(f"{s:.4g}" for s in seconds[name])
-        share = f"{done[name] / peak:.1%}" if peak else ""
-        ratio = f"{rates['ours'] / rate:>9.2f}x"
-        print(f"{name:<12} {rate:>12,.1f} {ratio} {done[name]:>8.3f} {share:>6}   {turns}")
-
-
-def portable(
-    commands: dict[str, list[str]], cfg: CompareConfig, folder: str
-) -> dict[str, list[str]]:
-    """Return the commands with words in place of paths that exist on this machine only."""
-    words = {sys.executable: "python", str(REPO): ".", folder: "TMP"}
-    if cfg.nanogpt:
-        words[cfg.nanogpt] = "nanoGPT"
-    found = {}
-    for name, argv in commands.items():
-        for path, word in words.items():
-            argv = [a.replace(path, word) for a in argv]
-        found[name] = argv
-    return found
-
-
-def main() -> None:
-    cfg = parse(CompareConfig, doc=__doc__)
-    # The contestants run in another folder, where relative paths would lead nowhere.
-    paths = {name: getattr(cfg, name) for name in ("data_dir", "nanogpt")}
-    absolute = {name: str(Path(path).resolve()) for name, path in paths.items() if path}
-    cfg = replace(cfg, max_steps=cfg.steps, max_epochs=0.0, max_tokens=0, **absolute)
-    plan = make_plan(cfg, 1, 1)
-    kind, dtype = machine(cfg)
+def compare_speed(cfg: CompareConfig) -> None:
+    cfg = replace(cfg, max_steps=cfg.steps, max_epochs=0.0, max_tokens=0)
+    kind, dtype = place_of(cfg)
     device = torch.device(kind)
-    cfg = with_data(cfg)
     vocab_size = open_datasets(cfg.dataset, cfg.data_dir)[0].meta["vocab_size"]
-
-    with tempfile.TemporaryDirectory() as tmp:
-        folder = Path(tmp)
-        if cfg.sampling:
-            commands = sampling_commands(cfg)
-            first = 1
-            last = 3  # SAMPLING prints three steps
-            step_tokens = cfg.num_samples * cfg.max_new_tokens
-        else:
-            commands = training_commands(cfg, folder)
-            first = cfg.warmup
-            last = cfg.steps - 1
-            step_tokens = plan.step_tokens
-        seconds = take_turns(commands, cfg.rounds, folder, first, last)
-    rates = {name: step_tokens / statistics.median(turns) for name, turns in seconds.items()}
-
     with torch.device("meta"):
         model = GPT(model_config(cfg, vocab_size))
+    step_tokens = make_plan(cfg, 1, 1).step_tokens
+    first, last = cfg.warmup, cfg.steps - 1
+    if cfg.sampling:
+        step_tokens = cfg.num_samples * cfg.max_new_tokens
+        first, last = 1, 3  # SAMPLING prints three steps
+    with tempfile.TemporaryDirectory() as tmp:
+        commands = commands_of(cfg, Path(tmp))
+        turns = {
+            name: partial(seconds_per_step, argv, Path(tmp), first, last)
+            for name, argv in commands.items()
+        }
+        seconds = take_turns(turns, cfg.rounds)
+    rates = {name: step_tokens / statistics.median(s) for name, s in seconds.items()}
+
     if cfg.sampling:  # bound by the speed of memory
         peak = read_gb_s(device)
-        source = f"{peak:.1f} GB/s, a plain sum over memory measured here and now"
-        units = ("GB/s", "of it")
-        scale = 1e9
+        print(f"{peak:.1f} GB/s, a plain sum over memory measured here and now")
         work = {name: bytes_per_token(cfg, model, name) for name in rates}
+        done = {name: rate * work[name] / 1e9 for name, rate in rates.items()}
+        headings = f"{'GB/s':>8} {'of it':>6}"
         figures = {"bytes_per_token": work, "peak_gb_per_s": peak}
     else:  # bound by the speed of matrix products
         peak, source = peak_tflops(device, dtype, cfg.peak_tflops)
-        units = ("TFLOPS", "MFU")
-        scale = 1e12
-        work = dict.fromkeys(rates, model.flops_per_token(cfg.block_size))
-        figures = {"flops_per_token": work, "peak_tflops": peak}
-    done = {name: rate * work[name] / scale for name, rate in rates.items()}
-    print(source)
-    print_table(seconds, rates, done, units, peak)
+        print(source)
+        flops = model.flops_per_token(cfg.block_size)
+        done = {name: rate * flops / 1e12 for name, rate in rates.items()}
+        headings = f"{'TFLOPS':>8} {'MFU':>6}"
+        figures = {"flops_per_token": flops, "peak_tflops": peak}
+    print(f"{'':<12} {'tok/s':>12} {'ours / it':>10} {headings}   seconds per step, turn by turn")
+    for name, rate in rates.items():
+        share = f"{done[name] / peak:.1%}" if peak else ""
+        ratio = f"{rates['ours'] / rate:>9.2f}x"
+        by_turn = " ".join(f"{s:.4g}" for s in seconds[name])
+        print(f"{name:<12} {rate:>12,.1f} {ratio} {done[name]:>8.3f} {share:>6}   {by_turn}")
 
-    if cfg.json:
-        packages = ["torch", "numpy"] + (["transformers", "accelerate"] if cfg.hf else [])
-        facts = {
-            "machine": device_name(device),
-            "python": platform.python_version(),
-            "versions": {package: version(package) for package in packages},
-            "command": " ".join(["python bench/compare.py", *sys.argv[1:]]),
-            "commands": portable(commands, cfg, str(folder)),
-            "unit": step_tokens,
-            "seconds": seconds,
-            "tokens_per_s": rates,
-        }
-        Path(cfg.json).write_text(json.dumps(facts | figures, indent=1) + "\n")
+    facts = facts_of(device)
+    if cfg.hf:
+        facts["versions"] += f", transformers {version('transformers')}"
+    facts |= {"unit": step_tokens, "seconds": seconds, "tokens_per_s": rates}
+    write_json(cfg.json, facts | figures)
+
+
+# --------------------------------------------------------------------------------------------------
+# The time to a loss
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What a training has come to."""
+
+    loss: float  # of its final weights, on all windows of val.bin
+    training: float  # seconds: steps times the median time of a step
+    whole: float  # seconds from the command to its exit
+    steps: int
+    parameters: int
+
+    def __str__(self) -> str:
+        size = f"{self.parameters / 1e6:.3f}M parameters"
+        times = f"training {self.training:.1f} s ({self.steps:g} steps)"
+        return f"loss {self.loss:.4f} | {times} | command to exit {self.whole:.1f} s | {size}"
+
+
+def compare_losses(cfg: CompareConfig) -> None:
+    finishes: dict[str, list[Finish]] = {"nanoGPT": [], "ours": []}
+    for seed in cfg.seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            of_seed = replace(cfg, seed=seed)
+            finishes["nanoGPT"].append(nanogpt_finish(of_seed, Path(folder)))
+            finishes["ours"].append(our_finish(of_seed, Path(folder)))
+        for name, of_all_seeds in finishes.items():
+            print(f"seed {seed} | {name:7} | {of_all_seeds[-1]}", flush=True)
+    medians = {name: median(of_all_seeds) for name, of_all_seeds in finishes.items()}
+    for name, finish in medians.items():
+        print(f"median | {name:7} | {finish}")
+    peer, our = medians["nanoGPT"], medians["ours"]
+    times = f"{peer.training / our.training:.2f} times as long in training"
+    times += f", and {peer.whole / our.whole:.2f} times from command to exit"
+    print(f"nanoGPT took {times}; our loss less its loss is {our.loss - peer.loss:+.4f}")
+    seconds_and_losses = {k: [asdict(f) for f in of_seeds] for k, of_seeds in finishes.items()}
+    facts = facts_of(torch.device("cpu")) | {"seeds": cfg.seeds, "finishes": seconds_and_losses}
+    write_json(cfg.json, facts)
+
+
+def nanogpt_finish(cfg: CompareConfig, folder: Path) -> Finish:
+    """Run nanoGPT's train.py. It saves its weights at each evaluation, also after the last step."""
+    steps = int(re.findall(r"--max_iters=(\d+)", cfg.recipe)[-1])
+    options = [*shlex.split(cfg.recipe), "--out_dir=out", "--always_save_checkpoint=True"]
+    argv = nanogpt_command(cfg, folder, options)
+    begun = time.perf_counter()
+    output = "".join(line for _, line in lines_of(argv, folder))
+    whole = time.perf_counter() - begun
+    times = [float(ms) for ms in re.findall(r"^iter \d+: .*time ([0-9.]+)ms", output, re.M)]
+    saved = folder / "out" / "ckpt.pt"
+    if not saved.exists() or torch.load(saved, weights_only=True)["iter_num"] != steps:
+        raise UserError(f"nanoGPT has not saved its final weights: say --eval_interval={steps}")
+    return finish_of(cfg, saved, steps, times, whole)
+
+
+def our_finish(cfg: CompareConfig, folder: Path) -> Finish:
+    """Run this repository's train.py."""
+    begun = time.perf_counter()
+    for _ in lines_of(our_command(cfg, folder, eval_train=False), folder):
+        pass
+    whole = time.perf_counter() - begun
+    run_folder = folder / "ours" / "run"
+    records = read_metrics(run_folder / "metrics.jsonl")
+    times = [r["step_ms"] for r in records if "step_ms" in r]
+    checkpoint = newest_checkpoint(run_folder / "ckpt")
+    return finish_of(cfg, checkpoint, records[0]["steps"], times[1:] or times, whole)
+
+
+def finish_of(
+    cfg: CompareConfig, path: Path, steps: int, step_ms: list[float], whole: float
+) -> Finish:
+    """Return the finish of the final weights in `path`."""
+    model = from_pretrained(path)
+    if model.config.block_size != cfg.block_size:
+        raise UserError(f"block_size is {model.config.block_size} there and {cfg.block_size} here")
+    data = open_datasets(cfg.dataset, cfg.data_dir)[0]
+    machine = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "for an equal evaluation")
+    loss = evaluate(model, open_windows(data, "val", cfg.block_size), 0, 64, machine)
+    training = steps * statistics.median(step_ms) / 1e3
+    return Finish(loss, training, whole, steps, model.num_params()["total"])
+
+
+def median(finishes: list[Finish]) -> Finish:
+    """Return the medians of all figures."""
+    names = [field.name for field in fields(Finish)]
+    return Finish(*[statistics.median(getattr(f, name) for f in finishes) for name in names])
+
+
+def main() -> None:
+    cfg = with_data(parse(CompareConfig, doc=__doc__))
+    # The contestants run in another folder, where relative paths would lead nowhere.
+    nanogpt = str(Path(cfg.nanogpt).resolve()) if cfg.nanogpt else ""
+    cfg = replace(cfg, data_dir=str(Path(cfg.data_dir).resolve()), nanogpt=nanogpt)
+    if cfg.recipe:
+        compare_losses(cfg)
+    else:
+        compare_speed(cfg)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,16 @@
 #
 #   # all parts
 #   OUT=results bash bench/gpu_suite.sh
-#   # some of: roof gpt2 large small hf sampling optimizers tests sweep
+#   # some of: roof gpt2 large small hf sampling optimizers documents tests sweep
 #   OUT=results bash bench/gpu_suite.sh roof small
 #   # also measure nanoGPT, in a checkout that is already on this machine
 #   NANOGPT=../nanoGPT OUT=results bash bench/gpu_suite.sh
 #   # check that every command runs, with a toy model on the CPU
 #   TOY=1 OUT=results bash bench/gpu_suite.sh
 #
-# The script writes eight files to OUT: suite.log (all that was printed), roof.json, gpt2.json,
-# models.json, hf.json, sampling.json, sweep.json and sweep.md. Its exit code is 1 if a part failed
-# or if no time was left for one.
+# The script writes these files to OUT: suite.log (all that was printed), roof.json, gpt2.json,
+# models.json, hf.json, sampling.json, optimizers.json, documents_T.json for three T, sweep.json and
+# sweep.md. Its exit code is 1 if a part failed or if no time was left for one.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:?where to? OUT=results bash bench/gpu_suite.sh}
@@ -83,7 +83,7 @@ train() {
     local name=$1 limit=$2 V=$3 json=$4
     shift 4
     dataset "$V"
-    part "$name" "$limit" $PYTHON bench/compare.py "$@" --data_dir="$WORK" --dataset="v$V" \
+    part "$name" "$limit" $PYTHON -m bench.compare "$@" --data_dir="$WORK" --dataset="v$V" \
         --json="$json" ${TOY:+"${SHRINK[@]}" "${BRIEF[@]}"}
 }
 
@@ -91,7 +91,7 @@ tests() { # -v prints the names of the tests one by one, so that they are there 
     part tests 480 $PYTHON -m pytest -v --tb=short -m gpu -rs tests
 }
 roof() {
-    part roof 90 $PYTHON bench/roof.py config/gpt2_124m.py --batch_size=64 \
+    part roof 90 $PYTHON -m bench.roof config/gpt2_124m.py --batch_size=64 \
         --json="$OUT/roof.json" ${TOY:+"${SHRINK[@]}" "${TOY_ROOF[@]}"}
 }
 gpt2() { # 124M, T = 1024: 2 x 64 x 1024 tokens a step
@@ -115,24 +115,28 @@ hf() { # the 100M model with 8 x 1024 tokens a step, beside transformers' Traine
 }
 sampling() {
     dataset 50257
-    part sampling 120 $PYTHON bench/compare.py config/gpt2_124m.py ${NANO[@]+"${NANO[@]}"} \
+    part sampling 120 $PYTHON -m bench.compare config/gpt2_124m.py ${NANO[@]+"${NANO[@]}"} \
         --sampling --num_samples=32 --max_new_tokens=512 --rounds=1 --data_dir="$WORK" \
         --dataset=v50257 --json="$OUT/sampling.json" \
         ${TOY:+"${SHRINK[@]}" "${TOY_SAMPLING[@]}"}
 }
 optimizers() { # what Muon and Adafactor cost, beside AdamW
-    part optimizers 120 $PYTHON bench/optimizers.py config/minimind_26m.py --vocab_size=6400 \
-        --batch_size=16 --batch_tokens=8192 \
-        ${TOY:+"${SHRINK[@]}" --rounds=1 --steps=1 --compile=false}
+    part optimizers 120 $PYTHON -m bench.sweep config/minimind_26m.py --vary=optimizer \
+        --vocab_size=6400 --batch_size=16 --batch_tokens=8192 --json="$OUT/optimizers.json" \
+        ${TOY:+"${SHRINK[@]}" --rounds=1 --compile=false}
 }
 documents() { # what it costs to keep documents apart, compiled with FlexAttention
+    local T
     dataset 50257
-    part documents 150 $PYTHON bench/documents.py config/gpt2_124m.py --data_dir="$WORK" \
-        --dataset=v50257 --batch_tokens=131072 --rounds=4 \
-        ${TOY:+"${SHRINK[@]}" --rounds=1 --steps=1 --block_sizes 64 --compile=false}
+    for T in 256 512 1024; do
+        part "documents_$T" 75 $PYTHON -m bench.sweep config/gpt2_124m.py --vary=documents \
+            --data_dir="$WORK" --dataset=v50257 --block_size="$T" --batch_size=$((16384 / T)) \
+            --batch_tokens=131072 --rounds=4 --json="$OUT/documents_$T.json" \
+            ${TOY:+"${SHRINK[@]}" --rounds=1 --compile=false}
+    done
 }
 sweep() { # not compiled: each of the 17 shapes would take a minute to compile
-    part sweep 120 $PYTHON bench/sweep.py config/train_100m.py --vocab_size=16384 \
+    part sweep 120 $PYTHON -m bench.sweep config/train_100m.py --vocab_size=16384 \
         --compile=false --seconds=2 --json="$OUT/sweep.json" --markdown="$OUT/sweep.md" \
         ${TOY:+"${SHRINK[@]}" "${TOY_SWEEP[@]}"}
 }

@@ -1,9 +1,9 @@
 """Measure what an initialisation is for: the scale of activations and gradients, block by block.
 
     # every scheme of the table INIT in model.py, in a model of 8 layers x 128
-    python bench/init_scales.py --dataset=mine
+    python -m bench.init_scales --dataset=mine
     # some of them, in another model: every setting of train.py is accepted too
-    python bench/init_scales.py config/demo.py --inits gpt2 kaiming t5 --png=scales.png
+    python -m bench.init_scales config/demo.py --inits gpt2 kaiming t5 --png=scales.png
 
 A scheme draws the weights of a model. The script measures this model, trains it for `steps` steps
 and measures it again: one forward and one backward pass in fp32, over the same validation windows.
@@ -11,35 +11,37 @@ All schemes train from the same seed on the same windows. A step is train.py's o
 schedule: the learning rate stays at `lr`.
 
 The table has the root mean square (RMS) in the first and in the last block: of the residual stream
-behind the block, and of the gradient of the block's matrices. The picture shows all blocks, and
---json writes what else was measured.
+behind the block, and of the gradient of the block's matrices. The picture and --json have those of
+all blocks.
 """
 
-import json
 import math
-import os
-import sys
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # so that `python bench/init_scales.py` finds the modules below
-from configurator import UserError, changes, parse, run  # noqa: E402
-from hardware.machine import Machine, start  # noqa: E402
-from hardware.peak import device_name  # noqa: E402
-from hardware.terminal import ProgressBar  # noqa: E402
-from model import GPT, INIT  # noqa: E402
-from text.windows import Rows  # noqa: E402
-from train import Data, open_data, open_optimizer  # noqa: E402
-from training.plan import make_plan  # noqa: E402
-from training.settings import TrainConfig, model_config, with_data  # noqa: E402
-from training.step import read_ahead, take_step, to_batch  # noqa: E402
+from bench.measure import (
+    batches_of,
+    facts_of,
+    new_training,
+    no_folder,
+    not_positive,
+    one_process,
+    step_problems,
+    write_json,
+)
+from configurator import changes, parse, run
+from hardware.machine import Machine, start, to_device
+from hardware.terminal import ProgressBar
+from model import GPT, INIT
+from text.dataset import DataSet, open_datasets
+from text.windows import open_windows, train_loader
+from training.plan import make_plan
+from training.settings import TrainConfig, with_data
 
 
 @dataclass(frozen=True)
@@ -54,25 +56,21 @@ class ScalesConfig(TrainConfig):
     block_size: int = 128  # T, tokens in a sequence
     batch_tokens: int = 2048  # tokens per step, and of the batch that is measured
     lr: float = 1e-3  # learning rate of every step
+    compile: bool | Literal["auto"] = False  # torch.compile of the training steps
     # ---- Output ----
     png: str = "init_scales.png"  # the picture
     json: str = ""  # also write the figures to this file
 
     def problems(self) -> list[str]:
-        if self.batch_size == "auto":
-            return ["batch_size=auto is for train.py and bench/plan.py: give a number here"]
-        wrong = TrainConfig.problems(replace(self, max_steps=1))  # `steps` sets the length here
-        known = ", ".join(INIT)
-        wrong += [f"inits: {name!r} is none of {known}" for name in self.inits if name not in INIT]
-        if self.steps < 1:
-            wrong.append("steps must be positive")
+        problems = (
+            step_problems(self) + not_positive(self, "steps") + no_folder(self, "png", "json")
+        )
+        for name in self.inits:
+            if name not in INIT:
+                problems.append(f"inits: {name!r} is none of {', '.join(INIT)}")
         if not self.png.endswith(".png"):
-            wrong.append(f"png={self.png} must end in .png")
-        for name in ("png", "json"):
-            path = getattr(self, name)
-            if not Path(path).parent.is_dir():
-                wrong.append(f"{name}={path}: no such folder")
-        return wrong
+            problems.append(f"png={self.png} must end in .png")
+        return problems
 
 
 # --------------------------------------------------------------------------------------------------
@@ -88,73 +86,54 @@ def rms(x: Tensor) -> float:
 def measure(model: GPT, x: Tensor, y: Tensor) -> Scales:
     """Return the loss of a batch x, y (B, T) in nats, and the RMS of what its passes compute.
 
-    stream, attention, mlp: the residual stream behind each block and what its two parts add to it,
-    (B, T, C); their gradients too. matrices gradient: of all matrices of a block together.
-    logits std: over the vocabulary, as a mean over the positions.
+    stream: the residual stream behind each block, (B, T, C). gradient: of all matrices of a block
+    together. logits std: over the vocabulary, as a mean over the positions.
     """
     V = model.config.vocab_size
-    found: Scales = {}
-    outputs: dict[str, list[Tensor]] = {"stream": [], "attention": [], "mlp": []}
+    stream: list[float] = []
+    logits_std: list[float] = []
 
-    def keep(name: str) -> Callable:
-        def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-            output.retain_grad()  # otherwise only weights keep their gradient
-            outputs[name].append(output)
+    def keep_stream(module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        stream.append(rms(output))
 
-        return hook
-
-    def spread(module: nn.Module, inputs: tuple, logits: Tensor) -> None:
+    def keep_logits(module: nn.Module, inputs: tuple, logits: Tensor) -> None:
         # This cannot wait for the end of the pass: the loss writes its gradient over the logits.
-        found["logits std"] = logits[..., :V].std(-1).mean().item()
+        logits_std.append(logits[..., :V].std(-1).mean().item())
 
-    hooks = [model.lm_head.register_forward_hook(spread)]
-    for block in model.blocks:
-        hooks.append(block.register_forward_hook(keep("stream")))
-        hooks.append(block.attn.register_forward_hook(keep("attention")))
-        hooks.append(block.mlp.register_forward_hook(keep("mlp")))
+    hooks = [block.register_forward_hook(keep_stream) for block in model.blocks]
+    hooks.append(model.lm_head.register_forward_hook(keep_logits))
     model.eval()  # without dropout
     loss = model(x, y)
     loss.backward()
     for hook in hooks:
         hook.remove()
-
-    found["loss"] = loss.item()
-    for name, of_blocks in outputs.items():
-        found[name] = [rms(output) for output in of_blocks]
-        found[f"{name} gradient"] = [rms(output.grad) for output in of_blocks]
     matrices = [[p for p in block.parameters() if p.dim() == 2] for block in model.blocks]
-    grads = [torch.cat([p.grad.flatten() for p in of_block]) for of_block in matrices]
-    found["matrices gradient"] = [rms(grad) for grad in grads]
+    gradient = [rms(torch.cat([p.grad.flatten() for p in of_block])) for of_block in matrices]
     model.zero_grad()
     model.train()
-    return found
+    scales = {"loss": loss.item(), "stream": stream, "gradient": gradient}
+    return scales | {"logits std": logits_std[0]}
 
 
 def before_and_after(
-    scheme: str, cfg: ScalesConfig, machine: Machine, data: Data, bar: ProgressBar
+    scheme: str, cfg: ScalesConfig, machine: Machine, sets: list[DataSet], bar: ProgressBar
 ) -> tuple[Scales, Scales]:
-    """Return what measure() finds in a new model, and what it finds after cfg.steps steps."""
-    val = data.val_windows[0]
-    ids = np.stack([val.row(start) for start in val.fixed_starts(cfg.batch_tokens)])
-    x, y, _, _ = to_batch(Rows(ids, None, None), machine.device)  # (B, T) each
-    model = GPT(model_config(cfg, data.sets[0].meta["vocab_size"]))
-    torch.manual_seed(cfg.seed)
-    model.init_weights(scheme)
-    model.to(machine.device)
-    before = measure(model, x, y)
+    """Return what measure() returns for a new model, and what it returns after cfg.steps steps."""
+    val = open_windows(sets[0], "val", cfg.block_size)
+    rows = np.stack([val.row(start) for start in val.fixed_starts(cfg.batch_tokens)])
+    ids = to_device(rows, machine.device)
+    x, y = ids[:, :-1], ids[:, 1:]  # (B, T) each
+    training = new_training(replace(cfg, init=scheme), sets[0].meta["vocab_size"], machine)
+    before = measure(training.model, x, y)
 
     plan = make_plan(replace(cfg, max_steps=cfg.steps), 1, 1)
-    optimizer, scaler = open_optimizer(cfg, machine, model, None)
-    for group in optimizer.param_groups:
-        group["lr"] = cfg.lr * group["scale"]
-    with closing(read_ahead(data.loader, 0, plan.batch_size, machine)) as reader:
-        batches = (to_batch(windows, machine.device) for windows in reader)
+    loader = train_loader(sets, cfg.block_size, cfg.seed, cfg.documents, cfg.loss_per)
+    with closing(batches_of(loader, plan.batch_size, machine)) as batches:
+        training = replace(training, batches=batches, accum=plan.accum)
         for _ in range(cfg.steps):
-            take_step(
-                model, model, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip
-            )()
+            training.step()()
             bar.update()
-    return before, measure(model, x, y)
+    return before, measure(training.model, x, y)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -167,14 +146,14 @@ def ends(of_blocks: list[float]) -> str:
     return f"{of_blocks[0]:.2g} -> {of_blocks[-1]:.2g}"
 
 
-def draw(found: dict[str, tuple[Scales, Scales]], cfg: ScalesConfig) -> None:
+def draw(scales_of: dict[str, tuple[Scales, Scales]], cfg: ScalesConfig) -> None:
     """Draw the stream and the gradients over the blocks, before and after: a line per scheme."""
     import matplotlib
 
     matplotlib.use("Agg")  # draws into a file, without a screen
     import matplotlib.pyplot as plt
 
-    kinds = {"stream": "RMS of the residual stream", "matrices gradient": "RMS of the gradient"}
+    kinds = {"stream": "RMS of the residual stream", "gradient": "RMS of the gradient"}
     fig, axes = plt.subplots(2, 2, figsize=(9, 6.5), sharex=True, sharey="row")
     fig.set_layout_engine("constrained")
     for (key, label), panels in zip(kinds.items(), axes, strict=True):
@@ -182,7 +161,7 @@ def draw(found: dict[str, tuple[Scales, Scales]], cfg: ScalesConfig) -> None:
         for when, ax in enumerate(panels):
             ax.set_yscale("log")
             ax.grid(alpha=0.3)
-            for number, (scheme, scales) in enumerate(found.items()):
+            for number, (scheme, scales) in enumerate(scales_of.items()):
                 style = dict(color=f"C{number}", ls="-" if number % 2 else "--", marker="o", ms=3)
                 ax.plot(range(1, cfg.n_layer + 1), scales[when][key], label=scheme, **style)
     axes[0, 0].set_title("step 0")
@@ -196,29 +175,27 @@ def draw(found: dict[str, tuple[Scales, Scales]], cfg: ScalesConfig) -> None:
 
 def main() -> None:
     cfg = with_data(parse(ScalesConfig, doc=__doc__))
-    if "RANK" in os.environ:
-        raise UserError("one device is measured: start it without torchrun")
+    one_process()
     machine = start(cfg.device, cfg.dtype)
-    data = open_data(cfg)
+    sets = open_datasets(cfg.dataset, cfg.data_dir)
     schemes = cfg.inits or tuple(INIT)
-    uniform = math.log(data.sets[0].meta["vocab_size"])  # the loss of equal probabilities
-    machine.say(f"{device_name(machine.device)}, torch {torch.__version__}, {machine.dtype}")
+    uniform = math.log(sets[0].meta["vocab_size"])  # the loss of equal probabilities
+    facts = facts_of(machine.device)
+    machine.say(f"{facts['machine']}, {facts['versions']}, {machine.dtype}")
     machine.say(f"ln V = {uniform:.2f}; RMS at step 0, block 1 -> block {cfg.n_layer}\n")
     later = f"{cfg.steps} steps"
     machine.say(ROW.format("init", "loss", later, "stream RMS", "gradient RMS", "logits std"))
-    found: dict[str, tuple[Scales, Scales]] = {}
+    scales_of: dict[str, tuple[Scales, Scales]] = {}
     with ProgressBar("steps", total=cfg.steps * len(schemes)) as bar:
         for scheme in schemes:
-            before, after = before_and_after(scheme, cfg, machine, data, bar)
-            found[scheme] = (before, after)
+            before, after = before_and_after(scheme, cfg, machine, sets, bar)
+            scales_of[scheme] = (before, after)
             cells = [scheme, f"{before['loss']:.2f}", f"{after['loss']:.2f}"]
-            cells += [ends(before["stream"]), ends(before["matrices gradient"])]
+            cells += [ends(before["stream"]), ends(before["gradient"])]
             machine.say(ROW.format(*cells, f"{before['logits std']:.2g}"))
-    draw(found, cfg)
+    draw(scales_of, cfg)
     machine.say(f"the picture is in {cfg.png}")
-    if cfg.json:
-        facts = {"command": " ".join(sys.argv), "settings": changes(cfg), "scales": found}
-        Path(cfg.json).write_text(json.dumps(facts, indent=1) + "\n")
+    write_json(cfg.json, facts | {"settings": changes(cfg), "scales": scales_of})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Answer a question by training: every variant with every seed, compared seed by seed.
 
-    python bench/lab.py bench/questions/optimizers.py --dataset=mine
-    python bench/lab.py bench/questions/inits.py --seeds 4 5 6 --only xavier small
-    python bench/lab.py bench/questions/optimizers.py --report --markdown=o.md --png=o.png
+    python -m bench.lab bench/questions/optimizers.py --dataset=mine
+    python -m bench.lab bench/questions/inits.py --seeds 4 5 6 --only xavier small
+    python -m bench.lab bench/questions/optimizers.py --report --markdown=o.md --png=o.png
 
 A question is a file of plain assignments (docs/extending.md has one): the question in words, the
 settings of all runs, and `variants`, each a name with the settings in which it differs. Every
@@ -26,13 +26,11 @@ The main figure is `BASELINE needs`: how many times the tokens or seconds of the
 baseline needs to end with the variant's loss. Above 1, the variant saves. It is read from runs of
 the baseline with other `lengths`, each with its own completed decay; between two of them, the loss
 is taken to be linear in the logarithm of the tokens. < and > say that the loss is beyond the
-shortest or the longest of these runs. `reaches`: where the variant's own curve first has the
-baseline's final loss. Seconds are the number of steps times the median time of a step, without
-evaluations and checkpoints. Other programs on the machine disturb them, but not the losses.
+shortest or the longest of these runs. Seconds are the number of steps times the median time of a
+step, without evaluations and checkpoints. Other programs on the machine disturb them, but not the
+losses.
 """
 
-import os
-import shlex
 import signal
 import sys
 import time
@@ -41,15 +39,22 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Literal
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # so that `python bench/lab.py` finds the modules below
-import configurator  # noqa: E402
-from bench.lab_results import Results, compare, plot, read_run, table  # noqa: E402
-from configurator import UserError, changes, parse, set_value  # noqa: E402
-from hardware.disk import content_sha256, json_bytes, write_whole  # noqa: E402
-from hardware.machine import stop_signals  # noqa: E402
-from text.dataset import names_and_weights, open_datasets  # noqa: E402
-from training.settings import TrainConfig, with_data  # noqa: E402
+import configurator
+from bench.lab_results import Results, compare, plot, read_run, table
+from bench.measure import (
+    REPO,
+    command,
+    no_folder,
+    not_positive,
+    one_process,
+    train_options,
+    write_json,
+)
+from configurator import UserError, changes, parse, set_value
+from hardware.disk import content_sha256, write_whole
+from hardware.machine import stop_signals
+from text.dataset import names_and_weights, open_datasets
+from training.settings import TrainConfig, with_data
 
 # Settings that lab.py gives to every run.
 GIVEN = {"seed", "init_from", "overwrite", "eval_tokens", "run_name", "out_dir"}
@@ -83,20 +88,17 @@ class LabConfig(TrainConfig):
             return ["give a file with a question and variants: bench/questions/optimizers.py"]
         if not all(isinstance(settings, dict) for settings in self.variants.values()):
             return ['variants must be {"NAME": {"SETTING": value, ...}, ...}']
-        known = ", ".join(map(str, self.variants))
-        named = [self.baseline, *self.only] if self.baseline else self.only
-        wrong = [f"{v!r} is none of the variants: {known}" for v in named if v not in self.variants]
+        problems = no_folder(self, "markdown", "json", "png") + not_positive(self, "lengths")
+        for name in [self.baseline, *self.only] if self.baseline else self.only:
+            if name not in self.variants:
+                variants = ", ".join(map(str, self.variants))
+                problems.append(f"{name!r} is none of the variants: {variants}")
         for key in ("seed", "init_from", "overwrite"):
             if getattr(self, key) != getattr(TrainConfig, key):
-                wrong.append(f"{key}: lab.py gives it to each run")
+                problems.append(f"{key}: lab.py gives it to each run")
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
-            wrong.append("seeds must be different numbers, and not negative")
-        if not all(length > 0 for length in self.lengths):
-            wrong.append("lengths must be positive")
-        for key in ("markdown", "json", "png"):
-            if not Path(getattr(self, key)).parent.is_dir():
-                wrong.append(f"{key}={getattr(self, key)}: no such folder")
-        return wrong
+            problems.append("seeds must be different numbers, and not negative")
+        return problems
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,7 @@ class Run:
 
 def main() -> None:
     cfg = read_question(sys.argv[1:])
-    if "RANK" in os.environ:
-        raise UserError("one process is needed: start it without torchrun")
+    one_process()
     baseline = cfg.baseline or next(iter(cfg.variants))
     runs = plan(cfg, baseline)
     exit_code = 0 if cfg.report else train_all(runs)
@@ -166,18 +167,18 @@ def variants_of(cfg: LabConfig, baseline: str) -> list[tuple[str, float, TrainCo
     """
     shared = TrainConfig(**{f.name: getattr(cfg, f.name) for f in fields(TrainConfig)})
     base = varied(shared, baseline, cfg.variants[baseline])
-    found = [(baseline, 1.0, base)]
+    variants = [(baseline, 1.0, base)]
     for name, settings in cfg.variants.items():
         if name != baseline and name in (cfg.only or cfg.variants):
-            found.append((name, 1.0, varied(shared, name, settings)))
+            variants.append((name, 1.0, varied(shared, name, settings)))
     for length in cfg.lengths:
         if length != 1:
-            found.append((at_length(baseline, length), length, stretched(base, length)))
-    for name, _, settings in found:
+            variants.append((at_length(baseline, length), length, stretched(base, length)))
+    for name, _, settings in variants:
         problems = settings.problems()
         if problems:
             raise UserError(f"variant {name!r}: {'; '.join(problems)}")
-    return found
+    return variants
 
 
 def varied(shared: TrainConfig, name: str, settings: dict) -> TrainConfig:
@@ -231,30 +232,29 @@ def train_all(runs: list[Run]) -> int:
     begun = time.perf_counter()
     with stop_signals() as signals:
         for number, run in enumerate(todo.values(), 1):
-            what = f"{number}/{len(todo)} | {run.variant}, seed {run.seed}"
+            line = f"{number}/{len(todo)} | {run.variant}, seed {run.seed}"
             code = train(run, signals)
             if signals:
-                print(f"{what} | stopped by a signal: the same command goes on")
+                print(f"{line} | stopped by a signal: the same command goes on")
                 return 128 + signals[-1]
             result = read_run(run.folder, run.judges, run.loss)
             if result:
-                what += f" | loss {result.loss:.4f} | {result.seconds:.0f} s"
+                line += f" | loss {result.loss:.4f} | {result.seconds:.0f} s"
             else:
                 exit_code = 1
                 lines = run.log.read_text(errors="replace").splitlines()
-                what += f" | failed with exit code {code}: {' '.join(lines[-1:])}"
+                line += f" | failed with exit code {code}: {' '.join(lines[-1:])}"
             done += run.length
             left = (time.perf_counter() - begun) / done * (total - done)
-            print(f"{what} | {run.folder} | {left / 60:.1f} min left", flush=True)
+            print(f"{line} | {run.folder} | {left / 60:.1f} min left", flush=True)
     return exit_code
 
 
 def train(run: Run, signals: list[int]) -> int:
     """Begin a run or go on with it, and return its exit code. On a signal, it saves and ends."""
-    options = [f"--{key}={value}" for key, value in changes(run.settings).items()]
     run.log.parent.mkdir(parents=True, exist_ok=True)
     with open(run.log, "ab") as log:
-        argv = [sys.executable, str(REPO / "train.py"), *options]
+        argv = [sys.executable, str(REPO / "train.py"), *train_options(run.settings)]
         process = Popen(argv, stdout=log, stderr=log)
         while process.poll() is None and not signals:
             time.sleep(0.05)
@@ -281,18 +281,20 @@ def report(cfg: LabConfig, runs: list[Run], baseline: str) -> None:
         print("no run to compare is finished")
         return
     finished = sum(map(len, results.values()))
-    command = shlex.join(["python", *sys.argv])
-    lines = [f"# {cfg.question}", "", f"`{command}`: {finished} of {len(runs)} runs are finished."]
+    lines = [
+        f"# {cfg.question}",
+        "",
+        f"`{command()}`: {finished} of {len(runs)} runs are finished.",
+    ]
     lines += [f"The loss is {cfg.judge}, the mean of those on {', '.join(runs[0].judges)}.", ""]
     text = "\n".join([*lines, table(rows, baseline)]) + "\n"
     print("\n" + text)
     if cfg.markdown:
         write_whole(Path(cfg.markdown), text.encode())
-    if cfg.json:
-        folders = [{"variant": r.variant, "seed": r.seed, "folder": str(r.folder)} for r in runs]
-        facts = {"question": cfg.question, "baseline": baseline, "command": command}
-        facts |= {"judges": runs[0].judges, "rows": [asdict(row) for row in rows], "runs": folders}
-        write_whole(Path(cfg.json), json_bytes(facts))
+    folders = [{"variant": r.variant, "seed": r.seed, "folder": str(r.folder)} for r in runs]
+    facts = {"question": cfg.question, "baseline": baseline, "command": command()}
+    facts |= {"judges": runs[0].judges, "rows": [asdict(row) for row in rows], "runs": folders}
+    write_json(cfg.json, facts)
     if cfg.png:
         plot(results, rows, lengths, cfg.question, cfg.png)
 

@@ -1,6 +1,6 @@
 """What the runs of bench/lab.py have measured: read it, compare it, print it, draw it.
 
-`python bench/lab.py --help` explains the figures and the statistics.
+`python -m bench.lab --help` explains the figures and the statistics.
 """
 
 import math
@@ -56,7 +56,6 @@ class Row:
     needs_tokens: float  # how many times `tokens` the baseline needs to end with the same loss
     needs_seconds: float  # how many times `seconds`
     needs_sign: str  # "", or < or > if both are bounds only
-    reaches: float | None  # share of the run until the baseline's final loss; None: never
 
 
 def read_run(folder: Path, judges: list[str], loss: str = "val_loss") -> Result | None:
@@ -131,7 +130,6 @@ def row_of(name: str, seeds: list[int], results: Results, lengths: list[str]) ->
         needs_tokens=needs / tokens,
         needs_seconds=needs * baseline_s / mean.seconds,
         needs_sign=sign,
-        reaches=reached(means[baseline].loss, mean),
     )
 
 
@@ -186,23 +184,6 @@ def needed(loss: float, scale: list[tuple[int, float]]) -> tuple[str, float]:
     return ">", scale[-1][0]
 
 
-def reached(target: float, run: Result) -> float | None:
-    """Return after which share of a run its loss first comes down to `target`; None if never.
-
-    Between two evaluations the loss is taken to fall in a straight line.
-    """
-    below = np.flatnonzero(run.losses <= target)
-    if not len(below):
-        return None
-    now = below[0]
-    tokens = run.tokens[now]
-    if now > 0:
-        before = now - 1
-        part = (run.losses[before] - target) / (run.losses[before] - run.losses[now])
-        tokens = run.tokens[before] + part * (tokens - run.tokens[before])
-    return float(tokens / run.tokens[-1])
-
-
 # --------------------------------------------------------------------------------------------------
 # Show
 
@@ -212,18 +193,13 @@ def table(rows: list[Row], baseline: str) -> str:
     sets = list(rows[0].by_set)
     sets = sets if len(sets) > 1 else []  # the loss on a single data set is the loss
     heads = ["variant", "seeds", "loss", *sets, "difference", "verdict"]
-    heads += [f"{baseline} needs tokens", "needs seconds", "reaches at token", "at second"]
-    heads += ["training s", "ms/step"]
+    heads += [f"{baseline} needs tokens", "needs seconds", "training s", "ms/step"]
     lines = [heads]
     for row in rows:
         line = [row.variant, str(len(row.losses)), f"{row.loss:.4f}{with_error(row.loss_error)}"]
         line += [f"{row.by_set[name]:.4f}" for name in sets]
         line += [f"{row.difference:+.4f}{with_error(row.difference_error)}", row.verdict]
         line += [f"{row.needs_sign}{x:.2f} x" for x in (row.needs_tokens, row.needs_seconds)]
-        if row.reaches is None:
-            line += ["never", "never"]
-        else:
-            line += [f"{row.reaches * row.tokens:,.0f}", f"{row.reaches * row.seconds:.1f}"]
         lines.append([*line, f"{row.seconds:.1f}", f"{row.step_ms:.1f}"])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])

@@ -1,9 +1,9 @@
 """Measure how fast prepare.py is, compared with the tokenizer library alone, and its peak memory.
 
     # the corpus, repeated until it is 300 MB of JSON
-    python bench/prepare.py CORPUS.jsonl.gz --tokenizer gpt2
+    python -m bench.prepare CORPUS.jsonl.gz --tokenizer gpt2
     # a longer input shows that the memory does not grow with it
-    python bench/prepare.py CORPUS.jsonl.gz --mb 2000 --json out.json
+    python -m bench.prepare CORPUS.jsonl.gz --mb 2000 --json out.json
 
 Three ways to encode the corpus take turns, `rounds` times, and the results are medians:
     library   the tokenizer library on one core, with all texts already in memory
@@ -20,7 +20,6 @@ import gzip
 import json
 import math
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -31,23 +30,25 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
+import torch
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # so that `python bench/prepare.py` finds the modules below
-from configurator import UserError, parse, run  # noqa: E402
-from text.dataset import find_tokenizer  # noqa: E402
-from text.records import record_text  # noqa: E402
-from text.tokenizer import SentencePiece, Tiktoken  # noqa: E402
+from bench.measure import REPO, facts_of, no_folder, not_positive, take_turns, write_json
+from configurator import UserError, parse, run
+from text.dataset import find_tokenizer
+from text.records import record_text
+from text.tokenizer import SentencePiece, Tiktoken
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    corpus: str = ""  # a .jsonl.gz file
+    corpus: tuple[str, ...] = ()  # a .jsonl.gz file; it may stand without --corpus
     mb: int = 300  # repeat the corpus until it is this many MB of JSON
     tokenizer: str = "gpt2"  # as for prepare.py: a tiktoken name, a SentencePiece .model, ...
     workers: int = 0  # worker processes of prepare.py; 0: one for each core
@@ -55,11 +56,10 @@ class BenchConfig:
     json: str = ""  # also write the figures to this file
 
     def problems(self) -> list[str]:
-        return [f"--{k} must be positive" for k in ("mb", "rounds") if getattr(self, k) < 1]
-
-
-# --------------------------------------------------------------------------------------------------
-# The corpus
+        problems = not_positive(self, "mb", "rounds") + no_folder(self, "json")
+        if len(self.corpus) != 1:
+            problems.append("name a corpus: python -m bench.prepare CORPUS.jsonl.gz")
+        return problems
 
 
 def read_corpus(path: str) -> tuple[bytes, list[str]]:
@@ -87,6 +87,20 @@ def read_corpus(path: str) -> tuple[bytes, list[str]]:
 # The three ways to encode it
 
 
+class Cost(NamedTuple):
+    seconds: float
+    processor_seconds: float  # of all processes together
+    peak_bytes: int = 0  # resident memory of all processes together
+
+
+def in_process(work: Callable[[], None]) -> Cost:
+    """Return what it costs to call work() in this process."""
+    started = time.perf_counter()
+    worked = time.process_time()
+    work()
+    return Cost(time.perf_counter() - started, time.process_time() - worked)
+
+
 def library_encode(tokenizer: SentencePiece | Tiktoken) -> Callable[[str], list[int]]:
     """Return the library's own encode function, without anything around it.
 
@@ -104,25 +118,20 @@ def library_encode(tokenizer: SentencePiece | Tiktoken) -> Callable[[str], list[
     return own.encode_ordinary
 
 
-def library(texts: list[str], encode: Callable[[str], list[int]]) -> tuple[float, float]:
-    """Encode all texts once with the library. Return the seconds, and those of processor time."""
-    started = time.perf_counter()
-    worked = time.process_time()
+def library(texts: list[str], encode: Callable[[str], list[int]]) -> None:
+    """Encode all texts with the library."""
     for text in texts:
         encode(text)
-    return time.perf_counter() - started, time.process_time() - worked
 
 
-def plain(corpus: Path, encode: Callable[[str], list[int]], out: Path, vocab_size: int) -> float:
-    """Return the seconds of the plain way: read a .jsonl.gz file, and write its ids to `out`."""
-    started = time.perf_counter()
+def plain(corpus: Path, encode: Callable[[str], list[int]], out: Path, vocab_size: int) -> None:
+    """Read a .jsonl.gz file and write its ids to `out`, the plain way."""
     ids = []
     with gzip.open(corpus, "rt", encoding="utf-8") as f:
         for line in f:
             ids.extend(encode(record_text(json.loads(line))[0]))
             ids.append(0)
     np.array(ids, dtype=np.uint16 if vocab_size <= 65_536 else np.uint32).tofile(out)
-    return time.perf_counter() - started
 
 
 def resident(pid: int) -> int:
@@ -141,21 +150,19 @@ def resident(pid: int) -> int:
     return total
 
 
-def children_time() -> float:
-    """Return the seconds of processor time of all processes that this one has waited for."""
+def children_seconds() -> float:
+    """Return the processor time of all processes that this one has waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
-def ours(corpus: Path, cfg: BenchConfig, folder: Path) -> tuple[float, float, int]:
-    """Run prepare.py; return its seconds, and those of processor time and the peak resident memory
-    of all its processes.
-    """
+def ours(corpus: Path, cfg: BenchConfig, folder: Path) -> Cost:
+    """Run prepare.py, and return what all its processes cost."""
     command = [sys.executable, str(REPO / "prepare.py"), f"--input={corpus}", "--name=bench"]
     command += [f"--tokenizer={cfg.tokenizer}", f"--workers={cfg.workers}", f"--data_dir={folder}"]
     peaks = [0]
     ended = threading.Event()
-    worked = children_time()
+    worked = children_seconds()
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
@@ -166,62 +173,49 @@ def ours(corpus: Path, cfg: BenchConfig, folder: Path) -> tuple[float, float, in
     looking = threading.Thread(target=look)
     looking.start()
     process.wait()
-    took = time.perf_counter() - started
+    seconds = time.perf_counter() - started
     ended.set()
     looking.join()
     if process.returncode:
         raise UserError("prepare.py failed: see its message above")
-    return took, children_time() - worked, max(peaks)
+    return Cost(seconds, children_seconds() - worked, max(peaks))
 
 
 # --------------------------------------------------------------------------------------------------
 
 
-def parse_arguments() -> BenchConfig:
-    """Parse the command line, on which the corpus may stand first, without an option's name."""
-    argv = sys.argv[1:]
-    if argv and not argv[0].startswith("-"):
-        argv = [*argv[1:], f"--corpus={argv[0]}"]
-    cfg = parse(BenchConfig, argv, doc=__doc__)
-    if not cfg.corpus:
-        raise UserError("name a corpus: python bench/prepare.py CORPUS.jsonl.gz")
-    return cfg
-
-
 def main() -> None:
-    cfg = parse_arguments()
-    data, texts = read_corpus(cfg.corpus)
+    cfg = parse(BenchConfig, doc=__doc__, positional="corpus")
+    data, texts = read_corpus(cfg.corpus[0])
     tokenizer = find_tokenizer(cfg.tokenizer)
     encode = library_encode(tokenizer)
     text_mb = sum(len(t.encode()) for t in texts) / 1e6
     times = math.ceil(cfg.mb * 10**6 / len(data))
     cores = cfg.workers or len(os.sched_getaffinity(0))
-    seconds: dict[str, list[float]] = {"library": [], "plain": [], "ours": []}  # for one corpus
-    worked: dict[str, list[float]] = {"library": [], "ours": []}  # seconds of processor time
-    peaks = []
     with tempfile.TemporaryDirectory() as tmp:
         once = Path(tmp) / "once.jsonl.gz"
         once.write_bytes(gzip.compress(data, 6))
-        del data
         repeated = Path(tmp) / "repeated.jsonl.gz"
         with open(repeated, "wb") as f:
             for _ in range(times):
                 f.write(once.read_bytes())
-        for turn in range(cfg.rounds):
-            took, work = library(texts, encode)
-            seconds["library"].append(took)
-            worked["library"].append(work)
-            out = Path(tmp) / "plain.bin"
-            seconds["plain"].append(plain(once, encode, out, tokenizer.vocab_size))
-            took, work, peak = ours(repeated, cfg, Path(tmp))
-            seconds["ours"].append(took / times)
-            worked["ours"].append(work / times)
-            peaks.append(peak)
-            print(f"round {turn + 1} of {cfg.rounds}", file=sys.stderr)
+        vocab_size = tokenizer.vocab_size
+        in_plain_way = partial(plain, once, encode, Path(tmp) / "plain.bin", vocab_size)
+        contestants = {
+            "library": partial(in_process, partial(library, texts, encode)),
+            "plain": partial(in_process, in_plain_way),
+            "ours": partial(ours, repeated, cfg, Path(tmp)),
+        }
+        costs = take_turns(contestants, cfg.rounds)
+    mb = {"library": text_mb, "plain": text_mb, "ours": text_mb * times}
 
-    rates = {name: text_mb / statistics.median(found) for name, found in seconds.items()}
+    rates = {k: mb[k] / statistics.median(c.seconds for c in costs[k]) for k in costs}
+    work_rates = {
+        k: mb[k] / statistics.median(c.processor_seconds for c in costs[k]) for k in costs
+    }
     share = rates["ours"] / cores / rates["library"]
-    work_share = statistics.median(worked["library"]) / statistics.median(worked["ours"])
+    work_share = work_rates["ours"] / work_rates["library"]
+    peak = max(c.peak_bytes for c in costs["ours"])
     size = f"{times} x {text_mb:.1f} MB of text"
     print(f"{size}, {cfg.tokenizer}, {cores} workers; medians of {cfg.rounds}")
     for name, rate in rates.items():
@@ -229,23 +223,17 @@ def main() -> None:
         print(f"  {name:<8} {rate:7.2f} MB/s   {'   '.join(ratios)}")
     print(f"  ours / (cores x library) = {share:.2f}")
     print(f"  processor time, library / ours = {work_share:.2f}")
-    print(f"  peak resident memory of all processes of prepare.py: {max(peaks) / 1e6:.0f} MB")
-    if cfg.json:
-        cpu = platform.processor() or platform.machine()
-        python = platform.python_version()
-        found = {
-            "command": ["bench/prepare.py", *sys.argv[1:]],
-            "machine": {"python": python, "cpu": cpu, "cores": os.cpu_count()},
-            "versions": {p: version(p) for p in ("numpy", "tiktoken", "sentencepiece")},
-            "text_mb": text_mb * times,
-            "mb_per_s": rates,
-            "share": share,
-            "processor_time_share": work_share,
-            "peak_bytes": max(peaks),
-            "seconds": seconds,
-            "processor_seconds": worked,
-        }
-        Path(cfg.json).write_text(json.dumps(found, indent=1) + "\n")
+    print(f"  peak resident memory of all processes of prepare.py: {peak / 1e6:.0f} MB")
+    facts = facts_of(torch.device("cpu")) | {
+        "packages": {p: version(p) for p in ("numpy", "tiktoken", "sentencepiece")},
+        "text_mb": mb,
+        "mb_per_s": rates,
+        "share": share,
+        "processor_time_share": work_share,
+        "peak_bytes": peak,
+        "costs": {name: [cost._asdict() for cost in turns] for name, turns in costs.items()},
+    }
+    write_json(cfg.json, facts)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Measure how fast this machine runs a model's own operations, one at a time, to judge an MFU by.
 
     # every setting of train.py is accepted too
-    python bench/roof.py config/gpt2_124m.py
-    python bench/roof.py config/train_1b.py --vocab_size=32000 --tokens=32768 --json=roof.json
+    python -m bench.roof config/gpt2_124m.py
+    python -m bench.roof config/train_1b.py --vocab_size=32000 --tokens=32768 --json=roof.json
+    # only products of n x n matrices, beside the datasheet's peak
+    python -m bench.roof --squares 1024 2048 4096 8192 16384
 
 Each figure is a median over `seconds` of repetitions (torch.utils.benchmark, after a warm-up), in
 the dtype that train.py picks. OOM: the operation does not fit into memory. n/a: this machine cannot
@@ -14,30 +16,26 @@ counts all of T x T in attention, but only the causal half is computed. So the r
 100 % where T is large.
 """
 
-import json
-import platform
 import statistics
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # so that `python bench/roof.py` finds the modules below
-from configurator import changes, parse, run  # noqa: E402
-from hardware.kernels import ChunkedCrossEntropy, attend, attention_kernel  # noqa: E402
-from hardware.machine import Machine, start  # noqa: E402
-from hardware.peak import device_name, peak_tflops  # noqa: E402
-from model import GPT, GPTConfig  # noqa: E402
-from training.settings import TrainConfig, model_config  # noqa: E402
+from bench.measure import facts_of, no_folder, not_positive, step_problems, write_json
+from configurator import changes, parse, run
+from hardware.gpus import datasheet_tflops
+from hardware.kernels import ChunkedCrossEntropy, attend, attention_kernel
+from hardware.machine import Machine, start
+from hardware.peak import DTYPES, device_name, peak_tflops
+from model import GPT, GPTConfig
+from training.settings import TrainConfig, model_config
 
 Figure = float | str  # a number, or the word that says why there is none
 
@@ -47,21 +45,17 @@ class RoofConfig(TrainConfig):
     # ---- What to measure ----
     vocab_size: int = 50257  # vocabulary of the tokenizer; the model pads it
     tokens: int = 0  # tokens of a micro-step, whole sequences; 0: batch_size x block_size
+    squares: tuple[int, ...] = ()  # measure only products of n x n matrices, in several dtypes
     seconds: float = 0.3  # how long each operation is repeated
     # ---- Output ----
     json: str = ""  # also write the figures to this file
 
     def problems(self) -> list[str]:
-        if self.batch_size == "auto":
-            return ["batch_size=auto is for train.py and bench/plan.py: give a number here"]
-        wrong = TrainConfig.problems(replace(self, max_steps=1))  # any length of the run will do
-        not_positive = [k for k in ("vocab_size", "seconds") if not getattr(self, k) > 0]
-        wrong += [f"{k} must be positive" for k in not_positive]
+        problems = step_problems(self) + no_folder(self, "json")
+        problems += not_positive(self, "vocab_size", "seconds", "squares")
         if self.tokens < 0 or self.tokens % max(1, self.block_size) > 0:
-            wrong.append("tokens must be a multiple of block_size")
-        if not Path(self.json).parent.is_dir():
-            wrong.append(f"json={self.json}: no such folder")
-        return wrong
+            problems.append("tokens must be a multiple of block_size")
+        return problems
 
 
 # --------------------------------------------------------------------------------------------------
@@ -123,39 +117,35 @@ def table(title: str, rows: list[dict]) -> list[dict]:
 # Matrix products
 
 
-def gemms(c: GPTConfig) -> dict[str, tuple[int, int, int]]:
+def gemms(model: GPT) -> dict[str, tuple[int, int, int]]:
     """Return the linear layers: name -> (K inputs, N outputs, how many layers there are of it)."""
-    qkv = (c.n_head + 2 * c.n_kv_head) * c.head_dim
-    layers = {
-        "qkv": (c.n_embd, qkv, c.n_layer),
-        "proj": (c.n_head * c.head_dim, c.n_embd, c.n_layer),
-    }
-    if c.gated:
-        layers["gate"] = (c.n_embd, c.d_ff, c.n_layer)
-    layers["up"] = (c.n_embd, c.d_ff, c.n_layer)
-    layers["down"] = (c.d_ff, c.n_embd, c.n_layer)
-    layers["lm_head"] = (c.n_embd, c.padded_vocab_size, 1)
+    layers: dict[str, tuple[int, int, int]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            name = path.rpartition(".")[2]
+            count = layers[name][2] + 1 if name in layers else 1
+            layers[name] = (module.in_features, module.out_features, count)
     return layers
 
 
-def gemm_flops(c: GPTConfig) -> int:
+def gemm_flops(model: GPT) -> int:
     """Return the FLOPs of a token in linear layers, forward and backward: 6 for each weight.
 
     The padding of the vocabulary is included.
     """
-    return sum(6 * K * N * n for K, N, n in gemms(c).values())
+    return sum(6 * K * N * layers for K, N, layers in gemms(model).values())
 
 
-def product(which: str, M: int, K: int, N: int, machine: Machine) -> Callable[[], object]:
+def product(kind: str, M: int, K: int, N: int, machine: Machine) -> Callable[[], object]:
     """Return a function that computes one of a layer's three products over M tokens.
 
-    which: "forward", "input grad" or "weight grad". The operands are laid out as autograd does.
+    kind: "forward", "input grad" or "weight grad". The operands are laid out as autograd does.
     """
     random = partial(torch.randn, device=machine.device, dtype=machine.dtype)
-    if which == "forward":
+    if kind == "forward":
         a = random(M, K)
         b = random(N, K).T
-    elif which == "input grad":
+    elif kind == "input grad":
         a = random(M, N)
         b = random(N, K)
     else:
@@ -164,15 +154,32 @@ def product(which: str, M: int, K: int, N: int, machine: Machine) -> Callable[[]
     return partial(torch.mm, a, b, out=torch.mm(a, b))
 
 
-def measure_gemms(c: GPTConfig, M: int, seconds: float, machine: Machine) -> list[dict]:
+def measure_gemms(model: GPT, M: int, seconds: float, machine: Machine) -> list[dict]:
     rows = []
-    for name, (K, N, n) in gemms(c).items():
+    for name, (K, N, layers) in gemms(model).items():
         kinds = ("forward", "input grad", "weight grad")
         ms = {k: median_ms(partial(product, k, M, K, N, machine), seconds) for k in kinds}
         rates = {k: per_ms(2e-9 * M * K * N, t) for k, t in ms.items()}
-        row = {"layer": name, "K": K, "N": N, "layers": n}
-        rows.append(row | rates | {"ms": total([*ms.values()], n)})
+        row = {"layer": name, "K": K, "N": N, "layers": layers}
+        rows.append(row | rates | {"ms": total([*ms.values()], layers)})
     return rows
+
+
+def measure_squares(sizes: tuple[int, ...], seconds: float, machine: Machine) -> list[dict]:
+    """Measure products of n x n matrices; the last row has the datasheet's peaks."""
+    cuda = machine.device.type == "cuda"
+    dtypes = ("fp32", "tf32", "bf16", "fp16") if cuda else ("fp32", "bf16")
+    rows = []
+    for n in sizes:
+        row: dict[str, Figure] = {"n": f"{n:,}"}
+        for name in dtypes:
+            torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+            in_dtype = replace(machine, dtype=DTYPES[name])
+            ms = median_ms(partial(product, "forward", n, n, n, in_dtype), seconds)
+            row[name] = per_ms(2e-9 * n**3, ms)
+        rows.append(row)
+    gpu = device_name(machine.device)
+    return [*rows, {"n": "datasheet"} | {d: datasheet_tflops(gpu, d) or "n/a" for d in dtypes}]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -238,16 +245,6 @@ def measure_attention(c: GPTConfig, M: int, T: int, seconds: float, machine: Mac
         elif row["backend"] == chosen:
             row["default"] = "*"
     return rows
-
-
-def sdpa_facts() -> dict:
-    """Return the version of cuDNN, and the order in which torch tries the backends, if known."""
-    order = []
-    if hasattr(torch._C, "_get_sdp_priority_order"):
-        order = torch._C._get_sdp_priority_order()
-    names = {int(backend): name for name, backend in BACKENDS.items()}
-    priority = [names[n] for n in order if n in names]
-    return {"cudnn": torch.backends.cudnn.version(), "priority": priority}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -316,7 +313,7 @@ def measure_memory(model: GPT, M: int, cfg: RoofConfig, machine: Machine) -> lis
 
 
 def micro_step(
-    linear: list, attended: list, memory: list, c: GPTConfig, M: int, accum: int
+    linear: list[dict], attended: list[dict], memory: list[dict], n_layer: int, M: int, accum: int
 ) -> list[dict]:
     """Return the least time of each part of a micro-step of M tokens, from the other tables.
 
@@ -325,7 +322,7 @@ def micro_step(
     losses = [total([r["ms"]], M / r["of"]) for r in memory if r[""] == "rows"]
     parts = {
         "linear layers": total([r["ms"] for r in linear]),
-        "attention": total([attended[-1]["ms both"]], c.n_layer),
+        "attention": total([attended[-1]["ms both"]], n_layer),
         "cross-entropy": min((x for x in losses if isinstance(x, float)), default=losses[0]),
         f"AdamW / {accum}": total([memory[-1]["ms"]], 1 / accum),
     }
@@ -340,7 +337,7 @@ def flops(model: GPT, T: int) -> tuple[int, int]:
     """
     c = model.config
     attention = 6 * c.n_layer * c.n_head * c.head_dim * T  # the causal half of T x T
-    return model.flops_per_token(T), gemm_flops(c) + attention
+    return model.flops_per_token(T), gemm_flops(model) + attention
 
 
 def of_peak(tflops: Figure, peak: float | None) -> str:
@@ -353,6 +350,18 @@ def of_peak(tflops: Figure, peak: float | None) -> str:
 def main() -> None:
     cfg = parse(RoofConfig, doc=__doc__)
     machine = start(cfg.device, cfg.dtype)
+    facts = facts_of(machine.device)
+    if cfg.squares:
+        print(f"{facts['machine']}, {facts['versions']}")
+        squares = measure_squares(cfg.squares, cfg.seconds, machine)
+        facts["squares"] = table("TFLOPS of products of n x n matrices", squares)
+    else:
+        facts |= {"settings": changes(cfg)} | measure_model(cfg, machine, facts)
+    write_json(cfg.json, facts)
+
+
+def measure_model(cfg: RoofConfig, machine: Machine, facts: dict[str, str]) -> dict:
+    """Print the tables of the model's operations, and return their figures."""
     T = cfg.block_size
     c = model_config(cfg, cfg.vocab_size)
     with torch.device("meta"):  # only the shapes of the weights are needed
@@ -360,27 +369,24 @@ def main() -> None:
     M = cfg.tokens or cfg.batch_size * T
     accum = max(1, round(cfg.batch_tokens / M))
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
-    name = device_name(machine.device)
     dtype = str(machine.dtype).removeprefix("torch.")
-    print(f"{name}, torch {torch.__version__}, {dtype} ({machine.why})\npeak: {source}")
+    print(f"{facts['machine']}, {facts['versions']}, {dtype} ({machine.why})\npeak: {source}")
 
     title = f"TFLOPS of the linear layers over {M:,} tokens; ms: the three products of all `layers`"
-    linear = table(title, measure_gemms(c, M, cfg.seconds, machine))
-    gemm_tflops = per_ms(1e-9 * gemm_flops(c) * M, total([r["ms"] for r in linear]))
+    linear = table(title, measure_gemms(model, M, cfg.seconds, machine))
+    gemm_tflops = per_ms(1e-9 * gemm_flops(model) * M, total([r["ms"] for r in linear]))
     print(f"  all: {of_peak(gemm_tflops, peak)}")
 
     title = f"TFLOPS of causal attention over {M // T:,} sequences of {T:,}; *: taken by default.\n"
     title += "Only the unmasked half of T x T is counted: forward is 2 B nh T² hs, both is\n"
     title += "3 times that. (MFU counts all of T x T, which is twice as much.)"
     attended = table(title, measure_attention(c, M, T, cfg.seconds, machine))
-    sdpa = sdpa_facts()
-    print(f"  cuDNN {sdpa['cudnn']}, priority {', '.join(sdpa['priority']) or 'unknown'}")
 
     title = "GB/s of cross-entropy, forward and backward (least bytes: logits read twice, their\n"
     title += "gradient written), of a copy (read and written) and of AdamW (28 bytes a parameter)"
     memory = table(title, measure_memory(model, M, cfg, machine))
 
-    least = micro_step(linear, attended, memory, c, M, accum)
+    least = micro_step(linear, attended, memory, c.n_layer, M, accum)
     parts = table(f"The least time of a micro-step of {M:,} tokens", least)
     by_mfu, computed = flops(model, T)
     mfu_tflops = per_ms(1e-9 * by_mfu * M, parts[-1]["ms"])
@@ -388,28 +394,19 @@ def main() -> None:
     masked = "which also counts the masked half of attention"
     print(f"  the roof of MFU, {masked}: {of_peak(mfu_tflops, peak)}")
     print(f"  of the products that are computed: {of_peak(computed_tflops, peak)}")
-    if cfg.json:
-        cuda = torch.version.cuda
-        facts = {
-            "machine": name,
-            "python": platform.python_version(),
-            "versions": {"torch": torch.__version__, "cuda": cuda, "cudnn": sdpa["cudnn"]},
-            "command": " ".join(sys.argv),
-            "settings": changes(cfg),
-            "model": asdict(c),
-            "dtype": dtype,
-            "tokens": M,
-            "peak_tflops": peak,
-            "gemms": linear,
-            "gemm_tflops": gemm_tflops,
-            "attention": attended,
-            "sdpa_priority": sdpa["priority"],
-            "memory": memory,
-            "micro_step": parts,
-            "model_tflops": mfu_tflops,
-            "computed_tflops": computed_tflops,
-        }
-        Path(cfg.json).write_text(json.dumps(facts, indent=1) + "\n")
+    return {
+        "model": asdict(c),
+        "dtype": dtype,
+        "tokens": M,
+        "peak_tflops": peak,
+        "gemms": linear,
+        "gemm_tflops": gemm_tflops,
+        "attention": attended,
+        "memory": memory,
+        "micro_step": parts,
+        "model_tflops": mfu_tflops,
+        "computed_tflops": computed_tflops,
+    }
 
 
 if __name__ == "__main__":

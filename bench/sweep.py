@@ -1,85 +1,101 @@
-"""Measure a model's training step along three axes: speed, MFU, memory and power.
+"""Measure a model's training step along five axes: speed, MFU, memory and power.
 
-    # all three axes
-    python bench/sweep.py config/train_100m.py
+    # the first three axes
+    python -m bench.sweep config/train_100m.py
     # one axis; batch size 0 stands for the largest that fits
-    python bench/sweep.py config/train_100m.py --vary=B --batch_sizes 8 16 32 0
-    python bench/sweep.py config/train_100m.py --json=sweep.json --markdown=sweep.md
+    python -m bench.sweep config/train_100m.py --vary=B --batch_sizes 8 16 32 0
+    python -m bench.sweep config/train_100m.py --json=sweep.json --markdown=sweep.md
+    # what an optimizer costs, and what it costs to keep documents apart
+    python -m bench.sweep config/minimind_26m.py --vary=optimizer --batch_tokens=8192
+    python -m bench.sweep config/minimind_26m.py --vary=documents --dataset=NAME
 
-    T      sequences of 1 ... 8192 tokens, with B = 1 and accum = 1
-    B      1 ... 16 sequences and as many as fit, with the block_size of the settings and accum = 1
-    accum  1 ... 16 micro-steps, with the block_size and the batch_size of the settings
+    T          sequences of 1 ... 8192 tokens, with B = 1 and accum = 1
+    B          1 ... 16 sequences and as many as fit, with the settings' block_size and accum = 1
+    accum      1 ... 16 micro-steps, with the settings' block_size and batch_size
+    optimizer  each of them, with the settings' block_size, batch_size and batch_tokens
+    documents  stream, mask and pack, with the same, and the windows and vocabulary of a data set
 
 The tables show why a GPU is not busy. Every setting of train.py is accepted too. A cell is the
 median time of a step like train.py's, on one device, with a new model. The token ids are random and
 already on the device, so that loading data costs nothing here. The last line is the time of a step
 of one token: a step of any size costs at least that. Power needs the package nvidia-ml-py.
+
+Along the last two axes the cells share one model and take turns, so that whatever disturbs one of
+them disturbs all. A note gives the difference to the first cell in percent; for documents also the
+share of the T x T pairs of tokens that are in one document.
 """
 
 import ctypes
 import gc
-import json
 import math
-import os
-import platform
 import re
-import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import repeat
+from functools import cache, partial
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import torch
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # so that `python bench/sweep.py` finds the modules below
-from configurator import UserError, changes, parse, run  # noqa: E402
-from hardware.machine import Machine, out_of_memory, start  # noqa: E402
-from hardware.peak import device_name, peak_tflops  # noqa: E402
-from hardware.terminal import ProgressBar  # noqa: E402
-from model import GPT  # noqa: E402
-from training.optimizer import make_optimizer  # noqa: E402
-from training.settings import TrainConfig, model_config, wants_compile  # noqa: E402
-from training.step import Batch, take_step  # noqa: E402
+from bench.measure import (
+    Training,
+    batches_of,
+    facts_of,
+    new_optimizer,
+    new_training,
+    no_folder,
+    not_positive,
+    one_process,
+    step_problems,
+    take_turns,
+    write_json,
+)
+from configurator import changes, parse, run
+from hardware.disk import write_whole
+from hardware.machine import Machine, out_of_memory, start
+from hardware.peak import peak_tflops
+from hardware.terminal import ProgressBar
+from model import GPT
+from text.dataset import open_datasets
+from text.windows import share_within, train_loader
+from training.plan import make_plan
+from training.settings import TrainConfig, model_config, wants_compile, with_data
 
-AXES = ("T", "B", "accum")
+SHAPES = ("T", "B", "accum")
+SETTINGS = ("optimizer", "documents")  # measured by turns
 
 
 @dataclass(frozen=True)
 class SweepConfig(TrainConfig):
     # ---- What to vary ----
-    vary: str = "T,B,accum"  # the axes, in the order in which they are measured
+    vary: str = "T,B,accum"  # axes, in the order of their measurement; also optimizer, documents
     block_sizes: tuple[int, ...] = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192)  # T
     batch_sizes: tuple[int, ...] = (1, 8, 12, 16, 0)  # B; 0: the largest, to 1/16 (CUDA only)
     accums: tuple[int, ...] = (1, 8, 16)  # micro-steps in a step
-    vocab_size: int = 50257  # GPT-2's; the head takes much of the time of a small model
+    vocab_size: int = 50257  # GPT-2's; the head takes much of a small model's time
     # ---- Measurement of a cell ----
     warmup: int = 3  # steps before the clock starts; the first one compiles
     steps: int = 10  # timed steps; more where power is measured, until 2 seconds have passed
     seconds: float = 20.0  # a slow cell ends after this time, with fewer steps
+    rounds: int = 8  # optimizer, documents: turns of a cell, each an untimed and two timed steps
     # ---- Output ----
     json: str = ""  # also write the figures to this file, after every cell
     markdown: str = ""  # also write the tables to this file
 
     def problems(self) -> list[str]:
-        if self.batch_size == "auto":
-            return ["batch_size=auto is for train.py and bench/plan.py: give a number here"]
-        wrong = TrainConfig.problems(replace(self, max_steps=1))  # a sweep needs no max_steps
-        known = ", ".join(AXES)
-        wrong += [f"vary: {a!r} is none of {known}" for a in self.vary.split(",") if a not in AXES]
-        for name in ("block_sizes", "accums"):
-            if not all(n > 0 for n in getattr(self, name)):
-                wrong.append(f"{name} must be positive")
-        for name in ("vocab_size", "warmup", "steps", "seconds"):
-            if not getattr(self, name) > 0:
-                wrong.append(f"{name} must be positive")
+        axes = (*SHAPES, *SETTINGS)
+        problems = step_problems(self) + no_folder(self, "json", "markdown")
+        for axis in self.vary.split(","):
+            if axis not in axes:
+                problems.append(f"vary: {axis!r} is none of {', '.join(axes)}")
+        problems += not_positive(self, "block_sizes", "accums", "vocab_size", "warmup", "steps")
+        problems += not_positive(self, "seconds", "rounds")
         if any(B < 0 for B in self.batch_sizes):
-            wrong.append("batch_sizes must not be negative")
-        return wrong
+            problems.append("batch_sizes must not be negative")
+        return problems
 
 
 # --------------------------------------------------------------------------------------------------
@@ -150,24 +166,42 @@ def power_meter(device: torch.device) -> Callable[[], tuple[float, int]] | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# One cell
+# Cells
 
 
-def measure(
-    cfg: SweepConfig, T: int, B: int, accum: int, machine: Machine, peak: float | None
-) -> dict:
-    """Measure one cell of the table; peak: TFLOPS of the device, for MFU, or None if unknown.
+def cells_along(
+    axis: str, cfg: SweepConfig, machine: Machine, peak: float | None
+) -> Iterator[dict]:
+    """Yield the cells of an axis. peak: TFLOPS of the device, for MFU, or None if unknown."""
+    if axis in SETTINGS:
+        yield from by_turns(axis, cfg, machine, peak)
+        return
+    shapes = {  # T, B, accum
+        "T": [(T, 1, 1) for T in cfg.block_sizes],
+        "B": [(cfg.block_size, B, 1) for B in cfg.batch_sizes],
+        "accum": [(cfg.block_size, cfg.batch_size, accum) for accum in cfg.accums],
+    }
+    cells: list[dict] = []
+    for T, B, accum in ProgressBar(axis, shapes[axis]):
+        if B:
+            shape = replace(cfg, block_size=T, batch_size=B)
+            cells.append(measure(shape, accum, machine, peak))
+        else:
+            cells.append(largest(cfg, cells, machine, peak))
+        yield cells[-1]
+
+
+def measure(cfg: SweepConfig, accum: int, machine: Machine, peak: float | None) -> dict:
+    """Measure the cell of the settings' block_size and batch_size.
 
     Return T, B, accum, a note, and the figures. There are no figures if the note is "OOM" or
     "failed: ...".
     """
-    cfg = replace(cfg, block_size=T)  # learned positions need a row for each of the T
     model_config(cfg, cfg.vocab_size)  # raises UserError for impossible settings, before the `try`
-    cell = {"T": T, "B": B, "accum": accum, "note": ""}
+    cell = {"T": cfg.block_size, "B": cfg.batch_size, "accum": accum, "note": ""}
     peak_bytes = reset_peak(machine.device)
     try:
-        cell |= train_steps(cfg, B, accum, machine)
-        cell["mfu"] = cell["tflops"] / peak if peak else None
+        cell |= train_steps(cfg, accum, machine, peak)
         cell["memory_gb"] = peak_bytes() / 1e9 if peak_bytes else None
     except Exception as e:  # of any kind: the other cells are still wanted
         if out_of_memory(e):
@@ -184,83 +218,105 @@ def measure(
     return cell
 
 
-def new_training(cfg: SweepConfig, B: int, accum: int, machine: Machine) -> tuple[GPT, Callable]:
-    """Return a new model, and a function that trains it for a step as take_step() does.
-
-    All steps train on the same batch (B, T) of random token ids.
-    """
-    device = machine.device
-    torch.manual_seed(cfg.seed)
-    with device:  # draw the weights on the device: a CPU takes seconds for 100M of them
-        model = GPT(model_config(cfg, cfg.vocab_size))
-        model.init_weights(cfg.init)
-    model.to(device)  # moves the constants that numpy made
-    optimizer = make_optimizer(cfg, machine, model)
-    scaler = torch.amp.GradScaler(device.type, enabled=machine.dtype == torch.float16)
-    compiled = wants_compile(cfg, device.type, 0)
-    fast = torch.compile(model, dynamic=False) if compiled else model
-    rows = torch.randint(cfg.vocab_size, (B, cfg.block_size + 1), device=device)
-    batches = repeat(Batch(rows[:, :-1], rows[:, 1:]))  # views of rows, as to_batch() makes them
-
-    def step() -> Callable[[], tuple[float, bool, float]]:
-        return take_step(fast, model, optimizer, scaler, batches, accum, machine, cfg.grad_clip)
-
-    return model, step
-
-
-def train_steps(cfg: SweepConfig, B: int, accum: int, machine: Machine) -> dict:
-    """Train a new model on batches (B, T), and return the figures of a step.
-
-    Raises ArithmeticError if the loss or the gradient is not finite.
-    """
-    T = cfg.block_size
-    model, step = new_training(cfg, B, accum, machine)
-    launching: list[float] = []  # for each step, the seconds until the host has launched all of it
-
-    def timed(n: int, at_least: float = 0.0) -> list[float]:
-        """Return the seconds of each of n steps, or of more until they last `at_least` seconds.
-
-        The steps are fewer if cfg.seconds pass before, but at least one.
-        """
-        seconds: list[float] = []
-        launching.clear()
-        while True:
-            begun = time.perf_counter()
-            result = step()
-            launching.append(time.perf_counter() - begun)
-            loss, _, grad_norm = result()
-            machine.synchronize()  # the loss arrives before the optimizer has finished
-            seconds.append(time.perf_counter() - begun)
-            # The optimizer skips a step whose gradient is not finite: its time would mislead. In
-            # fp16 such steps are normal at first, until GradScaler has lowered its scale.
-            skipped = not math.isfinite(grad_norm) and machine.dtype != torch.float16
-            if skipped or not math.isfinite(loss):
-                raise ArithmeticError(f"loss {loss}, norm of the gradient {grad_norm}")
-            total = sum(seconds)
-            enough = len(seconds) >= n and total >= at_least
-            if enough or total >= cfg.seconds:
-                return seconds
-
-    first = timed(1)[0]  # compiles, and allocates the optimizer's state
+def train_steps(cfg: SweepConfig, accum: int, machine: Machine, peak: float | None) -> dict:
+    """Train a new model, and return the figures of a step."""
+    training = replace(new_training(cfg, cfg.vocab_size, machine), accum=accum)
+    first, _ = timed(training, 1)  # compiles, and allocates the optimizer's state
     if cfg.warmup > 1:
-        timed(cfg.warmup - 1)
+        timed(training, cfg.warmup - 1, at_most=cfg.seconds)
     meter = power_meter(machine.device)
     before = meter() if meter else None
     begun = time.perf_counter()
-    seconds = timed(cfg.steps, POWER_SECONDS if meter else 0.0)
+    at_least = POWER_SECONDS if meter else 0.0
+    seconds, launching = timed(training, cfg.steps, at_least, cfg.seconds)
     wall = time.perf_counter() - begun
     after = meter() if meter else None
 
-    median = statistics.median(seconds)
-    tokens = B * T * accum
-    figures = {"it_per_s": 1 / median, "tokens_per_s": tokens / median, "step_ms": 1e3 * median}
-    figures["tflops"] = figures["tokens_per_s"] * model.flops_per_token(T) / 1e12
+    figures = figures_of(seconds, training, peak)
     if meter:
         joules = after[0] - before[0]
+        tokens = cfg.batch_size * cfg.block_size * accum * len(seconds)
         figures |= {"power_w": joules / wall, "utilisation": after[1]}
-        figures["wh_per_mtok"] = joules / 3600 / (tokens * len(seconds) / 1e6)
-    figures["launching_ms"] = 1e3 * min(launching)
-    return figures | {"first_step_s": first, "seconds": seconds}
+        figures["wh_per_mtok"] = joules / 3600 / (tokens / 1e6)
+    return figures | {"launching_ms": 1e3 * min(launching), "first_step_s": first[0]}
+
+
+def timed(
+    training: Training, steps: int, at_least: float = 0.0, at_most: float = math.inf
+) -> tuple[list[float], list[float]]:
+    """Time so many steps, or more of them until they last `at_least` seconds.
+
+    They are fewer if they last `at_most` seconds before, but at least one. Return two lists: the
+    seconds of each step, and the seconds until the host has launched all of it. Raises
+    ArithmeticError if the loss or the gradient is not finite.
+    """
+    seconds: list[float] = []
+    launching: list[float] = []
+    machine = training.machine
+    while True:
+        begun = time.perf_counter()
+        result = training.step()
+        launching.append(time.perf_counter() - begun)
+        loss, _, grad_norm = result()
+        machine.synchronize()  # the loss arrives before the optimizer has finished
+        seconds.append(time.perf_counter() - begun)
+        # The optimizer skips a step whose gradient is not finite: its time would mislead. In
+        # fp16 such steps are normal at first, until GradScaler has lowered its scale.
+        skipped = not math.isfinite(grad_norm) and machine.dtype != torch.float16
+        if skipped or not math.isfinite(loss):
+            raise ArithmeticError(f"loss {loss}, norm of the gradient {grad_norm}")
+        total = sum(seconds)
+        enough = len(seconds) >= steps and total >= at_least
+        if enough or total >= at_most:
+            return seconds, launching
+
+
+def figures_of(seconds: list[float], training: Training, peak: float | None) -> dict:
+    """Return the figures of a step that took the median of `seconds`."""
+    cfg = training.cfg
+    median = statistics.median(seconds)
+    tokens_per_s = cfg.batch_size * cfg.block_size * training.accum / median
+    tflops = tokens_per_s * training.model.flops_per_token(cfg.block_size) / 1e12
+    return {
+        "it_per_s": 1 / median,
+        "tokens_per_s": tokens_per_s,
+        "step_ms": 1e3 * median,
+        "tflops": tflops,
+        "mfu": tflops / peak if peak else None,
+        "seconds": seconds,
+    }
+
+
+def by_turns(axis: str, cfg: SweepConfig, machine: Machine, peak: float | None) -> Iterator[dict]:
+    """Yield a cell for each value of the setting `axis`. The cells share one model."""
+    accum = make_plan(replace(cfg, max_steps=1), 1, 1).accum
+    shared = replace(new_training(cfg, cfg.vocab_size, machine), accum=accum)
+    trainings: dict[str, Training] = {}
+    notes: dict[str, str] = {}
+    for value in get_args(get_type_hints(TrainConfig)[axis]):
+        if axis == "documents":
+            sets = open_datasets(cfg.dataset, cfg.data_dir)
+            loader = train_loader(sets, cfg.block_size, cfg.seed, value)
+            batches = batches_of(loader, cfg.batch_size, machine)
+            trainings[value] = replace(shared, batches=batches)
+            notes[value] = f", {share_within(loader):.0%} of the pairs"
+        else:
+            optimizer = new_optimizer(replace(cfg, optimizer=value), machine, shared.model)
+            trainings[value] = replace(shared, optimizer=optimizer)
+            notes[value] = ""
+
+    def turn(value: str) -> list[float]:
+        timed(trainings[value], 1)
+        return timed(trainings[value], 2)[0]
+
+    turns = take_turns({value: partial(turn, value) for value in trainings}, cfg.rounds)
+    seconds = {value: sum(of_turns, []) for value, of_turns in turns.items()}
+    medians = {value: statistics.median(of_value) for value, of_value in seconds.items()}
+    base = next(iter(medians.values()))
+    for value, median in medians.items():
+        note = f"{value}: {median / base - 1:+.1%}{notes[value]}"
+        cell = {"T": cfg.block_size, "B": cfg.batch_size, "accum": accum, "note": note}
+        yield cell | figures_of(seconds[value], shared, peak)
 
 
 def largest(cfg: SweepConfig, tried: list[dict], machine: Machine, peak: float | None) -> dict:
@@ -276,16 +332,16 @@ def largest(cfg: SweepConfig, tried: list[dict], machine: Machine, peak: float |
     brief = replace(cfg, warmup=1, steps=1, seconds=0.0)
     fits = max((c["B"] for c in tried if not c["note"]), default=0)
     failed = [(c["B"], c["note"]) for c in tried if c["B"] > fits]
-    fails, why = min(failed, default=(0, ""))  # 0: no failing size is known yet
+    fails, why = min(failed, default=(0, ""))  # 0: no size has failed yet
     while not fails or fails - fits > max(1, fits // 16):
         B = (fits + fails) // 2 if fails else max(1, 2 * fits)
-        note = measure(brief, cfg.block_size, B, 1, machine, peak)["note"]
+        note = measure(replace(brief, batch_size=B), 1, machine, peak)["note"]
         if note:
             fails = B
             why = note
         else:
             fits = B
-    cell = measure(cfg, cfg.block_size, max(1, fits), 1, machine, peak)
+    cell = measure(replace(cfg, batch_size=max(1, fits)), 1, machine, peak)
     return cell | {"note": cell["note"] or f"largest: B={fails} gives {why}"}
 
 
@@ -362,15 +418,7 @@ def as_markdown(facts: dict, cells: list[dict], columns: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(path: str, text: str) -> None:
-    """Write a new file and then rename it, so that a kill leaves the earlier file whole."""
-    if path:
-        aside = Path(path + ".tmp")
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
-
-
-def facts_of(cfg: SweepConfig, model: GPT, machine: Machine, peak_source: str) -> dict[str, str]:
+def describe(cfg: SweepConfig, model: GPT, machine: Machine, peak_source: str) -> dict[str, str]:
     """Return what the tables are about: the machine, the command, the model, and so on."""
     device = machine.device
     parameters = model.num_params()["total"]
@@ -379,10 +427,7 @@ def facts_of(cfg: SweepConfig, model: GPT, machine: Machine, peak_source: str) -
         base = f"{resident('VmRSS') / 1e9:.2f} GB of it are Python and torch"
         memory = f"resident, reset for each cell; {base}"
     shape = f"at T = {cfg.block_size}, a vocabulary of {cfg.vocab_size:,}"
-    return {
-        "machine": device_name(device),
-        "versions": f"torch {torch.__version__}, Python {platform.python_version()}",
-        "command": shlex.join(["python", *sys.argv]),
+    return facts_of(device) | {
         "model": f"{parameters:,} parameters {shape}",
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
         "compile": str(wants_compile(cfg, device.type, 0)).lower(),
@@ -393,47 +438,41 @@ def facts_of(cfg: SweepConfig, model: GPT, machine: Machine, peak_source: str) -
 
 def main() -> None:
     cfg = parse(SweepConfig, doc=__doc__)
-    if "RANK" in os.environ:
-        raise UserError("one device is measured: start it without torchrun")
+    one_process()
+    axes = cfg.vary.split(",")
+    if "documents" in axes:
+        cfg = with_data(cfg)
+        data = open_datasets(cfg.dataset, cfg.data_dir)[0]
+        cfg = replace(cfg, vocab_size=data.meta["vocab_size"])
     with torch.device("meta"):  # only the shapes of the weights are needed
         model = GPT(model_config(cfg, cfg.vocab_size))
     machine = start(cfg.device, cfg.dtype)
     peak, peak_source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
-    facts = facts_of(cfg, model, machine, peak_source)
+    facts = describe(cfg, model, machine, peak_source)
     columns = COLUMNS | (POWER if power_meter(machine.device) else {})
     headings = [heading for heading, _ in columns.values()]
     cells: list[dict] = []
 
     def save() -> None:
-        found = facts | {"settings": changes(cfg), "cells": cells}
-        write(cfg.json, json.dumps(found, indent=1) + "\n")
-        write(cfg.markdown, as_markdown(facts, cells, columns))
+        write_json(cfg.json, facts | {"settings": changes(cfg), "cells": cells})
+        if cfg.markdown:
+            write_whole(Path(cfg.markdown), as_markdown(facts, cells, columns).encode())
 
     save()  # reports a path that cannot be written now, and not after the first cell
     machine.say("\n".join(f"{k:>11}: {v}" for k, v in facts.items()))
-    shapes = {  # T, B, accum
-        "T": [(T, 1, 1) for T in cfg.block_sizes],
-        "B": [(cfg.block_size, B, 1) for B in cfg.batch_sizes],
-        "accum": [(cfg.block_size, cfg.batch_size, accum) for accum in cfg.accums],
-    }
-    plan = [(axis, shape) for axis in cfg.vary.split(",") for shape in shapes[axis]]
-    for axis, (T, B, accum) in ProgressBar("cells", plan):
-        tried = [c for c in cells if c["axis"] == axis]
-        if not tried:
-            machine.say("\n" + aligned([*headings, f"by {axis}"]))
-        if B:
-            cell = measure(cfg, T, B, accum, machine, peak)
-        else:
-            cell = largest(cfg, tried, machine, peak)
-        cells.append({"axis": axis} | cell)
-        machine.say(aligned(texts(cell, columns)))
-        save()
+    for axis in axes:
+        machine.say("\n" + aligned([*headings, f"by {axis}"]))
+        for cell in cells_along(axis, cfg, machine, peak):
+            cells.append({"axis": axis} | cell)
+            machine.say(aligned(texts(cell, columns)))
+            save()
 
-    smallest = next((c for c in cells if c["T"] == c["B"] == c["accum"] == 1), None)
-    smallest = smallest or measure(cfg, 1, 1, 1, machine, peak)
-    facts["any step"] = floor(smallest, machine.device)
-    machine.say(f"\nany step, at least: {facts['any step']}")
-    save()
+    if any(axis in SHAPES for axis in axes):
+        smallest = next((c for c in cells if c["T"] == c["B"] == c["accum"] == 1), None)
+        smallest = smallest or measure(replace(cfg, block_size=1, batch_size=1), 1, machine, peak)
+        facts["any step"] = floor(smallest, machine.device)
+        machine.say(f"\nany step, at least: {facts['any step']}")
+        save()
     if any("failed: " in c["note"] for c in cells):
         sys.exit(1)
 

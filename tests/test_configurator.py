@@ -7,11 +7,11 @@ from typing import Literal
 
 import pytest
 
+import bench.prepare
 import plot
 import prepare
 import sample
 import train
-from bench import matmul
 from configurator import OneRankError, UserError, changes, convert, help_text, parse, run
 from model import GPTConfig
 from sample import SampleConfig
@@ -213,7 +213,7 @@ SCRIPTS = [(train, train.TrainConfig), (prepare, prepare.PrepareConfig)]
 SCRIPTS += [(sample, sample.SampleConfig), (plot, plot.PlotConfig)]
 
 
-@pytest.mark.parametrize("module, cls", [*SCRIPTS, (matmul, matmul.MatmulConfig)])
+@pytest.mark.parametrize("module, cls", [*SCRIPTS, (bench.prepare, bench.prepare.BenchConfig)])
 def test_help_shows_every_setting_with_its_default_and_reason(module, cls):
     lines = help_text(cls, module.__doc__).splitlines()
     for field in dataclasses.fields(cls):

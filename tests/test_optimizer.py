@@ -17,7 +17,7 @@ from bench.plan import measured_peak
 from hardware.machine import Machine
 from training import optimizer as optimizers
 from training.memory import Step, step_memory
-from training.optimizer import make_optimizer, orthogonalize
+from training.optimizer import SQUARES, make_optimizer, orthogonalize
 from training.plan import momentum_at
 from training.settings import TrainConfig
 from training.step import Batch, take_step
@@ -61,6 +61,15 @@ def test_muon_moves_a_matrix_along_all_its_directions_nearly_equally_far(rows, c
     strengths = torch.linalg.svdvals(moved)
     assert strengths.min() > 0.2 and strengths.max() < 1.9
     assert (torch.cosine_similarity(moved.flatten(1), (U @ Vt).flatten(1)) > 0.8).all()
+
+
+def test_muons_polynomial_takes_strengths_from_0_005_to_1_near_to_1():
+    s = torch.linspace(0.005, 1, 10_001, dtype=torch.float64)
+    before = P = s**2
+    for a, b, c in SQUARES:
+        before, P = P, a * P * P + b * before + c
+    strengths = s * P
+    assert 0.22 < strengths.min() and strengths.max() < 1.78
 
 
 def test_muon_moves_a_matrix_and_its_transpose_alike():

@@ -11,8 +11,10 @@ from model import GPT, PRESETS, GPTConfig
 SMALL = ["--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=32", "--batch_size=2"]
 SMALL += ["--vocab_size=300", "--seconds=0.001"]
 SMALL += ["--device=cpu", "--dtype=float32", "--peak_tflops=1"]
+CPU = roof.Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 COMPILES = shutil.which("g++") is not None
 PRODUCTS = ("forward", "input grad", "weight grad")
+LAYERS = ["qkv", "proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -27,37 +29,46 @@ def test_the_linear_layers_are_those_that_the_model_counts(preset):
     attention = 12 * c.n_layer * c.n_head * c.head_dim * 32
     padding = (c.padded_vocab_size - c.vocab_size) * c.n_embd
     assert c.padded_vocab_size == 384
-    assert roof.gemm_flops(c) == model.flops_per_token(32) - attention + 6 * padding
+    assert roof.gemm_flops(model) == model.flops_per_token(32) - attention + 6 * padding
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    counted = [(K, N) for K, N, n in roof.gemms(c).values() for _ in range(n)]
+    counted = [(K, N) for K, N, n in roof.gemms(model).values() for _ in range(n)]
     assert sorted((m.in_features, m.out_features) for m in layers) == sorted(counted)
 
 
-@pytest.mark.parametrize("which, shape", [*zip(PRODUCTS, [(5, 7), (5, 3), (7, 3)], strict=True)])
-def test_a_product_has_the_shape_of_what_it_stands_for(which, shape):
-    machine = roof.Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
+@pytest.mark.parametrize("kind, shape", [*zip(PRODUCTS, [(5, 7), (5, 3), (7, 3)], strict=True)])
+def test_a_product_has_the_shape_of_what_it_stands_for(kind, shape):
     M, K, N = 5, 3, 7  # tokens, inputs, outputs
-    assert roof.product(which, M, K, N, machine)().shape == shape
+    assert roof.product(kind, M, K, N, CPU)().shape == shape
+
+
+def test_squares_are_measured_beside_the_datasheet(tmp_path, monkeypatch):
+    monkeypatch.setattr(roof, "device_name", lambda device: "NVIDIA H200")
+    out = tmp_path / "roof.json"
+    call(roof.main, "--squares", "64", "128", "--seconds=0.001", "--device=cpu", f"--json={out}")
+    *rows, datasheet = json.loads(out.read_text())["squares"]
+    assert [row["n"] for row in rows] == ["64", "128"]
+    assert all(row["fp32"] > 0 and row["bf16"] > 0 for row in rows)
+    assert datasheet == {"n": "datasheet", "fp32": 67, "bf16": 989}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
+def figures(tmp_path_factory) -> dict:
     out = tmp_path_factory.mktemp("roof") / "roof.json"
     call(roof.main, *SMALL, f"--compile={COMPILES}", "--preset=llama", f"--json={out}")
     return json.loads(out.read_text())
 
 
 @pytest.mark.slow
-def test_every_linear_layer_has_three_figures_and_all_have_one(found):
-    assert [r["layer"] for r in found["gemms"]] == ["qkv", "proj", "gate", "up", "down", "lm_head"]
-    rates = [r[k] for r in found["gemms"] for k in PRODUCTS]
-    assert min(rates) > 0 and all(r["ms"] > 0 for r in found["gemms"])
-    assert min(rates) <= found["gemm_tflops"] <= max(rates)  # their mean, weighted by time
+def test_every_linear_layer_has_three_figures_and_all_have_one(figures):
+    assert [r["layer"] for r in figures["gemms"]] == LAYERS
+    rates = [r[k] for r in figures["gemms"] for k in PRODUCTS]
+    assert min(rates) > 0 and all(r["ms"] > 0 for r in figures["gemms"])
+    assert min(rates) <= figures["gemm_tflops"] <= max(rates)  # their mean, weighted by time
 
 
 @pytest.mark.slow
-def test_attention_has_a_row_for_every_backend_and_shape_and_one_is_the_default(found):
-    rows = found["attention"]
+def test_attention_has_a_row_for_every_backend_and_shape_and_one_is_the_default(figures):
+    rows = figures["attention"]
     wanted = [(hs, backend) for hs in (64, 128, 16) for backend in roof.BACKENDS]
     assert [(r["head_dim"], r["backend"]) for r in rows[:-1]] == wanted
     for r in rows:
@@ -73,8 +84,8 @@ def test_attention_has_a_row_for_every_backend_and_shape_and_one_is_the_default(
 
 
 @pytest.mark.slow
-def test_memory_has_its_rows_and_bytes(found):
-    rows = {r["operation"]: r for r in found["memory"]}
+def test_memory_has_its_rows_and_bytes(figures):
+    rows = {r["operation"]: r for r in figures["memory"]}
     losses = ["cross-entropy, eager"]
     if COMPILES:
         losses.append("cross-entropy, compiled")
@@ -84,17 +95,25 @@ def test_memory_has_its_rows_and_bytes(found):
     for name in losses:
         assert rows[name]["of"] == 64 and mb[name] == pytest.approx(3 * 64 * 384 * 4 / 1e6)
     with torch.device("meta"):
-        n = sum(p.numel() for p in GPT(GPTConfig(**found["model"])).parameters())
+        n = sum(p.numel() for p in GPT(GPTConfig(**figures["model"])).parameters())
     assert rows["AdamW"]["of"] == n and mb["AdamW"] == pytest.approx(28 * n / 1e6)
 
 
 @pytest.mark.slow
-def test_the_roof_of_a_micro_step_is_the_sum_of_its_parts(found):
-    *parts, everything = found["micro_step"]
+def test_the_roof_of_a_micro_step_is_the_sum_of_its_parts(figures):
+    *parts, everything = figures["micro_step"]
     assert len(parts) == 4 and everything["ms"] == pytest.approx(sum(p["ms"] for p in parts))
-    assert 0 < found["model_tflops"]
-    assert found["versions"]["torch"] == torch.__version__
-    assert "--preset=llama" in found["command"] and found["machine"]
+    assert 0 < figures["model_tflops"]
+    assert torch.__version__ in figures["versions"]
+    assert "--preset=llama" in figures["command"] and figures["machine"]
+
+
+def test_the_roof_of_mfu_counts_attention_twice_and_that_of_what_is_computed_once():
+    """The FLOPs that are computed also contain the padding of the vocabulary."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**PRESETS["gpt2"], block_size=8192))
+    mfu, computed = roof.flops(model, 8192)
+    assert mfu - computed == 6 * 12 * 768 * 8192 - 6 * (50304 - 50257) * 768
 
 
 def test_what_does_not_fit_or_is_refused_is_a_word_and_not_the_end():

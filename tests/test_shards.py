@@ -1,6 +1,7 @@
 """shard and recompute: the same training, and the same files, with less memory on each rank."""
 
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -51,18 +52,19 @@ def script_on(n: int, *argv: str) -> str:
 
 
 @pytest.mark.slow
-def test_each_way_to_share_out_trains_as_ddp_does():
-    """A part of what bench/shards.py compares: 4 steps in fp32, 3 ranks, accumulation 3."""
-    some = ["--presets=qwen3", "--accum=3", "--steps=4"]
-    said = script_on(3, str(REPO / "bench" / "shards.py"), *some)
-    assert said.count("norm ") == 12 and "0 too far apart" in said
+def test_each_shard_and_recompute_trains_as_ddp_does():
+    script = REPO / "tests" / "shards_as_ddp.py"
+    assert script_on(3, str(script), "4", "qwen3", "3").count("norm ") == 2 * 7
 
 
 @pytest.mark.slow
 def test_the_peak_of_a_rank_is_the_predicted_one_within_5_percent():
-    some = ["--memory", "--optimizers=adamw", "--accum=1", "--ways", "gradients", "all, recompute"]
-    said = script_on(2, str(REPO / "bench" / "shards.py"), *some)
-    assert said.count("predicted ") == 2 and "0 too far apart" in said
+    some = ["--optimizers=adamw", "--accums=1", "--shards", "gradients", "all"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
+    command = [sys.executable, *launch, "bench.shards", *some, "--recomputes=blocks"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.count("predicted ") == 2
 
 
 OVERFLOW = f"""

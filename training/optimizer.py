@@ -28,7 +28,7 @@ from training.shards import Pieces, is_shared, part, rows_of
 # Each line takes a square P to a P² + b before + c, where `before` is the P of the line before it.
 # At first both are A, so the last P is a polynomial of degree 16 in A, for four matrix products.
 # With it the strength s becomes s P(s²): but for rounding, a number between 0.22 and 1.78 for each
-# s from 0.005 to 1. bench/polynomial.py found no four lines that come nearer to 1.
+# s from 0.005 to 1. A search found no four lines that come nearer to 1 (bench/LOG.md).
 SQUARES = (
     (5.7605, -6.4162, 1.0000),
     (1.6299, 0.0937, -0.6299),

@@ -1,7 +1,7 @@
 # Whose words may a token see, and what should count the same: a token, or a document? Every run is
 # judged in both ways, by `--judge=val_loss` (windows anywhere, all before a token is seen) and by
 # `--judge=val_document_loss` (each document alone, from its own beginning).
-#   python bench/lab.py bench/questions/documents.py --dataset=NAME
+#   python -m bench.lab bench/questions/documents.py --dataset=NAME
 question = "Should attention stay within a document, and a document stay in one window?"
 config = "config/demo.py"
 n_layer = 3

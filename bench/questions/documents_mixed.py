@@ -1,5 +1,5 @@
 # The same question for two mixtures. --dataset names the shares, which the hash of a run contains.
-#   python bench/lab.py bench/questions/documents_mixed.py
+#   python -m bench.lab bench/questions/documents_mixed.py
 question = "Does the worth of masks and packing depend on the mixture?"
 config = "config/demo.py"
 n_layer = 3

@@ -44,7 +44,7 @@ def folder(tmp_path_factory) -> Path:
 def simulated(gpu: str, processes: int, command: str, folder: Path) -> tuple[int, str]:
     """Run a command of this project on so many simulated GPUs. Return its exit code and output."""
     script, *options = command.split()
-    argv = [str(REPO / script), *options]
+    argv = [script if script == "-m" else str(REPO / script), *options]
     ended = simulation.simulated(gpu, processes, argv, folder, timeout=900)
     return ended.returncode, ended.stdout
 
@@ -179,13 +179,12 @@ def test_an_imported_model_trains(kind, options, folder):
 TOOLS = {
     "plan --check": f"bench/plan.py {SMALL} {LLAMA} --check",
     "plan --trial": f"bench/plan.py {SMALL} {LLAMA} {EAGER} --trial",
-    "sweep": f"bench/sweep.py {SMALL} --block_sizes 64 --batch_sizes 1 2 --accums 1 --seconds=0.1",
-    "roof": f"bench/roof.py {SMALL} --compile=false --seconds=0.001",
-    "compare": f"bench/compare.py {SMALL} {EAGER} --steps=4 --warmup=1 --rounds=1",
-    "compare --sampling": f"bench/compare.py {SMALL} --sampling --max_new_tokens=8 --rounds=1",
-    "matmul": "bench/matmul.py --sizes 64 128 --seconds=0.001",
-    "optimizers": f"bench/optimizers.py {SMALL} {EAGER} --steps=1 --rounds=1",
-    "documents": f"bench/documents.py {SMALL} {EAGER} --steps=1 --rounds=1 --block_sizes 64",
+    "sweep": f"-m bench.sweep {SMALL} --block_sizes 64 --batch_sizes 1 2 --accums 1 --seconds=0.1",
+    "roof": f"-m bench.roof {SMALL} --compile=false --seconds=0.001",
+    "compare": f"-m bench.compare {SMALL} {EAGER} --steps=4 --warmup=1 --rounds=1",
+    "compare --sampling": f"-m bench.compare {SMALL} --sampling --max_new_tokens=8 --rounds=1",
+    "roof --squares": "-m bench.roof --squares 64 128 --seconds=0.001",
+    "by turns": f"-m bench.sweep {SMALL} {EAGER} --vary=optimizer,documents --rounds=1",
 }
 
 

@@ -1,0 +1,166 @@
+"""What the measurements of this folder share: checks, turns, a training step, files of figures."""
+
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import repeat
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from configurator import UserError, changes
+from hardware.disk import json_bytes, write_whole
+from hardware.machine import Machine
+from hardware.peak import device_name
+from hardware.terminal import ProgressBar
+from model import GPT
+from text.windows import Loader
+from training.optimizer import make_optimizer
+from training.settings import TrainConfig, model_config, wants_compile
+from training.step import Batch, read_ahead, take_step, to_batch
+
+REPO = Path(__file__).resolve().parents[1]
+Result = TypeVar("Result")
+
+
+# --------------------------------------------------------------------------------------------------
+# Settings: each returns one message for each setting that is out of its range
+
+
+def step_problems(cfg: TrainConfig) -> list[str]:
+    """Check the settings of a few training steps. How long the run is does not matter."""
+    if cfg.batch_size == "auto":
+        return ["batch_size=auto is for train.py and plan.py: give a number here"]
+    return TrainConfig.problems(replace(cfg, max_steps=1))
+
+
+def not_positive(cfg: Any, *names: str) -> list[str]:
+    """Check that settings, which may be tuples of numbers, are positive."""
+    values = {name: getattr(cfg, name) for name in names}
+    return [
+        f"{name} must be positive"
+        for name, value in values.items()
+        if not all(x > 0 for x in (value if isinstance(value, tuple) else [value]))
+    ]
+
+
+def no_folder(cfg: Any, *names: str) -> list[str]:
+    """Check that the files which the settings name have a folder to be written to."""
+    paths = {name: getattr(cfg, name) for name in names}
+    return [f"{k}={path}: no such folder" for k, path in paths.items() if not is_in_folder(path)]
+
+
+def is_in_folder(path: str) -> bool:
+    return Path(path).parent.is_dir()
+
+
+def one_process() -> None:
+    """Raise UserError under torchrun."""
+    if "RANK" in os.environ:
+        raise UserError("one process is needed: start it without torchrun")
+
+
+def train_options(cfg: TrainConfig, **overrides: Any) -> list[str]:
+    """Return the options of train.py for these settings, without those that a benchmark adds."""
+    names = {field.name for field in fields(TrainConfig)}
+    settings = {k: v for k, v in changes(cfg).items() if k in names} | overrides
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+# --------------------------------------------------------------------------------------------------
+# Turns
+
+
+def take_turns(
+    contestants: dict[str, Callable[[], Result]], rounds: int
+) -> dict[str, list[Result]]:
+    """Call all contestants one after the other, `rounds` times; return the results of each.
+
+    Whatever else the machine does in the meantime disturbs all of them alike.
+    """
+    results: dict[str, list[Result]] = {name: [] for name in contestants}
+    for _ in ProgressBar("rounds", range(rounds)):
+        for name, contestant in contestants.items():
+            results[name].append(contestant())
+    return results
+
+
+# --------------------------------------------------------------------------------------------------
+# A training step
+
+
+@dataclass
+class Training:
+    """A model, and all that a step of its training takes on one device."""
+
+    cfg: TrainConfig
+    machine: Machine
+    model: GPT
+    forward: Callable  # the model, or the compiled model
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    batches: Iterator[Batch]
+    accum: int = 1
+
+    def step(self) -> Callable[[], tuple[float, bool, float]]:
+        """Start a step as train.py does. The function that is returned waits for the loss."""
+        state = (self.forward, self.model, self.optimizer, self.scaler)
+        return take_step(*state, self.batches, self.accum, self.machine, self.cfg.grad_clip)
+
+
+def new_training(cfg: TrainConfig, vocab_size: int, machine: Machine) -> Training:
+    """Return the training of a new model. All steps have the same random tokens, (B, T)."""
+    device = machine.device
+    with device:  # draw the weights on the device: a CPU takes seconds for 100M of them
+        model = GPT(model_config(cfg, vocab_size))
+        torch.manual_seed(cfg.seed)
+        model.init_weights(cfg.init)
+    model.to(device)  # moves the constants that numpy made
+    compiled = wants_compile(cfg, device.type, 0)
+    forward = torch.compile(model, dynamic=False) if compiled else model
+    scaler = torch.amp.GradScaler(device.type, enabled=machine.dtype == torch.float16)
+    rows = torch.randint(vocab_size, (cfg.batch_size, cfg.block_size + 1), device=device)
+    batches = repeat(Batch(rows[:, :-1], rows[:, 1:]))  # views of rows, as to_batch() makes them
+    optimizer = new_optimizer(cfg, machine, model)
+    return Training(cfg, machine, model, forward, optimizer, scaler, batches)
+
+
+def batches_of(loader: Loader, B: int, machine: Machine) -> Iterator[Batch]:
+    """Yield the batches of B windows of a run, from its beginning."""
+    for rows in read_ahead(loader, 0, B, machine):
+        yield to_batch(rows, machine.device)
+
+
+def new_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.optim.Optimizer:
+    """Return the optimizer of the settings. Its learning rate stays at cfg.lr."""
+    optimizer = make_optimizer(cfg, machine, model)
+    for group in optimizer.param_groups:
+        group["lr"] = cfg.lr * group["scale"]
+    return optimizer
+
+
+# --------------------------------------------------------------------------------------------------
+# Files of figures
+
+
+def facts_of(device: torch.device) -> dict[str, str]:
+    """Return where and how a measurement was made."""
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    if device.type == "cuda":
+        versions += f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    return {"machine": device_name(device), "versions": versions, "command": command()}
+
+
+def command() -> str:
+    """Return the command that started this program."""
+    return shlex.join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+
+
+def write_json(path: str, figures: dict) -> None:
+    """Write the figures to a file, if there is a path. A kill leaves an earlier file whole."""
+    if path:
+        write_whole(Path(path), json_bytes(figures))

@@ -1,0 +1,77 @@
+"""Train a small model under each setting of `shard` and `recompute`, and compare it with DDP.
+
+    torchrun --standalone --nproc_per_node=3 tests/shards_as_ddp.py 20 qwen3 3
+
+The arguments: steps, preset, accumulation. The weights and batches are the same, in fp32. Printed
+is the largest relative difference of the losses and of the gradient's norms, over all steps. The
+exit code is 1 if one of them is above 1e-5.
+"""
+
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from hardware.machine import Machine, start  # noqa: E402
+from model import GPT  # noqa: E402
+from training.optimizer import make_optimizer  # noqa: E402
+from training.parallel import wrap  # noqa: E402
+from training.settings import TrainConfig, model_config  # noqa: E402
+from training.step import Batch, take_step  # noqa: E402
+
+# 100 rows of q, k and v each, and 60 columns: 3 ranks hold uneven parts of them.
+SHAPE = dict(n_layer=3, n_head=5, head_dim=20, n_embd=60, d_ff=170, block_size=32, batch_size=2)
+VOCABULARY = 300
+
+
+def losses_and_norms(cfg: TrainConfig, machine: Machine, accum: int, steps: int) -> torch.Tensor:
+    """Train, and return the losses and the norms, (steps, 2)."""
+    model = GPT(model_config(cfg, VOCABULARY))
+    torch.manual_seed(cfg.seed)
+    model.init_weights(cfg.init)
+    for block in model.blocks:
+        block.recompute = cfg.recompute == "blocks"
+    forward = wrap(cfg, model, machine, None, cfg.batch_size, "")
+    optimizer = make_optimizer(cfg, machine, model)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    draw = torch.Generator().manual_seed(machine.rank)
+
+    def batches():
+        while True:
+            shape = (cfg.batch_size, cfg.block_size + 1)
+            rows = torch.randint(VOCABULARY, shape, generator=draw)
+            yield Batch(rows[:, :-1], rows[:, 1:])
+
+    rows = batches()
+    figures = []
+    for _ in range(steps):
+        state = (forward, model, optimizer, scaler, rows)
+        loss, _, norm = take_step(*state, accum, machine, cfg.grad_clip)()
+        figures.append([loss, norm])
+    return torch.tensor(figures, dtype=torch.float64)
+
+
+def main() -> None:
+    steps, preset, accum = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    machine = start("cpu", "float32")
+    too_far = False
+    for optimizer in ("adamw", "muon"):
+        ddp = TrainConfig(max_steps=1, preset=preset, optimizer=optimizer, **SHAPE)
+        expected = losses_and_norms(ddp, machine, accum, steps)
+        shards = ("none", "optimizer", "gradients", "all")
+        for shard, recompute in list(product(shards, ("none", "blocks")))[1:]:
+            cfg = replace(ddp, shard=shard, recompute=recompute)
+            figures = losses_and_norms(cfg, machine, accum, steps)
+            loss, norm = (figures / expected - 1).abs().amax(dim=0).tolist()
+            too_far |= max(loss, norm) > 1e-5
+            machine.say(f"{optimizer} {shard} {recompute}: loss {loss:.1e}, norm {norm:.1e}")
+    machine.gather(None)
+    torch.distributed.destroy_process_group()
+    sys.exit(too_far)
+
+
+if __name__ == "__main__":
+    main()
