@@ -20,7 +20,7 @@ from model import GPT, GPTConfig, rope_table
 from text.dataset import DataSet, load_tokenizer, tokenizer_id, tokenizer_of_model
 from text.tokenizer import same_ids
 from training.huggingface import from_pretrained, is_utf8, shape_in
-from training.metrics import METRICS_VERSION, read_metrics
+from training.metrics import read_metrics
 from training.runs import (
     check_step,
     is_run,
@@ -176,11 +176,7 @@ def traces(folder: Path, damaged: dict[str, str]) -> str:
     saved = [record["step"] for record in records if "saved" in record]
     if saved:
         return f"{path} says that step {max(saved)} was saved"
-    if any(record.get("format_version") == METRICS_VERSION for record in records):
-        return ""
-    # Files of version 1 do not record what was saved: there may have been a checkpoint.
-    last = max((record["step"] for record in records), default=0)
-    return f"{path} goes to step {last} and does not record which steps were saved"
+    return ""
 
 
 def check_overwrite(cfg: TrainConfig, folder: Path, path: Path | None) -> None:
@@ -326,8 +322,7 @@ def check_data(earlier: Earlier, sets: list[DataSet], folder: Path) -> None:
         differ.append(f"tokenizer is {earlier_tokenizer[:12]} there, {tokenizer[:12]} here")
     for key, split in (("trained_on", "train"), ("judged_by", "val")):
         now = {d.name: d.meta["splits"][split]["sha256"] for d in sets}
-        # Checkpoints written before 2026-11-22 have no judged_by: then there is nothing to compare.
-        then = earlier.meta.get(key, now)
+        then = earlier.meta[key]
         for name in sorted(then | now):
             there = then.get(name, "missing")
             here = now.get(name, "missing")
@@ -345,7 +340,7 @@ def check_data(earlier: Earlier, sets: list[DataSet], folder: Path) -> None:
 
 def check_optimizer(earlier: Earlier, cfg: TrainConfig, folder: Path) -> None:
     """Raise UserError if the checkpoint holds the state of another optimizer."""
-    then = earlier.settings.get("optimizer", "adamw")  # before 2026-11-22 there was no other
+    then = earlier.settings["optimizer"]
     if then != cfg.optimizer:
         wrong = f"checkpoint {folder} holds the state of {then}, not of {cfg.optimizer}"
         new = f"start a new run with --init_from={folder} --run_name=NAME"

@@ -278,13 +278,7 @@ def rename_all(run: Path) -> str:
     return "only step_00000004_backup is there"
 
 
-def of_an_older_version(run: Path) -> str:
-    shutil.rmtree(run / "ckpt")
-    (run / "metrics.jsonl").write_text('{"step": 3, "loss": 5.0}\n')
-    return "metrics.jsonl goes to step 3"
-
-
-WAYS_TO_HIDE = [lose_manifests, unmount, lose_ckpt, ckpt_is_a_file, rename_all, of_an_older_version]
+WAYS_TO_HIDE = [lose_manifests, unmount, lose_ckpt, ckpt_is_a_file, rename_all]
 
 
 @pytest.mark.parametrize("hide", WAYS_TO_HIDE)
