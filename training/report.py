@@ -451,7 +451,8 @@ class Metrics:
         Somebody may have moved, deleted or replaced it since the last line, or the run's folder. If
         it is missing, write it again in full: the open file can still be read.
         """
-        self.lock.renew()
+        if not self.lock.is_held():
+            return  # the folder was moved, and the open file with it
         if self.path.exists() and os.path.samestat(self.path.stat(), os.fstat(self.file)):
             return
         if not self.path.exists():
