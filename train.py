@@ -60,10 +60,10 @@ from text.dataset import (
 from text.tokenizer import SentencePiece, Tiktoken
 from text.windows import Loader, Rows, Windows, open_windows, train_loader
 from training.average import Average
-from training.checkpoint import Saver
+from training.checkpoint import Saver, small_files
 from training.evaluate import evaluate, write_text
 from training.huggingface import unverified
-from training.memory import Step, needed
+from training.memory import Step
 from training.optimizer import make_optimizer
 from training.parallel import fit_batch, shares, wrap
 from training.plan import Plan, lr_at, make_plan, momentum_at
@@ -82,7 +82,7 @@ from training.resume import (
     settings_changed,
     settings_of_run,
 )
-from training.runs import newest_checkpoint, replace_run, run_folder, sweep
+from training.runs import newest_checkpoint, replace_run, run_folder, tidy
 from training.settings import TrainConfig, model_config, wants_compile
 from training.shards import part, placed_like
 from training.step import Batch, read_ahead, take_step, to_batch
@@ -167,9 +167,6 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     verify_data(machine, sets, progress)
 
     cfg, plan, one_step = plan_run(cfg, machine, model, data, progress, earlier)
-    # Host memory of a step, by which the saver sees whether a copy fits beside it. Most predictions
-    # are right to 5 %.
-    on_host = None if machine.device.type == "cuda" else 1.05 * needed(model, one_step)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     peak_of_all = peak * machine.world if peak else None
     new = dict(scratch=origin.path is None, newest_data=newest_data)
@@ -187,11 +184,12 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     optimizer, scaler = open_optimizer(cfg, machine, model, earlier)
 
     ckpt_dir = folder / "ckpt"
-    machine.decide(lambda: sweep(folder))  # what a killed process has left
-    if not origin.resume:
-        replaced = machine.decide(lambda: replace_run(folder))  # with --overwrite: moves it aside
-        if replaced:
-            say(f"the earlier run's checkpoints are in {replaced} until this run has saved its own")
+    if cfg.overwrite and not origin.resume:
+        moved = machine.decide(lambda: replace_run(folder, lock))
+        if moved:
+            say(f"the earlier run is now {moved}: delete it when you no longer need it")
+    for line in machine.decide(lambda: tidy(ckpt_dir, progress.step)):
+        say(line)
     reader = closing(read_ahead(data.loader, progress.samples, plan.batch_size, machine))
     with stop_signals() as signals, memory_advice(advice), reader as rows:
         average = open_average(cfg, machine, model, plan, earlier)
@@ -199,14 +197,8 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
             lambda: Metrics(folder, cfg, machine, plan, sets, data.tokenizer, progress, lock)
         )
         progress.wandb_id = metrics.wandb_id
-        damaged = origin.damaged
-        saver = machine.together(
-            lambda: Saver(
-                ckpt_dir, cfg, sets, data.tokenizer, damaged, on_host, lock, say, metrics.log_save
-            )
-        )
-        if earlier:
-            machine.decide(lambda: saver.catch_up(average, earlier.training))
+        files = machine.decide(lambda: small_files(cfg, model.config, sets, data.tokenizer))
+        saver = Saver(ckpt_dir, cfg.keep, files, machine, lock, metrics.log_save)
         state = (optimizer, scaler, average, progress)
         job = Job(cfg, machine, plan, data, model, forward, *state, metrics, saver)
         with metrics.bar.below():

@@ -505,13 +505,11 @@ def host_memory(parameters: int, nproc: int, step: Step) -> dict[str, float]:
     At a start or a resume each process has the weights (4 bytes a parameter) until its device has
     them. The optimizer's state is mapped from its file: it goes from there to the device one tensor
     at a time, through the page cache, which all processes share and the system takes back. For a
-    save, rank 0 copies weights and state. If the processes share them out, or if that is more than
-    there is, only one tensor is there at a time.
+    save, rank 0 copies weights and state, and has a file of weights in memory while it is written.
     """
     processes = nproc * HOST_PROCESS
     state = {"adamw": 8, "muon": 8, "adafactor": 0}[step.optimizer]
-    copy = 0 if step.zero else 4 + state + 4 * step.average
-    save = processes + copy * parameters
+    save = processes + (4 + state + 4 * step.average + 4) * parameters
     return {"start": processes + 4 * parameters * nproc, "save": save}
 
 

@@ -1,7 +1,7 @@
 """How this program writes files, and how it recognises files that it has written.
 
     write_whole     write a file so that a kill leaves the old file or the new one, never a part
-    NewFolder       write a folder of files that nobody else has written
+    finish          sync a folder of new files, and write the manifest of them
     put_in_place    give it its name in one step; the old folder is kept, under another name
     remove_only     delete files that are given by name, and the folder only if it is then empty
     sealed, unseal  a JSON object that contains the SHA-256 of its own content
@@ -20,11 +20,10 @@ import hashlib
 import json
 import os
 import stat
-import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from configurator import UserError, note
 
@@ -52,14 +51,9 @@ def write_whole(path: Path, content: bytes) -> None:
     aside.unlink(missing_ok=True)  # of a killed process; or a link, which is not to be followed
     with open(aside, "xb") as file:
         file.write(content)
-        sync_open(file)
+        file.flush()
+        os.fsync(file.fileno())
     aside.replace(path)
-
-
-def sync_open(file: BinaryIO) -> None:
-    """Write a file that is open through to the disk."""
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def json_bytes(content: Any) -> bytes:
@@ -73,43 +67,15 @@ def json_bytes(content: Any) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-class NewFolder:
-    """A folder of new files. Raises OSError if it exists already, or one of its files does.
-
-    The files stay open until finish(): what is then synced and hashed is what was written here,
-    whatever another process does in the folder.
-    """
-
-    def __init__(self, path: Path):
-        path.mkdir(parents=True)
-        self.path = path
-        self.files: dict[str, BinaryIO] = {}
-
-    def open(self, name: str) -> BinaryIO:
-        self.files[name] = open(self.path / name, "x+b")
-        return self.files[name]
-
-    def write(self, name: str, content: bytes) -> None:
-        self.open(name).write(content)
-
-    def close(self) -> None:
-        """Close the files, without making sure that they are whole."""
-        for file in self.files.values():
-            with suppress(OSError):  # what is not written yet may find no room
-                file.close()
-
-    def finish(self) -> None:
-        """Sync the files to the disk and close them. The manifest comes last."""
-        entries = {}
-        for name, file in sorted(self.files.items()):
-            with file:
-                sync_open(file)
-                file.seek(0)
-                size = os.fstat(file.fileno()).st_size
-                entries[name] = {"bytes": size, "sha256": sha256_of_open(file)}
-        with self.open(MANIFEST) as file:
-            file.write(json_bytes(entries))
-            sync_open(file)
+def finish(folder: Path) -> None:
+    """Sync the files of a folder to the disk, and write its manifest, which comes last."""
+    entries = manifest(folder)
+    for name in entries:
+        sync_to_disk(folder / name)
+    path = folder / MANIFEST
+    path.write_bytes(json_bytes(entries))
+    sync_to_disk(path)
+    sync_to_disk(folder)
 
 
 def put_in_place(new: Path, target: Path) -> Path | None:
@@ -190,15 +156,10 @@ def file_sha256(path: str | Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal. Raises OSError if it cannot be read."""
     only_plain(path)
     with open(path, "rb") as file:
-        return sha256_of_open(file)
-
-
-def sha256_of_open(file: BinaryIO) -> str:
-    """Return the SHA-256 of the rest of a file that is open."""
-    digest = hashlib.sha256()
-    while chunk := file.read(1 << 20):
-        digest.update(chunk)
-    return digest.hexdigest()
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+        return digest.hexdigest()
 
 
 def read_object(path: Path) -> dict:
@@ -255,15 +216,19 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def manifest(folder: Path) -> dict[str, dict]:
-    """Return the size and SHA-256 of each file in a folder, by the file's name."""
-    return {p.name: entry_of(p) for p in sorted(folder.iterdir()) if p.name != MANIFEST}
+    """Return the size and SHA-256 of each file in a folder and below, by its name: a/b in a/."""
+    paths = [path for path in sorted(folder.rglob("*")) if not path.is_dir()]
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    return {name: entry_of(folder / name) for name in names if name != MANIFEST}
 
 
 def entry_of(path: Path) -> dict:
     """Return the size and SHA-256 of a file, as they stand in a manifest."""
-    found = path.stat()
-    known = sha256_of(path, found.st_ino, found.st_size, found.st_ctime_ns)
-    return {"bytes": found.st_size, "sha256": known}
+    stat = path.stat()
+    return {
+        "bytes": stat.st_size,
+        "sha256": sha256_of(path, stat.st_ino, stat.st_size, stat.st_ctime_ns),
+    }
 
 
 @functools.lru_cache(maxsize=64)
@@ -285,7 +250,9 @@ def damage(folder: Path, names: Iterable[str] | None = None, required: Iterable[
             return f"{folder / MANIFEST}: it does not list {missing[0]}"
         checked = entries.keys() if names is None else entries.keys() & set(names)
         for name in checked:
-            path = inside(folder, name)
+            path = folder
+            for part in name.split("/"):
+                path = inside(path, part)
             if entry_of(path) != {key: entries[name][key] for key in ("bytes", "sha256")}:
                 return f"{path}: not what {MANIFEST} says"
     except OSError as e:
@@ -314,9 +281,6 @@ class Lock:
         self.folder = folder
         self.instead = instead
         self.made = not folder.exists()
-        # The thread that saves calls renew() too. Of two threads that take the lock at the same
-        # time, the second would find it held by the first.
-        self.one_at_a_time = threading.Lock()
         self.handle = self.take()
 
     def take(self) -> int:
@@ -360,17 +324,20 @@ class Lock:
         path = self.folder / LOCK
         return path.exists() and os.path.samestat(os.fstat(handle), path.stat())
 
-    def renew(self) -> None:
-        """Make sure that the lock is on the folder that has the name now. Call this before writing.
+    def is_held(self) -> bool:
+        """Return whether the lock is on the folder that has the name now."""
+        return self.is_at(self.handle)
 
-        The folder may have been moved or deleted, and the lock with it. In that case, lock the
-        folder that has the name now. Raises UserError if another process holds that one.
+    def renew(self) -> None:
+        """Lock the folder that has the name now, if it is not the one that is locked.
+
+        The folder may have been moved or deleted, and the lock with it. Raises UserError if another
+        process holds the lock of the new one. Only one thread may call this.
         """
-        with self.one_at_a_time:
-            if not self.is_at(self.handle):
-                moved = self.handle
-                self.handle = self.take()
-                os.close(moved)
+        if not self.is_held():
+            moved = self.handle
+            self.handle = self.take()
+            os.close(moved)
 
     def close(self) -> None:
         with suppress(OSError):  # the disk may have become read-only

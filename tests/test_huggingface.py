@@ -24,7 +24,6 @@ import prepare
 import sample
 import train
 from configurator import UserError
-from hardware.disk import NewFolder
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
 from text.hf_tokenizer import from_hugging_face, to_hugging_face
@@ -70,12 +69,7 @@ def make(name: str, **options) -> GPT:
 
 def save(model: GPT, folder: Path) -> Path:
     """Write a model without a manifest, as another program would."""
-    new = NewFolder(folder / "new")
-    save_pretrained(model.config, model.named_parameters(), new, eos_id=0, bos_id=0)
-    new.finish()
-    for name in ("config.json", "model.safetensors"):
-        (new.path / name).replace(folder / name)
-    shutil.rmtree(new.path)
+    save_pretrained(model.config, dict(model.named_parameters()), folder, eos_id=0, bos_id=0)
     return folder
 
 

@@ -23,7 +23,7 @@ import torch
 from test_prepare import tiktoken_file
 
 from configurator import UserError
-from hardware.disk import NewFolder, json_bytes
+from hardware.disk import json_bytes
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
 from text.hf_tokenizer import llama_cpp_note, to_hugging_face
@@ -92,10 +92,9 @@ def make(preset: str, vocab_size: int) -> GPT:
 
 def save(model: GPT, tokenizer, folder: Path) -> Path:
     """Write those files of a checkpoint that llama.cpp reads."""
-    new = NewFolder(folder)
-    parameters = model.named_parameters()
-    save_pretrained(model.config, parameters, new, tokenizer.eos_id, tokenizer.prefix[0])
-    new.finish()
+    folder.mkdir()
+    parameters = dict(model.named_parameters())
+    save_pretrained(model.config, parameters, folder, tokenizer.eos_id, tokenizer.prefix[0])
     tokenizer.save(folder)
     for name, content in to_hugging_face(tokenizer, model.config.block_size).items():
         (folder / name).write_bytes(json_bytes(content))

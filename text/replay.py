@@ -26,7 +26,7 @@ def run_loader(path: Path, records: list[dict], step: int) -> tuple[list[DataSet
         raise UserError(f"{path}: it has no settings of a run that began before step {step}")
     begun = with_settings[-1]
     try:
-        last = begun["steps"] if "steps" in begun else max(record["step"] for record in records)
+        last = begun["steps"]
         if step > last:
             raise UserError(f"--step={step}: the run ends with step {last}")
         settings = begun["settings"]

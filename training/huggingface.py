@@ -1,7 +1,7 @@
 """Hugging Face's model format, written and read: config.json, and the weights as safetensors.
 
-    save_pretrained(model.config, model.named_parameters(), NewFolder(path))
-        writes a folder that AutoModelForCausalLM.from_pretrained(folder) of transformers opens
+    save_pretrained(model.config, dict(model.named_parameters()), folder)
+        writes to a folder, which AutoModelForCausalLM.from_pretrained(folder) of transformers opens
     from_pretrained(folder)
         reads a GPT2LMHeadModel, or the Llama, Mistral, Qwen2 or Qwen3 ...ForCausalLM, in one file
         or in shards; also nanoGPT's ckpt.pt
@@ -16,7 +16,6 @@ import math
 import os
 import pickle
 import warnings
-from collections.abc import Iterable
 from dataclasses import Field, asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file
+from safetensors.torch import load, load_file, save
 
-from hardware.disk import MANIFEST, NewFolder, damage, only_plain, read_object
+from hardware.disk import MANIFEST, damage, only_plain, read_object
 from model import GPT, PRESETS, GPTConfig, rope_scaling
-from training.stream import save_safetensors
 
 # --------------------------------------------------------------------------------------------------
 # config.json
@@ -447,23 +445,21 @@ def check_tensors(
 
 def save_pretrained(
     c: GPTConfig,
-    parameters: Iterable[tuple[str, torch.Tensor]],
-    folder: NewFolder,
+    parameters: dict[str, torch.Tensor],
+    folder: Path,
     eos_id: int | None = None,
     bos_id: int | None = None,
 ) -> None:
-    """Write config.json and model.safetensors, one parameter after the other.
+    """Write config.json and model.safetensors to a folder.
 
-    parameters: names and values of ours. A matrix that wte and lm_head share is there once, as
-    wte.weight.
+    parameters: name -> value, under our names, on the CPU. A matrix that wte and lm_head share is
+    there once, as wte.weight.
     """
     content = json.dumps(to_config(c, eos_id, bos_id), indent=2) + "\n"
-    folder.write("config.json", content.encode())
-    with torch.device("meta"):
-        like = dict(GPT(c).named_parameters())
-    shapes = {name: w.shape for name, w in to_state(c, like).items()}
-    stored = ((k, w) for name, p in parameters for k, w in to_state(c, {name: p}).items())
-    save_safetensors(folder.open("model.safetensors"), shapes, stored)
+    (folder / "config.json").write_text(content)
+    # Not save_file(): its files can only be read by their owner (safetensors 0.8.0).
+    stored = {name: w.detach() for name, w in to_state(c, parameters).items()}
+    (folder / "model.safetensors").write_bytes(save(stored, metadata={"format": "pt"}))
 
 
 def is_utf8(path: Path) -> bool:

@@ -6,8 +6,6 @@ from pathlib import Path
 from configurator import UserError
 from hardware.disk import only_plain
 
-METRICS_VERSION = 2  # format of metrics.jsonl; format 1 had no records of saved checkpoints
-
 
 def read_metrics(path: Path) -> list[dict]:
     """Return the records of a metrics.jsonl, or [] if there is no file.

@@ -23,7 +23,7 @@ from torch.optim.adamw import adamw
 from hardware.machine import Machine
 from model import GPT
 from training.settings import TrainConfig
-from training.shards import Pieces, is_shared, part, rows_of
+from training.shards import Pieces, is_sharded, part, rows_of
 
 # Each line takes a square P to a P² + b before + c, where `before` is the P of the line before it.
 # At first both are A, so the last P is a polynomial of degree 16 in A, for four matrix products.
@@ -116,7 +116,7 @@ class Muon(torch.optim.Optimizer):
             if group["name"] != "matrices":
                 self.adamw(group, found_inf)
                 continue
-            stacks = self.shared_stacks if is_shared(group["params"][0]) else self.stacks
+            stacks = self.shared_stacks if is_sharded(group["params"][0]) else self.stacks
             for weights, grads, means, pieces in stacks(group):
                 self.muon(weights, grads, means, pieces, group, found_inf)
 

@@ -32,7 +32,7 @@ from text.tokenizer import SentencePiece, Tiktoken
 from text.windows import Loader, share_within, train_loader
 from training.huggingface import caveat, hf_class
 from training.memory import Step, largest_batch, needed
-from training.metrics import METRICS_VERSION, read_metrics
+from training.metrics import read_metrics
 from training.normal import Watch
 from training.plan import Plan, batch_warning, different_tokens, length_warnings
 from training.plots import plot_loss
@@ -200,7 +200,7 @@ class Metrics:
         if any(last.get(key) != value for key, value in now.items()):
             place = {"step": step, "first_sample": self.progress.samples}
             # A model that is fine-tuned has another curve than a new one: see training/normal.py.
-            begun = place | {"format_version": METRICS_VERSION} | now
+            begun = place | now
             if step == 0 and cfg.init_from not in ("scratch", "auto"):
                 begun["fine_tuned"] = cfg.init_from
             elif "fine_tuned" in last:
@@ -451,7 +451,8 @@ class Metrics:
         Somebody may have moved, deleted or replaced it since the last line, or the run's folder. If
         it is missing, write it again in full: the open file can still be read.
         """
-        self.lock.renew()
+        if not self.lock.is_held():
+            return  # the folder was moved, and the open file with it
         if self.path.exists() and os.path.samestat(self.path.stat(), os.fstat(self.file)):
             return
         if not self.path.exists():

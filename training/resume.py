@@ -20,7 +20,7 @@ from model import GPT, GPTConfig, rope_table
 from text.dataset import DataSet, load_tokenizer, tokenizer_id, tokenizer_of_model
 from text.tokenizer import same_ids
 from training.huggingface import from_pretrained, is_utf8, shape_in
-from training.metrics import METRICS_VERSION, read_metrics
+from training.metrics import read_metrics
 from training.runs import (
     check_step,
     is_run,
@@ -29,7 +29,6 @@ from training.runs import (
     newest_run,
     numbered,
     others_in,
-    replaced,
     whole_checkpoints,
 )
 from training.settings import TrainConfig, model_config
@@ -105,7 +104,6 @@ class Origin:
 
     path: Path | None = None  # a checkpoint or a model folder; None: random weights
     resume: bool = False
-    damaged: frozenset[str] = frozenset()  # names of newer checkpoints of this run that are damaged
 
 
 def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> Origin:
@@ -113,21 +111,25 @@ def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> O
 
     Raises UserError if the run would lose something that is there, or cannot find what it needs.
     """
-    ckpt_dir = folder / "ckpt"
     if cfg.init_from in ("resume", "auto"):
         own = own_checkpoint(cfg, folder, say)
         if own is not None:
             return own
     others = others_in(folder)
     if others and not is_run(folder):
-        ways = "give another --run_name or --out_dir"
-        raise UserError(f"{folder} holds {others[0]!r} and is not the folder of a run: {ways}")
+        advice = "give another --run_name or --out_dir"
+        raise UserError(f"{folder} holds {others[0]!r} and is not the folder of a run: {advice}")
     if cfg.init_from == "auto":
         return Origin()  # there is no run, or it ended before its first checkpoint
-    path = None if cfg.init_from == "scratch" else Path(cfg.init_from)
-    if os.path.lexists(folder / "metrics.jsonl") or numbered(ckpt_dir):
-        check_overwrite(cfg, folder, path)
-    return Origin(path)
+    if os.path.lexists(folder / "metrics.jsonl") or numbered(folder / "ckpt"):
+        if not cfg.overwrite:
+            advice = "--init_from=resume goes on with it, --overwrite moves it out of the way"
+            advice += ", --run_name=NAME starts another"
+            raise UserError(f"{folder} holds an earlier run: {advice}")
+        if not is_run(folder):
+            foreign = "files with the names of a run's files, which train.py did not write"
+            raise UserError(f"{folder} holds {foreign}: move them elsewhere")
+    return Origin(None if cfg.init_from == "scratch" else Path(cfg.init_from))
 
 
 def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> Origin | None:
@@ -137,71 +139,37 @@ def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -
     but none is intact, or if there is nothing that init_from=resume could go on from.
     """
     ckpt_dir = folder / "ckpt"
-    newest, damaged = newest_intact(ckpt_dir)
+    newest, problems = newest_intact(ckpt_dir)
     instead = f"taking {newest} instead" if newest else "there is no intact checkpoint"
-    for wrong in damaged.values():
-        say(f"warning: {wrong}: damaged; {instead}")
+    for problem in problems:
+        say(f"warning: {problem}: damaged; {instead}")
     if newest is not None:
-        return Origin(newest, True, frozenset(damaged))
-    found = traces(folder, damaged)
-    if found:
-        none = f"init_from={cfg.init_from}: no intact checkpoint in {ckpt_dir}: {found}"
-        ways = "bring them back, or give up on them with --init_from=scratch --overwrite"
-        raise UserError(f"{none}; {ways}")
+        return Origin(newest, resume=True)
+    if evidence := evidence_of_checkpoints(folder, problems):
+        none = f"init_from={cfg.init_from}: no intact checkpoint in {ckpt_dir}: {evidence}"
+        advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
+        raise UserError(f"{none}; {advice}")
     if cfg.init_from == "resume":
-        none = f"init_from=resume: there is no checkpoint in {ckpt_dir}"
-        before = [f"; those that --overwrite replaced are in {p}" for p in replaced(ckpt_dir)]
         newest = newest_run(Path(cfg.out_dir))
         named = f"--run_name=NAME, as {newest.name}" if newest else "--run_name=NAME"
-        ways = f"name another run ({named}), or use init_from=scratch"
-        raise UserError(f"{none}{''.join(before)}; {ways}")
+        advice = f"name another run ({named}), or use init_from=scratch"
+        raise UserError(f"init_from=resume: there is no checkpoint in {ckpt_dir}; {advice}")
     return None
 
 
-def traces(folder: Path, damaged: dict[str, str]) -> str:
-    """Return the evidence that a run has checkpoints, when no intact one was found.
+def evidence_of_checkpoints(folder: Path, problems: list[str]) -> str:
+    """Return what shows that a run has saved checkpoints, although no intact one is there.
 
-    Returns an empty string if there is no evidence. damaged: as newest_intact() returns it.
+    Returns an empty string if nothing does. problems: as newest_intact() returns them.
     """
-    if damaged:
-        return f"all are damaged, for example {next(iter(damaged.values()))}"
-    names = os.listdir(folder / "ckpt") if (folder / "ckpt").is_dir() else []
-    odd = sorted(name for name in names if name.startswith("step_"))
-    if odd:
-        return f"only {odd[0]} is there"
+    if problems:
+        return f"all are damaged, for example {problems[0]}"
+    renamed = sorted(path.name for path in (folder / "ckpt").glob("step_*"))
+    if renamed:
+        return f"only {renamed[0]} is there"
     path = folder / "metrics.jsonl"
-    if not os.path.lexists(path):
-        return ""
-    records = read_metrics(path)
-    saved = [record["step"] for record in records if "saved" in record]
-    if saved:
-        return f"{path} says that step {max(saved)} was saved"
-    if any(record.get("format_version") == METRICS_VERSION for record in records):
-        return ""
-    # Files of version 1 do not record what was saved: there may have been a checkpoint.
-    last = max((record["step"] for record in records), default=0)
-    return f"{path} goes to step {last} and does not record which steps were saved"
-
-
-def check_overwrite(cfg: TrainConfig, folder: Path, path: Path | None) -> None:
-    """Raise UserError if a new run must not replace the earlier run that is in `folder`.
-
-    path: the model folder that the new run starts from; None: random weights.
-    """
-    ckpt_dir = folder / "ckpt"
-    if not cfg.overwrite:
-        ways = "--init_from=resume goes on with it, --overwrite replaces it"
-        raise UserError(f"{folder} holds an earlier run: {ways}, --run_name=NAME starts another")
-    if not is_run(folder):
-        theirs = "files with the names of a run's files, which train.py did not write"
-        raise UserError(f"{folder} holds {theirs}: move them elsewhere")
-    links = [found for found in numbered(ckpt_dir) if found.is_symlink()]
-    if links:
-        wrong = f"{links[-1]} is a link, which train.py did not make"
-        raise UserError(f"--overwrite: {wrong}: move it elsewhere")
-    places = {place.resolve() for place in (folder, ckpt_dir, folder / "average")}
-    if path is not None and places & {*path.resolve().parents}:
-        raise UserError(f"--overwrite would delete {path}: give the new run another --run_name")
+    saved = [record["step"] for record in read_metrics(path) if "saved" in record]
+    return f"{path} says that step {max(saved)} was saved" if saved else ""
 
 
 @dataclass(frozen=True)
@@ -326,8 +294,7 @@ def check_data(earlier: Earlier, sets: list[DataSet], folder: Path) -> None:
         differ.append(f"tokenizer is {earlier_tokenizer[:12]} there, {tokenizer[:12]} here")
     for key, split in (("trained_on", "train"), ("judged_by", "val")):
         now = {d.name: d.meta["splits"][split]["sha256"] for d in sets}
-        # Checkpoints written before 2026-11-22 have no judged_by: then there is nothing to compare.
-        then = earlier.meta.get(key, now)
+        then = earlier.meta[key]
         for name in sorted(then | now):
             there = then.get(name, "missing")
             here = now.get(name, "missing")
@@ -345,7 +312,7 @@ def check_data(earlier: Earlier, sets: list[DataSet], folder: Path) -> None:
 
 def check_optimizer(earlier: Earlier, cfg: TrainConfig, folder: Path) -> None:
     """Raise UserError if the checkpoint holds the state of another optimizer."""
-    then = earlier.settings.get("optimizer", "adamw")  # before 2026-11-22 there was no other
+    then = earlier.settings["optimizer"]
     if then != cfg.optimizer:
         wrong = f"checkpoint {folder} holds the state of {then}, not of {cfg.optimizer}"
         new = f"start a new run with --init_from={folder} --run_name=NAME"

@@ -1,14 +1,13 @@
 """The folder of a run, out/RUN: find its checkpoints, check them, and delete what the run wrote.
 
-training/checkpoint.py writes the checkpoints, and averages of the weights beside them.
-training/resume.py decides which checkpoint a run starts from. Nothing here deletes a file that
-train.py did not write.
+training/checkpoint.py writes the checkpoints. training/resume.py decides which one a run starts
+from. Nothing here deletes a file that train.py did not write.
 """
 
 import math
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -18,7 +17,8 @@ from text.hf_tokenizer import HF_FILES
 from text.tokenizer import SentencePiece, Tiktoken
 from training.metrics import read_metrics
 
-# The files of a checkpoint that this program writes, and may delete.
+# The files of a checkpoint that this program writes, and may delete: in the folder itself, and in
+# its folder `average`.
 OURS = {"model.safetensors", "config.json", "train_state.pt", "train_config.json", "meta.json"}
 OURS |= {MANIFEST, SentencePiece.file, Tiktoken.file, *HF_FILES}
 
@@ -42,8 +42,8 @@ def numbered(ckpt_dir: Path) -> list[Path]:
         return []
     except OSError as e:
         raise UserError(f"{ckpt_dir}: cannot look for checkpoints: {e.strerror}") from None
-    found = [ckpt_dir / name for name in names if re.fullmatch(r"step_[0-9]{8,18}", name)]
-    return sorted(found, key=step_of, reverse=True)
+    paths = [ckpt_dir / name for name in names if re.fullmatch(r"step_[0-9]{8,18}", name)]
+    return sorted(paths, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
@@ -51,14 +51,15 @@ def step_of(path: Path) -> int:
 
 
 def check_step(path: Path) -> None:
-    """Raise UserError if a checkpoint or an average bears the number of another step.
+    """Raise UserError if a checkpoint, or the average in one, bears the number of another step.
 
     Raises OSError or ValueError if its meta.json cannot be read. A model folder of another program
     has none.
     """
-    if re.fullmatch(r"step_[0-9]+", path.name) and (path / "meta.json").exists():
-        step = read_object(path / "meta.json").get("step", step_of(path))
-        if step != step_of(path):
+    checkpoint = path.parent if path.name == "average" else path
+    if re.fullmatch(r"step_[0-9]+", checkpoint.name) and (path / "meta.json").exists():
+        step = read_object(path / "meta.json").get("step", step_of(checkpoint))
+        if step != step_of(checkpoint):
             renamed = "it was renamed, or copied from another"
             raise UserError(f"{path} holds step {step}: {renamed}: move it elsewhere")
 
@@ -73,16 +74,21 @@ def newest_checkpoint(ckpt_dir: Path) -> Path | None:
 
 
 def newest_run(out_dir: Path) -> Path | None:
-    """Return the run, out_dir/RUN, that has saved a checkpoint last, or None if there is none."""
-    found: dict[float, Path] = {}  # time of its newest checkpoint -> run
+    """Return the run, out_dir/RUN, that has saved a checkpoint last, or None if there is none.
+
+    Runs that --overwrite has moved out of the way do not count.
+    """
+    saved: dict[float, Path] = {}  # time of its newest checkpoint -> run
     for ckpt_dir in out_dir.glob("*/ckpt"):
+        if re.search(r"\.old-[0-9]+$", ckpt_dir.parent.name):
+            continue
         try:
             newest = newest_checkpoint(ckpt_dir)
             if newest:
-                found[(newest / MANIFEST).stat().st_mtime] = ckpt_dir.parent
+                saved[(newest / MANIFEST).stat().st_mtime] = ckpt_dir.parent
         except (UserError, OSError) as e:
             note(str(e))  # a disk is not mounted, or the run has just deleted this checkpoint
-    return found[max(found)] if found else None
+    return saved[max(saved)] if saved else None
 
 
 def losses_of(run: Path) -> dict[Path, float]:
@@ -94,84 +100,87 @@ def losses_of(run: Path) -> dict[Path, float]:
     losses = {
         r["step"]: r["val_loss"] for r in records if math.isfinite(r.get("val_loss", math.nan))
     }
-    there = whole_checkpoints(run / "ckpt")
-    return {path: losses[step_of(path)] for path in there if step_of(path) in losses}
+    checkpoints = whole_checkpoints(run / "ckpt")
+    return {path: losses[step_of(path)] for path in checkpoints if step_of(path) in losses}
 
 
-def newest_intact(ckpt_dir: Path) -> tuple[Path | None, dict[str, str]]:
+def newest_intact(ckpt_dir: Path) -> tuple[Path | None, list[str]]:
     """Return the newest checkpoint whose files are all as its manifest says, or None.
 
-    The second result names each newer checkpoint, with what is wrong with it.
+    The second result says of each newer checkpoint in which way it is damaged.
     """
-    wrong: dict[str, str] = {}
-    for folder in numbered(ckpt_dir):
-        found = damage(folder, required=("model.safetensors", "config.json", "train_state.pt"))
-        if not found:
-            return folder, wrong
-        wrong[folder.name] = found
-    return None, wrong
+    problems: list[str] = []
+    for path in numbered(ckpt_dir):
+        problem = damage(path, required=("model.safetensors", "config.json", "train_state.pt"))
+        if not problem:
+            return path, problems
+        problems.append(problem)
+    return None, problems
 
 
-def discard(path: Path, known_damaged: bool = False) -> str:
+def not_ours(checkpoint: Path) -> str:
+    """Return the name of something in a checkpoint that train.py did not write, or ""."""
+    average = checkpoint / "average"
+    ours = {average} | {folder / name for folder in (checkpoint, average) for name in OURS}
+    others = [path for path in checkpoint.rglob("*") if path.is_symlink() or path not in ours]
+    return str(min(others).relative_to(checkpoint)) if others else ""
+
+
+def discard(path: Path) -> str:
     """Delete a checkpoint. If it must not be deleted, leave it as it is and return the reason.
 
     A file that somebody has edited, such as tokenizer_config.json, is theirs. Only the small files
-    are looked at; and not if the checkpoint is known to be damaged.
+    are looked at.
     """
     if path.is_symlink():
         return "it is a link"
     if not path.is_dir():
         return "it is not a folder"
-    others = sorted(set(os.listdir(path)) - OURS)
-    if others:
-        return f"it holds {others[0]}, which train.py did not write"
-    if not known_damaged and (path / MANIFEST).is_file():
-        changed = damage(path, OURS - {"model.safetensors", "train_state.pt"})
-        if changed:
-            return f"somebody has edited it ({changed})"
+    if other := not_ours(path):
+        return f"it holds {other}, which train.py did not write"
+    for folder in (path, path / "average"):
+        if (folder / MANIFEST).is_file():
+            changed = damage(folder, OURS - {"model.safetensors", "train_state.pt"})
+            if changed:
+                return f"somebody has edited it ({changed})"
     # It is renamed first, so that nobody finds half a checkpoint under its name.
-    remove_only(set_aside(path), OURS)
+    remove_checkpoint(set_aside(path))
     return ""
 
 
-def make_way(target: Path, required: Collection[str] = ()) -> None:
+def remove_checkpoint(folder: Path) -> None:
+    """Delete the files of a checkpoint, whole or not, and its folders if they are then empty."""
+    if not folder.is_symlink():
+        remove_only(folder / "average", OURS)
+        remove_only(folder, OURS)
+
+
+def make_way(target: Path) -> None:
     """Rename what stands at `target`, where a checkpoint will go, if it must not be replaced.
 
-    It must not be replaced if it is no folder, or a folder that holds a file that train.py did not
-    write, or that lacks a file of `required`, which train.py always writes. Its new name is
-    step_N_kept-1 (or -2, ...), and this program never touches it again.
+    It must not be replaced if it is no folder, or one that holds a file that train.py did not
+    write.
     """
-    if not os.path.lexists(target):
-        return
-    is_folder = target.is_dir() and not target.is_symlink()
-    names = set(os.listdir(target)) if is_folder else set()
-    if not is_folder or names - OURS or set(required) - names:
-        target.rename(free_name(target.with_name(f"{target.name}_kept")))
+    if os.path.lexists(target):
+        if target.is_symlink() or not target.is_dir() or not_ours(target):
+            keep_aside(target)
+
+
+def keep_aside(path: Path) -> Path:
+    """Rename what is in the way to step_N_kept-1 (or -2, ...), and never touch it again."""
+    return path.rename(free_name(path.with_name(f"{path.name}_kept")))
 
 
 def free_name(path: Path) -> Path:
     """Return `path` with -1, -2, ... appended to its name: the first that does not exist."""
     number = 1
-    while os.path.lexists(found := path.with_name(f"{path.name}-{number}")):
+    while os.path.lexists(path.with_name(f"{path.name}-{number}")):
         number += 1
-    return found
+    return path.with_name(f"{path.name}-{number}")
 
 
 # --------------------------------------------------------------------------------------------------
 # The folder of a run: out/RUN
-
-REPLACED = "why-this-is-here.txt"  # replace_run() puts this file into each folder that it makes
-RUN_FILES = ["metrics.jsonl", "loss.png"]  # beside ckpt/ and bad_steps/; wandb/ belongs to wandb
-
-
-def averages(folder: Path) -> list[Path]:
-    """Return the averages that a run has saved in out/RUN/average, newest first.
-
-    Only a folder with a manifest counts: one that lacks it is somebody's own average.
-    """
-    place = folder / "average"
-    found = whole_checkpoints(place) if place.is_dir() else []
-    return [path for path in found if not path.is_symlink()]
 
 
 def is_run(folder: Path) -> bool:
@@ -179,12 +188,11 @@ def is_run(folder: Path) -> bool:
 
     The content of the files decides, not their names: anybody may have a folder called ckpt.
     """
-    for place in (folder, *replaced(folder)):  # a kill in replace_run() leaves a part in each
-        try:
-            if any("step_samples" in record for record in read_metrics(place / "metrics.jsonl")):
-                return True
-        except (UserError, OSError):
-            pass  # the file is damaged, or train.py did not write it
+    try:
+        if any("step_samples" in record for record in read_metrics(folder / "metrics.jsonl")):
+            return True
+    except (UserError, OSError):
+        pass  # the file is damaged, or train.py did not write it
     checkpoints = [path for path in whole_checkpoints(folder / "ckpt") if not path.is_symlink()]
     return any((path / "train_state.pt").exists() for path in checkpoints)
 
@@ -195,89 +203,56 @@ def others_in(folder: Path) -> list[str]:
     If there is anything, find_origin() refuses the folder, unless it is a run already. For
     metrics.jsonl, find_origin() has a check of its own.
     """
-    inside = set(os.listdir(folder)) if folder.is_dir() else set()
     ours = {LOCK, "metrics.jsonl", ".metrics.jsonl.tmp", "ckpt", "wandb", "tensorboard"}
-    ours |= {path.name for path in replaced(folder)}
-    if replaced(folder / "average"):  # else it may be somebody's, or all that is left of a run
-        ours.add("average")
-    return sorted(inside - ours)
+    return sorted(set(os.listdir(folder)) - ours) if folder.is_dir() else []
 
 
-def replaced(folder: Path) -> list[Path]:
-    """Return the folders to which replace_run() has moved what was in `folder`.
+def replace_run(folder: Path, lock: Lock) -> Path | None:
+    """Move an earlier run out of the way, and lock a new folder under its name.
 
-    They are known by the file REPLACED that it left in them, not by their names replaced-N alone.
+    All that is in out/RUN goes with it, to out/RUN.old-1 (or -2, ...), which this program never
+    touches again. Return that folder, or None if there is no earlier run.
     """
-    found = folder.glob("replaced-*")
-    return [path for path in found if (path / REPLACED).is_file() and not path.is_symlink()]
+    if not is_run(folder):
+        return None
+    earlier = free_name(folder.with_name(f"{folder.name}.old"))
+    folder.rename(earlier)
+    (earlier / LOCK).unlink(missing_ok=True)
+    lock.renew()
+    return earlier
 
 
-def sweep(folder: Path) -> None:
-    """Delete what a process left behind that was killed while it saved or deleted a checkpoint."""
-    left = re.compile(r"\.tmp_step_[0-9]+(-[0-9a-f]{8})?|\.step_[0-9]+\.old[0-9]*")
-    places = [folder / "ckpt", folder / "average"]
-    for place in [*places, *replaced(places[0]), *replaced(places[1])]:
-        for path in place.glob(".*step_*"):
-            if left.fullmatch(path.name):
-                remove_only(path, OURS)
+def tidy(ckpt_dir: Path, step: int) -> list[str]:
+    """Clear the way for a run that begins, or goes on, with this step. Return what there is to say.
 
-
-def replace_run(folder: Path) -> Path | None:
-    """Move the earlier run's own files aside. Everything else stays where it is.
-
-    They go to new folders replaced-N in out/RUN, out/RUN/ckpt and out/RUN/average. Saver.prune()
-    deletes them once the new run has a complete checkpoint. Returns the folder replaced-N in
-    out/RUN/ckpt, or None if there is none.
+    Delete what a process left that was killed while it saved or deleted a checkpoint. Checkpoints
+    of later steps are damaged, or the run would go on from there: they are renamed.
     """
-    ckpt_dir = folder / "ckpt"
-    its_own = {
-        folder: [*RUN_FILES, *bad_step_texts(folder)],
-        ckpt_dir: [path.name for path in numbered(ckpt_dir)],
-        folder / "average": [path.name for path in averages(folder)],
-    }
-    why = "train.py deletes this folder's run once the new one has a checkpoint.\n"
-    for place, names in its_own.items():
-        there = [name for name in names if os.path.lexists(place / name)]
-        if there:
-            aside = free_name(place / "replaced")
-            aside.mkdir()
-            (aside / REPLACED).write_text(why)
-            for name in there:
-                (aside / name).parent.mkdir(parents=True, exist_ok=True)
-                (place / name).rename(aside / name)
-    remove_only(folder / "bad_steps", [])
-    return max(replaced(ckpt_dir), key=lambda path: (len(path.name), path.name), default=None)
-
-
-def bad_step_texts(folder: Path) -> list[str]:
-    """Return the files bad_steps/step_N.txt of a run, relative to its folder."""
-    texts = folder / "bad_steps"
-    names = os.listdir(texts) if texts.is_dir() and not texts.is_symlink() else []
-    return [f"bad_steps/{name}" for name in names if re.fullmatch(r"step_[0-9]{8,}\.txt", name)]
-
-
-def remove_run_files(folder: Path) -> None:
-    """Delete a run's own files from a folder replaced-N, then the folder itself if it is empty."""
-    remove_only(folder / "bad_steps", [Path(name).name for name in bad_step_texts(folder)])
-    remove_only(folder, [*RUN_FILES, REPLACED])
+    for path in ckpt_dir.glob(".*step_*"):
+        if re.fullmatch(r"\.tmp_step_[0-9]+-[0-9a-f]{8}|\.step_[0-9]+\.old[0-9]*", path.name):
+            remove_checkpoint(path)
+    later = [path for path in numbered(ckpt_dir) if step_of(path) > step]
+    return [f"note: {path} is kept as {keep_aside(path).name}" for path in later]
 
 
 @contextmanager
 def run_folder(folder: Path) -> Iterator[Lock]:
     """Hold the lock of a run's folder, so that no other process decides or writes anything in it.
 
-    If ckpt or average is a link, what it links to is locked as well. The folder is made if it does
+    If ckpt is a link, the folder that it leads to is locked as well. The folder is made if it does
     not exist, and removed again if nothing was put into it. Raises UserError if another process
-    holds a lock, or if such a link leads to another run.
+    holds a lock, or if ckpt is a link to the checkpoints of another run.
     """
     made = [path for path in folder.parents if not path.exists()]
     stop = "stop it (a killed torchrun can leave its workers behind)"
     instead = f"{stop}, or choose another --run_name"
+    ckpt_dir = folder / "ckpt"
     try:
         with ExitStack() as locks:
             lock = locks.enter_context(closing(Lock(folder, instead)))
-            for place in linked(folder):
-                locks.enter_context(closing(Lock(place, instead)))
+            if ckpt_dir.is_symlink() and ckpt_dir.is_dir():
+                check_link(folder, ckpt_dir)
+                locks.enter_context(closing(Lock(ckpt_dir.resolve(), instead)))
             yield lock
     finally:
         try:
@@ -287,17 +262,10 @@ def run_folder(folder: Path) -> Iterator[Lock]:
             pass
 
 
-def linked(folder: Path) -> list[Path]:
-    """Return the folders that ckpt and average of a run are links to.
-
-    Raises UserError if one of them is of another run, which would be pruned like this one's own.
-    """
-    places = (folder / "ckpt", folder / "average")
-    links = [place for place in places if place.is_symlink() and place.is_dir()]
-    for place in links:
-        home = place.resolve().parent
-        elsewhere = home != folder.resolve() and is_run(home)
-        if numbered(place) and (elsewhere or not os.path.lexists(folder / "metrics.jsonl")):
-            problem = f"{place} is a link to the checkpoints of another run, {place.resolve()}"
-            raise UserError(f"{problem}: remove the link, or choose another --run_name")
-    return [place.resolve() for place in links]
+def check_link(folder: Path, ckpt_dir: Path) -> None:
+    """Raise UserError if ckpt is a link to checkpoints of another run, which would be pruned."""
+    home = ckpt_dir.resolve().parent
+    of_another = home != folder.resolve() and is_run(home)
+    if numbered(ckpt_dir) and (of_another or not os.path.lexists(folder / "metrics.jsonl")):
+        problem = f"{ckpt_dir} is a link to the checkpoints of another run, {ckpt_dir.resolve()}"
+        raise UserError(f"{problem}: remove the link, or choose another --run_name")

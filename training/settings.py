@@ -86,7 +86,7 @@ class TrainConfig:
     run_name: str = "run"  # the run writes its files to out_dir/run_name/
     out_dir: str = "out"  # folder of all runs
     init_from: str = "scratch"  # scratch, resume, auto (resume or scratch), or a model to fine-tune
-    overwrite: bool = False  # replace an earlier run of this name once the new one has a checkpoint
+    overwrite: bool = False  # first rename the folder of an earlier run of this name to RUN.old-1
     seed: int = 1337  # seed of the initial weights, the data order and dropout
     # ---- Data: token files that prepare.py wrote ----
     dataset: str = ""  # in data_dir; wiki:0.7,code:0.3 mixes two; none: the one prepared last

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def is_shared(x: Tensor) -> bool:
+def is_sharded(x: Tensor) -> bool:
     """Return whether x is a DTensor. (The import of this class would take half a second.)"""
     return hasattr(x, "device_mesh")
 
 
 def part(x: Tensor) -> Tensor:
     """Return what this rank holds of x; x itself if it is not shared out. No copy is made."""
-    return x.to_local() if is_shared(x) else x
+    return x.to_local() if is_sharded(x) else x
 
 
 def whole(x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def whole(x: Tensor) -> Tensor:
 
     A result that is still to be summed over the ranks, such as a norm, is summed.
     """
-    return x.full_tensor() if is_shared(x) else x
+    return x.full_tensor() if is_sharded(x) else x
 
 
 def rows_of(rank: int, rows: int, world: int) -> tuple[int, int]:
@@ -45,7 +45,7 @@ def placed_like(p: Tensor, x: Tensor) -> Tensor:
     """
     if x.dim() == 0:
         return x.clone()  # a counter of steps: its optimizer knows where it belongs
-    if not is_shared(p):
+    if not is_sharded(p):
         return x.to(p.device, copy=True)
     from torch.distributed.tensor import DTensor
 

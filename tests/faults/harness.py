@@ -161,7 +161,7 @@ def wait_for(process: Popen, condition, seconds: float = 60) -> None:
 def result(out: Path) -> dict:
     """Return everything that must be identical."""
     folder = out / "run" / "ckpt" / f"step_{STEPS:08d}"
-    averaged = out / "run" / "average" / folder.name / "model.safetensors"
+    averaged = folder / "average" / "model.safetensors"
     state = torch.load(folder / "train_state.pt", weights_only=True)
     lines = (out / "run" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
@@ -204,7 +204,7 @@ class Round:
 
 def hurt(folder: Path, fault: str, rng: random.Random) -> Path:
     """Damage one file of a folder; return its path."""
-    path = rng.choice(sorted(folder.iterdir()))
+    path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
     if fault.startswith("lose"):
         path.unlink()
     elif fault.startswith("cut"):
@@ -326,8 +326,8 @@ def two_writers(data: Path, out: Path, steps: int = 60) -> str:
         return start([sys.executable, *argv, f"--seed={seed}"])
 
     def written(out: Path) -> dict[str, dict[str, dict]]:
-        """Return the manifest of each whole checkpoint and average, without the settings."""
-        folders = [path.parent for path in (out / "run").glob("*/step_*/manifest.json")]
+        """Return the manifest of each whole checkpoint, without the settings."""
+        folders = [path.parent for path in (out / "run" / "ckpt").glob("step_*/manifest.json")]
         manifests = {
             str(p.relative_to(out)): read_object(p / MANIFEST) for p in folders if not damage(p)
         }

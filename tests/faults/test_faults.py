@@ -466,7 +466,7 @@ def test_a_failed_save_leaves_the_checkpoint_before_it_and_the_next_one_is_writt
 def test_an_old_checkpoint_that_cannot_be_deleted_is_no_failed_save(
     tiny_data, tmp_path, monkeypatch, capsys
 ):
-    def fail(path, known_damaged):
+    def fail(path):
         raise OSError(5, "Input/output error", str(path))
 
     monkeypatch.setattr(checkpoint, "discard", fail)
