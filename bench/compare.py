@@ -166,6 +166,11 @@ model = GPT(GPTConfig(**shape))
 if kind == "ours":
     model.init_weights()  # nanoGPT's constructor draws its weights by itself
 model.to(device, getattr(torch, dtype)).eval()
+if kind == "ours":
+    from hardware.decoding import record_decoding
+    from hardware.kernels import install
+    install()
+    record_decoding(model)
 idx = torch.zeros(batch, 1, dtype=torch.long, device=device)
 with torch.inference_mode():
     for step in range(3):  # the first one warms up

@@ -30,6 +30,7 @@ import torch
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `python bench/race.py` finds the modules below
 from configurator import UserError, changes, parse, run  # noqa: E402
+from hardware import kernels  # noqa: E402
 from hardware.disk import json_bytes, write_whole  # noqa: E402
 from hardware.machine import Machine  # noqa: E402
 from text.dataset import open_datasets  # noqa: E402
@@ -158,6 +159,7 @@ def timed(argv: list[str], folder: Path) -> tuple[str, float]:
 
 def finish_of(cfg: RaceConfig, path: Path, steps: int, step_s: float, whole: float) -> Finish:
     """Return the finish of the final weights in `path`."""
+    kernels.install()
     model = from_pretrained(path)
     if model.config.block_size != cfg.block_size:
         raise UserError(f"block_size is {model.config.block_size} there and {cfg.block_size} here")

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from configurator import OneRankError, UserError
+from hardware import kernels
 from hardware.terminal import ProgressBar
 
 
@@ -130,10 +131,12 @@ def start(
 ) -> Machine:
     """Return the Machine of this process for the settings `device` and `dtype`.
 
-    If torchrun has started this process, it joins the other ranks. sparing: on a CPU, give freed
+    The models of this process will compute with the faster formulas of hardware/kernels.py. If
+    torchrun has started this process, it joins the other ranks. sparing: on a CPU, give freed
     memory back. timeout_minutes: how long ranks wait for each other in the training loop.
     Raises UserError if the device or dtype cannot be used.
     """
+    kernels.install()
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))

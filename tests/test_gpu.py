@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import roof
 from bench.plan import measured_peak
+from hardware.decoding import record_decoding
 from hardware.machine import Machine
 from model import GPT, PRESETS, GPTConfig
 from text.windows import Rows
@@ -129,7 +130,8 @@ def test_greedy_tokens_are_those_of_the_cpu(name):
     model = make(name, scheme="xavier")
     prompt = ids(model, 3, 5)
     on_cpu = torch.stack(list(model.generate(prompt, 60, temperature=0)))  # beyond block_size
-    on_gpu = torch.stack(list(model.to(DEVICE).generate(prompt.to(DEVICE), 60, temperature=0)))
+    record_decoding(model.to(DEVICE))
+    on_gpu = torch.stack(list(model.generate(prompt.to(DEVICE), 60, temperature=0)))
     assert torch.equal(on_gpu.cpu(), on_cpu)
 
 
@@ -256,6 +258,7 @@ def test_generations_at_once_do_not_disturb_each_other():
     and the graph of a third generation is recorded into this memory.
     """
     model = make("llama", scheme="xavier").to(DEVICE)
+    record_decoding(model)
     prompts = [ids(model, B, 4).to(DEVICE) for B in (1, 2, 3)]
     alone = [torch.stack(list(model.generate(prompt, 24, temperature=0))) for prompt in prompts]
     first, second = (model.generate(prompt, 24, temperature=0) for prompt in prompts[:2])
@@ -278,6 +281,7 @@ def test_generation_records_one_step_and_replays_it(monkeypatch):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     model = make("llama", head_dim=64, n_embd=384, block_size=64).to(DEVICE, torch.float16).eval()
+    record_decoding(model)
     for _ in model.generate(ids(model, 1, 8).to(DEVICE), 30):
         pass
     assert len(chosen) == 3 * model.config.n_layer

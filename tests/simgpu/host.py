@@ -26,6 +26,7 @@ import torch
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))  # so that `python tests/simgpu/host.py` finds the modules below
 from bench.plan import launches  # noqa: E402
+from hardware import kernels  # noqa: E402
 from hardware.machine import Machine  # noqa: E402
 from model import GPT  # noqa: E402
 from tests.simgpu.memory import shipped  # noqa: E402
@@ -42,6 +43,7 @@ TakesSteps = Callable[[int], None]  # called with the number of micro-steps
 
 
 def ours(model: GPT, compiled: bool, optimizer: str, step: Step) -> TakesSteps:
+    kernels.install()
     machine = Machine(0, 0, 1, CUDA, torch.bfloat16, "")
     forward = torch.compile(model, dynamic=False) if compiled else model
     made = make_optimizer(TrainConfig(max_steps=1, optimizer=optimizer), machine, model)
