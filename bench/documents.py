@@ -79,7 +79,7 @@ def compare(cfg: CostConfig, machine: Machine) -> None:
         machine.synchronize()
         begun = time.perf_counter()
         state = (optimizer, scaler, batches[kind])
-        take_step(forward, model, *state, plan.accum, machine, cfg.grad_clip)()
+        take_step(forward, *state, plan.accum, machine, cfg.grad_clip)
         machine.synchronize()
         return time.perf_counter() - begun
 

@@ -150,9 +150,7 @@ def before_and_after(
     with closing(read_ahead(data.loader, 0, plan.batch_size, machine)) as reader:
         batches = (to_batch(windows, machine.device) for windows in reader)
         for _ in range(cfg.steps):
-            take_step(
-                model, model, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip
-            )()
+            take_step(model, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip)
             bar.update()
     return before, measure(model, x, y)
 

@@ -61,7 +61,7 @@ def main() -> None:
         machine.synchronize()
         begun = time.perf_counter()
         optimizer = optimizers[name]
-        take_step(forward, model, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip)()
+        take_step(forward, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip)
         machine.synchronize()
         return time.perf_counter() - begun
 

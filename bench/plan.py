@@ -564,7 +564,7 @@ def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> i
     batches = repeat(Batch(rows[:, :-1], rows[:, 1:], None, eos_id))
 
     def one() -> None:
-        take_step(fast, model, optimizer, scaler, batches, step.accum, machine, grad_clip=1.0)()
+        take_step(fast, optimizer, scaler, batches, step.accum, machine, grad_clip=1.0)
         if average:
             average.follow()
 

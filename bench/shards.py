@@ -68,10 +68,8 @@ def run(cfg: TrainConfig, machine: Machine, accum: int, steps: int) -> list[list
     rows = batches()
     for step in range(steps):
         torch.manual_seed(1000 * step + machine.rank)
-        loss, _, norm = take_step(
-            forward, model, optimizer, scaler, rows, accum, machine, cfg.grad_clip
-        )()
-        found.append((loss, norm))
+        result = take_step(forward, optimizer, scaler, rows, accum, machine, cfg.grad_clip)
+        found.append((result.loss, result.grad_norm))
     return [list(figures) for figures in zip(*found, strict=True)]
 
 

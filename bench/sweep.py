@@ -44,7 +44,7 @@ from hardware.terminal import ProgressBar  # noqa: E402
 from model import GPT  # noqa: E402
 from training.optimizer import make_optimizer  # noqa: E402
 from training.settings import TrainConfig, model_config, wants_compile  # noqa: E402
-from training.step import Batch, take_step  # noqa: E402
+from training.step import Batch, StepResult, take_step  # noqa: E402
 
 AXES = ("T", "B", "accum")
 
@@ -202,8 +202,8 @@ def new_training(cfg: SweepConfig, B: int, accum: int, machine: Machine) -> tupl
     rows = torch.randint(cfg.vocab_size, (B, cfg.block_size + 1), device=device)
     batches = repeat(Batch(rows[:, :-1], rows[:, 1:]))  # views of rows, as to_batch() makes them
 
-    def step() -> Callable[[], tuple[float, bool, float]]:
-        return take_step(fast, model, optimizer, scaler, batches, accum, machine, cfg.grad_clip)
+    def step() -> StepResult:
+        return take_step(fast, optimizer, scaler, batches, accum, machine, cfg.grad_clip)
 
     return model, step
 
@@ -228,7 +228,7 @@ def train_steps(cfg: SweepConfig, B: int, accum: int, machine: Machine) -> dict:
             begun = time.perf_counter()
             result = step()
             launching.append(time.perf_counter() - begun)
-            loss, _, grad_norm = result()
+            loss, grad_norm = result.loss, result.grad_norm
             machine.synchronize()  # the loss arrives before the optimizer has finished
             seconds.append(time.perf_counter() - begun)
             # The optimizer skips a step whose gradient is not finite: its time would mislead. In

@@ -80,6 +80,22 @@ class Machine:
         """Run work() on rank 0 only. Return its result, or raise its UserError, on every rank."""
         return self.gather(self.together(lambda: work() if self.is_main else None))[0]
 
+    def any_rank(self, fact: bool) -> Callable[[], bool]:
+        """Start to ask whether a fact is true of any rank. All ranks must call this.
+
+        Return a function that waits for the answer of the other processes, but not for any device.
+        """
+        if self.group is None:
+            return lambda: fact
+        count = torch.tensor(int(fact))
+        work = dist.all_reduce(count, group=self.group, async_op=True)
+
+        def answer() -> bool:
+            work.wait()
+            return count.item() > 0
+
+        return answer
+
     def check_alike(self, facts: dict[str, Any]) -> None:
         """Raise UserError, on all ranks, if one of the facts differs between the ranks."""
         found = self.gather(facts)
