@@ -25,13 +25,16 @@ nh = n_head, nkv = n_kv_head, hs = head_dim, V = vocab_size.
     qwen3    RoPE        RMSNorm     SwiGLU   no       its own    Qwen3ForCausalLM, with QK-norm
 
 llama with qkv_bias is Qwen2ForCausalLM.
+
+This file needs no other of this project. On some machines hardware/kernels.py puts faster versions
+of the same formulas in the place of a few functions here. You do not need to read it.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -39,19 +42,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-
-# These functions compute the usual formulas, in a faster way on some machines. This file states
-# each formula where it is used, so you do not need to read hardware/kernels.py.
-from hardware.kernels import (
-    attend,
-    attend_past,
-    cross_entropy,
-    decoding_step,
-    document_mask,
-    linear,
-    rms_norm,
-    rotate_pairs,
-)
 
 PRESETS = {
     "gpt2": dict(
@@ -180,9 +170,6 @@ class Linear(nn.Linear):
         for p in self.parameters():
             nn.init.zeros_(p)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
-
 
 class Embedding(nn.Embedding):
     """Token ids (...) -> their rows of weight (..., C)."""
@@ -194,7 +181,10 @@ class RMSNorm(nn.RMSNorm):
     """x (..., n) -> x / sqrt(mean(x²) + eps) * weight, with the mean over n (arXiv 1910.07467)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        # The fused kernel needs x and weight in one dtype. CUDA's autocast (torch 2.12 and later)
+        # would turn both into fp32, so it is switched off here.
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 def make_norm(c: GPTConfig) -> nn.Module:
@@ -202,86 +192,6 @@ def make_norm(c: GPTConfig) -> nn.Module:
     if c.norm == "layernorm":
         return nn.LayerNorm(c.n_embd, c.norm_eps, bias=c.bias)
     return RMSNorm(c.n_embd, c.norm_eps)
-
-
-def rope_scaling(spec: str) -> tuple[str, list[float]]:
-    """Return the kind and the numbers of rope_scaling. Raises ValueError if it is wrong."""
-    counts = {"": 0, "linear": 1, "llama3": 4, "yarn": 5}
-    kind, _, rest = spec.partition(":")
-    try:
-        numbers = [float(number) for number in rest.split(",") if rest]
-        plain = all(1e-6 <= n <= 1e9 for n in numbers) and (kind or not spec)
-        if len(numbers) != counts[kind] or not plain:
-            raise ValueError
-    except (ValueError, KeyError):
-        forms = "linear:FACTOR, llama3:FACTOR,LOW,HIGH,LENGTH or yarn:FACTOR,LENGTH,FAST,SLOW,SCALE"
-        raise ValueError(f"rope_scaling={spec!r} is none of {forms}") from None
-    if kind == "llama3" and numbers[1] >= numbers[2]:
-        raise ValueError(f"rope_scaling={spec!r}: LOW must be below HIGH")
-    return kind, numbers
-
-
-def rope_frequencies(c: GPTConfig) -> tuple[np.ndarray, float]:
-    """Return the frequency of each pair of a head's numbers, (hs/2,), and a factor of cos and sin.
-
-    Pair i has the frequency rope_theta^(-2i / hs). A model that was trained on short sequences is
-    prepared for long ones by lower frequencies, in one of three ways:
-
-    linear:FACTOR                         All are divided by FACTOR (arXiv 2306.15595).
-    llama3:FACTOR,LOW,HIGH,LENGTH         LENGTH is what the model was trained on. A pair that turns
-                                          less than LOW times in it is divided by FACTOR, one that
-                                          turns more than HIGH times stays. Between them, the share
-                                          of either goes with the number of turns (Llama 3.1).
-    yarn:FACTOR,LENGTH,FAST,SLOW,SCALE    The same between SLOW and FAST turns, but the share goes
-                                          with the number of the pair; and cos and sin are
-                                          multiplied by SCALE (arXiv 2309.00071).
-
-    Raises ValueError if the numbers do not fit together.
-    """
-    pair = np.arange(c.head_dim // 2)
-    freq = c.rope_theta ** (-2 * pair / c.head_dim)
-    kind, numbers = rope_scaling(c.rope_scaling)
-    if kind == "linear":
-        return freq / numbers[0], 1.0
-    if kind == "llama3":
-        factor, low, high, length = numbers
-        turns = length * freq / (2 * math.pi)
-        kept = np.clip((turns - low) / (high - low), 0, 1)
-        return freq * kept + freq / factor * (1 - kept), 1.0
-    if kind == "yarn":
-        factor, length, fast, slow, scale = numbers
-        if fast <= slow or c.rope_theta == 1:
-            unfit = "FAST must exceed SLOW, and rope_theta 1"
-            raise ValueError(f"rope_scaling={c.rope_scaling!r}: {unfit}")
-
-        def pair_with(turns: float) -> float:
-            """Return the number of the pair that turns so often in `length` tokens."""
-            return math.log(length / (turns * 2 * math.pi), c.rope_theta) * c.head_dim / 2
-
-        first = max(math.floor(pair_with(fast)), 0)
-        last = min(math.ceil(pair_with(slow)), c.head_dim - 1)
-        if last < first:
-            unfit = f"no pair turns so often in LENGTH={length:g} tokens"
-            raise ValueError(f"rope_scaling={c.rope_scaling!r}: {unfit}")
-        kept = 1 - np.clip((pair - first) / max(last - first, 0.001), 0, 1)
-        return freq * kept + freq / factor * (1 - kept), scale
-    return freq, 1.0
-
-
-def rope_table(c: GPTConfig) -> Tensor:
-    """Return cos and sin of the rotation angle of every position, (2, block_size, 1, hs) in fp32.
-
-    At position t, pair i of a head's numbers is rotated by the angle t * frequency of the pair, for
-    i = 0 ... hs/2 - 1 (RoFormer, arXiv 2104.09864, eq. 34).
-
-    The table is computed by numpy. On a CPU, the first cos that a process computes with torch is
-    sometimes wrong by 1e-4 (bench/LOG.md). A resumed run would then not be bit-identical.
-    """
-    freq, factor = rope_frequencies(c)
-    angle = np.outer(np.arange(c.block_size), freq)  # (block_size, hs/2)
-    angle = np.tile(angle, 2)  # (block_size, hs): numbers i and i + hs/2 are a pair, with one angle
-    table = factor * np.stack((np.cos(angle), np.sin(angle)))  # (2, block_size, hs)
-    return torch.from_numpy(table[:, :, None].astype(np.float32))
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
@@ -295,7 +205,77 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     the positions themselves. torch.compile fuses the casts away.
     """
     cos, sin = rope  # (T, 1, hs) each
-    return rotate_pairs(x, cos, sin)
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    """Return softmax(q k^T / sqrt(hs) + mask) v, with dropout on what softmax returns.
+
+    q, k, v: (B, nh, T, hs). mask: of GPT.document_mask(); None: 0 where a key comes before the
+    query or is its own, -inf elsewhere. PyTorch computes this in one kernel, which on a GPU never
+    stores the T x T matrix.
+    """
+    causal = mask is None
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal
+    )
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, V: int, reduction: str
+) -> Tensor:
+    """Return the mean or sum of -ln softmax(logits)[target] over all rows that have a target.
+
+    logits (N, padded V): the columns from V on are padding and are left out. targets (N,): -1 is
+    none. weights (N,): factors of the rows, or None; with them, the mean is over all N rows.
+
+    torch.compile turns this into one pass that stores no fp32 logits.
+    """
+    each = reduction if weights is None else "none"
+    loss = F.cross_entropy(logits[:, :V].float(), targets, ignore_index=-1, reduction=each)
+    if weights is None:
+        return loss
+    return (loss * weights).mean() if reduction == "mean" else (loss * weights).sum()
+
+
+class KVCache:
+    """The keys and values of the tokens so far, so that a new token passes through the model alone.
+
+    k and v, (n_layer, B, nkv, room, hs) each, are allocated once. They hold `length` tokens.
+    """
+
+    def __init__(
+        self, c: GPTConfig, batch: int, room: int, device: torch.device, dtype: torch.dtype
+    ):
+        shape = (2, c.n_layer, batch, c.n_kv_head, room, c.head_dim)
+        # Not torch.empty: it may contain NaN, and a masked NaN is still NaN.
+        self.k, self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def positions(self, T: int) -> slice:
+        """Return the positions of the next T tokens."""
+        return slice(self.length, self.length + T)
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append k, v (B, nkv, T, hs) to a layer's; return all its keys and values.
+
+        They are (B, nkv, length + T, hs) each.
+        """
+        end = self.length + k.size(2)
+        self.k[layer, :, :, self.length : end] = k
+        self.v[layer, :, :, self.length : end] = v
+        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return attend() of the newest token alone, (B, nh, 1, hs). It sees all of k and v.
+
+        The nh / nkv query heads that share a key/value head are put where the positions of the
+        queries usually are. The keys and values then need not be repeated.
+        """
+        B, nkv, _, hs = k.shape
+        grouped = q.reshape(B, nkv, -1, hs)  # (B, nkv, nh / nkv, hs)
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(q.shape)
 
 
 class Attention(nn.Module):
@@ -319,11 +299,11 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
 
     def forward(
-        self, x: Tensor, rope: Tensor | None, within: Any, cache: "KVCache | None"
+        self, x: Tensor, rope: Tensor | None, mask: Tensor | None, cache: KVCache | None
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C). The cache serves text generation; in training it is None.
 
-        within: what attend() needs to know to keep documents apart; None: they are not.
+        mask: of GPT.document_mask(), to keep documents apart; None: they are not.
         """
         B, T, _ = x.shape
         # One product computes all heads of q, k and v: (B, T, nh + 2 nkv, hs).
@@ -341,7 +321,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)  # (B, nkv, past + T, hs) each
         if cache is not None and T == 1:
-            y = attend_past(q, k, v, cache.mask)  # (B, nh, 1, hs): the newest token sees all tokens
+            y = cache.attend(q, k, v)  # (B, nh, 1, hs)
         else:
             # In training, and with a prompt, nothing is in the cache before: past is 0.
             # Repeat each key/value head for the query heads of its group. With enable_gqa=True the
@@ -350,7 +330,7 @@ class Attention(nn.Module):
             if group > 1:
                 k = k.repeat_interleave(group, dim=1)  # (B, nh, T, hs)
                 v = v.repeat_interleave(group, dim=1)
-            y = attend(q, k, v, self.dropout if self.training else 0.0, within)  # (B, nh, T, hs)
+            y = attend(q, k, v, mask, self.dropout if self.training else 0.0)  # (B, nh, T, hs)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, nh * hs) -> (B, T, C)
 
 
@@ -394,19 +374,19 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(
-        self, x: Tensor, rope: Tensor | None, within: Any, cache: "KVCache | None"
+        self, x: Tensor, rope: Tensor | None, mask: Tensor | None, cache: KVCache | None
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
         if self.recompute and torch.is_grad_enabled():
             drops = self.dropout.p > 0  # then it has to draw the same numbers again
-            inputs = (x, rope, within, cache)
+            inputs = (x, rope, mask, cache)
             return checkpoint(self.compute, *inputs, use_reentrant=False, preserve_rng_state=drops)
-        return self.compute(x, rope, within, cache)
+        return self.compute(x, rope, mask, cache)
 
     def compute(
-        self, x: Tensor, rope: Tensor | None, within: Any, cache: "KVCache | None"
+        self, x: Tensor, rope: Tensor | None, mask: Tensor | None, cache: KVCache | None
     ) -> Tensor:
-        x = x + self.dropout(self.attn(self.norm_1(x), rope, within, cache))  # (B, T, C)
+        x = x + self.dropout(self.attn(self.norm_1(x), rope, mask, cache))  # (B, T, C)
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
 
@@ -416,8 +396,6 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """Embeddings, n_layer blocks, a last norm, and the head that computes the logits."""
-
-    compiled_blocks = False  # True: parallel.py has compiled each block by itself
 
     def __init__(self, c: GPTConfig):
         super().__init__()
@@ -442,7 +420,7 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         weights: Tensor | None = None,
         eos_id: int | None = None,
-        cache: "KVCache | None" = None,
+        cache: KVCache | None = None,
         reduction: Literal["mean", "sum"] = "mean",
     ) -> Tensor:
         """Return the loss if targets are given, else the logits (B, V) of the last position.
@@ -458,13 +436,8 @@ class GPT(nn.Module):
         call one token.
         """
         T = idx.size(1)
-        if cache is not None and cache.position is not None:
-            positions = cache.position  # a tensor: see KVCache
-        else:
-            start = 0 if cache is None else cache.length
-            positions = slice(start, start + T)
-
-        within = None
+        positions = slice(0, T) if cache is None else cache.positions(T)
+        mask = None
         if eos_id is not None:
             place = torch.arange(T, device=idx.device)
             begins = torch.where(idx == eos_id, place, 0)
@@ -472,10 +445,7 @@ class GPT(nn.Module):
             # With RoPE, only the distance of two tokens counts, and that is the same in a document.
             if self.wpe is not None:
                 positions = place - begins  # (B, T)
-            dropout = self.config.dropout if self.training else 0.0
-            compiled = self.compiled_blocks or torch.compiler.is_compiling()
-            dtype = product_dtype(self.wte.weight)
-            within = document_mask(begins, self.config.head_dim, dtype, dropout, compiled)
+            mask = self.document_mask(begins)
 
         x = self.wte(idx)  # (B, T, C)
         if self.wpe is not None:
@@ -487,7 +457,7 @@ class GPT(nn.Module):
         rope = None if self.rope is None else self.rope[:, positions]  # (2, T, 1, hs)
         x = self.dropout(x)
         for block in self.blocks:
-            x = block(x, rope, within, cache)  # (B, T, C)
+            x = block(x, rope, mask, cache)  # (B, T, C)
         if cache is not None:
             cache.length += T
 
@@ -495,6 +465,20 @@ class GPT(nn.Module):
             logits = self.logits(x[:, -1])  # (B, padded V)
             return logits[:, : self.config.vocab_size].float()  # (B, V)
         return self.loss(x, targets, weights, reduction)
+
+    def document_mask(self, begins: Tensor) -> Tensor:
+        """Return the mask of attend() by which a token sees its own document up to itself.
+
+        begins: where the document of each token begins, (B, T). Two tokens of a sequence are in one
+        document if these numbers are equal. The mask, (B, 1, T, T), is 0 where a query sees a key
+        and -inf elsewhere. It is made once for all layers, in the dtype of the queries.
+        """
+        T = begins.size(1)
+        same = begins[:, None, :, None] == begins[:, None, None, :]
+        hidden = ~same | torch.ones(T, T, dtype=torch.bool, device=begins.device).triu(1)
+        dtype = product_dtype(self.wte.weight)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=begins.device)
+        return mask.masked_fill_(hidden, -math.inf)
 
     def logits(self, x: Tensor) -> Tensor:
         """x (..., C) -> (..., padded V). Their softmax over V is the probability of each token."""
@@ -527,7 +511,6 @@ class GPT(nn.Module):
         top_p: float = 1.0,
         eos_id: int | None = None,
         generator: torch.Generator | None = None,
-        record: bool = True,
     ) -> Iterator[Tensor]:
         """Continue the texts idx (B, T). Each step yields the next token of every text, (B,).
 
@@ -537,15 +520,13 @@ class GPT(nn.Module):
         When block_size is full, the older half of the context is dropped, and the younger half goes
         through the model again. Every other step computes only one token.
 
-        record: on CUDA, record a step as a CUDA graph, which is faster and takes memory of its own.
-
         Raises ArithmeticError if the logits are not finite.
         """
         c = self.config
         idx = idx[:, -c.block_size :]
         room = round_up(min(c.block_size, idx.size(1) + max_new_tokens), 64)  # 64 suits GPUs
         cache = KVCache(c, idx.size(0), room, idx.device, self.wte.weight.dtype)
-        step = None
+        decode = self.decoder(cache)
         done = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
         for _ in range(max_new_tokens):
             if idx.size(1) > c.block_size:
@@ -554,9 +535,7 @@ class GPT(nn.Module):
             if cache.length == 0:
                 logits = self(idx, cache=cache)  # (B, V)
             else:
-                if step is None:  # step(token) is self(token, cache=cache), recorded on CUDA
-                    step = decoding_step(self, idx[:, -1:], cache, record)
-                logits = step(idx[:, -1:])
+                logits = decode(idx[:, -1:])
             token = sample_token(logits, temperature, top_k, top_p, generator)  # (B,)
             if eos_id is not None:
                 token = torch.where(done, eos_id, token)
@@ -571,6 +550,13 @@ class GPT(nn.Module):
             yield token
             if ended:
                 return
+
+    def decoder(self, cache: KVCache) -> Callable[[Tensor], Tensor]:
+        """Return the function token (B, 1) -> logits (B, V) that continues the text in the cache.
+
+        hardware/decoding.py has a faster one for CUDA.
+        """
+        return partial(self, cache=cache)
 
     # -- initialisation --
 
@@ -674,51 +660,7 @@ class GPT(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# Generation: a memory of keys and values, and the choice of the next token
-
-
-class KVCache:
-    """The keys and values of the tokens so far, so that a new token passes through the model alone.
-
-    k and v, (n_layer, B, nkv, room, hs) each, are allocated once. They hold `length` tokens.
-
-    On CUDA, decoding_step() records one step as a CUDA graph and replays it for every token. A
-    replay freezes each number that came from Python, such as `length`, at its recorded value. So
-    the place of the new token is then a tensor, `position` (1,), and attention goes over the whole
-    room, with `mask` (1, 1, 1, room), which is -inf where no token is stored yet. Without CUDA both
-    stay None.
-    """
-
-    def __init__(
-        self, c: GPTConfig, batch: int, room: int, device: torch.device, dtype: torch.dtype
-    ):
-        shape = (2, c.n_layer, batch, c.n_kv_head, room, c.head_dim)
-        # Not torch.empty: it may contain NaN, and a masked NaN is still NaN.
-        self.k, self.v = torch.zeros(shape, device=device, dtype=dtype)
-        self.length = 0
-        self.position = None
-        self.mask = None
-
-    def take_place_from(self, position: Tensor) -> None:
-        """Let the next step write at `position`, a tensor that each replay may change."""
-        self.position = position
-        ahead = torch.arange(self.k.size(3), device=position.device) > position  # (room,)
-        mask = torch.zeros_like(ahead, dtype=self.k.dtype).masked_fill(ahead, -math.inf)
-        self.mask = mask[None, None, None]  # (1, 1, 1, room)
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (B, nkv, T, hs) to a layer's; return all its keys and values.
-
-        They are (B, nkv, length + T, hs) each, or (B, nkv, room, hs) if position is set.
-        """
-        if self.position is not None:
-            all_k = self.k[layer].index_copy_(2, self.position, k)
-            all_v = self.v[layer].index_copy_(2, self.position, v)
-            return all_k, all_v
-        end = self.length + k.size(2)
-        self.k[layer, :, :, self.length : end] = k
-        self.v[layer, :, :, self.length : end] = v
-        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+# The choice of the next token
 
 
 def sample_token(
@@ -765,6 +707,90 @@ def sample_token(
         # Such an index stops a GPU with an error before generate() can report the NaN.
         chosen = ids.gather(1, chosen.clamp(max=ids.size(1) - 1))
     return chosen.squeeze(1)
+
+
+# --------------------------------------------------------------------------------------------------
+# RoPE: the angles, and three ways in which a model for short sequences serves long ones
+
+
+def rope_scaling(spec: str) -> tuple[str, list[float]]:
+    """Return the kind and the numbers of rope_scaling. Raises ValueError if it is wrong."""
+    counts = {"": 0, "linear": 1, "llama3": 4, "yarn": 5}
+    kind, _, rest = spec.partition(":")
+    try:
+        numbers = [float(number) for number in rest.split(",") if rest]
+        plain = all(1e-6 <= n <= 1e9 for n in numbers) and (kind or not spec)
+        if len(numbers) != counts[kind] or not plain:
+            raise ValueError
+    except (ValueError, KeyError):
+        forms = "linear:FACTOR, llama3:FACTOR,LOW,HIGH,LENGTH or yarn:FACTOR,LENGTH,FAST,SLOW,SCALE"
+        raise ValueError(f"rope_scaling={spec!r} is none of {forms}") from None
+    if kind == "llama3" and numbers[1] >= numbers[2]:
+        raise ValueError(f"rope_scaling={spec!r}: LOW must be below HIGH")
+    return kind, numbers
+
+
+def rope_frequencies(c: GPTConfig) -> tuple[np.ndarray, float]:
+    """Return the frequency of each pair of a head's numbers, (hs/2,), and a factor of cos and sin.
+
+    Pair i has the frequency rope_theta^(-2i / hs). A model that was trained on short sequences is
+    prepared for long ones by lower frequencies, in one of three ways:
+
+    linear:FACTOR                         All are divided by FACTOR (arXiv 2306.15595).
+    llama3:FACTOR,LOW,HIGH,LENGTH         LENGTH is what the model was trained on. A pair that turns
+                                          less than LOW times in it is divided by FACTOR, one that
+                                          turns more than HIGH times stays. Between them, the share
+                                          of either goes with the number of turns (Llama 3.1).
+    yarn:FACTOR,LENGTH,FAST,SLOW,SCALE    The same between SLOW and FAST turns, but the share goes
+                                          with the number of the pair; and cos and sin are
+                                          multiplied by SCALE (arXiv 2309.00071).
+
+    Raises ValueError if the numbers do not fit together.
+    """
+    pair = np.arange(c.head_dim // 2)
+    freq = c.rope_theta ** (-2 * pair / c.head_dim)
+    kind, numbers = rope_scaling(c.rope_scaling)
+    if kind == "linear":
+        return freq / numbers[0], 1.0
+    if kind == "llama3":
+        factor, low, high, length = numbers
+        turns = length * freq / (2 * math.pi)
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        return freq * kept + freq / factor * (1 - kept), 1.0
+    if kind == "yarn":
+        factor, length, fast, slow, scale = numbers
+        if fast <= slow or c.rope_theta == 1:
+            unfit = "FAST must exceed SLOW, and rope_theta 1"
+            raise ValueError(f"rope_scaling={c.rope_scaling!r}: {unfit}")
+
+        def pair_with(turns: float) -> float:
+            """Return the number of the pair that turns so often in `length` tokens."""
+            return math.log(length / (turns * 2 * math.pi), c.rope_theta) * c.head_dim / 2
+
+        first = max(math.floor(pair_with(fast)), 0)
+        last = min(math.ceil(pair_with(slow)), c.head_dim - 1)
+        if last < first:
+            unfit = f"no pair turns so often in LENGTH={length:g} tokens"
+            raise ValueError(f"rope_scaling={c.rope_scaling!r}: {unfit}")
+        kept = 1 - np.clip((pair - first) / max(last - first, 0.001), 0, 1)
+        return freq * kept + freq / factor * (1 - kept), scale
+    return freq, 1.0
+
+
+def rope_table(c: GPTConfig) -> Tensor:
+    """Return cos and sin of the rotation angle of every position, (2, block_size, 1, hs) in fp32.
+
+    At position t, pair i of a head's numbers is rotated by the angle t * frequency of the pair, for
+    i = 0 ... hs/2 - 1 (RoFormer, arXiv 2104.09864, eq. 34).
+
+    The table is computed by numpy. On a CPU, the first cos that a process computes with torch is
+    sometimes wrong by 1e-4 (bench/LOG.md). A resumed run would then not be bit-identical.
+    """
+    freq, factor = rope_frequencies(c)
+    angle = np.outer(np.arange(c.block_size), freq)  # (block_size, hs/2)
+    angle = np.tile(angle, 2)  # (block_size, hs): numbers i and i + hs/2 are a pair, with one angle
+    table = factor * np.stack((np.cos(angle), np.sin(angle)))  # (2, block_size, hs)
+    return torch.from_numpy(table[:, :, None].astype(np.float32))
 
 
 # --------------------------------------------------------------------------------------------------

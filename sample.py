@@ -38,6 +38,8 @@ from typing import Literal
 import torch
 
 from configurator import UserError, note, parse, run
+from hardware import kernels
+from hardware.decoding import record_decoding
 from hardware.disk import MANIFEST, damage, only_plain, read_object
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from hardware.terminal import plural
@@ -420,6 +422,7 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dtype, why = pick_dtype(cfg.dtype, device)
+    kernels.install()
     folder, known, model, tokenizer = open_model(cfg)
     with memory_advice("for the weights of this model in fp32"):
         model.to(device)
@@ -460,6 +463,7 @@ def main() -> None:
         print(f"[{about}]", file=sys.stderr)
         return
     model = model.to(dtype).eval()
+    record_decoding(model)
     texts = prompts or [prompt_of_run(folder)]
     encoded = [encode_prompt(text, tokenizer, model.config.block_size) for text in texts]
     generator = torch.Generator(device).manual_seed(cfg.seed)

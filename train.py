@@ -224,7 +224,6 @@ def loop(
     cfg = job.cfg
     machine = job.machine
     plan = job.plan
-    forward = job.forward
     model = job.model
     optimizer = job.optimizer
     scaler = job.scaler
@@ -233,7 +232,7 @@ def loop(
     step_windows = plan.step_tokens // cfg.block_size  # of all ranks
     start_step = progress.step
     clock = Clock(machine, start_step)
-    batches = on_device(rows, machine, clock)
+    batches = on_device(rows, machine, clock, signals)
     stopping = False
     # At the top of an iteration, `step` steps are done: evaluate and save these weights. Then train
     # one step more. The last iteration ends after its first half.
@@ -261,16 +260,18 @@ def loop(
         # 1,000,003 exceeds the number of ranks, so no two ranks share a seed in any two steps.
         torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)
         result = take_step(
-            forward, model, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip, signals
+            job.forward, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip
         )
         if result is None:  # a signal has come: save the weights from before the step, if need be
             if step > start_step and not wants_checkpoint(job, step, last=False):
                 save(job, step)
             return gave_up, True
+        told_to_stop = machine.any_rank(len(signals) > 0)
         if job.average:
             job.average.follow()
         # This waits for the device: with AdamW and Muon, for the only time in a step.
-        loss, stopping, grad_norm = result()
+        loss, grad_norm = result.loss, result.grad_norm
+        stopping = told_to_stop()
         samples = range(progress.samples, progress.samples + step_windows)
         outcome = progress.add_step(step_windows, loss, grad_norm, scaler)
 
@@ -291,9 +292,15 @@ def loop(
 # What the loop calls
 
 
-def on_device(rows: Iterator[Rows], machine: Machine, clock: Clock) -> Iterator[Batch]:
-    """Yield the batches on the device, and count the time of waiting for them."""
-    while True:
+def on_device(
+    rows: Iterator[Rows], machine: Machine, clock: Clock, signals: list[int]
+) -> Iterator[Batch]:
+    """Yield the batches on the device, and count the time of waiting for them.
+
+    A process that trains alone gets no more of them once a signal has come: the step is given up
+    between two micro-steps. On a laptop, a step may take hours.
+    """
+    while not (signals and machine.world == 1):
         with clock.waiting_for_data():
             batch = to_batch(next(rows), machine.device)
         yield batch

@@ -56,6 +56,7 @@ from bench.measure import (
     write_json,
 )
 from configurator import UserError, parse, run
+from hardware import kernels
 from hardware.machine import Machine, pick_device, pick_dtype
 from hardware.peak import peak_tflops, read_gb_s
 from model import GPT
@@ -207,6 +208,11 @@ model = GPT(GPTConfig(**shape))
 if kind == "ours":
     model.init_weights()  # nanoGPT's constructor draws its weights by itself
 model.to(device, getattr(torch, dtype)).eval()
+if kind == "ours":
+    from hardware.decoding import record_decoding
+    from hardware.kernels import install
+    install()
+    record_decoding(model)
 idx = torch.zeros(batch, 1, dtype=torch.long, device=device)
 with torch.inference_mode():
     for step in range(3):  # the first one warms up
@@ -459,6 +465,7 @@ def finish_of(
     cfg: CompareConfig, path: Path, steps: int, step_ms: list[float], whole: float
 ) -> Finish:
     """Return the finish of the final weights in `path`."""
+    kernels.install()
     model = from_pretrained(path)
     if model.config.block_size != cfg.block_size:
         raise UserError(f"block_size is {model.config.block_size} there and {cfg.block_size} here")

@@ -131,7 +131,7 @@ def before_and_after(
     with closing(batches_of(loader, plan.batch_size, machine)) as batches:
         training = replace(training, batches=batches, accum=plan.accum)
         for _ in range(cfg.steps):
-            training.step()()
+            training.step()
             bar.update()
     return before, measure(training.model, x, y)
 

@@ -21,7 +21,7 @@ from model import GPT
 from text.windows import Loader
 from training.optimizer import make_optimizer
 from training.settings import TrainConfig, model_config, wants_compile
-from training.step import Batch, read_ahead, take_step, to_batch
+from training.step import Batch, StepResult, read_ahead, take_step, to_batch
 
 REPO = Path(__file__).resolve().parents[1]
 Result = TypeVar("Result")
@@ -106,10 +106,10 @@ class Training:
     batches: Iterator[Batch]
     accum: int = 1
 
-    def step(self) -> Callable[[], tuple[float, bool, float]]:
-        """Start a step as train.py does. The function that is returned waits for the loss."""
-        state = (self.forward, self.model, self.optimizer, self.scaler)
-        return take_step(*state, self.batches, self.accum, self.machine, self.cfg.grad_clip)
+    def step(self) -> StepResult:
+        """Start a step as train.py does. Whoever reads the numbers of the result waits for them."""
+        state = (self.forward, self.optimizer, self.scaler, self.batches)
+        return take_step(*state, self.accum, self.machine, self.cfg.grad_clip)
 
 
 def new_training(cfg: TrainConfig, vocab_size: int, machine: Machine) -> Training:

@@ -45,6 +45,7 @@ from configurator import (  # noqa: E402
     row,
     run,
 )
+from hardware import kernels  # noqa: E402
 from hardware.gpus import ECC_IN_MEMORY, Card, find_gpu  # noqa: E402
 from hardware.machine import Machine, available, own_memory, pick_dtype  # noqa: E402
 from hardware.peak import DTYPES, device_name, peak_tflops  # noqa: E402
@@ -536,6 +537,7 @@ def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> i
     """
     device = torch.device(step.device)
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    kernels.install()
     model = GPT(c)
     model.init_weights()
     machine = machine or Machine(0, 0, 1, device, step.dtype, "")
@@ -560,7 +562,7 @@ def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> i
     batches = repeat(Batch(rows[:, :-1], rows[:, 1:], None, eos_id))
 
     def one() -> None:
-        take_step(fast, model, optimizer, scaler, batches, step.accum, machine, grad_clip=1.0)()
+        take_step(fast, optimizer, scaler, batches, step.accum, machine, grad_clip=1.0)
         if average:
             average.follow()
 

@@ -225,7 +225,7 @@ def measure_attention(c: GPTConfig, M: int, T: int, seconds: float, machine: Mac
     calls = []
     for heads in shapes:
         calls += [(heads, name, fused, sdpa_kernel(b)) for name, b in BACKENDS.items()]
-    calls.append((own, "the model", partial(attend, dropout=0.0, within=None), nullcontext()))
+    calls.append((own, "the model", partial(attend, mask=None, dropout=0.0), nullcontext()))
     rows = []
     for (nh, hs), name, attends, limits in calls:
         shape = (B, nh, T, hs)

@@ -257,7 +257,7 @@ def timed(
         begun = time.perf_counter()
         result = training.step()
         launching.append(time.perf_counter() - begun)
-        loss, _, grad_norm = result()
+        loss, grad_norm = result.loss, result.grad_norm
         machine.synchronize()  # the loss arrives before the optimizer has finished
         seconds.append(time.perf_counter() - begun)
         # The optimizer skips a step whose gradient is not finite: its time would mislead. In

@@ -1,29 +1,60 @@
 """The formulas of model.py, computed in a faster way on some machines.
 
-model.py can be read without this file: it states each formula where it is used.
+install() puts the functions of this file in the place of those of model.py. Each of them decides in
+every call whether it is faster there, and otherwise computes the formula as model.py states it. A
+program that forgets install() gets the same numbers, up to rounding, only later.
 """
 
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+
+import model
+from model import GPT
+
+# The formulas as model.py states them: install() replaces them there, but not here.
+attend_formula = model.attend
+cross_entropy_formula = model.cross_entropy
+document_mask_formula = GPT.document_mask
+linear_formula = model.Linear.forward
+rms_norm_formula = model.RMSNorm.forward
+rotate_formula = model.rotate
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def install() -> None:
+    """Let all models of this process compute with the functions of this file."""
+    GPT.document_mask = document_mask
+    model.Linear.forward = linear
+    model.RMSNorm.forward = rms_norm
+    model.attend = attend
+    model.cross_entropy = cross_entropy
+    model.rotate = rotate
+
+
+# torch.compile calls a function that is marked so as it is. torch.compiler.disable() would do the
+# same, but it loads torch.compile at once, which takes a second.
+never_compiled = torch._disable_dynamo
+
+
+def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """Return x @ weight.T + bias, (..., N), for x (..., K), weight (N, K) and bias (N,)."""
+    weight = layer.weight
     bf16_on_cpu = x.device.type == "cpu" and x.dtype == weight.dtype == torch.bfloat16
     if bf16_on_cpu and x.numel() == x.size(-1):
         # x is one token. A matrix-vector product is 1.4 times as fast as F.linear (bench/LOG.md).
         vector = x.flatten()  # (K,)
-        y = torch.mv(weight, vector) if bias is None else torch.addmv(bias, weight, vector)  # (N,)
+        if layer.bias is None:
+            y = torch.mv(weight, vector)  # (N,)
+        else:
+            y = torch.addmv(layer.bias, weight, vector)
         return y.view(*x.shape[:-1], -1)
-    return F.linear(x, weight, bias)
+    return linear_formula(layer, x)
 
 
 def eager_cpu(x: Tensor) -> bool:
@@ -59,18 +90,15 @@ class RMSNormOnCPU(torch.autograd.Function):
         return of_x.to(x.dtype), of_weight, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(layer: nn.RMSNorm, x: Tensor) -> Tensor:
     """Return x / sqrt(mean(x²) + eps) * weight, in the dtype of x (..., n); the mean is over n."""
     if eager_cpu(x):
-        return RMSNormOnCPU.apply(x, weight, eps)
-    # The fused kernel needs x and weight in one dtype. CUDA's autocast (torch 2.12 and later) would
-    # turn both into fp32, so it is switched off here.
-    with torch.autocast(x.device.type, enabled=False):
-        return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+        return RMSNormOnCPU.apply(x, layer.weight, layer.eps)
+    return rms_norm_formula(layer, x)
 
 
 class RotationOnCPU(torch.autograd.Function):
-    """rotate_pairs() in four operations. Its gradient is a rotation by the opposite angles."""
+    """rotate() in four operations. Its gradient is a rotation by the opposite angles."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -97,15 +125,11 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     return out
 
 
-def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x (..., hs) with each pair (a, b), of numbers i and i + hs/2, rotated, in fp32.
-
-    (a, b) becomes (a cos - b sin, b cos + a sin). cos, sin: fp32 (..., hs), alike in both halves.
-    """
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Return x (B, T, n, hs), rotated by the angles of rope (2, T, 1, hs), in fp32."""
     if eager_cpu(x):
-        return RotationOnCPU.apply(x, cos, sin)
-    a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-b, a), dim=-1) * sin
+        return RotationOnCPU.apply(x, *rope)
+    return rotate_formula(x, rope)
 
 
 def plain_is_faster(q: Tensor) -> bool:
@@ -125,31 +149,27 @@ def block_mask() -> Callable:
     return torch.compile(create_block_mask, dynamic=False)
 
 
-def document_mask(
-    begins: Tensor, head_dim: int, dtype: torch.dtype, dropout: float, compiled: bool
-) -> Any:
-    """Return what attend() needs to keep documents apart.
+def document_mask(gpt: GPT, begins: Tensor, compiled: bool = False) -> object:
+    """Return what attend() needs to keep documents apart: Pieces, a BlockMask, or a mask (Tensor).
 
-    begins: where the document of each token begins, (B, T). Two tokens of a sequence are in one
-    document if these numbers are equal. dtype: of queries and keys. dropout: on the attention
-    weights. compiled: whether the code that calls attend() is compiled.
+    model.py takes it from here to attend() without looking at it.
+    begins: where the document of each token begins, (B, T). compiled: the code that calls attend()
+    is compiled, even if the code that calls this function is not.
     """
     if begins.is_cpu:
         return pieces_of(begins)
-    T = begins.size(1)
+    B, T = begins.shape
+    compiled = compiled or torch.compiler.is_compiling()
+    dropout = gpt.training and gpt.config.dropout > 0
     # FlexAttention needs a GPU that Triton serves and a head_dim of at least 16. It has no dropout.
-    if begins.is_cuda and compiled and not dropout and head_dim >= 16:
+    if begins.is_cuda and compiled and not dropout and gpt.config.head_dim >= 16:
         if torch.cuda.get_device_capability(begins.device) >= (8, 0):
 
             def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
                 return (begins[b, query] == begins[b, key]) & (query >= key)
 
-            return block_mask()(seen, begins.size(0), None, T, T, begins.device)
-    same = begins[:, None, :, None] == begins[:, None, None, :]
-    hidden = ~same | torch.ones(T, T, dtype=torch.bool, device=begins.device).triu(1)
-    # Of a mask of True and False, each layer would make such a mask of its own, and keep it.
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=begins.device)
-    return mask.masked_fill_(hidden, -math.inf)
+            return block_mask()(seen, B, None, T, T, begins.device)
+    return document_mask_formula(gpt, begins)
 
 
 SHORT = 256  # tokens (bench/LOG.md)
@@ -191,27 +211,25 @@ class Pieces:
             self.masks.append(mask)
 
 
-@torch.compiler.disable  # the pieces are others in each batch: code for them would be of no use
+@never_compiled  # the pieces are others in each batch: code for them would be of no use
 def pieces_of(begins: Tensor) -> Pieces:
     return Pieces(begins)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, within: Any) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float) -> Tensor:
     """Return causal attention, softmax(q k^T / sqrt(hs) + mask) v. All are (B, nh, T, hs).
 
-    within: the result of document_mask() to keep documents apart, or None.
+    mask: what document_mask() has returned, to keep documents apart, or None.
     """
-    if within is None:
-        if plain_is_faster(q):
-            return plain_attend(q, k, v, None, dropout)
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-    if isinstance(within, Pieces):
-        return attend_pieces(q, k, v, dropout, within)
-    if isinstance(within, Tensor):  # (B, 1, T, T): 0 where a query sees a key, else -inf
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=within, dropout_p=dropout)
+    if mask is None and plain_is_faster(q):
+        return plain_attend(q, k, v, None, dropout)
+    if mask is None or isinstance(mask, Tensor):
+        return attend_formula(q, k, v, mask, dropout)
+    if isinstance(mask, Pieces):
+        return attend_pieces(q, k, v, mask, dropout)
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention(q, k, v, block_mask=within)
+    return flex_attention(q, k, v, block_mask=mask)
 
 
 def plain_attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: float) -> Tensor:
@@ -228,8 +246,8 @@ def plain_attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: 
     return torch.bmm(weights, v).view(shape)
 
 
-@torch.compiler.disable
-def attend_pieces(q: Tensor, k: Tensor, v: Tensor, dropout: float, pieces: Pieces) -> Tensor:
+@never_compiled
+def attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, dropout: float) -> Tensor:
     """Return the attention of each piece. All are (B, nh, T, hs)."""
     B, nh, T, hs = q.shape
     # One token after the other, (B T, nh, hs): so pieces are ranges of rows, and torch.split, whose
@@ -246,19 +264,6 @@ def attend_pieces(q: Tensor, k: Tensor, v: Tensor, dropout: float, pieces: Piece
             y = F.scaled_dot_product_attention(a, b, c, mask, dropout, is_causal=mask is None)
         done.append(y.transpose(1, 2).reshape(-1, nh, hs))
     return torch.cat(done).view(B, T, nh, hs).transpose(1, 2)
-
-
-def attend_past(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the attention of one token, (B, nh, 1, hs), over all of k and v (B, nkv, past, hs).
-
-    The nh / nkv query heads that share a key/value head are put where the positions of the queries
-    usually are. The keys and values then need not be repeated.
-    """
-    B, nh, _, hs = q.shape
-    nkv = k.size(1)
-    grouped = q.reshape(B, nkv, -1, hs)  # (B, nkv, nh / nkv, hs)
-    y = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
-    return y.reshape(q.shape)
 
 
 def attention_kernel(
@@ -333,71 +338,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 def cross_entropy(
     logits: Tensor, targets: Tensor, weights: Tensor | None, V: int, reduction: str
 ) -> Tensor:
-    """Return the cross-entropy in nats of logits (N, padded V) and targets (N,).
-
-    The columns from V on are padding and are left out. Rows whose target is -1 are ignored.
-    weights: factors of the rows (N,), or None. reduction: mean or sum, over the other rows; with
-    weights, the mean is over all N rows. The logits may be overwritten.
-    """
+    """Return the cross-entropy as model.py does. The logits may be overwritten."""
     if torch.compiler.is_compiling() or logits.dtype == torch.float16:
-        # torch.compile turns this into one pass that stores no fp32 logits. For fp16 it is used
-        # because ChunkedCrossEntropy stores the gradient before the scaler has multiplied it.
-        # Numbers that small would become 0 in fp16.
-        how = reduction if weights is None else "none"
-        loss = F.cross_entropy(logits[:, :V].float(), targets, ignore_index=-1, reduction=how)
-        if weights is None:
-            return loss
-        return (loss * weights).mean() if reduction == "mean" else (loss * weights).sum()
+        # For fp16 the formula is used because ChunkedCrossEntropy stores the gradient before the
+        # scaler has multiplied it. Numbers that small would become 0 in fp16.
+        return cross_entropy_formula(logits, targets, weights, V, reduction)
     logits.data[:, V:] = -math.inf  # .data: autograd must not record this change
     loss = ChunkedCrossEntropy.apply(logits, targets, weights)
     if reduction == "sum":
         return loss
     return loss / ((targets >= 0).sum() if weights is None else targets.numel())
-
-
-def decoding_step(
-    model: Callable, token: Tensor, cache: Any, record: bool
-) -> Callable[[Tensor], Tensor]:
-    """Return a function step(token (B, 1)) -> logits (B, V) that continues the text in `cache`.
-
-    record: on CUDA, the step is recorded once, as a CUDA graph, and replayed for each token. A GPU
-    is expected to work faster than Python can launch the few hundred kernels of a step one by one
-    (not measured yet, bench/LOG.md). A graph reads and writes the same memory in every replay: the
-    token, its position, the cache and the logits.
-    """
-    if not record or token.device.type != "cuda":
-        return lambda token: model(token, cache=cache)
-    length = cache.length
-    graph_token = token.clone()
-    graph_position = torch.tensor([length], device=token.device)
-
-    def work() -> Tensor:
-        cache.take_place_from(graph_position)
-        return model(graph_token, cache=cache)
-
-    # Each graph has a stream of its own: when torch frees a graph, it also frees the workspace that
-    # cuBLAS has on the graph's stream.
-    graph = torch.cuda.CUDAGraph()
-    graph_stream = torch.cuda.Stream(token.device)
-    usual_stream = torch.cuda.current_stream(token.device)
-    graph_stream.wait_stream(usual_stream)
-    # These two kernels accept a mask and, unlike cuDNN's, need no planning.
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        with torch.cuda.stream(graph_stream):
-            work()  # a first call makes one-time preparations, which cannot be recorded
-        usual_stream.wait_stream(graph_stream)
-        with torch.cuda.graph(graph, stream=graph_stream):
-            logits = work()
-    # Undo what the two calls of work() changed in the cache.
-    cache.length = length
-    cache.position = None
-    cache.mask = None
-
-    def step(new: Tensor) -> Tensor:
-        graph_token.copy_(new)
-        graph_position.fill_(cache.length)
-        graph.replay()
-        cache.length += 1
-        return logits
-
-    return step

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from configurator import OneRankError, UserError
+from hardware import kernels
 from hardware.terminal import ProgressBar
 
 
@@ -79,6 +80,22 @@ class Machine:
         """Run work() on rank 0 only. Return its result, or raise its UserError, on every rank."""
         return self.gather(self.together(lambda: work() if self.is_main else None))[0]
 
+    def any_rank(self, fact: bool) -> Callable[[], bool]:
+        """Start to ask whether a fact is true of any rank. All ranks must call this.
+
+        Return a function that waits for the answer of the other processes, but not for any device.
+        """
+        if self.group is None:
+            return lambda: fact
+        count = torch.tensor(int(fact))
+        work = dist.all_reduce(count, group=self.group, async_op=True)
+
+        def answer() -> bool:
+            work.wait()
+            return count.item() > 0
+
+        return answer
+
     def check_alike(self, facts: dict[str, Any]) -> None:
         """Raise UserError, on all ranks, if one of the facts differs between the ranks."""
         found = self.gather(facts)
@@ -130,10 +147,12 @@ def start(
 ) -> Machine:
     """Return the Machine of this process for the settings `device` and `dtype`.
 
-    If torchrun has started this process, it joins the other ranks. sparing: on a CPU, give freed
+    The models of this process will compute with the faster formulas of hardware/kernels.py. If
+    torchrun has started this process, it joins the other ranks. sparing: on a CPU, give freed
     memory back. timeout_minutes: how long ranks wait for each other in the training loop.
     Raises UserError if the device or dtype cannot be used.
     """
+    kernels.install()
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))

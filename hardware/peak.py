@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import torch
-from torch.utils.benchmark import Timer
 
 from hardware.gpus import datasheet_tflops
 
@@ -38,6 +37,8 @@ def measure_tflops(
 
     It is the median of the repetitions, or the speed of the fastest.
     """
+    from torch.utils.benchmark import Timer  # takes 0.15 s to import
+
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
@@ -56,6 +57,8 @@ def read_gb_s(device: torch.device, seconds: float = 0.5) -> float:
 
     It limits the speed of sampling, which reads all weights for each token.
     """
+    from torch.utils.benchmark import Timer
+
     size = 2**32 if device.type == "cuda" else 2**29  # bytes
     numbers = torch.ones(size // 8, dtype=torch.int64, device=device)
     threads = torch.get_num_threads()

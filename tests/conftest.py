@@ -20,9 +20,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import configurator
 import prepare
 import train
-from hardware import disk
+from hardware import disk, kernels
 
 REPO = Path(__file__).resolve().parents[1]
+kernels.install()  # as every command does
 
 # A model that trains in a second. Every test that trains uses these options and adds its own.
 TINY = ["--preset=llama", "--n_layer=2", "--n_head=4", "--n_kv_head=2", "--n_embd=32"]

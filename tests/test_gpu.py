@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,12 +19,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import roof
 from bench.plan import measured_peak
+from hardware.decoding import record_decoding
 from hardware.machine import Machine
 from model import GPT, PRESETS, GPTConfig
 from text.windows import Rows
 from training.average import Average
 from training.memory import Step, step_memory
-from training.step import take_step, to_batch
+from training.step import StepResult, take_step, to_batch
 
 DEVICE = "cuda"
 pytestmark = [
@@ -129,7 +129,8 @@ def test_greedy_tokens_are_those_of_the_cpu(name):
     model = make(name, scheme="xavier")
     prompt = ids(model, 3, 5)
     on_cpu = torch.stack(list(model.generate(prompt, 60, temperature=0)))  # beyond block_size
-    on_gpu = torch.stack(list(model.to(DEVICE).generate(prompt.to(DEVICE), 60, temperature=0)))
+    record_decoding(model.to(DEVICE))
+    on_gpu = torch.stack(list(model.generate(prompt.to(DEVICE), 60, temperature=0)))
     assert torch.equal(on_gpu.cpu(), on_cpu)
 
 
@@ -256,6 +257,7 @@ def test_generations_at_once_do_not_disturb_each_other():
     and the graph of a third generation is recorded into this memory.
     """
     model = make("llama", scheme="xavier").to(DEVICE)
+    record_decoding(model)
     prompts = [ids(model, B, 4).to(DEVICE) for B in (1, 2, 3)]
     alone = [torch.stack(list(model.generate(prompt, 24, temperature=0))) for prompt in prompts]
     first, second = (model.generate(prompt, 24, temperature=0) for prompt in prompts[:2])
@@ -278,6 +280,7 @@ def test_generation_records_one_step_and_replays_it(monkeypatch):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     model = make("llama", head_dim=64, n_embd=384, block_size=64).to(DEVICE, torch.float16).eval()
+    record_decoding(model)
     for _ in model.generate(ids(model, 1, 8).to(DEVICE), 30):
         pass
     assert len(chosen) == 3 * model.config.n_layer
@@ -325,9 +328,9 @@ def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compile
     rows = Rows(rows, None, None)
     batches = map(lambda rows: to_batch(rows, machine.device), itertools.repeat(rows))
 
-    def step() -> Callable[[], tuple[float, bool, float]]:
+    def step() -> StepResult:
         torch.manual_seed(1)
-        result = take_step(fast, model, optimizer, scaler, batches, 4, machine, grad_clip=1.0)
+        result = take_step(fast, optimizer, scaler, batches, 4, machine, grad_clip=1.0)
         average.follow()
         return result
 
@@ -340,8 +343,7 @@ def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compile
         result = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    loss, stopping, grad_norm = result()
-    assert loss > 1 and not stopping and grad_norm > 0
+    assert result.loss > 1 and result.grad_norm > 0
 
 
 def test_the_roof_is_measured(tmp_path):

@@ -1,8 +1,11 @@
 """Which part of the repository may import which, checked by reading all import statements."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from conftest import REPO
 
 COMMANDS = {"train", "prepare", "sample", "plot"}
@@ -42,8 +45,9 @@ def test_nothing_but_tests_imports_bench():
     assert not {name for name, used in PRODUCT.items() if any(u.startswith("bench") for u in used)}
 
 
-def test_hardware_knows_no_text_and_no_training_and_text_knows_no_training():
-    below = {"hardware": {"text", "training", "model"}, "text": {"training", "model"}}
+def test_model_stands_alone_hardware_knows_no_text_and_text_no_training():
+    assert not PRODUCT["model"]
+    below = {"hardware": {"text", "training"}, "text": {"training", "model"}}
     for name, used in PRODUCT.items():
         above = below.get(name.split(".")[0], set())
         assert not {u for u in used if u.split(".")[0] in above}, name
@@ -67,3 +71,15 @@ def test_only_one_module_makes_progress_bars_so_that_all_look_alike():
     assert [name for name, source in sources.items() if "import tqdm" in source] == [
         "hardware.terminal"
     ]
+
+
+SLOW = "torch._dynamo torch.distributed.fsdp torch.utils.benchmark matplotlib sentencepiece"
+SLOW += " tiktoken tokenizers transformers wandb tensorboard"
+
+
+@pytest.mark.parametrize("command", ["train", "sample"])
+def test_a_command_loads_what_is_slow_to_import_only_when_it_needs_it(command):
+    """So --help and the refusal of a mistaken option come at once."""
+    loaded = f"import sys, {command}; print(*sys.modules.keys() & {{*'{SLOW}'.split()}})"
+    done = subprocess.run([sys.executable, "-c", loaded], cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "")

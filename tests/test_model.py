@@ -1,23 +1,34 @@
+import importlib.util
 import itertools
 import math
+import sys
 from collections.abc import Callable
+from dataclasses import asdict
+from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import REPO
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.flop_counter import FlopCounterMode
 
-from hardware.kernels import (
-    ChunkedCrossEntropy,
-    attend,
-    attention_kernel,
-    rms_norm,
-    rotate_pairs,
+from hardware import kernels
+from hardware.decoding import RecordedCache
+from hardware.kernels import ChunkedCrossEntropy, attention_kernel
+from model import (
+    ACTIVATIONS,
+    GPT,
+    INIT,
+    PRESETS,
+    GPTConfig,
+    KVCache,
+    RMSNorm,
+    rope_table,
+    sample_token,
 )
-from model import ACTIVATIONS, GPT, INIT, PRESETS, GPTConfig, KVCache, rope_table, sample_token
 
 SMALL = dict(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=48)
 LLAMA = PRESETS["llama"] | SMALL
@@ -142,7 +153,7 @@ def test_attention_by_plain_products_is_the_fused_kernel(T):
     qkv = [torch.randn(2, 3, T, 16, generator=g).bfloat16().requires_grad_() for _ in range(3)]
     results = []
     for attention in (
-        lambda q, k, v: attend(q, k, v, 0.0, None),
+        lambda q, k, v: kernels.attend(q, k, v, None, 0.0),
         lambda q, k, v: sdpa(q.float(), k.float(), v.float(), is_causal=True),
     ):
         y = attention(*qkv)
@@ -390,9 +401,7 @@ def test_a_step_that_is_recorded_once_serves_for_every_position(name):
     token = model(prompt, cache=cache).argmax(-1)
 
     def step(token, position, k, v):
-        cache.k, cache.v = k, v
-        cache.take_place_from(position)
-        return model(token, cache=cache).argmax(-1)
+        return model(token, cache=RecordedCache(k, v, position)).argmax(-1)
 
     recorded = make_fx(step)(token[:, None], torch.tensor([5]), cache.k, cache.v)
     for position in range(5, 5 + 19):
@@ -456,7 +465,38 @@ def test_top_k_and_top_p_keep_just_the_likeliest_tokens():
     assert (sample_token(logits, 0.0) == 0).all()
 
 
-# -- the functions that replace formulas on a CPU --
+# -- the functions of hardware/kernels.py that replace formulas --
+
+
+@pytest.fixture(scope="session")
+def alone() -> ModuleType:
+    """model.py by itself: nothing is installed into this copy of it."""
+    spec = importlib.util.spec_from_file_location("model_alone", REPO / "model.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("eos_id", [None, 7])
+@pytest.mark.parametrize("name", ODD)
+def test_a_model_without_the_faster_functions_is_the_same_up_to_rounding(name, eos_id, alone):
+    fast = make(name)
+    plain = alone.GPT(alone.GPTConfig(**asdict(fast.config))).eval()
+    plain.load_state_dict(fast.state_dict())
+    x = ids(fast)
+    x[:, 5] = 7
+    batch = (x, x.roll(-1, 1), torch.rand(x.shape), eos_id)
+    losses = [model(*batch) for model in (fast, plain)]
+    torch.testing.assert_close(*losses)
+    ours, formula = (
+        torch.autograd.grad(loss, list(model.parameters()))
+        for loss, model in zip(losses, (fast, plain), strict=True)
+    )
+    for a, b in zip(ours, formula, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5 * b.abs().max().item() + 1e-8, rtol=0)
+    tokens = [generated(model, x[:, :5], 9, temperature=0) for model in (fast, plain)]
+    assert torch.equal(*tokens)
 
 
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
@@ -464,9 +504,10 @@ def test_rms_norm_and_rope_on_a_cpu_have_the_values_and_gradients_of_their_formu
     """Also for a view, with a gradient that is not contiguous."""
     torch.manual_seed(0)
     x = torch.randn(3, 5, 12, 16).to(dtype)[:, :, 2:6].requires_grad_()  # (B, T, n, hs)
-    weight = torch.rand(16, requires_grad=True)
+    norm = RMSNorm(16, eps=1e-5)
+    weight = torch.nn.init.uniform_(norm.weight)
     angle = torch.rand(5, 1, 8).repeat(1, 1, 2)  # (T, 1, hs)
-    cos, sin = angle.cos(), angle.sin()
+    rope = torch.stack((angle.cos(), angle.sin()))
     grad = torch.randn(3, 5, 16, 4).to(dtype).mT
 
     def norm_formula(x, weight):
@@ -478,8 +519,8 @@ def test_rms_norm_and_rope_on_a_cpu_have_the_values_and_gradients_of_their_formu
         return torch.cat((a * c - b * s, b * c + a * s), -1)
 
     pairs = [
-        (lambda x, weight: rms_norm(x, weight, 1e-5), norm_formula),
-        (lambda x, weight: rotate_pairs(x, cos, sin), rotation_formula),
+        (lambda x, weight: kernels.rms_norm(norm, x), norm_formula),
+        (lambda x, weight: kernels.rotate(x, rope), rotation_formula),
     ]
     for fast, formula in pairs:
         exact = formula(x.double(), weight.double())

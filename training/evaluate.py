@@ -71,9 +71,8 @@ def write_text(
     idx = torch.tensor([prompt], device=device)  # (1, T)
     model.eval()  # no dropout
     try:
-        # Nothing is recorded as a CUDA graph, which would take memory from the training. The low
-        # temperature suits a model that has not learned much.
-        made = list(model.generate(idx, length, temperature=0.5, generator=generator, record=False))
+        # The low temperature suits a model that has not learned much.
+        made = list(model.generate(idx, length, temperature=0.5, generator=generator))
     finally:
         model.train()
     ids = [*torch.cat(made).tolist(), tokenizer.eos_id]

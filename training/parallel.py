@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import MethodType
 
 import torch
@@ -147,15 +148,14 @@ def try_blocks(model: GPT, x: torch.Tensor, machine: Machine) -> tuple[Callable 
         for one in (*model.blocks, block):
             one.compute = compiled_compute(one)
         model.loss = torch.compile(MethodType(GPT.loss, model), dynamic=False)
-        model.compiled_blocks = True
+        model.document_mask = partial(document_mask, model, compiled=True)
         with machine.autocast():
             block(inputs, rope, None, None).sum().backward()
             if machine.device.type == "cuda":  # FlexAttention, for which evaluations compile it
                 begins = torch.zeros(x.shape, dtype=torch.long, device=machine.device)
-                head_dim = model.config.head_dim
-                within = document_mask(begins, head_dim, machine.dtype, 0.0, compiled=True)
+                model.eval()
                 with torch.no_grad():
-                    block.eval()(inputs, rope, within, None)
+                    block.eval()(inputs, rope, model.document_mask(begins), None)
         machine.synchronize()
         return model, ""
     except Exception as e:
@@ -164,6 +164,8 @@ def try_blocks(model: GPT, x: torch.Tensor, machine: Machine) -> tuple[Callable 
         eager(model)
         first_line = str(e).splitlines()[0] if str(e) else ""
         return None, f"{type(e).__name__}: {first_line}"
+    finally:
+        model.train()
 
 
 def compiled_compute(block: Block) -> Callable:
@@ -177,7 +179,7 @@ def eager(model: GPT) -> None:
     """Undo what try_blocks() did."""
     for block in model.blocks:
         block.__dict__.pop("compute", None)  # what is left is the method of the class
-    for name in ("loss", "compiled_blocks"):
+    for name in ("loss", "document_mask"):
         model.__dict__.pop(name, None)
 
 

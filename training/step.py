@@ -2,15 +2,15 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from hardware.machine import Machine, all_sum, to_device
-from model import GPT
 from text.windows import Loader, Rows
 from training.shards import part, whole
 
@@ -57,59 +57,62 @@ def read_ahead(loader: Loader, first: int, B: int, machine: Machine) -> Iterator
             yield rows
 
 
-def agree(
-    loss: torch.Tensor, told_to_stop: bool, grad_norm: torch.Tensor, machine: Machine
-) -> torch.Tensor:
-    """Return what all ranks must know about a step, as one tensor (3,), by one sum over the ranks.
+class StepResult:
+    """The loss and the norm of the gradient of a step, which may be on their way from the device.
 
-    The three numbers: the mean of the ranks' losses, the share of ranks that were told to stop, and
-    the norm of the gradient. The norm needs no sum: all ranks have the same gradient.
+    The first of them that is read waits for the device, but not for the update of the weights.
+    loss: the mean of all ranks. grad_norm: before clipping.
     """
-    told = torch.full_like(loss, float(told_to_stop))
-    means = all_sum(torch.stack([loss, told])) / machine.world
-    return torch.cat([means, grad_norm[None]])
+
+    def __init__(self, read: Callable[[], list[float]]):
+        self.read = read
+
+    @cached_property
+    def numbers(self) -> list[float]:
+        return self.read()
+
+    @property
+    def loss(self) -> float:
+        return self.numbers[0]
+
+    @property
+    def grad_norm(self) -> float:
+        return self.numbers[1]
 
 
 def take_step(
-    forward: Callable,
-    model: GPT,
+    model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     batches: Iterator[Batch],
     accum: int,
     machine: Machine,
     grad_clip: float = 0.0,
-    signals: Sequence[int] = (),
-) -> Callable[[], tuple[float, bool, float]] | None:
+) -> StepResult | None:
     """Update the weights once, with the gradients of `accum` batches on each rank.
 
     On a GPU with AdamW or Muon the host runs ahead: it starts the forward and backward passes, the
     sum over the ranks and the update one after the other, without waiting. Only then does the
     caller wait, for the loss alone, while the device still updates the weights.
 
-    forward: the function Batch -> loss that runs the model: the model itself, or the model
-    compiled, or wrapped in DDP or Shards. grad_clip: the largest norm of the gradient; 0: no
-    clipping. signals: the list of signals that this rank has caught, which may grow during the
-    step. A step whose loss or gradient is not finite leaves the weights unchanged.
-
-    Return a function. It waits for the device and returns three things: the mean loss of all ranks,
-    whether any rank was told to stop, and the norm of the gradient before clipping. Return None if
-    a signal has come and the step was given up, which a process that trains alone does between two
-    micro-steps: on a laptop, a step may take hours.
+    model: a GPT as it runs: as it is, or compiled, or wrapped in DDP or Shards. grad_clip: the
+    largest norm of the gradient; 0: no clipping. A step whose loss or gradient is not finite leaves
+    the weights unchanged. Return None, and leave them unchanged, if the batches come to an end.
     """
     # 1. Forward and backward: the gradients of all micro-steps add up.
-    no_sync = getattr(forward, "no_sync", nullcontext)  # DDP and Shards have it, compiled or not
+    no_sync = getattr(model, "no_sync", nullcontext)  # DDP and Shards have it, compiled or not
     mean_loss = torch.zeros((), device=machine.device)  # of this rank
     mean_weight = torch.zeros((), device=machine.device)  # of this rank's targets, if they have any
     for micro in range(accum):
-        if signals and machine.world == 1:
+        batch = next(batches, None)
+        if batch is None:
+            optimizer.zero_grad(set_to_none=True)
             return None
-        batch = next(batches)
         # DDP averages the gradients over the ranks, in the last micro-step only. It decides in the
         # forward pass whether the backward pass will do so: both must run inside no_sync().
         with nullcontext() if micro == accum - 1 else no_sync():
             with machine.autocast():
-                loss = forward(*batch) / accum  # batches have equal sizes: a mean of means is right
+                loss = model(*batch) / accum  # batches have equal sizes: a mean of means is right
             scaler.scale(loss).backward()
         mean_loss += loss.detach()
         if batch.weights is not None:
@@ -117,17 +120,18 @@ def take_step(
 
     # 2. Clip the gradient, and start to send the loss and the norm to the host.
     scaler.unscale_(optimizer)
-    weights = list(model.parameters())
+    parameters = list(model.parameters())
     if batch.weights is not None:
         # So far the weighted losses were divided by the number of targets. Divide by the mean of
         # the weights instead: it differs from step to step, and is 1 only on average.
         factor = machine.world / all_sum(mean_weight)
         mean_loss *= factor
-        torch._foreach_mul_([part(p.grad) for p in weights], factor)
-    grad_norm = whole(torch.nn.utils.get_total_norm([p.grad for p in weights]))
-    torch.nn.utils.clip_grads_with_norm_(weights, grad_clip or math.inf, grad_norm)
-    facts = agree(mean_loss, len(signals) > 0, grad_norm, machine)
-    facts_on_host = machine.fetch(facts)
+        torch._foreach_mul_([part(p.grad) for p in parameters], factor)
+    grad_norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+    torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip or math.inf, grad_norm)
+    # The norm needs no sum over the ranks: all of them have the same gradient.
+    numbers = torch.stack([all_sum(mean_loss) / machine.world, grad_norm])
+    result = StepResult(machine.fetch(numbers))
 
     # 3. Update the weights, unless the loss or the gradient is not finite.
     if scaler.is_enabled():
@@ -138,14 +142,9 @@ def take_step(
     elif optimizer.defaults.get("fused"):
         # The same flag by which GradScaler tells a fused optimizer to skip the step. The device
         # reads it, so the host does not have to wait for the loss.
-        optimizer.found_inf = 1.0 - facts.isfinite().all().float()
+        optimizer.found_inf = 1.0 - numbers.isfinite().all().float()
         optimizer.step()
-    elif all(map(math.isfinite, facts.tolist())):
+    elif all(map(math.isfinite, result.numbers)):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-
-    def wait() -> tuple[float, bool, float]:
-        loss_of_all, stopping, norm = facts_on_host()
-        return loss_of_all, stopping > 0, norm
-
-    return wait
+    return result

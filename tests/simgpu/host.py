@@ -26,6 +26,7 @@ import torch
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))  # so that `python tests/simgpu/host.py` finds the modules below
 from bench.plan import launches  # noqa: E402
+from hardware import kernels  # noqa: E402
 from hardware.machine import Machine  # noqa: E402
 from model import GPT  # noqa: E402
 from tests.simgpu.memory import shipped  # noqa: E402
@@ -42,13 +43,14 @@ TakesSteps = Callable[[int], None]  # called with the number of micro-steps
 
 
 def ours(model: GPT, compiled: bool, optimizer: str, step: Step) -> TakesSteps:
+    kernels.install()
     machine = Machine(0, 0, 1, CUDA, torch.bfloat16, "")
     forward = torch.compile(model, dynamic=False) if compiled else model
     made = make_optimizer(TrainConfig(max_steps=1, optimizer=optimizer), machine, model)
     scaler = torch.amp.GradScaler("cuda", enabled=False)
     rows = torch.zeros(step.B, step.T + 1, dtype=torch.long, device=CUDA)
     batches = repeat(Batch(rows[:, :-1], rows[:, 1:]))
-    return lambda accum: take_step(forward, model, made, scaler, batches, accum, machine, 1.0)()
+    return lambda accum: take_step(forward, made, scaler, batches, accum, machine, 1.0).loss
 
 
 def nanogpt(theirs: ModuleType, model: GPT, compiled: bool, step: Step) -> TakesSteps:

@@ -1,0 +1,93 @@
+"""Text generation on CUDA: one step is recorded as a CUDA graph, and replayed for each token.
+
+A GPU is expected to work faster than Python can launch the few hundred kernels of a step one by one
+(not measured yet, bench/LOG.md).
+"""
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from model import GPT, KVCache
+
+
+def record_decoding(model: GPT) -> None:
+    """Let model.generate() record its step, if the model is on CUDA. A graph takes memory."""
+    if model.wte.weight.is_cuda:
+        model.decoder = partial(RecordedDecoder, model)
+
+
+class RecordedCache(KVCache):
+    """A KVCache in which the place of the next token is a tensor, `position` (1,).
+
+    A graph freezes each number that came from Python, such as `length`, at its recorded value, and
+    reads and writes the same memory in every replay. So attention goes over the whole room, with a
+    mask (1, 1, 1, room) which is -inf where no token is stored yet.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, position: Tensor):
+        """k, v: the memory of a KVCache, which is shared."""
+        self.k = k
+        self.v = v
+        self.length = 0  # counts the recorded steps: nothing reads it
+        self.position = position
+        ahead = torch.arange(k.size(3), device=position.device) > position  # (room,)
+        mask = torch.zeros_like(ahead, dtype=k.dtype).masked_fill(ahead, -math.inf)
+        self.mask = mask[None, None, None]
+
+    def positions(self, T: int) -> Tensor:
+        return self.position
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k, v (B, nkv, 1, hs) at the position; return all (B, nkv, room, hs)."""
+        all_k = self.k[layer].index_copy_(2, self.position, k)
+        all_v = self.v[layer].index_copy_(2, self.position, v)
+        return all_k, all_v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().attend(q, k, v, self.mask)
+
+
+class RecordedDecoder:
+    """GPT.decoder(): token (B, 1) -> logits (B, V). The first call records, each call replays."""
+
+    def __init__(self, model: GPT, cache: KVCache):
+        self.model = model
+        self.cache = cache
+        self.graph = None
+
+    def __call__(self, token: Tensor) -> Tensor:
+        if self.graph is None:
+            self.record(token)
+        self.token.copy_(token)
+        self.position.fill_(self.cache.length)
+        self.graph.replay()
+        self.cache.length += 1
+        return self.logits
+
+    def step(self) -> Tensor:
+        """Run the model on what self.token and self.position hold."""
+        cache = RecordedCache(self.cache.k, self.cache.v, self.position)
+        return self.model(self.token, cache=cache)
+
+    def record(self, token: Tensor) -> None:
+        """Make the graph, and the tensors that it reads and writes."""
+        device = token.device
+        self.token = token.clone()
+        self.position = torch.tensor([self.cache.length], device=device)
+        # Each graph has a stream of its own: when torch frees a graph, it also frees the workspace
+        # that cuBLAS has on the graph's stream.
+        self.graph = torch.cuda.CUDAGraph()
+        graph_stream = torch.cuda.Stream(device)
+        usual_stream = torch.cuda.current_stream(device)
+        graph_stream.wait_stream(usual_stream)
+        # These two kernels accept a mask and, unlike cuDNN's, need no planning.
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            with torch.cuda.stream(graph_stream):
+                self.step()  # makes one-time preparations, which cannot be recorded
+            usual_stream.wait_stream(graph_stream)
+            with torch.cuda.graph(self.graph, stream=graph_stream):
+                self.logits = self.step()
