@@ -174,13 +174,13 @@ def needed(loss: float, scale: list[tuple[int, float]]) -> tuple[str, float]:
     two of them the loss is taken to be linear in the logarithm of the tokens. The sign is empty, or
     < or > if `loss` lies beyond the shortest or the longest.
     """
-    least, highest = scale[0]
-    if loss >= highest:
-        return "" if loss == highest else "<", least
-    for (less, before), (more, after) in pairwise(scale):
-        if loss >= after:  # and below `before`, or an earlier pair would have been the one
-            part = (before - loss) / (before - after)
-            return "", less * (more / less) ** part
+    fewest, highest_loss = scale[0]
+    if loss >= highest_loss:
+        return "" if loss == highest_loss else "<", fewest
+    for (tokens, upper), (more_tokens, lower) in pairwise(scale):
+        if loss >= lower:  # and below `upper`, or an earlier pair would have been the one
+            part = (upper - loss) / (upper - lower)
+            return "", tokens * (more_tokens / tokens) ** part
     return ">", scale[-1][0]
 
 
