@@ -95,6 +95,8 @@ class CompareConfig(TrainConfig):
             problems.append(f"nanogpt={self.nanogpt}: no train.py in it")
         if not 0 < self.warmup < self.steps - 1:  # step `warmup` to step `steps` - 1 are timed
             problems.append("warmup must be positive and below steps - 1")
+        if self.recipe and (self.hf or self.sampling):
+            problems.append("recipe: only nanoGPT has one, in training: leave hf and sampling out")
         if self.recipe and not re.search(r"--max_iters=\d+", self.recipe):
             problems.append("recipe must say --max_iters=N")
         return problems

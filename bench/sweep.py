@@ -17,8 +17,9 @@
 
 The tables show why a GPU is not busy. Every setting of train.py is accepted too. A cell is the
 median time of a step like train.py's, on one device, with a new model. The token ids are random and
-already on the device, so that loading data costs nothing here. The last line is the time of a step
-of one token: a step of any size costs at least that. Power needs the package nvidia-ml-py.
+already on the device, so that loading data costs nothing here (except for documents). The last line
+is the time of a step of one token: a step of any size costs at least that. Power needs the package
+nvidia-ml-py.
 
 Along the last two axes the cells share one model and take turns, so that whatever disturbs one of
 them disturbs all. A note gives the difference to the first cell in percent; for documents also the
