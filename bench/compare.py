@@ -50,6 +50,7 @@ from bench.measure import (
     facts_of,
     no_folder,
     not_positive,
+    padded,
     step_problems,
     take_turns,
     train_options,
@@ -365,21 +366,23 @@ def compare_speed(cfg: CompareConfig) -> None:
         print(f"{peak:.1f} GB/s, a plain sum over memory measured here and now")
         work = {name: bytes_per_token(cfg, model, name) for name in rates}
         speeds = {name: rate * work[name] / 1e9 for name, rate in rates.items()}
-        headings = f"{'GB/s':>8} {'of it':>6}"
+        headings = ["GB/s", "of it"]
         figures = {"bytes_per_token": work, "peak_gb_per_s": peak}
     else:  # bound by the speed of matrix products
         peak, source = peak_tflops(device, dtype, cfg.peak_tflops)
         print(source)
         flops = model.flops_per_token(cfg.block_size)
         speeds = {name: rate * flops / 1e12 for name, rate in rates.items()}
-        headings = f"{'TFLOPS':>8} {'MFU':>6}"
+        headings = ["TFLOPS", "MFU"]
         figures = {"flops_per_token": flops, "peak_tflops": peak}
-    print(f"{'':<12} {'tok/s':>12} {'ours / it':>10} {headings}   seconds per step, turn by turn")
+    rows = [["", "tok/s", "ours / it", *headings, "seconds per step, turn by turn"]]
     for name, rate in rates.items():
         share = f"{speeds[name] / peak:.1%}" if peak else ""
-        ratio = f"{rates['ours'] / rate:>9.2f}x"
+        ratio = f"{rates['ours'] / rate:.2f}x"
         by_turn = " ".join(f"{s:.4g}" for s in seconds[name])
-        print(f"{name:<12} {rate:>12,.1f} {ratio} {speeds[name]:>8.3f} {share:>6}   {by_turn}")
+        rows.append([name, f"{rate:,.1f}", ratio, f"{speeds[name]:.3f}", share, by_turn])
+    for row in padded(rows):
+        print("   ".join(row))
 
     facts = facts_of(device)
     if cfg.hf:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.measure import padded
 from configurator import UserError
 from training.metrics import read_metrics
 
@@ -201,10 +202,8 @@ def table(rows: list[Row], baseline: str) -> str:
         line += [f"{row.difference:+.4f}{with_error(row.difference_error)}", row.verdict]
         line += [f"{row.needs_sign}{x:.2f} x" for x in (row.needs_tokens, row.needs_seconds)]
         lines.append([*line, f"{row.seconds:.1f}", f"{row.step_ms:.1f}"])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    padded = [[text.ljust(w) for text, w in zip(line, widths, strict=True)] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+    lines.insert(1, ["---", *["--:"] * (len(heads) - 1)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded(lines))
 
 
 def with_error(error: float | None) -> str:

@@ -145,7 +145,17 @@ def new_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.optim
 
 
 # --------------------------------------------------------------------------------------------------
-# Files of figures
+# Tables and files of figures
+
+
+def padded(rows: list[list[str]]) -> list[list[str]]:
+    """Return rows whose columns are equally wide: the first stands to the left, others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
+        lines.append([row[0].ljust(widths[0]), *cells[1:]])
+    return lines
 
 
 def facts_of(device: torch.device) -> dict[str, str]:

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
-from bench.measure import facts_of, no_folder, not_positive, step_problems, write_json
+from bench.measure import facts_of, no_folder, not_positive, padded, step_problems, write_json
 from configurator import changes, parse, run
 from hardware.gpus import datasheet_tflops
 from hardware.kernels import ChunkedCrossEntropy, attend, attention_kernel
@@ -102,14 +102,10 @@ def text(value: Figure | int) -> str:
 
 
 def table(title: str, rows: list[dict]) -> list[dict]:
-    """Print the rows below their keys, the first column to the left, and return the rows."""
-    lines = [list(rows[0]), *([text(v) for v in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    """Print the rows below their keys, and return them."""
     print(f"\n{title}")
-    for line in lines:
-        cells = [f"{x:>{width}}" for x, width in zip(line, widths, strict=True)]
-        cells[0] = f"  {line[0]:<{widths[0]}}"
-        print("  ".join(cells), flush=True)
+    for line in padded([list(rows[0]), *([text(v) for v in row.values()] for row in rows)]):
+        print(f"  {'  '.join(line)}", flush=True)
     return rows
 
 
