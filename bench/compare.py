@@ -50,6 +50,7 @@ from bench.measure import (
     facts_of,
     no_folder,
     not_positive,
+    padded,
     step_problems,
     take_turns,
     train_options,
@@ -96,6 +97,8 @@ class CompareConfig(TrainConfig):
             problems.append(f"nanogpt={self.nanogpt}: no train.py in it")
         if not 0 < self.warmup < self.steps - 1:  # step `warmup` to step `steps` - 1 are timed
             problems.append("warmup must be positive and below steps - 1")
+        if self.recipe and (self.hf or self.sampling):
+            problems.append("recipe: only nanoGPT has one, in training: leave hf and sampling out")
         if self.recipe and not re.search(r"--max_iters=\d+", self.recipe):
             problems.append("recipe must say --max_iters=N")
         return problems
@@ -368,22 +371,24 @@ def compare_speed(cfg: CompareConfig) -> None:
         peak = read_gb_s(device)
         print(f"{peak:.1f} GB/s, a plain sum over memory measured here and now")
         work = {name: bytes_per_token(cfg, model, name) for name in rates}
-        done = {name: rate * work[name] / 1e9 for name, rate in rates.items()}
-        headings = f"{'GB/s':>8} {'of it':>6}"
+        speeds = {name: rate * work[name] / 1e9 for name, rate in rates.items()}
+        headings = ["GB/s", "of it"]
         figures = {"bytes_per_token": work, "peak_gb_per_s": peak}
     else:  # bound by the speed of matrix products
         peak, source = peak_tflops(device, dtype, cfg.peak_tflops)
         print(source)
         flops = model.flops_per_token(cfg.block_size)
-        done = {name: rate * flops / 1e12 for name, rate in rates.items()}
-        headings = f"{'TFLOPS':>8} {'MFU':>6}"
+        speeds = {name: rate * flops / 1e12 for name, rate in rates.items()}
+        headings = ["TFLOPS", "MFU"]
         figures = {"flops_per_token": flops, "peak_tflops": peak}
-    print(f"{'':<12} {'tok/s':>12} {'ours / it':>10} {headings}   seconds per step, turn by turn")
+    rows = [["", "tok/s", "ours / it", *headings, "seconds per step, turn by turn"]]
     for name, rate in rates.items():
-        share = f"{done[name] / peak:.1%}" if peak else ""
-        ratio = f"{rates['ours'] / rate:>9.2f}x"
+        share = f"{speeds[name] / peak:.1%}" if peak else ""
+        ratio = f"{rates['ours'] / rate:.2f}x"
         by_turn = " ".join(f"{s:.4g}" for s in seconds[name])
-        print(f"{name:<12} {rate:>12,.1f} {ratio} {done[name]:>8.3f} {share:>6}   {by_turn}")
+        rows.append([name, f"{rate:,.1f}", ratio, f"{speeds[name]:.3f}", share, by_turn])
+    for row in padded(rows):
+        print("   ".join(row))
 
     facts = facts_of(device)
     if cfg.hf:
@@ -438,9 +443,9 @@ def nanogpt_finish(cfg: CompareConfig, folder: Path) -> Finish:
     steps = int(re.findall(r"--max_iters=(\d+)", cfg.recipe)[-1])
     options = [*shlex.split(cfg.recipe), "--out_dir=out", "--always_save_checkpoint=True"]
     argv = nanogpt_command(cfg, folder, options)
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     output = "".join(line for _, line in lines_of(argv, folder))
-    whole = time.perf_counter() - begun
+    whole = time.perf_counter() - start_time
     times = [float(ms) for ms in re.findall(r"^iter \d+: .*time ([0-9.]+)ms", output, re.M)]
     saved = folder / "out" / "ckpt.pt"
     if not saved.exists() or torch.load(saved, weights_only=True)["iter_num"] != steps:
@@ -450,10 +455,10 @@ def nanogpt_finish(cfg: CompareConfig, folder: Path) -> Finish:
 
 def our_finish(cfg: CompareConfig, folder: Path) -> Finish:
     """Run this repository's train.py."""
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     for _ in lines_of(our_command(cfg, folder, eval_train=False), folder):
         pass
-    whole = time.perf_counter() - begun
+    whole = time.perf_counter() - start_time
     run_folder = folder / "ours" / "run"
     records = read_metrics(run_folder / "metrics.jsonl")
     times = [r["step_ms"] for r in records if "step_ms" in r]

@@ -158,12 +158,12 @@ def draw(scales_of: dict[str, tuple[Scales, Scales]], cfg: ScalesConfig) -> None
     fig.set_layout_engine("constrained")
     for (key, label), panels in zip(kinds.items(), axes, strict=True):
         panels[0].set_ylabel(label)
-        for when, ax in enumerate(panels):
+        for column, ax in enumerate(panels):
             ax.set_yscale("log")
             ax.grid(alpha=0.3)
             for number, (scheme, scales) in enumerate(scales_of.items()):
                 style = dict(color=f"C{number}", ls="-" if number % 2 else "--", marker="o", ms=3)
-                ax.plot(range(1, cfg.n_layer + 1), scales[when][key], label=scheme, **style)
+                ax.plot(range(1, cfg.n_layer + 1), scales[column][key], label=scheme, **style)
     axes[0, 0].set_title("step 0")
     axes[0, 1].set_title(f"after {cfg.steps} steps")
     fig.supxlabel("block")

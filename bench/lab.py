@@ -227,9 +227,9 @@ def train_all(runs: list[Run]) -> int:
     todo = {run.folder: run for run in runs if read_run(run.folder, run.judges, run.loss) is None}
     print(f"{len(runs)} runs, {len(todo)} of them to train", flush=True)
     exit_code = 0
-    done = 0.0
+    trained = 0.0  # lengths of the runs that have ended
     total = sum(run.length for run in todo.values())
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     with stop_signals() as signals:
         for number, run in enumerate(todo.values(), 1):
             line = f"{number}/{len(todo)} | {run.variant}, seed {run.seed}"
@@ -244,8 +244,8 @@ def train_all(runs: list[Run]) -> int:
                 exit_code = 1
                 lines = run.log.read_text(errors="replace").splitlines()
                 line += f" | failed with exit code {code}: {' '.join(lines[-1:])}"
-            done += run.length
-            left = (time.perf_counter() - begun) / done * (total - done)
+            trained += run.length
+            left = (time.perf_counter() - start_time) / trained * (total - trained)
             print(f"{line} | {run.folder} | {left / 60:.1f} min left", flush=True)
     return exit_code
 

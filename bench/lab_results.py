@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.measure import padded
 from configurator import UserError
 from training.metrics import read_metrics
 
@@ -174,13 +175,13 @@ def needed(loss: float, scale: list[tuple[int, float]]) -> tuple[str, float]:
     two of them the loss is taken to be linear in the logarithm of the tokens. The sign is empty, or
     < or > if `loss` lies beyond the shortest or the longest.
     """
-    least, highest = scale[0]
-    if loss >= highest:
-        return "" if loss == highest else "<", least
-    for (less, before), (more, after) in pairwise(scale):
-        if loss >= after:  # and below `before`, or an earlier pair would have been the one
-            part = (before - loss) / (before - after)
-            return "", less * (more / less) ** part
+    fewest, highest_loss = scale[0]
+    if loss >= highest_loss:
+        return "" if loss == highest_loss else "<", fewest
+    for (tokens, upper), (more_tokens, lower) in pairwise(scale):
+        if loss >= lower:  # and below `upper`, or an earlier pair would have been the one
+            part = (upper - loss) / (upper - lower)
+            return "", tokens * (more_tokens / tokens) ** part
     return ">", scale[-1][0]
 
 
@@ -201,10 +202,8 @@ def table(rows: list[Row], baseline: str) -> str:
         line += [f"{row.difference:+.4f}{with_error(row.difference_error)}", row.verdict]
         line += [f"{row.needs_sign}{x:.2f} x" for x in (row.needs_tokens, row.needs_seconds)]
         lines.append([*line, f"{row.seconds:.1f}", f"{row.step_ms:.1f}"])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    padded = [[text.ljust(w) for text, w in zip(line, widths, strict=True)] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+    lines.insert(1, ["---", *["--:"] * (len(heads) - 1)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded(lines))
 
 
 def with_error(error: float | None) -> str:

@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 # --------------------------------------------------------------------------------------------------
-# Settings: each returns one message for each setting that is out of its range
+# Settings. A check returns one message for each setting that is out of its range.
 
 
 def step_problems(cfg: TrainConfig) -> list[str]:
@@ -40,22 +40,23 @@ def step_problems(cfg: TrainConfig) -> list[str]:
 
 def not_positive(cfg: Any, *names: str) -> list[str]:
     """Check that settings, which may be tuples of numbers, are positive."""
-    values = {name: getattr(cfg, name) for name in names}
-    return [
-        f"{name} must be positive"
-        for name, value in values.items()
-        if not all(x > 0 for x in (value if isinstance(value, tuple) else [value]))
-    ]
+    problems = []
+    for name in names:
+        value = getattr(cfg, name)
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not all(number > 0 for number in numbers):
+            problems.append(f"{name} must be positive")
+    return problems
 
 
 def no_folder(cfg: Any, *names: str) -> list[str]:
     """Check that the files which the settings name have a folder to be written to."""
-    paths = {name: getattr(cfg, name) for name in names}
-    return [f"{k}={path}: no such folder" for k, path in paths.items() if not is_in_folder(path)]
-
-
-def is_in_folder(path: str) -> bool:
-    return Path(path).parent.is_dir()
+    problems = []
+    for name in names:
+        path = Path(getattr(cfg, name))
+        if not path.parent.is_dir():
+            problems.append(f"{name}={path}: no such folder")
+    return problems
 
 
 def one_process() -> None:
@@ -144,7 +145,17 @@ def new_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.optim
 
 
 # --------------------------------------------------------------------------------------------------
-# Files of figures
+# Tables and files of figures
+
+
+def padded(rows: list[list[str]]) -> list[list[str]]:
+    """Return rows whose columns are equally wide: the first stands to the left, others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [text.rjust(width) for text, width in zip(row, widths, strict=True)]
+        lines.append([row[0].ljust(widths[0]), *cells[1:]])
+    return lines
 
 
 def facts_of(device: torch.device) -> dict[str, str]:

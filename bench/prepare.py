@@ -95,10 +95,10 @@ class Cost(NamedTuple):
 
 def in_process(work: Callable[[], None]) -> Cost:
     """Return what it costs to call work() in this process."""
-    started = time.perf_counter()
-    worked = time.process_time()
+    start_time = time.perf_counter()
+    start_work = time.process_time()
     work()
-    return Cost(time.perf_counter() - started, time.process_time() - worked)
+    return Cost(time.perf_counter() - start_time, time.process_time() - start_work)
 
 
 def library_encode(tokenizer: SentencePiece | Tiktoken) -> Callable[[str], list[int]]:
@@ -109,13 +109,13 @@ def library_encode(tokenizer: SentencePiece | Tiktoken) -> Callable[[str], list[
     if isinstance(tokenizer, SentencePiece):
         return tokenizer.sp.encode
     e = tokenizer.encoding
-    own = tiktoken.Encoding(
+    unchanged = tiktoken.Encoding(
         e.name,
         pat_str=tokenizer.pattern,
         mergeable_ranks=e._mergeable_ranks,
         special_tokens=e._special_tokens,
     )
-    return own.encode_ordinary
+    return unchanged.encode_ordinary
 
 
 def library(texts: list[str], encode: Callable[[str], list[int]]) -> None:
@@ -162,8 +162,8 @@ def ours(corpus: Path, cfg: BenchConfig, folder: Path) -> Cost:
     command += [f"--tokenizer={cfg.tokenizer}", f"--workers={cfg.workers}", f"--data_dir={folder}"]
     peaks = [0]
     ended = threading.Event()
-    worked = children_seconds()
-    started = time.perf_counter()
+    start_work = children_seconds()
+    start_time = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def look() -> None:
@@ -173,12 +173,12 @@ def ours(corpus: Path, cfg: BenchConfig, folder: Path) -> Cost:
     looking = threading.Thread(target=look)
     looking.start()
     process.wait()
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - start_time
     ended.set()
     looking.join()
     if process.returncode:
         raise UserError("prepare.py failed: see its message above")
-    return Cost(seconds, children_seconds() - worked, max(peaks))
+    return Cost(seconds, children_seconds() - start_work, max(peaks))
 
 
 # --------------------------------------------------------------------------------------------------

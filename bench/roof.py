@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
-from bench.measure import facts_of, no_folder, not_positive, step_problems, write_json
+from bench.measure import facts_of, no_folder, not_positive, padded, step_problems, write_json
 from configurator import changes, parse, run
 from hardware.gpus import datasheet_tflops
 from hardware.kernels import ChunkedCrossEntropy, attend, attention_kernel
@@ -102,14 +102,10 @@ def text(value: Figure | int) -> str:
 
 
 def table(title: str, rows: list[dict]) -> list[dict]:
-    """Print the rows below their keys, the first column to the left, and return the rows."""
-    lines = [list(rows[0]), *([text(v) for v in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    """Print the rows below their keys, and return them."""
     print(f"\n{title}")
-    for line in lines:
-        cells = [f"{x:>{width}}" for x, width in zip(line, widths, strict=True)]
-        cells[0] = f"  {line[0]:<{widths[0]}}"
-        print("  ".join(cells), flush=True)
+    for line in padded([list(rows[0]), *([text(v) for v in row.values()] for row in rows)]):
+        print(f"  {'  '.join(line)}", flush=True)
     return rows
 
 
@@ -219,13 +215,15 @@ def measure_attention(c: GPTConfig, M: int, T: int, seconds: float, machine: Mac
     The model's call is the last row; `default` names the backend that it takes.
     """
     B = M // T
-    own = (c.n_head, c.head_dim)
-    shapes = dict.fromkeys([(max(1, c.n_embd // 64), 64), (max(1, c.n_embd // 128), 128), own])
+    own_heads = (c.n_head, c.head_dim)
+    shapes = dict.fromkeys(
+        [(max(1, c.n_embd // 64), 64), (max(1, c.n_embd // 128), 128), own_heads]
+    )
     fused = partial(F.scaled_dot_product_attention, is_causal=True)
     calls = []
     for heads in shapes:
         calls += [(heads, name, fused, sdpa_kernel(b)) for name, b in BACKENDS.items()]
-    calls.append((own, "the model", partial(attend, mask=None, dropout=0.0), nullcontext()))
+    calls.append((own_heads, "the model", partial(attend, mask=None, dropout=0.0), nullcontext()))
     rows = []
     for (nh, hs), name, attends, limits in calls:
         shape = (B, nh, T, hs)
@@ -288,16 +286,16 @@ def adamw(shapes: list[torch.Size], machine: Machine) -> Callable[[], object]:
 def measure_memory(model: GPT, M: int, cfg: RoofConfig, machine: Machine) -> list[dict]:
     V = model.config.padded_vocab_size
     N = max(1, min(M, 2**28 // V))  # rows; 2^28 logits take 5 GB in fp16, eager
-    least = 3 * N * V * machine.dtype.itemsize  # bytes that the loss has to read and to write
+    loss_bytes = 3 * N * V * machine.dtype.itemsize  # bytes that the loss has to read and to write
     copied = 2**30 if machine.device.type == "cuda" else 2**27
     shapes = [p.shape for p in model.parameters()]
     n = sum(s.numel() for s in shapes)
 
     eager = partial(cross_entropy, N, V, False, machine)
     compiled = partial(cross_entropy, N, V, True, machine)
-    jobs = [("cross-entropy, eager", N, "rows", least, eager)]
+    jobs = [("cross-entropy, eager", N, "rows", loss_bytes, eager)]
     if cfg.compile is not False:
-        jobs.append(("cross-entropy, compiled", N, "rows", least, compiled))
+        jobs.append(("cross-entropy, compiled", N, "rows", loss_bytes, compiled))
     jobs.append(("copy", copied, "bytes", 2 * copied, partial(copy, copied, machine)))
     jobs.append(("AdamW", n, "parameters", 28 * n, partial(adamw, shapes, machine)))
     rows = []
@@ -386,8 +384,8 @@ def measure_model(cfg: RoofConfig, machine: Machine, facts: dict[str, str]) -> d
     title += "gradient written), of a copy (read and written) and of AdamW (28 bytes a parameter)"
     memory = table(title, measure_memory(model, M, cfg, machine))
 
-    least = micro_step(linear, attended, memory, c.n_layer, M, accum)
-    parts = table(f"The least time of a micro-step of {M:,} tokens", least)
+    least_times = micro_step(linear, attended, memory, c.n_layer, M, accum)
+    parts = table(f"The least time of a micro-step of {M:,} tokens", least_times)
     by_mfu, computed = flops(model, T)
     mfu_tflops = per_ms(1e-9 * by_mfu * M, parts[-1]["ms"])
     computed_tflops = per_ms(1e-9 * computed * M, parts[-1]["ms"])

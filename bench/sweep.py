@@ -17,8 +17,9 @@
 
 The tables show why a GPU is not busy. Every setting of train.py is accepted too. A cell is the
 median time of a step like train.py's, on one device, with a new model. The token ids are random and
-already on the device, so that loading data costs nothing here. The last line is the time of a step
-of one token: a step of any size costs at least that. Power needs the package nvidia-ml-py.
+already on the device, so that loading data costs nothing here (except for documents). The last line
+is the time of a step of one token: a step of any size costs at least that. Power needs the package
+nvidia-ml-py.
 
 Along the last two axes the cells share one model and take turns, so that whatever disturbs one of
 them disturbs all. A note gives the difference to the first cell in percent; for documents also the
@@ -221,24 +222,24 @@ def measure(cfg: SweepConfig, accum: int, machine: Machine, peak: float | None) 
 def train_steps(cfg: SweepConfig, accum: int, machine: Machine, peak: float | None) -> dict:
     """Train a new model, and return the figures of a step."""
     training = replace(new_training(cfg, cfg.vocab_size, machine), accum=accum)
-    first, _ = timed(training, 1)  # compiles, and allocates the optimizer's state
+    first_step, _ = timed(training, 1)  # compiles, and allocates the optimizer's state
     if cfg.warmup > 1:
         timed(training, cfg.warmup - 1, at_most=cfg.seconds)
     meter = power_meter(machine.device)
-    before = meter() if meter else None
-    begun = time.perf_counter()
+    meter_at_start = meter() if meter else None
+    start_time = time.perf_counter()
     at_least = POWER_SECONDS if meter else 0.0
     seconds, launching = timed(training, cfg.steps, at_least, cfg.seconds)
-    wall = time.perf_counter() - begun
-    after = meter() if meter else None
+    wall = time.perf_counter() - start_time
+    meter_at_end = meter() if meter else None
 
     figures = figures_of(seconds, training, peak)
     if meter:
-        joules = after[0] - before[0]
+        joules = meter_at_end[0] - meter_at_start[0]
         tokens = cfg.batch_size * cfg.block_size * accum * len(seconds)
-        figures |= {"power_w": joules / wall, "utilisation": after[1]}
+        figures |= {"power_w": joules / wall, "utilisation": meter_at_end[1]}
         figures["wh_per_mtok"] = joules / 3600 / (tokens / 1e6)
-    return figures | {"launching_ms": 1e3 * min(launching), "first_step_s": first[0]}
+    return figures | {"launching_ms": 1e3 * min(launching), "first_step_s": first_step[0]}
 
 
 def timed(
@@ -254,12 +255,12 @@ def timed(
     launching: list[float] = []
     machine = training.machine
     while True:
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         result = training.step()
-        launching.append(time.perf_counter() - begun)
+        launching.append(time.perf_counter() - start_time)
         loss, grad_norm = result.loss, result.grad_norm
         machine.synchronize()  # the loss arrives before the optimizer has finished
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start_time)
         # The optimizer skips a step whose gradient is not finite: its time would mislead. In
         # fp16 such steps are normal at first, until GradScaler has lowered its scale.
         skipped = not math.isfinite(grad_norm) and machine.dtype != torch.float16
@@ -326,23 +327,25 @@ def largest(cfg: SweepConfig, tried: list[dict], machine: Machine, peak: float |
     fails, and then bisects.
     """
     if machine.device.type != "cuda":
-        why = "left out: where memory is not the GPU's own, running out of it may kill the process"
-        return {"T": cfg.block_size, "B": "largest", "accum": 1, "note": why}
+        reason = (
+            "left out: where memory is not the GPU's own, running out of it may kill the process"
+        )
+        return {"T": cfg.block_size, "B": "largest", "accum": 1, "note": reason}
     # Two steps are enough: in the second one the optimizer's state is there too, as at the peak.
     brief = replace(cfg, warmup=1, steps=1, seconds=0.0)
     fits = max((c["B"] for c in tried if not c["note"]), default=0)
     failed = [(c["B"], c["note"]) for c in tried if c["B"] > fits]
-    fails, why = min(failed, default=(0, ""))  # 0: no size has failed yet
+    fails, reason = min(failed, default=(0, ""))  # 0: no size has failed yet
     while not fails or fails - fits > max(1, fits // 16):
         B = (fits + fails) // 2 if fails else max(1, 2 * fits)
         note = measure(replace(brief, batch_size=B), 1, machine, peak)["note"]
         if note:
             fails = B
-            why = note
+            reason = note
         else:
             fits = B
     cell = measure(replace(cfg, batch_size=max(1, fits)), 1, machine, peak)
-    return cell | {"note": cell["note"] or f"largest: B={fails} gives {why}"}
+    return cell | {"note": cell["note"] or f"largest: B={fails} gives {reason}"}
 
 
 def floor(cell: dict, device: torch.device) -> str:
@@ -468,7 +471,8 @@ def main() -> None:
             save()
 
     if any(axis in SHAPES for axis in axes):
-        smallest = next((c for c in cells if c["T"] == c["B"] == c["accum"] == 1), None)
+        one_token = [c for c in cells if c["T"] == c["B"] == c["accum"] == 1]
+        smallest = next((c for c in one_token if c["axis"] in SHAPES), None)
         smallest = smallest or measure(replace(cfg, block_size=1, batch_size=1), 1, machine, peak)
         facts["any step"] = floor(smallest, machine.device)
         machine.say(f"\nany step, at least: {facts['any step']}")

@@ -273,6 +273,7 @@ COMPARE = {
     "--dataset=tiny --data_dir={data} --hf --device=banana": "--device=banana",
     "--recipe=--max_iters=4": "nanogpt=",
     "--nanogpt={mine} --recipe=banana": "--max_iters",
+    "--nanogpt={mine} --recipe=--max_iters=4 --hf": "hf",
 }
 ROOF = {
     "--batch_size=auto": "batch_size=auto",
