@@ -383,7 +383,7 @@ def save(job: Job, step: int) -> bool:
         job.saver.skipped += 1
         job.machine.say(f"warning: step {step} is not saved: {broken} holds NaN or infinity")
         return job.saver.skipped < 2
-    # This copies the state, if there is room for it, and a thread writes it.
+    # This copies the state to host memory, and a thread writes the copy.
     job.saver.save(job.model, job.optimizer, job.scaler, job.average, job.progress)
     return True
 

@@ -298,8 +298,8 @@ class Lock:
             content = os.pread(handle, 99, 0).decode("ascii", "replace") if plain else "none"
             if content and not (content.startswith(HOLDER) and content.isprintable()):
                 os.close(handle)
-                theirs = f"{path} is not a file that this program wrote"
-                raise UserError(f"{theirs}: move it elsewhere")
+                foreign = f"{path} is not a file that this program wrote"
+                raise UserError(f"{foreign}: move it elsewhere")
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -4,6 +4,7 @@ start() finds out what this process runs on, once, and joins the other processes
 """
 
 import ctypes
+import math
 import os
 import re
 import signal
@@ -50,9 +51,9 @@ class Machine:
         """Return the values of all ranks, on every rank. Wait for the slowest, even for hours."""
         if self.group is None:
             return [value]
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value, self.group)
-        return found
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, self.group)
+        return values
 
     def together(self, work: Callable[[], Any]) -> Any:
         """Run work() on every rank and return its result.
@@ -98,11 +99,11 @@ class Machine:
 
     def check_alike(self, facts: dict[str, Any]) -> None:
         """Raise UserError, on all ranks, if one of the facts differs between the ranks."""
-        found = self.gather(facts)
-        for rank, theirs in enumerate(found):
-            for what, value in theirs.items():
-                if value != found[0].get(what):
-                    both = f"{what} is {value} on rank {rank}, {found[0].get(what)} on rank 0"
+        of_ranks = self.gather(facts)
+        for rank, of_rank in enumerate(of_ranks):
+            for name, value in of_rank.items():
+                if value != of_ranks[0].get(name):
+                    both = f"{name} is {value} on rank {rank}, {of_ranks[0].get(name)} on rank 0"
                     advice = "all must see the same files and get the same settings"
                     raise UserError(f"the ranks differ: {both}: {advice}")
 
@@ -223,12 +224,8 @@ def pick_device(asked: str, local_rank: int = 0) -> torch.device:
     """
     kind = asked
     if asked == "auto":
-        found = torch.accelerator.current_accelerator(check_available=True)
-        kind = found.type if found else "cpu"
-    if kind == "cuda" and torch.cuda.is_available() and not torch.version.hip:
-        capability = torch.cuda.get_device_capability(local_rank % torch.cuda.device_count())
-        if problem := without_kernels(capability, torch.cuda.get_arch_list()):
-            raise OneRankError(f"--device={asked}: {problem}")
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        kind = accelerator.type if accelerator else "cpu"
     try:
         device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
         # This fails on "meta", whose tensors have no numbers, and on a GPU for which this torch has
@@ -236,34 +233,12 @@ def pick_device(asked: str, local_rank: int = 0) -> torch.device:
         torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as e:
         reason = str(e).splitlines()[0]
+        if "no kernel image" in reason:
+            reason += f": this torch has kernels for {' '.join(torch.cuda.get_arch_list())} only: "
+            reason += "https://pytorch.org/get-started has newer ones, and the build for CUDA 12.6 "
+            reason += "has those for GPUs before compute capability 7.5"
         raise OneRankError(f"--device={asked}: not usable here ({reason})") from None
     return device
-
-
-def without_kernels(capability: tuple[int, int], architectures: list[str]) -> str:
-    """Return what to say if this torch has no kernels for a GPU; an empty string if it has some.
-
-    architectures: as torch.cuda.get_arch_list() has them. sm_75 is machine code for 7.5 and for
-    later minor versions of 7; compute_75 is code that the driver translates for all that came
-    later; sm_90a is for 9.0 alone.
-    """
-    major, minor = capability
-    for name in architectures:
-        kind, _, digits = name.partition("_")
-        exact = not digits.isdigit()
-        digits = digits.rstrip("af")
-        has = int(digits[:-1]), int(digits[-1])
-        if has == capability or (not exact and has <= capability):
-            if kind == "compute" or has[0] == major:
-                return ""
-    known = (
-        f"this torch ({torch.__version__}) has no kernels for it, only {' '.join(architectures)}"
-    )
-    advice = "install a newer torch: https://pytorch.org/get-started"
-    if capability < (7, 5):
-        where = "https://pytorch.org/get-started/previous-versions has the command"
-        advice = f"install the build for CUDA 12.6 (cu126) of a torch below 2.15: {where}"
-    return f"this GPU has compute capability {major}.{minor}, and {known}: {advice}"
 
 
 def pick_dtype(asked: str, device: torch.device) -> tuple[torch.dtype, str]:
@@ -284,8 +259,8 @@ def pick_dtype(asked: str, device: torch.device) -> tuple[torch.dtype, str]:
             return torch.bfloat16, f"{capability} multiplies it natively"
         return torch.float16, f"{capability} has no native bfloat16"
     if device.type == "cpu":
-        has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-        native = [k for k in ("amx_bf16", "avx512_bf16", "bf16") if has.get(k)]
+        capabilities = torch.cpu.get_capabilities()
+        native = [k for k in ("amx_bf16", "avx512_bf16", "bf16") if capabilities.get(k)]
         if native:
             return torch.bfloat16, f"this CPU has {native[0]}"
         return torch.float32, "this CPU has no native bfloat16"
@@ -366,61 +341,38 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 CONTEXT = 1.3e9
 
 
-def processes_here() -> int:
-    """Return how many processes of this run are on this computer."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def ram(processes: int) -> float:
-    """Return the bytes of memory that each of so many equal processes can have; this is one."""
-    return available() / processes + own_memory()
-
-
-def room(needed: float | None) -> float:
-    """Return the bytes of memory that are free beside the next step.
-
-    needed: what a step takes in each process of the run; None: as much as it has now. If this
-    process has more than that, the rest was freed, and malloc keeps it for the next use.
-    """
-    if needed is None:
-        return available()
-    more = needed - own_memory()
-    return available() - more - (processes_here() - 1) * max(0, more)
-
-
 def available(root: str = "/") -> float:
     """Return the bytes of memory that the system and its containers still give.
 
     Where the system does not tell (macOS), this is all its memory. root: of the files that tell.
     """
-    bounds = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    bounds: list[float] = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     if free := re.search(r"MemAvailable:\s+(\d+) kB", read_if_there(f"{root}/proc/meminfo")):
         bounds.append(1024 * int(free[1]))
     for line in read_if_there(f"{root}/proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
-        top = Path(f"{root}/sys/fs/cgroup")
-        if controllers == "memory":  # cgroup v1; in v2, which has one group for all, it is ""
-            top = top / "memory"
-        elif controllers:
-            continue
-        # The limits of all groups around this process hold. A container sees only its own, at top.
-        inner = top / group.lstrip("/")
-        for folder in (inner, *inner.parents):
-            if folder.is_relative_to(top):
-                bounds += free_in_group(folder)
+        if controllers in ("", "memory"):  # "" in cgroup v2, which has one group for all
+            top = Path(root, "sys/fs/cgroup", controllers)
+            inner = top / group.lstrip("/")
+            # The limits of all groups around this process hold. A container sees only its own, at
+            # top.
+            groups = [path for path in (inner, *inner.parents) if path.is_relative_to(top)]
+            bounds += [free_in_group(path) for path in groups]
     return min(bounds)
 
 
-def free_in_group(folder: Path) -> list[int]:
-    """Return [bytes of memory that a control group can still have], or [] if it has no limit."""
+def free_in_group(folder: Path) -> float:
+    """Return the bytes of memory that a control group can still have; infinity without a limit."""
     limit = read_if_there(folder / "memory.max") or read_if_there(folder / "memory.limit_in_bytes")
     if not limit.strip().isdigit():
-        return []
-    lines = read_if_there(folder / "memory.stat").splitlines()
-    stat = {name: int(value) for name, value in map(str.split, lines)}
+        return math.inf
     # v2 or v1. The other memory of a group holds files, and is taken back where it is needed.
-    used = ("anon", "shmem", "kernel") if "anon" in stat else ("total_rss", "total_shmem")
-    return [int(limit) - sum(stat.get(name, 0) for name in used)]
+    used = re.findall(
+        r"^(?:anon|shmem|kernel|total_rss|total_shmem) (\d+)$",
+        read_if_there(folder / "memory.stat"),
+        re.MULTILINE,
+    )
+    return int(limit) - sum(map(int, used))
 
 
 def own_memory() -> float:
@@ -441,7 +393,8 @@ def capacity(device: torch.device) -> float:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return min(total, free + torch.cuda.memory_reserved(device) + CONTEXT)
-    return ram(processes_here())
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this run, on this computer
+    return available() / processes + own_memory()
 
 
 @contextmanager

@@ -69,6 +69,7 @@ def make(name: str, **options) -> GPT:
 
 def save(model: GPT, folder: Path) -> Path:
     """Write a model without a manifest, as another program would."""
+    folder.mkdir(parents=True, exist_ok=True)
     save_pretrained(model.config, dict(model.named_parameters()), folder, eos_id=0, bos_id=0)
     return folder
 

@@ -119,25 +119,25 @@ def test_an_overflow_in_the_part_of_one_rank_skips_the_step_on_all(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def shared(tiny_data, tmp_path_factory) -> Path:
-    """An uninterrupted run of two ranks that share out everything."""
-    out = tmp_path_factory.mktemp("shared")
+def sharded(tiny_data, tmp_path_factory) -> Path:
+    """An uninterrupted run of two ranks that shard everything."""
+    out = tmp_path_factory.mktemp("sharded")
     return train_on(2, tiny_data, out, "--shard=all", "--recompute=blocks", *DROPOUT)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_of_the_same_ranks_is_bit_identical(shared, tiny_data, tmp_path):
-    stop_half_way(shared, tmp_path)
+def test_a_resumed_run_of_the_same_ranks_is_bit_identical(sharded, tiny_data, tmp_path):
+    stop_half_way(sharded, tmp_path)
     options = ["--shard=all", "--recompute=blocks", "--init_from=resume", *DROPOUT]
     run = train_on(2, tiny_data, tmp_path, *options)
-    assert same(run, shared)
+    assert same(run, sharded)
     for key in ("loss", "grad_norm", "val_loss"):
-        assert metrics(run, key) == metrics(shared, key)
+        assert metrics(run, key) == metrics(sharded, key)
 
 
 @pytest.mark.slow
-def test_what_gradients_and_all_compute_is_the_same_to_the_bit(shared, tiny_data, tmp_path):
-    assert same(train_on(2, tiny_data, tmp_path, "--shard=gradients", *DROPOUT), shared)
+def test_what_gradients_and_all_compute_is_the_same_to_the_bit(sharded, tiny_data, tmp_path):
+    assert same(train_on(2, tiny_data, tmp_path, "--shard=gradients", *DROPOUT), sharded)
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_blocks_that_are_compiled_and_computed_twice_train_as_eager_ones(
         assert metrics(compiled, key) == pytest.approx(metrics(eager, key), rel=1e-4)
 
 
-def test_what_cannot_be_shared_out_is_refused_in_one_line(tiny_data, tmp_path, refuses):
+def test_what_cannot_be_sharded_is_refused_in_one_line(tiny_data, tmp_path, refuses):
     options = [f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--dataset=tiny", "--shard=all"]
     options.append("--max_steps=1")
     error = refuses(train.main, *options, "--optimizer=adafactor")

@@ -267,6 +267,7 @@ def test_a_run_leaves_all_that_it_promises(straight, tiny_data):
     files = {"config.json", "model.safetensors", "train_state.pt", "train_config.json", "meta.json"}
     files |= {"tokenizer.model", "tokenizer.json", "tokenizer_config.json", "manifest.json"}
     assert {p.name for p in checkpoint.iterdir()} == files
+    assert len({p.stat().st_mode for p in checkpoint.iterdir()}) == 1  # who may read one, may all
     assert not damage(checkpoint)
 
 

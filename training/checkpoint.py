@@ -26,6 +26,7 @@ one a run starts from.
 """
 
 import copy
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -48,7 +49,7 @@ from text.tokenizer import SentencePiece, Tiktoken
 from training.average import Average
 from training.huggingface import save_pretrained
 from training.progress import Progress
-from training.runs import discard, make_way, numbered, remove_checkpoint, step_of
+from training.runs import discard, keep_aside, numbered, remove_checkpoint, step_of
 from training.settings import TrainConfig
 from training.shards import is_sharded, whole
 
@@ -168,8 +169,9 @@ class Saver:
             self.lock.renew()
             remove_checkpoint(new)  # left by a save that failed
             self.write_folder(new, c, weights, training)
-            make_way(target)
-            old = put_in_place(new, target)
+            if os.path.lexists(target):  # another program has put something there
+                keep_aside(target)
+            put_in_place(new, target)
         except OSError as e:
             with suppress(OSError):
                 remove_checkpoint(new)
@@ -180,8 +182,6 @@ class Saver:
         self.failed = ""
         self.report(step, target, time.perf_counter() - started)
         try:
-            if old:  # after a resume, the run may come to a step that it had saved
-                remove_checkpoint(old)
             if not training["bad_in_a_row"]:  # after a bad step, older weights may be better
                 self.prune(step, training["best_step"])
         except (OSError, UserError) as e:

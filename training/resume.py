@@ -84,10 +84,9 @@ def earlier_settings(ckpt_dir: Path) -> dict[str, Any]:
     for path in whole_checkpoints(ckpt_dir):
         if damage(path, [file], required=[file]):
             continue
-        found = read_object(path / file)
         values: dict[str, Any] = {}
         unknown = []
-        for key, value in found.items():
+        for key, value in read_object(path / file).items():
             if key not in asdict(TrainConfig()):
                 unknown.append(f"{key}={value}")
             elif key not in ("init_from", "overwrite", "out_dir", "run_name"):
@@ -121,6 +120,7 @@ def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> O
         raise UserError(f"{folder} holds {others[0]!r} and is not the folder of a run: {advice}")
     if cfg.init_from == "auto":
         return Origin()  # there is no run, or it ended before its first checkpoint
+    path = None if cfg.init_from == "scratch" else Path(cfg.init_from)
     if os.path.lexists(folder / "metrics.jsonl") or numbered(folder / "ckpt"):
         if not cfg.overwrite:
             advice = "--init_from=resume goes on with it, --overwrite moves it out of the way"
@@ -129,7 +129,9 @@ def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> O
         if not is_run(folder):
             foreign = "files with the names of a run's files, which train.py did not write"
             raise UserError(f"{folder} holds {foreign}: move them elsewhere")
-    return Origin(None if cfg.init_from == "scratch" else Path(cfg.init_from))
+        if path is not None and folder.resolve() in path.resolve().parents:
+            raise UserError(f"--overwrite would move {path}: give the new run another --run_name")
+    return Origin(path)
 
 
 def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> Origin | None:
@@ -256,10 +258,10 @@ def longer(c: GPTConfig, cfg: TrainConfig) -> GPTConfig:
 
 def check_copy(folder: Path) -> None:
     """Raise UserError unless the checkpoint that rank 0 found is intact on this computer too."""
-    wrong = damage(folder)
-    if wrong:
-        shared = "out_dir must be on a disk that all computers share, or hold the same checkpoint"
-        raise UserError(f"{wrong}: {shared} on each")
+    problem = damage(folder)
+    if problem:
+        advice = "out_dir must be on a disk that all computers share, or hold the same checkpoint"
+        raise UserError(f"{problem}: {advice} on each")
 
 
 def read_training(folder: Path) -> Earlier:
@@ -278,8 +280,8 @@ def read_training(folder: Path) -> Earlier:
         training = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError:
         # torch's own message is left out: it explains how to load the file and run its code.
-        wrong = "cannot be read: it holds more than tensors and numbers"
-        raise UserError(f"{folder}/train_state.pt: {wrong}") from None
+        reason = "it holds more than tensors and numbers"
+        raise UserError(f"{folder}/train_state.pt: cannot be read: {reason}") from None
     except (OSError, ValueError, RuntimeError, EOFError, LookupError, TypeError) as e:
         raise UserError(f"{folder}: cannot be read ({str(e).splitlines()[0]})") from None
     return Earlier(settings, meta, training)
@@ -287,36 +289,32 @@ def read_training(folder: Path) -> Earlier:
 
 def check_data(earlier: Earlier, sets: list[DataSet], folder: Path) -> None:
     """Raise UserError if the tokenizer or a data set changed since the checkpoint was written."""
-    differ = []
-    tokenizer = tokenizer_id(sets[0].meta["tokenizer"])
-    earlier_tokenizer = tokenizer_id(earlier.meta["tokenizer"])
-    if tokenizer != earlier_tokenizer:
-        differ.append(f"tokenizer is {earlier_tokenizer[:12]} there, {tokenizer[:12]} here")
+    now = {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
+    then = {"tokenizer": tokenizer_id(earlier.meta["tokenizer"])}
     for key, split in (("trained_on", "train"), ("judged_by", "val")):
-        now = {d.name: d.meta["splits"][split]["sha256"] for d in sets}
-        then = earlier.meta[key]
-        for name in sorted(then | now):
-            there = then.get(name, "missing")
-            here = now.get(name, "missing")
-            if there != here:
-                file = f"{name}/{split}.bin"
-                differ.append(f"{file} is {there[:12]} there, {here[:12]} here (SHA-256)")
+        now |= {f"{d.name}/{split}.bin": d.meta["splits"][split]["sha256"] for d in sets}
+        then |= {f"{name}/{split}.bin": sha256 for name, sha256 in earlier.meta[key].items()}
+    differ = [
+        f"{name} is {then.get(name, 'missing')[:12]} there, {now.get(name, 'missing')[:12]} here"
+        for name in sorted(then | now)
+        if then.get(name) != now.get(name)
+    ]
     if differ:
-        wrong = f"checkpoint {folder} was trained with other data: {'; '.join(differ)}"
+        again = "prepare the same data again"
+        if then.keys() != now.keys():
+            again = "give the same --dataset as before"
         new = f"start a new run with --init_from={folder} --run_name=NAME"
-        same = "prepare the same data again"
-        if "missing" in wrong:
-            same = "give the same --dataset as before"
-        raise UserError(f"{wrong}: {same}, or {new}")
+        problem = f"checkpoint {folder} was trained with other data: {'; '.join(differ)}"
+        raise UserError(f"{problem} (SHA-256): {again}, or {new}")
 
 
 def check_optimizer(earlier: Earlier, cfg: TrainConfig, folder: Path) -> None:
     """Raise UserError if the checkpoint holds the state of another optimizer."""
     then = earlier.settings["optimizer"]
     if then != cfg.optimizer:
-        wrong = f"checkpoint {folder} holds the state of {then}, not of {cfg.optimizer}"
+        problem = f"checkpoint {folder} holds the state of {then}, not of {cfg.optimizer}"
         new = f"start a new run with --init_from={folder} --run_name=NAME"
-        raise UserError(f"{wrong}: resume with --optimizer={then}, or {new}")
+        raise UserError(f"{problem}: resume with --optimizer={then}, or {new}")
 
 
 def check_tokenizer(folder: Path, sets: list[DataSet], say: Callable[[str], None]) -> None:
@@ -324,14 +322,14 @@ def check_tokenizer(folder: Path, sets: list[DataSet], say: Callable[[str], None
 
     A model without a tokenizer is accepted, with a note.
     """
-    theirs = tokenizer_of_model(folder)
-    if theirs is None:
+    tokenizer = tokenizer_of_model(folder)
+    if tokenizer is None:
         assumed = f"its ids are assumed to be those of {sets[0].name}"
         say(f"note: {folder} has no tokenizer to compare: {assumed}")
-    elif not same_ids(theirs, load_tokenizer(sets[0].folder)):
-        wrong = f"its tokenizer is not the one that made {sets[0].folder}"
-        again = f"prepare the data with --tokenizer={folder}"
-        raise UserError(f"init_from={folder}: {wrong}: {again}")
+    elif not same_ids(tokenizer, load_tokenizer(sets[0].folder)):
+        problem = f"its tokenizer is not the one that made {sets[0].folder}"
+        advice = f"prepare the data with --tokenizer={folder}"
+        raise UserError(f"init_from={folder}: {problem}: {advice}")
 
 
 def settings_changed(earlier: Earlier, cfg: TrainConfig) -> list[str]:

@@ -155,17 +155,6 @@ def remove_checkpoint(folder: Path) -> None:
         remove_only(folder, OURS)
 
 
-def make_way(target: Path) -> None:
-    """Rename what stands at `target`, where a checkpoint will go, if it must not be replaced.
-
-    It must not be replaced if it is no folder, or one that holds a file that train.py did not
-    write.
-    """
-    if os.path.lexists(target):
-        if target.is_symlink() or not target.is_dir() or not_ours(target):
-            keep_aside(target)
-
-
 def keep_aside(path: Path) -> Path:
     """Rename what is in the way to step_N_kept-1 (or -2, ...), and never touch it again."""
     return path.rename(free_name(path.with_name(f"{path.name}_kept")))

@@ -1,7 +1,7 @@
-"""Tensors that are shared out among the processes, as torch's DTensor: their parts, and the whole.
+"""Tensors that are sharded over the processes, as torch's DTensor: their parts, and the whole.
 
 Rank r of W holds the rows r n ... (r + 1) n - 1 of a tensor of R rows, where n = ceil(R / W). The
-last ranks may hold fewer rows, or none. parallel.py shares out the weights; their gradients and the
+last ranks may hold fewer rows, or none. parallel.py shards the weights; their gradients and the
 optimizer's state follow them.
 """
 
@@ -19,7 +19,7 @@ def is_sharded(x: Tensor) -> bool:
 
 
 def part(x: Tensor) -> Tensor:
-    """Return what this rank holds of x; x itself if it is not shared out. No copy is made."""
+    """Return what this rank holds of x; x itself if it is not sharded. No copy is made."""
     return x.to_local() if is_sharded(x) else x
 
 
@@ -39,7 +39,7 @@ def rows_of(rank: int, rows: int, world: int) -> tuple[int, int]:
 
 
 def placed_like(p: Tensor, x: Tensor) -> Tensor:
-    """Return a copy of the whole tensor x, shared out as p is, on the device of p.
+    """Return a copy of the whole tensor x, sharded as p is, on the device of p.
 
     x may lie in a file that is mapped into memory: a rank reads only the rows that it holds.
     """
@@ -57,7 +57,7 @@ def placed_like(p: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Matrices that are shared out by rows, and which rank gets which of them whole.
+    """Matrices that are sharded by rows, and which rank gets which of them whole.
 
     For Muon, which needs whole matrices. The matrices are dealt out to the ranks; each rank sends
     its rows of a matrix to the rank that owns it, computes with the matrices that it owns, and

@@ -78,7 +78,7 @@ JOBS = {  # name -> (processes, the options of each phase; a phase continues the
     "epochs": (1, [["--block_size=256", "--batch_size=2", "--batch_tokens=8192"]]),
     "compiled": (1, [["--compile=true"]]),
     "2 processes": (2, [[]]),
-    "shared": (2, [["--shard=all", "--recompute=blocks"]]),
+    "sharded": (2, [["--shard=all", "--recompute=blocks"]]),
     "documents": (1, [["--documents=mask"]]),
     "packed": (2, [["--documents=pack", "--loss_per=document", "--dtype=bfloat16"]]),
     "another batch": (1, [["--max_steps=20"], LONGER_BATCH]),

@@ -179,7 +179,7 @@ TRAIN = {
     "--init_from={root}/other_names": "other_names: cannot be loaded (model.safetensors: ",
     "--init_from={root}/yarn": "yarn: cannot be loaded (config.json: rope_scaling",
     "--out_dir={out}": "{out}/run holds an earlier run: --init_from=resume goes on with it",
-    "--out_dir={out} --init_from={ckpt} --overwrite": "--overwrite would delete {ckpt}",
+    "--out_dir={out} --init_from={ckpt} --overwrite": "--overwrite would move {ckpt}",
     "--out_dir={out} --init_from=resume --n_layer=3": "n_layer is 2 there, 3 here",
     "--out_dir={root}/only_ckpt": "{root}/only_ckpt/run holds an earlier run",
     "--out_dir={out} --init_from=resume --dataset=again": (
