@@ -38,9 +38,8 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 PRESETS = {
@@ -50,10 +49,8 @@ PRESETS = {
     "llama": dict(
         pos="rope", norm="rmsnorm", mlp="swiglu", bias=False, qk_norm=False, tie_embeddings=False
     ),
-    "qwen3": dict(
-        pos="rope", norm="rmsnorm", mlp="swiglu", bias=False, qk_norm=True, tie_embeddings=False
-    ),
 }
+PRESETS["qwen3"] = PRESETS["llama"] | dict(qk_norm=True)
 
 
 # What an MLP computes between its matrices: a function, and whether its result is the factor (the
@@ -105,25 +102,21 @@ class GPTConfig:
             if choices and getattr(self, field.name) not in choices:
                 problem = f"{field.name}={getattr(self, field.name)!r} is none of"
                 raise ValueError(f"{problem} {', '.join(choices)}")
-        must_be_positive = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
-        problems = [f"{k} must be positive" for k in must_be_positive if getattr(self, k) < 1]
-        if problems:
-            raise ValueError("; ".join(problems))
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive")
         self._replace_zero("n_kv_head", self.n_head)
         if not self.head_dim and self.n_embd % self.n_head:
             problem = f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}"
             raise ValueError(f"{problem}: change one of them, or set head_dim")
         self._replace_zero("head_dim", self.n_embd // self.n_head)
-        if self.gated:
-            self._replace_zero("d_ff", round_up(8 * self.n_embd // 3, 64))
-        else:
-            self._replace_zero("d_ff", 4 * self.n_embd)
+        d_ff = round_up(8 * self.n_embd // 3, 64) if self.gated else 4 * self.n_embd
+        self._replace_zero("d_ff", d_ff)
         if self.n_head % self.n_kv_head:
-            problem = f"n_head={self.n_head} must be a multiple of n_kv_head={self.n_kv_head}"
-            raise ValueError(problem)
+            multiple = f"must be a multiple of n_kv_head={self.n_kv_head}"
+            raise ValueError(f"n_head={self.n_head} {multiple}")
         if self.pos == "rope" and self.head_dim % 2:
-            problem = f"head_dim={self.head_dim} must be even"
-            raise ValueError(f"rope rotates pairs of numbers: {problem}")
+            raise ValueError(f"head_dim={self.head_dim} must be even: rope rotates pairs")
         if self.bias:
             object.__setattr__(self, "qkv_bias", False)  # bias says it already
         if self.rope_theta < 1:
@@ -160,6 +153,8 @@ class GPTConfig:
 
 class Linear(nn.Linear):
     """x (..., K) -> x @ weight.T + bias (..., N)."""
+
+    rows = ()  # of the matrices that stand one below the other in `weight`; (): it is one
 
     def reset_parameters(self) -> None:
         """Set the parameters to 0, when nn.Linear's constructor calls this.
@@ -216,10 +211,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float)
     query or is its own, -inf elsewhere. PyTorch computes this in one kernel, which on a GPU never
     stores the T x T matrix.
     """
-    causal = mask is None
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal
-    )
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
 
 
 def cross_entropy(
@@ -245,12 +237,11 @@ class KVCache:
     k and v, (n_layer, B, nkv, room, hs) each, are allocated once. They hold `length` tokens.
     """
 
-    def __init__(
-        self, c: GPTConfig, batch: int, room: int, device: torch.device, dtype: torch.dtype
-    ):
-        shape = (2, c.n_layer, batch, c.n_kv_head, room, c.head_dim)
+    def __init__(self, c: GPTConfig, B: int, room: int, weight: Tensor):
+        """weight: of the model; the cache has its dtype and device."""
+        shape = (2, c.n_layer, B, c.n_kv_head, room, c.head_dim)
         # Not torch.empty: it may contain NaN, and a masked NaN is still NaN.
-        self.k, self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.k, self.v = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         self.length = 0
 
     def positions(self, T: int) -> slice:
@@ -294,6 +285,7 @@ class Attention(nn.Module):
         self.head_dim = c.head_dim
         self.dropout = c.dropout
         self.qkv = Linear(c.n_embd, sum(self.heads) * c.head_dim, bias=c.bias or c.qkv_bias)
+        self.qkv.rows = [n * c.head_dim for n in self.heads]
         self.proj = Linear(c.n_head * c.head_dim, c.n_embd, bias=c.bias)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
@@ -373,20 +365,16 @@ class Block(nn.Module):
         self.mlp = MLP(c)
         self.dropout = nn.Dropout(c.dropout)
 
-    def forward(
-        self, x: Tensor, rope: Tensor | None, mask: Tensor | None, cache: KVCache | None
-    ) -> Tensor:
-        """x (B, T, C) -> (B, T, C)."""
-        if self.recompute and torch.is_grad_enabled():
-            drops = self.dropout.p > 0  # then it has to draw the same numbers again
-            inputs = (x, rope, mask, cache)
-            return checkpoint(self.compute, *inputs, use_reentrant=False, preserve_rng_state=drops)
-        return self.compute(x, rope, mask, cache)
+    def forward(self, x: Tensor, *context) -> Tensor:
+        """x (B, T, C) -> (B, T, C). context: rope, mask and cache of Attention.forward()."""
+        if not self.recompute or not torch.is_grad_enabled():
+            return self.compute(x, *context)
+        # With dropout, it has to draw the same numbers again.
+        how = dict(use_reentrant=False, preserve_rng_state=self.dropout.p > 0)
+        return checkpoint(self.compute, x, *context, **how)
 
-    def compute(
-        self, x: Tensor, rope: Tensor | None, mask: Tensor | None, cache: KVCache | None
-    ) -> Tensor:
-        x = x + self.dropout(self.attn(self.norm_1(x), rope, mask, cache))  # (B, T, C)
+    def compute(self, x: Tensor, *context) -> Tensor:
+        x = x + self.dropout(self.attn(self.norm_1(x), *context))  # (B, T, C)
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
 
@@ -432,16 +420,16 @@ class GPT(nn.Module):
         positions, those that are ignored included.
         eos_id: keep documents apart. This token begins a document. Each token attends only to its
         own document, and positions are counted within it.
-        cache: holds the tokens before idx. The first call passes a prompt of any length, each later
-        call one token.
+        cache: holds the tokens before idx, and takes those of idx: the caller then counts them. The
+        first call passes a prompt of any length, each later call one token.
         """
         T = idx.size(1)
         positions = slice(0, T) if cache is None else cache.positions(T)
         mask = None
         if eos_id is not None:
             place = torch.arange(T, device=idx.device)
-            begins = torch.where(idx == eos_id, place, 0)
-            begins = begins.cummax(dim=1).values  # (B, T): where the document of each token begins
+            # (B, T): where the document of each token begins
+            begins = torch.where(idx == eos_id, place, 0).cummax(dim=1).values
             # With RoPE, only the distance of two tokens counts, and that is the same in a document.
             if self.wpe is not None:
                 positions = place - begins  # (B, T)
@@ -458,8 +446,6 @@ class GPT(nn.Module):
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x, rope, mask, cache)  # (B, T, C)
-        if cache is not None:
-            cache.length += T
 
         if targets is None:
             logits = self.logits(x[:, -1])  # (B, padded V)
@@ -476,21 +462,14 @@ class GPT(nn.Module):
         T = begins.size(1)
         same = begins[:, None, :, None] == begins[:, None, None, :]
         hidden = ~same | torch.ones(T, T, dtype=torch.bool, device=begins.device).triu(1)
-        dtype = product_dtype(self.wte.weight)
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=begins.device)
+        mask = torch.zeros(hidden.shape, dtype=product_dtype(self.wte.weight), device=hidden.device)
         return mask.masked_fill_(hidden, -math.inf)
 
     def logits(self, x: Tensor) -> Tensor:
         """x (..., C) -> (..., padded V). Their softmax over V is the probability of each token."""
         return self.lm_head(self.norm_f(x))
 
-    def loss(
-        self,
-        x: Tensor,
-        targets: Tensor,
-        weights: Tensor | None,
-        reduction: Literal["mean", "sum"],
-    ) -> Tensor:
+    def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None, reduction: str) -> Tensor:
         """Return the cross-entropy of the targets (B, T), given the residual stream (B, T, C)."""
         # cross_entropy ignores the columns of the padding. Their rows in lm_head therefore get no
         # gradient and stay 0, and a checkpoint need not store them.
@@ -525,17 +504,15 @@ class GPT(nn.Module):
         c = self.config
         idx = idx[:, -c.block_size :]
         room = round_up(min(c.block_size, idx.size(1) + max_new_tokens), 64)  # 64 suits GPUs
-        cache = KVCache(c, idx.size(0), room, idx.device, self.wte.weight.dtype)
+        cache = KVCache(c, idx.size(0), room, self.wte.weight)
         decode = self.decoder(cache)
         done = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
         for _ in range(max_new_tokens):
             if idx.size(1) > c.block_size:
                 idx = idx[:, -max(1, c.block_size // 2) :]
                 cache.length = 0
-            if cache.length == 0:
-                logits = self(idx, cache=cache)  # (B, V)
-            else:
-                logits = decode(idx[:, -1:])
+            logits = decode(idx[:, -1:]) if cache.length else self(idx, cache=cache)  # (B, V)
+            cache.length = idx.size(1)
             token = sample_token(logits, temperature, top_k, top_p, generator)  # (B,)
             if eos_id is not None:
                 token = torch.where(done, eos_id, token)
@@ -563,39 +540,28 @@ class GPT(nn.Module):
     def init_weights(self, scheme: str = "gpt2") -> None:
         """Draw every matrix from N(0, std²), with the std that `scheme`, a key of INIT, gives it.
 
-        Biases are 0, and the weights of norms are 1, except for norm_f's in t5 (init_t5).
+        Biases are 0, and the weights of norms are 1, except for norm_f's in t5.
         """
         c = self.config
-        init = INIT[scheme]
-        rows = [n * c.head_dim for n in (c.n_head, c.n_kv_head, c.n_kv_head)]  # of q, k, v in qkv
-        matrices = [("embed", self.wte.weight[: c.vocab_size])]  # in the order of drawing
-        if self.wpe is not None:
-            matrices.append(("embed", self.wpe.weight))
-        for block in self.blocks:
-            query, key, value = block.attn.qkv.weight.split(rows)
-            matrices += [("query", query), ("key", key), ("value", value)]
-            matrices.append(("out", block.attn.proj.weight))
-            if block.mlp.gate_proj is not None:
-                matrices.append(("up", block.mlp.gate_proj.weight))
-            matrices.append(("up", block.mlp.up_proj.weight))
-            matrices.append(("down", block.mlp.down_proj.weight))
-        if not c.tie_embeddings:
-            matrices.append(("head", self.lm_head.weight[: c.vocab_size]))
         with torch.no_grad():
-            self.wte.weight.zero_()  # the rows of the padding stay 0
-            self.lm_head.weight.zero_()
-            for role, weight in matrices:
-                fan_out, fan_in = weight.shape
-                std = init.embed if role == "embed" else init.std(role, fan_in, fan_out, c.n_layer)
-                if init.cut:
-                    limit = init.cut * std
-                    nn.init.trunc_normal_(weight, 0.0, std, -limit, limit)
-                else:
-                    weight.normal_(0.0, std)
             for name, p in self.named_parameters():
+                layer, kind = name.split(".")[-2:]
                 if p.dim() == 1:
-                    p.fill_(0.0 if name.endswith("bias") else 1.0)
-            if init.scale_tied_head and c.tie_embeddings:
+                    p.fill_(0.0 if kind == "bias" else 1.0)
+                    continue
+                if layer in ("wte", "lm_head"):
+                    p.zero_()  # the rows of the padding stay 0
+                    p = p[: c.vocab_size]
+                rows = self.blocks[0].attn.qkv.rows if layer == "qkv" else [len(p)]
+                for role, weight in zip(ROLES[layer], p.split(rows), strict=True):
+                    std = EMBED.get(scheme, 0.02)
+                    if role != "embed":
+                        std = INIT[scheme](role, p.size(1), len(weight), c.n_layer)
+                    if scheme in CUT:
+                        nn.init.trunc_normal_(weight, 0, std, -CUT[scheme] * std, CUT[scheme] * std)
+                    else:
+                        weight.normal_(0.0, std)
+            if scheme == "t5" and c.tie_embeddings:
                 self.norm_f.weight.fill_(c.n_embd**-0.5)
 
     # -- accounting: one definition for train.py, bench/ and tests/ --
@@ -608,19 +574,10 @@ class GPT(nn.Module):
 
         A checkpoint numbers the parameters in this order, so the order must not change.
         """
-        matrices = []
-        rows = []
-        for module in self.blocks.modules():
-            if isinstance(module, Attention):
-                matrices += [module.qkv.weight, module.proj.weight]
-                rows += [[n * module.head_dim for n in module.heads], [self.config.n_embd]]
-            elif isinstance(module, MLP):
-                linear_layers = list(module.children())
-                matrices += [m.weight for m in linear_layers]
-                rows += [[m.out_features] for m in linear_layers]
-        embeddings = [self.wte.weight]
-        if self.wpe is not None:
-            embeddings.append(self.wpe.weight)
+        layers = [module for module in self.blocks.modules() if isinstance(module, Linear)]
+        matrices = [layer.weight for layer in layers]
+        rows = [layer.rows or [layer.out_features] for layer in layers]
+        embeddings = [layer.weight for layer in (self.wte, self.wpe) if layer is not None]
         head = [] if self.config.tie_embeddings else [self.lm_head.weight]
         vectors = [p for p in self.parameters() if p.dim() < 2]
         decay = {"weight_decay": weight_decay}
@@ -642,10 +599,8 @@ class GPT(nn.Module):
         padding = (c.padded_vocab_size - c.vocab_size) * c.n_embd
         padded_matrices = 1 if c.tie_embeddings else 2  # wte, and lm_head if it has its own matrix
         total = sum(p.numel() for p in self.parameters()) - padded_matrices * padding
-        positions = 0 if self.wpe is None else self.wpe.weight.numel()
-        embedding = c.vocab_size * c.n_embd + positions
-        linear_layers = (m for m in self.modules() if isinstance(m, nn.Linear))
-        matmul = sum(m.weight.numel() for m in linear_layers) - padding
+        embedding = (c.vocab_size + (c.block_size if self.wpe is not None else 0)) * c.n_embd
+        matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear)) - padding
         return {"total": total, "embedding": embedding, "matmul": matmul}
 
     def flops_per_token(self, T: int) -> int:
@@ -715,16 +670,15 @@ def sample_token(
 
 def rope_scaling(spec: str) -> tuple[str, list[float]]:
     """Return the kind and the numbers of rope_scaling. Raises ValueError if it is wrong."""
-    counts = {"": 0, "linear": 1, "llama3": 4, "yarn": 5}
+    counts = {"linear": 1, "llama3": 4, "yarn": 5}
     kind, _, rest = spec.partition(":")
     try:
         numbers = [float(number) for number in rest.split(",") if rest]
-        plain = all(1e-6 <= n <= 1e9 for n in numbers) and (kind or not spec)
-        if len(numbers) != counts[kind] or not plain:
-            raise ValueError
-    except (ValueError, KeyError):
+    except ValueError:
+        numbers = []
+    if spec and (len(numbers) != counts.get(kind) or not all(1e-6 <= n <= 1e9 for n in numbers)):
         forms = "linear:FACTOR, llama3:FACTOR,LOW,HIGH,LENGTH or yarn:FACTOR,LENGTH,FAST,SLOW,SCALE"
-        raise ValueError(f"rope_scaling={spec!r} is none of {forms}") from None
+        raise ValueError(f"rope_scaling={spec!r} is none of {forms}")
     if kind == "llama3" and numbers[1] >= numbers[2]:
         raise ValueError(f"rope_scaling={spec!r}: LOW must be below HIGH")
     return kind, numbers
@@ -750,31 +704,27 @@ def rope_frequencies(c: GPTConfig) -> tuple[np.ndarray, float]:
     pair = np.arange(c.head_dim // 2)
     freq = c.rope_theta ** (-2 * pair / c.head_dim)
     kind, numbers = rope_scaling(c.rope_scaling)
-    if kind == "linear":
-        return freq / numbers[0], 1.0
+    factor = numbers[0] if kind else 1.0
+    kept = 0.0  # the share of the frequency that is not divided, (hs/2,) or for all pairs
+    scale = 1.0
     if kind == "llama3":
         factor, low, high, length = numbers
         turns = length * freq / (2 * math.pi)
         kept = np.clip((turns - low) / (high - low), 0, 1)
-        return freq * kept + freq / factor * (1 - kept), 1.0
-    if kind == "yarn":
+    elif kind == "yarn":
         factor, length, fast, slow, scale = numbers
+        setting = f"rope_scaling={c.rope_scaling!r}"
         if fast <= slow or c.rope_theta == 1:
-            unfit = "FAST must exceed SLOW, and rope_theta 1"
-            raise ValueError(f"rope_scaling={c.rope_scaling!r}: {unfit}")
-
-        def pair_with(turns: float) -> float:
-            """Return the number of the pair that turns so often in `length` tokens."""
-            return math.log(length / (turns * 2 * math.pi), c.rope_theta) * c.head_dim / 2
-
-        first = max(math.floor(pair_with(fast)), 0)
-        last = min(math.ceil(pair_with(slow)), c.head_dim - 1)
+            raise ValueError(f"{setting}: FAST must exceed SLOW, and rope_theta 1")
+        # The numbers of the pairs that turn FAST and SLOW times in LENGTH tokens.
+        radians = [turns * 2 * math.pi for turns in (fast, slow)]
+        pairs = [math.log(length / r, c.rope_theta) * c.head_dim / 2 for r in radians]
+        first = max(math.floor(pairs[0]), 0)
+        last = min(math.ceil(pairs[1]), c.head_dim - 1)
         if last < first:
-            unfit = f"no pair turns so often in LENGTH={length:g} tokens"
-            raise ValueError(f"rope_scaling={c.rope_scaling!r}: {unfit}")
+            raise ValueError(f"{setting}: no pair turns so often in LENGTH={length:g} tokens")
         kept = 1 - np.clip((pair - first) / max(last - first, 0.001), 0, 1)
-        return freq * kept + freq / factor * (1 - kept), scale
-    return freq, 1.0
+    return freq * kept + freq / factor * (1 - kept), scale
 
 
 def rope_table(c: GPTConfig) -> Tensor:
@@ -787,123 +737,73 @@ def rope_table(c: GPTConfig) -> Tensor:
     sometimes wrong by 1e-4 (bench/LOG.md). A resumed run would then not be bit-identical.
     """
     freq, factor = rope_frequencies(c)
-    angle = np.outer(np.arange(c.block_size), freq)  # (block_size, hs/2)
-    angle = np.tile(angle, 2)  # (block_size, hs): numbers i and i + hs/2 are a pair, with one angle
+    # Numbers i and i + hs/2 are a pair, with one angle.
+    angle = np.tile(np.outer(np.arange(c.block_size), freq), 2)  # (block_size, hs)
     table = factor * np.stack((np.cos(angle), np.sin(angle)))  # (2, block_size, hs)
     return torch.from_numpy(table[:, :, None].astype(np.float32))
 
 
 # --------------------------------------------------------------------------------------------------
-# Initialisation schemes: a reference. On a first reading, init_gpt2 is enough.
+# Initialisation schemes: a reference. On a first reading, gpt2 is enough.
 #
 # Each function returns the standard deviation of a matrix. Its arguments are the matrix's role, its
 # fan_in i (columns), its fan_out o (rows), and the depth L = n_layer. The roles are
 #     query, key, value, up    which read the residual stream (up: SwiGLU's gate too)
 #     out, down                which write to the residual stream
 #     head                     which is lm_head, unless it is tied to wte
-# The table INIT, below the functions, adds the embeddings and what else a scheme decides.
+#     embed                    which is wte and wpe; their standard deviation is in EMBED
 
+ROLES = {  # of the matrices in each weight
+    "wte": ["embed"], "wpe": ["embed"], "qkv": ["query", "key", "value"], "proj": ["out"],
+    "gate_proj": ["up"], "up_proj": ["up"], "down_proj": ["down"], "lm_head": ["head"],
+}  # fmt: skip
 WRITES = ("out", "down")
+EMBED = {"t5": 1.0}  # std of the embeddings; in the other schemes it is 0.02
+CUT = {"trunc_normal": 3.0}  # a number beyond so many std is drawn again
 
-
-def init_gpt2(role: str, i: int, o: int, L: int) -> float:
-    """0.02 for what reads the residual stream, 0.02 / sqrt(2 L) for what writes to it.
-
-    2 L matrices add to the stream. With this factor its variance after the last block does not
-    depend on L.
-    Source: GPT-2 report (Radford et al. 2019), section 2.3.
-    """
-    return 0.02 * (2 * L) ** -0.5 if role in WRITES else 0.02
-
-
-def init_llama(role: str, i: int, o: int, L: int) -> float:
-    """0.02 for every matrix. Source: initializer_range of Hugging Face's Llama and Qwen3."""
-    return 0.02
-
-
-def init_xavier(role: str, i: int, o: int, L: int) -> float:
-    """sqrt(2 / (i + o)). Source: Glorot and Bengio 2010, eq. 12."""
-    return math.sqrt(2 / (i + o))
-
-
-def init_kaiming(role: str, i: int, o: int, L: int) -> float:
-    """sqrt(2 / i). Source: He et al. 2015, arXiv 1502.01852, eq. 10."""
-    return math.sqrt(2 / i)
-
-
-def init_lecun(role: str, i: int, o: int, L: int) -> float:
-    """sqrt(1 / i). Source: LeCun et al. 1998, Efficient BackProp, eq. 16."""
-    return math.sqrt(1 / i)
-
-
-def init_small(role: str, i: int, o: int, L: int) -> float:
-    """sqrt(2 / (5 d)), SmallInit. d is n_embd in the source; here it is the smaller of i and o.
-
-    Source: Nguyen and Salazar 2019, arXiv 1910.05895, section 2.2.
-    """
-    return math.sqrt(2 / (5 * min(i, o)))
-
-
-def init_deepnorm(role: str, i: int, o: int, L: int) -> float:
-    """sqrt(2 / (i + o)), times (8 L)^(-1/4) for value, out, up and down.
-
-    Only DeepNet's initialisation is used. Its architecture is not: here the norms stay in front of
-    attention and MLP, and the residual stream is not scaled.
-    Source: DeepNet, arXiv 2203.00555, table 1.
-    """
-    gain = 1.0 if role in ("query", "key", "head") else (8 * L) ** -0.25
-    return gain * math.sqrt(2 / (i + o))
-
-
-def init_zero_proj(role: str, i: int, o: int, L: int) -> float:
-    """0 for what writes to the residual stream, LeCun's sqrt(1 / i) for what reads it.
-
-    Every block starts as the identity. Source: Fixup, arXiv 1901.09321; ReZero, arXiv 2003.04887.
-    """
-    return 0.0 if role in WRITES else math.sqrt(1 / i)
-
-
-def init_trunc_normal(role: str, i: int, o: int, L: int) -> float:
-    """0.02 for every matrix, from a normal that is cut at 3 standard deviations.
-
-    A number beyond 0.06 is drawn again. This leaves a std of 0.0197, which the source does not
-    correct. Embeddings are cut too, and what writes to the residual stream gets no other factor.
-    Source: OLMo-core, the code of OLMo 2 (arXiv 2501.00656), InitMethod.normal. BERT cuts at 2.
-    """
-    return 0.02
-
-
-def init_t5(role: str, i: int, o: int, L: int) -> float:
-    """sqrt(1 / i), and 1 for embeddings.
-
-    T5 draws queries with sqrt(1 / (i hs)), since it does not divide the scores by sqrt(hs). Here
-    the attention divides them, and queries have sqrt(1 / i): the scores are the same. If the head
-    is tied, T5 divides its input by sqrt(n_embd). Here the last norm starts with that weight.
-    Learned positions, which T5 lacks, are drawn like the tokens.
-    Source: T5, arXiv 1910.10683, in its code (Mesh TensorFlow, transformer/attention.py).
-    """
-    return math.sqrt(1 / i)
-
-
-@dataclass(frozen=True)
-class Init:
-    """A scheme: all that GPT.init_weights asks for."""
-
-    std: Callable[[str, int, int, int], float]  # of a matrix, from role, i, o and L
-    embed: float = 0.02  # std of the embeddings, wte and wpe
-    cut: float = 0.0  # draw again what is more than `cut` times std from 0; 0: nothing
-    scale_tied_head: bool = False  # if lm_head is tied, norm_f's weights are 1 / sqrt(n_embd)
-
-
-INIT = {
-    "gpt2": Init(init_gpt2),
-    "llama": Init(init_llama),
-    "xavier": Init(init_xavier),
-    "kaiming": Init(init_kaiming),
-    "lecun": Init(init_lecun),
-    "small": Init(init_small),
-    "deepnorm": Init(init_deepnorm),
-    "zero_proj": Init(init_zero_proj),
-    "trunc_normal": Init(init_trunc_normal, cut=3.0),
-    "t5": Init(init_t5, embed=1.0, scale_tied_head=True),
+INIT: dict[str, Callable[[str, int, int, int], float]] = {
+    # 0.02 for what reads the residual stream, 0.02 / sqrt(2 L) for what writes to it: 2 L matrices
+    # add to the stream. With this factor its variance after the last block does not depend on L.
+    # Source: GPT-2 report (Radford et al. 2019), section 2.3.
+    "gpt2": lambda role, i, o, L: 0.02 * (2 * L) ** -0.5 if role in WRITES else 0.02,
+    #
+    # 0.02 for every matrix. Source: initializer_range of Hugging Face's Llama and Qwen3.
+    "llama": lambda role, i, o, L: 0.02,
+    #
+    # Source: Glorot and Bengio 2010, eq. 12.
+    "xavier": lambda role, i, o, L: math.sqrt(2 / (i + o)),
+    #
+    # Source: He et al. 2015, arXiv 1502.01852, eq. 10.
+    "kaiming": lambda role, i, o, L: math.sqrt(2 / i),
+    #
+    # Source: LeCun et al. 1998, Efficient BackProp, eq. 16.
+    "lecun": lambda role, i, o, L: math.sqrt(1 / i),
+    #
+    # sqrt(2 / (5 d)), SmallInit. d is n_embd in the source; here it is the smaller of i and o.
+    # Source: Nguyen and Salazar 2019, arXiv 1910.05895, section 2.2.
+    "small": lambda role, i, o, L: math.sqrt(2 / (5 * min(i, o))),
+    #
+    # sqrt(2 / (i + o)), times (8 L)^(-1/4) for value, out, up and down. Only DeepNet's
+    # initialisation is used. Its architecture is not: here the norms stay in front of attention and
+    # MLP, and the residual stream is not scaled. Source: DeepNet, arXiv 2203.00555, table 1.
+    "deepnorm": lambda role, i, o, L: (
+        math.sqrt(2 / (i + o)) * (1.0 if role in ("query", "key", "head") else (8 * L) ** -0.25)
+    ),
+    #
+    # 0 for what writes to the residual stream, LeCun's for what reads it: every block starts as the
+    # identity. Source: Fixup, arXiv 1901.09321; ReZero, arXiv 2003.04887.
+    "zero_proj": lambda role, i, o, L: 0.0 if role in WRITES else math.sqrt(1 / i),
+    #
+    # 0.02 for every matrix, from a normal that is cut at 3 standard deviations. A number beyond
+    # 0.06 is drawn again. This leaves a std of 0.0197, which the source does not correct.
+    # Embeddings are cut too, and what writes to the residual stream gets no other factor.
+    # Source: OLMo-core, the code of OLMo 2 (arXiv 2501.00656), InitMethod.normal. BERT cuts at 2.
+    "trunc_normal": lambda role, i, o, L: 0.02,
+    #
+    # T5 draws queries with sqrt(1 / (i hs)), since it does not divide the scores by sqrt(hs). Here
+    # the attention divides them, and queries have sqrt(1 / i): the scores are the same. If the head
+    # is tied, T5 divides its input by sqrt(n_embd). Here the last norm starts with that weight.
+    # Learned positions, which T5 lacks, are drawn like the tokens.
+    # Source: T5, arXiv 1910.10683, in its code (Mesh TensorFlow, transformer/attention.py).
+    "t5": lambda role, i, o, L: math.sqrt(1 / i),
 }

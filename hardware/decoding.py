@@ -32,7 +32,6 @@ class RecordedCache(KVCache):
         """k, v: the memory of a KVCache, which is shared."""
         self.k = k
         self.v = v
-        self.length = 0  # counts the recorded steps: nothing reads it
         self.position = position
         ahead = torch.arange(k.size(3), device=position.device) > position  # (room,)
         mask = torch.zeros_like(ahead, dtype=k.dtype).masked_fill(ahead, -math.inf)
@@ -65,7 +64,6 @@ class RecordedDecoder:
         self.token.copy_(token)
         self.position.fill_(self.cache.length)
         self.graph.replay()
-        self.cache.length += 1
         return self.logits
 
     def step(self) -> Tensor:

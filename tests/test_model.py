@@ -397,7 +397,7 @@ def test_a_step_that_is_recorded_once_serves_for_every_position(name):
     model = make(name, scheme="xavier")
     prompt = ids(model, 3, 5)
     want = greedy_without_cache(model, prompt, 20)
-    cache = KVCache(model.config, 3, 32, torch.device("cpu"), torch.float32)
+    cache = KVCache(model.config, 3, 32, model.wte.weight)
     token = model(prompt, cache=cache).argmax(-1)
 
     def step(token, position, k, v):
