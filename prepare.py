@@ -71,7 +71,7 @@ from text.demo import demo_sources
 from text.download import download_all, file_of, is_url, without_secrets
 from text.encode import Encoder, Part, encode
 from text.folders import STDIN, WORK, claim, fingerprint, remove_scratch, replace_set
-from text.formats import CHUNK, PIECE, Chunk
+from text.formats import CHUNK, Chunk
 from text.hf_tokenizer import hugging_face_files
 from text.landmarks import count_landmarks
 from text.look import (
@@ -368,10 +368,8 @@ def number_of_workers(cfg: PrepareConfig, total: int) -> int:
 def part_key(cfg: PrepareConfig, info: dict, rank: int, world: int) -> str:
     """Return a hash of all that decides the content of a part, except the files that are read."""
     # The journal of a part counts records. In .jsonl such a record is a block of lines of about
-    # CHUNK characters, in a long .txt a piece of about PIECE. With other sizes the same count would
-    # mean another place in the file.
-    positions = [CHUNK, PIECE]
-    settings = [what_is_read(cfg), cfg.min_tokens, cfg.val_fraction, positions]
+    # CHUNK characters: with another size the same count would mean another place in the file.
+    settings = [what_is_read(cfg), cfg.min_tokens, cfg.val_fraction, CHUNK]
     return fingerprint([FORMAT_VERSION, info, settings, rank, world])
 
 

@@ -5,9 +5,9 @@ how much of the files is finished and which place in the input that corresponds 
 """
 
 import hashlib
-import io
 import os
 import pickle
+import re
 import shutil
 import signal
 import struct
@@ -34,7 +34,7 @@ from configurator import UserError
 from hardware.disk import Lock, json_bytes, sealed, unseal, write_whole
 from hardware.terminal import ProgressBar
 from text.dataset import id_type
-from text.formats import PIECE, Chunk, Reader, pieces
+from text.formats import Chunk, Reader
 from text.records import Cleaning, Tally, documents
 from text.sources import Source
 from text.tokenizer import SentencePiece, Tiktoken, open_tokenizer
@@ -46,11 +46,10 @@ Check = Callable[[Tally, Chunk], None]  # may raise an error to end the work
 def texts_of(cleaning: Cleaning, chunk: Chunk) -> tuple[list[str], Tally]:
     """Return the documents of a chunk and their counts. With `cleaning` given, this is a Task."""
     tally = Tally()
-    return [text for _, text, *_ in documents(chunk, cleaning, tally)], tally
+    return [text for _, text, _ in documents(chunk, cleaning, tally)], tally
 
 
-# One row for each document, in the order of the input. A very long document is encoded in pieces
-# and has one row for each piece.
+# One row for each document, in the order of the input.
 ROW = np.dtype(
     [
         ("digest", "<u8", 2),  # 16 bytes of a SHA-256; equal documents have equal digests
@@ -58,9 +57,9 @@ ROW = np.dtype(
         ("bytes", "<u8"),  # of its UTF-8
         ("characters", "<u8"),
         ("val", "?"),  # it is in val.bin, not in train.bin
-        ("end", "?"),  # it is a whole document, or the last piece of one
     ]
 )
+SEGMENT = 1 << 20  # characters; a longer document is encoded in segments, to save memory
 
 
 class Encoded(NamedTuple):
@@ -73,7 +72,7 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """A Task that encodes the documents of a chunk."""
+    """A Task that encodes the documents of a chunk, each followed by one eos."""
 
     def __init__(
         self,
@@ -99,54 +98,57 @@ class Encoder:
     def __call__(self, chunk: Chunk) -> Encoded:
         tally = Tally()
         rows: list[bytes] = []
-        ids: dict[str, list[np.ndarray]] = {"train": [], "val": []}
-        found = list(documents(chunk, self.cleaning, tally))
-        short = [text for _, text, *_ in found if len(text) <= PIECE]
-        encoded = self.tokenizer.encode_all(short)  # the long ones would take much memory
-        for where, text, utf8, piece in found:
+        ids: dict[bool, list[np.ndarray]] = {False: [], True: []}  # of train.bin, of val.bin
+        texts = list(documents(chunk, self.cleaning, tally))
+        short = self.tokenizer.encode_all([text for _, text, _ in texts if len(text) <= SEGMENT])
+        for where, text, utf8 in texts:
             try:
-                is_long = len(text) > PIECE
-                tokens = self.encode(text) if is_long else next(encoded).astype(self.dtype)
+                is_long = len(text) > SEGMENT
+                tokens = self.encode(text) if is_long else next(short).astype(self.dtype)
             except ValueError as e:
-                tally.reject(where, str(e), piece)
+                tally.reject(where, str(e))
                 continue
-            if len(tokens) < self.min_tokens and not piece:
+            if len(tokens) < self.min_tokens:
                 tally.dropped[f"fewer than {self.min_tokens} tokens"] += 1
                 continue
             if self.tokenizer.unk_id in tokens:
                 tally.changed["lost characters that the tokenizer has no token for"] += 1
-            own = hashlib.sha256(utf8).digest()[:16]
-            tried = own[0] < 4  # one document in 64
-            if tried and self.tokenizer.decode(tokens.tolist()) != text:
+            digest = hashlib.sha256(utf8).digest()[:16]
+            is_tried = digest[0] < 4  # one document in 64
+            if is_tried and self.tokenizer.decode(tokens.tolist()) != text:
                 tally.changed["its tokens decode to another text (1 in 64 is tried)"] += 1
-            # All pieces of a very long document are in the split of its first piece. The last piece
-            # has the digest of the whole document, and the eos follows it.
-            if piece:
-                first = piece.first
-                digest = piece.whole or own
-                end = bool(piece.whole)
-            else:
-                first = own
-                digest = own
-                end = True
-            val = in_val(first, self.val_fraction)
-            split = ids["val" if val else "train"]
-            split.append(tokens)
-            if end:
-                split.append(self.eos)
-            length = len(tokens) + end
-            rows.append(struct.pack("<16s3Q2?", digest, length, len(utf8), len(text), val, end))
+            val = in_val(digest, self.val_fraction)
+            ids[val] += [tokens, self.eos]
+            length = len(tokens) + 1
+            rows.append(struct.pack("<16s3Q?", digest, length, len(utf8), len(text), val))
         table = np.frombuffer(b"".join(rows), ROW)
-        return Encoded(table, self.joined(ids["train"]), self.joined(ids["val"]), tally)
+        return Encoded(table, self.joined(ids[False]), self.joined(ids[True]), tally)
 
     def joined(self, arrays: list[np.ndarray]) -> bytes:
         empty = self.eos[:0]  # it lets concatenate work where there are no arrays
         return np.concatenate([*arrays, empty]).tobytes()
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids (n,) of a text. A long one is encoded in pieces, to save memory."""
-        parts = pieces(io.StringIO(text, newline="").read)
-        return np.concatenate([self.tokenizer.encode(part).astype(self.dtype) for part, _ in parts])
+        """Return the ids (n,) of a text. A long one is encoded in segments."""
+        encoded = (self.tokenizer.encode(segment) for segment in segments(text))
+        return np.concatenate([ids.astype(self.dtype) for ids in encoded])
+
+
+def segments(text: str) -> Iterator[str]:
+    """Yield a text in segments of about SEGMENT characters.
+
+    A segment ends after a word, before a space. Neither GPT-2's pattern nor a SentencePiece BPE
+    ever makes a token that reaches across this place, so the tokens are those of the whole text.
+    Where a million characters have no such place, the segment ends after a line, or else anywhere.
+    """
+    begin = 0
+    for end in range(2 * SEGMENT, len(text) + SEGMENT, SEGMENT):
+        window = text[begin:end]
+        last = re.match(r"(?s).*\S(?= )", window) or re.match(r"(?s).*\n", window)
+        size = last.end() if last else len(window)
+        yield window[:size]
+        begin += size
+    yield text[begin:]
 
 
 def in_val(digest: bytes, val_fraction: float) -> bool:

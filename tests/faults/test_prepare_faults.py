@@ -686,8 +686,6 @@ TOO_LONG = "longer than --max_record_mb=0.05"
 KINDS = {  # (suffix, --txt, encoding)
     "jsonl": ("jsonl", "file", "utf-8"),
     "utf-16": ("jsonl", "file", "utf-16"),
-    "array": ("json", "file", "utf-8"),
-    "objects": ("json", "file", "utf-8"),
     "line": ("txt", "line", "utf-8"),
     "block": ("txt", "block", "utf-8"),
 }
@@ -708,9 +706,8 @@ def with_long_records(kind: str) -> tuple[str, list[str]]:
         texts = [*texts[:20], "x" * (LIMIT - len('{"text": ""}')), *texts[20:]]
         lines = [json.dumps({"text": text}) for text in texts]
         fits = lines.pop(20)
-        between = ",\n" if kind == "array" else "\n"
-    corpus = between.join([*lines[:20], over, fits, *lines[20:40], over, *lines[40:]])
-    return f"[{corpus}]" if kind == "array" else f"{corpus}\n", texts
+        between = "\n"
+    return between.join([*lines[:20], over, fits, *lines[20:40], over, *lines[40:], ""]), texts
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -727,8 +724,8 @@ def test_a_record_beyond_the_limit_is_bad_and_the_next_are_read(tmp_path, monkey
     found = [records.documents(chunk, Cleaning(), tally) for chunk in chunks]
     assert [text.rstrip("\n") for documents in found for _, text, *_ in documents] == texts
     assert tally.bad == {TOO_LONG: 2} and tally.records == len(texts) + 2
-    place = {"json": ": element 21", "jsonl": ":21", "txt": ":21" if txt == "line" else ":41"}
-    assert tally.examples[0] == f"{path}{place[suffix]}: {TOO_LONG}"
+    line = 41 if kind == "block" else 21
+    assert tally.examples[0] == f"{path}:{line}: {TOO_LONG}"
     for n, chunk in enumerate(chunks):  # a restart after any chunk reads the same
         rest = Reader(sources, encoding, txt, LIMIT, chunk.file, chunk.record).chunks()
         assert str([c.records for c in rest]) == str([c.records for c in chunks[n + 1 :]])
@@ -738,22 +735,29 @@ MEASURE = """
 import resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
+from configurator import UserError
 from text.formats import Reader
 from text.sources import Source
 source = Source.at(Path(sys.argv[2]), sys.argv[3])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 chunks = Reader([source], sys.argv[5], sys.argv[4], 10**6).chunks()
-((_, record),) = [record for chunk in chunks for record in chunk.records]
-assert isinstance(record, ValueError), record
+try:
+    ((_, record),) = [record for chunk in chunks for record in chunk.records]
+    assert isinstance(record, ValueError), record
+except UserError as e:
+    assert source.kind == "json", e
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+LARGE = KINDS | {"array": ("json", "file", "utf-8"), "file": ("txt", "file", "utf-8")}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LARGE)
 def test_memory_does_not_grow_with_a_record(tmp_path, kind):
     """A process reads a record of 200 million characters, where 1 million is the limit."""
-    suffix, txt, encoding = KINDS[kind]
+    suffix, txt, encoding = LARGE[kind]
     begin = '[{"text": [' if kind == "array" else '{"text": ['
     part = '["[{' + "z" * 1990 + '", 1],'
     end = "1]}]" if kind == "array" else "1]}\n"
@@ -767,10 +771,29 @@ def test_memory_does_not_grow_with_a_record(tmp_path, kind):
         for _ in range(100):
             f.write(part * 1000)
         f.write(end)
-    argv = [sys.executable, "-c", MEASURE, str(REPO), str(path), *KINDS[kind]]
+    argv = [sys.executable, "-c", MEASURE, str(REPO), str(path), *LARGE[kind]]
     grown = subprocess.run(argv, capture_output=True, text=True)
     assert grown.returncode == 0, grown.stderr
     assert int(grown.stdout) < 50_000  # kilobytes
+
+
+@pytest.mark.parametrize("begin, end", ["[]", ("", "")])
+def test_an_element_of_json_beyond_the_limit_is_an_error_that_says_which(
+    tmp_path, refuses, begin, end
+):
+    path = tmp_path / "c.json"
+    path.write_text(f'{begin}{{"text": "one"}}, {{"text": "{"z" * LIMIT}"}}{end}')
+    error = refuses(prepare.main, "--input", path, *options(tmp_path, "--max_record_mb=0.05"))
+    assert f"{path}: element 2: {TOO_LONG}" in error
+
+
+def test_a_text_file_beyond_the_limit_is_bad_and_the_next_is_read(tmp_path):
+    for name, length in (("a", LIMIT + 1), ("b", LIMIT), ("c", 10)):
+        (tmp_path / f"{name}.txt").write_text(name * length)
+    files = sorted(tmp_path.glob("?.txt"))
+    folder, meta = prepare_set(tmp_path, *files, max_record_mb=0.05, max_bad=0.5)
+    assert meta["records"]["examples"] == [f"{files[0]}: {TOO_LONG}"]
+    assert "".join(documents(folder)) == "b" * LIMIT + "c" * 10
 
 
 LONG_ROWS = {
