@@ -243,13 +243,13 @@ def make_data_set(cfg: PrepareConfig, rank: int, world: int) -> None:
     name = name_of_set(cfg)
     target = Path(cfg.data_dir) / name
     scratch = target.with_name(f".{name}.tmp")  # in the same folder: a rename needs one file system
-    held, before = claim(target, scratch) if rank == 0 else (None, {})
+    held = claim(target, scratch) if rank == 0 else None
     gather(None, world)
     if not scratch.exists():
         missing = f"{scratch}: rank 0 made this folder, but this process does not see it"
         raise UserError(f"{missing}: data_dir must be a folder that all machines share")
     try:
-        said = build(cfg, target, before, scratch, rank, world)
+        said = build(cfg, target, scratch, rank, world)
         if rank == 0:
             remove_scratch(scratch)
     except BaseException as e:
@@ -297,14 +297,13 @@ def worth_keeping(scratch: Path, cfg: PrepareConfig) -> bool:
 def build(
     cfg: PrepareConfig,
     target: Path,
-    before: dict[str, tuple],
     scratch: Path,
     rank: int,
     world: int,
 ) -> str:
     """Make the data set in `scratch`, put it in the place of the old one, and return the report.
 
-    before: the files of the old data set, as claim() found them. Ranks above 0 return "".
+    Ranks above 0 return "".
     """
     started = time.perf_counter()
     got = download_all(cfg.input, Path(cfg.data_dir), cfg.format) if rank == 0 else None
@@ -348,7 +347,7 @@ def build(
 
     warning = warn_of_large_vocabulary(meta) if cfg.tokenizer == "train" else ""
     said = f"\n{report(meta, target)}\n{warning}{first_document(new, meta)}"
-    replace_set(new, target, before)
+    replace_set(new, target)
     return f"{said}\n  made in {time.perf_counter() - started:.0f} s"
 
 

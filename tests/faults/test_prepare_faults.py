@@ -85,6 +85,10 @@ prepare.Part.commit, prepare.Part.write = counting, last_write
 """
 
 
+def fails(path: Path, *_):
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+
 def tree(folder: Path) -> dict[str, str]:
     """Return what is in a folder: path -> hash of a file, target of a link, or "" for a folder."""
     found = {}
@@ -216,9 +220,9 @@ def test_a_folder_of_somebody_called_old_stays(corpus, tmp_path):
 
 @pytest.mark.parametrize("name", ["notes.md", "train.bin"])
 def test_what_is_put_into_the_data_set_meanwhile_is_not_deleted(
-    corpus, reference, tmp_path, refuses, monkeypatch, name
+    corpus, reference, tmp_path, monkeypatch, capsys, name
 ):
-    """The finished set waits in the scratch folder. The same command does not encode it again."""
+    """The old data set stays with it, under another name, also after the next run."""
     data = tmp_path / "data"
     merge = prepare.merge
     old, _ = prepare_set(tmp_path, write_jsonl(tmp_path / "old.jsonl", make_records(40)))
@@ -228,15 +232,24 @@ def test_what_is_put_into_the_data_set_meanwhile_is_not_deleted(
         return merge(*arguments)
 
     monkeypatch.setattr(prepare, "merge", somebody_writes)
-    error = refuses(prepare.main, "--input", *corpus, *options(data, "--shard_mb=64"))
-    message = {"train.bin": "was changed by something else", "notes.md": "holds 'notes.md'"}[name]
-    assert message in error and "the finished work is kept in" in error
-    assert (old / name).read_text() == "precious"
-    (old / name).rename(tmp_path / name)
-    monkeypatch.setattr(prepare, "merge", merge)
+    call(prepare.main, "--input", *corpus, *options(data))
+    monkeypatch.undo()
+    for _ in range(2):
+        assert contents(old) == reference and sorted(os.listdir(data)) == [".set.old", "set"]
+        assert (data / ".set.old" / name).read_text() == "precious"
+        assert f"{data / '.set.old'} stays" in capsys.readouterr().err
+        call(prepare.main, "--input", *corpus, *options(data))
+
+
+def test_a_finished_set_that_waits_is_not_encoded_again(
+    corpus, reference, tmp_path, refuses, monkeypatch
+):
+    with monkeypatch.context() as bad_disk:
+        bad_disk.setattr(folders, "put_in_place", fails)
+        refuses(prepare.main, "--input", *corpus, *options(tmp_path, "--shard_mb=64"))
     monkeypatch.setattr(prepare.Encoder, "__call__", None)  # which would fail
-    call(prepare.main, "--input", *corpus, *options(data, "--shard_mb=64"))
-    assert contents(old) == reference and os.listdir(data) == ["set"]
+    call(prepare.main, "--input", *corpus, *options(tmp_path, "--shard_mb=64"))
+    assert contents(tmp_path / "set") == reference and os.listdir(tmp_path) == ["set"]
 
 
 def test_a_file_that_comes_at_the_last_moment_is_not_deleted(corpus, tmp_path, monkeypatch, capsys):
@@ -405,9 +418,6 @@ def test_a_disk_that_fails_for_a_moment_costs_no_work(
     corpus, reference, interrupted, tmp_path, refuses, monkeypatch, capsys
 ):
     shutil.copytree(interrupted, tmp_path / ".set.tmp")
-
-    def fails(path, *arguments):
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     with monkeypatch.context() as bad_disk:
         bad_disk.setattr("text.encode.reopened", fails)
@@ -942,23 +952,21 @@ def test_a_file_of_several_streams_is_read_whole_or_refused(tmp_path, refuses, m
         assert "damaged or cut off" in refuses(prepare.main, "--input", path, *options(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["train.bin", "tokenizer.model", "meta.json"])
+@pytest.mark.parametrize("name", ["train.bin", "tokenizer.model", "meta.json", "a link"])
 def test_a_file_of_somebody_elses_with_the_name_of_one_of_ours_stays(
-    corpus, tmp_path, refuses, name
+    corpus, reference, tmp_path, name
 ):
     folder, meta = prepare_set(tmp_path, *corpus, tokenizer="train", vocab_size=400)
+    path = folder / ("train.bin" if name == "a link" else name)
     text = json.dumps(meta | {"mine": 1}) if name == "meta.json" else "precious"
-    (folder / name).write_text(text)
-    error = refuses(prepare.main, "--input", *corpus, *options(tmp_path / "data"))
-    assert name in error and "move it away" in error and (folder / name).read_text() == text
-
-
-def test_a_link_in_place_of_a_file_of_a_data_set_stays(corpus, tmp_path, refuses):
-    folder, _ = prepare_set(tmp_path, *corpus, tokenizer="train", vocab_size=400)
-    (folder / "train.bin").rename(tmp_path / "on another disk")
-    (folder / "train.bin").symlink_to(tmp_path / "on another disk")
-    error = refuses(prepare.main, "--input", *corpus, *options(tmp_path / "data"))
-    assert "train.bin is no plain file" in error and (folder / "train.bin").is_symlink()
+    path.write_text(text)
+    if name == "a link":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    call(prepare.main, "--input", *corpus, *options(tmp_path / "data"))
+    left = folder.with_name(".set.old") / path.name
+    assert contents(folder) == reference and left.read_text() == text
+    assert left.is_symlink() == (name == "a link")
 
 
 def test_equal_blocks_are_equal_wherever_they_stand_in_a_file(tmp_path):
