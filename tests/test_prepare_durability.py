@@ -328,7 +328,7 @@ def test_inspect_verifies_a_data_set_and_shows_documents(reference, capsys, refu
     heading, text = shown.split(", then eos\n")
     begin, end = (int(n.replace(",", "")) for n in heading.split(" to "))
     assert begin <= 1000 <= end and text in texts
-    call(prepare.main, "--inspect", reference, "--show=random", "--split=val", "--count=1")
+    call(prepare.main, "--inspect", reference, "--show=random", "--count=1")
     assert capsys.readouterr().out.rstrip("\n").split(", then eos\n")[1] in texts
     assert "train.bin has" in refuses(prepare.main, "--inspect", reference, "--show=99999999")
 

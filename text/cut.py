@@ -20,7 +20,7 @@ from text.records import Tally, documents
 from text.settings import PrepareConfig, cleaning, reader_of
 from text.sources import Source
 
-Finished = list[tuple[list[Source], Part]]  # the part of each process, and the files it was made of
+Shares = list[tuple[list[Source], Part]]  # the part of each process, and the files it was made of
 
 
 def too_few(splits: dict[str, dict], val_fraction: float) -> bool:
@@ -34,7 +34,7 @@ def too_few(splits: dict[str, dict], val_fraction: float) -> bool:
 
 def cut_by_text(
     cfg: PrepareConfig,
-    finished: Finished,
+    shares: Shares,
     duplicate: np.ndarray,
     splits: dict[str, dict],
     encoder: Encoder,
@@ -56,7 +56,7 @@ def cut_by_text(
     new = Part(folder, key="")
     new.open([])
     end = 0  # how many characters come before the end of the document
-    for sources, row, ids in kept_rows(finished, duplicate, encoder.dtype):
+    for sources, row, ids in kept_rows(shares, duplicate, encoder.dtype):
         begin = end
         end += int(row["characters"])
         if begin < cut < end:
@@ -72,11 +72,11 @@ def cut_by_text(
 
 
 def kept_rows(
-    finished: Finished, duplicate: np.ndarray, dtype: np.dtype
+    shares: Shares, duplicate: np.ndarray, dtype: np.dtype
 ) -> Iterator[tuple[list[Source], np.ndarray, np.ndarray]]:
     """Yield (the files of its part, row, its token ids) for each row, in the order of the input."""
     number = 0  # of the document
-    for sources, part in finished:
+    for sources, part in shares:
         files = {val: open(part.paths["val" if val else "train"], "rb") for val in (False, True)}
         for row in np.fromfile(part.paths["rows"], ROW):
             ids = np.fromfile(files[bool(row["val"])], dtype, int(row["tokens"]))

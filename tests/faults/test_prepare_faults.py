@@ -9,10 +9,8 @@ import lzma
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +26,7 @@ from hardware import disk
 from text import folders, formats, records, sources, train_tokenizer
 from text.dataset import open_dataset
 from text.formats import Reader
+from text.ranks import Ranks
 from text.records import Cleaning, Tally
 from text.sources import Source
 
@@ -518,16 +517,16 @@ def test_standard_input_goes_on_if_the_same_is_piped(corpus, tmp_path, capsys, m
 def test_an_empty_last_file_belongs_to_a_process_too(tmp_path):
     sources = [Source(Path(str(i)), "jsonl", str(i), size) for i, size in enumerate((5, 5, 0))]
     for world in (1, 2, 3, 4):
-        shares = [prepare.share_of(sources, rank, world) for rank in range(world)]
+        shares = [prepare.share_of(sources, Ranks(rank, world)) for rank in range(world)]
         assert [s.name for share in shares for s in share] == ["0", "1", "2"]
 
 
 def test_processes_that_see_other_files_are_an_error(corpus, tmp_path, monkeypatch):
     """With another list of files, a process would take another share than is left to it."""
     cfg = prepare.PrepareConfig(input=(str(corpus[0]), str(corpus[1])))
-    monkeypatch.setattr(prepare, "gather", lambda value, world: [value, value[:1]])
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value, value[:1]])
     with pytest.raises(UserError, match="1.jsonl: not the same for the processes 0 and 1"):
-        prepare.find_input(cfg, {}, tmp_path, tmp_path, 2)
+        prepare.find_input(cfg, {}, tmp_path, tmp_path, Ranks(0, 2))
 
 
 @pytest.mark.slow
@@ -1022,19 +1021,3 @@ def test_a_text_does_not_steer_the_terminal(tmp_path, capsys):
     call(prepare.main, f"--inspect={folder}", "--count=2")
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "\\x1b[2J\\x07 text" in shown and "\tand\nmore" in shown
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_ends_prepare_at_once(corpus, tmp_path):
-    path = write_jsonl(tmp_path / "large.jsonl", make_records(20_000))
-    argv = [sys.executable, str(REPO / "prepare.py"), "--input", str(path)]
-    argv += [*options(tmp_path), "--workers=2"]
-    pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    process = subprocess.Popen(argv, start_new_session=True, **pipes)
-    harness.wait_for(process, lambda: any(tmp_path.glob(".set.tmp/part0/*")))
-    for _ in range(2):
-        os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.1)
-    assert b"Traceback" not in process.communicate(timeout=60)[1]
-    # Python restores the default action of SIGINT while it shuts down; a shell shows 130 for both.
-    assert process.returncode in (130, -signal.SIGINT)
