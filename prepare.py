@@ -43,14 +43,9 @@ import io
 import os
 import re
 import shutil
-import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from multiprocessing import active_children
 from pathlib import Path
 
 import numpy as np
@@ -65,13 +60,13 @@ from hardware.disk import (
     unseal,
     write_whole,
 )
-from text.cut import Finished, cut_by_text, too_few
+from text.cut import Shares, cut_by_text, too_few
 from text.dataset import FORMAT_VERSION, document_texts, load_tokenizer, open_dataset, verify
 from text.demo import demo_sources
 from text.download import download_all, file_of, is_url, without_secrets
 from text.encode import Encoder, Part, encode
 from text.folders import STDIN, WORK, claim, fingerprint, remove_scratch, replace_set
-from text.formats import CHUNK, PIECE, Chunk
+from text.formats import CHUNK, Chunk
 from text.hf_tokenizer import hugging_face_files
 from text.landmarks import count_landmarks
 from text.look import (
@@ -84,7 +79,7 @@ from text.look import (
     warn_of_large_vocabulary,
 )
 from text.merge import count, find_duplicates, merge
-from text.ranks import all_ranks, gather, share_of
+from text.ranks import Ranks, all_ranks, share_of
 from text.records import Tally, printable
 from text.replay import run_loader, sample_texts
 from text.settings import PrepareConfig, check_bad, cleaning, foreseen, reader_of, what_is_read
@@ -97,7 +92,7 @@ from training.metrics import read_metrics
 
 
 def find_input(
-    cfg: PrepareConfig, files: dict[str, Path], target: Path, scratch: Path, world: int
+    cfg: PrepareConfig, files: dict[str, Path], target: Path, scratch: Path, ranks: Ranks
 ) -> tuple[list[Source], dict[str, Counter]]:
     """Return the files to read, and for each --input argument how many files were skipped and why.
 
@@ -105,7 +100,7 @@ def find_input(
     see the same files.
     """
     if "-" in cfg.input:
-        if len(cfg.input) > 1 or world > 1:
+        if len(cfg.input) > 1 or ranks.world > 1:
             rule = "standard input must be the only input, and be read by one process"
             raise UserError(f"--input -: {rule}")
         return [take_in(sys.stdin.buffer, cfg, scratch / STDIN)], {}
@@ -113,7 +108,7 @@ def find_input(
         paths = [path for folder in (target, scratch) for path in folder.rglob("*")]
         own = [path for path in paths if path.is_file()]
         inputs = [str(files.get(argument, argument)) for argument in cfg.input]
-        sources, passed_by = find_sources(inputs, cfg.format, own)
+        sources, skipped = find_sources(inputs, cfg.format, own)
         urls = {file: without_secrets(url) for url, file in files.items()}
         for source in sources:
             source.name = urls.get(source.path, source.name)
@@ -121,15 +116,15 @@ def find_input(
         if cfg.name not in ("", "demo"):
             note("no --input is given: the corpus is documentation of Python, numpy and torch")
         sources = demo_sources()
-        passed_by = {}
-    lists = gather([(s.name, s.kind, s.bytes) for s in sources], world)
+        skipped = {}
+    lists = ranks.gather([(s.name, s.kind, s.bytes) for s in sources])
     for rank, other in enumerate(lists):
         if other != lists[0]:  # some files would be read twice, or by no process
             only_in_one = {*other} ^ {*lists[0]}
             name, *_ = next(iter(only_in_one), other[0])
-            what = f"not the same for the processes 0 and {rank}"
-            raise UserError(f"{name}: {what}: all processes must see the same files")
-    return sources, passed_by
+            problem = f"not the same for the processes 0 and {rank}"
+            raise UserError(f"{name}: {problem}: all processes must see the same files")
+    return sources, skipped
 
 
 def take_in(stdin: io.BufferedReader, cfg: PrepareConfig, path: Path) -> Source:
@@ -169,7 +164,7 @@ def inspect(cfg: PrepareConfig) -> None:
         for split in ("train", "val"):
             verify(folder, meta, split)
         print("  verified: hashes, every id below the vocabulary, an eos behind every document\n")
-        texts = document_texts(folder, meta, cfg.split, cfg.show, cfg.count)
+        texts = document_texts(folder, meta, "train", cfg.show, cfg.count)
     for heading, text in texts:
         print(f"---- {heading}\n{printable(text)}")
 
@@ -179,35 +174,8 @@ def main() -> None:
     if cfg.inspect:
         inspect(cfg)
         return
-    with all_ranks() as (rank, world), second_ctrl_c_ends_all():
-        make_data_set(cfg, rank, world)
-
-
-@contextmanager
-def second_ctrl_c_ends_all() -> Iterator[None]:
-    """End the work in order at the first Ctrl-C, and at once at the second one.
-
-    The second Ctrl-C kills all worker processes and this process. That may happen at any moment,
-    because the same command continues from what is on the disk.
-    """
-    pressed: list[int] = []
-
-    def press(number: int, frame) -> None:
-        if pressed:
-            for child in active_children():
-                child.kill()
-            os._exit(128 + number)
-        pressed.append(number)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield
-    finally:
-        # After a first Ctrl-C the handler stays: Python waits for the workers when it exits, and a
-        # second Ctrl-C must be able to end that.
-        if not pressed:
-            signal.signal(signal.SIGINT, before)
+    with all_ranks() as ranks:
+        make_data_set(cfg, ranks)
 
 
 def name_of_set(cfg: PrepareConfig) -> str:
@@ -234,7 +202,7 @@ def name_of_set(cfg: PrepareConfig) -> str:
     return name
 
 
-def make_data_set(cfg: PrepareConfig, rank: int, world: int) -> None:
+def make_data_set(cfg: PrepareConfig, ranks: Ranks) -> None:
     """Lock the folders, call `build`, and print its report.
 
     If `build` fails, keep the scratch folder if the same command can continue from it, remove it
@@ -243,22 +211,24 @@ def make_data_set(cfg: PrepareConfig, rank: int, world: int) -> None:
     name = name_of_set(cfg)
     target = Path(cfg.data_dir) / name
     scratch = target.with_name(f".{name}.tmp")  # in the same folder: a rename needs one file system
-    held, before = claim(target, scratch) if rank == 0 else (None, {})
-    gather(None, world)
+    is_first = ranks.rank == 0
+    lock = claim(target, scratch) if is_first else None
+    ranks.gather(None)
     if not scratch.exists():
         missing = f"{scratch}: rank 0 made this folder, but this process does not see it"
         raise UserError(f"{missing}: data_dir must be a folder that all machines share")
     try:
-        said = build(cfg, target, before, scratch, rank, world)
-        if rank == 0:
+        text = build(cfg, target, scratch, ranks)
+        if is_first:
             remove_scratch(scratch)
     except BaseException as e:
-        kept = ""
+        hint = ""
         if worth_keeping(scratch, cfg):
-            kept = f"the finished work is kept in {scratch}: run the same command again to continue"
-        elif rank == 0:
+            hint = (
+                f"; the finished work is kept in {scratch}: run the same command again to continue"
+            )
+        elif is_first:
             remove_scratch(scratch)
-        hint = f"; {kept}" if kept else ""
         if isinstance(e, OSError) and not isinstance(e, BrokenPipeError):  # most often: a full disk
             where = e.filename or f"writing {target}"
             raise OneRankError(f"{where}: {e.strerror}{hint}") from None
@@ -266,15 +236,15 @@ def make_data_set(cfg: PrepareConfig, rank: int, world: int) -> None:
             raise OneRankError(f"out of memory: lower --workers or --max_record_mb{hint}") from None
         if isinstance(e, UserError):
             e.args = (f"{e}{hint}",)
-        elif kept and rank == 0:
-            print(kept, file=sys.stderr)
+        elif hint and is_first:
+            print(hint.removeprefix("; "), file=sys.stderr)
         raise
     finally:
-        if rank == 0:
-            held.close()
+        if is_first:
+            lock.close()
             remove_only(scratch, ())  # if it is empty
-    if rank == 0:
-        print(folded(printable(said), columns()))
+    if is_first:
+        print(folded(printable(text), columns()))
 
 
 def worth_keeping(scratch: Path, cfg: PrepareConfig) -> bool:
@@ -294,62 +264,35 @@ def worth_keeping(scratch: Path, cfg: PrepareConfig) -> bool:
 # Making a data set: tokenizer, one part for each process, all parts joined, old set replaced
 
 
-def build(
-    cfg: PrepareConfig,
-    target: Path,
-    before: dict[str, tuple],
-    scratch: Path,
-    rank: int,
-    world: int,
-) -> str:
+def build(cfg: PrepareConfig, target: Path, scratch: Path, ranks: Ranks) -> str:
     """Make the data set in `scratch`, put it in the place of the old one, and return the report.
 
-    before: the files of the old data set, as claim() found them. Ranks above 0 return "".
+    Ranks above 0 return "".
     """
     started = time.perf_counter()
-    got = download_all(cfg.input, Path(cfg.data_dir), cfg.format) if rank == 0 else None
-    files = gather(got, world)[0]
-    sources, passed_by = find_input(cfg, files, target, scratch, world)
+    files = ranks.of_first(lambda: download_all(cfg.input, Path(cfg.data_dir), cfg.format))
+    sources, skipped = find_input(cfg, files, target, scratch, ranks)
     total = sum(s.bytes for s in sources)
     workers = number_of_workers(cfg, total)
 
     tokenizer = scratch / "tokenizer"
-    made = make_tokenizer(cfg, sources, workers, tokenizer) if rank == 0 else None
-    info = gather(made, world)[0]
-
-    mine = share_of(sources, rank, world)
-    part = Part(scratch / f"part{rank}", part_key(cfg, info, rank, world))
+    info = ranks.of_first(lambda: make_tokenizer(cfg, sources, workers, tokenizer))
     file = tokenizer / info["file"]
     encoder = Encoder(file, info, cleaning(cfg), cfg.min_tokens, cfg.val_fraction)
-    encode_share(cfg, part, mine, encoder, workers, total)
-    finished = gather((mine, part), world)
-    if rank > 0:
+
+    share = share_of(sources, ranks)
+    part = Part(scratch / f"part{ranks.rank}", part_key(cfg, info, ranks))
+    encode_share(cfg, part, share, encoder, workers, total)
+    shares = ranks.gather((share, part))
+    if ranks.rank > 0:
         return ""
 
-    parts = [written for _, written in finished]
-    tally = added_up(parts)
-    check_bad(tally, cfg, tally.records)
-    check_unchanged({tokenizer / info["file"]: info["sha256"]} | hashes(parts, "rows"))
     new = scratch / "set"
-    remove_only(new, WORK["set"])
-    new.mkdir()
-    splits, lengths, few = write_splits(cfg, finished, tally, encoder, new)
-    info["files"] = copy_tokenizer(tokenizer, info, new)
-    read = [source for share, _ in finished for source in share]
-    meta = describe_set(cfg, info, splits, lengths, tally)
-    if few:
-        meta["few_documents"] = few
-    with ThreadPoolExecutor(1) as other:  # hashing and counting run at the same time
-        landmarks = other.submit(count_landmarks, new, meta)
-        check_unchanged(hashes(parts, "train") | hashes(parts, "val"))
-    meta["landmarks"] = landmarks.result()
-    meta |= {"sources": describe_sources(cfg, read, passed_by), "settings": settings_of(cfg)}
-    write_whole(new / "meta.json", json_bytes(sealed(meta)))
-
+    meta = write_set(cfg, shares, encoder, skipped, new)
     warning = warn_of_large_vocabulary(meta) if cfg.tokenizer == "train" else ""
-    said = f"\n{report(meta, target)}\n{warning}{first_document(new, meta)}"
-    replace_set(new, target, before)
-    return f"{said}\n  made in {time.perf_counter() - started:.0f} s"
+    text = f"\n{report(meta, target)}\n{warning}{first_document(new, meta)}"
+    replace_set(new, target)
+    return f"{text}\n  made in {time.perf_counter() - started:.0f} s"
 
 
 def number_of_workers(cfg: PrepareConfig, total: int) -> int:
@@ -365,18 +308,16 @@ def number_of_workers(cfg: PrepareConfig, total: int) -> int:
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
-def part_key(cfg: PrepareConfig, info: dict, rank: int, world: int) -> str:
+def part_key(cfg: PrepareConfig, info: dict, ranks: Ranks) -> str:
     """Return a hash of all that decides the content of a part, except the files that are read."""
     # The journal of a part counts records. In .jsonl such a record is a block of lines of about
-    # CHUNK characters, in a long .txt a piece of about PIECE. With other sizes the same count would
-    # mean another place in the file.
-    positions = [CHUNK, PIECE]
-    settings = [what_is_read(cfg), cfg.min_tokens, cfg.val_fraction, positions]
-    return fingerprint([FORMAT_VERSION, info, settings, rank, world])
+    # CHUNK characters: with another size the same count would mean another place in the file.
+    settings = [what_is_read(cfg), cfg.min_tokens, cfg.val_fraction, CHUNK]
+    return fingerprint([FORMAT_VERSION, info, settings, *ranks])
 
 
 def encode_share(
-    cfg: PrepareConfig, part: Part, mine: list[Source], encoder: Encoder, workers: int, total: int
+    cfg: PrepareConfig, part: Part, share: list[Source], encoder: Encoder, workers: int, total: int
 ) -> None:
     """Encode the files of this process into its part. total: bytes that all processes read."""
 
@@ -384,8 +325,8 @@ def encode_share(
         check_bad(tally, cfg, foreseen(tally, chunk, total))
 
     try:
-        part.open(mine)
-        reader = reader_of(mine, cfg, part.file, part.record)
+        part.open(share)
+        reader = reader_of(share, cfg, part.file, part.record)
         encode(part, reader, encoder, workers, cfg.shard_mb * 1e6, check)
     except UserError as e:
         raise OneRankError(str(e)) from None  # the other ranks do not know of it
@@ -393,11 +334,30 @@ def encode_share(
         part.close()
 
 
-def added_up(parts: list[Part]) -> Tally:
+def write_set(
+    cfg: PrepareConfig, shares: Shares, encoder: Encoder, skipped: dict[str, Counter], new: Path
+) -> dict:
+    """Write the data set of all parts into the folder `new`, and return its meta.json."""
+    parts = [part for _, part in shares]
     tally = Tally()
     for part in parts:
         tally.add(part.tally)
-    return tally
+    check_bad(tally, cfg, tally.records)
+    info = encoder.info
+    check_unchanged({encoder.file: info["sha256"]} | hashes(parts, "rows"))
+    remove_only(new, WORK["set"])
+    new.mkdir()
+    splits, lengths, few = write_splits(cfg, shares, tally, encoder, new)
+    info["files"] = copy_tokenizer(encoder.file, new)
+    meta = describe_set(cfg, info, splits, lengths, tally)
+    if few:
+        meta["few_documents"] = few
+    check_unchanged(hashes(parts, "train") | hashes(parts, "val"))
+    meta["landmarks"] = count_landmarks(new, meta)
+    sources = [source for share, _ in shares for source in share]
+    meta |= {"sources": describe_sources(cfg, sources, skipped), "settings": settings_of(cfg)}
+    write_whole(new / "meta.json", json_bytes(sealed(meta)))
+    return meta
 
 
 def hashes(parts: list[Part], name: str) -> dict[Path, str]:
@@ -416,14 +376,14 @@ def check_unchanged(written: dict[Path, str]) -> None:
 
 
 def write_splits(
-    cfg: PrepareConfig, finished: Finished, tally: Tally, encoder: Encoder, new: Path
+    cfg: PrepareConfig, shares: Shares, tally: Tally, encoder: Encoder, new: Path
 ) -> tuple[dict[str, dict], Counter, int]:
     """Join the parts into new/train.bin and new/val.bin; with --dedup leave out duplicates.
 
     Return the counts and the hash of each split, {length in tokens: documents}, and the number of
     documents if they were too few to be split in any other way than by text, else 0.
     """
-    parts = [part for _, part in finished]
+    parts = [part for _, part in shares]
     duplicate = find_duplicates(parts) if cfg.dedup else np.zeros(0, bool)
     if duplicate.any():
         tally.dropped["equal to an earlier document"] = int(duplicate.sum())
@@ -433,7 +393,7 @@ def write_splits(
     few = 0
     if too_few(splits, cfg.val_fraction):
         few = lengths.total()
-        parts = [cut_by_text(cfg, finished, duplicate, splits, encoder, new.parent / "cut")]
+        parts = [cut_by_text(cfg, shares, duplicate, splits, encoder, new.parent / "cut")]
         duplicate = np.zeros(0, bool)
         splits, lengths = count(parts, duplicate)
     itemsize = encoder.dtype.itemsize
@@ -446,10 +406,10 @@ def write_splits(
     return splits, lengths, few
 
 
-def copy_tokenizer(tokenizer: Path, info: dict, new: Path) -> dict[str, str]:
-    """Copy the tokenizer's files into the new data set; return {name: SHA-256}."""
+def copy_tokenizer(file: Path, new: Path) -> dict[str, str]:
+    """Copy the tokenizer's file, and those beside it; return {name: SHA-256}."""
     hashes = {}
-    for path in [tokenizer / info["file"], *hugging_face_files(tokenizer)]:
+    for path in [file, *hugging_face_files(file.parent)]:
         copy = new / path.name
         shutil.copyfile(path, copy)
         sync_to_disk(copy)

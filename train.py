@@ -153,9 +153,7 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     newest_data = not cfg.dataset
     named = machine.decide(lambda: cfg.dataset or newest_dataset(cfg.data_dir))
     cfg = replace(cfg, dataset=cfg.dataset or named)
-    # The first rank of each computer opens the data first: it may have to plan the windows.
-    first = machine.together(lambda: open_data(cfg) if machine.local_rank == 0 else None)
-    data = machine.together(lambda: first or open_data(cfg))
+    data = machine.together(lambda: open_data(cfg))
     sets = data.sets
     model, earlier = machine.together(lambda: open_model(cfg, machine, origin, sets))
     progress = Progress()

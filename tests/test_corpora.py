@@ -16,7 +16,8 @@ from test_prepare import TEXTS, documents, prepare_set
 
 import prepare
 from text import formats, sources
-from text.formats import Reader, pieces
+from text.encode import segments
+from text.formats import Reader
 from text.records import record_text
 from text.sources import Source
 
@@ -233,12 +234,11 @@ def test_of_equal_documents_the_first_stays_and_all_others_go(tmp_path):
         assert (folder / split).read_bytes() == (whole / split).read_bytes()
 
 
-# -- documents larger than a piece --
+# -- documents larger than a segment --
 
 
-def test_a_long_document_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "PIECE", 1000)
-    monkeypatch.setattr("text.encode.PIECE", 1000)
+def test_a_long_document_in_segments_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("text.encode.SEGMENT", 1000)
     words = " ".join(record_text(r)[0] for r in make_records(60))
     model = tmp_path / "data" / "m" / "tokenizer.model"
     corpus = write_jsonl(tmp_path / "c.jsonl", make_records(100))
@@ -246,11 +246,11 @@ def test_a_long_document_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeyp
     for i in range(20):
         (tmp_path / f"{i}.txt").write_text(f"{i} " + words, encoding="utf-8")
     paths = [tmp_path / f"{i}.txt" for i in range(20)]
-    in_pieces, meta = prepare_set(tmp_path, *paths, tokenizer=model)
+    in_segments, meta = prepare_set(tmp_path, *paths, tokenizer=model)
     monkeypatch.undo()
     lines = write_texts(tmp_path / "whole.jsonl", [f"{i} " + words for i in range(20)])
     whole, whole_meta = prepare_set(tmp_path, lines, tokenizer=model, name="whole")
-    assert documents(in_pieces) == documents(whole)
+    assert documents(in_segments) == documents(whole)
     for key in ("tokens", "bytes", "characters", "documents"):
         totals = [sum(s[key] for s in m["splits"].values()) for m in (meta, whole_meta)]
         assert totals[0] == totals[1]
@@ -261,33 +261,30 @@ LONG_TEXTS = ["", "a", "word " * 50, "无空格" * 100, "x\n" * 100, " " * 200, 
 
 
 @pytest.mark.parametrize("text", LONG_TEXTS)
-def test_pieces_put_together_are_the_document(monkeypatch, text):
-    monkeypatch.setattr(formats, "PIECE", 30)
-    parts = list(pieces(io.StringIO(text, newline="").read))
-    assert "".join(part for part, _ in parts) == text
-    assert [is_last for _, is_last in parts] == [False] * (len(parts) - 1) + [True]
-    assert max(len(part) for part, _ in parts) <= 60
+def test_segments_put_together_are_the_document(monkeypatch, text):
+    monkeypatch.setattr("text.encode.SEGMENT", 30)
+    assert "".join(segments(text)) == text
+    assert max(map(len, segments(text))) <= 60
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "txt"])
 def test_the_reader_goes_on_from_any_position(tmp_path, monkeypatch, suffix):
     monkeypatch.setattr(formats, "CHUNK", 300)
-    monkeypatch.setattr(formats, "PIECE", 100)
     texts = [f"{t} {i}" for i in range(30) for t in TEXTS]
     content = {
         "jsonl": jsonl(texts),
         "json": json.dumps([{"text": t} for t in texts]),
         "csv": "text\n" + "".join(f'"{t}"\n' for t in texts),
-        "txt": " ".join(texts),
+        "txt": "\n".join(texts),
     }[suffix]
     sources = []
     for i in range(2):
         (tmp_path / f"{i}.{suffix}").write_text(content, encoding="utf-8")
         sources.append(Source.at(tmp_path / f"{i}.{suffix}", suffix))
-    chunks = list(Reader(sources, "utf-8", "file", 10**6).chunks())
+    chunks = list(Reader(sources, "utf-8", "line", 10**6).chunks())
     assert len(chunks) > 6
     for n, chunk in enumerate(chunks):
-        rest = Reader(sources, "utf-8", "file", 10**6, chunk.file, chunk.record).chunks()
+        rest = Reader(sources, "utf-8", "line", 10**6, chunk.file, chunk.record).chunks()
         wanted = [r for c in chunks[n + 1 :] for r in c.records]
         assert [r for c in rest for r in c.records] == wanted
 

@@ -25,10 +25,9 @@ def as_nanogpt_splits(text: str, val_fraction: float) -> tuple[list[str], list[s
 
 
 @pytest.fixture
-def small_pieces(monkeypatch):
-    """A text is read and encoded in pieces of about a thousand characters."""
-    monkeypatch.setattr(formats, "PIECE", 1000)
-    monkeypatch.setattr("text.encode.PIECE", 1000)
+def small_segments(monkeypatch):
+    """A text is encoded in segments of about a thousand characters."""
+    monkeypatch.setattr("text.encode.SEGMENT", 1000)
     monkeypatch.setattr(formats, "CHUNK", 2000)
 
 
@@ -54,8 +53,8 @@ def test_one_text_file_is_split_at_the_last_tenth(tmp_path, capsys, val_fraction
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".json"])
-def test_the_tokens_of_each_split_are_those_of_its_text(tmp_path, small_pieces, suffix):
-    """Whatever the format, and even if the text is longer than a piece."""
+def test_the_tokens_of_each_split_are_those_of_its_text(tmp_path, small_segments, suffix):
+    """Whatever the format, and even if the text is longer than a segment."""
     path = tmp_path / f"play{suffix}"
     if suffix == ".txt":
         path.write_text(PLAY, encoding="utf-8")
@@ -71,8 +70,8 @@ def test_the_tokens_of_each_split_are_those_of_its_text(tmp_path, small_pieces, 
 
 
 @pytest.mark.parametrize("number", [2, 3, 9])
-def test_of_a_few_files_the_last_characters_are_val(tmp_path, small_pieces, number):
-    """Only the file at the cut is cut, wherever in its pieces that is."""
+def test_of_a_few_files_the_last_characters_are_val(tmp_path, small_segments, number):
+    """Only the file at the cut is cut, wherever in its segments that is."""
     texts = [f"book {i} {PLAY[: 3000 * (i + 1)]}" for i in range(number)]
     files = []
     for i, text in enumerate(texts):
@@ -96,8 +95,8 @@ def test_a_cut_between_two_documents_cuts_neither(tmp_path):
 
 
 @pytest.mark.parametrize("at", range(1, 12))
-def test_a_cut_is_right_at_the_edges_of_pieces_too(tmp_path, monkeypatch, at):
-    monkeypatch.setattr(formats, "PIECE", 3)
+def test_a_cut_is_right_at_the_edges_of_segments_too(tmp_path, monkeypatch, at):
+    monkeypatch.setattr("text.encode.SEGMENT", 3)
     text = "ab cd ef\ng\n" + "h"
     path = tmp_path / "c.txt"
     path.write_text(text)
@@ -140,7 +139,7 @@ def test_a_text_of_one_character_is_one_clear_line(tmp_path, refuses):
     assert "train.bin would be empty" in error and "lower --val_fraction" in error
 
 
-def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(tmp_path, small_pieces, monkeypatch):
+def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(tmp_path, small_segments, monkeypatch):
     path = tmp_path / "play.txt"
     path.write_text(PLAY, encoding="utf-8")
     wanted, _ = prepare_set(tmp_path, path, name="wanted")

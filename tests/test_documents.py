@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import time
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +16,6 @@ from test_model import ODD, make
 import prepare
 import sample
 import train
-from configurator import UserError
 from hardware import kernels
 from hardware.disk import file_sha256
 from hardware.kernels import Pieces, document_mask
@@ -231,7 +229,6 @@ def test_packing_fills_the_windows_and_is_best_fit():
 def test_the_plan_does_not_depend_on_the_stretches_that_are_read(packed_set, monkeypatch):
     before = open_packed(packed_set, 64)
     pieces, bounds = before.pieces.tolist(), before.bounds.tolist()
-    shutil.rmtree(packed_set.parent / ".windows")
     monkeypatch.setattr("text.packing.STRETCH", 17)
     after = open_packed(packed_set, 64)
     assert (after.pieces.tolist(), after.bounds.tolist()) == (pieces, bounds)
@@ -244,19 +241,6 @@ def test_documents_that_are_packed_in_groups_are_all_there(packed_set, monkeypat
     assert sorted(targets[targets >= 0]) == list(range(len(windows.tokens)))
 
 
-def test_a_plan_is_computed_once_and_also_where_nothing_can_be_written(packed_set, monkeypatch):
-    plan = open_packed(packed_set, 64).pieces
-    monkeypatch.setattr("text.packing.pack", None)
-    again = open_packed(packed_set, 64).pieces
-    assert (again == plan).all()
-    monkeypatch.undo()
-    folder = packed_set.parent / ".windows"
-    folder.rename(packed_set.parent / "elsewhere")
-    folder.write_bytes(b"a file of somebody's")  # so that it cannot be a folder
-    assert (open_packed(packed_set, 64).pieces == plan).all()
-    assert folder.read_bytes() == b"a file of somebody's"
-
-
 def test_pack_handles_a_split_with_one_long_document():
     (windows, one_each), (tail, alone) = pack(np.array([999]), 0, 64)
     assert windows["count"].tolist() == [64] + [65] * 14 and one_each.tolist() == [1] * 15
@@ -265,71 +249,13 @@ def test_pack_handles_a_split_with_one_long_document():
 
 def test_long_documents_are_cut_in_stretches_that_bound_the_memory(packed_set, monkeypatch):
     before = open_packed(packed_set, 16).pieces.tolist()
-    shutil.rmtree(packed_set.parent / ".windows")
     monkeypatch.setattr("text.packing.AT_ONCE", 7)
     assert open_packed(packed_set, 16).pieces.tolist() == before
 
 
-@pytest.mark.parametrize("file", ["pieces.bin", "bounds.bin", "manifest.json"])
-@pytest.mark.parametrize("how", ["cut", "empty", "flip", "lose"])
-def test_a_damaged_plan_is_made_anew(packed_set, file, how):
-    want = open_packed(packed_set, 64)
-    want = (want.pieces.tolist(), want.bounds.tolist())
-    (path,) = (packed_set.parent / ".windows").glob(f"*/{file}")
-    content = path.read_bytes()
-    if how == "lose":
-        path.unlink()
-    else:
-        half = len(content) // 2
-        flipped = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
-        path.write_bytes({"cut": content[:-24], "empty": b"", "flip": flipped}[how])
-    found = open_packed(packed_set, 64)
-    assert (found.pieces.tolist(), found.bounds.tolist()) == want
-    assert path.read_bytes() == content  # it is whole again
-
-
-def test_a_plan_of_other_tokens_is_not_used_whatever_its_folder_is_called(packed_set):
-    other = packed_set.with_name("other")
-    shutil.copytree(packed_set, other)
-    np.fromfile(packed_set / "train.bin", "<u4")[65:].tofile(other / "train.bin")
-    want = open_packed(packed_set, 64).pieces.tolist()
-    assert open_packed(other, 64).pieces.tolist() != want
-    ours, others = sorted((packed_set.parent / ".windows").iterdir())
-    shutil.rmtree(ours)
-    shutil.copytree(others, ours)
-    assert open_packed(packed_set, 64).pieces.tolist() == want
-
-
-def test_where_no_plan_can_be_written_the_error_names_tmpdir(packed_set, monkeypatch):
-    (packed_set.parent / ".windows").write_text("not a folder")
-    monkeypatch.setattr("tempfile.tempdir", str(packed_set / "nowhere"))
-    with pytest.raises(UserError, match="counted/train.bin.*TMPDIR"):
-        open_packed(packed_set, 64)
-
-
-def test_what_a_killed_process_has_left_is_swept_after_a_day(packed_set):
-    place = packed_set.parent / ".windows"
-    for name, age in ((".old", 90_000), (".new", 60)):
-        (place / name).mkdir(parents=True)
-        (place / name / "pieces.bin").write_bytes(b"?")
-        os.utime(place / name, (time.time() - age,) * 2)
-    open_packed(packed_set, 64)
-    assert (place / ".new").exists() and not (place / ".old").exists()
-
-
-def test_a_file_of_somebody_in_a_damaged_plan_stays(packed_set, capsys):
-    want = open_packed(packed_set, 64).pieces.tolist()
-    (path,) = (packed_set.parent / ".windows").glob("*/pieces.bin")
-    path.write_bytes(b"")
-    (path.parent / "notes.txt").write_text("mine")
-    assert open_packed(packed_set, 64).pieces.tolist() == want
-    assert (path.parent / "notes.txt").read_text() == "mine"
-    assert "the windows are planned for this run only" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_no_plan_is_kept_of_data_that_is_damaged(tiny_data, tmp_path, refuses, split):
-    """The data is repaired afterwards. Nothing must remember what it was in between."""
+def test_no_windows_are_planned_of_data_that_is_damaged(tiny_data, tmp_path, refuses, split):
+    """The data is repaired afterwards. Nothing remembers what it was in between."""
     data = tmp_path / "data"
     shutil.copytree(tiny_data / "tiny", data / "tiny")
     path = data / "tiny" / f"{split}.bin"
@@ -354,7 +280,7 @@ def test_a_data_set_in_a_folder_below_and_windows_of_one_token_train(tiny_data, 
     options += ["--eval_tokens=64", "--max_steps=2"]
     train_tiny(tmp_path / "data", tmp_path, *options)
     assert os.listdir(tmp_path / "data") == ["sub"]
-    assert sorted(os.listdir(tmp_path / "data" / "sub")) == [".windows", "tiny"]
+    assert os.listdir(tmp_path / "data" / "sub") == ["tiny"]
 
 
 def test_an_evaluation_inside_the_data_set_writes_nothing_into_it(

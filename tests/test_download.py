@@ -28,9 +28,6 @@ class Web(ThreadingHTTPServer):
     """A server of one file. Tests set these attributes, and read the requests that came."""
 
     content = DATA
-    etag = '"one"'
-    modified = ""
-    ranges = True  # it can send a part of the file
     drop_at = 0  # it closes the connection before this byte; 0: never
     status = 200
     length = True  # it says how long the file is
@@ -58,31 +55,17 @@ class Answer(BaseHTTPRequestHandler):
         web.requests.append(dict(self.headers))
         if web.block_on:
             web.block_on.wait(20)
-        begin = 0
-        status = web.status
-        asked = self.headers.get("Range")
-        version = web.etag if web.etag.startswith('"') else web.modified
-        if asked and web.ranges and self.headers.get("If-Range") == version:
-            begin = int(asked.removeprefix("bytes=").removesuffix("-"))
-            status = 206 if begin < len(web.content) else 416
-        self.send_response(status)
+        self.send_response(web.status)
         self.send_header("Content-Type", web.kind)
         self.send_header("Connection", "close")
-        if web.etag:
-            self.send_header("ETag", web.etag)
-        if web.modified:
-            self.send_header("Last-Modified", web.modified)
-        if status == 206:
-            whole = len(web.content)
-            self.send_header("Content-Range", f"bytes {begin}-{whole - 1}/{whole}")
-        body = web.content[begin:]
+        body = web.content
         if web.chunked:
             self.send_header("Transfer-Encoding", "chunked")
         elif web.length:
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if web.drop_at:
-            body = body[: max(0, web.drop_at - begin)]
+            body = body[: web.drop_at]
         if web.chunked:
             self.wfile.write(b"%x\r\n%s\r\n" % (len(body), body))
             if not web.drop_at:
@@ -164,56 +147,15 @@ def test_a_compressed_file_is_unpacked_when_it_is_read(web, tmp_path):
     assert text_of(folder) == TEXT and meta["sources"][0]["bytes"] == len(web.content)
 
 
-@pytest.mark.parametrize("etag, modified", [('"one"', ""), ('W/"weak"', "Tue"), ("", "Tue")])
-def test_a_broken_download_goes_on_where_it_ended(web, tmp_path, try_it, etag, modified):
-    web.etag = etag
-    web.modified = modified
+def test_a_broken_download_leaves_no_file_and_begins_anew(web, tmp_path, try_it):
     url = f"{web.root}/play.txt"
     for web.drop_at in (100_000, 300_000):
         error = try_it(url)
-        what = f"the connection ended after {web.drop_at:,} of {len(DATA):,} bytes"
-        assert error == f"error: --input {url}: {what}: run the same command again"
-        assert downloads(tmp_path) == ["play.txt.download", "play.txt.part"]
-        assert not (tmp_path / "data" / "set").exists()
+        assert url in error and f"{web.drop_at:,} of {len(DATA):,} bytes" in error
+        assert not list((tmp_path / "data").glob("*"))
     web.drop_at = 0
     assert text_of(prepare_set(tmp_path, url)[0]) == TEXT
-    asked = [headers.get("Range") for headers in web.requests]
-    assert asked == [None, "bytes=100000-", "bytes=300000-"]
     assert downloads(tmp_path) == ["play.txt", "play.txt.download"]
-
-
-@pytest.mark.parametrize("why", ["no ranges", "no version", "another file", "a shorter file"])
-def test_a_download_that_cannot_go_on_begins_anew(web, tmp_path, try_it, why):
-    web.drop_at = 300_000
-    if why == "no version":
-        web.etag = ""
-    url = f"{web.root}/play.txt"
-    try_it(url)
-    web.drop_at = 0
-    if why == "no ranges":
-        web.ranges = False
-    elif why == "another file":
-        web.etag = '"two"'
-        web.content = DATA.replace(b"play", b"poem")
-    elif why == "a shorter file":  # and the server forgets to give it another ETag
-        web.content = DATA[:200_000]
-    folder, meta = prepare_set(tmp_path, url)
-    assert text_of(folder).encode() == web.content
-    assert meta["sources"][0]["sha256"] == hashlib.sha256(web.content).hexdigest()
-
-
-def test_no_mixture_of_two_versions_is_ever_kept(web, tmp_path, try_it):
-    """The file changes, and the download of the new version breaks earlier than that of the old."""
-    web.drop_at = 300_000
-    url = f"{web.root}/play.txt"
-    try_it(url)
-    web.etag = '"two"'
-    web.content = DATA.replace(b"play", b"poem")
-    web.drop_at = 100_000
-    try_it(url)
-    web.drop_at = 0
-    assert text_of(prepare_set(tmp_path, url)[0]) == TEXT.replace("play", "poem")
-    assert web.requests[-1]["Range"] == "bytes=100000-"
 
 
 @pytest.mark.parametrize("drop_at", [0, 100_000])
@@ -276,16 +218,15 @@ def test_a_server_cannot_control_the_terminal(web, try_it, monkeypatch, answer):
     assert "\\x1b]0;x\\x07" in error and error.isprintable()
 
 
-def test_a_download_follows_no_link_that_is_in_the_place_of_its_file(web, tmp_path, try_it):
-    web.drop_at = 100_000
+def test_a_download_follows_no_link_that_is_in_the_place_of_its_file(web, tmp_path):
     url = f"{web.root}/play.txt"
-    try_it(url)
-    (part,) = tmp_path.glob("data/downloads/*/play.txt.part")
-    thesis = part.rename(tmp_path / "thesis.txt")
-    part.symlink_to(thesis)
-    web.drop_at = 0
-    assert f"{part} is where a download belongs" in try_it(url)
-    assert len(thesis.read_bytes()) == 100_000 and part.is_symlink()
+    file = download.file_of(url, tmp_path / "data")
+    file.parent.mkdir(parents=True)
+    thesis = tmp_path / "thesis.txt"
+    thesis.write_text("mine")
+    file.with_name(".play.txt.tmp").symlink_to(thesis)
+    assert text_of(prepare_set(tmp_path, url)[0]) == TEXT
+    assert thesis.read_text() == "mine" and not file.is_symlink()
 
 
 def test_a_web_page_in_place_of_a_file_is_noted(web, tmp_path, capsys):
@@ -298,19 +239,15 @@ def test_nothing_that_was_not_downloaded_is_overwritten(web, tmp_path, try_it):
     url = f"{web.root}/play.txt"
     file = download.file_of(url, tmp_path / "data")
     file.parent.mkdir(parents=True)
-    for name in ("play.txt", "play.txt.part"):
-        mine = file.with_name(name)
-        mine.write_text("mine")
-        assert f"{mine} is where a download belongs, but prepare.py did not" in try_it(url)
-        assert mine.read_text() == "mine"
-        mine.unlink()
-    prepare_set(tmp_path, url)
     file.write_text("mine")
-    assert f"{file}: changed since it was downloaded: move" in try_it(url)
-    assert file.read_text() == "mine"
-    about = file.with_name("play.txt.download")
-    about.write_text("mine")
-    assert f"{about}: damaged (" in try_it(url) and about.read_text() == "mine"
+    assert str(file) in try_it(url) and file.read_text() == "mine"
+    file.unlink()
+    prepare_set(tmp_path, url)
+    for changed in (file, file.with_name("play.txt.download")):
+        before = changed.read_bytes()
+        changed.write_text("mine")
+        assert str(changed) in try_it(url) and changed.read_text() == "mine"
+        changed.write_bytes(before)
 
 
 def test_downloads_are_not_put_into_a_data_set(web, tmp_path, try_it):
@@ -319,18 +256,6 @@ def test_downloads_are_not_put_into_a_data_set(web, tmp_path, try_it):
     folder = folder.rename(folder.with_name("downloads"))
     assert f"{folder} is a data set" in try_it(f"{web.root}/play.txt")
     assert "give another --name" in try_it(f"{web.root}/play.txt", "--name=downloads")
-
-
-def test_killed_before_the_last_step_it_asks_for_nothing_again(web, tmp_path, monkeypatch):
-    def killed(path):
-        raise KeyboardInterrupt
-
-    url = f"{web.root}/play.txt"
-    with monkeypatch.context() as kill:
-        kill.setattr(download, "sync_to_disk", killed)
-        with pytest.raises(KeyboardInterrupt):
-            prepare_set(tmp_path, url)
-    assert text_of(prepare_set(tmp_path, url)[0]) == TEXT and len(web.requests) == 1
 
 
 @pytest.mark.slow

@@ -21,10 +21,11 @@ from conftest import REPO, call, make_records, write_jsonl
 from test_prepare import contents, documents, prepare_set, tiktoken_file
 
 import prepare
-from text import encode
+from text import pool
 from text.dataset import open_dataset
-from text.encode import in_order, texts_of
+from text.encode import texts_of
 from text.formats import Chunk
+from text.pool import in_order
 from text.records import Cleaning
 
 TINY_SHARDS = "--shard_mb=0.02"
@@ -137,7 +138,7 @@ def test_ctrl_c_while_the_workers_start_is_one_line(corpus, tmp_path, delay):
 
 
 def test_ctrl_c_that_another_thread_receives_waits_until_a_worker_has_started(monkeypatch):
-    encode.ensure_running()
+    pool.ensure_running()
     spawn = util.spawnv_passfds
 
     def spawn_and_press(*args):
@@ -152,7 +153,7 @@ def test_ctrl_c_that_another_thread_receives_waits_until_a_worker_has_started(mo
     threading.Thread(target=asleep.wait).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            encode.start(worker)
+            pool.start(worker)
     finally:
         asleep.set()
     worker.join()
@@ -327,7 +328,7 @@ def test_inspect_verifies_a_data_set_and_shows_documents(reference, capsys, refu
     heading, text = shown.split(", then eos\n")
     begin, end = (int(n.replace(",", "")) for n in heading.split(" to "))
     assert begin <= 1000 <= end and text in texts
-    call(prepare.main, "--inspect", reference, "--show=random", "--split=val", "--count=1")
+    call(prepare.main, "--inspect", reference, "--show=random", "--count=1")
     assert capsys.readouterr().out.rstrip("\n").split(", then eos\n")[1] in texts
     assert "train.bin has" in refuses(prepare.main, "--inspect", reference, "--show=99999999")
 

@@ -20,7 +20,7 @@ from text.records import Tally, documents
 from text.settings import PrepareConfig, cleaning, reader_of
 from text.sources import Source
 
-Finished = list[tuple[list[Source], Part]]  # the part of each process, and the files it was made of
+Shares = list[tuple[list[Source], Part]]  # the part of each process, and the files it was made of
 
 
 def too_few(splits: dict[str, dict], val_fraction: float) -> bool:
@@ -34,8 +34,8 @@ def too_few(splits: dict[str, dict], val_fraction: float) -> bool:
 
 def cut_by_text(
     cfg: PrepareConfig,
-    finished: Finished,
-    again: np.ndarray,
+    shares: Shares,
+    duplicate: np.ndarray,
     splits: dict[str, dict],
     encoder: Encoder,
     folder: Path,
@@ -43,8 +43,8 @@ def cut_by_text(
     """Write the documents of all parts into one new part in `folder`, and return it.
 
     Of their n characters, the first int(n * (1 - val_fraction)) go to its train.bin, the others to
-    its val.bin. again: the documents that are left out, as in merge(). splits: the counts of the
-    others. Raises UserError if a split would be empty.
+    its val.bin. duplicate: the documents that are left out, as in merge(). splits: the counts of
+    the others. Raises UserError if a split would be empty.
     """
     n = sum(counts["characters"] for counts in splits.values())
     cut = int(n * (1 - cfg.val_fraction))
@@ -55,36 +55,34 @@ def cut_by_text(
     remove_only(folder, WORK["cut"])
     new = Part(folder, key="")
     new.open([])
-    place = 0  # how many characters come before the row
-    begun = False  # the row continues a document
-    for sources, row, ids in kept_rows(finished, again, encoder.dtype):
-        begin = place
-        place += int(row["characters"])
-        if begin < cut < place or (begun and begin == cut < place):
+    end = 0  # how many characters come before the end of the document
+    for sources, row, ids in kept_rows(shares, duplicate, encoder.dtype):
+        begin = end
+        end += int(row["characters"])
+        if begin < cut < end:
             text = text_of(row, sources, cfg)
             write(new, *half(row, text[: cut - begin], False, encoder))
             write(new, *half(row, text[cut - begin :], True, encoder))
         else:
-            row["val"] = place > cut
+            row["val"] = end > cut
             write(new, row, ids)
-        begun = not row["end"]
     new.commit(0, 0, [])
     new.close()
     return new
 
 
 def kept_rows(
-    finished: Finished, again: np.ndarray, dtype: np.dtype
+    shares: Shares, duplicate: np.ndarray, dtype: np.dtype
 ) -> Iterator[tuple[list[Source], np.ndarray, np.ndarray]]:
     """Yield (the files of its part, row, its token ids) for each row, in the order of the input."""
     number = 0  # of the document
-    for sources, part in finished:
+    for sources, part in shares:
         files = {val: open(part.paths["val" if val else "train"], "rb") for val in (False, True)}
         for row in np.fromfile(part.paths["rows"], ROW):
             ids = np.fromfile(files[bool(row["val"])], dtype, int(row["tokens"]))
-            if not (len(again) and again[number]):
+            if not (len(duplicate) and duplicate[number]):
                 yield sources, row, ids
-            number += int(row["end"])
+            number += 1
         for file in files.values():
             file.close()
 
@@ -95,23 +93,16 @@ def text_of(row: np.ndarray, sources: list[Source], cfg: PrepareConfig) -> str:
     Its ids would not do: there are tokenizers that do not decode every text to itself.
     """
     for chunk in reader_of(sources, cfg).chunks():
-        for _, text, utf8, piece in documents(chunk, cleaning(cfg), Tally()):
-            digest = hashlib.sha256(utf8).digest()[:16]
-            if piece and piece.whole:
-                digest = piece.whole
-            if digest == row["digest"].tobytes():
+        for _, text, utf8 in documents(chunk, cleaning(cfg), Tally()):
+            if hashlib.sha256(utf8).digest()[:16] == row["digest"].tobytes():
                 return text
     raise UserError("the input changed while it was read: run the same command again")
 
 
 def half(row: np.ndarray, text: str, val: bool, encoder: Encoder) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row and the ids of one half of a row that is cut; this is its `text`."""
+    """Return the row and the ids of one half of a document that is cut; this is its `text`."""
     row = row.copy()
-    ids = encoder.encode(text)
-    if not val:
-        row["end"] = True
-    if row["end"]:
-        ids = np.concatenate([ids, encoder.eos])
+    ids = np.concatenate([encoder.encode(text), encoder.eos])
     row["val"] = val
     row["tokens"] = len(ids)
     row["bytes"] = len(text.encode())
@@ -121,9 +112,6 @@ def half(row: np.ndarray, text: str, val: bool, encoder: Encoder) -> tuple[np.nd
 
 def write(part: Part, row: np.ndarray, ids: np.ndarray) -> None:
     """Append a row and its ids to the files of a part."""
-    rows = np.array([row])
     data = ids.tobytes()
-    if row["val"]:
-        part.write(Encoded(rows, train=b"", val=data, tally=Tally()))
-    else:
-        part.write(Encoded(rows, train=data, val=b"", tally=Tally()))
+    train, val = (b"", data) if row["val"] else (data, b"")
+    part.write(Encoded(np.array([row]), train, val, Tally()))

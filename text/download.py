@@ -1,8 +1,7 @@
 """Input from the web: a file is downloaded once and kept, data_dir/downloads/NAME-HASH/NAME.
 
-Beside it, NAME.download says where it came from and what its SHA-256 is. Until the last byte has
-arrived the file is called NAME.part. If a download was interrupted, the next one continues it,
-provided that the server still has the same file and can send a part of it.
+Beside it, NAME.download says where it came from and what its SHA-256 is. The file has its name only
+when the last byte has arrived: a download that was interrupted begins anew.
 """
 
 import hashlib
@@ -13,7 +12,6 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from email.message import Message
 from pathlib import Path
 
 from configurator import UserError, note
@@ -23,7 +21,7 @@ from hardware.disk import (
     json_bytes,
     remove_only,
     sealed,
-    sync_to_disk,
+    sync_open,
     unseal,
     write_whole,
 )
@@ -97,153 +95,100 @@ def download(url: str, file: Path, kind: str) -> None:
         wanted = f"expected {EXPECTED}, or give --format=KIND"
         raise UserError(f"{named(url)}: unknown kind of file; {wanted}")
     if (file.parents[1] / "meta.json").exists():
-        what = f"{file.parents[1]} is a data set, but downloads belong there"
-        raise UserError(f"{named(url)}: {what}: choose another --data_dir")
-    # A file that is complete may be in another user's folder, where nothing can be locked.
-    held = None if os.path.lexists(file) else Lock(file.parent, "download the file yourself")
+        problem = f"{file.parents[1]} is a data set, but downloads belong there"
+        raise UserError(f"{named(url)}: {problem}: choose another --data_dir")
+    about = file.with_name(f"{file.name}.download")
+    if os.path.lexists(file):  # perhaps in another user's folder, where nothing can be locked
+        kept = check_kept(url, file, about)
+        print_kept(url, file, kept, "downloaded earlier")
+        return
+    held = Lock(file.parent, "download the file yourself")
     try:
-        known = known_state(url, file)
-        if os.path.lexists(file):
-            if file_sha256(file) != known.get("file_sha256"):
-                advice = f"move {file.parent} away, or name the file itself as --input"
-                raise UserError(f"{file}: changed since it was downloaded: {advice}")
-            how = "downloaded earlier"
-        else:
-            known = fetch(url, file, known)
-            how = "downloaded"
+        kept = fetch(url, file, about)
+        print_kept(url, file, kept, "downloaded")
     finally:
-        if held:
-            held.close()
-            remove_only(file.parents[1], ())  # if it is empty, because nothing was downloaded
-    size = f"{known['bytes']:,} bytes, SHA-256 {known['file_sha256']}"
+        held.close()
+        remove_only(file.parents[1], ())  # if it is empty, because nothing was downloaded
+
+
+def print_kept(url: str, file: Path, kept: dict, how: str) -> None:
+    size = f"{kept['bytes']:,} bytes, SHA-256 {kept['file_sha256']}"
     print(f"{without_secrets(url)}: {how}: {file}, {size}")
 
 
-def beside(file: Path) -> tuple[Path, Path]:
-    """Return the paths of NAME.part and NAME.download."""
-    return file.with_name(f"{file.name}.part"), file.with_name(f"{file.name}.download")
+def check_kept(url: str, file: Path, about: Path) -> dict:
+    """Return what NAME.download says of the file.
 
-
-def known_state(url: str, file: Path) -> dict:
-    """Return the content of NAME.download, {} if no download has begun.
-
-    It has the url without secrets, the SHA-256 of all of it, the version that the server names, the
-    bytes (None: unknown) and, at the end, the file_sha256. Raises UserError if prepare.py did not
-    write the files that are there.
+    Raises UserError if the file is not what was downloaded from this URL.
     """
-    part, about = beside(file)
-    for path in (file, part):
-        if os.path.lexists(path) and not about.exists() or path == part and path.is_symlink():
-            what = "is where a download belongs, but prepare.py did not write it"
-            raise UserError(f"{path} {what}: move it away")
-    if not about.exists():
-        return {}
     try:
-        known = unseal(about)
-        if known["url_sha256"] == digest_of(url):
-            return known
-        why = f"it is of {known['url']}"
+        kept = unseal(about)
+        if kept["url_sha256"] == digest_of(url) and kept["file_sha256"] == file_sha256(file):
+            return kept
+        problem = "changed since it was downloaded"
     except (OSError, ValueError, KeyError) as e:
-        why = str(e)
-    raise UserError(f"{about}: damaged ({why}): move {file.parent} away")
+        problem = f"prepare.py did not download it, or {about} was changed ({e})"
+    advice = f"move {file.parent} away, or name the file itself as --input"
+    raise UserError(f"{file}: {problem}: {advice}")
 
 
-def fetch(url: str, file: Path, known: dict) -> dict:
-    """Download the file, or the rest of it, and return its state. known: the state before."""
-    part, about = beside(file)
-    begin = 0
-    if part.exists() and known["version"] and known["bytes"]:
-        begin = part.stat().st_size
-    if begin == 0 or begin != known["bytes"]:  # else it was killed before it gave the file its name
-        with open_at(url, begin, known) as response:
-            if response.status == 200:
-                begin = 0
-                part.unlink(missing_ok=True)  # before `about` says that it is of the new version
-                version = version_of(response.headers)
-                known = {"url": without_secrets(url), "version": version, "bytes": response.length}
-                known["url_sha256"] = digest_of(url)
-                write_whole(about, json_bytes(sealed(known)))
-            receive(response, url, part, begin, known["bytes"])
-    sync_to_disk(part)
-    known |= {"bytes": part.stat().st_size, "file_sha256": file_sha256(part)}
-    write_whole(about, json_bytes(sealed(known)))
-    part.rename(file)
-    return known
+def fetch(url: str, file: Path, about: Path) -> dict:
+    """Download the file, and return what NAME.download says of it."""
+    aside = file.with_name(f".{file.name}.tmp")
+    aside.unlink(missing_ok=True)  # of a killed process; or a link, which is not to be followed
+    digest = hashlib.sha256()
+    try:
+        with ask(url) as response, open(aside, "xb") as f:
+            bar = ProgressBar("downloading", total=response.length, unit_scale=True)
+            with bar:
+                for data in blocks(response, url):
+                    f.write(data)
+                    digest.update(data)
+                    bar.update(len(data))
+            sync_open(f)
+            size = f.tell()
+        kept = {"url": without_secrets(url), "url_sha256": digest_of(url), "bytes": size}
+        kept |= {"file_sha256": digest.hexdigest()}
+        write_whole(about, json_bytes(sealed(kept)))
+        aside.rename(file)
+        return kept
+    finally:
+        aside.unlink(missing_ok=True)
 
 
-def version_of(headers: Message) -> str:
-    """Return what the server calls this version of the file, "" if it says nothing that is sure.
-
-    A weak ETag (W/...) may stay the same although bytes change.
-    """
-    etag = headers.get("ETag", "")
-    return etag if etag.startswith('"') else headers.get("Last-Modified", "")
-
-
-def open_at(url: str, begin: int, known: dict) -> http.client.HTTPResponse:
-    """Return the server's response: with the status 206, the file from byte `begin` on.
-
-    With the status 200, it is the whole file: begin is 0, or the server cannot send a part of a
-    file, or it has another version now. Raises UserError if a part could be taken for the whole.
-    """
-    if begin:
-        response = ask(url, {"Range": f"bytes={begin}-", "If-Range": known["version"]})
-        wanted = f"bytes {begin}-{known['bytes'] - 1}/{known['bytes']}"
-        fits = response.headers.get("Content-Range") == wanted
-        same = version_of(response.headers) in ("", known["version"])
-        if response.status == 200 or (response.status == 206 and fits and same):
-            return response
-        response.close()
-    response = ask(url, {})
+def ask(url: str) -> http.client.HTTPResponse:
+    """Return the server's response. Raises UserError if it may be only a part of the file."""
+    headers = {"User-Agent": "prepare.py", "Accept-Encoding": "identity"}
+    in_ascii = urllib.parse.quote(url, "%/:=&?~#+!$,;'@()*[]", errors="surrogateescape")
+    try:
+        request = urllib.request.Request(in_ascii, headers=headers)
+        response = urllib.request.urlopen(request, timeout=TIMEOUT)
+    except (OSError, http.client.HTTPException, ValueError) as e:
+        problem = "cannot be downloaded (or give --input FILE, which came in another way):"
+        if isinstance(e, urllib.error.HTTPError):
+            problem = f"the server answers {e.code}"
+        why = " ".join(str(getattr(e, "reason", e)).split())  # it may be a text of the server's
+        raise UserError(f"{named(url)}: {problem} {printable(why)}") from None
     if response.status != 200 or (response.length is None and not response.chunked):
         response.close()
-        why = "the server does not say how long the file is, or sends only a part of it"
-        raise UserError(f"{named(url)}: {why}: download it yourself")
+        problem = "the server does not say how long the file is, or sends only a part of it"
+        raise UserError(f"{named(url)}: {problem}: download it yourself")
     if response.headers.get_content_type() == "text/html":
         note(f"{named(url)}: the server sends a web page; is it the address of the file itself?")
     return response
 
 
-def ask(url: str, headers: dict[str, str]) -> http.client.HTTPResponse:
-    """Send a request and return the response: its status is 2xx, or 416 for an impossible range."""
-    headers = {"User-Agent": "prepare.py", "Accept-Encoding": "identity"} | headers
-    in_ascii = urllib.parse.quote(url, "%/:=&?~#+!$,;'@()*[]", errors="surrogateescape")
-    try:
-        request = urllib.request.Request(in_ascii, headers=headers)
-        return urllib.request.urlopen(request, timeout=TIMEOUT)
-    except (OSError, http.client.HTTPException, ValueError) as e:
-        what = "cannot be downloaded (or give --input FILE, which came in another way):"
-        if isinstance(e, urllib.error.HTTPError):
-            if e.code == 416:
-                return e
-            what = f"the server answers {e.code}"
-        why = " ".join(str(getattr(e, "reason", e)).split())  # it may be a text of the server's
-        raise UserError(f"{named(url)}: {what} {printable(why)}") from None
-
-
-def receive(
-    response: http.client.HTTPResponse, url: str, part: Path, begin: int, total: int | None
-) -> None:
-    """Write what the server sends to the file `part`, from byte `begin` on.
-
-    Raises UserError if the connection ends before the file does.
-    """
-    bar = ProgressBar("downloading", total=total, initial=begin, unit_scale=True)
-    with open(part, "ab" if begin else "xb") as f, bar:
-        for data in blocks(response, url):
-            f.write(data)
-            bar.update(len(data))
-        size = f.tell()
-    if total is not None and size < total:
-        what = f"the connection ended after {size:,} of {total:,} bytes"
-        raise UserError(f"{named(url)}: {what}: run the same command again")
-
-
 def blocks(response: http.client.HTTPResponse, url: str) -> Iterator[bytes]:
-    """Yield the bytes that the server sends."""
+    """Yield what the server sends. Raises UserError if the connection ends before the file does."""
+    total = response.length
+    size = 0
     try:
         while data := response.read(1 << 16):
+            size += len(data)
             yield data
     except (OSError, http.client.HTTPException) as e:
-        what = f"the connection broke ({e})"
-        raise UserError(f"{named(url)}: {what}: run the same command again") from None
+        problem = f"the connection broke ({e})"
+        raise UserError(f"{named(url)}: {problem}: run the same command again") from None
+    if total is not None and size < total:
+        problem = f"the connection ended after {size:,} of {total:,} bytes"
+        raise UserError(f"{named(url)}: {problem}: run the same command again")

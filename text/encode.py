@@ -5,52 +5,38 @@ how much of the files is finished and which place in the input that corresponds 
 """
 
 import hashlib
-import io
 import os
-import pickle
+import re
 import shutil
-import signal
 import struct
-import threading
 import time
-import traceback
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from configurator import UserError
 from hardware.disk import Lock, json_bytes, sealed, unseal, write_whole
 from hardware.terminal import ProgressBar
 from text.dataset import id_type
-from text.formats import PIECE, Chunk, Reader, pieces
+from text.formats import Chunk, Reader
+from text.pool import in_order
 from text.records import Cleaning, Tally, documents
 from text.sources import Source
 from text.tokenizer import SentencePiece, Tiktoken, open_tokenizer
 
-Task = Callable[[Chunk], Any]  # the work of a worker; it is sent to each worker once, at its start
 Check = Callable[[Tally, Chunk], None]  # may raise an error to end the work
 
 
 def texts_of(cleaning: Cleaning, chunk: Chunk) -> tuple[list[str], Tally]:
     """Return the documents of a chunk and their counts. With `cleaning` given, this is a Task."""
     tally = Tally()
-    return [text for _, text, *_ in documents(chunk, cleaning, tally)], tally
+    return [text for _, text, _ in documents(chunk, cleaning, tally)], tally
 
 
-# One row for each document, in the order of the input. A very long document is encoded in pieces
-# and has one row for each piece.
+# One row for each document, in the order of the input.
 ROW = np.dtype(
     [
         ("digest", "<u8", 2),  # 16 bytes of a SHA-256; equal documents have equal digests
@@ -58,9 +44,9 @@ ROW = np.dtype(
         ("bytes", "<u8"),  # of its UTF-8
         ("characters", "<u8"),
         ("val", "?"),  # it is in val.bin, not in train.bin
-        ("end", "?"),  # it is a whole document, or the last piece of one
     ]
 )
+SEGMENT = 1 << 20  # characters; a longer document is encoded in segments, to save memory
 
 
 class Encoded(NamedTuple):
@@ -73,7 +59,7 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """A Task that encodes the documents of a chunk."""
+    """A Task that encodes the documents of a chunk, each followed by one eos."""
 
     def __init__(
         self,
@@ -99,54 +85,57 @@ class Encoder:
     def __call__(self, chunk: Chunk) -> Encoded:
         tally = Tally()
         rows: list[bytes] = []
-        ids: dict[str, list[np.ndarray]] = {"train": [], "val": []}
-        found = list(documents(chunk, self.cleaning, tally))
-        short = [text for _, text, *_ in found if len(text) <= PIECE]
-        encoded = self.tokenizer.encode_all(short)  # the long ones would take much memory
-        for where, text, utf8, piece in found:
+        ids: dict[bool, list[np.ndarray]] = {False: [], True: []}  # of train.bin, of val.bin
+        texts = list(documents(chunk, self.cleaning, tally))
+        short = self.tokenizer.encode_all([text for _, text, _ in texts if len(text) <= SEGMENT])
+        for where, text, utf8 in texts:
             try:
-                is_long = len(text) > PIECE
-                tokens = self.encode(text) if is_long else next(encoded).astype(self.dtype)
+                is_long = len(text) > SEGMENT
+                tokens = self.encode(text) if is_long else next(short).astype(self.dtype)
             except ValueError as e:
-                tally.reject(where, str(e), piece)
+                tally.reject(where, str(e))
                 continue
-            if len(tokens) < self.min_tokens and not piece:
+            if len(tokens) < self.min_tokens:
                 tally.dropped[f"fewer than {self.min_tokens} tokens"] += 1
                 continue
             if self.tokenizer.unk_id in tokens:
                 tally.changed["lost characters that the tokenizer has no token for"] += 1
-            own = hashlib.sha256(utf8).digest()[:16]
-            tried = own[0] < 4  # one document in 64
-            if tried and self.tokenizer.decode(tokens.tolist()) != text:
+            digest = hashlib.sha256(utf8).digest()[:16]
+            is_tried = digest[0] < 4  # one document in 64
+            if is_tried and self.tokenizer.decode(tokens.tolist()) != text:
                 tally.changed["its tokens decode to another text (1 in 64 is tried)"] += 1
-            # All pieces of a very long document are in the split of its first piece. The last piece
-            # has the digest of the whole document, and the eos follows it.
-            if piece:
-                first = piece.first
-                digest = piece.whole or own
-                end = bool(piece.whole)
-            else:
-                first = own
-                digest = own
-                end = True
-            val = in_val(first, self.val_fraction)
-            split = ids["val" if val else "train"]
-            split.append(tokens)
-            if end:
-                split.append(self.eos)
-            length = len(tokens) + end
-            rows.append(struct.pack("<16s3Q2?", digest, length, len(utf8), len(text), val, end))
+            val = in_val(digest, self.val_fraction)
+            ids[val] += [tokens, self.eos]
+            length = len(tokens) + 1
+            rows.append(struct.pack("<16s3Q?", digest, length, len(utf8), len(text), val))
         table = np.frombuffer(b"".join(rows), ROW)
-        return Encoded(table, self.joined(ids["train"]), self.joined(ids["val"]), tally)
+        return Encoded(table, self.joined(ids[False]), self.joined(ids[True]), tally)
 
     def joined(self, arrays: list[np.ndarray]) -> bytes:
         empty = self.eos[:0]  # it lets concatenate work where there are no arrays
         return np.concatenate([*arrays, empty]).tobytes()
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids (n,) of a text. A long one is encoded in pieces, to save memory."""
-        parts = pieces(io.StringIO(text, newline="").read)
-        return np.concatenate([self.tokenizer.encode(part).astype(self.dtype) for part, _ in parts])
+        """Return the ids (n,) of a text. A long one is encoded in segments."""
+        encoded = (self.tokenizer.encode(segment) for segment in segments(text))
+        return np.concatenate([ids.astype(self.dtype) for ids in encoded])
+
+
+def segments(text: str) -> Iterator[str]:
+    """Yield a text in segments of about SEGMENT characters.
+
+    A segment ends after a word, before a space. Neither GPT-2's pattern nor a SentencePiece BPE
+    ever makes a token that reaches across this place, so the tokens are those of the whole text.
+    Where a million characters have no such place, the segment ends after a line, or else anywhere.
+    """
+    begin = 0
+    for end in range(2 * SEGMENT, len(text) + SEGMENT, SEGMENT):
+        window = text[begin:end]
+        last = re.match(r"(?s).*\S(?= )", window) or re.match(r"(?s).*\n", window)
+        size = last.end() if last else len(window)
+        yield window[:size]
+        begin += size
+    yield text[begin:]
 
 
 def in_val(digest: bytes, val_fraction: float) -> bool:
@@ -155,172 +144,6 @@ def in_val(digest: bytes, val_fraction: float) -> bool:
     Only the hash of its text decides: if files are added or reordered, it stays in its split.
     """
     return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
-
-
-# --------------------------------------------------------------------------------------------------
-# Workers
-#
-# concurrent.futures would be shorter, but its thread that fills the workers' queue waits for ever
-# if the workers are killed while they are being shut down (Python 3.11). Here, only a worker that
-# exists is waited for.
-
-
-# For the environment of workers, where the user has not set these. A worker has no work for the
-# threads that numpy would start, and they would wait for it busily. It keeps some freed memory for
-# the next chunk, in large pages. (Blocks of 32 MiB and more are given back; glibc allows no more.
-# Large pages need glibc 2.35; other systems ignore all of it.)
-LEAN = {
-    "OPENBLAS_NUM_THREADS": "1",
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432"
-    ":glibc.malloc.trim_threshold=134217728",
-}
-
-
-def start(process: BaseProcess) -> None:
-    """Start a worker, in which SIGINT is blocked from its first moment.
-
-    Ctrl-C is handled by the main process, which then ends the worker. A Ctrl-C during the start
-    waits for its end: else the worker would read from a pipe that is closed.
-    """
-    ensure_running()  # start() would do so, and let SIGINT through again
-    pressed: list[int] = []
-    # The worker inherits the mask. It holds for this thread alone, and a signal that another thread
-    # receives is handled in this one, too.
-    handler = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    added = {name: value for name, value in LEAN.items() if name not in os.environ}
-    os.environ |= added
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        signal.signal(signal.SIGINT, handler)
-        for name in added:
-            del os.environ[name]
-    if pressed:
-        signal.raise_signal(signal.SIGINT)
-
-
-class Worker:
-    """A process that does the task with every chunk that it is sent, in their order."""
-
-    def __init__(self, task: Task):
-        self.todo: deque[Future] = deque()  # for the results that have not come yet
-        context = get_context("spawn")
-        self.pipe, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(task, other), daemon=True)
-        start(self.process)
-        other.close()  # now only the worker holds it, and self.pipe fails when the worker has ended
-
-    def send(self, chunk: Chunk) -> Future:
-        """Send a chunk, and return the place where take_result() will put its result."""
-        with self.killed_is_an_error():
-            self.pipe.send(chunk)
-        self.todo.append(Future())
-        return self.todo[-1]
-
-    def take_result(self) -> None:
-        """Wait for the result of the oldest chunk that has none yet."""
-        with self.killed_is_an_error():
-            result = self.pipe.recv()
-        if isinstance(result, Exception):
-            self.todo.popleft().set_exception(result)
-        else:
-            self.todo.popleft().set_result(result)
-
-    @contextmanager
-    def killed_is_an_error(self) -> Iterator[None]:
-        try:
-            yield
-        except (EOFError, OSError):
-            self.process.join()
-            if self.process.exitcode > 0:
-                raise RuntimeError("a worker process has ended: see its error above") from None
-            killed = "a worker process was killed, as the system does when memory runs out"
-            raise UserError(f"{killed}: lower --workers") from None
-
-    def end(self) -> None:
-        self.process.kill()  # it writes no files
-        self.process.join()
-        self.pipe.close()
-
-
-def serve(task: Task, pipe: Connection) -> None:
-    """Do the work of a worker process."""
-    chunks: SimpleQueue = SimpleQueue()
-    # These threads empty and fill the pipe, so that neither process waits for the other one to do
-    # so while there is work. If the main process has ended, the first of them notices.
-    threading.Thread(target=receive, args=(pipe, chunks), daemon=True).start()
-    sender = ThreadPoolExecutor(1)
-    while True:
-        chunk = chunks.get()
-        try:
-            result = task(chunk)
-        except Exception as e:
-            if not isinstance(e, (UserError, MemoryError)):
-                traceback.print_exc()  # the place is lost when the error is sent
-            result = e
-        sender.submit(pipe.send_bytes, pickle.dumps(result))
-
-
-def receive(pipe: Connection, chunks: SimpleQueue) -> None:
-    try:
-        while True:
-            chunks.put(pipe.recv())
-    except (EOFError, OSError):
-        pass  # the main process has ended, however that came about
-    except Exception:
-        traceback.print_exc()
-    os._exit(1)
-
-
-def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Any]]:
-    """Yield (chunk, result of the task) for every chunk, in their order, with few in memory.
-
-    With one worker this process does the work itself. With several, of which no more are started
-    than there are chunks, each has one chunk to work at and one to go on with, and the chunks that
-    are yielded have lost their records. Raises UserError if a worker was killed.
-    """
-    if workers == 1:
-        for chunk in chunks:
-            yield chunk, task(chunk)
-        return
-    pool: list[Worker] = []
-    waiting: deque[tuple[Chunk, Future]] = deque()
-    try:
-        for chunk in chunks:
-            if len(pool) < workers:
-                pool.append(Worker(task))
-            while len((worker := has_fewest(pool)).todo) > 1:
-                take_results(pool)
-            waiting.append((replace(chunk, records=[]), worker.send(chunk)))
-            del chunk
-            while waiting and (waiting[0][1].done() or len(waiting) > 3 * len(pool)):
-                yield first_of(waiting, pool)
-        while waiting:
-            yield first_of(waiting, pool)
-    finally:
-        for worker in pool:
-            worker.end()
-
-
-def first_of(waiting: deque[tuple[Chunk, Future]], pool: list[Worker]) -> tuple[Chunk, Any]:
-    """Take out the first chunk, and wait for its result."""
-    position, future = waiting.popleft()
-    while not future.done():
-        take_results(pool)
-    return position, future.result()
-
-
-def has_fewest(pool: list[Worker]) -> Worker:
-    return min(pool, key=lambda worker: len(worker.todo))
-
-
-def take_results(pool: list[Worker]) -> None:
-    """Take the results that have come. If there is none, wait for one."""
-    workers = {worker.pipe: worker for worker in pool if worker.todo}
-    for pipe in wait(workers):
-        workers[pipe].take_result()
 
 
 # --------------------------------------------------------------------------------------------------

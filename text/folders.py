@@ -12,11 +12,12 @@ from configurator import UserError, note
 from hardware.disk import (
     LOCK,
     Lock,
-    content_sha256,
     file_sha256,
     put_in_place,
     read_object,
     remove_only,
+    set_aside,
+    unseal,
 )
 from text.dataset import files_of, tokenizer_files
 from text.hf_tokenizer import HF_FILES
@@ -36,6 +37,7 @@ WORK = {
 
 STDIN = "stdin"  # the file in the scratch folder that standard input is copied to
 
+SPLITS = {"train", "val"}
 AWAY = "move it away, or choose another --name"  # what an error about a user's file suggests
 
 
@@ -44,8 +46,8 @@ def work_files(folder: Path) -> set[str]:
     return WORK.get(re.sub(r"(?<=^part)\d+$", "", folder.name), set())
 
 
-def claim(target: Path, scratch: Path) -> tuple[Lock, dict[str, tuple]]:
-    """Lock the scratch folder; return the lock and the files of the data set at `target`.
+def claim(target: Path, scratch: Path) -> Lock:
+    """Lock the scratch folder and return the lock.
 
     Raises UserError if another prepare.py holds the lock, or if one of the two folders contains
     something that prepare.py did not write.
@@ -59,20 +61,19 @@ def claim(target: Path, scratch: Path) -> tuple[Lock, dict[str, tuple]]:
             in_a_folder = path.parent != scratch and path.name in work_files(path.parent)
             at_the_top = path.parent == scratch and (work_files(path) or path.name in (STDIN, LOCK))
             if path.is_symlink() or not (in_a_folder or at_the_top):
-                where = "is in the folder that prepare.py works in"
-                whose = "this version of prepare.py did not write it"
-                raise UserError(f"{path} {where}, but {whose}: {AWAY}")
+                place = "is in the folder that prepare.py works in"
+                reason = "this version of prepare.py did not write it"
+                raise UserError(f"{path} {place}, but {reason}: {AWAY}")
         bring_back(target, scratch)
         names = [unicodedata.normalize("NFC", name) for name in os.listdir(target.parent)]
         if target.exists() and unicodedata.normalize("NFC", target.name) not in names:
             same = "this disk does not distinguish this name from that of an existing folder"
             raise UserError(f"{target}: {same}: choose another --name")
-        before = files_of_set(target)
-        check_own(target, sorted(before))
+        names_in_set(target)
         for name in names:
-            if before and re.fullmatch(rf"\.{re.escape(target.name)}\.old\d*", name):
-                remove_replaced(target.with_name(name))
-        return held, before
+            if target.exists() and re.fullmatch(rf"\.{re.escape(target.name)}\.old\d*", name):
+                remove_old(target.with_name(name))
+        return held
     except BaseException:
         held.close()
         raise
@@ -88,36 +89,19 @@ def bring_back(target: Path, scratch: Path) -> None:
     finished = (scratch / "set" / "meta.json").exists()
     if finished and old.exists() and not os.path.lexists(target) and not os.path.lexists(another):
         try:
-            files_of_set(old)
+            names_in_set(old)
         except UserError:  # prepare.py did not write this folder
             return
         old.rename(target)
 
 
-def remove_replaced(old: Path, files: dict[str, tuple] | None = None) -> None:
-    """Delete a data set that was replaced, or say in a note why it stays.
-
-    files: those of the data set. None: it was left by a kill, and is only deleted if its files have
-    the hashes of what prepare.py wrote.
-    """
-    try:
-        if files is None:
-            files = files_of_set(old)
-            check_own(old, sorted(files))
-        # meta.json goes last: if this is killed, the next run knows by it that the rest is ours.
-        if not remove_only(old, sorted(files, key="meta.json".__eq__)):
-            note(f"{old} stays: it holds files that prepare.py did not write")
-    except (UserError, OSError) as e:  # another user's files, for example
-        note(f"{old} stays: {e}")
-
-
-def files_of_set(folder: Path) -> dict[str, tuple]:
-    """Return name -> (inode, size, time of change) of the files of a data set; {} if there is none.
+def names_in_set(folder: Path) -> list[str]:
+    """Return the names of the files of a data set; [] if the folder does not exist.
 
     Raises UserError if the folder contains anything else: it may be where a user keeps a corpus.
     """
     if not os.path.lexists(folder):
-        return {}
+        return []
     if folder.is_symlink() or not folder.is_dir():
         raise UserError(f"{folder} exists and is no data set: {AWAY}")
     present = sorted(path.name for path in folder.iterdir())
@@ -125,9 +109,7 @@ def files_of_set(folder: Path) -> dict[str, tuple]:
     if "meta.json" in present:
         try:
             meta = read_object(folder / "meta.json")
-            version = meta["format_version"]
-            splits = meta["splits"].keys()
-            if isinstance(version, int) and splits == {"train", "val"}:
+            if isinstance(meta["format_version"], int) and meta["splits"].keys() == SPLITS:
                 names = {path.name for path in tokenizer_files(folder, meta["tokenizer"])}
                 names |= {"train.bin", "val.bin", "meta.json"}
         except (OSError, ValueError) as e:
@@ -136,51 +118,66 @@ def files_of_set(folder: Path) -> dict[str, tuple]:
             pass  # another program wrote this meta.json
     others = [name for name in present if name not in names]
     if others:
-        what = "holds" if names else "exists and is no data set: it holds"
-        raise UserError(f"{folder} {what} {others[0]!r}, which prepare.py did not write: {AWAY}")
-    stats = {name: (folder / name).lstat() for name in present}
-    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
+        holds = "holds" if names else "exists and is no data set: it holds"
+        raise UserError(f"{folder} {holds} {others[0]!r}, which prepare.py did not write: {AWAY}")
+    return present
 
 
-def check_own(folder: Path, names: list[str]) -> None:
-    """Raise UserError unless the files of a data set have the hashes of what prepare.py wrote.
+def own_names(folder: Path) -> list[str]:
+    """Return the names of the files of a data set, with meta.json as the last one.
 
-    A file with the right name may still be a user's own file.
+    Raises UserError unless the files have the hashes of what prepare.py wrote: a file with the
+    right name may still be a user's own file.
     """
+    names = names_in_set(folder)
     if not names:
-        return
-    meta = read_object(folder / "meta.json")
-    if meta.get("sha256") != content_sha256(meta):
-        raise UserError(f"{folder}/meta.json was changed by something else: {AWAY}")
+        return []
     try:
+        meta = unseal(folder / "meta.json")
         hashes = {f"{split}.bin": counts["sha256"] for split, counts in meta["splits"].items()}
         hashes |= files_of(meta["tokenizer"])
-    except (LookupError, TypeError, AttributeError):
-        what = "does not state the hashes of the data set's files"
-        raise UserError(f"{folder}/meta.json {what}: {AWAY}") from None
-    for name in names:
-        path = folder / name
-        if path.is_symlink() or not path.is_file():
-            raise UserError(f"{path} is no plain file, so prepare.py did not write it: {AWAY}")
-        if name in hashes and file_sha256(path) != hashes[name]:
-            what = "does not have its hash from meta.json, so it may be another program's file"
-            raise UserError(f"{path} {what}: {AWAY}")
+        for name in names:
+            path = folder / name
+            if path.is_symlink() or (name in hashes and file_sha256(path) != hashes[name]):
+                raise UserError(f"{path} is not what meta.json says, so it may be of somebody else")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+        raise UserError(f"{folder}/meta.json was changed by something else ({e})") from None
+    return sorted(names, key="meta.json".__eq__)
 
 
-def replace_set(new: Path, target: Path, before: dict[str, tuple]) -> None:
+def remove_old(old: Path) -> None:
+    """Delete a data set that was replaced before a kill, or say in a note why it stays."""
+    try:
+        remove_names(old, own_names(old))
+    except UserError as e:
+        note(f"{old} stays: {e}")
+
+
+def remove_names(old: Path, names: list[str]) -> None:
+    """Delete these files of a data set that was replaced, and note what stays.
+
+    If this is killed, the next run knows by meta.json, the last one, that the rest is ours.
+    """
+    try:
+        if not remove_only(old, names):
+            note(f"{old} stays: it holds files that prepare.py did not write")
+    except OSError as e:  # another user's files, for example
+        note(f"{old} stays: {e}")
+
+
+def replace_set(new: Path, target: Path) -> None:
     """Put the finished folder in the place of the old data set, then delete the old one.
 
-    before: the files of the old data set, as claim() returned them.
-    Raises UserError if they have changed since then.
+    An old data set with a file that prepare.py did not write stays, as .NAME.old.
     """
-    now = files_of_set(target)
-    changed = [name for name in now.keys() | before if now.get(name) != before.get(name)]
-    if changed:
-        what = "was changed by something else meanwhile, so the data set was not replaced"
-        raise UserError(f"{target / min(changed)} {what}")
+    names = []
+    try:
+        names = own_names(target)
+    except UserError as e:
+        note(f"{set_aside(target)} stays: {e}")
     old = put_in_place(new, target)
     if old:
-        remove_replaced(old, before)
+        remove_names(old, names)
 
 
 def remove_scratch(scratch: Path) -> None:

@@ -7,14 +7,13 @@ file, and the record in it.
 
 import codecs
 import csv
-import hashlib
 import io
 import itertools
 import json
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ from configurator import UserError
 from text.sources import HashedFile, Source, decompressed
 
 CHUNK = 1 << 20  # characters
-PIECE = 1 << 20  # characters; a longer document is cut
 
 
 # --------------------------------------------------------------------------------------------------
@@ -41,21 +39,13 @@ class Lines(NamedTuple):
     first: int  # number of the first line
 
 
-class Piece(NamedTuple):
-    """A part of a document that is too long to hold in memory. It is tokenized piece by piece."""
-
-    text: str
-    first: bytes  # digest of the document's first piece; it decides between train and val
-    whole: bytes  # digest of the whole document in its last piece, b"" in the others
-
-
 @dataclass
 class Chunk:
     """Some records (about a megabyte) to parse together, and the Reader's position after them."""
 
     kind: str
-    # (place, record). The place is "file:line" or similar. The record is a text, a Piece, Lines, a
-    # dict or other value from a parser, or a ValueError that says why the record cannot be read.
+    # (place, record). The place is "file:line" or similar. The record is a text, Lines, a dict or
+    # other value from a parser, or a ValueError that says why the record cannot be read.
     records: list[tuple[str, Any]]
     file: int = 0  # the file that the position is in
     record: int = 0  # number of records of that file up to the position; Lines count as one
@@ -123,8 +113,9 @@ class Reader:
                 while raw.read(1 << 20):
                     pass  # the hash includes bytes that no record needed
                 source.check_unchanged(raw.digest.hexdigest())
-        except OSError as e:  # includes the errors of gzip and bz2
-            raise UserError(f"{source.name}: {e.strerror or e}") from None
+        except OSError as e:  # without strerror it is of gzip or bz2
+            problem = e.strerror or f"damaged or cut off ({e})"
+            raise UserError(f"{source.name}: {problem}") from None
         except (EOFError, zlib.error, lzma.LZMAError) as e:
             raise UserError(f"{source.name}: damaged or cut off ({e})") from None
         except UnicodeError as e:  # in UTF-16, surrogateescape cannot keep wrong bytes
@@ -159,8 +150,6 @@ def weight(record: Any) -> int:
         return len(record)
     if isinstance(record, Lines):
         return len(record.data)
-    if isinstance(record, Piece):
-        return len(record.text)
     return 200 + characters(record)
 
 
@@ -254,146 +243,74 @@ def read_jsonl(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Rec
 # --------------------------------------------------------------------------------------------------
 # JSON: an array of any length, or objects one after the other
 
-WHITESPACE = re.compile(r"\s*")
 BETWEEN_ELEMENTS = re.compile(r"[\s,]*")
-QUOTE_OR_BACKSLASH = re.compile(r'["\\]')
-# Everything before the next bracket outside of strings: complete strings, and text between them.
-UP_TO_BRACKET = re.compile(r'(?s)(?:[^"\[\]{}]+|"[^"\\]*(?:\\.[^"\\]*)*")*')
 # Where an error or the end of a number is this close to the end of the window, the window may have
 # cut a value in two. What may be cut, such as -Infinity or the e+10 of 1.5e+10, is shorter.
 EDGE = 16
+WINDOW = 1 << 16  # characters that are read at a time, at least
 DECODER = json.JSONDecoder()
-
-
-class Window:
-    """The part of a long text that is in memory: `text`, with the current place `at` in it."""
-
-    def __init__(self, f: io.TextIOWrapper):
-        self.f = f
-        self.text = ""
-        self.at = 0
-        self.before = 0  # how many characters of the file come before `text`
-        self.ended = False
-
-    def read_on(self, size: int) -> None:
-        """Drop the text before `at`, and add the next `size` characters of the file."""
-        more = self.f.read(size)
-        self.before += self.at
-        self.text = self.text[self.at :] + more
-        self.at = 0
-        self.ended = not more
-
-    def skip(self, what: re.Pattern) -> str:
-        """Move past everything that matches `what`.
-
-        Return the character that follows, or "" at the end of the file.
-        """
-        while True:
-            self.at = what.match(self.text, self.at).end()
-            if self.at < len(self.text) or self.ended:
-                return self.text[self.at : self.at + 1]
-            self.read_on(1 << 16)
-
-    def skip_element(self) -> bool:
-        """Move past the string, array or object that begins here, with little of it in memory.
-
-        Return False if the file ends before the element does.
-        """
-        depth = 0  # of open brackets
-        in_string = self.text[self.at] == '"'
-        if in_string:
-            self.at += 1
-        while not self.ended:
-            while self.at < len(self.text):
-                if in_string:
-                    found = QUOTE_OR_BACKSLASH.search(self.text, self.at)
-                    if found is None:
-                        self.at = len(self.text)
-                    elif found[0] == '"':
-                        self.at = found.end()
-                        in_string = False
-                    else:
-                        self.at = found.end() + 1  # past the character that the backslash escapes
-                else:
-                    self.at = UP_TO_BRACKET.match(self.text, self.at).end()
-                    sign = self.text[self.at : self.at + 1]
-                    if sign in ("[", "{"):
-                        depth += 1
-                    elif sign in ("]", "}"):
-                        depth -= 1
-                    in_string = sign == '"'  # a string that does not end in this window
-                    self.at += len(sign)
-                if depth == 0 and not in_string:
-                    return True
-            # 1 if the window ends with a backslash: the first character to come is escaped.
-            beyond = self.at - len(self.text)
-            self.at = len(self.text)
-            self.read_on(CHUNK)
-            self.at = beyond
-        return False
 
 
 def read_json(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Records:
     """Yield the elements of one array, or the values that follow one another in the file.
 
-    Only one element is in memory at a time. Raises UserError where the text is not valid JSON.
+    Only one element and one window of the text are in memory at a time. Raises UserError where the
+    text is not valid JSON, and for an element beyond the limit, since its end may never come.
     """
-    window = Window(f)
-    number = 0
+    window = f.read(1)
+    while window.isspace():
+        window = f.read(1)
+    in_array = window == "["
+    if in_array:
+        window = ""
+    number = 0  # of the elements so far
 
     def error(at: int, why: str) -> UserError:
-        near = window.text[max(window.at, at - 20) : at + 20]
-        what = f"(character {window.before + at + 1:,}: {why})"
-        place = f"after element {number}, near {near!r} {what}"
+        near = window[max(0, at - 20) : at + 20]
+        place = f"after element {number}, near {near!r} ({why})"
         return UserError(f"{source.name}: not valid JSON {place}: correct the file there")
 
-    in_array = window.skip(WHITESPACE) == "["
-    if in_array:
-        window.at += 1
-    while sign := window.skip(BETWEEN_ELEMENTS):
-        if in_array and sign == "]":
-            window.at += 1
-            if window.skip(WHITESPACE):
-                raise error(window.at, "text after the end of the array")
-            return
-        record = next_element(window, limit, error)
-        number += 1
-        yield f"{source.name}: element {number}", record
-    if in_array:
-        raise error(len(window.text), "the closing ] is missing")
+    def beyond_limit() -> UserError:
+        hint = "raise that limit, or look there for a quote or a bracket that is not closed"
+        return UserError(f"{source.name}: element {number + 1}: {too_long(limit)}: {hint}")
 
-
-def next_element(window: Window, limit: int, error: Callable[[int, str], UserError]) -> Any:
-    """Return the JSON value that begins at window.at, or too_long(), and move past it.
-
-    Raises error(place, reason) if there is no valid JSON.
-    """
-    size = 1 << 16
     while True:
-        held = len(window.text) - window.at
-        try:
-            record, end = DECODER.raw_decode(window.text, window.at)
-            # A number at the edge may not be complete: 12 may go on as 123.
+        # The window doubles, so that a large element is decoded from its start only a few times.
+        more = f.read(max(WINDOW, len(window)))
+        window += more
+        at = BETWEEN_ELEMENTS.match(window).end()
+        while at < len(window):
+            if in_array and window[at] == "]":
+                behind = itertools.chain([window[at + 1 :]], iter(lambda: f.read(WINDOW), ""))
+                if any(map(str.strip, behind)):
+                    raise error(at + 1, "text after the end of the array")
+                return
+            try:
+                record, end = DECODER.raw_decode(window, at)
+            except json.JSONDecodeError as e:
+                is_cut = e.msg.startswith("Unterminated string") or e.pos + EDGE > len(window)
+                if not (more and is_cut):
+                    raise error(e.pos, e.msg) from None
+                if len(window) - at > limit:
+                    raise beyond_limit() from None
+                break
+            except RecursionError:
+                raise error(at, "nested too deeply") from None
+            except ValueError:
+                raise error(at, "a number with too many digits") from None
             is_closed = isinstance(record, dict | list)
-            if window.ended or is_closed or end + EDGE < len(window.text):
-                length = end - window.at
-                window.at = end
-                return record if length <= limit else too_long(limit)
-        except json.JSONDecodeError as e:
-            cut = e.msg.startswith("Unterminated string") or e.pos + EDGE > len(window.text)
-            if window.ended or not cut:
-                raise error(e.pos, e.msg) from None
-        except RecursionError:
-            raise error(window.at, "nested too deeply") from None
-        except ValueError:
-            raise error(window.at, "a number with too many digits") from None
-        if held > limit:
-            can_be_skipped = window.text[window.at] in '"[{'
-            if not can_be_skipped or not window.skip_element():
-                raise error(len(window.text), f"{too_long(limit)}, and its end was not found")
-            return too_long(limit)
-        window.read_on(min(size, limit + (1 << 16) - held))
-        size *= 2  # so that a large element is decoded from its start only a few times
+            if more and not is_closed and end + EDGE >= len(window):
+                break  # a number at the edge may not be complete: 12 may go on as 123
+            if end - at > limit:
+                raise beyond_limit()
+            number += 1
+            yield f"{source.name}: element {number}", record
+            at = BETWEEN_ELEMENTS.match(window, end).end()
+        window = window[at:]
+        if not more:
+            if in_array:
+                raise error(len(window), "the closing ] is missing")
+            return
 
 
 # --------------------------------------------------------------------------------------------------
@@ -465,7 +382,8 @@ def read_txt(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Recor
     elif txt == "block":
         yield from text_blocks(f, source, limit)
     else:
-        yield from whole_text(f, source)
+        text = f.read(limit + 1)
+        yield source.name, text if len(text) <= limit else too_long(limit)
 
 
 def text_lines(f: io.TextIOWrapper, source: Source, limit: int) -> Records:
@@ -497,37 +415,6 @@ def text_blocks(f: io.TextIOWrapper, source: Source, limit: int) -> Records:
             block = []
             size = 0
             begin = 0
-
-
-def whole_text(f: io.TextIOWrapper, source: Source) -> Records:
-    """Yield the file as one text, or as several Pieces if it is long."""
-    first = b""
-    digest = hashlib.sha256()
-    for text, last in pieces(f.read):
-        if last and not first:  # the usual case: there is only one piece
-            yield source.name, text
-            return
-        digest.update(text.encode("utf-8", "surrogateescape"))
-        first = first or digest.digest()[:16]
-        whole = digest.digest()[:16] if last else b""
-        yield source.name, Piece(text, first, whole)
-
-
-def pieces(read: Callable[[int], str]) -> Iterator[tuple[str, bool]]:
-    """Yield (part, is it the last one) of a document. read(n) returns its next n characters.
-
-    A part ends after a word, before a space. Neither GPT-2's pattern nor a SentencePiece BPE ever
-    makes a token that reaches across this place, so the tokens are those of the whole document.
-    Where a million characters have no such place, the part ends after a line, or else anywhere.
-    """
-    text = read(PIECE)
-    while following := read(PIECE):
-        text += following
-        cut = re.match(r"(?s).*\S(?= )", text) or re.match(r"(?s).*\n", text)
-        at = cut.end() if cut else len(text)
-        yield text[:at], False
-        text = text[at:]
-    yield text, True
 
 
 # One function for each kind of file that Reader.opened() opens as text.

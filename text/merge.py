@@ -14,22 +14,10 @@ from text.encode import ROW, GrowingFile, Part
 
 
 def read_rows(part: Part) -> Iterator[np.ndarray]:
-    """Yield the documents of a part, (documents,) of ROW, about a quarter million at a time.
-
-    The rows of a long document, one for each piece, are added up to one row.
-    """
+    """Yield the rows of a part, (documents,) of ROW, a quarter million at a time."""
     with open(part.paths["rows"], "rb") as f:
-        rows = np.empty(0, ROW)
-        while len(more := np.fromfile(f, ROW, 1 << 18)):
-            rows = np.concatenate([rows, more])
-            edges = np.flatnonzero(rows["end"]) + 1  # where the row behind each whole document is
-            if len(edges):
-                found = rows[edges - 1]
-                begins = np.concatenate([[0], edges[:-1]])
-                for field in ("tokens", "bytes", "characters"):
-                    found[field] = np.add.reduceat(rows[field][: edges[-1]], begins)
-                rows = rows[edges[-1] :]
-                yield found
+        while len(rows := np.fromfile(f, ROW, 1 << 18)):
+            yield rows
 
 
 def find_duplicates(parts: list[Part]) -> np.ndarray:
@@ -41,61 +29,61 @@ def find_duplicates(parts: list[Part]) -> np.ndarray:
     n = sum(len(rows) for part in parts for rows in read_rows(part))
     if not n:
         return np.zeros(0, bool)
-    again = np.zeros(n, bool)
+    duplicate = np.zeros(n, bool)
     shares = n // (1 << 20) + 1
     for share in range(shares):
         digests = []
         places = []  # the number of the document of each digest
         base = 0
         for rows in (rows for part in parts for rows in read_rows(part)):
-            mine = np.flatnonzero(rows["digest"][:, 1] % shares == share)
-            digests.append(rows["digest"][mine])
-            places.append(mine + base)
+            in_share = np.flatnonzero(rows["digest"][:, 1] % shares == share)
+            digests.append(rows["digest"][in_share])
+            places.append(in_share + base)
             base += len(rows)
         place = np.concatenate(places)
         # return_index: of several equal digests, the place of the first one
         _, first = np.unique(np.concatenate(digests), axis=0, return_index=True)
-        again[place] = True
-        again[place[first]] = False
-    return again
+        duplicate[place] = True
+        duplicate[place[first]] = False
+    return duplicate
 
 
 def kept_rows(
-    parts: list[Part], again: np.ndarray
+    parts: list[Part], duplicate: np.ndarray
 ) -> Iterator[tuple[Part, np.ndarray, np.ndarray]]:
     """Yield (part, its rows, which of them are kept) in the order of the input.
 
-    Each time these are about a quarter million documents. again: the result of find_duplicates(),
-    or an empty array to keep all documents.
+    Each time these are at most a quarter million documents. duplicate: the result of
+    find_duplicates(), or an empty array to keep all documents.
     """
     seen = 0
     for part in parts:
         for rows in read_rows(part):
-            if len(again):
-                kept = ~again[seen : seen + len(rows)]
+            if len(duplicate):
+                kept = ~duplicate[seen : seen + len(rows)]
             else:
                 kept = np.ones(len(rows), bool)
             yield part, rows, kept
             seen += len(rows)
 
 
-def count(parts: list[Part], again: np.ndarray) -> tuple[dict[str, dict], Counter]:
+def count(parts: list[Part], duplicate: np.ndarray) -> tuple[dict[str, dict], Counter]:
     """Return the counts of each split, and {length in tokens: documents}."""
     counts = {
         split: dict(tokens=0, documents=0, bytes=0, characters=0) for split in ("train", "val")
     }
     lengths: Counter = Counter()
-    for _, rows, kept in kept_rows(parts, again):
+    for _, rows, kept in kept_rows(parts, duplicate):
         for split, total in counts.items():
-            mine = rows[kept & (rows["val"] == (split == "val"))]
-            total["documents"] += len(mine)
+            of_split = rows[kept & (rows["val"] == (split == "val"))]
+            total["documents"] += len(of_split)
             for name in ("tokens", "bytes", "characters"):
-                total[name] += int(mine[name].sum())
+                total[name] += int(of_split[name].sum())
         lengths.update(rows["tokens"][kept].tolist())
     return counts, lengths
 
 
-def merge(parts: list[Part], again: np.ndarray, folder: Path, itemsize: int) -> dict[str, list]:
+def merge(parts: list[Part], duplicate: np.ndarray, folder: Path, itemsize: int) -> dict[str, list]:
     """Write train.bin and val.bin into the folder; return the GrowingFile.state() of each.
 
     The parts are not changed. If this process is killed here, only this step has to be repeated.
@@ -103,7 +91,7 @@ def merge(parts: list[Part], again: np.ndarray, folder: Path, itemsize: int) -> 
     states = {}
     for split in ("train", "val"):
         target = folder / f"{split}.bin"
-        if len(parts) == 1 and not again.any():
+        if len(parts) == 1 and not duplicate.any():
             states[split] = parts[0].states[split]
             try:
                 os.link(parts[0].paths[split], target)  # a second name for it: nothing is copied
@@ -112,10 +100,10 @@ def merge(parts: list[Part], again: np.ndarray, folder: Path, itemsize: int) -> 
         else:
             sources = {part.paths[split]: open(part.paths[split], "rb") for part in parts}
             out = GrowingFile(target, "xb")
-            for part, rows, kept in kept_rows(parts, again):
-                mine = rows["val"] == (split == "val")
-                sizes = rows["tokens"][mine] * itemsize
-                copy_documents(sources[part.paths[split]], out, sizes, kept[mine])
+            for part, rows, kept in kept_rows(parts, duplicate):
+                of_split = rows["val"] == (split == "val")
+                sizes = rows["tokens"][of_split] * itemsize
+                copy_documents(sources[part.paths[split]], out, sizes, kept[of_split])
             states[split] = out.state()
             for file in (out.file, *sources.values()):
                 file.close()

@@ -11,32 +11,17 @@ it (arXiv 2404.10830). A document with more than T inputs has windows of its own
 at the end, its tail, is packed like a document: an eos stands before it, which does not predict
 anything. Behind the last document of a window there may be padding, which is not trained on.
 
-The plan of the windows depends on the tokens and T only. It is computed once, for 250,000
-documents at a time, and kept in data/.windows/, where each run maps it into memory. It is made only
-of tokens that have the hash of meta.json, it names that hash, and its own files have a manifest:
-what does not fit is not used, but made anew.
+The plan of the windows depends on the tokens and T only. Each process computes it when it opens the
+data, for 250,000 documents at a time: about a second for a million documents. It is made only of
+tokens that have the hash of meta.json.
 """
 
-import atexit
 import hashlib
-import shutil
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 
-from configurator import OneRankError, UserError, note
-from hardware.disk import (
-    MANIFEST,
-    damage,
-    json_bytes,
-    manifest,
-    remove_only,
-    sync_to_disk,
-    write_whole,
-)
+from configurator import UserError
 from hardware.terminal import ProgressBar
 from text.dataset import DataSet, verify
 from text.landmarks import Ids
@@ -44,7 +29,6 @@ from text.landmarks import Ids
 TOGETHER = 250_000  # documents that are packed together
 STRETCH = 1 << 22  # tokens that are read at a time
 AT_ONCE = 1 << 20  # windows of long documents that are computed at a time
-VERSION = 2  # of the files
 
 # A window of the plan consists of pieces. Before each piece there is an eos, which may be the last
 # token of the piece before it. A piece with T + 1 tokens is the middle of a long document: a whole
@@ -124,15 +108,15 @@ def document_ends(data: DataSet, split: str) -> Iterator[np.ndarray]:
     for at in ProgressBar(f"finding documents of {split}", range(0, len(ids), STRETCH)):
         tokens = ids.read(at, STRETCH)
         digest.update(tokens)
-        found = np.flatnonzero(tokens == eos_id) + at
-        while count + len(found) >= TOGETHER:
+        ends = np.flatnonzero(tokens == eos_id) + at
+        while count + len(ends) >= TOGETHER:
             missing = TOGETHER - count
-            yield np.concatenate([*waiting, found[:missing]])
-            found = found[missing:]
+            yield np.concatenate([*waiting, ends[:missing]])
+            ends = ends[missing:]
             waiting = []
             count = 0
-        waiting.append(found)
-        count += len(found)
+        waiting.append(ends)
+        count += len(ends)
     if digest.hexdigest() != data.meta["splits"][split]["sha256"] or tokens[-1] != eos_id:
         verify(data.folder, data.meta, split)  # says what is wrong
         raise UserError(f"{ids.path}: it is being changed: wait until it is whole")
@@ -144,90 +128,17 @@ def packed(data: DataSet, split: str, T: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the plan of a split: the pieces of all windows (pieces,), and the number of the first
     piece of each window, with the number of all pieces at the end, (windows + 1,).
     """
-
-    def write(folder: Path) -> None:
-        begin = 0
-        so_far = 0
-        with open(folder / "pieces.bin", "xb") as out, open(folder / "bounds.bin", "xb") as bounds:
-            for ends in document_ends(data, split):
-                for pieces, per_window in pack(ends, begin, T):
-                    out.write(pieces)
-                    first = per_window.cumsum() - per_window + so_far
-                    bounds.write(first.astype("<i8"))
-                    so_far += len(pieces)
-                begin = int(ends[-1]) + 1
-            bounds.write(np.array([so_far], "<i8"))
-
-    folder = computed_once(data, split, f"packed{T}", write)
-    pieces = np.memmap(folder / "pieces.bin", PIECE, "r")
-    return pieces, np.memmap(folder / "bounds.bin", "<i8", "r")
+    pieces = []
+    per_window = [np.zeros(1, int)]
+    begin = 0
+    for ends in document_ends(data, split):
+        for some_pieces, counts in pack(ends, begin, T):
+            pieces.append(some_pieces)
+            per_window.append(counts)
+        begin = int(ends[-1]) + 1
+    return np.concatenate(pieces), np.concatenate(per_window).cumsum()
 
 
 def ends_of(data: DataSet, split: str) -> np.ndarray:
     """Return where the eos of each document of a split is, (documents,)."""
-
-    def write(folder: Path) -> None:
-        with open(folder / "ends.bin", "xb") as f:
-            for ends in document_ends(data, split):
-                f.write(ends.astype("<i8"))
-
-    return np.memmap(computed_once(data, split, "ends", write) / "ends.bin", "<i8", "r")
-
-
-ABOUT = "about.json"  # names the tokens that the other files were computed from
-FILES = ("pieces.bin", "bounds.bin", "ends.bin", ABOUT, MANIFEST)  # that computed_once() may delete
-
-
-def computed_once(data: DataSet, split: str, what: str, write: Callable[[Path], None]) -> Path:
-    """Return a folder with what write(folder) has written, now or in an earlier run.
-
-    It is beside the data set, or where nothing can be written there, in a folder that lasts as long
-    as this process. Its name has the hash of the tokens: with other tokens it is another folder. If
-    its files are not those that were written, or not of these tokens, they are made anew. Raises
-    OneRankError if there is no room for them.
-    """
-    home = data.folder.resolve()
-    place = home.parent / ".windows"
-    sha256 = data.meta["splits"][split]["sha256"]
-    folder = place / f"{home.name}-{split}-{what}-v{VERSION}-{sha256[:16]}"
-    about = json_bytes({"tokens": sha256, "what": what, "version": VERSION})
-
-    def is_there() -> bool:
-        return not damage(folder, required=[ABOUT]) and (folder / ABOUT).read_bytes() == about
-
-    try:
-        if is_there():
-            return folder
-        if not place.exists():
-            place.mkdir()
-            place.chmod(home.parent.stat().st_mode)  # whoever may write data sets may write here
-        for left in place.glob(".*"):  # by processes that were killed
-            if time.time() - left.stat().st_mtime > 86_400:
-                remove_only(left, FILES)
-        new = Path(tempfile.mkdtemp(dir=place, prefix="."))
-        try:
-            write(new)
-            (new / ABOUT).write_bytes(about)
-            write_whole(new / MANIFEST, json_bytes(manifest(new)))
-            for path in (*new.iterdir(), new):
-                path.chmod(0o755 if path == new else 0o644)  # for other users, too
-                sync_to_disk(path)
-            remove_only(folder, FILES)  # it is there only if it is damaged
-            new.rename(folder)
-            return folder
-        finally:
-            remove_only(new, FILES)
-    except OSError as e:
-        # Another user's folder, a disk that is full or can only be read, or another process that
-        # was faster.
-        if is_there():
-            return folder
-        note(f"{e.filename or folder}: {e.strerror}: the windows are planned for this run only")
-    try:
-        new = Path(tempfile.mkdtemp())
-        atexit.register(shutil.rmtree, new, ignore_errors=True)
-        write(new)
-        return new
-    except OSError as e:
-        plan = f"writing the plan of the windows of {home}/{split}.bin in TMPDIR"
-        raise OneRankError(f"{plan}: {e.strerror}: set TMPDIR to a folder with more room") from None
+    return np.concatenate(list(document_ends(data, split)))

@@ -1,10 +1,10 @@
 """Several processes make one data set, started by torchrun: each reads its share of the input."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,45 +12,58 @@ from configurator import OneRankError
 from text.sources import Source
 
 
+class Ranks(NamedTuple):
+    """This process and how many there are. Its methods wait for all of them."""
+
+    rank: int = 0
+    world: int = 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, on every rank."""
+        if self.world == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.world
+        try:
+            dist.all_gather_object(values, value)
+        except RuntimeError:  # the connection to another process is closed
+            why = "another process of this job ended: its own message says why"
+            raise OneRankError(why) from None
+        return values
+
+    def of_first(self, work: Callable[[], Any]) -> Any:
+        """Let rank 0 do the work, and return its result on every rank."""
+        return self.gather(work() if self.rank == 0 else None)[0]
+
+
 @contextmanager
-def all_ranks() -> Iterator[tuple[int, int]]:
-    """Connect the processes that torchrun started; yield (rank, world size), (0, 1) without it."""
+def all_ranks() -> Iterator[Ranks]:
+    """Connect the processes that torchrun started. Without torchrun there is one."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world == 1:
-        yield 0, 1
+        yield Ranks()
         return
     import torch.distributed as dist
 
     # The timeout is long because one rank may have much more to read than another.
     dist.init_process_group("gloo", timeout=timedelta(days=7))
     try:
-        yield dist.get_rank(), world
-        gather(None, world)
+        ranks = Ranks(dist.get_rank(), world)
+        yield ranks
+        ranks.gather(None)
     finally:
         dist.destroy_process_group()  # its threads must end before the interpreter does
 
 
-def gather(value: Any, world: int) -> list[Any]:
-    """Return the values of all ranks, on every rank. Every rank waits here for all others."""
-    if world == 1:
-        return [value]
-    import torch.distributed as dist
-
-    found: list[Any] = [None] * world
-    try:
-        dist.all_gather_object(found, value)
-    except RuntimeError:  # the connection to another process is closed
-        raise OneRankError("another process of this job ended: its own message says why") from None
-    return found
-
-
-def share_of(sources: list[Source], rank: int, world: int) -> list[Source]:
-    """Return the files that a rank reads: neighbours in the list, with about 1/world of all bytes.
+def share_of(sources: list[Source], ranks: Ranks) -> list[Source]:
+    """Return the files that this rank reads: neighbours in the list, about 1/world of all bytes.
 
     The files of rank 0 come first, then those of rank 1, and so on: the parts that the ranks write
     follow one another in the order of the input.
     """
     total = sum(s.bytes for s in sources)
     middles = np.cumsum([s.bytes for s in sources]) - [s.bytes / 2 for s in sources]
-    ranks = [min(world - 1, int(middle * world / max(1, total))) for middle in middles]
-    return [source for source, reader in zip(sources, ranks, strict=True) if reader == rank]
+    last = ranks.world - 1
+    readers = [min(last, int(middle * ranks.world / max(1, total))) for middle in middles]
+    return [s for s, reader in zip(sources, readers, strict=True) if reader == ranks.rank]

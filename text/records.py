@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from configurator import UserError
 from text.demo import documentation
-from text.formats import Chunk, Lines, Piece
+from text.formats import Chunk, Lines
 
 BLANK = "：。 \t\r\n"  # a text of only these characters counts as empty
 
@@ -59,13 +58,8 @@ class Tally:
     shapes: Counter = field(default_factory=Counter)  # {text}, {title, content}, ... -> records
     examples: list[str] = field(default_factory=list)  # first bad records, as file:line: reason
 
-    def reject(self, where: str, reason: str, piece: Piece | None) -> None:
-        """Count a bad record.
-
-        Raises UserError for a Piece: the pieces before it may already be in the output.
-        """
-        if piece:
-            raise UserError(f"{where}: {reason}; correct the file there") from None
+    def reject(self, where: str, reason: str) -> None:
+        """Count a bad record."""
         self.bad[reason] += 1
         if len(self.examples) < 5:
             self.examples.append(f"{where}: {reason}")
@@ -81,32 +75,24 @@ class Tally:
 # From a chunk to documents
 
 
-def documents(
-    chunk: Chunk, cleaning: Cleaning, tally: Tally
-) -> Iterator[tuple[str, str, bytes, Piece | None]]:
-    """Yield (place, text, the text in UTF-8, Piece or None) for each document in a chunk.
+def documents(chunk: Chunk, cleaning: Cleaning, tally: Tally) -> Iterator[tuple[str, str, bytes]]:
+    """Yield (place, text, the text in UTF-8) for each document in a chunk.
 
-    The Piece is the record itself where that is only a part of a document. All records are counted
-    in `tally`, and a document in pieces once, with its last piece.
+    All records are counted in `tally`.
     """
     records = (unpacked(chunk.kind, where, record) for where, record in chunk.records)
     for where, record in itertools.chain.from_iterable(records):
-        piece = record if isinstance(record, Piece) else None
-        ends_record = piece is None or bool(piece.whole)
-        if ends_record:
-            tally.records += 1
-        content = piece.text if piece else record
+        tally.records += 1
         try:
-            text, shape = understand(chunk.kind, content, where, cleaning.fields, tally)
+            text, shape = understand(chunk.kind, record, where, cleaning.fields, tally)
             text = clean(text, cleaning, tally)
             utf8 = to_utf8(text)
         except ValueError as e:
-            tally.reject(where, str(e), piece)
+            tally.reject(where, str(e))
             continue
-        if ends_record:
-            tally.shapes[shape] += 1
-        if text.strip(BLANK) or piece:
-            yield where, text, utf8, piece
+        tally.shapes[shape] += 1
+        if text.strip(BLANK):
+            yield where, text, utf8
         else:
             tally.dropped["empty"] += 1
 

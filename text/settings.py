@@ -63,7 +63,6 @@ class PrepareConfig:
     shard_mb: float = 64.0  # million characters between points from which a killed run can continue
     # ---- Inspection: --inspect FOLDER changes nothing ----
     inspect: str = ""  # a data set to verify and show; with --step, the folder of a run
-    split: Literal["train", "val"] = "train"  # show documents of this split
     show: str = "first"  # which documents to show: first, random, or the one that holds token N
     count: int = 3  # number of documents to show
     step: int = -1  # show what this step of the run trained on; steps count from 1, as in the log

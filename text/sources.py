@@ -103,12 +103,12 @@ def kind_of(path: Path) -> str | None:
     return kind if kind in KINDS else None
 
 
-def identity(path: Path) -> tuple[int, int]:
+def identity(path: str | Path) -> tuple[int, int]:
     """Return (device, inode), which is the same for all names of a file.
 
     A file has several names because of links, or because the disk does not distinguish a and A.
     """
-    stat = path.stat()
+    stat = os.stat(path)
     return stat.st_dev, stat.st_ino
 
 
@@ -205,37 +205,36 @@ def walk(folder: Path, skipped: Counter) -> Iterator[Path]:
     Raises UserError for a folder that cannot be read, and for a name that has the suffix of a known
     kind but is not a file, such as a pipe or a link to a file that does not exist.
     """
-    folders = [folder]
-    links: list[Path] = []  # links to folders, which wait until all folders have been read
+    starts = [folder]
     seen = set()
-    while folders or links:
-        at = folders.pop() if folders else links.pop(0)
-        try:
+    for start in starts:  # it grows: links to folders wait until all folders have been read
+        for at, folders, names in os.walk(start, onerror=refuse_folder):
+            present = {*folders, *names}
+            is_data_set = {"train.bin", "val.bin", "meta.json"} <= present
+            is_hidden = re.fullmatch(r"\..+\.tmp", os.path.basename(at))
+            is_scratch = is_hidden and present & {"tokenizer", "part0"}
             if identity(at) in seen:
+                folders.clear()
                 continue
             seen.add(identity(at))
-            with os.scandir(at) as entries:
-                inside = sorted(entries, key=lambda entry: entry.name)
-            names = {entry.name for entry in inside}
-            is_data_set = {"train.bin", "val.bin", "meta.json"} <= names
-            is_scratch = re.fullmatch(r"\..+\.tmp", at.name) and names & {"tokenizer", "part0"}
             if is_data_set or is_scratch:
-                skipped[OUR_OWN] += len(inside)
+                skipped[OUR_OWN] += len(present)
+                folders.clear()
                 continue
-            for entry in inside:
-                path = at / entry.name
-                if entry.is_dir():
-                    queue = links if entry.is_symlink() else folders
-                    queue.append(path)
-                elif not kind_of(path):
+            folders.sort()
+            starts += [path for name in folders if (path := Path(at, name)).is_symlink()]
+            for path in (Path(at, name) for name in names):
+                if not kind_of(path):
                     skipped[suffix_of(path) or "no suffix"] += 1
-                elif entry.is_file():
+                elif path.is_file():
                     yield path
                 else:
-                    what = "a link to a file that does not exist, or not a regular file"
-                    raise UserError(f"--input {path}: {what}: remove it")
-        except OSError as e:
-            raise UserError(f"--input {e.filename or at}: {e.strerror}") from None
+                    problem = "a link to a file that does not exist, or not a regular file"
+                    raise UserError(f"--input {path}: {problem}: remove it")
+
+
+def refuse_folder(error: OSError) -> None:
+    raise UserError(f"--input {error.filename}: {error.strerror}") from None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -305,7 +304,7 @@ class Streams(io.RawIOBase):
     """The decompressed bytes of several streams in one file, as pbzip2 and pixz write them.
 
     Anything else after the first stream is an error. bz2.BZ2File and lzma.LZMAFile would take it
-    for the end of the file. Raises EOFError or lzma.LZMAError for damaged data.
+    for the end of the file. Raises EOFError, OSError or lzma.LZMAError for damaged data.
     """
 
     def __init__(self, raw: io.BufferedReader, decompressor: Callable, padding: bytes = b""):
@@ -314,40 +313,25 @@ class Streams(io.RawIOBase):
         self.decompressor = decompressor
         self.padding = padding
         self.stream = decompressor()
-        self.rest = b""  # bytes read from raw that the stream has not been given yet
 
     def readable(self) -> bool:
         return True
 
-    def without_padding(self, data: bytes) -> bytes:
-        return data.lstrip(self.padding) if self.padding else data
-
     def readinto(self, buffer) -> int:
-        while True:
-            if self.stream.eof and not self.next_stream():
-                return 0
-            data = self.rest
-            if self.stream.needs_input and not data:
-                data = self.raw.read1(1 << 16)
+        output = b""
+        while not output:
+            data = b""
+            if self.stream.eof:
+                data = self.stream.unused_data.lstrip(self.padding)
+                while not data and self.raw.peek():
+                    data = self.raw.read1().lstrip(self.padding)
                 if not data:
-                    why = "Compressed file ended before the end-of-stream marker was reached"
-                    raise EOFError(why)
-            self.rest = b""
-            try:
-                made = self.stream.decompress(data, len(buffer))
-            except OSError as e:  # bz2 raises this for damaged data
-                raise EOFError(str(e)) from None
-            if made:
-                buffer[: len(made)] = made
-                return len(made)
-
-    def next_stream(self) -> bool:
-        """Begin the stream that follows the one that has ended. Return False if there is none."""
-        self.rest = self.without_padding(self.stream.unused_data)
-        while not self.rest:
-            data = self.raw.read1(1 << 16)
-            if not data:
-                return False
-            self.rest = self.without_padding(data)
-        self.stream = self.decompressor()
-        return True
+                    return 0
+                self.stream = self.decompressor()
+            elif self.stream.needs_input:
+                data = self.raw.read1()
+                if not data:
+                    raise EOFError("its last stream has no end")
+            output = self.stream.decompress(data, len(buffer))
+        buffer[: len(output)] = output
+        return len(output)

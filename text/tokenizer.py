@@ -303,8 +303,8 @@ def open_tokenizer(path: str | Path, info: dict) -> SentencePiece | Tiktoken:
     Raises UserError or ValueError if the file or info is damaged.
     """
     if info["kind"] == SentencePiece.kind:
-        return SentencePiece(path, info.get("prefix"))
+        return SentencePiece(path, info["prefix"])
     if info["kind"] != Tiktoken.kind:
         raise ValueError(f"unknown tokenizer kind {info['kind']!r}")
-    more = {key: info[key] for key in ("eos", "normalize", "prefix") if key in info}
+    more = {key: info[key] for key in ("eos", "normalize", "prefix")}
     return Tiktoken.from_file(path, info["pattern"], info["special"], **more)

@@ -340,9 +340,7 @@ IDS = [f"{script.__name__} {line}" for script, line, _ in TABLE]
 
 
 def files(place: dict[str, Path]) -> set[tuple]:
-    """Return all files but the plans of windows, which are kept for later runs."""
-    found = (p for p in place["root"].rglob("*") if p.is_file() and ".windows" not in p.parts)
-    return {(p, p.stat().st_mtime_ns) for p in found}
+    return {(p, p.stat().st_mtime_ns) for p in place["root"].rglob("*") if p.is_file()}
 
 
 @pytest.mark.parametrize("script, line, message", TABLE, ids=IDS)

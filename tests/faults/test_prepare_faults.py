@@ -9,10 +9,8 @@ import lzma
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +26,7 @@ from hardware import disk
 from text import folders, formats, records, sources, train_tokenizer
 from text.dataset import open_dataset
 from text.formats import Reader
+from text.ranks import Ranks
 from text.records import Cleaning, Tally
 from text.sources import Source
 
@@ -83,6 +82,10 @@ def last_write(part, encoded):
         os._exit(9)
 prepare.Part.commit, prepare.Part.write = counting, last_write
 """
+
+
+def fails(path: Path, *_):
+    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
 
 def tree(folder: Path) -> dict[str, str]:
@@ -216,9 +219,9 @@ def test_a_folder_of_somebody_called_old_stays(corpus, tmp_path):
 
 @pytest.mark.parametrize("name", ["notes.md", "train.bin"])
 def test_what_is_put_into_the_data_set_meanwhile_is_not_deleted(
-    corpus, reference, tmp_path, refuses, monkeypatch, name
+    corpus, reference, tmp_path, monkeypatch, capsys, name
 ):
-    """The finished set waits in the scratch folder. The same command does not encode it again."""
+    """The old data set stays with it, under another name, also after the next run."""
     data = tmp_path / "data"
     merge = prepare.merge
     old, _ = prepare_set(tmp_path, write_jsonl(tmp_path / "old.jsonl", make_records(40)))
@@ -228,15 +231,24 @@ def test_what_is_put_into_the_data_set_meanwhile_is_not_deleted(
         return merge(*arguments)
 
     monkeypatch.setattr(prepare, "merge", somebody_writes)
-    error = refuses(prepare.main, "--input", *corpus, *options(data, "--shard_mb=64"))
-    message = {"train.bin": "was changed by something else", "notes.md": "holds 'notes.md'"}[name]
-    assert message in error and "the finished work is kept in" in error
-    assert (old / name).read_text() == "precious"
-    (old / name).rename(tmp_path / name)
-    monkeypatch.setattr(prepare, "merge", merge)
+    call(prepare.main, "--input", *corpus, *options(data))
+    monkeypatch.undo()
+    for _ in range(2):
+        assert contents(old) == reference and sorted(os.listdir(data)) == [".set.old", "set"]
+        assert (data / ".set.old" / name).read_text() == "precious"
+        assert f"{data / '.set.old'} stays" in capsys.readouterr().err
+        call(prepare.main, "--input", *corpus, *options(data))
+
+
+def test_a_finished_set_that_waits_is_not_encoded_again(
+    corpus, reference, tmp_path, refuses, monkeypatch
+):
+    with monkeypatch.context() as bad_disk:
+        bad_disk.setattr(folders, "put_in_place", fails)
+        refuses(prepare.main, "--input", *corpus, *options(tmp_path, "--shard_mb=64"))
     monkeypatch.setattr(prepare.Encoder, "__call__", None)  # which would fail
-    call(prepare.main, "--input", *corpus, *options(data, "--shard_mb=64"))
-    assert contents(old) == reference and os.listdir(data) == ["set"]
+    call(prepare.main, "--input", *corpus, *options(tmp_path, "--shard_mb=64"))
+    assert contents(tmp_path / "set") == reference and os.listdir(tmp_path) == ["set"]
 
 
 def test_a_file_that_comes_at_the_last_moment_is_not_deleted(corpus, tmp_path, monkeypatch, capsys):
@@ -406,9 +418,6 @@ def test_a_disk_that_fails_for_a_moment_costs_no_work(
 ):
     shutil.copytree(interrupted, tmp_path / ".set.tmp")
 
-    def fails(path, *arguments):
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-
     with monkeypatch.context() as bad_disk:
         bad_disk.setattr("text.encode.reopened", fails)
         error = refuses(prepare.main, "--input", *corpus, *options(tmp_path))
@@ -508,16 +517,16 @@ def test_standard_input_goes_on_if_the_same_is_piped(corpus, tmp_path, capsys, m
 def test_an_empty_last_file_belongs_to_a_process_too(tmp_path):
     sources = [Source(Path(str(i)), "jsonl", str(i), size) for i, size in enumerate((5, 5, 0))]
     for world in (1, 2, 3, 4):
-        shares = [prepare.share_of(sources, rank, world) for rank in range(world)]
+        shares = [prepare.share_of(sources, Ranks(rank, world)) for rank in range(world)]
         assert [s.name for share in shares for s in share] == ["0", "1", "2"]
 
 
 def test_processes_that_see_other_files_are_an_error(corpus, tmp_path, monkeypatch):
     """With another list of files, a process would take another share than is left to it."""
     cfg = prepare.PrepareConfig(input=(str(corpus[0]), str(corpus[1])))
-    monkeypatch.setattr(prepare, "gather", lambda value, world: [value, value[:1]])
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value, value[:1]])
     with pytest.raises(UserError, match="1.jsonl: not the same for the processes 0 and 1"):
-        prepare.find_input(cfg, {}, tmp_path, tmp_path, 2)
+        prepare.find_input(cfg, {}, tmp_path, tmp_path, Ranks(0, 2))
 
 
 @pytest.mark.slow
@@ -686,8 +695,6 @@ TOO_LONG = "longer than --max_record_mb=0.05"
 KINDS = {  # (suffix, --txt, encoding)
     "jsonl": ("jsonl", "file", "utf-8"),
     "utf-16": ("jsonl", "file", "utf-16"),
-    "array": ("json", "file", "utf-8"),
-    "objects": ("json", "file", "utf-8"),
     "line": ("txt", "line", "utf-8"),
     "block": ("txt", "block", "utf-8"),
 }
@@ -708,9 +715,8 @@ def with_long_records(kind: str) -> tuple[str, list[str]]:
         texts = [*texts[:20], "x" * (LIMIT - len('{"text": ""}')), *texts[20:]]
         lines = [json.dumps({"text": text}) for text in texts]
         fits = lines.pop(20)
-        between = ",\n" if kind == "array" else "\n"
-    corpus = between.join([*lines[:20], over, fits, *lines[20:40], over, *lines[40:]])
-    return f"[{corpus}]" if kind == "array" else f"{corpus}\n", texts
+        between = "\n"
+    return between.join([*lines[:20], over, fits, *lines[20:40], over, *lines[40:], ""]), texts
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -727,8 +733,8 @@ def test_a_record_beyond_the_limit_is_bad_and_the_next_are_read(tmp_path, monkey
     found = [records.documents(chunk, Cleaning(), tally) for chunk in chunks]
     assert [text.rstrip("\n") for documents in found for _, text, *_ in documents] == texts
     assert tally.bad == {TOO_LONG: 2} and tally.records == len(texts) + 2
-    place = {"json": ": element 21", "jsonl": ":21", "txt": ":21" if txt == "line" else ":41"}
-    assert tally.examples[0] == f"{path}{place[suffix]}: {TOO_LONG}"
+    line = 41 if kind == "block" else 21
+    assert tally.examples[0] == f"{path}:{line}: {TOO_LONG}"
     for n, chunk in enumerate(chunks):  # a restart after any chunk reads the same
         rest = Reader(sources, encoding, txt, LIMIT, chunk.file, chunk.record).chunks()
         assert str([c.records for c in rest]) == str([c.records for c in chunks[n + 1 :]])
@@ -738,22 +744,29 @@ MEASURE = """
 import resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
+from configurator import UserError
 from text.formats import Reader
 from text.sources import Source
 source = Source.at(Path(sys.argv[2]), sys.argv[3])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 chunks = Reader([source], sys.argv[5], sys.argv[4], 10**6).chunks()
-((_, record),) = [record for chunk in chunks for record in chunk.records]
-assert isinstance(record, ValueError), record
+try:
+    ((_, record),) = [record for chunk in chunks for record in chunk.records]
+    assert isinstance(record, ValueError), record
+except UserError as e:
+    assert source.kind == "json", e
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+LARGE = KINDS | {"array": ("json", "file", "utf-8"), "file": ("txt", "file", "utf-8")}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LARGE)
 def test_memory_does_not_grow_with_a_record(tmp_path, kind):
     """A process reads a record of 200 million characters, where 1 million is the limit."""
-    suffix, txt, encoding = KINDS[kind]
+    suffix, txt, encoding = LARGE[kind]
     begin = '[{"text": [' if kind == "array" else '{"text": ['
     part = '["[{' + "z" * 1990 + '", 1],'
     end = "1]}]" if kind == "array" else "1]}\n"
@@ -767,10 +780,29 @@ def test_memory_does_not_grow_with_a_record(tmp_path, kind):
         for _ in range(100):
             f.write(part * 1000)
         f.write(end)
-    argv = [sys.executable, "-c", MEASURE, str(REPO), str(path), *KINDS[kind]]
+    argv = [sys.executable, "-c", MEASURE, str(REPO), str(path), *LARGE[kind]]
     grown = subprocess.run(argv, capture_output=True, text=True)
     assert grown.returncode == 0, grown.stderr
     assert int(grown.stdout) < 50_000  # kilobytes
+
+
+@pytest.mark.parametrize("begin, end", ["[]", ("", "")])
+def test_an_element_of_json_beyond_the_limit_is_an_error_that_says_which(
+    tmp_path, refuses, begin, end
+):
+    path = tmp_path / "c.json"
+    path.write_text(f'{begin}{{"text": "one"}}, {{"text": "{"z" * LIMIT}"}}{end}')
+    error = refuses(prepare.main, "--input", path, *options(tmp_path, "--max_record_mb=0.05"))
+    assert f"{path}: element 2: {TOO_LONG}" in error
+
+
+def test_a_text_file_beyond_the_limit_is_bad_and_the_next_is_read(tmp_path):
+    for name, length in (("a", LIMIT + 1), ("b", LIMIT), ("c", 10)):
+        (tmp_path / f"{name}.txt").write_text(name * length)
+    files = sorted(tmp_path.glob("?.txt"))
+    folder, meta = prepare_set(tmp_path, *files, max_record_mb=0.05, max_bad=0.5)
+    assert meta["records"]["examples"] == [f"{files[0]}: {TOO_LONG}"]
+    assert "".join(documents(folder)) == "b" * LIMIT + "c" * 10
 
 
 LONG_ROWS = {
@@ -919,23 +951,21 @@ def test_a_file_of_several_streams_is_read_whole_or_refused(tmp_path, refuses, m
         assert "damaged or cut off" in refuses(prepare.main, "--input", path, *options(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["train.bin", "tokenizer.model", "meta.json"])
+@pytest.mark.parametrize("name", ["train.bin", "tokenizer.model", "meta.json", "a link"])
 def test_a_file_of_somebody_elses_with_the_name_of_one_of_ours_stays(
-    corpus, tmp_path, refuses, name
+    corpus, reference, tmp_path, name
 ):
     folder, meta = prepare_set(tmp_path, *corpus, tokenizer="train", vocab_size=400)
+    path = folder / ("train.bin" if name == "a link" else name)
     text = json.dumps(meta | {"mine": 1}) if name == "meta.json" else "precious"
-    (folder / name).write_text(text)
-    error = refuses(prepare.main, "--input", *corpus, *options(tmp_path / "data"))
-    assert name in error and "move it away" in error and (folder / name).read_text() == text
-
-
-def test_a_link_in_place_of_a_file_of_a_data_set_stays(corpus, tmp_path, refuses):
-    folder, _ = prepare_set(tmp_path, *corpus, tokenizer="train", vocab_size=400)
-    (folder / "train.bin").rename(tmp_path / "on another disk")
-    (folder / "train.bin").symlink_to(tmp_path / "on another disk")
-    error = refuses(prepare.main, "--input", *corpus, *options(tmp_path / "data"))
-    assert "train.bin is no plain file" in error and (folder / "train.bin").is_symlink()
+    path.write_text(text)
+    if name == "a link":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    call(prepare.main, "--input", *corpus, *options(tmp_path / "data"))
+    left = folder.with_name(".set.old") / path.name
+    assert contents(folder) == reference and left.read_text() == text
+    assert left.is_symlink() == (name == "a link")
 
 
 def test_equal_blocks_are_equal_wherever_they_stand_in_a_file(tmp_path):
@@ -991,19 +1021,3 @@ def test_a_text_does_not_steer_the_terminal(tmp_path, capsys):
     call(prepare.main, f"--inspect={folder}", "--count=2")
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "\\x1b[2J\\x07 text" in shown and "\tand\nmore" in shown
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_ends_prepare_at_once(corpus, tmp_path):
-    path = write_jsonl(tmp_path / "large.jsonl", make_records(20_000))
-    argv = [sys.executable, str(REPO / "prepare.py"), "--input", str(path)]
-    argv += [*options(tmp_path), "--workers=2"]
-    pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    process = subprocess.Popen(argv, start_new_session=True, **pipes)
-    harness.wait_for(process, lambda: any(tmp_path.glob(".set.tmp/part0/*")))
-    for _ in range(2):
-        os.killpg(process.pid, signal.SIGINT)
-        time.sleep(0.1)
-    assert b"Traceback" not in process.communicate(timeout=60)[1]
-    # Python restores the default action of SIGINT while it shuts down; a shell shows 130 for both.
-    assert process.returncode in (130, -signal.SIGINT)
