@@ -9,8 +9,7 @@
 Each run has one colour. The points are the training loss of single steps, the line through them is
 smoothed. Markers are evaluations, a star is the lowest validation loss, whose checkpoint is kept.
 The first steps may leave the picture at the top. The learning rate is below. Grey lines are the
-losses of the simplest models of the data, and a grey band shows what runs of the same config and
-data came to (docs/results.md, "What a normal loss is").
+losses of the simplest models of the data (docs/results.md, "What a normal loss is").
 """
 
 import glob

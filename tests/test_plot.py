@@ -11,11 +11,8 @@ import pytest
 from conftest import call, metrics, train_tiny
 
 import plot
-from configurator import parse
-from training import normal, plots, report
-from training.metrics import read_metrics
+from training import plots, report
 from training.plots import differences, limits, read_run, smoothed
-from training.settings import TrainConfig
 
 SETTINGS = dict(run_name="a", dataset="web", n_layer=12, lr=6e-4, seed=1, block_size=64)
 
@@ -95,46 +92,6 @@ def test_the_legend_says_how_the_configs_differ(tmp_path):
     assert differences(found) == {"lr": ["0.0006", "0.001"]}
     assert plots.title(found) == "2 runs that differ in lr"
     assert plots.descriptions(found)[1] == "b (lr=0.001): validation loss 3.0000 at step 1,000"
-
-
-# -- recorded curves --
-
-
-def test_a_recorded_curve_belongs_to_runs_of_its_settings_and_data(tmp_path, monkeypatch):
-    begun = read_metrics(write_run(tmp_path / "a", falling()) / "metrics.jsonl")[0]
-    monkeypatch.setattr(normal, "CURVES", tmp_path)
-    curve = {"essence": normal.essence(begun), "seeds": [1, 2, 3]}
-    for key in ("loss", "val_loss"):
-        curve[key] = {"steps": [100, 1000], "mean": [4.0, 3.0], "std": [0.1, 0.1]}
-    (tmp_path / "web.json").write_text(json.dumps(curve))
-
-    def with_settings(**settings) -> dict:
-        return begun | {"settings": begun["settings"] | settings}
-
-    assert normal.recorded_curve(begun) == curve
-    assert normal.recorded_curve(with_settings(seed=7, run_name="b", log_every=1)) == curve
-    assert normal.recorded_curve(with_settings(weight_decay=0.1)) == curve  # that is its default
-    others = [with_settings(lr=1e-3), with_settings(weight_decay=0.2), begun | {"steps": 999}]
-    others += [begun | {"data": {"web": "1e"}}, begun | {"fine_tuned": "gpt2"}]
-    assert [normal.recorded_curve(other) for other in others] == [None] * 5
-
-    call(plot.main, tmp_path / "a", "--x=tokens")
-    (tmp_path / "web.json").write_text("{")
-    assert normal.recorded_curve(begun) is None
-
-
-def test_every_shipped_curve_is_that_of_its_config():
-    shipped = list(normal.CURVES.glob("*.json"))
-    assert shipped
-    for path in shipped:
-        curve = json.loads(path.read_text())
-        cfg = parse(TrainConfig, [str(normal.CURVES.parent / f"{path.stem}.py")])
-        settings = {k: v for k, v in vars(cfg).items() if k not in normal.ASIDE}
-        assert normal.same_settings(settings, curve["essence"]["settings"]), path
-        assert len(curve["seeds"]) >= 3 and curve["essence"]["steps"] == cfg.max_steps
-        for key in ("loss", "val_loss"):
-            assert len({len(curve[key][k]) for k in ("steps", "mean", "std")}) == 1
-            assert min(curve[key]["std"]) > 0 and curve[key]["steps"][-1] == cfg.max_steps
 
 
 # -- loss.png while a run goes on --

@@ -1,19 +1,9 @@
-"""Is my loss normal? What a run's loss is compared with, in the log and in the picture.
+"""Is my loss normal? What the log says of a run's loss, compared with the landmarks of its data.
 
-Landmarks are the losses of the simplest models of the data (text/landmarks.py). A recorded curve is
-what runs of a shipped config came to, with several seeds: bench/record_curve.py writes it to
-config/curves/NAME.json, and it is drawn beneath each run with the same settings and data.
+Landmarks are the losses of the simplest models of the data (text/landmarks.py).
 """
 
 import math
-from pathlib import Path
-from typing import Any
-
-from configurator import note
-from hardware.disk import read_object
-
-# --------------------------------------------------------------------------------------------------
-# Landmarks
 
 # name -> whose loss it is, and what a model whose loss is lower has learned
 LANDMARKS = {
@@ -68,58 +58,3 @@ class Watch:
             line += f" (prepare.py --inspect RUN --step {step})?"
             return dict(step=step, not_below="unigram"), line
         return None
-
-
-# --------------------------------------------------------------------------------------------------
-# Recorded curves
-
-CURVES = Path(__file__).resolve().parents[1] / "config" / "curves"
-
-# Settings that do not matter for the comparison: names, places, reports, and what changes the loss
-# by rounding only. `steps` and `step_samples` stand for the settings of length and batch, and the
-# hash of train.bin for the name of the data set. Another seed is what the band is for.
-ASIDE = """run_name out_dir data_dir dataset init_from overwrite seed batch_size batch_tokens
-    max_steps max_epochs max_tokens max_bad_steps average eval_every save_every keep device dtype
-    compile log_every eval_train sample_every sample_prompt progress peak_tflops wandb
-    wandb_project tensorboard""".split()
-
-
-def essence(begun: dict[str, Any]) -> dict[str, Any]:
-    """Return what two runs must have in common to have the same curve, but for the seed.
-
-    begun: a record of metrics.jsonl with the settings of a run.
-    """
-    settings = {k: v for k, v in begun["settings"].items() if k not in ASIDE}
-    length = {"steps": begun["steps"], "step_samples": begun["step_samples"]}
-    return {"settings": settings, "train_sha256": list(begun["data"].values()), **length}
-
-
-def recorded_curve(begun: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the recorded curve of a run's config and data, or None. begun: as in essence()."""
-    if "fine_tuned" in begun or not {"settings", "steps", "step_samples", "data"} <= begun.keys():
-        return None
-    mine = essence(begun)
-    for path in sorted(CURVES.glob("*.json")):
-        try:
-            curve = read_object(path)
-            theirs = curve["essence"]
-            if all(mine[key] == theirs[key] for key in mine if key != "settings"):
-                if same_settings(mine["settings"], theirs["settings"]):
-                    return curve
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
-            note(f"{path} is no recorded curve ({type(e).__name__}: {e}): it is left out")
-    return None
-
-
-def same_settings(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Return whether the settings are equal. One that is missing has its default.
-
-    It is missing if it did not exist yet when the run or the curve was made.
-    """
-    if mine.keys() != theirs.keys():
-        # Only here: this imports torch, which takes longer than drawing a picture.
-        from training.settings import TrainConfig
-
-        defaults = {k: v for k, v in vars(TrainConfig()).items() if k not in ASIDE}
-        mine, theirs = defaults | mine, defaults | theirs
-    return mine == theirs

@@ -12,7 +12,7 @@ import numpy as np
 from configurator import UserError, note
 from hardware.disk import write_whole
 from training.metrics import read_metrics
-from training.normal import LANDMARKS, recorded_curve
+from training.normal import LANDMARKS
 
 # Okabe and Ito's colours, which people who cannot tell red from green can tell apart.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
@@ -181,7 +181,7 @@ def plot_loss(folders: list[Path], png: Path, x: str = "steps", y: str = "loss")
         fig = Figure(figsize=(9, 6), layout="constrained")
         losses, rates = fig.subplots(2, sharex=True, height_ratios=[6, 1])
         losses.set_ylim(*limits(runs))
-        draw_comparison(losses, runs)
+        draw_landmarks(losses, runs)
         for run, colour in zip(runs, colours, strict=False):
             draw_run(losses, run, colour)
             rates.plot(*run.curve("lr"), color=colour, lw=1)
@@ -220,12 +220,8 @@ def darker(colour: Any) -> tuple[float, ...]:
     return tuple(0.6 * part for part in to_rgb(colour))
 
 
-def draw_comparison(ax: Any, runs: list[Run]) -> None:
-    """Draw the landmarks of the data, and the recorded curve of the config, if all runs share them.
-
-    Neither is drawn where it would not say anything: landmarks outside of the picture, and the
-    recorded curve over time, which depends on the machine.
-    """
+def draw_landmarks(ax: Any, runs: list[Run]) -> None:
+    """Draw the landmarks of the data that lie in the picture, if all runs share them."""
     first = runs[0]
     landmarks = [run.begun.get("landmarks") for run in runs]
     if landmarks[0] and all(other == landmarks[0] for other in landmarks):
@@ -238,17 +234,6 @@ def draw_comparison(ax: Any, runs: list[Run]) -> None:
                 place = dict(xy=(0.5, value), xycoords=("axes fraction", "data"), ha="center")
                 place |= dict(xytext=(0, 2), textcoords="offset points")
                 ax.annotate(text, **place, color=GREY, fontsize=8)
-    curves = [recorded_curve(run.begun) for run in runs]
-    if curves[0] and all(other == curves[0] for other in curves) and first.x != "time":
-        of = f"of {len(curves[0]['seeds'])} recorded runs: mean ± 3 std"
-        for key, kind, alpha in (("loss", "training", 0.15), ("val_loss", "validation", 0.35)):
-            steps, mean, deviation = (np.array(curves[0][key][k]) for k in ("steps", "mean", "std"))
-            step = first.begun["step_samples"] * first.settings["block_size"]  # tokens
-            x = steps if first.x == "steps" else steps * step
-            low, high = (first.scale * (mean + k * deviation) for k in (-3, 3))
-            text = f"{kind} {of}"
-            ax.fill_between(x, low, high, color=GREY, alpha=alpha, lw=0, zorder=0, label=text)
-            ax.plot(x, first.scale * mean, color=GREY, lw=0.8, zorder=0)
 
 
 def limits(runs: list[Run]) -> tuple[float, float]:
@@ -309,7 +294,6 @@ def label(fig: Any, losses: Any, rates: Any, runs: list[Run], colours: list[Any]
         kinds.append(Line2D([], [], c=darker(c), **best))
     if any("bad_step" in run.points for run in runs):
         kinds.append(Line2D([], [], c=c, ls="", marker="x", label="skipped step (NaN, infinity)"))
-    kinds += losses.get_legend_handles_labels()[0]  # the band, if there is one
     losses.legend(handles=kinds, loc="upper right", fontsize=8)
 
 

@@ -199,13 +199,7 @@ class Metrics:
         }
         if any(last.get(key) != value for key, value in now.items()):
             place = {"step": step, "first_sample": self.progress.samples}
-            # A model that is fine-tuned has another curve than a new one: see training/normal.py.
-            begun = place | {"format_version": METRICS_VERSION} | now
-            if step == 0 and cfg.init_from not in ("scratch", "auto"):
-                begun["fine_tuned"] = cfg.init_from
-            elif "fine_tuned" in last:
-                begun["fine_tuned"] = last["fine_tuned"]
-            records.append(begun)
+            records.append(place | {"format_version": METRICS_VERSION} | now)
         return records
 
     def check_earlier(self, records: list[dict], log_every: int) -> None:
