@@ -55,7 +55,7 @@ from training.settings import TrainConfig, with_data  # noqa: E402
 GIVEN = {"seed", "init_from", "overwrite", "eval_tokens", "run_name", "out_dir"}
 # Settings that change nothing of what a run learns. They are not part of the hash.
 ASIDE = {"init_from", "overwrite", "run_name", "out_dir", "data_dir", "progress", "peak_tflops"}
-ASIDE |= {"wandb", "wandb_project", "tensorboard", "eval_train"}
+ASIDE |= {"follow", "tracker", "eval_train"}
 ASIDE |= {"sample_every", "sample_prompt", "timeout_minutes"}
 
 

@@ -349,7 +349,7 @@ def test_overwrite_moves_averages_aside_and_deletes_only_those(
 def test_overwrite_leaves_no_empty_folder_of_averages(averaged, tiny_data, tmp_path):
     shutil.copytree(averaged, tmp_path / "run")
     run = train_tiny(tiny_data, tmp_path, "--overwrite", "--max_steps=1")
-    assert sorted(os.listdir(run)) == ["ckpt", "loss.png", "metrics.jsonl"]
+    assert sorted(os.listdir(run)) == ["ckpt", "metrics.jsonl"]
 
 
 def test_a_run_that_was_killed_while_it_replaced_another_begins_again(

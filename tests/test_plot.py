@@ -3,15 +3,14 @@
 import json
 import math
 import os
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import call, metrics, train_tiny
+from conftest import call, metrics
 
 import plot
-from training import plots, report
+from training import plots
 from training.plots import differences, limits, read_run, smoothed
 
 SETTINGS = dict(run_name="a", dataset="web", n_layer=12, lr=6e-4, seed=1, block_size=64)
@@ -92,37 +91,3 @@ def test_the_legend_says_how_the_configs_differ(tmp_path):
     assert differences(found) == {"lr": ["0.0006", "0.001"]}
     assert plots.title(found) == "2 runs that differ in lr"
     assert plots.descriptions(found)[1] == "b (lr=0.001): validation loss 3.0000 at step 1,000"
-
-
-# -- loss.png while a run goes on --
-
-
-def test_the_picture_is_drawn_as_the_run_goes_on_and_the_loop_does_not_wait(
-    tiny_data, tmp_path, monkeypatch
-):
-    drawn = []
-
-    def draw(folders: list[Path], png: Path) -> Path:
-        is_main = threading.current_thread() is threading.main_thread()
-        drawn.append((is_main, len(metrics(folders[0], "val_loss"))))
-        return plots.plot_loss(folders, png)
-
-    monkeypatch.setattr(report, "plot_loss", draw)
-    monkeypatch.setattr(report.Picture, "pause", 0)
-    run = train_tiny(tiny_data, tmp_path)
-    assert drawn[0][0] is False and drawn[-1] == (True, 2)
-    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert not list(run.glob(".*"))
-
-
-def test_an_error_in_the_picture_does_not_stop_the_training(
-    tiny_data, tmp_path, monkeypatch, capsys
-):
-    def fail(folders: list[Path], png: Path) -> Path:
-        raise RuntimeError("a font\nis broken")
-
-    monkeypatch.setattr(report, "plot_loss", fail)
-    monkeypatch.setattr(report.Picture, "pause", 0)
-    run = train_tiny(tiny_data, tmp_path)
-    assert metrics(run, "loss").keys() == set(range(1, 9))
-    assert "no loss plot: a font is broken\n" in capsys.readouterr().out

@@ -155,7 +155,7 @@ def test_help_and_the_banner_fit_into_the_terminal(in_terminal, tiny_data, tmp_p
             call(train.main, "--help")
 
     settings = in_terminal(columns, show_help)
-    assert "--block_size=1024" in settings and "--wandb_project=gpt" in settings
+    assert "--block_size=1024" in settings and "--tracker=none" in settings
     more = ["--max_steps=1", "--preset=gpt2", "--n_kv_head=0", "--max_epochs=40"]
     banner = in_terminal(columns, lambda: train_tiny(tiny_data, tmp_path, *more))
     banner = banner[banner.index("settings:") : banner.index("first loss:")]

@@ -136,8 +136,8 @@ def differences(runs: list[Run]) -> dict[str, list[str]]:
 
     Names, places and reports are left out.
     """
-    aside = "run_name out_dir data_dir init_from overwrite progress log_every wandb wandb_project"
-    aside += " tensorboard peak_tflops eval_train sample_every sample_prompt"
+    aside = "run_name out_dir data_dir init_from overwrite progress log_every follow tracker"
+    aside += " peak_tflops eval_train sample_every sample_prompt"
     names = dict.fromkeys(name for run in runs for name in run.settings)
     found = {}
     for name in names.keys() - {*aside.split()}:

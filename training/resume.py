@@ -373,8 +373,8 @@ def settings_changed(earlier: Earlier, cfg: TrainConfig) -> list[str]:
     Settings of where files lie and of how progress is shown are left out: they do not change what
     the model learns. Settings that are not given again are those of the checkpoint.
     """
-    about = "init_from overwrite out_dir data_dir run_name progress log_every wandb wandb_project"
-    about += " tensorboard sample_every sample_prompt"
+    about = "init_from overwrite out_dir data_dir run_name progress log_every follow tracker"
+    about += " sample_every sample_prompt"
     left_out = about.split()
     now = {k: v for k, v in asdict(cfg).items() if k not in left_out}
     then = earlier.settings

@@ -161,7 +161,8 @@ def free_name(path: Path) -> Path:
 # The folder of a run: out/RUN
 
 REPLACED = "why-this-is-here.txt"  # replace_run() puts this file into each folder that it makes
-RUN_FILES = ["metrics.jsonl", "loss.png"]  # beside ckpt/ and bad_steps/; wandb/ belongs to wandb
+# Beside ckpt/ and bad_steps/. wandb/ belongs to wandb.
+RUN_FILES = ["metrics.jsonl", "loss.png", "follow.json"]
 
 
 def averages(folder: Path) -> list[Path]:
@@ -196,7 +197,7 @@ def others_in(folder: Path) -> list[str]:
     metrics.jsonl, find_origin() has a check of its own.
     """
     inside = set(os.listdir(folder)) if folder.is_dir() else set()
-    ours = {LOCK, "metrics.jsonl", ".metrics.jsonl.tmp", "ckpt", "wandb", "tensorboard"}
+    ours = {LOCK, "metrics.jsonl", ".metrics.jsonl.tmp", "ckpt", "wandb", "swanlog", "tensorboard"}
     ours |= {path.name for path in replaced(folder)}
     if replaced(folder / "average"):  # else it may be somebody's, or all that is left of a run
         ours.add("average")

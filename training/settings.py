@@ -4,7 +4,6 @@ A setting is one line: name, type, default and explanation. --help reads the exp
 comment behind the default (configurator.py).
 """
 
-import sys
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,8 +69,10 @@ ELSEWHERE = {
     "torchrun --nproc_per_node=N train.py, for N GPUs": "nproc_per_node devices num_gpus gpus"
     " world_size backend",
     "timeout_minutes": "ddp_timeout",
-    "wandb": "use_wandb wandb_log",
-    "wandb, or tensorboard": "report_to logger_name",
+    "tracker=wandb": "wandb use_wandb wandb_log",
+    "tracker=tensorboard": "tensorboard",
+    "tracker": "report_to logger_name",
+    "tracker, whose project is in WANDB_PROJECT": "wandb_project",
     "chosen automatically": "flash_attn flash_attention attn_implementation tf32",
     "not needed": "do_train dataloader_num_workers num_workers always_save_checkpoint",
     "not available": "lora lora_rank finetuning_type quantization_bit load_in_8bit load_in_4bit"
@@ -163,9 +164,8 @@ class TrainConfig:
     log_every: int = 10  # steps between two log lines
     progress: Literal["auto", "bar", "line"] = "auto"  # auto: on a terminal, a bar below the log
     peak_tflops: float = 0.0  # of one device, for MFU; 0: datasheet, or on a CPU a measured product
-    wandb: bool = False  # send the metrics to Weights & Biases too (WANDB_MODE=offline works)
-    tensorboard: bool = False  # write the metrics for TensorBoard too, to out/RUN/tensorboard
-    wandb_project: str = "gpt"  # project name at Weights & Biases
+    follow: bool = True  # start follow.py beside the run: it draws loss.png, and feeds the tracker
+    tracker: Literal["none", "wandb", "swanlab", "tensorboard"] = "none"  # gets the metrics too
 
     def problems(self) -> list[str]:
         """Return one message for each setting that is out of its range."""
@@ -204,9 +204,9 @@ class TrainConfig:
             wrong.append(f"shard={self.shard} goes with adamw or muon: {why}")
         if self.shard != "none" and self.average:
             wrong.append(f"shard={self.shard} keeps no average: set average=0")
-        for tool in ("wandb", "tensorboard"):
-            if getattr(self, tool) and tool not in sys.modules and find_spec(tool) is None:
-                wrong.append(f"{tool}=true needs the package {tool}: pip install {tool}")
+        if self.tracker != "none" and find_spec(self.tracker) is None:
+            missing = f"needs the package {self.tracker}: pip install {self.tracker}"
+            wrong.append(f"tracker={self.tracker} {missing}")
         return wrong
 
 
