@@ -84,7 +84,7 @@ from training.resume import (
     settings_of_run,
 )
 from training.runs import newest_checkpoint, replace_run, run_folder, sweep
-from training.settings import TrainConfig, model_config, wants_compile
+from training.settings import PLACE, TrainConfig, model_config, wants_compile
 from training.shards import part, placed_like
 from training.step import Batch, read_ahead, take_step, to_batch
 
@@ -449,10 +449,8 @@ def check_ranks(
     cfg: TrainConfig, machine: Machine, origin: Origin, sets: list[DataSet], progress: Progress
 ) -> None:
     """Raise UserError on all ranks if one of them would train differently from the others."""
-    # Each computer may have its own paths and devices; the other five only concern reports.
-    may_differ = "out_dir data_dir init_from device progress follow tracker"
-    may_differ += " peak_tflops"
-    facts: dict[str, Any] = {k: v for k, v in asdict(cfg).items() if k not in may_differ.split()}
+    # Each computer may have its own paths and devices.
+    facts: dict[str, Any] = {k: v for k, v in asdict(cfg).items() if k not in PLACE}
     facts |= {"torch": torch.__version__, "dtype in use": str(machine.dtype)}
     facts |= {"kind of device": machine.device.type, "resuming": origin.resume}
     facts |= {"first step": progress.step, "first sample": progress.samples}

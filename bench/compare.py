@@ -79,7 +79,7 @@ def ours(cfg: CompareConfig, folder: Path) -> list[str]:
     settings = {k: v for k, v in changes(cfg).items() if k not in only_here}
     settings |= dict(eval_every=10**9, eval_tokens=1, save_every=10**9, log_every=1)
     settings |= dict(sample_every=0, optimizer="adamw")  # as the peers have it
-    settings |= dict(progress="line", out_dir=str(folder / "ours"), run_name="run", overwrite=True)
+    settings |= dict(follow=False, out_dir=str(folder / "ours"), run_name="run", overwrite=True)
     return [sys.executable, str(REPO / "train.py"), *(f"--{k}={v}" for k, v in settings.items())]
 
 

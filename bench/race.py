@@ -131,7 +131,7 @@ def run_ours(cfg: RaceConfig, seed: int, folder: Path) -> Finish:
     """Run train.py in `folder`."""
     only_here = {f.name for f in fields(RaceConfig)} - {f.name for f in fields(TrainConfig)}
     cfg = replace(cfg, seed=seed, out_dir=str(folder / "ours"))
-    cfg = replace(cfg, data_dir=str(Path(cfg.data_dir).resolve()), progress="line")
+    cfg = replace(cfg, data_dir=str(Path(cfg.data_dir).resolve()), follow=False)
     cfg = replace(cfg, eval_train=False, sample_every=0)
     settings = {k: v for k, v in changes(cfg).items() if k not in only_here}
     options = [f"--{key}={value}" for key, value in settings.items()]

@@ -10,7 +10,6 @@ import pytest
 from conftest import call, metrics
 
 import plot
-from training import plots
 from training.plots import differences, limits, read_run, smoothed
 
 SETTINGS = dict(run_name="a", dataset="web", n_layer=12, lr=6e-4, seed=1, block_size=64)
@@ -79,15 +78,15 @@ def test_smoothing_keeps_a_line_and_takes_out_noise():
 def test_time_is_that_of_the_steps_and_units_are_those_of_the_records(tmp_path):
     folder = write_run(tmp_path / "a", falling())
     steps = np.array([10.0, 500.0, 1000.0])
-    assert read_run(folder, "time", "loss").places(steps).tolist() == [20, 1000, 2000]
-    assert read_run(folder, "tokens", "loss").places(steps).tolist() == [1000, 50_000, 100_000]
+    hours = read_run(folder, "time", "loss").places(steps)
+    assert hours == pytest.approx(np.array([20, 1000, 2000]) / 3600)
+    assert read_run(folder, "tokens", "loss").places(steps).tolist() == [0.001, 0.05, 0.1]
     in_bits = read_run(folder, "steps", "bits_per_byte").curve("val_loss")[1]
     assert in_bits == pytest.approx(list(metrics(folder, "val_bits_per_byte").values()))
 
 
 def test_the_legend_says_how_the_configs_differ(tmp_path):
     runs = [write_run(tmp_path / "a", falling()), write_run(tmp_path / "b", falling(), lr=1e-3)]
-    found = [read_run(folder, "steps", "loss") for folder in runs]
-    assert differences(found) == {"lr": ["0.0006", "0.001"]}
-    assert plots.title(found) == "2 runs that differ in lr"
-    assert plots.descriptions(found)[1] == "b (lr=0.001): validation loss 3.0000 at step 1,000"
+    a, b = (read_run(folder, "steps", "loss") for folder in runs)
+    assert differences([a, b]) == ["lr=0.0006", "lr=0.001"]
+    assert b.best() == ": 3.0000 at step 1,000"

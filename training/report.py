@@ -105,7 +105,7 @@ class Metrics:
         self.plan = plan
         self.progress = progress
         self.sets = sets
-        shown = cfg.progress == "bar" or (cfg.progress == "auto" and in_a_terminal())
+        shown = in_a_terminal()
         options = dict(total=plan.steps, initial=progress.step, end="{desc}")
         self.bar = ProgressBar("step", shown=shown and machine.is_main, **options)
         self.saved: list[dict] = []  # records of the thread that saves, which write() appends
