@@ -89,4 +89,4 @@ def test_the_legend_says_how_the_configs_differ(tmp_path):
     runs = [write_run(tmp_path / "a", falling()), write_run(tmp_path / "b", falling(), lr=1e-3)]
     a, b = (read_run(folder, "steps", "loss") for folder in runs)
     assert differences([a, b]) == ["lr=0.0006", "lr=0.001"]
-    assert b.best() == ": 3.0000 at step 1,000"
+    assert b.best() == ": validation 3.0000 at step 1,000"

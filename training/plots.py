@@ -73,7 +73,7 @@ class Run:
         if not len(losses):
             return ""
         best = np.argmin(losses)
-        return f": {losses[best] * self.scale:.4f} at step {steps[best]:,.0f}"
+        return f": validation {losses[best] * self.scale:.4f} at step {steps[best]:,.0f}"
 
 
 def read_run(folder: Path, x: str, y: str) -> Run:
@@ -207,7 +207,7 @@ def draw_run(ax: Any, run: Run, colour: Any, named: bool) -> None:
             ax.plot(x, y, label=kind if named else None, **style)
 
     x, y = run.curve("loss")
-    ax.plot(x, y, ".", c=colour, mew=0, ms=3, alpha=max(0.1, min(0.4, 80 / (len(x) + 1))))
+    ax.plot(x, y, ".", c=colour, mew=0, ms=4, alpha=max(0.1, min(0.4, 80 / (len(x) + 1))))
     plot(x, smoothed(y), "training, smoothed", c=colour, lw=1.5)
     for key, (kind, style) in EVALUATED.items():
         x, y = run.curve(key)
