@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -105,9 +105,9 @@ class Metrics:
         self.plan = plan
         self.progress = progress
         self.sets = sets
-        shown = in_a_terminal()
+        shown = machine.is_main and in_a_terminal()
         options = dict(total=plan.steps, initial=progress.step, end="{desc}")
-        self.bar = ProgressBar("step", shown=shown and machine.is_main, **options)
+        self.bar = ProgressBar("step", shown=shown, **options)
         self.saved: list[dict] = []  # records of the thread that saves, which write() appends
         if machine.is_main:
             path = folder / "metrics.jsonl"
@@ -118,12 +118,13 @@ class Metrics:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Keep the bar below all lines and follow.py beside the run while the block goes on."""
-        with self.bar.below():
-            if self.machine.is_main and self.cfg.follow:
-                with followed(self.folder, self.machine.say):
-                    yield
-            else:
+        wanted = self.machine.is_main and self.cfg.follow
+        follower = followed(self.folder, self.machine.say) if wanted else nullcontext()
+        with self.bar.below(), follower:
+            try:
                 yield
+            finally:
+                self.append_saved()  # an error may end the run here
 
     def move_bar(self, clock: Clock) -> None:
         """Show the last step in the progress bar, with the speed since the last log line.
@@ -274,9 +275,12 @@ class Metrics:
         self.machine.say(f"{line}\n{block}" if block else line)
 
     def append(self, record: dict) -> None:
+        self.append_saved()
+        self.file.append(record)
+
+    def append_saved(self) -> None:
         while self.saved:
             self.file.append(self.saved.pop(0))
-        self.file.append(record)
 
     def close(self) -> None:
         """End the record of the run: follow.py, started by hand, need not wait for more."""

@@ -197,34 +197,36 @@ class TrainConfig(Report, Training, Place):
         def values(names: str) -> list[tuple[str, float]]:
             return [(name, getattr(self, name)) for name in names.split()]
 
-        wrong = [f"{k} must be positive" for k, v in values(positive) if not v > 0]
-        wrong += [f"{k} must not be negative" for k, v in values(not_negative) if not v >= 0]
-        wrong += [f"{k} must be between 0 and 1" for k, v in values(shares) if not 0 <= v <= 1]
-        wrong += [f"{k} must be at least 0 and below 1" for k, v in values(rates) if not 0 <= v < 1]
+        problems = [f"{k} must be positive" for k, v in values(positive) if not v > 0]
+        problems += [f"{k} must not be negative" for k, v in values(not_negative) if not v >= 0]
+        problems += [f"{k} must be between 0 and 1" for k, v in values(shares) if not 0 <= v <= 1]
+        problems += [
+            f"{k} must be at least 0 and below 1" for k, v in values(rates) if not 0 <= v < 1
+        ]
         if self.batch_size != "auto" and self.batch_size < 1:
-            wrong.append("batch_size must be positive")
+            problems.append("batch_size must be positive")
         if not 0 < self.timeout_minutes <= 10_080:
-            wrong.append("timeout_minutes must be above 0, and at most 10080, a week")
+            problems.append("timeout_minutes must be above 0, and at most 10080, a week")
         if self.seed >= 2**62:
-            wrong.append("seed must be below 2^62")
+            problems.append("seed must be below 2^62")
         control = any(ord(letter) < 32 or ord(letter) == 127 for letter in self.run_name)
         plain = self.run_name not in ("", ".", "..") and self.run_name == Path(self.run_name).name
         if control or not plain:
-            wrong.append(f"run_name {self.run_name!r} must be a plain folder name")
+            problems.append(f"run_name {self.run_name!r} must be a plain folder name")
         if any("\ud800" <= letter <= "\udfff" for letter in self.sample_prompt):
-            wrong.append(f"sample_prompt {self.sample_prompt!r} must be UTF-8")
+            problems.append(f"sample_prompt {self.sample_prompt!r} must be UTF-8")
         has_end = self.max_steps or self.max_epochs or self.max_tokens
         if not has_end and self.init_from != "resume":  # a resumed run has an end already
-            wrong.append("the run has no end: set max_steps, max_epochs or max_tokens")
+            problems.append("the run has no end: set max_steps, max_epochs or max_tokens")
         if self.shard != "none" and self.optimizer == "adafactor":
             why = "Adafactor's rows and columns need whole matrices"
-            wrong.append(f"shard={self.shard} goes with adamw or muon: {why}")
+            problems.append(f"shard={self.shard} goes with adamw or muon: {why}")
         if self.shard != "none" and self.average:
-            wrong.append(f"shard={self.shard} keeps no average: set average=0")
-        if self.tracker != "none" and find_spec(self.tracker) is None:
+            problems.append(f"shard={self.shard} keeps no average: set average=0")
+        if self.follow and self.tracker != "none" and find_spec(self.tracker) is None:
             missing = f"needs the package {self.tracker}: pip install {self.tracker}"
-            wrong.append(f"tracker={self.tracker} {missing}")
-        return wrong
+            problems.append(f"tracker={self.tracker} {missing}")
+        return problems
 
 
 PLACE = [field.name for field in fields(Place)]
