@@ -332,7 +332,12 @@ def typed_prompts(tokenizer: Tokenizer, block_size: int) -> Iterator[tuple[str, 
 
 
 def evaluate_on(
-    folder: Path, model: GPT, tokenizer: Tokenizer | None, cfg: SampleConfig, machine: Machine
+    folder: Path,
+    model: GPT,
+    model_folder: Path,
+    tokenizer: Tokenizer | None,
+    cfg: SampleConfig,
+    machine: Machine,
 ) -> str:
     """Return a line with the model's loss on the val.bin of a data set.
 
@@ -343,7 +348,7 @@ def evaluate_on(
     """
     meta = open_dataset(folder)
     if tokenizer is not None and not same_ids(tokenizer, load_tokenizer(folder)):
-        again = "prepare the same texts with --tokenizer=FOLDER_OF_THE_MODEL"
+        again = f"prepare the same texts with --tokenizer={cfg.tokenizer or model_folder}"
         raise UserError(f"--eval {folder}: made with another tokenizer than the model's: {again}")
     V = model.config.vocab_size
     if meta["vocab_size"] > V:
@@ -363,11 +368,11 @@ def evaluate_on(
     of_documents = dict(eos_id=meta["eos_id"], bar=True)
     by_document = evaluate(model, packed, cfg.eval_tokens, B, machine, **of_documents)
     if not math.isfinite(loss):
-        damaged = "the weights are damaged, or need another --dtype"
-        raise UserError(f"--eval {folder}: the loss is {loss}: {damaged}")
+        damaged = "its weights are damaged, or need another --dtype"
+        raise UserError(f"--eval {folder}: the loss of {model_folder} is {loss}: {damaged}")
     _, _, units = in_other_units(loss, val["bytes"] / val["tokens"])
     figures = f"validation loss {loss:.4f} (by document {by_document:.4f}) | {units}"
-    return f"{folder}: {figures} | {plural(count, 'window')} of {T:,} tokens"
+    return f"{folder}: {figures} | {plural(count, 'window')} of {T:,} tokens | {model_folder}"
 
 
 def main() -> None:
@@ -392,8 +397,7 @@ def main() -> None:
     if cfg.eval:
         machine = Machine(0, 0, 1, device, dtype, reason)
         with memory_advice("in the evaluation: lower --batch_size or --block_size"):
-            line = evaluate_on(Path(cfg.eval), model, tokenizer, cfg, machine)
-        print(f"{line} | {folder}")
+            print(evaluate_on(Path(cfg.eval), model, folder, tokenizer, cfg, machine))
         print(f"[{about}]", file=sys.stderr)
         if tokenizer is None:
             note(f"no tokenizer is there: its ids are assumed to be those of {cfg.eval}")
