@@ -184,7 +184,8 @@ class Tracker:
                     self.log(values, step)
                     self.state["sent"] = [step, of_step[step]]
         finally:
-            write_whole(self.folder / "follow.json", json_bytes(self.state))
+            with suppress(OSError):  # on a full disk, another process would send them again
+                write_whole(self.folder / "follow.json", json_bytes(self.state))
 
 
 def open_tracker(

@@ -83,7 +83,13 @@ def test_the_last_picture_exists_when_the_training_ends(alone, tiny_data, tmp_pa
     assert sorted(path.name for path in run.iterdir()) == ["ckpt", "loss.png", "metrics.jsonl"]
 
 
-FAULTS = ["init", "log", "finish", "hang in init", "hang in log", "hang in finish", "kill in log"]
+FAULTS = [
+    "init",
+    "log",
+    "finish",
+    "kill in log",
+    pytest.param("hang in log", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
