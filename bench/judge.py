@@ -37,6 +37,9 @@ class JudgeConfig:
     delimiter: str = " "  # what stands between a question and a choice; in Chinese: ''
     device: str = "auto"  # auto: cuda, then mps, then cpu
 
+    def problems(self) -> list[str]:
+        return [] if self.files else ["files: name a file of questions or texts"]
+
 
 class Judge:
     """A model, its tokenizer, and the token that stands before a text without context."""
@@ -65,7 +68,10 @@ class Judge:
     def question(self, record: dict[str, Any]) -> dict[str, float]:
         """Return whether the likeliest choice is right: per character, and in all."""
         question, choices, answer = record["question"], record["choices"], record["answer"]
-        choices[answer]  # there is such a choice
+        if type(choices) is not list or len(choices) < 2 or not all(choices):
+            raise ValueError("choices must be two texts or more")
+        if type(answer) is not int or not 0 <= answer < len(choices):
+            raise ValueError(f"answer={answer!r} is not the number of a choice")
         # A space belongs to the word behind it, as in the tokens of a text.
         context = question.rstrip()
         before = self.encoded(context) if question and self.encoded(context) else self.first
@@ -85,11 +91,11 @@ class Judge:
         """Return -ln p of a text, in windows of T tokens, and its bytes."""
         ids = self.encoded(record["text"])
         T = self.model.config.block_size
-        starts = range(0, len(ids), T)
-        before = [ids[max(0, at - T) : at] or self.first for at in starts]
-        pairs = zip(before, starts, strict=True)
-        total = -sum(self.log_likelihood(context, ids[at : at + T]) for context, at in pairs)
-        return {"nats": total, "bytes": len(record["text"].encode())}
+        nats = 0.0
+        for at in range(0, len(ids), T):
+            context = ids[max(0, at - T) : at] or self.first
+            nats -= self.log_likelihood(context, ids[at : at + T])
+        return {"nats": nats, "bytes": len(record["text"].encode())}
 
 
 def judge_file(path: Path, judge: Judge) -> str:
@@ -101,16 +107,16 @@ def judge_file(path: Path, judge: Judge) -> str:
             try:
                 record = json.loads(line)
                 results.append((judge.text if "text" in record else judge.question)(record))
-            except (ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError) as e:
+            except (ValueError, LookupError, TypeError, AttributeError) as e:
                 problem = f"neither a question with choices nor a text ({type(e).__name__}: {e})"
                 raise UserError(f"{path}, line {number}: {problem}") from None
     if len({*map(tuple, results)}) != 1:
         raise UserError(f"{path}: it must hold questions, or texts")
     columns = {key: [result[key] for result in results] for key in results[0]}
-    if "nats" in columns:
-        bits = sum(columns["nats"]) / math.log(2) / sum(columns["bytes"])
-        return f"bits_per_byte {bits:.4f} | {plural(len(results), 'text')}"
     n = len(results)
+    if "nats" in columns:
+        bits = sum(columns["nats"]) / math.log(2) / max(1, sum(columns["bytes"]))
+        return f"bits_per_byte {bits:.4f} | {plural(n, 'text')}"
     figures = []
     for key, right in columns.items():
         error = statistics.stdev(right) / math.sqrt(n) if n > 1 else 0.0

@@ -117,7 +117,11 @@ def test_a_text_is_judged_by_its_bits_per_byte(model, tmp_path, capsys):
 BAD_LINES = [
     '{"question": "a"}',
     '{"question": "a", "choices": ["b", ""], "answer": 0}',
+    '{"question": "a", "choices": ["b"], "answer": 0}',
+    '{"question": "a", "choices": "bc", "answer": 0}',
     '{"question": "a", "choices": ["b", "c"], "answer": 2}',
+    '{"question": "a", "choices": ["b", "c"], "answer": -1}',
+    '{"question": "a", "choices": ["b", "c"], "answer": true}',
     '{"question": "a", "choices": ["b", "' + "loop " * 99 + '"], "answer": 0}',
     '{"question": "\\ud83d", "choices": ["b", "c"], "answer": 0}',
     '["a"]',
