@@ -64,23 +64,29 @@ def main() -> None:
     settings = begun[-1]["settings"]
     name = settings.get("tracker", "none") if cfg.tracker == "auto" else cfg.tracker
     tracker = Tracker(name, folder, settings) if name != "none" else None
-    seen = 0  # records that were read in the round before
+    seen = drawn = 0  # records that were read in the round before, and for the last picture
+    draw_at = time.monotonic()  # when the next picture may be drawn
     over = False
     while True:
         started = time.monotonic()
         records = read_metrics(path)
-        over = over or (not cfg.beside and "ended" in records[-1])
+        read_s = time.monotonic() - started
+        over = over or (not cfg.beside and any("ended" in last for last in records[-1:]))
         write_texts(folder, records, seen)
-        if len(records) != seen or over:
-            picture = draw(folder)
+        if over:
+            say(draw(folder))
         if tracker is not None and not tracker.works(records, over):
             tracker = None
-        seen = len(records)
         if over:
-            say(picture)
             return
-        # So this program takes a fiftieth of the time at most.
-        over = wait(max(PAUSE, 49 * (time.monotonic() - started)), cfg.beside)
+        seen = len(records)
+        if seen != drawn and time.monotonic() >= draw_at:
+            started = time.monotonic()
+            draw(folder)
+            drawn = seen
+            draw_at = started + 50 * (time.monotonic() - started)
+        # Reading a long record takes a fiftieth of the time at most, and so does drawing.
+        over = wait(max(PAUSE, 49 * read_s), cfg.beside)
 
 
 def wait(seconds: float, beside: bool) -> bool:

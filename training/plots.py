@@ -153,11 +153,11 @@ def plot_loss(folders: list[Path], png: Path, x: str = "steps", y: str = "loss")
     png: the file to write: .png, .pdf or .svg. x: as in Run. y: as in read_run().
     Raises UserError if a run cannot be drawn, and ImportError if there is no matplotlib.
     """
+    runs = [read_run(folder, x, y) for folder in folders]
     import matplotlib
     from matplotlib import colormaps, font_manager
     from matplotlib.figure import Figure
 
-    runs = [read_run(folder, x, y) for folder in folders]
     colours = COLOURS
     if len(runs) > len(COLOURS):
         colours = list(colormaps["cividis"](np.linspace(0, 0.9, len(runs))))
