@@ -400,7 +400,8 @@ def take_value(argv: list[str], key: str, kind: Any) -> Any:
 
 
 def help_text(cls: type, doc: str) -> str:
-    """Return `doc` and the settings, with the groups and comments of the dataclass's source."""
+    """Return `doc` and the settings, with the groups and comments of the source of the
+    dataclass and of those that it inherits."""
     width = columns()
     out = []
     for part in doc.strip().split("\n\n"):
@@ -408,12 +409,17 @@ def help_text(cls: type, doc: str) -> str:
         out.append((textwrap.fill(part, width) if is_prose else folded(part, width)) + "\n")
     out.append("Settings (--key=value, or an assignment in a config file):")
     kinds = typing.get_type_hints(cls)
-    for line in inspect.getsource(cls).splitlines():
+    classes = [c for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c)]
+    owner = {name: c for c in classes for name in vars(c).get("__annotations__", {})}
+    lines = [
+        (source, line) for source in classes for line in inspect.getsource(source).splitlines()
+    ]
+    for source, line in lines:
         heading = re.fullmatch(r"\s+# -+ (.+?) -+", line)
         field = re.match(r"    (\w+): .+? = (.+?)(?:  # (.*))?$", line)
         if heading:
             out.append(folded(f"\n{heading[1]}", width))
-        elif field and field[1] in kinds:
+        elif field and owner.get(field[1]) is source:
             name, default, comment = field.groups()
             default = default.strip('"')
             option = f"{name} = {{...}}" if kinds[name] is dict else f"--{name}={default}"

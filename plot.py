@@ -9,8 +9,7 @@
 Each run has one colour. The points are the training loss of single steps, the line through them is
 smoothed. Markers are evaluations, a star is the lowest validation loss, whose checkpoint is kept.
 The first steps may leave the picture at the top. The learning rate is below. Grey lines are the
-losses of the simplest models of the data, and a grey band shows what runs of the same config and
-data came to (docs/results.md, "What a normal loss is").
+losses of the simplest models of the data (docs/results.md, "What a normal loss is").
 """
 
 import glob
@@ -64,18 +63,17 @@ def find_runs(cfg: PlotConfig) -> list[Path]:
             train = "train one first (python train.py config/demo.py)"
             raise UserError(f"no run under {cfg.out_dir}/: {train}, or name the folder of one")
         return [max(logs, key=lambda path: path.stat().st_mtime).parent]
-    found = []
+    names: list[str] = []
     for name in cfg.runs:
-        found += [name] if Path(name).exists() else sorted(glob.glob(name)) or [name]
-    folders = [Path(name) for name in dict.fromkeys(found)]
+        names += [name] if Path(name).exists() else sorted(glob.glob(name)) or [name]
+    folders = [Path(name) for name in dict.fromkeys(names)]
     runs = [folder for folder in folders if (folder / "metrics.jsonl").exists()]
+    if not runs:
+        example = "name the folder of a run, as out/demo"
+        raise UserError(f"{folders[0]}: no metrics.jsonl there: {example}")
     for folder in folders:
-        if folder not in runs:
-            missing = f"{folder}: no metrics.jsonl there"
-            if not runs:
-                raise UserError(f"{missing}: name the folder of a run, as out/demo")
-            if folder.is_dir():  # out/* also names pictures
-                note(f"{missing}: it is left out")
+        if folder not in runs and folder.is_dir():  # out/* also names pictures
+            note(f"{folder}: no metrics.jsonl there: it is left out")
     return runs
 
 

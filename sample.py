@@ -14,8 +14,6 @@ is also what it continued during the training. If that is empty, it begins a new
     python sample.py --interactive
     # loss, perplexity and bits per byte of a data set
     python sample.py --ckpt ../Qwen3-0.6B-Base --eval data/mine
-    # questions, counted as a benchmark counts them
-    python sample.py --choices questions.jsonl
 
 A base model continues a text; it does not chat. A model folder is all that is needed: it holds the
 shape, the weights and the tokenizer. It may be a checkpoint of train.py, or a GPT2LMHeadModel,
@@ -26,6 +24,7 @@ model, since its unlikely tokens are noise; try 0.8 or 1 for a large one.
 """
 
 import codecs
+import itertools
 import math
 import sys
 import time
@@ -55,7 +54,6 @@ from text.dataset import (
 from text.tokenizer import SentencePiece, Tiktoken, same_ids
 from text.windows import open_windows
 from training.evaluate import evaluate
-from training.harness import first_token, judge_choices, judge_texts
 from training.huggingface import from_pretrained, is_nanogpt, unverified
 from training.report import in_other_units
 from training.runs import check_step, losses_of, newest_checkpoint, newest_run, step_of
@@ -105,41 +103,28 @@ class SampleConfig:
     stop_at_eos: bool = True  # end a text where the model ends it
     seed: int = 1337  # of the random choices
     # ---- Evaluation, in place of text ----
-    eval: bool | str = ""  # a data set's folder, data/NAME: measure the loss on its val.bin
+    eval: str = ""  # a data set's folder, data/NAME: measure the loss on its val.bin
     eval_tokens: int = 0  # how many tokens of it, in fixed windows spread evenly; 0: all
     block_size: int = 0  # tokens in a window; 0: as many as the model sees, at most 1,024
     batch_size: int = 8  # windows at a time
-    choices: str = ""  # JSON Lines of {"question", "choices", "answer": 0}: how many are right
-    delimiter: str = " "  # what stands between a question and a choice; in Chinese: ''
-    texts: str = ""  # JSON Lines of {"text"}: bits per byte, each text from its own beginning
     # ---- Device ----
     device: str = "auto"  # auto: cuda, then mps, then cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of weights and arithmetic
 
-    @property
-    def dataset(self) -> str:
-        """The data set to evaluate on; `--eval --choices FILE` names none."""
-        return self.eval if isinstance(self.eval, str) else ""
-
     def problems(self) -> list[str]:
         positive = "num_samples batch_size"
         not_negative = "max_new_tokens temperature top_k eval_tokens block_size"
-        wrong = [f"{k} must be positive" for k in positive.split() if getattr(self, k) < 1]
-        wrong += [f"{k} must not be negative" for k in not_negative.split() if getattr(self, k) < 0]
+        problems = [f"{k} must be positive" for k in positive.split() if getattr(self, k) < 1]
+        problems += [
+            f"{k} must not be negative" for k in not_negative.split() if getattr(self, k) < 0
+        ]
         if not 0 <= self.seed < 2**63:
-            wrong.append("seed must be between 0 and 2^63")
-        if self.interactive and (self.prompt or self.prompt_file):
-            ways = "leave out prompt and prompt_file"
-            wrong.append(f"interactive reads its prompts from the terminal: {ways}")
+            problems.append("seed must be between 0 and 2^63")
         if not 0 < self.top_p <= 1:
-            wrong.append("top_p must be above 0 and at most 1")
-        if self.eval is True and not (self.choices or self.texts):
-            wrong.append("eval needs a data set's folder: --eval=data/NAME")
-        if sum(map(bool, (self.dataset, self.choices, self.texts))) > 1:
-            wrong.append("give one of eval, choices and texts")
-        if self.prompt and self.prompt_file:
-            wrong.append("give prompt or prompt_file, not both")
-        return wrong
+            problems.append("top_p must be above 0 and at most 1")
+        if sum(map(bool, (self.prompt, self.prompt_file, self.interactive))) > 1:
+            problems.append("give one of prompt, prompt_file and interactive")
+        return problems
 
 
 # --------------------------------------------------------------------------------------------------
@@ -147,7 +132,7 @@ class SampleConfig:
 
 
 def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
-    """Return --ckpt, or a checkpoint of the newest run under out_dir, and what is known of it.
+    """Return --ckpt, or a checkpoint of the newest run under out_dir, and what to say of it.
 
     Raises UserError if there is none.
     """
@@ -156,44 +141,43 @@ def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
         train = "train one first (python train.py config/demo.py)"
         raise UserError(f"no checkpoint under {cfg.out_dir}/: {train}, or name one with --ckpt")
     if (run / "config.json").exists() or is_nanogpt(run):
-        return run, ""
-    newest = newest_checkpoint(run / "ckpt")
-    if newest is None:
+        return run, str(run)
+    chosen = newest_checkpoint(run / "ckpt")
+    if chosen is None:
         expected = "a folder with config.json and model.safetensors, or that of a run"
         raise UserError(f"--ckpt {run}: no checkpoint there ({expected})")
     try:
         losses = losses_of(run)
-    except (UserError, OSError) as e:
-        if cfg.which == "best":
-            raise UserError(f"--which=best needs the validation losses: {e}") from None
+    except (UserError, OSError):
         losses = {}
     best = min(losses, key=losses.get, default=None)
-    if cfg.which == "best" and best is None:
-        raise UserError(f"--which=best: no checkpoint of {run} was evaluated: leave it out")
-    taken = best if cfg.which == "best" else newest
-    about = f"the {cfg.which} of {run}"
-    if taken in losses:
-        about += f", validation loss {losses[taken]:.4f}"
-    if best not in (None, taken):
+    if cfg.which == "best":
+        if best is None:
+            raise UserError(f"--which=best: no checkpoint of {run} was evaluated: leave it out")
+        chosen = best
+    about = f"{chosen}, the {cfg.which} of {run}"
+    if chosen in losses:
+        about += f", validation loss {losses[chosen]:.4f}"
+    if best not in (None, chosen):
         about += f" (--which=best: {losses[best]:.4f} at step {step_of(best)})"
-    return taken, about
+    return chosen, about
 
 
 def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer | None]:
-    """Return the folder of the model, what is known of it, the model, and its tokenizer.
+    """Return the folder of the model, what to say of it, the model, and its tokenizer.
 
     A training that runs meanwhile may delete the newest checkpoint. Then the next one is taken.
     """
     while True:
-        folder, known = find_checkpoint(cfg)
+        folder, about = find_checkpoint(cfg)
         try:
             check_step(folder)
             with memory_advice("for the weights of this model in fp32"):
-                return folder, known, from_pretrained(folder), model_tokenizer(folder, cfg)
+                return folder, about, from_pretrained(folder), model_tokenizer(folder, cfg)
         except (UserError, ValueError, OSError) as e:
             if folder.exists():
-                why = str(e) if isinstance(e, UserError) else f"{folder}: cannot be loaded ({e})"
-                raise UserError(why) from None
+                problem = e if isinstance(e, UserError) else f"{folder}: cannot be loaded ({e})"
+                raise UserError(str(problem)) from None
 
 
 def model_tokenizer(folder: Path, cfg: SampleConfig) -> Tokenizer | None:
@@ -208,7 +192,7 @@ def model_tokenizer(folder: Path, cfg: SampleConfig) -> Tokenizer | None:
     if own and not same_ids(own, tokenizer):
         other = f"the model in {folder} has a tokenizer of its own, with other ids"
         raise UserError(f"--tokenizer={cfg.tokenizer}: {other}: leave it out")
-    if tokenizer is None and not cfg.dataset:
+    if tokenizer is None and not cfg.eval:
         raise UserError(f"{folder}: no tokenizer is there: name one, as in --tokenizer=gpt2")
     return tokenizer
 
@@ -221,14 +205,12 @@ def read_prompts(cfg: SampleConfig) -> list[str]:
     """Return the texts of --prompt, or the content of --prompt_file; [] if none is given."""
     if not cfg.prompt_file:
         return list(cfg.prompt)
+    only_plain(cfg.prompt_file)
     try:
-        only_plain(cfg.prompt_file)
         prompt = Path(cfg.prompt_file).read_text(encoding="utf-8-sig")
-    except OSError as e:
-        raise UserError(f"--prompt_file {cfg.prompt_file}: {e.strerror}") from None
     except UnicodeDecodeError as e:
-        wrong = f"not UTF-8 ({e.reason} at byte {e.start})"
-        raise UserError(f"--prompt_file {cfg.prompt_file}: {wrong}") from None
+        problem = f"not UTF-8 ({e.reason} at byte {e.start})"
+        raise UserError(f"--prompt_file {cfg.prompt_file}: {problem}") from None
     if not prompt.strip():
         empty = "holds no text; leave it out to begin a new document"
         raise UserError(f"--prompt_file {cfg.prompt_file}: {empty}")
@@ -241,13 +223,12 @@ def prompt_of_run(folder: Path) -> str:
     Raises UserError if the file with the settings of the run was changed.
     """
     file = "train_config.json"
-    if (folder / MANIFEST).exists() and (wrong := damage(folder, [file])):
-        raise UserError(f"{wrong}: give --prompt, and it is not needed")
+    if (folder / MANIFEST).exists() and (problem := damage(folder, [file])):
+        raise UserError(f"{problem}: give --prompt, and it is not needed")
     try:
-        prompt = read_object(folder / file).get("sample_prompt", "")
+        return str(read_object(folder / file).get("sample_prompt", ""))
     except (OSError, ValueError):  # it is not a checkpoint of train.py
         return ""
-    return prompt if isinstance(prompt, str) else ""
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[str, list[int]]:
@@ -282,50 +263,38 @@ def continue_text(
     ids: list[int],
     cfg: SampleConfig,
     generator: torch.Generator,
-) -> tuple[int, float]:
-    """Print num_samples continuations of a prompt, all made in one batch.
+) -> int:
+    """Print num_samples continuations of a prompt, all made in one batch. Return their tokens.
 
-    The first is printed while it is made, the others after it. Return the number of tokens that
-    were made and the seconds that it took.
+    The first is printed while it is made, the others after it.
     """
     idx = torch.tensor([ids] * cfg.num_samples, device=model.wte.weight.device)  # (B, T)
     eos_id = tokenizer.eos_id if cfg.stop_at_eos else None
     settings = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
     settings |= dict(eos_id=eos_id, generator=generator)
-
-    print(prompt, end="", flush=True)
-    generated = model.generate(idx, cfg.max_new_tokens or MOST, **settings)
-    made: list[torch.Tensor] = []
+    rows: list[list[int]] = [[] for _ in range(cfg.num_samples)]
 
     def first_row() -> Iterator[int]:
-        for token in generated:  # (B,)
-            made.append(token)
-            yield int(token[0])
+        for tokens in model.generate(idx, cfg.max_new_tokens or MOST, **settings):  # (B,)
+            for row, token in zip(rows, tokens.tolist(), strict=True):
+                row.append(token)
+            yield rows[0][-1]
 
-    started = time.perf_counter()
+    print(prompt, end="", flush=True)
     try:
-        for piece in text_pieces(first_row(), tokenizer, cfg):
+        made = first_row()
+        for piece in text_pieces(made, tokenizer, cfg):
             print(piece, end="", flush=True)
+        print()
         if cfg.num_samples > 1:
-            made += generated
+            for _ in made:  # the other texts may be longer
+                pass
     except ArithmeticError as e:
         raise UserError(f"{e}: try --dtype=float32") from None
-    print()
-    rows = torch.stack(made, dim=1).tolist()
-    seconds = time.perf_counter() - started
-
     for number, row in enumerate(rows[1:], 2):
         text = "".join(text_pieces(row, tokenizer, cfg))
         print(f"---------------- sample {number}\n{prompt}{text}")
-    if eos_id is None:
-        count = sum(len(row) for row in rows)
-    else:  # the tokens before the first eos of each row
-        count = sum((row + [eos_id]).index(eos_id) for row in rows)
-    return count, seconds
-
-
-def say_speed(count: int, seconds: float) -> None:
-    print(f"[{plural(count, 'token')}, {count / seconds:.1f} tok/s]", file=sys.stderr)
+    return sum(len(list(itertools.takewhile(lambda token: token != eos_id, row))) for row in rows)
 
 
 def text_pieces(tokens: Iterable[int], tokenizer: Tokenizer, cfg: SampleConfig) -> Iterator[str]:
@@ -346,24 +315,18 @@ def text_pieces(tokens: Iterable[int], tokenizer: Tokenizer, cfg: SampleConfig) 
     yield utf8.decode(b"", final=True)
 
 
-def answer_prompts(
-    model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, generator: torch.Generator
-) -> None:
-    """Read prompts from the terminal and continue each, until the input ends."""
+def typed_prompts(tokenizer: Tokenizer, block_size: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield the prompts that are typed in the terminal and their ids, until the input ends."""
     if sys.stdin.isatty():
         print("Type the beginning of a text; nothing: a new document. Ctrl-D ends.")
     while True:
         try:
-            line = input("prompt> ")
+            yield encode_prompt(input("prompt> "), tokenizer, block_size)
         except EOFError:
             print()  # Ctrl-D leaves the cursor behind the prompt
             return
-        try:
-            prompt, ids = encode_prompt(line, tokenizer, model.config.block_size)
         except UserError as e:
             print(f"error: {e}", file=sys.stderr)
-            continue
-        say_speed(*continue_text(model, tokenizer, prompt, ids, cfg, generator))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -417,68 +380,54 @@ def evaluate_on(
 def main() -> None:
     cfg = parse(SampleConfig, doc=__doc__)
     find_checkpoint(cfg)  # first, because a missing checkpoint is the likeliest mistake
-    prompts = read_prompts(cfg)
+    texts = read_prompts(cfg)
     device = pick_device(cfg.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dtype, why = pick_dtype(cfg.dtype, device)
     kernels.install()
-    folder, known, model, tokenizer = open_model(cfg)
-    with memory_advice("for the weights of this model in fp32"):
-        model.to(device)
-    if cfg.dtype == "auto" and (cfg.choices or cfg.texts):
-        dtype = torch.float32  # as other programs judge this model
-    if cfg.dtype == "auto" and dtype == torch.float16 and not cfg.dataset:
+    dtype, reason = pick_dtype(cfg.dtype, device)
+    if cfg.dtype == "auto" and dtype == torch.float16 and not cfg.eval:
         # To make text, the weights themselves are in dtype. In fp16, numbers may overflow where
         # autocast, which only an evaluation uses, computes in fp32.
         dtype = torch.float32
+    folder, about, model, tokenizer = open_model(cfg)
+    with memory_advice("for the weights of this model in fp32"):
+        model.to(device)
     size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
     precision = f"{device} {str(dtype).removeprefix('torch.')}"
-    about = ", ".join(filter(None, [str(folder), known, size, precision, unverified(folder)]))
+    about = ", ".join(filter(None, [about, size, precision, unverified(folder)]))
 
-    if cfg.dataset:
-        machine = Machine(0, 0, 1, device, dtype, why)
+    if cfg.eval:
+        machine = Machine(0, 0, 1, device, dtype, reason)
         with memory_advice("in the evaluation: lower --batch_size or --block_size"):
-            print(evaluate_on(Path(cfg.dataset), model, folder, tokenizer, cfg, machine))
+            print(evaluate_on(Path(cfg.eval), model, folder, tokenizer, cfg, machine))
         print(f"[{about}]", file=sys.stderr)
         if tokenizer is None:
-            assumed = f"its ids are assumed to be those of {cfg.dataset}"
-            print(f"note: no tokenizer is there: {assumed}", file=sys.stderr)
+            note(f"no tokenizer is there: its ids are assumed to be those of {cfg.eval}")
         return
 
     V = model.config.vocab_size
     if tokenizer.vocab_size > V:
         larger = f"its tokenizer has {tokenizer.vocab_size:,} tokens"
         raise UserError(f"{folder}: a vocabulary of {V:,}; {larger}")
-    if cfg.choices or cfg.texts:
-        machine = Machine(0, 0, 1, device, dtype, why)
-        first = first_token(folder, tokenizer)
-        if cfg.choices:
-            path = Path(cfg.choices)
-            found = judge_choices(path, cfg.delimiter, model, tokenizer, first, machine)
-        else:
-            path = Path(cfg.texts)
-            found = judge_texts(path, model, tokenizer, first, machine)
-        print(f"{path}: {found} | {folder}")
-        print(f"[{about}]", file=sys.stderr)
-        return
+    T = model.config.block_size
+    if cfg.interactive:
+        prompts = typed_prompts(tokenizer, T)
+    else:
+        texts = texts or [prompt_of_run(folder)]
+        prompts = [encode_prompt(text, tokenizer, T) for text in texts]
     model = model.to(dtype).eval()
     record_decoding(model)
-    texts = prompts or [prompt_of_run(folder)]
-    encoded = [encode_prompt(text, tokenizer, model.config.block_size) for text in texts]
     generator = torch.Generator(device).manual_seed(cfg.seed)
     print(f"[{about}]", file=sys.stderr)
-    if cfg.interactive:
-        answer_prompts(model, tokenizer, cfg, generator)
-    else:
-        with memory_advice("for so many texts at once: lower --num_samples"):
-            total = (0, 0.0)
-            for number, (prompt, ids) in enumerate(encoded):
-                if number:
-                    print("----------------")
-                made = continue_text(model, tokenizer, prompt, ids, cfg, generator)
-                total = [a + b for a, b in zip(total, made, strict=True)]
-        say_speed(*total)
+    with memory_advice("for so many texts at once: lower --num_samples"):
+        for number, (prompt, ids) in enumerate(prompts):
+            if number and not cfg.interactive:
+                print("----------------")
+            started = time.perf_counter()
+            count = continue_text(model, tokenizer, prompt, ids, cfg, generator)
+            rate = count / (time.perf_counter() - started)
+            print(f"[{plural(count, 'token')}, {rate:.1f} tok/s]", file=sys.stderr)
 
 
 if __name__ == "__main__":

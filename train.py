@@ -43,7 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from configurator import UserError, given, run
+from configurator import UserError, given, row, run
 from hardware.disk import MANIFEST, Lock, file_sha256
 from hardware.machine import Machine, memory_advice, start, stop_signals
 from hardware.peak import peak_tflops
@@ -60,6 +60,7 @@ from text.dataset import (
 from text.tokenizer import SentencePiece, Tiktoken
 from text.windows import Loader, Rows, Windows, open_windows, train_loader
 from training.average import Average
+from training.banner import banner, last_lines, slow_steps
 from training.checkpoint import Saver, small_files
 from training.evaluate import evaluate, write_text
 from training.huggingface import unverified
@@ -68,7 +69,7 @@ from training.optimizer import make_optimizer
 from training.parallel import fit_batch, shares, wrap
 from training.plan import Plan, lr_at, make_plan, momentum_at
 from training.progress import Progress
-from training.report import Clock, Metrics, banner, slow_steps
+from training.report import Clock, Metrics
 from training.resume import (
     Earlier,
     Origin,
@@ -83,7 +84,7 @@ from training.resume import (
     settings_of_run,
 )
 from training.runs import newest_checkpoint, replace_run, run_folder, tidy
-from training.settings import TrainConfig, model_config, wants_compile
+from training.settings import PLACE, TrainConfig, model_config, wants_compile
 from training.shards import part, placed_like
 from training.step import Batch, read_ahead, take_step, to_batch
 
@@ -108,9 +109,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a run. All files are opened at the start: if they are deleted during the run, the
-    texts of a bad step can still be read.
-    """
+    """The data of a run."""
 
     sets: list[DataSet]
     loader: Loader  # windows of every train.bin, mixed
@@ -153,6 +152,8 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     newest_data = not cfg.dataset
     named = machine.decide(lambda: cfg.dataset or newest_dataset(cfg.data_dir))
     cfg = replace(cfg, dataset=cfg.dataset or named)
+    if newest_data:
+        say(f"note: dataset={named} is taken, which was prepared last")
     data = machine.together(lambda: open_data(cfg))
     sets = data.sets
     model, earlier = machine.together(lambda: open_model(cfg, machine, origin, sets))
@@ -167,10 +168,10 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     cfg, plan, one_step = plan_run(cfg, machine, model, data, progress, earlier)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     peak_of_all = peak * machine.world if peak else None
-    new = dict(scratch=origin.path is None, newest_data=newest_data)
     if machine.local_rank == 0 and not machine.is_main:
         print(f"rank {machine.rank} of {machine.world}: rank 0 prints what there is to say")
-    say(banner(cfg, sets, data.loader, machine, plan, model, one_step, source, **new))
+    say(banner(cfg, sets, data.loader, machine, plan, model, one_step))
+    say(row("       peak: ", source))
     flops = plan.step_tokens * model.flops_per_token(cfg.block_size)
     if slow := slow_steps(flops, peak_of_all):
         say(slow)
@@ -192,20 +193,20 @@ def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -
     with stop_signals() as signals, memory_advice(advice), reader as rows:
         average = open_average(cfg, machine, model, plan, earlier)
         metrics = machine.together(
-            lambda: Metrics(folder, cfg, machine, plan, sets, data.tokenizer, progress, lock)
+            lambda: Metrics(folder, cfg, machine, plan, sets, progress, lock)
         )
-        progress.wandb_id = metrics.wandb_id
         files = machine.decide(lambda: small_files(cfg, model.config, sets, data.tokenizer))
         saver = Saver(ckpt_dir, cfg.keep, files, machine, lock, metrics.log_save)
         state = (optimizer, scaler, average, progress)
         job = Job(cfg, machine, plan, data, model, forward, *state, metrics, saver)
-        with metrics.bar.below():
+        with metrics.running():
             gave_up, stopping = loop(job, rows, peak_of_all, signals)
         saver.wait()
         # This waits for all ranks, too: the last checkpoint is on the disk when one of them ends.
         broken = not_finite(model, machine)
 
-    metrics.close(model.config)
+    metrics.close()
+    say(last_lines(folder, model.config, data.tokenizer))
     if dist.is_initialized():
         dist.destroy_process_group()
     end_run(job, folder, gave_up, broken, stopping, signals)
@@ -270,18 +271,17 @@ def loop(
         # This waits for the device: with AdamW and Muon, for the only time in a step.
         loss, grad_norm = result.loss, result.grad_norm
         stopping = told_to_stop()
-        samples = range(progress.samples, progress.samples + step_windows)
         outcome = progress.add_step(step_windows, loss, grad_norm, scaler)
 
         # Report it.
         job.metrics.move_bar(clock)
-        job.metrics.log_outcome(outcome, loss, grad_norm, scaler, samples)
+        job.metrics.log_outcome(outcome, loss, grad_norm, scaler)
         if step == start_step:
             gc.collect()
             gc.freeze()  # these objects will stay: the collector need not visit them again
         done = progress.step
         if outcome == "taken" and (done == 1 or done % cfg.log_every == 0 or done == plan.steps):
-            job.metrics.log_step(done, loss, lr, grad_norm, flops, peak, clock)
+            job.metrics.log_step(loss, lr, grad_norm, flops, peak, clock)
         elif step == start_step:  # after a resume, the first step is a warm-up: do not time it
             clock.restart(done)
 
@@ -446,10 +446,8 @@ def check_ranks(
     cfg: TrainConfig, machine: Machine, origin: Origin, sets: list[DataSet], progress: Progress
 ) -> None:
     """Raise UserError on all ranks if one of them would train differently from the others."""
-    # Each computer may have its own paths and devices; the other five only concern reports.
-    may_differ = "out_dir data_dir init_from device progress wandb wandb_project peak_tflops"
-    may_differ += " tensorboard"
-    facts: dict[str, Any] = {k: v for k, v in asdict(cfg).items() if k not in may_differ.split()}
+    # Each computer may have its own paths and devices.
+    facts: dict[str, Any] = {k: v for k, v in asdict(cfg).items() if k not in PLACE}
     facts |= {"torch": torch.__version__, "dtype in use": str(machine.dtype)}
     facts |= {"kind of device": machine.device.type, "resuming": origin.resume}
     facts |= {"first step": progress.step, "first sample": progress.samples}

@@ -110,7 +110,7 @@ class CompareConfig(TrainConfig):
 
 def our_command(cfg: CompareConfig, folder: Path, **overrides) -> list[str]:
     """Return the command of this repository's train.py."""
-    place = dict(out_dir=str(folder / "ours"), run_name="run", progress="line")
+    place = dict(out_dir=str(folder / "ours"), run_name="run", follow=False)
     options = train_options(cfg, **place, sample_every=0, **overrides)
     return [sys.executable, str(REPO / "train.py"), *options]
 

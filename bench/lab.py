@@ -54,14 +54,10 @@ from configurator import UserError, changes, parse, set_value
 from hardware.disk import content_sha256, write_whole
 from hardware.machine import stop_signals
 from text.dataset import names_and_weights, open_datasets
-from training.settings import TrainConfig, with_data
+from training.settings import TRAINING, TrainConfig, with_data
 
 # Settings that lab.py gives to every run.
 GIVEN = {"seed", "init_from", "overwrite", "eval_tokens", "run_name", "out_dir"}
-# Settings that change nothing of what a run learns. They are not part of the hash.
-ASIDE = {"init_from", "overwrite", "run_name", "out_dir", "data_dir", "progress", "peak_tflops"}
-ASIDE |= {"wandb", "wandb_project", "tensorboard", "eval_train"}
-ASIDE |= {"sample_every", "sample_prompt", "timeout_minutes"}
 
 
 @dataclass(frozen=True)
@@ -206,12 +202,14 @@ def run_settings(settings: TrainConfig, seed: int) -> TrainConfig:
     """Return the settings of a variant's run. Its name has a hash of all that it depends on."""
     settings = replace(settings, seed=seed, eval_tokens=0)
     # Defaults are left out: a setting that train.py gets later changes no name.
-    about = {k: v for k, v in changes(settings).items() if k not in ASIDE}
+    # The results are read at the evaluations. All else that concerns the report changes nothing.
+    judged = {*TRAINING, "eval_every"}
+    about = {k: v for k, v in changes(settings).items() if k in judged}
     sets = open_datasets(settings.dataset, settings.data_dir)
     about["data"] = [data.meta["splits"] for data in sets]
     name = f"seed{seed}-{content_sha256(about)[:12]}"
-    settings = replace(settings, eval_train=False, sample_every=0)
-    return replace(settings, run_name=name, init_from="auto", progress="line")
+    settings = replace(settings, eval_train=False, sample_every=0, follow=False)
+    return replace(settings, run_name=name, init_from="auto")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -278,9 +278,9 @@ def trial_command(cfg: PlanConfig, folder: str, compiled: bool) -> list[str]:
     only_here = {f.name for f in fields(cfg)} - {f.name for f in fields(TrainConfig)}
     settings = {k: v for k, v in changes(cfg).items() if k not in only_here}
     settings |= dict(max_steps=TRIAL_STEPS, max_epochs=0.0, max_tokens=0, log_every=1)
-    settings |= dict(eval_every=10, save_every=TRIAL_STEPS, progress="line", out_dir=folder)
+    settings |= dict(eval_every=10, save_every=TRIAL_STEPS, out_dir=folder)
     origin = "scratch" if cfg.init_from == "auto" else cfg.init_from
-    settings |= dict(run_name="trial", init_from=origin, compile=compiled, wandb=False)
+    settings |= dict(run_name="trial", init_from=origin, compile=compiled, follow=False)
     settings |= dict(sample_every=0)
     launcher = []
     if cfg.nproc > 1:

@@ -22,17 +22,17 @@ ETA = "eta {remaining}{postfix}"  # in tqdm's words
 class ProgressBar(tqdm):
     """One row at the bottom of the terminal. It is removed when it is closed.
 
-    what: the work. shown: None: if stderr is a terminal. end: what stands behind the bar. options:
+    title: of the work. shown: None: if stderr is a terminal. end: the text behind the bar. options:
     those of tqdm, such as total.
     """
 
     def __init__(
-        self, what: str, iterable=None, shown: bool | None = None, end: str = ETA, **options
+        self, title: str, iterable=None, shown: bool | None = None, end: str = ETA, **options
     ):
         # The bar does not grow with the terminal, so that the row fits into 80 columns and stays in
         # one piece if a wide terminal is made narrower. With miniters=1 a step that takes long
         # shows at once; mininterval, 0.1 s, limits how often the row is drawn.
-        row = f"{what} {{n_fmt}}/{{total_fmt}} {{percentage:3.0f}}% |{{bar:16}}| {end}"
+        row = f"{title} {{n_fmt}}/{{total_fmt}} {{percentage:3.0f}}% |{{bar:16}}| {end}"
         options |= dict(bar_format=row, dynamic_ncols=True, miniters=1, leave=False)
         hidden = not (stderr_can_erase() if shown is None else shown)
         super().__init__(iterable, disable=hidden, **options)

@@ -8,6 +8,7 @@ from typing import Literal
 import pytest
 
 import bench.prepare
+import follow
 import plot
 import prepare
 import sample
@@ -211,6 +212,7 @@ def test_a_mistake_in_a_config_file_names_the_file(tmp_path, text, message):
 
 SCRIPTS = [(train, train.TrainConfig), (prepare, prepare.PrepareConfig)]
 SCRIPTS += [(sample, sample.SampleConfig), (plot, plot.PlotConfig)]
+SCRIPTS += [(follow, follow.FollowConfig)]
 
 
 @pytest.mark.parametrize("module, cls", [*SCRIPTS, (bench.prepare, bench.prepare.BenchConfig)])

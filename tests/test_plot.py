@@ -3,19 +3,14 @@
 import json
 import math
 import os
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import call, metrics, train_tiny
+from conftest import call, metrics
 
 import plot
-from configurator import parse
-from training import normal, plots, report
-from training.metrics import read_metrics
 from training.plots import differences, limits, read_run, smoothed
-from training.settings import TrainConfig
 
 SETTINGS = dict(run_name="a", dataset="web", n_layer=12, lr=6e-4, seed=1, block_size=64)
 
@@ -83,89 +78,15 @@ def test_smoothing_keeps_a_line_and_takes_out_noise():
 def test_time_is_that_of_the_steps_and_units_are_those_of_the_records(tmp_path):
     folder = write_run(tmp_path / "a", falling())
     steps = np.array([10.0, 500.0, 1000.0])
-    assert read_run(folder, "time", "loss").places(steps).tolist() == [20, 1000, 2000]
-    assert read_run(folder, "tokens", "loss").places(steps).tolist() == [1000, 50_000, 100_000]
+    hours = read_run(folder, "time", "loss").places(steps)
+    assert hours == pytest.approx(np.array([20, 1000, 2000]) / 3600)
+    assert read_run(folder, "tokens", "loss").places(steps).tolist() == [0.001, 0.05, 0.1]
     in_bits = read_run(folder, "steps", "bits_per_byte").curve("val_loss")[1]
     assert in_bits == pytest.approx(list(metrics(folder, "val_bits_per_byte").values()))
 
 
 def test_the_legend_says_how_the_configs_differ(tmp_path):
     runs = [write_run(tmp_path / "a", falling()), write_run(tmp_path / "b", falling(), lr=1e-3)]
-    found = [read_run(folder, "steps", "loss") for folder in runs]
-    assert differences(found) == {"lr": ["0.0006", "0.001"]}
-    assert plots.title(found) == "2 runs that differ in lr"
-    assert plots.descriptions(found)[1] == "b (lr=0.001): validation loss 3.0000 at step 1,000"
-
-
-# -- recorded curves --
-
-
-def test_a_recorded_curve_belongs_to_runs_of_its_settings_and_data(tmp_path, monkeypatch):
-    begun = read_metrics(write_run(tmp_path / "a", falling()) / "metrics.jsonl")[0]
-    monkeypatch.setattr(normal, "CURVES", tmp_path)
-    curve = {"essence": normal.essence(begun), "seeds": [1, 2, 3]}
-    for key in ("loss", "val_loss"):
-        curve[key] = {"steps": [100, 1000], "mean": [4.0, 3.0], "std": [0.1, 0.1]}
-    (tmp_path / "web.json").write_text(json.dumps(curve))
-
-    def with_settings(**settings) -> dict:
-        return begun | {"settings": begun["settings"] | settings}
-
-    assert normal.recorded_curve(begun) == curve
-    assert normal.recorded_curve(with_settings(seed=7, run_name="b", log_every=1)) == curve
-    assert normal.recorded_curve(with_settings(weight_decay=0.1)) == curve  # that is its default
-    others = [with_settings(lr=1e-3), with_settings(weight_decay=0.2), begun | {"steps": 999}]
-    others += [begun | {"data": {"web": "1e"}}, begun | {"fine_tuned": "gpt2"}]
-    assert [normal.recorded_curve(other) for other in others] == [None] * 5
-
-    call(plot.main, tmp_path / "a", "--x=tokens")
-    (tmp_path / "web.json").write_text("{")
-    assert normal.recorded_curve(begun) is None
-
-
-def test_every_shipped_curve_is_that_of_its_config():
-    shipped = list(normal.CURVES.glob("*.json"))
-    assert shipped
-    for path in shipped:
-        curve = json.loads(path.read_text())
-        cfg = parse(TrainConfig, [str(normal.CURVES.parent / f"{path.stem}.py")])
-        settings = {k: v for k, v in vars(cfg).items() if k not in normal.ASIDE}
-        assert normal.same_settings(settings, curve["essence"]["settings"]), path
-        assert len(curve["seeds"]) >= 3 and curve["essence"]["steps"] == cfg.max_steps
-        for key in ("loss", "val_loss"):
-            assert len({len(curve[key][k]) for k in ("steps", "mean", "std")}) == 1
-            assert min(curve[key]["std"]) > 0 and curve[key]["steps"][-1] == cfg.max_steps
-
-
-# -- loss.png while a run goes on --
-
-
-def test_the_picture_is_drawn_as_the_run_goes_on_and_the_loop_does_not_wait(
-    tiny_data, tmp_path, monkeypatch
-):
-    drawn = []
-
-    def draw(folders: list[Path], png: Path) -> Path:
-        is_main = threading.current_thread() is threading.main_thread()
-        drawn.append((is_main, len(metrics(folders[0], "val_loss"))))
-        return plots.plot_loss(folders, png)
-
-    monkeypatch.setattr(report, "plot_loss", draw)
-    monkeypatch.setattr(report.Picture, "pause", 0)
-    run = train_tiny(tiny_data, tmp_path)
-    assert drawn[0][0] is False and drawn[-1] == (True, 2)
-    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert not list(run.glob(".*"))
-
-
-def test_an_error_in_the_picture_does_not_stop_the_training(
-    tiny_data, tmp_path, monkeypatch, capsys
-):
-    def fail(folders: list[Path], png: Path) -> Path:
-        raise RuntimeError("a font\nis broken")
-
-    monkeypatch.setattr(report, "plot_loss", fail)
-    monkeypatch.setattr(report.Picture, "pause", 0)
-    run = train_tiny(tiny_data, tmp_path)
-    assert metrics(run, "loss").keys() == set(range(1, 9))
-    assert "no loss plot: a font is broken\n" in capsys.readouterr().out
+    a, b = (read_run(folder, "steps", "loss") for folder in runs)
+    assert differences([a, b]) == ["lr=0.0006", "lr=0.001"]
+    assert b.best() == ": validation 3.0000 at step 1,000"

@@ -1,7 +1,6 @@
 import io
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -44,14 +43,9 @@ def test_a_checkpoint_folder_is_all_that_sampling_needs(out, tmp_path, capsys):
     assert "tok/s" in printed.err
 
 
-def test_one_token_question_and_text_are_in_the_singular(out, tmp_path, capsys):
+def test_one_token_is_in_the_singular(out, capsys):
     run(out, "--prompt=the", "--max_new_tokens=1", "--stop_at_eos=false")
     assert "[1 token, " in capsys.readouterr().err
-    path = tmp_path / "one.jsonl"
-    path.write_text('{"text": "a", "question": "a", "choices": ["b", "c"], "answer": 1}\n')
-    run(out, f"--choices={path}")
-    run(out, f"--texts={path}")
-    assert re.findall(r"\| (1 \w+) \|", capsys.readouterr().out) == ["1 question", "1 text"]
 
 
 def test_the_newest_or_the_best_checkpoint_is_taken_and_named(tiny_data, tmp_path, capsys):
@@ -161,9 +155,8 @@ def test_settings_of_a_run_that_were_changed_are_not_read(out, tmp_path, refuses
     call(sample.main, f"--ckpt={folder}", "--device=cpu", "--prompt", "the", "--max_new_tokens=2")
 
 
-@pytest.mark.parametrize("option", ["--prompt_file", "--choices", "--texts"])
-def test_a_device_is_not_read_as_a_file(option, out, refuses):
-    assert "not a plain file" in refuses(lambda: run(out, f"{option}=/dev/zero"))
+def test_a_device_is_not_read_as_a_file(out, refuses):
+    assert "not a plain file" in refuses(lambda: run(out, "--prompt_file=/dev/zero"))
 
 
 @pytest.mark.parametrize("lines, length", [(True, 260), (False, 320)])

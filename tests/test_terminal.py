@@ -76,7 +76,7 @@ def test_the_bar_stays_in_one_row_below_the_lines_and_leaves_nothing(
     options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--sample_every=4"]
     call(train.main, *options)
     without = capsys.readouterr().out
-    options += ["--progress=auto", "--overwrite"]
+    options += ["--overwrite"]
     with monkeypatch.context() as patch:
         patch.setattr(Metrics, "log_outcome", outcome)
         written = in_terminal(columns, lambda: call(train.main, *options))
@@ -115,7 +115,7 @@ def test_prepare_and_evaluation_have_the_same_bar_and_leave_nothing_of_it(
 
 
 def test_where_there_is_no_terminal_there_is_no_bar(tiny_data, tmp_path, capfd):
-    options = [f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--progress=auto"]
+    options = [f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"]
     call(train.main, *TINY, *options, "--max_steps=2")
     out, err = capfd.readouterr()
     assert err == "" and "step 2/2 | loss" in out and "\r" not in out and "\x1b" not in out
@@ -155,7 +155,7 @@ def test_help_and_the_banner_fit_into_the_terminal(in_terminal, tiny_data, tmp_p
             call(train.main, "--help")
 
     settings = in_terminal(columns, show_help)
-    assert "--block_size=1024" in settings and "--wandb_project=gpt" in settings
+    assert "--block_size=1024" in settings and "--tracker=none" in settings
     more = ["--max_steps=1", "--preset=gpt2", "--n_kv_head=0", "--max_epochs=40"]
     banner = in_terminal(columns, lambda: train_tiny(tiny_data, tmp_path, *more))
     banner = banner[banner.index("settings:") : banner.index("first loss:")]

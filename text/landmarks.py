@@ -79,8 +79,8 @@ def count_landmarks(folder: Path, meta: dict) -> dict[str, float]:
     p2 = np.where(followed[v] > 0, p2 / np.maximum(followed[v], 1), p1[w])
     models = {"unigram": p1[w], "bigram": p2}
     losses = {name: float(np.average(-np.log(p), weights=times)) for name, p in models.items()}
-    found = {name: round(loss, 4) for name, loss in losses.items()}
-    return found | {"bigram_tokens": int(counts.sum())}
+    rounded = {name: round(loss, 4) for name, loss in losses.items()}
+    return rounded | {"bigram_tokens": int(counts.sum())}
 
 
 def count_pairs(ids: Ids, V: int, most: int) -> tuple[np.ndarray, np.ndarray]:
@@ -111,10 +111,10 @@ def mixed_landmarks(sets: list[DataSet]) -> dict[str, float]:
     In a mixture, each is the mean over the data sets, weighted by their shares. A data set with a
     split of one token has none but ln V: then that is all.
     """
-    found = {"uniform": math.log(sets[0].meta["vocab_size"])}
+    mixed = {"uniform": math.log(sets[0].meta["vocab_size"])}
     counted = [data.meta["landmarks"] for data in sets]
     if all(counted):
         for name in ("unigram", "bigram"):
             pairs = zip(sets, counted, strict=True)
-            found[name] = sum(float(data.weight) * of_set[name] for data, of_set in pairs)
-    return found
+            mixed[name] = sum(float(data.weight) * of_set[name] for data, of_set in pairs)
+    return mixed

@@ -34,15 +34,15 @@ def run_loader(path: Path, records: list[dict], step: int) -> tuple[list[DataSet
         sets = open_datasets(settings["dataset"], settings["data_dir"])
         for data in sets:
             if data.meta["splits"]["train"]["sha256"] != begun["data"][data.name]:
-                what = "made again since the run: it no longer holds what the step trained on"
-                raise UserError(f"{data.folder}: {what}")
+                other = "made again since the run: it no longer holds what the step trained on"
+                raise UserError(f"{data.folder}: {other}")
         how = (settings["block_size"], settings["seed"], settings["documents"])
         loader = train_loader(sets, *how)
         first = begun["first_sample"] + (step - 1 - begun["step"]) * samples
         return sets, loader, range(first, first + samples)
     except (KeyError, TypeError, ValueError) as e:
-        what = f"the settings of its run are damaged ({type(e).__name__}: {e})"
-        raise UserError(f"{path}: {what}") from None
+        problem = f"the settings of its run are damaged ({type(e).__name__}: {e})"
+        raise UserError(f"{path}: {problem}") from None
 
 
 def sample_texts(

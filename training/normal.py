@@ -1,19 +1,10 @@
-"""Is my loss normal? What a run's loss is compared with, in the log and in the picture.
+"""Is my loss normal? What the log says of a run's losses: of landmarks that they pass, of spikes.
 
-Landmarks are the losses of the simplest models of the data (text/landmarks.py). A recorded curve is
-what runs of a shipped config came to, with several seeds: bench/record_curve.py writes it to
-config/curves/NAME.json, and it is drawn beneath each run with the same settings and data.
+Landmarks are the losses of the simplest models of the data (text/landmarks.py).
 """
 
 import math
-from pathlib import Path
-from typing import Any
-
-from configurator import note
-from hardware.disk import read_object
-
-# --------------------------------------------------------------------------------------------------
-# Landmarks
+import statistics
 
 # name -> whose loss it is, and what a model whose loss is lower has learned
 LANDMARKS = {
@@ -26,23 +17,23 @@ LANDMARKS = {
 class Watch:
     """Says once when the running loss of a run goes below each landmark, or fails to.
 
-    The running loss is the mean of the last 20 steps. What was said before a resume is found in the
+    The running loss is the mean of the last 20 steps. What was said before a resume stands in the
     records, so a checkpoint need not store it.
     """
 
     def __init__(self, landmarks: dict[str, float], records: list[dict]):
         # With little text, pairs of tokens predict worse than single tokens: they say nothing then.
-        names = [n for n in ("uniform", "unigram", "bigram") if n in landmarks]
+        names = [n for n in LANDMARKS if n in landmarks]
         lowest = math.inf
         self.landmarks: dict[str, float] = {}
         for name in names:
             if landmarks[name] < lowest:
                 lowest = self.landmarks[name] = landmarks[name]
-        said = {r["below"] for r in records if "below" in r}
-        self.passed = min((landmarks.get(name, math.inf) for name in said), default=math.inf)
+        passed = {r["below"] for r in records if "below" in r}
+        self.passed = min((landmarks.get(name, math.inf) for name in passed), default=math.inf)
         self.warned = any("not_below" in r for r in records)
 
-    def look(self, losses: list[float], step: int, patience: int) -> tuple[dict, str] | None:
+    def look(self, losses: list[float], step: int, patience: float) -> tuple[dict, str] | None:
         """Return the record and the line of what is to be said after a step, or None.
 
         losses: of the steps up to this one. patience: from this step on, the loss should be below
@@ -70,56 +61,15 @@ class Watch:
         return None
 
 
-# --------------------------------------------------------------------------------------------------
-# Recorded curves
+def spike(losses: list[float], loss: float) -> float:
+    """Return how many deviations a loss lies above those before it: a robust z-score.
 
-CURVES = Path(__file__).resolve().parents[1] / "config" / "curves"
-
-# Settings that do not matter for the comparison: names, places, reports, and what changes the loss
-# by rounding only. `steps` and `step_samples` stand for the settings of length and batch, and the
-# hash of train.bin for the name of the data set. Another seed is what the band is for.
-ASIDE = """run_name out_dir data_dir dataset init_from overwrite seed batch_size batch_tokens
-    max_steps max_epochs max_tokens max_bad_steps average eval_every save_every keep device dtype
-    compile log_every eval_train sample_every sample_prompt progress peak_tflops wandb
-    wandb_project tensorboard""".split()
-
-
-def essence(begun: dict[str, Any]) -> dict[str, Any]:
-    """Return what two runs must have in common to have the same curve, but for the seed.
-
-    begun: a record of metrics.jsonl with the settings of a run.
+    A deviation is 1.4826 times the median distance from the median (Iglewicz and Hoaglin, 1993),
+    which is the standard deviation if the losses have a normal distribution. The result is 0 for
+    fewer than 30 losses.
     """
-    settings = {k: v for k, v in begun["settings"].items() if k not in ASIDE}
-    length = {"steps": begun["steps"], "step_samples": begun["step_samples"]}
-    return {"settings": settings, "train_sha256": list(begun["data"].values()), **length}
-
-
-def recorded_curve(begun: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the recorded curve of a run's config and data, or None. begun: as in essence()."""
-    if "fine_tuned" in begun or not {"settings", "steps", "step_samples", "data"} <= begun.keys():
-        return None
-    mine = essence(begun)
-    for path in sorted(CURVES.glob("*.json")):
-        try:
-            curve = read_object(path)
-            theirs = curve["essence"]
-            if all(mine[key] == theirs[key] for key in mine if key != "settings"):
-                if same_settings(mine["settings"], theirs["settings"]):
-                    return curve
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
-            note(f"{path} is no recorded curve ({type(e).__name__}: {e}): it is left out")
-    return None
-
-
-def same_settings(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Return whether the settings are equal. One that is missing has its default.
-
-    It is missing if it did not exist yet when the run or the curve was made.
-    """
-    if mine.keys() != theirs.keys():
-        # Only here: this imports torch, which takes longer than drawing a picture.
-        from training.settings import TrainConfig
-
-        defaults = {k: v for k, v in vars(TrainConfig()).items() if k not in ASIDE}
-        mine, theirs = defaults | mine, defaults | theirs
-    return mine == theirs
+    if len(losses) < 30:
+        return 0.0
+    median = statistics.median(losses)
+    deviation = 1.4826 * statistics.median(abs(x - median) for x in losses)
+    return (loss - median) / max(deviation, 1e-3 * abs(median))

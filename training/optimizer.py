@@ -236,7 +236,7 @@ class Muon(torch.optim.Optimizer):
 def make_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.optim.Optimizer:
     """Return the optimizer that the settings ask for."""
     groups = model.param_groups(cfg.weight_decay)
-    scale = {"embeddings": cfg.embed_lr, "head": cfg.head_lr, "vectors": cfg.vector_lr}
+    scale = {"embeddings": cfg.embed_lr, "vectors": cfg.vector_lr}
     for group in groups:
         group["scale"] = scale.get(group["name"], 1.0)
     if cfg.optimizer == "adafactor":

@@ -200,8 +200,8 @@ def momentum_at(step: int, steps: int, cfg: TrainConfig) -> float:
     """Return Muon's momentum at step 0 ... steps - 1.
 
     At the start of a run the gradient changes fast, and a mean over fewer steps follows it better.
-    It grows linearly from 0.85, as in the records of the 124M speed run of October 2024.
+    In the first tenth it grows linearly from 0.85, as in the records of the 124M speed run of
+    October 2024.
     """
-    warmup = cfg.momentum_warmup * steps
-    t = min(1.0, step / warmup) if warmup else 1.0
+    t = min(1.0, step / (0.1 * steps))
     return (1 - t) * min(0.85, cfg.momentum) + t * cfg.momentum

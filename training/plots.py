@@ -12,7 +12,7 @@ import numpy as np
 from configurator import UserError, note
 from hardware.disk import write_whole
 from training.metrics import read_metrics
-from training.normal import LANDMARKS, recorded_curve
+from training.normal import LANDMARKS
 
 # Okabe and Ito's colours, which people who cannot tell red from green can tell apart.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
@@ -25,16 +25,13 @@ EVALUATED = {
     "val_loss_average": ("validation, averaged weights", dict(ls=":", lw=1.2, marker="D", ms=3)),
 }
 
-# The points of single steps: up to so many points -> size and opacity of each.
-POINTS = {200: (6, 0.4), 5000: (3, 0.3), math.inf: (1.5, 0.1)}
+# x axis -> its label, and the key and unit of what is counted along it
+AXES = {"steps": ("step", "", 1), "tokens": ("million tokens", "tokens", 1e6)}
+AXES["time"] = ("hours of training, without pauses", "step_ms", 3.6e6)
 
 # Fonts with Chinese characters: the first one that is installed serves where the usual one fails.
 CHINESE = ["Noto Sans CJK SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "PingFang SC"]
 CHINESE += ["Microsoft YaHei", "SimHei"]
-
-
-# --------------------------------------------------------------------------------------------------
-# The runs
 
 
 @dataclass(frozen=True)
@@ -44,33 +41,13 @@ class Run:
     folder: Path
     points: dict[str, tuple[np.ndarray, np.ndarray]]  # key -> steps and values, (points,) each
     begun: dict[str, Any]  # the last record with settings; {} if there is none
-    x: str  # what the x axis shows: steps, tokens, or time in seconds
-    y: str  # what the y axis shows: loss (in nats per token) or bits_per_byte
+    x: str  # what the x axis shows: steps, tokens, or time in hours
+    scale: float  # what a loss is multiplied by to get the unit of the y axis
 
     @property
     def name(self) -> str:
-        """Return the folder's name. It may hold bytes that are not UTF-8."""
-        return self.folder.resolve().name.encode(errors="backslashreplace").decode()
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return self.begun.get("settings", {})
-
-    @property
-    def scale(self) -> float:
-        """Return what a loss is multiplied by to get the unit of the y axis.
-
-        Bits per byte need the bytes in a token, which an evaluation tells. They are those of
-        val.bin, and hardly differ from those of train.bin.
-        """
-        if self.y == "loss":
-            return 1.0
-        steps, bits = self.points.get("val_bits_per_byte", ([], []))
-        loss = dict(zip(*self.points.get("val_loss", ([], [])), strict=True))
-        if not len(steps) or not loss.get(steps[-1]):
-            why = "no evaluation tells the bytes in a token yet"
-            raise UserError(f"{self.folder}: {why}: use --y loss")
-        return bits[-1] / loss[steps[-1]]
+        """Return the folder's name, shortened. It may hold bytes that are not UTF-8."""
+        return shortened(self.folder.resolve().name.encode(errors="backslashreplace").decode())
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Return x and y of the points of a key, (points,) each; empty if there are none."""
@@ -82,39 +59,56 @@ class Run:
 
         Time is that of the steps alone, without evaluations, checkpoints and pauses.
         """
-        if self.x == "steps":
+        _, key, unit = AXES[self.x]
+        if not key:
             return steps
-        known, values = self.points.get("tokens" if self.x == "tokens" else "step_ms", ([], []))
+        at, values = self.points.get(key, ([], []))
         if self.x == "time":
-            values = np.cumsum(np.diff(known, prepend=0) * values) / 1e3
-        return np.interp(steps, np.append(0, known), np.append(0, values))
+            values = np.cumsum(np.diff(at, prepend=0) * values)
+        return np.interp(steps, np.append(0, at), np.append(0, values)) / unit
+
+    def best(self) -> str:
+        """Return the lowest validation loss and its step; "" before the first evaluation."""
+        steps, losses = self.points.get("val_loss", ([], []))
+        if not len(losses):
+            return ""
+        best = np.argmin(losses)
+        return f": validation {losses[best] * self.scale:.4f} at step {steps[best]:,.0f}"
 
 
 def read_run(folder: Path, x: str, y: str) -> Run:
-    """Return the curves of the run in a folder.
+    """Return the curves of the run in a folder. y: loss, or bits_per_byte.
 
-    Raises UserError if there is no metrics.jsonl, if it is damaged, or if it has no loss yet.
+    Bits per byte need the bytes in a token, which an evaluation tells: those of val.bin hardly
+    differ from those of train.bin. Raises UserError if metrics.jsonl is missing or damaged, or has
+    no loss yet.
     """
     path = folder / "metrics.jsonl"
-    found: dict[str, dict[int, float]] = {}  # key -> step -> value
+    values: dict[str, dict[int, float]] = {}  # key -> step -> value
     begun = {}
     for record in read_metrics(path):
         if isinstance(record.get("settings"), dict):
             begun = record
         if "bad_step" in record:
-            found.setdefault("bad_step", {})[record["step"]] = 0.0
+            values.setdefault("bad_step", {})[record["step"]] = 0.0
         for key in ("loss", "lr", "tokens", "step_ms", "val_bits_per_byte", *EVALUATED):
             value = record.get(key)
             if isinstance(value, int | float) and math.isfinite(value):
-                found.setdefault(key, {})[record["step"]] = value
-    if "loss" not in found and "val_loss" not in found:
+                values.setdefault(key, {})[record["step"]] = value
+    if "loss" not in values and "val_loss" not in values:
         missing = "no loss in it yet" if path.exists() else "no such file"
         raise UserError(f"{path}: {missing}: name the folder of a run that has begun")
+    scale = 1.0
+    if y == "bits_per_byte":
+        both = values.get("val_bits_per_byte", {}).keys() & values.get("val_loss", {}).keys()
+        if not both:
+            raise UserError(f"{folder}: no evaluation tells the bytes in a token: use --y loss")
+        scale = values["val_bits_per_byte"][max(both)] / values["val_loss"][max(both)]
     points = {}
-    for key, values in found.items():
-        steps = sorted(values)
-        points[key] = np.array(steps, float), np.array([values[s] for s in steps], float)
-    return Run(folder, points, begun, x, y)
+    for key, of_step in values.items():
+        steps = sorted(of_step)
+        points[key] = np.array(steps, float), np.array([of_step[s] for s in steps], float)
+    return Run(folder, points, begun, x, scale)
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
@@ -131,23 +125,22 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     return (sums[places + right + 1] - sums[places - left]) / (left + right + 1)
 
 
-def differences(runs: list[Run]) -> dict[str, list[str]]:
-    """Return the settings that are not the same in all runs: name -> its value in each run.
+def differences(runs: list[Run]) -> list[str]:
+    """Return for each run its values of the settings of training that are not the same in all."""
+    # Only here: this imports torch, which takes longer than drawing a picture.
+    from training.settings import TRAINING
 
-    Names, places and reports are left out.
-    """
-    aside = "run_name out_dir data_dir init_from overwrite progress log_every wandb wandb_project"
-    aside += " tensorboard peak_tflops eval_train sample_every sample_prompt"
-    names = dict.fromkeys(name for run in runs for name in run.settings)
-    found = {}
-    for name in names.keys() - {*aside.split()}:
-        values = [run.settings.get(name, "?") for run in runs]
-        if any(value != values[0] for value in values):
-            found[name] = [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
+    of_runs = [run.begun.get("settings", {}) for run in runs]
+    names = [k for k in TRAINING if any(s.get(k) != of_runs[0].get(k) for s in of_runs)]
+    values = [" ".join(f"{k}={shortened(str(s.get(k, '?')))}" for k in names) for s in of_runs]
     hashes = ["+".join(run.begun.get("data", {}).values())[:8] for run in runs]
-    if "dataset" not in found and len({*hashes}) > 1:
-        found["train.bin"] = hashes
-    return {name: found[name] for name in [*names, "train.bin"] if name in found}
+    if "dataset" not in names and len({*hashes}) > 1:
+        values = [f"{v} train.bin={h}".strip() for v, h in zip(values, hashes, strict=True)]
+    return values
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= 50 else f"{text[:24]}...{text[-23:]}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -157,14 +150,14 @@ def differences(runs: list[Run]) -> dict[str, list[str]]:
 def plot_loss(folders: list[Path], png: Path, x: str = "steps", y: str = "loss") -> Path:
     """Draw the runs in these folders into one picture, and return its path.
 
-    png: the file to write: .png, .pdf or .svg. x, y: as in Run.
+    png: the file to write: .png, .pdf or .svg. x: as in Run. y: as in read_run().
     Raises UserError if a run cannot be drawn, and ImportError if there is no matplotlib.
     """
+    runs = [read_run(folder, x, y) for folder in folders]
     import matplotlib
     from matplotlib import colormaps, font_manager
     from matplotlib.figure import Figure
 
-    runs = [read_run(folder, x, y) for folder in folders]
     colours = COLOURS
     if len(runs) > len(COLOURS):
         colours = list(colormaps["cividis"](np.linspace(0, 0.9, len(runs))))
@@ -177,78 +170,70 @@ def plot_loss(folders: list[Path], png: Path, x: str = "steps", y: str = "loss")
     # A $ in the name of a run must not begin a formula.
     style = {"font.family": ["DejaVu Sans", *chinese], "text.parse_math": False}
     with matplotlib.rc_context(style):
-        # Figure, unlike pyplot, needs no screen, and may be used in any thread.
-        fig = Figure(figsize=(9, 6), layout="constrained")
+        fig = Figure(figsize=(9, 6), layout="constrained")  # unlike pyplot, it needs no screen
         losses, rates = fig.subplots(2, sharex=True, height_ratios=[6, 1])
-        losses.set_ylim(*limits(runs))
-        draw_comparison(losses, runs)
+        unit = "loss (nats per token)" if y == "loss" else "bits per byte"
+        losses.set(ylim=limits(runs), ylabel=unit)
+        rates.set(ylabel="lr", xlabel=AXES[x][0])
+        draw_landmarks(losses, runs)
         for run, colour in zip(runs, colours, strict=False):
-            draw_run(losses, run, colour)
+            draw_run(losses, run, colour, named=run is runs[0])
             rates.plot(*run.curve("lr"), color=colour, lw=1)
-        label(fig, losses, rates, runs, colours)
+        rates.set_xlim(left=0)
+        rates.set_ylim(bottom=0)
+        losses.legend(loc="upper right", fontsize=8)
+        for ax in (losses, rates):
+            ax.grid(alpha=0.25)
+            ax.spines[["top", "right"]].set_visible(False)
+        name_runs(fig, losses, runs, colours)
         picture = io.BytesIO()
         fig.savefig(picture, format=png.suffix[1:], dpi=120)
     write_whole(png, picture.getvalue())
     return png
 
 
-def draw_run(ax: Any, run: Run, colour: Any) -> None:
+def draw_run(ax: Any, run: Run, colour: Any, named: bool) -> None:
     """Draw the training loss, smoothed and as it was, and in a darker shade the evaluations.
 
-    A star marks the best of them, and crosses at the bottom the steps that were skipped.
+    A star marks the best of them, and crosses at the bottom the steps that were skipped. named: the
+    legend explains the curves by those of this run.
     """
-    x, y = run.curve("loss")
-    size, alpha = next(style for most, style in POINTS.items() if len(x) < most)
-    ax.plot(x, y, ".", c=colour, ms=size, mew=0, alpha=alpha)
-    ax.plot(x, smoothed(y), c=colour, lw=1.5)
-    for key, (_, style) in EVALUATED.items():
-        x, y = run.curve(key)
-        ax.plot(x, y, c=darker(colour), markevery=len(x) // 40 + 1, **style)
-    x, y = run.curve("val_loss")
-    if len(x):
-        best = np.argmin(y)
-        ax.plot(x[best], y[best], "*", c=darker(colour), ms=13, mec="white", zorder=5)
-    x, _ = run.curve("bad_step")
-    if len(x):
-        bottom = np.full(len(x), 0.02)  # as a share of the height
-        ax.plot(x, bottom, "x", c=colour, transform=ax.get_xaxis_transform())
-
-
-def darker(colour: Any) -> tuple[float, ...]:
     from matplotlib.colors import to_rgb
 
-    return tuple(0.6 * part for part in to_rgb(colour))
+    dark = tuple(0.6 * part for part in to_rgb(colour))
+
+    def plot(x: np.ndarray, y: np.ndarray, kind: str, **style) -> None:
+        if len(x):
+            ax.plot(x, y, label=kind if named else None, **style)
+
+    x, y = run.curve("loss")
+    ax.plot(x, y, ".", c=colour, mew=0, ms=4, alpha=max(0.1, min(0.4, 80 / (len(x) + 1))))
+    plot(x, smoothed(y), "training, smoothed", c=colour, lw=1.5)
+    for key, (kind, style) in EVALUATED.items():
+        x, y = run.curve(key)
+        plot(x, y, kind, c=dark, markevery=len(x) // 40 + 1, **style)
+    x, y = run.curve("val_loss")
+    best = [np.argmin(y)] if len(y) else []
+    star = dict(ls="", marker="*", ms=13, mec="white", zorder=5)
+    plot(x[best], y[best], "lowest validation loss", c=dark, **star)
+    x, y = run.curve("bad_step")
+    cross = dict(ls="", marker="x", transform=ax.get_xaxis_transform())
+    plot(x, y + 0.02, "skipped step (NaN, infinity)", c=colour, **cross)
 
 
-def draw_comparison(ax: Any, runs: list[Run]) -> None:
-    """Draw the landmarks of the data, and the recorded curve of the config, if all runs share them.
-
-    Neither is drawn where it would not say anything: landmarks outside of the picture, and the
-    recorded curve over time, which depends on the machine.
-    """
-    first = runs[0]
-    landmarks = [run.begun.get("landmarks") for run in runs]
-    if landmarks[0] and all(other == landmarks[0] for other in landmarks):
-        bottom, top = ax.get_ylim()
-        for name, value in landmarks[0].items():
-            value *= first.scale
-            if bottom < value < top - 0.04 * (top - bottom):  # room for the text
-                ax.axhline(value, color=GREY, lw=0.8, ls=(0, (6, 3)), zorder=0)
-                text = f"loss of {LANDMARKS[name][0]}: {value:.2f}"
-                place = dict(xy=(0.5, value), xycoords=("axes fraction", "data"), ha="center")
-                place |= dict(xytext=(0, 2), textcoords="offset points")
-                ax.annotate(text, **place, color=GREY, fontsize=8)
-    curves = [recorded_curve(run.begun) for run in runs]
-    if curves[0] and all(other == curves[0] for other in curves) and first.x != "time":
-        of = f"of {len(curves[0]['seeds'])} recorded runs: mean ± 3 std"
-        for key, kind, alpha in (("loss", "training", 0.15), ("val_loss", "validation", 0.35)):
-            steps, mean, deviation = (np.array(curves[0][key][k]) for k in ("steps", "mean", "std"))
-            step = first.begun["step_samples"] * first.settings["block_size"]  # tokens
-            x = steps if first.x == "steps" else steps * step
-            low, high = (first.scale * (mean + k * deviation) for k in (-3, 3))
-            text = f"{kind} {of}"
-            ax.fill_between(x, low, high, color=GREY, alpha=alpha, lw=0, zorder=0, label=text)
-            ax.plot(x, first.scale * mean, color=GREY, lw=0.8, zorder=0)
+def draw_landmarks(ax: Any, runs: list[Run]) -> None:
+    """Draw the landmarks of the data that lie in the picture, if all runs share them."""
+    landmarks = [run.begun.get("landmarks") or {} for run in runs]
+    bottom, top = ax.get_ylim()
+    for name, value in landmarks[0].items():
+        value *= runs[0].scale
+        inside = bottom < value < top - 0.04 * (top - bottom)  # room for the text
+        if inside and all(other == landmarks[0] for other in landmarks):
+            ax.axhline(value, color=GREY, lw=0.8, ls=(0, (6, 3)), zorder=0)
+            text = f"loss of {LANDMARKS[name][0]}: {value:.2f}"
+            place = dict(xy=(0.5, value), xycoords=("axes fraction", "data"), ha="center")
+            place |= dict(xytext=(0, 2), textcoords="offset points")
+            ax.annotate(text, **place, color=GREY, fontsize=8)
 
 
 def limits(runs: list[Run]) -> tuple[float, float]:
@@ -257,16 +242,10 @@ def limits(runs: list[Run]) -> tuple[float, float]:
     The first twentieth of each curve may leave the picture, and so may a few of its other points,
     such as spikes.
     """
-    low = []
-    high = []
-    for run in runs:
-        for key in ("loss", *EVALUATED):
-            x, y = run.curve(key)
-            late = y[x >= 0.05 * x[-1]] if len(x) else y
-            if len(late):
-                low.append(np.quantile(late, 0.01))
-                high.append(np.quantile(late, 0.98))
-    bottom, top = min(low), max(high)
+    curves = [run.curve(key) for run in runs for key in ("loss", *EVALUATED)]
+    late = [y[x >= 0.05 * x[-1]] for x, y in curves if len(x)]
+    bottom = min(np.quantile(y, 0.01) for y in late)
+    top = max(np.quantile(y, 0.98) for y in late)
     # Show landmarks that lie a little above: a new reader looks for them.
     for value in (runs[0].begun.get("landmarks") or {}).values():
         value *= runs[0].scale
@@ -276,108 +255,21 @@ def limits(runs: list[Run]) -> tuple[float, float]:
     return bottom - margin, top + margin
 
 
-def label(fig: Any, losses: Any, rates: Any, runs: list[Run], colours: list[Any]) -> None:
-    """Write the axes' labels, the title, a legend of the runs and one of the kinds of curves."""
-    from matplotlib.lines import Line2D
+def name_runs(fig: Any, ax: Any, runs: list[Run], colours: list[Any]) -> None:
+    """Write what a single run is and came to, or a legend of several and in what they differ."""
+    from matplotlib.patches import Patch
 
-    losses.set_ylabel("loss (nats per token)" if runs[0].y == "loss" else "bits per byte")
-    rates.set_ylabel("lr", fontsize=9)
-    rates.set_ylim(bottom=0)
-    rates.tick_params(labelsize=8)
-    label_x(rates, runs[0].x)
-    for ax in (losses, rates):
-        ax.grid(alpha=0.25)
-        ax.spines[["top", "right"]].set_visible(False)
-
-    losses.set_title(title(runs), loc="left", fontsize=10)
-    if len(runs) > 1:
-        of_runs = [
-            Line2D([], [], c=colour, lw=3, label=text)
-            for text, colour in zip(descriptions(runs), colours, strict=False)
-        ]
-        fig.legend(handles=of_runs, loc="outside lower left", fontsize=8, frameon=False)
-
-    c = colours[0] if len(runs) == 1 else "black"
-    kinds = []
-    if any("loss" in run.points for run in runs):
-        kinds.append(Line2D([], [], c=c, marker=".", mew=0, lw=1.5, label="training, smoothed"))
-    for key, (kind, style) in EVALUATED.items():
-        if any(key in run.points for run in runs):
-            kinds.append(Line2D([], [], c=darker(c), label=kind, **style))
-    if any("val_loss" in run.points for run in runs):
-        best = dict(ls="", marker="*", ms=11, mec="white", label="lowest validation loss")
-        kinds.append(Line2D([], [], c=darker(c), **best))
-    if any("bad_step" in run.points for run in runs):
-        kinds.append(Line2D([], [], c=c, ls="", marker="x", label="skipped step (NaN, infinity)"))
-    kinds += losses.get_legend_handles_labels()[0]  # the band, if there is one
-    losses.legend(handles=kinds, loc="upper right", fontsize=8)
-
-
-def label_x(ax: Any, x: str) -> None:
-    """Label the x axis: 1,000 steps, 20M tokens, or a time as hours and minutes."""
-    from matplotlib import ticker
-
-    ax.set_xlim(left=0)
-    if x == "steps":
-        ax.set_xlabel("step")
-        ax.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-    elif x == "tokens":
-        ax.set_xlabel("tokens")
-        ax.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
+    if len(runs) == 1:
+        s = runs[0].begun.get("settings", {})
+        shown = ("preset", "n_layer", "n_embd", "optimizer", "lr", "seed", "dataset")
+        about = ", ".join(f"{name} {s[name]}" for name in shown if name in s)
+        title = f"{runs[0].name}{runs[0].best()}\n{about}"
     else:
-        every = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800]
-        last = ax.get_xlim()[1]
-        tick = next((s for s in every if last / s <= 8), 86400 * math.ceil(last / 86400 / 8))
-        unit = 60 if tick < 60 else 3600
-        ax.set_xlabel(f"time of training ({'min:s' if unit == 60 else 'h:min'})")
-        ax.xaxis.set_major_locator(ticker.MultipleLocator(tick))
-        ax.xaxis.set_major_formatter(lambda s, _: f"{s // unit:.0f}:{s % unit * 60 // unit:02.0f}")
-
-
-def title(runs: list[Run]) -> str:
-    """Return what a single run is and came to, or in what several runs differ."""
-    if len(runs) > 1:
-        names = list(differences(runs))
-        more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-        if not names:
-            return f"{len(runs)} runs with the same settings"
-        return f"{len(runs)} runs that differ in {', '.join(names[:6])}{more}"
-    run = runs[0]
-    lines = [f"{shortened(run.name)}{best_of(run)}"]
-    if run.settings:
-        s = {k: v if v is not None else "?" for k, v in run.settings.items()}
-        shape = f"{s.get('preset')}, {s.get('n_layer')} x {s.get('n_embd')}"
-        training = f"{s.get('optimizer', 'adamw')}, lr {s.get('lr')}"
-        lines.append(f"{shape}; {training}; seed {s.get('seed')}; data {s.get('dataset')}")
-    return "\n".join(lines)
-
-
-def descriptions(runs: list[Run]) -> list[str]:
-    """Return a line of the legend for each run: its name, its own settings, its best loss."""
-    found = differences(runs)
-    names = [run.name for run in runs]
-    lines = []
-    for number, run in enumerate(runs):
-        name = run.name if names.count(run.name) == 1 else str(run.folder)
-        own = [f"{key}={shortened(values[number])}" for key, values in found.items()]
-        more = [f"and {len(own) - 6} more"] if len(own) > 6 else []
-        settings = f" ({' '.join(own[:6] + more)})" if own else ""
-        lines.append(f"{shortened(name)}{settings}{best_of(run)}")
-    return lines
-
-
-def best_of(run: Run) -> str:
-    """Return the lowest validation loss and its step; "" before the first evaluation."""
-    _, losses = run.curve("val_loss")
-    if not len(losses):
-        return ""
-    best = np.argmin(losses)
-    step = run.points["val_loss"][0][best]
-    what = f"validation loss {losses[best]:.4f}"
-    if run.y != "loss":
-        what = f"{losses[best]:.4f} bits per byte"
-    return f": {what} at step {step:,.0f}"
-
-
-def shortened(text: str) -> str:
-    return text if len(text) <= 50 else f"{text[:24]}...{text[-23:]}"
+        title = f"{len(runs)} runs, their lowest validation losses, and where their settings differ"
+        handles = []
+        for run, own, colour in zip(runs, differences(runs), colours, strict=False):
+            same_name = sum(run.name == other.name for other in runs) > 1
+            name = str(run.folder) if same_name else run.name
+            handles.append(Patch(color=colour, label=f"{name}{run.best()} {own}"[:200]))
+        fig.legend(handles=handles, loc="outside lower left", fontsize=8, frameon=False)
+    ax.set_title(title, loc="left", fontsize=10)

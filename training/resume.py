@@ -31,7 +31,7 @@ from training.runs import (
     others_in,
     whole_checkpoints,
 )
-from training.settings import TrainConfig, model_config
+from training.settings import PLACE, TrainConfig, model_config
 
 
 def settings_of_run(given: dict[str, Any]) -> TrainConfig:
@@ -335,13 +335,10 @@ def check_tokenizer(folder: Path, sets: list[DataSet], say: Callable[[str], None
 def settings_changed(earlier: Earlier, cfg: TrainConfig) -> list[str]:
     """Return `lr 0.001 -> 0.002` for each setting that changed since the checkpoint was written.
 
-    Settings of where files lie and of how progress is shown are left out: they do not change what
-    the model learns. Settings that are not given again are those of the checkpoint.
+    Those of the place are left out: they do not change what the model learns. Settings that are not
+    given again are those of the checkpoint.
     """
-    about = "init_from overwrite out_dir data_dir run_name progress log_every wandb wandb_project"
-    about += " tensorboard sample_every sample_prompt"
-    left_out = about.split()
-    now = {k: v for k, v in asdict(cfg).items() if k not in left_out}
+    now = {k: v for k, v in asdict(cfg).items() if k not in PLACE}
     then = earlier.settings
     order = " (the windows come in another order: some are read twice, others never)"
     return [

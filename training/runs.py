@@ -192,7 +192,7 @@ def others_in(folder: Path) -> list[str]:
     If there is anything, find_origin() refuses the folder, unless it is a run already. For
     metrics.jsonl, find_origin() has a check of its own.
     """
-    ours = {LOCK, "metrics.jsonl", ".metrics.jsonl.tmp", "ckpt", "wandb", "tensorboard"}
+    ours = {LOCK, "metrics.jsonl", ".metrics.jsonl.tmp", "ckpt", "wandb", "swanlog", "tensorboard"}
     return sorted(set(os.listdir(folder)) - ours) if folder.is_dir() else []
 
 

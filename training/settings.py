@@ -4,7 +4,6 @@ A setting is one line: name, type, default and explanation. --help reads the exp
 comment behind the default (configurator.py).
 """
 
-import sys
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,8 +69,10 @@ ELSEWHERE = {
     "torchrun --nproc_per_node=N train.py, for N GPUs": "nproc_per_node devices num_gpus gpus"
     " world_size backend",
     "timeout_minutes": "ddp_timeout",
-    "wandb": "use_wandb wandb_log",
-    "wandb, or tensorboard": "report_to logger_name",
+    "tracker=wandb": "wandb use_wandb wandb_log",
+    "tracker=tensorboard": "tensorboard",
+    "tracker": "report_to logger_name",
+    "tracker, whose project is in WANDB_PROJECT": "wandb_project",
     "chosen automatically": "flash_attn flash_attention attn_implementation tf32",
     "not needed": "do_train dataloader_num_workers num_workers always_save_checkpoint",
     "not available": "lora lora_rank finetuning_type quantization_bit load_in_8bit load_in_4bit"
@@ -79,18 +80,34 @@ ELSEWHERE = {
 }
 
 
+# Each setting stands in the class of what it concerns: these classes answer which settings two runs
+# must share to train alike, and which may differ from one computer to another.
+
+
 @dataclass(frozen=True)
-class TrainConfig:
-    elsewhere = ELSEWHERE
+class Place:
+    """Where a run is, and on what it runs: it learns the same elsewhere, up to rounding."""
+
     # ---- Run ----
     run_name: str = "run"  # the run writes its files to out_dir/run_name/
     out_dir: str = "out"  # folder of all runs
     init_from: str = "scratch"  # scratch, resume, auto (resume or scratch), or a model to fine-tune
     overwrite: bool = False  # first rename the folder of an earlier run of this name to RUN.old-1
-    seed: int = 1337  # seed of the initial weights, the data order and dropout
+    data_dir: str = "data"  # folder of all data sets
+    device: str = "auto"  # auto: cuda, then mps, then cpu
+    timeout_minutes: float = 30.0  # ranks that wait longer for another one in a step end the run
+    peak_tflops: float = 0.0  # of one device, for MFU; 0: datasheet, or on a CPU a measured product
+    follow: bool = True  # start follow.py beside the run: it draws loss.png, and feeds the tracker
+    tracker: Literal["none", "wandb", "swanlab", "tensorboard"] = "none"  # gets the metrics too
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and how. Another value makes another model, if only by rounding."""
+
     # ---- Data: token files that prepare.py wrote ----
     dataset: str = ""  # in data_dir; wiki:0.7,code:0.3 mixes two; none: the one prepared last
-    data_dir: str = "data"  # folder of all data sets
+    seed: int = 1337  # seed of the initial weights, the data order and dropout
     block_size: int = 1024  # T, tokens in a sequence
     documents: Documents = "stream"  # mask, pack: keep documents apart in a window (docs/data.md)
     loss_per: LossPer = "token"  # what counts as much as each other: a token, or a document
@@ -111,7 +128,6 @@ class TrainConfig:
     tie_embeddings: bool | Literal["preset"] = "preset"  # lm_head is wte; gpt2: true
     rope_theta: float = 10000.0  # base of the rotation frequencies
     rope_scaling: str = ""  # linear:2 and such, for longer sequences; Llama 3.2: llama3:32,1,4,8192
-    norm_eps: float = 1e-5  # added to the variance in each normalisation
     dropout: float = 0.0  # 0 for pretraining; 0.1 or more if the data is read many times
     init: Literal[tuple(INIT)] = "gpt2"  # standard deviations of the first weights: model.py
     # ---- Batch: a step consists of as many micro-steps (accumulation) as batch_tokens needs ----
@@ -125,13 +141,11 @@ class TrainConfig:
     optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"  # muon: for the blocks' matrices
     lr: float = 6e-4  # highest learning rate; adafactor: a share of the weights, try 0.03
     embed_lr: float = 1.0  # learning rate of the embeddings, as a share of lr
-    head_lr: float = 1.0  # learning rate of a head that is not tied, as a share of lr
     vector_lr: float = 1.0  # learning rate of norms and biases, as a share of lr
     weight_decay: float = 0.1  # on matrices and embeddings, not on biases and norms
     beta1: float = 0.9  # decay rate of the running mean of the gradient
     beta2: float = 0.95  # decay rate of the running mean of the squared gradient
-    momentum: float = 0.95  # muon: decay rate of the running mean of the gradient
-    momentum_warmup: float = 0.1  # muon: it grows from 0.85 during this share of the run's steps
+    momentum: float = 0.95  # muon: the same of its mean; it grows from 0.85 at the beginning
     grad_clip: float = 1.0  # a gradient with a larger norm is scaled down to it; 0: no clipping
     max_bad_steps: int = 10  # skip steps with NaN or infinity; end the run after so many in a row
     # ---- Schedule of the learning rate: a linear warm-up from 0, then one of these shapes ----
@@ -142,6 +156,19 @@ class TrainConfig:
     min_lr_ratio: float = 0.1  # at the last step, as a share of lr; 0: that step changes nothing
     # ---- Averaging: a second model, evaluated and saved beside the one that is trained ----
     average: float = 0.0  # keep a running mean of the weights over this share of the run; 0: none
+    # ---- Precision and speed: the weights are always stored in fp32 ----
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matrix products
+    compile: bool | Literal["auto"] = "auto"  # torch.compile; auto: on cuda, and long runs on a CPU
+    # ---- Memory: for models that do not fit (docs/cost.md) ----
+    recompute: Literal["none", "blocks"] = "none"  # blocks: keep their inputs only, compute twice
+    # What the processes share out: the optimizer's state; the gradients too; all: the weights too.
+    shard: Literal["none", "optimizer", "gradients", "all"] = "none"  # ZeRO stage 0, 1, 2 or 3
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is said and kept of a run. It changes nothing of the training."""
+
     # ---- Evaluation, samples, checkpoints: every so many steps, and at the end of the run ----
     eval_every: int = 250  # steps between two evaluations
     eval_tokens: int = 1_000_000  # tokens of val.bin, in fixed, evenly spread windows; 0: all
@@ -150,64 +177,60 @@ class TrainConfig:
     sample_prompt: str = ""  # the text that it continues; empty: it begins a new document
     save_every: int = 1000  # steps between two checkpoints
     keep: int = 2  # newest checkpoints to keep, besides the one with the best validation loss
-    # ---- Device and precision: the weights are always stored in fp32 ----
-    device: str = "auto"  # auto: cuda, then mps, then cpu
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matrix products
-    compile: bool | Literal["auto"] = "auto"  # torch.compile; auto: on cuda, and long runs on a CPU
-    timeout_minutes: float = 30.0  # ranks that wait longer for another one in a step end the run
-    # ---- Memory: for models that do not fit (docs/cost.md) ----
-    recompute: Literal["none", "blocks"] = "none"  # blocks: keep their inputs only, compute twice
-    # What the processes share out: the optimizer's state; the gradients too; all: the weights too.
-    shard: Literal["none", "optimizer", "gradients", "all"] = "none"  # ZeRO stage 0, 1, 2 or 3
-    # ---- Logging ----
     log_every: int = 10  # steps between two log lines
-    progress: Literal["auto", "bar", "line"] = "auto"  # auto: on a terminal, a bar below the log
-    peak_tflops: float = 0.0  # of one device, for MFU; 0: datasheet, or on a CPU a measured product
-    wandb: bool = False  # send the metrics to Weights & Biases too (WANDB_MODE=offline works)
-    tensorboard: bool = False  # write the metrics for TensorBoard too, to out/RUN/tensorboard
-    wandb_project: str = "gpt"  # project name at Weights & Biases
+
+
+@dataclass(frozen=True)
+class TrainConfig(Report, Training, Place):
+    elsewhere = ELSEWHERE
 
     def problems(self) -> list[str]:
         """Return one message for each setting that is out of its range."""
-        positive = "block_size n_layer n_head n_embd batch_tokens lr rope_theta norm_eps"
+        positive = "block_size n_layer n_head n_embd batch_tokens lr rope_theta"
         positive += " eval_every save_every keep log_every max_bad_steps"
         not_negative = "n_kv_head head_dim d_ff max_steps max_epochs max_tokens weight_decay"
         not_negative += " grad_clip warmup_steps eval_tokens peak_tflops seed"
-        not_negative += " embed_lr head_lr vector_lr sample_every"
-        shares = "warmup_ratio decay_ratio min_lr_ratio momentum_warmup average"
+        not_negative += " embed_lr vector_lr sample_every"
+        shares = "warmup_ratio decay_ratio min_lr_ratio average"
         rates = "beta1 beta2 momentum dropout"
 
         def values(names: str) -> list[tuple[str, float]]:
             return [(name, getattr(self, name)) for name in names.split()]
 
-        wrong = [f"{k} must be positive" for k, v in values(positive) if not v > 0]
-        wrong += [f"{k} must not be negative" for k, v in values(not_negative) if not v >= 0]
-        wrong += [f"{k} must be between 0 and 1" for k, v in values(shares) if not 0 <= v <= 1]
-        wrong += [f"{k} must be at least 0 and below 1" for k, v in values(rates) if not 0 <= v < 1]
+        problems = [f"{k} must be positive" for k, v in values(positive) if not v > 0]
+        problems += [f"{k} must not be negative" for k, v in values(not_negative) if not v >= 0]
+        problems += [f"{k} must be between 0 and 1" for k, v in values(shares) if not 0 <= v <= 1]
+        problems += [
+            f"{k} must be at least 0 and below 1" for k, v in values(rates) if not 0 <= v < 1
+        ]
         if self.batch_size != "auto" and self.batch_size < 1:
-            wrong.append("batch_size must be positive")
+            problems.append("batch_size must be positive")
         if not 0 < self.timeout_minutes <= 10_080:
-            wrong.append("timeout_minutes must be above 0, and at most 10080, a week")
+            problems.append("timeout_minutes must be above 0, and at most 10080, a week")
         if self.seed >= 2**62:
-            wrong.append("seed must be below 2^62")
+            problems.append("seed must be below 2^62")
         control = any(ord(letter) < 32 or ord(letter) == 127 for letter in self.run_name)
         plain = self.run_name not in ("", ".", "..") and self.run_name == Path(self.run_name).name
         if control or not plain:
-            wrong.append(f"run_name {self.run_name!r} must be a plain folder name")
+            problems.append(f"run_name {self.run_name!r} must be a plain folder name")
         if any("\ud800" <= letter <= "\udfff" for letter in self.sample_prompt):
-            wrong.append(f"sample_prompt {self.sample_prompt!r} must be UTF-8")
+            problems.append(f"sample_prompt {self.sample_prompt!r} must be UTF-8")
         has_end = self.max_steps or self.max_epochs or self.max_tokens
         if not has_end and self.init_from != "resume":  # a resumed run has an end already
-            wrong.append("the run has no end: set max_steps, max_epochs or max_tokens")
+            problems.append("the run has no end: set max_steps, max_epochs or max_tokens")
         if self.shard != "none" and self.optimizer == "adafactor":
             why = "Adafactor's rows and columns need whole matrices"
-            wrong.append(f"shard={self.shard} goes with adamw or muon: {why}")
+            problems.append(f"shard={self.shard} goes with adamw or muon: {why}")
         if self.shard != "none" and self.average:
-            wrong.append(f"shard={self.shard} keeps no average: set average=0")
-        for tool in ("wandb", "tensorboard"):
-            if getattr(self, tool) and tool not in sys.modules and find_spec(tool) is None:
-                wrong.append(f"{tool}=true needs the package {tool}: pip install {tool}")
-        return wrong
+            problems.append(f"shard={self.shard} keeps no average: set average=0")
+        if self.follow and self.tracker != "none" and find_spec(self.tracker) is None:
+            missing = f"needs the package {self.tracker}: pip install {self.tracker}"
+            problems.append(f"tracker={self.tracker} {missing}")
+        return problems
+
+
+PLACE = [field.name for field in fields(Place)]
+TRAINING = [field.name for field in fields(Training)]
 
 
 def with_data(cfg: TrainConfig) -> TrainConfig:
@@ -224,7 +247,7 @@ def model_config(cfg: TrainConfig, vocab_size: int) -> GPTConfig:
 
     Raises UserError if the settings contradict each other.
     """
-    names = [field.name for field in fields(GPTConfig) if field.name != "vocab_size"]
+    names = [field.name for field in fields(GPTConfig) if field.name in TRAINING]
     shape = {name: getattr(cfg, name) for name in names}
     shape |= {k: PRESETS[cfg.preset][k] for k, value in shape.items() if value == "preset"}
     try:

@@ -208,12 +208,12 @@ SAMPLE = {
     "--eval={data}/tiny --batch_size=0 --eval_tokens=-1": (
         "batch_size must be positive; eval_tokens must not be negative"
     ),
-    "--prompt_file=nowhere": "--prompt_file nowhere: No such file or directory",
+    "--prompt_file=nowhere": "nowhere: No such file or directory",
     "--prompt_file={root}/blank.txt": "blank.txt: holds no text",
     "--prompt_file={root}/latin.txt": "latin.txt: not UTF-8 (invalid continuation byte at byte 2)",
     "--prompt_file={root}/long.txt": "tokens, the model sees 31: shorten it",
-    "--prompt=a --prompt_file=b": "give prompt or prompt_file, not both",
-    "--interactive --prompt=a": "interactive reads its prompts from the terminal",
+    "--prompt=a --prompt_file=b": "give one of prompt, prompt_file and interactive",
+    "--interactive --prompt=a": "give one of prompt, prompt_file and interactive",
     "--temperature=-1": "temperature must not be negative",
     "--top_k=-1": "top_k must not be negative",
     "--top_p=0": "top_p must be above 0 and at most 1",

@@ -27,7 +27,7 @@ pytestmark = [
 # A model that has all that a real one has, and compiles in a minute.
 SMALL = "--dataset=small --n_layer=2 --n_head=4 --n_embd=128 --block_size=64 --batch_size=2"
 SMALL += " --batch_tokens=256 --max_steps=4 --eval_every=2 --sample_every=2 --save_every=2"
-SMALL += " --log_every=1 --device=cuda --progress=line"
+SMALL += " --log_every=1 --device=cuda"
 EAGER = "--compile=false"
 
 
@@ -141,7 +141,7 @@ def test_each_config_trains(config, folder):
     """A config's own width, with two layers, one short sequence in a step, and not compiled."""
     own = "--dataset=small --device=cuda --compile=false --batch_size=1 --block_size=64"
     brief = "--batch_tokens=64 --max_tokens=0 --max_epochs=0 --max_steps=1 --n_layer=2 --overwrite"
-    command = f"train.py {REPO}/config/{config} {own} {brief} --run_name=config --progress=line"
+    command = f"train.py {REPO}/config/{config} {own} {brief} --run_name=config"
     code, output = simulated("h100", 1, f"{command} --out_dir=configs", folder)
     shutil.rmtree(folder / "configs", ignore_errors=True)
     assert code == 0, output

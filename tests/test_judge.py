@@ -1,15 +1,19 @@
 """Multiple choice and perplexity, as EleutherAI's lm-evaluation-harness counts them."""
 
 import json
+import math
 import os
 import re
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import call, make_records, train_tiny, write_jsonl
 
-import sample
+from bench import judge
+from text.dataset import load_tokenizer
 from text.records import record_text
+from training.huggingface import from_pretrained
 from training.runs import newest_checkpoint
 
 TASK = """
@@ -29,9 +33,8 @@ TEXTS = """
 output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{text}}"
-metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
+metric_list: [{metric: bits_per_byte}]
 """
-CPU = ["--device=cpu", "--dtype=float32"]
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +65,9 @@ def files(tmp_path_factory) -> dict[str, Path]:
     }
 
 
-def ours(model: Path, what: str, file: Path, capsys) -> list[float]:
+def ours(model: Path, file: Path, capsys) -> list[float]:
     capsys.readouterr()
-    call(sample.main, f"--ckpt={model}", "--eval", f"--{what}={file}", *CPU)
+    call(judge.main, str(file), f"--ckpt={model}", "--device=cpu")
     said = capsys.readouterr().out.removeprefix(f"{file}: ").removesuffix(f"{model}\n")
     return [float(number) for number in re.findall(r"\d+\.\d+", said)]
 
@@ -90,50 +93,52 @@ def test_the_harness_says_the_same_to_four_digits(model, files, tmp_path, capsys
     )["results"]
     keys = ("acc_norm,none", "acc_norm_stderr,none", "acc,none", "acc_stderr,none")
     choices = [found["my_choices"][key] for key in keys]
-    assert ours(model, "choices", files["choices"], capsys) == pytest.approx(choices, abs=5.1e-5)
-    keys = ("bits_per_byte,none", "byte_perplexity,none", "word_perplexity,none")
-    texts = [found["my_texts"][key] for key in keys]
-    said = ours(model, "texts", files["texts"], capsys)
-    assert said == pytest.approx(texts, rel=1e-5, abs=5.1e-5)
+    assert ours(model, files["choices"], capsys) == pytest.approx(choices, abs=5.1e-5)
+    texts = [found["my_texts"]["bits_per_byte,none"]]
+    assert ours(model, files["texts"], capsys) == pytest.approx(texts, rel=1e-5, abs=5.1e-5)
 
 
 def test_a_model_that_knows_the_texts_answers_more_than_chance(model, files, capsys):
-    accuracy, error, *_ = ours(model, "choices", files["choices"], capsys)
+    accuracy, error, *_ = ours(model, files["choices"], capsys)
     assert accuracy > 0.25 and 0 < error < 0.1
 
 
-WRONG = {
-    '{"question": "a"}': "line 2: expected {",
-    '{"question": "a", "choices": ["b", ""], "answer": 0}': "none of them empty",
-    '{"question": "a", "choices": ["b"], "answer": 0}': "two choices or more",
-    '{"question": "a", "choices": ["b", "c"], "answer": 2}': "answer=2 is not the number of a",
-    '{"question": "a", "choices": ["b", "c"], "answer": true}': "answer=True is not the number",
-    '{"question": "\\ud83d", "choices": ["b", "c"], "answer": 0}': "line 2: it has no tokens",
-    '["a"]': "line 2: expected an object",
-    "{": "line 2: not JSON",
-}
+def test_a_text_is_judged_by_its_bits_per_byte(model, tmp_path, capsys):
+    text = "the loop 模型"
+    file = write_jsonl(tmp_path / "one.jsonl", [{"text": text}])
+    [bits] = ours(model, file, capsys)
+    tokenizer = load_tokenizer(model)
+    ids = torch.tensor([[tokenizer.eos_id, *tokenizer.prefix, *tokenizer.encode(text).tolist()]])
+    mean = from_pretrained(model).eval()(ids[:, :-1], ids[:, 1:]).item()
+    nats = mean * (ids.numel() - 1)
+    assert bits == pytest.approx(nats / math.log(2) / len(text.encode()), abs=5.1e-5)
 
 
-@pytest.mark.parametrize("line", WRONG)
-def test_a_wrong_line_is_named(line, model, tmp_path, refuses):
+BAD_LINES = [
+    '{"question": "a"}',
+    '{"question": "a", "choices": ["b", ""], "answer": 0}',
+    '{"question": "a", "choices": ["b"], "answer": 0}',
+    '{"question": "a", "choices": "bc", "answer": 0}',
+    '{"question": "a", "choices": ["b", "c"], "answer": 2}',
+    '{"question": "a", "choices": ["b", "c"], "answer": -1}',
+    '{"question": "a", "choices": ["b", "c"], "answer": true}',
+    '{"question": "a", "choices": ["b", "' + "loop " * 99 + '"], "answer": 0}',
+    '{"question": "\\ud83d", "choices": ["b", "c"], "answer": 0}',
+    '["a"]',
+    "{",
+]
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_line_that_cannot_be_judged_is_named(line, model, tmp_path, refuses):
     good = json.dumps({"question": "a", "choices": ["b", "c"], "answer": 1})
     path = tmp_path / "q.jsonl"
     path.write_text(f"{good}\n{line}\n")
-    assert WRONG[line] in refuses(sample.main, f"--ckpt={model}", f"--choices={path}", *CPU)
+    assert f"{path}, line 2" in refuses(judge.main, str(path), f"--ckpt={model}", "--device=cpu")
 
 
-def test_a_choice_that_the_model_cannot_see_whole_and_files_without_content_are_refused(
-    model, tmp_path, refuses
-):
+def test_a_file_without_questions_or_texts_is_refused(model, tmp_path, refuses):
     path = tmp_path / "q.jsonl"
-    long = json.dumps({"question": "a", "choices": ["b", "loop " * 99], "answer": 1})
-    path.write_text(long)
-    options = [f"--ckpt={model}", *CPU]
-    assert "the model sees 32" in refuses(sample.main, *options, f"--choices={path}")
     path.write_text("\n")
-    assert "it has no questions" in refuses(sample.main, *options, f"--choices={path}")
-    assert "it has no texts" in refuses(sample.main, *options, f"--texts={path}")
-    assert "No such file" in refuses(sample.main, *options, f"--texts={tmp_path / 'none'}")
-    assert "--eval=data/NAME" in refuses(sample.main, *options, "--eval")
-    both = [f"--texts={path}", f"--choices={path}"]
-    assert "give one of" in refuses(sample.main, *options, *both)
+    for file in (path, tmp_path / "none", Path("/dev/zero")):
+        assert str(file) in refuses(judge.main, str(file), f"--ckpt={model}", "--device=cpu")
