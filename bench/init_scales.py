@@ -60,7 +60,7 @@ class ScalesConfig(TrainConfig):
 
     def problems(self) -> list[str]:
         if self.batch_size == "auto":
-            return ["batch_size=auto is for train.py and bench/plan.py: give a number here"]
+            return ["batch_size=auto is for train.py and plan.py: give a number here"]
         wrong = TrainConfig.problems(replace(self, max_steps=1))  # `steps` sets the length here
         known = ", ".join(INIT)
         wrong += [f"inits: {name!r} is none of {known}" for name in self.inits if name not in INIT]

@@ -53,7 +53,7 @@ class RoofConfig(TrainConfig):
 
     def problems(self) -> list[str]:
         if self.batch_size == "auto":
-            return ["batch_size=auto is for train.py and bench/plan.py: give a number here"]
+            return ["batch_size=auto is for train.py and plan.py: give a number here"]
         wrong = TrainConfig.problems(replace(self, max_steps=1))  # any length of the run will do
         not_positive = [k for k in ("vocab_size", "seconds") if not getattr(self, k) > 0]
         wrong += [f"{k} must be positive" for k in not_positive]

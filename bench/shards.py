@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))  # so that `bench/shards.py` finds the modules below
-from bench.plan import measured_peak  # noqa: E402
 from hardware.machine import Machine, start  # noqa: E402
 from model import GPT, PRESETS, GPTConfig  # noqa: E402
+from training.measure import measured_peak  # noqa: E402
 from training.memory import Step, step_memory  # noqa: E402
 from training.optimizer import make_optimizer  # noqa: E402
 from training.parallel import wrap  # noqa: E402

@@ -67,7 +67,7 @@ class SweepConfig(TrainConfig):
 
     def problems(self) -> list[str]:
         if self.batch_size == "auto":
-            return ["batch_size=auto is for train.py and bench/plan.py: give a number here"]
+            return ["batch_size=auto is for train.py and plan.py: give a number here"]
         wrong = TrainConfig.problems(replace(self, max_steps=1))  # a sweep needs no max_steps
         known = ", ".join(AXES)
         wrong += [f"vary: {a!r} is none of {known}" for a in self.vary.split(",") if a not in AXES]

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.utils.benchmark import Timer
 
-from hardware.gpus import datasheet_tflops
+from hardware.gpus import datasheet_tflops, find_gpu
 
 DTYPES = {
     "fp32": torch.float32,
@@ -72,7 +72,7 @@ def peak_tflops(
     datasheet on a GPU; it is None for a GPU that the table does not have.
     """
     if given:
-        return given, f"{given:g} TFLOPS a device, as given by peak_tflops"
+        return given_peak(given)
     if device.type == "cpu":
         kind = {t: k for k, t in DTYPES.items() if k != "tf32"}[dtype]
         # The fastest of some repetitions: other programs may have slowed down the others.
@@ -80,6 +80,10 @@ def peak_tflops(
         product = f"a 2048 x 2048 {kind} product measured here and now"
         return peak, f"{peak:.2f} TFLOPS, {product} ({device_name(device)})"
     return datasheet_peak(device_name(device), dtype)
+
+
+def given_peak(tflops: float) -> tuple[float, str]:
+    return tflops, f"{tflops:g} TFLOPS a device, as given by peak_tflops"
 
 
 def datasheet_peak(name: str, dtype: torch.dtype) -> tuple[float | None, str]:
@@ -93,4 +97,4 @@ def datasheet_peak(name: str, dtype: torch.dtype) -> tuple[float | None, str]:
     peak = datasheet_tflops(name, kind)
     if peak is None:
         return None, f"unknown for {name} in {kind}, so MFU is n/a; give --peak_tflops"
-    return peak, f"{peak:g} dense {kind} TFLOPS a device, datasheet of {name}"
+    return peak, f"{peak:g} dense {kind} TFLOPS a device, {find_gpu(name).source}"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from conftest import REPO
 
-COMMANDS = {"train", "prepare", "sample", "plot"}
+COMMANDS = {"train", "prepare", "sample", "plot", "plan"}
 PACKAGES = {"text", "training", "hardware"}
 
 

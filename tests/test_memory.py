@@ -19,10 +19,10 @@ import torch
 from conftest import REPO
 from test_model import ODD
 
-from bench.plan import measured_peak
 from hardware.machine import available, room
 from model import GPT, PRESETS, GPTConfig
 from tests.simgpu.memory import shipped
+from training.measure import measured_peak
 from training.memory import Step, activations, largest_batch, needed, step_memory
 
 BF16 = torch.bfloat16

@@ -13,9 +13,9 @@ from test_memory import on_meta, shape
 from test_model import ODD, make
 
 import train
-from bench.plan import measured_peak
 from hardware.machine import Machine
 from training import optimizer as optimizers
+from training.measure import measured_peak
 from training.memory import Step, step_memory
 from training.optimizer import make_optimizer, orthogonalize
 from training.plan import momentum_at

@@ -54,7 +54,7 @@ def make_plan(
     Raises UserError if batch_size is still "auto".
     """
     if cfg.batch_size == "auto":
-        raise UserError("batch_size=auto is for train.py and bench/plan.py: give a number here")
+        raise UserError("batch_size=auto is for train.py and plan.py: give a number here")
     T = cfg.block_size
     sequences = max(1, round(cfg.batch_tokens / (T * world)))  # what a step needs from each rank
     B = min(cfg.batch_size, sequences)

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 import bench.compare
 import bench.lab
 import bench.matmul
-import bench.plan
 import bench.prepare
 import bench.roof
 import bench.sweep
+import plan
 import plot
 import prepare
 import sample
@@ -273,13 +273,13 @@ BENCH_PREPARE = {
 }
 COMPARE = {
     "--nanogpt=gone": "no train.py in gone",
-    "--batch_size=auto": "batch_size=auto is for train.py and bench/plan.py: give a number here",
+    "--batch_size=auto": "batch_size=auto is for train.py and plan.py: give a number here",
     "--nanogpt={mine}": "no train.py in {mine}",
     "--hf --warmup=29": "warmup must be positive and below steps - 1",
     "--hf --device=banana": "--device=banana: torch knows no such device",
 }
 ROOF = {
-    "--batch_size=auto": "batch_size=auto is for train.py and bench/plan.py",
+    "--batch_size=auto": "batch_size=auto is for train.py and plan.py",
     "--vocab_size=0 --seconds=0": "vocab_size must be positive; seconds must be positive",
     "--tokens=-1": "tokens must be a multiple of block_size",
     "--tokens=1000": "tokens must be a multiple of block_size",
@@ -288,7 +288,7 @@ ROOF = {
     "--json=nowhere/roof.json": "json=nowhere/roof.json: no such folder",
 }
 SWEEP = {
-    "--batch_size=auto": "batch_size=auto is for train.py and bench/plan.py",
+    "--batch_size=auto": "batch_size=auto is for train.py and plan.py",
     "--vary=T,C": "vary: 'C' is none of T, B, accum",
     "--vary=": "vary: '' is none of T, B, accum",
     "--block_sizes 8 0 --accums 0": "block_sizes must be positive; accums must be positive",
@@ -322,9 +322,7 @@ PLAN = {
     "--tok_s=9e4": "here it is peak_tflops",
     "--tokens=10B": "it takes float, written in full, such as 10_000_000_000",
     "--gpu=a99 --max_steps=1": "gpu: 'a99' is not in the table of GPUs; the nearest is",
-    "--gpu=v100-16g --dtype=bfloat16 --max_steps=1": (
-        "dtype=bfloat16: V100 has no bf16; leave dtype out"
-    ),
+    "--gpu=v100-16g --dtype=bfloat16 --max_steps=1": "dtype=bfloat16: V100 has no",
     "--gpu=h100 --trial --max_steps=1": "trial runs on this machine: leave gpu out",
     "--nproc=0 --tokens=-1 --max_steps=1": "tokens must not be negative; nproc must be positive",
     "--days=-1 --max_steps=1": "days must not be negative",
@@ -337,7 +335,7 @@ PLAN = {
     ),
 }
 TABLES = [(train, TRAIN), (sample, SAMPLE), (prepare, PREPARE), (bench.prepare, BENCH_PREPARE)]
-TABLES += [(bench.plan, PLAN), (bench.sweep, SWEEP), (bench.roof, ROOF), (bench.compare, COMPARE)]
+TABLES += [(plan, PLAN), (bench.sweep, SWEEP), (bench.roof, ROOF), (bench.compare, COMPARE)]
 TABLES += [(bench.matmul, MATMUL), (plot, PLOT), (bench.lab, LAB)]
 TABLE = [(script, *row) for script, rows in TABLES for row in rows.items()]
 IDS = [f"{script.__name__} {line}" for script, line, _ in TABLE]
