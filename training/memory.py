@@ -140,21 +140,15 @@ class Operation:
 
     part: str
     keeps: float  # from the forward pass to the backward pass
-    gradients: float  # the most that are alive in its backward pass: those that arrive and leave
-    leaves: float = 0  # gradients that are alive when its backward pass is over
+    # The gradients that its backward pass holds: those that arrive and leave. 0: never the most.
+    gradients: float = 0
     weight: int = 0  # how many numbers its weight matrix has
 
 
-def norm(c: GPTConfig, step: Step, arrives: float) -> Operation:
-    """Return a norm. arrives: bytes per token of the gradient from the operation behind it."""
-    stream = c.n_embd * step.stream
-    keeps = stream + 8
-    if step.compiled:  # its result is written over what arrives
-        return Operation("norms", keeps, arrives)
-    if c.norm == "layernorm" and step.device == "cuda":  # autocast runs it in fp32
-        keeps = 4 * c.n_embd + 8
-    casts = 8 * c.n_embd if step.stream == 2 else 0
-    return Operation("norms", keeps, arrives + stream + casts)
+def norm(c: GPTConfig, step: Step) -> float:
+    """Return the bytes per token that a norm keeps: its input, and one or two numbers in fp32."""
+    in_fp32 = c.norm == "layernorm" and step.device == "cuda" and not step.compiled
+    return c.n_embd * (4 if in_fp32 else step.stream) + 8
 
 
 def attention(c: GPTConfig, step: Step) -> list[Operation]:
@@ -176,7 +170,7 @@ def attention(c: GPTConfig, step: Step) -> list[Operation]:
     if not score:
         keeps += q + 4 * c.n_head  # the output, and the log-sum-exp of each head
         sums = 4 * q / step.s if step.device == "cuda" else 0  # of the gradient of q, in fp32
-        return [Operation("attention", keeps, 4 * q + sums, q + 2 * kv)]
+        return [Operation("attention", keeps, 4 * q + sums)]
     row = c.n_head * step.T  # numbers of the matrix, per token
     matrix = row * score
     cast = row * step.s if score > step.s else 0  # a copy in 16 bits
@@ -185,9 +179,9 @@ def attention(c: GPTConfig, step: Step) -> list[Operation]:
         saved += row + (0 if cast else matrix) if step.compiled else 2 * matrix
     gradients = cast + (matrix if step.compiled or c.dropout else 2 * matrix)
     return [
-        Operation("attention", keeps, 4 * q, q + 2 * kv),
-        Operation("T x T matrix", saved, gradients + 2 * q, 3 * q),
-        Operation("attention", q, 2 * q, q),
+        Operation("attention", keeps, 4 * q),
+        Operation("T x T matrix", saved, gradients + 2 * q),
+        Operation("attention", q, 2 * q),
     ]
 
 
@@ -197,12 +191,12 @@ def mlp(c: GPTConfig, step: Step) -> list[Operation]:
     h = c.d_ff * step.s  # bytes per token of a tensor inside
     weight = c.n_embd * c.d_ff
     if not c.gated:
-        activation = Operation("MLP", h, (1 if step.compiled else 2) * h, h)
-        return [Operation("MLP", x, x + h, x, weight), activation]
-    gate = Operation("MLP", x, 2 * x + h, 2 * x, weight)
-    silu = Operation("MLP", h, x + 2 * h, x + h)
-    up = Operation("MLP", 0, x + 2 * h, x + h, weight)
-    product = Operation("MLP", 2 * h, 3 * h, 2 * h)
+        activation = Operation("MLP", h, (1 if step.compiled else 2) * h)
+        return [Operation("MLP", x, x + h, weight), activation]
+    gate = Operation("MLP", x, 2 * x + h, weight)
+    silu = Operation("MLP", h, x + 2 * h)
+    up = Operation("MLP", 0, x + 2 * h, weight)
+    product = Operation("MLP", 2 * h, 3 * h)
     # Under DDP torch compiles what belongs to one bucket of gradients, of 25 MiB, by itself. If
     # each of these matrices fills a bucket, silu's result goes from one piece to the next.
     cut = step.compiled_whole and step.ddp and 4 * weight > 25 * 2**20
@@ -225,22 +219,20 @@ def block(c: GPTConfig, step: Step) -> list[Operation]:
     dropout = []
     if c.dropout:
         mask = c.n_embd * (step.s if step.device == "cpu" else 1)
-        dropout = [Operation("dropout", mask, x + cast, branch)]
-    norm_2 = norm(c, step, 2 * x if c.gated else x)
-    if step.compiled and not step.compiled_whole:
-        # Under fp16 its input is not kept, but the result of proj, in 16 bits: that is added to the
-        # block's input a second time.
-        norm_2 = replace(norm_2, keeps=x + 8)
+        dropout = [Operation("dropout", mask)]
+    # Where blocks are compiled one by one, norm_2 keeps the result of proj, in the dtype of
+    # autocast, which is added to the block's input a second time.
+    by_blocks = step.compiled and not step.compiled_whole
     size = qkv * step.s
     return [
-        norm(c, step, x),
-        Operation("attention", x, size + max(size, x), x, c.n_embd * qkv),
+        Operation("norms", norm(c, step)),
+        Operation("attention", x, size + max(size, x), c.n_embd * qkv),
         *attention(c, step),
-        Operation("attention", 0, branch + q * step.s, q * step.s, q * c.n_embd),
+        Operation("attention", 0, branch + q * step.s, q * c.n_embd),
         *dropout,
-        norm_2,
+        Operation("norms", x + 8 if by_blocks else norm(c, step)),
         *mlp(c, step),
-        Operation("MLP", h, branch + h, h, c.n_embd * c.d_ff),
+        Operation("MLP", h, branch + h, c.n_embd * c.d_ff),
         *dropout,
     ]
 
@@ -272,7 +264,7 @@ def ends(c: GPTConfig, step: Step) -> tuple[float, float, float]:
     ids = 16  # ids and targets are int64
     if c.dropout:
         ids += c.n_embd * (step.stream if step.device == "cpu" else 1)
-    return ids, norm(c, step, 0).keeps, c.n_embd * step.s
+    return ids, norm(c, step), c.n_embd * step.s
 
 
 def activations(c: GPTConfig, step: Step) -> dict[str, float]:
@@ -353,11 +345,10 @@ def always_held(model: GPT, step: Step) -> dict[str, float]:
     return held
 
 
-def gathered(model: GPT, step: Step, block: int | None, averaging: bool) -> dict[str, float]:
+def gathered(model: GPT, step: Step, block: int | None) -> dict[str, float]:
     """Return by part the bytes of whole weights, and of the buffers of FSDP2, at a moment.
 
     block: the block that works backward, from 0; None: none of them, but what is around them.
-    averaging: it has done so, and its gradients are averaged.
 
     The weights of a block come in one buffer, and are copied into their places. In a forward pass
     the buffer stays until the next block has come. In a backward pass the block before is on its
@@ -369,22 +360,16 @@ def gathered(model: GPT, step: Step, block: int | None, averaging: bool) -> dict
     layers = model.config.n_layer
     one = 4 * count(model.blocks[0])
     rest = 4 * count(model) - layers * one
-    buffers = 0
     if block is None:
-        here = 0 if step.zero == 3 else layers
-        buffers += 1
+        whole = 0 if step.zero == 3 else layers
+        buffers = 1
     else:
-        stays = 0 if averaging else 1
-        here = stays if step.zero == 3 else block + stays
-        if step.zero < 3 and step.accum > 1:
-            here = layers
-        if step.zero == 3 and block > 0:
-            buffers += 1
-        if averaging:
-            buffers += 1 + 1 / step.world
-        elif block < layers - 1 and (step.zero >= 2 or step.accum == 1):
-            buffers += 1
-    return {"whole weights": rest + here * one, "FSDP's buffers": buffers * one}
+        until_end = layers if step.accum > 1 else block + 1
+        whole = 1 if step.zero == 3 else until_end
+        weights_come = step.zero == 3 and block > 0
+        gradients_go = block < layers - 1 and (step.zero >= 2 or step.accum == 1)
+        buffers = weights_come + gradients_go
+    return {"whole weights": rest + whole * one, "FSDP's buffers": buffers * one}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -430,7 +415,7 @@ class Timeline:
         own = self.own_gradients or c.tie_embeddings or step.zero >= 2
         self.head_gradient = 4 * self.head if own and not self.late_head else 0
         # Counting the parameters for each moment would take most of plan.py's time.
-        self.gathered = cache(lambda block, averaging: gathered(model, step, block, averaging))
+        self.gathered = cache(lambda block: gathered(model, step, block))
 
         self.from_loss_to_blocks()
         # Every size is linear in the number of the block: the last and the first one are enough,
@@ -452,19 +437,18 @@ class Timeline:
         tokens: dict[str, float],
         copies: int,
         block: int | None = None,
-        averaging: bool = False,
         **more: float,
     ) -> None:
         """Note a moment.
 
         tokens: by part, the activations that are kept, in bytes per token. copies: how many weights
         have a copy in 16 bits. more: bytes of gradients of this micro-step, of logits and temporary
-        ones. block and averaging: see gathered().
+        ones. block: see gathered().
         """
         parts = self.always | {f"activations: {part}": self.N * x for part, x in tokens.items()}
         parts["16-bit weights"] = 2 * copies if self.step.s == 2 else 0
         parts["gradients"] = self.earlier + more.pop("gradients", 0)
-        self.moments.append(Moment(when, parts | self.gathered(block, averaging) | more))
+        self.moments.append(Moment(when, parts | self.gathered(block) | more))
 
     def from_loss_to_blocks(self) -> None:
         """Note the moments from the loss to the backward pass of norm_f."""
@@ -526,7 +510,7 @@ class Timeline:
             self.note(when, tokens, copies, number, temporary=temporary, **more)
             copies -= operation.weight
             if step.s == 2:  # the gradient of its matrix, in 16 bits and in fp32
-                temporary = stream + self.N * operation.leaves + 6 * operation.weight
+                temporary = stream + self.N * c.n_embd * step.s + 6 * operation.weight
                 self.note(when, tokens, copies, number, temporary=temporary, **more)
             if new:
                 gradients += 4 * operation.weight
