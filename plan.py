@@ -83,9 +83,8 @@ class PlanConfig(TrainConfig):
         problems += [f"{k} must not be negative" for k in not_negative if getattr(self, k) < 0]
         if self.examples and (self.dataset or self.trial or not self.max_epochs):
             problems.append("examples stands for data: give max_epochs, and no dataset or trial")
-        if self.gpu:
-            here = [k for k in ("trial", "check") if getattr(self, k)]
-            problems += [f"{k} runs on this machine: leave gpu out" for k in here]
+        if self.gpu and (self.trial or self.check):
+            problems.append("trial and check run on this machine: leave gpu out")
         if self.tokens > 1e18:
             problems.append("tokens must be at most 1e18")
         if self.init_from == "resume":
@@ -119,12 +118,6 @@ class PlannedRun:
     device: Device
     plan: Plan
     step: Step
-
-    @property
-    def place(self) -> str:
-        """The devices and the dtype, such as "6 x V100 16 GB, float16"."""
-        count = f"{self.cfg.nproc:,} x " if self.cfg.nproc > 1 else ""
-        return f"{count}{self.device.name}, {str(self.device.dtype).removeprefix('torch.')}"
 
 
 def planned_run(cfg: PlanConfig) -> PlannedRun:
@@ -348,11 +341,8 @@ def training_flops(model: GPT, T: int, tokens: float) -> dict[str, float]:
     per_token = model.flops_per_token(T)
     in_blocks = n["matmul"] - c.vocab_size * c.n_embd  # weights; two FLOPs for each
     again = 2 * in_blocks + 4 * c.n_layer * c.n_head * c.head_dim * T  # and q k^T, and its result v
-    return {
-        "exact": per_token * tokens,
-        "6ND": 6 * n["total"] * tokens,
-        "recomputed": (per_token + again) * tokens,
-    }
+    recomputed = (per_token + again) * tokens
+    return {"exact": per_token * tokens, "6ND": 6 * n["total"] * tokens, "recomputed": recomputed}
 
 
 def print_time(run: PlannedRun) -> dict:
@@ -421,26 +411,7 @@ TRIAL_STEPS = 20
 
 
 def print_trial(run: PlannedRun) -> dict:
-    """Run a trial, and print what the whole run will take by it."""
-    trial = run_trial(run)
-    rate = run.plan.step_tokens / trial["step"]
-    mfu = ""
-    if run.device.tflops:
-        flops = rate * run.model.flops_per_token(run.cfg.block_size)
-        mfu = f", MFU {flops / 1e12 / run.device.tflops / run.cfg.nproc:.1%}"
-    rows = {
-        "a step": f"{1e3 * trial['step']:,.1f} ms (median), {rate:,.0f} tok/s{mfu}",
-        "spread": f"{1e3 * trial['fastest']:,.1f} to {1e3 * trial['slowest']:,.1f} ms",
-        "an evaluation": f"{trial['evaluation']:.2f} s, {trial['evaluations']} times",
-        "start and end": f"{trial['start_and_end']:.1f} s",
-        "the whole run": duration(trial["all"] / 3600),
-    }
-    section(f"Measured by {TRIAL_STEPS} steps", rows)
-    return {"trial": trial}
-
-
-def run_trial(run: PlannedRun) -> dict[str, float]:
-    """Train 20 steps on this machine; return what they say of the whole run: see estimate().
+    """Train 20 steps on this machine, and print what the whole run will take by them.
 
     Only one save is counted, the one at the end: the others are written while the training goes on.
     """
@@ -458,7 +429,20 @@ def run_trial(run: PlannedRun) -> dict[str, float]:
     seconds = [r["step_ms"] / 1e3 for r in records if "step_ms" in r]
     evaluations = [r["eval_s"] for r in records if "eval_s" in r]
     times = math.ceil(run.plan.steps / run.cfg.eval_every)
-    return estimate(seconds, evaluations, wall, run.plan.steps, times)
+    trial = estimate(seconds, evaluations, wall, run.plan.steps, times)
+
+    rate = run.plan.step_tokens / trial["step"]
+    flops = rate * run.model.flops_per_token(run.cfg.block_size) / run.cfg.nproc
+    mfu = f", MFU {flops / 1e12 / run.device.tflops:.1%}" if run.device.tflops else ""
+    rows = {
+        "a step": f"{1e3 * trial['step']:,.1f} ms (median), {rate:,.0f} tok/s{mfu}",
+        "spread": f"{1e3 * trial['fastest']:,.1f} to {1e3 * trial['slowest']:,.1f} ms",
+        "an evaluation": f"{trial['evaluation']:.2f} s, {times} times",
+        "start and end": f"{trial['start_and_end']:.1f} s",
+        "the whole run": duration(trial["all"] / 3600),
+    }
+    section(f"Measured by {TRIAL_STEPS} steps", rows)
+    return {"trial": trial}
 
 
 def trial_command(run: PlannedRun, folder: str) -> list[str]:
@@ -494,15 +478,9 @@ def estimate(
     evaluation = statistics.median(evaluations) + max(0.0, seconds[10] - step)
     # What is left: import, compile, the longer time of the first three steps, a save, the plot.
     rest = wall - sum(evaluations) - sum(seconds[3:]) - 3 * step
-    return {
-        "step": step,
-        "fastest": min(steady),
-        "slowest": max(steady),
-        "evaluation": evaluation,
-        "evaluations": times,
-        "start_and_end": rest,
-        "all": rest + steps * step + times * evaluation,
-    }
+    steps_alone = dict(step=step, fastest=min(steady), slowest=max(steady))
+    whole = rest + steps * step + times * evaluation
+    return steps_alone | dict(evaluation=evaluation, start_and_end=rest, all=whole)
 
 
 # ---- Roofline (Williams, Waterman and Patterson, 2009) ----
@@ -523,7 +501,8 @@ def roofline(model: GPT, step: Step) -> dict[str, tuple[float, float]]:
     weights = sum(layer.weight.numel() for layer in linear)
     sides = sum(layer.in_features + layer.out_features for layer in linear)
     kept = memory.activations(c, replace(step, compiled=True, device="cuda", recompute=False))
-    updates = sum(p.numel() for p in model.parameters()) / step.accum
+    # A step updates the weights once, each rank its own.
+    updates = sum(p.numel() for p in model.parameters()) / step.accum / step.ranks
     # A linear layer has three products: its output, and two gradients. Attention has two forward,
     # and five backward, where the scores are computed again: each over the causal half of T x T.
     # It reads and writes four tensors forward (q, k, v, output), eight backward.
@@ -546,22 +525,20 @@ def print_roofline(run: PlannedRun) -> dict:
     per_second = (run.device.tflops * 1e12, run.device.bandwidth * 1e9)  # FLOPs, bytes
     parts = roofline(run.model, step)
     rows = {}
-    seconds = {}
+    least = 0.0
     for name, (flops, moved) in parts.items():
-        computing = flops / per_second[0]
-        moving = moved / per_second[1]
-        seconds[name] = max(computing, moving)
-        bound = "computing" if computing > moving else "memory"
+        seconds = max(flops / per_second[0], moved / per_second[1])
+        bound = "computing" if seconds > moved / per_second[1] else "memory"
         amounts = f"{flops / 1e9:>11,.1f} GFLOP {moved / 1e9:>8.3f} GB"
-        rows[name] = f"{1e3 * seconds[name]:>9,.3f} ms, bound by {bound:<9} {amounts}"
-    least = sum(seconds.values())
+        rows[name] = f"{1e3 * seconds:>9,.3f} ms, bound by {bound:<9} {amounts}"
+        least += seconds
     products = sum(parts[name][0] for name in ("linear layers", "lm_head", "attention"))
     computed = products / least / per_second[0]
     mfu = run.model.flops_per_token(step.T) * step.B * step.T / least / per_second[0]
     both = f"{computed:.1%} of the peak are computed, MFU {mfu:.1%} at most"
     rows["all"] = f"{1e3 * least:>9,.3f} ms: {both} (it also counts attention's masked half)"
     section(f"The least time of a micro-step of {plural(step.B * step.T, 'token')}", rows)
-    return {"roofline": parts, "least_seconds": seconds | {"all": least}, "most_mfu": mfu}
+    return {"roofline": parts, "most_mfu": mfu}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -572,7 +549,8 @@ def main() -> None:
     if "RANK" in os.environ:
         raise UserError("only one process is needed: start it without torchrun, and give --nproc")
     run = planned_run(cfg)
-    print(f"{cfg.run_name}: {run.place}; {run.device.source}")
+    dtype = str(run.step.dtype).removeprefix("torch.")
+    print(f"{cfg.run_name}: {cfg.nproc:,} x {run.device.name}, {dtype}; {run.device.source}")
     figures = {"device": asdict(run.device), "plan": asdict(run.plan)}
     figures |= print_model(run)
     figures |= print_memory(run)

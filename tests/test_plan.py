@@ -309,7 +309,7 @@ def test_a_trial_measures_the_run(tiny_data, tmp_path, capsys):
     options = [*TINY, f"--data_dir={tiny_data}", "--max_steps=1000", "--eval_every=100", "--trial"]
     call(plan.main, *options, f"--json={tmp_path / 'plan.json'}")
     trial = json.loads((tmp_path / "plan.json").read_text())["trial"]
-    assert trial["evaluations"] == 10 and trial["step"] > 0 and trial["start_and_end"] > 0
+    assert trial["step"] > 0 and trial["start_and_end"] > 0
     parts = trial["start_and_end"] + 1000 * trial["step"] + 10 * trial["evaluation"]
     assert trial["all"] == pytest.approx(parts) and "the whole run" in capsys.readouterr().out
     assert trial["fastest"] <= trial["step"] <= trial["slowest"]

@@ -323,7 +323,7 @@ PLAN = {
     "--tokens=10B": "it takes float, written in full, such as 10_000_000_000",
     "--gpu=a99 --max_steps=1": "gpu: 'a99' is not in the table of GPUs; the nearest is",
     "--gpu=v100-16g --dtype=bfloat16 --max_steps=1": "dtype=bfloat16: V100 has no",
-    "--gpu=h100 --trial --max_steps=1": "trial runs on this machine: leave gpu out",
+    "--gpu=h100 --trial --max_steps=1": "leave gpu out",
     "--nproc=0 --tokens=-1 --max_steps=1": "tokens must not be negative; nproc must be positive",
     "--days=-1 --max_steps=1": "days must not be negative",
     "--examples=9 --max_steps=1": "give max_epochs",
