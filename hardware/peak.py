@@ -24,8 +24,8 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        found = re.search(r"model name\s*: (.+)", cpuinfo.read_text())
-        name = found[1] if found else platform.machine()
+        model = re.search(r"model name\s*: (.+)", cpuinfo.read_text())
+        name = model[1] if model else platform.machine()
     else:
         name = platform.processor() or platform.machine()
     return f"{name}, {torch.get_num_threads()} threads"

@@ -134,5 +134,5 @@ CU126 = "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90".split()
 def test_a_gpu_for_which_torch_has_no_kernels_gets_the_build_that_has_them(
     capability, architectures, advice
 ):
-    said = without_kernels(capability, architectures)
-    assert advice in said if advice else not said
+    message = without_kernels(capability, architectures)
+    assert advice in message if advice else not message

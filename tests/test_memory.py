@@ -242,12 +242,12 @@ def test_what_a_process_holds_already_is_part_of_the_memory_that_it_can_have():
     script = """
 import time, torch
 from hardware.machine import ram
-held, found = [], []
+held, free = [], []
 for _ in range(4):
     time.sleep(1.2)
-    found.append(ram(processes=1))
+    free.append(ram(processes=1))
     held.append(torch.ones(1 << 27))
-print(*(b - a for a, b in zip(found, found[1:])))
+print(*(b - a for a, b in zip(free, free[1:])))
 """
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
