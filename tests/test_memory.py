@@ -83,13 +83,14 @@ def random_shape(rng: random.Random, compiled: bool = False) -> tuple[GPTConfig,
 
 
 def error(c: GPTConfig, step: Step) -> tuple[float, str]:
-    """Measure a step; return by which share the prediction differs, and when the peak is.
-
-    The T x T matrix of a CPU is counted on the safe side: there, too much counts as nothing.
-    """
+    """Measure a step; return by which share the prediction differs, and when the peak is."""
     when, total = predicted(c, step)
-    share = total / measured_peak(c, step) - 1
-    return (0.0 if step.scores(c) and 0 < share < 0.25 else share), when
+    return total / measured_peak(c, step) - 1, when
+
+
+def most(c: GPTConfig, step: Step) -> float:
+    """Return by which share a prediction may be too high: the T x T matrix is on the safe side."""
+    return 0.25 if step.scores(c) else 0.05
 
 
 @pytest.mark.slow
@@ -97,7 +98,7 @@ def error(c: GPTConfig, step: Step) -> tuple[float, str]:
 def test_the_predicted_peak_of_a_random_shape_is_the_measured_one_within_5_percent(seed):
     c, step = random_shape(random.Random(seed))
     share, when = error(c, step)
-    assert abs(share) < 0.05, (when, c, step)
+    assert -0.05 < share < most(c, step), (when, c, step)
 
 
 TIED = GQA | dict(tie_embeddings=True)
@@ -140,7 +141,7 @@ def test_the_predicted_peak_is_the_measured_one_within_5_percent(
     c = shape(preset, V, T, **more)
     step = Step(B, T, dtype=dtype, **dict(compiled=False, device="cpu") | options)
     share, when = error(c, step)
-    assert abs(share) < 0.05, when
+    assert -0.05 < share < most(c, step), when
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -315,10 +316,10 @@ def main() -> None:
         c, step = random_shape(random.Random(seed), args.compile)
         share, when = error(c, step)
         print(f"{seed:4} {share:+7.1%} {when}", flush=True)
-        if abs(share) > 0.05:
+        if not -0.05 < share < most(c, step):
             beyond += 1
             print(c, step, sep="\n")
-    print(f"{args.shapes - beyond} of {args.shapes} within 5 %")
+    print(f"{args.shapes - beyond} of {args.shapes} within the bounds")
 
 
 if __name__ == "__main__":

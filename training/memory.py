@@ -12,10 +12,11 @@ vocabulary; C = n_embd; s: bytes per number, 2 in 16 bits, 4 in fp32):
                                 ranks, gradients of earlier micro-steps 4 P
     forward pass                activations, more with each block; the weights' copies, s each
     loss                        activations of all blocks; logits N V s, and some rows in fp32
-    head's backward pass        the same; the gradient of the head, in 16 bits and in fp32
+    head's backward pass        the same; the gradient of the head, in 16 bits and then in fp32:
+                                6 bytes per number for a moment, as for each matrix
     backward pass of block i    activations of the blocks up to i, gradients of those behind it, and
                                 the gradients that travel inside block i
-    end of the backward pass    gradients of all; a tied head has two, which are added up
+    end of the backward pass    gradients of all; wte has two if the head is tied, and their sum
     optimizer's step            gradients, and what the optimizer needs for a moment
 
 A block keeps, per token, with nh query heads of hs numbers each:
@@ -32,14 +33,17 @@ A block keeps, per token, with nh query heads of hs numbers each:
 
 For GPT-2 this is 16 C numbers per token and layer: 2 + 1 + 3 + 1 + 1 + 8. The terms are those of
 Korthikanti et al., arXiv 2205.05198, section 4.1, without its dropout masks and its T x T scores,
-and counted for the kernels that run here.
+and counted for the kernels that run here. torch.compile fuses what lies between the matrix
+products, so that it needs no temporaries, and all gradients of a micro-step are alive at its end,
+before they are added to those of earlier micro-steps.
 
 tests/simgpu/memory.py compares the prediction with torch's allocator for CUDA, and
-tests/test_memory.py with torch's profiler on a CPU. For CUDA it is within 5 %, mostly within 2 %.
-For a CPU it may be up to 25 % too high: what eager mode does there with small operations, and with
-the T x T matrix of short sequences, is counted on the safe side. Scratch memory that kernels take
-for themselves is not counted, mostly less than 2 MB per thread of a CPU; so a peak below 50 MB may
-be higher than predicted.
+tests/test_memory.py with torch's profiler on a CPU. It is within 5 %, mostly within 2 %. But the
+T x T matrix that a CPU makes with dropout, and in bf16 for short sequences, is counted on the safe
+side: such a prediction may be 25 % too high. Scratch memory that kernels take for themselves, on a
+CPU mostly less than 2 MB per thread, is not counted, so a peak below 50 MB may be higher than
+predicted; so may that of a 16-bit product with few columns (n_embd of 64 and less), which oneDNN
+splits among the threads.
 """
 
 import math
@@ -525,6 +529,10 @@ class Timeline:
         if self.own_gradients:
             gradients = 4 * in_blocks / step.ranks + 4 * (P - in_blocks)
         # Bytes per number of wte, by whether the whole model is compiled, and whether in 16 bits.
+        # Autograd adds the embedding's gradient to the head's in place. But in fp32 the head's is a
+        # view of the result of a product, and the sum is a third tensor. Inductor computes the
+        # head's and the sum in one addmm in fp32; in 16 bits, it adds the head's, still in 16 bits,
+        # and the embedding's into a third tensor.
         tied = {(False, False): 12, (False, True): 8, (True, False): 8, (True, True): 10}
         each = tied[step.compiled_whole, step.s == 2] if c.tie_embeddings else 4
         counted = 4 * self.head if self.own_gradients else gradients  # in `gradients` already
