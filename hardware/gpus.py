@@ -41,23 +41,21 @@ class Card:
         return self.memory_gb * 1e9 * (0.97 if self.name in ("T4", "A10", "L4", "L40S") else 1)
 
 
-A100 = dict(bf16=312, fp16=312, tf32=156, fp32=19.5, fp64=19.5)
-H100 = dict(bf16=989, fp16=989, tf32=494, fp32=67, fp64=67)
-H100_NVL = dict(bf16=835, fp16=835, tf32=417, fp32=60, fp64=60)
+A100 = dict(bf16=312, fp16=312, tf32=156, fp32=19.5)
+H100 = dict(bf16=989, fp16=989, tf32=494, fp32=67)
+H100_NVL = dict(bf16=835, fp16=835, tf32=417, fp32=60)
 
 # name -> dense TFLOPS, GB of memory -> GB/s, watts, source. If there are several forms and the name
 # does not say which, it is the SXM form.
 # fmt: off
 GPUS = {
-    "V100": (dict(fp16=125, fp32=15.7, fp64=7.8), {16: 900, 32: 900}, 300,
+    "V100": (dict(fp16=125, fp32=15.7), {16: 900, 32: 900}, 300,
              "NVIDIA V100 datasheet 2020, SXM2"),
-    "V100 PCIE": (dict(fp16=112, fp32=14, fp64=7), {16: 900, 32: 900}, 250,
+    "V100 PCIE": (dict(fp16=112, fp32=14), {16: 900, 32: 900}, 250,
                   "NVIDIA V100 datasheet 2020, PCIe"),
-    "V100S PCIE": (dict(fp16=130, fp32=16.4, fp64=8.2), {32: 1134}, 250,
-                   "NVIDIA V100 datasheet 2020, V100S"),
+    "V100S PCIE": (dict(fp16=130, fp32=16.4), {32: 1134}, 250, "NVIDIA V100 datasheet 2020, V100S"),
     "T4": (dict(fp16=65, fp32=8.1), {16: 320}, 70, "NVIDIA T4 datasheet"),
-    "A10": (dict(bf16=125, fp16=125, tf32=62.5, fp32=31.2), {24: 600}, 150,
-            "NVIDIA A10 datasheet"),
+    "A10": (dict(bf16=125, fp16=125, tf32=62.5, fp32=31.2), {24: 600}, 150, "NVIDIA A10 datasheet"),
     # The PCIe form has the same peaks, 1935 GB/s at 80 GB, and 250 W or 300 W.
     "A100": (A100, {40: 1555, 80: 2039}, 400, "NVIDIA A100 datasheet, SXM4"),
     # There is no datasheet of the A800's SXM4 form, which differs from the A100's in NVLink only.
@@ -73,22 +71,21 @@ GPUS = {
     "L40S": (dict(bf16=362, fp16=362, tf32=183, fp32=91.6), {48: 864}, 350,
              "NVIDIA L40S datasheet"),
     "H100": (H100, {80: 3350}, 700, "NVIDIA H100 datasheet, SXM5"),
-    "H100 PCIe": (dict(bf16=756, fp16=756, tf32=378, fp32=51, fp64=51), {80: 2000}, 350,
+    "H100 PCIe": (dict(bf16=756, fp16=756, tf32=378, fp32=51), {80: 2000}, 350,
                   "NVIDIA H100 PCIe product brief PB-11133"),
     "H100 NVL": (H100_NVL, {94: 3900}, 400, "NVIDIA H100 datasheet, NVL, one GPU of the pair"),
     # The H800's datasheet as published by a reseller (chaoqing-i.com, 2023-11-28).
-    "H800": (H100 | dict(fp64=1), {80: 3350}, 700,
-             "NVIDIA H800 datasheet, SXM5, by a reseller; power of the H100"),
+    "H800": (H100, {80: 3350}, 700, "NVIDIA H800 datasheet by a reseller; power of the H100"),
     "H200": (H100, {141: 4800}, 700, "NVIDIA H200 datasheet, SXM5"),
     "H200 NVL": (H100_NVL, {141: 4800}, 600, "NVIDIA H200 datasheet, NVL"),
     # NVIDIA has published no document on the H20.
-    "H20": (dict(bf16=148, fp16=148, tf32=74, fp32=44, fp64=1), {96: 4000}, 400,
+    "H20": (dict(bf16=148, fp16=148, tf32=74, fp32=44), {96: 4000}, 400,
             "its datasheet as reported by the press"),
     # The DGX B200's datasheet rounds the bandwidth up to 8000 GB/s.
-    "B200": (dict(bf16=2250, fp16=2250, tf32=1125, fp32=75, fp64=37), {180: 7700}, 1000,
+    "B200": (dict(bf16=2250, fp16=2250, tf32=1125, fp32=75), {180: 7700}, 1000,
              "NVIDIA Blackwell datasheet, HGX B200, one GPU of eight"),
-    "MI300X": (dict(bf16=1307.4, fp16=1307.4, tf32=653.7, fp32=163.4, fp64=163.4), {192: 5300},
-               750, "AMD MI300X datasheet"),
+    "MI300X": (dict(bf16=1307.4, fp16=1307.4, tf32=653.7, fp32=163.4), {192: 5300}, 750,
+               "AMD MI300X datasheet"),
 }
 # fmt: on
 CARDS = [

@@ -73,10 +73,9 @@ def test_an_unknown_gpu_or_size_is_refused_in_one_line_that_helps(spec, words):
 def test_an_entry_is_whole_sane_and_found_by_its_name_in_every_size(name):
     tflops, memory, watts, source = GPUS[name]
     assert source and memory and 70 <= watts <= 1000
-    assert {"fp16", "fp32"} <= tflops.keys() <= {"bf16", "fp16", "tf32", "fp32", "fp64"}
+    assert {"fp16", "fp32"} <= tflops.keys() <= {"bf16", "fp16", "tf32", "fp32"}
     assert tflops.get("bf16", tflops["fp16"]) == tflops["fp16"] > tflops["fp32"]
     assert tflops["fp16"] >= 1.9 * tflops.get("tf32", 0)
-    assert tflops["fp32"] >= tflops.get("fp64", 0)
     assert find_gpu(name).memory_gb == min(memory)
     for gb, bandwidth in memory.items():
         assert 16 <= gb <= 192 and 300 <= bandwidth <= 8000
