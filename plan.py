@@ -201,8 +201,7 @@ def named_gpu(cfg: PlanConfig) -> Device:
 
 def own_device(cfg: PlanConfig) -> Device:
     """Return the device of this machine."""
-    may_use_cuda = cfg.device in ("auto", "cuda")
-    kind = "cuda" if may_use_cuda and torch.cuda.is_available() else "cpu"
+    kind = "cuda" if cfg.device in ("auto", "cuda") and torch.cuda.is_available() else "cpu"
     device = torch.device(kind)
     dtype = pick_dtype(cfg.dtype, device)[0]
     peak, source = peak_tflops(device, dtype, cfg.peak_tflops)
@@ -383,9 +382,8 @@ def print_time(run: PlannedRun) -> dict:
 def add_hours(run: PlannedRun, flops: dict[str, float], rows: dict[str, str]) -> dict:
     """Add rows that say how long the run takes at an assumed MFU, or which MFU --days means."""
     cfg = run.cfg
-    at_peak = {
-        kind: count / (run.device.tflops * 1e12 * cfg.nproc) / 3600 for kind, count in flops.items()
-    }
+    in_an_hour = run.device.tflops * 1e12 * 3600 * cfg.nproc
+    at_peak = {kind: count / in_an_hour for kind, count in flops.items()}
     needed = at_peak["recomputed" if cfg.recompute == "blocks" else "exact"]
     figures: dict = {"hours": {}}
     # A peak that is given may be a measured speed: a share of it would say nothing.
@@ -552,10 +550,8 @@ def main() -> None:
     dtype = str(run.step.dtype).removeprefix("torch.")
     print(f"{cfg.run_name}: {cfg.nproc:,} x {run.device.name}, {dtype}; {run.device.source}")
     figures = {"device": asdict(run.device), "plan": asdict(run.plan)}
-    figures |= print_model(run)
-    figures |= print_memory(run)
-    figures |= print_choices(run)
-    figures |= print_time(run)
+    for print_section in (print_model, print_memory, print_choices, print_time):
+        figures |= print_section(run)
     if cfg.trial:
         figures |= print_trial(run)
     if run.device.tflops and run.device.bandwidth:
