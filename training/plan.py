@@ -54,7 +54,7 @@ def make_plan(
     Raises UserError if batch_size is still "auto".
     """
     if cfg.batch_size == "auto":
-        raise UserError("batch_size=auto is for train.py and bench/plan.py: give a number here")
+        raise UserError("batch_size=auto is for train.py and plan.py: give a number here")
     T = cfg.block_size
     sequences = max(1, round(cfg.batch_tokens / (T * world)))  # what a step needs from each rank
     B = min(cfg.batch_size, sequences)
@@ -108,14 +108,14 @@ def batch_warning(step_tokens: int, cfg: TrainConfig, world: int) -> str:
         return ""
     asked = f"{step_tokens / cfg.batch_tokens:.3g} times the {cfg.batch_tokens:,} tokens asked"
     least = f"a sequence for each process is {cfg.block_size * world:,} tokens"
-    ways = "set batch_tokens to a multiple of that and fit lr to it"
-    return f"warning: {asked}: {least}; {ways}, or use another number of processes"
+    advice = "set batch_tokens to a multiple of that and fit lr to it"
+    return f"warning: {asked}: {least}; {advice}, or use another number of processes"
 
 
 def length_warnings(plan: Plan, cfg: TrainConfig, sets: list[DataSet]) -> list[str]:
     """Return what there is to warn of in the length of a run."""
-    often = repetition_warning(plan.tokens_at(plan.steps), plan.step_tokens, cfg, sets)
-    warnings = (often, few_steps_warning(plan.steps, cfg), schedule_warning(plan.steps, cfg))
+    repetition = repetition_warning(plan.tokens_at(plan.steps), plan.step_tokens, cfg, sets)
+    warnings = (repetition, few_steps_warning(plan.steps, cfg), schedule_warning(plan.steps, cfg))
     return [warning for warning in warnings if warning]
 
 
@@ -123,8 +123,8 @@ def few_steps_warning(steps: int, cfg: TrainConfig) -> str:
     """Return a warning if a limit in epochs or tokens leaves a run very few steps, else ""."""
     if steps >= FEW_STEPS or cfg.max_steps:
         return ""
-    ways = "raise max_epochs or max_tokens, or set a smaller batch_tokens"
-    return f"warning: only {plural(steps, 'step')}, which teach little: {ways}"
+    advice = "raise max_epochs or max_tokens, or set a smaller batch_tokens"
+    return f"warning: only {plural(steps, 'step')}, which teach little: {advice}"
 
 
 def schedule_warning(steps: int, cfg: TrainConfig) -> str:
@@ -147,29 +147,29 @@ def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: li
     """
     if cfg.init_from not in ("scratch", "resume", "auto"):
         return ""
-    often = [
-        data
-        for data in sets
-        if data.epochs(tokens) > MOST_EPOCHS + min(1, data.epochs(step_tokens))
-    ]
-    if not often:
+
+    def limit(data: DataSet) -> float:
+        return MOST_EPOCHS + min(1, data.epochs(step_tokens))
+
+    repeated = [data for data in sets if data.epochs(tokens) > limit(data)]
+    if not repeated:
         return ""
-    times = {data.name: data.epochs(tokens) for data in often}
-    read = " and ".join(f"{k} is read {n:,.{int(n < 10)}f} times" for k, n in times.items())
+    counts = {data.name: data.epochs(tokens) for data in repeated}
+    read = " and ".join(f"{k} is read {n:,.{int(n < 10)}f} times" for k, n in counts.items())
     less = f"beyond about {MOST_EPOCHS}, repeated text is worth less and less (arXiv 2305.16264)"
-    ways = [f"prepare more text, or end earlier (--max_epochs={MOST_EPOCHS})"]
+    advice = f"prepare more text, or end earlier (--max_epochs={MOST_EPOCHS})"
     if len(sets) > 1:
-        ways = ["give it more text, or a smaller share of the mixture"]
-    ways += ["make the model smaller", *["set --dropout=0.1"] * (cfg.dropout == 0)]
-    if any(data.epochs(step_tokens) > 1 for data in often):
-        ways = [f"a single step reads {step_tokens:,} tokens: lower batch_tokens"]
-    return f"warning: {read}; {less}: {', or '.join(ways)}"
+        advice = "give it more text, or a smaller share of the mixture"
+    advice += ", or make the model smaller" + (", or set --dropout=0.1" if not cfg.dropout else "")
+    if any(data.epochs(step_tokens) > 1 for data in repeated):
+        advice = f"a single step reads {step_tokens:,} tokens: lower batch_tokens"
+    return f"warning: {read}; {less}: {advice}"
 
 
 def different_tokens(tokens: int, sets: list[DataSet]) -> int:
     """Return how many different tokens a run of `tokens` tokens reads; the others are repeated."""
-    there = [(data.meta["splits"]["train"]["tokens"], data.weight) for data in sets]
-    return sum(min(size, round(weight * tokens)) for size, weight in there)
+    sizes = [(data.meta["splits"]["train"]["tokens"], data.weight) for data in sets]
+    return sum(min(size, round(weight * tokens)) for size, weight in sizes)
 
 
 def warmup_steps(steps: int, cfg: TrainConfig) -> int:
@@ -186,12 +186,12 @@ def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:
         return cfg.lr * (step + 1) / warmup
     if cfg.schedule == "constant":
         return cfg.lr
-    begin = warmup  # first step of the decay
+    first = warmup  # step of the decay
     if cfg.schedule == "wsd":
-        begin = max(warmup, steps - math.ceil(cfg.decay_ratio * steps))
+        first = max(warmup, steps - math.ceil(cfg.decay_ratio * steps))
     # t goes from 0 to 1 over the decay. It is 1 at the last step, which thus has min_lr_ratio. (If
     # that is 0, the last step changes nothing.)
-    t = max(0, step - begin) / max(1, steps - 1 - begin)
+    t = max(0, step - first) / max(1, steps - 1 - first)
     share = (1 + math.cos(math.pi * t)) / 2 if cfg.schedule == "cosine" else 1 - t
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * share)
 

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 
 import bench.compare
 import bench.lab
-import bench.plan
 import bench.prepare
 import bench.roof
 import bench.sweep
+import plan
 import plot
 import prepare
 import sample
@@ -318,10 +318,8 @@ PLAN = {
     "--tok_s=9e4": "here it is peak_tflops",
     "--tokens=10B": "it takes float, written in full, such as 10_000_000_000",
     "--gpu=a99 --max_steps=1": "gpu: 'a99' is not in the table of GPUs; the nearest is",
-    "--gpu=v100-16g --dtype=bfloat16 --max_steps=1": (
-        "dtype=bfloat16: V100 has no bf16; leave dtype out"
-    ),
-    "--gpu=h100 --trial --max_steps=1": "trial runs on this machine: leave gpu out",
+    "--gpu=v100-16g --dtype=bfloat16 --max_steps=1": "dtype=bfloat16: V100 has no",
+    "--gpu=h100 --trial --max_steps=1": "leave gpu out",
     "--nproc=0 --tokens=-1 --max_steps=1": "tokens must not be negative; nproc must be positive",
     "--days=-1 --max_steps=1": "days must not be negative",
     "--examples=9 --max_steps=1": "give max_epochs",
@@ -333,7 +331,7 @@ PLAN = {
     ),
 }
 TABLES = [(train, TRAIN), (sample, SAMPLE), (prepare, PREPARE), (bench.prepare, BENCH_PREPARE)]
-TABLES += [(bench.plan, PLAN), (bench.sweep, SWEEP), (bench.roof, ROOF), (bench.compare, COMPARE)]
+TABLES += [(plan, PLAN), (bench.sweep, SWEEP), (bench.roof, ROOF), (bench.compare, COMPARE)]
 TABLES += [(plot, PLOT), (bench.lab, LAB)]
 TABLE = [(script, *row) for script, rows in TABLES for row in rows.items()]
 IDS = [f"{script.__name__} {line}" for script, line, _ in TABLE]

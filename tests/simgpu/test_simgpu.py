@@ -177,8 +177,8 @@ def test_an_imported_model_trains(kind, options, folder):
 
 
 TOOLS = {
-    "plan --check": f"bench/plan.py {SMALL} {LLAMA} --check",
-    "plan --trial": f"bench/plan.py {SMALL} {LLAMA} {EAGER} --trial",
+    "plan --check": f"plan.py {SMALL} {LLAMA} --check",
+    "plan --trial": f"plan.py {SMALL} {LLAMA} {EAGER} --trial",
     "sweep": f"-m bench.sweep {SMALL} --block_sizes 64 --batch_sizes 1 2 --accums 1 --seconds=0.1",
     "roof": f"-m bench.roof {SMALL} --compile=false --seconds=0.001",
     "compare": f"-m bench.compare {SMALL} {EAGER} --steps=4 --warmup=1 --rounds=1",

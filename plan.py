@@ -1,0 +1,564 @@
+"""Plan a training run: its memory, time and energy, from its settings alone.
+
+    # on six A100; --tokens=20e9 sets another length
+    python plan.py config/train_1b.py --gpu=a100-80g --nproc=6
+    python plan.py config/train_100m.py --gpu=v100-16g --nproc=6
+    # run 20 steps on this machine, and estimate the time of the whole run from them
+    python plan.py config/demo.py --trial
+
+Like train.py, it takes the data set that was prepared last, unless --dataset names one. It plans
+without data if --vocab_size is given and --dataset is not, or if nothing is prepared.
+
+Every setting of train.py is accepted too. The answers come from formulas: those in
+training/memory.py, flops_per_token in model.py, and those below. Only --trial and --check run a
+part of the training, and they run it on this machine.
+"""
+
+import json
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
+from pathlib import Path
+
+import torch
+
+import configurator
+from configurator import UserError, changes, checked, columns, folded, given, row
+from hardware.gpus import find_gpu
+from hardware.machine import available, own_memory, pick_dtype
+from hardware.peak import datasheet_peak, device_name, given_peak, peak_tflops
+from hardware.terminal import plural
+from model import GPT, GPTConfig
+from text.dataset import DataSet, newest_dataset, open_datasets
+from text.windows import open_windows
+from training import memory
+from training.huggingface import shape_in
+from training.measure import measured_peak
+from training.memory import Step
+from training.metrics import read_metrics
+from training.plan import (
+    Plan,
+    batch_warning,
+    different_tokens,
+    even_batch,
+    length_warnings,
+    make_plan,
+)
+from training.resume import longer, with_context
+from training.settings import ELSEWHERE, TrainConfig, model_config, wants_compile
+
+
+@dataclass(frozen=True)
+class PlanConfig(TrainConfig):
+    elsewhere = ELSEWHERE | {
+        "nproc": "nproc_per_node devices num_gpus world_size",
+        "peak_tflops, with the TFLOPS of a log line at that speed": "tok_s mfu tokens_per_second"
+        " tokens_per_sec",
+    }
+    # ---- Where ----
+    gpu: str = ""  # v100-16g, a100-80g, 4090, h100, ...; default: this machine's device
+    nproc: int = 1  # number of devices, with one process for each
+    # ---- How much ----
+    tokens: float = 0.0  # tokens to train on, instead of max_steps, max_epochs and max_tokens
+    examples: int = 0  # sequences in an epoch, for max_epochs where no data are prepared
+    days: float = 0.0  # how long the run takes or took: print the utilisation that this means
+    vocab_size: int = 0  # 0: that of the data set, or 50257 if none is prepared
+    # ---- Check ----
+    trial: bool = False  # train 20 steps on this machine, to estimate the time of the whole run
+    check: bool = False  # run a step on this machine, to measure its peak memory
+    # ---- Output ----
+    json: str = ""  # also write the figures to this file
+
+    def problems(self) -> list[str]:
+        ends = replace(self, max_steps=1) if self.tokens else self  # `tokens` ends the run too
+        problems = TrainConfig.problems(ends)
+        not_negative = ("tokens", "examples", "days", "vocab_size")
+        problems += [f"{k} must not be negative" for k in not_negative if getattr(self, k) < 0]
+        if self.examples and (self.dataset or self.trial or not self.max_epochs):
+            problems.append("examples stands for data: give max_epochs, and no dataset or trial")
+        if self.gpu and (self.trial or self.check):
+            problems.append("trial and check run on this machine: leave gpu out")
+        if self.tokens > 1e18:
+            problems.append("tokens must be at most 1e18")
+        if self.init_from == "resume":
+            problems.append("init_from=resume: a plan reads no run; give the settings of the run")
+        if self.nproc < 1:
+            problems.append("nproc must be positive")
+        return problems
+
+
+@dataclass(frozen=True)
+class Device:
+    """One of the devices that the run is planned for."""
+
+    name: str
+    kind: str  # cuda or cpu
+    dtype: torch.dtype  # of autocast
+    tflops: float | None  # peak in that dtype; None if unknown
+    source: str  # where the peak comes from
+    bytes: float  # size of its memory
+    bandwidth: float | None = None  # GB/s of its memory
+    watts: int | None = None
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """All that the sections below are about."""
+
+    cfg: PlanConfig
+    sets: list[DataSet]
+    model: GPT  # on the meta device: only the shapes of the weights are there
+    device: Device
+    plan: Plan
+    step: Step
+
+
+def planned_run(cfg: PlanConfig) -> PlannedRun:
+    """Return the run that the settings describe."""
+    sets = prepared(cfg)
+    vocab_size = cfg.vocab_size or (sets[0].meta["vocab_size"] if sets else 50257)
+    with torch.device("meta"):
+        model = GPT(shape_of(cfg, vocab_size))
+    device = named_gpu(cfg) if cfg.gpu else own_device(cfg)
+    if cfg.tokens:
+        cfg = replace(cfg, max_tokens=int(cfg.tokens), max_steps=0, max_epochs=0.0)
+    T = cfg.block_size
+    windows = [open_windows(data, "train", T, documents=cfg.documents) for data in sets]
+    epoch_tokens = (cfg.examples or sum(of_set.n_windows for of_set in windows)) * T
+
+    draft = make_plan(replace(cfg, batch_size=1), cfg.nproc, epoch_tokens)
+    flops = model.flops_per_token(T) * draft.steps * draft.step_tokens
+    compiled = wants_compile(cfg, device.kind, flops)
+    # Two micro-steps: accumulation needs more memory than one micro-step does.
+    step = Step(1, T, 2, device.dtype, compiled, device.kind, cfg.nproc).of(cfg)
+    if cfg.batch_size == "auto":
+        fits = memory.auto_batch(model, step, device.bytes)
+        cfg = replace(cfg, batch_size=even_batch(fits, cfg, cfg.nproc))
+    plan = make_plan(cfg, cfg.nproc, epoch_tokens)
+    step = replace(step, B=plan.batch_size, accum=plan.accum)
+    return PlannedRun(cfg, sets, model, device, plan, step)
+
+
+def prepared(cfg: PlanConfig) -> list[DataSet]:
+    """Return the data sets, or [] if none of them is there and the plan does not need them.
+
+    Raises UserError if a data set is damaged, or if one is missing that the plan needs.
+    """
+    needs_data = cfg.trial or not (cfg.tokens or cfg.examples or cfg.max_tokens or cfg.max_steps)
+    if (cfg.vocab_size or cfg.examples) and not cfg.dataset and not needs_data:
+        return []  # a plan for other data than what is prepared here
+    try:
+        return open_datasets(cfg.dataset or newest_dataset(cfg.data_dir), cfg.data_dir)
+    except UserError:
+        names = [part.partition(":")[0].strip() for part in cfg.dataset.split(",")]
+        there = any((Path(cfg.data_dir) / name / "meta.json").exists() for name in names)
+        if there or needs_data:
+            raise
+        return []
+
+
+def shape_of(cfg: PlanConfig, vocab_size: int) -> GPTConfig:
+    """Return the shape of the model: what the settings say, or that of the model to fine-tune.
+
+    Raises UserError if it cannot be read.
+    """
+    if cfg.init_from in ("scratch", "auto"):
+        return model_config(cfg, vocab_size)
+    try:
+        to_fine_tune = shape_in(cfg.init_from)
+    except ValueError as e:
+        raise UserError(f"init_from={cfg.init_from}: {e}") from None
+    return longer(replace(to_fine_tune, dropout=cfg.dropout), cfg)
+
+
+def named_gpu(cfg: PlanConfig) -> Device:
+    """Return the GPU that --gpu names.
+
+    Raises UserError if the table has no such GPU, or if the GPU does not compute in cfg.dtype.
+    """
+    try:
+        card = find_gpu(cfg.gpu)
+    except ValueError as e:
+        raise UserError(f"gpu: {e}") from None
+    dtype = torch.bfloat16 if "bf16" in card.tflops else torch.float16
+    if cfg.dtype != "auto":
+        dtype = getattr(torch, cfg.dtype)
+    peak, source = datasheet_peak(card.name, dtype)
+    if peak is None:
+        raise UserError(f"dtype={cfg.dtype}: {card.name} has no such units; leave dtype out")
+    if cfg.peak_tflops:
+        peak, source = given_peak(cfg.peak_tflops)
+    name = f"{card.name} {card.memory_gb} GB"
+    return Device(name, "cuda", dtype, peak, source, card.bytes, card.bandwidth, card.watts)
+
+
+def own_device(cfg: PlanConfig) -> Device:
+    """Return the device of this machine."""
+    kind = "cuda" if cfg.device in ("auto", "cuda") and torch.cuda.is_available() else "cpu"
+    device = torch.device(kind)
+    dtype = pick_dtype(cfg.dtype, device)[0]
+    peak, source = peak_tflops(device, dtype, cfg.peak_tflops)
+    if kind == "cuda":
+        size = torch.cuda.get_device_properties(device).total_memory
+    else:
+        size = (available() + own_memory()) / cfg.nproc  # this process will have ended
+    own = Device(device_name(device), kind, dtype, peak, source, size)
+    try:
+        card = find_gpu(own.name)
+    except ValueError:
+        return own
+    return replace(own, bandwidth=card.bandwidth, watts=card.watts)
+
+
+# --------------------------------------------------------------------------------------------------
+# The sections. Each function prints one, and returns its figures for the JSON file.
+
+
+def section(title: str, rows: dict[str, str]) -> None:
+    print(folded(f"\n{title}", columns()))
+    width = max(map(len, rows))
+    for key, value in rows.items():
+        print(row(f"  {key:<{width}}  ", value))
+
+
+def duration(hours: float) -> str:
+    """Return hours as text, in the unit that suits them: s, minutes, hours or days."""
+    if hours <= 1 / 12:
+        return f"{hours * 3600:.1f} s"
+    if hours < 1:
+        return f"{hours * 60:.1f} minutes"
+    return f"{hours:,.1f} hours" if hours < 48 else f"{hours / 24:,.1f} days"
+
+
+def print_model(run: PlannedRun) -> dict:
+    c = run.model.config
+    n = run.model.num_params()
+    heads = f"{c.n_head} heads of {c.head_dim} ({c.n_kv_head} for keys and values)"
+    source = run.sets[0].folder if run.sets else "assumed: no data set is read"
+    vocabulary = f"{c.vocab_size:,}" + ("" if run.cfg.vocab_size else f" ({source})")
+    shape = f"{c.n_layer} layers x {c.n_embd}, {heads}, d_ff {c.d_ff}, T = {run.step.T}"
+    kinds = f"{n['embedding']:,} in look-ups, {n['matmul']:,} in matrix products"
+    if c.tie_embeddings:
+        kinds += f" (the head's {c.vocab_size * c.n_embd:,} are both)"
+    rows = {"shape": f"{shape}, vocabulary {vocabulary}", "parameters": f"{n['total']:,}: {kinds}"}
+    section("Model", rows)
+    return {"model": asdict(c) | n}
+
+
+# ---- Memory ----
+
+
+def print_memory(run: PlannedRun) -> dict:
+    """Print the parts of the memory. With --check, run a step and print its peak beside them."""
+    moment, parts = memory.step_memory(run.model, run.step)
+    peak = sum(parts.values())
+    parts |= memory.beside(peak, run.step)
+    total = sum(parts.values())
+    rows = {part: f"{size / 1e9:>8.3f} GB" for part, size in parts.items()}
+    verdict = "fits" if total <= run.device.bytes else "DOES NOT FIT"
+    rows["all"] = f"{total / 1e9:>8.3f} GB of {run.device.bytes / 1e9:.1f}: {verdict}"
+    if run.device.kind == "cuda":
+        rows["predicted peak"] = f"{peak / 1e9:>8.3f} GB by torch.cuda.max_memory_allocated"
+    mode = "compiled" if run.step.compiled else "eager"
+    section(f"Memory of each device at batch_size {run.step.B}, {mode}; the peak is {moment}", rows)
+    figures = {"memory": parts, "peak_bytes": peak, "needed_bytes": total, "peak_when": moment}
+    if run.cfg.check:
+        # What one process can run. More than two micro-steps need no more memory.
+        step = replace(run.step, accum=min(2, run.step.accum), world=1, shard="none")
+        measured = figures["measured_peak"] = measured_peak(run.model.config, step)
+        predicted = sum(memory.step_memory(run.model, step)[1].values())
+        both = f"{measured / 1e9:.3f} GB measured, {predicted / 1e9:.3f} predicted"
+        print(f"  one step on this machine, now: {both}, {predicted / measured - 1:+.1%}")
+    return figures
+
+
+def print_choices(run: PlannedRun) -> dict:
+    """Print what other settings would need, and flags with which the run fits if it does not."""
+    step = run.step
+    # In the order of what they cost: computing the blocks twice takes up to a third of the time
+    # again; what is sharded has to be sent.
+    shards = ("none", "optimizer", "gradients", "all") if step.world > 1 else ("none",)
+    choices = {"neither shard nor recompute": replace(step, shard="none", recompute=False)}
+    for shard, recompute in list(product(shards, (False, True)))[1:]:
+        flags = [f"--shard={shard}"] if shard != "none" else []
+        flags += ["--recompute=blocks"] if recompute else []
+        choices[" ".join(flags)] = replace(step, shard=shard, recompute=recompute)
+    cheaper = list(choices)
+    for name in ("adamw", "muon", "adafactor"):
+        if name != step.optimizer and not (step.zero and name == "adafactor"):
+            choices[f"--optimizer={name}"] = replace(step, optimizer=name)
+    rows = {}
+    figures = {}
+    for name, choice in choices.items():
+        size = memory.needed(run.model, choice)
+        largest = memory.largest_batch(run.model, choice, run.device.bytes)
+        figures[name] = {"bytes": size, "largest_batch": largest}
+        here = "  <- as it is" if choice == step else ""
+        rows[name] = f"{size / 1e9:>8.2f} GB, largest batch_size {largest:,}{here}"
+    section(f"At batch_size {step.B}, and the largest, of sequences of {step.T}", rows)
+    flags = ""
+    if memory.needed(run.model, step) > run.device.bytes:
+        flags = flags_that_fit(run, {name: figures[name]["largest_batch"] for name in cheaper})
+        nothing = "nothing of this fits: try another GPU, more of them, or a smaller model"
+        print(f"  it fits with {flags}" if flags else f"  {nothing}")
+    return {"what_if": figures, "fits_with": flags}
+
+
+def flags_that_fit(run: PlannedRun, largest: dict[str, int]) -> str:
+    """Return the flags of the first choice that has room for the batch, or else of the roomiest.
+
+    largest: the largest batch_size of each choice. Returns an empty string if none fits.
+    """
+    with_room = [flags for flags, B in largest.items() if B >= run.step.B]
+    flags = with_room[0] if with_room else max(largest, key=largest.get)
+    options = [option for option in flags.split() if option.startswith("--")]
+    if not with_room:
+        options.append(f"--batch_size={even_batch(largest[flags], run.cfg, run.cfg.nproc)}")
+    return " ".join(options) if largest[flags] else ""
+
+
+# ---- Time ----
+
+
+def training_flops(model: GPT, T: int, tokens: float) -> dict[str, float]:
+    """Return the FLOPs of a training run, counted in three ways.
+
+    exact: 6 N + 12 L d T for each token, as train.py counts for MFU.
+    6ND: the rule of thumb 6 N D with all parameters (Kaplan et al., arXiv 2001.08361).
+    recomputed: with --recompute=blocks. The forward pass of the blocks then runs twice, that of the
+    head once. (In eager mode torch leaves out the last product of each block.) MFU counts `exact`.
+    """
+    n = model.num_params()
+    c = model.config
+    per_token = model.flops_per_token(T)
+    in_blocks = n["matmul"] - c.vocab_size * c.n_embd  # weights; two FLOPs for each
+    again = 2 * in_blocks + 4 * c.n_layer * c.n_head * c.head_dim * T  # and q k^T, and its result v
+    recomputed = (per_token + again) * tokens
+    return {"exact": per_token * tokens, "6ND": 6 * n["total"] * tokens, "recomputed": recomputed}
+
+
+def print_time(run: PlannedRun) -> dict:
+    """Print batch, length and FLOPs of the run, and its hours at some shares of the peak."""
+    cfg = run.cfg
+    plan = run.plan
+    tokens = plan.steps * plan.step_tokens
+    batch = f"{plan.batch_size} x {cfg.block_size} x {plan.accum} accumulation x {cfg.nproc}"
+    length = f"{plural(plan.steps, 'step')} = {plural(tokens, 'token')}"
+    if plan.epoch_tokens:
+        newest = f"{run.sets[0].name}, the data set prepared last" if run.sets else ""
+        data = cfg.dataset or newest or f"{cfg.examples:,} examples"
+        length += f" = {tokens / plan.epoch_tokens:.2f} epochs of {data}"
+    length += f", ended by {plan.ended_by}" if plan.ended_by else ""
+    params = run.model.num_params()["total"]
+    ratio = f"{tokens / params:.3g}"
+    different = different_tokens(tokens, run.sets)
+    if run.sets and different < 0.99 * tokens:
+        ratio = f"{different / params:.3g} different ones, {ratio} with repetitions"
+    flops = training_flops(run.model, cfg.block_size, tokens)
+    work = f"{flops['exact']:.3g} (6 N + 12 L d T a token); {flops['6ND']:.3g} by 6 N D"
+    if cfg.recompute == "blocks":
+        work += f"; {flops['recomputed']:.3g} with the blocks' forward pass computed twice"
+    step = f"{batch} = {plan.step_tokens:,} tokens a step"
+    rows = {
+        "batch": f"{step}\n{batch_warning(plan.step_tokens, cfg, cfg.nproc)}".strip(),
+        "length": "\n".join([length, *length_warnings(plan, cfg, run.sets)]),
+        "tokens per parameter": f"{ratio} (Chinchilla's optimum: about 20)",
+        "FLOPs": work,
+    }
+    figures = {"tokens": tokens, "flops": flops}
+    if run.device.tflops and not cfg.trial:
+        figures |= add_hours(run, flops, rows)
+    section("Time", rows)
+    return figures
+
+
+def add_hours(run: PlannedRun, flops: dict[str, float], rows: dict[str, str]) -> dict:
+    """Add rows that say how long the run takes at an assumed MFU, or which MFU --days means."""
+    cfg = run.cfg
+    in_an_hour = run.device.tflops * 1e12 * 3600 * cfg.nproc
+    at_peak = {kind: count / in_an_hour for kind, count in flops.items()}
+    needed = at_peak["recomputed" if cfg.recompute == "blocks" else "exact"]
+    figures: dict = {"hours": {}}
+    # A peak that is given may be a measured speed: a share of it would say nothing.
+    for mfu in (1.0,) if cfg.peak_tflops else (0.3, 0.4, 0.55):
+        hours = figures["hours"][str(mfu)] = needed / mfu
+        text = duration(hours)
+        if run.device.watts:
+            kwh = hours * run.device.watts * cfg.nproc / 1e3
+            energy = f"{kwh:,.1f} kWh" if kwh < 1e4 else f"{kwh / 1e3:,.0f} MWh"
+            text += f", {energy} ({cfg.nproc:,} x {run.device.watts} W)"
+        text += f"; by 6 N D {duration(at_peak['6ND'])}" if mfu == 1 else ""
+        rows[f"at {mfu:.0%} of peak"] = text
+    if cfg.days:
+        figures["mfu"] = at_peak["exact"] / (24 * cfg.days)
+        by_6nd = at_peak["6ND"] / (24 * cfg.days)
+        rows[f"in {cfg.days:g} days"] = f"MFU {figures['mfu']:.1%}; by 6 N D {by_6nd:.1%} of peak"
+    return figures
+
+
+# ---- A trial ----
+
+TRIAL_STEPS = 20
+
+
+def print_trial(run: PlannedRun) -> dict:
+    """Train 20 steps on this machine, and print what the whole run will take by them.
+
+    Only one save is counted, the one at the end: the others are written while the training goes on.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = trial_command(run, folder)
+        print(f"trial: {shlex.join(command[1:])}", flush=True)
+        begun = time.perf_counter()
+        output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        ended = subprocess.run(command, **output, text=True)
+        wall = time.perf_counter() - begun
+        if ended.returncode:
+            print(ended.stdout[-3000:], file=sys.stderr)
+            raise UserError(f"the trial ended with exit code {ended.returncode}, see above")
+        records = read_metrics(Path(folder) / "trial" / "metrics.jsonl")
+    seconds = [r["step_ms"] / 1e3 for r in records if "step_ms" in r]
+    evaluations = [r["eval_s"] for r in records if "eval_s" in r]
+    times = math.ceil(run.plan.steps / run.cfg.eval_every)
+    trial = estimate(seconds, evaluations, wall, run.plan.steps, times)
+
+    rate = run.plan.step_tokens / trial["step"]
+    flops = rate * run.model.flops_per_token(run.cfg.block_size) / run.cfg.nproc
+    mfu = f", MFU {flops / 1e12 / run.device.tflops:.1%}" if run.device.tflops else ""
+    rows = {
+        "a step": f"{1e3 * trial['step']:,.1f} ms (median), {rate:,.0f} tok/s{mfu}",
+        "spread": f"{1e3 * trial['fastest']:,.1f} to {1e3 * trial['slowest']:,.1f} ms",
+        "an evaluation": f"{trial['evaluation']:.2f} s, {times} times",
+        "start and end": f"{trial['start_and_end']:.1f} s",
+        "the whole run": duration(trial["all"] / 3600),
+    }
+    section(f"Measured by {TRIAL_STEPS} steps", rows)
+    return {"trial": trial}
+
+
+def trial_command(run: PlannedRun, folder: str) -> list[str]:
+    """Return the command that trains 20 steps of the run, and writes to `folder`."""
+    cfg = run.cfg
+    of_plan = {f.name for f in fields(cfg)} - {f.name for f in fields(TrainConfig)}
+    settings = {k: v for k, v in changes(cfg).items() if k not in of_plan}
+    settings |= dict(max_steps=TRIAL_STEPS, max_epochs=0.0, max_tokens=0, log_every=1)
+    settings |= dict(eval_every=10, save_every=TRIAL_STEPS, sample_every=0, follow=False)
+    settings |= dict(out_dir=folder, run_name="trial", compile=run.step.compiled)
+    settings["init_from"] = "scratch" if cfg.init_from == "auto" else cfg.init_from
+    launcher = []
+    if cfg.nproc > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={cfg.nproc}"]
+    options = [f"--{k}={v}" for k, v in settings.items()]
+    return [sys.executable, *launcher, str(Path(__file__).with_name("train.py")), *options]
+
+
+def estimate(
+    seconds: list[float], evaluations: list[float], wall: float, steps: int, times: int
+) -> dict[str, float]:
+    """Estimate the seconds of a run of `steps` steps and `times` evaluations from a trial.
+
+    seconds: of each step of the trial; the first three warm up.
+    evaluations: of its two evaluations, after the tenth step and at the end.
+    wall: of the whole trial, with its start and its end.
+
+    In the result, `all` is the whole run if every step takes the median of the trial's steps.
+    """
+    steady = seconds[3:10] + seconds[11:]
+    step = statistics.median(steady)
+    # The step after an evaluation is slower, because the evaluation has used memory in another way.
+    evaluation = statistics.median(evaluations) + max(0.0, seconds[10] - step)
+    # What is left: import, compile, the longer time of the first three steps, a save, the plot.
+    rest = wall - sum(evaluations) - sum(seconds[3:]) - 3 * step
+    steps_alone = dict(step=step, fastest=min(steady), slowest=max(steady))
+    whole = rest + steps * step + times * evaluation
+    return steps_alone | dict(evaluation=evaluation, start_and_end=rest, all=whole)
+
+
+# ---- Roofline (Williams, Waterman and Patterson, 2009) ----
+
+
+def roofline(model: GPT, step: Step) -> dict[str, tuple[float, float]]:
+    """Return the FLOPs and the bytes moved of each part of a micro-step, forward and backward.
+
+    Each operation reads and writes its tensors once. That is the minimum, unless it is fused with
+    one of another part. Not counted are the casts of weights to 16 bits, adding up the gradients of
+    several micro-steps, and the host's time to launch the kernels.
+    """
+    c = model.config
+    N = step.B * step.T
+    V = c.padded_vocab_size
+    heads = N * c.n_layer * c.n_head * c.head_dim  # numbers in the queries of all layers
+    linear = [layer for layer in model.blocks.modules() if isinstance(layer, torch.nn.Linear)]
+    weights = sum(layer.weight.numel() for layer in linear)
+    sides = sum(layer.in_features + layer.out_features for layer in linear)
+    kept = memory.activations(c, replace(step, compiled=True, device="cuda", recompute=False))
+    # A step updates the weights once, each rank its own.
+    updates = sum(p.numel() for p in model.parameters()) / step.accum / step.ranks
+    # A linear layer has three products: its output, and two gradients. Attention has two forward,
+    # and five backward, where the scores are computed again: each over the causal half of T x T.
+    # It reads and writes four tensors forward (q, k, v, output), eight backward.
+    passes, scores, tensors = (4, 9, 16) if step.recompute else (3, 7, 12)
+    elementwise = passes * step.B * sum(kept.values())  # written once, and read about twice
+    return {
+        "linear layers": (passes * 2 * N * weights, passes * step.s * (weights + N * sides)),
+        "lm_head": (6 * N * V * c.n_embd, 3 * step.s * (V * c.n_embd + N * (V + c.n_embd))),
+        "attention": (scores * step.T * heads, tensors * step.s * heads),
+        "elementwise": (10 / 3 * elementwise / step.s, elementwise),
+        "loss": (10 * N * V, 3 * step.s * N * V),  # the logits twice, and their gradient
+        # AdamW reads a weight, its gradient and two moments, and writes all but the gradient.
+        "optimizer": (15 * updates, 28 * updates),
+    }
+
+
+def print_roofline(run: PlannedRun) -> dict:
+    """Print the least time of a micro-step, and whether computing or memory sets it."""
+    step = run.step
+    per_second = (run.device.tflops * 1e12, run.device.bandwidth * 1e9)  # FLOPs, bytes
+    parts = roofline(run.model, step)
+    rows = {}
+    least = 0.0
+    for name, (flops, moved) in parts.items():
+        seconds = max(flops / per_second[0], moved / per_second[1])
+        bound = "computing" if seconds > moved / per_second[1] else "memory"
+        amounts = f"{flops / 1e9:>11,.1f} GFLOP {moved / 1e9:>8.3f} GB"
+        rows[name] = f"{1e3 * seconds:>9,.3f} ms, bound by {bound:<9} {amounts}"
+        least += seconds
+    products = sum(parts[name][0] for name in ("linear layers", "lm_head", "attention"))
+    computed = products / least / per_second[0]
+    mfu = run.model.flops_per_token(step.T) * step.B * step.T / least / per_second[0]
+    both = f"{computed:.1%} of the peak are computed, MFU {mfu:.1%} at most"
+    rows["all"] = f"{1e3 * least:>9,.3f} ms: {both} (it also counts attention's masked half)"
+    section(f"The least time of a micro-step of {plural(step.B * step.T, 'token')}", rows)
+    return {"roofline": parts, "most_mfu": mfu}
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    cfg = checked(PlanConfig, with_context(given(PlanConfig, doc=__doc__)))
+    if "RANK" in os.environ:
+        raise UserError("only one process is needed: start it without torchrun, and give --nproc")
+    run = planned_run(cfg)
+    dtype = str(run.step.dtype).removeprefix("torch.")
+    print(f"{cfg.run_name}: {cfg.nproc:,} x {run.device.name}, {dtype}; {run.device.source}")
+    figures = {"device": asdict(run.device), "plan": asdict(run.plan)}
+    for print_section in (print_model, print_memory, print_choices, print_time):
+        figures |= print_section(run)
+    if cfg.trial:
+        figures |= print_trial(run)
+    if run.device.tflops and run.device.bandwidth:
+        figures |= print_roofline(run)
+    if cfg.json:
+        Path(cfg.json).write_text(json.dumps(figures, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    configurator.run(main)
