@@ -169,8 +169,8 @@ class Saver:
             self.lock.renew()
             remove_checkpoint(new)  # left by a save that failed
             self.write_folder(new, c, weights, training)
-            if os.path.lexists(target):  # another program has put something there
-                keep_aside(target)
+            if os.path.lexists(target):  # another process has put something there
+                self.machine.say(keep_aside(target))
             put_in_place(new, target)
         except OSError as e:
             with suppress(OSError):

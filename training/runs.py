@@ -155,9 +155,13 @@ def remove_checkpoint(folder: Path) -> None:
         remove_only(folder, OURS)
 
 
-def keep_aside(path: Path) -> Path:
-    """Rename what is in the way to step_N_kept-1 (or -2, ...), and never touch it again."""
-    return path.rename(free_name(path.with_name(f"{path.name}_kept")))
+def keep_aside(path: Path) -> str:
+    """Rename what is in the way to step_N_kept-1 (or -2, ...), which nothing here touches again.
+
+    Return what there is to say about it.
+    """
+    kept = path.rename(free_name(path.with_name(f"{path.name}_kept")))
+    return f"note: {path} is kept as {kept.name}"
 
 
 def free_name(path: Path) -> Path:
@@ -220,8 +224,7 @@ def tidy(ckpt_dir: Path, step: int) -> list[str]:
     for path in ckpt_dir.glob(".*step_*"):
         if re.fullmatch(r"\.tmp_step_[0-9]+-[0-9a-f]{8}|\.step_[0-9]+\.old[0-9]*", path.name):
             remove_checkpoint(path)
-    later = [path for path in numbered(ckpt_dir) if step_of(path) > step]
-    return [f"note: {path} is kept as {keep_aside(path).name}" for path in later]
+    return [keep_aside(path) for path in numbered(ckpt_dir) if step_of(path) > step]
 
 
 @contextmanager
