@@ -433,7 +433,7 @@ class GPT(nn.Module):
             # With RoPE, only the distance of two tokens counts, and that is the same in a document.
             if self.wpe is not None:
                 positions = place - begins  # (B, T)
-            mask = self.document_mask(begins)
+            mask = self.document_mask(begins, product_dtype(self.wte.weight))
 
         x = self.wte(idx)  # (B, T, C)
         if self.wpe is not None:
@@ -452,17 +452,17 @@ class GPT(nn.Module):
             return logits[:, : self.config.vocab_size].float()  # (B, V)
         return self.loss(x, targets, weights, reduction)
 
-    def document_mask(self, begins: Tensor) -> Tensor:
+    def document_mask(self, begins: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the mask of attend() by which a token sees its own document up to itself.
 
         begins: where the document of each token begins, (B, T). Two tokens of a sequence are in one
         document if these numbers are equal. The mask, (B, 1, T, T), is 0 where a query sees a key
-        and -inf elsewhere. It is made once for all layers, in the dtype of the queries.
+        and -inf elsewhere. It is made once for all layers. dtype: of the queries.
         """
         T = begins.size(1)
         same = begins[:, None, :, None] == begins[:, None, None, :]
         hidden = ~same | torch.ones(T, T, dtype=torch.bool, device=begins.device).triu(1)
-        mask = torch.zeros(hidden.shape, dtype=product_dtype(self.wte.weight), device=hidden.device)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=begins.device)
         return mask.masked_fill_(hidden, -math.inf)
 
     def logits(self, x: Tensor) -> Tensor:

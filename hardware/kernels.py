@@ -149,12 +149,12 @@ def block_mask() -> Callable:
     return torch.compile(create_block_mask, dynamic=False)
 
 
-def document_mask(gpt: GPT, begins: Tensor, compiled: bool = False) -> object:
+def document_mask(gpt: GPT, begins: Tensor, dtype: torch.dtype, compiled: bool = False) -> object:
     """Return what attend() needs to keep documents apart: Pieces, a BlockMask, or a mask (Tensor).
 
     model.py takes it from here to attend() without looking at it.
-    begins: where the document of each token begins, (B, T). compiled: the code that calls attend()
-    is compiled, even if the code that calls this function is not.
+    begins: where the document of each token begins, (B, T). dtype: of the queries. compiled: the
+    code that calls attend() is compiled, even if the code that calls this function is not.
     """
     if begins.is_cpu:
         return pieces_of(begins)
@@ -169,7 +169,7 @@ def document_mask(gpt: GPT, begins: Tensor, compiled: bool = False) -> object:
                 return (begins[b, query] == begins[b, key]) & (query >= key)
 
             return block_mask()(seen, B, None, T, T, begins.device)
-    return document_mask_formula(gpt, begins)
+    return document_mask_formula(gpt, begins, dtype)
 
 
 SHORT = 256  # tokens (bench/LOG.md)

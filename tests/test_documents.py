@@ -110,8 +110,7 @@ BEGINS = torch.tensor([[0, 0, 2, 2, 2], [0, 1, 1, 1, 4]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_mask_on_a_gpu_is_made_once_in_the_dtype_of_the_queries(dtype):
     """Each layer would make one of a mask of True and False, and keep it for the backward pass."""
-    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        mask = make("llama").document_mask(BEGINS.as_subclass(OnGPU))
+    mask = make("llama").document_mask(BEGINS.as_subclass(OnGPU), dtype)
     place = torch.arange(5)
     same = BEGINS[:, :, None] == BEGINS[:, None, :]
     expected = (same & (place[:, None] >= place[None, :])).float()
@@ -136,10 +135,10 @@ def test_flex_attention_is_taken_where_it_runs(
     monkeypatch.setattr(kernels, "block_mask", lambda: lambda *args: "flex")
     model = make("llama", head_dim=head_dim, dropout=dropout)
     begins = BEGINS.as_subclass(OnGPU)
-    mask = document_mask(model.train(), begins, compiled)
+    mask = document_mask(model.train(), begins, torch.bfloat16, compiled)
     assert isinstance(mask, str) == flex
     if dropout:  # an evaluation has none
-        assert isinstance(document_mask(model.eval(), begins, compiled), str)
+        assert isinstance(document_mask(model.eval(), begins, torch.bfloat16, compiled), str)
 
 
 def test_pieces_cover_each_token_once_and_only_short_documents_share_one():

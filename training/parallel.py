@@ -155,7 +155,8 @@ def try_blocks(model: GPT, x: torch.Tensor, machine: Machine) -> tuple[Callable 
                 begins = torch.zeros(x.shape, dtype=torch.long, device=machine.device)
                 model.eval()
                 with torch.no_grad():
-                    block.eval()(inputs, rope, model.document_mask(begins), None)
+                    mask = model.document_mask(begins, machine.dtype)
+                    block.eval()(inputs, rope, mask, None)
         machine.synchronize()
         return model, ""
     except Exception as e:
