@@ -44,11 +44,11 @@ def read_meta(folder: Path) -> dict:
         meta = read_object(path)
         version = meta["format_version"]
         if version != FORMAT_VERSION:
-            wrong = f"format {version}, expected {FORMAT_VERSION}"
-            raise UserError(f"{folder}: {wrong}; run prepare.py again")
+            problem = f"format {version}, expected {FORMAT_VERSION}"
+            raise UserError(f"{folder}: {problem}; run prepare.py again")
         if meta.get("sha256") != content_sha256(meta):
-            wrong = "changed after it was made: its SHA-256 does not match"
-            raise UserError(f"{path}: {wrong}; run prepare.py again")
+            problem = "changed after it was made: its SHA-256 does not match"
+            raise UserError(f"{path}: {problem}; run prepare.py again")
         check_content(meta)
     except FileNotFoundError:
         source = "" if folder.name == "demo" else " --input FILE"
@@ -59,8 +59,8 @@ def read_meta(folder: Path) -> dict:
     except OSError as e:
         raise UserError(f"{path}: {e.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError) as e:
-        what = f"{type(e).__name__}: {e}"
-        raise UserError(f"{path}: damaged ({what}); run prepare.py again") from None
+        reason = f"{type(e).__name__}: {e}"
+        raise UserError(f"{path}: damaged ({reason}); run prepare.py again") from None
     return meta
 
 
@@ -112,10 +112,10 @@ def open_dataset(folder: str | Path) -> dict:
     for split, counts in meta["splits"].items():
         path = folder / f"{split}.bin"
         size = counts["tokens"] * np.dtype(meta["dtype"]).itemsize
-        found = path.stat().st_size if path.exists() else "no file"
-        if found != size:
-            wrong = f"{found} bytes where meta.json says {size}: truncated or replaced"
-            raise UserError(f"{path}: {wrong}; run prepare.py again")
+        actual = path.stat().st_size if path.exists() else "no file"
+        if actual != size:
+            problem = f"{actual} bytes where meta.json says {size}: truncated or replaced"
+            raise UserError(f"{path}: {problem}; run prepare.py again")
     return meta
 
 
@@ -124,8 +124,8 @@ def check_tokenizer_files(folder: Path, info: dict) -> None:
     for name, sha256 in files_of(info).items():
         path = inside(folder, name)
         if not path.exists() or file_sha256(path) != sha256:
-            wrong = "missing, or not the tokenizer that the data was made with"
-            raise UserError(f"{path}: {wrong}; run prepare.py again")
+            problem = "missing, or not the tokenizer that the data was made with"
+            raise UserError(f"{path}: {problem}; run prepare.py again")
 
 
 def files_of(info: dict) -> dict[str, str]:
@@ -150,9 +150,9 @@ def load_tokenizer(folder: str | Path) -> SentencePiece | Tiktoken:
     folder = Path(folder)
     names = ("meta.json", SentencePiece.file, Tiktoken.file, *HF_FILES)
     if (folder / MANIFEST).exists():
-        wrong = damage(folder, names)
-        if wrong:
-            raise UserError(f"{wrong}: it was changed after it was written")
+        problem = damage(folder, names)
+        if problem:
+            raise UserError(f"{problem}: it was changed after it was written")
     if not (folder / "meta.json").exists():
         return from_hugging_face(folder)
     try:
@@ -160,8 +160,8 @@ def load_tokenizer(folder: str | Path) -> SentencePiece | Tiktoken:
         check_tokenizer_files(folder, info)
         return open_tokenizer(inside(folder, info["file"]), info)
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as e:
-        what = f"{type(e).__name__}: {e}"
-        raise UserError(f"{folder}/meta.json: its tokenizer entry is damaged ({what})") from None
+        reason = f"{type(e).__name__}: {e}"
+        raise UserError(f"{folder}/meta.json: its tokenizer entry is damaged ({reason})") from None
 
 
 def tokenizer_of_model(folder: Path) -> SentencePiece | Tiktoken | None:
@@ -253,13 +253,13 @@ def verify(folder: str | Path, meta: dict, split: str) -> None:
 
 
 def verify_new(
-    sets: list["DataSet"], known: dict[str, list], say: Callable[[str], None]
+    sets: list["DataSet"], verified: dict[str, list], say: Callable[[str], None]
 ) -> dict[str, list[int]]:
-    """Verify the files whose stamp is not among the `known` ones; return {path: stamp} of all.
+    """Verify the files whose stamp is not among the `verified` ones; return {path: stamp} of all.
 
     So a resumed run does not have to read all its data again. A stamp is [bytes, ctime in ns]. The
     ctime is the time of the last change of the file or of anything recorded about it, and it cannot
-    be set back. known: path -> the stamps with which the file was verified before.
+    be set back. verified: path -> the stamps with which the file was verified before.
     """
     stamps = {}
     new = []
@@ -269,7 +269,7 @@ def verify_new(
             path = data.folder / f"{split}.bin"
             stamp = stamp_of(path)
             stamps[str(path)] = stamp
-            if stamp not in known.get(str(path), []):
+            if stamp not in verified.get(str(path), []):
                 new.append((data, split))
                 size += stamp[0]
     if size > 1e9:
@@ -333,7 +333,7 @@ def newest_dataset(data_dir: str | Path) -> str:
     finished, or is none of ours. A copy of a data set is as old as the set, if that is still there.
     A damaged data set is passed over, with a note. Raises UserError if there is none.
     """
-    found: dict[bytes, tuple[int, str]] = {}  # content of a meta.json -> its time, and the name
+    dates: dict[bytes, tuple[int, str]] = {}  # content of a meta.json -> its time, and the name
     for path in Path(data_dir).glob("[!.]*/meta.json"):
         if not path.is_file():  # a pipe would be read for ever
             continue
@@ -345,8 +345,8 @@ def newest_dataset(data_dir: str | Path) -> str:
             continue
         if b'"format_version"' not in content:
             continue  # another program wrote it
-        found[content] = min(dated, found.get(content, dated))
-    for _, name in sorted(found.values(), reverse=True):
+        dates[content] = min(dated, dates.get(content, dated))
+    for _, name in sorted(dates.values(), reverse=True):
         try:
             open_datasets(name, data_dir)
             return name
@@ -368,9 +368,9 @@ def open_datasets(spec: str, data_dir: str | Path) -> list[DataSet]:
     metas = [open_dataset(Path(data_dir) / name) for name in names]
     for name, meta in zip(names, metas, strict=True):
         if tokenizer_id(meta["tokenizer"]) != tokenizer_id(metas[0]["tokenizer"]):
-            wrong = f"{name} was made with another tokenizer than {names[0]}"
+            problem = f"{name} was made with another tokenizer than {names[0]}"
             same = f"prepare {name} with --tokenizer={data_dir}/{names[0]}"
-            raise UserError(f"dataset={spec!r}: {wrong}; {same}")
+            raise UserError(f"dataset={spec!r}: {problem}; {same}")
     if None in weights:
         weights = [Fraction(meta["splits"]["train"]["tokens"]) for meta in metas]
     total = sum(weights)

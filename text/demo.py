@@ -35,7 +35,7 @@ def demo_sources() -> list[Source]:
             raise UserError(f"{package} is not installed: pip install -r requirements.txt")
         folder = Path(spec.origin).parent
         roots.append((folder, folder.parent))
-    found = []
+    sources = []
     for root, base in roots:
         for path in sorted(root.rglob("*.py")):
             if LEFT_OUT.intersection(path.relative_to(root).parts):
@@ -43,8 +43,8 @@ def demo_sources() -> list[Source]:
             if path.name.startswith(("test_", "_test", "_sysconfigdata")):
                 continue
             module = ".".join(path.relative_to(base).with_suffix("").parts)
-            found.append(Source.at(path, "py", module.removesuffix(".__init__")))
-    return found
+            sources.append(Source.at(path, "py", module.removesuffix(".__init__")))
+    return sources
 
 
 def documentation(source: bytes, module: str) -> list[dict]:
@@ -97,13 +97,13 @@ def language_reference(tree: ast.Module) -> list[tuple[str, str]]:
 
     The module is a dictionary of them. A section that is part of several topics is returned once.
     """
-    found: dict[tuple[str, str], None] = {}
+    sections: dict[tuple[str, str], None] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign):
             for topic in ast.literal_eval(node.value).values():
                 _, *parts = HEADING.split(topic)  # heading, its underline, text, heading, ...
-                found |= dict.fromkeys(zip(parts[::3], map(str.strip, parts[2::3]), strict=True))
-    return list(found)
+                sections |= dict.fromkeys(zip(parts[::3], map(str.strip, parts[2::3]), strict=True))
+    return list(sections)
 
 
 def prose(text: str) -> str:

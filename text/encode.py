@@ -231,24 +231,24 @@ class Part:
             path.unlink(missing_ok=True)
             self.files[name] = GrowingFile(path, "xb")
 
-    def go_on(self, found: dict, sources: list[Source]) -> None:
-        """Go on from the journal `found`. Raises ValueError with the reason if it does not fit."""
-        if found["key"] != self.key:
+    def go_on(self, journal: dict, sources: list[Source]) -> None:
+        """Go on from this journal. Raises ValueError with the reason if it does not fit."""
+        if journal["key"] != self.key:
             raise ValueError("the settings or the tokenizer changed since it was written")
-        for number, (*file, _) in enumerate(found["sources"]):
+        for number, (*file, _) in enumerate(journal["sources"]):
             if number >= len(sources) or list(sources[number].same_file()) != file:
                 raise ValueError(f"{file[0]} changed, or its place in the input changed")
-        counts = found["tally"].items()
+        counts = journal["tally"].items()
         tally = Tally(**{k: Counter(v) if isinstance(v, dict) else v for k, v in counts})
-        total = sum(size for size, _ in found["files"].values())
+        total = sum(size for size, _ in journal["files"].values())
         with ProgressBar("verifying", total=total, unit_scale=True) as bar:
             for name, path in self.paths.items():
-                self.files[name] = reopened(path, found["files"][name], bar)
-        self.file = found["file"]
-        self.record = found["record"]
-        self.text = found["text"]
+                self.files[name] = reopened(path, journal["files"][name], bar)
+        self.file = journal["file"]
+        self.record = journal["record"]
+        self.text = journal["text"]
         self.tally = tally
-        for source, (*_, sha256) in zip(sources, found["sources"], strict=False):
+        for source, (*_, sha256) in zip(sources, journal["sources"], strict=False):
             source.sha256 = sha256 or source.sha256
 
     def write(self, encoded: Encoded) -> None:

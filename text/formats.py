@@ -106,8 +106,8 @@ class Reader:
             with HashedFile(source) as raw:
                 # The stream closes raw when it is garbage-collected, so it is kept to the end.
                 stream = self.opened(source, raw)
-                found = self.parsed(source, stream)
-                for number, (where, record) in enumerate(found, 1):
+                records = self.parsed(source, stream)
+                for number, (where, record) in enumerate(records, 1):
                     if number > skip:
                         yield number, raw.bytes_read, where, record
                 while raw.read(1 << 20):
@@ -179,8 +179,8 @@ def too_long(limit: int) -> ValueError:
 
 def has_ascii_line_ends(encoding: str) -> bool:
     """Return whether a byte 0x0A is always a line end: in UTF-8 and GB18030, but not in UTF-16."""
-    known = ("utf-8", "gb18030", "gbk", "gb2312", "ascii", "iso8859-1", "cp1252")
-    return codecs.lookup(encoding).name in known
+    names = ("utf-8", "gb18030", "gbk", "gb2312", "ascii", "iso8859-1", "cp1252")
+    return codecs.lookup(encoding).name in names
 
 
 def read_lines(stream: io.BufferedIOBase, source: Source, encoding: str, limit: int) -> Records:
@@ -342,8 +342,8 @@ def read_csv(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Recor
         begin = rows.line_num + 1
         twice = [name for name in header if header.count(name) > 1]
         if twice:
-            what = f"the header has the column {twice[0]!r} twice: rename one of them"
-            raise UserError(f"{source.name}:{rows.line_num}: {what}")
+            problem = f"the header has the column {twice[0]!r} twice: rename one of them"
+            raise UserError(f"{source.name}:{rows.line_num}: {problem}")
         for row in rows:
             if None in row:
                 why = "more fields than the header: quote a text that holds the separator"

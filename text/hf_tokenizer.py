@@ -79,12 +79,12 @@ def post_processor(bos: str | None, prefix: list[int]) -> dict:
     """Return the step of tokenizer.json that puts the prefix, named bos, before every text."""
     first = [{"Sequence": {"id": "A", "type_id": 0}}]
     second = [{"Sequence": {"id": "B", "type_id": 1}}]
-    known = {}
+    prefix_tokens = {}
     if bos:
         first = [{"SpecialToken": {"id": bos, "type_id": 0}}, *first]
-        known = {bos: {"id": bos, "ids": prefix, "tokens": [bos]}}
+        prefix_tokens = {bos: {"id": bos, "ids": prefix, "tokens": [bos]}}
     template = {"type": "TemplateProcessing", "single": first, "pair": first + second}
-    return template | {"special_tokens": known}
+    return template | {"special_tokens": prefix_tokens}
 
 
 def describe_sentencepiece(tokenizer: SentencePiece) -> tuple[dict, dict, dict] | None:
@@ -198,16 +198,16 @@ def hugging_face_files(folder: str | Path) -> list[Path]:
     and checkpoints, which people publish, and a link to a private file must not bring its content
     there. In Hugging Face's cache, links to models--NAME/blobs are allowed: all files are such.
     """
-    found = [path for name in HF_FILES if (path := Path(folder) / name).is_file()]
+    paths = [path for name in HF_FILES if (path := Path(folder) / name).is_file()]
     tree = Path(folder).resolve()
     if tree.parent.name == "snapshots" and tree.parents[1].name.startswith("models--"):
         tree = tree.parents[1]
-    for path in found:
+    for path in paths:
         target = path.resolve()
         if not target.is_relative_to(tree):
             advice = "replace it by a copy of that file"
             raise UserError(f"{path}: a link to {target}, outside this folder: {advice}")
-    return found
+    return paths
 
 
 def from_hugging_face(folder: Path) -> SentencePiece | Tiktoken:
@@ -220,8 +220,8 @@ def from_hugging_face(folder: Path) -> SentencePiece | Tiktoken:
     try:
         return convert(folder)
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as e:
-        what = " ".join(f"{type(e).__name__}: {e}".split())
-        raise UserError(f"{folder}: its tokenizer files cannot be used ({what})") from None
+        reason = " ".join(f"{type(e).__name__}: {e}".split())
+        raise UserError(f"{folder}: its tokenizer files cannot be used ({reason})") from None
 
 
 # Names for the content of these files in the functions below ({} where a file is missing):
@@ -252,8 +252,8 @@ def convert_sentencepiece(
     pieces |= special_tokens(config, added, whole, folder)
     eos = eos_of(config, of_model, pieces, folder, sp.id_to_piece(sp.eos_id()))
     if pieces[eos] != sp.eos_id():
-        what = f"its eos {eos!r} is not the eos of its tokenizer.model"
-        raise UserError(f"{folder}: {what}: not supported")
+        problem = f"its eos {eos!r} is not the eos of its tokenizer.model"
+        raise UserError(f"{folder}: {problem}: not supported")
     if whole:
         prefix = prefix_of(whole, folder)
     else:
@@ -311,8 +311,8 @@ def check_pattern(tokenizer: Tiktoken, ranks: dict[bytes, int], folder: Path) ->
     if tokenizer.normalize:
         probe = unicodedata.normalize(tokenizer.normalize, probe)
     if tokenizer.decode(tokenizer.encode(probe).tolist()) != probe:
-        what = "its pattern leaves out parts of a text"
-        raise UserError(f"{folder}/tokenizer.json: {what}: not supported")
+        problem = "its pattern leaves out parts of a text"
+        raise UserError(f"{folder}/tokenizer.json: {problem}: not supported")
 
 
 def special_tokens(config: dict, added: dict, whole: dict, folder: Path) -> dict[str, int]:
@@ -324,11 +324,11 @@ def special_tokens(config: dict, added: dict, whole: dict, folder: Path) -> dict
         i = token["id"]
         name = token["content"]
         if not 0 <= i <= MAX_ID:
-            wrong = f"is not a number from 0 to {MAX_ID:,}"
-            raise UserError(f"{folder}: the id {i} of the token {name!r} {wrong}")
+            problem = f"is not a number from 0 to {MAX_ID:,}"
+            raise UserError(f"{folder}: the id {i} of the token {name!r} {problem}")
         if not token.get("special") and name[:1] not in ("<", "["):  # a run of spaces, for example
-            wrong = "would cut ordinary text: not supported"
-            raise UserError(f"{folder}: the added token {name!r} {wrong}")
+            problem = "would cut ordinary text: not supported"
+            raise UserError(f"{folder}: the added token {name!r} {problem}")
     return {token["content"]: token["id"] for token in tokens}
 
 
@@ -367,15 +367,15 @@ def splitting(whole: dict, folder: Path) -> tuple[str, str]:
     """
     path = folder / "tokenizer.json"
 
-    def refuse(what: str, found: Any) -> UserError:
-        return UserError(f"{path}: {what} {json.dumps(found)[:200]} is not supported")
+    def refuse(part: str, content: Any) -> UserError:
+        return UserError(f"{path}: {part} {json.dumps(content)[:200]} is not supported")
 
     model = whole["model"]
     options = ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
     odd = {key: model[key] for key in options if model.get(key)}
     if model.get("type") != "BPE" or odd or not is_byte_level(whole):
-        what = "a model other than a byte-level BPE, without a tokenizer.model beside it:"
-        raise refuse(what, {"type": model.get("type")} | odd)
+        part = "a model other than a byte-level BPE, without a tokenizer.model beside it:"
+        raise refuse(part, {"type": model.get("type")} | odd)
 
     normalizer = whole.get("normalizer")
     forms = normalizer.get("normalizers", [normalizer]) if normalizer else []
@@ -418,8 +418,8 @@ def ranks_of(
     except KeyError:
         raise UserError(f"{folder}: its vocabulary is not that of a byte-level BPE") from None
     if not are_token_ids(ranks.values()):
-        wrong = f"are not distinct numbers from 0 to {MAX_ID:,}"
-        raise UserError(f"{folder}: the ids of its vocabulary {wrong}")
+        problem = f"are not distinct numbers from 0 to {MAX_ID:,}"
+        raise UserError(f"{folder}: the ids of its vocabulary {problem}")
     results = [vocab[a + b] for a, b in merges if a + b in vocab]
     if any(a > b for a, b in zip(results, results[1:], strict=False)):
         raise UserError(f"{folder}: its merges are not in the order of their ids: not supported")
@@ -434,7 +434,7 @@ def prefix_of(whole: dict, folder: Path) -> list[int]:
     post = whole.get("post_processor") or {"type": "Sequence", "processors": []}
     steps = post["processors"] if post["type"] == "Sequence" else [post]
     path = folder / "tokenizer.json"
-    found = []
+    prefix = []
     for step in steps:
         if step["type"] == "TemplateProcessing":
             *before, text = step["single"]
@@ -442,7 +442,7 @@ def prefix_of(whole: dict, folder: Path) -> list[int]:
                 raise UserError(f"{path}: it puts tokens after every text: not supported")
             for part in before:
                 name = part["SpecialToken"]["id"]
-                found += step["special_tokens"][name]["ids"]
+                prefix += step["special_tokens"][name]["ids"]
         elif step["type"] != "ByteLevel":
             raise UserError(f"{path}: post_processor {step['type']} is not supported")
-    return found
+    return prefix

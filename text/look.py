@@ -70,9 +70,9 @@ def describe_sources(
     if not cfg.input:
         versions = {package: importlib.metadata.version(package) for package in ("numpy", "torch")}
         return [{"path": "docstrings", "python": sys.version.split()[0], **versions}]
-    found = [{"path": s.name, "bytes": s.bytes, "sha256": s.sha256} for s in read]
+    files = [{"path": s.name, "bytes": s.bytes, "sha256": s.sha256} for s in read]
     skipped = [{"path": name, "skipped": counts} for name, counts in passed_by.items()]
-    return found + skipped
+    return files + skipped
 
 
 def settings_of(cfg: PrepareConfig) -> dict:
@@ -143,12 +143,12 @@ def report_records(records: dict, sources: list[dict]) -> list[str]:
     lines = [f"  {plural(records['read'], 'record')}, read as {shapes}"]
     for source in sources:
         if "skipped" in source:
-            counts = ", ".join(f"{n:,} x {what}" for what, n in source["skipped"].items())
+            counts = ", ".join(f"{n:,} x {reason}" for reason, n in source["skipped"].items())
             lines.append(f"  skipped in {source['path']}: {counts}")
-    for what in ("bad", "dropped", "changed"):
-        lines.append(f"  {what}: {sum(records[what].values()):,}")
-        lines += [f"    {n:,} x {reason}" for reason, n in records[what].items()]
-        if what == "bad":
+    for outcome in ("bad", "dropped", "changed"):
+        lines.append(f"  {outcome}: {sum(records[outcome].values()):,}")
+        lines += [f"    {n:,} x {reason}" for reason, n in records[outcome].items()]
+        if outcome == "bad":
             lines += [f"    e.g. {example}" for example in records["examples"]]
     if records["unread"]:
         counts = ", ".join(f"{n:,} x {field}" for field, n in records["unread"].items())
@@ -173,16 +173,16 @@ def report_lengths(lengths: dict) -> list[str]:
 
 def report_landmarks(meta: dict) -> list[str]:
     """Return how well the simplest models predict val. A split of one token has no such counts."""
-    found = meta["landmarks"]
-    if not found:
+    landmarks = meta["landmarks"]
+    if not landmarks:
         return []
     V = meta["vocab_size"]
-    counted = found["bigram_tokens"]
+    counted = landmarks["bigram_tokens"]
     some = counted < meta["splits"]["train"]["tokens"] - 1
     part = f"{counted:,} tokens of " if some else ""
     return [
         "  loss on val of the simplest models, in nats per token, to compare a GPT with:",
         f"    {math.log(V):>9.3f}  all tokens are equally likely: ln {V:,}",
-        f"    {found['unigram']:>9.3f}  each token is as frequent as in {part}train",
-        f"    {found['bigram']:>9.3f}  each pair of tokens is as frequent as in {part}train",
+        f"    {landmarks['unigram']:>9.3f}  each token is as frequent as in {part}train",
+        f"    {landmarks['bigram']:>9.3f}  each pair of tokens is as frequent as in {part}train",
     ]

@@ -144,12 +144,12 @@ def parse_line(line: str) -> Any:
 def unread_fields(record: dict, shape: str) -> list[str]:
     """Return the fields that hold text in one of the known shapes, but are not part of this one."""
     used = shape.strip("{}").split(", ")
-    found = [key for key in TEXT_FIELDS & record.keys() if key not in used and record[key]]
+    unread = [key for key in TEXT_FIELDS & record.keys() if key not in used and record[key]]
     sections = record.get("sections")
     if "sections" in used and isinstance(sections, list):
         if any("sections" in section for section in sections):
-            found.append("sections in sections")
-    return [f"{key}, beside {shape}" for key in sorted(found)]
+            unread.append("sections in sections")
+    return [f"{key}, beside {shape}" for key in sorted(unread)]
 
 
 def clean(text: str, cleaning: Cleaning, tally: Tally) -> str:

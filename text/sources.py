@@ -143,14 +143,14 @@ def find_sources(
             if not file.is_file():
                 raise UserError(f"--input {file}: not a regular file; pipe it in with --input -")
             if identity(file) in own_files:
-                what = "prepare.py wrote this file; name only the files of the corpus"
-                raise UserError(f"--input {file}: {what}")
-            known = names.setdefault(identity(file), set())
-            if not known:
+                problem = "prepare.py wrote this file; name only the files of the corpus"
+                raise UserError(f"--input {file}: {problem}")
+            other_names = names.setdefault(identity(file), set())
+            if not other_names:
                 sources.append(Source.at(file, file_kind))
-            elif file not in known:
+            elif file not in other_names:
                 counts[OTHER_NAME] += 1
-            known.add(file)
+            other_names.add(file)
     return sources, {argument: counts for argument, counts in skipped.items() if counts}
 
 
@@ -169,7 +169,7 @@ def named_files(argument: str, skipped: Counter) -> Iterator[Path]:
             continue
         files = sorted(walk(path, skipped), key=in_order)
         if not files:
-            there = ", ".join(f"{n:,} x {what}" for what, n in skipped.items()) or "nothing"
+            there = ", ".join(f"{n:,} x {reason}" for reason, n in skipped.items()) or "nothing"
             expected = f"the folder has no file that ends in {EXPECTED}"
             raise UserError(f"--input {path}: {expected}; it has {there}")
         yield from files
@@ -186,13 +186,13 @@ def matches(pattern: str) -> list[str]:
     deep = parts.index("**")
     start = Path(*parts[:deep])
     rest = str(Path(*parts[deep:]))
-    found = []
+    paths = []
     for folder in map(Path, glob.glob(str(start))):
         for path in folder.glob(rest):
             is_hidden = "/." in f"/{path.relative_to(folder)}"  # glob.glob leaves these out too
             if not is_hidden:
-                found.append(str(path))
-    return found
+                paths.append(str(path))
+    return paths
 
 
 def walk(folder: Path, skipped: Counter) -> Iterator[Path]:

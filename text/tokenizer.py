@@ -38,11 +38,11 @@ def are_token_ids(ids: Collection[int]) -> bool:
 
 def checked_prefix(prefix: list[int] | None, eos_id: int, vocab_size: int) -> list[int]:
     """Return the prefix, or [eos_id] for None. Raises ValueError if it is not a list of ids."""
-    found = [eos_id] if prefix is None else prefix
-    ok = isinstance(found, list) and all(type(i) is int and 0 <= i < vocab_size for i in found)
+    ids = [eos_id] if prefix is None else prefix
+    ok = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
     if not ok:
-        raise ValueError(f"the prefix {found!r} is not a list of ids of this tokenizer")
-    return found
+        raise ValueError(f"the prefix {ids!r} is not a list of ids of this tokenizer")
+    return ids
 
 
 # Places in a text that the tokens of a BPE seldom reach across: before a space, and between a
@@ -81,8 +81,8 @@ class SentencePiece:
         space_sign = [self.sp.piece_to_id(f"<0x{byte:02X}>") for byte in "\u2581".encode()]
         self.space_sign = np.array(space_sign, np.int32)
         if self.eos_id < 0:
-            what = "it has no eos token, but every document must end with one"
-            raise UserError(f"tokenizer {path}: {what}")
+            problem = "it has no eos token, but every document must end with one"
+            raise UserError(f"tokenizer {path}: {problem}")
         self.prefix = checked_prefix(prefix, self.eos_id, self.vocab_size)
 
     def encode(self, text: str) -> np.ndarray:
@@ -218,14 +218,14 @@ class Tiktoken:
         import tiktoken
 
         if name not in tiktoken_names():
-            known = f"tiktoken has {', '.join(tiktoken_names())}"
-            raise UserError(f"--tokenizer {name}: no such file, and no tiktoken encoding; {known}")
+            names = f"tiktoken has {', '.join(tiktoken_names())}"
+            raise UserError(f"--tokenizer {name}: no such file, and no tiktoken encoding; {names}")
         try:
             e = tiktoken.get_encoding(name)
         except OSError as error:  # the errors of requests are OSErrors too
-            what = f"cannot be downloaded ({type(error).__name__})"
+            problem = f"cannot be downloaded ({type(error).__name__})"
             where = "set TIKTOKEN_CACHE_DIR to a folder that has it"
-            raise UserError(f"--tokenizer {name}: {what}; {where}") from None
+            raise UserError(f"--tokenizer {name}: {problem}; {where}") from None
         return cls(name, e._pat_str, e._mergeable_ranks, e._special_tokens)
 
     @classmethod

@@ -29,7 +29,7 @@ from text.settings import (
 from text.sources import Source
 from text.tokenizer import SentencePiece
 
-SAMPLE_LENGTH = 4000  # characters of one piece of the sample that a tokenizer is trained on
+SAMPLE_LENGTH = 4000  # characters of each excerpt in the sample that a tokenizer is trained on
 
 # What all tokenizers that are made here have in common: no text is changed, and all spaces stay.
 AS_IT_IS = dict(
@@ -102,7 +102,7 @@ def make_sentencepiece(
     """Make the tokenizer that --tokenizer=train, char or byte asks for; return its file."""
     path = folder / SentencePiece.file
     if cfg.tokenizer == "train":
-        train_sentencepiece(path, sample_pieces(cfg, sources, workers), cfg.vocab_size)
+        train_sentencepiece(path, sample_excerpts(cfg, sources, workers), cfg.vocab_size)
     elif cfg.tokenizer == "char":
         characters = alphabet(cfg, sources, workers)
         write_alphabet(path, characters, with_bytes=bool(characters & RESERVED))
@@ -143,8 +143,8 @@ def in_our_words(reason: str) -> str:
     least = re.search(r"smaller than required_chars. \d+ vs (\d+)", reason)
     most = re.search(r"set it to a value <= (\d+)", reason)
     if least:
-        what = f"too small for the characters of this input: it takes at least {least[1]}"
-        return f"{what}, or --tokenizer=byte"
+        problem = f"too small for the characters of this input: it takes at least {least[1]}"
+        return f"{problem}, or --tokenizer=byte"
     if most:
         return f"too large for this input: give --vocab_size={most[1]}, or --tokenizer=char"
     return f"SentencePiece cannot train on this input: {reason}"
@@ -213,29 +213,29 @@ def characters_of(cleaning: Cleaning, chunk: Chunk) -> tuple[set[str], Tally]:
     return set().union(*texts), tally
 
 
-def sample_pieces(cfg: PrepareConfig, sources: list[Source], workers: int) -> list[str]:
+def sample_excerpts(cfg: PrepareConfig, sources: list[Source], workers: int) -> list[str]:
     """Read the whole input and return a uniform random sample of it, train_mb million characters.
 
-    The sample consists of pieces of SAMPLE_LENGTH characters, and only the sample is in memory:
+    The sample consists of excerpts of SAMPLE_LENGTH characters, and only the sample is in memory:
     reservoir sampling, Vitter's algorithm R.
     """
     rng = random.Random(0)
     capacity = cfg.train_mb * 1_000_000 // SAMPLE_LENGTH
     sample: list[str] = []
-    seen = 0  # pieces so far
+    seen = 0  # excerpts so far
     for texts in over_input(cfg, sources, workers, partial(texts_of, cleaning(cfg))):
-        for piece in pieces_of(texts):
+        for excerpt in excerpts_of(texts):
             if len(sample) < capacity:
-                sample.append(piece)
+                sample.append(excerpt)
             else:
                 slot = rng.randrange(seen + 1)
                 if slot < capacity:
-                    sample[slot] = piece
+                    sample[slot] = excerpt
             seen += 1
     return sample
 
 
-def pieces_of(texts: list[str]) -> Iterator[str]:
+def excerpts_of(texts: list[str]) -> Iterator[str]:
     for text in texts:
         for begin in range(0, len(text), SAMPLE_LENGTH):
             yield text[begin : begin + SAMPLE_LENGTH]
