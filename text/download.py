@@ -21,7 +21,6 @@ from hardware.disk import (
     json_bytes,
     remove_only,
     sealed,
-    sync_open,
     unseal,
     write_whole,
 )
@@ -145,7 +144,8 @@ def fetch(url: str, file: Path, about: Path) -> dict:
                     f.write(data)
                     digest.update(data)
                     bar.update(len(data))
-            sync_open(f)
+            f.flush()
+            os.fsync(f.fileno())
             size = f.tell()
         kept = {"url": without_secrets(url), "url_sha256": digest_of(url), "bytes": size}
         kept |= {"file_sha256": digest.hexdigest()}
