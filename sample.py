@@ -226,9 +226,10 @@ def prompt_of_run(folder: Path) -> str:
     if (folder / MANIFEST).exists() and (problem := damage(folder, [file])):
         raise UserError(f"{problem}: give --prompt, and it is not needed")
     try:
-        return str(read_object(folder / file).get("sample_prompt", ""))
+        prompt = read_object(folder / file).get("sample_prompt")
     except (OSError, ValueError):  # it is not a checkpoint of train.py
         return ""
+    return prompt if isinstance(prompt, str) else ""
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[str, list[int]]:

@@ -1,8 +1,8 @@
 """Count how many questions a model answers rightly, or its bits per byte on texts, without network.
 
-    python bench/judge.py questions.jsonl --ckpt out/RUN
+    python -m bench.judge questions.jsonl --ckpt out/RUN
     # every text alone, from its own beginning
-    python bench/judge.py texts.jsonl --ckpt out/RUN/ckpt/step_00001000
+    python -m bench.judge texts.jsonl --ckpt out/RUN/ckpt/step_00001000
 
 A line of the file is {"question": text, "choices": [texts], "answer": number of the right one, from
 0}, or {"text": text}. The figures are those of EleutherAI's lm-evaluation-harness (0.4.13), which
@@ -13,21 +13,18 @@ the model sees as many tokens before each as fit into its block_size. All is com
 import json
 import math
 import statistics
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-REPO = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPO))  # so that `python bench/judge.py` finds the modules below
-import configurator  # noqa: E402
-from configurator import UserError, parse  # noqa: E402
-from hardware.disk import only_plain  # noqa: E402
-from hardware.machine import pick_device  # noqa: E402
-from hardware.terminal import ProgressBar, plural  # noqa: E402
-from sample import SampleConfig, open_model  # noqa: E402
+import configurator
+from configurator import UserError, parse
+from hardware.disk import only_plain
+from hardware.machine import pick_device
+from hardware.terminal import ProgressBar, plural
+from sample import SampleConfig, open_model
 
 
 @dataclass(frozen=True)
@@ -49,10 +46,8 @@ class Judge:
         self.delimiter = cfg.delimiter
         self.folder, _, model, self.tokenizer = open_model(SampleConfig(ckpt=cfg.ckpt))
         self.model = model.to(self.device).eval()
-        self.first = [*self.tokenizer.prefix, self.tokenizer.eos_id][:1]
-
-    def encoded(self, text: str) -> list[int]:
-        return [*self.tokenizer.prefix, *self.tokenizer.encode(text).tolist()]
+        self.prefix = list(self.tokenizer.prefix)
+        self.first = [*self.prefix, self.tokenizer.eos_id][:1]
 
     @torch.no_grad()
     def log_likelihood(self, context: list[int], ids: list[int]) -> float:
@@ -73,23 +68,19 @@ class Judge:
         if type(answer) is not int or not 0 <= answer < len(choices):
             raise ValueError(f"answer={answer!r} is not the number of a choice")
         # A space belongs to the word behind it, as in the tokens of a text.
-        context = question.rstrip()
-        before = self.encoded(context) if question and self.encoded(context) else self.first
+        context = self.tokenizer.encode(question.rstrip()).tolist()
         scores = []
         for choice in choices:
-            whole = self.encoded(question + self.delimiter + choice)
-            if not question:
-                whole = self.first + whole[len(self.tokenizer.prefix) :]
-            elif before is self.first:
-                whole = self.first + whole
-            scores.append(self.log_likelihood(before, whole[len(before) :]))
+            ids = self.tokenizer.encode(question + self.delimiter + choice).tolist()
+            before = self.prefix + context or self.first
+            scores.append(self.log_likelihood(before, ids[len(context) :]))
         by_length = [s / len(choice) for s, choice in zip(scores, choices, strict=True)]
         right = (by_length.index(max(by_length)) == answer, scores.index(max(scores)) == answer)
         return dict(zip(("acc_norm", "acc"), map(float, right), strict=True))
 
     def text(self, record: dict[str, Any]) -> dict[str, float]:
         """Return -ln p of a text, in windows of T tokens, and its bytes."""
-        ids = self.encoded(record["text"])
+        ids = self.prefix + self.tokenizer.encode(record["text"]).tolist()
         T = self.model.config.block_size
         nats = 0.0
         for at in range(0, len(ids), T):

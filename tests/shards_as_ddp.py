@@ -48,9 +48,8 @@ def losses_and_norms(cfg: TrainConfig, machine: Machine, accum: int, steps: int)
     rows = batches()
     figures = []
     for _ in range(steps):
-        state = (forward, model, optimizer, scaler, rows)
-        loss, _, norm = take_step(*state, accum, machine, cfg.grad_clip)()
-        figures.append([loss, norm])
+        result = take_step(forward, optimizer, scaler, rows, accum, machine, cfg.grad_clip)
+        figures.append([result.loss, result.grad_norm])
     return torch.tensor(figures, dtype=torch.float64)
 
 

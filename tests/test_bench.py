@@ -15,7 +15,7 @@ import tiktoken
 import torch
 from conftest import REPO, TINY, call, make_records, write_jsonl
 
-from bench import compare, init_scales, lab, roof, shards, sweep
+from bench import compare, init_scales, judge, lab, roof, shards, sweep
 from bench import prepare as bench_prepare
 from configurator import given
 from hardware.gpus import datasheet_tflops
@@ -251,12 +251,14 @@ def test_the_gpu_suite_runs_at_toy_size_on_a_cpu(tmp_path):
 SETTINGS_OF = {
     "bench.compare": compare.CompareConfig,
     "bench.init_scales": init_scales.ScalesConfig,
+    "bench.judge": judge.JudgeConfig,
     "bench.lab": lab.LabConfig,
     "bench.prepare": bench_prepare.BenchConfig,
     "bench.roof": roof.RoofConfig,
     "bench.shards": shards.ShardsConfig,
     "bench.sweep": sweep.SweepConfig,
 }
+POSITIONAL = {"bench.prepare": "corpus", "bench.judge": "files"}
 
 
 @pytest.mark.parametrize("toy", ["1", ""])
@@ -288,7 +290,7 @@ def test_every_published_command_has_settings_that_its_script_knows(page, monkey
     for module, options in commands:
         argv = shlex.split(options.replace("\\\n", " "), comments=True)
         argv = [a for a in argv if a not in ("--help", "bench/questions/dropout.py")]
-        positional = "corpus" if module == "bench.prepare" else ""
+        positional = POSITIONAL.get(module, "")
         assert given(SETTINGS_OF[module], argv, positional=positional) or not argv, argv
 
 

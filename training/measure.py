@@ -53,7 +53,7 @@ def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> i
     batches = repeat(Batch(rows[:, :-1], rows[:, 1:], None, eos_id))
 
     def one_step() -> None:
-        take_step(forward, model, optimizer, scaler, batches, step.accum, machine, grad_clip=1.0)
+        take_step(forward, optimizer, scaler, batches, step.accum, machine, grad_clip=1.0)
         if average:
             average.follow()
 
