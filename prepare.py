@@ -224,9 +224,8 @@ def make_data_set(cfg: PrepareConfig, ranks: Ranks) -> None:
     except BaseException as e:
         hint = ""
         if worth_keeping(scratch, cfg):
-            hint = (
-                f"; the finished work is kept in {scratch}: run the same command again to continue"
-            )
+            again = "run the same command again to continue"
+            hint = f"; the finished work is kept in {scratch}: {again}"
         elif is_first:
             remove_scratch(scratch)
         if isinstance(e, OSError) and not isinstance(e, BrokenPipeError):  # most often: a full disk

@@ -491,7 +491,7 @@ def test_a_meta_json_cannot_name_a_tokenizer_elsewhere(tiny_data, tmp_path, refu
         ({"file": "../../tiny/tokenizer.model"}, "which is not in this folder: not read"),
         ({"file": 7}, "which is not in this folder: not read"),
         ({"kind": "bert"}, f"{damaged} (ValueError: unknown tokenizer kind 'bert')"),
-        ({"kind": "tiktoken"}, f"{damaged} (KeyError: 'pattern')"),
+        ({"kind": "tiktoken"}, f"{damaged} (KeyError"),
         ({"prefix": [400]}, f"{damaged} (ValueError: the prefix [400] is not a list of ids"),
         ({"prefix": 5}, "the prefix 5 is not a list of ids"),
         ({"prefix": ["a"]}, "the prefix ['a'] is not a list of ids"),
