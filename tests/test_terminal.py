@@ -109,7 +109,8 @@ def test_prepare_and_evaluation_have_the_same_bar_and_leave_nothing_of_it(
     written += in_terminal(80, lambda: call(sample.main, f"--ckpt={run}", *evaluated))
     parts = [part.strip("\r") for part in written.split(DRAWN)]
     bars = [part for part in parts if re.search(r" +\d+% \|.{16}\| eta [^\n]+$", part)]
-    assert {bar.split(" ")[0] for bar in bars} == {"reading", "encoding", "verifying", "evaluating"}
+    work = {"reading", "encoding", "verifying", "finding", "evaluating"}
+    assert {bar.split(" ")[0] for bar in bars} == work
     assert max(map(len, bars)) < 80
     assert not re.search(r"\d%.*\|", "".join(part for part in parts if part not in bars))
 

@@ -101,7 +101,7 @@ def test_overwrite_moves_the_earlier_run_out_of_the_way_with_all_that_is_in_its_
     assert contents(tmp_path / "run.old-2") == before
     assert (tmp_path / "run.old-2" / "ckpt" / "step_00000002").is_symlink()
     assert str(tmp_path / "run.old-2") in capsys.readouterr().out
-    assert sorted(os.listdir(run)) == ["ckpt", "loss.png", "metrics.jsonl"]
+    assert sorted(os.listdir(run)) == ["ckpt", "metrics.jsonl"]
     assert sorted(os.listdir(run / "ckpt")) == ["step_00000004", "step_00000008"]
     assert metrics(run, "loss") != metrics(finished, "loss")
     # The run that was moved is no longer the newest one, but it can go on under its new name.
