@@ -129,7 +129,7 @@ documents() { # what it costs to keep documents apart, compiled with FlexAttenti
     local T
     dataset 50257
     for T in 256 512 1024; do
-        part "documents_$T" 75 $PYTHON -m bench.sweep config/gpt2_124m.py --vary=documents \
+        part "documents_$T" 150 $PYTHON -m bench.sweep config/gpt2_124m.py --vary=documents \
             --data_dir="$WORK" --dataset=v50257 --block_size="$T" --batch_size=$((16384 / T)) \
             --batch_tokens=131072 --rounds=4 --json="$OUT/documents_$T.json" \
             ${TOY:+"${SHRINK[@]}" --rounds=1 --compile=false}
