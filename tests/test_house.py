@@ -30,7 +30,7 @@ FUNCTION_WORDS = """found what first wrong begin known before why where new more
 CEILINGS = {
     "product, with plan.py": 9_630,
     "bench": 2_000,
-    "tests": 11_500,
+    "tests": 11_520,
     "the evening's four files": 1_115,
     "import train: files": 33,
     "import train: code lines": 6_050,

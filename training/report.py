@@ -345,6 +345,9 @@ def first_records(
     if of_step and of_step[-1:] != progress.losses[-1:]:
         other = f"its loss of step {step} is not the one in the checkpoint"
         say(f"warning: {path}: {other}: its lines may be of another run")
+    if step and not any(r["step"] == step and "saved" in r for r in records):
+        # The process that wrote the checkpoint was killed before it could record it.
+        records.append({"step": step, "saved": f"step_{step:08d}"})
 
     # `prepare.py --inspect RUN --step N` and follow.py read this record to find a step's texts.
     how_to_start = {"init_from", "overwrite"}

@@ -83,6 +83,18 @@ def test_a_run_name_that_is_another_folder_is_refused(tiny_data, tmp_path, refus
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
+def test_a_resume_records_the_checkpoint_that_a_killed_process_could_not_record(
+    finished, tiny_data, tmp_path
+):
+    """metrics.jsonl says which checkpoints there were: without them, auto must not begin anew."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    unsaved = [line for line in lines if '"saved"' not in line and '"ended"' not in line]
+    (run / "metrics.jsonl").write_text("".join(unsaved))
+    train_tiny(tiny_data, tmp_path, "--init_from=resume", "--max_steps=12")
+    assert metrics(run, "saved") == {8: "step_00000008", 12: "step_00000012"}
+
+
 # -- --overwrite --
 
 

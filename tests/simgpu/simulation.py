@@ -30,7 +30,7 @@ def nothing() -> Path:
 def environment(gpu: str, processes: int) -> dict[str, str]:
     """Return the environment of processes on so many simulated GPUs.
 
-    gpu: a100, h100, rtx4090 or v100.
+    gpu: a100, h100 or rtx4090.
     """
     lib = Path(SIMGPU).resolve() / "lib"
     bin = Path(SIMGPU).resolve() / "venv/bin"

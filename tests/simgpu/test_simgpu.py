@@ -102,11 +102,6 @@ def test_other_gpus_train(gpu, options, folder):
     trains(gpu, 1, options, folder, f"{gpu}_{options == EAGER}")
 
 
-def test_a_gpu_that_this_torch_has_no_kernels_for_is_refused(folder):
-    code, output = simulated("v100", 1, f"train.py {SMALL} --run_name=v100", folder)
-    assert code == 2 and "cu126" in output.splitlines()[-1]
-
-
 SHARDS = ["none", "optimizer", "gradients", "all"]
 
 
