@@ -46,14 +46,16 @@ def settings_of_run(given: dict[str, Any]) -> TrainConfig:
     asked = TrainConfig(**given)
     if asked.init_from not in ("resume", "auto"):
         return checked(TrainConfig, with_context(given))
-    # A command that began a run said how long it is. One that does not is none of them repeated,
-    # with run_name left at its default: it means the run that was trained last.
+    # The command that began a run gave its length. A command without one does not repeat that, and
+    # without a run_name it means the run that was trained last.
     names_run = {"run_name", "max_steps", "max_epochs", "max_tokens"} & given.keys()
-    if asked.init_from == "resume" and not names_run:
-        newest = newest_run(Path(asked.out_dir))
-        if newest:
-            note(f"no run_name is given: the newest run is resumed, {newest}")
-            given = given | {"run_name": newest.name}
+    if (
+        asked.init_from == "resume"
+        and not names_run
+        and (newest := newest_run(Path(asked.out_dir)))
+    ):
+        note(f"no run_name is given: the newest run is resumed, {newest}")
+        given = given | {"run_name": newest.name}
     ckpt_dir = Path(asked.out_dir) / given.get("run_name", asked.run_name) / "ckpt"
     return checked(TrainConfig, earlier_settings(ckpt_dir) | given)
 
@@ -111,9 +113,9 @@ def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> O
     Raises UserError if the run would lose something that is there, or cannot find what it needs.
     """
     if cfg.init_from in ("resume", "auto"):
-        own = own_checkpoint(cfg, folder, say)
-        if own is not None:
-            return own
+        checkpoint = own_checkpoint(cfg, folder, say)
+        if checkpoint:
+            return Origin(checkpoint, resume=True)
     others = others_in(folder)
     if others and not is_run(folder):
         advice = "give another --run_name or --out_dir"
@@ -122,19 +124,18 @@ def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> O
         return Origin()  # there is no run, or it ended before its first checkpoint
     path = None if cfg.init_from == "scratch" else Path(cfg.init_from)
     if os.path.lexists(folder / "metrics.jsonl") or numbered(folder / "ckpt"):
-        if not cfg.overwrite:
-            advice = "--init_from=resume goes on with it, --overwrite moves it out of the way"
-            advice += ", --run_name=NAME starts another"
-            raise UserError(f"{folder} holds an earlier run: {advice}")
         if not is_run(folder):
             foreign = "files with the names of a run's files, which train.py did not write"
             raise UserError(f"{folder} holds {foreign}: move them elsewhere")
+        if not cfg.overwrite:
+            advice = "--init_from=resume goes on with it, --overwrite moves it out of the way"
+            raise UserError(f"{folder} holds an earlier run: {advice}, --run_name=NAME is another")
         if path is not None and folder.resolve() in path.resolve().parents:
             raise UserError(f"--overwrite would move {path}: give the new run another --run_name")
     return Origin(path)
 
 
-def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> Origin | None:
+def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> Path | None:
     """Return the newest intact checkpoint of the run itself, and warn of newer damaged ones.
 
     Returns None only if init_from=auto may start anew. Raises UserError if the run has checkpoints
@@ -145,33 +146,22 @@ def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -
     instead = f"taking {newest} instead" if newest else "there is no intact checkpoint"
     for problem in problems:
         say(f"warning: {problem}: damaged; {instead}")
-    if newest is not None:
-        return Origin(newest, resume=True)
-    if evidence := evidence_of_checkpoints(folder, problems):
-        none = f"init_from={cfg.init_from}: no intact checkpoint in {ckpt_dir}: {evidence}"
+    if newest:
+        return newest
+    # What shows that the run has saved checkpoints: damaged or renamed ones, or its records.
+    path = folder / "metrics.jsonl"
+    evidence = [*problems, *(f"only {other} is there" for other in sorted(ckpt_dir.glob("step_*")))]
+    saved = (record["step"] for record in read_metrics(path) if "saved" in record)
+    evidence += [f"{path} says that step {step} was saved" for step in saved]
+    if evidence:
         advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
-        raise UserError(f"{none}; {advice}")
+        raise UserError(f"no checkpoint in {ckpt_dir} is intact ({evidence[0]}): {advice}")
     if cfg.init_from == "resume":
-        newest = newest_run(Path(cfg.out_dir))
-        named = f"--run_name=NAME, as {newest.name}" if newest else "--run_name=NAME"
-        advice = f"name another run ({named}), or use init_from=scratch"
+        other = newest_run(Path(cfg.out_dir))
+        name = other.name if other else "NAME"
+        advice = f"name another run (--run_name={name}), or use init_from=scratch"
         raise UserError(f"init_from=resume: there is no checkpoint in {ckpt_dir}; {advice}")
     return None
-
-
-def evidence_of_checkpoints(folder: Path, problems: list[str]) -> str:
-    """Return what shows that a run has saved checkpoints, although no intact one is there.
-
-    Returns an empty string if nothing does. problems: as newest_intact() returns them.
-    """
-    if problems:
-        return f"all are damaged, for example {problems[0]}"
-    renamed = sorted(path.name for path in (folder / "ckpt").glob("step_*"))
-    if renamed:
-        return f"only {renamed[0]} is there"
-    path = folder / "metrics.jsonl"
-    saved = [record["step"] for record in read_metrics(path) if "saved" in record]
-    return f"{path} says that step {max(saved)} was saved" if saved else ""
 
 
 @dataclass(frozen=True)
@@ -207,38 +197,39 @@ def load_model(
             hint = f"; it is the folder of a run: give {newest}"
         raise UserError(f"init_from={folder}: cannot be loaded ({e}{hint})") from None
     has = model.config
-    differ = ["vocab_size"] if has.vocab_size < vocab_size else []
-    now = {"vocab_size": vocab_size}
     if earlier:
-        own = earlier.settings.get("init_from") in ("scratch", "auto")
-        now = shape_asked(has, cfg, vocab_size, own)
-        # A setting may have another value than the model has, if the run has ignored it so far.
+        # A model that is fine-tuned has its own shape, whatever settings the run began with.
         settings = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)}
-        then = shape_asked(has, replace(cfg, **settings), vocab_size, own)
-        differ += [k for k, v in now.items() if v not in (getattr(has, k), then[k])]
-    elif not differ and (extended := longer(has, cfg)) != has:
-        changes = [f"block_size {has.block_size} -> {extended.block_size}"]
+        then = shape_asked(replace(cfg, **settings), vocab_size)
+        now = shape_asked(cfg, vocab_size)
+        differ = [k for k, v in now.items() if v not in (then[k], getattr(has, k))]
+        if differ:
+            both = "; ".join(f"{k} is {getattr(has, k)} there, {now[k]} here" for k in differ)
+            raise UserError(f"checkpoint {folder} does not fit the settings: {both}")
+        return model
+    if has.vocab_size < vocab_size:
+        size = f"vocab_size is {has.vocab_size} there, {vocab_size} in the data"
+        raise UserError(f"init_from={folder} does not fit the data: {size}")
+    extended = longer(has, cfg)
+    if extended != has:
+        change = f"it has never seen positions from {has.block_size} on"
         if extended.rope_scaling != has.rope_scaling:
-            changes.append(f"rope_scaling {has.rope_scaling!r} -> {extended.rope_scaling!r}")
-        else:
-            changes.append(f"it has never seen positions from {has.block_size} on")
-        note(f"{folder} goes on with longer sequences: {', '.join(changes)}")
+            change = f"rope_scaling {has.rope_scaling!r} -> {extended.rope_scaling!r}"
+        length = f"block_size {has.block_size} -> {extended.block_size}"
+        note(f"{folder} goes on with longer sequences: {length}, {change}")
         model.config = extended
         model.rope = rope_table(extended)
-    if differ:
-        both = [f"{k} is {getattr(has, k)} there, {now[k]} here" for k in differ]
-        raise UserError(f"checkpoint {folder} does not fit the settings: {'; '.join(both)}")
     return model
 
 
-def shape_asked(has: GPTConfig, cfg: TrainConfig, vocab_size: int, own: bool) -> dict[str, Any]:
-    """Return what the settings say of a model's shape. own: it is not one to fine-tune."""
-    if own:
-        return asdict(model_config(cfg, vocab_size))
-    # A model to fine-tune has a shape of its own: all settings but two are ignored.
+def shape_asked(cfg: TrainConfig, vocab_size: int) -> dict[str, Any]:
+    """Return the shape of the model that the settings ask for.
+
+    rope_scaling is taken as it stands: a model to fine-tune may have RoPE although the settings,
+    which it ignores, say otherwise.
+    """
     shape = asdict(model_config(replace(cfg, rope_scaling=""), vocab_size))
-    extended = longer(has, cfg)
-    return shape | {k: getattr(extended, k) for k in ("block_size", "rope_scaling")}
+    return shape | {"rope_scaling": cfg.rope_scaling}
 
 
 def longer(c: GPTConfig, cfg: TrainConfig) -> GPTConfig:

