@@ -158,11 +158,12 @@ def loop(job: Job, rows: Iterator[Rows], signals: list[int]) -> bool:
         if step == start_step:
             gc.collect()
             gc.freeze()  # these objects will stay: the collector need not visit them again
-        done = progress.step
-        if outcome == "taken" and (done == 1 or done % cfg.log_every == 0 or done == plan.steps):
+        steps_done = progress.step
+        to_log = steps_done in (1, plan.steps) or steps_done % cfg.log_every == 0
+        if outcome == "taken" and to_log:
             job.metrics.log_step(loss, lr, grad_norm, flops, job.peak, clock)
         elif step == start_step:  # after a resume, the first step is a warm-up: do not time it
-            clock.restart(done)
+            clock.restart(steps_done)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ def evaluate_all(job: Job, step: int) -> None:
     limit = job.cfg.eval_tokens
     tokens = [len(windows.fixed_starts(limit)) * T for windows in data.val_windows]
     B = job.plan.batch_size
-    begun = time.perf_counter()
+    started = time.perf_counter()
 
     def losses(of_sets: list[Windows]) -> list[float]:
         pairs = zip(of_sets, tokens, strict=True)
@@ -214,7 +215,7 @@ def evaluate_all(job: Job, step: int) -> None:
     if job.average:
         with job.average.in_the_model():
             averaged = losses(data.val_windows)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     val_loss = job.metrics.log_eval(step, val_losses, by_document, of_train, averaged, seconds)
     job.progress.add_evaluation(val_loss)
 
@@ -291,10 +292,10 @@ def end_run(job: Job, folder: Path, broken: str, stopped: bool, signals: list[in
     if job.saver.failed:
         raise UserError(f"{job.saver.failed}: make room; {goes_on}")
     if gives_up(job):
-        many = f"{job.progress.bad_in_a_row} steps in a row without a finite loss and gradient"
-        ways = f"lower lr, or try dtype=float32, or read {folder}/bad_steps/"
+        problem = f"{job.progress.bad_in_a_row} steps in a row without a finite loss and gradient"
+        advice = f"lower lr, or try dtype=float32, or read {folder}/bad_steps/"
         left = f"the newest checkpoint is {newest}" if newest else "no checkpoint was saved"
-        raise UserError(f"{many}, the last at step {step}: {ways}; {left}")
+        raise UserError(f"{problem}, the last at step {step}: {advice}; {left}")
     if broken:
         unsaved = f"NaN or infinity in {broken}, so it was not saved: lower lr; {goes_on}"
         raise UserError(f"the run has ended at step {step} with {unsaved}")

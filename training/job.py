@@ -44,6 +44,7 @@ from training.resume import (
     check_data,
     check_optimizer,
     check_tokenizer,
+    data_hashes,
     find_origin,
     load_model,
     read_training,
@@ -111,11 +112,7 @@ def describe(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> Desc
 
 def hashes_of(sets: list[DataSet], origin: Origin) -> dict[str, str]:
     """Return the hash of each .bin by meta.json, and of the manifest of the checkpoint."""
-    hashes = {
-        f"{data.name}/{split}.bin": counts["sha256"]
-        for data in sets
-        for split, counts in data.meta["splits"].items()
-    }
+    hashes = data_hashes(sets)
     if origin.path and (origin.path / MANIFEST).exists():
         hashes["the checkpoint's manifest"] = file_sha256(origin.path / MANIFEST)
     return hashes
@@ -280,8 +277,8 @@ def plan_run(
     flops = model.flops_per_token(cfg.block_size) * draft.tokens_at(draft.steps)
     compiled = wants_compile(cfg, machine.device.type, flops)
     if cfg.batch_size == "auto":
-        most = earlier.settings["batch_size"] if earlier else None
-        B = fit_batch(cfg, model, loader, machine, compiled, most)
+        limit = earlier.settings["batch_size"] if earlier else None
+        B = fit_batch(cfg, model, loader, machine, compiled, limit)
         cfg = replace(cfg, batch_size=B)
     plan = make_plan(cfg, machine.world, epoch_tokens, *place)
     shape = (plan.batch_size, cfg.block_size, plan.accum)

@@ -34,45 +34,41 @@ from training.runs import (
 from training.settings import PLACE, TrainConfig, model_config
 
 
-def settings_of_run(given: dict[str, Any]) -> TrainConfig:
+def settings_of_run(options: dict[str, Any]) -> TrainConfig:
     """Return the settings of the run that a command line starts or resumes.
 
     A resumed run has the settings of its newest checkpoint. Those that are given now override them.
     A model to fine-tune is not taken beyond its context, unless a block_size is given.
 
-    given: the settings of config files and command line, without defaults. Raises UserError for a
+    options: the settings of config files and command line, without defaults. Raises UserError for a
     setting that is out of its range.
     """
-    asked = TrainConfig(**given)
-    if asked.init_from not in ("resume", "auto"):
-        return checked(TrainConfig, with_context(given))
+    cfg = TrainConfig(**options)
+    if cfg.init_from not in ("resume", "auto"):
+        return checked(TrainConfig, with_context(options))
     # The command that began a run gave its length. A command without one does not repeat that, and
     # without a run_name it means the run that was trained last.
-    names_run = {"run_name", "max_steps", "max_epochs", "max_tokens"} & given.keys()
-    if (
-        asked.init_from == "resume"
-        and not names_run
-        and (newest := newest_run(Path(asked.out_dir)))
-    ):
+    names_run = {"run_name", "max_steps", "max_epochs", "max_tokens"} & options.keys()
+    if cfg.init_from == "resume" and not names_run and (newest := newest_run(Path(cfg.out_dir))):
         note(f"no run_name is given: the newest run is resumed, {newest}")
-        given = given | {"run_name": newest.name}
-    ckpt_dir = Path(asked.out_dir) / given.get("run_name", asked.run_name) / "ckpt"
-    return checked(TrainConfig, earlier_settings(ckpt_dir) | given)
+        options = options | {"run_name": newest.name}
+    ckpt_dir = Path(cfg.out_dir) / options.get("run_name", cfg.run_name) / "ckpt"
+    return checked(TrainConfig, earlier_settings(ckpt_dir) | options)
 
 
-def with_context(given: dict[str, Any]) -> dict[str, Any]:
+def with_context(options: dict[str, Any]) -> dict[str, Any]:
     """Return settings with the block_size of the model to fine-tune, if that is below the default.
 
     A block_size that is given stays. If the model cannot be read, load_model() will say so.
     """
-    init_from = given.get("init_from", "scratch")
+    init_from = options.get("init_from", "scratch")
     if init_from in ("scratch", "resume", "auto"):
-        return given
+        return options
     try:
         context = shape_in(init_from).block_size
     except ValueError:
-        return given
-    return {"block_size": min(TrainConfig.block_size, context)} | given
+        return options
+    return {"block_size": min(TrainConfig.block_size, context)} | options
 
 
 def earlier_settings(ckpt_dir: Path) -> dict[str, Any]:
@@ -149,16 +145,16 @@ def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -
     if newest:
         return newest
     # What shows that the run has saved checkpoints: damaged or renamed ones, or its records.
+    evidence = [*problems, *(f"only {path} is there" for path in sorted(ckpt_dir.glob("step_*")))]
     path = folder / "metrics.jsonl"
-    evidence = [*problems, *(f"only {other} is there" for other in sorted(ckpt_dir.glob("step_*")))]
     saved = (record["step"] for record in read_metrics(path) if "saved" in record)
     evidence += [f"{path} says that step {step} was saved" for step in saved]
     if evidence:
         advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
         raise UserError(f"no checkpoint in {ckpt_dir} is intact ({evidence[0]}): {advice}")
     if cfg.init_from == "resume":
-        other = newest_run(Path(cfg.out_dir))
-        name = other.name if other else "NAME"
+        run = newest_run(Path(cfg.out_dir))
+        name = run.name if run else "NAME"
         advice = f"name another run (--run_name={name}), or use init_from=scratch"
         raise UserError(f"init_from=resume: there is no checkpoint in {ckpt_dir}; {advice}")
     return None
@@ -200,12 +196,14 @@ def load_model(
     if earlier:
         # A model that is fine-tuned has its own shape, whatever settings the run began with.
         settings = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)}
-        then = shape_asked(replace(cfg, **settings), vocab_size)
-        now = shape_asked(cfg, vocab_size)
-        differ = [k for k, v in now.items() if v not in (then[k], getattr(has, k))]
+        began_with = shape_asked(replace(cfg, **settings), vocab_size)
+        differ = [
+            f"{k} is {getattr(has, k)} there, {value} here"
+            for k, value in shape_asked(cfg, vocab_size).items()
+            if value not in (began_with[k], getattr(has, k))
+        ]
         if differ:
-            both = "; ".join(f"{k} is {getattr(has, k)} there, {now[k]} here" for k in differ)
-            raise UserError(f"checkpoint {folder} does not fit the settings: {both}")
+            raise UserError(f"checkpoint {folder} does not fit the settings: {'; '.join(differ)}")
         return model
     if has.vocab_size < vocab_size:
         size = f"vocab_size is {has.vocab_size} there, {vocab_size} in the data"
@@ -278,34 +276,43 @@ def read_training(folder: Path) -> Earlier:
     return Earlier(settings, meta, training)
 
 
+def data_hashes(sets: list[DataSet]) -> dict[str, str]:
+    """Return the SHA-256 of each .bin, as meta.json has it."""
+    return {
+        f"{data.name}/{split}.bin": counts["sha256"]
+        for data in sets
+        for split, counts in data.meta["splits"].items()
+    }
+
+
 def check_data(earlier: Earlier, sets: list[DataSet], folder: Path) -> None:
     """Raise UserError if the tokenizer or a data set changed since the checkpoint was written."""
-    now = {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
-    then = {"tokenizer": tokenizer_id(earlier.meta["tokenizer"])}
+    current = data_hashes(sets) | {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
+    saved = {"tokenizer": tokenizer_id(earlier.meta["tokenizer"])}
     for key, split in (("trained_on", "train"), ("judged_by", "val")):
-        now |= {f"{d.name}/{split}.bin": d.meta["splits"][split]["sha256"] for d in sets}
-        then |= {f"{name}/{split}.bin": sha256 for name, sha256 in earlier.meta[key].items()}
+        saved |= {f"{name}/{split}.bin": sha256 for name, sha256 in earlier.meta[key].items()}
     differ = [
-        f"{name} is {then.get(name, 'missing')[:12]} there, {now.get(name, 'missing')[:12]} here"
-        for name in sorted(then | now)
-        if then.get(name) != now.get(name)
+        f"{k} is {saved.get(k, 'missing')[:12]} there, {current.get(k, 'missing')[:12]} here"
+        for k in sorted(saved | current)
+        if saved.get(k) != current.get(k)
     ]
     if differ:
-        again = "prepare the same data again"
-        if then.keys() != now.keys():
-            again = "give the same --dataset as before"
-        new = f"start a new run with --init_from={folder} --run_name=NAME"
+        again = "give the same --dataset as before, or prepare the same data again"
         problem = f"checkpoint {folder} was trained with other data: {'; '.join(differ)}"
-        raise UserError(f"{problem} (SHA-256): {again}, or {new}")
+        raise UserError(f"{problem} (SHA-256): {again}, or {as_new_run(folder)}")
 
 
 def check_optimizer(earlier: Earlier, cfg: TrainConfig, folder: Path) -> None:
     """Raise UserError if the checkpoint holds the state of another optimizer."""
-    then = earlier.settings["optimizer"]
-    if then != cfg.optimizer:
-        problem = f"checkpoint {folder} holds the state of {then}, not of {cfg.optimizer}"
-        new = f"start a new run with --init_from={folder} --run_name=NAME"
-        raise UserError(f"{problem}: resume with --optimizer={then}, or {new}")
+    saved = earlier.settings["optimizer"]
+    if saved != cfg.optimizer:
+        problem = f"checkpoint {folder} holds the state of {saved}, not of {cfg.optimizer}"
+        advice = f"resume with --optimizer={saved}, or {as_new_run(folder)}"
+        raise UserError(f"{problem}: {advice}")
+
+
+def as_new_run(folder: Path) -> str:
+    return f"start a new run with --init_from={folder} --run_name=NAME"
 
 
 def check_tokenizer(folder: Path, sets: list[DataSet], say: Callable[[str], None]) -> None:
@@ -329,11 +336,10 @@ def settings_changed(earlier: Earlier, cfg: TrainConfig) -> list[str]:
     Those of the place are left out: they do not change what the model learns. Settings that are not
     given again are those of the checkpoint.
     """
-    now = {k: v for k, v in asdict(cfg).items() if k not in PLACE}
-    then = earlier.settings
+    saved = earlier.settings
     order = " (the windows come in another order: some are read twice, others never)"
     return [
-        f"{k} {then[k]} -> {v}{order if k in ('seed', 'dataset') else ''}"
-        for k, v in now.items()
-        if then.get(k, v) != v
+        f"{k} {saved[k]} -> {value}{order if k in ('seed', 'dataset') else ''}"
+        for k, value in asdict(cfg).items()
+        if k not in PLACE and saved.get(k, value) != value
     ]
