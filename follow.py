@@ -15,6 +15,7 @@ was sent is not sent again after a resume, and the same wandb run goes on.
 """
 
 import fcntl
+import importlib
 import os
 import select
 import signal
@@ -53,51 +54,42 @@ def main() -> None:
     cfg = parse(FollowConfig, doc=__doc__, positional="runs")
     folder = Path(cfg.runs[0])
     path = folder / "metrics.jsonl"
-    begun = [record for record in read_metrics(path) if "settings" in record]
-    if not begun:
+    all_settings = [r["settings"] for r in read_metrics(path) if "settings" in r]
+    if not all_settings:
         raise UserError(f"{path}: no run has begun there: name the folder of one, as out/demo")
     handle = os.open(folder, os.O_RDONLY)  # it is open, and so locked, until this process ends
     with suppress(OSError):  # a network disk may have no locks
         fcntl.flock(handle, fcntl.LOCK_EX)
     if cfg.beside:
         os.nice(10)  # the training comes first
-    settings = begun[-1]["settings"]
+    settings = all_settings[-1]
     name = settings.get("tracker", "none") if cfg.tracker == "auto" else cfg.tracker
     tracker = Tracker(name, folder, settings) if name != "none" else None
-    seen = drawn = 0  # records that were read in the round before, and for the last picture
-    draw_at = time.monotonic()  # when the next picture may be drawn
+    inputs = [sys.stdin] if cfg.beside else []
+    seen = 0  # records that were read in the round before
+    pause = 0.0
     over = False
-    while True:
-        started = time.monotonic()
+    while not over:
+        over = bool(select.select(inputs, [], [], pause)[0])
+        if over:
+            signal.alarm(60)  # a tracker that hangs must not stay behind for ever
+        start = time.monotonic()
         records = read_metrics(path)
-        read_s = time.monotonic() - started
-        over = over or (not cfg.beside and any("ended" in last for last in records[-1:]))
-        write_texts(folder, records, seen)
-        if over:
-            say(draw(folder))
-        if tracker is not None and not tracker.works(records, over):
-            tracker = None
-        if over:
-            return
+        if not cfg.beside:
+            over = any("ended" in record for record in records[-1:])
+        write_texts(folder, records[seen:], records)
         seen = len(records)
-        if seen != drawn and time.monotonic() >= draw_at:
-            started = time.monotonic()
-            draw(folder)
-            drawn = seen
-            draw_at = started + 50 * (time.monotonic() - started)
-        # Reading a long record takes a fiftieth of the time at most, and so does drawing.
-        over = wait(max(PAUSE, 49 * read_s), cfg.beside)
-
-
-def wait(seconds: float, beside: bool) -> bool:
-    """Wait, at most until the process that trains has ended. Return whether it has."""
-    if not beside:
-        time.sleep(seconds)
-        return False
-    ended, _, _ = select.select([sys.stdin], [], [], seconds)
-    if ended:
-        signal.alarm(60)  # a tracker that hangs must not stay behind for ever
-    return bool(ended)
+        picture = draw(folder)
+        if over:
+            say(picture)
+        try:
+            if tracker:
+                tracker.send(records, over)
+        except (Exception, SystemExit) as e:
+            later = f"python follow.py {folder} --tracker={name}"
+            say(f"warning: {name} failed ({reason(e)}); `{later}` sends the rest later")
+            tracker = None
+        pause = max(PAUSE, 49 * (time.monotonic() - start))  # so this takes 2 % of the time at most
 
 
 def say(line: str) -> None:
@@ -113,27 +105,25 @@ def draw(folder: Path) -> str:
     """Draw loss.png. Return where it is, or why there is none."""
     try:
         return f"loss plot: {plot_loss([folder], folder / 'loss.png')}"
-    except ImportError:
-        return "no loss plot: pip install matplotlib"
-    except Exception as e:  # a full disk, an error in matplotlib, or no loss yet
+    except Exception as e:  # no matplotlib, a full disk, or no loss yet
         return f"no loss plot: {reason(e)}"
 
 
-def write_texts(folder: Path, records: list[dict], seen: int) -> None:
+def write_texts(folder: Path, added: list[dict], records: list[dict]) -> None:
     """Write what each skipped step has read to bad_steps/, so that people can look for the cause.
 
-    seen: the number of records that were looked at before.
+    added: the records of which some may be of skipped steps. records: all of the run.
     """
-    bad = {record["step"]: record["bad_step"] for record in records[seen:] if "bad_step" in record}
-    for step, problem in bad.items():
+    for record in added:
+        step = record["step"]
         path = folder / "bad_steps" / f"step_{step:08d}.txt"
-        if path.exists():
-            continue  # an earlier process has read the same step
+        if "bad_step" not in record or path.exists():
+            continue  # if it exists, an earlier process has read the same step
         try:
             sets, loader, samples = run_loader(folder / "metrics.jsonl", records, step)
             texts = sample_texts(sets, loader, samples, load_tokenizer(sets[0].folder))
             blocks = "".join(f"\n---- {place}\n{text}\n" for place, text in texts)
-            content = f"step {step}: {problem}\n{blocks}"
+            content = f"step {step}: {record['bad_step']}\n{blocks}"
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, content.encode("utf-8", "backslashreplace"))
             say(f"the texts of the skipped step {step} are in {path}")
@@ -159,72 +149,50 @@ class Tracker:
             if earlier.get("tracker") == name:
                 self.state |= earlier
 
-    def works(self, records: list[dict], over: bool) -> bool:
-        """Send what is new. Return whether the tracker took it; an error of it ends nothing else.
+    def send(self, records: list[dict], over: bool) -> None:
+        """Send those of the records that were not sent yet. over: no others will come.
 
-        over: nothing else will come.
+        What the tracker's own package raises goes to the caller.
         """
-        try:
-            if self.log is None:
-                self.log, self.close = open_tracker(
-                    self.name, self.folder, self.settings, self.state["id"]
-                )
-            self.send(records)
-            if over:
-                self.close()
-            return True
-        except (Exception, SystemExit) as e:
-            why = f"pip install {self.name}" if isinstance(e, ModuleNotFoundError) else reason(e)
-            later = f"python follow.py {self.folder} --tracker={self.name}"
-            say(f"warning: {self.name} failed ({why}); `{later}` sends the rest later")
-            return False
-
-    def send(self, records: list[dict]) -> None:
+        if self.log is None:
+            self.open()
         of_step: Counter[int] = Counter()
         try:
             for record in records:
                 step = record["step"]
                 of_step[step] += 1
                 if [step, of_step[step]] > self.state["sent"] and "settings" not in record:
-                    values = {k: v for k, v in record.items() if type(v) in (int, float)}
-                    self.log(values, step)
+                    self.log({k: v for k, v in record.items() if type(v) in (int, float)}, step)
                     self.state["sent"] = [step, of_step[step]]
         finally:
             with suppress(OSError):  # on a full disk, another process would send them again
                 write_whole(self.folder / "follow.json", json_bytes(self.state))
+        if over:
+            self.close()
 
+    def open(self) -> None:
+        """Import the package of this tracker, and take log(values, step) and close() from it."""
+        if self.name == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
 
-def open_tracker(
-    name: str, folder: Path, settings: dict[str, Any], run_id: str
-) -> tuple[Callable[[dict, int], Any], Callable[[], Any]]:
-    """Return the functions log(values, step) and close() of a tracker.
+            writer = SummaryWriter(self.folder / "tensorboard")
 
-    Only its own package is imported. run_id: of a new wandb run, or of the one that goes on.
-    """
-    project = os.environ.get(f"{name.upper()}_PROJECT", "gpt")
-    title = folder.resolve().name
-    if name == "wandb":
+            def add_scalars(values: dict, step: int) -> None:
+                for key, value in values.items():
+                    writer.add_scalar(key, value, step)
+
+            self.log, self.close = add_scalars, writer.close
+            return
+        title = self.folder.resolve().name
+        options = {
+            "wandb": dict(name=title, dir=self.folder, id=self.state["id"], resume="allow"),
+            "swanlab": dict(experiment_name=title, logdir=str(self.folder / "swanlog")),
+        }
         os.environ.setdefault("WANDB_SILENT", "true")  # its lines would tear the bar of train.py
-        import wandb
-
-        go_on = dict(id=run_id, resume="allow")
-        tracked = wandb.init(project=project, name=title, dir=folder, config=settings, **go_on)
-        return tracked.log, tracked.finish
-    if name == "swanlab":
-        import swanlab
-
-        files = str(folder / "swanlog")
-        swanlab.init(project=project, experiment_name=title, config=settings, logdir=files)
-        return swanlab.log, swanlab.finish
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(folder / "tensorboard")
-
-    def add_scalars(values: dict, step: int) -> None:
-        for key, value in values.items():
-            writer.add_scalar(key, value, step)
-
-    return add_scalars, writer.close
+        project = os.environ.get(f"{self.name.upper()}_PROJECT", "gpt")
+        package = importlib.import_module(self.name)
+        package.init(project=project, config=self.settings, **options[self.name])
+        self.log, self.close = package.log, package.finish
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python plot.py
     # two runs in one picture
     python plot.py out/a out/b
-    python plot.py 'out/lr_*' --x tokens --y bits_per_byte --png lr.png
+    python plot.py out/lr_* --x tokens --y bits_per_byte --png lr.png
 
 Each run has one colour. The points are the training loss of single steps, the line through them is
 smoothed. Markers are evaluations, a star is the lowest validation loss, whose checkpoint is kept.
@@ -12,7 +12,6 @@ The first steps may leave the picture at the top. The learning rate is below. Gr
 losses of the simplest models of the data (docs/results.md, "What a normal loss is").
 """
 
-import glob
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,7 +22,7 @@ from training.plots import plot_loss
 
 @dataclass(frozen=True)
 class PlotConfig:
-    runs: tuple[str, ...] = ()  # folders of runs, also as a pattern; default: the newest run
+    runs: tuple[str, ...] = ()  # folders of runs; default: the newest run
     out_dir: str = "out"  # where the newest run is looked for
     x: Literal["steps", "tokens", "time"] = "steps"  # time: of the steps alone, without pauses
     y: Literal["loss", "bits_per_byte"] = "loss"  # bits_per_byte: comparable across tokenizers
@@ -40,12 +39,9 @@ class PlotConfig:
 def main() -> None:
     cfg = parse(PlotConfig, doc=__doc__, positional="runs")
     folders = find_runs(cfg)
+    png = folders[0] / "loss.png" if len(folders) == 1 else folders[0].parent / "comparison.png"
     if cfg.png:
         png = Path(cfg.png)
-    elif len(folders) == 1:
-        png = folders[0] / "loss.png"
-    else:
-        png = folders[0].parent / "comparison.png"
     try:
         print(plot_loss(folders, png, cfg.x, cfg.y))
     except ImportError as e:
@@ -55,7 +51,7 @@ def main() -> None:
 def find_runs(cfg: PlotConfig) -> list[Path]:
     """Return the folders to draw. Raises UserError if there is none.
 
-    A folder among others that holds no run is left out, so that out/* names all runs.
+    A path among others that holds no run is left out, so that out/* names all runs.
     """
     if not cfg.runs:
         logs = list(Path(cfg.out_dir).glob("*/metrics.jsonl"))
@@ -63,16 +59,12 @@ def find_runs(cfg: PlotConfig) -> list[Path]:
             train = "train one first (python train.py config/demo.py)"
             raise UserError(f"no run under {cfg.out_dir}/: {train}, or name the folder of one")
         return [max(logs, key=lambda path: path.stat().st_mtime).parent]
-    names: list[str] = []
-    for name in cfg.runs:
-        names += [name] if Path(name).exists() else sorted(glob.glob(name)) or [name]
-    folders = [Path(name) for name in dict.fromkeys(names)]
+    folders = [Path(name) for name in dict.fromkeys(cfg.runs)]
     runs = [folder for folder in folders if (folder / "metrics.jsonl").exists()]
     if not runs:
-        example = "name the folder of a run, as out/demo"
-        raise UserError(f"{folders[0]}: no metrics.jsonl there: {example}")
+        raise UserError(f"{folders[0]}: no metrics.jsonl there: name the folder of a run")
     for folder in folders:
-        if folder not in runs and folder.is_dir():  # out/* also names pictures
+        if folder not in runs and not folder.is_file():  # out/* also names pictures
             note(f"{folder}: no metrics.jsonl there: it is left out")
     return runs
 

@@ -153,7 +153,6 @@ def loop(job: Job, rows: Iterator[Rows], signals: list[int]) -> bool:
         outcome = progress.add_step(step_windows, loss, grad_norm, scaler)
 
         # Report it.
-        job.metrics.move_bar(clock)
         job.metrics.log_outcome(outcome, loss, grad_norm, scaler)
         if step == start_step:
             gc.collect()
@@ -201,22 +200,21 @@ def evaluate_all(job: Job, step: int) -> None:
     B = job.plan.batch_size
     started = time.perf_counter()
 
-    def losses(of_sets: list[Windows]) -> list[float]:
+    def on_each(of_sets: list[Windows]) -> list[float]:
         pairs = zip(of_sets, tokens, strict=True)
         return [evaluate(job.forward, windows, n, B, job.machine) for windows, n in pairs]
 
-    val_losses = losses(data.val_windows)
-    by_document = [
+    losses = {"val_loss": on_each(data.val_windows)}
+    losses["val_document_loss"] = [
         evaluate(job.forward, windows, limit, B, job.machine, data.tokenizer.eos_id)
         for windows in data.val_documents
     ]
-    of_train = losses(data.train_windows) if job.cfg.eval_train else None
-    averaged = None
+    if job.cfg.eval_train:
+        losses["train_eval_loss"] = on_each(data.train_windows)
     if job.average:
         with job.average.in_the_model():
-            averaged = losses(data.val_windows)
-    seconds = time.perf_counter() - started
-    val_loss = job.metrics.log_eval(step, val_losses, by_document, of_train, averaged, seconds)
+            losses["val_loss_average"] = on_each(data.val_windows)
+    val_loss = job.metrics.log_eval(step, losses, time.perf_counter() - started)
     job.progress.add_evaluation(val_loss)
 
 

@@ -81,27 +81,29 @@ def test_landmarks_of_a_mixture_are_weighted_and_a_tiny_data_set_has_none():
 
 
 def test_each_landmark_is_said_once_and_the_lowest_of_several():
-    watch = Watch({"uniform": 6.0, "unigram": 5.0, "bigram": 4.0}, [])
+    landmarks = {"uniform": 6.0, "unigram": 5.0, "bigram": 4.0}
+    watch = Watch(landmarks, [])
     assert watch.look([1.0] * 19, 19, 100) is None  # too few to tell
     assert watch.look([5.5] * 20, 20, 100)[0] == {"step": 20, "below": "uniform"}
     assert watch.look([5.5] * 20, 21, 100) is None
     record, line = watch.look([9.0] * 80 + [3.9] * 20, 100, 100)
     assert record == {"step": 100, "below": "bigram"}
     assert line.startswith("the loss is below that of token pairs (4.00): ")
-    again = Watch(watch.landmarks, [record])
+    again = Watch(landmarks, [record])
     assert again.look([3.9] * 20, 120, 100) is again.look([5.5] * 20, 140, 100) is None
 
 
 def test_a_loss_that_stays_above_the_frequencies_is_a_warning_once():
     # With little text, pairs of tokens predict worse than single tokens, and are left out.
-    watch = Watch({"uniform": 6.0, "unigram": 5.0, "bigram": 5.5}, [])
-    assert watch.landmarks == {"uniform": 6.0, "unigram": 5.0}
+    landmarks = {"uniform": 6.0, "unigram": 5.0, "bigram": 5.5}
+    watch = Watch(landmarks, [])
+    assert list(watch.ahead) == ["uniform", "unigram"]
     assert watch.look([7.0] * 20, 99, 100) is None
     record, line = watch.look([7.0] * 20, 100, 100)
     assert record == {"step": 100, "not_below": "unigram"}
     assert line.startswith("warning: the loss (7.00) is still not below") and "\n" not in line
     assert watch.look([7.0] * 20, 101, 100) is None
-    assert Watch(watch.landmarks, [record]).look([7.0] * 20, 101, 100) is None
+    assert Watch(landmarks, [record]).look([7.0] * 20, 101, 100) is None
     assert Watch({"uniform": 6.0}, []).look([7.0] * 20, 100, 100) is None  # nothing to compare with
 
 

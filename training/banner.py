@@ -37,69 +37,43 @@ def banner(
     loader: the windows of the run. one_step: what the memory of a step depends on.
     """
     c = model.config
-    B = plan.batch_size
     T = cfg.block_size
     V = sets[0].meta["vocab_size"]
-    kind = machine.device.type
     tokens = plan.tokens_at(plan.steps)
-    epochs = tokens / plan.epoch_tokens
-    data = "; ".join(data_text(d, tokens, mixed=len(sets) > 1) for d in sets)
-    batch = f"{B} x {T} x {plan.accum} accumulation x {machine.world} processes"
-
+    batch = f"{plan.batch_size} x {T} x {plan.accum} accumulation x {machine.world} processes"
     shape = f"{hf_class(c) or 'GPT'}, {c.n_layer} layers x {c.n_embd}, "
     shape += f"{c.n_head} heads of {c.head_dim} ({c.n_kv_head} for keys and values)"
-    if others := caveat(c):
-        shape += f"; {others}"
     params = model.num_params()
-    embeddings = f"{params['embedding'] / params['total']:.0%} of them embeddings"
-    size = f"{params['total']:,} trainable, {embeddings}"
-    size += f"; {tokens / params['total']:.2g} tokens per parameter"
-    different = different_tokens(tokens, sets)
-    if different < 0.99 * tokens:
-        size += f", {different / params['total']:.2g} without repetitions"
-
+    per_param = tokens / params["total"]
+    different = different_tokens(tokens, sets) / params["total"]
     attention = attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype, c.dropout)
-    if kind == "cuda" and attention == "math":
-        attention += ": warning: slow, with the T x T matrix in memory; "
-        attention += "no fused kernel takes this head_dim and dtype here"
-
-    here = capacity(machine.device)
-    memory = f"{needed(model, one_step) / 1e9:.1f} GB predicted, of {here / 1e9:.1f}"
+    if machine.device.type == "cuda" and attention == "math":
+        attention += ": warning: slow, no fused kernel takes this head_dim and dtype here"
+    if cfg.documents != "stream":
+        attention = f"within a document: {share_within(loader):.0%} of the T x T pairs of tokens"
+    size = needed(model, one_step)
+    room = capacity(machine.device)
 
     rows = {
         "settings": " ".join(f"{k}={v}" for k, v in changes(cfg).items()),
-        "data": f"{data}; vocabulary {V:,}",
-        "examples": f"{plan.epoch_tokens // T:,} windows of {T} tokens in an epoch",
+        "data": "; ".join(data_text(data, tokens) for data in sets) + f"; vocabulary {V:,}",
         "batch": f"{cfg.batch_tokens:,} tokens a step asked, {plan.step_tokens:,} actual = {batch}",
-        "length": f"{plan.steps:,} optimization steps = {tokens:,} tokens = {epochs:.2f} epochs",
-        "model": shape,
-        "parameters": size,
-        "compute": f"{model.flops_per_token(T) * tokens:.3g} FLOPs (6 N + 12 L d T a token)",
+        "length": f"{plan.steps:,} optimization steps = {tokens:,} tokens"
+        f" = {tokens / plan.epoch_tokens:.2f} epochs",
+        "model": "; ".join(filter(None, [shape, caveat(c)])),
+        "parameters": f"{params['total']:,} trainable, "
+        f"{params['embedding'] / params['total']:.0%} of them embeddings; "
+        f"{per_param:.2g} tokens per parameter, {different:.2g} without repetitions",
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
         "attention": attention,
-        "memory": f"{memory}; batch_size may be {largest_batch(model, one_step, here):,} at most",
+        "memory": f"{size / 1e9:.1f} GB predicted, of {room / 1e9:.1f}; "
+        f"batch_size may be {largest_batch(model, one_step, room):,} at most",
     }
-    if cfg.documents == "pack":
-        targets = sum(data.meta["splits"]["train"]["tokens"] for data in sets)
-        padding = 1 - targets / plan.epoch_tokens
-        rows["examples"] += f", packed with whole documents: {padding:.2%} of them is padding"
-    if cfg.documents != "stream":
-        share = f"{share_within(loader):.0%} of the T x T pairs of tokens are in one document"
-        rows["attention"] = f"within a document: {share}; MFU counts all of them"
-    if cfg.loss_per == "document":
-        rows["loss"] = "each document of train.bin counts the same, however long it is"
     if warning := batch_warning(plan.step_tokens, cfg, machine.world):
         rows["batch"] += f"\n{warning}"
     for warning in length_warnings(plan, cfg, sets):
         rows["length"] += f"\n{warning}"
-    if cfg.recompute == "blocks":
-        rows["compute"] += "; the forward pass of the blocks runs twice, which MFU does not count"
-    if cfg.shard != "none":
-        parts = {"optimizer": "optimizer's state", "gradients": "optimizer's state and gradients"}
-        rows["shared out"] = f"{parts.get(cfg.shard, 'all')}, among {machine.world} processes"
-        if machine.world == 1:
-            rows["shared out"] = "nothing: there is one process"
-    gpus = torch.cuda.device_count() if kind == "cuda" else 1
+    gpus = torch.cuda.device_count() if machine.device.type == "cuda" else 1
     if machine.world == 1 and gpus > 1:
         command = f"torchrun --nproc_per_node={gpus} {' '.join(sys.argv)}"
         rows["GPUs"] = f"1 of {gpus} is used; to use all: {command}"
@@ -120,14 +94,12 @@ def slow_steps(flops: float, peak: float | None) -> str:
     return f"note: a step takes about {in_words(seconds)} here, at 40 % of the peak: {shorter}"
 
 
-def data_text(data: DataSet, tokens: int, mixed: bool) -> str:
-    """Return the size of a data set; in a mixture, also its part of the run's `tokens` tokens."""
+def data_text(data: DataSet, tokens: int) -> str:
+    """Return the size of a data set and, in a mixture, its share of the run's `tokens` tokens."""
     train = data.meta["splits"]["train"]
-    documents = plural(train["documents"], "document")
-    text = f"{data.name}: {documents}, {train['tokens']:,} tokens"
-    if mixed:
-        share = float(data.weight)
-        text += f", {share:.1%} of the windows = {data.epochs(tokens):.2f} epochs"
+    text = f"{data.name}: {plural(train['documents'], 'document')}, {train['tokens']:,} tokens"
+    if data.weight < 1:
+        text += f", {float(data.weight):.1%} of the windows = {data.epochs(tokens):.2f} epochs"
     return text
 
 
@@ -137,8 +109,7 @@ def last_lines(folder: Path, c: GPTConfig, tokenizer: SentencePiece | Tiktoken) 
     c: the shape of the model.
     """
     kind = hf_class(c)
-    notes = [transformers_note(tokenizer, kind)]
-    notes.append(llama_cpp_note(tokenizer, kind, c.vocab_size))
+    notes = [transformers_note(tokenizer, kind), llama_cpp_note(tokenizer, kind, c.vocab_size)]
     lines = [f"checkpoint: {newest_checkpoint(folder / 'ckpt')}"]
-    lines += [f"    elsewhere: {text} (docs/interchange.md)" for text in notes if text]
+    lines += [f"    elsewhere: {note} (docs/interchange.md)" for note in notes if note]
     return "\n".join(lines)

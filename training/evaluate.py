@@ -36,16 +36,15 @@ def evaluate(
     starts = windows.fixed_starts(tokens)
     count = len(starts)
     turn = B * machine.world  # windows that all ranks evaluate at the same time
-    end = math.ceil(count / turn) * turn
+    batches = range(machine.rank * B, math.ceil(count / turn) * turn, turn)
     totals = torch.zeros(2, device=machine.device)  # sum of the loss over targets; their number
-    batches = range(machine.rank * B, end, turn)
-    for first in ProgressBar("evaluating", batches, shown=None if bar else False):
+    for start in ProgressBar("evaluating", batches, shown=None if bar else False):
         # All batches have B windows, so that the model sees a single shape. Past the last window
         # the first ones fill the batch; their targets are set to -1, which the loss ignores.
-        rows = loader.rows([(0, starts[i % count]) for i in range(first, first + B)])
+        rows = loader.rows([(0, starts[i % count]) for i in range(start, start + B)])
         x, y, _, _ = to_batch(rows, machine.device)
         y = y.clone()
-        y[max(0, count - first) :] = -1
+        y[max(0, count - start) :] = -1
         with machine.autocast():
             totals[0] += model(x, y, eos_id=eos_id, reduction="sum")
         totals[1] += (y >= 0).sum()
@@ -72,10 +71,10 @@ def write_text(
     model.eval()  # no dropout
     try:
         # The low temperature suits a model that has not learned much.
-        made = list(model.generate(idx, length, temperature=0.5, generator=generator))
+        tokens = list(model.generate(idx, length, temperature=0.5, generator=generator))
     finally:
         model.train()
-    ids = [*torch.cat(made).tolist(), tokenizer.eos_id]
+    ids = [*torch.cat(tokens).tolist(), tokenizer.eos_id]
     text = b"".join(map(tokenizer.token_bytes, ids[: ids.index(tokenizer.eos_id)]))
     # This decoder leaves out the last character if its bytes are not complete.
     return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(text)

@@ -4,7 +4,7 @@ The process that trains writes it. follow.py, plot.py and others read it.
 """
 
 import json
-import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,54 +13,41 @@ from hardware.disk import Lock, only_plain, write_whole
 
 
 class MetricsFile:
-    """The open metrics.jsonl of a run. Neither a full disk nor a lost file stops the training.
+    """The metrics.jsonl that a run writes. Neither a full disk nor a lost file stops the training.
 
-    records: what stands in it first. lock: of the run's folder. say: prints a warning.
+    records: what stands in it at the start. lock: of the run's folder. say: prints a warning.
     """
 
     def __init__(self, path: Path, records: list[dict], lock: Lock, say: Callable[[str], None]):
         self.path = path
         self.lock = lock
         self.say = say
-        write_whole(path, b"".join(map(line_of, records)))
-        self.handle = os.open(path, os.O_RDWR | os.O_APPEND)
-        self.unwritten = b""  # lines that a full disk did not take
+        self.content = bytearray(b"".join(map(line_of, records)))  # all that the file should hold
+        self.is_whole = True  # whether it does
+        self.mutex = threading.Lock()  # the thread that saves checkpoints appends lines, too
+        write_whole(path, self.content)
 
     def append(self, record: dict) -> None:
-        """Append a line. If the disk is full, keep it in memory for later."""
-        warned = bool(self.unwritten)
-        self.unwritten += line_of(record)
-        try:
-            self.find()
-            while self.unwritten:
-                written = os.write(self.handle, self.unwritten)
-                self.unwritten = self.unwritten[written:]
-        except OSError as e:
-            if not warned:
-                later = "training goes on, the lines are kept for later"
-                self.say(f"warning: {self.path}: {e.strerror}; {later}")
-
-    def find(self) -> None:
-        """Open the file again if the one at its path is not the one that is open.
-
-        Somebody may have moved, deleted or replaced it since the last line. If it is missing, write
-        it again in full: the open file can still be read.
-        """
-        if not self.lock.is_held():
-            return  # the folder was moved, and the open file with it
-        if self.path.exists() and os.path.samestat(self.path.stat(), os.fstat(self.handle)):
-            return
-        if not self.path.exists():
-            write_whole(self.path, os.pread(self.handle, os.fstat(self.handle).st_size, 0))
-            self.say(f"warning: {self.path} was moved or deleted: all of it is written again")
-        os.close(self.handle)
-        self.handle = os.open(self.path, os.O_RDWR | os.O_APPEND)
-
-    def close(self) -> None:
-        if self.unwritten:
-            lines = self.unwritten.count(b"\n")
-            self.say(f"warning: {self.path}: the last {lines} lines could not be written")
-        os.close(self.handle)
+        """Append a line. If that fails, a later line writes the file again, all of it."""
+        line = line_of(record)
+        with self.mutex:
+            self.content += line
+            was_whole = self.is_whole
+            self.is_whole = False
+            try:
+                if not self.lock.is_held():
+                    return  # the folder was moved or deleted: the next save makes it again
+                if was_whole and self.path.exists():
+                    with open(self.path, "ab") as file:
+                        file.write(line)
+                else:
+                    write_whole(self.path, self.content)
+                    self.say(f"warning: {self.path} was not whole: all of it is written again")
+                self.is_whole = True
+            except OSError as e:
+                if was_whole:
+                    later = "training goes on, and writes it again when that is possible"
+                    self.say(f"warning: {self.path}: {e.strerror}: {later}")
 
 
 def line_of(record: dict) -> bytes:
@@ -82,8 +69,6 @@ def read_metrics(path: Path) -> list[dict]:
         try:
             record = json.loads(line)
             if not isinstance(record, dict) or type(record["step"]) is not int:
-                raise ValueError
-            if abs(record["step"]) >= 2**53:  # no float, so no place in a picture
                 raise ValueError
             records.append(record)
         except (ValueError, KeyError, RecursionError):

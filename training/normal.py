@@ -22,15 +22,12 @@ class Watch:
     """
 
     def __init__(self, landmarks: dict[str, float], records: list[dict]):
-        # With little text, pairs of tokens predict worse than single tokens: they say nothing then.
-        names = [n for n in LANDMARKS if n in landmarks]
-        lowest = math.inf
-        self.landmarks: dict[str, float] = {}
-        for name in names:
-            if landmarks[name] < lowest:
-                lowest = self.landmarks[name] = landmarks[name]
-        passed = {r["below"] for r in records if "below" in r}
-        self.passed = min((landmarks.get(name, math.inf) for name in passed), default=math.inf)
+        lowest = min((landmarks.get(r.get("below"), math.inf) for r in records), default=math.inf)
+        self.ahead: dict[str, float] = {}  # the landmarks that are still to be passed, descending
+        for name in LANDMARKS:
+            # With little text, pairs of tokens predict worse than single tokens: then they are out.
+            if landmarks.get(name, math.inf) < lowest:
+                lowest = self.ahead[name] = landmarks[name]
         self.warned = any("not_below" in r for r in records)
 
     def look(self, losses: list[float], step: int, patience: float) -> tuple[dict, str] | None:
@@ -42,21 +39,16 @@ class Watch:
         if len(losses) < 20:
             return None
         loss = sum(losses[-20:]) / 20
-        below = {name: x for name, x in self.landmarks.items() if loss < x < self.passed}
-        if below:
-            name = min(below, key=below.__getitem__)  # it includes the landmarks above it
-            self.passed = below[name]
-            whose, meaning = LANDMARKS[name]
-            line = f"the loss is below that of {whose} ({self.passed:.2f}): {meaning}"
-            return dict(step=step, below=name), line
-        unigram = self.landmarks.get("unigram", math.inf)
-        if unigram < self.passed and step >= patience and not self.warned:
+        if passed := {name: landmark for name, landmark in self.ahead.items() if loss < landmark}:
+            self.ahead = {name: x for name, x in self.ahead.items() if name not in passed}
+            name, landmark = passed.popitem()  # the lowest
+            line = f"the loss is below that of {LANDMARKS[name][0]} ({landmark:.2f})"
+            return dict(step=step, below=name), f"{line}: {LANDMARKS[name][1]}"
+        if "unigram" in self.ahead and step >= patience and not self.warned:
             self.warned = True
-            whose = LANDMARKS["unigram"][0]
-            line = f"warning: the loss ({loss:.2f}) is still not below that of {whose}"
-            line += f" ({unigram:.2f}), as that of a healthy run is by now: is lr far too high or"
-            line += " too low, are inputs and targets shifted by one token, are the texts right"
-            line += f" (prepare.py --inspect RUN --step {step})?"
+            line = f"warning: the loss ({loss:.2f}) is still not below that of single-token"
+            line += f" frequencies ({self.ahead['unigram']:.2f}): is lr far too high or too low,"
+            line += f" are the texts right (prepare.py --inspect RUN --step {step})?"
             return dict(step=step, not_below="unigram"), line
         return None
 

@@ -3,13 +3,14 @@
 import io
 import math
 import warnings
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from configurator import UserError, note
+from configurator import UserError
 from hardware.disk import write_whole
 from training.metrics import read_metrics
 from training.normal import LANDMARKS
@@ -24,9 +25,10 @@ EVALUATED = {
     "train_eval_loss": ("evaluated on train", dict(ls="--", lw=1, marker="^", ms=4)),
     "val_loss_average": ("validation, averaged weights", dict(ls=":", lw=1.2, marker="D", ms=3)),
 }
+LOSSES = ("loss", *EVALUATED)
 
 # x axis -> its label, and the key and unit of what is counted along it
-AXES = {"steps": ("step", "", 1), "tokens": ("million tokens", "tokens", 1e6)}
+AXES = {"steps": ("step", "step", 1), "tokens": ("million tokens", "tokens", 1e6)}
 AXES["time"] = ("hours of training, without pauses", "step_ms", 3.6e6)
 
 # Fonts with Chinese characters: the first one that is installed serves where the usual one fails.
@@ -36,79 +38,61 @@ CHINESE += ["Microsoft YaHei", "SimHei"]
 
 @dataclass(frozen=True)
 class Run:
-    """The curves of a run. A run that was resumed is one run: its metrics.jsonl goes on."""
+    """What is drawn of a run. A run that was resumed is one run: its metrics.jsonl goes on."""
 
-    folder: Path
-    points: dict[str, tuple[np.ndarray, np.ndarray]]  # key -> steps and values, (points,) each
-    begun: dict[str, Any]  # the last record with settings; {} if there is none
-    x: str  # what the x axis shows: steps, tokens, or time in hours
-    scale: float  # what a loss is multiplied by to get the unit of the y axis
-
-    @property
-    def name(self) -> str:
-        """Return the folder's name, shortened. It may hold bytes that are not UTF-8."""
-        return shortened(self.folder.resolve().name.encode(errors="backslashreplace").decode())
-
-    def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return x and y of the points of a key, (points,) each; empty if there are none."""
-        steps, values = self.points.get(key, (np.empty(0), np.empty(0)))
-        return self.places(steps), values if key == "lr" else values * self.scale
-
-    def places(self, steps: np.ndarray) -> np.ndarray:
-        """Return where these steps are on the x axis.
-
-        Time is that of the steps alone, without evaluations, checkpoints and pauses.
-        """
-        _, key, unit = AXES[self.x]
-        if not key:
-            return steps
-        at, values = self.points.get(key, ([], []))
-        if self.x == "time":
-            values = np.cumsum(np.diff(at, prepend=0) * values)
-        return np.interp(steps, np.append(0, at), np.append(0, values)) / unit
-
-    def best(self) -> str:
-        """Return the lowest validation loss and its step; "" before the first evaluation."""
-        steps, losses = self.points.get("val_loss", ([], []))
-        if not len(losses):
-            return ""
-        best = np.argmin(losses)
-        return f": validation {losses[best] * self.scale:.4f} at step {steps[best]:,.0f}"
+    name: str  # the path of its folder, shortened
+    settings: dict[str, Any]
+    landmarks: dict[str, float]  # in the unit of the y axis, as the losses are
+    curves: dict[str, np.ndarray]  # key -> x and y of its points: (2, points); (2, 0) of none
+    best: str  # the lowest validation loss and its step; "" before the first evaluation
 
 
 def read_run(folder: Path, x: str, y: str) -> Run:
-    """Return the curves of the run in a folder. y: loss, or bits_per_byte.
+    """Return what is drawn of the run in a folder. x: a key of AXES. y: loss, or bits_per_byte.
 
-    Bits per byte need the bytes in a token, which an evaluation tells: those of val.bin hardly
-    differ from those of train.bin. Raises UserError if metrics.jsonl is missing or damaged, or has
-    no loss yet.
+    Time is that of the steps alone, without evaluations, checkpoints and pauses. Bits per byte need
+    the bytes in a token, which an evaluation tells: those of val.bin hardly differ from those of
+    train.bin. Raises UserError if metrics.jsonl is missing or damaged, or has no loss yet.
     """
     path = folder / "metrics.jsonl"
-    values: dict[str, dict[int, float]] = {}  # key -> step -> value
-    begun = {}
+    points: dict[str, list[tuple[int, float]]] = {}  # key -> steps and values
+    start = {}
     for record in read_metrics(path):
         if isinstance(record.get("settings"), dict):
-            begun = record
-        if "bad_step" in record:
-            values.setdefault("bad_step", {})[record["step"]] = 0.0
-        for key in ("loss", "lr", "tokens", "step_ms", "val_bits_per_byte", *EVALUATED):
-            value = record.get(key)
+            start = record
+        for key, value in record.items():
             if isinstance(value, int | float) and math.isfinite(value):
-                values.setdefault(key, {})[record["step"]] = value
-    if "loss" not in values and "val_loss" not in values:
+                points.setdefault(key, []).append((record["step"], value))
+    if "loss" not in points and "val_loss" not in points:
         missing = "no loss in it yet" if path.exists() else "no such file"
         raise UserError(f"{path}: {missing}: name the folder of a run that has begun")
+    curves = defaultdict(lambda: np.empty((2, 0)))
+    curves |= {key: np.array(pairs, float).T for key, pairs in points.items()}
+
     scale = 1.0
     if y == "bits_per_byte":
-        both = values.get("val_bits_per_byte", {}).keys() & values.get("val_loss", {}).keys()
-        if not both:
+        if "val_bits_per_byte" not in curves:
             raise UserError(f"{folder}: no evaluation tells the bytes in a token: use --y loss")
-        scale = values["val_bits_per_byte"][max(both)] / values["val_loss"][max(both)]
-    points = {}
-    for key, of_step in values.items():
-        steps = sorted(of_step)
-        points[key] = np.array(steps, float), np.array([of_step[s] for s in steps], float)
-    return Run(folder, points, begun, x, scale)
+        scale = curves["val_bits_per_byte"][1, -1] / curves["val_loss"][1, -1]
+        for key in curves.keys() & {*LOSSES}:
+            curves[key][1] *= scale
+    landmarks = start.get("landmarks") or {}
+    landmarks = {name: round(loss * scale, 4) for name, loss in landmarks.items()}
+    best = ""
+    if "val_loss" in curves:
+        step, loss = min(curves["val_loss"].T, key=lambda point: point[1])
+        best = f": validation {loss:.4f} at step {step:,.0f}"
+
+    _, key, unit = AXES[x]
+    at, counted = curves[key]
+    if x == "time":
+        counted = np.cumsum(np.diff(at, prepend=0) * counted)
+    at, counted = np.append(0, at), np.append(0, counted) / unit
+    for curve in curves.values():
+        curve[0] = np.interp(curve[0], at, counted)
+    # A path may hold bytes that are not UTF-8.
+    name = shortened(str(folder).encode(errors="backslashreplace").decode())
+    return Run(name, start.get("settings", {}), landmarks, curves, best)
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
@@ -130,13 +114,9 @@ def differences(runs: list[Run]) -> list[str]:
     # Only here: this imports torch, which takes longer than drawing a picture.
     from training.settings import TRAINING
 
-    of_runs = [run.begun.get("settings", {}) for run in runs]
-    names = [k for k in TRAINING if any(s.get(k) != of_runs[0].get(k) for s in of_runs)]
-    values = [" ".join(f"{k}={shortened(str(s.get(k, '?')))}" for k in names) for s in of_runs]
-    hashes = ["+".join(run.begun.get("data", {}).values())[:8] for run in runs]
-    if "dataset" not in names and len({*hashes}) > 1:
-        values = [f"{v} train.bin={h}".strip() for v, h in zip(values, hashes, strict=True)]
-    return values
+    values = [{k: shortened(str(run.settings.get(k, "?"))) for k in TRAINING} for run in runs]
+    varied = [k for k in TRAINING if len({of_run[k] for of_run in values}) > 1]
+    return [" ".join(f"{k}={of_run[k]}" for k in varied) for of_run in values]
 
 
 def shortened(text: str) -> str:
@@ -150,7 +130,7 @@ def shortened(text: str) -> str:
 def plot_loss(folders: list[Path], png: Path, x: str = "steps", y: str = "loss") -> Path:
     """Draw the runs in these folders into one picture, and return its path.
 
-    png: the file to write: .png, .pdf or .svg. x: as in Run. y: as in read_run().
+    png: the file to write: .png, .pdf or .svg. x and y: as in read_run().
     Raises UserError if a run cannot be drawn, and ImportError if there is no matplotlib.
     """
     runs = [read_run(folder, x, y) for folder in folders]
@@ -165,8 +145,6 @@ def plot_loss(folders: list[Path], png: Path, x: str = "steps", y: str = "loss")
     warnings.filterwarnings("ignore", "Glyph .* missing")
     installed = font_manager.get_font_names()
     chinese = [font for font in CHINESE if font in installed][:1]
-    if not chinese and not all(run.name.isascii() for run in runs):
-        note(f"no font for Chinese is installed, such as {CHINESE[0]}: names are drawn as frames")
     # A $ in the name of a run must not begin a formula.
     style = {"font.family": ["DejaVu Sans", *chinese], "text.parse_math": False}
     with matplotlib.rc_context(style):
@@ -174,13 +152,11 @@ def plot_loss(folders: list[Path], png: Path, x: str = "steps", y: str = "loss")
         losses, rates = fig.subplots(2, sharex=True, height_ratios=[6, 1])
         unit = "loss (nats per token)" if y == "loss" else "bits per byte"
         losses.set(ylim=limits(runs), ylabel=unit)
-        rates.set(ylabel="lr", xlabel=AXES[x][0])
         draw_landmarks(losses, runs)
         for run, colour in zip(runs, colours, strict=False):
-            draw_run(losses, run, colour, named=run is runs[0])
-            rates.plot(*run.curve("lr"), color=colour, lw=1)
-        rates.set_xlim(left=0)
-        rates.set_ylim(bottom=0)
+            draw_run(losses, run, colour, in_legend=run is runs[0])
+            rates.plot(*run.curves["lr"], color=colour, lw=1)
+        rates.set(ylabel="lr", xlabel=AXES[x][0], xlim=(0, None), ylim=(0, None))
         losses.legend(loc="upper right", fontsize=8)
         for ax in (losses, rates):
             ax.grid(alpha=0.25)
@@ -192,48 +168,45 @@ def plot_loss(folders: list[Path], png: Path, x: str = "steps", y: str = "loss")
     return png
 
 
-def draw_run(ax: Any, run: Run, colour: Any, named: bool) -> None:
+def draw_run(ax: Any, run: Run, colour: Any, in_legend: bool) -> None:
     """Draw the training loss, smoothed and as it was, and in a darker shade the evaluations.
 
-    A star marks the best of them, and crosses at the bottom the steps that were skipped. named: the
-    legend explains the curves by those of this run.
+    A star marks the best of them, and crosses at the bottom the steps that were skipped.
+    in_legend: the legend explains the curves by those of this run.
     """
     from matplotlib.colors import to_rgb
 
     dark = tuple(0.6 * part for part in to_rgb(colour))
 
-    def plot(x: np.ndarray, y: np.ndarray, kind: str, **style) -> None:
+    def plot(x: np.ndarray, y: np.ndarray, label: str, **style) -> None:
         if len(x):
-            ax.plot(x, y, label=kind if named else None, **style)
+            ax.plot(x, y, label=label if in_legend else None, **style)
 
-    x, y = run.curve("loss")
+    x, y = run.curves["loss"]
     ax.plot(x, y, ".", c=colour, mew=0, ms=4, alpha=max(0.1, min(0.4, 80 / (len(x) + 1))))
     plot(x, smoothed(y), "training, smoothed", c=colour, lw=1.5)
-    for key, (kind, style) in EVALUATED.items():
-        x, y = run.curve(key)
-        plot(x, y, kind, c=dark, markevery=len(x) // 40 + 1, **style)
-    x, y = run.curve("val_loss")
-    best = [np.argmin(y)] if len(y) else []
+    for key, (label, style) in EVALUATED.items():
+        x, y = run.curves[key]
+        plot(x, y, label, c=dark, markevery=len(x) // 40 + 1, **style)
+    x, y = run.curves["val_loss"]
+    lowest = np.argsort(y)[:1]
     star = dict(ls="", marker="*", ms=13, mec="white", zorder=5)
-    plot(x[best], y[best], "lowest validation loss", c=dark, **star)
-    x, y = run.curve("bad_step")
+    plot(x[lowest], y[lowest], "lowest validation loss", c=dark, **star)
+    x, y = run.curves["bad_steps"]
     cross = dict(ls="", marker="x", transform=ax.get_xaxis_transform())
-    plot(x, y + 0.02, "skipped step (NaN, infinity)", c=colour, **cross)
+    plot(x, np.full(len(y), 0.02), "skipped step (NaN, infinity)", c=colour, **cross)
 
 
 def draw_landmarks(ax: Any, runs: list[Run]) -> None:
     """Draw the landmarks of the data that lie in the picture, if all runs share them."""
-    landmarks = [run.begun.get("landmarks") or {} for run in runs]
     bottom, top = ax.get_ylim()
-    for name, value in landmarks[0].items():
-        value *= runs[0].scale
-        inside = bottom < value < top - 0.04 * (top - bottom)  # room for the text
-        if inside and all(other == landmarks[0] for other in landmarks):
-            ax.axhline(value, color=GREY, lw=0.8, ls=(0, (6, 3)), zorder=0)
-            text = f"loss of {LANDMARKS[name][0]}: {value:.2f}"
-            place = dict(xy=(0.5, value), xycoords=("axes fraction", "data"), ha="center")
-            place |= dict(xytext=(0, 2), textcoords="offset points")
-            ax.annotate(text, **place, color=GREY, fontsize=8)
+    for name, loss in runs[0].landmarks.items():
+        shared = all(run.landmarks == runs[0].landmarks for run in runs)
+        if shared and bottom < loss < top - 0.04 * (top - bottom):  # room for the text
+            ax.axhline(loss, color=GREY, lw=0.8, ls=(0, (6, 3)), zorder=0)
+            text = f"loss of {LANDMARKS[name][0]}: {loss:.2f}"
+            place = ax.get_yaxis_transform()  # x in shares of the axis, y in losses
+            ax.text(0.5, loss, text, transform=place, ha="center", va="bottom", c=GREY, fontsize=8)
 
 
 def limits(runs: list[Run]) -> tuple[float, float]:
@@ -242,15 +215,14 @@ def limits(runs: list[Run]) -> tuple[float, float]:
     The first twentieth of each curve may leave the picture, and so may a few of its other points,
     such as spikes.
     """
-    curves = [run.curve(key) for run in runs for key in ("loss", *EVALUATED)]
+    curves = [run.curves[key] for run in runs for key in LOSSES]
     late = [y[x >= 0.05 * x[-1]] for x, y in curves if len(x)]
     bottom = min(np.quantile(y, 0.01) for y in late)
     top = max(np.quantile(y, 0.98) for y in late)
     # Show landmarks that lie a little above: a new reader looks for them.
-    for value in (runs[0].begun.get("landmarks") or {}).values():
-        value *= runs[0].scale
-        if top < value < bottom + 1.3 * (top - bottom):
-            top = value
+    for loss in runs[0].landmarks.values():
+        if top < loss < bottom + 1.3 * (top - bottom):
+            top = loss
     margin = 0.06 * (top - bottom) or 0.1
     return bottom - margin, top + margin
 
@@ -260,16 +232,14 @@ def name_runs(fig: Any, ax: Any, runs: list[Run], colours: list[Any]) -> None:
     from matplotlib.patches import Patch
 
     if len(runs) == 1:
-        s = runs[0].begun.get("settings", {})
+        s = runs[0].settings
         shown = ("preset", "n_layer", "n_embd", "optimizer", "lr", "seed", "dataset")
-        about = ", ".join(f"{name} {s[name]}" for name in shown if name in s)
-        title = f"{runs[0].name}{runs[0].best()}\n{about}"
+        settings = ", ".join(f"{name} {s[name]}" for name in shown if name in s)
+        title = f"{runs[0].name}{runs[0].best}\n{settings}"
     else:
         title = f"{len(runs)} runs, their lowest validation losses, and where their settings differ"
         handles = []
-        for run, own, colour in zip(runs, differences(runs), colours, strict=False):
-            same_name = sum(run.name == other.name for other in runs) > 1
-            name = str(run.folder) if same_name else run.name
-            handles.append(Patch(color=colour, label=f"{name}{run.best()} {own}"[:200]))
+        for run, settings, colour in zip(runs, differences(runs), colours, strict=False):
+            handles.append(Patch(color=colour, label=f"{run.name}{run.best} {settings}"[:200]))
         fig.legend(handles=handles, loc="outside lower left", fontsize=8, frameon=False)
     ax.set_title(title, loc="left", fontsize=10)

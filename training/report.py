@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 from torch.amp import GradScaler
 
-from configurator import columns
+from configurator import columns, folded
 from hardware.disk import Lock
 from hardware.machine import Machine
-from hardware.terminal import ProgressBar, fitted, in_a_terminal, quoted
+from hardware.terminal import ProgressBar, in_a_terminal, quoted
 from text.dataset import DataSet
 from text.landmarks import mixed_landmarks
 from training.metrics import MetricsFile, read_metrics
@@ -34,14 +34,6 @@ from training.settings import TrainConfig
 
 FOLLOW = Path(__file__).resolve().parents[1] / "follow.py"
 PATIENCE = 20  # seconds that train.py waits at its end for the last picture
-
-
-def peak_memory(device: torch.device) -> float:
-    """Return the most bytes used so far: allocated on a GPU, else resident in this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class Clock:
@@ -58,29 +50,25 @@ class Clock:
         """Start a new measurement after step `step`."""
         self.machine.synchronize()
         self.step = step
-        self.begun = time.perf_counter()
-        self.data = 0.0  # seconds of waiting for data
+        self.start = time.perf_counter()
+        self.data_s = 0.0
 
     def seconds(self) -> float:
         """Return the seconds since restart(), without the pauses."""
         self.machine.synchronize()
-        return time.perf_counter() - self.begun
-
-    def step_seconds(self, step: int) -> float:
-        """Return the seconds of a step since restart(), `step` being the last. Does not wait."""
-        return (time.perf_counter() - self.begun) / (step - self.step)
+        return time.perf_counter() - self.start
 
     @contextmanager
     def paused(self):
-        before = self.seconds()
+        elapsed = self.seconds()
         yield
-        self.begun += self.seconds() - before
+        self.start += self.seconds() - elapsed
 
     @contextmanager
     def waiting_for_data(self):
-        before = time.perf_counter()
+        start = time.perf_counter()
         yield
-        self.data += time.perf_counter() - before
+        self.data_s += time.perf_counter() - start
 
 
 class Metrics:
@@ -106,39 +94,41 @@ class Metrics:
         self.progress = progress
         self.sets = sets
         shown = machine.is_main and in_a_terminal()
-        options = dict(total=plan.steps, initial=progress.step, end="{desc}")
-        self.bar = ProgressBar("step", shown=shown, **options)
-        self.saved: list[dict] = []  # records of the thread that saves, which write() appends
+        self.bar = ProgressBar("step", shown=shown, total=plan.steps, initial=progress.step)
         if machine.is_main:
             path = folder / "metrics.jsonl"
-            records = first_records(path, cfg, plan, sets, progress, machine.say)
+            records = first_records(path, cfg, plan, sets, progress)
             self.watch = Watch(mixed_landmarks(sets), records)
             self.file = MetricsFile(path, records, lock, machine.say)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Keep the bar below all lines and follow.py beside the run while the block goes on."""
-        wanted = self.machine.is_main and self.cfg.follow
-        follower = followed(self.folder, self.machine.say) if wanted else nullcontext()
+        is_followed = self.machine.is_main and self.cfg.follow
+        follower = followed(self.folder, self.machine.say) if is_followed else nullcontext()
         with self.bar.below(), follower:
-            try:
-                yield
-            finally:
-                self.append_saved()  # an error may end the run here
+            yield
 
-    def move_bar(self, clock: Clock) -> None:
-        """Show the last step in the progress bar, with the speed since the last log line.
+    def log_outcome(self, outcome: str, loss: float, grad_norm: float, scaler: GradScaler) -> None:
+        """Report the last step if it was skipped, or if its loss is far above those before it.
 
-        The host does not wait for the device here, so the bar costs a step some microseconds.
+        outcome: as Progress.add_step() returns it.
         """
-        if self.bar.disable:
-            return
-        done = self.progress.step
-        seconds = clock.step_seconds(done)
-        rate = self.plan.step_tokens / seconds
-        left = in_words((self.plan.steps - done) * seconds)
-        self.bar.set_description_str(f"eta {left} | {rate / 1e3:.1f}k tok/s", refresh=False)
-        self.bar.update(done - self.bar.n)
+        self.bar.update()
+        step = self.progress.step
+        if outcome == "taken":
+            z = spike(self.progress.losses[:-1], loss)
+            if z > 8:
+                line = f"warning: loss {loss:.3f} is {z:.0f} deviations high"
+                self.write(dict(step=step, spike_loss=loss, spike_z=z), line)
+        elif outcome == "overflow":
+            scale = scaler.get_scale()
+            line = f"fp16 overflow: skipped, the loss is scaled by {scale:g} now"
+            self.write(dict(step=step, loss_scale=scale), line)
+        else:
+            problem = f"loss {loss}, norm of the gradient {grad_norm}"
+            record = dict(step=step, bad_step=problem, bad_steps=self.progress.bad_steps)
+            self.write(record, f"warning: {problem}: skipped")
 
     def log_step(
         self,
@@ -153,18 +143,25 @@ class Metrics:
 
         flops: FLOPs per token. peak: TFLOPS of all devices together; None if unknown.
         """
-        done = self.progress.step
+        step = self.progress.step
         plan = self.plan
         seconds = clock.seconds()
-        steps = done - clock.step
+        steps = step - clock.step
         rate = steps * plan.step_tokens / seconds
         tflops = rate * flops / 1e12
         mfu = tflops / peak if peak else None
-        if mfu and mfu > 1 and self.machine.device.type == "cpu" and not self.cfg.peak_tflops:
+        device = self.machine.device
+        if mfu and mfu > 1 and device.type == "cpu" and not self.cfg.peak_tflops:
             mfu = None  # other programs slowed this machine down while its peak was measured
-        tokens = plan.tokens_at(done)
+        # The most memory so far: allocated on a GPU, else resident in this process. Of the latter,
+        # macOS counts bytes and Linux kilobytes.
+        unit = 1 if sys.platform == "darwin" else 1024
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        if device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated()
+        tokens = plan.tokens_at(step)
         record = {
-            "step": done,
+            "step": step,
             "loss": loss,
             "lr": lr,
             "grad_norm": grad_norm,
@@ -174,119 +171,84 @@ class Metrics:
             "tflops": tflops,
             "mfu": mfu,
             "step_ms": 1e3 * seconds / steps,
-            "data_ms": 1e3 * clock.data / steps,
-            "memory_gb": peak_memory(self.machine.device) / 1e9,
-            "eta_s": (plan.steps - done) * seconds / steps,
+            "data_ms": 1e3 * clock.data_s / steps,
+            "memory_gb": memory / 1e9,
+            "eta_s": (plan.steps - step) * seconds / steps,
         }
-        self.write(record, step_line(record))
+        self.bar.set_postfix_str(f"{rate / 1e3:.1f}k tok/s", refresh=False)
+        line = f"loss {loss:.3f} | lr {lr:.1e} | grad {grad_norm:.2f} | {rate / 1e3:.1f}k tok/s"
+        line += f" | {tflops:.{1 if tflops >= 10 else 3}f} TFLOPS"
+        line += f" | MFU {'n/a' if mfu is None else f'{mfu:.1%}'} | {record['step_ms']:.0f} ms"
+        line += f" | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB"
+        self.write(record, f"{line} | eta {in_words(record['eta_s'])}")
         warmup = self.cfg.warmup_steps or self.cfg.warmup_ratio * plan.steps
         patience = max(100, 0.05 * plan.steps, 2 * warmup)
-        if self.machine.is_main and (news := self.watch.look(self.progress.losses, done, patience)):
+        if self.machine.is_main and (news := self.watch.look(self.progress.losses, step, patience)):
             self.write(*news)
-        clock.restart(done)
+        clock.restart(step)
 
-    def log_eval(
-        self,
-        done: int,
-        losses: list[float],
-        by_document: list[float],
-        of_train: list[float] | None,
-        averaged: list[float] | None,
-        seconds: float,
-    ) -> float:
-        """Report an evaluation after step `done`, and return the validation loss.
+    def log_eval(self, step: int, losses: dict[str, list[float]], seconds: float) -> float:
+        """Report an evaluation after a step, and return the validation loss.
 
-        losses: one for each data set's val.bin. The validation loss is their mean, weighted by the
-        shares of the data sets in the run. by_document: the same, where each document is read alone
-        from its own beginning. of_train: the same for windows of each train.bin, if they were
-        evaluated. averaged: the losses of the averaged weights on each val.bin, if there are any.
-        seconds: how long the evaluation took.
+        losses: key in the record -> a loss for each data set. val_loss: on its val.bin;
+        val_document_loss: the same, where each document is read alone from its own beginning. If
+        they were evaluated, also train_eval_loss: on windows of its train.bin, and
+        val_loss_average: that of the averaged weights on its val.bin. The mean of each is weighted
+        by the shares of the data sets in the run. seconds: how long the evaluation took.
         """
-        record: dict = dict(step=done)
-
-        def mean(name: str, of_sets: list[float]) -> float:
-            """Record the losses on the data sets and their mean, weighted by the shares."""
+        mean = {}
+        by_set = {}
+        for key, of_sets in losses.items():
             pairs = list(zip(self.sets, of_sets, strict=True))
-            record[name] = sum(float(data.weight) * of_set for data, of_set in pairs)
+            mean[key] = sum(float(data.weight) * loss for data, loss in pairs)
             if len(pairs) > 1:
-                record.update({f"{name}/{data.name}": of_set for data, of_set in pairs})
-            return record[name]
-
-        loss = mean("val_loss", losses)
+                by_set |= {f"{key}/{data.name}": loss for data, loss in pairs}
         counts = [(data.weight, data.meta["splits"]["val"]) for data in self.sets]
         token_bytes = sum(weight * val["bytes"] / val["tokens"] for weight, val in counts)
-        ppl, bits_per_byte, units = in_other_units(loss, float(token_bytes))
-        record |= dict(val_ppl=ppl, val_bits_per_byte=bits_per_byte, eval_s=seconds)
-        more = [f"by document {mean('val_document_loss', by_document):.4f}"]
-        if of_train is not None:
-            more.insert(0, f"train {mean('train_eval_loss', of_train):.4f}")
-        line = f"validation loss {loss:.4f} ({', '.join(more)}) | {units}"
-        if len(self.sets) > 1:
-            for data, of_set in zip(self.sets, losses, strict=True):
-                line += f" | {data.name} {of_set:.4f}"
-        if averaged is not None:
-            line += f" | averaged weights {mean('val_loss_average', averaged):.4f}"
-        self.write(record, line)
-        return loss
+        ppl, bits_per_byte, units = in_other_units(mean["val_loss"], float(token_bytes))
 
-    def log_sample(self, done: int, text: str) -> None:
-        """Report a text that the model has written after step `done`, with its prompt."""
+        line = f"validation loss {mean['val_loss']:.4f} ("
+        if "train_eval_loss" in mean:
+            line += f"train {mean['train_eval_loss']:.4f}, "
+        line += f"by document {mean['val_document_loss']:.4f}) | {units}"
+        for key, loss in by_set.items():
+            if key.startswith("val_loss/"):
+                line += f" | {key.removeprefix('val_loss/')} {loss:.4f}"
+        if "val_loss_average" in mean:
+            line += f" | averaged weights {mean['val_loss_average']:.4f}"
+        in_units = dict(val_ppl=ppl, val_bits_per_byte=bits_per_byte, eval_s=seconds)
+        self.write({"step": step} | mean | by_set | in_units, line)
+        return mean["val_loss"]
+
+    def log_sample(self, step: int, text: str) -> None:
+        """Report a text that the model has written after a step, with its prompt."""
         prompt = self.cfg.sample_prompt
-        shown = repr(prompt if len(prompt) <= 40 else f"{prompt[:37]}...")
-        line = f"the model continues {shown}:" if prompt else "the model writes:"
-        self.write(dict(step=done, sample=text), line, quoted(text))
+        line = f"the model continues {prompt!r}:" if prompt else "the model writes:"
+        self.write(dict(step=step, sample=text), f"{line}\n{quoted(text)}")
 
     def log_save(self, step: int, path: Path, seconds: float) -> None:
-        """Report that the checkpoint of a step is complete on the disk.
+        """Report that the checkpoint of a step is complete on the disk. The thread that saves calls
+        this.
 
-        metrics.jsonl gets a record of it too. If it has one and no checkpoint can be found, a disk
-        is missing, and init_from=auto must not start from scratch. A thread saves, and calls this:
-        the record is appended with the next one.
+        If metrics.jsonl has a record of a checkpoint and none can be found, a disk is missing, and
+        init_from=auto must not start from scratch.
         """
-        self.saved.append(dict(step=step, saved=path.name, save_s=seconds))
-        self.machine.say(f"step {step}: saved {path} in {seconds:.1f} s")
+        record = dict(step=step, saved=path.name, save_s=seconds)
+        self.write(record, f"saved {path} in {seconds:.1f} s")
 
-    def log_outcome(self, outcome: str, loss: float, grad_norm: float, scaler: GradScaler) -> None:
-        """Report the last step if it was skipped, or if its loss is far above those before it.
-
-        outcome: as Progress.add_step() returns it.
-        """
-        done = self.progress.step
-        if outcome == "taken":
-            z = spike(self.progress.losses[:-1], loss)
-            if z > 8:
-                line = f"warning: loss {loss:.3f} is {z:.0f} deviations high"
-                self.write(dict(step=done, spike_loss=loss, spike_z=z), line)
-        elif outcome == "overflow":
-            scale = scaler.get_scale()
-            line = f"fp16 overflow: skipped, the loss is scaled by {scale:g} now"
-            self.write(dict(step=done, loss_scale=scale), line)
-        else:
-            problem = f"loss {loss}, norm of the gradient {grad_norm}"
-            record = dict(step=done, bad_step=problem, bad_steps=self.progress.bad_steps)
-            self.write(record, f"warning: {problem}: skipped")
-
-    def write(self, record: dict, line: str, block: str = "") -> None:
-        """Report one event: the record for programs, for people a line and perhaps a block."""
-        if not self.machine.is_main:
-            return
-        self.append(record)
-        line = fitted(f"step {record['step']}/{self.plan.steps} | {line}", columns())
-        self.machine.say(f"{line}\n{block}" if block else line)
-
-    def append(self, record: dict) -> None:
-        self.append_saved()
-        self.file.append(record)
-
-    def append_saved(self) -> None:
-        while self.saved:
-            self.file.append(self.saved.pop(0))
+    def write(self, record: dict, line: str) -> None:
+        """Report one event: the record for programs, the line for people."""
+        if self.machine.is_main:
+            self.file.append(record)
+            line = f"step {record['step']}/{self.plan.steps} | {line}"
+            # A line is folded behind a field, not in it: not at a no-break space.
+            unbroken = line.replace(" ", "\xa0").replace("\xa0|\xa0", "\xa0| ")
+            self.machine.say(folded(unbroken, columns()).replace("\xa0", " "))
 
     def close(self) -> None:
         """End the record of the run: follow.py, started by hand, need not wait for more."""
         if self.machine.is_main:
-            self.append(dict(step=self.progress.step, ended=True))
-            self.file.close()
+            self.file.append(dict(step=self.progress.step, ended=True))
 
 
 @contextmanager
@@ -296,15 +258,9 @@ def followed(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     Its input ends with the block, or with this process, however that ends: then it draws the last
     picture. This process waits some seconds for that, and asks nothing else of it.
     """
-    left = f"loss.png and the tracker are left to: python follow.py {folder}"
     command = [sys.executable, str(FOLLOW), str(folder), "--beside"]
-    try:
-        # In a session of its own, it does not receive the Ctrl-C that stops this process.
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    except OSError as e:
-        say(f"warning: follow.py cannot be started ({e.strerror}): {left}")
-        yield
-        return
+    # In a session of its own, it does not receive the Ctrl-C that stops this process.
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield
     finally:
@@ -315,67 +271,39 @@ def followed(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             os.killpg(process.pid, signal.SIGKILL)  # with all that a tracker has started
             process.wait()
         if process.returncode:
-            say(f"warning: follow.py has ended early or took too long: {left}")
+            later = f"loss.png and the tracker are left to: python follow.py {folder}"
+            say(f"warning: follow.py has ended early or took too long: {later}")
 
 
 def first_records(
-    path: Path,
-    cfg: TrainConfig,
-    plan: Plan,
-    sets: list[DataSet],
-    progress: Progress,
-    say: Callable[[str], None],
+    path: Path, cfg: TrainConfig, plan: Plan, sets: list[DataSet], progress: Progress
 ) -> list[dict]:
     """Return the records that metrics.jsonl has when this process starts to train.
 
     These are the records of earlier processes, up to the step at which this one starts. One with
-    the settings of this process follows if they differ from those recorded last. Warn if those of
-    earlier processes are incomplete, or belong to another run.
+    the settings of this process follows if they differ from those recorded last.
     """
     step = progress.step
     earlier = read_metrics(path) if step else []
     # This process repeats later steps.
     records = [r for r in earlier if r["step"] <= step and "ended" not in r]
-    last = next((r for r in reversed(records) if "settings" in r), {})
-    reached = max((r["step"] for r in records), default=0)
-    if step - reached > max(cfg.log_every, last.get("settings", {}).get("log_every", 0)):
-        gap = f"lacks the lines of steps {reached + 1} to {step}: they are lost"
-        say(f"warning: {path} {gap}")
-    of_step = [r["loss"] for r in records if r["step"] == step and "loss" in r]
-    if of_step and of_step[-1:] != progress.losses[-1:]:
-        other = f"its loss of step {step} is not the one in the checkpoint"
-        say(f"warning: {path}: {other}: its lines may be of another run")
     if step and not any(r["step"] == step and "saved" in r for r in records):
         # The process that wrote the checkpoint was killed before it could record it.
         records.append({"step": step, "saved": f"step_{step:08d}"})
 
     # `prepare.py --inspect RUN --step N` and follow.py read this record to find a step's texts.
     how_to_start = {"init_from", "overwrite"}
-    now = {
+    run = {
         "settings": {k: v for k, v in asdict(cfg).items() if k not in how_to_start},
         "step_samples": plan.step_tokens // cfg.block_size,
         "steps": plan.steps,
         "data": {data.name: data.meta["splits"]["train"]["sha256"] for data in sets},
         "landmarks": mixed_landmarks(sets),
     }
-    if any(last.get(key) != value for key, value in now.items()):
-        place = {"step": step, "first_sample": progress.samples}
-        records.append(place | now)
+    recorded = next((r for r in reversed(records) if "settings" in r), {})
+    if any(recorded.get(key) != value for key, value in run.items()):
+        records.append({"step": step, "first_sample": progress.samples} | run)
     return records
-
-
-def step_line(record: dict) -> str:
-    """Return the log line for a record of log_step()."""
-    r = record
-    digits = 1 if r["tflops"] >= 10 else 3
-    mfu = "n/a" if r["mfu"] is None else f"{100 * r['mfu']:.1f}%"
-    parts = [
-        f"loss {r['loss']:.3f} | lr {r['lr']:.1e} | grad {r['grad_norm']:.2f}",
-        f"{r['tokens_per_s'] / 1e3:.1f}k tok/s | {r['tflops']:.{digits}f} TFLOPS | MFU {mfu}",
-        f"{r['step_ms']:.0f} ms | data {r['data_ms']:.1f} ms | mem {r['memory_gb']:.1f} GB",
-        f"eta {in_words(r['eta_s'])}",
-    ]
-    return " | ".join(parts)
 
 
 def in_words(seconds: float) -> str:
