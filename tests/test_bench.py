@@ -18,38 +18,16 @@ from conftest import REPO, TINY, call, make_records, write_jsonl
 from bench import compare, init_scales, judge, lab, roof, shards, sweep
 from bench import prepare as bench_prepare
 from configurator import given
-from hardware.gpus import datasheet_tflops
 from hardware.peak import datasheet_peak, measure_tflops
 from model import GPT, PRESETS, GPTConfig
 from training.huggingface import to_state
 
 
 @pytest.mark.parametrize(
-    "name, bf16",
-    [
-        ("NVIDIA H200", 989),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100-PCIE-40GB", 312),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA L40S", 362),
-        ("AMD Instinct MI300X", 1307.4),
-        ("Tesla V100-SXM2-16GB", None),  # it has no bf16
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),  # not the desktop's chip
-        ("NVIDIA A1000", None),
-        ("Some New GPU", None),
-    ],
-)
-def test_a_gpu_gets_its_own_datasheet_peak_or_none_at_all(name, bf16):
-    assert datasheet_tflops(name, "bf16") == bf16
-
-
-@pytest.mark.parametrize(
     "name, dtype, peak, words",
     [
-        ("Tesla V100-SXM2-16GB", torch.float16, 125, "fp16"),
-        ("Tesla V100-SXM2-16GB", torch.float32, 15.7, "fp32"),  # it has no TF32
+        ("Tesla V100-SXM2-16GB", torch.bfloat16, None, "n/a"),  # it has no bf16
+        ("Tesla V100-SXM2-16GB", torch.float32, 15.7, "fp32"),  # nor TF32
         ("NVIDIA H200", torch.float32, 494, "tf32"),
         ("Some New GPU", torch.bfloat16, None, "n/a"),
     ],
@@ -96,20 +74,16 @@ def test_a_tokenizer_that_cannot_be_downloaded_is_one_line(tmp_path, refuses, mo
 @pytest.mark.parametrize(
     "content, place",
     [
-        pytest.param(None, "c.jsonl.gz", id="none"),
         pytest.param(b"no gzip", "c.jsonl.gz", id="no gzip"),
         pytest.param(WHOLE[:-10], "c.jsonl.gz", id="cut off"),
-        pytest.param(WHOLE[:14] + b"\xff" + WHOLE[15:], "c.jsonl.gz", id="changed"),
         pytest.param(gzip.compress(b""), "c.jsonl.gz", id="empty"),
         pytest.param(gzip.compress(b'{"text": "a"}\n{"text":'), "line 2", id="half a record"),
         pytest.param(gzip.compress(b'{"text": "a"}\n[1, 2]\n'), "line 2", id="list"),
-        pytest.param(gzip.compress(b'{"text": "a"}\n\xff\n'), "line 2", id="no text"),
     ],
 )
 def test_a_damaged_corpus_is_one_line(tiny_data, tmp_path, refuses, content, place):
     corpus = tmp_path / "c.jsonl.gz"
-    if content is not None:
-        corpus.write_bytes(content)
+    corpus.write_bytes(content)
     tokenizer = tiny_data / "tiny" / "tokenizer.model"
     assert place in refuses(bench_prepare.main, corpus, f"--tokenizer={tokenizer}")
 
@@ -121,42 +95,53 @@ def test_a_vocabulary_beyond_16_bits_is_counted_in_32(tmp_path):
     assert (tmp_path / "ids").stat().st_size == 2 * 2 * 4  # two documents of one token and an eos
 
 
-@pytest.mark.parametrize("option", ["--block_size=0", "--n_embd=-1", "--lr=0", "--batch_size=0"])
-def test_a_comparison_refuses_what_training_refuses(tiny_data, refuses, option):
-    error = refuses(compare.main, *TINY, f"--data_dir={tiny_data}", option)
-    assert option[2:].split("=")[0] in error
-
-
-@pytest.mark.parametrize("damaged", ["meta.json", "train.bin", "tokenizer.model"])
-def test_a_damaged_data_set_is_one_line_in_a_comparison(tiny_data, tmp_path, refuses, damaged):
+def test_a_comparison_refuses_what_training_refuses(tiny_data, tmp_path, refuses):
+    assert "lr" in refuses(compare.main, *TINY, f"--data_dir={tiny_data}", "--lr=0")
     shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
-    (tmp_path / "tiny" / damaged).write_bytes(b"{")
+    (tmp_path / "tiny" / "meta.json").write_bytes(b"{")
     for options in ([], ["--sampling"]):
-        assert damaged in refuses(compare.main, *TINY, f"--data_dir={tmp_path}", *options)
+        error = refuses(compare.main, *TINY, f"--data_dir={tmp_path}", *options)
+        assert "meta.json" in error
+
+
+# A script that stands for nanoGPT. A step takes 50 ms, and it says 20 ms. It saves what is in
+# saved/ckpt.pt.
+PEER = """
+import pickle, shutil, sys, time
+seed_offset = 0
+seed = 1337 + seed_offset
+settings = dict(option[2:].split("=") for option in sys.argv[1:])
+assert open("data/ours/train.bin", "rb").read(2)
+assert pickle.load(open("data/ours/meta.pkl", "rb")) == {"vocab_size": 400}
+print("step 0: train loss 1")
+for i in range(int(settings["max_iters"]) + 1):
+    time.sleep(0.05)
+    print(f"iter {i}: loss 1, time 20.00ms, mfu 1%", flush=True)
+shutil.copytree("saved", "out")
+"""
+SHAPE = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, bias=False, vocab_size=400)
+
+
+def peer_of(folder: Path, steps: int) -> Path:
+    """Write a peer whose weights were saved after so many steps."""
+    c = GPTConfig(**PRESETS["gpt2"] | SHAPE)
+    model = GPT(c)
+    model.init_weights()
+    state = to_state(c, dict(model.named_parameters()))
+    state = {k: w.t() if ".h." in k and w.dim() == 2 else w for k, w in state.items()}
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    (folder / "saved").mkdir(parents=True)
+    content = {"model": state, "model_args": SHAPE, "iter_num": steps}
+    torch.save(content, folder / "saved" / "ckpt.pt")
+    (folder / "train.py").write_text(PEER)
+    return folder
 
 
 @pytest.mark.slow
 def test_training_is_compared_by_one_clock(tiny_data, tmp_path, capsys):
-    """A script stands for nanoGPT. It takes the same settings and files, and 50 ms for a step."""
-    peer = tmp_path / "peer"
-    peer.mkdir()
-    parse = "import sys; settings = dict(a[2:].split('=') for a in sys.argv[1:])"
-    (peer / "configurator.py").write_text(parse)
-    (peer / "train.py").write_text(
-        "import time, pickle\n"
-        "seed_offset = 0\n"
-        "assert 1337 + seed_offset == 1337\n"
-        "exec(open('configurator.py').read())\n"
-        "assert settings['n_layer'] == '2' and settings['dtype'] == 'float32'\n"
-        "assert open('data/ours/train.bin', 'rb').read(2)\n"
-        "assert pickle.load(open('data/ours/meta.pkl', 'rb')) == {'vocab_size': 400}\n"
-        "print('step 0: train loss 1')\n"
-        "for i in range(int(settings['max_iters']) + 1):\n"
-        "    time.sleep(0.05)\n"
-        "    print(f'iter {i}: loss 1, time 9ms', flush=True)\n"
-    )
     options = [*TINY, f"--data_dir={tiny_data}", f"--json={tmp_path / 'out.json'}"]
-    call(compare.main, *options, f"--nanogpt={peer}", "--steps=9", "--warmup=2", "--rounds=2")
+    options += [f"--nanogpt={peer_of(tmp_path / 'peer', 8)}", "--steps=9", "--warmup=2"]
+    call(compare.main, *options, "--rounds=2")
     facts = json.loads((tmp_path / "out.json").read_text())
     seconds = facts["seconds"]
     rates = facts["tokens_per_s"]
@@ -165,36 +150,6 @@ def test_training_is_compared_by_one_clock(tiny_data, tmp_path, capsys):
     assert rates["ours"] == pytest.approx(256 / statistics.median(seconds["ours"]))
     assert torch.__version__ in facts["versions"]
     assert "ours / it" in capsys.readouterr().out
-
-
-# A script that stands for nanoGPT. It says that a step takes 20 ms, and saves what is in given.pt.
-PEER = """
-import shutil, sys
-seed_offset = 0
-assert open("data/ours/val.bin", "rb").read(2)
-print("step 0: train loss 1")
-for i in range(5):
-    print(f"iter {i}: loss {1337 + seed_offset}, time 20.00ms, mfu 1%")
-shutil.copytree("given", "out")
-"""
-
-
-def peer_of(folder: Path, iter_num: int) -> Path:
-    """Write a peer whose weights were saved after iter_num steps."""
-    c = GPTConfig(**PRESETS["gpt2"] | NANO)
-    model = GPT(c)
-    model.init_weights()
-    state = to_state(c, dict(model.named_parameters()))
-    state = {k: w.t() if ".h." in k and w.dim() == 2 else w for k, w in state.items()}
-    (folder / "given").mkdir(parents=True)
-    state["lm_head.weight"] = state["transformer.wte.weight"]
-    content = {"model": state, "model_args": NANO, "iter_num": iter_num}
-    torch.save(content, folder / "given" / "ckpt.pt")
-    (folder / "train.py").write_text(PEER)
-    return folder
-
-
-NANO = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, bias=False, vocab_size=400)
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ from bench.lab_results import Result
 from configurator import parse
 from training.settings import TrainConfig, model_config
 
-KINDS = ("markdown", "json", "png")  # of files that lab.py writes
 QUESTION = """
 question = "Does a higher rate help?"
 baseline = "low"
@@ -49,79 +48,66 @@ def trained(out: Path) -> dict[str, int]:
 def answered(tiny_data, tmp_path_factory) -> Path:
     """A folder with the question, its runs in out/, and what lab.py has written about them."""
     folder = tmp_path_factory.mktemp("lab")
-    ask(folder, tiny_data, QUESTION, *[f"--{kind}={folder / 'r'}.{kind}" for kind in KINDS])
+    files = [f"--{kind}={folder / 'r'}.{kind}" for kind in ("markdown", "json", "png")]
+    ask(folder, tiny_data, QUESTION, *files)
     return folder
 
 
-def facts(answered: Path) -> dict:
-    return json.loads((answered / "r.json").read_text())
-
-
-def runs_of(answered: Path, variant: str) -> dict[int, Path]:
-    """Return seed -> folder."""
-    runs = facts(answered)["runs"]
-    return {run["seed"]: Path(run["folder"]) for run in runs if run["variant"] == variant}
+def rows_of(answered: Path) -> list[tuple[dict, list[Path]]]:
+    """Return each row of the report, with the folders of its runs, one for each seed."""
+    facts = json.loads((answered / "r.json").read_text())
+    folders = {row["variant"]: [] for row in facts["rows"]}
+    for run in facts["runs"]:
+        folders[run["variant"]].append(Path(run["folder"]))
+    return [(row, folders[row["variant"]]) for row in facts["rows"]]
 
 
 def settings(run: Path) -> dict:
     return json.loads((run / "metrics.jsonl").open().readline())["settings"]
 
 
+def two_sets(data: Path, folder: Path) -> None:
+    """Put the data set `one` into a folder, and `tiny`: other texts, with the same tokenizer."""
+    shutil.copytree(data / "tiny", folder / "one")
+    corpus = write_jsonl(folder / "corpus.jsonl", make_records(50, seed=1))
+    options = ["--name=tiny", f"--data_dir={folder}", "--val_fraction=0.1"]
+    call(prepare.main, "--input", corpus, *options, f"--tokenizer={data / 'tiny'}")
+
+
 # -- runs --
-
-
-@pytest.mark.slow
-def test_every_variant_is_trained_with_every_seed_and_judged_on_all_of_val(answered):
-    for variant, lr, steps in (
-        ("low", 1e-3, 8),
-        ("high", 1e-2, 8),
-        ("low, 0.5 x as long", 1e-3, 4),
-    ):
-        runs = runs_of(answered, variant)
-        assert list(runs) == [1, 2]
-        for seed, run in runs.items():
-            expected = {"lr": lr, "seed": seed, "eval_tokens": 0}
-            assert settings(run).items() >= expected.items()
-            assert max(metrics(run, "val_loss")) == steps
-            assert metrics(run, "lr")[steps] == pytest.approx(0.1 * lr)  # the decay is completed
 
 
 @pytest.mark.slow
 def test_variants_of_a_seed_read_the_same_windows(tiny_data, tmp_path):
     """At a rate of nearly 0 the weights stay as drawn, and so a loss shows the windows alone."""
     still = {"a": {"lr": 1e-30}, "b": {"lr": 1e-30, "beta1": 0.5}}
-    question = f'question = "?"\nvariants = {still}'
-    out = ask(tmp_path, tiny_data, question)
-    losses: dict[int, list] = {}
+    out = ask(tmp_path, tiny_data, f'question = "?"\nvariants = {still}')
+    losses: dict[int, list] = {1: [], 2: []}
     for run in trained(out):
-        losses.setdefault(settings(out / run)["seed"], []).append(metrics(out / run, "loss"))
+        losses[settings(out / run)["seed"]].append(metrics(out / run, "loss"))
     assert losses[1][0] == losses[1][1] and losses[2][0] == losses[2][1]
     assert not set(losses[1][0].values()) & set(losses[2][0].values())
 
 
 @pytest.mark.slow
 def test_a_finished_run_is_never_run_again_and_a_changed_one_never_reused(
-    answered, tiny_data, tmp_path
+    answered, tiny_data, tmp_path, capsys
 ):
     shutil.copytree(answered / "out", tmp_path / "out")
-    before = trained(tmp_path / "out")
-    ask(tmp_path, tiny_data, QUESTION)
-    assert trained(tmp_path / "out") == before
-    renamed = QUESTION.replace("high", "higher")  # only the name of a variant
-    ask(tmp_path, tiny_data, renamed)
-    assert trained(tmp_path / "out") == before
+    times = trained(tmp_path / "out")
+    ask(tmp_path, tiny_data, QUESTION.replace("high", "higher"))  # only the name of a variant
+    capsys.readouterr()
+    ask(tmp_path, tiny_data, QUESTION, "--report")
+    table = (answered / "r.markdown").read_text().split("\n\n")[-1]
+    assert table in capsys.readouterr().out and trained(tmp_path / "out") == times
     ask(tmp_path, tiny_data, QUESTION.replace("1e-2", "2e-2"))
-    after = trained(tmp_path / "out")
-    new = after.keys() - before.keys()
-    assert len(new) == 2 and {settings(tmp_path / "out" / run)["lr"] for run in new} == {2e-2}
-    assert {run: after[run] for run in before} == before
+    added = trained(tmp_path / "out").items() - times.items()
+    assert [settings(tmp_path / "out" / run)["lr"] for run, _ in added] == [2e-2, 2e-2]
+    assert len(trained(tmp_path / "out")) == len(times) + 2
 
 
 def test_other_data_under_the_same_name_make_another_run(tiny_data, tmp_path):
-    corpus = write_jsonl(tmp_path / "corpus.jsonl", make_records(50, seed=1))
-    options = ["--name=tiny", f"--data_dir={tmp_path}", "--val_fraction=0.1"]
-    call(prepare.main, "--input", corpus, *options, f"--tokenizer={tiny_data / 'tiny'}")
-
+    two_sets(tiny_data, tmp_path)
     (tmp_path / "q.py").write_text(QUESTION)
 
     def folders(data: Path) -> set[Path]:
@@ -149,15 +135,13 @@ def test_an_interrupted_question_goes_on_where_it_was(tiny_data, tmp_path, monke
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as exit_info:
         patch.setattr(warm, "Popen", Interrupted)
         ask(tmp_path, tiny_data, question, *longer, seeds="1")
-    printed = capsys.readouterr().out
-    assert exit_info.value.code == 130 and "2/2 | high, seed 1 | stopped by a signal" in printed
-    assert "1 of 2 runs are finished" in printed and "| low " in printed  # the table so far
-    before = trained(out)
+    assert exit_info.value.code == 130
+    assert "1 of 2 runs are finished" in capsys.readouterr().out
+    times = trained(out)
 
     ask(tmp_path, tiny_data, question, *longer, seeds="1")
-    printed = capsys.readouterr().out
-    assert "2 runs, 1 of them to train" in printed and "2 of 2 runs are finished" in printed
-    [interrupted] = [run for run in before if before[run] != trained(out)[run]]
+    assert "2 of 2 runs are finished" in capsys.readouterr().out
+    [(interrupted, _)] = trained(out).items() - times.items()
     assert settings(out / interrupted)["lr"] == 1e-2
     assert "resumed from" in (out / f"{interrupted}.log").read_text()
 
@@ -169,30 +153,22 @@ def test_a_run_that_fails_does_not_stop_the_others(tiny_data, tmp_path, capsys):
     with pytest.raises(SystemExit) as exit_info:
         ask(tmp_path, tiny_data, question, seeds="1")
     printed = capsys.readouterr().out
-    assert exit_info.value.code == 1
-    assert "high, seed 1 | failed with exit code 2: error: n_embd=32 is not a multiple" in printed
-    assert "low, seed 1 | loss" in printed and "no run to compare is finished" in printed
+    assert exit_info.value.code == 1 and "no run to compare is finished" in printed
+    assert "exit code 2: error: n_embd=32" in printed and "low, seed 1 | loss" in printed
 
 
 @pytest.mark.slow
-def test_a_mixture_is_judged_by_each_of_its_data_sets(tiny_data, tmp_path, capsys):
+def test_a_mixture_is_judged_by_each_of_its_data_sets(tiny_data, tmp_path):
     """The loss that train.py records is weighted by the shares, which differ between variants."""
-    shutil.copytree(tiny_data / "tiny", tmp_path / "one")
-    corpus = write_jsonl(tmp_path / "corpus.jsonl", make_records(50, seed=1))
-    options = ["--name=other", f"--data_dir={tmp_path}", "--val_fraction=0.1"]
-    call(prepare.main, "--input", corpus, *options, f"--tokenizer={tiny_data / 'tiny'}")
-    mixtures = {"much": {"dataset": "one:3,other:1"}, "little": {"dataset": "one:1,other:3"}}
+    two_sets(tiny_data, tmp_path)
+    mixtures = {"much": {"dataset": "one:3,tiny:1"}, "little": {"dataset": "one:1,tiny:3"}}
     question = f'question = "?"\nvariants = {mixtures}'
     ask(tmp_path, tmp_path, question, f"--json={tmp_path / 'r.json'}", seeds="1")
-    [much, little] = facts(tmp_path)["rows"]
-    for row in (much, little):
-        run = runs_of(tmp_path, row["variant"])[1]
-        of_sets = {name: metrics(run, f"val_loss/{name}")[8] for name in ("one", "other")}
+    for row, [run] in rows_of(tmp_path):
+        of_sets = {name: metrics(run, f"val_loss/{name}")[8] for name in ("one", "tiny")}
         assert row["by_set"] == pytest.approx(of_sets)
         assert row["loss"] == pytest.approx(statistics.fmean(of_sets.values()))
         assert row["loss"] != pytest.approx(metrics(run, "val_loss")[8], abs=1e-6)
-    heads = [text.strip() for text in capsys.readouterr().out.split("|")]
-    assert "one" in heads and "other" in heads
 
 
 # -- figures --
@@ -200,51 +176,44 @@ def test_a_mixture_is_judged_by_each_of_its_data_sets(tiny_data, tmp_path, capsy
 
 @pytest.mark.slow
 def test_every_figure_of_the_report_is_that_of_the_runs(answered):
-    low, high, half = facts(answered)["rows"]
-    assert [row["variant"] for row in (low, high, half)] == ["low", "high", "low, 0.5 x as long"]
-    final = {}
-    for row in (low, high, half):
-        runs = runs_of(answered, row["variant"])
-        final[row["variant"]] = [
-            metrics(run, "val_loss")[row["tokens"] // 256] for run in runs.values()
-        ]
-        assert list(row["losses"].values()) == final[row["variant"]]
-        of_runs = [list(metrics(run, "step_ms").values()) for run in runs.values()]
+    finals = []
+    for (row, runs), length in zip(rows_of(answered), (8, 8, 4), strict=True):
+        assert [settings(run)["seed"] for run in runs] == [1, 2]
+        for run in runs:
+            # All of val.bin decides, after the whole decay of the rate.
+            lr = settings(run)["lr"]
+            assert settings(run)["eval_tokens"] == 0 and max(metrics(run, "val_loss")) == length
+            assert metrics(run, "lr")[length] == pytest.approx(0.1 * lr)
+        finals.append([metrics(run, "val_loss")[length] for run in runs])
+        assert list(row["losses"].values()) == finals[-1] and row["tokens"] == 256 * length
+        of_runs = [list(metrics(run, "step_ms").values()) for run in runs]
         times = [statistics.median(of_run[1:]) for of_run in of_runs]  # the first step warms up
         assert row["step_ms"] == min(times)  # of two runs, the one that was disturbed less
-        assert row["seconds"] == pytest.approx(row["tokens"] / 256 * min(times) / 1e3)
-    differences = [b - a for a, b in zip(final["low"], final["high"], strict=True)]
+        assert row["seconds"] == pytest.approx(length * min(times) / 1e3)
+    low, high, half = (row for row, _ in rows_of(answered))
+    assert [row["variant"] for row in (low, high, half)] == ["low", "high", "low, 0.5 x as long"]
+    differences = [b - a for a, b in zip(*finals[:2], strict=True)]
     assert high["difference"] == pytest.approx(statistics.fmean(differences))
     assert high["difference_error"] == pytest.approx(statistics.stdev(differences) / math.sqrt(2))
-    assert high["verdict"] == "too few seeds" and low["verdict"] == "baseline"
     assert (low["needs_tokens"], half["needs_tokens"]) == (1, 1)
     assert (answered / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_a_report_trains_nothing_and_prints_the_same_table(answered, tiny_data, tmp_path, capsys):
-    shutil.copytree(answered / "out", tmp_path / "out")
-    before = trained(tmp_path / "out")
-    ask(tmp_path, tiny_data, QUESTION, "--report")
-    assert trained(tmp_path / "out") == before
-    table = (answered / "r.markdown").read_text().split("\n\n")[-1]
-    assert table in capsys.readouterr().out
-    ask(tmp_path, tiny_data, QUESTION, "--report", seeds="3")
-    assert "no run to compare is finished" in capsys.readouterr().out
-    assert trained(tmp_path / "out") == before
+LIMIT = 3 / math.sqrt(3)  # three standard errors of differences d - 1, d and d + 1
 
 
-def test_a_difference_within_three_standard_errors_gets_no_verdict():
-    """The differences are d - 1, d and d + 1: their standard error is 1 / sqrt(3)."""
-    limit = 3 / math.sqrt(3)
-    for d, verdict in ((0.99 * limit, "no difference seen"), (1.01 * limit, "worse")):
-        assert lab_results.verdict([d - 1, d, d + 1]) == verdict
-    assert lab_results.verdict([-3, -4, -3.5]) == "better"
-    assert lab_results.verdict([0, 0, 0]) == "no difference seen"
-
-
-def test_two_seeds_are_too_few_for_a_verdict():
-    assert lab_results.verdict([-3.0, -3.1]) == "too few seeds"
+@pytest.mark.parametrize(
+    "differences, verdict",
+    [
+        ([0.99 * LIMIT + x for x in (-1, 0, 1)], "no difference seen"),
+        ([1.01 * LIMIT + x for x in (-1, 0, 1)], "worse"),
+        ([-3, -4, -3.5], "better"),
+        ([0, 0, 0], "no difference seen"),
+        ([-3.0, -3.1], "too few seeds"),
+    ],
+)
+def test_a_verdict_needs_three_seeds_and_three_standard_errors(differences, verdict):
+    assert lab_results.verdict(differences) == verdict
 
 
 def run_with(*losses: float, tokens: int = 100, seconds: float = 1.0) -> Result:
@@ -263,12 +232,8 @@ def test_what_a_seed_does_to_all_variants_alike_cancels():
 
 
 def test_only_the_seeds_of_both_are_compared():
-    runs = {
-        "a": {1: run_with(2.0)},
-        "b": {1: run_with(1.5), 2: run_with(9.0)},
-        "c": {2: run_with(1)},
-    }
-    rows = lab_results.compare(runs, ["a"])
+    runs = {"a": {1: run_with(2.0)}, "b": {1: run_with(1.5), 2: run_with(9.0)}}
+    rows = lab_results.compare(runs | {"c": {2: run_with(1)}}, ["a"])
     assert [row.variant for row in rows] == ["a", "b"]
     assert rows[1].losses == {1: 1.5} and rows[1].loss_error is None
 
@@ -276,11 +241,9 @@ def test_only_the_seeds_of_both_are_compared():
 @pytest.mark.parametrize(
     "loss, sign, times",
     [
-        (5.0, "", 0.5),
         (4.5, "", math.sqrt(0.5)),  # half of the way from 50 to 100 tokens, in the logarithm
         (4.0, "", 1.0),
         (3.2, "", 2.0),
-        (2.4, "", 4.0),
         (2.0, ">", 4.0),
         (5.1, "<", 0.5),
     ],
@@ -291,8 +254,7 @@ def test_the_baseline_needs_what_its_own_runs_of_several_lengths_say(loss, sign,
     runs["variant"] = {1: run_with(loss, tokens=100, seconds=6.0)}  # twice as slow
     row = lab_results.compare(runs, ["1", "0.5", "4"])[-1]
     assert row.needs_sign == sign
-    assert row.needs_tokens == pytest.approx(times)
-    assert row.needs_seconds == pytest.approx(times / 2)
+    assert (row.needs_tokens, row.needs_seconds) == pytest.approx((times, times / 2))
 
 
 # -- questions --
@@ -323,12 +285,9 @@ def test_options_win_over_the_question_and_the_question_over_its_config(tmp_path
 @pytest.mark.parametrize(
     "variants, message",
     [
-        ("{'a': {'learning_rate': 1}}", "variant 'a': unknown setting 'learning_rate'"),
-        ("{'a': {'n_layers': 1}}", "'n_layer'"),
-        ("{'a': {'lr': 'high'}}", "variant 'a': lr='high'"),
+        ("{'a': {'n_layers': 1}}", "variant 'a': unknown setting 'n_layers'"),
         ("{'a': {}, 'b': {'lr': -1}}", "variant 'b': lr"),
         ("{'a': {'seed': 1}}", "variant 'a': seed"),
-        ("{'a': 1}", "variants"),
         ("['a', 'b']", "variants="),
         ("{}", "variants"),
         ("{'a': {'dataset': 'x'}, 'b': {'dataset': 'y,z'}}", "no data set"),

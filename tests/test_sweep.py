@@ -1,6 +1,5 @@
 """bench/sweep.py on a CPU: what it measures, what it does if a cell fails, and what it writes."""
 
-import itertools
 import json
 import statistics
 from dataclasses import replace
@@ -23,42 +22,43 @@ GPT2 = ["--preset=gpt2", "--n_kv_head=4"]  # it has learned positions
 
 
 def test_every_cell_has_figures_that_agree_with_each_other(tmp_path, capsys):
-    out = tmp_path / "sweep.json"
-    call(sweep.main, *SMALL, *ONE_EACH, *GPT2, f"--json={out}")
-    facts = json.loads(out.read_text())
-    shapes = [(c["axis"], c["T"], c["B"], c["accum"]) for c in facts["cells"]]
+    paths = [tmp_path / "sweep.json", tmp_path / "sweep.md"]
+    call(sweep.main, *SMALL, *ONE_EACH, *GPT2, f"--json={paths[0]}", f"--markdown={paths[1]}")
+    facts = json.loads(paths[0].read_text())
+    cells = facts["cells"]
+    shapes = [(c["axis"], c["T"], c["B"], c["accum"]) for c in cells]
     # Where the axis is another one, block_size is 32 and batch_size is 4.
     assert shapes[:3] == [("T", 1, 1, 1), ("T", 48, 1, 1), ("B", 32, 2, 1)]
     assert shapes[3:] == [("B", 32, "largest", 1), ("accum", 32, 4, 1), ("accum", 32, 4, 3)]
-    assert "left out" in facts["cells"].pop(3)["note"]  # it is only looked for on a GPU
-    for c in facts["cells"]:
+    assert "left out" in cells[3]["note"]  # it is only looked for on a GPU
+    for c in cells[:3] + cells[4:]:
         cfg = configurator.parse(sweep.SweepConfig, [*SMALL, *GPT2, f"--block_size={c['T']}"])
         flops = GPT(model_config(cfg, 400)).flops_per_token(c["T"])
         step = statistics.median(c["seconds"])
-        assert c["note"] == "" and c["first_step_s"] > 0
-        assert len(c["seconds"]) == 3 and min(c["seconds"]) > 0
+        assert c["note"] == "" and len(c["seconds"]) == 3 and min(c["seconds"]) > 0
         assert c["tokens_per_s"] == pytest.approx(c["T"] * c["B"] * c["accum"] / step)
-        assert c["it_per_s"] == pytest.approx(1 / step)
-        assert c["step_ms"] == pytest.approx(1e3 * step)
+        assert (c["it_per_s"], c["step_ms"]) == pytest.approx((1 / step, 1e3 * step))
         assert c["tflops"] == pytest.approx(c["tokens_per_s"] * flops / 1e12)
         assert c["mfu"] == pytest.approx(c["tflops"])  # TINY gives a peak of 1 TFLOPS
         assert c["memory_gb"] is None or 0.05 < c["memory_gb"] < 5
         assert 0 < c["launching_ms"] <= 1e3 * min(c["seconds"])
-    assert facts["settings"]["n_layer"] == 2 and torch.__version__ in facts["versions"]
     printed = capsys.readouterr().out
-    ms = 1e3 * min(facts["cells"][0]["seconds"])
-    assert f"{ms:,.1f} ms" in facts["any step"] and facts["any step"] in printed.splitlines()[-1]
-    assert all(f"by {axis}\n" in printed for axis in ("T", "B", "accum"))
+    assert f"{1e3 * min(cells[0]['seconds']):,.1f} ms" in facts["any step"]
+    assert facts["any step"] in printed.splitlines()[-1]
     assert "Wh/Mtok" not in printed  # a CPU has no NVML
+
+    lines = paths[1].read_text().splitlines()
+    headings = [line for line in lines if line.startswith("#")]
+    assert headings == [f"# {facts['machine']}", "## T", "## B", "## accum"]
+    rows = [line for line in lines if line.startswith("| ") and line[2].isdigit()]
+    assert rows == ["| " + " | ".join(sweep.texts(c, sweep.COLUMNS)) + " |" for c in cells]
 
 
 def test_what_a_step_costs_at_least_is_measured_where_no_cell_has_one_token(tmp_path):
-    paths = [tmp_path / "sweep.json", tmp_path / "sweep.md"]
-    options = ["--vary=B", "--batch_sizes", "1", f"--json={paths[0]}", f"--markdown={paths[1]}"]
-    call(sweep.main, *SMALL, *options)
-    facts = json.loads(paths[0].read_text())
+    out = tmp_path / "sweep.json"
+    call(sweep.main, *SMALL, "--vary=B", "--batch_sizes", "1", f"--json={out}")
+    facts = json.loads(out.read_text())
     assert [c["T"] for c in facts["cells"]] == [32] and "of one token" in facts["any step"]
-    assert f"* any step: {facts['any step']}" in paths[1].read_text()
 
 
 def test_on_a_gpu_what_a_step_costs_at_least_says_how_long_the_host_launched():
@@ -89,51 +89,29 @@ def test_the_values_of_a_setting_take_turns_and_are_compared_with_the_first(
     assert "any step" not in facts
 
 
-def test_a_cell_out_of_memory_says_so_and_the_sweep_goes_on(tmp_path, capsys):
-    out = tmp_path / "sweep.json"
-    call(sweep.main, *SMALL, "--vary=B", "--batch_sizes", "1", TOO_LARGE, "2", f"--json={out}")
-    cells = json.loads(out.read_text())["cells"]
-    assert [c["note"] for c in cells] == ["", "OOM", ""] and "tokens_per_s" not in cells[1]
-    assert cells[2]["tokens_per_s"] > 0 and "-  OOM\n" in capsys.readouterr().out
-
-
-def test_a_cell_that_fails_otherwise_is_reported_and_the_exit_code_is_1(tmp_path, monkeypatch):
+def test_a_cell_that_fails_says_so_and_the_sweep_goes_on(tmp_path, monkeypatch):
+    """The first has no memory, the second another error. Only that makes the exit code 1."""
     step = sweep.Training.step
-    calls = itertools.count()
 
     def broken(training):
-        if next(calls) == 0:
+        if training.cfg.batch_size == 1:
             raise RuntimeError("a kernel is broken")
         return step(training)
 
     monkeypatch.setattr(sweep.Training, "step", broken)
     out = tmp_path / "sweep.json"
     with pytest.raises(SystemExit) as exit_info:
-        call(sweep.main, *SMALL, "--vary=B", "--batch_sizes", "1", "2", f"--json={out}")
+        options = ["--vary=B", "--batch_sizes", TOO_LARGE, "1", "2", f"--json={out}"]
+        call(sweep.main, *SMALL, *options)
     cells = json.loads(out.read_text())["cells"]
-    assert exit_info.value.code == 1
-    assert cells[0]["note"].startswith("failed: ") and cells[1]["note"] == ""
+    assert exit_info.value.code == 1 and "tokens_per_s" not in cells[0]
+    assert [c["note"].split(":")[0] for c in cells] == ["OOM", "failed", ""]
 
 
 def test_a_loss_that_is_not_finite_is_a_failure():
     cfg = configurator.parse(sweep.SweepConfig, [*SMALL, "--lr=1e30"])
     cell = sweep.measure(cfg, 1, sweep.start(cfg.device, cfg.dtype), None)
     assert cell["note"].startswith("failed: ArithmeticError: loss ")
-
-
-def test_markdown_and_json_agree(tmp_path):
-    paths = [tmp_path / "sweep.json", tmp_path / "sweep.md"]
-    axes = ["--vary=accum,B", "--accums", "2", "--batch_sizes", TOO_LARGE, "3"]
-    call(sweep.main, *SMALL, *axes, f"--json={paths[0]}", f"--markdown={paths[1]}")
-    facts = json.loads(paths[0].read_text())
-    lines = paths[1].read_text().splitlines()
-    rows = [line for line in lines if line.startswith("| ") and line[2].isdigit()]
-    headings = [line for line in lines if line.startswith("#")]
-    assert headings == [f"# {facts['machine']}", "## accum", "## B"]
-    assert f"* command: {facts['command']}" in lines and len(rows) == len(facts["cells"]) == 3
-    assert rows == ["| " + " | ".join(sweep.texts(c, sweep.COLUMNS)) + " |" for c in facts["cells"]]
-    assert f"{facts['cells'][0]['step_ms']:,.1f} |" in rows[0] and rows[1].endswith("| - | OOM |")
-    assert {p.name for p in tmp_path.iterdir()} == {"sweep.json", "sweep.md"}  # no temporary file
 
 
 NO_RESET = sweep.reset_peak(torch.device("cpu")) is None
@@ -151,7 +129,7 @@ def test_the_peak_of_a_small_cell_behind_a_large_one_is_small():
     assert large > small + 0.05 and again == pytest.approx(small, abs=0.05)
 
 
-@pytest.mark.parametrize("limit", [0, 1, 7, 13, 16, 100, 5000])
+@pytest.mark.parametrize("limit", [0, 7, 5000])
 def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch, limit):
     """`measure` pretends to be a GPU that holds `limit` sequences."""
 
@@ -164,10 +142,7 @@ def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch, limit):
     tried = [measure(replace(cfg, batch_size=B)) for B in (1, 8, 12, 16)]
     cell = sweep.largest(cfg, tried, gpu, 1.0)
     assert max(1, limit * 16 // 17) <= cell["B"] <= max(1, limit)
-    if limit == 0:
-        assert cell["note"] == "OOM"
-    else:
-        assert cell["note"].startswith("largest: B=")
+    assert cell["note"].startswith("largest: B=" if limit else "OOM")
 
 
 def test_it_is_not_for_torchrun(refuses, monkeypatch):
