@@ -22,19 +22,21 @@ dataset_path: json
 dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
 """
-CHOICES = """
+TASKS = {
+    "choices": """
 output_type: multiple_choice
 doc_to_text: question
 doc_to_choice: choices
 doc_to_target: answer
 metric_list: [{metric: acc}, {metric: acc_norm}]
-"""
-TEXTS = """
+""",
+    "texts": """
 output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{text}}"
 metric_list: [{metric: bits_per_byte}]
-"""
+""",
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +53,11 @@ def files(tmp_path_factory) -> dict[str, Path]:
     questions = []
     for i, text in enumerate(texts[:30]):
         words = text.split()
-        other = texts[-i - 1].split()
-        choices = [" ".join(words[8:11]), " ".join(other[3:6]), "训练 the loop", "🙂 "]
+        choices = [" ".join(words[8:11]), " ".join(texts[-i - 1].split()[3:6]), "训练 the", "🙂 "]
         choices = choices[i % 4 :] + choices[: i % 4]
-        question = " ".join(words[:8]) + " " * (i % 3)
+        question = " ".join(words[: 8 if i else 0]) + " " * (i % 3)  # the first one is empty
         questions.append(dict(question=question, choices=choices, answer=-i % 4))
-    questions[0]["question"] *= 9  # longer than the model can see
-    questions[1]["question"] = ""
+    questions[1]["question"] *= 9  # longer than the model can see
     of_texts = [{"text": text} for text in (*texts, "  a text in space \n")]
     return {
         "choices": write_jsonl(folder / "choices.jsonl", questions),
@@ -78,12 +78,12 @@ def test_the_harness_says_the_same_to_four_digits(model, files, tmp_path, capsys
     pytest.importorskip("accelerate", reason="needs the packages lm-eval and accelerate")
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setitem(os.environ, name, "1")
-    for name, task in (("choices", CHOICES), ("texts", TEXTS)):
+    for name, task in TASKS.items():
         content = TASK.format(name=f"my_{name}", file=files[name]) + task
         (tmp_path / f"{name}.yaml").write_text(content)
     from lm_eval.tasks import TaskManager
 
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         model="hf",
         model_args=f"pretrained={model},cache_dir={tmp_path}",
         tasks=["my_choices", "my_texts"],
@@ -92,9 +92,9 @@ def test_the_harness_says_the_same_to_four_digits(model, files, tmp_path, capsys
         batch_size=1,
     )["results"]
     keys = ("acc_norm,none", "acc_norm_stderr,none", "acc,none", "acc_stderr,none")
-    choices = [found["my_choices"][key] for key in keys]
+    choices = [results["my_choices"][key] for key in keys]
     assert ours(model, files["choices"], capsys) == pytest.approx(choices, abs=5.1e-5)
-    texts = [found["my_texts"]["bits_per_byte,none"]]
+    texts = [results["my_texts"]["bits_per_byte,none"]]
     assert ours(model, files["texts"], capsys) == pytest.approx(texts, rel=1e-5, abs=5.1e-5)
 
 
@@ -117,14 +117,10 @@ def test_a_text_is_judged_by_its_bits_per_byte(model, tmp_path, capsys):
 BAD_LINES = [
     '{"question": "a"}',
     '{"question": "a", "choices": ["b", ""], "answer": 0}',
-    '{"question": "a", "choices": ["b"], "answer": 0}',
-    '{"question": "a", "choices": "bc", "answer": 0}',
     '{"question": "a", "choices": ["b", "c"], "answer": 2}',
-    '{"question": "a", "choices": ["b", "c"], "answer": -1}',
     '{"question": "a", "choices": ["b", "c"], "answer": true}',
     '{"question": "a", "choices": ["b", "' + "loop " * 99 + '"], "answer": 0}',
     '{"question": "\\ud83d", "choices": ["b", "c"], "answer": 0}',
-    '["a"]',
     "{",
 ]
 
@@ -138,7 +134,6 @@ def test_a_line_that_cannot_be_judged_is_named(line, model, tmp_path, refuses):
 
 
 def test_a_file_without_questions_or_texts_is_refused(model, tmp_path, refuses):
-    path = tmp_path / "q.jsonl"
-    path.write_text("\n")
-    for file in (path, tmp_path / "none", Path("/dev/zero")):
+    (tmp_path / "q.jsonl").write_text("\n")
+    for file in (tmp_path / "q.jsonl", tmp_path / "none", Path("/dev/zero")):
         assert str(file) in refuses(judge.main, str(file), f"--ckpt={model}", "--device=cpu")

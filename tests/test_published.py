@@ -67,16 +67,12 @@ GPT2 = dict(
 
 
 def shape(hidden: int, inner: int, heads: int, layers: int, **more) -> dict:
-    found = dict(hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads)
-    return found | dict(num_hidden_layers=layers) | more
+    width = dict(hidden_size=hidden, intermediate_size=inner)
+    return width | dict(num_attention_heads=heads, num_hidden_layers=layers) | more
 
 
 TAKEN = {  # name -> (config.json, parameters, the class that our checkpoint has)
     "Qwen2-0.5B": (QWEN2 | shape(896, 4864, 14, 24, max_window_layers=24), 494_032_768),
-    "Qwen2.5-0.5B": (
-        QWEN2 | shape(896, 4864, 14, 24, max_position_embeddings=32768, sliding_window=32768),
-        494_032_768,
-    ),
     "Qwen2.5-1.5B": (QWEN2 | shape(1536, 8960, 12, 28), 1_543_714_304),
     "Qwen2.5-7B, with YaRN": (
         QWEN2
@@ -86,7 +82,6 @@ TAKEN = {  # name -> (config.json, parameters, the class that our checkpoint has
         7_615_616_512,
     ),
     "Qwen3-0.6B": (QWEN3 | dict(hidden_size=1024, intermediate_size=3072), 596_049_920),
-    "Qwen3-1.7B": (QWEN3 | dict(hidden_size=2048, intermediate_size=6144), 1_720_574_976),
     "Llama-2-7b": (
         LLAMA
         | shape(4096, 11008, 32, 32, num_key_value_heads=32)
@@ -101,16 +96,7 @@ TAKEN = {  # name -> (config.json, parameters, the class that our checkpoint has
         LLAMA3 | shape(2048, 8192, 32, 16, head_dim=64, tie_word_embeddings=True),
         1_235_814_400,
     ),
-    "Llama-3.2-3B": (
-        LLAMA3 | shape(3072, 8192, 24, 28, head_dim=128, tie_word_embeddings=True),
-        3_212_749_824,
-    ),
     "SmolLM2-135M": (SMOL | shape(576, 1536, 9, 30, num_key_value_heads=3), 134_515_008),
-    "SmolLM2-360M": (SMOL | shape(960, 2560, 15, 32, num_key_value_heads=5), 361_821_120),
-    "SmolLM2-1.7B": (
-        SMOL | shape(2048, 8192, 32, 24, num_key_value_heads=32, rope_theta=130000),
-        1_711_376_384,
-    ),
     "TinyLlama-1.1B": (
         LLAMA
         | shape(2048, 5632, 32, 22, num_key_value_heads=4)
@@ -126,8 +112,6 @@ TAKEN = {  # name -> (config.json, parameters, the class that our checkpoint has
         GPT2 | dict(n_embd=1024, n_head=16, n_layer=24, n_special=0, predict_special_tokens=True),
         354_823_168,
     ),
-    "gpt2-large": (GPT2 | dict(n_embd=1280, n_head=20, n_layer=36), 774_030_080),
-    "gpt2-xl": (GPT2 | dict(n_embd=1600, n_head=25, n_layer=48, output_past=True), 1_557_611_200),
     "distilgpt2": (
         GPT2 | dict(n_embd=768, n_head=12, n_layer=6, _num_labels=1, id2label={"0": "LABEL_0"}),
         81_912_576,
@@ -142,17 +126,9 @@ REFUSED = {  # name -> (config.json, what is said)
         dict(architectures=["MiniMindForCausalLM"], model_type="minimind", hidden_size=768),
         "architecture 'MiniMindForCausalLM' is none of",
     ),
-    "gemma-2-2b": (
-        dict(architectures=["Gemma2ForCausalLM"], model_type="gemma2", hidden_size=2304),
-        "architecture 'Gemma2ForCausalLM' is none of",
-    ),
     "Qwen1.5-MoE-A2.7B": (
         dict(architectures=["Qwen2MoeForCausalLM"], model_type="qwen2_moe", num_experts=60),
         "architecture 'Qwen2MoeForCausalLM' is none of",
-    ),
-    "Phi-3-mini-4k": (
-        dict(architectures=["Phi3ForCausalLM"], model_type="phi3", sliding_window=2047),
-        "architecture 'Phi3ForCausalLM' is none of",
     ),
     "Llama, 4 bits": (
         TAKEN["TinyLlama-1.1B"][0] | dict(quantization_config={"bits": 4}),
@@ -170,10 +146,8 @@ def test_a_published_config_is_taken_with_the_published_number_of_parameters(nam
         assert GPT(small).num_params()["total"] == parameters
     assert c.block_size == published.get("max_position_embeddings", 1024)
     # What a checkpoint of ours says is the same model. Mistral is Llama, with another name.
-    again = from_config(to_config(c))
-    assert again == c
-    ours = published["architectures"][0].replace("Mistral", "Llama")
-    assert hf_class(c) == ours
+    assert from_config(to_config(c)) == c
+    assert hf_class(c) == published["architectures"][0].replace("Mistral", "Llama")
 
 
 @pytest.mark.parametrize("name", REFUSED)
