@@ -310,21 +310,21 @@ def beginning(argv: list[str]) -> str:
     return f"{' '.join(shlex.join(argv).split())[:200]} ..."
 
 
-def seconds_per_step(argv: list[str], folder: Path, first: int, last: int) -> float:
-    """Return the seconds per step of a command between its lines for the steps `first` and `last`.
+def seconds_per_step(argv: list[str], folder: Path, start: int, end: int) -> float:
+    """Return the seconds per step of a command between its lines for the steps `start` and `end`.
 
     The line of a step begins with "step" or "iter" and the step's number.
     """
     times: dict[int, float] = {}  # step -> when its line came
-    for now, line in lines_of(argv, folder):
+    for seconds, line in lines_of(argv, folder):
         step = re.match(r"(?:step|iter)[ :]+(\d+)", line)
         if step:
-            times.setdefault(int(step[1]), now)
-        if last in times:  # the rest, such as an evaluation and a checkpoint, is not timed
+            times.setdefault(int(step[1]), seconds)
+        if end in times:  # the rest, such as an evaluation and a checkpoint, is not timed
             break
-    if not {first, last} <= times.keys():
-        raise UserError(f"no lines for steps {first} and {last}: {beginning(argv)}")
-    return (times[last] - times[first]) / (last - first)
+    if not {start, end} <= times.keys():
+        raise UserError(f"no lines for steps {start} and {end}: {beginning(argv)}")
+    return (times[end] - times[start]) / (end - start)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -354,14 +354,14 @@ def compare_speed(cfg: CompareConfig) -> None:
     with torch.device("meta"):
         model = GPT(model_config(cfg, vocab_size))
     step_tokens = make_plan(cfg, 1, 1).step_tokens
-    first, last = cfg.warmup, cfg.steps - 1
+    start, end = cfg.warmup, cfg.steps - 1
     if cfg.sampling:
         step_tokens = cfg.num_samples * cfg.max_new_tokens
-        first, last = 1, 3  # SAMPLING prints three steps
+        start, end = 1, 3  # SAMPLING prints three steps
     with tempfile.TemporaryDirectory() as tmp:
         commands = commands_of(cfg, Path(tmp))
         turns = {
-            name: partial(seconds_per_step, argv, Path(tmp), first, last)
+            name: partial(seconds_per_step, argv, Path(tmp), start, end)
             for name, argv in commands.items()
         }
         seconds = take_turns(turns, cfg.rounds)
@@ -407,14 +407,14 @@ class Finish:
 
     loss: float  # of its final weights, on all windows of val.bin
     training: float  # seconds: steps times the median time of a step
-    whole: float  # seconds from the command to its exit
+    command: float  # seconds from the command to its exit
     steps: int
     parameters: int
 
     def __str__(self) -> str:
         size = f"{self.parameters / 1e6:.3f}M parameters"
         times = f"training {self.training:.1f} s ({self.steps:g} steps)"
-        return f"loss {self.loss:.4f} | {times} | command to exit {self.whole:.1f} s | {size}"
+        return f"loss {self.loss:.4f} | {times} | command to exit {self.command:.1f} s | {size}"
 
 
 def compare_losses(cfg: CompareConfig) -> None:
@@ -431,7 +431,7 @@ def compare_losses(cfg: CompareConfig) -> None:
         print(f"median | {name:7} | {finish}")
     peer, our = medians["nanoGPT"], medians["ours"]
     times = f"{peer.training / our.training:.2f} times as long in training"
-    times += f", and {peer.whole / our.whole:.2f} times from command to exit"
+    times += f", and {peer.command / our.command:.2f} times from command to exit"
     print(f"nanoGPT took {times}; our loss less its loss is {our.loss - peer.loss:+.4f}")
     seconds_and_losses = {k: [asdict(f) for f in of_seeds] for k, of_seeds in finishes.items()}
     facts = facts_of(torch.device("cpu")) | {"seeds": cfg.seeds, "finishes": seconds_and_losses}
@@ -445,12 +445,12 @@ def nanogpt_finish(cfg: CompareConfig, folder: Path) -> Finish:
     argv = nanogpt_command(cfg, folder, options)
     start_time = time.perf_counter()
     output = "".join(line for _, line in lines_of(argv, folder))
-    whole = time.perf_counter() - start_time
+    command = time.perf_counter() - start_time
     times = [float(ms) for ms in re.findall(r"^iter \d+: .*time ([0-9.]+)ms", output, re.M)]
     saved = folder / "out" / "ckpt.pt"
     if not saved.exists() or torch.load(saved, weights_only=True)["iter_num"] != steps:
         raise UserError(f"nanoGPT has not saved its final weights: say --eval_interval={steps}")
-    return finish_of(cfg, saved, steps, times, whole)
+    return finish_of(cfg, saved, steps, times, command)
 
 
 def our_finish(cfg: CompareConfig, folder: Path) -> Finish:
@@ -458,16 +458,16 @@ def our_finish(cfg: CompareConfig, folder: Path) -> Finish:
     start_time = time.perf_counter()
     for _ in lines_of(our_command(cfg, folder, eval_train=False), folder):
         pass
-    whole = time.perf_counter() - start_time
+    command = time.perf_counter() - start_time
     run_folder = folder / "ours" / "run"
     records = read_metrics(run_folder / "metrics.jsonl")
     times = [r["step_ms"] for r in records if "step_ms" in r]
     checkpoint = newest_checkpoint(run_folder / "ckpt")
-    return finish_of(cfg, checkpoint, records[0]["steps"], times[1:] or times, whole)
+    return finish_of(cfg, checkpoint, records[0]["steps"], times[1:] or times, command)
 
 
 def finish_of(
-    cfg: CompareConfig, path: Path, steps: int, step_ms: list[float], whole: float
+    cfg: CompareConfig, path: Path, steps: int, step_ms: list[float], command: float
 ) -> Finish:
     """Return the finish of the final weights in `path`."""
     kernels.install()
@@ -478,7 +478,7 @@ def finish_of(
     machine = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "for an equal evaluation")
     loss = evaluate(model, open_windows(data, "val", cfg.block_size), 0, 64, machine)
     training = steps * statistics.median(step_ms) / 1e3
-    return Finish(loss, training, whole, steps, model.num_params()["total"])
+    return Finish(loss, training, command, steps, model.num_params()["total"])
 
 
 def median(finishes: list[Finish]) -> Finish:

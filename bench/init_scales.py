@@ -124,7 +124,7 @@ def before_and_after(
     ids = to_device(rows, machine.device)
     x, y = ids[:, :-1], ids[:, 1:]  # (B, T) each
     training = new_training(replace(cfg, init=scheme), sets[0].meta["vocab_size"], machine)
-    before = measure(training.model, x, y)
+    initial = measure(training.model, x, y)
 
     plan = make_plan(replace(cfg, max_steps=cfg.steps), 1, 1)
     loader = train_loader(sets, cfg.block_size, cfg.seed, cfg.documents, cfg.loss_per)
@@ -133,7 +133,7 @@ def before_and_after(
         for _ in range(cfg.steps):
             training.step()
             bar.update()
-    return before, measure(training.model, x, y)
+    return initial, measure(training.model, x, y)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -188,11 +188,11 @@ def main() -> None:
     scales_of: dict[str, tuple[Scales, Scales]] = {}
     with ProgressBar("steps", total=cfg.steps * len(schemes)) as bar:
         for scheme in schemes:
-            before, after = before_and_after(scheme, cfg, machine, sets, bar)
-            scales_of[scheme] = (before, after)
-            cells = [scheme, f"{before['loss']:.2f}", f"{after['loss']:.2f}"]
-            cells += [ends(before["stream"]), ends(before["gradient"])]
-            machine.say(ROW.format(*cells, f"{before['logits std']:.2g}"))
+            initial, trained = before_and_after(scheme, cfg, machine, sets, bar)
+            scales_of[scheme] = (initial, trained)
+            cells = [scheme, f"{initial['loss']:.2f}", f"{trained['loss']:.2f}"]
+            cells += [ends(initial["stream"]), ends(initial["gradient"])]
+            machine.say(ROW.format(*cells, f"{initial['logits std']:.2g}"))
     draw(scales_of, cfg)
     machine.say(f"the picture is in {cfg.png}")
     write_json(cfg.json, facts | {"settings": changes(cfg), "scales": scales_of})

@@ -52,10 +52,10 @@ class Judge:
     @torch.no_grad()
     def log_likelihood(self, context: list[int], ids: list[int]) -> float:
         """Return ln p(ids | context). Of the context, only the end counts if it is too long."""
-        most = self.model.config.block_size
-        if not 0 < len(ids) <= most:
-            raise ValueError(f"{len(ids)} tokens in a choice; the model sees {most}")
-        row = torch.tensor([(context + ids)[-most - 1 :]], device=self.device)  # (1, T + 1)
+        T = self.model.config.block_size
+        if not 0 < len(ids) <= T:
+            raise ValueError(f"{len(ids)} tokens in a choice; the model sees {T}")
+        row = torch.tensor([(context + ids)[-T - 1 :]], device=self.device)  # (1, T + 1)
         x, y = row[:, :-1], row[:, 1:].clone()
         y[:, : -len(ids)] = -1
         return -self.model(x, y, reduction="sum").item()
@@ -72,8 +72,8 @@ class Judge:
         scores = []
         for choice in choices:
             ids = self.tokenizer.encode(question + self.delimiter + choice).tolist()
-            before = self.prefix + context or self.first
-            scores.append(self.log_likelihood(before, ids[len(context) :]))
+            seen = self.prefix + context or self.first
+            scores.append(self.log_likelihood(seen, ids[len(context) :]))
         by_length = [s / len(choice) for s, choice in zip(scores, choices, strict=True)]
         right = (by_length.index(max(by_length)) == answer, scores.index(max(scores)) == answer)
         return dict(zip(("acc_norm", "acc"), map(float, right), strict=True))

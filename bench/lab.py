@@ -144,8 +144,8 @@ def read_question(argv: list[str]) -> LabConfig:
 def plan(cfg: LabConfig, baseline: str) -> list[Run]:
     """Return the runs in their order: all variants with the first seed, then with the second."""
     variants = variants_of(cfg, baseline)
-    read = [names_and_weights(settings.dataset)[0] for _, _, settings in variants]
-    judges = [name for name in read[0] if all(name in names for names in read)]
+    of_variants = [names_and_weights(settings.dataset)[0] for _, _, settings in variants]
+    judges = [n for n in of_variants[0] if all(n in names for names in of_variants)]
     if not judges:
         raise UserError("no data set is read by all variants, so that it could judge them")
     runs = []
@@ -204,10 +204,10 @@ def run_settings(settings: TrainConfig, seed: int) -> TrainConfig:
     # Defaults are left out: a setting that train.py gets later changes no name.
     # The results are read at the evaluations. All else that concerns the report changes nothing.
     judged = {*TRAINING, "eval_every"}
-    about = {k: v for k, v in changes(settings).items() if k in judged}
+    content = {k: v for k, v in changes(settings).items() if k in judged}
     sets = open_datasets(settings.dataset, settings.data_dir)
-    about["data"] = [data.meta["splits"] for data in sets]
-    name = f"seed{seed}-{content_sha256(about)[:12]}"
+    content["data"] = [data.meta["splits"] for data in sets]
+    name = f"seed{seed}-{content_sha256(content)[:12]}"
     settings = replace(settings, eval_train=False, sample_every=0, follow=False)
     return replace(settings, run_name=name, init_from="auto")
 

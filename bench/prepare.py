@@ -219,7 +219,7 @@ def main() -> None:
     size = f"{times} x {text_mb:.1f} MB of text"
     print(f"{size}, {cfg.tokenizer}, {cores} workers; medians of {cfg.rounds}")
     for name, rate in rates.items():
-        ratios = [f"{rate / rates[other]:5.2f} x {other}" for other in ("library", "plain")]
+        ratios = [f"{rate / rates[peer]:5.2f} x {peer}" for peer in ("library", "plain")]
         print(f"  {name:<8} {rate:7.2f} MB/s   {'   '.join(ratios)}")
     print(f"  ours / (cores x library) = {share:.2f}")
     print(f"  processor time, library / ours = {work_share:.2f}")

@@ -230,11 +230,11 @@ def measure_attention(c: GPTConfig, M: int, T: int, seconds: float, machine: Mac
         with limits, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a backend that refuses gives its reasons at length
             forward = median_ms(partial(attention, attends, shape, False, machine), seconds)
-            both = median_ms(partial(attention, attends, shape, True, machine), seconds)
+            passes = median_ms(partial(attention, attends, shape, True, machine), seconds)
         gflops = 2e-9 * B * nh * T * T * hs  # two products, the causal half of each
         row = {"backend": name, "head_dim": hs, "heads": nh, "default": ""}
-        row |= {"forward": per_ms(gflops, forward), "both": per_ms(3 * gflops, both)}
-        rows.append(row | {"ms forward": forward, "ms both": both})
+        row |= {"forward": per_ms(gflops, forward), "both": per_ms(3 * gflops, passes)}
+        rows.append(row | {"ms forward": forward, "ms both": passes})
     # Only now ask for the defaults: torch sets up its order of priority in the first call.
     for row in rows:
         chosen = attention_kernel(row["heads"], T, row["head_dim"], machine.device, machine.dtype)

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiktoken
 import torch
 from conftest import REPO, TINY, call, make_records, write_jsonl
 
@@ -61,38 +60,15 @@ def test_prepare_is_compared_with_the_library_and_a_plain_loop(tmp_path, tiny_da
 WHOLE = gzip.compress(b'{"text": "one"}\n{"text": "two"}\n')
 
 
-def test_a_tokenizer_that_cannot_be_downloaded_is_one_line(tmp_path, refuses, monkeypatch):
-    def offline(name):  # requests raises an OSError, too
-        raise ConnectionError("Name or service not known")
-
-    monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    corpus = tmp_path / "c.jsonl.gz"
-    corpus.write_bytes(WHOLE)
-    assert "gpt2" in refuses(bench_prepare.main, corpus, "--tokenizer=gpt2")
-
-
 @pytest.mark.parametrize(
     "content, place",
-    [
-        pytest.param(b"no gzip", "c.jsonl.gz", id="no gzip"),
-        pytest.param(WHOLE[:-10], "c.jsonl.gz", id="cut off"),
-        pytest.param(gzip.compress(b""), "c.jsonl.gz", id="empty"),
-        pytest.param(gzip.compress(b'{"text": "a"}\n{"text":'), "line 2", id="half a record"),
-        pytest.param(gzip.compress(b'{"text": "a"}\n[1, 2]\n'), "line 2", id="list"),
-    ],
+    [(WHOLE[:-10], "c.jsonl.gz"), (gzip.compress(b'{"text": "a"}\n[1, 2]\n'), "line 2")],
 )
 def test_a_damaged_corpus_is_one_line(tiny_data, tmp_path, refuses, content, place):
     corpus = tmp_path / "c.jsonl.gz"
     corpus.write_bytes(content)
     tokenizer = tiny_data / "tiny" / "tokenizer.model"
     assert place in refuses(bench_prepare.main, corpus, f"--tokenizer={tokenizer}")
-
-
-def test_a_vocabulary_beyond_16_bits_is_counted_in_32(tmp_path):
-    corpus = tmp_path / "c.jsonl.gz"
-    corpus.write_bytes(WHOLE)
-    bench_prepare.plain(corpus, lambda text: [100_000], tmp_path / "ids", 100_277)
-    assert (tmp_path / "ids").stat().st_size == 2 * 2 * 4  # two documents of one token and an eos
 
 
 def test_a_comparison_refuses_what_training_refuses(tiny_data, tmp_path, refuses):
@@ -143,12 +119,9 @@ def test_training_is_compared_by_one_clock(tiny_data, tmp_path, capsys):
     options += [f"--nanogpt={peer_of(tmp_path / 'peer', 8)}", "--steps=9", "--warmup=2"]
     call(compare.main, *options, "--rounds=2")
     facts = json.loads((tmp_path / "out.json").read_text())
-    seconds = facts["seconds"]
-    rates = facts["tokens_per_s"]
-    assert [len(seconds[name]) for name in ("ours", "nanoGPT")] == [2, 2]
-    assert min(seconds["nanoGPT"]) >= 0.05 and 0 < rates["nanoGPT"] <= 256 / 0.05
-    assert rates["ours"] == pytest.approx(256 / statistics.median(seconds["ours"]))
-    assert torch.__version__ in facts["versions"]
+    ours, nanogpt = (facts["seconds"][name] for name in ("ours", "nanoGPT"))
+    assert len(ours) == len(nanogpt) == 2 and min(nanogpt) >= 0.05
+    assert facts["tokens_per_s"]["ours"] == pytest.approx(256 / statistics.median(ours))
     assert "ours / it" in capsys.readouterr().out
 
 
@@ -197,9 +170,8 @@ def test_the_gpu_suite_runs_at_toy_size_on_a_cpu(tmp_path):
     two = [*command, "roof", "sweep"]
     done = subprocess.run(two, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
-    files = {p.name: p.read_text() for p in (tmp_path / "out").iterdir()}
-    assert files.keys() == {"suite.log", "roof.json", "sweep.json", "sweep.md"}
-    assert json.loads(files["roof.json"]) and "MFU" in files["sweep.md"]
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {"suite.log", "roof.json", "sweep.json", "sweep.md"}
     assert subprocess.run([*command, "roofs"], env=environment, capture_output=True).returncode == 2
 
 

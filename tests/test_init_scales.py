@@ -64,13 +64,7 @@ def test_a_run_prints_a_row_for_each_scheme_and_draws_them(tiny_data, tmp_path, 
 
 @pytest.mark.parametrize(
     "options, message",
-    [
-        (["--inits", "gpt2", "magic"], "inits: 'magic'"),
-        (["--steps=0"], "steps"),
-        (["--dataset=none"], "no data set in"),
-        (["--png=scales.pdf"], "png=scales.pdf"),
-        (["--batch_size=auto"], "batch_size=auto"),
-    ],
+    [(["--inits", "gpt2", "magic"], "inits: 'magic'"), (["--batch_size=auto"], "batch_size=auto")],
 )
 def test_bad_input_is_one_line(tiny_data, refuses, options, message):
     assert message in refuses(init_scales.main, *SMALL, f"--data_dir={tiny_data}", *options)

@@ -17,8 +17,7 @@ import model
 import prepare
 from bench import lab, lab_results
 from bench.lab_results import Result
-from configurator import parse
-from training.settings import TrainConfig, model_config
+from training.settings import TrainConfig
 
 QUESTION = """
 question = "Does a higher rate help?"
@@ -266,11 +265,7 @@ def test_every_shipped_question_is_valid(path):
     variants = lab.variants_of(cfg, cfg.baseline or next(iter(cfg.variants)))
     assert {name for name, _, _ in variants} >= cfg.variants.keys()
     assert len({repr(settings) for _, _, settings in variants}) == len(variants)
-
-
-def test_the_question_about_inits_has_all_of_them():
-    cfg = lab.read_question([str(REPO / "bench" / "questions" / "inits.py")])
-    assert cfg.variants.keys() == model.INIT.keys()
+    assert path.stem != "inits" or cfg.variants.keys() == model.INIT.keys()
 
 
 def test_options_win_over_the_question_and_the_question_over_its_config(tmp_path):
@@ -288,7 +283,6 @@ def test_options_win_over_the_question_and_the_question_over_its_config(tmp_path
         ("{'a': {'n_layers': 1}}", "variant 'a': unknown setting 'n_layers'"),
         ("{'a': {}, 'b': {'lr': -1}}", "variant 'b': lr"),
         ("{'a': {'seed': 1}}", "variant 'a': seed"),
-        ("['a', 'b']", "variants="),
         ("{}", "variants"),
         ("{'a': {'dataset': 'x'}, 'b': {'dataset': 'y,z'}}", "no data set"),
     ],
@@ -303,10 +297,3 @@ def test_a_longer_baseline_has_the_whole_schedule_stretched():
     longer = lab.stretched(cfg, 2.5)
     assert (longer.max_steps, longer.warmup_steps) == (250, 25)
     assert (longer.max_tokens, longer.max_epochs) == (25_000, 2.5)
-
-
-def test_the_questions_start_from_the_model_of_the_shipped_config():
-    laptop = parse(TrainConfig, [str(REPO / "bench" / "laptop.py")])
-    shipped = parse(TrainConfig, [str(REPO / "config" / "shakespeare_char.py")])
-    assert model_config(laptop, 67) == model_config(shipped, 67)
-    assert laptop.dataset == shipped.dataset
