@@ -73,7 +73,6 @@ def shape(hidden: int, inner: int, heads: int, layers: int, **more) -> dict:
 
 TAKEN = {  # name -> (config.json, parameters, the class that our checkpoint has)
     "Qwen2-0.5B": (QWEN2 | shape(896, 4864, 14, 24, max_window_layers=24), 494_032_768),
-    "Qwen2.5-1.5B": (QWEN2 | shape(1536, 8960, 12, 28), 1_543_714_304),
     "Qwen2.5-7B, with YaRN": (
         QWEN2
         | shape(3584, 18944, 28, 28, num_key_value_heads=4, vocab_size=152064)
@@ -97,12 +96,6 @@ TAKEN = {  # name -> (config.json, parameters, the class that our checkpoint has
         1_235_814_400,
     ),
     "SmolLM2-135M": (SMOL | shape(576, 1536, 9, 30, num_key_value_heads=3), 134_515_008),
-    "TinyLlama-1.1B": (
-        LLAMA
-        | shape(2048, 5632, 32, 22, num_key_value_heads=4)
-        | dict(max_position_embeddings=2048, vocab_size=32000),
-        1_100_048_384,
-    ),
     "Mistral-7B-v0.3": (
         MISTRAL | dict(rope_theta=1000000.0, sliding_window=NULL, vocab_size=32768),
         7_248_023_552,
@@ -111,10 +104,6 @@ TAKEN = {  # name -> (config.json, parameters, the class that our checkpoint has
     "gpt2-medium": (
         GPT2 | dict(n_embd=1024, n_head=16, n_layer=24, n_special=0, predict_special_tokens=True),
         354_823_168,
-    ),
-    "distilgpt2": (
-        GPT2 | dict(n_embd=768, n_head=12, n_layer=6, _num_labels=1, id2label={"0": "LABEL_0"}),
-        81_912_576,
     ),
 }
 REFUSED = {  # name -> (config.json, what is said)
@@ -131,7 +120,7 @@ REFUSED = {  # name -> (config.json, what is said)
         "architecture 'Qwen2MoeForCausalLM' is none of",
     ),
     "Llama, 4 bits": (
-        TAKEN["TinyLlama-1.1B"][0] | dict(quantization_config={"bits": 4}),
+        TAKEN["Llama-2-7b"][0] | dict(quantization_config={"bits": 4}),
         "quantization_config={'bits': 4} is not supported",
     ),
 }

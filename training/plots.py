@@ -28,7 +28,7 @@ EVALUATED = {
 LOSSES = ("loss", *EVALUATED)
 
 # x axis -> its label, and the key and unit of what is counted along it
-AXES = {"steps": ("step", "step", 1), "tokens": ("million tokens", "tokens", 1e6)}
+AXES = {"steps": ("step", "", 1), "tokens": ("million tokens", "tokens", 1e6)}
 AXES["time"] = ("hours of training, without pauses", "step_ms", 3.6e6)
 
 # Fonts with Chinese characters: the first one that is installed serves where the usual one fails.
@@ -83,13 +83,14 @@ def read_run(folder: Path, x: str, y: str) -> Run:
         step, loss = min(curves["val_loss"].T, key=lambda point: point[1])
         best = f": validation {loss:.4f} at step {step:,.0f}"
 
-    _, key, unit = AXES[x]
-    at, counted = curves[key]
-    if x == "time":
-        counted = np.cumsum(np.diff(at, prepend=0) * counted)
-    at, counted = np.append(0, at), np.append(0, counted) / unit
-    for curve in curves.values():
-        curve[0] = np.interp(curve[0], at, counted)
+    if x != "steps":
+        _, key, unit = AXES[x]
+        at, counted = curves[key]
+        if x == "time":
+            counted = np.cumsum(np.diff(at, prepend=0) * counted)
+        at, counted = np.append(0, at), np.append(0, counted) / unit
+        for curve in curves.values():
+            curve[0] = np.interp(curve[0], at, counted)
     # A path may hold bytes that are not UTF-8.
     name = shortened(str(folder).encode(errors="backslashreplace").decode())
     return Run(name, start.get("settings", {}), landmarks, curves, best)
