@@ -44,8 +44,6 @@ def banner(
     shape = f"{hf_class(c) or 'GPT'}, {c.n_layer} layers x {c.n_embd}, "
     shape += f"{c.n_head} heads of {c.head_dim} ({c.n_kv_head} for keys and values)"
     params = model.num_params()
-    per_param = tokens / params["total"]
-    different = different_tokens(tokens, sets) / params["total"]
     attention = attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype, c.dropout)
     if machine.device.type == "cuda" and attention == "math":
         attention += ": warning: slow, no fused kernel takes this head_dim and dtype here"
@@ -63,12 +61,15 @@ def banner(
         "model": "; ".join(filter(None, [shape, caveat(c)])),
         "parameters": f"{params['total']:,} trainable, "
         f"{params['embedding'] / params['total']:.0%} of them embeddings; "
-        f"{per_param:.2g} tokens per parameter, {different:.2g} without repetitions",
+        f"{tokens / params['total']:.2g} tokens per parameter",
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
         "attention": attention,
         "memory": f"{size / 1e9:.1f} GB predicted, of {room / 1e9:.1f}; "
         f"batch_size may be {largest_batch(model, one_step, room):,} at most",
     }
+    different = different_tokens(tokens, sets)
+    if different < 0.99 * tokens:
+        rows["parameters"] += f", {different / params['total']:.2g} without repetitions"
     if warning := batch_warning(plan.step_tokens, cfg, machine.world):
         rows["batch"] += f"\n{warning}"
     for warning in length_warnings(plan, cfg, sets):
