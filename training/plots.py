@@ -32,8 +32,7 @@ AXES = {"steps": ("step", "", 1), "tokens": ("million tokens", "tokens", 1e6)}
 AXES["time"] = ("hours of training, without pauses", "step_ms", 3.6e6)
 
 # Fonts with Chinese characters: the first one that is installed serves where the usual one fails.
-CHINESE = ["Noto Sans CJK SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "PingFang SC"]
-CHINESE += ["Microsoft YaHei", "SimHei"]
+CHINESE = ["Noto Sans CJK SC", "WenQuanYi Micro Hei", "PingFang SC", "Microsoft YaHei", "SimHei"]
 
 
 @dataclass(frozen=True)

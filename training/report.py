@@ -110,7 +110,7 @@ class Metrics:
             yield
 
     def log_outcome(self, outcome: str, loss: float, grad_norm: float, scaler: GradScaler) -> None:
-        """Report the last step if it was skipped, or if its loss is far above those before it.
+        """Count the last step, and report it if it was skipped or has a loss far above the others.
 
         outcome: as Progress.add_step() returns it.
         """
@@ -227,11 +227,10 @@ class Metrics:
         self.write(dict(step=step, sample=text), f"{line}\n{quoted(text)}")
 
     def log_save(self, step: int, path: Path, seconds: float) -> None:
-        """Report that the checkpoint of a step is complete on the disk. The thread that saves calls
-        this.
+        """Report that the checkpoint of a step is complete on the disk.
 
         If metrics.jsonl has a record of a checkpoint and none can be found, a disk is missing, and
-        init_from=auto must not start from scratch.
+        init_from=auto must not start from scratch. The thread that saves calls this.
         """
         record = dict(step=step, saved=path.name, save_s=seconds)
         self.write(record, f"saved {path} in {seconds:.1f} s")
