@@ -15,7 +15,7 @@ import text.landmarks as landmarks
 import train
 from text.dataset import DataSet, read_meta
 from text.landmarks import count_landmarks, mixed_landmarks
-from training.normal import Watch
+from training.metrics import Watch
 
 V = 40
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from configurator import UserError
 from hardware.disk import write_whole
-from training.metrics import read_metrics
-from training.normal import LANDMARKS
+from training.metrics import LANDMARKS, read_metrics
 
 # Okabe and Ito's colours, which people who cannot tell red from green can tell apart.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]

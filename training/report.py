@@ -26,8 +26,7 @@ from hardware.machine import Machine
 from hardware.terminal import ProgressBar, in_a_terminal, quoted
 from text.dataset import DataSet
 from text.landmarks import mixed_landmarks
-from training.metrics import MetricsFile, read_metrics
-from training.normal import Watch, spike
+from training.metrics import MetricsFile, Watch, read_metrics, spike
 from training.plan import Plan
 from training.progress import Progress
 from training.settings import TrainConfig

@@ -24,8 +24,9 @@ import prepare
 import train
 from hardware.disk import damage
 from model import GPT
-from training import checkpoint, normal
+from training import checkpoint
 from training.huggingface import from_pretrained
+from training.metrics import spike
 from training.runs import newest_checkpoint
 
 
@@ -419,8 +420,8 @@ def test_a_leap_of_the_loss_is_a_warning(tiny_data, tmp_path, monkeypatch, capsy
 
 def test_the_robust_z_score_is_that_of_the_formula():
     losses = [float(i % 7) for i in range(70)]  # median 3; deviations from it 0 to 3, with median 2
-    assert normal.spike(losses, 13.0) == pytest.approx(10 / (1.4826 * 2))
-    assert normal.spike(losses[:29], 1e9) == 0.0
+    assert spike(losses, 13.0) == pytest.approx(10 / (1.4826 * 2))
+    assert spike(losses[:29], 1e9) == 0.0
 
 
 # -- the disk, the memory --
