@@ -5,7 +5,7 @@ import re
 import pytest
 from conftest import call, make_records
 from test_corpora import write_texts
-from test_huggingface import MIXED, checkpoint, write_files
+from test_hf_tokenizer import MIXED, checkpoint, write_files
 from test_prepare import documents, prepare_set
 
 import prepare
