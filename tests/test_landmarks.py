@@ -1,19 +1,16 @@
 """What a loss is compared with: counted by prepare.py, said by train.py."""
 
-import json
 import math
-import shutil
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, call, forge, metrics, train_tiny
+from conftest import metrics, train_tiny
 
 import text.landmarks as landmarks
-import train
-from text.dataset import DataSet, read_meta
+from text.dataset import DataSet
 from text.landmarks import count_landmarks, mixed_landmarks
 from training.normal import Watch
 
@@ -64,9 +61,9 @@ def test_of_a_large_file_some_stretches_are_counted(ids, tmp_path, monkeypatch):
     monkeypatch.setattr(landmarks, "STRETCH", 100)
     assert count_landmarks(tmp_path, META) == everything
     monkeypatch.setattr(landmarks, "MOST", 2000)
-    some = count_landmarks(tmp_path, META)
-    assert some["unigram"] == pytest.approx(everything["unigram"], abs=0.3)
-    assert some["bigram_tokens"] == 2000 and some["bigram"] != everything["bigram"]
+    sample = count_landmarks(tmp_path, META)
+    assert sample["unigram"] == pytest.approx(everything["unigram"], abs=0.3)
+    assert sample["bigram_tokens"] == 2000 and sample["bigram"] != everything["bigram"]
 
 
 def test_landmarks_of_a_mixture_are_weighted_and_a_tiny_data_set_has_none():
@@ -80,34 +77,34 @@ def test_landmarks_of_a_mixture_are_weighted_and_a_tiny_data_set_has_none():
 # -- what the log says --
 
 
-def test_each_landmark_is_said_once_and_the_lowest_of_several():
-    watch = Watch({"uniform": 6.0, "unigram": 5.0, "bigram": 4.0}, [])
-    assert watch.look([1.0] * 19, 19, 100) is None  # too few to tell
-    assert watch.look([5.5] * 20, 20, 100)[0] == {"step": 20, "below": "uniform"}
-    assert watch.look([5.5] * 20, 21, 100) is None
-    record, line = watch.look([9.0] * 80 + [3.9] * 20, 100, 100)
-    assert record == {"step": 100, "below": "bigram"}
-    assert line.startswith("the loss is below that of token pairs (4.00): ")
-    again = Watch(watch.landmarks, [record])
-    assert again.look([3.9] * 20, 120, 100) is again.look([5.5] * 20, 140, 100) is None
+USUAL = {"uniform": 6.0, "unigram": 5.0, "bigram": 4.0}
+# With little text, pairs of tokens predict worse than single tokens, and are left out.
+LITTLE_TEXT = {"uniform": 6.0, "unigram": 5.0, "bigram": 5.5}
 
 
-def test_a_loss_that_stays_above_the_frequencies_is_a_warning_once():
-    # With little text, pairs of tokens predict worse than single tokens, and are left out.
-    watch = Watch({"uniform": 6.0, "unigram": 5.0, "bigram": 5.5}, [])
-    assert watch.landmarks == {"uniform": 6.0, "unigram": 5.0}
-    assert watch.look([7.0] * 20, 99, 100) is None
-    record, line = watch.look([7.0] * 20, 100, 100)
-    assert record == {"step": 100, "not_below": "unigram"}
-    assert line.startswith("warning: the loss (7.00) is still not below") and "\n" not in line
-    assert watch.look([7.0] * 20, 101, 100) is None
-    assert Watch(watch.landmarks, [record]).look([7.0] * 20, 101, 100) is None
-    assert Watch({"uniform": 6.0}, []).look([7.0] * 20, 100, 100) is None  # nothing to compare with
+@pytest.mark.parametrize(
+    "landmarks, losses, step, record",
+    [
+        (USUAL, [1.0] * 19, 19, None),  # too few to tell
+        (USUAL, [5.5] * 20, 20, {"below": "uniform"}),
+        (USUAL, [9.0] * 80 + [3.9] * 20, 100, {"below": "bigram"}),
+        (LITTLE_TEXT, [7.0] * 20, 99, None),
+        (LITTLE_TEXT, [7.0] * 20, 100, {"not_below": "unigram"}),
+        ({"uniform": 6.0}, [7.0] * 20, 100, None),  # nothing to compare with
+    ],
+)
+def test_the_lowest_landmark_or_a_loss_that_stays_above_is_said_once(
+    landmarks, losses, step, record
+):
+    watch = Watch(landmarks, [])
+    said = watch.look(losses, step, 100)
+    assert (said and said[0]) == (record and {"step": step} | record)
+    again = Watch(landmarks, [said[0]] if said else [])  # of a resumed run
+    if said:
+        assert watch.look(losses, step + 1, 100) is again.look(losses, step + 1, 100) is None
 
 
 def test_a_run_says_it_and_a_resumed_run_does_not_say_it_again(tiny_data, tmp_path, capsys):
-    meta = read_meta(tiny_data / "tiny")
-    assert 0 < meta["landmarks"]["bigram"] < meta["landmarks"]["unigram"] < math.log(400)
     options = ["--lr=1e-2", "--n_layer=1", "--batch_tokens=128", "--eval_every=100"]
     run = train_tiny(tiny_data, tmp_path, *options, "--max_steps=40")
     said = metrics(run, "below")
@@ -115,22 +112,3 @@ def test_a_run_says_it_and_a_resumed_run_does_not_say_it_again(tiny_data, tmp_pa
     assert f"step {max(said)}/40 | the loss is below that of " in capsys.readouterr().out
     train_tiny(tiny_data, tmp_path, *options, "--max_steps=42", "--init_from=resume")
     assert metrics(run, "below") == said
-    assert "the loss is below" not in capsys.readouterr().out
-
-
-def test_a_learning_rate_of_almost_0_is_told_what_to_look_at(tiny_data, tmp_path, capsys):
-    options = ["--max_steps=101", "--lr=1e-9", "--eval_every=200", "--log_every=10"]
-    options += ["--n_layer=1", "--batch_tokens=128"]
-    run = train_tiny(tiny_data, tmp_path, *options)
-    assert metrics(run, "not_below") == {100: "unigram"}
-    said = capsys.readouterr().out
-    assert "is still not below that of single-token frequencies" in said
-
-
-def test_a_data_set_without_landmarks_trains_as_before(tiny_data, tmp_path):
-    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
-    meta = read_meta(tmp_path / "tiny")
-    meta["landmarks"] = {}
-    forge(tmp_path / "tiny", "meta.json", json.dumps(meta).encode())
-    call(train.main, *TINY, f"--data_dir={tmp_path}", f"--out_dir={tmp_path}", "--max_steps=2")
-    assert list(metrics(tmp_path / "run", "landmarks")[0]) == ["uniform"]

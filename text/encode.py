@@ -25,7 +25,7 @@ from text.formats import Chunk, Reader
 from text.pool import in_order
 from text.records import Cleaning, Tally, documents
 from text.sources import Source
-from text.tokenizer import SentencePiece, Tiktoken, open_tokenizer
+from text.tokenizer import Tokenizer, open_tokenizer
 
 Check = Callable[[Tally, Chunk], None]  # may raise an error to end the work
 
@@ -78,7 +78,7 @@ class Encoder:
         self.eos = np.array([info["eos_id"]], self.dtype)
 
     @cached_property
-    def tokenizer(self) -> SentencePiece | Tiktoken:
+    def tokenizer(self) -> Tokenizer:
         """Open the tokenizer at its first use, in the worker, which was sent only its path."""
         return open_tokenizer(self.file, self.info)
 

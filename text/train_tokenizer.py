@@ -9,11 +9,10 @@ from pathlib import Path
 from configurator import UserError
 from hardware.disk import file_sha256, json_bytes, remove_only, sealed, unseal, write_whole
 from hardware.terminal import ProgressBar
-from text.dataset import find_tokenizer, tokenizer_folder
 from text.encode import texts_of
 from text.folders import WORK, fingerprint
 from text.formats import Chunk
-from text.hf_tokenizer import hugging_face_files
+from text.hf_tokenizer import find_tokenizer, hugging_face_files, tokenizer_folder
 from text.look import no_documents
 from text.pool import Task, in_order
 from text.records import Cleaning, Tally
