@@ -273,7 +273,7 @@ def from_hugging_face(folder: Path) -> Tokenizer:
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers makes one"
             )
             raise UserError(f"{folder}: no tokenizer.model or tokenizer.json there: {make}")
-        if content["model"].get("type") != "BPE" or not is_byte_level:
+        if content["model"].get("type", "BPE") != "BPE" or not is_byte_level:  # GPT-2 has no type
             raise UserError(f"{folder}/tokenizer.json: a model other than a byte-level BPE")
         return convert_bpe(folder / "tokenizer.json", config, content)
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as e:
