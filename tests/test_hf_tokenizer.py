@@ -17,7 +17,7 @@ import sample
 import train
 from configurator import UserError
 from text.dataset import load_tokenizer
-from text.hf_tokenizer import from_hugging_face, to_hugging_face
+from text.hf_tokenizer import QWEN2_PATTERN, from_hugging_face, to_hugging_face
 from text.records import record_text
 from text.tokenizer import (
     CL100K_PATTERN,
@@ -169,9 +169,7 @@ def bpe(folder: Path, kind: str) -> Path:
         digits = pre.Digits(individual_digits=True)
         t.pre_tokenizer = pre.Sequence([digits, byte_level(add_prefix_space=False)])
     else:
-        qwen = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-        qwen += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-        split = pre.Split(tokenizers.Regex(qwen), "isolated")
+        split = pre.Split(tokenizers.Regex(QWEN2_PATTERN), "isolated")
         t.pre_tokenizer = pre.Sequence([split, byte_level(add_prefix_space=False, use_regex=False)])
     if kind == "qwen":
         t.normalizer = tokenizers.normalizers.NFC()

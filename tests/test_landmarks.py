@@ -45,9 +45,6 @@ def test_the_landmarks_are_those_of_the_formulas(ids, tmp_path):
             return p1(w)
         return (max(twos[v, w] - 0.75, 0) + 0.75 * followers[v] * p1(w)) / ones[v]
 
-    assert sum(map(p1, range(V))) == pytest.approx(1)
-    for v in (0, 1, V - 6, V - 1):
-        assert sum(p2(v, w) for w in range(V)) == pytest.approx(1)
     pairs = list(zip(val_ids[:-1], val_ids[1:], strict=True))
     assert count_landmarks(tmp_path, META) == {
         "unigram": pytest.approx(-np.mean([math.log(p1(w)) for _, w in pairs]), abs=1e-4),

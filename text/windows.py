@@ -160,14 +160,14 @@ class PackedWindows(Windows):
     def targets(self, start: int) -> np.ndarray:
         places = self.places(start)
         inputs, targets = places[:-1], places[1:]
-        # A tail stands behind the eos of another document, which does not predict its first token.
-        # In the split, this token stands behind another one, and it does not begin a document.
-        begins = (targets == 0) | (self.tokens[targets - 1] == self.eos_id)
-        return np.where((inputs == targets - 1) | begins, targets, -1)
+        # A target stands behind the token before it in the split, or begins a document behind an
+        # eos. The first token of a tail does neither: its eos says nothing of it.
+        begins_document = (targets == 0) | (self.tokens[targets - 1] == self.eos_id)
+        return np.where((inputs == targets - 1) | begins_document, targets, -1)
 
     def place(self, start: int) -> str:
-        parts = [f"{begin:,} to {begin + n - 1:,}" for begin, n in self.pieces_of(start)]
-        return f"tokens {', '.join(parts)}"
+        pieces = [f"{token:,} to {token + n - 1:,}" for token, n in self.pieces_of(start)]
+        return f"tokens {', '.join(pieces)}"
 
 
 class Loader:
