@@ -69,8 +69,6 @@ def test_a_meta_json_cannot_name_a_tokenizer_elsewhere(tiny_data, tmp_path, refu
 
 
 LETTERS = "aab b  \n\t'sS我的是一，。😀\u0301é0123 .()_=\u3000\u00a0"
-
-
 MIXED = [
     *TEXTS,
     "Hello 世界 😀 naïve café\n\n    def f(x):\n\t\treturn x   **  2  # 注释\r\n"
@@ -114,46 +112,38 @@ def sentencepiece_model(path: Path, **options) -> SentencePiece:
     usual |= dict(normalization_rule_name="identity", add_dummy_prefix=False)
     usual |= dict(vocab_size=400, hard_vocab_limit=False, minloglevel=2)
     records = json.dumps(make_records(50), ensure_ascii=False).replace("型 ", "型，")
-    texts = records.split("}, ")
     with open(path, "wb") as f:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_writer=f, **usual | options
-        )
+        usual |= dict(sentence_iterator=iter(records.split("}, ")), model_writer=f)
+        sentencepiece.SentencePieceTrainer.train(**usual | options)
     return SentencePiece(path)
 
 
-def test_a_sentencepiece_of_another_kind_is_not_exported_as_what_it_is_not(tmp_path):
-    assert to_hugging_face(sentencepiece_model(tmp_path / "usual.model"), 128)
-    for name, value in {
-        "add_dummy_prefix": True,
-        "model_type": "unigram",
-        "normalization_rule_name": "nfkc",
-        "user_defined_symbols": ["<think>"],
-        "byte_fallback": False,
-    }.items():
-        tokenizer = sentencepiece_model(tmp_path / f"{name}.model", **{name: value})
-        assert to_hugging_face(tokenizer, 128) == {}, name
-
-
-def test_slices_of_a_text_give_the_ids_of_the_whole_text(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "name, value, is_exported, is_cut",
+    [
+        ("model_type", "bpe", True, True),
+        ("vocab_size", 600, True, True),
+        ("split_by_whitespace", False, True, False),  # tokens reach from one word into the next
+        ("split_by_unicode_script", False, True, False),  # and from a character to a mark
+        ("add_dummy_prefix", True, False, False),  # each slice would begin with a space of its own
+        ("normalization_rule_name", "nfkc", False, False),
+        ("model_type", "unigram", False, False),  # adds scores up over the whole text
+        ("byte_fallback", False, False, False),  # makes one unk of several characters
+        ("user_defined_symbols", ["<think>"], False, False),
+    ],
+)
+def test_only_a_sentencepiece_that_allows_it_is_exported_or_encoded_in_slices(
+    tmp_path, monkeypatch, name, value, is_exported, is_cut
+):
+    """Slices of a text give the ids of the whole text."""
     monkeypatch.setattr("text.tokenizer.SLICE", 1)  # a slice ends at the first place where it may
+    tokenizer = sentencepiece_model(tmp_path / "a.model", **{name: value})
+    assert bool(to_hugging_face(tokenizer, 128)) == is_exported
     records = [record_text(r)[0] for r in make_records(20)]
     texts = [*MIXED, *records, "".join(MIXED + records), "a 中，b 。中\n\n 中 （", "", " ", "中，"]
-    for name, value, is_cut in [
-        ("model_type", "bpe", True),
-        ("vocab_size", 600, True),
-        ("add_dummy_prefix", True, False),  # each slice would begin with a space of its own
-        ("split_by_whitespace", False, False),  # tokens reach from one word into the next
-        ("split_by_unicode_script", False, False),  # and from a character to a mark
-        ("normalization_rule_name", "nfkc", False),
-        ("model_type", "unigram", False),  # adds scores up over the whole text
-        ("byte_fallback", False, False),  # makes one unk of several characters
-    ]:
-        tokenizer = sentencepiece_model(tmp_path / "a.model", **{name: value})
-        assert tokenizer.may_cut == is_cut, name
-        assert is_cut == any(len(tokenizer.slices(text)) > 1 for text in texts), name
-        for text, found in zip(texts, tokenizer.encode_all(texts), strict=True):
-            assert found.tolist() == tokenizer.sp.encode(text), (name, text)
+    assert is_cut == any(len(tokenizer.slices(text)) > 1 for text in texts)
+    for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True):
+        assert ids.tolist() == tokenizer.sp.encode(text), text
 
 
 def bpe(folder: Path, kind: str) -> Path:
@@ -310,8 +300,13 @@ def test_a_checkpoint_has_the_tokenizer_of_its_start_whatever_becomes_of_the_dat
     model = tmp_path / "data" / "tiny" / "tokenizer.model"
     original = model.read_bytes()
     evaluate = train.evaluate
+
+    def damage(*args, **options):
+        model.write_bytes(b"?")
+        return evaluate(*args, **options)
+
     with monkeypatch.context() as damaged:
-        damaged.setattr(train, "evaluate", lambda *a: model.write_bytes(b"?") and evaluate(*a))
+        damaged.setattr(train, "evaluate", damage)
         folder = checkpoint(tmp_path / "data", tmp_path)
     assert (folder / "tokenizer.model").read_bytes() == original != model.read_bytes()
     call(sample.main, f"--ckpt={folder}", "--max_new_tokens=3", "--device=cpu")

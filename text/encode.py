@@ -185,7 +185,7 @@ class Part:
         self.journal = folder / "journal.json"
         self.key = key  # identifies the settings, the tokenizer, the rank and the number of ranks
         self.paths = {name: folder / f"{name}.bin" for name in ("train", "val", "rows")}
-        self.file = 0  # the position in the input: this file,
+        self.file = 0  # the position in the input when it was opened: this file,
         self.record = 0  # of which so many records are done
         self.text = 0  # characters so far
         self.tally = Tally()
@@ -243,8 +243,6 @@ class Part:
 
     def commit(self, file: int, record: int, sources: list[Source]) -> None:
         """Write everything to the disk, then the journal, with this position in the input."""
-        self.file = file
-        self.record = record
         for growing in self.files.values():
             growing.file.flush()
             os.fsync(growing.file.fileno())

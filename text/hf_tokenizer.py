@@ -28,10 +28,6 @@ BYTE_TO_CHAR |= {b: chr(0x100 + i) for i, b in enumerate(UNPRINTABLE)}
 CHAR_TO_BYTE = {c: b for b, c in BYTE_TO_CHAR.items()}
 
 
-def as_characters(token: bytes) -> str:
-    return "".join(BYTE_TO_CHAR[b] for b in token)
-
-
 def all_merges(tokens: dict[str, int]) -> list[str]:
     """Return every pair of tokens that together are a token, in the order of that token's id.
 
@@ -99,17 +95,15 @@ def describe_sentencepiece(tokenizer: SentencePiece) -> tuple[dict, dict, dict] 
     characters, which nothing merges.
     """
     sp = tokenizer.sp
-    ids = range(sp.vocab_size())
-    kinds = [(sp.is_control(i), sp.is_unknown(i), sp.is_byte(i)) for i in ids]
-    has_all_bytes = sum(is_byte for *_, is_byte in kinds) >= 256
-    is_alphabet = all(len(sp.id_to_piece(i)) == 1 for i in ids if not any(kinds[i]))
+    ordinary = {sp.id_to_piece(i): i for i in tokenizer.ordinary}
+    is_alphabet = all(len(piece) == 1 for piece in ordinary)
     if not (tokenizer.keeps_text and (is_alphabet or tokenizer.is_byte_bpe)):
         return None
-    vocab = {sp.id_to_piece(i): i for i in ids}
-    special = {sp.id_to_piece(i): i for i in ids if sp.is_control(i) or sp.is_unknown(i)}
-    merges = all_merges({piece: i for piece, i in vocab.items() if not any(kinds[i])})
+    vocab = {sp.id_to_piece(i): i for i in range(tokenizer.vocab_size)}
+    special = {p: i for p, i in vocab.items() if sp.is_control(i) or sp.is_unknown(i)}
     model = {"unk_token": sp.id_to_piece(sp.unk_id()), "fuse_unk": True}
-    model |= {"byte_fallback": has_all_bytes, "vocab": vocab, "merges": merges}
+    model |= {"byte_fallback": tokenizer.has_all_bytes, "vocab": vocab}
+    model |= {"merges": all_merges(ordinary)}
     marked = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     unmarked = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
     steps_back = [unmarked, {"type": "ByteFallback"}, {"type": "Fuse"}]
@@ -121,7 +115,7 @@ def describe_tiktoken(tokenizer: Tiktoken) -> tuple[dict, dict, dict]:
     """Return the same parts for a byte-level BPE."""
     special = tokenizer.encoding._special_tokens
     ranks = tokenizer.encoding._mergeable_ranks
-    tokens = {as_characters(token): rank for token, rank in ranks.items()}
+    tokens = {"".join(BYTE_TO_CHAR[b] for b in token): rank for token, rank in ranks.items()}
     model = {"unk_token": None, "fuse_unk": False, "byte_fallback": False}
     model |= {"vocab": tokens | special, "merges": all_merges(tokens)}
     # Hugging Face's regex engine reads {1,3}+ as a repetition of {1,3}, not as possessive. Nothing

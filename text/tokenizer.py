@@ -118,12 +118,20 @@ class SentencePiece:
     @property
     def is_byte_bpe(self) -> bool:
         """Whether the model is a BPE that writes a character without a token as its bytes."""
-        sp = self.sp
-        ids = range(sp.vocab_size())
-        ordinary = [i for i in ids if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_byte(i))]
         # In a BPE, the scores of the pieces are the order of the merges.
-        in_order = [sp.get_score(i) for i in ordinary] == [-i for i in range(len(ordinary))]
-        return in_order and sum(map(sp.is_byte, ids)) >= 256
+        scores = [self.sp.get_score(i) for i in self.ordinary]
+        return scores == [-i for i in range(len(scores))] and self.has_all_bytes
+
+    @property
+    def has_all_bytes(self) -> bool:
+        return sum(map(self.sp.is_byte, range(self.vocab_size))) >= 256
+
+    @property
+    def ordinary(self) -> list[int]:
+        """The ids of pieces of text: they are no bytes, unk, bos, eos and so on."""
+        sp = self.sp
+        kinds = (sp.is_control, sp.is_unknown, sp.is_byte)
+        return [i for i in range(self.vocab_size) if not any(is_kind(i) for is_kind in kinds)]
 
     def decode(self, ids: list[int]) -> str:
         return self.sp.decode(ids)
