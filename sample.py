@@ -43,22 +43,14 @@ from hardware.disk import MANIFEST, damage, only_plain, read_object
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from hardware.terminal import plural
 from model import GPT
-from text.dataset import (
-    DataSet,
-    find_tokenizer,
-    load_tokenizer,
-    open_dataset,
-    tokenizer_of_model,
-    verify,
-)
-from text.tokenizer import SentencePiece, Tiktoken, same_ids
+from text.dataset import DataSet, load_tokenizer, open_dataset, verify
+from text.hf_tokenizer import find_tokenizer, tokenizer_of_model
+from text.tokenizer import Tokenizer, same_ids
 from text.windows import open_windows
 from training.evaluate import evaluate
 from training.huggingface import from_pretrained, is_nanogpt, unverified
 from training.report import in_other_units
 from training.runs import check_step, losses_of, newest_checkpoint, newest_run, step_of
-
-Tokenizer = SentencePiece | Tiktoken
 
 # Without max_new_tokens, a text ends with its line from this number of tokens on,
 ENOUGH = 256

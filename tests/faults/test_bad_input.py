@@ -149,7 +149,7 @@ TRAIN = {
     "--n_embd=33": "n_embd=33 is not a multiple of n_head=4",
     "--n_kv_head=3": "n_head=4 must be a multiple of n_kv_head=3",
     "--head_dim=7": "head_dim=7 must be even",
-    "--block_size=999999": "block_size=999999 needs 1000000",
+    "--block_size=999999": "block_size=999999",
     "--n_embd=400000 --n_layer=400": (
         "out of memory for the weights alone: make n_layer or n_embd smaller"
     ),
@@ -164,7 +164,7 @@ TRAIN = {
     "--dataset=tiny:0.5,other": "give every data set a weight, or none",
     "--dataset=tiny,other": "other was made with another tokenizer than tiny",
     "--dataset=newer": "newer: format 99, expected 2",
-    "--dataset=large": "large/train.bin: token 77 has id 400, beyond the vocabulary of 400",
+    "--dataset=large": "large/train.bin: the id 400 is beyond the vocabulary",
     "--data_dir={root}/a_file": "a_file/tiny/meta.json: Not a directory",
     "--init_from=resume": "there is no checkpoint in {new}/run/ckpt; name another run",
     "--init_from=nowhere": "init_from=nowhere: cannot be loaded (config.json: No such file",
@@ -250,7 +250,7 @@ PREPARE = {
     "--inspect {data}/tiny --show=99999999": "99999999",
     "--inspect {data}/tiny --step=3": "--step needs the folder of a run",
     "en.jsonl": "argument 'en.jsonl': expected --input FILE or --key=value",
-    "--inspect {data}/large": "token 77 has id 400",
+    "--inspect {data}/large": "the id 400 is beyond the vocabulary",
 }
 PLOT = {
     "": "no run under out/: train one first",
