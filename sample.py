@@ -68,12 +68,9 @@ ELSEWHERE = {
     "ckpt": "model model_path model_name_or_path checkpoint load_from init_from",
     "ckpt=out/NAME": "run_name",
     "prompt, or prompt_file=FILE for FILE:FILE": "start",
-    "num_samples": "num_return_sequences",
     "max_new_tokens": "max_length max_tokens n_predict",
     "temperature=0, which takes the likeliest token": "do_sample greedy",
     "eval=data/NAME": "eval_only dataset",
-    "dtype": "precision torch_dtype",
-    "not available": "compile repetition_penalty chat stop",
 }
 
 
@@ -164,9 +161,7 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
                 raise UserError(str(problem)) from None
     V = model.config.vocab_size
     if tokenizer.vocab_size > V:
-        raise UserError(
-            f"{folder}: the model has {V:,} tokens, its tokenizer {tokenizer.vocab_size:,}"
-        )
+        raise UserError(f"{folder}: {V:,} tokens, but {tokenizer.vocab_size:,} in the tokenizer")
     return folder, about, model, tokenizer
 
 
