@@ -149,7 +149,7 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
     A training that runs meanwhile may delete the newest checkpoint. Then the next one is taken.
     """
     while True:
-        folder, about = find_checkpoint(cfg)
+        folder, label = find_checkpoint(cfg)
         try:
             check_step(folder)
             model = from_pretrained(folder)
@@ -162,7 +162,7 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
     V = model.config.vocab_size
     if tokenizer.vocab_size > V:
         raise UserError(f"{folder}: {V:,} tokens, but {tokenizer.vocab_size:,} in the tokenizer")
-    return folder, about, model, tokenizer
+    return folder, label, model, tokenizer
 
 
 def model_tokenizer(folder: Path, cfg: SampleConfig) -> Tokenizer:
@@ -170,10 +170,10 @@ def model_tokenizer(folder: Path, cfg: SampleConfig) -> Tokenizer:
 
     Raises UserError if there is none, or if two of them do not make the same ids.
     """
-    own = tokenizer_of_model(folder)
+    of_model = tokenizer_of_model(folder)
     named = find_tokenizer(cfg.tokenizer) if cfg.tokenizer else None
     of_data = load_tokenizer(cfg.eval) if cfg.eval else None
-    tokenizer = own or named or of_data
+    tokenizer = of_model or named or of_data
     if tokenizer is None:
         raise UserError(f"{folder}: no tokenizer is there: name one, as in --tokenizer=gpt2")
     if tokenizer is of_data:
@@ -228,9 +228,9 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[s
     if tokenizer.unk_id in ids:
         unknown = [c for c in sorted(set(prompt)) if tokenizer.unk_id in tokenizer.encode(c)]
         note(f"the tokenizer has no token for {', '.join(map(repr, unknown))}: the model reads unk")
-    most = block_size - len(tokenizer.prefix)
-    if len(ids) > most:
-        raise UserError(f"the prompt has {len(ids):,} tokens, the model sees {most:,}: shorten it")
+    room = block_size - len(tokenizer.prefix)
+    if len(ids) > room:
+        raise UserError(f"the prompt has {len(ids):,} tokens, the model sees {room:,}: shorten it")
     if ends_in_space:
         note("the prompt ends in a space, but the first token of a word has its own: leave it out")
     return prompt, [*tokenizer.prefix, *ids] or [tokenizer.eos_id]
@@ -343,16 +343,16 @@ def main() -> None:
         # autocast, which only an evaluation uses, computes in fp32.
         dtype = torch.float32
     with memory_advice("here: lower --num_samples, --batch_size or --block_size"):
-        folder, about, model, tokenizer = open_model(cfg)
+        folder, label, model, tokenizer = open_model(cfg)
         model.to(device)
         size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
         precision = f"{device} {str(dtype).removeprefix('torch.')}"
-        about = ", ".join(filter(None, [about, size, precision, unverified(folder)]))
+        label = ", ".join(filter(None, [label, size, precision, unverified(folder)]))
         if cfg.eval:
             machine = Machine(0, 0, 1, device, dtype, reason)
             losses = evaluate_on(Path(cfg.eval), meta, model, cfg, machine)
             print(f"{Path(cfg.eval)}: {losses} | {folder}")
-            print(f"[{about}]", file=sys.stderr)
+            print(f"[{label}]", file=sys.stderr)
             return
 
         T = model.config.block_size
@@ -363,7 +363,7 @@ def main() -> None:
         model = model.to(dtype).eval()
         record_decoding(model)
         torch.manual_seed(cfg.seed)
-        print(f"[{about}]", file=sys.stderr)
+        print(f"[{label}]", file=sys.stderr)
         for number, (prompt, ids) in enumerate(prompts):
             if number and not cfg.interactive:
                 print("----------------")

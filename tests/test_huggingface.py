@@ -122,8 +122,11 @@ def test_the_hugging_face_class_is_named_only_where_it_fits():
     want = ["GPT2LMHeadModel"] * 3 + ["LlamaForCausalLM"] * 2 + ["Qwen3ForCausalLM"]
     want += ["Qwen2ForCausalLM"] * 2 + ["LlamaForCausalLM", "Qwen3ForCausalLM", None]
     assert [hf_class(GPTConfig(**shape)) for shape in ODD.values()][: len(want)] == want
-    for c in (GPTConfig(**shape) for shape in ODD.values()):
-        assert from_config(to_config(c)) == c
+    gpt2 = ODD["gpt2"]
+    assert hf_class(GPTConfig(**gpt2, rope_theta=5e5)) == "GPT2LMHeadModel"  # it has no effect
+    for change in (dict(mlp="swiglu"), dict(n_kv_head=2), dict(head_dim=16), dict(qk_norm=True)):
+        assert hf_class(GPTConfig(**gpt2 | change)) is None
+        assert from_config(to_config(GPTConfig(**gpt2 | change))) == GPTConfig(**gpt2 | change)
 
 
 @pytest.mark.parametrize("name", FITTING)
