@@ -525,32 +525,32 @@ class GPT(nn.Module):
 
     # -- initialisation --
 
+    @torch.no_grad()
     def init_weights(self, scheme: str = "gpt2") -> None:
         """Draw every matrix from N(0, std²), with the std that `scheme`, a key of INIT, gives it.
 
         Biases are 0, and the weights of norms are 1, except for norm_f's in t5.
         """
         c = self.config
-        with torch.no_grad():
-            for name, p in self.named_parameters():
-                layer, kind = name.split(".")[-2:]
-                if p.dim() == 1:
-                    p.fill_(0.0 if kind == "bias" else 1.0)
-                    continue
-                if layer in ("wte", "lm_head"):
-                    p.zero_()  # the rows of the padding stay 0
-                    p = p[: c.vocab_size]
-                rows = self.blocks[0].attn.qkv.rows if layer == "qkv" else [len(p)]
-                for role, weight in zip(ROLES[layer], p.split(rows), strict=True):
-                    std = EMBED.get(scheme, 0.02)
-                    if role != "embed":
-                        std = INIT[scheme](role, p.size(1), len(weight), c.n_layer)
-                    if scheme in CUT:
-                        nn.init.trunc_normal_(weight, 0, std, -CUT[scheme] * std, CUT[scheme] * std)
-                    else:
-                        weight.normal_(0.0, std)
-            if scheme == "t5" and c.tie_embeddings:
-                self.norm_f.weight.fill_(c.n_embd**-0.5)
+        for name, p in self.named_parameters():
+            layer, kind = name.split(".")[-2:]
+            if p.dim() == 1:
+                p.fill_(0.0 if kind == "bias" else 1.0)
+                continue
+            if layer in ("wte", "lm_head"):
+                p.zero_()  # the rows of the padding stay 0
+                p = p[: c.vocab_size]
+            matrices = p.split(self.blocks[0].attn.qkv.rows) if layer == "qkv" else [p]
+            for role, weight in zip(ROLES[layer], matrices, strict=True):
+                std = EMBED.get(scheme, 0.02)
+                if role != "embed":
+                    std = INIT[scheme](role, weight.size(1), weight.size(0), c.n_layer)
+                if scheme in CUT:
+                    nn.init.trunc_normal_(weight, 0, std, -CUT[scheme] * std, CUT[scheme] * std)
+                else:
+                    weight.normal_(0.0, std)
+        if scheme == "t5" and c.tie_embeddings:
+            self.norm_f.weight.fill_(c.n_embd**-0.5)
 
     # -- accounting: one definition for train.py, bench/ and tests/ --
 
