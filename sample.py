@@ -153,22 +153,18 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
         try:
             check_step(folder)
             model = from_pretrained(folder)
-            tokenizer = model_tokenizer(folder, cfg)
-            break
+            return folder, label, model, model_tokenizer(folder, model.config.vocab_size, cfg)
         except (UserError, ValueError, OSError) as e:
             if folder.exists():
                 problem = e if isinstance(e, UserError) else f"{folder}: cannot be loaded ({e})"
                 raise UserError(str(problem)) from None
-    V = model.config.vocab_size
-    if tokenizer.vocab_size > V:
-        raise UserError(f"{folder}: {V:,} tokens, but {tokenizer.vocab_size:,} in the tokenizer")
-    return folder, label, model, tokenizer
 
 
-def model_tokenizer(folder: Path, cfg: SampleConfig) -> Tokenizer:
+def model_tokenizer(folder: Path, vocab_size: int, cfg: SampleConfig) -> Tokenizer:
     """Return the tokenizer of a model: its own, or that of --tokenizer, or that of --eval.
 
-    Raises UserError if there is none, or if two of them do not make the same ids.
+    vocab_size: of the model. Raises UserError if there is no tokenizer, if it has more tokens than
+    the model, or if two of them do not make the same ids.
     """
     of_model = tokenizer_of_model(folder)
     named = find_tokenizer(cfg.tokenizer) if cfg.tokenizer else None
@@ -176,13 +172,17 @@ def model_tokenizer(folder: Path, cfg: SampleConfig) -> Tokenizer:
     tokenizer = of_model or named or of_data
     if tokenizer is None:
         raise UserError(f"{folder}: no tokenizer is there: name one, as in --tokenizer=gpt2")
-    if tokenizer is of_data:
-        note(f"{folder} has no tokenizer: its ids are assumed to be those of {cfg.eval}")
     if not same_ids(named or tokenizer, tokenizer):
         raise UserError(f"--tokenizer={cfg.tokenizer}: makes other ids than the one in {folder}")
     if not same_ids(of_data or tokenizer, tokenizer):
         again = f"prepare the same texts with --tokenizer={cfg.tokenizer or folder}"
         raise UserError(f"--eval {cfg.eval}: made with another tokenizer than the model's: {again}")
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"{folder}: {vocab_size:,} tokens; {tokenizer.vocab_size:,} in its tokenizer"
+        )
+    if tokenizer is of_data:
+        note(f"{folder} has no tokenizer: its ids are assumed to be those of {cfg.eval}")
     return tokenizer
 
 

@@ -122,9 +122,8 @@ HARMLESS = set(
     """
     architectures model_type torch_dtype dtype transformers_version _name_or_path
     initializer_range note tokenizer_class prefix use_cache pretraining_tp gradient_checkpointing
-    _attn_implementation attn_implementation return_dict return_dict_in_generate
-    output_hidden_states output_attentions output_scores output_past
-    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id
+    _attn_implementation attn_implementation return_dict output_hidden_states output_attentions
+    output_past bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id
     task_specific_params max_length min_length do_sample temperature top_k top_p repetition_penalty
     num_labels _num_labels id2label label2id problem_type finetuning_task predict_special_tokens
     is_decoder summary_activation summary_first_dropout summary_proj_to_labels summary_type
@@ -229,8 +228,8 @@ def in_our_words(d: dict[str, Any], a: Architecture) -> GPTConfig:
 
     # All other settings must be what would be written of this shape, or empty.
     if a is MISTRAL and (settings["sliding_window"] or c.block_size) < c.block_size:
-        window = f"sliding_window={settings['sliding_window']} is not supported"
-        raise ValueError(f"{window}: it is shorter than max_position_embeddings={c.block_size}")
+        window = settings["sliding_window"]
+        raise ValueError(f"sliding_window={window} is not supported: it is below {c.block_size}")
     layer_types = settings.pop("layer_types", [])
     settings["layer_types"] = [kind for kind in layer_types if kind != "full_attention"]
     expected = CONSTANTS | in_words_of(a, c)
@@ -252,8 +251,7 @@ def unpack_rope(settings: dict[str, Any]) -> None:
     if rope and scaling != rope:
         raise ValueError("rope_scaling beside rope_parameters is not supported")
     numbers = {key: value for key, value in scaling.items() if value is not None}
-    kind = numbers.pop("type", "default")
-    kind = numbers.pop("rope_type", kind)
+    kind = numbers.pop("rope_type", numbers.pop("type", "default"))
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in numbers:
             settings[key] = numbers.pop(key)
