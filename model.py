@@ -43,12 +43,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 PRESETS = {
-    "gpt2": dict(
-        pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False, tie_embeddings=True
-    ),
-    "llama": dict(
-        pos="rope", norm="rmsnorm", mlp="swiglu", bias=False, qk_norm=False, tie_embeddings=False
-    ),
+    "gpt2": dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, tie_embeddings=True),
+    "llama": dict(pos="rope", norm="rmsnorm", mlp="swiglu", bias=False, tie_embeddings=False),
 }
 PRESETS["qwen3"] = PRESETS["llama"] | dict(qk_norm=True)
 
