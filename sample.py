@@ -199,9 +199,12 @@ def read_prompts(cfg: SampleConfig, folder: Path) -> list[str]:
     if cfg.prompt_file:
         only_plain(cfg.prompt_file)
         try:
-            return [Path(cfg.prompt_file).read_text(encoding="utf-8-sig")]
+            prompt = Path(cfg.prompt_file).read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as e:
             raise UserError(f"--prompt_file {cfg.prompt_file}: not UTF-8 ({e.reason})") from None
+        if not prompt.strip():
+            raise UserError(f"--prompt_file {cfg.prompt_file}: holds no text")
+        return [prompt]
     settings = "train_config.json"
     if (folder / MANIFEST).exists() and (problem := damage(folder, [settings])):
         raise UserError(f"{problem}: give --prompt, and it is not needed")

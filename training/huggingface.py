@@ -207,7 +207,8 @@ def from_config(d: dict) -> GPTConfig:
     of_type = {a.model_type: a for a in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL, OURS)}
     model_type = d.get("model_type")
     if model_type not in of_type:
-        raise ValueError(f"model_type={model_type!r} is none of {', '.join(of_type)}")
+        name = f"model_type={model_type!r} of {d.get('architectures')}"
+        raise ValueError(f"{name} is none of {', '.join(of_type)}")
     return in_our_words(d, of_type[model_type])
 
 

@@ -50,6 +50,7 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     (root / "unknown.py").write_text("n_layers = 2\n")
     (root / "typed.py").write_text("lr = 'high'\n")
     (root / "nul.py").write_text("run_name = 'a\\0b'\n")
+    (root / "blank.txt").write_text(" \n")
     (root / "long.txt").write_text("the loop reads tokens " * 50)
     (root / "latin.txt").write_bytes("naïve".encode("latin-1"))
     (root / "a_file").write_text("in the way")
@@ -69,7 +70,7 @@ def put_checkpoints(root: Path, ckpt: Path) -> None:
         return copy
 
     os.truncate(relative("cut") / "model.safetensors", 1000)
-    (relative("bert") / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    (relative("bert") / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
     (relative("empty_config") / "config.json").write_text("")
     (relative("pickled") / "model.safetensors").rename(root / "pickled" / "pytorch_model.bin")
     save_file({"other.weight": torch.zeros(2, 2)}, relative("other_names") / "model.safetensors")
@@ -170,9 +171,7 @@ TRAIN = {
     "--init_from={gpt2} --block_size=64": "learned positions for 32 tokens, and no others",
     "--init_from={gpt2} --rope_scaling=linear:2": "needs pos=rope",
     "--init_from={root}/cut": "cut: cannot be loaded (model.safetensors: ",
-    "--init_from={root}/bert": (
-        "bert: cannot be loaded (config.json: model_type='bert' is none of"
-    ),
+    "--init_from={root}/bert": "'BertModel'",
     "--init_from={root}/empty_config": "empty_config: cannot be loaded (config.json: ",
     "--init_from={root}/pickled": PICKLED,
     "--init_from={root}/other_names": "other_names: cannot be loaded (model.safetensors: ",
@@ -195,7 +194,7 @@ SAMPLE = {
     "--ckpt={root}": "no checkpoint there",
     "--out_dir={mine}": "no checkpoint under {mine}/: train one first",
     "--ckpt={root}/cut": "cut: cannot be loaded (model.safetensors: ",
-    "--ckpt={root}/bert": "model_type='bert' is none of",
+    "--ckpt={root}/bert": "'BertModel'",
     "--ckpt={root}/empty_config": "empty_config: cannot be loaded (config.json: ",
     "--ckpt={root}/pickled": PICKLED,
     "--ckpt={root}/no_tokenizer": "no_tokenizer/tokenizer.model: missing, or not the tokenizer",
@@ -208,6 +207,7 @@ SAMPLE = {
         "batch_size must be at least 1; eval_tokens must be at least 0"
     ),
     "--prompt_file=nowhere": "nowhere: No such file or directory",
+    "--prompt_file={root}/blank.txt": "blank.txt: holds no text",
     "--prompt_file={root}/latin.txt": "latin.txt: not UTF-8",
     "--prompt_file={root}/long.txt": "tokens, the model sees 31: shorten it",
     "--prompt=a --prompt_file=b": "give one of prompt, prompt_file and interactive",
