@@ -19,7 +19,7 @@ import train
 from hardware import kernels
 from hardware.disk import file_sha256
 from hardware.kernels import Pieces, document_mask
-from model import PRESETS
+from model import GPT, PRESETS
 from text.dataset import DataSet, open_datasets
 from text.packing import best_fit, pack
 from text.windows import Rows, open_windows, train_loader

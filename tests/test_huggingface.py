@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import random
 import re
 import shutil
 import struct
@@ -93,8 +92,11 @@ def test_the_hugging_face_class_is_named_only_where_it_fits():
     want = ["GPT2LMHeadModel"] * 3 + ["LlamaForCausalLM"] * 2 + ["Qwen3ForCausalLM"]
     want += ["Qwen2ForCausalLM"] * 2 + ["LlamaForCausalLM", "Qwen3ForCausalLM", None]
     assert [hf_class(GPTConfig(**shape)) for shape in ODD.values()][: len(want)] == want
-    for c in (GPTConfig(**shape) for shape in ODD.values()):
-        assert from_config(to_config(c)) == c
+    gpt2 = ODD["gpt2"]
+    assert hf_class(GPTConfig(**gpt2, rope_theta=5e5)) == "GPT2LMHeadModel"  # it has no effect
+    for change in (dict(mlp="swiglu"), dict(n_kv_head=2), dict(head_dim=16), dict(qk_norm=True)):
+        assert hf_class(GPTConfig(**gpt2 | change)) is None
+        assert from_config(to_config(GPTConfig(**gpt2 | change))) == GPTConfig(**gpt2 | change)
 
 
 @pytest.mark.parametrize("name", FITTING)
@@ -161,79 +163,39 @@ YARN = {"rope_type": "yarn", "factor": 4.0, FIRST: 8, "rope_theta": 1e4}
 FAST = YARN | {"beta_fast": 4, "beta_slow": 0.5, "attention_factor": 0.8}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "kind, more, shards",
     [
         ("gpt2", {}, "5GB"),
         ("gpt2", {"activation_function": "gelu", "tie_word_embeddings": False}, "40KB"),
-        ("llama", {"rope_theta": 5e5, "rms_norm_eps": 1e-5}, "30KB"),
+        ("llama", {"rope_theta": 5e5, "rms_norm_eps": 1e-5}, "20KB"),
         ("llama", BIASES | {"tie_word_embeddings": True, "head_dim": 10}, "5GB"),
-        ("qwen3", {"tie_word_embeddings": True}, "30KB"),
-        ("qwen2", {"tie_word_embeddings": True, "rope_theta": 1e6}, "30KB"),
+        ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 3}, "20KB"),
+        ("qwen2", {"tie_word_embeddings": True, "rope_theta": 1e6}, "20KB"),
         ("qwen2", {"rope_parameters": YARN, "num_key_value_heads": 6}, "5GB"),
-        ("mistral", {"sliding_window": None, "head_dim": 12}, "30KB"),
+        ("mistral", {"sliding_window": None, "head_dim": 12}, "20KB"),
         ("mistral", {"sliding_window": 32, "rope_theta": 1e6}, "5GB"),
         ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}, "5GB"),
-        ("llama", {"rope_parameters": LINEAR}, "30KB"),
-        ("qwen3", {"rope_parameters": FAST}, "5GB"),
+        ("llama", {"rope_parameters": LINEAR, "num_key_value_heads": 1}, "20KB"),
+        ("qwen3", {"rope_parameters": FAST, "head_dim": 18}, "5GB"),
     ],
 )
-def test_models_that_transformers_saved_compute_the_same_here(
-    kind, more, shards, tmp_path, transformers
+def test_models_that_transformers_saved_compute_the_same_here_and_there_again(
+    kind, more, shards, dtype, tmp_path, transformers
 ):
-    model = theirs(transformers, kind, **more)
-    model.save_pretrained(tmp_path, max_shard_size=shards)
-    assert (tmp_path / "model.safetensors.index.json").exists() == (shards != "5GB")
-    ours = from_pretrained(tmp_path)
-    x = ids(ours)
-    with torch.no_grad():
-        torch.testing.assert_close(logits(ours, x), model(x).logits, atol=1e-4, rtol=0)
-
-
-def odd_shapes(kind: str) -> list[dict]:
-    """Return six random shapes of a class, each with another scaling of RoPE, or none."""
-    draw = random.Random(kind)
-    scalings = [None, LINEAR, LLAMA3, YARN, FAST, None]
-    shapes = []
-    for scaling in scalings:
-        kv = draw.choice([1, 2, 3])
-        heads = kv * draw.choice([1, 2, 5])
-        hs = 2 * draw.randint(2, 9)
-        shape = dict(num_attention_heads=heads, num_key_value_heads=kv, vocab_size=300)
-        shape |= dict(hidden_size=heads * hs, intermediate_size=draw.randint(9, 130))
-        shape |= dict(num_hidden_layers=draw.randint(1, 4), rms_norm_eps=draw.choice([1e-5, 1e-6]))
-        shape |= dict(tie_word_embeddings=draw.random() < 0.5)
-        shape["head_dim"] = hs if kind in ("llama", "qwen2") else 2 * draw.randint(2, 12)
-        shapes.append(shape | ({} if scaling is None else {"rope_parameters": scaling}))
-    return shapes
-
-
-@pytest.mark.parametrize("number", range(6))
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
-def test_odd_shapes_agree_both_ways_in_fp32_and_bf16(kind, number, tmp_path, transformers):
     """At all positions, most of them beyond the length that a scaled RoPE was made for."""
-    more = odd_shapes(kind)[number] | ({"sliding_window": None} if kind == "mistral" else {})
-    model = theirs(transformers, kind, **more)
-    if number == 5:
-        model.bfloat16()  # as most models are published
-    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    theirs(transformers, kind, **more).to(dtype).save_pretrained(tmp_path, max_shard_size=shards)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shards != "5GB")
     auto = transformers.AutoModelForCausalLM
-    stored = auto.from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval()
-    ours = from_pretrained(tmp_path / "theirs")
+    stored = auto.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ours = from_pretrained(tmp_path)
     again = auto.from_pretrained(save(ours, tmp_path / "ours")).eval()
     x = ids(ours, T=32)
     with torch.no_grad():
-        want = stored(x).logits
-        torch.testing.assert_close(logits(ours, x), want, atol=1e-4, rtol=0)
-        torch.testing.assert_close(again(x).logits, want, atol=1e-4, rtol=0)
-
-
-def test_weights_stored_in_bf16_are_taken_exactly(tmp_path, transformers):
-    model = theirs(transformers, "llama").bfloat16()
-    model.save_pretrained(tmp_path)
-    ours = from_pretrained(tmp_path)
-    assert ours.wte.weight.dtype == torch.float32
-    assert torch.equal(ours.wte.weight[:300], model.model.embed_tokens.weight.float())
+        expected = stored(x).logits
+        torch.testing.assert_close(logits(ours, x), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(again(x).logits, expected, atol=1e-4, rtol=0)
 
 
 def test_gpt2_as_openai_named_it_is_read(tmp_path):
@@ -269,54 +231,51 @@ def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path):
 
 
 LLAMA = to_config(GPTConfig(**ODD["llama"]))
-BACK = dict(beta_fast=1, beta_slow=32)
 HALF_LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
-DYNAMIC = {"type": "dynamic", "factor": 2.0}
-MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-REFUSED = {
-    f"rope_scaling={HALF_LLAMA3} is not": {"rope_scaling": HALF_LLAMA3},
-    "'factor': 8.0, 'rope_theta': 500000.0} is not supported": {
-        "rope_parameters": HALF_LLAMA3 | {"rope_theta": 5e5}
-    },
-    "FAST must exceed SLOW": {"rope_scaling": YARN | BACK},
-    "rope_scaling beside rope_parameters": {"rope_scaling": YARN, "rope_parameters": LINEAR},
-    "is_causal=False is not supported": {"is_causal": False},
-    "model_type='gemma' is not that of LlamaForCausalLM": {"model_type": "gemma"},
-    "sliding_window=4096 is not supported": MISTRAL | {"max_position_embeddings": 5000},
-    "rope_theta=0.5 is not accepted": {"rope_theta": 0.5},
-    f"rope_scaling={DYNAMIC} is not supported": {"rope_scaling": DYNAMIC},
-    "sliding_window=16 is not supported: it is shorter": MISTRAL | {"sliding_window": 16},
-    "hidden_act='gelu' is not supported": {"hidden_act": "gelu"},
-    "attention_bias without mlp_bias, or the reverse, is not supported": {"attention_bias": True},
-    "quantization_config={'bits': 4} is not supported": {"quantization_config": {"bits": 4}},
-    "auto_map={'AutoModel': 'x.py'} is not supported": {"auto_map": {"AutoModel": "x.py"}},
-    "logit_softcap=30.0 is not supported": {"logit_softcap": 30.0},
-    "layer_types=['sliding_attention'] is not supported": {"layer_types": ["sliding_attention"]},
-    "architecture 'GemmaForCausalLM' is none of": {"architectures": ["GemmaForCausalLM"]},
-    "n_layer='three' is not accepted": {"num_hidden_layers": "three"},
-    "there is no hidden_size": {"hidden_size": ...},
-    "n_head=6 must be a multiple of n_kv_head=4": {"num_key_value_heads": 4},
-    "there is no tensor": {"num_hidden_layers": 10**9},
-    "d_ff=-5 is not accepted": {"intermediate_size": -5},
-    "block_size=10000000000 is not accepted": {"max_position_embeddings": 10**10},
-    "dropout=nan is not accepted": {"attention_dropout": math.nan},
-    "wants (1000000000, 48)": {"vocab_size": 10**9},
-    "partial_rotary_factor=0.5 is not supported": {"partial_rotary_factor": 0.5},
-    "attention_bias=True is not supported": QWEN3 | {"attention_bias": True},
-    "wants (301, 48)": {"vocab_size": 301},
-    "there is no tensor model.layers.0.self_attn.q_norm.weight": QWEN3,
-}
+MISTRAL = {"model_type": "mistral"}
+QWEN3 = {"model_type": "qwen3"}
+REFUSED = [  # a word of the message, settings in config.json; ...: the key is missing
+    ("rope_scaling", {"rope_scaling": HALF_LLAMA3}),
+    ("rope_scaling", {"rope_parameters": HALF_LLAMA3 | {"rope_theta": 5e5}}),
+    ("rope_scaling", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+    ("rope_scaling", {"rope_scaling": YARN | dict(beta_fast=1, beta_slow=32)}),
+    ("rope_scaling", {"rope_scaling": YARN, "rope_parameters": LINEAR}),
+    ("rope_theta=0.5", {"rope_theta": 0.5}),
+    ("partial_rotary_factor=0.5", {"partial_rotary_factor": 0.5}),
+    ("is_causal=False", {"is_causal": False}),
+    ("model_type='gemma'", {"model_type": "gemma"}),
+    ("model_type=None", {"model_type": ...}),
+    ("sliding_window=4096", MISTRAL | {"max_position_embeddings": 5000}),
+    ("sliding_window=16", MISTRAL | {"sliding_window": 16}),
+    ("hidden_act='gelu'", {"hidden_act": "gelu"}),
+    ("mlp_bias=False", {"attention_bias": True}),
+    ("attention_bias=True", QWEN3 | {"attention_bias": True}),
+    ("quantization_config", {"quantization_config": {"bits": 4}}),
+    ("auto_map", {"auto_map": {"AutoModel": "x.py"}}),
+    ("logit_softcap=30.0", {"logit_softcap": 30.0}),
+    ("layer_types=['sliding_attention']", {"layer_types": ["sliding_attention"]}),
+    ("n_layer='three'", {"num_hidden_layers": "three"}),
+    ("hidden_size", {"hidden_size": ...}),
+    ("n_kv_head=4", {"num_key_value_heads": 4}),
+    ("d_ff=-5", {"intermediate_size": -5}),
+    ("block_size=10000000000", {"max_position_embeddings": 10**10}),
+    ("dropout=nan", {"attention_dropout": math.nan}),
+    ("no tensor of layer", {"num_hidden_layers": 10**9}),
+    ("no tensor model.layers.0.self_attn.q_norm.weight", QWEN3),
+    ("embed_tokens", {"vocab_size": 10**9}),
+    ("embed_tokens", {"vocab_size": 301}),
+    ("no memory", {"vocab_size": 2**31, "hidden_size": 2**30}),
+]
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_is_not_computed_here_is_refused_by_name(message, tmp_path):
+@pytest.mark.parametrize("word, settings", REFUSED)
+def test_what_is_not_computed_here_is_refused_by_name(word, settings, tmp_path):
     save(make("llama"), tmp_path)
-    settings = {k: v for k, v in (LLAMA | REFUSED[message]).items() if v is not ...}
+    settings = {k: v for k, v in (LLAMA | settings).items() if v is not ...}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=re.escape(word)) as refused:
         from_pretrained(tmp_path)
-    assert message in str(refused.value) and "\n" not in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_settings_that_compute_nothing_are_let_pass():
@@ -327,93 +286,54 @@ def test_settings_that_compute_nothing_are_let_pass():
     assert from_config(LLAMA | more) == GPTConfig(**ODD["llama"])
 
 
-def test_the_config_of_distilgpt2_is_read():
-    """This is the published file, with its settings for other heads and for sampling."""
-    d = dict(_num_labels=1, activation_function="gelu_new", architectures=["GPT2LMHeadModel"])
-    d |= dict(attn_pdrop=0.1, bos_token_id=50256, embd_pdrop=0.1, eos_token_id=50256)
-    d |= dict(id2label={"0": "LABEL_0"}, initializer_range=0.02, label2id={"LABEL_0": 0})
-    d |= dict(layer_norm_epsilon=1e-05, model_type="gpt2", n_ctx=1024, n_embd=768, n_head=12)
-    d |= dict(n_layer=6, n_positions=1024, resid_pdrop=0.1, summary_activation=None)
-    d |= dict(summary_first_dropout=0.1, summary_proj_to_labels=True, summary_type="cls_index")
-    d |= dict(summary_use_proj=True, vocab_size=50257)
-    d |= dict(task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}})
-    want = GPTConfig(**PRESETS["gpt2"] | dict(n_layer=6, mlp="gelu_tanh", dropout=0.1))
-    assert from_config(d) == want
-    more = dict(predict_special_tokens=True, output_past=True)  # as in gpt2-medium and rugpt3
-    assert from_config(d | more) == want
-
-
-CHANGED = {  # tensor -> (new value, what is said)
-    "transformer.h.0.extra.weight": (torch.ones(3), "belongs to no part of this architecture"),
-    "lm_head.bias": (torch.ones(300), "lm_head.bias belongs to no part of this architecture"),
-    "lm_head.weight": (
-        torch.ones(300, 48),
-        "lm_head.weight belongs to no part of this architecture, or differs from the tensor",
-    ),
-    "transformer.h.1.ln_2.bias": (
-        torch.ones(48),
-        "transformer.h.1.ln_2.bias is not 0, but config.json says use_bias=false",
-    ),
-    "transformer.h.1.ln_2.weight": (
-        torch.ones(48, dtype=torch.int8),
-        "is (48,) of torch.int8, config.json wants (48,)",
-    ),
+CHANGED = {  # tensor -> its new value
+    "transformer.h.0.extra.weight": torch.ones(3),
+    "lm_head.bias": torch.ones(300),
+    "lm_head.weight": torch.ones(300, 48),
+    "transformer.h.1.ln_2.bias": torch.ones(48),
+    "transformer.h.1.ln_2.weight": torch.ones(48, dtype=torch.int8),
 }
 
 
 @pytest.mark.parametrize("tensor", CHANGED)
 def test_no_tensor_is_ignored(tensor, tmp_path):
     folder = save(make("gpt2 without biases"), tmp_path)
-    value, message = CHANGED[tensor]
     path = folder / "model.safetensors"
-    save_file(load_file(path) | {tensor: value}, path)
-    with pytest.raises(ValueError) as refused:
+    save_file(load_file(path) | {tensor: CHANGED[tensor]}, path)
+    with pytest.raises(ValueError, match=tensor):
         from_pretrained(folder)
-    assert message in str(refused.value)
 
 
 # -- files that are damaged, or that an attacker may have made --
 
 
-def weights_of(content: bytes) -> dict[str, bytes]:
-    return {"model.safetensors": content}
-
-
-def index_of(name: str) -> dict[str, bytes | None]:
-    content = json.dumps({"weight_map": {"model.norm.weight": name}}).encode()
-    return {"model.safetensors": None, "model.safetensors.index.json": content}
-
-
 HEADER = json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 2**40]}}).encode()
-CUT = "model.safetensors: truncated, or not a safetensors file"
-FOREIGN = "which is no .safetensors file in this folder"
-UNSAFE = {
-    "cut in its header": (weights_of(b"\x10\x00"), CUT),
-    "a header of 2^60 bytes": (weights_of(struct.pack("<Q", 2**60) + b"{}"), CUT),
-    "a header that is no JSON": (weights_of(struct.pack("<Q", 8) + b"\x80\x04rm -rf"), CUT),
-    "offsets beyond the file": (weights_of(struct.pack("<Q", len(HEADER)) + HEADER), CUT),
-    "a shard above the folder": (index_of("../../secret.safetensors"), FOREIGN),
-    "a shard at the root": (index_of("/etc/passwd"), FOREIGN),
-    "a shard that is pickled": (index_of("pytorch_model.bin"), FOREIGN),
-    "a shard that is gone": (index_of("model-2.safetensors"), "model-2.safetensors: No such file"),
-    "an index of numbers": (index_of(7), f"the index names 7, {FOREIGN}"),
-    "pickled weights": (
-        {"model.safetensors": None, "pytorch_model.bin": b"\x80\x04"},
-        "the weights are pickled (pytorch_model.bin), which could execute anything",
-    ),
+UNSAFE = {  # of model.safetensors
+    "cut in its header": b"\x10\x00",
+    "a header of 2^60 bytes": struct.pack("<Q", 2**60) + b"{}",
+    "a header that is no JSON": struct.pack("<Q", 8) + b"\x80\x04rm -rf",
+    "offsets beyond the file": struct.pack("<Q", len(HEADER)) + HEADER,
 }
+SHARDS = ["../../secret.safetensors", "/etc/passwd", "pytorch_model.bin", "gone.safetensors", 7]
 
 
-@pytest.mark.parametrize("what", UNSAFE)
-def test_unsafe_files_are_refused_in_one_line_and_nothing_outside_is_read(what, tmp_path, refuses):
+@pytest.mark.parametrize("content", UNSAFE.values(), ids=UNSAFE)
+def test_damaged_weights_are_refused_in_one_line(content, tmp_path, refuses):
+    folder = save(make("llama"), tmp_path)
+    (folder / "model.safetensors").write_bytes(content)
+    assert "model.safetensors: " in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_an_index_names_safetensors_in_its_folder_or_is_refused(shard, tmp_path, refuses):
     folder = save(make("llama"), tmp_path / "model")
+    (folder / "model.safetensors").unlink()
     save_file({"model.norm.weight": torch.ones(48)}, tmp_path.parent / "secret.safetensors")
-    changed, message = UNSAFE[what]
-    for name, content in changed.items():
-        (folder / name).unlink(missing_ok=True)
-        if content is not None:
-            (folder / name).write_bytes(content)
-    assert message in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    assert "pickled" in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
+    index = {"weight_map": {"model.norm.weight": shard}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert str(shard) in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
 
 
 DAMAGED = [b"", b"[" * 100_000, b"\xff\xfe", b"[1]", b"7", b'{"model": {"type": "BPE"}}']
@@ -537,17 +457,17 @@ def test_a_model_without_a_tokenizer_is_evaluated_and_said_to_be(
     options = [f"--ckpt={folder}", "--device=cpu"]
     call(sample.main, *options, f"--eval={tiny_data / 'tiny'}")
     said = capsys.readouterr()
-    assert "validation loss" in said.out and "note: no tokenizer is there" in said.err
+    assert "validation loss" in said.out and "has no tokenizer" in said.err
     assert "no tokenizer is there: name one" in refuses(sample.main, *options)
     call(sample.main, *options, f"--tokenizer={tiny_data / 'tiny'}", "--max_new_tokens=3")
 
 
 def test_ids_that_the_model_has_no_rows_for_are_refused(tiny_data, tmp_path, refuses):
     folder = save(make("llama"), tmp_path)  # 300 rows
-    options = [f"--ckpt={folder}", f"--tokenizer={tiny_data / 'tiny'}", "--device=cpu"]
-    assert "a vocabulary of 300; its tokenizer has 400 tokens" in refuses(sample.main, *options)
-    said = refuses(sample.main, *options[::2], f"--eval={tiny_data / 'tiny'}")
-    assert "a vocabulary of 400; the model has 300" in said
+    data = tiny_data / "tiny"  # 400 tokens
+    for option in (f"--tokenizer={data}", f"--eval={data}"):
+        said = refuses(sample.main, f"--ckpt={folder}", option, "--device=cpu")
+        assert "300" in said and "400" in said
     said = refuses(lambda: train_tiny(tiny_data, tmp_path, f"--init_from={folder}"))
     assert "vocab_size is 300 there, 400 in the data" in said
 
@@ -560,12 +480,11 @@ def test_config_json_names_the_eos_that_ends_a_text(tiny_data, tmp_path):
 
 @pytest.mark.parametrize("name", ["n_head", "logit_softcap"])
 def test_a_nanogpt_of_another_kind_is_refused_by_name(name, tmp_path):
+    args = NANO | {"logit_softcap": 30.0}
     if name in NANO:
         args = {k: v for k, v in NANO.items() if k != name}
-    else:
-        args = NANO | {name: 30.0}
     torch.save({"model": {}, "model_args": args}, tmp_path / "ckpt.pt")
-    with pytest.raises(ValueError, match=f"model_args: {name} is missing, or is none of nanoGPT's"):
+    with pytest.raises(ValueError, match=name):
         from_pretrained(tmp_path)
 
 
@@ -586,18 +505,12 @@ def test_overwrite_deletes_nothing_before_the_new_run_can_begin(tiny_data, tmp_p
     assert "the prefix 5 is not a list of ids" in said and sorted(run.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ("--n_kv_head=4", "does not fit the settings: n_kv_head is 2 there, 4 here"),
-        ("--block_size=64", "does not fit the settings: block_size is 32 there, 64 here"),
-        ("--d_ff=64", "does not fit the settings: d_ff is 128 there, 64 here"),
-    ],
-)
-def test_a_resume_says_what_the_shape_was(change, message, tiny_data, tmp_path, refuses):
-    train_tiny(tiny_data, tmp_path, "--max_steps=4")
-    said = refuses(lambda: train_tiny(tiny_data, tmp_path, "--init_from=resume", change))
-    assert said.endswith(message)
+def test_a_resume_says_what_the_shape_was(tiny_data, tmp_path, refuses):
+    train_tiny(tiny_data, tmp_path, "--max_steps=2")
+    for name, size, other in (("n_kv_head", 2, 4), ("block_size", 32, 64), ("d_ff", 128, 64)):
+        more = ["--init_from=resume", f"--{name}={other}"]
+        said = refuses(lambda: train_tiny(tiny_data, tmp_path, *more))  # noqa: B023
+        assert f"{name} is {size} there, {other} here" in said
 
 
 def test_a_model_with_rope_goes_on_with_longer_sequences_and_with_a_scaling_of_them(
@@ -645,21 +558,14 @@ def test_the_folder_of_a_run_is_answered_with_its_newest_checkpoint(tiny_data, t
     assert str(newest_checkpoint(run / "ckpt")) in said
 
 
-def test_a_shape_that_a_model_to_fine_tune_does_not_have_is_refused_at_its_resume(
+def test_the_shape_of_a_tuned_model_is_kept_and_another_one_refused_at_its_resume(
     tiny_data, tmp_path, refuses
 ):
-    first = newest_checkpoint(train_tiny(tiny_data, tmp_path / "first", "--max_steps=2") / "ckpt")
-    own = ["--n_layer=5", "--max_steps=2"]  # ignored
-    train_tiny(tiny_data, tmp_path, f"--init_from={first}", *own)
-    more = ["--init_from=resume", "--max_steps=4"]
-    said = refuses(lambda: train_tiny(tiny_data, tmp_path, *more, "--n_layer=3"))
-    assert "n_layer is 2 there, 3 here" in said
-    train_tiny(tiny_data, tmp_path, *more)  # n_layer=2, which the model has
-
-
-def test_a_resumed_run_at_a_longer_context_keeps_it(tiny_data, tmp_path, refuses):
     short = newest_checkpoint(train_tiny(tiny_data, tmp_path / "first", "--max_steps=2") / "ckpt")
-    train_tiny(tiny_data, tmp_path, f"--init_from={short}", "--block_size=64", "--max_steps=2")
+    start = [f"--init_from={short}", "--block_size=64", "--max_steps=2"]
+    train_tiny(tiny_data, tmp_path, *start, "--n_layer=5")  # n_layer is ignored
     more = ["--init_from=resume", "--max_steps=4"]
-    said = refuses(lambda: train_tiny(tiny_data, tmp_path, *more, "--block_size=128"))
-    assert "block_size is 64 there, 128 here" in said
+    for name, size, other in (("n_layer", 2, 3), ("block_size", 64, 128)):
+        said = refuses(lambda: train_tiny(tiny_data, tmp_path, *more, f"--{name}={other}"))  # noqa: B023
+        assert f"{name} is {size} there, {other} here" in said
+    train_tiny(tiny_data, tmp_path, *more)

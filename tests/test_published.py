@@ -140,19 +140,19 @@ REFUSED = {  # name -> (config.json, what is said)
     ),
     "MiniMind2": (
         dict(architectures=["MiniMindForCausalLM"], model_type="minimind", hidden_size=768),
-        "architecture 'MiniMindForCausalLM' is none of",
+        "model_type='minimind'",
     ),
     "gemma-2-2b": (
         dict(architectures=["Gemma2ForCausalLM"], model_type="gemma2", hidden_size=2304),
-        "architecture 'Gemma2ForCausalLM' is none of",
+        "model_type='gemma2'",
     ),
     "Qwen1.5-MoE-A2.7B": (
         dict(architectures=["Qwen2MoeForCausalLM"], model_type="qwen2_moe", num_experts=60),
-        "architecture 'Qwen2MoeForCausalLM' is none of",
+        "model_type='qwen2_moe'",
     ),
     "Phi-3-mini-4k": (
         dict(architectures=["Phi3ForCausalLM"], model_type="phi3", sliding_window=2047),
-        "architecture 'Phi3ForCausalLM' is none of",
+        "model_type='phi3'",
     ),
     "Llama, 4 bits": (
         TAKEN["TinyLlama-1.1B"][0] | dict(quantization_config={"bits": 4}),
