@@ -43,12 +43,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 PRESETS = {
-    "gpt2": dict(
-        pos="learned", norm="layernorm", mlp="gelu", bias=True, qk_norm=False, tie_embeddings=True
-    ),
-    "llama": dict(
-        pos="rope", norm="rmsnorm", mlp="swiglu", bias=False, qk_norm=False, tie_embeddings=False
-    ),
+    "gpt2": dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, tie_embeddings=True),
+    "llama": dict(pos="rope", norm="rmsnorm", mlp="swiglu", bias=False, tie_embeddings=False),
 }
 PRESETS["qwen3"] = PRESETS["llama"] | dict(qk_norm=True)
 
@@ -98,40 +94,30 @@ class GPTConfig:
     def __post_init__(self) -> None:
         """Check the values, and replace each 0 by the value that it stands for."""
         for field in fields(self):
+            value = getattr(self, field.name)
             choices = get_args(field.type)
-            if choices and getattr(self, field.name) not in choices:
-                problem = f"{field.name}={getattr(self, field.name)!r} is none of"
-                raise ValueError(f"{problem} {', '.join(choices)}")
+            if choices and value not in choices:
+                raise ValueError(f"{field.name}={value!r} is none of {', '.join(choices)}")
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive")
-        self._replace_zero("n_kv_head", self.n_head)
-        if not self.head_dim and self.n_embd % self.n_head:
-            problem = f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}"
-            raise ValueError(f"{problem}: change one of them, or set head_dim")
-        self._replace_zero("head_dim", self.n_embd // self.n_head)
-        d_ff = round_up(8 * self.n_embd // 3, 64) if self.gated else 4 * self.n_embd
-        self._replace_zero("d_ff", d_ff)
-        if self.n_head % self.n_kv_head:
-            multiple = f"must be a multiple of n_kv_head={self.n_kv_head}"
-            raise ValueError(f"n_head={self.n_head} {multiple}")
-        if self.pos == "rope" and self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rope rotates pairs")
-        if self.bias:
-            object.__setattr__(self, "qkv_bias", False)  # bias says it already
-        if self.rope_theta < 1:
-            raise ValueError(f"rope_theta={self.rope_theta} must be at least 1")
-        if self.rope_scaling and self.pos != "rope":
-            raise ValueError(f"rope_scaling={self.rope_scaling!r} needs pos=rope")
+        C = self.n_embd
+        nh = self.n_head
+        if not self.head_dim and C % nh:
+            raise ValueError(f"n_embd={C} is not a multiple of n_head={nh}: or set head_dim")
+        put = partial(object.__setattr__, self)  # a frozen dataclass refuses self.name = value
+        put("n_kv_head", self.n_kv_head or nh)
+        put("head_dim", self.head_dim or C // nh)
+        put("d_ff", self.d_ff or (round_up(8 * C // 3, 64) if self.gated else 4 * C))
+        put("qkv_bias", self.qkv_bias and not self.bias)  # bias says it already
+        if nh % self.n_kv_head:
+            raise ValueError(f"n_head={nh} must be a multiple of n_kv_head={self.n_kv_head}")
         if self.pos == "rope":
-            rope_frequencies(self)  # raises ValueError for a wrong rope_scaling
-        kind, numbers = rope_scaling(self.rope_scaling)
-        written = ",".join(repr(n).removesuffix(".0") for n in numbers)  # 4 and 4.0 are the same
-        object.__setattr__(self, "rope_scaling", f"{kind}:{written}" if kind else "")
-
-    def _replace_zero(self, name: str, value: int) -> None:
-        if not getattr(self, name):
-            object.__setattr__(self, name, value)  # a frozen dataclass refuses self.name = value
+            put("rope_scaling", checked_rope(self))
+        elif self.rope_scaling:
+            raise ValueError(f"rope_scaling={self.rope_scaling!r} needs pos=rope")
+        else:
+            put("rope_theta", 10000.0)  # it has no meaning here
 
     @property
     def gated(self) -> bool:
@@ -224,11 +210,11 @@ def cross_entropy(
 
     torch.compile turns this into one pass that stores no fp32 logits.
     """
-    each = reduction if weights is None else "none"
-    loss = F.cross_entropy(logits[:, :V].float(), targets, ignore_index=-1, reduction=each)
+    logits = logits[:, :V].float()
     if weights is None:
-        return loss
-    return (loss * weights).mean() if reduction == "mean" else (loss * weights).sum()
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)
+    loss = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none") * weights  # (N,)
+    return loss.mean() if reduction == "mean" else loss.sum()
 
 
 class KVCache:
@@ -370,8 +356,8 @@ class Block(nn.Module):
         if not self.recompute or not torch.is_grad_enabled():
             return self.compute(x, *context)
         # With dropout, it has to draw the same numbers again.
-        how = dict(use_reentrant=False, preserve_rng_state=self.dropout.p > 0)
-        return checkpoint(self.compute, x, *context, **how)
+        draws = self.dropout.p > 0
+        return checkpoint(self.compute, x, *context, use_reentrant=False, preserve_rng_state=draws)
 
     def compute(self, x: Tensor, *context) -> Tensor:
         x = x + self.dropout(self.attn(self.norm_1(x), *context))  # (B, T, C)
@@ -460,8 +446,8 @@ class GPT(nn.Module):
         and -inf elsewhere. It is made once for all layers. dtype: of the queries.
         """
         T = begins.size(1)
-        same = begins[:, None, :, None] == begins[:, None, None, :]
-        hidden = ~same | torch.ones(T, T, dtype=torch.bool, device=begins.device).triu(1)
+        together = begins[:, None, :, None] == begins[:, None, None, :]
+        hidden = ~together | torch.ones(T, T, dtype=torch.bool, device=begins.device).triu(1)
         mask = torch.zeros(hidden.shape, dtype=dtype, device=begins.device)
         return mask.masked_fill_(hidden, -math.inf)
 
@@ -474,8 +460,7 @@ class GPT(nn.Module):
         # cross_entropy ignores the columns of the padding. Their rows in lm_head therefore get no
         # gradient and stay 0, and a checkpoint need not store them.
         logits = self.logits(x).flatten(0, 1)  # (B * T, padded V): the largest tensor of all
-        if weights is not None:
-            weights = weights.flatten()
+        weights = None if weights is None else weights.flatten()
         return cross_entropy(logits, targets.flatten(), weights, self.config.vocab_size, reduction)
 
     # -- generation --
@@ -506,7 +491,7 @@ class GPT(nn.Module):
         room = round_up(min(c.block_size, idx.size(1) + max_new_tokens), 64)  # 64 suits GPUs
         cache = KVCache(c, idx.size(0), room, self.wte.weight)
         decode = self.decoder(cache)
-        done = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
+        ended = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
         for _ in range(max_new_tokens):
             if idx.size(1) > c.block_size:
                 idx = idx[:, -max(1, c.block_size // 2) :]
@@ -515,17 +500,16 @@ class GPT(nn.Module):
             cache.length = idx.size(1)
             token = sample_token(logits, temperature, top_k, top_p, generator)  # (B,)
             if eos_id is not None:
-                token = torch.where(done, eos_id, token)
-                done = done | (token == eos_id)
+                token = torch.where(ended, eos_id, token)
+                ended = ended | (token == eos_id)
             idx = torch.cat((idx, token[:, None]), dim=1)  # (B, T + 1)
             # One copy brings both numbers from the device: the CPU waits once per token (with
             # top_p, sample_token waits once more).
-            total, ended = torch.stack((logits.sum(), done.all())).tolist()
+            total, all_ended = torch.stack((logits.sum(), ended.all())).tolist()
             if not math.isfinite(total):
-                problem = "its weights are damaged, or need another dtype"
-                raise ArithmeticError(f"the model's output is not finite: {problem}")
+                raise ArithmeticError("the model's output is not finite: are its weights damaged?")
             yield token
-            if ended:
+            if all_ended:
                 return
 
     def decoder(self, cache: KVCache) -> Callable[[Tensor], Tensor]:
@@ -537,32 +521,32 @@ class GPT(nn.Module):
 
     # -- initialisation --
 
+    @torch.no_grad()
     def init_weights(self, scheme: str = "gpt2") -> None:
         """Draw every matrix from N(0, std²), with the std that `scheme`, a key of INIT, gives it.
 
         Biases are 0, and the weights of norms are 1, except for norm_f's in t5.
         """
         c = self.config
-        with torch.no_grad():
-            for name, p in self.named_parameters():
-                layer, kind = name.split(".")[-2:]
-                if p.dim() == 1:
-                    p.fill_(0.0 if kind == "bias" else 1.0)
-                    continue
-                if layer in ("wte", "lm_head"):
-                    p.zero_()  # the rows of the padding stay 0
-                    p = p[: c.vocab_size]
-                rows = self.blocks[0].attn.qkv.rows if layer == "qkv" else [len(p)]
-                for role, weight in zip(ROLES[layer], p.split(rows), strict=True):
-                    std = EMBED.get(scheme, 0.02)
-                    if role != "embed":
-                        std = INIT[scheme](role, p.size(1), len(weight), c.n_layer)
-                    if scheme in CUT:
-                        nn.init.trunc_normal_(weight, 0, std, -CUT[scheme] * std, CUT[scheme] * std)
-                    else:
-                        weight.normal_(0.0, std)
-            if scheme == "t5" and c.tie_embeddings:
-                self.norm_f.weight.fill_(c.n_embd**-0.5)
+        for name, p in self.named_parameters():
+            layer, kind = name.split(".")[-2:]
+            if p.dim() == 1:
+                p.fill_(0.0 if kind == "bias" else 1.0)
+                continue
+            if layer in ("wte", "lm_head"):
+                p.zero_()  # the rows of the padding stay 0
+                p = p[: c.vocab_size]
+            matrices = p.split(self.blocks[0].attn.qkv.rows) if layer == "qkv" else [p]
+            for role, weight in zip(ROLES[layer], matrices, strict=True):
+                std = EMBED.get(scheme, 0.02)
+                if role != "embed":
+                    std = INIT[scheme](role, weight.size(1), weight.size(0), c.n_layer)
+                if scheme in CUT:
+                    nn.init.trunc_normal_(weight, 0, std, -CUT[scheme] * std, CUT[scheme] * std)
+                else:
+                    weight.normal_(0.0, std)
+        if scheme == "t5" and c.tie_embeddings:
+            self.norm_f.weight.fill_(c.n_embd**-0.5)
 
     # -- accounting: one definition for train.py, bench/ and tests/ --
 
@@ -580,11 +564,10 @@ class GPT(nn.Module):
         embeddings = [layer.weight for layer in (self.wte, self.wpe) if layer is not None]
         head = [] if self.config.tie_embeddings else [self.lm_head.weight]
         vectors = [p for p in self.parameters() if p.dim() < 2]
-        decay = {"weight_decay": weight_decay}
         groups = [
-            {"name": "embeddings", "params": embeddings} | decay,
-            {"name": "matrices", "params": matrices, "rows": rows} | decay,
-            {"name": "head", "params": head} | decay,
+            {"name": "embeddings", "params": embeddings, "weight_decay": weight_decay},
+            {"name": "matrices", "params": matrices, "weight_decay": weight_decay, "rows": rows},
+            {"name": "head", "params": head, "weight_decay": weight_decay},
             {"name": "vectors", "params": vectors, "weight_decay": 0.0},
         ]
         return [group for group in groups if group["params"]]
@@ -596,9 +579,8 @@ class GPT(nn.Module):
         (without biases) of all linear layers, including lm_head whether it is tied or not.
         """
         c = self.config
-        padding = (c.padded_vocab_size - c.vocab_size) * c.n_embd
-        padded_matrices = 1 if c.tie_embeddings else 2  # wte, and lm_head if it has its own matrix
-        total = sum(p.numel() for p in self.parameters()) - padded_matrices * padding
+        padding = (c.padded_vocab_size - c.vocab_size) * c.n_embd  # of wte, and of lm_head
+        total = sum(p.numel() for p in self.parameters()) - (1 if c.tie_embeddings else 2) * padding
         embedding = (c.vocab_size + (c.block_size if self.wpe is not None else 0)) * c.n_embd
         matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear)) - padding
         return {"total": total, "embedding": embedding, "matmul": matmul}
@@ -639,11 +621,9 @@ def sample_token(
     probs = (logits / temperature).softmax(-1)  # (B, V) or (B, top_k)
     if ids is None and top_p < 1.0:
         # The 1,024 likeliest nearly always reach top_p. Sorting all V takes six times as long.
-        likeliest, ids = probs.topk(min(1024, probs.size(-1)))
-        if (likeliest.sum(-1) < top_p).any():
-            probs, ids = probs.sort(descending=True)
-        else:
-            probs = likeliest
+        likeliest = probs.topk(min(1024, probs.size(-1)))
+        enough = (likeliest.values.sum(-1) >= top_p).all()
+        probs, ids = likeliest if enough else probs.sort(descending=True)
 
     # Draw a number from [0, mass) and choose the first column whose cumulative sum is above it. On
     # a CPU, torch.multinomial takes several times as long (bench/LOG.md).
@@ -668,19 +648,29 @@ def sample_token(
 # RoPE: the angles, and three ways in which a model for short sequences serves long ones
 
 
+def checked_rope(c: GPTConfig) -> str:
+    """Return rope_scaling in one form: 4 for 4.0. Raises ValueError if RoPE cannot be as c says."""
+    if c.head_dim % 2:
+        raise ValueError(f"head_dim={c.head_dim} must be even: rope rotates pairs")
+    if c.rope_theta < 1:
+        raise ValueError(f"rope_theta={c.rope_theta} must be at least 1")
+    rope_frequencies(c)
+    kind, numbers = rope_scaling(c.rope_scaling)
+    listed = ",".join(repr(number).removesuffix(".0") for number in numbers)
+    return f"{kind}:{listed}" if kind else ""
+
+
 def rope_scaling(spec: str) -> tuple[str, list[float]]:
     """Return the kind and the numbers of rope_scaling. Raises ValueError if it is wrong."""
     counts = {"linear": 1, "llama3": 4, "yarn": 5}
-    kind, _, rest = spec.partition(":")
+    kind, _, listed = spec.partition(":")
     try:
-        numbers = [float(number) for number in rest.split(",") if rest]
+        numbers = [float(number) for number in listed.split(",") if listed]
     except ValueError:
         numbers = []
     if spec and (len(numbers) != counts.get(kind) or not all(1e-6 <= n <= 1e9 for n in numbers)):
         forms = "linear:FACTOR, llama3:FACTOR,LOW,HIGH,LENGTH or yarn:FACTOR,LENGTH,FAST,SLOW,SCALE"
         raise ValueError(f"rope_scaling={spec!r} is none of {forms}")
-    if kind == "llama3" and numbers[1] >= numbers[2]:
-        raise ValueError(f"rope_scaling={spec!r}: LOW must be below HIGH")
     return kind, numbers
 
 
@@ -709,21 +699,21 @@ def rope_frequencies(c: GPTConfig) -> tuple[np.ndarray, float]:
     scale = 1.0
     if kind == "llama3":
         factor, low, high, length = numbers
+        if low >= high:
+            raise ValueError(f"rope_scaling={c.rope_scaling!r}: LOW must be below HIGH")
         turns = length * freq / (2 * math.pi)
         kept = np.clip((turns - low) / (high - low), 0, 1)
     elif kind == "yarn":
         factor, length, fast, slow, scale = numbers
-        setting = f"rope_scaling={c.rope_scaling!r}"
         if fast <= slow or c.rope_theta == 1:
-            raise ValueError(f"{setting}: FAST must exceed SLOW, and rope_theta 1")
+            problem = "FAST must exceed SLOW, and rope_theta 1"
+            raise ValueError(f"rope_scaling={c.rope_scaling!r}: {problem}")
         # The numbers of the pairs that turn FAST and SLOW times in LENGTH tokens.
         radians = [turns * 2 * math.pi for turns in (fast, slow)]
-        pairs = [math.log(length / r, c.rope_theta) * c.head_dim / 2 for r in radians]
-        first = max(math.floor(pairs[0]), 0)
-        last = min(math.ceil(pairs[1]), c.head_dim - 1)
-        if last < first:
-            raise ValueError(f"{setting}: no pair turns so often in LENGTH={length:g} tokens")
-        kept = 1 - np.clip((pair - first) / max(last - first, 0.001), 0, 1)
+        ends = [math.log(length / r, c.rope_theta) * c.head_dim / 2 for r in radians]
+        start = max(math.floor(ends[0]), 0)
+        stop = min(math.ceil(ends[1]), c.head_dim - 1)
+        kept = 1 - np.clip((pair - start) / (stop - start or 0.001), 0, 1)
     return freq * kept + freq / factor * (1 - kept), scale
 
 

@@ -61,7 +61,7 @@ from hardware.disk import (
     write_whole,
 )
 from text.cut import Shares, cut_by_text, too_few
-from text.dataset import FORMAT_VERSION, document_texts, load_tokenizer, open_dataset, verify
+from text.dataset import FORMAT_VERSION, load_tokenizer, open_dataset, verify
 from text.demo import demo_sources
 from text.download import download_all, file_of, is_url, without_secrets
 from text.encode import Encoder, Part, encode
@@ -72,6 +72,7 @@ from text.landmarks import count_landmarks
 from text.look import (
     describe_set,
     describe_sources,
+    document_texts,
     first_document,
     no_documents,
     report,

@@ -24,7 +24,6 @@ model, since its unlikely tokens are noise; try 0.8 or 1 for a large one.
 """
 
 import codecs
-import itertools
 import math
 import sys
 import time
@@ -43,22 +42,14 @@ from hardware.disk import MANIFEST, damage, only_plain, read_object
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from hardware.terminal import plural
 from model import GPT
-from text.dataset import (
-    DataSet,
-    find_tokenizer,
-    load_tokenizer,
-    open_dataset,
-    tokenizer_of_model,
-    verify,
-)
-from text.tokenizer import SentencePiece, Tiktoken, same_ids
+from text.dataset import DataSet, load_tokenizer, open_dataset, verify
+from text.hf_tokenizer import find_tokenizer, tokenizer_of_model
+from text.tokenizer import Tokenizer, same_ids
 from text.windows import open_windows
 from training.evaluate import evaluate
-from training.huggingface import from_pretrained, is_nanogpt, unverified
+from training.huggingface import from_pretrained, nanogpt_file, unverified
 from training.report import in_other_units
-from training.runs import check_step, losses_of, newest_checkpoint, newest_run, step_of
-
-Tokenizer = SentencePiece | Tiktoken
+from training.runs import check_step, losses_of, newest_checkpoint, newest_run
 
 # Without max_new_tokens, a text ends with its line from this number of tokens on,
 ENOUGH = 256
@@ -66,19 +57,12 @@ MOST = 320  # and here in any case
 
 # What "here it is ..." goes on with -> what other programs call it, for those who try that name.
 ELSEWHERE = {
-    "ckpt": "model model_path model_name_or_path checkpoint checkpoint_dir checkpoint_path"
-    " load_from init_from",
+    "ckpt": "model model_path model_name_or_path checkpoint load_from init_from",
     "ckpt=out/NAME": "run_name",
     "prompt, or prompt_file=FILE for FILE:FILE": "start",
-    "prompt_file": "input input_file",
-    "num_samples": "num_return_sequences",
-    "max_new_tokens": "max_length max_tokens max_gen_len n_predict",
-    "tokenizer": "tokenizer_path tokenizer_name",
-    "temperature": "temp",
-    "temperature=0, which takes the likeliest token": "do_sample greedy num_beams",
+    "max_new_tokens": "max_length max_tokens n_predict",
+    "temperature=0, which takes the likeliest token": "do_sample greedy",
     "eval=data/NAME": "eval_only dataset",
-    "dtype": "precision torch_dtype",
-    "not available": "compile repetition_penalty chat stop",
 }
 
 
@@ -112,12 +96,10 @@ class SampleConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of weights and arithmetic
 
     def problems(self) -> list[str]:
-        positive = "num_samples batch_size"
-        not_negative = "max_new_tokens temperature top_k eval_tokens block_size"
-        problems = [f"{k} must be positive" for k in positive.split() if getattr(self, k) < 1]
-        problems += [
-            f"{k} must not be negative" for k in not_negative.split() if getattr(self, k) < 0
-        ]
+        positive = ("num_samples", "batch_size")
+        limited = (*positive, "max_new_tokens", "temperature", "top_k", "eval_tokens", "block_size")
+        lowest = {name: int(name in positive) for name in limited}
+        problems = [f"{k} must be at least {n}" for k, n in lowest.items() if getattr(self, k) < n]
         if not 0 <= self.seed < 2**63:
             problems.append("seed must be between 0 and 2^63")
         if not 0 < self.top_p <= 1:
@@ -128,7 +110,7 @@ class SampleConfig:
 
 
 # --------------------------------------------------------------------------------------------------
-# Find the model and its tokenizer
+# The model and its tokenizer
 
 
 def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
@@ -138,62 +120,60 @@ def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
     """
     run = Path(cfg.ckpt) if cfg.ckpt else newest_run(Path(cfg.out_dir))
     if run is None:
-        train = "train one first (python train.py config/demo.py)"
-        raise UserError(f"no checkpoint under {cfg.out_dir}/: {train}, or name one with --ckpt")
-    if (run / "config.json").exists() or is_nanogpt(run):
+        raise UserError(f"no checkpoint under {cfg.out_dir}/: train one first, or name a --ckpt")
+    if (run / "config.json").exists() or nanogpt_file(run):
         return run, str(run)
-    chosen = newest_checkpoint(run / "ckpt")
-    if chosen is None:
-        expected = "a folder with config.json and model.safetensors, or that of a run"
-        raise UserError(f"--ckpt {run}: no checkpoint there ({expected})")
-    try:
-        losses = losses_of(run)
-    except (UserError, OSError):
-        losses = {}
-    best = min(losses, key=losses.get, default=None)
+    checkpoint = newest_checkpoint(run / "ckpt")
+    if checkpoint is None:
+        raise UserError(f"--ckpt {run}: no checkpoint there, neither of a run nor a model's folder")
+    losses = losses_of(run)
     if cfg.which == "best":
-        if best is None:
+        if not losses:
             raise UserError(f"--which=best: no checkpoint of {run} was evaluated: leave it out")
-        chosen = best
-    about = f"{chosen}, the {cfg.which} of {run}"
-    if chosen in losses:
-        about += f", validation loss {losses[chosen]:.4f}"
-    if best not in (None, chosen):
-        about += f" (--which=best: {losses[best]:.4f} at step {step_of(best)})"
-    return chosen, about
+        checkpoint = min(losses, key=losses.get)
+    loss = f", validation loss {losses[checkpoint]:.4f}" if checkpoint in losses else ""
+    return checkpoint, f"{checkpoint}, the {cfg.which} of {run}{loss}"
 
 
-def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer | None]:
+def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
     """Return the folder of the model, what to say of it, the model, and its tokenizer.
 
     A training that runs meanwhile may delete the newest checkpoint. Then the next one is taken.
     """
     while True:
-        folder, about = find_checkpoint(cfg)
+        folder, label = find_checkpoint(cfg)
         try:
             check_step(folder)
-            with memory_advice("for the weights of this model in fp32"):
-                return folder, about, from_pretrained(folder), model_tokenizer(folder, cfg)
+            model = from_pretrained(folder)
+            return folder, label, model, model_tokenizer(folder, model.config.vocab_size, cfg)
         except (UserError, ValueError, OSError) as e:
             if folder.exists():
                 problem = e if isinstance(e, UserError) else f"{folder}: cannot be loaded ({e})"
                 raise UserError(str(problem)) from None
 
 
-def model_tokenizer(folder: Path, cfg: SampleConfig) -> Tokenizer | None:
-    """Return the model's tokenizer, or None if it has none. Only an evaluation needs none."""
-    try:
-        own = tokenizer_of_model(folder)
-    except UserError:
-        if not cfg.tokenizer:  # else that one takes its place
-            raise
-        own = None
-    tokenizer = find_tokenizer(cfg.tokenizer) if cfg.tokenizer else own
-    if own and not same_ids(own, tokenizer):
-        other = f"the model in {folder} has a tokenizer of its own, with other ids"
-        raise UserError(f"--tokenizer={cfg.tokenizer}: {other}: leave it out")
-    if tokenizer is None and not cfg.eval:
+def model_tokenizer(folder: Path, vocab_size: int, cfg: SampleConfig) -> Tokenizer:
+    """Return the tokenizer of a model: its own, or that of --tokenizer, or that of --eval.
+
+    vocab_size: of the model. Raises UserError if there is no tokenizer, if it has more tokens than
+    the model, or if two of them do not make the same ids.
+    """
+    of_model = tokenizer_of_model(folder)
+    named = find_tokenizer(cfg.tokenizer) if cfg.tokenizer else None
+    of_data = load_tokenizer(cfg.eval) if cfg.eval else None
+    tokenizer = of_model or named or of_data
+    if tokenizer is None:
         raise UserError(f"{folder}: no tokenizer is there: name one, as in --tokenizer=gpt2")
+    if not same_ids(named or tokenizer, tokenizer):
+        raise UserError(f"--tokenizer={cfg.tokenizer}: makes other ids than the one in {folder}")
+    if not same_ids(of_data or tokenizer, tokenizer):
+        again = f"prepare the same texts with --tokenizer={cfg.tokenizer or folder}"
+        raise UserError(f"--eval {cfg.eval}: made with another tokenizer than the model's: {again}")
+    if tokenizer.vocab_size > vocab_size:
+        sizes = f"{vocab_size:,} tokens, its tokenizer {tokenizer.vocab_size:,}"
+        raise UserError(f"{folder}: the model has {sizes}")
+    if tokenizer is of_data:
+        note(f"{folder} has no tokenizer: its ids are assumed to be those of {cfg.eval}")
     return tokenizer
 
 
@@ -201,35 +181,29 @@ def model_tokenizer(folder: Path, cfg: SampleConfig) -> Tokenizer | None:
 # Continue a text
 
 
-def read_prompts(cfg: SampleConfig) -> list[str]:
-    """Return the texts of --prompt, or the content of --prompt_file; [] if none is given."""
-    if not cfg.prompt_file:
-        return list(cfg.prompt)
-    only_plain(cfg.prompt_file)
-    try:
-        prompt = Path(cfg.prompt_file).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as e:
-        problem = f"not UTF-8 ({e.reason} at byte {e.start})"
-        raise UserError(f"--prompt_file {cfg.prompt_file}: {problem}") from None
-    if not prompt.strip():
-        empty = "holds no text; leave it out to begin a new document"
-        raise UserError(f"--prompt_file {cfg.prompt_file}: {empty}")
-    return [prompt]
+def read_prompts(cfg: SampleConfig, folder: Path) -> list[str]:
+    """Return the texts of --prompt, or that of --prompt_file, or the sample_prompt of the run.
 
-
-def prompt_of_run(folder: Path) -> str:
-    """Return the sample_prompt of the run that wrote a checkpoint; "" if there is none.
-
-    Raises UserError if the file with the settings of the run was changed.
+    folder: the checkpoint that the run has written. Raises UserError if a file cannot be used.
     """
-    file = "train_config.json"
-    if (folder / MANIFEST).exists() and (problem := damage(folder, [file])):
+    if cfg.prompt:
+        return list(cfg.prompt)
+    if cfg.prompt_file:
+        only_plain(cfg.prompt_file)
+        try:
+            prompt = Path(cfg.prompt_file).read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as e:
+            raise UserError(f"--prompt_file {cfg.prompt_file}: not UTF-8 ({e.reason})") from None
+        if not prompt.strip():
+            raise UserError(f"--prompt_file {cfg.prompt_file}: holds no text")
+        return [prompt]
+    settings = "train_config.json"
+    if (folder / MANIFEST).exists() and (problem := damage(folder, [settings])):
         raise UserError(f"{problem}: give --prompt, and it is not needed")
     try:
-        prompt = read_object(folder / file).get("sample_prompt")
+        return [str(read_object(folder / settings).get("sample_prompt") or "")]
     except (OSError, ValueError):  # it is not a checkpoint of train.py
-        return ""
-    return prompt if isinstance(prompt, str) else ""
+        return [""]
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[str, list[int]]:
@@ -241,29 +215,37 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[s
     # A terminal can pass any bytes. Python holds those that are not UTF-8 as surrogates.
     prompt = prompt.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     try:
-        own = tokenizer.encode(prompt).tolist()
+        ids = tokenizer.encode(prompt).tolist()
         ends_in_space = prompt.endswith(" ") and len(tokenizer.encode(" the")) < 4  # by words
     except ValueError as e:
         raise UserError(f"the prompt has no tokens: {e}") from None
-    if tokenizer.unk_id in own:
+    if tokenizer.unk_id in ids:
         unknown = [c for c in sorted(set(prompt)) if tokenizer.unk_id in tokenizer.encode(c)]
         note(f"the tokenizer has no token for {', '.join(map(repr, unknown))}: the model reads unk")
-    ids = [*tokenizer.prefix, *own] or [tokenizer.eos_id]
-    if len(ids) > block_size:
-        most = block_size - len(tokenizer.prefix)
-        raise UserError(f"the prompt has {len(own):,} tokens, the model sees {most:,}: shorten it")
+    room = block_size - len(tokenizer.prefix)
+    if len(ids) > room:
+        raise UserError(f"the prompt has {len(ids):,} tokens, the model sees {room:,}: shorten it")
     if ends_in_space:
         note("the prompt ends in a space, but the first token of a word has its own: leave it out")
-    return prompt, ids
+    return prompt, [*tokenizer.prefix, *ids] or [tokenizer.eos_id]
+
+
+def typed_prompts(tokenizer: Tokenizer, block_size: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield the prompts that are typed in the terminal and their ids, until the input ends."""
+    if sys.stdin.isatty():
+        print("Type the beginning of a text; nothing: a new document. Ctrl-D ends.")
+    while True:
+        try:
+            yield encode_prompt(input("prompt> "), tokenizer, block_size)
+        except EOFError:
+            print()  # Ctrl-D leaves the cursor behind the prompt
+            return
+        except UserError as e:
+            print(f"error: {e}", file=sys.stderr)
 
 
 def continue_text(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompt: str,
-    ids: list[int],
-    cfg: SampleConfig,
-    generator: torch.Generator,
+    model: GPT, tokenizer: Tokenizer, prompt: str, ids: list[int], cfg: SampleConfig
 ) -> int:
     """Print num_samples continuations of a prompt, all made in one batch. Return their tokens.
 
@@ -271,31 +253,25 @@ def continue_text(
     """
     idx = torch.tensor([ids] * cfg.num_samples, device=model.wte.weight.device)  # (B, T)
     eos_id = tokenizer.eos_id if cfg.stop_at_eos else None
-    settings = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
-    settings |= dict(eos_id=eos_id, generator=generator)
-    rows: list[list[int]] = [[] for _ in range(cfg.num_samples)]
+    settings = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, eos_id=eos_id)
+    steps: list[list[int]] = []  # the next token of each text, (B,)
 
-    def first_row() -> Iterator[int]:
-        for tokens in model.generate(idx, cfg.max_new_tokens or MOST, **settings):  # (B,)
-            for row, token in zip(rows, tokens.tolist(), strict=True):
-                row.append(token)
-            yield rows[0][-1]
+    def first_text() -> Iterator[int]:
+        for tokens in model.generate(idx, cfg.max_new_tokens or MOST, **settings):
+            steps.append(tokens.tolist())
+            yield steps[-1][0]
 
     print(prompt, end="", flush=True)
-    try:
-        made = first_row()
-        for piece in text_pieces(made, tokenizer, cfg):
-            print(piece, end="", flush=True)
-        print()
-        if cfg.num_samples > 1:
-            for _ in made:  # the other texts may be longer
-                pass
-    except ArithmeticError as e:
-        raise UserError(f"{e}: try --dtype=float32") from None
-    for number, row in enumerate(rows[1:], 2):
-        text = "".join(text_pieces(row, tokenizer, cfg))
-        print(f"---------------- sample {number}\n{prompt}{text}")
-    return sum(len(list(itertools.takewhile(lambda token: token != eos_id, row))) for row in rows)
+    tokens = first_text()
+    for piece in text_pieces(tokens, tokenizer, cfg):
+        print(piece, end="", flush=True)
+    print()
+    if cfg.num_samples > 1:
+        list(tokens)  # the other texts may be longer
+    for number in range(1, cfg.num_samples):
+        text = "".join(text_pieces([step[number] for step in steps], tokenizer, cfg))
+        print(f"---------------- sample {number + 1}\n{prompt}{text}")
+    return sum(token != eos_id for step in steps for token in step)
 
 
 def text_pieces(tokens: Iterable[int], tokenizer: Tokenizer, cfg: SampleConfig) -> Iterator[str]:
@@ -316,72 +292,41 @@ def text_pieces(tokens: Iterable[int], tokenizer: Tokenizer, cfg: SampleConfig) 
     yield utf8.decode(b"", final=True)
 
 
-def typed_prompts(tokenizer: Tokenizer, block_size: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield the prompts that are typed in the terminal and their ids, until the input ends."""
-    if sys.stdin.isatty():
-        print("Type the beginning of a text; nothing: a new document. Ctrl-D ends.")
-    while True:
-        try:
-            yield encode_prompt(input("prompt> "), tokenizer, block_size)
-        except EOFError:
-            print()  # Ctrl-D leaves the cursor behind the prompt
-            return
-        except UserError as e:
-            print(f"error: {e}", file=sys.stderr)
-
-
 # --------------------------------------------------------------------------------------------------
 # Measure the loss
 
 
-def evaluate_on(
-    folder: Path,
-    model: GPT,
-    model_folder: Path,
-    tokenizer: Tokenizer | None,
-    cfg: SampleConfig,
-    machine: Machine,
-) -> str:
-    """Return a line with the model's loss on the val.bin of a data set.
+def evaluate_on(folder: Path, meta: dict, model: GPT, cfg: SampleConfig, machine: Machine) -> str:
+    """Return the model's loss on the val.bin of a data set, in words.
 
     It has two losses. For the first, windows begin anywhere, and a token sees all tokens before it.
     For the second, each document is read alone, from its own beginning. Bits per byte can be
-    compared between models with different tokenizers. Raises UserError if the data set does not fit
-    the model, or if a loss is not finite.
+    compared between models with different tokenizers. Raises UserError if the data set was changed,
+    or if a loss is not finite.
     """
-    meta = open_dataset(folder)
-    if tokenizer is not None and not same_ids(tokenizer, load_tokenizer(folder)):
-        again = f"prepare the same texts with --tokenizer={cfg.tokenizer or model_folder}"
-        raise UserError(f"--eval {folder}: made with another tokenizer than the model's: {again}")
-    V = model.config.vocab_size
-    if meta["vocab_size"] > V:
-        larger = f"a vocabulary of {meta['vocab_size']:,}; the model has {V:,}"
-        raise UserError(f"--eval {folder}: {larger}")
     T = cfg.block_size or min(model.config.block_size, 1024)
     if T > model.config.block_size:
         raise UserError(f"--block_size {T}: the model sees {model.config.block_size} tokens")
     verify(folder, meta, "val")
-    val = meta["splits"]["val"]
     data = DataSet(folder.name, folder, meta, Fraction(1))
     windows = open_windows(data, "val", T)
     count = len(windows.fixed_starts(cfg.eval_tokens))
     B = min(cfg.batch_size, count)
     loss = evaluate(model, windows, cfg.eval_tokens, B, machine, bar=True)
-    packed = open_windows(data, "val", T, documents="pack")
-    of_documents = dict(eos_id=meta["eos_id"], bar=True)
-    by_document = evaluate(model, packed, cfg.eval_tokens, B, machine, **of_documents)
     if not math.isfinite(loss):
-        damaged = "its weights are damaged, or need another --dtype"
-        raise UserError(f"--eval {folder}: the loss of {model_folder} is {loss}: {damaged}")
+        raise UserError(f"the loss is {loss}: the weights are damaged, or need another --dtype")
+    windows = open_windows(data, "val", T, documents="pack")
+    eos_id = meta["eos_id"]
+    by_document = evaluate(model, windows, cfg.eval_tokens, B, machine, eos_id=eos_id, bar=True)
+    val = meta["splits"]["val"]
     _, _, units = in_other_units(loss, val["bytes"] / val["tokens"])
-    figures = f"validation loss {loss:.4f} (by document {by_document:.4f}) | {units}"
-    return f"{folder}: {figures} | {plural(count, 'window')} of {T:,} tokens | {model_folder}"
+    losses = f"validation loss {loss:.4f} (by document {by_document:.4f}) | {units}"
+    return f"{losses} | {plural(count, 'window')} of {T:,} tokens"
 
 
 def main() -> None:
     cfg = parse(SampleConfig, doc=__doc__)
-    find_checkpoint(cfg)  # first, because a missing checkpoint is the likeliest mistake
-    texts = read_prompts(cfg)
+    meta = open_dataset(cfg.eval) if cfg.eval else {}
     device = pick_device(cfg.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -391,42 +336,36 @@ def main() -> None:
         # To make text, the weights themselves are in dtype. In fp16, numbers may overflow where
         # autocast, which only an evaluation uses, computes in fp32.
         dtype = torch.float32
-    folder, about, model, tokenizer = open_model(cfg)
-    with memory_advice("for the weights of this model in fp32"):
+    with memory_advice("here: lower --num_samples, --batch_size or --block_size"):
+        folder, label, model, tokenizer = open_model(cfg)
         model.to(device)
-    size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
-    precision = f"{device} {str(dtype).removeprefix('torch.')}"
-    about = ", ".join(filter(None, [about, size, precision, unverified(folder)]))
+        size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
+        precision = f"{device} {str(dtype).removeprefix('torch.')}"
+        label = ", ".join(filter(None, [label, size, precision, unverified(folder)]))
+        if cfg.eval:
+            machine = Machine(0, 0, 1, device, dtype, reason)
+            losses = evaluate_on(Path(cfg.eval), meta, model, cfg, machine)
+            print(f"{Path(cfg.eval)}: {losses} | {folder}")
+            print(f"[{label}]", file=sys.stderr)
+            return
 
-    if cfg.eval:
-        machine = Machine(0, 0, 1, device, dtype, reason)
-        with memory_advice("in the evaluation: lower --batch_size or --block_size"):
-            print(evaluate_on(Path(cfg.eval), model, folder, tokenizer, cfg, machine))
-        print(f"[{about}]", file=sys.stderr)
-        if tokenizer is None:
-            note(f"no tokenizer is there: its ids are assumed to be those of {cfg.eval}")
-        return
-
-    V = model.config.vocab_size
-    if tokenizer.vocab_size > V:
-        larger = f"its tokenizer has {tokenizer.vocab_size:,} tokens"
-        raise UserError(f"{folder}: a vocabulary of {V:,}; {larger}")
-    T = model.config.block_size
-    if cfg.interactive:
-        prompts = typed_prompts(tokenizer, T)
-    else:
-        texts = texts or [prompt_of_run(folder)]
-        prompts = [encode_prompt(text, tokenizer, T) for text in texts]
-    model = model.to(dtype).eval()
-    record_decoding(model)
-    generator = torch.Generator(device).manual_seed(cfg.seed)
-    print(f"[{about}]", file=sys.stderr)
-    with memory_advice("for so many texts at once: lower --num_samples"):
+        T = model.config.block_size
+        if cfg.interactive:
+            prompts = typed_prompts(tokenizer, T)
+        else:
+            prompts = [encode_prompt(text, tokenizer, T) for text in read_prompts(cfg, folder)]
+        model = model.to(dtype).eval()
+        record_decoding(model)
+        torch.manual_seed(cfg.seed)
+        print(f"[{label}]", file=sys.stderr)
         for number, (prompt, ids) in enumerate(prompts):
             if number and not cfg.interactive:
                 print("----------------")
             started = time.perf_counter()
-            count = continue_text(model, tokenizer, prompt, ids, cfg, generator)
+            try:
+                count = continue_text(model, tokenizer, prompt, ids, cfg)
+            except ArithmeticError as e:
+                raise UserError(f"{e}: try --dtype=float32") from None
             rate = count / (time.perf_counter() - started)
             print(f"[{plural(count, 'token')}, {rate:.1f} tok/s]", file=sys.stderr)
 

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-import configurator
-from configurator import UserError, parse
+from configurator import UserError, parse, run
 from hardware.disk import only_plain
 from hardware.machine import pick_device
 from hardware.terminal import ProgressBar, plural
@@ -34,9 +33,6 @@ class JudgeConfig:
     delimiter: str = " "  # what stands between a question and a choice; in Chinese: ''
     device: str = "auto"  # auto: cuda, then mps, then cpu
 
-    def problems(self) -> list[str]:
-        return [] if self.files else ["files: name a file of questions or texts"]
-
 
 class Judge:
     """A model, its tokenizer, and the token that stands before a text without context."""
@@ -47,7 +43,7 @@ class Judge:
         self.folder, _, model, self.tokenizer = open_model(SampleConfig(ckpt=cfg.ckpt))
         self.model = model.to(self.device).eval()
         self.prefix = list(self.tokenizer.prefix)
-        self.first = [*self.prefix, self.tokenizer.eos_id][:1]
+        self.beginning = [*self.prefix, self.tokenizer.eos_id][:1]
 
     @torch.no_grad()
     def log_likelihood(self, context: list[int], ids: list[int]) -> float:
@@ -69,14 +65,14 @@ class Judge:
             raise ValueError(f"answer={answer!r} is not the number of a choice")
         # A space belongs to the word behind it, as in the tokens of a text.
         context = self.tokenizer.encode(question.rstrip()).tolist()
-        scores = []
+        totals = []
         for choice in choices:
             ids = self.tokenizer.encode(question + self.delimiter + choice).tolist()
-            seen = self.prefix + context or self.first
-            scores.append(self.log_likelihood(seen, ids[len(context) :]))
-        by_length = [s / len(choice) for s, choice in zip(scores, choices, strict=True)]
-        right = (by_length.index(max(by_length)) == answer, scores.index(max(scores)) == answer)
-        return dict(zip(("acc_norm", "acc"), map(float, right), strict=True))
+            ids = ids[len(context) :]
+            totals.append(self.log_likelihood(self.prefix + context or self.beginning, ids))
+        means = [total / len(choice) for total, choice in zip(totals, choices, strict=True)]
+        scores = {"acc_norm": means, "acc": totals}
+        return {name: float(s.index(max(s)) == answer) for name, s in scores.items()}
 
     def text(self, record: dict[str, Any]) -> dict[str, float]:
         """Return -ln p of a text, in windows of T tokens, and its bytes."""
@@ -84,7 +80,7 @@ class Judge:
         T = self.model.config.block_size
         nats = 0.0
         for at in range(0, len(ids), T):
-            context = ids[max(0, at - T) : at] or self.first
+            context = ids[max(0, at - T) : at] or self.beginning
             nats -= self.log_likelihood(context, ids[at : at + T])
         return {"nats": nats, "bytes": len(record["text"].encode())}
 
@@ -117,10 +113,12 @@ def judge_file(path: Path, judge: Judge) -> str:
 
 def main() -> None:
     cfg = parse(JudgeConfig, doc=__doc__, positional="files")
+    if not cfg.files:
+        raise UserError("files: name a file of questions or texts")
     judge = Judge(cfg)
     for name in cfg.files:
         print(f"{name}: {judge_file(Path(name), judge)} | {judge.folder}")
 
 
 if __name__ == "__main__":
-    configurator.run(main)
+    run(main)

@@ -41,7 +41,7 @@ import torch
 
 from bench.measure import REPO, facts_of, no_folder, not_positive, take_turns, write_json
 from configurator import UserError, parse, run
-from text.dataset import find_tokenizer
+from text.hf_tokenizer import find_tokenizer
 from text.records import record_text
 from text.tokenizer import SentencePiece, Tiktoken
 

@@ -417,7 +417,7 @@ def test_an_id_beyond_the_vocabulary_or_a_truncated_file_is_found(tmp_path, tiny
     ids = np.memmap(folder / "train.bin", dtype=meta["dtype"], mode="r+")
     ids[123] = meta["vocab_size"]
     ids.flush()
-    message = "train.bin: token 123 has id 257, beyond the vocabulary of 257"
+    message = "train.bin: the id 257 is beyond the vocabulary"
     with pytest.raises(UserError, match=message):
         verify(folder, meta, "train")
     os.truncate(folder / "train.bin", 100)

@@ -340,7 +340,7 @@ def test_inspect_finds_damage(reference, tmp_path, refuses):
 
     meta = open_dataset(reference)
     for at, value, message in (
-        (5, 400, "token 5 has id 400, beyond the vocabulary of 400"),
+        (5, 400, "the id 400 is beyond the vocabulary"),
         (-1, 7, "its last token is no eos"),
         (9, 8, "its hash is not"),
     ):

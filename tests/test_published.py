@@ -113,11 +113,11 @@ REFUSED = {  # name -> (config.json, what is said)
     ),
     "MiniMind2": (
         dict(architectures=["MiniMindForCausalLM"], model_type="minimind", hidden_size=768),
-        "architecture 'MiniMindForCausalLM' is none of",
+        "model_type='minimind'",
     ),
     "Qwen1.5-MoE-A2.7B": (
         dict(architectures=["Qwen2MoeForCausalLM"], model_type="qwen2_moe", num_experts=60),
-        "architecture 'Qwen2MoeForCausalLM' is none of",
+        "model_type='qwen2_moe'",
     ),
     "Llama, 4 bits": (
         TAKEN["Llama-2-7b"][0] | dict(quantization_config={"bits": 4}),

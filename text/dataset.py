@@ -13,8 +13,7 @@ functions in this file, which does not need torch.
 import hashlib
 import json
 import os
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -22,10 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from configurator import UserError, note
-from hardware.disk import MANIFEST, content_sha256, damage, file_sha256, inside, read_object
+from hardware.disk import file_sha256, inside, unseal
 from hardware.terminal import ProgressBar
-from text.hf_tokenizer import HF_FILES, from_hugging_face
-from text.tokenizer import SentencePiece, Tiktoken, open_tokenizer, tiktoken_names
+from text.tokenizer import Tokenizer, open_tokenizer
 
 FORMAT_VERSION = 2
 
@@ -37,62 +35,31 @@ FORMAT_VERSION = 2
 def read_meta(folder: Path) -> dict:
     """Return the meta.json of a data set or a checkpoint.
 
-    Raises UserError if it was changed, or if prepare.py cannot have written it.
+    Raises UserError if there is none, if it was changed, or if it has another format.
     """
     path = folder / "meta.json"
     try:
-        meta = read_object(path)
+        meta = unseal(path)
         version = meta["format_version"]
         if version != FORMAT_VERSION:
             problem = f"format {version}, expected {FORMAT_VERSION}"
             raise UserError(f"{folder}: {problem}; run prepare.py again")
-        if meta.get("sha256") != content_sha256(meta):
-            problem = "changed after it was made: its SHA-256 does not match"
-            raise UserError(f"{path}: {problem}; run prepare.py again")
-        check_content(meta)
+        # Its hash may be right although prepare.py has not written it.
+        sizes = [meta["splits"][split]["tokens"] for split in ("train", "val")]
+        if min(sizes) < 1 or meta["dtype"] != id_type(meta["vocab_size"]).name:
+            raise ValueError("a size or the dtype is wrong")
+        tokenizer_id(meta["tokenizer"])
     except FileNotFoundError:
-        source = "" if folder.name == "demo" else " --input FILE"
-        make = f"make it with `python prepare.py{source} --name {folder.name}`"
         others = sorted(path.parent.name for path in folder.parent.glob("*/meta.json"))
-        there = f"; prepared are {', '.join(others)}" if others else ""
-        raise UserError(f"no data set in {folder}: {make}{there}") from None
+        make = f"`python prepare.py --input FILE --name {folder.name}` makes one"
+        prepared = f"; prepared are {', '.join(others)}" if others else ""
+        raise UserError(f"no data set in {folder}: {make}{prepared}") from None
     except OSError as e:
         raise UserError(f"{path}: {e.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError) as e:
         reason = f"{type(e).__name__}: {e}"
         raise UserError(f"{path}: damaged ({reason}); run prepare.py again") from None
     return meta
-
-
-def check_content(meta: dict) -> None:
-    """Raise an error unless all that is used of a meta.json is there and has its type and size.
-
-    Its hash may be right although prepare.py has not written it.
-    """
-    splits = [meta["splits"][split] for split in ("train", "val")]
-    counts = [meta["vocab_size"], meta["eos_id"] + 1, meta.get("few_documents", 1)]
-    counts += [s[key] for s in splits for key in ("tokens", "documents", "bytes", "characters")]
-    lengths = dict(meta["lengths"])
-    histogram = lengths.pop("histogram")
-    for edge, (documents, tokens) in histogram.items():
-        counts += [int(edge), documents, tokens]
-    records = meta["records"]
-    tallies = [records[key] for key in ("bad", "dropped", "changed", "unread", "shapes")]
-    tallies += [source.get("skipped", {}) for source in meta["sources"]]
-    for tally in (lengths, *tallies):
-        counts += tally.values()
-    # A split of one token has no landmarks.
-    landmarks = meta["landmarks"] or {"unigram": 0, "bigram": 0, "bigram_tokens": 1}
-    counts += [records["read"], landmarks["bigram_tokens"]]
-    texts = [*records["examples"], meta["tokenizer"]["kind"], *files_of(meta["tokenizer"]).values()]
-    texts += [s["sha256"] for s in splits] + [tokenizer_id(meta["tokenizer"])]
-    right = [type(n) is int and 0 < n < 2**63 for n in counts]
-    right += [isinstance(text, str) for text in texts]
-    right += [0 <= landmarks[name] < 1e9 for name in ("unigram", "bigram")]
-    right += [meta["dtype"] == id_type(meta["vocab_size"]).name]
-    right += [len(meta["splits"]) == 2, len(histogram) > 0]
-    if not all(right):
-        raise ValueError("a value has another type or size")
 
 
 def id_type(vocab_size: int) -> np.dtype:
@@ -141,63 +108,19 @@ def tokenizer_files(folder: Path, info: dict) -> list[Path]:
     return [inside(folder, name) for name in files_of(info)]
 
 
-def load_tokenizer(folder: str | Path) -> SentencePiece | Tiktoken:
-    """Return the tokenizer of a data set, a checkpoint, or any Hugging Face model directory.
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """Return the tokenizer of a data set or a checkpoint.
 
-    Raises UserError if there is none, if a file of a data set or checkpoint was changed, or if this
-    program cannot use the tokenizer.
+    Raises UserError if there is none, or if its file was changed.
     """
     folder = Path(folder)
-    names = ("meta.json", SentencePiece.file, Tiktoken.file, *HF_FILES)
-    if (folder / MANIFEST).exists():
-        problem = damage(folder, names)
-        if problem:
-            raise UserError(f"{problem}: it was changed after it was written")
-    if not (folder / "meta.json").exists():
-        return from_hugging_face(folder)
+    info = read_meta(folder)["tokenizer"]
+    check_tokenizer_files(folder, info)
     try:
-        info = read_meta(folder)["tokenizer"]
-        check_tokenizer_files(folder, info)
-        return open_tokenizer(inside(folder, info["file"]), info)
+        return open_tokenizer(folder / info["file"], info)
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as e:
         reason = f"{type(e).__name__}: {e}"
         raise UserError(f"{folder}/meta.json: its tokenizer entry is damaged ({reason})") from None
-
-
-def tokenizer_of_model(folder: Path) -> SentencePiece | Tiktoken | None:
-    """Return the tokenizer in a model's folder, or None if the folder has no file of a tokenizer.
-
-    The folder of nanoGPT's ckpt.pt, for example, has none.
-    """
-    files = ("meta.json", SentencePiece.file, "tokenizer.json", "vocab.json")
-    if any((folder / name).exists() for name in files):
-        return load_tokenizer(folder)
-    return None
-
-
-def tokenizer_folder(spec: str) -> Path | None:
-    """Return the folder that --tokenizer names, or None if it names something else.
-
-    A name that tiktoken knows always means the encoding of tiktoken, even if a folder is called so.
-    """
-    if Path(spec).is_dir() and spec not in tiktoken_names():
-        return Path(spec)
-    return None
-
-
-def find_tokenizer(spec: str) -> SentencePiece | Tiktoken:
-    """Return the tokenizer that --tokenizer names.
-
-    This is a folder for load_tokenizer(), a .model or .tiktoken file, or a name known to tiktoken.
-    """
-    folder = tokenizer_folder(spec)
-    if folder:
-        return load_tokenizer(folder)
-    if spec.endswith(".model"):
-        return SentencePiece(spec)
-    if spec.endswith(".tiktoken"):
-        return Tiktoken.from_file(spec)
-    return Tiktoken.by_name(spec)
 
 
 def tokenizer_id(info: dict) -> str:
@@ -219,37 +142,27 @@ def open_split(folder: str | Path, meta: dict, split: str) -> np.memmap:
 
 
 def verify(folder: str | Path, meta: dict, split: str) -> None:
-    """Read a split once, and raise UserError unless it is what meta.json says.
+    """Read a split once, and raise UserError unless it has the hash that meta.json says.
 
-    Its hash must be right, every document must end with an eos, and every id must be in the
-    vocabulary. (On a GPU another id would end the program with an assertion that names no cause.)
+    Every id must be in the vocabulary, too, and the last one an eos. (On a GPU another id would end
+    the program with an assertion that names no cause.)
     """
-    path = f"{folder}/{split}.bin"
     ids = open_split(folder, meta, split)
-    wanted = meta["splits"][split]
-    vocab_size = meta["vocab_size"]
     digest = hashlib.sha256()
-    ends = 0
+    largest = 0
     step = 1 << 22  # tokens
-    for at in ProgressBar(f"verifying {split}.bin", range(0, len(ids), step)):
-        block = ids[at : at + step]
-        if block.max() >= vocab_size:
-            first = int(np.argmax(block >= vocab_size))
-            bad = f"token {at + first} has id {block[first]}, beyond the vocabulary of {vocab_size}"
-            why = "the file was changed after it was made; run prepare.py again"
-            raise UserError(f"{path}: {bad}: {why}")
-        digest.update(block)
-        ends += int((block == meta["eos_id"]).sum())
-    problems = []
-    documents = wanted["documents"]
-    if ends != documents:
-        problems.append(f"{ends:,} eos where meta.json has {documents:,} documents")
-    if int(ids[-1]) != meta["eos_id"]:
-        problems.append("its last token is no eos")
-    if digest.hexdigest() != wanted["sha256"]:
-        problems.append("its hash is not that of meta.json")
+    for place in ProgressBar(f"verifying {split}.bin", range(0, len(ids), step)):
+        stretch = ids[place : place + step]
+        digest.update(stretch)
+        largest = max(largest, int(stretch.max()))
+    checks = {
+        f"the id {largest} is beyond the vocabulary": largest < meta["vocab_size"],
+        "its last token is no eos": int(ids[-1]) == meta["eos_id"],
+        "its hash is not that of meta.json": digest.hexdigest() == meta["splits"][split]["sha256"],
+    }
+    problems = "; ".join(problem for problem, ok in checks.items() if not ok)
     if problems:
-        raise UserError(f"{path}: {'; '.join(problems)}: it was changed; run prepare.py again")
+        raise UserError(f"{folder}/{split}.bin: {problems}: it was changed; run prepare.py again")
 
 
 def verify_new(
@@ -261,28 +174,26 @@ def verify_new(
     ctime is the time of the last change of the file or of anything recorded about it, and it cannot
     be set back. verified: path -> the stamps with which the file was verified before.
     """
+    files = bin_files(sets)
     stamps = {}
-    new = []
-    size = 0  # bytes of the new files
-    for data in sets:
-        for split in ("train", "val"):
-            path = data.folder / f"{split}.bin"
-            stamp = stamp_of(path)
-            stamps[str(path)] = stamp
-            if stamp not in verified.get(str(path), []):
-                new.append((data, split))
-                size += stamp[0]
+    unverified = []
+    for path in files:
+        stat = path.stat()
+        stamps[str(path)] = [stat.st_size, stat.st_ctime_ns]
+        if stamps[str(path)] not in verified.get(str(path), []):
+            unverified.append(path)
+    size = sum(stamps[str(path)][0] for path in unverified)
     if size > 1e9:
         say(f"reading {size / 1e9:.1f} GB of data once, to verify it, before the first step")
-    for data, split in new:
+    for path in unverified:
+        data, split = files[path]
         verify(data.folder, data.meta, split)
     return stamps
 
 
 def opened_files(sets: list["DataSet"]) -> dict[Path, os.stat_result]:
     """Return path -> what the system says of each .bin, just after it was mapped into memory."""
-    paths = [data.folder / f"{split}.bin" for data in sets for split in ("train", "val")]
-    return {path: path.stat() for path in paths}
+    return {path: path.stat() for path in bin_files(sets)}
 
 
 def check_files(sets: list["DataSet"], opened: dict[Path, os.stat_result]) -> None:
@@ -291,25 +202,24 @@ def check_files(sets: list["DataSet"], opened: dict[Path, os.stat_result]) -> No
     If it was deleted, or another file has its name now, then the file that is mapped stays as it
     was. opened: the result of opened_files().
     """
-    for data in sets:
-        for split in ("train", "val"):
-            path = data.folder / f"{split}.bin"
-            then = opened[path]
-            now = path.stat() if path.exists() else then
-            same = (now.st_size, now.st_mtime_ns) == (then.st_size, then.st_mtime_ns)
-            if now.st_ino == then.st_ino and not same:
-                open_dataset(data.folder)  # compares the size
-                verify(data.folder, data.meta, split)
-                opened[path] = now  # it was only touched
+    for path, (data, split) in bin_files(sets).items():
+        mapped = opened[path]
+        current = path.stat() if path.exists() else mapped
+        unchanged = (current.st_size, current.st_mtime_ns) == (mapped.st_size, mapped.st_mtime_ns)
+        if current.st_ino == mapped.st_ino and not unchanged:
+            open_dataset(data.folder)  # compares the size
+            verify(data.folder, data.meta, split)
+            opened[path] = current  # it was only touched
 
 
-def stamp_of(path: Path) -> list[int]:
-    stat = path.stat()
-    return [stat.st_size, stat.st_ctime_ns]
+def bin_files(sets: list["DataSet"]) -> dict[Path, tuple["DataSet", str]]:
+    """Return path -> (data set, split) of each .bin."""
+    pairs = [(data, split) for data in sets for split in ("train", "val")]
+    return {data.folder / f"{split}.bin": (data, split) for data, split in pairs}
 
 
 # --------------------------------------------------------------------------------------------------
-# The data sets of a run, and documents to show
+# The data sets of a run
 
 
 @dataclass(frozen=True)
@@ -329,29 +239,16 @@ class DataSet:
 def newest_dataset(data_dir: str | Path) -> str:
     """Return the name of the data set in data_dir that was prepared last.
 
-    The time is that of its meta.json, which prepare.py writes last. A folder without one is not
-    finished, or is none of ours. A copy of a data set is as old as the set, if that is still there.
-    A damaged data set is passed over, with a note. Raises UserError if there is none.
+    The time is that of its meta.json, which prepare.py writes last. A damaged data set is passed
+    over, with a note. Raises UserError if there is none.
     """
-    dates: dict[bytes, tuple[int, str]] = {}  # content of a meta.json -> its time, and the name
-    for path in Path(data_dir).glob("[!.]*/meta.json"):
-        if not path.is_file():  # a pipe would be read for ever
-            continue
+    metas = [path for path in Path(data_dir).glob("[!.]*/meta.json") if path.is_file()]
+    for path in sorted(metas, key=os.path.getmtime, reverse=True):
         try:
-            content = path.read_bytes()
-            dated = (path.stat().st_mtime_ns, path.parent.name)
-        except OSError as e:
-            note(f"{path.parent} is passed over: {e.strerror}")
-            continue
-        if b'"format_version"' not in content:
-            continue  # another program wrote it
-        dates[content] = min(dated, dates.get(content, dated))
-    for _, name in sorted(dates.values(), reverse=True):
-        try:
-            open_datasets(name, data_dir)
-            return name
+            open_dataset(path.parent)
+            return path.parent.name
         except UserError as e:
-            note(f"{Path(data_dir) / name} is passed over: {e}")
+            note(f"{path.parent} is passed over: {e}")
     make = "`python prepare.py --input FILE ...` makes one, and without --input a demo"
     raise UserError(f"no data set in {data_dir}/: {make}; --data_dir names another folder")
 
@@ -369,15 +266,15 @@ def open_datasets(spec: str, data_dir: str | Path) -> list[DataSet]:
     for name, meta in zip(names, metas, strict=True):
         if tokenizer_id(meta["tokenizer"]) != tokenizer_id(metas[0]["tokenizer"]):
             problem = f"{name} was made with another tokenizer than {names[0]}"
-            same = f"prepare {name} with --tokenizer={data_dir}/{names[0]}"
-            raise UserError(f"dataset={spec!r}: {problem}; {same}")
+            advice = f"prepare {name} with --tokenizer={data_dir}/{names[0]}"
+            raise UserError(f"dataset={spec!r}: {problem}; {advice}")
     if None in weights:
         weights = [Fraction(meta["splits"]["train"]["tokens"]) for meta in metas]
     total = sum(weights)
-    sets = []
-    for name, meta, weight in zip(names, metas, weights, strict=True):
-        sets.append(DataSet(name, Path(data_dir) / name, meta, weight / total))
-    return sets
+    return [
+        DataSet(name, Path(data_dir) / name, meta, weight / total)
+        for name, meta, weight in zip(names, metas, weights, strict=True)
+    ]
 
 
 def names_and_weights(spec: str) -> tuple[list[str], list[Fraction | None]]:
@@ -397,50 +294,3 @@ def names_and_weights(spec: str) -> tuple[list[str], list[Fraction | None]]:
         names.append(name)
         weights.append(weight)
     return names, weights
-
-
-def document_texts(
-    folder: Path, meta: dict, split: str, show: str, count: int
-) -> Iterator[tuple[str, str]]:
-    """Yield (place, text) of `count` documents of a split; a very long text is cut.
-
-    show: first, random, or the number of a token: the document that contains it is the first one.
-    """
-    most = 20_000  # tokens of a document
-    ids = open_split(folder, meta, split)
-    tokenizer = load_tokenizer(folder)
-    eos_id = meta["eos_id"]
-    at = int(show) if show.isdigit() else 0
-    if at >= len(ids):
-        raise UserError(f"--show={at}: {split}.bin has {len(ids):,} tokens")
-    for _ in range(count):
-        if show == "random":
-            at = random.randrange(len(ids))
-        begin, end = document_at(ids, eos_id, at)
-        text = tokenizer.decode(ids[begin : min(end, begin + most)].tolist())
-        if end - begin > most:
-            text += f" ... and {end - begin - most:,} more tokens"
-        yield f"{split}, tokens {begin:,} to {end:,}, then eos", text
-        at = end + 1
-        if at >= len(ids):
-            return
-
-
-def document_at(ids: np.ndarray, eos_id: int, at: int) -> tuple[int, int]:
-    """Return where the document that contains token `at` begins, and where its eos is."""
-    step = 1 << 16  # tokens that are searched at a time
-    begin = 0
-    high = at
-    while high > 0:  # backwards, for the last eos before `at`
-        low = max(0, high - step)
-        before = np.flatnonzero(ids[low:high] == eos_id)
-        if len(before):
-            begin = low + int(before[-1]) + 1
-            break
-        high = low
-    low = at
-    while True:  # forwards, for the first eos from `at` on
-        behind = np.flatnonzero(ids[low : low + step] == eos_id)
-        if len(behind):
-            return begin, low + int(behind[0])
-        low += step

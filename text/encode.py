@@ -9,9 +9,9 @@ import os
 import re
 import shutil
 import struct
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from text.formats import Chunk, Reader
 from text.pool import in_order
 from text.records import Cleaning, Tally, documents
 from text.sources import Source
-from text.tokenizer import SentencePiece, Tiktoken, open_tokenizer
+from text.tokenizer import Tokenizer, open_tokenizer
 
 Check = Callable[[Tally, Chunk], None]  # may raise an error to end the work
 
@@ -58,27 +58,22 @@ class Encoded(NamedTuple):
     tally: Tally
 
 
+@dataclass
 class Encoder:
     """A Task that encodes the documents of a chunk, each followed by one eos."""
 
-    def __init__(
-        self,
-        tokenizer_file: Path,
-        info: dict,
-        cleaning: Cleaning,
-        min_tokens: int,
-        val_fraction: float,
-    ):
-        self.file = tokenizer_file
-        self.info = info
-        self.cleaning = cleaning
-        self.min_tokens = min_tokens
-        self.val_fraction = val_fraction
-        self.dtype = id_type(info["vocab_size"])
-        self.eos = np.array([info["eos_id"]], self.dtype)
+    file: Path  # of the tokenizer
+    info: dict  # its description, with vocab_size and eos_id
+    cleaning: Cleaning
+    min_tokens: int
+    val_fraction: float
+
+    def __post_init__(self):
+        self.dtype = id_type(self.info["vocab_size"])
+        self.eos = np.array([self.info["eos_id"]], self.dtype)
 
     @cached_property
-    def tokenizer(self) -> SentencePiece | Tiktoken:
+    def tokenizer(self) -> Tokenizer:
         """Open the tokenizer at its first use, in the worker, which was sent only its path."""
         return open_tokenizer(self.file, self.info)
 
@@ -88,12 +83,12 @@ class Encoder:
         ids: dict[bool, list[np.ndarray]] = {False: [], True: []}  # of train.bin, of val.bin
         texts = list(documents(chunk, self.cleaning, tally))
         short = self.tokenizer.encode_all([text for _, text, _ in texts if len(text) <= SEGMENT])
-        for where, text, utf8 in texts:
+        for place, text, utf8 in texts:
             try:
                 is_long = len(text) > SEGMENT
                 tokens = self.encode(text) if is_long else next(short).astype(self.dtype)
             except ValueError as e:
-                tally.reject(where, str(e))
+                tally.reject(place, str(e))
                 continue
             if len(tokens) < self.min_tokens:
                 tally.dropped[f"fewer than {self.min_tokens} tokens"] += 1
@@ -104,16 +99,14 @@ class Encoder:
             is_tried = digest[0] < 4  # one document in 64
             if is_tried and self.tokenizer.decode(tokens.tolist()) != text:
                 tally.changed["its tokens decode to another text (1 in 64 is tried)"] += 1
-            val = in_val(digest, self.val_fraction)
+            # Only the hash of its text decides the split of a document: if files are added or
+            # reordered, it stays there.
+            val = int.from_bytes(digest[:8], "big") < self.val_fraction * 2**64
             ids[val] += [tokens, self.eos]
             length = len(tokens) + 1
             rows.append(struct.pack("<16s3Q?", digest, length, len(utf8), len(text), val))
         table = np.frombuffer(b"".join(rows), ROW)
-        return Encoded(table, self.joined(ids[False]), self.joined(ids[True]), tally)
-
-    def joined(self, arrays: list[np.ndarray]) -> bytes:
-        empty = self.eos[:0]  # it lets concatenate work where there are no arrays
-        return np.concatenate([*arrays, empty]).tobytes()
+        return Encoded(table, b"".join(ids[False]), b"".join(ids[True]), tally)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids (n,) of a text. A long one is encoded in segments."""
@@ -128,22 +121,14 @@ def segments(text: str) -> Iterator[str]:
     ever makes a token that reaches across this place, so the tokens are those of the whole text.
     Where a million characters have no such place, the segment ends after a line, or else anywhere.
     """
-    begin = 0
+    start = 0
     for end in range(2 * SEGMENT, len(text) + SEGMENT, SEGMENT):
-        window = text[begin:end]
+        window = text[start:end]
         last = re.match(r"(?s).*\S(?= )", window) or re.match(r"(?s).*\n", window)
         size = last.end() if last else len(window)
         yield window[:size]
-        begin += size
-    yield text[begin:]
-
-
-def in_val(digest: bytes, val_fraction: float) -> bool:
-    """Return whether a document with this digest belongs to the validation split.
-
-    Only the hash of its text decides: if files are added or reordered, it stays in its split.
-    """
-    return int.from_bytes(digest[:8], "big") < val_fraction * 2**64
+        start += size
+    yield text[start:]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -200,7 +185,7 @@ class Part:
         self.journal = folder / "journal.json"
         self.key = key  # identifies the settings, the tokenizer, the rank and the number of ranks
         self.paths = {name: folder / f"{name}.bin" for name in ("train", "val", "rows")}
-        self.file = 0  # the position in the input: this file,
+        self.file = 0  # the position in the input when it was opened: this file,
         self.record = 0  # of which so many records are done
         self.text = 0  # characters so far
         self.tally = Tally()
@@ -217,14 +202,12 @@ class Part:
         if self.journal.exists():
             try:
                 self.go_on(unseal(self.journal), sources)
-                done = f"{self.text / 1e6:,.0f} million characters"
-                print(f"continuing after {done} that an interrupted run has finished")
+                million = f"{self.text / 1e6:,.0f} million characters"
+                print(f"continuing after {million} that an interrupted run has finished")
                 return
-            except FileNotFoundError as e:
-                why = f"{e.filename} is missing"
-            except (ValueError, LookupError, TypeError, AttributeError) as e:
-                why = f"{self.journal}: {e}"
-            print(f"what an interrupted run has finished is discarded and made again: {why}")
+            except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as e:
+                discarded = "what an interrupted run has finished is discarded and made again"
+                print(f"{discarded}: {self.journal}: {e}")
             self.journal.unlink()
         for name, path in self.paths.items():
             # Unlink the old file, do not cut it: a data set may have a hard link to the same file.
@@ -260,19 +243,17 @@ class Part:
 
     def commit(self, file: int, record: int, sources: list[Source]) -> None:
         """Write everything to the disk, then the journal, with this position in the input."""
-        self.file = file
-        self.record = record
         for growing in self.files.values():
             growing.file.flush()
             os.fsync(growing.file.fileno())
-        read = []
-        for number, source in enumerate(sources[: file + 1]):
-            sha256 = source.sha256 if number < file else ""  # not known before its end is read
-            read.append([*source.same_file(), sha256])
         self.states = {name: growing.state() for name, growing in self.files.items()}
-        place = {"key": self.key, "file": file, "record": record, "sources": read}
-        done = {"files": self.states, "text": self.text, "tally": vars(self.tally)}
-        write_whole(self.journal, json_bytes(sealed(place | done)))
+        place = {"key": self.key, "file": file, "record": record}
+        finished = {"files": self.states, "text": self.text, "tally": vars(self.tally)}
+        # The hash of the file at this position is not known before its end is read.
+        hashes = [source.sha256 for source in sources[:file]] + [""]
+        files = [source.same_file() for source in sources[: file + 1]]
+        read = {"sources": [[*f, sha256] for f, sha256 in zip(files, hashes, strict=False)]}
+        write_whole(self.journal, json_bytes(sealed(place | finished | read)))
 
     def close(self) -> None:
         for growing in self.files.values():
@@ -292,8 +273,6 @@ def encode(
     The part is committed after every `shard` characters. check(tally, chunk) is called after every
     chunk.
     """
-    started = time.perf_counter()
-    begun_at = part.text
     committed = part.text
     sources = reader.sources
     total = sum(s.bytes for s in sources)
@@ -304,7 +283,5 @@ def encode(
             if part.text - committed >= shard:
                 part.commit(chunk.file, chunk.record, sources)
                 committed = part.text
-            rate = (part.text - begun_at) / 1e6 / (time.perf_counter() - started)
-            bar.set_postfix_str(f"{rate:.1f}M characters/s", refresh=False)
             bar.update(chunk.bytes_read - bar.n)
     part.commit(len(sources), 0, sources)

@@ -2,12 +2,19 @@
 
 import json
 import re
-import unicodedata
 from pathlib import Path
-from typing import Any
 
 from configurator import UserError
-from text.tokenizer import GPT2_PATTERN, MAX_ID, SentencePiece, Tiktoken, are_token_ids
+from text.dataset import load_tokenizer
+from text.tokenizer import (
+    GPT2_PATTERN,
+    MAX_ID,
+    SentencePiece,
+    Tiktoken,
+    Tokenizer,
+    are_token_ids,
+    tiktoken_names,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Writing: tokenizer.json, which AutoTokenizer opens
@@ -19,10 +26,6 @@ UNPRINTABLE = [b for b in range(256) if b not in PRINTABLE]
 BYTE_TO_CHAR = {b: chr(b) for b in PRINTABLE}
 BYTE_TO_CHAR |= {b: chr(0x100 + i) for i, b in enumerate(UNPRINTABLE)}
 CHAR_TO_BYTE = {c: b for b, c in BYTE_TO_CHAR.items()}
-
-
-def as_characters(token: bytes) -> str:
-    return "".join(BYTE_TO_CHAR[b] for b in token)
 
 
 def all_merges(tokens: dict[str, int]) -> list[str]:
@@ -38,7 +41,7 @@ def all_merges(tokens: dict[str, int]) -> list[str]:
 
 
 def to_hugging_face(
-    tokenizer: SentencePiece | Tiktoken, block_size: int, came_with: dict | None = None
+    tokenizer: Tokenizer, block_size: int, came_with: dict | None = None
 ) -> dict[str, dict]:
     """Return file name -> content of tokenizer.json and tokenizer_config.json.
 
@@ -55,8 +58,17 @@ def to_hugging_face(
         return {}
     special, model, steps = described
     names = {i: name for name, i in special.items()}
-    bos = names.get(tokenizer.prefix[0]) if tokenizer.prefix else None
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+
+    # The prefix, named bos, comes before every text, and so before the first of a pair.
+    single = [{"Sequence": {"id": "A", "type_id": 0}}]
+    prefix_tokens = {}
+    bos = names.get(tokenizer.prefix[0]) if tokenizer.prefix else None
+    if bos:
+        single = [{"SpecialToken": {"id": bos, "type_id": 0}}, *single]
+        prefix_tokens = {bos: {"id": bos, "ids": tokenizer.prefix, "tokens": [bos]}}
+    pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+    template = {"type": "TemplateProcessing", "single": single, "pair": pair}
     content = {
         "version": "1.0",
         "truncation": None,
@@ -64,7 +76,7 @@ def to_hugging_face(
         "added_tokens": [{"id": i, "content": names[i]} | flags for i in sorted(names)],
         "normalizer": None,
         "pre_tokenizer": None,
-        "post_processor": post_processor(bos, tokenizer.prefix),
+        "post_processor": template | {"special_tokens": prefix_tokens},
     }
     content |= steps
     content |= {"model": {"type": "BPE", "dropout": None} | model}
@@ -75,18 +87,6 @@ def to_hugging_face(
     return {"tokenizer.json": content, "tokenizer_config.json": (came_with or {}) | config}
 
 
-def post_processor(bos: str | None, prefix: list[int]) -> dict:
-    """Return the step of tokenizer.json that puts the prefix, named bos, before every text."""
-    first = [{"Sequence": {"id": "A", "type_id": 0}}]
-    second = [{"Sequence": {"id": "B", "type_id": 1}}]
-    prefix_tokens = {}
-    if bos:
-        first = [{"SpecialToken": {"id": bos, "type_id": 0}}, *first]
-        prefix_tokens = {bos: {"id": bos, "ids": prefix, "tokens": [bos]}}
-    template = {"type": "TemplateProcessing", "single": first, "pair": first + second}
-    return template | {"special_tokens": prefix_tokens}
-
-
 def describe_sentencepiece(tokenizer: SentencePiece) -> tuple[dict, dict, dict] | None:
     """Return the parts of tokenizer.json: special tokens, model, and the steps before and after it.
 
@@ -95,17 +95,15 @@ def describe_sentencepiece(tokenizer: SentencePiece) -> tuple[dict, dict, dict] 
     characters, which nothing merges.
     """
     sp = tokenizer.sp
-    ids = range(sp.vocab_size())
-    kinds = [(sp.is_control(i), sp.is_unknown(i), sp.is_byte(i)) for i in ids]
-    has_all_bytes = sum(is_byte for *_, is_byte in kinds) >= 256
-    is_alphabet = all(len(sp.id_to_piece(i)) == 1 for i in ids if not any(kinds[i]))
+    ordinary = {sp.id_to_piece(i): i for i in tokenizer.ordinary}
+    is_alphabet = all(len(piece) == 1 for piece in ordinary)
     if not (tokenizer.keeps_text and (is_alphabet or tokenizer.is_byte_bpe)):
         return None
-    vocab = {sp.id_to_piece(i): i for i in ids}
-    special = {sp.id_to_piece(i): i for i in ids if sp.is_control(i) or sp.is_unknown(i)}
-    merges = all_merges({piece: i for piece, i in vocab.items() if not any(kinds[i])})
+    vocab = {sp.id_to_piece(i): i for i in range(tokenizer.vocab_size)}
+    special = {p: i for p, i in vocab.items() if sp.is_control(i) or sp.is_unknown(i)}
     model = {"unk_token": sp.id_to_piece(sp.unk_id()), "fuse_unk": True}
-    model |= {"byte_fallback": has_all_bytes, "vocab": vocab, "merges": merges}
+    model |= {"byte_fallback": tokenizer.has_all_bytes, "vocab": vocab}
+    model |= {"merges": all_merges(ordinary)}
     marked = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     unmarked = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
     steps_back = [unmarked, {"type": "ByteFallback"}, {"type": "Fuse"}]
@@ -117,7 +115,7 @@ def describe_tiktoken(tokenizer: Tiktoken) -> tuple[dict, dict, dict]:
     """Return the same parts for a byte-level BPE."""
     special = tokenizer.encoding._special_tokens
     ranks = tokenizer.encoding._mergeable_ranks
-    tokens = {as_characters(token): rank for token, rank in ranks.items()}
+    tokens = {"".join(BYTE_TO_CHAR[b] for b in token): rank for token, rank in ranks.items()}
     model = {"unk_token": None, "fuse_unk": False, "byte_fallback": False}
     model |= {"vocab": tokens | special, "merges": all_merges(tokens)}
     # Hugging Face's regex engine reads {1,3}+ as a repetition of {1,3}, not as possessive. Nothing
@@ -132,9 +130,7 @@ def describe_tiktoken(tokenizer: Tiktoken) -> tuple[dict, dict, dict]:
     return special, model, steps
 
 
-def llama_cpp_note(
-    tokenizer: SentencePiece | Tiktoken, hf_class: str | None, vocab_size: int
-) -> str:
+def llama_cpp_note(tokenizer: Tokenizer, hf_class: str | None, vocab_size: int) -> str:
     """Return what llama.cpp needs to read texts as this program does; "" if it needs nothing.
 
     hf_class, vocab_size: as in config.json. By the class, llama.cpp's convert_hf_to_gguf.py chooses
@@ -169,7 +165,7 @@ QWEN2_PATTERN = (
 )
 
 
-def transformers_note(tokenizer: SentencePiece | Tiktoken, hf_class: str | None) -> str:
+def transformers_note(tokenizer: Tokenizer, hf_class: str | None) -> str:
     """Return what transformers needs to read texts as this program does; "" if it needs nothing.
 
     In transformers 5, AutoTokenizer splits the texts of a Qwen2ForCausalLM as Qwen2 does, whatever
@@ -191,161 +187,92 @@ HF_FILES = "tokenizer.json tokenizer_config.json special_tokens_map.json added_t
 HF_FILES += "vocab.json merges.txt chat_template.jinja".split()
 
 
-def hugging_face_files(folder: str | Path) -> list[Path]:
+def find_tokenizer(spec: str) -> Tokenizer:
+    """Return the tokenizer that --tokenizer names.
+
+    This is a folder for tokenizer_of(), a .model or .tiktoken file, or a name known to tiktoken.
+    """
+    folder = tokenizer_folder(spec)
+    if folder:
+        return tokenizer_of(folder)
+    if spec.endswith(".model"):
+        return SentencePiece(spec)
+    if spec.endswith(".tiktoken"):
+        return Tiktoken.from_file(spec)
+    return Tiktoken.by_name(spec)
+
+
+def tokenizer_folder(spec: str) -> Path | None:
+    """Return the folder that --tokenizer names, or None if it names something else.
+
+    A name that tiktoken knows always means the encoding of tiktoken, even if a folder is called so.
+    """
+    if Path(spec).is_dir() and spec not in tiktoken_names():
+        return Path(spec)
+    return None
+
+
+def tokenizer_of_model(folder: Path) -> Tokenizer | None:
+    """Return the tokenizer in a model's folder, or None if the folder has no file of a tokenizer.
+
+    The folder of nanoGPT's ckpt.pt, for example, has none.
+    """
+    files = ("meta.json", SentencePiece.file, "tokenizer.json", "vocab.json")
+    if any((folder / name).exists() for name in files):
+        return tokenizer_of(folder)
+    return None
+
+
+def tokenizer_of(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a data set, a checkpoint, or any Hugging Face model directory."""
+    if (folder / "meta.json").exists():
+        return load_tokenizer(folder)
+    return from_hugging_face(folder)
+
+
+def hugging_face_files(folder: Path) -> list[Path]:
     """Return those of HF_FILES that are in a model folder.
 
     Raises UserError for a link that leads out of the folder. The files are copied into data sets
     and checkpoints, which people publish, and a link to a private file must not bring its content
     there. In Hugging Face's cache, links to models--NAME/blobs are allowed: all files are such.
     """
-    paths = [path for name in HF_FILES if (path := Path(folder) / name).is_file()]
-    tree = Path(folder).resolve()
+    paths = [path for name in HF_FILES if (path := folder / name).is_file()]
+    tree = folder.resolve()
     if tree.parent.name == "snapshots" and tree.parents[1].name.startswith("models--"):
         tree = tree.parents[1]
     for path in paths:
         target = path.resolve()
         if not target.is_relative_to(tree):
-            advice = "replace it by a copy of that file"
-            raise UserError(f"{path}: a link to {target}, outside this folder: {advice}")
+            raise UserError(f"{path}: a link to {target}, outside this folder: copy that file")
     return paths
 
 
-def from_hugging_face(folder: Path) -> SentencePiece | Tiktoken:
-    """Return the tokenizer of a Hugging Face model folder.
+def from_hugging_face(folder: Path) -> Tokenizer:
+    """Return the tokenizer of a Hugging Face model folder: its tokenizer.model or tokenizer.json.
 
     The name of a special token in a text is ordinary text here, as everywhere in this program.
     Raises UserError for damaged files. Also raises it for a setting with which neither
     SentencePiece nor tiktoken is known to compute the same ids, and names the setting.
     """
     try:
-        return convert(folder)
+        config = read_json(folder / "special_tokens_map.json")
+        config |= read_json(folder / "tokenizer_config.json")
+        content = read_json(folder / "tokenizer.json")
+        is_byte_level = '"ByteLevel"' in json.dumps(content.get("pre_tokenizer"))
+        if (folder / SentencePiece.file).exists() and not is_byte_level:
+            return convert_sentencepiece(folder, config, content)
+        if not content:
+            make = (
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers makes one"
+            )
+            raise UserError(f"{folder}: no tokenizer.model or tokenizer.json there: {make}")
+        if content["model"].get("type", "BPE") != "BPE" or not is_byte_level:  # GPT-2 has no type
+            raise UserError(f"{folder}/tokenizer.json: a model other than a byte-level BPE")
+        return convert_bpe(folder / "tokenizer.json", config, content)
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as e:
         reason = " ".join(f"{type(e).__name__}: {e}".split())
         raise UserError(f"{folder}: its tokenizer files cannot be used ({reason})") from None
-
-
-# Names for the content of these files in the functions below ({} where a file is missing):
-#     config     tokenizer_config.json and special_tokens_map.json
-#     added      added_tokens.json
-#     whole      tokenizer.json
-#     of_model   config.json
-
-
-def convert(folder: Path) -> SentencePiece | Tiktoken:
-    """Do what from_hugging_face() says, but raise any kind of error for damaged files."""
-    names = "tokenizer_config special_tokens_map added_tokens tokenizer config".split()
-    files = [read_json(folder / f"{name}.json") for name in names]
-    config, special_map, added, whole, of_model = files
-    config = special_map | config
-    has_model_file = (folder / SentencePiece.file).exists()
-    if has_model_file and not (whole and is_byte_level(whole)):
-        return convert_sentencepiece(folder, config, added, whole, of_model)
-    return convert_bpe(folder, config, added, whole, of_model)
-
-
-def convert_sentencepiece(
-    folder: Path, config: dict, added: dict, whole: dict, of_model: dict
-) -> SentencePiece:
-    path = folder / SentencePiece.file
-    sp = SentencePiece(path).sp
-    pieces = {sp.id_to_piece(i): i for i in range(sp.vocab_size())}
-    pieces |= special_tokens(config, added, whole, folder)
-    eos = eos_of(config, of_model, pieces, folder, sp.id_to_piece(sp.eos_id()))
-    if pieces[eos] != sp.eos_id():
-        problem = f"its eos {eos!r} is not the eos of its tokenizer.model"
-        raise UserError(f"{folder}: {problem}: not supported")
-    if whole:
-        prefix = prefix_of(whole, folder)
-    else:
-        has_bos = config.get("add_bos_token", True) and sp.bos_id() >= 0
-        prefix = [sp.bos_id()] if has_bos else []
-    return SentencePiece(path, prefix)
-
-
-def convert_bpe(folder: Path, config: dict, added: dict, whole: dict, of_model: dict) -> Tiktoken:
-    unsupported = ["add_prefix_space"]
-    if whole:
-        pattern, normalize = splitting(whole, folder)
-        vocab = whole["model"]["vocab"]
-        merges = whole["model"]["merges"]
-        merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in merges]
-        whole_words = bool(whole["model"].get("ignore_merges"))
-    elif (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-        pattern = GPT2_PATTERN  # GPT-2 was first published as these two files
-        normalize = ""
-        vocab = read_json(folder / "vocab.json")
-        lines = (folder / "merges.txt").read_text(encoding="utf-8").splitlines()
-        lines = [line for line in lines if line and not line.startswith("#version")]
-        merges = [tuple(line.split(" ")) for line in lines]
-        whole_words = False
-        unsupported.append("add_bos_token")
-    else:
-        files = "no tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
-        raise UserError(f"{folder}: no tokenizer there: {files}")
-    for option in unsupported:
-        if config.get(option):
-            raise UserError(f"{folder}/tokenizer_config.json: {option} is not supported here")
-
-    special = special_tokens(config, added, whole, folder)
-    eos = eos_of(config, of_model, vocab | special, folder)
-    special |= {eos: (vocab | special)[eos]}
-    plain = {token: i for token, i in vocab.items() if token not in special}
-    both = set(plain.values()) & set(special.values())
-    if both:
-        raise UserError(f"{folder}: two tokens have the id {min(both)}")
-    ranks = ranks_of(plain, merges, whole_words, folder)
-    tokenizer = Tiktoken("hf", pattern, ranks, special, eos, normalize, prefix_of(whole, folder))
-    check_pattern(tokenizer, ranks, folder)
-    return tokenizer
-
-
-# Letters, marks, digits, spaces and signs next to each other: a pattern that leaves out parts of a
-# text leaves out some of these.
-PROBE = "ab\ncd  e\t\tf\r\n 12 ½x_-.,;: 中文，。１é" + "".join(map(chr, range(128)))
-
-
-def check_pattern(tokenizer: Tiktoken, ranks: dict[bytes, int], folder: Path) -> None:
-    """Raise UserError if PROBE does not decode to itself."""
-    # Some vocabularies lack the token of a byte or two.
-    probe = "".join(c for c in PROBE if all(bytes([b]) in ranks for b in c.encode()))
-    if tokenizer.normalize:
-        probe = unicodedata.normalize(tokenizer.normalize, probe)
-    if tokenizer.decode(tokenizer.encode(probe).tolist()) != probe:
-        problem = "its pattern leaves out parts of a text"
-        raise UserError(f"{folder}/tokenizer.json: {problem}: not supported")
-
-
-def special_tokens(config: dict, added: dict, whole: dict, folder: Path) -> dict[str, int]:
-    """Return name -> id of the tokens that were added to a vocabulary, from all three files."""
-    in_config = config.get("added_tokens_decoder", {})
-    tokens = [*whole.get("added_tokens", []), *({"id": int(i)} | t for i, t in in_config.items())]
-    tokens += [{"id": i, "content": name} for name, i in added.items()]
-    for token in tokens:
-        i = token["id"]
-        name = token["content"]
-        if not 0 <= i <= MAX_ID:
-            problem = f"is not a number from 0 to {MAX_ID:,}"
-            raise UserError(f"{folder}: the id {i} of the token {name!r} {problem}")
-        if not token.get("special") and name[:1] not in ("<", "["):  # a run of spaces, for example
-            problem = "would cut ordinary text: not supported"
-            raise UserError(f"{folder}: the added token {name!r} {problem}")
-    return {token["content"]: token["id"] for token in tokens}
-
-
-def eos_of(
-    config: dict, of_model: dict, vocab: dict, folder: Path, default: str = "<|endoftext|>"
-) -> str:
-    """Return the name of the eos: as the tokenizer's files say, else as config.json says."""
-    ids = of_model.get("eos_token_id")
-    ids = ids if isinstance(ids, list) else [ids]
-    by_id = [name for i in ids for name in vocab if vocab[name] == i]
-    eos = config.get("eos_token") or next(iter(by_id), default)
-    if isinstance(eos, dict):
-        eos = eos["content"]
-    if eos not in vocab:
-        why = "but every document must end with one"
-        raise UserError(f"{folder}: its tokenizer names no eos token, {why}")
-    return eos
 
 
 def read_json(path: Path) -> dict:
@@ -356,93 +283,124 @@ def read_json(path: Path) -> dict:
         raise UserError(f"{path}: damaged ({e})") from None
 
 
-def is_byte_level(whole: dict) -> bool:
-    return '"ByteLevel"' in json.dumps(whole.get("pre_tokenizer"))
+# In the functions below, config is the content of tokenizer_config.json and special_tokens_map.json
+# together, and content is that of tokenizer.json.
 
 
-def splitting(whole: dict, folder: Path) -> tuple[str, str]:
-    """Return (pattern, normal form or "") of a tokenizer.json.
+def convert_sentencepiece(folder: Path, config: dict, content: dict) -> SentencePiece:
+    path = folder / SentencePiece.file
+    sp = SentencePiece(path).sp
+    own_eos = sp.id_to_piece(sp.eos_id())
+    eos = eos_of(config, own_eos)
+    if eos != own_eos:
+        raise UserError(f"{path}: its eos is {own_eos!r}, not {eos!r}: not supported")
+    if content:
+        prefix = prefix_of(content, folder / "tokenizer.json")
+    else:
+        has_bos = config.get("add_bos_token", True) and sp.bos_id() >= 0
+        prefix = [sp.bos_id()] if has_bos else []
+    return SentencePiece(path, prefix)
+
+
+def convert_bpe(path: Path, config: dict, content: dict) -> Tiktoken:
+    model = content["model"]
+    for option in ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(option):
+            raise UserError(f"{path}: {option} is not supported")
+    if config.get("add_prefix_space"):
+        raise UserError(f"{path.parent}/tokenizer_config.json: add_prefix_space is not supported")
+    normalize = (content.get("normalizer") or {}).get("type", "")
+    if normalize not in ("", "NFC", "NFD", "NFKC", "NFKD"):
+        raise UserError(f"{path}: normalizer {normalize} is not supported")
+    special = {}
+    for token in content.get("added_tokens", []):
+        name = token["content"]
+        if not token.get("special") and name[:1] not in ("<", "["):  # a run of spaces, for example
+            raise UserError(f"{path}: the added token {name!r} would cut ordinary text")
+        special[name] = token["id"]
+    vocab = model["vocab"] | special
+    eos = eos_of(config, "<|endoftext|>")
+    if eos not in vocab:
+        raise UserError(f"{path}: it has no eos token {eos}, but every document must end with one")
+    special |= {eos: vocab[eos]}
+
+    ranks = ranks_of({token: i for token, i in vocab.items() if token not in special}, model, path)
+    if not are_token_ids([*ranks.values(), *special.values()]):
+        raise UserError(f"{path}: its ids are not distinct numbers from 0 to {MAX_ID:,}")
+    pattern = pattern_of(content.get("pre_tokenizer"), path)
+    prefix = prefix_of(content, path)
+    tokenizer = Tiktoken("hf", pattern, ranks, special, eos, normalize, prefix)
+
+    # Letters, marks, digits, spaces and signs next to each other: a pattern that leaves out parts
+    # of a text leaves out some of these. Some vocabularies lack the token of a byte or two.
+    probe = "ab\ncd  e\t\tf\r\n 12 ½x_-.,;: 中文，。１é" + "".join(map(chr, range(128)))
+    probe = "".join(c for c in probe if all(bytes([b]) in ranks for b in c.encode()))
+    if tokenizer.decode(tokenizer.encode(probe).tolist()) != tokenizer.normalized(probe):
+        raise UserError(f"{path}: its pattern leaves out parts of a text: not supported")
+    return tokenizer
+
+
+def eos_of(config: dict, default: str) -> str:
+    """Return the name of the eos."""
+    eos = config.get("eos_token") or default
+    return eos["content"] if isinstance(eos, dict) else eos
+
+
+def pattern_of(pre_tokenizer: dict, path: Path) -> str:
+    """Return the regular expression that cuts a text into words.
 
     Raises UserError for the kinds of tokenizers that tiktoken cannot compute.
     """
-    path = folder / "tokenizer.json"
-
-    def refuse(part: str, content: Any) -> UserError:
-        return UserError(f"{path}: {part} {json.dumps(content)[:200]} is not supported")
-
-    model = whole["model"]
-    options = ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
-    odd = {key: model[key] for key in options if model.get(key)}
-    if model.get("type") != "BPE" or odd or not is_byte_level(whole):
-        part = "a model other than a byte-level BPE, without a tokenizer.model beside it:"
-        raise refuse(part, {"type": model.get("type")} | odd)
-
-    normalizer = whole.get("normalizer")
-    forms = normalizer.get("normalizers", [normalizer]) if normalizer else []
-    if len(forms) > 1 or any(f["type"] not in ("NFC", "NFD", "NFKC", "NFKD") for f in forms):
-        raise refuse("normalizer", normalizer)
-    normalize = forms[0]["type"] if forms else ""
-
-    pre_tokenizer = whole.get("pre_tokenizer") or {}
-    *cuts, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
-        raise refuse("pre_tokenizer", pre_tokenizer)
-    cuts_as_gpt2 = last.get("use_regex", True)
-    if not cuts and cuts_as_gpt2:
-        return GPT2_PATTERN, normalize
-    if len(cuts) == 1:
-        cut = cuts[0]
-        if cut["type"] == "Digits" and cut["individual_digits"] and cuts_as_gpt2:
+    *cuts, byte_level = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    as_gpt2 = byte_level.get("use_regex", True)
+    if byte_level["type"] == "ByteLevel" and not byte_level.get("add_prefix_space"):
+        if as_gpt2 and not cuts:
+            return GPT2_PATTERN
+        if as_gpt2 and cuts == [{"type": "Digits", "individual_digits": True}]:
             # Each digit is a word. GPT-2's pattern cuts the text between two digits as if it were a
             # text of its own. So spaces at its end, before the next digit, are one word.
             between = GPT2_PATTERN.replace(r" ?\p{N}++|", "")
             between = between.replace(r"|\s+(?!\S)", r"|\s+(?=\p{N})|\s+(?!\S)")
-            return rf"\p{{N}}|{between}", normalize
-        if cut["type"] == "Split" and not cuts_as_gpt2:
-            how = (cut["behavior"], cut.get("invert", False), *cut["pattern"])
-            if how == ("Isolated", False, "Regex"):
-                return cut["pattern"]["Regex"], normalize
-    raise refuse("pre_tokenizer", pre_tokenizer)
+            return rf"\p{{N}}|{between}"
+        if not as_gpt2 and len(cuts) == 1:
+            regex = cuts[0].get("pattern", {}).get("Regex")
+            split = {"type": "Split", "behavior": "Isolated", "invert": False}
+            if regex and {"invert": False} | cuts[0] == split | {"pattern": {"Regex": regex}}:
+                return regex
+    raise UserError(f"{path}: pre_tokenizer {json.dumps(pre_tokenizer)[:200]} is not supported")
 
 
-def ranks_of(
-    vocab: dict[str, int], merges: list[tuple], whole_words: bool, folder: Path
-) -> dict[bytes, int]:
-    """Return the table of tiktoken: token -> id.
+def ranks_of(vocab: dict[str, int], model: dict, path: Path) -> dict[bytes, int]:
+    """Return the table of tiktoken, token -> id, of a vocabulary and the merges of a model.
 
     tiktoken merges in the order of the ids that result, so the ids must be in the order of the
-    merges. whole_words: a word that is a token becomes this token, even if no merges lead to it.
+    merges. With ignore_merges, a word that is a token becomes it, even if no merges lead to it.
     """
     try:
         ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in vocab.items()}
     except KeyError:
-        raise UserError(f"{folder}: its vocabulary is not that of a byte-level BPE") from None
-    if not are_token_ids(ranks.values()):
-        problem = f"are not distinct numbers from 0 to {MAX_ID:,}"
-        raise UserError(f"{folder}: the ids of its vocabulary {problem}")
-    results = [vocab[a + b] for a, b in merges if a + b in vocab]
-    if any(a > b for a, b in zip(results, results[1:], strict=False)):
-        raise UserError(f"{folder}: its merges are not in the order of their ids: not supported")
-    if whole_words:
+        raise UserError(f"{path}: its vocabulary is not that of a byte-level BPE") from None
+    pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+    results = [vocab[a + b] for a, b in pairs if a + b in vocab]
+    if results != sorted(results):
+        raise UserError(f"{path}: its merges are not in the order of their ids: not supported")
+    if model.get("ignore_merges"):
         return ranks
-    made = set(results)
-    return {token: i for token, i in ranks.items() if len(token) == 1 or i in made}
+    merged = set(results)
+    return {token: i for token, i in ranks.items() if len(token) == 1 or i in merged}
 
 
-def prefix_of(whole: dict, folder: Path) -> list[int]:
+def prefix_of(content: dict, path: Path) -> list[int]:
     """Return the ids that a tokenizer.json puts before every text."""
-    post = whole.get("post_processor") or {"type": "Sequence", "processors": []}
-    steps = post["processors"] if post["type"] == "Sequence" else [post]
-    path = folder / "tokenizer.json"
+    post = content.get("post_processor") or {"type": "ByteLevel"}
     prefix = []
-    for step in steps:
+    for step in post.get("processors", [post]):
         if step["type"] == "TemplateProcessing":
-            *before, text = step["single"]
-            if "Sequence" not in text or any("Sequence" in part for part in before):
+            *special, text = step["single"]
+            if "Sequence" not in text:
                 raise UserError(f"{path}: it puts tokens after every text: not supported")
-            for part in before:
-                name = part["SpecialToken"]["id"]
-                prefix += step["special_tokens"][name]["ids"]
+            for part in special:
+                prefix += step["special_tokens"][part["SpecialToken"]["id"]]["ids"]
         elif step["type"] != "ByteLevel":
             raise UserError(f"{path}: post_processor {step['type']} is not supported")
     return prefix

@@ -19,35 +19,17 @@ for pairs of words.
 """
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from text.dataset import DataSet
+from text.dataset import DataSet, open_split
 
 D = 0.75
 STRETCH = 1 << 18  # tokens that are read at a time
 # So many pairs of train.bin are counted, at 4 bytes each. In a larger file these are 32 stretches,
 # spread evenly. The loss is measured on a quarter as many pairs of val.bin.
 MOST = 1 << 23
-
-
-class Ids:
-    """The token ids of train.bin or val.bin, read in stretches.
-
-    The memory of a map of the file would grow with the file, as far as a tool can see.
-    """
-
-    def __init__(self, folder: Path, meta: dict, split: str):
-        self.path = folder / f"{split}.bin"
-        self.dtype = np.dtype(meta["dtype"]).newbyteorder("<")
-
-    def __len__(self) -> int:
-        return self.path.stat().st_size // self.dtype.itemsize
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        return np.fromfile(self.path, self.dtype, count, offset=start * self.dtype.itemsize)
 
 
 def count_landmarks(folder: Path, meta: dict) -> dict[str, float]:
@@ -58,51 +40,45 @@ def count_landmarks(folder: Path, meta: dict) -> dict[str, float]:
     folder: where the files are. meta: their dtype and vocab_size, as in meta.json.
     """
     V = meta["vocab_size"]
-    train, val = (Ids(folder, meta, split) for split in ("train", "val"))
+    train, val = (open_split(folder, meta, split) for split in ("train", "val"))
     if len(train) < 2 or len(val) < 2:
         return {}
-    with ThreadPoolExecutor(1) as other:  # numpy lets them run at the same time
-        of_val = other.submit(count_pairs, val, V, MOST // 4)
-        pairs, counts = count_pairs(train, V, MOST)
-    first = pairs // V
-    followers = np.bincount(first, minlength=V)  # (V,): different tokens that follow each token
-    followed = np.bincount(first, counts, V)  # (V,): how often a token has one that follows
+    pairs, counts = count_pairs(train, V, MOST)
+    left = pairs // V
+    followers = np.bincount(left, minlength=V)  # (V,): different tokens that follow each token
+    followed = np.bincount(left, counts, V)  # (V,): how often a token has one that follows
     p1 = np.maximum(followed - D, 0) + D * np.count_nonzero(followed) / V
     p1 /= counts.sum()  # (V,): the probability of each token
 
-    asked, times = of_val.result()
-    v, w = np.divmod(asked, V)
-    place = np.searchsorted(pairs, asked).clip(max=len(pairs) - 1)
-    seen = np.where(pairs[place] == asked, counts[place], 0)  # c(v, w) of each pair of val
+    val_pairs, times = count_pairs(val, V, MOST // 4)
+    v, w = np.divmod(val_pairs, V)
+    place = np.searchsorted(pairs, val_pairs).clip(max=len(pairs) - 1)
+    seen = np.where(pairs[place] == val_pairs, counts[place], 0)  # c(v, w) of each pair of val
     p2 = np.maximum(seen - D, 0) + D * followers[v] * p1[w]
     # A token that nothing has followed tells nothing of the next one.
     p2 = np.where(followed[v] > 0, p2 / np.maximum(followed[v], 1), p1[w])
-    models = {"unigram": p1[w], "bigram": p2}
-    losses = {name: float(np.average(-np.log(p), weights=times)) for name, p in models.items()}
-    rounded = {name: round(loss, 4) for name, loss in losses.items()}
-    return rounded | {"bigram_tokens": int(counts.sum())}
+
+    def loss(p: np.ndarray) -> float:
+        return round(float(np.average(-np.log(p), weights=times)), 4)
+
+    return {"unigram": loss(p1[w]), "bigram": loss(p2), "bigram_tokens": int(counts.sum())}
 
 
-def count_pairs(ids: Ids, V: int, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the different pairs of neighbours, and how often each occurs in about `most` tokens.
+def count_pairs(ids: np.ndarray, V: int, most_pairs: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the different pairs of neighbours, and how often each occurs, in about `most_pairs`.
 
     The pair (v, w) is given as the number v V + w. The pairs are sorted.
     """
     n = len(ids) - 1  # all pairs
     starts = range(0, n, STRETCH)
-    if n > most:
-        starts = np.linspace(0, n - STRETCH, most // STRETCH).astype(int)
-    kind = np.uint32 if V <= 1 << 16 else np.int64  # V V - 1 fits into it
-    pairs = np.empty(min(n, most), kind)
-    done = 0
+    if n > most_pairs:
+        starts = np.linspace(0, n - STRETCH, most_pairs // STRETCH).astype(int)
+    dtype = np.uint32 if V <= 1 << 16 else np.int64  # V V - 1 fits into it
+    pairs = []
     for start in starts:
-        stretch = ids.read(start, STRETCH + 1).astype(kind)
-        pairs[done : done + len(stretch) - 1] = stretch[:-1] * V + stretch[1:]
-        done += len(stretch) - 1
-    pairs.sort()
-    is_new = np.append(True, pairs[1:] != pairs[:-1])
-    places = np.flatnonzero(is_new)
-    return pairs[places], np.diff(places, append=done)
+        stretch = ids[start : start + STRETCH + 1].astype(dtype)
+        pairs.append(stretch[:-1] * V + stretch[1:])
+    return np.unique(np.concatenate(pairs), return_counts=True)
 
 
 def mixed_landmarks(sets: list[DataSet]) -> dict[str, float]:

@@ -1,15 +1,18 @@
-"""What is said of a data set: its meta.json, the report, and messages."""
+"""What is said of a data set: its meta.json, the report, messages, and documents to show."""
 
 import importlib.metadata
 import math
+import random
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from configurator import UserError
 from hardware.terminal import plural
-from text.dataset import FORMAT_VERSION, id_type, load_tokenizer
+from text.dataset import FORMAT_VERSION, id_type, load_tokenizer, open_split
 from text.records import Tally
 from text.settings import PrepareConfig
 from text.sources import Source
@@ -19,8 +22,8 @@ def no_documents(tally: Tally) -> str:
     """Return the error message for an input that has no documents."""
     if tally.examples:
         return f"no documents: all records are bad or empty, for example {tally.examples[0]}"
-    why = "; ".join(f"{n:,} {reason}" for reason, n in tally.dropped.items())
-    return f"no documents: {why or 'the input is empty'}"
+    dropped = "; ".join(f"{n:,} {reason}" for reason, n in tally.dropped.items())
+    return f"no documents: {dropped or 'the input is empty'}"
 
 
 def describe_lengths(lengths: Counter) -> dict:
@@ -32,17 +35,16 @@ def describe_lengths(lengths: Counter) -> dict:
     """
     values = sorted(lengths)
     cumulative = np.cumsum([lengths[v] for v in values])
-    percentiles = {}
+    described = {}
     for p in (1, 10, 50, 90, 99):
-        place = np.searchsorted(cumulative, cumulative[-1] * p / 100)
-        percentiles[f"p{p}"] = values[int(place)]
+        described[f"p{p}"] = values[np.searchsorted(cumulative, cumulative[-1] * p / 100)]
     histogram: dict[str, list[int]] = {}
     for value in values:
         edge = max(16, 1 << (value - 1).bit_length())  # the next power of two
         bucket = histogram.setdefault(str(edge), [0, 0])
         bucket[0] += lengths[value]
         bucket[1] += lengths[value] * value
-    return percentiles | {"max": values[-1], "histogram": histogram}
+    return described | {"max": values[-1], "histogram": histogram}
 
 
 def describe_set(
@@ -81,30 +83,26 @@ def settings_of(cfg: PrepareConfig) -> dict:
     return {name: getattr(cfg, name) for name in (*names.split(), "max_record_mb")}
 
 
-def first_document(new: Path, meta: dict) -> str:
+def first_document(folder: Path, meta: dict) -> str:
     """Return the lines of the report that show how the first document was encoded."""
-    ids = np.fromfile(new / "train.bin", id_type(meta["vocab_size"]), 400).tolist()
+    ids = open_split(folder, meta, "train")[:400].tolist()
     if meta["eos_id"] in ids:
         ids = ids[: ids.index(meta["eos_id"])]
-    text = load_tokenizer(new).decode(ids)
-    more = " ..." if len(text) > 300 else ""
-    return f"  the first document, decoded back from its ids:\n    {text[:300]!r}{more}"
+    text = load_tokenizer(folder).decode(ids)
+    ellipsis = " ..." if len(text) > 300 else ""
+    return f"  the first document, decoded back from its ids:\n    {text[:300]!r}{ellipsis}"
 
 
 def report(meta: dict, folder: Path) -> str:
     """Return the report of a data set, several lines, from its meta.json."""
-    kind = meta["tokenizer"]["kind"]
-    vocabulary = f"vocabulary {meta['vocab_size']:,}"
-    few = meta.get("few_documents", 0)
-    lines = [
-        f"{folder}: {kind} tokenizer, {vocabulary}, {meta['dtype']}",
-        *report_splits(meta["splits"], few),
-        *report_records(meta["records"], meta["sources"]),
-        # Of a few documents, one of which is cut into two, lengths and shares would say little.
-        *([] if 0 < few < 10 else report_lengths(meta["lengths"])),
-        *report_landmarks(meta),
-    ]
-    return "\n".join(lines)
+    vocabulary = f"vocabulary {meta['vocab_size']:,}, {meta['dtype']}"
+    n_cut = meta.get("few_documents", 0)  # documents, if they were split by text
+    lines = [f"{folder}: {meta['tokenizer']['kind']} tokenizer, {vocabulary}"]
+    lines += report_splits(meta["splits"], n_cut)
+    lines += report_records(meta["records"], meta["sources"])
+    if not 0 < n_cut < 10:  # of a few documents, one of them cut, lengths would say little
+        lines += report_lengths(meta["lengths"])
+    return "\n".join(lines + report_landmarks(meta))
 
 
 def warn_of_large_vocabulary(meta: dict) -> str:
@@ -116,12 +114,12 @@ def warn_of_large_vocabulary(meta: dict) -> str:
     tokens = meta["splits"]["train"]["tokens"]
     if tokens >= 10 * meta["vocab_size"]:
         return ""
-    few = f"  warning: only {tokens:,} tokens to learn {meta['vocab_size']:,} tokens from"
-    return f"{few}: give more text, or a smaller --vocab_size, or --tokenizer=char\n"
+    problem = f"  warning: only {tokens:,} tokens to learn {meta['vocab_size']:,} tokens from"
+    return f"{problem}: give more text, or a smaller --vocab_size, or --tokenizer=char\n"
 
 
-def report_splits(splits: dict[str, dict], few: int) -> list[str]:
-    """Return the counts. few: the number of documents if they were split by text, else 0."""
+def report_splits(splits: dict[str, dict], n_cut: int) -> list[str]:
+    """Return the counts. n_cut: the number of documents if they were split by text, else 0."""
     lines = []
     for split, s in splits.items():
         noun = "document" if s["documents"] == 1 else "documents"
@@ -129,9 +127,9 @@ def report_splits(splits: dict[str, dict], few: int) -> list[str]:
         tokens = f"{s['tokens']:>14,} tokens"
         lines.append(f"  {split:<6} {documents} {tokens} {s['bytes']:>14,} bytes of text")
     characters = sum(s["characters"] for s in splits.values())
-    if few:
+    if n_cut:
         last = f"the last {splits['val']['characters']:,} of {characters:,} characters"
-        documents = plural(few, "document")
+        documents = plural(n_cut, "document")
         lines.append(f"  {documents}, too few to choose some for val: {last} are val")
     tokens = sum(s["tokens"] for s in splits.values())
     lines.append(f"  {characters / tokens:.2f} characters per token (eos counted)")
@@ -178,11 +176,42 @@ def report_landmarks(meta: dict) -> list[str]:
         return []
     V = meta["vocab_size"]
     counted = landmarks["bigram_tokens"]
-    some = counted < meta["splits"]["train"]["tokens"] - 1
-    part = f"{counted:,} tokens of " if some else ""
+    is_sample = counted < meta["splits"]["train"]["tokens"] - 1
+    train = f"{counted:,} tokens of train" if is_sample else "train"
     return [
         "  loss on val of the simplest models, in nats per token, to compare a GPT with:",
         f"    {math.log(V):>9.3f}  all tokens are equally likely: ln {V:,}",
-        f"    {landmarks['unigram']:>9.3f}  each token is as frequent as in {part}train",
-        f"    {landmarks['bigram']:>9.3f}  each pair of tokens is as frequent as in {part}train",
+        f"    {landmarks['unigram']:>9.3f}  each token is as frequent as in {train}",
+        f"    {landmarks['bigram']:>9.3f}  each pair of tokens is as frequent as in {train}",
     ]
+
+
+def document_texts(
+    folder: Path, meta: dict, split: str, show: str, count: int
+) -> Iterator[tuple[str, str]]:
+    """Yield (place, text) of `count` documents of a split; a very long text is cut.
+
+    show: first, random, or the number of a token: the document that contains it comes first.
+    """
+    limit = 20_000  # tokens of a document
+    ids = np.asarray(open_split(folder, meta, split))
+    tokenizer = load_tokenizer(folder)
+    eos_id = meta["eos_id"]
+    end = int(show) if show.isdigit() else 0
+    if end >= len(ids):
+        raise UserError(f"--show={end}: {split}.bin has {len(ids):,} tokens")
+    for _ in range(count):
+        if show == "random":
+            end = random.randrange(len(ids))
+        begin = end
+        while begin > 0 and ids[begin - 1] != eos_id:
+            begin -= 1
+        while ids[end] != eos_id:
+            end += 1
+        text = tokenizer.decode(ids[begin : min(end, begin + limit)].tolist())
+        if end - begin > limit:
+            text += f" ... and {end - begin - limit:,} more tokens"
+        yield f"{split}, tokens {begin:,} to {end:,}, then eos", text
+        end += 1
+        if end >= len(ids):
+            return

@@ -1,6 +1,7 @@
 """Join the parts, in the order of the input, into one data set."""
 
 import io
+import math
 import os
 import shutil
 from collections import Counter
@@ -13,11 +14,12 @@ from hardware.disk import sync_to_disk
 from text.encode import ROW, GrowingFile, Part
 
 
-def read_rows(part: Part) -> Iterator[np.ndarray]:
-    """Yield the rows of a part, (documents,) of ROW, a quarter million at a time."""
-    with open(part.paths["rows"], "rb") as f:
-        while len(rows := np.fromfile(f, ROW, 1 << 18)):
-            yield rows
+def read_rows(parts: list[Part]) -> Iterator[tuple[Part, np.ndarray]]:
+    """Yield (part, some of its rows (documents,)) of all parts, a quarter million at a time."""
+    for part in parts:
+        with open(part.paths["rows"], "rb") as f:
+            while len(rows := np.fromfile(f, ROW, 1 << 18)):
+                yield part, rows
 
 
 def find_duplicates(parts: list[Part]) -> np.ndarray:
@@ -26,52 +28,42 @@ def find_duplicates(parts: list[Part]) -> np.ndarray:
     All rows are read several times. Each time only a share of the digests is compared, which bounds
     the memory.
     """
-    n = sum(len(rows) for part in parts for rows in read_rows(part))
-    if not n:
-        return np.zeros(0, bool)
-    duplicate = np.zeros(n, bool)
-    shares = n // (1 << 20) + 1
+    n = sum(len(rows) for _, rows in read_rows(parts))
+    duplicate = np.ones(n, bool)
+    shares = math.ceil(n / (1 << 20))
     for share in range(shares):
         digests = []
         places = []  # the number of the document of each digest
-        base = 0
-        for rows in (rows for part in parts for rows in read_rows(part)):
+        n_read = 0
+        for _, rows in read_rows(parts):
             in_share = np.flatnonzero(rows["digest"][:, 1] % shares == share)
             digests.append(rows["digest"][in_share])
-            places.append(in_share + base)
-            base += len(rows)
-        place = np.concatenate(places)
+            places.append(in_share + n_read)
+            n_read += len(rows)
         # return_index: of several equal digests, the place of the first one
-        _, first = np.unique(np.concatenate(digests), axis=0, return_index=True)
-        duplicate[place] = True
-        duplicate[place[first]] = False
+        _, earliest = np.unique(np.concatenate(digests), axis=0, return_index=True)
+        duplicate[np.concatenate(places)[earliest]] = False
     return duplicate
 
 
 def kept_rows(
     parts: list[Part], duplicate: np.ndarray
 ) -> Iterator[tuple[Part, np.ndarray, np.ndarray]]:
-    """Yield (part, its rows, which of them are kept) in the order of the input.
+    """Yield (part, rows, which of them are kept) in the order of the input.
 
-    Each time these are at most a quarter million documents. duplicate: the result of
-    find_duplicates(), or an empty array to keep all documents.
+    duplicate: the result of find_duplicates(), or an empty array to keep all documents.
     """
-    seen = 0
-    for part in parts:
-        for rows in read_rows(part):
-            if len(duplicate):
-                kept = ~duplicate[seen : seen + len(rows)]
-            else:
-                kept = np.ones(len(rows), bool)
-            yield part, rows, kept
-            seen += len(rows)
+    n_read = 0
+    for part, rows in read_rows(parts):
+        of_rows = duplicate[n_read : n_read + len(rows)]
+        yield part, rows, ~of_rows if len(of_rows) else np.ones(len(rows), bool)
+        n_read += len(rows)
 
 
 def count(parts: list[Part], duplicate: np.ndarray) -> tuple[dict[str, dict], Counter]:
     """Return the counts of each split, and {length in tokens: documents}."""
-    counts = {
-        split: dict(tokens=0, documents=0, bytes=0, characters=0) for split in ("train", "val")
-    }
+    zeros = dict(tokens=0, documents=0, bytes=0, characters=0)
+    counts = {"train": zeros.copy(), "val": zeros.copy()}
     lengths: Counter = Counter()
     for _, rows, kept in kept_rows(parts, duplicate):
         for split, total in counts.items():
@@ -118,13 +110,11 @@ def copy_documents(
 
     sizes: bytes of each document. kept: bool for each document.
     """
-    if not len(kept):
-        return
     # The documents between two edges are neighbours that are all kept or all skipped.
     edges = np.flatnonzero(np.diff(kept, prepend=~kept[:1], append=~kept[-1:]))
-    for begin, end in zip(edges[:-1], edges[1:], strict=True):
-        left = int(sizes[begin:end].sum())
-        if not kept[begin]:
+    for start, end in zip(edges[:-1], edges[1:], strict=True):
+        left = int(sizes[start:end].sum())
+        if not kept[start]:
             source.seek(left, os.SEEK_CUR)
             continue
         while left and (data := source.read(min(left, 1 << 22))):

@@ -1,4 +1,4 @@
-"""Windows that are filled with whole documents, and the length of the document of each token.
+"""Windows that are filled with whole documents, and where the documents of a split end.
 
 A document of n tokens is followed by its eos, and so gives n + 1 targets: each of its tokens, and
 the eos. Their inputs are the eos before the document and its n tokens. So here an eos *begins* a
@@ -17,18 +17,15 @@ tokens that have the hash of meta.json.
 """
 
 import hashlib
-from collections.abc import Iterator
 
 import numpy as np
 
 from configurator import UserError
 from hardware.terminal import ProgressBar
-from text.dataset import DataSet, verify
-from text.landmarks import Ids
+from text.dataset import DataSet, open_split
 
 TOGETHER = 250_000  # documents that are packed together
 STRETCH = 1 << 22  # tokens that are read at a time
-AT_ONCE = 1 << 20  # windows of long documents that are computed at a time
 
 # A window of the plan consists of pieces. Before each piece there is an eos, which may be the last
 # token of the piece before it. A piece with T + 1 tokens is the middle of a long document: a whole
@@ -65,80 +62,64 @@ def best_fit(lengths: np.ndarray, T: int) -> tuple[np.ndarray, int]:
     return bins, count
 
 
-def pack(ends: np.ndarray, begin: int, T: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Pack documents into windows. Yield pieces, and how many of them each window has.
+def pack(ends: np.ndarray, start: int, T: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack documents into windows. Return all pieces, and how many of them each window has.
 
-    ends: where the eos of each document is, (n,). begin: the first token of the first of them.
+    ends: where the eos of each document is, (n,). start: the first token of the first of them.
     """
-    begins = np.append(begin, ends[:-1] + 1)
-    inputs = ends - begins + 1
+    starts = np.append(start, ends[:-1] + 1)
+    inputs = ends - starts + 1
     # The windows of long documents.
-    whole = np.where(inputs > T, inputs // T, 0)
-    so_far = whole.cumsum()
-    for at in range(0, int(so_far[-1]), AT_ONCE):
-        number = np.arange(at, min(at + AT_ONCE, int(so_far[-1])))
-        document = np.searchsorted(so_far, number, "right")
-        in_document = number - (so_far - whole)[document]  # 0, 1, 2, ... of its document
-        windows = np.empty(len(number), PIECE)
-        begins_it = in_document == 0  # then an eos stands before it, as before any other piece
-        windows["first"] = begins[document] - 1 + in_document * T + begins_it
-        windows["count"] = T + 1 - begins_it
-        yield windows, np.ones(len(windows), int)
+    full = np.where(inputs > T, inputs // T, 0)  # (n,): how many each has
+    document = np.repeat(np.arange(len(ends)), full)
+    in_document = np.arange(len(document)) - (full.cumsum() - full)[document]  # 0, 1, 2, ...
+    begins_it = in_document == 0  # then an eos stands before it, as before any other piece
+    windows = np.empty(len(document), PIECE)
+    windows["first"] = starts[document] - 1 + in_document * T + begins_it
+    windows["count"] = T + 1 - begins_it
     # Everything else: documents, and tails. A tail repeats the last token before it as an input.
-    rest = inputs - whole * T
-    is_tail = whole > 0
+    left = inputs - full * T
+    is_tail = full > 0
     pieces = np.empty(len(ends), PIECE)
-    pieces["first"] = np.where(is_tail, begins - 1 + whole * T, begins)
-    pieces["count"] = np.where(is_tail, rest + 1, rest)
-    pieces = pieces[rest > 0]
+    pieces["first"] = np.where(is_tail, starts - 1 + full * T, starts)
+    pieces["count"] = left + is_tail
+    pieces = pieces[left > 0]
     bins, count = best_fit(pieces["count"], T)
-    yield pieces[np.argsort(bins, kind="stable")], np.bincount(bins, minlength=count)
+    pieces = pieces[np.argsort(bins, kind="stable")]
+    per_window = np.append(np.ones(len(windows), int), np.bincount(bins, minlength=count))
+    return np.append(windows, pieces), per_window
 
 
-def document_ends(data: DataSet, split: str) -> Iterator[np.ndarray]:
-    """Yield where the eos of each document is, for at most TOGETHER documents at a time.
+def ends_of(data: DataSet, split: str) -> np.ndarray:
+    """Return where the eos of each document of a split is, (documents,).
 
     All tokens are read. Raises UserError if they are not those that meta.json describes.
     """
-    ids = Ids(data.folder, data.meta, split)
-    eos_id = data.meta["eos_id"]
+    ids = open_split(data.folder, data.meta, split)
+    ends = []
     digest = hashlib.sha256()
-    waiting: list[np.ndarray] = []
-    count = 0
-    for at in ProgressBar(f"finding documents of {split}", range(0, len(ids), STRETCH)):
-        tokens = ids.read(at, STRETCH)
-        digest.update(tokens)
-        ends = np.flatnonzero(tokens == eos_id) + at
-        while count + len(ends) >= TOGETHER:
-            missing = TOGETHER - count
-            yield np.concatenate([*waiting, ends[:missing]])
-            ends = ends[missing:]
-            waiting = []
-            count = 0
-        waiting.append(ends)
-        count += len(ends)
-    if digest.hexdigest() != data.meta["splits"][split]["sha256"] or tokens[-1] != eos_id:
-        verify(data.folder, data.meta, split)  # says what is wrong
-        raise UserError(f"{ids.path}: it is being changed: wait until it is whole")
-    if count:
-        yield np.concatenate(waiting)
+    for place in ProgressBar(f"finding documents of {split}", range(0, len(ids), STRETCH)):
+        stretch = ids[place : place + STRETCH]
+        digest.update(stretch)
+        ends.append(np.flatnonzero(stretch == data.meta["eos_id"]) + place)
+    is_whole = digest.hexdigest() == data.meta["splits"][split]["sha256"]
+    if not is_whole or int(ids[-1]) != data.meta["eos_id"]:
+        raise UserError(f"{data.folder}/{split}.bin: it was changed; run prepare.py again")
+    return np.concatenate(ends)
 
 
 def packed(data: DataSet, split: str, T: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the plan of a split: the pieces of all windows (pieces,), and the number of the first
     piece of each window, with the number of all pieces at the end, (windows + 1,).
     """
+    ends = ends_of(data, split)
     pieces = []
     per_window = [np.zeros(1, int)]
-    begin = 0
-    for ends in document_ends(data, split):
-        for some_pieces, counts in pack(ends, begin, T):
-            pieces.append(some_pieces)
-            per_window.append(counts)
-        begin = int(ends[-1]) + 1
+    start = 0
+    for place in range(0, len(ends), TOGETHER):
+        group = ends[place : place + TOGETHER]
+        of_group, counts = pack(group, start, T)
+        pieces.append(of_group)
+        per_window.append(counts)
+        start = int(group[-1]) + 1
     return np.concatenate(pieces), np.concatenate(per_window).cumsum()
-
-
-def ends_of(data: DataSet, split: str) -> np.ndarray:
-    """Return where the eos of each document of a split is, (documents,)."""
-    return np.concatenate(list(document_ends(data, split)))

@@ -9,7 +9,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -80,65 +80,58 @@ def documents(chunk: Chunk, cleaning: Cleaning, tally: Tally) -> Iterator[tuple[
 
     All records are counted in `tally`.
     """
-    records = (unpacked(chunk.kind, where, record) for where, record in chunk.records)
-    for where, record in itertools.chain.from_iterable(records):
+    records = (unpacked(chunk.kind, place, record) for place, record in chunk.records)
+    for place, record in itertools.chain.from_iterable(records):
         tally.records += 1
         try:
-            text, shape = understand(chunk.kind, record, where, cleaning.fields, tally)
+            text, shape = understand(chunk.kind, record, cleaning.fields, tally)
             text = clean(text, cleaning, tally)
             utf8 = to_utf8(text)
         except ValueError as e:
-            tally.reject(where, str(e))
+            tally.reject(place, str(e))
             continue
         tally.shapes[shape] += 1
         if text.strip(BLANK):
-            yield where, text, utf8
+            yield place, text, utf8
         else:
             tally.dropped["empty"] += 1
 
 
-def unpacked(kind: str, where: str, record: Any) -> Iterable[tuple[str, Any]]:
-    """Return (place, record) of each record in what the Reader gives as one, to save its time.
+def unpacked(kind: str, place: str, record: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (place, record) of each record in what the Reader gives as one, to save its time.
 
-    That is each line of Lines, and each text of a module of the demo corpus.
+    That is each line of Lines that is not blank, and each text of a module of the demo corpus.
     """
     if kind == "py":
-        return ((where, text) for text in documentation(record, where))
-    if not isinstance(record, Lines):
-        return [(where, record)]
-    return lines_in(record)
+        for text in documentation(record, place):
+            yield place, text
+    elif isinstance(record, Lines):
+        for number, line in enumerate(record.data.split(b"\n"), record.first):
+            # Files that were joined may have a byte order mark within.
+            text = line.decode(record.encoding, "surrogateescape").removeprefix("\ufeff")
+            if text and not text.isspace():
+                yield f"{record.file}:{number}", text
+    else:
+        yield place, record
 
 
-def lines_in(block: Lines) -> Iterator[tuple[str, str]]:
-    """Yield (file:line, line) for each line that is not blank."""
-    for number, line in enumerate(block.data.split(b"\n"), block.first):
-        # Files that were joined may have a byte order mark within.
-        text = line.decode(block.encoding, "surrogateescape").removeprefix("\ufeff")
-        if text and not text.isspace():
-            yield f"{block.file}:{number}", text
-
-
-def understand(kind: str, record: Any, where: str, fields: str, tally: Tally) -> tuple[str, str]:
+def understand(kind: str, record: Any, fields: str, tally: Tally) -> tuple[str, str]:
     """Return (text, shape) of a record from the Reader. Raises ValueError with what is wrong."""
     if isinstance(record, ValueError):
         raise record
     if kind in ("txt", "md"):
         return record, "plain text"
-    value = parse_line(record) if kind in ("jsonl", "ndjson") else record
-    text, shape = record_text(value, fields)
+    if kind in ("jsonl", "ndjson"):
+        if len(record) > MOST_VALUES and record.count(",") > MOST_VALUES:
+            raise ValueError(f"it holds more than {MOST_VALUES:,} values")
+        try:
+            record = json.loads(record)
+        except (ValueError, RecursionError):
+            raise ValueError("not valid JSON") from None
+    text, shape = record_text(record, fields)
     if not fields:
-        tally.unread.update(unread_fields(value, shape))
+        tally.unread.update(unread_fields(record, shape))
     return text, shape
-
-
-def parse_line(line: str) -> Any:
-    """Return the value of a line of JSON. Raises ValueError if it is not JSON, or too large."""
-    if len(line) > MOST_VALUES and line.count(",") > MOST_VALUES:
-        raise ValueError(f"it holds more than {MOST_VALUES:,} values")
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        raise ValueError("not valid JSON") from None
 
 
 def unread_fields(record: dict, shape: str) -> list[str]:
@@ -169,10 +162,9 @@ def to_utf8(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as e:
-        code = ord(text[e.start])
-        if 0xDC80 <= code <= 0xDCFF:  # surrogateescape makes these of bytes that it cannot decode
-            byte = f"byte 0x{code - 0xDC00:02x}"
-            raise ValueError(f"{byte} is not of its encoding: say --encoding") from None
+        byte = ord(text[e.start]) - 0xDC00
+        if 0x80 <= byte <= 0xFF:  # surrogateescape makes these of bytes that it cannot decode
+            raise ValueError(f"byte 0x{byte:02x} is not of its encoding: say --encoding") from None
         # JSON can contain such a half, as \ud800.
         raise ValueError("half a surrogate pair, which is no character") from None
 
@@ -211,8 +203,7 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str]:
     names = printable(", ".join(map(str, record)))[:80]
     if record.keys() & {"conversations", "messages"}:
         raise ValueError(f"{{{names}}} is chat data: a later version will read it")
-    advice = "choose fields, as in --fields=question,answer"
-    raise ValueError(f"{{{names}}} is no known shape: {advice}")
+    raise ValueError(f"{{{names}}} is no known shape: give --fields=question,answer")
 
 
 def get(record: dict, key: str) -> str:
@@ -262,32 +253,20 @@ def is_chinese(text: str) -> bool:
     """
     if text.isascii():
         return False
-    if 20 * count_chinese(codes_of(text[: len(text) // 3])) >= len(text):
-        return True  # whatever the rest is
-    codes = codes_of(text)
-    chinese = count_chinese(codes)
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")  # (characters,)
+    chinese = count_between(codes, 0x3040, 0x9FFF) + count_between(codes, 0x20000, 0x3FFFF)
     ascii_letters = count_between(codes | 32, ord("a"), ord("z"))
     return chinese > 0 and 20 * chinese >= chinese + ascii_letters
 
 
-def codes_of(text: str) -> np.ndarray:
-    """Return the code points (characters,) of a text."""
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
-
-
-def count_chinese(codes: np.ndarray) -> int:
-    """Return how many of these are Chinese characters, or Japanese kana."""
-    return count_between(codes, 0x3040, 0x9FFF) + count_between(codes, 0x20000, 0x3FFFF)
+def count_between(codes: np.ndarray, low: int, high: int) -> int:
+    # What is below `low` wraps around to a large number.
+    return np.count_nonzero(codes - low <= high - low)
 
 
 def printable(text: str) -> str:
     """Return a text with its control characters as escapes: it must not control the terminal."""
     return CONTROL.sub(lambda character: repr(character[0])[1:-1], text)
-
-
-def count_between(codes: np.ndarray, first: int, last: int) -> int:
-    # What is below `first` wraps around to a large number.
-    return np.count_nonzero(codes - first <= last - first)
 
 
 def chosen_fields(record: dict, fields: str) -> str:
@@ -297,10 +276,8 @@ def chosen_fields(record: dict, fields: str) -> str:
         *path, last = name.strip().split(".")
         inner = record
         for key in path:
-            inner = inner.get(key)
-            if not isinstance(inner, dict):
-                raise ValueError(f"no field {name}")
-        if last not in inner:
+            inner = inner.get(key) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict) or last not in inner:
             raise ValueError(f"no field {name}")
         return get(inner, last)
 

@@ -31,16 +31,13 @@ MAX_ID = (1 << 24) - 1  # the largest id of a token that is accepted
 
 def are_token_ids(ids: Collection[int]) -> bool:
     """Return whether these are distinct numbers from 0 to MAX_ID, and at least one."""
-    if not ids or len(set(ids)) < len(ids):
-        return False
-    return min(ids) >= 0 and max(ids) <= MAX_ID
+    return len(set(ids)) == len(ids) > 0 and min(ids) >= 0 and max(ids) <= MAX_ID
 
 
 def checked_prefix(prefix: list[int] | None, eos_id: int, vocab_size: int) -> list[int]:
     """Return the prefix, or [eos_id] for None. Raises ValueError if it is not a list of ids."""
     ids = [eos_id] if prefix is None else prefix
-    ok = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
-    if not ok:
+    if not isinstance(ids, list) or not all(i in range(vocab_size) for i in ids):
         raise ValueError(f"the prefix {ids!r} is not a list of ids of this tokenizer")
     return ids
 
@@ -51,14 +48,6 @@ EDGE = r"(?:(?<=\S)(?= )|(?<=[\u4e00-\u9fff])(?=[，。、；：！？．（《�
 SLICE = 500  # characters, at least; SentencePiece is slower on longer texts (bench/LOG.md)
 
 
-def up_to_edge(least: int) -> re.Pattern:
-    """Return what matches a text up to its first EDGE after `least` characters, or all of it."""
-    return re.compile(rf"(?s).{{{least}}}(?:.*?{EDGE}|.*)|.+")
-
-
-SLICES = up_to_edge(SLICE)
-
-
 class SentencePiece:
     kind = "sentencepiece"
     file = "tokenizer.model"
@@ -66,10 +55,8 @@ class SentencePiece:
     def __init__(self, path: str | Path, prefix: list[int] | None = None):
         import sentencepiece
 
-        self.path = Path(path)
         try:
-            model = self.path.read_bytes()
-            self.sp = sentencepiece.SentencePieceProcessor(model_proto=model)
+            self.sp = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
             for token in range(self.sp.vocab_size()):
                 self.sp.id_to_piece(token)  # fails in a damaged file, where a piece may not be text
         except (OSError, RuntimeError, ValueError) as e:
@@ -81,8 +68,7 @@ class SentencePiece:
         space_sign = [self.sp.piece_to_id(f"<0x{byte:02X}>") for byte in "\u2581".encode()]
         self.space_sign = np.array(space_sign, np.int32)
         if self.eos_id < 0:
-            problem = "it has no eos token, but every document must end with one"
-            raise UserError(f"tokenizer {path}: {problem}")
+            raise UserError(f"tokenizer {path}: no eos token, but every document must end with one")
         self.prefix = checked_prefix(prefix, self.eos_id, self.vocab_size)
 
     def encode(self, text: str) -> np.ndarray:
@@ -114,7 +100,8 @@ class SentencePiece:
         """
         if len(text) <= SLICE or not self.may_cut:
             return [text]
-        return SLICES.findall(text)
+        # Up to the first EDGE after SLICE characters, or to the end.
+        return re.findall(rf"(?s).{{{SLICE}}}(?:.*?{EDGE}|.*)|.+", text)
 
     @cached_property
     def may_cut(self) -> bool:
@@ -131,12 +118,20 @@ class SentencePiece:
     @property
     def is_byte_bpe(self) -> bool:
         """Whether the model is a BPE that writes a character without a token as its bytes."""
-        sp = self.sp
-        ids = range(sp.vocab_size())
-        ordinary = [i for i in ids if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_byte(i))]
         # In a BPE, the scores of the pieces are the order of the merges.
-        in_order = [sp.get_score(i) for i in ordinary] == [-i for i in range(len(ordinary))]
-        return in_order and sum(map(sp.is_byte, ids)) >= 256
+        scores = [self.sp.get_score(i) for i in self.ordinary]
+        return scores == [-i for i in range(len(scores))] and self.has_all_bytes
+
+    @property
+    def has_all_bytes(self) -> bool:
+        return sum(map(self.sp.is_byte, range(self.vocab_size))) >= 256
+
+    @property
+    def ordinary(self) -> list[int]:
+        """The ids of pieces of text: they are no bytes, unk, bos, eos and so on."""
+        sp = self.sp
+        kinds = (sp.is_control, sp.is_unknown, sp.is_byte)
+        return [i for i in range(self.vocab_size) if not any(is_kind(i) for is_kind in kinds)]
 
     def decode(self, ids: list[int]) -> str:
         return self.sp.decode(ids)
@@ -223,14 +218,13 @@ class Tiktoken:
         try:
             e = tiktoken.get_encoding(name)
         except OSError as error:  # the errors of requests are OSErrors too
-            problem = f"cannot be downloaded ({type(error).__name__})"
-            where = "set TIKTOKEN_CACHE_DIR to a folder that has it"
-            raise UserError(f"--tokenizer {name}: {problem}; {where}") from None
+            problem = f"--tokenizer {name}: cannot be downloaded ({type(error).__name__})"
+            raise UserError(f"{problem}; set TIKTOKEN_CACHE_DIR to a folder that has it") from None
         return cls(name, e._pat_str, e._mergeable_ranks, e._special_tokens)
 
     @classmethod
     def from_file(
-        cls, path: str | Path, pattern: str | None = None, special: dict | None = None, **more
+        cls, path: str | Path, pattern: str = CL100K_PATTERN, special: dict | None = None, **options
     ) -> "Tiktoken":
         """Return the tokenizer of a .tiktoken file, which has a line for each token: base64 and id.
 
@@ -245,24 +239,25 @@ class Tiktoken:
         except (OSError, ValueError) as e:
             raise UserError(f"tokenizer {path}: not a .tiktoken file ({e})") from None
         special = special or {"<|endoftext|>": max(ranks.values()) + 1}
-        return cls(Path(path).stem, pattern or CL100K_PATTERN, ranks, special, **more)
+        return cls(Path(path).stem, pattern, ranks, special, **options)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids (n,) of a text. The name of a special token in it is ordinary text.
 
         Raises ValueError if tiktoken fails, on a million spaces for example.
         """
-        if self.normalize:
-            text = unicodedata.normalize(self.normalize, text)
         try:
-            return self.encoding.encode_to_numpy(text, disallowed_special=())
+            return self.encoding.encode_to_numpy(self.normalized(text), disallowed_special=())
         except BaseException as e:  # a panic in tiktoken's Rust code is not an Exception
             if type(e).__name__ != "PanicException":
                 raise
-            why = str(e).splitlines()[0][:80]
-            if why.startswith("no entry found"):
-                why = "the vocabulary lacks a byte of it"
-            raise ValueError(f"tiktoken fails on it: {why}") from None
+            reason = str(e).splitlines()[0][:80]
+            if reason.startswith("no entry found"):
+                reason = "the vocabulary lacks a byte of it"
+            raise ValueError(f"tiktoken fails on it: {reason}") from None
+
+    def normalized(self, text: str) -> str:
+        return unicodedata.normalize(self.normalize, text) if self.normalize else text
 
     def encode_all(self, texts: list[str]) -> Iterator[np.ndarray]:
         """Yield the ids (n,) of each text; next() raises ValueError where tiktoken fails."""
@@ -290,14 +285,17 @@ class Tiktoken:
         return info | {"eos": self.eos, "normalize": self.normalize}
 
 
-def same_ids(a: SentencePiece | Tiktoken, b: SentencePiece | Tiktoken) -> bool:
+Tokenizer = SentencePiece | Tiktoken
+
+
+def same_ids(a: Tokenizer, b: Tokenizer) -> bool:
     """Return whether every id means the same in both tokenizers."""
     if a.vocab_size != b.vocab_size or a.eos_id != b.eos_id:
         return False
     return all(a.token_bytes(i) == b.token_bytes(i) for i in range(a.vocab_size))
 
 
-def open_tokenizer(path: str | Path, info: dict) -> SentencePiece | Tiktoken:
+def open_tokenizer(path: str | Path, info: dict) -> Tokenizer:
     """Return the tokenizer in a file. info: what save() returned when it wrote the file.
 
     Raises UserError or ValueError if the file or info is damaged.
@@ -306,5 +304,5 @@ def open_tokenizer(path: str | Path, info: dict) -> SentencePiece | Tiktoken:
         return SentencePiece(path, info["prefix"])
     if info["kind"] != Tiktoken.kind:
         raise ValueError(f"unknown tokenizer kind {info['kind']!r}")
-    more = {key: info[key] for key in ("eos", "normalize", "prefix")}
-    return Tiktoken.from_file(path, info["pattern"], info["special"], **more)
+    options = {key: info[key] for key in ("eos", "normalize", "prefix")}
+    return Tiktoken.from_file(path, info["pattern"], info["special"], **options)

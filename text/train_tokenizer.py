@@ -7,36 +7,30 @@ from functools import partial
 from pathlib import Path
 
 from configurator import UserError
-from hardware.disk import file_sha256, json_bytes, remove_only, sealed, unseal, write_whole
+from hardware.disk import file_sha256, remove_only
 from hardware.terminal import ProgressBar
-from text.dataset import find_tokenizer, tokenizer_folder
 from text.encode import texts_of
-from text.folders import WORK, fingerprint
+from text.folders import WORK
 from text.formats import Chunk
-from text.hf_tokenizer import hugging_face_files
+from text.hf_tokenizer import find_tokenizer, hugging_face_files, tokenizer_folder
 from text.look import no_documents
 from text.pool import Task, in_order
 from text.records import Cleaning, Tally
-from text.settings import (
-    MADE_HERE,
-    PrepareConfig,
-    check_bad,
-    cleaning,
-    foreseen,
-    reader_of,
-    what_is_read,
-)
+from text.settings import MADE_HERE, PrepareConfig, check_bad, cleaning, foreseen, reader_of
 from text.sources import Source
 from text.tokenizer import SentencePiece
 
 SAMPLE_LENGTH = 4000  # characters of each excerpt in the sample that a tokenizer is trained on
 
 # What all tokenizers that are made here have in common: no text is changed, and all spaces stay.
-AS_IT_IS = dict(
-    normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False
-)
 # The model file records the number of threads, so it is fixed.
-QUIETLY = dict(num_threads=16, minloglevel=2)
+COMMON = dict(
+    normalization_rule_name="identity",
+    remove_extra_whitespaces=False,
+    add_dummy_prefix=False,
+    num_threads=16,
+    minloglevel=2,
+)
 
 # SentencePiece uses these four characters itself: there cannot be a token for one of them.
 RESERVED = set("\0\x1f\u2581\u2585")
@@ -45,70 +39,32 @@ RESERVED = set("\0\x1f\u2581\u2585")
 def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, folder: Path) -> dict:
     """Save the tokenizer that --tokenizer names in `folder`; return its description for meta.json.
 
-    If an interrupted run has already made this tokenizer, it is used again.
+    One that is trained depends on the input and the settings alone. So after an interruption, it is
+    trained again to the same ids, and what was encoded with it stays valid.
     """
-    key = None  # identifies the input and the settings of a tokenizer that is made here
-    ready = None
-    came_with = {}  # the files for Hugging Face's tools that lie beside the tokenizer
-    if cfg.tokenizer in MADE_HERE:
-        files = [s.same_file() for s in sources]
-        settings = [cfg.tokenizer, cfg.vocab_size, cfg.train_mb, what_is_read(cfg)]
-        key = fingerprint([settings, files])
-        info = tokenizer_of_interrupted_run(folder, key)
-        if info is not None:
-            return info
-    else:
-        ready = find_tokenizer(cfg.tokenizer)
-        beside = tokenizer_folder(cfg.tokenizer)
-        if beside:
-            came_with = {f.name: f.read_bytes() for f in hugging_face_files(beside)}
+    existing = None
+    beside = {}  # the files for Hugging Face's tools that lie beside the tokenizer
+    if cfg.tokenizer not in MADE_HERE:
+        existing = find_tokenizer(cfg.tokenizer)
+        if source := tokenizer_folder(cfg.tokenizer):
+            beside = {path.name: path.read_bytes() for path in hugging_face_files(source)}
 
     remove_only(folder, WORK["tokenizer"])
     folder.mkdir()
-    for file, content in came_with.items():
-        (folder / file).write_bytes(content)
-    tokenizer = ready or SentencePiece(make_sentencepiece(cfg, sources, workers, folder))
-    info = tokenizer.save(folder)
-    info |= {"sha256": file_sha256(folder / info["file"])}
-    info |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
-    write_whole(folder / "info.json", json_bytes(sealed({"key": key, "tokenizer": info})))
-    return info
-
-
-def tokenizer_of_interrupted_run(folder: Path, key: str) -> dict | None:
-    """Return the description of the tokenizer in `folder`, or None if it must be trained again.
-
-    It is used again only if it was trained with the same `key` and its file is undamaged.
-    """
-    path = folder / "info.json"
-    if not path.exists():
-        return None
-    try:
-        kept = unseal(path)
-        info = kept["tokenizer"]
-        if kept["key"] == key and file_sha256(folder / info["file"]) == info["sha256"]:
-            print("the tokenizer of the interrupted run is undamaged: it is used again")
-            return info
-        why = "it is damaged, or the input or the settings changed"
-    except (OSError, ValueError, LookupError, TypeError) as e:
-        why = f"{path}: {e}"
-    print(f"the tokenizer of the interrupted run is trained again: {why}")
-    return None
-
-
-def make_sentencepiece(
-    cfg: PrepareConfig, sources: list[Source], workers: int, folder: Path
-) -> Path:
-    """Make the tokenizer that --tokenizer=train, char or byte asks for; return its file."""
+    for name, content in beside.items():
+        (folder / name).write_bytes(content)
     path = folder / SentencePiece.file
     if cfg.tokenizer == "train":
         train_sentencepiece(path, sample_excerpts(cfg, sources, workers), cfg.vocab_size)
     elif cfg.tokenizer == "char":
         characters = alphabet(cfg, sources, workers)
         write_alphabet(path, characters, with_bytes=bool(characters & RESERVED))
-    else:
+    elif cfg.tokenizer == "byte":
         write_alphabet(path, set(), with_bytes=True)
-    return path
+    tokenizer = existing or SentencePiece(path)
+    info = tokenizer.save(folder)
+    info |= {"sha256": file_sha256(folder / info["file"])}
+    return info | {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
 
 
 def train_sentencepiece(path: Path, sample: list[str], vocab_size: int) -> None:
@@ -130,8 +86,7 @@ def train_sentencepiece(path: Path, sample: list[str], vocab_size: int) -> None:
                 allow_whitespace_only_pieces=True,  # indentation can be one token
                 split_digits=True,
                 max_sentence_length=8 * SAMPLE_LENGTH,  # bytes
-                **AS_IT_IS,
-                **QUIETLY,
+                **COMMON,
             )
     except (RuntimeError, ValueError) as e:
         reason = str(e).split("] ")[-1]  # its text is "Internal: file(line) [condition] reason"
@@ -140,13 +95,11 @@ def train_sentencepiece(path: Path, sample: list[str], vocab_size: int) -> None:
 
 def in_our_words(reason: str) -> str:
     """Return why SentencePiece cannot train. Its own advice names settings that we do not have."""
-    least = re.search(r"smaller than required_chars. \d+ vs (\d+)", reason)
-    most = re.search(r"set it to a value <= (\d+)", reason)
-    if least:
-        problem = f"too small for the characters of this input: it takes at least {least[1]}"
+    if smallest := re.search(r"smaller than required_chars. \d+ vs (\d+)", reason):
+        problem = f"too small for the characters of this input: it takes at least {smallest[1]}"
         return f"{problem}, or --tokenizer=byte"
-    if most:
-        return f"too large for this input: give --vocab_size={most[1]}, or --tokenizer=char"
+    if largest := re.search(r"set it to a value <= (\d+)", reason):
+        return f"too large for this input: give --vocab_size={largest[1]}, or --tokenizer=char"
     return f"SentencePiece cannot train on this input: {reason}"
 
 
@@ -175,8 +128,7 @@ def write_alphabet(path: Path, characters: set[str], with_bytes: bool) -> None:
             eos_id=1,
             bos_id=-1,
             max_sentence_length=8 * size,  # bytes
-            **AS_IT_IS,
-            **QUIETLY,
+            **COMMON,
         )
 
 
@@ -191,11 +143,11 @@ def over_input(cfg: PrepareConfig, sources: list[Source], workers: int, task: Ta
     chunks = reader_of(sources, cfg).chunks()
     empty = True
     with ProgressBar("reading for the tokenizer", total=total, unit_scale=True) as bar:
-        for chunk, (made, counts) in in_order(task, chunks, workers):
+        for chunk, (result, counts) in in_order(task, chunks, workers):
             tally.add(counts)
             check_bad(tally, cfg, foreseen(tally, chunk, total))
-            yield made
-            empty = empty and not made
+            yield result
+            empty = empty and not result
             bar.update(chunk.bytes_read - bar.n)
     if empty:
         raise UserError(no_documents(tally))
@@ -224,18 +176,12 @@ def sample_excerpts(cfg: PrepareConfig, sources: list[Source], workers: int) -> 
     sample: list[str] = []
     seen = 0  # excerpts so far
     for texts in over_input(cfg, sources, workers, partial(texts_of, cleaning(cfg))):
-        for excerpt in excerpts_of(texts):
-            if len(sample) < capacity:
-                sample.append(excerpt)
-            else:
-                slot = rng.randrange(seen + 1)
-                if slot < capacity:
+        for text in texts:
+            for start in range(0, len(text), SAMPLE_LENGTH):
+                excerpt = text[start : start + SAMPLE_LENGTH]
+                if seen < capacity:
+                    sample.append(excerpt)
+                elif (slot := rng.randrange(seen + 1)) < capacity:
                     sample[slot] = excerpt
-            seen += 1
+                seen += 1
     return sample
-
-
-def excerpts_of(texts: list[str]) -> Iterator[str]:
-    for text in texts:
-        for begin in range(0, len(text), SAMPLE_LENGTH):
-            yield text[begin : begin + SAMPLE_LENGTH]

@@ -13,6 +13,7 @@ The documents of a data set stand one after the other, each followed by an eos. 
 """
 
 from fractions import Fraction
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -46,13 +47,7 @@ class Windows:
     is, (documents,), if each document shall count as much as the others; None: each token shall.
     """
 
-    def __init__(
-        self,
-        tokens: np.ndarray,
-        block_size: int,
-        seed: tuple[int, ...],
-        ends: np.ndarray | None = None,
-    ):
+    def __init__(self, tokens: np.ndarray, block_size: int, seed: tuple, ends: np.ndarray | None):
         self.tokens = tokens
         self.block_size = block_size
         self.seed = seed
@@ -62,18 +57,15 @@ class Windows:
         # This many windows fit at every offset from 0 to T - 1, and this many at offset 0.
         self.n_windows = max(1, (len(tokens) - block_size) // block_size)
         self.n_fixed = (len(tokens) - 1) // block_size
-        self.slack = len(tokens) - 1 - self.n_windows * block_size  # the largest offset
-        # The last two epochs: a batch may contain the end of one and the beginning of the next.
-        self.epochs: dict[int, tuple[int, np.ndarray]] = {}
+        # The offset of an epoch is below this. Of few tokens, only some of all T offsets fit.
+        self.n_offsets = min(block_size, len(tokens) - self.n_windows * block_size)
+        # Two epochs are kept: a batch may contain the end of one and the beginning of the next.
+        self.epoch = lru_cache(maxsize=2)(self.draw_epoch)
 
-    def epoch(self, epoch: int) -> tuple[int, np.ndarray]:
+    def draw_epoch(self, epoch: int) -> tuple[int, np.ndarray]:
         """Return (offset, permutation (n_windows,)) of an epoch."""
-        if epoch not in self.epochs:
-            rng = np.random.default_rng((*self.seed, epoch))
-            offset = int(rng.integers(0, min(self.slack, self.block_size - 1) + 1))
-            self.epochs = {e: v for e, v in self.epochs.items() if e == epoch - 1}
-            self.epochs[epoch] = offset, rng.permutation(self.n_windows)
-        return self.epochs[epoch]
+        rng = np.random.default_rng((*self.seed, epoch))
+        return int(rng.integers(self.n_offsets)), rng.permutation(self.n_windows)
 
     def start(self, number: int) -> int:
         """Return where window `number` of the endless sequence begins in the split."""
@@ -109,8 +101,8 @@ class Windows:
         if self.ends is None:
             return counts
         document = np.searchsorted(self.ends, targets)
-        before = np.where(document > 0, self.ends[document - 1], -1)
-        return counts * (len(self.tokens) / len(self.ends)) / (self.ends[document] - before)
+        previous = np.where(document > 0, self.ends[document - 1], -1)  # where its eos is
+        return counts * (len(self.tokens) / len(self.ends)) / (self.ends[document] - previous)
 
     def place(self, start: int) -> str:
         """Return where the window that begins at `start` comes from, in words."""
@@ -122,14 +114,14 @@ class PackedWindows(Windows):
 
     Each epoch visits them in another order. `start` is the number of a window in the plan.
 
-    pieces, bounds: the plan. eos_id: the token that begins a document.
+    plan: the pieces, and which of them each window has. eos_id: the token that begins a document.
     """
 
     def __init__(
         self,
         tokens: np.ndarray,
         block_size: int,
-        seed: tuple[int, ...],
+        seed: tuple,
         ends: np.ndarray | None,
         plan: tuple[np.ndarray, np.ndarray],
         eos_id: int,
@@ -138,41 +130,44 @@ class PackedWindows(Windows):
         self.pieces, self.bounds = plan
         self.eos_id = eos_id
         self.n_windows = self.n_fixed = len(self.bounds) - 1
-        self.spacing = 1
-        self.slack = 0
+        self.n_offsets = self.spacing = 1
         self.weighted = True  # padding counts nothing
 
     def pieces_of(self, window: int) -> list[tuple[int, int]]:
         """Return (first token, number of tokens) of each piece of a window."""
         return self.pieces[self.bounds[window] : self.bounds[window + 1]].tolist()
 
+    def places(self, window: int) -> np.ndarray:
+        """Return which token of the split stands at each place of a window, (T + 1,).
+
+        -1: none of them, but an eos at the first place, and padding at all others.
+        """
+        pieces = [np.arange(start, start + count) for start, count in self.pieces_of(window)]
+        tokens = np.concatenate(pieces)
+        if len(tokens) > self.block_size:  # the middle of a long document
+            return tokens
+        places = np.full(self.block_size + 1, -1)
+        places[1 : len(tokens) + 1] = tokens
+        return places
+
     def row(self, start: int) -> np.ndarray:
-        ids = np.full(self.block_size + 1, -1)
-        ids[0] = self.eos_id
-        end = 1
-        for first, count in self.pieces_of(start):
-            if count > self.block_size:  # the middle of a long document
-                return self.tokens[first : first + count].astype(np.int64)
-            ids[end : end + count] = self.tokens[first : first + count]
-            end += count
+        places = self.places(start)
+        ids = np.where(places >= 0, self.tokens[places].astype(np.int64), -1)
+        if places[0] < 0:
+            ids[0] = self.eos_id
         return ids
 
     def targets(self, start: int) -> np.ndarray:
-        targets = np.full(self.block_size, -1)
-        end = 0
-        for first, count in self.pieces_of(start):
-            if count > self.block_size:
-                return np.arange(first + 1, first + count)
-            targets[end : end + count] = np.arange(first, first + count)
-            if first > 0 and self.tokens[first - 1] != self.eos_id:  # a tail
-                targets[end] = -1
-            end += count
-        return targets
+        places = self.places(start)
+        inputs, targets = places[:-1], places[1:]
+        # A target stands behind the token before it in the split, or begins a document behind an
+        # eos. The first token of a tail does neither: its eos says nothing of it.
+        begins_document = (targets == 0) | (self.tokens[targets - 1] == self.eos_id)
+        return np.where((inputs == targets - 1) | begins_document, targets, -1)
 
     def place(self, start: int) -> str:
-        pieces = self.pieces_of(start)
-        parts = [f"{first:,} to {first + count - 1:,}" for first, count in pieces]
-        return f"tokens {', '.join(parts)}"
+        pieces = [f"{token:,} to {token + n - 1:,}" for token, n in self.pieces_of(start)]
+        return f"tokens {', '.join(pieces)}"
 
 
 class Loader:
@@ -188,12 +183,7 @@ class Loader:
     computes this for any window without counting the windows before it.
     """
 
-    def __init__(
-        self,
-        splits: list[Windows],
-        weights: list[Fraction],
-        eos_id: int | None = None,
-    ):
+    def __init__(self, splits: list[Windows], weights: list[Fraction], eos_id: int | None = None):
         """eos_id: see Rows."""
         self.splits = splits
         self.eos_id = eos_id
@@ -205,17 +195,16 @@ class Loader:
         """Return (split, number in the sequence of that split) of window `number` of the run."""
         for k, share in enumerate(self.share_of_rest):
             # Split k takes this window if its whole number of windows grows with it.
-            before = number * share.numerator // share.denominator
-            after = (number + 1) * share.numerator // share.denominator
-            if after > before:
-                return k, before
-            number -= before  # the windows that split k leaves are numbered anew
+            taken = int(number * share)
+            if int((number + 1) * share) > taken:
+                return k, taken
+            number -= taken  # the windows that split k leaves are numbered anew
         raise AssertionError("the last split takes all windows that are left: its share is 1")
 
-    def starts(self, first: int, count: int) -> list[tuple[int, int]]:
-        """Return (split, start) of the windows first ... first + count - 1 of the run."""
-        picked = map(self.pick, range(first, first + count))
-        return [(k, self.splits[k].start(number)) for k, number in picked]
+    def starts(self, number: int, count: int) -> list[tuple[int, int]]:
+        """Return (split, start) of `count` windows of the run, from window `number` on."""
+        picked = map(self.pick, range(number, number + count))
+        return [(k, self.splits[k].start(i)) for k, i in picked]
 
     def rows(self, starts: list[tuple[int, int]]) -> Rows:
         """Return the windows that begin at `starts`."""
@@ -237,10 +226,8 @@ def open_windows(
     """Open a split of a data set. Raises UserError if it is shorter than one window."""
     tokens = open_split(data.folder, data.meta, split)
     if len(tokens) < block_size + 1:
-        found = f"{data.name}/{split}.bin has {len(tokens)} tokens"
-        needs = f"block_size={block_size} needs {block_size + 1}"
-        more = "more text" if split == "train" else "more text, or with a larger --val_fraction"
-        raise UserError(f"{found}, {needs}: lower block_size, or prepare {more}")
+        size = f"{len(tokens)} tokens, too few for block_size={block_size}"
+        raise UserError(f"{data.name}/{split}.bin has {size}: lower it, or prepare more text")
     ends = ends_of(data, split) if loss_per == "document" else None
     if documents != "pack":
         return Windows(tokens, block_size, seed, ends)
@@ -256,12 +243,12 @@ def train_loader(
     loss_per: LossPer = "token",
 ) -> Loader:
     """Return the Loader over the training splits of the data sets, mixed by their weights."""
-    windows = [
+    splits = [
         open_windows(data, "train", block_size, (seed, k), documents, loss_per)
         for k, data in enumerate(sets)
     ]
     eos_id = None if documents == "stream" else sets[0].meta["eos_id"]
-    return Loader(windows, [data.weight for data in sets], eos_id)
+    return Loader(splits, [data.weight for data in sets], eos_id)
 
 
 def share_within(loader: Loader, count: int = 64) -> float:

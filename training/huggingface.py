@@ -14,9 +14,10 @@ folder.
 import json
 import math
 import os
-import pickle
 import warnings
-from dataclasses import Field, asdict, fields, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,120 +26,95 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 
-from hardware.disk import MANIFEST, damage, only_plain, read_object
+from configurator import UserError
+from hardware.disk import MANIFEST, damage, inside, only_plain, read_object
 from model import GPT, PRESETS, GPTConfig, rope_scaling
 
 # --------------------------------------------------------------------------------------------------
-# config.json
-
-ONLY_OURS = (
-    "no transformers class computes this architecture: only this project's huggingface.py loads it"
-)
+# The words of each class, by which both directions go
 
 
-def hf_class(c: GPTConfig) -> str | None:
-    """Return the transformers class that computes exactly this architecture, or None."""
-    # A field of GPTConfig that no class has, such as one that you add, must be at its default.
-    known = GPT2_KEYS | LLAMA_KEYS | PRESETS["llama"] | dict(qkv_bias=False, rope_scaling="")
-    for field in fields(c):
-        if field.name not in known and getattr(c, field.name) != field.default:
-            return None
-    gelu = c.mlp in ("gelu", "gelu_tanh")
-    if gelu and (c.pos, c.norm, c.qk_norm or c.qkv_bias) == ("learned", "layernorm", False):
-        same_heads = c.n_kv_head == c.n_head and c.head_dim * c.n_head == c.n_embd
-        return "GPT2LMHeadModel" if same_heads else None
-    if (c.pos, c.norm, c.mlp) == ("rope", "rmsnorm", "swiglu"):
-        if c.qk_norm:
-            return None if c.bias or c.qkv_bias else "Qwen3ForCausalLM"
-        return "Qwen2ForCausalLM" if c.qkv_bias else "LlamaForCausalLM"
-    return None
+@dataclass(frozen=True)
+class Architecture:
+    """How a class of transformers says what GPTConfig and the names of our parameters say."""
+
+    name: str
+    model_type: str
+    fixed: dict[str, Any]  # fields of GPTConfig that are the same in all models of the class
+    keys: dict[str, str]  # each other field of GPTConfig -> its key in config.json
+    defaults: dict[str, Any]  # key -> what transformers takes where config.json lacks it
+    modules: dict[str, str]  # our name of a module -> its name there; of qkv, three names
 
 
-def caveat(c: GPTConfig) -> str:
-    """Return which programs cannot open a checkpoint of this shape; empty if all can."""
-    if hf_class(c) is None:
-        return ONLY_OURS
-    if hf_class(c) == "LlamaForCausalLM" and c.n_embd % c.n_head:
-        uneven = f"n_embd={c.n_embd} is not a multiple of n_head={c.n_head}"
-        return f"transformers 5 refuses it: {uneven}"
-    if hf_class(c) == "GPT2LMHeadModel" and c.d_ff != 4 * c.n_embd:
-        return "llama.cpp cannot load it: its GPT-2 has d_ff = 4 n_embd"
-    return ""
-
-
-# Field of GPTConfig -> its name in a config.json of each class.
-GPT2_KEYS = dict(
-    vocab_size="vocab_size", block_size="n_positions", n_layer="n_layer", n_head="n_head",
-    n_embd="n_embd", d_ff="n_inner", bias="use_bias", tie_embeddings="tie_word_embeddings",
-    norm_eps="layer_norm_epsilon", dropout="resid_pdrop",
+GPT2 = Architecture(
+    "GPT2LMHeadModel", "gpt2", PRESETS["gpt2"],
+    dict(
+        vocab_size="vocab_size", block_size="n_positions", n_layer="n_layer", n_head="n_head",
+        n_embd="n_embd", d_ff="n_inner", mlp="activation_function", bias="use_bias",
+        tie_embeddings="tie_word_embeddings", norm_eps="layer_norm_epsilon", dropout="resid_pdrop",
+    ),
+    dict(
+        n_inner=None, activation_function="gelu_new", use_bias=True, tie_word_embeddings=True,
+        layer_norm_epsilon=1e-5, resid_pdrop=0.1,
+    ),
+    {
+        "wte": "transformer.wte", "wpe": "transformer.wpe",
+        "norm_f": "transformer.ln_f", "blocks": "transformer.h",
+        "norm_1": "ln_1", "norm_2": "ln_2", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj",
+        "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj",
+    },
 )  # fmt: skip
-LLAMA_KEYS = dict(
-    vocab_size="vocab_size", block_size="max_position_embeddings", n_layer="num_hidden_layers",
-    n_head="num_attention_heads", n_kv_head="num_key_value_heads", n_embd="hidden_size",
-    head_dim="head_dim", d_ff="intermediate_size", bias="attention_bias",
-    tie_embeddings="tie_word_embeddings", rope_theta="rope_theta", norm_eps="rms_norm_eps",
-    dropout="attention_dropout",
+QWEN3 = Architecture(
+    "Qwen3ForCausalLM", "qwen3", PRESETS["qwen3"],
+    dict(
+        vocab_size="vocab_size", block_size="max_position_embeddings", n_layer="num_hidden_layers",
+        n_head="num_attention_heads", n_kv_head="num_key_value_heads", n_embd="hidden_size",
+        head_dim="head_dim", d_ff="intermediate_size", tie_embeddings="tie_word_embeddings",
+        rope_theta="rope_theta", rope_scaling="rope_scaling", norm_eps="rms_norm_eps",
+        dropout="attention_dropout",
+    ),
+    dict(
+        num_key_value_heads=32, head_dim=128, attention_bias=False, mlp_bias=False,
+        tie_word_embeddings=False, rope_theta=1e4, rms_norm_eps=1e-6, attention_dropout=0.0,
+    ),
+    {
+        "wte": "model.embed_tokens", "norm_f": "model.norm", "blocks": "model.layers",
+        "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
+        "attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+        "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
+        "attn.proj": "self_attn.o_proj",
+    },
 )  # fmt: skip
-
-# What each class takes for a field that its config.json lacks.
-GPT2_DEFAULTS = dict(d_ff=0, bias=True, tie_embeddings=True, norm_eps=1e-5, dropout=0.1)
-LLAMA_DEFAULTS = dict(
-    n_kv_head=0, head_dim=0, bias=False, tie_embeddings=False,
-    rope_theta=1e4, norm_eps=1e-6, dropout=0.0,
+QWEN2 = replace(
+    QWEN3, name="Qwen2ForCausalLM", model_type="qwen2",
+    fixed=PRESETS["llama"] | dict(qkv_bias=True), defaults=QWEN3.defaults | dict(head_dim=None),
 )  # fmt: skip
-QWEN2_DEFAULTS = LLAMA_DEFAULTS | dict(n_kv_head=32)
-QWEN3_DEFAULTS = QWEN2_DEFAULTS | dict(head_dim=128)
-MISTRAL_DEFAULTS = LLAMA_DEFAULTS | dict(n_kv_head=8)
-
-CLASSES = {  # class: (preset, model_type, keys, defaults)
-    "GPT2LMHeadModel": ("gpt2", "gpt2", GPT2_KEYS, GPT2_DEFAULTS),
-    "LlamaForCausalLM": ("llama", "llama", LLAMA_KEYS, LLAMA_DEFAULTS),
-    "Qwen2ForCausalLM": ("llama", "qwen2", LLAMA_KEYS, QWEN2_DEFAULTS),
-    "Qwen3ForCausalLM": ("qwen3", "qwen3", LLAMA_KEYS, QWEN3_DEFAULTS),
-    "MistralForCausalLM": ("llama", "mistral", LLAMA_KEYS, MISTRAL_DEFAULTS),  # is read only
-}
-# Activation in config.json -> GPTConfig.mlp.
+LLAMA = replace(
+    QWEN2, name="LlamaForCausalLM", model_type="llama", fixed=PRESETS["llama"],
+    keys=QWEN2.keys | dict(bias="attention_bias"),
+    defaults=QWEN2.defaults | dict(num_key_value_heads=None),
+)  # fmt: skip
+MISTRAL = replace(  # is only read: a Llama computes the same
+    QWEN2, name="MistralForCausalLM", model_type="mistral", fixed=PRESETS["llama"],
+    defaults=QWEN2.defaults | dict(num_key_value_heads=8, sliding_window=4096),
+)  # fmt: skip
+OURS = Architecture(  # for what no class computes
+    "GPT", "gpt", {}, {field.name: field.name for field in fields(GPTConfig)},
+    {field.name: field.default for field in fields(GPTConfig)}, {},
+)  # fmt: skip
+ONLY_OURS = "no transformers class computes this architecture: only this project loads it"
+# Activation in a config.json of GPT-2 -> GPTConfig.mlp.
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-
-
-def to_config(c: GPTConfig, eos_id: int | None = None, bos_id: int | None = None) -> dict:
-    """Return the content of config.json, as the transformers class of this architecture reads it.
-
-    If no class fits, the architecture is called GPT, and GPTConfig's fields keep their own names.
-    """
-    name = hf_class(c)
-    shared = {
-        "architectures": [name or "GPT"],
-        "torch_dtype": "float32",
-        "bos_token_id": bos_id,
-        "eos_token_id": eos_id,
-    }
-    if name is None:
-        return shared | {"note": ONLY_OURS, "model_type": "gpt"} | asdict(c)
-    _, model_type, keys, _ = CLASSES[name]
-    shared["model_type"] = model_type
-    shared |= {theirs: getattr(c, ours) for ours, theirs in keys.items()}
-    if name == "GPT2LMHeadModel":
-        activation = "gelu_new" if c.mlp == "gelu_tanh" else "gelu"
-        # n_ctx is for llama.cpp.
-        shared |= {"activation_function": activation, "n_ctx": c.block_size}
-        return shared | {"embd_pdrop": c.dropout, "attn_pdrop": c.dropout}
-    if c.rope_scaling:
-        kind, numbers = rope_scaling(c.rope_scaling)
-        whole = (int(n) if n == int(n) else n for n in numbers)  # transformers wants a whole length
-        shared["rope_scaling"] = {"rope_type": kind} | dict(zip(ROPE[kind], whole, strict=True))
-    return shared | {"hidden_act": "silu", "mlp_bias": c.bias}
-
-
 FIRST_LENGTH = "original_max_position_embeddings"
 # Kind of scaling -> the names of GPTConfig.rope_scaling's numbers in a config.json.
 ROPE = {
+    "default": [],
     "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor", FIRST_LENGTH],
     "yarn": ["factor", FIRST_LENGTH, "beta_fast", "beta_slow", "attention_factor"],
-}  # fmt: skip
-
-
+}
+# Settings that are computed here with one value only.
+CONSTANTS = dict(scale_attn_weights=True, partial_rotary_factor=1.0, is_causal=True)
 # Settings of a config.json that do not change the logits: who wrote the file, how the model was
 # initialised and trained, how text is sampled from it, and what other heads do. Dropout is among
 # them, because --dropout sets it.
@@ -146,18 +122,80 @@ HARMLESS = set(
     """
     architectures model_type torch_dtype dtype transformers_version _name_or_path
     initializer_range note tokenizer_class prefix use_cache pretraining_tp gradient_checkpointing
-    use_bfloat16 torchscript _attn_implementation attn_implementation return_dict
-    return_dict_in_generate output_hidden_states output_attentions output_scores output_past
-    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
-    task_specific_params max_length min_length do_sample early_stopping num_beams num_beam_groups
-    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
-    no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences num_labels _num_labels
-    id2label label2id problem_type finetuning_task predict_special_tokens is_decoder
-    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-    n_ctx embd_pdrop attn_pdrop reorder_and_upcast_attn max_window_layers sliding_window
-    is_llama_config transformers.js_config unsloth_version unsloth_fixed
+    _attn_implementation attn_implementation return_dict output_hidden_states output_attentions
+    output_past bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id
+    task_specific_params max_length min_length do_sample temperature top_k top_p repetition_penalty
+    num_labels _num_labels id2label label2id problem_type finetuning_task predict_special_tokens
+    is_decoder summary_activation summary_first_dropout summary_proj_to_labels summary_type
+    summary_use_proj n_ctx embd_pdrop attn_pdrop reorder_and_upcast_attn max_window_layers
+    sliding_window is_llama_config transformers.js_config unsloth_version unsloth_fixed
     """.split()
 )
+
+
+def architecture_of(c: GPTConfig) -> Architecture:
+    """Return in which words a model of this shape is written.
+
+    They are those of the class in which c can be said: reading them gives c again, in every field.
+    """
+    for a in (GPT2, LLAMA, QWEN2, QWEN3):
+        with suppress(ValueError):
+            if type(c)(**asdict(in_our_words(in_words_of(a, c), a))) == c:
+                return a
+    return OURS
+
+
+def hf_class(c: GPTConfig) -> str | None:
+    """Return the transformers class that computes exactly this architecture, or None."""
+    a = architecture_of(c)
+    return None if a is OURS else a.name
+
+
+def caveat(c: GPTConfig) -> str:
+    """Return which programs cannot open a checkpoint of this shape; empty if all can."""
+    name = hf_class(c)
+    if name is None:
+        return ONLY_OURS
+    if name == "LlamaForCausalLM" and c.n_embd % c.n_head:
+        return f"transformers 5 refuses it: n_embd={c.n_embd} is no multiple of n_head={c.n_head}"
+    if name == "GPT2LMHeadModel" and c.d_ff != 4 * c.n_embd:
+        return "llama.cpp cannot load it: its GPT-2 has d_ff = 4 n_embd"
+    return ""
+
+
+# --------------------------------------------------------------------------------------------------
+# config.json
+
+
+def to_config(c: GPTConfig, eos_id: int | None = None, bos_id: int | None = None) -> dict:
+    """Return the content of config.json, as the transformers class of this architecture reads it.
+
+    If no class fits, the architecture is called GPT, and GPTConfig's fields keep their own names.
+    """
+    a = architecture_of(c)
+    content = {"architectures": [a.name], "model_type": a.model_type, "torch_dtype": "float32"}
+    content |= {"bos_token_id": bos_id, "eos_token_id": eos_id}
+    if a is OURS:
+        content["note"] = ONLY_OURS
+    return content | in_words_of(a, c)
+
+
+def in_words_of(a: Architecture, c: GPTConfig) -> dict[str, Any]:
+    """Return what a config.json of this architecture says of the shape c."""
+    settings = {key: getattr(c, field) for field, key in a.keys.items()}
+    if a is GPT2:
+        settings["activation_function"] = "gelu_new" if c.mlp == "gelu_tanh" else c.mlp
+        # n_ctx is for llama.cpp.
+        settings |= dict(n_ctx=c.block_size, embd_pdrop=c.dropout, attn_pdrop=c.dropout)
+    elif a is not OURS:
+        settings |= dict(hidden_act="silu", attention_bias=c.bias, mlp_bias=c.bias)
+        kind, numbers = rope_scaling(settings.pop("rope_scaling"))
+        if kind:
+            # transformers wants a length that is a whole number.
+            numbers = [int(n) if n == int(n) else n for n in numbers]
+            names = ROPE[kind]
+            settings["rope_scaling"] = {"rope_type": kind} | dict(zip(names, numbers, strict=True))
+    return settings
 
 
 def from_config(d: dict) -> GPTConfig:
@@ -166,277 +204,176 @@ def from_config(d: dict) -> GPTConfig:
     Raises ValueError for an architecture that model.py does not have, for a value that a field does
     not accept, and for a setting that is neither known nor empty.
     """
-    of_type = {model_type: name for name, (_, model_type, *_) in CLASSES.items()}
-    names = d.get("architectures") or of_type.get(d.get("model_type"), "?")
-    name = names[0] if isinstance(names, list) else names
-    if name == "GPT":
-        found = {f.name: d[f.name] for f in fields(GPTConfig)}
-        known = HARMLESS | found.keys() | {"tie_word_embeddings"}
-        refuse_more({k: v for k, v in d.items() if k not in known})
-    elif name in CLASSES:
-        model_type = d.get("model_type", CLASSES[name][1])
-        if model_type != CLASSES[name][1]:  # transformers goes by it
-            raise ValueError(f"model_type={model_type!r} is not that of {name}")
-        found = in_our_words(d, name)
-    else:
-        raise ValueError(f"architecture {name!r} is none of {', '.join(CLASSES)}")
-    return checked(found)
+    of_type = {a.model_type: a for a in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL, OURS)}
+    model_type = d.get("model_type")
+    if model_type not in of_type:
+        name = f"model_type={model_type!r} of {d.get('architectures')}"
+        raise ValueError(f"{name} is none of {', '.join(of_type)}")
+    return in_our_words(d, of_type[model_type])
 
 
-def checked(found: dict[str, Any]) -> GPTConfig:
-    """Return GPTConfig(**found). Raises ValueError if a value is not accepted."""
-    for f in fields(GPTConfig):
-        if f.name in found and not accepts(f, found[f.name]):
-            raise ValueError(f"{f.name}={found[f.name]!r} is not accepted")
-    c = GPTConfig(**found)
-    # RoPE's table grows with this product. The limit is a million positions of heads of 128.
-    if c.block_size * c.head_dim > 2**27:
-        raise ValueError(f"block_size={c.block_size} and head_dim={c.head_dim} are not accepted")
+def in_our_words(d: dict[str, Any], a: Architecture) -> GPTConfig:
+    """Return the shape that a config.json of this architecture describes: see from_config()."""
+    # Where these two are null, that says something. Any other null is as good as no key.
+    null = ("num_key_value_heads", "sliding_window")
+    settings = a.defaults | {k: v for k, v in d.items() if v is not None or k in null}
+    if a not in (GPT2, OURS):
+        unpack_rope(settings)
+    if missing := [key for key in a.keys.values() if key not in settings]:
+        raise ValueError(f"there is no {missing[0]}")
+    shape = a.fixed | {field: settings.pop(key) for field, key in a.keys.items()}
+    if a is GPT2:
+        shape["mlp"] = GELUS.get(shape["mlp"], f"activation_function {shape['mlp']}")
+    # In GPTConfig, 0 stands for what null stands for here.
+    c = checked({field: 0 if value is None else value for field, value in shape.items()})
+
+    # All other settings must be what would be written of this shape, or empty.
+    if a is MISTRAL and (settings["sliding_window"] or c.block_size) < c.block_size:
+        window = settings["sliding_window"]
+        raise ValueError(f"sliding_window={window} is not supported: it is below {c.block_size}")
+    layer_types = settings.pop("layer_types", [])
+    settings["layer_types"] = [kind for kind in layer_types if kind != "full_attention"]
+    expected = CONSTANTS | in_words_of(a, c)
+    for key, value in settings.items():
+        accepted = value == expected[key] if key in expected else value in (False, [], {})
+        if key not in HARMLESS and not accepted:
+            raise ValueError(f"{key}={value!r} is not supported, only {expected.get(key)!r}")
     return c
 
 
-def accepts(f: Field, value: Any) -> bool:
-    """Return whether `value` is acceptable for a field of GPTConfig.
+def unpack_rope(settings: dict[str, Any]) -> None:
+    """Bring the settings of RoPE into the form of GPTConfig's rope_theta and rope_scaling.
 
-    A number must lie between 0 and the largest that a model can have there.
+    transformers 5 has one object, rope_parameters, in place of the two. A scaling of the type
+    "default" scales nothing.
     """
-    if isinstance(f.default, bool) or isinstance(value, bool):
-        return isinstance(f.default, bool) and isinstance(value, bool)
-    if isinstance(f.default, str):
-        return isinstance(value, str)
-    kind = (int, float) if isinstance(f.default, float) else int
-    most = 2**22 if f.name == "block_size" else 2**31  # RoPE has a table of all positions
-    least = 1 if f.name == "rope_theta" else 0
-    return isinstance(value, kind) and least <= value <= most
-
-
-def refuse_more(rest: dict[str, Any], must_be: dict[str, Any] | None = None) -> None:
-    """Raise ValueError for a setting that was not understood and may change the logits.
-
-    A setting that must_be names is accepted if it has that value, any other one if it is empty.
-    """
-    must_be = must_be or {}
-    for key, value in rest.items():
-        if key in must_be:
-            supported = value == must_be[key]
-        else:
-            supported = value in (None, False, [], {})
-        if not supported:
-            raise ValueError(f"{key}={value!r} is not supported")
-
-
-def unpack_rope(rest: dict[str, Any]) -> None:
-    """Rename the RoPE settings among `rest` to what they were called before transformers 5.
-
-    transformers 5 has one object, rope_parameters, in place of rope_theta and rope_scaling. A
-    scaling of the type "default" scales nothing and is removed.
-    """
-    rope = rest.pop("rope_parameters", None) or {}
-    scaling = rest.pop("rope_scaling", None) or rope
+    rope = settings.pop("rope_parameters", None) or {}
+    scaling = settings.pop("rope_scaling", None) or rope
     if rope and scaling != rope:
         raise ValueError("rope_scaling beside rope_parameters is not supported")
-    plain = ("rope_theta", "partial_rotary_factor")
-    rest |= {k: v for k, v in scaling.items() if k in plain}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    numbers = {k: v for k, v in scaling.items() if k not in ("type", "rope_type", *plain)}
-    numbers = {k: v for k, v in numbers.items() if v is not None}
-    if kind == "yarn" and isinstance(factor := numbers.get("factor"), int | float):
-        default = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-        numbers = dict(beta_fast=32, beta_slow=1, attention_factor=default) | numbers
-        if FIRST_LENGTH not in numbers:
-            numbers[FIRST_LENGTH] = rest.get("max_position_embeddings")
-        if numbers.get("truncate") is True:  # which is how it is done here
-            numbers.pop("truncate")
-    if kind in ROPE and set(numbers) == set(ROPE[kind]):
-        rest["rope_scaling"] = f"{kind}:{','.join(f'{numbers[k]!r}' for k in ROPE[kind])}"
-    elif kind != "default" or numbers:
+    numbers = {key: value for key, value in scaling.items() if value is not None}
+    kind = numbers.pop("rope_type", numbers.pop("type", "default"))
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in numbers:
+            settings[key] = numbers.pop(key)
+    if kind == "yarn":
+        yarn = dict(beta_fast=32, beta_slow=1, truncate=True)
+        yarn["attention_factor"] = 0.1 * math.log(max(1, numbers.get("factor", 1))) + 1
+        yarn[FIRST_LENGTH] = settings.get("max_position_embeddings")
+        numbers = yarn | numbers
+        if numbers["truncate"] is True:  # which is how it is done here
+            del numbers["truncate"]
+    if numbers.keys() != set(ROPE.get(kind, ["none"])):
         raise ValueError(f"rope_scaling={scaling!r} is not supported")
+    spec = f"{kind}:{','.join(repr(numbers[name]) for name in ROPE[kind])}"
+    settings["rope_scaling"] = "" if kind == "default" else spec
 
 
-def in_our_words(d: dict, name: str) -> dict:
-    """Return GPTConfig's fields, from a config.json of the class `name`, one of CLASSES.
-
-    Raises ValueError if a field is missing, or for a setting that model.py does not compute.
-    """
-    preset, _, keys, defaults = CLASSES[name]
-    rest = {k: v for k, v in d.items() if k not in HARMLESS}
-    unpack_rope(rest)
-    given = {}
-    if "num_key_value_heads" in d and d["num_key_value_heads"] is None:
-        given["n_kv_head"] = 0  # as many as n_head
-    for ours, theirs in keys.items():
-        value = rest.pop(theirs, None)
-        if value is not None:
-            given[ours] = value
-    missing = [theirs for ours, theirs in keys.items() if ours not in defaults | given]
-    if missing:
-        raise ValueError(f"there is no {missing[0]}")
-    found = PRESETS[preset] | defaults | given
-    if name == "GPT2LMHeadModel":
-        activation = rest.get("activation_function", "gelu_new")
-        if activation in GELUS:
-            rest.pop("activation_function", None)
-            found["mlp"] = GELUS[activation]
-    if name == "LlamaForCausalLM" and rest.pop("mlp_bias", False) != found["bias"]:
-        raise ValueError("attention_bias without mlp_bias, or the reverse, is not supported")
-    if name != "LlamaForCausalLM" and name != "GPT2LMHeadModel" and found["bias"]:
-        raise ValueError("attention_bias=True is not supported")
-    if name == "Qwen2ForCausalLM":
-        found["qkv_bias"] = True
-    window = d.get("sliding_window", 4096)  # without the key it is 4,096 in transformers
-    if name == "MistralForCausalLM" and window is not None and window < found["block_size"]:
-        shorter = f"shorter than max_position_embeddings={found['block_size']}"
-        raise ValueError(f"sliding_window={window!r} is not supported: it is {shorter}")
-    if "rope_scaling" in rest:
-        found["rope_scaling"] = rest.pop("rope_scaling")
-    rest["layer_types"] = [k for k in rest.get("layer_types") or [] if k != "full_attention"]
-    # These four are refused only if they are given with another value.
-    must_be = dict(hidden_act="silu", scale_attn_weights=True, partial_rotary_factor=1.0)
-    must_be["is_causal"] = True
-    refuse_more(rest, must_be)
-    return found
+def checked(shape: dict[str, Any]) -> GPTConfig:
+    """Return GPTConfig(**shape). Raises ValueError if a value is of another type, or too large."""
+    for field in fields(GPTConfig):
+        value = shape.get(field.name, field.default)
+        types = (int, float) if isinstance(field.default, float) else (type(field.default),)
+        is_number = type(value) in (int, float)
+        if type(value) not in types or (is_number and not 0 <= value <= 2**31):
+            raise ValueError(f"{field.name}={value!r} is not accepted")
+    c = GPTConfig(**shape)
+    # RoPE's table has block_size * head_dim angles: at most a million positions of heads of 128.
+    widest = max(c.vocab_size, c.d_ff, c.n_head * c.head_dim)
+    if c.block_size * c.head_dim > 2**27 or widest * c.n_embd > 2**50:
+        raise ValueError(f"no memory holds the tensors of {c}")
+    return c
 
 
 # --------------------------------------------------------------------------------------------------
-# Weights: our names and shapes of parameters, and those of each class
+# Weights
 
-HF_GPT2 = {
-    "wte": "transformer.wte", "wpe": "transformer.wpe",
-    "norm_f": "transformer.ln_f", "blocks": "transformer.h",
-    "norm_1": "ln_1", "norm_2": "ln_2", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj",
-    "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj",
-}  # fmt: skip
-HF_LLAMA = {
-    "wte": "model.embed_tokens", "norm_f": "model.norm", "blocks": "model.layers",
-    "norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
-    "attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-    "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
-    "attn.proj": "self_attn.o_proj",
-}  # fmt: skip
+EMBEDDINGS = ("wte.weight", "lm_head.weight")  # their rows are padded: model.py
 
 
-def hf_names(c: GPTConfig, name: str) -> list[str]:
-    """Return the Hugging Face name of one of our parameters.
+def hf_names(a: Architecture, name: str) -> list[str]:
+    """Return the names that one of our parameters has there.
 
-    For qkv these are three names where the class keeps q, k and v in three matrices, as Llama does.
+    For qkv these are three where the class keeps q, k and v in three matrices, as Llama does.
     """
-    kind = hf_class(c)
-    if kind is None:
-        return [name]
-    table = HF_GPT2 if kind == "GPT2LMHeadModel" else HF_LLAMA
     module, leaf = name.rsplit(".", 1)
     prefix = ""
     if module.startswith("blocks."):
-        _, layer, module = module.split(".", 2)
-        prefix = f"{table['blocks']}.{layer}."
-    return [f"{prefix}{part}.{leaf}" for part in table.get(module, module).split()]
+        blocks, layer, module = module.split(".", 2)
+        prefix = f"{a.modules.get(blocks, blocks)}.{layer}."
+    return [f"{prefix}{part}.{leaf}" for part in a.modules.get(module, module).split()]
 
 
-def to_state(c: GPTConfig, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def is_transposed(a: Architecture, name: str, w: torch.Tensor) -> bool:
+    """Return whether the class stores this parameter as (in, out): GPT-2's Conv1D does."""
+    return a is GPT2 and name.startswith("blocks.") and w.dim() == 2
+
+
+def to_state(c: GPTConfig, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return our parameters as the class stores them, under its names.
 
     The padding of the vocabulary is cut off, and GPT-2's matrices are transposed.
     """
-    gpt2 = hf_class(c) == "GPT2LMHeadModel"
+    a = architecture_of(c)
     heads = [n * c.head_dim for n in (c.n_head, c.n_kv_head, c.n_kv_head)]
-    out = {}
-    for name, w in state.items():
-        if name in ("wte.weight", "lm_head.weight"):
+    stored = {}
+    for name, w in parameters.items():
+        if name in EMBEDDINGS:
             w = w[: c.vocab_size]
-        elif gpt2 and name.startswith("blocks.") and w.dim() == 2:
-            w = w.t()  # GPT-2's Conv1D holds (in, out)
-        names = hf_names(c, name)
-        parts = w.split(heads) if len(names) == 3 else [w]
-        for key, part in zip(names, parts, strict=True):
-            out[key] = part.contiguous()
-            if gpt2 and not c.bias and (".h." in key or "ln_f" in key):
-                # The class always has biases here. Biases of zero compute the same as none.
-                out[key.removesuffix("weight") + "bias"] = w.new_zeros(w.size(-1))
-    return out
+        if is_transposed(a, name, w):
+            w = w.t()
+        keys = hf_names(a, name)
+        parts = w.split(heads) if len(keys) == 3 else [w]
+        stored |= {key: part.contiguous() for key, part in zip(keys, parts, strict=True)}
+    if a is GPT2 and not c.bias:
+        # The class always has biases here. Biases of zero compute the same as none.
+        for key in [key for key in stored if ".h." in key or ".ln_f." in key]:
+            stored[key.removesuffix("weight") + "bias"] = w.new_zeros(stored[key].size(-1))
+    return stored
 
 
-def shapes(c: GPTConfig, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the parameters of a model of the shape c, on the meta device: they take no memory.
-
-    Raises ValueError if the tensor of one of them is not stored. The names come from a model of one
-    layer, and are checked before the whole model is built. So no config.json can make this program
-    build a model that has more layers than the file.
-    """
-
-    def build(n_layer: int) -> dict[str, torch.Tensor]:
-        small = dict(block_size=1) if c.pos == "rope" else {}
-        try:
-            with torch.device("meta"):
-                return dict(GPT(replace(c, n_layer=n_layer, **small)).named_parameters())
-        except (RuntimeError, OverflowError):
-            raise ValueError("config.json asks for a tensor of more than 2^63 bytes") from None
-
-    for name in build(1):
-        layers = c.n_layer if name.startswith("blocks.0.") else 1
-        for layer in range(layers):
-            for key in hf_names(c, name.replace("blocks.0.", f"blocks.{layer}.")):
-                if key not in stored:
-                    raise ValueError(f"there is no tensor {key}")
-    return build(c.n_layer)
-
-
-def from_state(c: GPTConfig, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def from_state(
+    c: GPTConfig, stored: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Return our parameters from those that the class stores: the inverse of to_state().
 
+    parameters: those of the model, on the meta device.
     Raises ValueError, which names the tensor, if one is missing, if one belongs to no part of the
     model, if one is not what config.json says, or if one is not finite: even if the texts never use
     such a number, no checkpoint could be saved.
     """
-    gpt2 = hf_class(c) == "GPT2LMHeadModel"
-    if gpt2 and "wte.weight" in stored:  # a GPT2Model, which is the class without its head
+    a = architecture_of(c)
+    if a is GPT2 and "wte.weight" in stored:  # a GPT2Model, which is the class without its head
         stored = {k if k == "lm_head.weight" else f"transformer.{k}": w for k, w in stored.items()}
-    parameters = shapes(c, stored)
-    check_tensors(c, stored, to_state(c, parameters))
-
+    expected = to_state(c, parameters)
     state = {}
-    for name, like in parameters.items():
-        keys = hf_names(c, name)
-        if broken := [key for key in keys if not stored[key].isfinite().all()]:
-            raise ValueError(f"{broken[0]} holds NaN or infinity")
+    used = set()
+    for name, ours in parameters.items():
+        keys = hf_names(a, name)
+        for key in keys:
+            if key not in stored:
+                raise ValueError(f"there is no tensor {key}")
+            w = stored[key]
+            if w.shape != expected[key].shape or not w.is_floating_point():
+                shape = tuple(expected[key].shape)
+                raise ValueError(f"{key} is {tuple(w.shape)} of {w.dtype}, not {shape} of floats")
+            if not w.isfinite().all():
+                raise ValueError(f"{key} holds NaN or infinity")
         w = torch.cat([stored[key] for key in keys]).float()
-        if gpt2 and name.startswith("blocks.") and w.dim() == 2:
+        if is_transposed(a, name, w):
             w = w.t().contiguous()
-        if name in ("wte.weight", "lm_head.weight"):
-            w = F.pad(w, (0, 0, 0, like.size(0) - w.size(0)))
+        if name in EMBEDDINGS:
+            w = F.pad(w, (0, 0, 0, len(ours) - len(w)))
         state[name] = w
-    if c.tie_embeddings:
-        state["lm_head.weight"] = state["wte.weight"]
-    return state
-
-
-def check_tensors(
-    c: GPTConfig, stored: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
-) -> None:
-    """Raise ValueError unless the stored tensors are those of the model, and no others.
-
-    wanted: the tensors of the model, as to_state() returns them, on the meta device.
-    """
-    for key, like in wanted.items():
-        if key not in stored:
-            continue  # a bias that to_state() adds, and the file need not have
-        found = stored[key]
-        if found.shape != like.shape or not found.is_floating_point():
-            got = f"{tuple(found.shape)} of {found.dtype}"
-            raise ValueError(f"{key} is {got}, config.json wants {tuple(like.shape)}")
-
-    wte = hf_names(c, "wte.weight")[0]
+        used.update(keys)
+    wte = stored[hf_names(a, "wte.weight")[0]]
     constants = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # of old versions
-    for key in sorted(stored.keys() - wanted.keys()):
-        tied = key == "lm_head.weight" and torch.equal(stored[key], stored[wte])
-        if not (tied or key.endswith(constants)):
-            differs = "differs from the tensor that it is tied to"
-            raise ValueError(f"{key} belongs to no part of this architecture, or {differs}")
-
-    if hf_class(c) == "GPT2LMHeadModel" and not c.bias:  # the class has biases, the model has none
-        biases = {key for key in wanted if key.endswith("bias")}
-        lost = [key for key in sorted(biases & stored.keys()) if stored[key].any()]
-        if lost:
-            raise ValueError(f"{lost[0]} is not 0, but config.json says use_bias=false")
+    for key in sorted(stored.keys() - used):
+        tied = c.tie_embeddings and key == "lm_head.weight" and torch.equal(stored[key], wte)
+        zero = key.endswith(".bias") and not stored[key].any()
+        if not (tied or zero or key.endswith(constants)):
+            raise ValueError(f"{key} belongs to no part of this architecture")
+    return state
 
 
 # --------------------------------------------------------------------------------------------------
@@ -479,25 +416,34 @@ def unverified(path: Path) -> str:
     return "" if (path / MANIFEST).exists() else f"not verified: it has no {MANIFEST}"
 
 
-def is_nanogpt(path: str | Path) -> bool:
-    """Return whether path is a ckpt.pt of nanoGPT, or a folder with one and without config.json."""
+@contextmanager
+def naming(file: str) -> Iterator[None]:
+    """Turn an error that a damaged file can cause into a ValueError of one line, with its name."""
+    try:
+        yield
+    except OSError as e:
+        raise ValueError(f"{file}: {e.strerror}") from None
+    except (ValueError, UserError) as e:
+        raise ValueError(f"{file}: {' '.join(str(e).split())}") from None
+    except (LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as e:
+        raise ValueError(f"{file}: damaged ({type(e).__name__}: {e})") from None
+
+
+def nanogpt_file(path: str | Path) -> Path | None:
+    """Return the ckpt.pt of nanoGPT that path is or holds, or None if it is a model folder."""
     path = Path(path)
     if path.suffix == ".pt":
-        return True
-    return (path / "ckpt.pt").exists() and not (path / "config.json").exists()
+        return path
+    file = path / "ckpt.pt"
+    return file if file.exists() and not (path / "config.json").exists() else None
 
 
 def shape_in(path: str | Path) -> GPTConfig:
     """Return the shape of the model that from_pretrained() returns. Raises ValueError like it."""
-    path = Path(path)
-    try:
-        if is_nanogpt(path):
-            return read_nanogpt(path if path.suffix == ".pt" else path / "ckpt.pt")[0]
-        return from_config(read_object(path / "config.json"))
-    except OSError as e:
-        raise ValueError(f"{e.filename}: {e.strerror}") from None
-    except (LookupError, TypeError, AttributeError) as e:
-        raise ValueError(f"config.json: {type(e).__name__}: {e}") from None
+    if file := nanogpt_file(path):
+        return read_nanogpt(file)[0]
+    with naming("config.json"):
+        return from_config(read_object(Path(path) / "config.json"))
 
 
 def from_pretrained(path: str | Path, **overrides) -> GPT:
@@ -511,61 +457,47 @@ def from_pretrained(path: str | Path, **overrides) -> GPT:
     """
     path = Path(path)
     names = ("config.json", "model.safetensors")
-    if (path / MANIFEST).exists():
-        wrong = damage(path, names, names)
-        if wrong:
-            own = f"if you changed it yourself, delete {MANIFEST}"
-            raise ValueError(f"{wrong}: it was changed after it was written; {own}")
-    try:
-        if is_nanogpt(path):
-            file = path if path.suffix == ".pt" else path / "ckpt.pt"
-            source = file.name
-            config, stored = read_nanogpt(file)
-        else:
-            source = "config.json"
-            config = from_config(read_object(path / source))
-            source = "model.safetensors"
-            stored = read_safetensors(path)
-        state = from_state(config, stored)
+    if (path / MANIFEST).exists() and (problem := damage(path, names, names)):
+        advice = f"if you changed it yourself, delete {MANIFEST}"
+        raise ValueError(f"{problem}: it was changed after it was written; {advice}")
+    if file := nanogpt_file(path):
+        config, stored = read_nanogpt(file)
+    else:
+        file = path / "model.safetensors"
+        config, stored = shape_in(path), read_safetensors(path)
+    with naming(file.name):
+        # First, because no file may make this program build more layers than it has weights for.
+        if config.n_layer > len(stored):
+            raise ValueError(f"there is no tensor of layer {len(stored)}")
         with torch.device("meta"):  # the weights are those of `state`, not copies of them
             model = GPT(replace(config, **overrides))
-        model.load_state_dict(state, strict=True, assign=True)
-        if config.tie_embeddings:
-            model.lm_head.weight = model.wte.weight
-        return model
-    except OSError as e:
-        raise ValueError(f"{source}: {e.strerror}") from None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, MemoryError) as e:
-        what = str(e) if type(e) is ValueError else f"{type(e).__name__}: {e}"
-        raise ValueError(f"{source}: {' '.join(what.split())}") from None
+        state = from_state(config, stored, dict(model.named_parameters()))
+    if config.tie_embeddings:
+        state["lm_head.weight"] = state["wte.weight"]
+    model.load_state_dict(state, strict=True, assign=True)
+    if config.tie_embeddings:
+        model.lm_head.weight = model.wte.weight
+    return model
 
 
 def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of model.safetensors, or of the shards that its index names."""
-    index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
-    whole = (folder / "model.safetensors").exists()
-    if index.exists() and not whole:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    elif not whole and list(folder.glob("pytorch_model*.bin")):
-        raise ValueError(
-            "the weights are pickled (pytorch_model.bin), which could execute anything: "
-            "only safetensors are read; in transformers, "
-            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW) writes them"
-        )
+    index = folder / "model.safetensors.index.json"
+    in_shards = not (folder / names[0]).exists()
+    if in_shards and index.exists():
+        with naming(index.name):
+            names = sorted(set(read_object(index)["weight_map"].values()))
+    elif in_shards and list(folder.glob("pytorch_model*.bin")):
+        pickled = "the weights are pickled (pytorch_model.bin), which could execute anything"
+        advice = "in transformers, from_pretrained(DIR).save_pretrained(NEW) writes safetensors"
+        raise ValueError(f"model.safetensors: {pickled}: {advice}")
     stored = {}
     for name in names:
-        if name != Path(str(name)).name or not name.endswith(".safetensors"):
-            wrong = "which is no .safetensors file in this folder"
-            raise ValueError(f"the index names {name!r}, {wrong}")
-        shard = "" if name == "model.safetensors" else f"{name}: "
-        if not (folder / name).is_file():
-            raise ValueError(f"{shard}No such file")
-        try:
-            path = folder / name
+        with naming(name):
+            path = inside(folder, name)
+            only_plain(path)
             stored |= load_file(path) if is_utf8(path) else load(path.read_bytes())
-        except SafetensorError as e:
-            raise ValueError(f"{shard}truncated, or not a safetensors file ({e})") from None
     return stored
 
 
@@ -575,26 +507,20 @@ def read_nanogpt(path: Path) -> tuple[GPTConfig, dict[str, torch.Tensor]]:
     The weights have the names and shapes of Hugging Face's GPT2LMHeadModel. Raises ValueError if it
     is not such a checkpoint.
     """
-    only_plain(path)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pickle's protocol
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except pickle.UnpicklingError:
-        # torch's own message is left out: it explains how to load the file and run its code.
-        wrong = "it is damaged, or holds more than tensors and numbers"
-        raise ValueError(f"not a checkpoint of nanoGPT: {wrong}") from None
-    except Exception as e:  # a damaged pickle can raise any exception
-        wrong = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-        raise ValueError(f"not a checkpoint of nanoGPT ({wrong})") from None
-    args = dict(saved["model_args"])
-    shape = {"n_layer", "n_head", "n_embd", "block_size", "vocab_size"}
-    odd = sorted((args.keys() ^ shape) - {"bias", "dropout"})
-    if odd:
-        raise ValueError(f"model_args: {odd[0]} is missing, or is none of nanoGPT's")
-    # torch.compile puts the prefix _orig_mod. before every name.
-    state = {k.removeprefix("_orig_mod."): w for k, w in saved["model"].items()}
-    config = checked(PRESETS["gpt2"] | args)
-    return config, {k: w.t() if ".h." in k and w.dim() == 2 else w for k, w in state.items()}
+    with naming(path.name):
+        only_plain(path)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of pickle's protocol
+                saved = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception:
+            # A damaged pickle can raise any exception. That of a pickle which would execute
+            # something explains how to let it: so neither is repeated.
+            problem = "it is damaged, or holds more than tensors and numbers"
+            raise ValueError(f"not a checkpoint of nanoGPT: {problem}") from None
+        args = saved["model_args"]
+        sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+        config = checked(PRESETS["gpt2"] | args | {name: args[name] for name in sizes})
+        # torch.compile puts the prefix _orig_mod. before every name.
+        state = {key.removeprefix("_orig_mod."): w for key, w in saved["model"].items()}
+        return config, {k: w.t() if ".h." in k and w.dim() == 2 else w for k, w in state.items()}

@@ -17,7 +17,8 @@ import torch
 from configurator import UserError, checked, note, set_value
 from hardware.disk import damage, read_object
 from model import GPT, GPTConfig, rope_table
-from text.dataset import DataSet, load_tokenizer, tokenizer_id, tokenizer_of_model
+from text.dataset import DataSet, load_tokenizer, tokenizer_id
+from text.hf_tokenizer import tokenizer_of_model
 from text.tokenizer import same_ids
 from training.huggingface import from_pretrained, is_utf8, shape_in
 from training.metrics import read_metrics

@@ -248,10 +248,9 @@ def model_config(cfg: TrainConfig, vocab_size: int) -> GPTConfig:
     Raises UserError if the settings contradict each other.
     """
     names = [field.name for field in fields(GPTConfig) if field.name in TRAINING]
-    shape = {name: getattr(cfg, name) for name in names}
-    shape |= {k: PRESETS[cfg.preset][k] for k, value in shape.items() if value == "preset"}
+    shape = {name: getattr(cfg, name) for name in names if getattr(cfg, name) != "preset"}
     try:
-        return GPTConfig(vocab_size=vocab_size, **shape)
+        return GPTConfig(**PRESETS[cfg.preset] | shape, vocab_size=vocab_size)
     except ValueError as e:
         raise UserError(str(e)) from None
 

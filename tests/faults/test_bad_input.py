@@ -149,7 +149,7 @@ TRAIN = {
     "--n_embd=33": "n_embd=33 is not a multiple of n_head=4",
     "--n_kv_head=3": "n_head=4 must be a multiple of n_kv_head=3",
     "--head_dim=7": "head_dim=7 must be even",
-    "--block_size=999999": "block_size=999999 needs 1000000",
+    "--block_size=999999": "block_size=999999",
     "--n_embd=400000 --n_layer=400": (
         "out of memory for the weights alone: make n_layer or n_embd smaller"
     ),
@@ -164,16 +164,14 @@ TRAIN = {
     "--dataset=tiny:0.5,other": "give every data set a weight, or none",
     "--dataset=tiny,other": "other was made with another tokenizer than tiny",
     "--dataset=newer": "newer: format 99, expected 2",
-    "--dataset=large": "large/train.bin: token 77 has id 400, beyond the vocabulary of 400",
+    "--dataset=large": "large/train.bin: the id 400 is beyond the vocabulary",
     "--data_dir={root}/a_file": "a_file/tiny/meta.json: Not a directory",
     "--init_from=resume": "there is no checkpoint in {new}/run/ckpt; name another run",
     "--init_from=nowhere": "init_from=nowhere: cannot be loaded (config.json: No such file",
     "--init_from={gpt2} --block_size=64": "learned positions for 32 tokens, and no others",
     "--init_from={gpt2} --rope_scaling=linear:2": "needs pos=rope",
     "--init_from={root}/cut": "cut: cannot be loaded (model.safetensors: ",
-    "--init_from={root}/bert": (
-        "bert: cannot be loaded (config.json: architecture 'BertModel' is none of"
-    ),
+    "--init_from={root}/bert": "'BertModel'",
     "--init_from={root}/empty_config": "empty_config: cannot be loaded (config.json: ",
     "--init_from={root}/pickled": PICKLED,
     "--init_from={root}/other_names": "other_names: cannot be loaded (model.safetensors: ",
@@ -193,10 +191,10 @@ TRAIN = {
 }
 SAMPLE = {
     "--ckpt=nowhere": "--ckpt nowhere: no checkpoint there",
-    "--ckpt={root}": "no checkpoint there (a folder with config.json and model.safetensors, or",
+    "--ckpt={root}": "no checkpoint there",
     "--out_dir={mine}": "no checkpoint under {mine}/: train one first",
     "--ckpt={root}/cut": "cut: cannot be loaded (model.safetensors: ",
-    "--ckpt={root}/bert": "'BertModel' is none of",
+    "--ckpt={root}/bert": "'BertModel'",
     "--ckpt={root}/empty_config": "empty_config: cannot be loaded (config.json: ",
     "--ckpt={root}/pickled": PICKLED,
     "--ckpt={root}/no_tokenizer": "no_tokenizer/tokenizer.model: missing, or not the tokenizer",
@@ -206,19 +204,19 @@ SAMPLE = {
     "--eval={data}/nothing": "no data set in {data}/nothing",
     "--eval={data}/tiny --block_size=64": "--block_size 64: the model sees 32 tokens",
     "--eval={data}/tiny --batch_size=0 --eval_tokens=-1": (
-        "batch_size must be positive; eval_tokens must not be negative"
+        "batch_size must be at least 1; eval_tokens must be at least 0"
     ),
     "--prompt_file=nowhere": "nowhere: No such file or directory",
     "--prompt_file={root}/blank.txt": "blank.txt: holds no text",
-    "--prompt_file={root}/latin.txt": "latin.txt: not UTF-8 (invalid continuation byte at byte 2)",
+    "--prompt_file={root}/latin.txt": "latin.txt: not UTF-8",
     "--prompt_file={root}/long.txt": "tokens, the model sees 31: shorten it",
     "--prompt=a --prompt_file=b": "give one of prompt, prompt_file and interactive",
     "--interactive --prompt=a": "give one of prompt, prompt_file and interactive",
-    "--temperature=-1": "temperature must not be negative",
-    "--top_k=-1": "top_k must not be negative",
+    "--temperature=-1": "temperature must be at least 0",
+    "--top_k=-1": "top_k must be at least 0",
     "--top_p=0": "top_p must be above 0 and at most 1",
     "--num_samples=0 --max_new_tokens=-1": (
-        "num_samples must be positive; max_new_tokens must not be negative"
+        "num_samples must be at least 1; max_new_tokens must be at least 0"
     ),
     "--seed=-1": "seed must be between 0 and 2^63",
     "--device=banana": "--device=banana: not usable here",
@@ -250,7 +248,7 @@ PREPARE = {
     "--inspect {data}/tiny --show=99999999": "99999999",
     "--inspect {data}/tiny --step=3": "--step needs the folder of a run",
     "en.jsonl": "argument 'en.jsonl': expected --input FILE or --key=value",
-    "--inspect {data}/large": "token 77 has id 400",
+    "--inspect {data}/large": "the id 400 is beyond the vocabulary",
 }
 PLOT = {
     "": "no run under out/: train one first",

@@ -853,7 +853,7 @@ def test_a_changed_meta_json_is_refused(tiny_data, tmp_path, refuses):
     for changes in ({"vocab_size": 440}, {"eos_id": 0}, {"splits": splits}, {"lengths": {}}):
         path.write_text(json.dumps(meta | changes), encoding="utf-8")
         error = refuses(train.main, *options(tmp_path, tmp_path))
-        assert "meta.json: changed after it was made" in error
+        assert "meta.json: damaged" in error
 
 
 FOREIGN = [
@@ -863,13 +863,6 @@ FOREIGN = [
     {"dtype": "O"},
     {"dtype": "float64"},
     {"splits": []},
-    {"lengths": {}},
-    {"lengths": {"p50": "x", "histogram": {}}},
-    {"records": []},
-    {"sources": [5]},
-    {"landmarks": [3.0]},
-    {"landmarks": {"unigram": 3.0}},
-    {"landmarks": {"unigram": math.nan, "bigram": "", "bigram_tokens": 5}},
     {"tokenizer": {"kind": "tiktoken", "file": "x", "sha256": "", "special": 5}},
     {"tokenizer": {"kind": "tiktoken", "file": "../x", "sha256": ""}},
 ]
@@ -902,7 +895,7 @@ def test_weights_without_a_finite_loss_are_an_error_of_the_evaluation(
 ):
     folder = spoiled(finished, tmp_path / "large", "model.norm.weight", 3e38)
     error = refuses(sample.main, f"--ckpt={folder}", f"--eval={tiny_data / 'tiny'}", "--device=cpu")
-    assert "is nan: its weights are damaged" in error
+    assert "the loss is nan" in error
 
 
 def spoiled(run: Path, folder: Path, name: str, value: float) -> Path:

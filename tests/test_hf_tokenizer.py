@@ -1,0 +1,338 @@
+"""The tokenizers of other tools, written and read. Most of these tests compare with the packages
+transformers and tokenizers themselves.
+"""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import call, forge, make_records, train_tiny, write_jsonl
+from test_prepare import TEXTS, tiktoken_file
+
+import prepare
+import sample
+import train
+from configurator import UserError
+from text.dataset import load_tokenizer
+from text.hf_tokenizer import QWEN2_PATTERN, from_hugging_face, to_hugging_face
+from text.records import record_text
+from text.tokenizer import (
+    CL100K_PATTERN,
+    GPT2_PATTERN,
+    SentencePiece,
+    Tiktoken,
+    same_ids,
+)
+from training.runs import newest_checkpoint
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    module = pytest.importorskip("transformers", reason="needs the package transformers")
+    module.logging.set_verbosity_error()
+    return module
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def checkpoint(data: Path, out: Path, *options: str) -> Path:
+    """Train TINY; return its last checkpoint."""
+    return newest_checkpoint(train_tiny(data, out, *options) / "ckpt")
+
+
+def prepared(data: Path, name: str, tokenizer: Path | str, *options: str) -> None:
+    """Make a data set of 100 records with this tokenizer."""
+    corpus = write_jsonl(data / "c.jsonl", make_records(100))
+    options = [f"--name={name}", f"--tokenizer={tokenizer}", "--val_fraction=0.3", *options]
+    call(prepare.main, "--input", corpus, f"--data_dir={data}", *options)
+
+
+CHANGED = [{"file": name} for name in ("../../tiny/tokenizer.model", "..", 7)]
+CHANGED += [{"prefix": prefix} for prefix in ([400], 5, ["a"])]
+CHANGED += [{"kind": "bert"}, {"kind": "tiktoken"}]
+
+
+def test_a_meta_json_cannot_name_a_tokenizer_elsewhere(tiny_data, tmp_path, refuses):
+    folder = Path(shutil.copytree(checkpoint(tiny_data, tmp_path), tmp_path / "ckpt"))
+    meta = read(folder / "meta.json")
+    for changes in CHANGED:
+        changed = meta | {"tokenizer": meta["tokenizer"] | changes}
+        forge(folder, "meta.json", json.dumps(changed).encode())
+        assert str(folder) in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
+
+
+LETTERS = "aab b  \n\t'sS我的是一，。😀\u0301é0123 .()_=\u3000\u00a0"
+MIXED = [
+    *TEXTS,
+    "Hello 世界 😀 naïve café\n\n    def f(x):\n\t\treturn x   **  2  # 注释\r\n"
+    "1234567 3.14 中文，标点。 I'LL don't",
+    "4 ½ months, ² ١٢  7",
+    "      \n\n \t \u3000全角\x00\u200d👩‍👩‍👧‍👦 \ud7ff ﷽   ",
+    *("".join(random.Random(i).choices(LETTERS, k=60)) for i in range(300)),
+]
+
+
+def write_files(folder: Path, files: dict[str, str | dict]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "gpt2", "cl100k"])
+def test_auto_tokenizer_encodes_to_the_same_ids(kind, tiny_data, tmp_path, transformers):
+    if kind == "sentencepiece":
+        ours = load_tokenizer(tiny_data / "tiny")
+    else:
+        pattern = GPT2_PATTERN if kind == "gpt2" else CL100K_PATTERN
+        ours = Tiktoken.from_file(tiktoken_file(tmp_path / "v.tiktoken", 2000), pattern)
+    folder = write_files(tmp_path / "hf", to_hugging_face(ours, 128))
+    auto = transformers.AutoTokenizer.from_pretrained(folder)
+    assert auto.eos_token_id == auto.bos_token_id == ours.eos_id and len(auto) == ours.vocab_size
+    for text in MIXED:
+        ids = ours.encode(text).tolist()
+        # sample.py begins a text with an eos, too.
+        assert auto(text, split_special_tokens=True).input_ids == [ours.eos_id, *ids], text
+        assert auto.decode(ids) == text
+
+
+def sentencepiece_model(path: Path, **options) -> SentencePiece:
+    """Train a SentencePiece with these options, by default one such as prepare.py trains."""
+    import sentencepiece
+
+    usual = dict(model_type="bpe", byte_fallback=True, remove_extra_whitespaces=False)
+    usual |= dict(normalization_rule_name="identity", add_dummy_prefix=False)
+    usual |= dict(vocab_size=400, hard_vocab_limit=False, minloglevel=2)
+    records = json.dumps(make_records(50), ensure_ascii=False).replace("型 ", "型，")
+    with open(path, "wb") as f:
+        usual |= dict(sentence_iterator=iter(records.split("}, ")), model_writer=f)
+        sentencepiece.SentencePieceTrainer.train(**usual | options)
+    return SentencePiece(path)
+
+
+@pytest.mark.parametrize(
+    "name, value, is_exported, is_cut",
+    [
+        ("model_type", "bpe", True, True),
+        ("vocab_size", 600, True, True),
+        ("split_by_whitespace", False, True, False),  # tokens reach from one word into the next
+        ("split_by_unicode_script", False, True, False),  # and from a character to a mark
+        ("add_dummy_prefix", True, False, False),  # each slice would begin with a space of its own
+        ("normalization_rule_name", "nfkc", False, False),
+        ("model_type", "unigram", False, False),  # adds scores up over the whole text
+        ("byte_fallback", False, False, False),  # makes one unk of several characters
+        ("user_defined_symbols", ["<think>"], False, False),
+    ],
+)
+def test_only_a_sentencepiece_that_allows_it_is_exported_or_encoded_in_slices(
+    tmp_path, monkeypatch, name, value, is_exported, is_cut
+):
+    """Slices of a text give the ids of the whole text."""
+    monkeypatch.setattr("text.tokenizer.SLICE", 1)  # a slice ends at the first place where it may
+    tokenizer = sentencepiece_model(tmp_path / "a.model", **{name: value})
+    assert bool(to_hugging_face(tokenizer, 128)) == is_exported
+    records = [record_text(r)[0] for r in make_records(20)]
+    texts = [*MIXED, *records, "".join(MIXED + records), "a 中，b 。中\n\n 中 （", "", " ", "中，"]
+    assert is_cut == any(len(tokenizer.slices(text)) > 1 for text in texts)
+    for text, ids in zip(texts, tokenizer.encode_all(texts), strict=True):
+        assert ids.tolist() == tokenizer.sp.encode(text), text
+
+
+def bpe(folder: Path, kind: str) -> Path:
+    """Train a byte-level BPE with the package tokenizers; save it as models of this kind do."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
+    pre = tokenizers.pre_tokenizers
+    post = tokenizers.processors
+    byte_level = pre.ByteLevel
+    t = tokenizers.Tokenizer(tokenizers.models.BPE())
+    if kind == "gpt2":
+        t.pre_tokenizer = byte_level(add_prefix_space=False)
+    elif kind == "smollm":
+        digits = pre.Digits(individual_digits=True)
+        t.pre_tokenizer = pre.Sequence([digits, byte_level(add_prefix_space=False)])
+    else:
+        split = pre.Split(tokenizers.Regex(QWEN2_PATTERN), "isolated")
+        t.pre_tokenizer = pre.Sequence([split, byte_level(add_prefix_space=False, use_regex=False)])
+    if kind == "qwen":
+        t.normalizer = tokenizers.normalizers.NFC()
+    if kind == "llama3":
+        template = post.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 1)])
+        t.post_processor = post.Sequence([post.ByteLevel(), template])
+    t.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=["<|endoftext|>", "<|bos|>", "<|im_end|>"],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    texts = [json.dumps(r, ensure_ascii=False) for r in make_records(100)]
+    t.train_from_iterator(texts + MIXED, trainer)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    write_files(folder, {"tokenizer.json": t.to_str(), "tokenizer_config.json": json.dumps(config)})
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "smollm", "qwen", "llama3"])
+def test_a_tokenizer_of_a_public_model_encodes_the_same_here(kind, tmp_path, transformers):
+    folder = bpe(tmp_path / "m", kind)
+    found = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = from_hugging_face(folder)
+    assert (ours.vocab_size, ours.eos_id, ours.prefix) == (700, 0, [1] if kind == "llama3" else [])
+    for text in MIXED:
+        want = [*ours.prefix, *ours.encode(text).tolist()]
+        assert found(text, split_special_tokens=True).input_ids == want, text
+    again = from_hugging_face(write_files(tmp_path / "again", to_hugging_face(ours, 128)))
+    assert same_ids(again, ours) and again.prefix == ours.prefix
+    assert all((again.encode(text) == ours.encode(text)).all() for text in MIXED)
+
+
+def test_words_that_are_tokens_need_no_merges_where_the_file_says_so(tmp_path, transformers):
+    """Llama 3 sets ignore_merges. Without it, a token that no merge produces never appears."""
+    folder = bpe(tmp_path / "m", "gpt2")
+    content = read(folder / "tokenizer.json")
+    model = content["model"]
+    model["merges"] = [m for m in model["merges"] if "".join(m) != "Ġtokens"]
+    for ignore in (True, False):
+        model["ignore_merges"] = ignore
+        write_files(folder, {"tokenizer.json": content})
+        ours = from_hugging_face(folder).encode("the tokens").tolist()
+        auto = transformers.AutoTokenizer.from_pretrained(folder)
+        assert ours == auto("the tokens").input_ids
+        assert (model["vocab"]["Ġtokens"] in ours) is ignore
+
+
+def test_the_eos_is_that_of_either_file_of_settings_or_the_usual_one(tmp_path):
+    folder = bpe(tmp_path / "m", "gpt2")
+    (folder / "tokenizer_config.json").unlink()
+    assert from_hugging_face(folder).eos_id == 0
+    for eos_id, name, eos in (
+        (1, "special_tokens_map.json", "<|bos|>"),
+        (2, "tokenizer_config.json", {"content": "<|im_end|>"}),
+    ):
+        write_files(folder, {name: {"eos_token": eos}})
+        assert from_hugging_face(folder).eos_id == eos_id
+
+
+PREFIXED = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+APPENDED = [{"Sequence": {}}, {"SpecialToken": {"id": "x"}}]
+LETTERS_ONLY = [
+    {"type": "Split", "pattern": {"Regex": r"\\p{L}+"}, "behavior": "Isolated", "invert": False},
+    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+]
+STRANGE = {  # a part of the message -> (file, key, value)
+    "byte-level BPE": ("tokenizer.json", "model", {"type": "Unigram", "vocab": []}),
+    "normalizer Lowercase": ("tokenizer.json", "normalizer", {"type": "Lowercase"}),
+    "pre_tokenizer": ("tokenizer.json", "pre_tokenizer", PREFIXED),
+    "after every text": (
+        "tokenizer.json", "post_processor", {"type": "TemplateProcessing", "single": APPENDED}),
+    "post_processor Roberta": ("tokenizer.json", "post_processor", {"type": "RobertaProcessing"}),
+    "its pattern": (
+        "tokenizer.json", "pre_tokenizer", {"type": "Sequence", "pretokenizers": LETTERS_ONLY}),
+    "'   ' would cut": ("tokenizer.json", "added_tokens", [{"id": 700, "content": "   "}]),
+    "not distinct": ("tokenizer.json", "added_tokens", [{"id": 7, "content": "<x>"}]),
+    "cannot be used": ("model", "vocab", 7),
+    "its merges": ("model", "merges", [["a", "b"], ["t", "h"], ["Ġ", "t"]]),
+    "dropout": ("model", "dropout", 0.1),
+    "no eos token": ("tokenizer_config.json", "eos_token", "<|none|>"),
+    "add_prefix_space": ("tokenizer_config.json", "add_prefix_space", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", STRANGE)
+def test_a_tokenizer_of_another_kind_is_refused_by_name(message, tmp_path):
+    folder = bpe(tmp_path / "m", "gpt2")
+    name, key, value = STRANGE[message]
+    path = folder / ("tokenizer.json" if name == "model" else name)
+    content = read(path)
+    (content["model"] if name == "model" else content)[key] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=message):
+        from_hugging_face(folder)
+
+
+def test_a_vocabulary_without_tokenizer_json_is_told_how_to_get_one(tmp_path, refuses):
+    """GPT-2 was first published as vocab.json and merges.txt."""
+    folder = write_files(tmp_path / "gpt2", {"vocab.json": {"a": 0}, "merges.txt": ""})
+    corpus = write_jsonl(tmp_path / "c.jsonl", make_records(5))
+    options = ["--input", corpus, f"--tokenizer={folder}", f"--data_dir={tmp_path / 'data'}"]
+    assert "save_pretrained" in refuses(prepare.main, *options)
+
+
+# -- the way of a tokenizer: data set, checkpoint, fine-tuning --
+
+
+def test_a_damaged_tokenizer_ends_a_fine_tuning_before_it_begins(tiny_data, tmp_path, refuses):
+    folder = Path(shutil.copytree(checkpoint(tiny_data, tmp_path), tmp_path / "ckpt"))
+    (folder / "tokenizer.model").write_bytes(b"?")
+    (folder / "manifest.json").unlink()  # a folder that another program wrote has none
+    options = [f"--init_from={folder}", "--run_name=tuned"]
+    assert "tokenizer.model" in refuses(lambda: train_tiny(tiny_data, tmp_path, *options))
+
+
+def test_one_vocabulary_with_two_rules_is_two_tokenizers(tmp_path, refuses):
+    """Qwen3 and its base model differ only in their eos. Others differ in how they split a text."""
+    folder = bpe(tmp_path / "m", "gpt2")
+    prepared(tmp_path, "a", folder)
+    write_files(folder, {"tokenizer_config.json": {"eos_token": "<|im_end|>"}})
+    prepared(tmp_path, "b", folder)
+    content = read(folder / "tokenizer.json")
+    content["added_tokens"][0]["id"] = 700  # that of <|endoftext|>
+    content["model"]["vocab"].pop("<|endoftext|>", None)
+    write_files(folder, {"tokenizer.json": content, "tokenizer_config.json": {}})
+    prepared(tmp_path, "c", folder)
+    for name in "bc":
+        said = refuses(lambda n=name: train_tiny(tmp_path, tmp_path, f"--dataset=a,{n}"))
+        assert f"{name} was made with another tokenizer than a" in said
+
+
+def test_a_checkpoint_has_the_tokenizer_of_its_start_whatever_becomes_of_the_data_set(
+    tiny_data, tmp_path, monkeypatch
+):
+    shutil.copytree(tiny_data / "tiny", tmp_path / "data" / "tiny")
+    model = tmp_path / "data" / "tiny" / "tokenizer.model"
+    original = model.read_bytes()
+    evaluate = train.evaluate
+
+    def damage(*args, **options):
+        model.write_bytes(b"?")
+        return evaluate(*args, **options)
+
+    with monkeypatch.context() as damaged:
+        damaged.setattr(train, "evaluate", damage)
+        folder = checkpoint(tmp_path / "data", tmp_path)
+    assert (folder / "tokenizer.model").read_bytes() == original != model.read_bytes()
+    call(sample.main, f"--ckpt={folder}", "--max_new_tokens=3", "--device=cpu")
+
+
+def test_a_sentencepiece_folder_with_another_eos_is_refused(tiny_data, tmp_path):
+    shutil.copy(tiny_data / "tiny" / "tokenizer.model", tmp_path)
+    assert from_hugging_face(tmp_path).prefix == [1]  # a text of Llama begins with <s>
+    write_files(tmp_path, {"special_tokens_map.json": {"eos_token": "<|im_end|>"}})
+    with pytest.raises(UserError, match="eos"):
+        from_hugging_face(tmp_path)
+
+
+def test_a_name_of_tiktoken_takes_nothing_from_a_folder_of_that_name(tmp_path, monkeypatch):
+    own = Tiktoken.from_file(tiktoken_file(tmp_path / "v.tiktoken"))
+    monkeypatch.setattr(Tiktoken, "by_name", lambda name: own)
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path / "gpt2", {"tokenizer.json": {"mine": 1}})
+    prepared(tmp_path, "x", "gpt2")
+    assert not (tmp_path / "x" / "tokenizer.json").exists()
+
+
+def test_a_chat_template_is_kept_where_tokenizer_json_is_made(tiny_data, tmp_path):
+    folder = write_files(tmp_path / "m", {"tokenizer_config.json": {"chat_template": "MINE"}})
+    shutil.copy(tiny_data / "tiny" / "tokenizer.model", folder)
+    prepared(tmp_path, "tiny", folder)
+    made = checkpoint(tmp_path, tmp_path)
+    assert (made / "tokenizer.json").exists()
+    assert read(made / "tokenizer_config.json")["chat_template"] == "MINE"
