@@ -257,8 +257,14 @@ def followed(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     picture. This process waits some seconds for that, and asks nothing else of it.
     """
     command = [sys.executable, str(FOLLOW), str(folder), "--beside"]
-    # In a session of its own, it does not receive the Ctrl-C that stops this process.
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    later = f"loss.png and the tracker are left to: python follow.py {folder}"
+    try:
+        # In a session of its own, it does not receive the Ctrl-C that stops this process.
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    except OSError as e:
+        say(f"warning: follow.py cannot be started ({e.strerror}): {later}")
+        yield
+        return
     try:
         yield
     finally:
@@ -269,7 +275,6 @@ def followed(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             os.killpg(process.pid, signal.SIGKILL)  # with all that a tracker has started
             process.wait()
         if process.returncode:
-            later = f"loss.png and the tracker are left to: python follow.py {folder}"
             say(f"warning: follow.py has ended early or took too long: {later}")
 
 
