@@ -18,7 +18,7 @@ import sample
 import train
 from hardware import kernels
 from hardware.disk import file_sha256
-from hardware.kernels import Pieces, document_mask
+from hardware.kernels import cut, document_mask
 from model import GPT
 from text.dataset import open_datasets
 from text.packing import best_fit, pack
@@ -147,10 +147,10 @@ def test_pieces_cover_each_token_once_and_only_short_documents_share_one():
     ids[0, ::50] = 1  # many short documents
     ids[1, 500] = 1
     begins = torch.where(ids == 1, place, 0).cummax(1).values
-    pieces = Pieces(begins)
-    assert sum(count * length for count, length in pieces.sizes) == ids.numel()
-    assert [mask is None for mask in pieces.masks] == [False] * 4 + [True] * 3
-    assert pieces.sizes[-3:] == [(1, 500), (1, 524), (1, 1024)]
+    pieces = cut(begins)
+    assert sum(piece.count * piece.length for piece in pieces) == ids.numel()
+    assert [piece.mask is None for piece in pieces] == [False] * 4 + [True] * 3
+    assert [(piece.count, piece.length) for piece in pieces[-3:]] == [(1, 500), (1, 524), (1, 1024)]
 
 
 # -- packing --
