@@ -1,13 +1,12 @@
-"""The table of GPUs, and the choice of a device and a dtype."""
+"""The table of GPUs, and a GPU that this torch does not serve."""
 
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-import hardware.machine
 from configurator import UserError
-from hardware.machine import pick_device, start
+from hardware.machine import pick_device
 from hardware.peak import GPUS, find_gpu
 
 
@@ -54,22 +53,6 @@ def test_an_entry_is_whole_sane_and_found_by_its_name_in_every_size(name):
         for spec in (f"{name} {gb}GB", f"{name}-{gb}g".lower(), f"{name}_{gb}G".replace(" ", "")):
             card = find_gpu(spec)
             assert (card.name, card.memory_gb, card.bandwidth) == (name, gb, bandwidth)
-
-
-@pytest.mark.parametrize(
-    "capability, dtype, computed_as_tf32",
-    [((8, 0), "float32", True), ((7, 0), "float32", False), ((8, 0), "bfloat16", False)],
-)
-def test_float32_is_called_tf32_on_the_gpus_that_compute_it_so(
-    monkeypatch, capability, dtype, computed_as_tf32
-):
-    monkeypatch.setattr(hardware.machine, "pick_device", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-    precision = torch.get_float32_matmul_precision()
-    machine = start("cuda", dtype)
-    torch.set_float32_matmul_precision(precision)
-    assert ("TF32" in machine.why) == computed_as_tf32
 
 
 def test_a_gpu_for_which_torch_has_no_kernels_gets_the_build_that_has_them(monkeypatch):
