@@ -2,22 +2,19 @@
 
 import gc
 import itertools
-import json
 import math
 import shutil
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import call, metrics, train_tiny
+from conftest import metrics, train_tiny
 from test_documents import EOS, text_of_documents
 from test_model import ODD, ids, make
-from test_train import same, weights
+from test_shards import end, same, stop_half_way
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import roof
 from hardware.decoding import record_decoding
 from hardware.machine import Machine
 from model import GPT, PRESETS, GPTConfig
@@ -145,6 +142,7 @@ def test_the_defaults_train_compiled_and_in_16_bits(tiny_data, tmp_path, capsys)
     assert "compiled in" in said and "warning" not in said and ": compute capability" in said
     losses = metrics(run, "loss")
     assert losses.keys() == set(range(1, 9)) and losses[8] < losses[1] - 0.3
+    assert 0 < metrics(run, "memory_gb")[8] < 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -156,11 +154,9 @@ def test_resume_is_bit_identical_to_never_having_stopped(dtype, tiny_data, tmp_p
         needs_bf16()
     options = [*EAGER, "--dropout=0.1", "--average=0.5", f"--dtype={dtype}", "--sample_every=4"]
     straight = train_tiny(tiny_data, tmp_path / "straight", *options)
-    shutil.copytree(straight, tmp_path / "run")
-    # Without its last checkpoint, the copy looks like a run that was killed after step 4.
-    shutil.rmtree(tmp_path / "run" / "ckpt" / "step_00000008")
+    stop_half_way(straight, tmp_path)
     run = train_tiny(tiny_data, tmp_path, *options, "--init_from=resume")
-    assert same(weights(run), weights(straight))
+    assert same(run, straight)
     for key in ("loss", "grad_norm", "val_loss", "val_loss_average", "train_eval_loss", "sample"):
         assert metrics(run, key) == metrics(straight, key)
 
@@ -183,21 +179,7 @@ def test_fp16_trains_and_a_step_that_overflows_is_skipped_and_reported(
     # The skipped steps changed nothing: the first loss is that of guessing one of 400 tokens.
     assert losses[skipped + 1] == pytest.approx(math.log(400), abs=0.1)
     assert losses[40] < losses[skipped + 1] - 0.3
-    assert all(w.isfinite().all() for w in weights(run).values())
-
-
-def peak_gb(data: Path, out: Path, batch_size: int) -> float:
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    options = [f"--batch_size={batch_size}", "--batch_tokens=4096", "--max_steps=2"]
-    return metrics(train_tiny(data, out, *EAGER, *options), "memory_gb")[2]
-
-
-def test_peak_memory_is_reported_and_falls_with_batch_size(tiny_data, tmp_path):
-    """A step has 4,096 tokens, in one micro-step or in two."""
-    one, two = (peak_gb(tiny_data, tmp_path / str(B), B) for B in (128, 64))
-    assert 0 < two < one - 0.008 and one < 2
+    assert all(x.isfinite().all() for x in end(run, 40).values())
 
 
 # -- memory --
@@ -267,38 +249,38 @@ def test_generations_at_once_do_not_disturb_each_other():
     assert torch.equal(torch.stack([*tokens, *first]), alone[0])
 
 
-def test_generation_records_one_step_and_replays_it(monkeypatch):
-    """Python calls attention three times in each layer: for the prompt, for the first step, and for
-    the step that is recorded. Steps do not use cuDNN, which would make a new plan for each length.
-    """
+@pytest.fixture
+def chosen(monkeypatch) -> list[SDPBackend]:
+    """The kernels that attention has chosen, call by call."""
     sdpa = F.scaled_dot_product_attention
-    chosen = []
+    choices = []
 
     def spy(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
-        chosen.append(SDPBackend(torch._fused_sdp_choice(q, k, v, attn_mask, dropout_p, is_causal)))
-        return sdpa(q, k, v, attn_mask, dropout_p, is_causal)
+        arguments = (q, k, v, attn_mask, dropout_p, is_causal)
+        choices.append(SDPBackend(torch._fused_sdp_choice(*arguments)))
+        return sdpa(*arguments)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    return choices
+
+
+def test_generation_records_one_step_and_replays_it(chosen):
+    """Python calls attention three times in each layer: for a step that prepares, for the step that
+    is recorded, and for the prompt. Steps do not use cuDNN, which would make a new plan for each
+    length.
+    """
     model = make("llama", head_dim=64, n_embd=384, block_size=64).to(DEVICE, torch.float16).eval()
     record_decoding(model)
     for _ in model.generate(ids(model, 1, 8).to(DEVICE), 30):
         pass
     assert len(chosen) == 3 * model.config.n_layer
-    assert SDPBackend.CUDNN_ATTENTION not in chosen[model.config.n_layer :]
+    assert SDPBackend.CUDNN_ATTENTION not in chosen[: 2 * model.config.n_layer]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_attention_in_bf16_takes_cudnn_or_flash(head_dim, monkeypatch):
+def test_attention_in_bf16_takes_cudnn_or_flash(head_dim, chosen):
     needs_bf16()
-    sdpa = F.scaled_dot_product_attention
     fast = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-    chosen = []
-
-    def spy(q, k, v, dropout_p=0.0, is_causal=False):
-        chosen.append(SDPBackend(torch._fused_sdp_choice(q, k, v, None, dropout_p, is_causal)))
-        return sdpa(q, k, v, dropout_p=dropout_p, is_causal=is_causal)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     model = make("llama", head_dim=head_dim, n_embd=6 * head_dim, block_size=1024)
     model.to(DEVICE).train()
     x = ids(model, 2, 1024).to(DEVICE)
@@ -322,14 +304,12 @@ def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compile
     optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-3, fused=True)
     scaler = torch.amp.GradScaler(DEVICE, enabled=machine.dtype == torch.float16)
     fast = torch.compile(model, dynamic=False) if compiled else model
-    rows = ids(model, 8, 513).numpy()
-
     average = Average(model, span=10)
-    rows = Rows(rows, None, None)
-    batches = map(lambda rows: to_batch(rows, machine.device), itertools.repeat(rows))
+    rows = Rows(ids(model, 8, 513).numpy(), None, None)
+    batches = (to_batch(rows, machine.device) for _ in itertools.count())
 
     def step() -> StepResult:
-        torch.manual_seed(1)
+        torch.manual_seed(1)  # as the training loop does
         result = take_step(fast, optimizer, scaler, batches, 4, machine, grad_clip=1.0)
         average.follow()
         return result
@@ -344,13 +324,3 @@ def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compile
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert result.loss > 1 and result.grad_norm > 0
-
-
-def test_the_roof_is_measured(tmp_path):
-    shape = ["--n_layer=2", "--n_head=4", "--n_embd=256", "--block_size=256", "--batch_size=4"]
-    call(roof.main, *shape, "--seconds=0.01", *EAGER, f"--json={tmp_path / 'roof.json'}")
-    found = json.loads((tmp_path / "roof.json").read_text())
-    rows = [*found["gemms"], *found["memory"], *found["micro_step"]]
-    assert all(r["ms"] > 0 for r in rows) and "cuDNN" in found["versions"]
-    defaults = {r["head_dim"]: r["backend"] for r in found["attention"] if r["default"] == "*"}
-    assert defaults.keys() == {64, 128} and found["attention"][-1]["both"] > 0

@@ -79,12 +79,12 @@ def has_room(
     """
     try:
         _placeholder = torch.empty(int(held), dtype=torch.uint8, device=machine.device)
-        forward = None
+        forward = model
         if compiled:
             forward, _ = try_compile(model, batch, machine, compiles_by_blocks(cfg, machine))
         for _ in range(2):
             with machine.autocast():
-                loss = (forward or model)(*batch)
+                loss = forward(*batch)
             loss.backward()
         machine.synchronize()
         return True
@@ -96,10 +96,10 @@ def has_room(
 
 def try_compile(
     model: torch.nn.Module, batch: Batch, machine: Machine, by_blocks: bool
-) -> tuple[Callable | None, str]:
+) -> tuple[Callable, str]:
     """Compile the model and try it out on one batch, without waiting for other ranks.
 
-    Return the compiled model and "", or None and the reason why this failed.
+    Return the compiled model and "", or the model as it was and the reason why this failed.
     """
     try:
         if by_blocks:
@@ -112,7 +112,7 @@ def try_compile(
         if out_of_memory(e):
             raise
         first_line = str(e).partition("\n")[0]
-        return None, f"{type(e).__name__}: {first_line}"
+        return model, f"{type(e).__name__}: {first_line}"
     finally:
         model.train()
         model.zero_grad(set_to_none=True)
@@ -177,7 +177,7 @@ def compile_together(
     """
     start = time.perf_counter()
 
-    def attempt() -> tuple[Callable | None, str]:
+    def attempt() -> tuple[Callable, str]:
         with memory_advice(advice):
             return try_compile(model, batch, machine, by_blocks)
 
@@ -208,7 +208,7 @@ def wrap(
     if example is not None:
         batch = to_batch(example.rows(example.starts(0, B)), machine.device)
     by_blocks = compiles_by_blocks(cfg, machine)
-    if batch and by_blocks:
+    if batch is not None and by_blocks:
         compile_together(model, batch, machine, by_blocks, advice)
     if shares(cfg, machine):
         return Shards(model, cfg.shard, machine)
