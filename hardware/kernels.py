@@ -151,14 +151,14 @@ def block_mask() -> Callable:
 
 
 def document_mask(gpt: GPT, begins: Tensor, dtype: torch.dtype, compiled: bool = False) -> object:
-    """Return what attend() needs to keep documents apart: pieces, a BlockMask, or a mask (Tensor).
+    """Return what attend() needs to keep documents apart: Pieces, a BlockMask, or a mask (Tensor).
 
     model.py takes it from here to attend() without looking at it.
     begins: where the document of each token begins, (B, T). dtype: of the queries. compiled: the
     code that calls attend() is compiled, even if the code that calls this function is not.
     """
     if begins.is_cpu:
-        return cut(begins)
+        return Pieces(begins)
     B, T = begins.shape
     compiled = compiled or torch.compiler.is_compiling()
     dropout = gpt.training and gpt.config.dropout > 0
@@ -187,33 +187,37 @@ class Piece:
     mask: Tensor | None  # True where a query sees a key; None: all keys up to its own
 
 
-@never_compiled  # the pieces are others in each batch: code for them would be of no use
-def cut(begins: Tensor) -> list[Piece]:
-    """Cut sequences into pieces, so that attention needs no T x T mask.
+class Pieces:
+    """B sequences of T tokens, cut so that attention needs no T x T mask.
 
     They are cut where documents begin. Short documents stay together, in pieces of SHORT tokens and
-    more, because each piece costs some calls.
-    begins: as in document_mask().
+    more, because each piece costs some calls. torch.compile does not look into this object: for a
+    mere list it would compile the model again for each number of pieces.
     """
-    T = begins.size(1)
-    pieces: list[Piece] = []
-    for row in begins.numpy():
-        edges = np.flatnonzero(row == np.arange(T))  # where documents begin
-        start = 0
-        for end in [*edges[1:].tolist(), T]:
-            length = end - start
-            if length < SHORT and end < T:
-                continue
-            mask = None
-            if row[end - 1] > start:  # a document begins inside the piece
-                document = torch.from_numpy(row[start:end])
-                mask = (document[:, None] == document[None, :]).tril()
-            if pieces and pieces[-1].length == length and mask is pieces[-1].mask is None:
-                pieces[-1].count += 1
-            else:
-                pieces.append(Piece(1, length, mask))
-            start = end
-    return pieces
+
+    @never_compiled  # the pieces are others in each batch: code for them would be of no use
+    def __init__(self, begins: Tensor):
+        """begins: as in document_mask()."""
+        T = begins.size(1)
+        self.pieces: list[Piece] = []
+        for row in begins.numpy():
+            edges = np.flatnonzero(row == np.arange(T))  # where documents begin
+            start = 0
+            for end in [*edges[1:].tolist(), T]:
+                if end - start >= SHORT or end == T:
+                    self.add(torch.from_numpy(row[start:end]))
+                    start = end
+
+    def add(self, documents: Tensor) -> None:
+        """Append a piece. documents: where the document of each of its tokens begins, (length,)."""
+        length = len(documents)
+        if documents[0] != documents[-1]:
+            mask = (documents[:, None] == documents[None, :]).tril()
+            self.pieces.append(Piece(1, length, mask))
+        elif self.pieces and self.pieces[-1].mask is None and self.pieces[-1].length == length:
+            self.pieces[-1].count += 1
+        else:
+            self.pieces.append(Piece(1, length, None))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float) -> Tensor:
@@ -225,7 +229,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float) -> Ten
         return plain_attend(q, k, v, None, dropout)
     if mask is None or isinstance(mask, Tensor):
         return attend_formula(q, k, v, mask, dropout)
-    if isinstance(mask, list):
+    if isinstance(mask, Pieces):
         return attend_pieces(q, k, v, mask, dropout)
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -247,15 +251,15 @@ def plain_attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: 
 
 
 @never_compiled
-def attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: list[Piece], dropout: float) -> Tensor:
+def attend_pieces(q: Tensor, k: Tensor, v: Tensor, cut: Pieces, dropout: float) -> Tensor:
     """Return the attention of each piece. All are (B, nh, T, hs)."""
     B, nh, T, hs = q.shape
     # One token after the other, (B T, nh, hs): so pieces are ranges of rows, and torch.split, whose
     # backward pass is one concatenation, cuts all of them.
-    rows = [piece.count * piece.length for piece in pieces]
+    rows = [piece.count * piece.length for piece in cut.pieces]
     parts = [x.transpose(1, 2).reshape(B * T, nh, hs).split(rows) for x in (q, k, v)]
     results = []
-    for piece, *qkv in zip(pieces, *parts, strict=True):
+    for piece, *qkv in zip(cut.pieces, *parts, strict=True):
         # (count, nh, length, hs)
         a, b, c = (x.view(piece.count, piece.length, nh, hs).transpose(1, 2) for x in qkv)
         attend_one = plain_attend if plain_is_faster(a) else attend_formula

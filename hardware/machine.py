@@ -162,7 +162,8 @@ def start(
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
     group = join_ranks(device, timeout_minutes) if "RANK" in os.environ else None
-    return Machine(rank, local_rank, world, device, *pick_dtype(asked_dtype, device), group)
+    dtype, reason = pick_dtype(asked_dtype, device)
+    return Machine(rank, local_rank, world, device, dtype, reason, group)
 
 
 def join_ranks(device: torch.device, timeout_minutes: float) -> dist.ProcessGroup:

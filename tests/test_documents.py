@@ -18,7 +18,7 @@ import sample
 import train
 from hardware import kernels
 from hardware.disk import file_sha256
-from hardware.kernels import cut, document_mask
+from hardware.kernels import Pieces, document_mask
 from model import GPT
 from text.dataset import open_datasets
 from text.packing import best_fit, pack
@@ -74,6 +74,9 @@ def test_a_masked_window_is_its_documents_run_alone(name, compiled):
     torch.testing.assert_close(loss, of_parts)
     for ours, p in zip(masked, model.parameters(), strict=True):
         torch.testing.assert_close(ours, p.grad, atol=3e-6 * p.grad.abs().max().item(), rtol=1e-4)
+    if compiled:  # documents that begin elsewhere need no other code
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            forward(ids.flip(1), targets, weights, EOS)
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -147,7 +150,7 @@ def test_pieces_cover_each_token_once_and_only_short_documents_share_one():
     ids[0, ::50] = 1  # many short documents
     ids[1, 500] = 1
     begins = torch.where(ids == 1, place, 0).cummax(1).values
-    pieces = cut(begins)
+    pieces = Pieces(begins).pieces
     assert sum(piece.count * piece.length for piece in pieces) == ids.numel()
     assert [piece.mask is None for piece in pieces] == [False] * 4 + [True] * 3
     assert [(piece.count, piece.length) for piece in pieces[-3:]] == [(1, 500), (1, 524), (1, 1024)]
