@@ -24,27 +24,22 @@ from training.step import Batch, to_batch
 
 
 def fit_batch(
-    cfg: TrainConfig,
-    model: GPT,
-    loader: Loader,
-    machine: Machine,
-    compiled: bool,
-    resumed: int | None,
+    cfg: TrainConfig, model: GPT, loader: Loader, machine: Machine, compiled: bool, last: int | None
 ) -> int:
     """Return the batch_size for batch_size=auto, the same on all ranks.
 
     Start from what training/memory.py predicts to fit, try it out, and go down while it runs out of
-    memory. resumed: the batch_size that a resumed run had; it keeps this one if it fits.
+    memory. last: the batch_size that a resumed run had; it keeps this one if it fits.
     Raises UserError if not even one sequence fits.
     """
     step = Step(1, cfg.block_size, 2, machine.dtype, compiled, machine.device.type, machine.world)
     step = step.of(cfg)
     predicted = auto_batch(model, step, capacity(machine.device))
-    limit = max(1, min(machine.gather(min(predicted, resumed or predicted))))
+    limit = max(1, min(machine.gather(min(predicted, last or predicted))))
     always = always_held(model, step)
     held = sum(always.values()) - always["weights"]
     while True:
-        B = limit if limit == resumed else even_batch(limit, cfg, machine.world)
+        B = limit if limit == last else even_batch(limit, cfg, machine.world)
         if shares(cfg, machine):
             # A trial needs all ranks: if one ran out of memory, the others would wait for it.
             machine.say(f"batch_size=auto: {B}, not tried out (at most {predicted} predicted)")
