@@ -55,19 +55,27 @@ def settings():
 
 
 def loss_and_gradients(
-    model: GPT, fast: GPT | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[float, dict]:
-    """Return loss and gradients of 4 x 128 tokens. `fast` is the compiled model, if any."""
-    x = ids(model, 4, 129).to(DEVICE)
-    model.train().zero_grad(set_to_none=True)
-    with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
-        loss = (model if fast is None else fast)(x[:, :-1], x[:, 1:])
-    loss.backward()
-    return loss.item(), {name: p.grad.float() for name, p in model.named_parameters()}
+    forward: torch.nn.Module,
+    x: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+    eos_id: int | None = None,
+) -> tuple[float, list[torch.Tensor]]:
+    """Return what a model, compiled or not, computes where it is from tokens x (B, T + 1)."""
+    weights = list(forward.parameters())
+    x = x.to(weights[0].device)
+    with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
+        loss = forward(x[:, :-1], x[:, 1:], None, eos_id)
+    return loss.item(), [g.float().cpu() for g in torch.autograd.grad(loss, weights)]
 
 
-def wide(preset: str) -> GPT:
-    return make(preset, "xavier", n_embd=192, block_size=128).to(DEVICE)
+def assert_close(gradients: list[torch.Tensor], expected: list[torch.Tensor], share: float):
+    """Check that no number is off by more than this share of the largest one in its tensor."""
+    for g, e in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(g, e, rtol=0, atol=share * e.abs().max().item())
+
+
+def wide(preset: str, block_size: int = 128) -> GPT:
+    return make(preset, "xavier", n_embd=192, block_size=block_size).train()
 
 
 # -- the same numbers --
@@ -76,25 +84,24 @@ def wide(preset: str) -> GPT:
 @compiles
 @pytest.mark.parametrize("preset", PRESETS)
 def test_compiled_equals_eager_in_fp32(preset):
-    model = wide(preset)
-    loss, gradients = loss_and_gradients(model)
-    compiled_loss, compiled = loss_and_gradients(model, torch.compile(model, dynamic=False))
+    model = wide(preset).to(DEVICE)
+    x = ids(model, 4, 129)
+    loss, gradients = loss_and_gradients(model, x)
+    compiled_loss, compiled = loss_and_gradients(torch.compile(model, dynamic=False), x)
     assert compiled_loss == pytest.approx(loss, rel=1e-5)
-    for name, g in gradients.items():
-        # The sums are rounded in another order. An error of TF32 would be ten times as large.
-        largest = g.abs().max().item()
-        torch.testing.assert_close(compiled[name], g, rtol=0, atol=1e-4 * largest, msg=name)
+    # The sums are rounded in another order. An error of TF32 would be ten times as large.
+    assert_close(compiled, gradients, 1e-4)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_bf16_computes_the_loss_and_the_direction_of_fp32(preset):
     needs_bf16()
-    model = wide(preset)
-    loss, gradients = loss_and_gradients(model)
-    low_loss, low = loss_and_gradients(model, dtype=torch.bfloat16)
+    model = wide(preset).to(DEVICE)
+    x = ids(model, 4, 129)
+    loss, gradients = loss_and_gradients(model, x)
+    low_loss, low = loss_and_gradients(model, x, torch.bfloat16)
     assert low_loss == pytest.approx(loss, rel=1e-3)
-    flat = torch.cat([gradients[name].flatten() for name in gradients]).double()
-    low_flat = torch.cat([low[name].flatten() for name in gradients]).double()
+    flat, low_flat = (torch.cat([g.flatten() for g in some]).double() for some in (gradients, low))
     assert F.cosine_similarity(flat, low_flat, dim=0).item() > 0.999
 
 
@@ -105,20 +112,13 @@ def test_masked_documents_are_those_of_the_cpu(preset, compiled):
     used where the GPU has compute capability 8.
     """
     x = text_of_documents()
-    model = make(preset, "xavier", n_embd=192, block_size=x.size(1)).train()
-    y = x.roll(-1, 1)
-    want = model(x, y, None, EOS)
-    want.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
+    model = wide(preset, block_size=x.size(1))
+    expected, gradients = loss_and_gradients(model, x, eos_id=EOS)
     model.to(DEVICE)
     forward = torch.compile(model, dynamic=False) if compiled else model
-    loss = forward(x.to(DEVICE), y.to(DEVICE), None, EOS)
-    loss.backward()
-    assert loss.item() == pytest.approx(want.item(), rel=1e-4)
-    for name, p in model.named_parameters():
-        largest = gradients[name].abs().max().item()
-        torch.testing.assert_close(p.grad.cpu(), gradients[name], atol=1e-3 * largest, rtol=0)
+    loss, on_gpu = loss_and_gradients(forward, x, eos_id=EOS)
+    assert loss == pytest.approx(expected, rel=1e-4)
+    assert_close(on_gpu, gradients, 1e-3)
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -121,6 +121,8 @@ class Muon(torch.optim.AdamW):
             size = ranks_of(weights[0]) * max(1, STACK // weights[0].numel())
             for start in range(0, len(weights), size):
                 self.move_stack(weights[start : start + size], rows, group, found_inf)
+        for weight in group["params"]:
+            weight.grad = None
 
     def move_stack(
         self, weights: list[Tensor], rows: list[int], group: dict, found_inf: Tensor | None
@@ -152,8 +154,6 @@ class Muon(torch.optim.AdamW):
         moves = from_owners(moves, weights[0]).float()
         torch._foreach_mul_(parts, 1 - lr * group["weight_decay"])
         torch._foreach_add_(parts, [x[: len(w)] for x, w in zip(moves, parts, strict=False)])
-        for weight in weights:
-            weight.grad = None
 
 
 def make_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.optim.Optimizer:
