@@ -31,9 +31,8 @@ import torch
 
 import configurator
 from configurator import UserError, changes, checked, columns, folded, given, row
-from hardware.gpus import find_gpu
 from hardware.machine import available, own_memory, pick_dtype
-from hardware.peak import datasheet_peak, device_name, given_peak, peak_tflops
+from hardware.peak import datasheet_peak, device_name, find_gpu, peak_tflops
 from hardware.terminal import plural
 from model import GPT, GPTConfig
 from text.dataset import DataSet, newest_dataset, open_datasets
@@ -194,7 +193,7 @@ def named_gpu(cfg: PlanConfig) -> Device:
     if peak is None:
         raise UserError(f"dtype={cfg.dtype}: {card.name} has no such units; leave dtype out")
     if cfg.peak_tflops:
-        peak, source = given_peak(cfg.peak_tflops)
+        peak, source = peak_tflops(torch.device("cuda"), dtype, cfg.peak_tflops)
     name = f"{card.name} {card.memory_gb} GB"
     return Device(name, "cuda", dtype, peak, source, card.bytes, card.bandwidth, card.watts)
 

@@ -30,10 +30,9 @@ from torch.utils.benchmark import Timer
 
 from bench.measure import facts_of, no_folder, not_positive, padded, step_problems, write_json
 from configurator import changes, parse, run
-from hardware.gpus import datasheet_tflops
 from hardware.kernels import ChunkedCrossEntropy, attend, attention_kernel
 from hardware.machine import Machine, start
-from hardware.peak import DTYPES, device_name, peak_tflops
+from hardware.peak import DTYPES, datasheet_tflops, device_name, peak_tflops
 from model import GPT, GPTConfig
 from training.settings import TrainConfig, model_config
 

@@ -5,6 +5,7 @@ A GPU is expected to work faster than Python can launch the few hundred kernels 
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,7 +18,7 @@ from model import GPT, KVCache
 def record_decoding(model: GPT) -> None:
     """Let model.generate() record its step, if the model is on CUDA. A graph takes memory."""
     if model.wte.weight.is_cuda:
-        model.decoder = partial(RecordedDecoder, model)
+        model.decoder = partial(recorded, model)
 
 
 class RecordedCache(KVCache):
@@ -50,42 +51,33 @@ class RecordedCache(KVCache):
         return super().attend(q, k, v, self.mask)
 
 
-class RecordedDecoder:
-    """GPT.decoder(): token (B, 1) -> logits (B, V). The first call records, each call replays."""
+def recorded(model: GPT, cache: KVCache) -> Callable[[Tensor], Tensor]:
+    """Return GPT.decoder(): token (B, 1) -> logits (B, V). Each call replays one graph."""
+    device = cache.k.device
+    token = torch.zeros(cache.k.size(1), 1, dtype=torch.long, device=device)
+    position = torch.zeros(1, dtype=torch.long, device=device)
 
-    def __init__(self, model: GPT, cache: KVCache):
-        self.model = model
-        self.cache = cache
-        self.graph = None
+    def step() -> Tensor:
+        return model(token, cache=RecordedCache(cache.k, cache.v, position))
 
-    def __call__(self, token: Tensor) -> Tensor:
-        if self.graph is None:
-            self.record(token)
-        self.token.copy_(token)
-        self.position.fill_(self.cache.length)
-        self.graph.replay()
-        return self.logits
+    # Each graph has a stream of its own: when torch frees a graph, it also frees the workspace that
+    # cuBLAS has on the graph's stream.
+    graph = torch.cuda.CUDAGraph()
+    graph_stream = torch.cuda.Stream(device)
+    usual_stream = torch.cuda.current_stream(device)
+    graph_stream.wait_stream(usual_stream)
+    # These two kernels accept a mask and, unlike cuDNN's, need no planning.
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        with torch.cuda.stream(graph_stream):
+            step()  # makes one-time preparations, which cannot be recorded
+        usual_stream.wait_stream(graph_stream)
+        with torch.cuda.graph(graph, stream=graph_stream):
+            logits = step()
 
-    def step(self) -> Tensor:
-        """Run the model on what self.token and self.position hold."""
-        cache = RecordedCache(self.cache.k, self.cache.v, self.position)
-        return self.model(self.token, cache=cache)
+    def decode(new_token: Tensor) -> Tensor:
+        token.copy_(new_token)
+        position.fill_(cache.length)
+        graph.replay()
+        return logits
 
-    def record(self, token: Tensor) -> None:
-        """Make the graph, and the tensors that it reads and writes."""
-        device = token.device
-        self.token = token.clone()
-        self.position = torch.tensor([self.cache.length], device=device)
-        # Each graph has a stream of its own: when torch frees a graph, it also frees the workspace
-        # that cuBLAS has on the graph's stream.
-        self.graph = torch.cuda.CUDAGraph()
-        graph_stream = torch.cuda.Stream(device)
-        usual_stream = torch.cuda.current_stream(device)
-        graph_stream.wait_stream(usual_stream)
-        # These two kernels accept a mask and, unlike cuDNN's, need no planning.
-        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            with torch.cuda.stream(graph_stream):
-                self.step()  # makes one-time preparations, which cannot be recorded
-            usual_stream.wait_stream(graph_stream)
-            with torch.cuda.graph(self.graph, stream=graph_stream):
-                self.logits = self.step()
+    return decode

@@ -7,6 +7,7 @@ program that forgets install() gets the same numbers, up to rounding, only later
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -45,9 +46,9 @@ never_compiled = torch._disable_dynamo
 def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """Return x @ weight.T + bias, (..., N), for x (..., K), weight (N, K) and bias (N,)."""
     weight = layer.weight
-    bf16_on_cpu = x.device.type == "cpu" and x.dtype == weight.dtype == torch.bfloat16
-    if bf16_on_cpu and x.numel() == x.size(-1):
-        # x is one token. A matrix-vector product is 1.4 times as fast as F.linear (bench/LOG.md).
+    one_token = x.numel() == x.size(-1)
+    if one_token and x.is_cpu and x.dtype == weight.dtype == torch.bfloat16:
+        # A matrix-vector product is 1.4 times as fast as F.linear (bench/LOG.md).
         vector = x.flatten()  # (K,)
         if layer.bias is None:
             y = torch.mv(weight, vector)  # (N,)
@@ -157,7 +158,7 @@ def document_mask(gpt: GPT, begins: Tensor, dtype: torch.dtype, compiled: bool =
     code that calls attend() is compiled, even if the code that calls this function is not.
     """
     if begins.is_cpu:
-        return pieces_of(begins)
+        return Pieces(begins)
     B, T = begins.shape
     compiled = compiled or torch.compiler.is_compiling()
     dropout = gpt.training and gpt.config.dropout > 0
@@ -175,45 +176,48 @@ def document_mask(gpt: GPT, begins: Tensor, dtype: torch.dtype, compiled: bool =
 SHORT = 256  # tokens (bench/LOG.md)
 
 
-class Pieces:
-    """Where B sequences of T tokens are cut, so that attention needs no T x T mask.
-
-    They are cut where documents begin. Short documents stay together, in pieces of SHORT tokens and
-    more, because each piece costs some calls. Neighbours of one length are computed together.
+@dataclass
+class Piece:
+    """A part of a sequence, and its next neighbours if they are alike: attention computes them
+    together.
     """
 
+    count: int  # of neighbours
+    length: int  # of each, in tokens
+    mask: Tensor | None  # True where a query sees a key; None: all keys up to its own
+
+
+class Pieces:
+    """B sequences of T tokens, cut so that attention needs no T x T mask.
+
+    They are cut where documents begin. Short documents stay together, in pieces of SHORT tokens and
+    more, because each piece costs some calls. torch.compile does not look into this object: for a
+    mere list it would compile the model again for each number of pieces.
+    """
+
+    @never_compiled  # the pieces are others in each batch: code for them would be of no use
     def __init__(self, begins: Tensor):
         """begins: as in document_mask()."""
         T = begins.size(1)
-        self.sizes: list[tuple[int, int]] = []  # (pieces that are computed together, their length)
-        self.masks: list[Tensor | None] = []  # True where a query sees a key; None: all before it
-        for of_row in begins.numpy():
-            edges = np.flatnonzero(of_row == np.arange(T))  # where documents begin
-            cut = 0
-            several = False  # whether a document begins inside the piece that begins at `cut`
-            for edge in [*edges[1:].tolist(), T]:
-                if edge - cut < SHORT and edge < T:
-                    several = True
-                    continue
-                if several:
-                    same = torch.from_numpy(of_row[cut:edge])
-                    self.add(edge - cut, (same[:, None] == same[None, :]).tril())
-                else:
-                    self.add(edge - cut, None)
-                cut = edge
-                several = False
+        self.pieces: list[Piece] = []
+        for row in begins.numpy():
+            edges = np.flatnonzero(row == np.arange(T))  # where documents begin
+            start = 0
+            for end in [*edges[1:].tolist(), T]:
+                if end - start >= SHORT or end == T:
+                    self.add(torch.from_numpy(row[start:end]))
+                    start = end
 
-    def add(self, length: int, mask: Tensor | None) -> None:
-        if mask is None and self.masks and self.masks[-1] is None and self.sizes[-1][1] == length:
-            self.sizes[-1] = (self.sizes[-1][0] + 1, length)
+    def add(self, documents: Tensor) -> None:
+        """Append a piece. documents: where the document of each of its tokens begins, (length,)."""
+        length = len(documents)
+        if documents[0] != documents[-1]:
+            mask = (documents[:, None] == documents[None, :]).tril()
+            self.pieces.append(Piece(1, length, mask))
+        elif self.pieces and self.pieces[-1].mask is None and self.pieces[-1].length == length:
+            self.pieces[-1].count += 1
         else:
-            self.sizes.append((1, length))
-            self.masks.append(mask)
-
-
-@never_compiled  # the pieces are others in each batch: code for them would be of no use
-def pieces_of(begins: Tensor) -> Pieces:
-    return Pieces(begins)
+            self.pieces.append(Piece(1, length, None))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float) -> Tensor:
@@ -247,23 +251,21 @@ def plain_attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: 
 
 
 @never_compiled
-def attend_pieces(q: Tensor, k: Tensor, v: Tensor, pieces: Pieces, dropout: float) -> Tensor:
+def attend_pieces(q: Tensor, k: Tensor, v: Tensor, cut: Pieces, dropout: float) -> Tensor:
     """Return the attention of each piece. All are (B, nh, T, hs)."""
     B, nh, T, hs = q.shape
     # One token after the other, (B T, nh, hs): so pieces are ranges of rows, and torch.split, whose
     # backward pass is one concatenation, cuts all of them.
-    rows = [count * length for count, length in pieces.sizes]
+    rows = [piece.count * piece.length for piece in cut.pieces]
     parts = [x.transpose(1, 2).reshape(B * T, nh, hs).split(rows) for x in (q, k, v)]
-    done = []
-    for (count, length), mask, *qkv in zip(pieces.sizes, pieces.masks, *parts, strict=True):
+    results = []
+    for piece, *qkv in zip(cut.pieces, *parts, strict=True):
         # (count, nh, length, hs)
-        a, b, c = (x.view(count, length, nh, hs).transpose(1, 2) for x in qkv)
-        if plain_is_faster(a):
-            y = plain_attend(a, b, c, mask, dropout)
-        else:
-            y = F.scaled_dot_product_attention(a, b, c, mask, dropout, is_causal=mask is None)
-        done.append(y.transpose(1, 2).reshape(-1, nh, hs))
-    return torch.cat(done).view(B, T, nh, hs).transpose(1, 2)
+        a, b, c = (x.view(piece.count, piece.length, nh, hs).transpose(1, 2) for x in qkv)
+        attend_one = plain_attend if plain_is_faster(a) else attend_formula
+        y = attend_one(a, b, c, piece.mask, dropout)
+        results.append(y.transpose(1, 2).reshape(-1, nh, hs))
+    return torch.cat(results).view(B, T, nh, hs).transpose(1, 2)
 
 
 def attention_kernel(
@@ -305,20 +307,20 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         logits = logits.detach()
-        known = (targets[:, None] >= 0).float()  # (N, 1): 1, or 0 where there is no target
+        factors = (targets[:, None] >= 0).float()  # (N, 1): 1, or 0 where there is no target
         if weights is not None:
-            known = known * weights[:, None]
+            factors = factors * weights[:, None]
         loss = torch.zeros((), device=logits.device)
         rows = max(1, loss_chunk(logits.device.type) // logits.size(1))
-        chunks = zip(logits.split(rows), targets.split(rows), known.split(rows), strict=True)
-        for part, ids, counts in chunks:
+        chunks = zip(logits.split(rows), targets.split(rows), factors.split(rows), strict=True)
+        for part, ids, factor in chunks:
             index = ids.clamp(min=0)[:, None]  # (rows, 1)
             log_p = part.log_softmax(-1, dtype=torch.float32)  # (rows, V)
             picked = log_p.gather(1, index)  # (rows, 1): ln p(target)
-            loss -= (picked * counts).sum()
+            loss -= (picked * factor).sum()
             if ctx.needs_input_grad[0]:
                 # softmax, less 1 at the target; 0 in rows without a target
-                part.copy_(log_p.exp_().scatter_(1, index, picked.exp() - 1).mul_(counts))
+                part.copy_(log_p.exp_().scatter_(1, index, picked.exp() - 1).mul_(factor))
             del log_p  # free it before the next chunk is allocated
         ctx.save_for_backward(logits)
         ctx.rows = rows

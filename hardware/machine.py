@@ -4,7 +4,6 @@ start() finds out what this process runs on, once, and joins the other processes
 """
 
 import ctypes
-import math
 import os
 import re
 import signal
@@ -70,11 +69,9 @@ class Machine:
         except OSError as e:
             problem = f"{e.filename or 'writing'}: {e.strerror}"
         problems = self.gather(problem)
-        if all(problems):
-            raise UserError(problems[0])
-        for rank, text in enumerate(problems):
-            if text:
-                raise UserError(f"rank {rank}: {text}")
+        failures = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+        if failures:
+            raise UserError(problems[0] if all(problems) else failures[0])
         return result
 
     def decide(self, work: Callable[[], Any]) -> Any:
@@ -103,9 +100,9 @@ class Machine:
         for rank, of_rank in enumerate(of_ranks):
             for name, value in of_rank.items():
                 if value != of_ranks[0].get(name):
-                    both = f"{name} is {value} on rank {rank}, {of_ranks[0].get(name)} on rank 0"
+                    values = f"{name} is {value} on rank {rank}, {of_ranks[0].get(name)} on rank 0"
                     advice = "all must see the same files and get the same settings"
-                    raise UserError(f"the ranks differ: {both}: {advice}")
+                    raise UserError(f"the ranks differ: {values}: {advice}")
 
     def autocast(self):
         """Return the context in which matrix products run in `dtype`.
@@ -164,33 +161,26 @@ def start(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
-    in_loop = timedelta(minutes=timeout_minutes)
-    group = join_ranks(rank, world, device, in_loop) if "RANK" in os.environ else None
-    dtype, why = pick_dtype(asked_dtype, device)
-    on_nvidia = device.type == "cuda" and not torch.version.hip
-    if on_nvidia and dtype == torch.float32 and torch.cuda.get_device_capability() >= (8, 0):
-        why += "; matrix products are computed as TF32"
-    return Machine(rank, local_rank, world, device, dtype, why, group)
+    group = join_ranks(device, timeout_minutes) if "RANK" in os.environ else None
+    dtype, reason = pick_dtype(asked_dtype, device)
+    return Machine(rank, local_rank, world, device, dtype, reason, group)
 
 
-def join_ranks(rank: int, world: int, device: torch.device, in_loop: timedelta) -> Any:
+def join_ranks(device: torch.device, timeout_minutes: float) -> dist.ProcessGroup:
     """Connect this process with the other ranks. Return the group for `Machine.group`.
 
-    in_loop: the longest that a rank waits for the others in the training loop, where one of them
-    may write a checkpoint to a slow disk.
+    timeout_minutes: the longest that a rank waits for the others in the training loop, where one of
+    them may write a checkpoint to a slow disk.
     """
-    store, *_ = next(dist.rendezvous("env://"))
+    store, rank, world = next(dist.rendezvous("env://"))
     # torchrun gives restarted workers the store of the attempt before, which holds addresses that
     # are no longer valid (torch 2.13). So each attempt gets a prefix of its own. This does not work
     # with several computers, because each of them counts its own restarts.
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        attempt = f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-        store = dist.PrefixStore(attempt, store)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    device_id = device if device.type == "cuda" else None
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world, device_id=device_id, timeout=in_loop
-    )
+        store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    ranks = dict(store=store, rank=rank, world_size=world, device_id=device_id)
+    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **ranks)
     # Before and after the loop, one rank may read all data, or compile, while the others wait.
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 
@@ -206,24 +196,21 @@ def tune_malloc(sparing: bool) -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):  # another C library, as on macOS or with musl
         return
-    M_TRIM_THRESHOLD = -1  # from malloc.h
-    M_MMAP_THRESHOLD = -3
-    M_MMAP_MAX = -4
     if sparing:
-        mallopt(M_MMAP_THRESHOLD, 2**20)  # larger blocks have pages of their own
-        return
-    # Give no block pages of its own, which would be unmapped when the block is freed.
-    mallopt(M_MMAP_MAX, 0)
-    mallopt(M_TRIM_THRESHOLD, -1)  # never shrink the heap
+        mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: larger blocks have pages of their own
+    else:
+        # M_MMAP_MAX: no block has pages of its own, which would be unmapped when it is freed.
+        mallopt(-4, 0)
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
 
 
-def pick_device(asked: str, local_rank: int = 0) -> torch.device:
+def pick_device(setting: str, local_rank: int = 0) -> torch.device:
     """Return the device of the setting `device`. auto: cuda if there is one, then mps, then cpu.
 
     Raises UserError if the device cannot be used.
     """
-    kind = asked
-    if asked == "auto":
+    kind = setting
+    if setting == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         kind = accelerator.type if accelerator else "cpu"
     try:
@@ -231,27 +218,25 @@ def pick_device(asked: str, local_rank: int = 0) -> torch.device:
         # This fails on "meta", whose tensors have no numbers, and on a GPU for which this torch has
         # no kernels. (torch.zeros would not need a kernel.)
         torch.ones(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as e:
+    except (RuntimeError, AssertionError) as e:
         reason = str(e).splitlines()[0]
         if "no kernel image" in reason:
-            reason += f": this torch has kernels for {' '.join(torch.cuda.get_arch_list())} only: "
-            reason += "https://pytorch.org/get-started has newer ones, and the build for CUDA 12.6 "
-            reason += "has those for GPUs before compute capability 7.5"
-        raise OneRankError(f"--device={asked}: not usable here ({reason})") from None
+            built_for = " ".join(torch.cuda.get_arch_list())
+            reason += f": torch was built for {built_for}; for older ones take that for CUDA 12.6"
+        raise OneRankError(f"--device={setting}: not usable here ({reason})") from None
     return device
 
 
-def pick_dtype(asked: str, device: torch.device) -> tuple[torch.dtype, str]:
+def pick_dtype(setting: str, device: torch.device) -> tuple[torch.dtype, str]:
     """Return the dtype of autocast for the setting `dtype`, and the reason.
 
     auto: bf16 only where the hardware multiplies it natively, not where it is emulated.
     Raises UserError for float16 on a device other than CUDA.
     """
-    if asked != "auto":
-        if asked == "float16" and device.type != "cuda":
-            instead = f"on {device.type} use bfloat16 or float32"
-            raise UserError(f"dtype=float16 needs a CUDA device; {instead}")
-        return getattr(torch, asked), "as asked"
+    if setting != "auto":
+        if setting == "float16" and device.type != "cuda":
+            raise UserError(f"dtype=float16 needs CUDA: on {device.type} use bfloat16 or float32")
+        return getattr(torch, setting), "as asked"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         capability = f"compute capability {major}.{minor}"
@@ -290,11 +275,11 @@ def stop_signals() -> Iterator[list[int]]:
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, catch) for number in numbers}
+    handlers = {number: signal.signal(number, catch) for number in numbers}
     try:
         yield caught
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -305,8 +290,8 @@ def explain_bus_error(number: int) -> None:
     A handler of the module signal would never run: Python calls it after the instruction, which
     cannot end. This one is called in the middle of it.
     """
-    why = b"a data file or a checkpoint was cut short while it was read, its disk failed,"
-    os.write(2, b"error: " + why + b" or /dev/shm is full\n")
+    causes = b"a data file or a checkpoint was cut short while it was read, its disk failed,"
+    os.write(2, b"error: " + causes + b" or /dev/shm is full\n")
     os._exit(2)
 
 
@@ -315,14 +300,6 @@ def all_sum(x: torch.Tensor) -> torch.Tensor:
     if dist.is_initialized():
         dist.all_reduce(x)
     return x
-
-
-def least(number: int, machine: Machine) -> int:
-    """Return the smallest of the ranks' numbers, on every rank."""
-    x = torch.tensor(number, device=machine.device)
-    if dist.is_initialized():
-        dist.all_reduce(x, dist.ReduceOp.MIN)
-    return int(x)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -349,36 +326,24 @@ def available(root: str = "/") -> float:
     bounds: list[float] = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     if free := re.search(r"MemAvailable:\s+(\d+) kB", read_if_there(f"{root}/proc/meminfo")):
         bounds.append(1024 * int(free[1]))
-    for line in read_if_there(f"{root}/proc/self/cgroup").splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers in ("", "memory"):  # "" in cgroup v2, which has one group for all
-            top = Path(root, "sys/fs/cgroup", controllers)
-            inner = top / group.lstrip("/")
-            # The limits of all groups around this process hold. A container sees only its own, at
-            # top.
-            groups = [path for path in (inner, *inner.parents) if path.is_relative_to(top)]
-            bounds += [free_in_group(path) for path in groups]
+    # The limits of all control groups (v2) around this process hold. A container sees only its own,
+    # at the top.
+    group = re.search("^0::/(.*)", read_if_there(f"{root}/proc/self/cgroup"), re.MULTILINE)
+    folder = Path(root, "sys/fs/cgroup", group[1] if group else "")
+    for around in (folder, *folder.parents):
+        limit = read_if_there(around / "memory.max").strip()
+        if limit.isdigit():  # else it is "max"
+            # The other memory of a group holds files, and is taken back where it is needed.
+            stat = read_if_there(around / "memory.stat")
+            used = re.findall(r"^(?:anon|shmem|kernel) (\d+)$", stat, re.MULTILINE)
+            bounds.append(int(limit) - sum(map(int, used)))
     return min(bounds)
-
-
-def free_in_group(folder: Path) -> float:
-    """Return the bytes of memory that a control group can still have; infinity without a limit."""
-    limit = read_if_there(folder / "memory.max") or read_if_there(folder / "memory.limit_in_bytes")
-    if not limit.strip().isdigit():
-        return math.inf
-    # v2 or v1. The other memory of a group holds files, and is taken back where it is needed.
-    used = re.findall(
-        r"^(?:anon|shmem|kernel|total_rss|total_shmem) (\d+)$",
-        read_if_there(folder / "memory.stat"),
-        re.MULTILINE,
-    )
-    return int(limit) - sum(map(int, used))
 
 
 def own_memory() -> float:
     """Return the bytes of memory that this process has; 0 where the system does not tell."""
-    own = re.search(r"RssAnon:\s+(\d+) kB", read_if_there("/proc/self/status"))
-    return 1024 * int(own[1]) if own else 0
+    rss = re.search(r"RssAnon:\s+(\d+) kB", read_if_there("/proc/self/status"))
+    return 1024 * int(rss[1]) if rss else 0
 
 
 def read_if_there(path: str | Path) -> str:
@@ -414,10 +379,6 @@ def out_of_memory(e: BaseException) -> bool:
     The allocators of CUDA and of Python have error types for this. The errors of the CPU's
     allocator, of cuBLAS, and those that a compiler has wrapped are recognised by their words.
     """
-    words = (
-        "can't allocate memory",
-        "out of memory",
-        "CUBLAS_STATUS_ALLOC_FAILED",
-        "Storage size calculation overflowed",
-    )
-    return isinstance(e, torch.OutOfMemoryError | MemoryError) or any(w in str(e) for w in words)
+    words = "can't allocate memory|out of memory|ALLOC_FAILED|Storage size calculation overflowed"
+    types = torch.OutOfMemoryError | MemoryError
+    return isinstance(e, types) or re.search(words, str(e)) is not None

@@ -1,20 +1,119 @@
-"""The peak speed that MFU is relative to: from a GPU's datasheet, or measured on a CPU."""
+"""Peak speed, memory and power of GPUs, as their vendors state them, and what can be measured here.
+
+MFU is relative to the peak speed. plan.py plans a run on a GPU that is not at hand.
+"""
 
 import platform
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from hardware.gpus import datasheet_tflops, find_gpu
+# What datasheets call dtypes, of two that torch does not tell apart the faster one first.
+DTYPES = {"tf32": torch.float32, "fp32": torch.float32}
+DTYPES |= {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-DTYPES = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU with one of the memory sizes in which it is sold."""
+
+    name: str
+    # Dense peaks in TFLOPS, by dtype. Where a datasheet gives the sparse figure, half of that.
+    # fp16 and bf16 are with fp32 accumulation, as training needs it. On GeForce cards this is half
+    # the speed of fp16 with fp16 accumulation.
+    tflops: dict[str, float]
+    memory_gb: int  # as sold
+    bandwidth: int  # GB/s
+    watts: int  # power limit of the board
+    source: str
+
+    @property
+    def bytes(self) -> float:
+        """The bytes of its memory that PyTorch sees, or somewhat fewer.
+
+        GPUs that store the check bits of ECC in their own GDDR6 memory have 1 to 3 % less than is
+        sold: 15.6e9 bytes of a T4's 16 GB, 47.7e9 of 48. GPUs with HBM and GeForce cards have
+        somewhat more than the GB (10^9 bytes) that they are sold with.
+        """
+        return self.memory_gb * 1e9 * (0.97 if self.name in ("T4", "A10", "L4", "L40S") else 1)
+
+
+A100 = dict(bf16=312, fp16=312, tf32=156, fp32=19.5)
+H100 = dict(bf16=989, fp16=989, tf32=494, fp32=67)
+H100_NVL = dict(bf16=835, fp16=835, tf32=417, fp32=60)
+
+# name -> dense TFLOPS, GB of memory -> GB/s, watts, source. If there are several forms and the name
+# does not say which, it is the SXM form.
+# fmt: off
+GPUS = {
+    "V100": (dict(fp16=125, fp32=15.7), {16: 900, 32: 900}, 300,
+             "NVIDIA V100 datasheet 2020, SXM2"),
+    "V100 PCIE": (dict(fp16=112, fp32=14), {16: 900, 32: 900}, 250,
+                  "NVIDIA V100 datasheet 2020, PCIe"),
+    "V100S PCIE": (dict(fp16=130, fp32=16.4), {32: 1134}, 250, "NVIDIA V100 datasheet 2020, V100S"),
+    "T4": (dict(fp16=65, fp32=8.1), {16: 320}, 70, "NVIDIA T4 datasheet"),
+    "A10": (dict(bf16=125, fp16=125, tf32=62.5, fp32=31.2), {24: 600}, 150, "NVIDIA A10 datasheet"),
+    "A100": (A100, {40: 1555, 80: 2039}, 400, "NVIDIA A100 datasheet, SXM4"),
+    "A100 PCIE": (A100, {40: 1555, 80: 1935}, 300, "NVIDIA A100 datasheet, PCIe, 80 GB"),
+    # There is no datasheet of the A800's SXM4 form, which differs from the A100's in NVLink only.
+    # NVIDIA A800 40GB Active datasheet: 1555 GB/s, 240 W.
+    "A800": (A100, {40: 1555, 80: 2039}, 400, "the A100's figures"),
+    "A800 PCIE": (A100, {40: 1555, 80: 1935}, 300, "the A100's figures, PCIe"),
+    "RTX 3090": (dict(bf16=71, fp16=71, tf32=35.6, fp32=35.6), {24: 936}, 350,
+                 "NVIDIA GA102 whitepaper, table 9"),
+    "RTX 4090": (dict(bf16=165.2, fp16=165.2, tf32=82.6, fp32=82.6), {24: 1008}, 450,
+                 "NVIDIA Ada whitepaper, appendix A"),
+    "RTX 5090": (dict(bf16=209.5, fp16=209.5, tf32=104.8, fp32=104.8), {32: 1792}, 575,
+                 "NVIDIA RTX Blackwell whitepaper"),
+    "L4": (dict(bf16=121, fp16=121, tf32=60, fp32=30.3), {24: 300}, 72, "NVIDIA L4 datasheet"),
+    "L40S": (dict(bf16=362, fp16=362, tf32=183, fp32=91.6), {48: 864}, 350,
+             "NVIDIA L40S datasheet"),
+    "H100": (H100, {80: 3350}, 700, "NVIDIA H100 datasheet, SXM5"),
+    "H100 PCIe": (dict(bf16=756, fp16=756, tf32=378, fp32=51), {80: 2000}, 350,
+                  "NVIDIA H100 PCIe product brief PB-11133"),
+    "H100 NVL": (H100_NVL, {94: 3900}, 400, "NVIDIA H100 datasheet, NVL, one GPU of the pair"),
+    # The H800's datasheet as published by a reseller (chaoqing-i.com, 2023-11-28).
+    "H800": (H100, {80: 3350}, 700, "NVIDIA H800 datasheet by a reseller; power of the H100"),
+    "H200": (H100, {141: 4800}, 700, "NVIDIA H200 datasheet, SXM5"),
+    "H200 NVL": (H100_NVL, {141: 4800}, 600, "NVIDIA H200 datasheet, NVL"),
+    # NVIDIA has published no document on the H20.
+    "H20": (dict(bf16=148, fp16=148, tf32=74, fp32=44), {96: 4000}, 400,
+            "its datasheet as reported by the press"),
+    # The DGX B200's datasheet rounds the bandwidth up to 8000 GB/s.
+    "B200": (dict(bf16=2250, fp16=2250, tf32=1125, fp32=75), {180: 7700}, 1000,
+             "NVIDIA Blackwell datasheet, HGX B200, one GPU of eight"),
+    "MI300X": (dict(bf16=1307.4, fp16=1307.4, tf32=653.7, fp32=163.4), {192: 5300}, 750,
+               "AMD MI300X datasheet"),
 }
+# fmt: on
+CARDS = [
+    Card(name, tflops, gb, bandwidth, watts, source)
+    for name, (tflops, memory, watts, source) in GPUS.items()
+    for gb, bandwidth in sorted(memory.items())
+]
+BRANDS = re.compile(r"NVIDIA|GEFORCE|TESLA|AMD|INSTINCT|OAM|HBM\w+|SXM\d?")
+SIZE = re.compile(r"\d+GB?")
+
+
+def find_gpu(spec: str) -> Card:
+    """Return the card that `spec` names.
+
+    spec: as people write it ("a100-80g", "4090") or as a driver does ("NVIDIA H100 80GB HBM3").
+    Without a memory size, it means the smallest that is sold. The brand, the socket, upper and
+    lower case and separators are ignored. Every other word must agree: a laptop's RTX 4090 is not
+    the desktop's. Raises ValueError if the table has no such GPU or size.
+    """
+    words = [word for word in re.split(r"[\s_-]+", spec.upper()) if not BRANDS.fullmatch(word)]
+    size = "".join(filter(SIZE.fullmatch, words)).rstrip("GB")
+    product = "".join(word for word in words if not SIZE.fullmatch(word)).removeprefix("RTX")
+    for card in CARDS:
+        name = card.name.upper().replace(" ", "").removeprefix("RTX")
+        if product == name and size in ("", str(card.memory_gb)):
+            return card
+    cards = ", ".join(f"{card.name} {card.memory_gb}GB" for card in CARDS)
+    raise ValueError(f"{spec!r} is not in the table of GPUs: it has {cards}")
 
 
 def device_name(device: torch.device) -> str:
@@ -22,48 +121,27 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        model = re.search(r"model name\s*: (.+)", cpuinfo.read_text())
-        name = model[1] if model else platform.machine()
-    else:
-        name = platform.processor() or platform.machine()
+    model = cpuinfo.exists() and re.search(r"model name\s*: (.+)", cpuinfo.read_text())
+    name = model[1] if model else platform.processor() or platform.machine()
     return f"{name}, {torch.get_num_threads()} threads"
 
 
-def measure_tflops(
-    n: int, dtype: str, device: torch.device, seconds: float = 1.0, fastest: bool = False
-) -> float:
-    """Return the TFLOPS of C = A @ B, all n x n, repeated for about `seconds`.
-
-    It is the median of the repetitions, or the speed of the fastest.
-    """
+def repeat(statement: str, names: dict[str, object]):
+    """Run a statement of Python for half a second; return torch's Measurement of its times."""
     from torch.utils.benchmark import Timer  # takes 0.15 s to import
 
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    try:
-        a, b = (torch.randn(n, n, device=device).to(DTYPES[dtype]) for _ in range(2))
-        names = {"torch": torch, "a": a, "b": b, "c": torch.empty_like(a)}
-        threads = torch.get_num_threads()
-        timer = Timer("torch.mm(a, b, out=c)", globals=names, num_threads=threads)
-        measured = timer.blocked_autorange(min_run_time=seconds)
-        return 2 * n**3 / (min(measured.times) if fastest else measured.median) / 1e12
-    finally:
-        torch.set_float32_matmul_precision(before)
+    timer = Timer(statement, globals=names, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=0.5)
 
 
-def read_gb_s(device: torch.device, seconds: float = 0.5) -> float:
+def read_gb_s(device: torch.device) -> float:
     """Return the median GB/s at which a plain sum reads memory.
 
     It limits the speed of sampling, which reads all weights for each token.
     """
-    from torch.utils.benchmark import Timer
-
     size = 2**32 if device.type == "cuda" else 2**29  # bytes
     numbers = torch.ones(size // 8, dtype=torch.int64, device=device)
-    threads = torch.get_num_threads()
-    timer = Timer("numbers.sum()", globals={"numbers": numbers}, num_threads=threads)
-    return size / timer.blocked_autorange(min_run_time=seconds).median / 1e9
+    return size / repeat("numbers.sum()", {"numbers": numbers}).median / 1e9
 
 
 def peak_tflops(
@@ -75,18 +153,32 @@ def peak_tflops(
     datasheet on a GPU; it is None for a GPU that the table does not have.
     """
     if given:
-        return given_peak(given)
-    if device.type == "cpu":
-        kind = {t: k for k, t in DTYPES.items() if k != "tf32"}[dtype]
-        # The fastest of some repetitions: other programs may have slowed down the others.
-        peak = measure_tflops(2048, kind, device, seconds=0.5, fastest=True)
-        product = f"a 2048 x 2048 {kind} product measured here and now"
-        return peak, f"{peak:.2f} TFLOPS, {product} ({device_name(device)})"
-    return datasheet_peak(device_name(device), dtype)
+        return given, f"{given:g} TFLOPS a device, as given by peak_tflops"
+    if device.type != "cpu":
+        return datasheet_peak(device_name(device), dtype)
+    n = 2048
+    a, b = (torch.randn(n, n).to(dtype) for _ in range(2))
+    names = {"torch": torch, "a": a, "b": b, "c": torch.empty_like(a)}
+    # The fastest of some repetitions: other programs may have slowed down the others.
+    peak = 2 * n**3 / min(repeat("torch.mm(a, b, out=c)", names).times) / 1e12
+    product = f"a {n} x {n} {kinds_of(dtype)[-1]} product measured here and now"
+    return peak, f"{peak:.2f} TFLOPS, {product} ({device_name(device)})"
 
 
-def given_peak(tflops: float) -> tuple[float, str]:
-    return tflops, f"{tflops:g} TFLOPS a device, as given by peak_tflops"
+def kinds_of(dtype: torch.dtype) -> list[str]:
+    """Return what a datasheet may call a dtype of torch, the fastest first."""
+    return [kind for kind, of_torch in DTYPES.items() if of_torch == dtype]
+
+
+def datasheet_tflops(name: str, kind: str) -> float | None:
+    """Return the dense peak in TFLOPS of the GPU that its driver calls `name`.
+
+    None if the table has no GPU of exactly this name, or no figure for this kind of numbers.
+    """
+    try:
+        return find_gpu(name).tflops.get(kind)
+    except ValueError:
+        return None
 
 
 def datasheet_peak(name: str, dtype: torch.dtype) -> tuple[float | None, str]:
@@ -94,10 +186,7 @@ def datasheet_peak(name: str, dtype: torch.dtype) -> tuple[float | None, str]:
 
     For fp32 it is the peak of TF32, if the GPU has that. The peak is None if the table has none.
     """
-    kind = {t: k for k, t in DTYPES.items() if k != "fp32"}[dtype]
-    if kind == "tf32" and datasheet_tflops(name, kind) is None:
-        kind = "fp32"
-    peak = datasheet_tflops(name, kind)
-    if peak is None:
-        return None, f"unknown for {name} in {kind}, so MFU is n/a; give --peak_tflops"
-    return peak, f"{peak:g} dense {kind} TFLOPS a device, {find_gpu(name).source}"
+    for kind in kinds_of(dtype):
+        if peak := datasheet_tflops(name, kind):
+            return peak, f"{peak:g} dense {kind} TFLOPS a device, {find_gpu(name).source}"
+    return None, f"unknown for {name} in {kind}, so MFU is n/a; give --peak_tflops"

@@ -4,10 +4,13 @@
 
 The arguments: steps, preset, accumulation. The weights and batches are the same, in fp32. Printed
 is the largest relative difference of the losses and of the gradient's norms, over all steps. The
-exit code is 1 if one of them is above 1e-5.
+exit code is 1 if one of them is above 1e-5, or if a step is taken although a gradient is infinite
+in the part of one rank.
 """
 
+import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,15 +23,18 @@ from model import GPT  # noqa: E402
 from training.optimizer import make_optimizer  # noqa: E402
 from training.parallel import wrap  # noqa: E402
 from training.settings import TrainConfig, model_config  # noqa: E402
-from training.step import Batch, take_step  # noqa: E402
+from training.shards import part  # noqa: E402
+from training.step import Batch, StepResult, take_step  # noqa: E402
 
 # 100 rows of q, k and v each, and 60 columns: 3 ranks hold uneven parts of them.
 SHAPE = dict(n_layer=3, n_head=5, head_dim=20, n_embd=60, d_ff=170, block_size=32, batch_size=2)
 VOCABULARY = 300
 
 
-def losses_and_norms(cfg: TrainConfig, machine: Machine, accum: int, steps: int) -> torch.Tensor:
-    """Train, and return the losses and the norms, (steps, 2)."""
+def training(
+    cfg: TrainConfig, machine: Machine, accum: int, scaler: torch.amp.GradScaler
+) -> tuple[GPT, Callable[[], StepResult]]:
+    """Return a model and a function that trains it for a step."""
     model = GPT(model_config(cfg, VOCABULARY))
     torch.manual_seed(cfg.seed)
     model.init_weights(cfg.init)
@@ -36,7 +42,6 @@ def losses_and_norms(cfg: TrainConfig, machine: Machine, accum: int, steps: int)
         block.recompute = cfg.recompute == "blocks"
     forward = wrap(cfg, model, machine, None, cfg.batch_size, "")
     optimizer = make_optimizer(cfg, machine, model)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
     draw = torch.Generator().manual_seed(machine.rank)
 
     def batches():
@@ -45,18 +50,43 @@ def losses_and_norms(cfg: TrainConfig, machine: Machine, accum: int, steps: int)
             rows = torch.randint(VOCABULARY, shape, generator=draw)
             yield Batch(rows[:, :-1], rows[:, 1:])
 
-    rows = batches()
-    figures = []
-    for _ in range(steps):
-        result = take_step(forward, optimizer, scaler, rows, accum, machine, cfg.grad_clip)
-        figures.append([result.loss, result.grad_norm])
-    return torch.tensor(figures, dtype=torch.float64)
+    how = (scaler, batches(), accum, machine, cfg.grad_clip)
+    return model, lambda: take_step(forward, optimizer, *how)
+
+
+def losses_and_norms(cfg: TrainConfig, machine: Machine, accum: int, steps: int) -> torch.Tensor:
+    """Train, and return the losses and the norms, (steps, 2)."""
+    _, step = training(cfg, machine, accum, torch.amp.GradScaler("cpu", enabled=False))
+    results = [step() for _ in range(steps)]
+    return torch.tensor([[r.loss, r.grad_norm] for r in results], dtype=torch.float64)
+
+
+def skips_an_overflow(cfg: TrainConfig, machine: Machine) -> bool:
+    """Return whether a gradient that overflows on rank 1 skips the step here, and only that one."""
+    scaler = torch.amp.GradScaler("cpu")  # of fp16
+    unscale = scaler.unscale_
+    model, step = training(cfg, machine, 1, scaler)
+
+    def overflow(optimizer: torch.optim.Optimizer) -> None:
+        if machine.rank == 1:
+            part(model.wte.weight.grad)[0, 0] = math.inf
+        unscale(optimizer)
+
+    def moves() -> bool:
+        weights = [part(p).detach().clone() for p in model.parameters()]
+        step()
+        return not all(map(torch.equal, weights, map(part, model.parameters())))
+
+    scaler.unscale_ = overflow
+    moved = moves()
+    scaler.unscale_ = unscale
+    return not moved and moves()
 
 
 def main() -> None:
     steps, preset, accum = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     machine = start("cpu", "float32")
-    too_far = False
+    failed = False
     for optimizer in ("adamw", "muon"):
         ddp = TrainConfig(max_steps=1, preset=preset, optimizer=optimizer, **SHAPE)
         expected = losses_and_norms(ddp, machine, accum, steps)
@@ -65,11 +95,14 @@ def main() -> None:
             cfg = replace(ddp, shard=shard, recompute=recompute)
             figures = losses_and_norms(cfg, machine, accum, steps)
             loss, norm = (figures / expected - 1).abs().amax(dim=0).tolist()
-            too_far |= max(loss, norm) > 1e-5
+            failed |= max(loss, norm) > 1e-5
             machine.say(f"{optimizer} {shard} {recompute}: loss {loss:.1e}, norm {norm:.1e}")
+        skipped = all(machine.gather(skips_an_overflow(replace(ddp, shard="all"), machine)))
+        failed |= not skipped
+        machine.say(f"{optimizer}: an overflow on one rank skips the step on all: {skipped}")
     machine.gather(None)
     torch.distributed.destroy_process_group()
-    sys.exit(too_far)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from conftest import REPO, TINY, call, make_records, write_jsonl
 from bench import compare, init_scales, judge, lab, roof, shards, sweep
 from bench import prepare as bench_prepare
 from configurator import given
-from hardware.peak import datasheet_peak, measure_tflops
+from hardware.peak import datasheet_peak
 from model import GPT, PRESETS, GPTConfig
 from training.huggingface import to_state
 
@@ -34,12 +34,6 @@ from training.huggingface import to_state
 def test_the_peak_says_where_it_comes_from(name, dtype, peak, words):
     tflops, source = datasheet_peak(name, dtype)
     assert tflops == peak and words in source
-
-
-def test_measuring_leaves_the_matmul_precision_as_it_was():
-    before = torch.get_float32_matmul_precision()
-    measure_tflops(32, "fp32", torch.device("cpu"), seconds=0.01)
-    assert torch.get_float32_matmul_precision() == before
 
 
 def test_prepare_is_compared_with_the_library_and_a_plain_loop(tmp_path, tiny_data, capsys):

@@ -2,22 +2,19 @@
 
 import gc
 import itertools
-import json
 import math
 import shutil
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import call, metrics, train_tiny
+from conftest import metrics, train_tiny
 from test_documents import EOS, text_of_documents
 from test_model import ODD, ids, make
-from test_train import same, weights
+from test_shards import end, same, stop_half_way
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import roof
 from hardware.decoding import record_decoding
 from hardware.machine import Machine
 from model import GPT, PRESETS, GPTConfig
@@ -58,19 +55,27 @@ def settings():
 
 
 def loss_and_gradients(
-    model: GPT, fast: GPT | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[float, dict]:
-    """Return loss and gradients of 4 x 128 tokens. `fast` is the compiled model, if any."""
-    x = ids(model, 4, 129).to(DEVICE)
-    model.train().zero_grad(set_to_none=True)
-    with torch.autocast(DEVICE, dtype, enabled=dtype != torch.float32):
-        loss = (model if fast is None else fast)(x[:, :-1], x[:, 1:])
-    loss.backward()
-    return loss.item(), {name: p.grad.float() for name, p in model.named_parameters()}
+    forward: torch.nn.Module,
+    x: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+    eos_id: int | None = None,
+) -> tuple[float, list[torch.Tensor]]:
+    """Return what a model, compiled or not, computes where it is from tokens x (B, T + 1)."""
+    weights = list(forward.parameters())
+    x = x.to(weights[0].device)
+    with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
+        loss = forward(x[:, :-1], x[:, 1:], None, eos_id)
+    return loss.item(), [g.float().cpu() for g in torch.autograd.grad(loss, weights)]
 
 
-def wide(preset: str) -> GPT:
-    return make(preset, "xavier", n_embd=192, block_size=128).to(DEVICE)
+def assert_close(gradients: list[torch.Tensor], expected: list[torch.Tensor], share: float):
+    """Check that no number is off by more than this share of the largest one in its tensor."""
+    for g, e in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(g, e, rtol=0, atol=share * e.abs().max().item())
+
+
+def wide(preset: str, block_size: int = 128) -> GPT:
+    return make(preset, "xavier", n_embd=192, block_size=block_size).train()
 
 
 # -- the same numbers --
@@ -79,25 +84,24 @@ def wide(preset: str) -> GPT:
 @compiles
 @pytest.mark.parametrize("preset", PRESETS)
 def test_compiled_equals_eager_in_fp32(preset):
-    model = wide(preset)
-    loss, gradients = loss_and_gradients(model)
-    compiled_loss, compiled = loss_and_gradients(model, torch.compile(model, dynamic=False))
+    model = wide(preset).to(DEVICE)
+    x = ids(model, 4, 129)
+    loss, gradients = loss_and_gradients(model, x)
+    compiled_loss, compiled = loss_and_gradients(torch.compile(model, dynamic=False), x)
     assert compiled_loss == pytest.approx(loss, rel=1e-5)
-    for name, g in gradients.items():
-        # The sums are rounded in another order. An error of TF32 would be ten times as large.
-        largest = g.abs().max().item()
-        torch.testing.assert_close(compiled[name], g, rtol=0, atol=1e-4 * largest, msg=name)
+    # The sums are rounded in another order. An error of TF32 would be ten times as large.
+    assert_close(compiled, gradients, 1e-4)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_bf16_computes_the_loss_and_the_direction_of_fp32(preset):
     needs_bf16()
-    model = wide(preset)
-    loss, gradients = loss_and_gradients(model)
-    low_loss, low = loss_and_gradients(model, dtype=torch.bfloat16)
+    model = wide(preset).to(DEVICE)
+    x = ids(model, 4, 129)
+    loss, gradients = loss_and_gradients(model, x)
+    low_loss, low = loss_and_gradients(model, x, torch.bfloat16)
     assert low_loss == pytest.approx(loss, rel=1e-3)
-    flat = torch.cat([gradients[name].flatten() for name in gradients]).double()
-    low_flat = torch.cat([low[name].flatten() for name in gradients]).double()
+    flat, low_flat = (torch.cat([g.flatten() for g in some]).double() for some in (gradients, low))
     assert F.cosine_similarity(flat, low_flat, dim=0).item() > 0.999
 
 
@@ -108,20 +112,13 @@ def test_masked_documents_are_those_of_the_cpu(preset, compiled):
     used where the GPU has compute capability 8.
     """
     x = text_of_documents()
-    model = make(preset, "xavier", n_embd=192, block_size=x.size(1)).train()
-    y = x.roll(-1, 1)
-    want = model(x, y, None, EOS)
-    want.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
+    model = wide(preset, block_size=x.size(1))
+    expected, gradients = loss_and_gradients(model, x, eos_id=EOS)
     model.to(DEVICE)
     forward = torch.compile(model, dynamic=False) if compiled else model
-    loss = forward(x.to(DEVICE), y.to(DEVICE), None, EOS)
-    loss.backward()
-    assert loss.item() == pytest.approx(want.item(), rel=1e-4)
-    for name, p in model.named_parameters():
-        largest = gradients[name].abs().max().item()
-        torch.testing.assert_close(p.grad.cpu(), gradients[name], atol=1e-3 * largest, rtol=0)
+    loss, on_gpu = loss_and_gradients(forward, x, eos_id=EOS)
+    assert loss == pytest.approx(expected, rel=1e-4)
+    assert_close(on_gpu, gradients, 1e-3)
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -145,6 +142,7 @@ def test_the_defaults_train_compiled_and_in_16_bits(tiny_data, tmp_path, capsys)
     assert "compiled in" in said and "warning" not in said and ": compute capability" in said
     losses = metrics(run, "loss")
     assert losses.keys() == set(range(1, 9)) and losses[8] < losses[1] - 0.3
+    assert 0 < metrics(run, "memory_gb")[8] < 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -156,11 +154,9 @@ def test_resume_is_bit_identical_to_never_having_stopped(dtype, tiny_data, tmp_p
         needs_bf16()
     options = [*EAGER, "--dropout=0.1", "--average=0.5", f"--dtype={dtype}", "--sample_every=4"]
     straight = train_tiny(tiny_data, tmp_path / "straight", *options)
-    shutil.copytree(straight, tmp_path / "run")
-    # Without its last checkpoint, the copy looks like a run that was killed after step 4.
-    shutil.rmtree(tmp_path / "run" / "ckpt" / "step_00000008")
+    stop_half_way(straight, tmp_path)
     run = train_tiny(tiny_data, tmp_path, *options, "--init_from=resume")
-    assert same(weights(run), weights(straight))
+    assert same(run, straight)
     for key in ("loss", "grad_norm", "val_loss", "val_loss_average", "train_eval_loss", "sample"):
         assert metrics(run, key) == metrics(straight, key)
 
@@ -183,21 +179,7 @@ def test_fp16_trains_and_a_step_that_overflows_is_skipped_and_reported(
     # The skipped steps changed nothing: the first loss is that of guessing one of 400 tokens.
     assert losses[skipped + 1] == pytest.approx(math.log(400), abs=0.1)
     assert losses[40] < losses[skipped + 1] - 0.3
-    assert all(w.isfinite().all() for w in weights(run).values())
-
-
-def peak_gb(data: Path, out: Path, batch_size: int) -> float:
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    options = [f"--batch_size={batch_size}", "--batch_tokens=4096", "--max_steps=2"]
-    return metrics(train_tiny(data, out, *EAGER, *options), "memory_gb")[2]
-
-
-def test_peak_memory_is_reported_and_falls_with_batch_size(tiny_data, tmp_path):
-    """A step has 4,096 tokens, in one micro-step or in two."""
-    one, two = (peak_gb(tiny_data, tmp_path / str(B), B) for B in (128, 64))
-    assert 0 < two < one - 0.008 and one < 2
+    assert all(x.isfinite().all() for x in end(run, 40).values())
 
 
 # -- memory --
@@ -267,38 +249,38 @@ def test_generations_at_once_do_not_disturb_each_other():
     assert torch.equal(torch.stack([*tokens, *first]), alone[0])
 
 
-def test_generation_records_one_step_and_replays_it(monkeypatch):
-    """Python calls attention three times in each layer: for the prompt, for the first step, and for
-    the step that is recorded. Steps do not use cuDNN, which would make a new plan for each length.
-    """
+@pytest.fixture
+def chosen(monkeypatch) -> list[SDPBackend]:
+    """The kernels that attention has chosen, call by call."""
     sdpa = F.scaled_dot_product_attention
-    chosen = []
+    choices = []
 
     def spy(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
-        chosen.append(SDPBackend(torch._fused_sdp_choice(q, k, v, attn_mask, dropout_p, is_causal)))
-        return sdpa(q, k, v, attn_mask, dropout_p, is_causal)
+        arguments = (q, k, v, attn_mask, dropout_p, is_causal)
+        choices.append(SDPBackend(torch._fused_sdp_choice(*arguments)))
+        return sdpa(*arguments)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    return choices
+
+
+def test_generation_records_one_step_and_replays_it(chosen):
+    """Python calls attention three times in each layer: for a step that prepares, for the step that
+    is recorded, and for the prompt. Steps do not use cuDNN, which would make a new plan for each
+    length.
+    """
     model = make("llama", head_dim=64, n_embd=384, block_size=64).to(DEVICE, torch.float16).eval()
     record_decoding(model)
     for _ in model.generate(ids(model, 1, 8).to(DEVICE), 30):
         pass
     assert len(chosen) == 3 * model.config.n_layer
-    assert SDPBackend.CUDNN_ATTENTION not in chosen[model.config.n_layer :]
+    assert SDPBackend.CUDNN_ATTENTION not in chosen[: 2 * model.config.n_layer]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_attention_in_bf16_takes_cudnn_or_flash(head_dim, monkeypatch):
+def test_attention_in_bf16_takes_cudnn_or_flash(head_dim, chosen):
     needs_bf16()
-    sdpa = F.scaled_dot_product_attention
     fast = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-    chosen = []
-
-    def spy(q, k, v, dropout_p=0.0, is_causal=False):
-        chosen.append(SDPBackend(torch._fused_sdp_choice(q, k, v, None, dropout_p, is_causal)))
-        return sdpa(q, k, v, dropout_p=dropout_p, is_causal=is_causal)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     model = make("llama", head_dim=head_dim, n_embd=6 * head_dim, block_size=1024)
     model.to(DEVICE).train()
     x = ids(model, 2, 1024).to(DEVICE)
@@ -322,14 +304,12 @@ def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compile
     optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-3, fused=True)
     scaler = torch.amp.GradScaler(DEVICE, enabled=machine.dtype == torch.float16)
     fast = torch.compile(model, dynamic=False) if compiled else model
-    rows = ids(model, 8, 513).numpy()
-
     average = Average(model, span=10)
-    rows = Rows(rows, None, None)
-    batches = map(lambda rows: to_batch(rows, machine.device), itertools.repeat(rows))
+    rows = Rows(ids(model, 8, 513).numpy(), None, None)
+    batches = (to_batch(rows, machine.device) for _ in itertools.count())
 
     def step() -> StepResult:
-        torch.manual_seed(1)
+        torch.manual_seed(1)  # as the training loop does
         result = take_step(fast, optimizer, scaler, batches, 4, machine, grad_clip=1.0)
         average.follow()
         return result
@@ -344,13 +324,3 @@ def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compile
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert result.loss > 1 and result.grad_norm > 0
-
-
-def test_the_roof_is_measured(tmp_path):
-    shape = ["--n_layer=2", "--n_head=4", "--n_embd=256", "--block_size=256", "--batch_size=4"]
-    call(roof.main, *shape, "--seconds=0.01", *EAGER, f"--json={tmp_path / 'roof.json'}")
-    found = json.loads((tmp_path / "roof.json").read_text())
-    rows = [*found["gemms"], *found["memory"], *found["micro_step"]]
-    assert all(r["ms"] > 0 for r in rows) and "cuDNN" in found["versions"]
-    defaults = {r["head_dim"]: r["backend"] for r in found["attention"] if r["default"] == "*"}
-    assert defaults.keys() == {64, 128} and found["attention"][-1]["both"] > 0

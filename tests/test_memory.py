@@ -270,28 +270,22 @@ MB = 10**6
 GB = 10**9
 
 
-def groups(root: Path, kind: str, **limits: int) -> None:
+def groups(root: Path, **limits: int) -> None:
     """Write what the system tells of its memory, 64 GB, and of two control groups, job/step.
 
     limits: of a group, in MB; 0: none. Each group uses 400 MB.
     """
     files = {"proc/meminfo": f"MemTotal: 9 kB\nMemAvailable: {64 * GB // 1024} kB\n"}
-    line, top, limit = {
-        "v2": ("0::/job/step", "sys/fs/cgroup", "memory.max"),
-        "v1": ("5:memory:/job/step", "sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-    }[kind]
-    files["proc/self/cgroup"] = f"7:cpu,cpuacct:/other\n{line}\n"
-    used = {"v2": "anon {}\nfile 999\nshmem {}", "v1": "rss 1\ntotal_rss {}\ntotal_shmem {}"}
+    files["proc/self/cgroup"] = "7:cpu,cpuacct:/other\n0::/job/step\n"
     for group, size in limits.items():
-        folder = f"{top}/{'' if group == 'top' else group.replace('_', '/')}"
-        files[f"{folder}/{limit}"] = f"{size * MB}\n" if size else "max\n"
-        files[f"{folder}/memory.stat"] = used[kind].format(300 * MB, 100 * MB) + "\n"
+        folder = f"sys/fs/cgroup/{'' if group == 'top' else group.replace('_', '/')}"
+        files[f"{folder}/memory.max"] = f"{size * MB}\n" if size else "max\n"
+        files[f"{folder}/memory.stat"] = f"anon {300 * MB}\nfile 999\nshmem {100 * MB}\n"
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
 
 
-@pytest.mark.parametrize("kind", ["v1", "v2"])
 @pytest.mark.parametrize(
     "limits, expected",
     [
@@ -300,8 +294,8 @@ def groups(root: Path, kind: str, **limits: int) -> None:
         (dict(top=1000), 600),  # inside a container: the path is the one outside
     ],
 )
-def test_the_limit_of_each_control_group_around_a_process_holds(tmp_path, kind, limits, expected):
-    groups(tmp_path, kind, **limits)
+def test_the_limit_of_each_control_group_around_a_process_holds(tmp_path, limits, expected):
+    groups(tmp_path, **limits)
     assert available(str(tmp_path)) == expected * MB
 
 

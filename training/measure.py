@@ -13,7 +13,7 @@ from model import GPT, GPTConfig
 from training.average import Average
 from training.memory import Step
 from training.optimizer import make_optimizer
-from training.parallel import compiles_by_blocks, shares, try_blocks, wrap
+from training.parallel import compile_blocks, compiles_by_blocks, shares, wrap
 from training.settings import TrainConfig
 from training.shards import part
 from training.step import Batch, take_step
@@ -40,7 +40,7 @@ def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> i
         model.to(device)
     by_blocks = compiles_by_blocks(cfg, machine)
     if step.compiled and by_blocks:
-        try_blocks(model, torch.zeros(step.B, step.T), machine)
+        compile_blocks(model, torch.zeros(step.B, step.T), machine)
     forward = wrap(cfg, model, machine, None, step.B, "")
     if step.compiled and not by_blocks:
         forward = torch.compile(forward, dynamic=False)

@@ -304,20 +304,21 @@ def optimizer_copies(model: GPT, step: Step) -> float:
         return 0
     if step.optimizer == "adafactor":  # the update of one parameter at a time
         return 4 * max(p.numel() for p in model.parameters())
-    # Muon: the copies of one stack of matrices. These are X, two squares and their product with X;
-    # or in the end that product in bf16 and in fp32. Each rank has its share of the matrices.
+    # Muon: the copies of one stack of parameters. These are X, and of one of the matrices in it (q,
+    # k or v) two squares and their product with X; or in the end X in bf16 and in fp32. Each rank
+    # has its share of the parameters.
     matrices = next(g for g in model.param_groups(0.0) if g["name"] == "matrices")
-    shapes: Counter[tuple[int, int]] = Counter()  # shape -> how many matrices have it
-    for weight, rows in zip(matrices["params"], matrices["rows"], strict=True):
-        shapes.update((n, weight.size(1)) for n in rows)
-    largest = 0.0
-    for (rows, columns), matrices_of_shape in shapes.items():
-        numbers = rows * columns
-        stack = min(math.ceil(matrices_of_shape / step.ranks), max(STACK // numbers, 1))
-        each = 8 + 8 * min(rows, columns) / max(rows, columns)  # bytes per number
+    weights = zip(matrices["params"], matrices["rows"], strict=True)
+    stacks = Counter((weight.size(1), *rows) for weight, rows in weights)
+    largest = 0
+    for (columns, *rows), parameters in stacks.items():
+        numbers = sum(rows) * columns
+        stack = min(math.ceil(parameters / step.ranks), max(STACK // numbers, 1))
+        product = max(n * columns + 2 * min(n, columns) ** 2 for n in rows)
+        each = 4 * (numbers + product)  # bytes of a parameter
         if step.dtype == torch.bfloat16:
-            each = max(each / 2, 6)
-        largest = max(largest, stack * numbers * each)
+            each = max(each // 2, 6 * numbers)
+        largest = max(largest, stack * each)
     return largest
 
 

@@ -13,20 +13,17 @@ weights: a matrix of standard deviation 0.02 moves by 0.02 lr. torch takes at mo
 """
 
 import math
-from collections.abc import Iterator
-from itertools import chain
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from hardware.machine import Machine
 from model import GPT
 from training.settings import TrainConfig
-from training.shards import Pieces, is_sharded, part, rows_of
+from training.shards import from_owners, part, ranks_of, to_owners
 
-# Each line takes a square P to a P² + b before + c, where `before` is the P of the line before it.
-# At first both are A, so the last P is a polynomial of degree 16 in A, for four matrix products.
+# Each line takes a square P to a P² + b Q + c, where Q is the P of the line above it. At first both
+# are A, so the last P is a polynomial of degree 16 in A, for four matrix products.
 # With it the strength s becomes s P(s²): but for rounding, a number between 0.22 and 1.78 for each
 # s from 0.005 to 1. A search found no four lines that come nearer to 1 (bench/LOG.md).
 SQUARES = (
@@ -36,8 +33,8 @@ SQUARES = (
     (43.3874, 0.7950, 1.0266),
 )
 
-# The matrices of one shape are stacked, so that one product serves all. A stack has at most so many
-# numbers, or one matrix: its copies take memory.
+# Parameters of one shape are stacked, so that one product serves all. A stack has at most so many
+# numbers, or one parameter: its copies take memory.
 STACK = 2**25
 
 
@@ -59,31 +56,24 @@ def orthogonalize(X: Tensor, factor: float | Tensor = 1.0) -> Tensor:
     scale = (1 / sums.sqrt().clamp(min=1e-8)).to(X.dtype)
     P *= scale[:, :, None]
     P *= scale[:, None, :]
-    before = P.clone()
+    Q = P.clone()
     for a, b, c in SQUARES:
-        before, P = P, before.baddbmm_(P, P, beta=b, alpha=a)
+        P, Q = Q.baddbmm_(P, P, beta=b, alpha=a), P
         P.diagonal(dim1=1, dim2=2).add_(c)
     P *= factor * (scale[:, :, None] if tall else scale[:, None, :])
     return X @ P if tall else P @ X
 
 
-def stacked(matrices: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return torch.stack(matrices) in another dtype, without a copy in between."""
-    shape = (len(matrices), *matrices[0].shape)
-    X = torch.empty(shape, dtype=dtype, device=matrices[0].device)
-    torch._foreach_copy_(X.unbind(), matrices)
-    return X
-
-
-class Muon(torch.optim.Optimizer):
+class Muon(torch.optim.AdamW):
     """Muon for the matrices of the blocks, AdamW for embeddings, head, norms and biases.
 
     One optimizer holds both, so one state_dict() resumes them. Muon's update U V^T is multiplied by
     0.2 sqrt(max(rows, columns)), so that a weight moves by about as much as with AdamW: one lr
     serves both (arXiv 2502.16982, section 2.2).
 
-    groups: those of GPT.param_groups(). dtype: in which the update is computed, bf16 or fp32.
-    fused: compute AdamW in one kernel, which is needed to skip a step on the device.
+    groups: those of GPT.param_groups(), with a momentum each. dtype: in which the update is
+    computed, bf16 or fp32. fused: compute AdamW in one kernel, which is needed to skip a step on
+    the device.
 
     torch.optim.Muon (torch 2.13) was not enough: it moves one matrix after the other, and qkv as if
     it were one matrix; it does not heed found_inf; it computes in bf16 even where that is slow; and
@@ -95,124 +85,60 @@ class Muon(torch.optim.Optimizer):
         groups: list[dict],
         lr: float,
         betas: tuple[float, float],
-        momentum: float,
         dtype: torch.dtype,
         fused: bool,
     ):
-        defaults = {"lr": lr, "betas": betas, "momentum": momentum, "fused": fused}
-        super().__init__(groups, defaults)
+        super().__init__(groups, lr, betas, fused=fused)
         self.dtype = dtype
         self._step_supports_amp_scaling = fused  # GradScaler then sets found_inf, as take_step does
 
+    def __setstate__(self, state: dict) -> None:
+        # AdamW's own looks for a number of steps in each state: matrices have none.
+        torch.optim.Optimizer.__setstate__(self, state)
+
     @torch.no_grad()
     def step(self) -> None:
-        """Move all weights. If self.found_inf, a tensor on the device, is 1, nothing changes."""
+        """Move all weights. If self.found_inf, a tensor on the device, is 1, nothing changes.
+
+        The gradients of the matrices are used up.
+        """
         found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and found_inf.device.type == "cpu":
+        if found_inf is not None and found_inf.is_cpu:
             if found_inf:  # there is no device to wait for
                 return
             found_inf = None
         for group in self.param_groups:
-            if group["name"] != "matrices":
-                self.adamw(group, found_inf)
-                continue
-            stacks = self.shared_stacks if is_sharded(group["params"][0]) else self.stacks
-            for weights, grads, means, pieces in stacks(group):
-                self.muon(weights, grads, means, pieces, group, found_inf)
+            if group["name"] == "matrices":
+                self.move_matrices(group, found_inf)
+        super().step()  # AdamW, for the parameters that still have a gradient
 
-    def adamw(self, group: dict, found_inf: Tensor | None) -> None:
-        """Move the parameters of a group by AdamW, as torch.optim.AdamW does."""
-        for p in group["params"]:
-            if not self.state[p]:
-                self.state[p] = {
-                    "step": torch.zeros((), device=p.device if group["fused"] else "cpu"),
-                    "exp_avg": torch.zeros_like(p),
-                    "exp_avg_sq": torch.zeros_like(p),
-                }
-        states = [self.state[p] for p in group["params"]]
-        adamw(
-            group["params"],
-            [p.grad for p in group["params"]],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            foreach=False,
-            fused=group["fused"],
-            found_inf=found_inf,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=1e-8,
-            maximize=False,
-        )
-
-    def stacks(
-        self, group: dict
-    ) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor], None]]:
-        """Yield weights, gradients and running means, in lists of matrices of one shape."""
-        of_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor, Tensor]]] = {}
+    def move_matrices(self, group: dict, found_inf: Tensor | None) -> None:
+        """Move the parameters of a group by Muon, in stacks of one shape."""
+        stacks: dict[tuple, list[Tensor]] = {}
         for weight, rows in zip(group["params"], group["rows"], strict=True):
-            state = self.state[weight]
-            if not state:
-                state["mean"] = torch.zeros_like(weight)
-            parts = [x.split(rows) for x in (weight, weight.grad, state["mean"])]
-            for matrices in zip(*parts, strict=True):  # q, k, v of qkv; one matrix of the others
-                of_shape.setdefault(matrices[0].shape, []).append(matrices)
-        for (rows, columns), found in of_shape.items():
-            most = max(1, STACK // (rows * columns))
-            for first in range(0, len(found), most):
-                weights, grads, means = zip(*found[first : first + most], strict=True)
-                yield list(weights), list(grads), list(means), None
+            stacks.setdefault((weight.size(1), *rows), []).append(weight)
+        for (_, *rows), weights in stacks.items():
+            size = ranks_of(weights[0]) * max(1, STACK // weights[0].numel())
+            for start in range(0, len(weights), size):
+                self.move_stack(weights[start : start + size], rows, group, found_inf)
+        for weight in group["params"]:
+            weight.grad = None
 
-    def shared_stacks(
-        self, group: dict
-    ) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor], Pieces]]:
-        """Yield the same if every rank holds some rows of each parameter: its rows of the matrices.
-
-        The matrices of one shape are dealt out to the ranks, as Pieces says.
-        """
-        mesh = group["params"][0].device_mesh
-        ranks = range(mesh.size())
-        rank = mesh.get_local_rank()
-        of_shape: dict[tuple[int, int], list[tuple[list[int], list[Tensor]]]] = {}
-        for weight, rows in zip(group["params"], group["rows"], strict=True):
-            state = self.state[weight]
-            if not state:
-                state["mean"] = torch.zeros_like(weight)
-            parts = [part(x) for x in (weight, weight.grad, state["mean"])]
-            starts = [rows_of(r, weight.size(0), mesh.size())[0] for r in ranks]
-            above = 0  # rows of the parameter that belong to the matrices before
-            for n in rows:  # q, k, v of qkv; one matrix of the others
-                bounds = [min(max(start - above, 0), n) for start in starts] + [n]
-                begin = above - starts[rank]
-                mine = [x[max(begin, 0) : max(begin + n, 0)] for x in parts]
-                of_shape.setdefault((n, weight.size(1)), []).append((bounds, mine))
-                above += n
-        for shape, found in of_shape.items():
-            most = mesh.size() * max(1, STACK // math.prod(shape))
-            for first in range(0, len(found), most):
-                dealt = [found[first : first + most][r :: mesh.size()] for r in ranks]
-                bounds, mine = zip(*chain.from_iterable(dealt), strict=True)
-                pieces = Pieces(shape, bounds, [*map(len, dealt)], rank, mesh.get_group())
-                weights, grads, means = zip(*mine, strict=True)
-                yield list(weights), list(grads), list(means), pieces
-
-    def muon(
-        self,
-        weights: list[Tensor],
-        grads: list[Tensor],
-        means: list[Tensor],
-        pieces: Pieces | None,
-        group: dict,
-        found_inf: Tensor | None,
+    def move_stack(
+        self, weights: list[Tensor], rows: list[int], group: dict, found_inf: Tensor | None
     ) -> None:
-        """Move matrices of one shape, (rows, columns) each. The gradients are overwritten.
+        """Move parameters of one shape.
 
-        pieces: how they are shared out; None if they are not.
+        rows: of the matrices in each of them, one below the other: q, k, v of qkv; one of others.
+        If the parameters are sharded, each rank holds some rows of all of them. It then computes
+        the moves of a few whole ones, and sends their rows to the ranks that hold them.
         """
+        for weight in weights:
+            if not self.state[weight]:
+                self.state[weight]["mean"] = torch.zeros_like(weight)
+        parts = [part(weight) for weight in weights]
+        grads = [part(weight.grad) for weight in weights]
+        means = [part(self.state[weight]["mean"]) for weight in weights]
         if found_inf is not None:
             for grad, mean in zip(grads, means, strict=True):
                 # In a step to be skipped: mean + (1 - momentum) (mean - mean) is mean, exactly.
@@ -221,16 +147,13 @@ class Muon(torch.optim.Optimizer):
         # The running mean after one more step with the same gradient: Nesterov's momentum.
         torch._foreach_lerp_(grads, means, group["momentum"])
         lr = group["lr"] if found_inf is None else group["lr"] * (1 - found_inf)
-        factor = -0.2 * math.sqrt(max(pieces.shape if pieces else weights[0].shape)) * lr
-        if pieces is None:
-            moves = orthogonalize(stacked(grads, self.dtype), factor).float().unbind()
-        else:
-            mine = torch.cat([grad.to(self.dtype).flatten() for grad in grads])
-            X = pieces.from_owners(orthogonalize(pieces.to_owners(mine), factor)).float()
-            flat = X.split([weight.numel() for weight in weights])
-            moves = [x.view_as(weight) for x, weight in zip(flat, weights, strict=True)]
-        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-        torch._foreach_add_(weights, moves)
+        moves = to_owners(grads, weights[0], self.dtype)  # (parameters, sum of rows, columns)
+        for matrices in moves.split(rows, dim=1):
+            factor = -0.2 * math.sqrt(max(matrices.shape[1:])) * lr
+            matrices.copy_(orthogonalize(matrices, factor))
+        moves = from_owners(moves, weights[0]).float()
+        torch._foreach_mul_(parts, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(parts, [x[: len(w)] for x, w in zip(moves, parts, strict=False)])
 
 
 def make_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.optim.Optimizer:
@@ -239,6 +162,7 @@ def make_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.opti
     scale = {"embeddings": cfg.embed_lr, "vectors": cfg.vector_lr}
     for group in groups:
         group["scale"] = scale.get(group["name"], 1.0)
+        group["momentum"] = cfg.momentum  # only Muon reads it
     if cfg.optimizer == "adafactor":
         # foreach=True, its default on a GPU, would hold a copy of all weights.
         return torch.optim.Adafactor(groups, lr=cfg.lr, foreach=False)
@@ -248,5 +172,5 @@ def make_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.opti
     betas = (cfg.beta1, cfg.beta2)
     if cfg.optimizer == "muon":
         dtype = torch.bfloat16 if machine.dtype == torch.bfloat16 else torch.float32
-        return Muon(groups, cfg.lr, betas, cfg.momentum, dtype, fused)
+        return Muon(groups, cfg.lr, betas, dtype, fused)
     return torch.optim.AdamW(groups, cfg.lr, betas, fused=fused)

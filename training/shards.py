@@ -5,11 +5,9 @@ last ranks may hold fewer rows, or none. parallel.py shards the weights; their g
 optimizer's state follow them.
 """
 
-from dataclasses import dataclass
-from itertools import accumulate
-
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -31,11 +29,13 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if is_sharded(x) else x
 
 
-def rows_of(rank: int, rows: int, world: int) -> tuple[int, int]:
-    """Return the first row that a rank holds of a tensor of `rows` rows, and the one behind its
-    last."""
-    each = -(-rows // world)
-    return min(rank * each, rows), min((rank + 1) * each, rows)
+def ranks_of(x: Tensor) -> int:
+    """Return over how many processes x is sharded; 1 if it is not."""
+    return x.device_mesh.size() if is_sharded(x) else 1
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
 
 
 def placed_like(p: Tensor, x: Tensor) -> Tensor:
@@ -50,72 +50,42 @@ def placed_like(p: Tensor, x: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     mesh = p.device_mesh
-    first, end = rows_of(mesh.get_local_rank(), x.size(0), mesh.size())
-    own = x[first:end].to(p.device, p.dtype, copy=True)
-    return DTensor.from_local(own, mesh, p.placements, shape=p.shape, stride=p.stride())
+    n = ceil_div(x.size(0), mesh.size())
+    rows = x[n * mesh.get_local_rank() :][:n].to(p.device, p.dtype, copy=True)
+    return DTensor.from_local(rows, mesh, p.placements, shape=p.shape, stride=p.stride())
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """Matrices that are sharded by rows, and which rank gets which of them whole.
+def to_owners(parts: list[Tensor], p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return some tensors of the shape of p (R, C) in one stack (m, R, C), in another dtype.
 
-    For Muon, which needs whole matrices. The matrices are dealt out to the ranks; each rank sends
-    its rows of a matrix to the rank that owns it, computes with the matrices that it owns, and
-    sends each rank the rows of the results that it holds. So a rank sends its part of all matrices
-    twice, which is 2 / W of what it would receive if every rank gathered all, and no work is done
-    twice.
-
-    shape: (rows, columns) of each matrix. bounds: for each matrix, the first row of every rank and
-    the end: W + 1 numbers. The matrices are in the order of their owners: rank 0 owns the first
-    owned[0] ones, and so on.
+    parts: what this rank holds of each. If they are sharded over W ranks, each rank gets the next
+    m = ceil(len(parts) / W) of them whole; what the last ranks lack is filled up with zeros.
     """
+    R, C = p.shape
+    W = ranks_of(p)
+    m = ceil_div(len(parts), W)
+    stack = torch.zeros(W * m, ceil_div(R, W), C, dtype=dtype, device=parts[0].device)
+    torch._foreach_copy_([x[: len(rows)] for x, rows in zip(stack, parts, strict=False)], parts)
+    if W > 1:
+        stack = exchange(stack, p).view(W, m, -1, C).transpose(0, 1).reshape(m, -1, C)[:, :R]
+    return stack
 
-    shape: tuple[int, int]
-    bounds: tuple[list[int], ...]
-    owned: list[int]
-    rank: int
-    group: dist.ProcessGroup
 
-    def sizes(self, rank: int, owner: int) -> list[int]:
-        """Return how many numbers a rank holds of each matrix of an owner."""
-        ends = list(accumulate(self.owned))
-        numbers = range(ends[owner] - self.owned[owner], ends[owner])
-        rows = [self.bounds[i][rank + 1] - self.bounds[i][rank] for i in numbers]
-        return [n * self.shape[1] for n in rows]
+def from_owners(stack: Tensor, p: Tensor) -> Tensor:
+    """The way back from to_owners(): return what this rank holds of each tensor, in one stack.
 
-    def exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        out = x.new_empty(sum(received))
-        dist.all_to_all_single(out, x, received, sent, group=self.group)
-        return out
-
-    def to_owners(self, x: Tensor) -> Tensor:
-        """Return the matrices that this rank owns, (n, rows, columns).
-
-        x: what this rank holds of all matrices, one behind the other, as one vector.
-        """
-        ranks = range(len(self.owned))
-        sent = [sum(self.sizes(self.rank, owner)) for owner in ranks]
-        received = [sum(self.sizes(rank, self.rank)) for rank in ranks]
-        x = self.exchange(x, sent, received)
-        stack = x.new_empty(self.owned[self.rank], *self.shape)
-        for rank, rows in zip(ranks, x.split(received), strict=True):
-            pieces = rows.split(self.sizes(rank, self.rank))
-            for target, piece in zip(self.rows_in(stack, rank), pieces, strict=True):
-                target.copy_(piece.view_as(target))
+    Of a rank that holds fewer rows than others, they come first.
+    """
+    W = ranks_of(p)
+    if W == 1:
         return stack
+    m, R, C = stack.shape
+    filled = F.pad(stack, (0, 0, 0, W * ceil_div(R, W) - R))
+    return exchange(filled.view(m, W, -1, C).transpose(0, 1).flatten(0, 1), p)
 
-    def from_owners(self, stack: Tensor) -> Tensor:
-        """Return what this rank holds of all matrices: the way back from to_owners()."""
-        ranks = range(len(self.owned))
-        rows = [x.flatten() for rank in ranks for x in self.rows_in(stack, rank)]
-        sent = [sum(self.sizes(rank, self.rank)) for rank in ranks]
-        received = [sum(self.sizes(self.rank, owner)) for owner in ranks]
-        return self.exchange(torch.cat(rows) if rows else stack.flatten(), sent, received)
 
-    def rows_in(self, stack: Tensor, rank: int) -> list[Tensor]:
-        """Return the rows that a rank holds of each matrix that this rank owns, as views."""
-        first = sum(self.owned[: self.rank])
-        return [
-            matrix[self.bounds[i][rank] : self.bounds[i][rank + 1]]
-            for i, matrix in enumerate(stack, start=first)
-        ]
+def exchange(stack: Tensor, p: Tensor) -> Tensor:
+    """Send the r-th of W equal parts of a stack to rank r; return what the ranks send, in order."""
+    received = torch.empty_like(stack)
+    dist.all_to_all_single(received, stack, group=p.device_mesh.get_group())
+    return received

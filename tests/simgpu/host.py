@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import repeat
@@ -37,6 +38,8 @@ from training.step import Batch, take_step  # noqa: E402
 
 CONFIGS = ["demo", "minimind_26m", "train_100m", "gpt2_124m", "train_1b"]
 MANY = 5  # micro-steps of a long step; a short one has one
+WARM_UP = 2  # turns that are not counted
+TURNS = 40
 CUDA = torch.device("cuda")
 TakesSteps = Callable[[int], None]  # called with the number of micro-steps
 
@@ -52,68 +55,61 @@ def ours(model: GPT, compiled: bool, optimizer: str, step: Step) -> TakesSteps:
     return lambda accum: take_step(forward, made, scaler, batches, accum, machine, 1.0).loss
 
 
-def nanogpt(theirs: ModuleType, model: GPT, compiled: bool, step: Step) -> TakesSteps:
+def nanogpt(nanogpt_model: ModuleType, model: GPT, compiled: bool, step: Step) -> TakesSteps:
     """Return a step like the one in nanoGPT's train.py, with its model."""
     c = model.config
     shape = dict(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, block_size=step.T)
-    made = theirs.GPT(theirs.GPTConfig(vocab_size=c.padded_vocab_size, bias=c.bias, **shape))
-    made.to(CUDA)
-    optimizer = made.configure_optimizers(0.1, 6e-4, (0.9, 0.95), "cuda")
-    forward = torch.compile(made) if compiled else made
-    scaler = torch.amp.GradScaler("cuda", enabled=False)
+    config = nanogpt_model.GPTConfig(vocab_size=c.padded_vocab_size, bias=c.bias, **shape)
+    peer = nanogpt_model.GPT(config).to(CUDA)
+    optimizer = peer.configure_optimizers(0.1, 6e-4, (0.9, 0.95), "cuda")
+    forward = torch.compile(peer) if compiled else peer
     X = torch.zeros(step.B, step.T, dtype=torch.long, device=CUDA)
 
     def take(accum: int) -> None:
         for _ in range(accum):
             with torch.amp.autocast("cuda", torch.bfloat16):
                 loss = forward(X, X)[1] / accum
-            scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(peer.parameters(), 1.0)
+        optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss.item()
 
     return take
 
 
-def measure(config: str, nanogpt_folder: str, rounds: int) -> None:
-    """Print the figures of one config, as a line of JSON."""
+def measure(config: str, nanogpt_folder: str) -> None:
+    """Print a line of JSON for one config: name -> ms of a micro-step, of the rest of a step."""
     for scheme in ("normal_", "uniform_", "kaiming_uniform_", "ones_", "zeros_"):
         setattr(torch.nn.init, scheme, lambda x, *args, **options: x)  # weights need no room here
     torch.set_float32_matmul_precision("high")
     spec = importlib.util.spec_from_file_location("nanogpt", f"{nanogpt_folder}/model.py")
-    theirs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(theirs)
+    nanogpt_model = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(nanogpt_model)
     case = next(c for c in shipped([config], compiled=True) if c.step.dtype == torch.bfloat16)
-    case = replace(case, step=replace(case.step, B=1))  # three models share the GPU
+    step = replace(case.step, B=1)  # three models share the GPU
     model = GPT(case.model).to(CUDA)
     contestants = {}
     for mode in ("eager", "compiled"):
         compiled = mode == "compiled"
-        contestants[mode, "AdamW"] = ours(model, compiled, "adamw", case.step)
-        contestants[mode, "Muon"] = ours(model, compiled, "muon", case.step)
-        contestants[mode, "nanoGPT"] = nanogpt(theirs, model, compiled, case.step)
-    for take in contestants.values():
-        for accum in (MANY, MANY, 1):
-            take(accum)
-    gc.collect()
-    gc.freeze()
-    seconds: dict[tuple, list[float]] = {}
-    for _ in range(rounds):
+        contestants[f"{mode} AdamW"] = ours(model, compiled, "adamw", step)
+        contestants[f"{mode} Muon"] = ours(model, compiled, "muon", step)
+        contestants[f"{mode} nanoGPT"] = nanogpt(nanogpt_model, model, compiled, step)
+    seconds = defaultdict(list)
+    for turn in range(WARM_UP + TURNS):
+        if turn == WARM_UP:
+            gc.collect()
+            gc.freeze()
+            seconds.clear()
         for name, take in contestants.items():
             for accum in (1, MANY):
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 take(accum)
-                seconds.setdefault((*name, accum), []).append(time.perf_counter() - begun)
+                seconds[name, accum].append(time.perf_counter() - start)
     # Other programs only make a step longer: the bound of the fastest eighth counts.
     ms = {key: 1e3 * statistics.quantiles(times, n=8)[0] for key, times in seconds.items()}
-    figures = {"config": config}
-    for mode in ("eager", "compiled"):
-        for who in ("AdamW", "Muon", "nanoGPT"):
-            micro = (ms[mode, who, MANY] - ms[mode, who, 1]) / (MANY - 1)
-            figures[f"{mode} {who}"] = [micro, ms[mode, who, 1] - micro]
+    micro = {name: (ms[name, MANY] - ms[name, 1]) / (MANY - 1) for name in contestants}
+    figures = {name: [micro[name], ms[name, 1] - micro[name]] for name in contestants}
     print("host:", json.dumps(figures), flush=True)
 
 
@@ -121,29 +117,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nanogpt", required=True, help="folder of a checkout of nanoGPT")
     parser.add_argument("--configs", nargs="+", default=CONFIGS)
-    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--measure", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        return measure(args.measure, args.nanogpt, args.rounds)
+        return measure(args.measure, args.nanogpt)
     if not SIMGPU:
         parser.error("SIMGPU names no folder of simulated GPUs")
-    heads = "config          mode      micro-step  nanoGPT's  ratio  AdamW   Muon"
-    print(heads, flush=True)
+    print("config          mode      micro-step  nanoGPT's  ratio  AdamW   Muon", flush=True)
     for config in args.configs:
-        options = [f"--nanogpt={args.nanogpt}", f"--rounds={args.rounds}"]
-        ended = simulated("a100", 1, [__file__, f"--measure={config}", *options], REPO)
+        argv = [__file__, f"--measure={config}", f"--nanogpt={args.nanogpt}"]
+        ended = simulated("a100", 1, argv, REPO)
         lines = [line[6:] for line in ended.stdout.splitlines() if line.startswith("host: ")]
         if not lines:
             sys.exit(ended.stdout)
         figures = json.loads(lines[0])
         for mode in ("eager", "compiled"):
-            (micro, adamw), (_, muon), (theirs, _) = (
-                figures[f"{mode} {who}"] for who in ("AdamW", "Muon", "nanoGPT")
-            )
-            row = (
-                f"{config:<15} {mode:<9} {micro:>7.2f} ms {theirs:>7.2f} ms {micro / theirs:>6.2f}"
-            )
+            micro, adamw = figures[f"{mode} AdamW"]
+            peer = figures[f"{mode} nanoGPT"][0]
+            muon = figures[f"{mode} Muon"][1]
+            row = f"{config:<15} {mode:<9} {micro:>7.2f} ms {peer:>7.2f} ms {micro / peer:>6.2f}"
             print(f"{row} {adamw:>6.1f} {muon:>6.1f}", flush=True)
 
 

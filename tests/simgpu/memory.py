@@ -5,8 +5,8 @@
     SIMGPU=FOLDER .venv/bin/python tests/simgpu/memory.py --random 60
 
 Each shipped config runs in each dtype, with documents and without, with recompute and without, by
-itself, and as one of six processes with each --shard. --json keeps the figures; a second call goes
-on where the first one ended. The exit code is 1 if a prediction is more than 5 % off.
+itself, and as one of six processes with each --shard. The exit code is 1 if a prediction is more
+than 5 % off.
 
 One process stands for six: torch has a fake process group, whose sums leave the numbers alone.
 """
@@ -14,13 +14,12 @@ One process stands for six: torch has a fake process group, whose sums leave the
 import argparse
 import gc
 import itertools
-import json
+import pickle
 import random
-import subprocess
 import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -75,16 +74,6 @@ class Case:
             case = replace(case, step=replace(case.step, B=case.step.B // 2))
         return case
 
-    def json(self) -> str:
-        step = asdict(self.step) | {"dtype": str(self.step.dtype).removeprefix("torch.")}
-        return json.dumps([self.name, asdict(self.model), step])
-
-    @classmethod
-    def of_json(cls, line: str) -> "Case":
-        name, model, step = json.loads(line)
-        step["dtype"] = getattr(torch, step["dtype"])
-        return cls(name, GPTConfig(**model), Step(**step))
-
 
 # --------------------------------------------------------------------------------------------------
 # The cases
@@ -95,50 +84,44 @@ RANKS = [(1, "none"), *itertools.product([6], ["none", "optimizer", "gradients",
 
 def shipped(configs: list[str], compiled: bool) -> list[Case]:
     cases = []
-    both = (False, True)
     for config in configs:
         cfg = parse(TrainConfig, [str(REPO / "config" / f"{config}.py")])
         model = model_config(cfg, VOCABULARY.get(config, 16_384))
-        for dtype, mask, recompute, ranks in itertools.product(DTYPES, both, both, RANKS):
-            world, shard = ranks
+        modes = itertools.product(DTYPES, ("stream", "mask"), ("none", "blocks"), RANKS)
+        for dtype, documents, recompute, (world, shard) in modes:
             step = Step(cfg.batch_size, cfg.block_size, 2, dtype, compiled, "cuda", world)
-            of = replace(cfg, shard=shard, recompute="blocks" if recompute else "none")
-            step = step.of(replace(of, documents="mask" if mask else "stream"))
+            step = step.of(replace(cfg, shard=shard, recompute=recompute, documents=documents))
             cases.append(Case(config, model, step).that_fits())
     return cases
 
 
-def drawn(number: int, seed: int) -> Case:
+def drawn(number: int) -> Case:
     """Return a shape that a user could train, drawn at random, with a peak of 0.3 GB and more."""
-    rng = random.Random(f"{seed} {number}")
+    rng = random.Random(number)
     while True:
         preset = rng.choice([*PRESETS])
-        head_dim = rng.choice([32, 64, 128])
-        n_kv_head = rng.choice([1, 2, 4, 8])
-        n_head = n_kv_head * (1 if preset == "gpt2" else rng.choice([1, 1, 2, 4]))
-        T = rng.choice([128, 512, 1000, 1024, 2048, 4096])
-        shape = PRESETS[preset] | dict(
-            block_size=T,
+        shape = dict(
+            block_size=rng.choice([128, 512, 1000, 1024, 2048, 4096]),
             vocab_size=rng.choice([4096, 6400, 16_384, 32_000, 50_257, 151_936]),
             n_layer=rng.choice([2, 4, 8, 12, 24]),
-            n_head=n_head,
-            n_kv_head=n_kv_head,
-            head_dim=head_dim,
-            n_embd=n_head * head_dim,
+            n_kv_head=rng.choice([1, 2, 4, 8]),
+            head_dim=rng.choice([32, 64, 128]),
             tie_embeddings=rng.random() < 0.5,
             dropout=rng.choice([0, 0, 0, 0.1]),
         )
-        c = GPTConfig(**shape)
+        n_head = shape["n_kv_head"] * (1 if preset == "gpt2" else rng.choice([1, 1, 2, 4]))
+        shape |= dict(n_head=n_head, n_embd=n_head * shape["head_dim"])
+        c = GPTConfig(**PRESETS[preset] | shape)
         world, shard = rng.choice([(1, "none")] * 3 + RANKS[1:])
         step = Step(
-            rng.choice([1, 2, 4, 8, 16, 32]),
-            T,
-            rng.choice([1, 2, 3]),
-            rng.choice(DTYPES),
-            rng.random() < 0.3,
-            "cuda",
-            world,
-            shard,
+            B=rng.choice([1, 2, 4, 8, 16, 32]),
+            T=c.block_size,
+            accum=rng.choice([1, 2, 3]),
+            dtype=rng.choice(DTYPES),
+            compiled=rng.random() < 0.3,
+            device="cuda",
+            world=world,
+            shard=shard,
             optimizer=rng.choice(["adamw", "muon"] + ["adafactor"] * (shard == "none")),
             average=rng.random() < 0.2 and shard == "none",
             documents=rng.random() < 0.3,
@@ -182,8 +165,7 @@ def measure() -> None:
         setattr(torch.nn.init, scheme, lambda x, *args, **options: x)  # weights need no room here
     GPT.init_weights = lambda *args: None
     training.parallel.DistributedDataParallel = AloneInDDP
-    for line in sys.stdin:
-        case = Case.of_json(line)
+    for case in pickle.loads(bytes.fromhex(sys.stdin.read())):
         machine = None
         if case.step.world > 1:
             from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -194,50 +176,46 @@ def measure() -> None:
             machine = Machine(0, 0, case.step.world, torch.device("cuda"), case.step.dtype, "")
         torch._C._cuda_clearCublasWorkspaces()
         try:
-            print("peak:", json.dumps([case.key, measured_peak(case.model, case.step, machine)]))
+            peak = measured_peak(case.model, case.step, machine)
         except Exception as e:
-            print("peak:", json.dumps([case.key, f"{type(e).__name__}: {e}"[:500]]))
-        sys.stdout.flush()
+            peak = f"{type(e).__name__}: {e}".splitlines()[0]
+        print("peak:", peak, flush=True)
         gc.collect()
         torch.compiler.reset()
         torch.cuda.empty_cache()
 
 
-def peaks(cases: list[Case], gpu: str) -> dict[str, int | str]:
+def peaks(cases: list[Case], gpu: str) -> list[str]:
     """Measure some cases, all with the same number of processes, in one process."""
-    lines = "".join(f"{case.json()}\n" for case in cases)
     argv = [__file__, "--measure"]
-    ended = simulated(gpu, 1, argv, REPO, input=lines, stderr=subprocess.STDOUT)
-    marked = [line[6:] for line in ended.stdout.splitlines() if line.startswith("peak: ")]
-    found = dict(map(json.loads, marked))
-    for case in cases:
-        found.setdefault(case.key, f"exit code {ended.returncode}: {ended.stdout[-500:]}")
-    return found
+    ended = simulated(gpu, 1, argv, REPO, input=pickle.dumps(cases).hex())
+    peaks = [line[6:] for line in ended.stdout.splitlines() if line.startswith("peak: ")]
+    missing = f"exit code {ended.returncode}: {ended.stdout[-500:]}"
+    return peaks + [missing] * (len(cases) - len(peaks))
 
 
 # --------------------------------------------------------------------------------------------------
 
 
-def report(cases: list[Case], found: dict[str, int | str]) -> int:
+def report(peak_of: dict[Case, str]) -> int:
     """Print the cases that are off, and a line for each config. Return how many are off."""
     off = 0
     errors = defaultdict(list)
-    for case in cases:
-        if not isinstance(peak := found[case.key], int):
+    for case, peak in peak_of.items():
+        if not peak.isdigit():
             off += 1
             print(f"{case.key}: {peak}")
             continue
-        when, parts = case.predicted()
-        error = sum(parts.values()) / peak - 1
+        moment, parts = case.predicted()
+        error = sum(parts.values()) / int(peak) - 1
         errors[case.name.split()[0]].append(error)
         if abs(error) > TOLERANCE:
             off += 1
-            both = f"{peak / 1e9:.3f} GB, predicted {sum(parts.values()) / 1e9:.3f}"
-            print(f"{case.key}: {both}, {error:+.1%} {when}")
-    for name, some in errors.items():
-        within = sum(abs(error) <= 0.02 for error in some)
-        extremes = f"{min(some):+.1%} to {max(some):+.1%}"
-        print(f"{name}: {len(some)} cases, {extremes}, {within} of them within 2 %")
+            print(f"{case.key}: {int(peak) / 1e9:.3f} GB, predicted {error:+.1%} {moment}")
+    for name, of_config in errors.items():
+        within = sum(abs(error) <= 0.02 for error in of_config)
+        extremes = f"{min(of_config):+.1%} to {max(of_config):+.1%}"
+        print(f"{name}: {len(of_config)} cases, {extremes}, {within} of them within 2 %")
     return off
 
 
@@ -248,9 +226,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--random", type=int, default=0, metavar="N")
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--gpu", default="a100")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default="", help="words that must be in the name of a case")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -260,27 +236,23 @@ def main() -> None:
         parser.error("SIMGPU names no folder of simulated GPUs")
     cases = shipped(args.configs, compiled=False) if args.eager else []
     cases += shipped(args.configs, compiled=True) if args.compiled else []
-    cases += [drawn(number, args.seed) for number in range(args.random)]
+    cases += [drawn(number) for number in range(args.random)]
     cases = [case for case in cases if all(word in case.key.split() for word in args.only.split())]
-    found = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
 
     groups = defaultdict(list)  # one process is for one number of processes, and one compilation
     for case in cases:
-        if case.key not in found:
-            s = case.step
-            whole = s.compiled and case.name
-            groups[s.world, whole, whole and (s.dtype, s.documents)].append(case)
-    todo = [group[i : i + 10] for group in groups.values() for i in range(0, len(group), 10)]
-    bar = ProgressBar("case", total=sum(map(len, todo)))
+        s = case.step
+        groups[s.world, s.compiled and (case.name, s.dtype, s.documents)].append(case)
+    tasks = [group[i : i + 10] for group in groups.values() for i in range(0, len(group), 10)]
+    peak_of = {}
+    bar = ProgressBar("case", total=len(cases))
     with ThreadPoolExecutor(2) as threads:
-        for group, peak in zip(todo, threads.map(lambda g: peaks(g, args.gpu), todo), strict=True):
-            found |= peak
-            if args.json:
-                whole = {key: peak for key, peak in found.items() if isinstance(peak, int)}
-                args.json.write_text(json.dumps(whole, indent=1) + "\n")
-            bar.update(len(group))
+        results = threads.map(lambda task: peaks(task, args.gpu), tasks)
+        for task, measured in zip(tasks, results, strict=True):
+            peak_of |= zip(task, measured, strict=True)
+            bar.update(len(task))
     bar.close()
-    sys.exit(report(cases, found) > 0)
+    sys.exit(report(peak_of) > 0)
 
 
 if __name__ == "__main__":

@@ -64,65 +64,50 @@ def trains(gpu: str, processes: int, options: str, folder: Path, run: str) -> st
 
 
 LLAMA = "--preset=llama --n_kv_head=2"
+QWEN2 = f"{LLAMA} --qkv_bias --rope_scaling=llama3:8,1,4,32"
 MASK = "--documents=mask"
-RUNS = {
-    "eager": EAGER,
-    "eager with dropout": f"{EAGER} --dropout=0.1",
-    "eager float16": f"{EAGER} {LLAMA} --dtype=float16",
-    "eager float32": f"{EAGER} --dtype=float32",
-    "eager mask": f"{EAGER} {LLAMA} {MASK}",
-    "eager pack": f"{EAGER} {LLAMA} --documents=pack --loss_per=document",
-    "eager recompute": f"{EAGER} --recompute=blocks",
-    "eager muon": f"{EAGER} --preset=qwen3 --optimizer=muon --average=0.5",
-    "eager adafactor": f"{EAGER} --optimizer=adafactor --lr=0.03",
-    "eager batch_size auto": f"{EAGER} --batch_size=auto",
-    "compiled gpt2": "--compile=true",
-    "compiled gpt2 with dropout": "--dropout=0.1",
-    "compiled llama": LLAMA,
-    "compiled float16": f"{LLAMA} --dtype=float16",
-    "compiled float32": f"{LLAMA} --dtype=float32",
-    "compiled mask": f"--preset=qwen3 {MASK}",
-    "compiled pack": f"{LLAMA} --documents=pack",
-    "compiled mask with narrow heads": f"{LLAMA} --head_dim=8 {MASK}",
-    "compiled recompute and mask": f"{LLAMA} --recompute=blocks {MASK}",
-    "compiled muon": "--preset=qwen3 --optimizer=muon --average=0.5",
-    "compiled adafactor": f"{LLAMA} --optimizer=adafactor --lr=0.03",
-    "compiled batch_size auto": f"{LLAMA} --batch_size=auto",
-}
+ON_ONE = [
+    EAGER,
+    f"{EAGER} --dropout=0.1",
+    f"{EAGER} {LLAMA} --dtype=float16",
+    f"{EAGER} --dtype=float32",
+    f"{EAGER} {QWEN2} {MASK}",
+    f"{EAGER} {LLAMA} --documents=pack --loss_per=document",
+    f"{EAGER} --recompute=blocks",
+    f"{EAGER} --preset=qwen3 --optimizer=muon --average=0.5",
+    f"{EAGER} --optimizer=adafactor --lr=0.03",
+    f"{EAGER} --batch_size=auto",
+    "--compile=true",
+    "--dropout=0.1",
+    f"{LLAMA} --dtype=float16",
+    f"{QWEN2} --dtype=float32",
+    f"--preset=qwen3 {MASK}",
+    f"{LLAMA} --documents=pack",
+    f"{LLAMA} --head_dim=8 {MASK}",  # too narrow for FlexAttention
+    f"{LLAMA} --recompute=blocks {MASK}",
+    "--preset=qwen3 --optimizer=muon --average=0.5",
+    f"{LLAMA} --optimizer=adafactor --lr=0.03",
+    f"{LLAMA} --batch_size=auto",
+]
+SHARDS = [f"--shard={shard}" for shard in ("none", "optimizer", "gradients", "all")]
+ON_SEVERAL = [
+    *[(2, f"{LLAMA} {EAGER} {shard} {MASK}") for shard in SHARDS],
+    *[(2, f"{LLAMA} {shard} {MASK}") for shard in SHARDS],
+    (2, f"{LLAMA} {EAGER} --shard=all --recompute=blocks"),
+    (2, f"{LLAMA} {EAGER} --shard=all --optimizer=muon"),
+    (6, f"{LLAMA} {EAGER} --batch_tokens=768"),
+    (6, f"{LLAMA} {EAGER} --batch_tokens=768 --shard=all"),
+]
+RUNS = [("a100", 1, options) for options in ON_ONE]
+RUNS += [("h100", processes, options) for processes, options in ON_SEVERAL]
+RUNS += [("h100", 1, f"{LLAMA} {MASK}"), ("rtx4090", 1, EAGER), ("rtx4090", 1, f"{LLAMA} {MASK}")]
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_one_simulated_gpu_trains(run, folder):
-    output = trains("a100", 1, RUNS[run], folder, run.replace(" ", "_"))
-    assert ("\ncompiled in " in output) == ("eager" not in run)
-
-
-@pytest.mark.parametrize("gpu", ["h100", "rtx4090"])
-@pytest.mark.parametrize("options", [EAGER, f"{LLAMA} {MASK}"])
-def test_other_gpus_train(gpu, options, folder):
-    trains(gpu, 1, options, folder, f"{gpu}_{options == EAGER}")
-
-
-SHARDS = ["none", "optimizer", "gradients", "all"]
-
-
-@pytest.mark.parametrize("shard", SHARDS)
-@pytest.mark.parametrize("how", [EAGER, "--compile=true"])
-def test_two_simulated_gpus_train(shard, how, folder):
-    options = f"{LLAMA} {how} --shard={shard} {MASK}"
-    trains("h100", 2, options, folder, f"two_{shard}_{how == EAGER}")
-
-
-@pytest.mark.parametrize("optimizer", ["adamw --recompute=blocks", "muon"])
-def test_optimizers_train_in_shards(optimizer, folder):
-    options = f"{LLAMA} {EAGER} --shard=all --optimizer={optimizer}"
-    trains("a100", 2, options, folder, f"shards_{optimizer.split()[0]}")
-
-
-@pytest.mark.parametrize("shard", ["none", "all"])
-def test_six_simulated_gpus_train(shard, folder):
-    options = f"{LLAMA} {EAGER} --batch_tokens=768 --shard={shard}"
-    trains("a100", 6, options, folder, f"six_{shard}")
+@pytest.mark.parametrize("gpu, processes, options", RUNS, ids=lambda x: str(x).replace("--", ""))
+def test_simulated_gpus_train(gpu, processes, options, folder):
+    run = re.sub(r"\W+", "_", f"{gpu} {processes} {options}")
+    output = trains(gpu, processes, options, folder, run)
+    assert ("\ncompiled in " in output) == (EAGER not in options)
 
 
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
@@ -154,39 +139,21 @@ def test_a_model_writes_on_a_simulated_gpu(texts, options, folder):
     assert "\nwarning: " not in output, output
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
-@pytest.mark.parametrize("options", [EAGER, f"{MASK} --shard=all"])
-def test_an_imported_model_trains(kind, options, folder):
-    """Qwen2 has biases in its queries, keys and values; Llama 3 has scaled RoPE."""
-    transformers = pytest.importorskip("transformers")
-    shape = dict(vocab_size=400, hidden_size=128, intermediate_size=256, num_hidden_layers=2)
-    shape |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
-    if kind == "llama":
-        rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "rope_theta": 5e5}
-        rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-        shape |= {"rope_parameters": rope}
-    config = transformers.AutoConfig.for_model(kind, **shape)
-    model = folder / f"their_{kind}"
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
-    processes = 2 if "shard" in options else 1
-    trains("a100", processes, f"--init_from={model} {options}", folder, f"{kind}_{processes}")
+TOOLS = [
+    f"plan.py {SMALL} {LLAMA} --check",
+    f"plan.py {SMALL} {LLAMA} {EAGER} --trial",
+    f"-m bench.sweep {SMALL} --block_sizes 64 --batch_sizes 1 2 --accums 1 --seconds=0.1",
+    f"-m bench.sweep {SMALL} {EAGER} --vary=optimizer,documents --rounds=1",
+    f"-m bench.roof {SMALL} --compile=false --seconds=0.001",
+    "-m bench.roof --squares 64 128 --seconds=0.001",
+    f"-m bench.compare {SMALL} {EAGER} --steps=4 --warmup=1 --rounds=1",
+    f"-m bench.compare {SMALL} --sampling --max_new_tokens=8 --rounds=1",
+]
 
 
-TOOLS = {
-    "plan --check": f"plan.py {SMALL} {LLAMA} --check",
-    "plan --trial": f"plan.py {SMALL} {LLAMA} {EAGER} --trial",
-    "sweep": f"-m bench.sweep {SMALL} --block_sizes 64 --batch_sizes 1 2 --accums 1 --seconds=0.1",
-    "roof": f"-m bench.roof {SMALL} --compile=false --seconds=0.001",
-    "compare": f"-m bench.compare {SMALL} {EAGER} --steps=4 --warmup=1 --rounds=1",
-    "compare --sampling": f"-m bench.compare {SMALL} --sampling --max_new_tokens=8 --rounds=1",
-    "roof --squares": "-m bench.roof --squares 64 128 --seconds=0.001",
-    "by turns": f"-m bench.sweep {SMALL} {EAGER} --vary=optimizer,documents --rounds=1",
-}
-
-
-@pytest.mark.parametrize("tool", TOOLS)
-def test_measuring_runs_on_a_simulated_gpu(tool, folder):
-    code, output = simulated("h100", 1, TOOLS[tool], folder)
+@pytest.mark.parametrize("command", TOOLS, ids=lambda command: command.replace("--", "")[:30])
+def test_measuring_runs_on_a_simulated_gpu(command, folder):
+    code, output = simulated("h100", 1, command, folder)
     assert code == 0, output
 
 
