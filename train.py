@@ -91,7 +91,7 @@ from training.step import Batch, read_ahead, take_step, to_batch
 
 def main() -> None:
     cfg = settings_of_run(given(TrainConfig, doc=__doc__))
-    machine = start(cfg.device, cfg.dtype, cfg.shard != "none", cfg.timeout_minutes)
+    machine = start(cfg.device, cfg.dtype, cfg.shard != "none")
     folder = Path(cfg.out_dir) / cfg.run_name
     # Rank 0 locks the run's folder, so that no other process writes to it until the run is over.
     with ExitStack() as until_the_end:
@@ -325,7 +325,7 @@ def evaluate_all(job: Job, step: int) -> None:
     eos_id = data.tokenizer.eos_id
     packed = data.val_documents
     by_document = [evaluate(job.forward, windows, most, *at_once, eos_id) for windows in packed]
-    of_train = losses(data.train_windows) if job.cfg.eval_train else None
+    of_train = losses(data.train_windows)
     averaged = None
     if job.average:
         with job.average.in_the_model():

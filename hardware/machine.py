@@ -143,14 +143,17 @@ class Machine:
 # The start of a process
 
 
-def start(
-    asked_device: str, asked_dtype: str, sparing: bool = False, timeout_minutes: float = 30.0
-) -> Machine:
+# The longest that a rank waits for the others in the training loop, where one of them may write a
+# checkpoint to a slow disk.
+LONGEST_WAIT = timedelta(minutes=30)
+
+
+def start(asked_device: str, asked_dtype: str, sparing: bool = False) -> Machine:
     """Return the Machine of this process for the settings `device` and `dtype`.
 
     The models of this process will compute with the faster formulas of hardware/kernels.py. If
     torchrun has started this process, it joins the other ranks. sparing: on a CPU, give freed
-    memory back. timeout_minutes: how long ranks wait for each other in the training loop.
+    memory back.
     Raises UserError if the device or dtype cannot be used.
     """
     kernels.install()
@@ -164,8 +167,7 @@ def start(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
-    in_loop = timedelta(minutes=timeout_minutes)
-    group = join_ranks(rank, world, device, in_loop) if "RANK" in os.environ else None
+    group = join_ranks(rank, world, device) if "RANK" in os.environ else None
     dtype, why = pick_dtype(asked_dtype, device)
     on_nvidia = device.type == "cuda" and not torch.version.hip
     if on_nvidia and dtype == torch.float32 and torch.cuda.get_device_capability() >= (8, 0):
@@ -173,12 +175,8 @@ def start(
     return Machine(rank, local_rank, world, device, dtype, why, group)
 
 
-def join_ranks(rank: int, world: int, device: torch.device, in_loop: timedelta) -> Any:
-    """Connect this process with the other ranks. Return the group for `Machine.group`.
-
-    in_loop: the longest that a rank waits for the others in the training loop, where one of them
-    may write a checkpoint to a slow disk.
-    """
+def join_ranks(rank: int, world: int, device: torch.device) -> Any:
+    """Connect this process with the other ranks. Return the group for `Machine.group`."""
     store, *_ = next(dist.rendezvous("env://"))
     # torchrun gives restarted workers the store of the attempt before, which holds addresses that
     # are no longer valid (torch 2.13). So each attempt gets a prefix of its own. This does not work
@@ -189,7 +187,7 @@ def join_ranks(rank: int, world: int, device: torch.device, in_loop: timedelta) 
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world, device_id=device_id, timeout=in_loop
+        backend, store=store, rank=rank, world_size=world, device_id=device_id, timeout=LONGEST_WAIT
     )
     # Before and after the loop, one rank may read all data, or compile, while the others wait.
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))

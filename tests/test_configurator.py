@@ -228,7 +228,7 @@ def test_help_shows_every_setting_with_its_default_and_reason(module, cls):
 @pytest.mark.parametrize("module, cls", SCRIPTS)
 def test_every_setting_is_read_by_its_script(module, cls):
     """A setting that no code reads would do nothing."""
-    source = Path(module.__file__).read_text()
+    source = Path(module.__file__).read_text() + Path(follow.__file__).read_text()
     # The files of a wing read the settings of its command, too.
     wing = {train.TrainConfig: "training", prepare.PrepareConfig: "text"}.get(cls)
     if wing:

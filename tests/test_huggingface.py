@@ -138,7 +138,7 @@ def test_transformers_computes_the_same_logits(name, tmp_path, transformers):
 def test_a_qwen2_with_another_tokenizer_says_how_transformers_reads_it(
     tiny_data, tmp_path, capsys, transformers
 ):
-    folder = checkpoint(tiny_data, tmp_path, "--qkv_bias=true")
+    folder = checkpoint(tiny_data, tmp_path, "--preset=qwen2")
     assert "AutoTokenizer takes Qwen2's own tokenizer" in capsys.readouterr().out
     tokenizer = load_tokenizer(folder)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)

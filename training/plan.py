@@ -130,8 +130,6 @@ def few_steps_warning(steps: int, cfg: TrainConfig) -> str:
 def schedule_warning(steps: int, cfg: TrainConfig) -> str:
     """Return a warning if the run is too short for the warm-up and the decay of lr, else ""."""
     warmup = warmup_steps(steps, cfg)
-    if warmup > steps:
-        return f"warning: the warm-up takes {warmup:,} steps: the run ends before lr is reached"
     decay = math.ceil(cfg.decay_ratio * steps) if cfg.schedule == "wsd" else 0
     if warmup + decay <= steps + 1:  # both are rounded up
         return ""
@@ -147,23 +145,20 @@ def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: li
     """
     if cfg.init_from not in ("scratch", "resume", "auto"):
         return ""
-
-    def limit(data: DataSet) -> float:
-        return MOST_EPOCHS + min(1, data.epochs(step_tokens))
-
-    repeated = [data for data in sets if data.epochs(tokens) > limit(data)]
+    epochs = {data.name: data.epochs(tokens) for data in sets}
+    per_step = {data.name: data.epochs(step_tokens) for data in sets}
+    repeated = [name for name in epochs if epochs[name] > MOST_EPOCHS + min(1, per_step[name])]
     if not repeated:
         return ""
-    counts = {data.name: data.epochs(tokens) for data in repeated}
-    read = " and ".join(f"{k} is read {n:,.{int(n < 10)}f} times" for k, n in counts.items())
-    less = f"beyond about {MOST_EPOCHS}, repeated text is worth less and less (arXiv 2305.16264)"
+    times = " and ".join(f"{name} is read {epochs[name]:,.1f} times" for name in repeated)
+    worth = f"beyond about {MOST_EPOCHS}, repeated text is worth less and less (arXiv 2305.16264)"
     advice = f"prepare more text, or end earlier (--max_epochs={MOST_EPOCHS})"
     if len(sets) > 1:
         advice = "give it more text, or a smaller share of the mixture"
     advice += ", or make the model smaller" + (", or set --dropout=0.1" if not cfg.dropout else "")
-    if any(data.epochs(step_tokens) > 1 for data in repeated):
+    if any(per_step[name] > 1 for name in repeated):
         advice = f"a single step reads {step_tokens:,} tokens: lower batch_tokens"
-    return f"warning: {read}; {less}: {advice}"
+    return f"warning: {times}; {worth}: {advice}"
 
 
 def different_tokens(tokens: int, sets: list[DataSet]) -> int:
@@ -173,7 +168,7 @@ def different_tokens(tokens: int, sets: list[DataSet]) -> int:
 
 
 def warmup_steps(steps: int, cfg: TrainConfig) -> int:
-    return cfg.warmup_steps or math.ceil(cfg.warmup_ratio * steps)
+    return math.ceil(cfg.warmup_ratio * steps)
 
 
 def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:

@@ -179,7 +179,7 @@ class Metrics:
             "eta_s": (plan.steps - done) * seconds / steps,
         }
         self.write(record, step_line(record))
-        warmup = self.cfg.warmup_steps or self.cfg.warmup_ratio * plan.steps
+        warmup = self.cfg.warmup_ratio * plan.steps
         patience = max(100, 0.05 * plan.steps, 2 * warmup)
         if self.machine.is_main and (news := self.watch.look(self.progress.losses, done, patience)):
             self.write(*news)

@@ -83,7 +83,7 @@ RUNS = {
     "compiled float32": f"{LLAMA} --dtype=float32",
     "compiled mask": f"--preset=qwen3 {MASK}",
     "compiled pack": f"{LLAMA} --documents=pack",
-    "compiled mask with narrow heads": f"{LLAMA} --head_dim=8 {MASK}",
+    "compiled mask with narrow heads": f"{LLAMA} --n_embd=32 {MASK}",
     "compiled recompute and mask": f"{LLAMA} --recompute=blocks {MASK}",
     "compiled muon": "--preset=qwen3 --optimizer=muon --average=0.5",
     "compiled adafactor": f"{LLAMA} --optimizer=adafactor --lr=0.03",
