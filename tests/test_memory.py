@@ -23,7 +23,7 @@ from hardware.machine import available
 from model import GPT, PRESETS, GPTConfig
 from tests.simgpu.memory import shipped
 from training.measure import measured_peak
-from training.memory import Step, activations, largest_batch, needed, step_memory
+from training.memory import Step, kept, largest_batch, needed, step_memory
 
 BF16 = torch.bfloat16
 FP16 = torch.float16
@@ -166,7 +166,7 @@ def test_activations_are_what_autograd_keeps(name):
             model(x, x)
         kept[n_layer] = sum(storages.values())
     step = Step(1, 1024, 1, BF16, False, "cpu")
-    one, two = (sum(activations(replace(model.config, n_layer=n), step).values()) for n in (1, 2))
+    one, two = (1024 * sum(kept(model.config, step, n, []).values()) for n in (1, 2))
     linear = [m for m in model.blocks[0].modules() if isinstance(m, torch.nn.Linear)]
     copies = 2 * sum(m.weight.numel() for m in linear)  # of the weights, in bf16
     assert two - one + copies == pytest.approx(kept[2] - kept[1], rel=0.02)
@@ -174,11 +174,10 @@ def test_activations_are_what_autograd_keeps(name):
 
 def test_a_layer_of_gpt2_keeps_16_C_numbers_a_token():
     c = GPTConfig(**PRESETS["gpt2"])
-    parts = activations(c, Step(1, 1024))
-    layers = sum(v for k, v in parts.items() if k != "embedding and head")
+    layers = sum(kept(c, Step(1, 1024), 12, []).values())
     # A number has 2 bytes. The layer also keeps, in fp32, the log-sum-exp of each head, and the
     # mean and standard deviation of both norms.
-    assert layers == 1024 * 12 * (16 * 768 * 2 + 4 * 12 + 2 * 2 * 4)
+    assert layers == 12 * (16 * 768 * 2 + 4 * 12 + 2 * 2 * 4)
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():

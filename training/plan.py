@@ -86,30 +86,30 @@ def off(step_tokens: int, cfg: TrainConfig) -> float:
     return abs(step_tokens / cfg.batch_tokens - 1)
 
 
-def even_batch(most: int, cfg: TrainConfig, world: int) -> int:
-    """Return a batch_size of at most `most` and at least half of it.
+def even_batch(limit: int, cfg: TrainConfig, world: int) -> int:
+    """Return a batch_size of at most `limit` and at least half of it.
 
     It is the one with which a step comes nearest to batch_tokens; of several that come equally
     near, the largest.
     """
     sequences = max(1, round(cfg.batch_tokens / (cfg.block_size * world)))  # per rank in a step
-    most = max(1, min(most, sequences))
+    limit = max(1, min(limit, sequences))
 
     def distance(B: int) -> float:
         return off(tokens_of_step(B, cfg, world), cfg)
 
     # Of equals, min() takes the first.
-    return min(range(most, (most - 1) // 2, -1), key=distance)
+    return min(range(limit, (limit - 1) // 2, -1), key=distance)
 
 
 def batch_warning(step_tokens: int, cfg: TrainConfig, world: int) -> str:
     """Return a warning if a step has far more or fewer tokens than batch_tokens, else ""."""
     if off(step_tokens, cfg) <= FAR_OFF:
         return ""
-    asked = f"{step_tokens / cfg.batch_tokens:.3g} times the {cfg.batch_tokens:,} tokens asked"
-    least = f"a sequence for each process is {cfg.block_size * world:,} tokens"
+    ratio = f"{step_tokens / cfg.batch_tokens:.3g} times the {cfg.batch_tokens:,} tokens asked"
+    minimum = f"a sequence for each process is {cfg.block_size * world:,} tokens"
     advice = "set batch_tokens to a multiple of that and fit lr to it"
-    return f"warning: {asked}: {least}; {advice}, or use another number of processes"
+    return f"warning: {ratio}: {minimum}; {advice}, or use another number of processes"
 
 
 def length_warnings(plan: Plan, cfg: TrainConfig, sets: list[DataSet]) -> list[str]:
@@ -133,8 +133,8 @@ def schedule_warning(steps: int, cfg: TrainConfig) -> str:
     decay = math.ceil(cfg.decay_ratio * steps) if cfg.schedule == "wsd" else 0
     if warmup + decay <= steps + 1:  # both are rounded up
         return ""
-    both = f"a warm-up of {warmup:,} steps and a decay of {decay:,} exceed the run"
-    return f"warning: {both}: lr decays for {steps - warmup:,} steps only"
+    lengths = f"a warm-up of {warmup:,} steps and a decay of {decay:,} exceed the run"
+    return f"warning: {lengths}: lr decays for {steps - warmup:,} steps only"
 
 
 def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: list[DataSet]) -> str:
@@ -181,12 +181,12 @@ def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:
         return cfg.lr * (step + 1) / warmup
     if cfg.schedule == "constant":
         return cfg.lr
-    first = warmup  # step of the decay
+    start = warmup  # step of the decay
     if cfg.schedule == "wsd":
-        first = max(warmup, steps - math.ceil(cfg.decay_ratio * steps))
+        start = max(warmup, steps - math.ceil(cfg.decay_ratio * steps))
     # t goes from 0 to 1 over the decay. It is 1 at the last step, which thus has min_lr_ratio. (If
     # that is 0, the last step changes nothing.)
-    t = max(0, step - first) / max(1, steps - 1 - first)
+    t = max(0, step - start) / max(1, steps - 1 - start)
     share = (1 + math.cos(math.pi * t)) / 2 if cfg.schedule == "cosine" else 1 - t
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * share)
 
