@@ -196,18 +196,6 @@ def test_every_device_that_train_py_takes_has_a_prediction():
         assert needed(model, Step(1, 512, compiled=False, device=device)) > 2e9
 
 
-def test_ddp_holds_its_buckets_beside_the_gradients_of_earlier_micro_steps():
-    """A measurement with gloo and 29.4 MB of parameters: the second step took 252.6 MB (predicted:
-    250.4), and steps from the third on took 223.2 MB. NCCL lets go of the first buckets before.
-    """
-    model = on_meta(GPTConfig(**PRESETS["gpt2"]))
-    P = sum(p.numel() for p in model.parameters())
-    for device, sets in (("cpu", 2), ("cuda", 1)):
-        steps = [Step(4, 1024, 2, device=device, world=n) for n in (1, 6)]
-        one, six = (step_memory(model, step)[1] for step in steps)
-        assert six.pop("DDP's buckets") == sets * 4 * P == sets * one["gradients"] and six == one
-
-
 # Bytes that torch allocated on a simulated A100: tests/simgpu/memory.py
 ALLOCATED = {
     "demo bfloat16 B8 eager stream 1 x none": 221_492_224,
@@ -234,16 +222,6 @@ def test_whole_weights_are_gone_when_the_gradients_of_a_large_vocabulary_are_ave
     step = Step(1, 512, world=6, shard="optimizer")
     _, peak = predicted(GPTConfig(**PRESETS["llama"], **sizes), step)
     assert peak == pytest.approx(299_375_104, rel=0.02)
-
-
-def test_shards_hold_less_recomputing_keeps_less_and_other_optimizers_hold_less():
-    model = on_meta(GPTConfig(**PRESETS["gpt2"]))
-    ddp = Step(16, 1024, 4, world=8)
-    shards = ("none", "optimizer", "gradients", "all")
-    stages = [needed(model, replace(ddp, shard=shard)) for shard in shards]
-    assert stages == sorted(stages, reverse=True) and len(set(stages)) == 4
-    others = (dict(recompute=True), dict(optimizer="muon"), dict(optimizer="adafactor"))
-    assert all(needed(model, replace(ddp, **change)) < stages[0] for change in others)
 
 
 def test_what_a_process_holds_already_is_part_of_the_memory_that_it_can_have():

@@ -36,12 +36,6 @@ def test_a_6b_model_in_fp32_holds_24_24_and_48_gb():
     assert gb == pytest.approx({"weights": 24, "gradients": 24, "optimizer": 48}, rel=0.01)
 
 
-def test_the_gradients_of_1500m_parameters_take_6_gb():
-    model = on_meta(GPTConfig(**PRESETS["gpt2"] | dict(n_layer=48, n_embd=1600, n_head=25)))
-    _, parts = step_memory(model, Step(1, 64))
-    assert parts["gradients"] == pytest.approx(6.2e9, rel=0.01)  # exactly: 1.558G parameters
-
-
 GPT3 = "--preset=gpt2 --n_layer=96 --n_embd=12288 --n_head=96 --max_tokens=300e9"
 LLAMA_65B = "--preset=llama --n_layer=80 --n_embd=8192 --n_head=64 --d_ff=22016 --max_tokens=1.4e12"
 
@@ -74,13 +68,6 @@ def test_minimind_takes_its_published_time_at_a_measured_speed(tmp_path, capsys,
     assert 3600 * whole == pytest.approx(of_peak)
     by_6nd = re.search(r"at 100% of peak.+ by 6 N D (.+) hours", capsys.readouterr().out)
     assert 60 * float(by_6nd[1]) == pytest.approx(minutes, rel=0.015)
-
-
-def test_the_limit_that_ends_a_run_is_named_where_there_are_several(tmp_path, capsys):
-    planned(tmp_path, "--gpu=v100-32g", "--max_tokens=1e9", "--max_steps=1")
-    assert "1 step = 524,288 tokens, ended by max_steps" in capsys.readouterr().out
-    planned(tmp_path, "--gpu=v100-32g")
-    assert "ended by" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("gpu, computed_as_tf32", [("a100-80g", True), ("v100-32g", False)])
@@ -124,11 +111,18 @@ def test_a_well_known_notes_batch_sizes_are_understood(tmp_path, T, the_note, in
 
 def test_the_plan_says_all_that_one_asks_before_a_run(tmp_path, capsys):
     config = str(REPO / "config" / "train_1b.py")
-    options = ["--gpu=a100-80g", "--nproc=6", "--vocab_size=32000"]
+    options = ["--gpu=a100-80g", "--nproc=6", "--vocab_size=32000", "--max_steps=1000"]
     call(plan.main, config, *options, f"--json={tmp_path / 'plan.json'}")
     figures = json.loads((tmp_path / "plan.json").read_text())
     output = capsys.readouterr().out
-    for words in ("Model", "Memory of each device", "fits", "--shard=all", "kWh", "Chinchilla"):
+    for words in (
+        "Model",
+        "Memory of each device",
+        "fits",
+        "--shard=all",
+        "kWh",
+        "ended by max_steps",
+    ):
         assert words in output
     assert figures["needed_bytes"] == pytest.approx(sum(figures["memory"].values()))
     assert figures["what_if"][AS_IT_IS]["largest_batch"] > 8

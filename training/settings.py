@@ -52,8 +52,7 @@ class Training:
     documents: Documents = "stream"  # mask, pack: keep documents apart in a window (docs/data.md)
     loss_per: LossPer = "token"  # what counts as much as each other: a token, or a document
     # ---- Model ----
-    # The family: kind of positions and norms, biases; and what the settings below leave to it.
-    preset: Literal[tuple(PRESETS)] = "gpt2"  # the table PRESETS in model.py
+    preset: Literal[tuple(PRESETS)] = "gpt2"  # positions, norms, and what says preset: model.py
     n_layer: int = 12  # number of blocks
     n_head: int = 12  # number of query heads
     n_kv_head: int = 0  # number of key/value heads; 0: n_head
