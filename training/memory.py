@@ -13,7 +13,7 @@ vocabulary; C = n_embd; s: bytes per number, 2 in 16 bits, 4 in fp32):
     forward pass                activations, more with each block; the weights' copies, s each
     loss                        activations of all blocks; logits N V s, and some rows in fp32
     head's backward pass        the same; the gradient of the head, in 16 bits and then in fp32:
-                                6 bytes per number for a moment, as for each matrix
+                                6 bytes per number for a moment
     backward pass of block i    activations of the blocks up to i, gradients of those behind it, and
                                 the gradients that travel inside block i
     end of the backward pass    gradients of all; wte has two if the head is tied, and their sum
