@@ -30,10 +30,13 @@ import runpy
 import sys
 import textwrap
 import time
+import traceback
 import types
 import typing
 import unicodedata
 from collections.abc import Callable
+from contextlib import suppress
+from decimal import Decimal
 from typing import Any, Literal
 
 
@@ -56,23 +59,18 @@ def note(text: str) -> None:
 
 
 class Unfailing:
-    """A stream whose writes never raise an error. Text that cannot be written is dropped."""
+    """A stream that drops what cannot be written: the terminal is closed, or the disk is full."""
 
     def __init__(self, stream: Any):
         self.stream = stream
 
-    def write(self, text: str) -> int:
-        try:
+    def write(self, text: str) -> None:
+        with suppress(OSError, ValueError):
             self.stream.write(text)
-        except (OSError, ValueError):  # a full disk, a closed terminal or pipe, a closed file
-            pass
-        return len(text)
 
     def flush(self) -> None:
-        try:
+        with suppress(OSError, ValueError):
             self.stream.flush()
-        except (OSError, ValueError):
-            pass
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -86,7 +84,10 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
     needs_output: False for a script whose results are files. It continues when its output can no
     longer be written, for example because the terminal was closed.
     """
-    open_closed_streams()
+    # A stream that was closed before the start (`>&-` in a shell) is None. The next file that the
+    # program opens would get its number, and all that is printed.
+    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, mode))
     if hasattr(sys.stdout, "reconfigure"):
         # A terminal that cannot show a character, such as a Chinese one, prints ? instead.
         sys.stdout.reconfigure(errors="replace")
@@ -121,18 +122,6 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
         sys.exit(2)
 
 
-def open_closed_streams() -> None:
-    """Open /dev/null for each standard stream that was closed before the start (`>&-` in a shell).
-
-    Otherwise the next file that the program opens would get the number of the closed stream, and
-    everything printed would be written into that file.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            handle = os.open(os.devnull, os.O_RDWR)
-            setattr(sys, name, open(handle, mode, closefd=False))
-
-
 # --------------------------------------------------------------------------------------------------
 # Values: convert text, or a Python value of a config file, into the type that the field declares
 
@@ -154,34 +143,30 @@ def convert(value: Any, kind: Any) -> Any:
     """Return `value` as the type `kind`.
 
     value: text from the command line, or a Python value from a config file.
-    Raises ValueError, TypeError or OverflowError if the type does not accept it.
+    Raises ValueError, TypeError or ArithmeticError if the type does not accept it.
     """
     origin = typing.get_origin(kind)
     args = typing.get_args(kind)
     if origin is Literal:
         for choice in args:
-            if value == choice or str(value) == str(choice):
+            if str(value) == str(choice):
                 return choice
     elif origin in (typing.Union, types.UnionType):
         for option in args:  # the first type that accepts the value
-            try:
+            with suppress(ValueError, ArithmeticError):
                 return convert(value, option)
-            except ValueError:
-                continue
     elif origin is tuple:
         items = [value] if isinstance(value, str) else value
         if isinstance(items, list | tuple):
             return tuple(convert(item, args[0]) for item in items)
     elif kind is bool:
-        if isinstance(value, bool):
-            return value
         word = str(value).lower()
-        if word in ("true", "1", "yes", "on"):
-            return True
-        if word in ("false", "0", "no", "off"):
-            return False
+        if word in ("true", "1", "yes", "on", "false", "0", "no", "off"):
+            return word in ("true", "1", "yes", "on")
     elif kind is int and not isinstance(value, bool):
-        return to_int(value)
+        number = Decimal(str(value))  # 5e8 and 1_000 too, with every digit
+        if number == number.to_integral_value() and abs(number) < 2**63:  # as in numpy and torch
+            return int(number)
     elif kind is float and not isinstance(value, bool):
         number = float(value)
         if math.isfinite(number):
@@ -194,44 +179,22 @@ def convert(value: Any, kind: Any) -> Any:
     raise ValueError(value)
 
 
-def to_int(value: Any) -> int:
-    """Return `value` as a whole number. 5e8 and 1_000 are accepted, as text too.
-
-    Raises ValueError if it is not whole, or if it does not fit the 64 bits of numpy and torch.
-    """
-    if not isinstance(value, float):
-        try:
-            number = int(value)  # tried before float, which keeps only 53 bits
-            if abs(number) < 2**63:
-                return number
-        except ValueError:
-            pass
-    number = float(value)
-    if number.is_integer() and abs(number) < 2**63:
-        return int(number)
-    raise ValueError(value)
-
-
-def set_value(cls: type, values: dict[str, Any], key: str, value: Any, where: str) -> None:
+def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: str) -> None:
     """Set values[key] = value, converted to the type that cls declares for key.
 
-    where: the source of the value, for the message.
+    source: the source of the value, for the message.
     Raises UserError if cls has no such setting, or if its type does not accept the value.
     """
     kinds = typing.get_type_hints(cls)
     if key not in kinds:
-        raise unknown(cls, {key: where})
+        raise unknown(cls, {key: source})
     try:
         values[key] = convert(value, kinds[key])
-    except (ValueError, TypeError, OverflowError):
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = f"{shown[:77]}..."
-        problem = f"{key}={shown} is not accepted; it takes {accepted(kinds[key])}"
-        numbers = {int, float} & {kinds[key], *typing.get_args(kinds[key])}
-        if numbers and re.fullmatch(r"[\d.]+[kKmMbBgGtT]", str(value)):
+    except (ValueError, TypeError, ArithmeticError):
+        problem = f"{key}={value!r:.80} is not accepted; it takes {accepted(kinds[key])}"
+        if re.fullmatch(r"[\d.]+[kKmMbBgGtT]", str(value)):
             problem += ", written in full, such as 10_000_000_000"
-        raise UserError(f"{where}: {problem}") from None
+        raise UserError(f"{source}: {problem}") from None
 
 
 def unknown(cls: type, places: dict[str, str]) -> UserError:
@@ -243,18 +206,18 @@ def unknown(cls: type, places: dict[str, str]) -> UserError:
     """
     kinds = typing.get_type_hints(cls)
     advice = {}
-    for here, others in getattr(cls, "elsewhere", {}).items():
-        advice |= dict.fromkeys(others.split(), f"here it is {here}")
+    for name_here, others in getattr(cls, "elsewhere", {}).items():
+        advice |= dict.fromkeys(others.split(), f"here it is {name_here}")
     advice |= {name: f"did you mean {name!r}?" for name in kinds}
     lines = []
-    for key, where in places.items():
+    for key, source in places.items():
         last = key.rpartition(".")[2]
         # Most typos are more similar than this, and most names of something else are less.
         close = difflib.get_close_matches(last, kinds, n=1, cutoff=0.8)
         close += difflib.get_close_matches(last, advice, n=1, cutoff=0.9)
         names = [name for name in (key.replace(".", "_"), last, *close) if name in advice]
         hint = advice[names[0]] if names else "see --help"
-        lines.append(f"{where}: unknown setting {key!r}; {hint}")
+        lines.append(f"{source}: unknown setting {key!r}; {hint}")
     return UserError("\n".join(lines))
 
 
@@ -271,11 +234,11 @@ def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
         namespace = runpy.run_path(path)
     except OSError as e:
         raise UserError(f"config file {path}: {e.strerror}") from None
-    except (Exception, SystemExit, GeneratorExit) as e:
-        line = e.lineno if isinstance(e, SyntaxError) else last_line(e, path)
-        problem = " ".join(str(e).split())
-        where = f"config file {path}, line {line}"
-        raise UserError(f"{where}: {type(e).__name__}: {problem}") from None
+    except (Exception, SystemExit) as e:
+        frames = traceback.extract_tb(e.__traceback__)
+        lines = ["?", *(frame.lineno for frame in frames if frame.filename == path)]
+        source = f"config file {path}, line {getattr(e, 'lineno', lines[-1])}"
+        raise UserError(f"{source}: {type(e).__name__}: {' '.join(str(e).split())}") from None
     settings = {k: v for k, v in namespace.items() if not k.startswith("_")}
     settings = {k: v for k, v in settings.items() if not isinstance(v, types.ModuleType)}
     kinds = typing.get_type_hints(cls)
@@ -283,12 +246,6 @@ def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
         raise unknown(cls, dict.fromkeys(strange, f"config file {path}"))
     for key, value in settings.items():
         set_value(cls, values, key, value, f"config file {path}")
-
-
-def last_line(error: Exception, path: str) -> int | str:
-    """Return the last line of the config file in an error's traceback; "?" if there is none."""
-    lines = [f.lineno for f in inspect.getinnerframes(error.__traceback__) if f.filename == path]
-    return lines[-1] if lines else "?"
 
 
 def parse(cls: type, argv: list[str] | None = None, doc: str = "", positional: str = "") -> Any:
@@ -327,72 +284,53 @@ def given(
         print(help_text(cls, doc))
         sys.exit(0)
     values: dict[str, Any] = {}
-    options: list[tuple[str, Any]] = []
-    lists: dict[str, list[str]] = {}  # a list option may be given several times: all values count
+    options: dict[str, Any] = {}
     strange: dict[str, str] = {}  # settings that cls does not have
     while argv:
         arg = argv.pop(0)
         if arg.startswith("--"):
             key, equals, value = arg[2:].partition("=")
             key = key.replace("-", "_")
+            following = [value] if equals else take_values(argv, kinds.get(key))
             if key not in kinds:
                 strange[key] = f"--{key}"
-                while argv and not argv[0].startswith("--") and not argv[0].endswith(".py"):
-                    argv.pop(0)  # what seems to be its value
-                continue
-            kind = kinds[key]
-            if typing.get_origin(kind) is tuple:
-                first = [value] if equals else []
-                value = lists.setdefault(key, [])
-                value += take_list(argv, key, kind, first)
-            elif not equals:
-                value = take_value(argv, key, kind)
-            options.append((key, value))
+            elif not following:
+                raise UserError(f"--{key}: a value is missing; it takes {accepted(kinds[key])}")
+            elif typing.get_origin(kinds[key]) is tuple:  # all values count
+                options[key] = options.get(key, []) + following + take_values(argv, kinds[key])
+            else:
+                options[key] = following[0]
         elif positional and not arg.startswith("-"):
-            lists.setdefault(positional, []).append(arg)
-            options.append((positional, lists[positional]))
+            options[positional] = [*options.get(positional, []), arg]
         elif arg.endswith(".py") and not arg.startswith("-"):
             read_file(cls, arg, values)
         else:
-            before = "" if positional else getattr(cls, "argument", "config/NAME.py") + " or "
-            expected = f"expected {before}--key=value; see --help"
-            if not hasattr(cls, "argument") and os.path.exists(f"{arg}.py"):
-                expected = f"did you mean {arg}.py?"
-            raise UserError(f"argument {arg!r}: {expected}")
+            kind = "" if positional else getattr(cls, "argument", "config/NAME.py") + " or "
+            hint = f"did you mean {arg}.py?" if os.path.exists(f"{arg}.py") else "see --help"
+            raise UserError(f"argument {arg!r}: expected {kind}--key=value; {hint}")
     if strange:
         raise unknown(cls, strange)
-    for key, value in options:  # after all files, wherever the options stand on the command line
+    for key, value in options.items():  # after all files, wherever they stand on the command line
         set_value(cls, values, key, value, f"--{key}")
     return values
 
 
-def take_list(argv: list[str], key: str, kind: Any, first: list[str]) -> list[str]:
-    """Return the values of an option such as `--input a b c`, and remove them from argv.
+def take_values(argv: list[str], kind: Any) -> list[Any]:
+    """Return the values of an option that was given without `=`, and remove them from argv.
 
-    They are `first` and all arguments before the next option. Raises UserError if there are none.
-    """
-    found = list(first)
-    while argv and not argv[0].startswith("--"):
-        found.append(argv.pop(0))
-    if not found:
-        raise UserError(f"--{key}: a value is missing; it takes {accepted(kind)}")
-    return found
-
-
-def take_value(argv: list[str], key: str, kind: Any) -> Any:
-    """Return the value of an option that was given without `=`, and remove it from argv.
-
-    A setting that accepts true or false may stand alone (`--compile`) or in front of a config file
+    A list takes all arguments up to the next option; so does a setting that is not there (None). A
+    setting that accepts true or false may stand alone (`--compile`), or in front of a config file
     (`--compile config/demo.py`): its value is then True.
-    Raises UserError if the value is missing.
     """
-    following = argv[0] if argv and not argv[0].startswith("--") else None
-    takes_bool = kind is bool or bool in typing.get_args(kind)
-    if takes_bool and (following is None or following.endswith(".py")):
-        return True
-    if following is None:
-        raise UserError(f"--{key}: a value is missing; it takes {accepted(kind)}")
-    return argv.pop(0)
+    takes_bool = bool in (kind, *typing.get_args(kind))
+    following = []
+    while argv and not argv[0].startswith("--"):
+        if (takes_bool or kind is None) and argv[0].endswith(".py"):
+            break
+        following.append(argv.pop(0))
+        if kind is not None and typing.get_origin(kind) is not tuple:
+            break
+    return [True] if takes_bool and not following else following
 
 
 # --------------------------------------------------------------------------------------------------
@@ -411,21 +349,18 @@ def help_text(cls: type, doc: str) -> str:
     kinds = typing.get_type_hints(cls)
     classes = [c for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c)]
     owner = {name: c for c in classes for name in vars(c).get("__annotations__", {})}
-    lines = [
-        (source, line) for source in classes for line in inspect.getsource(source).splitlines()
-    ]
-    for source, line in lines:
-        heading = re.fullmatch(r"\s+# -+ (.+?) -+", line)
-        field = re.match(r"    (\w+): .+? = (.+?)(?:  # (.*))?$", line)
-        if heading:
-            out.append(folded(f"\n{heading[1]}", width))
-        elif field and owner.get(field[1]) is source:
-            name, default, comment = field.groups()
-            default = default.strip('"')
-            option = f"{name} = {{...}}" if kinds[name] is dict else f"--{name}={default}"
-            takes = accepted(kinds[name])
-            takes = takes.replace("|", " | ") if len(takes) > 45 else takes  # can be folded
-            out.append(row(f"  {option:<32} ", f"{comment or ''} [{takes}]"))
+    for source in classes:
+        for line in inspect.getsource(source).splitlines():
+            heading = re.fullmatch(r"\s+# -+ (.+?) -+", line)
+            field = re.match(r"    (\w+): .+? = (.+?)(?:  # (.*))?$", line)
+            if heading:
+                out.append(folded(f"\n{heading[1]}", width))
+            elif field and owner.get(field[1]) is source:
+                name, default, comment = field.groups()
+                option = f"--{name}=" + default.strip('"')
+                takes = accepted(kinds[name])
+                takes = takes.replace("|", " | ") if len(takes) > 45 else takes  # can be folded
+                out.append(row(f"  {option:<32} ", f"{comment or ''} [{takes}]"))
     return "\n".join(out)
 
 
@@ -445,11 +380,11 @@ def folded(text: str, width: int) -> str:
         # that ends between the two is one column longer than it counts.
         padded = "".join(c + "\0" * (unicodedata.east_asian_width(c) in "WF") for c in line)
         indent = " " * (len(line) - len(line.lstrip()) + 4)
-        most = width - ("\0" in padded)
+        limit = width - ("\0" in padded)
         if width and len(padded) > width:
             # Chinese has no spaces. Options and paths stay whole.
-            where = dict(break_on_hyphens=False, break_long_words="\0" in padded)
-            rows += textwrap.wrap(padded, most, subsequent_indent=indent, **where)
+            options = dict(break_on_hyphens=False, break_long_words="\0" in padded)
+            rows += textwrap.wrap(padded, limit, subsequent_indent=indent, **options)
         else:
             rows.append(padded)
     return "\n".join(rows).replace("\0", "")
@@ -458,8 +393,8 @@ def folded(text: str, width: int) -> str:
 def row(key: str, value: str) -> str:
     """Return `key` + `value`. A value that is too long goes on below, beside the key."""
     width = columns() and max(20, columns() - len(key))
-    first, *more = folded(value, width).split("\n")
-    return "\n".join([key + first, *(" " * len(key) + line for line in more)])
+    top, *below = folded(value, width).split("\n")
+    return "\n".join([key + top, *(" " * len(key) + line for line in below)])
 
 
 def changes(config: Any) -> dict[str, Any]:

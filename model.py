@@ -22,9 +22,8 @@ nh = n_head, nkv = n_kv_head, hs = head_dim, V = vocab_size.
              positions   norm        mlp      biases   lm_head    in Hugging Face
     gpt2     learned     LayerNorm   GELU     yes      is wte     GPT2LMHeadModel
     llama    RoPE        RMSNorm     SwiGLU   no       its own    LlamaForCausalLM
+    qwen2    RoPE        RMSNorm     SwiGLU   of qkv   its own    Qwen2ForCausalLM
     qwen3    RoPE        RMSNorm     SwiGLU   no       its own    Qwen3ForCausalLM, with QK-norm
-
-llama with qkv_bias is Qwen2ForCausalLM.
 
 This file needs no other of this project. On some machines hardware/kernels.py puts faster versions
 of the same formulas in the place of a few functions here. You do not need to read it.
@@ -46,6 +45,7 @@ PRESETS = {
     "gpt2": dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, tie_embeddings=True),
     "llama": dict(pos="rope", norm="rmsnorm", mlp="swiglu", bias=False, tie_embeddings=False),
 }
+PRESETS["qwen2"] = PRESETS["llama"] | dict(qkv_bias=True)
 PRESETS["qwen3"] = PRESETS["llama"] | dict(qk_norm=True)
 
 

@@ -1,6 +1,6 @@
 """Plan a training run: its memory, time and energy, from its settings alone.
 
-    # on six A100; --tokens=20e9 sets another length
+    # on six A100; --max_tokens=20e9 sets another length
     python plan.py config/train_1b.py --gpu=a100-80g --nproc=6
     python plan.py config/train_100m.py --gpu=v100-16g --nproc=6
     # run 20 steps on this machine, and estimate the time of the whole run from them
@@ -16,7 +16,6 @@ part of the training, and they run it on this machine.
 
 import json
 import math
-import os
 import shlex
 import statistics
 import subprocess
@@ -65,8 +64,6 @@ class PlanConfig(TrainConfig):
     gpu: str = ""  # v100-16g, a100-80g, 4090, h100, ...; default: this machine's device
     nproc: int = 1  # number of devices, with one process for each
     # ---- How much ----
-    tokens: float = 0.0  # tokens to train on, instead of max_steps, max_epochs and max_tokens
-    examples: int = 0  # sequences in an epoch, for max_epochs where no data are prepared
     days: float = 0.0  # how long the run takes or took: print the utilisation that this means
     vocab_size: int = 0  # 0: that of the data set, or 50257 if none is prepared
     # ---- Check ----
@@ -76,20 +73,13 @@ class PlanConfig(TrainConfig):
     json: str = ""  # also write the figures to this file
 
     def problems(self) -> list[str]:
-        ends = replace(self, max_steps=1) if self.tokens else self  # `tokens` ends the run too
-        problems = TrainConfig.problems(ends)
-        not_negative = ("tokens", "examples", "days", "vocab_size")
-        problems += [f"{k} must not be negative" for k in not_negative if getattr(self, k) < 0]
-        if self.examples and (self.dataset or self.trial or not self.max_epochs):
-            problems.append("examples stands for data: give max_epochs, and no dataset or trial")
+        problems = TrainConfig.problems(self)
+        if self.days < 0 or self.vocab_size < 0 or self.nproc < 1:
+            problems.append("days and vocab_size must be at least 0, nproc at least 1")
         if self.gpu and (self.trial or self.check):
             problems.append("trial and check run on this machine: leave gpu out")
-        if self.tokens > 1e18:
-            problems.append("tokens must be at most 1e18")
         if self.init_from == "resume":
             problems.append("init_from=resume: a plan reads no run; give the settings of the run")
-        if self.nproc < 1:
-            problems.append("nproc must be positive")
         return problems
 
 
@@ -103,7 +93,6 @@ class Device:
     tflops: float | None  # peak in that dtype; None if unknown
     source: str  # where the peak comes from
     bytes: float  # size of its memory
-    bandwidth: float | None = None  # GB/s of its memory
     watts: int | None = None
 
 
@@ -126,12 +115,9 @@ def planned_run(cfg: PlanConfig) -> PlannedRun:
     with torch.device("meta"):
         model = GPT(shape_of(cfg, vocab_size))
     device = named_gpu(cfg) if cfg.gpu else own_device(cfg)
-    if cfg.tokens:
-        cfg = replace(cfg, max_tokens=int(cfg.tokens), max_steps=0, max_epochs=0.0)
     T = cfg.block_size
     windows = [open_windows(data, "train", T, documents=cfg.documents) for data in sets]
-    epoch_tokens = (cfg.examples or sum(of_set.n_windows for of_set in windows)) * T
-
+    epoch_tokens = T * sum(of_set.n_windows for of_set in windows)
     draft = make_plan(replace(cfg, batch_size=1), cfg.nproc, epoch_tokens)
     flops = model.flops_per_token(T) * draft.steps * draft.step_tokens
     compiled = wants_compile(cfg, device.kind, flops)
@@ -150,15 +136,14 @@ def prepared(cfg: PlanConfig) -> list[DataSet]:
 
     Raises UserError if a data set is damaged, or if one is missing that the plan needs.
     """
-    needs_data = cfg.trial or not (cfg.tokens or cfg.examples or cfg.max_tokens or cfg.max_steps)
-    if (cfg.vocab_size or cfg.examples) and not cfg.dataset and not needs_data:
+    needs_data = cfg.trial or not (cfg.max_tokens or cfg.max_steps)
+    if cfg.vocab_size and not cfg.dataset and not needs_data:
         return []  # a plan for other data than what is prepared here
     try:
         return open_datasets(cfg.dataset or newest_dataset(cfg.data_dir), cfg.data_dir)
     except UserError:
         names = [part.partition(":")[0].strip() for part in cfg.dataset.split(",")]
-        there = any((Path(cfg.data_dir) / name / "meta.json").exists() for name in names)
-        if there or needs_data:
+        if needs_data or any((Path(cfg.data_dir) / name / "meta.json").exists() for name in names):
             raise
         return []
 
@@ -195,7 +180,7 @@ def named_gpu(cfg: PlanConfig) -> Device:
     if cfg.peak_tflops:
         peak, source = peak_tflops(torch.device("cuda"), dtype, cfg.peak_tflops)
     name = f"{card.name} {card.memory_gb} GB"
-    return Device(name, "cuda", dtype, peak, source, card.bytes, card.bandwidth, card.watts)
+    return Device(name, "cuda", dtype, peak, source, card.bytes, card.watts)
 
 
 def own_device(cfg: PlanConfig) -> Device:
@@ -208,12 +193,12 @@ def own_device(cfg: PlanConfig) -> Device:
         size = torch.cuda.get_device_properties(device).total_memory
     else:
         size = (available() + own_memory()) / cfg.nproc  # this process will have ended
-    own = Device(device_name(device), kind, dtype, peak, source, size)
+    name = device_name(device)
     try:
-        card = find_gpu(own.name)
-    except ValueError:
-        return own
-    return replace(own, bandwidth=card.bandwidth, watts=card.watts)
+        watts = find_gpu(name).watts
+    except ValueError:  # a CPU, or a GPU that the table does not have
+        watts = None
+    return Device(name, kind, dtype, peak, source, size, watts)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -273,8 +258,8 @@ def print_memory(run: PlannedRun) -> dict:
         step = replace(run.step, accum=min(2, run.step.accum), world=1, shard="none")
         measured = figures["measured_peak"] = measured_peak(run.model.config, step)
         predicted = sum(memory.step_memory(run.model, step)[1].values())
-        both = f"{measured / 1e9:.3f} GB measured, {predicted / 1e9:.3f} predicted"
-        print(f"  one step on this machine, now: {both}, {predicted / measured - 1:+.1%}")
+        comparison = f"{measured / 1e9:.3f} GB measured, {predicted / 1e9:.3f} predicted"
+        print(f"  one step on this machine, now: {comparison}, {predicted / measured - 1:+.1%}")
     return figures
 
 
@@ -283,7 +268,7 @@ def print_choices(run: PlannedRun) -> dict:
     step = run.step
     # In the order of what they cost: computing the blocks twice takes up to a third of the time
     # again; what is sharded has to be sent.
-    shards = ("none", "optimizer", "gradients", "all") if step.world > 1 else ("none",)
+    shards = memory.SHARDS if step.world > 1 else ("none",)
     choices = {"neither shard nor recompute": replace(step, shard="none", recompute=False)}
     for shard, recompute in list(product(shards, (False, True)))[1:]:
         flags = [f"--shard={shard}"] if shard != "none" else []
@@ -299,8 +284,8 @@ def print_choices(run: PlannedRun) -> dict:
         size = memory.needed(run.model, choice)
         largest = memory.largest_batch(run.model, choice, run.device.bytes)
         figures[name] = {"bytes": size, "largest_batch": largest}
-        here = "  <- as it is" if choice == step else ""
-        rows[name] = f"{size / 1e9:>8.2f} GB, largest batch_size {largest:,}{here}"
+        mark = "  <- as it is" if choice == step else ""
+        rows[name] = f"{size / 1e9:>8.2f} GB, largest batch_size {largest:,}{mark}"
     section(f"At batch_size {step.B}, and the largest, of sequences of {step.T}", rows)
     flags = ""
     if memory.needed(run.model, step) > run.device.bytes:
@@ -351,8 +336,7 @@ def print_time(run: PlannedRun) -> dict:
     batch = f"{plan.batch_size} x {cfg.block_size} x {plan.accum} accumulation x {cfg.nproc}"
     length = f"{plural(plan.steps, 'step')} = {plural(tokens, 'token')}"
     if plan.epoch_tokens:
-        newest = f"{run.sets[0].name}, the data set prepared last" if run.sets else ""
-        data = cfg.dataset or newest or f"{cfg.examples:,} examples"
+        data = cfg.dataset or f"{run.sets[0].name}, the data set prepared last"
         length += f" = {tokens / plan.epoch_tokens:.2f} epochs of {data}"
     length += f", ended by {plan.ended_by}" if plan.ended_by else ""
     params = run.model.num_params()["total"]
@@ -383,23 +367,23 @@ def add_hours(run: PlannedRun, flops: dict[str, float], rows: dict[str, str]) ->
     cfg = run.cfg
     in_an_hour = run.device.tflops * 1e12 * 3600 * cfg.nproc
     at_peak = {kind: count / in_an_hour for kind, count in flops.items()}
-    needed = at_peak["recomputed" if cfg.recompute == "blocks" else "exact"]
-    figures: dict = {"hours": {}}
+    hours = {}
     # A peak that is given may be a measured speed: a share of it would say nothing.
     for mfu in (1.0,) if cfg.peak_tflops else (0.3, 0.4, 0.55):
-        hours = figures["hours"][str(mfu)] = needed / mfu
-        text = duration(hours)
+        hours[str(mfu)] = at_peak["recomputed" if cfg.recompute == "blocks" else "exact"] / mfu
+        text = duration(hours[str(mfu)])
         if run.device.watts:
-            kwh = hours * run.device.watts * cfg.nproc / 1e3
+            kwh = hours[str(mfu)] * run.device.watts * cfg.nproc / 1e3
             energy = f"{kwh:,.1f} kWh" if kwh < 1e4 else f"{kwh / 1e3:,.0f} MWh"
             text += f", {energy} ({cfg.nproc:,} x {run.device.watts} W)"
         text += f"; by 6 N D {duration(at_peak['6ND'])}" if mfu == 1 else ""
         rows[f"at {mfu:.0%} of peak"] = text
-    if cfg.days:
-        figures["mfu"] = at_peak["exact"] / (24 * cfg.days)
-        by_6nd = at_peak["6ND"] / (24 * cfg.days)
-        rows[f"in {cfg.days:g} days"] = f"MFU {figures['mfu']:.1%}; by 6 N D {by_6nd:.1%} of peak"
-    return figures
+    if not cfg.days:
+        return {"hours": hours}
+    mfu = at_peak["exact"] / (24 * cfg.days)
+    by_6nd = at_peak["6ND"] / (24 * cfg.days)
+    rows[f"in {cfg.days:g} days"] = f"MFU {mfu:.1%}; by 6 N D {by_6nd:.1%} of peak"
+    return {"hours": hours, "mfu": mfu}
 
 
 # ---- A trial ----
@@ -415,10 +399,10 @@ def print_trial(run: PlannedRun) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         command = trial_command(run, folder)
         print(f"trial: {shlex.join(command[1:])}", flush=True)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         ended = subprocess.run(command, **output, text=True)
-        wall = time.perf_counter() - begun
+        wall = time.perf_counter() - start
         if ended.returncode:
             print(ended.stdout[-3000:], file=sys.stderr)
             raise UserError(f"the trial ended with exit code {ended.returncode}, see above")
@@ -474,68 +458,10 @@ def estimate(
     # The step after an evaluation is slower, because the evaluation has used memory in another way.
     evaluation = statistics.median(evaluations) + max(0.0, seconds[10] - step)
     # What is left: import, compile, the longer time of the first three steps, a save, the plot.
-    rest = wall - sum(evaluations) - sum(seconds[3:]) - 3 * step
+    overhead = wall - sum(evaluations) - sum(seconds[3:]) - 3 * step
     steps_alone = dict(step=step, fastest=min(steady), slowest=max(steady))
-    whole = rest + steps * step + times * evaluation
-    return steps_alone | dict(evaluation=evaluation, start_and_end=rest, all=whole)
-
-
-# ---- Roofline (Williams, Waterman and Patterson, 2009) ----
-
-
-def roofline(model: GPT, step: Step) -> dict[str, tuple[float, float]]:
-    """Return the FLOPs and the bytes moved of each part of a micro-step, forward and backward.
-
-    Each operation reads and writes its tensors once. That is the minimum, unless it is fused with
-    one of another part. Not counted are the casts of weights to 16 bits, adding up the gradients of
-    several micro-steps, and the host's time to launch the kernels.
-    """
-    c = model.config
-    N = step.B * step.T
-    V = c.padded_vocab_size
-    heads = N * c.n_layer * c.n_head * c.head_dim  # numbers in the queries of all layers
-    linear = [layer for layer in model.blocks.modules() if isinstance(layer, torch.nn.Linear)]
-    weights = sum(layer.weight.numel() for layer in linear)
-    sides = sum(layer.in_features + layer.out_features for layer in linear)
-    kept = memory.activations(c, replace(step, compiled=True, device="cuda", recompute=False))
-    # A step updates the weights once, each rank its own.
-    updates = sum(p.numel() for p in model.parameters()) / step.accum / step.ranks
-    # A linear layer has three products: its output, and two gradients. Attention has two forward,
-    # and five backward, where the scores are computed again: each over the causal half of T x T.
-    # It reads and writes four tensors forward (q, k, v, output), eight backward.
-    passes, scores, tensors = (4, 9, 16) if step.recompute else (3, 7, 12)
-    elementwise = passes * step.B * sum(kept.values())  # written once, and read about twice
-    return {
-        "linear layers": (passes * 2 * N * weights, passes * step.s * (weights + N * sides)),
-        "lm_head": (6 * N * V * c.n_embd, 3 * step.s * (V * c.n_embd + N * (V + c.n_embd))),
-        "attention": (scores * step.T * heads, tensors * step.s * heads),
-        "elementwise": (10 / 3 * elementwise / step.s, elementwise),
-        "loss": (10 * N * V, 3 * step.s * N * V),  # the logits twice, and their gradient
-        # AdamW reads a weight, its gradient and two moments, and writes all but the gradient.
-        "optimizer": (15 * updates, 28 * updates),
-    }
-
-
-def print_roofline(run: PlannedRun) -> dict:
-    """Print the least time of a micro-step, and whether computing or memory sets it."""
-    step = run.step
-    per_second = (run.device.tflops * 1e12, run.device.bandwidth * 1e9)  # FLOPs, bytes
-    parts = roofline(run.model, step)
-    rows = {}
-    least = 0.0
-    for name, (flops, moved) in parts.items():
-        seconds = max(flops / per_second[0], moved / per_second[1])
-        bound = "computing" if seconds > moved / per_second[1] else "memory"
-        amounts = f"{flops / 1e9:>11,.1f} GFLOP {moved / 1e9:>8.3f} GB"
-        rows[name] = f"{1e3 * seconds:>9,.3f} ms, bound by {bound:<9} {amounts}"
-        least += seconds
-    products = sum(parts[name][0] for name in ("linear layers", "lm_head", "attention"))
-    computed = products / least / per_second[0]
-    mfu = run.model.flops_per_token(step.T) * step.B * step.T / least / per_second[0]
-    both = f"{computed:.1%} of the peak are computed, MFU {mfu:.1%} at most"
-    rows["all"] = f"{1e3 * least:>9,.3f} ms: {both} (it also counts attention's masked half)"
-    section(f"The least time of a micro-step of {plural(step.B * step.T, 'token')}", rows)
-    return {"roofline": parts, "most_mfu": mfu}
+    seconds_of_run = overhead + steps * step + times * evaluation
+    return steps_alone | dict(evaluation=evaluation, start_and_end=overhead, all=seconds_of_run)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -543,8 +469,6 @@ def print_roofline(run: PlannedRun) -> dict:
 
 def main() -> None:
     cfg = checked(PlanConfig, with_context(given(PlanConfig, doc=__doc__)))
-    if "RANK" in os.environ:
-        raise UserError("only one process is needed: start it without torchrun, and give --nproc")
     run = planned_run(cfg)
     dtype = str(run.step.dtype).removeprefix("torch.")
     print(f"{cfg.run_name}: {cfg.nproc:,} x {run.device.name}, {dtype}; {run.device.source}")
@@ -553,8 +477,6 @@ def main() -> None:
         figures |= print_section(run)
     if cfg.trial:
         figures |= print_trial(run)
-    if run.device.tflops and run.device.bandwidth:
-        figures |= print_roofline(run)
     if cfg.json:
         Path(cfg.json).write_text(json.dumps(figures, indent=1, default=str) + "\n")
 

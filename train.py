@@ -59,7 +59,7 @@ from training.step import Batch, read_ahead, take_step, to_batch
 
 def main() -> None:
     cfg = settings_of_run(given(TrainConfig, doc=__doc__))
-    machine = start(cfg.device, cfg.dtype, cfg.shard != "none", cfg.timeout_minutes)
+    machine = start(cfg.device, cfg.dtype, cfg.shard != "none")
     folder = Path(cfg.out_dir) / cfg.run_name
     # Rank 0 locks the run's folder, so that no other process writes to it until the run is over.
     with ExitStack() as until_the_end:
@@ -209,8 +209,7 @@ def evaluate_all(job: Job, step: int) -> None:
         evaluate(job.forward, windows, limit, B, job.machine, data.tokenizer.eos_id)
         for windows in data.val_documents
     ]
-    if job.cfg.eval_train:
-        losses["train_eval_loss"] = on_each(data.train_windows)
+    losses["train_eval_loss"] = on_each(data.train_windows)
     if job.average:
         with job.average.in_the_model():
             losses["val_loss_average"] = on_each(data.val_windows)

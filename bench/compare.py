@@ -456,7 +456,7 @@ def nanogpt_finish(cfg: CompareConfig, folder: Path) -> Finish:
 def our_finish(cfg: CompareConfig, folder: Path) -> Finish:
     """Run this repository's train.py."""
     start_time = time.perf_counter()
-    for _ in lines_of(our_command(cfg, folder, eval_train=False), folder):
+    for _ in lines_of(our_command(cfg, folder), folder):
         pass
     command = time.perf_counter() - start_time
     run_folder = folder / "ours" / "run"

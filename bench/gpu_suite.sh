@@ -31,7 +31,7 @@ FAILED=() LATER=()
 NANO=(${NANOGPT:+--nanogpt="$NANOGPT"})
 TOY=${TOY:-}
 if [ -n "$TOY" ]; then # these stand last on a command line, where they override earlier options
-    SHRINK=(--device=cpu --n_layer=2 --n_head=2 --n_kv_head=0 --n_embd=32 --head_dim=0)
+    SHRINK=(--device=cpu --n_layer=2 --n_head=2 --n_kv_head=0 --n_embd=32)
     SHRINK+=(--block_size=32 --batch_size=2 --batch_tokens=128)
     BRIEF=(--steps=4 --warmup=1 --rounds=1 --compile=false)
     TOY_SAMPLING=(--num_samples=2 --max_new_tokens=8)

@@ -193,7 +193,7 @@ def at_length(baseline: str, length: float) -> str:
 
 def stretched(settings: TrainConfig, length: float) -> TrainConfig:
     """Return the settings of a run that is `length` times as long, and so is its schedule."""
-    counts = {k: getattr(settings, k) for k in ("max_steps", "max_tokens", "warmup_steps")}
+    counts = {k: getattr(settings, k) for k in ("max_steps", "max_tokens")}
     counts = {k: max(1, round(length * count)) if count else 0 for k, count in counts.items()}
     return replace(settings, max_epochs=length * settings.max_epochs, **counts)
 
@@ -208,7 +208,7 @@ def run_settings(settings: TrainConfig, seed: int) -> TrainConfig:
     sets = open_datasets(settings.dataset, settings.data_dir)
     content["data"] = [data.meta["splits"] for data in sets]
     name = f"seed{seed}-{content_sha256(content)[:12]}"
-    settings = replace(settings, eval_train=False, sample_every=0, follow=False)
+    settings = replace(settings, sample_every=0, follow=False)
     return replace(settings, run_name=name, init_from="auto")
 
 

@@ -10,7 +10,6 @@ tie_embeddings = True
 n_layer = 12
 n_head = 6
 n_kv_head = 6
-head_dim = 128
 n_embd = 768
 block_size = 1024
 

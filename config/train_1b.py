@@ -7,7 +7,6 @@ preset = "qwen3"
 n_layer = 22
 n_head = 16
 n_kv_head = 8
-head_dim = 128
 n_embd = 2048
 block_size = 2048
 

@@ -140,14 +140,17 @@ class Machine:
 # The start of a process
 
 
-def start(
-    asked_device: str, asked_dtype: str, sparing: bool = False, timeout_minutes: float = 30.0
-) -> Machine:
+# The longest that a rank waits for the others in the training loop, where one of them may write a
+# checkpoint to a slow disk.
+LONGEST_WAIT = timedelta(minutes=30)
+
+
+def start(asked_device: str, asked_dtype: str, sparing: bool = False) -> Machine:
     """Return the Machine of this process for the settings `device` and `dtype`.
 
     The models of this process will compute with the faster formulas of hardware/kernels.py. If
     torchrun has started this process, it joins the other ranks. sparing: on a CPU, give freed
-    memory back. timeout_minutes: how long ranks wait for each other in the training loop.
+    memory back.
     Raises UserError if the device or dtype cannot be used.
     """
     kernels.install()
@@ -161,17 +164,13 @@ def start(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
-    group = join_ranks(device, timeout_minutes) if "RANK" in os.environ else None
+    group = join_ranks(device) if "RANK" in os.environ else None
     dtype, reason = pick_dtype(asked_dtype, device)
     return Machine(rank, local_rank, world, device, dtype, reason, group)
 
 
-def join_ranks(device: torch.device, timeout_minutes: float) -> dist.ProcessGroup:
-    """Connect this process with the other ranks. Return the group for `Machine.group`.
-
-    timeout_minutes: the longest that a rank waits for the others in the training loop, where one of
-    them may write a checkpoint to a slow disk.
-    """
+def join_ranks(device: torch.device) -> dist.ProcessGroup:
+    """Connect this process with the other ranks. Return the group for `Machine.group`."""
     store, rank, world = next(dist.rendezvous("env://"))
     # torchrun gives restarted workers the store of the attempt before, which holds addresses that
     # are no longer valid (torch 2.13). So each attempt gets a prefix of its own. This does not work
@@ -180,7 +179,7 @@ def join_ranks(device: torch.device, timeout_minutes: float) -> dist.ProcessGrou
         store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     ranks = dict(store=store, rank=rank, world_size=world, device_id=device_id)
-    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes), **ranks)
+    dist.init_process_group(backend, timeout=LONGEST_WAIT, **ranks)
     # Before and after the loop, one rank may read all data, or compile, while the others wait.
     return dist.new_group(backend="gloo", timeout=timedelta(days=7))
 

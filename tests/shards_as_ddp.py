@@ -26,8 +26,8 @@ from training.settings import TrainConfig, model_config  # noqa: E402
 from training.shards import part  # noqa: E402
 from training.step import Batch, StepResult, take_step  # noqa: E402
 
-# 100 rows of q, k and v each, and 60 columns: 3 ranks hold uneven parts of them.
-SHAPE = dict(n_layer=3, n_head=5, head_dim=20, n_embd=60, d_ff=170, block_size=32, batch_size=2)
+# 60 rows of q, k and v each, and 60 columns: 3 ranks hold uneven parts of them.
+SHAPE = dict(n_layer=3, n_head=5, n_embd=60, d_ff=170, block_size=32, batch_size=2)
 VOCABULARY = 300
 
 

@@ -280,7 +280,7 @@ def test_two_lines_give_shakespeare_trained_and_sampled(web, tmp_path, capsys):
     out = f"--out_dir={tmp_path / 'out'}"
     url = [f"--data_dir={tmp_path}", "--val_fraction=0.1", "--input", f"{web.root}/input.txt"]
     call(prepare.main, "--name=shakespeare", "--tokenizer=char", *url)
-    quick = ["--eval_tokens=30_000", "--eval_train=false"]
+    quick = ["--eval_tokens=30_000"]
     call(train.main, *config, out, *quick)
     capsys.readouterr()
     call(sample.main, out)

@@ -111,7 +111,7 @@ def test_transformers_computes_the_same_logits(name, tmp_path, transformers):
 def test_a_qwen2_with_another_tokenizer_says_how_transformers_reads_it(
     tiny_data, tmp_path, capsys, transformers
 ):
-    folder = checkpoint(tiny_data, tmp_path, "--qkv_bias=true")
+    folder = checkpoint(tiny_data, tmp_path, "--preset=qwen2")
     assert "AutoTokenizer takes Qwen2's own tokenizer" in capsys.readouterr().out
     tokenizer = load_tokenizer(folder)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
@@ -121,7 +121,7 @@ def test_a_qwen2_with_another_tokenizer_says_how_transformers_reads_it(
 
 
 def test_an_architecture_without_a_class_is_saved_and_says_so(tiny_data, tmp_path, capsys):
-    folder = checkpoint(tiny_data, tmp_path, "--norm=layernorm")
+    folder = checkpoint(tiny_data, tmp_path, "--mlp=gelu")
     note = "no transformers class computes this architecture"
     said = capsys.readouterr().out
     assert note in said  # in the banner

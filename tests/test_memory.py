@@ -23,7 +23,7 @@ from hardware.machine import available
 from model import GPT, PRESETS, GPTConfig
 from tests.simgpu.memory import shipped
 from training.measure import measured_peak
-from training.memory import Step, activations, largest_batch, needed, step_memory
+from training.memory import Step, kept, largest_batch, needed, step_memory
 
 BF16 = torch.bfloat16
 FP16 = torch.float16
@@ -166,7 +166,7 @@ def test_activations_are_what_autograd_keeps(name):
             model(x, x)
         kept[n_layer] = sum(storages.values())
     step = Step(1, 1024, 1, BF16, False, "cpu")
-    one, two = (sum(activations(replace(model.config, n_layer=n), step).values()) for n in (1, 2))
+    one, two = (1024 * sum(kept(model.config, step, n, []).values()) for n in (1, 2))
     linear = [m for m in model.blocks[0].modules() if isinstance(m, torch.nn.Linear)]
     copies = 2 * sum(m.weight.numel() for m in linear)  # of the weights, in bf16
     assert two - one + copies == pytest.approx(kept[2] - kept[1], rel=0.02)
@@ -174,11 +174,10 @@ def test_activations_are_what_autograd_keeps(name):
 
 def test_a_layer_of_gpt2_keeps_16_C_numbers_a_token():
     c = GPTConfig(**PRESETS["gpt2"])
-    parts = activations(c, Step(1, 1024))
-    layers = sum(v for k, v in parts.items() if k != "embedding and head")
+    layers = sum(kept(c, Step(1, 1024), 12, []).values())
     # A number has 2 bytes. The layer also keeps, in fp32, the log-sum-exp of each head, and the
     # mean and standard deviation of both norms.
-    assert layers == 1024 * 12 * (16 * 768 * 2 + 4 * 12 + 2 * 2 * 4)
+    assert layers == 12 * (16 * 768 * 2 + 4 * 12 + 2 * 2 * 4)
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():
@@ -195,18 +194,6 @@ def test_every_device_that_train_py_takes_has_a_prediction():
     model = on_meta(GPTConfig(**PRESETS["gpt2"]))
     for device in ("cpu", "cuda", "mps"):
         assert needed(model, Step(1, 512, compiled=False, device=device)) > 2e9
-
-
-def test_ddp_holds_its_buckets_beside_the_gradients_of_earlier_micro_steps():
-    """A measurement with gloo and 29.4 MB of parameters: the second step took 252.6 MB (predicted:
-    250.4), and steps from the third on took 223.2 MB. NCCL lets go of the first buckets before.
-    """
-    model = on_meta(GPTConfig(**PRESETS["gpt2"]))
-    P = sum(p.numel() for p in model.parameters())
-    for device, sets in (("cpu", 2), ("cuda", 1)):
-        steps = [Step(4, 1024, 2, device=device, world=n) for n in (1, 6)]
-        one, six = (step_memory(model, step)[1] for step in steps)
-        assert six.pop("DDP's buckets") == sets * 4 * P == sets * one["gradients"] and six == one
 
 
 # Bytes that torch allocated on a simulated A100: tests/simgpu/memory.py
@@ -235,16 +222,6 @@ def test_whole_weights_are_gone_when_the_gradients_of_a_large_vocabulary_are_ave
     step = Step(1, 512, world=6, shard="optimizer")
     _, peak = predicted(GPTConfig(**PRESETS["llama"], **sizes), step)
     assert peak == pytest.approx(299_375_104, rel=0.02)
-
-
-def test_shards_hold_less_recomputing_keeps_less_and_other_optimizers_hold_less():
-    model = on_meta(GPTConfig(**PRESETS["gpt2"]))
-    ddp = Step(16, 1024, 4, world=8)
-    shards = ("none", "optimizer", "gradients", "all")
-    stages = [needed(model, replace(ddp, shard=shard)) for shard in shards]
-    assert stages == sorted(stages, reverse=True) and len(set(stages)) == 4
-    others = (dict(recompute=True), dict(optimizer="muon"), dict(optimizer="adafactor"))
-    assert all(needed(model, replace(ddp, **change)) < stages[0] for change in others)
 
 
 def test_what_a_process_holds_already_is_part_of_the_memory_that_it_can_have():

@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -37,14 +36,8 @@ def test_a_6b_model_in_fp32_holds_24_24_and_48_gb():
     assert gb == pytest.approx({"weights": 24, "gradients": 24, "optimizer": 48}, rel=0.01)
 
 
-def test_the_gradients_of_1500m_parameters_take_6_gb():
-    model = on_meta(GPTConfig(**PRESETS["gpt2"] | dict(n_layer=48, n_embd=1600, n_head=25)))
-    _, parts = step_memory(model, Step(1, 64))
-    assert parts["gradients"] == pytest.approx(6.2e9, rel=0.01)  # exactly: 1.558G parameters
-
-
-GPT3 = "--preset=gpt2 --n_layer=96 --n_embd=12288 --n_head=96 --tokens=300e9"
-LLAMA_65B = "--preset=llama --n_layer=80 --n_embd=8192 --n_head=64 --d_ff=22016 --tokens=1.4e12"
+GPT3 = "--preset=gpt2 --n_layer=96 --n_embd=12288 --n_head=96 --max_tokens=300e9"
+LLAMA_65B = "--preset=llama --n_layer=80 --n_embd=8192 --n_head=64 --d_ff=22016 --max_tokens=1.4e12"
 
 
 @pytest.mark.parametrize(
@@ -68,39 +61,13 @@ def test_published_runs_on_a100_have_their_published_compute_and_mfu(
 @pytest.mark.parametrize("tflops, minutes", [(75, 346), (165, 157)])
 def test_minimind_takes_its_published_time_at_a_measured_speed(tmp_path, capsys, tflops, minutes):
     """It is published for 26M parameters, and has 25.8M."""
-    options = ["--vocab_size=6400", "--gpu=4090", "--tokens=10e9", f"--peak_tflops={tflops}"]
+    options = ["--vocab_size=6400", "--gpu=4090", "--max_tokens=10e9", f"--peak_tflops={tflops}"]
     figures = planned(tmp_path, str(REPO / "config" / "minimind_26m.py"), *options)
     of_peak = figures["flops"]["exact"] / (tflops * 1e12)
     (whole,) = figures["hours"].values()  # a share of a measured speed would say nothing
     assert 3600 * whole == pytest.approx(of_peak)
     by_6nd = re.search(r"at 100% of peak.+ by 6 N D (.+) hours", capsys.readouterr().out)
     assert 60 * float(by_6nd[1]) == pytest.approx(minutes, rel=0.015)
-
-
-def test_examples_and_epochs_are_the_length_of_a_run_without_data(tmp_path, capsys):
-    out = tmp_path / "plan.json"
-    length = ["--examples=16_527_707", "--max_epochs=3", "--batch_tokens=8192", "--gpu=v100-32g"]
-    call(plan.main, *length, f"--json={out}")
-    assert json.loads(out.read_text())["plan"]["steps"] == round(16_527_707 * 3 / 8)
-    assert "3.00 epochs of 16,527,707 examples" in capsys.readouterr().out
-
-
-def test_the_limit_that_ends_a_run_is_named_where_there_are_several(tmp_path, capsys):
-    planned(tmp_path, "--gpu=v100-32g", "--max_tokens=1e9")
-    assert "1 step = 524,288 tokens, ended by max_steps" in capsys.readouterr().out
-    planned(tmp_path, "--gpu=v100-32g")
-    assert "ended by" not in capsys.readouterr().out
-
-
-def test_parameters_that_are_looked_up_and_multiplied_are_named(tmp_path, capsys):
-    model = planned(tmp_path, "--gpu=v100-32g")["model"]
-    printed = re.search(
-        r"parameters +(.+): (.+) in .+, (.+) in .+ \(the head's (.+) are both\)",
-        capsys.readouterr().out,
-    )
-    total, looked_up, multiplied, both = (int(n.replace(",", "")) for n in printed.groups())
-    rest = total - (looked_up + multiplied - both)  # norms and biases
-    assert total == model["total"] and 0 < rest < 0.001 * total
 
 
 @pytest.mark.parametrize("gpu, computed_as_tf32", [("a100-80g", True), ("v100-32g", False)])
@@ -112,8 +79,8 @@ def test_the_first_line_says_where_float32_is_computed_as_tf32(
     assert "float32" in first and ("tf32" in first) == computed_as_tf32
 
 
-QWEN = "--preset=llama --n_layer=28 --n_head=12 --n_kv_head=2 --n_embd=1536 --d_ff=8960"
-QWEN += " --qkv_bias=true --tie_embeddings=true --vocab_size=151936 --gpu=a100-80g --batch_size=1"
+QWEN = "--preset=qwen2 --n_layer=28 --n_head=12 --n_kv_head=2 --n_embd=1536 --d_ff=8960"
+QWEN += " --tie_embeddings=true --vocab_size=151936 --gpu=a100-80g --batch_size=1"
 
 
 @pytest.mark.parametrize(
@@ -144,12 +111,18 @@ def test_a_well_known_notes_batch_sizes_are_understood(tmp_path, T, the_note, in
 
 def test_the_plan_says_all_that_one_asks_before_a_run(tmp_path, capsys):
     config = str(REPO / "config" / "train_1b.py")
-    options = ["--gpu=a100-80g", "--nproc=6", "--vocab_size=32000"]
+    options = ["--gpu=a100-80g", "--nproc=6", "--vocab_size=32000", "--max_steps=1000"]
     call(plan.main, config, *options, f"--json={tmp_path / 'plan.json'}")
     figures = json.loads((tmp_path / "plan.json").read_text())
     output = capsys.readouterr().out
-    headings = ["Model", "Memory of each device", "fits", "--shard=all", "kWh", "Chinchilla"]
-    for words in (*headings, "bound by memory", "at most"):
+    for words in (
+        "Model",
+        "Memory of each device",
+        "fits",
+        "--shard=all",
+        "kWh",
+        "ended by max_steps",
+    ):
         assert words in output
     assert figures["needed_bytes"] == pytest.approx(sum(figures["memory"].values()))
     assert figures["what_if"][AS_IT_IS]["largest_batch"] > 8
@@ -176,30 +149,9 @@ def test_a_plan_counts_different_tokens_of_the_data_that_would_be_taken(
 
 def planned(tmp_path, *options: str) -> dict:
     out = tmp_path / "plan.json"
-    call(plan.main, "--max_steps=1", "--vocab_size=50257", *options, f"--json={out}")
+    end = [] if any("max_tokens" in option for option in options) else ["--max_steps=1"]
+    call(plan.main, *end, "--vocab_size=50257", *options, f"--json={out}")
     return json.loads(out.read_text())
-
-
-def intensity(figures: dict, part: str) -> float:
-    """Return the FLOPs of a part for each byte that it moves."""
-    flops, moved = figures["roofline"][part]
-    return flops / moved
-
-
-def test_a_sequence_of_one_token_waits_for_memory_and_one_of_8192_does_not(tmp_path):
-    options = ["--batch_size=1", "--gpu=h200"]
-    one, long = (planned(tmp_path, f"--block_size={T}", *options) for T in (1, 8192))
-    balanced = 989e12 / 4800e9  # FLOPs of an H200 for each byte of its bandwidth
-    assert intensity(one, "linear layers") < balanced < intensity(long, "linear layers")
-    assert intensity(long, "loss") < balanced
-
-
-def test_what_is_computed_stays_below_the_peak_where_mfu_does_not(tmp_path, capsys):
-    """MFU counts T x T, twice what attention computes. At 8192, this exceeds all other FLOPs."""
-    figures = planned(tmp_path, "--block_size=8192", "--batch_size=1", "--gpu=v100-16g")
-    last = capsys.readouterr().out.splitlines()[-1]
-    computed, mfu = (float(share) for share in re.findall(r"(\d+\.\d)%", last))
-    assert computed < 100 < mfu == pytest.approx(100 * figures["most_mfu"], abs=0.05)
 
 
 def counted_flops(model: GPT, x: torch.Tensor) -> float:
@@ -223,11 +175,6 @@ def test_the_flops_with_recompute_are_those_that_torch_counts(name):
         block.recompute = True
     flops = plan.training_flops(model, 32, x.numel())
     assert flops["recomputed"] - flops["exact"] == counted_flops(model, x) - once
-    step = Step(2, 32)
-    twice, plain = (plan.roofline(model, replace(step, recompute=on)) for on in (True, False))
-    linear = twice["linear layers"][0] - plain["linear layers"][0]
-    attention = 4 * model.config.n_layer * model.config.n_head * model.config.head_dim * 32 * 64
-    assert linear == flops["recomputed"] - flops["exact"] - attention
 
 
 @pytest.mark.parametrize(
@@ -245,15 +192,14 @@ def test_a_plan_that_does_not_fit_names_the_flags_that_do(tmp_path, capsys, gpu,
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/status")
-@pytest.mark.parametrize("average", [False, True])
-def test_a_resume_takes_little_more_host_memory_than_what_it_keeps(tiny_data, tmp_path, average):
-    """Measured with 13M parameters: at most 6 bytes each beyond weights, moments and average.
+def test_a_resume_takes_little_more_host_memory_than_what_it_keeps(tiny_data, tmp_path):
+    """Measured with 13M parameters: at most 6 bytes each beyond weights and moments.
 
     On a CPU these stay; on a GPU they would not. Pages of files that are mapped are not counted:
     the system takes them back.
     """
     options = ["--n_embd=512", "--n_layer=4", "--max_steps=1", f"--out_dir={tmp_path}"]
-    options += ["--batch_tokens=32", "--eval_tokens=32"] + ["--average=0.5"] * average
+    options += ["--batch_tokens=32", "--eval_tokens=32"]
     train_tiny(tiny_data, tmp_path, *options)
     measured = (
         "import re, configurator, train\n"
@@ -279,9 +225,8 @@ def test_a_resume_takes_little_more_host_memory_than_what_it_keeps(tiny_data, tm
     P = sum(p.numel() for p in model.parameters())
     numbers = (re.search(rf"^{key} (\d+)", done.stdout, re.M) for key in ("before", "most"))
     before, most = (int(number[1]) for number in numbers)
-    stays = 12 + 4 * average
     # What the planning of the windows has freed before is used again: 1 % at most.
-    assert 0.99 * stays * P < most - before < (stays + 6) * P
+    assert 0.99 * 12 * P < most - before < 18 * P
 
 
 def test_the_model_to_fine_tune_is_the_one_that_is_planned(tiny_data, tmp_path, refuses, capsys):

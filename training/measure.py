@@ -27,7 +27,7 @@ def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> i
     machine: of this rank, if several processes run the step together.
     """
     device = torch.device(step.device)
-    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     kernels.install()
     model = GPT(c)
     model.init_weights()
@@ -62,7 +62,7 @@ def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> i
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         one_step()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated() - held
     peaks = []
     # Threads of gloo free FSDP's buffers a little later than the main thread might: how many they
     # hold is a matter of luck, so the least of several steps counts.

@@ -13,7 +13,7 @@ vocabulary; C = n_embd; s: bytes per number, 2 in 16 bits, 4 in fp32):
     forward pass                activations, more with each block; the weights' copies, s each
     loss                        activations of all blocks; logits N V s, and some rows in fp32
     head's backward pass        the same; the gradient of the head, in 16 bits and then in fp32:
-                                6 bytes per number for a moment, as for each matrix
+                                6 bytes per number for a moment
     backward pass of block i    activations of the blocks up to i, gradients of those behind it, and
                                 the gradients that travel inside block i
     end of the backward pass    gradients of all; wte has two if the head is tied, and their sum
@@ -50,7 +50,6 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -60,6 +59,8 @@ from hardware.machine import CONTEXT
 from model import GPT, GPTConfig
 from training.optimizer import STACK
 from training.settings import TrainConfig
+
+SHARDS = ("none", "optimizer", "gradients", "all")  # by the stage of ZeRO
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,7 @@ class Step:
     @property
     def zero(self) -> int:
         """The stage of ZeRO: 0 is DDP, where each process holds everything."""
-        stages = {"none": 0, "optimizer": 1, "gradients": 2, "all": 3}
-        return stages[self.shard] if self.world > 1 else 0
+        return SHARDS.index(self.shard) if self.world > 1 else 0
 
     @property
     def ddp(self) -> bool:
@@ -162,21 +162,18 @@ def attention(c: GPTConfig, step: Step) -> list[Operation]:
     # How many of q, k and v are new tensors. The others are views into what qkv wrote.
     rotated = c.pos == "rope" or c.qk_norm
     repeated = kv < q
-    new = [rotated, rotated or repeated, repeated].count(True)
     score = step.scores(c)
-    if score:  # products over all heads need new tensors
-        new = 3
-    keeps = new * q * max(1, score / step.s)
-    if new < 3 or c.qk_norm:
+    # Products over all heads, for the T x T matrix, need new tensors.
+    copied = 3 if score else rotated + (rotated or repeated) + repeated
+    keeps = copied * q * max(1, score / step.s)
+    if copied < 3 or c.qk_norm:
         keeps += q + 2 * kv
     if c.qk_norm:
         keeps += 4 * (c.n_head + c.n_kv_head)
         if step.compiled and step.s == 4 and c.pos == "rope" and not repeated:
             keeps += q + kv  # in fp32, they are kept before they are rotated, too
-    if not score:
-        keeps += q + 4 * c.n_head  # the output, and the log-sum-exp of each head
-        sums = 4 * q / step.s if step.device == "cuda" else 0  # of the gradient of q, in fp32
-        return [Operation("attention", keeps, 4 * q + sums)]
+    if not score:  # the output is kept, and the log-sum-exp of each head
+        return [Operation("attention", keeps + q + 4 * c.n_head, 4 * q)]
     row = c.n_head * step.T  # numbers of the matrix, per token
     matrix = row * score
     cast = row * step.s if score > step.s else 0  # a copy in 16 bits
@@ -218,35 +215,32 @@ def block(c: GPTConfig, step: Step) -> list[Operation]:
     h = c.d_ff * step.s
     q = c.n_head * c.head_dim
     qkv = q + 2 * c.n_kv_head * c.head_dim
-    # The gradient that arrives at proj and at down is that of the residual stream itself, or a new
-    # tensor: masked by dropout, or cast to 16 bits.
+    # The gradient that arrives at proj and at down is that of the residual stream itself, or a copy
+    # of it in 16 bits.
     cast = x if step.stream != step.s else 0
-    branch = x if c.dropout else cast
-    dropout = []
-    if c.dropout:
-        mask = c.n_embd * (step.s if step.device == "cpu" else 1)
-        dropout = [Operation("dropout", mask)]
+    mask = Operation("dropout", c.n_embd * (step.s if step.device == "cpu" else 1))
+    dropout = [mask] if c.dropout else []
     # Where blocks are compiled one by one, norm_2 keeps the result of proj, in the dtype of
     # autocast, which is added to the block's input a second time.
     by_blocks = step.compiled and not step.compiled_whole
     size = qkv * step.s
     return [
         Operation("norms", norm(c, step)),
-        Operation("attention", x, size + max(size, x), c.n_embd * qkv),
+        Operation("attention", x, 2 * size, c.n_embd * qkv),
         *attention(c, step),
-        Operation("attention", 0, branch + q * step.s, q * c.n_embd),
+        Operation("attention", 0, cast + q * step.s, q * c.n_embd),
         *dropout,
         Operation("norms", x + 8 if by_blocks else norm(c, step)),
         *mlp(c, step),
-        Operation("MLP", h, branch + h, c.n_embd * c.d_ff),
+        Operation("MLP", h, cast + h, c.n_embd * c.d_ff),
         *dropout,
     ]
 
 
-def kept(c: GPTConfig, step: Step, blocks: int, more: list[Operation]) -> dict[str, float]:
+def kept(c: GPTConfig, step: Step, blocks: int, partial: list[Operation]) -> dict[str, float]:
     """Return by part what is kept, in bytes per token.
 
-    blocks: how many whole blocks. more: the operations of a block that is not complete.
+    blocks: how many whole blocks. partial: the operations of a block that is not complete.
     """
     parts: dict[str, float] = {}
     # FlexAttention keeps no mask of T x T. fp16 is mostly for GPUs that do not have it.
@@ -256,7 +250,7 @@ def kept(c: GPTConfig, step: Step, blocks: int, more: list[Operation]) -> dict[s
     if step.recompute:
         parts["block inputs"] = blocks * c.n_embd * step.stream
         blocks = 0
-    for operations, times in ((block(c, step), blocks), (more, 1)):
+    for operations, times in ((block(c, step), blocks), (partial, 1)):
         for operation in operations:
             parts[operation.part] = parts.get(operation.part, 0) + times * operation.keeps
     return parts
@@ -273,15 +267,6 @@ def ends(c: GPTConfig, step: Step) -> tuple[float, float, float]:
     return ids, norm(c, step), c.n_embd * step.s
 
 
-def activations(c: GPTConfig, step: Step) -> dict[str, float]:
-    """Return by part the bytes that autograd keeps of one sequence until the backward pass.
-
-    The logits are not among them.
-    """
-    parts = kept(c, step, c.n_layer, []) | {"embedding and head": sum(ends(c, step))}
-    return {part: step.T * size for part, size in parts.items()}
-
-
 # --------------------------------------------------------------------------------------------------
 # What does not depend on the batch
 
@@ -292,9 +277,9 @@ def optimizer_bytes(model: GPT, optimizer: str) -> int:
     AdamW has two fp32 moments per weight. Muon has one for the matrices of the blocks, and is AdamW
     for the rest. Adafactor has a row and a column for each matrix.
     """
-    matrices = sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2)
     if optimizer == "adafactor":
         return 4 * sum(sum(p.shape) for p in model.parameters())
+    matrices = sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2)
     return 8 * count(model) - (4 * matrices if optimizer == "muon" else 0)
 
 
@@ -352,39 +337,12 @@ def always_held(model: GPT, step: Step) -> dict[str, float]:
     return held
 
 
-def gathered(model: GPT, step: Step, block: int | None) -> dict[str, float]:
-    """Return by part the bytes of whole weights, and of the buffers of FSDP2, at a moment.
-
-    block: the block that works backward, from 0; None: none of them, but what is around them.
-
-    The weights of a block come in one buffer, and are copied into their places. In a forward pass
-    the buffer stays until the next block has come. In a backward pass the block before is on its
-    way, unless it is there already. Gradients go the other way: they are copied into a buffer,
-    which stays until those of the next block are ready.
-    """
-    if not step.zero:
-        return {}
-    layers = model.config.n_layer
-    one = 4 * count(model.blocks[0])
-    rest = 4 * count(model) - layers * one
-    if block is None:
-        whole = 0 if step.zero == 3 else layers
-        buffers = 1
-    else:
-        until_end = layers if step.accum > 1 else block + 1
-        whole = 1 if step.zero == 3 else until_end
-        weights_come = step.zero == 3 and block > 0
-        gradients_go = block < layers - 1 and (step.zero >= 2 or step.accum == 1)
-        buffers = weights_come + gradients_go
-    return {"whole weights": rest + whole * one, "FSDP's buffers": buffers * one}
-
-
 # --------------------------------------------------------------------------------------------------
 # A step
 
 
 class Moment(NamedTuple):
-    when: str
+    name: str
     parts: dict[str, float]  # part -> bytes
 
     @property
@@ -397,102 +355,110 @@ class Timeline:
 
     def __init__(self, model: GPT, step: Step):
         c = model.config
-        self.model = model
         self.c = c
         self.step = step
         self.moments: list[Moment] = []
         self.N = step.B * step.T
         self.operations = block(c, step)
+        self.in_block = sum(operation.weight for operation in self.operations)  # numbers
         self.head = c.padded_vocab_size * c.n_embd  # numbers in the matrix of the head
-        self.in_block = sum(o.weight for o in self.operations)
+        self.P = count(model)
+        self.outside = self.P - count(model.blocks)
         self.ids, self.norm_f, self.head_input = ends(c, step)
-        self.always = always_held(model, step)
-        P = count(model)
-        # Gradients of the micro-steps before; from ZeRO-2 on they are sharded.
-        self.earlier = 4 * P / (step.world if step.zero >= 2 else 1) if step.accum > 1 else 0
         # Whether the gradients of a micro-step stay until its end, in memory of their own. If not,
         # each is added at once to those of earlier micro-steps, or goes into DDP's buckets.
         self.own_gradients = not step.ddp and (step.compiled_whole or step.accum == 1)
         # In fp32, Inductor computes the gradient of a tied head late: in one addmm with the sum, at
-        # the end. What it is computed from waits until then.
+        # the end. What it is computed from, the logits and the head's input, waits until then.
         self.late_head = step.compiled_whole and c.tie_embeddings and step.s == 4
-        self.waiting = self.N * c.padded_vocab_size * step.s if self.late_head else 0
-        self.beside_blocks = self.ids + (self.head_input if self.late_head else 0)
+        self.logits = self.N * c.padded_vocab_size * step.s
+        self.waiting = self.logits if self.late_head else 0
         # Bytes of gradients after the backward pass of the head.
-        own = self.own_gradients or c.tie_embeddings or step.zero >= 2
-        self.head_gradient = 4 * self.head if own and not self.late_head else 0
-        # Counting the parameters for each moment would take most of plan.py's time.
-        self.gathered = cache(lambda block: gathered(model, step, block))
+        separate = self.own_gradients or c.tie_embeddings or step.zero >= 2
+        self.head_gradient = 4 * self.head if separate and not self.late_head else 0
+        self.always = Counter(always_held(model, step))
+        if step.accum > 1:  # the gradients of the micro-steps before; sharded from ZeRO-2 on
+            self.always["gradients"] = 4 * self.P / (step.world if step.zero >= 2 else 1)
 
-        self.from_loss_to_blocks()
+        self.around_head()
         # Every size is linear in the number of the block: the last and the first one are enough,
         # and those next to them, since FSDP has buffers for the neighbours of a block.
-        some = {c.n_layer - 1, max(c.n_layer - 2, 0), min(1, c.n_layer - 1), 0}
-        for number in sorted(some, reverse=True):
+        outermost = {c.n_layer - 1, c.n_layer - 2, 1, 0} & set(range(c.n_layer))
+        for number in sorted(outermost, reverse=True):
             self.backward_of_block(number)
         self.end_of_backward()
-        if step.compiled_whole and step.s == 2 and self.N < c.n_embd:
-            self.reorder()
         # Under DDP the gradients are its buckets, which are among what is always held.
-        gradients = 0 if step.ddp else 4 * P / step.ranks
+        gradients = 0 if step.ddp else 4 * self.P / step.ranks
         copies = {"gradients": gradients, "temporary": optimizer_copies(model, step)}
         self.moments.append(Moment("in the optimizer's step", self.always | copies))
 
-    def note(
-        self,
-        when: str,
-        tokens: dict[str, float],
-        copies: int,
-        block: int | None = None,
-        **more: float,
-    ) -> None:
+    def note(self, name: str, tokens: dict[str, float], copies: int, **sizes: float) -> None:
         """Note a moment.
 
         tokens: by part, the activations that are kept, in bytes per token. copies: how many weights
-        have a copy in 16 bits. more: bytes of gradients of this micro-step, of logits and temporary
-        ones, and of what differs from gathered(). block: see there.
+        have a copy in 16 bits. sizes: the bytes of other parts.
         """
-        parts = self.always | {f"activations: {part}": self.N * x for part, x in tokens.items()}
-        parts["16-bit weights"] = 2 * copies if self.step.s == 2 else 0
-        parts["gradients"] = self.earlier + more.pop("gradients", 0)
-        self.moments.append(Moment(when, parts | self.gathered(block) | more))
+        parts = Counter(self.always)
+        parts.update({f"activations: {part}": self.N * size for part, size in tokens.items()})
+        parts.update({"16-bit weights": 2 * copies if self.step.s == 2 else 0, **sizes})
+        self.moments.append(Moment(name, parts))
 
-    def from_loss_to_blocks(self) -> None:
+    def around_head(self) -> None:
         """Note the moments from the loss to the backward pass of norm_f."""
-        c = self.c
         step = self.step
-        logits = self.N * c.padded_vocab_size * step.s
-        blocks = kept(c, step, c.n_layer, [])
-        copies = self.head + (0 if step.recompute else c.n_layer * self.in_block)
+        blocks = kept(self.c, step, self.c.n_layer, [])
+        copies = self.head + (0 if step.recompute else self.c.n_layer * self.in_block)
+        weights = self.gathered(None)
         tokens = blocks | {"embedding and head": self.ids + self.norm_f + self.head_input}
-        loss = self.loss_bytes()
-        self.note("before the backward pass", tokens, copies, logits=logits, temporary=loss)
+        size = dict(logits=self.logits, temporary=self.loss_bytes())
+        self.note("before the backward pass", tokens, copies, **size, **weights)
         if self.late_head:
             return
         # The gradient of the logits is written over the logits.
-        when = "in the head's backward pass"
+        name = "in the head's backward pass"
         gradient = self.N * self.head_input
-        in_s = gradient + step.s * self.head
-        self.note(when, tokens, copies, logits=logits, temporary=in_s)
-        tokens = blocks | {"embedding and head": self.ids + self.norm_f}
-        if step.stream != step.s:
-            gradient += 4 * c.n_embd * self.N
+        size = dict(logits=self.logits, temporary=gradient + step.s * self.head)
+        self.note(name, tokens, copies, **size, **weights)
         cast = gradient + (6 if step.s == 2 else 4) * self.head
-        self.note(when, tokens, copies - self.head, temporary=cast)
+        tokens = blocks | {"embedding and head": self.ids + self.norm_f}
+        self.note(name, tokens, copies - self.head, temporary=cast, **weights)
+
+    def gathered(self, block: int | None) -> dict[str, float]:
+        """Return by part the bytes of whole weights, and of the buffers of FSDP2, at a moment.
+
+        block: the block that works backward, from 0; None: none of them, but what is around them.
+
+        The weights of a block come in one buffer, and are copied into their places. In a forward
+        pass the buffer stays until the next block has come. In a backward pass the block before is
+        on its way, unless it is there already. Gradients go the other way: they are copied into a
+        buffer, which stays until those of the next block are ready.
+        """
+        step = self.step
+        if not step.zero:
+            return {}
+        layers = self.c.n_layer
+        blocks = layers
+        buffers = 1
+        if block is not None:
+            blocks = layers if step.accum > 1 else block + 1
+            gradients_go = block < layers - 1 and (step.zero >= 2 or step.accum == 1)
+            buffers = gradients_go + (step.zero == 3 and block > 0)
+        if step.zero == 3:
+            blocks = 0 if block is None else 1
+        size = 4 * (self.P - self.outside) / layers  # of a block
+        return {"whole weights": 4 * self.outside + blocks * size, "FSDP's buffers": buffers * size}
 
     def loss_bytes(self) -> float:
         """Return the bytes that the loss takes beside the logits."""
-        c = self.c
-        step = self.step
-        V = c.padded_vocab_size
-        if step.compiled:
+        V = self.c.padded_vocab_size
+        if self.step.compiled:
             return 0
-        if step.dtype == torch.float16:
+        if self.step.dtype == torch.float16:
             # Plain cross_entropy: three fp32 tensors without the padding, and nothing else, not
             # even the logits, which note() counts.
-            return 12 * self.N * c.vocab_size - self.N * V * step.s
-        rows = max(1, loss_chunk(step.device) // V)  # ChunkedCrossEntropy takes so many at a time
-        return min(self.N, rows) * V * (8 if step.s == 2 else 4)
+            return 12 * self.N * self.c.vocab_size - self.logits
+        rows = max(1, loss_chunk(self.step.device) // V)  # of ChunkedCrossEntropy at a time
+        return min(self.N, rows) * V * (8 if self.step.s == 2 else 4)
 
     def backward_of_block(self, number: int) -> None:
         """Note the moments of a block's backward pass. number: from 0."""
@@ -502,75 +468,46 @@ class Timeline:
         gradients = self.head_gradient
         if self.own_gradients:  # of the blocks behind; if sharded, they are averaged already
             gradients += 4 * self.in_block * (c.n_layer - 1 - number) / step.ranks
-        new = self.own_gradients or step.zero >= 2 or step.compiled  # a block's own are new tensors
-        which = "last" if number >= c.n_layer - 2 and number else "first"
-        when = f"in the {which} block's backward pass"
-        copies = 0 if step.recompute else number * self.in_block
-        copies += self.in_block
-        for i in reversed(range(len(self.operations))):
-            operation = self.operations[i]
+        # Whether a block's own gradients are new tensors.
+        separate = self.own_gradients or step.zero >= 2 or step.compiled
+        place = "last" if number >= c.n_layer - 2 and number else "first"
+        name = f"in the {place} block's backward pass"
+        copies = self.in_block * (1 if step.recompute else number + 1)
+        for i, operation in reversed(list(enumerate(self.operations))):
             tokens = kept(c, step, number, self.operations[:i])
-            tokens["embedding and head"] = self.beside_blocks
+            tokens["embedding and head"] = self.ids + (self.head_input if self.late_head else 0)
             alive = stream + self.N * (operation.keeps + operation.gradients)
-            more = dict(gradients=gradients, logits=self.waiting)
-            temporary = alive + step.s * operation.weight
-            self.note(when, tokens, copies, number, temporary=temporary, **more)
+            size = dict(logits=self.waiting, temporary=alive + step.s * operation.weight)
+            self.note(name, tokens, copies, gradients=gradients, **size, **self.gathered(number))
             copies -= operation.weight
-            if step.s == 2:  # the gradient of its matrix, in 16 bits and in fp32
-                temporary = stream + self.N * c.n_embd * step.s + 6 * operation.weight
-                self.note(when, tokens, copies, number, temporary=temporary, **more)
-            if new:
+            if separate:
                 gradients += 4 * operation.weight
 
     def end_of_backward(self) -> None:
         """Note the moments of the embedding's gradient, and of the sum with that of a tied head."""
-        c = self.c
         step = self.step
-        P = count(self.model)
-        in_blocks = count(self.model.blocks)
         gradients = self.head_gradient if step.zero else 0
         if self.own_gradients:
-            gradients = 4 * in_blocks / step.ranks + 4 * (P - in_blocks)
+            gradients = 4 * (self.P - self.outside) / step.ranks + 4 * self.outside
         # Bytes per number of wte, by whether the whole model is compiled, and whether in 16 bits.
         # Autograd adds the embedding's gradient to the head's in place. But in fp32 the head's is a
         # view of the result of a product, and the sum is a third tensor. Inductor computes the
         # head's and the sum in one addmm in fp32; in 16 bits, it adds the head's, still in 16 bits,
         # and the embedding's into a third tensor.
         tied = {(False, False): 12, (False, True): 8, (True, False): 8, (True, True): 10}
-        each = tied[step.compiled_whole, step.s == 2] if c.tie_embeddings else 4
+        per_number = tied[step.compiled_whole, step.s == 2] if self.c.tie_embeddings else 4
         counted = 4 * self.head if self.own_gradients else gradients  # in `gradients` already
-        temporary = each * self.head - counted + 4 * c.n_embd * self.N
-        more = dict(gradients=gradients, logits=self.waiting)
-        self.note("at the end of the backward pass", {}, 0, temporary=temporary, **more)
+        temporary = per_number * self.head - counted + 4 * self.c.n_embd * self.N
+        size = dict(gradients=gradients, logits=self.waiting, temporary=temporary)
+        self.note("at the end of the backward pass", {}, 0, **size, **self.gathered(None))
         if step.zero:
-            rest = 4 * (P - in_blocks)
-            temporary = rest + rest / step.world
-            temporary += 0 if self.own_gradients else rest - self.head_gradient
-            more = dict(gradients=gradients, temporary=temporary)
-            if step.zero != 2 or step.accum == 1:  # else they stay for the next micro-step
-                more |= {"whole weights": 0, "FSDP's buffers": 0}
-            self.note("while the last gradients are averaged", {}, 0, **more)
-
-    def reorder(self) -> None:
-        """Put the moments of a compiled 16-bit step into the order that Inductor may choose for it.
-
-        If a step has few tokens, the gradient of a matrix is larger than the two factors that it is
-        computed from. Inductor tries orders that compute such products late and cast their results
-        last. It takes one of these if it holds less, by Inductor's own count.
-        """
-        first = self.moments[0]
-        end = self.moments[-1]
-        late = [operation.weight for operation in self.operations] * self.c.n_layer + [self.head]
-        if self.c.tie_embeddings:
-            # The sum of the two gradients of wte is computed before the casts that are larger.
-            late = [weight for weight in late if weight > self.head]
-        cast = 2 * max(late) if late else 6 * self.head
-        reordered = [first, Moment(end.when, end.parts | {"temporary": cast})]
-        if max(moment.total for moment in reordered) < max(m.total for m in self.moments):
-            self.moments = reordered
-            if self.step.device == "cpu":  # one kernel makes all casts, from sources that it holds
-                end.parts["temporary"] += 2 * sum(late)
-                self.moments = [first, end]
+            outside = 4 * self.outside
+            temporary = outside + outside / step.world
+            temporary += 0 if self.own_gradients else outside - self.head_gradient
+            size = dict(gradients=gradients, temporary=temporary)
+            if step.zero == 2 and step.accum > 1:  # else the whole weights are gone
+                size |= self.gathered(None)
+            self.note("while the last gradients are averaged", {}, 0, **size)
 
 
 def step_memory(model: GPT, step: Step) -> Moment:
@@ -578,8 +515,8 @@ def step_memory(model: GPT, step: Step) -> Moment:
 
     model: may be on the meta device.
     """
-    most = max(Timeline(model, step).moments, key=lambda moment: moment.total)
-    return Moment(most.when, {part: size for part, size in most.parts.items() if size})
+    largest = max(Timeline(model, step).moments, key=lambda moment: moment.total)
+    return Moment(largest.name, {part: size for part, size in largest.parts.items() if size})
 
 
 # What a GPU needs beyond what torch.cuda.max_memory_allocated() sees: the buffers of NCCL in bytes,

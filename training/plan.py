@@ -86,30 +86,30 @@ def off(step_tokens: int, cfg: TrainConfig) -> float:
     return abs(step_tokens / cfg.batch_tokens - 1)
 
 
-def even_batch(most: int, cfg: TrainConfig, world: int) -> int:
-    """Return a batch_size of at most `most` and at least half of it.
+def even_batch(limit: int, cfg: TrainConfig, world: int) -> int:
+    """Return a batch_size of at most `limit` and at least half of it.
 
     It is the one with which a step comes nearest to batch_tokens; of several that come equally
     near, the largest.
     """
     sequences = max(1, round(cfg.batch_tokens / (cfg.block_size * world)))  # per rank in a step
-    most = max(1, min(most, sequences))
+    limit = max(1, min(limit, sequences))
 
     def distance(B: int) -> float:
         return off(tokens_of_step(B, cfg, world), cfg)
 
     # Of equals, min() takes the first.
-    return min(range(most, (most - 1) // 2, -1), key=distance)
+    return min(range(limit, (limit - 1) // 2, -1), key=distance)
 
 
 def batch_warning(step_tokens: int, cfg: TrainConfig, world: int) -> str:
     """Return a warning if a step has far more or fewer tokens than batch_tokens, else ""."""
     if off(step_tokens, cfg) <= FAR_OFF:
         return ""
-    asked = f"{step_tokens / cfg.batch_tokens:.3g} times the {cfg.batch_tokens:,} tokens asked"
-    least = f"a sequence for each process is {cfg.block_size * world:,} tokens"
+    ratio = f"{step_tokens / cfg.batch_tokens:.3g} times the {cfg.batch_tokens:,} tokens asked"
+    minimum = f"a sequence for each process is {cfg.block_size * world:,} tokens"
     advice = "set batch_tokens to a multiple of that and fit lr to it"
-    return f"warning: {asked}: {least}; {advice}, or use another number of processes"
+    return f"warning: {ratio}: {minimum}; {advice}, or use another number of processes"
 
 
 def length_warnings(plan: Plan, cfg: TrainConfig, sets: list[DataSet]) -> list[str]:
@@ -130,13 +130,11 @@ def few_steps_warning(steps: int, cfg: TrainConfig) -> str:
 def schedule_warning(steps: int, cfg: TrainConfig) -> str:
     """Return a warning if the run is too short for the warm-up and the decay of lr, else ""."""
     warmup = warmup_steps(steps, cfg)
-    if warmup > steps:
-        return f"warning: the warm-up takes {warmup:,} steps: the run ends before lr is reached"
     decay = math.ceil(cfg.decay_ratio * steps) if cfg.schedule == "wsd" else 0
     if warmup + decay <= steps + 1:  # both are rounded up
         return ""
-    both = f"a warm-up of {warmup:,} steps and a decay of {decay:,} exceed the run"
-    return f"warning: {both}: lr decays for {steps - warmup:,} steps only"
+    lengths = f"a warm-up of {warmup:,} steps and a decay of {decay:,} exceed the run"
+    return f"warning: {lengths}: lr decays for {steps - warmup:,} steps only"
 
 
 def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: list[DataSet]) -> str:
@@ -147,23 +145,20 @@ def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: li
     """
     if cfg.init_from not in ("scratch", "resume", "auto"):
         return ""
-
-    def limit(data: DataSet) -> float:
-        return MOST_EPOCHS + min(1, data.epochs(step_tokens))
-
-    repeated = [data for data in sets if data.epochs(tokens) > limit(data)]
+    epochs = {data.name: data.epochs(tokens) for data in sets}
+    per_step = {data.name: data.epochs(step_tokens) for data in sets}
+    repeated = [name for name in epochs if epochs[name] > MOST_EPOCHS + min(1, per_step[name])]
     if not repeated:
         return ""
-    counts = {data.name: data.epochs(tokens) for data in repeated}
-    read = " and ".join(f"{k} is read {n:,.{int(n < 10)}f} times" for k, n in counts.items())
-    less = f"beyond about {MOST_EPOCHS}, repeated text is worth less and less (arXiv 2305.16264)"
+    times = " and ".join(f"{name} is read {epochs[name]:,.1f} times" for name in repeated)
+    worth = f"beyond about {MOST_EPOCHS}, repeated text is worth less and less (arXiv 2305.16264)"
     advice = f"prepare more text, or end earlier (--max_epochs={MOST_EPOCHS})"
     if len(sets) > 1:
         advice = "give it more text, or a smaller share of the mixture"
     advice += ", or make the model smaller" + (", or set --dropout=0.1" if not cfg.dropout else "")
-    if any(data.epochs(step_tokens) > 1 for data in repeated):
+    if any(per_step[name] > 1 for name in repeated):
         advice = f"a single step reads {step_tokens:,} tokens: lower batch_tokens"
-    return f"warning: {read}; {less}: {advice}"
+    return f"warning: {times}; {worth}: {advice}"
 
 
 def different_tokens(tokens: int, sets: list[DataSet]) -> int:
@@ -173,7 +168,7 @@ def different_tokens(tokens: int, sets: list[DataSet]) -> int:
 
 
 def warmup_steps(steps: int, cfg: TrainConfig) -> int:
-    return cfg.warmup_steps or math.ceil(cfg.warmup_ratio * steps)
+    return math.ceil(cfg.warmup_ratio * steps)
 
 
 def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:
@@ -186,12 +181,12 @@ def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:
         return cfg.lr * (step + 1) / warmup
     if cfg.schedule == "constant":
         return cfg.lr
-    first = warmup  # step of the decay
+    start = warmup  # step of the decay
     if cfg.schedule == "wsd":
-        first = max(warmup, steps - math.ceil(cfg.decay_ratio * steps))
+        start = max(warmup, steps - math.ceil(cfg.decay_ratio * steps))
     # t goes from 0 to 1 over the decay. It is 1 at the last step, which thus has min_lr_ratio. (If
     # that is 0, the last step changes nothing.)
-    t = max(0, step - first) / max(1, steps - 1 - first)
+    t = max(0, step - start) / max(1, steps - 1 - start)
     share = (1 + math.cos(math.pi * t)) / 2 if cfg.schedule == "cosine" else 1 - t
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * share)
 

@@ -180,7 +180,7 @@ class Metrics:
         line += f" | MFU {'n/a' if mfu is None else f'{mfu:.1%}'} | {record['step_ms']:.0f} ms"
         line += f" | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB"
         self.write(record, f"{line} | eta {in_words(record['eta_s'])}")
-        warmup = self.cfg.warmup_steps or self.cfg.warmup_ratio * plan.steps
+        warmup = self.cfg.warmup_ratio * plan.steps
         patience = max(100, 0.05 * plan.steps, 2 * warmup)
         if self.machine.is_main and (news := self.watch.look(self.progress.losses, step, patience)):
             self.write(*news)

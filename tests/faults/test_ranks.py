@@ -192,9 +192,12 @@ def test_a_computer_that_is_lost_and_comes_back_joins_the_run_again(tiny_data, t
     assert said.count("resumed from ") == 1
 
 
-def test_a_rank_that_waits_longer_than_timeout_minutes_ends_the_run(tiny_data, tmp_path):
+def test_a_rank_that_waits_too_long_ends_the_run(tiny_data, tmp_path):
     patch = """
 import time
+from datetime import timedelta
+import hardware.machine
+hardware.machine.LONGEST_WAIT = timedelta(seconds=6)
 loop = train.loop
 def late(*args):
     if os.environ["RANK"] == "1":
@@ -202,5 +205,5 @@ def late(*args):
     return loop(*args)
 train.loop = late
 """
-    done = two(tmp_path, tiny_data, "--timeout_minutes=0.1", patch=patch)
+    done = two(tmp_path, tiny_data, patch=patch)
     assert done.returncode != 0 and "6000ms" in done.stderr, done.stderr[-3000:]

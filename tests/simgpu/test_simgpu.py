@@ -64,7 +64,7 @@ def trains(gpu: str, processes: int, options: str, folder: Path, run: str) -> st
 
 
 LLAMA = "--preset=llama --n_kv_head=2"
-QWEN2 = f"{LLAMA} --qkv_bias --rope_scaling=llama3:8,1,4,32"
+QWEN2 = "--preset=qwen2 --n_kv_head=2 --rope_scaling=llama3:8,1,4,32"
 MASK = "--documents=mask"
 ON_ONE = [
     EAGER,
@@ -83,7 +83,7 @@ ON_ONE = [
     f"{QWEN2} --dtype=float32",
     f"--preset=qwen3 {MASK}",
     f"{LLAMA} --documents=pack",
-    f"{LLAMA} --head_dim=8 {MASK}",  # too narrow for FlexAttention
+    f"{LLAMA} --n_embd=32 {MASK}",  # too narrow for FlexAttention
     f"{LLAMA} --recompute=blocks {MASK}",
     "--preset=qwen3 --optimizer=muon --average=0.5",
     f"{LLAMA} --optimizer=adafactor --lr=0.03",
