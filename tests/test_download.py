@@ -23,9 +23,10 @@ TEXT = "".join(f"line {i} of the play, and 更多\n" for i in range(20_000))
 DATA = TEXT.encode()
 
 
-class Web(ThreadingHTTPServer):
+class Web(BaseHTTPRequestHandler):
     """A server of one file. Tests set these attributes, and read the requests that came."""
 
+    protocol_version = "HTTP/1.1"
     content = DATA
     drop_at = 0  # it closes the connection before this byte; 0: never
     status = 200
@@ -34,56 +35,42 @@ class Web(ThreadingHTTPServer):
     kind = "text/plain"
     block_on = None  # an event: no answer before it is set
 
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.requests: list[dict[str, str]] = []
-        self.root = f"http://127.0.0.1:{self.server_port}"
-
-    def handle_error(self, request, client_address):
-        pass  # a client that goes away is part of a test
-
-
-class Answer(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
     def log_message(self, *_):
         pass
 
     def do_GET(self):
-        web = self.server
-        web.requests.append(dict(self.headers))
-        if web.block_on:
-            web.block_on.wait(20)
-        self.send_response(web.status)
-        self.send_header("Content-Type", web.kind)
+        self.requests.append(self.path)
+        if self.block_on:
+            self.block_on.wait(20)
+        self.send_response(self.status)
+        self.send_header("Content-Type", self.kind)
         self.send_header("Connection", "close")
-        body = web.content
-        if web.chunked:
+        body = self.content
+        if self.chunked:
             self.send_header("Transfer-Encoding", "chunked")
-        elif web.length:
+        elif self.length:
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if web.drop_at:
-            body = body[: web.drop_at]
-        if web.chunked:
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(body), body))
-            if not web.drop_at:
-                self.wfile.write(b"0\r\n\r\n")
-        else:
-            self.wfile.write(body)
+        if self.drop_at:
+            body = body[: self.drop_at]
+        if self.chunked:
+            end = b"" if self.drop_at else b"0\r\n\r\n"
+            body = b"%x\r\n%s\r\n" % (len(body), body) + end
+        self.wfile.write(body)
         self.close_connection = True
 
 
 @pytest.fixture
 def web(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
-    server = Web()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    handler = type("OfThisTest", (Web,), {"requests": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        handler.root = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield handler
+        server.shutdown()
+        thread.join()
 
 
 @pytest.fixture
@@ -189,7 +176,7 @@ def test_a_password_in_a_url_is_in_no_message_and_no_file(tmp_path, try_it, star
     "answer", [b"HTTP/1.1 404 \x1b]0;x\x07\x9b31m\r\n\r\n", b"\x1b]0;x\x07 what\r\n\r\n"]
 )
 def test_a_server_cannot_control_the_terminal(web, try_it, monkeypatch, answer):
-    monkeypatch.setattr(Answer, "do_GET", lambda self: self.wfile.write(answer))
+    monkeypatch.setattr(web, "do_GET", lambda self: self.wfile.write(answer))
     error = try_it(f"{web.root}/play.txt")
     assert "\\x1b]0;x\\x07" in error and error.isprintable()
 

@@ -4,8 +4,6 @@ import hashlib
 import itertools
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -100,6 +98,8 @@ HALVES = [{"title": "c"}, {"content": 5}]
         ({"text": 5}, None),
         ({"title": 7, "content": "b"}, "7: b"),
         ({"title": ["a"], "content": "b"}, None),
+        ({"title": float("nan"), "content": "b"}, None),
+        ({"title": float("-inf"), "content": "b"}, None),
         ({"title": "a", "summary": "b", "sections": [{"title": "c", "content": ["d"]}]}, None),
         ({"title": "a", "summary": "b", "sections": ["c"]}, None),
         (["a"], None),
@@ -163,16 +163,17 @@ def test_bad_records_are_skipped_counted_and_shown_with_their_line(tmp_path, cap
     path = write_jsonl(tmp_path / "c.jsonl", [{"text": f"document {i}"} for i in range(20)])
     with open(path, "a") as f:
         f.write('{"text": "cut off\n{"question": "?"}\n{"text": "  "}\n{"text": "half \\ud800"}\n')
+        f.write('{"text": "millions of values", "d": [' + "{}," * 1_100_000 + "{}]}\n")
     folder, meta = prepare_set(tmp_path, path, max_bad=0.2)
     records = meta["records"]
     bad = records["bad"]
-    assert records["read"] == 24 and bad["not valid JSON"] == 1 and sum(bad.values()) == 3
+    assert records["read"] == 25 and bad["not valid JSON"] == 1 and sum(bad.values()) == 4
     assert records["dropped"] == {"empty": 1} and records["shapes"] == {"{text}": 21}
     report = capsys.readouterr().out
     assert "c.jsonl:21: not valid JSON" in report
     assert "c.jsonl:22: {question} is no known shape" in report
     assert "c.jsonl:24: half a surrogate pair" in report
-    assert "bad: 3" in report and "dropped: 1" in report
+    assert "bad: 4" in report and "dropped: 1" in report
 
 
 # -- the files --
@@ -400,23 +401,16 @@ def test_the_demo_corpus_is_prose_and_the_same_every_time():
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared corpora")
-def test_gpt2_counts_of_a_real_corpus_equal_tiktoken(tmp_path):
-    code = "import sys, prepare; from configurator import run; run(prepare.main)"
+def test_gpt2_counts_of_a_real_corpus_equal_tiktoken(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
     corpus = tmp_path / "some.jsonl"
     with gzip.open(SHARED / "corpora" / "oi_wiki_zh.jsonl.gz", "rt", encoding="utf-8") as f:
         corpus.write_text("".join(itertools.islice(f, 60)), encoding="utf-8")
-    env = os.environ | {
-        "TIKTOKEN_CACHE_DIR": str(SHARED / "tiktoken_cache"),
-        "PYTHONPATH": str(Path(prepare.__file__).parent),
-    }
-    options = ["--name=zh", f"--data_dir={tmp_path}", "--tokenizer=gpt2", "--val_fraction=0.1"]
-    argv = [sys.executable, "-c", code, "--input", str(corpus), *options]
-    subprocess.run(argv, env=env, check=True, capture_output=True)
-    meta = open_dataset(tmp_path / "zh")
-    tokenizer = load_tokenizer(tmp_path / "zh")
+    folder, meta = prepare_set(tmp_path, corpus, tokenizer="gpt2")
+    tokenizer = load_tokenizer(folder)
     records = [json.loads(line) for line in corpus.read_text(encoding="utf-8").splitlines()]
     texts = [record_text(r)[0] for r in records]
     tokens = sum(len(tokenizer.encode(text)) + 1 for text in texts)
     assert sum(s["tokens"] for s in meta["splits"].values()) == tokens
     assert (meta["vocab_size"], meta["eos_id"], meta["dtype"]) == (50257, 50256, "uint16")
-    assert documents(tmp_path / "zh") == Counter(texts)
+    assert documents(folder) == Counter(texts)

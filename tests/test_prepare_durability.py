@@ -191,19 +191,6 @@ def test_a_full_disk_is_one_clear_line_and_the_old_data_set_stays(corpus, refere
     assert contents(tmp_path / "set") == contents(reference)
 
 
-@pytest.mark.slow
-def test_a_restart_notices_that_its_input_has_changed(corpus, tmp_path):
-    file = write_jsonl(tmp_path / "0.jsonl", make_records(4000))
-    model = tiktoken_file(tmp_path / "b.tiktoken")
-    argv = command([file, corpus[2]], tmp_path, f"--tokenizer={model}", TINY_SHARDS)
-    kill_after_a_shard(argv, tmp_path)
-    write_jsonl(file, make_records(1500, seed=7))
-    again = subprocess.run(argv, check=True, capture_output=True, text=True)
-    assert "continuing after" not in again.stdout
-    fresh, _ = prepare_set(tmp_path, file, corpus[2])
-    assert (tmp_path / "set" / "train.bin").read_bytes() == (fresh / "train.bin").read_bytes()
-
-
 def test_too_many_bad_records_can_be_allowed_without_reading_all_again(tmp_path, refuses, capsys):
     corpus = write_jsonl(tmp_path / "c.jsonl", [*make_records(300), *[{"x": 1}] * 30])
     options = [f"--data_dir={tmp_path}", "--tokenizer=byte", TINY_SHARDS, "--val_fraction=0.2"]

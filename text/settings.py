@@ -48,7 +48,7 @@ class PrepareConfig:
     # ---- Bad records: the report counts them and shows examples ----
     max_bad: float = 0.01  # stop with an error if a larger share of the records cannot be read
     strict: bool = False  # stop with an error at the first record that cannot be read
-    max_record_mb: float = 64.0  # million characters (.jsonl: bytes); more is bad (.json, .csv: an error)
+    max_record_mb: float = 64.0  # million characters or bytes; more is bad (.json, .csv: an error)
     # ---- Output ----
     name: str = ""  # write the data set to data_dir/NAME/; default: demo, or the first input's name
     data_dir: str = "data"  # the folder that holds the data sets
