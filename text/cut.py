@@ -83,17 +83,15 @@ def cut_document(
     sizes = np.array([len(token) for token in tokens], np.uint16)
     # In UTF-8 a byte of the form 10xxxxxx continues a character.
     starts = np.array([sum(byte >> 6 != 0b10 for byte in token) for token in tokens], np.uint16)
-    text_ids = ids[:-1]  # without the eos
-    total = {"bytes": sizes[text_ids], "characters": starts[text_ids]}
-    started = np.cumsum(total["characters"], dtype=np.uint32)
-    at = min(int(np.searchsorted(started, characters, side="right")), len(text_ids) - 1)
+    counts = {"bytes": sizes[ids[:-1]], "characters": starts[ids[:-1]]}  # without the eos
+    started = np.cumsum(counts["characters"], dtype=np.uint32)
+    at = min(int(np.searchsorted(started, characters, side="right")), len(started) - 1)
     left, right = row.copy(), row.copy()
     right["val"] = True
     left["tokens"] = at + 1
-    for name, of_token in total.items():
+    right["tokens"] = len(ids) - at
+    for name, of_token in counts.items():
         # A share of the row's own count, since some tokenizers do not decode every text to itself.
         left[name] = int(row[name]) * int(of_token[:at].sum()) // int(of_token.sum())
-    for name in ("tokens", "bytes", "characters"):
-        right[name] = row[name] - left[name]
-    right["tokens"] = len(ids) - at
+        right[name] -= left[name]
     return [(left, np.append(ids[:at], encoder.eos)), (right, ids[at:])] if at else [(right, ids)]

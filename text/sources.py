@@ -49,7 +49,7 @@ class Source:
     def at(cls, path: Path, kind: str, name: str = "") -> "Source":
         """Return the Source of an existing file. name: what messages show instead of the path."""
         stat = path.stat()
-        return cls(path, kind, name or name_of(path), stat.st_size, stat.st_mtime_ns)
+        return cls(path, kind, name or str(path), stat.st_size, stat.st_mtime_ns)
 
     def same_file(self) -> tuple:
         """Return what an interrupted run compares to decide whether this is still the same file."""
@@ -67,19 +67,6 @@ class Source:
             advice = "run the same command again when nothing writes to it"
             raise UserError(f"{self.name}: it changed while it was read: {advice}")
         self.sha256 = sha256
-
-
-def name_of(path: Path) -> str:
-    """Return a path as messages and meta.json show it.
-
-    A name that the locale cannot decode is decoded as UTF-8. In that case a lone surrogate stands
-    for each byte that is not UTF-8.
-    """
-    try:
-        str(path).encode()
-        return str(path)
-    except UnicodeEncodeError:
-        return os.fsencode(path).decode("utf-8", "surrogateescape")
 
 
 def in_order(path: Path) -> list[bytes]:
@@ -130,7 +117,7 @@ def find_sources(
     written = {folder.resolve() for folder in no_input}
     seen = set()  # identities of the files in `sources`
     for argument in inputs:
-        counts = skipped.setdefault(name_of(Path(argument)), Counter())
+        counts = skipped.setdefault(argument, Counter())
         for file in named_files(argument, counts):
             file_kind = kind_of(file) if kind == "auto" else kind
             if not file_kind:
