@@ -154,11 +154,9 @@ def name_of_set(cfg: PrepareConfig) -> str:
         argument = cfg.input[0]
         path = file_of(argument, Path(cfg.data_dir)) if is_url(argument) else Path(argument)
         name = (path.name or path.resolve().name).split(".")[0]
-    if (
-        not re.fullmatch(r"[^-./*?:,\[\x00-\x1f][^/*?:,\x00-\x1f]{0,99}", name)
-        or name == "downloads"
-    ):
-        raise UserError(f"name {name!r} must be a plain folder name: give --name=NAME")
+    if not re.fullmatch(r"(?!downloads$)[^-./*?:,\[\x00-\x1f][^/*?:,\x00-\x1f]{0,99}", name):
+        allowed = "a plain folder name, other than downloads"
+        raise UserError(f"name {name!r} must be {allowed}: give --name=NAME")
     return name
 
 

@@ -15,11 +15,9 @@ from conftest import make_records, write_jsonl
 from test_prepare import TEXTS, documents, prepare_set
 
 import prepare
-from text import formats, sources
+from text import sources
 from text.encode import segments
-from text.formats import Reader
 from text.records import record_text
-from text.sources import Source
 
 
 def zstd(data: bytes) -> bytes:
@@ -254,28 +252,6 @@ def test_segments_put_together_are_the_document(monkeypatch, text):
     assert max(map(len, segments(text))) <= 60
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "txt"])
-def test_the_reader_goes_on_from_any_position(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr(formats, "CHUNK", 300)
-    texts = [f"{t} {i}" for i in range(30) for t in TEXTS]
-    content = {
-        "jsonl": jsonl(texts),
-        "json": json.dumps([{"text": t} for t in texts]),
-        "csv": "text\n" + "".join(f'"{t}"\n' for t in texts),
-        "txt": "\n".join(texts),
-    }[suffix]
-    sources = []
-    for i in range(2):
-        (tmp_path / f"{i}.{suffix}").write_text(content, encoding="utf-8")
-        sources.append(Source.at(tmp_path / f"{i}.{suffix}", suffix))
-    chunks = list(Reader(sources, "utf-8", "line", 10**6).chunks())
-    assert len(chunks) > 6
-    for n, chunk in enumerate(chunks):
-        rest = Reader(sources, "utf-8", "line", 10**6, chunk.file, chunk.record).chunks()
-        wanted = [r for c in chunks[n + 1 :] for r in c.records]
-        assert [r for c in rest for r in c.records] == wanted
-
-
 def test_folders_and_globs_are_read_in_a_fixed_order_each_file_once(tmp_path, monkeypatch):
     for name in ("b/2.jsonl", "b/1.txt", "a.json", "b/c/3.md", "b/image.png"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -285,10 +261,3 @@ def test_folders_and_globs_are_read_in_a_fixed_order_each_file_once(tmp_path, mo
     assert [s.name for s in files] == ["b/1.txt", "b/2.jsonl", "b/c/3.md", "a.json"]
     again = {sources.READ_ALREADY: 1}
     assert skipped == {"b": {".png": 1}, "b/*.txt": again, "**/*.md": again}
-
-
-def test_which_shape_was_read_is_printed(tmp_path, capsys):
-    records = [*make_records(20), *({"instruction": "i", "output": f"o{i}"} for i in range(10))]
-    prepare_set(tmp_path, write_jsonl(tmp_path / "c.jsonl", records))
-    shapes = "{title, summary, sections}: 20, {instruction, input, output}: 10"
-    assert f"read as {shapes}" in capsys.readouterr().out

@@ -63,22 +63,6 @@ def test_learned_tokens_are_cut_between_two_of_them(tmp_path, suffix, monkeypatc
     assert 0 <= len(tokenizer.decode(val)) - (len(PLAY) - int(len(PLAY) * 0.9)) < longest
 
 
-@pytest.mark.parametrize("number", [2, 3, 9])
-def test_of_a_few_files_the_last_characters_are_val(tmp_path, number):
-    """Only the file at the cut is cut."""
-    texts = [f"book {i} {PLAY[: 3000 * (i + 1)]}" for i in range(number)]
-    files = [tmp_path / f"{i}.txt" for i in range(number)]
-    for file, text in zip(files, texts, strict=True):
-        file.write_text(text, encoding="utf-8")
-    folder, meta = prepare_set(tmp_path, *files, val_fraction=0.1)
-    *before, left = texts_of(folder, "train")
-    right, *after = texts_of(folder, "val")
-    at = int(len("".join(texts)) * 0.9)
-    assert "".join([*before, left]) == "".join(texts)[:at]
-    assert [*before, left + right, *after] == texts
-    assert meta["few_documents"] == number
-
-
 @pytest.mark.parametrize(
     "texts, train, val, options",
     [
@@ -107,12 +91,6 @@ def test_many_documents_are_chosen_by_their_hash_as_ever(tmp_path):
     ]
     assert [digest[:16] for digest in hashes] == ["6f73189f3917d012", "58e7ee0fcb030efe"]
     assert "few_documents" not in meta
-
-
-def test_a_text_of_one_character_is_one_clear_line(tmp_path, refuses):
-    (tmp_path / "c.txt").write_text("x")
-    options = [f"--data_dir={tmp_path}", "--tokenizer=byte"]
-    assert "--val_fraction" in refuses(prepare.main, "--input", tmp_path / "c.txt", *options)
 
 
 def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from configurator import OneRankError
+from configurator import UserError
 from text.sources import Source
 
 
@@ -29,7 +29,7 @@ class Ranks(NamedTuple):
             dist.all_gather_object(values, value)
         except RuntimeError:  # the connection to another process is closed
             reason = "another process of this job ended: its own message says why"
-            raise OneRankError(reason) from None
+            raise UserError(reason) from None
         return values
 
     def of_first(self, work: Callable[[], Any]) -> Any:
