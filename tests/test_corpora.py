@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import lzma
+import random
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -50,11 +51,14 @@ def test_every_compression_is_read_whatever_the_file_is_called(tmp_path, suffix)
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_compressed_file_cut_off_anywhere_is_an_error(tmp_path, refuses, suffix):
+def test_a_compressed_file_that_is_cut_off_or_damaged_is_an_error(tmp_path, refuses, suffix):
     packed = COMPRESS[suffix](jsonl(f"{t} {i}" for i in range(200) for t in TEXTS).encode())
     path = tmp_path / f"cut.jsonl.{suffix}"
-    for end in (len(packed) - 1, len(packed) - 9, len(packed) // 2):
-        path.write_bytes(packed[:end])
+    damaged = [packed[:end] for end in (len(packed) - 1, len(packed) - 9, len(packed) // 2)]
+    if suffix != "zst":  # a second member that is damaged: bz2 and lzma of Python just end there
+        damaged.append(packed + bytes(4) + random.Random(0).randbytes(300_000))
+    for end, content in enumerate(damaged):
+        path.write_bytes(content)
         error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}", "--name=x")
         assert f"cut.jsonl.{suffix}: damaged or cut off" in error, end
 

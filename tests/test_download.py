@@ -65,6 +65,7 @@ def web(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     handler = type("OfThisTest", (Web,), {"requests": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.handle_error = lambda *_: None  # a client that goes away is part of a test
         handler.root = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

@@ -108,8 +108,10 @@ class Reader:
                 for number, (place, record) in enumerate(records, 1):
                     if number > skip:
                         yield number, raw.bytes_read, place, record
-                while raw.read(1 << 20):
+                while stream.read(1 << 20):
                     pass  # the hash includes bytes that no record needed
+                if raw.bytes_read < source.bytes:  # bz2 and lzma end there without an error
+                    raise EOFError(f"{source.bytes - raw.bytes_read:,} bytes cannot be unpacked")
                 source.check_unchanged(raw.digest.hexdigest())
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
             # Only an error of the system has a strerror: the others are of a decompressor.

@@ -47,6 +47,7 @@ class Worker(threading.Thread):
         self.pipe, self.other_end = context.Pipe()
         self.process = context.Process(target=serve, args=(task, self.other_end), daemon=True)
         self.is_started = threading.Event()
+        self.start()
 
     def run(self) -> None:
         # The process inherits the mask: Ctrl-C is handled by the main process, which then kills it.
@@ -59,21 +60,17 @@ class Worker(threading.Thread):
         while item := self.todo.get():
             chunk, future = item
             try:
-                future.set_result(self.result_of(chunk))
-            except Exception as e:
-                future.set_exception(e)
-
-    def result_of(self, chunk: Chunk) -> Any:
-        """Send a chunk to the process and wait for its result. Raises the error that it raised."""
-        try:
-            self.pipe.send(chunk)
-            result = self.pipe.recv()
-        except (EOFError, OSError):
-            killed = "a worker process was killed, as the system does when memory runs out"
-            raise UserError(f"{killed}: lower --workers") from None
-        if isinstance(result, Exception):
-            raise result
-        return result
+                self.pipe.send(chunk)
+                result = self.pipe.recv()
+            except (EOFError, OSError):
+                killed = "a worker process was killed, as the system does when memory runs out"
+                result = UserError(f"{killed}: lower --workers")
+            except Exception as e:  # an error of the task that cannot be unpickled
+                result = e
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
 
 
 def serve(task: Task, pipe: Connection) -> None:
@@ -111,7 +108,6 @@ def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tupl
         for chunk in chunks:
             if len(pool) < workers:
                 pool.append(Worker(task, todo))
-                pool[-1].start()
                 pool[-1].is_started.wait()
                 if pool[-1].process.pid is None:
                     raise UserError("the system starts no more processes: lower --workers")
@@ -124,9 +120,10 @@ def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tupl
         for position, future in waiting:
             yield position, future.result()
     finally:
-        for worker in filter(Worker.is_alive, pool):
+        for worker in pool:
             worker.is_started.wait()
-            worker.process.kill()  # it writes no files
+            if worker.process.pid:
+                worker.process.kill()  # it writes no files
             todo.put(None)
-        for worker in filter(Worker.is_alive, pool):
+        for worker in pool:
             worker.join()
