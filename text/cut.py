@@ -3,24 +3,20 @@
 As a rule, a hash decides for each document whether it goes to train.bin or to val.bin (encode.py).
 A single file of text cannot be split like that. The parts are written as always. When all documents
 and characters are counted, they are cut: the last val_fraction of all characters becomes val.bin,
-and the document at the cut becomes two documents.
+and the document at the cut becomes two documents. They are cut between two tokens: a token in which
+the first character of val begins goes to val as a whole.
 """
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from configurator import UserError
 from hardware.disk import remove_only
-from text.encode import ROW, Encoded, Encoder, Part
+from text.encode import Encoded, Encoder, Part
 from text.folders import WORK
-from text.records import Tally, documents
-from text.settings import PrepareConfig, cleaning, reader_of
-from text.sources import Source
-
-Shares = list[tuple[list[Source], Part]]  # the part of each process, and the files it was made of
+from text.merge import kept_rows
+from text.records import Tally
 
 
 def too_few(splits: dict[str, dict], val_fraction: float) -> bool:
@@ -33,85 +29,69 @@ def too_few(splits: dict[str, dict], val_fraction: float) -> bool:
 
 
 def cut_by_text(
-    cfg: PrepareConfig,
-    shares: Shares,
-    duplicate: np.ndarray,
-    splits: dict[str, dict],
-    encoder: Encoder,
-    folder: Path,
+    parts: list[Part], duplicate: np.ndarray, characters: int, encoder: Encoder, folder: Path
 ) -> Part:
     """Write the documents of all parts into one new part in `folder`, and return it.
 
-    Of their n characters, the first int(n * (1 - val_fraction)) go to its train.bin, the others to
-    its val.bin. duplicate: the documents that are left out, as in merge(). splits: the counts of
-    the others. Raises UserError if a split would be empty.
+    The documents have `characters` characters. The first int(characters * (1 - val_fraction)) go to
+    train.bin, the others to val.bin. duplicate: the documents that are left out, as in merge().
     """
-    n = sum(counts["characters"] for counts in splits.values())
-    cut = int(n * (1 - cfg.val_fraction))
-    for split, size, advice in (("train", cut, "lower"), ("val", n - cut, "raise")):
-        if size == 0:
-            empty = f"the input is too short: {advice} --val_fraction, or give more text"
-            raise UserError(f"{split}.bin would be empty: {empty}")
+    cut = int(characters * (1 - encoder.val_fraction))
     remove_only(folder, WORK["cut"])
-    new = Part(folder, key="")
-    new.open([])
+    new_part = Part(folder, key="")
+    new_part.open([])
     end = 0  # how many characters come before the end of the document
-    for sources, row, ids in kept_rows(shares, duplicate, encoder.dtype):
-        begin = end
+    for row, ids in kept_documents(parts, duplicate, encoder.dtype):
+        start = end
         end += int(row["characters"])
-        if begin < cut < end:
-            text = text_of(row, sources, cfg)
-            write(new, *half(row, text[: cut - begin], False, encoder))
-            write(new, *half(row, text[cut - begin :], True, encoder))
-        else:
-            row["val"] = end > cut
-            write(new, row, ids)
-    new.commit(0, 0, [])
-    new.close()
-    return new
+        row["val"] = start >= cut
+        halves = cut_document(row, ids, cut - start, encoder) if start < cut < end else [(row, ids)]
+        for half, half_ids in halves:
+            data = half_ids.tobytes()
+            train, val = (b"", data) if half["val"] else (data, b"")
+            new_part.write(Encoded(np.array([half]), train, val, Tally()))
+    new_part.commit(0, 0, [])
+    new_part.close()
+    return new_part
 
 
-def kept_rows(
-    shares: Shares, duplicate: np.ndarray, dtype: np.dtype
-) -> Iterator[tuple[list[Source], np.ndarray, np.ndarray]]:
-    """Yield (the files of its part, row, its token ids) for each row, in the order of the input."""
-    number = 0  # of the document
-    for sources, part in shares:
-        files = {val: open(part.paths["val" if val else "train"], "rb") for val in (False, True)}
-        for row in np.fromfile(part.paths["rows"], ROW):
-            ids = np.fromfile(files[bool(row["val"])], dtype, int(row["tokens"]))
-            if not (len(duplicate) and duplicate[number]):
-                yield sources, row, ids
-            number += 1
-        for file in files.values():
-            file.close()
+def kept_documents(
+    parts: list[Part], duplicate: np.ndarray, dtype: np.dtype
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield (row, its token ids) of each document that is kept, in the order of the input."""
+    files = {path: open(path, "rb") for part in parts for path in part.paths.values()}
+    for part, rows, kept in kept_rows(parts, duplicate):
+        for row, is_kept in zip(rows, kept, strict=True):
+            file = files[part.paths["val" if row["val"] else "train"]]
+            ids = np.fromfile(file, dtype, int(row["tokens"]))
+            if is_kept:
+                yield row, ids
+    for file in files.values():
+        file.close()
 
 
-def text_of(row: np.ndarray, sources: list[Source], cfg: PrepareConfig) -> str:
-    """Read the files again, up to the text of this row, and return it.
+def cut_document(
+    row: np.ndarray, ids: np.ndarray, characters: int, encoder: Encoder
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return (row, ids) of its halves, cut before the token in which character `characters` begins.
 
-    Its ids would not do: there are tokenizers that do not decode every text to itself.
+    If that is the first token, there is only the second half: the document.
     """
-    for chunk in reader_of(sources, cfg).chunks():
-        for _, text, utf8 in documents(chunk, cleaning(cfg), Tally()):
-            if hashlib.sha256(utf8).digest()[:16] == row["digest"].tobytes():
-                return text
-    raise UserError("the input changed while it was read: run the same command again")
-
-
-def half(row: np.ndarray, text: str, val: bool, encoder: Encoder) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row and the ids of one half of a document that is cut; this is its `text`."""
-    row = row.copy()
-    ids = np.concatenate([encoder.encode(text), encoder.eos])
-    row["val"] = val
-    row["tokens"] = len(ids)
-    row["bytes"] = len(text.encode())
-    row["characters"] = len(text)
-    return row, ids
-
-
-def write(part: Part, row: np.ndarray, ids: np.ndarray) -> None:
-    """Append a row and its ids to the files of a part."""
-    data = ids.tobytes()
-    train, val = (b"", data) if row["val"] else (data, b"")
-    part.write(Encoded(np.array([row]), train, val, Tally()))
+    tokenizer = encoder.tokenizer
+    # An unk, which has no bytes, stands for at least one character.
+    tokens = [tokenizer.token_bytes(i) or b"?" for i in range(tokenizer.vocab_size)]
+    sizes = np.array([len(token) for token in tokens], np.uint16)
+    # In UTF-8 a byte of the form 10xxxxxx continues a character.
+    starts = np.array([sum(byte >> 6 != 0b10 for byte in token) for token in tokens], np.uint16)
+    counts = {"bytes": sizes[ids[:-1]], "characters": starts[ids[:-1]]}  # without the eos
+    started = np.cumsum(counts["characters"], dtype=np.uint32)
+    at = min(int(np.searchsorted(started, characters, side="right")), len(started) - 1)
+    left, right = row.copy(), row.copy()
+    right["val"] = True
+    left["tokens"] = at + 1
+    right["tokens"] = len(ids) - at
+    for name, of_token in counts.items():
+        # A share of the row's own count, since some tokenizers do not decode every text to itself.
+        left[name] = int(row[name]) * int(of_token[:at].sum()) // int(of_token.sum())
+        right[name] -= left[name]
+    return [(left, np.append(ids[:at], encoder.eos)), (right, ids[at:])] if at else [(right, ids)]

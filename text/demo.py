@@ -38,9 +38,8 @@ def demo_sources() -> list[Source]:
     sources = []
     for root, base in roots:
         for path in sorted(root.rglob("*.py")):
-            if LEFT_OUT.intersection(path.relative_to(root).parts):
-                continue
-            if path.name.startswith(("test_", "_test", "_sysconfigdata")):
+            is_test = path.name.startswith(("test_", "_test", "_sysconfigdata"))
+            if is_test or LEFT_OUT.intersection(path.relative_to(root).parts):
                 continue
             module = ".".join(path.relative_to(base).with_suffix("").parts)
             sources.append(Source.at(path, "py", module.removesuffix(".__init__")))

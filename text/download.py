@@ -8,25 +8,16 @@ import hashlib
 import http.client
 import os
 import re
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 from configurator import UserError, note
-from hardware.disk import (
-    Lock,
-    file_sha256,
-    json_bytes,
-    remove_only,
-    sealed,
-    unseal,
-    write_whole,
-)
+from hardware.disk import Lock, file_sha256, json_bytes, remove_only, sealed, unseal, write_whole
 from hardware.terminal import ProgressBar
 from text.records import printable
-from text.sources import EXPECTED, kind_of
+from text.sources import UNKNOWN_KIND, kind_of
 
 TIMEOUT = 30  # seconds that a server may be silent
 
@@ -44,15 +35,6 @@ def without_secrets(url: str) -> str:
     parts = urllib.parse.urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     return urllib.parse.urlunsplit((parts.scheme, host, parts.path, "", ""))
-
-
-def named(url: str) -> str:
-    return f"--input {without_secrets(url)}"
-
-
-def digest_of(url: str) -> str:
-    """Return the SHA-256 of a URL. Its bytes need not be UTF-8: Python has surrogates for these."""
-    return hashlib.sha256(url.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def file_of(url: str, data_dir: Path) -> Path:
@@ -76,119 +58,94 @@ def file_of(url: str, data_dir: Path) -> Path:
     return data_dir / "downloads" / f"{name.partition('.')[0]}-{digest_of(url)[:8]}" / name
 
 
+def digest_of(url: str) -> str:
+    """Return the SHA-256 of a URL. Its bytes need not be UTF-8: Python has surrogates for these."""
+    return hashlib.sha256(url.encode("utf-8", "surrogateescape")).hexdigest()
+
+
 def download_all(inputs: tuple[str, ...], data_dir: Path, kind: str) -> dict[str, Path]:
-    """Download those of the --input arguments that are URLs. Return URL -> file."""
+    """Download those of the --input arguments that are URLs, unless that was done earlier.
+
+    Return URL -> file. kind: of the files; "auto": as the name of each says. Raises UserError if a
+    file cannot be downloaded, or is not what was downloaded.
+    """
     files = {url: file_of(url, data_dir) for url in inputs if is_url(url)}
     for url, file in files.items():
-        download(url, file, kind)
+        if kind == "auto" and not kind_of(file):
+            raise UserError(f"--input {without_secrets(url)}: {UNKNOWN_KIND}")
+        # An earlier download may be in another user's folder, where nothing can be locked.
+        is_kept = os.path.lexists(file)
+        sha256 = check_kept(url, file) if is_kept else download(url, file)
+        origin = "downloaded earlier" if is_kept else "downloaded"
+        size = f"{file.stat().st_size:,} bytes"
+        print(f"{without_secrets(url)}: {origin}: {file}, {size}, SHA-256 {sha256}")
     return files
 
 
-def download(url: str, file: Path, kind: str) -> None:
-    """Make sure that `file` holds what the server sent for the URL, complete and unchanged.
+def check_kept(url: str, file: Path) -> str:
+    """Return the SHA-256 of a file that was downloaded from this URL.
 
-    file: the result of file_of(). kind: of the file; "auto": as its name says. Raises UserError if
-    it cannot be downloaded, or is not what was downloaded.
+    Raises UserError if NAME.download does not say so.
     """
-    if kind == "auto" and not kind_of(file):
-        wanted = f"expected {EXPECTED}, or give --format=KIND"
-        raise UserError(f"{named(url)}: unknown kind of file; {wanted}")
-    if (file.parents[1] / "meta.json").exists():
-        problem = f"{file.parents[1]} is a data set, but downloads belong there"
-        raise UserError(f"{named(url)}: {problem}: choose another --data_dir")
-    about = file.with_name(f"{file.name}.download")
-    if os.path.lexists(file):  # perhaps in another user's folder, where nothing can be locked
-        kept = check_kept(url, file, about)
-        print_kept(url, file, kept, "downloaded earlier")
-        return
-    held = Lock(file.parent, "download the file yourself")
+    record = file.with_name(f"{file.name}.download")
     try:
-        kept = fetch(url, file, about)
-        print_kept(url, file, kept, "downloaded")
-    finally:
-        held.close()
-        remove_only(file.parents[1], ())  # if it is empty, because nothing was downloaded
-
-
-def print_kept(url: str, file: Path, kept: dict, how: str) -> None:
-    size = f"{kept['bytes']:,} bytes, SHA-256 {kept['file_sha256']}"
-    print(f"{without_secrets(url)}: {how}: {file}, {size}")
-
-
-def check_kept(url: str, file: Path, about: Path) -> dict:
-    """Return what NAME.download says of the file.
-
-    Raises UserError if the file is not what was downloaded from this URL.
-    """
-    try:
-        kept = unseal(about)
-        if kept["url_sha256"] == digest_of(url) and kept["file_sha256"] == file_sha256(file):
-            return kept
+        kept = unseal(record)
+        sha256 = kept["file_sha256"]
+        if kept["url_sha256"] == digest_of(url) and sha256 == file_sha256(file):
+            return sha256
         problem = "changed since it was downloaded"
     except (OSError, ValueError, KeyError) as e:
-        problem = f"prepare.py did not download it, or {about} was changed ({e})"
+        problem = f"prepare.py did not download it, or {record} was changed ({e})"
     advice = f"move {file.parent} away, or name the file itself as --input"
     raise UserError(f"{file}: {problem}: {advice}")
 
 
-def fetch(url: str, file: Path, about: Path) -> dict:
-    """Download the file, and return what NAME.download says of it."""
-    aside = file.with_name(f".{file.name}.tmp")
-    aside.unlink(missing_ok=True)  # of a killed process; or a link, which is not to be followed
+def download(url: str, file: Path) -> str:
+    """Download a file, write NAME.download beside it, and return its SHA-256."""
+    lock = Lock(file.parent, "download the file yourself")
+    partial = file.with_name(f".{file.name}.tmp")
     digest = hashlib.sha256()
     try:
-        with ask(url) as response, open(aside, "xb") as f:
-            bar = ProgressBar("downloading", total=response.length, unit_scale=True)
-            with bar:
-                for data in blocks(response, url):
-                    f.write(data)
-                    digest.update(data)
-                    bar.update(len(data))
+        partial.unlink(missing_ok=True)  # of a killed process; or a link, which is not followed
+        with open(partial, "xb") as f:
+            for block in blocks(url):
+                f.write(block)
+                digest.update(block)
             f.flush()
             os.fsync(f.fileno())
-            size = f.tell()
-        kept = {"url": without_secrets(url), "url_sha256": digest_of(url), "bytes": size}
-        kept |= {"file_sha256": digest.hexdigest()}
-        write_whole(about, json_bytes(sealed(kept)))
-        aside.rename(file)
-        return kept
+        kept = {"url": without_secrets(url), "url_sha256": digest_of(url)}
+        kept |= {"bytes": partial.stat().st_size, "file_sha256": digest.hexdigest()}
+        write_whole(file.with_name(f"{file.name}.download"), json_bytes(sealed(kept)))
+        partial.rename(file)
+        return digest.hexdigest()
     finally:
-        aside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
+        lock.close()
+        remove_only(file.parents[1], ())  # if it is empty, because nothing was downloaded
 
 
-def ask(url: str) -> http.client.HTTPResponse:
-    """Return the server's response. Raises UserError if it may be only a part of the file."""
+def blocks(url: str) -> Iterator[bytes]:
+    """Yield what the server sends. Raises UserError unless it is the whole file."""
     headers = {"User-Agent": "prepare.py", "Accept-Encoding": "identity"}
     in_ascii = urllib.parse.quote(url, "%/:=&?~#+!$,;'@()*[]", errors="surrogateescape")
-    try:
-        request = urllib.request.Request(in_ascii, headers=headers)
-        response = urllib.request.urlopen(request, timeout=TIMEOUT)
-    except (OSError, http.client.HTTPException, ValueError) as e:
-        problem = "cannot be downloaded (or give --input FILE, which came in another way):"
-        if isinstance(e, urllib.error.HTTPError):
-            problem = f"the server answers {e.code}"
-        why = " ".join(str(getattr(e, "reason", e)).split())  # it may be a text of the server's
-        raise UserError(f"{named(url)}: {problem} {printable(why)}") from None
-    if response.status != 200 or (response.length is None and not response.chunked):
-        response.close()
-        problem = "the server does not say how long the file is, or sends only a part of it"
-        raise UserError(f"{named(url)}: {problem}: download it yourself")
-    if response.headers.get_content_type() == "text/html":
-        note(f"{named(url)}: the server sends a web page; is it the address of the file itself?")
-    return response
-
-
-def blocks(response: http.client.HTTPResponse, url: str) -> Iterator[bytes]:
-    """Yield what the server sends. Raises UserError if the connection ends before the file does."""
-    total = response.length
+    shown = without_secrets(url)
     size = 0
     try:
-        while data := response.read(1 << 16):
-            size += len(data)
-            yield data
-    except (OSError, http.client.HTTPException) as e:
-        problem = f"the connection broke ({e})"
-        raise UserError(f"{named(url)}: {problem}: run the same command again") from None
-    if total is not None and size < total:
-        problem = f"the connection ended after {size:,} of {total:,} bytes"
-        raise UserError(f"{named(url)}: {problem}: run the same command again")
+        request = urllib.request.Request(in_ascii, headers=headers)
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+            total = response.length
+            if response.status != 200 or (total is None and not response.chunked):
+                raise ValueError("the server does not say how long the file is")
+            if response.headers.get_content_type() == "text/html":
+                note(f"{shown}: the server sends a web page; is it the address of the file itself?")
+            with ProgressBar("downloading", total=total, unit_scale=True) as bar:
+                while block := response.read(1 << 16):
+                    size += len(block)
+                    yield block
+                    bar.update(len(block))
+        if total is not None and size < total:
+            raise ValueError(f"the connection ended after {size:,} of {total:,} bytes")
+    except (OSError, http.client.HTTPException, ValueError) as e:
+        reason = printable(" ".join(str(e).split()))  # it may be a text of the server's
+        advice = "run the same command again, or download it yourself and give --input FILE"
+        raise UserError(f"--input {shown}: not downloaded ({reason}): {advice}") from None

@@ -52,8 +52,7 @@ class Chunk:
     bytes_read: int = 0  # bytes on the disk up to the position, of all files together
 
 
-# What the functions below yield: the records of a Chunk.
-Records = Iterator[tuple[str, Any]]
+Records = Iterator[tuple[str, Any]]  # the records of a Chunk
 
 
 @dataclass
@@ -73,25 +72,24 @@ class Reader:
     record: int = 0
 
     def chunks(self) -> Iterator[Chunk]:
-        before = sum(s.bytes for s in self.sources[: self.file])  # bytes of the files before
+        earlier = sum(s.bytes for s in self.sources[: self.file])  # bytes of the files so far
         chunk = Chunk("", [])
         size = 0
         for file in range(self.file, len(self.sources)):
             source = self.sources[file]
             skip = self.record if file == self.file else 0
-            for number, bytes_read, where, record in self.records(source, skip):
-                full = size >= CHUNK or len(chunk.records) >= 4096
-                if chunk.records and (full or chunk.kind != source.kind):
+            for number, bytes_read, place, record in self.records(source, skip):
+                if chunk.records and (size >= CHUNK or chunk.kind != source.kind):
                     yield chunk
                     chunk = Chunk("", [])
                     size = 0
                 chunk.kind = source.kind
-                chunk.records.append((where, record))
+                chunk.records.append((place, record))
                 chunk.file = file
                 chunk.record = number
-                chunk.bytes_read = before + bytes_read
-                size += weight(record)
-            before += source.bytes
+                chunk.bytes_read = earlier + bytes_read
+                size += 200 + characters(record)  # 200: so many short ones need memory, too
+            earlier += source.bytes
         if chunk.records:
             yield chunk
 
@@ -103,68 +101,53 @@ class Reader:
         read, is damaged, or changes.
         """
         try:
-            with HashedFile(source) as raw:
+            with HashedFile(source.path) as raw:
                 # The stream closes raw when it is garbage-collected, so it is kept to the end.
                 stream = self.opened(source, raw)
-                records = self.parsed(source, stream)
-                for number, (where, record) in enumerate(records, 1):
+                records = READERS[source.kind](stream, source, self)
+                for number, (place, record) in enumerate(records, 1):
                     if number > skip:
-                        yield number, raw.bytes_read, where, record
-                while raw.read(1 << 20):
+                        yield number, raw.bytes_read, place, record
+                while stream.read(1 << 20):
                     pass  # the hash includes bytes that no record needed
+                if raw.bytes_read < source.bytes:  # bz2 and lzma end there without an error
+                    raise EOFError(f"{source.bytes - raw.bytes_read:,} bytes cannot be unpacked")
                 source.check_unchanged(raw.digest.hexdigest())
-        except OSError as e:  # without strerror it is of gzip or bz2
-            problem = e.strerror or f"damaged or cut off ({e})"
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
+            # Only an error of the system has a strerror: the others are of a decompressor.
+            problem = getattr(e, "strerror", None) or f"damaged or cut off ({e})"
             raise UserError(f"{source.name}: {problem}") from None
-        except (EOFError, zlib.error, lzma.LZMAError) as e:
-            raise UserError(f"{source.name}: damaged or cut off ({e})") from None
         except UnicodeError as e:  # in UTF-16, surrogateescape cannot keep wrong bytes
-            option = "set --encoding to the encoding of the file"
-            raise UserError(f"{source.name}: not {self.encoding} ({e}): {option}") from None
+            advice = "set --encoding to the encoding of the file"
+            raise UserError(f"{source.name}: not {self.encoding} ({e}): {advice}") from None
 
     def opened(self, source: Source, raw: HashedFile) -> io.IOBase:
-        """Return the stream that parsed() reads: raw, or its decompressed bytes, or its text."""
+        """Return what a function in READERS reads: raw, or its decompressed bytes, or its text."""
         if source.kind in ("parquet", "py"):
             return raw
         stream = decompressed(io.BufferedReader(raw, 1 << 18), source.name)
-        if source.kind in ("jsonl", "ndjson") and has_ascii_line_ends(self.encoding):
+        # In ASCII, GB18030 and UTF-8, but not in UTF-16, a byte 0x0A is always a line end.
+        if source.kind in ("jsonl", "ndjson") and "\n".encode(self.encoding) == b"\n":
             return stream
         is_utf8 = codecs.lookup(self.encoding).name == "utf-8"
         encoding = "utf-8-sig" if is_utf8 else self.encoding  # leaves out a byte order mark
         newline = "" if source.kind in ("csv", "tsv") else None
         return io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline=newline)
 
-    def parsed(self, source: Source, stream: io.IOBase) -> Records:
-        if source.kind == "parquet":
-            return read_parquet(source, self.limit)  # opens the file itself
-        if source.kind == "py":
-            return iter([(source.name, stream.read())])
-        if isinstance(stream, io.TextIOWrapper):
-            return READERS[source.kind](stream, source, self.txt, self.limit)
-        return read_lines(stream, source, self.encoding, self.limit)
-
-
-def weight(record: Any) -> int:
-    """Return about how many characters of text a record has."""
-    if isinstance(record, str | bytes):
-        return len(record)
-    if isinstance(record, Lines):
-        return len(record.data)
-    return 200 + characters(record)
-
 
 def characters(record: Any) -> int:
     """Return how many characters all texts in a record have, however deep they are nested."""
     total = 0
-    todo = [record]
-    while todo:
-        value = todo.pop()
+    values = [record]
+    for value in values:  # it grows
         if isinstance(value, str | bytes):
             total += len(value)
+        elif isinstance(value, Lines):
+            total += len(value.data)
         elif isinstance(value, dict):
-            todo += value.values()
+            values += value.values()
         elif isinstance(value, list):
-            todo += value
+            values += value
     return total
 
 
@@ -174,44 +157,31 @@ def too_long(limit: int) -> ValueError:
 
 
 # --------------------------------------------------------------------------------------------------
-# JSON Lines
+# Lines: JSON Lines, and text
 
 
-def has_ascii_line_ends(encoding: str) -> bool:
-    """Return whether a byte 0x0A is always a line end: in UTF-8 and GB18030, but not in UTF-16."""
-    names = ("utf-8", "gb18030", "gbk", "gb2312", "ascii", "iso8859-1", "cp1252")
-    return codecs.lookup(encoding).name in names
-
-
-def read_lines(stream: io.BufferedIOBase, source: Source, encoding: str, limit: int) -> Records:
-    """Yield a .jsonl file as Lines of about a megabyte; too_long() for a line beyond the limit."""
-    rest: list[bytes] = []  # what has been read of the line that has not ended yet
-    number = 1  # of that line
-    length = 0  # of that line, so far
+def read_jsonl(stream: io.IOBase, source: Source, reader: Reader) -> Records:
+    """Yield Lines of about a megabyte, or each line if the stream is decoded already (UTF-16)."""
+    if isinstance(stream, io.TextIOWrapper):
+        for number, line in lines_of(stream, reader.limit):
+            if not is_blank(line):
+                yield f"{source.name}:{number}", line
+        return
+    number = 1  # of the first line that has not been yielded
     # No block is longer than the limit. So a line that lies within one block is not too long.
-    while data := stream.read(min(CHUNK, limit)):
-        line_end = data.find(b"\n")
-        length += len(data) if line_end < 0 else line_end
-        if length > limit:
-            rest = []
-            if line_end < 0:
-                continue
-            yield f"{source.name}:{number}", too_long(limit)
+    while block := stream.read(min(CHUNK, reader.limit)):
+        start = block.rfind(b"\n") + 1  # of the last line in the block
+        end = stream.readline(reader.limit + 1)  # of that line
+        is_long = len(block) - start + len(end.rstrip(b"\n")) > reader.limit
+        if is_long:
+            skip_line(stream, end)
+        lines = block[:start] if is_long else block + end
+        if lines:
+            yield source.name, Lines(lines, reader.encoding, source.name, number)
+        number += lines.count(b"\n")
+        if is_long:
+            yield f"{source.name}:{number}", too_long(reader.limit)
             number += 1
-            data = data[line_end + 1 :]
-        cut = data.rfind(b"\n") + 1  # the end of the last whole line, 0 if there is none
-        if cut:
-            block = b"".join([*rest, data[:cut]])
-            yield source.name, Lines(block, encoding, source.name, number)
-            number += block.count(b"\n")
-            rest = []
-        rest.append(data[cut:])
-        if line_end >= 0:
-            length = len(data) - cut
-    if length > limit:
-        yield f"{source.name}:{number}", too_long(limit)
-    elif any(rest):
-        yield source.name, Lines(b"".join(rest), encoding, source.name, number)
 
 
 def lines_of(f: io.TextIOWrapper, limit: int) -> Iterator[tuple[int, str | ValueError]]:
@@ -220,203 +190,167 @@ def lines_of(f: io.TextIOWrapper, limit: int) -> Iterator[tuple[int, str | Value
         line = f.readline(limit + 1)
         if not line:
             return
-        if len(line) <= limit or line.endswith("\n"):
-            yield number, line
-            continue
-        del line  # frees its memory
-        while (more := f.readline(CHUNK)) and not more.endswith("\n"):
-            pass
-        yield number, too_long(limit)
+        if len(line) > limit and not line.endswith("\n"):
+            skip_line(f, line)
+            line = too_long(limit)
+        yield number, line
+
+
+def skip_line(f: io.IOBase, line: str | bytes) -> None:
+    """Read on to the end of a line, of which `line` has been read."""
+    while line and line[-1:] not in ("\n", b"\n"):
+        line = f.readline(CHUNK)
 
 
 def is_blank(line: str | ValueError) -> bool:
     return isinstance(line, str) and line.isspace()
 
 
-def read_jsonl(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Records:
-    """Yield each line that is not blank, for the encodings that read_lines() cannot cut."""
-    for number, line in lines_of(f, limit):
-        if not is_blank(line):
-            yield f"{source.name}:{number}", line
+def read_txt(f: io.TextIOWrapper, source: Source, reader: Reader) -> Records:
+    """Yield the documents of a text file: it is one, or its lines are, or its blocks of lines."""
+    limit = reader.limit
+    if reader.txt == "file":
+        text = f.read(limit + 1)
+        yield source.name, text if len(text) <= limit else too_long(limit)
+        return
+
+    def document_of(numbered: tuple[int, str | ValueError]) -> tuple:
+        """Return what is equal for neighbours if they are lines of one document."""
+        number, line = numbered
+        return is_blank(line), number if reader.txt == "line" else 0
+
+    for (blank, _), lines in itertools.groupby(lines_of(f, limit), document_of):
+        if blank:
+            continue
+        start = 0  # the number of its first line
+        size = 0
+        block: list[str] = []
+        for number, line in lines:
+            start = start or number
+            size += len(line) if isinstance(line, str) else limit + 1
+            if size <= limit:
+                block.append(line)
+            else:
+                block.clear()
+        # The last line end is removed: the block at the end of a file may have none, and equal
+        # blocks must give equal texts.
+        text = "".join(block).removesuffix("\n")
+        yield f"{source.name}:{start}", text if size <= limit else too_long(limit)
 
 
 # --------------------------------------------------------------------------------------------------
 # JSON: an array of any length, or objects one after the other
 
 BETWEEN_ELEMENTS = re.compile(r"[\s,]*")
-# Where an error or the end of a number is this close to the end of the window, the window may have
-# cut a value in two. What may be cut, such as -Infinity or the e+10 of 1.5e+10, is shorter.
+# A number this close to the end of the window may go on behind it: 12 as 123, 1.5 as 1.5e+10.
 EDGE = 16
 WINDOW = 1 << 16  # characters that are read at a time, at least
 DECODER = json.JSONDecoder()
 
 
-def read_json(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Records:
+def read_json(f: io.TextIOWrapper, source: Source, reader: Reader) -> Records:
     """Yield the elements of one array, or the values that follow one another in the file.
 
     Only one element and one window of the text are in memory at a time. Raises UserError where the
     text is not valid JSON, and for an element beyond the limit, since its end may never come.
     """
-    window = f.read(1)
-    while window.isspace():
-        window = f.read(1)
-    in_array = window == "["
-    if in_array:
-        window = ""
-    number = 0  # of the elements so far
-
-    def error(at: int, why: str) -> UserError:
-        near = window[max(0, at - 20) : at + 20]
-        place = f"after element {number}, near {near!r} ({why})"
-        return UserError(f"{source.name}: not valid JSON {place}: correct the file there")
-
-    def beyond_limit() -> UserError:
-        hint = "raise that limit, or look there for a quote or a bracket that is not closed"
-        return UserError(f"{source.name}: element {number + 1}: {too_long(limit)}: {hint}")
-
+    window = f.read(WINDOW).lstrip()
+    closing = "]" if window.startswith("[") else ""
+    window = window.removeprefix("[")
+    at = 0
+    number = 1  # of the next element
     while True:
-        # The window doubles, so that a large element is decoded from its start only a few times.
-        more = f.read(max(WINDOW, len(window)))
-        window += more
-        at = BETWEEN_ELEMENTS.match(window).end()
-        while at < len(window):
-            if in_array and window[at] == "]":
-                behind = itertools.chain([window[at + 1 :]], iter(lambda: f.read(WINDOW), ""))
-                if any(map(str.strip, behind)):
-                    raise error(at + 1, "text after the end of the array")
+        at = BETWEEN_ELEMENTS.match(window, at).end()
+        problem = None
+        try:
+            record, end = DECODER.raw_decode(window, at)
+        except (ValueError, RecursionError) as e:  # it is wrong, or cut by the window's end
+            problem = e
+            end = len(window)
+        size = end - at
+        if end + EDGE > len(window) and size <= reader.limit:
+            # The window doubles, so that a large element is decoded only a few times.
+            more = f.read(max(WINDOW, len(window) - at))
+            window = window[at:] + more
+            at = 0
+            if more:
+                continue
+            if window.strip() == closing:
                 return
-            try:
-                record, end = DECODER.raw_decode(window, at)
-            except json.JSONDecodeError as e:
-                is_cut = e.msg.startswith("Unterminated string") or e.pos + EDGE > len(window)
-                if not (more and is_cut):
-                    raise error(e.pos, e.msg) from None
-                if len(window) - at > limit:
-                    raise beyond_limit() from None
-                break
-            except RecursionError:
-                raise error(at, "nested too deeply") from None
-            except ValueError:
-                raise error(at, "a number with too many digits") from None
-            is_closed = isinstance(record, dict | list)
-            if more and not is_closed and end + EDGE >= len(window):
-                break  # a number at the edge may not be complete: 12 may go on as 123
-            if end - at > limit:
-                raise beyond_limit()
-            number += 1
-            yield f"{source.name}: element {number}", record
-            at = BETWEEN_ELEMENTS.match(window, end).end()
-        window = window[at:]
-        if not more:
-            if in_array:
-                raise error(len(window), "the closing ] is missing")
-            return
+        if problem or size > reader.limit:
+            place = max(0, getattr(problem, "pos", at) - 20)
+            reason = getattr(problem, "msg", problem) if problem else too_long(reader.limit)
+            raise UserError(
+                f"{source.name}: element {number}: not valid JSON, or longer than --max_record_mb,"
+                f" near {window[place : place + 40]!r} ({reason})"
+            )
+        yield f"{source.name}: element {number}", record
+        number += 1
+        at += size
 
 
 # --------------------------------------------------------------------------------------------------
-# CSV, Parquet and text
+# CSV, Parquet, and the modules of the demo corpus
 
 
-def read_csv(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Records:
+def read_csv(f: io.TextIOWrapper, source: Source, reader: Reader) -> Records:
     """Yield each row as a dict: column -> text.
 
     Raises UserError for a row that cannot be parsed, since nothing tells where the next one begins.
     """
-    csv.field_size_limit(max(limit, csv.field_size_limit()))
-    begin = 1  # the line where the current row begins
-    held = 0  # how many characters of it have been read
+    csv.field_size_limit(reader.limit)  # else a quote that is left open takes the whole file
 
     def lines() -> Iterator[str]:
-        nonlocal held
-        while line := f.readline(limit + 1):
-            held += len(line)
-            if held > limit:
-                hint = "raise that limit, or close a quote that was left open"
-                raise csv.Error(f"{too_long(limit)}: {hint}")
+        for _, line in lines_of(f, reader.limit):
+            if isinstance(line, ValueError):
+                raise csv.Error(line)
             yield line
 
     dialect = "excel-tab" if source.kind == "tsv" else "excel"
     rows = csv.DictReader(lines(), dialect=dialect, strict=True)  # an open quote is an error
+    start = 1  # the line where the row begins
     try:
         header = rows.fieldnames or []
-        begin = rows.line_num + 1
-        twice = [name for name in header if header.count(name) > 1]
-        if twice:
-            problem = f"the header has the column {twice[0]!r} twice: rename one of them"
-            raise UserError(f"{source.name}:{rows.line_num}: {problem}")
+        for name in header:
+            if header.count(name) > 1:
+                raise csv.Error(f"the header has the column {name!r} twice: rename one of them")
+        start = rows.line_num + 1
         for row in rows:
             if None in row:
-                why = "more fields than the header: quote a text that holds the separator"
-                row = ValueError(why)
+                reason = "more fields than the header: quote a text that holds the separator"
+                row = ValueError(reason)
             yield f"{source.name}:{rows.line_num}", row
-            begin = rows.line_num + 1
-            held = 0
+            start = rows.line_num + 1
     except csv.Error as e:
-        raise UserError(f"{source.name}:{begin}: not a row of a CSV file ({e})") from None
+        problem = f"not a row of a CSV file, or longer than --max_record_mb ({e})"
+        raise UserError(f"{source.name}:{start}: {problem}") from None
 
 
-def read_parquet(source: Source, limit: int) -> Records:
-    """Yield each row as a dict: column -> value."""
+def read_parquet(raw: HashedFile, source: Source, reader: Reader) -> Records:
+    """Yield each row as a dict: column -> value. pyarrow opens the file itself."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        needed = "the package pyarrow: pip install pyarrow"
-        raise UserError(f"{source.name}: .parquet needs {needed}") from None
+        package = "the package pyarrow: pip install pyarrow"
+        raise UserError(f"{source.name}: .parquet needs {package}") from None
     try:
         with pyarrow.parquet.ParquetFile(source.path, pre_buffer=False) as table:
             batches = table.iter_batches(256, use_threads=False)
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, row in enumerate(rows, 1):
-                fits = characters(row) <= limit
-                yield f"{source.name}: row {number}", row if fits else too_long(limit)
+                fits = characters(row) <= reader.limit
+                yield f"{source.name}: row {number}", row if fits else too_long(reader.limit)
     except pyarrow.ArrowException as e:
         reason = str(e).splitlines()[0][:120]
         raise UserError(f"{source.name}: not a whole Parquet file ({reason})") from None
 
 
-def read_txt(f: io.TextIOWrapper, source: Source, txt: str, limit: int) -> Records:
-    """Yield the documents of a text file. txt: what a document is; "line", "block" or "file"."""
-    if txt == "line":
-        yield from text_lines(f, source, limit)
-    elif txt == "block":
-        yield from text_blocks(f, source, limit)
-    else:
-        text = f.read(limit + 1)
-        yield source.name, text if len(text) <= limit else too_long(limit)
+def read_module(raw: HashedFile, source: Source, reader: Reader) -> Records:
+    yield source.name, raw.read()
 
 
-def text_lines(f: io.TextIOWrapper, source: Source, limit: int) -> Records:
-    for number, line in lines_of(f, limit):
-        if not is_blank(line):
-            fits = isinstance(line, str)
-            yield f"{source.name}:{number}", line.rstrip("\n") if fits else line
-
-
-def text_blocks(f: io.TextIOWrapper, source: Source, limit: int) -> Records:
-    """Yield each block of lines between blank lines."""
-    block: list[str] = []
-    size = 0  # characters of the block
-    begin = 0  # number of its first line; 0: no block has begun
-    blank_at_end = [(0, "\n")]  # ends the last block
-    for number, line in itertools.chain(lines_of(f, limit), blank_at_end):
-        if not is_blank(line):
-            begin = begin or number
-            size += len(line) if isinstance(line, str) else limit + 1
-            if size <= limit:
-                block.append(line)
-            else:
-                block.clear()
-        elif begin:
-            # The last line end is removed: the block at the end of a file may have none, and equal
-            # blocks must give equal texts.
-            text = "".join(block).removesuffix("\n")
-            yield f"{source.name}:{begin}", text if size <= limit else too_long(limit)
-            block = []
-            size = 0
-            begin = 0
-
-
-# One function for each kind of file that Reader.opened() opens as text.
-READERS = {"jsonl": read_jsonl, "ndjson": read_jsonl, "json": read_json}
-READERS |= {"csv": read_csv, "tsv": read_csv, "txt": read_txt, "md": read_txt}
+# The function for each kind of file. It reads the stream that Reader.opened() returns.
+READERS = {"jsonl": read_jsonl, "ndjson": read_jsonl, "json": read_json, "csv": read_csv}
+READERS |= {"tsv": read_csv, "txt": read_txt, "md": read_txt}
+READERS |= {"parquet": read_parquet, "py": read_module}

@@ -47,9 +47,7 @@ def describe_lengths(lengths: Counter) -> dict:
     return described | {"max": values[-1], "histogram": histogram}
 
 
-def describe_set(
-    cfg: PrepareConfig, info: dict, splits: dict[str, dict], lengths: Counter, tally: Tally
-) -> dict:
+def describe_set(info: dict, splits: dict[str, dict], lengths: Counter, tally: Tally) -> dict:
     """Return meta.json without the sources and the settings."""
     counts = {key: value for key, value in vars(tally).items() if key != "records"}
     in_meta = ("vocab_size", "eos_id")  # these stand in meta.json itself, not under "tokenizer"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from configurator import OneRankError
+from configurator import UserError
 from text.sources import Source
 
 
@@ -28,8 +28,8 @@ class Ranks(NamedTuple):
         try:
             dist.all_gather_object(values, value)
         except RuntimeError:  # the connection to another process is closed
-            why = "another process of this job ended: its own message says why"
-            raise OneRankError(why) from None
+            reason = "another process of this job ended: its own message says why"
+            raise UserError(reason) from None
         return values
 
     def of_first(self, work: Callable[[], Any]) -> Any:
@@ -62,8 +62,8 @@ def share_of(sources: list[Source], ranks: Ranks) -> list[Source]:
     The files of rank 0 come first, then those of rank 1, and so on: the parts that the ranks write
     follow one another in the order of the input.
     """
-    total = sum(s.bytes for s in sources)
-    middles = np.cumsum([s.bytes for s in sources]) - [s.bytes / 2 for s in sources]
-    last = ranks.world - 1
-    readers = [min(last, int(middle * ranks.world / max(1, total))) for middle in middles]
-    return [s for s, reader in zip(sources, readers, strict=True) if reader == ranks.rank]
+    sizes = np.array([s.bytes for s in sources])
+    middles = np.cumsum(sizes) - sizes / 2
+    readers = (middles * ranks.world / max(1, sizes.sum())).astype(int)
+    readers = np.minimum(readers, ranks.world - 1)  # an empty file at the end would be beyond
+    return [sources[i] for i in np.flatnonzero(readers == ranks.rank)]

@@ -24,22 +24,21 @@ def run_loader(path: Path, records: list[dict], step: int) -> tuple[list[DataSet
     with_settings = [r for r in records if "settings" in r and r["step"] < step]
     if not with_settings:
         raise UserError(f"{path}: it has no settings of a run that began before step {step}")
-    begun = with_settings[-1]
+    start = with_settings[-1]
     try:
-        last = begun["steps"]
-        if step > last:
-            raise UserError(f"--step={step}: the run ends with step {last}")
-        settings = begun["settings"]
-        samples = begun["step_samples"]
+        if step > start["steps"]:
+            raise UserError(f"--step={step}: the run ends with step {start['steps']}")
+        settings = start["settings"]
+        samples = start["step_samples"]
         sets = open_datasets(settings["dataset"], settings["data_dir"])
         for data in sets:
-            if data.meta["splits"]["train"]["sha256"] != begun["data"][data.name]:
-                other = "made again since the run: it no longer holds what the step trained on"
-                raise UserError(f"{data.folder}: {other}")
-        how = (settings["block_size"], settings["seed"], settings["documents"])
-        loader = train_loader(sets, *how)
-        first = begun["first_sample"] + (step - 1 - begun["step"]) * samples
-        return sets, loader, range(first, first + samples)
+            if data.meta["splits"]["train"]["sha256"] != start["data"][data.name]:
+                problem = "made again since the run: it no longer holds what the step trained on"
+                raise UserError(f"{data.folder}: {problem}")
+        order = (settings["block_size"], settings["seed"], settings["documents"])
+        loader = train_loader(sets, *order)
+        sample = start["first_sample"] + (step - 1 - start["step"]) * samples
+        return sets, loader, range(sample, sample + samples)
     except (KeyError, TypeError, ValueError) as e:
         problem = f"the settings of its run are damaged ({type(e).__name__}: {e})"
         raise UserError(f"{path}: {problem}") from None

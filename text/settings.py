@@ -1,6 +1,5 @@
 """The settings of prepare.py, which its --help prints, and what some of them mean."""
 
-import codecs
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -49,7 +48,7 @@ class PrepareConfig:
     # ---- Bad records: the report counts them and shows examples ----
     max_bad: float = 0.01  # stop with an error if a larger share of the records cannot be read
     strict: bool = False  # stop with an error at the first record that cannot be read
-    max_record_mb: float = 64.0  # million characters (.jsonl: bytes); more is bad (.csv: an error)
+    max_record_mb: float = 64.0  # million characters or bytes; more is bad (.json, .csv: an error)
     # ---- Output ----
     name: str = ""  # write the data set to data_dir/NAME/; default: demo, or the first input's name
     data_dir: str = "data"  # the folder that holds the data sets
@@ -69,12 +68,11 @@ class PrepareConfig:
 
     def problems(self) -> list[str]:
         sizes = min(self.train_mb, self.shard_mb, self.count)
-        plain_name = "/" not in self.name and not self.name.startswith(".")
         is_alphabet = self.tokenizer in ("char", "byte")
         superfluous = is_alphabet and self.vocab_size != PrepareConfig.vocab_size
         large_enough = is_alphabet or self.vocab_size >= LEAST
-        all_paired = not re.search("[{}]", FIELD.sub("", self.fields))
-        known_show = re.fullmatch(r"first|random|\d+", self.show)
+        is_show = re.fullmatch(r"first|random|\d+", self.show)
+        stray = re.search("[{}]", FIELD.sub("", self.fields))
         checks = {
             "val_fraction must be between 0 and 1, both excluded": 0 < self.val_fraction < 1,
             "max_bad must be between 0 and 1": 0 <= self.max_bad <= 1,
@@ -84,9 +82,8 @@ class PrepareConfig:
             "max_record_mb must be between 0.001 and 1,000,000": 0.001 <= self.max_record_mb <= 1e6,
             "step must be positive: steps count from 1": self.step == -1 or self.step > 0,
             "workers and min_tokens must not be negative": min(self.workers, self.min_tokens) >= 0,
-            "show must be first, random or the number of a token": known_show,
-            f"name {self.name!r} must be a plain folder name": plain_name,
-            f"fields={self.fields}: a brace must be around a name, as in {{answer}}": all_paired,
+            "show must be first, random or the number of a token": is_show,
+            f"fields={self.fields}: a brace must be around a name, as in {{answer}}": not stray,
             f"encoding {self.encoding!r} is unknown": is_encoding(self.encoding),
         }
         return [problem for problem, ok in checks.items() if not ok]
@@ -94,8 +91,8 @@ class PrepareConfig:
 
 def is_encoding(name: str) -> bool:
     try:
-        return codecs.lookup(name)._is_text_encoding
-    except LookupError:
+        return bool("a".encode(name))
+    except LookupError:  # also for a codec of bytes, such as base64
         return False
 
 
@@ -128,5 +125,4 @@ def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
         raise UserError(f"{tally.examples[0]} (--strict)")
     if bad > cfg.max_bad * records:
         share = f"bad records: {bad:,} of {tally.records:,}, more than --max_bad={cfg.max_bad:g}"
-        example = f"for example {tally.examples[0]}"
-        raise UserError(f"{share}: correct them, or raise --max_bad; {example}")
+        raise UserError(f"{share}: correct them, or raise it; for example {tally.examples[0]}")

@@ -5,7 +5,6 @@ computes its SHA-256 at the same time, and decompressed() unpacks what was read.
 """
 
 import bz2
-import glob
 import gzip
 import hashlib
 import io
@@ -13,7 +12,7 @@ import lzma
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,9 +22,10 @@ from configurator import UserError
 KINDS = "jsonl ndjson json csv tsv txt md parquet".split()
 COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
 EXPECTED = f"{', '.join('.' + k for k in KINDS)}, plain or with {', '.join(COMPRESSED)}"
+UNKNOWN_KIND = f"unknown kind of file; expected {EXPECTED}, or give --format=KIND"
 
 # Reasons to skip a file. They are printed, and written into meta.json.
-OTHER_NAME = "another name of a file that is read"
+READ_ALREADY = "read already, by this name or another one"
 OUR_OWN = "written by prepare.py"
 
 
@@ -49,7 +49,7 @@ class Source:
     def at(cls, path: Path, kind: str, name: str = "") -> "Source":
         """Return the Source of an existing file. name: what messages show instead of the path."""
         stat = path.stat()
-        return cls(path, kind, name or name_of(path), stat.st_size, stat.st_mtime_ns)
+        return cls(path, kind, name or str(path), stat.st_size, stat.st_mtime_ns)
 
     def same_file(self) -> tuple:
         """Return what an interrupted run compares to decide whether this is still the same file."""
@@ -62,27 +62,11 @@ class Source:
         gave another hash.
         """
         stat = self.path.stat()
-        same = (stat.st_size, stat.st_mtime_ns) == (self.bytes, self.changed)
-        if not same or self.sha256 not in ("", sha256):
-            raise self.changed_error()
+        unchanged = (stat.st_size, stat.st_mtime_ns) == (self.bytes, self.changed)
+        if not unchanged or self.sha256 not in ("", sha256):
+            advice = "run the same command again when nothing writes to it"
+            raise UserError(f"{self.name}: it changed while it was read: {advice}")
         self.sha256 = sha256
-
-    def changed_error(self) -> UserError:
-        again = "run the same command again when nothing writes to it"
-        return UserError(f"{self.name}: it changed while it was read: {again}")
-
-
-def name_of(path: Path) -> str:
-    """Return a path as messages and meta.json show it.
-
-    A name that the locale cannot decode is decoded as UTF-8. In that case a lone surrogate stands
-    for each byte that is not UTF-8.
-    """
-    try:
-        str(path).encode()
-        return str(path)
-    except UnicodeEncodeError:
-        return os.fsencode(path).decode("utf-8", "surrogateescape")
 
 
 def in_order(path: Path) -> list[bytes]:
@@ -117,40 +101,36 @@ def identity(path: str | Path) -> tuple[int, int]:
 
 
 def find_sources(
-    inputs: Iterable[str], kind: str = "auto", own: Iterable[Path] = ()
+    inputs: Iterable[str], kind: str = "auto", no_input: Iterable[Path] = ()
 ) -> tuple[list[Source], dict[str, Counter]]:
     """Return the files that the --input arguments name, and how many files were skipped and why.
 
     The files come in a fixed order, each file once. Folders are searched with all their subfolders.
-    kind: the kind of all files; "auto": by the name of each. own: the files that the caller itself
-    writes, which cannot be input. The second result maps an argument to its skipped files:
-    reason (OTHER_NAME, OUR_OWN, or the suffix of a file of unknown kind) -> number of files.
+    kind: the kind of all files; "auto": by the name of each. no_input: folders that the caller
+    writes, whose files cannot be input. The second result maps an argument to its skipped files:
+    reason (READ_ALREADY, OUR_OWN, or the suffix of a file of unknown kind) -> number of files.
 
     Raises UserError for an argument that names nothing, and for a file that cannot be input.
     """
     sources: list[Source] = []
     skipped: dict[str, Counter] = {}
-    own_files = {identity(path) for path in own}
-    names: dict[tuple[int, int], set[Path]] = {}  # identity of a file -> the names found for it
+    written = {folder.resolve() for folder in no_input}
+    seen = set()  # identities of the files in `sources`
     for argument in inputs:
-        counts = Counter()
-        skipped[name_of(Path(argument))] = counts
+        counts = skipped.setdefault(argument, Counter())
         for file in named_files(argument, counts):
             file_kind = kind_of(file) if kind == "auto" else kind
             if not file_kind:
-                wanted = f"expected {EXPECTED}, or give --format=KIND"
-                raise UserError(f"--input {file}: unknown kind of file; {wanted}")
+                raise UserError(f"--input {file}: {UNKNOWN_KIND}")
             if not file.is_file():
                 raise UserError(f"--input {file}: not a regular file; pipe it in with --input -")
-            if identity(file) in own_files:
-                problem = "prepare.py wrote this file; name only the files of the corpus"
-                raise UserError(f"--input {file}: {problem}")
-            other_names = names.setdefault(identity(file), set())
-            if not other_names:
+            if written.intersection(file.resolve().parents):
+                raise UserError(f"--input {file}: prepare.py wrote this file: name only the corpus")
+            if identity(file) in seen:
+                counts[READ_ALREADY] += 1
+            else:
                 sources.append(Source.at(file, file_kind))
-            elif file not in other_names:
-                counts[OTHER_NAME] += 1
-            other_names.add(file)
+            seen.add(identity(file))
     return sources, {argument: counts for argument, counts in skipped.items() if counts}
 
 
@@ -160,39 +140,27 @@ def named_files(argument: str, skipped: Counter) -> Iterator[Path]:
     Of a folder, only the files of a known kind are yielded; `skipped` counts the others. Raises
     UserError if there is no such file, or if a folder has no file of a known kind.
     """
-    paths = [argument] if os.path.exists(argument) else sorted(matches(argument))
+    path = Path(argument)
+    paths = [path] if path.exists() else sorted(matches(path), key=str)
     if not paths:
         raise UserError(f"--input {argument}: no such file or folder")
-    for path in map(Path, paths):
-        if not path.is_dir():
-            yield path
-            continue
-        files = sorted(walk(path, skipped), key=in_order)
+    for path in paths:
+        files = sorted(walk(path, skipped), key=in_order) if path.is_dir() else [path]
         if not files:
-            there = ", ".join(f"{n:,} x {reason}" for reason, n in skipped.items()) or "nothing"
-            expected = f"the folder has no file that ends in {EXPECTED}"
-            raise UserError(f"--input {path}: {expected}; it has {there}")
+            counts = ", ".join(f"{n:,} x {reason}" for reason, n in skipped.items()) or "nothing"
+            raise UserError(f"--input {path}: has no file that ends in {EXPECTED}; it has {counts}")
         yield from files
 
 
-def matches(pattern: str) -> list[str]:
-    """Return the paths that match a pattern, as glob.glob does, except that ** follows no links.
+def matches(pattern: Path) -> Iterator[Path]:
+    """Yield the paths that match a pattern. A * stands for no name that begins with a dot.
 
-    A link to a folder may lead back to a folder above it, and the search would go round in circles.
+    Unlike glob.glob(), Path.glob() follows no links for **, which might lead round in circles.
     """
-    parts = Path(pattern).parts
-    if "**" not in parts:
-        return glob.glob(pattern)
-    deep = parts.index("**")
-    start = Path(*parts[:deep])
-    rest = str(Path(*parts[deep:]))
-    paths = []
-    for folder in map(Path, glob.glob(str(start))):
-        for path in folder.glob(rest):
-            is_hidden = "/." in f"/{path.relative_to(folder)}"  # glob.glob leaves these out too
-            if not is_hidden:
-                paths.append(str(path))
-    return paths
+    root = Path(pattern.anchor)
+    for path in root.glob(str(pattern.relative_to(root))):
+        if not any(part.startswith(".") for part in path.parts if part not in pattern.parts):
+            yield path
 
 
 def walk(folder: Path, skipped: Counter) -> Iterator[Path]:
@@ -208,29 +176,31 @@ def walk(folder: Path, skipped: Counter) -> Iterator[Path]:
     starts = [folder]
     seen = set()
     for start in starts:  # it grows: links to folders wait until all folders have been read
-        for at, folders, names in os.walk(start, onerror=refuse_folder):
+        for parent, folders, names in os.walk(start, onerror=refuse_folder):
             present = {*folders, *names}
-            is_data_set = {"train.bin", "val.bin", "meta.json"} <= present
-            is_hidden = re.fullmatch(r"\..+\.tmp", os.path.basename(at))
-            is_scratch = is_hidden and present & {"tokenizer", "part0"}
-            if identity(at) in seen:
+            is_scratch = re.fullmatch(r"\..+\.tmp", os.path.basename(parent)) and (
+                present & {"tokenizer", "part0"}
+            )
+            if identity(parent) in seen:
                 folders.clear()
-                continue
-            seen.add(identity(at))
-            if is_data_set or is_scratch:
+            elif is_scratch or {"train.bin", "val.bin", "meta.json"} <= present:
                 skipped[OUR_OWN] += len(present)
                 folders.clear()
-                continue
-            folders.sort()
-            starts += [path for name in folders if (path := Path(at, name)).is_symlink()]
-            for path in (Path(at, name) for name in names):
-                if not kind_of(path):
-                    skipped[suffix_of(path) or "no suffix"] += 1
-                elif path.is_file():
-                    yield path
-                else:
-                    problem = "a link to a file that does not exist, or not a regular file"
-                    raise UserError(f"--input {path}: {problem}: remove it")
+            else:
+                folders.sort()
+                starts += [path for name in folders if (path := Path(parent, name)).is_symlink()]
+                yield from files_of_known_kind(parent, names, skipped)
+            seen.add(identity(parent))
+
+
+def files_of_known_kind(parent: str, names: list[str], skipped: Counter) -> Iterator[Path]:
+    for path in (Path(parent, name) for name in names):
+        if not kind_of(path):
+            skipped[suffix_of(path) or "no suffix"] += 1
+        elif path.is_file():
+            yield path
+        else:
+            raise UserError(f"--input {path}: not a file, or a link to none: remove it")
 
 
 def refuse_folder(error: OSError) -> None:
@@ -242,15 +212,10 @@ def refuse_folder(error: OSError) -> None:
 
 
 class HashedFile(io.RawIOBase):
-    """The file of a Source, opened to read. It counts and hashes (SHA-256) the bytes that are read.
+    """A file, opened to read. It counts and hashes (SHA-256) the bytes that are read."""
 
-    Raises UserError if there are more bytes to read than the Source says: the file grows, perhaps
-    without end.
-    """
-
-    def __init__(self, source: Source):
-        self.source = source
-        self.file = open(source.path, "rb", buffering=0)
+    def __init__(self, path: Path):
+        self.file = open(path, "rb", buffering=0)
         self.digest = hashlib.sha256()
         self.bytes_read = 0
 
@@ -261,8 +226,6 @@ class HashedFile(io.RawIOBase):
         n = self.file.readinto(buffer)
         self.digest.update(memoryview(buffer)[:n])
         self.bytes_read += n
-        if self.bytes_read > self.source.bytes:
-            raise self.source.changed_error()
         return n
 
     def close(self) -> None:
@@ -280,9 +243,9 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
     if head.startswith(b"\x1f\x8b"):
         return gzip.GzipFile(fileobj=raw)
     if head.startswith(b"\xfd7zXZ\x00"):
-        return io.BufferedReader(Streams(raw, lzma.LZMADecompressor, b"\0"), 1 << 16)
+        return lzma.LZMAFile(raw)
     if re.match(rb"BZh[1-9]1AY&SY", head):
-        return io.BufferedReader(Streams(raw, bz2.BZ2Decompressor), 1 << 16)
+        return bz2.BZ2File(raw)
     if head.startswith(b"\x28\xb5\x2f\xfd"):
         return zstd_module(name).ZstdFile(raw)
     return raw
@@ -295,43 +258,6 @@ def zstd_module(name: str) -> ModuleType:
         try:
             from backports import zstd
         except ImportError:
-            needed = "the package backports.zstd: pip install backports.zstd"
-            raise UserError(f"{name}: .zst needs {needed}") from None
+            package = "the package backports.zstd: pip install backports.zstd"
+            raise UserError(f"{name}: .zst needs {package}") from None
     return zstd
-
-
-class Streams(io.RawIOBase):
-    """The decompressed bytes of several streams in one file, as pbzip2 and pixz write them.
-
-    Anything else after the first stream is an error. bz2.BZ2File and lzma.LZMAFile would take it
-    for the end of the file. Raises EOFError, OSError or lzma.LZMAError for damaged data.
-    """
-
-    def __init__(self, raw: io.BufferedReader, decompressor: Callable, padding: bytes = b""):
-        """decompressor: class that unpacks one stream. padding: byte allowed between streams."""
-        self.raw = raw
-        self.decompressor = decompressor
-        self.padding = padding
-        self.stream = decompressor()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        output = b""
-        while not output:
-            data = b""
-            if self.stream.eof:
-                data = self.stream.unused_data.lstrip(self.padding)
-                while not data and self.raw.peek():
-                    data = self.raw.read1().lstrip(self.padding)
-                if not data:
-                    return 0
-                self.stream = self.decompressor()
-            elif self.stream.needs_input:
-                data = self.raw.read1()
-                if not data:
-                    raise EOFError("its last stream has no end")
-            output = self.stream.decompress(data, len(buffer))
-        buffer[: len(output)] = output
-        return len(output)

@@ -123,7 +123,7 @@ TRAIN = {
     "--dataset=tiny:0.5,other": "weight",
     "--dataset=tiny,other": "tokenizer",
     "--dataset=newer": "newer",
-    "--dataset=large": "large/train.bin: token 77 has id 400",
+    "--dataset=large": "large/train.bin: the id 400",
     "--data_dir={root}/a_file": "a_file/tiny/meta.json",
     "--init_from=resume": "{new}/run/ckpt",
     "--init_from=nowhere": "init_from=nowhere",
@@ -189,7 +189,7 @@ PREPARE = {
     "--inspect nowhere": "nowhere",
     "--inspect {data}/tiny --show=banana": "show",
     "--inspect {data}/tiny --step=3": "--step",
-    "--inspect {data}/large": "token 77 has id 400",
+    "--inspect {data}/large": "the id 400",
     "en.jsonl": "--input FILE",
 }
 PLOT = {
