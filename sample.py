@@ -56,7 +56,7 @@ from text.windows import open_windows
 from training.evaluate import evaluate
 from training.huggingface import from_pretrained, is_nanogpt, unverified
 from training.report import in_other_units
-from training.runs import check_step, losses_of, newest_checkpoint, newest_run, step_of
+from training.runs import losses_of, newest_checkpoint, newest_run, step_of
 
 Tokenizer = SentencePiece | Tiktoken
 
@@ -171,7 +171,6 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer | None]:
     while True:
         folder, about = find_checkpoint(cfg)
         try:
-            check_step(folder)
             with memory_advice("for the weights of this model in fp32"):
                 return folder, about, from_pretrained(folder), model_tokenizer(folder, cfg)
         except (UserError, ValueError, OSError) as e:

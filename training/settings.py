@@ -92,7 +92,7 @@ class Place:
     run_name: str = "run"  # the run writes its files to out_dir/run_name/
     out_dir: str = "out"  # folder of all runs
     init_from: str = "scratch"  # scratch, resume, auto (resume or scratch), or a model to fine-tune
-    overwrite: bool = False  # first rename the folder of an earlier run of this name to RUN.old-1
+    overwrite: bool = False  # first rename the folder of an earlier run of this name to RUN.old
     data_dir: str = "data"  # folder of all data sets
     device: str = "auto"  # auto: cuda, then mps, then cpu
     timeout_minutes: float = 30.0  # ranks that wait longer for another one in a step end the run
