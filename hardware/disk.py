@@ -74,17 +74,17 @@ def finish(folder: Path) -> None:
         sync_to_disk(folder / name)
 
 
-def put_in_place(new: Path, target: Path, old_name: str = "") -> Path | None:
-    """Give the finished folder `new` the name `target`, and what has that name to set_aside().
+def put_in_place(draft: Path, target: Path, name_aside: str = "") -> Path | None:
+    """Give a finished folder the name `target`. If that is taken, set_aside() what has it.
 
-    Return the new path of the old `target`, or None if there was none. A kill between the two
-    renames leaves the old one there, and no target.
+    Return where that is then, or None if there was nothing. A kill between the two renames leaves
+    it there, and no target.
     """
-    sync_to_disk(new)
-    old = set_aside(target, old_name) if os.path.lexists(target) else None
-    new.rename(target)
+    sync_to_disk(draft)
+    replaced = set_aside(target, name_aside) if os.path.lexists(target) else None
+    draft.rename(target)
     sync_to_disk(target.parent)
-    return old
+    return replaced
 
 
 def set_aside(path: Path, name: str = "") -> Path:
@@ -211,23 +211,23 @@ def sha256_of(path: Path, inode: int, size: int, changed: int) -> str:
     return file_sha256(path)
 
 
-def damage(folder: Path, names: Iterable[str] | None = None) -> str:
+def damage(folder: Path, names: Iterable[str] | None = None, required: Iterable[str] = ()) -> str:
     """Compare the files of a folder with its manifest. Return the first problem, or "".
 
-    names: check only those of these files that the manifest lists or that are there; None: check
-    all that it lists. A flipped bit in the manifest can turn one name into another.
+    names: check only those of these files that the manifest lists; None: check all that it lists.
+    required: files that it must list. A flipped bit in it can turn one name into another.
     """
     try:
         entries = read_object(folder / MANIFEST)
-        for name in entries if names is None else names:
-            path = folder / name
-            if (name in entries or path.exists()) and entry_of(path) != entries.get(name):
-                return f"{path}: not what {MANIFEST} says"
+        listed = entries.keys() if names is None else entries.keys() & set(names)
+        for name in (*required, *listed):
+            if name not in entries or entry_of(folder / name) != entries[name]:
+                return f"{folder / name}: not what {MANIFEST} says"
     except OSError as e:
         return f"{e.filename}: {e.strerror}"
     except ValueError as e:
         return f"{folder / MANIFEST}: damaged ({e})"
-    return "" if entries else f"{folder / MANIFEST}: it lists no file"
+    return ""
 
 
 # --------------------------------------------------------------------------------------------------

@@ -75,8 +75,6 @@ def test_the_average_is_the_mean_that_the_formula_says(span):
     near(average.weights, mean_by_hand(past, span))
     if span == 100:  # the plain mean
         near(average.weights, {k: sum(w[k] for w in past) / 10 for k in past[0]})
-    if span == 0.3:  # the weights themselves
-        near(average.weights, past[-1])
 
 
 def test_the_model_has_its_own_weights_again_after_it_had_the_mean():
@@ -164,8 +162,7 @@ def test_an_average_that_is_switched_on_later_begins_there(tiny_data, tmp_path, 
 
 
 def test_an_average_that_is_switched_off_is_dropped(copied, tiny_data, tmp_path):
-    more = [*AVERAGE, "--average=0", "--max_steps=10", "--init_from=resume"]
-    train_tiny(tiny_data, tmp_path, *more)
+    train_tiny(tiny_data, tmp_path, "--average=0", "--max_steps=10", "--init_from=resume")
     assert "average" not in read_training(step(copied, 10)).training
     assert metrics(copied, "val_loss_average").keys() == {4, 8}
     assert [n for n in range(1, 11) if (step(copied, n) / "average").exists()] == [*range(1, 9)]

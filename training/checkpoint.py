@@ -70,20 +70,20 @@ def small_files(
     compares. The hashes of the tokenizer's files are left out, since manifest.json has them. If no
     tokenizer.json came with the tokenizer, it is made.
     """
-    first = sets[0]
-    entry = {k: v for k, v in first.meta["tokenizer"].items() if k != "files"}
+    data = sets[0]
+    entry = {k: v for k, v in data.meta["tokenizer"].items() if k != "files"}
     changes = {
         "trained_on": {d.name: d.meta["splits"]["train"]["sha256"] for d in sets},
         "judged_by": {d.name: d.meta["splits"]["val"]["sha256"] for d in sets},
         "format_version": FORMAT_VERSION,
         "tokenizer": entry,
     }
-    files = {p.name: p.read_bytes() for p in tokenizer_files(first.folder, first.meta["tokenizer"])}
+    files = {p.name: p.read_bytes() for p in tokenizer_files(data.folder, data.meta["tokenizer"])}
     if "tokenizer.json" not in files:
-        came_with = read_json(first.folder / "tokenizer_config.json")
+        came_with = read_json(data.folder / "tokenizer_config.json")
         made = to_hugging_face(tokenizer, c.block_size, came_with)
         files |= {name: json_bytes(content) for name, content in made.items()}
-    files["meta.json"] = json_bytes(sealed(first.meta | changes))
+    files["meta.json"] = json_bytes(sealed(data.meta | changes))
     bos_id = tokenizer.prefix[0] if tokenizer.prefix else None
     return SmallFiles(json_bytes(asdict(cfg)), files, tokenizer.eos_id, bos_id)
 
@@ -148,15 +148,16 @@ class Saver:
         """
         step = training["step"]
         target = self.folder / f"step_{step:08d}"
-        new = temporary(target)
+        draft = temporary(target)
         try:
             self.lock.renew()
-            self.write_folder(new, c, weights, training)
-            if kept := put_in_place(new, target, f"{target.name}_kept"):  # another process wrote it
+            self.write_folder(draft, c, weights, training)
+            # Where a disk has no locks, another process may have written this step.
+            if kept := put_in_place(draft, target, f"{target.name}_kept"):
                 self.machine.say(f"note: {target} is kept as {kept.name}")
         except OSError as e:
             with suppress(OSError):
-                remove_checkpoint(new)
+                remove_checkpoint(draft)
             self.failed = f"{target} could not be written ({e.strerror or e})"
             goes_on = "training goes on, earlier checkpoints are intact"
             self.machine.say(f"warning: {self.failed}; {goes_on}")
@@ -173,19 +174,19 @@ class Saver:
         except (OSError, UserError) as e:
             self.machine.say(f"warning: an older checkpoint could not be deleted ({e})")
 
-    def write_folder(self, new: Path, c: GPTConfig, weights: dict, training: dict) -> None:
+    def write_folder(self, folder: Path, c: GPTConfig, weights: dict, training: dict) -> None:
         """Write all files of a checkpoint and sync them to the disk, the manifest last."""
-        self.write_model(new, c, weights)
+        self.write_model(folder, c, weights)
         if "average" in training:
-            self.write_model(new / "average", c, training["average"]["weights"])
-            finish(new / "average")
-        (new / "train_config.json").write_bytes(self.files.settings)
-        with open(new / "train_state.pt", "wb") as file:
+            self.write_model(folder / "average", c, training["average"]["weights"])
+            finish(folder / "average")
+        (folder / "train_config.json").write_bytes(self.files.settings)
+        with open(folder / "train_state.pt", "wb") as file:
             try:
                 torch.save(training, file)
             except RuntimeError as e:  # on top of the reason
                 raise e.__context__ if isinstance(e.__context__, OSError) else e from None
-        finish(new)
+        finish(folder)
 
     def write_model(self, folder: Path, c: GPTConfig, weights: dict) -> None:
         """Make a model folder: the weights, their shape, and the tokenizer."""

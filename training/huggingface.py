@@ -512,7 +512,7 @@ def from_pretrained(path: str | Path, **overrides) -> GPT:
     path = Path(path)
     names = ("config.json", "model.safetensors")
     if (path / MANIFEST).exists():
-        wrong = damage(path, names)
+        wrong = damage(path, names, names)
         if wrong:
             own = f"if you changed it yourself, delete {MANIFEST}"
             raise ValueError(f"{wrong}: it was changed after it was written; {own}")

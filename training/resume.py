@@ -81,7 +81,7 @@ def earlier_settings(ckpt_dir: Path) -> dict[str, Any]:
     """
     file = "train_config.json"
     for path in whole_checkpoints(ckpt_dir):
-        if damage(path, [file]):
+        if damage(path, [file], required=[file]):
             continue
         values: dict[str, Any] = {}
         unknown = []

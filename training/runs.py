@@ -19,9 +19,10 @@ from text.tokenizer import SentencePiece, Tiktoken
 from training.metrics import read_metrics
 
 # The files that train.py writes to a checkpoint, and to the folder `average` in it.
-SMALL = {"config.json", "train_config.json", "meta.json"}
-SMALL |= {SentencePiece.file, Tiktoken.file, *HF_FILES}
-OURS = {"model.safetensors", "train_state.pt", MANIFEST, *SMALL}
+OURS = {"model.safetensors", "config.json", "train_state.pt", "train_config.json", "meta.json"}
+OURS |= {MANIFEST, SentencePiece.file, Tiktoken.file, *HF_FILES}
+# Pruning would take long if it read these again.
+LARGE = {"model.safetensors", "train_state.pt", "average/model.safetensors"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -35,10 +36,12 @@ def numbered(ckpt_dir: Path) -> list[Path]:
     listed: checkpoints that cannot be seen must not be taken for checkpoints that do not exist.
     """
     try:
-        names = os.listdir(ckpt_dir) if os.path.lexists(ckpt_dir) else []
+        names = os.listdir(ckpt_dir)
     except OSError as e:
+        if isinstance(e, FileNotFoundError) and not ckpt_dir.is_symlink():
+            return []
         unseen = f"{ckpt_dir}: cannot look for checkpoints ({e.strerror})"
-        raise UserError(f"{unseen}: if it is a link, is its disk mounted?") from None
+        raise UserError(f"{unseen}: is its disk mounted?") from None
     paths = [ckpt_dir / name for name in names if re.fullmatch(r"step_[0-9]{8,18}", name)]
     return sorted(paths, key=step_of, reverse=True)
 
@@ -65,7 +68,7 @@ def newest_run(out_dir: Path) -> Path | None:
     for ckpt_dir in out_dir.glob("*/ckpt"):
         try:
             newest = newest_checkpoint(ckpt_dir)
-            if newest and not re.search(r"\.old[0-9]*$", ckpt_dir.parent.name):
+            if newest and not re.search(r"\.old-?[0-9]*$", ckpt_dir.parent.name):
                 saved[ckpt_dir.parent] = (newest / MANIFEST).stat().st_mtime
         except (UserError, OSError) as e:
             note(str(e))  # a disk is not mounted, or the run has just deleted this checkpoint
@@ -90,7 +93,7 @@ def newest_intact(ckpt_dir: Path) -> tuple[Path | None, list[str]]:
     """
     problems: list[str] = []
     for path in numbered(ckpt_dir):
-        problem = damage(path)
+        problem = damage(path, required=("model.safetensors", "config.json", "train_state.pt"))
         if not problem:
             return path, problems
         problems.append(problem)
@@ -117,19 +120,15 @@ def prune(ckpt_dir: Path, step: int, best_step: int, keep: int) -> list[str]:
 def discard(checkpoint: Path) -> str:
     """Delete a checkpoint. If it holds anything that is not ours, leave it and return what.
 
-    A file that somebody has edited, such as tokenizer_config.json, is theirs. Only the small files
-    are looked at.
+    Ours is what its manifest lists. A file that somebody has edited since, such as
+    tokenizer_config.json, is theirs; the large files are not looked at.
     """
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         return "it is not a folder of its own"
-    folders = (checkpoint, checkpoint / "average")
-    for path in sorted(checkpoint.rglob("*")):
-        ours = path in folders or (path.parent in folders and path.name in OURS)
-        if path.is_symlink() or not ours:
-            return f"it holds {path.relative_to(checkpoint)}, which train.py did not write"
-    for folder in folders:
-        if (folder / MANIFEST).exists() and (edited := damage(folder, SMALL)):
-            return f"somebody has edited it ({edited})"
+    paths = [path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir()]
+    names = {path.relative_to(checkpoint).as_posix() for path in paths} - LARGE - {MANIFEST}
+    if problem := damage(checkpoint, [], required=sorted(names)):
+        return f"somebody has edited it, or put something there ({problem})"
     # It is renamed first, so that nobody finds half a checkpoint under its name.
     remove_checkpoint(checkpoint.rename(temporary(checkpoint)))
     return ""
@@ -193,8 +192,7 @@ def tidy(ckpt_dir: Path, step: int) -> list[str]:
         if by_us and not path.is_symlink():
             remove_checkpoint(path)
     later = [path for path in numbered(ckpt_dir) if step_of(path) > step]
-    kept = {path: set_aside(path, f"{path.name}_kept") for path in later}
-    return [f"note: {path} is kept as {aside.name}" for path, aside in kept.items()]
+    return [f"note: {path} is kept as {set_aside(path, f'{path.name}_kept')}" for path in later]
 
 
 @contextmanager

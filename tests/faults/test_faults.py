@@ -11,24 +11,12 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
+import harness
 import pytest
 import torch
 import warm
-from conftest import (
-    REPO,
-    TINY,
-    call,
-    forge,
-    make_records,
-    metrics,
-    torchrun,
-    train_tiny,
-    write_jsonl,
-)
+from conftest import REPO, TINY, call, forge, metrics, torchrun, train_tiny
 from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-import harness
 
 import prepare
 import train
@@ -157,8 +145,8 @@ def test_a_train_state_of_another_program_is_one_line(copied, tiny_data, tmp_pat
 
 
 def test_data_that_changed_under_a_run_are_refused_by_name(copied, tiny_data, tmp_path, refuses):
-    corpus = write_jsonl(tmp_path / "other.jsonl", make_records(300, seed=1))
-    to_prepare = ["--input", corpus, "--name=tiny", f"--data_dir={tmp_path}", "--val_fraction=0.1"]
+    to_prepare = ["--input", tiny_data / "corpus.jsonl", "--name=tiny", f"--data_dir={tmp_path}"]
+    to_prepare += ["--val_fraction=0.2"]
     call(prepare.main, *to_prepare, f"--tokenizer={tiny_data / 'tiny' / 'tokenizer.model'}")
     error = refuses(train.main, *options(tmp_path, tmp_path, "--init_from=resume"))
     assert "tiny/train.bin" in error and "tiny/val.bin" in error and "tokenizer" not in error
