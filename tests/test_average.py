@@ -15,8 +15,8 @@ from test_memory import on_meta, shape
 from test_model import make
 
 import sample
-import train
 from hardware.disk import damage
+from model import GPT
 from training.average import Average
 from training.memory import Step, always_held
 from training.resume import read_training
@@ -103,7 +103,7 @@ def test_an_average_changes_nothing_of_the_training(averaged, tiny_data, tmp_pat
 
 
 def test_a_bad_step_counts_the_weights_before_it_once_more(tiny_data, tmp_path, monkeypatch):
-    forward = train.GPT.forward
+    forward = GPT.forward
     calls = itertools.count()
 
     def broken(self, idx, targets=None, *args, **kwargs):
@@ -111,7 +111,7 @@ def test_a_bad_step_counts_the_weights_before_it_once_more(tiny_data, tmp_path, 
         bad = self.training and next(calls) in (10, 11)  # step 6
         return loss * math.nan if bad else loss
 
-    monkeypatch.setattr(train.GPT, "forward", broken)
+    monkeypatch.setattr(GPT, "forward", broken)
     run = train_tiny(tiny_data, tmp_path, *AVERAGE)
     assert metrics(run, "bad_steps") == {6: 1} and not step(run, 6).exists()
     past = [weights(step(run, n)) for n in (1, 2, 3, 4, 5, 5, 7, 8)]

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 import prepare
 import train
 from hardware.disk import damage
+from model import GPT
 from training import normal, runs
 from training.huggingface import from_pretrained
 from training.runs import newest_checkpoint
@@ -145,12 +146,13 @@ def test_a_train_state_of_another_program_is_one_line(copied, tiny_data, tmp_pat
 
 
 def test_data_that_changed_under_a_run_are_refused_by_name(copied, tiny_data, tmp_path, refuses):
-    to_prepare = ["--input", tiny_data / "corpus.jsonl", "--name=tiny", f"--data_dir={tmp_path}"]
-    to_prepare += ["--val_fraction=0.2"]
+    corpus = tmp_path / "other.jsonl"
+    corpus.write_text((tiny_data / "corpus.jsonl").read_text().replace("weights", "gradient"))
+    to_prepare = ["--input", corpus, "--name=tiny", f"--data_dir={tmp_path}", "--val_fraction=0.1"]
     call(prepare.main, *to_prepare, f"--tokenizer={tiny_data / 'tiny' / 'tokenizer.model'}")
     error = refuses(train.main, *options(tmp_path, tmp_path, "--init_from=resume"))
     assert "tiny/train.bin" in error and "tiny/val.bin" in error and "tokenizer" not in error
-    call(prepare.main, *to_prepare, "--vocab_size=400", "--min_tokens=60")
+    call(prepare.main, *to_prepare, "--vocab_size=400")
     error = refuses(train.main, *options(tmp_path, tmp_path, "--init_from=resume"))
     assert "tokenizer" in error
 
@@ -257,7 +259,7 @@ def test_two_processes_never_write_one_run(tiny_data, tmp_path, refuses):
 
 def poison(monkeypatch, *bad_calls: int, value: float = float("nan")) -> None:
     """Multiply the loss of these micro-steps by `value`, like a bad batch or a broken kernel."""
-    forward = train.GPT.forward
+    forward = GPT.forward
     calls = itertools.count()
 
     def broken(self, idx, targets=None, *args, **kwargs):
@@ -266,7 +268,7 @@ def poison(monkeypatch, *bad_calls: int, value: float = float("nan")) -> None:
             return loss * value
         return loss
 
-    monkeypatch.setattr(train.GPT, "forward", broken)
+    monkeypatch.setattr(GPT, "forward", broken)
 
 
 def test_the_best_weights_are_saved_though_the_step_before_their_evaluation_was_bad(
@@ -341,7 +343,7 @@ def test_a_run_that_began_in_another_dtype_goes_on_in_fp16(copied, in_fp16, tiny
 def test_an_fp16_run_whose_gradient_overflows_at_every_scale_ends(
     in_fp16, tiny_data, tmp_path, monkeypatch, refuses
 ):
-    forward = train.GPT.forward
+    forward = GPT.forward
 
     def broken(self, *args, **kwargs):
         loss = forward(self, *args, **kwargs)
@@ -349,7 +351,7 @@ def test_an_fp16_run_whose_gradient_overflows_at_every_scale_ends(
             loss.register_hook(lambda grad: grad * float("inf"))
         return loss
 
-    monkeypatch.setattr(train.GPT, "forward", broken)
+    monkeypatch.setattr(GPT, "forward", broken)
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=8.0))
     more = ["--max_steps=30", "--max_bad_steps=4"]
     error = refuses(train.main, *options(tiny_data, tmp_path, *more))
@@ -435,7 +437,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tiny_data, tmp_path, refuse
     "error", [torch.OutOfMemoryError("CUDA"), RuntimeError("can't allocate memory: you tried")]
 )
 def test_out_of_memory_says_which_flags_would_fit(tiny_data, tmp_path, monkeypatch, refuses, error):
-    monkeypatch.setattr(train.GPT, "forward", Mock(side_effect=error))
+    monkeypatch.setattr(GPT, "forward", Mock(side_effect=error))
     said = refuses(train.main, *options(tiny_data, tmp_path))
     assert "out of memory" in said and "--batch_size=2 --batch_tokens=256" in said
     said = refuses(train.main, *options(tiny_data, tmp_path, "--batch_size=1", "--overwrite"))

@@ -26,8 +26,11 @@ import sample
 import train
 from configurator import UserError
 from hardware.disk import Lock, damage
+from model import GPT
 from training import checkpoint, report, runs
+from training.plan import make_plan
 from training.runs import newest_checkpoint, newest_intact, newest_run
+from training.settings import TrainConfig
 
 
 @pytest.fixture(scope="module")
@@ -357,7 +360,7 @@ def test_a_signal_within_a_step_gives_the_step_up_and_the_run_ends_the_same(
     finished, tiny_data, tmp_path, monkeypatch
 ):
     """A step may take hours on a laptop. Its micro-steps so far are lost, and no more."""
-    forward = train.GPT.forward
+    forward = GPT.forward
     calls = itertools.count()
 
     def interrupted(self, idx, targets=None, *args, **kwargs):
@@ -365,7 +368,7 @@ def test_a_signal_within_a_step_gives_the_step_up_and_the_run_ends_the_same(
             os.kill(os.getpid(), signal.SIGTERM)
         return forward(self, idx, targets, *args, **kwargs)
 
-    monkeypatch.setattr(train.GPT, "forward", interrupted)
+    monkeypatch.setattr(GPT, "forward", interrupted)
     with pytest.raises(SystemExit) as ended:
         train_tiny(tiny_data, tmp_path)
     assert ended.value.code == 128 + signal.SIGTERM and next(calls) == 11
@@ -568,10 +571,10 @@ def test_tokens_are_counted_as_they_are_read_when_a_resume_changes_the_batch(
 
 @pytest.mark.parametrize("end", [{"max_tokens": 100_000}, {"max_epochs": 0.37}, {"max_steps": 50}])
 def test_a_resume_with_the_same_batch_plans_the_same_end(end):
-    cfg = train.TrainConfig(block_size=64, batch_size=4, batch_tokens=768, **end)
-    plan = train.make_plan(cfg, 1, epoch_tokens=1_000_003)
+    cfg = TrainConfig(block_size=64, batch_size=4, batch_tokens=768, **end)
+    plan = make_plan(cfg, 1, epoch_tokens=1_000_003)
     for step in range(0, plan.steps, 7):
-        again = train.make_plan(cfg, 1, 1_000_003, step, step * plan.step_tokens // 64)
+        again = make_plan(cfg, 1, 1_000_003, step, step * plan.step_tokens // 64)
         assert again.steps == plan.steps
         assert again.tokens_at(plan.steps) == plan.tokens_at(plan.steps)
 
