@@ -25,6 +25,7 @@ from text.packing import best_fit, pack
 from text.windows import open_windows, train_loader
 from training.evaluate import evaluate
 from training.huggingface import from_pretrained
+from training.settings import TrainConfig, model_config
 from training.step import to_batch
 
 EOS = 299
@@ -315,9 +316,9 @@ def test_the_loss_of_a_step_is_the_weighted_mean_over_all_micro_steps(tiny_data,
     loader = train_loader(open_datasets("tiny", tiny_data), 32, 5, "pack", "document")
     rows = loader.rows(loader.starts(0, 8))
     settings = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["settings"]
-    cfg = train.TrainConfig(**{k: v for k, v in settings.items() if hasattr(train.TrainConfig, k)})
+    cfg = TrainConfig(**{k: v for k, v in settings.items() if hasattr(TrainConfig, k)})
     torch.manual_seed(5)
-    model = train.GPT(train.model_config(cfg, 400))
+    model = GPT(model_config(cfg, 400))
     model.init_weights(cfg.init)
     x, y, weights, eos_id = to_batch(rows, torch.device("cpu"))
     total = model(x, y, weights, eos_id, reduction="sum")

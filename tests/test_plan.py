@@ -15,12 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import plan
-import train
 from configurator import parse
 from model import GPT, PRESETS, GPTConfig
 from training.memory import Step, step_memory
 from training.plan import even_batch
 from training.runs import newest_checkpoint
+from training.settings import TrainConfig, model_config, wants_compile
 
 AS_IT_IS = "neither shard nor recompute"
 
@@ -257,24 +257,25 @@ def test_a_resume_takes_little_more_host_memory_than_what_it_keeps(tiny_data, tm
     train_tiny(tiny_data, tmp_path, *options)
     measured = (
         "import re, configurator, train\n"
+        "from training import job\n"
         "def memory(key):\n"
         "    status = open('/proc/self/status').read()\n"
         "    return 1024 * int(re.search(key + r':\\s+(\\d+)', status)[1])\n"
-        "read, loop = train.read_training, train.loop\n"
+        "read, loop = job.read_training, train.loop\n"
         "def read_noted(*args):\n"
         "    print('before', memory('RssAnon'))\n"
         "    return read(*args)\n"
         "def loop_noted(*args):\n"
         "    print('most', memory('RssAnon'))\n"  # freed memory is kept: it counts too
         "    return loop(*args)\n"
-        "train.read_training, train.loop = read_noted, loop_noted\n"
+        "job.read_training, train.loop = read_noted, loop_noted\n"
         "configurator.run(train.main)\n"
     )
     settings = [*TINY, *options, f"--data_dir={tiny_data}", "--init_from=resume"]
     command = [sys.executable, "-c", measured, *settings]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    model = on_meta(train.model_config(parse(train.TrainConfig, settings), 400))
+    model = on_meta(model_config(parse(TrainConfig, settings), 400))
     P = sum(p.numel() for p in model.parameters())
     numbers = (re.search(rf"^{key} (\d+)", done.stdout, re.M) for key in ("before", "most"))
     before, most = (int(number[1]) for number in numbers)
@@ -339,7 +340,7 @@ def test_the_batch_that_is_found_keeps_the_tokens_of_a_step_as_near_as_it_can(
     most, tokens, world, want
 ):
     options = [f"--batch_tokens={tokens}", "--block_size=64", "--max_steps=1"]
-    assert even_batch(most, parse(train.TrainConfig, options), world) == want
+    assert even_batch(most, parse(TrainConfig, options), world) == want
 
 
 def test_batch_size_auto_trains_what_a_number_trains(tiny_data, tmp_path, capsys):
@@ -377,8 +378,8 @@ def test_a_resumed_run_keeps_the_batch_size_that_auto_found(tiny_data, tmp_path,
     ],
 )
 def test_auto_compiles_on_cuda_and_for_long_runs_on_a_cpu(compile, kind, flops, want):
-    cfg = parse(train.TrainConfig, [f"--compile={compile}", "--max_steps=1"])
-    assert train.wants_compile(cfg, kind, flops) is want
+    cfg = parse(TrainConfig, [f"--compile={compile}", "--max_steps=1"])
+    assert wants_compile(cfg, kind, flops) is want
 
 
 @pytest.mark.slow
@@ -388,7 +389,8 @@ def test_batch_size_auto_steps_down_where_memory_runs_out_after_all(tiny_data, t
     limited = (
         "import re, resource, sys\n"
         "import configurator, train\n"
-        "fit = train.fit_batch\n"
+        "from training import job\n"
+        "fit = job.fit_batch\n"
         "def fit_in_less(*args):\n"
         "    status = open('/proc/self/status').read()\n"
         "    now = 1024 * int(re.search(r'VmSize:\\s+(\\d+)', status)[1])\n"
@@ -397,7 +399,7 @@ def test_batch_size_auto_steps_down_where_memory_runs_out_after_all(tiny_data, t
         "    B = fit(*args)\n"
         "    resource.setrlimit(resource.RLIMIT_AS, before)\n"
         "    return B\n"
-        "train.fit_batch = fit_in_less\n"
+        "job.fit_batch = fit_in_less\n"
         "configurator.run(train.main)\n"
     )
     options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--batch_size=auto"]

@@ -19,9 +19,11 @@ from configurator import UserError, parse
 from hardware.disk import damage
 from hardware.machine import Machine
 from model import GPT
+from text.dataset import load_tokenizer, open_datasets
 from text.windows import open_windows
+from training import job
 from training.banner import slow_steps
-from training.evaluate import write_text
+from training.evaluate import evaluate, write_text
 from training.huggingface import from_pretrained
 from training.plan import (
     batch_warning,
@@ -33,7 +35,7 @@ from training.plan import (
     schedule_warning,
 )
 from training.runs import newest_checkpoint
-from training.settings import TrainConfig
+from training.settings import TrainConfig, model_config
 
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 
@@ -136,7 +138,7 @@ def test_a_warning_of_an_uneven_batch_names_a_batch_that_is_even():
 
 
 def test_reading_the_data_more_than_four_times_is_a_warning(tiny_data):
-    sets = train.open_datasets("tiny", tiny_data)
+    sets = open_datasets("tiny", tiny_data)
     size = sets[0].meta["splits"]["train"]["tokens"]
     step = 256
 
@@ -195,9 +197,9 @@ def test_the_banner_warns_of_a_warm_up_that_is_longer_than_the_run(tiny_data, tm
 
 def test_evaluation_reads_the_same_windows_for_every_batch_size(tiny_data):
     cfg = config(f"--data_dir={tiny_data}", "--eval_tokens=0")
-    [data] = train.open_datasets("tiny", tiny_data)
+    [data] = open_datasets("tiny", tiny_data)
     meta = data.meta
-    model = GPT(train.model_config(cfg, meta["vocab_size"]))
+    model = GPT(model_config(cfg, meta["vocab_size"]))
     model.init_weights("xavier")
     losses = []
     seen = []
@@ -210,7 +212,7 @@ def test_evaluation_reads_the_same_windows_for_every_batch_size(tiny_data):
             return take(start)
 
         windows.row = note
-        losses.append(train.evaluate(model, windows, cfg.eval_tokens, B, CPU))
+        losses.append(evaluate(model, windows, cfg.eval_tokens, B, CPU))
         assert model.training
     count = (meta["splits"]["val"]["tokens"] - 1) // 32
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
@@ -257,7 +259,7 @@ def test_a_run_leaves_all_that_it_promises(straight, tiny_data):
         assert r["tokens_per_s"] == pytest.approx(256 / r["step_ms"] * 1000)
         assert r["mfu"] == pytest.approx(r["tflops"] / 1.0)  # TINY says peak_tflops=1
     last = evaluations[-1]
-    counts = train.open_datasets("tiny", tiny_data)[0].meta["splits"]["val"]
+    counts = open_datasets("tiny", tiny_data)[0].meta["splits"]["val"]
     bits = last["val_loss"] / math.log(2) * counts["tokens"]
     assert last["val_bits_per_byte"] == pytest.approx(bits / counts["bytes"])
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
@@ -273,7 +275,7 @@ def test_a_run_leaves_all_that_it_promises(straight, tiny_data):
 def test_a_peak_that_was_measured_on_a_busy_machine_gives_no_mfu_above_100_percent(
     tiny_data, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(train, "peak_tflops", lambda *_: (1e-9, "far too slow"))
+    monkeypatch.setattr(job, "peak_tflops", lambda *_: (1e-9, "far too slow"))
     run = train_tiny(tiny_data, tmp_path, "--peak_tflops=0")
     assert set(metrics(run, "mfu").values()) == {None}
 
@@ -347,7 +349,7 @@ def test_without_a_dataset_the_newest_is_named_and_too_many_epochs_are_warned_of
     def stop(*_):
         raise UserError("seen enough")
 
-    monkeypatch.setattr(train, "open_optimizer", stop)
+    monkeypatch.setattr(job, "open_optimizer", stop)
     options = [option for option in TINY if not option.startswith("--dataset")]
     options += [f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / 'out'}"]
     with pytest.raises(UserError, match="seen enough"):
@@ -379,22 +381,22 @@ def test_how_often_one_evaluates_samples_saves_and_logs_does_not_change_the_trai
 def test_samples_show_what_the_weights_of_their_step_write(straight, tiny_data):
     samples = metrics(straight, "sample")
     assert samples.keys() == {4, 8} and samples[4] != samples[8]
-    tokenizer = train.load_tokenizer(tiny_data / "tiny")
+    tokenizer = load_tokenizer(tiny_data / "tiny")
     prompt = [*tokenizer.prefix, *tokenizer.encode("the loop").tolist()]
     model = from_pretrained(newest_checkpoint(straight / "ckpt"))
-    counts = train.open_datasets("tiny", tiny_data)[0].meta["splits"]["val"]
+    counts = open_datasets("tiny", tiny_data)[0].meta["splits"]["val"]
     length = math.ceil(200 * counts["tokens"] / counts["bytes"])
     text = write_text(model, tokenizer, prompt, length, seed=TrainConfig.seed)
     assert samples[8] == f"the loop{text}" and model.training
 
 
 def test_the_loss_on_train_is_of_as_many_fixed_windows_as_that_on_val(straight, tiny_data):
-    [data] = train.open_datasets("tiny", tiny_data)
+    [data] = open_datasets("tiny", tiny_data)
     val, split = (open_windows(data, name, 32) for name in ("val", "train"))
     count = len(val.fixed_starts(0))
     assert count < split.n_windows
     model = from_pretrained(newest_checkpoint(straight / "ckpt"))
-    loss = train.evaluate(model, split, count * 32, 4, CPU)
+    loss = evaluate(model, split, count * 32, 4, CPU)
     assert metrics(straight, "train_eval_loss")[8] == pytest.approx(loss, rel=1e-5)
     assert abs(loss - metrics(straight, "val_loss")[8]) > 1e-4
 

@@ -1,8 +1,7 @@
-"""Start train.py and sample.py without waiting for their imports, which take about three seconds.
+"""Start train.py and sample.py without waiting for their imports: Python's forkserver has them.
 
-A server process imports everything once and starts no threads. It forks itself for each command.
-The fork runs the script as __main__ and ends as Python ends, so its exit code, its signals and its
-output are those of the real command. Popen and run replace those of subprocess.
+multiprocessing's forkserver imports them once and forks itself for each command, which runs the
+script as __main__. Popen and run replace those of subprocess.
 
 A command that begins with torchrun does not run torchrun: ranks() starts the processes instead. A
 test that is about the start itself (a limit, a locale, a terminal) uses subprocess.
@@ -10,43 +9,22 @@ test that is about the start itself (a limit, a locale, a terminal) uses subproc
 
 import atexit
 import contextlib
-import functools
-import gc
-import importlib
-import json
+import multiprocessing
 import os
-import select
+import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import types
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, CompletedProcess, TimeoutExpired
 
-REPO = Path(__file__).resolve().parents[1]
-MODULES = ["train", "sample", "torch._dynamo", "matplotlib.pyplot"]
 TORCHRUN = ["-m", "torch.distributed.run"]
-
-
-# -- in the tests --
-
-
-@functools.cache
-def server() -> socket.socket:
-    """Start the server process and return the connection to it. It ends with the tests."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    argv = [sys.executable, __file__, str(theirs.fileno())]
-    env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # otherwise numpy starts a thread
-    env.pop("OMP_NUM_THREADS", None)  # set_environment() sets the number for each command
-    process = subprocess.Popen(
-        argv, stdin=DEVNULL, stdout=DEVNULL, env=env, pass_fds=[theirs.fileno()]
-    )
-    theirs.close()
-    atexit.register(lambda: (ours.close(), process.wait()))
-    return ours
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["train", "sample", "torch._dynamo", "matplotlib.pyplot"])
+# A command that a failed test has left must not keep the tests from ending.
+atexit.register(lambda: [child.kill() for child in multiprocessing.active_children()])
 
 
 class Popen:
@@ -68,43 +46,40 @@ class Popen:
         assert args[0] == sys.executable
         self.args = args
         self.text = text
-        self.returncode = None
-        self.stdout = tempfile.TemporaryFile() if stdout == PIPE else None
-        self.stderr = tempfile.TemporaryFile() if stderr == PIPE else None
-        self.report, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.files = []  # of stdout and stderr, where they are captured
+        paths = []
+        for number, target in ((1, stdout), (2, stderr)):
+            file = tempfile.TemporaryFile() if target == PIPE else None
+            self.files.append(file)
+            target = file or (number if target is None else target)
+            handle = target if isinstance(target, int) else target.fileno()
+            paths.append(os.devnull if target == DEVNULL else f"/proc/{os.getpid()}/fd/{handle}")
+        started, report = FORKSERVER.Pipe(duplex=False)
         argv = [os.fsdecode(arg) for arg in args[1:]]
-        order = [argv, dict(env or os.environ), os.path.abspath(cwd), start_new_session]
-        with open(os.devnull, "r+b") as nothing, theirs:
+        order = (argv, dict(env or os.environ), os.path.abspath(cwd), start_new_session, paths)
+        self.process = FORKSERVER.Process(target=execute, args=(*order, report))
+        self.process.start()
+        started.recv()  # it has opened its files: the caller may close them
+        self.pid = self.process.pid
 
-            def handle(where, captured, inherited: int) -> int:
-                file = {PIPE: captured, DEVNULL: nothing, None: inherited}.get(where, where)
-                return file if isinstance(file, int) else file.fileno()
-
-            files = [nothing.fileno(), handle(stdout, self.stdout, 1)]
-            files += [handle(stderr, self.stderr, 2), theirs.fileno()]
-            socket.send_fds(server(), [json.dumps(order).encode()], files)
-        self.pid = int(self.report.recv(100))
-
-    def has_ended(self, timeout: float | None) -> bool:
-        if self.returncode is None and select.select([self.report], [], [], timeout)[0]:
-            self.returncode = int(self.report.recv(100))
-            self.report.close()
-        return self.returncode is not None
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
 
     def poll(self) -> int | None:
-        self.has_ended(0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if not self.has_ended(timeout):
+        self.process.join(timeout)
+        if self.returncode is None:
             raise TimeoutExpired(self.args, timeout)
         return self.returncode
 
-    def communicate(self, timeout: float | None = None) -> tuple:
+    def communicate(self, timeout: float | None = None) -> list:
         self.wait(timeout)
-        return self.printed(self.stdout), self.printed(self.stderr)
+        return [self.content(file) for file in self.files]
 
-    def printed(self, file) -> str | bytes | None:
+    def content(self, file) -> str | bytes | None:
         if file is None:
             return None
         with file:
@@ -141,48 +116,29 @@ if sys.platform != "linux":  # elsewhere, a fork after so many imports may fail
 # -- in the process that is forked --
 
 
-def serve(channel: socket.socket) -> None:
-    """Fork for each order that arrives. Return in the fork, which is then ready for execute()."""
-    while True:
-        message, files, *_ = socket.recv_fds(channel, 1 << 20, 4)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        if not message:
-            os._exit(0)
-        if os.fork() == 0:
-            channel.close()
-            obey(*json.loads(message), files)
-            return
-        for file in files:
-            os.close(file)
+def execute(argv: list, env: dict, cwd: str, alone: bool, paths: list[str], report) -> None:
+    """Run a command, as Python would.
 
-
-def obey(argv: list[str], env: dict[str, str], cwd: str, alone: bool, files: list[int]) -> None:
-    """Fork once more: the child becomes the command and returns; the parent reports how it ends."""
-    report = socket.socket(fileno=files.pop())
-    if command := os.fork():
-        for file in (0, 1, 2, *files):
-            os.close(file)
-        status = os.waitpid(command, 0)[1]
-        report.send(str(os.waitstatus_to_exitcode(status)).encode())
-        os._exit(0)
-    for number, file in enumerate(files):
+    paths: of stdout and stderr. report: gets a message when the command begins.
+    """
+    for number, path in enumerate(paths, 1):
+        file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
         os.close(file)
     os.chdir(cwd)
     if alone:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, name in enumerate(("stdin", "stdout", "stderr")):  # new ones, as Python makes them
-        old = getattr(sys, name)
-        mode = "r" if number == 0 else "w"
-        buffering = 1 if number == 2 else -1
-        setattr(sys, name, open(number, mode, buffering, old.encoding, old.errors, closefd=False))
     set_environment(env)
     sys.argv = argv
-    report.send(str(os.getpid()).encode())
+    report.send(None)
     report.close()
+    if sys.argv[:2] == TORCHRUN:
+        ranks()
+    if sys.argv[0] == "-c":
+        exec(sys.argv.pop(1), {"__name__": "__main__"})
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def set_environment(env: dict[str, str]) -> None:
@@ -190,23 +146,6 @@ def set_environment(env: dict[str, str]) -> None:
     os.environ.update(env)
     if "OMP_NUM_THREADS" in env:  # torch read it when it was imported: before this
         sys.modules["torch"].set_num_threads(int(env["OMP_NUM_THREADS"]))
-
-
-def execute() -> None:
-    """Run the command in sys.argv, as Python would."""
-    if sys.argv[:2] == TORCHRUN:
-        ranks()
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    if sys.argv[0] == "-c":
-        code = sys.argv.pop(1)
-        name = "<string>"
-        folder = ""
-    else:
-        name = main.__file__ = sys.argv[0]
-        code = Path(name).read_bytes()
-        folder = str(Path(name).resolve().parent)
-    sys.path[0] = folder
-    exec(compile(code, name, "exec"), main.__dict__)
 
 
 def ranks() -> None:
@@ -255,14 +194,3 @@ def ranks() -> None:
             time.sleep(0.1)  # torchrun looks for failed ranks ten times a second
             hand_on(signal.SIGTERM)
     sys.exit(1 if failed else 0)
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(REPO))
-    for module in MODULES:
-        importlib.import_module(module)
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.freeze()  # otherwise the garbage collector of each fork would touch, and so copy, all memory
-    serve(socket.socket(fileno=int(sys.argv[1])))
-    execute()

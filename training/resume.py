@@ -33,43 +33,41 @@ from training.runs import (
 from training.settings import PLACE, TrainConfig, model_config
 
 
-def settings_of_run(given: dict[str, Any]) -> TrainConfig:
+def settings_of_run(options: dict[str, Any]) -> TrainConfig:
     """Return the settings of the run that a command line starts or resumes.
 
     A resumed run has the settings of its newest checkpoint. Those that are given now override them.
     A model to fine-tune is not taken beyond its context, unless a block_size is given.
 
-    given: the settings of config files and command line, without defaults. Raises UserError for a
+    options: the settings of config files and command line, without defaults. Raises UserError for a
     setting that is out of its range.
     """
-    asked = TrainConfig(**given)
-    if asked.init_from not in ("resume", "auto"):
-        return checked(TrainConfig, with_context(given))
-    # A command that began a run said how long it is. One that does not is none of them repeated,
-    # with run_name left at its default: it means the run that was trained last.
-    names_run = {"run_name", "max_steps", "max_epochs", "max_tokens"} & given.keys()
-    if asked.init_from == "resume" and not names_run:
-        newest = newest_run(Path(asked.out_dir))
-        if newest:
-            note(f"no run_name is given: the newest run is resumed, {newest}")
-            given = given | {"run_name": newest.name}
-    ckpt_dir = Path(asked.out_dir) / given.get("run_name", asked.run_name) / "ckpt"
-    return checked(TrainConfig, earlier_settings(ckpt_dir) | given)
+    cfg = TrainConfig(**options)
+    if cfg.init_from not in ("resume", "auto"):
+        return checked(TrainConfig, with_context(options))
+    # The command that began a run gave its length. A command without one does not repeat that, and
+    # without a run_name it means the run that was trained last.
+    names_run = {"run_name", "max_steps", "max_epochs", "max_tokens"} & options.keys()
+    if cfg.init_from == "resume" and not names_run and (newest := newest_run(Path(cfg.out_dir))):
+        note(f"no run_name is given: the newest run is resumed, {newest}")
+        options = options | {"run_name": newest.name}
+    ckpt_dir = Path(cfg.out_dir) / options.get("run_name", cfg.run_name) / "ckpt"
+    return checked(TrainConfig, earlier_settings(ckpt_dir) | options)
 
 
-def with_context(given: dict[str, Any]) -> dict[str, Any]:
+def with_context(options: dict[str, Any]) -> dict[str, Any]:
     """Return settings with the block_size of the model to fine-tune, if that is below the default.
 
     A block_size that is given stays. If the model cannot be read, load_model() will say so.
     """
-    init_from = given.get("init_from", "scratch")
+    init_from = options.get("init_from", "scratch")
     if init_from in ("scratch", "resume", "auto"):
-        return given
+        return options
     try:
         context = shape_in(init_from).block_size
     except ValueError:
-        return given
-    return {"block_size": min(TrainConfig.block_size, context)} | given
+        return options
+    return {"block_size": min(TrainConfig.block_size, context)} | options
 
 
 def earlier_settings(ckpt_dir: Path) -> dict[str, Any]:
@@ -110,9 +108,9 @@ def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> O
     Raises UserError if the run would lose something that is there, or cannot find what it needs.
     """
     if cfg.init_from in ("resume", "auto"):
-        own = own_checkpoint(cfg, folder, say)
-        if own is not None:
-            return own
+        checkpoint = own_checkpoint(cfg, folder, say)
+        if checkpoint:
+            return Origin(checkpoint, resume=True)
     others = others_in(folder)
     if others and not is_run(folder):
         advice = "give another --run_name or --out_dir"
@@ -121,19 +119,18 @@ def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> O
         return Origin()  # there is no run, or it ended before its first checkpoint
     path = None if cfg.init_from == "scratch" else Path(cfg.init_from)
     if os.path.lexists(folder / "metrics.jsonl") or numbered(folder / "ckpt"):
-        if not cfg.overwrite:
-            advice = "--init_from=resume goes on with it, --overwrite moves it out of the way"
-            advice += ", --run_name=NAME starts another"
-            raise UserError(f"{folder} holds an earlier run: {advice}")
         if not is_run(folder):
             foreign = "files with the names of a run's files, which train.py did not write"
             raise UserError(f"{folder} holds {foreign}: move them elsewhere")
+        if not cfg.overwrite:
+            advice = "--init_from=resume goes on with it, --overwrite moves it out of the way"
+            raise UserError(f"{folder} holds an earlier run: {advice}, --run_name=NAME is another")
         if path is not None and folder.resolve() in path.resolve().parents:
             raise UserError(f"--overwrite would move {path}: give the new run another --run_name")
     return Origin(path)
 
 
-def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> Origin | None:
+def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> Path | None:
     """Return the newest intact checkpoint of the run itself, and warn of newer damaged ones.
 
     Returns None only if init_from=auto may start anew. Raises UserError if the run has checkpoints
@@ -144,33 +141,22 @@ def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -
     instead = f"taking {newest} instead" if newest else "there is no intact checkpoint"
     for problem in problems:
         say(f"warning: {problem}: damaged; {instead}")
-    if newest is not None:
-        return Origin(newest, resume=True)
-    if evidence := evidence_of_checkpoints(folder, problems):
-        none = f"init_from={cfg.init_from}: no intact checkpoint in {ckpt_dir}: {evidence}"
+    if newest:
+        return newest
+    # What shows that the run has saved checkpoints: damaged or renamed ones, or its records.
+    evidence = [*problems, *(f"only {path} is there" for path in sorted(ckpt_dir.glob("step_*")))]
+    path = folder / "metrics.jsonl"
+    saved = (record["step"] for record in read_metrics(path) if "saved" in record)
+    evidence += [f"{path} says that step {step} was saved" for step in saved]
+    if evidence:
         advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
-        raise UserError(f"{none}; {advice}")
+        raise UserError(f"no checkpoint in {ckpt_dir} is intact ({evidence[0]}): {advice}")
     if cfg.init_from == "resume":
-        newest = newest_run(Path(cfg.out_dir))
-        named = f"--run_name=NAME, as {newest.name}" if newest else "--run_name=NAME"
-        advice = f"name another run ({named}), or use init_from=scratch"
+        run = newest_run(Path(cfg.out_dir))
+        name = run.name if run else "NAME"
+        advice = f"name another run (--run_name={name}), or use init_from=scratch"
         raise UserError(f"init_from=resume: there is no checkpoint in {ckpt_dir}; {advice}")
     return None
-
-
-def evidence_of_checkpoints(folder: Path, problems: list[str]) -> str:
-    """Return what shows that a run has saved checkpoints, although no intact one is there.
-
-    Returns an empty string if nothing does. problems: as newest_intact() returns them.
-    """
-    if problems:
-        return f"all are damaged, for example {problems[0]}"
-    renamed = sorted(path.name for path in (folder / "ckpt").glob("step_*"))
-    if renamed:
-        return f"only {renamed[0]} is there"
-    path = folder / "metrics.jsonl"
-    saved = [record["step"] for record in read_metrics(path) if "saved" in record]
-    return f"{path} says that step {max(saved)} was saved" if saved else ""
 
 
 @dataclass(frozen=True)
@@ -204,38 +190,41 @@ def load_model(
             hint = f"; it is the folder of a run: give {newest}"
         raise UserError(f"init_from={folder}: cannot be loaded ({e}{hint})") from None
     has = model.config
-    differ = ["vocab_size"] if has.vocab_size < vocab_size else []
-    now = {"vocab_size": vocab_size}
     if earlier:
-        own = earlier.settings.get("init_from") in ("scratch", "auto")
-        now = shape_asked(has, cfg, vocab_size, own)
-        # A setting may have another value than the model has, if the run has ignored it so far.
+        # A model that is fine-tuned has its own shape, whatever settings the run began with.
         settings = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)}
-        then = shape_asked(has, replace(cfg, **settings), vocab_size, own)
-        differ += [k for k, v in now.items() if v not in (getattr(has, k), then[k])]
-    elif not differ and (extended := longer(has, cfg)) != has:
-        changes = [f"block_size {has.block_size} -> {extended.block_size}"]
+        began_with = shape_asked(replace(cfg, **settings), vocab_size)
+        differ = [
+            f"{k} is {getattr(has, k)} there, {value} here"
+            for k, value in shape_asked(cfg, vocab_size).items()
+            if value not in (began_with[k], getattr(has, k))
+        ]
+        if differ:
+            raise UserError(f"checkpoint {folder} does not fit the settings: {'; '.join(differ)}")
+        return model
+    if has.vocab_size < vocab_size:
+        size = f"vocab_size is {has.vocab_size} there, {vocab_size} in the data"
+        raise UserError(f"init_from={folder} does not fit the data: {size}")
+    extended = longer(has, cfg)
+    if extended != has:
+        change = f"it has never seen positions from {has.block_size} on"
         if extended.rope_scaling != has.rope_scaling:
-            changes.append(f"rope_scaling {has.rope_scaling!r} -> {extended.rope_scaling!r}")
-        else:
-            changes.append(f"it has never seen positions from {has.block_size} on")
-        note(f"{folder} goes on with longer sequences: {', '.join(changes)}")
+            change = f"rope_scaling {has.rope_scaling!r} -> {extended.rope_scaling!r}"
+        length = f"block_size {has.block_size} -> {extended.block_size}"
+        note(f"{folder} goes on with longer sequences: {length}, {change}")
         model.config = extended
         model.rope = rope_table(extended)
-    if differ:
-        both = [f"{k} is {getattr(has, k)} there, {now[k]} here" for k in differ]
-        raise UserError(f"checkpoint {folder} does not fit the settings: {'; '.join(both)}")
     return model
 
 
-def shape_asked(has: GPTConfig, cfg: TrainConfig, vocab_size: int, own: bool) -> dict[str, Any]:
-    """Return what the settings say of a model's shape. own: it is not one to fine-tune."""
-    if own:
-        return asdict(model_config(cfg, vocab_size))
-    # A model to fine-tune has a shape of its own: all settings but two are ignored.
+def shape_asked(cfg: TrainConfig, vocab_size: int) -> dict[str, Any]:
+    """Return the shape of the model that the settings ask for.
+
+    rope_scaling is taken as it stands: a model to fine-tune may have RoPE although the settings,
+    which it ignores, say otherwise.
+    """
     shape = asdict(model_config(replace(cfg, rope_scaling=""), vocab_size))
-    extended = longer(has, cfg)
-    return shape | {k: getattr(extended, k) for k in ("block_size", "rope_scaling")}
+    return shape | {"rope_scaling": cfg.rope_scaling}
 
 
 def longer(c: GPTConfig, cfg: TrainConfig) -> GPTConfig:
@@ -284,34 +273,43 @@ def read_training(folder: Path) -> Earlier:
     return Earlier(settings, meta, training)
 
 
+def data_hashes(sets: list[DataSet]) -> dict[str, str]:
+    """Return the SHA-256 of each .bin, as meta.json has it."""
+    return {
+        f"{data.name}/{split}.bin": counts["sha256"]
+        for data in sets
+        for split, counts in data.meta["splits"].items()
+    }
+
+
 def check_data(earlier: Earlier, sets: list[DataSet], folder: Path) -> None:
     """Raise UserError if the tokenizer or a data set changed since the checkpoint was written."""
-    now = {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
-    then = {"tokenizer": tokenizer_id(earlier.meta["tokenizer"])}
+    current = data_hashes(sets) | {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
+    saved = {"tokenizer": tokenizer_id(earlier.meta["tokenizer"])}
     for key, split in (("trained_on", "train"), ("judged_by", "val")):
-        now |= {f"{d.name}/{split}.bin": d.meta["splits"][split]["sha256"] for d in sets}
-        then |= {f"{name}/{split}.bin": sha256 for name, sha256 in earlier.meta[key].items()}
+        saved |= {f"{name}/{split}.bin": sha256 for name, sha256 in earlier.meta[key].items()}
     differ = [
-        f"{name} is {then.get(name, 'missing')[:12]} there, {now.get(name, 'missing')[:12]} here"
-        for name in sorted(then | now)
-        if then.get(name) != now.get(name)
+        f"{k} is {saved.get(k, 'missing')[:12]} there, {current.get(k, 'missing')[:12]} here"
+        for k in sorted(saved | current)
+        if saved.get(k) != current.get(k)
     ]
     if differ:
-        again = "prepare the same data again"
-        if then.keys() != now.keys():
-            again = "give the same --dataset as before"
-        new = f"start a new run with --init_from={folder} --run_name=NAME"
+        again = "give the same --dataset as before, or prepare the same data again"
         problem = f"checkpoint {folder} was trained with other data: {'; '.join(differ)}"
-        raise UserError(f"{problem} (SHA-256): {again}, or {new}")
+        raise UserError(f"{problem} (SHA-256): {again}, or {as_new_run(folder)}")
 
 
 def check_optimizer(earlier: Earlier, cfg: TrainConfig, folder: Path) -> None:
     """Raise UserError if the checkpoint holds the state of another optimizer."""
-    then = earlier.settings["optimizer"]
-    if then != cfg.optimizer:
-        problem = f"checkpoint {folder} holds the state of {then}, not of {cfg.optimizer}"
-        new = f"start a new run with --init_from={folder} --run_name=NAME"
-        raise UserError(f"{problem}: resume with --optimizer={then}, or {new}")
+    saved = earlier.settings["optimizer"]
+    if saved != cfg.optimizer:
+        problem = f"checkpoint {folder} holds the state of {saved}, not of {cfg.optimizer}"
+        advice = f"resume with --optimizer={saved}, or {as_new_run(folder)}"
+        raise UserError(f"{problem}: {advice}")
+
+
+def as_new_run(folder: Path) -> str:
+    return f"start a new run with --init_from={folder} --run_name=NAME"
 
 
 def check_tokenizer(folder: Path, sets: list[DataSet], say: Callable[[str], None]) -> None:
@@ -335,11 +333,10 @@ def settings_changed(earlier: Earlier, cfg: TrainConfig) -> list[str]:
     Those of the place are left out: they do not change what the model learns. Settings that are not
     given again are those of the checkpoint.
     """
-    now = {k: v for k, v in asdict(cfg).items() if k not in PLACE}
-    then = earlier.settings
+    saved = earlier.settings
     order = " (the windows come in another order: some are read twice, others never)"
     return [
-        f"{k} {then[k]} -> {v}{order if k in ('seed', 'dataset') else ''}"
-        for k, v in now.items()
-        if then.get(k, v) != v
+        f"{k} {saved[k]} -> {value}{order if k in ('seed', 'dataset') else ''}"
+        for k, value in asdict(cfg).items()
+        if k not in PLACE and saved.get(k, value) != value
     ]
