@@ -49,7 +49,7 @@ from text.windows import open_windows
 from training.evaluate import evaluate
 from training.huggingface import from_pretrained, nanogpt_file, unverified
 from training.report import in_other_units
-from training.runs import check_step, losses_of, newest_checkpoint, newest_run
+from training.runs import losses_of, newest_checkpoint, newest_run
 
 # Without max_new_tokens, a text ends with its line from this number of tokens on,
 ENOUGH = 256
@@ -143,7 +143,6 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
     while True:
         folder, label = find_checkpoint(cfg)
         try:
-            check_step(folder)
             model = from_pretrained(folder)
             return folder, label, model, model_tokenizer(folder, model.config.vocab_size, cfg)
         except (UserError, ValueError, OSError) as e:

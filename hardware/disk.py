@@ -1,8 +1,9 @@
 """How this program writes files, and how it recognises files that it has written.
 
     write_whole     write a file so that a kill leaves the old file or the new one, never a part
-    finish          sync a folder of new files, and write the manifest of them
-    put_in_place    give it its name in one step; the old folder is kept, under another name
+    finish          write the manifest of a folder of new files, and sync all of it
+    put_in_place    give it its name; the old folder is kept, under another one
+    set_aside       rename what is in the way, to a name that is free
     remove_only     delete files that are given by name, and the folder only if it is then empty
     sealed, unseal  a JSON object that contains the SHA-256 of its own content
     manifest        the size and SHA-256 of every file of a folder; damage() checks them
@@ -12,7 +13,6 @@ No function here deletes a file whose name it was not given. This module needs n
 configurator.py of this project.
 """
 
-import ctypes
 import errno
 import fcntl
 import functools
@@ -22,6 +22,7 @@ import os
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from configurator import UserError, note
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
-HOLDER = " (process "  # what the file LOCK begins with, or it is still empty
+HOLDER = b" (process "  # what the file LOCK begins with, or it is still empty
 
 
 # --------------------------------------------------------------------------------------------------
@@ -49,10 +50,8 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file, or replace it, in one step. A kill leaves the old file or the new one."""
     aside = path.with_name(f".{path.name}.tmp")
     aside.unlink(missing_ok=True)  # of a killed process; or a link, which is not to be followed
-    with open(aside, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    aside.write_bytes(content)
+    sync_to_disk(aside)
     aside.replace(path)
 
 
@@ -68,59 +67,39 @@ def json_bytes(content: Any) -> bytes:
 
 
 def finish(folder: Path) -> None:
-    """Sync the files of a folder to the disk, and write its manifest, which comes last."""
+    """Write the manifest of a folder of new files, and sync all of it to the disk."""
     entries = manifest(folder)
-    for name in entries:
+    (folder / MANIFEST).write_bytes(json_bytes(entries))
+    for name in (*entries, MANIFEST, "."):
         sync_to_disk(folder / name)
-    path = folder / MANIFEST
-    path.write_bytes(json_bytes(entries))
-    sync_to_disk(path)
-    sync_to_disk(folder)
 
 
-def put_in_place(new: Path, target: Path) -> Path | None:
-    """Give the finished folder `new` the name `target`. Return the new path of the old `target`.
+def put_in_place(draft: Path, target: Path, name_aside: str = "") -> Path | None:
+    """Give a finished folder the name `target`. If that is taken, set_aside() what has it.
 
-    It is None if there was no such folder. Linux exchanges the two names in one step. Elsewhere
-    two renames are needed: a kill between them leaves the old folder at the path that set_aside
-    gave it, and no target.
+    Return where that is then, or None if there was nothing. A kill between the two renames leaves
+    it there, and no target.
     """
-    sync_to_disk(new)
-    if not target.exists():
-        old = None
-        new.rename(target)
-    elif exchange(new, target):
-        old = new
-    else:
-        old = set_aside(target)
-        new.rename(target)
+    sync_to_disk(draft)
+    replaced = set_aside(target, name_aside) if os.path.lexists(target) else None
+    draft.rename(target)
     sync_to_disk(target.parent)
-    return old
+    return replaced
 
 
-def exchange(a: Path, b: Path) -> bool:
-    """Exchange two names in one step. Return False if the system or the disk cannot do that."""
-    AT_FDCWD = -100  # see renameat2(2): relative paths start at the current folder
-    RENAME_EXCHANGE = 2
-    try:
-        swap = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):  # macOS, an old C library
-        return False
-    return swap(AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), RENAME_EXCHANGE) == 0
+def set_aside(path: Path, name: str = "") -> Path:
+    """Rename `path` to `name`, or to `name`2, `name`3 and so on. Return the new path.
 
-
-def set_aside(path: Path) -> Path:
-    """Rename `path` to .NAME.old, or to .NAME.old2 and so on if that exists. Return the new path.
-
-    prepare.py looks for .NAME.old after a kill.
+    The first of these that does not exist is taken. Without a name, it is .NAME.old: prepare.py
+    looks for that after a kill.
     """
-    old = path.with_name(f".{path.name}.old")
+    name = name or f".{path.name}.old"
+    aside = path.with_name(name)
     number = 1
-    while os.path.lexists(old):
+    while os.path.lexists(aside):
         number += 1
-        old = path.with_name(f".{path.name}.old{number}")
-    path.rename(old)
-    return old
+        aside = path.with_name(f"{name}{number}")
+    return path.rename(aside)
 
 
 def remove_only(folder: Path, names: Iterable[str]) -> bool:
@@ -133,13 +112,11 @@ def remove_only(folder: Path, names: Iterable[str]) -> bool:
         return False
     for name in names:
         path = folder / name
-        if os.path.lexists(path) and (path.is_symlink() or not path.is_dir()):
+        if path.is_symlink() or path.is_file():
             path.unlink(missing_ok=True)
-    try:
+    with suppress(OSError):  # it is not empty
         folder.rmdir()
-    except OSError:  # not empty
-        return False
-    return True
+    return not folder.exists()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -155,11 +132,11 @@ def only_plain(path: str | Path) -> None:
 def file_sha256(path: str | Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal. Raises OSError if it cannot be read."""
     only_plain(path)
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        digest = hashlib.sha256()
         while chunk := file.read(1 << 20):
             digest.update(chunk)
-        return digest.hexdigest()
+    return digest.hexdigest()
 
 
 def read_object(path: Path) -> dict:
@@ -210,8 +187,7 @@ def inside(folder: Path, name: str) -> Path:
     """
     plain = isinstance(name, str) and name not in ("", ".", "..") and "\0" not in name
     if not plain or name != Path(name).name:
-        problem = f"it names the file {name!r}, which is not in this folder: not read"
-        raise UserError(f"{folder}: {problem}")
+        raise UserError(f"{folder}: it names the file {name!r}, which is not in it: not read")
     return folder / name
 
 
@@ -224,11 +200,9 @@ def manifest(folder: Path) -> dict[str, dict]:
 
 def entry_of(path: Path) -> dict:
     """Return the size and SHA-256 of a file, as they stand in a manifest."""
-    stat = path.stat()
-    return {
-        "bytes": stat.st_size,
-        "sha256": sha256_of(path, stat.st_ino, stat.st_size, stat.st_ctime_ns),
-    }
+    stats = path.stat()
+    sha256 = sha256_of(path, stats.st_ino, stats.st_size, stats.st_ctime_ns)
+    return {"bytes": stats.st_size, "sha256": sha256}
 
 
 @functools.lru_cache(maxsize=64)
@@ -241,23 +215,17 @@ def damage(folder: Path, names: Iterable[str] | None = None, required: Iterable[
     """Compare the files of a folder with its manifest. Return the first problem, or "".
 
     names: check only those of these files that the manifest lists; None: check all that it lists.
-    required: files that the manifest must list. A flipped bit in it can turn one name into another.
+    required: files that it must list. A flipped bit in it can turn one name into another.
     """
     try:
         entries = read_object(folder / MANIFEST)
-        missing = sorted(set(required) - entries.keys())
-        if missing:
-            return f"{folder / MANIFEST}: it does not list {missing[0]}"
-        checked = entries.keys() if names is None else entries.keys() & set(names)
-        for name in checked:
-            path = folder
-            for part in name.split("/"):
-                path = inside(path, part)
-            if entry_of(path) != {key: entries[name][key] for key in ("bytes", "sha256")}:
-                return f"{path}: not what {MANIFEST} says"
+        listed = entries.keys() if names is None else entries.keys() & set(names)
+        for name in (*required, *listed):
+            if name not in entries or entry_of(folder / name) != entries[name]:
+                return f"{folder / name}: not what {MANIFEST} says"
     except OSError as e:
         return f"{e.filename}: {e.strerror}"
-    except (UserError, ValueError, KeyError, TypeError) as e:
+    except ValueError as e:
         return f"{folder / MANIFEST}: damaged ({e})"
     return ""
 
@@ -270,8 +238,9 @@ class Lock:
     """The right to write a folder, which one process holds until close() or its end.
 
     The folder is made if it does not exist, and removed again by close() if nothing was put into
-    it. Raises UserError if another process holds the lock. instead: what the user can do then,
-    other than wait.
+    it, with the folders above it that were made for it. Raises UserError if another process holds
+    the lock, or if somebody else's file has its name. instead: what the user can do, other than
+    wait.
 
     What is locked is the file LOCK in the folder, opened for writing: NFS tells its server of such
     a lock, and so all computers, but not of a lock on the folder itself.
@@ -279,54 +248,39 @@ class Lock:
 
     def __init__(self, folder: Path, instead: str):
         self.folder = folder
+        self.path = folder / LOCK
         self.instead = instead
-        self.made = not folder.exists()
-        self.handle = self.take()
+        self.created = [path for path in (folder, *folder.parents) if not path.exists()]
+        self.file = self.take()
 
-    def take(self) -> int:
-        """Lock the folder that has the name now, and return the file descriptor of its LOCK."""
-        while True:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / LOCK
-            try:
-                handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            except PermissionError:
-                whose = "this user may not write it; it may be a lock that another user left"
-                instead = f"if nobody writes there, delete it, or {self.instead}"
-                raise UserError(f"{path}: {whose}: {instead}") from None
-            plain = stat.S_ISREG(os.fstat(handle).st_mode)
-            content = os.pread(handle, 99, 0).decode("ascii", "replace") if plain else "none"
-            if content and not (content.startswith(HOLDER) and content.isprintable()):
-                os.close(handle)
-                foreign = f"{path} is not a file that this program wrote"
-                raise UserError(f"{foreign}: move it elsewhere")
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(handle)
-                busy = f"another process is writing {self.folder}{content}"
-                raise UserError(f"{busy}: wait for it, or {self.instead}") from None
-            except OSError as e:
-                if e.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
-                    raise
-                note(f"{self.folder}: its disk has no locks: let only one process write there")
-                return handle
-            # The process that held the lock may have removed the folder since it was opened above.
-            if self.is_at(handle):
-                os.ftruncate(handle, 0)
-                holder = f"{HOLDER}{os.getpid()} on {os.uname().nodename})"
-                os.pwrite(handle, holder.encode("ascii", "replace"), 0)
-                return handle
-            os.close(handle)
+    def take(self) -> FileIO:
+        """Lock the folder that has the name now, and return its open LOCK."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
+        holder = os.pread(file.fileno(), 99, 0) if file.seekable() else b"a pipe"
+        if holder and not holder.startswith(HOLDER):
+            raise UserError(f"{self.path} is not a file that this program wrote: move it elsewhere")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            busy = f"another process is writing {self.folder}{holder.decode(errors='replace')}"
+            raise UserError(f"{busy}: wait for it, or {self.instead}") from None
+        except OSError as e:
+            if e.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
+                raise
+            note(f"{self.folder}: its disk has no locks: let only one process write there")
+        if not self.is_at_path(file):
+            return self.take()  # the process that held it has deleted it since it was opened
+        file.truncate(0)
+        file.write(HOLDER + f"{os.getpid()} on {os.uname().nodename})".encode())
+        return file
 
-    def is_at(self, handle: int) -> bool:
-        """Return whether this descriptor is that of the folder that has the name now."""
-        path = self.folder / LOCK
-        return path.exists() and os.path.samestat(os.fstat(handle), path.stat())
+    def is_at_path(self, file: FileIO) -> bool:
+        return self.path.exists() and os.path.samestat(os.fstat(file.fileno()), self.path.stat())
 
     def is_held(self) -> bool:
         """Return whether the lock is on the folder that has the name now."""
-        return self.is_at(self.handle)
+        return self.is_at_path(self.file)
 
     def renew(self) -> None:
         """Lock the folder that has the name now, if it is not the one that is locked.
@@ -335,15 +289,13 @@ class Lock:
         process holds the lock of the new one. Only one thread may call this.
         """
         if not self.is_held():
-            moved = self.handle
-            self.handle = self.take()
-            os.close(moved)
+            self.file = self.take()
 
     def close(self) -> None:
         with suppress(OSError):  # the disk may have become read-only
-            if self.is_at(self.handle):
-                (self.folder / LOCK).unlink()
-        os.close(self.handle)  # NFS keeps a deleted file in the folder for as long as it is open
-        if self.made:
-            with suppress(OSError):  # the folder is not empty
-                self.folder.rmdir()
+            if self.is_held():
+                self.path.unlink()
+        self.file.close()  # NFS keeps a deleted file in the folder for as long as it is open
+        with suppress(OSError):  # a folder is not empty
+            for path in self.created:
+                path.rmdir()

@@ -1,9 +1,7 @@
 """The setting `average`: the mean that it keeps, and the folder average/ in each checkpoint."""
 
 import itertools
-import json
 import math
-import os
 import re
 import shutil
 from pathlib import Path
@@ -11,16 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from conftest import TINY, call, metrics, torchrun, train_tiny
+from conftest import call, metrics, torchrun, train_tiny
 from safetensors.torch import load_file
 from test_memory import on_meta, shape
 from test_model import make
 
 import sample
-import train
 from hardware.disk import damage
 from model import GPT
-from training import checkpoint
 from training.average import Average
 from training.memory import Step, always_held
 from training.resume import read_training
@@ -35,8 +31,10 @@ def averaged(tiny_data, tmp_path_factory) -> Path:
     return train_tiny(tiny_data, tmp_path_factory.mktemp("averaged"), *AVERAGE)
 
 
-def options(data: Path, out: Path, *more: str) -> list[str]:
-    return [*TINY, f"--data_dir={data}", f"--out_dir={out}", *more]
+@pytest.fixture
+def copied(averaged, tmp_path) -> Path:
+    """A copy of it, tmp_path/run."""
+    return shutil.copytree(averaged, tmp_path / "run")
 
 
 def step(run: Path, number: int) -> Path:
@@ -47,27 +45,20 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
 # -- what the mean is --
 
 
 def mean_by_hand(weights: list[dict], span: float) -> dict[str, torch.Tensor]:
     """The mean of the weights after each step: first plain, after `span` steps exponential."""
     mean: dict[str, torch.Tensor] = {}
-    for n, now in enumerate(weights, 1):
+    for n, after in enumerate(weights, 1):
         share = 1 / min(n, max(1, span))
-        mean = {k: (1 - share) * mean.get(k, w) + share * w for k, w in now.items()}
+        mean = {k: (1 - share) * mean.get(k, w) + share * w for k, w in after.items()}
     return mean
 
 
-def near(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == want.keys()
-    for name, mean in found.items():
-        torch.testing.assert_close(mean, want[name], atol=1e-6, rtol=1e-5)
+def near(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("span", [4, 2.4, 100, 0.3])
@@ -84,13 +75,6 @@ def test_the_average_is_the_mean_that_the_formula_says(span):
     near(average.weights, mean_by_hand(past, span))
     if span == 100:  # the plain mean
         near(average.weights, {k: sum(w[k] for w in past) / 10 for k in past[0]})
-    if span == 0.3:  # the weights themselves
-        assert all(torch.equal(w, past[-1][k]) for k, w in average.weights.items())
-
-
-def test_the_average_of_a_run_is_that_of_the_weights_after_its_steps(averaged):
-    past = [weights(step(averaged, n)) for n in range(1, 9)]
-    near(weights(step(averaged, 8) / "average"), mean_by_hand(past, 4))
 
 
 def test_the_model_has_its_own_weights_again_after_it_had_the_mean():
@@ -109,15 +93,13 @@ def test_the_model_has_its_own_weights_again_after_it_had_the_mean():
 def test_an_average_changes_nothing_of_the_training(averaged, tiny_data, tmp_path):
     run = train_tiny(tiny_data, tmp_path, *AVERAGE, "--average=0")
     for n in range(1, 9):
-        pair = [contents(step(r, n)) for r in (run, averaged)]
-        assert pair[0].keys() == {name for name in pair[1] if not name.startswith("average/")}
-        assert pair[0]["model.safetensors"] == pair[1]["model.safetensors"]
+        pair = [(step(r, n) / "model.safetensors").read_bytes() for r in (run, averaged)]
+        assert pair[0] == pair[1] and not (step(run, n) / "average").exists()
     for key in ("loss", "grad_norm", "val_loss"):
         assert metrics(run, key) == metrics(averaged, key)
-    assert "average" not in read_training(step(run, 8)).training
+    plain, other = (read_training(step(r, 8)).training for r in (run, averaged))
+    assert "average" not in plain and plain["best_step"] == other["best_step"]
     assert not metrics(run, "val_loss_average")
-    best = [read_training(step(r, 8)).training["best_step"] for r in (run, averaged)]
-    assert best[0] == best[1]
 
 
 def test_a_bad_step_counts_the_weights_before_it_once_more(tiny_data, tmp_path, monkeypatch):
@@ -145,25 +127,27 @@ def test_two_processes_with_muon_train_and_average_as_one(tiny_data, tmp_path):
     assert metrics(two, key) == pytest.approx(metrics(one, key), rel=1e-3)
     for place in (".", "average"):
         pair = [weights(step(run, 8) / place) for run in (one, two)]
-        assert max((w - pair[1][k]).abs().max().item() for k, w in pair[0].items()) < 1e-3
+        torch.testing.assert_close(*pair, atol=1e-3, rtol=0)
 
 
 # -- resume --
 
 
-def test_resume_with_an_average_is_bit_identical(averaged, tiny_data, tmp_path):
-    shutil.copytree(averaged, tmp_path / "run")
-    for n in (6, 7, 8):
-        shutil.rmtree(step(tmp_path / "run", n))
-    run = train_tiny(tiny_data, tmp_path, *AVERAGE, "--init_from=resume")
-    for place in (".", "average"):
-        pair = [weights(step(r, 8) / place) for r in (run, averaged)]
-        assert all(torch.equal(w, pair[1][name]) for name, w in pair[0].items())
-    pair = [read_training(step(r, 8)).training["average"] for r in (run, averaged)]
+@pytest.mark.parametrize("damaged", [False, True])
+def test_resume_with_an_average_is_bit_identical(averaged, copied, tiny_data, tmp_path, damaged):
+    """A damaged average makes its checkpoint a damaged one: that before it is taken."""
+    shutil.rmtree(step(copied, 8))
+    if damaged:
+        path = step(copied, 7) / "average" / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    train_tiny(tiny_data, tmp_path, *AVERAGE, "--init_from=resume")
+    for name in ("model.safetensors", "average/model.safetensors"):
+        assert (step(copied, 8) / name).read_bytes() == (step(averaged, 8) / name).read_bytes()
+    pair = [read_training(step(r, 8)).training["average"] for r in (copied, averaged)]
     assert pair[0]["steps"] == pair[1]["steps"] == 8
     assert all(torch.equal(w, pair[1]["weights"][k]) for k, w in pair[0]["weights"].items())
     for key in ("loss", "val_loss", "val_loss_average"):
-        assert metrics(run, key) == metrics(averaged, key)
+        assert metrics(copied, key) == metrics(averaged, key)
 
 
 def test_an_average_that_is_switched_on_later_begins_there(tiny_data, tmp_path, capsys):
@@ -172,20 +156,16 @@ def test_an_average_that_is_switched_on_later_begins_there(tiny_data, tmp_path, 
     more = [*saves, "--max_steps=6", "--init_from=resume", "--average=1"]
     run = train_tiny(tiny_data, tmp_path, *more)
     said = capsys.readouterr().out
-    assert "note: the checkpoint holds no average: it begins with the next step" in said
-    assert "average 0.0 -> 1.0" in said
-    last = [weights(step(run, n)) for n in (5, 6)]
-    for name, mean in weights(step(run, 6) / "average").items():
-        torch.testing.assert_close(mean, (last[0][name] + last[1][name]) / 2)
+    assert "holds no average" in said and "average 0.0 -> 1.0" in said
+    past = [weights(step(run, n)) for n in (5, 6)]
+    near(weights(step(run, 6) / "average"), mean_by_hand(past, 2))
 
 
-def test_an_average_that_is_switched_off_is_dropped(averaged, tiny_data, tmp_path):
-    shutil.copytree(averaged, tmp_path / "run")
-    more = [*AVERAGE, "--average=0", "--max_steps=10", "--init_from=resume"]
-    run = train_tiny(tiny_data, tmp_path, *more)
-    assert "average" not in read_training(step(run, 10)).training
-    assert metrics(run, "val_loss_average").keys() == {4, 8}
-    assert [n for n in range(1, 11) if (step(run, n) / "average").exists()] == list(range(1, 9))
+def test_an_average_that_is_switched_off_is_dropped(copied, tiny_data, tmp_path):
+    train_tiny(tiny_data, tmp_path, "--average=0", "--max_steps=10", "--init_from=resume")
+    assert "average" not in read_training(step(copied, 10)).training
+    assert metrics(copied, "val_loss_average").keys() == {4, 8}
+    assert [n for n in range(1, 11) if (step(copied, n) / "average").exists()] == [*range(1, 9)]
 
 
 # -- what is reported and saved --
@@ -193,19 +173,14 @@ def test_an_average_that_is_switched_off_is_dropped(averaged, tiny_data, tmp_pat
 
 def test_the_average_is_a_model_folder_that_sample_py_opens(averaged, tiny_data, tmp_path, capsys):
     folder = step(averaged, 8) / "average"
+    differ = {"model.safetensors", "manifest.json"}
     of_training = {"train_state.pt", "train_config.json"}
-    files = contents(folder)
-    beside = {
-        path.name: path.read_bytes() for path in step(averaged, 8).iterdir() if path.is_file()
-    }
+    beside = {p.name: p.read_bytes() for p in step(averaged, 8).iterdir() if p.is_file()}
+    files = {p.name: p.read_bytes() for p in folder.iterdir()}
     assert not damage(folder) and files.keys() == beside.keys() - of_training
-    differ = {name for name, content in files.items() if content != beside[name]}
-    assert differ == {"model.safetensors", "manifest.json"}
-    capsys.readouterr()
+    assert {name for name, content in files.items() if content != beside[name]} == differ
     call(sample.main, f"--ckpt={folder}", "--max_new_tokens=3", "--device=cpu")
     assert str(folder) in capsys.readouterr().err
-    call(sample.main, f"--out_dir={averaged.parent}", "--max_new_tokens=3", "--device=cpu")
-    assert str(step(averaged, 8)) in capsys.readouterr().err  # without --ckpt: the run's checkpoint
     tuned = train_tiny(tiny_data, tmp_path, f"--init_from={folder}", "--max_steps=1")
     assert metrics(tuned, "loss")[1] < 5.7
 
@@ -229,86 +204,8 @@ def test_the_log_line_and_the_records_have_the_loss_on_each_data_set(tiny_data, 
     assert f" | averaged weights {of_all:.4f}\n" in capsys.readouterr().out
 
 
-def test_the_newest_averages_are_in_the_newest_checkpoints(tiny_data, tmp_path):
-    saves = ["--average=0.5", "--save_every=1", "--keep=2", "--eval_every=100"]
-    run = train_tiny(tiny_data, tmp_path, *saves)
-    assert sorted(os.listdir(run / "ckpt")) == [f"step_{n:08d}" for n in (6, 7, 8)]  # 8 is best
-    for n in (6, 7, 8):
-        assert not damage(step(run, n)) and not damage(step(run, n) / "average")
-
-
-def test_a_damaged_average_is_written_anew_from_the_checkpoint_before(
-    averaged, tiny_data, tmp_path, capsys
-):
-    run = shutil.copytree(averaged, tmp_path / "run")
-    shutil.rmtree(step(run, 8) / "average")
-    path = step(run, 7) / "average" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    train_tiny(tiny_data, tmp_path, *AVERAGE, "--init_from=resume")
-    assert "at step 6, with its settings" in capsys.readouterr().out
-    model = "average/model.safetensors"
-    assert contents(step(run, 8))[model] == contents(step(averaged, 8))[model]
-
-
-@pytest.mark.parametrize("name", ["average/model.gguf", "average/mine/x", "average"])
-def test_a_checkpoint_stays_if_somebody_has_put_something_into_its_average(
-    tiny_data, tmp_path, capsys, name
-):
-    run = train_tiny(tiny_data, tmp_path, "--average=0.5", "--max_steps=4")
-    foreign = step(run, 4) / name
-    if name == "average":  # a link in its place
-        foreign.rename(tmp_path / "moved")
-        foreign.symlink_to(tmp_path / "moved")
-    else:
-        foreign.parent.mkdir(exist_ok=True)
-        foreign.write_text("precious")
-    before = contents(step(run, 4))
-    more = ["--average=0.5", "--max_steps=16", "--init_from=resume", "--keep=1", "--eval_every=100"]
-    train_tiny(tiny_data, tmp_path, *more)
-    assert contents(step(run, 4)) == before and foreign.exists()
-    assert "step_00000004 is kept: it holds average" in capsys.readouterr().out
-
-
-def test_averages_of_an_earlier_version_stay_where_they_were(tiny_data, tmp_path):
-    """They were in out/RUN/average/step_N."""
-    run = train_tiny(tiny_data, tmp_path, "--average=0.5", "--max_steps=4")
-    shutil.copytree(step(run, 4) / "average", run / "average" / "step_00000004")
-    before = contents(run / "average")
-    train_tiny(tiny_data, tmp_path, "--average=0.5", "--init_from=resume")
-    assert contents(run / "average") == before
-
-
-# -- memory --
-
-
 def test_an_average_takes_4_bytes_a_parameter():
     model = on_meta(shape("llama", 8000, 256))
     P = sum(p.numel() for p in model.parameters())
     without, kept = (always_held(model, Step(1, 64, average=a)) for a in (False, True))
     assert kept.pop("average") == 4 * P and kept == without
-
-
-def test_an_average_is_a_share_of_the_run(tiny_data, tmp_path, refuses):
-    for share in ("1.5", "-0.1"):
-        error = refuses(train.main, *options(tiny_data, tmp_path, f"--average={share}"))
-        assert "average must be between 0 and 1" in error
-    run = train_tiny(tiny_data, tmp_path, "--average=0.5", "--max_steps=1")
-    settings = json.loads((step(run, 1) / "train_config.json").read_text())
-    assert settings["average"] == 0.5
-
-
-def test_without_memory_for_a_copy_the_same_files_are_written(
-    averaged, tiny_data, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(checkpoint, "available", lambda: 0.0)
-    run = train_tiny(tiny_data, tmp_path, *AVERAGE)
-    names, expected = (contents(folder / "ckpt") for folder in (run, averaged))
-    assert names.keys() == expected.keys()
-    for path, content in names.items():
-        # train_config.json names the out_dir, and with it train_state.pt the data files.
-        if Path(path).name not in ("manifest.json", "train_config.json", "train_state.pt"):
-            assert content == expected[path], path
-    for n in (4, 8):
-        states = [read_training(step(r, n)).training["optimizer"]["state"] for r in (run, averaged)]
-        for i, moments in states[0].items():
-            assert all(torch.equal(x, states[1][i][k]) for k, x in moments.items())

@@ -25,11 +25,8 @@ training/runs.py finds checkpoints, checks them and deletes them. training/resum
 one a run starts from.
 """
 
-import copy
-import os
-import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -41,7 +38,7 @@ from torch import Tensor
 
 from configurator import UserError
 from hardware.disk import Lock, finish, json_bytes, put_in_place, sealed
-from hardware.machine import Machine, available
+from hardware.machine import Machine
 from model import GPT, GPTConfig
 from text.dataset import FORMAT_VERSION, DataSet, tokenizer_files
 from text.hf_tokenizer import read_json, to_hugging_face
@@ -49,9 +46,9 @@ from text.tokenizer import SentencePiece, Tiktoken
 from training.average import Average
 from training.huggingface import save_pretrained
 from training.progress import Progress
-from training.runs import discard, keep_aside, numbered, remove_checkpoint, step_of
+from training.runs import prune, remove_checkpoint, temporary
 from training.settings import TrainConfig
-from training.shards import is_sharded, whole
+from training.shards import whole
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,7 @@ class SmallFiles:
     """What is the same in each checkpoint of a run. The data set may be gone when it is written."""
 
     settings: bytes  # the content of train_config.json
-    meta: dict  # the content of meta.json, but for the step
-    tokenizer: dict[str, bytes]  # file name -> content
+    of_data: dict[str, bytes]  # meta.json and the tokenizer's files: name -> content
     eos_id: int
     bos_id: int | None
 
@@ -74,22 +70,22 @@ def small_files(
     compares. The hashes of the tokenizer's files are left out, since manifest.json has them. If no
     tokenizer.json came with the tokenizer, it is made.
     """
-    first = sets[0]
-    entry = {k: v for k, v in first.meta["tokenizer"].items() if k != "files"}
+    data = sets[0]
+    entry = {k: v for k, v in data.meta["tokenizer"].items() if k != "files"}
     changes = {
         "trained_on": {d.name: d.meta["splits"]["train"]["sha256"] for d in sets},
         "judged_by": {d.name: d.meta["splits"]["val"]["sha256"] for d in sets},
         "format_version": FORMAT_VERSION,
         "tokenizer": entry,
     }
-    files = {p.name: p.read_bytes() for p in tokenizer_files(first.folder, first.meta["tokenizer"])}
+    files = {p.name: p.read_bytes() for p in tokenizer_files(data.folder, data.meta["tokenizer"])}
     if "tokenizer.json" not in files:
-        came_with = read_json(first.folder / "tokenizer_config.json")
+        came_with = read_json(data.folder / "tokenizer_config.json")
         made = to_hugging_face(tokenizer, c.block_size, came_with)
         files |= {name: json_bytes(content) for name, content in made.items()}
+    files["meta.json"] = json_bytes(sealed(data.meta | changes))
     bos_id = tokenizer.prefix[0] if tokenizer.prefix else None
-    settings = json_bytes(asdict(cfg))
-    return SmallFiles(settings, first.meta | changes, files, tokenizer.eos_id, bos_id)
+    return SmallFiles(json_bytes(asdict(cfg)), files, tokenizer.eos_id, bos_id)
 
 
 class Saver:
@@ -115,24 +111,16 @@ class Saver:
         self.machine = machine
         self.lock = lock
         self.report = report
-        # In the names of the folders that this process writes before they get their own. Another
-        # process that trains this run too, where a disk has no locks, has another one.
-        self.token = secrets.token_hex(4)
         self.pool = ThreadPoolExecutor(1)
-        self.writing: Future = Future()
-        self.writing.set_result(None)
+        self.writing: Future | None = None
         self.skipped = 0  # saves in a row that were skipped: the weights were not finite
         self.failed = ""  # why the last checkpoint could not be written; empty if it could
-        self.kept: set[Path] = set()  # what prune() must not delete and has already reported
+        self.notes: set[str] = set()  # what was said of checkpoints that are not ours to delete
 
     def save(
         self, model: GPT, optimizer, scaler, average: Average | None, progress: Progress
     ) -> None:
-        """Begin to write step_N. All ranks must call this; rank 0 writes.
-
-        If a model on a CPU leaves no memory for a copy, its own tensors are written, and this waits
-        until they are.
-        """
+        """Begin to write step_N. All ranks must call this; rank 0 writes."""
         self.wait()
         self.skipped = 0
         started = time.perf_counter()
@@ -140,19 +128,15 @@ class Saver:
         training |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
         if average:
             training["average"] = average.state_dict()
-        state = [dict(model.named_parameters()), training]
-        on_host = self.machine.device.type == "cpu" and not is_sharded(model.wte.weight)
-        copied = not on_host or sum(x.nbytes for x in tensors_in(state)) <= available()
-        if copied:
-            state = to_host(state, keep=self.lock is not None)
+        weights = to_host(dict(model.named_parameters()), keep=self.lock is not None)
+        training = to_host(training, keep=self.lock is not None)
         if self.lock:
-            self.writing = self.pool.submit(self.write, model.config, *state, started)
-        if not copied:
-            self.wait()
+            self.writing = self.pool.submit(self.write, model.config, weights, training, started)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is on the disk."""
-        self.writing.result()
+        if self.writing:
+            self.writing.result()
 
     def write(self, c: GPTConfig, weights: dict, training: dict, started: float) -> None:
         """Write a checkpoint, put it in place, report it, and prune the older ones.
@@ -164,91 +148,63 @@ class Saver:
         """
         step = training["step"]
         target = self.folder / f"step_{step:08d}"
-        new = target.with_name(f".tmp_{target.name}-{self.token}")
+        draft = temporary(target)
         try:
             self.lock.renew()
-            remove_checkpoint(new)  # left by a save that failed
-            self.write_folder(new, c, weights, training)
-            if os.path.lexists(target):  # another process has put something there
-                self.machine.say(keep_aside(target))
-            put_in_place(new, target)
+            self.write_folder(draft, c, weights, training)
+            # Where a disk has no locks, another process may have written this step.
+            if kept := put_in_place(draft, target, f"{target.name}_kept"):
+                self.machine.say(f"note: {target} is kept as {kept.name}")
         except OSError as e:
             with suppress(OSError):
-                remove_checkpoint(new)
+                remove_checkpoint(draft)
             self.failed = f"{target} could not be written ({e.strerror or e})"
             goes_on = "training goes on, earlier checkpoints are intact"
             self.machine.say(f"warning: {self.failed}; {goes_on}")
             return
         self.failed = ""
         self.report(step, target, time.perf_counter() - started)
+        if training["bad_in_a_row"]:
+            return  # the last step was bad: older weights may be better
         try:
-            if not training["bad_in_a_row"]:  # after a bad step, older weights may be better
-                self.prune(step, training["best_step"])
+            for line in prune(self.folder, step, training["best_step"], self.keep):
+                if line not in self.notes:
+                    self.notes.add(line)
+                    self.machine.say(line)
         except (OSError, UserError) as e:
             self.machine.say(f"warning: an older checkpoint could not be deleted ({e})")
 
-    def write_folder(self, new: Path, c: GPTConfig, weights: dict, training: dict) -> None:
+    def write_folder(self, folder: Path, c: GPTConfig, weights: dict, training: dict) -> None:
         """Write all files of a checkpoint and sync them to the disk, the manifest last."""
-        self.write_model(new, c, weights, training["step"])
+        self.write_model(folder, c, weights)
         if "average" in training:
-            self.write_model(new / "average", c, training["average"]["weights"], training["step"])
-            finish(new / "average")
-        save_state(training, new / "train_state.pt")
-        (new / "train_config.json").write_bytes(self.files.settings)
-        finish(new)
+            self.write_model(folder / "average", c, training["average"]["weights"])
+            finish(folder / "average")
+        (folder / "train_config.json").write_bytes(self.files.settings)
+        with open(folder / "train_state.pt", "wb") as file:
+            try:
+                torch.save(training, file)
+            except RuntimeError as e:  # on top of the reason
+                raise e.__context__ if isinstance(e.__context__, OSError) else e from None
+        finish(folder)
 
-    def write_model(self, folder: Path, c: GPTConfig, weights: dict, step: int) -> None:
-        """Make a model folder: the weights after a step, their shape, and the tokenizer."""
+    def write_model(self, folder: Path, c: GPTConfig, weights: dict) -> None:
+        """Make a model folder: the weights, their shape, and the tokenizer."""
         folder.mkdir(parents=True)
         save_pretrained(c, weights, folder, self.files.eos_id, self.files.bos_id)
-        meta = sealed(self.files.meta | {"step": step})
-        for name, content in (self.files.tokenizer | {"meta.json": json_bytes(meta)}).items():
+        for name, content in self.files.of_data.items():
             (folder / name).write_bytes(content)
-
-    def prune(self, step: int, best_step: int) -> None:
-        """Delete what the complete checkpoint of `step` replaces.
-
-        These are the checkpoints up to `step`, except the best one and the `keep` newest of the
-        others. One that holds files of somebody else's is kept and reported.
-        """
-        earlier = [path for path in numbered(self.folder) if step_of(path) <= step]
-        others = [path for path in earlier if step_of(path) != best_step]
-        for path in others[self.keep :]:
-            reason = discard(path)
-            if reason and path not in self.kept:
-                self.kept.add(path)
-                self.machine.say(f"note: {path} is kept: {reason}")
 
 
 def to_host(state: Any, keep: bool) -> Any:
-    """Return a copy in host memory of a state_dict: any nesting of dicts, lists and tensors.
+    """Return a copy in host memory of the tensors in a state_dict, or in dicts of such.
 
     Sharded tensors are gathered one after the other, so all ranks must call this. Those that do not
     keep the copy get None for each tensor.
     """
+    if isinstance(state, dict):
+        return {k: to_host(v, keep) for k, v in state.items()}
     if isinstance(state, Tensor):
         gathered = whole(state.detach())
         return gathered.to("cpu", copy=True) if keep else None
-    if isinstance(state, dict):
-        return {k: to_host(v, keep) for k, v in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(to_host(v, keep) for v in state)
-    return copy.copy(state)
-
-
-def tensors_in(state: Any) -> Iterator[Tensor]:
-    """Yield the tensors in any nesting of dicts and lists."""
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, dict | list):
-        for value in state.values() if isinstance(state, dict) else state:
-            yield from tensors_in(value)
-
-
-def save_state(state: dict, path: Path) -> None:
-    """Call torch.save(state, path). Raises OSError if the file cannot be written."""
-    with open(path, "wb") as file:
-        try:
-            torch.save(state, file)
-        except RuntimeError as e:  # on top of the reason
-            raise e.__context__ if isinstance(e.__context__, OSError) else e from None
+    return state

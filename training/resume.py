@@ -23,7 +23,6 @@ from text.tokenizer import same_ids
 from training.huggingface import from_pretrained, is_utf8, shape_in
 from training.metrics import read_metrics
 from training.runs import (
-    check_step,
     is_run,
     newest_checkpoint,
     newest_intact,
@@ -179,12 +178,10 @@ def load_model(
     RoPE is made ready for longer sequences, if block_size and rope_scaling ask for them.
 
     vocab_size: of the data. earlier: what the checkpoint says, if the run is resumed.
-    Raises UserError if the model cannot be loaded, bears the number of another step, or has too
-    small a vocabulary; or if a setting of the shape of a resumed run has changed, unless its new
-    value is the one that the model has.
+    Raises UserError if the model cannot be loaded or has too small a vocabulary; or if a setting of
+    the shape of a resumed run has changed, unless its new value is the one that the model has.
     """
     try:
-        check_step(folder)
         model = from_pretrained(folder, dropout=cfg.dropout)
     except ValueError as e:
         hint = ""

@@ -7,20 +7,22 @@ from. Nothing here deletes a file that train.py did not write.
 import math
 import os
 import re
+import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from configurator import UserError, note
-from hardware.disk import LOCK, MANIFEST, Lock, damage, read_object, remove_only, set_aside
+from hardware.disk import LOCK, MANIFEST, Lock, damage, remove_only, set_aside
 from text.hf_tokenizer import HF_FILES
 from text.tokenizer import SentencePiece, Tiktoken
 from training.metrics import read_metrics
 
-# The files of a checkpoint that this program writes, and may delete: in the folder itself, and in
-# its folder `average`.
+# The files that train.py writes to a checkpoint, and to the folder `average` in it.
 OURS = {"model.safetensors", "config.json", "train_state.pt", "train_config.json", "meta.json"}
 OURS |= {MANIFEST, SentencePiece.file, Tiktoken.file, *HF_FILES}
+# Pruning would take long if it read these again.
+LARGE = {"model.safetensors", "train_state.pt", "average/model.safetensors"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -35,33 +37,17 @@ def numbered(ckpt_dir: Path) -> list[Path]:
     """
     try:
         names = os.listdir(ckpt_dir)
-    except FileNotFoundError:
-        if ckpt_dir.is_symlink():
-            broken = f"{ckpt_dir} is a link to {os.readlink(ckpt_dir)}, which is not there"
-            raise UserError(f"{broken}: is its disk mounted?") from None
-        return []
     except OSError as e:
-        raise UserError(f"{ckpt_dir}: cannot look for checkpoints: {e.strerror}") from None
+        if isinstance(e, FileNotFoundError) and not ckpt_dir.is_symlink():
+            return []
+        unseen = f"{ckpt_dir}: cannot look for checkpoints ({e.strerror})"
+        raise UserError(f"{unseen}: is its disk mounted?") from None
     paths = [ckpt_dir / name for name in names if re.fullmatch(r"step_[0-9]{8,18}", name)]
     return sorted(paths, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
-
-
-def check_step(path: Path) -> None:
-    """Raise UserError if a checkpoint, or the average in one, bears the number of another step.
-
-    Raises OSError or ValueError if its meta.json cannot be read. A model folder of another program
-    has none.
-    """
-    checkpoint = path.parent if path.name == "average" else path
-    if re.fullmatch(r"step_[0-9]+", checkpoint.name) and (path / "meta.json").exists():
-        step = read_object(path / "meta.json").get("step", step_of(checkpoint))
-        if step != step_of(checkpoint):
-            renamed = "it was renamed, or copied from another"
-            raise UserError(f"{path} holds step {step}: {renamed}: move it elsewhere")
 
 
 def whole_checkpoints(ckpt_dir: Path) -> list[Path]:
@@ -78,17 +64,15 @@ def newest_run(out_dir: Path) -> Path | None:
 
     Runs that --overwrite has moved out of the way do not count.
     """
-    saved: dict[float, Path] = {}  # time of its newest checkpoint -> run
+    saved = {}  # run -> time of its newest checkpoint
     for ckpt_dir in out_dir.glob("*/ckpt"):
-        if re.search(r"\.old-[0-9]+$", ckpt_dir.parent.name):
-            continue
         try:
             newest = newest_checkpoint(ckpt_dir)
-            if newest:
-                saved[(newest / MANIFEST).stat().st_mtime] = ckpt_dir.parent
+            if newest and not re.search(r"\.old-?[0-9]*$", ckpt_dir.parent.name):
+                saved[ckpt_dir.parent] = (newest / MANIFEST).stat().st_mtime
         except (UserError, OSError) as e:
             note(str(e))  # a disk is not mounted, or the run has just deleted this checkpoint
-    return saved[max(saved)] if saved else None
+    return max(saved, key=saved.get, default=None)
 
 
 def losses_of(run: Path) -> dict[Path, float]:
@@ -97,9 +81,7 @@ def losses_of(run: Path) -> dict[Path, float]:
     Raises UserError if metrics.jsonl is damaged.
     """
     records = read_metrics(run / "metrics.jsonl")
-    losses = {
-        r["step"]: r["val_loss"] for r in records if math.isfinite(r.get("val_loss", math.nan))
-    }
+    losses = {r["step"]: r["val_loss"] for r in records if r.get("val_loss", math.inf) < math.inf}
     checkpoints = whole_checkpoints(run / "ckpt")
     return {path: losses[step_of(path)] for path in checkpoints if step_of(path) in losses}
 
@@ -118,58 +100,44 @@ def newest_intact(ckpt_dir: Path) -> tuple[Path | None, list[str]]:
     return None, problems
 
 
-def not_ours(checkpoint: Path) -> str:
-    """Return the name of something in a checkpoint that train.py did not write, or ""."""
-    average = checkpoint / "average"
-    ours = {average} | {folder / name for folder in (checkpoint, average) for name in OURS}
-    others = [path for path in checkpoint.rglob("*") if path.is_symlink() or path not in ours]
-    return str(min(others).relative_to(checkpoint)) if others else ""
+def temporary(checkpoint: Path) -> Path:
+    """Return a path beside a checkpoint that no other process uses, to write or delete it there."""
+    return checkpoint.with_name(f".tmp_{checkpoint.name}-{secrets.token_hex(4)}")
 
 
-def discard(path: Path) -> str:
-    """Delete a checkpoint. If it must not be deleted, leave it as it is and return the reason.
+def prune(ckpt_dir: Path, step: int, best_step: int, keep: int) -> list[str]:
+    """Delete what the complete checkpoint of `step` replaces.
 
-    A file that somebody has edited, such as tokenizer_config.json, is theirs. Only the small files
-    are looked at.
+    These are the checkpoints up to `step`, except the best one and the `keep` newest of the
+    others. Return a note for each that stays because somebody else's files are in it.
     """
-    if path.is_symlink():
-        return "it is a link"
-    if not path.is_dir():
-        return "it is not a folder"
-    if other := not_ours(path):
-        return f"it holds {other}, which train.py did not write"
-    for folder in (path, path / "average"):
-        if (folder / MANIFEST).is_file():
-            changed = damage(folder, OURS - {"model.safetensors", "train_state.pt"})
-            if changed:
-                return f"somebody has edited it ({changed})"
+    earlier = [path for path in numbered(ckpt_dir) if step_of(path) <= step]
+    others = [path for path in earlier if step_of(path) != best_step]
+    reasons = {path: discard(path) for path in others[keep:]}
+    return [f"note: {path} is kept: {reason}" for path, reason in reasons.items() if reason]
+
+
+def discard(checkpoint: Path) -> str:
+    """Delete a checkpoint. If it holds anything that is not ours, leave it and return what.
+
+    Ours is what its manifest lists. A file that somebody has edited since, such as
+    tokenizer_config.json, is theirs; the large files are not looked at.
+    """
+    if checkpoint.is_symlink() or not checkpoint.is_dir():
+        return "it is not a folder of its own"
+    paths = [path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir()]
+    names = {path.relative_to(checkpoint).as_posix() for path in paths} - LARGE - {MANIFEST}
+    if problem := damage(checkpoint, [], required=sorted(names)):
+        return f"somebody has edited it, or put something there ({problem})"
     # It is renamed first, so that nobody finds half a checkpoint under its name.
-    remove_checkpoint(set_aside(path))
+    remove_checkpoint(checkpoint.rename(temporary(checkpoint)))
     return ""
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Delete the files of a checkpoint, whole or not, and its folders if they are then empty."""
-    if not folder.is_symlink():
-        remove_only(folder / "average", OURS)
-        remove_only(folder, OURS)
-
-
-def keep_aside(path: Path) -> str:
-    """Rename what is in the way to step_N_kept-1 (or -2, ...), which nothing here touches again.
-
-    Return what there is to say about it.
-    """
-    kept = path.rename(free_name(path.with_name(f"{path.name}_kept")))
-    return f"note: {path} is kept as {kept.name}"
-
-
-def free_name(path: Path) -> Path:
-    """Return `path` with -1, -2, ... appended to its name: the first that does not exist."""
-    number = 1
-    while os.path.lexists(path.with_name(f"{path.name}-{number}")):
-        number += 1
-    return path.with_name(f"{path.name}-{number}")
+    """Delete our files in a checkpoint, whole or not, and its folders if they are then empty."""
+    remove_only(folder / "average", OURS)
+    remove_only(folder, OURS)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -182,12 +150,11 @@ def is_run(folder: Path) -> bool:
     The content of the files decides, not their names: anybody may have a folder called ckpt.
     """
     try:
-        if any("step_samples" in record for record in read_metrics(folder / "metrics.jsonl")):
-            return True
+        records = read_metrics(folder / "metrics.jsonl")
     except (UserError, OSError):
-        pass  # the file is damaged, or train.py did not write it
-    checkpoints = [path for path in whole_checkpoints(folder / "ckpt") if not path.is_symlink()]
-    return any((path / "train_state.pt").exists() for path in checkpoints)
+        records = []  # the file is damaged, or train.py did not write it
+    begins = any("step_samples" in record for record in records)
+    return begins or bool(whole_checkpoints(folder / "ckpt"))
 
 
 def others_in(folder: Path) -> list[str]:
@@ -203,13 +170,12 @@ def others_in(folder: Path) -> list[str]:
 def replace_run(folder: Path, lock: Lock) -> Path | None:
     """Move an earlier run out of the way, and lock a new folder under its name.
 
-    All that is in out/RUN goes with it, to out/RUN.old-1 (or -2, ...), which this program never
+    All that is in out/RUN goes with it, to out/RUN.old (or RUN.old2, ...), which this program never
     touches again. Return that folder, or None if there is no earlier run.
     """
     if not is_run(folder):
         return None
-    earlier = free_name(folder.with_name(f"{folder.name}.old"))
-    folder.rename(earlier)
+    earlier = set_aside(folder, f"{folder.name}.old")
     (earlier / LOCK).unlink(missing_ok=True)
     lock.renew()
     return earlier
@@ -221,10 +187,12 @@ def tidy(ckpt_dir: Path, step: int) -> list[str]:
     Delete what a process left that was killed while it saved or deleted a checkpoint. Checkpoints
     of later steps are damaged, or the run would go on from there: they are renamed.
     """
-    for path in ckpt_dir.glob(".*step_*"):
-        if re.fullmatch(r"\.tmp_step_[0-9]+-[0-9a-f]{8}|\.step_[0-9]+\.old[0-9]*", path.name):
+    for path in ckpt_dir.glob(".tmp_step_*"):
+        by_us = re.fullmatch(r"\.tmp_step_[0-9]+-[0-9a-f]{8}", path.name)
+        if by_us and not path.is_symlink():
             remove_checkpoint(path)
-    return [keep_aside(path) for path in numbered(ckpt_dir) if step_of(path) > step]
+    later = [path for path in numbered(ckpt_dir) if step_of(path) > step]
+    return [f"note: {path} is kept as {set_aside(path, f'{path.name}_kept')}" for path in later]
 
 
 @contextmanager
@@ -233,31 +201,17 @@ def run_folder(folder: Path) -> Iterator[Lock]:
 
     If ckpt is a link, the folder that it leads to is locked as well. The folder is made if it does
     not exist, and removed again if nothing was put into it. Raises UserError if another process
-    holds a lock, or if ckpt is a link to the checkpoints of another run.
+    holds a lock, or if ckpt is a link to the checkpoints of another run, which would be pruned.
     """
-    made = [path for path in folder.parents if not path.exists()]
-    stop = "stop it (a killed torchrun can leave its workers behind)"
-    instead = f"{stop}, or choose another --run_name"
+    instead = "stop it (a killed torchrun leaves its workers behind), or choose another --run_name"
     ckpt_dir = folder / "ckpt"
-    try:
-        with ExitStack() as locks:
-            lock = locks.enter_context(closing(Lock(folder, instead)))
-            if ckpt_dir.is_symlink() and ckpt_dir.is_dir():
-                check_link(folder, ckpt_dir)
-                locks.enter_context(closing(Lock(ckpt_dir.resolve(), instead)))
-            yield lock
-    finally:
-        try:
-            for path in made:
-                path.rmdir()  # fails unless the folder is empty
-        except OSError:
-            pass
-
-
-def check_link(folder: Path, ckpt_dir: Path) -> None:
-    """Raise UserError if ckpt is a link to checkpoints of another run, which would be pruned."""
-    home = ckpt_dir.resolve().parent
-    of_another = home != folder.resolve() and is_run(home)
-    if numbered(ckpt_dir) and (of_another or not os.path.lexists(folder / "metrics.jsonl")):
-        problem = f"{ckpt_dir} is a link to the checkpoints of another run, {ckpt_dir.resolve()}"
-        raise UserError(f"{problem}: remove the link, or choose another --run_name")
+    with ExitStack() as locks:
+        lock = locks.enter_context(closing(Lock(folder, instead)))
+        if ckpt_dir.is_symlink() and ckpt_dir.is_dir():
+            linked = ckpt_dir.resolve()
+            of_another = linked.parent != folder.resolve() and is_run(linked.parent)
+            if numbered(linked) and (of_another or not (folder / "metrics.jsonl").exists()):
+                problem = f"{ckpt_dir} is a link to the checkpoints of another run, {linked}"
+                raise UserError(f"{problem}: remove it, or choose another --run_name")
+            locks.enter_context(closing(Lock(linked, instead)))
+        yield lock

@@ -33,7 +33,7 @@ class Place:
     run_name: str = "run"  # the run writes its files to out_dir/run_name/
     out_dir: str = "out"  # folder of all runs
     init_from: str = "scratch"  # scratch, resume, auto (resume or scratch), or a model to fine-tune
-    overwrite: bool = False  # first rename the folder of an earlier run of this name to RUN.old-1
+    overwrite: bool = False  # first rename the folder of an earlier run of this name to RUN.old
     data_dir: str = "data"  # folder of all data sets
     device: str = "auto"  # auto: cuda, then mps, then cpu
     peak_tflops: float = 0.0  # of one device, for MFU; 0: datasheet, or on a CPU a measured product
@@ -151,7 +151,7 @@ class TrainConfig(Report, Training, Place):
         if self.batch_size != "auto" and self.batch_size < 1:
             problems.append("batch_size must be positive")
         plain = self.run_name not in ("", "..") and self.run_name == Path(self.run_name).name
-        if not plain or not self.run_name.isprintable():
+        if not plain or re.search(r"[\x00-\x1f\x7f]", self.run_name):
             problems.append(f"run_name {self.run_name!r} must be a plain folder name")
         if any("\ud800" <= letter <= "\udfff" for letter in self.sample_prompt):
             problems.append(f"sample_prompt {self.sample_prompt!r} must be UTF-8")

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -10,21 +9,20 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
+import harness
 import pytest
 import torch
 import warm
 from conftest import REPO, TINY, call, forge, metrics, torchrun, train_tiny
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parent))
-import harness
-
 import prepare
 import train
 from hardware.disk import damage
 from model import GPT
-from training import checkpoint
+from training import runs
 from training.huggingface import from_pretrained
 from training.metrics import spike
 from training.runs import newest_checkpoint
@@ -36,7 +34,7 @@ def test_killed_signalled_and_damaged_runs_end_identical(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "Popen", warm.Popen)
     monkeypatch.setattr(harness, "LIFE", 1.5)
     rounds = harness.soak(4, seed=1, parallel=1, root=tmp_path, jobs=["bf16", "2 processes"])
-    assert all(r.identical and not r.traceback for r in rounds), [r.faults for r in rounds]
+    assert all(r.identical and not r.problem for r in rounds), [r.faults for r in rounds]
 
 
 ENDLESS = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
@@ -51,44 +49,31 @@ def finished(tiny_data, tmp_path_factory) -> Path:
     return train_tiny(tiny_data, tmp_path_factory.mktemp("finished"))
 
 
+@pytest.fixture
+def copied(finished, tmp_path) -> Path:
+    """A copy of it, tmp_path/run."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["flip a byte", "cut a file", "lose a file"])
+@pytest.mark.parametrize("fault", ["flip a bit", "cut a file", "lose a file"])
 def test_a_damaged_file_of_a_checkpoint_is_named_and_the_one_before_is_taken(
     finished, tiny_data, tmp_path, fault, capsys
 ):
-    names = sorted(p.name for p in newest_checkpoint(finished / "ckpt").iterdir())
-    for name in names:
-        out = tmp_path / name
-        shutil.copytree(finished, out / "run")
-        path = newest_checkpoint(out / "run" / "ckpt") / name
-        data = path.read_bytes()
+    for name in sorted(p.name for p in newest_checkpoint(finished / "ckpt").iterdir()):
+        run = shutil.copytree(finished, tmp_path / name / "run")
+        path = newest_checkpoint(run / "ckpt") / name
+        content = path.read_bytes()
+        path.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
         if fault == "lose a file":
             path.unlink()
         elif fault == "cut a file":
-            path.write_bytes(data[: len(data) // 2])
-        else:
-            path.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
-        run = train_tiny(tiny_data, out, "--init_from=resume")
+            path.write_bytes(content[: len(content) // 2])
+        train_tiny(tiny_data, tmp_path / name, "--init_from=resume")
         said = capsys.readouterr().out
-        assert "at step 4" in said, name
-        # A folder without a manifest is not a checkpoint, so it is not a damaged one either.
-        if name != "manifest.json" or fault != "lose a file":
-            assert "warning: " in said and "damaged; taking" in said, name
-            assert name in said or "manifest.json" in said, name
+        assert "at step 4" in said and "warning: " in said, name
+        assert name in said or "manifest.json" in said, name
         assert metrics(run, "loss") == metrics(finished, "loss")
-
-
-def test_when_all_checkpoints_are_damaged_nothing_is_overwritten(
-    finished, tiny_data, tmp_path, refuses
-):
-    shutil.copytree(finished, tmp_path / "run")
-    for path in (tmp_path / "run" / "ckpt").glob("*/model.safetensors"):
-        os.truncate(path, 100)
-    before = sorted(p.name for p in (tmp_path / "run" / "ckpt").rglob("*"))
-    for how in ("resume", "auto"):
-        error = refuses(train.main, *options(tiny_data, tmp_path, f"--init_from={how}"))
-        assert "model.safetensors" in error
-    assert sorted(p.name for p in (tmp_path / "run" / "ckpt").rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json", "tokenizer.model"])
@@ -107,9 +92,19 @@ def test_a_damaged_data_set_is_found_before_the_first_step(tiny_data, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("fault", ["zeros", "touched", "replaced", "deleted"])
+def fill_with_zeros(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.write(bytes(1000))
+
+
+def replace_by_another(path: Path) -> None:
+    (path.parent / "new").write_bytes(b"\1\0" * 500)
+    (path.parent / "new").rename(path)
+
+
+@pytest.mark.parametrize("change", [fill_with_zeros, os.utime, replace_by_another, os.unlink])
 def test_data_that_change_in_place_during_a_run_end_it_at_the_next_save(
-    tiny_data, tmp_path, monkeypatch, refuses, fault
+    tiny_data, tmp_path, monkeypatch, refuses, change
 ):
     """They were trained on. A file that was touched, replaced or deleted is read as it was."""
     shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
@@ -117,28 +112,18 @@ def test_data_that_change_in_place_during_a_run_end_it_at_the_next_save(
     take_step = train.take_step
     calls = itertools.count(1)
 
-    def change(*args, **kwargs):
+    def changing(*args, **kwargs):
         if next(calls) == 6:
-            if fault == "zeros":
-                with open(path, "r+b") as file:
-                    file.write(bytes(1000))
-            elif fault == "touched":
-                os.utime(path)
-            elif fault == "replaced":
-                (tmp_path / "new").write_bytes(b"\1\0" * 500)
-                (tmp_path / "new").rename(path)
-            else:
-                path.unlink()
+            change(path)
         return take_step(*args, **kwargs)
 
-    monkeypatch.setattr(train, "take_step", change)
-    run = tmp_path / "run"
-    if fault == "zeros":
-        error = refuses(train.main, *options(tmp_path, tmp_path))
-        assert str(path) in error and newest_checkpoint(run / "ckpt").name == "step_00000004"
+    monkeypatch.setattr(train, "take_step", changing)
+    if change is fill_with_zeros:
+        assert str(path) in refuses(train.main, *options(tmp_path, tmp_path))
     else:
         train_tiny(tmp_path, tmp_path)
-        assert newest_checkpoint(run / "ckpt").name == "step_00000008"
+    newest = newest_checkpoint(tmp_path / "run" / "ckpt").name
+    assert newest == ("step_00000004" if change is fill_with_zeros else "step_00000008")
 
 
 @pytest.mark.slow
@@ -153,63 +138,47 @@ def test_a_data_file_that_is_cut_while_it_is_read_is_explained(tiny_data, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["samples", "best_val_loss", "data_files"])
-def test_a_train_state_of_another_program_is_one_line(finished, tiny_data, tmp_path, refuses, name):
-    shutil.copytree(finished, tmp_path / "run")
-    folder = newest_checkpoint(tmp_path / "run" / "ckpt")
+def test_a_train_state_of_another_program_is_one_line(copied, tiny_data, tmp_path, refuses, name):
+    folder = newest_checkpoint(copied / "ckpt")
     state = torch.load(folder / "train_state.pt", weights_only=True)
     torch.save(state | {name: [None]}, folder / "train_state.pt")
     forge(folder)
-    error = refuses(train.main, *options(tiny_data, tmp_path, "--init_from=resume"))
-    assert name in error
+    assert name in refuses(train.main, *options(tiny_data, tmp_path, "--init_from=resume"))
 
 
-def test_data_that_changed_under_a_run_is_refused_and_other_settings_are_reported(
-    finished, tiny_data, tmp_path, refuses, capsys
-):
-    from conftest import make_records, write_jsonl
-
-    shutil.copytree(finished, tmp_path / "run")
-    corpus = write_jsonl(tmp_path / "other.jsonl", make_records(301))
+def test_data_that_changed_under_a_run_are_refused_by_name(copied, tiny_data, tmp_path, refuses):
+    corpus = tmp_path / "other.jsonl"
+    corpus.write_text((tiny_data / "corpus.jsonl").read_text().replace("weights", "gradient"))
     to_prepare = ["--input", corpus, "--name=tiny", f"--data_dir={tmp_path}", "--val_fraction=0.1"]
     call(prepare.main, *to_prepare, f"--tokenizer={tiny_data / 'tiny' / 'tokenizer.model'}")
     error = refuses(train.main, *options(tmp_path, tmp_path, "--init_from=resume"))
-    assert "was trained with other data: " in error
-    assert "train.bin is " in error and "(SHA-256)" in error
-    other = ["--vocab_size=400", "--drop_control", "--train_mb=1", "--min_tokens=60"]
-    call(prepare.main, *to_prepare, *other)
+    assert "tiny/train.bin" in error and "tiny/val.bin" in error and "tokenizer" not in error
+    call(prepare.main, *to_prepare, "--vocab_size=400")
     error = refuses(train.main, *options(tmp_path, tmp_path, "--init_from=resume"))
-    assert "tokenizer is" in error
-    capsys.readouterr()
-    more = ["--init_from=resume", "--max_steps=10", "--lr=0.001", "--batch_size=2"]
-    call(train.main, *options(tiny_data, tmp_path, *more))
-    said = capsys.readouterr().out
-    changed = "batch_size 4 -> 2, max_steps 8 -> 10, lr 0.003 -> 0.001"
-    assert f"\nchanged since the checkpoint: {changed}\n" in said
-    assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 11))
+    assert "tokenizer" in error
 
 
-def test_another_batch_goes_on_with_the_next_window(finished, tiny_data, tmp_path, capsys):
+def test_another_batch_goes_on_with_the_next_window(copied, tiny_data, tmp_path, capsys):
     """The place in the data is counted in windows, so that none is left out or read twice."""
-    shutil.copytree(finished, tmp_path / "run")
     train_tiny(tiny_data, tmp_path, "--init_from=resume", "--batch_tokens=512", "--max_steps=10")
     capsys.readouterr()
     for step, first, count in ((8, 56, 8), (9, 64, 16), (10, 80, 16)):
-        call(prepare.main, "--inspect", tmp_path / "run", f"--step={step}")
+        call(prepare.main, "--inspect", copied, f"--step={step}")
         said = capsys.readouterr().out
         assert f"---- sample {first}: " in said and said.count("---- sample") == count
 
 
 @pytest.mark.slow
-def test_another_number_of_processes_goes_on_with_the_same_windows(finished, tiny_data, tmp_path):
+def test_another_number_of_processes_goes_on_with_the_same_windows(
+    copied, finished, tiny_data, tmp_path
+):
     """Two processes continue after step 4: all ranks have one place in the data together."""
-    name = "step_00000004"
-    shutil.copytree(finished / "ckpt" / name, tmp_path / "run" / "ckpt" / name)
-    shutil.copy(finished / "metrics.jsonl", tmp_path / "run")
-    run = torchrun(2, tiny_data, tmp_path, "--init_from=resume", run=warm.run)
-    assert metrics(run, "loss") == pytest.approx(metrics(finished, "loss"), rel=1e-5)
-    assert metrics(run, "val_loss") == pytest.approx(metrics(finished, "val_loss"), rel=1e-5)
-    assert metrics(run, "first_sample") == {0: 0, 4: 32}
-    assert metrics(run, "step_samples") == {0: 8, 4: 8}
+    shutil.rmtree(copied / "ckpt" / "step_00000008")
+    torchrun(2, tiny_data, tmp_path, "--init_from=resume", run=warm.run)
+    for key in ("loss", "val_loss"):
+        assert metrics(copied, key) == pytest.approx(metrics(finished, key), rel=1e-5)
+    assert metrics(copied, "first_sample") == {0: 0, 4: 32}
+    assert metrics(copied, "step_samples") == {0: 8, 4: 8}
 
 
 def test_settings_that_are_changed_on_resume_take_effect(finished, tiny_data, tmp_path):
@@ -275,18 +244,6 @@ def test_torchrun_restarts_a_killed_rank_and_no_step_is_missing(tiny_data, tmp_p
 
 
 @pytest.mark.slow
-def test_torchrun_hands_the_warning_of_slurm_to_all_ranks(tiny_data, tmp_path):
-    hand_on = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"
-    process = launch(2, tiny_data, tmp_path, *ENDLESS, launcher=hand_on)
-    harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 20)
-    process.send_signal(signal.SIGUSR1)
-    out, _ = process.communicate(timeout=60)
-    folder = newest_checkpoint(tmp_path / "run" / "ckpt")
-    assert not damage(folder)
-    assert f"stopped by a signal after step {int(folder.name[5:])}" in out
-
-
-@pytest.mark.slow
 def test_two_processes_never_write_one_run(tiny_data, tmp_path, refuses):
     """When torchrun is killed, its workers go on training, and may meet those of a new torchrun."""
     process = launch(1, tiny_data, tmp_path, *ENDLESS, "--save_every=5", start=subprocess.Popen)
@@ -329,8 +286,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_its_texts_are_kept(
 ):
     poison(monkeypatch, 5)  # the second micro-step of step 3
     run = train_tiny(tiny_data, tmp_path, "--follow")
-    said = capsys.readouterr().out
-    assert "step 3/8 | warning: loss nan, norm of the gradient nan: skipped" in said
+    assert "step 3/8 | warning: loss nan" in capsys.readouterr().out
     assert metrics(run, "loss").keys() == {1, 2, 4, 5, 6, 7, 8}
     assert metrics(run, "bad_steps") == {3: 1}
     model = from_pretrained(newest_checkpoint(run / "ckpt"))
@@ -347,51 +303,46 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_leave_the_last_good_checkpo
 ):
     poison(monkeypatch, *range(10, 1000), value=float("inf"))  # from step 6 on
     more = ["--max_steps=50", "--save_every=1", "--max_bad_steps=4"]
-    error = refuses(train.main, *options(tiny_data, tmp_path, *more))
-    message = "4 steps in a row without a finite loss and gradient, the last at step 9: lower lr"
-    assert message in error
-    kept = sorted(p.name for p in (tmp_path / "run" / "ckpt").iterdir())
+    assert "4 steps in a row" in refuses(train.main, *options(tiny_data, tmp_path, *more))
+    kept = sorted((tmp_path / "run" / "ckpt").iterdir())
     # The good ones before, the best (step 8 still has the weights of step 5, which are better than
     # those of step 4), and the last. No good one was pruned for the last.
-    assert kept == [f"step_{step:08d}" for step in (3, 4, 5, 8, 9)]
-    weights = [load_file(tmp_path / "run" / "ckpt" / name / "model.safetensors") for name in kept]
-    good, _, last = weights[2:]
+    assert [path.name for path in kept] == [f"step_{step:08d}" for step in (3, 4, 5, 8, 9)]
+    good, _, last = [load_file(path / "model.safetensors") for path in kept[2:]]
     assert all(torch.equal(last[k], good[k]) for k in good)  # the bad steps changed nothing
+
+
+@pytest.fixture
+def in_fp16(monkeypatch) -> None:
+    """fp16 on the CPU, which train.py would refuse. The scaler does the same there."""
+    monkeypatch.setattr("hardware.machine.pick_dtype", lambda *_: (torch.float16, "for this test"))
 
 
 @pytest.mark.slow
 def test_the_fp16_scalers_own_skips_are_told_apart_and_its_state_is_resumed(
-    tiny_data, tmp_path, monkeypatch, capsys
+    in_fp16, tiny_data, tmp_path, monkeypatch, capsys
 ):
-    """This is fp16 on the CPU, which train.py would refuse. The scaler does the same there."""
     scaler = partial(torch.amp.GradScaler, init_scale=2.0**40, growth_interval=3)
-    monkeypatch.setattr("hardware.machine.pick_dtype", lambda *_: (torch.float16, "for this test"))
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     more = ["--max_steps=40", "--save_every=30", "--eval_every=100"]
-    whole = train_tiny(tiny_data, tmp_path / "whole", *more)
+    run = train_tiny(tiny_data, tmp_path, *more)
     said = capsys.readouterr().out
-    skipped = metrics(whole, "loss_scale")
-    assert len(skipped) > 5 and "warning" not in said
-    assert "fp16 overflow: skipped, the loss is scaled by " in said
-    assert metrics(whole, "loss").keys() == set(range(1, 41)) - skipped.keys()
-    assert not metrics(whole, "bad_steps")
-    shutil.copytree(whole / "ckpt" / "step_00000030", tmp_path / "run" / "ckpt" / "step_00000030")
-    shutil.copy(whole / "metrics.jsonl", tmp_path / "run")
-    resumed = train_tiny(tiny_data, tmp_path, *more, "--init_from=resume")
-    for key in ("loss", "loss_scale"):
-        assert metrics(resumed, key) == metrics(whole, key)
+    loss, skipped = (metrics(run, key) for key in ("loss", "loss_scale"))
+    assert len(skipped) > 5 and "warning" not in said and "fp16 overflow" in said
+    assert loss.keys() == set(range(1, 41)) - skipped.keys() and not metrics(run, "bad_steps")
+    shutil.rmtree(run / "ckpt" / "step_00000040")
+    train_tiny(tiny_data, tmp_path, *more, "--init_from=resume")
+    assert (metrics(run, "loss"), metrics(run, "loss_scale")) == (loss, skipped)
 
 
-def test_a_run_that_began_in_another_dtype_goes_on_in_fp16(tiny_data, tmp_path, monkeypatch):
+def test_a_run_that_began_in_another_dtype_goes_on_in_fp16(copied, in_fp16, tiny_data, tmp_path):
     """It may move from an A100 to a V100. The checkpoint of the A100 has no state of a scaler."""
-    train_tiny(tiny_data, tmp_path, "--max_steps=8")
-    monkeypatch.setattr("hardware.machine.pick_dtype", lambda *_: (torch.float16, "for this test"))
-    run = train_tiny(tiny_data, tmp_path, "--max_steps=12", "--init_from=resume")
-    assert newest_checkpoint(run / "ckpt").name == "step_00000012" and 12 in metrics(run, "loss")
+    train_tiny(tiny_data, tmp_path, "--max_steps=12", "--init_from=resume")
+    assert newest_checkpoint(copied / "ckpt").name == "step_00000012"
 
 
 def test_an_fp16_run_whose_gradient_overflows_at_every_scale_ends(
-    tiny_data, tmp_path, monkeypatch, refuses
+    in_fp16, tiny_data, tmp_path, monkeypatch, refuses
 ):
     forward = GPT.forward
 
@@ -402,13 +353,12 @@ def test_an_fp16_run_whose_gradient_overflows_at_every_scale_ends(
         return loss
 
     monkeypatch.setattr(GPT, "forward", broken)
-    monkeypatch.setattr("hardware.machine.pick_dtype", lambda *_: (torch.float16, "for this test"))
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=8.0))
     more = ["--max_steps=30", "--max_bad_steps=4"]
     error = refuses(train.main, *options(tiny_data, tmp_path, *more))
     # Only the scaler treats the first overflows. Those at a scale of 1 count as bad steps.
     assert metrics(tmp_path / "run", "loss_scale") == {1: 4, 2: 2, 3: 1}
-    assert "4 steps in a row without a finite loss and gradient, the last at step 7" in error
+    assert "4 steps in a row" in error and "step 7" in error
 
 
 @pytest.mark.slow
@@ -427,39 +377,21 @@ def test_the_robust_z_score_is_that_of_the_formula():
 # -- the disk, the memory --
 
 
-@pytest.mark.slow
-def test_a_full_disk_while_saving_does_not_end_the_training(tiny_data, tmp_path):
-    """A limit on the size of files stands for a full disk. Only the weights are larger than it."""
-
-    def limit():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
-
-    argv = [sys.executable, str(REPO / "train.py"), *options(tiny_data, tmp_path)]
-    done = subprocess.run(argv, preexec_fn=limit, capture_output=True, text=True)
-    assert done.stdout.count("could not be written") == 2, done.stdout
-    assert "training goes on" in done.stdout, done.stdout
-    assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 9))
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("\n") == 1 and "make room" in done.stderr, done.stderr
-    assert not list((tmp_path / "run" / "ckpt").glob("*"))
-
-
 def test_a_failed_save_leaves_the_checkpoint_before_it_and_the_next_one_is_written(
     tiny_data, tmp_path, monkeypatch, capsys
 ):
+    no_space = OSError(28, "No space left on device")
+    outcomes = iter([None, no_space, None, None])
     save = torch.save
-    calls = itertools.count()
 
-    def full(*args, **kwargs):
-        if next(calls) == 1:
-            raise OSError(28, "No space left on device")
-        save(*args, **kwargs)
+    def full(*args):
+        if error := next(outcomes):
+            raise error
+        save(*args)
 
     monkeypatch.setattr(torch, "save", full)
     run = train_tiny(tiny_data, tmp_path, "--save_every=2", "--eval_every=100")
-    said = capsys.readouterr().out
-    assert "step_00000004 could not be written (No space left on device); training goes on" in said
+    assert "step_00000004 could not be written (No space left on dev" in capsys.readouterr().out
     kept = sorted(p.name for p in (run / "ckpt").iterdir())
     assert kept == ["step_00000002", "step_00000006", "step_00000008"]
 
@@ -467,38 +399,32 @@ def test_a_failed_save_leaves_the_checkpoint_before_it_and_the_next_one_is_writt
 def test_an_old_checkpoint_that_cannot_be_deleted_is_no_failed_save(
     tiny_data, tmp_path, monkeypatch, capsys
 ):
-    def fail(path):
-        raise OSError(5, "Input/output error", str(path))
-
-    monkeypatch.setattr(checkpoint, "discard", fail)
+    monkeypatch.setattr(runs, "remove_only", Mock(side_effect=OSError(5, "Input/output error")))
     run = train_tiny(tiny_data, tmp_path, "--save_every=2", "--eval_every=100", "--keep=1")
     said = capsys.readouterr().out
     assert "an older checkpoint could not be deleted" in said and "could not be written" not in said
-    assert len(list((run / "ckpt").iterdir())) == 4
+    assert newest_checkpoint(run / "ckpt").name == "step_00000008"
 
 
-def test_saving_does_not_stop_the_training(tiny_data, tmp_path, monkeypatch):
+def test_saving_does_not_stop_the_training(finished, tiny_data, tmp_path, monkeypatch):
     """Training goes on during a save, and the checkpoint holds the state of its own step."""
     save = torch.save
     went_on = []
 
     def after_another_step(state, path):
-        if not went_on:  # only for the first of two checkpoints: no step follows the last one
-            before = metrics(tmp_path / "run", "loss")
+        if state["step"] == 4:  # no step follows the last save
+            losses = metrics(tmp_path / "run", "loss")
             until = time.monotonic() + 60
-            while metrics(tmp_path / "run", "loss") == before and time.monotonic() < until:
+            while metrics(tmp_path / "run", "loss") == losses and time.monotonic() < until:
                 time.sleep(0.01)
-            went_on.append(metrics(tmp_path / "run", "loss") != before)
+            went_on.append(metrics(tmp_path / "run", "loss") != losses)
         save(state, path)
 
     monkeypatch.setattr(torch, "save", after_another_step)
-    more = ["--save_every=4", "--eval_every=100", "--keep=9"]
-    run = train_tiny(tiny_data, tmp_path, *more)
+    run = train_tiny(tiny_data, tmp_path)
     assert went_on == [True]
-    monkeypatch.undo()
-    quick = train_tiny(tiny_data, tmp_path / "quick", *more)
     for step in ("step_00000004", "step_00000008"):
-        slow_one, quick_one = (r / "ckpt" / step / "model.safetensors" for r in (run, quick))
+        slow_one, quick_one = (r / "ckpt" / step / "model.safetensors" for r in (run, finished))
         assert slow_one.read_bytes() == quick_one.read_bytes()
 
 
@@ -509,33 +435,23 @@ def test_a_folder_that_cannot_be_written_is_one_line(tiny_data, tmp_path, refuse
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
-    ],
+    "error", [torch.OutOfMemoryError("CUDA"), RuntimeError("can't allocate memory: you tried")]
 )
 def test_out_of_memory_says_which_flags_would_fit(tiny_data, tmp_path, monkeypatch, refuses, error):
-    def forward(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(GPT, "forward", forward)
+    monkeypatch.setattr(GPT, "forward", Mock(side_effect=error))
     said = refuses(train.main, *options(tiny_data, tmp_path))
-    fits = "try --batch_size=2 --batch_tokens=256 (more micro-steps, the same training)"
-    assert f"out of memory at batch_size=4: {fits}" in said
+    assert "out of memory" in said and "--batch_size=2 --batch_tokens=256" in said
     said = refuses(train.main, *options(tiny_data, tmp_path, "--batch_size=1", "--overwrite"))
-    assert "try --block_size=16, or a smaller model" in said
+    assert "--block_size=16" in said
 
 
-def test_no_code_in_a_checkpoint_is_ever_run(finished, tiny_data, tmp_path, refuses):
-    shutil.copytree(finished, tmp_path / "run")
-
+def test_no_code_in_a_checkpoint_is_ever_run(copied, tiny_data, tmp_path, refuses):
     class Evil:
         def __reduce__(self):
             return (Path(tmp_path / "pwned").write_text, ("x",))
 
-    folder = newest_checkpoint(tmp_path / "run" / "ckpt")
+    folder = newest_checkpoint(copied / "ckpt")
     torch.save({"step": 8, "optimizer": Evil()}, folder / "train_state.pt")
     forge(folder)
     error = refuses(train.main, *options(tiny_data, tmp_path, "--init_from=resume"))
-    assert "cannot be read" in error and not (tmp_path / "pwned").exists()
+    assert "train_state.pt" in error and not (tmp_path / "pwned").exists()

