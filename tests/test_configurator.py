@@ -17,7 +17,7 @@ from configurator import OneRankError, UserError, changes, help_text, parse, run
 from model import GPTConfig
 from sample import SampleConfig
 from text.settings import PrepareConfig
-from training.settings import TrainConfig
+from training.settings import TrainConfig, model_config
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -186,7 +186,7 @@ def test_a_mistake_in_a_config_file_names_the_file(tmp_path, text, named):
     assert str(tmp_path / "c.py") in str(e.value) and named in str(e.value)
 
 
-SCRIPTS = [(train, train.TrainConfig), (prepare, prepare.PrepareConfig)]
+SCRIPTS = [(train, TrainConfig), (prepare, prepare.PrepareConfig)]
 SCRIPTS += [(sample, sample.SampleConfig), (plot, plot.PlotConfig)]
 SCRIPTS += [(follow, follow.FollowConfig)]
 
@@ -206,7 +206,7 @@ def test_every_setting_is_read_by_its_script(module, cls):
     """A setting that no code reads would do nothing."""
     source = Path(module.__file__).read_text() + Path(follow.__file__).read_text()
     # The files of a wing read the settings of its command, too.
-    wing = {train.TrainConfig: "training", prepare.PrepareConfig: "text"}.get(cls)
+    wing = {TrainConfig: "training", prepare.PrepareConfig: "text"}.get(cls)
     if wing:
         source += "\n".join(path.read_text() for path in sorted((REPO / wing).glob("*.py")))
     tree = ast.parse(source)
@@ -216,16 +216,16 @@ def test_every_setting_is_read_by_its_script(module, cls):
     nodes = [n for n in ast.walk(tree) if id(n) not in in_checks]
     used = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
     used |= {n.value for n in nodes if isinstance(n, ast.Constant)}
-    if cls is train.TrainConfig:  # model_config reads the settings of the model by their names
+    if cls is TrainConfig:  # model_config reads the settings of the model by their names
         used |= {f.name for f in dataclasses.fields(GPTConfig)}
     assert {f.name for f in dataclasses.fields(cls)} <= used
 
 
 @pytest.mark.parametrize("path", sorted(REPO.glob("config/*.py")), ids=lambda p: p.stem)
 def test_every_shipped_config_is_valid_and_names_its_run(path):
-    cfg = parse(train.TrainConfig, [str(path)])
+    cfg = parse(TrainConfig, [str(path)])
     assert cfg.run_name == path.stem
-    train.model_config(cfg, vocab_size=32000)
+    model_config(cfg, vocab_size=32000)
 
 
 def test_no_setting_is_taken_for_an_abbreviation_of_a_torchrun_option():
@@ -236,7 +236,7 @@ def test_no_setting_is_taken_for_an_abbreviation_of_a_torchrun_option():
 
     actions = get_args_parser()._actions
     theirs = [name.lstrip("-") for action in actions for name in action.option_strings]
-    for field in dataclasses.fields(train.TrainConfig):
+    for field in dataclasses.fields(TrainConfig):
         assert not [name for name in theirs if name.startswith(field.name)], field.name
 
 

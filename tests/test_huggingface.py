@@ -20,6 +20,7 @@ from test_prepare import contents
 
 import prepare
 import sample
+import train
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
 from training import huggingface
@@ -568,4 +569,4 @@ def test_the_shape_of_a_tuned_model_is_kept_and_another_one_refused_at_its_resum
     for name, size, other in (("n_layer", 2, 3), ("block_size", 64, 128)):
         said = refuses(lambda: train_tiny(tiny_data, tmp_path, *more, f"--{name}={other}"))  # noqa: B023
         assert f"{name} is {size} there, {other} here" in said
-    train_tiny(tiny_data, tmp_path, *more)
+    call(train.main, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", *more)

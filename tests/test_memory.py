@@ -147,7 +147,7 @@ def test_the_predicted_peak_is_the_measured_one_within_5_percent(
 @pytest.mark.parametrize("name", ODD)
 def test_activations_are_what_autograd_keeps(name):
     """Saved-tensor hooks count what one layer keeps, in bf16, at a T where attention is fused."""
-    kept: dict[int, int] = {}  # number of layers -> bytes
+    saved: dict[int, int] = {}  # number of layers -> bytes
     for n_layer in (1, 2):
         model = GPT(GPTConfig(**(ODD[name] | dict(n_layer=n_layer, block_size=1024))))
         model.init_weights()
@@ -164,12 +164,12 @@ def test_activations_are_what_autograd_keeps(name):
         hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda t: t)
         with hooks, torch.autocast("cpu", BF16):
             model(x, x)
-        kept[n_layer] = sum(storages.values())
+        saved[n_layer] = sum(storages.values())
     step = Step(1, 1024, 1, BF16, False, "cpu")
     one, two = (1024 * sum(kept(model.config, step, n, []).values()) for n in (1, 2))
     linear = [m for m in model.blocks[0].modules() if isinstance(m, torch.nn.Linear)]
     copies = 2 * sum(m.weight.numel() for m in linear)  # of the weights, in bf16
-    assert two - one + copies == pytest.approx(kept[2] - kept[1], rel=0.02)
+    assert two - one + copies == pytest.approx(saved[2] - saved[1], rel=0.02)
 
 
 def test_a_layer_of_gpt2_keeps_16_C_numbers_a_token():

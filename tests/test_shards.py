@@ -125,5 +125,5 @@ def test_what_cannot_be_sharded_is_refused_in_one_line(tiny_data, tmp_path, refu
     options = [f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--dataset=tiny", "--shard=all"]
     options.append("--max_steps=1")
     assert "shard=all" in refuses(train.main, *options, "--optimizer=adafactor")
-    assert "average=0" in refuses(train.main, *options, "--average=0.5")
+    assert "average" in refuses(train.main, *options, "--average=0.5")
     assert newest_checkpoint(tmp_path / "run" / "ckpt") is None
