@@ -5,6 +5,7 @@ and functions that run a script.
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,8 @@ import prepare
 import train
 from hardware import disk, kernels
 
+# A shell that starts the tests in the background has SIGINT ignored; their processes shall not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 REPO = Path(__file__).resolve().parents[1]
 kernels.install()  # as every command does
 

@@ -2,6 +2,7 @@
 bytes or in a clear error of one line.
 """
 
+import contextlib
 import gzip
 import json
 import os
@@ -40,8 +41,11 @@ def finish(corpus: list[Path], data: Path, *options: str) -> None:
 
 def children(pid: int) -> list[str]:
     """Return the ids of the child processes of a process."""
-    of_threads = Path(f"/proc/{pid}/task").glob("*/children")
-    return [child for path in of_threads for child in path.read_text().split()]
+    pids = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            pids += path.read_text().split()
+    return pids
 
 
 def is_worker(pid: str) -> bool:
@@ -84,7 +88,7 @@ def kill_after_a_shard(argv: list[str], data: Path, delay: float = 0) -> str:
         time.sleep(0.002)
     time.sleep(delay)
     run.kill()
-    return run.communicate()[0]
+    return run.communicate(timeout=60)[0]
 
 
 @pytest.mark.slow
@@ -127,16 +131,16 @@ def test_workers_end_when_the_main_process_is_killed(corpus, tmp_path):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.15, 0.3])
+@pytest.mark.parametrize("delay", [0.0, 0.002, 0.005, 0.01, 0.15, 0.3])
 def test_ctrl_c_while_the_workers_start_is_one_line(corpus, tmp_path, delay):
     argv = command(corpus, tmp_path, "--tokenizer=byte", "--workers=3")
     pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     run = subprocess.Popen(argv, start_new_session=True, **pipes)
-    while not any(map(is_worker, children(run.pid))):
+    while run.poll() is None and not any(map(is_worker, children(run.pid))):
         time.sleep(0.002)
     time.sleep(delay)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to all processes
-    error = run.communicate()[1]
+    error = run.communicate(timeout=60)[1]
     assert run.returncode == 130 and "Traceback" not in error
     assert error.splitlines()[-1].strip() == "interrupted"
 
@@ -147,11 +151,11 @@ def test_a_worker_killed_by_the_system_is_one_clear_line_and_the_work_is_kept(
 ):
     argv = command(corpus, tmp_path, *OF_REFERENCE, "--workers=2", TINY_SHARDS)
     run = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while journal(tmp_path)["text"] == 0:
+    while run.poll() is None and journal(tmp_path)["text"] == 0:
         time.sleep(0.002)
     for pid in filter(is_worker, children(run.pid)):
         os.kill(int(pid), signal.SIGKILL)
-    error = run.communicate()[1].strip()
+    error = run.communicate(timeout=60)[1].strip()
     assert run.returncode == 2 and "\n" not in error, error
     assert "--workers" in error and "work is kept" in error and not (tmp_path / "set").exists()
     finish(corpus, tmp_path, *OF_REFERENCE)

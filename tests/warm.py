@@ -59,6 +59,7 @@ class Popen:
         order = (argv, dict(env or os.environ), os.path.abspath(cwd), start_new_session, paths)
         self.process = FORKSERVER.Process(target=execute, args=(*order, report))
         self.process.start()
+        report.close()  # the process has its own: if that ends early, recv() fails
         started.recv()  # it has opened its files: the caller may close them
         self.pid = self.process.pid
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.resource_tracker import ensure_running
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from configurator import UserError
@@ -46,31 +46,34 @@ class Worker(threading.Thread):
         self.todo = todo
         self.pipe, self.other_end = context.Pipe()
         self.process = context.Process(target=serve, args=(task, self.other_end), daemon=True)
-        self.is_started = threading.Event()
-        self.start()
 
     def run(self) -> None:
         # The process inherits the mask: Ctrl-C is handled by the main process, which then kills it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        failed = None
         try:
             self.process.start()
-        finally:
-            self.is_started.set()
+        except Exception as e:
+            failed = e
         self.other_end.close()  # now only the process holds it, and self.pipe fails when that ends
         while item := self.todo.get():
             chunk, future = item
             try:
+                if failed:
+                    raise failed
                 self.pipe.send(chunk)
                 result = self.pipe.recv()
             except (EOFError, OSError):
-                killed = "a worker process was killed, as the system does when memory runs out"
-                result = UserError(f"{killed}: lower --workers")
+                reason = "a worker process could not start or was killed, as happens when memory"
+                result = UserError(f"{reason} runs out: lower --workers")
             except Exception as e:  # an error of the task that cannot be unpickled
                 result = e
             if isinstance(result, Exception):
                 future.set_exception(result)
             else:
                 future.set_result(result)
+        if not failed:
+            self.process.kill()  # it writes no files
 
 
 def serve(task: Task, pipe: Connection) -> None:
@@ -108,9 +111,7 @@ def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tupl
         for chunk in chunks:
             if len(pool) < workers:
                 pool.append(Worker(task, todo))
-                pool[-1].is_started.wait()
-                if pool[-1].process.pid is None:
-                    raise UserError("the system starts no more processes: lower --workers")
+                pool[-1].start()
             waiting.append((replace(chunk, records=[]), Future()))
             todo.put((chunk, waiting[-1][1]))
             del chunk
@@ -120,10 +121,11 @@ def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tupl
         for position, future in waiting:
             yield position, future.result()
     finally:
+        # Ctrl-C may come at any moment, even while a worker starts: nothing here waits for one.
+        with suppress(Empty):
+            while True:
+                todo.get_nowait()
         for worker in pool:
-            worker.is_started.wait()
-            if worker.process.pid:
-                worker.process.kill()  # it writes no files
             todo.put(None)
-        for worker in pool:
-            worker.join()
+            if worker.process.pid:
+                worker.process.kill()
