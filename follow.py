@@ -1,6 +1,6 @@
 """Follow a run by its files: draw its loss, and send its metrics to wandb, SwanLab or TensorBoard.
 
-train.py starts this program beside each run (--follow=false: it does not). It reads metrics.jsonl
+train.py starts this program beside each run (--tracker=off: it does not). It reads metrics.jsonl
 and writes loss.png, follow.json, and the texts of steps that were skipped (bad_steps/). Whatever
 happens to it, the training goes on. By hand it follows a run that is going on or over, also on
 another computer that sees the folder or a copy of it. It ends when the run does, or with Ctrl-C,

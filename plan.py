@@ -30,25 +30,19 @@ import torch
 
 import configurator
 from configurator import UserError, changes, checked, columns, folded, given, row
-from hardware.machine import available, own_memory, pick_dtype
+from hardware.machine import pick_dtype
+from hardware.memory import available, own_memory
 from hardware.peak import datasheet_peak, device_name, find_gpu, peak_tflops
 from hardware.terminal import plural
 from model import GPT, GPTConfig
-from text.dataset import DataSet, newest_dataset, open_datasets
-from text.windows import open_windows
+from text.dataset import DataSet, newest_dataset, open_datasets, open_windows
 from training import memory
+from training.banner import batch_warning, different_tokens, length_warnings
 from training.huggingface import shape_in
 from training.measure import measured_peak
 from training.memory import Step
 from training.metrics import read_metrics
-from training.plan import (
-    Plan,
-    batch_warning,
-    different_tokens,
-    even_batch,
-    length_warnings,
-    make_plan,
-)
+from training.plan import Plan, even_batch, make_plan
 from training.resume import longer, with_context
 from training.settings import ELSEWHERE, TrainConfig, model_config, wants_compile
 

@@ -42,10 +42,9 @@ from hardware.disk import MANIFEST, damage, only_plain, read_object
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from hardware.terminal import plural
 from model import GPT
-from text.dataset import DataSet, load_tokenizer, open_dataset, verify
+from text.dataset import DataSet, load_tokenizer, open_dataset, open_windows, verify
 from text.hf_tokenizer import find_tokenizer, tokenizer_of_model
 from text.tokenizer import Tokenizer, same_ids
-from text.windows import open_windows
 from training.evaluate import evaluate
 from training.huggingface import from_pretrained, nanogpt_file, unverified
 from training.report import in_other_units

@@ -20,9 +20,9 @@ are counted in steps. A *bad step* has a loss or gradient that is not finite; it
 as they are. A *window* is T + 1 tokens: T inputs, each with the token that follows as its target.
 """
 
-# Read loop() first: it trains. main() and train() above it lock the folder of the run, and have
-# training/job.py make what the loop works with. Below it stands what loop() calls. One update of
-# the weights is take_step() in training/step.py.
+# Read loop() first: it trains. Above it stand main() and train(), below it what loop() calls. One
+# update of the weights is take_step() in training/step.py. What is done once, before the first
+# step, stands in training/start.py: what the run starts from, its data, its plan, its model.
 #
 # Several processes work on one run. They keep together by three methods of `machine`: together(f)
 # runs f on every rank, and if one fails, all of them stop; decide(f) runs f on rank 0 and gives its
@@ -34,72 +34,60 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, nullcontext
-from pathlib import Path
+from contextlib import closing, nullcontext
 
 import torch
 import torch.distributed as dist
 
 from configurator import UserError, given, run
-from hardware.disk import Lock
-from hardware.machine import Machine, memory_advice, start, stop_signals
-from text.dataset import check_files
-from text.windows import Rows, Windows
-from training.banner import last_lines
+from hardware.machine import Machine, memory_advice, stop_signals
+from text.windows import Windows
 from training.evaluate import evaluate, write_text
-from training.job import Job, build, describe
+from training.job import Job
 from training.plan import lr_at, momentum_at
 from training.report import Clock
-from training.resume import settings_of_run
-from training.runs import newest_checkpoint, run_folder
+from training.runs import newest_checkpoint
 from training.settings import TrainConfig
 from training.shards import part
-from training.step import Batch, read_ahead, take_step, to_batch
+from training.step import Batch, read_ahead, take_step
 
 
 def main() -> None:
-    cfg = settings_of_run(given(TrainConfig, doc=__doc__))
-    machine = start(cfg.device, cfg.dtype, cfg.shard != "none")
-    folder = Path(cfg.out_dir) / cfg.run_name
-    # Rank 0 locks the run's folder, so that no other process writes to it until the run is over.
-    with ExitStack() as until_the_end:
+    options = given(TrainConfig, doc=__doc__)
+    # Here and not above: nothing in this file needs what a run needs once, to begin.
+    from training.start import open_run
 
-        def lock_folder() -> Lock | None:
-            return until_the_end.enter_context(run_folder(folder)) if machine.is_main else None
-
-        lock = machine.together(lock_folder)
-        train(cfg, machine, folder, lock)
+    with open_run(options) as job:
+        train(job)
 
 
-def train(cfg: TrainConfig, machine: Machine, folder: Path, lock: Lock | None) -> None:
-    """Train one run, from its beginning or from its newest checkpoint, to its end.
-
-    folder: where the run writes its files. lock: the lock of this folder, which only rank 0 has.
-    """
-    described = machine.decide(lambda: describe(cfg, folder, machine.say))
-    job = build(described, cfg.data_dir, machine, folder, lock)
+def train(job: Job) -> None:
+    """Train one run, from its beginning or from its newest checkpoint, to its end."""
+    machine = job.machine
     B = job.plan.batch_size
     advice = job.plan.smaller(job.cfg.block_size)
     reader = closing(read_ahead(job.data.loader, job.progress.samples, B, machine))
-    with stop_signals() as signals, memory_advice(advice), reader as rows:
+    with stop_signals() as signals, memory_advice(advice), reader as batches:
         with job.metrics.running():
-            stopped = loop(job, rows, signals)
+            stopped = loop(job, batches, signals)
         job.saver.wait()
         # This waits for all ranks, too: the last checkpoint is on the disk when one of them ends.
         broken = not_finite(job.model, machine)
 
     job.metrics.close()
-    machine.say(last_lines(folder, job.model.config, job.data.tokenizer))
+    machine.say(f"checkpoint: {newest_checkpoint(job.folder / 'ckpt')}")
+    for note in job.notes:
+        machine.say(f"    elsewhere: {note}")
     if dist.is_initialized():
         dist.destroy_process_group()
-    end_run(job, folder, broken, stopped, signals)
+    end_run(job, broken, stopped, signals)
 
 
-def loop(job: Job, rows: Iterator[Rows], signals: list[int]) -> bool:
+def loop(job: Job, batches: Iterator[Batch], signals: list[int]) -> bool:
     """Train to the end of the run. Return whether a signal stopped it before.
 
-    rows: this rank's batches of windows. signals: those that have arrived; stop_signals() adds
-    them. The run also ends after max_bad_steps bad steps in a row.
+    batches: of this rank. signals: those that have arrived; stop_signals() adds them. The run also
+    ends after too many bad steps in a row.
     """
     cfg = job.cfg
     machine = job.machine
@@ -111,12 +99,12 @@ def loop(job: Job, rows: Iterator[Rows], signals: list[int]) -> bool:
     step_windows = plan.step_tokens // cfg.block_size  # of all ranks
     start_step = progress.step
     clock = Clock(machine, start_step)
-    batches = on_device(rows, machine, clock, signals)
+    batches = until_signal(batches, machine, clock, signals)
     stopping = False
     # At the top of an iteration, `step` steps are done: evaluate and save these weights. Then train
     # one step more. The last iteration ends after its first half.
     for step in range(start_step, plan.steps + 1):
-        last = step == plan.steps or stopping or gives_up(job)
+        last = step == plan.steps or stopping or progress.gives_up()
         if step > start_step and (step == plan.steps or step % cfg.eval_every == 0):
             with clock.paused():
                 evaluate_all(job, step)
@@ -169,22 +157,19 @@ def loop(job: Job, rows: Iterator[Rows], signals: list[int]) -> bool:
 # What the loop calls
 
 
-def on_device(
-    rows: Iterator[Rows], machine: Machine, clock: Clock, signals: list[int]
+def until_signal(
+    batches: Iterator[Batch], machine: Machine, clock: Clock, signals: list[int]
 ) -> Iterator[Batch]:
-    """Yield the batches on the device, and count the time of waiting for them.
+    """Yield the batches, and count the time of waiting for them.
 
     A process that trains alone gets no more of them once a signal has come: the step is given up
     between two micro-steps. On a laptop, a step may take hours.
     """
     while not (signals and machine.world == 1):
-        with clock.waiting_for_data():
-            batch = to_batch(next(rows), machine.device)
+        start = time.perf_counter()
+        batch = next(batches)
+        clock.data_s += time.perf_counter() - start
         yield batch
-
-
-def gives_up(job: Job) -> bool:
-    return job.progress.bad_in_a_row >= job.cfg.max_bad_steps
 
 
 def evaluate_all(job: Job, step: int) -> None:
@@ -257,11 +242,7 @@ def save(job: Job, step: int) -> bool:
     file has been changed in place: the steps since the last checkpoint may have read anything.
     """
 
-    def check_data() -> None:
-        if job.machine.local_rank == 0:
-            check_files(job.data.sets, job.data.files)
-
-    job.machine.together(check_data)
+    job.machine.together(lambda: job.data.check() if job.machine.local_rank == 0 else None)
     if broken := not_finite(job.model, job.machine):
         job.saver.skipped += 1
         job.machine.say(f"warning: step {step} is not saved: {broken} holds NaN or infinity")
@@ -277,20 +258,20 @@ def not_finite(model: torch.nn.Module, machine: Machine) -> str:
     return max(machine.gather(next(names, "")))
 
 
-def end_run(job: Job, folder: Path, broken: str, stopped: bool, signals: list[int]) -> None:
+def end_run(job: Job, broken: str, stopped: bool, signals: list[int]) -> None:
     """Do nothing if all went well. Else say what happened, and end with the exit code for it.
 
     broken: what not_finite() has returned; here the ranks no longer meet. Raises UserError if the
     last checkpoint could not be written, if the run gave up, or if its weights are not finite.
     """
     step = job.progress.step
-    newest = newest_checkpoint(folder / "ckpt") if job.machine.is_main else None
+    newest = newest_checkpoint(job.folder / "ckpt") if job.machine.is_main else None
     goes_on = f"--init_from=resume goes on from {newest}" if newest else "nothing was saved yet"
     if job.saver.failed:
         raise UserError(f"{job.saver.failed}: make room; {goes_on}")
-    if gives_up(job):
+    if job.progress.gives_up():
         problem = f"{job.progress.bad_in_a_row} steps in a row without a finite loss and gradient"
-        advice = f"lower lr, or try dtype=float32, or read {folder}/bad_steps/"
+        advice = f"lower lr, or try dtype=float32, or read {job.folder}/bad_steps/"
         left = f"the newest checkpoint is {newest}" if newest else "no checkpoint was saved"
         raise UserError(f"{problem}, the last at step {step}: {advice}; {left}")
     if broken:

@@ -61,14 +61,14 @@ from hardware import kernels
 from hardware.machine import Machine, pick_device, pick_dtype
 from hardware.peak import peak_tflops, read_gb_s
 from model import GPT
-from text.dataset import open_datasets
-from text.windows import open_windows
+from text.dataset import open_datasets, open_windows
 from training.evaluate import evaluate
 from training.huggingface import from_pretrained, to_config
 from training.metrics import read_metrics
 from training.plan import make_plan
 from training.runs import newest_checkpoint
-from training.settings import TrainConfig, model_config, with_data
+from training.settings import TrainConfig, model_config
+from training.start import with_data
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class CompareConfig(TrainConfig):
 
 def our_command(cfg: CompareConfig, folder: Path, **overrides) -> list[str]:
     """Return the command of this repository's train.py."""
-    place = dict(out_dir=str(folder / "ours"), run_name="run", follow=False)
+    place = dict(out_dir=str(folder / "ours"), run_name="run", tracker="off")
     options = train_options(cfg, **place, sample_every=0, **overrides)
     return [sys.executable, str(REPO / "train.py"), *options]
 

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from bench.measure import (
-    batches_of,
     facts_of,
     new_training,
     no_folder,
@@ -35,13 +34,16 @@ from bench.measure import (
     write_json,
 )
 from configurator import changes, parse, run
-from hardware.machine import Machine, start, to_device
+from hardware import kernels
+from hardware.machine import Machine, start
 from hardware.terminal import ProgressBar
 from model import GPT, INIT
-from text.dataset import DataSet, open_datasets
-from text.windows import open_windows, train_loader
+from text.dataset import DataSet, open_datasets, open_windows, train_loader
+from text.windows import Rows
 from training.plan import make_plan
-from training.settings import TrainConfig, with_data
+from training.settings import TrainConfig
+from training.start import with_data
+from training.step import read_ahead, to_batch
 
 
 @dataclass(frozen=True)
@@ -121,14 +123,13 @@ def before_and_after(
     """Return what measure() returns for a new model, and what it returns after cfg.steps steps."""
     val = open_windows(sets[0], "val", cfg.block_size)
     rows = np.stack([val.row(start) for start in val.fixed_starts(cfg.batch_tokens)])
-    ids = to_device(rows, machine.device)
-    x, y = ids[:, :-1], ids[:, 1:]  # (B, T) each
+    x, y, _, _ = to_batch(Rows(rows, None, None), machine.device)  # (B, T) each
     training = new_training(replace(cfg, init=scheme), sets[0].meta["vocab_size"], machine)
     initial = measure(training.model, x, y)
 
     plan = make_plan(replace(cfg, max_steps=cfg.steps), 1, 1)
     loader = train_loader(sets, cfg.block_size, cfg.seed, cfg.documents, cfg.loss_per)
-    with closing(batches_of(loader, plan.batch_size, machine)) as batches:
+    with closing(read_ahead(loader, 0, plan.batch_size, machine)) as batches:
         training = replace(training, batches=batches, accum=plan.accum)
         for _ in range(cfg.steps):
             training.step()
@@ -176,6 +177,7 @@ def draw(scales_of: dict[str, tuple[Scales, Scales]], cfg: ScalesConfig) -> None
 def main() -> None:
     cfg = with_data(parse(ScalesConfig, doc=__doc__))
     one_process()
+    kernels.install()
     machine = start(cfg.device, cfg.dtype)
     sets = open_datasets(cfg.dataset, cfg.data_dir)
     schemes = cfg.inits or tuple(INIT)

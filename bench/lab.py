@@ -54,7 +54,8 @@ from configurator import UserError, changes, parse, set_value
 from hardware.disk import content_sha256, write_whole
 from hardware.machine import stop_signals
 from text.dataset import names_and_weights, open_datasets
-from training.settings import TRAINING, TrainConfig, with_data
+from training.settings import TRAINING, TrainConfig
+from training.start import with_data
 
 # Settings that lab.py gives to every run.
 GIVEN = {"seed", "init_from", "overwrite", "eval_tokens", "run_name", "out_dir"}
@@ -208,7 +209,7 @@ def run_settings(settings: TrainConfig, seed: int) -> TrainConfig:
     sets = open_datasets(settings.dataset, settings.data_dir)
     content["data"] = [data.meta["splits"] for data in sets]
     name = f"seed{seed}-{content_sha256(content)[:12]}"
-    settings = replace(settings, sample_every=0, follow=False)
+    settings = replace(settings, sample_every=0, tracker="off")
     return replace(settings, run_name=name, init_from="auto")
 
 

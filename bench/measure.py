@@ -18,10 +18,9 @@ from hardware.machine import Machine
 from hardware.peak import device_name
 from hardware.terminal import ProgressBar
 from model import GPT
-from text.windows import Loader
 from training.optimizer import make_optimizer
 from training.settings import TrainConfig, model_config, wants_compile
-from training.step import Batch, StepResult, read_ahead, take_step, to_batch
+from training.step import Batch, StepResult, take_step
 
 REPO = Path(__file__).resolve().parents[1]
 Result = TypeVar("Result")
@@ -128,12 +127,6 @@ def new_training(cfg: TrainConfig, vocab_size: int, machine: Machine) -> Trainin
     batches = repeat(Batch(rows[:, :-1], rows[:, 1:]))  # views of rows, as to_batch() makes them
     optimizer = new_optimizer(cfg, machine, model)
     return Training(cfg, machine, model, forward, optimizer, scaler, batches)
-
-
-def batches_of(loader: Loader, B: int, machine: Machine) -> Iterator[Batch]:
-    """Yield the batches of B windows of a run, from its beginning."""
-    for rows in read_ahead(loader, 0, B, machine):
-        yield to_batch(rows, machine.device)
 
 
 def new_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.optim.Optimizer:

@@ -30,6 +30,7 @@ from torch.utils.benchmark import Timer
 
 from bench.measure import facts_of, no_folder, not_positive, padded, step_problems, write_json
 from configurator import changes, parse, run
+from hardware import kernels
 from hardware.kernels import ChunkedCrossEntropy, attend, attention_kernel
 from hardware.machine import Machine, start
 from hardware.peak import DTYPES, datasheet_tflops, device_name, peak_tflops
@@ -346,6 +347,7 @@ def of_peak(tflops: Figure, peak: float | None) -> str:
 
 def main() -> None:
     cfg = parse(RoofConfig, doc=__doc__)
+    kernels.install()
     machine = start(cfg.device, cfg.dtype)
     facts = facts_of(machine.device)
     if cfg.squares:

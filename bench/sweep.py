@@ -43,7 +43,6 @@ import torch
 
 from bench.measure import (
     Training,
-    batches_of,
     facts_of,
     new_optimizer,
     new_training,
@@ -55,15 +54,18 @@ from bench.measure import (
     write_json,
 )
 from configurator import changes, parse, run
+from hardware import kernels
 from hardware.disk import write_whole
 from hardware.machine import Machine, out_of_memory, start
 from hardware.peak import peak_tflops
 from hardware.terminal import ProgressBar
 from model import GPT
-from text.dataset import open_datasets
-from text.windows import share_within, train_loader
+from text.dataset import open_datasets, train_loader
+from text.windows import share_within
 from training.plan import make_plan
-from training.settings import TrainConfig, model_config, wants_compile, with_data
+from training.settings import TrainConfig, model_config, wants_compile
+from training.start import with_data
+from training.step import read_ahead
 
 SHAPES = ("T", "B", "accum")
 SETTINGS = ("optimizer", "documents")  # measured by turns
@@ -298,7 +300,7 @@ def by_turns(axis: str, cfg: SweepConfig, machine: Machine, peak: float | None) 
         if axis == "documents":
             sets = open_datasets(cfg.dataset, cfg.data_dir)
             loader = train_loader(sets, cfg.block_size, cfg.seed, value)
-            batches = batches_of(loader, cfg.batch_size, machine)
+            batches = read_ahead(loader, 0, cfg.batch_size, machine)
             trainings[value] = replace(shared, batches=batches)
             notes[value] = f", {share_within(loader):.0%} of the pairs"
         else:
@@ -449,6 +451,7 @@ def main() -> None:
         cfg = replace(cfg, vocab_size=data.meta["vocab_size"])
     with torch.device("meta"):  # only the shapes of the weights are needed
         model = GPT(model_config(cfg, cfg.vocab_size))
+    kernels.install()
     machine = start(cfg.device, cfg.dtype)
     peak, peak_source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     facts = describe(cfg, model, machine, peak_source)

@@ -12,15 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from configurator import OneRankError, UserError
-from hardware import kernels
 from hardware.terminal import ProgressBar
 
 
@@ -94,25 +91,6 @@ class Machine:
 
         return answer
 
-    def check_alike(self, facts: dict[str, Any]) -> None:
-        """Raise UserError, on all ranks, if one of the facts differs between the ranks."""
-        of_ranks = self.gather(facts)
-        for rank, of_rank in enumerate(of_ranks):
-            for name, value in of_rank.items():
-                if value != of_ranks[0].get(name):
-                    values = f"{name} is {value} on rank {rank}, {of_ranks[0].get(name)} on rank 0"
-                    advice = "all must see the same files and get the same settings"
-                    raise UserError(f"the ranks differ: {values}: {advice}")
-
-    def autocast(self):
-        """Return the context in which matrix products run in `dtype`.
-
-        Without the cache: a forward pass casts each weight once, and the cache would hold all casts
-        to its end.
-        """
-        enabled = self.dtype != torch.float32
-        return torch.autocast(self.device.type, self.dtype, enabled, cache_enabled=False)
-
     def synchronize(self) -> None:
         """Wait for all work that is queued on the device. A time is measured only after this."""
         if self.device.type != "cpu":
@@ -148,12 +126,10 @@ LONGEST_WAIT = timedelta(minutes=30)
 def start(asked_device: str, asked_dtype: str, sparing: bool = False) -> Machine:
     """Return the Machine of this process for the settings `device` and `dtype`.
 
-    The models of this process will compute with the faster formulas of hardware/kernels.py. If
-    torchrun has started this process, it joins the other ranks. sparing: on a CPU, give freed
+    If torchrun has started this process, it joins the other ranks. sparing: on a CPU, give freed
     memory back.
     Raises UserError if the device or dtype cannot be used.
     """
-    kernels.install()
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -252,7 +228,7 @@ def pick_dtype(setting: str, device: torch.device) -> tuple[torch.dtype, str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Signals, sums over the ranks, copies to the device
+# Signals
 
 
 @contextmanager
@@ -294,71 +270,8 @@ def explain_bus_error(number: int) -> None:
     os._exit(2)
 
 
-def all_sum(x: torch.Tensor) -> torch.Tensor:
-    """Replace x by its sum over all ranks, in place, and return it."""
-    if dist.is_initialized():
-        dist.all_reduce(x)
-    return x
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy an array to the device, without a wait."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
-
-
 # --------------------------------------------------------------------------------------------------
-# Memory
-
-# Bytes that CUDA's context takes with its libraries. This is a published figure for a 6B model; it
-# was not measured for this project.
-CONTEXT = 1.3e9
-
-
-def available(root: str = "/") -> float:
-    """Return the bytes of memory that the system and its containers still give.
-
-    Where the system does not tell (macOS), this is all its memory. root: of the files that tell.
-    """
-    bounds: list[float] = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    if free := re.search(r"MemAvailable:\s+(\d+) kB", read_if_there(f"{root}/proc/meminfo")):
-        bounds.append(1024 * int(free[1]))
-    # The limits of all control groups (v2) around this process hold. A container sees only its own,
-    # at the top.
-    group = re.search("^0::/(.*)", read_if_there(f"{root}/proc/self/cgroup"), re.MULTILINE)
-    folder = Path(root, "sys/fs/cgroup", group[1] if group else "")
-    for around in (folder, *folder.parents):
-        limit = read_if_there(around / "memory.max").strip()
-        if limit.isdigit():  # else it is "max"
-            # The other memory of a group holds files, and is taken back where it is needed.
-            stat = read_if_there(around / "memory.stat")
-            used = re.findall(r"^(?:anon|shmem|kernel) (\d+)$", stat, re.MULTILINE)
-            bounds.append(int(limit) - sum(map(int, used)))
-    return min(bounds)
-
-
-def own_memory() -> float:
-    """Return the bytes of memory that this process has; 0 where the system does not tell."""
-    rss = re.search(r"RssAnon:\s+(\d+) kB", read_if_there("/proc/self/status"))
-    return 1024 * int(rss[1]) if rss else 0
-
-
-def read_if_there(path: str | Path) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
-
-
-def capacity(device: torch.device) -> float:
-    """Return the bytes that this process can have on the device, including CUDA's context."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return min(total, free + torch.cuda.memory_reserved(device) + CONTEXT)
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of this run, on this computer
-    return available() / processes + own_memory()
+# Memory that runs out
 
 
 @contextmanager

@@ -33,7 +33,7 @@ TINY = ["--preset=llama", "--n_layer=2", "--n_head=4", "--n_kv_head=2", "--n_emb
 TINY += ["--block_size=32", "--batch_size=4", "--batch_tokens=256", "--max_steps=8", "--lr=3e-3"]
 TINY += ["--log_every=1", "--eval_every=4", "--save_every=4", "--device=cpu", "--dtype=float32"]
 TINY += ["--peak_tflops=1", "--dataset=tiny", "--sample_every=0"]
-TINY += ["--follow=false"]  # a test of what follow.py makes says --follow
+TINY += ["--tracker=off"]  # a test of what follow.py makes says --tracker=none
 
 
 def make_records(n: int, seed: int = 0) -> list[dict]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from hardware import kernels  # noqa: E402
 from hardware.machine import Machine, start  # noqa: E402
 from model import GPT  # noqa: E402
 from training.optimizer import make_optimizer  # noqa: E402
@@ -85,6 +86,7 @@ def skips_an_overflow(cfg: TrainConfig, machine: Machine) -> bool:
 
 def main() -> None:
     steps, preset, accum = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    kernels.install()
     machine = start("cpu", "float32")
     failed = False
     for optimizer in ("adamw", "muon"):

@@ -14,9 +14,9 @@ from conftest import call, make_records, train_tiny, write_jsonl
 
 import prepare
 from configurator import UserError
-from text.dataset import newest_dataset, open_datasets
+from text.dataset import newest_dataset, open_datasets, train_loader
 from text.tokenizer import SAME_BUT_FASTER
-from text.windows import Loader, Windows, train_loader
+from text.windows import Loader, Windows
 from training.metrics import read_metrics
 
 # -- tokenizers --

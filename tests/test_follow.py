@@ -78,7 +78,7 @@ def by_hand(*options) -> subprocess.CompletedProcess:
 
 def test_the_last_picture_exists_when_the_training_ends(alone, tiny_data, tmp_path, capfd):
     assert not (alone / "loss.png").exists()
-    run = train_tiny(tiny_data, tmp_path, "--follow")
+    run = train_tiny(tiny_data, tmp_path, "--tracker=none")
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert f"loss plot: {run / 'loss.png'}\n" in capfd.readouterr().out
     assert sorted(path.name for path in run.iterdir()) == ["ckpt", "loss.png", "metrics.jsonl"]
@@ -94,7 +94,7 @@ def test_a_tracker_that_fails_hangs_or_is_killed_changes_no_bit_of_the_run(
     monkeypatch.setenv("FAULT", fault)
     if "hang" in fault:
         monkeypatch.setattr(report, "PATIENCE", 3)
-    run = train_tiny(tiny_data, tmp_path, "--tracker=wandb", "--follow")  # an exit code would raise
+    run = train_tiny(tiny_data, tmp_path, "--tracker=wandb")  # an exit code would raise
     assert calls() and f"python follow.py {run}" in capfd.readouterr().out
     for key in ("loss", "grad_norm", "val_loss"):
         assert metrics(run, key) == metrics(alone, key)
@@ -107,7 +107,7 @@ def test_a_resumed_run_is_the_same_one_at_wandb_and_no_step_is_sent_twice(
     tiny_data, tmp_path, monkeypatch, calls
 ):
     monkeypatch.setenv("WANDB_PROJECT", "mine")
-    options = ["--tracker=wandb", "--follow"]
+    options = ["--tracker=wandb"]
     run = train_tiny(tiny_data, tmp_path, *options)
     shutil.rmtree(run / "ckpt" / "step_00000008")  # as if it had been killed after step 4
     train_tiny(tiny_data, tmp_path, *options, "--init_from=resume", "--max_steps=9")

@@ -87,10 +87,11 @@ LITTLE_TEXT = {"uniform": 6.0, "unigram": 5.0, "bigram": 5.5}
 def test_the_lowest_landmark_or_a_loss_that_stays_above_is_said_once(
     landmarks, losses, step, record
 ):
-    watch = Watch(landmarks, [])
+    begin = [{"step": 0, "landmarks": landmarks}]
+    watch = Watch(begin)
     said = watch.look(losses, step, 100)
     assert (said and said[0]) == (record and {"step": step} | record)
-    again = Watch(landmarks, [said[0]] if said else [])  # of a resumed run
+    again = Watch(begin + [said[0]] if said else begin)  # of a resumed run
     if said:
         assert watch.look(losses, step + 1, 100) is again.look(losses, step + 1, 100) is None
 

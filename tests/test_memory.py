@@ -19,7 +19,7 @@ import torch
 from conftest import REPO
 from test_model import ODD
 
-from hardware.machine import available
+from hardware.memory import available
 from model import GPT, PRESETS, GPTConfig
 from tests.simgpu.memory import shipped
 from training.measure import measured_peak
@@ -230,7 +230,7 @@ def test_what_a_process_holds_already_is_part_of_the_memory_that_it_can_have():
     """
     script = """
 import time, torch
-from hardware.machine import capacity
+from hardware.memory import capacity
 held, amounts = [], []
 for _ in range(4):
     time.sleep(1.2)

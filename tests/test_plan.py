@@ -203,18 +203,18 @@ def test_a_resume_takes_little_more_host_memory_than_what_it_keeps(tiny_data, tm
     train_tiny(tiny_data, tmp_path, *options)
     measured = (
         "import re, configurator, train\n"
-        "from training import job\n"
+        "from training import start\n"
         "def memory(key):\n"
         "    status = open('/proc/self/status').read()\n"
         "    return 1024 * int(re.search(key + r':\\s+(\\d+)', status)[1])\n"
-        "read, loop = job.read_training, train.loop\n"
+        "read, loop = start.read_training, train.loop\n"
         "def read_noted(*args):\n"
         "    print('before', memory('RssAnon'))\n"
         "    return read(*args)\n"
         "def loop_noted(*args):\n"
         "    print('most', memory('RssAnon'))\n"  # freed memory is kept: it counts too
         "    return loop(*args)\n"
-        "job.read_training, train.loop = read_noted, loop_noted\n"
+        "start.read_training, train.loop = read_noted, loop_noted\n"
         "configurator.run(train.main)\n"
     )
     settings = [*TINY, *options, f"--data_dir={tiny_data}", "--init_from=resume"]
@@ -334,8 +334,8 @@ def test_batch_size_auto_steps_down_where_memory_runs_out_after_all(tiny_data, t
     limited = (
         "import re, resource, sys\n"
         "import configurator, train\n"
-        "from training import job\n"
-        "fit = job.fit_batch\n"
+        "from training import start\n"
+        "fit = start.fit_batch\n"
         "def fit_in_less(*args):\n"
         "    status = open('/proc/self/status').read()\n"
         "    now = 1024 * int(re.search(r'VmSize:\\s+(\\d+)', status)[1])\n"
@@ -344,7 +344,7 @@ def test_batch_size_auto_steps_down_where_memory_runs_out_after_all(tiny_data, t
         "    B = fit(*args)\n"
         "    resource.setrlimit(resource.RLIMIT_AS, before)\n"
         "    return B\n"
-        "job.fit_batch = fit_in_less\n"
+        "start.fit_batch = fit_in_less\n"
         "configurator.run(train.main)\n"
     )
     options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--batch_size=auto"]

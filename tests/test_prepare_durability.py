@@ -21,9 +21,9 @@ from conftest import REPO, call, make_records, train_tiny, write_jsonl
 from test_prepare import contents, documents, prepare_set
 
 import prepare
-import train
 from bench.prepare import resident
 from text.dataset import load_tokenizer, open_dataset
+from training import step
 
 TINY_SHARDS = "--shard_mb=0.02"
 OF_REFERENCE = ["--vocab_size=400", "--dedup"]
@@ -281,14 +281,14 @@ def test_inspect_finds_damage(reference, tmp_path, refuses, at, value, problem):
 def test_inspect_shows_exactly_what_a_step_trained_on(
     tiny_data, tmp_path, capsys, monkeypatch, refuses
 ):
-    to_batch = train.to_batch
+    to_batch = step.to_batch
     seen = []
 
     def note(rows, device):
         seen.append(rows.ids)
         return to_batch(rows, device)
 
-    monkeypatch.setattr(train, "to_batch", note)
+    monkeypatch.setattr(step, "to_batch", note)
     run = train_tiny(tiny_data, tmp_path, "--eval_every=100", "--batch_tokens=256")
     micro_steps = [rows for rows in seen if len(rows) == 4]  # two of each step
     with open(run / "metrics.jsonl", "a") as f:

@@ -19,21 +19,19 @@ from configurator import UserError, parse
 from hardware.disk import damage
 from hardware.machine import Machine
 from model import GPT
-from text.dataset import load_tokenizer, open_datasets
-from text.windows import open_windows
-from training import job
-from training.banner import slow_steps
-from training.evaluate import evaluate, write_text
-from training.huggingface import from_pretrained
-from training.plan import (
+from text.dataset import load_tokenizer, open_datasets, open_windows
+from training import start
+from training.banner import (
     batch_warning,
     different_tokens,
     few_steps_warning,
-    lr_at,
-    make_plan,
     repetition_warning,
     schedule_warning,
+    slow_steps,
 )
+from training.evaluate import evaluate, write_text
+from training.huggingface import from_pretrained
+from training.plan import lr_at, make_plan
 from training.runs import newest_checkpoint
 from training.settings import TrainConfig, model_config
 
@@ -273,7 +271,7 @@ def test_a_run_leaves_all_that_it_promises(straight, tiny_data):
 def test_a_peak_that_was_measured_on_a_busy_machine_gives_no_mfu_above_100_percent(
     tiny_data, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(job, "peak_tflops", lambda *_: (1e-9, "far too slow"))
+    monkeypatch.setattr(start, "peak_tflops", lambda *_: (1e-9, "far too slow"))
     run = train_tiny(tiny_data, tmp_path, "--peak_tflops=0")
     assert set(metrics(run, "mfu").values()) == {None}
 
@@ -347,13 +345,13 @@ def test_without_a_dataset_the_newest_is_named_and_too_many_epochs_are_warned_of
     def stop(*_):
         raise UserError("seen enough")
 
-    monkeypatch.setattr(job, "open_optimizer", stop)
+    monkeypatch.setattr(start, "open_optimizer", stop)
     options = [option for option in TINY if not option.startswith("--dataset")]
     options += [f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / 'out'}"]
     with pytest.raises(UserError, match="seen enough"):
         call(train.main, *options, "--max_steps=100_000")
-    said = capsys.readouterr().out
-    assert "note: dataset=mine is taken" in said and "warning: mine is read " in said
+    out, err = capsys.readouterr()
+    assert "dataset=mine is taken" in err and "warning: mine is read " in out
     assert "tokens per parameter, " in said and " without repetitions" in said
 
 

@@ -7,14 +7,14 @@
                          so if it is there, the data set is complete
 
 prepare.py writes these files. train.py, sample.py and the workers of prepare.py read them with the
-functions in this file, which does not need torch.
+functions in this file, which does not need torch. text/windows.py says which of the tokens are read
+when.
 """
 
 import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -23,7 +23,9 @@ import numpy as np
 from configurator import UserError, note
 from hardware.disk import file_sha256, inside, unseal
 from hardware.terminal import ProgressBar
+from text.packing import ends_of, packed
 from text.tokenizer import Tokenizer, open_tokenizer
+from text.windows import DataSet, Documents, Loader, LossPer, PackedWindows, Windows
 
 FORMAT_VERSION = 2
 
@@ -166,7 +168,7 @@ def verify(folder: str | Path, meta: dict, split: str) -> None:
 
 
 def verify_new(
-    sets: list["DataSet"], verified: dict[str, list], say: Callable[[str], None]
+    sets: list[DataSet], verified: dict[str, list], say: Callable[[str], None]
 ) -> dict[str, list[int]]:
     """Verify the files whose stamp is not among the `verified` ones; return {path: stamp} of all.
 
@@ -191,12 +193,12 @@ def verify_new(
     return stamps
 
 
-def opened_files(sets: list["DataSet"]) -> dict[Path, os.stat_result]:
+def opened_files(sets: list[DataSet]) -> dict[Path, os.stat_result]:
     """Return path -> what the system says of each .bin, just after it was mapped into memory."""
     return {path: path.stat() for path in bin_files(sets)}
 
 
-def check_files(sets: list["DataSet"], opened: dict[Path, os.stat_result]) -> None:
+def check_files(sets: list[DataSet], opened: dict[Path, os.stat_result]) -> None:
     """Raise UserError if a .bin is no longer what meta.json says, since it was changed in place.
 
     If it was deleted, or another file has its name now, then the file that is mapped stays as it
@@ -212,7 +214,7 @@ def check_files(sets: list["DataSet"], opened: dict[Path, os.stat_result]) -> No
             opened[path] = current  # it was only touched
 
 
-def bin_files(sets: list["DataSet"]) -> dict[Path, tuple["DataSet", str]]:
+def bin_files(sets: list[DataSet]) -> dict[Path, tuple[DataSet, str]]:
     """Return path -> (data set, split) of each .bin."""
     pairs = [(data, split) for data in sets for split in ("train", "val")]
     return {data.folder / f"{split}.bin": (data, split) for data, split in pairs}
@@ -220,20 +222,6 @@ def bin_files(sets: list["DataSet"]) -> dict[Path, tuple["DataSet", str]]:
 
 # --------------------------------------------------------------------------------------------------
 # The data sets of a run
-
-
-@dataclass(frozen=True)
-class DataSet:
-    """One of the data sets that a run reads."""
-
-    name: str
-    folder: Path
-    meta: dict
-    weight: Fraction  # its share of the run's windows; all weights add up to 1
-
-    def epochs(self, tokens: int) -> float:
-        """Return how often train.bin is read in a run of `tokens` tokens, of all data sets."""
-        return float(self.weight) * tokens / self.meta["splits"]["train"]["tokens"]
 
 
 def newest_dataset(data_dir: str | Path) -> str:
@@ -294,3 +282,50 @@ def names_and_weights(spec: str) -> tuple[list[str], list[Fraction | None]]:
         names.append(name)
         weights.append(weight)
     return names, weights
+
+
+# --------------------------------------------------------------------------------------------------
+# Their windows
+
+
+def open_windows(
+    data: DataSet,
+    split: str,
+    block_size: int,
+    seed: tuple[int, ...] = (0,),
+    documents: Documents = "stream",
+    loss_per: LossPer = "token",
+) -> Windows:
+    """Open a split of a data set. Raises UserError if it is shorter than one window.
+
+    If the places of its documents are needed, all of it is read, and must have its hash.
+    """
+    ids = open_split(data.folder, data.meta, split)
+    if len(ids) < block_size + 1:
+        size = f"{len(ids)} tokens, too few for block_size={block_size}"
+        raise UserError(f"{data.name}/{split}.bin has {size}: lower it, or prepare more text")
+    eos_id = data.meta["eos_id"]
+    ends = None
+    if documents == "pack" or loss_per == "document":
+        verify(data.folder, data.meta, split)
+        ends = ends_of(ids, eos_id)
+    weighed = ends if loss_per == "document" else None
+    if documents != "pack":
+        return Windows(ids, block_size, seed, weighed)
+    return PackedWindows(ids, block_size, seed, weighed, packed(ends, block_size), eos_id)
+
+
+def train_loader(
+    sets: list[DataSet],
+    block_size: int,
+    seed: int,
+    documents: Documents = "stream",
+    loss_per: LossPer = "token",
+) -> Loader:
+    """Return the Loader over the training splits of the data sets, mixed by their weights."""
+    splits = [
+        open_windows(data, "train", block_size, (seed, k), documents, loss_per)
+        for k, data in enumerate(sets)
+    ]
+    eos_id = None if documents == "stream" else sets[0].meta["eos_id"]
+    return Loader(splits, [data.weight for data in sets], eos_id)

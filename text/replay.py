@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from configurator import UserError
-from text.dataset import DataSet, open_datasets
+from text.dataset import DataSet, open_datasets, train_loader
 from text.tokenizer import SentencePiece, Tiktoken
-from text.windows import Loader, train_loader
+from text.windows import Loader
 
 
 def run_loader(path: Path, records: list[dict], step: int) -> tuple[list[DataSet], Loader, range]:

@@ -10,20 +10,34 @@ The documents of a data set stand one after the other, each followed by an eos. 
     stream  a window begins and ends anywhere, and a token sees all tokens before it in the window
     mask    the same windows, but a token only sees those of its own document
     pack    windows are filled with whole documents (packing.py), with the same mask
+
+text/dataset.py opens the files. Here is only what becomes of their tokens.
 """
 
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from configurator import UserError
-from text.dataset import DataSet, open_split
-from text.packing import ends_of, packed
-
 Documents = Literal["stream", "mask", "pack"]
 LossPer = Literal["token", "document"]
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """One of the data sets that a run reads."""
+
+    name: str
+    folder: Path
+    meta: dict
+    weight: Fraction  # its share of the run's windows; all weights add up to 1
+
+    def epochs(self, tokens: int) -> float:
+        """Return how often train.bin is read in a run of `tokens` tokens, of all data sets."""
+        return float(self.weight) * tokens / self.meta["splits"]["train"]["tokens"]
 
 
 class Rows(NamedTuple):
@@ -213,42 +227,6 @@ class Loader:
         if self.weighted:
             weights = np.stack([self.splits[k].weights(start) for k, start in starts])
         return Rows(ids, weights, self.eos_id)
-
-
-def open_windows(
-    data: DataSet,
-    split: str,
-    block_size: int,
-    seed: tuple[int, ...] = (0,),
-    documents: Documents = "stream",
-    loss_per: LossPer = "token",
-) -> Windows:
-    """Open a split of a data set. Raises UserError if it is shorter than one window."""
-    tokens = open_split(data.folder, data.meta, split)
-    if len(tokens) < block_size + 1:
-        size = f"{len(tokens)} tokens, too few for block_size={block_size}"
-        raise UserError(f"{data.name}/{split}.bin has {size}: lower it, or prepare more text")
-    ends = ends_of(data, split) if loss_per == "document" else None
-    if documents != "pack":
-        return Windows(tokens, block_size, seed, ends)
-    plan = packed(data, split, block_size)
-    return PackedWindows(tokens, block_size, seed, ends, plan, data.meta["eos_id"])
-
-
-def train_loader(
-    sets: list[DataSet],
-    block_size: int,
-    seed: int,
-    documents: Documents = "stream",
-    loss_per: LossPer = "token",
-) -> Loader:
-    """Return the Loader over the training splits of the data sets, mixed by their weights."""
-    splits = [
-        open_windows(data, "train", block_size, (seed, k), documents, loss_per)
-        for k, data in enumerate(sets)
-    ]
-    eos_id = None if documents == "stream" else sets[0].meta["eos_id"]
-    return Loader(splits, [data.weight for data in sets], eos_id)
 
 
 def share_within(loader: Loader, count: int = 64) -> float:

@@ -1,26 +1,27 @@
-"""What a run says before its first step: the lines that describe it, and what to say at its end."""
+"""What a run says before its first step: the lines that describe it, and what it warns of."""
 
 import math
 import sys
-from pathlib import Path
 
 import torch
 
 from configurator import changes, row
 from hardware.kernels import attention_kernel
-from hardware.machine import Machine, capacity
+from hardware.machine import Machine
+from hardware.memory import capacity
 from hardware.terminal import plural
 from model import GPT, GPTConfig
-from text.dataset import DataSet
 from text.hf_tokenizer import llama_cpp_note, transformers_note
-from text.tokenizer import SentencePiece, Tiktoken
-from text.windows import Loader, share_within
+from text.tokenizer import Tokenizer
+from text.windows import DataSet, Loader, share_within
 from training.huggingface import caveat, hf_class
 from training.memory import Step, largest_batch, needed
-from training.plan import Plan, batch_warning, different_tokens, length_warnings
+from training.plan import FAR_OFF, Plan, off, warmup_steps
 from training.report import in_words
-from training.runs import newest_checkpoint
 from training.settings import TrainConfig
+
+FEW_STEPS = 20  # a run of fewer steps than these has hardly begun
+MOST_EPOCHS = 4  # repeated this often, text is worth about as much as new text: arXiv 2305.16264
 
 
 def banner(
@@ -104,13 +105,77 @@ def data_text(data: DataSet, tokens: int) -> str:
     return text
 
 
-def last_lines(folder: Path, c: GPTConfig, tokenizer: SentencePiece | Tiktoken) -> str:
-    """Return where the newest checkpoint of a run is, and what other programs must be told of it.
-
-    c: the shape of the model.
-    """
+def notes_for_others(c: GPTConfig, tokenizer: Tokenizer) -> list[str]:
+    """Return what other programs must be told of the checkpoints of a model of the shape c."""
     kind = hf_class(c)
     notes = [transformers_note(tokenizer, kind), llama_cpp_note(tokenizer, kind, c.vocab_size)]
-    lines = [f"checkpoint: {newest_checkpoint(folder / 'ckpt')}"]
-    lines += [f"    elsewhere: {note} (docs/interchange.md)" for note in notes if note]
-    return "\n".join(lines)
+    return [f"{note} (docs/interchange.md)" for note in notes if note]
+
+
+# --------------------------------------------------------------------------------------------------
+# What there is to warn of
+
+
+def batch_warning(step_tokens: int, cfg: TrainConfig, world: int) -> str:
+    """Return a warning if a step has far more or fewer tokens than batch_tokens, else ""."""
+    if off(step_tokens, cfg) <= FAR_OFF:
+        return ""
+    ratio = f"{step_tokens / cfg.batch_tokens:.3g} times the {cfg.batch_tokens:,} tokens asked"
+    minimum = f"a sequence for each process is {cfg.block_size * world:,} tokens"
+    advice = "set batch_tokens to a multiple of that and fit lr to it"
+    return f"warning: {ratio}: {minimum}; {advice}, or use another number of processes"
+
+
+def length_warnings(plan: Plan, cfg: TrainConfig, sets: list[DataSet]) -> list[str]:
+    """Return what there is to warn of in the length of a run."""
+    repetition = repetition_warning(plan.tokens_at(plan.steps), plan.step_tokens, cfg, sets)
+    warnings = (repetition, few_steps_warning(plan.steps, cfg), schedule_warning(plan.steps, cfg))
+    return [warning for warning in warnings if warning]
+
+
+def few_steps_warning(steps: int, cfg: TrainConfig) -> str:
+    """Return a warning if a limit in epochs or tokens leaves a run very few steps, else ""."""
+    if steps >= FEW_STEPS or cfg.max_steps:
+        return ""
+    advice = "raise max_epochs or max_tokens, or set a smaller batch_tokens"
+    return f"warning: only {plural(steps, 'step')}, which teach little: {advice}"
+
+
+def schedule_warning(steps: int, cfg: TrainConfig) -> str:
+    """Return a warning if the run is too short for the warm-up and the decay of lr, else ""."""
+    warmup = warmup_steps(steps, cfg)
+    decay = math.ceil(cfg.decay_ratio * steps) if cfg.schedule == "wsd" else 0
+    if warmup + decay <= steps + 1:  # both are rounded up
+        return ""
+    lengths = f"a warm-up of {warmup:,} steps and a decay of {decay:,} exceed the run"
+    return f"warning: {lengths}: lr decays for {steps - warmup:,} steps only"
+
+
+def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: list[DataSet]) -> str:
+    """Return a warning if a run of `tokens` tokens reads a data set too often, else "".
+
+    A little more than MOST_EPOCHS does not count: a limit is rounded to whole steps. Fine-tuning
+    does not count either: it is meant to read few texts several times.
+    """
+    if cfg.init_from not in ("scratch", "resume", "auto"):
+        return ""
+    epochs = {data.name: data.epochs(tokens) for data in sets}
+    per_step = {data.name: data.epochs(step_tokens) for data in sets}
+    repeated = [name for name in epochs if epochs[name] > MOST_EPOCHS + min(1, per_step[name])]
+    if not repeated:
+        return ""
+    times = " and ".join(f"{name} is read {epochs[name]:,.1f} times" for name in repeated)
+    worth = f"beyond about {MOST_EPOCHS}, repeated text is worth less and less (arXiv 2305.16264)"
+    advice = f"prepare more text, or end earlier (--max_epochs={MOST_EPOCHS})"
+    if len(sets) > 1:
+        advice = "give it more text, or a smaller share of the mixture"
+    advice += ", or make the model smaller" + (", or set --dropout=0.1" if not cfg.dropout else "")
+    if any(per_step[name] > 1 for name in repeated):
+        advice = f"a single step reads {step_tokens:,} tokens: lower batch_tokens"
+    return f"warning: {times}; {worth}: {advice}"
+
+
+def different_tokens(tokens: int, sets: list[DataSet]) -> int:
+    """Return how many different tokens a run of `tokens` tokens reads; the others are repeated."""
+    sizes = [(data.meta["splits"]["train"]["tokens"], data.weight) for data in sets]
+    return sum(min(size, round(weight * tokens)) for size, weight in sizes)

@@ -4,15 +4,15 @@ import codecs
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import torch
 
-from hardware.machine import Machine, all_sum
+from hardware.machine import Machine
 from hardware.terminal import ProgressBar
 from model import GPT
-from text.tokenizer import SentencePiece, Tiktoken
 from text.windows import Loader, Windows
-from training.step import to_batch
+from training.step import all_sum, autocast, to_batch
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def evaluate(
         x, y, _, _ = to_batch(rows, machine.device)
         y = y.clone()
         y[max(0, count - start) :] = -1
-        with machine.autocast():
+        with autocast(machine):
             totals[0] += model(x, y, eos_id=eos_id, reduction="sum")
         totals[1] += (y >= 0).sum()
     model.train()
@@ -53,13 +53,11 @@ def evaluate(
     return loss_sum / targets
 
 
-def write_text(
-    model: GPT, tokenizer: SentencePiece | Tiktoken, prompt: list[int], length: int, seed: int
-) -> str:
+def write_text(model: GPT, tokenizer: Any, prompt: list[int], length: int, seed: int) -> str:
     """Return what the model writes after a prompt: `length` tokens, or fewer if the document ends.
 
-    prompt: token ids. The random choices are always the same ones, and have a generator of their
-    own: a training that goes on afterwards is not changed.
+    tokenizer: of text/tokenizer.py. prompt: token ids. The random choices are always the same ones,
+    and have a generator of their own: a training that goes on afterwards is not changed.
 
     All tokens are made even if the document ends early. So all ranks call the model equally often,
     which they must if each holds a part of the weights.

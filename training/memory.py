@@ -55,7 +55,7 @@ from typing import NamedTuple
 import torch
 
 from hardware.kernels import loss_chunk
-from hardware.machine import CONTEXT
+from hardware.memory import CONTEXT
 from model import GPT, GPTConfig
 from training.optimizer import STACK
 from training.settings import TrainConfig

@@ -23,6 +23,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, records: list[dict], lock: Lock, say: Callable[[str], None]):
         self.path = path
+        self.records = records
         self.lock = lock
         self.say = say
         self.content = bytearray(b"".join(map(line_of, records)))  # all that the file should hold
@@ -100,7 +101,8 @@ class Watch:
     records, so a checkpoint need not store it.
     """
 
-    def __init__(self, landmarks: dict[str, float], records: list[dict]):
+    def __init__(self, records: list[dict]):
+        landmarks = next((r["landmarks"] for r in reversed(records) if "landmarks" in r), {})
         lowest = min((landmarks.get(r.get("below"), math.inf) for r in records), default=math.inf)
         self.ahead: dict[str, float] = {}  # the landmarks that are still to be passed, descending
         for name in LANDMARKS:

@@ -14,13 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import UserError
 from hardware.kernels import document_mask
-from hardware.machine import Machine, capacity, memory_advice, out_of_memory
+from hardware.machine import Machine, memory_advice, out_of_memory
+from hardware.memory import capacity
 from model import GPT, Block
 from text.windows import Loader
 from training.memory import Step, always_held, auto_batch
 from training.plan import even_batch
 from training.settings import TrainConfig
-from training.step import Batch, to_batch
+from training.step import Batch, autocast, to_batch
 
 
 def fit_batch(
@@ -78,7 +79,7 @@ def has_room(
         if compiled:
             forward, _ = try_compile(model, batch, machine, compiles_by_blocks(cfg, machine))
         for _ in range(2):
-            with machine.autocast():
+            with autocast(machine):
                 loss = forward(*batch)
             loss.backward()
         machine.synchronize()
@@ -116,12 +117,12 @@ def try_compile(
 def compile_whole(model: torch.nn.Module, batch: Batch, machine: Machine) -> Callable:
     compiled = torch.compile(model, dynamic=False)
     # DDP must not sum the gradients here: a rank on which this fails would never join the sum.
-    with getattr(model, "no_sync", nullcontext)(), machine.autocast():
+    with getattr(model, "no_sync", nullcontext)(), autocast(machine):
         compiled(*batch).backward()
     if machine.device.type == "cuda":
         # An evaluation by document compiles FlexAttention: better now than in step eval_every.
         model.eval()
-        with torch.no_grad(), machine.autocast():
+        with torch.no_grad(), autocast(machine):
             compiled(batch.x, batch.y, eos_id=0, reduction="sum")
     return compiled
 
@@ -139,7 +140,7 @@ def compile_blocks(model: GPT, x: torch.Tensor, machine: Machine) -> GPT:
     rope = None if model.rope is None else model.rope[:, : x.size(1)].to(machine.device)
     trial = copy.deepcopy(model.blocks[0]).to(machine.device)
     trial.compute = compiled_compute(trial)
-    with machine.autocast():
+    with autocast(machine):
         trial(inputs, rope, None, None).sum().backward()
         if machine.device.type == "cuda":  # FlexAttention, for which evaluations compile it
             begins = torch.zeros(x.shape, dtype=torch.long, device=machine.device)

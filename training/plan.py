@@ -7,13 +7,9 @@ import math
 from dataclasses import dataclass
 
 from configurator import UserError
-from hardware.terminal import plural
-from text.dataset import DataSet
 from training.settings import TrainConfig
 
 FAR_OFF = 0.1  # a step should not differ from batch_tokens by a larger share than this
-FEW_STEPS = 20  # a run of fewer steps than these has hardly begun
-MOST_EPOCHS = 4  # repeated this often, text is worth about as much as new text: arXiv 2305.16264
 
 
 @dataclass(frozen=True)
@@ -100,71 +96,6 @@ def even_batch(limit: int, cfg: TrainConfig, world: int) -> int:
 
     # Of equals, min() takes the first.
     return min(range(limit, (limit - 1) // 2, -1), key=distance)
-
-
-def batch_warning(step_tokens: int, cfg: TrainConfig, world: int) -> str:
-    """Return a warning if a step has far more or fewer tokens than batch_tokens, else ""."""
-    if off(step_tokens, cfg) <= FAR_OFF:
-        return ""
-    ratio = f"{step_tokens / cfg.batch_tokens:.3g} times the {cfg.batch_tokens:,} tokens asked"
-    minimum = f"a sequence for each process is {cfg.block_size * world:,} tokens"
-    advice = "set batch_tokens to a multiple of that and fit lr to it"
-    return f"warning: {ratio}: {minimum}; {advice}, or use another number of processes"
-
-
-def length_warnings(plan: Plan, cfg: TrainConfig, sets: list[DataSet]) -> list[str]:
-    """Return what there is to warn of in the length of a run."""
-    repetition = repetition_warning(plan.tokens_at(plan.steps), plan.step_tokens, cfg, sets)
-    warnings = (repetition, few_steps_warning(plan.steps, cfg), schedule_warning(plan.steps, cfg))
-    return [warning for warning in warnings if warning]
-
-
-def few_steps_warning(steps: int, cfg: TrainConfig) -> str:
-    """Return a warning if a limit in epochs or tokens leaves a run very few steps, else ""."""
-    if steps >= FEW_STEPS or cfg.max_steps:
-        return ""
-    advice = "raise max_epochs or max_tokens, or set a smaller batch_tokens"
-    return f"warning: only {plural(steps, 'step')}, which teach little: {advice}"
-
-
-def schedule_warning(steps: int, cfg: TrainConfig) -> str:
-    """Return a warning if the run is too short for the warm-up and the decay of lr, else ""."""
-    warmup = warmup_steps(steps, cfg)
-    decay = math.ceil(cfg.decay_ratio * steps) if cfg.schedule == "wsd" else 0
-    if warmup + decay <= steps + 1:  # both are rounded up
-        return ""
-    lengths = f"a warm-up of {warmup:,} steps and a decay of {decay:,} exceed the run"
-    return f"warning: {lengths}: lr decays for {steps - warmup:,} steps only"
-
-
-def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: list[DataSet]) -> str:
-    """Return a warning if a run of `tokens` tokens reads a data set too often, else "".
-
-    A little more than MOST_EPOCHS does not count: a limit is rounded to whole steps. Fine-tuning
-    does not count either: it is meant to read few texts several times.
-    """
-    if cfg.init_from not in ("scratch", "resume", "auto"):
-        return ""
-    epochs = {data.name: data.epochs(tokens) for data in sets}
-    per_step = {data.name: data.epochs(step_tokens) for data in sets}
-    repeated = [name for name in epochs if epochs[name] > MOST_EPOCHS + min(1, per_step[name])]
-    if not repeated:
-        return ""
-    times = " and ".join(f"{name} is read {epochs[name]:,.1f} times" for name in repeated)
-    worth = f"beyond about {MOST_EPOCHS}, repeated text is worth less and less (arXiv 2305.16264)"
-    advice = f"prepare more text, or end earlier (--max_epochs={MOST_EPOCHS})"
-    if len(sets) > 1:
-        advice = "give it more text, or a smaller share of the mixture"
-    advice += ", or make the model smaller" + (", or set --dropout=0.1" if not cfg.dropout else "")
-    if any(per_step[name] > 1 for name in repeated):
-        advice = f"a single step reads {step_tokens:,} tokens: lower batch_tokens"
-    return f"warning: {times}; {worth}: {advice}"
-
-
-def different_tokens(tokens: int, sets: list[DataSet]) -> int:
-    """Return how many different tokens a run of `tokens` tokens reads; the others are repeated."""
-    sizes = [(data.meta["splits"]["train"]["tokens"], data.weight) for data in sets]
-    return sum(min(size, round(weight * tokens)) for size, weight in sizes)
 
 
 def warmup_steps(steps: int, cfg: TrainConfig) -> int:

@@ -8,6 +8,8 @@ import torch
 
 from configurator import UserError
 
+MAX_BAD_STEPS = 10  # in a row; then the run ends
+
 
 @dataclass
 class Progress:
@@ -23,7 +25,7 @@ class Progress:
     data_files: dict[str, list] = field(default_factory=dict)  # path -> stamps of verified files
 
     @classmethod
-    def of_checkpoint(cls, training: dict[str, Any], max_bad_steps: int) -> "Progress":
+    def of_checkpoint(cls, training: dict[str, Any]) -> "Progress":
         """Return the progress stored in train_state.pt.
 
         If the run ended because of too many bad steps in a row, their count starts again at 0.
@@ -33,7 +35,7 @@ class Progress:
             if type(training.get(name)) is not type(default):
                 raise UserError(f"train_state.pt: {name} is {training.get(name)!r}: not train.py's")
         progress = cls(**{f.name: training[f.name] for f in fields(cls)})
-        if progress.bad_in_a_row >= max_bad_steps:
+        if progress.gives_up():
             progress.bad_in_a_row = 0
         return progress
 
@@ -58,6 +60,10 @@ class Progress:
         self.bad_steps += 1
         self.bad_in_a_row += 1
         return "bad"
+
+    def gives_up(self) -> bool:
+        """Return whether the run shall end: all of its last steps were bad."""
+        return self.bad_in_a_row >= MAX_BAD_STEPS
 
     def add_evaluation(self, loss: float) -> None:
         """Remember the step and its validation loss if this is the lowest so far."""

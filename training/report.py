@@ -14,19 +14,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch.amp import GradScaler
 
 from configurator import columns, folded
-from hardware.disk import Lock
 from hardware.machine import Machine
 from hardware.terminal import ProgressBar, in_a_terminal, quoted
-from text.dataset import DataSet
-from text.landmarks import mixed_landmarks
-from training.metrics import MetricsFile, Watch, read_metrics, spike
+from text.windows import DataSet
+from training.metrics import MetricsFile, Watch, spike
 from training.plan import Plan
 from training.progress import Progress
 from training.settings import TrainConfig
@@ -50,7 +47,7 @@ class Clock:
         self.machine.synchronize()
         self.step = step
         self.start = time.perf_counter()
-        self.data_s = 0.0
+        self.data_s = 0.0  # waiting for data
 
     def seconds(self) -> float:
         """Return the seconds since restart(), without the pauses."""
@@ -63,12 +60,6 @@ class Clock:
         yield
         self.start += self.seconds() - elapsed
 
-    @contextmanager
-    def waiting_for_data(self):
-        start = time.perf_counter()
-        yield
-        self.data_s += time.perf_counter() - start
-
 
 class Metrics:
     """Reports the events of a run: first to metrics.jsonl, then to the terminal.
@@ -78,33 +69,30 @@ class Metrics:
 
     def __init__(
         self,
-        folder: Path,
         cfg: TrainConfig,
         machine: Machine,
         plan: Plan,
         sets: list[DataSet],
         progress: Progress,
-        lock: Lock | None,
+        file: MetricsFile | None,
     ):
-        self.folder = folder
-        self.machine = machine
+        """file: of this run, on rank 0; None on the others."""
         self.cfg = cfg
+        self.machine = machine
         self.plan = plan
-        self.progress = progress
         self.sets = sets
+        self.progress = progress
+        self.file = file
+        self.watch = Watch(file.records) if file else None
         shown = machine.is_main and in_a_terminal()
         self.bar = ProgressBar("step", shown=shown, total=plan.steps, initial=progress.step)
-        if machine.is_main:
-            path = folder / "metrics.jsonl"
-            records = first_records(path, cfg, plan, sets, progress)
-            self.watch = Watch(mixed_landmarks(sets), records)
-            self.file = MetricsFile(path, records, lock, machine.say)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Keep the bar below all lines and follow.py beside the run while the block goes on."""
-        is_followed = self.machine.is_main and self.cfg.follow
-        follower = followed(self.folder, self.machine.say) if is_followed else nullcontext()
+        follower = nullcontext()
+        if self.file and self.cfg.tracker != "off":
+            follower = followed(self.file.path.parent, self.machine.say)
         with self.bar.below(), follower:
             yield
 
@@ -182,7 +170,7 @@ class Metrics:
         self.write(record, f"{line} | eta {in_words(record['eta_s'])}")
         warmup = self.cfg.warmup_ratio * plan.steps
         patience = max(100, 0.05 * plan.steps, 2 * warmup)
-        if self.machine.is_main and (news := self.watch.look(self.progress.losses, step, patience)):
+        if self.watch and (news := self.watch.look(self.progress.losses, step, patience)):
             self.write(*news)
         clock.restart(step)
 
@@ -236,7 +224,7 @@ class Metrics:
 
     def write(self, record: dict, line: str) -> None:
         """Report one event: the record for programs, the line for people."""
-        if self.machine.is_main:
+        if self.file:
             self.file.append(record)
             line = f"step {record['step']}/{self.plan.steps} | {line}"
             # A line is folded behind a field, not in it: not at a no-break space.
@@ -245,7 +233,7 @@ class Metrics:
 
     def close(self) -> None:
         """End the record of the run: follow.py, started by hand, need not wait for more."""
-        if self.machine.is_main:
+        if self.file:
             self.file.append(dict(step=self.progress.step, ended=True))
 
 
@@ -276,37 +264,6 @@ def followed(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             process.wait()
         if process.returncode:
             say(f"warning: follow.py has ended early or took too long: {later}")
-
-
-def first_records(
-    path: Path, cfg: TrainConfig, plan: Plan, sets: list[DataSet], progress: Progress
-) -> list[dict]:
-    """Return the records that metrics.jsonl has when this process starts to train.
-
-    These are the records of earlier processes, up to the step at which this one starts. One with
-    the settings of this process follows if they differ from those recorded last.
-    """
-    step = progress.step
-    earlier = read_metrics(path) if step else []
-    # This process repeats later steps.
-    records = [r for r in earlier if r["step"] <= step and "ended" not in r]
-    if step and not any(r["step"] == step and "saved" in r for r in records):
-        # The process that wrote the checkpoint was killed before it could record it.
-        records.append({"step": step, "saved": f"step_{step:08d}"})
-
-    # `prepare.py --inspect RUN --step N` and follow.py read this record to find a step's texts.
-    how_to_start = {"init_from", "overwrite"}
-    run = {
-        "settings": {k: v for k, v in asdict(cfg).items() if k not in how_to_start},
-        "step_samples": plan.step_tokens // cfg.block_size,
-        "steps": plan.steps,
-        "data": {data.name: data.meta["splits"]["train"]["sha256"] for data in sets},
-        "landmarks": mixed_landmarks(sets),
-    }
-    recorded = next((r for r in reversed(records) if "settings" in r), {})
-    if any(recorded.get(key) != value for key, value in run.items()):
-        records.append({"step": step, "first_sample": progress.samples} | run)
-    return records
 
 
 def in_words(seconds: float) -> str:

@@ -5,14 +5,13 @@ comment behind the default (configurator.py).
 """
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from configurator import UserError, note
+from configurator import UserError
 from model import ACTIVATIONS, INIT, PRESETS, GPTConfig
-from text.dataset import newest_dataset
 from text.windows import Documents, LossPer
 
 # What there is here <- what other trainers call it, for those who try that name. An indented line
@@ -37,8 +36,8 @@ class Place:
     data_dir: str = "data"  # folder of all data sets
     device: str = "auto"  # auto: cuda, then mps, then cpu
     peak_tflops: float = 0.0  # of one device, for MFU; 0: datasheet, or on a CPU a measured product
-    follow: bool = True  # start follow.py beside the run: it draws loss.png, and feeds the tracker
-    tracker: Literal["none", "wandb", "swanlab", "tensorboard"] = "none"  # gets the metrics too
+    # follow.py runs beside the training, draws loss.png, and sends the metrics to the tracker.
+    tracker: Literal["none", "wandb", "swanlab", "tensorboard", "off"] = "none"  # off: no follow.py
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,6 @@ class Training:
     beta2: float = 0.95  # decay rate of the running mean of the squared gradient
     momentum: float = 0.95  # muon: the same of its mean; it grows from 0.85 at the beginning
     grad_clip: float = 1.0  # a gradient with a larger norm is scaled down to it; 0: no clipping
-    max_bad_steps: int = 10  # skip steps with NaN or infinity; end the run after so many in a row
     # ---- Schedule of the learning rate: a linear warm-up from 0, then one of these shapes ----
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"  # wsd: decays late
     warmup_ratio: float = 0.01  # length of the warm-up as a share of the run's steps
@@ -116,7 +114,7 @@ class Report:
 RANGES = [
     (
         "block_size n_layer n_head n_embd batch_tokens lr rope_theta eval_every save_every keep"
-        " log_every max_bad_steps",
+        " log_every",
         "positive",
         lambda value: value > 0,
     ),
@@ -160,22 +158,13 @@ class TrainConfig(Report, Training, Place):
             problems.append("the run has no end: set max_steps, max_epochs or max_tokens")
         if self.shard != "none" and (self.optimizer == "adafactor" or self.average):
             problems.append(f"shard={self.shard} goes with adamw or muon, and without average")
-        if self.follow and self.tracker != "none" and find_spec(self.tracker) is None:
+        if self.tracker not in ("none", "off") and find_spec(self.tracker) is None:
             problems.append(f"tracker={self.tracker} needs: pip install {self.tracker}")
         return problems
 
 
 PLACE = [field.name for field in fields(Place)]
 TRAINING = [field.name for field in fields(Training)]
-
-
-def with_data(cfg: TrainConfig) -> TrainConfig:
-    """Return the settings; if they name no data set, with the one that was prepared last."""
-    if cfg.dataset:
-        return cfg
-    name = newest_dataset(cfg.data_dir)
-    note(f"dataset={name} is taken, which was prepared last")
-    return replace(cfg, dataset=name)
 
 
 def model_config(cfg: TrainConfig, vocab_size: int) -> GPTConfig:

@@ -8,9 +8,11 @@ from contextlib import nullcontext
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
-from hardware.machine import Machine, all_sum, to_device
+from hardware.machine import Machine
 from text.windows import Loader, Rows
 from training.shards import part, whole
 
@@ -25,18 +27,25 @@ class Batch(NamedTuple):
 
 
 def to_batch(rows: Rows, device: torch.device) -> Batch:
-    """Copy windows to the device."""
-    ids = to_device(rows.ids, device)
+    """Copy windows to the device, without a wait."""
+
+    def to_device(array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if device.type == "cuda":
+            return tensor.pin_memory().to(device, non_blocking=True)
+        return tensor.to(device)
+
+    ids = to_device(rows.ids)
     x, y = ids[:, :-1], ids[:, 1:]
     if rows.weights is None:
         return Batch(x, y, None, rows.eos_id)
-    weights = to_device(rows.weights, device)
+    weights = to_device(rows.weights)
     # Padding is a token like any other where it is read, and counts nothing where it is predicted.
     return Batch(x.clamp(min=0), y.masked_fill(weights == 0, -1), weights, rows.eos_id)
 
 
-def read_ahead(loader: Loader, first: int, B: int, machine: Machine) -> Iterator[Rows]:
-    """Yield this rank's batches of B windows, from window `first` of the run on.
+def read_ahead(loader: Loader, first: int, B: int, machine: Machine) -> Iterator[Batch]:
+    """Yield this rank's batches of B windows on its device, from window `first` of the run on.
 
     The ranks take turns: row r of micro-step m on a rank is window
     first + (m * world + rank) * B + r. So 4 ranks without accumulation and 2 ranks with two
@@ -54,7 +63,24 @@ def read_ahead(loader: Loader, first: int, B: int, machine: Machine) -> Iterator
         while True:
             rows = reading.result()
             reading = thread.submit(read)
-            yield rows
+            yield to_batch(rows, machine.device)
+
+
+def autocast(machine: Machine) -> torch.autocast:
+    """Return the context in which matrix products run in the machine's dtype.
+
+    Without the cache: a forward pass casts each weight once, and the cache would hold all casts to
+    its end.
+    """
+    enabled = machine.dtype != torch.float32
+    return torch.autocast(machine.device.type, machine.dtype, enabled, cache_enabled=False)
+
+
+def all_sum(x: torch.Tensor) -> torch.Tensor:
+    """Replace x by its sum over all ranks, in place, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
 
 
 class StepResult:
@@ -111,7 +137,7 @@ def take_step(
         # DDP averages the gradients over the ranks, in the last micro-step only. It decides in the
         # forward pass whether the backward pass will do so: both must run inside no_sync().
         with nullcontext() if micro == accum - 1 else no_sync():
-            with machine.autocast():
+            with autocast(machine):
                 loss = model(*batch) / accum  # batches have equal sizes: a mean of means is right
             scaler.scale(loss).backward()
         mean_loss += loss.detach()

@@ -285,7 +285,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_its_texts_are_kept(
     tiny_data, tmp_path, monkeypatch, capsys
 ):
     poison(monkeypatch, 5)  # the second micro-step of step 3
-    run = train_tiny(tiny_data, tmp_path, "--follow")
+    run = train_tiny(tiny_data, tmp_path, "--tracker=none")
     assert "step 3/8 | warning: loss nan" in capsys.readouterr().out
     assert metrics(run, "loss").keys() == {1, 2, 4, 5, 6, 7, 8}
     assert metrics(run, "bad_steps") == {3: 1}
@@ -302,7 +302,8 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_leave_the_last_good_checkpo
     tiny_data, tmp_path, monkeypatch, refuses
 ):
     poison(monkeypatch, *range(10, 1000), value=float("inf"))  # from step 6 on
-    more = ["--max_steps=50", "--save_every=1", "--max_bad_steps=4"]
+    monkeypatch.setattr("training.progress.MAX_BAD_STEPS", 4)
+    more = ["--max_steps=50", "--save_every=1"]
     assert "4 steps in a row" in refuses(train.main, *options(tiny_data, tmp_path, *more))
     kept = sorted((tmp_path / "run" / "ckpt").iterdir())
     # The good ones before, the best (step 8 still has the weights of step 5, which are better than
@@ -354,7 +355,8 @@ def test_an_fp16_run_whose_gradient_overflows_at_every_scale_ends(
 
     monkeypatch.setattr(GPT, "forward", broken)
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=8.0))
-    more = ["--max_steps=30", "--max_bad_steps=4"]
+    monkeypatch.setattr("training.progress.MAX_BAD_STEPS", 4)
+    more = ["--max_steps=30"]
     error = refuses(train.main, *options(tiny_data, tmp_path, *more))
     # Only the scaler treats the first overflows. Those at a scale of 1 count as bad steps.
     assert metrics(tmp_path / "run", "loss_scale") == {1: 4, 2: 2, 3: 1}

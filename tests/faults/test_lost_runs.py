@@ -174,7 +174,7 @@ def test_no_file_of_a_run_is_written_through_a_link(copied, tiny_data, tmp_path,
         link(tmp_path / "thesis.tex", copied / name)
     shutil.rmtree(copied / "ckpt/step_00000008")
     poison(monkeypatch, 0, 1)  # step 5, after the resume at step 4
-    train_tiny(tiny_data, tmp_path, "--init_from=resume", "--save_every=100", "--follow")
+    train_tiny(tiny_data, tmp_path, "--init_from=resume", "--save_every=100", "--tracker=none")
     assert (copied / "loss.png").read_bytes()
     assert (copied / "bad_steps" / "step_00000005.txt").is_file()
     assert (tmp_path / "thesis.tex").read_text() == "precious"
@@ -384,7 +384,8 @@ def test_a_run_that_gave_up_goes_on_behind_the_bad_steps_and_keeps_what_it_kept(
     tiny_data, tmp_path, monkeypatch, refuses
 ):
     poison(monkeypatch, *range(8, 12))  # steps 5 and 6
-    more = ["--save_every=2", "--eval_every=100", "--max_bad_steps=2", "--keep=1"]
+    monkeypatch.setattr("training.progress.MAX_BAD_STEPS", 2)
+    more = ["--save_every=2", "--eval_every=100", "--keep=1"]
     refuses(train.main, *options(tiny_data, tmp_path, *more))
     assert steps_in(tmp_path / "run") == ["04", "06"]
     run = train_tiny(tiny_data, tmp_path, *more, "--init_from=resume")

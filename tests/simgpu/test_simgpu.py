@@ -51,7 +51,7 @@ def simulated(gpu: str, processes: int, command: str, folder: Path) -> tuple[int
 
 def trains(gpu: str, processes: int, options: str, folder: Path, run: str) -> str:
     """Train SMALL with these options, and check what the run left. Return the output."""
-    more = f"--run_name={run} --follow=false {options}"  # the last picture may wait for a busy CPU
+    more = f"--run_name={run} --tracker=off {options}"  # the last picture may wait for a busy CPU
     code, output = simulated(gpu, processes, f"train.py {SMALL} {more}", folder)
     assert code == 0, output
     assert "\nwarning: " not in output, output

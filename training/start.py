@@ -1,0 +1,390 @@
+"""A run before its first step: rank 0 describes it, and all ranks build it by that description.
+
+describe() reads the disk on rank 0: what the run starts from, and which data it reads. Its result
+is sent to all ranks. build() opens the data and the model there, plans the run, prints what it is,
+and returns a Job: all that the training loop works with.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configurator import UserError, note, row
+from hardware import kernels
+from hardware.disk import MANIFEST, Lock, file_sha256
+from hardware.machine import Machine, memory_advice, start
+from hardware.peak import peak_tflops
+from model import GPT
+from text.dataset import (
+    DataSet,
+    check_files,
+    load_tokenizer,
+    newest_dataset,
+    open_datasets,
+    open_windows,
+    opened_files,
+    train_loader,
+    verify_new,
+)
+from text.landmarks import mixed_landmarks
+from text.windows import Loader
+from training.average import Average
+from training.banner import banner, notes_for_others, slow_steps
+from training.checkpoint import Saver, small_files
+from training.huggingface import unverified
+from training.job import Data, Job
+from training.memory import Step
+from training.metrics import MetricsFile, read_metrics
+from training.optimizer import make_optimizer
+from training.parallel import fit_batch, shares, wrap
+from training.plan import Plan, make_plan
+from training.progress import Progress
+from training.report import Metrics
+from training.resume import (
+    Earlier,
+    Origin,
+    check_copy,
+    check_data,
+    check_optimizer,
+    check_tokenizer,
+    data_hashes,
+    find_origin,
+    load_model,
+    read_training,
+    settings_changed,
+    settings_of_run,
+)
+from training.runs import replace_run, run_folder, tidy
+from training.settings import TrainConfig, model_config, wants_compile
+from training.shards import placed_like
+
+
+@dataclass(frozen=True)
+class Description:
+    """What rank 0 has found out about a run."""
+
+    cfg: TrainConfig  # with the name of a data set
+    origin: Origin
+    facts: dict[str, str]  # what must be the same on all ranks
+
+
+@contextmanager
+def open_run(options: dict[str, Any]) -> Iterator[Job]:
+    """Make everything for a run that is trained in the block, and hold the lock of its folder.
+
+    options: the settings of config files and command line, without defaults. Other processes cannot
+    write to the folder: rank 0 has the lock.
+    """
+    kernels.install()
+    cfg = settings_of_run(options)
+    machine = start(cfg.device, cfg.dtype, cfg.shard != "none")
+    folder = Path(cfg.out_dir) / cfg.run_name
+    with ExitStack() as until_the_end:
+
+        def lock_folder() -> Lock | None:
+            return until_the_end.enter_context(run_folder(folder)) if machine.is_main else None
+
+        lock = machine.together(lock_folder)
+        described = machine.decide(lambda: describe(cfg, folder, machine))
+        described = replace(described, cfg=replace(described.cfg, data_dir=cfg.data_dir))
+        yield build(described, machine, folder, lock)
+
+
+# --------------------------------------------------------------------------------------------------
+# Rank 0 describes
+
+
+def describe(cfg: TrainConfig, folder: Path, machine: Machine) -> Description:
+    """Return what the run in `folder` starts from and reads. The caller holds the folder's lock."""
+    origin = find_origin(cfg, folder, machine.say)
+    cfg = with_data(cfg)
+    sets = open_datasets(cfg.dataset, cfg.data_dir)
+    return Description(cfg, origin, shared_facts(sets, origin, machine))
+
+
+def with_data(cfg: TrainConfig) -> TrainConfig:
+    """Return the settings; if they name no data set, with the one that was prepared last."""
+    if cfg.dataset:
+        return cfg
+    name = newest_dataset(cfg.data_dir)
+    note(f"dataset={name} is taken, which was prepared last")
+    return replace(cfg, dataset=name)
+
+
+def shared_facts(sets: list[DataSet], origin: Origin, machine: Machine) -> dict[str, str]:
+    """Return what must be the same on all ranks, whichever computer they run on.
+
+    This includes the hash of each .bin by meta.json, and of the manifest of the checkpoint.
+    """
+    facts = {"dtype": str(machine.dtype), "device": machine.device.type, "torch": torch.__version__}
+    facts |= data_hashes(sets)
+    if origin.path and (origin.path / MANIFEST).exists():
+        facts["the checkpoint's manifest"] = file_sha256(origin.path / MANIFEST)
+    return facts
+
+
+# --------------------------------------------------------------------------------------------------
+# All ranks build
+
+
+def build(described: Description, machine: Machine, folder: Path, lock: Lock | None) -> Job:
+    """Make all that the training loop needs, and print the lines that describe the run.
+
+    folder: of the run. lock: of this folder; None above rank 0.
+    """
+    cfg = described.cfg
+    say = machine.say
+    data = machine.together(lambda: open_data(cfg))
+    model, earlier = machine.together(lambda: open_model(cfg, machine, described, data.sets))
+    progress = Progress()
+    if earlier:
+        progress = Progress.of_checkpoint(earlier.training)
+        cfg = replace(cfg, init_from=earlier.settings.get("init_from", "scratch"))
+    verify_data(machine, data.sets, progress)
+
+    cfg, plan, one_step = plan_run(cfg, machine, model, data.loader, progress, earlier)
+    peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
+    peak_of_all = peak * machine.world if peak else None
+    if machine.local_rank == 0 and not machine.is_main:
+        print(f"rank {machine.rank} of {machine.world}: rank 0 prints what there is to say")
+    say(banner(cfg, data.sets, data.loader, machine, plan, model, one_step))
+    say(row("       peak: ", source))
+    flops = plan.step_tokens * model.flops_per_token(cfg.block_size)
+    if slow := slow_steps(flops, peak_of_all):
+        say(slow)
+    if earlier:
+        say_what_is_resumed(cfg, machine, plan, described.origin, earlier)
+    advice = plan.smaller(cfg.block_size)
+    example = data.loader if one_step.compiled else None  # to compile with; None: do not
+    forward = wrap(cfg, model, machine, example, plan.batch_size, advice)
+    optimizer, scaler = open_optimizer(cfg, machine, model, earlier)
+    with memory_advice(advice):
+        average = open_average(cfg, machine, model, plan, earlier)
+
+    def open_folder() -> MetricsFile | None:
+        if not machine.is_main:
+            return None
+        clear_folder(folder, lock, cfg.overwrite and earlier is None, progress.step, say)
+        path = folder / "metrics.jsonl"
+        return MetricsFile(path, first_records(path, cfg, plan, data.sets, progress), lock, say)
+
+    metrics = Metrics(cfg, machine, plan, data.sets, progress, machine.together(open_folder))
+    files = machine.decide(lambda: small_files(cfg, model.config, data.sets, data.tokenizer))
+    saver = Saver(folder / "ckpt", cfg.keep, files, machine, lock, metrics.log_save)
+    return Job(
+        cfg=cfg,
+        folder=folder,
+        machine=machine,
+        plan=plan,
+        data=data,
+        model=model,
+        forward=forward,
+        optimizer=optimizer,
+        scaler=scaler,
+        average=average,
+        progress=progress,
+        metrics=metrics,
+        saver=saver,
+        peak=peak_of_all,
+        notes=notes_for_others(model.config, data.tokenizer),
+    )
+
+
+def open_data(cfg: TrainConfig) -> Data:
+    sets = open_datasets(cfg.dataset, cfg.data_dir)
+    T = cfg.block_size
+    return Data(
+        loader=train_loader(sets, T, cfg.seed, cfg.documents, cfg.loss_per),
+        val_windows=[open_windows(data, "val", T) for data in sets],
+        val_documents=[open_windows(data, "val", T, documents="pack") for data in sets],
+        train_windows=[open_windows(data, "train", T) for data in sets],
+        sets=sets,
+        tokenizer=load_tokenizer(sets[0].folder),
+        check=partial(check_files, sets, opened_files(sets)),
+    )
+
+
+@memory_advice("for the weights alone: make n_layer or n_embd smaller")
+def open_model(
+    cfg: TrainConfig, machine: Machine, described: Description, sets: list[DataSet]
+) -> tuple[GPT, Earlier | None]:
+    """Return the model on its device, and what the checkpoint of a resumed run says about the run.
+
+    The weights are drawn at random, or come from the run's own checkpoint, or from another model.
+    Raises UserError if this computer has other data or another checkpoint than that of rank 0.
+    """
+    path = described.origin.path
+    vocab_size = sets[0].meta["vocab_size"]
+    if described.origin.resume and machine.local_rank == 0 and not machine.is_main:
+        check_copy(path)  # on the computer of rank 0, find_origin() has checked it
+    facts = shared_facts(sets, described.origin, machine)
+    for name in sorted(facts.keys() | described.facts):
+        here, there = facts.get(name), described.facts.get(name)
+        if here != there:
+            differ = f"{name} is {here} on rank {machine.rank}, {there} on rank 0"
+            raise UserError(f"{differ}: all must read the same files with the same programs")
+    earlier = None
+    if path is None:
+        model = GPT(model_config(cfg, vocab_size))
+        torch.manual_seed(cfg.seed)  # the same weights on every rank
+        model.init_weights(cfg.init)
+    elif described.origin.resume:
+        earlier = read_training(path)
+        model = load_model(path, cfg, vocab_size, earlier)
+        check_data(earlier, sets, path)
+        check_optimizer(earlier, cfg, path)
+    else:
+        model = load_model(path, cfg, vocab_size)
+        check_tokenizer(path, sets, machine.say)
+        if warning := unverified(path):
+            machine.say(f"note: {path}: {warning}")
+    for block in model.blocks:
+        block.recompute = cfg.recompute == "blocks"
+    # A model that is sharded stays on the CPU, until each device gets its part.
+    return model if shares(cfg, machine) else model.to(machine.device), earlier
+
+
+def verify_data(machine: Machine, sets: list[DataSet], progress: Progress) -> None:
+    """Verify the hashes of the data files, except those that the run has already verified.
+
+    On each computer one rank reads the files, and the others wait.
+    """
+
+    def verified_here() -> dict[str, list[int]]:
+        if machine.local_rank != 0:
+            return {}
+        return verify_new(sets, progress.data_files, machine.say)
+
+    # A stamp is [size, time of the last change] of a file. Computers may have different copies of a
+    # file, so a path has a list of stamps.
+    of_all_ranks = machine.gather(machine.together(verified_here))
+    progress.data_files = {}
+    for stamps in of_all_ranks:
+        for path, stamp in stamps.items():
+            progress.data_files.setdefault(path, []).append(stamp)
+
+
+def plan_run(
+    cfg: TrainConfig,
+    machine: Machine,
+    model: GPT,
+    loader: Loader,
+    progress: Progress,
+    earlier: Earlier | None,
+) -> tuple[TrainConfig, Plan, Step]:
+    """Return the settings with a number for batch_size=auto, the plan, and the size of a step."""
+    epoch_tokens = sum(windows.n_windows for windows in loader.splits) * cfg.block_size
+    place = (progress.step, progress.samples)
+    # compile=auto depends on the length of the run, which is known before batch_size=auto is.
+    draft = make_plan(replace(cfg, batch_size=1), machine.world, epoch_tokens, *place)
+    flops = model.flops_per_token(cfg.block_size) * draft.tokens_at(draft.steps)
+    compiled = wants_compile(cfg, machine.device.type, flops)
+    if cfg.batch_size == "auto":
+        limit = earlier.settings["batch_size"] if earlier else None
+        B = fit_batch(cfg, model, loader, machine, compiled, limit)
+        cfg = replace(cfg, batch_size=B)
+    plan = make_plan(cfg, machine.world, epoch_tokens, *place)
+    shape = (plan.batch_size, cfg.block_size, plan.accum)
+    kind = machine.device.type
+    return cfg, plan, Step(*shape, machine.dtype, compiled, kind, machine.world).of(cfg)
+
+
+def open_optimizer(
+    cfg: TrainConfig, machine: Machine, model: GPT, earlier: Earlier | None
+) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler]:
+    """Return the optimizer and the scaler of fp16 gradients, which does nothing in other dtypes.
+
+    If the run is resumed, both continue in the state that the checkpoint holds.
+    """
+    optimizer = make_optimizer(cfg, machine, model)
+    scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == torch.float16)
+    if earlier:
+        # Take only the moments from the checkpoint: betas and weight decay may have changed. pop()
+        # frees the memory of what has been taken.
+        # The file is mapped into memory: each tensor is read when it is copied to its place.
+        saved = earlier.training.pop("optimizer")["state"]
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        moments = {
+            i: {k: placed_like(params[i], x) for k, x in state.items()}
+            for i, state in saved.items()
+        }
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
+        if saved := earlier.training.pop("scaler"):  # empty if that process did not train in fp16
+            scaler.load_state_dict(saved)
+    return optimizer, scaler
+
+
+def open_average(
+    cfg: TrainConfig, machine: Machine, model: GPT, plan: Plan, earlier: Earlier | None
+) -> Average | None:
+    """Return the running mean of the weights, or None if the setting average is 0.
+
+    If the run is resumed, it goes on with the mean that the checkpoint holds.
+    """
+    saved = earlier.training.pop("average", None) if earlier else None
+    if not cfg.average:
+        return None
+    if earlier and not saved:
+        machine.say("note: the checkpoint holds no average: it begins with the next step")
+    return Average(model, cfg.average * plan.steps, saved)
+
+
+def say_what_is_resumed(
+    cfg: TrainConfig, machine: Machine, plan: Plan, origin: Origin, earlier: Earlier
+) -> None:
+    machine.say(f"resumed from {origin.path} at step {plan.begun_step}, with its settings")
+    if changed := settings_changed(earlier, cfg):
+        machine.say(f"changed since the checkpoint: {', '.join(changed)}")
+    if plan.steps == plan.begun_step:
+        limits = {k: getattr(cfg, k) for k in ("max_steps", "max_epochs", "max_tokens")}
+        ends = ", ".join(f"{k}={value:,}" for k, value in limits.items() if value)
+        machine.say(f"nothing is left to do: the run ends at {ends}; to train longer, raise that")
+
+
+def clear_folder(
+    folder: Path, lock: Lock, overwrite: bool, step: int, say: Callable[[str], None]
+) -> None:
+    """Make the folder of a run ready for the steps after `step`, on rank 0.
+
+    overwrite: an earlier run in it moves out of the way.
+    """
+    if overwrite and (moved := replace_run(folder, lock)):
+        say(f"the earlier run is now {moved}: delete it when you no longer need it")
+    for line in tidy(folder / "ckpt", step):
+        say(line)
+
+
+def first_records(
+    path: Path, cfg: TrainConfig, plan: Plan, sets: list[DataSet], progress: Progress
+) -> list[dict]:
+    """Return the records that metrics.jsonl has when this process starts to train.
+
+    These are the records of earlier processes, up to the step at which this one starts. One with
+    the settings of this process follows if they differ from those recorded last.
+    """
+    step = progress.step
+    earlier = read_metrics(path) if step else []
+    # This process repeats later steps.
+    records = [r for r in earlier if r["step"] <= step and "ended" not in r]
+    if step and not any(r["step"] == step and "saved" in r for r in records):
+        # The process that wrote the checkpoint was killed before it could record it.
+        records.append({"step": step, "saved": f"step_{step:08d}"})
+
+    # `prepare.py --inspect RUN --step N` and follow.py read this record to find a step's texts.
+    how_to_start = {"init_from", "overwrite"}
+    run = {
+        "settings": {k: v for k, v in asdict(cfg).items() if k not in how_to_start},
+        "step_samples": plan.step_tokens // cfg.block_size,
+        "steps": plan.steps,
+        "data": {data.name: data.meta["splits"]["train"]["sha256"] for data in sets},
+        "landmarks": mixed_landmarks(sets),
+    }
+    recorded = next((r for r in reversed(records) if "settings" in r), {})
+    if any(recorded.get(key) != value for key, value in run.items()):
+        records.append({"step": step, "first_sample": progress.samples} | run)
+    return records
