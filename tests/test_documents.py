@@ -19,7 +19,7 @@ import train
 from hardware import kernels
 from hardware.disk import file_sha256
 from hardware.kernels import Pieces, document_mask
-from hardware.machine import start
+from hardware.machine import start as start_machine
 from model import GPT, PRESETS
 from text.dataset import DataSet, open_datasets, open_windows, train_loader
 from text.packing import best_fit, pack
@@ -294,7 +294,7 @@ def test_every_run_is_evaluated_on_the_same_windows_and_by_document(tiny_data, t
     run = train_tiny(tiny_data, tmp_path, *options)
     data = open_datasets("tiny", tiny_data)[0]
     model = from_pretrained(run / "ckpt" / "step_00000008").eval()
-    machine = start("cpu", "float32")
+    machine = start_machine("cpu", "float32")
     stream = open_windows(data, "val", T)
     loss = evaluate(model, stream, 0, 4, machine)
     assert metrics(run, "val_loss")[8] == pytest.approx(loss, rel=1e-5)

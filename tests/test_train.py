@@ -352,7 +352,7 @@ def test_without_a_dataset_the_newest_is_named_and_too_many_epochs_are_warned_of
         call(train.main, *options, "--max_steps=100_000")
     out, err = capsys.readouterr()
     assert "dataset=mine is taken" in err and "warning: mine is read " in out
-    assert "tokens per parameter, " in said and " without repetitions" in said
+    assert "tokens per parameter, " in out and " without repetitions" in out
 
 
 def test_auto_resumes_where_there_is_something_and_starts_where_not(
