@@ -24,9 +24,8 @@ from training import start
 from training.banner import (
     batch_warning,
     different_tokens,
-    few_steps_warning,
+    length_warnings,
     repetition_warning,
-    schedule_warning,
     slow_steps,
 )
 from training.evaluate import evaluate, write_text
@@ -160,16 +159,12 @@ def test_reading_the_data_more_than_four_times_is_a_warning(tiny_data):
     assert different_tokens(6 * size, [much, little]) == size + round(0.6 * size)
 
 
-def test_a_corpus_that_gives_only_a_few_steps_is_a_warning():
-    tuning = config("--max_epochs=1", "--max_steps=0")
-    assert "only 5 steps" in few_steps_warning(5, tuning)
-    assert not few_steps_warning(20, tuning)
-    assert not few_steps_warning(5, config("--max_steps=5"))  # asked for
-
-
 @pytest.mark.parametrize(
     "options, steps, numbers",
     [
+        (["--max_steps=0", "--max_epochs=1"], 5, ["only 5 steps"]),
+        (["--max_steps=0", "--max_epochs=1"], 20, []),
+        (["--max_steps=5"], 5, []),  # asked for
         (["--schedule=wsd", "--warmup_ratio=0.5", "--decay_ratio=0.7"], 100, ["50", "70"]),
         (["--schedule=wsd", "--warmup_ratio=0.9"], 100, ["90", "20", "10"]),
         (["--warmup_ratio=1"], 100, []),
@@ -178,14 +173,11 @@ def test_a_corpus_that_gives_only_a_few_steps_is_a_warning():
         (["--schedule=wsd"], 1, []),
     ],
 )
-def test_a_run_that_is_too_short_for_its_warm_up_and_decay_is_a_warning(options, steps, numbers):
-    warned = schedule_warning(steps, config(*options))
+def test_a_run_that_is_short_or_has_no_room_for_its_schedule_is_a_warning(options, steps, numbers):
+    cfg = config(*options)
+    plan = replace(make_plan(cfg, 1, 10**9), steps=steps)
+    warned = " ".join(length_warnings(plan, cfg, []))
     assert bool(warned) == bool(numbers) and all(number in warned for number in numbers)
-
-
-def test_the_banner_warns_of_a_run_that_is_too_short_for_its_decay(tiny_data, tmp_path, capsys):
-    train_tiny(tiny_data, tmp_path, "--schedule=wsd", "--warmup_ratio=0.5", "--decay_ratio=1")
-    assert "warning: a warm-up of 4 steps and a decay of 8" in capsys.readouterr().out
 
 
 # -- evaluation --
