@@ -46,12 +46,13 @@ from hardware.machine import Machine, memory_advice, start, stop_signals
 from text.dataset import check_files
 from text.windows import Rows, Windows
 from training.banner import last_lines
+from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate, write_text
 from training.job import Job, build, describe
 from training.plan import lr_at, momentum_at
 from training.report import Clock
 from training.resume import settings_of_run
-from training.runs import newest_checkpoint, run_folder
+from training.runs import run_folder
 from training.settings import TrainConfig
 from training.shards import part
 from training.step import Batch, read_ahead, take_step, to_batch

@@ -23,6 +23,7 @@ from text.dataset import load_tokenizer, open_datasets
 from text.windows import open_windows
 from training import job
 from training.banner import slow_steps
+from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate, write_text
 from training.huggingface import from_pretrained
 from training.plan import (
@@ -34,7 +35,6 @@ from training.plan import (
     repetition_warning,
     schedule_warning,
 )
-from training.runs import newest_checkpoint
 from training.settings import TrainConfig, model_config
 
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")

@@ -15,11 +15,11 @@ from text.dataset import DataSet
 from text.hf_tokenizer import llama_cpp_note, transformers_note
 from text.tokenizer import SentencePiece, Tiktoken
 from text.windows import Loader, share_within
+from training.checkpoint import newest_checkpoint
 from training.huggingface import caveat, hf_class
 from training.memory import Step, largest_batch, needed
 from training.plan import Plan, batch_warning, different_tokens, length_warnings
 from training.report import in_words
-from training.runs import newest_checkpoint
 from training.settings import TrainConfig
 
 
