@@ -45,10 +45,11 @@ from model import GPT
 from text.dataset import DataSet, load_tokenizer, open_dataset, open_windows, verify
 from text.hf_tokenizer import find_tokenizer, tokenizer_of_model
 from text.tokenizer import Tokenizer, same_ids
+from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate
 from training.huggingface import from_pretrained, nanogpt_file, unverified
 from training.report import in_other_units
-from training.runs import losses_of, newest_checkpoint, newest_run
+from training.runs import losses_of, newest_run
 
 # Without max_new_tokens, a text ends with its line from this number of tokens on,
 ENOUGH = 256

@@ -42,11 +42,11 @@ import torch.distributed as dist
 from configurator import UserError, given, run
 from hardware.machine import Machine, memory_advice, stop_signals
 from text.windows import Windows
+from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate, write_text
 from training.job import Job
 from training.plan import lr_at, momentum_at
 from training.report import Clock
-from training.runs import newest_checkpoint
 from training.settings import TrainConfig
 from training.shards import part
 from training.step import Batch, read_ahead, take_step

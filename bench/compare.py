@@ -62,11 +62,11 @@ from hardware.machine import Machine, pick_device, pick_dtype
 from hardware.peak import peak_tflops, read_gb_s
 from model import GPT
 from text.dataset import open_datasets, open_windows
+from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate
 from training.huggingface import from_pretrained, to_config
 from training.metrics import read_metrics
 from training.plan import make_plan
-from training.runs import newest_checkpoint
 from training.settings import TrainConfig, model_config
 from training.start import with_data
 

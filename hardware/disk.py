@@ -15,7 +15,6 @@ configurator.py of this project.
 
 import errno
 import fcntl
-import functools
 import hashlib
 import json
 import os
@@ -200,15 +199,7 @@ def manifest(folder: Path) -> dict[str, dict]:
 
 def entry_of(path: Path) -> dict:
     """Return the size and SHA-256 of a file, as they stand in a manifest."""
-    stats = path.stat()
-    sha256 = sha256_of(path, stats.st_ino, stats.st_size, stats.st_ctime_ns)
-    return {"bytes": stats.st_size, "sha256": sha256}
-
-
-@functools.lru_cache(maxsize=64)
-def sha256_of(path: Path, inode: int, size: int, changed: int) -> str:
-    """Return file_sha256(path). It is computed again only after the file has been changed."""
-    return file_sha256(path)
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def damage(folder: Path, names: Iterable[str] | None = None, required: Iterable[str] = ()) -> str:

@@ -18,8 +18,8 @@ import sample
 from hardware.disk import damage
 from model import GPT
 from training.average import Average
+from training.checkpoint import read_training
 from training.memory import Step, always_held
-from training.resume import read_training
 
 # Every step is saved, so that a test can compute the mean from the checkpoints.
 AVERAGE = ["--average=0.5", "--dropout=0.1", "--save_every=1", "--keep=9"]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import follow
 import train
 from training import report
-from training.runs import newest_checkpoint
+from training.checkpoint import newest_checkpoint
 
 # A package wandb or swanlab that writes down how it is called, and fails as the test wants.
 STAND_IN = """

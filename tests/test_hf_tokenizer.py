@@ -26,7 +26,7 @@ from text.tokenizer import (
     Tiktoken,
     same_ids,
 )
-from training.runs import newest_checkpoint
+from training.checkpoint import newest_checkpoint
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -24,9 +24,9 @@ import train
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
 from training import huggingface
+from training.checkpoint import newest_checkpoint
 from training.huggingface import from_config, from_pretrained, hf_class, save_pretrained, to_config
 from training.resume import settings_of_run
-from training.runs import newest_checkpoint
 from training.settings import TrainConfig
 
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -13,8 +13,8 @@ from conftest import call, make_records, train_tiny, write_jsonl
 from bench import judge
 from text.dataset import load_tokenizer
 from text.records import record_text
+from training.checkpoint import newest_checkpoint
 from training.huggingface import from_pretrained
-from training.runs import newest_checkpoint
 
 TASK = """
 task: {name}

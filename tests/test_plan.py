@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import plan
 from configurator import parse
 from model import GPT, PRESETS, GPTConfig
+from training.checkpoint import newest_checkpoint
 from training.memory import Step, step_memory
 from training.plan import even_batch
-from training.runs import newest_checkpoint
 from training.settings import TrainConfig, model_config, wants_compile
 
 AS_IT_IS = "neither shard nor recompute"

@@ -16,8 +16,8 @@ import prepare
 import sample
 from model import GPT
 from prepare import load_tokenizer
+from training.checkpoint import newest_checkpoint
 from training.huggingface import from_pretrained
-from training.runs import newest_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from conftest import REPO, metrics, torchrun, train_tiny
 from safetensors.torch import load_file
 
 import train
-from training.runs import newest_checkpoint
+from training.checkpoint import newest_checkpoint
 
 DROPOUT = ["--dropout=0.1"]
 

@@ -28,10 +28,10 @@ from training.banner import (
     repetition_warning,
     slow_steps,
 )
+from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate, write_text
 from training.huggingface import from_pretrained
 from training.plan import lr_at, make_plan
-from training.runs import newest_checkpoint
 from training.settings import TrainConfig, model_config
 
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")

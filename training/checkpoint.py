@@ -1,4 +1,4 @@
-"""Save a run: write checkpoints in the background, and delete the older ones.
+"""Checkpoints: write them in the background, find them, check them, read them, delete them.
 
 A checkpoint is a Hugging Face model folder, with the files that a resumed run needs beside it:
 
@@ -18,13 +18,13 @@ synced to the disk and renamed. A thread does this from a copy in host memory, f
 training waits. If the newest checkpoint turns out to be damaged, a resumed run takes the one before
 it.
 
-Only files that this program writes are deleted, each by its name: see OURS in training/runs.py. A
-checkpoint that holds any other file is kept whole, and everything else in out/RUN stays.
-
-training/runs.py finds checkpoints, checks them and deletes them. training/resume.py decides which
-one a run starts from.
+Only files that this program writes are deleted, each by its name. A checkpoint that holds any other
+file is kept whole.
 """
 
+import os
+import re
+import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,93 +34,73 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from configurator import UserError
-from hardware.disk import Lock, finish, json_bytes, put_in_place, sealed
-from hardware.machine import Machine
-from model import GPT, GPTConfig
-from text.dataset import FORMAT_VERSION, DataSet, tokenizer_files
-from text.hf_tokenizer import read_json, to_hugging_face
-from text.tokenizer import SentencePiece, Tiktoken
-from training.average import Average
-from training.huggingface import save_pretrained
-from training.progress import Progress
-from training.runs import prune, remove_checkpoint, temporary
-from training.settings import TrainConfig
+from hardware.disk import (
+    MANIFEST,
+    Lock,
+    damage,
+    finish,
+    json_bytes,
+    put_in_place,
+    read_object,
+    remove_only,
+    set_aside,
+)
 from training.shards import whole
 
-
-@dataclass(frozen=True)
-class SmallFiles:
-    """What is the same in each checkpoint of a run. The data set may be gone when it is written."""
-
-    settings: bytes  # the content of train_config.json
-    of_data: dict[str, bytes]  # meta.json and the tokenizer's files: name -> content
-    eos_id: int
-    bos_id: int | None
-
-
-def small_files(
-    cfg: TrainConfig, c: GPTConfig, sets: list[DataSet], tokenizer: SentencePiece | Tiktoken
-) -> SmallFiles:
-    """Return the small files of a run that trains a model of the shape c.
-
-    meta.json is that of the first data set, with the hashes of all data sets, which a resumed run
-    compares. The hashes of the tokenizer's files are left out, since manifest.json has them. If no
-    tokenizer.json came with the tokenizer, it is made.
+# The files that train.py writes to a checkpoint, and to the folder `average` in it.
+OURS = set(
     """
-    data = sets[0]
-    entry = {k: v for k, v in data.meta["tokenizer"].items() if k != "files"}
-    changes = {
-        "trained_on": {d.name: d.meta["splits"]["train"]["sha256"] for d in sets},
-        "judged_by": {d.name: d.meta["splits"]["val"]["sha256"] for d in sets},
-        "format_version": FORMAT_VERSION,
-        "tokenizer": entry,
-    }
-    files = {p.name: p.read_bytes() for p in tokenizer_files(data.folder, data.meta["tokenizer"])}
-    if "tokenizer.json" not in files:
-        came_with = read_json(data.folder / "tokenizer_config.json")
-        made = to_hugging_face(tokenizer, c.block_size, came_with)
-        files |= {name: json_bytes(content) for name, content in made.items()}
-    files["meta.json"] = json_bytes(sealed(data.meta | changes))
-    bos_id = tokenizer.prefix[0] if tokenizer.prefix else None
-    return SmallFiles(json_bytes(asdict(cfg)), files, tokenizer.eos_id, bos_id)
+    model.safetensors config.json train_state.pt train_config.json meta.json manifest.json
+    tokenizer.model tokenizer.tiktoken tokenizer.json tokenizer_config.json special_tokens_map.json
+    added_tokens.json vocab.json merges.txt chat_template.jinja
+    """.split()
+)
+# Pruning would take long if it read these again.
+LARGE = {"model.safetensors", "train_state.pt", "average/model.safetensors"}
+
+
+# --------------------------------------------------------------------------------------------------
+# Write
 
 
 class Saver:
     """Write checkpoints in the background, one at a time, and delete the older ones.
 
-    folder: of the checkpoints. keep: how many stay, besides the best one. lock: that of the run's
-    folder, on the rank that writes; None on the others.
+    folder: of the checkpoints. settings: of the run. lock: that of the run's folder, on the rank
+    that writes; None on the others. say: prints a line.
+    write_model(folder, shape, weights): makes a model folder.
     report(step, path, seconds): called for each checkpoint once it is complete on the disk.
     """
 
     def __init__(
         self,
         folder: Path,
-        keep: int,
-        files: SmallFiles,
-        machine: Machine,
+        settings: dict[str, Any],
+        write_model: Callable[[Path, Any, dict[str, Tensor]], None],
         lock: Lock | None,
+        say: Callable[[str], None],
         report: Callable[[int, Path, float], None],
     ):
         self.folder = folder
-        self.keep = keep
-        self.files = files
-        self.machine = machine
+        self.settings = settings
+        self.write_model = write_model
         self.lock = lock
+        self.say = say
         self.report = report
         self.pool = ThreadPoolExecutor(1)
         self.writing: Future | None = None
         self.skipped = 0  # saves in a row that were skipped: the weights were not finite
         self.failed = ""  # why the last checkpoint could not be written; empty if it could
-        self.notes: set[str] = set()  # what was said of checkpoints that are not ours to delete
+        self.kept: set[Path] = set()  # checkpoints that are not ours to delete, as was said
 
-    def save(
-        self, model: GPT, optimizer, scaler, average: Average | None, progress: Progress
-    ) -> None:
-        """Begin to write step_N. All ranks must call this; rank 0 writes."""
+    def save(self, model: nn.Module, optimizer, scaler, average, progress) -> None:
+        """Begin to write step_N. All ranks must call this; rank 0 writes.
+
+        average: training/average.py's, or None. progress: a dataclass of numbers.
+        """
         self.wait()
         self.skipped = 0
         started = time.perf_counter()
@@ -138,7 +118,7 @@ class Saver:
         if self.writing:
             self.writing.result()
 
-    def write(self, c: GPTConfig, weights: dict, training: dict, started: float) -> None:
+    def write(self, shape: Any, weights: dict, training: dict, started: float) -> None:
         """Write a checkpoint, put it in place, report it, and prune the older ones.
 
         started: when the save began, by time.perf_counter().
@@ -151,36 +131,29 @@ class Saver:
         draft = temporary(target)
         try:
             self.lock.renew()
-            self.write_folder(draft, c, weights, training)
+            self.write_folder(draft, shape, weights, training)
             # Where a disk has no locks, another process may have written this step.
-            if kept := put_in_place(draft, target, f"{target.name}_kept"):
-                self.machine.say(f"note: {target} is kept as {kept.name}")
+            if earlier := put_in_place(draft, target, f"{target.name}_kept"):
+                self.say(f"note: {target} is kept as {earlier.name}")
         except OSError as e:
             with suppress(OSError):
                 remove_checkpoint(draft)
             self.failed = f"{target} could not be written ({e.strerror or e})"
             goes_on = "training goes on, earlier checkpoints are intact"
-            self.machine.say(f"warning: {self.failed}; {goes_on}")
+            self.say(f"warning: {self.failed}; {goes_on}")
             return
         self.failed = ""
         self.report(step, target, time.perf_counter() - started)
-        if training["bad_in_a_row"]:
-            return  # the last step was bad: older weights may be better
-        try:
-            for line in prune(self.folder, step, training["best_step"], self.keep):
-                if line not in self.notes:
-                    self.notes.add(line)
-                    self.machine.say(line)
-        except (OSError, UserError) as e:
-            self.machine.say(f"warning: an older checkpoint could not be deleted ({e})")
+        if not training["bad_in_a_row"]:  # after a bad step, older weights may be better
+            self.prune(step, training["best_step"])
 
-    def write_folder(self, folder: Path, c: GPTConfig, weights: dict, training: dict) -> None:
+    def write_folder(self, folder: Path, shape: Any, weights: dict, training: dict) -> None:
         """Write all files of a checkpoint and sync them to the disk, the manifest last."""
-        self.write_model(folder, c, weights)
+        self.write_model(folder, shape, weights)
         if "average" in training:
-            self.write_model(folder / "average", c, training["average"]["weights"])
+            self.write_model(folder / "average", shape, training["average"]["weights"])
             finish(folder / "average")
-        (folder / "train_config.json").write_bytes(self.files.settings)
+        (folder / "train_config.json").write_bytes(json_bytes(self.settings))
         with open(folder / "train_state.pt", "wb") as file:
             try:
                 torch.save(training, file)
@@ -188,12 +161,22 @@ class Saver:
                 raise e.__context__ if isinstance(e.__context__, OSError) else e from None
         finish(folder)
 
-    def write_model(self, folder: Path, c: GPTConfig, weights: dict) -> None:
-        """Make a model folder: the weights, their shape, and the tokenizer."""
-        folder.mkdir(parents=True)
-        save_pretrained(c, weights, folder, self.files.eos_id, self.files.bos_id)
-        for name, content in self.files.of_data.items():
-            (folder / name).write_bytes(content)
+    def prune(self, step: int, best_step: int) -> None:
+        """Delete what the complete checkpoint of `step` replaces.
+
+        These are the checkpoints up to `step`, except the best one and the `keep` newest of the
+        others. Say once of each that stays because somebody else's files are in it.
+        """
+        try:
+            earlier = [path for path in numbered(self.folder) if step_of(path) <= step]
+            others = [path for path in earlier if step_of(path) != best_step]
+            for path in others[self.settings["keep"] :]:
+                reason = discard(path)
+                if reason and path not in self.kept:
+                    self.kept.add(path)
+                    self.say(f"note: {path} is kept: {reason}")
+        except (OSError, UserError) as e:
+            self.say(f"warning: an older checkpoint could not be deleted ({e})")
 
 
 def to_host(state: Any, keep: bool) -> Any:
@@ -208,3 +191,131 @@ def to_host(state: Any, keep: bool) -> Any:
         gathered = whole(state.detach())
         return gathered.to("cpu", copy=True) if keep else None
     return state
+
+
+def temporary(checkpoint: Path) -> Path:
+    """Return a path beside a checkpoint that no other process uses, to write or delete it there."""
+    return checkpoint.with_name(f".tmp_{checkpoint.name}-{secrets.token_hex(4)}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Find, check
+
+
+def numbered(ckpt_dir: Path) -> list[Path]:
+    """Return the checkpoints in a folder, complete or not, newest first.
+
+    Whatever is named step_ and a number counts as one. Raises UserError or OSError if the folder
+    cannot be listed: checkpoints that cannot be seen must not be taken for such that do not exist.
+    """
+    try:
+        names = os.listdir(ckpt_dir)
+    except FileNotFoundError:
+        if ckpt_dir.is_symlink():
+            raise UserError(f"{ckpt_dir} leads nowhere: is its disk mounted?") from None
+        return []
+    paths = [ckpt_dir / name for name in names if re.fullmatch(r"step_[0-9]{8,18}", name)]
+    return sorted(paths, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def whole_checkpoints(ckpt_dir: Path) -> list[Path]:
+    """Return the checkpoints that have a manifest, newest first. The manifest is written last."""
+    return [path for path in numbered(ckpt_dir) if (path / MANIFEST).is_file()]
+
+
+def newest_checkpoint(ckpt_dir: Path) -> Path | None:
+    return next(iter(whole_checkpoints(ckpt_dir)), None)
+
+
+def newest_intact(ckpt_dir: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest checkpoint whose files are all as its manifest says, or None.
+
+    The second result says of each newer checkpoint in which way it is damaged.
+    """
+    problems: list[str] = []
+    for path in numbered(ckpt_dir):
+        problem = damage(path, required=("model.safetensors", "config.json", "train_state.pt"))
+        if not problem:
+            return path, problems
+        problems.append(problem)
+    return None, problems
+
+
+# --------------------------------------------------------------------------------------------------
+# Read
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What a checkpoint says of the run that wrote it."""
+
+    settings: dict  # train_config.json
+    meta: dict  # meta.json
+    training: dict  # train_state.pt
+
+
+def read_training(folder: Path) -> Earlier:
+    """Read everything in a checkpoint but the model and the tokenizer.
+
+    Nothing in it is executed: with weights_only=True, torch.load reads tensors and numbers only.
+    Raises UserError if a file cannot be read.
+    """
+    path = folder / "train_state.pt"
+    # mmap: a tensor takes memory only when it is read, and all processes share that memory. But
+    # torch opens such a file by its name in UTF-8, which is another one on an old disk in GBK.
+    mmap = os.fsencode(path) == str(path).encode(errors="replace")
+    try:
+        settings = read_object(folder / "train_config.json")
+        meta = read_object(folder / "meta.json")
+        training = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as e:
+        # A damaged pickle can raise any exception. That of a pickle which would execute something
+        # explains how to let it: so neither is repeated.
+        reason = f"{type(e).__name__}: it is damaged, or holds more than tensors and numbers"
+        raise UserError(f"{path}, or a .json beside it: {reason}") from None
+    return Earlier(settings, meta, training)
+
+
+# --------------------------------------------------------------------------------------------------
+# Delete
+
+
+def discard(checkpoint: Path) -> str:
+    """Delete a checkpoint. If it holds anything that is not ours, leave it and return what.
+
+    Ours is what its manifest lists. A file that somebody has edited since, such as
+    tokenizer_config.json, is theirs; the large files are not looked at.
+    """
+    if checkpoint.is_symlink() or not checkpoint.is_dir():
+        return "it is not a folder of its own"
+    paths = [path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir()]
+    names = {path.relative_to(checkpoint).as_posix() for path in paths} - LARGE - {MANIFEST}
+    if problem := damage(checkpoint, [], required=sorted(names)):
+        return f"somebody has edited it, or put something there ({problem})"
+    # It is renamed first, so that nobody finds half a checkpoint under its name.
+    remove_checkpoint(checkpoint.rename(temporary(checkpoint)))
+    return ""
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Delete our files in a checkpoint, whole or not, and its folders if they are then empty."""
+    remove_only(folder / "average", OURS)
+    remove_only(folder, OURS)
+
+
+def tidy(ckpt_dir: Path, step: int) -> list[str]:
+    """Clear the way for a run that begins, or goes on, with this step. Return what there is to say.
+
+    Delete what a process left that was killed while it saved or deleted a checkpoint. Checkpoints
+    of later steps are damaged, or the run would go on from there: they are renamed.
+    """
+    for path in ckpt_dir.glob(".tmp_step_*"):
+        by_us = re.fullmatch(r"\.tmp_step_[0-9]+-[0-9a-f]{8}", path.name)
+        if by_us and not path.is_symlink():
+            remove_checkpoint(path)
+    later = [path for path in numbered(ckpt_dir) if step_of(path) > step]
+    return [f"note: {path} is kept as {set_aside(path, f'{path.name}_kept')}" for path in later]

@@ -1,18 +1,19 @@
 """What a run starts from: random weights, a model folder, or the newest checkpoint of its own.
 
-settings_of_run() adds the settings that a resumed run had before. find_origin() decides what it
-starts from. The other functions load that model and raise UserError if the settings or the data do
-not fit it. training/runs.py finds and checks checkpoints on the disk.
+In the order in which a run comes to them:
+
+    settings_of_run   its settings; a resumed run has those of its newest checkpoint
+    find_origin       what it starts from, decided by rank 0 from what is on the disk
+    load_model        the model of a checkpoint, which check_fits() compares with settings and data
+    model_to_tune     the model of another run or program, made ready for the settings and the data
+
+Each raises UserError if something is missing or does not fit.
 """
 
-import os
-import pickle
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from configurator import UserError, checked, note, set_value
 from hardware.disk import damage, read_object
@@ -20,18 +21,14 @@ from model import GPT, GPTConfig, rope_table
 from text.dataset import DataSet, load_tokenizer, tokenizer_id
 from text.hf_tokenizer import tokenizer_of_model
 from text.tokenizer import same_ids
-from training.huggingface import from_pretrained, is_utf8, shape_in
+from training.checkpoint import Earlier, newest_checkpoint, newest_intact, whole_checkpoints
+from training.huggingface import from_pretrained, shape_in
 from training.metrics import read_metrics
-from training.runs import (
-    is_run,
-    newest_checkpoint,
-    newest_intact,
-    newest_run,
-    numbered,
-    others_in,
-    whole_checkpoints,
-)
-from training.settings import PLACE, TrainConfig, model_config
+from training.runs import is_run, newest_run, others_in
+from training.settings import PLACE, TrainConfig
+
+# --------------------------------------------------------------------------------------------------
+# Its settings
 
 
 def settings_of_run(options: dict[str, Any]) -> TrainConfig:
@@ -83,16 +80,17 @@ def earlier_settings(ckpt_dir: Path) -> dict[str, Any]:
         if damage(path, [file], required=[file]):
             continue
         values: dict[str, Any] = {}
-        unknown = []
         for key, value in read_object(path / file).items():
-            if key not in asdict(TrainConfig()):
-                unknown.append(f"{key}={value}")
+            if not hasattr(TrainConfig, key):
+                note(f"{path / file}: this version has no setting {key}={value}")
             elif key not in ("init_from", "overwrite", "out_dir", "run_name"):
                 set_value(TrainConfig, values, key, value, f"{path / file}")
-        if unknown:
-            note(f"{path / file}: this version has no setting {', '.join(unknown)}")
         return values
     return {}
+
+
+# --------------------------------------------------------------------------------------------------
+# Its origin
 
 
 @dataclass(frozen=True)
@@ -112,17 +110,12 @@ def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> O
         checkpoint = own_checkpoint(cfg, folder, say)
         if checkpoint:
             return Origin(checkpoint, resume=True)
-    others = others_in(folder)
-    if others and not is_run(folder):
-        advice = "give another --run_name or --out_dir"
-        raise UserError(f"{folder} holds {others[0]!r} and is not the folder of a run: {advice}")
-    if cfg.init_from == "auto":
-        return Origin()  # there is no run, or it ended before its first checkpoint
-    path = None if cfg.init_from == "scratch" else Path(cfg.init_from)
-    if os.path.lexists(folder / "metrics.jsonl") or numbered(folder / "ckpt"):
-        if not is_run(folder):
-            foreign = "files with the names of a run's files, which train.py did not write"
-            raise UserError(f"{folder} holds {foreign}: move them elsewhere")
+    path = None if cfg.init_from in ("scratch", "auto") else Path(cfg.init_from)
+    if not is_run(folder):
+        if others := others_in(folder):
+            problem = f"{folder} holds {others[0]!r} and is not the folder of a run"
+            raise UserError(f"{problem}: give another --run_name or --out_dir")
+    elif cfg.init_from != "auto":  # which goes on with a run that ended before it saved anything
         if not cfg.overwrite:
             advice = "--init_from=resume goes on with it, --overwrite moves it out of the way"
             raise UserError(f"{folder} holds an earlier run: {advice}, --run_name=NAME is another")
@@ -144,103 +137,16 @@ def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -
         say(f"warning: {problem}: damaged; {instead}")
     if newest:
         return newest
-    # What shows that the run has saved checkpoints: damaged or renamed ones, or its records.
-    evidence = [*problems, *(f"only {path} is there" for path in sorted(ckpt_dir.glob("step_*")))]
     path = folder / "metrics.jsonl"
-    saved = (record["step"] for record in read_metrics(path) if "saved" in record)
-    evidence += [f"{path} says that step {step} was saved" for step in saved]
+    saved = [record["step"] for record in read_metrics(path) if "saved" in record]
+    evidence = [*problems, *(f"{path} says that step {step} was saved" for step in saved)]
     if evidence:
         advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
         raise UserError(f"no checkpoint in {ckpt_dir} is intact ({evidence[0]}): {advice}")
     if cfg.init_from == "resume":
-        run = newest_run(Path(cfg.out_dir))
-        name = run.name if run else "NAME"
-        advice = f"name another run (--run_name={name}), or use init_from=scratch"
+        advice = "name another run with --run_name, or use init_from=scratch"
         raise UserError(f"init_from=resume: there is no checkpoint in {ckpt_dir}; {advice}")
     return None
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """What a checkpoint says of the run that wrote it."""
-
-    settings: dict  # train_config.json
-    meta: dict  # meta.json
-    training: dict  # train_state.pt
-
-
-def load_model(
-    folder: Path, cfg: TrainConfig, vocab_size: int, earlier: Earlier | None = None
-) -> GPT:
-    """Return the model of a checkpoint, or a model to fine-tune, on the CPU.
-
-    A model to fine-tune keeps its shape, whatever n_layer and the other settings say. But one with
-    RoPE is made ready for longer sequences, if block_size and rope_scaling ask for them.
-
-    vocab_size: of the data. earlier: what the checkpoint says, if the run is resumed.
-    Raises UserError if the model cannot be loaded or has too small a vocabulary; or if a setting of
-    the shape of a resumed run has changed, unless its new value is the one that the model has.
-    """
-    try:
-        model = from_pretrained(folder, dropout=cfg.dropout)
-    except ValueError as e:
-        hint = ""
-        if not folder.exists():
-            hint = "; nothing is downloaded: it must be a folder on this disk"
-        elif newest := newest_checkpoint(folder / "ckpt"):
-            hint = f"; it is the folder of a run: give {newest}"
-        raise UserError(f"init_from={folder}: cannot be loaded ({e}{hint})") from None
-    has = model.config
-    if earlier:
-        # A model that is fine-tuned has its own shape, whatever settings the run began with.
-        settings = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)}
-        began_with = shape_asked(replace(cfg, **settings), vocab_size)
-        differ = [
-            f"{k} is {getattr(has, k)} there, {value} here"
-            for k, value in shape_asked(cfg, vocab_size).items()
-            if value not in (began_with[k], getattr(has, k))
-        ]
-        if differ:
-            raise UserError(f"checkpoint {folder} does not fit the settings: {'; '.join(differ)}")
-        return model
-    if has.vocab_size < vocab_size:
-        size = f"vocab_size is {has.vocab_size} there, {vocab_size} in the data"
-        raise UserError(f"init_from={folder} does not fit the data: {size}")
-    extended = longer(has, cfg)
-    if extended != has:
-        change = f"it has never seen positions from {has.block_size} on"
-        if extended.rope_scaling != has.rope_scaling:
-            change = f"rope_scaling {has.rope_scaling!r} -> {extended.rope_scaling!r}"
-        length = f"block_size {has.block_size} -> {extended.block_size}"
-        note(f"{folder} goes on with longer sequences: {length}, {change}")
-        model.config = extended
-        model.rope = rope_table(extended)
-    return model
-
-
-def shape_asked(cfg: TrainConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the shape of the model that the settings ask for.
-
-    rope_scaling is taken as it stands: a model to fine-tune may have RoPE although the settings,
-    which it ignores, say otherwise.
-    """
-    shape = asdict(model_config(replace(cfg, rope_scaling=""), vocab_size))
-    return shape | {"rope_scaling": cfg.rope_scaling}
-
-
-def longer(c: GPTConfig, cfg: TrainConfig) -> GPTConfig:
-    """Return the shape of a model that serves sequences of cfg.block_size, with its rope_scaling.
-
-    Raises UserError if it cannot.
-    """
-    if c.pos == "learned" and cfg.block_size > c.block_size:
-        learned = f"the model has learned positions for {c.block_size} tokens, and no others"
-        raise UserError(f"block_size={cfg.block_size}: {learned}: a model with RoPE has them all")
-    length = max(c.block_size, cfg.block_size)
-    try:
-        return replace(c, block_size=length, rope_scaling=cfg.rope_scaling or c.rope_scaling)
-    except ValueError as e:
-        raise UserError(str(e)) from None
 
 
 def check_copy(folder: Path) -> None:
@@ -251,27 +157,52 @@ def check_copy(folder: Path) -> None:
         raise UserError(f"{problem}: {advice} on each")
 
 
-def read_training(folder: Path) -> Earlier:
-    """Read everything in a checkpoint but the model and the tokenizer.
+# --------------------------------------------------------------------------------------------------
+# A run that is resumed
 
-    Nothing in it is executed: with weights_only=True, torch.load reads tensors and numbers only.
-    Raises UserError if a file cannot be read.
-    """
+
+def load_model(folder: Path, cfg: TrainConfig) -> GPT:
+    """Return the model of a checkpoint, or of another model folder, on the CPU."""
     try:
-        settings = read_object(folder / "train_config.json")
-        meta = read_object(folder / "meta.json")
-        path = folder / "train_state.pt"
-        # mmap: a tensor takes memory only when it is read, and all processes share that memory. But
-        # torch maps no file whose name is not UTF-8, on the disk and as Python has it.
-        mmap = is_utf8(path) and path == Path(str(path).encode(errors="replace").decode())
-        training = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except pickle.UnpicklingError:
-        # torch's own message is left out: it explains how to load the file and run its code.
-        reason = "it holds more than tensors and numbers"
-        raise UserError(f"{folder}/train_state.pt: cannot be read: {reason}") from None
-    except (OSError, ValueError, RuntimeError, EOFError, LookupError, TypeError) as e:
-        raise UserError(f"{folder}: cannot be read ({str(e).splitlines()[0]})") from None
-    return Earlier(settings, meta, training)
+        return from_pretrained(folder, dropout=cfg.dropout)
+    except ValueError as e:
+        hint = ""
+        if not folder.exists():
+            hint = "; nothing is downloaded: it must be a folder on this disk"
+        elif newest := newest_checkpoint(folder / "ckpt"):
+            hint = f"; it is the folder of a run: give {newest}"
+        raise UserError(f"init_from={folder}: cannot be loaded ({e}{hint})") from None
+
+
+def check_fits(
+    folder: Path, earlier: Earlier, c: GPTConfig, cfg: TrainConfig, sets: list[DataSet]
+) -> None:
+    """Raise UserError unless a resumed run has the shape, optimizer and data of its checkpoint.
+
+    c: the shape of the model. One that is fine-tuned has its own, whatever settings the run began
+    with: so a setting fits that is as it was, or as the model is.
+    """
+    saved = earlier.settings
+    shape = asdict(c)
+    has = saved | shape
+    differ = [
+        f"{k} is {has.get(k)} there, {value} here"
+        for k, value in asdict(cfg).items()
+        if k in ("preset", "optimizer", *shape) and value not in (saved.get(k, value), has.get(k))
+    ]
+    there = {"tokenizer": tokenizer_id(earlier.meta["tokenizer"])}
+    for key, split in (("trained_on", "train"), ("judged_by", "val")):
+        there |= {f"{name}/{split}.bin": sha256 for name, sha256 in earlier.meta[key].items()}
+    here = data_hashes(sets) | {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
+    differ += [
+        f"{k} is {there.get(k, 'missing')[:12]} there, {here.get(k, 'missing')[:12]} here"
+        for k in sorted(there | here)
+        if there.get(k) != here.get(k)
+    ]
+    if differ:
+        advice = "give the same settings and data as before, or start a new run with"
+        advice += f" --init_from={folder} --run_name=NAME"
+        raise UserError(f"checkpoint {folder} does not fit: {'; '.join(differ)}: {advice}")
 
 
 def data_hashes(sets: list[DataSet]) -> dict[str, str]:
@@ -281,51 +212,6 @@ def data_hashes(sets: list[DataSet]) -> dict[str, str]:
         for data in sets
         for split, counts in data.meta["splits"].items()
     }
-
-
-def check_data(earlier: Earlier, sets: list[DataSet], folder: Path) -> None:
-    """Raise UserError if the tokenizer or a data set changed since the checkpoint was written."""
-    current = data_hashes(sets) | {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
-    saved = {"tokenizer": tokenizer_id(earlier.meta["tokenizer"])}
-    for key, split in (("trained_on", "train"), ("judged_by", "val")):
-        saved |= {f"{name}/{split}.bin": sha256 for name, sha256 in earlier.meta[key].items()}
-    differ = [
-        f"{k} is {saved.get(k, 'missing')[:12]} there, {current.get(k, 'missing')[:12]} here"
-        for k in sorted(saved | current)
-        if saved.get(k) != current.get(k)
-    ]
-    if differ:
-        again = "give the same --dataset as before, or prepare the same data again"
-        problem = f"checkpoint {folder} was trained with other data: {'; '.join(differ)}"
-        raise UserError(f"{problem} (SHA-256): {again}, or {as_new_run(folder)}")
-
-
-def check_optimizer(earlier: Earlier, cfg: TrainConfig, folder: Path) -> None:
-    """Raise UserError if the checkpoint holds the state of another optimizer."""
-    saved = earlier.settings["optimizer"]
-    if saved != cfg.optimizer:
-        problem = f"checkpoint {folder} holds the state of {saved}, not of {cfg.optimizer}"
-        advice = f"resume with --optimizer={saved}, or {as_new_run(folder)}"
-        raise UserError(f"{problem}: {advice}")
-
-
-def as_new_run(folder: Path) -> str:
-    return f"start a new run with --init_from={folder} --run_name=NAME"
-
-
-def check_tokenizer(folder: Path, sets: list[DataSet], say: Callable[[str], None]) -> None:
-    """Raise UserError if the token ids of a model to fine-tune mean other tokens than the data's.
-
-    A model without a tokenizer is accepted, with a note.
-    """
-    tokenizer = tokenizer_of_model(folder)
-    if tokenizer is None:
-        assumed = f"its ids are assumed to be those of {sets[0].name}"
-        say(f"note: {folder} has no tokenizer to compare: {assumed}")
-    elif not same_ids(tokenizer, load_tokenizer(sets[0].folder)):
-        problem = f"its tokenizer is not the one that made {sets[0].folder}"
-        advice = f"prepare the data with --tokenizer={folder}"
-        raise UserError(f"init_from={folder}: {problem}: {advice}")
 
 
 def settings_changed(earlier: Earlier, cfg: TrainConfig) -> list[str]:
@@ -341,3 +227,57 @@ def settings_changed(earlier: Earlier, cfg: TrainConfig) -> list[str]:
         for k, value in asdict(cfg).items()
         if k not in PLACE and saved.get(k, value) != value
     ]
+
+
+# --------------------------------------------------------------------------------------------------
+# A model that is fine-tuned
+
+
+def model_to_tune(
+    folder: Path, cfg: TrainConfig, sets: list[DataSet], say: Callable[[str], None]
+) -> GPT:
+    """Return a model to fine-tune on these data sets, on the CPU.
+
+    It keeps its shape, whatever n_layer and the other settings say. But one with RoPE is made ready
+    for longer sequences, if block_size and rope_scaling ask for them.
+
+    Raises UserError if its vocabulary is too small, or if its token ids mean other tokens than the
+    data's. A model without a tokenizer is accepted, with a note.
+    """
+    model = load_model(folder, cfg)
+    c = model.config
+    vocab_size = sets[0].meta["vocab_size"]
+    if c.vocab_size < vocab_size:
+        size = f"vocab_size is {c.vocab_size} there, {vocab_size} in the data"
+        raise UserError(f"init_from={folder} does not fit the data: {size}")
+    extended = longer(c, cfg)
+    if extended != c:
+        length = f"block_size {c.block_size} -> {extended.block_size}"
+        scaling = f"rope_scaling {c.rope_scaling!r} -> {extended.rope_scaling!r}"
+        note(f"{folder} has never seen such long sequences: {length}, {scaling}")
+        model.config = extended
+        model.rope = rope_table(extended)
+    tokenizer = tokenizer_of_model(folder)
+    if tokenizer is None:
+        assumed = f"its ids are assumed to be those of {sets[0].name}"
+        say(f"note: {folder} has no tokenizer to compare: {assumed}")
+    elif not same_ids(tokenizer, load_tokenizer(sets[0].folder)):
+        problem = f"its tokenizer is not the one that made {sets[0].folder}"
+        advice = f"prepare the data with --tokenizer={folder}"
+        raise UserError(f"init_from={folder}: {problem}: {advice}")
+    return model
+
+
+def longer(c: GPTConfig, cfg: TrainConfig) -> GPTConfig:
+    """Return the shape of a model that serves sequences of cfg.block_size, with its rope_scaling.
+
+    Raises UserError if it cannot.
+    """
+    if c.pos == "learned" and cfg.block_size > c.block_size:
+        learned = f"the model has learned positions for {c.block_size} tokens, and no others"
+        raise UserError(f"block_size={cfg.block_size}: {learned}: a model with RoPE has them all")
+    length = max(c.block_size, cfg.block_size)
+    try:
+        return replace(c, block_size=length, rope_scaling=cfg.rope_scaling or c.rope_scaling)
+    except ValueError as e:
+        raise UserError(str(e)) from None

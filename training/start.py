@@ -16,10 +16,10 @@ import torch
 
 from configurator import UserError, note, row
 from hardware import kernels
-from hardware.disk import MANIFEST, Lock, file_sha256
+from hardware.disk import MANIFEST, Lock, file_sha256, json_bytes, sealed
 from hardware.machine import Machine, memory_advice, start
 from hardware.peak import peak_tflops
-from model import GPT
+from model import GPT, GPTConfig
 from text.dataset import (
     DataSet,
     check_files,
@@ -28,15 +28,18 @@ from text.dataset import (
     open_datasets,
     open_windows,
     opened_files,
+    tokenizer_files,
     train_loader,
     verify_new,
 )
+from text.hf_tokenizer import read_json, to_hugging_face
 from text.landmarks import mixed_landmarks
+from text.tokenizer import Tokenizer
 from text.windows import Loader
 from training.average import Average
 from training.banner import banner, notes_for_others, slow_steps
-from training.checkpoint import Saver, small_files
-from training.huggingface import unverified
+from training.checkpoint import Earlier, Saver, read_training, tidy
+from training.huggingface import save_pretrained, unverified
 from training.job import Data, Job
 from training.memory import Step
 from training.metrics import MetricsFile, read_metrics
@@ -46,20 +49,17 @@ from training.plan import Plan, make_plan
 from training.progress import Progress
 from training.report import Metrics
 from training.resume import (
-    Earlier,
     Origin,
     check_copy,
-    check_data,
-    check_optimizer,
-    check_tokenizer,
+    check_fits,
     data_hashes,
     find_origin,
     load_model,
-    read_training,
+    model_to_tune,
     settings_changed,
     settings_of_run,
 )
-from training.runs import replace_run, run_folder, tidy
+from training.runs import replace_run, run_folder
 from training.settings import TrainConfig, model_config, wants_compile
 from training.shards import placed_like
 
@@ -174,8 +174,9 @@ def build(described: Description, machine: Machine, folder: Path, lock: Lock | N
         return MetricsFile(path, first_records(path, cfg, plan, data.sets, progress), lock, say)
 
     metrics = Metrics(cfg, machine, plan, data.sets, progress, machine.together(open_folder))
-    files = machine.decide(lambda: small_files(cfg, model.config, data.sets, data.tokenizer))
-    saver = Saver(folder / "ckpt", cfg.keep, files, machine, lock, metrics.log_save)
+    files = machine.decide(lambda: files_of_data(data, model.config.block_size))
+    writer = partial(write_model, files, data.tokenizer)
+    saver = Saver(folder / "ckpt", asdict(cfg), writer, lock, say, metrics.log_save)
     return Job(
         cfg=cfg,
         folder=folder,
@@ -219,7 +220,6 @@ def open_model(
     Raises UserError if this computer has other data or another checkpoint than that of rank 0.
     """
     path = described.origin.path
-    vocab_size = sets[0].meta["vocab_size"]
     if described.origin.resume and machine.local_rank == 0 and not machine.is_main:
         check_copy(path)  # on the computer of rank 0, find_origin() has checked it
     facts = shared_facts(sets, described.origin, machine)
@@ -230,17 +230,15 @@ def open_model(
             raise UserError(f"{differ}: all must read the same files with the same programs")
     earlier = None
     if path is None:
-        model = GPT(model_config(cfg, vocab_size))
+        model = GPT(model_config(cfg, sets[0].meta["vocab_size"]))
         torch.manual_seed(cfg.seed)  # the same weights on every rank
         model.init_weights(cfg.init)
     elif described.origin.resume:
         earlier = read_training(path)
-        model = load_model(path, cfg, vocab_size, earlier)
-        check_data(earlier, sets, path)
-        check_optimizer(earlier, cfg, path)
+        model = load_model(path, cfg)
+        check_fits(path, earlier, model.config, cfg, sets)
     else:
-        model = load_model(path, cfg, vocab_size)
-        check_tokenizer(path, sets, machine.say)
+        model = model_to_tune(path, cfg, sets, machine.say)
         if warning := unverified(path):
             machine.say(f"note: {path}: {warning}")
     for block in model.blocks:
@@ -388,3 +386,44 @@ def first_records(
     if any(recorded.get(key) != value for key, value in run.items()):
         records.append({"step": step, "first_sample": progress.samples} | run)
     return records
+
+
+# --------------------------------------------------------------------------------------------------
+# What a checkpoint holds beside the state of the training
+
+
+def files_of_data(data: Data, block_size: int) -> dict[str, bytes]:
+    """Return name -> content of meta.json and the tokenizer's files, for each checkpoint of a run.
+
+    They are read now, since the data set may be gone when a checkpoint is written. meta.json is
+    that of the first data set, with the hashes of all data sets, which a resumed run compares. The
+    hashes of the tokenizer's files are left out, since manifest.json has them. If no tokenizer.json
+    came with the tokenizer, it is made for sequences of block_size.
+    """
+    folder, meta = data.sets[0].folder, data.sets[0].meta
+    changes = {
+        "trained_on": {d.name: d.meta["splits"]["train"]["sha256"] for d in data.sets},
+        "judged_by": {d.name: d.meta["splits"]["val"]["sha256"] for d in data.sets},
+        "tokenizer": {k: v for k, v in meta["tokenizer"].items() if k != "files"},
+    }
+    files = {path.name: path.read_bytes() for path in tokenizer_files(folder, meta["tokenizer"])}
+    if "tokenizer.json" not in files:
+        came_with = read_json(folder / "tokenizer_config.json")
+        for name, content in to_hugging_face(data.tokenizer, block_size, came_with).items():
+            files[name] = json_bytes(content)
+    return files | {"meta.json": json_bytes(sealed(meta | changes))}
+
+
+def write_model(
+    files: dict[str, bytes],
+    tokenizer: Tokenizer,
+    folder: Path,
+    c: GPTConfig,
+    weights: dict[str, torch.Tensor],
+) -> None:
+    """Make a model folder: the weights, their shape, and the tokenizer."""
+    folder.mkdir(parents=True)
+    bos_id = tokenizer.prefix[0] if tokenizer.prefix else None
+    save_pretrained(c, weights, folder, tokenizer.eos_id, bos_id)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)

@@ -22,7 +22,7 @@ import prepare
 import sample
 import train
 from hardware.disk import file_sha256
-from training.runs import newest_checkpoint
+from training.checkpoint import newest_checkpoint
 
 
 @pytest.fixture(scope="module")

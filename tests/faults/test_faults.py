@@ -22,10 +22,10 @@ import prepare
 import train
 from hardware.disk import damage
 from model import GPT
-from training import runs
+from training import checkpoint
+from training.checkpoint import newest_checkpoint
 from training.huggingface import from_pretrained
 from training.metrics import spike
-from training.runs import newest_checkpoint
 
 
 @pytest.mark.slow
@@ -401,7 +401,8 @@ def test_a_failed_save_leaves_the_checkpoint_before_it_and_the_next_one_is_writt
 def test_an_old_checkpoint_that_cannot_be_deleted_is_no_failed_save(
     tiny_data, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(runs, "remove_only", Mock(side_effect=OSError(5, "Input/output error")))
+    io_error = Mock(side_effect=OSError(5, "Input/output error"))
+    monkeypatch.setattr(checkpoint, "remove_only", io_error)
     run = train_tiny(tiny_data, tmp_path, "--save_every=2", "--eval_every=100", "--keep=1")
     said = capsys.readouterr().out
     assert "an older checkpoint could not be deleted" in said and "could not be written" not in said

@@ -27,9 +27,10 @@ import train
 from configurator import UserError
 from hardware.disk import Lock, damage
 from model import GPT
-from training import checkpoint, report, runs
+from training import checkpoint, report
+from training.checkpoint import newest_checkpoint, newest_intact
 from training.plan import make_plan
-from training.runs import newest_checkpoint, newest_intact, newest_run
+from training.runs import newest_run
 from training.settings import TrainConfig
 
 
@@ -458,7 +459,7 @@ def test_sampling_takes_the_next_checkpoint_when_one_is_deleted_meanwhile(
 
     def pruned(folder):
         if folder == newest and newest.exists():
-            assert not runs.discard(newest)
+            assert not checkpoint.discard(newest)
         return read(folder)
 
     monkeypatch.setattr(sample, "from_pretrained", pruned)

@@ -17,7 +17,7 @@ import pytest
 import warm
 from conftest import REPO, TINY, forge, metrics, train_tiny
 
-from training.runs import newest_checkpoint
+from training.checkpoint import newest_checkpoint
 
 pytestmark = pytest.mark.slow
 
