@@ -12,8 +12,7 @@ from model import GPT
 from text.windows import DataSet, Loader, Windows
 from training.average import Average
 from training.checkpoint import Saver
-from training.plan import Plan
-from training.progress import Progress
+from training.plan import Plan, Progress
 from training.report import Metrics
 from training.settings import TrainConfig
 

@@ -24,8 +24,7 @@ from hardware.machine import Machine
 from hardware.terminal import ProgressBar, in_a_terminal, quoted
 from text.windows import DataSet
 from training.metrics import MetricsFile, Watch, spike
-from training.plan import Plan
-from training.progress import Progress
+from training.plan import Plan, Progress
 from training.settings import TrainConfig
 
 FOLLOW = Path(__file__).resolve().parents[1] / "follow.py"

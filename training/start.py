@@ -45,8 +45,7 @@ from training.memory import Step
 from training.metrics import MetricsFile, read_metrics
 from training.optimizer import make_optimizer
 from training.parallel import fit_batch, shares, wrap
-from training.plan import Plan, make_plan
-from training.progress import Progress
+from training.plan import Plan, Progress, make_plan
 from training.report import Metrics
 from training.resume import (
     Origin,

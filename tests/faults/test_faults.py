@@ -302,7 +302,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_leave_the_last_good_checkpo
     tiny_data, tmp_path, monkeypatch, refuses
 ):
     poison(monkeypatch, *range(10, 1000), value=float("inf"))  # from step 6 on
-    monkeypatch.setattr("training.progress.MAX_BAD_STEPS", 4)
+    monkeypatch.setattr("training.plan.MAX_BAD_STEPS", 4)
     more = ["--max_steps=50", "--save_every=1"]
     assert "4 steps in a row" in refuses(train.main, *options(tiny_data, tmp_path, *more))
     kept = sorted((tmp_path / "run" / "ckpt").iterdir())
@@ -355,7 +355,7 @@ def test_an_fp16_run_whose_gradient_overflows_at_every_scale_ends(
 
     monkeypatch.setattr(GPT, "forward", broken)
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=8.0))
-    monkeypatch.setattr("training.progress.MAX_BAD_STEPS", 4)
+    monkeypatch.setattr("training.plan.MAX_BAD_STEPS", 4)
     more = ["--max_steps=30"]
     error = refuses(train.main, *options(tiny_data, tmp_path, *more))
     # Only the scaler treats the first overflows. Those at a scale of 1 count as bad steps.

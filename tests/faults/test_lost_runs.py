@@ -385,7 +385,7 @@ def test_a_run_that_gave_up_goes_on_behind_the_bad_steps_and_keeps_what_it_kept(
     tiny_data, tmp_path, monkeypatch, refuses
 ):
     poison(monkeypatch, *range(8, 12))  # steps 5 and 6
-    monkeypatch.setattr("training.progress.MAX_BAD_STEPS", 2)
+    monkeypatch.setattr("training.plan.MAX_BAD_STEPS", 2)
     more = ["--save_every=2", "--eval_every=100", "--keep=1"]
     refuses(train.main, *options(tiny_data, tmp_path, *more))
     assert steps_in(tmp_path / "run") == ["04", "06"]
