@@ -138,11 +138,6 @@ def test_it_ends_by_itself_when_the_training_is_killed(copy):
     assert by_hand(copy, "--beside").returncode == 0 and (copy / "loss.png").exists()
 
 
-@pytest.mark.parametrize("argv", [[], ["{tmp}/none"], ["{tmp}", "{tmp}"]])
-def test_what_is_no_run_is_refused(tmp_path, refuses, argv):
-    refuses(follow.main, *(arg.format(tmp=tmp_path) for arg in argv))
-
-
 def test_a_tracker_that_is_missing_is_named(copy, refuses, monkeypatch, capsys):
     monkeypatch.setattr("training.settings.find_spec", lambda name: None)
     assert "tracker=swanlab" in refuses(train.main, "--max_steps=1", "--tracker=swanlab")

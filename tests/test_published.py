@@ -87,10 +87,6 @@ TAKEN = {  # name -> (config.json, parameters, the class that our checkpoint has
         | dict(max_position_embeddings=4096, vocab_size=32000),
         6_738_415_616,
     ),
-    "Llama-3.1-8B": (
-        LLAMA3 | shape(4096, 14336, 32, 32, rope_scaling=SCALED | dict(factor=8.0)),
-        8_030_261_248,
-    ),
     "Llama-3.2-1B": (
         LLAMA3 | shape(2048, 8192, 32, 16, head_dim=64, tie_word_embeddings=True),
         1_235_814_400,
@@ -101,10 +97,6 @@ TAKEN = {  # name -> (config.json, parameters, the class that our checkpoint has
         7_248_023_552,
     ),
     "gpt2": (GPT2 | dict(n_embd=768, n_head=12, n_layer=12), 124_439_808),
-    "gpt2-medium": (
-        GPT2 | dict(n_embd=1024, n_head=16, n_layer=24, n_special=0, predict_special_tokens=True),
-        354_823_168,
-    ),
 }
 REFUSED = {  # name -> (config.json, what is said)
     "Mistral-7B-v0.1": (
@@ -114,10 +106,6 @@ REFUSED = {  # name -> (config.json, what is said)
     "MiniMind2": (
         dict(architectures=["MiniMindForCausalLM"], model_type="minimind", hidden_size=768),
         "model_type='minimind'",
-    ),
-    "Qwen1.5-MoE-A2.7B": (
-        dict(architectures=["Qwen2MoeForCausalLM"], model_type="qwen2_moe", num_experts=60),
-        "model_type='qwen2_moe'",
     ),
     "Llama, 4 bits": (
         TAKEN["Llama-2-7b"][0] | dict(quantization_config={"bits": 4}),
