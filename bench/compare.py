@@ -284,19 +284,18 @@ def lines_of(argv: list[str], folder: Path) -> Iterator[tuple[float, str]]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    process = subprocess.Popen(argv, cwd=folder, env=environment, **streams)
     output = []
-    try:
-        for line in process.stdout:
-            output.append(line)
-            yield time.perf_counter(), line
-        if process.wait():
-            print("".join(output)[-4000:], file=sys.stderr)
-            raise UserError(f"a contestant ended with exit code {process.returncode}: see above")
-    finally:
-        process.kill()
-        process.stdout.close()
-        process.wait()
+    with subprocess.Popen(argv, cwd=folder, env=environment, **streams) as process:
+        try:
+            for line in process.stdout:
+                output.append(line)
+                yield time.perf_counter(), line
+            code = process.wait()
+        finally:
+            process.kill()
+    if code:
+        print("".join(output)[-4000:], file=sys.stderr)
+        raise UserError(f"a contestant ended with exit code {code}: see above")
 
 
 def seconds_per_step(argv: list[str], folder: Path, start: int, end: int) -> float:

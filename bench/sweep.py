@@ -386,16 +386,12 @@ POWER = {
 
 
 def texts(cell: dict, columns: dict) -> list[str]:
-    """Return a cell's figures as text, and its note.
-
-    A figure that is missing is "-"; one that this machine cannot give is "n/a".
-    """
+    """Return a cell's figures as text, "n/a" for one that it does not have, and its note."""
     row = []
     for key, (_, form) in columns.items():
-        value = cell.get(key, "-")
-        if value is None:
-            value = "n/a"
-        row.append(value if isinstance(value, str) else format(value, form))
+        value = cell.get(key)
+        number = isinstance(value, int | float)
+        row.append(format(value, form) if number else value or "n/a")
     return [*row, cell["note"]]
 
 

@@ -87,7 +87,7 @@ def test_the_last_picture_exists_when_the_training_ends(alone, tiny_data, tmp_pa
 HANGS = pytest.param("hang in log", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("fault", ["init", "log", "finish", "kill in log", HANGS])
+@pytest.mark.parametrize("fault", ["log", "finish", "kill in log", HANGS])
 def test_a_tracker_that_fails_hangs_or_is_killed_changes_no_bit_of_the_run(
     alone, tiny_data, tmp_path, monkeypatch, capfd, calls, fault
 ):

@@ -210,21 +210,15 @@ def run_with(*losses: float, tokens: int = 100, seconds: float = 1.0) -> Result:
     return Result(at, np.array(losses), {"tiny": losses[-1]}, 1000, seconds)
 
 
-def test_what_a_seed_does_to_all_variants_alike_cancels():
-    runs = {"a": {}, "b": {}}
+def test_variants_are_compared_by_the_seeds_of_both_so_that_luck_cancels():
+    runs: dict = {"a": {}, "b": {9: run_with(7.0)}, "c": {9: run_with(1.0)}}
     for seed, luck in enumerate((0.0, 5.0, -7.0)):
         runs["a"][seed] = run_with(luck + 2.0)
         runs["b"][seed] = run_with(luck + 1.5 + 0.01 * seed)
     a, b = lab_results.compare(runs, ["a"])
+    assert (a.variant, b.variant) == ("a", "b") and b.losses.keys() == {0, 1, 2}
     assert b.loss_error > 3 and b.difference_error == pytest.approx(0.01 / math.sqrt(3))
     assert b.difference == pytest.approx(-0.49) and b.verdict == "better"
-
-
-def test_only_the_seeds_of_both_are_compared():
-    runs = {"a": {1: run_with(2.0)}, "b": {1: run_with(1.5), 2: run_with(9.0)}}
-    rows = lab_results.compare(runs | {"c": {2: run_with(1)}}, ["a"])
-    assert [row.variant for row in rows] == ["a", "b"]
-    assert rows[1].losses == {1: 1.5} and rows[1].loss_error is None
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,8 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("place")
     shutil.copytree(tiny_data / "tiny", root / "data" / "tiny")
     train_tiny(root / "data", root / "out", "--max_steps=4")
-    gpt2 = train_tiny(
-        root / "data", root / "gpt2", "--max_steps=1", "--preset=gpt2", "--n_kv_head=0"
-    )
+    of_gpt2 = ["--max_steps=1", "--preset=gpt2", "--n_kv_head=0"]
+    gpt2 = train_tiny(root / "data", root / "gpt2", *of_gpt2)
     ckpt = newest_checkpoint(root / "out" / "run" / "ckpt")
     put_checkpoints(root, ckpt)
     put_data_sets(root / "data")
@@ -113,7 +112,6 @@ TRAIN = {
     "--device=banana": "device=banana",
     "--dtype=float16 --device=cpu": "dtype=float16",
     "config/nowhere.py": "config/nowhere.py",
-    "--n_embd=33": "n_embd=33",
     "--n_embd=36": "head_dim=9",
     "--block_size=999999": "block_size=999999",
     "--n_embd=400000 --n_layer=400": "n_layer or n_embd",
@@ -166,7 +164,6 @@ PREPARE = {
     "--input {corpus} --encoding=klingon": "encoding",
     "--input {root}/latin.txt": "latin.txt",
     "--input {corpus} --fields=body": "body",
-    "--input {corpus} --format=pdf": "format='pdf'",
     "--input {corpus} --tokenizer=gpt9": "gpt9",
     "--input {corpus} --vocab_size=50000": "--vocab_size=50000",
     "--input {corpus} --vocab_size=400 --min_tokens=100000": "document",
@@ -174,7 +171,6 @@ PREPARE = {
     "--val_fraction=0": "val_fraction",
     "--inspect {out}/run --step=5": "--step=5",
     "--name=a/b": "name",
-    "--inspect {data}/tiny --show=banana": "show",
     "--inspect {data}/tiny --step=3": "--step",
     "--inspect {data}/large": "the id 400",
     "en.jsonl": "--input FILE",
