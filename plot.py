@@ -31,6 +31,8 @@ class PlotConfig:
     def problems(self) -> list[str]:
         if self.png and Path(self.png).suffix not in (".png", ".pdf", ".svg"):
             return [f"png={self.png!r} must end in .png, .pdf or .svg"]
+        if not Path(self.png).parent.is_dir():
+            return [f"png={self.png!r}: no such folder"]
         return []
 
 

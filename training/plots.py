@@ -88,7 +88,7 @@ def read_run(folder: Path, x: str, y: str) -> Run:
         for curve in curves.values():
             curve[0] = np.interp(curve[0], at, counted)
     # A path may be long, and may hold bytes that are not UTF-8.
-    name = "/".join(folder.parts[-3:]).encode(errors="backslashreplace").decode()
+    name = str(Path(*folder.parts[-3:])).encode(errors="backslashreplace").decode()
     return Run(name, start["settings"], landmarks, curves, best)
 
 

@@ -81,9 +81,6 @@ def put_checkpoints(root: Path, ckpt: Path) -> None:
     bpe = {"type": "BPE", "vocab": 7, "merges": []}
     odd = {"model": bpe, "pre_tokenizer": {"type": "ByteLevel"}}
     (root / "odd_tokens" / "tokenizer.json").write_text(json.dumps(odd))
-    scaled = json.loads((ckpt / "config.json").read_text())
-    scaled["rope_scaling"] = {"rope_type": "dynamic", "factor": 4.0}
-    (relative("yarn") / "config.json").write_text(json.dumps(scaled))
 
 
 def put_data_sets(data: Path) -> None:
@@ -132,7 +129,6 @@ TRAIN = {
     "--init_from={root}/empty_config": "empty_config",
     "--init_from={root}/pickled": "pytorch_model.bin",
     "--init_from={root}/other_names": "model.safetensors",
-    "--init_from={root}/yarn": "rope_scaling",
     "--out_dir={out}": "--overwrite",
     "--out_dir={out} --init_from={ckpt} --overwrite": "{ckpt}",
     "--out_dir={out} --init_from=resume --n_layer=3": "n_layer is 2 there, 3 here",
