@@ -295,7 +295,7 @@ def lines_of(argv: list[str], folder: Path) -> Iterator[tuple[float, str]]:
             process.kill()
     if code:
         print("".join(output)[-4000:], file=sys.stderr)
-        raise UserError(f"a contestant ended with exit code {code}: see above")
+        raise UserError(f"the above ended with exit code {code}: {argv[0]} {argv[1]}")
 
 
 def seconds_per_step(argv: list[str], folder: Path, start: int, end: int) -> float:
@@ -311,7 +311,7 @@ def seconds_per_step(argv: list[str], folder: Path, start: int, end: int) -> flo
         if end in times:  # the rest, such as an evaluation and a checkpoint, is not timed
             break
     if not {start, end} <= times.keys():
-        raise UserError(f"a contestant printed no lines for steps {start} and {end}")
+        raise UserError(f"no lines for steps {start} and {end}: {argv[0]} {argv[1]}")
     return (times[end] - times[start]) / (end - start)
 
 

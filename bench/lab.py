@@ -227,7 +227,7 @@ def train_all(runs: list[Run]) -> int:
             line = f"{run.variant}, seed {run.seed}"
             code = train(run, signals)
             if signals:
-                print(f"{line} | stopped by a signal: the same command goes on")
+                ProgressBar.write(f"{line} | stopped by a signal: the same command goes on")
                 return 128 + signals[-1]
             result = read_run(run.folder, run.judges, run.loss)
             if result:
