@@ -23,7 +23,6 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +63,7 @@ def main() -> None:
         os.nice(10)  # the training comes first
     settings = all_settings[-1]
     name = settings.get("tracker", "none") if cfg.tracker == "auto" else cfg.tracker
-    tracker = Tracker(name, folder, settings) if name != "none" else None
+    tracker = None
     inputs = [sys.stdin] if cfg.beside else []
     seen = 0  # records that were read in the round before
     pause = 0.0
@@ -83,12 +82,13 @@ def main() -> None:
         if over:
             say(picture)
         try:
-            if tracker:
+            if name != "none":
+                tracker = tracker or Tracker(name, folder, settings)
                 tracker.send(records, over)
         except (Exception, SystemExit) as e:
             later = f"python follow.py {folder} --tracker={name}"
             say(f"warning: {name} failed ({reason(e)}); `{later}` sends the rest later")
-            tracker = None
+            name = "none"
         pause = max(PAUSE, 49 * (time.monotonic() - start))  # so this takes 2 % of the time at most
 
 
@@ -134,65 +134,69 @@ def write_texts(folder: Path, added: list[dict], records: list[dict]) -> None:
 class Tracker:
     """Sends the numbers of each record to wandb, SwanLab or TensorBoard, once.
 
-    follow.json remembers the last record that was sent, and which wandb run it is.
+    follow.json remembers the last record that was sent, and which wandb run it is. What the
+    tracker's own package raises goes to the caller.
     """
 
     def __init__(self, name: str, folder: Path, settings: dict[str, Any]):
-        self.name = name
-        self.folder = folder
-        self.settings = settings
-        self.log: Callable[[dict, int], Any] | None = None
+        self.path = folder / "follow.json"
         # sent: up to which step, and up to which of its records
         self.state: dict[str, Any] = {"tracker": name, "sent": [-1, 0], "id": uuid.uuid4().hex[:12]}
         with suppress(OSError, ValueError):
-            earlier = read_object(folder / "follow.json")
+            earlier = read_object(self.path)
             if earlier.get("tracker") == name:
                 self.state |= earlier
+        self.service = begin(name, folder, settings, self.state["id"])
 
     def send(self, records: list[dict], over: bool) -> None:
-        """Send those of the records that were not sent yet. over: no others will come.
-
-        What the tracker's own package raises goes to the caller.
-        """
-        if self.log is None:
-            self.open()
+        """Send those of the records that were not sent yet. over: no others will come."""
         of_step: Counter[int] = Counter()
         try:
             for record in records:
-                step = record["step"]
-                of_step[step] += 1
-                if [step, of_step[step]] > self.state["sent"] and "settings" not in record:
-                    self.log({k: v for k, v in record.items() if type(v) in (int, float)}, step)
-                    self.state["sent"] = [step, of_step[step]]
+                of_step[record["step"]] += 1
+                place = [record["step"], of_step[record["step"]]]
+                if place > self.state["sent"] and "settings" not in record:
+                    values = {k: v for k, v in record.items() if type(v) in (int, float)}
+                    self.service.log(values, record["step"])
+                    self.state["sent"] = place
         finally:
             with suppress(OSError):  # on a full disk, another process would send them again
-                write_whole(self.folder / "follow.json", json_bytes(self.state))
+                write_whole(self.path, json_bytes(self.state))
         if over:
-            self.close()
+            self.service.finish()
 
-    def open(self) -> None:
-        """Import the package of this tracker, and take log(values, step) and close() from it."""
-        if self.name == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
 
-            writer = SummaryWriter(self.folder / "tensorboard")
+def begin(name: str, folder: Path, settings: dict, run_id: str) -> Any:
+    """Begin a run at a tracker. Return what has the functions log(values, step) and finish().
 
-            def add_scalars(values: dict, step: int) -> None:
-                for key, value in values.items():
-                    writer.add_scalar(key, value, step)
+    run_id: if wandb has a run of this id, that one goes on.
+    """
+    if name == "tensorboard":
+        return TensorBoard(folder)
+    title = folder.resolve().name
+    options = {
+        "wandb": dict(name=title, dir=folder, id=run_id, resume="allow"),
+        "swanlab": dict(experiment_name=title, logdir=str(folder / "swanlog")),
+    }
+    os.environ.setdefault("WANDB_SILENT", "true")  # its lines would tear the bar of train.py
+    project = os.environ.get(f"{name.upper()}_PROJECT", "gpt")
+    package = importlib.import_module(name)
+    package.init(project=project, config=settings, **options[name])
+    return package
 
-            self.log, self.close = add_scalars, writer.close
-            return
-        title = self.folder.resolve().name
-        options = {
-            "wandb": dict(name=title, dir=self.folder, id=self.state["id"], resume="allow"),
-            "swanlab": dict(experiment_name=title, logdir=str(self.folder / "swanlog")),
-        }
-        os.environ.setdefault("WANDB_SILENT", "true")  # its lines would tear the bar of train.py
-        project = os.environ.get(f"{self.name.upper()}_PROJECT", "gpt")
-        package = importlib.import_module(self.name)
-        package.init(project=project, config=self.settings, **options[self.name])
-        self.log, self.close = package.log, package.finish
+
+class TensorBoard:
+    """TensorBoard, with the functions that wandb and SwanLab have."""
+
+    def __init__(self, folder: Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(folder / "tensorboard")
+        self.finish = self.writer.close
+
+    def log(self, values: dict, step: int) -> None:
+        for key, value in values.items():
+            self.writer.add_scalar(key, value, step)
 
 
 if __name__ == "__main__":

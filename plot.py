@@ -40,12 +40,7 @@ def main() -> None:
     cfg = parse(PlotConfig, doc=__doc__, positional="runs")
     folders = find_runs(cfg)
     png = folders[0] / "loss.png" if len(folders) == 1 else folders[0].parent / "comparison.png"
-    if cfg.png:
-        png = Path(cfg.png)
-    try:
-        print(plot_loss(folders, png, cfg.x, cfg.y))
-    except ImportError as e:
-        raise UserError(f"{e}: pip install matplotlib") from None
+    print(plot_loss(folders, Path(cfg.png or png), cfg.x, cfg.y))
 
 
 def find_runs(cfg: PlotConfig) -> list[Path]:
@@ -56,8 +51,7 @@ def find_runs(cfg: PlotConfig) -> list[Path]:
     if not cfg.runs:
         logs = list(Path(cfg.out_dir).glob("*/metrics.jsonl"))
         if not logs:
-            train = "train one first (python train.py config/demo.py)"
-            raise UserError(f"no run under {cfg.out_dir}/: {train}, or name the folder of one")
+            raise UserError(f"no run under {cfg.out_dir}/: train first, or name a run's folder")
         return [max(logs, key=lambda path: path.stat().st_mtime).parent]
     folders = [Path(name) for name in dict.fromkeys(cfg.runs)]
     runs = [folder for folder in folders if (folder / "metrics.jsonl").exists()]

@@ -97,10 +97,9 @@ class CompareConfig(TrainConfig):
             problems.append(f"nanogpt={self.nanogpt}: no train.py in it")
         if not 0 < self.warmup < self.steps - 1:  # step `warmup` to step `steps` - 1 are timed
             problems.append("warmup must be positive and below steps - 1")
-        if self.recipe and (self.hf or self.sampling):
-            problems.append("recipe: only nanoGPT has one, in training: leave hf and sampling out")
-        if self.recipe and not re.search(r"--max_iters=\d+", self.recipe):
-            problems.append("recipe must say --max_iters=N")
+        has_length = re.search(r"--max_iters=\d+", self.recipe)
+        if self.recipe and (self.hf or self.sampling or not has_length):
+            problems.append("recipe must say --max_iters=N, and goes with neither hf nor sampling")
         return problems
 
 
@@ -108,17 +107,11 @@ class CompareConfig(TrainConfig):
 # The contestants: commands that print one line for each step. They run in `folder`.
 
 
-def our_command(cfg: CompareConfig, folder: Path, **overrides) -> list[str]:
+def ours(cfg: CompareConfig, folder: Path, **overrides) -> list[str]:
     """Return the command of this repository's train.py."""
     place = dict(out_dir=str(folder / "ours"), run_name="run", tracker="off")
     options = train_options(cfg, **place, sample_every=0, **overrides)
     return [sys.executable, str(REPO / "train.py"), *options]
-
-
-def ours(cfg: CompareConfig, folder: Path) -> list[str]:
-    """Return the command of this repository's train.py, without what peers do not do."""
-    rarely = dict(eval_every=10**9, eval_tokens=1, save_every=10**9)
-    return our_command(cfg, folder, **rarely, log_every=1, optimizer="adamw", overwrite=True)
 
 
 def nanogpt_command(cfg: CompareConfig, folder: Path, options: list[str]) -> list[str]:
@@ -240,8 +233,7 @@ def sampling(repo: str, name: str, cfg: CompareConfig) -> list[str]:
     shape |= dict(n_embd=c.n_embd, block_size=c.block_size)
     shape |= asdict(c) if name == "ours" else dict(bias=c.bias, dropout=0.0)
     dtype = str(sampling_dtype(name, cfg)).removeprefix("torch.")
-    counts = [cfg.num_samples, cfg.max_new_tokens]
-    facts = [repo, name, shape, dtype, place_of(cfg)[0], *counts]
+    facts = [repo, name, shape, dtype, place_of(cfg)[0], cfg.num_samples, cfg.max_new_tokens]
     return [sys.executable, "-c", SAMPLING, json.dumps(facts)]
 
 
@@ -266,7 +258,10 @@ def commands_of(cfg: CompareConfig, folder: Path) -> dict[str, list[str]]:
     if cfg.sampling:
         repos = {"ours": str(REPO)} | ({"nanoGPT": cfg.nanogpt} if cfg.nanogpt else {})
         return {name: sampling(repo, name, cfg) for name, repo in repos.items()}
-    commands = {"ours": ours(cfg, folder)}
+    # Without what peers do not do.
+    rarely = dict(eval_every=10**9, eval_tokens=1, save_every=10**9)
+    rarely |= dict(log_every=1, optimizer="adamw", overwrite=True)
+    commands = {"ours": ours(cfg, folder, **rarely)}
     if cfg.nanogpt:
         commands["nanoGPT"] = nanogpt(cfg, folder)
     if cfg.hf:
@@ -289,25 +284,18 @@ def lines_of(argv: list[str], folder: Path) -> Iterator[tuple[float, str]]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    process = subprocess.Popen(argv, cwd=folder, env=environment, **streams)
     output = []
-    try:
-        for line in process.stdout:
-            output.append(line)
-            yield time.perf_counter(), line
-        if process.wait():
-            print("".join(output)[-4000:], file=sys.stderr)
-            code = process.returncode
-            raise UserError(f"the above ended with exit code {code}: {beginning(argv)}")
-    finally:
-        process.kill()
-        process.stdout.close()
-        process.wait()
-
-
-def beginning(argv: list[str]) -> str:
-    """Return the beginning of a command, on one line."""
-    return f"{' '.join(shlex.join(argv).split())[:200]} ..."
+    with subprocess.Popen(argv, cwd=folder, env=environment, **streams) as process:
+        try:
+            for line in process.stdout:
+                output.append(line)
+                yield time.perf_counter(), line
+            code = process.wait()
+        finally:
+            process.kill()
+    if code:
+        print("".join(output)[-4000:], file=sys.stderr)
+        raise UserError(f"the above ended with exit code {code}: {argv[0]} {argv[1]}")
 
 
 def seconds_per_step(argv: list[str], folder: Path, start: int, end: int) -> float:
@@ -323,7 +311,7 @@ def seconds_per_step(argv: list[str], folder: Path, start: int, end: int) -> flo
         if end in times:  # the rest, such as an evaluation and a checkpoint, is not timed
             break
     if not {start, end} <= times.keys():
-        raise UserError(f"no lines for steps {start} and {end}: {beginning(argv)}")
+        raise UserError(f"no lines for steps {start} and {end}: {argv[0]} {argv[1]}")
     return (times[end] - times[start]) / (end - start)
 
 
@@ -438,14 +426,19 @@ def compare_losses(cfg: CompareConfig) -> None:
     write_json(cfg.json, facts)
 
 
+def timed(argv: list[str], folder: Path) -> tuple[float, str]:
+    """Return the seconds that a command takes, and what it prints."""
+    start_time = time.perf_counter()
+    output = "".join(line for _, line in lines_of(argv, folder))
+    return time.perf_counter() - start_time, output
+
+
 def nanogpt_finish(cfg: CompareConfig, folder: Path) -> Finish:
     """Run nanoGPT's train.py. It saves its weights at each evaluation, also after the last step."""
     steps = int(re.findall(r"--max_iters=(\d+)", cfg.recipe)[-1])
     options = [*shlex.split(cfg.recipe), "--out_dir=out", "--always_save_checkpoint=True"]
     argv = nanogpt_command(cfg, folder, options)
-    start_time = time.perf_counter()
-    output = "".join(line for _, line in lines_of(argv, folder))
-    command = time.perf_counter() - start_time
+    command, output = timed(argv, folder)
     times = [float(ms) for ms in re.findall(r"^iter \d+: .*time ([0-9.]+)ms", output, re.M)]
     saved = folder / "out" / "ckpt.pt"
     if not saved.exists() or torch.load(saved, weights_only=True)["iter_num"] != steps:
@@ -455,10 +448,7 @@ def nanogpt_finish(cfg: CompareConfig, folder: Path) -> Finish:
 
 def our_finish(cfg: CompareConfig, folder: Path) -> Finish:
     """Run this repository's train.py."""
-    start_time = time.perf_counter()
-    for _ in lines_of(our_command(cfg, folder), folder):
-        pass
-    command = time.perf_counter() - start_time
+    command, _ = timed(ours(cfg, folder), folder)
     run_folder = folder / "ours" / "run"
     records = read_metrics(run_folder / "metrics.jsonl")
     times = [r["step_ms"] for r in records if "step_ms" in r]

@@ -29,7 +29,6 @@ from bench.measure import (
     new_training,
     no_folder,
     not_positive,
-    one_process,
     step_problems,
     write_json,
 )
@@ -64,14 +63,11 @@ class ScalesConfig(TrainConfig):
     json: str = ""  # also write the figures to this file
 
     def problems(self) -> list[str]:
-        problems = (
-            step_problems(self) + not_positive(self, "steps") + no_folder(self, "png", "json")
-        )
+        problems = step_problems(self) + not_positive(self, "steps")
+        problems += no_folder(self, "png", "json")
         for name in self.inits:
             if name not in INIT:
                 problems.append(f"inits: {name!r} is none of {', '.join(INIT)}")
-        if not self.png.endswith(".png"):
-            problems.append(f"png={self.png} must end in .png")
         return problems
 
 
@@ -149,14 +145,11 @@ def ends(of_blocks: list[float]) -> str:
 
 def draw(scales_of: dict[str, tuple[Scales, Scales]], cfg: ScalesConfig) -> None:
     """Draw the stream and the gradients over the blocks, before and after: a line per scheme."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # draws into a file, without a screen
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # unlike pyplot, it needs no screen
 
     kinds = {"stream": "RMS of the residual stream", "gradient": "RMS of the gradient"}
-    fig, axes = plt.subplots(2, 2, figsize=(9, 6.5), sharex=True, sharey="row")
-    fig.set_layout_engine("constrained")
+    fig = Figure(figsize=(9, 6.5), layout="constrained")
+    axes = fig.subplots(2, 2, sharex=True, sharey="row")
     for (key, label), panels in zip(kinds.items(), axes, strict=True):
         panels[0].set_ylabel(label)
         for column, ax in enumerate(panels):
@@ -170,13 +163,11 @@ def draw(scales_of: dict[str, tuple[Scales, Scales]], cfg: ScalesConfig) -> None
     fig.supxlabel("block")
     lines, schemes = axes[0, 0].get_legend_handles_labels()
     fig.legend(lines, schemes, loc="outside right center")  # beside the panels: it covers nothing
-    fig.savefig(cfg.png, dpi=100)
-    plt.close(fig)
+    fig.savefig(cfg.png, format="png", dpi=100)
 
 
 def main() -> None:
     cfg = with_data(parse(ScalesConfig, doc=__doc__))
-    one_process()
     kernels.install()
     machine = start(cfg.device, cfg.dtype)
     sets = open_datasets(cfg.dataset, cfg.data_dir)

@@ -46,13 +46,13 @@ from bench.measure import (
     command,
     no_folder,
     not_positive,
-    one_process,
     train_options,
     write_json,
 )
 from configurator import UserError, changes, parse, set_value
 from hardware.disk import content_sha256, write_whole
 from hardware.machine import stop_signals
+from hardware.terminal import ProgressBar
 from text.dataset import names_and_weights, open_datasets
 from training.settings import TRAINING, TrainConfig
 from training.start import with_data
@@ -104,7 +104,6 @@ class Run:
 
     variant: str
     seed: int
-    length: float  # 1, except for the baseline's other lengths
     settings: TrainConfig
     judges: list[str]  # data sets that all variants read: the loss is the mean of theirs
     loss: str  # the loss that decides: its key in metrics.jsonl
@@ -121,7 +120,6 @@ class Run:
 
 def main() -> None:
     cfg = read_question(sys.argv[1:])
-    one_process()
     baseline = cfg.baseline or next(iter(cfg.variants))
     runs = plan(cfg, baseline)
     exit_code = 0 if cfg.report else train_all(runs)
@@ -145,33 +143,32 @@ def read_question(argv: list[str]) -> LabConfig:
 def plan(cfg: LabConfig, baseline: str) -> list[Run]:
     """Return the runs in their order: all variants with the first seed, then with the second."""
     variants = variants_of(cfg, baseline)
-    of_variants = [names_and_weights(settings.dataset)[0] for _, _, settings in variants]
+    of_variants = [names_and_weights(settings.dataset)[0] for _, settings in variants]
     judges = [n for n in of_variants[0] if all(n in names for names in of_variants)]
     if not judges:
         raise UserError("no data set is read by all variants, so that it could judge them")
     runs = []
     for seed in cfg.seeds:
-        for name, length, settings in variants:
-            settings_of_seed = run_settings(settings, seed)
-            runs.append(Run(name, seed, length, settings_of_seed, judges, cfg.judge))
+        for name, settings in variants:
+            runs.append(Run(name, seed, run_settings(settings, seed), judges, cfg.judge))
     return runs
 
 
-def variants_of(cfg: LabConfig, baseline: str) -> list[tuple[str, float, TrainConfig]]:
-    """Return (name, length, settings) of the baseline, of the variants, and of other lengths.
+def variants_of(cfg: LabConfig, baseline: str) -> list[tuple[str, TrainConfig]]:
+    """Return (name, settings) of the baseline, of the variants, and of other lengths.
 
     Raises UserError for settings that train.py would refuse.
     """
     shared = TrainConfig(**{f.name: getattr(cfg, f.name) for f in fields(TrainConfig)})
     base = varied(shared, baseline, cfg.variants[baseline])
-    variants = [(baseline, 1.0, base)]
+    variants = [(baseline, base)]
     for name, settings in cfg.variants.items():
         if name != baseline and name in (cfg.only or cfg.variants):
-            variants.append((name, 1.0, varied(shared, name, settings)))
+            variants.append((name, varied(shared, name, settings)))
     for length in cfg.lengths:
         if length != 1:
-            variants.append((at_length(baseline, length), length, stretched(base, length)))
-    for name, _, settings in variants:
+            variants.append((at_length(baseline, length), stretched(base, length)))
+    for name, settings in variants:
         problems = settings.problems()
         if problems:
             raise UserError(f"variant {name!r}: {'; '.join(problems)}")
@@ -226,15 +223,12 @@ def train_all(runs: list[Run]) -> int:
     todo = {run.folder: run for run in runs if read_run(run.folder, run.judges, run.loss) is None}
     print(f"{len(runs)} runs, {len(todo)} of them to train", flush=True)
     exit_code = 0
-    trained = 0.0  # lengths of the runs that have ended
-    total = sum(run.length for run in todo.values())
-    start_time = time.perf_counter()
     with stop_signals() as signals:
-        for number, run in enumerate(todo.values(), 1):
-            line = f"{number}/{len(todo)} | {run.variant}, seed {run.seed}"
+        for run in ProgressBar("runs", todo.values()):
+            line = f"{run.variant}, seed {run.seed}"
             code = train(run, signals)
             if signals:
-                print(f"{line} | stopped by a signal: the same command goes on")
+                ProgressBar.write(f"{line} | stopped by a signal: the same command goes on")
                 return 128 + signals[-1]
             result = read_run(run.folder, run.judges, run.loss)
             if result:
@@ -243,9 +237,8 @@ def train_all(runs: list[Run]) -> int:
                 exit_code = 1
                 lines = run.log.read_text(errors="replace").splitlines()
                 line += f" | failed with exit code {code}: {' '.join(lines[-1:])}"
-            trained += run.length
-            left = (time.perf_counter() - start_time) / trained * (total - trained)
-            print(f"{line} | {run.folder} | {left / 60:.1f} min left", flush=True)
+            ProgressBar.write(f"{line} | {run.folder}")
+            sys.stdout.flush()
     return exit_code
 
 
@@ -280,13 +273,10 @@ def report(cfg: LabConfig, runs: list[Run], baseline: str) -> None:
         print("no run to compare is finished")
         return
     finished = sum(map(len, results.values()))
-    lines = [
-        f"# {cfg.question}",
-        "",
-        f"`{command()}`: {finished} of {len(runs)} runs are finished.",
-    ]
+    lines = [f"# {cfg.question}", ""]
+    lines += [f"`{command()}`: {finished} of {len(runs)} runs are finished."]
     lines += [f"The loss is {cfg.judge}, the mean of those on {', '.join(runs[0].judges)}.", ""]
-    text = "\n".join([*lines, table(rows, baseline)]) + "\n"
+    text = "\n".join([*lines, table(rows, baseline), ""])
     print("\n" + text)
     if cfg.markdown:
         write_whole(Path(cfg.markdown), text.encode())

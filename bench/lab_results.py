@@ -216,13 +216,10 @@ def plot(results: Results, rows: list[Row], lengths: list[str], question: str, p
     A dashed line joins the ends of the baseline's runs of all lengths. A variant whose curve ends
     to the left of it needs fewer tokens than the baseline for the same loss.
     """
-    import matplotlib
+    from matplotlib.figure import Figure  # unlike pyplot, it needs no screen
 
-    matplotlib.use("Agg")  # draws into a file, without a screen
-    import matplotlib.pyplot as plt
-
-    panels = dict(width_ratios=(3, 2), layout="constrained")
-    fig, (curves, ends) = plt.subplots(1, 2, figsize=(12, 6), **panels)
+    fig = Figure(figsize=(12, 6), layout="constrained")
+    curves, ends = fig.subplots(1, 2, width_ratios=(3, 2))
     shown = [row for row in rows if row.variant not in lengths[1:]]
     for number, row in enumerate(shown):
         color = f"C{number}"
@@ -248,4 +245,3 @@ def plot(results: Results, rows: list[Row], lengths: list[str], question: str, p
     fig.suptitle(question)
     fig.legend(loc="outside lower center", ncols=5)
     fig.savefig(png, dpi=120)
-    plt.close(fig)

@@ -1,6 +1,5 @@
 """What the measurements of this folder share: checks, turns, a training step, files of figures."""
 
-import os
 import platform
 import shlex
 import sys
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from configurator import UserError, changes
+from configurator import changes
 from hardware.disk import json_bytes, write_whole
 from hardware.machine import Machine
 from hardware.peak import device_name
@@ -56,12 +55,6 @@ def no_folder(cfg: Any, *names: str) -> list[str]:
         if not path.parent.is_dir():
             problems.append(f"{name}={path}: no such folder")
     return problems
-
-
-def one_process() -> None:
-    """Raise UserError under torchrun."""
-    if "RANK" in os.environ:
-        raise UserError("one process is needed: start it without torchrun")
 
 
 def train_options(cfg: TrainConfig, **overrides: Any) -> list[str]:

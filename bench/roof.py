@@ -18,6 +18,7 @@ counts all of T x T in attention, but only the causal half is computed. So the r
 
 import statistics
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -115,13 +116,12 @@ def table(title: str, rows: list[dict]) -> list[dict]:
 
 def gemms(model: GPT) -> dict[str, tuple[int, int, int]]:
     """Return the linear layers: name -> (K inputs, N outputs, how many layers there are of it)."""
-    layers: dict[str, tuple[int, int, int]] = {}
+    counts: Counter[tuple] = Counter()
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             name = path.rpartition(".")[2]
-            count = layers[name][2] + 1 if name in layers else 1
-            layers[name] = (module.in_features, module.out_features, count)
-    return layers
+            counts[name, module.in_features, module.out_features] += 1
+    return {name: (K, N, layers) for (name, K, N), layers in counts.items()}
 
 
 def gemm_flops(model: GPT) -> int:
@@ -189,21 +189,17 @@ BACKENDS = {
 }
 
 
-def attention_inputs(B: int, nh: int, T: int, hs: int, machine: Machine) -> list[torch.Tensor]:
-    """Return q, k, v and the gradient of the output, (B, nh, T, hs) each.
-
-    As in the model, they lie in memory as (B, T, nh, hs).
-    """
-    qkv_dy = torch.randn(4, B, T, nh, hs, device=machine.device, dtype=machine.dtype)
-    q, k, v, dy = qkv_dy.transpose(2, 3)
-    return [*(t.detach().requires_grad_() for t in (q, k, v)), dy]
-
-
 def attention(
     attends: Callable, shape: tuple, backward: bool, machine: Machine
 ) -> Callable[[], object]:
-    """Return a function that runs attends(q, k, v) on inputs of `shape`: (B, nh, T, hs)."""
-    q, k, v, dy = attention_inputs(*shape, machine)
+    """Return a function that runs attends(q, k, v) on inputs of `shape`: (B, nh, T, hs).
+
+    As in the model, they lie in memory as (B, T, nh, hs). dy is the gradient of the output.
+    """
+    B, nh, T, hs = shape
+    inputs = torch.randn(4, B, T, nh, hs, device=machine.device, dtype=machine.dtype)
+    *qkv, dy = inputs.transpose(2, 3)
+    q, k, v = (t.detach().requires_grad_() for t in qkv)
     if backward:
         return lambda: torch.autograd.grad(attends(q, k, v), (q, k, v), dy)
     return lambda: attends(q, k, v)  # also keeps what a backward pass needs, as in training
@@ -291,11 +287,10 @@ def measure_memory(model: GPT, M: int, cfg: RoofConfig, machine: Machine) -> lis
     shapes = [p.shape for p in model.parameters()]
     n = sum(s.numel() for s in shapes)
 
-    eager = partial(cross_entropy, N, V, False, machine)
-    compiled = partial(cross_entropy, N, V, True, machine)
-    jobs = [("cross-entropy, eager", N, "rows", loss_bytes, eager)]
-    if cfg.compile is not False:
-        jobs.append(("cross-entropy, compiled", N, "rows", loss_bytes, compiled))
+    jobs = []
+    for name in ["eager"] if cfg.compile is False else ["eager", "compiled"]:
+        loss = partial(cross_entropy, N, V, name == "compiled", machine)
+        jobs.append((f"cross-entropy, {name}", N, "rows", loss_bytes, loss))
     jobs.append(("copy", copied, "bytes", 2 * copied, partial(copy, copied, machine)))
     jobs.append(("AdamW", n, "parameters", 28 * n, partial(adamw, shapes, machine)))
     rows = []

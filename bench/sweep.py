@@ -48,7 +48,6 @@ from bench.measure import (
     new_training,
     no_folder,
     not_positive,
-    one_process,
     step_problems,
     take_turns,
     write_json,
@@ -86,7 +85,7 @@ class SweepConfig(TrainConfig):
     rounds: int = 8  # optimizer, documents: turns of a cell, each an untimed and two timed steps
     # ---- Output ----
     json: str = ""  # also write the figures to this file, after every cell
-    markdown: str = ""  # also write the tables to this file
+    markdown: str = ""  # also write all that is printed to this file
 
     def problems(self) -> list[str]:
         axes = (*SHAPES, *SETTINGS)
@@ -329,10 +328,8 @@ def largest(cfg: SweepConfig, tried: list[dict], machine: Machine, peak: float |
     fails, and then bisects.
     """
     if machine.device.type != "cuda":
-        reason = (
-            "left out: where memory is not the GPU's own, running out of it may kill the process"
-        )
-        return {"T": cfg.block_size, "B": "largest", "accum": 1, "note": reason}
+        note = "left out: where memory is not the GPU's own, running out may kill the process"
+        return {"T": cfg.block_size, "B": "largest", "accum": 1, "note": note}
     # Two steps are enough: in the second one the optimizer's state is there too, as at the peak.
     brief = replace(cfg, warmup=1, steps=1, seconds=0.0)
     fits = max((c["B"] for c in tried if not c["note"]), default=0)
@@ -370,7 +367,7 @@ def floor(cell: dict, device: torch.device) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# The table: printed line by line, and written as a whole after every cell
+# The tables, in Markdown: printed line by line, and written as a whole after every cell
 
 COLUMNS = {  # key in a cell: heading, format
     "T": ("T", "d"),
@@ -391,36 +388,19 @@ POWER = {
 
 
 def texts(cell: dict, columns: dict) -> list[str]:
-    """Return a cell's figures as text, and its note.
-
-    A figure that is missing is "-"; one that this machine cannot give is "n/a".
-    """
+    """Return a cell's figures as text, "n/a" for one that it does not have, and its note."""
     row = []
     for key, (_, form) in columns.items():
-        value = cell.get(key, "-")
-        if value is None:
-            value = "n/a"
-        row.append(value if isinstance(value, str) else format(value, form))
+        value = cell.get(key)
+        number = isinstance(value, int | float)
+        row.append(format(value, form) if number else value or "n/a")
     return [*row, cell["note"]]
 
 
-def aligned(row: list[str]) -> str:
-    figures = "".join(f" {text:>9}" for text in row[:-1])
-    return f"{figures}  {row[-1]}".rstrip()
-
-
-def as_markdown(facts: dict, cells: list[dict], columns: dict) -> str:
-    """Return the facts as a list, and the cells as one table for each axis."""
-    listed = [f"* {k}: {v}" for k, v in facts.items() if k != "machine"]
-    lines = [f"# {facts['machine']}", "", *listed]
-    headings = [heading for heading, _ in columns.values()] + ["note"]
-    for axis in dict.fromkeys(c["axis"] for c in cells):
-        rows = [headings, ["--:"] * len(columns) + [":--"]]
-        for cell in cells:
-            if cell["axis"] == axis:
-                rows.append([text.replace("|", r"\|") for text in texts(cell, columns)])
-        lines += ["", f"## {axis}", "", *(f"| {' | '.join(row)} |" for row in rows)]
-    return "\n".join(lines) + "\n"
+def table_row(row: list[str]) -> str:
+    """Return a row of a table in Markdown, whose columns stand in line in a terminal too."""
+    *figures, last = row
+    return f"| {' | '.join(f'{text:>7}' for text in figures)} | {last.replace('|', '/')} |"
 
 
 def describe(cfg: SweepConfig, model: GPT, machine: Machine, peak_source: str) -> dict[str, str]:
@@ -443,7 +423,6 @@ def describe(cfg: SweepConfig, model: GPT, machine: Machine, peak_source: str) -
 
 def main() -> None:
     cfg = parse(SweepConfig, doc=__doc__)
-    one_process()
     axes = cfg.vary.split(",")
     if "documents" in axes:
         cfg = with_data(cfg)
@@ -458,28 +437,30 @@ def main() -> None:
     columns = COLUMNS | (POWER if power_meter(machine.device) else {})
     headings = [heading for heading, _ in columns.values()]
     cells: list[dict] = []
+    lines: list[str] = []  # of all that was printed
 
-    def save() -> None:
+    def show(*added: str) -> None:
+        """Print lines. Write the files anew, so that they are there if the sweep is ended."""
+        machine.say("\n".join(added))
+        lines.extend(added)
         write_json(cfg.json, facts | {"settings": changes(cfg), "cells": cells})
         if cfg.markdown:
-            write_whole(Path(cfg.markdown), as_markdown(facts, cells, columns).encode())
+            write_whole(Path(cfg.markdown), "\n".join([*lines, ""]).encode())
 
-    save()  # reports a path that cannot be written now, and not after the first cell
-    machine.say("\n".join(f"{k:>11}: {v}" for k, v in facts.items()))
+    show(f"# {facts['machine']}", "", *(f"* {k}: {v}" for k, v in facts.items() if k != "machine"))
     for axis in axes:
-        machine.say("\n" + aligned([*headings, f"by {axis}"]))
+        rule = table_row([*["--:"] * len(columns), ":--"])
+        show("", f"## {axis}", "", table_row([*headings, "note"]), rule)
         for cell in cells_along(axis, cfg, machine, peak):
             cells.append({"axis": axis} | cell)
-            machine.say(aligned(texts(cell, columns)))
-            save()
+            show(table_row(texts(cell, columns)))
 
     if any(axis in SHAPES for axis in axes):
         one_token = [c for c in cells if c["T"] == c["B"] == c["accum"] == 1]
         smallest = next((c for c in one_token if c["axis"] in SHAPES), None)
         smallest = smallest or measure(replace(cfg, block_size=1, batch_size=1), 1, machine, peak)
         facts["any step"] = floor(smallest, machine.device)
-        machine.say(f"\nany step, at least: {facts['any step']}")
-        save()
+        show("", f"any step, at least: {facts['any step']}")
     if any("failed: " in c["note"] for c in cells):
         sys.exit(1)
 

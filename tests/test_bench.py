@@ -1,4 +1,5 @@
 import gzip
+import importlib
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import pytest
 import torch
 from conftest import REPO, TINY, call, make_records, write_jsonl
 
-from bench import compare, init_scales, judge, lab, roof, shards, sweep
+from bench import compare
 from bench import prepare as bench_prepare
 from configurator import given
 from hardware.peak import datasheet_peak
@@ -28,7 +29,6 @@ from training.huggingface import to_state
         ("Tesla V100-SXM2-16GB", torch.bfloat16, None, "n/a"),  # it has no bf16
         ("Tesla V100-SXM2-16GB", torch.float32, 15.7, "fp32"),  # nor TF32
         ("NVIDIA H200", torch.float32, 494, "tf32"),
-        ("Some New GPU", torch.bfloat16, None, "n/a"),
     ],
 )
 def test_the_peak_says_where_it_comes_from(name, dtype, peak, words):
@@ -49,29 +49,6 @@ def test_prepare_is_compared_with_the_library_and_a_plain_loop(tmp_path, tiny_da
     assert facts["share"] == pytest.approx(rates["ours"] / rates["library"])
     assert 30e6 < facts["peak_bytes"] < 500e6
     assert "ours / (cores x library)" in capsys.readouterr().out
-
-
-WHOLE = gzip.compress(b'{"text": "one"}\n{"text": "two"}\n')
-
-
-@pytest.mark.parametrize(
-    "content, place",
-    [(WHOLE[:-10], "c.jsonl.gz"), (gzip.compress(b'{"text": "a"}\n[1, 2]\n'), "line 2")],
-)
-def test_a_damaged_corpus_is_one_line(tiny_data, tmp_path, refuses, content, place):
-    corpus = tmp_path / "c.jsonl.gz"
-    corpus.write_bytes(content)
-    tokenizer = tiny_data / "tiny" / "tokenizer.model"
-    assert place in refuses(bench_prepare.main, corpus, f"--tokenizer={tokenizer}")
-
-
-def test_a_comparison_refuses_what_training_refuses(tiny_data, tmp_path, refuses):
-    assert "lr" in refuses(compare.main, *TINY, f"--data_dir={tiny_data}", "--lr=0")
-    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
-    (tmp_path / "tiny" / "meta.json").write_bytes(b"{")
-    for options in ([], ["--sampling"]):
-        error = refuses(compare.main, *TINY, f"--data_dir={tmp_path}", *options)
-        assert "meta.json" in error
 
 
 # A script that stands for nanoGPT. A step takes 50 ms, and it says 20 ms. It saves what is in
@@ -107,53 +84,53 @@ def peer_of(folder: Path, steps: int) -> Path:
     return folder
 
 
+def compared(data: Path, folder: Path, *options: str) -> dict:
+    """Return the figures of a comparison."""
+    call(compare.main, *TINY, f"--data_dir={data}", f"--json={folder}/out.json", *options)
+    return json.loads((folder / "out.json").read_text())
+
+
 @pytest.mark.slow
-def test_training_is_compared_by_one_clock(tiny_data, tmp_path, capsys):
-    options = [*TINY, f"--data_dir={tiny_data}", f"--json={tmp_path / 'out.json'}"]
-    options += [f"--nanogpt={peer_of(tmp_path / 'peer', 8)}", "--steps=9", "--warmup=2"]
-    call(compare.main, *options, "--rounds=2")
-    facts = json.loads((tmp_path / "out.json").read_text())
+def test_training_is_compared_by_one_clock(tiny_data, tmp_path):
+    peer = f"--nanogpt={peer_of(tmp_path / 'peer', 8)}"
+    facts = compared(tiny_data, tmp_path, peer, "--steps=9", "--warmup=2", "--rounds=1")
     ours, nanogpt = (facts["seconds"][name] for name in ("ours", "nanoGPT"))
-    assert len(ours) == len(nanogpt) == 2 and min(nanogpt) >= 0.05
+    assert len(ours) == len(nanogpt) == 1 and min(nanogpt) >= 0.05
     assert facts["tokens_per_s"]["ours"] == pytest.approx(256 / statistics.median(ours))
-    assert "ours / it" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_race_evaluates_the_final_weights_of_both_alike(tiny_data, tmp_path, capsys):
-    options = [*TINY, f"--data_dir={tiny_data}", "--recipe=--max_iters=4", "--seeds", "3"]
-    file = tmp_path / "race.json"
-    peer = peer_of(tmp_path / "peer", 4)
-    call(compare.main, *options, f"--nanogpt={peer}", f"--json={file}")
-    facts = json.loads(file.read_text())
+def test_a_race_evaluates_the_final_weights_of_both_alike(tiny_data, tmp_path, refuses):
+    options = ["--recipe=--max_iters=4", "--seeds", "3"]
+    peer = f"--nanogpt={peer_of(tmp_path / 'peer', 4)}"
+    facts = compared(tiny_data, tmp_path, *options, peer)
     [nanogpt], [ours] = (facts["finishes"][name] for name in ("nanoGPT", "ours"))
     assert facts["seeds"] == [3] and nanogpt["training"] == pytest.approx(4 * 0.02)
     assert nanogpt["loss"] == pytest.approx(math.log(400), abs=0.05)
     assert ours["steps"] == 8 and ours["loss"] < 5.7
-    assert "times as long in training" in capsys.readouterr().out
 
-
-def test_a_race_against_weights_that_are_not_final_is_refused(tiny_data, tmp_path, refuses):
-    options = [*TINY, f"--data_dir={tiny_data}", "--recipe=--max_iters=4"]
-    peer = peer_of(tmp_path / "peer", 2)
-    assert "--eval_interval=4" in refuses(compare.main, *options, f"--nanogpt={peer}")
+    earlier = peer_of(tmp_path / "earlier", 2)
+    options += [*TINY, f"--data_dir={tiny_data}", f"--nanogpt={earlier}"]
+    assert "--eval_interval=4" in refuses(compare.main, *options)
 
 
 @pytest.mark.slow
-def test_sampling_is_measured_against_the_speed_of_memory(tiny_data, tmp_path, capsys):
-    options = [*TINY, f"--data_dir={tiny_data}", f"--json={tmp_path / 'out.json'}"]
-    options += ["--sampling", "--max_new_tokens=8", "--num_samples=2", "--rounds=1"]
-    call(compare.main, *options, "--dtype=float32")
-    facts = json.loads((tmp_path / "out.json").read_text())
+def test_sampling_is_measured_against_the_speed_of_memory(tiny_data, tmp_path):
+    options = ["--sampling", "--max_new_tokens=8", "--num_samples=2", "--rounds=1"]
+    facts = compared(tiny_data, tmp_path, *options)
     shape = dict(vocab_size=400, block_size=32, n_layer=2, n_head=4, n_kv_head=2, n_embd=32)
     with torch.device("meta"):
         weights = GPT(GPTConfig(**PRESETS["llama"], **shape)).num_params()["matmul"]
     # The two texts share one reading of all weights. Each text also reads its own cache:
     # 2 layers, k and v, 2 heads of size 8, 4 tokens on average. A number has 4 bytes.
     assert facts["bytes_per_token"] == {"ours": weights * 4 / 2 + 4 * 2 * 2 * 2 * 8 * 4}
-    gb_per_s = facts["tokens_per_s"]["ours"] * facts["bytes_per_token"]["ours"] / 1e9
-    share = gb_per_s / facts["peak_gb_per_s"]
-    assert 0 < share and f"{share:.1%}" in capsys.readouterr().out
+    assert facts["tokens_per_s"]["ours"] > 0 and facts["peak_gb_per_s"] > 0
+
+
+def test_the_hf_trainer_trains_the_same_model(tiny_data, tmp_path):
+    pytest.importorskip("accelerate", reason="needs the packages transformers and accelerate")
+    facts = compared(tiny_data, tmp_path, "--hf", "--steps=6", "--warmup=2", "--rounds=1")
+    assert facts["tokens_per_s"].keys() == {"ours", "HF Trainer"}
 
 
 @pytest.mark.slow
@@ -161,30 +138,25 @@ def test_sampling_is_measured_against_the_speed_of_memory(tiny_data, tmp_path, c
 def test_the_gpu_suite_runs_at_toy_size_on_a_cpu(tmp_path):
     environment = os.environ | {"TOY": "1", "OUT": str(tmp_path / "out"), "PYTHON": sys.executable}
     command = ["bash", str(REPO / "bench" / "gpu_suite.sh")]
-    two = [*command, "roof", "sweep"]
-    done = subprocess.run(two, env=environment, capture_output=True, text=True)
+    done = subprocess.run([*command, "roof"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
-    files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert files == {"suite.log", "roof.json", "sweep.json", "sweep.md"}
+    assert sorted(os.listdir(tmp_path / "out")) == ["roof.json", "suite.log"]
     assert subprocess.run([*command, "roofs"], env=environment, capture_output=True).returncode == 2
 
 
-SETTINGS_OF = {
-    "bench.compare": compare.CompareConfig,
-    "bench.init_scales": init_scales.ScalesConfig,
-    "bench.judge": judge.JudgeConfig,
-    "bench.lab": lab.LabConfig,
-    "bench.prepare": bench_prepare.BenchConfig,
-    "bench.roof": roof.RoofConfig,
-    "bench.shards": shards.ShardsConfig,
-    "bench.sweep": sweep.SweepConfig,
-}
 POSITIONAL = {"bench.prepare": "corpus", "bench.judge": "files"}
+
+
+def check(module: str, argv: list[str]) -> None:
+    """Fail if a script does not know an option, or does not take its value. Nothing is run."""
+    names = vars(importlib.import_module(module)).items()
+    [settings] = [v for k, v in names if k.endswith("Config") and v.__module__ == module]
+    given(settings, argv, positional=POSITIONAL.get(module, ""))
 
 
 @pytest.mark.parametrize("toy", ["1", ""])
 def test_every_command_of_the_gpu_suite_has_settings_that_its_script_knows(toy, tmp_path):
-    """So that no time on a lent GPU is lost to a wrong option: this reads, and runs nothing."""
+    """So that no time on a lent GPU is lost to a wrong option."""
     recorder = tmp_path / "python"
     recorder.write_text(f"#!/bin/bash\nprintf '%s\\0' \"$@\" $'\\n' >> {tmp_path}/commands\n")
     recorder.chmod(0o755)
@@ -195,7 +167,7 @@ def test_every_command_of_the_gpu_suite_has_settings_that_its_script_knows(toy, 
     for line in (tmp_path / "commands").read_text().split("\n\0"):
         how, *argv = line.rstrip("\0").split("\0")
         if how == "-m" and argv[0] != "pytest":
-            assert given(SETTINGS_OF[argv[0]], argv[1:]), line
+            check(argv[0], argv[1:])
             seen.add(argv[0])
     assert seen == {"bench.compare", "bench.roof", "bench.sweep"}
 
@@ -210,14 +182,4 @@ def test_every_published_command_has_settings_that_its_script_knows(page, monkey
     assert commands
     for module, options in commands:
         argv = shlex.split(options.replace("\\\n", " "), comments=True)
-        argv = [a for a in argv if a not in ("--help", "bench/questions/dropout.py")]
-        positional = POSITIONAL.get(module, "")
-        assert given(SETTINGS_OF[module], argv, positional=positional) or not argv, argv
-
-
-def test_the_hf_trainer_trains_the_same_model(tiny_data, tmp_path):
-    pytest.importorskip("accelerate", reason="needs the packages transformers and accelerate")
-    options = [*TINY, f"--data_dir={tiny_data}", "--hf", "--steps=6", "--warmup=2", "--rounds=1"]
-    call(compare.main, *options, f"--json={tmp_path / 'out.json'}")
-    facts = json.loads((tmp_path / "out.json").read_text())
-    assert facts["tokens_per_s"].keys() == {"ours", "HF Trainer"}
+        check(module, [a for a in argv if a not in ("--help", "bench/questions/dropout.py")])

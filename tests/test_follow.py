@@ -87,7 +87,7 @@ def test_the_last_picture_exists_when_the_training_ends(alone, tiny_data, tmp_pa
 HANGS = pytest.param("hang in log", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("fault", ["init", "log", "finish", "kill in log", HANGS])
+@pytest.mark.parametrize("fault", ["log", "finish", "kill in log", HANGS])
 def test_a_tracker_that_fails_hangs_or_is_killed_changes_no_bit_of_the_run(
     alone, tiny_data, tmp_path, monkeypatch, capfd, calls, fault
 ):
@@ -136,11 +136,6 @@ def test_it_ends_by_itself_when_the_training_is_killed(copy):
     lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copy / "metrics.jsonl").write_text("".join(lines[:-1]))
     assert by_hand(copy, "--beside").returncode == 0 and (copy / "loss.png").exists()
-
-
-@pytest.mark.parametrize("argv", [[], ["{tmp}/none"], ["{tmp}", "{tmp}"]])
-def test_what_is_no_run_is_refused(tmp_path, refuses, argv):
-    refuses(follow.main, *(arg.format(tmp=tmp_path) for arg in argv))
 
 
 def test_a_tracker_that_is_missing_is_named(copy, refuses, monkeypatch, capsys):

@@ -60,11 +60,3 @@ def test_a_run_prints_a_row_for_each_scheme_and_draws_them(tiny_data, tmp_path, 
     before, after = scales["zero_proj"]
     assert len({*before["stream"]}) == 1 < len({*after["stream"]})  # every block is the identity
     assert (tmp_path / "scales.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [(["--inits", "gpt2", "magic"], "inits: 'magic'"), (["--batch_size=auto"], "batch_size=auto")],
-)
-def test_bad_input_is_one_line(tiny_data, refuses, options, message):
-    assert message in refuses(init_scales.main, *SMALL, f"--data_dir={tiny_data}", *options)

@@ -46,12 +46,9 @@ def test_every_cell_has_figures_that_agree_with_each_other(tmp_path, capsys):
     assert f"{1e3 * min(cells[0]['seconds']):,.1f} ms" in facts["any step"]
     assert facts["any step"] in printed.splitlines()[-1]
     assert "Wh/Mtok" not in printed  # a CPU has no NVML
-
-    lines = paths[1].read_text().splitlines()
-    headings = [line for line in lines if line.startswith("#")]
+    assert paths[1].read_text() == printed
+    headings = [line for line in printed.splitlines() if line.startswith("#")]
     assert headings == [f"# {facts['machine']}", "## T", "## B", "## accum"]
-    rows = [line for line in lines if line.startswith("| ") and line[2].isdigit()]
-    assert rows == ["| " + " | ".join(sweep.texts(c, sweep.COLUMNS)) + " |" for c in cells]
 
 
 def test_what_a_step_costs_at_least_is_measured_where_no_cell_has_one_token(tmp_path):
@@ -59,13 +56,6 @@ def test_what_a_step_costs_at_least_is_measured_where_no_cell_has_one_token(tmp_
     call(sweep.main, *SMALL, "--vary=B", "--batch_sizes", "1", f"--json={out}")
     facts = json.loads(out.read_text())
     assert [c["T"] for c in facts["cells"]] == [32] and "of one token" in facts["any step"]
-
-
-def test_on_a_gpu_what_a_step_costs_at_least_says_how_long_the_host_launched():
-    cell = {"note": "", "seconds": [0.0790, 0.0775, 0.0781], "launching_ms": 75.04}
-    printed = sweep.floor(cell, torch.device("cuda"))
-    assert "77.5 ms" in printed and "75.0 ms" in printed
-    assert "OOM" in sweep.floor({"note": "OOM"}, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("axis", ["optimizer", "documents"])
@@ -143,8 +133,3 @@ def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch, limit):
     cell = sweep.largest(cfg, tried, gpu, 1.0)
     assert max(1, limit * 16 // 17) <= cell["B"] <= max(1, limit)
     assert cell["note"].startswith("largest: B=" if limit else "OOM")
-
-
-def test_it_is_not_for_torchrun(refuses, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    assert "torchrun" in refuses(sweep.main, *SMALL)

@@ -38,7 +38,7 @@ CHINESE = ["Noto Sans CJK SC", "WenQuanYi Micro Hei", "PingFang SC", "Microsoft 
 class Run:
     """What is drawn of a run. A run that was resumed is one run: its metrics.jsonl goes on."""
 
-    name: str  # the path of its folder, shortened
+    name: str  # the end of its path, as out/demo
     settings: dict[str, Any]
     landmarks: dict[str, float]  # in the unit of the y axis, as the losses are
     curves: dict[str, np.ndarray]  # key -> x and y of its points: (2, points); (2, 0) of none
@@ -54,16 +54,15 @@ def read_run(folder: Path, x: str, y: str) -> Run:
     """
     path = folder / "metrics.jsonl"
     points: dict[str, list[tuple[int, float]]] = {}  # key -> steps and values
-    start = {}
+    start: dict[str, Any] = {"settings": {}, "landmarks": {}}
     for record in read_metrics(path):
-        if isinstance(record.get("settings"), dict):
-            start = record
+        if "settings" in record:
+            start |= record
         for key, value in record.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 points.setdefault(key, []).append((record["step"], value))
     if "loss" not in points and "val_loss" not in points:
-        missing = "no loss in it yet" if path.exists() else "no such file"
-        raise UserError(f"{path}: {missing}: name the folder of a run that has begun")
+        raise UserError(f"{path}: no loss in it yet: name the folder of a run that has begun")
     curves = defaultdict(lambda: np.empty((2, 0)))
     curves |= {key: np.array(pairs, float).T for key, pairs in points.items()}
 
@@ -74,8 +73,7 @@ def read_run(folder: Path, x: str, y: str) -> Run:
         scale = curves["val_bits_per_byte"][1, -1] / curves["val_loss"][1, -1]
         for key in curves.keys() & {*LOSSES}:
             curves[key][1] *= scale
-    landmarks = start.get("landmarks") or {}
-    landmarks = {name: round(loss * scale, 4) for name, loss in landmarks.items()}
+    landmarks = {name: round(loss * scale, 4) for name, loss in start["landmarks"].items()}
     best = ""
     if "val_loss" in curves:
         step, loss = min(curves["val_loss"].T, key=lambda point: point[1])
@@ -89,9 +87,9 @@ def read_run(folder: Path, x: str, y: str) -> Run:
         at, counted = np.append(0, at), np.append(0, counted) / unit
         for curve in curves.values():
             curve[0] = np.interp(curve[0], at, counted)
-    # A path may hold bytes that are not UTF-8.
-    name = shortened(str(folder).encode(errors="backslashreplace").decode())
-    return Run(name, start.get("settings", {}), landmarks, curves, best)
+    # A path may be long, and may hold bytes that are not UTF-8.
+    name = str(Path(*folder.parts[-3:])).encode(errors="backslashreplace").decode()
+    return Run(name, start["settings"], landmarks, curves, best)
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
@@ -113,13 +111,9 @@ def differences(runs: list[Run]) -> list[str]:
     # Only here: this imports torch, which takes longer than drawing a picture.
     from training.settings import TRAINING
 
-    values = [{k: shortened(str(run.settings.get(k, "?"))) for k in TRAINING} for run in runs]
+    values = [{k: str(run.settings.get(k, "?")) for k in TRAINING} for run in runs]
     varied = [k for k in TRAINING if len({of_run[k] for of_run in values}) > 1]
     return [" ".join(f"{k}={of_run[k]}" for k in varied) for of_run in values]
-
-
-def shortened(text: str) -> str:
-    return text if len(text) <= 50 else f"{text[:24]}...{text[-23:]}"
 
 
 # --------------------------------------------------------------------------------------------------

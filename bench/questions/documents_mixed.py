@@ -1,15 +1,8 @@
 # The same question for two mixtures. --dataset names the shares, which the hash of a run contains.
 #   python -m bench.lab bench/questions/documents_mixed.py
+from bench.questions.documents import *  # noqa: F403
+
 question = "Does the worth of masks and packing depend on the mixture?"
-config = "config/demo.py"
-n_layer = 3
-n_embd = 96
-n_head = 3
-block_size = 512
-batch_size = 4
-batch_tokens = 4 * 512
-max_steps = 400
-eval_every = 200
 _more_code = "wiki:0.3,code:0.7"
 _more_wiki = "wiki:0.7,code:0.3"
 baseline = "more code, stream"

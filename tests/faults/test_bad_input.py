@@ -1,5 +1,6 @@
 """Wrong input ends in one line and exit code 2, without a traceback. Nothing is written or lost."""
 
+import gzip
 import json
 import os
 import shutil
@@ -12,10 +13,12 @@ from conftest import REPO, TINY, forge, make_records, train_tiny, write_jsonl
 from safetensors.torch import save_file
 
 import bench.compare
+import bench.init_scales
 import bench.lab
 import bench.prepare
 import bench.roof
 import bench.sweep
+import follow
 import plan
 import plot
 import prepare
@@ -33,9 +36,8 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("place")
     shutil.copytree(tiny_data / "tiny", root / "data" / "tiny")
     train_tiny(root / "data", root / "out", "--max_steps=4")
-    gpt2 = train_tiny(
-        root / "data", root / "gpt2", "--max_steps=1", "--preset=gpt2", "--n_kv_head=0"
-    )
+    of_gpt2 = ["--max_steps=1", "--preset=gpt2", "--n_kv_head=0"]
+    gpt2 = train_tiny(root / "data", root / "gpt2", *of_gpt2)
     ckpt = newest_checkpoint(root / "out" / "run" / "ckpt")
     put_checkpoints(root, ckpt)
     put_data_sets(root / "data")
@@ -46,6 +48,7 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     (root / "begun" / "run").mkdir(parents=True)
     (root / "begun" / "run" / "metrics.jsonl").write_text('{"step": 0, "settings": {}}\n')
     (root / "nul.py").write_text("run_name = 'a\\0b'\n")
+    (root / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}')[:-10])
     (root / "blank.txt").write_text(" \n")
     (root / "long.txt").write_text("the loop reads tokens " * 50)
     (root / "latin.txt").write_bytes("naïve".encode("latin-1"))
@@ -78,9 +81,6 @@ def put_checkpoints(root: Path, ckpt: Path) -> None:
     bpe = {"type": "BPE", "vocab": 7, "merges": []}
     odd = {"model": bpe, "pre_tokenizer": {"type": "ByteLevel"}}
     (root / "odd_tokens" / "tokenizer.json").write_text(json.dumps(odd))
-    scaled = json.loads((ckpt / "config.json").read_text())
-    scaled["rope_scaling"] = {"rope_type": "dynamic", "factor": 4.0}
-    (relative("yarn") / "config.json").write_text(json.dumps(scaled))
 
 
 def put_data_sets(data: Path) -> None:
@@ -101,20 +101,15 @@ def put_data_sets(data: Path) -> None:
 # Options of each script -> what its message must name: the option, the file or the value.
 TRAIN = {
     "--dropout=1": "dropout",
-    "--min_lr_ratio=2": "min_lr_ratio",
-    "--seed=-1": "seed",
     "--max_steps=0": "max_steps",
     "--run_name=.. --overwrite": "run_name '..'",
-    "--run_name=../data": "run_name '../data'",
     "{root}/nul.py": "run_name='a\\x00b'",
     f"--batch_tokens={'1' * 400}": "batch_tokens",
     "--device=meta": "device=meta",
     "--device=banana": "device=banana",
     "--dtype=float16 --device=cpu": "dtype=float16",
     "config/nowhere.py": "config/nowhere.py",
-    "--n_embd=33": "n_embd=33",
     "--n_embd=36": "head_dim=9",
-    "--n_kv_head=3": "n_kv_head=3",
     "--block_size=999999": "block_size=999999",
     "--n_embd=400000 --n_layer=400": "n_layer or n_embd",
     f"--d_ff={9 * 10**18}": "out of memory",
@@ -134,23 +129,17 @@ TRAIN = {
     "--init_from={root}/empty_config": "empty_config",
     "--init_from={root}/pickled": "pytorch_model.bin",
     "--init_from={root}/other_names": "model.safetensors",
-    "--init_from={root}/yarn": "rope_scaling",
     "--out_dir={out}": "--overwrite",
     "--out_dir={out} --init_from={ckpt} --overwrite": "{ckpt}",
     "--out_dir={out} --init_from=resume --n_layer=3": "n_layer is 2 there, 3 here",
     "--out_dir={out} --init_from=resume --dataset=again": "again/train.bin",
     "--out_dir={root}/only_ckpt": "{root}/only_ckpt/run",
-    "--out_dir={root}/a_file": "a_file/run",
     "--out_dir={mine} --overwrite": "'thesis.tex'",
     "--out_dir={log} --init_from=resume --max_steps=9": "metrics.jsonl:1",
 }
 SAMPLE = {
     "--ckpt=nowhere": "--ckpt nowhere",
-    "--ckpt={root}": "{root}",
     "--out_dir={mine}": "{mine}",
-    "--ckpt={root}/cut": "model.safetensors",
-    "--ckpt={root}/bert": "'BertModel'",
-    "--ckpt={root}/pickled": "pytorch_model.bin",
     "--ckpt={root}/no_tokenizer": "no_tokenizer/tokenizer.model",
     "--ckpt={root}/no_tokens": "--tokenizer",
     "--ckpt={root}/odd_tokens": "odd_tokens",
@@ -158,15 +147,11 @@ SAMPLE = {
     "--eval={data}/nothing": "{data}/nothing",
     "--eval={data}/tiny --block_size=64": "--block_size 64",
     "--eval={data}/tiny --batch_size=0 --eval_tokens=-1": "batch_size",
-    "--prompt_file=nowhere": "nowhere",
     "--prompt_file={root}/blank.txt": "blank.txt",
     "--prompt_file={root}/latin.txt": "latin.txt",
     "--prompt_file={root}/long.txt": "31",
     "--prompt=a --prompt_file=b": "prompt_file",
     "--temperature=-1": "temperature",
-    "--top_p=0": "top_p",
-    "--seed=-1": "seed",
-    "--device=banana": "device=banana",
     "hello": "--prompt TEXT",
 }
 PREPARE = {
@@ -175,19 +160,13 @@ PREPARE = {
     "--input {corpus} --encoding=klingon": "encoding",
     "--input {root}/latin.txt": "latin.txt",
     "--input {corpus} --fields=body": "body",
-    "--input {corpus} --format=pdf": "format='pdf'",
     "--input {corpus} --tokenizer=gpt9": "gpt9",
     "--input {corpus} --vocab_size=50000": "--vocab_size=50000",
     "--input {corpus} --vocab_size=400 --min_tokens=100000": "document",
     "--input": "--input",
-    "--workers=-1": "workers",
     "--val_fraction=0": "val_fraction",
-    "--max_record_mb=0": "max_record_mb",
-    "--inspect {out}/run --step=0": "step",
     "--inspect {out}/run --step=5": "--step=5",
     "--name=a/b": "name",
-    "--inspect nowhere": "nowhere",
-    "--inspect {data}/tiny --show=banana": "show",
     "--inspect {data}/tiny --step=3": "--step",
     "--inspect {data}/large": "the id 400",
     "en.jsonl": "--input FILE",
@@ -198,48 +177,45 @@ PLOT = {
     "{log}/run {out}/run": "metrics.jsonl:1",
     "{begun}/run": "metrics.jsonl",
     "{out}/run --png=loss.gif": "png='loss.gif'",
-    "{out}/run --x=epochs": "x='epochs'",
 }
 BENCH_PREPARE = {
     "nowhere.jsonl": "nowhere.jsonl",
     "{corpus} --rounds=0": "rounds",
+    "{root}/cut.jsonl.gz": "cut.jsonl.gz",
 }
 COMPARE = {
-    "--nanogpt=gone": "nanogpt=gone",
-    "--batch_size=auto": "batch_size=auto",
-    "--nanogpt={mine}": "nanogpt={mine}",
     "--hf --warmup=29": "warmup",
-    "--dataset=tiny --data_dir={data} --hf --device=banana": "--device=banana",
     "--recipe=--max_iters=4": "nanogpt=",
     "--nanogpt={mine} --recipe=banana": "--max_iters",
-    "--nanogpt={mine} --recipe=--max_iters=4 --hf": "hf",
+    "--lr=0 --max_steps=1": "lr",
+    "--dataset=newer --data_dir={data}": "newer",
 }
 ROOF = {
-    "--batch_size=auto": "batch_size=auto",
     "--squares 0": "squares",
     "--tokens=-1": "tokens",
-    "--n_embd=50": "n_embd=50",
-    "--device=banana": "device=banana",
     "--json=nowhere/roof.json": "json=nowhere/roof.json",
 }
 SWEEP = {
     "--batch_size=auto": "batch_size=auto",
     "--vary=T,C": "vary: 'C'",
     "--batch_sizes 8 -1": "batch_sizes",
-    "--batch_sizes=8,16": "batch_sizes=['8,16']",
-    "--dtype=float16 --device=cpu": "dtype=float16",
     "--json={root}/a_file/x": "json={root}/a_file/x",
-    "--markdown={root}/gone/x": "markdown={root}/gone/x",
+}
+SCALES = {
+    "--inits gpt2 magic": "'magic'",
+    "--dataset=newer --data_dir={data}": "newer",
+}
+FOLLOW = {
+    "": "runs",
+    "{root}": "metrics.jsonl",
+    "{out}/run {out}/run": "runs",
 }
 LAB = {
     "": "bench/questions/optimizers.py",
     "gone.py": "config file gone.py",
     "{inits} --baseline=banana": "'banana'",
     "{inits} --seeds 1 2 1": "seeds",
-    "{inits} --lengths 1 0": "lengths",
     "{inits} --seed=5": "seed",
-    "{inits} --config=gone.py": "gone.py",
-    "{inits} --markdown=gone/inits.md": "markdown=gone/inits.md",
     "{inits} --data_dir={data} --dataset=gone": "{data}/gone",
 }
 PLAN = {
@@ -252,7 +228,7 @@ PLAN = {
 }
 TABLES = [(train, TRAIN), (sample, SAMPLE), (prepare, PREPARE), (bench.prepare, BENCH_PREPARE)]
 TABLES += [(plan, PLAN), (bench.sweep, SWEEP), (bench.roof, ROOF), (bench.compare, COMPARE)]
-TABLES += [(plot, PLOT), (bench.lab, LAB)]
+TABLES += [(plot, PLOT), (bench.lab, LAB), (bench.init_scales, SCALES), (follow, FOLLOW)]
 TABLE = [(script, *row) for script, rows in TABLES for row in rows.items()]
 IDS = [f"{script.__name__} {line}" for script, line, _ in TABLE]
 
