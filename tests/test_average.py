@@ -1,25 +1,19 @@
 """The setting `average`: the mean that it keeps, and the folder average/ in each checkpoint."""
 
-import itertools
-import math
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-import warm
-from conftest import call, metrics, torchrun, train_tiny
+from conftest import call, metrics, train_tiny
 from safetensors.torch import load_file
-from test_memory import on_meta, shape
 from test_model import make
 
 import sample
 from hardware.disk import damage
-from model import GPT
 from training.average import Average
 from training.checkpoint import read_training
-from training.memory import Step, always_held
 
 # Every step is saved, so that a test can compute the mean from the checkpoints.
 AVERAGE = ["--average=0.5", "--dropout=0.1", "--save_every=1", "--keep=9"]
@@ -102,34 +96,6 @@ def test_an_average_changes_nothing_of_the_training(averaged, tiny_data, tmp_pat
     assert not metrics(run, "val_loss_average")
 
 
-def test_a_bad_step_counts_the_weights_before_it_once_more(tiny_data, tmp_path, monkeypatch):
-    forward = GPT.forward
-    calls = itertools.count()
-
-    def broken(self, idx, targets=None, *args, **kwargs):
-        loss = forward(self, idx, targets, *args, **kwargs)
-        bad = self.training and next(calls) in (10, 11)  # step 6
-        return loss * math.nan if bad else loss
-
-    monkeypatch.setattr(GPT, "forward", broken)
-    run = train_tiny(tiny_data, tmp_path, *AVERAGE)
-    assert metrics(run, "bad_steps") == {6: 1} and not step(run, 6).exists()
-    past = [weights(step(run, n)) for n in (1, 2, 3, 4, 5, 5, 7, 8)]
-    near(weights(step(run, 8) / "average"), mean_by_hand(past, 4))
-
-
-@pytest.mark.slow
-def test_two_processes_with_muon_train_and_average_as_one(tiny_data, tmp_path):
-    more = ["--batch_size=2", "--average=0.5", "--optimizer=muon"]
-    one = train_tiny(tiny_data, tmp_path / "1", *more)
-    two = torchrun(2, tiny_data, tmp_path / "2", *more, run=warm.run)
-    key = "val_loss_average"
-    assert metrics(two, key) == pytest.approx(metrics(one, key), rel=1e-3)
-    for place in (".", "average"):
-        pair = [weights(step(run, 8) / place) for run in (one, two)]
-        torch.testing.assert_close(*pair, atol=1e-3, rtol=0)
-
-
 # -- resume --
 
 
@@ -191,21 +157,3 @@ def test_the_loss_of_the_average_is_that_of_the_saved_model(averaged, tiny_data,
         call(sample.main, f"--ckpt={step(averaged, 8) / place}", *to_eval, "--device=cpu")
         said = re.search(r"validation loss ([0-9.]+)", capsys.readouterr().out)
         assert float(said[1]) == pytest.approx(metrics(averaged, key)[8], abs=1e-4)
-
-
-def test_the_log_line_and_the_records_have_the_loss_on_each_data_set(tiny_data, tmp_path, capsys):
-    for name in ("tiny", "other"):
-        shutil.copytree(tiny_data / "tiny", tmp_path / name)
-    more = ["--dataset=tiny:0.5,other:0.5", "--average=0.5", "--max_steps=4"]
-    run = train_tiny(tmp_path, tmp_path, *more)
-    of_all = metrics(run, "val_loss_average")[4]
-    of_each = [metrics(run, f"val_loss_average/{name}")[4] for name in ("tiny", "other")]
-    assert of_all == pytest.approx(sum(of_each) / 2)
-    assert f" | averaged weights {of_all:.4f}\n" in capsys.readouterr().out
-
-
-def test_an_average_takes_4_bytes_a_parameter():
-    model = on_meta(shape("llama", 8000, 256))
-    P = sum(p.numel() for p in model.parameters())
-    without, kept = (always_held(model, Step(1, 64, average=a)) for a in (False, True))
-    assert kept.pop("average") == 4 * P and kept == without

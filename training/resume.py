@@ -25,7 +25,7 @@ from training.checkpoint import Earlier, newest_checkpoint, newest_intact, whole
 from training.huggingface import from_pretrained, shape_in
 from training.metrics import read_metrics
 from training.runs import is_run, newest_run, others_in
-from training.settings import PLACE, TrainConfig
+from training.settings import PLACE, TrainConfig, model_config
 
 # --------------------------------------------------------------------------------------------------
 # Its settings
@@ -182,13 +182,13 @@ def check_fits(
     c: the shape of the model. One that is fine-tuned has its own, whatever settings the run began
     with: so a setting fits that is as it was, or as the model is.
     """
-    saved = earlier.settings
-    shape = asdict(c)
-    has = saved | shape
+    settings = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)}
+    began_with = fixed(replace(cfg, **settings), c.vocab_size)
+    has = began_with | asdict(c)
     differ = [
-        f"{k} is {has.get(k)} there, {value} here"
-        for k, value in asdict(cfg).items()
-        if k in ("preset", "optimizer", *shape) and value not in (saved.get(k, value), has.get(k))
+        f"{k} is {has[k]} there, {value} here"
+        for k, value in fixed(cfg, c.vocab_size).items()
+        if value not in (began_with[k], has[k])
     ]
     there = {"tokenizer": tokenizer_id(earlier.meta["tokenizer"])}
     for key, split in (("trained_on", "train"), ("judged_by", "val")):
@@ -203,6 +203,16 @@ def check_fits(
         advice = "give the same settings and data as before, or start a new run with"
         advice += f" --init_from={folder} --run_name=NAME"
         raise UserError(f"checkpoint {folder} does not fit: {'; '.join(differ)}: {advice}")
+
+
+def fixed(cfg: TrainConfig, vocab_size: int) -> dict[str, Any]:
+    """Return what settings say of the shape and the optimizer, which stay what they are in a run.
+
+    rope_scaling is taken as it stands: a model to fine-tune may have RoPE although the settings,
+    which it ignores, say otherwise.
+    """
+    shape = asdict(model_config(replace(cfg, rope_scaling=""), vocab_size))
+    return shape | {"rope_scaling": cfg.rope_scaling, "optimizer": cfg.optimizer}
 
 
 def data_hashes(sets: list[DataSet]) -> dict[str, str]:

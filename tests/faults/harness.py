@@ -177,18 +177,23 @@ def flip(path: Path, rng: random.Random) -> None:
     path.write_bytes(content)
 
 
-def hurt_checkpoint(out: Path, fault: str, rng: random.Random) -> str:
-    """Damage the newest checkpoint, if there is another one to go on from. Return what was done."""
-    manifests = sorted((out / "run" / "ckpt").glob("step_????????/manifest.json"))
-    if len(manifests) < 2:
-        return "(too early for damage)"
-    path = rng.choice(sorted(p for p in manifests[-1].parent.rglob("*") if p.is_file()))
+def hurt(path: Path, fault: str, rng: random.Random) -> None:
+    """Damage a file as one of DAMAGE says."""
     if fault == "lose a file":
         path.unlink()
     elif fault == "cut a file":
         os.truncate(path, rng.randrange(path.stat().st_size))
     else:
         flip(path, rng)
+
+
+def hurt_checkpoint(out: Path, fault: str, rng: random.Random) -> str:
+    """Damage the newest checkpoint, if there is another one to go on from. Return what was done."""
+    manifests = sorted((out / "run" / "ckpt").glob("step_????????/manifest.json"))
+    if len(manifests) < 2:
+        return "(too early for damage)"
+    path = rng.choice(sorted(p for p in manifests[-1].parent.rglob("*") if p.is_file()))
+    hurt(path, fault, rng)
     return f"{fault}: {path.name}"
 
 

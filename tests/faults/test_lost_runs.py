@@ -11,15 +11,17 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
 import harness
 import pytest
+import test_faults
 import torch
 from conftest import REPO, call, forge, metrics, train_tiny
 from safetensors.torch import load_file, save_file
-from test_faults import ENDLESS, launch, options, poison
+from test_faults import contents, options, poison, steps_in
 
 import prepare
 import sample
@@ -27,37 +29,30 @@ import train
 from configurator import UserError
 from hardware.disk import Lock, damage
 from model import GPT
+from text import folders
 from training import checkpoint, report
 from training.checkpoint import newest_checkpoint, newest_intact
 from training.plan import make_plan
 from training.runs import newest_run
 from training.settings import TrainConfig
 
-
-@pytest.fixture(scope="module")
-def finished(tiny_data, tmp_path_factory) -> Path:
-    """A run of 8 steps with checkpoints of steps 4 and 8."""
-    return train_tiny(tiny_data, tmp_path_factory.mktemp("finished"))
-
-
-@pytest.fixture
-def copied(finished, tmp_path) -> Path:
-    """A copy of it, tmp_path/run."""
-    return shutil.copytree(finished, tmp_path / "run")
+finished, copied = test_faults.finished, test_faults.copied
 
 
 def command(data: Path, out: Path, *more: str) -> list[str]:
     return [sys.executable, str(REPO / "train.py"), *options(data, out, *more)]
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+def at_step_5(monkeypatch, meddle: Callable[[], object]) -> None:
+    """Call meddle() before the record of step 5 is written to metrics.jsonl."""
+    write = report.Metrics.write
 
+    def disturbed(self, record, *args):
+        if record["step"] == 5 and "loss" in record:
+            meddle()
+        write(self, record, *args)
 
-def steps_in(run: Path) -> list[str]:
-    """Return what is in the folder of the checkpoints, without the zeros of the numbers."""
-    return sorted(path.name.replace("step_000000", "") for path in (run / "ckpt").iterdir())
+    monkeypatch.setattr(report.Metrics, "write", disturbed)
 
 
 # -- what is not a run --
@@ -125,18 +120,15 @@ def test_a_resume_does_not_overwrite_again(copied, tiny_data, tmp_path):
     assert metrics(run, "loss").keys() == set(range(1, 9))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--overwrite", "--init_from=auto"])
-def test_overwrite_that_is_killed_before_the_first_checkpoint_loses_nothing(
-    copied, tiny_data, tmp_path, option
+def test_overwrite_that_ends_before_the_first_checkpoint_loses_nothing(
+    copied, tiny_data, tmp_path, monkeypatch, option
 ):
     """The second start begins again: no checkpoint is there."""
     files = contents(copied)
-    process = launch(1, tiny_data, tmp_path, "--overwrite", *ENDLESS)
-    harness.wait_for(process, (tmp_path / "run.old").exists)
-    harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 2)
-    process.kill()
-    process.communicate()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train, "save", Mock(side_effect=KeyboardInterrupt))
+        train_tiny(tiny_data, tmp_path, "--overwrite")
     run = train_tiny(tiny_data, tmp_path, option)
     assert contents(tmp_path / "run.old") == files
     assert contents(run).keys() == files.keys() and metrics(run, "loss").keys() == set(range(1, 9))
@@ -157,13 +149,18 @@ def test_a_link_to_the_checkpoints_of_another_run_is_refused_and_they_stay(
     assert contents(theirs) == contents(finished)
 
 
-def test_a_disk_that_ckpt_links_to_has_one_writer(tiny_data, tmp_path, refuses):
+@pytest.mark.parametrize("locked", ["run", "disk"])
+def test_a_run_and_the_disk_that_its_ckpt_links_to_have_one_writer(
+    tiny_data, tmp_path, refuses, locked
+):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "ckpt").symlink_to(tmp_path / "disk")
-    held = Lock(tmp_path / "disk", "wait")
-    assert "another process" in refuses(train.main, *options(tiny_data, tmp_path))
-    held.close()
     (tmp_path / "disk").mkdir()
+    (tmp_path / "run" / "ckpt").symlink_to(tmp_path / "disk")
+    held = Lock(tmp_path / locked, "wait")
+    for more in ([], ["--overwrite"], ["--init_from=resume"]):
+        error = refuses(train.main, *options(tiny_data, tmp_path, *more))
+        assert f"{tmp_path / locked} (process {os.getpid()} on " in error
+    held.close()
     assert steps_in(train_tiny(tiny_data, tmp_path)) == ["04", "08"]
 
 
@@ -194,12 +191,7 @@ def unmount(ckpt: Path) -> None:
     ckpt.symlink_to("/nowhere/disk")
 
 
-def rename_all(ckpt: Path) -> None:
-    for path in ckpt.iterdir():
-        path.rename(path.with_name(f"{path.name}_backup"))
-
-
-@pytest.mark.parametrize("hide", [lose_manifests, unmount, shutil.rmtree, rename_all])
+@pytest.mark.parametrize("hide", [lose_manifests, unmount, shutil.rmtree])
 @pytest.mark.parametrize("init_from", ["auto", "resume"])
 def test_a_run_whose_checkpoints_cannot_be_seen_is_refused_and_stays(
     copied, tiny_data, tmp_path, refuses, hide, init_from
@@ -234,23 +226,13 @@ def test_a_resume_deletes_what_a_kill_left_half_written_or_half_deleted(tiny_dat
 # -- one writer --
 
 
-def test_the_lock_is_on_a_file_that_is_open_for_writing_and_names_its_holder(tmp_path):
+def test_the_lock_is_on_a_file_that_is_open_for_writing(tmp_path):
     """NFS forwards such a lock to its server, but none on a folder."""
     held = Lock(tmp_path / "out" / "run", "wait")
     with open(tmp_path / "out" / "run" / ".lock", "r+b") as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with pytest.raises(UserError, match=f"process {os.getpid()} on "):
-        Lock(tmp_path / "out" / "run", "wait")
     held.close()
     assert os.listdir(tmp_path) == []
-
-
-def test_a_lock_on_a_disk_that_became_read_only_is_released(tmp_path, monkeypatch):
-    held = Lock(tmp_path, "wait")
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", Mock(side_effect=OSError(30, "Read-only file system")))
-        held.close()
-    Lock(tmp_path, "wait").close()
 
 
 def test_a_disk_without_locks_is_told(tmp_path, monkeypatch, capsys):
@@ -259,13 +241,11 @@ def test_a_disk_without_locks_is_told(tmp_path, monkeypatch, capsys):
     assert "no locks" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("make", [lambda path: path.write_text("mine"), os.mkfifo])
-def test_a_lock_that_somebody_else_wrote_stays_as_it_is(make, tmp_path):
-    path = tmp_path / ".lock"
-    make(path)
-    with pytest.raises(UserError, match="not a file that this program wrote"):
+def test_a_lock_that_somebody_else_wrote_stays_as_it_is(tmp_path):
+    (tmp_path / ".lock").write_text("mine")
+    with pytest.raises(UserError, match=".lock is not a file"):
         Lock(tmp_path, "wait")
-    assert path.is_fifo() or path.read_text() == "mine"
+    assert (tmp_path / ".lock").read_text() == "mine"
 
 
 def test_a_lock_on_a_folder_that_was_removed_meanwhile_is_not_one(tmp_path):
@@ -280,26 +260,20 @@ def test_a_lock_on_a_folder_that_was_removed_meanwhile_is_not_one(tmp_path):
     assert not folder.exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("taken", [False, True])
-def test_a_run_whose_folder_is_moved_holds_the_new_one_or_ends(tiny_data, tmp_path, refuses, taken):
+def test_a_run_whose_folder_was_moved_ends_if_another_process_has_taken_its_place(
+    tiny_data, tmp_path, monkeypatch, refuses
+):
     """The lock went with the folder. Two runs in one place would prune each other's checkpoints."""
-    process = launch(1, tiny_data, tmp_path, *ENDLESS, "--save_every=10")
-    run = tmp_path / "run"
-    harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 2)
-    # A rename takes no time, so this process is the first that has the lock on the new folder.
-    run.rename(tmp_path / "moved")
-    if taken:
-        held = Lock(run, "wait")
-        assert process.wait(timeout=120) == 2
-        assert "another process" in process.communicate()[1]
-        held.close()
-        return
-    harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 2)
-    more = ["--overwrite", "--seed=5"]
-    assert "another process" in refuses(train.main, *options(tiny_data, tmp_path, *more))
-    process.kill()
-    process.communicate()
+    locks = []
+
+    def move_and_take() -> None:
+        (tmp_path / "run").rename(tmp_path / "moved")
+        locks.append(Lock(tmp_path / "run", "wait"))
+
+    at_step_5(monkeypatch, move_and_take)
+    assert "another process" in refuses(train.main, *options(tiny_data, tmp_path))
+    locks[0].close()
+    assert not (tmp_path / "run").exists()  # nothing was written there
 
 
 def test_a_checkpoint_that_another_process_has_just_written_is_kept_beside_the_own_one(
@@ -308,11 +282,11 @@ def test_a_checkpoint_that_another_process_has_just_written_is_kept_beside_the_o
     """On a disk whose locks do not meet."""
     put_in_place = checkpoint.put_in_place
 
-    def interrupted(new: Path, target: Path, *old_name: str) -> Path | None:
+    def late(draft: Path, target: Path, *name_aside: str) -> Path | None:
         shutil.copytree(finished / "ckpt" / "step_00000004", target)
-        return put_in_place(new, target, *old_name)
+        return put_in_place(draft, target, *name_aside)
 
-    monkeypatch.setattr(checkpoint, "put_in_place", interrupted)
+    monkeypatch.setattr(checkpoint, "put_in_place", late)
     run = train_tiny(tiny_data, tmp_path, "--seed=7")
     assert steps_in(run) == ["04", "04_kept", "08", "08_kept"]
     assert not any(damage(path) for path in (run / "ckpt").iterdir())
@@ -347,14 +321,6 @@ def test_a_last_save_that_fails_ends_all_ranks_without_a_traceback(tiny_data, tm
 
 
 # -- bad steps at the end --
-
-
-def test_a_bad_last_step_does_not_cost_what_came_before(tiny_data, tmp_path, monkeypatch):
-    poison(monkeypatch, 14, 15)  # step 8 of 8
-    run = train_tiny(tiny_data, tmp_path, "--save_every=100", "--eval_every=100")
-    folder = newest_checkpoint(run / "ckpt")
-    assert folder.name == "step_00000008" and not damage(folder)
-    assert all(torch.isfinite(w).all() for w in load_file(folder / "model.safetensors").values())
 
 
 def test_a_signal_within_a_step_gives_the_step_up_and_the_run_ends_the_same(
@@ -416,14 +382,6 @@ def link_it(folder: Path, tmp_path: Path) -> None:
     folder.symlink_to(tmp_path / "archive")
 
 
-def link_its_average(folder: Path, tmp_path: Path) -> None:
-    link_it(folder / "average", tmp_path)
-
-
-def put_a_file(folder: Path, tmp_path: Path) -> None:
-    (folder / "average" / "model.gguf").write_text("precious")
-
-
 def add_a_chat_template(folder: Path, tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("precious")
 
@@ -432,10 +390,7 @@ def edit_its_average(folder: Path, tmp_path: Path) -> None:
     (folder / "average" / "tokenizer_config.json").write_text("{}")
 
 
-CHANGES = [link_it, link_its_average, put_a_file, add_a_chat_template, edit_its_average]
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [link_it, add_a_chat_template, edit_its_average])
 def test_pruning_passes_by_what_somebody_has_changed_and_says_so_once(
     tiny_data, tmp_path, capsys, change
 ):
@@ -449,6 +404,10 @@ def test_pruning_passes_by_what_somebody_has_changed_and_says_so_once(
     assert (contents(folder), contents(Path(backup))) == files
     assert steps_in(run) == ["04", "04_backup", "12", "16"]  # the last is the best, too
     assert capsys.readouterr().out.count("step_00000004 is kept: ") == 1
+
+
+def test_every_file_that_came_with_a_tokenizer_is_known_to_be_ours():
+    assert folders.TOKENIZER_FILES < checkpoint.OURS
 
 
 def test_sampling_takes_the_next_checkpoint_when_one_is_deleted_meanwhile(
@@ -480,21 +439,6 @@ def test_a_training_needs_no_output(tiny_data, tmp_path, streams):
 
 
 @pytest.mark.slow
-def test_a_closed_terminal_saves_the_step(tiny_data, tmp_path):
-    pid, terminal = os.forkpty()
-    if pid == 0:  # this child has its own session, on its own terminal
-        os.execv(sys.executable, command(tiny_data, tmp_path, *ENDLESS))
-    seen = b""
-    while harness.steps_done(tmp_path) < 20 and len(seen) < 1_000_000:
-        seen += os.read(terminal, 1 << 16)
-    os.close(terminal)  # like a closed window: SIGHUP, and every later write fails with EIO
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert status == 128 + signal.SIGHUP, seen[-2000:]
-    step = int(newest_checkpoint(tmp_path / "run" / "ckpt").name[5:])
-    assert step == max(metrics(tmp_path / "run", "loss")) < 100000
-
-
-@pytest.mark.slow
 def test_under_nohup_a_closed_terminal_ends_nothing(tiny_data, tmp_path):
     argv = ["nohup", *command(tiny_data, tmp_path, "--max_steps=60")]
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
@@ -519,39 +463,11 @@ def move_its_folder(path: Path) -> None:
 def test_metrics_that_vanish_during_a_run_are_written_again(
     tiny_data, tmp_path, monkeypatch, capsys, meddle
 ):
-    write = report.Metrics.write
-    path = tmp_path / "run" / "metrics.jsonl"
-
-    def disturbed(self, record, *args):
-        if record["step"] == 5 and "loss" in record:
-            meddle(path)
-        write(self, record, *args)
-
-    monkeypatch.setattr(report.Metrics, "write", disturbed)
-    train_tiny(tiny_data, tmp_path)
-    assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 9))
+    at_step_5(monkeypatch, lambda: meddle(tmp_path / "run" / "metrics.jsonl"))
+    run = train_tiny(tiny_data, tmp_path)
+    assert metrics(run, "loss").keys() == set(range(1, 9)) and "08" in steps_in(run)
     warned = "all of it is written again" in capsys.readouterr().out
     assert warned == (meddle is not save_in_an_editor)
-
-
-@pytest.mark.parametrize("line", [b"[1]", b'{"loss": 1}', b"\xff\xfe", b"[" * 100_000])
-def test_a_line_that_is_no_record_is_named(copied, tiny_data, tmp_path, refuses, line):
-    path = copied / "metrics.jsonl"
-    path.write_bytes(line + b"\n" + path.read_bytes())
-    more = ["--init_from=resume", "--max_steps=10"]
-    assert "metrics.jsonl:1" in refuses(train.main, *options(tiny_data, tmp_path, *more))
-
-
-def test_tokens_are_counted_as_they_are_read_when_a_resume_changes_the_batch(
-    copied, tiny_data, tmp_path
-):
-    more = ["--batch_tokens=512", "--max_tokens=4096", "--max_steps=0"]
-    train_tiny(tiny_data, tmp_path, "--init_from=resume", *more)
-    tokens = metrics(copied, "tokens")
-    assert [tokens[step] for step in (7, 8, 9, 12)] == [7 * 256, 8 * 256, 8 * 256 + 512, 4096]
-    assert max(tokens) == 12
-    epochs = metrics(copied, "epoch")
-    assert epochs[12] / epochs[8] == pytest.approx(2)
 
 
 @pytest.mark.parametrize("end", [{"max_tokens": 100_000}, {"max_epochs": 0.37}, {"max_steps": 50}])
@@ -614,32 +530,26 @@ def test_no_flipped_bit_of_a_checkpoint_loads_as_another_model(copied):
 
 
 FOREIGN = [
-    {"format_version": 1},
     {"vocab_size": 10**30},
     {"eos_id": 5},  # it never ends a document
-    {"dtype": "O"},
     {"splits": []},
-    {"tokenizer": {"kind": "tiktoken", "file": "x", "sha256": "", "special": 5}},
     {"tokenizer": {"kind": "tiktoken", "file": "../x", "sha256": ""}},
 ]
 
 
-@pytest.mark.parametrize("forged", [True, False])
 @pytest.mark.parametrize("changes", FOREIGN, ids=str)
-def test_a_meta_json_that_was_changed_is_one_line_whatever_hash_it_has(
-    tiny_data, tmp_path, refuses, changes, forged
+def test_a_meta_json_of_another_program_is_one_line_though_its_hash_is_right(
+    tiny_data, tmp_path, refuses, changes
 ):
-    folder = Path(shutil.copytree(tiny_data / "tiny", tmp_path / "tiny"))
+    folder = shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    (folder / "meta.json").write_text(json.dumps(meta | changes), encoding="utf-8")
-    if forged:
-        forge(folder, "meta.json", json.dumps(meta | changes).encode())
+    forge(folder, "meta.json", json.dumps(meta | changes).encode())
     assert str(folder) in refuses(prepare.main, "--inspect", folder)
     assert str(folder) in refuses(train.main, *options(tmp_path, tmp_path))
 
 
 def test_val_bin_is_verified_before_it_judges_a_model(finished, tiny_data, tmp_path, refuses):
-    folder = Path(shutil.copytree(tiny_data / "tiny", tmp_path / "tiny"))
+    folder = shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
     ids = bytearray((folder / "val.bin").read_bytes())
     ids[100] ^= 1  # another valid token id: no other check can notice it
     (folder / "val.bin").write_bytes(ids)
@@ -648,15 +558,14 @@ def test_val_bin_is_verified_before_it_judges_a_model(finished, tiny_data, tmp_p
     assert "val.bin" in error
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_model_with_a_number_that_is_not_finite_is_refused_by_the_name_of_the_tensor(
-    finished, tiny_data, tmp_path, refuses, value
+    finished, tiny_data, tmp_path, refuses
 ):
     """Such a run trained to its end and never saved, if the data never use the row."""
     name = "model.embed_tokens.weight"
     folder = shutil.copytree(newest_checkpoint(finished / "ckpt"), tmp_path / "broken")
     weights = load_file(folder / "model.safetensors")
-    weights[name][5] = value
+    weights[name][5] = math.nan
     save_file(weights, folder / "model.safetensors")
     forge(folder)
     train_it = options(tiny_data, tmp_path, f"--init_from={folder}")
