@@ -178,20 +178,19 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: s
     source: the source of the value, for the message.
     Raises UserError if cls has no such setting, or if its type does not accept the value.
     """
-    kinds = typing.get_type_hints(cls)
-    if key not in kinds:
-        raise unknown(cls, {key: source})
+    refuse_unknown(cls, {key: source})
+    kind = typing.get_type_hints(cls)[key]
     try:
-        values[key] = convert(value, kinds[key])
+        values[key] = convert(value, kind)
     except (ValueError, TypeError, ArithmeticError):
-        problem = f"{key}={value!r:.80} is not accepted; it takes {accepted(kinds[key])}"
+        problem = f"{key}={value!r:.80} is not accepted; it takes {accepted(kind)}"
         if re.fullmatch(r"[\d.]+[kKmMbBgGtT]", str(value)):
             problem += ", written in full, such as 10_000_000_000"
         raise UserError(f"{source}: {problem}") from None
 
 
-def unknown(cls: type, places: dict[str, str]) -> UserError:
-    """Return the error for settings that cls does not have: a line for each, with its name here.
+def refuse_unknown(cls: type, places: dict[str, str]) -> None:
+    """Raise UserError if cls lacks one of these settings: a line for each, with its name here.
 
     places: setting -> where it is given.
     If cls has a table `elsewhere`, that is the name here -> the names that other programs use. Of a
@@ -204,6 +203,8 @@ def unknown(cls: type, places: dict[str, str]) -> UserError:
     advice |= {name: f"did you mean {name!r}?" for name in kinds}
     lines = []
     for key, source in places.items():
+        if key in kinds:
+            continue
         last = key.rpartition(".")[2]
         # Most typos are more similar than this, and most names of something else are less.
         close = difflib.get_close_matches(last, kinds, n=1, cutoff=0.8)
@@ -211,7 +212,8 @@ def unknown(cls: type, places: dict[str, str]) -> UserError:
         names = [name for name in (key.replace(".", "_"), last, *close) if name in advice]
         hint = advice[names[0]] if names else "see --help"
         lines.append(f"{source}: unknown setting {key!r}; {hint}")
-    return UserError("\n".join(lines))
+    if lines:
+        raise UserError("\n".join(lines))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -232,9 +234,7 @@ def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
         raise UserError(f"config file {path}: {problem}") from None
     settings = {k: v for k, v in namespace.items() if not k.startswith("_")}
     settings = {k: v for k, v in settings.items() if not isinstance(v, types.ModuleType)}
-    kinds = typing.get_type_hints(cls)
-    if strange := [key for key in settings if key not in kinds]:
-        raise unknown(cls, dict.fromkeys(strange, f"config file {path}"))
+    refuse_unknown(cls, dict.fromkeys(settings, f"config file {path}"))
     for key, value in settings.items():
         set_value(cls, values, key, value, f"config file {path}")
 
@@ -276,21 +276,18 @@ def given(
         sys.exit(0)
     values: dict[str, Any] = {}
     options: dict[str, Any] = {}
-    strange: dict[str, str] = {}  # settings that cls does not have
     while argv:
         arg = argv.pop(0)
         if arg.startswith("--"):
             key, equals, value = arg[2:].partition("=")
             key = key.replace("-", "_")
             following = [value] if equals else take_values(argv, kinds.get(key))
-            if key not in kinds:
-                strange[key] = f"--{key}"
-            elif not following:
+            if key in kinds and not following:
                 raise UserError(f"--{key}: a value is missing; it takes {accepted(kinds[key])}")
-            elif typing.get_origin(kinds[key]) is tuple:  # all values count
+            if typing.get_origin(kinds.get(key)) is tuple:  # all values count
                 options[key] = options.get(key, []) + following + take_values(argv, kinds[key])
             else:
-                options[key] = following[0]
+                options[key] = next(iter(following), None)
         elif positional and not arg.startswith("-"):
             options[positional] = [*options.get(positional, []), arg]
         elif arg.endswith(".py") and not arg.startswith("-"):
@@ -299,8 +296,7 @@ def given(
             kind = "" if positional else getattr(cls, "argument", "config/NAME.py") + " or "
             hint = f"did you mean {arg}.py?" if os.path.exists(f"{arg}.py") else "see --help"
             raise UserError(f"argument {arg!r}: expected {kind}--key=value; {hint}")
-    if strange:
-        raise unknown(cls, strange)
+    refuse_unknown(cls, {key: f"--{key}" for key in options})
     for key, value in options.items():  # after all files, wherever they stand on the command line
         set_value(cls, values, key, value, f"--{key}")
     return values
