@@ -27,10 +27,10 @@ import math
 import os
 import re
 import runpy
+import shutil
 import sys
 import textwrap
 import time
-import traceback
 import types
 import typing
 import unicodedata
@@ -100,9 +100,8 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
     try:
         main()
     except UserError as e:
-        rank = os.environ.get("RANK")
-        if rank is not None and isinstance(e, OneRankError):
-            print(f"error: rank {rank}: {e}", file=sys.stderr)
+        if "RANK" in os.environ and isinstance(e, OneRankError):
+            print(f"error: rank {os.environ['RANK']}: {e}", file=sys.stderr)
         elif os.environ.get("LOCAL_RANK", "0") == "0":  # one line per machine, not one per rank
             print(f"error: {e}", file=sys.stderr)
         else:
@@ -157,12 +156,9 @@ def convert(value: Any, kind: Any) -> Any:
                 return convert(value, option)
     elif origin is tuple:
         items = [value] if isinstance(value, str) else value
-        if isinstance(items, list | tuple):
-            return tuple(convert(item, args[0]) for item in items)
-    elif kind is bool:
-        word = str(value).lower()
-        if word in ("true", "1", "yes", "on", "false", "0", "no", "off"):
-            return word in ("true", "1", "yes", "on")
+        return tuple(convert(item, args[0]) for item in items)
+    elif kind is bool and str(value).lower() in ("true", "1", "false", "0"):
+        return str(value).lower() in ("true", "1")
     elif kind is int and not isinstance(value, bool):
         number = Decimal(str(value))  # 5e8 and 1_000 too, with every digit
         if number == number.to_integral_value() and abs(number) < 2**63:  # as in numpy and torch
@@ -171,11 +167,8 @@ def convert(value: Any, kind: Any) -> Any:
         number = float(value)
         if math.isfinite(number):
             return number
-    elif kind is dict and isinstance(value, dict):  # from a config file only
+    elif kind in (str, dict) and isinstance(value, kind):  # a dict: from a config file only
         return value
-    elif kind is str and isinstance(value, str):
-        if "\0" not in value:  # no file name can have a NUL
-            return value
     raise ValueError(value)
 
 
@@ -185,20 +178,19 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: s
     source: the source of the value, for the message.
     Raises UserError if cls has no such setting, or if its type does not accept the value.
     """
-    kinds = typing.get_type_hints(cls)
-    if key not in kinds:
-        raise unknown(cls, {key: source})
+    refuse_unknown(cls, {key: source})
+    kind = typing.get_type_hints(cls)[key]
     try:
-        values[key] = convert(value, kinds[key])
+        values[key] = convert(value, kind)
     except (ValueError, TypeError, ArithmeticError):
-        problem = f"{key}={value!r:.80} is not accepted; it takes {accepted(kinds[key])}"
+        problem = f"{key}={value!r:.80} is not accepted; it takes {accepted(kind)}"
         if re.fullmatch(r"[\d.]+[kKmMbBgGtT]", str(value)):
             problem += ", written in full, such as 10_000_000_000"
         raise UserError(f"{source}: {problem}") from None
 
 
-def unknown(cls: type, places: dict[str, str]) -> UserError:
-    """Return the error for settings that cls does not have: a line for each, with its name here.
+def refuse_unknown(cls: type, places: dict[str, str]) -> None:
+    """Raise UserError if cls lacks one of these settings: a line for each, with its name here.
 
     places: setting -> where it is given.
     If cls has a table `elsewhere`, that is the name here -> the names that other programs use. Of a
@@ -211,6 +203,8 @@ def unknown(cls: type, places: dict[str, str]) -> UserError:
     advice |= {name: f"did you mean {name!r}?" for name in kinds}
     lines = []
     for key, source in places.items():
+        if key in kinds:
+            continue
         last = key.rpartition(".")[2]
         # Most typos are more similar than this, and most names of something else are less.
         close = difflib.get_close_matches(last, kinds, n=1, cutoff=0.8)
@@ -218,7 +212,8 @@ def unknown(cls: type, places: dict[str, str]) -> UserError:
         names = [name for name in (key.replace(".", "_"), last, *close) if name in advice]
         hint = advice[names[0]] if names else "see --help"
         lines.append(f"{source}: unknown setting {key!r}; {hint}")
-    return UserError("\n".join(lines))
+    if lines:
+        raise UserError("\n".join(lines))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,16 +229,12 @@ def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
         namespace = runpy.run_path(path)
     except OSError as e:
         raise UserError(f"config file {path}: {e.strerror}") from None
-    except (Exception, SystemExit) as e:
-        frames = traceback.extract_tb(e.__traceback__)
-        lines = ["?", *(frame.lineno for frame in frames if frame.filename == path)]
-        source = f"config file {path}, line {getattr(e, 'lineno', lines[-1])}"
-        raise UserError(f"{source}: {type(e).__name__}: {' '.join(str(e).split())}") from None
+    except Exception as e:
+        problem = " ".join(f"{type(e).__name__}: {e}".split())
+        raise UserError(f"config file {path}: {problem}") from None
     settings = {k: v for k, v in namespace.items() if not k.startswith("_")}
     settings = {k: v for k, v in settings.items() if not isinstance(v, types.ModuleType)}
-    kinds = typing.get_type_hints(cls)
-    if strange := [key for key in settings if key not in kinds]:
-        raise unknown(cls, dict.fromkeys(strange, f"config file {path}"))
+    refuse_unknown(cls, dict.fromkeys(settings, f"config file {path}"))
     for key, value in settings.items():
         set_value(cls, values, key, value, f"config file {path}")
 
@@ -285,21 +276,18 @@ def given(
         sys.exit(0)
     values: dict[str, Any] = {}
     options: dict[str, Any] = {}
-    strange: dict[str, str] = {}  # settings that cls does not have
     while argv:
         arg = argv.pop(0)
         if arg.startswith("--"):
             key, equals, value = arg[2:].partition("=")
             key = key.replace("-", "_")
             following = [value] if equals else take_values(argv, kinds.get(key))
-            if key not in kinds:
-                strange[key] = f"--{key}"
-            elif not following:
+            if key in kinds and not following:
                 raise UserError(f"--{key}: a value is missing; it takes {accepted(kinds[key])}")
-            elif typing.get_origin(kinds[key]) is tuple:  # all values count
+            if typing.get_origin(kinds.get(key)) is tuple:  # all values count
                 options[key] = options.get(key, []) + following + take_values(argv, kinds[key])
             else:
-                options[key] = following[0]
+                options[key] = next(iter(following), None)
         elif positional and not arg.startswith("-"):
             options[positional] = [*options.get(positional, []), arg]
         elif arg.endswith(".py") and not arg.startswith("-"):
@@ -308,8 +296,7 @@ def given(
             kind = "" if positional else getattr(cls, "argument", "config/NAME.py") + " or "
             hint = f"did you mean {arg}.py?" if os.path.exists(f"{arg}.py") else "see --help"
             raise UserError(f"argument {arg!r}: expected {kind}--key=value; {hint}")
-    if strange:
-        raise unknown(cls, strange)
+    refuse_unknown(cls, {key: f"--{key}" for key in options})
     for key, value in options.items():  # after all files, wherever they stand on the command line
         set_value(cls, values, key, value, f"--{key}")
     return values
@@ -338,8 +325,8 @@ def take_values(argv: list[str], kind: Any) -> list[Any]:
 
 
 def help_text(cls: type, doc: str) -> str:
-    """Return `doc` and the settings, with the groups and comments of the source of the
-    dataclass and of those that it inherits."""
+    """Return `doc` and the settings, with the groups and comments of the source of the dataclass
+    and of those that it inherits."""
     width = columns()
     out = []
     for part in doc.strip().split("\n\n"):
@@ -347,29 +334,25 @@ def help_text(cls: type, doc: str) -> str:
         out.append((textwrap.fill(part, width) if is_prose else folded(part, width)) + "\n")
     out.append("Settings (--key=value, or an assignment in a config file):")
     kinds = typing.get_type_hints(cls)
-    classes = [c for c in reversed(cls.__mro__) if dataclasses.is_dataclass(c)]
-    owner = {name: c for c in classes for name in vars(c).get("__annotations__", {})}
-    for source in classes:
+    rows = {}  # heading or setting -> its row; a class may change the default that it inherits
+    for source in reversed(list(filter(dataclasses.is_dataclass, cls.__mro__))):
         for line in inspect.getsource(source).splitlines():
             heading = re.fullmatch(r"\s+# -+ (.+?) -+", line)
             field = re.match(r"    (\w+): .+? = (.+?)(?:  # (.*))?$", line)
             if heading:
-                out.append(folded(f"\n{heading[1]}", width))
-            elif field and owner.get(field[1]) is source:
+                rows[heading[1]] = folded(f"\n{heading[1]}", width)
+            elif field and field[1] in kinds:
                 name, default, comment = field.groups()
                 option = f"--{name}=" + default.strip('"')
                 takes = accepted(kinds[name])
                 takes = takes.replace("|", " | ") if len(takes) > 45 else takes  # can be folded
-                out.append(row(f"  {option:<32} ", f"{comment or ''} [{takes}]"))
-    return "\n".join(out)
+                rows[name] = row(f"  {option:<32} ", f"{comment or ''} [{takes}]")
+    return "\n".join([*out, *rows.values()])
 
 
 def columns() -> int:
     """Return the width of the terminal that stdout goes to; 0 if there is none."""
-    try:
-        return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0
-    except (OSError, ValueError):  # a closed terminal
-        return 0
+    return shutil.get_terminal_size((0, 0)).columns if sys.stdout.isatty() else 0
 
 
 def folded(text: str, width: int) -> str:

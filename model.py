@@ -41,14 +41,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-PRESETS = {
-    "gpt2": dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, tie_embeddings=True),
-    "llama": dict(pos="rope", norm="rmsnorm", mlp="swiglu", bias=False, tie_embeddings=False),
-}
-PRESETS["qwen2"] = PRESETS["llama"] | dict(qkv_bias=True)
-PRESETS["qwen3"] = PRESETS["llama"] | dict(qk_norm=True)
-
-
 # What an MLP computes between its matrices: a function, and whether its result is the factor (the
 # gate) of a second product with x (arXiv 2002.05202). gelu_tanh is OpenAI's, in GPT-2.
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
@@ -63,11 +55,11 @@ def round_up(number: int, multiple: int) -> int:
     return (number + multiple - 1) // multiple * multiple
 
 
-@dataclass(frozen=True)
+@dataclass
 class GPTConfig:
     """The architecture. A preset sets its switches: GPTConfig(**PRESETS["llama"], n_layer=8, ...).
 
-    Raises ValueError if the numbers do not fit together.
+    Raises ValueError if the values do not fit together: see check_shape().
     """
 
     vocab_size: int = 50257
@@ -93,31 +85,17 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         """Check the values, and replace each 0 by the value that it stands for."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            choices = get_args(field.type)
-            if choices and value not in choices:
-                raise ValueError(f"{field.name}={value!r} is none of {', '.join(choices)}")
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive")
-        C = self.n_embd
-        nh = self.n_head
-        if not self.head_dim and C % nh:
-            raise ValueError(f"n_embd={C} is not a multiple of n_head={nh}: or set head_dim")
-        put = partial(object.__setattr__, self)  # a frozen dataclass refuses self.name = value
-        put("n_kv_head", self.n_kv_head or nh)
-        put("head_dim", self.head_dim or C // nh)
-        put("d_ff", self.d_ff or (round_up(8 * C // 3, 64) if self.gated else 4 * C))
-        put("qkv_bias", self.qkv_bias and not self.bias)  # bias says it already
-        if nh % self.n_kv_head:
-            raise ValueError(f"n_head={nh} must be a multiple of n_kv_head={self.n_kv_head}")
-        if self.pos == "rope":
-            put("rope_scaling", checked_rope(self))
-        elif self.rope_scaling:
-            raise ValueError(f"rope_scaling={self.rope_scaling!r} needs pos=rope")
-        else:
-            put("rope_theta", 10000.0)  # it has no meaning here
+        check_shape(self)
+        self.n_kv_head = self.n_kv_head or self.n_head
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        of_mlp = round_up(8 * self.n_embd // 3, 64) if self.gated else 4 * self.n_embd
+        self.d_ff = self.d_ff or of_mlp
+        self.qkv_bias = self.qkv_bias and not self.bias  # bias says it already
+        if self.pos == "learned":
+            self.rope_theta = 10000.0  # it has no meaning here
+        if self.rope_scaling:  # in one spelling: 4 for 4.0
+            kind, numbers = rope_scaling(self.rope_scaling)
+            self.rope_scaling = f"{kind}:{','.join(repr(n).removesuffix('.0') for n in numbers)}"
 
     @property
     def gated(self) -> bool:
@@ -131,6 +109,14 @@ class GPTConfig:
         The padding gets no gradient and can never be sampled.
         """
         return round_up(self.vocab_size, 128)
+
+
+PRESETS = {
+    "gpt2": dict(pos="learned", norm="layernorm", mlp="gelu", bias=True, tie_embeddings=True),
+    "llama": dict(pos="rope", norm="rmsnorm", mlp="swiglu", bias=False, tie_embeddings=False),
+}
+PRESETS["qwen2"] = PRESETS["llama"] | dict(qkv_bias=True)
+PRESETS["qwen3"] = PRESETS["llama"] | dict(qk_norm=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -162,10 +148,9 @@ class RMSNorm(nn.RMSNorm):
     """x (..., n) -> x / sqrt(mean(x²) + eps) * weight, with the mean over n (arXiv 1910.07467)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # The fused kernel needs x and weight in one dtype. CUDA's autocast (torch 2.12 and later)
-        # would turn both into fp32, so it is switched off here.
-        with torch.autocast(x.device.type, enabled=False):
-            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        x32 = x.float()
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)  # (..., 1)
+        return (x32 * scale * self.weight).to(x.dtype)
 
 
 def make_norm(c: GPTConfig) -> nn.Module:
@@ -194,10 +179,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float)
     """Return softmax(q k^T / sqrt(hs) + mask) v, with dropout on what softmax returns.
 
     q, k, v: (B, nh, T, hs). mask: of GPT.document_mask(); None: 0 where a key comes before the
-    query or is its own, -inf elsewhere. PyTorch computes this in one kernel, which on a GPU never
-    stores the T x T matrix.
+    query or is its own, -inf elsewhere, so that no position sees the future.
+
+    torch's kernels, which hardware/kernels.py puts here, never store a T x T matrix on a GPU.
     """
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
+    T, hs = q.shape[2:]
+    if mask is None:
+        mask = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+    scores = q @ k.mT / math.sqrt(hs) + mask  # (B, nh, T, T): row = query, column = key
+    return F.dropout(scores.softmax(-1), dropout) @ v  # each row of the weights adds up to 1
 
 
 def cross_entropy(
@@ -355,9 +345,7 @@ class Block(nn.Module):
         """x (B, T, C) -> (B, T, C). context: rope, mask and cache of Attention.forward()."""
         if not self.recompute or not torch.is_grad_enabled():
             return self.compute(x, *context)
-        # With dropout, it has to draw the same numbers again.
-        draws = self.dropout.p > 0
-        return checkpoint(self.compute, x, *context, use_reentrant=False, preserve_rng_state=draws)
+        return checkpoint(self.compute, x, *context, use_reentrant=False)
 
     def compute(self, x: Tensor, *context) -> Tensor:
         x = x + self.dropout(self.attn(self.norm_1(x), *context))  # (B, T, C)
@@ -379,10 +367,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(Block(c, layer) for layer in range(c.n_layer))
         self.norm_f = make_norm(c)
-        # A tied head takes the matrix of wte. Its own would be wasted, so it is made on the device
-        # "meta", where it has a shape but no memory.
-        device = "meta" if c.tie_embeddings else None
-        self.lm_head = Linear(c.n_embd, c.padded_vocab_size, bias=False, device=device)
+        self.lm_head = Linear(c.n_embd, c.padded_vocab_size, bias=False)
         if c.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         rope = rope_table(c) if c.pos == "rope" else None
@@ -445,11 +430,8 @@ class GPT(nn.Module):
         document if these numbers are equal. The mask, (B, 1, T, T), is 0 where a query sees a key
         and -inf elsewhere. It is made once for all layers. dtype: of the queries.
         """
-        T = begins.size(1)
-        together = begins[:, None, :, None] == begins[:, None, None, :]
-        hidden = ~together | torch.ones(T, T, dtype=torch.bool, device=begins.device).triu(1)
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=begins.device)
-        return mask.masked_fill_(hidden, -math.inf)
+        seen = (begins[:, None, :, None] == begins[:, None, None, :]).tril()
+        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf)
 
     def logits(self, x: Tensor) -> Tensor:
         """x (..., C) -> (..., padded V). Their softmax over V is the probability of each token."""
@@ -525,7 +507,7 @@ class GPT(nn.Module):
     def init_weights(self, scheme: str = "gpt2") -> None:
         """Draw every matrix from N(0, std²), with the std that `scheme`, a key of INIT, gives it.
 
-        Biases are 0, and the weights of norms are 1, except for norm_f's in t5.
+        Embeddings have a std of 0.02. Biases are 0, and the weights of norms are 1.
         """
         c = self.config
         for name, p in self.named_parameters():
@@ -538,15 +520,13 @@ class GPT(nn.Module):
                 p = p[: c.vocab_size]
             matrices = p.split(self.blocks[0].attn.qkv.rows) if layer == "qkv" else [p]
             for role, weight in zip(ROLES[layer], matrices, strict=True):
-                std = EMBED.get(scheme, 0.02)
+                std = 0.02
                 if role != "embed":
                     std = INIT[scheme](role, weight.size(1), weight.size(0), c.n_layer)
-                if scheme in CUT:
-                    nn.init.trunc_normal_(weight, 0, std, -CUT[scheme] * std, CUT[scheme] * std)
+                if scheme == "trunc_normal":  # a number beyond 3 std is drawn again
+                    nn.init.trunc_normal_(weight, 0, std, -3 * std, 3 * std)
                 else:
                     weight.normal_(0.0, std)
-        if scheme == "t5" and c.tie_embeddings:
-            self.norm_f.weight.fill_(c.n_embd**-0.5)
 
     # -- accounting: one definition for train.py, bench/ and tests/ --
 
@@ -645,23 +625,38 @@ def sample_token(
 
 
 # --------------------------------------------------------------------------------------------------
+# What a shape may be
+
+
+def check_shape(c: GPTConfig) -> None:
+    """Raise ValueError if the values of c do not go together. 0 may still stand for a default."""
+    for field in fields(c):
+        value = getattr(c, field.name)
+        choices = get_args(field.type)
+        if choices and value not in choices:
+            raise ValueError(f"{field.name}={value!r} is none of {', '.join(choices)}")
+    if min(c.vocab_size, c.block_size, c.n_layer, c.n_head, c.n_embd) < 1:
+        raise ValueError("vocab_size, block_size, n_layer, n_head and n_embd must be positive")
+    if not c.head_dim and c.n_embd % c.n_head:
+        raise ValueError(f"n_embd={c.n_embd} is not a multiple of n_head={c.n_head}")
+    if c.n_kv_head and c.n_head % c.n_kv_head:
+        raise ValueError(f"n_head={c.n_head} must be a multiple of n_kv_head={c.n_kv_head}")
+    if c.pos == "rope":
+        head_dim = c.head_dim or c.n_embd // c.n_head
+        if head_dim % 2:
+            raise ValueError(f"head_dim={head_dim} must be even: rope rotates pairs")
+        if c.rope_theta <= 1:
+            raise ValueError(f"rope_theta={c.rope_theta} must be above 1")
+    elif c.rope_scaling:
+        raise ValueError(f"rope_scaling={c.rope_scaling!r} needs pos=rope")
+
+
+# --------------------------------------------------------------------------------------------------
 # RoPE: the angles, and three ways in which a model for short sequences serves long ones
 
 
-def checked_rope(c: GPTConfig) -> str:
-    """Return rope_scaling in one form: 4 for 4.0. Raises ValueError if RoPE cannot be as c says."""
-    if c.head_dim % 2:
-        raise ValueError(f"head_dim={c.head_dim} must be even: rope rotates pairs")
-    if c.rope_theta < 1:
-        raise ValueError(f"rope_theta={c.rope_theta} must be at least 1")
-    rope_frequencies(c)
-    kind, numbers = rope_scaling(c.rope_scaling)
-    listed = ",".join(repr(number).removesuffix(".0") for number in numbers)
-    return f"{kind}:{listed}" if kind else ""
-
-
 def rope_scaling(spec: str) -> tuple[str, list[float]]:
-    """Return the kind and the numbers of rope_scaling. Raises ValueError if it is wrong."""
+    """Return the kind and the numbers of rope_scaling. Raises ValueError if it cannot be."""
     counts = {"linear": 1, "llama3": 4, "yarn": 5}
     kind, _, listed = spec.partition(":")
     try:
@@ -671,6 +666,9 @@ def rope_scaling(spec: str) -> tuple[str, list[float]]:
     if spec and (len(numbers) != counts.get(kind) or not all(1e-6 <= n <= 1e9 for n in numbers)):
         forms = "linear:FACTOR, llama3:FACTOR,LOW,HIGH,LENGTH or yarn:FACTOR,LENGTH,FAST,SLOW,SCALE"
         raise ValueError(f"rope_scaling={spec!r} is none of {forms}")
+    low, high = {"llama3": numbers[1:3], "yarn": numbers[3:1:-1]}.get(kind, (0, 1))
+    if low >= high:
+        raise ValueError(f"rope_scaling={spec!r}: LOW must be below HIGH, and SLOW below FAST")
     return kind, numbers
 
 
@@ -688,8 +686,6 @@ def rope_frequencies(c: GPTConfig) -> tuple[np.ndarray, float]:
     yarn:FACTOR,LENGTH,FAST,SLOW,SCALE    The same between SLOW and FAST turns, but the share goes
                                           with the number of the pair; and cos and sin are
                                           multiplied by SCALE (arXiv 2309.00071).
-
-    Raises ValueError if the numbers do not fit together.
     """
     pair = np.arange(c.head_dim // 2)
     freq = c.rope_theta ** (-2 * pair / c.head_dim)
@@ -698,16 +694,11 @@ def rope_frequencies(c: GPTConfig) -> tuple[np.ndarray, float]:
     kept = 0.0  # the share of the frequency that is not divided, (hs/2,) or for all pairs
     scale = 1.0
     if kind == "llama3":
-        factor, low, high, length = numbers
-        if low >= high:
-            raise ValueError(f"rope_scaling={c.rope_scaling!r}: LOW must be below HIGH")
+        _, low, high, length = numbers
         turns = length * freq / (2 * math.pi)
         kept = np.clip((turns - low) / (high - low), 0, 1)
     elif kind == "yarn":
-        factor, length, fast, slow, scale = numbers
-        if fast <= slow or c.rope_theta == 1:
-            problem = "FAST must exceed SLOW, and rope_theta 1"
-            raise ValueError(f"rope_scaling={c.rope_scaling!r}: {problem}")
+        _, length, fast, slow, scale = numbers
         # The numbers of the pairs that turn FAST and SLOW times in LENGTH tokens.
         radians = [turns * 2 * math.pi for turns in (fast, slow)]
         ends = [math.log(length / r, c.rope_theta) * c.head_dim / 2 for r in radians]
@@ -741,15 +732,13 @@ def rope_table(c: GPTConfig) -> Tensor:
 #     query, key, value, up    which read the residual stream (up: SwiGLU's gate too)
 #     out, down                which write to the residual stream
 #     head                     which is lm_head, unless it is tied to wte
-#     embed                    which is wte and wpe; their standard deviation is in EMBED
+#     embed                    which is wte and wpe: always 0.02
 
 ROLES = {  # of the matrices in each weight
     "wte": ["embed"], "wpe": ["embed"], "qkv": ["query", "key", "value"], "proj": ["out"],
     "gate_proj": ["up"], "up_proj": ["up"], "down_proj": ["down"], "lm_head": ["head"],
 }  # fmt: skip
 WRITES = ("out", "down")
-EMBED = {"t5": 1.0}  # std of the embeddings; in the other schemes it is 0.02
-CUT = {"trunc_normal": 3.0}  # a number beyond so many std is drawn again
 
 INIT: dict[str, Callable[[str, int, int, int], float]] = {
     # 0.02 for what reads the residual stream, 0.02 / sqrt(2 L) for what writes to it: 2 L matrices
@@ -789,11 +778,4 @@ INIT: dict[str, Callable[[str, int, int, int], float]] = {
     # Embeddings are cut too, and what writes to the residual stream gets no other factor.
     # Source: OLMo-core, the code of OLMo 2 (arXiv 2501.00656), InitMethod.normal. BERT cuts at 2.
     "trunc_normal": lambda role, i, o, L: 0.02,
-    #
-    # T5 draws queries with sqrt(1 / (i hs)), since it does not divide the scores by sqrt(hs). Here
-    # the attention divides them, and queries have sqrt(1 / i): the scores are the same. If the head
-    # is tied, T5 divides its input by sqrt(n_embd). Here the last norm starts with that weight.
-    # Learned positions, which T5 lacks, are drawn like the tokens.
-    # Source: T5, arXiv 1910.10683, in its code (Mesh TensorFlow, transformer/attention.py).
-    "t5": lambda role, i, o, L: math.sqrt(1 / i),
 }

@@ -1,8 +1,8 @@
 """The formulas of model.py, computed in a faster way on some machines.
 
 install() puts the functions of this file in the place of those of model.py. Each of them decides in
-every call whether it is faster there, and otherwise computes the formula as model.py states it. A
-program that forgets install() gets the same numbers, up to rounding, only later.
+every call which way is fastest there. A program that forgets install() gets the same numbers, up to
+rounding, only later, and its attention takes more memory.
 """
 
 import math
@@ -20,11 +20,9 @@ import model
 from model import GPT
 
 # The formulas as model.py states them: install() replaces them there, but not here.
-attend_formula = model.attend
 cross_entropy_formula = model.cross_entropy
 document_mask_formula = GPT.document_mask
 linear_formula = model.Linear.forward
-rms_norm_formula = model.RMSNorm.forward
 rotate_formula = model.rotate
 
 
@@ -95,7 +93,10 @@ def rms_norm(layer: nn.RMSNorm, x: Tensor) -> Tensor:
     """Return x / sqrt(mean(x²) + eps) * weight, in the dtype of x (..., n); the mean is over n."""
     if eager_cpu(x):
         return RMSNormOnCPU.apply(x, layer.weight, layer.eps)
-    return rms_norm_formula(layer, x)
+    # The fused kernel needs x and weight in one dtype. CUDA's autocast (torch 2.12 and later) would
+    # turn both into fp32, so it is switched off here.
+    with torch.autocast(x.device.type, enabled=False):
+        return F.rms_norm(x, layer.weight.shape, layer.weight.to(x.dtype), layer.eps)
 
 
 class RotationOnCPU(torch.autograd.Function):
@@ -228,12 +229,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float) -> Ten
     if mask is None and plain_is_faster(q):
         return plain_attend(q, k, v, None, dropout)
     if mask is None or isinstance(mask, Tensor):
-        return attend_formula(q, k, v, mask, dropout)
+        return fused_attend(q, k, v, mask, dropout)
     if isinstance(mask, Pieces):
         return attend_pieces(q, k, v, mask, dropout)
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention(q, k, v, block_mask=mask)
+
+
+def fused_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    """Return attention by torch's kernels, most of which never store the T x T matrix."""
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
 
 
 def plain_attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: float) -> Tensor:
@@ -262,7 +268,7 @@ def attend_pieces(q: Tensor, k: Tensor, v: Tensor, cut: Pieces, dropout: float) 
     for piece, *qkv in zip(cut.pieces, *parts, strict=True):
         # (count, nh, length, hs)
         a, b, c = (x.view(piece.count, piece.length, nh, hs).transpose(1, 2) for x in qkv)
-        attend_one = plain_attend if plain_is_faster(a) else attend_formula
+        attend_one = plain_attend if plain_is_faster(a) else fused_attend
         y = attend_one(a, b, c, piece.mask, dropout)
         results.append(y.transpose(1, 2).reshape(-1, nh, hs))
     return torch.cat(results).view(B, T, nh, hs).transpose(1, 2)

@@ -16,16 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hardware.decoding import RecordedCache
 from hardware.kernels import ChunkedCrossEntropy, attention_kernel
-from model import (
-    ACTIVATIONS,
-    GPT,
-    INIT,
-    PRESETS,
-    GPTConfig,
-    KVCache,
-    rope_table,
-    sample_token,
-)
+from model import ACTIVATIONS, GPT, INIT, PRESETS, GPTConfig, KVCache, rope_table, sample_token
 
 SMALL = dict(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=48)
 LLAMA = PRESETS["llama"] | SMALL
@@ -75,33 +66,25 @@ def test_gpt2_has_the_published_number_of_parameters():
 
 
 @pytest.mark.parametrize(
-    "name, value, word",
+    "shape",
     [
-        ("n_embd", 50, "n_head=4"),
-        ("n_kv_head", 3, "n_head=4"),
-        ("n_layer", 0, "positive"),
-        ("head_dim", 5, "even"),
-        ("mlp", "swish", "swiglu"),  # an unknown kind once trained GELU, without a word
-        ("norm", "swish", "rmsnorm"),
-        ("pos", "swish", "rope"),
-        ("rope_theta", 0.5, "at least 1"),
-        ("rope_scaling", "yarn:4,16,1,32,1.1", "FAST"),
-        ("rope_scaling", "llama3:8,4,1,16", "LOW"),
-        ("rope_scaling", "linear:1e-300", "linear:FACTOR"),
-        ("rope_scaling", "linear", "linear:FACTOR"),
-        ("rope_scaling", ":", "linear:FACTOR"),
-        ("rope_scaling", "ntk:2", "linear:FACTOR"),
+        dict(n_embd=50),
+        dict(n_kv_head=3),
+        dict(n_layer=0),
+        dict(head_dim=5),
+        dict(mlp="swish"),  # an unknown kind once trained GELU, without a word
+        dict(norm="swish"),
+        dict(rope_scaling="linear"),
+        dict(rope_scaling="linear:1e-300"),
+        dict(rope_scaling="ntk:2"),
+        dict(rope_scaling="yarn:4,16,1,32,1.1"),  # FAST and SLOW the wrong way round
+        dict(rope_scaling="llama3:8,4,1,16"),
+        dict(rope_scaling="linear:2", pos="learned"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused_by_name(name, value, word):
-    with pytest.raises(ValueError, match=name) as e:
-        GPTConfig(**LLAMA | {name: value})
-    assert word in str(e.value)
-
-
-def test_a_scaling_of_rope_is_refused_where_nothing_rotates():
-    with pytest.raises(ValueError, match="needs pos=rope"):
-        GPTConfig(**PRESETS["gpt2"] | dict(rope_scaling="linear:2"))
+def test_a_shape_that_cannot_be_is_refused_by_name(shape):
+    with pytest.raises(ValueError, match=next(iter(shape))):
+        GPTConfig(**LLAMA | shape)
 
 
 FORMULAS = {  # of MLPs: u = up(x), g = gate(x), where there is one
@@ -174,18 +157,11 @@ def test_the_chunked_loss_and_its_gradient_are_those_of_the_plain_one(dtype, err
     (plain / 34).backward()
     (chunked / 34).backward()
     assert (y.grad - x.grad).abs().max() <= error * x.grad.abs().max()
-    assert y.grad[[0, 12, 36]].count_nonzero() == 0 and y.grad[:, 50_257:].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("dtype, kernel", [(torch.bfloat16, "plain"), (torch.float32, "flash")])
 def test_the_attention_kernel_is_named(dtype, kernel):
     assert attention_kernel(4, 64, 32, torch.device("cpu"), dtype) == kernel
-
-
-def test_a_fresh_model_starts_near_the_loss_of_guessing():
-    model = make("llama")
-    x = ids(model, 8, 33)
-    assert abs(model(x[:, :-1], x[:, 1:]).item() - math.log(model.config.vocab_size)) < 0.1
 
 
 def test_vocabulary_padding_gets_no_gradient_and_no_probability():
@@ -249,23 +225,15 @@ PROMISED = {  # scheme -> the std of query, value, out, up, down by its publishe
     + (DEEPNORM * math.sqrt(2 / 1280),) * 2,
     "zero_proj": (1 / 16, 1 / 16, 0.0, 1 / 16, 0.0),
     "trunc_normal": (0.02 * CUT,) * 5,
-    # T5's queries have 1 / sqrt(256 hs), but here the scores are divided by sqrt(hs) afterwards
-    "t5": (1 / 16,) * 4 + (1 / 32,),
 }
-EMBED = {"trunc_normal": 0.02 * CUT, "t5": 1.0}  # scheme -> std of the embeddings; others: 0.02
-
-
-def init_model(scheme: str, **shape) -> GPT:
-    torch.manual_seed(0)
-    shape = dict(vocab_size=1000, block_size=64, n_layer=L, n_head=4, n_embd=D) | shape
-    model = GPT(GPTConfig(**(PRESETS["gpt2"] | shape)))
-    model.init_weights(scheme)
-    return model
 
 
 @pytest.mark.parametrize("scheme", INIT)
 def test_init_has_the_standard_deviations_that_its_scheme_promises(scheme):
-    model = init_model(scheme, tie_embeddings=False)
+    torch.manual_seed(0)
+    shape = dict(vocab_size=1000, block_size=64, n_layer=L, n_head=4, n_embd=D)
+    model = GPT(GPTConfig(**PRESETS["gpt2"] | shape))
+    model.init_weights(scheme)
     for block in model.blocks:
         query, _, value = block.attn.qkv.weight.split(D)
         others = (block.attn.proj, block.mlp.up_proj, block.mlp.down_proj)
@@ -274,27 +242,12 @@ def test_init_has_the_standard_deviations_that_its_scheme_promises(scheme):
             assert weight.std().item() == pytest.approx(std, rel=0.02)
             assert abs(weight.mean().item()) <= 0.02 * std
     for embedding in (model.wte.weight[:1000], model.wpe.weight):
-        assert embedding.std().item() == pytest.approx(EMBED.get(scheme, 0.02), rel=0.02)
+        assert embedding.std().item() == pytest.approx(0.02, rel=0.02)
     for name, p in model.named_parameters():
         if p.dim() == 1:
             assert (p == (0 if name.endswith("bias") else 1)).all(), name
-
-
-def test_trunc_normal_reaches_three_standard_deviations_and_no_weight_is_beyond():
-    matrices = [p for p in init_model("trunc_normal").parameters() if p.dim() == 2]
-    for weight in matrices:
-        assert 0.055 < weight.abs().max() <= 0.06
-
-
-def test_t5_divides_what_a_tied_head_reads_by_the_root_of_the_width():
-    model = init_model("t5", tie_embeddings=True)
-    x = torch.randn(3, D, generator=torch.Generator().manual_seed(1))
-    normed = F.layer_norm(x, (D,))
-    torch.testing.assert_close(model.logits(x), normed / math.sqrt(D) @ model.wte.weight.T)
-    assert model.logits(x)[:, :1000].std().item() == pytest.approx(1.0, rel=0.05)
-    untied = init_model("t5", tie_embeddings=False)
-    torch.testing.assert_close(untied.logits(x), normed @ untied.lm_head.weight.T)
-    assert untied.logits(x)[:, :1000].std().item() == pytest.approx(1.0, rel=0.05)
+        elif scheme == "trunc_normal":
+            assert 0.055 < p.abs().max() <= 0.06
 
 
 # -- generation --
@@ -316,7 +269,7 @@ def test_greedy_with_cache_equals_greedy_without_token_for_token(name):
     assert cached.shape == (27, 3) and torch.equal(cached, greedy_without_cache(model, prompt, 27))
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
 @torch.no_grad()
 def test_a_step_that_is_recorded_once_serves_for_every_position(name):
     """A trace keeps Python's numbers, as a CUDA graph does: only tensors may change later."""

@@ -15,12 +15,14 @@ weights: a matrix of standard deviation 0.02 moves by 0.02 lr. torch takes at mo
 import math
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from hardware.machine import Machine
 from model import GPT
 from training.settings import TrainConfig
-from training.shards import from_owners, part, ranks_of, to_owners
+from training.shards import is_sharded, part
 
 # Each line takes a square P to a P² + b Q + c, where Q is the P of the line above it. At first both
 # are A, so the last P is a polynomial of degree 16 in A, for four matrix products.
@@ -154,6 +156,47 @@ class Muon(torch.optim.AdamW):
         moves = from_owners(moves, weights[0]).float()
         torch._foreach_mul_(parts, 1 - lr * group["weight_decay"])
         torch._foreach_add_(parts, [x[: len(w)] for x, w in zip(moves, parts, strict=False)])
+
+
+def ranks_of(x: Tensor) -> int:
+    """Return over how many processes x is sharded; 1 if it is not."""
+    return x.device_mesh.size() if is_sharded(x) else 1
+
+
+def to_owners(parts: list[Tensor], p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return some tensors of the shape of p (R, C) in one stack (m, R, C), in another dtype.
+
+    parts: what this rank holds of each. If they are sharded over W ranks, each rank gets the next
+    m = ceil(len(parts) / W) of them whole; what the last ranks lack is filled up with zeros.
+    """
+    R, C = p.shape
+    W = ranks_of(p)
+    m = math.ceil(len(parts) / W)
+    stack = torch.zeros(W * m, math.ceil(R / W), C, dtype=dtype, device=parts[0].device)
+    torch._foreach_copy_([x[: len(rows)] for x, rows in zip(stack, parts, strict=False)], parts)
+    if W > 1:
+        stack = exchange(stack, p).view(W, m, -1, C).transpose(0, 1).reshape(m, -1, C)[:, :R]
+    return stack
+
+
+def from_owners(stack: Tensor, p: Tensor) -> Tensor:
+    """The way back from to_owners(): return what this rank holds of each tensor, in one stack.
+
+    Of a rank that holds fewer rows than others, they come first.
+    """
+    W = ranks_of(p)
+    if W == 1:
+        return stack
+    m, R, C = stack.shape
+    filled = F.pad(stack, (0, 0, 0, W * math.ceil(R / W) - R))
+    return exchange(filled.view(m, W, -1, C).transpose(0, 1).flatten(0, 1), p)
+
+
+def exchange(stack: Tensor, p: Tensor) -> Tensor:
+    """Send the r-th of W equal parts of a stack to rank r; return what the ranks send, in order."""
+    received = torch.empty_like(stack)
+    dist.all_to_all_single(received, stack, group=p.device_mesh.get_group())
+    return received
 
 
 def make_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.optim.Optimizer:
