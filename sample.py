@@ -60,7 +60,7 @@ MOST = 320  # and here in any case
 ELSEWHERE = {
     "ckpt": "model model_path model_name_or_path checkpoint load_from init_from",
     "ckpt=out/NAME": "run_name",
-    'prompt="$(cat FILE)" for FILE:FILE': "start",
+    'prompt, or prompt="$(cat FILE)" for FILE:FILE': "start",
     "max_new_tokens": "max_length max_tokens n_predict",
     "temperature=0, which takes the likeliest token": "do_sample greedy",
     "eval=data/NAME": "eval_only dataset",
@@ -210,10 +210,7 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[s
     """
     # A terminal can pass any bytes. Python holds those that are not UTF-8 as surrogates.
     prompt = prompt.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    try:
-        ids = tokenizer.encode(prompt).tolist()
-    except ValueError as e:
-        raise UserError(f"the prompt has no tokens: {e}") from None
+    ids = tokenizer.encode(prompt).tolist()
     if tokenizer.unk_id in ids:
         unknown = [c for c in sorted(set(prompt)) if tokenizer.unk_id in tokenizer.encode(c)]
         note(f"the tokenizer has no token for {', '.join(map(repr, unknown))}: the model reads unk")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import call, forge, train_tiny
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as save_bytes
 
 import configurator
 import sample
@@ -139,12 +140,10 @@ def test_interactive_answers_every_line_until_the_end_of_input(out, capsys, monk
 
 
 def test_damaged_weights_are_one_line_and_never_a_made_up_token(out, tmp_path, capsys):
-    folder = tmp_path / "damaged"
-    shutil.copytree(newest_checkpoint(out / "run" / "ckpt"), folder)
+    folder = Path(shutil.copytree(newest_checkpoint(out / "run" / "ckpt"), tmp_path / "damaged"))
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] *= 3e38
-    save_file(weights, folder / "model.safetensors")
-    forge(folder)
+    forge(folder, "model.safetensors", save_bytes(weights))
     with pytest.raises(configurator.UserError, match="--dtype"):
         call(sample.main, f"--ckpt={folder}", "--device=cpu", "--prompt", "")
     assert capsys.readouterr().out == ""
