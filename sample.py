@@ -5,7 +5,7 @@ is also what it continued during the training. If that is empty, it begins a new
 
     python sample.py
     python sample.py --prompt "Robot.sing: Return" "RobotError: Raised when"
-    python sample.py --ckpt out/demo/ckpt/step_00000600 --prompt_file prompt.txt
+    python sample.py --ckpt out/demo/ckpt/step_00000600 --prompt "$(cat prompt.txt)"
     # three new documents
     python sample.py --prompt "" --num_samples 3
     # the checkpoint with the lowest validation loss
@@ -19,8 +19,9 @@ A base model continues a text; it does not chat. A model folder is all that is n
 shape, the weights and the tokenizer. It may be a checkpoint of train.py, or a GPT2LMHeadModel,
 Llama, Mistral, Qwen2 or Qwen3 from anywhere. nanoGPT's ckpt.pt also needs --tokenizer. A text
 starts after an eos, as the documents did in training, and ends at the next eos. In a folder that
-train.py did not write, it starts as the tokenizer there says. A low temperature suits a small
-model, since its unlikely tokens are noise; try 0.8 or 1 for a large one.
+train.py did not write, it starts as the tokenizer there says. Let no prompt end in a space: the
+first token of a word has its own. A low temperature suits a small model, since its unlikely tokens
+are noise; try 0.8 or 1 for a large one.
 """
 
 import codecs
@@ -38,7 +39,7 @@ import torch
 from configurator import UserError, note, parse, run
 from hardware import kernels
 from hardware.decoding import record_decoding
-from hardware.disk import MANIFEST, damage, only_plain, read_object
+from hardware.disk import read_object
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from hardware.terminal import plural
 from model import GPT
@@ -59,7 +60,7 @@ MOST = 320  # and here in any case
 ELSEWHERE = {
     "ckpt": "model model_path model_name_or_path checkpoint load_from init_from",
     "ckpt=out/NAME": "run_name",
-    "prompt, or prompt_file=FILE for FILE:FILE": "start",
+    'prompt, or prompt="$(cat FILE)" for FILE:FILE': "start",
     "max_new_tokens": "max_length max_tokens n_predict",
     "temperature=0, which takes the likeliest token": "do_sample greedy",
     "eval=data/NAME": "eval_only dataset",
@@ -76,7 +77,6 @@ class SampleConfig:
     tokenizer: str = ""  # if the model has none: a folder, a .model or .tiktoken file, or gpt2, ...
     out_dir: str = "out"  # where the runs are
     prompt: tuple[str, ...] = ()  # texts to continue ('': a new document); default: sample_prompt
-    prompt_file: str = ""  # or a file that holds one
     interactive: bool = False  # read prompts from the terminal
     # ---- How ----
     num_samples: int = 1  # continuations of each prompt, made in one batch
@@ -96,21 +96,36 @@ class SampleConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of weights and arithmetic
 
     def problems(self) -> list[str]:
-        positive = ("num_samples", "batch_size")
-        limited = (*positive, "max_new_tokens", "temperature", "top_k", "eval_tokens", "block_size")
-        lowest = {name: int(name in positive) for name in limited}
+        lowest = dict(num_samples=1, max_new_tokens=0, temperature=0, top_k=0)
+        lowest |= dict(eval_tokens=0, block_size=0, batch_size=1)
         problems = [f"{k} must be at least {n}" for k, n in lowest.items() if getattr(self, k) < n]
         if not 0 <= self.seed < 2**63:
             problems.append("seed must be between 0 and 2^63")
         if not 0 < self.top_p <= 1:
             problems.append("top_p must be above 0 and at most 1")
-        if sum(map(bool, (self.prompt, self.prompt_file, self.interactive))) > 1:
-            problems.append("give one of prompt, prompt_file and interactive")
+        if self.prompt and self.interactive:
+            problems.append("give prompt or interactive, not both")
         return problems
 
 
 # --------------------------------------------------------------------------------------------------
 # The model and its tokenizer
+
+
+def pick_machine(cfg: SampleConfig) -> Machine:
+    """Return the device and the dtype: of the weights, or of autocast if a loss is measured.
+
+    Raises UserError if they cannot be used.
+    """
+    kernels.install()
+    device = pick_device(cfg.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dtype, reason = pick_dtype(cfg.dtype, device)
+    if cfg.dtype == "auto" and dtype == torch.float16 and not cfg.eval:
+        # In fp16, numbers may overflow where autocast computes in fp32.
+        dtype = torch.float32
+    return Machine(0, 0, 1, device, dtype, reason)
 
 
 def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
@@ -123,32 +138,29 @@ def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
         raise UserError(f"no checkpoint under {cfg.out_dir}/: train one first, or name a --ckpt")
     if (run / "config.json").exists() or nanogpt_file(run):
         return run, str(run)
-    checkpoint = newest_checkpoint(run / "ckpt")
-    if checkpoint is None:
-        raise UserError(f"--ckpt {run}: no checkpoint there, neither of a run nor a model's folder")
     losses = losses_of(run)
+    checkpoint = newest_checkpoint(run / "ckpt")
     if cfg.which == "best":
-        if not losses:
-            raise UserError(f"--which=best: no checkpoint of {run} was evaluated: leave it out")
-        checkpoint = min(losses, key=losses.get)
+        checkpoint = min(losses, key=losses.get, default=None)
+    if checkpoint is None:
+        missing = f"no model is there, and no checkpoint of a run for --which={cfg.which}"
+        raise UserError(f"--ckpt {run}: {missing}")
     loss = f", validation loss {losses[checkpoint]:.4f}" if checkpoint in losses else ""
     return checkpoint, f"{checkpoint}, the {cfg.which} of {run}{loss}"
 
 
-def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
-    """Return the folder of the model, what to say of it, the model, and its tokenizer.
+def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT]:
+    """Return the folder of the model, what to say of it, and the model, on the CPU in fp32.
 
     A training that runs meanwhile may delete the newest checkpoint. Then the next one is taken.
     """
     while True:
         folder, label = find_checkpoint(cfg)
         try:
-            model = from_pretrained(folder)
-            return folder, label, model, model_tokenizer(folder, model.config.vocab_size, cfg)
-        except (UserError, ValueError, OSError) as e:
+            return folder, label, from_pretrained(folder)
+        except ValueError as e:
             if folder.exists():
-                problem = e if isinstance(e, UserError) else f"{folder}: cannot be loaded ({e})"
-                raise UserError(str(problem)) from None
+                raise UserError(f"{folder}: cannot be loaded ({e})") from None
 
 
 def model_tokenizer(folder: Path, vocab_size: int, cfg: SampleConfig) -> Tokenizer:
@@ -181,26 +193,11 @@ def model_tokenizer(folder: Path, vocab_size: int, cfg: SampleConfig) -> Tokeniz
 
 
 def read_prompts(cfg: SampleConfig, folder: Path) -> list[str]:
-    """Return the texts of --prompt, or that of --prompt_file, or the sample_prompt of the run.
-
-    folder: the checkpoint that the run has written. Raises UserError if a file cannot be used.
-    """
+    """Return the texts of --prompt, or the sample_prompt of the run that wrote the checkpoint."""
     if cfg.prompt:
         return list(cfg.prompt)
-    if cfg.prompt_file:
-        only_plain(cfg.prompt_file)
-        try:
-            prompt = Path(cfg.prompt_file).read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError as e:
-            raise UserError(f"--prompt_file {cfg.prompt_file}: not UTF-8 ({e.reason})") from None
-        if not prompt.strip():
-            raise UserError(f"--prompt_file {cfg.prompt_file}: holds no text")
-        return [prompt]
-    settings = "train_config.json"
-    if (folder / MANIFEST).exists() and (problem := damage(folder, [settings])):
-        raise UserError(f"{problem}: give --prompt, and it is not needed")
     try:
-        return [str(read_object(folder / settings).get("sample_prompt") or "")]
+        return [str(read_object(folder / "train_config.json").get("sample_prompt") or "")]
     except (OSError, ValueError):  # it is not a checkpoint of train.py
         return [""]
 
@@ -213,19 +210,13 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[s
     """
     # A terminal can pass any bytes. Python holds those that are not UTF-8 as surrogates.
     prompt = prompt.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    try:
-        ids = tokenizer.encode(prompt).tolist()
-        ends_in_space = prompt.endswith(" ") and len(tokenizer.encode(" the")) < 4  # by words
-    except ValueError as e:
-        raise UserError(f"the prompt has no tokens: {e}") from None
+    ids = tokenizer.encode(prompt).tolist()
     if tokenizer.unk_id in ids:
         unknown = [c for c in sorted(set(prompt)) if tokenizer.unk_id in tokenizer.encode(c)]
         note(f"the tokenizer has no token for {', '.join(map(repr, unknown))}: the model reads unk")
     room = block_size - len(tokenizer.prefix)
     if len(ids) > room:
         raise UserError(f"the prompt has {len(ids):,} tokens, the model sees {room:,}: shorten it")
-    if ends_in_space:
-        note("the prompt ends in a space, but the first token of a word has its own: leave it out")
     return prompt, [*tokenizer.prefix, *ids] or [tokenizer.eos_id]
 
 
@@ -245,20 +236,24 @@ def typed_prompts(tokenizer: Tokenizer, block_size: int) -> Iterator[tuple[str, 
 
 def continue_text(
     model: GPT, tokenizer: Tokenizer, prompt: str, ids: list[int], cfg: SampleConfig
-) -> int:
-    """Print num_samples continuations of a prompt, all made in one batch. Return their tokens.
+) -> None:
+    """Print num_samples continuations of a prompt, all made in one batch, and their speed.
 
     The first is printed while it is made, the others after it.
     """
+    started = time.perf_counter()
     idx = torch.tensor([ids] * cfg.num_samples, device=model.wte.weight.device)  # (B, T)
     eos_id = tokenizer.eos_id if cfg.stop_at_eos else None
     settings = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, eos_id=eos_id)
     steps: list[list[int]] = []  # the next token of each text, (B,)
 
     def first_text() -> Iterator[int]:
-        for tokens in model.generate(idx, cfg.max_new_tokens or MOST, **settings):
-            steps.append(tokens.tolist())
-            yield steps[-1][0]
+        try:
+            for tokens in model.generate(idx, cfg.max_new_tokens or MOST, **settings):
+                steps.append(tokens.tolist())
+                yield steps[-1][0]
+        except ArithmeticError as e:
+            raise UserError(f"{e}: try --dtype=float32") from None
 
     print(prompt, end="", flush=True)
     tokens = first_text()
@@ -270,7 +265,9 @@ def continue_text(
     for number in range(1, cfg.num_samples):
         text = "".join(text_pieces([step[number] for step in steps], tokenizer, cfg))
         print(f"---------------- sample {number + 1}\n{prompt}{text}")
-    return sum(token != eos_id for step in steps for token in step)
+    count = sum(token != eos_id for step in steps for token in step)
+    rate = count / (time.perf_counter() - started)
+    print(f"[{plural(count, 'token')}, {rate:.1f} tok/s]", file=sys.stderr)
 
 
 def text_pieces(tokens: Iterable[int], tokenizer: Tokenizer, cfg: SampleConfig) -> Iterator[str]:
@@ -295,7 +292,7 @@ def text_pieces(tokens: Iterable[int], tokenizer: Tokenizer, cfg: SampleConfig) 
 # Measure the loss
 
 
-def evaluate_on(folder: Path, meta: dict, model: GPT, cfg: SampleConfig, machine: Machine) -> str:
+def evaluate_on(folder: Path, model: GPT, cfg: SampleConfig, machine: Machine) -> str:
     """Return the model's loss on the val.bin of a data set, in words.
 
     It has two losses. For the first, windows begin anywhere, and a token sees all tokens before it.
@@ -306,8 +303,8 @@ def evaluate_on(folder: Path, meta: dict, model: GPT, cfg: SampleConfig, machine
     T = cfg.block_size or min(model.config.block_size, 1024)
     if T > model.config.block_size:
         raise UserError(f"--block_size {T}: the model sees {model.config.block_size} tokens")
-    verify(folder, meta, "val")
-    data = DataSet(folder.name, folder, meta, Fraction(1))
+    data = DataSet(folder.name, folder, open_dataset(folder), Fraction(1))
+    verify(folder, data.meta, "val")
     windows = open_windows(data, "val", T)
     count = len(windows.fixed_starts(cfg.eval_tokens))
     B = min(cfg.batch_size, count)
@@ -315,35 +312,28 @@ def evaluate_on(folder: Path, meta: dict, model: GPT, cfg: SampleConfig, machine
     if not math.isfinite(loss):
         raise UserError(f"the loss is {loss}: the weights are damaged, or need another --dtype")
     windows = open_windows(data, "val", T, documents="pack")
-    eos_id = meta["eos_id"]
+    eos_id = data.meta["eos_id"]
     by_document = evaluate(model, windows, cfg.eval_tokens, B, machine, eos_id=eos_id, bar=True)
-    val = meta["splits"]["val"]
+    val = data.meta["splits"]["val"]
     _, _, units = in_other_units(loss, val["bytes"] / val["tokens"])
     losses = f"validation loss {loss:.4f} (by document {by_document:.4f}) | {units}"
     return f"{losses} | {plural(count, 'window')} of {T:,} tokens"
 
 
+# --------------------------------------------------------------------------------------------------
+
+
 def main() -> None:
     cfg = parse(SampleConfig, doc=__doc__)
-    meta = open_dataset(cfg.eval) if cfg.eval else {}
-    device = pick_device(cfg.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    kernels.install()
-    dtype, reason = pick_dtype(cfg.dtype, device)
-    if cfg.dtype == "auto" and dtype == torch.float16 and not cfg.eval:
-        # To make text, the weights themselves are in dtype. In fp16, numbers may overflow where
-        # autocast, which only an evaluation uses, computes in fp32.
-        dtype = torch.float32
+    machine = pick_machine(cfg)
     with memory_advice("here: lower --num_samples, --batch_size or --block_size"):
-        folder, label, model, tokenizer = open_model(cfg)
-        model.to(device)
+        folder, label, model = open_model(cfg)
+        tokenizer = model_tokenizer(folder, model.config.vocab_size, cfg)
         size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
-        precision = f"{device} {str(dtype).removeprefix('torch.')}"
+        precision = f"{machine.device} {str(machine.dtype).removeprefix('torch.')}"
         label = ", ".join(filter(None, [label, size, precision, unverified(folder)]))
         if cfg.eval:
-            machine = Machine(0, 0, 1, device, dtype, reason)
-            losses = evaluate_on(Path(cfg.eval), meta, model, cfg, machine)
+            losses = evaluate_on(Path(cfg.eval), model.to(machine.device), cfg, machine)
             print(f"{Path(cfg.eval)}: {losses} | {folder}")
             print(f"[{label}]", file=sys.stderr)
             return
@@ -353,20 +343,14 @@ def main() -> None:
             prompts = typed_prompts(tokenizer, T)
         else:
             prompts = [encode_prompt(text, tokenizer, T) for text in read_prompts(cfg, folder)]
-        model = model.to(dtype).eval()
+        model.to(machine.device, machine.dtype).eval()
         record_decoding(model)
         torch.manual_seed(cfg.seed)
         print(f"[{label}]", file=sys.stderr)
         for number, (prompt, ids) in enumerate(prompts):
             if number and not cfg.interactive:
                 print("----------------")
-            started = time.perf_counter()
-            try:
-                count = continue_text(model, tokenizer, prompt, ids, cfg)
-            except ArithmeticError as e:
-                raise UserError(f"{e}: try --dtype=float32") from None
-            rate = count / (time.perf_counter() - started)
-            print(f"[{plural(count, 'token')}, {rate:.1f} tok/s]", file=sys.stderr)
+            continue_text(model, tokenizer, prompt, ids, cfg)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from configurator import UserError, parse, run
 from hardware.disk import only_plain
 from hardware.machine import pick_device
 from hardware.terminal import ProgressBar, plural
-from sample import SampleConfig, open_model
+from sample import SampleConfig, model_tokenizer, open_model
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Judge:
     def __init__(self, cfg: JudgeConfig):
         self.device = pick_device(cfg.device)
         self.delimiter = cfg.delimiter
-        self.folder, _, model, self.tokenizer = open_model(SampleConfig(ckpt=cfg.ckpt))
+        self.folder, _, model = open_model(SampleConfig(ckpt=cfg.ckpt))
+        self.tokenizer = model_tokenizer(self.folder, model.config.vocab_size, SampleConfig())
         self.model = model.to(self.device).eval()
         self.prefix = list(self.tokenizer.prefix)
         self.beginning = [*self.prefix, self.tokenizer.eos_id][:1]
@@ -90,13 +91,12 @@ def judge_file(path: Path, judge: Judge) -> str:
     only_plain(path)
     results = []
     for number, line in enumerate(ProgressBar("judging", path.read_bytes().splitlines()), 1):
-        if line.strip():
-            try:
-                record = json.loads(line)
-                results.append((judge.text if "text" in record else judge.question)(record))
-            except (ValueError, LookupError, TypeError, AttributeError) as e:
-                problem = f"neither a question with choices nor a text ({type(e).__name__}: {e})"
-                raise UserError(f"{path}, line {number}: {problem}") from None
+        try:
+            record = json.loads(line)
+            results.append((judge.text if "text" in record else judge.question)(record))
+        except (ValueError, LookupError, TypeError, AttributeError) as e:
+            problem = f"neither a question with choices nor a text ({type(e).__name__}: {e})"
+            raise UserError(f"{path}, line {number}: {problem}") from None
     if len({*map(tuple, results)}) != 1:
         raise UserError(f"{path}: it must hold questions, or texts")
     columns = {key: [result[key] for result in results] for key in results[0]}

@@ -16,26 +16,11 @@ from text.records import record_text
 from training.checkpoint import newest_checkpoint
 from training.huggingface import from_pretrained
 
-TASK = """
-task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
-"""
-TASKS = {
-    "choices": """
-output_type: multiple_choice
-doc_to_text: question
-doc_to_choice: choices
-doc_to_target: answer
-metric_list: [{metric: acc}, {metric: acc_norm}]
-""",
-    "texts": """
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list: [{metric: bits_per_byte}]
-""",
+TASKS = {  # the tasks of the harness for our two kinds of files
+    "choices": dict(output_type="multiple_choice", doc_to_text="question", doc_to_target="answer")
+    | dict(doc_to_choice="choices", metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}]),
+    "texts": dict(output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}")
+    | dict(metric_list=[{"metric": "bits_per_byte"}]),
 }
 
 
@@ -79,8 +64,9 @@ def test_the_harness_says_the_same_to_four_digits(model, files, tmp_path, capsys
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setitem(os.environ, name, "1")
     for name, task in TASKS.items():
-        content = TASK.format(name=f"my_{name}", file=files[name]) + task
-        (tmp_path / f"{name}.yaml").write_text(content)
+        data = dict(dataset_path="json", dataset_kwargs={"data_files": {"test": str(files[name])}})
+        content = json.dumps(task | data | dict(task=f"my_{name}", test_split="test"))
+        (tmp_path / f"{name}.yaml").write_text(content)  # JSON is YAML
     from lm_eval.tasks import TaskManager
 
     results = lm_eval.simple_evaluate(
@@ -115,16 +101,14 @@ def test_a_text_is_judged_by_its_bits_per_byte(model, tmp_path, capsys):
 
 
 BAD_LINES = [
-    '{"question": "a"}',
-    '{"question": "a", "choices": ["b", ""], "answer": 0}',
-    '{"question": "a", "choices": ["b", "c"], "answer": 2}',
-    '{"question": "a", "choices": ["b", "c"], "answer": true}',
-    '{"question": "a", "choices": ["b", "' + "loop " * 99 + '"], "answer": 0}',
-    "{",
+    {"question": "a"},
+    {"question": "a", "choices": ["b", ""], "answer": 0},
+    {"question": "a", "choices": ["b", "c"], "answer": 2},
+    {"question": "a", "choices": ["b", "loop " * 99], "answer": 0},
 ]
 
 
-@pytest.mark.parametrize("line", BAD_LINES)
+@pytest.mark.parametrize("line", ["{", *map(json.dumps, BAD_LINES)])
 def test_a_line_that_cannot_be_judged_is_named(line, model, tmp_path, refuses):
     good = json.dumps({"question": "a", "choices": ["b", "c"], "answer": 1})
     path = tmp_path / "q.jsonl"

@@ -1,21 +1,20 @@
+"""sample.py as a user calls it: which checkpoint, which prompt, where a text ends."""
+
 import io
-import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, call, forge, make_records, train_tiny, write_jsonl
-from safetensors.torch import load_file, save_file
+from conftest import call, forge, train_tiny
+from safetensors.torch import load_file
+from safetensors.torch import save as save_bytes
 
 import configurator
-import prepare
 import sample
 from model import GPT
-from prepare import load_tokenizer
+from text.dataset import load_tokenizer
+from text.train_tokenizer import write_alphabet
 from training.checkpoint import newest_checkpoint
 from training.huggingface import from_pretrained
 
@@ -95,37 +94,22 @@ def test_samples_come_from_one_batch_and_the_seed_fixes_them(out, capsys):
     assert "sample 2" in texts() and "sample 3" in texts()
 
 
-def test_prompts_come_from_the_command_line_or_from_a_file(out, tmp_path, capsys, refuses):
+def test_each_prompt_is_continued_and_without_any_the_run_s_own(out, tmp_path, capsys):
     run(out, "--prompt", "the loop", "模型", "--max_new_tokens=5")
     first, second = capsys.readouterr().out.split("----------------\n")
     assert first.startswith("the loop") and second.startswith("模型")
-    (tmp_path / "p.txt").write_text("数据 and\n", encoding="utf-8")
-    run(out, f"--prompt_file={tmp_path / 'p.txt'}", "--max_new_tokens=5")
-    assert capsys.readouterr().out.startswith("数据 and\n")
-    assert "/dev/zero" in refuses(lambda: run(out, "--prompt_file=/dev/zero"))
-
-
-def test_without_a_prompt_the_run_s_own_is_continued(out, tmp_path, capsys, refuses):
     folder = shutil.copytree(newest_checkpoint(out / "run" / "ckpt"), tmp_path / "ckpt")
-    settings = json.loads((folder / "train_config.json").read_text())
-    text = json.dumps(settings | {"sample_prompt": "the loop"})
-    forge(folder, "train_config.json", text.encode())
-    options = [f"--ckpt={folder}", "--max_new_tokens=5", "--device=cpu", "--stop_at_eos=false"]
-    call(sample.main, *options)
-    assert capsys.readouterr().out.startswith("the loop")
-    (folder / "train_config.json").write_text(text + " ")  # not what the manifest says
-    assert "train_config.json" in refuses(sample.main, *options)
-    call(sample.main, *options, "--prompt", "")
-    assert not capsys.readouterr().out.startswith("the loop")
+    forge(folder, "train_config.json", b'{"sample_prompt": "the loop"}')
+    for prompt in ([], ["--prompt", ""]):
+        call(sample.main, f"--ckpt={folder}", "--device=cpu", "--stop_at_eos=false", *prompt)
+        assert capsys.readouterr().out.startswith("the loop") == (prompt == [])
 
 
-def test_a_model_is_not_read_with_other_ids_than_its_own(out, tmp_path, refuses, capsys):
+def test_a_model_is_not_read_with_other_ids_than_its_own(out, tmp_path, refuses):
     folder = newest_checkpoint(out / "run" / "ckpt")
     run(out, f"--tokenizer={folder}", "--max_new_tokens=2")
-    corpus = write_jsonl(tmp_path / "c.jsonl", make_records(20))
-    data = [f"--data_dir={tmp_path}", "--name=other", "--tokenizer=char"]
-    call(prepare.main, "--input", corpus, *data)
-    option = f"--tokenizer={tmp_path / 'other'}"
+    write_alphabet(tmp_path / "other.model", set("abc"), with_bytes=False)
+    option = f"--tokenizer={tmp_path / 'other.model'}"
     assert option in refuses(sample.main, f"--ckpt={folder}", option)
 
 
@@ -146,38 +130,20 @@ def test_a_text_without_a_length_ends_with_a_line(out, capsys, monkeypatch, line
     assert first == second == text + "\n"
 
 
-def test_a_space_at_the_end_of_a_prompt_is_noted(out, capsys):
-    configurator.note.cache_clear()  # a test before this one may have had the same note
-    for prompt in ("the", "the "):
-        run(out, f"--prompt={prompt}", "--max_new_tokens=3")
-        assert ("ends in a space" in capsys.readouterr().err) == prompt.endswith(" ")
-
-
 def test_interactive_answers_every_line_until_the_end_of_input(out, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"the\n{'the loop ' * 300}\n模型\n"))
-    run(out, "--interactive", "--max_new_tokens=5")
+    """One line is too long, and one was pasted in another encoding than the terminal's."""
+    typed = f"the\n{'the loop ' * 300}\n".encode() + "模型\n".encode("gbk")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
+    configurator.run(lambda: run(out, "--interactive", "--max_new_tokens=5"))
     said = capsys.readouterr().err
     assert said.count("tok/s") == 2 and said.count("error: the prompt has") == 1
 
 
-@pytest.mark.slow
-def test_text_in_another_encoding_may_be_pasted(out):
-    """In a locale with UTF-8, Python refuses such bytes, unless it is told not to."""
-    argv = [sys.executable, str(REPO / "sample.py"), f"--out_dir={out}", "--device=cpu"]
-    argv += ["--interactive", "--max_new_tokens=3"]
-    env = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
-    pasted = "模型\n".encode("gbk") + b"the\n"
-    done = subprocess.run(argv, input=pasted, capture_output=True, env=env, timeout=120)
-    assert done.returncode == 0 and done.stderr.count(b"tok/s") == 2, done.stderr
-
-
 def test_damaged_weights_are_one_line_and_never_a_made_up_token(out, tmp_path, capsys):
-    folder = tmp_path / "damaged"
-    shutil.copytree(newest_checkpoint(out / "run" / "ckpt"), folder)
+    folder = Path(shutil.copytree(newest_checkpoint(out / "run" / "ckpt"), tmp_path / "damaged"))
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] *= 3e38
-    save_file(weights, folder / "model.safetensors")
-    forge(folder)
+    forge(folder, "model.safetensors", save_bytes(weights))
     with pytest.raises(configurator.UserError, match="--dtype"):
         call(sample.main, f"--ckpt={folder}", "--device=cpu", "--prompt", "")
     assert capsys.readouterr().out == ""

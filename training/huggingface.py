@@ -14,7 +14,6 @@ folder.
 import json
 import math
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -26,8 +25,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 
-from configurator import UserError
-from hardware.disk import MANIFEST, damage, inside, only_plain, read_object
+from hardware.disk import MANIFEST, damage, only_plain, read_object
 from model import GPT, PRESETS, GPTConfig, rope_scaling
 
 # --------------------------------------------------------------------------------------------------
@@ -42,7 +40,9 @@ class Architecture:
     model_type: str
     fixed: dict[str, Any]  # fields of GPTConfig that are the same in all models of the class
     keys: dict[str, str]  # each other field of GPTConfig -> its key in config.json
-    defaults: dict[str, Any]  # key -> what transformers takes where config.json lacks it
+    # Key -> what transformers takes where config.json lacks it. (The classes differ in the number
+    # of key/value heads and in head_dim. If a file lacks these, its tensors show what they are.)
+    defaults: dict[str, Any]
     modules: dict[str, str]  # our name of a module -> its name there; of qkv, three names
 
 
@@ -74,7 +74,7 @@ QWEN3 = Architecture(
         dropout="attention_dropout",
     ),
     dict(
-        num_key_value_heads=32, head_dim=128, attention_bias=False, mlp_bias=False,
+        num_key_value_heads=None, head_dim=None, attention_bias=False, mlp_bias=False,
         tie_word_embeddings=False, rope_theta=1e4, rms_norm_eps=1e-6, attention_dropout=0.0,
     ),
     {
@@ -86,17 +86,15 @@ QWEN3 = Architecture(
     },
 )  # fmt: skip
 QWEN2 = replace(
-    QWEN3, name="Qwen2ForCausalLM", model_type="qwen2",
-    fixed=PRESETS["llama"] | dict(qkv_bias=True), defaults=QWEN3.defaults | dict(head_dim=None),
+    QWEN3, name="Qwen2ForCausalLM", model_type="qwen2", fixed=PRESETS["qwen2"],
 )  # fmt: skip
 LLAMA = replace(
-    QWEN2, name="LlamaForCausalLM", model_type="llama", fixed=PRESETS["llama"],
-    keys=QWEN2.keys | dict(bias="attention_bias"),
-    defaults=QWEN2.defaults | dict(num_key_value_heads=None),
+    QWEN3, name="LlamaForCausalLM", model_type="llama", fixed=PRESETS["llama"],
+    keys=QWEN3.keys | dict(bias="attention_bias"),
 )  # fmt: skip
 MISTRAL = replace(  # is only read: a Llama computes the same
-    QWEN2, name="MistralForCausalLM", model_type="mistral", fixed=PRESETS["llama"],
-    defaults=QWEN2.defaults | dict(num_key_value_heads=8, sliding_window=4096),
+    QWEN3, name="MistralForCausalLM", model_type="mistral", fixed=PRESETS["llama"],
+    defaults=QWEN3.defaults | dict(sliding_window=4096),
 )  # fmt: skip
 OURS = Architecture(  # for what no class computes
     "GPT", "gpt", {}, {field.name: field.name for field in fields(GPTConfig)},
@@ -140,7 +138,7 @@ def architecture_of(c: GPTConfig) -> Architecture:
     """
     for a in (GPT2, LLAMA, QWEN2, QWEN3):
         with suppress(ValueError):
-            if type(c)(**asdict(in_our_words(in_words_of(a, c), a))) == c:
+            if type(c)(**asdict(from_config(in_words_of(a, c)))) == c:
                 return a
     return OURS
 
@@ -183,6 +181,7 @@ def to_config(c: GPTConfig, eos_id: int | None = None, bos_id: int | None = None
 def in_words_of(a: Architecture, c: GPTConfig) -> dict[str, Any]:
     """Return what a config.json of this architecture says of the shape c."""
     settings = {key: getattr(c, field) for field, key in a.keys.items()}
+    settings["model_type"] = a.model_type
     if a is GPT2:
         settings["activation_function"] = "gelu_new" if c.mlp == "gelu_tanh" else c.mlp
         # n_ctx is for llama.cpp.
@@ -209,18 +208,12 @@ def from_config(d: dict) -> GPTConfig:
     if model_type not in of_type:
         name = f"model_type={model_type!r} of {d.get('architectures')}"
         raise ValueError(f"{name} is none of {', '.join(of_type)}")
-    return in_our_words(d, of_type[model_type])
-
-
-def in_our_words(d: dict[str, Any], a: Architecture) -> GPTConfig:
-    """Return the shape that a config.json of this architecture describes: see from_config()."""
-    # Where these two are null, that says something. Any other null is as good as no key.
-    null = ("num_key_value_heads", "sliding_window")
-    settings = a.defaults | {k: v for k, v in d.items() if v is not None or k in null}
+    a = of_type[model_type]
+    # A sliding window that is null is none. Any other null is as good as no key.
+    present = {k: v for k, v in d.items() if v is not None or k == "sliding_window"}
+    settings = a.defaults | present
     if a not in (GPT2, OURS):
         unpack_rope(settings)
-    if missing := [key for key in a.keys.values() if key not in settings]:
-        raise ValueError(f"there is no {missing[0]}")
     shape = a.fixed | {field: settings.pop(key) for field, key in a.keys.items()}
     if a is GPT2:
         shape["mlp"] = GELUS.get(shape["mlp"], f"activation_function {shape['mlp']}")
@@ -247,10 +240,8 @@ def unpack_rope(settings: dict[str, Any]) -> None:
     transformers 5 has one object, rope_parameters, in place of the two. A scaling of the type
     "default" scales nothing.
     """
-    rope = settings.pop("rope_parameters", None) or {}
+    rope = settings.pop("rope_parameters", {})
     scaling = settings.pop("rope_scaling", None) or rope
-    if rope and scaling != rope:
-        raise ValueError("rope_scaling beside rope_parameters is not supported")
     numbers = {key: value for key, value in scaling.items() if value is not None}
     kind = numbers.pop("rope_type", numbers.pop("type", "default"))
     for key in ("rope_theta", "partial_rotary_factor"):
@@ -309,22 +300,27 @@ def is_transposed(a: Architecture, name: str, w: torch.Tensor) -> bool:
     return a is GPT2 and name.startswith("blocks.") and w.dim() == 2
 
 
-def to_state(c: GPTConfig, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return our parameters as the class stores them, under its names.
+def stored_as(a: Architecture, c: GPTConfig, name: str, w: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return one of our parameters as the class stores it: its names there -> the values.
 
     The padding of the vocabulary is cut off, and GPT-2's matrices are transposed.
     """
-    a = architecture_of(c)
+    if name in EMBEDDINGS:
+        w = w[: c.vocab_size]
+    if is_transposed(a, name, w):
+        w = w.t()
+    keys = hf_names(a, name)
     heads = [n * c.head_dim for n in (c.n_head, c.n_kv_head, c.n_kv_head)]
+    parts = w.split(heads) if len(keys) == 3 else [w]
+    return {key: part.contiguous() for key, part in zip(keys, parts, strict=True)}
+
+
+def to_state(c: GPTConfig, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return our parameters as the class stores them, under its names."""
+    a = architecture_of(c)
     stored = {}
     for name, w in parameters.items():
-        if name in EMBEDDINGS:
-            w = w[: c.vocab_size]
-        if is_transposed(a, name, w):
-            w = w.t()
-        keys = hf_names(a, name)
-        parts = w.split(heads) if len(keys) == 3 else [w]
-        stored |= {key: part.contiguous() for key, part in zip(keys, parts, strict=True)}
+        stored |= stored_as(a, c, name, w)
     if a is GPT2 and not c.bias:
         # The class always has biases here. Biases of zero compute the same as none.
         for key in [key for key in stored if ".h." in key or ".ln_f." in key]:
@@ -343,34 +339,31 @@ def from_state(
     such a number, no checkpoint could be saved.
     """
     a = architecture_of(c)
+    unused = dict(stored)
     if a is GPT2 and "wte.weight" in stored:  # a GPT2Model, which is the class without its head
-        stored = {k if k == "lm_head.weight" else f"transformer.{k}": w for k, w in stored.items()}
-    expected = to_state(c, parameters)
+        unused = {k if k == "lm_head.weight" else f"transformer.{k}": w for k, w in stored.items()}
     state = {}
-    used = set()
     for name, ours in parameters.items():
-        keys = hf_names(a, name)
-        for key in keys:
-            if key not in stored:
-                raise ValueError(f"there is no tensor {key}")
-            w = stored[key]
-            if w.shape != expected[key].shape or not w.is_floating_point():
-                shape = tuple(expected[key].shape)
-                raise ValueError(f"{key} is {tuple(w.shape)} of {w.dtype}, not {shape} of floats")
+        parts = []
+        for key, expected in stored_as(a, c, name, ours).items():
+            w = unused.pop(key, None)
+            if w is None or w.shape != expected.shape or not w.is_floating_point():
+                shape = tuple(expected.shape)
+                raise ValueError(f"there is no tensor {key} of the shape {shape}, of floats")
             if not w.isfinite().all():
                 raise ValueError(f"{key} holds NaN or infinity")
-        w = torch.cat([stored[key] for key in keys]).float()
+            parts.append(w)
+        w = torch.cat(parts).float()
         if is_transposed(a, name, w):
             w = w.t().contiguous()
         if name in EMBEDDINGS:
             w = F.pad(w, (0, 0, 0, len(ours) - len(w)))
         state[name] = w
-        used.update(keys)
-    wte = stored[hf_names(a, "wte.weight")[0]]
+    wte = state["wte.weight"][: c.vocab_size]
     constants = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")  # of old versions
-    for key in sorted(stored.keys() - used):
-        tied = c.tie_embeddings and key == "lm_head.weight" and torch.equal(stored[key], wte)
-        zero = key.endswith(".bias") and not stored[key].any()
+    for key, w in unused.items():
+        tied = c.tie_embeddings and key == "lm_head.weight" and torch.equal(w.float(), wte)
+        zero = key.endswith(".bias") and not w.any()
         if not (tied or zero or key.endswith(constants)):
             raise ValueError(f"{key} belongs to no part of this architecture")
     return state
@@ -423,7 +416,7 @@ def naming(file: str) -> Iterator[None]:
         yield
     except OSError as e:
         raise ValueError(f"{file}: {e.strerror}") from None
-    except (ValueError, UserError) as e:
+    except ValueError as e:
         raise ValueError(f"{file}: {' '.join(str(e).split())}") from None
     except (LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as e:
         raise ValueError(f"{file}: damaged ({type(e).__name__}: {e})") from None
@@ -472,9 +465,8 @@ def from_pretrained(path: str | Path, **overrides) -> GPT:
         with torch.device("meta"):  # the weights are those of `state`, not copies of them
             model = GPT(replace(config, **overrides))
         state = from_state(config, stored, dict(model.named_parameters()))
-    if config.tie_embeddings:
-        state["lm_head.weight"] = state["wte.weight"]
-    model.load_state_dict(state, strict=True, assign=True)
+    # Not strict, because a tied head, which is wte, is not in `state`.
+    model.load_state_dict(state, strict=False, assign=True)
     if config.tie_embeddings:
         model.lm_head.weight = model.wte.weight
     return model
@@ -484,18 +476,19 @@ def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of model.safetensors, or of the shards that its index names."""
     names = ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
-    in_shards = not (folder / names[0]).exists()
-    if in_shards and index.exists():
+    if not (folder / names[0]).exists():
+        if not index.exists():
+            pickled = "a pytorch_model.bin is pickled and could execute anything, so it is not read"
+            advice = "in transformers, from_pretrained(DIR).save_pretrained(NEW) writes safetensors"
+            raise ValueError(f"there is no model.safetensors ({pickled}: {advice})")
         with naming(index.name):
             names = sorted(set(read_object(index)["weight_map"].values()))
-    elif in_shards and list(folder.glob("pytorch_model*.bin")):
-        pickled = "the weights are pickled (pytorch_model.bin), which could execute anything"
-        advice = "in transformers, from_pretrained(DIR).save_pretrained(NEW) writes safetensors"
-        raise ValueError(f"model.safetensors: {pickled}: {advice}")
     stored = {}
     for name in names:
         with naming(name):
-            path = inside(folder, name)
+            if Path(name).name != name:
+                raise ValueError("it is not in this folder: not read")
+            path = folder / name
             only_plain(path)
             stored |= load_file(path) if is_utf8(path) else load(path.read_bytes())
     return stored
@@ -510,9 +503,7 @@ def read_nanogpt(path: Path) -> tuple[GPTConfig, dict[str, torch.Tensor]]:
     with naming(path.name):
         only_plain(path)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of pickle's protocol
-                saved = torch.load(path, map_location="cpu", weights_only=True)
+            saved = torch.load(path, map_location="cpu", weights_only=True)
         except Exception:
             # A damaged pickle can raise any exception. That of a pickle which would execute
             # something explains how to let it: so neither is repeated.

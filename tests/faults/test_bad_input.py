@@ -49,8 +49,6 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     (root / "begun" / "run" / "metrics.jsonl").write_text('{"step": 0, "settings": {}}\n')
     (root / "nul.py").write_text("run_name = 'a\\0b'\n")
     (root / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}')[:-10])
-    (root / "blank.txt").write_text(" \n")
-    (root / "long.txt").write_text("the loop reads tokens " * 50)
     (root / "latin.txt").write_bytes("naïve".encode("latin-1"))
     (root / "a_file").write_text("in the way")
     (root / "mine" / "run").mkdir(parents=True)
@@ -147,10 +145,8 @@ SAMPLE = {
     "--eval={data}/nothing": "{data}/nothing",
     "--eval={data}/tiny --block_size=64": "--block_size 64",
     "--eval={data}/tiny --batch_size=0 --eval_tokens=-1": "batch_size",
-    "--prompt_file={root}/blank.txt": "blank.txt",
-    "--prompt_file={root}/latin.txt": "latin.txt",
-    "--prompt_file={root}/long.txt": "31",
-    "--prompt=a --prompt_file=b": "prompt_file",
+    f"--prompt={'long' * 99}": "31",
+    "--prompt=a --interactive": "interactive",
     "--temperature=-1": "temperature",
     "hello": "--prompt TEXT",
 }
