@@ -179,7 +179,7 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, ranks: Ranks) -> str:
     Ranks above 0 return "".
     """
     started = time.perf_counter()
-    sources, skipped = ranks.of_first(lambda: find_input(cfg, target, scratch))
+    sources, skipped = ranks.of_first(lambda: find_input(cfg, scratch))
     total = sum(s.bytes for s in sources)
     workers = number_of_workers(cfg, total)
 
@@ -209,9 +209,7 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, ranks: Ranks) -> str:
     return f"{text}\n  made in {time.perf_counter() - started:.0f} s"
 
 
-def find_input(
-    cfg: PrepareConfig, target: Path, scratch: Path
-) -> tuple[list[Source], dict[str, Counter]]:
+def find_input(cfg: PrepareConfig, scratch: Path) -> tuple[list[Source], dict[str, Counter]]:
     """Return the files to read, and for each --input argument how many files were skipped and why.
 
     URLs are downloaded.
@@ -224,7 +222,7 @@ def find_input(
         return demo_sources(), {}
     files = download_all(cfg.input, Path(cfg.data_dir), cfg.format)
     inputs = [str(files.get(argument, argument)) for argument in cfg.input]
-    sources, skipped = find_sources(inputs, cfg.format, (target, scratch))
+    sources, skipped = find_sources(inputs, cfg.format)
     urls = {file: without_secrets(url) for url, file in files.items()}
     for source in sources:
         source.name = urls.get(source.path, source.name)
