@@ -214,19 +214,18 @@ def test_of_equal_documents_the_first_stays_and_all_others_go(tmp_path):
 
 # -- documents larger than a segment --
 
+LONG_TEXTS = ["", "a", "word " * 50, "无空格" * 100, "x\n" * 100, " " * 200, "a  b" * 60]
+
 
 def test_a_long_document_in_segments_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
     words = " ".join(record_text(r)[0] for r in make_records(60))
-    corpus = write_jsonl(tmp_path / "c.jsonl", [{"text": f"{i} {words}"} for i in range(20)])
+    corpus = write_texts(tmp_path / "c.jsonl", [f"{i} {words}" for i in range(20)])
     options = dict(tokenizer="train", vocab_size=400)
     whole, _ = prepare_set(tmp_path, corpus, name="whole", **options)
     monkeypatch.setattr("text.encode.SEGMENT", 1000)
     in_segments, _ = prepare_set(tmp_path, corpus, name="in_segments", **options)
     for split in ("train.bin", "val.bin"):
         assert (in_segments / split).read_bytes() == (whole / split).read_bytes()
-
-
-LONG_TEXTS = ["", "a", "word " * 50, "无空格" * 100, "x\n" * 100, " " * 200, "a  b" * 60]
 
 
 @pytest.mark.parametrize("text", LONG_TEXTS)

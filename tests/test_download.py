@@ -9,10 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-import warm
 from conftest import REPO, call, metrics
 from test_prepare import SHARED, prepare_set, texts_of, tiktoken_file
-from test_prepare_durability import under_torchrun
 
 import prepare
 import sample
@@ -20,18 +18,16 @@ import train
 from text import download
 
 TEXT = "".join(f"line {i} of the play, and 更多\n" for i in range(20_000))
-DATA = TEXT.encode()
 
 
 class Web(BaseHTTPRequestHandler):
     """A server of one file. Tests set these attributes, and read the requests that came."""
 
     protocol_version = "HTTP/1.1"
-    content = DATA
-    drop_at = 0  # it closes the connection before this byte; 0: never
+    content = TEXT.encode()
+    drop_at = None  # it closes the connection before this byte
     status = 200
-    length = True  # it says how long the file is
-    chunked = False
+    framing = "Content-Length"  # how it says where the file ends; or "chunked", or ""
     kind = "text/plain"
     block_on = None  # an event: no answer before it is set
 
@@ -45,17 +41,14 @@ class Web(BaseHTTPRequestHandler):
         self.send_response(self.status)
         self.send_header("Content-Type", self.kind)
         self.send_header("Connection", "close")
-        body = self.content
-        if self.chunked:
+        body = self.content[: self.drop_at]
+        if self.framing == "Content-Length":
+            self.send_header("Content-Length", str(len(self.content)))
+        elif self.framing == "chunked":
             self.send_header("Transfer-Encoding", "chunked")
-        elif self.length:
-            self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.drop_at:
-            body = body[: self.drop_at]
-        if self.chunked:
             end = b"" if self.drop_at else b"0\r\n\r\n"
             body = b"%x\r\n%s\r\n" % (len(body), body) + end
+        self.end_headers()
         self.wfile.write(body)
         self.close_connection = True
 
@@ -75,11 +68,17 @@ def web(monkeypatch):
 
 
 @pytest.fixture
-def try_it(tmp_path, refuses):
-    """try_it(url) runs prepare.py, which must fail, and returns its one line."""
+def fails_on(tmp_path, refuses):
+    """fails_on(url) runs prepare.py, which must fail and name the URL. Return its one line."""
     model = tiktoken_file(tmp_path / "bytes.tiktoken")
     options = [f"--data_dir={tmp_path / 'data'}", "--name=set", f"--tokenizer={model}"]
-    return lambda url, *more: refuses(prepare.main, "--input", url, *options, *more)
+
+    def check(url: str, shown: str = "") -> str:
+        error = refuses(prepare.main, "--input", url, *options)
+        assert (shown or f"--input {url}: ") in error
+        return error
+
+    return check
 
 
 def text_of(folder: Path) -> str:
@@ -87,7 +86,7 @@ def text_of(folder: Path) -> str:
 
 
 def test_a_file_is_downloaded_once_hashed_and_used_again(web, tmp_path, capsys, monkeypatch):
-    web.content = gzip.compress(DATA)
+    web.content = gzip.compress(TEXT.encode())
     web.kind = "text/html; charset=utf-8"
     url = f"{web.root}/corpora/play.txt.gz"
     folder, meta = prepare_set(tmp_path, url)
@@ -103,88 +102,76 @@ def test_a_file_is_downloaded_once_hashed_and_used_again(web, tmp_path, capsys, 
     assert text_of(again) == TEXT and len(web.requests) == 1
 
 
-def test_two_addresses_with_one_name_are_two_files_and_may_be_mixed_with_others(web, tmp_path):
+def test_several_files_are_called_like_their_addresses_and_may_be_mixed_with_others(web, tmp_path):
     (tmp_path / "c.txt").write_text("mine")
-    urls = [f"{web.root}/a/play.txt", f"{web.root}/b/play.txt?raw=1#top"]
-    folder, meta = prepare_set(tmp_path, urls[0], tmp_path / "c.txt", urls[1], val_fraction=0.01)
-    assert text_of(folder) == f"{TEXT}mine{TEXT}"
+    one = f"{web.root}/a/莎士比亚 1.txt"
+    two = f"{web.root}/b/{urllib.parse.quote('莎士比亚 1')}.txt?raw=1#top"
+    in_gbk = web.root + b"/\xc4\xe3.txt".decode("utf8", "surrogateescape")
+    inputs = [one, tmp_path / "c.txt", two, in_gbk]
+    folder, meta = prepare_set(tmp_path, *inputs, val_fraction=0.01)
+    assert text_of(folder) == f"{TEXT}mine{TEXT}{TEXT}"
+    kept = [download.file_of(url, tmp_path / "data") for url in (one, two, in_gbk)]
+    assert [path.name for path in kept] == ["莎士比亚_1.txt", "莎士比亚_1.txt", "_.txt"]
+    assert len({path.parent for path in kept if path.is_file()}) == 3
     # What follows the path may be a key, and meta.json goes into every checkpoint.
-    shown = urls[1].removesuffix("?raw=1#top")
-    assert [s["path"] for s in meta["sources"]] == [urls[0], str(tmp_path / "c.txt"), shown]
+    shown = [one, str(inputs[1]), two.removesuffix("?raw=1#top"), in_gbk]
+    assert [s["path"] for s in meta["sources"]] == shown
     assert not any(b"raw=1" in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["莎士比亚 1", urllib.parse.quote("莎士比亚 1"), b"\xc4\xe3".decode("utf8", "surrogateescape")],
-)
-def test_the_data_set_is_called_like_the_file(web, tmp_path, name):
-    options = [f"--data_dir={tmp_path / 'data'}", "--tokenizer=char"]
-    call(prepare.main, "--input", f"{web.root}/{name}.txt", *options)
-    named = "莎士比亚_1" if name.isascii() or name.isprintable() else "_"
-    assert text_of(tmp_path / "data" / named) == TEXT
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_broken_download_leaves_no_file_and_begins_anew(web, tmp_path, try_it, chunked):
+@pytest.mark.parametrize("framing", ["Content-Length", "chunked"])
+def test_a_broken_download_leaves_no_file_and_begins_anew(web, tmp_path, fails_on, framing):
     url = f"{web.root}/play.txt"
-    web.chunked = chunked
-    for web.drop_at in (100_000, 300_000):
-        assert f"--input {url}:" in try_it(url)
-        assert not list((tmp_path / "data").glob("*"))
-    web.drop_at = 0
+    web.framing = framing
+    web.drop_at = 100_000
+    fails_on(url)
+    assert not list((tmp_path / "data").glob("*"))
+    web.drop_at = None
     assert text_of(prepare_set(tmp_path, url)[0]) == TEXT
     (kept,) = tmp_path.glob("data/downloads/play-*")
     assert sorted(os.listdir(kept)) == ["play.txt", "play.txt.download"]
 
 
-def test_what_a_server_or_a_user_does_wrong_is_one_line(web, tmp_path, try_it, monkeypatch):
+def test_what_a_server_or_a_user_does_wrong_is_one_line(web, tmp_path, fails_on, monkeypatch):
     url = f"{web.root}/play.txt"
-    web.length = False  # where it ends is unknown, so whether it is whole
-    assert f"--input {url}:" in try_it(url)
+    web.framing = ""  # where it ends is unknown, so whether it is whole
+    fails_on(url)
     web.status = 404
-    assert f"--input {url}:" in try_it(url) and "404" in try_it(url)
-    assert "play.pdf: unknown kind of file" in try_it(f"{web.root}/play.pdf")
-    assert "unknown kind of file" not in try_it(f"{web.root}/", "--format=txt")
-    nowhere = ["http://127.0.0.1:1/play.txt", "http://" + "x" * 70 + ".invalid/play.txt"]
-    for other in (
-        *nowhere,
-        "http://[/play.txt",
-        "s3://play.txt",
-        "http://127.0.0.1:99999/play.txt",
-    ):
-        assert f"--input {other}: " in try_it(other)
+    assert "404" in fails_on(url)
     monkeypatch.setattr(download, "TIMEOUT", 0.2)
     web.block_on = threading.Event()
-    assert "timed out" in try_it(url)
+    fails_on(url)
     web.block_on.set()
-    assert not (tmp_path / "data").exists() or not os.listdir(tmp_path / "data")
+    asked = len(web.requests)
+    fails_on(f"{web.root}/play.pdf")
+    for host in ("http://127.0.0.1:1", f"http://{'x' * 70}.invalid", "http://[", "s3:/"):
+        fails_on(f"{host}/play.txt")
+    fails_on("http://127.0.0.1:99999/play.txt")
+    assert len(web.requests) == asked and not list(tmp_path.glob("data/*"))
 
 
 @pytest.mark.parametrize("start", ["http://", "HTTPS://", "ftp://"])
 @pytest.mark.parametrize("host", ["127.0.0.1:1", "[", "h\u2100"])
-def test_a_password_in_a_url_is_in_no_message_and_no_file(tmp_path, try_it, start, host):
+def test_a_password_in_a_url_is_in_no_message_and_no_file(tmp_path, fails_on, start, host):
     for secret in ("hunter2", "user:hunter2", "user:hunter2/x", "user:hunter2?x"):
-        error = try_it(f"{start}{secret}@{host}/play.txt")
-        assert "--input" in error and "password" in error and "hunter" not in error
+        error = fails_on(f"{start}{secret}@{host}/play.txt", f"--input {host}/play.txt: ")
+        assert "password" in error and "hunter" not in error
     assert not list(tmp_path.glob("data/*"))
 
 
-@pytest.mark.parametrize(
-    "answer", [b"HTTP/1.1 404 \x1b]0;x\x07\x9b31m\r\n\r\n", b"\x1b]0;x\x07 what\r\n\r\n"]
-)
-def test_a_server_cannot_control_the_terminal(web, try_it, monkeypatch, answer):
-    monkeypatch.setattr(web, "do_GET", lambda self: self.wfile.write(answer))
-    error = try_it(f"{web.root}/play.txt")
-    assert "\\x1b]0;x\\x07" in error and error.isprintable()
+def test_a_server_cannot_control_the_terminal(web, fails_on, monkeypatch):
+    for answer in (b"HTTP/1.1 404 \x1b]0;x\x07\x9b31m\r\n\r\n", b"\x1b]0;x\x07 what\r\n\r\n"):
+        monkeypatch.setattr(web, "do_GET", lambda self, answer=answer: self.wfile.write(answer))
+        error = fails_on(f"{web.root}/play.txt")
+        assert "\\x1b]0;x\\x07" in error and error.isprintable()
 
 
-def test_nothing_that_was_not_downloaded_is_overwritten(web, tmp_path, try_it):
+def test_nothing_that_was_not_downloaded_is_overwritten(web, tmp_path, fails_on):
     url = f"{web.root}/play.txt"
     file = download.file_of(url, tmp_path / "data")
     file.parent.mkdir(parents=True)
     file.write_text("mine")
-    assert str(file) in try_it(url) and file.read_text() == "mine"
+    fails_on(url, str(file))
     file.rename(tmp_path / "thesis.txt")
     file.with_name(".play.txt.tmp").symlink_to(tmp_path / "thesis.txt")
     assert text_of(prepare_set(tmp_path, url)[0]) == TEXT and not file.is_symlink()
@@ -192,18 +179,9 @@ def test_nothing_that_was_not_downloaded_is_overwritten(web, tmp_path, try_it):
     for changed in (file, file.with_name("play.txt.download")):
         content = changed.read_bytes()
         changed.write_text("mine")
-        assert str(changed) in try_it(url) and changed.read_text() == "mine"
+        fails_on(url, str(changed))
+        assert changed.read_text() == "mine"
         changed.write_bytes(content)
-    assert "--name" in try_it(url, "--name=downloads")
-
-
-@pytest.mark.slow
-def test_one_of_several_processes_downloads(web, tmp_path):
-    urls = [f"{web.root}/{i}.txt" for i in range(2)]
-    model = f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"
-    run = under_torchrun(2, urls, tmp_path / "data", model, run=warm.run)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert len(web.requests) == 2 and text_of(tmp_path / "data" / "set") == TEXT * 2
 
 
 @pytest.mark.slow

@@ -272,6 +272,7 @@ def bad_inputs(tmp_path: Path) -> list[tuple[list[str], str]]:
     ready = f"--tokenizer={tiktoken_file(tmp_path / 'b.tiktoken')}"
     return [
         (["--input", some, "--name=a*"], "name"),
+        (["--input", some, "--name=downloads"], "name"),
         (["--input", paths["image"]], f"{paths['image']}: unknown kind of file"),
         (["--input", paths["one"], ready], "--val_fraction"),
         (["--input", paths["empty"]], "the input is empty"),
