@@ -1,11 +1,12 @@
-"""--input https://... is downloaded once. The web is a server on this computer."""
+"""--input https://... is downloaded once. The web is a socket that answers each request alike."""
 
 import gzip
 import hashlib
+import http.client
+import io
 import os
-import threading
+import socket
 import urllib.parse
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,53 +19,40 @@ import train
 from text import download
 
 TEXT = "".join(f"line {i} of the play, and 更多\n" for i in range(20_000))
+DATA = TEXT.encode()
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % len(DATA)
 
 
-class Web(BaseHTTPRequestHandler):
-    """A server of one file. Tests set these attributes, and read the requests that came."""
+def answer(content: bytes = DATA, status: str = "200 OK", kind: str = "text/plain") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
 
-    protocol_version = "HTTP/1.1"
-    content = TEXT.encode()
-    drop_at = None  # it closes the connection before this byte
-    status = 200
-    framing = "Content-Length"  # how it says where the file ends; or "chunked", or ""
-    kind = "text/plain"
-    block_on = None  # an event: no answer before it is set
 
-    def log_message(self, *_):
+class Web:
+    """Takes the place of every socket. Tests set the answer, and count the requests."""
+
+    root = "http://web.test"
+    answer = answer()
+    requests = 0
+
+    def sendall(self, _):
+        self.requests += 1
+
+    def makefile(self, _):
+        return io.BytesIO(self.answer)
+
+    def close(self):
         pass
-
-    def do_GET(self):
-        self.requests.append(self.path)
-        if self.block_on:
-            self.block_on.wait(20)
-        self.send_response(self.status)
-        self.send_header("Content-Type", self.kind)
-        self.send_header("Connection", "close")
-        body = self.content[: self.drop_at]
-        if self.framing == "Content-Length":
-            self.send_header("Content-Length", str(len(self.content)))
-        elif self.framing == "chunked":
-            self.send_header("Transfer-Encoding", "chunked")
-            end = b"" if self.drop_at else b"0\r\n\r\n"
-            body = b"%x\r\n%s\r\n" % (len(body), body) + end
-        self.end_headers()
-        self.wfile.write(body)
-        self.close_connection = True
 
 
 @pytest.fixture
-def web(monkeypatch):
+def web(monkeypatch) -> Web:
+    web = Web()
     monkeypatch.setenv("no_proxy", "*")
-    handler = type("OfThisTest", (Web,), {"requests": []})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.handle_error = lambda *_: None  # a client that goes away is part of a test
-        handler.root = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield handler
-        server.shutdown()
-        thread.join()
+    monkeypatch.setattr(
+        http.client.HTTPConnection, "connect", lambda self: setattr(self, "sock", web)
+    )
+    return web
 
 
 @pytest.fixture
@@ -86,20 +74,19 @@ def text_of(folder: Path) -> str:
 
 
 def test_a_file_is_downloaded_once_hashed_and_used_again(web, tmp_path, capsys, monkeypatch):
-    web.content = gzip.compress(TEXT.encode())
-    web.kind = "text/html; charset=utf-8"
+    packed = gzip.compress(DATA)
+    web.answer = answer(packed, kind="text/html; charset=utf-8")
     url = f"{web.root}/corpora/play.txt.gz"
     folder, meta = prepare_set(tmp_path, url)
     assert text_of(folder) == TEXT
-    sha256 = hashlib.sha256(web.content).hexdigest()
-    assert meta["sources"] == [{"path": url, "bytes": len(web.content), "sha256": sha256}]
+    sha256 = hashlib.sha256(packed).hexdigest()
+    assert meta["sources"] == [{"path": url, "bytes": len(packed), "sha256": sha256}]
     printed = capsys.readouterr()
     assert url in printed.out and sha256 in printed.out
     assert f"{url}: the server sends a web page" in printed.err
-    web.status = 500  # it is not asked again
     monkeypatch.setattr(download, "Lock", None)  # it may be in another user's folder
     again, _ = prepare_set(tmp_path, url, name="again")
-    assert text_of(again) == TEXT and len(web.requests) == 1
+    assert text_of(again) == TEXT and web.requests == 1
 
 
 def test_several_files_are_called_like_their_addresses_and_may_be_mixed_with_others(web, tmp_path):
@@ -119,35 +106,41 @@ def test_several_files_are_called_like_their_addresses_and_may_be_mixed_with_oth
     assert not any(b"raw=1" in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
 
 
-@pytest.mark.parametrize("framing", ["Content-Length", "chunked"])
-def test_a_broken_download_leaves_no_file_and_begins_anew(web, tmp_path, fails_on, framing):
+@pytest.mark.parametrize("whole", [answer(), CHUNKED + DATA + b"\r\n0\r\n\r\n"])
+def test_a_broken_download_leaves_no_file_and_begins_anew(web, tmp_path, fails_on, whole):
     url = f"{web.root}/play.txt"
-    web.framing = framing
-    web.drop_at = 100_000
+    web.answer = whole[:100_000]
     fails_on(url)
     assert not list((tmp_path / "data").glob("*"))
-    web.drop_at = None
+    web.answer = whole
     assert text_of(prepare_set(tmp_path, url)[0]) == TEXT
     (kept,) = tmp_path.glob("data/downloads/play-*")
     assert sorted(os.listdir(kept)) == ["play.txt", "play.txt.download"]
 
 
-def test_what_a_server_or_a_user_does_wrong_is_one_line(web, tmp_path, fails_on, monkeypatch):
+def test_what_a_server_does_wrong_is_one_line_that_cannot_control_the_terminal(web, fails_on):
     url = f"{web.root}/play.txt"
-    web.framing = ""  # where it ends is unknown, so whether it is whole
+    web.answer = (
+        b"HTTP/1.1 200 OK\r\n\r\n" + DATA
+    )  # where it ends is unknown, so whether it is whole
     fails_on(url)
-    web.status = 404
+    web.answer = answer(status="404 Not here")
     assert "404" in fails_on(url)
-    monkeypatch.setattr(download, "TIMEOUT", 0.2)
-    web.block_on = threading.Event()
-    fails_on(url)
-    web.block_on.set()
-    asked = len(web.requests)
-    fails_on(f"{web.root}/play.pdf")
-    for host in ("http://127.0.0.1:1", f"http://{'x' * 70}.invalid", "http://[", "s3:/"):
+    for web.answer in (b"HTTP/1.1 404 \x1b]0;x\x07\x9b31m\r\n\r\n", b"\x1b]0;x\x07 what\r\n\r\n"):
+        error = fails_on(url)
+        assert "\\x1b]0;x\\x07" in error and error.isprintable()
+
+
+def test_an_address_that_cannot_be_read_is_one_line(tmp_path, fails_on, monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    hosts = ["http://127.0.0.1:1", "http://127.0.0.1:99999", f"http://{'x' * 70}.invalid"]
+    for host in (*hosts, "http://[", "s3:/"):
         fails_on(f"{host}/play.txt")
-    fails_on("http://127.0.0.1:99999/play.txt")
-    assert len(web.requests) == asked and not list(tmp_path.glob("data/*"))
+    assert "unknown kind" in fails_on(f"{hosts[0]}/play.pdf")  # before it is downloaded
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(download, "TIMEOUT", 0.2)
+        fails_on(f"http://127.0.0.1:{silent.getsockname()[1]}/play.txt")
+    assert not list(tmp_path.glob("data/*"))
 
 
 @pytest.mark.parametrize("start", ["http://", "HTTPS://", "ftp://"])
@@ -157,13 +150,6 @@ def test_a_password_in_a_url_is_in_no_message_and_no_file(tmp_path, fails_on, st
         error = fails_on(f"{start}{secret}@{host}/play.txt", f"--input {host}/play.txt: ")
         assert "password" in error and "hunter" not in error
     assert not list(tmp_path.glob("data/*"))
-
-
-def test_a_server_cannot_control_the_terminal(web, fails_on, monkeypatch):
-    for answer in (b"HTTP/1.1 404 \x1b]0;x\x07\x9b31m\r\n\r\n", b"\x1b]0;x\x07 what\r\n\r\n"):
-        monkeypatch.setattr(web, "do_GET", lambda self, answer=answer: self.wfile.write(answer))
-        error = fails_on(f"{web.root}/play.txt")
-        assert "\\x1b]0;x\\x07" in error and error.isprintable()
 
 
 def test_nothing_that_was_not_downloaded_is_overwritten(web, tmp_path, fails_on):
@@ -188,15 +174,15 @@ def test_nothing_that_was_not_downloaded_is_overwritten(web, tmp_path, fails_on)
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared corpora")
 def test_two_lines_give_shakespeare_trained_and_sampled(web, tmp_path, capsys):
     """With a loss below the 1.88 that nanoGPT's README names for its recipe for a laptop."""
-    web.content = gzip.decompress((SHARED / "corpora" / "tinyshakespeare.txt.gz").read_bytes())
-    config = [REPO / "config" / "shakespeare_char.py", f"--data_dir={tmp_path}"]
+    play = (SHARED / "corpora" / "tinyshakespeare.txt.gz").read_bytes()
+    web.answer = answer(gzip.decompress(play))
+    data = f"--data_dir={tmp_path}"
     out = f"--out_dir={tmp_path / 'out'}"
-    url = [f"--data_dir={tmp_path}", "--val_fraction=0.1", "--input", f"{web.root}/input.txt"]
-    call(prepare.main, "--name=shakespeare", "--tokenizer=char", *url)
-    quick = ["--eval_tokens=30_000"]
-    call(train.main, *config, out, *quick)
+    url = ["--val_fraction=0.1", "--input", f"{web.root}/input.txt"]
+    call(prepare.main, data, "--name=shakespeare", "--tokenizer=char", *url)
+    call(train.main, REPO / "config" / "shakespeare_char.py", data, out, "--eval_tokens=30_000")
+    assert min(metrics(tmp_path / "out" / "shakespeare_char", "val_loss").values()) < 1.88
     capsys.readouterr()
     call(sample.main, out)
-    assert min(metrics(tmp_path / "out" / "shakespeare_char", "val_loss").values()) < 1.88
     text = capsys.readouterr().out
     assert len("ROMEO:") + 256 <= len(text) <= len("ROMEO:\n") + 320, text
