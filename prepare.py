@@ -65,7 +65,7 @@ from text.merge import count, find_duplicates, merge
 from text.ranks import Ranks, all_ranks, share_of
 from text.records import Tally, printable
 from text.replay import run_loader, sample_texts
-from text.settings import PrepareConfig, check_bad, cleaning, foreseen, reader_of, what_is_read
+from text.settings import PrepareConfig, check_bad, cleaning, document_settings, foreseen, reader_of
 from text.sources import Source, find_sources
 from text.train_tokenizer import make_tokenizer
 from training.metrics import read_metrics
@@ -190,8 +190,7 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, ranks: Ranks) -> str:
 
     # The journal of a part counts records. In .jsonl such a record is a block of lines of about
     # CHUNK characters: with another size the same count would mean another place in the file.
-    settings = {"min_tokens": cfg.min_tokens, "val_fraction": cfg.val_fraction, "chunk": CHUNK}
-    key = fingerprint([FORMAT_VERSION, info, what_is_read(cfg), settings, *ranks])
+    key = fingerprint([FORMAT_VERSION, CHUNK, info, document_settings(cfg), *ranks])
     part = Part(scratch / f"part{ranks.rank}", key)
     share = share_of(sources, ranks)
     encode_share(cfg, part, share, encoder, workers, total)
@@ -312,7 +311,7 @@ def write_set(
     if few:
         meta["few_documents"] = few
     meta["landmarks"] = count_landmarks(folder, meta)
-    meta |= {"sources": sources, "settings": look.settings_of(cfg)}
+    meta |= {"sources": sources, "settings": document_settings(cfg)}
     write_whole(folder / "meta.json", json_bytes(sealed(meta)))
     return meta
 

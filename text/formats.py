@@ -28,12 +28,12 @@ CHUNK = 1 << 20  # characters
 
 
 class Lines(NamedTuple):
-    """Whole lines of a .jsonl file, as they are in the file, or decoded.
+    """Whole lines of a .jsonl file, as they are in the file.
 
     A worker splits and decodes them, since everything that the Reader does runs on one core only.
     """
 
-    data: bytes | str
+    data: bytes
     encoding: str
     first: int  # number of the first line
 
@@ -157,8 +157,10 @@ def too_long(limit: int) -> ValueError:
 
 
 def read_jsonl(stream: io.IOBase, source: Source, reader: Reader) -> Records:
-    """Yield Lines of about a megabyte, in characters if the stream is decoded already (UTF-16)."""
-    newline = "\n" if isinstance(stream, io.TextIOBase) else b"\n"
+    """Yield Lines of about a megabyte. Those of a stream that is decoded (UTF-16) become UTF-8."""
+    is_text = isinstance(stream, io.TextIOBase)
+    newline = "\n" if is_text else b"\n"
+    encoding = "utf-8" if is_text else reader.encoding
     number = 1  # of the first line that has not been yielded
     # No block is longer than the limit. So a line that lies within one block is not too long.
     while block := stream.read(min(CHUNK, reader.limit)):
@@ -169,7 +171,8 @@ def read_jsonl(stream: io.IOBase, source: Source, reader: Reader) -> Records:
             skip_line(stream, end)
         lines = block[:start] if is_long else block + end
         if lines:
-            yield source.name, Lines(lines, reader.encoding, number)
+            data = lines.encode(errors="surrogateescape") if is_text else lines
+            yield source.name, Lines(data, encoding, number)
         number += lines.count(newline)
         if is_long:
             yield f"{source.name}:{number}", too_long(reader.limit)

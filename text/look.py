@@ -75,12 +75,6 @@ def describe_sources(
     return files + skipped
 
 
-def settings_of(cfg: PrepareConfig) -> dict:
-    """Return the settings that meta.json records: those that decide the documents of a data set."""
-    names = "format fields txt encoding min_tokens dedup normalize drop_control val_fraction"
-    return {name: getattr(cfg, name) for name in (*names.split(), "max_record_mb")}
-
-
 def first_document(folder: Path, meta: dict) -> str:
     """Return the lines of the report that show how the first document was encoded."""
     ((_, text),) = document_texts(folder, meta, "train", "first", 1)

@@ -24,9 +24,9 @@ BLANK = "：。 \t\r\n"  # a text of only these characters counts as empty
 # byte order mark.
 CONTROL = re.compile("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\ufeff]")
 
-# The version of the rules by which a record becomes a text. What an interrupted run did by other
-# rules is done again.
-RULES = 3
+# The version of the rules by which a file becomes records, and a record a text. What an interrupted
+# run did by other rules is done again.
+RULES = 4
 
 FIELD = re.compile(r"\{([^{}]+)\}")  # in a template of --fields
 
@@ -104,13 +104,11 @@ def unpacked(kind: str, place: str, record: Any) -> Iterator[tuple[str, Any]]:
         for text in documentation(record, place):
             yield place, text
     elif isinstance(record, Lines):
-        text = record.data
-        if isinstance(text, bytes):
-            text = text.decode(record.encoding, "surrogateescape")
-        for number, line in enumerate(text.split("\n"), record.first):
-            line = line.removeprefix("\ufeff")  # files that were joined may have one within
-            if line and not line.isspace():
-                yield f"{place}:{number}", line
+        for number, line in enumerate(record.data.split(b"\n"), record.first):
+            # Files that were joined may have a byte order mark within.
+            text = line.decode(record.encoding, "surrogateescape").removeprefix("\ufeff")
+            if text and not text.isspace():
+                yield f"{place}:{number}", text
     else:
         yield place, record
 

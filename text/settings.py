@@ -101,9 +101,11 @@ def reader_of(sources: list[Source], cfg: PrepareConfig, file: int = 0, record: 
     return Reader(sources, cfg.encoding, cfg.txt, limit, file, record)
 
 
-def what_is_read(cfg: PrepareConfig) -> list:
-    """Return the settings and the rules that decide which texts a file contains."""
-    return [RULES, cleaning(cfg), cfg.txt, cfg.encoding, cfg.max_record_mb]
+def document_settings(cfg: PrepareConfig) -> dict:
+    """Return the settings that decide the documents of a data set, and the version of the rules."""
+    names = "format fields txt encoding min_tokens dedup normalize drop_control val_fraction"
+    settings = {name: getattr(cfg, name) for name in (*names.split(), "max_record_mb")}
+    return settings | {"rules": RULES}
 
 
 def foreseen(tally: Tally, chunk: Chunk, total: int) -> int:

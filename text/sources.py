@@ -124,8 +124,8 @@ def find_sources(
             if not file_kind:
                 raise UserError(f"--input {file}: {UNKNOWN_KIND}")
             if not file.is_file():
-                advice = "remove a broken link, pipe in what is a pipe: --input -"
-                raise UserError(f"--input {file}: not a file: {advice}")
+                advice = "remove it, or pipe it in with --input -"
+                raise UserError(f"--input {file}: not a file, or a link to none: {advice}")
             if identity(file) in seen:
                 counts[READ_ALREADY] += 1
             else:
