@@ -40,14 +40,12 @@ def write_texts(path: Path, texts: Iterable[str]) -> Path:
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_every_compression_is_read_whatever_the_file_is_called(tmp_path, suffix):
-    data = jsonl(MANY).encode()
-    half = len(data) // 2
-    members = [COMPRESS[suffix](part) for part in (data[:half], data[half:])]
+    one = COMPRESS[suffix](jsonl(MANY).encode())
     paths = [tmp_path / f"named.jsonl.{suffix.upper()}", tmp_path / "misnamed.jsonl"]
-    for path in paths:  # one file has two members, as `cat a.gz b.gz` makes it
-        path.write_bytes(b"".join(members))
+    for path in paths:
+        path.write_bytes(one + one)  # as `cat a.gz b.gz` makes it
     folder, _ = prepare_set(tmp_path, *paths)
-    assert documents(folder) == Counter(MANY * 2)
+    assert documents(folder) == Counter(MANY * 4)
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -174,6 +172,12 @@ def test_standard_input_is_read_like_a_file(tmp_path, monkeypatch):
     assert documents(folder) == Counter(MANY)
     (source,) = meta["sources"]
     assert source["path"] == "standard input" and source["bytes"] == len(data)
+
+
+def test_format_reads_files_of_other_names(tmp_path):
+    path = write_texts(tmp_path / "dump.0001", MANY)
+    folder, _ = prepare_set(tmp_path, path, format="jsonl")
+    assert documents(folder) == Counter(MANY)
 
 
 # -- cleaning --

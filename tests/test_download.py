@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPO, call, metrics
-from test_prepare import SHARED, prepare_set, texts_of, tiktoken_file
+from test_prepare import SHARED, prepare_set, texts_of
 
 import prepare
 import sample
@@ -58,8 +58,7 @@ def web(monkeypatch) -> Web:
 @pytest.fixture
 def fails_on(tmp_path, refuses):
     """fails_on(url) runs prepare.py, which must fail and name the URL. Return its one line."""
-    model = tiktoken_file(tmp_path / "bytes.tiktoken")
-    options = [f"--data_dir={tmp_path / 'data'}", "--name=set", f"--tokenizer={model}"]
+    options = [f"--data_dir={tmp_path / 'data'}", "--tokenizer=byte"]
 
     def check(url: str, shown: str = "") -> str:
         error = refuses(prepare.main, "--input", url, *options)

@@ -97,8 +97,7 @@ def cleaning(cfg: PrepareConfig) -> Cleaning:
 
 
 def reader_of(sources: list[Source], cfg: PrepareConfig, file: int = 0, record: int = 0) -> Reader:
-    limit = int(cfg.max_record_mb * 1e6)
-    return Reader(sources, cfg.encoding, cfg.txt, limit, file, record)
+    return Reader(sources, cfg.encoding, cfg.txt, int(cfg.max_record_mb * 1e6), file, record)
 
 
 def document_settings(cfg: PrepareConfig) -> dict:
