@@ -65,7 +65,7 @@ from text.merge import count, find_duplicates, merge
 from text.ranks import Ranks, all_ranks, share_of
 from text.records import Tally, printable
 from text.replay import run_loader, sample_texts
-from text.settings import PrepareConfig, check_bad, cleaning, foreseen, reader_of, what_is_read
+from text.settings import PrepareConfig, check_bad, cleaning, document_settings, foreseen, reader_of
 from text.sources import Source, find_sources
 from text.train_tokenizer import make_tokenizer
 from training.metrics import read_metrics
@@ -179,7 +179,7 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, ranks: Ranks) -> str:
     Ranks above 0 return "".
     """
     started = time.perf_counter()
-    sources, skipped = ranks.of_first(lambda: find_input(cfg, target, scratch))
+    sources, skipped = ranks.of_first(lambda: find_input(cfg, scratch))
     total = sum(s.bytes for s in sources)
     workers = number_of_workers(cfg, total)
 
@@ -190,8 +190,7 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, ranks: Ranks) -> str:
 
     # The journal of a part counts records. In .jsonl such a record is a block of lines of about
     # CHUNK characters: with another size the same count would mean another place in the file.
-    settings = {"min_tokens": cfg.min_tokens, "val_fraction": cfg.val_fraction, "chunk": CHUNK}
-    key = fingerprint([FORMAT_VERSION, info, what_is_read(cfg), settings, *ranks])
+    key = fingerprint([FORMAT_VERSION, CHUNK, info, document_settings(cfg), *ranks])
     part = Part(scratch / f"part{ranks.rank}", key)
     share = share_of(sources, ranks)
     encode_share(cfg, part, share, encoder, workers, total)
@@ -209,9 +208,7 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, ranks: Ranks) -> str:
     return f"{text}\n  made in {time.perf_counter() - started:.0f} s"
 
 
-def find_input(
-    cfg: PrepareConfig, target: Path, scratch: Path
-) -> tuple[list[Source], dict[str, Counter]]:
+def find_input(cfg: PrepareConfig, scratch: Path) -> tuple[list[Source], dict[str, Counter]]:
     """Return the files to read, and for each --input argument how many files were skipped and why.
 
     URLs are downloaded.
@@ -224,7 +221,7 @@ def find_input(
         return demo_sources(), {}
     files = download_all(cfg.input, Path(cfg.data_dir), cfg.format)
     inputs = [str(files.get(argument, argument)) for argument in cfg.input]
-    sources, skipped = find_sources(inputs, cfg.format, (target, scratch))
+    sources, skipped = find_sources(inputs, cfg.format)
     urls = {file: without_secrets(url) for url, file in files.items()}
     for source in sources:
         source.name = urls.get(source.path, source.name)
@@ -314,7 +311,7 @@ def write_set(
     if few:
         meta["few_documents"] = few
     meta["landmarks"] = count_landmarks(folder, meta)
-    meta |= {"sources": sources, "settings": look.settings_of(cfg)}
+    meta |= {"sources": sources, "settings": document_settings(cfg)}
     write_whole(folder / "meta.json", json_bytes(sealed(meta)))
     return meta
 

@@ -40,14 +40,12 @@ def write_texts(path: Path, texts: Iterable[str]) -> Path:
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_every_compression_is_read_whatever_the_file_is_called(tmp_path, suffix):
-    data = jsonl(MANY).encode()
-    half = len(data) // 2
-    members = [COMPRESS[suffix](part) for part in (data[:half], data[half:])]
+    one = COMPRESS[suffix](jsonl(MANY).encode())
     paths = [tmp_path / f"named.jsonl.{suffix.upper()}", tmp_path / "misnamed.jsonl"]
-    for path in paths:  # one file has two members, as `cat a.gz b.gz` makes it
-        path.write_bytes(b"".join(members))
+    for path in paths:
+        path.write_bytes(one + one)  # as `cat a.gz b.gz` makes it
     folder, _ = prepare_set(tmp_path, *paths)
-    assert documents(folder) == Counter(MANY * 2)
+    assert documents(folder) == Counter(MANY * 4)
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -57,10 +55,10 @@ def test_a_compressed_file_that_is_cut_off_or_damaged_is_an_error(tmp_path, refu
     damaged = [packed[:end] for end in (len(packed) - 1, len(packed) - 9, len(packed) // 2)]
     if suffix != "zst":  # a second member that is damaged: bz2 and lzma of Python just end there
         damaged.append(packed + bytes(4) + random.Random(0).randbytes(300_000))
-    for end, content in enumerate(damaged):
+    for content in damaged:
         path.write_bytes(content)
         error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}", "--name=x")
-        assert f"cut.jsonl.{suffix}: damaged or cut off" in error, end
+        assert f"cut.jsonl.{suffix}: damaged" in error
 
 
 def test_parquet_is_read_with_its_nested_sections(tmp_path, refuses):
@@ -72,16 +70,15 @@ def test_parquet_is_read_with_its_nested_sections(tmp_path, refuses):
     parquet.write_table(pyarrow.Table.from_pylist(records), path, row_group_size=20)
     folder, meta = prepare_set(tmp_path, path)
     assert documents(folder) == Counter(record_text(r)[0] for r in records)
-    cut = tmp_path / "cut.parquet"
-    cut.write_bytes(path.read_bytes()[:-20])
-    assert "cut.parquet: not a whole Parquet file" in refuses(prepare.main, "--input", cut)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "c.parquet" in refuses(prepare.main, "--input", path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
 def test_parquet_without_its_package_says_what_to_install(tmp_path, refuses):
     (tmp_path / "c.parquet").write_bytes(b"PAR1")
     error = refuses(prepare.main, "--input", tmp_path / "c.parquet", f"--data_dir={tmp_path}")
-    assert "c.parquet: .parquet needs the package pyarrow: pip install pyarrow" in error
+    assert "c.parquet" in error and "pip install pyarrow" in error
 
 
 @pytest.mark.parametrize("encoding", ["gb18030", "utf-16", "utf-8"])
@@ -99,68 +96,57 @@ def test_encodings_give_the_same_documents(tmp_path, encoding, kind):
     assert documents(folder) == Counter(texts)
 
 
-def test_a_file_in_another_encoding_is_an_error_that_names_the_option(tmp_path, refuses):
-    path = tmp_path / "gbk.jsonl"
-    path.write_bytes(jsonl((f"你好 {i}" for i in range(50)), ensure_ascii=False).encode("gbk"))
-    error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}")
-    assert f"{path}:1: byte 0xc4 is not of its encoding: say --encoding" in error
-    assert "'utf-9'" in refuses(prepare.main, "--input", path, "--encoding=utf-9")
-
-
-def test_one_bad_byte_costs_one_record_not_the_run(tmp_path):
+def test_one_bad_byte_costs_one_record_and_another_encoding_is_an_error(tmp_path, refuses):
     path = tmp_path / "c.jsonl"
-    lines = jsonl((f"你好 {i}" for i in range(200)), ensure_ascii=False).encode().splitlines()
+    text = jsonl((f"你好 {i}" for i in range(200)), ensure_ascii=False)
+    lines = text.encode().splitlines()
     lines[7] = lines[7].replace("好".encode(), b"\xff")
     path.write_bytes(b"\n".join(lines))
     folder, meta = prepare_set(tmp_path, path)
-    message = f"{path}:8: byte 0xff is not of its encoding: say --encoding"
-    assert meta["records"]["examples"] == [message]
+    (example,) = meta["records"]["examples"]
+    assert f"{path}:8: " in example and "--encoding" in example
     assert documents(folder).total() == 199
+    for content, encoding in ((text.encode("gbk"), "utf-8"), (b"\0\xd8" * 9, "utf-16")):
+        path.write_bytes(content)
+        options = [f"--encoding={encoding}", f"--data_dir={tmp_path}"]
+        error = refuses(prepare.main, "--input", path, *options)
+        assert str(path) in error and "--encoding" in error
+
+
+QUESTION = {"question": "Q", "answer": "A", "n": 7, "meta": {"source": "web"}}
 
 
 @pytest.mark.parametrize(
     "fields, text",
     [
-        ("question", "Q0"),
-        ("question,answer", "Q0\nA0"),
-        ("问：{question}\\n答：{answer}", "问：Q0\n答：A0"),
-        ("meta.source", "web0"),
-        ("{meta.source}: {n}", "web0: 0"),
+        ("question", "Q"),
+        ("question,answer", "Q\nA"),
+        ("问：{question}\\n答：{answer}", "问：Q\n答：A"),
+        ("meta.source", "web"),
+        ("{meta.source}: {n}", "web: 7"),
     ],
 )
-def test_other_fields_are_named_by_a_list_or_a_template(tmp_path, fields, text):
-    records = [
-        {"question": f"Q{i}", "answer": f"A{i}", "n": i, "meta": {"source": f"web{i}"}}
-        for i in range(20)
-    ]
-    folder, meta = prepare_set(tmp_path, write_jsonl(tmp_path / "c.jsonl", records), fields=fields)
-    assert text in documents(folder) and meta["records"]["shapes"] == {fields: 20}
+def test_other_fields_are_named_by_a_list_or_a_template(fields, text):
+    assert record_text(QUESTION, fields) == (text, fields)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    ["{", "{}", "}", "a}", "{{text}}", "{question}{answer}}", "{question}：{answer", "{a{b}}"],
-)
+@pytest.mark.parametrize("fields", ["{", "{}", "a}", "{{text}}", "{question}：{answer", "{a{b}}"])
 def test_a_brace_in_fields_that_is_not_around_a_name_is_refused_before_any_work(
     tmp_path, refuses, fields
 ):
-    path = write_jsonl(tmp_path / "c.jsonl", [{"question": "Q", "answer": "A", "text": "t"}] * 20)
+    path = write_jsonl(tmp_path / "c.jsonl", [QUESTION] * 20)
     options = [f"--data_dir={tmp_path / 'data'}", "--tokenizer=byte", f"--fields={fields}"]
-    assert f"fields={fields}:" in refuses(prepare.main, "--input", path, *options)
+    assert f"fields={fields}" in refuses(prepare.main, "--input", path, *options)
     assert not (tmp_path / "data").exists()
-
-
-CHAT = [{"role": "user", "content": "?"}]
 
 
 @pytest.mark.parametrize(
     "record, options, parts",
     [
-        ({"b": "text"}, ["--fields=a"], ["1 of 51", "--max_bad", "c.jsonl:51: no field a"]),
-        ({"conversations": CHAT}, [], ["{conversations} is chat data"]),
-        ({"messages": CHAT}, [], ["{messages} is chat data"]),
+        ({"b": "text"}, ["--fields=a"], ["1 of 51", "--max_bad", "c.jsonl:51"]),
+        ({"messages": [{"role": "user", "content": "?"}]}, [], ["{messages} is chat data"]),
         ({"question": "?"}, [], ["{question}", "--fields=question,answer"]),
-        ({"a": ["text"]}, ["--fields=a", "--strict"], ["c.jsonl:51", "--strict"]),
+        ("text", ["--max_bad=0"], ["c.jsonl:51", "--max_bad"]),
     ],
 )
 def test_a_record_that_is_not_read_is_named_with_what_to_do(
@@ -170,15 +156,13 @@ def test_a_record_that_is_not_read_is_named_with_what_to_do(
     options = [f"--data_dir={tmp_path}", "--tokenizer=byte", *options]
     error = refuses(prepare.main, "--input", corpus, *options)
     assert all(part in error for part in parts) and not (tmp_path / "c").exists()
-    assert ("--fields" in error) == ("question" in record)
 
 
 def test_only_a_vocabulary_that_was_trained_here_can_be_too_large(tmp_path, tiny_data, capsys):
     corpus = write_texts(tmp_path / "c.jsonl", [f"document {n}" for n in range(20)])
-    prepare_set(tmp_path, corpus, tokenizer="train", vocab_size=290)
-    assert "--vocab_size" in capsys.readouterr().out
-    prepare_set(tmp_path, corpus, tokenizer=tiny_data / "tiny")
-    assert "--vocab_size" not in capsys.readouterr().out
+    for tokenizer in ("train", tiny_data / "tiny"):
+        prepare_set(tmp_path, corpus, tokenizer=tokenizer, vocab_size=290)
+        assert ("--vocab_size" in capsys.readouterr().out) == (tokenizer == "train")
 
 
 def test_standard_input_is_read_like_a_file(tmp_path, monkeypatch):
@@ -186,13 +170,13 @@ def test_standard_input_is_read_like_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
     folder, meta = prepare_set(tmp_path, "-")
     assert documents(folder) == Counter(MANY)
-    source = meta["sources"][0]
+    (source,) = meta["sources"]
     assert source["path"] == "standard input" and source["bytes"] == len(data)
 
 
 def test_format_reads_files_of_other_names(tmp_path):
-    write_texts(tmp_path / "dump.0001", MANY)
-    folder, _ = prepare_set(tmp_path, tmp_path / "dump.0001", format="jsonl")
+    path = write_texts(tmp_path / "dump.0001", MANY)
+    folder, _ = prepare_set(tmp_path, path, format="jsonl")
     assert documents(folder) == Counter(MANY)
 
 
@@ -234,19 +218,18 @@ def test_of_equal_documents_the_first_stays_and_all_others_go(tmp_path):
 
 # -- documents larger than a segment --
 
+LONG_TEXTS = ["", "a", "word " * 50, "无空格" * 100, "x\n" * 100, " " * 200, "a  b" * 60]
+
 
 def test_a_long_document_in_segments_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
     words = " ".join(record_text(r)[0] for r in make_records(60))
-    corpus = write_jsonl(tmp_path / "c.jsonl", [{"text": f"{i} {words}"} for i in range(20)])
+    corpus = write_texts(tmp_path / "c.jsonl", [f"{i} {words}" for i in range(20)])
     options = dict(tokenizer="train", vocab_size=400)
     whole, _ = prepare_set(tmp_path, corpus, name="whole", **options)
     monkeypatch.setattr("text.encode.SEGMENT", 1000)
     in_segments, _ = prepare_set(tmp_path, corpus, name="in_segments", **options)
     for split in ("train.bin", "val.bin"):
         assert (in_segments / split).read_bytes() == (whole / split).read_bytes()
-
-
-LONG_TEXTS = ["", "a", "word " * 50, "无空格" * 100, "x\n" * 100, " " * 200, "a  b" * 60]
 
 
 @pytest.mark.parametrize("text", LONG_TEXTS)

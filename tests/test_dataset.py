@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
-from conftest import call, make_records, train_tiny, write_jsonl
+from conftest import call, make_records, metrics, train_tiny, write_jsonl
 
 import prepare
 from configurator import UserError
 from text.dataset import newest_dataset, open_datasets, train_loader
 from text.tokenizer import SAME_BUT_FASTER
 from text.windows import Loader, Windows
-from training.metrics import read_metrics
 
 # -- tokenizers --
 
@@ -116,14 +115,14 @@ def three_sets(tiny_data, tmp_path) -> Path:
 
 
 def test_training_on_a_mixture_reads_both_sets_and_reports_each(three_sets):
-    run = train_tiny(three_sets, three_sets / "out", "--dataset=tiny:0.75,other:0.25")
-    records = [r for r in read_metrics(run / "metrics.jsonl") if "val_loss" in r]
-    for r in records:
-        for loss in ("val_loss", "train_eval_loss"):
-            assert r[loss] == pytest.approx(0.75 * r[f"{loss}/tiny"] + 0.25 * r[f"{loss}/other"])
-    sets = open_datasets("tiny:0.75,other:0.25", three_sets)
-    read = Counter(k for k, _ in train_loader(sets, 32, 1337).starts(0, 8 * 8))
-    assert read == {0: 48, 1: 16}
+    mixture = "tiny:0.75,other:0.25"
+    run = train_tiny(three_sets, three_sets / "out", f"--dataset={mixture}")
+    for loss in ("val_loss", "train_eval_loss"):
+        tiny, other = (metrics(run, f"{loss}/{name}") for name in ("tiny", "other"))
+        for step, of_both in metrics(run, loss).items():
+            assert of_both == pytest.approx(0.75 * tiny[step] + 0.25 * other[step])
+    loader = train_loader(open_datasets(mixture, three_sets), 32, 1337)
+    assert Counter(k for k, _ in loader.starts(0, 8 * 8)) == {0: 48, 1: 16}
 
 
 def test_weights_left_out_follow_the_sizes_and_wrong_ones_are_refused(three_sets):

@@ -14,8 +14,6 @@ from text.landmarks import count_landmarks, mixed_landmarks
 from training.metrics import Watch
 
 V = 40
-
-
 META = {"vocab_size": V, "dtype": "uint16"}
 
 
@@ -50,7 +48,6 @@ def test_the_landmarks_are_those_of_the_formulas(ids, tmp_path):
 def test_of_a_large_file_some_stretches_are_counted(ids, tmp_path, monkeypatch):
     everything = count_landmarks(tmp_path, META)
     monkeypatch.setattr(landmarks, "STRETCH", 100)
-    assert count_landmarks(tmp_path, META) == everything
     monkeypatch.setattr(landmarks, "MOST", 2000)
     sample = count_landmarks(tmp_path, META)
     assert sample["unigram"] == pytest.approx(everything["unigram"], abs=0.3)

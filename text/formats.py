@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from configurator import UserError
-from text.sources import HashedFile, Source, decompressed
+from text.sources import HashedFile, Source, decompressed, import_for
 
 CHUNK = 1 << 20  # characters
 
@@ -35,7 +35,6 @@ class Lines(NamedTuple):
 
     data: bytes
     encoding: str
-    file: str
     first: int  # number of the first line
 
 
@@ -113,13 +112,12 @@ class Reader:
                 if raw.bytes_read < source.bytes:  # bz2 and lzma end there without an error
                     raise EOFError(f"{source.bytes - raw.bytes_read:,} bytes cannot be unpacked")
                 source.check_unchanged(raw.digest.hexdigest())
-        except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
-            # Only an error of the system has a strerror: the others are of a decompressor.
-            problem = getattr(e, "strerror", None) or f"damaged or cut off ({e})"
+        except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError) as e:
+            # Only an error of the system has a strerror: the others are of a decompressor, or of
+            # UTF-16, where surrogateescape cannot keep wrong bytes.
+            damage = f"damaged or cut off, or not in --encoding={self.encoding} ({e})"
+            problem = getattr(e, "strerror", None) or damage
             raise UserError(f"{source.name}: {problem}") from None
-        except UnicodeError as e:  # in UTF-16, surrogateescape cannot keep wrong bytes
-            advice = "set --encoding to the encoding of the file"
-            raise UserError(f"{source.name}: not {self.encoding} ({e}): {advice}") from None
 
     def opened(self, source: Source, raw: HashedFile) -> io.IOBase:
         """Return what a function in READERS reads: raw, or its decompressed bytes, or its text."""
@@ -142,11 +140,9 @@ def characters(record: Any) -> int:
     for value in values:  # it grows
         if isinstance(value, str | bytes):
             total += len(value)
-        elif isinstance(value, Lines):
-            total += len(value.data)
         elif isinstance(value, dict):
             values += value.values()
-        elif isinstance(value, list):
+        elif isinstance(value, list | Lines):
             values += value
     return total
 
@@ -161,38 +157,36 @@ def too_long(limit: int) -> ValueError:
 
 
 def read_jsonl(stream: io.IOBase, source: Source, reader: Reader) -> Records:
-    """Yield Lines of about a megabyte, or each line if the stream is decoded already (UTF-16)."""
-    if isinstance(stream, io.TextIOWrapper):
-        for number, line in lines_of(stream, reader.limit):
-            if not is_blank(line):
-                yield f"{source.name}:{number}", line
-        return
+    """Yield Lines of about a megabyte. Those of a stream that is decoded (UTF-16) become UTF-8."""
+    is_text = isinstance(stream, io.TextIOBase)
+    newline = "\n" if is_text else b"\n"
+    encoding = "utf-8" if is_text else reader.encoding
     number = 1  # of the first line that has not been yielded
     # No block is longer than the limit. So a line that lies within one block is not too long.
     while block := stream.read(min(CHUNK, reader.limit)):
-        start = block.rfind(b"\n") + 1  # of the last line in the block
+        start = block.rfind(newline) + 1  # of the last line in the block
         end = stream.readline(reader.limit + 1)  # of that line
-        is_long = len(block) - start + len(end.rstrip(b"\n")) > reader.limit
+        is_long = len(block) - start + len(end.rstrip(newline)) > reader.limit
         if is_long:
             skip_line(stream, end)
         lines = block[:start] if is_long else block + end
         if lines:
-            yield source.name, Lines(lines, reader.encoding, source.name, number)
-        number += lines.count(b"\n")
+            data = lines.encode(errors="surrogateescape") if is_text else lines
+            yield source.name, Lines(data, encoding, number)
+        number += lines.count(newline)
         if is_long:
             yield f"{source.name}:{number}", too_long(reader.limit)
             number += 1
 
 
-def lines_of(f: io.TextIOWrapper, limit: int) -> Iterator[tuple[int, str | ValueError]]:
-    """Yield (number, line) for each line of a text, with too_long() for a line beyond the limit."""
-    for number in itertools.count(1):
-        line = f.readline(limit + 1)
-        if not line:
-            return
-        if len(line) > limit and not line.endswith("\n"):
+def lines_of(f: io.TextIOBase, limit: int) -> Iterator[tuple[int, str]]:
+    """Yield (number, line) for each line of a text.
+
+    Of a line that is longer than the limit, only the first limit + 1 characters are given.
+    """
+    for number, line in enumerate(iter(lambda: f.readline(limit + 1), ""), 1):
+        if len(line) > limit:
             skip_line(f, line)
-            line = too_long(limit)
         yield number, line
 
 
@@ -202,11 +196,7 @@ def skip_line(f: io.IOBase, line: str | bytes) -> None:
         line = f.readline(CHUNK)
 
 
-def is_blank(line: str | ValueError) -> bool:
-    return isinstance(line, str) and line.isspace()
-
-
-def read_txt(f: io.TextIOWrapper, source: Source, reader: Reader) -> Records:
+def read_txt(f: io.TextIOBase, source: Source, reader: Reader) -> Records:
     """Yield the documents of a text file: it is one, or its lines are, or its blocks of lines."""
     limit = reader.limit
     if reader.txt == "file":
@@ -214,24 +204,22 @@ def read_txt(f: io.TextIOWrapper, source: Source, reader: Reader) -> Records:
         yield source.name, text if len(text) <= limit else too_long(limit)
         return
 
-    def document_of(numbered: tuple[int, str | ValueError]) -> tuple:
+    def document_of(numbered: tuple[int, str]) -> tuple:
         """Return what is equal for neighbours if they are lines of one document."""
         number, line = numbered
-        return is_blank(line), number if reader.txt == "line" else 0
+        return line.isspace(), number if reader.txt == "line" else 0
 
     for (blank, _), lines in itertools.groupby(lines_of(f, limit), document_of):
         if blank:
             continue
         start = 0  # the number of its first line
         size = 0
-        block: list[str] = []
+        block = []
         for number, line in lines:
             start = start or number
-            size += len(line) if isinstance(line, str) else limit + 1
-            if size <= limit:
+            size += len(line)
+            if size <= limit:  # else the block is not kept: it may be the rest of the file
                 block.append(line)
-            else:
-                block.clear()
         # The last line end is removed: the block at the end of a file may have none, and equal
         # blocks must give equal texts.
         text = "".join(block).removesuffix("\n")
@@ -279,11 +267,9 @@ def read_json(f: io.TextIOWrapper, source: Source, reader: Reader) -> Records:
                 return
         if problem or size > reader.limit:
             place = max(0, getattr(problem, "pos", at) - 20)
-            reason = getattr(problem, "msg", problem) if problem else too_long(reader.limit)
-            raise UserError(
-                f"{source.name}: element {number}: not valid JSON, or longer than --max_record_mb,"
-                f" near {window[place : place + 40]!r} ({reason})"
-            )
+            near = f"near {window[place : place + 40]!r}"
+            problem = f"not valid JSON, or longer than --max_record_mb, {near}"
+            raise UserError(f"{source.name}: element {number}: {problem}")
         yield f"{source.name}: element {number}", record
         number += 1
         at += size
@@ -302,8 +288,8 @@ def read_csv(f: io.TextIOWrapper, source: Source, reader: Reader) -> Records:
 
     def lines() -> Iterator[str]:
         for _, line in lines_of(f, reader.limit):
-            if isinstance(line, ValueError):
-                raise csv.Error(line)
+            if len(line) > reader.limit:
+                raise csv.Error(too_long(reader.limit))
             yield line
 
     dialect = "excel-tab" if source.kind == "tsv" else "excel"
@@ -328,14 +314,11 @@ def read_csv(f: io.TextIOWrapper, source: Source, reader: Reader) -> Records:
 
 def read_parquet(raw: HashedFile, source: Source, reader: Reader) -> Records:
     """Yield each row as a dict: column -> value. pyarrow opens the file itself."""
+    parquet = import_for(source.name, "pyarrow", "pyarrow.parquet")
+    import pyarrow
+
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        package = "the package pyarrow: pip install pyarrow"
-        raise UserError(f"{source.name}: .parquet needs {package}") from None
-    try:
-        with pyarrow.parquet.ParquetFile(source.path, pre_buffer=False) as table:
+        with parquet.ParquetFile(source.path, pre_buffer=False) as table:
             batches = table.iter_batches(256, use_threads=False)
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, row in enumerate(rows, 1):

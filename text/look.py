@@ -75,18 +75,9 @@ def describe_sources(
     return files + skipped
 
 
-def settings_of(cfg: PrepareConfig) -> dict:
-    """Return the settings that meta.json records: those that decide the documents of a data set."""
-    names = "format fields txt encoding min_tokens dedup normalize drop_control val_fraction"
-    return {name: getattr(cfg, name) for name in (*names.split(), "max_record_mb")}
-
-
 def first_document(folder: Path, meta: dict) -> str:
     """Return the lines of the report that show how the first document was encoded."""
-    ids = open_split(folder, meta, "train")[:400].tolist()
-    if meta["eos_id"] in ids:
-        ids = ids[: ids.index(meta["eos_id"])]
-    text = load_tokenizer(folder).decode(ids)
+    ((_, text),) = document_texts(folder, meta, "train", "first", 1)
     ellipsis = " ..." if len(text) > 300 else ""
     return f"  the first document, decoded back from its ids:\n    {text[:300]!r}{ellipsis}"
 
@@ -120,10 +111,9 @@ def report_splits(splits: dict[str, dict], n_cut: int) -> list[str]:
     """Return the counts. n_cut: the number of documents if they were split by text, else 0."""
     lines = []
     for split, s in splits.items():
-        noun = "document" if s["documents"] == 1 else "documents"
-        documents = f"{s['documents']:>10,} {noun:<9}"
+        documents = plural(s["documents"], "document")
         tokens = f"{s['tokens']:>14,} tokens"
-        lines.append(f"  {split:<6} {documents} {tokens} {s['bytes']:>14,} bytes of text")
+        lines.append(f"  {split:<6} {documents:>20} {tokens} {s['bytes']:>14,} bytes of text")
     characters = sum(s["characters"] for s in splits.values())
     if n_cut:
         last = f"the last {splits['val']['characters']:,} of {characters:,} characters"

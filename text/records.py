@@ -24,11 +24,9 @@ BLANK = "：。 \t\r\n"  # a text of only these characters counts as empty
 # byte order mark.
 CONTROL = re.compile("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\ufeff]")
 
-# The version of the rules by which a record becomes a text. What an interrupted run did by other
-# rules is done again.
-RULES = 3
-
-MOST_VALUES = 1_000_000  # in one record: in Python, each value takes some 60 bytes or more
+# The version of the rules by which a file becomes records, and a record a text. What an interrupted
+# run did by other rules is done again.
+RULES = 4
 
 FIELD = re.compile(r"\{([^{}]+)\}")  # in a template of --fields
 
@@ -110,7 +108,7 @@ def unpacked(kind: str, place: str, record: Any) -> Iterator[tuple[str, Any]]:
             # Files that were joined may have a byte order mark within.
             text = line.decode(record.encoding, "surrogateescape").removeprefix("\ufeff")
             if text and not text.isspace():
-                yield f"{record.file}:{number}", text
+                yield f"{place}:{number}", text
     else:
         yield place, record
 
@@ -122,8 +120,6 @@ def understand(kind: str, record: Any, fields: str, tally: Tally) -> tuple[str, 
     if kind in ("txt", "md"):
         return record, "plain text"
     if kind in ("jsonl", "ndjson"):
-        if len(record) > MOST_VALUES and record.count(",") > MOST_VALUES:
-            raise ValueError(f"it holds more than {MOST_VALUES:,} values")
         try:
             record = json.loads(record)
         except (ValueError, RecursionError):
@@ -161,12 +157,10 @@ def to_utf8(text: str) -> bytes:
     """Return the text in UTF-8. Raises ValueError for a lone surrogate, which has no UTF-8."""
     try:
         return text.encode()
-    except UnicodeEncodeError as e:
-        byte = ord(text[e.start]) - 0xDC00
-        if 0x80 <= byte <= 0xFF:  # surrogateescape makes these of bytes that it cannot decode
-            raise ValueError(f"byte 0x{byte:02x} is not of its encoding: say --encoding") from None
-        # JSON can contain such a half, as \ud800.
-        raise ValueError("half a surrogate pair, which is no character") from None
+    except UnicodeEncodeError:
+        # surrogateescape makes such halves of bytes that it cannot decode, and JSON has \ud800.
+        half = "half a surrogate pair, which is no character"
+        raise ValueError(f"a byte of another encoding (set --encoding), or {half}") from None
 
 
 # --------------------------------------------------------------------------------------------------

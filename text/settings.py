@@ -18,6 +18,7 @@ ELSEWHERE = {
     "input": "data_path train_file data_files input_file input_path",
     "head -n N FILE | python prepare.py --input -": "limit max_samples",
     "fields": "text_column text_key text_field json_keys",
+    "max_bad=0": "strict",
     "name, in data_dir": "output_dir output out_dir dataset",
     "val_fraction": "val_split val_size val_set_size test_size",
     "val_fraction, the rest": "train_ratio train_split",
@@ -46,8 +47,7 @@ class PrepareConfig:
     normalize: Literal["none", "NFC", "NFKC"] = "none"  # Unicode form; NFKC also maps ，１ to ,1
     drop_control: bool = False  # remove control characters except tabs and line ends
     # ---- Bad records: the report counts them and shows examples ----
-    max_bad: float = 0.01  # stop with an error if a larger share of the records cannot be read
-    strict: bool = False  # stop with an error at the first record that cannot be read
+    max_bad: float = 0.01  # error if a larger share of the records is bad; 0: at the first of them
     max_record_mb: float = 64.0  # million characters or bytes; more is bad (.json, .csv: an error)
     # ---- Output ----
     name: str = ""  # write the data set to data_dir/NAME/; default: demo, or the first input's name
@@ -68,16 +68,12 @@ class PrepareConfig:
 
     def problems(self) -> list[str]:
         sizes = min(self.train_mb, self.shard_mb, self.count)
-        is_alphabet = self.tokenizer in ("char", "byte")
-        superfluous = is_alphabet and self.vocab_size != PrepareConfig.vocab_size
-        large_enough = is_alphabet or self.vocab_size >= LEAST
         is_show = re.fullmatch(r"first|random|\d+", self.show)
         stray = re.search("[{}]", FIELD.sub("", self.fields))
         checks = {
             "val_fraction must be between 0 and 1, both excluded": 0 < self.val_fraction < 1,
             "max_bad must be between 0 and 1": 0 <= self.max_bad <= 1,
-            f"vocab_size must be at least {LEAST}: 256 bytes and more": large_enough,
-            f"tokenizer={self.tokenizer} takes no vocab_size: leave it out": not superfluous,
+            f"vocab_size of tokenizer=train must be at least {LEAST}": self.vocab_size >= LEAST,
             "train_mb, shard_mb and count must be positive": sizes > 0,
             "max_record_mb must be between 0.001 and 1,000,000": 0.001 <= self.max_record_mb <= 1e6,
             "step must be positive: steps count from 1": self.step == -1 or self.step > 0,
@@ -101,13 +97,14 @@ def cleaning(cfg: PrepareConfig) -> Cleaning:
 
 
 def reader_of(sources: list[Source], cfg: PrepareConfig, file: int = 0, record: int = 0) -> Reader:
-    limit = int(cfg.max_record_mb * 1e6)
-    return Reader(sources, cfg.encoding, cfg.txt, limit, file, record)
+    return Reader(sources, cfg.encoding, cfg.txt, int(cfg.max_record_mb * 1e6), file, record)
 
 
-def what_is_read(cfg: PrepareConfig) -> list:
-    """Return the settings and the rules that decide which texts a file contains."""
-    return [RULES, cleaning(cfg), cfg.txt, cfg.encoding, cfg.max_record_mb]
+def document_settings(cfg: PrepareConfig) -> dict:
+    """Return the settings that decide the documents of a data set, and the version of the rules."""
+    names = "format fields txt encoding min_tokens dedup normalize drop_control val_fraction"
+    settings = {name: getattr(cfg, name) for name in (*names.split(), "max_record_mb")}
+    return settings | {"rules": RULES}
 
 
 def foreseen(tally: Tally, chunk: Chunk, total: int) -> int:
@@ -119,10 +116,8 @@ def foreseen(tally: Tally, chunk: Chunk, total: int) -> int:
 
 
 def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
-    """Raise UserError if more than a share of max_bad of `records` is bad (--strict: if any is)."""
+    """Raise UserError if more than a share of max_bad of `records` is bad."""
     bad = sum(tally.bad.values())
-    if bad and cfg.strict:
-        raise UserError(f"{tally.examples[0]} (--strict)")
     if bad > cfg.max_bad * records:
         share = f"bad records: {bad:,} of {tally.records:,}, more than --max_bad={cfg.max_bad:g}"
         raise UserError(f"{share}: correct them, or raise it; for example {tally.examples[0]}")

@@ -7,12 +7,14 @@ computes its SHA-256 at the same time, and decompressed() unpacks what was read.
 import bz2
 import gzip
 import hashlib
+import importlib
 import io
 import lzma
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -101,20 +103,19 @@ def identity(path: str | Path) -> tuple[int, int]:
 
 
 def find_sources(
-    inputs: Iterable[str], kind: str = "auto", no_input: Iterable[Path] = ()
+    inputs: Iterable[str], kind: str = "auto"
 ) -> tuple[list[Source], dict[str, Counter]]:
     """Return the files that the --input arguments name, and how many files were skipped and why.
 
     The files come in a fixed order, each file once. Folders are searched with all their subfolders.
-    kind: the kind of all files; "auto": by the name of each. no_input: folders that the caller
-    writes, whose files cannot be input. The second result maps an argument to its skipped files:
-    reason (READ_ALREADY, OUR_OWN, or the suffix of a file of unknown kind) -> number of files.
+    kind: the kind of all files; "auto": by the name of each. The second result maps an argument to
+    its skipped files: reason (READ_ALREADY, OUR_OWN, or the suffix of a file of unknown kind) ->
+    number of files.
 
     Raises UserError for an argument that names nothing, and for a file that cannot be input.
     """
     sources: list[Source] = []
     skipped: dict[str, Counter] = {}
-    written = {folder.resolve() for folder in no_input}
     seen = set()  # identities of the files in `sources`
     for argument in inputs:
         counts = skipped.setdefault(argument, Counter())
@@ -123,9 +124,8 @@ def find_sources(
             if not file_kind:
                 raise UserError(f"--input {file}: {UNKNOWN_KIND}")
             if not file.is_file():
-                raise UserError(f"--input {file}: not a regular file; pipe it in with --input -")
-            if written.intersection(file.resolve().parents):
-                raise UserError(f"--input {file}: prepare.py wrote this file: name only the corpus")
+                advice = "remove it, or pipe it in with --input -"
+                raise UserError(f"--input {file}: not a file, or a link to none: {advice}")
             if identity(file) in seen:
                 counts[READ_ALREADY] += 1
             else:
@@ -147,8 +147,7 @@ def named_files(argument: str, skipped: Counter) -> Iterator[Path]:
     for path in paths:
         files = sorted(walk(path, skipped), key=in_order) if path.is_dir() else [path]
         if not files:
-            counts = ", ".join(f"{n:,} x {reason}" for reason, n in skipped.items()) or "nothing"
-            raise UserError(f"--input {path}: has no file that ends in {EXPECTED}; it has {counts}")
+            raise UserError(f"--input {path}: has no file that ends in {EXPECTED}")
         yield from files
 
 
@@ -166,41 +165,27 @@ def matches(pattern: Path) -> Iterator[Path]:
 def walk(folder: Path, skipped: Counter) -> Iterator[Path]:
     """Yield the files of a known kind in a folder and its subfolders. `skipped` counts the others.
 
-    Links to folders are followed, but each folder is read only once: under its own name if that is
-    below `folder`, and else under the name of a link to it. Data sets and scratch folders of
-    prepare.py are skipped.
-
-    Raises UserError for a folder that cannot be read, and for a name that has the suffix of a known
-    kind but is not a file, such as a pipe or a link to a file that does not exist.
+    Links to folders are followed, but each folder is read only once, under the first of its names.
+    Data sets and scratch folders of prepare.py are skipped. Raises UserError for a folder that
+    cannot be read.
     """
-    starts = [folder]
-    seen = set()
-    for start in starts:  # it grows: links to folders wait until all folders have been read
-        for parent, folders, names in os.walk(start, onerror=refuse_folder):
-            present = {*folders, *names}
-            is_scratch = re.fullmatch(r"\..+\.tmp", os.path.basename(parent)) and (
-                present & {"tokenizer", "part0"}
-            )
-            if identity(parent) in seen:
-                folders.clear()
-            elif is_scratch or {"train.bin", "val.bin", "meta.json"} <= present:
-                skipped[OUR_OWN] += len(present)
-                folders.clear()
-            else:
-                folders.sort()
-                starts += [path for name in folders if (path := Path(parent, name)).is_symlink()]
-                yield from files_of_known_kind(parent, names, skipped)
-            seen.add(identity(parent))
-
-
-def files_of_known_kind(parent: str, names: list[str], skipped: Counter) -> Iterator[Path]:
-    for path in (Path(parent, name) for name in names):
-        if not kind_of(path):
-            skipped[suffix_of(path) or "no suffix"] += 1
-        elif path.is_file():
-            yield path
+    seen = set()  # identities of the folders so far: a link may lead back to one of them
+    for parent, folders, names in os.walk(folder, onerror=refuse_folder, followlinks=True):
+        present = {*folders, *names}
+        is_scratch = re.fullmatch(r"\..+\.tmp", os.path.basename(parent)) and "tokenizer" in present
+        if identity(parent) in seen:
+            folders.clear()
+        elif is_scratch or {"train.bin", "val.bin", "meta.json"} <= present:
+            skipped[OUR_OWN] += len(present)
+            folders.clear()
         else:
-            raise UserError(f"--input {path}: not a file, or a link to none: remove it")
+            folders.sort()
+            for path in (Path(parent, name) for name in names):
+                if kind_of(path):
+                    yield path
+                else:
+                    skipped[suffix_of(path) or "no suffix"] += 1
+        seen.add(identity(parent))
 
 
 def refuse_folder(error: OSError) -> None:
@@ -247,17 +232,17 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
     if re.match(rb"BZh[1-9]1AY&SY", head):
         return bz2.BZ2File(raw)
     if head.startswith(b"\x28\xb5\x2f\xfd"):
-        return zstd_module(name).ZstdFile(raw)
+        zstd = import_for(name, "backports.zstd", "compression.zstd", "backports.zstd")
+        return zstd.ZstdFile(raw)
     return raw
 
 
-def zstd_module(name: str) -> ModuleType:
-    try:
-        from compression import zstd  # since Python 3.14
-    except ImportError:
-        try:
-            from backports import zstd
-        except ImportError:
-            package = "the package backports.zstd: pip install backports.zstd"
-            raise UserError(f"{name}: .zst needs {package}") from None
-    return zstd
+def import_for(name: str, package: str, *modules: str) -> ModuleType:
+    """Return the first of these modules that there is, to read the file `name`.
+
+    Raises UserError if there is none. package: the one to install then.
+    """
+    for module in modules:
+        with suppress(ImportError):
+            return importlib.import_module(module)
+    raise UserError(f"{name}: to read it, install the package {package}: pip install {package}")
