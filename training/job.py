@@ -10,7 +10,6 @@ import torch
 from hardware.machine import Machine
 from model import GPT
 from text.windows import DataSet, Loader, Windows
-from training.average import Average
 from training.checkpoint import Saver
 from training.plan import Plan, Progress
 from training.report import Metrics
@@ -43,7 +42,7 @@ class Job:
     forward: Callable  # the model as it runs: compiled, in DDP or Shards, or as it is
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    average: Average | None  # None if the setting average is 0
+    average: Any  # training/average.py: follow(), in_the_model(); None if the setting is 0
     progress: Progress
     metrics: Metrics
     saver: Saver
