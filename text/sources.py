@@ -179,7 +179,7 @@ def walk(folder: Path, skipped: Counter) -> Iterator[Path]:
         for parent, folders, names in os.walk(start, onerror=refuse_folder):
             present = {*folders, *names}
             is_scratch = re.fullmatch(r"\..+\.tmp", os.path.basename(parent)) and (
-                present & {"tokenizer", "part0"}
+                present & {"set", "part0"}
             )
             if identity(parent) in seen:
                 folders.clear()
