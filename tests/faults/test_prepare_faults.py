@@ -122,11 +122,14 @@ NOT_OURS = {  # path -> its content, or None for a link to somebody's folder or 
     "another meta.json": {"set/train.bin": "1", "set/val.bin": "2", "set/meta.json": "{}"},
     "a meta.json that is nested a thousandfold": {"set/meta.json": "[" * 100_000},
     "a file": {"set": "mine"},
+    "a file in a data set": {"set/chat_template.jinja": "mine: prepare.py has copied none here"},
 }
 
 
 @pytest.mark.parametrize("case", NOT_OURS)
 def test_what_is_not_of_prepare_is_refused_and_nothing_is_touched(corpus, tmp_path, refuses, case):
+    if case == "a file in a data set":
+        prepare_set(tmp_path, corpus[0])
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "train.bin").write_text("a file of somebody, elsewhere")
     for name, content in NOT_OURS[case].items():
@@ -139,14 +142,6 @@ def test_what_is_not_of_prepare_is_refused_and_nothing_is_touched(corpus, tmp_pa
     everything = tree(tmp_path)
     error = refuses(prepare.main, "--input", corpus[0], *options(tmp_path / "data"))
     assert str(tmp_path / "data" / name.split("/")[0]) in error and tree(tmp_path) == everything
-
-
-def test_a_set_with_a_file_that_prepare_did_not_write_is_refused(corpus, tmp_path, refuses):
-    folder, _ = prepare_set(tmp_path, corpus[0])
-    (folder / "chat_template.jinja").write_text("mine: prepare.py has copied none here")
-    everything = tree(folder)
-    error = refuses(prepare.main, "--input", corpus[0], *options(tmp_path / "data"))
-    assert "chat_template.jinja" in error and tree(folder) == everything
 
 
 @pytest.mark.parametrize("name", ["train.bin", "notes.md"])
@@ -466,15 +461,12 @@ LARGE |= {"csv": ("csv", "file", "utf-8")}
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LARGE)
 def test_memory_does_not_grow_with_a_record(tmp_path, kind):
-    """A process reads a record of 200 million characters, where 1 million is the limit."""
+    """A process reads a record of 50 million characters, where 1 million is the limit."""
     suffix, txt, encoding = LARGE[kind]
     begin = {"json": '[{"text": "', "jsonl": '{"text": "', "csv": 'text\n"', "txt": ""}[suffix]
-    part = "z" * 1999 + ("\n" if kind in ("block", "csv") else "z")
+    line = "z" * 1999 + ("\n" if kind in ("block", "csv") else "z")
     path = tmp_path / f"c.{suffix}"
-    with open(path, "w", encoding=encoding) as f:
-        f.write(begin)
-        for _ in range(100):
-            f.write(part * 1000)
+    path.write_text(begin + line * 25_000, encoding=encoding)
     tracemalloc.start()
     try:
         reader = Reader([Source.at(path, suffix)], encoding, txt, 10**6)
