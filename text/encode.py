@@ -184,7 +184,7 @@ class Part:
         self.text = 0  # characters so far
         self.tally = Tally()
         self.states = {}  # name -> GrowingFile.state() when the journal was written
-        self.held = None  # the lock, while the part is open
+        self.lock = None  # while the part is open
         self.files = {}  # name -> GrowingFile, while the part is open
 
     def open(self) -> None:
@@ -192,7 +192,7 @@ class Part:
 
         The journal fits if it has the same key, and if the input and the files are as it says.
         """
-        self.held = Lock(self.folder, "choose another --name")
+        self.lock = Lock(self.folder, "choose another --name")
         if self.journal.exists():
             try:
                 self.go_on(unseal(self.journal))
@@ -212,8 +212,8 @@ class Part:
         """Go on from this journal. Raises ValueError with the reason if it does not fit."""
         if journal["key"] != self.key:
             raise ValueError("the settings or the tokenizer changed since it was written")
-        names = journal["sources"]
-        if [list(source.same_file()) for source in self.sources[: len(names)]] != names:
+        files = journal["sources"]
+        if [list(source.same_file()) for source in self.sources[: len(files)]] != files:
             raise ValueError("a file of the input changed, or its place in the input")
         total = sum(size for size, _ in journal["files"].values())
         with ProgressBar("verifying", total=total, unit_scale=True) as bar:
@@ -249,10 +249,10 @@ class Part:
     def close(self) -> None:
         for growing in self.files.values():
             growing.file.close()
-        if self.held is not None:
-            self.held.close()
+        if self.lock is not None:
+            self.lock.close()
         # Open files and a lock cannot be sent to another process. The part is sent to rank 0.
-        self.held = None
+        self.lock = None
         self.files = {}
 
 
