@@ -50,22 +50,21 @@ from pathlib import Path
 import numpy as np
 
 from configurator import OneRankError, UserError, columns, folded, note, parse, run
-from hardware.disk import file_sha256, json_bytes, remove_only, sealed, sync_to_disk, write_whole
+from hardware.disk import content_sha256, file_sha256, json_bytes, remove_only, sealed, write_whole
 from text import look
 from text.cut import cut_by_text, too_few
 from text.dataset import FORMAT_VERSION, load_tokenizer, open_dataset, verify
 from text.demo import demo_sources
 from text.download import download_all, file_of, is_url, without_secrets
-from text.encode import Encoder, Part, encode
-from text.folders import STDIN, WORK, claim, fingerprint, remove_scratch, replace_set
-from text.formats import CHUNK, Chunk
-from text.hf_tokenizer import hugging_face_files
+from text.encode import Encoder, Part, encode_share
+from text.folders import STDIN, claim, remove_scratch, replace_set
+from text.formats import CHUNK
 from text.landmarks import count_landmarks
-from text.merge import count, find_duplicates, merge
+from text.merge import count, find_duplicates, merge, number_of_documents
 from text.ranks import Ranks, all_ranks, share_of
 from text.records import Tally, printable
 from text.replay import run_loader, sample_texts
-from text.settings import PrepareConfig, check_bad, cleaning, document_settings, foreseen, reader_of
+from text.settings import PrepareConfig, check_bad, cleaning, document_settings
 from text.sources import Source, find_sources
 from text.train_tokenizer import make_tokenizer
 from training.metrics import read_metrics
@@ -105,8 +104,8 @@ def inspect(cfg: PrepareConfig) -> None:
 def make_data_set(cfg: PrepareConfig, ranks: Ranks) -> None:
     """Lock the folders, call `build`, and print its report.
 
-    If `build` fails, the scratch folder stays if the same command can continue from it, and the
-    error message says so.
+    If `build` fails, the scratch folder stays if the same command can continue from it, and a line
+    says so.
     """
     name = name_of_set(cfg)
     target = Path(cfg.data_dir) / name
@@ -115,25 +114,19 @@ def make_data_set(cfg: PrepareConfig, ranks: Ranks) -> None:
     ranks.gather(None)
     if not scratch.exists():
         raise UserError(f"{scratch}: rank 0 made it, but it is not here: share data_dir")
-    kept = ""
+    is_kept = False
     try:
         text = build(cfg, target, scratch, ranks)
     except BaseException as e:
-        if is_worth_keeping(scratch, cfg):
-            advice = "run the same command again to continue"
-            kept = f"; the finished work is kept in {scratch}: {advice}"
+        is_kept = is_worth_keeping(scratch, cfg)
+        if is_kept and lock:
+            print(f"finished work is kept in {scratch}: run the same command again to continue")
         if isinstance(e, MemoryError):
-            e = OneRankError("out of memory: lower --workers or --max_record_mb")
-        elif isinstance(e, OSError) and not isinstance(e, BrokenPipeError):  # often a full disk
-            e = OneRankError(f"{e.filename or f'writing {target}'}: {e.strerror}")
-        if isinstance(e, UserError):
-            raise type(e)(f"{e}{kept}") from None
-        if kept and lock:
-            print(kept.removeprefix("; "), file=sys.stderr)
+            raise OneRankError("out of memory: lower --workers or --max_record_mb") from None
         raise
     finally:
         if lock:
-            if not kept:
+            if not is_kept:
                 remove_scratch(scratch)
             lock.close()
             remove_only(scratch, ())  # if it is empty
@@ -183,24 +176,23 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, ranks: Ranks) -> str:
     total = sum(s.bytes for s in sources)
     workers = number_of_workers(cfg, total)
 
-    tokenizer = scratch / "tokenizer"
-    info = ranks.of_first(lambda: make_tokenizer(cfg, sources, workers, tokenizer))
-    file = tokenizer / info["file"]
+    folder = scratch / "set"
+    info = ranks.of_first(lambda: make_tokenizer(cfg, sources, workers, folder))
+    file = folder / info["file"]
     encoder = Encoder(file, info, cleaning(cfg), cfg.min_tokens, cfg.val_fraction)
 
     # The journal of a part counts records. In .jsonl such a record is a block of lines of about
     # CHUNK characters: with another size the same count would mean another place in the file.
-    key = fingerprint([FORMAT_VERSION, CHUNK, info, document_settings(cfg), *ranks])
-    part = Part(scratch / f"part{ranks.rank}", key)
+    key = {"format": FORMAT_VERSION, "chunk": CHUNK, "tokenizer": info, "ranks": ranks}
+    key |= {"documents": document_settings(cfg)}
     share = share_of(sources, ranks)
-    encode_share(cfg, part, share, encoder, workers, total)
-    shares = ranks.gather((share, part))
+    part = Part(scratch / f"part{ranks.rank}", content_sha256(key), share)
+    encode_share(cfg, part, encoder, workers, total)
+    parts = ranks.gather(part)
     if ranks.rank > 0:
         return ""
 
-    folder = scratch / "set"
-    parts = [part for _, part in shares]
-    hashed = [source for share, _ in shares for source in share]
+    hashed = [source for part in parts for source in part.sources]
     meta = write_set(cfg, parts, encoder, look.describe_sources(cfg, hashed, skipped), folder)
     warning = look.warn_of_large_vocabulary(meta) if cfg.tokenizer == "train" else ""
     text = f"\n{look.report(meta, target)}\n{warning}{look.first_document(folder, meta)}"
@@ -234,8 +226,7 @@ def take_in(cfg: PrepareConfig, path: Path) -> Source:
     The file is identified by its content. If an interrupted command is run again with the same
     content, it continues as it does with a file.
     """
-    path.unlink(missing_ok=True)
-    with open(path, "xb") as f:
+    with open(path, "wb") as f:
         shutil.copyfileobj(sys.stdin.buffer, f, 1 << 20)
     kind = "jsonl" if cfg.format == "auto" else cfg.format
     source = Source.at(path, kind, "standard input")
@@ -254,37 +245,22 @@ def number_of_workers(cfg: PrepareConfig, total: int) -> int:
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
-def encode_share(
-    cfg: PrepareConfig, part: Part, share: list[Source], encoder: Encoder, workers: int, total: int
-) -> None:
-    """Encode the files of this process into its part. total: bytes that all processes read."""
-
-    def check(tally: Tally, chunk: Chunk) -> None:
-        check_bad(tally, cfg, foreseen(tally, chunk, total))
-
-    try:
-        part.open(share)
-        reader = reader_of(share, cfg, part.file, part.record)
-        encode(part, reader, encoder, workers, cfg.shard_mb * 1e6, check)
-    except UserError as e:
-        raise OneRankError(str(e)) from None  # the other ranks do not know of it
-    finally:
-        part.close()
-
-
 def write_set(
     cfg: PrepareConfig, parts: list[Part], encoder: Encoder, sources: list[dict], folder: Path
 ) -> dict:
-    """Write the data set of all parts into a new folder, and return its meta.json.
+    """Write the data set of all parts to the folder of its tokenizer, and return its meta.json.
 
     sources: what it says of the files that were read. With --dedup, duplicates are left out.
     """
     tally = Tally()
     for part in parts:
         tally.add(part.tally)
+        for name, path in part.paths.items():
+            # Where a disk has no locks, another prepare.py may have written to it.
+            if file_sha256(path) != part.states[name][1]:
+                raise UserError(f"{path}: changed after it was written: run the same command again")
     check_bad(tally, cfg, tally.records)
-    check_unchanged(parts, encoder)
-    duplicate = find_duplicates(parts) if cfg.dedup else np.zeros(0, bool)
+    duplicate = find_duplicates(parts) if cfg.dedup else np.zeros(number_of_documents(parts), bool)
     if duplicate.any():
         tally.dropped["equal to an earlier document"] = int(duplicate.sum())
     splits, lengths = count(parts, duplicate)
@@ -294,50 +270,23 @@ def write_set(
     if few:
         characters = sum(counts["characters"] for counts in splits.values())
         parts = [cut_by_text(parts, duplicate, characters, encoder, folder.parent / "cut")]
-        duplicate = np.zeros(0, bool)
+        duplicate = np.zeros(number_of_documents(parts), bool)
         splits, lengths = count(parts, duplicate)
     for split, counts in splits.items():
         if not counts["documents"]:
             advice = "give more text, or another --val_fraction"
             raise UserError(f"{split}.bin would be empty: the input is too short: {advice}")
 
-    remove_only(folder, WORK["set"])
-    folder.mkdir()
     states = merge(parts, duplicate, folder, encoder.dtype.itemsize)
     for split, counts in splits.items():
         _, counts["sha256"] = states[split]
-    info = encoder.info | {"files": copy_tokenizer(encoder.file, folder)}
-    meta = look.describe_set(info, splits, lengths, tally)
+    meta = look.describe_set(encoder.info, splits, lengths, tally)
     if few:
         meta["few_documents"] = few
     meta["landmarks"] = count_landmarks(folder, meta)
     meta |= {"sources": sources, "settings": document_settings(cfg)}
     write_whole(folder / "meta.json", json_bytes(sealed(meta)))
     return meta
-
-
-def check_unchanged(parts: list[Part], encoder: Encoder) -> None:
-    """Raise UserError if a file does not have the SHA-256 any more that it was written with.
-
-    The reason may be a bad disk, or another prepare.py on a disk where locks do not work.
-    """
-    written = {encoder.file: encoder.info["sha256"]}
-    for part in parts:
-        written |= {path: part.states[name][1] for name, path in part.paths.items()}
-    for path, sha256 in written.items():
-        if file_sha256(path) != sha256:
-            raise UserError(f"{path}: changed after it was written: run the same command again")
-
-
-def copy_tokenizer(file: Path, folder: Path) -> dict[str, str]:
-    """Copy the tokenizer's file, and those beside it; return {name: SHA-256}."""
-    hashes = {}
-    for path in [file, *hugging_face_files(file.parent)]:
-        copy = folder / path.name
-        shutil.copyfile(path, copy)
-        sync_to_disk(copy)
-        hashes[path.name] = file_sha256(copy)
-    return hashes
 
 
 if __name__ == "__main__":

@@ -79,16 +79,14 @@ def reference(corpus, tmp_path_factory) -> Path:
     return prepare_set(root, *corpus, **options)[0]
 
 
-def kill_after_a_shard(argv: list[str], data: Path, delay: float = 0) -> str:
-    """Start prepare.py, kill it after the next shard that it finishes, and return its output."""
+def after_a_shard(argv: list[str], data: Path, **pipes) -> subprocess.Popen:
+    """Start prepare.py, and return it when it has finished the next shard, or ended."""
     reached = journal(data)["text"]
     env = os.environ | {"PYTHONUNBUFFERED": "1"}  # so that a kill loses nothing that was printed
-    run = subprocess.Popen(argv, stdout=subprocess.PIPE, env=env, text=True)
+    run = subprocess.Popen(argv, env=env, text=True, **pipes)
     while run.poll() is None and journal(data)["text"] <= reached:
         time.sleep(0.002)
-    time.sleep(delay)
-    run.kill()
-    return run.communicate(timeout=60)[0]
+    return run
 
 
 @pytest.mark.slow
@@ -103,8 +101,10 @@ def test_killed_at_any_moment_it_goes_on_and_ends_in_the_same_bytes(
     kills = 0
     for delay in (0.1, 0.0, 0.05, 0.1, 0.15):
         reached = journal(tmp_path)["text"]
-        printed = kill_after_a_shard(argv, tmp_path, delay)
-        assert ("continuing after" in printed) == (reached > 0)
+        run = after_a_shard(argv, tmp_path, stdout=subprocess.PIPE)
+        time.sleep(delay)
+        run.kill()
+        assert ("continuing after" in run.communicate(timeout=60)[0]) == (reached > 0)
         if not (tmp_path / ".set.tmp").exists():  # it was at its end already
             break
         kills += 1
@@ -131,7 +131,7 @@ def test_workers_end_when_the_main_process_is_killed(corpus, tmp_path):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.002, 0.005, 0.01, 0.15, 0.3])
+@pytest.mark.parametrize("delay", [0.0, 0.005, 0.01, 0.15])
 def test_ctrl_c_while_the_workers_start_is_one_line(corpus, tmp_path, delay):
     argv = command(corpus, tmp_path, "--tokenizer=byte", "--workers=3")
     pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -150,14 +150,12 @@ def test_a_worker_killed_by_the_system_is_one_clear_line_and_the_work_is_kept(
     corpus, reference, tmp_path
 ):
     argv = command(corpus, tmp_path, *OF_REFERENCE, "--workers=2", TINY_SHARDS)
-    run = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while run.poll() is None and journal(tmp_path)["text"] == 0:
-        time.sleep(0.002)
+    run = after_a_shard(argv, tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     for pid in filter(is_worker, children(run.pid)):
         os.kill(int(pid), signal.SIGKILL)
     error = run.communicate(timeout=60)[1].strip()
     assert run.returncode == 2 and "\n" not in error, error
-    assert "--workers" in error and "work is kept" in error and not (tmp_path / "set").exists()
+    assert "--workers" in error and not (tmp_path / "set").exists()
     finish(corpus, tmp_path, *OF_REFERENCE)
     assert contents(tmp_path / "set") == contents(reference)
 
@@ -173,7 +171,7 @@ def test_a_full_disk_is_one_clear_line_and_the_work_is_kept(corpus, reference, t
     argv = command(corpus, tmp_path, *OF_REFERENCE, TINY_SHARDS)
     run = subprocess.run(argv, preexec_fn=limit, capture_output=True, text=True)
     assert run.returncode == 2 and run.stderr.count("\n") == 1, run.stderr
-    assert "File too large" in run.stderr and "run the same command again to continue" in run.stderr
+    assert "File too large" in run.stderr and "run the same command again" in run.stdout
     finish(corpus, tmp_path, *OF_REFERENCE, TINY_SHARDS)
     assert contents(tmp_path / "set") == contents(reference)
 
@@ -182,7 +180,7 @@ def test_too_many_bad_records_can_be_allowed_without_reading_all_again(tmp_path,
     corpus = write_jsonl(tmp_path / "c.jsonl", [*make_records(300), *[{"x": 1}] * 30])
     options = [f"--data_dir={tmp_path}", "--tokenizer=byte", TINY_SHARDS, "--val_fraction=0.2"]
     error = refuses(prepare.main, "--input", corpus, *options)
-    assert "30 of 330" in error and "--max_bad" in error and "work is kept" in error
+    assert "30 of 330" in error and "--max_bad" in error
     call(prepare.main, "--input", corpus, *options, "--max_bad=0.1")
     assert "continuing after" in capsys.readouterr().out
     assert open_dataset(tmp_path / "c")["records"]["read"] == 330
@@ -217,7 +215,7 @@ def test_a_file_that_cannot_be_read_is_named_whichever_process_meets_it(corpus, 
     cut.write_bytes(gzip.compress(corpus[0].read_bytes())[:-100])
     run = under_torchrun(2, [corpus[0], cut], tmp_path, "--tokenizer=byte", run=warm.run)
     assert run.returncode != 0 and f"error: rank 1: {cut}: damaged or cut off" in run.stderr
-    assert not (tmp_path / "set").exists()
+    assert "Traceback (" not in run.stderr and not (tmp_path / "set").exists()
 
 
 # -- memory --
@@ -245,7 +243,7 @@ def test_memory_does_not_grow_with_the_corpus_or_with_a_document(tmp_path, name)
 # -- inspection --
 
 
-def test_inspect_verifies_a_data_set_and_shows_documents(reference, capsys, refuses, tmp_path):
+def test_inspect_verifies_a_data_set_and_shows_documents(reference, capsys, refuses):
     texts = list(documents(reference))
 
     def shown(*options: str) -> tuple[str, list[list[str]]]:
@@ -278,17 +276,15 @@ def test_inspect_finds_damage(reference, tmp_path, refuses, at, value, problem):
     assert "val.bin: 100 bytes" in refuses(prepare.main, "--inspect", folder)
 
 
-def test_inspect_shows_exactly_what_a_step_trained_on(
-    tiny_data, tmp_path, capsys, monkeypatch, refuses
-):
+def test_inspect_shows_exactly_what_a_step_trained_on(tiny_data, tmp_path, capsys, monkeypatch):
     to_batch = step.to_batch
     seen = []
 
-    def note(rows, device):
+    def watch(rows, device):
         seen.append(rows.ids)
         return to_batch(rows, device)
 
-    monkeypatch.setattr(step, "to_batch", note)
+    monkeypatch.setattr(step, "to_batch", watch)
     run = train_tiny(tiny_data, tmp_path, "--eval_every=100", "--batch_tokens=256")
     micro_steps = [rows for rows in seen if len(rows) == 4]  # two of each step
     with open(run / "metrics.jsonl", "a") as f:
@@ -299,11 +295,6 @@ def test_inspect_shows_exactly_what_a_step_trained_on(
     texts = []
     for row in np.concatenate(micro_steps[4:6]):
         documents = np.split(row, np.flatnonzero(row == tokenizer.eos_id))
-        texts.append(
-            "<eos>".join(tokenizer.decode(d[d != tokenizer.eos_id].tolist()) for d in documents)
-        )
-    assert [part.split("\n", 1)[1].rstrip("\n") for part in parts] == [
-        t.rstrip("\n") for t in texts
-    ]
-    assert "--step" in refuses(prepare.main, "--inspect", tmp_path / "nowhere", "--step=1")
-    assert "step" in refuses(prepare.main, "--inspect", run, "--step=0")
+        decoded = [tokenizer.decode(d[d != tokenizer.eos_id].tolist()) for d in documents]
+        texts.append("<eos>".join(decoded).rstrip("\n"))
+    assert [part.split("\n", 1)[1].rstrip("\n") for part in parts] == texts

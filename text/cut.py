@@ -14,7 +14,7 @@ import numpy as np
 
 from hardware.disk import remove_only
 from text.encode import Encoded, Encoder, Part
-from text.folders import WORK
+from text.folders import FILES
 from text.merge import kept_rows
 from text.records import Tally
 
@@ -37,9 +37,9 @@ def cut_by_text(
     train.bin, the others to val.bin. duplicate: the documents that are left out, as in merge().
     """
     cut = int(characters * (1 - encoder.val_fraction))
-    remove_only(folder, WORK["cut"])
-    new_part = Part(folder, key="")
-    new_part.open([])
+    remove_only(folder, FILES)
+    new_part = Part(folder, key="", sources=[])
+    new_part.open()
     end = 0  # how many characters come before the end of the document
     for row, ids in kept_documents(parts, duplicate, encoder.dtype):
         start = end
@@ -50,7 +50,7 @@ def cut_by_text(
             data = half_ids.tobytes()
             train, val = (b"", data) if half["val"] else (data, b"")
             new_part.write(Encoded(np.array([half]), train, val, Tally()))
-    new_part.commit(0, 0, [])
+    new_part.commit(0, 0)
     new_part.close()
     return new_part
 

@@ -10,7 +10,7 @@ import re
 import shutil
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,23 +18,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from configurator import OneRankError, UserError
 from hardware.disk import Lock, json_bytes, sealed, unseal, write_whole
 from hardware.terminal import ProgressBar
 from text.dataset import id_type
-from text.formats import Chunk, Reader
+from text.formats import Chunk
 from text.pool import in_order
 from text.records import Cleaning, Tally, documents
+from text.settings import PrepareConfig, check_bad, foreseen, reader_of
 from text.sources import Source
 from text.tokenizer import Tokenizer, open_tokenizer
-
-Check = Callable[[Tally, Chunk], None]  # may raise an error to end the work
-
-
-def texts_of(cleaning: Cleaning, chunk: Chunk) -> tuple[list[str], Tally]:
-    """Return the documents of a chunk and their counts. With `cleaning` given, this is a Task."""
-    tally = Tally()
-    return [text for _, text, _ in documents(chunk, cleaning, tally)], tally
-
 
 # One row for each document, in the order of the input.
 ROW = np.dtype(
@@ -180,32 +173,33 @@ class Part:
     restart cuts the files to the sizes in the journal.
     """
 
-    def __init__(self, folder: Path, key: str):
+    def __init__(self, folder: Path, key: str, sources: list[Source]):
         self.folder = folder
         self.journal = folder / "journal.json"
         self.key = key  # identifies the settings, the tokenizer, the rank and the number of ranks
+        self.sources = sources  # the files that the process reads
         self.paths = {name: folder / f"{name}.bin" for name in ("train", "val", "rows")}
         self.file = 0  # the position in the input when it was opened: this file,
         self.record = 0  # of which so many records are done
         self.text = 0  # characters so far
         self.tally = Tally()
         self.states = {}  # name -> GrowingFile.state() when the journal was written
-        self.held = None  # the lock, while the part is open
+        self.lock = None  # while the part is open
         self.files = {}  # name -> GrowingFile, while the part is open
 
-    def open(self, sources: list[Source]) -> None:
+    def open(self) -> None:
         """Lock the folder. Continue from the journal if it fits, otherwise begin with empty files.
 
         The journal fits if it has the same key, and if the input and the files are as it says.
         """
-        self.held = Lock(self.folder, "choose another --name")
+        self.lock = Lock(self.folder, "choose another --name")
         if self.journal.exists():
             try:
-                self.go_on(unseal(self.journal), sources)
+                self.go_on(unseal(self.journal))
                 million = f"{self.text / 1e6:,.0f} million characters"
                 print(f"continuing after {million} that an interrupted run has finished")
                 return
-            except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as e:
+            except (FileNotFoundError, ValueError, LookupError) as e:
                 discarded = "what an interrupted run has finished is discarded and made again"
                 print(f"{discarded}: {self.journal}: {e}")
             self.journal.unlink()
@@ -214,25 +208,23 @@ class Part:
             path.unlink(missing_ok=True)
             self.files[name] = GrowingFile(path, "xb")
 
-    def go_on(self, journal: dict, sources: list[Source]) -> None:
+    def go_on(self, journal: dict) -> None:
         """Go on from this journal. Raises ValueError with the reason if it does not fit."""
         if journal["key"] != self.key:
             raise ValueError("the settings or the tokenizer changed since it was written")
-        for number, (*file, _) in enumerate(journal["sources"]):
-            if number >= len(sources) or list(sources[number].same_file()) != file:
-                raise ValueError(f"{file[0]} changed, or its place in the input changed")
-        counts = journal["tally"].items()
-        tally = Tally(**{k: Counter(v) if isinstance(v, dict) else v for k, v in counts})
+        files = journal["sources"]
+        if [list(source.same_file()) for source in self.sources[: len(files)]] != files:
+            raise ValueError("a file of the input changed, or its place in the input")
         total = sum(size for size, _ in journal["files"].values())
         with ProgressBar("verifying", total=total, unit_scale=True) as bar:
             for name, path in self.paths.items():
                 self.files[name] = reopened(path, journal["files"][name], bar)
-        self.file = journal["file"]
-        self.record = journal["record"]
-        self.text = journal["text"]
-        self.tally = tally
-        for source, (*_, sha256) in zip(sources, journal["sources"], strict=False):
-            source.sha256 = sha256 or source.sha256
+        for name in ("file", "record", "text"):
+            setattr(self, name, journal[name])
+        counts = journal["tally"].items()
+        self.tally = Tally(**{k: Counter(v) if isinstance(v, dict) else v for k, v in counts})
+        for source, sha256 in zip(self.sources, journal["hashes"], strict=False):
+            source.sha256 = sha256
 
     def write(self, encoded: Encoded) -> None:
         self.files["train"].write(encoded.train)
@@ -241,47 +233,52 @@ class Part:
         self.tally.add(encoded.tally)
         self.text += int(encoded.rows["characters"].sum())
 
-    def commit(self, file: int, record: int, sources: list[Source]) -> None:
+    def commit(self, file: int, record: int) -> None:
         """Write everything to the disk, then the journal, with this position in the input."""
-        for growing in self.files.values():
+        for name, growing in self.files.items():
             growing.file.flush()
             os.fsync(growing.file.fileno())
-        self.states = {name: growing.state() for name, growing in self.files.items()}
-        place = {"key": self.key, "file": file, "record": record}
-        finished = {"files": self.states, "text": self.text, "tally": vars(self.tally)}
+            self.states[name] = growing.state()
+        content = {"key": self.key, "file": file, "record": record, "text": self.text}
+        content |= {"files": self.states, "tally": vars(self.tally)}
+        content["sources"] = [source.same_file() for source in self.sources[: file + 1]]
         # The hash of the file at this position is not known before its end is read.
-        hashes = [source.sha256 for source in sources[:file]] + [""]
-        files = [source.same_file() for source in sources[: file + 1]]
-        read = {"sources": [[*f, sha256] for f, sha256 in zip(files, hashes, strict=False)]}
-        write_whole(self.journal, json_bytes(sealed(place | finished | read)))
+        content["hashes"] = [source.sha256 for source in self.sources[:file]]
+        write_whole(self.journal, json_bytes(sealed(content)))
 
     def close(self) -> None:
         for growing in self.files.values():
             growing.file.close()
-        if self.held is not None:
-            self.held.close()
+        if self.lock is not None:
+            self.lock.close()
         # Open files and a lock cannot be sent to another process. The part is sent to rank 0.
-        self.held = None
+        self.lock = None
         self.files = {}
 
 
-def encode(
-    part: Part, reader: Reader, encoder: Encoder, workers: int, shard: float, check: Check
+def encode_share(
+    cfg: PrepareConfig, part: Part, encoder: Encoder, workers: int, total: int
 ) -> None:
-    """Encode all that the reader still has to read, and write it to the part.
+    """Encode the files of this process, as far as an earlier run has not done so, into its part.
 
-    The part is committed after every `shard` characters. check(tally, chunk) is called after every
-    chunk.
+    The part is committed after every --shard_mb million characters. total: bytes that all processes
+    read.
     """
-    committed = part.text
-    sources = reader.sources
-    total = sum(s.bytes for s in sources)
-    with ProgressBar("encoding", total=total, unit_scale=True) as bar:
-        for chunk, encoded in in_order(encoder, reader.chunks(), workers):
-            part.write(encoded)
-            check(part.tally, chunk)
-            if part.text - committed >= shard:
-                part.commit(chunk.file, chunk.record, sources)
-                committed = part.text
-            bar.update(chunk.bytes_read - bar.n)
-    part.commit(len(sources), 0, sources)
+    try:
+        part.open()
+        committed = part.text
+        reader = reader_of(part.sources, cfg, part.file, part.record)
+        size = sum(source.bytes for source in part.sources)
+        with ProgressBar("encoding", total=size, unit_scale=True) as bar:
+            for chunk, encoded in in_order(encoder, reader.chunks(), workers):
+                part.write(encoded)
+                check_bad(part.tally, cfg, foreseen(part.tally, chunk, total))
+                if part.text - committed >= cfg.shard_mb * 1e6:
+                    part.commit(chunk.file, chunk.record)
+                    committed = part.text
+                bar.update(chunk.bytes_read - bar.n)
+        part.commit(len(part.sources), 0)
+    except UserError as e:
+        raise OneRankError(str(e)) from None  # the other ranks do not know of it
+    finally:
+        part.close()

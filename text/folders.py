@@ -1,38 +1,24 @@
 """The scratch folder beside a data set, and which files in both folders prepare.py may delete."""
 
-import hashlib
-import json
 import os
 import re
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from configurator import UserError, note
-from hardware.disk import LOCK, Lock, file_sha256, remove_only, set_aside, sync_to_disk, unseal
+from hardware.disk import LOCK, Lock, file_sha256, put_in_place, remove_only, unseal
 from text.dataset import files_of
 from text.hf_tokenizer import HF_FILES
 from text.tokenizer import SentencePiece, Tiktoken
 
-TOKENIZER_FILES = {SentencePiece.file, Tiktoken.file, *HF_FILES}
-PART_FILES = {"train.bin", "val.bin", "rows.bin", "journal.json"}
-PART_FILES |= {LOCK, *(f".{name}.tmp" for name in PART_FILES)}
-
-# The folders in the scratch folder and the files in them. "part" stands for part0, part1, ...
-WORK = {
-    "tokenizer": {*TOKENIZER_FILES, "info.json", ".info.json.tmp"},
-    "part": PART_FILES,
-    "cut": PART_FILES,
-    "set": {*TOKENIZER_FILES, "train.bin", "val.bin", "meta.json", ".meta.json.tmp"},
-}
+# What prepare.py makes in the scratch folder: these folders, and in them files of these names.
+FOLDERS = re.compile(r"part\d+|cut|set")
+FILES = {SentencePiece.file, Tiktoken.file, *HF_FILES, "meta.json", "journal.json"}
+FILES |= {"train.bin", "val.bin", "rows.bin"}
+FILES |= {LOCK, *(f".{name}.tmp" for name in FILES)}
 
 STDIN = "stdin"  # the file in the scratch folder that standard input is copied to
 AWAY = "move it away, or choose another --name"  # what an error about a user's file suggests
-
-
-def work_files(folder: Path) -> set[str]:
-    """Return the names of the files that prepare.py writes in a folder of the scratch folder."""
-    return WORK.get(re.sub(r"(?<=^part)\d+$", "", folder.name), set())
 
 
 def claim(target: Path, scratch: Path) -> Lock:
@@ -46,20 +32,21 @@ def claim(target: Path, scratch: Path) -> Lock:
     lock = Lock(scratch, "choose another --name")
     try:
         for path in sorted(scratch.rglob("*")):
-            names = {STDIN, LOCK} if path.parent == scratch else work_files(path.parent)
-            is_folder = path.parent == scratch and work_files(path)
-            if path.is_symlink() or not (is_folder or path.name in names):
+            if path.parent == scratch:
+                is_ours = path.name in (STDIN, LOCK) or FOLDERS.fullmatch(path.name)
+            else:
+                is_ours = path.name in FILES and FOLDERS.fullmatch(path.parent.name)
+            if path.is_symlink() or not is_ours:
                 raise UserError(f"{path}: prepare.py works here, but did not write it: {AWAY}")
-        pattern = re.compile(rf"\.{re.escape(target.name)}\.old\d*")
-        old_sets = sorted(p for p in target.parent.iterdir() if pattern.fullmatch(p.name))
-        if old_sets and not os.path.lexists(target) and (scratch / "set" / "meta.json").exists():
-            # A kill between the renames of replace_set() has left the data set under this name.
+        old = target.with_name(f".{target.name}.old")
+        if not os.path.lexists(target) and (scratch / "set" / "meta.json").exists():
+            # A kill between the renames of replace_set() may have left the data set there.
             with suppress(UserError):
-                own_files(old_sets[-1])
-                old_sets.pop().rename(target)
+                own_files(old)
+                old.rename(target)
         if os.path.lexists(target):
             own_files(target)
-            for old in old_sets:
+            if old.exists():
                 remove_old(old)
         return lock
     except BaseException:
@@ -99,8 +86,7 @@ def remove_old(old: Path) -> None:
         for name, sha256 in files.items():
             if sha256 and file_sha256(old / name) != sha256:
                 raise UserError(f"{name} is not what meta.json says")
-        if not remove_only(old, files):
-            raise UserError("it holds files that prepare.py did not write")
+        remove_only(old, files)
     except (UserError, OSError) as e:  # an OSError where it is another user's, for example
         note(f"{old} stays: {e}")
 
@@ -110,10 +96,7 @@ def replace_set(new: Path, target: Path) -> None:
 
     An old data set with a file that prepare.py did not write stays, as .NAME.old.
     """
-    sync_to_disk(new)
-    old = set_aside(target) if target.exists() else None
-    new.rename(target)
-    sync_to_disk(target.parent)
+    old = put_in_place(new, target)
     if old:
         remove_old(old)
 
@@ -121,9 +104,6 @@ def replace_set(new: Path, target: Path) -> None:
 def remove_scratch(scratch: Path) -> None:
     """Delete what prepare.py wrote in the scratch folder. Its lock is still held, and stays."""
     for path in scratch.glob("*"):
-        remove_only(path, work_files(path))
+        if FOLDERS.fullmatch(path.name):
+            remove_only(path, FILES)
     remove_only(scratch, [STDIN])
-
-
-def fingerprint(parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

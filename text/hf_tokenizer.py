@@ -218,9 +218,7 @@ def tokenizer_of_model(folder: Path) -> Tokenizer | None:
     The folder of nanoGPT's ckpt.pt, for example, has none.
     """
     files = ("meta.json", SentencePiece.file, "tokenizer.json", "vocab.json")
-    if any((folder / name).exists() for name in files):
-        return tokenizer_of(folder)
-    return None
+    return tokenizer_of(folder) if any((folder / name).exists() for name in files) else None
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
@@ -231,21 +229,8 @@ def tokenizer_of(folder: Path) -> Tokenizer:
 
 
 def hugging_face_files(folder: Path) -> list[Path]:
-    """Return those of HF_FILES that are in a model folder.
-
-    Raises UserError for a link that leads out of the folder. The files are copied into data sets
-    and checkpoints, which people publish, and a link to a private file must not bring its content
-    there. In Hugging Face's cache, links to models--NAME/blobs are allowed: all files are such.
-    """
-    paths = [path for name in HF_FILES if (path := folder / name).is_file()]
-    tree = folder.resolve()
-    if tree.parent.name == "snapshots" and tree.parents[1].name.startswith("models--"):
-        tree = tree.parents[1]
-    for path in paths:
-        target = path.resolve()
-        if not target.is_relative_to(tree):
-            raise UserError(f"{path}: a link to {target}, outside this folder: copy that file")
-    return paths
+    """Return those of HF_FILES that are in a model folder."""
+    return [path for name in HF_FILES if (path := folder / name).is_file()]
 
 
 def from_hugging_face(folder: Path) -> Tokenizer:
@@ -261,18 +246,17 @@ def from_hugging_face(folder: Path) -> Tokenizer:
         content = read_json(folder / "tokenizer.json")
         is_byte_level = '"ByteLevel"' in json.dumps(content.get("pre_tokenizer"))
         if (folder / SentencePiece.file).exists() and not is_byte_level:
-            return convert_sentencepiece(folder, config, content)
+            return convert_sentencepiece(folder / SentencePiece.file, config, content)
         if not content:
-            make = (
-                "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers makes one"
-            )
-            raise UserError(f"{folder}: no tokenizer.model or tokenizer.json there: {make}")
+            make = "AutoTokenizer.from_pretrained(...).save_pretrained(...) makes one"
+            raise ValueError(f"no tokenizer.model or tokenizer.json: in transformers, {make}")
         if content["model"].get("type", "BPE") != "BPE" or not is_byte_level:  # GPT-2 has no type
-            raise UserError(f"{folder}/tokenizer.json: a model other than a byte-level BPE")
-        return convert_bpe(folder / "tokenizer.json", config, content)
+            raise ValueError("a model other than a byte-level BPE is not supported")
+        return convert_bpe(config, content)
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as e:
-        reason = " ".join(f"{type(e).__name__}: {e}".split())
-        raise UserError(f"{folder}: its tokenizer files cannot be used ({reason})") from None
+        is_ours = type(e) is ValueError
+        reason = str(e) if is_ours else " ".join(f"{type(e).__name__}: {e}".split())
+        raise UserError(f"{folder}: its tokenizer files cannot be used: {reason}") from None
 
 
 def read_json(path: Path) -> dict:
@@ -287,56 +271,54 @@ def read_json(path: Path) -> dict:
 # together, and content is that of tokenizer.json.
 
 
-def convert_sentencepiece(folder: Path, config: dict, content: dict) -> SentencePiece:
-    path = folder / SentencePiece.file
+def convert_sentencepiece(path: Path, config: dict, content: dict) -> SentencePiece:
     sp = SentencePiece(path).sp
     own_eos = sp.id_to_piece(sp.eos_id())
     eos = eos_of(config, own_eos)
     if eos != own_eos:
-        raise UserError(f"{path}: its eos is {own_eos!r}, not {eos!r}: not supported")
+        raise ValueError(f"the eos of {path.name} is {own_eos!r}, but another file says {eos!r}")
     if content:
-        prefix = prefix_of(content, folder / "tokenizer.json")
+        prefix = prefix_of(content)
     else:
         has_bos = config.get("add_bos_token", True) and sp.bos_id() >= 0
         prefix = [sp.bos_id()] if has_bos else []
     return SentencePiece(path, prefix)
 
 
-def convert_bpe(path: Path, config: dict, content: dict) -> Tiktoken:
+def convert_bpe(config: dict, content: dict) -> Tiktoken:
     model = content["model"]
     for option in ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(option):
-            raise UserError(f"{path}: {option} is not supported")
+            raise ValueError(f"{option} is not supported")
     if config.get("add_prefix_space"):
-        raise UserError(f"{path.parent}/tokenizer_config.json: add_prefix_space is not supported")
+        raise ValueError("add_prefix_space is not supported")
     normalize = (content.get("normalizer") or {}).get("type", "")
     if normalize not in ("", "NFC", "NFD", "NFKC", "NFKD"):
-        raise UserError(f"{path}: normalizer {normalize} is not supported")
+        raise ValueError(f"normalizer {normalize} is not supported")
     special = {}
     for token in content.get("added_tokens", []):
         name = token["content"]
         if not token.get("special") and name[:1] not in ("<", "["):  # a run of spaces, for example
-            raise UserError(f"{path}: the added token {name!r} would cut ordinary text")
+            raise ValueError(f"the added token {name!r} would cut ordinary text")
         special[name] = token["id"]
     vocab = model["vocab"] | special
     eos = eos_of(config, "<|endoftext|>")
     if eos not in vocab:
-        raise UserError(f"{path}: it has no eos token {eos}, but every document must end with one")
+        raise ValueError(f"it has no eos token {eos}, but every document must end with one")
     special |= {eos: vocab[eos]}
 
-    ranks = ranks_of({token: i for token, i in vocab.items() if token not in special}, model, path)
+    ranks = ranks_of({token: i for token, i in vocab.items() if token not in special}, model)
     if not are_token_ids([*ranks.values(), *special.values()]):
-        raise UserError(f"{path}: its ids are not distinct numbers from 0 to {MAX_ID:,}")
-    pattern = pattern_of(content.get("pre_tokenizer"), path)
-    prefix = prefix_of(content, path)
-    tokenizer = Tiktoken("hf", pattern, ranks, special, eos, normalize, prefix)
+        raise ValueError(f"its ids are not distinct numbers from 0 to {MAX_ID:,}")
+    pattern = pattern_of(content.get("pre_tokenizer"))
+    tokenizer = Tiktoken("hf", pattern, ranks, special, eos, normalize, prefix_of(content))
 
     # Letters, marks, digits, spaces and signs next to each other: a pattern that leaves out parts
     # of a text leaves out some of these. Some vocabularies lack the token of a byte or two.
     probe = "ab\ncd  e\t\tf\r\n 12 ½x_-.,;: 中文，。１é" + "".join(map(chr, range(128)))
     probe = "".join(c for c in probe if all(bytes([b]) in ranks for b in c.encode()))
     if tokenizer.decode(tokenizer.encode(probe).tolist()) != tokenizer.normalized(probe):
-        raise UserError(f"{path}: its pattern leaves out parts of a text: not supported")
+        raise ValueError("its pattern leaves out parts of a text: not supported")
     return tokenizer
 
 
@@ -346,10 +328,10 @@ def eos_of(config: dict, default: str) -> str:
     return eos["content"] if isinstance(eos, dict) else eos
 
 
-def pattern_of(pre_tokenizer: dict, path: Path) -> str:
+def pattern_of(pre_tokenizer: dict) -> str:
     """Return the regular expression that cuts a text into words.
 
-    Raises UserError for the kinds of tokenizers that tiktoken cannot compute.
+    Raises ValueError for the kinds of tokenizers that tiktoken cannot compute.
     """
     *cuts, byte_level = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     as_gpt2 = byte_level.get("use_regex", True)
@@ -367,30 +349,27 @@ def pattern_of(pre_tokenizer: dict, path: Path) -> str:
             split = {"type": "Split", "behavior": "Isolated", "invert": False}
             if regex and {"invert": False} | cuts[0] == split | {"pattern": {"Regex": regex}}:
                 return regex
-    raise UserError(f"{path}: pre_tokenizer {json.dumps(pre_tokenizer)[:200]} is not supported")
+    raise ValueError(f"pre_tokenizer {json.dumps(pre_tokenizer)[:200]} is not supported")
 
 
-def ranks_of(vocab: dict[str, int], model: dict, path: Path) -> dict[bytes, int]:
+def ranks_of(vocab: dict[str, int], model: dict) -> dict[bytes, int]:
     """Return the table of tiktoken, token -> id, of a vocabulary and the merges of a model.
 
     tiktoken merges in the order of the ids that result, so the ids must be in the order of the
     merges. With ignore_merges, a word that is a token becomes it, even if no merges lead to it.
     """
-    try:
-        ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in vocab.items()}
-    except KeyError:
-        raise UserError(f"{path}: its vocabulary is not that of a byte-level BPE") from None
+    ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in vocab.items()}
     pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
     results = [vocab[a + b] for a, b in pairs if a + b in vocab]
     if results != sorted(results):
-        raise UserError(f"{path}: its merges are not in the order of their ids: not supported")
+        raise ValueError("its merges are not in the order of their ids: not supported")
     if model.get("ignore_merges"):
         return ranks
     merged = set(results)
     return {token: i for token, i in ranks.items() if len(token) == 1 or i in merged}
 
 
-def prefix_of(content: dict, path: Path) -> list[int]:
+def prefix_of(content: dict) -> list[int]:
     """Return the ids that a tokenizer.json puts before every text."""
     post = content.get("post_processor") or {"type": "ByteLevel"}
     prefix = []
@@ -398,9 +377,9 @@ def prefix_of(content: dict, path: Path) -> list[int]:
         if step["type"] == "TemplateProcessing":
             *special, text = step["single"]
             if "Sequence" not in text:
-                raise UserError(f"{path}: it puts tokens after every text: not supported")
+                raise ValueError("it puts tokens after every text: not supported")
             for part in special:
                 prefix += step["special_tokens"][part["SpecialToken"]["id"]]["ids"]
         elif step["type"] != "ByteLevel":
-            raise UserError(f"{path}: post_processor {step['type']} is not supported")
+            raise ValueError(f"post_processor {step['type']} is not supported")
     return prefix

@@ -3,9 +3,9 @@
 import io
 import math
 import os
-import shutil
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,15 +22,18 @@ def read_rows(parts: list[Part]) -> Iterator[tuple[Part, np.ndarray]]:
                 yield part, rows
 
 
+def number_of_documents(parts: list[Part]) -> int:
+    return sum(part.paths["rows"].stat().st_size for part in parts) // ROW.itemsize
+
+
 def find_duplicates(parts: list[Part]) -> np.ndarray:
     """Return (documents,) bool: True for a document if an earlier one has the same digest.
 
     All rows are read several times. Each time only a share of the digests is compared, which bounds
     the memory.
     """
-    n = sum(len(rows) for _, rows in read_rows(parts))
-    duplicate = np.ones(n, bool)
-    shares = math.ceil(n / (1 << 20))
+    duplicate = np.ones(number_of_documents(parts), bool)
+    shares = math.ceil(len(duplicate) / (1 << 20))
     for share in range(shares):
         digests = []
         places = []  # the number of the document of each digest
@@ -51,12 +54,11 @@ def kept_rows(
 ) -> Iterator[tuple[Part, np.ndarray, np.ndarray]]:
     """Yield (part, rows, which of them are kept) in the order of the input.
 
-    duplicate: the result of find_duplicates(), or an empty array to keep all documents.
+    duplicate: the documents that are left out, as find_duplicates() returns them.
     """
     n_read = 0
     for part, rows in read_rows(parts):
-        of_rows = duplicate[n_read : n_read + len(rows)]
-        yield part, rows, ~of_rows if len(of_rows) else np.ones(len(rows), bool)
+        yield part, rows, ~duplicate[n_read : n_read + len(rows)]
         n_read += len(rows)
 
 
@@ -84,18 +86,16 @@ def merge(parts: list[Part], duplicate: np.ndarray, folder: Path, itemsize: int)
     for split in ("train", "val"):
         target = folder / f"{split}.bin"
         if len(parts) == 1 and not duplicate.any():
-            states[split] = parts[0].states[split]
-            try:
+            with suppress(OSError):  # this file system has no hard links
                 os.link(parts[0].paths[split], target)  # a second name for it: nothing is copied
-            except OSError:  # this file system has no hard links
-                shutil.copyfile(parts[0].paths[split], target)
-        else:
-            sources = {part.paths[split]: open(part.paths[split], "rb") for part in parts}
+                states[split] = parts[0].states[split]
+        if split not in states:
+            sources = {part: open(part.paths[split], "rb") for part in parts}
             out = GrowingFile(target, "xb")
             for part, rows, kept in kept_rows(parts, duplicate):
                 of_split = rows["val"] == (split == "val")
                 sizes = rows["tokens"][of_split] * itemsize
-                copy_documents(sources[part.paths[split]], out, sizes, kept[of_split])
+                copy_documents(sources[part], out, sizes, kept[of_split])
             states[split] = out.state()
             for file in (out.file, *sources.values()):
                 file.close()

@@ -2,7 +2,7 @@
 
 concurrent.futures' own processes would be shorter, but its thread that fills their queue waits for
 ever if they are killed while they are being shut down (Python 3.11), and they stay when the main
-process is killed. Here, each thread of the main process has one worker, and waits for it alone.
+process is killed. Here, each thread of a ThreadPoolExecutor has one worker, and waits for it alone.
 """
 
 import os
@@ -11,13 +11,13 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from multiprocessing.resource_tracker import ensure_running
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from configurator import UserError
@@ -36,44 +36,17 @@ LEAN = {
 }
 
 
-class Worker(threading.Thread):
-    """A process that does the task, and the thread of the main process that waits for it."""
-
-    def __init__(self, task: Task, todo: SimpleQueue):
-        """todo: (chunk, Future of its result), from which all workers take; None: the end."""
-        super().__init__(daemon=True)
-        context = get_context("spawn")
-        self.todo = todo
-        self.pipe, self.other_end = context.Pipe()
-        self.process = context.Process(target=serve, args=(task, self.other_end), daemon=True)
-
-    def run(self) -> None:
-        # The process inherits the mask: Ctrl-C is handled by the main process, which then kills it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        failed = None
-        try:
-            self.process.start()
-        except Exception as e:
-            failed = e
-        self.other_end.close()  # now only the process holds it, and self.pipe fails when that ends
-        while item := self.todo.get():
-            chunk, future = item
-            try:
-                if failed:
-                    raise failed
-                self.pipe.send(chunk)
-                result = self.pipe.recv()
-            except (EOFError, OSError):
-                reason = "a worker process could not start or was killed, as happens when memory"
-                result = UserError(f"{reason} runs out: lower --workers")
-            except Exception as e:  # an error of the task that cannot be unpickled
-                result = e
-            if isinstance(result, Exception):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
-        if not failed:
-            self.process.kill()  # it writes no files
+def start_worker(task: Task, processes: list[BaseProcess]) -> Connection:
+    """Start a worker for the thread that calls this, and return the pipe to it."""
+    # The process inherits the mask: Ctrl-C is handled by the main process, which then kills it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    context = get_context("spawn")
+    pipe, other_end = context.Pipe()
+    process = context.Process(target=serve, args=(task, other_end), daemon=True)
+    processes.append(process)
+    process.start()
+    other_end.close()  # now only the process holds it, and `pipe` fails when that ends
+    return pipe
 
 
 def serve(task: Task, pipe: Connection) -> None:
@@ -104,28 +77,36 @@ def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tupl
     for name, value in LEAN.items():
         os.environ.setdefault(name, value)
     ensure_running()  # else the start of a process would do so, and let SIGINT through again
-    todo = SimpleQueue()
-    pool: list[Worker] = []
+    processes: list[BaseProcess] = []
+    of_thread = threading.local()
+
+    def in_worker(chunk: Chunk) -> Any:
+        try:
+            if not hasattr(of_thread, "pipe"):
+                of_thread.pipe = start_worker(task, processes)
+            of_thread.pipe.send(chunk)
+            result = of_thread.pipe.recv()
+        except (EOFError, OSError):
+            reason = "a worker process could not start or was killed, as happens when memory"
+            raise UserError(f"{reason} runs out: lower --workers") from None
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    threads = ThreadPoolExecutor(workers)  # starts a thread when none of those it has is free
     waiting = deque()
     try:
         for chunk in chunks:
-            if len(pool) < workers:
-                pool.append(Worker(task, todo))
-                pool[-1].start()
-            waiting.append((replace(chunk, records=[]), Future()))
-            todo.put((chunk, waiting[-1][1]))
+            waiting.append((replace(chunk, records=[]), threads.submit(in_worker, chunk)))
             del chunk
-            while waiting and (waiting[0][1].done() or len(waiting) > 3 * len(pool)):
+            while waiting and (waiting[0][1].done() or len(waiting) > 3 * workers):
                 position, future = waiting.popleft()
                 yield position, future.result()
         for position, future in waiting:
             yield position, future.result()
     finally:
         # Ctrl-C may come at any moment, even while a worker starts: nothing here waits for one.
-        with suppress(Empty):
-            while True:
-                todo.get_nowait()
-        for worker in pool:
-            todo.put(None)
-            if worker.process.pid:
-                worker.process.kill()
+        threads.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            if process.pid:
+                process.kill()  # it writes no files

@@ -64,6 +64,6 @@ def share_of(sources: list[Source], ranks: Ranks) -> list[Source]:
     """
     sizes = np.array([s.bytes for s in sources])
     middles = np.cumsum(sizes) - sizes / 2
-    readers = (middles * ranks.world / max(1, sizes.sum())).astype(int)
-    readers = np.minimum(readers, ranks.world - 1)  # an empty file at the end would be beyond
+    # + 1: else an empty file at the end would belong to none.
+    readers = (middles * ranks.world / (sizes.sum() + 1)).astype(int)
     return [sources[i] for i in np.flatnonzero(readers == ranks.rank)]

@@ -172,7 +172,9 @@ def walk(folder: Path, skipped: Counter) -> Iterator[Path]:
     seen = set()  # identities of the folders so far: a link may lead back to one of them
     for parent, folders, names in os.walk(folder, onerror=refuse_folder, followlinks=True):
         present = {*folders, *names}
-        is_scratch = re.fullmatch(r"\..+\.tmp", os.path.basename(parent)) and "tokenizer" in present
+        is_scratch = re.fullmatch(r"\..+\.tmp", os.path.basename(parent)) and (
+            present & {"set", "part0"}
+        )
         if identity(parent) in seen:
             folders.clear()
         elif is_scratch or {"train.bin", "val.bin", "meta.json"} <= present:

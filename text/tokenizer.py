@@ -251,10 +251,7 @@ class Tiktoken:
         except BaseException as e:  # a panic in tiktoken's Rust code is not an Exception
             if type(e).__name__ != "PanicException":
                 raise
-            reason = str(e).splitlines()[0][:80]
-            if reason.startswith("no entry found"):
-                reason = "the vocabulary lacks a byte of it"
-            raise ValueError(f"tiktoken fails on it: {reason}") from None
+            raise ValueError(f"tiktoken fails on it: {str(e).splitlines()[0][:80]}") from None
 
     def normalized(self, text: str) -> str:
         return unicodedata.normalize(self.normalize, text) if self.normalize else text

@@ -2,35 +2,26 @@
 
 import random
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from configurator import UserError
-from hardware.disk import file_sha256, remove_only
+from hardware.disk import file_sha256, remove_only, sync_to_disk
 from hardware.terminal import ProgressBar
-from text.encode import texts_of
-from text.folders import WORK
+from text.folders import FILES
 from text.formats import Chunk
 from text.hf_tokenizer import find_tokenizer, hugging_face_files, tokenizer_folder
 from text.look import no_documents
-from text.pool import Task, in_order
-from text.records import Cleaning, Tally
+from text.pool import in_order
+from text.records import Cleaning, Tally, documents
 from text.settings import MADE_HERE, PrepareConfig, check_bad, cleaning, foreseen, reader_of
 from text.sources import Source
 from text.tokenizer import SentencePiece
 
 SAMPLE_LENGTH = 4000  # characters of each excerpt in the sample that a tokenizer is trained on
-
-# What all tokenizers that are made here have in common: no text is changed, and all spaces stay.
-# The model file records the number of threads, so it is fixed.
-COMMON = dict(
-    normalization_rule_name="identity",
-    remove_extra_whitespaces=False,
-    add_dummy_prefix=False,
-    num_threads=16,
-    minloglevel=2,
-)
 
 # SentencePiece uses these four characters itself: there cannot be a token for one of them.
 RESERVED = set("\0\x1f\u2581\u2585")
@@ -42,29 +33,46 @@ def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, fold
     One that is trained depends on the input and the settings alone. So after an interruption, it is
     trained again to the same ids, and what was encoded with it stays valid.
     """
-    existing = None
-    beside = {}  # the files for Hugging Face's tools that lie beside the tokenizer
-    if cfg.tokenizer not in MADE_HERE:
-        existing = find_tokenizer(cfg.tokenizer)
-        if source := tokenizer_folder(cfg.tokenizer):
-            beside = {path.name: path.read_bytes() for path in hugging_face_files(source)}
-
-    remove_only(folder, WORK["tokenizer"])
+    remove_only(folder, FILES)
     folder.mkdir()
-    for name, content in beside.items():
-        (folder / name).write_bytes(content)
     path = folder / SentencePiece.file
     if cfg.tokenizer == "train":
         train_sentencepiece(path, sample_excerpts(cfg, sources, workers), cfg.vocab_size)
     elif cfg.tokenizer == "char":
-        characters = alphabet(cfg, sources, workers)
+        characters = set().union(*over_input(cfg, sources, workers, characters_of))
         write_alphabet(path, characters, with_bytes=bool(characters & RESERVED))
     elif cfg.tokenizer == "byte":
         write_alphabet(path, set(), with_bytes=True)
-    tokenizer = existing or SentencePiece(path)
+    elif model := tokenizer_folder(cfg.tokenizer):
+        for file in hugging_face_files(model):
+            shutil.copyfile(file, folder / file.name)
+    is_made_here = cfg.tokenizer in MADE_HERE
+    tokenizer = SentencePiece(path) if is_made_here else find_tokenizer(cfg.tokenizer)
     info = tokenizer.save(folder)
-    info |= {"sha256": file_sha256(folder / info["file"])}
-    return info | {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
+    info["sha256"] = file_sha256(folder / info["file"])
+    info |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
+    info["files"] = {}
+    for file in (folder / info["file"], *hugging_face_files(folder)):
+        sync_to_disk(file)
+        info["files"][file.name] = file_sha256(file)
+    return info
+
+
+def make_model(path: Path, sentences: list[str], **options) -> None:
+    """Let SentencePiece make a model that changes no text, and keeps all spaces."""
+    import sentencepiece
+
+    with open(path, "wb") as f:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_writer=f,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            num_threads=16,  # the model file records it, so it is fixed
+            minloglevel=2,
+            **options,
+        )
 
 
 def train_sentencepiece(path: Path, sample: list[str], vocab_size: int) -> None:
@@ -72,22 +80,18 @@ def train_sentencepiece(path: Path, sample: list[str], vocab_size: int) -> None:
 
     It writes a character outside the vocabulary as the bytes of its UTF-8.
     """
-    import sentencepiece
-
     try:
-        with open(path, "wb") as f:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(sample),
-                model_writer=f,
-                model_type="bpe",
-                vocab_size=vocab_size,
-                byte_fallback=True,
-                character_coverage=0.9995,
-                allow_whitespace_only_pieces=True,  # indentation can be one token
-                split_digits=True,
-                max_sentence_length=8 * SAMPLE_LENGTH,  # bytes
-                **COMMON,
-            )
+        make_model(
+            path,
+            sample,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            character_coverage=0.9995,
+            allow_whitespace_only_pieces=True,  # indentation can be one token
+            split_digits=True,
+            max_sentence_length=8 * SAMPLE_LENGTH,  # bytes
+        )
     except (RuntimeError, ValueError) as e:
         reason = str(e).split("] ")[-1]  # its text is "Internal: file(line) [condition] reason"
         raise UserError(f"--vocab_size={vocab_size}: {in_our_words(reason)}") from None
@@ -109,60 +113,57 @@ def write_alphabet(path: Path, characters: set[str], with_bytes: bool) -> None:
     with_bytes: it also has a token for each byte, and writes all other characters as the bytes of
     their UTF-8. Otherwise, they are unk.
     """
-    import sentencepiece
-
     tokens = characters - RESERVED
     if with_bytes:
         tokens |= {" "}  # SentencePiece writes a space as U+2581, and would find the bytes of that
     size = len(tokens) + 2 + 256 * with_bytes
-    with open(path, "wb") as f:
-        sentencepiece.SentencePieceTrainer.train(
-            # All in one sentence: SentencePiece drops line ends at the end of a sentence.
-            sentence_iterator=iter(["".join(sorted(tokens))]),
-            model_writer=f,
-            model_type="char",
-            vocab_size=size,
-            byte_fallback=with_bytes,
-            character_coverage=1.0,
-            unk_id=0,
-            eos_id=1,
-            bos_id=-1,
-            max_sentence_length=8 * size,  # bytes
-            **COMMON,
-        )
+    make_model(
+        path,
+        # All in one sentence: SentencePiece drops line ends at the end of a sentence.
+        ["".join(sorted(tokens))],
+        model_type="char",
+        vocab_size=size,
+        byte_fallback=with_bytes,
+        character_coverage=1.0,
+        unk_id=0,
+        eos_id=1,
+        bos_id=-1,
+        max_sentence_length=8 * size,  # bytes
+    )
 
 
-def over_input(cfg: PrepareConfig, sources: list[Source], workers: int, task: Task) -> Iterator:
-    """Read the whole input, and yield what the task makes of each chunk.
+def texts_of(cleaning: Cleaning, chunk: Chunk) -> tuple[list[str], Tally]:
+    """Return the documents of a chunk, and the counts."""
+    tally = Tally()
+    return [text for _, text, _ in documents(chunk, cleaning, tally)], tally
 
-    The task returns that and the counts. Raises UserError if there are no documents, or if too many
-    records are bad.
+
+def characters_of(cleaning: Cleaning, chunk: Chunk) -> tuple[set[str], Tally]:
+    """Return the characters of a chunk, and the counts."""
+    texts, tally = texts_of(cleaning, chunk)
+    return set().union(*texts), tally
+
+
+def over_input(
+    cfg: PrepareConfig, sources: list[Source], workers: int, reading: Callable
+) -> Iterator[Any]:
+    """Read the whole input, and yield what texts_of() or characters_of() returns for each chunk.
+
+    Raises UserError if there are no documents, or if too many records are bad.
     """
+    task = partial(reading, cleaning(cfg))
     tally = Tally()
     total = sum(s.bytes for s in sources)
     chunks = reader_of(sources, cfg).chunks()
-    empty = True
     with ProgressBar("reading for the tokenizer", total=total, unit_scale=True) as bar:
         for chunk, (result, counts) in in_order(task, chunks, workers):
             tally.add(counts)
             check_bad(tally, cfg, foreseen(tally, chunk, total))
             yield result
-            empty = empty and not result
             bar.update(chunk.bytes_read - bar.n)
-    if empty:
+    if tally.shapes.total() == tally.dropped.total():
         raise UserError(no_documents(tally))
     check_bad(tally, cfg, tally.records)
-
-
-def alphabet(cfg: PrepareConfig, sources: list[Source], workers: int) -> set[str]:
-    """Read the whole input and return its characters."""
-    return set().union(*over_input(cfg, sources, workers, partial(characters_of, cleaning(cfg))))
-
-
-def characters_of(cleaning: Cleaning, chunk: Chunk) -> tuple[set[str], Tally]:
-    """Return the characters of a chunk, and the counts. With `cleaning` given, this is a Task."""
-    texts, tally = texts_of(cleaning, chunk)
-    return set().union(*texts), tally
 
 
 def sample_excerpts(cfg: PrepareConfig, sources: list[Source], workers: int) -> list[str]:
@@ -175,7 +176,7 @@ def sample_excerpts(cfg: PrepareConfig, sources: list[Source], workers: int) -> 
     capacity = cfg.train_mb * 1_000_000 // SAMPLE_LENGTH
     sample: list[str] = []
     seen = 0  # excerpts so far
-    for texts in over_input(cfg, sources, workers, partial(texts_of, cleaning(cfg))):
+    for texts in over_input(cfg, sources, workers, texts_of):
         for text in texts:
             for start in range(0, len(text), SAMPLE_LENGTH):
                 excerpt = text[start : start + SAMPLE_LENGTH]
