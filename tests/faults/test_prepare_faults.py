@@ -282,6 +282,26 @@ def test_a_file_that_changes_while_it_is_read_or_between_two_readings_is_an_erro
     assert source["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.parametrize("name", ["part0/train.bin", "part0/rows.bin"])
+def test_what_another_program_changes_meanwhile_is_found(
+    corpus, reference, tmp_path, refuses, monkeypatch, name
+):
+    """On a network disk without locks, another prepare.py may do this."""
+    commit = prepare.Part.commit
+    path = tmp_path / ".set.tmp" / name
+
+    def then_it_changes(*arguments):
+        commit(*arguments)
+        hurt(path, "flip")
+
+    with monkeypatch.context() as another:
+        another.setattr(prepare.Part, "commit", then_it_changes)
+        error = refuses(prepare.main, "--input", *corpus, *options(tmp_path, "--shard_mb=64"))
+    assert str(path) in error and not (tmp_path / "set").exists()
+    call(prepare.main, "--input", *corpus, *options(tmp_path))
+    assert contents(tmp_path / "set") == reference
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("same", [True, False])
 def test_standard_input_goes_on_if_the_same_is_piped(
@@ -350,7 +370,7 @@ def test_linked_folders_are_followed_and_every_folder_and_file_is_read_once(tmp_
     data, meta = prepare_set(tmp_path, folder)
     assert documents(data) == {f"text {name} {i}": 1 for name in places for i in range(20)}
     names = [Path(s["path"]).relative_to(folder) for s in meta["sources"] if "sha256" in s]
-    assert list(map(str, names)) == ["0_link/c.jsonl", "a.jsonl", "linked.jsonl"]
+    assert list(map(str, names)) == ["0_link/c.jsonl", "0_sub/b.jsonl", "a.jsonl"]
     skipped = {".png": 1, ".tar.gz": 1, "no suffix": 1, sources.READ_ALREADY: 2}
     assert meta["sources"][-1] == {"path": str(folder), "skipped": skipped}
     assert f"skipped in {folder}: " in capsys.readouterr().out
