@@ -121,8 +121,8 @@ def test_an_average_that_is_switched_on_later_begins_there(tiny_data, tmp_path, 
     train_tiny(tiny_data, tmp_path, *saves, "--max_steps=4")
     more = [*saves, "--max_steps=6", "--init_from=resume", "--average=1"]
     run = train_tiny(tiny_data, tmp_path, *more)
-    said = capsys.readouterr().out
-    assert "holds no average" in said and "average 0.0 -> 1.0" in said
+    printed = capsys.readouterr().out
+    assert "holds no average" in printed and "average 0.0 -> 1.0" in printed
     past = [weights(step(run, n)) for n in (5, 6)]
     near(weights(step(run, 6) / "average"), mean_by_hand(past, 2))
 
@@ -155,5 +155,5 @@ def test_the_loss_of_the_average_is_that_of_the_saved_model(averaged, tiny_data,
     for place, key in ((".", "val_loss"), ("average", "val_loss_average")):
         to_eval = [f"--eval={tiny_data / 'tiny'}", "--block_size=32", "--dtype=float32"]
         call(sample.main, f"--ckpt={step(averaged, 8) / place}", *to_eval, "--device=cpu")
-        said = re.search(r"validation loss ([0-9.]+)", capsys.readouterr().out)
-        assert float(said[1]) == pytest.approx(metrics(averaged, key)[8], abs=1e-4)
+        printed = re.search(r"validation loss ([0-9.]+)", capsys.readouterr().out)
+        assert float(printed[1]) == pytest.approx(metrics(averaged, key)[8], abs=1e-4)

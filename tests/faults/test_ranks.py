@@ -115,8 +115,6 @@ def test_another_torch_on_one_rank_is_refused(tiny_data, tmp_path):
 
 
 def test_where_one_rank_alone_cannot_begin_all_say_so_in_one_line(tiny_data, tmp_path):
-    error = refusal(two(tmp_path, tiny_data, f"--data_dir={tiny_data}{{rank}}"))
-    assert "no data set in" in error
     shutil.copytree(tiny_data / "tiny", tmp_path / "data0" / "tiny")
     error = refusal(two(tmp_path, tiny_data, f"--data_dir={tmp_path}/data{{rank}}"))
     assert "error: rank 1: no data set in" in error
@@ -165,8 +163,8 @@ def test_a_computer_that_is_lost_and_comes_back_joins_the_run_again(tiny_data, t
     computers[1] = computer(0)
     assert [one.wait(timeout=240) for one in computers] == [0, 0]
     assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 121))
-    said = (tmp_path / "computer 0").read_text() + (tmp_path / "computer 1").read_text()
-    assert said.count("resumed from ") == 1
+    printed = (tmp_path / "computer 0").read_text() + (tmp_path / "computer 1").read_text()
+    assert printed.count("resumed from ") == 1
 
 
 def test_a_rank_that_waits_too_long_ends_the_run(tiny_data, tmp_path):
