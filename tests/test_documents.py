@@ -227,7 +227,7 @@ def test_two_ranks_train_as_one_does(tiny_data, tmp_path):
 # -- runs --
 
 
-def test_a_run_within_documents_learns_resumes_to_the_bit_and_can_be_sampled(
+def test_a_run_within_documents_learns_resumes_to_the_bit_and_can_be_sampled_and_inspected(
     tiny_data, tmp_path, capsys
 ):
     options = ["--documents=pack", "--loss_per=document", "--schedule=constant"]
@@ -242,6 +242,8 @@ def test_a_run_within_documents_learns_resumes_to_the_bit_and_can_be_sampled(
     capsys.readouterr()
     call(sample.main, f"--ckpt={halves}", "--max_new_tokens=4", "--device=cpu")
     assert capsys.readouterr().out
+    call(prepare.main, "--inspect", str(halves), "--step=2")
+    assert "<eos>" in capsys.readouterr().out
 
 
 def test_every_run_is_evaluated_on_the_same_windows_and_by_document(tiny_data, tmp_path):
@@ -273,13 +275,6 @@ def test_every_run_is_evaluated_on_the_same_windows_and_by_document(tiny_data, t
         begin = end + 1
     by_document = metrics(run, "val_document_loss")[8]
     assert by_document == pytest.approx(total / len(tokens), rel=1e-5)
-
-
-def test_inspect_shows_the_documents_of_a_packed_step(tiny_data, tmp_path, capsys):
-    run = train_tiny(tiny_data, tmp_path, "--documents=pack")
-    call(prepare.main, "--inspect", str(run), "--step=2")
-    said = capsys.readouterr().out
-    assert "train.bin, tokens" in said and "<eos>" in said
 
 
 def test_a_mask_does_not_look_at_the_padding():

@@ -193,10 +193,8 @@ MODELS = {
     "1B": LLAMA | dict(vocab_size=32_000, n_layer=22, n_head=16, n_kv_head=8, n_embd=2048),
 }
 STEPS = [  # B, T, accum, compiled
-    ("26M", 32, 512, 1, False), ("26M", 128, 512, 2, True), ("26M", 8, 2048, 1, False),
-    ("100M", 8, 1024, 1, False), ("100M", 16, 1024, 2, False), ("100M", 8, 1024, 2, True),
-    ("124M", 4, 1024, 1, False), ("124M", 32, 1024, 2, False), ("124M", 64, 1024, 2, True),
-    ("124M", 16, 512, 1, True), ("1B", 4, 1024, 2, False), ("1B", 8, 2048, 1, False),
+    ("26M", 32, 512, 1, False), ("26M", 128, 512, 2, True), ("100M", 16, 1024, 2, False),
+    ("124M", 32, 1024, 2, False), ("124M", 64, 1024, 2, True), ("1B", 8, 2048, 1, False),
 ]  # fmt: skip
 
 

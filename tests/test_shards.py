@@ -80,11 +80,6 @@ def test_a_resumed_run_of_the_same_ranks_is_bit_identical(sharded, tiny_data, tm
 
 
 @pytest.mark.slow
-def test_what_gradients_and_all_compute_is_the_same_to_the_bit(sharded, tiny_data, tmp_path):
-    assert same(train_on(2, tiny_data, tmp_path, "--shard=gradients", *DROPOUT), sharded)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("n, shard", [(1, "all"), (3, "optimizer")])
 def test_another_number_of_ranks_and_another_shard_go_on_within_rounding(
     n, shard, tiny_data, tmp_path
