@@ -31,6 +31,7 @@ import shutil
 import sys
 import textwrap
 import time
+import traceback
 import types
 import typing
 import unicodedata
@@ -230,8 +231,10 @@ def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
     except OSError as e:
         raise UserError(f"config file {path}: {e.strerror}") from None
     except Exception as e:
-        problem = " ".join(f"{type(e).__name__}: {e}".split())
-        raise UserError(f"config file {path}: {problem}") from None
+        frames = traceback.extract_tb(e.__traceback__)
+        lines = ["?", *(frame.lineno for frame in frames if frame.filename == path)]
+        source = f"config file {path}, line {getattr(e, 'lineno', lines[-1])}"
+        raise UserError(f"{source}: {type(e).__name__}: {' '.join(str(e).split())}") from None
     settings = {k: v for k, v in namespace.items() if not k.startswith("_")}
     settings = {k: v for k, v in settings.items() if not isinstance(v, types.ModuleType)}
     refuse_unknown(cls, dict.fromkeys(settings, f"config file {path}"))

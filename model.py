@@ -345,7 +345,9 @@ class Block(nn.Module):
         """x (B, T, C) -> (B, T, C). context: rope, mask and cache of Attention.forward()."""
         if not self.recompute or not torch.is_grad_enabled():
             return self.compute(x, *context)
-        return checkpoint(self.compute, x, *context, use_reentrant=False)
+        # With dropout, it has to draw the same numbers again.
+        draws = self.dropout.p > 0
+        return checkpoint(self.compute, x, *context, use_reentrant=False, preserve_rng_state=draws)
 
     def compute(self, x: Tensor, *context) -> Tensor:
         x = x + self.dropout(self.attn(self.norm_1(x), *context))  # (B, T, C)
