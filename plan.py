@@ -14,7 +14,6 @@ training/memory.py, flops_per_token in model.py, and those below. Only --trial a
 part of the training, and they run it on this machine.
 """
 
-import json
 import math
 import shlex
 import statistics
@@ -22,8 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, fields, replace
-from itertools import product
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -32,7 +30,7 @@ import configurator
 from configurator import UserError, changes, checked, columns, folded, given, row
 from hardware.machine import pick_dtype
 from hardware.memory import available, own_memory
-from hardware.peak import datasheet_peak, device_name, find_gpu, peak_tflops
+from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tflops
 from hardware.terminal import plural
 from model import GPT, GPTConfig
 from text.dataset import DataSet, newest_dataset, open_datasets, open_windows
@@ -49,11 +47,7 @@ from training.settings import ELSEWHERE, TrainConfig, model_config, wants_compil
 
 @dataclass(frozen=True)
 class PlanConfig(TrainConfig):
-    elsewhere = ELSEWHERE | {
-        "nproc": "nproc_per_node devices num_gpus world_size",
-        "peak_tflops, with the TFLOPS of a log line at that speed": "tok_s mfu tokens_per_second"
-        " tokens_per_sec",
-    }
+    elsewhere = ELSEWHERE | {"nproc": "nproc_per_node devices num_gpus world_size"}
     # ---- Where ----
     gpu: str = ""  # v100-16g, a100-80g, 4090, h100, ...; default: this machine's device
     nproc: int = 1  # number of devices, with one process for each
@@ -63,8 +57,6 @@ class PlanConfig(TrainConfig):
     # ---- Check ----
     trial: bool = False  # train 20 steps on this machine, to estimate the time of the whole run
     check: bool = False  # run a step on this machine, to measure its peak memory
-    # ---- Output ----
-    json: str = ""  # also write the figures to this file
 
     def problems(self) -> list[str]:
         problems = TrainConfig.problems(self)
@@ -161,10 +153,10 @@ def named_gpu(cfg: PlanConfig) -> Device:
 
     Raises UserError if the table has no such GPU, or if the GPU does not compute in cfg.dtype.
     """
-    try:
-        card = find_gpu(cfg.gpu)
-    except ValueError as e:
-        raise UserError(f"gpu: {e}") from None
+    card = find_gpu(cfg.gpu)
+    if card is None:
+        cards = ", ".join(f"{card.name} {card.memory_gb}GB" for card in CARDS)
+        raise UserError(f"gpu: {cfg.gpu!r} is not in the table of GPUs: it has {cards}")
     dtype = torch.bfloat16 if "bf16" in card.tflops else torch.float16
     if cfg.dtype != "auto":
         dtype = getattr(torch, cfg.dtype)
@@ -188,15 +180,12 @@ def own_device(cfg: PlanConfig) -> Device:
     else:
         size = (available() + own_memory()) / cfg.nproc  # this process will have ended
     name = device_name(device)
-    try:
-        watts = find_gpu(name).watts
-    except ValueError:  # a CPU, or a GPU that the table does not have
-        watts = None
-    return Device(name, kind, dtype, peak, source, size, watts)
+    card = find_gpu(name)
+    return Device(name, kind, dtype, peak, source, size, card.watts if card else None)
 
 
 # --------------------------------------------------------------------------------------------------
-# The sections. Each function prints one, and returns its figures for the JSON file.
+# The sections
 
 
 def section(title: str, rows: dict[str, str]) -> None:
@@ -215,25 +204,23 @@ def duration(hours: float) -> str:
     return f"{hours:,.1f} hours" if hours < 48 else f"{hours / 24:,.1f} days"
 
 
-def print_model(run: PlannedRun) -> dict:
+def print_model(run: PlannedRun) -> None:
     c = run.model.config
     n = run.model.num_params()
     heads = f"{c.n_head} heads of {c.head_dim} ({c.n_kv_head} for keys and values)"
     source = run.sets[0].folder if run.sets else "assumed: no data set is read"
-    vocabulary = f"{c.vocab_size:,}" + ("" if run.cfg.vocab_size else f" ({source})")
-    shape = f"{c.n_layer} layers x {c.n_embd}, {heads}, d_ff {c.d_ff}, T = {run.step.T}"
-    kinds = f"{n['embedding']:,} in look-ups, {n['matmul']:,} in matrix products"
-    if c.tie_embeddings:
-        kinds += f" (the head's {c.vocab_size * c.n_embd:,} are both)"
-    rows = {"shape": f"{shape}, vocabulary {vocabulary}", "parameters": f"{n['total']:,}: {kinds}"}
+    rows = {
+        "shape": f"{c.n_layer} layers x {c.n_embd}, {heads}, d_ff {c.d_ff}, T = {run.step.T}",
+        "vocabulary": f"{c.vocab_size:,}" + ("" if run.cfg.vocab_size else f" ({source})"),
+        "parameters": f"{n['total']:,}, {n['embedding'] / n['total']:.0%} of them embeddings",
+    }
     section("Model", rows)
-    return {"model": asdict(c) | n}
 
 
 # ---- Memory ----
 
 
-def print_memory(run: PlannedRun) -> dict:
+def print_memory(run: PlannedRun) -> None:
     """Print the parts of the memory. With --check, run a step and print its peak beside them."""
     moment, parts = memory.step_memory(run.model, run.step)
     peak = sum(parts.values())
@@ -246,60 +233,63 @@ def print_memory(run: PlannedRun) -> dict:
         rows["predicted peak"] = f"{peak / 1e9:>8.3f} GB by torch.cuda.max_memory_allocated"
     mode = "compiled" if run.step.compiled else "eager"
     section(f"Memory of each device at batch_size {run.step.B}, {mode}; the peak is {moment}", rows)
-    figures = {"memory": parts, "peak_bytes": peak, "needed_bytes": total, "peak_when": moment}
     if run.cfg.check:
         # What one process can run. More than two micro-steps need no more memory.
         step = replace(run.step, accum=min(2, run.step.accum), world=1, shard="none")
-        measured = figures["measured_peak"] = measured_peak(run.model.config, step)
-        predicted = sum(memory.step_memory(run.model, step)[1].values())
+        measured = measured_peak(run.model.config, step)
+        predicted = memory.step_memory(run.model, step).total
         comparison = f"{measured / 1e9:.3f} GB measured, {predicted / 1e9:.3f} predicted"
         print(f"  one step on this machine, now: {comparison}, {predicted / measured - 1:+.1%}")
-    return figures
 
 
-def print_choices(run: PlannedRun) -> dict:
+def cheaper(step: Step) -> dict[str, Step]:
+    """Return flags that take less memory, each with its step, in the order of what they cost.
+
+    Computing the blocks twice takes up to a third of the time again; what is sharded has to be
+    sent.
+    """
+    choices = {"": replace(step, shard="none", recompute=False)}
+    choices["--recompute=blocks"] = replace(step, shard="none", recompute=True)
+    for shard in memory.SHARDS[1:] if step.world > 1 else ():
+        choices[f"--shard={shard}"] = replace(step, shard=shard, recompute=False)
+        flags = f"--shard={shard} --recompute=blocks"
+        choices[flags] = replace(step, shard=shard, recompute=True)
+    return choices
+
+
+def print_choices(run: PlannedRun) -> None:
     """Print what other settings would need, and flags with which the run fits if it does not."""
     step = run.step
-    # In the order of what they cost: computing the blocks twice takes up to a third of the time
-    # again; what is sharded has to be sent.
-    shards = memory.SHARDS if step.world > 1 else ("none",)
-    choices = {"neither shard nor recompute": replace(step, shard="none", recompute=False)}
-    for shard, recompute in list(product(shards, (False, True)))[1:]:
-        flags = [f"--shard={shard}"] if shard != "none" else []
-        flags += ["--recompute=blocks"] if recompute else []
-        choices[" ".join(flags)] = replace(step, shard=shard, recompute=recompute)
-    cheaper = list(choices)
+    choices = cheaper(step)
     for name in ("adamw", "muon", "adafactor"):
         if name != step.optimizer and not (step.zero and name == "adafactor"):
             choices[f"--optimizer={name}"] = replace(step, optimizer=name)
     rows = {}
-    figures = {}
-    for name, choice in choices.items():
+    largest = {}
+    for flags, choice in choices.items():
         size = memory.needed(run.model, choice)
-        largest = memory.largest_batch(run.model, choice, run.device.bytes)
-        figures[name] = {"bytes": size, "largest_batch": largest}
+        largest[flags] = memory.largest_batch(run.model, choice, run.device.bytes)
+        text = f"{size / 1e9:>8.2f} GB, largest batch_size {largest[flags]:,}"
         mark = "  <- as it is" if choice == step else ""
-        rows[name] = f"{size / 1e9:>8.2f} GB, largest batch_size {largest:,}{mark}"
+        rows[flags or "neither shard nor recompute"] = text + mark
     section(f"At batch_size {step.B}, and the largest, of sequences of {step.T}", rows)
-    flags = ""
     if memory.needed(run.model, step) > run.device.bytes:
-        flags = flags_that_fit(run, {name: figures[name]["largest_batch"] for name in cheaper})
-        nothing = "nothing of this fits: try another GPU, more of them, or a smaller model"
-        print(f"  it fits with {flags}" if flags else f"  {nothing}")
-    return {"what_if": figures, "fits_with": flags}
+        print(f"  {advice(run, {flags: largest[flags] for flags in cheaper(step)})}")
 
 
-def flags_that_fit(run: PlannedRun, largest: dict[str, int]) -> str:
-    """Return the flags of the first choice that has room for the batch, or else of the roomiest.
+def advice(run: PlannedRun, largest: dict[str, int]) -> str:
+    """Return which flags have room for the batch, the first ones; if none have, for a smaller one.
 
-    largest: the largest batch_size of each choice. Returns an empty string if none fits.
+    largest: flags -> the largest batch_size with them.
     """
     with_room = [flags for flags, B in largest.items() if B >= run.step.B]
-    flags = with_room[0] if with_room else max(largest, key=largest.get)
-    options = [option for option in flags.split() if option.startswith("--")]
-    if not with_room:
-        options.append(f"--batch_size={even_batch(largest[flags], run.cfg, run.cfg.nproc)}")
-    return " ".join(options) if largest[flags] else ""
+    if with_room:
+        return f"it fits with {with_room[0]}"
+    flags = max(largest, key=largest.get)
+    if not largest[flags]:
+        return "nothing of this fits: try another GPU, more of them, or a smaller model"
+    smaller = f"--batch_size={even_batch(largest[flags], run.cfg, run.cfg.nproc)}"
+    return f"it fits with {flags} {smaller}".replace("  ", " ")
 
 
 # ---- Time ----
@@ -322,7 +312,7 @@ def training_flops(model: GPT, T: int, tokens: float) -> dict[str, float]:
     return {"exact": per_token * tokens, "6ND": 6 * n["total"] * tokens, "recomputed": recomputed}
 
 
-def print_time(run: PlannedRun) -> dict:
+def print_time(run: PlannedRun) -> None:
     """Print batch, length and FLOPs of the run, and its hours at some shares of the peak."""
     cfg = run.cfg
     plan = run.plan
@@ -349,35 +339,32 @@ def print_time(run: PlannedRun) -> dict:
         "tokens per parameter": f"{ratio} (Chinchilla's optimum: about 20)",
         "FLOPs": work,
     }
-    figures = {"tokens": tokens, "flops": flops}
     if run.device.tflops and not cfg.trial:
-        figures |= add_hours(run, flops, rows)
+        rows |= rows_of_hours(run, flops)
     section("Time", rows)
-    return figures
 
 
-def add_hours(run: PlannedRun, flops: dict[str, float], rows: dict[str, str]) -> dict:
-    """Add rows that say how long the run takes at an assumed MFU, or which MFU --days means."""
+def rows_of_hours(run: PlannedRun, flops: dict[str, float]) -> dict[str, str]:
+    """Return how long the run takes at an assumed MFU, and which MFU --days means."""
     cfg = run.cfg
     in_an_hour = run.device.tflops * 1e12 * 3600 * cfg.nproc
     at_peak = {kind: count / in_an_hour for kind, count in flops.items()}
-    hours = {}
+    rows = {}
     # A peak that is given may be a measured speed: a share of it would say nothing.
     for mfu in (1.0,) if cfg.peak_tflops else (0.3, 0.4, 0.55):
-        hours[str(mfu)] = at_peak["recomputed" if cfg.recompute == "blocks" else "exact"] / mfu
-        text = duration(hours[str(mfu)])
+        hours = at_peak["recomputed" if cfg.recompute == "blocks" else "exact"] / mfu
+        text = duration(hours)
         if run.device.watts:
-            kwh = hours[str(mfu)] * run.device.watts * cfg.nproc / 1e3
+            kwh = hours * run.device.watts * cfg.nproc / 1e3
             energy = f"{kwh:,.1f} kWh" if kwh < 1e4 else f"{kwh / 1e3:,.0f} MWh"
             text += f", {energy} ({cfg.nproc:,} x {run.device.watts} W)"
         text += f"; by 6 N D {duration(at_peak['6ND'])}" if mfu == 1 else ""
         rows[f"at {mfu:.0%} of peak"] = text
-    if not cfg.days:
-        return {"hours": hours}
-    mfu = at_peak["exact"] / (24 * cfg.days)
-    by_6nd = at_peak["6ND"] / (24 * cfg.days)
-    rows[f"in {cfg.days:g} days"] = f"MFU {mfu:.1%}; by 6 N D {by_6nd:.1%} of peak"
-    return {"hours": hours, "mfu": mfu}
+    if cfg.days:
+        shares = {kind: hours / (24 * cfg.days) for kind, hours in at_peak.items()}
+        text = f"MFU {shares['exact']:.1%}; by 6 N D {shares['6ND']:.1%} of peak"
+        rows[f"in {cfg.days:g} days"] = text
+    return rows
 
 
 # ---- A trial ----
@@ -385,7 +372,7 @@ def add_hours(run: PlannedRun, flops: dict[str, float], rows: dict[str, str]) ->
 TRIAL_STEPS = 20
 
 
-def print_trial(run: PlannedRun) -> dict:
+def print_trial(run: PlannedRun) -> None:
     """Train 20 steps on this machine, and print what the whole run will take by them.
 
     Only one save is counted, the one at the end: the others are written while the training goes on.
@@ -417,7 +404,6 @@ def print_trial(run: PlannedRun) -> dict:
         "the whole run": duration(trial["all"] / 3600),
     }
     section(f"Measured by {TRIAL_STEPS} steps", rows)
-    return {"trial": trial}
 
 
 def trial_command(run: PlannedRun, folder: str) -> list[str]:
@@ -426,7 +412,7 @@ def trial_command(run: PlannedRun, folder: str) -> list[str]:
     of_plan = {f.name for f in fields(cfg)} - {f.name for f in fields(TrainConfig)}
     settings = {k: v for k, v in changes(cfg).items() if k not in of_plan}
     settings |= dict(max_steps=TRIAL_STEPS, max_epochs=0.0, max_tokens=0, log_every=1)
-    settings |= dict(eval_every=10, save_every=TRIAL_STEPS, sample_every=0, follow=False)
+    settings |= dict(eval_every=10, save_every=TRIAL_STEPS, sample_every=0, tracker="off")
     settings |= dict(out_dir=folder, run_name="trial", compile=run.step.compiled)
     settings["init_from"] = "scratch" if cfg.init_from == "auto" else cfg.init_from
     launcher = []
@@ -441,21 +427,17 @@ def estimate(
 ) -> dict[str, float]:
     """Estimate the seconds of a run of `steps` steps and `times` evaluations from a trial.
 
-    seconds: of each step of the trial; the first three warm up.
-    evaluations: of its two evaluations, after the tenth step and at the end.
-    wall: of the whole trial, with its start and its end.
-
-    In the result, `all` is the whole run if every step takes the median of the trial's steps.
+    seconds: of each step of the trial; the first three warm up. wall: of the whole trial, with its
+    start and its end. In the result, `all` is the whole run if every step takes the median.
     """
-    steady = seconds[3:10] + seconds[11:]
+    steady = seconds[3:]
     step = statistics.median(steady)
-    # The step after an evaluation is slower, because the evaluation has used memory in another way.
-    evaluation = statistics.median(evaluations) + max(0.0, seconds[10] - step)
+    evaluation = statistics.median(evaluations)
     # What is left: import, compile, the longer time of the first three steps, a save, the plot.
-    overhead = wall - sum(evaluations) - sum(seconds[3:]) - 3 * step
-    steps_alone = dict(step=step, fastest=min(steady), slowest=max(steady))
-    seconds_of_run = overhead + steps * step + times * evaluation
-    return steps_alone | dict(evaluation=evaluation, start_and_end=overhead, all=seconds_of_run)
+    overhead = wall - sum(evaluations) - sum(steady) - 3 * step
+    whole = overhead + steps * step + times * evaluation
+    figures = dict(step=step, fastest=min(steady), slowest=max(steady), evaluation=evaluation)
+    return figures | dict(start_and_end=overhead, all=whole)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -466,13 +448,12 @@ def main() -> None:
     run = planned_run(cfg)
     dtype = str(run.step.dtype).removeprefix("torch.")
     print(f"{cfg.run_name}: {cfg.nproc:,} x {run.device.name}, {dtype}; {run.device.source}")
-    figures = {"device": asdict(run.device), "plan": asdict(run.plan)}
-    for print_section in (print_model, print_memory, print_choices, print_time):
-        figures |= print_section(run)
+    print_model(run)
+    print_memory(run)
+    print_choices(run)
+    print_time(run)
     if cfg.trial:
-        figures |= print_trial(run)
-    if cfg.json:
-        Path(cfg.json).write_text(json.dumps(figures, indent=1, default=str) + "\n")
+        print_trial(run)
 
 
 if __name__ == "__main__":

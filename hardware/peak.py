@@ -25,7 +25,6 @@ class Card:
     # the speed of fp16 with fp16 accumulation.
     tflops: dict[str, float]
     memory_gb: int  # as sold
-    bandwidth: int  # GB/s
     watts: int  # power limit of the board
     source: str
 
@@ -44,66 +43,62 @@ A100 = dict(bf16=312, fp16=312, tf32=156, fp32=19.5)
 H100 = dict(bf16=989, fp16=989, tf32=494, fp32=67)
 H100_NVL = dict(bf16=835, fp16=835, tf32=417, fp32=60)
 
-# name -> dense TFLOPS, GB of memory -> GB/s, watts, source. If there are several forms and the name
-# does not say which, it is the SXM form.
+# name -> dense TFLOPS, GB of memory, watts, source. If there are several forms and the name does
+# not say which, it is the SXM form.
 # fmt: off
 GPUS = {
-    "V100": (dict(fp16=125, fp32=15.7), {16: 900, 32: 900}, 300,
-             "NVIDIA V100 datasheet 2020, SXM2"),
-    "V100 PCIE": (dict(fp16=112, fp32=14), {16: 900, 32: 900}, 250,
-                  "NVIDIA V100 datasheet 2020, PCIe"),
-    "V100S PCIE": (dict(fp16=130, fp32=16.4), {32: 1134}, 250, "NVIDIA V100 datasheet 2020, V100S"),
-    "T4": (dict(fp16=65, fp32=8.1), {16: 320}, 70, "NVIDIA T4 datasheet"),
-    "A10": (dict(bf16=125, fp16=125, tf32=62.5, fp32=31.2), {24: 600}, 150, "NVIDIA A10 datasheet"),
-    "A100": (A100, {40: 1555, 80: 2039}, 400, "NVIDIA A100 datasheet, SXM4"),
-    "A100 PCIE": (A100, {40: 1555, 80: 1935}, 300, "NVIDIA A100 datasheet, PCIe, 80 GB"),
+    "V100": (dict(fp16=125, fp32=15.7), (16, 32), 300, "NVIDIA V100 datasheet 2020, SXM2"),
+    "V100 PCIE": (dict(fp16=112, fp32=14), (16, 32), 250, "NVIDIA V100 datasheet 2020, PCIe"),
+    "V100S PCIE": (dict(fp16=130, fp32=16.4), (32,), 250, "NVIDIA V100 datasheet 2020, V100S"),
+    "T4": (dict(fp16=65, fp32=8.1), (16,), 70, "NVIDIA T4 datasheet"),
+    "A10": (dict(bf16=125, fp16=125, tf32=62.5, fp32=31.2), (24,), 150, "NVIDIA A10 datasheet"),
+    "A100": (A100, (40, 80), 400, "NVIDIA A100 datasheet, SXM4"),
+    "A100 PCIE": (A100, (40, 80), 300, "NVIDIA A100 datasheet, PCIe, 80 GB"),
     # There is no datasheet of the A800's SXM4 form, which differs from the A100's in NVLink only.
-    # NVIDIA A800 40GB Active datasheet: 1555 GB/s, 240 W.
-    "A800": (A100, {40: 1555, 80: 2039}, 400, "the A100's figures"),
-    "A800 PCIE": (A100, {40: 1555, 80: 1935}, 300, "the A100's figures, PCIe"),
-    "RTX 3090": (dict(bf16=71, fp16=71, tf32=35.6, fp32=35.6), {24: 936}, 350,
+    # NVIDIA A800 40GB Active datasheet: 240 W.
+    "A800": (A100, (40, 80), 400, "the A100's figures"),
+    "A800 PCIE": (A100, (40, 80), 300, "the A100's figures, PCIe"),
+    "RTX 3090": (dict(bf16=71, fp16=71, tf32=35.6, fp32=35.6), (24,), 350,
                  "NVIDIA GA102 whitepaper, table 9"),
-    "RTX 4090": (dict(bf16=165.2, fp16=165.2, tf32=82.6, fp32=82.6), {24: 1008}, 450,
+    "RTX 4090": (dict(bf16=165.2, fp16=165.2, tf32=82.6, fp32=82.6), (24,), 450,
                  "NVIDIA Ada whitepaper, appendix A"),
-    "RTX 5090": (dict(bf16=209.5, fp16=209.5, tf32=104.8, fp32=104.8), {32: 1792}, 575,
+    "RTX 5090": (dict(bf16=209.5, fp16=209.5, tf32=104.8, fp32=104.8), (32,), 575,
                  "NVIDIA RTX Blackwell whitepaper"),
-    "L4": (dict(bf16=121, fp16=121, tf32=60, fp32=30.3), {24: 300}, 72, "NVIDIA L4 datasheet"),
-    "L40S": (dict(bf16=362, fp16=362, tf32=183, fp32=91.6), {48: 864}, 350,
-             "NVIDIA L40S datasheet"),
-    "H100": (H100, {80: 3350}, 700, "NVIDIA H100 datasheet, SXM5"),
-    "H100 PCIe": (dict(bf16=756, fp16=756, tf32=378, fp32=51), {80: 2000}, 350,
+    "L4": (dict(bf16=121, fp16=121, tf32=60, fp32=30.3), (24,), 72, "NVIDIA L4 datasheet"),
+    "L40S": (dict(bf16=362, fp16=362, tf32=183, fp32=91.6), (48,), 350, "NVIDIA L40S datasheet"),
+    "H100": (H100, (80,), 700, "NVIDIA H100 datasheet, SXM5"),
+    "H100 PCIe": (dict(bf16=756, fp16=756, tf32=378, fp32=51), (80,), 350,
                   "NVIDIA H100 PCIe product brief PB-11133"),
-    "H100 NVL": (H100_NVL, {94: 3900}, 400, "NVIDIA H100 datasheet, NVL, one GPU of the pair"),
+    "H100 NVL": (H100_NVL, (94,), 400, "NVIDIA H100 datasheet, NVL, one GPU of the pair"),
     # The H800's datasheet as published by a reseller (chaoqing-i.com, 2023-11-28).
-    "H800": (H100, {80: 3350}, 700, "NVIDIA H800 datasheet by a reseller; power of the H100"),
-    "H200": (H100, {141: 4800}, 700, "NVIDIA H200 datasheet, SXM5"),
-    "H200 NVL": (H100_NVL, {141: 4800}, 600, "NVIDIA H200 datasheet, NVL"),
+    "H800": (H100, (80,), 700, "NVIDIA H800 datasheet by a reseller; power of the H100"),
+    "H200": (H100, (141,), 700, "NVIDIA H200 datasheet, SXM5"),
+    "H200 NVL": (H100_NVL, (141,), 600, "NVIDIA H200 datasheet, NVL"),
     # NVIDIA has published no document on the H20.
-    "H20": (dict(bf16=148, fp16=148, tf32=74, fp32=44), {96: 4000}, 400,
+    "H20": (dict(bf16=148, fp16=148, tf32=74, fp32=44), (96,), 400,
             "its datasheet as reported by the press"),
-    # The DGX B200's datasheet rounds the bandwidth up to 8000 GB/s.
-    "B200": (dict(bf16=2250, fp16=2250, tf32=1125, fp32=75), {180: 7700}, 1000,
+    "B200": (dict(bf16=2250, fp16=2250, tf32=1125, fp32=75), (180,), 1000,
              "NVIDIA Blackwell datasheet, HGX B200, one GPU of eight"),
-    "MI300X": (dict(bf16=1307.4, fp16=1307.4, tf32=653.7, fp32=163.4), {192: 5300}, 750,
+    "MI300X": (dict(bf16=1307.4, fp16=1307.4, tf32=653.7, fp32=163.4), (192,), 750,
                "AMD MI300X datasheet"),
 }
 # fmt: on
 CARDS = [
-    Card(name, tflops, gb, bandwidth, watts, source)
-    for name, (tflops, memory, watts, source) in GPUS.items()
-    for gb, bandwidth in sorted(memory.items())
+    Card(name, tflops, gb, watts, source)
+    for name, (tflops, sizes, watts, source) in GPUS.items()
+    for gb in sizes
 ]
 BRANDS = re.compile(r"NVIDIA|GEFORCE|TESLA|AMD|INSTINCT|OAM|HBM\w+|SXM\d?")
 SIZE = re.compile(r"\d+GB?")
 
 
-def find_gpu(spec: str) -> Card:
-    """Return the card that `spec` names.
+def find_gpu(spec: str) -> Card | None:
+    """Return the card that `spec` names; None if the table has no such GPU or size.
 
     spec: as people write it ("a100-80g", "4090") or as a driver does ("NVIDIA H100 80GB HBM3").
     Without a memory size, it means the smallest that is sold. The brand, the socket, upper and
     lower case and separators are ignored. Every other word must agree: a laptop's RTX 4090 is not
-    the desktop's. Raises ValueError if the table has no such GPU or size.
+    the desktop's.
     """
     words = [word for word in re.split(r"[\s_-]+", spec.upper()) if not BRANDS.fullmatch(word)]
     size = "".join(filter(SIZE.fullmatch, words)).rstrip("GB")
@@ -112,8 +107,7 @@ def find_gpu(spec: str) -> Card:
         name = card.name.upper().replace(" ", "").removeprefix("RTX")
         if product == name and size in ("", str(card.memory_gb)):
             return card
-    cards = ", ".join(f"{card.name} {card.memory_gb}GB" for card in CARDS)
-    raise ValueError(f"{spec!r} is not in the table of GPUs: it has {cards}")
+    return None
 
 
 def device_name(device: torch.device) -> str:
@@ -175,10 +169,8 @@ def datasheet_tflops(name: str, kind: str) -> float | None:
 
     None if the table has no GPU of exactly this name, or no figure for this kind of numbers.
     """
-    try:
-        return find_gpu(name).tflops.get(kind)
-    except ValueError:
-        return None
+    card = find_gpu(name)
+    return card.tflops.get(kind) if card else None
 
 
 def datasheet_peak(name: str, dtype: torch.dtype) -> tuple[float | None, str]:

@@ -1,4 +1,3 @@
-import json
 import math
 import re
 import shutil
@@ -16,12 +15,21 @@ from torch.utils.flop_counter import FlopCounterMode
 import plan
 from configurator import parse
 from model import GPT, PRESETS, GPTConfig
+from training import memory
 from training.checkpoint import newest_checkpoint
 from training.memory import Step, step_memory
 from training.plan import even_batch
 from training.settings import TrainConfig, model_config, wants_compile
 
-AS_IT_IS = "neither shard nor recompute"
+
+def the_run(*options: str) -> plan.PlannedRun:
+    end = [] if any("max_tokens" in option for option in options) else ["--max_steps=1"]
+    return plan.planned_run(parse(plan.PlanConfig, [*end, "--vocab_size=50257", *options]))
+
+
+def largest_batch(run: plan.PlannedRun) -> int:
+    return memory.largest_batch(run.model, run.step, run.device.bytes)
+
 
 # -- known answers, from public papers and notes --
 
@@ -45,38 +53,35 @@ LLAMA_65B = "--preset=llama --n_layer=80 --n_embd=8192 --n_head=64 --d_ff=22016 
     [(GPT3, 50257, 3.14e23, 1024, 30, 0.379), (LLAMA_65B, 32000, 5.48e23, 2048, 21, 0.47)],
 )
 def test_published_runs_on_a100_have_their_published_compute_and_mfu(
-    tmp_path, capsys, shape, V, flops, gpus, days, mfu
+    capsys, shape, V, flops, gpus, days, mfu
 ):
-    place = ["--gpu=a100-80g", f"--nproc={gpus}", f"--days={days}"]
     batch = ["--block_size=2048", "--batch_size=1", "--batch_tokens=4_194_304"]
-    figures = planned(tmp_path, *shape.split(), f"--vocab_size={V}", *batch, *place)
-    assert figures["flops"]["6ND"] == pytest.approx(flops, rel=0.003)
-    printed = re.search(rf"in {days} days +MFU (.+)%; by 6 N D (.+)% of", capsys.readouterr().out)
-    assert float(printed[2]) / 100 == pytest.approx(mfu, abs=0.005)
-    seconds = figures["flops"]["exact"] / (gpus * 312e12 * figures["mfu"])
-    assert seconds == pytest.approx(days * 86400)
-    assert float(printed[1]) == pytest.approx(100 * figures["mfu"], abs=0.05)
+    place = ["--gpu=a100-80g", f"--nproc={gpus}", f"--days={days}"]
+    call(plan.main, *shape.split(), f"--vocab_size={V}", *batch, *place)
+    output = capsys.readouterr().out
+    exact, by_6nd = re.search(r"FLOPs +(\S+) \(.+; (\S+) by 6 N D", output).groups()
+    assert float(by_6nd) == pytest.approx(flops, rel=0.003)
+    shares = re.search(rf"in {days} days +MFU (.+)%; by 6 N D (.+)% of", output).groups()
+    of_exact, of_6nd = (float(share) / 100 for share in shares)
+    assert of_6nd == pytest.approx(mfu, abs=0.005)
+    seconds = float(exact) / (gpus * 312e12 * of_exact)
+    assert seconds == pytest.approx(days * 86400, rel=0.005)
 
 
 @pytest.mark.parametrize("tflops, minutes", [(75, 346), (165, 157)])
-def test_minimind_takes_its_published_time_at_a_measured_speed(tmp_path, capsys, tflops, minutes):
+def test_minimind_takes_its_published_time_at_a_measured_speed(capsys, tflops, minutes):
     """It is published for 26M parameters, and has 25.8M."""
     options = ["--vocab_size=6400", "--gpu=4090", "--max_tokens=10e9", f"--peak_tflops={tflops}"]
-    figures = planned(tmp_path, str(REPO / "config" / "minimind_26m.py"), *options)
-    of_peak = figures["flops"]["exact"] / (tflops * 1e12)
-    (whole,) = figures["hours"].values()  # a share of a measured speed would say nothing
-    assert 3600 * whole == pytest.approx(of_peak)
-    by_6nd = re.search(r"at 100% of peak.+ by 6 N D (.+) hours", capsys.readouterr().out)
-    assert 60 * float(by_6nd[1]) == pytest.approx(minutes, rel=0.015)
+    call(plan.main, str(REPO / "config" / "minimind_26m.py"), *options)
+    # A share of a measured speed would say nothing, so there is one row.
+    (by_6nd,) = re.findall(r"at .+% of peak.+ by 6 N D (.+) hours", capsys.readouterr().out)
+    assert 60 * float(by_6nd) == pytest.approx(minutes, rel=0.015)
 
 
 @pytest.mark.parametrize("gpu, computed_as_tf32", [("a100-80g", True), ("v100-32g", False)])
-def test_the_first_line_says_where_float32_is_computed_as_tf32(
-    tmp_path, capsys, gpu, computed_as_tf32
-):
-    planned(tmp_path, f"--gpu={gpu}", "--dtype=float32")
-    first = capsys.readouterr().out.splitlines()[0]
-    assert "float32" in first and ("tf32" in first) == computed_as_tf32
+def test_float32_is_computed_as_tf32_where_the_gpu_can(gpu, computed_as_tf32):
+    source = the_run(f"--gpu={gpu}", "--dtype=float32").device.source
+    assert ("tf32" in source) == computed_as_tf32
 
 
 QWEN = "--preset=qwen2 --n_layer=28 --n_head=12 --n_kv_head=2 --n_embd=1536 --d_ff=8960"
@@ -87,7 +92,7 @@ QWEN += " --tie_embeddings=true --vocab_size=151936 --gpu=a100-80g --batch_size=
     "T, the_note, in_zero_2, today",
     [(8000, 4.18, 5.555, 2), (4000, 9.56, 12.691, 5), (2000, 20.58, 27.328, 10)],
 )
-def test_a_well_known_notes_batch_sizes_are_understood(tmp_path, T, the_note, in_zero_2, today):
+def test_a_well_known_notes_batch_sizes_are_understood(T, the_note, in_zero_2, today):
     """The note is about Qwen2.5-1.5B in 80 GiB. It subtracts 16 bytes for each of 1.5G parameters:
     24 GiB for weights, gradients and moments; with its ZeRO-2 on eight GPUs, 2 + 14 / 8 bytes each:
     5.625 GiB. It divides the rest by what a sequence keeps, 1,349,120 T + 56 T². This has two
@@ -98,9 +103,9 @@ def test_a_well_known_notes_batch_sizes_are_understood(tmp_path, T, the_note, in
     assert (80 - 16 * 1.5) * 2**30 / numbers == pytest.approx(the_note, abs=0.005)
     assert (80 - (2 + 14 / 8) * 1.5) * 2**30 / numbers == pytest.approx(in_zero_2, abs=0.001)
     assert 2 * 28 == 56 and 2 * 28 * 12 == 672
-    figures = planned(tmp_path, *QWEN.split(), f"--block_size={T}", f"--batch_tokens={T}")
-    assert figures["model"]["total"] == pytest.approx(1.5437e9, rel=1e-3)
-    assert figures["what_if"][AS_IT_IS]["largest_batch"] == today
+    run = the_run(*QWEN.split(), f"--block_size={T}", f"--batch_tokens={T}")
+    assert run.model.num_params()["total"] == pytest.approx(1.5437e9, rel=1e-3)
+    assert largest_batch(run) == today
     row = f"| {T} | {the_note} | {in_zero_2:.2f} | {today} |"
     for page in ("docs/cost.md", "docs/zh/cost.md"):
         assert row in (REPO / page).read_text(encoding="utf-8")
@@ -109,25 +114,18 @@ def test_a_well_known_notes_batch_sizes_are_understood(tmp_path, T, the_note, in
 # -- the command, and batch_size=auto --
 
 
-def test_the_plan_says_all_that_one_asks_before_a_run(tmp_path, capsys):
-    config = str(REPO / "config" / "train_1b.py")
+def test_the_plan_says_all_that_one_asks_before_a_run(capsys):
     options = ["--gpu=a100-80g", "--nproc=6", "--vocab_size=32000", "--max_steps=1000"]
-    call(plan.main, config, *options, f"--json={tmp_path / 'plan.json'}")
-    figures = json.loads((tmp_path / "plan.json").read_text())
+    call(plan.main, str(REPO / "config" / "train_1b.py"), *options)
     output = capsys.readouterr().out
-    for words in (
-        "Model",
-        "Memory of each device",
-        "fits",
-        "--shard=all",
-        "kWh",
-        "ended by max_steps",
-    ):
+    for words in ("parameters", "fits", "--shard=all", "kWh", "ended by max_steps"):
         assert words in output
-    assert figures["needed_bytes"] == pytest.approx(sum(figures["memory"].values()))
-    assert figures["what_if"][AS_IT_IS]["largest_batch"] > 8
-    one = figures["hours"]["0.3"] * 3600 * 0.3 * 6 * 312e12
-    assert one == pytest.approx(figures["flops"]["exact"])
+    # The parts of the memory are what the device needs.
+    rows = re.findall(r"(?m)^  (.+?) +([\d.]+) GB(?: of [\d.]+: fits)?$", output)
+    *parts, (name, needed) = rows
+    assert name == "all" and float(needed) == pytest.approx(
+        sum(float(gb) for _, gb in parts), abs=0.01
+    )
 
 
 def test_a_plan_counts_different_tokens_of_the_data_that_would_be_taken(
@@ -145,13 +143,6 @@ def test_a_plan_counts_different_tokens_of_the_data_that_would_be_taken(
     assert "mine" not in output and "different ones" not in output
     call(plan.main, *options, "--nproc=6", "--batch_tokens=256", "--device=cpu")
     assert re.search("tokens a step\n +warning: 0.75 times", capsys.readouterr().out)
-
-
-def planned(tmp_path, *options: str) -> dict:
-    out = tmp_path / "plan.json"
-    end = [] if any("max_tokens" in option for option in options) else ["--max_steps=1"]
-    call(plan.main, *end, "--vocab_size=50257", *options, f"--json={out}")
-    return json.loads(out.read_text())
 
 
 def counted_flops(model: GPT, x: torch.Tensor) -> float:
@@ -181,13 +172,13 @@ def test_the_flops_with_recompute_are_those_that_torch_counts(name):
     "gpu, given",
     [("v100-16g", "--recompute=blocks"), ("v100-32g", "--shard optimizer --batch-size=99")],
 )
-def test_a_plan_that_does_not_fit_names_the_flags_that_do(tmp_path, capsys, gpu, given):
-    config = str(REPO / "config" / "train_1b.py")
-    options = [f"--gpu={gpu}", "--nproc=6", "--vocab-size=32000"]
-    flags = planned(tmp_path, config, *options, *given.split())["fits_with"]
-    assert flags and f"it fits with {flags}\n" in capsys.readouterr().out
-    figures = planned(tmp_path, config, *options, *flags.split())
-    assert figures["needed_bytes"] < figures["device"]["bytes"] and figures["fits_with"] == ""
+def test_a_plan_that_does_not_fit_names_the_flags_that_do(capsys, gpu, given):
+    options = [str(REPO / "config" / "train_1b.py"), f"--gpu={gpu}", "--nproc=6"]
+    options += ["--vocab-size=32000"]
+    call(plan.main, *options, *given.split())
+    flags = re.search(r"it fits with (.+)", capsys.readouterr().out)[1]
+    run = the_run(*options, *flags.split())
+    assert memory.needed(run.model, run.step) < run.device.bytes
 
 
 @pytest.mark.slow
@@ -231,11 +222,9 @@ def test_a_resume_takes_little_more_host_memory_than_what_it_keeps(tiny_data, tm
 
 def test_the_model_to_fine_tune_is_the_one_that_is_planned(tiny_data, tmp_path, refuses, capsys):
     folder = newest_checkpoint(train_tiny(tiny_data, tmp_path, "--max_steps=2") / "ckpt")
-    facts = tmp_path / "plan.json"
     where = [f"--data_dir={tiny_data}", "--dataset=tiny", "--device=cpu", "--max_steps=4"]
-    call(plan.main, f"--init_from={folder}", *where, f"--json={facts}")
-    model = json.loads(facts.read_text())["model"]
-    assert (model["n_layer"], model["n_embd"], model["block_size"]) == (2, 32, 32)
+    call(plan.main, f"--init_from={folder}", *where)
+    assert re.search("2 layers x 32, .*, T = 32\n", capsys.readouterr().out)
     assert "config.json" in refuses(plan.main, f"--init_from={tmp_path}", *where)
     assert "a plan reads no run" in refuses(plan.main, "--init_from=resume", *where)
 
@@ -251,29 +240,21 @@ def test_a_damaged_data_set_is_not_taken_for_none(tiny_data, tmp_path, refuses, 
 
 
 @pytest.mark.slow
-def test_a_trial_measures_the_run(tiny_data, tmp_path, capsys):
-    options = [*TINY, f"--data_dir={tiny_data}", "--max_steps=1000", "--eval_every=100", "--trial"]
-    call(plan.main, *options, f"--json={tmp_path / 'plan.json'}")
-    trial = json.loads((tmp_path / "plan.json").read_text())["trial"]
-    assert trial["step"] > 0 and trial["start_and_end"] > 0
-    parts = trial["start_and_end"] + 1000 * trial["step"] + 10 * trial["evaluation"]
-    assert trial["all"] == pytest.approx(parts) and "the whole run" in capsys.readouterr().out
-    assert trial["fastest"] <= trial["step"] <= trial["slowest"]
-
-
-WARM_UP = [9.0, 2.0, 1.5]  # seconds of the steps of a trial
-STEPS = [1.0, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0]
-AFTER_EVALUATION = [1.4]
-MORE = [1.0, 1.0, 1.02, 0.98, 1.01, 0.99, 1.0, 1.0, 1.0]
+def test_a_trial_measures_the_run(tiny_data, capsys):
+    call(plan.main, *TINY, f"--data_dir={tiny_data}", "--max_steps=1000", "--trial")
+    rows = dict(re.findall(r"(?m)^  (\S.+?)  +(\S+)", capsys.readouterr().out))
+    fastest, median = (float(rows[name]) for name in ("spread", "a step"))
+    assert 0 < fastest <= median and "the whole run" in rows and "start and end" in rows
 
 
 def test_what_a_trial_says_of_a_run_is_the_sum_of_its_parts():
-    seconds = WARM_UP + STEPS + AFTER_EVALUATION + MORE
+    warm_up = [9.0, 2.0, 1.5]  # seconds of steps
+    seconds = [*warm_up, 1.0, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0]
     wall = 5.0 + sum(seconds) + 2 * 3.0  # 5 s for start and end, 3 s for each evaluation
     trial = plan.estimate(seconds, [3.0, 3.0], wall, steps=1000, times=4)
-    assert trial["step"] == pytest.approx(1.0) and trial["evaluation"] == pytest.approx(3.4)
-    assert trial["start_and_end"] == pytest.approx(5.0 + sum(WARM_UP) - 3 * 1.0)
-    assert trial["all"] == pytest.approx(trial["start_and_end"] + 1000 + 4 * 3.4)
+    assert trial["step"] == pytest.approx(1.0) and trial["evaluation"] == pytest.approx(3.0)
+    assert trial["start_and_end"] == pytest.approx(5.0 + sum(warm_up) - 3 * 1.0)
+    assert trial["all"] == pytest.approx(trial["start_and_end"] + 1000 + 4 * 3.0)
     assert (trial["fastest"], trial["slowest"]) == (0.98, 1.02)
 
 

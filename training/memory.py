@@ -3,7 +3,7 @@
 The forward pass keeps what autograd needs for the backward pass. The backward pass frees it again,
 operation by operation, and holds gradients beside it. block() lists the operations of a block, with
 what each keeps and which gradients its backward pass needs. Timeline goes through a step and adds
-up, at each operation that may matter, everything that is alive. The largest sum is the peak.
+up what is alive at each moment that may matter. The largest sum is the peak.
 
 What is held when (P: parameters; N = B T: tokens of a micro-step; L: blocks; V: the padded
 vocabulary; C = n_embd; s: bytes per number, 2 in 16 bits, 4 in fp32):
@@ -12,8 +12,7 @@ vocabulary; C = n_embd; s: bytes per number, 2 in 16 bits, 4 in fp32):
                                 ranks, gradients of earlier micro-steps 4 P
     forward pass                activations, more with each block; the weights' copies, s each
     loss                        activations of all blocks; logits N V s, and some rows in fp32
-    head's backward pass        the same; the gradient of the head, in 16 bits and then in fp32:
-                                6 bytes per number for a moment
+    head's backward pass        the same; the gradient of the head, in 16 bits and then in fp32
     backward pass of block i    activations of the blocks up to i, gradients of those behind it, and
                                 the gradients that travel inside block i
     end of the backward pass    gradients of all; wte has two if the head is tied, and their sum
@@ -25,7 +24,6 @@ A block keeps, per token, with nh query heads of hs numbers each:
     attention   C s        the input of qkv
                 3 nh hs s  q, k and v, after the rotation and after key/value heads were repeated
                 nh hs s    the output, which is the input of proj
-                4 nh       the log-sum-exp of each head
     MLP         C s        its input
                 2 d_ff s   GELU: its input and its output
                 3 d_ff s   SwiGLU, compiled: gate, up and their product
@@ -38,12 +36,12 @@ products, so that it needs no temporaries, and all gradients of a micro-step are
 before they are added to those of earlier micro-steps.
 
 tests/simgpu/memory.py compares the prediction with torch's allocator for CUDA, and
-tests/test_memory.py with torch's profiler on a CPU. It is within 5 %, mostly within 2 %. But the
-T x T matrix that a CPU makes with dropout, and in bf16 for short sequences, is counted on the safe
-side: such a prediction may be 25 % too high. Scratch memory that kernels take for themselves, on a
-CPU mostly less than 2 MB per thread, is not counted, so a peak below 50 MB may be higher than
-predicted; so may that of a 16-bit product with few columns (n_embd of 64 and less), which oneDNN
-splits among the threads.
+tests/test_memory.py with torch's profiler on a CPU: docs/cost.md has the results. What is below 1 %
+is left out: token ids, and what a norm or a softmax keeps of a row. So is the scratch memory of
+kernels. On a CPU it is mostly less than 2 MB per thread, which matters for a peak below 50 MB; so
+does that of a 16-bit product with few columns (n_embd of 64 and less), which oneDNN splits among
+the threads. The T x T matrix that a CPU makes with dropout, and in bf16 for short sequences, is
+counted on the safe side: such a prediction may be 25 % too high.
 """
 
 import math
@@ -138,133 +136,108 @@ class Step:
 # A block
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One operation of a block. All sizes are bytes per token, except `weight`."""
+class Operation(NamedTuple):
+    """One operation of a block, with what it holds in bytes per token."""
 
-    part: str
+    name: str
     keeps: float  # from the forward pass to the backward pass
-    # The gradients that its backward pass holds: those that arrive and leave. 0: never the most.
-    gradients: float = 0
-    weight: int = 0  # how many numbers its weight matrix has
+    gradients: float  # that arrive and leave in its backward pass; 0: never the most of a block
 
 
 def norm(c: GPTConfig, step: Step) -> float:
-    """Return the bytes per token that a norm keeps: its input, and one or two numbers in fp32."""
+    """Return the bytes per token that a norm keeps: its input."""
     in_fp32 = c.norm == "layernorm" and step.device == "cuda" and not step.compiled
-    return c.n_embd * (4 if in_fp32 else step.stream) + 8
+    return c.n_embd * (4 if in_fp32 else step.stream)
 
 
-def attention(c: GPTConfig, step: Step) -> list[Operation]:
-    """Return the operations from q, k, v, the result of qkv, to the input of proj."""
+def attention(c: GPTConfig, step: Step) -> Operation:
+    """Return attention, from q, k, v, the result of qkv, to the input of proj."""
     q = c.n_head * c.head_dim * step.s  # bytes per token
     kv = c.n_kv_head * c.head_dim * step.s
-    # How many of q, k and v are new tensors. The others are views into what qkv wrote.
+    # Which of q, k and v are new tensors. The others are views into what qkv wrote.
     rotated = c.pos == "rope" or c.qk_norm
     repeated = kv < q
     score = step.scores(c)
     # Products over all heads, for the T x T matrix, need new tensors.
     copied = 3 if score else rotated + (rotated or repeated) + repeated
-    keeps = copied * q * max(1, score / step.s)
+    keeps = q + copied * c.n_head * c.head_dim * (score or step.s)
     if copied < 3 or c.qk_norm:
         keeps += q + 2 * kv
-    if c.qk_norm:
-        keeps += 4 * (c.n_head + c.n_kv_head)
-        if step.compiled and step.s == 4 and c.pos == "rope" and not repeated:
-            keeps += q + kv  # in fp32, they are kept before they are rotated, too
-    if not score:  # the output is kept, and the log-sum-exp of each head
-        return [Operation("attention", keeps + q + 4 * c.n_head, 4 * q)]
+    if c.qk_norm and step.compiled and step.s == 4 and not repeated:
+        keeps += q + kv  # before they are rotated, too
+    if not score:
+        return Operation("attention", keeps, 4 * q)
     row = c.n_head * step.T  # numbers of the matrix, per token
     matrix = row * score
     cast = row * step.s if score > step.s else 0  # a copy in 16 bits
-    saved = matrix  # softmax's result
+    keeps += matrix  # softmax's result
     if c.dropout:  # its mask and its result
-        saved += row + (0 if cast else matrix) if step.compiled else 2 * matrix
-    gradients = cast + (matrix if step.compiled or c.dropout else 2 * matrix)
-    return [
-        Operation("attention", keeps, 4 * q),
-        Operation("T x T matrix", saved, gradients + 2 * q),
-        Operation("attention", q, 2 * q),
-    ]
+        keeps += row + (0 if cast else matrix) if step.compiled else 2 * matrix
+    return Operation("attention", keeps, (cast or matrix) + matrix + 2 * q)
 
 
 def mlp(c: GPTConfig, step: Step) -> list[Operation]:
     """Return the operations of an MLP up to the input of its last matrix."""
     x = c.n_embd * step.s  # bytes per token of its input
     h = c.d_ff * step.s  # bytes per token of a tensor inside
-    weight = c.n_embd * c.d_ff
     if not c.gated:
-        activation = Operation("MLP", h, (1 if step.compiled else 2) * h)
-        return [Operation("MLP", x, x + h, weight), activation]
-    gate = Operation("MLP", x, 2 * x + h, weight)
-    silu = Operation("MLP", h, x + 2 * h)
-    up = Operation("MLP", 0, x + 2 * h, weight)
-    product = Operation("MLP", 2 * h, 3 * h)
+        return [Operation("up", x, x + h), Operation("GELU", h, 2 * h)]
     # Under DDP torch compiles what belongs to one bucket of gradients, of 25 MiB, by itself. If
     # each of these matrices fills a bucket, silu's result goes from one piece to the next.
-    cut = step.compiled_whole and step.ddp and 4 * weight > 25 * 2**20
+    cut = step.compiled_whole and step.ddp and 4 * c.n_embd * c.d_ff > 25 * 2**20
     if step.compiled and not cut:
         # silu is computed a second time, and gradients are written over what was kept.
-        return [gate, up, replace(product, gradients=2 * h)]
-    return [gate, silu, up, product]
+        return [Operation("gate, up", x, 2 * x + h), Operation("silu(gate) * up", 2 * h, 2 * h)]
+    return [Operation("gate, up", x, 2 * x + h), Operation("silu(gate) * up", 3 * h, 3 * h)]
 
 
 def block(c: GPTConfig, step: Step) -> list[Operation]:
     """Return the operations of a block, in the order of model.py's forward pass."""
     x = c.n_embd * step.s  # bytes per token of what a linear layer reads
     h = c.d_ff * step.s
-    q = c.n_head * c.head_dim
-    qkv = q + 2 * c.n_kv_head * c.head_dim
+    q = c.n_head * c.head_dim * step.s
+    qkv = q + 2 * c.n_kv_head * c.head_dim * step.s
     # The gradient that arrives at proj and at down is that of the residual stream itself, or a copy
     # of it in 16 bits.
-    cast = x if step.stream != step.s else 0
-    mask = Operation("dropout", c.n_embd * (step.s if step.device == "cpu" else 1))
-    dropout = [mask] if c.dropout else []
+    copy = x if step.stream != step.s else 0
+    mask = c.n_embd * (step.s if step.device == "cpu" else 1)
+    dropout = [Operation("dropout", mask, 0)] if c.dropout else []
     # Where blocks are compiled one by one, norm_2 keeps the result of proj, in the dtype of
     # autocast, which is added to the block's input a second time.
     by_blocks = step.compiled and not step.compiled_whole
-    size = qkv * step.s
     return [
-        Operation("norms", norm(c, step)),
-        Operation("attention", x, 2 * size, c.n_embd * qkv),
-        *attention(c, step),
-        Operation("attention", 0, cast + q * step.s, q * c.n_embd),
+        Operation("norm_1", norm(c, step), 0),
+        Operation("qkv", x, 2 * qkv),
+        attention(c, step),
+        Operation("proj", 0, copy + q),
         *dropout,
-        Operation("norms", x + 8 if by_blocks else norm(c, step)),
+        Operation("norm_2", x if by_blocks else norm(c, step), 0),
         *mlp(c, step),
-        Operation("MLP", h, cast + h, c.n_embd * c.d_ff),
+        Operation("down", h, copy + h),
         *dropout,
     ]
 
 
-def kept(c: GPTConfig, step: Step, blocks: int, partial: list[Operation]) -> dict[str, float]:
-    """Return by part what is kept, in bytes per token.
-
-    blocks: how many whole blocks. partial: the operations of a block that is not complete.
-    """
-    parts: dict[str, float] = {}
+def kept(c: GPTConfig, step: Step, blocks: int) -> float:
+    """Return what so many blocks keep for their backward pass, in bytes per token."""
     # FlexAttention keeps no mask of T x T. fp16 is mostly for GPUs that do not have it.
-    flex = step.compiled and step.dtype != torch.float16 and c.head_dim >= 16 and not c.dropout
-    if step.documents and step.device == "cuda" and not flex:
-        parts["document mask"] = step.T * step.s
-    if step.recompute:
-        parts["block inputs"] = blocks * c.n_embd * step.stream
-        blocks = 0
-    for operations, times in ((block(c, step), blocks), (partial, 1)):
-        for operation in operations:
-            parts[operation.part] = parts.get(operation.part, 0) + times * operation.keeps
-    return parts
+    flex = step.compiled and step.dtype != torch.float16 and not c.dropout
+    mask = step.T * step.s if step.documents and step.device == "cuda" and not flex else 0
+    in_block = sum(operation.keeps for operation in block(c, step))
+    return mask + blocks * (c.n_embd * step.stream if step.recompute else in_block)
 
 
-def ends(c: GPTConfig, step: Step) -> tuple[float, float, float]:
-    """Return what is kept beside the blocks, in bytes per token.
+def most_in_block(c: GPTConfig, step: Step) -> float:
+    """Return the most that the backward pass of a block holds, in bytes per token.
 
-    These are three numbers: ids, targets and the mask of dropout; norm_f; the input of the head.
+    What an operation keeps is free as soon as its backward pass is over.
     """
-    ids = 16  # ids and targets are int64
-    if c.dropout:
-        ids += c.n_embd * (step.stream if step.device == "cpu" else 1)
-    return ids, norm(c, step), c.n_embd * step.s
+    held = float(c.n_embd * step.stream)  # the gradient of the residual stream
+    most = held
+    for operation in block(c, step):
+        held += operation.keeps
+        most = max(most, held + operation.gradients)
+    return most
 
 
 # --------------------------------------------------------------------------------------------------
@@ -289,22 +262,15 @@ def optimizer_copies(model: GPT, step: Step) -> float:
         return 0
     if step.optimizer == "adafactor":  # the update of one parameter at a time
         return 4 * max(p.numel() for p in model.parameters())
-    # Muon: the copies of one stack of parameters. These are X, and of one of the matrices in it (q,
-    # k or v) two squares and their product with X; or in the end X in bf16 and in fp32. Each rank
-    # has its share of the parameters.
-    matrices = next(g for g in model.param_groups(0.0) if g["name"] == "matrices")
-    weights = zip(matrices["params"], matrices["rows"], strict=True)
-    stacks = Counter((weight.size(1), *rows) for weight, rows in weights)
-    largest = 0
-    for (columns, *rows), parameters in stacks.items():
-        numbers = sum(rows) * columns
-        stack = min(math.ceil(parameters / step.ranks), max(STACK // numbers, 1))
-        product = max(n * columns + 2 * min(n, columns) ** 2 for n in rows)
-        each = 4 * (numbers + product)  # bytes of a parameter
-        if step.dtype == torch.bfloat16:
-            each = max(each // 2, 6 * numbers)
-        largest = max(largest, stack * each)
-    return largest
+    # Muon, for the largest stack of matrices of one shape, of which each rank has its share: a copy
+    # of the matrices, and of one by one two squares and their product with it. For the matrices of
+    # an MLP that is 2.5 to 2.75 numbers for each of theirs; in bf16 the sum with fp32 is the most.
+    stacks = Counter(p.shape for p in model.blocks.parameters() if p.dim() == 2)
+    numbers = max(
+        min(math.ceil(n / step.ranks), max(STACK // shape.numel(), 1)) * shape.numel()
+        for shape, n in stacks.items()
+    )
+    return numbers * (6 if step.dtype == torch.bfloat16 else 11)
 
 
 def count(module: torch.nn.Module) -> int:
@@ -359,32 +325,28 @@ class Timeline:
         self.step = step
         self.moments: list[Moment] = []
         self.N = step.B * step.T
-        self.operations = block(c, step)
-        self.in_block = sum(operation.weight for operation in self.operations)  # numbers
-        self.head = c.padded_vocab_size * c.n_embd  # numbers in the matrix of the head
         self.P = count(model)
+        self.in_block = count(model.blocks) / c.n_layer
+        self.most_in_block = most_in_block(c, step)
         self.outside = self.P - count(model.blocks)
-        self.ids, self.norm_f, self.head_input = ends(c, step)
+        self.head = c.padded_vocab_size * c.n_embd  # numbers in the matrix of the head
+        self.logits = self.N * c.padded_vocab_size * step.s
         # Whether the gradients of a micro-step stay until its end, in memory of their own. If not,
         # each is added at once to those of earlier micro-steps, or goes into DDP's buckets.
         self.own_gradients = not step.ddp and (step.compiled_whole or step.accum == 1)
-        # In fp32, Inductor computes the gradient of a tied head late: in one addmm with the sum, at
-        # the end. What it is computed from, the logits and the head's input, waits until then.
-        self.late_head = step.compiled_whole and c.tie_embeddings and step.s == 4
-        self.logits = self.N * c.padded_vocab_size * step.s
-        self.waiting = self.logits if self.late_head else 0
         # Bytes of gradients after the backward pass of the head.
         separate = self.own_gradients or c.tie_embeddings or step.zero >= 2
-        self.head_gradient = 4 * self.head if separate and not self.late_head else 0
+        self.head_gradient = 4 * self.head if separate else 0
+        # In fp32, Inductor computes the gradient of a tied head at the end of the backward pass, in
+        # one addmm with the sum. The logits, from which it is computed, wait until then.
+        late = step.compiled_whole and c.tie_embeddings and step.s == 4
+        self.waiting = self.logits if late else 0
         self.always = Counter(always_held(model, step))
         if step.accum > 1:  # the gradients of the micro-steps before; sharded from ZeRO-2 on
             self.always["gradients"] = 4 * self.P / (step.world if step.zero >= 2 else 1)
 
         self.around_head()
-        # Every size is linear in the number of the block: the last and the first one are enough,
-        # and those next to them, since FSDP has buffers for the neighbours of a block.
-        outermost = {c.n_layer - 1, c.n_layer - 2, 1, 0} & set(range(c.n_layer))
-        for number in sorted(outermost, reverse=True):
+        for number in reversed(range(c.n_layer)):
             self.backward_of_block(number)
         self.end_of_backward()
         # Under DDP the gradients are its buckets, which are among what is always held.
@@ -392,36 +354,31 @@ class Timeline:
         copies = {"gradients": gradients, "temporary": optimizer_copies(model, step)}
         self.moments.append(Moment("in the optimizer's step", self.always | copies))
 
-    def note(self, name: str, tokens: dict[str, float], copies: int, **sizes: float) -> None:
+    def note(self, name: str, tokens: float, copies: float, **sizes: float) -> None:
         """Note a moment.
 
-        tokens: by part, the activations that are kept, in bytes per token. copies: how many weights
-        have a copy in 16 bits. sizes: the bytes of other parts.
+        tokens: the activations that are kept, in bytes per token. copies: how many weights have a
+        copy in 16 bits. sizes: the bytes of other parts.
         """
         parts = Counter(self.always)
-        parts.update({f"activations: {part}": self.N * size for part, size in tokens.items()})
-        parts.update({"16-bit weights": 2 * copies if self.step.s == 2 else 0, **sizes})
+        parts.update({"activations": self.N * tokens}, **sizes)
+        if self.step.s == 2:
+            parts["16-bit weights"] = 2 * copies
         self.moments.append(Moment(name, parts))
 
     def around_head(self) -> None:
-        """Note the moments from the loss to the backward pass of norm_f."""
+        """Note the moments of the loss and of the head's backward pass."""
+        c = self.c
         step = self.step
-        blocks = kept(self.c, step, self.c.n_layer, [])
-        copies = self.head + (0 if step.recompute else self.c.n_layer * self.in_block)
-        weights = self.gathered(None)
-        tokens = blocks | {"embedding and head": self.ids + self.norm_f + self.head_input}
-        size = dict(logits=self.logits, temporary=self.loss_bytes())
-        self.note("before the backward pass", tokens, copies, **size, **weights)
-        if self.late_head:
-            return
-        # The gradient of the logits is written over the logits.
-        name = "in the head's backward pass"
-        gradient = self.N * self.head_input
-        size = dict(logits=self.logits, temporary=gradient + step.s * self.head)
-        self.note(name, tokens, copies, **size, **weights)
-        cast = gradient + (6 if step.s == 2 else 4) * self.head
-        tokens = blocks | {"embedding and head": self.ids + self.norm_f}
-        self.note(name, tokens, copies - self.head, temporary=cast, **weights)
+        head_input = c.n_embd * step.s
+        tokens = kept(c, step, c.n_layer) + norm(c, step) + head_input
+        copies = self.head + (0 if step.recompute else c.n_layer * self.in_block)
+        sizes = self.gathered(None) | {"logits": self.logits}
+        self.note("before the backward pass", tokens, copies, temporary=self.loss_bytes(), **sizes)
+        # The gradient of the logits is written over the logits. That of the head comes in the dtype
+        # of autocast. When the logits and the head's copy are gone, there is a copy of it in fp32.
+        temporary = max(step.s * self.head, 4 * self.head - self.logits) + self.N * head_input
+        self.note("in the head's backward pass", tokens, copies, temporary=temporary, **sizes)
 
     def gathered(self, block: int | None) -> dict[str, float]:
         """Return by part the bytes of whole weights, and of the buffers of FSDP2, at a moment.
@@ -436,16 +393,11 @@ class Timeline:
         step = self.step
         if not step.zero:
             return {}
-        layers = self.c.n_layer
-        blocks = layers
-        buffers = 1
-        if block is not None:
-            blocks = layers if step.accum > 1 else block + 1
-            gradients_go = block < layers - 1 and (step.zero >= 2 or step.accum == 1)
-            buffers = gradients_go + (step.zero == 3 and block > 0)
+        blocks = self.c.n_layer
         if step.zero == 3:
             blocks = 0 if block is None else 1
-        size = 4 * (self.P - self.outside) / layers  # of a block
+        buffers = 1 if block is None else (block < self.c.n_layer - 1) + (step.zero == 3)
+        size = 4 * self.in_block
         return {"whole weights": 4 * self.outside + blocks * size, "FSDP's buffers": buffers * size}
 
     def loss_bytes(self) -> float:
@@ -461,27 +413,32 @@ class Timeline:
         return min(self.N, rows) * V * (8 if self.step.s == 2 else 4)
 
     def backward_of_block(self, number: int) -> None:
-        """Note the moments of a block's backward pass. number: from 0."""
+        """Note the most that the backward pass of a block holds. number: from 0."""
         c = self.c
         step = self.step
-        stream = self.N * c.n_embd * step.stream
-        gradients = self.head_gradient
+        gradients = max(self.head_gradient, self.waiting)
         if self.own_gradients:  # of the blocks behind; if sharded, they are averaged already
             gradients += 4 * self.in_block * (c.n_layer - 1 - number) / step.ranks
-        # Whether a block's own gradients are new tensors.
-        separate = self.own_gradients or step.zero >= 2 or step.compiled
-        place = "last" if number >= c.n_layer - 2 and number else "first"
-        name = f"in the {place} block's backward pass"
+        gradients += self.in_block  # of its own weights, a quarter when the most is held
+        tokens = kept(c, step, number)
         copies = self.in_block * (1 if step.recompute else number + 1)
-        for i, operation in reversed(list(enumerate(self.operations))):
-            tokens = kept(c, step, number, self.operations[:i])
-            tokens["embedding and head"] = self.ids + (self.head_input if self.late_head else 0)
-            alive = stream + self.N * (operation.keeps + operation.gradients)
-            size = dict(logits=self.waiting, temporary=alive + step.s * operation.weight)
-            self.note(name, tokens, copies, gradients=gradients, **size, **self.gathered(number))
-            copies -= operation.weight
-            if separate:
-                gradients += 4 * operation.weight
+        name = f"in the backward pass of block {number + 1}"
+        sizes = self.gathered(number) | {"gradients": gradients}
+        sizes["inside a block"] = self.N * self.most_in_block
+        self.note(name, tokens, copies, **sizes)
+
+    def wte_gradient(self) -> int:
+        """Return the bytes per number that the gradient of wte takes while it is summed up."""
+        step = self.step
+        if not self.c.tie_embeddings:
+            return 4
+        if step.compiled_whole:
+            # Inductor computes the head's gradient and the sum in one addmm in fp32. In 16 bits, it
+            # adds the head's, still in 16 bits, and the embedding's into a third tensor.
+            return 8 if step.s == 4 else 10
+        # Autograd adds the embedding's gradient to the head's in place. But in fp32 the head's is a
+        # view of the result of a product, and the sum is a third tensor.
+        return 12 if step.s == 4 else 8
 
     def end_of_backward(self) -> None:
         """Note the moments of the embedding's gradient, and of the sum with that of a tied head."""
@@ -489,17 +446,11 @@ class Timeline:
         gradients = self.head_gradient if step.zero else 0
         if self.own_gradients:
             gradients = 4 * (self.P - self.outside) / step.ranks + 4 * self.outside
-        # Bytes per number of wte, by whether the whole model is compiled, and whether in 16 bits.
-        # Autograd adds the embedding's gradient to the head's in place. But in fp32 the head's is a
-        # view of the result of a product, and the sum is a third tensor. Inductor computes the
-        # head's and the sum in one addmm in fp32; in 16 bits, it adds the head's, still in 16 bits,
-        # and the embedding's into a third tensor.
-        tied = {(False, False): 12, (False, True): 8, (True, False): 8, (True, True): 10}
-        per_number = tied[step.compiled_whole, step.s == 2] if self.c.tie_embeddings else 4
         counted = 4 * self.head if self.own_gradients else gradients  # in `gradients` already
-        temporary = per_number * self.head - counted + 4 * self.c.n_embd * self.N
-        size = dict(gradients=gradients, logits=self.waiting, temporary=temporary)
-        self.note("at the end of the backward pass", {}, 0, **size, **self.gathered(None))
+        of_stream = 4 * self.c.n_embd * self.N
+        temporary = self.wte_gradient() * self.head - counted + of_stream
+        size = dict(gradients=gradients, temporary=temporary, logits=self.waiting)
+        self.note("at the end of the backward pass", 0, 0, **size, **self.gathered(None))
         if step.zero:
             outside = 4 * self.outside
             temporary = outside + outside / step.world
@@ -507,7 +458,7 @@ class Timeline:
             size = dict(gradients=gradients, temporary=temporary)
             if step.zero == 2 and step.accum > 1:  # else the whole weights are gone
                 size |= self.gathered(None)
-            self.note("while the last gradients are averaged", {}, 0, **size)
+            self.note("while the last gradients are averaged", 0, 0, **size)
 
 
 def step_memory(model: GPT, step: Step) -> Moment:
