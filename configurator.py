@@ -38,6 +38,7 @@ import unicodedata
 from collections.abc import Callable
 from contextlib import suppress
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, Literal
 
 
@@ -171,6 +172,16 @@ def convert(value: Any, kind: Any) -> Any:
     elif kind in (str, dict) and isinstance(value, kind):  # a dict: from a config file only
         return value
     raise ValueError(value)
+
+
+def names_elsewhere(table: str) -> dict[str, str]:
+    """Return the name of a setting here -> what other programs call it, for those who try that.
+
+    table: a file of this repository with lines `here <- names elsewhere`; an indented line
+    continues the one before it.
+    """
+    text = Path(__file__).with_name(table).read_text(encoding="utf-8")
+    return dict(row.split(" <- ") for row in re.split(r"\n(?! )", text.strip()))
 
 
 def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: str) -> None:

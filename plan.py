@@ -10,8 +10,8 @@ Like train.py, it takes the data set that was prepared last, unless --dataset na
 without data if --vocab_size is given and --dataset is not, or if nothing is prepared.
 
 Every setting of train.py is accepted too. The answers come from formulas: those in
-training/memory.py, flops_per_token in model.py, and those below. Only --trial and --check run a
-part of the training, and they run it on this machine.
+training/memory.py, flops_per_token in model.py, and those below. Only --trial runs a part of the
+training, on this machine.
 """
 
 import math
@@ -37,33 +37,31 @@ from text.dataset import DataSet, newest_dataset, open_datasets, open_windows
 from training import memory
 from training.banner import batch_warning, different_tokens, length_warnings
 from training.huggingface import shape_in
-from training.measure import measured_peak
 from training.memory import Step
 from training.metrics import read_metrics
 from training.plan import Plan, even_batch, make_plan
 from training.resume import longer, with_context
-from training.settings import ELSEWHERE, TrainConfig, model_config, wants_compile
+from training.settings import TrainConfig, model_config, wants_compile
 
 
 @dataclass(frozen=True)
 class PlanConfig(TrainConfig):
-    elsewhere = ELSEWHERE | {"nproc": "nproc_per_node devices num_gpus world_size"}
+    elsewhere = TrainConfig.elsewhere | {"nproc": "nproc_per_node devices num_gpus world_size"}
     # ---- Where ----
     gpu: str = ""  # v100-16g, a100-80g, 4090, h100, ...; default: this machine's device
     nproc: int = 1  # number of devices, with one process for each
     # ---- How much ----
     days: float = 0.0  # how long the run takes or took: print the utilisation that this means
     vocab_size: int = 0  # 0: that of the data set, or 50257 if none is prepared
-    # ---- Check ----
+    # ---- Trial ----
     trial: bool = False  # train 20 steps on this machine, to estimate the time of the whole run
-    check: bool = False  # run a step on this machine, to measure its peak memory
 
     def problems(self) -> list[str]:
         problems = TrainConfig.problems(self)
         if self.days < 0 or self.vocab_size < 0 or self.nproc < 1:
             problems.append("days and vocab_size must be at least 0, nproc at least 1")
-        if self.gpu and (self.trial or self.check):
-            problems.append("trial and check run on this machine: leave gpu out")
+        if self.gpu and self.trial:
+            problems.append("a trial runs on this machine: leave gpu out")
         if self.init_from == "resume":
             problems.append("init_from=resume: a plan reads no run; give the settings of the run")
         return problems
@@ -221,7 +219,6 @@ def print_model(run: PlannedRun) -> None:
 
 
 def print_memory(run: PlannedRun) -> None:
-    """Print the parts of the memory. With --check, run a step and print its peak beside them."""
     moment, parts = memory.step_memory(run.model, run.step)
     peak = sum(parts.values())
     parts |= memory.beside(peak, run.step)
@@ -233,13 +230,6 @@ def print_memory(run: PlannedRun) -> None:
         rows["predicted peak"] = f"{peak / 1e9:>8.3f} GB by torch.cuda.max_memory_allocated"
     mode = "compiled" if run.step.compiled else "eager"
     section(f"Memory of each device at batch_size {run.step.B}, {mode}; the peak is {moment}", rows)
-    if run.cfg.check:
-        # What one process can run. More than two micro-steps need no more memory.
-        step = replace(run.step, accum=min(2, run.step.accum), world=1, shard="none")
-        measured = measured_peak(run.model.config, step)
-        predicted = memory.step_memory(run.model, step).total
-        comparison = f"{measured / 1e9:.3f} GB measured, {predicted / 1e9:.3f} predicted"
-        print(f"  one step on this machine, now: {comparison}, {predicted / measured - 1:+.1%}")
 
 
 def cheaper(step: Step) -> dict[str, Step]:
@@ -403,6 +393,10 @@ def print_trial(run: PlannedRun) -> None:
         "start and end": f"{trial['start_and_end']:.1f} s",
         "the whole run": duration(trial["all"] / 3600),
     }
+    if run.device.kind == "cuda":
+        measured = max(r["memory_gb"] for r in records if "memory_gb" in r)
+        predicted = memory.step_memory(run.model, run.step).total / 1e9
+        rows["memory"] = f"{measured:.2f} GB at the peak, {predicted:.2f} predicted"
     section(f"Measured by {TRIAL_STEPS} steps", rows)
 
 

@@ -36,7 +36,7 @@ from typing import Literal
 
 import torch
 
-from configurator import UserError, note, parse, run
+from configurator import UserError, names_elsewhere, note, parse, run
 from hardware import kernels
 from hardware.decoding import record_decoding
 from hardware.disk import read_object
@@ -56,20 +56,10 @@ from training.runs import losses_of, newest_run
 ENOUGH = 256
 MOST = 320  # and here in any case
 
-# What "here it is ..." goes on with -> what other programs call it, for those who try that name.
-ELSEWHERE = {
-    "ckpt": "model model_path model_name_or_path checkpoint load_from init_from",
-    "ckpt=out/NAME": "run_name",
-    'prompt, or prompt="$(cat FILE)" for FILE:FILE': "start",
-    "max_new_tokens": "max_length max_tokens n_predict",
-    "temperature=0, which takes the likeliest token": "do_sample greedy",
-    "eval=data/NAME": "eval_only dataset",
-}
-
 
 @dataclass(frozen=True)
 class SampleConfig:
-    elsewhere = ELSEWHERE
+    elsewhere = names_elsewhere("training/elsewhere_sample.txt")
     argument = "--prompt TEXT"
     # ---- What to continue ----
     ckpt: str = ""  # a model folder, or a run's folder out/RUN; default: the newest run

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from bench.measure import not_positive
+from bench.memory import measured_peak
 from configurator import parse, run
 from hardware.machine import start
 from model import GPT, PRESETS, GPTConfig
-from training.measure import measured_peak
 from training.memory import Step, step_memory
 from training.settings import TrainConfig
 

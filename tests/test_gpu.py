@@ -15,12 +15,12 @@ from test_model import ODD, ids, make
 from test_shards import end, same, stop_half_way
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.memory import measured_peak
 from hardware.decoding import record_decoding
 from hardware.machine import Machine
 from model import GPT, PRESETS, GPTConfig
 from text.windows import Rows
 from training.average import Average
-from training.measure import measured_peak
 from training.memory import Step, step_memory
 from training.step import StepResult, take_step, to_batch
 

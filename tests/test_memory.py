@@ -19,10 +19,10 @@ import torch
 from conftest import REPO
 from test_model import ODD
 
+from bench.memory import measured_peak
 from hardware.memory import available
 from model import GPT, PRESETS, GPTConfig
 from tests.simgpu.memory import shipped
-from training.measure import measured_peak
 from training.memory import Step, kept, largest_batch, needed, step_memory
 
 BF16 = torch.bfloat16

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from configurator import UserError
+from configurator import UserError, names_elsewhere
 from text.formats import Chunk, Reader
 from text.records import FIELD, RULES, Cleaning, Tally
 from text.sources import Source
@@ -13,27 +13,10 @@ MADE_HERE = ("train", "char", "byte")  # values of tokenizer that name no existi
 LEAST = 260  # vocab_size: 256 bytes, three special tokens and a character
 InputFormat = Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"]
 
-# What "here it is ..." goes on with -> what other programs call it, for those who try that name.
-ELSEWHERE = {
-    "input": "data_path train_file data_files input_file input_path",
-    "head -n N FILE | python prepare.py --input -": "limit max_samples",
-    "fields": "text_column text_key text_field json_keys",
-    "max_bad=0": "strict",
-    "name, in data_dir": "output_dir output out_dir dataset",
-    "val_fraction": "val_split val_size val_set_size test_size",
-    "val_fraction, the rest": "train_ratio train_split",
-    "tokenizer": "model_name_or_path tokenizer_name tokenizer_path",
-    "workers": "num_proc num_workers preprocessing_num_workers n_jobs nproc",
-    "train.py --block_size: nothing is cut here": "block_size max_length cutoff_len max_seq_length"
-    " max_seq_len seq_len",
-    "train.py --documents=pack": "packing sample_packing",
-    "not needed: a hash chooses the documents of val.bin, and training shuffles": "shuffle seed",
-}
-
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    elsewhere = ELSEWHERE
+    elsewhere = names_elsewhere("text/elsewhere.txt")
     argument = "--input FILE"
     # ---- Input ----
     input: tuple[str, ...] = ()  # files, folders, globs, URLs, or - for standard input; none: demo

@@ -10,15 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from configurator import UserError
+from configurator import UserError, names_elsewhere
 from model import ACTIVATIONS, INIT, PRESETS, GPTConfig
 from text.windows import Documents, LossPer
-
-# What there is here <- what other trainers call it, for those who try that name. An indented line
-# continues the row before it.
-TABLE = Path(__file__).with_name("elsewhere.txt").read_text(encoding="utf-8")
-ELSEWHERE = dict(table_row.split(" <- ") for table_row in re.split(r"\n(?! )", TABLE.strip()))
-
 
 # Each setting stands in the class of what it concerns: these classes answer which settings two runs
 # must share to train alike, and which may differ from one computer to another.
@@ -136,7 +130,7 @@ RANGES = [
 
 @dataclass(frozen=True)
 class TrainConfig(Report, Training, Place):
-    elsewhere = ELSEWHERE
+    elsewhere = names_elsewhere("training/elsewhere.txt")
 
     def problems(self) -> list[str]:
         """Return one message for each setting that is out of its range."""
