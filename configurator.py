@@ -180,7 +180,7 @@ def names_elsewhere(table: str) -> dict[str, str]:
     table: a file of this repository with lines `here <- names elsewhere`; an indented line
     continues the one before it.
     """
-    text = Path(__file__).with_name(table).read_text(encoding="utf-8")
+    text = (Path(__file__).parent / table).read_text(encoding="utf-8")
     return dict(row.split(" <- ") for row in re.split(r"\n(?! )", text.strip()))
 
 
