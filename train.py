@@ -105,15 +105,14 @@ def loop(job: Job, batches: Iterator[Batch], signals: list[int]) -> bool:
     # one step more. The last iteration ends after its first half.
     for step in range(start_step, plan.steps + 1):
         last = step == plan.steps or stopping or progress.gives_up()
-        if step > start_step and (step == plan.steps or step % cfg.eval_every == 0):
+        if step > start_step:
             with clock.paused():
-                evaluate_all(job, step)
-        if step > start_step and wants_sample(job, step):
-            with clock.paused():
-                show_sample(job, step)
-        if step > start_step and wants_checkpoint(job, step, last):
-            with clock.paused():
-                last = not save(job, step) or last
+                if step == plan.steps or step % cfg.eval_every == 0:
+                    evaluate_all(job, step)
+                if wants_sample(job, step):
+                    show_sample(job, step)
+                if wants_checkpoint(job, step, last) and not save(job, step):
+                    last = True
         if last:
             return stopping
 

@@ -60,7 +60,7 @@ from hardware.peak import peak_tflops
 from hardware.terminal import ProgressBar
 from model import GPT
 from text.dataset import open_datasets, train_loader
-from text.windows import share_within
+from training.banner import share_within
 from training.plan import make_plan
 from training.settings import TrainConfig, model_config, wants_compile
 from training.start import with_data

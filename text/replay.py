@@ -8,7 +8,7 @@ import numpy as np
 from configurator import UserError
 from text.dataset import DataSet, open_datasets, train_loader
 from text.tokenizer import SentencePiece, Tiktoken
-from text.windows import Loader
+from text.windows import Loader, PackedWindows, Windows
 
 
 def run_loader(path: Path, records: list[dict], step: int) -> tuple[list[DataSet], Loader, range]:
@@ -56,5 +56,13 @@ def sample_texts(
         texts = []
         for part in np.split(ids, np.flatnonzero(ids == eos_id)):
             texts.append(tokenizer.decode([i for i in part.tolist() if i != eos_id]))
-        place = f"{sets[k].name}/train.bin, {loader.splits[k].place(start)}"
+        place = f"{sets[k].name}/train.bin, {place_of(loader.splits[k], start)}"
         yield f"sample {sample:,}: {place}", "<eos>".join(texts)
+
+
+def place_of(windows: Windows, start: int) -> str:
+    """Return where the window that begins at `start` comes from, in words."""
+    if not isinstance(windows, PackedWindows):
+        return f"tokens {start:,} to {start + windows.block_size:,}"
+    pieces = [f"{token:,} to {token + n - 1:,}" for token, n in windows.pieces_of(start)]
+    return f"tokens {', '.join(pieces)}"

@@ -35,10 +35,6 @@ class DataSet:
     meta: dict
     weight: Fraction  # its share of the run's windows; all weights add up to 1
 
-    def epochs(self, tokens: int) -> float:
-        """Return how often train.bin is read in a run of `tokens` tokens, of all data sets."""
-        return float(self.weight) * tokens / self.meta["splits"]["train"]["tokens"]
-
 
 class Rows(NamedTuple):
     """Windows as the model reads them."""
@@ -68,8 +64,9 @@ class Windows:
         self.ends = ends
         self.weighted = ends is not None  # whether the targets of a window may count differently
         self.spacing = block_size  # from the start of one window to that of the next
-        # This many windows fit at every offset from 0 to T - 1, and this many at offset 0.
+        # Windows in an epoch: as many as fit at every offset from 0 to T - 1.
         self.n_windows = max(1, (len(tokens) - block_size) // block_size)
+        # Windows for evaluation: as many as fit at offset 0.
         self.n_fixed = (len(tokens) - 1) // block_size
         # The offset of an epoch is below this. Of few tokens, only some of all T offsets fit.
         self.n_offsets = min(block_size, len(tokens) - self.n_windows * block_size)
@@ -101,7 +98,7 @@ class Windows:
         return self.tokens[start : start + self.block_size + 1].astype(np.int64)
 
     def targets(self, start: int) -> np.ndarray:
-        """Return which tokens of the split are the targets of a window, (T,); -1: none."""
+        """Return where in the split the targets of a window are, (T,); -1: there is none."""
         return np.arange(start + 1, start + 1 + self.block_size)
 
     def weights(self, start: int) -> np.ndarray:
@@ -117,10 +114,6 @@ class Windows:
         document = np.searchsorted(self.ends, targets)
         previous = np.where(document > 0, self.ends[document - 1], -1)  # where its eos is
         return counts * (len(self.tokens) / len(self.ends)) / (self.ends[document] - previous)
-
-    def place(self, start: int) -> str:
-        """Return where the window that begins at `start` comes from, in words."""
-        return f"tokens {start:,} to {start + self.block_size:,}"
 
 
 class PackedWindows(Windows):
@@ -179,10 +172,6 @@ class PackedWindows(Windows):
         begins_document = (targets == 0) | (self.tokens[targets - 1] == self.eos_id)
         return np.where((inputs == targets - 1) | begins_document, targets, -1)
 
-    def place(self, start: int) -> str:
-        pieces = [f"{token:,} to {token + n - 1:,}" for token, n in self.pieces_of(start)]
-        return f"tokens {', '.join(pieces)}"
-
 
 class Loader:
     """The windows of a run, from the training split of one data set, or of several that are mixed.
@@ -227,16 +216,3 @@ class Loader:
         if self.weighted:
             weights = np.stack([self.splits[k].weights(start) for k, start in starts])
         return Rows(ids, weights, self.eos_id)
-
-
-def share_within(loader: Loader, count: int = 64) -> float:
-    """Return the share of the T x T pairs of tokens of a window that are in one document.
-
-    This is a mean over the first windows of a run. Without a mask it is 1: attention looks at all.
-    """
-    if loader.eos_id is None:
-        return 1.0
-    inputs = loader.rows(loader.starts(0, count)).ids[:, :-1]
-    document = (inputs == loader.eos_id).cumsum(axis=1)  # (count, T)
-    lengths = np.stack([np.bincount(row, minlength=inputs.shape[1] + 1) for row in document])
-    return float((lengths**2).sum() / inputs.size / inputs.shape[1])

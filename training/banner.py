@@ -3,6 +3,7 @@
 import math
 import sys
 
+import numpy as np
 import torch
 
 from configurator import changes, row
@@ -13,7 +14,7 @@ from hardware.terminal import plural
 from model import GPT, GPTConfig
 from text.hf_tokenizer import llama_cpp_note, transformers_note
 from text.tokenizer import Tokenizer
-from text.windows import DataSet, Loader, share_within
+from text.windows import DataSet, Loader
 from training.huggingface import caveat, hf_class
 from training.memory import Step, largest_batch, needed
 from training.plan import FAR_OFF, Plan, off, warmup_steps
@@ -96,12 +97,17 @@ def slow_steps(flops: float, peak: float | None) -> str:
     return f"note: a step takes about {in_words(seconds)} here, at 40 % of the peak: {shorter}"
 
 
+def epochs_of(data: DataSet, tokens: int) -> float:
+    """Return how often train.bin is read in a run of `tokens` tokens, of all data sets."""
+    return float(data.weight) * tokens / data.meta["splits"]["train"]["tokens"]
+
+
 def data_text(data: DataSet, tokens: int) -> str:
     """Return the size of a data set and, in a mixture, its share of the run's `tokens` tokens."""
     train = data.meta["splits"]["train"]
     text = f"{data.name}: {plural(train['documents'], 'document')}, {train['tokens']:,} tokens"
     if data.weight < 1:
-        text += f", {float(data.weight):.1%} of the windows = {data.epochs(tokens):.2f} epochs"
+        text += f", {float(data.weight):.1%} of the windows = {epochs_of(data, tokens):.2f} epochs"
     return text
 
 
@@ -110,6 +116,19 @@ def notes_for_others(c: GPTConfig, tokenizer: Tokenizer) -> list[str]:
     kind = hf_class(c)
     notes = [transformers_note(tokenizer, kind), llama_cpp_note(tokenizer, kind, c.vocab_size)]
     return [f"{note} (docs/interchange.md)" for note in notes if note]
+
+
+def share_within(loader: Loader, count: int = 64) -> float:
+    """Return the share of the T x T pairs of tokens of a window that are in one document.
+
+    This is a mean over the first windows of a run. Without a mask it is 1: attention looks at all.
+    """
+    if loader.eos_id is None:
+        return 1.0
+    inputs = loader.rows(loader.starts(0, count)).ids[:, :-1]
+    document = (inputs == loader.eos_id).cumsum(axis=1)  # (count, T)
+    lengths = np.stack([np.bincount(row, minlength=inputs.shape[1] + 1) for row in document])
+    return float((lengths**2).sum() / inputs.size / inputs.shape[1])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -159,8 +178,8 @@ def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: li
     """
     if cfg.init_from not in ("scratch", "resume", "auto"):
         return ""
-    epochs = {data.name: data.epochs(tokens) for data in sets}
-    per_step = {data.name: data.epochs(step_tokens) for data in sets}
+    epochs = {data.name: epochs_of(data, tokens) for data in sets}
+    per_step = {data.name: epochs_of(data, step_tokens) for data in sets}
     repeated = [name for name in epochs if epochs[name] > MOST_EPOCHS + min(1, per_step[name])]
     if not repeated:
         return ""
