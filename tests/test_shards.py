@@ -58,8 +58,8 @@ def test_each_shard_and_recompute_trains_as_ddp_does_and_skips_an_overflow():
 @pytest.mark.slow
 def test_the_peak_of_a_rank_is_the_predicted_one_within_5_percent():
     options = ["--optimizers=adamw", "--accums=1", "--recomputes=blocks"]
-    output = output_on(2, "-m", "bench.shards", *options, "--shards", "gradients", "all")
-    assert output.count("predicted ") == 2
+    output = output_on(2, "-m", "bench.shards", *options, "--shards", "all")
+    assert output.count("predicted ") == 1
 
 
 @pytest.fixture(scope="module")
