@@ -169,7 +169,9 @@ def convert(value: Any, kind: Any) -> Any:
         number = float(value)
         if math.isfinite(number):
             return number
-    elif kind in (str, dict) and isinstance(value, kind):  # a dict: from a config file only
+    elif kind is dict and isinstance(value, dict):  # from a config file only
+        return value
+    elif kind is str and isinstance(value, str) and "\0" not in value:  # no file name has a NUL
         return value
     raise ValueError(value)
 
@@ -241,7 +243,7 @@ def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
         namespace = runpy.run_path(path)
     except OSError as e:
         raise UserError(f"config file {path}: {e.strerror}") from None
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         frames = traceback.extract_tb(e.__traceback__)
         lines = ["?", *(frame.lineno for frame in frames if frame.filename == path)]
         source = f"config file {path}, line {getattr(e, 'lineno', lines[-1])}"

@@ -63,6 +63,8 @@ def main() -> None:
         os.nice(10)  # the training comes first
     settings = all_settings[-1]
     name = settings.get("tracker", "none") if cfg.tracker == "auto" else cfg.tracker
+    if name == "off":  # the run was started without this program
+        name = "none"
     tracker = None
     inputs = [sys.stdin] if cfg.beside else []
     seen = 0  # records that were read in the round before

@@ -40,7 +40,10 @@ def main() -> None:
     cfg = parse(PlotConfig, doc=__doc__, positional="runs")
     folders = find_runs(cfg)
     png = folders[0] / "loss.png" if len(folders) == 1 else folders[0].parent / "comparison.png"
-    print(plot_loss(folders, Path(cfg.png or png), cfg.x, cfg.y))
+    try:
+        print(plot_loss(folders, Path(cfg.png or png), cfg.x, cfg.y))
+    except ImportError as e:
+        raise UserError(f"{e}: pip install matplotlib") from None
 
 
 def find_runs(cfg: PlotConfig) -> list[Path]:

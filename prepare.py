@@ -123,6 +123,8 @@ def make_data_set(cfg: PrepareConfig, ranks: Ranks) -> None:
             print(f"finished work is kept in {scratch}: run the same command again to continue")
         if isinstance(e, MemoryError):
             raise OneRankError("out of memory: lower --workers or --max_record_mb") from None
+        if isinstance(e, OSError) and not isinstance(e, BrokenPipeError):  # often a full disk
+            raise OneRankError(f"{e.filename or f'writing {target}'}: {e.strerror}") from None
         raise
     finally:
         if lock:
@@ -226,7 +228,8 @@ def take_in(cfg: PrepareConfig, path: Path) -> Source:
     The file is identified by its content. If an interrupted command is run again with the same
     content, it continues as it does with a file.
     """
-    with open(path, "wb") as f:
+    path.unlink(missing_ok=True)
+    with open(path, "xb") as f:
         shutil.copyfileobj(sys.stdin.buffer, f, 1 << 20)
     kind = "jsonl" if cfg.format == "auto" else cfg.format
     source = Source.at(path, kind, "standard input")
@@ -253,12 +256,14 @@ def write_set(
     sources: what it says of the files that were read. With --dedup, duplicates are left out.
     """
     tally = Tally()
+    written = {encoder.file: encoder.info["sha256"]}
     for part in parts:
         tally.add(part.tally)
-        for name, path in part.paths.items():
-            # Where a disk has no locks, another prepare.py may have written to it.
-            if file_sha256(path) != part.states[name][1]:
-                raise UserError(f"{path}: changed after it was written: run the same command again")
+        written |= {path: part.states[name][1] for name, path in part.paths.items()}
+    for path, sha256 in written.items():
+        # Where a disk has no locks, another prepare.py may have written to it.
+        if file_sha256(path) != sha256:
+            raise UserError(f"{path}: changed after it was written: run the same command again")
     check_bad(tally, cfg, tally.records)
     duplicate = find_duplicates(parts) if cfg.dedup else np.zeros(number_of_documents(parts), bool)
     if duplicate.any():

@@ -39,7 +39,7 @@ import torch
 from configurator import UserError, names_elsewhere, note, parse, run
 from hardware import kernels
 from hardware.decoding import record_decoding
-from hardware.disk import read_object
+from hardware.disk import MANIFEST, damage, read_object
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from hardware.terminal import plural
 from model import GPT
@@ -139,18 +139,20 @@ def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
     return checkpoint, f"{checkpoint}, the {cfg.which} of {run}{loss}"
 
 
-def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT]:
-    """Return the folder of the model, what to say of it, and the model, on the CPU in fp32.
+def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
+    """Return the folder of the model, what to say of it, the model on the CPU, and its tokenizer.
 
     A training that runs meanwhile may delete the newest checkpoint. Then the next one is taken.
     """
     while True:
         folder, label = find_checkpoint(cfg)
         try:
-            return folder, label, from_pretrained(folder)
-        except ValueError as e:
+            model = from_pretrained(folder)
+            return folder, label, model, model_tokenizer(folder, model.config.vocab_size, cfg)
+        except (UserError, ValueError, OSError) as e:
             if folder.exists():
-                raise UserError(f"{folder}: cannot be loaded ({e})") from None
+                problem = e if isinstance(e, UserError) else f"{folder}: cannot be loaded ({e})"
+                raise UserError(str(problem)) from None
 
 
 def model_tokenizer(folder: Path, vocab_size: int, cfg: SampleConfig) -> Tokenizer:
@@ -186,8 +188,11 @@ def read_prompts(cfg: SampleConfig, folder: Path) -> list[str]:
     """Return the texts of --prompt, or the sample_prompt of the run that wrote the checkpoint."""
     if cfg.prompt:
         return list(cfg.prompt)
+    settings = "train_config.json"
+    if (folder / MANIFEST).exists() and (problem := damage(folder, [settings])):
+        raise UserError(f"{problem}: give --prompt, and it is not needed")
     try:
-        return [str(read_object(folder / "train_config.json").get("sample_prompt") or "")]
+        return [str(read_object(folder / settings).get("sample_prompt") or "")]
     except (OSError, ValueError):  # it is not a checkpoint of train.py
         return [""]
 
@@ -200,7 +205,10 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[s
     """
     # A terminal can pass any bytes. Python holds those that are not UTF-8 as surrogates.
     prompt = prompt.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    ids = tokenizer.encode(prompt).tolist()
+    try:
+        ids = tokenizer.encode(prompt).tolist()
+    except ValueError as e:
+        raise UserError(f"the prompt has no tokens: {e}") from None
     if tokenizer.unk_id in ids:
         unknown = [c for c in sorted(set(prompt)) if tokenizer.unk_id in tokenizer.encode(c)]
         note(f"the tokenizer has no token for {', '.join(map(repr, unknown))}: the model reads unk")
@@ -317,8 +325,7 @@ def main() -> None:
     cfg = parse(SampleConfig, doc=__doc__)
     machine = pick_machine(cfg)
     with memory_advice("here: lower --num_samples, --batch_size or --block_size"):
-        folder, label, model = open_model(cfg)
-        tokenizer = model_tokenizer(folder, model.config.vocab_size, cfg)
+        folder, label, model, tokenizer = open_model(cfg)
         size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
         precision = f"{machine.device} {str(machine.dtype).removeprefix('torch.')}"
         label = ", ".join(filter(None, [label, size, precision, unverified(folder)]))

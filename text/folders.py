@@ -38,15 +38,16 @@ def claim(target: Path, scratch: Path) -> Lock:
                 is_ours = path.name in FILES and FOLDERS.fullmatch(path.parent.name)
             if path.is_symlink() or not is_ours:
                 raise UserError(f"{path}: prepare.py works here, but did not write it: {AWAY}")
-        old = target.with_name(f".{target.name}.old")
-        if not os.path.lexists(target) and (scratch / "set" / "meta.json").exists():
+        pattern = re.compile(rf"\.{re.escape(target.name)}\.old\d*")
+        old_sets = sorted(p for p in target.parent.iterdir() if pattern.fullmatch(p.name))
+        if old_sets and not os.path.lexists(target) and (scratch / "set" / "meta.json").exists():
             # A kill between the renames of replace_set() may have left the data set there.
             with suppress(UserError):
-                own_files(old)
-                old.rename(target)
+                own_files(old_sets[-1])
+                old_sets.pop().rename(target)
         if os.path.lexists(target):
             own_files(target)
-            if old.exists():
+            for old in old_sets:
                 remove_old(old)
         return lock
     except BaseException:

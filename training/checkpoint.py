@@ -272,6 +272,10 @@ def read_training(folder: Path) -> Earlier:
         settings = read_object(folder / "train_config.json")
         meta = read_object(folder / "meta.json")
         training = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except OSError as e:
+        raise UserError(f"{e.filename or path}: cannot be read ({e.strerror})") from None
+    except MemoryError:
+        raise
     except Exception as e:
         # A damaged pickle can raise any exception. That of a pickle which would execute something
         # explains how to let it: so neither is repeated.

@@ -242,6 +242,8 @@ def unpack_rope(settings: dict[str, Any]) -> None:
     """
     rope = settings.pop("rope_parameters", {})
     scaling = settings.pop("rope_scaling", None) or rope
+    if rope and scaling != rope:
+        raise ValueError("rope_scaling beside rope_parameters is not supported")
     numbers = {key: value for key, value in scaling.items() if value is not None}
     kind = numbers.pop("rope_type", numbers.pop("type", "default"))
     for key in ("rope_theta", "partial_rotary_factor"):

@@ -94,7 +94,8 @@ def run_folder(folder: Path) -> Iterator[Lock]:
         lock = locks.enter_context(closing(Lock(folder, instead)))
         if ckpt_dir.is_symlink() and ckpt_dir.is_dir():
             linked = ckpt_dir.resolve()
-            if linked.parent != folder.resolve() and (linked.parent / "metrics.jsonl").exists():
+            of_another = linked.parent != folder.resolve() and is_run(linked.parent)
+            if numbered(linked) and (of_another or not (folder / "metrics.jsonl").exists()):
                 problem = f"{ckpt_dir} is a link to the checkpoints of another run, {linked}"
                 raise UserError(f"{problem}: remove it, or choose another --run_name")
             locks.enter_context(closing(Lock(linked, instead)))

@@ -28,7 +28,8 @@ import train
 from configurator import UserError
 from hardware.disk import Lock, damage
 from model import GPT
-from text import folders
+from text.hf_tokenizer import HF_FILES
+from text.tokenizer import SentencePiece, Tiktoken
 from training import checkpoint
 from training.checkpoint import newest_checkpoint, newest_intact
 from training.plan import make_plan
@@ -392,7 +393,7 @@ def test_pruning_passes_by_what_somebody_has_changed_and_says_so_once(
 
 
 def test_every_file_that_came_with_a_tokenizer_is_known_to_be_ours():
-    assert folders.TOKENIZER_FILES < checkpoint.OURS
+    assert {SentencePiece.file, Tiktoken.file, *HF_FILES} < checkpoint.OURS
 
 
 def test_sampling_takes_the_next_checkpoint_when_one_is_deleted_meanwhile(
