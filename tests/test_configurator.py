@@ -157,7 +157,7 @@ def test_all_settings_that_are_unknown_are_named_at_once(tmp_path):
         (["nowhere.py"], "nowhere.py"),
         (["{folder}/unknown.py"], "unknown.py: unknown setting 'stepz'"),
         (["{folder}/value.py"], "value.py: steps='5 apples'"),
-        (["{folder}/raises.py"], "raises.py: ZeroDivisionError"),
+        (["{folder}/raises.py"], "raises.py, line 1: ZeroDivisionError"),
         (["{folder}/syntax.py"], "line 1"),
     ],
 )
