@@ -18,15 +18,23 @@ import pytest
 # would otherwise spin, and take the CPU from other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+import torch
+
 import configurator
 import prepare
 import train
 from hardware import disk, kernels
+from hardware.machine import pick_dtype
 
 # A shell that starts the tests in the background has SIGINT ignored; their processes shall not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 REPO = Path(__file__).resolve().parents[1]
 kernels.install()  # as every command does
+
+# Where a CPU emulates bf16, large products in it take minutes.
+NEEDS_BF16 = pytest.mark.skipif(
+    pick_dtype("auto", torch.device("cpu"))[0] != torch.bfloat16, reason="this CPU emulates bf16"
+)
 
 # A model that trains in a second. Every test that trains uses these options and adds its own.
 TINY = ["--preset=llama", "--n_layer=2", "--n_head=4", "--n_kv_head=2", "--n_embd=32"]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO
+from conftest import NEEDS_BF16, REPO
 from test_model import ODD
 
 from bench.memory import measured_peak
@@ -129,7 +129,7 @@ SLOW_PEAKS = [
     ("llama", GQA | SHALLOW, 8000, 2, 1024, BF16, dict(compiled=True)),
     ("gpt2", NARROW | SHALLOW, 151936, 1, 64, BF16, dict(compiled=True)),
 ]
-PEAKS += [pytest.param(*row, marks=pytest.mark.slow) for row in SLOW_PEAKS]
+PEAKS += [pytest.param(*row, marks=[pytest.mark.slow, NEEDS_BF16]) for row in SLOW_PEAKS]
 
 
 @pytest.mark.parametrize("preset, more, V, B, T, dtype, options", PEAKS)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from conftest import REPO, metrics, torchrun, train_tiny
+from conftest import NEEDS_BF16, REPO, metrics, torchrun, train_tiny
 from safetensors.torch import load_file
 
 import train
@@ -56,6 +56,7 @@ def test_each_shard_and_recompute_trains_as_ddp_does_and_skips_an_overflow():
 
 
 @pytest.mark.slow
+@NEEDS_BF16
 def test_the_peak_of_a_rank_is_the_predicted_one_within_5_percent():
     options = ["--optimizers=adamw", "--accums=1", "--recomputes=blocks"]
     output = output_on(2, "-m", "bench.shards", *options, "--shards", "all")
