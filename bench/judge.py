@@ -23,7 +23,7 @@ from configurator import UserError, parse, run
 from hardware.disk import only_plain
 from hardware.machine import pick_device
 from hardware.terminal import ProgressBar, plural
-from sample import SampleConfig, model_tokenizer, open_model
+from sample import SampleConfig, open_model
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ class Judge:
     def __init__(self, cfg: JudgeConfig):
         self.device = pick_device(cfg.device)
         self.delimiter = cfg.delimiter
-        self.folder, _, model = open_model(SampleConfig(ckpt=cfg.ckpt))
-        self.tokenizer = model_tokenizer(self.folder, model.config.vocab_size, SampleConfig())
+        self.folder, _, model, self.tokenizer = open_model(SampleConfig(ckpt=cfg.ckpt))
         self.model = model.to(self.device).eval()
         self.prefix = list(self.tokenizer.prefix)
         self.beginning = [*self.prefix, self.tokenizer.eos_id][:1]
