@@ -197,11 +197,11 @@ def peaks(cases: list[Case], gpu: str) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 
 
-def report(peak_of: dict[Case, str]) -> int:
+def report(peaks_of_cases: list[tuple[Case, str]]) -> int:
     """Print the cases that are off, and a line for each config. Return how many are off."""
     off = 0
     errors = defaultdict(list)
-    for case, peak in peak_of.items():
+    for case, peak in peaks_of_cases:
         if not peak.isdigit():
             off += 1
             print(f"{case.key}: {peak}")
@@ -244,15 +244,15 @@ def main() -> None:
         s = case.step
         groups[s.world, s.compiled and (case.name, s.dtype, s.documents)].append(case)
     tasks = [group[i : i + 10] for group in groups.values() for i in range(0, len(group), 10)]
-    peak_of = {}
+    peaks_of_cases = []
     bar = ProgressBar("case", total=len(cases))
     with ThreadPoolExecutor(2) as threads:
         results = threads.map(lambda task: peaks(task, args.gpu), tasks)
         for task, measured in zip(tasks, results, strict=True):
-            peak_of |= zip(task, measured, strict=True)
+            peaks_of_cases += zip(task, measured, strict=True)
             bar.update(len(task))
     bar.close()
-    sys.exit(report(peak_of) > 0)
+    sys.exit(report(peaks_of_cases) > 0)
 
 
 if __name__ == "__main__":
