@@ -54,7 +54,7 @@ from training.step import Batch, read_ahead, take_step
 
 def main() -> None:
     options = given(TrainConfig, doc=__doc__)
-    # Here and not above: nothing in this file needs what a run needs once, to begin.
+    # This loads what a run needs once, to begin. The loop below does not need it.
     from training.start import open_run
 
     with open_run(options) as job:
