@@ -62,7 +62,7 @@ from text.formats import CHUNK
 from text.landmarks import count_landmarks
 from text.merge import count, find_duplicates, merge, number_of_documents
 from text.ranks import Ranks, all_ranks, share_of
-from text.records import Tally, printable
+from text.records import CHAT, Tally, printable
 from text.replay import run_loader, sample_texts
 from text.settings import PrepareConfig, check_bad, cleaning, document_settings
 from text.sources import Source, find_sources
@@ -288,6 +288,9 @@ def write_set(
     meta = look.describe_set(encoder.info, splits, lengths, tally)
     if few:
         meta["few_documents"] = few
+    if any(shape.startswith(CHAT) for shape in tally.shapes):
+        for split, counts in splits.items():
+            counts["answers"] = look.count_answers(folder, meta, split, encoder.tokenizer)
     meta["landmarks"] = count_landmarks(folder, meta)
     meta |= {"sources": sources, "settings": document_settings(cfg)}
     write_whole(folder / "meta.json", json_bytes(sealed(meta)))

@@ -23,9 +23,19 @@ import numpy as np
 from configurator import UserError, note
 from hardware.disk import file_sha256, inside, unseal
 from hardware.terminal import ProgressBar
-from text.packing import ends_of, packed
+from text.chat import answers_of, marks_of
+from text.packing import packed, padded, places_of
 from text.tokenizer import Tokenizer, open_tokenizer
-from text.windows import DataSet, Documents, Loader, LossPer, PackedWindows, Windows
+from text.windows import (
+    Counting,
+    DataSet,
+    Documents,
+    Loader,
+    LossOn,
+    LossPer,
+    PackedWindows,
+    Windows,
+)
 
 FORMAT_VERSION = 2
 
@@ -123,6 +133,12 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as e:
         reason = f"{type(e).__name__}: {e}"
         raise UserError(f"{folder}/meta.json: its tokenizer entry is damaged ({reason})") from None
+
+
+def counts_of(meta: dict, split: str, loss_on: LossOn) -> dict:
+    """Return {tokens, bytes} of what is learned of a split."""
+    counts = meta["splits"][split]
+    return counts["answers"] if loss_on == "answers" else counts
 
 
 def tokenizer_id(info: dict) -> str:
@@ -295,24 +311,44 @@ def open_windows(
     seed: tuple[int, ...] = (0,),
     documents: Documents = "stream",
     loss_per: LossPer = "token",
+    loss_on: LossOn = "all",
 ) -> Windows:
-    """Open a split of a data set. Raises UserError if it is shorter than one window.
+    """Open a split of a data set.
 
-    If the places of its documents are needed, all of it is read, and must have its hash.
+    If the places of its documents or answers are needed, all of it is read, and must have its hash.
+    Raises UserError if it is shorter than one window, or has no answers to learn.
     """
     ids = open_split(data.folder, data.meta, split)
     if len(ids) < block_size + 1:
         size = f"{len(ids)} tokens, too few for block_size={block_size}"
         raise UserError(f"{data.name}/{split}.bin has {size}: lower it, or prepare more text")
     eos_id = data.meta["eos_id"]
-    ends = None
-    if documents == "pack" or loss_per == "document":
-        verify(data.folder, data.meta, split)
-        ends = ends_of(ids, eos_id)
-    weighed = ends if loss_per == "document" else None
-    if documents != "pack":
-        return Windows(ids, block_size, seed, weighed)
-    return PackedWindows(ids, block_size, seed, weighed, packed(ends, block_size), eos_id)
+    whole = documents in ("pack", "pad")
+    if not whole and loss_per == "token" and loss_on == "all":
+        return Windows(ids, block_size, seed, None)
+
+    verify(data.folder, data.meta, split)
+    tokenizer = load_tokenizer(data.folder)
+    places = places_of(ids, [eos_id, *marks_of(tokenizer)])
+    ends = places[ids[places] == eos_id]
+    answers = answers_of(ids, places, tokenizer) if loss_on == "answers" else None
+    if loss_on == "answers" and not len(answers):
+        advice = "it is for conversations: docs/chat.md"
+        raise UserError(f"loss_on=answers: {data.name}/{split}.bin has no answers; {advice}")
+    counting = None
+    if loss_per == "document" or loss_on == "answers":
+        counting = Counting(answers, ends if loss_per == "document" else None)
+    if not whole:
+        return Windows(ids, block_size, seed, counting)
+    plan = padded(ends, block_size) if documents == "pad" else packed(ends, block_size)
+    windows = PackedWindows(ids, block_size, seed, counting, plan, eos_id)
+    beyond = np.diff(ends, prepend=-1) - block_size  # tokens of each document
+    if n_longer := np.count_nonzero(beyond > 0):
+        where = "begin other windows"
+        if documents == "pad":
+            where = f"are left out: {beyond[beyond > 0].sum():,} tokens"
+        windows.cut = f"{n_longer:,} of {len(ends):,} documents are longer: their ends {where}"
+    return windows
 
 
 def train_loader(
@@ -321,11 +357,12 @@ def train_loader(
     seed: int,
     documents: Documents = "stream",
     loss_per: LossPer = "token",
+    loss_on: LossOn = "all",
 ) -> Loader:
     """Return the Loader over the training splits of the data sets, mixed by their weights."""
     splits = [
-        open_windows(data, "train", block_size, (seed, k), documents, loss_per)
+        open_windows(data, "train", block_size, (seed, k), documents, loss_per, loss_on)
         for k, data in enumerate(sets)
     ]
-    eos_id = None if documents == "stream" else sets[0].meta["eos_id"]
+    eos_id = sets[0].meta["eos_id"] if documents in ("mask", "pack") else None
     return Loader(splits, [data.weight for data in sets], eos_id)

@@ -5,6 +5,7 @@ how much of the files is finished and which place in the input that corresponds 
 """
 
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -21,13 +22,14 @@ import numpy as np
 from configurator import OneRankError, UserError
 from hardware.disk import Lock, json_bytes, sealed, unseal, write_whole
 from hardware.terminal import ProgressBar
+from text.chat import marks_of
 from text.dataset import id_type
 from text.formats import Chunk
 from text.pool import in_order
 from text.records import Cleaning, Tally, documents
 from text.settings import PrepareConfig, check_bad, foreseen, reader_of
 from text.sources import Source
-from text.tokenizer import Tokenizer, open_tokenizer
+from text.tokenizer import IM_END, IM_START, Tokenizer, open_tokenizer
 
 # One row for each document, in the order of the input.
 ROW = np.dtype(
@@ -66,6 +68,10 @@ class Encoder:
         self.eos = np.array([self.info["eos_id"]], self.dtype)
 
     @cached_property
+    def marks(self) -> list[int]:
+        return marks_of(self.tokenizer)
+
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         """Open the tokenizer at its first use, in the worker, which was sent only its path."""
         return open_tokenizer(self.file, self.info)
@@ -74,32 +80,65 @@ class Encoder:
         tally = Tally()
         rows: list[bytes] = []
         ids: dict[bool, list[np.ndarray]] = {False: [], True: []}  # of train.bin, of val.bin
-        texts = list(documents(chunk, self.cleaning, tally))
-        short = self.tokenizer.encode_all([text for _, text, _ in texts if len(text) <= SEGMENT])
-        for place, text, utf8 in texts:
+        read = list(documents(chunk, self.cleaning, tally))
+        pieces = [piece for document in read for piece in document.pieces]
+        short = self.tokenizer.encode_all([piece for piece in pieces if len(piece) <= SEGMENT])
+        for document in read:
             try:
-                is_long = len(text) > SEGMENT
-                tokens = self.encode(text) if is_long else next(short).astype(self.dtype)
+                encoded = self.encode_pieces(document.pieces, short)
+                tokens = self.with_marks(encoded)
             except ValueError as e:
-                tally.reject(place, str(e))
+                tally.reject(document.place, str(e))
                 continue
             if len(tokens) < self.min_tokens:
                 tally.dropped[f"fewer than {self.min_tokens} tokens"] += 1
                 continue
             if self.tokenizer.unk_id in tokens:
                 tally.changed["lost characters that the tokenizer has no token for"] += 1
-            digest = hashlib.sha256(utf8).digest()[:16]
+            digest = hashlib.sha256(document.utf8).digest()[:16]
             is_tried = digest[0] < 4  # one document in 64
-            if is_tried and self.tokenizer.decode(tokens.tolist()) != text:
+            if is_tried and self.changes(document.pieces, encoded):
                 tally.changed["its tokens decode to another text (1 in 64 is tried)"] += 1
             # Only the hash of its text decides the split of a document: if files are added or
             # reordered, it stays there.
             val = int.from_bytes(digest[:8], "big") < self.val_fraction * 2**64
             ids[val] += [tokens, self.eos]
-            length = len(tokens) + 1
-            rows.append(struct.pack("<16s3Q?", digest, length, len(utf8), len(text), val))
+            sizes = [len(tokens) + 1, len(document.utf8) - len(encoded) + 1]
+            sizes.append(sum(map(len, document.pieces)))
+            rows.append(struct.pack("<16s3Q?", digest, *sizes, val))
         table = np.frombuffer(b"".join(rows), ROW)
         return Encoded(table, b"".join(ids[False]), b"".join(ids[True]), tally)
+
+    def encode_pieces(self, pieces: list[str], short: Iterator[np.ndarray]) -> list[np.ndarray]:
+        """Return the ids (n,) of each piece; short: yields those of pieces of up to SEGMENT.
+
+        Raises ValueError if one has none. All others are still taken from `short`.
+        """
+        encoded = []
+        problems = []
+        for piece in pieces:
+            try:
+                encoded.append(next(short) if len(piece) <= SEGMENT else self.encode(piece))
+            except ValueError as e:
+                problems.append(e)
+        if problems:
+            raise problems[0]
+        return encoded
+
+    def with_marks(self, encoded: list[np.ndarray]) -> np.ndarray:
+        """Return the ids (n,) of a document: those of its pieces, with its marks between them."""
+        if len(encoded) == 1:
+            return encoded[0].astype(self.dtype)
+        if not self.marks:
+            missing = f"the tokenizer has no special tokens {IM_START} and {IM_END}"
+            raise UserError(f"{missing}, which a conversation needs: --tokenizer=train makes them")
+        marks = itertools.cycle([np.array([mark]) for mark in self.marks])
+        joined = itertools.chain.from_iterable(zip(marks, encoded[1:], strict=False))
+        return np.concatenate([encoded[0], *joined]).astype(self.dtype)
+
+    def changes(self, pieces: list[str], encoded: list[np.ndarray]) -> bool:
+        decoded = (self.tokenizer.decode(ids.tolist()) for ids in encoded)
+        return any(text != piece for text, piece in zip(decoded, pieces, strict=True))
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids (n,) of a text. A long one is encoded in segments."""

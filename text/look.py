@@ -12,10 +12,14 @@ import numpy as np
 
 from configurator import UserError
 from hardware.terminal import plural
+from text.chat import answers_of, marks_of
 from text.dataset import FORMAT_VERSION, id_type, load_tokenizer, open_split
+from text.packing import STRETCH, places_of
 from text.records import Tally
 from text.settings import PrepareConfig
 from text.sources import Source
+from text.tokenizer import Tokenizer
+from text.windows import Counting
 
 
 def no_documents(tally: Tally) -> str:
@@ -75,11 +79,38 @@ def describe_sources(
     return files + skipped
 
 
+def count_answers(folder: Path, meta: dict, split: str, tokenizer: Tokenizer) -> dict[str, int]:
+    """Return how many tokens loss_on=answers learns of a split, and the bytes of their text."""
+    ids = open_split(folder, meta, split)
+    places = places_of(ids, [meta["eos_id"], *marks_of(tokenizer)])
+    counting = Counting(answers_of(ids, places, tokenizer), None)
+    counts = np.zeros(tokenizer.vocab_size, np.int64)  # of each token in an answer
+    for start in range(0, len(ids), STRETCH):
+        stretch = ids[start : start + STRETCH]
+        is_learned = counting.weights(np.arange(start, start + len(stretch))) > 0
+        counts += np.bincount(stretch[is_learned], minlength=len(counts))
+    sizes = [len(tokenizer.token_bytes(token)) for token in range(len(counts))]
+    return {"tokens": int(counts.sum()), "bytes": int(counts @ sizes)}
+
+
+def marked(ids: np.ndarray, tokenizer: Tokenizer) -> str:
+    """Return the text of a document (n,). What loss_on=answers learns of it stands in [[ ]]."""
+    places = np.flatnonzero(np.isin(ids, marks_of(tokenizer)))
+    parts = np.split(ids, answers_of(ids, places, tokenizer))
+    texts = [tokenizer.decode(part.tolist()) for part in parts]
+    return "".join(f"[[{text}]]" if i % 2 else text for i, text in enumerate(texts))
+
+
 def first_document(folder: Path, meta: dict) -> str:
     """Return the lines of the report that show how the first document was encoded."""
     ((_, text),) = document_texts(folder, meta, "train", "first", 1)
+    heading = "  the first document, decoded back from its ids"
+    if "answers" in meta["splits"]["train"]:
+        shown = text[:1000] + (" ..." if len(text) > 1000 else "")
+        shown = "\n".join(f"    {line}" for line in shown.split("\n"))
+        return f"{heading}; --loss_on=answers learns what is in [[ ]]:\n{shown}"
     ellipsis = " ..." if len(text) > 300 else ""
-    return f"  the first document, decoded back from its ids:\n    {text[:300]!r}{ellipsis}"
+    return f"{heading}:\n    {text[:300]!r}{ellipsis}"
 
 
 def report(meta: dict, folder: Path) -> str:
@@ -114,6 +145,12 @@ def report_splits(splits: dict[str, dict], n_cut: int) -> list[str]:
         documents = plural(s["documents"], "document")
         tokens = f"{s['tokens']:>14,} tokens"
         lines.append(f"  {split:<6} {documents:>20} {tokens} {s['bytes']:>14,} bytes of text")
+    if answers := {split: s["answers"]["tokens"] for split, s in splits.items() if "answers" in s}:
+        counts = ", ".join(
+            f"{n:,} tokens of {split} ({n / splits[split]['tokens']:.0%})"
+            for split, n in answers.items()
+        )
+        lines.append(f"  --loss_on=answers learns {counts}")
     characters = sum(s["characters"] for s in splits.values())
     if n_cut:
         last = f"the last {splits['val']['characters']:,} of {characters:,} characters"
@@ -196,7 +233,7 @@ def document_texts(
             begin -= 1
         while ids[end] != eos_id:
             end += 1
-        text = tokenizer.decode(ids[begin : min(end, begin + limit)].tolist())
+        text = marked(ids[begin : min(end, begin + limit)], tokenizer)
         if end - begin > limit:
             text += f" ... and {end - begin - limit:,} more tokens"
         yield f"{split}, tokens {begin:,} to {end:,}, then eos", text

@@ -86,11 +86,22 @@ def pack(ends: np.ndarray, start: int, T: int) -> tuple[np.ndarray, np.ndarray]:
     return np.append(windows, pieces), per_window
 
 
-def ends_of(ids: np.ndarray, eos_id: int) -> np.ndarray:
-    """Return where the eos of each document of a split is, (documents,). All tokens are read."""
+def padded(ends: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the plan, as packed() does, of windows with one document each.
+
+    A document with more than T inputs is cut: its end is not in the plan.
+    """
+    pieces = np.empty(len(ends), PIECE)
+    pieces["first"] = np.append(0, ends[:-1] + 1)
+    pieces["count"] = np.minimum(ends + 1 - pieces["first"], T)
+    return pieces, np.arange(len(ends) + 1)
+
+
+def places_of(ids: np.ndarray, tokens: list[int]) -> np.ndarray:
+    """Return where these tokens are in a split, in their order. All of it is read."""
     starts = ProgressBar("finding documents", range(0, len(ids), STRETCH))
-    ends = [np.flatnonzero(ids[start : start + STRETCH] == eos_id) + start for start in starts]
-    return np.concatenate(ends)
+    places = [np.flatnonzero(np.isin(ids[s : s + STRETCH], tokens)) + s for s in starts]
+    return np.concatenate(places)
 
 
 def packed(ends: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:

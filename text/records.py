@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from text.chat import chatml, turns_of
 from text.demo import documentation
 from text.formats import Chunk, Lines
 
@@ -26,13 +27,15 @@ CONTROL = re.compile("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\ufeff]")
 
 # The version of the rules by which a file becomes records, and a record a text. What an interrupted
 # run did by other rules is done again.
-RULES = 4
+RULES = 5
 
 FIELD = re.compile(r"\{([^{}]+)\}")  # in a template of --fields
 
 # All fields that hold text in one of the shapes that record_text() knows.
 TEXT_FIELDS = set("title summary sections content text".split())
-TEXT_FIELDS |= set("prompt completion instruction input output".split())
+TEXT_FIELDS |= set("prompt completion instruction input output system history".split())
+CHAT = "conversations"  # stands before the shapes that are
+IN_MESSAGES = ("reasoning_content", "tools", "tool_calls")  # fields that are not read either
 
 
 class Cleaning(NamedTuple):
@@ -41,6 +44,16 @@ class Cleaning(NamedTuple):
     fields: str = ""
     normalize: str = "none"
     drop_control: bool = False
+    chat: bool = False
+
+
+class Document(NamedTuple):
+    """A document before it becomes tokens."""
+
+    place: str  # where it comes from
+    # Its text. That of a conversation is cut where its marks stand, which are no text (chat.py).
+    pieces: list[str]
+    utf8: bytes  # of its text; 0xFF, which is not UTF-8, stands for each mark
 
 
 @dataclass
@@ -73,24 +86,21 @@ class Tally:
 # From a chunk to documents
 
 
-def documents(chunk: Chunk, cleaning: Cleaning, tally: Tally) -> Iterator[tuple[str, str, bytes]]:
-    """Yield (place, text, the text in UTF-8) for each document in a chunk.
-
-    All records are counted in `tally`.
-    """
+def documents(chunk: Chunk, cleaning: Cleaning, tally: Tally) -> Iterator[Document]:
+    """Yield each document in a chunk. All records are counted in `tally`."""
     records = (unpacked(chunk.kind, place, record) for place, record in chunk.records)
     for place, record in itertools.chain.from_iterable(records):
         tally.records += 1
         try:
-            text, shape = understand(chunk.kind, record, cleaning.fields, tally)
-            text = clean(text, cleaning, tally)
-            utf8 = to_utf8(text)
+            pieces, shape = understand(chunk.kind, record, cleaning, tally)
+            pieces = [clean(piece, cleaning, tally) for piece in pieces]
+            utf8 = b"\xff".join(map(to_utf8, pieces))
         except ValueError as e:
             tally.reject(place, str(e))
             continue
         tally.shapes[shape] += 1
-        if text.strip(BLANK):
-            yield place, text, utf8
+        if any(piece.strip(BLANK) for piece in pieces):
+            yield Document(place, pieces, utf8)
         else:
             tally.dropped["empty"] += 1
 
@@ -113,21 +123,53 @@ def unpacked(kind: str, place: str, record: Any) -> Iterator[tuple[str, Any]]:
         yield place, record
 
 
-def understand(kind: str, record: Any, fields: str, tally: Tally) -> tuple[str, str]:
-    """Return (text, shape) of a record from the Reader. Raises ValueError with what is wrong."""
+def understand(kind: str, record: Any, cleaning: Cleaning, tally: Tally) -> tuple[list[str], str]:
+    """Return (pieces, shape) of a record from the Reader. Raises ValueError with what is wrong."""
     if isinstance(record, ValueError):
         raise record
     if kind in ("txt", "md"):
-        return record, "plain text"
+        return [record], "plain text"
     if kind in ("jsonl", "ndjson"):
         try:
             record = json.loads(record)
         except (ValueError, RecursionError):
             raise ValueError("not valid JSON") from None
-    text, shape = record_text(record, fields)
-    if not fields:
+    if not cleaning.fields and isinstance(record, dict):
+        messages, shape = conversation_in(record, cleaning.chat)
+        if shape:
+            tally.unread.update(unread_fields(record, shape) + unread_in(messages))
+            return chatml(turns_of(messages)), f"{CHAT} {shape}"
+    text, shape = record_text(record, cleaning.fields)
+    if not cleaning.fields:
         tally.unread.update(unread_fields(record, shape))
-    return text, shape
+    return [text], shape
+
+
+def conversation_in(record: dict, chat: bool) -> tuple[Any, str]:
+    """Return (messages, shape) of a record that is a conversation; the shape is "" if it is none.
+
+    chat: take a question and its answer for a conversation. A field `system` is its first message.
+    """
+    system = [{"role": "system", "content": record.get("system")}] if record.get("system") else []
+    used = "system, " if system else ""
+    for key in ("messages", "conversations"):
+        if key in record:
+            messages = record[key]
+            return system + messages if isinstance(messages, list) else messages, f"{{{used}{key}}}"
+    if chat:
+        for names in (("instruction", "input", "output"), ("prompt", "completion")):
+            if isinstance(record.get(names[0]), str) and isinstance(record.get(names[-1]), str):
+                question = "\n".join(filter(None, (get(record, name) for name in names[:-1])))
+                messages = [("user", question), ("assistant", record[names[-1]])]
+                messages = [{"role": role, "content": content} for role, content in messages]
+                return system + messages, f"{{{used}{', '.join(names)}}}"
+    return None, ""
+
+
+def unread_in(messages: Any) -> list[str]:
+    """Return the fields of messages that are not read, once each."""
+    dicts = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+    return [f"{key} of messages" for key in IN_MESSAGES if any(m.get(key) for m in dicts)]
 
 
 def unread_fields(record: dict, shape: str) -> list[str]:
@@ -195,8 +237,6 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str]:
         parts = [get(record, key) for key in ("instruction", "input", "output")]
         return "\n".join(filter(None, parts)), "{instruction, input, output}"
     names = printable(", ".join(map(str, record)))[:80]
-    if record.keys() & {"conversations", "messages"}:
-        raise ValueError(f"{{{names}}} is chat data: a later version will read it")
     raise ValueError(f"{{{names}}} is no known shape: give --fields=question,answer")
 
 

@@ -10,7 +10,7 @@ from text.records import FIELD, RULES, Cleaning, Tally
 from text.sources import Source
 
 MADE_HERE = ("train", "char", "byte")  # values of tokenizer that name no existing tokenizer
-LEAST = 260  # vocab_size: 256 bytes, three special tokens and a character
+LEAST = 262  # vocab_size: 256 bytes, five special tokens and a character
 InputFormat = Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"]
 
 
@@ -22,6 +22,7 @@ class PrepareConfig:
     input: tuple[str, ...] = ()  # files, folders, globs, URLs, or - for standard input; none: demo
     format: InputFormat = "auto"  # format of every input file; auto: by the file's name
     fields: str = ""  # question,answer or a template '{question} {answer}'; default: known shapes
+    chat: bool = False  # an instruction or prompt and its answer are a conversation, like messages
     txt: Literal["file", "block", "line"] = "file"  # one document per file, block or line of .txt
     encoding: str = "utf-8"  # of every input file; gb18030 also reads GBK and GB2312
     # ---- Cleaning: off by default; the report counts what was changed or left out ----
@@ -38,7 +39,7 @@ class PrepareConfig:
     val_fraction: float = 0.01  # share of val.bin: documents chosen by a hash, or the end of a text
     # ---- Tokenizer ----
     tokenizer: str = "train"  # train, char, byte, a name (gpt2), a .model or .tiktoken, a folder
-    vocab_size: int = 4096  # number of tokens, for --tokenizer=train; at least 260
+    vocab_size: int = 4096  # number of tokens, for --tokenizer=train; at least 262
     train_mb: int = 10  # million characters sampled to train a tokenizer; 50 for a large vocabulary
     # ---- Work ----
     workers: int = 0  # number of worker processes; 0: one for each core
@@ -79,7 +80,7 @@ def is_encoding(name: str) -> bool:
 
 
 def cleaning(cfg: PrepareConfig) -> Cleaning:
-    return Cleaning(cfg.fields, cfg.normalize, cfg.drop_control)
+    return Cleaning(cfg.fields, cfg.normalize, cfg.drop_control, cfg.chat)
 
 
 def reader_of(sources: list[Source], cfg: PrepareConfig, file: int = 0, record: int = 0) -> Reader:
@@ -88,7 +89,7 @@ def reader_of(sources: list[Source], cfg: PrepareConfig, file: int = 0, record: 
 
 def document_settings(cfg: PrepareConfig) -> dict:
     """Return the settings that decide the documents of a data set, and the version of the rules."""
-    names = "format fields txt encoding min_tokens dedup normalize drop_control val_fraction"
+    names = "format fields chat txt encoding min_tokens dedup normalize drop_control val_fraction"
     settings = {name: getattr(cfg, name) for name in (*names.split(), "max_record_mb")}
     return settings | {"rules": RULES}
 

@@ -8,7 +8,9 @@ Both classes have the same attributes and methods:
                           data ends a document and so comes before the next one
     encode(text)          -> ids (n,), without the prefix
     encode_all(texts)     -> an iterator of the ids of each text; faster for many texts
-    decode(ids), token_bytes(id)
+    decode(ids)           -> their text, for people: a mark of a conversation is its name
+    token_bytes(id)       -> what a token adds to a text: nothing, if it is special
+    special_id(name)      -> the id of the special token of this name; -1: there is none
     save(folder)          -> what meta.json says about the tokenizer
 
 hf_tokenizer.py converts both to and from Hugging Face's files. This module needs no torch.
@@ -26,6 +28,8 @@ import numpy as np
 
 from configurator import UserError
 
+# The marks of a conversation: text/chat.py.
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 MAX_ID = (1 << 24) - 1  # the largest id of a token that is accepted
 
 
@@ -134,7 +138,22 @@ class SentencePiece:
         return [i for i in range(self.vocab_size) if not any(is_kind(i) for is_kind in kinds)]
 
     def decode(self, ids: list[int]) -> str:
-        return self.sp.decode(ids)
+        """Return the text of these ids. The marks of a conversation stand in it by their names."""
+        names = {self.special_id(name): name for name in (IM_START, IM_END)}
+        parts: list[list[int]] = [[]]
+        marks = []
+        for token in ids:
+            if token in names:
+                marks.append(names[token])
+                parts.append([])
+            else:
+                parts[-1].append(token)
+        texts = map(self.sp.decode, parts)
+        return "".join(mark + text for mark, text in zip(["", *marks], texts, strict=True))
+
+    def special_id(self, name: str) -> int:
+        token = self.sp.piece_to_id(name)
+        return token if self.sp.is_control(token) else -1
 
     def token_bytes(self, token: int) -> bytes:
         """Return the UTF-8 that a token adds to a text; a Chinese character can take 3 tokens."""
@@ -262,6 +281,9 @@ class Tiktoken:
 
     def decode(self, ids: list[int]) -> str:
         return self.encoding.decode(ids)
+
+    def special_id(self, name: str) -> int:
+        return self.encoding._special_tokens.get(name, -1)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token adds to a text: none for a special token."""

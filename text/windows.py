@@ -10,6 +10,7 @@ The documents of a data set stand one after the other, each followed by an eos. 
     stream  a window begins and ends anywhere, and a token sees all tokens before it in the window
     mask    the same windows, but a token only sees those of its own document
     pack    windows are filled with whole documents (packing.py), with the same mask
+    pad     each window has one document; one that is longer is cut
 
 text/dataset.py opens the files. Here is only what becomes of their tokens.
 """
@@ -22,8 +23,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-Documents = Literal["stream", "mask", "pack"]
+Documents = Literal["stream", "mask", "pack", "pad"]
 LossPer = Literal["token", "document"]
+LossOn = Literal["all", "answers"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,37 @@ class Rows(NamedTuple):
     eos_id: int | None  # a token sees only its own document, which an eos begins; None: all before
 
 
+class Counting:
+    """How much the loss of each token of a split counts. The mean of those that count is 1.
+
+    answers: where each answer begins and where it ends, in turn, (2 n,), if only their tokens shall
+    count; None: all do. ends: where the eos of each document is, (documents,), if each document
+    shall count as much as the others; None: each token shall.
+    """
+
+    def __init__(self, answers: np.ndarray | None, ends: np.ndarray | None):
+        self.answers = answers
+        self.ends = ends
+        if ends is not None:
+            bounds = np.append(-1, ends) + 1  # where documents begin and end
+            counted = bounds  # how many tokens that count stand before each of these
+            if answers is not None:
+                before = np.append(0, (answers[1::2] - answers[::2]).cumsum())
+                counted = before[np.searchsorted(answers[::2], bounds)]
+            self.lengths = np.maximum(1, np.diff(counted))  # (documents,), in tokens that count
+            self.mean_length = counted[-1] / np.count_nonzero(np.diff(counted))
+
+    def weights(self, targets: np.ndarray) -> np.ndarray:
+        """Return the weights (T,) of the tokens at these places of the split, (T,)."""
+        weights = np.ones(len(targets), np.float32)
+        if self.answers is not None:
+            # Up to a token of an answer, there is an odd number of begins and ends.
+            weights *= np.searchsorted(self.answers, targets, side="right") % 2
+        if self.ends is not None:
+            weights = weights * self.mean_length / self.lengths[np.searchsorted(self.ends, targets)]
+        return weights
+
+
 class Windows:
     """An endless sequence of windows over one split: T + 1 tokens each, and T tokens apart.
 
@@ -53,16 +86,17 @@ class Windows:
     The sequence consists of epochs. Each epoch visits every window once. The order of the windows
     and the offset of the first window are drawn anew for each epoch, from (seed, epoch).
 
-    tokens: all token ids of the split, (n,). block_size: T. ends: where the eos of each document
-    is, (documents,), if each document shall count as much as the others; None: each token shall.
+    tokens: all token ids of the split, (n,). block_size: T. counting: how much each target counts;
+    None: all count alike.
     """
 
-    def __init__(self, tokens: np.ndarray, block_size: int, seed: tuple, ends: np.ndarray | None):
+    def __init__(self, tokens: np.ndarray, block_size: int, seed: tuple, counting: Counting | None):
         self.tokens = tokens
         self.block_size = block_size
         self.seed = seed
-        self.ends = ends
-        self.weighted = ends is not None  # whether the targets of a window may count differently
+        self.counting = counting
+        self.weighted = counting is not None
+        self.cut = ""  # what becomes of documents that are longer than a window, in words
         self.spacing = block_size  # from the start of one window to that of the next
         # Windows in an epoch: as many as fit at every offset from 0 to T - 1.
         self.n_windows = max(1, (len(tokens) - block_size) // block_size)
@@ -102,22 +136,14 @@ class Windows:
         return np.arange(start + 1, start + 1 + self.block_size)
 
     def weights(self, start: int) -> np.ndarray:
-        """Return how much the loss of each target of a window counts, (T,).
-
-        On average over the split this is 1. If each document shall count as much as the others, the
-        weight of a token is the average length of the documents, divided by that of its own.
-        """
+        """Return how much the loss of each target of a window counts, (T,)."""
         targets = self.targets(start)
-        counts = (targets >= 0).astype(np.float32)
-        if self.ends is None:
-            return counts
-        document = np.searchsorted(self.ends, targets)
-        previous = np.where(document > 0, self.ends[document - 1], -1)  # where its eos is
-        return counts * (len(self.tokens) / len(self.ends)) / (self.ends[document] - previous)
+        is_target = (targets >= 0).astype(np.float32)
+        return is_target if self.counting is None else is_target * self.counting.weights(targets)
 
 
 class PackedWindows(Windows):
-    """Windows that are filled with whole documents, as packing.py has planned them.
+    """Windows that are filled with whole documents, as packing.py has planned them: pack and pad.
 
     Each epoch visits them in another order. `start` is the number of a window in the plan.
 
@@ -129,11 +155,11 @@ class PackedWindows(Windows):
         tokens: np.ndarray,
         block_size: int,
         seed: tuple,
-        ends: np.ndarray | None,
+        counting: Counting | None,
         plan: tuple[np.ndarray, np.ndarray],
         eos_id: int,
     ):
-        super().__init__(tokens, block_size, seed, ends)
+        super().__init__(tokens, block_size, seed, counting)
         self.pieces, self.bounds = plan
         self.eos_id = eos_id
         self.n_windows = self.n_fixed = len(self.bounds) - 1

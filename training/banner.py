@@ -49,7 +49,7 @@ def banner(
     attention = attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype, c.dropout)
     if machine.device.type == "cuda" and attention == "math":
         attention += ": warning: slow, no fused kernel takes this head_dim and dtype here"
-    if cfg.documents != "stream":
+    if loader.eos_id is not None:
         attention = f"within a document: {share_within(loader):.0%} of the T x T pairs of tokens"
     size = needed(model, one_step)
     room = capacity(machine.device)
@@ -57,6 +57,7 @@ def banner(
     rows = {
         "settings": " ".join(f"{k}={v}" for k, v in changes(cfg).items()),
         "data": "; ".join(data_text(data, tokens) for data in sets) + f"; vocabulary {V:,}",
+        "windows": "; ".join(filter(None, (windows.cut for windows in loader.splits))),
         "batch": f"{cfg.batch_tokens:,} tokens a step asked, {plan.step_tokens:,} actual = {batch}",
         "length": f"{plan.steps:,} optimization steps = {tokens:,} tokens"
         f" = {tokens / plan.epoch_tokens:.2f} epochs",
@@ -82,7 +83,7 @@ def banner(
         rows["GPUs"] = f"1 of {gpus} is used; to use all: {command}"
     if plan.begun_step == 0 and cfg.init_from in ("scratch", "auto"):
         rows["first loss"] = f"ln({V}) = {math.log(V):.2f} expected"
-    return "\n".join(row(f"{key:>11}: ", value) for key, value in rows.items())
+    return "\n".join(row(f"{key:>11}: ", value) for key, value in rows.items() if value)
 
 
 def slow_steps(flops: float, peak: float | None) -> str:

@@ -87,7 +87,7 @@ class Step:
             average=cfg.average > 0,
             shard=cfg.shard,
             recompute=cfg.recompute == "blocks",
-            documents=cfg.documents != "stream",
+            documents=cfg.documents in ("mask", "pack"),
         )
 
     @property

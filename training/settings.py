@@ -12,7 +12,7 @@ from typing import Literal
 
 from configurator import UserError, names_elsewhere
 from model import ACTIVATIONS, INIT, PRESETS, GPTConfig
-from text.windows import Documents, LossPer
+from text.windows import Documents, LossOn, LossPer
 
 # Each setting stands in the class of what it concerns: these classes answer which settings two runs
 # must share to train alike, and which may differ from one computer to another.
@@ -42,8 +42,9 @@ class Training:
     dataset: str = ""  # in data_dir; wiki:0.7,code:0.3 mixes two; none: the one prepared last
     seed: int = 1337  # seed of the initial weights, the data order and dropout
     block_size: int = 1024  # T, tokens in a sequence
-    documents: Documents = "stream"  # mask, pack: keep documents apart in a window (docs/data.md)
+    documents: Documents = "stream"  # mask, pack, pad: keep documents apart (docs/data.md)
     loss_per: LossPer = "token"  # what counts as much as each other: a token, or a document
+    loss_on: LossOn = "all"  # answers: of conversations, learn only what the assistant says
     # ---- Model ----
     preset: Literal[tuple(PRESETS)] = "gpt2"  # positions, norms, and what says preset: model.py
     n_layer: int = 12  # number of blocks

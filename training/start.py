@@ -198,11 +198,12 @@ def build(described: Description, machine: Machine, folder: Path, lock: Lock | N
 def open_data(cfg: TrainConfig) -> Data:
     sets = open_datasets(cfg.dataset, cfg.data_dir)
     T = cfg.block_size
+    on = cfg.loss_on
     return Data(
-        loader=train_loader(sets, T, cfg.seed, cfg.documents, cfg.loss_per),
-        val_windows=[open_windows(data, "val", T) for data in sets],
-        val_documents=[open_windows(data, "val", T, documents="pack") for data in sets],
-        train_windows=[open_windows(data, "train", T) for data in sets],
+        loader=train_loader(sets, T, cfg.seed, cfg.documents, cfg.loss_per, on),
+        val_windows=[open_windows(data, "val", T, loss_on=on) for data in sets],
+        val_documents=[open_windows(data, "val", T, documents="pack", loss_on=on) for data in sets],
+        train_windows=[open_windows(data, "train", T, loss_on=on) for data in sets],
         sets=sets,
         tokenizer=load_tokenizer(sets[0].folder),
         check=partial(check_files, sets, opened_files(sets)),

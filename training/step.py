@@ -150,7 +150,8 @@ def take_step(
     if batch.weights is not None:
         # So far the weighted losses were divided by the number of targets. Divide by the mean of
         # the weights instead: it differs from step to step, and is 1 only on average.
-        factor = machine.world / all_sum(mean_weight)
+        # If nothing in the step counts, as between two answers, the gradient is 0.
+        factor = machine.world / all_sum(mean_weight).clamp(min=1e-12)
         mean_loss *= factor
         torch._foreach_mul_([part(p.grad) for p in parameters], factor)
     grad_norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
