@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from text.dataset import DataSet, open_split
+from text.windows import LossOn
 
 D = 0.75
 STRETCH = 1 << 18  # tokens that are read at a time
@@ -81,15 +82,16 @@ def count_pairs(ids: np.ndarray, V: int, most_pairs: int) -> tuple[np.ndarray, n
     return np.unique(np.concatenate(pairs), return_counts=True)
 
 
-def mixed_landmarks(sets: list[DataSet]) -> dict[str, float]:
+def mixed_landmarks(sets: list[DataSet], loss_on: LossOn) -> dict[str, float]:
     """Return name -> loss of the landmarks of the data sets of a run, in nats per token.
 
     In a mixture, each is the mean over the data sets, weighted by their shares. A data set with a
-    split of one token has none but ln V: then that is all.
+    split of one token has none but ln V: then that is all. So it is if only answers are learned, of
+    which nothing was counted.
     """
     mixed = {"uniform": math.log(sets[0].meta["vocab_size"])}
     counted = [data.meta["landmarks"] for data in sets]
-    if all(counted):
+    if all(counted) and loss_on == "all":
         for name in ("unigram", "bigram"):
             pairs = zip(sets, counted, strict=True)
             mixed[name] = sum(float(data.weight) * of_set[name] for data, of_set in pairs)

@@ -380,7 +380,7 @@ def first_records(
         "step_samples": plan.step_tokens // cfg.block_size,
         "steps": plan.steps,
         "data": {data.name: data.meta["splits"]["train"]["sha256"] for data in sets},
-        "landmarks": mixed_landmarks(sets),
+        "landmarks": mixed_landmarks(sets, cfg.loss_on),
     }
     recorded = next((r for r in reversed(records) if "settings" in r), {})
     if any(recorded.get(key) != value for key, value in run.items()):
