@@ -40,9 +40,7 @@ def turns_of(messages: Any) -> list[tuple[str, str]]:
         if role is None:
             raise ValueError(f"message {number}: the role {name!r} is not system, user, assistant")
         if not isinstance(content, str | None):
-            raise ValueError(
-                f"message {number}: its content is a {type(content).__name__}"
-            )
+            raise ValueError(f"message {number}: its content is a {type(content).__name__}")
         is_empty = content is None or not content.strip()
         if role == "system" and number == 1 and is_empty:
             continue

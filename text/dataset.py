@@ -24,7 +24,7 @@ from configurator import UserError, note
 from hardware.disk import file_sha256, inside, unseal
 from hardware.terminal import ProgressBar
 from text.chat import answers_of, marks_of
-from text.packing import packed, padded, places_of
+from text.packing import Counting, packed, padded, places_of
 from text.tokenizer import Tokenizer, open_tokenizer
 from text.windows import (
     Counting,
@@ -133,12 +133,6 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as e:
         reason = f"{type(e).__name__}: {e}"
         raise UserError(f"{folder}/meta.json: its tokenizer entry is damaged ({reason})") from None
-
-
-def counts_of(meta: dict, split: str, loss_on: LossOn) -> dict:
-    """Return {tokens, bytes} of what is learned of a split."""
-    counts = meta["splits"][split]
-    return counts["answers"] if loss_on == "answers" else counts
 
 
 def tokenizer_id(info: dict) -> str:

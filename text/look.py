@@ -14,12 +14,11 @@ from configurator import UserError
 from hardware.terminal import plural
 from text.chat import answers_of, marks_of
 from text.dataset import FORMAT_VERSION, id_type, load_tokenizer, open_split
-from text.packing import STRETCH, places_of
+from text.packing import STRETCH, Counting, places_of
 from text.records import Tally
 from text.settings import PrepareConfig
 from text.sources import Source
 from text.tokenizer import Tokenizer
-from text.windows import Counting
 
 
 def no_documents(tally: Tally) -> str:

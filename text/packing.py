@@ -1,4 +1,4 @@
-"""Windows that are filled with whole documents, and where the documents of a split end.
+"""Windows that are filled with whole documents, and how much the tokens of a split count.
 
 A document of n tokens is followed by its eos, and so gives n + 1 targets: each of its tokens, and
 the eos. Their inputs are the eos before the document and its n tokens. So here an eos *begins* a
@@ -95,6 +95,37 @@ def padded(ends: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray]:
     pieces["first"] = np.append(0, ends[:-1] + 1)
     pieces["count"] = np.minimum(ends + 1 - pieces["first"], T)
     return pieces, np.arange(len(ends) + 1)
+
+
+class Counting:
+    """How much the loss of each token of a split counts. The mean of those that count is 1.
+
+    answers: where each answer begins and where it ends, in turn, (2 n,), if only their tokens shall
+    count; None: all do. ends: where the eos of each document is, (documents,), if each document
+    shall count as much as the others; None: each token shall.
+    """
+
+    def __init__(self, answers: np.ndarray | None, ends: np.ndarray | None):
+        self.answers = answers
+        self.ends = ends
+        if ends is not None:
+            bounds = np.append(-1, ends) + 1  # where documents begin and end
+            counted = bounds  # how many tokens that count stand before each of these
+            if answers is not None:
+                before = np.append(0, (answers[1::2] - answers[::2]).cumsum())
+                counted = before[np.searchsorted(answers[::2], bounds)]
+            self.lengths = np.maximum(1, np.diff(counted))  # (documents,), in tokens that count
+            self.mean_length = counted[-1] / np.count_nonzero(np.diff(counted))
+
+    def weights(self, targets: np.ndarray) -> np.ndarray:
+        """Return the weights (T,) of the tokens at these places of the split, (T,)."""
+        weights = np.ones(len(targets), np.float32)
+        if self.answers is not None:
+            # Up to a token of an answer, there is an odd number of begins and ends.
+            weights *= np.searchsorted(self.answers, targets, side="right") % 2
+        if self.ends is not None:
+            weights = weights * self.mean_length / self.lengths[np.searchsorted(self.ends, targets)]
+        return weights
 
 
 def places_of(ids: np.ndarray, tokens: list[int]) -> np.ndarray:

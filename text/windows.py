@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,11 @@ class DataSet:
     meta: dict
     weight: Fraction  # its share of the run's windows; all weights add up to 1
 
+    def learned(self, split: str, loss_on: LossOn) -> dict[str, int]:
+        """Return {tokens, bytes} of what is learned of a split."""
+        counts = self.meta["splits"][split]
+        return counts["answers"] if loss_on == "answers" else counts
+
 
 class Rows(NamedTuple):
     """Windows as the model reads them."""
@@ -44,37 +49,6 @@ class Rows(NamedTuple):
     ids: np.ndarray  # (B, T + 1); -1: padding
     weights: np.ndarray | None  # (B, T): how much the loss of each target counts; None: all alike
     eos_id: int | None  # a token sees only its own document, which an eos begins; None: all before
-
-
-class Counting:
-    """How much the loss of each token of a split counts. The mean of those that count is 1.
-
-    answers: where each answer begins and where it ends, in turn, (2 n,), if only their tokens shall
-    count; None: all do. ends: where the eos of each document is, (documents,), if each document
-    shall count as much as the others; None: each token shall.
-    """
-
-    def __init__(self, answers: np.ndarray | None, ends: np.ndarray | None):
-        self.answers = answers
-        self.ends = ends
-        if ends is not None:
-            bounds = np.append(-1, ends) + 1  # where documents begin and end
-            counted = bounds  # how many tokens that count stand before each of these
-            if answers is not None:
-                before = np.append(0, (answers[1::2] - answers[::2]).cumsum())
-                counted = before[np.searchsorted(answers[::2], bounds)]
-            self.lengths = np.maximum(1, np.diff(counted))  # (documents,), in tokens that count
-            self.mean_length = counted[-1] / np.count_nonzero(np.diff(counted))
-
-    def weights(self, targets: np.ndarray) -> np.ndarray:
-        """Return the weights (T,) of the tokens at these places of the split, (T,)."""
-        weights = np.ones(len(targets), np.float32)
-        if self.answers is not None:
-            # Up to a token of an answer, there is an odd number of begins and ends.
-            weights *= np.searchsorted(self.answers, targets, side="right") % 2
-        if self.ends is not None:
-            weights = weights * self.mean_length / self.lengths[np.searchsorted(self.ends, targets)]
-        return weights
 
 
 class Windows:
@@ -86,11 +60,11 @@ class Windows:
     The sequence consists of epochs. Each epoch visits every window once. The order of the windows
     and the offset of the first window are drawn anew for each epoch, from (seed, epoch).
 
-    tokens: all token ids of the split, (n,). block_size: T. counting: how much each target counts;
-    None: all count alike.
+    tokens: all token ids of the split, (n,). block_size: T. counting: of
+    packing.py, how much each target counts; None: all count alike.
     """
 
-    def __init__(self, tokens: np.ndarray, block_size: int, seed: tuple, counting: Counting | None):
+    def __init__(self, tokens: np.ndarray, block_size: int, seed: tuple, counting: Any):
         self.tokens = tokens
         self.block_size = block_size
         self.seed = seed
@@ -155,7 +129,7 @@ class PackedWindows(Windows):
         tokens: np.ndarray,
         block_size: int,
         seed: tuple,
-        counting: Counting | None,
+        counting: Any,
         plan: tuple[np.ndarray, np.ndarray],
         eos_id: int,
     ):

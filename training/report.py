@@ -22,7 +22,6 @@ from torch.amp import GradScaler
 from configurator import columns, folded
 from hardware.machine import Machine
 from hardware.terminal import ProgressBar, in_a_terminal, quoted
-from text.dataset import counts_of
 from text.windows import DataSet
 from training.metrics import MetricsFile, Watch, spike
 from training.plan import Plan, Progress
@@ -190,7 +189,7 @@ class Metrics:
             mean[key] = sum(float(data.weight) * loss for data, loss in pairs)
             if len(pairs) > 1:
                 by_set |= {f"{key}/{data.name}": loss for data, loss in pairs}
-        counts = [(d.weight, counts_of(d.meta, "val", self.cfg.loss_on)) for d in self.sets]
+        counts = [(d.weight, d.learned("val", self.cfg.loss_on)) for d in self.sets]
         token_bytes = sum(weight * val["bytes"] / val["tokens"] for weight, val in counts)
         ppl, bits_per_byte, units = in_other_units(mean["val_loss"], float(token_bytes))
 
