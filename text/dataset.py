@@ -27,7 +27,6 @@ from text.chat import answers_of, marks_of
 from text.packing import Counting, packed, padded, places_of
 from text.tokenizer import Tokenizer, open_tokenizer
 from text.windows import (
-    Counting,
     DataSet,
     Documents,
     Loader,
