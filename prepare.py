@@ -181,7 +181,8 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, ranks: Ranks) -> str:
     folder = scratch / "set"
     info = ranks.of_first(lambda: make_tokenizer(cfg, sources, workers, folder))
     file = folder / info["file"]
-    encoder = Encoder(file, info, cleaning(cfg), cfg.min_tokens, cfg.val_fraction)
+    options = (cleaning(cfg), cfg.min_tokens, cfg.val_fraction)
+    encoder = Encoder(cfg.tokenizer, file, info, *options)
 
     # The journal of a part counts records. In .jsonl such a record is a block of lines of about
     # CHUNK characters: with another size the same count would mean another place in the file.

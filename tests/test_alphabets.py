@@ -63,8 +63,8 @@ def test_a_byte_vocabulary_is_the_bytes_the_space_an_eos_and_an_unk(tmp_path):
 def test_a_size_that_does_not_fit_is_answered_with_one_that_does(tmp_path, refuses):
     corpus = write_texts(tmp_path / "c.jsonl", [record_text(r)[0] for r in make_records(40)])
     options = ["--input", corpus, f"--data_dir={tmp_path}"]
-    assert "vocab_size" in refuses(prepare.main, *options, "--vocab_size=259")
-    for size, pattern in ((260, r"at least (\d+)"), (9999, r"--vocab_size=(\d+),")):
+    assert "vocab_size" in refuses(prepare.main, *options, "--vocab_size=261")
+    for size, pattern in ((262, r"at least (\d+)"), (9999, r"--vocab_size=(\d+),")):
         error = refuses(prepare.main, *options, f"--vocab_size={size}")
         call(prepare.main, *options, f"--vocab_size={re.search(pattern, error)[1]}")
 

@@ -57,9 +57,9 @@ def test_of_a_large_file_some_stretches_are_counted(ids, tmp_path, monkeypatch):
 def test_landmarks_of_a_mixture_are_weighted_and_a_tiny_data_set_has_none():
     a, b = ({"vocab_size": V, "landmarks": {"unigram": x, "bigram": x - 1}} for x in (3.0, 2.0))
     sets = [DataSet("a", Path(), a, Fraction(3, 4)), DataSet("b", Path(), b, Fraction(1, 4))]
-    assert mixed_landmarks(sets) == {"uniform": math.log(V), "unigram": 2.75, "bigram": 1.75}
+    assert mixed_landmarks(sets, "all") == {"uniform": math.log(V), "unigram": 2.75, "bigram": 1.75}
     b["landmarks"] = {}
-    assert mixed_landmarks(sets) == {"uniform": math.log(V)}
+    assert mixed_landmarks(sets, "all") == {"uniform": math.log(V)}
 
 
 # -- what the log says --

@@ -321,14 +321,14 @@ def open_windows(
         return Windows(ids, block_size, seed, None)
 
     verify(data.folder, data.meta, split)
-    tokenizer = load_tokenizer(data.folder)
-    places = places_of(ids, [eos_id, *marks_of(tokenizer)])
-    ends = places[ids[places] == eos_id]
-    answers = answers_of(ids, places, tokenizer) if loss_on == "answers" else None
-    if loss_on == "answers" and not len(answers):
-        advice = "it is for conversations: docs/chat.md"
-        raise UserError(f"loss_on=answers: {data.name}/{split}.bin has no answers; {advice}")
-    counting = None
+    ends = places_of(ids, [eos_id])
+    answers = counting = None
+    if loss_on == "answers":
+        tokenizer = load_tokenizer(data.folder)
+        answers = answers_of(ids, places_of(ids, [eos_id, *marks_of(tokenizer)]), tokenizer)
+        if not len(answers):
+            advice = "it is for conversations (docs/chat.md)"
+            raise UserError(f"loss_on=answers: {data.name}/{split}.bin has no answers: {advice}")
     if loss_per == "document" or loss_on == "answers":
         counting = Counting(answers, ends if loss_per == "document" else None)
     if not whole:

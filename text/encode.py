@@ -57,6 +57,7 @@ class Encoded(NamedTuple):
 class Encoder:
     """A Task that encodes the documents of a chunk, each followed by one eos."""
 
+    name: str  # of the tokenizer, by --tokenizer
     file: Path  # of the tokenizer
     info: dict  # its description, with vocab_size and eos_id
     cleaning: Cleaning
@@ -130,8 +131,8 @@ class Encoder:
         if len(encoded) == 1:
             return encoded[0].astype(self.dtype)
         if not self.marks:
-            missing = f"the tokenizer has no special tokens {IM_START} and {IM_END}"
-            raise UserError(f"{missing}, which a conversation needs: --tokenizer=train makes them")
+            missing = f"--tokenizer={self.name}: it has no special tokens {IM_START} and {IM_END}"
+            raise UserError(f"{missing}, which a conversation needs; --tokenizer=train has them")
         marks = itertools.cycle([np.array([mark]) for mark in self.marks])
         joined = itertools.chain.from_iterable(zip(marks, encoded[1:], strict=False))
         return np.concatenate([encoded[0], *joined]).astype(self.dtype)

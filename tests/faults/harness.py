@@ -34,6 +34,7 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO), str(REPO / "tests")]
 
 from conftest import TINY, make_records, write_jsonl  # noqa: E402
+from test_chat import conversations  # noqa: E402
 
 from configurator import parse, run  # noqa: E402
 from hardware.disk import MANIFEST, damage, read_object  # noqa: E402
@@ -63,6 +64,7 @@ JOBS = {  # name -> (processes, the options of each phase; a phase continues the
     "sharded": (2, [["--shard=all", "--recompute=blocks"]]),
     "documents": (1, [["--documents=mask"]]),
     "packed": (2, [["--documents=pack", "--loss_per=document", "--dtype=bfloat16"]]),
+    "answers": (2, [["--dataset=chat", "--loss_on=answers", "--documents=pack"]]),
     "another batch": (1, [["--max_steps=20"], LONGER_BATCH]),
 }
 KILLS = ["kill at a random time", "kill after a step", "kill inside a save"]
@@ -342,14 +344,20 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def make_data(root: Path) -> tuple[Path, Path]:
-    """Return a folder with the data set tiny, and a corpus."""
+    """Return a folder with the data sets tiny and chat, and a corpus of documents and talks."""
     root.mkdir(exist_ok=True)
-    small = write_jsonl(root / "small.jsonl", make_records(300))
-    corpus = write_jsonl(root / "corpus.jsonl", make_records(6000))
-    argv = [sys.executable, str(REPO / "prepare.py"), "--input", str(small), "--name=tiny"]
-    argv += [f"--data_dir={root / 'data'}", "--vocab_size=400", "--val_fraction=0.1"]
-    subprocess.run(argv, check=True, stdout=DEVNULL, env=ENVIRONMENT)
-    return root / "data", corpus
+    data = root / "data"
+    talks = [{"messages": messages} for messages in conversations(600)]
+    corpus = write_jsonl(root / "corpus.jsonl", make_records(6000) + talks)
+    for name, records, tokenizer in (
+        ("tiny", make_records(300), "--vocab_size=400"),
+        ("chat", talks[:300], f"--tokenizer={data / 'tiny'}"),
+    ):
+        small = write_jsonl(root / f"{name}.jsonl", records)
+        argv = [sys.executable, str(REPO / "prepare.py"), "--input", str(small), f"--name={name}"]
+        argv += [f"--data_dir={data}", tokenizer, "--val_fraction=0.1"]
+        subprocess.run(argv, check=True, stdout=DEVNULL, env=ENVIRONMENT)
+    return data, corpus
 
 
 def undisturbed(job: str, root: Path, data: Path, corpus: Path) -> Any:

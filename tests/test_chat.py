@@ -1,0 +1,432 @@
+"""Conversations: read from every form, learned by their answers alone, in every kind of window."""
+
+import json
+import random
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import warm
+from conftest import TINY, call, make_records, metrics, torchrun, train_tiny, write_jsonl
+from test_prepare import tiktoken_file
+
+import prepare
+import train
+from model import GPT, PRESETS, GPTConfig
+from text.chat import answers_of, chatml, marks_of, turns_of
+from text.dataset import (
+    DataSet,
+    load_tokenizer,
+    open_dataset,
+    open_split,
+    open_windows,
+)
+from text.hf_tokenizer import to_hugging_face
+from text.packing import Counting
+from text.tokenizer import CL100K_PATTERN, IM_END, IM_START, Tiktoken
+from text.windows import Loader
+from training.step import to_batch
+
+QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
+def conversations(n: int, seed: int = 0, marks: bool = True) -> list[list[dict]]:
+    """Return messages: one to three turns, in Chinese and English, with code and signs.
+
+    marks: also with the letters of a mark.
+    """
+    rng = random.Random(seed)
+    words = "the loop reads (tokens) - and 模型 训练，数据。 梯度 naïve 😀 x=1; \n 1. **a**"
+    words += " <|im_end|>" * marks
+    talks = []
+    for _ in range(n):
+        messages = [SYSTEM] if rng.random() < 0.3 else []
+        for _ in range(rng.randint(1, 3)):
+            for role in ("user", "assistant"):
+                text = " ".join(rng.choices(words.split(" "), k=rng.randint(1, 25)))
+                messages.append({"role": role, "content": f"{rng.choice('(a1-好')}{text}"})
+        talks.append(messages)
+    return talks
+
+
+@pytest.fixture(scope="module")
+def chat_data(tiny_data, tmp_path_factory) -> Path:
+    """A folder of data sets with `tiny`, and with `chat`: conversations with the same tokenizer."""
+    root = tmp_path_factory.mktemp("chat")
+    corpus = write_jsonl(root / "c.jsonl", [{"messages": m} for m in conversations(300)])
+    options = [f"--data_dir={tiny_data}", f"--tokenizer={tiny_data / 'tiny'}"]
+    call(prepare.main, "--input", corpus, "--name=chat", "--val_fraction=0.1", *options)
+    return tiny_data
+
+
+def chatml_of(folder: Path) -> list[str]:
+    """Return the documents of a data set, in the order of train.bin and val.bin."""
+    meta, tokenizer = open_dataset(folder), load_tokenizer(folder)
+    texts = []
+    for split in ("train", "val"):
+        ids = open_split(folder, meta, split)
+        ends = np.flatnonzero(ids == meta["eos_id"]) + 1
+        texts += [tokenizer.decode(d[:-1].tolist()) for d in np.split(ids, ends)[:-1]]
+    return texts
+
+
+# -- records --
+
+RENDERED = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nSo.<|im_end|>\n"
+WITH_SYSTEM = f"<|im_start|>system\nBe kind.<|im_end|>\n{RENDERED}"
+
+
+@pytest.mark.parametrize(
+    "record, text",
+    [
+        ({"messages": [QUESTION, ANSWER]}, RENDERED),
+        ({"conversations": [SYSTEM, QUESTION, ANSWER], "id": 7}, WITH_SYSTEM),
+        ({"conversations": [SYSTEM | {"content": ""}, QUESTION, ANSWER]}, RENDERED),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "Why?"},
+                    {"from": "gpt", "value": "So."},
+                ]
+            },
+            RENDERED,
+        ),
+        ({"system": "Be kind.", "messages": [QUESTION, ANSWER]}, WITH_SYSTEM),
+        ({"messages": [QUESTION, ANSWER] * 2}, RENDERED * 2),
+        ({"instruction": "Why?", "input": "", "output": "So."}, RENDERED),
+        (
+            {"instruction": "Why?", "input": None, "output": "So.", "system": "Be kind."},
+            WITH_SYSTEM,
+        ),
+        ({"prompt": "Why?", "completion": "So."}, RENDERED),
+    ],
+)
+def test_conversations_of_every_form_become_chatml(tiny_data, tmp_path, record, text, capsys):
+    corpus = write_jsonl(tmp_path / "c.jsonl", [record] * 2)
+    options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
+    call(prepare.main, "--input", corpus, "--chat", *options)
+    assert "".join(chatml_of(tmp_path / "c")) == text * 2
+    shown = capsys.readouterr().out
+    assert "[[So.<|im_end|>]]" in shown and "--loss_on=answers learns" in shown
+
+
+def test_an_instruction_is_plain_text_without_chat(tiny_data, tmp_path):
+    corpus = write_jsonl(tmp_path / "c.jsonl", [{"instruction": "Why?", "output": "So."}] * 2)
+    options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
+    call(prepare.main, "--input", corpus, *options)
+    assert chatml_of(tmp_path / "c") == ["Why?\nSo."] * 2
+
+
+def test_no_text_can_write_a_mark(tmp_path):
+    """Neither a text nor a message is encoded to a mark, and both keep their letters."""
+    letters = f"{IM_START}user\n{IM_END} </s> "
+    talk = [QUESTION | {"content": letters}, ANSWER | {"content": letters * 3}]
+    records = [{"text": f"{letters} {i}"} for i in range(60)] + [{"messages": talk}] * 20
+    corpus = write_jsonl(tmp_path / "c.jsonl", records + make_records(60))
+    call(prepare.main, "--input", corpus, f"--data_dir={tmp_path}", "--vocab_size=400")
+    folder = tmp_path / "c"
+    meta, tokenizer = open_dataset(folder), load_tokenizer(folder)
+    ids = np.concatenate([open_split(folder, meta, split) for split in ("train", "val")])
+    assert [np.count_nonzero(ids == mark) for mark in marks_of(tokenizer)] == [40, 40]
+    assert set(marks_of(tokenizer)) == {3, 4}
+    texts = chatml_of(folder)
+    assert f"{IM_START}user\n{letters}{IM_END}\n" in "".join(texts)
+    assert sum(text.startswith(letters) for text in texts) == 60
+
+
+def wrong(*messages, **others) -> dict:
+    return {"messages": list(messages), **others}
+
+
+WRONG = [
+    *(wrong(), wrong(QUESTION), wrong(ANSWER), wrong(SYSTEM), wrong(SYSTEM, QUESTION)),
+    *(wrong(QUESTION, QUESTION), wrong(QUESTION, ANSWER, QUESTION), wrong(ANSWER, QUESTION)),
+    *(wrong(QUESTION, ANSWER, ANSWER), wrong(SYSTEM, SYSTEM, QUESTION, ANSWER)),
+    *(wrong(QUESTION, SYSTEM, ANSWER), wrong(SYSTEM, ANSWER), wrong(QUESTION, ANSWER, SYSTEM)),
+    *(wrong("Why?", "So."), wrong(QUESTION, "So."), wrong(None), wrong([QUESTION, ANSWER])),
+    *({"messages": m} for m in (None, "Why?", 3, {}, {"role": "user"}, True, 1.5)),
+    *({"conversations": m} for m in (None, "Why?", [[]], [3], [{}], [None, None])),
+    *(
+        wrong(QUESTION, ANSWER | {"content": c})
+        for c in ("", " \n\t", None, 3, [], {}, True, ["So."])
+    ),
+    *(wrong(QUESTION | {"content": c}, ANSWER) for c in ("", "  ", None, 3, [{"type": "text"}])),
+    *(wrong(QUESTION, ANSWER | {"role": r}) for r in ("tool", "", None, 3, "function", ["user"])),
+    *(wrong(QUESTION | {"role": r}, ANSWER) for r in ("observation", "Assistant", "narrator")),
+    *(
+        wrong({"content": "Why?"}, ANSWER),
+        wrong({"role": "user"}, ANSWER),
+        wrong({"from": "human"}),
+    ),
+    *(wrong(QUESTION, ANSWER, system=3), wrong(QUESTION, ANSWER | {"content": "\ud800"})),
+    {"conversations": [{"from": "gpt", "value": "So."}]},
+    {"conversations": [{"from": "human", "value": "Why?"}, {"from": "human", "value": "So."}]},
+    {"instruction": "", "output": "So."},
+    {"instruction": "Why?", "output": ""},
+    {"prompt": " ", "completion": "So."},
+]
+
+
+def test_fifty_wrong_conversations_are_bad_records_with_their_line_and_reason(
+    tiny_data, tmp_path, refuses
+):
+    assert len(WRONG) >= 50
+    options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}", "--chat"]
+    for number, record in enumerate(WRONG):
+        corpus = tmp_path / f"c{number}.jsonl"
+        corpus.write_text(json.dumps(wrong(QUESTION, ANSWER)) + "\n" + json.dumps(record) + "\n")
+        error = refuses(prepare.main, "--input", str(corpus), "--max_bad=0", *options)
+        reason = error.partition(f"{corpus.name}:2: ")[2]
+        known = ("a conversation", "message ", "system", "a byte of another encoding")
+        assert reason.startswith(known), (record, error)
+
+
+def test_what_is_not_read_of_a_conversation_is_counted(tiny_data, tmp_path, capsys):
+    talk = [QUESTION, ANSWER | {"reasoning_content": "Hm."}]
+    corpus = write_jsonl(tmp_path / "c.jsonl", [{"messages": talk, "prompt": "Why?"}] * 3)
+    options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}"]
+    call(prepare.main, "--input", corpus, "--val_fraction=0.5", *options)
+    shown = capsys.readouterr().out
+    assert "3 x prompt, beside {messages}, 3 x reasoning_content of messages" in shown
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "char", "bytes.tiktoken"])
+def test_a_tokenizer_without_the_marks_is_refused_by_name(tmp_path, refuses, tokenizer):
+    corpus = write_jsonl(tmp_path / "c.jsonl", [wrong(QUESTION, ANSWER)] * 3)
+    if tokenizer.endswith("tiktoken"):
+        tokenizer = tiktoken_file(tmp_path / tokenizer)
+    options = ["--input", str(corpus), f"--data_dir={tmp_path}", f"--tokenizer={tokenizer}"]
+    error = refuses(prepare.main, *options)
+    assert str(tokenizer) in error and IM_START in error and "--tokenizer=train" in error
+
+
+# -- which tokens are answers --
+
+
+def qwen_like(tmp_path: Path) -> Tiktoken:
+    """Return a byte-level BPE that has the marks, as the tokenizers of Qwen do."""
+    special = {"<|endoftext|>": 300, IM_START: 301, IM_END: 302}
+    path = tiktoken_file(tmp_path / "own.tiktoken", 44)
+    return Tiktoken.from_file(path, CL100K_PATTERN, special, prefix=[])
+
+
+@pytest.mark.parametrize("kind", ["trained here", "of another model"])
+def test_the_tokens_alone_say_what_an_answer_is(chat_data, tmp_path, kind):
+    """The text of what is learned is exactly the answers, each with the mark that ends it."""
+    tokenizer = load_tokenizer(chat_data / "chat")
+    if kind == "of another model":
+        tokenizer = qwen_like(tmp_path)
+    marks = marks_of(tokenizer)
+    ids, answers = [], []
+    for messages in conversations(200, seed=1):
+        first, *pieces = chatml(turns_of(messages))
+        assert not first
+        for number, piece in enumerate(pieces):
+            ids += [marks[number % 2], *tokenizer.encode(piece).tolist()]
+        ids.append(tokenizer.eos_id)
+        answers += [m["content"] for m in messages if m["role"] == "assistant"]
+    ids = np.array(ids)
+    places = np.flatnonzero(np.isin(ids, [tokenizer.eos_id, *marks]))
+    bounds = answers_of(ids, places, tokenizer)
+    assert (np.diff(bounds) > 0).all()
+    learned = [ids[a:b].tolist() for a, b in bounds.reshape(-1, 2)]
+    assert [tokenizer.decode(part) for part in learned] == [f"{text}{IM_END}" for text in answers]
+    is_learned = Counting(bounds, None).weights(np.arange(len(ids))) > 0
+    assert np.flatnonzero(is_learned).tolist() == [
+        i for a, b in bounds.reshape(-1, 2) for i in range(a, b)
+    ]
+
+
+def test_an_answer_that_a_cut_text_ends_or_begins_in_does_not_leave_its_document(chat_data):
+    tokenizer = load_tokenizer(chat_data / "chat")
+    start, end = marks_of(tokenizer)
+    header = tokenizer.encode("assistant\n").tolist()
+    eos = tokenizer.eos_id
+    for ids, bounds in (
+        ([9, 9, end, eos, start, *header, 9, end, eos], [5 + len(header), 7 + len(header)]),
+        ([start, *header, 9, 9, eos, 9, end, eos], [1 + len(header), 3 + len(header)]),
+        ([start, *header, eos], [1 + len(header), 1 + len(header)]),
+        ([start, eos], []),
+        ([eos], []),
+    ):
+        ids = np.array(ids)
+        places = np.flatnonzero(np.isin(ids, [eos, start, end]))
+        assert answers_of(ids, places, tokenizer).tolist() == bounds
+
+
+# -- windows and losses --
+
+
+def data_set(folder: Path) -> DataSet:
+    return DataSet(folder.name, folder, open_dataset(folder), Fraction(1))
+
+
+TEMPLATE = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content']"
+    " + '<|im_end|>' + '\\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def ids_by_hand(hf, messages: list[dict]) -> tuple[list[int], list[bool]]:
+    """Return the ids of a conversation by transformers, and for each whether it is learned.
+
+    Learned is what a whole turn has beyond its prompt, but for the line end at its end.
+    """
+
+    def ids_of(some: list[dict], prompt: bool = False) -> list[int]:
+        options = dict(add_generation_prompt=prompt, return_dict=False)
+        return hf.apply_chat_template(some, chat_template=TEMPLATE, **options)
+
+    ids = ids_of(messages)
+    is_learned = [False] * len(ids)
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            begin = len(ids_of(messages[:number], prompt=True))
+            end = len(ids_of(messages[: number + 1])) - 1
+            is_learned[begin:end] = [True] * (end - begin)
+    return ids, is_learned
+
+
+@pytest.mark.parametrize("documents", ["pack", "pad"])
+def test_a_batch_of_conversations_has_the_loss_and_gradient_of_each_of_them_alone(
+    tiny_data, tmp_path, documents
+):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = load_tokenizer(tiny_data / "tiny")
+    for name, content in to_hugging_face(tokenizer, 999).items():
+        (tmp_path / name).write_text(json.dumps(content))
+    hf = transformers.AutoTokenizer.from_pretrained(tmp_path)
+
+    talks = conversations(40, seed=2, marks=False)
+    corpus = write_jsonl(tmp_path / "c.jsonl", [{"messages": m} for m in talks])
+    options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.3"]
+    call(prepare.main, "--input", corpus, *options)
+    T = 512
+    shape = PRESETS["qwen3"] | dict(n_layer=2, n_head=2, n_embd=32, block_size=T)
+    model = GPT(GPTConfig(**shape, vocab_size=400)).double()
+    torch.manual_seed(0)
+    model.init_weights("xavier")
+    data = data_set(tmp_path / "c")
+    eos_id = tokenizer.eos_id if documents == "pack" else None
+    total = 0.0
+    for split in ("train", "val"):
+        windows = open_windows(data, split, T, documents=documents, loss_on="answers")
+        assert not windows.cut
+        loader = Loader([windows], [Fraction(1)], eos_id)
+        rows = loader.rows([(0, start) for start in windows.fixed_starts(0)])
+        x, y, weights, eos = to_batch(rows, torch.device("cpu"))
+        total = total + model(x, y, weights.double(), eos, reduction="sum")
+    total.backward()
+    gradient = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    alone = 0.0
+    for messages in talks:
+        ids, is_learned = ids_by_hand(hf, messages)
+        x = torch.tensor([[tokenizer.eos_id, *ids]])
+        y = torch.tensor([[*ids, tokenizer.eos_id]])
+        y[0, torch.tensor([not learned for learned in [*is_learned, False]])] = -1
+        alone = alone + model(x, y, reduction="sum")
+    alone.backward()
+    torch.testing.assert_close(total, alone, rtol=1e-6, atol=0)
+    for p, g in zip(model.parameters(), gradient, strict=True):
+        assert (g - p.grad).norm() <= 1e-6 * p.grad.norm()  # norms and losses compute in fp32
+
+
+@pytest.mark.parametrize("documents", ["stream", "mask", "pack", "pad"])
+def test_each_kind_of_window_learns_the_answers_and_nothing_else(chat_data, documents):
+    data = data_set(chat_data / "chat")
+    ids = open_split(data.folder, data.meta, "train")
+    windows = open_windows(data, "train", 64, documents=documents, loss_on="answers")
+    times = np.zeros(len(ids), int)
+    for start in windows.fixed_starts(0):
+        targets = windows.targets(start)[windows.weights(start) > 0]
+        np.add.at(times, targets, 1)
+    tokenizer = load_tokenizer(data.folder)
+    places = np.flatnonzero(np.isin(ids, [data.meta["eos_id"], *marks_of(tokenizer)]))
+    bounds = answers_of(ids, places, tokenizer)
+    is_answer = Counting(bounds, None).weights(np.arange(len(ids))) > 0
+    assert data.learned("train", "answers")["tokens"] == is_answer.sum()
+    assert not times[~is_answer].any() and times.max() == 1
+    if documents == "pad":  # the first 64 targets of each document
+        ends = np.flatnonzero(ids == data.meta["eos_id"])
+        in_document = (
+            np.arange(len(ids)) - np.append(0, ends + 1)[np.searchsorted(ends, np.arange(len(ids)))]
+        )
+        is_answer &= in_document < 64
+        lost = np.maximum(0, np.diff(ends, prepend=-1) - 64)
+        told = f"{np.count_nonzero(lost):,} of {len(ends):,} documents are longer: their ends"
+        assert windows.cut == f"{told} are left out: {lost.sum():,} tokens"
+    if documents in ("stream", "mask"):
+        is_answer[(len(ids) - 1) // 64 * 64 + 1 :] = False
+    assert (times == is_answer).all()
+
+
+def test_each_conversation_counts_the_same_by_its_answers(chat_data):
+    data = data_set(chat_data / "chat")
+    windows = open_windows(data, "train", 64, (0,), "pack", "document", "answers")
+    total = np.zeros(len(windows.tokens))
+    for start in windows.fixed_starts(0):
+        np.add.at(total, windows.targets(start), windows.weights(start))
+    ends = np.flatnonzero(windows.tokens == data.meta["eos_id"])
+    of_documents = np.add.reduceat(total, np.append(0, ends[:-1] + 1))
+    np.testing.assert_allclose(of_documents, total.sum() / len(ends), rtol=1e-5)
+
+
+# -- runs --
+
+ON_ANSWERS = ["--dataset=chat", "--loss_on=answers", "--block_size=64", "--batch_tokens=512"]
+
+
+@pytest.mark.parametrize("documents", ["stream", "pack", "pad"])
+def test_a_run_on_answers_resumes_to_the_bit(chat_data, tmp_path, documents):
+    options = [*ON_ANSWERS, f"--documents={documents}", "--schedule=constant"]
+    straight = train_tiny(chat_data, tmp_path / "straight", *options)
+    train_tiny(chat_data, tmp_path / "halves", *options, "--max_steps=4")
+    halves = train_tiny(chat_data, tmp_path / "halves", *options, "--init_from=resume")
+    assert metrics(halves, "loss") == metrics(straight, "loss")
+    weights = [run / "ckpt" / "step_00000008" / "model.safetensors" for run in (halves, straight)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    losses = metrics(straight, "val_loss")
+    assert losses[8] < losses[4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["none", "all"])
+def test_two_processes_learn_answers_as_one_does(chat_data, tmp_path, shard):
+    """Also where one of them has no answer in its windows."""
+    options = [*ON_ANSWERS, "--documents=pack", "--grad_clip=0", "--batch_size=1"]
+    single = train_tiny(chat_data, tmp_path / "single", *options)
+    options.append(f"--shard={shard}")
+    double = torchrun(2, chat_data, tmp_path / "double", *options, run=warm.run)
+    for key in ("loss", "grad_norm", "val_loss", "val_document_loss"):
+        assert metrics(double, key) == pytest.approx(metrics(single, key), rel=1e-4), key
+
+
+def test_a_step_between_two_answers_changes_nothing_and_is_not_bad(tmp_path, tiny_data):
+    """One conversation asks a long question: whole steps have nothing to learn."""
+    questions = [QUESTION | {"content": f"{i} {'the loop ' * 1000}"} for i in range(8)]
+    corpus = write_jsonl(tmp_path / "c.jsonl", [{"messages": [q, ANSWER]} for q in questions])
+    options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
+    call(prepare.main, "--input", corpus, "--name=tiny", *options)
+    run = train_tiny(tmp_path, tmp_path, "--loss_on=answers", "--batch_size=1", "--batch_tokens=32")
+    losses = metrics(run, "loss")
+    assert 0.0 in losses.values() and len(losses) == 8 and not metrics(run, "bad_steps")
+
+
+def test_loss_on_answers_needs_answers(chat_data, tmp_path, refuses):
+    options = [f"--data_dir={chat_data}", f"--out_dir={tmp_path}", "--loss_on=answers"]
+    error = refuses(train.main, *TINY, *options)
+    assert "loss_on=answers" in error and "tiny/train.bin has no answers" in error
+
+
+def test_a_mixture_on_answers_is_measured_in_bytes_of_answers(chat_data, tmp_path):
+    run = train_tiny(chat_data, tmp_path, *ON_ANSWERS)
+    counts = data_set(chat_data / "chat").learned("val", "answers")
+    loss, bits = metrics(run, "val_loss")[8], metrics(run, "val_bits_per_byte")[8]
+    assert bits == pytest.approx(loss / np.log(2) * counts["tokens"] / counts["bytes"])
+    said = (run / "metrics.jsonl").read_text()
+    assert "bigram" not in said  # a landmark of all tokens is none for answers
