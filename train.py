@@ -135,7 +135,7 @@ def loop(job: Job, batches: Iterator[Batch], signals: list[int]) -> bool:
         if job.average:
             job.average.follow()
         # This waits for the device: with AdamW and Muon, for the only time in a step.
-        loss, grad_norm = result.loss, result.grad_norm
+        loss, grad_norm = result()
         stopping = told_to_stop()
         outcome = progress.add_step(step_windows, loss, grad_norm, scaler)
 

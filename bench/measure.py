@@ -19,7 +19,7 @@ from hardware.terminal import ProgressBar
 from model import GPT
 from training.optimizer import make_optimizer
 from training.settings import TrainConfig, model_config, wants_compile
-from training.step import Batch, StepResult, take_step
+from training.step import Batch, take_step
 
 REPO = Path(__file__).resolve().parents[1]
 Result = TypeVar("Result")
@@ -99,8 +99,8 @@ class Training:
     batches: Iterator[Batch]
     accum: int = 1
 
-    def step(self) -> StepResult:
-        """Start a step as train.py does. Whoever reads the numbers of the result waits for them."""
+    def step(self) -> Callable[[], list[float]]:
+        """Start a step as train.py does. Call the result for its loss and norm."""
         state = (self.forward, self.optimizer, self.scaler, self.batches)
         return take_step(*state, self.accum, self.machine, self.cfg.grad_clip)
 

@@ -259,7 +259,7 @@ def timed(
         start_time = time.perf_counter()
         result = training.step()
         launching.append(time.perf_counter() - start_time)
-        loss, grad_norm = result.loss, result.grad_norm
+        loss, grad_norm = result()
         machine.synchronize()  # the loss arrives before the optimizer has finished
         seconds.append(time.perf_counter() - start_time)
         # The optimizer skips a step whose gradient is not finite: its time would mislead. In

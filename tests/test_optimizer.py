@@ -32,7 +32,7 @@ def trained(model, optimizer, rows, scale=False, steps=1):
     for _ in range(steps):
         scaler = torch.amp.GradScaler("cpu", enabled=scale)
         result = take_step(model, optimizer, scaler, batches, 1, CPU, 1.0)
-    return result.loss
+    return result()[0]
 
 
 def rows_for(model, B=4):

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -83,29 +82,6 @@ def all_sum(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class StepResult:
-    """The loss and the norm of the gradient of a step, which may be on their way from the device.
-
-    The first of them that is read waits for the device, but not for the update of the weights.
-    loss: the mean of all ranks. grad_norm: before clipping.
-    """
-
-    def __init__(self, read: Callable[[], list[float]]):
-        self.read = read
-
-    @cached_property
-    def numbers(self) -> list[float]:
-        return self.read()
-
-    @property
-    def loss(self) -> float:
-        return self.numbers[0]
-
-    @property
-    def grad_norm(self) -> float:
-        return self.numbers[1]
-
-
 def take_step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -114,8 +90,12 @@ def take_step(
     accum: int,
     machine: Machine,
     grad_clip: float = 0.0,
-) -> StepResult | None:
+) -> Callable[[], list[float]] | None:
     """Update the weights once, with the gradients of `accum` batches on each rank.
+
+    Return a function that waits for the device, but not for the update of the weights, and returns
+    the loss, the mean of all ranks, and the norm of the gradient before clipping. Return None, and
+    leave the weights unchanged, if the batches come to an end.
 
     On a GPU with AdamW or Muon the host runs ahead: it starts the forward and backward passes, the
     sum over the ranks and the update one after the other, without waiting. Only then does the
@@ -123,7 +103,7 @@ def take_step(
 
     model: a GPT as it runs: as it is, or compiled, or wrapped in DDP or Shards. grad_clip: the
     largest norm of the gradient; 0: no clipping. A step whose loss or gradient is not finite leaves
-    the weights unchanged. Return None, and leave them unchanged, if the batches come to an end.
+    the weights unchanged.
     """
     # 1. Forward and backward: the gradients of all micro-steps add up.
     no_sync = getattr(model, "no_sync", nullcontext)  # DDP and Shards have it, compiled or not
@@ -158,7 +138,7 @@ def take_step(
     torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip or math.inf, grad_norm)
     # The norm needs no sum over the ranks: all of them have the same gradient.
     numbers = torch.stack([all_sum(mean_loss) / machine.world, grad_norm])
-    result = StepResult(machine.fetch(numbers))
+    result = machine.fetch(numbers)
 
     # 3. Update the weights, unless the loss or the gradient is not finite.
     if scaler.is_enabled():
@@ -171,7 +151,7 @@ def take_step(
         # reads it, so the host does not have to wait for the loss.
         optimizer.found_inf = 1.0 - numbers.isfinite().all().float()
         optimizer.step()
-    elif all(map(math.isfinite, result.numbers)):
+    elif all(map(math.isfinite, result())):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return result
