@@ -340,7 +340,8 @@ def open_windows(
         where = "begin other windows"
         if documents == "pad":
             where = f"are left out: {beyond[beyond > 0].sum():,} tokens"
-        windows.cut = f"{n_longer:,} of {len(ends):,} documents are longer: their ends {where}"
+        longer = f"{n_longer:,} of {len(ends):,} documents of {data.name} are longer"
+        windows.cut = f"{longer}: their ends {where}"
     return windows
 
 
