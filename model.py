@@ -178,15 +178,17 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     """Return softmax(q k^T / sqrt(hs) + mask) v, with dropout on what softmax returns.
 
-    q, k, v: (B, nh, T, hs). mask: of GPT.document_mask(); None: 0 where a key comes before the
-    query or is its own, -inf elsewhere, so that no position sees the future.
+    q: (B, nh, T, hs). k, v: (B, nh, past + T, hs); past is 0 but for a KVCache that holds tokens.
+    mask: of GPT.document_mask(); None: 0 where a key comes before the query or is its own, -inf
+    elsewhere, so that no position sees the future.
 
     torch's kernels, which hardware/kernels.py puts here, never store a T x T matrix on a GPU.
     """
     T, hs = q.shape[2:]
+    past = k.size(2) - T
     if mask is None:
-        mask = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
-    scores = q @ k.mT / math.sqrt(hs) + mask  # (B, nh, T, T): row = query, column = key
+        mask = torch.full((T, past + T), -math.inf, dtype=q.dtype, device=q.device).triu(1 + past)
+    scores = q @ k.mT / math.sqrt(hs) + mask  # (B, nh, T, past + T): row = query, column = key
     return F.dropout(scores.softmax(-1), dropout) @ v  # each row of the weights adds up to 1
 
 
@@ -210,12 +212,13 @@ def cross_entropy(
 class KVCache:
     """The keys and values of the tokens so far, so that a new token passes through the model alone.
 
-    k and v, (n_layer, B, nkv, room, hs) each, are allocated once. They hold `length` tokens.
+    k and v, (n_layer, B, nkv, room, hs) each, are allocated once. They hold `length` tokens. A
+    smaller `length` forgets the tokens behind it.
     """
 
     def __init__(self, c: GPTConfig, B: int, room: int, weight: Tensor):
-        """weight: of the model; the cache has its dtype and device."""
-        shape = (2, c.n_layer, B, c.n_kv_head, room, c.head_dim)
+        """room: for so many tokens. weight: of the model; the cache has its dtype and device."""
+        shape = (2, c.n_layer, B, c.n_kv_head, round_up(room, 64), c.head_dim)  # 64 suits GPUs
         # Not torch.empty: it may contain NaN, and a masked NaN is still NaN.
         self.k, self.v = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         self.length = 0
@@ -291,12 +294,11 @@ class Attention(nn.Module):
         if cache is not None and T == 1:
             y = cache.attend(q, k, v)  # (B, nh, 1, hs)
         else:
-            # In training, and with a prompt, nothing is in the cache before: past is 0.
             # Repeat each key/value head for the query heads of its group. With enable_gqa=True the
             # copies are not needed, but a V100 then uses a kernel that stores the T x T matrix.
             group = q.size(1) // k.size(1)
             if group > 1:
-                k = k.repeat_interleave(group, dim=1)  # (B, nh, T, hs)
+                k = k.repeat_interleave(group, dim=1)  # (B, nh, past + T, hs)
                 v = v.repeat_interleave(group, dim=1)
             y = attend(q, k, v, mask, self.dropout if self.training else 0.0)  # (B, nh, T, hs)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, nh * hs) -> (B, T, C)
@@ -393,8 +395,7 @@ class GPT(nn.Module):
         positions, those that are ignored included.
         eos_id: keep documents apart. This token begins a document. Each token attends only to its
         own document, and positions are counted within it.
-        cache: holds the tokens before idx, and takes those of idx: the caller then counts them. The
-        first call passes a prompt of any length, each later call one token.
+        cache: holds the tokens before idx, and takes those of idx: the caller then counts them.
         """
         T = idx.size(1)
         positions = slice(0, T) if cache is None else cache.positions(T)
@@ -459,11 +460,16 @@ class GPT(nn.Module):
         top_p: float = 1.0,
         eos_id: int | None = None,
         generator: torch.Generator | None = None,
+        cache: KVCache | None = None,
     ) -> Iterator[Tensor]:
         """Continue the texts idx (B, T). Each step yields the next token of every text, (B,).
 
         It ends after max_new_tokens steps, or when every text has reached eos_id. A text that has
         reached it yields eos_id from then on. sample_token explains temperature, top_k and top_p.
+
+        cache: a conversation keeps one, with room for block_size tokens, so that only new tokens go
+        through the model. It holds the first cache.length tokens of idx, and not the last one; in
+        the end it holds all tokens but the last one that was yielded.
 
         When block_size is full, the older half of the context is dropped, and the younger half goes
         through the model again. Every other step computes only one token.
@@ -472,15 +478,17 @@ class GPT(nn.Module):
         """
         c = self.config
         idx = idx[:, -c.block_size :]
-        room = round_up(min(c.block_size, idx.size(1) + max_new_tokens), 64)  # 64 suits GPUs
-        cache = KVCache(c, idx.size(0), room, self.wte.weight)
+        if cache is None:
+            room = min(c.block_size, idx.size(1) + max_new_tokens)
+            cache = KVCache(c, idx.size(0), room, self.wte.weight)
         decode = self.decoder(cache)
         ended = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
         for _ in range(max_new_tokens):
             if idx.size(1) > c.block_size:
                 idx = idx[:, -max(1, c.block_size // 2) :]
                 cache.length = 0
-            logits = decode(idx[:, -1:]) if cache.length else self(idx, cache=cache)  # (B, V)
+            new = idx[:, cache.length :]  # a prompt, or the newest token (B, 1)
+            logits = decode(new) if new.size(1) == 1 else self(new, cache=cache)  # (B, V)
             cache.length = idx.size(1)
             token = sample_token(logits, temperature, top_k, top_p, generator)  # (B,)
             if eos_id is not None:

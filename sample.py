@@ -12,27 +12,38 @@ is also what it continued during the training. If that is empty, it begins a new
     python sample.py --ckpt out/demo --which best
     # a prompt a line, until Ctrl-D
     python sample.py --interactive
+    # a conversation, with a model that was trained on conversations
+    python sample.py --chat --system "You answer in one sentence."
+    # two conversations of one question each
+    python sample.py --chat --prompt "Why is the sky blue?" "What is a loop?"
     # loss, perplexity and bits per byte of a data set
     python sample.py --ckpt ../Qwen3-0.6B-Base --eval data/mine
 
-A base model continues a text; it does not chat. A model folder is all that is needed: it holds the
-shape, the weights and the tokenizer. It may be a checkpoint of train.py, or a GPT2LMHeadModel,
-Llama, Mistral, Qwen2 or Qwen3 from anywhere. nanoGPT's ckpt.pt also needs --tokenizer. A text
-starts after an eos, as the documents did in training, and ends at the next eos. In a folder that
-train.py did not write, it starts as the tokenizer there says. Let no prompt end in a space: the
-first token of a word has its own. A low temperature suits a small model, since its unlikely tokens
-are noise; try 0.8 or 1 for a large one.
+A base model continues a text; it does not chat. With --chat, a model that was trained on
+conversations sees all messages so far. When they no longer fit into its window, it does not see the
+oldest of them, and a line says so. Without max_new_tokens, an answer ends where the model ends it,
+or when the window is full.
+
+A model folder is all that is needed: it holds the shape, the weights and the tokenizer. It may be a
+checkpoint of train.py, or a GPT2LMHeadModel, Llama, Mistral, Qwen2 or Qwen3 from anywhere.
+nanoGPT's ckpt.pt also needs --tokenizer. A text starts after an eos, as the documents did in
+training, and ends at the next eos. In a folder that train.py did not write, it starts as the
+tokenizer there says. Let no prompt end in a space: the first token of a word has its own. A low
+temperature suits a small model, since its unlikely tokens are noise; try 0.8 or 1 for a large one.
 """
 
 import codecs
 import math
+import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain, takewhile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -42,10 +53,11 @@ from hardware.decoding import record_decoding
 from hardware.disk import MANIFEST, damage, read_object
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from hardware.terminal import plural
-from model import GPT
+from model import GPT, KVCache
+from text.chat import marks_of
 from text.dataset import DataSet, load_tokenizer, open_dataset, open_windows, verify
 from text.hf_tokenizer import find_tokenizer, tokenizer_of_model
-from text.tokenizer import Tokenizer, same_ids
+from text.tokenizer import IM_END, IM_START, Tokenizer, same_ids
 from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate
 from training.huggingface import from_pretrained, nanogpt_file, unverified
@@ -55,6 +67,8 @@ from training.runs import losses_of, newest_run
 # Without max_new_tokens, a text ends with its line from this number of tokens on,
 ENOUGH = 256
 MOST = 320  # and here in any case
+# Characters that would move the cursor or change colours
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
@@ -68,9 +82,12 @@ class SampleConfig:
     out_dir: str = "out"  # where the runs are
     prompt: tuple[str, ...] = ()  # texts to continue ('': a new document); default: sample_prompt
     interactive: bool = False  # read prompts from the terminal
+    # ---- A conversation, in place of a text to continue ----
+    chat: bool = False  # answer what is typed; or each prompt, in a conversation of its own
+    system: str = ""  # the system message, with which a conversation begins
     # ---- How ----
     num_samples: int = 1  # continuations of each prompt, made in one batch
-    max_new_tokens: int = 0  # of each continuation; 0: at the end of a line, 256 to 320
+    max_new_tokens: int = 0  # of each text; 0: at the end of a line, 256 to 320; chat: no limit
     temperature: float = 0.6  # 0: always the likeliest token; 1: the model's own probabilities
     top_k: int = 0  # choose among the k likeliest tokens; 0: all
     top_p: float = 0.95  # choose among the likeliest tokens that reach this probability; 1: all
@@ -95,6 +112,13 @@ class SampleConfig:
             problems.append("top_p must be above 0 and at most 1")
         if self.prompt and self.interactive:
             problems.append("give prompt or interactive, not both")
+        others = self.interactive or self.eval or self.num_samples > 1 or not self.stop_at_eos
+        if self.chat and others:
+            problems.append(
+                "chat goes without interactive, eval, num_samples and stop_at_eos=false"
+            )
+        if self.system and not self.chat:
+            problems.append("system is the first message of a conversation: add --chat")
         return problems
 
 
@@ -197,36 +221,49 @@ def read_prompts(cfg: SampleConfig, folder: Path) -> list[str]:
         return [""]
 
 
+def encode(text: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    """Return a text of the user, where U+FFFD stands for what is no UTF-8, and its token ids."""
+    # A terminal can pass any bytes. Python holds those that are not UTF-8 as surrogates.
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    try:
+        ids = tokenizer.encode(text).tolist()
+    except ValueError as e:
+        raise UserError(f"the prompt has no tokens: {e}") from None
+    if tokenizer.unk_id in ids:
+        unknown = [c for c in sorted(set(text)) if tokenizer.unk_id in tokenizer.encode(c)]
+        note(f"the tokenizer has no token for {', '.join(map(repr, unknown))}: the model reads unk")
+    return text, ids
+
+
 def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[str, list[int]]:
     """Return the text to continue and its token ids, which follow the tokenizer's prefix.
 
     The prefix of our own tokenizers is an eos, since a document begins after one. Raises UserError
     if the ids are more than block_size.
     """
-    # A terminal can pass any bytes. Python holds those that are not UTF-8 as surrogates.
-    prompt = prompt.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    try:
-        ids = tokenizer.encode(prompt).tolist()
-    except ValueError as e:
-        raise UserError(f"the prompt has no tokens: {e}") from None
-    if tokenizer.unk_id in ids:
-        unknown = [c for c in sorted(set(prompt)) if tokenizer.unk_id in tokenizer.encode(c)]
-        note(f"the tokenizer has no token for {', '.join(map(repr, unknown))}: the model reads unk")
+    prompt, ids = encode(prompt, tokenizer)
     room = block_size - len(tokenizer.prefix)
     if len(ids) > room:
         raise UserError(f"the prompt has {len(ids):,} tokens, the model sees {room:,}: shorten it")
     return prompt, [*tokenizer.prefix, *ids] or [tokenizer.eos_id]
 
 
-def typed_prompts(tokenizer: Tokenizer, block_size: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield the prompts that are typed in the terminal and their ids, until the input ends."""
-    if sys.stdin.isatty():
-        print("Type the beginning of a text; nothing: a new document. Ctrl-D ends.")
+def typed(label: str, advice: str, read: Callable[[str], Any]) -> Iterator[Any]:
+    """Yield read(line) of each line that is typed, until the input ends. Print its UserErrors.
+
+    The label stands in front of each line, and the advice above all, if stdin is a terminal.
+    """
+    in_terminal = sys.stdin.isatty()
+    if in_terminal:
+        with suppress(ImportError):  # Windows has none
+            import readline  # noqa: F401 input() then edits a line, also one of wide characters
+        print(advice)
     while True:
         try:
-            yield encode_prompt(input("prompt> "), tokenizer, block_size)
+            yield read(input(label if in_terminal else ""))
         except EOFError:
-            print()  # Ctrl-D leaves the cursor behind the prompt
+            if in_terminal:
+                print()  # Ctrl-D leaves the cursor behind the label
             return
         except UserError as e:
             print(f"error: {e}", file=sys.stderr)
@@ -240,18 +277,13 @@ def continue_text(
     The first is printed while it is made, the others after it.
     """
     started = time.perf_counter()
-    idx = torch.tensor([ids] * cfg.num_samples, device=model.wte.weight.device)  # (B, T)
     eos_id = tokenizer.eos_id if cfg.stop_at_eos else None
-    settings = dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, eos_id=eos_id)
     steps: list[list[int]] = []  # the next token of each text, (B,)
 
     def first_text() -> Iterator[int]:
-        try:
-            for tokens in model.generate(idx, cfg.max_new_tokens or MOST, **settings):
-                steps.append(tokens.tolist())
-                yield steps[-1][0]
-        except ArithmeticError as e:
-            raise UserError(f"{e}: try --dtype=float32") from None
+        for step in next_tokens(model, ids, cfg.max_new_tokens or MOST, cfg, eos_id=eos_id):
+            steps.append(step)
+            yield step[0]
 
     print(prompt, end="", flush=True)
     tokens = first_text()
@@ -264,8 +296,36 @@ def continue_text(
         text = "".join(text_pieces([step[number] for step in steps], tokenizer, cfg))
         print(f"---------------- sample {number + 1}\n{prompt}{text}")
     count = sum(token != eos_id for step in steps for token in step)
-    rate = count / (time.perf_counter() - started)
-    print(f"[{plural(count, 'token')}, {rate:.1f} tok/s]", file=sys.stderr)
+    print(f"[{speed(count, started)}]", file=sys.stderr)
+
+
+def next_tokens(
+    model: GPT, ids: list[int], count: int, cfg: SampleConfig, **options
+) -> Iterator[list[int]]:
+    """Yield up to `count` times the next token of num_samples texts that begin with ids, (B,).
+
+    options: more of generate(). Raises UserError if the logits are not finite.
+    """
+    idx = torch.tensor([ids] * cfg.num_samples, device=model.wte.weight.device)  # (B, T)
+    options |= dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
+    try:
+        for tokens in model.generate(idx, count, **options):
+            yield tokens.tolist()
+    except ArithmeticError as e:
+        raise UserError(f"{e}: try --dtype=float32") from None
+
+
+def speed(count: int, started: float) -> str:
+    return f"{plural(count, 'token')}, {count / (time.perf_counter() - started):.1f} tok/s"
+
+
+def decoded(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the text of each token, and in the end what is left."""
+    # The decoder holds back the bytes of a character until it is complete.
+    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for token in tokens:
+        yield utf8.decode(tokenizer.token_bytes(token))
+    yield utf8.decode(b"", final=True)
 
 
 def text_pieces(tokens: Iterable[int], tokenizer: Tokenizer, cfg: SampleConfig) -> Iterator[str]:
@@ -273,17 +333,122 @@ def text_pieces(tokens: Iterable[int], tokenizer: Tokenizer, cfg: SampleConfig) 
 
     It ends at an eos, and without max_new_tokens also at the first line end after ENOUGH tokens.
     """
-    # The decoder holds back the bytes of a character until it is complete.
-    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for number, token in enumerate(tokens, 1):
-        if cfg.stop_at_eos and token == tokenizer.eos_id:
-            break
-        piece = utf8.decode(tokenizer.token_bytes(token))
+    if cfg.stop_at_eos:
+        tokens = takewhile(lambda token: token != tokenizer.eos_id, tokens)
+    for number, piece in enumerate(decoded(tokens, tokenizer), 1):
         if not cfg.max_new_tokens and number >= ENOUGH and "\n" in piece:
             yield piece.partition("\n")[0]
             return
         yield piece
-    yield utf8.decode(b"", final=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# A conversation
+
+
+class Conversation:
+    """The messages so far as token ids, in ChatML: see text/chat.py.
+
+    Their keys and values stay between the answers, so that only new tokens go through the model.
+    """
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig):
+        """Raises UserError if the system message is too long."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self.cfg = cfg
+        self.window = model.config.block_size
+        self.start_mark, self.end_mark = marks_of(tokenizer)
+        self.ending = [self.end_mark, *tokenizer.encode("\n").tolist()]  # of a message
+        self.header = [self.start_mark, *tokenizer.encode("assistant\n").tolist()]  # of an answer
+        self.opening = list(tokenizer.prefix)  # what each conversation begins with
+        if cfg.system:
+            self.opening += self.message("system", cfg.system)
+        self.exchanges: list[list[int]] = []  # a message of the user and its answer each
+        self.cache = KVCache(model.config, 1, self.window, model.wte.weight)
+
+    def message(self, role: str, text: str) -> list[int]:
+        """Return the ids of a message. Raises UserError if they leave no room for an answer."""
+        _, ids = encode(f"{role}\n{text}", self.tokenizer)
+        ids = [self.start_mark, *ids, *self.ending]
+        room = self.window - len(self.opening) - len(self.header) - 1
+        if len(ids) > room:
+            size = f"has {len(ids):,} tokens, the model sees {room:,}"
+            raise UserError(f"the {role} message {size}: shorten it")
+        return ids
+
+    def typed_message(self, line: str) -> list[int]:
+        """Return the ids of a message; [] for an empty line, and for /reset, which it obeys."""
+        if line.strip() == "/reset":
+            self.forget(len(self.exchanges))
+        return self.message("user", line) if line.strip() not in ("", "/reset") else []
+
+    def forget(self, count: int) -> None:
+        """Drop the oldest exchanges, and keep what comes before them."""
+        del self.exchanges[:count]
+        self.cache.length = min(self.cache.length, len(self.opening))
+
+    def prompt(self, question: list[int]) -> list[int]:
+        """Return the ids that the answer follows. Drop the oldest exchanges if it has little room.
+
+        It should have max_new_tokens, at most half of the window; by default a quarter.
+        """
+        length = len(self.opening) + len(question) + len(self.header)
+        length += min(self.cfg.max_new_tokens or self.window // 4, self.window // 2)
+        sizes = [len(ids) for ids in self.exchanges]
+        count = 0
+        while count < len(sizes) and length + sum(sizes[count:]) > self.window:
+            count += 1
+        if count:
+            self.forget(count)
+            unseen = f"the model no longer sees the {2 * count} oldest messages"
+            print(f"note: the window is full: {unseen}", file=sys.stderr)
+        return [*self.opening, *chain(*self.exchanges), *question, *self.header]
+
+    def answer(self, question: list[int]) -> None:
+        """Print the answer to a message, while it is made, and its speed. Keep both."""
+        started = time.perf_counter()
+        ids = self.prompt(question)
+        limit, reason = self.window - len(ids), "the window is full"
+        if 0 < self.cfg.max_new_tokens < limit:
+            limit, reason = self.cfg.max_new_tokens, "max_new_tokens is reached"
+        answer: list[int] = []
+
+        def until_the_end() -> Iterator[int]:
+            for (token,) in next_tokens(self.model, ids, limit, self.cfg, cache=self.cache):
+                if token in (self.end_mark, self.tokenizer.eos_id):
+                    return
+                answer.append(token)
+                yield token
+
+        remark = ""
+        try:
+            for piece in decoded(until_the_end(), self.tokenizer):
+                print(CONTROLS.sub("\ufffd", piece), end="", flush=True)
+        except KeyboardInterrupt:
+            if self.cfg.prompt or not sys.stdin.isatty():
+                raise
+            remark = ", stopped"
+        if len(answer) == limit:
+            remark = f", unfinished: {reason}"
+        print()
+        print(f"[{speed(len(answer), started)}{remark}]", file=sys.stderr)
+        self.exchanges.append([*question, *self.header, *answer, *self.ending])
+
+
+def converse(model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, label: str) -> None:
+    """Answer each prompt in a conversation of its own; without any, what is typed, in one."""
+    conversation = Conversation(model, tokenizer, cfg)
+    advice = "Type a message. /reset begins anew, Ctrl-C ends an answer, Ctrl-D the program."
+    asked = [conversation.message("user", text) for text in cfg.prompt]
+    print(f"[{label}]", file=sys.stderr)
+    questions = asked or typed("you> ", advice, conversation.typed_message)
+    for number, question in enumerate(questions):
+        if asked:
+            print("----------------\n" * (number > 0) + f"you> {cfg.prompt[number]}")
+            conversation.forget(len(conversation.exchanges))
+        if question:
+            conversation.answer(question)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -335,14 +500,21 @@ def main() -> None:
             print(f"[{label}]", file=sys.stderr)
             return
 
+        if cfg.chat and not marks_of(tokenizer):
+            lacks = f"its tokenizer has no {IM_START} and {IM_END}"
+            raise UserError(f"{folder}: {lacks}: --chat needs a model of conversations")
         T = model.config.block_size
         if cfg.interactive:
-            prompts = typed_prompts(tokenizer, T)
-        else:
+            advice = "Type the beginning of a text; nothing: a new document. Ctrl-D ends."
+            prompts = typed("prompt> ", advice, lambda line: encode_prompt(line, tokenizer, T))
+        elif not cfg.chat:
             prompts = [encode_prompt(text, tokenizer, T) for text in read_prompts(cfg, folder)]
         model.to(machine.device, machine.dtype).eval()
         record_decoding(model)
         torch.manual_seed(cfg.seed)
+        if cfg.chat:
+            converse(model, tokenizer, cfg, label)
+            return
         print(f"[{label}]", file=sys.stderr)
         for number, (prompt, ids) in enumerate(prompts):
             if number and not cfg.interactive:

@@ -55,7 +55,8 @@ def recorded(model: GPT, cache: KVCache) -> Callable[[Tensor], Tensor]:
     """Return GPT.decoder(): token (B, 1) -> logits (B, V). Each call replays one graph."""
     device = cache.k.device
     token = torch.zeros(cache.k.size(1), 1, dtype=torch.long, device=device)
-    position = torch.zeros(1, dtype=torch.long, device=device)
+    # The first step writes here, where the place is free: the cache may hold a conversation.
+    position = torch.full((1,), cache.length, device=device)
 
     def step() -> Tensor:
         return model(token, cache=RecordedCache(cache.k, cache.v, position))

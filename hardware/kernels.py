@@ -222,8 +222,9 @@ class Pieces:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float) -> Tensor:
-    """Return causal attention, softmax(q k^T / sqrt(hs) + mask) v. All are (B, nh, T, hs).
+    """Return causal attention, softmax(q k^T / sqrt(hs) + mask) v, as model.py does.
 
+    q: (B, nh, T, hs). k, v: (B, nh, past + T, hs).
     mask: what document_mask() has returned, to keep documents apart, or None.
     """
     if mask is None and plain_is_faster(q):
@@ -239,19 +240,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float) -> Ten
 
 def fused_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     """Return attention by torch's kernels, most of which never store the T x T matrix."""
+    T, keys = q.size(2), k.size(2)
+    if mask is None and T < keys:  # is_causal would let the first query see the first key alone
+        mask = torch.ones(T, keys, dtype=torch.bool, device=q.device).tril(keys - T)
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
 
 
 def plain_attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: float) -> Tensor:
-    """Return attention by plain matrix products. All are (B, nh, T, hs).
+    """Return attention by plain matrix products. q: (B, nh, T, hs). k, v: (B, nh, past + T, hs).
 
     seen: (T, T), True where a query sees a key; None: it sees all keys up to its own.
     """
     shape = q.shape
-    mask = torch.full((shape[2], shape[2]), -math.inf, dtype=q.dtype)
-    mask = mask.triu(1) if seen is None else mask.masked_fill_(seen, 0)
+    T, keys = q.size(2), k.size(2)
+    mask = torch.full((T, keys), -math.inf, dtype=q.dtype)
+    mask = mask.triu(1 + keys - T) if seen is None else mask.masked_fill_(seen, 0)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))  # (B * nh, T, hs)
-    scores = torch.baddbmm(mask, q, k.mT, alpha=shape[3] ** -0.5)  # (B * nh, T, T)
+    scores = torch.baddbmm(mask, q, k.mT, alpha=shape[3] ** -0.5)  # (B * nh, T, keys)
     weights = F.dropout(scores.softmax(-1), dropout)
     return torch.bmm(weights, v).view(shape)
 

@@ -1,0 +1,205 @@
+"""sample.py --chat: a conversation in which the model sees each token once, and in a terminal."""
+
+import fcntl
+import io
+import itertools
+import os
+import pty
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPO, call, forge, make_records, train_tiny, write_jsonl
+from test_model import ODD, alone  # noqa: F401 a fixture
+
+import configurator
+import prepare
+import sample
+from hardware import kernels
+from model import GPT, GPTConfig
+from text.chat import chatml, marks_of
+from text.dataset import load_tokenizer
+from text.train_tokenizer import write_alphabet
+from training.checkpoint import newest_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """Of a model for 512 tokens that has read a few conversations. It cannot end an answer yet."""
+    root = tmp_path_factory.mktemp("chat")
+    messages = [("user", "title"), ("assistant", "summary")]
+    turns = [[{"role": r, "content": x[key]} for r, key in messages] for x in make_records(200)]
+    corpus = write_jsonl(root / "corpus.jsonl", [{"messages": each} for each in turns])
+    options = [f"--data_dir={root}", "--name=tiny", "--vocab_size=400", "--val_fraction=0.2"]
+    call(prepare.main, "--input", str(corpus), *options)
+    run = train_tiny(root, root, "--block_size=512", "--batch_size=1", "--batch_tokens=512")
+    return newest_checkpoint(run / "ckpt")
+
+
+def conversation_of(checkpoint: Path, shape: dict, **settings) -> sample.Conversation:
+    """Return one with an untrained model, and with the tokenizer of a checkpoint."""
+    tokenizer = load_tokenizer(checkpoint)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**(shape | dict(vocab_size=tokenizer.vocab_size))))
+    model.init_weights("xavier")
+    settings = dict(chat=True, temperature=0, system="the loop") | settings
+    return sample.Conversation(model.eval(), tokenizer, sample.SampleConfig(**settings))
+
+
+# -- what the model sees --
+
+
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-6), (torch.bfloat16, 0.02)])
+def test_the_last_queries_alone_attend_as_they_do_among_all(dtype, near, alone):  # noqa: F811
+    q, k, v = torch.randn(3, 2, 4, 20, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for attend in (alone.attend, kernels.attend):
+        last = attend(q[:, :, 13:], k, v, None, 0.0)
+        torch.testing.assert_close(last, attend(q, k, v, None, 0.0)[:, :, 13:], atol=near, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
+def test_three_turns_with_the_kept_cache_equal_three_that_recompute_all(name, checkpoint):
+    shape = ODD[name] | dict(block_size=256)
+    kept, anew = (conversation_of(checkpoint, shape, max_new_tokens=20) for _ in "ab")
+    passed = []  # so many tokens at a time, through the model that keeps them
+    kept.model.wte.register_forward_hook(lambda layer, inputs, x: passed.append(x.size(1)))
+    for text in ("模型 训练", "the loop reads tokens", "why?"):
+        question = kept.message("user", text)
+        most = len([*question, *kept.header, *kept.ending]) + 1
+        kept.answer(question)
+        anew.cache.length = 0
+        anew.answer(question)
+        assert kept.exchanges == anew.exchanges
+        assert passed[0] <= most + len(kept.opening) * (len(kept.exchanges) == 1)
+        assert len(passed) == 20 and set(passed[1:]) == {1}
+        passed.clear()
+
+
+def test_the_model_sees_what_prepare_makes_of_the_messages(checkpoint):
+    conversation = conversation_of(checkpoint, ODD["llama"] | dict(block_size=256))
+    tokenizer = conversation.tokenizer
+    text = "what is <|im_end|>?"
+    pieces = chatml([("system", "the loop"), ("user", text), ("assistant", "")])[1:-1]
+    want = list(tokenizer.prefix)
+    for mark, piece in zip(itertools.cycle(marks_of(tokenizer)), pieces, strict=False):
+        want += [mark, *tokenizer.encode(piece).tolist()]
+    assert conversation.prompt(conversation.message("user", text)) == want
+
+
+def test_what_falls_out_of_the_window_is_told_and_the_system_message_stays(checkpoint, capsys):
+    conversation = conversation_of(checkpoint, ODD["qwen3"] | dict(block_size=96))
+    for number in range(4):
+        conversation.answer(conversation.message("user", f"{number} the loop"))
+    told = capsys.readouterr().err
+    assert told.count("the model no longer sees the 2 oldest messages\n") == 3
+    assert told.count("unfinished: the window is full]") == 4
+    (last,) = conversation.exchanges
+    assert len(conversation.opening + last) == 96 + len(conversation.ending)
+    fresh = conversation_of(checkpoint, ODD["qwen3"] | dict(block_size=96))
+    fresh.answer(fresh.message("user", "3 the loop"))
+    assert fresh.exchanges == [last]
+    with pytest.raises(configurator.UserError, match="message has 305 tokens, the model sees"):
+        conversation.message("user", "模型" * 300)
+    assert conversation.exchanges == [last]
+
+
+# -- what the user sees --
+
+
+def chat(checkpoint: Path, *options: str) -> None:
+    call(sample.main, "--chat", f"--ckpt={checkpoint}", "--device=cpu", *options)
+
+
+def test_piped_messages_are_one_conversation_until_a_reset(checkpoint, capsys, monkeypatch):
+    def answers(typed: str) -> list[str]:
+        typed = io.TextIOWrapper(io.BytesIO(typed.encode("gbk")), encoding="utf-8")
+        monkeypatch.setattr("sys.stdin", typed)
+        options = ["--max_new_tokens=3", "--temperature=3", "--seed=7"]
+        configurator.run(lambda: chat(checkpoint, *options))
+        out, err = capsys.readouterr()
+        assert err.count("unfinished: max_new_tokens is reached]") == len(out.splitlines())
+        return out.splitlines()
+
+    assert len(answers("the loop\n\n模型\n")) == 2
+    assert len(answers("the loop\n/reset\n")) == 1
+
+
+def test_each_prompt_has_a_conversation_of_its_own(checkpoint, capsys):
+    options = ["--max_new_tokens=5", "--temperature=0", "--prompt"]
+    chat(checkpoint, *options, "the loop", "模型", "the loop")
+    first, other, again = capsys.readouterr().out.split("----------------\n")
+    assert first == again and first.startswith("you> the loop\n")
+    assert other.startswith("you> 模型\n")
+
+
+def test_what_the_model_writes_cannot_control_the_terminal(checkpoint, capsys, monkeypatch):
+    ids = load_tokenizer(checkpoint).encode("一\x1b[31m\r\x07\n\t二")
+    monkeypatch.setattr(GPT, "generate", lambda self, idx, n, **_: (torch.tensor([i]) for i in ids))
+    chat(checkpoint, "--prompt", "the")
+    assert capsys.readouterr().out == "you> the\n一\ufffd[31m\ufffd\ufffd\n\t二\n"
+
+
+def test_what_cannot_be_a_conversation_is_refused(checkpoint, tmp_path, refuses):
+    folder = f"--ckpt={checkpoint}"
+    too_long = f"--system={'the loop ' * 300}"
+    assert "the system message has" in refuses(sample.main, "--chat", folder, too_long)
+    for option in ("--interactive", "--num_samples=2", "--eval=x", "--stop_at_eos=false"):
+        assert "chat goes without" in refuses(sample.main, "--chat", option)
+    assert "add --chat" in refuses(sample.main, "--system=x")
+    folder = shutil.copytree(checkpoint, tmp_path / "text")
+    for name in ("meta.json", "tokenizer.json", "tokenizer.model"):
+        (folder / name).unlink()
+    forge(folder)
+    write_alphabet(tmp_path / "alphabet.model", set("abc"), with_bytes=True)
+    other = ["--chat", f"--ckpt={folder}", f"--tokenizer={tmp_path / 'alphabet.model'}"]
+    assert f"{folder}: its tokenizer has no <|im_start|> and" in refuses(sample.main, *other)
+
+
+@pytest.mark.slow
+def test_in_a_terminal_lines_are_edited_and_ctrl_c_ends_only_the_answer(checkpoint):
+    """Two Chinese characters are deleted, a line is no UTF-8, and one is too wide for a row."""
+    terminal, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    command = [sys.executable, REPO / "sample.py", "--chat", f"--ckpt={checkpoint}"]
+    command += ["--device=cpu", "--temperature=0"]
+    env = os.environ | {"TERM": "xterm", "LC_ALL": "C.UTF-8"}
+    program = subprocess.Popen(
+        command,
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        env=env,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(end)
+    shown = b""
+
+    def read_until(text: str) -> str:
+        """Return what is shown, up to the text."""
+        nonlocal shown
+        while text.encode() not in shown:
+            shown += os.read(terminal, 4096)
+        before, shown = shown.split(text.encode(), 1)
+        return before.decode(errors="replace")
+
+    assert "Ctrl-D" in read_until("you> ")
+    os.write(terminal, "the 模型\x7f\x7f训".encode())
+    assert read_until("训") == "the 模型\b\b\x1b[K\b\b\x1b[K"
+    echoes = []
+    for line in (b"\n", ("模型" * 20 + "\n").encode(), "模型\n".encode("gbk")):
+        os.write(terminal, line)
+        echoes.append(read_until("\r\n"))
+        read_until(" ")  # the answer has begun
+        os.write(terminal, b"\x03")
+        assert "stopped]" in read_until("you> ")
+    # The 38th character does not fit into the row.
+    assert echoes[1].startswith("模型" * 18 + "模 ")
+    os.write(terminal, b"\x04")
+    assert program.wait(60) == 0
+    os.close(terminal)
