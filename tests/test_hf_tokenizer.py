@@ -155,7 +155,7 @@ def bpe(folder: Path, kind: str) -> Path:
     t.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=700,
-        special_tokens=["<|endoftext|>", "<|bos|>", "<|im_end|>"],
+        special_tokens=["<|endoftext|>", "<|bos|>", "<|im_end|>", "<|im_start|>"],
         initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )

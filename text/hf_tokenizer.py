@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 
 from configurator import UserError
+from hardware.disk import json_bytes
 from text.dataset import load_tokenizer
 from text.tokenizer import (
     GPT2_PATTERN,
+    IM_END,
     MAX_ID,
     SentencePiece,
     Tiktoken,
@@ -128,6 +130,35 @@ def describe_tiktoken(tokenizer: Tiktoken) -> tuple[dict, dict, dict]:
     if tokenizer.normalize:
         steps |= {"normalizer": {"type": tokenizer.normalize}}
     return special, model, steps
+
+
+# text/chat.py's ChatML, as a template. ollama knows ChatML by nearly these letters: written in
+# another way, it would not be recognized.
+CHATML = (
+    r"{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'"
+    r" + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    r"{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def chat_files(tokenizer: Tokenizer, files: dict[str, bytes]) -> dict[str, bytes]:
+    """Return the files by which other programs chat as text/chat.py writes a conversation.
+
+    The template replaces one that came with the tokenizer. It begins with the prefix, since
+    transformers and llama-cpp-python put nothing before a conversation that it does not say.
+    llama.cpp takes it away where it adds one itself. An answer ends at <|im_end|>.
+
+    files: those of the tokenizer, name -> content.
+    """
+    template = ("{{ bos_token }}" if tokenizer.prefix else "") + CHATML
+    config = json.loads(files.get("tokenizer_config.json", "{}")) | {"chat_template": template}
+    ends = dict.fromkeys([tokenizer.eos_id, tokenizer.special_id(IM_END)])  # one for Qwen's chats
+    generation = dict(bos_token_id=next(iter(tokenizer.prefix), None), eos_token_id=list(ends))
+    return {
+        "chat_template.jinja": template.encode(),
+        "tokenizer_config.json": json_bytes(config),
+        "generation_config.json": json_bytes(generation),
+    }
 
 
 def llama_cpp_note(tokenizer: Tokenizer, hf_class: str | None, vocab_size: int) -> str:

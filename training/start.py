@@ -32,7 +32,7 @@ from text.dataset import (
     train_loader,
     verify_new,
 )
-from text.hf_tokenizer import read_json, to_hugging_face
+from text.hf_tokenizer import chat_files, read_json, to_hugging_face
 from text.landmarks import mixed_landmarks
 from text.tokenizer import Tokenizer
 from text.windows import Loader
@@ -398,7 +398,8 @@ def files_of_data(data: Data, block_size: int) -> dict[str, bytes]:
     They are read now, since the data set may be gone when a checkpoint is written. meta.json is
     that of the first data set, with the hashes of all data sets, which a resumed run compares. The
     hashes of the tokenizer's files are left out, since manifest.json has them. If no tokenizer.json
-    came with the tokenizer, it is made for sequences of block_size.
+    came with the tokenizer, it is made for sequences of block_size. If a data set has
+    conversations, the files say how to chat.
     """
     folder, meta = data.sets[0].folder, data.sets[0].meta
     changes = {
@@ -411,6 +412,8 @@ def files_of_data(data: Data, block_size: int) -> dict[str, bytes]:
         came_with = read_json(folder / "tokenizer_config.json")
         for name, content in to_hugging_face(data.tokenizer, block_size, came_with).items():
             files[name] = json_bytes(content)
+    if any("answers" in d.meta["splits"]["train"] for d in data.sets):
+        files |= chat_files(data.tokenizer, files)
     return files | {"meta.json": json_bytes(sealed(meta | changes))}
 
 
