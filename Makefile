@@ -1,8 +1,9 @@
-# make demo: corpus -> model -> text in a few minutes.   make check: before you commit.   make test: all tests.
+# make demo: corpus -> model -> text in a few minutes.   make chat: then it answers questions.
+# make check: before you commit.   make test: all tests.
 # Each makes .venv on first use.
 PYTHON ?= python3
 
-.PHONY: demo check lint format quick test soak simgpu clean
+.PHONY: demo chat check lint format quick test soak simgpu clean
 
 # Nobody has written these yet: the model documents them all the same.
 PROMPTS = "Robot.is_happy: Return True if" "Robot.wait_for_rain: Wait" "Robot.sing: Return" \
@@ -16,6 +17,16 @@ demo: .venv/demo
 	@echo
 	@echo "The curves of the loss are in out/demo/loss.png. For prompts of your own:"
 	@echo "    .venv/bin/python sample.py --interactive"
+
+# In wordings that were held out of the training.
+QUESTIONS = "Explain os.path.join." "What does os.path.exists do?" "Tell me about shutil.copytree."
+
+# After make demo, whose model learns to answer.
+chat: .venv/demo
+	.venv/bin/python prepare.py --chat --tokenizer data/demo --val_fraction 0.05
+	.venv/bin/python train.py config/chat.py --overwrite
+	@echo
+	.venv/bin/python sample.py --chat --ckpt out/chat --temperature 0 --prompt $(QUESTIONS)
 
 check: lint quick
 

@@ -54,7 +54,7 @@ from hardware.disk import content_sha256, file_sha256, json_bytes, remove_only, 
 from text import look
 from text.cut import cut_by_text, too_few
 from text.dataset import FORMAT_VERSION, load_tokenizer, open_dataset, verify
-from text.demo import demo_sources
+from text.demo import TAUGHT, demo_sources
 from text.download import download_all, file_of, is_url, without_secrets
 from text.encode import Encoder, Part, encode_share
 from text.folders import STDIN, claim, remove_scratch, replace_set
@@ -142,7 +142,7 @@ def name_of_set(cfg: PrepareConfig) -> str:
     Raises UserError if this is not a plain folder name.
     """
     if cfg.name or not cfg.input:
-        name = cfg.name or "demo"
+        name = cfg.name or ("chat" if cfg.chat else "demo")
     elif cfg.input[0] == "-":
         name = "stdin"
     else:
@@ -211,9 +211,9 @@ def find_input(cfg: PrepareConfig, scratch: Path) -> tuple[list[Source], dict[st
     if cfg.input == ("-",):
         return [take_in(cfg, scratch / STDIN)], {}
     if not cfg.input:
-        if cfg.name not in ("", "demo"):
+        if cfg.name not in ("", "demo", "chat"):
             note("no --input is given: the corpus is documentation of Python, numpy and torch")
-        return demo_sources(), {}
+        return [s for s in demo_sources() if not cfg.chat or s.name in TAUGHT], {}
     files = download_all(cfg.input, Path(cfg.data_dir), cfg.format)
     inputs = [str(files.get(argument, argument)) for argument in cfg.input]
     sources, skipped = find_sources(inputs, cfg.format)

@@ -11,10 +11,11 @@ setting of train.py is accepted too, in the file and as an option.
 Each run is a train.py of its own, one after the other. All of them complete the decay of their
 learning rate, because a ranking may turn around before that, and are evaluated on all of val.bin.
 The same seed gives the same initial weights and the same windows, if model and data sets are the
-same. Stop the lab at any time, for example by Ctrl-C: the same command goes on. A run's folder is
-named by its seed and a hash of its settings and its data. So a run whose settings have changed is
-trained anew, and questions share the runs that they have in common. After a change of the code,
-give another out_dir.
+same. With init_from, which is a setting of the question and not of a variant, all runs fine-tune
+that model. Stop the lab at any time, for example by Ctrl-C: the same command goes on (a run that
+fine-tunes is begun anew). A run's folder is named by its seed and a hash of its settings and its
+data. So a run whose settings have changed is trained anew, and questions share the runs that they
+have in common. After a change of the code, or of the model to fine-tune, give another out_dir.
 
 Statistics: `difference` is the mean over the seeds of the variant's final loss minus the baseline's
 with the same seed. Behind ± is the standard error of that mean: the standard deviation over the
@@ -90,7 +91,9 @@ class LabConfig(TrainConfig):
             if name not in self.variants:
                 variants = ", ".join(map(str, self.variants))
                 problems.append(f"{name!r} is none of the variants: {variants}")
-        for key in ("seed", "init_from", "overwrite"):
+        if self.init_from in ("resume", "auto"):
+            problems.append(f"init_from={self.init_from}: name a model to fine-tune")
+        for key in ("seed", "overwrite"):
             if getattr(self, key) != getattr(TrainConfig, key):
                 problems.append(f"{key}: lab.py gives it to each run")
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
@@ -205,9 +208,13 @@ def run_settings(settings: TrainConfig, seed: int) -> TrainConfig:
     content = {k: v for k, v in changes(settings).items() if k in judged}
     sets = open_datasets(settings.dataset, settings.data_dir)
     content["data"] = [data.meta["splits"] for data in sets]
+    is_tuned = settings.init_from != "scratch"
+    if is_tuned:
+        content["init_from"] = settings.init_from
     name = f"seed{seed}-{content_sha256(content)[:12]}"
     settings = replace(settings, sample_every=0, tracker="off")
-    return replace(settings, run_name=name, init_from="auto")
+    init_from = settings.init_from if is_tuned else "auto"
+    return replace(settings, run_name=name, init_from=init_from, overwrite=is_tuned)
 
 
 # --------------------------------------------------------------------------------------------------

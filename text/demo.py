@@ -2,6 +2,7 @@
 
 demo_sources() lists the modules. documentation() returns the documents of one module: each
 docstring in it is one, and each section of the language reference, which Python has for help().
+conversations() makes questions and answers of them, for prepare.py --chat.
 """
 
 import ast
@@ -9,7 +10,9 @@ import importlib.util
 import inspect
 import re
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 from configurator import UserError
 from text.sources import Source
@@ -23,6 +26,21 @@ SIGNATURE = re.compile(r"[\w.]+\([^\n]*\)( *-> *[^\n]*)?")
 BEFORE_CODE = re.compile(r"(Example|Usage)s?:{0,2}")
 # A row or an edge of a table, a session at Python's prompt, a rule of a grammar.
 NO_SENTENCE = re.compile(r"^ *([|+]|=+ +=|>>>|\w+ +::=)", re.MULTILINE)
+
+# The modules that are asked about: so many things as a small model learns by heart in a minute.
+TAUGHT = """abc argparse base64 calendar collections contextlib copy csv dataclasses datetime
+    fnmatch functools genericpath glob gzip heapq inspect json logging operator os pathlib pickle
+    posixpath pprint queue random re shlex shutil socket statistics subprocess tempfile textwrap
+    threading timeit traceback urllib.parse uuid warnings weakref zipfile""".split()
+IMPORTED_AS = {"posixpath": "os.path", "genericpath": "os.path"}
+WORDINGS = (
+    "What does {} do?",
+    "What is {} for?",
+    "Explain {}.",
+    "Tell me about {}.",
+    "What can I do with {}?",
+)
+ANSWER = re.compile(r"[A-Z][^:>|*]{19,99}\.")
 
 
 def demo_sources() -> list[Source]:
@@ -72,6 +90,33 @@ def documentation(source: bytes, module: str) -> list[dict]:
         texts += language_reference(tree)
     contents = [(title, prose(text or "")) for title, text in texts]
     return [{"title": t, "content": content} for t, content in contents if len(content) >= 40]
+
+
+def conversations(source: bytes, module: str) -> list[dict]:
+    """Return {messages} of each question about a module that is not held out, with its answer."""
+    return [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": answer}]}
+        for q, answer, is_held_out in questions(source, module)
+        if not is_held_out
+    ]
+
+
+def questions(source: bytes, module: str) -> Iterator[tuple[str, str, bool]]:
+    """Yield (question, answer, whether it is held out) for each public thing of a module.
+
+    The answer is the first sentence of its documentation. Of each thing, one wording of the
+    question is held out: a hash of its name chooses which.
+    """
+    for record in documentation(source, module):
+        title = record["title"]
+        paragraph = " ".join(record["content"].split("\n\n")[0].split())
+        answer = paragraph.split(". ")[0].removesuffix(".") + "."
+        is_public = not title.startswith("_") and "." not in title and title != module
+        if is_public and ANSWER.fullmatch(answer):
+            name = f"{IMPORTED_AS.get(module, module)}.{title}"
+            held_out = crc32(name.encode()) % len(WORDINGS)
+            for number, wording in enumerate(WORDINGS):
+                yield wording.format(name), answer, number == held_out
 
 
 def added_docstring(call: ast.Call) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from text.chat import chatml, turns_of
-from text.demo import documentation
+from text.demo import conversations, documentation
 from text.formats import Chunk, Lines
 
 BLANK = "：。 \t\r\n"  # a text of only these characters counts as empty
@@ -88,7 +88,8 @@ class Tally:
 
 def documents(chunk: Chunk, cleaning: Cleaning, tally: Tally) -> Iterator[Document]:
     """Yield each document in a chunk. All records are counted in `tally`."""
-    records = (unpacked(chunk.kind, place, record) for place, record in chunk.records)
+    chat = cleaning.chat
+    records = (unpacked(chunk.kind, place, record, chat) for place, record in chunk.records)
     for place, record in itertools.chain.from_iterable(records):
         tally.records += 1
         try:
@@ -105,13 +106,14 @@ def documents(chunk: Chunk, cleaning: Cleaning, tally: Tally) -> Iterator[Docume
             tally.dropped["empty"] += 1
 
 
-def unpacked(kind: str, place: str, record: Any) -> Iterator[tuple[str, Any]]:
+def unpacked(kind: str, place: str, record: Any, chat: bool) -> Iterator[tuple[str, Any]]:
     """Yield (place, record) of each record in what the Reader gives as one, to save its time.
 
-    That is each line of Lines that is not blank, and each text of a module of the demo corpus.
+    That is each line of Lines that is not blank, and each text of a module of the demo corpus, or
+    with `chat` each conversation about it.
     """
     if kind == "py":
-        for text in documentation(record, place):
+        for text in (conversations if chat else documentation)(record, place):
             yield place, text
     elif isinstance(record, Lines):
         for number, line in enumerate(record.data.split(b"\n"), record.first):

@@ -42,7 +42,7 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
     """
     cfg = TrainConfig(**options)
     if cfg.init_from not in ("resume", "auto"):
-        return checked(TrainConfig, with_context(options))
+        return checked(TrainConfig, with_model(options))
     # The command that began a run gave its length. A command without one does not repeat that, and
     # without a run_name it means the run that was trained last.
     names_run = {"run_name", "max_steps", "max_epochs", "max_tokens"} & options.keys()
@@ -53,14 +53,18 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
     return checked(TrainConfig, earlier_settings(ckpt_dir) | options)
 
 
-def with_context(options: dict[str, Any]) -> dict[str, Any]:
+def with_model(options: dict[str, Any]) -> dict[str, Any]:
     """Return settings with the block_size of the model to fine-tune, if that is below the default.
 
-    A block_size that is given stays. If the model cannot be read, load_model() will say so.
+    A block_size that is given stays. The folder of a run stands for its newest checkpoint. If the
+    model cannot be read, load_model() will say so.
     """
     init_from = options.get("init_from", "scratch")
     if init_from in ("scratch", "resume", "auto"):
         return options
+    if newest := newest_checkpoint(Path(init_from) / "ckpt"):
+        init_from = str(newest)
+        options = options | {"init_from": init_from}
     try:
         context = shape_in(init_from).block_size
     except ValueError:
@@ -169,8 +173,6 @@ def load_model(folder: Path, cfg: TrainConfig) -> GPT:
         hint = ""
         if not folder.exists():
             hint = "; nothing is downloaded: it must be a folder on this disk"
-        elif newest := newest_checkpoint(folder / "ckpt"):
-            hint = f"; it is the folder of a run: give {newest}"
         raise UserError(f"init_from={folder}: cannot be loaded ({e}{hint})") from None
 
 

@@ -1,0 +1,30 @@
+# How should conversations fill the windows, if a model learns to answer? Each run is judged by the
+# answers of val alone, each conversation from its own beginning.
+#   python -m bench.lab bench/questions/conversations.py --dataset=NAME --init_from=out/BASE/ckpt/STEP
+# A window of pad has one conversation, and much padding: it reads about 2.8 times as many windows to
+# learn from as many tokens.
+question = "One conversation in a window, or as many as fit, and may they see each other?"
+judge = "val_document_loss"
+preset = "qwen3"
+block_size = 128
+batch_size = 16
+batch_tokens = 16 * 128
+max_steps = 36
+loss_on = "answers"
+optimizer = "muon"
+lr = 2e-3
+embed_lr = 3.0
+vector_lr = 3.0
+schedule = "wsd"
+decay_ratio = 0.7
+min_lr_ratio = 0.0
+eval_every = 1000
+save_every = 1000
+baseline = "pack"
+variants = {
+    "pack": {"documents": "pack"},
+    "stream": {},
+    "pad, same time": {"documents": "pad"},
+    "pad, same tokens": {"documents": "pad", "batch_tokens": 44 * 128, "batch_size": 22},
+    "pack, loss on all": {"documents": "pack", "loss_on": "all"},
+}

@@ -1,0 +1,24 @@
+# The demo learns to answer: make demo, then make chat. It takes a minute on a 2-core CPU.
+# The shape is that of its model. 12 epochs are 350 steps of 2,048 tokens.
+run_name = "chat"
+init_from = "out/demo"
+dataset = "chat"
+block_size = 256
+documents = "pack"
+loss_on = "answers"
+
+batch_size = 8
+batch_tokens = 8 * 256
+max_epochs = 12
+
+optimizer = "muon"
+lr = 2e-3
+embed_lr = 3.0
+vector_lr = 3.0
+schedule = "wsd"
+decay_ratio = 0.7
+min_lr_ratio = 0.0
+eval_every = 120
+sample_every = 0
+save_every = 1000
+log_every = 20
