@@ -96,9 +96,9 @@ class SampleConfig:
     # ---- Evaluation, in place of text ----
     eval: str = ""  # a data set's folder, data/NAME: measure the loss on its val.bin
     eval_tokens: int = 0  # how many tokens of it, in fixed windows spread evenly; 0: all
-    block_size: int = 0  # tokens in a window; 0: as many as the model sees, at most 1,024
     batch_size: int = 8  # windows at a time
     # ---- Device ----
+    block_size: int = 0  # tokens in a window of chat or eval; 0: all that the model sees, to 1,024
     device: str = "auto"  # auto: cuda, then mps, then cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of weights and arithmetic
 
@@ -124,6 +124,14 @@ class SampleConfig:
 
 # --------------------------------------------------------------------------------------------------
 # The model and its tokenizer
+
+
+def window(cfg: SampleConfig, model: GPT) -> int:
+    """Return how many tokens the model shall see. Raises UserError if it cannot see as many."""
+    most = model.config.block_size
+    if cfg.block_size > most:
+        raise UserError(f"--block_size {cfg.block_size}: the model sees {most} tokens")
+    return cfg.block_size or min(most, 1024)
 
 
 def pick_machine(cfg: SampleConfig) -> Machine:
@@ -357,7 +365,7 @@ class Conversation:
         self.model = model
         self.tokenizer = tokenizer
         self.cfg = cfg
-        self.window = model.config.block_size
+        self.window = window(cfg, model)
         self.start_mark, self.end_mark = marks_of(tokenizer)
         self.ending = [self.end_mark, *tokenizer.encode("\n").tolist()]  # of a message
         self.header = [self.start_mark, *tokenizer.encode("assistant\n").tolist()]  # of an answer
@@ -463,9 +471,7 @@ def evaluate_on(folder: Path, model: GPT, cfg: SampleConfig, machine: Machine) -
     compared between models with different tokenizers. Raises UserError if the data set was changed,
     or if a loss is not finite.
     """
-    T = cfg.block_size or min(model.config.block_size, 1024)
-    if T > model.config.block_size:
-        raise UserError(f"--block_size {T}: the model sees {model.config.block_size} tokens")
+    T = window(cfg, model)
     data = DataSet(folder.name, folder, open_dataset(folder), Fraction(1))
     verify(folder, data.meta, "val")
     windows = open_windows(data, "val", T)

@@ -210,15 +210,14 @@ def show_sample(job: Job, step: int) -> None:
     """Let the model write about 200 bytes of text: three lines of English, two of Chinese."""
     val = job.data.sets[0].meta["splits"]["val"]
     length = math.ceil(200 * val["tokens"] / val["bytes"])
-    tokenizer = job.data.tokenizer
-    prompt = [*tokenizer.prefix, *tokenizer.encode(job.cfg.sample_prompt).tolist()]
-    prompt = prompt or [tokenizer.eos_id]
     try:
         with getattr(job.forward, "whole_weights", nullcontext)():  # Shards has it
-            text = write_text(job.model, tokenizer, prompt, length, job.cfg.seed)
+            text = write_text(
+                job.model, job.data.tokenizer, job.data.sample_prompt, length, job.cfg.seed
+            )
     except ArithmeticError:
         return  # the loss is not finite either, and has been reported
-    job.metrics.log_sample(step, job.cfg.sample_prompt + text)
+    job.metrics.log_sample(step, text)
 
 
 def wants_checkpoint(job: Job, step: int, last: bool) -> bool:

@@ -8,7 +8,6 @@ its first five words are. The likeliest token is taken at each step.
 
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 
@@ -16,7 +15,7 @@ from configurator import parse, run
 from hardware.terminal import ProgressBar
 from model import GPT
 from sample import SampleConfig, open_model
-from text.chat import chatml, marks_of
+from text.chat import marks_of, question_ids
 from text.demo import TAUGHT, demo_sources, questions
 from text.tokenizer import Tokenizer
 
@@ -28,20 +27,11 @@ class AnswersConfig:
     show: int = 3  # number of answers to show
 
 
-def prompt_ids(question: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a conversation, up to where its answer begins."""
-    start, end = marks_of(tokenizer)
-    pieces = chatml([("user", question), ("assistant", "")])[1:4]  # behind start, end, start
-    marked = zip([start, end, start], pieces, strict=True)
-    ids = [[mark, *tokenizer.encode(piece).tolist()] for mark, piece in marked]
-    return [*tokenizer.prefix, *chain.from_iterable(ids)]
-
-
 def answers(model: GPT, tokenizer: Tokenizer, asked: list[str]) -> dict[str, str]:
     """Return question -> answer. Prompts of the same length are continued in one batch."""
     by_length = defaultdict(list)
     for question in asked:
-        ids = prompt_ids(question, tokenizer)
+        ids = question_ids(question, tokenizer)
         by_length[len(ids)].append((question, ids))
     answered = {}
     for batch in ProgressBar("answering", by_length.values()):

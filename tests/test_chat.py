@@ -358,7 +358,9 @@ def test_each_kind_of_window_learns_the_answers_and_nothing_else(chat_data, docu
         )
         is_answer &= in_document < 64
         lost = np.maximum(0, np.diff(ends, prepend=-1) - 64)
-        told = f"{np.count_nonzero(lost):,} of {len(ends):,} documents of chat are longer: their ends"
+        told = (
+            f"{np.count_nonzero(lost):,} of {len(ends):,} documents of chat are longer: their ends"
+        )
         assert windows.cut == f"{told} are left out: {lost.sum():,} tokens"
     if documents in ("stream", "mask"):
         is_answer[(len(ids) - 1) // 64 * 64 + 1 :] = False

@@ -41,7 +41,7 @@ counts = {"tokens": 5000, "bytes": 5000}
 sets = [DataSet("random", folder, {"splits": {"val": counts}}, Fraction(1))]
 loader = Loader([windows], [Fraction(1)])
 tokenizer = SimpleNamespace(eos_id=0)
-data = Data(loader, [windows], [windows], [windows], sets, tokenizer, lambda: None)
+data = Data(loader, [windows], [windows], [windows], sets, tokenizer, [1], lambda: None)
 model = GPT(model_config(cfg, 64))
 model.init_weights("gpt2")
 optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=cfg.lr)

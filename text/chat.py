@@ -63,6 +63,14 @@ def chatml(turns: list[tuple[str, str]]) -> list[str]:
     return pieces
 
 
+def question_ids(question: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a conversation that begins with a question, up to the answer."""
+    start, end = marks_of(tokenizer)
+    _, asked, line_end = chatml([("user", question)])
+    ids = [start, *tokenizer.encode(asked), end, *tokenizer.encode(line_end)]
+    return [*tokenizer.prefix, *map(int, ids), start, *tokenizer.encode("assistant\n").tolist()]
+
+
 def marks_of(tokenizer: Tokenizer) -> list[int]:
     """Return the ids of <|im_start|> and <|im_end|>; [] if the tokenizer lacks one of them."""
     marks = [tokenizer.special_id(name) for name in (IM_START, IM_END)]

@@ -1,6 +1,7 @@
 """What a model has learned: its loss on fixed windows of tokens, and a text that it writes."""
 
 import codecs
+import itertools
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -72,7 +73,8 @@ def write_text(model: GPT, tokenizer: Any, prompt: list[int], length: int, seed:
         tokens = list(model.generate(idx, length, temperature=0.5, generator=generator))
     finally:
         model.train()
-    ids = [*torch.cat(tokens).tolist(), tokenizer.eos_id]
-    text = b"".join(map(tokenizer.token_bytes, ids[: ids.index(tokenizer.eos_id)]))
+    ends = {tokenizer.eos_id, tokenizer.special_id("<|im_end|>")}  # the latter: of an answer
+    ids = itertools.takewhile(lambda token: token not in ends, torch.cat(tokens).tolist())
+    text = b"".join(map(tokenizer.token_bytes, ids))
     # This decoder leaves out the last character if its bytes are not complete.
     return codecs.getincrementaldecoder("utf-8")(errors="replace").decode(text)

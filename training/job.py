@@ -25,7 +25,8 @@ class Data:
     val_documents: list[Windows]  # the same tokens, packed: each document begins in its window
     train_windows: list[Windows]  # one for each train.bin, to evaluate on
     sets: list[DataSet]
-    tokenizer: Any  # of text/tokenizer.py: encode(), token_bytes(), eos_id
+    tokenizer: Any  # of text/tokenizer.py: token_bytes(), eos_id
+    sample_prompt: list[int]  # ids of the text that the model continues in the log
     check: Callable[[], None]  # raises UserError if a file has been changed in place
 
 

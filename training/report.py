@@ -207,9 +207,13 @@ class Metrics:
         return mean["val_loss"]
 
     def log_sample(self, step: int, text: str) -> None:
-        """Report a text that the model has written after a step, with its prompt."""
+        """Report a text that the model has written after a step."""
         prompt = self.cfg.sample_prompt
         line = f"the model continues {prompt!r}:" if prompt else "the model writes:"
+        if self.cfg.loss_on == "answers":
+            line = f"the model answers {prompt!r}:"
+            prompt = ""
+        text = prompt + text
         self.write(dict(step=step, sample=text), f"{line}\n{quoted(text)}")
 
     def log_save(self, step: int, path: Path, seconds: float) -> None:

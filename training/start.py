@@ -20,6 +20,7 @@ from hardware.disk import MANIFEST, Lock, file_sha256, json_bytes, sealed
 from hardware.machine import Machine, memory_advice, start
 from hardware.peak import peak_tflops
 from model import GPT, GPTConfig
+from text.chat import question_ids
 from text.dataset import (
     DataSet,
     check_files,
@@ -199,13 +200,19 @@ def open_data(cfg: TrainConfig) -> Data:
     sets = open_datasets(cfg.dataset, cfg.data_dir)
     T = cfg.block_size
     on = cfg.loss_on
+    loader = train_loader(sets, T, cfg.seed, cfg.documents, cfg.loss_per, on)
+    tokenizer = load_tokenizer(sets[0].folder)
+    prompt = [*tokenizer.prefix, *tokenizer.encode(cfg.sample_prompt).tolist()]
+    if on == "answers":
+        prompt = question_ids(cfg.sample_prompt, tokenizer)
     return Data(
-        loader=train_loader(sets, T, cfg.seed, cfg.documents, cfg.loss_per, on),
+        loader=loader,
         val_windows=[open_windows(data, "val", T, loss_on=on) for data in sets],
         val_documents=[open_windows(data, "val", T, documents="pack", loss_on=on) for data in sets],
         train_windows=[open_windows(data, "train", T, loss_on=on) for data in sets],
         sets=sets,
-        tokenizer=load_tokenizer(sets[0].folder),
+        tokenizer=tokenizer,
+        sample_prompt=prompt or [tokenizer.eos_id],
         check=partial(check_files, sets, opened_files(sets)),
     )
 
