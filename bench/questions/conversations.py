@@ -26,5 +26,4 @@ variants = {
     "stream": {},
     "pad, same time": {"documents": "pad"},
     "pad, same tokens": {"documents": "pad", "batch_tokens": 44 * 128, "batch_size": 22},
-    "pack, loss on all": {"documents": "pack", "loss_on": "all"},
 }
