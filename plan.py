@@ -40,7 +40,7 @@ from training.huggingface import shape_in
 from training.memory import Step
 from training.metrics import read_metrics
 from training.plan import Plan, even_batch, make_plan
-from training.resume import longer, with_context
+from training.resume import longer, with_model
 from training.settings import TrainConfig, model_config, wants_compile
 
 
@@ -438,7 +438,7 @@ def estimate(
 
 
 def main() -> None:
-    cfg = checked(PlanConfig, with_context(given(PlanConfig, doc=__doc__)))
+    cfg = checked(PlanConfig, with_model(given(PlanConfig, doc=__doc__)))
     run = planned_run(cfg)
     dtype = str(run.step.dtype).removeprefix("torch.")
     print(f"{cfg.run_name}: {cfg.nproc:,} x {run.device.name}, {dtype}; {run.device.source}")

@@ -76,6 +76,16 @@ def two_sets(data: Path, folder: Path) -> None:
 # -- runs --
 
 
+def test_a_question_on_fine_tuning_begins_each_run_with_the_model(tiny_data, tmp_path):
+    path = tmp_path / "question.py"
+    path.write_text(QUESTION)
+    argv = [*TINY, str(path), f"--data_dir={tiny_data}"]
+    tuned = lab.plan(lab.read_question([*argv, "--init_from=out/base"]), "low")
+    assert all(run.settings.init_from == "out/base" and run.settings.overwrite for run in tuned)
+    others = lab.plan(lab.read_question(argv), "low")
+    assert not {run.folder for run in tuned} & {run.folder for run in others}
+
+
 @pytest.mark.slow
 def test_a_finished_run_is_never_run_again_and_a_changed_one_never_reused(
     answered, tiny_data, tmp_path, capsys

@@ -27,7 +27,7 @@ BEFORE_CODE = re.compile(r"(Example|Usage)s?:{0,2}")
 # A row or an edge of a table, a session at Python's prompt, a rule of a grammar.
 NO_SENTENCE = re.compile(r"^ *([|+]|=+ +=|>>>|\w+ +::=)", re.MULTILINE)
 
-# The modules that are asked about: so many things as a small model learns by heart in a minute.
+# The modules that are asked about. A small model learns so many answers by heart in a minute.
 TAUGHT = """abc argparse base64 calendar collections contextlib copy csv dataclasses datetime
     fnmatch functools genericpath glob gzip heapq inspect json logging operator os pathlib pickle
     posixpath pprint queue random re shlex shutil socket statistics subprocess tempfile textwrap
@@ -102,10 +102,10 @@ def conversations(source: bytes, module: str) -> list[dict]:
 
 
 def questions(source: bytes, module: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield (question, answer, whether it is held out) for each public thing of a module.
+    """Yield (question, answer, whether it is held out), in all WORDINGS, about a module.
 
-    The answer is the first sentence of its documentation. Of each thing, one wording of the
-    question is held out: a hash of its name chooses which.
+    Asked about are its public functions and classes, but nothing within a class. The answer is the
+    first sentence of the documentation. A hash of the name chooses the wording that is held out.
     """
     for record in documentation(source, module):
         title = record["title"]

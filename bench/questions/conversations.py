@@ -1,8 +1,8 @@
 # How should conversations fill the windows, if a model learns to answer? Each run is judged by the
 # answers of val alone, each conversation from its own beginning.
-#   python -m bench.lab bench/questions/conversations.py --dataset=NAME --init_from=out/BASE/ckpt/STEP
-# A window of pad has one conversation, and much padding: it reads about 2.8 times as many windows to
-# learn from as many tokens.
+#   python -m bench.lab bench/questions/conversations.py --dataset=NAME --init_from=out/BASE
+# A window of pad has one conversation, and much padding: it reads about 2.8 times as many windows
+# to learn from as many tokens.
 question = "One conversation in a window, or as many as fit, and may they see each other?"
 judge = "val_document_loss"
 preset = "qwen3"
@@ -26,5 +26,4 @@ variants = {
     "stream": {},
     "pad, same time": {"documents": "pad"},
     "pad, same tokens": {"documents": "pad", "batch_tokens": 44 * 128, "batch_size": 22},
-    "pack, loss on all": {"documents": "pack", "loss_on": "all"},
 }
