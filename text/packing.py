@@ -115,7 +115,7 @@ class Counting:
                 before = np.append(0, (answers[1::2] - answers[::2]).cumsum())
                 counted = before[np.searchsorted(answers[::2], bounds)]
             self.lengths = np.maximum(1, np.diff(counted))  # (documents,), in tokens that count
-            self.mean_length = counted[-1] / np.count_nonzero(np.diff(counted))
+            self.mean_length = float(counted[-1] / np.count_nonzero(np.diff(counted)))
 
     def weights(self, targets: np.ndarray) -> np.ndarray:
         """Return the weights (T,) of the tokens at these places of the split, (T,)."""
