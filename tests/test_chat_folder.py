@@ -188,20 +188,27 @@ def test_the_folder_is_resumed_sampled_tuned_and_deleted_as_any_other(tmp_path):
         assert (tuned / name).read_bytes() == (folder / name).read_bytes()
 
 
+ANSWERS = {"Why?": "because", "为什么？": "因为"}
+
+
+def question(text: str) -> list[dict]:
+    return [dict(role="user", content=text)]
+
+
+def learn_answers(data: Path, preset: str, *options: str) -> Path:
+    """Return a checkpoint that knows ANSWERS by heart, and that an answer ends."""
+    asked = random.Random(0).choices(list(ANSWERS), k=400)
+    chats = [[*question(q), dict(role="assistant", content=ANSWERS[q])] for q in asked]
+    prepared(data, chats, *options)
+    steps = ["--max_steps=60", "--eval_every=60", "--save_every=60", "--eval_tokens=64"]
+    return checkpoint(data, data, f"--preset={preset}", "--loss_on=answers", "--lr=1e-2", *steps)
+
+
 def test_a_pipeline_answers_and_ends_where_our_model_does(tmp_path, transformers):
-    """In 60 steps, the model learns the two answers by heart, and that an answer ends."""
-    answers = {"Why?": "because", "为什么？": "因为"}
-    chats = [
-        [dict(role="user", content=q), dict(role="assistant", content=answers[q])]
-        for q in random.Random(0).choices(list(answers), k=400)
-    ]
-    prepared(tmp_path, chats, "--vocab_size=320")
-    options = ["--loss_on=answers", "--lr=1e-2", "--max_steps=60", "--eval_every=60"]
-    folder = checkpoint(tmp_path, tmp_path, *options, "--save_every=60", "--preset=qwen3")
+    folder = learn_answers(tmp_path, "qwen3", "--vocab_size=320")
     pipeline = transformers.pipeline("text-generation", model=str(folder), device="cpu")
-    for question in answers:
-        messages = [dict(role="user", content=question)]
-        written = pipeline(messages, max_new_tokens=15, do_sample=False)[0]["generated_text"]
-        assert written[:-1] == messages
-        assert written[-1]["content"] == greedy_answer(folder, messages)
-        assert written[-1]["content"] in answers.values()
+    for text in ANSWERS:
+        chat = pipeline(question(text), max_new_tokens=15, do_sample=False)[0]["generated_text"]
+        assert chat[:-1] == question(text)
+        assert chat[-1]["content"] == greedy_answer(folder, question(text))
+        assert chat[-1]["content"] in ANSWERS.values()

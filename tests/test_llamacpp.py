@@ -1,8 +1,9 @@
 """llama.cpp reads a checkpoint as llama_cpp_note says.
 
-Most of these tests need llama.cpp: a folder with its sources and with two tools built by cmake:
+Most of these tests need llama.cpp: a folder with its sources and with three tools built by cmake:
 
-    cd llama.cpp && cmake -B build && cmake --build build --target llama-tokenize llama-completion
+    cd llama.cpp && cmake -B build
+    cmake --build build --target llama-tokenize llama-completion llama-server
     LLAMA_CPP=/path/to/llama.cpp python -m pytest tests/test_llamacpp.py
 
 The models are small and have random weights; the vocabularies are real.
@@ -12,12 +13,26 @@ import json
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from test_chat_folder import (
+    ANSWERS,
+    conversations,
+    greedy_answer,
+    learn_answers,
+    prepared,
+    prompt_ids,
+    question,
+)
 from test_prepare import tiktoken_file
 
 from configurator import UserError
@@ -243,3 +258,60 @@ def test_llama_cpp_takes_two_sizes_for_public_models(kind, vocab_size, tokenizer
     else:  # one of its tokens for an end
         for more, eot in (([], 32010), (options, tokenizer.eos_id)):
             assert completes(b"EOT token             = %d " % eot, gguf, "a", "-v", *more)
+
+
+@contextmanager
+def server(gguf: Path, *options: str) -> Iterator[Callable[..., dict]]:
+    """Run llama-server; yield a function that sends it a request and returns the answer."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    exact = "-np 1 -t 1 -fa off -ctk f32 -ctv f32 --host 127.0.0.1 --port".split()
+    program = Path(os.environ["LLAMA_CPP"]) / "build" / "bin" / "llama-server"
+
+    def ask(path: str, **content) -> dict:
+        url = f"http://127.0.0.1:{port}{path}"
+        with urllib.request.urlopen(url, json.dumps(content).encode(), timeout=60) as reply:
+            return json.load(reply)
+
+    with open(gguf.with_name("server.log"), "wb") as log:
+        command = [program, "-m", gguf, *exact, str(port), *options]
+        running = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            for _ in range(300):
+                try:
+                    ask("/tokenize", content="a")
+                    break
+                except OSError:  # it does not listen yet, or loads the model
+                    assert running.poll() is None, log.name
+                    time.sleep(0.2)
+            yield ask
+        finally:
+            running.terminate()
+            running.wait()
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("preset", ["llama", "qwen3"])
+def test_llama_cpp_chats_by_our_ids_and_ends_where_our_model_does(preset, tmp_path):
+    """The template is that of the GGUF file. llama.cpp takes the bos from it, and adds its own."""
+    words = prepared(tmp_path / "words", conversations(300))
+    folder = learn_answers(tmp_path, preset, f"--tokenizer={words}")
+    tokenizer = load_tokenizer(folder)
+    config = json.loads((folder / "config.json").read_text())
+    note = llama_cpp_note(tokenizer, config["architectures"][0], tokenizer.vocab_size)
+    assert (NO_SPACE in note) == (preset == "qwen3")
+    options = re.findall(r"--override-kv|tokenizer\.ggml\S+", note)
+    with server(convert(folder), *options) as ask:
+        for messages in (chat[:-1] for chat in conversations(1000)):
+            prompt = ask("/apply-template", messages=messages)["prompt"]
+            # ollama's template for ChatML makes this text, too.
+            texts = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
+            assert prompt == "".join(texts) + "<|im_start|>assistant\n"
+            ids = ask("/tokenize", content=prompt, add_special=True, parse_special=True)["tokens"]
+            assert ids == prompt_ids(tokenizer, messages)
+        for text in ANSWERS:
+            reply = ask("/v1/chat/completions", messages=question(text), temperature=0)
+            choice = reply["choices"][0]
+            assert choice["message"]["content"] == greedy_answer(folder, question(text))
+            assert choice["finish_reason"] == "stop"
