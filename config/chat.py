@@ -1,5 +1,5 @@
 # The demo learns to answer: make demo, then make chat. It takes a minute on a 2-core CPU.
-# The shape is that of its model. 12 epochs are 350 steps of 2,048 tokens.
+# The shape is that of its model. 6 epochs are 180 steps of 2,048 tokens.
 run_name = "chat"
 init_from = "out/demo"
 dataset = "chat"
@@ -9,7 +9,7 @@ loss_on = "answers"
 
 batch_size = 8
 batch_tokens = 8 * 256
-max_epochs = 12
+max_epochs = 6
 
 optimizer = "muon"
 lr = 2e-3
@@ -18,8 +18,8 @@ vector_lr = 3.0
 schedule = "wsd"
 decay_ratio = 0.7
 min_lr_ratio = 0.0
-eval_every = 120
-sample_every = 120
+eval_every = 60
+sample_every = 60
 sample_prompt = "Explain os.path.join."
 save_every = 1000
 log_every = 20
