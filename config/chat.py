@@ -12,7 +12,7 @@ batch_tokens = 8 * 256
 max_epochs = 6
 
 optimizer = "muon"
-lr = 2e-3
+lr = 4e-3
 embed_lr = 3.0
 vector_lr = 3.0
 schedule = "wsd"
