@@ -55,7 +55,7 @@ OURS = set(
     """
     model.safetensors config.json train_state.pt train_config.json meta.json manifest.json
     tokenizer.model tokenizer.tiktoken tokenizer.json tokenizer_config.json special_tokens_map.json
-    added_tokens.json vocab.json merges.txt chat_template.jinja
+    added_tokens.json vocab.json merges.txt chat_template.jinja generation_config.json
     """.split()
 )
 # Pruning would take long if it read these again.
