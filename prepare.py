@@ -13,6 +13,8 @@ Read standard input; it is JSON Lines unless --format says otherwise:
     zcat dump.gz | python prepare.py --input - --name dump
 Make one data set with many processes or machines:
     torchrun --nproc_per_node=4 prepare.py --input 'crawl/*.gz' --name crawl
+Questions about the demo corpus and their answers, as conversations, with the demo's tokenizer:
+    python prepare.py --chat --tokenizer data/demo
 Verify a data set and show some of its documents:
     python prepare.py --inspect data/wiki
 Show the text that one step of a training run trained on:
@@ -27,6 +29,8 @@ These shapes of a record are known. {title, summary, sections: [{title, content}
 is Chinese or Japanese, and otherwise `title: summary`, with a paragraph `title: content` for each
 section. {title, content} is written like one such section. {text}, {content}, {completion},
 {prompt, completion} and {instruction, input, output} are known too. --fields chooses other fields.
+{messages} and {conversations}, lists of {role, content} or {from, value}, become conversations in
+ChatML, and with --chat so do instructions and prompts with their answers.
 
 A hash of each document decides whether it goes to train.bin or to val.bin. A corpus of fewer than
 1 / val_fraction documents, such as one text file, is split by text instead: its last characters, a

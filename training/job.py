@@ -21,7 +21,7 @@ class Data:
     """The data of a run."""
 
     loader: Loader  # windows of every train.bin, mixed
-    val_windows: list[Windows]  # one for each val.bin
+    val_windows: list[Windows]  # one for each val.bin; of conversations, each alone in its window
     val_documents: list[Windows]  # the same tokens, packed: each document begins in its window
     train_windows: list[Windows]  # one for each train.bin, to evaluate on
     sets: list[DataSet]

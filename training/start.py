@@ -200,6 +200,8 @@ def open_data(cfg: TrainConfig) -> Data:
     sets = open_datasets(cfg.dataset, cfg.data_dir)
     T = cfg.block_size
     on = cfg.loss_on
+    # A window that begins within an answer would ask for the rest of it without the question.
+    windows = "pad" if on == "answers" else "stream"
     loader = train_loader(sets, T, cfg.seed, cfg.documents, cfg.loss_per, on)
     tokenizer = load_tokenizer(sets[0].folder)
     prompt = [*tokenizer.prefix, *tokenizer.encode(cfg.sample_prompt).tolist()]
@@ -207,9 +209,9 @@ def open_data(cfg: TrainConfig) -> Data:
         prompt = question_ids(cfg.sample_prompt, tokenizer)
     return Data(
         loader=loader,
-        val_windows=[open_windows(data, "val", T, loss_on=on) for data in sets],
-        val_documents=[open_windows(data, "val", T, documents="pack", loss_on=on) for data in sets],
-        train_windows=[open_windows(data, "train", T, loss_on=on) for data in sets],
+        val_windows=[open_windows(d, "val", T, documents=windows, loss_on=on) for d in sets],
+        val_documents=[open_windows(d, "val", T, documents="pack", loss_on=on) for d in sets],
+        train_windows=[open_windows(d, "train", T, documents=windows, loss_on=on) for d in sets],
         sets=sets,
         tokenizer=tokenizer,
         sample_prompt=prompt or [tokenizer.eos_id],
