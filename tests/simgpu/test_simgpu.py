@@ -33,11 +33,16 @@ EAGER = "--compile=false"
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
-    """A folder with data/small, made on the CPU."""
+    """A folder with data/small, and conversations in data/chat, made on the CPU."""
     folder = tmp_path_factory.mktemp("simgpu")
-    corpus = write_jsonl(folder / "small.jsonl", make_records(300))
-    command = [sys.executable, REPO / "prepare.py", "--input", corpus, "--name=small"]
-    subprocess.run([*command, "--vocab_size=400", "--val_fraction=0.1"], cwd=folder, check=True)
+    talks = [{"prompt": f"loop {i}?", "completion": f"reads {i}"} for i in range(300)]
+    for name, records, tokenizer in (
+        ("small", make_records(300), "--vocab_size=400"),
+        ("chat", talks, "--tokenizer=data/small"),
+    ):
+        corpus = write_jsonl(folder / f"{name}.jsonl", records)
+        command = [sys.executable, REPO / "prepare.py", "--chat", "--input", corpus, tokenizer]
+        subprocess.run([*command, "--val_fraction=0.1"], cwd=folder, check=True)
     return folder
 
 
@@ -66,6 +71,7 @@ def trains(gpu: str, processes: int, options: str, folder: Path, run: str) -> st
 LLAMA = "--preset=llama --n_kv_head=2"
 QWEN2 = "--preset=qwen2 --n_kv_head=2 --rope_scaling=llama3:8,1,4,32"
 MASK = "--documents=mask"
+ANSWERS = "--dataset=chat --loss_on=answers"
 ON_ONE = [
     EAGER,
     f"{EAGER} --dropout=0.1",
@@ -77,6 +83,8 @@ ON_ONE = [
     f"{EAGER} --preset=qwen3 --optimizer=muon --average=0.5",
     f"{EAGER} --optimizer=adafactor --lr=0.03",
     f"{EAGER} --batch_size=auto",
+    f"{EAGER} {LLAMA} {ANSWERS} --documents=pad --sample_prompt=loop",
+    f"{LLAMA} {ANSWERS} --documents=pack",
     "--compile=true",
     "--dropout=0.1",
     f"{LLAMA} --dtype=float16",
@@ -94,6 +102,7 @@ ON_SEVERAL = [
     *[(2, f"{LLAMA} {EAGER} {shard} {MASK}") for shard in SHARDS],
     *[(2, f"{LLAMA} {shard} {MASK}") for shard in SHARDS],
     (2, f"{LLAMA} {EAGER} --shard=all --recompute=blocks"),
+    (2, f"{LLAMA} {EAGER} --shard=all {ANSWERS} --documents=pack"),
     (2, f"{LLAMA} {EAGER} --shard=all --optimizer=muon"),
     (6, f"{LLAMA} {EAGER} --batch_tokens=768"),
     (6, f"{LLAMA} {EAGER} --batch_tokens=768 --shard=all"),
@@ -122,18 +131,26 @@ def test_each_config_trains(config, folder):
     """A config's own width, with two layers, one short sequence in a step, and not compiled."""
     own = "--dataset=small --device=cuda --compile=false --batch_size=1 --block_size=64"
     brief = "--batch_tokens=64 --max_tokens=0 --max_epochs=0 --max_steps=1 --n_layer=2 --overwrite"
+    brief += " --init_from=scratch --loss_on=all"
     command = f"train.py {REPO}/config/{config} {own} {brief} --run_name=config"
     code, output = simulated("h100", 1, f"{command} --out_dir=configs", folder)
     shutil.rmtree(folder / "configs", ignore_errors=True)
     assert code == 0, output
 
 
-@pytest.mark.parametrize("texts", [1, 32])
-@pytest.mark.parametrize("options", ["", "--eval=data/small"])
-def test_a_model_writes_on_a_simulated_gpu(texts, options, folder):
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--num_samples=1",
+        "--num_samples=32",
+        "--eval=data/small",
+        "--chat --system=x --prompt a b",
+    ],
+)
+def test_a_model_writes_on_a_simulated_gpu(options, folder):
     if not (folder / "out/writer").exists():
         trains("a100", 1, f"{LLAMA} {EAGER}", folder, "writer")
-    which = f"--ckpt=out/writer/ckpt/step_00000004 --num_samples={texts} --max_new_tokens=40"
+    which = "--ckpt=out/writer/ckpt/step_00000004 --max_new_tokens=40"
     code, output = simulated("a100", 1, f"sample.py {which} --device=cuda {options}", folder)
     assert code == 0, output
     assert "\nwarning: " not in output, output
