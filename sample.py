@@ -56,7 +56,7 @@ from hardware.terminal import plural
 from model import GPT, KVCache
 from text.chat import marks_of
 from text.dataset import DataSet, load_tokenizer, open_dataset, open_windows, verify
-from text.hf_tokenizer import find_tokenizer, tokenizer_of_model
+from text.hf_tokenizer import find_tokenizer, read_json, tokenizer_of_model
 from text.tokenizer import IM_END, IM_START, Tokenizer, same_ids
 from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate
@@ -273,6 +273,10 @@ def typed(label: str, advice: str, read: Callable[[str], Any]) -> Iterator[Any]:
             if in_terminal:
                 print()  # Ctrl-D leaves the cursor behind the label
             return
+        except KeyboardInterrupt:  # it may have been meant for the answer, a moment ago
+            if not in_terminal:
+                raise
+            print("\nCtrl-D ends the program.")
         except UserError as e:
             print(f"error: {e}", file=sys.stderr)
 
@@ -389,6 +393,7 @@ class Conversation:
         """Return the ids of a message; [] for an empty line, and for /reset, which it obeys."""
         if line.strip() == "/reset":
             self.forget(len(self.exchanges))
+            print("[a new conversation]", file=sys.stderr)
         return self.message("user", line) if line.strip() not in ("", "/reset") else []
 
     def forget(self, count: int) -> None:
@@ -509,6 +514,9 @@ def main() -> None:
         if cfg.chat and not marks_of(tokenizer):
             lacks = f"its tokenizer has no {IM_START} and {IM_END}"
             raise UserError(f"{folder}: {lacks}: --chat needs a model of conversations")
+        has_template = "chat_template" in read_json(folder / "tokenizer_config.json")
+        if cfg.chat and not (has_template or (folder / "chat_template.jinja").exists()):
+            note(f"{folder} has no chat template: it was hardly trained on conversations")
         T = model.config.block_size
         if cfg.interactive:
             advice = "Type the beginning of a text; nothing: a new document. Ctrl-D ends."

@@ -314,7 +314,9 @@ def open_windows(
     ids = open_split(data.folder, data.meta, split)
     if len(ids) < block_size + 1:
         size = f"{len(ids)} tokens, too few for block_size={block_size}"
-        raise UserError(f"{data.name}/{split}.bin has {size}: lower it, or prepare more text")
+        advice = "lower it, or prepare more text"
+        advice += ", or a larger --val_fraction of it" if split == "val" else ""
+        raise UserError(f"{data.name}/{split}.bin has {size}: {advice}")
     eos_id = data.meta["eos_id"]
     whole = documents in ("pack", "pad")
     if not whole and loss_per == "token" and loss_on == "all":

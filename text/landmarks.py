@@ -85,13 +85,16 @@ def count_pairs(ids: np.ndarray, V: int, most_pairs: int) -> tuple[np.ndarray, n
 def mixed_landmarks(sets: list[DataSet], loss_on: LossOn) -> dict[str, float]:
     """Return name -> loss of the landmarks of the data sets of a run, in nats per token.
 
+    There are none of answers alone.
+
     In a mixture, each is the mean over the data sets, weighted by their shares. A data set with a
-    split of one token has none but ln V: then that is all. So it is if only answers are learned, of
-    which nothing was counted.
+    split of one token has none but ln V: then that is all.
     """
+    if loss_on == "answers":
+        return {}
     mixed = {"uniform": math.log(sets[0].meta["vocab_size"])}
     counted = [data.meta["landmarks"] for data in sets]
-    if all(counted) and loss_on == "all":
+    if all(counted):
         for name in ("unigram", "bigram"):
             pairs = zip(sets, counted, strict=True)
             mixed[name] = sum(float(data.weight) * of_set[name] for data, of_set in pairs)
