@@ -459,7 +459,6 @@ class GPT(nn.Module):
         top_k: int = 0,
         top_p: float = 1.0,
         eos_id: int | None = None,
-        generator: torch.Generator | None = None,
         cache: KVCache | None = None,
     ) -> Iterator[Tensor]:
         """Continue the texts idx (B, T). Each step yields the next token of every text, (B,).
@@ -490,7 +489,7 @@ class GPT(nn.Module):
             new = idx[:, cache.length :]  # a prompt, or the newest token (B, 1)
             logits = decode(new) if new.size(1) == 1 else self(new, cache=cache)  # (B, V)
             cache.length = idx.size(1)
-            token = sample_token(logits, temperature, top_k, top_p, generator)  # (B,)
+            token = sample_token(logits, temperature, top_k, top_p)  # (B,)
             if eos_id is not None:
                 token = torch.where(ended, eos_id, token)
                 ended = ended | (token == eos_id)
@@ -595,7 +594,6 @@ def sample_token(
     temperature: float,
     top_k: int = 0,
     top_p: float = 1.0,
-    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Draw a token id (B,) from softmax(logits / temperature), for each row of logits (B, V).
 
@@ -624,7 +622,7 @@ def sample_token(
     if top_p < 1.0:
         last = (sums < top_p).sum(-1, keepdim=True)  # the first column whose sum reaches top_p
         mass = sums.gather(1, last.clamp(max=probs.size(-1) - 1))
-    drawn = torch.rand(mass.shape, dtype=exact, device=mass.device, generator=generator) * mass
+    drawn = torch.rand(mass.shape, dtype=exact, device=mass.device) * mass
     drawn = drawn.clamp(max=torch.nextafter(mass, mass - 1))  # the product may round up to mass
     chosen = torch.searchsorted(sums, drawn, right=True)  # (B, 1)
     if ids is not None:

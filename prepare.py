@@ -293,7 +293,7 @@ def write_set(
     meta = look.describe_set(encoder.info, splits, lengths, tally)
     if few:
         meta["few_documents"] = few
-    if any(shape.startswith(CHAT) for shape in tally.shapes):
+    if not cfg.fields and any(shape.startswith(CHAT) for shape in tally.shapes):
         for split, counts in splits.items():
             counts["answers"] = look.count_answers(folder, meta, split, encoder.tokenizer)
     meta["landmarks"] = count_landmarks(folder, meta)

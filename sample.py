@@ -86,6 +86,7 @@ class SampleConfig:
     chat: bool = False  # answer what is typed; or each prompt, in a conversation of its own
     system: str = ""  # the system message, with which a conversation begins
     # ---- How ----
+    block_size: int = 0  # tokens in a window of chat or eval; 0: all that the model sees, to 1,024
     num_samples: int = 1  # continuations of each prompt, made in one batch
     max_new_tokens: int = 0  # of each text; 0: at the end of a line, 256 to 320; chat: no limit
     temperature: float = 0.6  # 0: always the likeliest token; 1: the model's own probabilities
@@ -98,7 +99,6 @@ class SampleConfig:
     eval_tokens: int = 0  # how many tokens of it, in fixed windows spread evenly; 0: all
     batch_size: int = 8  # windows at a time
     # ---- Device ----
-    block_size: int = 0  # tokens in a window of chat or eval; 0: all that the model sees, to 1,024
     device: str = "auto"  # auto: cuda, then mps, then cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of weights and arithmetic
 
@@ -408,9 +408,10 @@ class Conversation:
         """
         length = len(self.opening) + len(question) + len(self.header)
         length += min(self.cfg.max_new_tokens or self.window // 4, self.window // 2)
-        sizes = [len(ids) for ids in self.exchanges]
         count = 0
-        while count < len(sizes) and length + sum(sizes[count:]) > self.window:
+        while (
+            self.exchanges[count:] and length + sum(map(len, self.exchanges[count:])) > self.window
+        ):
             count += 1
         if count:
             self.forget(count)

@@ -174,8 +174,8 @@ def until_signal(
 def evaluate_all(job: Job, step: int) -> None:
     """Evaluate the model on the val.bin and the train.bin of every data set.
 
-    The windows are the same for each value of the setting `documents`. Only the loss by document
-    keeps documents apart. Evaluate the average of the weights on the val.bin.
+    The windows are the same for each value of the setting `documents`. Only the loss by document,
+    and that on answers, keep documents apart. Evaluate the average of the weights on the val.bin.
     """
     T = job.cfg.block_size
     data = job.data

@@ -95,6 +95,17 @@ WITH_SYSTEM = f"<|im_start|>system\nBe kind.<|im_end|>\n{RENDERED}"
             RENDERED,
         ),
         ({"system": "Be kind.", "messages": [QUESTION, ANSWER]}, WITH_SYSTEM),
+        ({"messages": None, "conversations": [QUESTION, ANSWER]}, RENDERED),
+        (
+            {
+                "messages": [
+                    {"role": None, "from": "human", "content": None, "value": "Why?"},
+                    ANSWER,
+                ]
+            },
+            RENDERED,
+        ),
+        ({"messages": [QUESTION, ANSWER | {"content": "\n \r\nSo."}]}, RENDERED),
         ({"messages": [QUESTION, ANSWER] * 2}, RENDERED * 2),
         ({"instruction": "Why?", "input": "", "output": "So."}, RENDERED),
         (
@@ -137,31 +148,31 @@ def test_no_text_can_write_a_mark(tmp_path):
     assert sum(text.startswith(letters) for text in texts) == 60
 
 
-def wrong(*messages, **others) -> dict:
+def talk(*messages, **others) -> dict:
     return {"messages": list(messages), **others}
 
 
-WRONG = [
-    *(wrong(), wrong(QUESTION), wrong(ANSWER), wrong(SYSTEM), wrong(SYSTEM, QUESTION)),
-    *(wrong(QUESTION, QUESTION), wrong(QUESTION, ANSWER, QUESTION), wrong(ANSWER, QUESTION)),
-    *(wrong(QUESTION, ANSWER, ANSWER), wrong(SYSTEM, SYSTEM, QUESTION, ANSWER)),
-    *(wrong(QUESTION, SYSTEM, ANSWER), wrong(SYSTEM, ANSWER), wrong(QUESTION, ANSWER, SYSTEM)),
-    *(wrong("Why?", "So."), wrong(QUESTION, "So."), wrong(None), wrong([QUESTION, ANSWER])),
+BAD = [
+    *(talk(), talk(QUESTION), talk(ANSWER), talk(SYSTEM), talk(SYSTEM, QUESTION)),
+    *(talk(QUESTION, QUESTION), talk(QUESTION, ANSWER, QUESTION), talk(ANSWER, QUESTION)),
+    *(talk(QUESTION, ANSWER, ANSWER), talk(SYSTEM, SYSTEM, QUESTION, ANSWER)),
+    *(talk(QUESTION, SYSTEM, ANSWER), talk(SYSTEM, ANSWER), talk(QUESTION, ANSWER, SYSTEM)),
+    *(talk("Why?", "So."), talk(QUESTION, "So."), talk(None), talk([QUESTION, ANSWER])),
     *({"messages": m} for m in (None, "Why?", 3, {}, {"role": "user"}, True, 1.5)),
     *({"conversations": m} for m in (None, "Why?", [[]], [3], [{}], [None, None])),
     *(
-        wrong(QUESTION, ANSWER | {"content": c})
+        talk(QUESTION, ANSWER | {"content": c})
         for c in ("", " \n\t", None, 3, [], {}, True, ["So."])
     ),
-    *(wrong(QUESTION | {"content": c}, ANSWER) for c in ("", "  ", None, 3, [{"type": "text"}])),
-    *(wrong(QUESTION, ANSWER | {"role": r}) for r in ("tool", "", None, 3, "function", ["user"])),
-    *(wrong(QUESTION | {"role": r}, ANSWER) for r in ("observation", "Assistant", "narrator")),
+    *(talk(QUESTION | {"content": c}, ANSWER) for c in ("", "  ", None, 3, [{"type": "text"}])),
+    *(talk(QUESTION, ANSWER | {"role": r}) for r in ("tool", "", None, 3, "function", ["user"])),
+    *(talk(QUESTION | {"role": r}, ANSWER) for r in ("observation", "Assistant", "narrator")),
     *(
-        wrong({"content": "Why?"}, ANSWER),
-        wrong({"role": "user"}, ANSWER),
-        wrong({"from": "human"}),
+        talk({"content": "Why?"}, ANSWER),
+        talk({"role": "user"}, ANSWER),
+        talk({"from": "human"}),
     ),
-    *(wrong(QUESTION, ANSWER, system=3), wrong(QUESTION, ANSWER | {"content": "\ud800"})),
+    *(talk(QUESTION, ANSWER, system=3), talk(QUESTION, ANSWER | {"content": "\ud800"})),
     {"conversations": [{"from": "gpt", "value": "So."}]},
     {"conversations": [{"from": "human", "value": "Why?"}, {"from": "human", "value": "So."}]},
     {"instruction": "", "output": "So."},
@@ -173,29 +184,40 @@ WRONG = [
 def test_fifty_wrong_conversations_are_bad_records_with_their_line_and_reason(
     tiny_data, tmp_path, refuses
 ):
-    assert len(WRONG) >= 50
+    assert len(BAD) >= 50
     options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}", "--chat"]
-    for number, record in enumerate(WRONG):
+    for number, record in enumerate(BAD):
         corpus = tmp_path / f"c{number}.jsonl"
-        corpus.write_text(json.dumps(wrong(QUESTION, ANSWER)) + "\n" + json.dumps(record) + "\n")
+        corpus.write_text(json.dumps(talk(QUESTION, ANSWER)) + "\n" + json.dumps(record) + "\n")
         error = refuses(prepare.main, "--input", str(corpus), "--max_bad=0", *options)
         reason = error.partition(f"{corpus.name}:2: ")[2]
-        known = ("a conversation", "message ", "system", "a byte of another encoding")
-        assert reason.startswith(known), (record, error)
+        reasons = ("a conversation", "message ", "system", "a byte of another encoding", "{")
+        assert reason.startswith(reasons), (record, error)
 
 
 def test_what_is_not_read_of_a_conversation_is_counted(tiny_data, tmp_path, capsys):
-    talk = [QUESTION, ANSWER | {"reasoning_content": "Hm."}]
-    corpus = write_jsonl(tmp_path / "c.jsonl", [{"messages": talk, "prompt": "Why?"}] * 3)
+    talk = [QUESTION | {"value": "Who?"}, ANSWER | {"reasoning_content": "Hm.", "weight": 0}]
+    record = {"messages": talk, "prompt": "Why?", "conversations": talk, "tools": ["a"]}
+    corpus = write_jsonl(tmp_path / "c.jsonl", [record | {"tool_calls": None}] * 3)
     options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}"]
     call(prepare.main, "--input", corpus, "--val_fraction=0.5", *options)
     shown = capsys.readouterr().out
-    assert "3 x prompt, beside {messages}, 3 x reasoning_content of messages" in shown
+    for key in ("prompt", "conversations", "tools"):
+        assert f"3 x {key}, beside {{messages}}" in shown
+    for key in ("reasoning_content", "weight", "value"):
+        assert f"3 x {key} of messages" in shown
+    assert "tool_calls" not in shown
+
+
+def test_a_message_that_is_empty_when_it_is_cleaned_is_a_bad_record(tiny_data, tmp_path, refuses):
+    corpus = write_jsonl(tmp_path / "c.jsonl", [talk(QUESTION, ANSWER | {"content": "\x1b\x07"})])
+    options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}", "--drop_control"]
+    assert "message 2" in refuses(prepare.main, "--input", str(corpus), *options)
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "bytes.tiktoken"])
 def test_a_tokenizer_without_the_marks_is_refused_by_name(tmp_path, refuses, tokenizer):
-    corpus = write_jsonl(tmp_path / "c.jsonl", [wrong(QUESTION, ANSWER)] * 3)
+    corpus = write_jsonl(tmp_path / "c.jsonl", [talk(QUESTION, ANSWER)] * 3)
     if tokenizer.endswith("tiktoken"):
         tokenizer = tiktoken_file(tmp_path / tokenizer)
     options = ["--input", str(corpus), f"--data_dir={tmp_path}", f"--tokenizer={tokenizer}"]
@@ -222,7 +244,7 @@ def test_the_tokens_alone_say_what_an_answer_is(chat_data, tmp_path, kind):
     marks = marks_of(tokenizer)
     ids, answers = [], []
     for messages in conversations(200, seed=1):
-        first, *pieces = chatml(turns_of(messages))
+        first, *pieces = chatml(turns_of(messages, str))
         assert not first
         for number, piece in enumerate(pieces):
             ids += [marks[number % 2], *tokenizer.encode(piece).tolist()]
@@ -408,9 +430,10 @@ def test_two_processes_learn_answers_as_one_does(chat_data, tmp_path, shard):
         assert metrics(double, key) == pytest.approx(metrics(single, key), rel=1e-4), key
 
 
-def test_a_step_between_two_answers_changes_nothing_and_is_not_bad(tmp_path, tiny_data):
+def test_a_step_between_two_answers_is_not_bad(tmp_path, tiny_data):
     """One conversation asks a long question: whole steps have nothing to learn."""
-    questions = [QUESTION | {"content": f"{i} {'the loop ' * 1000}"} for i in range(8)]
+    questions = [QUESTION | {"content": f"{i} {'the loop ' * 1000}"} for i in range(6)]
+    questions += [QUESTION | {"content": f"{i}?"} for i in range(60)]
     corpus = write_jsonl(tmp_path / "c.jsonl", [{"messages": [q, ANSWER]} for q in questions])
     options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
     call(prepare.main, "--input", corpus, "--name=tiny", *options)
@@ -419,16 +442,27 @@ def test_a_step_between_two_answers_changes_nothing_and_is_not_bad(tmp_path, tin
     assert 0.0 in losses.values() and len(losses) == 8 and not metrics(run, "bad_steps")
 
 
+def test_answers_beyond_the_evaluated_windows_are_an_error_before_the_first_step(
+    tiny_data, tmp_path, refuses
+):
+    questions = [QUESTION | {"content": f"{i} {'the loop ' * 100}"} for i in range(8)]
+    corpus = write_jsonl(tmp_path / "c.jsonl", [{"messages": [q, ANSWER]} for q in questions])
+    options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
+    call(prepare.main, "--input", corpus, "--name=tiny", *options)
+    options = [f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'out'}", "--loss_on=answers"]
+    assert "no answer of tiny" in refuses(train.main, *TINY, *options)
+
+
 def test_loss_on_answers_needs_answers(chat_data, tmp_path, refuses):
     options = [f"--data_dir={chat_data}", f"--out_dir={tmp_path}", "--loss_on=answers"]
     error = refuses(train.main, *TINY, *options)
     assert "loss_on=answers" in error and "tiny/train.bin has no answers" in error
 
 
-def test_a_mixture_on_answers_is_measured_in_bytes_of_answers(chat_data, tmp_path):
+def test_a_loss_on_answers_is_measured_in_bytes_of_answers(chat_data, tmp_path):
     run = train_tiny(chat_data, tmp_path, *ON_ANSWERS)
     counts = data_set(chat_data / "chat").learned("val", "answers")
     loss, bits = metrics(run, "val_loss")[8], metrics(run, "val_bits_per_byte")[8]
     assert bits == pytest.approx(loss / np.log(2) * counts["tokens"] / counts["bytes"])
-    said = (run / "metrics.jsonl").read_text()
-    assert "bigram" not in said  # a landmark of all tokens is none for answers
+    written = (run / "metrics.jsonl").read_text()
+    assert "bigram" not in written  # a landmark of all tokens is none for answers

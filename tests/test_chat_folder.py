@@ -6,6 +6,7 @@ The letters of a mark in a message are the one exception: here they are text, an
 import itertools
 import os
 import random
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -52,9 +53,8 @@ def conversations(n: int) -> list[list[dict]]:
             roles.insert(0, "system")
         texts = ["".join(rng.choices(PARTS, k=rng.randint(1, 9))) + str(number) for _ in roles]
         ends = (rng.choice(("", "", "", "\n", " ")) for _ in roles)
-        chats.append(
-            [dict(role=r, content=t + e) for r, t, e in zip(roles, texts, ends, strict=True)]
-        )
+        contents = [re.sub(r"^\s*[\r\n]+", "", t + e) for t, e in zip(texts, ends, strict=True)]
+        chats.append([dict(role=r, content=c) for r, c in zip(roles, contents, strict=True)])
     return chats
 
 
@@ -93,7 +93,7 @@ def documents(folder: Path) -> Counter:
 
 def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
     """Return the ids of a conversation that the assistant shall continue, for our own model."""
-    pieces = chatml(turns_of([*messages, dict(role="assistant", content="x")])[:-1])
+    pieces = chatml(turns_of([*messages, dict(role="assistant", content="x")], str)[:-1])
     ids = [*tokenizer.prefix]
     for mark, piece in zip(itertools.cycle(marks_of(tokenizer)), [*pieces[1:], "assistant\n"]):
         ids += [mark, *tokenizer.encode(piece).tolist()]
@@ -147,14 +147,16 @@ def test_the_folder_says_how_to_chat_and_its_manifest_covers_it(chat_folder):
         assert not damage(folder)
 
 
-def test_where_answers_end_with_the_eos_there_is_one_end(tmp_path):
+def test_where_the_eos_ends_a_message_another_ends_a_conversation(tmp_path):
     """Qwen's models that chat have <|im_end|> as their eos."""
     folder = qwen(tmp_path / "qwen")
     write_files(folder, {"tokenizer_config.json": {"eos_token": "<|im_end|>"}})
     data = prepared(tmp_path, conversations(50), f"--tokenizer={folder}")
     tokenizer = load_tokenizer(data)
     written = read(checkpoint(tmp_path, tmp_path, *SHORT) / "generation_config.json")
-    assert written["eos_token_id"] == [tokenizer.special_id("<|im_end|>")]
+    assert tokenizer.eos_id == tokenizer.special_id("<|endoftext|>")
+    assert written["eos_token_id"] == [tokenizer.eos_id, tokenizer.special_id("<|im_end|>")]
+    assert documents(data).total() == 50
 
 
 def test_only_conversations_replace_a_chat_template(tiny_data, tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 from conftest import call
 
 import prepare
-from bench.answers import prompt_ids
+from text.chat import question_ids
 from text.dataset import load_tokenizer, open_dataset
 from text.demo import TAUGHT, WORDINGS, demo_sources, questions
 
@@ -63,6 +63,6 @@ def test_the_conversations_of_the_demo_are_all_questions_but_those_held_out(tmp_
     assert len(of_training) == 0.8 * len(asked)
     expected = set()
     for q, answer in of_training:
-        prompt = tokenizer.decode(prompt_ids(q, tokenizer)[1:])  # without the eos before it
+        prompt = tokenizer.decode(question_ids(q, tokenizer)[1:])  # without the eos before it
         expected.add(f"{prompt}{answer}<|im_end|>\n")
     assert texts == expected

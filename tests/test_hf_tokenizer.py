@@ -201,7 +201,8 @@ def test_the_eos_is_that_of_either_file_of_settings_or_the_usual_one(tmp_path):
     assert from_hugging_face(folder).eos_id == 0
     for eos_id, name, eos in (
         (1, "special_tokens_map.json", "<|bos|>"),
-        (2, "tokenizer_config.json", {"content": "<|im_end|>"}),
+        (0, "tokenizer_config.json", {"content": "<|im_end|>"}),  # ends a message, no document
+        (3, "tokenizer_config.json", "<|im_start|>"),
     ):
         write_files(folder, {name: {"eos_token": eos}})
         assert from_hugging_face(folder).eos_id == eos_id
@@ -264,10 +265,9 @@ def test_a_damaged_tokenizer_ends_a_fine_tuning_before_it_begins(tiny_data, tmp_
 
 
 def test_one_vocabulary_with_two_rules_is_two_tokenizers(tmp_path, refuses):
-    """Qwen3 and its base model differ only in their eos."""
     folder = bpe(tmp_path / "m", "gpt2")
     prepared(tmp_path, "a", folder)
-    write_files(folder, {"tokenizer_config.json": {"eos_token": "<|im_end|>"}})
+    write_files(folder, {"tokenizer_config.json": {"eos_token": "<|bos|>"}})
     prepared(tmp_path, "b", folder)
     error = refuses(lambda: train_tiny(tmp_path, tmp_path, "--dataset=a,b"))
     assert "b was made with another tokenizer than a" in error

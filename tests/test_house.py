@@ -39,16 +39,16 @@ FUNCTION_WORDS = """found what first wrong begin known before why where new more
 
 # The most that each figure may be.
 CEILINGS = {
-    "product, with plan.py": 7_840,
-    "bench": 2_000,
-    "tests": 8_540,
+    "product, with plan.py": 8_280,
+    "bench": 2_060,
+    "tests": 9_400,
     "the evening's four files": 820,
     "import train: files": 16,
     "import train: lines, all of them": 3_840,
     "with training/start.py, which begins a run: files": 34,
     "train.py imports: modules": 12,
     "train.py imports: names": 22,
-    "settings of train.py": 56,
+    "settings of train.py": 57,
     "README: lines": 150,
     "function words, in 1,000 names": 8,
 }

@@ -12,6 +12,7 @@ text is encoded to: the same letters in a message are ordinary tokens. So the to
 an answer is, and loss_on=answers needs nothing beside them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,25 +24,31 @@ ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assi
 ROLES |= dict.fromkeys(("gpt", "bot", "chatgpt", "bing", "bard", "model"), "assistant")
 
 
-def turns_of(messages: Any) -> list[tuple[str, str]]:
+def keys_of(message: dict) -> tuple[str, str]:
+    """Return the names of the two fields of a message: {role, content} or {from, value}."""
+    pairs = (("role", "from"), ("content", "value"))
+    return tuple(a if message.get(a) is not None else b for a, b in pairs)
+
+
+def turns_of(messages: Any, clean: Callable[[str], str]) -> list[tuple[str, str]]:
     """Return (role, content) of each message of a conversation.
 
-    messages: [{role, content}] or [{from, value}]. An empty system message is left out. Raises
-    ValueError unless user and assistant take turns, behind at most one system message, and the
-    assistant has the last word.
+    clean: what becomes of a content. An empty system message is left out. Raises ValueError unless
+    user and assistant take turns, behind at most one system message, and the assistant has the last
+    word.
     """
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise ValueError("a conversation is no list of {role, content}")
+        raise ValueError(f"a conversation is a {type(messages).__name__}, no list of messages")
     turns = []
     for number, message in enumerate(messages, 1):
-        name = message.get("role", message.get("from"))
-        content = message.get("content", message.get("value"))
+        name, content = (message.get(key) for key in keys_of(message))
         role = ROLES.get(name) if isinstance(name, str) else None
         if role is None:
             raise ValueError(f"message {number}: the role {name!r} is not system, user, assistant")
         if not isinstance(content, str | None):
             raise ValueError(f"message {number}: its content is a {type(content).__name__}")
-        is_empty = content is None or not content.strip()
+        content = clean(content or "")
+        is_empty = not content.strip()
         if role == "system" and number == 1 and is_empty:
             continue
         expected = "user" if not turns or turns[-1][0] != "user" else "assistant"
@@ -66,9 +73,10 @@ def chatml(turns: list[tuple[str, str]]) -> list[str]:
 def question_ids(question: str, tokenizer: Tokenizer) -> list[int]:
     """Return the ids of a conversation that begins with a question, up to the answer."""
     start, end = marks_of(tokenizer)
-    _, asked, line_end = chatml([("user", question)])
-    ids = [start, *tokenizer.encode(asked), end, *tokenizer.encode(line_end)]
-    return [*tokenizer.prefix, *map(int, ids), start, *tokenizer.encode("assistant\n").tolist()]
+    ids = list(tokenizer.prefix)
+    for mark, text in ((start, f"user\n{question}"), (end, "\n"), (start, "assistant\n")):
+        ids += [mark, *tokenizer.encode(text).tolist()]
+    return ids
 
 
 def marks_of(tokenizer: Tokenizer) -> list[int]:

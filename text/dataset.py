@@ -312,23 +312,24 @@ def open_windows(
     Raises UserError if it is shorter than one window, or has no answers to learn.
     """
     ids = open_split(data.folder, data.meta, split)
-    if len(ids) < block_size + 1:
+    whole = documents in ("pack", "pad")
+    if not whole and len(ids) < block_size + 1:
         size = f"{len(ids)} tokens, too few for block_size={block_size}"
         advice = "lower it, or prepare more text"
         advice += ", or a larger --val_fraction of it" if split == "val" else ""
         raise UserError(f"{data.name}/{split}.bin has {size}: {advice}")
     eos_id = data.meta["eos_id"]
-    whole = documents in ("pack", "pad")
     if not whole and loss_per == "token" and loss_on == "all":
         return Windows(ids, block_size, seed, None)
 
     verify(data.folder, data.meta, split)
-    ends = places_of(ids, [eos_id])
+    tokenizer = load_tokenizer(data.folder) if loss_on == "answers" else None
+    places = places_of(ids, [eos_id, *(marks_of(tokenizer) if tokenizer else [])])
+    ends = places[ids[places] == eos_id]
     answers = counting = None
-    if loss_on == "answers":
-        tokenizer = load_tokenizer(data.folder)
-        answers = answers_of(ids, places_of(ids, [eos_id, *marks_of(tokenizer)]), tokenizer)
-        if not len(answers):
+    if tokenizer:
+        answers = answers_of(ids, places, tokenizer)
+        if not (answers[1::2] - answers[::2]).any():
             advice = "it is for conversations (docs/chat.md)"
             raise UserError(f"loss_on=answers: {data.name}/{split}.bin has no answers: {advice}")
     if loss_per == "document" or loss_on == "answers":

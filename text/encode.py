@@ -69,10 +69,6 @@ class Encoder:
         self.eos = np.array([self.info["eos_id"]], self.dtype)
 
     @cached_property
-    def marks(self) -> list[int]:
-        return marks_of(self.tokenizer)
-
-    @cached_property
     def tokenizer(self) -> Tokenizer:
         """Open the tokenizer at its first use, in the worker, which was sent only its path."""
         return open_tokenizer(self.file, self.info)
@@ -130,10 +126,12 @@ class Encoder:
         """Return the ids (n,) of a document: those of its pieces, with its marks between them."""
         if len(encoded) == 1:
             return encoded[0].astype(self.dtype)
-        if not self.marks:
+        ids = marks_of(self.tokenizer)
+        if not ids or self.eos[0] in ids:
             missing = f"--tokenizer={self.name}: it has no special tokens {IM_START} and {IM_END}"
-            raise UserError(f"{missing}, which a conversation needs; --tokenizer=train has them")
-        marks = itertools.cycle([np.array([mark]) for mark in self.marks])
+            missing += " that are not its eos"
+            raise UserError(f"{missing}, and a conversation needs them; --tokenizer=train has them")
+        marks = itertools.cycle([np.array([mark]) for mark in ids])
         joined = itertools.chain.from_iterable(zip(marks, encoded[1:], strict=False))
         return np.concatenate([encoded[0], *joined]).astype(self.dtype)
 

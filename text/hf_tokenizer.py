@@ -152,8 +152,8 @@ def chat_files(tokenizer: Tokenizer, files: dict[str, bytes]) -> dict[str, bytes
     """
     template = ("{{ bos_token }}" if tokenizer.prefix else "") + CHATML
     config = json.loads(files.get("tokenizer_config.json", "{}")) | {"chat_template": template}
-    ends = dict.fromkeys([tokenizer.eos_id, tokenizer.special_id(IM_END)])  # one for Qwen's chats
-    generation = dict(bos_token_id=next(iter(tokenizer.prefix), None), eos_token_id=list(ends))
+    ends = [tokenizer.eos_id, tokenizer.special_id(IM_END)]
+    generation = dict(bos_token_id=next(iter(tokenizer.prefix), None), eos_token_id=ends)
     return {
         "chat_template.jinja": template.encode(),
         "tokenizer_config.json": json_bytes(config),
@@ -347,6 +347,8 @@ def convert_bpe(config: dict, content: dict) -> Tiktoken:
         special[name] = token["id"]
     vocab = model["vocab"] | special
     eos = eos_of(config, "<|endoftext|>")
+    if eos == IM_END and "<|endoftext|>" in vocab:
+        eos = "<|endoftext|>"  # a model that chats ends each message with IM_END, a document so
     if eos not in vocab:
         raise ValueError(f"it has no eos token {eos}, but every document must end with one")
     special |= {eos: vocab[eos]}

@@ -16,6 +16,8 @@ data, for 250,000 documents at a time: about a second for a million documents. I
 tokens that have the hash of meta.json.
 """
 
+from functools import reduce
+
 import numpy as np
 
 from hardware.terminal import ProgressBar
@@ -131,7 +133,11 @@ class Counting:
 def places_of(ids: np.ndarray, tokens: list[int]) -> np.ndarray:
     """Return where these tokens are in a split, in their order. All of it is read."""
     starts = ProgressBar("finding documents", range(0, len(ids), STRETCH))
-    places = [np.flatnonzero(np.isin(ids[s : s + STRETCH], tokens)) + s for s in starts]
+    places = []
+    for start in starts:
+        stretch = ids[start : start + STRETCH]
+        is_one = reduce(np.logical_or, [stretch == token for token in tokens])  # isin() is slower
+        places.append(np.flatnonzero(is_one) + start)
     return np.concatenate(places)
 
 

@@ -11,11 +11,12 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from text.chat import chatml, turns_of
+from text.chat import chatml, keys_of, turns_of
 from text.demo import conversations, documentation
 from text.formats import Chunk, Lines
 
@@ -34,8 +35,9 @@ FIELD = re.compile(r"\{([^{}]+)\}")  # in a template of --fields
 # All fields that hold text in one of the shapes that record_text() knows.
 TEXT_FIELDS = set("title summary sections content text".split())
 TEXT_FIELDS |= set("prompt completion instruction input output system history".split())
-CHAT = "conversations"  # stands before the shapes that are
-IN_MESSAGES = ("reasoning_content", "tools", "tool_calls")  # fields that are not read either
+TEXT_FIELDS |= set("messages conversations tools".split())
+CONVERSATIONS = ("messages", "conversations")  # fields that hold one
+CHAT = "conversations"  # is what the report calls their shapes
 
 
 class Cleaning(NamedTuple):
@@ -136,11 +138,15 @@ def understand(kind: str, record: Any, cleaning: Cleaning, tally: Tally) -> tupl
             record = json.loads(record)
         except (ValueError, RecursionError):
             raise ValueError("not valid JSON") from None
-    if not cleaning.fields and isinstance(record, dict):
+    may_be = cleaning.chat or (isinstance(record, dict) and record.keys() & CONVERSATIONS)
+    if may_be and isinstance(record, dict) and not cleaning.fields:
         messages, shape = conversation_in(record, cleaning.chat)
         if shape:
             tally.unread.update(unread_fields(record, shape) + unread_in(messages))
-            return chatml(turns_of(messages)), f"{CHAT} {shape}"
+            own = Tally()
+            turns = turns_of(messages, partial(clean_message, cleaning=cleaning, tally=own))
+            tally.changed.update(own.changed.keys())  # once for the whole document
+            return chatml(turns), f"{CHAT} {shape}"
     text, shape = record_text(record, cleaning.fields)
     if not cleaning.fields:
         tally.unread.update(unread_fields(record, shape))
@@ -154,9 +160,8 @@ def conversation_in(record: dict, chat: bool) -> tuple[Any, str]:
     """
     system = [{"role": "system", "content": record.get("system")}] if record.get("system") else []
     used = "system, " if system else ""
-    for key in ("messages", "conversations"):
-        if key in record:
-            messages = record[key]
+    for key in CONVERSATIONS:
+        if (messages := record.get(key)) not in (None, "", []):
             return system + messages if isinstance(messages, list) else messages, f"{{{used}{key}}}"
     if chat:
         for names in (("instruction", "input", "output"), ("prompt", "completion")):
@@ -169,9 +174,10 @@ def conversation_in(record: dict, chat: bool) -> tuple[Any, str]:
 
 
 def unread_in(messages: Any) -> list[str]:
-    """Return the fields of messages that are not read, once each."""
+    """Return the fields of messages that hold something and are not read, once each."""
     dicts = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-    return [f"{key} of messages" for key in IN_MESSAGES if any(m.get(key) for m in dicts)]
+    pairs = [(key, m[key]) for m in dicts for key in m if key not in keys_of(m)]
+    return sorted({f"{key} of messages" for key, value in pairs if value not in (None, "", [], {})})
 
 
 def unread_fields(record: dict, shape: str) -> list[str]:
@@ -183,6 +189,19 @@ def unread_fields(record: dict, shape: str) -> list[str]:
         if any("sections" in section for section in sections):
             unread.append("sections in sections")
     return [f"{key}, beside {shape}" for key in sorted(unread)]
+
+
+def clean_message(text: str, cleaning: Cleaning, tally: Tally) -> str:
+    """Return the content of a message without line ends at its beginning.
+
+    Behind the line end of `<|im_start|>assistant` they would become one token with it, and a prompt
+    does not end so.
+    """
+    cleaned = clean(text, cleaning, tally)
+    content = re.sub(r"^\s*[\r\n]+", "", cleaned)
+    if content != cleaned:
+        tally.changed["line ends at the beginning of a message left out"] += 1
+    return content
 
 
 def clean(text: str, cleaning: Cleaning, tally: Tally) -> str:

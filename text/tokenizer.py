@@ -21,7 +21,7 @@ import re
 import unicodedata
 from collections.abc import Collection, Iterator
 from functools import cached_property
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 
 import numpy as np
@@ -140,16 +140,8 @@ class SentencePiece:
     def decode(self, ids: list[int]) -> str:
         """Return the text of these ids. The marks of a conversation stand in it by their names."""
         names = {self.special_id(name): name for name in (IM_START, IM_END)}
-        parts: list[list[int]] = [[]]
-        marks = []
-        for token in ids:
-            if token in names:
-                marks.append(names[token])
-                parts.append([])
-            else:
-                parts[-1].append(token)
-        texts = map(self.sp.decode, parts)
-        return "".join(mark + text for mark, text in zip(["", *marks], texts, strict=True))
+        runs = [(name, list(run)) for name, run in groupby(ids, names.get)]
+        return "".join(name * len(run) if name else self.sp.decode(run) for name, run in runs)
 
     def special_id(self, name: str) -> int:
         token = self.sp.piece_to_id(name)
@@ -310,6 +302,8 @@ Tokenizer = SentencePiece | Tiktoken
 def same_ids(a: Tokenizer, b: Tokenizer) -> bool:
     """Return whether every id means the same in both tokenizers."""
     if a.vocab_size != b.vocab_size or a.eos_id != b.eos_id:
+        return False
+    if any(a.special_id(name) != b.special_id(name) for name in (IM_START, IM_END)):
         return False
     return all(a.token_bytes(i) == b.token_bytes(i) for i in range(a.vocab_size))
 

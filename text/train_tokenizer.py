@@ -79,9 +79,9 @@ def make_model(path: Path, sentences: list[str], **options) -> None:
 def train_sentencepiece(path: Path, sample: list[str], vocab_size: int) -> None:
     """Train a BPE tokenizer that can reproduce every text.
 
-    It writes a character outside the vocabulary as the bytes of its UTF-8. No token has something
-    behind a line end: so the prompt <|im_start|>assistant and a line end has the same tokens as in
-    front of an answer. (It costs 0.3 to 0.5 % more tokens: bench/LOG.md.)
+    It writes a character outside the vocabulary as the bytes of its UTF-8. No token has anything
+    but line ends behind a line end: so the prompt <|im_start|>assistant and a line end has the same
+    tokens as in front of an answer. (It costs 0.3 to 0.5 % more tokens: bench/LOG.md.)
     """
     try:
         make_model(

@@ -28,6 +28,8 @@ def evaluate(
 ) -> float:
     """Return the mean loss, in nats per token, on about `tokens` tokens of a split (0: on all).
 
+    It is NaN if no token of them counts.
+
     The windows are always the same ones. The ranks take turns, with B windows at a time.
     eos_id: a token sees only its own document, which this token begins; None: all before it.
     bar: show a progress bar if stderr is a terminal.
@@ -51,29 +53,30 @@ def evaluate(
         totals[1] += (y >= 0).sum()
     model.train()
     loss_sum, targets = all_sum(totals).tolist()
-    return loss_sum / targets
+    return loss_sum / targets if targets else math.nan
 
 
 def write_text(model: GPT, tokenizer: Any, prompt: list[int], length: int, seed: int) -> str:
     """Return what the model writes after a prompt: `length` tokens, or fewer if the document ends.
 
-    tokenizer: of text/tokenizer.py. prompt: token ids. The random choices are always the same ones,
-    and have a generator of their own: a training that goes on afterwards is not changed.
+    tokenizer: of text/tokenizer.py. prompt: token ids. The random choices are always the same ones.
+    A training that goes on afterwards is not changed, since it sets the seed of each of its steps.
 
     All tokens are made even if the document ends early. So all ranks call the model equally often,
     which they must if each holds a part of the weights.
     Raises ArithmeticError if the output of the model is not finite.
     """
     device = model.wte.weight.device
-    generator = torch.Generator(device).manual_seed(seed)
+    torch.manual_seed(seed)
     idx = torch.tensor([prompt], device=device)  # (1, T)
     model.eval()  # no dropout
     try:
         # The low temperature suits a model that has not learned much.
-        tokens = list(model.generate(idx, length, temperature=0.5, generator=generator))
+        tokens = list(model.generate(idx, length, temperature=0.5))
     finally:
         model.train()
-    ends = {tokenizer.eos_id, tokenizer.special_id("<|im_end|>")}  # the latter: of an answer
+    # The second is what ends an answer. Its name is not imported: the loop needs no text/tokenizer.
+    ends = {tokenizer.eos_id, tokenizer.special_id("<|im_end|>")}
     ids = itertools.takewhile(lambda token: token not in ends, torch.cat(tokens).tolist())
     text = b"".join(map(tokenizer.token_bytes, ids))
     # This decoder leaves out the last character if its bytes are not complete.

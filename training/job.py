@@ -21,11 +21,11 @@ class Data:
     """The data of a run."""
 
     loader: Loader  # windows of every train.bin, mixed
-    val_windows: list[Windows]  # one for each val.bin; of conversations, each alone in its window
+    val_windows: list[Windows]  # one for each val.bin; loss_on=answers: a conversation in each
     val_documents: list[Windows]  # the same tokens, packed: each document begins in its window
     train_windows: list[Windows]  # one for each train.bin, to evaluate on
     sets: list[DataSet]
-    tokenizer: Any  # of text/tokenizer.py: token_bytes(), eos_id
+    tokenizer: Any  # of text/tokenizer.py: token_bytes(), special_id(), eos_id
     sample_prompt: list[int]  # ids of the text that the model continues in the log
     check: Callable[[], None]  # raises UserError if a file has been changed in place
 

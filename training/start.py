@@ -205,9 +205,8 @@ def open_data(cfg: TrainConfig) -> Data:
     loader = train_loader(sets, T, cfg.seed, cfg.documents, cfg.loss_per, on)
     tokenizer = load_tokenizer(sets[0].folder)
     prompt = [*tokenizer.prefix, *tokenizer.encode(cfg.sample_prompt).tolist()]
-    if on == "answers":
-        prompt = question_ids(cfg.sample_prompt, tokenizer)
-    return Data(
+    prompt = question_ids(cfg.sample_prompt, tokenizer) if on == "answers" else prompt
+    data = Data(
         loader=loader,
         val_windows=[open_windows(d, "val", T, documents=windows, loss_on=on) for d in sets],
         val_documents=[open_windows(d, "val", T, documents="pack", loss_on=on) for d in sets],
@@ -217,6 +216,14 @@ def open_data(cfg: TrainConfig) -> Data:
         sample_prompt=prompt or [tokenizer.eos_id],
         check=partial(check_files, sets, opened_files(sets)),
     )
+    for kind in (data.val_windows, data.val_documents):
+        for of_set, evaluated in zip(sets, kind, strict=True):
+            starts = evaluated.fixed_starts(cfg.eval_tokens)
+            if not any(evaluated.weights(start).any() for start in starts):
+                problem = f"no answer of {of_set.name} is in a window that is evaluated"
+                advice = "prepare more, or with a larger --val_fraction, or raise block_size"
+                raise UserError(f"loss_on=answers: {problem}: {advice}")
+    return data
 
 
 @memory_advice("for the weights alone: make n_layer or n_embd smaller")

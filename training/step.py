@@ -129,7 +129,7 @@ def take_step(
     parameters = list(model.parameters())
     if batch.weights is not None:
         # So far the weighted losses were divided by the number of targets. Divide by the mean of
-        # the weights instead: it differs from step to step, and is 1 only on average.
+        # the weights instead: it differs from step to step.
         # If nothing in the step counts, as between two answers, the gradient is 0.
         factor = machine.world / all_sum(mean_weight).clamp(min=1e-12)
         mean_loss *= factor

@@ -1,8 +1,8 @@
 # How should conversations fill the windows, if a model learns to answer? Each run is judged by the
 # answers of val alone, each conversation from its own beginning.
 #   python -m bench.lab bench/questions/conversations.py --dataset=NAME --init_from=out/BASE
-# A window of pad has one conversation, and much padding: it reads about 2.8 times as many windows
-# to learn from as many tokens.
+# A window of pad has one conversation, and much padding: with 46 tokens in one, 44 windows have as
+# many tokens as 16 of pack.
 question = "One conversation in a window, or as many as fit, and may they see each other?"
 judge = "val_document_loss"
 preset = "qwen3"
