@@ -144,7 +144,7 @@ def test_the_gpu_suite_runs_at_toy_size_on_a_cpu(tmp_path):
     assert subprocess.run([*command, "roofs"], env=environment, capture_output=True).returncode == 2
 
 
-POSITIONAL = {"bench.prepare": "corpus", "bench.judge": "files"}
+POSITIONAL = {"bench.answers": "ckpts", "bench.prepare": "corpus", "bench.judge": "files"}
 
 
 def check(module: str, argv: list[str]) -> None:
