@@ -13,7 +13,7 @@
     B          1 ... 16 sequences and as many as fit, with the settings' block_size and accum = 1
     accum      1 ... 16 micro-steps, with the settings' block_size and batch_size
     optimizer  each of them, with the settings' block_size, batch_size and batch_tokens
-    documents  stream, mask and pack, with the same, and the windows and vocabulary of a data set
+    documents  each of them, with the same, and with the windows and vocabulary of a data set
 
 The tables show why a GPU is not busy. Every setting of train.py is accepted too. A cell is the
 median time of a step like train.py's, on one device, with a new model. The token ids are random and

@@ -4,6 +4,7 @@
 # A window of pad has one conversation, and much padding: with 46 tokens in one, 44 windows have as
 # many tokens as 16 of pack.
 question = "One conversation in a window, or as many as fit, and may they see each other?"
+dataset = "chat"
 judge = "val_document_loss"
 preset = "qwen3"
 block_size = 128

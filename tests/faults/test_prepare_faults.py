@@ -463,7 +463,7 @@ def test_a_record_beyond_the_limit_is_bad_and_the_next_are_read(tmp_path, monkey
     chunks = list(reader.chunks())
     tally = Tally()
     parsed = [d for chunk in chunks for d in records.documents(chunk, Cleaning(), tally)]
-    assert [text for _, text, _ in parsed] == texts
+    assert [document.pieces for document in parsed] == [[text] for text in texts]
     assert tally.bad == {TOO_LONG: 2} and tally.records == len(texts) + 2
     assert tally.examples[0] == f"{path}:{41 if kind == 'block' else 21}: {TOO_LONG}"
     for n, chunk in enumerate(chunks):  # a restart after any chunk reads the same
