@@ -21,8 +21,11 @@ demo: .venv/demo
 # In wordings that were held out of the training.
 QUESTIONS = "Explain os.path.join." "What does os.path.exists do?" "Tell me about shutil.copytree."
 
-# After make demo, whose model learns to answer.
-chat: .venv/demo
+# The model of the demo, which is made first if it is not there, learns to answer.
+out/demo:
+	$(MAKE) demo
+
+chat: .venv/demo | out/demo
 	.venv/bin/python prepare.py --chat --tokenizer data/demo --val_fraction 0.05
 	.venv/bin/python train.py config/chat.py --overwrite
 	@echo

@@ -406,12 +406,10 @@ class Conversation:
 
         It should have max_new_tokens, at most half of the window; by default a quarter.
         """
-        length = len(self.opening) + len(question) + len(self.header)
-        length += min(self.cfg.max_new_tokens or self.window // 4, self.window // 2)
+        room = self.window - len(self.opening) - len(question) - len(self.header)
+        room -= min(self.cfg.max_new_tokens or self.window // 4, self.window // 2)
         count = 0
-        while (
-            self.exchanges[count:] and length + sum(map(len, self.exchanges[count:])) > self.window
-        ):
+        while sum(map(len, self.exchanges[count:])) > max(0, room):
             count += 1
         if count:
             self.forget(count)
@@ -450,12 +448,21 @@ class Conversation:
         self.exchanges.append([*question, *self.header, *answer, *self.ending])
 
 
-def converse(model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, label: str) -> None:
+def check_chat(folder: Path, tokenizer: Tokenizer) -> None:
+    """Raise UserError if a model cannot read a conversation; say so if it has learned from none."""
+    if not marks_of(tokenizer):
+        lacks = f"its tokenizer has no {IM_START} and {IM_END}"
+        raise UserError(f"{folder}: {lacks}: --chat needs a model of conversations")
+    has_template = "chat_template" in read_json(folder / "tokenizer_config.json")
+    if not (has_template or (folder / "chat_template.jinja").exists()):
+        note(f"{folder} has no chat template: it was probably not trained on conversations")
+
+
+def converse(model: GPT, tokenizer: Tokenizer, cfg: SampleConfig) -> None:
     """Answer each prompt in a conversation of its own; without any, what is typed, in one."""
     conversation = Conversation(model, tokenizer, cfg)
     advice = "Type a message. /reset begins anew, Ctrl-C ends an answer, Ctrl-D the program."
     asked = [conversation.message("user", text) for text in cfg.prompt]
-    print(f"[{label}]", file=sys.stderr)
     questions = asked or typed("you> ", advice, conversation.typed_message)
     for number, question in enumerate(questions):
         if asked:
@@ -512,25 +519,21 @@ def main() -> None:
             print(f"[{label}]", file=sys.stderr)
             return
 
-        if cfg.chat and not marks_of(tokenizer):
-            lacks = f"its tokenizer has no {IM_START} and {IM_END}"
-            raise UserError(f"{folder}: {lacks}: --chat needs a model of conversations")
-        has_template = "chat_template" in read_json(folder / "tokenizer_config.json")
-        if cfg.chat and not (has_template or (folder / "chat_template.jinja").exists()):
-            note(f"{folder} has no chat template: it was hardly trained on conversations")
         T = model.config.block_size
-        if cfg.interactive:
+        if cfg.chat:
+            check_chat(folder, tokenizer)
+        elif cfg.interactive:
             advice = "Type the beginning of a text; nothing: a new document. Ctrl-D ends."
             prompts = typed("prompt> ", advice, lambda line: encode_prompt(line, tokenizer, T))
-        elif not cfg.chat:
+        else:
             prompts = [encode_prompt(text, tokenizer, T) for text in read_prompts(cfg, folder)]
         model.to(machine.device, machine.dtype).eval()
         record_decoding(model)
         torch.manual_seed(cfg.seed)
-        if cfg.chat:
-            converse(model, tokenizer, cfg, label)
-            return
         print(f"[{label}]", file=sys.stderr)
+        if cfg.chat:
+            converse(model, tokenizer, cfg)
+            return
         for number, (prompt, ids) in enumerate(prompts):
             if number and not cfg.interactive:
                 print("----------------")

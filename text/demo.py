@@ -27,7 +27,7 @@ BEFORE_CODE = re.compile(r"(Example|Usage)s?:{0,2}")
 # A row or an edge of a table, a session at Python's prompt, a rule of a grammar.
 NO_SENTENCE = re.compile(r"^ *([|+]|=+ +=|>>>|\w+ +::=)", re.MULTILINE)
 
-# The modules that are asked about. A small model learns so many answers by heart in a minute.
+# The modules that are asked about: so few that a small model learns all answers in a minute or two.
 TAUGHT = """abc argparse base64 calendar collections contextlib copy csv dataclasses datetime
     fnmatch functools genericpath glob gzip heapq inspect json logging operator os pathlib pickle
     posixpath pprint queue random re shlex shutil socket statistics subprocess tempfile textwrap

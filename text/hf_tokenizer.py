@@ -348,7 +348,7 @@ def convert_bpe(config: dict, content: dict) -> Tiktoken:
     vocab = model["vocab"] | special
     eos = eos_of(config, "<|endoftext|>")
     if eos == IM_END and "<|endoftext|>" in vocab:
-        eos = "<|endoftext|>"  # a model that chats ends each message with IM_END, a document so
+        eos = "<|endoftext|>"  # IM_END ends a message of a document, not the document
     if eos not in vocab:
         raise ValueError(f"it has no eos token {eos}, but every document must end with one")
     special |= {eos: vocab[eos]}

@@ -96,7 +96,6 @@ def documents(chunk: Chunk, cleaning: Cleaning, tally: Tally) -> Iterator[Docume
         tally.records += 1
         try:
             pieces, shape = understand(chunk.kind, record, cleaning, tally)
-            pieces = [clean(piece, cleaning, tally) for piece in pieces]
             utf8 = b"\xff".join(map(to_utf8, pieces))
         except ValueError as e:
             tally.reject(place, str(e))
@@ -128,18 +127,17 @@ def unpacked(kind: str, place: str, record: Any, chat: bool) -> Iterator[tuple[s
 
 
 def understand(kind: str, record: Any, cleaning: Cleaning, tally: Tally) -> tuple[list[str], str]:
-    """Return (pieces, shape) of a record from the Reader. Raises ValueError with what is wrong."""
+    """Return (cleaned pieces, shape) of a record from the Reader. ValueError says what is wrong."""
     if isinstance(record, ValueError):
         raise record
     if kind in ("txt", "md"):
-        return [record], "plain text"
+        return [clean(record, cleaning, tally)], "plain text"
     if kind in ("jsonl", "ndjson"):
         try:
             record = json.loads(record)
         except (ValueError, RecursionError):
             raise ValueError("not valid JSON") from None
-    may_be = cleaning.chat or (isinstance(record, dict) and record.keys() & CONVERSATIONS)
-    if may_be and isinstance(record, dict) and not cleaning.fields:
+    if isinstance(record, dict) and not cleaning.fields:
         messages, shape = conversation_in(record, cleaning.chat)
         if shape:
             tally.unread.update(unread_fields(record, shape) + unread_in(messages))
@@ -150,7 +148,7 @@ def understand(kind: str, record: Any, cleaning: Cleaning, tally: Tally) -> tupl
     text, shape = record_text(record, cleaning.fields)
     if not cleaning.fields:
         tally.unread.update(unread_fields(record, shape))
-    return [text], shape
+    return [clean(text, cleaning, tally)], shape
 
 
 def conversation_in(record: dict, chat: bool) -> tuple[Any, str]:

@@ -54,10 +54,10 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
 
 
 def with_model(options: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with the block_size of the model to fine-tune, if that is below the default.
+    """Return settings with the folder of the model to fine-tune, and its block_size if it is short.
 
-    A block_size that is given stays. The folder of a run stands for its newest checkpoint. If the
-    model cannot be read, load_model() will say so.
+    It is short below the default; a block_size that is given stays. The folder of a run stands for
+    its newest checkpoint. If the model cannot be read, load_model() will say so.
     """
     init_from = options.get("init_from", "scratch")
     if init_from in ("scratch", "resume", "auto"):

@@ -100,7 +100,7 @@ class Report:
     eval_every: int = 250  # steps between two evaluations
     eval_tokens: int = 1_000_000  # tokens of val.bin, in fixed, evenly spread windows; 0: all
     sample_every: int = 250  # steps between two short texts that the model writes; 0: none
-    sample_prompt: str = ""  # the text that it continues; none: a new document; answers: a question
+    sample_prompt: str = ""  # beginning of these texts, may be empty; loss_on=answers: a question
     save_every: int = 1000  # steps between two checkpoints
     keep: int = 2  # newest checkpoints to keep, besides the one with the best validation loss
     log_every: int = 10  # steps between two log lines

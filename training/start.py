@@ -428,8 +428,7 @@ def files_of_data(data: Data, block_size: int) -> dict[str, bytes]:
         came_with = read_json(folder / "tokenizer_config.json")
         for name, content in to_hugging_face(data.tokenizer, block_size, came_with).items():
             files[name] = json_bytes(content)
-    answers = [d.meta["splits"]["train"].get("answers", {"tokens": 0}) for d in data.sets]
-    if any(count["tokens"] for count in answers):  # none, if the tokenizer has no marks
+    if any("answers" in d.meta["splits"]["train"] for d in data.sets):
         files |= chat_files(data.tokenizer, files)
     return files | {"meta.json": json_bytes(sealed(meta | changes))}
 
