@@ -458,11 +458,12 @@ def check_chat(folder: Path, tokenizer: Tokenizer) -> None:
         note(f"{folder} has no chat template: it was probably not trained on conversations")
 
 
-def converse(model: GPT, tokenizer: Tokenizer, cfg: SampleConfig) -> None:
+def converse(model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, label: str) -> None:
     """Answer each prompt in a conversation of its own; without any, what is typed, in one."""
     conversation = Conversation(model, tokenizer, cfg)
     advice = "Type a message. /reset begins anew, Ctrl-C ends an answer, Ctrl-D the program."
     asked = [conversation.message("user", text) for text in cfg.prompt]
+    print(f"[{label}]", file=sys.stderr)  # not above the error of a message that is too long
     questions = asked or typed("you> ", advice, conversation.typed_message)
     for number, question in enumerate(questions):
         if asked:
@@ -530,10 +531,10 @@ def main() -> None:
         model.to(machine.device, machine.dtype).eval()
         record_decoding(model)
         torch.manual_seed(cfg.seed)
-        print(f"[{label}]", file=sys.stderr)
         if cfg.chat:
-            converse(model, tokenizer, cfg)
+            converse(model, tokenizer, cfg, label)
             return
+        print(f"[{label}]", file=sys.stderr)
         for number, (prompt, ids) in enumerate(prompts):
             if number and not cfg.interactive:
                 print("----------------")
