@@ -1,0 +1,84 @@
+"""The loss that a training will come to, by the law that bench/ladder.py has fitted to small ones.
+
+    L(N, D) = E + A / N^a + B / D'^b        (Hoffmann et al. 2022, arXiv 2203.15556, approach 3)
+
+L is the validation loss in nats per token, N the parameters in matrix products, D the tokens read.
+Of U different tokens, D' = U + U R (1 - exp(-(D / U - 1) / R)) if D > U, else D' = D: what is read
+again is worth less and less (Muennighoff et al. 2023, arXiv 2305.16264, equation 5).
+"""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+from configurator import UserError, changes
+from training.settings import TRAINING, TrainConfig
+
+FILE = "ladder.json"  # in the folder of the data set
+# What a ladder varies, and what makes no other training.
+NOT_IN_RECIPE = set(
+    "dataset seed n_layer n_head n_kv_head n_embd d_ff max_steps max_epochs max_tokens batch_size"
+    " dtype compile recompute shard".split()
+)
+REPEATS = 15.4  # R of arXiv 2305.16264, for a ladder that reads nothing twice
+
+
+def recipe_of(cfg: TrainConfig) -> dict:
+    """Return the settings that two trainings must share to follow the same law."""
+    return {k: v for k, v in changes(cfg).items() if k in set(TRAINING) - NOT_IN_RECIPE}
+
+
+def law(parameters: torch.Tensor, N: float, D: float, U: float) -> torch.Tensor:
+    """Return L(N, D) for parameters (..., 6), which are the logarithms of E, A, a, B, b and R."""
+    E, A, a, B, b, R = parameters.exp().unbind(-1)
+    N, D = torch.as_tensor(N).double(), torch.as_tensor(D).double()
+    repeats = (D / U - 1).clamp(min=0)
+    worth = D.clamp(max=U) + U * R * (1 - torch.exp(-repeats / R))
+    return E + A / N**a + B / worth**b
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """What ladder.json has."""
+
+    different_tokens: int  # U, tokens of train.bin
+    recipe: dict  # settings of the training that all rungs share
+    rungs: list[dict]  # of each: N, D, flops, loss
+    parameters: list[list[float]]  # the fit, and then those of the bootstrap: see law()
+    residuals: list[float]  # log(loss) of each rung less that of the fit
+
+    def loss(self, N: float, D: float) -> torch.Tensor:
+        """Return the losses that the parameters foretell, the fit's first, (1 + draws,)."""
+        return law(torch.tensor(self.parameters).double(), N, D, self.different_tokens)
+
+    def interval(self, N: float, D: float) -> tuple[float, float, float]:
+        """Return the loss of a new run: foretold, and the ends of an interval for nine in ten.
+
+        The interval has the uncertainty of the fit, and the scatter of single runs about it.
+        """
+        losses = self.loss(N, D)
+        scatter = torch.tensor(self.residuals).double().exp()
+        ends = (losses[1:, None] * scatter).quantile(torch.tensor([0.05, 0.95]).double())
+        return float(losses[0]), *ends.tolist()
+
+    def best_size(self, flops: float) -> tuple[float, float]:
+        """Return the N and D of the lowest loss at 6 N D FLOPs, as if attention cost nothing."""
+        N = torch.logspace(3, 13, 2001).double()
+        losses = law(torch.tensor(self.parameters[0]), N, flops / 6 / N, self.different_tokens)
+        best = float(N[losses.argmin()])
+        return best, flops / 6 / best
+
+
+def read_ladder(folder: Path) -> Ladder:
+    """Return the ladder of a data set. Raises UserError if there is none, or if it is damaged."""
+    path = folder / FILE
+    try:
+        content = json.loads(path.read_bytes())
+        return Ladder(**{field.name: content[field.name] for field in fields(Ladder)})
+    except FileNotFoundError:
+        make = f"python -m bench.ladder CONFIG --dataset={folder.name}"
+        raise UserError(f"{path} is not there: train small models first, {make}") from None
+    except (ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{path} is damaged ({e}): run bench.ladder again") from None
