@@ -3,6 +3,8 @@
     # on six A100; --max_tokens=20e9 sets another length
     python plan.py config/train_1b.py --gpu=a100-80g --nproc=6
     python plan.py config/train_100m.py --gpu=v100-16g --nproc=6
+    # the validation loss that it will come to, by the law that bench.ladder has fitted
+    python plan.py config/demo.py --loss
     # run 20 steps on this machine, and estimate the time of the whole run from them
     python plan.py config/demo.py --trial
 
@@ -37,6 +39,7 @@ from text.dataset import DataSet, newest_dataset, open_datasets, open_windows
 from training import memory
 from training.banner import batch_warning, different_tokens, length_warnings
 from training.huggingface import shape_in
+from training.law import read_ladder
 from training.memory import Step
 from training.metrics import read_metrics
 from training.plan import Plan, even_batch, make_plan
@@ -55,6 +58,7 @@ class PlanConfig(TrainConfig):
     vocab_size: int = 0  # 0: that of the data set, or 50257 if none is prepared
     # ---- Trial ----
     trial: bool = False  # train 20 steps on this machine, to estimate the time of the whole run
+    loss: bool = False  # foretell the validation loss; bench.ladder has trained small models for it
 
     def problems(self) -> list[str]:
         problems = TrainConfig.problems(self)
@@ -62,6 +66,8 @@ class PlanConfig(TrainConfig):
             problems.append("days and vocab_size must be at least 0, nproc at least 1")
         if self.gpu and self.trial:
             problems.append("a trial runs on this machine: leave gpu out")
+        if self.loss and (self.init_from != "scratch" or "," in self.dataset):
+            problems.append("a loss is foretold for one data set, and a model from scratch")
         if self.init_from == "resume":
             problems.append("init_from=resume: a plan reads no run; give the settings of the run")
         return problems
@@ -120,7 +126,7 @@ def prepared(cfg: PlanConfig) -> list[DataSet]:
 
     Raises UserError if a data set is damaged, or if one is missing that the plan needs.
     """
-    needs_data = cfg.trial or not (cfg.max_tokens or cfg.max_steps)
+    needs_data = cfg.trial or cfg.loss or not (cfg.max_tokens or cfg.max_steps)
     if cfg.vocab_size and not cfg.dataset and not needs_data:
         return []  # a plan for other data than what is prepared here
     try:
@@ -357,6 +363,36 @@ def rows_of_hours(run: PlannedRun, flops: dict[str, float]) -> dict[str, str]:
     return rows
 
 
+# ---- Loss ----
+
+
+def print_loss(run: PlannedRun) -> None:
+    """Print the loss that the run will come to, and what would be best for the same FLOPs."""
+    data = run.sets[0]
+    ladder = read_ladder(data.folder)
+    N = run.model.num_params()["matmul"]
+    D = run.plan.steps * run.plan.step_tokens
+    loss, low, high = ladder.interval(N, D)
+    val = data.meta["splits"]["val"]
+    bits = loss / math.log(2) * val["tokens"] / val["bytes"]
+    flops = run.model.flops_per_token(run.cfg.block_size) * D
+    best_N, best_D = ladder.best_size(6 * N * D)
+    beyond = flops / max(rung["flops"] for rung in ladder.rungs)
+    basis = f"{len(ladder.rungs)} small models; the run has {beyond:.3g} x the FLOPs of the largest"
+    different = ladder.differs(run.cfg)
+    if different:
+        basis += f"\nwarning: they were trained with other settings: {different}"
+    best_loss = float(ladder.loss(best_N, best_D)[0])
+    tokens = f"{best_D:,.3g} tokens, {best_D / best_N:.3g} for a parameter"
+    rows = {
+        "val loss": f"{loss:.3f}, in nine of ten runs {low:.3f} to {high:.3f}",
+        "bits per byte": f"{bits:.3f}",
+        "known from": basis,
+        "best for 6 N D": f"{best_N:,.3g} parameters in products, {tokens}: {best_loss:.3f}",
+    }
+    section(f"Loss on {data.name}", rows)
+
+
 # ---- A trial ----
 
 TRIAL_STEPS = 20
@@ -446,6 +482,8 @@ def main() -> None:
     print_memory(run)
     print_choices(run)
     print_time(run)
+    if cfg.loss:
+        print_loss(run)
     if cfg.trial:
         print_trial(run)
 

@@ -63,6 +63,12 @@ class Ladder:
         ends = (losses[1:, None] * scatter).quantile(torch.tensor([0.05, 0.95]).double())
         return float(losses[0]), *ends.tolist()
 
+    def differs(self, cfg: TrainConfig) -> str:
+        """Return which settings of a run are not those of the ladder, or ""."""
+        recipe = recipe_of(cfg)
+        keys = [k for k in {**self.recipe, **recipe} if self.recipe.get(k) != recipe.get(k)]
+        return ", ".join(keys)
+
     def best_size(self, flops: float) -> tuple[float, float]:
         """Return the N and D of the lowest loss at 6 N D FLOPs, as if attention cost nothing."""
         N = torch.logspace(3, 13, 2001).double()
