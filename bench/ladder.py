@@ -9,9 +9,9 @@ trained from the cheapest on, as long as the minutes allow, each as its own trai
 the same command goes on. With --max_epochs above 1 they read the data several times, and the worth
 of that is fitted, too.
 
-The law is in training/law.py. It is fitted to the logarithms of the losses, by the Huber loss with
-delta 1e-3 and L-BFGS from several beginnings, as in arXiv 2203.15556. The interval is of a
-bootstrap: the law is fitted again to its own losses with residuals that are drawn anew.
+The law is in training/law.py. It is fitted by the Huber loss of the relative errors, with the delta
+of arXiv 2203.15556. The interval is of a bootstrap: the law is fitted again to its own losses, with
+errors that are drawn anew.
 ladder.json goes into the folder of the data set, and a picture of fit and residuals beside it.
 """
 
@@ -32,24 +32,27 @@ from hardware.machine import stop_signals
 from hardware.terminal import ProgressBar
 from model import GPT
 from text.dataset import open_datasets, open_windows
-from training.law import FILE, REPEATS, Ladder, law, recipe_of
+from training.law import FILE, REPEATS, Ladder, law, recipe_of, worth
 from training.plan import make_plan
 from training.settings import TrainConfig, model_config
 from training.start import with_data
 
 SHARE = 1 / 8  # of the config's FLOPs, for the most expensive rung
-FEWEST_STEPS = 100  # of a rung: a shorter run says little about a longer one
 FEWEST_RUNGS = 8  # for six parameters
+DELTA = 1e-3  # of the Huber loss: a relative error beyond it counts as itself, not as its square
 
 
 @dataclass(frozen=True)
 class LadderConfig(TrainConfig):
     out_dir: str = "out/ladder"  # folder of the rungs
     minutes: float = 60.0  # time for the rungs that are not trained yet
+    fewest_steps: int = 100  # of a rung: a shorter run says little about a longer one
     draws: int = 100  # number of fits of the bootstrap
 
     def problems(self) -> list[str]:
-        problems = TrainConfig.problems(self) + not_positive(self, "minutes", "draws")
+        problems = TrainConfig.problems(self) + not_positive(
+            self, "minutes", "fewest_steps", "draws"
+        )
         if self.init_from != "scratch" or "," in self.dataset or self.batch_size == "auto":
             problems.append("a ladder begins from scratch, on one data set, with a batch_size")
         return problems
@@ -64,8 +67,7 @@ class Rung:
 
 
 def main() -> None:
-    cfg = parse(LadderConfig, doc=__doc__)
-    cfg = with_data(cfg)
+    cfg = with_data(parse(LadderConfig, doc=__doc__))
     (data,) = open_datasets(cfg.dataset, cfg.data_dir)
     rungs = rungs_of(cfg)
     exit_code = climb(rungs, cfg.minutes)
@@ -96,7 +98,7 @@ def rungs_of(cfg: LadderConfig) -> list[Rung]:
     most = SHARE * flops_of(config, data.meta["vocab_size"], plan.steps * plan.step_tokens)[1]
     shapes = {str(shape): shape for shape in (shape_at(cfg, n) for n in halvings(cfg.n_layer, 1))}
     rungs = []
-    for shape, steps in product(shapes.values(), halvings(plan.steps, FEWEST_STEPS)):
+    for shape, steps in product(shapes.values(), halvings(plan.steps, cfg.fewest_steps)):
         length = dict(max_steps=steps, max_epochs=0.0, max_tokens=0)
         settings = replace(config, **shape, **length, eval_every=steps, save_every=steps)
         D = steps * plan.step_tokens
@@ -166,54 +168,54 @@ def climb(rungs: list[Rung], minutes: float) -> int:
 def fitted(trained: list[tuple[Rung, float]], different_tokens: int, cfg: LadderConfig) -> Ladder:
     """Return the law of (rung, loss), and those of the bootstrap."""
     N, D, losses = torch.tensor([(r.N, r.D, loss) for r, loss in trained]).double().unbind(1)
-    U = different_tokens
-
-    def residuals_of(parameters: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
-        return losses.log() - law(parameters, N, D, U).log()
-
-    def fit(losses: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
-        # At the middle of the rungs, A and a hardly depend on each other. So it is with B and b.
-        middle = torch.stack([N.log().mean(), D.log().mean()])
-
-        def shifted(p: torch.Tensor, sign: int) -> torch.Tensor:
-            moved = p[[1, 3]] - sign * p[[2, 4]].exp() * middle
-            return torch.stack([p[0], moved[0], p[2], moved[1], p[4], p[5]])
-
-        p = shifted(begin, 1).requires_grad_()
-        lbfgs = torch.optim.LBFGS([p], max_iter=500, line_search_fn="strong_wolfe")
-
-        def closure() -> torch.Tensor:
-            lbfgs.zero_grad()
-            residuals = residuals_of(shifted(p, -1), losses)
-            loss = 1e6 * huber_loss(residuals, torch.zeros_like(N), reduction="sum", delta=1e-3)
-            loss.backward()
-            return loss
-
-        lbfgs.step(closure)
-        return shifted(p.detach(), -1)
-
-    def error(parameters: torch.Tensor) -> float:
-        return float(residuals_of(parameters, losses).abs().sum())
-
-    best, rest = losses.min(), losses.max() - losses.min()
-    fits = []
-    for share, a, b in product((0.3, 0.6, 0.9), (0.2, 0.5), (0.2, 0.5)):
-        of_sizes, of_tokens = rest * N.log().mul(a).mean().exp(), rest * D.log().mul(b).mean().exp()
-        begin = [share * best, of_sizes, a, of_tokens, b, REPEATS]
-        fits.append(fit(losses, torch.tensor(begin).double().log()))
-    parameters = min(fits, key=error)
-    residuals = residuals_of(parameters, losses)
+    parameters = fit(N, D, losses, different_tokens)
+    fitted_losses = law(parameters, N, D, different_tokens)
     # The fit took up a part of the scatter: as many rungs as there are parameters lie on it.
-    repeated = bool((D > U).any())
-    spread = residuals * (len(N) / max(1, len(N) - 5 - repeated)) ** 0.5
+    freedom = len(N) - 5 - bool((D > different_tokens).any())
+    residuals = (losses / fitted_losses - 1) * (len(N) / freedom) ** 0.5
     generator = torch.Generator().manual_seed(cfg.seed)
     draws = []
     for _ in ProgressBar("bootstrap", range(cfg.draws)):
-        drawn = spread[torch.randint(len(N), (len(N),), generator=generator)]
-        draws.append(fit((law(parameters, N, D, U).log() + drawn).exp(), parameters))
+        drawn = residuals[torch.randint(len(N), (len(N),), generator=generator)]
+        draws.append(fit(N, D, fitted_losses * (1 + drawn), different_tokens))
     rungs = [dict(N=r.N, D=r.D, flops=r.flops, loss=loss) for r, loss in trained]
-    all_parameters = torch.stack([parameters, *draws]).tolist()
-    return Ladder(U, recipe_of(cfg), rungs, all_parameters, spread.tolist())
+    laws = torch.stack([parameters, *draws]).tolist()
+    return Ladder(different_tokens, recipe_of(cfg), rungs, laws, residuals.tolist())
+
+
+def fit(N: torch.Tensor, D: torch.Tensor, losses: torch.Tensor, U: float) -> torch.Tensor:
+    """Return E, A, a, B, b, R of the law of n losses: N, D, losses (n,), U different tokens.
+
+    With a, b and R, the law is linear in E, A and B: least squares, whose weights make a Huber loss
+    of it, solve for these at all points of a grid of a, b and R. The grid shrinks around its best.
+    """
+    center = torch.tensor([0.3, 0.3, REPEATS]).double().log()
+    reach = torch.tensor([2.0, 2.0, 2.0 * float((D > U).any())]).double()
+    for _ in range(12):
+        axes = [
+            c + r * torch.linspace(-1, 1, 13 if r else 1)
+            for c, r in zip(center, reach, strict=True)
+        ]
+        grid = torch.cartesian_prod(*axes).exp()  # (P, 3)
+        a, b, R = grid.T[:, :, None]  # (P, 1) each
+        terms = torch.stack([torch.ones(len(grid), len(N)), N**-a, worth(D, U, R) ** -b], dim=2)
+        size = terms.amax(1, keepdim=True)  # (P, 1, 3)
+        terms = terms / size / losses[:, None]  # (P, n, 3): their sum shall be 1
+        weights = torch.ones(len(grid), len(N), 1)
+        for _ in range(8):
+            weighted = (weights * terms).mT
+            factors = torch.linalg.solve(weighted @ terms, weighted.sum(2, keepdim=True))
+            errors = terms @ factors - 1  # (P, n, 1)
+            weights = DELTA / errors.abs().clamp(min=DELTA)
+        factors = factors.clamp(min=0)  # (P, 3, 1)
+        errors = terms @ factors - 1
+        costs = huber_loss(errors, torch.zeros_like(errors), reduction="none", delta=DELTA)
+        best = costs.sum((1, 2)).argmin()
+        center = grid[best].log()
+        reach = reach / 2
+    E, A, B = factors[best, :, 0] / size[best, 0]
+    a, b, R = grid[best]
+    return torch.stack([E, A, a, B, b, R])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ def fitted(trained: list[tuple[Rung, float]], different_tokens: int, cfg: Ladder
 
 def table(ladder: Ladder) -> str:
     """Return the law, and its rungs as a table in Markdown."""
-    E, A, a, B, b, R = torch.tensor(ladder.parameters[0]).exp().tolist()
+    E, A, a, B, b, R = ladder.parameters[0]
     lines = [["N", "D", "loss", "of the law", "residual"], ["--:"] * 5]
     for rung, residual in zip(ladder.rungs, errors(ladder), strict=True):
         cells = [f"{rung['N']:,}", f"{rung['D']:,}", f"{rung['loss']:.4f}"]

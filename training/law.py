@@ -31,12 +31,14 @@ def recipe_of(cfg: TrainConfig) -> dict:
 
 
 def law(parameters: torch.Tensor, N: float, D: float, U: float) -> torch.Tensor:
-    """Return L(N, D) for parameters (..., 6), which are the logarithms of E, A, a, B, b and R."""
-    E, A, a, B, b, R = parameters.exp().unbind(-1)
-    N, D = torch.as_tensor(N).double(), torch.as_tensor(D).double()
-    repeats = (D / U - 1).clamp(min=0)
-    worth = D.clamp(max=U) + U * R * (1 - torch.exp(-repeats / R))
-    return E + A / N**a + B / worth**b
+    """Return L(N, D) for parameters (..., 6), which are E, A, a, B, b and R."""
+    E, A, a, B, b, R = parameters.unbind(-1)
+    return E + A / N**a + B / worth(torch.as_tensor(D).double(), U, R) ** b
+
+
+def worth(D: torch.Tensor, U: float, R: torch.Tensor) -> torch.Tensor:
+    """Return D', as how many different tokens D tokens count, of which U are different."""
+    return D.clamp(max=U) + U * R * (1 - torch.exp(-(D / U - 1).clamp(min=0) / R))
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Ladder:
     recipe: dict  # settings of the training that all rungs share
     rungs: list[dict]  # of each: N, D, flops, loss
     parameters: list[list[float]]  # the fit, and then those of the bootstrap: see law()
-    residuals: list[float]  # log(loss) of each rung less that of the fit
+    residuals: list[float]  # relative errors of single runs
 
     def loss(self, N: float, D: float) -> torch.Tensor:
         """Return the losses that the parameters foretell, the fit's first, (1 + draws,)."""
@@ -59,7 +61,7 @@ class Ladder:
         The interval has the uncertainty of the fit, and the scatter of single runs about it.
         """
         losses = self.loss(N, D)
-        scatter = torch.tensor(self.residuals).double().exp()
+        scatter = 1 + torch.tensor(self.residuals).double()
         ends = (losses[1:, None] * scatter).quantile(torch.tensor([0.05, 0.95]).double())
         return float(losses[0]), *ends.tolist()
 
@@ -72,7 +74,9 @@ class Ladder:
     def best_size(self, flops: float) -> tuple[float, float]:
         """Return the N and D of the lowest loss at 6 N D FLOPs, as if attention cost nothing."""
         N = torch.logspace(3, 13, 2001).double()
-        losses = law(torch.tensor(self.parameters[0]), N, flops / 6 / N, self.different_tokens)
+        losses = law(
+            torch.tensor(self.parameters[0]).double(), N, flops / 6 / N, self.different_tokens
+        )
         best = float(N[losses.argmin()])
         return best, flops / 6 / best
 
