@@ -15,11 +15,13 @@ errors that are drawn anew.
 ladder.json goes into the folder of the data set, and a picture of fit and residuals beside it.
 """
 
+import math
 import time
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.nn.functional import huber_loss
 
@@ -46,13 +48,12 @@ DELTA = 1e-3  # of the Huber loss: a relative error beyond it counts as itself, 
 class LadderConfig(TrainConfig):
     out_dir: str = "out/ladder"  # folder of the rungs
     minutes: float = 60.0  # time for the rungs that are not trained yet
-    fewest_steps: int = 100  # of a rung: a shorter run says little about a longer one
+    fewest_steps: int = 300  # of a rung: a shorter run says little about a longer one
     draws: int = 100  # number of fits of the bootstrap
 
     def problems(self) -> list[str]:
-        problems = TrainConfig.problems(self) + not_positive(
-            self, "minutes", "fewest_steps", "draws"
-        )
+        problems = TrainConfig.problems(self)
+        problems += not_positive(self, "minutes", "fewest_steps", "draws")
         if self.init_from != "scratch" or "," in self.dataset or self.batch_size == "auto":
             problems.append("a ladder begins from scratch, on one data set, with a batch_size")
         return problems
@@ -189,14 +190,14 @@ def fit(N: torch.Tensor, D: torch.Tensor, losses: torch.Tensor, U: float) -> tor
     With a, b and R, the law is linear in E, A and B: least squares, whose weights make a Huber loss
     of it, solve for these at all points of a grid of a, b and R. The grid shrinks around its best.
     """
-    center = torch.tensor([0.3, 0.3, REPEATS]).double().log()
-    reach = torch.tensor([2.0, 2.0, 2.0 * float((D > U).any())]).double()
+    most = torch.tensor([1.5, 1.5, 10 * REPEATS]).double().log()
+    least = torch.tensor([0.05, 0.05, REPEATS / 10]).double().log()
+    if not (D > U).any():
+        most[2] = least[2] = math.log(REPEATS)
+    center, reach = (most + least) / 2, (most - least) / 2
     for _ in range(12):
-        axes = [
-            c + r * torch.linspace(-1, 1, 13 if r else 1)
-            for c, r in zip(center, reach, strict=True)
-        ]
-        grid = torch.cartesian_prod(*axes).exp()  # (P, 3)
+        offsets = [r * torch.linspace(-1, 1, 13 if r else 1) for r in reach]
+        grid = (center + torch.cartesian_prod(*offsets)).clamp(least, most).exp()  # (P, 3)
         a, b, R = grid.T[:, :, None]  # (P, 1) each
         terms = torch.stack([torch.ones(len(grid), len(N)), N**-a, worth(D, U, R) ** -b], dim=2)
         size = terms.amax(1, keepdim=True)  # (P, 1, 3)
@@ -225,50 +226,38 @@ def fit(N: torch.Tensor, D: torch.Tensor, losses: torch.Tensor, U: float) -> tor
 def table(ladder: Ladder) -> str:
     """Return the law, and its rungs as a table in Markdown."""
     E, A, a, B, b, R = ladder.parameters[0]
-    lines = [["N", "D", "loss", "of the law", "residual"], ["--:"] * 5]
-    for rung, residual in zip(ladder.rungs, errors(ladder), strict=True):
-        cells = [f"{rung['N']:,}", f"{rung['D']:,}", f"{rung['loss']:.4f}"]
-        lines.append([*cells, f"{rung['loss'] / (1 + residual):.4f}", f"{residual:+.2%}"])
-    formula = f"L = {E:.3f} + {A:.4g} / N^{a:.3f} + {B:.4g} / D^{b:.3f}"
-    formula += (
-        f", R = {R:.1f}" if any(r["D"] > ladder.different_tokens for r in ladder.rungs) else ""
-    )
+    lines = [["N", "D", "loss", "above the law"], ["--:"] * 4]
+    for rung in ladder.rungs:
+        figures = [f"{rung['N']:,}", f"{rung['D']:,}", f"{rung['loss']:.4f}"]
+        lines.append([*figures, f"{error(ladder, rung):+.2%}"])
+    formula = f"L = {E:.3f} + {A:.4g} / N^{a:.3f} + {B:.4g} / D'^{b:.3f}, R = {R:.1f}"
     return "\n".join([*(f"| {' | '.join(line)} |" for line in padded(lines)), "", formula])
 
 
-def errors(ladder: Ladder) -> list[float]:
-    """Return by which share the loss of each rung lies above that of the law."""
-    return [r["loss"] / float(ladder.loss(r["N"], r["D"])[0]) - 1 for r in ladder.rungs]
+def error(ladder: Ladder, rung: dict) -> float:
+    """Return by which share of it the loss of a rung lies above the law."""
+    return rung["loss"] / float(ladder.loss(rung["N"], rung["D"])[0]) - 1
 
 
 def draw(ladder: Ladder, png: Path) -> None:
-    """Draw losses over tokens, a curve of the law for each size, and the residuals."""
-    try:
-        from matplotlib.figure import Figure  # unlike pyplot, it needs no screen
-    except ImportError:
-        return
+    """Draw losses over tokens, the law as a line for each size, and what is above it."""
+    from matplotlib.figure import Figure  # unlike pyplot, it needs no screen
 
     fig = Figure(figsize=(12, 5), layout="constrained")
-    fit, rest = fig.subplots(1, 2)
-    sizes = sorted({rung["N"] for rung in ladder.rungs})
-    most = max(rung["D"] for rung in ladder.rungs)
-    tokens = torch.logspace(4, 12, 801).double()
-    tokens = tokens[(tokens < 8 * most) & (tokens > min(r["D"] for r in ladder.rungs))]
-    for number, N in enumerate(sizes):
-        of_size = [
-            (r["D"], r["loss"], e)
-            for r, e in zip(ladder.rungs, errors(ladder), strict=True)
-            if r["N"] == N
-        ]
-        D, losses, residuals = zip(*of_size, strict=True)
-        fit.plot(D, losses, "o", color=f"C{number}", label=f"N = {N:,}")
-        curve = [float(ladder.loss(N, D)[0]) for D in tokens.tolist()]
-        fit.plot(tokens, curve, color=f"C{number}", lw=1)
-        rest.plot(D, [100 * e for e in residuals], "o", color=f"C{number}")
-    fit.set(xscale="log", xlabel="tokens", ylabel="validation loss (nats per token)")
-    rest.set(xscale="log", xlabel="tokens", ylabel="loss above the law (%)")
-    rest.axhline(0, color="black", lw=0.8)
-    fig.legend(loc="outside lower center", ncols=4)
+    losses, errors = fig.subplots(1, 2)
+    D = np.array([rung["D"] for rung in ladder.rungs])
+    tokens = np.geomspace(D.min(), 8 * D.max(), 50)
+    for number, N in enumerate(sorted({rung["N"] for rung in ladder.rungs})):
+        style = dict(color=f"C{number}", label=f"N = {N:,}")
+        for rung in ladder.rungs:
+            if rung["N"] == N:
+                losses.plot(rung["D"], rung["loss"], "o", color=f"C{number}")
+                errors.plot(rung["D"], 100 * error(ladder, rung), "o", color=f"C{number}")
+        losses.plot(tokens, [float(ladder.loss(N, D)[0]) for D in tokens], **style)
+    losses.set(xscale="log", xlabel="tokens", ylabel="validation loss (nats per token)")
+    errors.set(xscale="log", xlabel="tokens", ylabel="loss above the law (%)")
+    errors.axhline(0, color="black", lw=0.8)
+    fig.legend(loc="outside lower center", ncols=5)
     fig.savefig(png, dpi=120)
 
 

@@ -5,6 +5,7 @@ question = "Which optimizer, rate and number of epochs teach the demo to answer?
 config = "config/chat.py"
 baseline = "muon 4e-3"
 _adamw = {"optimizer": "adamw", "embed_lr": 1.0, "vector_lr": 1.0}
+_half_batch = {"batch_size": 4, "batch_tokens": 4 * 256}
 variants = {
     "muon 4e-3": {},
     "muon 2e-3": {"lr": 2e-3},
@@ -13,7 +14,10 @@ variants = {
     "adamw 3e-3": _adamw | {"lr": 3e-3},
     "adamw 5e-4": _adamw | {"lr": 5e-4},
     "3 epochs": {"max_epochs": 3.0},
-    "3 epochs of half the batch": {"max_epochs": 3.0, "batch_size": 4, "batch_tokens": 4 * 256},
-    "4 epochs of half the batch": {"max_epochs": 4.0, "batch_size": 4, "batch_tokens": 4 * 256},
     "12 epochs": {"max_epochs": 12.0},
+    "3 epochs, half the batch": _half_batch | {"max_epochs": 3.0},
+    "4 epochs, half the batch": _half_batch | {"max_epochs": 4.0},
+    "8e-3, 4 epochs, half the batch": _half_batch | {"max_epochs": 4.0, "lr": 8e-3},
+    "muon 16e-3": {"lr": 16e-3},
+    "adamw 6e-3": _adamw | {"lr": 6e-3},
 }
