@@ -206,8 +206,7 @@ def transformers_note(tokenizer: Tokenizer, hf_class: str | None) -> str:
         return ""
     if tokenizer.kind == Tiktoken.kind and tokenizer.pattern == QWEN2_PATTERN:
         return ""
-    instead = "PreTrainedTokenizerFast.from_pretrained reads this one"
-    return f"AutoTokenizer takes Qwen2's own tokenizer for a Qwen2ForCausalLM; {instead}"
+    return "AutoTokenizer takes Qwen2's own tokenizer; PreTrainedTokenizerFast reads this one"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -292,8 +291,7 @@ def from_hugging_face(folder: Path) -> Tokenizer:
         if (folder / SentencePiece.file).exists() and not is_byte_level:
             return convert_sentencepiece(folder / SentencePiece.file, config, content)
         if not content:
-            make = "AutoTokenizer.from_pretrained(...).save_pretrained(...) makes one"
-            raise ValueError(f"no tokenizer.model or tokenizer.json: in transformers, {make}")
+            raise ValueError("no tokenizer.model, nor a tokenizer.json: transformers can save one")
         if content["model"].get("type", "BPE") != "BPE" or not is_byte_level:  # GPT-2 has no type
             raise ValueError("a model other than a byte-level BPE is not supported")
         return convert_bpe(config, content)
