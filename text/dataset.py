@@ -294,7 +294,9 @@ def open_windows(
     if tokenizer:
         answers = answers_of(ids, places, tokenizer)
         if not (answers[1::2] - answers[::2]).any():
-            raise UserError(f"loss_on=answers: {data.name}/{split}.bin has none (docs/chat.md)")
+            raise UserError(
+                f"{data.name}/{split}.bin has no answers for loss_on=answers: docs/chat.md"
+            )
     if loss_per == "document" or loss_on == "answers":
         counting = Counting(answers, ends if loss_per == "document" else None)
     if not whole:

@@ -236,7 +236,7 @@ class Part:
                 print(f"continuing after {self.text / 1e6:,.0f} million characters that are done")
                 return
             except (FileNotFoundError, ValueError, LookupError) as e:
-                print(f"the work of an interrupted run is done again: {self.journal}: {e}")
+                print(f"the work of an interrupted run is made again: {self.journal}: {e}")
             self.journal.unlink()
         for name, path in self.paths.items():
             # Unlink the old file, do not cut it: a data set may have a hard link to the same file.

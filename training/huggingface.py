@@ -376,18 +376,14 @@ def from_state(
 
 
 def save_pretrained(
-    c: GPTConfig,
-    parameters: dict[str, torch.Tensor],
-    folder: Path,
-    eos_id: int | None = None,
-    bos_id: int | None = None,
+    c: GPTConfig, parameters: dict[str, torch.Tensor], folder: Path, **ids: int | None
 ) -> None:
-    """Write config.json and model.safetensors to a folder.
+    """Write config.json and model.safetensors to a folder. ids: eos_id and bos_id of config.json.
 
     parameters: name -> value, under our names, on the CPU. A matrix that wte and lm_head share is
     there once, as wte.weight.
     """
-    content = json.dumps(to_config(c, eos_id, bos_id), indent=2) + "\n"
+    content = json.dumps(to_config(c, **ids), indent=2) + "\n"
     (folder / "config.json").write_text(content)
     # Not save_file(): its files can only be read by their owner (safetensors 0.8.0).
     stored = {name: w.detach() for name, w in to_state(c, parameters).items()}

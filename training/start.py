@@ -413,6 +413,6 @@ def write_model(
     """Make a model folder: the weights, their shape, and the tokenizer."""
     folder.mkdir(parents=True)
     bos_id = tokenizer.prefix[0] if tokenizer.prefix else None
-    save_pretrained(c, weights, folder, tokenizer.eos_id, bos_id)
+    save_pretrained(c, weights, folder, eos_id=tokenizer.eos_id, bos_id=bos_id)
     for name, content in files.items():
         (folder / name).write_bytes(content)
