@@ -154,7 +154,7 @@ def name_of_set(cfg: PrepareConfig) -> str:
         path = file_of(argument, Path(cfg.data_dir)) if is_url(argument) else Path(argument)
         name = (path.name or path.resolve().name).split(".")[0]
     if not re.fullmatch(r"(?!downloads$)[^-./*?:,\[\x00-\x1f][^/*?:,\x00-\x1f]{0,99}", name):
-        raise UserError(f"name {name!r} must be a plain folder name, other than downloads: --name")
+        raise UserError(f"name {name!r} must be a plain folder name, not downloads: give --name")
     return name
 
 

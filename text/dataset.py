@@ -88,7 +88,7 @@ def check_tokenizer_files(folder: Path, info: dict) -> None:
     for name, sha256 in files_of(info).items():
         path = inside(folder, name)
         if not path.exists() or file_sha256(path) != sha256:
-            raise UserError(f"{path}: missing, or changed since prepare.py; run that again")
+            raise UserError(f"{path}: missing, or changed: run prepare.py again")
 
 
 def files_of(info: dict) -> dict[str, str]:

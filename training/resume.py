@@ -258,7 +258,7 @@ def model_to_tune(
     c = model.config
     vocab_size = sets[0].meta["vocab_size"]
     if c.vocab_size < vocab_size:
-        raise UserError(f"init_from={folder} has {c.vocab_size} tokens, the data {vocab_size}")
+        raise UserError(f"{folder}: a vocabulary of {c.vocab_size}, but the data has {vocab_size}")
     extended = longer(c, cfg)
     if extended != c:
         length = f"block_size {c.block_size} -> {extended.block_size}"
