@@ -589,12 +589,7 @@ class GPT(nn.Module):
 # The choice of the next token
 
 
-def sample_token(
-    logits: Tensor,
-    temperature: float,
-    top_k: int = 0,
-    top_p: float = 1.0,
-) -> Tensor:
+def sample_token(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     """Draw a token id (B,) from softmax(logits / temperature), for each row of logits (B, V).
 
     temperature 0: take the likeliest token. top_k > 0: draw from the top_k likeliest tokens only.

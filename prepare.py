@@ -99,7 +99,7 @@ def inspect(cfg: PrepareConfig) -> None:
         print(folded(printable(look.report(meta, folder)), columns()))
         for split in ("train", "val"):
             verify(folder, meta, split)
-        print("  verified: hashes, every id below the vocabulary, an eos behind every document\n")
+        print("  verified: both files have the hashes that meta.json says\n")
         texts = look.document_texts(folder, meta, "train", cfg.show, cfg.count)
     for heading, text in texts:
         print(f"---- {heading}\n{printable(text)}")
@@ -154,8 +154,7 @@ def name_of_set(cfg: PrepareConfig) -> str:
         path = file_of(argument, Path(cfg.data_dir)) if is_url(argument) else Path(argument)
         name = (path.name or path.resolve().name).split(".")[0]
     if not re.fullmatch(r"(?!downloads$)[^-./*?:,\[\x00-\x1f][^/*?:,\x00-\x1f]{0,99}", name):
-        allowed = "a plain folder name, other than downloads"
-        raise UserError(f"name {name!r} must be {allowed}: give --name=NAME")
+        raise UserError(f"name {name!r} must be a plain folder name, not downloads: give --name")
     return name
 
 
@@ -284,8 +283,7 @@ def write_set(
         splits, lengths = count(parts, duplicate)
     for split, counts in splits.items():
         if not counts["documents"]:
-            advice = "give more text, or another --val_fraction"
-            raise UserError(f"{split}.bin would be empty: the input is too short: {advice}")
+            raise UserError(f"{split}.bin would be empty: give more text or another --val_fraction")
 
     states = merge(parts, duplicate, folder, encoder.dtype.itemsize)
     for split, counts in splits.items():

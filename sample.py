@@ -50,7 +50,7 @@ import torch
 from configurator import UserError, names_elsewhere, note, parse, run
 from hardware import kernels
 from hardware.decoding import record_decoding
-from hardware.disk import MANIFEST, damage, read_object
+from hardware.disk import read_object
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from hardware.terminal import plural
 from model import GPT, KVCache
@@ -165,8 +165,7 @@ def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
     if cfg.which == "best":
         checkpoint = min(losses, key=losses.get, default=None)
     if checkpoint is None:
-        missing = f"no model is there, and no checkpoint of a run for --which={cfg.which}"
-        raise UserError(f"--ckpt {run}: {missing}")
+        raise UserError(f"--ckpt {run}: no model, nor a run with a --which={cfg.which} checkpoint")
     loss = f", validation loss {losses[checkpoint]:.4f}" if checkpoint in losses else ""
     return checkpoint, f"{checkpoint}, the {cfg.which} of {run}{loss}"
 
@@ -205,8 +204,7 @@ def model_tokenizer(folder: Path, vocab_size: int, cfg: SampleConfig) -> Tokeniz
         again = f"prepare the same texts with --tokenizer={cfg.tokenizer or folder}"
         raise UserError(f"--eval {cfg.eval}: made with another tokenizer than the model's: {again}")
     if tokenizer.vocab_size > vocab_size:
-        sizes = f"{vocab_size:,} tokens, its tokenizer {tokenizer.vocab_size:,}"
-        raise UserError(f"{folder}: the model has {sizes}")
+        raise UserError(f"{folder}: the model has fewer tokens, {vocab_size:,}, than its tokenizer")
     if tokenizer is of_data:
         note(f"{folder} has no tokenizer: its ids are assumed to be those of {cfg.eval}")
     return tokenizer
@@ -220,11 +218,8 @@ def read_prompts(cfg: SampleConfig, folder: Path) -> list[str]:
     """Return the texts of --prompt, or the sample_prompt of the run that wrote the checkpoint."""
     if cfg.prompt:
         return list(cfg.prompt)
-    settings = "train_config.json"
-    if (folder / MANIFEST).exists() and (problem := damage(folder, [settings])):
-        raise UserError(f"{problem}: give --prompt, and it is not needed")
     try:
-        return [str(read_object(folder / settings).get("sample_prompt") or "")]
+        return [str(read_object(folder / "train_config.json").get("sample_prompt") or "")]
     except (OSError, ValueError):  # it is not a checkpoint of train.py
         return [""]
 
@@ -385,8 +380,7 @@ class Conversation:
         ids = [self.start_mark, *ids, *self.ending]
         room = self.window - len(self.opening) - len(self.header) - 1
         if len(ids) > room:
-            size = f"has {len(ids):,} tokens, the model sees {room:,}"
-            raise UserError(f"the {role} message {size}: shorten it")
+            raise UserError(f"the {role} message has {len(ids):,} tokens, the model sees {room:,}")
         return ids
 
     def typed_message(self, line: str) -> list[int]:
@@ -451,8 +445,7 @@ class Conversation:
 def check_chat(folder: Path, tokenizer: Tokenizer) -> None:
     """Raise UserError if a model cannot read a conversation; say so if it has learned from none."""
     if not marks_of(tokenizer):
-        lacks = f"its tokenizer has no {IM_START} and {IM_END}"
-        raise UserError(f"{folder}: {lacks}: --chat needs a model of conversations")
+        raise UserError(f"{folder}: its tokenizer has no {IM_START} and {IM_END}, as --chat needs")
     has_template = "chat_template" in read_json(folder / "tokenizer_config.json")
     if not (has_template or (folder / "chat_template.jinja").exists()):
         note(f"{folder} has no chat template: it was probably not trained on conversations")

@@ -270,8 +270,7 @@ def end_run(job: Job, broken: str, stopped: bool, signals: list[int]) -> None:
     if job.progress.gives_up():
         problem = f"{job.progress.bad_in_a_row} steps in a row without a finite loss and gradient"
         advice = f"lower lr, or try dtype=float32, or read {job.folder}/bad_steps/"
-        left = f"the newest checkpoint is {newest}" if newest else "no checkpoint was saved"
-        raise UserError(f"{problem}, the last at step {step}: {advice}; {left}")
+        raise UserError(f"{problem}, the last at step {step}: {advice}; {goes_on}")
     if broken:
         unsaved = f"NaN or infinity in {broken}, so it was not saved: lower lr; {goes_on}"
         raise UserError(f"the run has ended at step {step} with {unsaved}")

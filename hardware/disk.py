@@ -128,6 +128,14 @@ def only_plain(path: str | Path) -> None:
         raise OSError(errno.EINVAL, "not a plain file", str(path))
 
 
+def is_utf8(path: Path) -> bool:
+    """Return whether the bytes of a path are UTF-8: safetensors and mmap open no other files.
+
+    On an old disk with names in GBK they are not. There Python itself reads the file.
+    """
+    return os.fsencode(path) == str(path).encode(errors="replace")
+
+
 def file_sha256(path: str | Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal. Raises OSError if it cannot be read."""
     only_plain(path)

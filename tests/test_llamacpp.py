@@ -46,7 +46,6 @@ from training.huggingface import hf_class, save_pretrained
 
 NO_SPACE = "--override-kv tokenizer.ggml.add_space_prefix=bool:false"
 BOS = "--override-kv tokenizer.ggml.add_bos_token=bool:true"
-EOT = "--override-kv tokenizer.ggml.eot_token_id=int:2"
 # transformers' own factor of cos and sin is 0.1 ln(factor) + 1, and llama.cpp knows only this one.
 YARN = f"yarn:4,16,32,1,{0.1 * math.log(4) + 1}"
 REFUSED = "llama.cpp's converter refuses a GPT-2 with SentencePiece"
@@ -104,7 +103,8 @@ def save(model: GPT, tokenizer, folder: Path) -> Path:
     """Write those files of a checkpoint that llama.cpp reads."""
     folder.mkdir()
     parameters = dict(model.named_parameters())
-    save_pretrained(model.config, parameters, folder, tokenizer.eos_id, tokenizer.prefix[0])
+    ids = dict(eos_id=tokenizer.eos_id, bos_id=tokenizer.prefix[0])
+    save_pretrained(model.config, parameters, folder, **ids)
     tokenizer.save(folder)
     for name, content in to_hugging_face(tokenizer, model.config.block_size).items():
         (folder / name).write_bytes(json_bytes(content))
@@ -125,7 +125,6 @@ def take_out_post_processor(folder: Path) -> None:
     [
         ("sentencepiece", "LlamaForCausalLM", 400, ""),
         ("sentencepiece", "LlamaForCausalLM", 49152, f"llama.cpp needs {BOS}"),
-        ("sentencepiece", "LlamaForCausalLM", 32016, f"llama.cpp needs {EOT}"),
         ("sentencepiece", "Qwen3ForCausalLM", 49152, f"llama.cpp needs {NO_SPACE}"),
         ("sentencepiece", "GPT2LMHeadModel", 400, REFUSED),
         ("tiktoken", "LlamaForCausalLM", 50257, NO_POST),
@@ -247,17 +246,13 @@ def test_llama_cpp_reads_and_continues_texts_as_we_do(preset, kind, tokenizer, t
 
 
 @needs_llama_cpp
-@pytest.mark.parametrize("kind, vocab_size", [("sentencepiece", 49152), ("sentencepiece", 32016)])
-def test_llama_cpp_takes_two_sizes_for_public_models(kind, vocab_size, tokenizer, tmp_path):
-    model = make("llama", vocab_size)
+@pytest.mark.parametrize("kind", ["sentencepiece"])
+def test_llama_cpp_takes_a_size_for_a_vocabulary_without_bos(kind, tokenizer, tmp_path):
+    model = make("llama", 49152)
     gguf = convert(save(model, tokenizer, tmp_path / "ckpt"))
-    options = llama_cpp_note(tokenizer, "LlamaForCausalLM", vocab_size).split()[-2:]
-    if vocab_size == 49152:  # for a vocabulary without bos
-        assert ids_of(gguf, "the loop") == tokenizer.encode("the loop").tolist()
-        assert all(continues_alike(gguf, model, tokenizer, options))
-    else:  # one of its tokens for an end
-        for more, eot in (([], 32010), (options, tokenizer.eos_id)):
-            assert completes(b"EOT token             = %d " % eot, gguf, "a", "-v", *more)
+    options = llama_cpp_note(tokenizer, "LlamaForCausalLM", 49152).split()[-2:]
+    assert ids_of(gguf, "the loop") == tokenizer.encode("the loop").tolist()
+    assert all(continues_alike(gguf, model, tokenizer, options))
 
 
 @contextmanager

@@ -262,16 +262,13 @@ def test_inspect_verifies_a_data_set_and_shows_documents(reference, capsys, refu
     assert "--show" in refuses(prepare.main, "--inspect", reference, "--show=99999999")
 
 
-@pytest.mark.parametrize(
-    "at, value, problem", [(5, 400, "the id 400"), (-1, 7, "no eos"), (9, 8, "hash is not")]
-)
-def test_inspect_finds_damage(reference, tmp_path, refuses, at, value, problem):
+def test_inspect_finds_damage(reference, tmp_path, refuses):
     folder = tmp_path / "set"
     shutil.copytree(reference, folder)
     ids = np.memmap(folder / "val.bin", dtype=open_dataset(reference)["dtype"], mode="r+")
-    ids[at] = value
+    ids[9] += 1
     ids.flush()
-    assert problem in refuses(prepare.main, "--inspect", folder)
+    assert "val.bin: its hash is not" in refuses(prepare.main, "--inspect", folder)
     os.truncate(folder / "val.bin", 100)
     assert "val.bin: 100 bytes" in refuses(prepare.main, "--inspect", folder)
 

@@ -128,9 +128,8 @@ class Encoder:
             return encoded[0].astype(self.dtype)
         ids = marks_of(self.tokenizer)
         if not ids or self.eos[0] in ids:
-            missing = f"--tokenizer={self.name}: it has no special tokens {IM_START} and {IM_END}"
-            missing += " that are not its eos"
-            raise UserError(f"{missing}, and a conversation needs them; --tokenizer=train has them")
+            missing = f"it has no special tokens {IM_START} and {IM_END}, beside its eos"
+            raise UserError(f"--tokenizer={self.name}: {missing}; --tokenizer=train has them")
         marks = itertools.cycle([np.array([mark]) for mark in ids])
         joined = itertools.chain.from_iterable(zip(marks, encoded[1:], strict=False))
         return np.concatenate([encoded[0], *joined]).astype(self.dtype)
@@ -234,12 +233,10 @@ class Part:
         if self.journal.exists():
             try:
                 self.go_on(unseal(self.journal))
-                million = f"{self.text / 1e6:,.0f} million characters"
-                print(f"continuing after {million} that an interrupted run has finished")
+                print(f"continuing after {self.text / 1e6:,.0f} million characters that are done")
                 return
             except (FileNotFoundError, ValueError, LookupError) as e:
-                discarded = "what an interrupted run has finished is discarded and made again"
-                print(f"{discarded}: {self.journal}: {e}")
+                print(f"the work of an interrupted run is made again: {self.journal}: {e}")
             self.journal.unlink()
         for name, path in self.paths.items():
             # Unlink the old file, do not cut it: a data set may have a hard link to the same file.

@@ -267,9 +267,8 @@ def read_json(f: io.TextIOWrapper, source: Source, reader: Reader) -> Records:
                 return
         if problem or size > reader.limit:
             place = max(0, getattr(problem, "pos", at) - 20)
-            near = f"near {window[place : place + 40]!r}"
-            problem = f"not valid JSON, or longer than --max_record_mb, {near}"
-            raise UserError(f"{source.name}: element {number}: {problem}")
+            near = f"not valid JSON, or longer than --max_record_mb, near {window[place:][:40]!r}"
+            raise UserError(f"{source.name}: element {number}: {near}")
         yield f"{source.name}: element {number}", record
         number += 1
         at += size

@@ -181,12 +181,9 @@ def llama_cpp_note(tokenizer: Tokenizer, hf_class: str | None, vocab_size: int) 
         return "llama.cpp's converter refuses a GPT-2 with SentencePiece"
     elif "Qwen" in hf_class and tokenizer.sp.normalize("a") == "a":
         needs.append("--override-kv tokenizer.ggml.add_space_prefix=bool:false")
-    # llama.cpp recognizes two public Llama models by the size of their vocabulary.
-    is_llama = hf_class == "LlamaForCausalLM"
-    if is_llama and vocab_size == 49152 and tokenizer.prefix:  # Granite
+    # llama.cpp takes a Llama with a vocabulary of this size for Granite, which has no bos.
+    if hf_class == "LlamaForCausalLM" and vocab_size == 49152 and tokenizer.prefix:
         needs.append("--override-kv tokenizer.ggml.add_bos_token=bool:true")
-    if is_llama and vocab_size == 32016:  # CodeLlama, which has an eot token
-        needs.append(f"--override-kv tokenizer.ggml.eot_token_id=int:{tokenizer.eos_id}")
     return f"llama.cpp needs {' and '.join(needs)}" if needs else ""
 
 
@@ -206,8 +203,7 @@ def transformers_note(tokenizer: Tokenizer, hf_class: str | None) -> str:
         return ""
     if tokenizer.kind == Tiktoken.kind and tokenizer.pattern == QWEN2_PATTERN:
         return ""
-    instead = "PreTrainedTokenizerFast.from_pretrained reads this one"
-    return f"AutoTokenizer takes Qwen2's own tokenizer for a Qwen2ForCausalLM; {instead}"
+    return "AutoTokenizer takes Qwen2's own tokenizer; PreTrainedTokenizerFast reads this one"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -292,8 +288,7 @@ def from_hugging_face(folder: Path) -> Tokenizer:
         if (folder / SentencePiece.file).exists() and not is_byte_level:
             return convert_sentencepiece(folder / SentencePiece.file, config, content)
         if not content:
-            make = "AutoTokenizer.from_pretrained(...).save_pretrained(...) makes one"
-            raise ValueError(f"no tokenizer.model or tokenizer.json: in transformers, {make}")
+            raise ValueError("no tokenizer.model or tokenizer.json: save_pretrained() writes one")
         if content["model"].get("type", "BPE") != "BPE" or not is_byte_level:  # GPT-2 has no type
             raise ValueError("a model other than a byte-level BPE is not supported")
         return convert_bpe(config, content)

@@ -28,8 +28,7 @@ class Ranks(NamedTuple):
         try:
             dist.all_gather_object(values, value)
         except RuntimeError:  # the connection to another process is closed
-            reason = "another process of this job ended: its own message says why"
-            raise UserError(reason) from None
+            raise UserError("another process of this job ended: its message says why") from None
         return values
 
     def of_first(self, work: Callable[[], Any]) -> Any:

@@ -220,8 +220,7 @@ def to_utf8(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         # surrogateescape makes such halves of bytes that it cannot decode, and JSON has \ud800.
-        half = "half a surrogate pair, which is no character"
-        raise ValueError(f"a byte of another encoding (set --encoding), or {half}") from None
+        raise ValueError("a byte of another encoding (--encoding), or half a character") from None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -66,8 +66,7 @@ class Source:
         stat = self.path.stat()
         unchanged = (stat.st_size, stat.st_mtime_ns) == (self.bytes, self.changed)
         if not unchanged or self.sha256 not in ("", sha256):
-            advice = "run the same command again when nothing writes to it"
-            raise UserError(f"{self.name}: it changed while it was read: {advice}")
+            raise UserError(f"{self.name}: it changed while it was read: run the command again")
         self.sha256 = sha256
 
 

@@ -38,14 +38,6 @@ def are_token_ids(ids: Collection[int]) -> bool:
     return len(set(ids)) == len(ids) > 0 and min(ids) >= 0 and max(ids) <= MAX_ID
 
 
-def checked_prefix(prefix: list[int] | None, eos_id: int, vocab_size: int) -> list[int]:
-    """Return the prefix, or [eos_id] for None. Raises ValueError if it is not a list of ids."""
-    ids = [eos_id] if prefix is None else prefix
-    if not isinstance(ids, list) or not all(i in range(vocab_size) for i in ids):
-        raise ValueError(f"the prefix {ids!r} is not a list of ids of this tokenizer")
-    return ids
-
-
 # Places in a text that the tokens of a BPE seldom reach across: before a space, and between a
 # Chinese character and a mark. SentencePiece.slices() asks whether the tokens of its model do.
 EDGE = r"(?:(?<=\S)(?= )|(?<=[\u4e00-\u9fff])(?=[，。、；：！？．（《“\n]))"
@@ -73,7 +65,7 @@ class SentencePiece:
         self.space_sign = np.array(space_sign, np.int32)
         if self.eos_id < 0:
             raise UserError(f"tokenizer {path}: no eos token, but every document must end with one")
-        self.prefix = checked_prefix(prefix, self.eos_id, self.vocab_size)
+        self.prefix = [self.eos_id] if prefix is None else prefix
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids (n,) of a text."""
@@ -216,7 +208,7 @@ class Tiktoken:
         self.vocab_size = self.encoding.n_vocab
         self.eos_id = special[eos]
         self.special = set(special.values())
-        self.prefix = checked_prefix(prefix, self.eos_id, self.vocab_size)
+        self.prefix = [self.eos_id] if prefix is None else prefix
 
     @classmethod
     def by_name(cls, name: str) -> "Tiktoken":
@@ -311,11 +303,9 @@ def same_ids(a: Tokenizer, b: Tokenizer) -> bool:
 def open_tokenizer(path: str | Path, info: dict) -> Tokenizer:
     """Return the tokenizer in a file. info: what save() returned when it wrote the file.
 
-    Raises UserError or ValueError if the file or info is damaged.
+    Raises UserError if the file is damaged.
     """
     if info["kind"] == SentencePiece.kind:
         return SentencePiece(path, info["prefix"])
-    if info["kind"] != Tiktoken.kind:
-        raise ValueError(f"unknown tokenizer kind {info['kind']!r}")
     options = {key: info[key] for key in ("eos", "normalize", "prefix")}
     return Tiktoken.from_file(path, info["pattern"], info["special"], **options)

@@ -105,8 +105,7 @@ def train_sentencepiece(path: Path, sample: list[str], vocab_size: int) -> None:
 def in_our_words(reason: str) -> str:
     """Return why SentencePiece cannot train. Its own advice names settings that we do not have."""
     if smallest := re.search(r"smaller than required_chars. \d+ vs (\d+)", reason):
-        problem = f"too small for the characters of this input: it takes at least {smallest[1]}"
-        return f"{problem}, or --tokenizer=byte"
+        return f"too small for this input: give --vocab_size={smallest[1]}, or --tokenizer=byte"
     if largest := re.search(r"set it to a value <= (\d+)", reason):
         return f"too large for this input: give --vocab_size={largest[1]}, or --tokenizer=char"
     return f"SentencePiece cannot train on this input: {reason}"

@@ -124,16 +124,8 @@ class PackedWindows(Windows):
     plan: the pieces, and which of them each window has. eos_id: the token that begins a document.
     """
 
-    def __init__(
-        self,
-        tokens: np.ndarray,
-        block_size: int,
-        seed: tuple,
-        counting: Any,
-        plan: tuple[np.ndarray, np.ndarray],
-        eos_id: int,
-    ):
-        super().__init__(tokens, block_size, seed, counting)
+    def __init__(self, *of_windows: Any, plan: tuple[np.ndarray, np.ndarray], eos_id: int):
+        super().__init__(*of_windows)
         self.pieces, self.bounds = plan
         self.eos_id = eos_id
         self.n_windows = self.n_fixed = len(self.bounds) - 1

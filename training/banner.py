@@ -17,7 +17,7 @@ from text.tokenizer import Tokenizer
 from text.windows import DataSet, Loader
 from training.huggingface import caveat, hf_class
 from training.memory import Step, largest_batch, needed
-from training.plan import FAR_OFF, Plan, off, warmup_steps
+from training.plan import FAR_OFF, Plan, off
 from training.report import in_words
 from training.settings import TrainConfig
 
@@ -149,7 +149,7 @@ def batch_warning(step_tokens: int, cfg: TrainConfig, world: int) -> str:
 def length_warnings(plan: Plan, cfg: TrainConfig, sets: list[DataSet]) -> list[str]:
     """Return what there is to warn of in the length of a run."""
     repetition = repetition_warning(plan.tokens_at(plan.steps), plan.step_tokens, cfg, sets)
-    warnings = (repetition, few_steps_warning(plan.steps, cfg), schedule_warning(plan.steps, cfg))
+    warnings = (repetition, few_steps_warning(plan.steps, cfg))
     return [warning for warning in warnings if warning]
 
 
@@ -159,16 +159,6 @@ def few_steps_warning(steps: int, cfg: TrainConfig) -> str:
         return ""
     advice = "raise max_epochs or max_tokens, or set a smaller batch_tokens"
     return f"warning: only {plural(steps, 'step')}, which teach little: {advice}"
-
-
-def schedule_warning(steps: int, cfg: TrainConfig) -> str:
-    """Return a warning if the run is too short for the warm-up and the decay of lr, else ""."""
-    warmup = warmup_steps(steps, cfg)
-    decay = math.ceil(cfg.decay_ratio * steps) if cfg.schedule == "wsd" else 0
-    if warmup + decay <= steps + 1:  # both are rounded up
-        return ""
-    lengths = f"a warm-up of {warmup:,} steps and a decay of {decay:,} exceed the run"
-    return f"warning: {lengths}: lr decays for {steps - warmup:,} steps only"
 
 
 def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: list[DataSet]) -> str:

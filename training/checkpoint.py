@@ -42,6 +42,7 @@ from hardware.disk import (
     Lock,
     damage,
     finish,
+    is_utf8,
     json_bytes,
     put_in_place,
     read_object,
@@ -66,34 +67,22 @@ LARGE = {"model.safetensors", "train_state.pt", "average/model.safetensors"}
 # Write
 
 
+@dataclass
 class Saver:
-    """Write checkpoints in the background, one at a time, and delete the older ones.
+    """Write checkpoints in the background, one at a time, and delete the older ones."""
 
-    folder: of the checkpoints. settings: of the run. lock: that of the run's folder, on the rank
-    that writes; None on the others. say: prints a line.
-    write_model(folder, shape, weights): makes a model folder.
-    report(step, path, seconds): called for each checkpoint once it is complete on the disk.
-    """
+    folder: Path  # of the checkpoints
+    settings: dict[str, Any]  # of the run
+    write_model: Callable[[Path, Any, dict[str, Tensor]], None]  # makes a folder of shape, weights
+    lock: Lock | None  # of the run's folder, on the rank that writes; None on the others
+    say: Callable[[str], None]  # prints a line
+    report: Callable[[int, Path, float], None]  # of step, path and seconds, once it is on the disk
+    writing: Future | None = None
+    skipped: int = 0  # saves in a row that were skipped: the weights were not finite
+    failed: str = ""  # why the last checkpoint could not be written; empty if it could
 
-    def __init__(
-        self,
-        folder: Path,
-        settings: dict[str, Any],
-        write_model: Callable[[Path, Any, dict[str, Tensor]], None],
-        lock: Lock | None,
-        say: Callable[[str], None],
-        report: Callable[[int, Path, float], None],
-    ):
-        self.folder = folder
-        self.settings = settings
-        self.write_model = write_model
-        self.lock = lock
-        self.say = say
-        self.report = report
+    def __post_init__(self):
         self.pool = ThreadPoolExecutor(1)
-        self.writing: Future | None = None
-        self.skipped = 0  # saves in a row that were skipped: the weights were not finite
-        self.failed = ""  # why the last checkpoint could not be written; empty if it could
         self.kept: set[Path] = set()  # checkpoints that are not ours to delete, as was said
 
     def save(self, model: nn.Module, optimizer, scaler, average, progress) -> None:
@@ -139,8 +128,7 @@ class Saver:
             with suppress(OSError):
                 remove_checkpoint(draft)
             self.failed = f"{target} could not be written ({e.strerror or e})"
-            goes_on = "training goes on, earlier checkpoints are intact"
-            self.say(f"warning: {self.failed}; {goes_on}")
+            self.say(f"warning: {self.failed}; training goes on, earlier checkpoints are intact")
             return
         self.failed = ""
         self.report(step, target, time.perf_counter() - started)
@@ -259,29 +247,32 @@ class Earlier:
 
 
 def read_training(folder: Path) -> Earlier:
-    """Read everything in a checkpoint but the model and the tokenizer.
-
-    Nothing in it is executed: with weights_only=True, torch.load reads tensors and numbers only.
-    Raises UserError if a file cannot be read.
-    """
+    """Read everything in a checkpoint but the model and the tokenizer. Raises UserError or OSError
+    if a file cannot be read."""
     path = folder / "train_state.pt"
     # mmap: a tensor takes memory only when it is read, and all processes share that memory. But
     # torch opens such a file by its name in UTF-8, which is another one on an old disk in GBK.
-    mmap = os.fsencode(path) == str(path).encode(errors="replace")
     try:
-        settings = read_object(folder / "train_config.json")
-        meta = read_object(folder / "meta.json")
-        training = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except OSError as e:
-        raise UserError(f"{e.filename or path}: cannot be read ({e.strerror})") from None
-    except MemoryError:
+        training = load_tensors(path, mmap=is_utf8(path))
+        jsons = (read_object(folder / name) for name in ("train_config.json", "meta.json"))
+        return Earlier(*jsons, training)
+    except ValueError as e:
+        raise UserError(f"{path}, or a .json beside it: {e}") from None
+
+
+def load_tensors(path: Path, mmap: bool = False) -> Any:
+    """Return what torch.save() has written. Raises ValueError or OSError if it cannot be read.
+
+    Nothing in it is executed: with weights_only=True, torch.load reads tensors and numbers only.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except (OSError, MemoryError):
         raise
-    except Exception as e:
+    except Exception:
         # A damaged pickle can raise any exception. That of a pickle which would execute something
         # explains how to let it: so neither is repeated.
-        reason = f"{type(e).__name__}: it is damaged, or holds more than tensors and numbers"
-        raise UserError(f"{path}, or a .json beside it: {reason}") from None
-    return Earlier(settings, meta, training)
+        raise ValueError("it is damaged, or holds more than tensors and numbers") from None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ folder.
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,8 +24,9 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 
-from hardware.disk import MANIFEST, damage, only_plain, read_object
+from hardware.disk import MANIFEST, damage, is_utf8, only_plain, read_object
 from model import GPT, PRESETS, GPTConfig, rope_scaling
+from training.checkpoint import load_tensors
 
 # --------------------------------------------------------------------------------------------------
 # The words of each class, by which both directions go
@@ -376,34 +376,18 @@ def from_state(
 
 
 def save_pretrained(
-    c: GPTConfig,
-    parameters: dict[str, torch.Tensor],
-    folder: Path,
-    eos_id: int | None = None,
-    bos_id: int | None = None,
+    c: GPTConfig, parameters: dict[str, torch.Tensor], folder: Path, **ids: int | None
 ) -> None:
-    """Write config.json and model.safetensors to a folder.
+    """Write config.json and model.safetensors to a folder. ids: eos_id and bos_id of config.json.
 
     parameters: name -> value, under our names, on the CPU. A matrix that wte and lm_head share is
     there once, as wte.weight.
     """
-    content = json.dumps(to_config(c, eos_id, bos_id), indent=2) + "\n"
+    content = json.dumps(to_config(c, **ids), indent=2) + "\n"
     (folder / "config.json").write_text(content)
     # Not save_file(): its files can only be read by their owner (safetensors 0.8.0).
     stored = {name: w.detach() for name, w in to_state(c, parameters).items()}
     (folder / "model.safetensors").write_bytes(save(stored, metadata={"format": "pt"}))
-
-
-def is_utf8(path: Path) -> bool:
-    """Return whether the bytes of a path are UTF-8: safetensors and mmap open no other files.
-
-    On an old disk with names in GBK they are not. There Python itself reads the file.
-    """
-    try:
-        os.fsencode(path).decode("utf-8")
-        return True
-    except UnicodeDecodeError:
-        return False
 
 
 def unverified(path: Path) -> str:
@@ -453,8 +437,7 @@ def from_pretrained(path: str | Path, **overrides) -> GPT:
     path = Path(path)
     names = ("config.json", "model.safetensors")
     if (path / MANIFEST).exists() and (problem := damage(path, names, names)):
-        advice = f"if you changed it yourself, delete {MANIFEST}"
-        raise ValueError(f"{problem}: it was changed after it was written; {advice}")
+        raise ValueError(f"{problem}; if you changed it yourself, delete {MANIFEST}")
     if file := nanogpt_file(path):
         config, stored = read_nanogpt(file)
     else:
@@ -480,9 +463,8 @@ def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
     index = folder / "model.safetensors.index.json"
     if not (folder / names[0]).exists():
         if not index.exists():
-            pickled = "a pytorch_model.bin is pickled and could execute anything, so it is not read"
-            advice = "in transformers, from_pretrained(DIR).save_pretrained(NEW) writes safetensors"
-            raise ValueError(f"there is no model.safetensors ({pickled}: {advice})")
+            pickled = "pytorch_model.bin could execute anything: let transformers save it anew"
+            raise ValueError(f"there is no model.safetensors ({pickled})")
         with naming(index.name):
             names = sorted(set(read_object(index)["weight_map"].values()))
     stored = {}
@@ -504,13 +486,7 @@ def read_nanogpt(path: Path) -> tuple[GPTConfig, dict[str, torch.Tensor]]:
     """
     with naming(path.name):
         only_plain(path)
-        try:
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception:
-            # A damaged pickle can raise any exception. That of a pickle which would execute
-            # something explains how to let it: so neither is repeated.
-            problem = "it is damaged, or holds more than tensors and numbers"
-            raise ValueError(f"not a checkpoint of nanoGPT: {problem}") from None
+        saved = load_tensors(path)
         args = saved["model_args"]
         sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
         config = checked(PRESETS["gpt2"] | args | {name: args[name] for name in sizes})

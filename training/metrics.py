@@ -50,8 +50,7 @@ class MetricsFile:
                 self.is_whole = True
             except OSError as e:
                 if was_whole:
-                    later = "training goes on, and writes it again when that is possible"
-                    self.say(f"warning: {self.path}: {e.strerror}: {later}")
+                    self.say(f"warning: {self.path}: {e.strerror}: it is written again later")
 
 
 def line_of(record: dict) -> bytes:
@@ -77,8 +76,7 @@ def read_metrics(path: Path) -> list[dict]:
             records.append(record)
         except (ValueError, KeyError, RecursionError):
             if number < len(lines) or line.endswith(b"\n"):
-                delete = "delete this line, then the rest can be read"
-                raise UserError(f"{path}:{number}: damaged; {delete}") from None
+                raise UserError(f"{path}:{number}: damaged: delete this line") from None
     return records
 
 

@@ -180,8 +180,7 @@ def compile_together(
     compiled, failure = machine.together(attempt)
     for rank, reason in enumerate(machine.gather(failure)):
         if reason:
-            slower = f"going on without it, slower ({reason})"
-            machine.say(f"warning: torch.compile failed on rank {rank}; {slower}")
+            machine.say(f"warning: torch.compile failed on rank {rank}: {reason}; not compiled")
             torch.compiler.reset()
             if by_blocks:  # undo compile_blocks(): what is left are the methods of the classes
                 for module in (model, *model.blocks):

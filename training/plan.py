@@ -5,7 +5,7 @@ All functions are pure: their results depend on nothing but the settings and the
 """
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -64,11 +64,7 @@ class Progress:
         """Return the progress stored in train_state.pt.
 
         If the run ended because of too many bad steps in a row, their count starts again at 0.
-        Raises UserError if a value is missing, or of another kind.
         """
-        for name, default in asdict(cls()).items():
-            if type(training.get(name)) is not type(default):
-                raise UserError(f"train_state.pt: {name} is {training.get(name)!r}: not train.py's")
         progress = cls(**{f.name: training[f.name] for f in fields(cls)})
         if progress.gives_up():
             progress.bad_in_a_row = 0
@@ -164,16 +160,12 @@ def even_batch(limit: int, cfg: TrainConfig, world: int) -> int:
     return min(range(limit, (limit - 1) // 2, -1), key=distance)
 
 
-def warmup_steps(steps: int, cfg: TrainConfig) -> int:
-    return math.ceil(cfg.warmup_ratio * steps)
-
-
 def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:
     """Return the learning rate of step 0 ... steps - 1.
 
     cosine: SGDR, arXiv 1608.03983, eq. 5, one cycle. wsd: MiniCPM, arXiv 2404.06395, section 4.
     """
-    warmup = warmup_steps(steps, cfg)
+    warmup = math.ceil(cfg.warmup_ratio * steps)
     if step < warmup:
         return cfg.lr * (step + 1) / warmup
     if cfg.schedule == "constant":

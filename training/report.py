@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -60,31 +61,25 @@ class Clock:
         self.start += self.seconds() - elapsed
 
 
+@dataclass
 class Metrics:
     """Reports the events of a run: first to metrics.jsonl, then to the terminal.
 
     metrics.jsonl comes first because it is the authoritative record of the run.
     """
 
-    def __init__(
-        self,
-        cfg: TrainConfig,
-        machine: Machine,
-        plan: Plan,
-        sets: list[DataSet],
-        progress: Progress,
-        file: MetricsFile | None,
-    ):
-        """file: of this run, on rank 0; None on the others."""
-        self.cfg = cfg
-        self.machine = machine
-        self.plan = plan
-        self.sets = sets
-        self.progress = progress
-        self.file = file
-        self.watch = Watch(file.records) if file else None
-        shown = machine.is_main and in_a_terminal()
-        self.bar = ProgressBar("step", shown=shown, total=plan.steps, initial=progress.step)
+    cfg: TrainConfig
+    machine: Machine
+    plan: Plan
+    sets: list[DataSet]
+    progress: Progress
+    file: MetricsFile | None  # of this run, on rank 0; None on the others
+
+    def __post_init__(self):
+        self.watch = Watch(self.file.records) if self.file else None
+        shown = self.machine.is_main and in_a_terminal()
+        steps = dict(total=self.plan.steps, initial=self.progress.step)
+        self.bar = ProgressBar("step", shown=shown, **steps)
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -117,8 +117,7 @@ def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> O
     path = None if cfg.init_from in ("scratch", "auto") else Path(cfg.init_from)
     if not is_run(folder):
         if others := others_in(folder):
-            problem = f"{folder} holds {others[0]!r} and is not the folder of a run"
-            raise UserError(f"{problem}: give another --run_name or --out_dir")
+            raise UserError(f"{folder} holds {others[0]!r} and no run: give another --run_name")
     elif cfg.init_from != "auto":  # which goes on with a run that ended before it saved anything
         if not cfg.overwrite:
             advice = "--init_from=resume goes on with it, --overwrite moves it out of the way"
@@ -157,8 +156,7 @@ def check_copy(folder: Path) -> None:
     """Raise UserError unless the checkpoint that rank 0 found is intact on this computer too."""
     problem = damage(folder)
     if problem:
-        advice = "out_dir must be on a disk that all computers share, or hold the same checkpoint"
-        raise UserError(f"{problem}: {advice} on each")
+        raise UserError(f"{problem}: all computers must have the same checkpoint in out_dir")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -260,8 +258,7 @@ def model_to_tune(
     c = model.config
     vocab_size = sets[0].meta["vocab_size"]
     if c.vocab_size < vocab_size:
-        size = f"vocab_size is {c.vocab_size} there, {vocab_size} in the data"
-        raise UserError(f"init_from={folder} does not fit the data: {size}")
+        raise UserError(f"{folder}: a vocabulary of {c.vocab_size}, but the data has {vocab_size}")
     extended = longer(c, cfg)
     if extended != c:
         length = f"block_size {c.block_size} -> {extended.block_size}"
@@ -271,12 +268,10 @@ def model_to_tune(
         model.rope = rope_table(extended)
     tokenizer = tokenizer_of_model(folder)
     if tokenizer is None:
-        assumed = f"its ids are assumed to be those of {sets[0].name}"
-        say(f"note: {folder} has no tokenizer to compare: {assumed}")
+        say(f"note: {folder} has no tokenizer: its ids are assumed to be those of {sets[0].name}")
     elif not same_ids(tokenizer, load_tokenizer(sets[0].folder)):
-        problem = f"its tokenizer is not the one that made {sets[0].folder}"
-        advice = f"prepare the data with --tokenizer={folder}"
-        raise UserError(f"init_from={folder}: {problem}: {advice}")
+        problem = f"its tokenizer is not that of {sets[0].folder}"
+        raise UserError(f"{problem}: prepare the data with --tokenizer={folder}")
     return model
 
 

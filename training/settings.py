@@ -106,27 +106,22 @@ class Report:
     log_every: int = 10  # steps between two log lines
 
 
-RANGES = [
-    (
-        "block_size n_layer n_head n_embd batch_tokens lr rope_theta eval_every save_every keep"
-        " log_every",
-        "positive",
-        lambda value: value > 0,
-    ),
-    (
-        "n_kv_head d_ff max_steps max_epochs max_tokens weight_decay grad_clip eval_tokens"
-        " peak_tflops embed_lr vector_lr sample_every",
-        "at least 0",
-        lambda value: value >= 0,
-    ),
-    ("seed", "at least 0 and below 2^62", lambda value: 0 <= value < 2**62),
-    ("beta1 beta2 momentum dropout", "at least 0 and below 1", lambda value: 0 <= value < 1),
-    (
-        "warmup_ratio decay_ratio min_lr_ratio average",
-        "between 0 and 1",
-        lambda value: 0 <= value <= 1,
-    ),
-]
+RANGES = {
+    "positive": lambda value: value > 0,
+    "at least 0": lambda value: value >= 0,
+    "at least 0 and below 1": lambda value: 0 <= value < 1,
+    "between 0 and 1": lambda value: 0 <= value <= 1,
+    "at least 0 and below 2^62": lambda value: 0 <= value < 2**62,
+}
+EXPECTED = {  # settings -> the range in which they must be
+    "block_size n_layer n_head n_embd batch_tokens lr rope_theta": "positive",
+    "eval_every save_every keep log_every": "positive",
+    "n_kv_head d_ff max_steps max_epochs max_tokens sample_every": "at least 0",
+    "weight_decay grad_clip eval_tokens peak_tflops embed_lr vector_lr": "at least 0",
+    "beta1 beta2 momentum dropout": "at least 0 and below 1",
+    "warmup_ratio decay_ratio min_lr_ratio average": "between 0 and 1",
+    "seed": "at least 0 and below 2^62",
+}
 
 
 @dataclass(frozen=True)
@@ -137,9 +132,9 @@ class TrainConfig(Report, Training, Place):
         """Return one message for each setting that is out of its range."""
         problems = [
             f"{name} must be {expected}"
-            for names, expected, holds in RANGES
+            for names, expected in EXPECTED.items()
             for name in names.split()
-            if not holds(getattr(self, name))
+            if not RANGES[expected](getattr(self, name))
         ]
         if self.batch_size != "auto" and self.batch_size < 1:
             problems.append("batch_size must be positive")
@@ -151,6 +146,8 @@ class TrainConfig(Report, Training, Place):
         has_end = self.max_steps or self.max_epochs or self.max_tokens
         if not has_end and self.init_from != "resume":  # a resumed run has an end already
             problems.append("the run has no end: set max_steps, max_epochs or max_tokens")
+        if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
+            problems.append("warmup_ratio and decay_ratio must be at most 1 together")
         if self.shard != "none" and (self.optimizer == "adafactor" or self.average):
             problems.append(f"shard={self.shard} goes with adamw or muon, and without average")
         if self.tracker not in ("none", "off") and find_spec(self.tracker) is None:

@@ -5,7 +5,7 @@ is sent to all ranks. build() opens the data and the model there, plans the run,
 and returns a Job: all that the training loop works with.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,23 +20,13 @@ from hardware.disk import MANIFEST, Lock, file_sha256, json_bytes, sealed
 from hardware.machine import Machine, memory_advice, start
 from hardware.peak import peak_tflops
 from model import GPT, GPTConfig
+from text import dataset
 from text.chat import question_ids
-from text.dataset import (
-    DataSet,
-    check_files,
-    load_tokenizer,
-    newest_dataset,
-    open_datasets,
-    open_windows,
-    opened_files,
-    tokenizer_files,
-    train_loader,
-    verify_new,
-)
 from text.hf_tokenizer import chat_files, read_json, to_hugging_face
 from text.landmarks import mixed_landmarks
 from text.tokenizer import Tokenizer
-from text.windows import Loader
+from text.windows import DataSet, Loader
+from training import resume
 from training.average import Average
 from training.banner import banner, notes_for_others, slow_steps
 from training.checkpoint import Earlier, Saver, read_training, tidy
@@ -48,17 +38,6 @@ from training.optimizer import make_optimizer
 from training.parallel import fit_batch, shares, wrap
 from training.plan import Plan, Progress, make_plan
 from training.report import Metrics
-from training.resume import (
-    Origin,
-    check_copy,
-    check_fits,
-    data_hashes,
-    find_origin,
-    load_model,
-    model_to_tune,
-    settings_changed,
-    settings_of_run,
-)
 from training.runs import replace_run, run_folder
 from training.settings import TrainConfig, model_config, wants_compile
 from training.shards import placed_like
@@ -69,7 +48,7 @@ class Description:
     """What rank 0 has found out about a run."""
 
     cfg: TrainConfig  # with the name of a data set
-    origin: Origin
+    origin: resume.Origin
     facts: dict[str, str]  # what must be the same on all ranks
 
 
@@ -81,7 +60,7 @@ def open_run(options: dict[str, Any]) -> Iterator[Job]:
     write to the folder: rank 0 has the lock.
     """
     kernels.install()
-    cfg = settings_of_run(options)
+    cfg = resume.settings_of_run(options)
     machine = start(cfg.device, cfg.dtype, cfg.shard != "none")
     folder = Path(cfg.out_dir) / cfg.run_name
     with ExitStack() as until_the_end:
@@ -101,9 +80,9 @@ def open_run(options: dict[str, Any]) -> Iterator[Job]:
 
 def describe(cfg: TrainConfig, folder: Path, machine: Machine) -> Description:
     """Return what the run in `folder` starts from and reads. The caller holds the folder's lock."""
-    origin = find_origin(cfg, folder, machine.say)
+    origin = resume.find_origin(cfg, folder, machine.say)
     cfg = with_data(cfg)
-    sets = open_datasets(cfg.dataset, cfg.data_dir)
+    sets = dataset.open_datasets(cfg.dataset, cfg.data_dir)
     return Description(cfg, origin, shared_facts(sets, origin, machine))
 
 
@@ -111,18 +90,18 @@ def with_data(cfg: TrainConfig) -> TrainConfig:
     """Return the settings; if they name no data set, with the one that was prepared last."""
     if cfg.dataset:
         return cfg
-    name = newest_dataset(cfg.data_dir)
+    name = dataset.newest_dataset(cfg.data_dir)
     note(f"dataset={name} is taken, which was prepared last")
     return replace(cfg, dataset=name)
 
 
-def shared_facts(sets: list[DataSet], origin: Origin, machine: Machine) -> dict[str, str]:
+def shared_facts(sets: list[DataSet], origin: resume.Origin, machine: Machine) -> dict[str, str]:
     """Return what must be the same on all ranks, whichever computer they run on.
 
     This includes the hash of each .bin by meta.json, and of the manifest of the checkpoint.
     """
     facts = {"dtype": str(machine.dtype), "device": machine.device.type, "torch": torch.__version__}
-    facts |= data_hashes(sets)
+    facts |= resume.data_hashes(sets)
     if origin.path and (origin.path / MANIFEST).exists():
         facts["the checkpoint's manifest"] = file_sha256(origin.path / MANIFEST)
     return facts
@@ -169,7 +148,10 @@ def build(described: Description, machine: Machine, folder: Path, lock: Lock | N
     def open_folder() -> MetricsFile | None:
         if not machine.is_main:
             return None
-        clear_folder(folder, lock, cfg.overwrite and earlier is None, progress.step, say)
+        if cfg.overwrite and not earlier and (moved := replace_run(folder, lock)):
+            say(f"the earlier run is now {moved}: delete it when you no longer need it")
+        for line in tidy(folder / "ckpt", progress.step):
+            say(line)
         path = folder / "metrics.jsonl"
         return MetricsFile(path, first_records(path, cfg, plan, data.sets, progress), lock, say)
 
@@ -197,32 +179,32 @@ def build(described: Description, machine: Machine, folder: Path, lock: Lock | N
 
 
 def open_data(cfg: TrainConfig) -> Data:
-    sets = open_datasets(cfg.dataset, cfg.data_dir)
+    sets = dataset.open_datasets(cfg.dataset, cfg.data_dir)
     T = cfg.block_size
     on = cfg.loss_on
     # A window that begins within an answer would ask for the rest of it without the question.
     windows = "pad" if on == "answers" else "stream"
-    loader = train_loader(sets, T, cfg.seed, cfg.documents, cfg.loss_per, on)
-    tokenizer = load_tokenizer(sets[0].folder)
+    loader = dataset.train_loader(sets, T, cfg.seed, cfg.documents, cfg.loss_per, on)
+    tokenizer = dataset.load_tokenizer(sets[0].folder)
     prompt = [*tokenizer.prefix, *tokenizer.encode(cfg.sample_prompt).tolist()]
     prompt = question_ids(cfg.sample_prompt, tokenizer) if on == "answers" else prompt
+    opened = partial(dataset.open_windows, block_size=T, loss_on=on)
     data = Data(
         loader=loader,
-        val_windows=[open_windows(d, "val", T, documents=windows, loss_on=on) for d in sets],
-        val_documents=[open_windows(d, "val", T, documents="pack", loss_on=on) for d in sets],
-        train_windows=[open_windows(d, "train", T, documents=windows, loss_on=on) for d in sets],
+        val_windows=[opened(d, "val", documents=windows) for d in sets],
+        val_documents=[opened(d, "val", documents="pack") for d in sets],
+        train_windows=[opened(d, "train", documents=windows) for d in sets],
         sets=sets,
         tokenizer=tokenizer,
         sample_prompt=prompt or [tokenizer.eos_id],
-        check=partial(check_files, sets, opened_files(sets)),
+        check=partial(dataset.check_files, sets, dataset.opened_files(sets)),
     )
     for kind in (data.val_windows, data.val_documents):
         for of_set, evaluated in zip(sets, kind, strict=True):
             starts = evaluated.fixed_starts(cfg.eval_tokens)
             if not any(evaluated.weights(start).any() for start in starts):
                 problem = f"no answer of {of_set.name} is in a window that is evaluated"
-                advice = "prepare more, or with a larger --val_fraction, or raise block_size"
-                raise UserError(f"loss_on=answers: {problem}: {advice}")
+                raise UserError(f"loss_on=answers: {problem}: raise block_size, or --val_fraction")
     return data
 
 
@@ -237,7 +219,7 @@ def open_model(
     """
     path = described.origin.path
     if described.origin.resume and machine.local_rank == 0 and not machine.is_main:
-        check_copy(path)  # on the computer of rank 0, find_origin() has checked it
+        resume.check_copy(path)  # on the computer of rank 0, find_origin() has checked it
     facts = shared_facts(sets, described.origin, machine)
     for name in sorted(facts.keys() | described.facts):
         here, there = facts.get(name), described.facts.get(name)
@@ -251,10 +233,10 @@ def open_model(
         model.init_weights(cfg.init)
     elif described.origin.resume:
         earlier = read_training(path)
-        model = load_model(path, cfg)
-        check_fits(path, earlier, model.config, cfg, sets)
+        model = resume.load_model(path, cfg)
+        resume.check_fits(path, earlier, model.config, cfg, sets)
     else:
-        model = model_to_tune(path, cfg, sets, machine.say)
+        model = resume.model_to_tune(path, cfg, sets, machine.say)
         if warning := unverified(path):
             machine.say(f"note: {path}: {warning}")
     for block in model.blocks:
@@ -272,7 +254,7 @@ def verify_data(machine: Machine, sets: list[DataSet], progress: Progress) -> No
     def verified_here() -> dict[str, list[int]]:
         if machine.local_rank != 0:
             return {}
-        return verify_new(sets, progress.data_files, machine.say)
+        return dataset.verify_new(sets, progress.data_files, machine.say)
 
     # A stamp is [size, time of the last change] of a file. Computers may have different copies of a
     # file, so a path has a list of stamps.
@@ -349,28 +331,15 @@ def open_average(
 
 
 def say_what_is_resumed(
-    cfg: TrainConfig, machine: Machine, plan: Plan, origin: Origin, earlier: Earlier
+    cfg: TrainConfig, machine: Machine, plan: Plan, origin: resume.Origin, earlier: Earlier
 ) -> None:
     machine.say(f"resumed from {origin.path} at step {plan.begun_step}, with its settings")
-    if changed := settings_changed(earlier, cfg):
+    if changed := resume.settings_changed(earlier, cfg):
         machine.say(f"changed since the checkpoint: {', '.join(changed)}")
     if plan.steps == plan.begun_step:
         limits = {k: getattr(cfg, k) for k in ("max_steps", "max_epochs", "max_tokens")}
         ends = ", ".join(f"{k}={value:,}" for k, value in limits.items() if value)
         machine.say(f"nothing is left to do: the run ends at {ends}; to train longer, raise that")
-
-
-def clear_folder(
-    folder: Path, lock: Lock, overwrite: bool, step: int, say: Callable[[str], None]
-) -> None:
-    """Make the folder of a run ready for the steps after `step`, on rank 0.
-
-    overwrite: an earlier run in it moves out of the way.
-    """
-    if overwrite and (moved := replace_run(folder, lock)):
-        say(f"the earlier run is now {moved}: delete it when you no longer need it")
-    for line in tidy(folder / "ckpt", step):
-        say(line)
 
 
 def first_records(
@@ -423,7 +392,8 @@ def files_of_data(data: Data, block_size: int) -> dict[str, bytes]:
         "judged_by": {d.name: d.meta["splits"]["val"]["sha256"] for d in data.sets},
         "tokenizer": {k: v for k, v in meta["tokenizer"].items() if k != "files"},
     }
-    files = {path.name: path.read_bytes() for path in tokenizer_files(folder, meta["tokenizer"])}
+    names = dataset.files_of(meta["tokenizer"])
+    files = {name: (folder / name).read_bytes() for name in names}
     if "tokenizer.json" not in files:
         came_with = read_json(folder / "tokenizer_config.json")
         for name, content in to_hugging_face(data.tokenizer, block_size, came_with).items():
@@ -443,6 +413,6 @@ def write_model(
     """Make a model folder: the weights, their shape, and the tokenizer."""
     folder.mkdir(parents=True)
     bos_id = tokenizer.prefix[0] if tokenizer.prefix else None
-    save_pretrained(c, weights, folder, tokenizer.eos_id, bos_id)
+    save_pretrained(c, weights, folder, eos_id=tokenizer.eos_id, bos_id=bos_id)
     for name, content in files.items():
         (folder / name).write_bytes(content)

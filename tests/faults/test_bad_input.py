@@ -116,7 +116,7 @@ TRAIN = {
     "--dataset=tiny:0.5,other": "weight",
     "--dataset=tiny,other": "tokenizer",
     "--dataset=newer": "newer",
-    "--dataset=large": "large/train.bin: the id 400",
+    "--dataset=large": "large/train.bin: its hash",
     "--data_dir={root}/a_file": "a_file/tiny/meta.json",
     "--init_from=resume": "{new}/run/ckpt",
     "--init_from=nowhere": "init_from=nowhere",
@@ -164,7 +164,7 @@ PREPARE = {
     "--inspect {out}/run --step=5": "--step=5",
     "--name=a/b": "name",
     "--inspect {data}/tiny --step=3": "--step",
-    "--inspect {data}/large": "the id 400",
+    "--inspect {data}/large": "large/train.bin",
     "en.jsonl": "--input FILE",
 }
 PLOT = {

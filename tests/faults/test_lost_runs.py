@@ -515,21 +515,13 @@ def test_no_flipped_bit_of_a_checkpoint_loads_as_another_model(copied):
     assert undamaged != "refused" and outcomes.count("refused") >= 48
 
 
-FOREIGN = [
-    {"vocab_size": 10**30},
-    {"eos_id": 5},  # it never ends a document
-    {"splits": []},
-    {"tokenizer": {"kind": "tiktoken", "file": "../x", "sha256": ""}},
-]
-
-
-@pytest.mark.parametrize("changes", FOREIGN, ids=str)
-def test_a_meta_json_of_another_program_is_one_line_though_its_hash_is_right(
-    tiny_data, tmp_path, refuses, changes
+def test_no_meta_json_leads_out_of_its_folder_though_its_hash_is_right(
+    tiny_data, tmp_path, refuses
 ):
     folder = shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    forge(folder, "meta.json", json.dumps(meta | changes).encode())
+    meta["tokenizer"] = {"kind": "tiktoken", "file": "../x", "sha256": ""}
+    forge(folder, "meta.json", json.dumps(meta).encode())
     assert str(folder) in refuses(prepare.main, "--inspect", folder)
     assert str(folder) in refuses(train.main, *options(tmp_path, tmp_path))
 
