@@ -25,17 +25,21 @@ def run_loader(path: Path, records: list[dict], step: int) -> tuple[list[DataSet
     if not with_settings:
         raise UserError(f"{path}: it has no settings of a run that began before step {step}")
     start = with_settings[-1]
-    if step > start["steps"]:
-        raise UserError(f"--step={step}: the run ends with step {start['steps']}")
-    settings = start["settings"]
-    samples = start["step_samples"]
-    sets = open_datasets(settings["dataset"], settings["data_dir"])
-    for data in sets:
-        if data.meta["splits"]["train"]["sha256"] != start["data"][data.name]:
-            raise UserError(f"{data.folder}: made again since the step trained on it")
-    loader = train_loader(sets, settings["block_size"], settings["seed"], settings["documents"])
-    sample = start["first_sample"] + (step - 1 - start["step"]) * samples
-    return sets, loader, range(sample, sample + samples)
+    try:
+        if step > start["steps"]:
+            raise UserError(f"--step={step}: the run ends with step {start['steps']}")
+        settings = start["settings"]
+        samples = start["step_samples"]
+        sets = open_datasets(settings["dataset"], settings["data_dir"])
+        for data in sets:
+            if data.meta["splits"]["train"]["sha256"] != start["data"][data.name]:
+                raise UserError(f"{data.folder}: made again since the step trained on it")
+        loader = train_loader(sets, settings["block_size"], settings["seed"], settings["documents"])
+        sample = start["first_sample"] + (step - 1 - start["step"]) * samples
+        return sets, loader, range(sample, sample + samples)
+    except (KeyError, TypeError, ValueError) as e:
+        problem = f"the settings of its run are damaged, or of an earlier version: {e!r}"
+        raise UserError(f"{path}: {problem}") from None
 
 
 def sample_texts(

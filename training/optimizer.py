@@ -75,15 +75,17 @@ class Muon(torch.optim.AdamW):
 
     groups: those of GPT.param_groups(), with a momentum each. dtype: in which the update is
     computed, bf16 or fp32. fused: compute AdamW in one kernel, which is needed to skip a step on
-    the device. options: others of AdamW.
+    the device.
 
     torch.optim.Muon (torch 2.13) was not enough: it moves one matrix after the other, and qkv as if
     it were one matrix; it does not heed found_inf; it computes in bf16 even where that is slow; and
     embeddings and vectors need a second optimizer.
     """
 
-    def __init__(self, groups: list[dict], dtype: torch.dtype, fused: bool, **options):
-        super().__init__(groups, fused=fused, **options)
+    def __init__(
+        self, groups: list[dict], lr: float, betas: tuple, dtype: torch.dtype, fused: bool
+    ):
+        super().__init__(groups, lr, betas, fused=fused)
         self.dtype = dtype
         self._step_supports_amp_scaling = fused  # GradScaler then sets found_inf, as take_step does
 
@@ -208,5 +210,5 @@ def make_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.opti
     betas = (cfg.beta1, cfg.beta2)
     if cfg.optimizer == "muon":
         dtype = torch.bfloat16 if machine.dtype == torch.bfloat16 else torch.float32
-        return Muon(groups, dtype, fused, lr=cfg.lr, betas=betas)
+        return Muon(groups, cfg.lr, betas, dtype, fused)
     return torch.optim.AdamW(groups, cfg.lr, betas, fused=fused)
