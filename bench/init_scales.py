@@ -40,7 +40,7 @@ from model import GPT, INIT
 from text.dataset import DataSet, open_datasets, open_windows, train_loader
 from text.windows import Rows
 from training.plan import make_plan
-from training.settings import TrainConfig
+from training.settings import TrainConfig, model_config
 from training.start import with_data
 from training.step import read_ahead, to_batch
 
@@ -120,7 +120,8 @@ def before_and_after(
     val = open_windows(sets[0], "val", cfg.block_size)
     rows = np.stack([val.row(start) for start in val.fixed_starts(cfg.batch_tokens)])
     x, y, _, _ = to_batch(Rows(rows, None, None), machine.device)  # (B, T) each
-    training = new_training(replace(cfg, init=scheme), sets[0].meta["vocab_size"], machine)
+    c = model_config(cfg, sets[0].meta["vocab_size"])
+    training = new_training(replace(cfg, init=scheme), c, machine)
     initial = measure(training.model, x, y)
 
     plan = make_plan(replace(cfg, max_steps=cfg.steps), 1, 1)

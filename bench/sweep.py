@@ -222,7 +222,7 @@ def measure(cfg: SweepConfig, accum: int, machine: Machine, peak: float | None) 
 
 def train_steps(cfg: SweepConfig, accum: int, machine: Machine, peak: float | None) -> dict:
     """Train a new model, and return the figures of a step."""
-    training = replace(new_training(cfg, cfg.vocab_size, machine), accum=accum)
+    training = replace(new_training(cfg, model_config(cfg, cfg.vocab_size), machine), accum=accum)
     first_step, _ = timed(training, 1)  # compiles, and allocates the optimizer's state
     if cfg.warmup > 1:
         timed(training, cfg.warmup - 1, at_most=cfg.seconds)
@@ -292,7 +292,7 @@ def figures_of(seconds: list[float], training: Training, peak: float | None) -> 
 def by_turns(axis: str, cfg: SweepConfig, machine: Machine, peak: float | None) -> Iterator[dict]:
     """Yield a cell for each value of the setting `axis`. The cells share one model."""
     accum = make_plan(replace(cfg, max_steps=1), 1, 1).accum
-    shared = replace(new_training(cfg, cfg.vocab_size, machine), accum=accum)
+    shared = replace(new_training(cfg, model_config(cfg, cfg.vocab_size), machine), accum=accum)
     trainings: dict[str, Training] = {}
     notes: dict[str, str] = {}
     for value in get_args(get_type_hints(TrainConfig)[axis]):

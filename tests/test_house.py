@@ -41,7 +41,7 @@ FUNCTION_WORDS = """found what first wrong begin known before why where new more
 CEILINGS = {
     "product, with plan.py": 8_280,
     "bench": 2_060,
-    "tests": 9_400,
+    "tests": 9_500,
     "the evening's four files": 820,
     "import train: files": 16,
     "import train: lines, all of them": 3_840,
