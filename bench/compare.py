@@ -38,10 +38,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -229,9 +230,10 @@ def sampling(repo: str, name: str, cfg: CompareConfig) -> list[str]:
     """
     vocab_size = open_datasets(cfg.dataset, cfg.data_dir)[0].meta["vocab_size"]
     c = model_config(cfg, vocab_size)
-    shape = dict(vocab_size=vocab_size, n_layer=c.n_layer, n_head=c.n_head)
-    shape |= dict(n_embd=c.n_embd, block_size=c.block_size)
-    shape |= asdict(c) if name == "ours" else dict(bias=c.bias, dropout=0.0)
+    shape = asdict(c)
+    if name == "nanoGPT":
+        names = ("vocab_size", "n_layer", "n_head", "n_embd", "block_size", "bias")
+        shape = {key: shape[key] for key in names}
     dtype = str(sampling_dtype(name, cfg)).removeprefix("torch.")
     facts = [repo, name, shape, dtype, place_of(cfg)[0], cfg.num_samples, cfg.max_new_tokens]
     return [sys.executable, "-c", SAMPLING, json.dumps(facts)]
@@ -357,40 +359,35 @@ def compare_speed(cfg: CompareConfig) -> None:
 
     if cfg.sampling:  # bound by the speed of memory
         peak = read_gb_s(device)
-        print(f"{peak:.1f} GB/s, a plain sum over memory measured here and now")
-        work = {name: bytes_per_token(cfg, model, name) for name in rates}
-        speeds = {name: rate * work[name] / 1e9 for name, rate in rates.items()}
+        source = f"{peak:.1f} GB/s, a plain sum over memory measured here and now"
+        work = {name: bytes_per_token(cfg, model, name) / 1e9 for name in rates}
         headings = ["GB/s", "of it"]
-        figures = {"bytes_per_token": work, "peak_gb_per_s": peak}
     else:  # bound by the speed of matrix products
         peak, source = peak_tflops(device, dtype, cfg.peak_tflops)
-        print(source)
-        flops = model.flops_per_token(cfg.block_size)
-        speeds = {name: rate * flops / 1e12 for name, rate in rates.items()}
+        work = dict.fromkeys(rates, model.flops_per_token(cfg.block_size) / 1e12)
         headings = ["TFLOPS", "MFU"]
-        figures = {"flops_per_token": flops, "peak_tflops": peak}
+    print(source)
     rows = [["", "tok/s", "ours / it", *headings, "seconds per step, turn by turn"]]
     for name, rate in rates.items():
-        share = f"{speeds[name] / peak:.1%}" if peak else ""
+        share = f"{rate * work[name] / peak:.1%}" if peak else ""
         ratio = f"{rates['ours'] / rate:.2f}x"
         by_turn = " ".join(f"{s:.4g}" for s in seconds[name])
-        rows.append([name, f"{rate:,.1f}", ratio, f"{speeds[name]:.3f}", share, by_turn])
+        rows.append([name, f"{rate:,.1f}", ratio, f"{rate * work[name]:.3f}", share, by_turn])
     for row in padded(rows):
         print("   ".join(row))
 
     facts = facts_of(device)
     if cfg.hf:
         facts["versions"] += f", transformers {version('transformers')}"
-    facts |= {"unit": step_tokens, "seconds": seconds, "tokens_per_s": rates}
-    write_json(cfg.json, facts | figures)
+    facts |= {"seconds": seconds, "tokens_per_step": step_tokens, "tokens_per_s": rates}
+    write_json(cfg.json, facts | {f"{headings[0]} per token/s": work, "peak": peak})
 
 
 # --------------------------------------------------------------------------------------------------
 # The time to a loss
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(NamedTuple):
     """What a training has come to."""
 
     loss: float  # of its final weights, on all windows of val.bin
@@ -400,9 +397,7 @@ class Finish:
     parameters: int
 
     def __str__(self) -> str:
-        size = f"{self.parameters / 1e6:.3f}M parameters"
-        times = f"training {self.training:.1f} s ({self.steps:g} steps)"
-        return f"loss {self.loss:.4f} | {times} | command to exit {self.command:.1f} s | {size}"
+        return " | ".join(f"{name} {round(x, 4):,}" for name, x in self._asdict().items())
 
 
 def compare_losses(cfg: CompareConfig) -> None:
@@ -412,18 +407,19 @@ def compare_losses(cfg: CompareConfig) -> None:
             of_seed = replace(cfg, seed=seed)
             finishes["nanoGPT"].append(nanogpt_finish(of_seed, Path(folder)))
             finishes["ours"].append(our_finish(of_seed, Path(folder)))
-        for name, of_all_seeds in finishes.items():
-            print(f"seed {seed} | {name:7} | {of_all_seeds[-1]}", flush=True)
-    medians = {name: median(of_all_seeds) for name, of_all_seeds in finishes.items()}
-    for name, finish in medians.items():
-        print(f"median | {name:7} | {finish}")
+        for name, of_all in finishes.items():
+            print(f"seed {seed} | {name:7} | {of_all[-1]}", flush=True)
+    medians = {}
+    for name, of_all in finishes.items():
+        medians[name] = Finish(*map(statistics.median, zip(*of_all, strict=True)))
+        print(f"median | {name:7} | {medians[name]}")
     peer, our = medians["nanoGPT"], medians["ours"]
     times = f"{peer.training / our.training:.2f} times as long in training"
     times += f", and {peer.command / our.command:.2f} times from command to exit"
     print(f"nanoGPT took {times}; our loss less its loss is {our.loss - peer.loss:+.4f}")
-    seconds_and_losses = {k: [asdict(f) for f in of_seeds] for k, of_seeds in finishes.items()}
-    facts = facts_of(torch.device("cpu")) | {"seeds": cfg.seeds, "finishes": seconds_and_losses}
-    write_json(cfg.json, facts)
+    by_name = {name: [f._asdict() for f in of_seeds] for name, of_seeds in finishes.items()}
+    facts = facts_of(torch.device("cpu"))
+    write_json(cfg.json, facts | {"seeds": cfg.seeds, "finishes": by_name})
 
 
 def timed(argv: list[str], folder: Path) -> tuple[float, str]:
@@ -469,12 +465,6 @@ def finish_of(
     loss = evaluate(model, open_windows(data, "val", cfg.block_size), 0, 64, machine)
     training = steps * statistics.median(step_ms) / 1e3
     return Finish(loss, training, command, steps, model.num_params()["total"])
-
-
-def median(finishes: list[Finish]) -> Finish:
-    """Return the medians of all figures."""
-    names = [field.name for field in fields(Finish)]
-    return Finish(*[statistics.median(getattr(f, name) for f in finishes) for name in names])
 
 
 def main() -> None:

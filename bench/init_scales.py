@@ -11,28 +11,19 @@ All schemes train from the same seed on the same windows. A step is train.py's o
 schedule: the learning rate stays at `lr`.
 
 The table has the root mean square (RMS) in the first and in the last block: of the residual stream
-behind the block, and of the gradient of the block's matrices. The picture and --json have those of
-all blocks.
+behind the block, and of the gradient of the block's matrices. The picture has those of all blocks.
 """
 
 import math
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from bench.measure import (
-    facts_of,
-    new_training,
-    no_folder,
-    not_positive,
-    step_problems,
-    write_json,
-)
-from configurator import changes, parse, run
+from bench.measure import facts_of, new_training, no_folder, not_positive, padded, step_problems
+from configurator import parse, run
 from hardware import kernels
 from hardware.machine import Machine, start
 from hardware.terminal import ProgressBar
@@ -40,7 +31,7 @@ from model import GPT, INIT
 from text.dataset import DataSet, open_datasets, open_windows, train_loader
 from text.windows import Rows
 from training.plan import make_plan
-from training.settings import TrainConfig
+from training.settings import TrainConfig, model_config
 from training.start import with_data
 from training.step import read_ahead, to_batch
 
@@ -48,7 +39,7 @@ from training.step import read_ahead, to_batch
 @dataclass(frozen=True)
 class ScalesConfig(TrainConfig):
     # ---- What to measure ----
-    inits: tuple[str, ...] = ()  # schemes of the table INIT in model.py; none: all of them
+    inits: tuple[str, ...] = tuple(INIT)  # schemes of the table INIT in model.py
     steps: int = 50  # training steps between the two measurements
     # ---- The model and its training ----
     n_layer: int = 8  # number of blocks
@@ -57,14 +48,12 @@ class ScalesConfig(TrainConfig):
     block_size: int = 128  # T, tokens in a sequence
     batch_tokens: int = 2048  # tokens per step, and of the batch that is measured
     lr: float = 1e-3  # learning rate of every step
-    compile: bool | Literal["auto"] = False  # torch.compile of the training steps
+    compile: bool = False  # torch.compile of the training steps
     # ---- Output ----
     png: str = "init_scales.png"  # the picture
-    json: str = ""  # also write the figures to this file
 
     def problems(self) -> list[str]:
-        problems = step_problems(self) + not_positive(self, "steps")
-        problems += no_folder(self, "png", "json")
+        problems = step_problems(self) + not_positive(self, "steps") + no_folder(self, "png")
         for name in self.inits:
             if name not in INIT:
                 problems.append(f"inits: {name!r} is none of {', '.join(INIT)}")
@@ -89,75 +78,69 @@ def measure(model: GPT, x: Tensor, y: Tensor) -> Scales:
     """
     V = model.config.vocab_size
     stream: list[float] = []
-    logits_std: list[float] = []
-
-    def keep_stream(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        stream.append(rms(output))
-
-    def keep_logits(module: nn.Module, inputs: tuple, logits: Tensor) -> None:
-        # This cannot wait for the end of the pass: the loss writes its gradient over the logits.
-        logits_std.append(logits[..., :V].std(-1).mean().item())
-
-    hooks = [block.register_forward_hook(keep_stream) for block in model.blocks]
-    hooks.append(model.lm_head.register_forward_hook(keep_logits))
+    logits_std: list[Tensor] = []
+    hooks = [b.register_forward_hook(lambda *of: stream.append(rms(of[-1]))) for b in model.blocks]
+    # This cannot wait for the end of the pass: the loss writes its gradient over the logits.
+    std = model.lm_head.register_forward_hook(
+        lambda *of: logits_std.append(of[-1][..., :V].std(-1).mean())
+    )
     model.eval()  # without dropout
     loss = model(x, y)
     loss.backward()
-    for hook in hooks:
+    for hook in (*hooks, std):
         hook.remove()
     matrices = [[p for p in block.parameters() if p.dim() == 2] for block in model.blocks]
     gradient = [rms(torch.cat([p.grad.flatten() for p in of_block])) for of_block in matrices]
     model.zero_grad()
     model.train()
     scales = {"loss": loss.item(), "stream": stream, "gradient": gradient}
-    return scales | {"logits std": logits_std[0]}
+    return scales | {"logits std": logits_std[0].item()}
 
 
 def before_and_after(
-    scheme: str, cfg: ScalesConfig, machine: Machine, sets: list[DataSet], bar: ProgressBar
+    scheme: str, cfg: ScalesConfig, machine: Machine, sets: list[DataSet]
 ) -> tuple[Scales, Scales]:
     """Return what measure() returns for a new model, and what it returns after cfg.steps steps."""
     val = open_windows(sets[0], "val", cfg.block_size)
     rows = np.stack([val.row(start) for start in val.fixed_starts(cfg.batch_tokens)])
     x, y, _, _ = to_batch(Rows(rows, None, None), machine.device)  # (B, T) each
-    training = new_training(replace(cfg, init=scheme), sets[0].meta["vocab_size"], machine)
+    cfg = replace(cfg, init=scheme, max_steps=cfg.steps)
+    training = new_training(cfg, model_config(cfg, sets[0].meta["vocab_size"]), machine)
     initial = measure(training.model, x, y)
 
-    plan = make_plan(replace(cfg, max_steps=cfg.steps), 1, 1)
+    plan = make_plan(cfg, 1, 1)
     loader = train_loader(sets, cfg.block_size, cfg.seed, cfg.documents, cfg.loss_per)
     with closing(read_ahead(loader, 0, plan.batch_size, machine)) as batches:
         training = replace(training, batches=batches, accum=plan.accum)
         for _ in range(cfg.steps):
             training.step()
-            bar.update()
     return initial, measure(training.model, x, y)
 
 
 # --------------------------------------------------------------------------------------------------
 # The table and the picture
 
-ROW = "{:<12} {:>6} {:>9} {:>16} {:>18} {:>11}"
 
-
-def ends(of_blocks: list[float]) -> str:
-    return f"{of_blocks[0]:.2g} -> {of_blocks[-1]:.2g}"
+def table_row(scheme: str, initial: Scales, trained: Scales) -> list[str]:
+    losses = [f"{scales['loss']:.2f}" for scales in (initial, trained)]
+    ends = [f"{of[0]:.2g} -> {of[-1]:.2g}" for of in (initial["stream"], initial["gradient"])]
+    return [scheme, *losses, *ends, f"{initial['logits std']:.2g}"]
 
 
 def draw(scales_of: dict[str, tuple[Scales, Scales]], cfg: ScalesConfig) -> None:
     """Draw the stream and the gradients over the blocks, before and after: a line per scheme."""
     from matplotlib.figure import Figure  # unlike pyplot, it needs no screen
 
-    kinds = {"stream": "RMS of the residual stream", "gradient": "RMS of the gradient"}
     fig = Figure(figsize=(9, 6.5), layout="constrained")
     axes = fig.subplots(2, 2, sharex=True, sharey="row")
-    for (key, label), panels in zip(kinds.items(), axes, strict=True):
-        panels[0].set_ylabel(label)
-        for column, ax in enumerate(panels):
+    for key, panels in zip(("stream", "gradient"), axes, strict=True):
+        panels[0].set_ylabel(f"RMS of the {key}")
+        for moment, ax in enumerate(panels):
             ax.set_yscale("log")
             ax.grid(alpha=0.3)
             for number, (scheme, scales) in enumerate(scales_of.items()):
                 style = dict(color=f"C{number}", ls="-" if number % 2 else "--", marker="o", ms=3)
-                ax.plot(range(1, cfg.n_layer + 1), scales[column][key], label=scheme, **style)
+                ax.plot(range(1, cfg.n_layer + 1), scales[moment][key], label=scheme, **style)
     axes[0, 0].set_title("step 0")
     axes[0, 1].set_title(f"after {cfg.steps} steps")
     fig.supxlabel("block")
@@ -171,24 +154,18 @@ def main() -> None:
     kernels.install()
     machine = start(cfg.device, cfg.dtype)
     sets = open_datasets(cfg.dataset, cfg.data_dir)
-    schemes = cfg.inits or tuple(INIT)
     uniform = math.log(sets[0].meta["vocab_size"])  # the loss of equal probabilities
     facts = facts_of(machine.device)
-    machine.say(f"{facts['machine']}, {facts['versions']}, {machine.dtype}")
-    machine.say(f"ln V = {uniform:.2f}; RMS at step 0, block 1 -> block {cfg.n_layer}\n")
-    later = f"{cfg.steps} steps"
-    machine.say(ROW.format("init", "loss", later, "stream RMS", "gradient RMS", "logits std"))
-    scales_of: dict[str, tuple[Scales, Scales]] = {}
-    with ProgressBar("steps", total=cfg.steps * len(schemes)) as bar:
-        for scheme in schemes:
-            initial, trained = before_and_after(scheme, cfg, machine, sets, bar)
-            scales_of[scheme] = (initial, trained)
-            cells = [scheme, f"{initial['loss']:.2f}", f"{trained['loss']:.2f}"]
-            cells += [ends(initial["stream"]), ends(initial["gradient"])]
-            machine.say(ROW.format(*cells, f"{initial['logits std']:.2g}"))
+    print(f"{facts['machine']}, {facts['versions']}, {machine.dtype}")
+    print(f"ln V = {uniform:.2f}; RMS at step 0, block 1 -> block {cfg.n_layer}\n")
+    schemes = ProgressBar("schemes", cfg.inits)
+    scales_of = {scheme: before_and_after(scheme, cfg, machine, sets) for scheme in schemes}
+    heads = ["init", "loss", f"{cfg.steps} steps", "stream RMS", "gradient RMS", "logits std"]
+    rows = [table_row(scheme, *scales) for scheme, scales in scales_of.items()]
+    for row in padded([heads, *rows]):
+        print("  ".join(row))
     draw(scales_of, cfg)
-    machine.say(f"the picture is in {cfg.png}")
-    write_json(cfg.json, facts | {"settings": changes(cfg), "scales": scales_of})
+    print(f"the picture is in {cfg.png}")
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ from hardware.disk import json_bytes, write_whole
 from hardware.machine import Machine
 from hardware.peak import device_name
 from hardware.terminal import ProgressBar
-from model import GPT
+from model import GPT, GPTConfig
 from training.optimizer import make_optimizer
-from training.settings import TrainConfig, model_config, wants_compile
+from training.parallel import compile_blocks, compiles_by_blocks, wrap
+from training.settings import TrainConfig, wants_compile
 from training.step import Batch, take_step
 
 REPO = Path(__file__).resolve().parents[1]
@@ -41,8 +42,7 @@ def not_positive(cfg: Any, *names: str) -> list[str]:
     problems = []
     for name in names:
         value = getattr(cfg, name)
-        numbers = value if isinstance(value, tuple) else (value,)
-        if not all(number > 0 for number in numbers):
+        if min(value if isinstance(value, tuple) else [value], default=1) <= 0:
             problems.append(f"{name} must be positive")
     return problems
 
@@ -105,21 +105,28 @@ class Training:
         return take_step(*state, self.accum, self.machine, self.cfg.grad_clip)
 
 
-def new_training(cfg: TrainConfig, vocab_size: int, machine: Machine) -> Training:
+def new_training(cfg: TrainConfig, c: GPTConfig, machine: Machine) -> Training:
     """Return the training of a new model. All steps have the same random tokens, (B, T)."""
     device = machine.device
     with device:  # draw the weights on the device: a CPU takes seconds for 100M of them
-        model = GPT(model_config(cfg, vocab_size))
+        model = GPT(c)
         torch.manual_seed(cfg.seed)
         model.init_weights(cfg.init)
     model.to(device)  # moves the constants that numpy made
+    for block in model.blocks:
+        block.recompute = cfg.recompute == "blocks"
+    rows = torch.randint(c.vocab_size, (cfg.batch_size, cfg.block_size + 1), device=device)
+    batch = Batch(rows[:, :-1], rows[:, 1:])  # views of rows, as to_batch() makes them
     compiled = wants_compile(cfg, device.type, 0)
-    forward = torch.compile(model, dynamic=False) if compiled else model
+    by_blocks = compiles_by_blocks(cfg, machine)
+    if compiled and by_blocks:
+        compile_blocks(model, batch.x, machine)
+    forward = wrap(cfg, model, machine, None, cfg.batch_size, "")
+    if compiled and not by_blocks:
+        forward = torch.compile(forward, dynamic=False)
     scaler = torch.amp.GradScaler(device.type, enabled=machine.dtype == torch.float16)
-    rows = torch.randint(vocab_size, (cfg.batch_size, cfg.block_size + 1), device=device)
-    batches = repeat(Batch(rows[:, :-1], rows[:, 1:]))  # views of rows, as to_batch() makes them
     optimizer = new_optimizer(cfg, machine, model)
-    return Training(cfg, machine, model, forward, optimizer, scaler, batches)
+    return Training(cfg, machine, model, forward, optimizer, scaler, repeat(batch))
 
 
 def new_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.optim.Optimizer:

@@ -3,8 +3,8 @@
     # every setting of train.py is accepted too
     python -m bench.roof config/gpt2_124m.py
     python -m bench.roof config/train_1b.py --vocab_size=32000 --tokens=32768 --json=roof.json
-    # only products of n x n matrices, beside the datasheet's peak
-    python -m bench.roof --squares 1024 2048 4096 8192 16384
+    # only products of n x n matrices, below the datasheet's peak
+    python -m bench.roof --dtype=bfloat16 --squares 1024 2048 4096 8192 16384
 
 Each figure is a median over `seconds` of repetitions (torch.utils.benchmark, after a warm-up), in
 the dtype that train.py picks. OOM: the operation does not fit into memory. n/a: this machine cannot
@@ -16,12 +16,13 @@ counts all of T x T in attention, but only the causal half is computed. So the r
 100 % where T is large.
 """
 
+import math
 import statistics
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -34,7 +35,7 @@ from configurator import changes, parse, run
 from hardware import kernels
 from hardware.kernels import ChunkedCrossEntropy, attend, attention_kernel
 from hardware.machine import Machine, start
-from hardware.peak import DTYPES, datasheet_tflops, device_name, peak_tflops
+from hardware.peak import peak_tflops
 from model import GPT, GPTConfig
 from training.settings import TrainConfig, model_config
 
@@ -46,7 +47,7 @@ class RoofConfig(TrainConfig):
     # ---- What to measure ----
     vocab_size: int = 50257  # vocabulary of the tokenizer; the model pads it
     tokens: int = 0  # tokens of a micro-step, whole sequences; 0: batch_size x block_size
-    squares: tuple[int, ...] = ()  # measure only products of n x n matrices, in several dtypes
+    squares: tuple[int, ...] = ()  # measure only products of n x n matrices
     seconds: float = 0.3  # how long each operation is repeated
     # ---- Output ----
     json: str = ""  # also write the figures to this file
@@ -124,29 +125,18 @@ def gemms(model: GPT) -> dict[str, tuple[int, int, int]]:
     return {name: (K, N, layers) for (name, K, N), layers in counts.items()}
 
 
-def gemm_flops(model: GPT) -> int:
-    """Return the FLOPs of a token in linear layers, forward and backward: 6 for each weight.
-
-    The padding of the vocabulary is included.
-    """
-    return sum(6 * K * N * layers for K, N, layers in gemms(model).values())
-
-
 def product(kind: str, M: int, K: int, N: int, machine: Machine) -> Callable[[], object]:
     """Return a function that computes one of a layer's three products over M tokens.
 
     kind: "forward", "input grad" or "weight grad". The operands are laid out as autograd does.
     """
     random = partial(torch.randn, device=machine.device, dtype=machine.dtype)
-    if kind == "forward":
-        a = random(M, K)
-        b = random(N, K).T
-    elif kind == "input grad":
-        a = random(M, N)
-        b = random(N, K)
-    else:
-        a = random(M, N).T
-        b = random(M, K)
+    operands = {
+        "forward": lambda: (random(M, K), random(N, K).T),
+        "input grad": lambda: (random(M, N), random(N, K)),
+        "weight grad": lambda: (random(M, N).T, random(M, K)),
+    }
+    a, b = operands[kind]()
     return partial(torch.mm, a, b, out=torch.mm(a, b))
 
 
@@ -162,20 +152,11 @@ def measure_gemms(model: GPT, M: int, seconds: float, machine: Machine) -> list[
 
 
 def measure_squares(sizes: tuple[int, ...], seconds: float, machine: Machine) -> list[dict]:
-    """Measure products of n x n matrices; the last row has the datasheet's peaks."""
-    cuda = machine.device.type == "cuda"
-    dtypes = ("fp32", "tf32", "bf16", "fp16") if cuda else ("fp32", "bf16")
     rows = []
     for n in sizes:
-        row: dict[str, Figure] = {"n": f"{n:,}"}
-        for name in dtypes:
-            torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-            in_dtype = replace(machine, dtype=DTYPES[name])
-            ms = median_ms(partial(product, "forward", n, n, n, in_dtype), seconds)
-            row[name] = per_ms(2e-9 * n**3, ms)
-        rows.append(row)
-    gpu = device_name(machine.device)
-    return [*rows, {"n": "datasheet"} | {d: datasheet_tflops(gpu, d) or "n/a" for d in dtypes}]
+        ms = median_ms(partial(product, "forward", n, n, n, machine), seconds)
+        rows.append({"n": f"{n:,}", "ms": ms, "TFLOPS": per_ms(2e-9 * n**3, ms)})
+    return rows
 
 
 # --------------------------------------------------------------------------------------------------
@@ -206,38 +187,26 @@ def attention(
 
 
 def measure_attention(c: GPTConfig, M: int, T: int, seconds: float, machine: Machine) -> list[dict]:
-    """Measure every backend at three shapes, and the model's own call at its own shape.
-
-    The model's call is the last row; `default` names the backend that it takes.
-    """
-    B = M // T
-    own_heads = (c.n_head, c.head_dim)
-    shapes = dict.fromkeys(
-        [(max(1, c.n_embd // 64), 64), (max(1, c.n_embd // 128), 128), own_heads]
-    )
+    """Measure every backend, and last the model's own call: `default` is the backend it takes."""
+    shape = (M // T, c.n_head, T, c.head_dim)
+    gflops = 2e-9 * math.prod(shape) * T  # two products, the causal half of each
     fused = partial(F.scaled_dot_product_attention, is_causal=True)
-    calls = []
-    for heads in shapes:
-        calls += [(heads, name, fused, sdpa_kernel(b)) for name, b in BACKENDS.items()]
-    calls.append((own_heads, "the model", partial(attend, mask=None, dropout=0.0), nullcontext()))
+    calls = [(name, fused, sdpa_kernel(backend)) for name, backend in BACKENDS.items()]
+    calls.append(("the model", partial(attend, mask=None, dropout=0.0), nullcontext()))
     rows = []
-    for (nh, hs), name, attends, limits in calls:
-        shape = (B, nh, T, hs)
+    for name, attends, limits in calls:
         with limits, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a backend that refuses gives its reasons at length
             forward = median_ms(partial(attention, attends, shape, False, machine), seconds)
             passes = median_ms(partial(attention, attends, shape, True, machine), seconds)
-        gflops = 2e-9 * B * nh * T * T * hs  # two products, the causal half of each
-        row = {"backend": name, "head_dim": hs, "heads": nh, "default": ""}
+        row = {"backend": name, "ms forward": forward, "ms both": passes}
         row |= {"forward": per_ms(gflops, forward), "both": per_ms(3 * gflops, passes)}
-        rows.append(row | {"ms forward": forward, "ms both": passes})
-    # Only now ask for the defaults: torch sets up its order of priority in the first call.
+        rows.append(row)
+    # Only now ask for the default: torch sets up its order of priority in the first call.
+    chosen = attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype)
+    marks = {chosen: "*", "the model": chosen}
     for row in rows:
-        chosen = attention_kernel(row["heads"], T, row["head_dim"], machine.device, machine.dtype)
-        if row["backend"] == "the model":
-            row["default"] = chosen
-        elif row["backend"] == chosen:
-            row["default"] = "*"
+        row["default"] = marks.get(row["backend"], "")
     return rows
 
 
@@ -323,16 +292,6 @@ def micro_step(
     return [{"part": k, "ms": ms} for k, ms in parts.items()]
 
 
-def flops(model: GPT, T: int) -> tuple[int, int]:
-    """Return two counts of a token's FLOPs, forward and backward.
-
-    The first is MFU's. The second is that of the products that are really computed.
-    """
-    c = model.config
-    attention = 6 * c.n_layer * c.n_head * c.head_dim * T  # the causal half of T x T
-    return model.flops_per_token(T), gemm_flops(model) + attention
-
-
 def of_peak(tflops: Figure, peak: float | None) -> str:
     shown = f"{text(tflops)} TFLOPS"
     if peak and isinstance(tflops, float):
@@ -345,16 +304,19 @@ def main() -> None:
     kernels.install()
     machine = start(cfg.device, cfg.dtype)
     facts = facts_of(machine.device)
+    dtype = str(machine.dtype).removeprefix("torch.")
+    peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
+    print(f"{facts['machine']}, {facts['versions']}, {dtype} ({machine.why})\npeak: {source}")
+    facts |= {"settings": changes(cfg), "dtype": dtype, "peak_tflops": peak}
     if cfg.squares:
-        print(f"{facts['machine']}, {facts['versions']}")
         squares = measure_squares(cfg.squares, cfg.seconds, machine)
         facts["squares"] = table("TFLOPS of products of n x n matrices", squares)
     else:
-        facts |= {"settings": changes(cfg)} | measure_model(cfg, machine, facts)
+        facts |= measure_model(cfg, machine, peak)
     write_json(cfg.json, facts)
 
 
-def measure_model(cfg: RoofConfig, machine: Machine, facts: dict[str, str]) -> dict:
+def measure_model(cfg: RoofConfig, machine: Machine, peak: float | None) -> dict:
     """Print the tables of the model's operations, and return their figures."""
     T = cfg.block_size
     c = model_config(cfg, cfg.vocab_size)
@@ -362,13 +324,11 @@ def measure_model(cfg: RoofConfig, machine: Machine, facts: dict[str, str]) -> d
         model = GPT(c)
     M = cfg.tokens or cfg.batch_size * T
     accum = max(1, round(cfg.batch_tokens / M))
-    peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
-    dtype = str(machine.dtype).removeprefix("torch.")
-    print(f"{facts['machine']}, {facts['versions']}, {dtype} ({machine.why})\npeak: {source}")
 
     title = f"TFLOPS of the linear layers over {M:,} tokens; ms: the three products of all `layers`"
     linear = table(title, measure_gemms(model, M, cfg.seconds, machine))
-    gemm_tflops = per_ms(1e-9 * gemm_flops(model) * M, total([r["ms"] for r in linear]))
+    flops = sum(6 * r["K"] * r["N"] * r["layers"] for r in linear)  # of a token, in both passes
+    gemm_tflops = per_ms(1e-9 * flops * M, total([r["ms"] for r in linear]))
     print(f"  all: {of_peak(gemm_tflops, peak)}")
 
     title = f"TFLOPS of causal attention over {M // T:,} sequences of {T:,}; *: taken by default.\n"
@@ -382,24 +342,17 @@ def measure_model(cfg: RoofConfig, machine: Machine, facts: dict[str, str]) -> d
 
     least_times = micro_step(linear, attended, memory, c.n_layer, M, accum)
     parts = table(f"The least time of a micro-step of {M:,} tokens", least_times)
-    by_mfu, computed = flops(model, T)
-    mfu_tflops = per_ms(1e-9 * by_mfu * M, parts[-1]["ms"])
-    computed_tflops = per_ms(1e-9 * computed * M, parts[-1]["ms"])
+    mfu_tflops = per_ms(1e-9 * model.flops_per_token(T) * M, parts[-1]["ms"])
     masked = "which also counts the masked half of attention"
     print(f"  the roof of MFU, {masked}: {of_peak(mfu_tflops, peak)}")
-    print(f"  of the products that are computed: {of_peak(computed_tflops, peak)}")
     return {
-        "model": asdict(c),
-        "dtype": dtype,
         "tokens": M,
-        "peak_tflops": peak,
         "gemms": linear,
         "gemm_tflops": gemm_tflops,
         "attention": attended,
         "memory": memory,
         "micro_step": parts,
         "model_tflops": mfu_tflops,
-        "computed_tflops": computed_tflops,
     }
 
 

@@ -2,7 +2,7 @@
 
     # the first three axes
     python -m bench.sweep config/train_100m.py
-    # one axis; batch size 0 stands for the largest that fits
+    # one axis; batch size 0 stands for the largest, which batch_size=auto takes
     python -m bench.sweep config/train_100m.py --vary=B --batch_sizes 8 16 32 0
     python -m bench.sweep config/train_100m.py --json=sweep.json --markdown=sweep.md
     # what an optimizer costs, and what it costs to keep documents apart
@@ -56,11 +56,13 @@ from configurator import changes, parse, run
 from hardware import kernels
 from hardware.disk import write_whole
 from hardware.machine import Machine, out_of_memory, start
+from hardware.memory import capacity
 from hardware.peak import peak_tflops
 from hardware.terminal import ProgressBar
 from model import GPT
 from text.dataset import open_datasets, train_loader
 from training.banner import share_within
+from training.memory import Step, auto_batch
 from training.plan import make_plan
 from training.settings import TrainConfig, model_config, wants_compile
 from training.start import with_data
@@ -75,7 +77,7 @@ class SweepConfig(TrainConfig):
     # ---- What to vary ----
     vary: str = "T,B,accum"  # axes, in the order of their measurement; also optimizer, documents
     block_sizes: tuple[int, ...] = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192)  # T
-    batch_sizes: tuple[int, ...] = (1, 8, 12, 16, 0)  # B; 0: the largest, to 1/16 (CUDA only)
+    batch_sizes: tuple[int, ...] = (1, 8, 12, 16, 0)  # B; 0: batch_size=auto's (CUDA only)
     accums: tuple[int, ...] = (1, 8, 16)  # micro-steps in a step
     vocab_size: int = 50257  # GPT-2's; the head takes much of a small model's time
     # ---- Measurement of a cell ----
@@ -104,15 +106,6 @@ class SweepConfig(TrainConfig):
 # Memory and power, as the machine reports them
 
 
-def resident(key: str) -> int:
-    """Return this process's resident memory in bytes.
-
-    key: VmRSS for now, VmHWM for the peak since it was last reset.
-    """
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"{key}:\s+(\d+)", status)[1])
-
-
 def reset_peak(device: torch.device) -> Callable[[], int] | None:
     """Reset the peak of the memory; return a function that reads the new peak in bytes.
 
@@ -121,16 +114,14 @@ def reset_peak(device: torch.device) -> Callable[[], int] | None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return lambda: torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
     try:
         # Give back what the previous cell has freed: hardware/machine.py has glibc keep it.
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # man 5 proc: sets VmHWM to VmRSS
-        was_reset = resident("VmHWM") < 1.05 * resident("VmRSS")
-    except (OSError, AttributeError, TypeError):  # macOS, another C library, a sandbox's /proc
+    except (OSError, AttributeError):  # macOS, another C library, a sandbox's /proc
         return None
-    if device.type != "cpu" or not was_reset:
-        return None
-    return lambda: resident("VmHWM")
+    return lambda: 1024 * int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1])
 
 
 # NVML refreshes its figures only a few times a second. The timed part has to last longer than that.
@@ -183,14 +174,11 @@ def cells_along(
         "B": [(cfg.block_size, B, 1) for B in cfg.batch_sizes],
         "accum": [(cfg.block_size, cfg.batch_size, accum) for accum in cfg.accums],
     }
-    cells: list[dict] = []
     for T, B, accum in ProgressBar(axis, shapes[axis]):
         if B:
-            shape = replace(cfg, block_size=T, batch_size=B)
-            cells.append(measure(shape, accum, machine, peak))
+            yield measure(replace(cfg, block_size=T, batch_size=B), accum, machine, peak)
         else:
-            cells.append(largest(cfg, cells, machine, peak))
-        yield cells[-1]
+            yield largest(cfg, machine, peak)
 
 
 def measure(cfg: SweepConfig, accum: int, machine: Machine, peak: float | None) -> dict:
@@ -206,10 +194,8 @@ def measure(cfg: SweepConfig, accum: int, machine: Machine, peak: float | None) 
         cell |= train_steps(cfg, accum, machine, peak)
         cell["memory_gb"] = peak_bytes() / 1e9 if peak_bytes else None
     except Exception as e:  # of any kind: the other cells are still wanted
-        if out_of_memory(e):
-            cell["note"] = "OOM"
-        else:
-            cell["note"] = f"failed: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        failure = f"failed: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        cell["note"] = "OOM" if out_of_memory(e) else failure
     # The model was local to train_steps, and is gone with the exception. What is left of it hangs
     # in reference cycles, caches and compiled code.
     if wants_compile(cfg, machine.device.type, 0):
@@ -222,15 +208,13 @@ def measure(cfg: SweepConfig, accum: int, machine: Machine, peak: float | None) 
 
 def train_steps(cfg: SweepConfig, accum: int, machine: Machine, peak: float | None) -> dict:
     """Train a new model, and return the figures of a step."""
-    training = replace(new_training(cfg, cfg.vocab_size, machine), accum=accum)
-    first_step, _ = timed(training, 1)  # compiles, and allocates the optimizer's state
-    if cfg.warmup > 1:
-        timed(training, cfg.warmup - 1, at_most=cfg.seconds)
+    training = replace(new_training(cfg, model_config(cfg, cfg.vocab_size), machine), accum=accum)
+    timed(training, cfg.warmup, at_most=cfg.seconds)  # compiles, allocates the optimizer's state
     meter = power_meter(machine.device)
     meter_at_start = meter() if meter else None
     start_time = time.perf_counter()
     at_least = POWER_SECONDS if meter else 0.0
-    seconds, launching = timed(training, cfg.steps, at_least, cfg.seconds)
+    seconds = timed(training, cfg.steps, at_least, cfg.seconds)
     wall = time.perf_counter() - start_time
     meter_at_end = meter() if meter else None
 
@@ -240,26 +224,22 @@ def train_steps(cfg: SweepConfig, accum: int, machine: Machine, peak: float | No
         tokens = cfg.batch_size * cfg.block_size * accum * len(seconds)
         figures |= {"power_w": joules / wall, "utilisation": meter_at_end[1]}
         figures["wh_per_mtok"] = joules / 3600 / (tokens / 1e6)
-    return figures | {"launching_ms": 1e3 * min(launching), "first_step_s": first_step[0]}
+    return figures
 
 
 def timed(
     training: Training, steps: int, at_least: float = 0.0, at_most: float = math.inf
-) -> tuple[list[float], list[float]]:
+) -> list[float]:
     """Time so many steps, or more of them until they last `at_least` seconds.
 
-    They are fewer if they last `at_most` seconds before, but at least one. Return two lists: the
-    seconds of each step, and the seconds until the host has launched all of it. Raises
-    ArithmeticError if the loss or the gradient is not finite.
+    They are fewer if they last `at_most` seconds before, but at least one. Return the seconds of
+    each. Raises ArithmeticError if the loss or the gradient is not finite.
     """
     seconds: list[float] = []
-    launching: list[float] = []
     machine = training.machine
     while True:
         start_time = time.perf_counter()
-        result = training.step()
-        launching.append(time.perf_counter() - start_time)
-        loss, grad_norm = result()
+        loss, grad_norm = training.step()()
         machine.synchronize()  # the loss arrives before the optimizer has finished
         seconds.append(time.perf_counter() - start_time)
         # The optimizer skips a step whose gradient is not finite: its time would mislead. In
@@ -270,7 +250,7 @@ def timed(
         total = sum(seconds)
         enough = len(seconds) >= steps and total >= at_least
         if enough or total >= at_most:
-            return seconds, launching
+            return seconds
 
 
 def figures_of(seconds: list[float], training: Training, peak: float | None) -> dict:
@@ -292,7 +272,7 @@ def figures_of(seconds: list[float], training: Training, peak: float | None) -> 
 def by_turns(axis: str, cfg: SweepConfig, machine: Machine, peak: float | None) -> Iterator[dict]:
     """Yield a cell for each value of the setting `axis`. The cells share one model."""
     accum = make_plan(replace(cfg, max_steps=1), 1, 1).accum
-    shared = replace(new_training(cfg, cfg.vocab_size, machine), accum=accum)
+    shared = replace(new_training(cfg, model_config(cfg, cfg.vocab_size), machine), accum=accum)
     trainings: dict[str, Training] = {}
     notes: dict[str, str] = {}
     for value in get_args(get_type_hints(TrainConfig)[axis]):
@@ -309,7 +289,7 @@ def by_turns(axis: str, cfg: SweepConfig, machine: Machine, peak: float | None) 
 
     def turn(value: str) -> list[float]:
         timed(trainings[value], 1)
-        return timed(trainings[value], 2)[0]
+        return timed(trainings[value], 2)
 
     turns = take_turns({value: partial(turn, value) for value in trainings}, cfg.rounds)
     seconds = {value: sum(of_turns, []) for value, of_turns in turns.items()}
@@ -321,49 +301,33 @@ def by_turns(axis: str, cfg: SweepConfig, machine: Machine, peak: float | None) 
         yield cell | figures_of(seconds[value], shared, peak)
 
 
-def largest(cfg: SweepConfig, tried: list[dict], machine: Machine, peak: float | None) -> dict:
-    """Find the largest batch that fits, to 1/16 of it, and measure its cell.
-
-    The search starts from the cells that were tried already. It doubles the batch size until one
-    fails, and then bisects.
-    """
+def largest(cfg: SweepConfig, machine: Machine, peak: float | None) -> dict:
+    """Measure the batch that batch_size=auto takes: the largest predicted to fit, or a smaller."""
     if machine.device.type != "cuda":
         note = "left out: where memory is not the GPU's own, running out may kill the process"
         return {"T": cfg.block_size, "B": "largest", "accum": 1, "note": note}
-    # Two steps are enough: in the second one the optimizer's state is there too, as at the peak.
-    brief = replace(cfg, warmup=1, steps=1, seconds=0.0)
-    fits = max((c["B"] for c in tried if not c["note"]), default=0)
-    failed = [(c["B"], c["note"]) for c in tried if c["B"] > fits]
-    fails, reason = min(failed, default=(0, ""))  # 0: no size has failed yet
-    while not fails or fails - fits > max(1, fits // 16):
-        B = (fits + fails) // 2 if fails else max(1, 2 * fits)
-        note = measure(replace(brief, batch_size=B), 1, machine, peak)["note"]
-        if note:
-            fails = B
-            reason = note
-        else:
-            fits = B
-    cell = measure(replace(cfg, batch_size=max(1, fits)), 1, machine, peak)
-    return cell | {"note": cell["note"] or f"largest: B={fails} gives {reason}"}
+    with torch.device("meta"):
+        model = GPT(model_config(cfg, cfg.vocab_size))
+    compiled = wants_compile(cfg, "cuda", 0)
+    step = Step(1, cfg.block_size, 1, machine.dtype, compiled, "cuda").of(cfg)
+    B = max(1, auto_batch(model, step, capacity(machine.device)))
+    cell = measure(replace(cfg, batch_size=B), 1, machine, peak)
+    while cell["note"] == "OOM" and B > 1:
+        B = B * 7 // 8
+        cell = measure(replace(cfg, batch_size=B), 1, machine, peak)
+    return cell
 
 
-def floor(cell: dict, device: torch.device) -> str:
+def floor(cell: dict) -> str:
     """Return, as text, the least time of any step: that of the cell of one token.
 
     Even for one token, the weights and the optimizer's state are read and written, and the host
     launches about as many kernels as for many tokens.
-
-    On a GPU the text also says when the last launch returned. If that is near the end of the step,
-    the GPU waits for the host. For larger cells this figure would mislead: a host that is about a
-    thousand launches ahead has to wait for the GPU inside of a launch.
     """
     if cell["note"]:
         return f"not measured: {cell['note']}"
     seconds = cell["seconds"]
-    ms = f"{1e3 * min(seconds):,.1f} ms, the fastest of {len(seconds)} steps of one token"
-    if device.type == "cpu":
-        return ms
-    return f"{ms}; the host launches for {cell['launching_ms']:,.1f} ms of them"
+    return f"{1e3 * min(seconds):,.1f} ms, the fastest of {len(seconds)} steps of one token"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -406,18 +370,13 @@ def table_row(row: list[str]) -> str:
 def describe(cfg: SweepConfig, model: GPT, machine: Machine, peak_source: str) -> dict[str, str]:
     """Return what the tables are about: the machine, the command, the model, and so on."""
     device = machine.device
-    parameters = model.num_params()["total"]
-    memory = "allocated on the GPU" if device.type == "cuda" else "none for each cell here"
-    if device.type == "cpu" and reset_peak(device):
-        base = f"{resident('VmRSS') / 1e9:.2f} GB of it are Python and torch"
-        memory = f"resident, reset for each cell; {base}"
     shape = f"at T = {cfg.block_size}, a vocabulary of {cfg.vocab_size:,}"
     return facts_of(device) | {
-        "model": f"{parameters:,} parameters {shape}",
+        "model": f"{model.num_params()['total']:,} parameters {shape}",
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
         "compile": str(wants_compile(cfg, device.type, 0)).lower(),
         "peak": peak_source,
-        "peak memory": memory,
+        "peak memory": "allocated" if device.type == "cuda" else "resident, with Python and torch",
     }
 
 
@@ -456,10 +415,8 @@ def main() -> None:
             show(table_row(texts(cell, columns)))
 
     if any(axis in SHAPES for axis in axes):
-        one_token = [c for c in cells if c["T"] == c["B"] == c["accum"] == 1]
-        smallest = next((c for c in one_token if c["axis"] in SHAPES), None)
-        smallest = smallest or measure(replace(cfg, block_size=1, batch_size=1), 1, machine, peak)
-        facts["any step"] = floor(smallest, machine.device)
+        smallest = measure(replace(cfg, block_size=1, batch_size=1), 1, machine, peak)
+        facts["any step"] = floor(smallest)
         show("", f"any step, at least: {facts['any step']}")
     if any("failed: " in c["note"] for c in cells):
         sys.exit(1)

@@ -10,7 +10,6 @@ in the part of one rank.
 
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -18,31 +17,19 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.measure import Training, new_training  # noqa: E402
 from hardware import kernels  # noqa: E402
 from hardware.machine import Machine, start  # noqa: E402
-from model import GPT  # noqa: E402
-from training.optimizer import make_optimizer  # noqa: E402
-from training.parallel import wrap  # noqa: E402
 from training.settings import TrainConfig, model_config  # noqa: E402
 from training.shards import part  # noqa: E402
-from training.step import Batch, take_step  # noqa: E402
+from training.step import Batch  # noqa: E402
 
 # 60 rows of q, k and v each, and 60 columns: 3 ranks hold uneven parts of them.
 SHAPE = dict(n_layer=3, n_head=5, n_embd=60, d_ff=170, block_size=32, batch_size=2)
 VOCABULARY = 300
 
 
-def training(
-    cfg: TrainConfig, machine: Machine, accum: int, scaler: torch.amp.GradScaler
-) -> tuple[GPT, Callable[[], Callable]]:
-    """Return a model and a function that trains it for a step."""
-    model = GPT(model_config(cfg, VOCABULARY))
-    torch.manual_seed(cfg.seed)
-    model.init_weights(cfg.init)
-    for block in model.blocks:
-        block.recompute = cfg.recompute == "blocks"
-    forward = wrap(cfg, model, machine, None, cfg.batch_size, "")
-    optimizer = make_optimizer(cfg, machine, model)
+def training(cfg: TrainConfig, machine: Machine, accum: int) -> Training:
     draw = torch.Generator().manual_seed(machine.rank)
 
     def batches():
@@ -51,21 +38,22 @@ def training(
             rows = torch.randint(VOCABULARY, shape, generator=draw)
             yield Batch(rows[:, :-1], rows[:, 1:])
 
-    how = (scaler, batches(), accum, machine, cfg.grad_clip)
-    return model, lambda: take_step(forward, optimizer, *how)
+    new = new_training(cfg, model_config(cfg, VOCABULARY), machine)
+    return replace(new, batches=batches(), accum=accum)
 
 
 def losses_and_norms(cfg: TrainConfig, machine: Machine, accum: int, steps: int) -> torch.Tensor:
     """Train, and return the losses and the norms, (steps, 2)."""
-    _, step = training(cfg, machine, accum, torch.amp.GradScaler("cpu", enabled=False))
-    return torch.tensor([step()() for _ in range(steps)], dtype=torch.float64)
+    new = training(cfg, machine, accum)
+    return torch.tensor([new.step()() for _ in range(steps)], dtype=torch.float64)
 
 
 def skips_an_overflow(cfg: TrainConfig, machine: Machine) -> bool:
     """Return whether a gradient that overflows on rank 1 skips the step here, and only that one."""
     scaler = torch.amp.GradScaler("cpu")  # of fp16
     unscale = scaler.unscale_
-    model, step = training(cfg, machine, 1, scaler)
+    new = replace(training(cfg, machine, 1), scaler=scaler)
+    model = new.model
 
     def overflow(optimizer: torch.optim.Optimizer) -> None:
         if machine.rank == 1:
@@ -74,7 +62,7 @@ def skips_an_overflow(cfg: TrainConfig, machine: Machine) -> bool:
 
     def moves() -> bool:
         weights = [part(p).detach().clone() for p in model.parameters()]
-        step()
+        new.step()
         return not all(map(torch.equal, weights, map(part, model.parameters())))
 
     scaler.unscale_ = overflow

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import metrics, train_tiny
+from peak import measured_peak
 from test_documents import EOS, text_of_documents
 from test_model import ODD, ids, make
 from test_shards import end, same, stop_half_way
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.memory import measured_peak
 from hardware.decoding import record_decoding
 from hardware.machine import Machine
 from model import GPT, PRESETS, GPTConfig

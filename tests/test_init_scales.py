@@ -1,7 +1,5 @@
 """bench/init_scales.py on a CPU: its figures are what they are called, and it can be repeated."""
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,15 +46,10 @@ def test_the_figures_are_those_of_a_pass_by_hand():
 @pytest.mark.slow
 def test_a_run_prints_a_row_for_each_scheme_and_draws_them(tiny_data, tmp_path, capsys):
     options = [*SMALL, f"--data_dir={tiny_data}", "--inits", "zero_proj", "xavier"]
-    options += [f"--png={tmp_path / 'scales.png'}", f"--json={tmp_path / 'scales.json'}"]
-    call(init_scales.main, *options)
-    scales = json.loads((tmp_path / "scales.json").read_text())["scales"]
-    assert [*scales] == ["zero_proj", "xavier"]
-    printed = capsys.readouterr().out
-    for scheme, (before, after) in scales.items():
-        assert after["loss"] < before["loss"]
-        (row,) = [line for line in printed.splitlines() if line.startswith(scheme)]
-        assert row.split()[1:3] == [f"{before['loss']:.2f}", f"{after['loss']:.2f}"]
-    before, after = scales["zero_proj"]
-    assert len({*before["stream"]}) == 1 < len({*after["stream"]})  # every block is the identity
+    call(init_scales.main, *options, f"--png={tmp_path / 'scales.png'}")
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = {line[0]: line[1:] for line in printed if line and line[0] in ("zero_proj", "xavier")}
+    assert [*rows] == ["zero_proj", "xavier"]
+    assert all(float(trained) < float(initial) for initial, trained, *_ in rows.values())
+    assert rows["zero_proj"][2] == rows["zero_proj"][4]  # every block is the identity
     assert (tmp_path / "scales.png").read_bytes().startswith(b"\x89PNG")

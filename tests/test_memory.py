@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import NEEDS_BF16, REPO
+from peak import measured_peak
 from test_model import ODD
 
-from bench.memory import measured_peak
 from hardware.memory import available
 from model import GPT, PRESETS, GPTConfig
 from tests.simgpu.memory import shipped

@@ -18,18 +18,11 @@ LAYERS = ["qkv", "proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_linear_layers_are_those_that_the_model_counts(preset):
-    """The FLOPs of a token are those that the model counts, without attention, plus 6 for each
-    weight of the padding of the vocabulary.
-    """
+def test_the_linear_layers_are_those_of_the_model(preset):
     shape = dict(block_size=32, n_layer=3, n_head=6, n_kv_head=2, n_embd=48, head_dim=10)
     c = GPTConfig(**PRESETS[preset], **shape, vocab_size=300)
     with torch.device("meta"):
         model = GPT(c)
-    attention = 12 * c.n_layer * c.n_head * c.head_dim * 32
-    padding = (c.padded_vocab_size - c.vocab_size) * c.n_embd
-    assert c.padded_vocab_size == 384
-    assert roof.gemm_flops(model) == model.flops_per_token(32) - attention + 6 * padding
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
     counted = [(K, N) for K, N, n in roof.gemms(model).values() for _ in range(n)]
     assert sorted((m.in_features, m.out_features) for m in layers) == sorted(counted)
@@ -41,14 +34,11 @@ def test_a_product_has_the_shape_of_what_it_stands_for():
     assert shapes == [(M, N), (M, K), (N, K)]
 
 
-def test_squares_are_measured_beside_the_datasheet(tmp_path, monkeypatch):
-    monkeypatch.setattr(roof, "device_name", lambda device: "NVIDIA H200")
+def test_squares_are_measured(tmp_path):
     out = tmp_path / "roof.json"
     call(roof.main, "--squares", "64", "128", "--seconds=0.001", "--device=cpu", f"--json={out}")
-    *rows, datasheet = json.loads(out.read_text())["squares"]
-    assert [row["n"] for row in rows] == ["64", "128"]
-    assert all(row["fp32"] > 0 and row["bf16"] > 0 for row in rows)
-    assert datasheet == {"n": "datasheet", "fp32": 67, "bf16": 989}
+    rows = json.loads(out.read_text())["squares"]
+    assert [row["n"] for row in rows] == ["64", "128"] and all(row["TFLOPS"] > 0 for row in rows)
 
 
 @pytest.mark.slow
@@ -61,12 +51,11 @@ def test_every_part_of_a_micro_step_is_timed_and_its_roof_is_their_sum(tmp_path)
     assert 0 < min(rates) <= figures["gemm_tflops"] <= max(rates)  # their mean, weighted by time
 
     *rows, chosen = figures["attention"]
-    cases = [(hs, backend) for hs in (64, 128, 16) for backend in roof.BACKENDS]
-    assert [(r["head_dim"], r["backend"]) for r in rows] == cases
+    assert [r["backend"] for r in rows] == [*roof.BACKENDS] and chosen["backend"] == "the model"
     for r in rows:
         on_a_gpu = r["backend"] in ("cudnn", "efficient")
         assert r["forward"] == r["both"] == "n/a" if on_a_gpu else 0 < min(r["forward"], r["both"])
-    assert [r["default"] for r in rows].count("*") == 3 and chosen["default"] == "flash"
+    assert [r["backend"] for r in rows if r["default"] == "*"] == [chosen["default"]] == ["flash"]
     work = 2 * 2 * 4 * 32**2 * 16  # FLOPs of 2 sequences, 4 heads of size 16
     assert chosen["ms forward"] * chosen["forward"] == pytest.approx(work * 1e-9)
 
@@ -81,14 +70,6 @@ def test_every_part_of_a_micro_step_is_timed_and_its_roof_is_their_sum(tmp_path)
     *parts, everything = figures["micro_step"]
     assert len(parts) == 4 and everything["ms"] == pytest.approx(sum(p["ms"] for p in parts))
     assert 0 < figures["model_tflops"] and "--preset=llama" in figures["command"]
-
-
-def test_the_roof_of_mfu_counts_attention_twice_and_that_of_what_is_computed_once():
-    """The FLOPs that are computed also contain the padding of the vocabulary."""
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**PRESETS["gpt2"], block_size=8192))
-    mfu, computed = roof.flops(model, 8192)
-    assert mfu - computed == 6 * 12 * 768 * 8192 - 6 * (50304 - 50257) * 768
 
 
 def test_what_does_not_fit_or_is_refused_is_a_word_and_not_the_end():

@@ -58,8 +58,8 @@ def test_each_shard_and_recompute_trains_as_ddp_does_and_skips_an_overflow():
 @pytest.mark.slow
 @NEEDS_BF16
 def test_the_peak_of_a_rank_is_the_predicted_one_within_5_percent():
-    options = ["--optimizers=adamw", "--accums=1", "--recomputes=blocks"]
-    output = output_on(2, "-m", "bench.shards", *options, "--shards", "all")
+    script = str(REPO / "tests" / "peak_of_shards.py")
+    output = output_on(2, script, "adamw", "all", "blocks", "1")
     assert output.count("predicted ") == 1
 
 

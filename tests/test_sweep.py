@@ -41,9 +41,8 @@ def test_every_cell_has_figures_that_agree_with_each_other(tmp_path, capsys):
         assert c["tflops"] == pytest.approx(c["tokens_per_s"] * flops / 1e12)
         assert c["mfu"] == pytest.approx(c["tflops"])  # TINY gives a peak of 1 TFLOPS
         assert c["memory_gb"] is None or 0.05 < c["memory_gb"] < 5
-        assert 0 < c["launching_ms"] <= 1e3 * min(c["seconds"])
     printed = capsys.readouterr().out
-    assert f"{1e3 * min(cells[0]['seconds']):,.1f} ms" in facts["any step"]
+    assert facts["any step"].endswith("ms, the fastest of 3 steps of one token")
     assert facts["any step"] in printed.splitlines()[-1]
     assert "Wh/Mtok" not in printed  # a CPU has no NVML
     assert paths[1].read_text() == printed
@@ -121,17 +120,16 @@ def test_the_peak_of_a_small_cell_behind_a_large_one_is_small():
     assert large > small + 0.05 and again == pytest.approx(small, abs=0.05)
 
 
-@pytest.mark.parametrize("limit", [0, 7, 5000])
-def test_the_largest_batch_is_found_to_a_sixteenth(monkeypatch, limit):
+@pytest.mark.parametrize("limit", [1, 7, 500])
+def test_the_largest_batch_is_the_predicted_one_or_what_fits_of_it(monkeypatch, limit):
     """`measure` pretends to be a GPU that holds `limit` sequences."""
 
     def measure(cfg, *others):
         return {"B": cfg.batch_size, "note": "OOM" if cfg.batch_size > limit else ""}
 
     monkeypatch.setattr(sweep, "measure", measure)
+    monkeypatch.setattr(sweep, "capacity", lambda device: 8e9)
     cfg = configurator.parse(sweep.SweepConfig, SMALL)
-    gpu = SimpleNamespace(device=torch.device("cuda"))
-    tried = [measure(replace(cfg, batch_size=B)) for B in (1, 8, 12, 16)]
-    cell = sweep.largest(cfg, tried, gpu, 1.0)
-    assert max(1, limit * 16 // 17) <= cell["B"] <= max(1, limit)
-    assert cell["note"].startswith("largest: B=" if limit else "OOM")
+    gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16)
+    cell = sweep.largest(cfg, gpu, 1.0)
+    assert cell["note"] == "" and limit * 6 // 8 <= cell["B"] <= limit

@@ -13,11 +13,5 @@ batch_tokens = 4 * 512
 max_steps = 400
 eval_every = 200
 baseline = "stream"
-variants = {
-    "stream": {},
-    "mask": {"documents": "mask"},
-    "pack": {"documents": "pack"},
-    "stream, per document": {"loss_per": "document"},
-    "mask, per document": {"documents": "mask", "loss_per": "document"},
-    "pack, per document": {"documents": "pack", "loss_per": "document"},
-}
+variants = {name: {"documents": name} for name in ("stream", "mask", "pack")}
+variants |= {f"{k}, per document": v | {"loss_per": "document"} for k, v in variants.items()}

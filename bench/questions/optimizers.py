@@ -3,17 +3,12 @@
 # 1 / sqrt(step).
 question = "Which optimizer ends with the lowest loss on the same tokens?"
 config = "bench/laptop.py"
+_rates = {
+    "adamw": ["1e-3", "5e-4", "3e-3", "6e-3"],
+    "adafactor": ["0.01", "0.03", "0.1", "0.3"],
+    "muon": ["2e-3", "4e-3", "8e-3"],
+}
 variants = {
-    "adamw 1e-3": {"lr": 1e-3},
-    "adamw 5e-4": {"lr": 5e-4},
-    "adamw 3e-3": {"lr": 3e-3},
-    "adamw 6e-3": {"lr": 6e-3},
-    "adafactor 0.01": {"optimizer": "adafactor", "lr": 0.01},
-    "adafactor 0.03": {"optimizer": "adafactor", "lr": 0.03},
-    "adafactor 0.1": {"optimizer": "adafactor", "lr": 0.1},
-    "adafactor 0.3": {"optimizer": "adafactor", "lr": 0.3},
-    "muon 2e-3": {"optimizer": "muon", "lr": 2e-3},
-    "muon 4e-3": {"optimizer": "muon", "lr": 4e-3},
-    "muon 8e-3": {"optimizer": "muon", "lr": 8e-3},
+    f"{name} {lr}": {"optimizer": name, "lr": float(lr)} for name in _rates for lr in _rates[name]
 }
 lengths = (0.5, 1, 2, 4)

@@ -31,11 +31,11 @@ from torch.nn.parallel import DistributedDataParallel
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))  # so that `python tests/simgpu/memory.py` finds the modules below
 import training.parallel  # noqa: E402
-from bench.memory import measured_peak  # noqa: E402
 from configurator import parse  # noqa: E402
 from hardware.machine import Machine  # noqa: E402
 from hardware.terminal import ProgressBar  # noqa: E402
 from model import GPT, PRESETS, GPTConfig  # noqa: E402
+from tests.peak import measured_peak  # noqa: E402
 from tests.simgpu.simulation import SIMGPU, simulated  # noqa: E402
 from training.memory import Step, step_memory  # noqa: E402
 from training.settings import TrainConfig, model_config  # noqa: E402

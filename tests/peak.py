@@ -1,22 +1,21 @@
 """The memory that a training step takes, measured: what training/memory.py predicts."""
 
 import gc
+from dataclasses import replace
 from itertools import accumulate, repeat
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
+from bench.measure import new_training
 from hardware import kernels
 from hardware.machine import Machine
-from model import GPT, GPTConfig
+from model import GPTConfig
 from training.average import Average
 from training.memory import Step
-from training.optimizer import make_optimizer
-from training.parallel import compile_blocks, compiles_by_blocks, shares, wrap
 from training.settings import TrainConfig
 from training.shards import part
-from training.step import Batch, take_step
 
 
 def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> int:
@@ -29,31 +28,23 @@ def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> i
     device = torch.device(step.device)
     held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     kernels.install()
-    model = GPT(c)
-    model.init_weights()
     machine = machine or Machine(0, 0, 1, device, step.dtype, "")
-    recompute = "blocks" if step.recompute else "none"
-    cfg = TrainConfig(optimizer=step.optimizer, shard=step.shard, recompute=recompute)
-    for block in model.blocks:
-        block.recompute = step.recompute
-    if not shares(cfg, machine):
-        model.to(device)
-    by_blocks = compiles_by_blocks(cfg, machine)
-    if step.compiled and by_blocks:
-        compile_blocks(model, torch.zeros(step.B, step.T), machine)
-    forward = wrap(cfg, model, machine, None, step.B, "")
-    if step.compiled and not by_blocks:
-        forward = torch.compile(forward, dynamic=False)
-    optimizer = make_optimizer(cfg, machine, model)
+    cfg = TrainConfig(
+        optimizer=step.optimizer,
+        shard=step.shard,
+        recompute="blocks" if step.recompute else "none",
+        compile=step.compiled,
+        batch_size=step.B,
+        block_size=step.T,
+    )
+    training = new_training(cfg, c, machine)
+    batch = next(training.batches)._replace(eos_id=0 if step.documents else None)
+    training = replace(training, batches=repeat(batch), accum=step.accum)
+    model = training.model
     average = Average(model, 1) if step.average else None
-    scales = device.type == "cuda" and step.dtype == torch.float16
-    scaler = torch.amp.GradScaler(device.type, enabled=scales)
-    rows = torch.randint(0, c.vocab_size, (step.B, step.T + 1), device=device)
-    eos_id = 0 if step.documents else None
-    batches = repeat(Batch(rows[:, :-1], rows[:, 1:], None, eos_id))
 
     def one_step() -> None:
-        take_step(forward, optimizer, scaler, batches, step.accum, machine, grad_clip=1.0)
+        training.step()
         if average:
             average.follow()
 
@@ -73,10 +64,10 @@ def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> i
         changes_of_memory = [e for e in events if e.name() == "[memory]"]
         in_order = sorted(changes_of_memory, key=lambda e: e.start_ns())
         peaks.append(max(accumulate(e.nbytes() for e in in_order)))
-    state = [part(t) for of_weight in optimizer.state.values() for t in of_weight.values()]
+    state = [part(t) for moments in training.optimizer.state.values() for t in moments.values()]
     means = average.weights.values() if average else []
-    always = [*map(part, model.parameters()), *model.buffers(), *state, *means, rows]
+    always = [*map(part, model.parameters()), *model.buffers(), *state, *means, batch.x]
     # DDP's buckets are as large as the weights. They were allocated in the step before.
-    ddp = isinstance(forward, DistributedDataParallel)
+    ddp = isinstance(training.forward, DistributedDataParallel)
     buckets = 4 * model.num_params()["total"] if ddp else 0
     return sum(t.untyped_storage().nbytes() for t in always) + buckets + min(peaks)

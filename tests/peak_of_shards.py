@@ -1,0 +1,35 @@
+"""Compare the peak memory of a step under a `shard` and `recompute` with what is predicted for it.
+
+    torchrun --standalone --nproc_per_node=3 tests/peak_of_shards.py adamw all blocks 3
+
+The arguments: values of train.py's optimizer, shard and recompute, and micro-steps in a step. A
+small model trains in bf16 on CPUs. The peak is that of the rank that has the most; the prediction
+is training/memory.py's. The exit code is 1 if they differ by more than 5 %.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from peak import measured_peak  # noqa: E402
+
+from hardware.machine import start  # noqa: E402
+from model import GPT, PRESETS, GPTConfig  # noqa: E402
+from training.memory import Step, step_memory  # noqa: E402
+from training.settings import TrainConfig  # noqa: E402
+
+optimizer, shard, recompute, accum = sys.argv[1:]
+machine = start("cpu", "bfloat16")
+c = GPTConfig(**PRESETS["qwen3"], n_layer=4, n_head=4, n_embd=256, vocab_size=2000)
+settings = TrainConfig(optimizer=optimizer, shard=shard, recompute=recompute)
+step = Step(4, 256, int(accum), machine.dtype, False, "cpu", machine.world).of(settings)
+measured = max(machine.gather(measured_peak(c, step, machine)))
+with torch.device("meta"):
+    moment, parts = step_memory(GPT(c), step)
+difference = sum(parts.values()) / measured - 1
+machine.say(f"{measured / 1e6:.1f} MB, predicted {difference:+.1%} {moment}")
+machine.gather(None)  # a rank that ends first would end the others
+torch.distributed.destroy_process_group()
+sys.exit(abs(difference) > 0.05)
