@@ -32,6 +32,7 @@ step, without evaluations and checkpoints. Other programs on the machine disturb
 losses.
 """
 
+import math
 import signal
 import sys
 import time
@@ -221,17 +222,21 @@ def run_settings(settings: TrainConfig, seed: int) -> TrainConfig:
 # Train
 
 
-def train_all(runs: list[Run]) -> int:
-    """Train the runs that are not finished.
+def train_all(runs: list[Run], minutes: float = math.inf) -> int:
+    """Train the runs that are not finished, and begin none after so many minutes.
 
     Return the exit code: 1 if a run failed, 128 + number if a signal ended the work.
     """
+    end = time.monotonic() + 60 * minutes
     # Two runs of the same folder have the same settings: one of them is enough.
     todo = {run.folder: run for run in runs if read_run(run.folder, run.judges, run.loss) is None}
     print(f"{len(runs)} runs, {len(todo)} of them to train", flush=True)
     exit_code = 0
     with stop_signals() as signals:
         for run in ProgressBar("runs", todo.values()):
+            if time.monotonic() > end:
+                ProgressBar.write(f"no time for {run.variant} and what follows: --minutes")
+                break
             line = f"{run.variant}, seed {run.seed}"
             code = train(run, signals)
             if signals:

@@ -16,7 +16,7 @@ ladder.json goes into the folder of the data set, and a picture of fit and resid
 """
 
 import math
-import time
+import sys
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -26,11 +26,10 @@ import torch
 from torch.nn.functional import huber_loss
 
 import configurator
-from bench.lab import Run, run_settings, train
+from bench.lab import Run, run_settings, train_all
 from bench.lab_results import read_run
 from bench.measure import facts_of, not_positive, padded, write_json
 from configurator import UserError, parse
-from hardware.machine import stop_signals
 from hardware.terminal import ProgressBar
 from model import GPT
 from text.dataset import open_datasets, open_windows
@@ -47,7 +46,7 @@ DELTA = 1e-3  # of the Huber loss: a relative error beyond it counts as itself, 
 @dataclass(frozen=True)
 class LadderConfig(TrainConfig):
     out_dir: str = "out/ladder"  # folder of the rungs
-    minutes: float = 60.0  # time for the rungs that are not trained yet
+    minutes: float = 60.0  # in this call, no rung begins later than that
     fewest_steps: int = 300  # of a rung: a shorter run says little about a longer one
     draws: int = 100  # number of fits of the bootstrap
 
@@ -71,19 +70,18 @@ def main() -> None:
     cfg = with_data(parse(LadderConfig, doc=__doc__))
     (data,) = open_datasets(cfg.dataset, cfg.data_dir)
     rungs = rungs_of(cfg)
-    exit_code = climb(rungs, cfg.minutes)
+    exit_code = train_all([rung.run for rung in rungs], cfg.minutes)
     results = [(rung, read_run(rung.run.folder, [data.name])) for rung in rungs]
     trained = [(rung, result.loss) for rung, result in results if result]
-    print(f"{len(trained)} of {len(rungs)} rungs are trained")
     if len(trained) < FEWEST_RUNGS:
-        raise UserError(f"a fit needs {FEWEST_RUNGS} rungs: give more minutes, or a larger config")
+        lengths = "more --minutes, or a longer run or a larger model to foretell"
+        raise UserError(f"a fit needs {FEWEST_RUNGS} rungs, not {len(trained)}: give {lengths}")
     ladder = fitted(trained, data.meta["splits"]["train"]["tokens"], cfg)
     write_json(str(data.folder / FILE), vars(ladder) | facts_of(torch.device("cpu")))
     print(table(ladder))
     draw(ladder, data.folder / FILE.replace(".json", ".png"))
     print(f"{data.folder / FILE} and its picture: plan.py --loss reads it")
-    if exit_code:
-        raise SystemExit(exit_code)
+    sys.exit(exit_code)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -132,34 +130,6 @@ def flops_of(cfg: TrainConfig, vocab_size: int, tokens: int) -> tuple[int, float
     with torch.device("meta"):
         model = GPT(model_config(cfg, vocab_size))
     return model.num_params()["matmul"], model.flops_per_token(cfg.block_size) * float(tokens)
-
-
-def climb(rungs: list[Rung], minutes: float) -> int:
-    """Train the rungs that are not trained, the cheapest first, and none that takes too long.
-
-    Return the exit code: 1 if a run failed, 128 + number if a signal ended the work.
-    """
-    todo = [rung for rung in rungs if not read_run(rung.run.folder, rung.run.judges)]
-    exit_code = 0
-    end = time.monotonic() + 60 * minutes
-    with stop_signals() as signals:
-        expected = 0.0
-        for number, rung in enumerate(ProgressBar("rungs", todo)):
-            if time.monotonic() + expected > end:
-                ProgressBar.write(f"no time for {len(todo) - number} more: --minutes has an end")
-                break
-            start = time.monotonic()
-            code = train(rung.run, signals)
-            if signals:
-                return 128 + signals[-1]
-            result = read_run(rung.run.folder, rung.run.judges)
-            loss = f"loss {result.loss:.4f}" if result else f"exit code {code}, {rung.run.log}"
-            exit_code = exit_code or int(not result)
-            seconds = time.monotonic() - start
-            ProgressBar.write(f"{rung.run.variant} | {loss} | {seconds:.0f} s")
-            following = todo[min(number + 1, len(todo) - 1)]
-            expected = seconds * following.flops / rung.flops
-    return exit_code
 
 
 # --------------------------------------------------------------------------------------------------
