@@ -81,7 +81,8 @@ def main() -> None:
     print(table(ladder))
     draw(ladder, data.folder / FILE.replace(".json", ".png"))
     print(f"{data.folder / FILE} and its picture: plan.py --loss reads it")
-    sys.exit(exit_code)
+    if exit_code:
+        sys.exit(exit_code)
 
 
 # --------------------------------------------------------------------------------------------------

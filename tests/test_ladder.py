@@ -14,7 +14,7 @@ from bench import lab, ladder
 from training.law import FILE, REPEATS, law
 
 TRUE = torch.tensor([1.8, 60, 0.35, 400, 0.37, 5]).double()  # E, A, a, B, b, R
-SMALL = [*TINY, "--n_layer=3", "--max_steps=64", "--fewest_steps=4", "--draws=5", "--seed=1"]
+SMALL = [*TINY, "--n_layer=3", "--max_steps=64", "--fewest_steps=6", "--draws=5", "--seed=1"]
 
 
 def foretold(most_tokens: float, U: int, draws: int = 2) -> ladder.Ladder:
