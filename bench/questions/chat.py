@@ -3,6 +3,10 @@
 # make demo chat first. With AdamW the embeddings and vectors have the rate of the matrices.
 question = "Which optimizer, rate and number of epochs teach the demo to answer?"
 config = "config/chat.py"
+batch_size = 8
+batch_tokens = 8 * 256
+max_epochs = 6.0
+eval_every = 60
 baseline = "muon 4e-3"
 _adamw = {"optimizer": "adamw", "embed_lr": 1.0, "vector_lr": 1.0}
 _half_batch = {"batch_size": 4, "batch_tokens": 4 * 256}
