@@ -66,8 +66,9 @@ class PlanConfig(TrainConfig):
             problems.append("days and vocab_size must be at least 0, nproc at least 1")
         if self.gpu and self.trial:
             problems.append("a trial runs on this machine: leave gpu out")
-        if self.loss and (self.init_from != "scratch" or "," in self.dataset):
-            problems.append("a loss is foretold for one data set, and a model from scratch")
+        mixed = "," in self.dataset or self.vocab_size
+        if self.loss and (self.init_from not in ("scratch", "auto") or mixed):
+            problems.append("loss: of a model from scratch, on one data set, with its vocabulary")
         if self.init_from == "resume":
             problems.append("init_from=resume: a plan reads no run; give the settings of the run")
         return problems
@@ -369,25 +370,25 @@ def rows_of_hours(run: PlannedRun, flops: dict[str, float]) -> dict[str, str]:
 def print_loss(run: PlannedRun) -> None:
     """Print the loss that the run will come to, and what would be best for the same FLOPs."""
     data = run.sets[0]
-    ladder = read_ladder(data.folder)
+    ladder = read_ladder(data)
     N = run.model.num_params()["matmul"]
     D = run.plan.steps * run.plan.step_tokens
     loss, low, high = ladder.interval(N, D)
-    val = data.meta["splits"]["val"]
+    val = data.learned("val", run.cfg.loss_on)
     bits = loss / math.log(2) * val["tokens"] / val["bytes"]
     flops = run.model.flops_per_token(run.cfg.block_size) * D
     best_N, best_D = ladder.best_size(6 * N * D)
     beyond = flops / max(rung["flops"] for rung in ladder.rungs)
-    basis = f"{len(ladder.rungs)} small models; the run has {beyond:.3g} x the FLOPs of the largest"
+    basis = f"{len(ladder.rungs)} small models; the run costs {beyond:.3g} x the dearest of them"
     different = ladder.differs(run.cfg)
     if different:
         basis += f"\nwarning: they were trained with other settings: {different}"
     best_loss = float(ladder.loss(best_N, best_D)[0])
     tokens = f"{best_D:,.3g} tokens, {best_D / best_N:.3g} for a parameter"
     rows = {
-        "val loss": f"{loss:.3f}, in nine of ten runs {low:.3f} to {high:.3f}",
+        "val loss": f"{loss:.3f}; {low:.3f} to {high:.3f} in nine of ten runs, if the law holds",
         "bits per byte": f"{bits:.3f}",
-        "known from": basis,
+        "basis": basis,
         "best for 6 N D": f"{best_N:,.3g} parameters in products, {tokens}: {best_loss:.3f}",
     }
     section(f"Loss on {data.name}", rows)

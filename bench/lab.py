@@ -235,7 +235,7 @@ def train_all(runs: list[Run], minutes: float = math.inf) -> int:
     with stop_signals() as signals:
         for run in ProgressBar("runs", todo.values()):
             if time.monotonic() > end:
-                ProgressBar.write(f"no time for {run.variant} and what follows: --minutes")
+                ProgressBar.write(f"the minutes are over: {run.variant} is not begun")
                 break
             line = f"{run.variant}, seed {run.seed}"
             code = train(run, signals)

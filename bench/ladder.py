@@ -1,18 +1,18 @@
 """Foretell losses: train a ladder of small models by a config's recipe, and fit a law to them.
 
-    python -m bench.ladder config/demo.py --dataset=mine --minutes=30
-    python plan.py config/demo.py --dataset=mine --loss
+    python -m bench.ladder config/demo.py --dataset=mine --max_steps=5000 --minutes=60
+    python plan.py config/demo.py --dataset=mine --max_steps=5000 --loss
 
 The rungs are smaller and shorter than the config's model and run, at steps of a square root of 2 in
 depth, which the width follows, and in tokens. None costs more than an eighth of its FLOPs. They are
-trained from the cheapest on, as long as the minutes allow, each as its own train.py in out_dir;
-the same command goes on. With --max_epochs above 1 they read the data several times, and the worth
-of that is fitted, too.
+trained from the cheapest on, each as its own train.py in out_dir, and none begins after the
+minutes; the same command goes on. With --max_epochs of 2 or more they read the data several times,
+and the worth of that is fitted, too.
 
 The law is in training/law.py. It is fitted by the Huber loss of the relative errors, with the delta
 of arXiv 2203.15556. The interval is of a bootstrap: the law is fitted again to its own losses, with
 errors that are drawn anew.
-ladder.json goes into the folder of the data set, and a picture of fit and residuals beside it.
+NAME.ladder.json goes beside the folder of the data set, and so does a picture of fit and errors.
 """
 
 import math
@@ -30,10 +30,12 @@ from bench.lab import Run, run_settings, train_all
 from bench.lab_results import read_run
 from bench.measure import facts_of, not_positive, padded, write_json
 from configurator import UserError, parse
+from hardware.disk import sealed
 from hardware.terminal import ProgressBar
 from model import GPT
 from text.dataset import open_datasets, open_windows
-from training.law import FILE, REPEATS, Ladder, law, recipe_of, worth
+from text.windows import DataSet
+from training.law import REPEATS, Ladder, hashes, law, path_of, recipe_of, worth
 from training.plan import make_plan
 from training.settings import TrainConfig, model_config
 from training.start import with_data
@@ -53,8 +55,10 @@ class LadderConfig(TrainConfig):
     def problems(self) -> list[str]:
         problems = TrainConfig.problems(self)
         problems += not_positive(self, "minutes", "fewest_steps", "draws")
-        if self.init_from != "scratch" or "," in self.dataset or self.batch_size == "auto":
-            problems.append("a ladder begins from scratch, on one data set, with a batch_size")
+        if self.init_from not in ("scratch", "auto"):
+            problems.append(f"init_from={self.init_from}: a ladder begins from scratch")
+        if "," in self.dataset:
+            problems.append(f"dataset={self.dataset}: a ladder reads one data set")
         return problems
 
 
@@ -69,37 +73,48 @@ class Rung:
 def main() -> None:
     cfg = with_data(parse(LadderConfig, doc=__doc__))
     (data,) = open_datasets(cfg.dataset, cfg.data_dir)
-    rungs = rungs_of(cfg)
+    rungs, epoch_tokens = rungs_of(cfg, data)
+    check([(rung.N, rung.D) for rung in rungs], "--fewest_steps=100, a longer run, a larger model")
     exit_code = train_all([rung.run for rung in rungs], cfg.minutes)
+    if exit_code > 1:  # a signal
+        sys.exit(exit_code)
     results = [(rung, read_run(rung.run.folder, [data.name])) for rung in rungs]
-    trained = [(rung, result.loss) for rung, result in results if result]
-    if len(trained) < FEWEST_RUNGS:
-        lengths = "more --minutes, or a longer run or a larger model to foretell"
-        raise UserError(f"a fit needs {FEWEST_RUNGS} rungs, not {len(trained)}: give {lengths}")
-    ladder = fitted(trained, data.meta["splits"]["train"]["tokens"], cfg)
-    write_json(str(data.folder / FILE), vars(ladder) | facts_of(torch.device("cpu")))
+    trained = [(r, result.loss) for r, result in results if result and math.isfinite(result.loss)]
+    check(
+        [(rung.N, rung.D) for rung, _ in trained], "more --minutes; the .log of a run that failed"
+    )
+    ladder = fitted(trained, epoch_tokens, cfg, data)
     print(table(ladder))
-    draw(ladder, data.folder / FILE.replace(".json", ".png"))
-    print(f"{data.folder / FILE} and its picture: plan.py --loss reads it")
+    write_json(str(path_of(data)), sealed(vars(ladder) | facts_of(torch.device("cpu"))))
+    draw(ladder, path_of(data).with_suffix(".png"))
+    print(f"{path_of(data)} and its picture: plan.py --loss reads it")
     if exit_code:
         sys.exit(exit_code)
+
+
+def check(sizes: list[tuple[int, int]], advice: str) -> None:
+    """Raise UserError if (N, D) of the rungs are too few to fit a law to."""
+    N, D = (len(set(values)) for values in zip(*sizes, strict=True)) if sizes else (0, 0)
+    if len(sizes) < FEWEST_RUNGS or min(N, D) < 3:
+        rungs = f"{len(sizes)} rungs of {N} sizes and {D} lengths"
+        raise UserError(f"a law needs {FEWEST_RUNGS} of 3 and 3, not {rungs}: {advice}")
 
 
 # --------------------------------------------------------------------------------------------------
 # Rungs
 
 
-def rungs_of(cfg: LadderConfig) -> list[Rung]:
-    """Return the rungs, the cheapest first."""
-    (data,) = open_datasets(cfg.dataset, cfg.data_dir)
+def rungs_of(cfg: LadderConfig, data: DataSet) -> tuple[list[Rung], int]:
+    """Return the rungs, the cheapest first, and the tokens of an epoch."""
     windows = open_windows(data, "train", cfg.block_size, documents=cfg.documents)
     plan = make_plan(cfg, 1, cfg.block_size * windows.n_windows)
     config = TrainConfig(**{f.name: getattr(cfg, f.name) for f in fields(TrainConfig)})
     most = SHARE * flops_of(config, data.meta["vocab_size"], plan.steps * plan.step_tokens)[1]
-    shapes = {str(shape): shape for shape in (shape_at(cfg, n) for n in halvings(cfg.n_layer, 1))}
     rungs = []
-    for shape, steps in product(shapes.values(), halvings(plan.steps, cfg.fewest_steps)):
+    lengths = halvings(plan.steps, cfg.fewest_steps)
+    for n_layer, steps in product(halvings(cfg.n_layer, 1), lengths):
         length = dict(max_steps=steps, max_epochs=0.0, max_tokens=0)
+        shape = shape_at(cfg, n_layer)
         settings = replace(config, **shape, **length, eval_every=steps, save_every=steps)
         D = steps * plan.step_tokens
         N, flops = flops_of(settings, data.meta["vocab_size"], D)
@@ -107,23 +122,24 @@ def rungs_of(cfg: LadderConfig) -> list[Rung]:
             name = f"{settings.n_layer} x {settings.n_embd}, {steps:,} steps"
             run = Run(name, cfg.seed, run_settings(settings, cfg.seed), [data.name], "val_loss")
             rungs.append(Rung(run, N, D, flops))
-    return sorted(rungs, key=lambda rung: rung.flops)
+    return sorted(rungs, key=lambda rung: rung.flops), plan.epoch_tokens
 
 
 def halvings(largest: int, least: int) -> list[int]:
     """Return largest, and it divided by the root of 2 again and again, down to `least`."""
-    return [n for k in range(40) if (n := round(largest / 2 ** (k / 2))) >= least]
+    numbers = [round(largest / 2 ** (k / 2)) for k in range(40)]
+    return [n for n in dict.fromkeys(numbers) if n >= least]
 
 
 def shape_at(cfg: TrainConfig, n_layer: int) -> dict[str, int]:
     """Return the shape of a model of fewer layers: as many times narrower, its heads as wide."""
-    n_kv_head = cfg.n_kv_head or cfg.n_head
     part = n_layer / cfg.n_layer
-    groups = max(1, round(part * n_kv_head))
-    n_head = groups * (cfg.n_head // n_kv_head)
+    n_head = max(1, round(part * cfg.n_head))
     n_embd = n_head * (cfg.n_embd // cfg.n_head)
-    d_ff = round(cfg.d_ff * n_embd / cfg.n_embd)
-    return dict(n_layer=n_layer, n_head=n_head, n_kv_head=groups, n_embd=n_embd, d_ff=d_ff)
+    groups = max(1, round(part * (cfg.n_kv_head or cfg.n_head)))
+    n_kv_head = max(n for n in range(1, groups + 1) if n_head % n == 0)
+    d_ff = max(1, round(cfg.d_ff * n_embd / cfg.n_embd)) if cfg.d_ff else 0
+    return dict(n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, n_embd=n_embd, d_ff=d_ff)
 
 
 def flops_of(cfg: TrainConfig, vocab_size: int, tokens: int) -> tuple[int, float]:
@@ -137,13 +153,16 @@ def flops_of(cfg: TrainConfig, vocab_size: int, tokens: int) -> tuple[int, float
 # The fit
 
 
-def fitted(trained: list[tuple[Rung, float]], different_tokens: int, cfg: LadderConfig) -> Ladder:
+def fitted(
+    trained: list[tuple[Rung, float]], different_tokens: int, cfg: LadderConfig, data: DataSet
+) -> Ladder:
     """Return the law of (rung, loss), and those of the bootstrap."""
-    N, D, losses = torch.tensor([(r.N, r.D, loss) for r, loss in trained]).double().unbind(1)
+    rows = [(rung.N, rung.D, loss) for rung, loss in trained]
+    N, D, losses = torch.tensor(rows, dtype=torch.float64).unbind(1)
     parameters = fit(N, D, losses, different_tokens)
     fitted_losses = law(parameters, N, D, different_tokens)
     # The fit took up a part of the scatter: as many rungs as there are parameters lie on it.
-    freedom = len(N) - 5 - bool((D > different_tokens).any())
+    freedom = len(N) - 5 - repeats(D, different_tokens)
     residuals = (losses / fitted_losses - 1) * (len(N) / freedom) ** 0.5
     generator = torch.Generator().manual_seed(cfg.seed)
     draws = []
@@ -152,7 +171,12 @@ def fitted(trained: list[tuple[Rung, float]], different_tokens: int, cfg: Ladder
         draws.append(fit(N, D, fitted_losses * (1 + drawn), different_tokens))
     rungs = [dict(N=r.N, D=r.D, flops=r.flops, loss=loss) for r, loss in trained]
     laws = torch.stack([parameters, *draws]).tolist()
-    return Ladder(different_tokens, recipe_of(cfg), rungs, laws, residuals.tolist())
+    return Ladder(different_tokens, recipe_of(cfg), hashes(data), rungs, laws, residuals.tolist())
+
+
+def repeats(D: torch.Tensor, U: float) -> bool:
+    """Return whether the rungs read so much again that its worth, R, can be fitted."""
+    return bool(D.max() > 1.5 * U)
 
 
 def fit(N: torch.Tensor, D: torch.Tensor, losses: torch.Tensor, U: float) -> torch.Tensor:
@@ -163,7 +187,7 @@ def fit(N: torch.Tensor, D: torch.Tensor, losses: torch.Tensor, U: float) -> tor
     """
     most = torch.tensor([1.5, 1.5, 10 * REPEATS]).double().log()
     least = torch.tensor([0.05, 0.05, REPEATS / 10]).double().log()
-    if not (D > U).any():
+    if not repeats(D, U):
         most[2] = least[2] = math.log(REPEATS)
     center, reach = (most + least) / 2, (most - least) / 2
     for _ in range(12):
@@ -176,7 +200,8 @@ def fit(N: torch.Tensor, D: torch.Tensor, losses: torch.Tensor, U: float) -> tor
         weights = torch.ones(len(grid), len(N), 1)
         for _ in range(8):
             weighted = (weights * terms).mT
-            factors = torch.linalg.solve(weighted @ terms, weighted.sum(2, keepdim=True))
+            squares = weighted @ terms + 1e-12 * torch.eye(3)  # terms may be all but alike
+            factors = torch.linalg.solve(squares, weighted.sum(2, keepdim=True))
             errors = terms @ factors - 1  # (P, n, 1)
             weights = DELTA / errors.abs().clamp(min=DELTA)
         factors = factors.clamp(min=0)  # (P, 3, 1)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from conftest import TINY, call
 
 import plan
 from bench import lab, ladder
-from training.law import FILE, REPEATS, law
+from hardware.disk import sealed
+from text.windows import DataSet
+from training.law import REPEATS, law
 
 TRUE = torch.tensor([1.8, 60, 0.35, 400, 0.37, 5]).double()  # E, A, a, B, b, R
 SMALL = [*TINY, "--n_layer=3", "--max_steps=64", "--fewest_steps=6", "--draws=5", "--seed=1"]
@@ -27,7 +30,8 @@ def foretold(most_tokens: float, U: int, draws: int = 2) -> ladder.Ladder:
             loss = float(law(TRUE, N, D, U)) * (1 + 0.002 * float(torch.randn(())))
             trained.append((ladder.Rung(None, int(N), int(D), 6 * N * D), loss))
     cfg = ladder.LadderConfig(max_steps=1, draws=draws)
-    return ladder.fitted(trained, U, cfg)
+    data = DataSet("x", Path("x"), {"splits": {}}, Fraction(1))
+    return ladder.fitted(trained, U, cfg, data)
 
 
 def test_a_law_is_foretold_within_1_percent_at_16_times_the_compute():
@@ -71,13 +75,13 @@ def climb(folder: Path) -> None:
 
 
 def test_rungs_are_trained_once_and_none_costs_more_than_an_eighth(climbed, capsys):
-    rungs = json.loads((climbed / "tiny" / FILE).read_text())["rungs"]
+    rungs = json.loads((climbed / "tiny.ladder.json").read_text())["rungs"]
     written = {path: path.stat().st_mtime_ns for path in climbed.glob("out/*/metrics.jsonl")}
     assert len(written) == len(rungs) >= 8
-    largest = plan.planned_run(plan_of(climbed, "--vocab_size=400"))
+    largest = plan.planned_run(plan_of(climbed))
     whole = largest.model.flops_per_token(32) * largest.plan.steps * largest.plan.step_tokens
     assert max(rung["flops"] for rung in rungs) <= whole / 8
-    assert (climbed / "tiny" / "ladder.png").exists()
+    assert (climbed / "tiny.ladder.png").exists()
     climb(climbed)
     assert {path: path.stat().st_mtime_ns for path in written} == written
 
@@ -100,10 +104,26 @@ def test_plan_foretells_the_loss_and_names_settings_that_differ(climbed, capsys)
     )
 
 
-def test_a_loss_is_not_foretold_without_a_whole_ladder(climbed, tmp_path, refuses):
+def test_a_loss_is_not_foretold_without_the_ladder_of_these_data(climbed, tmp_path, refuses):
     shutil.copytree(climbed / "tiny", tmp_path / "tiny")
-    (tmp_path / "tiny" / FILE).write_text("{}")
-    assert "ladder.json" in refuses(plan.main, *options_of(tmp_path, "--loss"))
-    (tmp_path / "tiny" / FILE).unlink()
+    path = tmp_path / "tiny.ladder.json"
     assert "bench.ladder" in refuses(plan.main, *options_of(tmp_path, "--loss"))
+    path.write_text("{}")
+    assert "damaged" in refuses(plan.main, *options_of(tmp_path, "--loss"))
+    content = json.loads((climbed / path.name).read_text())
+    other = {key: content[key] for key in content if key != "sha256"} | {"data": {"val": "0"}}
+    path.write_text(json.dumps(sealed(other)))
+    assert "prepared again" in refuses(plan.main, *options_of(tmp_path, "--loss"))
     assert "one data set" in refuses(plan.main, *options_of(tmp_path, "--loss", "--init_from=x"))
+
+
+def test_too_few_rungs_are_refused_before_any_is_trained(tiny_data, tmp_path, refuses):
+    options = [*SMALL, "--max_steps=12", f"--data_dir={tiny_data}", f"--out_dir={tmp_path}"]
+    assert "--fewest_steps" in refuses(ladder.main, *options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_with_few_heads_for_keys_gets_narrower_too():
+    cfg = ladder.LadderConfig(n_layer=8, n_head=8, n_kv_head=2, n_embd=512, d_ff=1000)
+    shape = dict(n_layer=4, n_head=4, n_kv_head=1, n_embd=256, d_ff=500)
+    assert ladder.shape_at(cfg, 4) == shape

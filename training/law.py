@@ -7,16 +7,16 @@ Of U different tokens, D' = U + U R (1 - exp(-(D / U - 1) / R)) if D > U, else D
 again is worth less and less (Muennighoff et al. 2023, arXiv 2305.16264, equation 5).
 """
 
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 
 from configurator import UserError, changes
+from hardware.disk import unseal
+from text.windows import DataSet
 from training.settings import TRAINING, TrainConfig
 
-FILE = "ladder.json"  # in the folder of the data set
 # What a ladder varies, and what makes no other training.
 NOT_IN_RECIPE = set(
     "dataset seed n_layer n_head n_kv_head n_embd d_ff max_steps max_epochs max_tokens batch_size"
@@ -43,10 +43,11 @@ def worth(D: torch.Tensor, U: float, R: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Ladder:
-    """What ladder.json has."""
+    """What NAME.ladder.json has, beside the folder of the data set."""
 
-    different_tokens: int  # U, tokens of train.bin
-    recipe: dict  # settings of the training that all rungs share
+    different_tokens: int  # U, those of an epoch
+    recipe: dict  # settings of the training that all rungs share; shapes are taken to scale alike
+    data: dict  # hashes of the data set
     rungs: list[dict]  # of each: N, D, flops, loss
     parameters: list[list[float]]  # the fit, and then those of the bootstrap: see law()
     residuals: list[float]  # relative errors of single runs
@@ -81,14 +82,25 @@ class Ladder:
         return best, flops / 6 / best
 
 
-def read_ladder(folder: Path) -> Ladder:
-    """Return the ladder of a data set. Raises UserError if there is none, or if it is damaged."""
-    path = folder / FILE
+def path_of(data: DataSet) -> Path:
+    return data.folder.with_name(f"{data.name}.ladder.json")
+
+
+def hashes(data: DataSet) -> dict:
+    return {split: counts["sha256"] for split, counts in data.meta["splits"].items()}
+
+
+def read_ladder(data: DataSet) -> Ladder:
+    """Return the ladder of a data set. Raises UserError if there is none that can be used."""
+    path = path_of(data)
+    again = f"python -m bench.ladder CONFIG --dataset={data.name}"
     try:
-        content = json.loads(path.read_bytes())
-        return Ladder(**{field.name: content[field.name] for field in fields(Ladder)})
+        content = unseal(path)
+        ladder = Ladder(**{field.name: content[field.name] for field in fields(Ladder)})
     except FileNotFoundError:
-        make = f"python -m bench.ladder CONFIG --dataset={folder.name}"
-        raise UserError(f"{path} is not there: train small models first, {make}") from None
-    except (ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{path} is damaged ({e}): run bench.ladder again") from None
+        raise UserError(f"{path} is not there: train small models first, {again}") from None
+    except (OSError, ValueError, KeyError) as e:
+        raise UserError(f"{path} is damaged ({e}): {again}") from None
+    if ladder.data != hashes(data):
+        raise UserError(f"{path}: {data.name} was prepared again since: {again}")
+    return ladder

@@ -1,6 +1,6 @@
-# How should the demo learn its answers? The 200 questions of bench/answers.py are in other wordings
-# than those of the data set, of which val has one in twenty: they choose nothing here.
-# make demo chat first. With AdamW the embeddings and vectors have the rate of the matrices.
+# How should the demo learn its answers? First: make demo chat. bench/answers.py asks in other
+# wordings, which are in neither split, so it can judge what is chosen here.
+# With AdamW the embeddings and vectors have the rate of the matrices.
 question = "Which optimizer, rate and number of epochs teach the demo to answer?"
 config = "config/chat.py"
 batch_size = 8
