@@ -68,36 +68,33 @@ class Rung:
     N: int  # parameters in matrix products
     D: int  # tokens read
     flops: float
+    loss: float = math.nan
 
 
 def main() -> None:
     cfg = with_data(parse(LadderConfig, doc=__doc__))
     (data,) = open_datasets(cfg.dataset, cfg.data_dir)
     rungs, epoch_tokens = rungs_of(cfg, data)
-    check([(rung.N, rung.D) for rung in rungs], "--fewest_steps=100, a longer run, a larger model")
+    check(rungs, "--fewest_steps=100, or foretell a longer run or a larger model")
     exit_code = train_all([rung.run for rung in rungs], cfg.minutes)
-    if exit_code > 1:  # a signal
+    if exit_code:
         sys.exit(exit_code)
     results = [(rung, read_run(rung.run.folder, [data.name])) for rung in rungs]
-    trained = [(r, result.loss) for r, result in results if result and math.isfinite(result.loss)]
-    check(
-        [(rung.N, rung.D) for rung, _ in trained], "more --minutes; the .log of a run that failed"
-    )
+    trained = [replace(rung, loss=result.loss) for rung, result in results if result]
+    check(trained, "give more --minutes")
     ladder = fitted(trained, epoch_tokens, cfg, data)
     print(table(ladder))
     write_json(str(path_of(data)), sealed(vars(ladder) | facts_of(torch.device("cpu"))))
     draw(ladder, path_of(data).with_suffix(".png"))
     print(f"{path_of(data)} and its picture: plan.py --loss reads it")
-    if exit_code:
-        sys.exit(exit_code)
 
 
-def check(sizes: list[tuple[int, int]], advice: str) -> None:
-    """Raise UserError if (N, D) of the rungs are too few to fit a law to."""
-    N, D = (len(set(values)) for values in zip(*sizes, strict=True)) if sizes else (0, 0)
-    if len(sizes) < FEWEST_RUNGS or min(N, D) < 3:
-        rungs = f"{len(sizes)} rungs of {N} sizes and {D} lengths"
-        raise UserError(f"a law needs {FEWEST_RUNGS} of 3 and 3, not {rungs}: {advice}")
+def check(rungs: list[Rung], advice: str) -> None:
+    """Raise UserError if there are too few rungs to fit a law to."""
+    N, D = len({rung.N for rung in rungs}), len({rung.D for rung in rungs})
+    if len(rungs) < FEWEST_RUNGS or N < 3 or D < 3:
+        few = f"{len(rungs)} rungs of {N} sizes and {D} lengths"
+        raise UserError(f"a law needs {FEWEST_RUNGS} of 3 and 3, not {few}: {advice}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -111,11 +108,9 @@ def rungs_of(cfg: LadderConfig, data: DataSet) -> tuple[list[Rung], int]:
     config = TrainConfig(**{f.name: getattr(cfg, f.name) for f in fields(TrainConfig)})
     most = SHARE * flops_of(config, data.meta["vocab_size"], plan.steps * plan.step_tokens)[1]
     rungs = []
-    lengths = halvings(plan.steps, cfg.fewest_steps)
-    for n_layer, steps in product(halvings(cfg.n_layer, 1), lengths):
-        length = dict(max_steps=steps, max_epochs=0.0, max_tokens=0)
-        shape = shape_at(cfg, n_layer)
-        settings = replace(config, **shape, **length, eval_every=steps, save_every=steps)
+    for n_layer, steps in product(halvings(cfg.n_layer, 1), halvings(plan.steps, cfg.fewest_steps)):
+        length = dict(max_steps=steps, max_epochs=0.0, max_tokens=0, eval_every=steps)
+        settings = replace(config, **shape_at(cfg, n_layer), **length, save_every=steps)
         D = steps * plan.step_tokens
         N, flops = flops_of(settings, data.meta["vocab_size"], D)
         if flops <= most:
@@ -153,25 +148,23 @@ def flops_of(cfg: TrainConfig, vocab_size: int, tokens: int) -> tuple[int, float
 # The fit
 
 
-def fitted(
-    trained: list[tuple[Rung, float]], different_tokens: int, cfg: LadderConfig, data: DataSet
-) -> Ladder:
-    """Return the law of (rung, loss), and those of the bootstrap."""
-    rows = [(rung.N, rung.D, loss) for rung, loss in trained]
+def fitted(rungs: list[Rung], U: int, cfg: LadderConfig, data: DataSet) -> Ladder:
+    """Return the law of the rungs, and those of the bootstrap. U: tokens of an epoch."""
+    rows = [(rung.N, rung.D, rung.loss) for rung in rungs]
     N, D, losses = torch.tensor(rows, dtype=torch.float64).unbind(1)
-    parameters = fit(N, D, losses, different_tokens)
-    fitted_losses = law(parameters, N, D, different_tokens)
+    parameters = fit(N, D, losses, U)
+    fitted_losses = law(parameters, N, D, U)
     # The fit took up a part of the scatter: as many rungs as there are parameters lie on it.
-    freedom = len(N) - 5 - repeats(D, different_tokens)
+    freedom = len(N) - 5 - repeats(D, U)
     residuals = (losses / fitted_losses - 1) * (len(N) / freedom) ** 0.5
     generator = torch.Generator().manual_seed(cfg.seed)
     draws = []
     for _ in ProgressBar("bootstrap", range(cfg.draws)):
         drawn = residuals[torch.randint(len(N), (len(N),), generator=generator)]
-        draws.append(fit(N, D, fitted_losses * (1 + drawn), different_tokens))
-    rungs = [dict(N=r.N, D=r.D, flops=r.flops, loss=loss) for r, loss in trained]
+        draws.append(fit(N, D, fitted_losses * (1 + drawn), U))
+    figures = [dict(N=r.N, D=r.D, flops=r.flops, loss=r.loss) for r in rungs]
     laws = torch.stack([parameters, *draws]).tolist()
-    return Ladder(different_tokens, recipe_of(cfg), hashes(data), rungs, laws, residuals.tolist())
+    return Ladder(U, recipe_of(cfg), hashes(data), figures, laws, residuals.tolist())
 
 
 def repeats(D: torch.Tensor, U: float) -> bool:

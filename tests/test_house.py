@@ -39,9 +39,9 @@ FUNCTION_WORDS = """found what first wrong begin known before why where new more
 
 # The most that each figure may be.
 CEILINGS = {
-    "product, with plan.py": 8_210,
+    "product, with plan.py": 8_220,
     "bench": 2_000,
-    "tests": 9_500,
+    "tests": 9_520,
     "the evening's four files": 790,
     "import train: files": 16,
     "import train: lines, all of them": 3_800,

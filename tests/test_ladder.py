@@ -28,7 +28,7 @@ def foretold(most_tokens: float, U: int, draws: int = 2) -> ladder.Ladder:
         for k in range(7):
             D = most_tokens / 2 ** (k / 2)
             loss = float(law(TRUE, N, D, U)) * (1 + 0.002 * float(torch.randn(())))
-            trained.append((ladder.Rung(None, int(N), int(D), 6 * N * D), loss))
+            trained.append(ladder.Rung(None, int(N), int(D), 6 * N * D, loss))
     cfg = ladder.LadderConfig(max_steps=1, draws=draws)
     data = DataSet("x", Path("x"), {"splits": {}}, Fraction(1))
     return ladder.fitted(trained, U, cfg, data)
