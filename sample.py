@@ -204,7 +204,8 @@ def model_tokenizer(folder: Path, vocab_size: int, cfg: SampleConfig) -> Tokeniz
         again = f"prepare the same texts with --tokenizer={cfg.tokenizer or folder}"
         raise UserError(f"--eval {cfg.eval}: made with another tokenizer than the model's: {again}")
     if tokenizer.vocab_size > vocab_size:
-        raise UserError(f"{folder}: the model has fewer tokens, {vocab_size:,}, than its tokenizer")
+        sizes = f"{vocab_size:,} tokens, its tokenizer {tokenizer.vocab_size:,}"
+        raise UserError(f"{folder}: the model has {sizes}")
     if tokenizer is of_data:
         note(f"{folder} has no tokenizer: its ids are assumed to be those of {cfg.eval}")
     return tokenizer

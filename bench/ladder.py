@@ -55,10 +55,8 @@ class LadderConfig(TrainConfig):
     def problems(self) -> list[str]:
         problems = TrainConfig.problems(self)
         problems += not_positive(self, "minutes", "fewest_steps", "draws")
-        if self.init_from not in ("scratch", "auto"):
-            problems.append(f"init_from={self.init_from}: a ladder begins from scratch")
-        if "," in self.dataset:
-            problems.append(f"dataset={self.dataset}: a ladder reads one data set")
+        if self.init_from not in ("scratch", "auto") or "," in self.dataset:
+            problems.append("init_from, dataset: a ladder begins from scratch, on one data set")
         return problems
 
 

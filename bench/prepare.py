@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -128,8 +129,11 @@ def ours(corpus: Path, cfg: BenchConfig, folder: Path, peaks: list[int]) -> None
 
 def main() -> None:
     cfg = parse(BenchConfig, doc=__doc__, positional="corpus")
-    data = gzip.open(cfg.corpus[0]).read()
-    texts = [record_text(json.loads(line))[0] for line in data.splitlines()]
+    try:
+        data = gzip.open(cfg.corpus[0]).read()
+        texts = [record_text(json.loads(line))[0] for line in data.splitlines()]
+    except (OSError, EOFError, zlib.error, ValueError) as e:
+        raise UserError(f"{cfg.corpus[0]}: not a whole .jsonl.gz file of records ({e})") from None
     encode = library_encode(find_tokenizer(cfg.tokenizer))
     text_mb = sum(len(t.encode()) for t in texts) / 1e6
     times = math.ceil(cfg.mb * 10**6 / len(data))

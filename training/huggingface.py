@@ -463,8 +463,8 @@ def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
     index = folder / "model.safetensors.index.json"
     if not (folder / names[0]).exists():
         if not index.exists():
-            pickled = "pytorch_model.bin could execute anything: let transformers save it anew"
-            raise ValueError(f"there is no model.safetensors ({pickled})")
+            advice = "pytorch_model.bin could execute anything; transformers can save it anew"
+            raise ValueError(f"there is no model.safetensors ({advice})")
         with naming(index.name):
             names = sorted(set(read_object(index)["weight_map"].values()))
     stored = {}

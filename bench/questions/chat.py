@@ -7,21 +7,9 @@ batch_size = 8
 batch_tokens = 8 * 256
 max_epochs = 6.0
 eval_every = 60
-baseline = "muon 4e-3"
 _adamw = {"optimizer": "adamw", "embed_lr": 1.0, "vector_lr": 1.0}
-_half_batch = {"batch_size": 4, "batch_tokens": 4 * 256}
-variants = {
-    "muon 4e-3": {},
-    "muon 2e-3": {"lr": 2e-3},
-    "muon 8e-3": {"lr": 8e-3},
-    "adamw 1e-3": _adamw | {"lr": 1e-3},
-    "adamw 3e-3": _adamw | {"lr": 3e-3},
-    "adamw 5e-4": _adamw | {"lr": 5e-4},
-    "3 epochs": {"max_epochs": 3.0},
-    "12 epochs": {"max_epochs": 12.0},
-    "3 epochs, half the batch": _half_batch | {"max_epochs": 3.0},
-    "4 epochs, half the batch": _half_batch | {"max_epochs": 4.0},
-    "8e-3, 4 epochs, half the batch": _half_batch | {"max_epochs": 4.0, "lr": 8e-3},
-    "muon 16e-3": {"lr": 16e-3},
-    "adamw 6e-3": _adamw | {"lr": 6e-3},
-}
+_half = {"batch_size": 4, "batch_tokens": 4 * 256}
+variants = {f"muon {lr}": {"lr": lr} for lr in (4e-3, 2e-3, 8e-3, 16e-3)}
+variants |= {f"adamw {lr}": _adamw | {"lr": lr} for lr in (5e-4, 1e-3, 3e-3, 6e-3)}
+variants |= {f"{n} epochs": {"max_epochs": n} for n in (3.0, 12.0)}
+variants |= {f"{n} epochs, half the batch": _half | {"max_epochs": n} for n in (3.0, 4.0)}

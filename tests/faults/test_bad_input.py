@@ -114,6 +114,7 @@ TRAIN = {
     "--dataset=nothing": "{data}/nothing",
     "--dataset=tiny:0": "NAME:WEIGHT",
     "--dataset=tiny:0.5,other": "weight",
+    "--schedule=wsd --warmup_ratio=0.9": "decay_ratio",
     "--dataset=tiny,other": "tokenizer",
     "--dataset=newer": "newer",
     "--dataset=large": "large/train.bin: its hash",
