@@ -4,7 +4,7 @@
     python plan.py config/train_1b.py --gpu=a100-80g --nproc=6
     python plan.py config/train_100m.py --gpu=v100-16g --nproc=6
     # the validation loss that it will come to, by the law that bench.ladder has fitted
-    python plan.py config/demo.py --loss
+    python plan.py config/demo.py --max_steps=5000 --loss
     # run 20 steps on this machine, and estimate the time of the whole run from them
     python plan.py config/demo.py --trial
 
@@ -379,7 +379,7 @@ def print_loss(run: PlannedRun) -> None:
     flops = run.model.flops_per_token(run.cfg.block_size) * D
     best_N, best_D = ladder.best_size(6 * N * D)
     beyond = flops / max(rung["flops"] for rung in ladder.rungs)
-    basis = f"{len(ladder.rungs)} small models; the run costs {beyond:.3g} x the dearest of them"
+    basis = f"{len(ladder.rungs)} small models; the run has {beyond:.3g} x the FLOPs of any of them"
     different = ladder.differs(run.cfg)
     if different:
         basis += f"\nwarning: they were trained with other settings: {different}"

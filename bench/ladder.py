@@ -35,8 +35,9 @@ from hardware.terminal import ProgressBar
 from model import GPT
 from text.dataset import open_datasets, open_windows
 from text.windows import DataSet
-from training.law import REPEATS, Ladder, hashes, law, path_of, recipe_of, worth
+from training.law import REPEATS, Ladder, law, path_of, recipe_of, worth
 from training.plan import make_plan
+from training.resume import data_hashes
 from training.settings import TrainConfig, model_config
 from training.start import with_data
 
@@ -162,7 +163,7 @@ def fitted(rungs: list[Rung], U: int, cfg: LadderConfig, data: DataSet) -> Ladde
         draws.append(fit(N, D, fitted_losses * (1 + drawn), U))
     figures = [dict(N=r.N, D=r.D, flops=r.flops, loss=r.loss) for r in rungs]
     laws = torch.stack([parameters, *draws]).tolist()
-    return Ladder(U, recipe_of(cfg), hashes(data), figures, laws, residuals.tolist())
+    return Ladder(U, recipe_of(cfg), data_hashes([data]), figures, laws, residuals.tolist())
 
 
 def repeats(D: torch.Tensor, U: float) -> bool:

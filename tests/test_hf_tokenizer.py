@@ -209,6 +209,8 @@ def test_the_eos_is_that_of_either_file_of_settings_or_the_usual_one(tmp_path):
 
 
 PREFIXED = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+OUTSIDE = {"single": [{"SpecialToken": {"id": "x"}}, {"Sequence": {}}]}
+OUTSIDE |= {"type": "TemplateProcessing", "special_tokens": {"x": {"ids": [10**6]}}}
 APPENDED = [{"Sequence": {}}, {"SpecialToken": {"id": "x"}}]
 LETTERS_ONLY = [
     {"type": "Split", "pattern": {"Regex": r"\\p{L}+"}, "behavior": "Isolated", "invert": False},
@@ -220,6 +222,7 @@ STRANGE = {  # a part of the message -> (file, key, value)
     "pre_tokenizer": ("tokenizer.json", "pre_tokenizer", PREFIXED),
     "after every text": (
         "tokenizer.json", "post_processor", {"type": "TemplateProcessing", "single": APPENDED}),
+    "not ids of this tokenizer": ("tokenizer.json", "post_processor", OUTSIDE),
     "post_processor Roberta": ("tokenizer.json", "post_processor", {"type": "RobertaProcessing"}),
     "its pattern": (
         "tokenizer.json", "pre_tokenizer", {"type": "Sequence", "pretokenizers": LETTERS_ONLY}),

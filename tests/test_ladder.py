@@ -12,6 +12,7 @@ from conftest import TINY, call
 
 import plan
 from bench import lab, ladder
+from configurator import parse
 from hardware.disk import sealed
 from text.windows import DataSet
 from training.law import REPEATS, law
@@ -78,16 +79,13 @@ def test_rungs_are_trained_once_and_none_costs_more_than_an_eighth(climbed, caps
     rungs = json.loads((climbed / "tiny.ladder.json").read_text())["rungs"]
     written = {path: path.stat().st_mtime_ns for path in climbed.glob("out/*/metrics.jsonl")}
     assert len(written) == len(rungs) >= 8
-    largest = plan.planned_run(plan_of(climbed))
+    largest = plan.planned_run(parse(plan.PlanConfig, options_of(climbed)))
     whole = largest.model.flops_per_token(32) * largest.plan.steps * largest.plan.step_tokens
     assert max(rung["flops"] for rung in rungs) <= whole / 8
     assert (climbed / "tiny.ladder.png").exists()
+    assert not list(climbed.glob("tiny/*ladder*"))  # prepare.py would not make the set again
     climb(climbed)
     assert {path: path.stat().st_mtime_ns for path in written} == written
-
-
-def plan_of(folder: Path, *options: str) -> plan.PlanConfig:
-    return plan.checked(plan.PlanConfig, plan.given(plan.PlanConfig, options_of(folder, *options)))
 
 
 def options_of(folder: Path, *options: str) -> list[str]:

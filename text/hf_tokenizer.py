@@ -286,16 +286,23 @@ def from_hugging_face(folder: Path) -> Tokenizer:
         content = read_json(folder / "tokenizer.json")
         is_byte_level = '"ByteLevel"' in json.dumps(content.get("pre_tokenizer"))
         if (folder / SentencePiece.file).exists() and not is_byte_level:
-            return convert_sentencepiece(folder / SentencePiece.file, config, content)
+            return checked(convert_sentencepiece(folder / SentencePiece.file, config, content))
         if not content:
             raise ValueError("no tokenizer.model or tokenizer.json: save_pretrained() writes one")
         if content["model"].get("type", "BPE") != "BPE" or not is_byte_level:  # GPT-2 has no type
             raise ValueError("a model other than a byte-level BPE is not supported")
-        return convert_bpe(config, content)
+        return checked(convert_bpe(config, content))
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as e:
         is_ours = type(e) is ValueError
         reason = str(e) if is_ours else " ".join(f"{type(e).__name__}: {e}".split())
         raise UserError(f"{folder}: its tokenizer files cannot be used: {reason}") from None
+
+
+def checked(tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer. Raises ValueError if it puts anything but its own ids before a text."""
+    if not all(i in range(tokenizer.vocab_size) for i in tokenizer.prefix):
+        raise ValueError(f"{tokenizer.prefix} before every text are not ids of this tokenizer")
+    return tokenizer
 
 
 def read_json(path: Path) -> dict:

@@ -15,6 +15,7 @@ import torch
 from configurator import UserError, changes
 from hardware.disk import unseal
 from text.windows import DataSet
+from training.resume import data_hashes
 from training.settings import TRAINING, TrainConfig
 
 # What a ladder varies, and what makes no other training.
@@ -83,11 +84,8 @@ class Ladder:
 
 
 def path_of(data: DataSet) -> Path:
+    """Return the path of a data set's ladder. In it, prepare.py would stop at it."""
     return data.folder.with_name(f"{data.name}.ladder.json")
-
-
-def hashes(data: DataSet) -> dict:
-    return {split: counts["sha256"] for split, counts in data.meta["splits"].items()}
 
 
 def read_ladder(data: DataSet) -> Ladder:
@@ -101,6 +99,6 @@ def read_ladder(data: DataSet) -> Ladder:
         raise UserError(f"{path} is not there: train small models first, {again}") from None
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"{path} is damaged ({e}): {again}") from None
-    if ladder.data != hashes(data):
+    if ladder.data != data_hashes([data]):
         raise UserError(f"{path}: {data.name} was prepared again since: {again}")
     return ladder

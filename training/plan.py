@@ -5,7 +5,7 @@ All functions are pure: their results depend on nothing but the settings and the
 """
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -64,7 +64,11 @@ class Progress:
         """Return the progress stored in train_state.pt.
 
         If the run ended because of too many bad steps in a row, their count starts again at 0.
+        Raises UserError if a value is missing, or of another kind.
         """
+        for name, default in asdict(cls()).items():
+            if type(training.get(name)) is not type(default):
+                raise UserError(f"train_state.pt: {name} is {training.get(name)!r}: not train.py's")
         progress = cls(**{f.name: training[f.name] for f in fields(cls)})
         if progress.gives_up():
             progress.bad_in_a_row = 0

@@ -142,6 +142,15 @@ def test_a_data_file_that_is_cut_while_it_is_read_is_explained(tiny_data, tmp_pa
     assert "cut short" in process.communicate()[1]
 
 
+@pytest.mark.parametrize("name", ["samples", "best_val_loss", "data_files"])
+def test_a_train_state_of_another_program_is_one_line(copied, tiny_data, tmp_path, refuses, name):
+    folder = newest_checkpoint(copied / "ckpt")
+    state = torch.load(folder / "train_state.pt", weights_only=True)
+    torch.save(state | {name: [None]}, folder / "train_state.pt")
+    forge(folder)
+    assert name in refuses(train.main, *options(tiny_data, tmp_path, "--init_from=resume"))
+
+
 def test_data_that_changed_under_a_run_are_refused_by_name(copied, tiny_data, tmp_path, refuses):
     corpus = tmp_path / "other.jsonl"
     corpus.write_text((tiny_data / "corpus.jsonl").read_text().replace("weights", "gradient"))
