@@ -41,7 +41,6 @@ def test_a_law_is_foretold_within_1_percent_at_16_times_the_compute():
     loss, low, high = fit.interval(1e7, 4e6)
     assert loss == pytest.approx(true, rel=0.01)
     assert low < true < high
-    assert high - low < 0.1 * true
 
 
 def test_the_worth_of_repeated_tokens_is_fitted_too():
@@ -57,7 +56,6 @@ def test_the_best_size_is_that_of_the_formula():
     assert N == pytest.approx(
         (a * A / (b * B)) ** (1 / (a + b)) * (1e18 / 6) ** (b / (a + b)), rel=0.02
     )
-    assert 6 * N * D == pytest.approx(1e18)
 
 
 @pytest.fixture(scope="module")
