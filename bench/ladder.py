@@ -3,11 +3,13 @@
     python -m bench.ladder config/demo.py --dataset=mine --max_steps=5000 --minutes=60
     python plan.py config/demo.py --dataset=mine --max_steps=5000 --loss
 
-The rungs are smaller and shorter than the config's model and run, at steps of a square root of 2 in
-depth, which the width follows, and in tokens. None costs more than an eighth of its FLOPs. They are
-trained from the cheapest on, each as its own train.py in out_dir, and none begins after the
-minutes; the same command goes on. With --max_epochs of 2 or more they read the data several times,
-and the worth of that is fitted, too.
+The rungs are smaller and shorter than the config's model and run: by steps of a square root of 2 in
+depth and width, down to a quarter, and of 2 in tokens. None costs more than an eighth of its FLOPs,
+and none has less than half of its tokens per parameter: where tokens are few, a large model has not
+yet left a small one behind, and the law would say that size is worth nothing (bench/LOG.md).
+They are trained from the cheapest on, each as its own train.py in out_dir, and none begins after
+the minutes; the same command goes on. With --max_epochs of 2 or more they read the data several
+times, and the worth of that is fitted, too.
 
 The law is in training/law.py. It is fitted by the Huber loss of the relative errors, with the delta
 of arXiv 2203.15556. The interval is of a bootstrap: the law is fitted again to its own losses, with
@@ -42,6 +44,7 @@ from training.settings import TrainConfig, model_config
 from training.start import with_data
 
 SHARE = 1 / 8  # of the config's FLOPs, for the most expensive rung
+TOKENS = 1 / 2  # of the config's tokens per parameter, for the rung that has the fewest
 FEWEST_RUNGS = 8  # for six parameters
 DELTA = 1e-3  # of the Huber loss: a relative error beyond it counts as itself, not as its square
 
@@ -50,7 +53,7 @@ DELTA = 1e-3  # of the Huber loss: a relative error beyond it counts as itself, 
 class LadderConfig(TrainConfig):
     out_dir: str = "out/ladder"  # folder of the rungs
     minutes: float = 60.0  # in this call, no rung begins later than that
-    fewest_steps: int = 300  # of a rung: a shorter run says little about a longer one
+    fewest_steps: int = 600  # of a rung: a shorter run says little about a longer one
     draws: int = 100  # number of fits of the bootstrap
 
     def problems(self) -> list[str]:
@@ -74,7 +77,7 @@ def main() -> None:
     cfg = with_data(parse(LadderConfig, doc=__doc__))
     (data,) = open_datasets(cfg.dataset, cfg.data_dir)
     rungs, epoch_tokens = rungs_of(cfg, data)
-    check(rungs, "--fewest_steps=100, or foretell a longer run or a larger model")
+    check(rungs, "--fewest_steps=300, or foretell a longer run or a larger model")
     exit_code = train_all([rung.run for rung in rungs], cfg.minutes)
     if exit_code:
         sys.exit(exit_code)
@@ -105,33 +108,29 @@ def rungs_of(cfg: LadderConfig, data: DataSet) -> tuple[list[Rung], int]:
     windows = open_windows(data, "train", cfg.block_size, documents=cfg.documents)
     plan = make_plan(cfg, 1, cfg.block_size * windows.n_windows)
     config = TrainConfig(**{f.name: getattr(cfg, f.name) for f in fields(TrainConfig)})
-    most = SHARE * flops_of(config, data.meta["vocab_size"], plan.steps * plan.step_tokens)[1]
+    run_D = plan.steps * plan.step_tokens
+    run_N, run_flops = flops_of(config, data.meta["vocab_size"], run_D)
+    lengths = [plan.steps // 2**k for k in range(40) if plan.steps // 2**k >= cfg.fewest_steps]
     rungs = []
-    for n_layer, steps in product(halvings(cfg.n_layer, 1), halvings(plan.steps, cfg.fewest_steps)):
+    for k, steps in product(range(5), lengths):
         length = dict(max_steps=steps, max_epochs=0.0, max_tokens=0, eval_every=steps)
-        settings = replace(config, **shape_at(cfg, n_layer), **length, save_every=steps)
+        settings = replace(config, **shape_at(cfg, 2 ** (-k / 2)), **length, save_every=steps)
         D = steps * plan.step_tokens
         N, flops = flops_of(settings, data.meta["vocab_size"], D)
-        if flops <= most:
+        if flops <= SHARE * run_flops and D / N >= TOKENS * run_D / run_N:
             name = f"{settings.n_layer} x {settings.n_embd}, {steps:,} steps"
             run = Run(name, cfg.seed, run_settings(settings, cfg.seed), [data.name], "val_loss")
             rungs.append(Rung(run, N, D, flops))
     return sorted(rungs, key=lambda rung: rung.flops), plan.epoch_tokens
 
 
-def halvings(largest: int, least: int) -> list[int]:
-    """Return largest, and it divided by the root of 2 again and again, down to `least`."""
-    numbers = [round(largest / 2 ** (k / 2)) for k in range(40)]
-    return [n for n in dict.fromkeys(numbers) if n >= least]
-
-
-def shape_at(cfg: TrainConfig, n_layer: int) -> dict[str, int]:
-    """Return the shape of a model of fewer layers: as many times narrower, its heads as wide."""
-    part = n_layer / cfg.n_layer
-    n_head = max(1, round(part * cfg.n_head))
-    n_embd = n_head * (cfg.n_embd // cfg.n_head)
-    groups = max(1, round(part * (cfg.n_kv_head or cfg.n_head)))
+def shape_at(cfg: TrainConfig, scale: float) -> dict[str, int]:
+    """Return the shape of a model of fewer layers that are narrower, by the same factor."""
+    n_head = max(1, round(scale * cfg.n_head))
+    n_embd = 2 * n_head * max(1, round(scale * cfg.n_embd / (2 * n_head)))  # heads of even widths
+    groups = max(1, round(scale * (cfg.n_kv_head or cfg.n_head)))
     n_kv_head = max(n for n in range(1, groups + 1) if n_head % n == 0)
+    n_layer = max(min(2, cfg.n_layer), round(scale * cfg.n_layer))
     d_ff = max(1, round(cfg.d_ff * n_embd / cfg.n_embd)) if cfg.d_ff else 0
     return dict(n_layer=n_layer, n_head=n_head, n_kv_head=n_kv_head, n_embd=n_embd, d_ff=d_ff)
 

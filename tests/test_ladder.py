@@ -122,4 +122,4 @@ def test_too_few_rungs_are_refused_before_any_is_trained(tiny_data, tmp_path, re
 def test_a_model_with_few_heads_for_keys_gets_narrower_too():
     cfg = ladder.LadderConfig(n_layer=8, n_head=8, n_kv_head=2, n_embd=512, d_ff=1000)
     shape = dict(n_layer=4, n_head=4, n_kv_head=1, n_embd=256, d_ff=500)
-    assert ladder.shape_at(cfg, 4) == shape
+    assert ladder.shape_at(cfg, 0.5) == shape
