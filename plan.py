@@ -380,9 +380,10 @@ def print_loss(run: PlannedRun) -> None:
     best_N, best_D = ladder.best_size(6 * N * D)
     beyond = flops / max(rung["flops"] for rung in ladder.rungs)
     basis = f"{len(ladder.rungs)} small models; the run has {beyond:.3g} x the FLOPs of any of them"
-    different = ladder.differs(run.cfg)
-    if different:
+    if different := ladder.differs(run.cfg):
         basis += f"\nwarning: they were trained with other settings: {different}"
+    if D / N < min(rung["D"] / rung["N"] for rung in ladder.rungs):
+        basis += "\nwarning: each of them had more tokens per parameter: expect another loss"
     best_loss = float(ladder.loss(best_N, best_D)[0])
     tokens = f"{best_D:,.3g} tokens, {best_D / best_N:.3g} for a parameter"
     rows = {

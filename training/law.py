@@ -7,6 +7,7 @@ Of U different tokens, D' = U + U R (1 - exp(-(D / U - 1) / R)) if D > U, else D
 again is worth less and less (Muennighoff et al. 2023, arXiv 2305.16264, equation 5).
 """
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -53,8 +54,11 @@ class Ladder:
     parameters: list[list[float]]  # the fit, and then those of the bootstrap: see law()
     residuals: list[float]  # relative errors of single runs
 
-    def loss(self, N: float, D: float) -> torch.Tensor:
-        """Return the losses that the parameters foretell, the fit's first, (1 + draws,)."""
+    def loss(self, N: float | torch.Tensor, D: float | torch.Tensor) -> torch.Tensor:
+        """Return the losses that the parameters foretell, the fit's first, (1 + draws,).
+
+        For N and D of the shape (n, 1) it returns (n, 1 + draws).
+        """
         return law(torch.tensor(self.parameters).double(), N, D, self.different_tokens)
 
     def interval(self, N: float, D: float) -> tuple[float, float, float]:
@@ -74,12 +78,13 @@ class Ladder:
         return ", ".join(keys)
 
     def best_size(self, flops: float) -> tuple[float, float]:
-        """Return the N and D of the lowest loss at 6 N D FLOPs, as if attention cost nothing."""
-        N = torch.logspace(3, 13, 2001).double()
-        losses = law(
-            torch.tensor(self.parameters[0]).double(), N, flops / 6 / N, self.different_tokens
-        )
-        best = float(N[losses.argmin()])
+        """Return the N and D of the lowest loss at 6 N D FLOPs, as if attention cost nothing.
+
+        N is at least that of the smallest rung: the law knows nothing of smaller models.
+        """
+        least = min(rung["N"] for rung in self.rungs)
+        N = torch.logspace(math.log10(least), 13, 2001).double()[:, None]
+        best = float(N[self.loss(N, flops / 6 / N)[:, 0].argmin()])
         return best, flops / 6 / best
 
 
