@@ -128,7 +128,7 @@ def shape_at(cfg: TrainConfig, scale: float) -> dict[str, int]:
     """Return the shape of a model of fewer layers that are narrower, by the same factor."""
     n_head = max(min(2, cfg.n_head), round(scale * cfg.n_head))
     n_embd = 2 * n_head * max(1, round(scale * cfg.n_embd / (2 * n_head)))  # heads of even widths
-    groups = max(1, round(scale * (cfg.n_kv_head or cfg.n_head)))
+    groups = max(1, round(n_head * (cfg.n_kv_head or cfg.n_head) / cfg.n_head))
     n_kv_head = max(n for n in range(1, groups + 1) if n_head % n == 0)
     n_layer = max(min(2, cfg.n_layer), round(scale * cfg.n_layer))
     d_ff = max(1, round(cfg.d_ff * n_embd / cfg.n_embd)) if cfg.d_ff else 0
