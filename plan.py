@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -245,12 +246,10 @@ def cheaper(step: Step) -> dict[str, Step]:
     Computing the blocks twice takes up to a third of the time again; what is sharded has to be
     sent.
     """
-    choices = {"": replace(step, shard="none", recompute=False)}
-    choices["--recompute=blocks"] = replace(step, shard="none", recompute=True)
-    for shard in memory.SHARDS[1:] if step.world > 1 else ():
-        choices[f"--shard={shard}"] = replace(step, shard=shard, recompute=False)
-        flags = f"--shard={shard} --recompute=blocks"
-        choices[flags] = replace(step, shard=shard, recompute=True)
+    choices = {}
+    for shard, again in product(memory.SHARDS if step.world > 1 else ["none"], [False, True]):
+        flags = [f"--shard={shard}"] * (shard != "none") + ["--recompute=blocks"] * again
+        choices[" ".join(flags)] = replace(step, shard=shard, recompute=again)
     return choices
 
 
@@ -375,20 +374,21 @@ def print_loss(run: PlannedRun) -> None:
     D = run.plan.steps * run.plan.step_tokens
     loss, low, high = ladder.interval(N, D)
     val = data.learned("val", run.cfg.loss_on)
-    bits = loss / math.log(2) * val["tokens"] / val["bytes"]
     flops = run.model.flops_per_token(run.cfg.block_size) * D
     best_N, best_D = ladder.best_size(6 * N * D)
     beyond = flops / max(rung["flops"] for rung in ladder.rungs)
     basis = f"{len(ladder.rungs)} small models; the run has {beyond:.3g} x the FLOPs of any of them"
     if different := ladder.differs(run.cfg):
         basis += f"\nwarning: they were trained with other settings: {different}"
-    if D / N < min(rung["D"] / rung["N"] for rung in ladder.rungs):
+    if D / N < ladder.fewest_tokens():
         basis += "\nwarning: each of them had more tokens per parameter: expect another loss"
+    if D > 1.5 * ladder.different_tokens > max(rung["D"] for rung in ladder.rungs):
+        basis += "\nwarning: none of them read its tokens again, as the run does"
     best_loss = float(ladder.loss(best_N, best_D)[0])
     tokens = f"{best_D:,.3g} tokens, {best_D / best_N:.3g} for a parameter"
     rows = {
         "val loss": f"{loss:.3f}; {low:.3f} to {high:.3f} in nine of ten runs, if the law holds",
-        "bits per byte": f"{bits:.3f}",
+        "bits per byte": f"{loss / math.log(2) * val['tokens'] / val['bytes']:.3f}",
         "basis": basis,
         "best for 6 N D": f"{best_N:,.3g} parameters in products, {tokens}: {best_loss:.3f}",
     }

@@ -18,6 +18,7 @@ NAME.ladder.json goes beside the folder of the data set, and so does a picture o
 """
 
 import math
+import os
 import sys
 from dataclasses import dataclass, fields, replace
 from itertools import product
@@ -32,7 +33,7 @@ from bench.lab import Run, run_settings, train_all
 from bench.lab_results import read_run
 from bench.measure import facts_of, not_positive, padded, write_json
 from configurator import UserError, parse
-from hardware.disk import sealed
+from hardware.disk import sealed, unseal
 from hardware.terminal import ProgressBar
 from model import GPT
 from text.dataset import open_datasets, open_windows
@@ -77,26 +78,40 @@ def main() -> None:
     cfg = with_data(parse(LadderConfig, doc=__doc__))
     (data,) = open_datasets(cfg.dataset, cfg.data_dir)
     rungs, epoch_tokens = rungs_of(cfg, data)
-    check(rungs, "--fewest_steps=300, or foretell a longer run or a larger model")
+    check(rungs, "choose a smaller --fewest_steps, a longer run or a larger model")
+    path = path_of(data)
+    not_in_the_way(path, path.with_suffix(".png"))
     exit_code = train_all([rung.run for rung in rungs], cfg.minutes)
-    if exit_code:
+    if exit_code > 1:  # a signal
         sys.exit(exit_code)
     results = [(rung, read_run(rung.run.folder, [data.name])) for rung in rungs]
-    trained = [replace(rung, loss=result.loss) for rung, result in results if result]
-    check(trained, "give more --minutes")
+    trained = [replace(rung, loss=r.loss) for rung, r in results if r and math.isfinite(r.loss)]
+    check(trained, "give more --minutes, and see the lines above for rungs that failed")
     ladder = fitted(trained, epoch_tokens, cfg, data)
     print(table(ladder))
-    write_json(str(path_of(data)), sealed(vars(ladder) | facts_of(torch.device("cpu"))))
-    draw(ladder, path_of(data).with_suffix(".png"))
-    print(f"{path_of(data)} and its picture: plan.py --loss reads it")
+    write_json(str(path), sealed(vars(ladder) | facts_of(torch.device("cpu"))))
+    draw(ladder, path.with_suffix(".png"))
+    print(f"{path} and its picture: plan.py --loss reads it")
+    if exit_code:  # a rung failed; the others were enough
+        sys.exit(exit_code)
+
+
+def not_in_the_way(*paths: Path) -> None:
+    """Raise UserError if what has the names of the law or its picture is not a ladder's."""
+    try:
+        unseal(paths[0])  # then its picture is a ladder's, too
+    except (OSError, ValueError):
+        for path in filter(os.path.lexists, paths):
+            advice = "it was not written by bench.ladder, or was changed: move it away"
+            raise UserError(f"{path} is in the way: {advice}") from None
 
 
 def check(rungs: list[Rung], advice: str) -> None:
     """Raise UserError if there are too few rungs to fit a law to."""
     N, D = len({rung.N for rung in rungs}), len({rung.D for rung in rungs})
     if len(rungs) < FEWEST_RUNGS or N < 3 or D < 3:
-        few = f"{len(rungs)} rungs of {N} sizes and {D} lengths"
-        raise UserError(f"a law needs {FEWEST_RUNGS} of 3 and 3, not {few}: {advice}")
+        least = f"a law needs {FEWEST_RUNGS} rungs, of 3 sizes and 3 lengths"
+        raise UserError(f"{least}, not {len(rungs)} of {N} and {D}: {advice}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -111,7 +126,7 @@ def rungs_of(cfg: LadderConfig, data: DataSet) -> tuple[list[Rung], int]:
     run_D = plan.steps * plan.step_tokens
     run_N, run_flops = flops_of(config, data.meta["vocab_size"], run_D)
     lengths = [plan.steps // 2**k for k in range(40) if plan.steps // 2**k >= cfg.fewest_steps]
-    rungs = []
+    rungs = {}
     for k, steps in product(range(5), lengths):
         length = dict(max_steps=steps, max_epochs=0.0, max_tokens=0, eval_every=steps)
         settings = replace(config, **shape_at(cfg, 2 ** (-k / 2)), **length, save_every=steps)
@@ -120,8 +135,10 @@ def rungs_of(cfg: LadderConfig, data: DataSet) -> tuple[list[Rung], int]:
         if flops <= SHARE * run_flops and D / N >= TOKENS * run_D / run_N:
             name = f"{settings.n_layer} x {settings.n_embd}, {steps:,} steps"
             run = Run(name, cfg.seed, run_settings(settings, cfg.seed), [data.name], "val_loss")
-            rungs.append(Rung(run, N, D, flops))
-    return sorted(rungs, key=lambda rung: rung.flops), plan.epoch_tokens
+            rungs[run.folder] = Rung(run, N, D, flops)
+    total = sum(rung.flops for rung in rungs.values()) / run_flops
+    print(f"all rungs together have {total:.2f} x the FLOPs of the run that is to be foretold")
+    return sorted(rungs.values(), key=lambda rung: rung.flops), plan.epoch_tokens
 
 
 def shape_at(cfg: TrainConfig, scale: float) -> dict[str, int]:

@@ -39,22 +39,16 @@ def step_problems(cfg: TrainConfig) -> list[str]:
 
 def not_positive(cfg: Any, *names: str) -> list[str]:
     """Check that settings, which may be tuples of numbers, are positive."""
-    problems = []
-    for name in names:
-        value = getattr(cfg, name)
-        if min(value if isinstance(value, tuple) else [value], default=1) <= 0:
-            problems.append(f"{name} must be positive")
-    return problems
+    values = {name: getattr(cfg, name) for name in names}
+    lists = {name: v if isinstance(v, tuple) else (v,) for name, v in values.items()}
+    return [f"{name} must be positive" for name, v in lists.items() if min(v, default=1) <= 0]
 
 
 def no_folder(cfg: Any, *names: str) -> list[str]:
     """Check that the files which the settings name have a folder to be written to."""
-    problems = []
-    for name in names:
-        path = Path(getattr(cfg, name))
-        if not path.parent.is_dir():
-            problems.append(f"{name}={path}: no such folder")
-    return problems
+    paths = {name: Path(getattr(cfg, name)) for name in names}
+    missing = {name: path for name, path in paths.items() if not path.parent.is_dir()}
+    return [f"{name}={path}: no such folder" for name, path in missing.items()]
 
 
 def train_options(cfg: TrainConfig, **overrides: Any) -> list[str]:

@@ -91,12 +91,11 @@ class SweepConfig(TrainConfig):
 
     def problems(self) -> list[str]:
         axes = (*SHAPES, *SETTINGS)
+        unknown = [axis for axis in self.vary.split(",") if axis not in axes]
         problems = step_problems(self) + no_folder(self, "json", "markdown")
-        for axis in self.vary.split(","):
-            if axis not in axes:
-                problems.append(f"vary: {axis!r} is none of {', '.join(axes)}")
-        problems += not_positive(self, "block_sizes", "accums", "vocab_size", "warmup", "steps")
-        problems += not_positive(self, "seconds", "rounds")
+        problems += [f"vary: {axis!r} is none of {', '.join(axes)}" for axis in unknown]
+        counts = "block_sizes accums vocab_size warmup steps seconds rounds"
+        problems += not_positive(self, *counts.split())
         if any(B < 0 for B in self.batch_sizes):
             problems.append("batch_sizes must not be negative")
         return problems
@@ -259,14 +258,8 @@ def figures_of(seconds: list[float], training: Training, peak: float | None) -> 
     median = statistics.median(seconds)
     tokens_per_s = cfg.batch_size * cfg.block_size * training.accum / median
     tflops = tokens_per_s * training.model.flops_per_token(cfg.block_size) / 1e12
-    return {
-        "it_per_s": 1 / median,
-        "tokens_per_s": tokens_per_s,
-        "step_ms": 1e3 * median,
-        "tflops": tflops,
-        "mfu": tflops / peak if peak else None,
-        "seconds": seconds,
-    }
+    rates = dict(it_per_s=1 / median, tokens_per_s=tokens_per_s, step_ms=1e3 * median)
+    return rates | dict(tflops=tflops, mfu=tflops / peak if peak else None, seconds=seconds)
 
 
 def by_turns(axis: str, cfg: SweepConfig, machine: Machine, peak: float | None) -> Iterator[dict]:

@@ -164,21 +164,13 @@ def kinds_of(dtype: torch.dtype) -> list[str]:
     return [kind for kind, of_torch in DTYPES.items() if of_torch == dtype]
 
 
-def datasheet_tflops(name: str, kind: str) -> float | None:
-    """Return the dense peak in TFLOPS of the GPU that its driver calls `name`.
-
-    None if the table has no GPU of exactly this name, or no figure for this kind of numbers.
-    """
-    card = find_gpu(name)
-    return card.tflops.get(kind) if card else None
-
-
 def datasheet_peak(name: str, dtype: torch.dtype) -> tuple[float | None, str]:
     """Return the dense peak TFLOPS of GPU `name` in this dtype, and a line that names the source.
 
     For fp32 it is the peak of TF32, if the GPU has that. The peak is None if the table has none.
     """
+    card = find_gpu(name)  # None if the table has no GPU of exactly this name
     for kind in kinds_of(dtype):
-        if peak := datasheet_tflops(name, kind):
-            return peak, f"{peak:g} dense {kind} TFLOPS a device, {find_gpu(name).source}"
+        if card and (peak := card.tflops.get(kind)):
+            return peak, f"{peak:g} dense {kind} TFLOPS a device, {card.source}"
     return None, f"unknown for {name} in {kind}, so MFU is n/a; give --peak_tflops"

@@ -94,10 +94,8 @@ def test_plan_foretells_the_loss_and_names_settings_that_differ(climbed, capsys)
     call(plan.main, *options_of(climbed, "--loss"))
     text = capsys.readouterr().out
     assert "val loss" in text and "bits per byte" in text and "warning: they" not in text
-    call(plan.main, *options_of(climbed, "--loss", "--lr=1e-4", "--optimizer=muon"))
-    assert (
-        "warning: they were trained with other settings: lr, optimizer" in capsys.readouterr().out
-    )
+    call(plan.main, *options_of(climbed, "--loss", "--lr=1e-4", "--optimizer=muon", "--d_ff=9"))
+    assert "with other settings: lr, d_ff, optimizer" in capsys.readouterr().out
 
 
 def test_a_loss_is_not_foretold_without_the_ladder_of_these_data(climbed, tmp_path, refuses):
@@ -105,6 +103,8 @@ def test_a_loss_is_not_foretold_without_the_ladder_of_these_data(climbed, tmp_pa
     path = tmp_path / "tiny.ladder.json"
     assert "bench.ladder" in refuses(plan.main, *options_of(tmp_path, "--loss"))
     path.write_text("{}")
+    assert "in the way" in refuses(ladder.main, *SMALL, f"--data_dir={tmp_path}")
+    assert path.read_text() == "{}"
     assert "damaged" in refuses(plan.main, *options_of(tmp_path, "--loss"))
     content = json.loads((climbed / path.name).read_text())
     other = {key: content[key] for key in content if key != "sha256"} | {"data": {"val": "0"}}
@@ -121,5 +121,4 @@ def test_too_few_rungs_are_refused_before_any_is_trained(tiny_data, tmp_path, re
 
 def test_a_model_with_few_heads_for_keys_gets_narrower_too():
     cfg = ladder.LadderConfig(n_layer=8, n_head=8, n_kv_head=2, n_embd=512, d_ff=1000)
-    shape = dict(n_layer=4, n_head=4, n_kv_head=1, n_embd=256, d_ff=500)
-    assert ladder.shape_at(cfg, 0.5) == shape
+    assert ladder.shape_at(cfg, 0.5) == dict(n_layer=4, n_head=4, n_kv_head=1, n_embd=256, d_ff=500)

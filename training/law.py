@@ -29,7 +29,9 @@ REPEATS = 15.4  # R of arXiv 2305.16264, for a ladder that reads nothing twice
 
 def recipe_of(cfg: TrainConfig) -> dict:
     """Return the settings that two trainings must share to follow the same law."""
-    return {k: v for k, v in changes(cfg).items() if k in set(TRAINING) - NOT_IN_RECIPE}
+    ratios = dict(n_kv_head=cfg.n_head / (cfg.n_kv_head or cfg.n_head), d_ff=cfg.d_ff / cfg.n_embd)
+    settings = {k: v for k, v in changes(cfg).items() if k in set(TRAINING) - NOT_IN_RECIPE}
+    return settings | {key: round(ratio, 1) for key, ratio in ratios.items()}
 
 
 def law(parameters: torch.Tensor, N: float, D: float, U: float) -> torch.Tensor:
@@ -71,6 +73,10 @@ class Ladder:
         ends = (losses[1:, None] * scatter).quantile(torch.tensor([0.05, 0.95]).double())
         return float(losses[0]), *ends.tolist()
 
+    def fewest_tokens(self) -> float:
+        """Return the fewest tokens per parameter that a rung has."""
+        return min(rung["D"] / rung["N"] for rung in self.rungs)
+
     def differs(self, cfg: TrainConfig) -> str:
         """Return which settings of a run are not those of the ladder, or ""."""
         recipe = recipe_of(cfg)
@@ -80,10 +86,12 @@ class Ladder:
     def best_size(self, flops: float) -> tuple[float, float]:
         """Return the N and D of the lowest loss at 6 N D FLOPs, as if attention cost nothing.
 
-        N is at least that of the smallest rung: the law knows nothing of smaller models.
+        The law knows nothing of models that are smaller than all rungs, or have fewer tokens for a
+        parameter: N stays within these bounds.
         """
         least = min(rung["N"] for rung in self.rungs)
-        N = torch.logspace(math.log10(least), 13, 2001).double()[:, None]
+        most = max(least, math.sqrt(flops / 6 / self.fewest_tokens()))
+        N = torch.logspace(math.log10(least), math.log10(most), 2001).double()[:, None]
         best = float(N[self.loss(N, flops / 6 / N)[:, 0].argmin()])
         return best, flops / 6 / best
 

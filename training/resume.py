@@ -217,11 +217,8 @@ def fixed(cfg: TrainConfig, vocab_size: int) -> dict[str, Any]:
 
 def data_hashes(sets: list[DataSet]) -> dict[str, str]:
     """Return the SHA-256 of each .bin, as meta.json has it."""
-    return {
-        f"{data.name}/{split}.bin": counts["sha256"]
-        for data in sets
-        for split, counts in data.meta["splits"].items()
-    }
+    splits = [(data.name, *split) for data in sets for split in data.meta["splits"].items()]
+    return {f"{name}/{split}.bin": counts["sha256"] for name, split, counts in splits}
 
 
 def settings_changed(earlier: Earlier, cfg: TrainConfig) -> list[str]:
