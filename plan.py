@@ -40,7 +40,7 @@ from text.dataset import DataSet, newest_dataset, open_datasets, open_windows
 from training import memory
 from training.banner import batch_warning, different_tokens, length_warnings
 from training.huggingface import shape_in
-from training.law import read_ladder
+from training.law import READ_AGAIN, read_ladder
 from training.memory import Step
 from training.metrics import read_metrics
 from training.plan import Plan, even_batch, make_plan
@@ -382,7 +382,7 @@ def print_loss(run: PlannedRun) -> None:
         basis += f"\nwarning: they were trained with other settings: {different}"
     if D / N < ladder.fewest_tokens():
         basis += "\nwarning: each of them had more tokens per parameter: expect another loss"
-    if D > 1.5 * ladder.different_tokens > max(rung["D"] for rung in ladder.rungs):
+    if D > READ_AGAIN * ladder.different_tokens > max(rung["D"] for rung in ladder.rungs):
         basis += "\nwarning: none of them read its tokens again, as the run does"
     best_loss = float(ladder.loss(best_N, best_D)[0])
     tokens = f"{best_D:,.3g} tokens, {best_D / best_N:.3g} for a parameter"

@@ -248,9 +248,7 @@ def train_all(runs: list[Run], minutes: float = math.inf) -> int:
             else:
                 exit_code = 1
                 lines = run.log.read_text(errors="replace").splitlines()
-                # Where another process trains in the folder, the last line is not of this one.
-                errors = [text for text in lines if text.startswith("error:")]
-                line += f" | failed with exit code {code}: {' '.join((errors or lines)[-1:])}"
+                line += f" | failed with exit code {code}: {' '.join(lines[-1:])}"
             ProgressBar.write(f"{line} | {run.folder}")
             sys.stdout.flush()
     return exit_code

@@ -38,14 +38,14 @@ from hardware.terminal import ProgressBar
 from model import GPT
 from text.dataset import open_datasets, open_windows
 from text.windows import DataSet
-from training.law import REPEATS, Ladder, law, path_of, recipe_of, worth
+from training.law import READ_AGAIN, REPEATS, Ladder, law, path_of, recipe_of, worth
 from training.plan import make_plan
 from training.resume import data_hashes
 from training.settings import TrainConfig, model_config
 from training.start import with_data
 
 SHARE = 1 / 8  # of the config's FLOPs, for the most expensive rung
-TOKENS = 1 / 2  # of the config's tokens per parameter, for the rung that has the fewest
+TOKENS_PER_PARAMETER = 1 / 2  # of the config's, for the rung that has the fewest
 FEWEST_RUNGS = 8  # for six parameters
 DELTA = 1e-3  # of the Huber loss: a relative error beyond it counts as itself, not as its square
 
@@ -102,8 +102,8 @@ def not_in_the_way(*paths: Path) -> None:
         unseal(paths[0])  # then its picture is a ladder's, too
     except (OSError, ValueError):
         for path in filter(os.path.lexists, paths):
-            advice = "it was not written by bench.ladder, or was changed: move it away"
-            raise UserError(f"{path} is in the way: {advice}") from None
+            advice = "is in the way: bench.ladder did not write it as it is; move it away"
+            raise UserError(f"{path} {advice}") from None
 
 
 def check(rungs: list[Rung], advice: str) -> None:
@@ -132,7 +132,7 @@ def rungs_of(cfg: LadderConfig, data: DataSet) -> tuple[list[Rung], int]:
         settings = replace(config, **shape_at(cfg, 2 ** (-k / 2)), **length, save_every=steps)
         D = steps * plan.step_tokens
         N, flops = flops_of(settings, data.meta["vocab_size"], D)
-        if flops <= SHARE * run_flops and D / N >= TOKENS * run_D / run_N:
+        if flops <= SHARE * run_flops and D / N >= TOKENS_PER_PARAMETER * run_D / run_N:
             name = f"{settings.n_layer} x {settings.n_embd}, {steps:,} steps"
             run = Run(name, cfg.seed, run_settings(settings, cfg.seed), [data.name], "val_loss")
             rungs[run.folder] = Rung(run, N, D, flops)
@@ -184,7 +184,7 @@ def fitted(rungs: list[Rung], U: int, cfg: LadderConfig, data: DataSet) -> Ladde
 
 def repeats(D: torch.Tensor, U: float) -> bool:
     """Return whether the rungs read so much again that its worth, R, can be fitted."""
-    return bool(D.max() > 1.5 * U)
+    return bool(D.max() > READ_AGAIN * U)
 
 
 def fit(N: torch.Tensor, D: torch.Tensor, losses: torch.Tensor, U: float) -> torch.Tensor:
@@ -252,12 +252,13 @@ def draw(ladder: Ladder, png: Path) -> None:
     D = np.array([rung["D"] for rung in ladder.rungs])
     tokens = np.geomspace(D.min(), 8 * D.max(), 50)
     for number, N in enumerate(sorted({rung["N"] for rung in ladder.rungs})):
-        style = dict(color=f"C{number}", label=f"N = {N:,}")
+        color = f"C{number}"
         for rung in ladder.rungs:
             if rung["N"] == N:
-                losses.plot(rung["D"], rung["loss"], "o", color=f"C{number}")
-                errors.plot(rung["D"], 100 * error(ladder, rung), "o", color=f"C{number}")
-        losses.plot(tokens, [float(ladder.loss(N, D)[0]) for D in tokens], **style)
+                losses.plot(rung["D"], rung["loss"], "o", color=color)
+                errors.plot(rung["D"], 100 * error(ladder, rung), "o", color=color)
+        curve = [float(ladder.loss(N, D)[0]) for D in tokens]
+        losses.plot(tokens, curve, color=color, label=f"N = {N:,}")
     losses.set(xscale="log", xlabel="tokens", ylabel="validation loss (nats per token)")
     errors.set(xscale="log", xlabel="tokens", ylabel="loss above the law (%)")
     errors.axhline(0, color="black", lw=0.8)

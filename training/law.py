@@ -24,6 +24,7 @@ NOT_IN_RECIPE = set(
     "dataset seed n_layer n_head n_kv_head n_embd d_ff max_steps max_epochs max_tokens batch_size"
     " dtype compile recompute shard".split()
 )
+READ_AGAIN = 1.5  # epochs, from which on the worth of reading again can be seen
 REPEATS = 15.4  # R of arXiv 2305.16264, for a ladder that reads nothing twice
 
 
@@ -80,8 +81,7 @@ class Ladder:
     def differs(self, cfg: TrainConfig) -> str:
         """Return which settings of a run are not those of the ladder, or ""."""
         recipe = recipe_of(cfg)
-        keys = [k for k in {**self.recipe, **recipe} if self.recipe.get(k) != recipe.get(k)]
-        return ", ".join(keys)
+        return ", ".join(k for k in self.recipe | recipe if self.recipe.get(k) != recipe.get(k))
 
     def best_size(self, flops: float) -> tuple[float, float]:
         """Return the N and D of the lowest loss at 6 N D FLOPs, as if attention cost nothing.
