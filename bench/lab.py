@@ -43,14 +43,7 @@ from typing import Literal
 
 import configurator
 from bench.lab_results import Results, compare, plot, read_run, table
-from bench.measure import (
-    REPO,
-    command,
-    no_folder,
-    not_positive,
-    train_options,
-    write_json,
-)
+from bench.measure import REPO, command, no_folder, not_positive, train_options, write_json
 from configurator import UserError, changes, parse, set_value
 from hardware.disk import content_sha256, write_whole
 from hardware.machine import stop_signals

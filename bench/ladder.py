@@ -12,8 +12,9 @@ the minutes; the same command goes on. With --max_epochs of 2 or more they read 
 times, and the worth of that is fitted, too.
 
 The law is in training/law.py. It is fitted by the Huber loss of the relative errors, with the delta
-of arXiv 2203.15556. The interval is of a bootstrap: the law is fitted again to its own losses, with
-errors that are drawn anew.
+of arXiv 2203.15556. Small models hardly tell E, to which the loss falls in the end, from a slower
+fall: so E also has a prior, of what large models reach. The interval is of a bootstrap: the law is
+fitted again to its own losses, with errors and an E that are drawn anew.
 NAME.ladder.json goes beside the folder of the data set, and so does a picture of fit and errors.
 """
 
@@ -26,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import huber_loss
 
 import configurator
@@ -47,6 +49,9 @@ from training.start import with_data
 SHARE = 1 / 8  # of the config's FLOPs, for the most expensive rung
 TOKENS_PER_PARAMETER = 1 / 2  # of the config's, for the rung that has the fewest
 FEWEST_RUNGS = 8  # for six parameters
+# The prior of E, in bits per byte: the largest models of 2024 reach 0.54 to 0.64 on the Pile (arXiv
+# 2412.19437, table 3). Its logarithm is normal, with a standard deviation that is for other texts.
+ENTROPY, ENTROPY_SD = 0.6, 0.3
 DELTA = 1e-3  # of the Huber loss: a relative error beyond it counts as itself, not as its square
 
 
@@ -58,8 +63,9 @@ class LadderConfig(TrainConfig):
     draws: int = 100  # number of fits of the bootstrap
 
     def problems(self) -> list[str]:
-        problems = TrainConfig.problems(self)
-        problems += not_positive(self, "minutes", "fewest_steps", "draws")
+        problems = TrainConfig.problems(self) + not_positive(
+            self, "minutes", "fewest_steps", "draws"
+        )
         if self.init_from not in ("scratch", "auto") or "," in self.dataset:
             problems.append("init_from, dataset: a ladder begins from scratch, on one data set")
         return problems
@@ -167,7 +173,13 @@ def fitted(rungs: list[Rung], U: int, cfg: LadderConfig, data: DataSet) -> Ladde
     """Return the law of the rungs, and those of the bootstrap. U: tokens of an epoch."""
     rows = [(rung.N, rung.D, rung.loss) for rung in rungs]
     N, D, losses = torch.tensor(rows, dtype=torch.float64).unbind(1)
-    parameters = fit(N, D, losses, U)
+    val = data.learned("val", cfg.loss_on)
+    entropy = ENTROPY * math.log(2) * val["bytes"] / val["tokens"]
+    deviates = torch.linspace(-2, 2, 11).double()
+    laws = [fit(N, D, losses, U, E) for E in entropy * (ENTROPY_SD * deviates).exp()]
+    errors = torch.stack([losses / law(of_E, N, D, U) - 1 for of_E in laws]).abs().mean(1)
+    # -ln of the density, but for a constant: errors are Laplace's, with the best width for them.
+    parameters = laws[(len(N) * errors.log() + deviates**2 / 2).argmin()]
     fitted_losses = law(parameters, N, D, U)
     # The fit took up a part of the scatter: as many rungs as there are parameters lie on it.
     freedom = len(N) - 5 - repeats(D, U)
@@ -176,49 +188,52 @@ def fitted(rungs: list[Rung], U: int, cfg: LadderConfig, data: DataSet) -> Ladde
     draws = []
     for _ in ProgressBar("bootstrap", range(cfg.draws)):
         drawn = residuals[torch.randint(len(N), (len(N),), generator=generator)]
-        draws.append(fit(N, D, fitted_losses * (1 + drawn), U))
+        E = parameters[0] * (ENTROPY_SD * torch.randn((), generator=generator)).exp()
+        draws.append(fit(N, D, fitted_losses * (1 + drawn), U, E))
     figures = [dict(N=r.N, D=r.D, flops=r.flops, loss=r.loss) for r in rungs]
     laws = torch.stack([parameters, *draws]).tolist()
     return Ladder(U, recipe_of(cfg), data_hashes([data]), figures, laws, residuals.tolist())
 
 
-def repeats(D: torch.Tensor, U: float) -> bool:
+def repeats(D: Tensor, U: float) -> bool:
     """Return whether the rungs read so much again that its worth, R, can be fitted."""
     return bool(D.max() > READ_AGAIN * U)
 
 
-def fit(N: torch.Tensor, D: torch.Tensor, losses: torch.Tensor, U: float) -> torch.Tensor:
+def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor) -> Tensor:
     """Return E, A, a, B, b, R of the law of n losses: N, D, losses (n,), U different tokens.
 
-    With a, b and R, the law is linear in E, A and B: least squares, whose weights make a Huber loss
+    With E, a, b and R, the law is linear in A and B: least squares, whose weights make a Huber loss
     of it, solve for these at all points of a grid of a, b and R. The grid shrinks around its best.
     """
+    E = E.clamp(max=losses.min() / 2)  # a text of few words has a loss below any other's E
     most = torch.tensor([1.5, 1.5, 10 * REPEATS]).double().log()
     least = torch.tensor([0.05, 0.05, REPEATS / 10]).double().log()
     if not repeats(D, U):
         most[2] = least[2] = math.log(REPEATS)
     center, reach = (most + least) / 2, (most - least) / 2
+    target = (1 - E / losses)[:, None]  # (n, 1): the other terms' share of each loss
     for _ in range(12):
         offsets = [r * torch.linspace(-1, 1, 13 if r else 1) for r in reach]
         grid = (center + torch.cartesian_prod(*offsets)).clamp(least, most).exp()  # (P, 3)
         a, b, R = grid.T[:, :, None]  # (P, 1) each
-        terms = torch.stack([torch.ones(len(grid), len(N)), N**-a, worth(D, U, R) ** -b], dim=2)
-        size = terms.amax(1, keepdim=True)  # (P, 1, 3)
-        terms = terms / size / losses[:, None]  # (P, n, 3): their sum shall be 1
+        terms = torch.stack([N**-a, worth(D, U, R) ** -b], dim=2)  # (P, n, 2)
+        size = terms.amax(1, keepdim=True)  # (P, 1, 2)
+        terms = terms / size / losses[:, None]
         weights = torch.ones(len(grid), len(N), 1)
         for _ in range(8):
             weighted = (weights * terms).mT
-            squares = weighted @ terms + 1e-12 * torch.eye(3)  # terms may be all but alike
-            factors = torch.linalg.solve(squares, weighted.sum(2, keepdim=True))
-            errors = terms @ factors - 1  # (P, n, 1)
+            squares = weighted @ terms + 1e-12 * torch.eye(2)  # terms may be all but alike
+            factors = torch.linalg.solve(squares, weighted @ target)
+            errors = terms @ factors - target  # (P, n, 1)
             weights = DELTA / errors.abs().clamp(min=DELTA)
-        factors = factors.clamp(min=0)  # (P, 3, 1)
-        errors = terms @ factors - 1
+        factors = factors.clamp(min=0)  # (P, 2, 1)
+        errors = terms @ factors - target
         costs = huber_loss(errors, torch.zeros_like(errors), reduction="none", delta=DELTA)
         best = costs.sum((1, 2)).argmin()
         center = grid[best].log()
         reach = reach / 2
-    E, A, B = factors[best, :, 0] / size[best, 0]
+    A, B = factors[best, :, 0] / size[best, 0]
     a, b, R = grid[best]
     return torch.stack([E, A, a, B, b, R])
 

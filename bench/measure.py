@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import repeat
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -23,7 +23,6 @@ from training.settings import TrainConfig, wants_compile
 from training.step import Batch, take_step
 
 REPO = Path(__file__).resolve().parents[1]
-Result = TypeVar("Result")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -62,14 +61,12 @@ def train_options(cfg: TrainConfig, **overrides: Any) -> list[str]:
 # Turns
 
 
-def take_turns(
-    contestants: dict[str, Callable[[], Result]], rounds: int
-) -> dict[str, list[Result]]:
+def take_turns(contestants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list]:
     """Call all contestants one after the other, `rounds` times; return the results of each.
 
     Whatever else the machine does in the meantime disturbs all of them alike.
     """
-    results: dict[str, list[Result]] = {name: [] for name in contestants}
+    results: dict[str, list] = {name: [] for name in contestants}
     for _ in ProgressBar("rounds", range(rounds)):
         for name, contestant in contestants.items():
             results[name].append(contestant())

@@ -16,13 +16,7 @@ import prepare
 import train
 from model import GPT, PRESETS, GPTConfig
 from text.chat import answers_of, chatml, marks_of, turns_of
-from text.dataset import (
-    DataSet,
-    load_tokenizer,
-    open_dataset,
-    open_split,
-    open_windows,
-)
+from text.dataset import DataSet, load_tokenizer, open_dataset, open_split, open_windows
 from text.hf_tokenizer import to_hugging_face
 from text.packing import Counting
 from text.tokenizer import CL100K_PATTERN, IM_END, IM_START, Tiktoken
@@ -167,11 +161,7 @@ BAD = [
     *(talk(QUESTION | {"content": c}, ANSWER) for c in ("", "  ", None, 3, [{"type": "text"}])),
     *(talk(QUESTION, ANSWER | {"role": r}) for r in ("tool", "", None, 3, "function", ["user"])),
     *(talk(QUESTION | {"role": r}, ANSWER) for r in ("observation", "Assistant", "narrator")),
-    *(
-        talk({"content": "Why?"}, ANSWER),
-        talk({"role": "user"}, ANSWER),
-        talk({"from": "human"}),
-    ),
+    *(talk({"content": "Why?"}, ANSWER), talk({"role": "user"}, ANSWER), talk({"from": "human"})),
     *(talk(QUESTION, ANSWER, system=3), talk(QUESTION, ANSWER | {"content": "\ud800"})),
     {"conversations": [{"from": "gpt", "value": "So."}]},
     {"conversations": [{"from": "human", "value": "Why?"}, {"from": "human", "value": "So."}]},

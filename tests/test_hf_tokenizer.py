@@ -19,13 +19,7 @@ from configurator import UserError
 from text.dataset import load_tokenizer
 from text.hf_tokenizer import QWEN2_PATTERN, from_hugging_face, to_hugging_face
 from text.records import record_text
-from text.tokenizer import (
-    CL100K_PATTERN,
-    GPT2_PATTERN,
-    SentencePiece,
-    Tiktoken,
-    same_ids,
-)
+from text.tokenizer import CL100K_PATTERN, GPT2_PATTERN, SentencePiece, Tiktoken, same_ids
 from training.checkpoint import newest_checkpoint
 
 os.environ["HF_HUB_OFFLINE"] = "1"

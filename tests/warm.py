@@ -34,14 +34,7 @@ class Popen:
     """
 
     def __init__(
-        self,
-        args,
-        stdout=None,
-        stderr=None,
-        text=False,
-        env=None,
-        cwd=".",
-        start_new_session=False,
+        self, args, stdout=None, stderr=None, text=False, env=None, cwd=".", start_new_session=False
     ):
         assert args[0] == sys.executable
         self.args = args

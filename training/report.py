@@ -112,13 +112,7 @@ class Metrics:
             self.write(record, f"warning: {problem}: skipped")
 
     def log_step(
-        self,
-        loss: float,
-        lr: float,
-        grad_norm: float,
-        flops: int,
-        peak: float | None,
-        clock: Clock,
+        self, loss: float, lr: float, grad_norm: float, flops: int, peak: float | None, clock: Clock
     ) -> None:
         """Report the last step, with the speed since the last log line.
 

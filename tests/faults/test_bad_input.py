@@ -198,15 +198,8 @@ SWEEP = {
     "--batch_sizes 8 -1": "batch_sizes",
     "--json={root}/a_file/x": "json={root}/a_file/x",
 }
-SCALES = {
-    "--inits gpt2 magic": "'magic'",
-    "--dataset=newer --data_dir={data}": "newer",
-}
-FOLLOW = {
-    "": "runs",
-    "{root}": "metrics.jsonl",
-    "{out}/run {out}/run": "runs",
-}
+SCALES = {"--inits gpt2 magic": "'magic'", "--dataset=newer --data_dir={data}": "newer"}
+FOLLOW = {"": "runs", "{root}": "metrics.jsonl", "{out}/run {out}/run": "runs"}
 LAB = {
     "": "bench/questions/optimizers.py",
     "gone.py": "config file gone.py",

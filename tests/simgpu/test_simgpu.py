@@ -140,12 +140,7 @@ def test_each_config_trains(config, folder):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        "--num_samples=1",
-        "--num_samples=32",
-        "--eval=data/small",
-        "--chat --system=x --prompt a b",
-    ],
+    ["--num_samples=1", "--num_samples=32", "--eval=data/small", "--chat --system=x --prompt a b"],
 )
 def test_a_model_writes_on_a_simulated_gpu(options, folder):
     if not (folder / "out/writer").exists():
