@@ -386,6 +386,8 @@ def print_loss(run: PlannedRun) -> None:
         basis += "\nwarning: none of them read its tokens again, as the run does"
     best_loss = float(ladder.loss(best_N, best_D)[0])
     tokens = f"{best_D:,.3g} tokens, {best_D / best_N:.3g} for a parameter"
+    if best_D / best_N < 1.01 * ladder.fewest_tokens():
+        tokens += " (no small model has fewer)"
     rows = {
         "val loss": f"{loss:.3f}; {low:.3f} to {high:.3f} in nine of ten runs, if the law holds",
         "bits per byte": f"{loss / math.log(2) * val['tokens'] / val['bytes']:.3f}",

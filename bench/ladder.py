@@ -63,9 +63,8 @@ class LadderConfig(TrainConfig):
     draws: int = 100  # number of fits of the bootstrap
 
     def problems(self) -> list[str]:
-        problems = TrainConfig.problems(self) + not_positive(
-            self, "minutes", "fewest_steps", "draws"
-        )
+        problems = TrainConfig.problems(self)
+        problems += not_positive(self, "minutes", "fewest_steps", "draws")
         if self.init_from not in ("scratch", "auto") or "," in self.dataset:
             problems.append("init_from, dataset: a ladder begins from scratch, on one data set")
         return problems

@@ -1,6 +1,7 @@
 """bench/ladder.py and plan.py --loss: what a run will come to, foretold by small ones."""
 
 import json
+import re
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -97,6 +98,28 @@ def test_plan_foretells_the_loss_and_names_settings_that_differ(climbed, capsys)
     assert "val loss" in text and "bits per byte" in text and "warning: they" not in text
     call(plan.main, *options_of(climbed, "--loss", "--lr=1e-4", "--optimizer=muon", "--d_ff=9"))
     assert "with other settings: lr, d_ff, optimizer" in capsys.readouterr().out
+
+
+def test_plan_warns_of_runs_that_no_rung_is_like(climbed, capsys):
+    call(plan.main, *options_of(climbed, "--loss", "--max_steps=2"))
+    assert "more tokens per parameter" in capsys.readouterr().out
+    call(plan.main, *options_of(climbed, "--loss", "--max_steps=100_000"))
+    assert "none of them read its tokens again" in capsys.readouterr().out
+
+
+def test_a_rung_that_fails_or_diverges_is_left_out(climbed, tmp_path):
+    folder = shutil.copytree(climbed, tmp_path / "copy")
+    before = json.loads((folder / "tiny.ladder.json").read_text())["rungs"]
+    diverged, failed, *_ = sorted(folder.glob("out/*/metrics.jsonl"))
+    diverged.write_text(re.sub(r'"val_loss": [^,]*', '"val_loss": NaN', diverged.read_text()))
+    shutil.rmtree(failed.parent)
+    failed.parent.write_text("a user's")
+    with pytest.raises(SystemExit) as ended:
+        climb(folder)
+    assert ended.value.code == 1
+    after = json.loads((folder / "tiny.ladder.json").read_text())["rungs"]
+    assert len(after) == len(before) - 2
+    assert failed.parent.read_text() == "a user's"
 
 
 def test_a_loss_is_not_foretold_without_the_ladder_of_these_data(climbed, tmp_path, refuses):
