@@ -385,14 +385,14 @@ def print_loss(run: PlannedRun) -> None:
     if D > READ_AGAIN * ladder.different_tokens > max(rung["D"] for rung in ladder.rungs):
         basis += "\nwarning: none of them read its tokens again, as the run does"
     best_loss = float(ladder.loss(best_N, best_D)[0])
-    tokens = f"{best_D:,.3g} tokens, {best_D / best_N:.3g} for a parameter"
+    tokens = f"{best_D:,.3g} tokens, {best_D / best_N:.3g} for each"
     if best_D / best_N < 1.01 * ladder.fewest_tokens():
-        tokens += " (no small model has fewer)"
+        tokens += ", as few as any small model had: a larger one may be better"
     rows = {
         "val loss": f"{loss:.3f}; {low:.3f} to {high:.3f} in nine of ten runs, if the law holds",
         "bits per byte": f"{loss / math.log(2) * val['tokens'] / val['bytes']:.3f}",
         "basis": basis,
-        "best for 6 N D": f"{best_N:,.3g} parameters in products, {tokens}: {best_loss:.3f}",
+        "best for 6 N D": f"{best_loss:.3f} by {best_N:,.3g} parameters in products, {tokens}",
     }
     section(f"Loss on {data.name}", rows)
 

@@ -83,7 +83,7 @@ def main() -> None:
     cfg = with_data(parse(LadderConfig, doc=__doc__))
     (data,) = open_datasets(cfg.dataset, cfg.data_dir)
     rungs, epoch_tokens = rungs_of(cfg, data)
-    check(rungs, "choose a smaller --fewest_steps, a longer run or a larger model")
+    check(rungs, "take more layers, twice the steps or half of --fewest_steps")
     path = path_of(data)
     not_in_the_way(path, path.with_suffix(".png"))
     exit_code = train_all([rung.run for rung in rungs], cfg.minutes)
@@ -91,12 +91,12 @@ def main() -> None:
         sys.exit(exit_code)
     results = [(rung, read_run(rung.run.folder, [data.name])) for rung in rungs]
     trained = [replace(rung, loss=r.loss) for rung, r in results if r and math.isfinite(r.loss)]
-    check(trained, "give more --minutes, and see the lines above for rungs that failed")
+    check(trained, "the same command goes on; the lines above name rungs that failed")
     ladder = fitted(trained, epoch_tokens, cfg, data)
     print(table(ladder))
     write_json(str(path), sealed(vars(ladder) | facts_of(torch.device("cpu"))))
     draw(ladder, path.with_suffix(".png"))
-    print(f"{path} and its picture: plan.py --loss reads it")
+    print(f"{path}: plan.py --loss reads it. Its picture is {path.with_suffix('.png')}")
     if exit_code:  # a rung failed; the others were enough
         sys.exit(exit_code)
 
@@ -273,7 +273,7 @@ def draw(ladder: Ladder, png: Path) -> None:
                 errors.plot(rung["D"], 100 * error(ladder, rung), "o", color=color)
         curve = [float(ladder.loss(N, D)[0]) for D in tokens]
         losses.plot(tokens, curve, color=color, label=f"N = {N:,}")
-    losses.set(xscale="log", xlabel="tokens", ylabel="validation loss (nats per token)")
+    losses.set(xscale="log", xlabel="tokens", ylabel="loss (nats per token)", title=png.stem)
     errors.set(xscale="log", xlabel="tokens", ylabel="loss above the law (%)")
     errors.axhline(0, color="black", lw=0.8)
     fig.legend(loc="outside lower center", ncols=5)

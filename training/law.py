@@ -104,12 +104,12 @@ def path_of(data: DataSet) -> Path:
 def read_ladder(data: DataSet) -> Ladder:
     """Return the ladder of a data set. Raises UserError if there is none that can be used."""
     path = path_of(data)
-    again = f"python -m bench.ladder CONFIG --dataset={data.name}"
+    again = "python -m bench.ladder, with the config and the settings of this command"
     try:
         content = unseal(path)
         ladder = Ladder(**{field.name: content[field.name] for field in fields(Ladder)})
     except FileNotFoundError:
-        raise UserError(f"{path} is not there: train small models first, {again}") from None
+        raise UserError(f"{path} is not there: train small models first: {again}") from None
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"{path} is damaged ({e}): {again}") from None
     if ladder.data != data_hashes([data]):
