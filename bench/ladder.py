@@ -48,7 +48,7 @@ from training.start import with_data
 
 SHARE = 1 / 8  # of the config's FLOPs, for the most expensive rung
 TOKENS_PER_PARAMETER = 1 / 2  # of the config's, for the rung that has the fewest
-FEWEST_RUNGS = 8  # for six parameters
+FEWEST_RUNGS = 7  # for six parameters, of which one has a prior
 # The prior of E, in bits per byte: the largest models of 2024 reach 0.54 to 0.64 on the Pile (arXiv
 # 2412.19437, table 3). Its logarithm is normal, with a standard deviation that is for other texts.
 ENTROPY, ENTROPY_SD = 0.6, 0.3
