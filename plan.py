@@ -387,7 +387,7 @@ def print_loss(run: PlannedRun) -> None:
     best_loss = float(ladder.loss(best_N, best_D)[0])
     tokens = f"{best_D:,.3g} tokens, {best_D / best_N:.3g} for each"
     if best_D / best_N < 1.01 * ladder.fewest_tokens():
-        tokens += ", as few as any small model had: a larger one may be better"
+        tokens += ":\nas few as any small model had, so a larger one may be better"
     rows = {
         "val loss": f"{loss:.3f}; {low:.3f} to {high:.3f} in nine of ten runs, if the law holds",
         "bits per byte": f"{loss / math.log(2) * val['tokens'] / val['bytes']:.3f}",
