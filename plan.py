@@ -378,7 +378,7 @@ def print_loss(run: PlannedRun) -> None:
     best_N, best_D = ladder.best_size(6 * N * D)
     beyond = flops / max(rung["flops"] for rung in ladder.rungs)
     basis = f"{len(ladder.rungs)} small models; the run has {beyond:.3g} x the FLOPs of any of them"
-    basis += "\nin tests, what came was 1 to 16 % lower than foretold (docs/cost.md)"
+    basis += "\nin our tests on a CPU, 1 to 16 % less came than was foretold (docs/cost.md)"
     if different := ladder.differs(run.cfg):
         basis += f"\nwarning: they were trained with other settings: {different}"
     if D / N < ladder.fewest_tokens():

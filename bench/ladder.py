@@ -13,8 +13,9 @@ times, and the worth of that is fitted, too.
 
 The law is in training/law.py. It is fitted by the Huber loss of the relative errors, with the delta
 of arXiv 2203.15556. Small models hardly tell E, to which the loss falls in the end, from a slower
-fall: so E also has a prior, of what large models reach. The interval is of a bootstrap: the law is
-fitted again to its own losses, with errors and an E that are drawn anew.
+fall: so E also has a prior, of what large models reach, and is at most half of the lowest loss. The
+interval is of a bootstrap: the law is fitted again to its own losses, with errors that are drawn
+anew, and an E that is drawn about the fit's as widely as the prior.
 NAME.ladder.json goes beside the folder of the data set, and so does a picture of fit and errors.
 """
 
@@ -50,8 +51,8 @@ SHARE = 1 / 8  # of the config's FLOPs, for the most expensive rung
 TOKENS_PER_PARAMETER = 1 / 2  # of the config's, for the rung that has the fewest
 FEWEST_RUNGS = 7  # for six parameters, of which one has a prior
 # The prior of E, in bits per byte: the largest models of 2024 reach 0.54 to 0.64 on the Pile (arXiv
-# 2412.19437, table 3). Its logarithm is normal, with a standard deviation that is for other texts.
-ENTROPY, ENTROPY_SD = 0.6, 0.3
+# 2412.19437, table 3). Other texts differ: log E is normal, with this standard deviation.
+ENTROPY, LOG_ENTROPY_SD = 0.6, 0.3
 DELTA = 1e-3  # of the Huber loss: a relative error beyond it counts as itself, not as its square
 
 
@@ -175,10 +176,10 @@ def fitted(rungs: list[Rung], U: int, cfg: LadderConfig, data: DataSet) -> Ladde
     val = data.learned("val", cfg.loss_on)
     entropy = ENTROPY * math.log(2) * val["bytes"] / val["tokens"]
     deviates = torch.linspace(-2, 2, 11).double()
-    laws = [fit(N, D, losses, U, E) for E in entropy * (ENTROPY_SD * deviates).exp()]
-    errors = torch.stack([losses / law(of_E, N, D, U) - 1 for of_E in laws]).abs().mean(1)
+    fits = [fit(N, D, losses, U, E) for E in entropy * (LOG_ENTROPY_SD * deviates).exp()]
+    errors = torch.stack([losses / law(of_E, N, D, U) - 1 for of_E in fits]).abs().mean(1)
     # -ln of the density, but for a constant: errors are Laplace's, with the best width for them.
-    parameters = laws[(len(N) * errors.log() + deviates**2 / 2).argmin()]
+    parameters = fits[(len(N) * errors.log() + deviates**2 / 2).argmin()]
     fitted_losses = law(parameters, N, D, U)
     # The fit took up a part of the scatter: as many rungs as there are parameters lie on it.
     freedom = len(N) - 5 - repeats(D, U)
@@ -187,7 +188,7 @@ def fitted(rungs: list[Rung], U: int, cfg: LadderConfig, data: DataSet) -> Ladde
     draws = []
     for _ in ProgressBar("bootstrap", range(cfg.draws)):
         drawn = residuals[torch.randint(len(N), (len(N),), generator=generator)]
-        E = parameters[0] * (ENTROPY_SD * torch.randn((), generator=generator)).exp()
+        E = parameters[0] * (LOG_ENTROPY_SD * torch.randn((), generator=generator)).exp()
         draws.append(fit(N, D, fitted_losses * (1 + drawn), U, E))
     figures = [dict(N=r.N, D=r.D, flops=r.flops, loss=r.loss) for r in rungs]
     laws = torch.stack([parameters, *draws]).tolist()
@@ -205,7 +206,7 @@ def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor) -> Tensor:
     With E, a, b and R, the law is linear in A and B: least squares, whose weights make a Huber loss
     of it, solve for these at all points of a grid of a, b and R. The grid shrinks around its best.
     """
-    E = E.clamp(max=losses.min() / 2)  # a text of few words has a loss below any other's E
+    E = E.clamp(max=losses.min() / 2)  # where the text is easier than the prior says
     most = torch.tensor([1.5, 1.5, 10 * REPEATS]).double().log()
     least = torch.tensor([0.05, 0.05, REPEATS / 10]).double().log()
     if not repeats(D, U):
