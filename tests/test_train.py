@@ -147,8 +147,8 @@ def test_reading_the_data_more_than_four_times_is_a_warning(tiny_data):
     assert not warned(0.1) and not warned(4)
     at_4 = make_plan(config("--max_epochs=4", "--max_steps=0"), 1, size)
     assert not warned(at_4.steps * at_4.step_tokens / size)  # who follows the advice is left alone
-    assert "tiny is read 722.0 times" in warned(722) and "--dropout=0.1" in warned(722)
-    assert "dropout" not in warned(722, "--dropout=0.2")
+    assert "tiny is read 722.0 times" in warned(722) and "--weight_decay=1" in warned(722)
+    assert "weight_decay" not in warned(722, "--weight_decay=2")
     one_step = repetition_warning(36 * size, 36 * size, config(), sets)
     assert "tiny is read 36.0 times" in one_step and "lower batch_tokens" in one_step
     assert not warned(10, "--init_from=models/Qwen3-0.6B-Base")

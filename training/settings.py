@@ -57,7 +57,7 @@ class Training:
     tie_embeddings: bool | Literal["preset"] = "preset"  # lm_head is wte; gpt2: true
     rope_theta: float = 10000.0  # base of the rotation frequencies
     rope_scaling: str = ""  # linear:2 and such, for longer sequences; Llama 3.2: llama3:32,1,4,8192
-    dropout: float = 0.0  # 0 for pretraining; 0.1 or more if the data is read many times
+    dropout: float = 0.0  # 0 for pretraining; a high weight_decay helps more (docs/data.md)
     init: Literal[tuple(INIT)] = "gpt2"  # standard deviations of the first weights: model.py
     # ---- Batch: a step consists of as many micro-steps (accumulation) as batch_tokens needs ----
     batch_size: int | Literal["auto"] = 16  # B, sequences in a device's micro-step; auto: what fits
@@ -71,7 +71,7 @@ class Training:
     lr: float = 6e-4  # highest learning rate; adafactor: a share of the weights, try 0.03
     embed_lr: float = 1.0  # learning rate of the embeddings, as a share of lr
     vector_lr: float = 1.0  # learning rate of norms and biases, as a share of lr
-    weight_decay: float = 0.1  # on matrices and embeddings, not on biases and norms
+    weight_decay: float = 0.1  # on matrices and embeddings; 1 if the data is read many times
     beta1: float = 0.9  # decay rate of the running mean of the gradient
     beta2: float = 0.95  # decay rate of the running mean of the squared gradient
     momentum: float = 0.95  # muon: the same of its mean; it grows from 0.85 at the beginning
