@@ -381,6 +381,8 @@ def print_loss(run: PlannedRun) -> None:
     basis += "\nin our tests on a CPU, 1 to 16 % less came than was foretold (docs/cost.md)"
     if different := ladder.differs(run.cfg):
         basis += f"\nwarning: they were trained with other settings: {different}"
+    if ladder.parameters[0][0] >= min(rung["loss"] for rung in ladder.rungs) / 2:
+        basis += "\nwarning: E stands at its bound, as it did where these tests failed"
     if D / N < ladder.fewest_tokens():
         basis += "\nwarning: each of them had more tokens per parameter: expect another loss"
     if D > READ_AGAIN * ladder.different_tokens > max(rung["D"] for rung in ladder.rungs):

@@ -179,9 +179,7 @@ def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: li
     advice = f"prepare more text, or end earlier (--max_epochs={MOST_EPOCHS})"
     if len(sets) > 1:
         advice = "give it more text, or a smaller share of the mixture"
-    advice += ", or make the model smaller"
-    if cfg.weight_decay < 1:
-        advice += ", or set --weight_decay=1"
+    advice += ", or set --weight_decay=1" if cfg.weight_decay < 1 else ", or a smaller model"
     if any(per_step[name] > 1 for name in repeated):
         advice = f"a single step reads {step_tokens:,} tokens: lower batch_tokens"
     return f"warning: {times}; {worth}: {advice}"
