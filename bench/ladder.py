@@ -41,7 +41,7 @@ from hardware.terminal import ProgressBar
 from model import GPT
 from text.dataset import open_datasets, open_windows
 from text.windows import DataSet
-from training.law import READ_AGAIN, REPEATS, Ladder, law, path_of, recipe_of, worth
+from training.law import MOST_E, READ_AGAIN, REPEATS, Ladder, law, path_of, recipe_of, worth
 from training.plan import make_plan
 from training.resume import data_hashes
 from training.settings import TrainConfig, model_config
@@ -176,10 +176,10 @@ def fitted(rungs: list[Rung], U: int, cfg: LadderConfig, data: DataSet) -> Ladde
     val = data.learned("val", cfg.loss_on)
     entropy = ENTROPY * math.log(2) * val["bytes"] / val["tokens"]
     deviates = torch.linspace(-2, 2, 11).double()
-    fits = [fit(N, D, losses, U, E) for E in entropy * (LOG_ENTROPY_SD * deviates).exp()]
-    errors = torch.stack([losses / law(of_E, N, D, U) - 1 for of_E in fits]).abs().mean(1)
+    candidates = [fit(N, D, losses, U, E) for E in entropy * (LOG_ENTROPY_SD * deviates).exp()]
+    errors = torch.stack([losses / law(one, N, D, U) - 1 for one in candidates]).abs().mean(1)
     # -ln of the density, but for a constant: errors are Laplace's, with the best width for them.
-    parameters = fits[(len(N) * errors.log() + deviates**2 / 2).argmin()]
+    parameters = candidates[(len(N) * errors.log() + deviates**2 / 2).argmin()]
     fitted_losses = law(parameters, N, D, U)
     # The fit took up a part of the scatter: as many rungs as there are parameters lie on it.
     freedom = len(N) - 5 - repeats(D, U)
@@ -206,7 +206,7 @@ def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor) -> Tensor:
     With E, a, b and R, the law is linear in A and B: least squares, whose weights make a Huber loss
     of it, solve for these at all points of a grid of a, b and R. The grid shrinks around its best.
     """
-    E = E.clamp(max=losses.min() / 2)  # where the text is easier than the prior says
+    E = E.clamp(max=MOST_E * losses.min())
     most = torch.tensor([1.5, 1.5, 10 * REPEATS]).double().log()
     least = torch.tensor([0.05, 0.05, REPEATS / 10]).double().log()
     if not repeats(D, U):
