@@ -31,7 +31,6 @@ from typing import Any, Literal
 from configurator import UserError, parse, run
 from hardware.disk import json_bytes, read_object, write_whole
 from hardware.terminal import in_a_terminal
-from text.dataset import load_tokenizer
 from text.replay import run_loader, sample_texts
 from training.metrics import read_metrics
 from training.plots import plot_loss
@@ -122,8 +121,7 @@ def write_texts(folder: Path, added: list[dict], records: list[dict]) -> None:
         if "bad_step" not in record or path.exists():
             continue  # if it exists, an earlier process has read the same step
         try:
-            sets, loader, samples = run_loader(folder / "metrics.jsonl", records, step)
-            texts = sample_texts(sets, loader, samples, load_tokenizer(sets[0].folder))
+            texts = sample_texts(*run_loader(folder / "metrics.jsonl", records, step))
             blocks = "".join(f"\n---- {place}\n{text}\n" for place, text in texts)
             content = f"step {step}: {record['bad_step']}\n{blocks}"
             path.parent.mkdir(parents=True, exist_ok=True)

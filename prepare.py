@@ -5,8 +5,8 @@ The demo corpus, which is the documentation of this Python, numpy and torch:
     python prepare.py
 Train a SentencePiece tokenizer on the input, then encode the input with it:
     python prepare.py --input books/ wiki.jsonl.gz --name wiki
-Download a file, and use its characters as tokens (or bytes: --tokenizer byte):
-    python prepare.py --input https://HOST/a.txt --name chars --tokenizer char
+Use the characters of a text as tokens (or its bytes: --tokenizer byte):
+    python prepare.py --input a.txt --name chars --tokenizer char
 Use a tokenizer that exists already:
     python prepare.py --input wiki.jsonl.gz --name wiki_gpt2 --tokenizer gpt2
 Read standard input; it is JSON Lines unless --format says otherwise:
@@ -39,8 +39,7 @@ val_fraction of them, become val.bin.
 If prepare.py is killed, run the same command again: it continues from the work that is finished.
 The old data set stays complete until the new one replaces it. The number of workers, processes
 and interruptions does not change one byte of the result. prepare.py deletes only files that it
-wrote itself, in data/NAME, data/.NAME.tmp and data/.NAME.old. It downloads a file once, to
-data/downloads, and uses it again from there.
+wrote itself, in data/NAME, data/.NAME.tmp and data/.NAME.old.
 """
 
 import os
@@ -51,24 +50,21 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
-
 from configurator import OneRankError, UserError, columns, folded, note, parse, run
 from hardware.disk import content_sha256, file_sha256, json_bytes, remove_only, sealed, write_whole
 from text import look
 from text.cut import cut_by_text, too_few
-from text.dataset import FORMAT_VERSION, load_tokenizer, open_dataset, verify
+from text.dataset import FORMAT_VERSION, open_dataset, verify
 from text.demo import TAUGHT, demo_sources
-from text.download import download_all, file_of, is_url, without_secrets
 from text.encode import Encoder, Part, encode_share
 from text.folders import STDIN, claim, remove_scratch, replace_set
 from text.formats import CHUNK
 from text.landmarks import count_landmarks
-from text.merge import count, find_duplicates, merge, number_of_documents
+from text.merge import count, merge
 from text.ranks import Ranks, all_ranks, share_of
-from text.records import CHAT, Tally, printable
+from text.records import CHAT, Tally, check_bad, document_settings, printable
 from text.replay import run_loader, sample_texts
-from text.settings import PrepareConfig, check_bad, cleaning, document_settings
+from text.settings import PrepareConfig
 from text.sources import Source, find_sources
 from text.train_tokenizer import make_tokenizer
 from training.metrics import read_metrics
@@ -93,7 +89,7 @@ def inspect(cfg: PrepareConfig) -> None:
         sets, loader, samples = run_loader(path, read_metrics(path), cfg.step)
         for data in sets:
             verify(data.folder, data.meta, "train")
-        texts = sample_texts(sets, loader, samples, load_tokenizer(sets[0].folder))
+        texts = sample_texts(sets, loader, samples)
     else:
         meta = open_dataset(folder)
         print(folded(printable(look.report(meta, folder)), columns()))
@@ -150,11 +146,10 @@ def name_of_set(cfg: PrepareConfig) -> str:
     elif cfg.input[0] == "-":
         name = "stdin"
     else:
-        argument = cfg.input[0]
-        path = file_of(argument, Path(cfg.data_dir)) if is_url(argument) else Path(argument)
+        path = Path(cfg.input[0])
         name = (path.name or path.resolve().name).split(".")[0]
-    if not re.fullmatch(r"(?!downloads$)[^-./*?:,\[\x00-\x1f][^/*?:,\x00-\x1f]{0,99}", name):
-        raise UserError(f"name {name!r} must be a plain folder name, not downloads: give --name")
+    if not re.fullmatch(r"[^-./*?:,\[\x00-\x1f][^/*?:,\x00-\x1f]{0,99}", name):
+        raise UserError(f"name {name!r} must be a plain folder name: give --name")
     return name
 
 
@@ -183,9 +178,7 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, ranks: Ranks) -> str:
 
     folder = scratch / "set"
     info = ranks.of_first(lambda: make_tokenizer(cfg, sources, workers, folder))
-    file = folder / info["file"]
-    options = (cleaning(cfg), cfg.min_tokens, cfg.val_fraction)
-    encoder = Encoder(cfg.tokenizer, file, info, *options)
+    encoder = Encoder(cfg, folder / info["file"], info)
 
     # The journal of a part counts records. In .jsonl such a record is a block of lines of about
     # CHUNK characters: with another size the same count would mean another place in the file.
@@ -207,23 +200,14 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, ranks: Ranks) -> str:
 
 
 def find_input(cfg: PrepareConfig, scratch: Path) -> tuple[list[Source], dict[str, Counter]]:
-    """Return the files to read, and for each --input argument how many files were skipped and why.
-
-    URLs are downloaded.
-    """
+    """Return the files to read, and for each --input argument how many were skipped and why."""
     if cfg.input == ("-",):
         return [take_in(cfg, scratch / STDIN)], {}
     if not cfg.input:
         if cfg.name not in ("", "demo", "chat"):
             note("no --input is given: the corpus is documentation of Python, numpy and torch")
         return [s for s in demo_sources() if not cfg.chat or s.name in TAUGHT], {}
-    files = download_all(cfg.input, Path(cfg.data_dir), cfg.format)
-    inputs = [str(files.get(argument, argument)) for argument in cfg.input]
-    sources, skipped = find_sources(inputs, cfg.format)
-    urls = {file: without_secrets(url) for url, file in files.items()}
-    for source in sources:
-        source.name = urls.get(source.path, source.name)
-    return sources, skipped
+    return find_sources(cfg.input, cfg.format)
 
 
 def take_in(cfg: PrepareConfig, path: Path) -> Source:
@@ -257,7 +241,7 @@ def write_set(
 ) -> dict:
     """Write the data set of all parts to the folder of its tokenizer, and return its meta.json.
 
-    sources: what it says of the files that were read. With --dedup, duplicates are left out.
+    sources: what it says of the files that were read.
     """
     tally = Tally()
     written = {encoder.file: encoder.info["sha256"]}
@@ -269,23 +253,19 @@ def write_set(
         if file_sha256(path) != sha256:
             raise UserError(f"{path}: changed after it was written: run the same command again")
     check_bad(tally, cfg, tally.records)
-    duplicate = find_duplicates(parts) if cfg.dedup else np.zeros(number_of_documents(parts), bool)
-    if duplicate.any():
-        tally.dropped["equal to an earlier document"] = int(duplicate.sum())
-    splits, lengths = count(parts, duplicate)
+    splits, lengths = count(parts)
     if not lengths:
         raise UserError(look.no_documents(tally))
     few = lengths.total() if too_few(splits, cfg.val_fraction) else 0
     if few:
         characters = sum(counts["characters"] for counts in splits.values())
-        parts = [cut_by_text(parts, duplicate, characters, encoder, folder.parent / "cut")]
-        duplicate = np.zeros(number_of_documents(parts), bool)
-        splits, lengths = count(parts, duplicate)
+        parts = [cut_by_text(parts, characters, encoder, folder.parent / "cut")]
+        splits, lengths = count(parts)
     for split, counts in splits.items():
         if not counts["documents"]:
             raise UserError(f"{split}.bin would be empty: give more text or another --val_fraction")
 
-    states = merge(parts, duplicate, folder, encoder.dtype.itemsize)
+    states = merge(parts, folder)
     for split, counts in splits.items():
         _, counts["sha256"] = states[split]
     meta = look.describe_set(encoder.info, splits, lengths, tally)

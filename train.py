@@ -76,8 +76,6 @@ def train(job: Job) -> None:
 
     job.metrics.close()
     machine.say(f"checkpoint: {newest_checkpoint(job.folder / 'ckpt')}")
-    for note in job.notes:
-        machine.say(f"    elsewhere: {note}")
     if dist.is_initialized():
         dist.destroy_process_group()
     end_run(job, broken, stopped, signals)
@@ -132,8 +130,6 @@ def loop(job: Job, batches: Iterator[Batch], signals: list[int]) -> bool:
                 save(job, step)
             return True
         told_to_stop = machine.any_rank(len(signals) > 0)
-        if job.average:
-            job.average.follow()
         # This waits for the device: with AdamW and Muon, for the only time in a step.
         loss, grad_norm = result()
         stopping = told_to_stop()
@@ -175,7 +171,7 @@ def evaluate_all(job: Job, step: int) -> None:
     """Evaluate the model on the val.bin and the train.bin of every data set.
 
     The windows are the same for each value of the setting `documents`. Only the loss by document,
-    and that on answers, keep documents apart. Evaluate the average of the weights on the val.bin.
+    and that on answers, keep documents apart.
     """
     T = job.cfg.block_size
     data = job.data
@@ -194,9 +190,6 @@ def evaluate_all(job: Job, step: int) -> None:
         for windows in data.val_documents
     ]
     losses["train_eval_loss"] = on_each(data.train_windows)
-    if job.average:
-        with job.average.in_the_model():
-            losses["val_loss_average"] = on_each(data.val_windows)
     val_loss = job.metrics.log_eval(step, losses, time.perf_counter() - started)
     job.progress.add_evaluation(val_loss)
 
@@ -246,7 +239,7 @@ def save(job: Job, step: int) -> bool:
         job.machine.say(f"warning: step {step} is not saved: {broken} holds NaN or infinity")
         return job.saver.skipped < 2
     # This copies the state to host memory, and a thread writes the copy.
-    job.saver.save(job.model, job.optimizer, job.scaler, job.average, job.progress)
+    job.saver.save(job.model, job.optimizer, job.scaler, job.progress)
     return True
 
 

@@ -70,13 +70,10 @@ def read_run(folder: Path, judges: list[str], loss: str = "val_loss") -> Result 
     evaluations = [r for r in records if "val_loss" in r]
     if not evaluations or evaluations[-1]["step"] < records[0]["steps"]:
         return None
-    # A run that averages its weights is judged by the average. A run with a single data set records
-    # its loss only under the key itself.
-    averages = loss == "val_loss" and records[0]["settings"].get("average")
-    key = "val_loss_average" if averages else loss
-    if key not in evaluations[-1]:
-        raise UserError(f"{folder}: an older version has trained it, without {key}: out_dir=NEW")
-    losses = [[r.get(f"{key}/{name}", r[key]) for r in evaluations] for name in judges]
+    if loss not in evaluations[-1]:
+        raise UserError(f"{folder}: an older version has trained it, without {loss}: out_dir=NEW")
+    # A run with a single data set records its loss only under the key itself.
+    losses = [[r.get(f"{loss}/{name}", r[loss]) for r in evaluations] for name in judges]
     step_tokens = records[0]["step_samples"] * records[0]["settings"]["block_size"]
     times = [r["step_ms"] for r in records if "step_ms" in r]
     return Result(

@@ -101,21 +101,20 @@ def set_aside(path: Path, name: str = "") -> Path:
     return path.rename(aside)
 
 
-def remove_only(folder: Path, names: Iterable[str]) -> bool:
+def remove_only(folder: Path, names: Iterable[str]) -> None:
     """Delete the files and links with these names, then the folder if it is empty.
 
-    Return whether the folder was deleted. Other files in it belong to somebody, and stay. If the
-    folder itself is a link, nothing is deleted.
+    Other files in it belong to somebody, and stay. If the folder itself is a link, nothing is
+    deleted.
     """
     if folder.is_symlink() or not folder.is_dir():
-        return False
+        return
     for name in names:
         path = folder / name
         if path.is_symlink() or path.is_file():
             path.unlink(missing_ok=True)
     with suppress(OSError):  # it is not empty
         folder.rmdir()
-    return not folder.exists()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ and functions that run a script.
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,10 @@ import pytest
 # would otherwise spin, and take the CPU from other processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TORCHINDUCTOR_DEBUG_COMPILE", "1")  # g++ -O0: it compiles faster
 import torch
+from safetensors.torch import load_file
 
 import configurator
 import prepare
@@ -62,20 +66,27 @@ def write_jsonl(path: Path, records: list[dict]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def transformers():
+    module = pytest.importorskip("transformers", reason="needs the package transformers")
+    module.logging.set_verbosity_error()
+    return module
+
+
+@pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory) -> Path:
     """A folder of data sets that contains the data set `tiny`."""
     root = tmp_path_factory.mktemp("data")
-    corpus = write_jsonl(root / "corpus.jsonl", make_records(300))
-    call(
-        prepare.main,
-        "--input",
-        str(corpus),
-        "--name=tiny",
-        f"--data_dir={root}",
-        "--vocab_size=400",
-        "--val_fraction=0.1",
-    )
+    prepared(root, make_records(300))
     return root
+
+
+def prepared(data: Path, records: list[dict], *options: str) -> Path:
+    """Make the data set `tiny` of these records, if no option says otherwise; return its folder."""
+    data.mkdir(exist_ok=True)
+    corpus = write_jsonl(data / "corpus.jsonl", records)
+    usual = ["--name=tiny", "--vocab_size=400", "--val_fraction=0.1", f"--data_dir={data}"]
+    call(prepare.main, "--input", corpus, *usual, *options)
+    return data / "tiny"
 
 
 def call(main: Callable[[], None], *argv: str) -> None:
@@ -119,6 +130,53 @@ def torchrun(n: int, data: Path, out: Path, *options: str, run=subprocess.run) -
     done = run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return out / "run"
+
+
+@pytest.fixture(scope="session")
+def finished(tiny_data, tmp_path_factory) -> Path:
+    """A run of TINY, which tests only read."""
+    return train_tiny(tiny_data, tmp_path_factory.mktemp("finished"))
+
+
+@pytest.fixture
+def copied(finished, tmp_path) -> Path:
+    """A copy of it, tmp_path/run."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def end(run: Path, step: int = 8) -> dict[tuple, torch.Tensor]:
+    """Return the weights and the optimizer's state of a checkpoint."""
+    folder = run / "ckpt" / f"step_{step:08d}"
+    state = torch.load(folder / "train_state.pt", weights_only=True)["optimizer"]["state"]
+    moments = {(i, k): v for i, of_weight in state.items() for k, v in of_weight.items()}
+    return load_file(folder / "model.safetensors") | moments
+
+
+def same(run: Path, other: Path) -> bool:
+    a, b = end(run), end(other)
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def stop_at_4(run: Path, out: Path) -> None:
+    """Copy a run as if it had been killed after its first checkpoint."""
+    shutil.copytree(run, out / "run")
+    shutil.rmtree(out / "run" / "ckpt" / "step_00000008")
+
+
+def resumes(data: Path, out: Path, *options: str, keys=("loss", "grad_norm")) -> Path:
+    """Train a run, and again from its first checkpoint, with the same end. Return the latter."""
+    straight = train_tiny(data, out / "straight", *options)
+    stop_at_4(straight, out)
+    run = train_tiny(data, out, *options, "--init_from=resume")
+    assert same(run, straight)
+    for key in ("val_loss", *keys):
+        assert metrics(run, key) == metrics(straight, key)
+    return run
 
 
 def forge(folder: Path, name: str = "", content: bytes = b"") -> None:

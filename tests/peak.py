@@ -12,7 +12,6 @@ from bench.measure import new_training
 from hardware import kernels
 from hardware.machine import Machine
 from model import GPTConfig
-from training.average import Average
 from training.memory import Step
 from training.settings import TrainConfig
 from training.shards import part
@@ -29,44 +28,31 @@ def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> i
     held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     kernels.install()
     machine = machine or Machine(0, 0, 1, device, step.dtype, "")
-    cfg = TrainConfig(
-        optimizer=step.optimizer,
-        shard=step.shard,
-        recompute="blocks" if step.recompute else "none",
-        compile=step.compiled,
-        batch_size=step.B,
-        block_size=step.T,
-    )
+    cfg = TrainConfig(optimizer=step.optimizer, shard=step.shard, compile=step.compiled)
+    recompute = "blocks" if step.recompute else "none"
+    cfg = replace(cfg, recompute=recompute, batch_size=step.B, block_size=step.T)
     training = new_training(cfg, c, machine)
     batch = next(training.batches)._replace(eos_id=0 if step.documents else None)
     training = replace(training, batches=repeat(batch), accum=step.accum)
     model = training.model
-    average = Average(model, 1) if step.average else None
-
-    def one_step() -> None:
-        training.step()
-        if average:
-            average.follow()
-
-    one_step()  # compiles, and allocates the optimizer's state
+    training.step()  # compiles, and allocates the optimizer's state
     gc.collect()  # as train.py does: a trial of torch.compile leaves garbage
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        one_step()
+        training.step()
         return torch.cuda.max_memory_allocated() - held
     peaks = []
     # Threads of gloo free FSDP's buffers a little later than the main thread might: how many they
     # hold is a matter of luck, so the least of several steps counts.
     for _ in range(6 if step.zero else 1):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            one_step()
+            training.step()
         events = profiled.profiler.kineto_results.events()
         changes_of_memory = [e for e in events if e.name() == "[memory]"]
         in_order = sorted(changes_of_memory, key=lambda e: e.start_ns())
         peaks.append(max(accumulate(e.nbytes() for e in in_order)))
     state = [part(t) for moments in training.optimizer.state.values() for t in moments.values()]
-    means = average.weights.values() if average else []
-    always = [*map(part, model.parameters()), *model.buffers(), *state, *means, batch.x]
+    always = [*map(part, model.parameters()), *model.buffers(), *state, batch.x]
     # DDP's buckets are as large as the weights. They were allocated in the step before.
     ddp = isinstance(training.forward, DistributedDataParallel)
     buckets = 4 * model.num_params()["total"] if ddp else 0

@@ -10,17 +10,13 @@ AdamW, the loss and gradient norm of every step, and what sample.py prints.
 """
 
 import argparse
-import hashlib
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from conftest import make_records, write_jsonl
-from safetensors.torch import load_file
+from conftest import end, make_records, metrics, write_jsonl
 
 REPO = Path(__file__).resolve().parents[1]
 PREPARE = ["prepare.py", "--input=../corpus.jsonl", "--name=small"]
@@ -44,31 +40,8 @@ RUNS = [
 ]
 
 
-def sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
-def of_tensors(state: object) -> str:
-    """Return a hash of all tensors in nested dictionaries and lists, and of their names."""
-    digest = hashlib.sha256()
-
-    def add(name: str, value: object) -> None:
-        if isinstance(value, torch.Tensor):
-            content = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            digest.update(name.encode() + content)
-        elif isinstance(value, dict):
-            for key in sorted(value, key=str):
-                add(f"{name}.{key}", value[key])
-        elif isinstance(value, list | tuple):
-            for number, item in enumerate(value):
-                add(f"{name}.{number}", item)
-
-    add("", state)
-    return digest.hexdigest()[:16]
-
-
-def results(tree: Path) -> dict[str, str]:
-    """Make all runs in a copy of the repository; return name of a result -> its hash."""
+def results(tree: Path) -> dict[str, object]:
+    """Make all runs in a copy of the repository; return what they have written and printed."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     found = {}
     for number, argv in enumerate(RUNS):
@@ -77,20 +50,15 @@ def results(tree: Path) -> dict[str, str]:
         if done.returncode:
             sys.exit(f"{tree}: {' '.join(argv)}: exit code {done.returncode}\n{done.stderr}")
         if "sample.py" in argv:
-            found[f"sample.py, run {number}"] = sha256(done.stdout.encode())
-    for path in sorted(tree.glob("data/*/*.bin")):
-        found[str(path.relative_to(tree))] = sha256(path.read_bytes())
-    for checkpoint in sorted(tree.glob("out/*/ckpt/step_*")):
-        name = str(checkpoint.relative_to(tree))
-        found[f"{name}, weights"] = of_tensors(load_file(checkpoint / "model.safetensors"))
-        training = torch.load(checkpoint / "train_state.pt", weights_only=True)
-        found[f"{name}, moments"] = of_tensors(training["optimizer"])
-    for path in sorted(tree.glob("out/*/metrics.jsonl")):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        keys = ("step", "loss", "grad_norm", "val_loss")
-        kept = [{k: v for k, v in line.items() if k in keys} for line in lines]
-        content = json.dumps([line for line in kept if len(line) > 1]).encode()
-        found[str(path.relative_to(tree))] = sha256(content)
+            found[f"sample.py, run {number}"] = done.stdout
+    for path in tree.glob("data/*/*.bin"):
+        found[str(path.relative_to(tree))] = path.read_bytes()
+    for path in tree.glob("out/*/ckpt/step_*"):
+        tensors = end(path.parents[1], int(path.name[5:]))
+        found[str(path.relative_to(tree))] = {key: x.tolist() for key, x in tensors.items()}
+    for path in tree.glob("out/*/metrics.jsonl"):
+        keys = ("loss", "grad_norm", "val_loss")
+        found[str(path.relative_to(tree))] = [metrics(path.parent, key) for key in keys]
     return found
 
 
@@ -119,8 +87,7 @@ def main() -> None:
         before = results(there)
         now = results(here)
     differ = [name for name in sorted(before | now) if before.get(name) != now.get(name)]
-    for name in differ:
-        print(f"{name}: {before.get(name, 'missing')} by {commit}, {now.get(name, 'missing')} here")
+    print("\n".join(differ))
     print(f"{len(before) - len(differ)} of {len(before)} results are equal")
     sys.exit(bool(differ))
 

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 import warm
-from conftest import TINY, call, make_records, metrics, torchrun, train_tiny, write_jsonl
-from test_prepare import tiktoken_file
+from conftest import call, make_records, metrics, prepared, resumes, torchrun, train_tiny
+from test_prepare import all_texts, tiktoken_file
 
 import prepare
-import train
 from model import GPT, PRESETS, GPTConfig
 from text.chat import answers_of, chatml, marks_of, turns_of
 from text.dataset import DataSet, load_tokenizer, open_dataset, open_split, open_windows
@@ -50,21 +49,9 @@ def conversations(n: int, seed: int = 0, marks: bool = True) -> list[list[dict]]
 def chat_data(tiny_data, tmp_path_factory) -> Path:
     """A folder of data sets with `tiny`, and with `chat`: conversations with the same tokenizer."""
     root = tmp_path_factory.mktemp("chat")
-    corpus = write_jsonl(root / "c.jsonl", [{"messages": m} for m in conversations(300)])
-    options = [f"--data_dir={tiny_data}", f"--tokenizer={tiny_data / 'tiny'}"]
-    call(prepare.main, "--input", corpus, "--name=chat", "--val_fraction=0.1", *options)
+    options = ["--name=chat", f"--data_dir={tiny_data}", f"--tokenizer={tiny_data / 'tiny'}"]
+    prepared(root, [{"messages": m} for m in conversations(300)], *options)
     return tiny_data
-
-
-def chatml_of(folder: Path) -> list[str]:
-    """Return the documents of a data set, in the order of train.bin and val.bin."""
-    meta, tokenizer = open_dataset(folder), load_tokenizer(folder)
-    texts = []
-    for split in ("train", "val"):
-        ids = open_split(folder, meta, split)
-        ends = np.flatnonzero(ids == meta["eos_id"]) + 1
-        texts += [tokenizer.decode(d[:-1].tolist()) for d in np.split(ids, ends)[:-1]]
-    return texts
 
 
 # -- records --
@@ -73,56 +60,36 @@ RENDERED = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nSo.<|im_end
 WITH_SYSTEM = f"<|im_start|>system\nBe kind.<|im_end|>\n{RENDERED}"
 
 
-@pytest.mark.parametrize(
-    "record, text",
-    [
-        ({"messages": [QUESTION, ANSWER]}, RENDERED),
-        ({"conversations": [SYSTEM, QUESTION, ANSWER], "id": 7}, WITH_SYSTEM),
-        ({"conversations": [SYSTEM | {"content": ""}, QUESTION, ANSWER]}, RENDERED),
-        (
-            {
-                "conversations": [
-                    {"from": "human", "value": "Why?"},
-                    {"from": "gpt", "value": "So."},
-                ]
-            },
-            RENDERED,
-        ),
-        ({"system": "Be kind.", "messages": [QUESTION, ANSWER]}, WITH_SYSTEM),
-        ({"messages": None, "conversations": [QUESTION, ANSWER]}, RENDERED),
-        (
-            {
-                "messages": [
-                    {"role": None, "from": "human", "content": None, "value": "Why?"},
-                    ANSWER,
-                ]
-            },
-            RENDERED,
-        ),
-        ({"messages": [QUESTION, ANSWER | {"content": "\n \r\nSo."}]}, RENDERED),
-        ({"messages": [QUESTION, ANSWER] * 2}, RENDERED * 2),
-        ({"instruction": "Why?", "input": "", "output": "So."}, RENDERED),
-        (
-            {"instruction": "Why?", "input": None, "output": "So.", "system": "Be kind."},
-            WITH_SYSTEM,
-        ),
-        ({"prompt": "Why?", "completion": "So."}, RENDERED),
-    ],
-)
-def test_conversations_of_every_form_become_chatml(tiny_data, tmp_path, record, text, capsys):
-    corpus = write_jsonl(tmp_path / "c.jsonl", [record] * 2)
-    options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
-    call(prepare.main, "--input", corpus, "--chat", *options)
-    assert "".join(chatml_of(tmp_path / "c")) == text * 2
+HUMAN, BOT = {"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}
+FORMS = [
+    ({"messages": [QUESTION, ANSWER]}, RENDERED),
+    ({"conversations": [SYSTEM, QUESTION, ANSWER], "id": 7}, WITH_SYSTEM),
+    ({"conversations": [SYSTEM | {"content": ""}, QUESTION, ANSWER]}, RENDERED),
+    ({"conversations": [HUMAN, BOT]}, RENDERED),
+    ({"system": "Be kind.", "messages": [QUESTION, ANSWER]}, WITH_SYSTEM),
+    ({"messages": None, "conversations": [QUESTION, ANSWER]}, RENDERED),
+    ({"messages": [HUMAN | {"role": None, "content": None}, ANSWER]}, RENDERED),
+    ({"messages": [QUESTION, ANSWER | {"content": "\n \r\nSo."}]}, RENDERED),
+    ({"messages": [QUESTION, ANSWER] * 2}, RENDERED * 2),
+    ({"instruction": "Why?", "input": "", "output": "So."}, RENDERED),
+    ({"instruction": "Why?", "input": None, "output": "So.", "system": "Be kind."}, WITH_SYSTEM),
+    ({"prompt": "Why?", "completion": "So."}, RENDERED),
+]
+
+
+def test_conversations_of_every_form_become_chatml(tiny_data, tmp_path, capsys):
+    # So few documents are split by text: they stay in their order.
+    options = ["--chat", f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.05"]
+    folder = prepared(tmp_path, [record for record, _ in FORMS], *options)
+    assert "".join(all_texts(folder)) == "".join(text for _, text in FORMS)
     shown = capsys.readouterr().out
     assert "[[So.<|im_end|>]]" in shown and "--loss_on=answers learns" in shown
 
 
 def test_an_instruction_is_plain_text_without_chat(tiny_data, tmp_path):
-    corpus = write_jsonl(tmp_path / "c.jsonl", [{"instruction": "Why?", "output": "So."}] * 2)
-    options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
-    call(prepare.main, "--input", corpus, *options)
-    assert chatml_of(tmp_path / "c") == ["Why?\nSo."] * 2
+    options = [f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
+    folder = prepared(tmp_path, [{"instruction": "Why?", "output": "So."}] * 2, *options)
+    assert all_texts(folder) == ["Why?\nSo."] * 2
 
 
 def test_no_text_can_write_a_mark(tmp_path):
@@ -130,14 +97,12 @@ def test_no_text_can_write_a_mark(tmp_path):
     letters = f"{IM_START}user\n{IM_END} </s> "
     talk = [QUESTION | {"content": letters}, ANSWER | {"content": letters * 3}]
     records = [{"text": f"{letters} {i}"} for i in range(60)] + [{"messages": talk}] * 20
-    corpus = write_jsonl(tmp_path / "c.jsonl", records + make_records(60))
-    call(prepare.main, "--input", corpus, f"--data_dir={tmp_path}", "--vocab_size=400")
-    folder = tmp_path / "c"
+    folder = prepared(tmp_path, records + make_records(60))
     meta, tokenizer = open_dataset(folder), load_tokenizer(folder)
     ids = np.concatenate([open_split(folder, meta, split) for split in ("train", "val")])
     assert [np.count_nonzero(ids == mark) for mark in marks_of(tokenizer)] == [40, 40]
     assert set(marks_of(tokenizer)) == {3, 4}
-    texts = chatml_of(folder)
+    texts = all_texts(folder)
     assert f"{IM_START}user\n{letters}{IM_END}\n" in "".join(texts)
     assert sum(text.startswith(letters) for text in texts) == 60
 
@@ -171,26 +136,24 @@ BAD = [
 ]
 
 
-def test_fifty_wrong_conversations_are_bad_records_with_their_line_and_reason(
-    tiny_data, tmp_path, refuses
-):
-    assert len(BAD) >= 50
-    options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}", "--chat"]
-    for number, record in enumerate(BAD):
-        corpus = tmp_path / f"c{number}.jsonl"
-        corpus.write_text(json.dumps(talk(QUESTION, ANSWER)) + "\n" + json.dumps(record) + "\n")
-        error = refuses(prepare.main, "--input", str(corpus), "--max_bad=0", *options)
-        reason = error.partition(f"{corpus.name}:2: ")[2]
-        reasons = ("a conversation", "message ", "system", "a byte of another encoding", "{")
-        assert reason.startswith(reasons), (record, error)
+def test_fifty_wrong_conversations_are_bad_records_with_line_and_reason(tiny_data, tmp_path):
+    corpus = tmp_path / "c.jsonl"
+    good = [talk(QUESTION, ANSWER)] * 2
+    corpus.write_text("".join(json.dumps(record) + "\n" for record in [*BAD, *good]))
+    options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
+    call(prepare.main, "--input", corpus, "--chat", "--max_bad=1", *options)
+    records = open_dataset(tmp_path / "c")["records"]
+    assert sum(records["bad"].values()) == len(BAD) == records["read"] - 2 >= 50
+    reasons = ("a conversation", "message ", "system", "a byte of another encoding", "{")
+    assert [reason for reason in records["bad"] if not reason.startswith(reasons)] == []
+    assert all(e.startswith(f"{corpus}:{n}: ") for n, e in enumerate(records["examples"], 1))
 
 
 def test_what_is_not_read_of_a_conversation_is_counted(tiny_data, tmp_path, capsys):
     talk = [QUESTION | {"value": "Who?"}, ANSWER | {"reasoning_content": "Hm.", "weight": 0}]
     record = {"messages": talk, "prompt": "Why?", "conversations": talk, "tools": ["a"]}
-    corpus = write_jsonl(tmp_path / "c.jsonl", [record | {"tool_calls": None}] * 3)
-    options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}"]
-    call(prepare.main, "--input", corpus, "--val_fraction=0.5", *options)
+    options = [f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
+    prepared(tmp_path, [record | {"tool_calls": None}] * 3, *options)
     shown = capsys.readouterr().out
     for key in ("prompt", "conversations", "tools"):
         assert f"3 x {key}, beside {{messages}}" in shown
@@ -200,18 +163,17 @@ def test_what_is_not_read_of_a_conversation_is_counted(tiny_data, tmp_path, caps
 
 
 def test_a_message_that_is_empty_when_it_is_cleaned_is_a_bad_record(tiny_data, tmp_path, refuses):
-    corpus = write_jsonl(tmp_path / "c.jsonl", [talk(QUESTION, ANSWER | {"content": "\x1b\x07"})])
-    options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}", "--drop_control"]
-    assert "message 2" in refuses(prepare.main, "--input", str(corpus), *options)
+    records = [talk(QUESTION, ANSWER | {"content": "\x1b\x07"})]
+    options = [f"--tokenizer={tiny_data / 'tiny'}", "--drop_control"]
+    assert "message 2" in refuses(lambda: prepared(tmp_path, records, *options))
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "bytes.tiktoken"])
 def test_a_tokenizer_without_the_marks_is_refused_by_name(tmp_path, refuses, tokenizer):
-    corpus = write_jsonl(tmp_path / "c.jsonl", [talk(QUESTION, ANSWER)] * 3)
     if tokenizer.endswith("tiktoken"):
         tokenizer = tiktoken_file(tmp_path / tokenizer)
-    options = ["--input", str(corpus), f"--data_dir={tmp_path}", f"--tokenizer={tokenizer}"]
-    error = refuses(prepare.main, *options)
+    options = [f"--tokenizer={tokenizer}", "--vocab_size=4096"]  # which is the default
+    error = refuses(lambda: prepared(tmp_path, [talk(QUESTION, ANSWER)] * 3, *options))
     assert str(tokenizer) in error and IM_START in error and "--tokenizer=train" in error
 
 
@@ -247,9 +209,8 @@ def test_the_tokens_alone_say_what_an_answer_is(chat_data, tmp_path, kind):
     learned = [ids[a:b].tolist() for a, b in bounds.reshape(-1, 2)]
     assert [tokenizer.decode(part) for part in learned] == [f"{text}{IM_END}" for text in answers]
     is_learned = Counting(bounds, None).weights(np.arange(len(ids))) > 0
-    assert np.flatnonzero(is_learned).tolist() == [
-        i for a, b in bounds.reshape(-1, 2) for i in range(a, b)
-    ]
+    of_answers = [i for a, b in bounds.reshape(-1, 2) for i in range(a, b)]
+    assert np.flatnonzero(is_learned).tolist() == of_answers
 
 
 def test_an_answer_that_a_cut_text_ends_or_begins_in_does_not_leave_its_document(chat_data):
@@ -305,24 +266,22 @@ def ids_by_hand(hf, messages: list[dict]) -> tuple[list[int], list[bool]]:
 
 @pytest.mark.parametrize("documents", ["pack", "pad"])
 def test_a_batch_of_conversations_has_the_loss_and_gradient_of_each_of_them_alone(
-    tiny_data, tmp_path, documents
+    tiny_data, tmp_path, transformers, documents
 ):
-    transformers = pytest.importorskip("transformers")
     tokenizer = load_tokenizer(tiny_data / "tiny")
     for name, content in to_hugging_face(tokenizer, 999).items():
         (tmp_path / name).write_text(json.dumps(content))
     hf = transformers.AutoTokenizer.from_pretrained(tmp_path)
 
     talks = conversations(40, seed=2, marks=False)
-    corpus = write_jsonl(tmp_path / "c.jsonl", [{"messages": m} for m in talks])
-    options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.3"]
-    call(prepare.main, "--input", corpus, *options)
+    options = [f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.3"]
+    folder = prepared(tmp_path / "data", [{"messages": m} for m in talks], *options)
     T = 512
     shape = PRESETS["qwen3"] | dict(n_layer=2, n_head=2, n_embd=32, block_size=T)
     model = GPT(GPTConfig(**shape, vocab_size=400)).double()
     torch.manual_seed(0)
     model.init_weights("xavier")
-    data = data_set(tmp_path / "c")
+    data = data_set(folder)
     eos_id = tokenizer.eos_id if documents == "pack" else None
     total = 0.0
     for split in ("train", "val"):
@@ -365,15 +324,11 @@ def test_each_kind_of_window_learns_the_answers_and_nothing_else(chat_data, docu
     assert not times[~is_answer].any() and times.max() == 1
     if documents == "pad":  # the first 64 targets of each document
         ends = np.flatnonzero(ids == data.meta["eos_id"])
-        in_document = (
-            np.arange(len(ids)) - np.append(0, ends + 1)[np.searchsorted(ends, np.arange(len(ids)))]
-        )
-        is_answer &= in_document < 64
+        at = np.arange(len(ids))
+        is_answer &= at - np.append(0, ends + 1)[np.searchsorted(ends, at)] < 64
         lost = np.maximum(0, np.diff(ends, prepend=-1) - 64)
-        told = (
-            f"{np.count_nonzero(lost):,} of {len(ends):,} documents of chat are longer: their ends"
-        )
-        assert windows.cut == f"{told} are left out: {lost.sum():,} tokens"
+        told = f"{np.count_nonzero(lost):,} of {len(ends):,} documents of chat are longer: "
+        assert windows.cut == f"{told}their ends are left out: {lost.sum():,} tokens"
     if documents in ("stream", "mask"):
         is_answer[(len(ids) - 1) // 64 * 64 + 1 :] = False
     assert (times == is_answer).all()
@@ -395,16 +350,9 @@ def test_each_conversation_counts_the_same_by_its_answers(chat_data):
 ON_ANSWERS = ["--dataset=chat", "--loss_on=answers", "--block_size=64", "--batch_tokens=512"]
 
 
-@pytest.mark.parametrize("documents", ["stream", "pack", "pad"])
-def test_a_run_on_answers_resumes_to_the_bit(chat_data, tmp_path, documents):
-    options = [*ON_ANSWERS, f"--documents={documents}", "--schedule=constant"]
-    straight = train_tiny(chat_data, tmp_path / "straight", *options)
-    train_tiny(chat_data, tmp_path / "halves", *options, "--max_steps=4")
-    halves = train_tiny(chat_data, tmp_path / "halves", *options, "--init_from=resume")
-    assert metrics(halves, "loss") == metrics(straight, "loss")
-    weights = [run / "ckpt" / "step_00000008" / "model.safetensors" for run in (halves, straight)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    losses = metrics(straight, "val_loss")
+def test_a_run_on_answers_resumes_to_the_bit(chat_data, tmp_path):
+    run = resumes(chat_data, tmp_path, *ON_ANSWERS, "--documents=pad")
+    losses = metrics(run, "val_loss")
     assert losses[8] < losses[4]
 
 
@@ -413,6 +361,7 @@ def test_a_run_on_answers_resumes_to_the_bit(chat_data, tmp_path, documents):
 def test_two_processes_learn_answers_as_one_does(chat_data, tmp_path, shard):
     """Also where one of them has no answer in its windows."""
     options = [*ON_ANSWERS, "--documents=pack", "--grad_clip=0", "--batch_size=1"]
+    options.append("--loss_per=document")  # so its weights are those of the whole step, too
     single = train_tiny(chat_data, tmp_path / "single", *options)
     options.append(f"--shard={shard}")
     double = torchrun(2, chat_data, tmp_path / "double", *options, run=warm.run)
@@ -422,11 +371,10 @@ def test_two_processes_learn_answers_as_one_does(chat_data, tmp_path, shard):
 
 def test_a_step_between_two_answers_is_not_bad(tmp_path, tiny_data):
     """One conversation asks a long question: whole steps have nothing to learn."""
-    questions = [QUESTION | {"content": f"{i} {'the loop ' * 1000}"} for i in range(6)]
+    questions = [QUESTION | {"content": f"{i} {'the loop ' * 300}"} for i in range(6)]
     questions += [QUESTION | {"content": f"{i}?"} for i in range(60)]
-    corpus = write_jsonl(tmp_path / "c.jsonl", [{"messages": [q, ANSWER]} for q in questions])
-    options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
-    call(prepare.main, "--input", corpus, "--name=tiny", *options)
+    options = [f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
+    prepared(tmp_path, [{"messages": [q, ANSWER]} for q in questions], *options)
     run = train_tiny(tmp_path, tmp_path, "--loss_on=answers", "--batch_size=1", "--batch_tokens=32")
     losses = metrics(run, "loss")
     assert 0.0 in losses.values() and len(losses) == 8 and not metrics(run, "bad_steps")
@@ -436,16 +384,14 @@ def test_answers_beyond_the_evaluated_windows_are_an_error_before_the_first_step
     tiny_data, tmp_path, refuses
 ):
     questions = [QUESTION | {"content": f"{i} {'the loop ' * 100}"} for i in range(8)]
-    corpus = write_jsonl(tmp_path / "c.jsonl", [{"messages": [q, ANSWER]} for q in questions])
-    options = [f"--data_dir={tmp_path}", f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
-    call(prepare.main, "--input", corpus, "--name=tiny", *options)
-    options = [f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'out'}", "--loss_on=answers"]
-    assert "no answer of tiny" in refuses(train.main, *TINY, *options)
+    options = [f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
+    prepared(tmp_path, [{"messages": [q, ANSWER]} for q in questions], *options)
+    refused = refuses(lambda: train_tiny(tmp_path, tmp_path, "--loss_on=answers"))
+    assert "no answer of tiny" in refused
 
 
 def test_loss_on_answers_needs_answers(chat_data, tmp_path, refuses):
-    options = [f"--data_dir={chat_data}", f"--out_dir={tmp_path}", "--loss_on=answers"]
-    error = refuses(train.main, *TINY, *options)
+    error = refuses(lambda: train_tiny(chat_data, tmp_path, "--loss_on=answers"))
     assert "loss_on=answers" in error and "tiny/train.bin has no answers" in error
 
 

@@ -4,7 +4,6 @@ The letters of a mark in a message are the one exception: here they are text, an
 """
 
 import itertools
-import os
 import random
 import re
 from collections import Counter
@@ -13,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import call, train_tiny, write_jsonl
+from conftest import call, prepared, train_tiny
 from test_hf_tokenizer import bpe, checkpoint, read, write_files
 
-import prepare
 import sample
 from hardware.disk import damage
 from text.chat import chatml, marks_of, turns_of
@@ -25,7 +23,6 @@ from text.hf_tokenizer import CHATML
 from training.checkpoint import OURS
 from training.huggingface import from_pretrained
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 THEIRS = {"chat_template": "{{ messages }}"}
 SHORT = ["--max_steps=1", "--eval_tokens=64"]
 CHAT_FILES = {"chat_template.jinja", "generation_config.json"}
@@ -36,11 +33,8 @@ PARTS += ["😀", "👨‍👩‍👧‍👦", "naïve café", "de\u0301ja\u0300
 PARTS += ["<b>&amp;</b>", "</think>", "<|im_", "im_end|>", "assistant\n", "\n\n\n", "\u00a0", "\t"]
 
 
-@pytest.fixture(scope="module")
-def transformers():
-    module = pytest.importorskip("transformers", reason="needs the package transformers")
-    module.logging.set_verbosity_error()
-    return module
+def records(chats: list[list[dict]]) -> list[dict]:
+    return [{"messages": chat} for chat in chats]
 
 
 def conversations(n: int) -> list[list[dict]]:
@@ -58,15 +52,6 @@ def conversations(n: int) -> list[list[dict]]:
     return chats
 
 
-def prepared(data: Path, chats: list[list[dict]], *options: str) -> Path:
-    """Make the data set `tiny` of conversations."""
-    data.mkdir(exist_ok=True)
-    corpus = write_jsonl(data / "c.jsonl", [{"messages": chat} for chat in chats])
-    options = ["--name=tiny", "--vocab_size=400", "--val_fraction=0.1", *options]
-    call(prepare.main, "--input", corpus, f"--data_dir={data}", *options)
-    return data / "tiny"
-
-
 def qwen(folder: Path) -> Path:
     """Make the folder of a tokenizer as Qwen's: no prefix, and a chat template of its own."""
     config = read(bpe(folder, "qwen") / "tokenizer_config.json") | THEIRS
@@ -78,8 +63,8 @@ def chat_folder(request, tmp_path_factory) -> Path:
     """The checkpoint of a run on 1,000 conversations, in the folder of its data set."""
     data = tmp_path_factory.mktemp("chat")
     options = [f"--tokenizer={qwen(data / 'qwen')}"] if request.param == "qwen" else []
-    prepared(data, conversations(1000), *options)
-    return checkpoint(data, data, "--average=0.5", *SHORT)
+    prepared(data, records(conversations(1000)), *options)
+    return checkpoint(data, data, *SHORT)
 
 
 def documents(folder: Path) -> Counter:
@@ -140,18 +125,17 @@ def test_the_folder_says_how_to_chat_and_its_manifest_covers_it(chat_folder):
     assert config["chat_template"] == template
     assert (config.get("bos_token") is None) == (not tokenizer.prefix)
     ends = [tokenizer.eos_id, marks_of(tokenizer)[1]]
-    for folder in (chat_folder, chat_folder / "average"):
-        assert read(folder / "generation_config.json")["eos_token_id"] == ends
-        assert CHAT_FILES <= read(folder / "manifest.json").keys()
-        assert {path.name for path in folder.iterdir() if path.is_file()} <= OURS
-        assert not damage(folder)
+    assert read(chat_folder / "generation_config.json")["eos_token_id"] == ends
+    assert CHAT_FILES <= read(chat_folder / "manifest.json").keys()
+    assert {path.name for path in chat_folder.iterdir()} <= OURS
+    assert not damage(chat_folder)
 
 
 def test_where_the_eos_ends_a_message_another_ends_a_conversation(tmp_path):
     """Qwen's models that chat have <|im_end|> as their eos."""
     folder = qwen(tmp_path / "qwen")
     write_files(folder, {"tokenizer_config.json": {"eos_token": "<|im_end|>"}})
-    data = prepared(tmp_path, conversations(50), f"--tokenizer={folder}")
+    data = prepared(tmp_path, records(conversations(50)), f"--tokenizer={folder}")
     tokenizer = load_tokenizer(data)
     written = read(checkpoint(tmp_path, tmp_path, *SHORT) / "generation_config.json")
     assert tokenizer.eos_id == tokenizer.special_id("<|endoftext|>")
@@ -164,11 +148,10 @@ def test_only_conversations_replace_a_chat_template(tiny_data, tmp_path):
     folder = write_files(tmp_path / "m", {"tokenizer_config.json": THEIRS})
     model = (tiny_data / "tiny" / "tokenizer.model").read_bytes()
     (folder / "tokenizer.model").write_bytes(model)
-    prepared(tmp_path, conversations(100), f"--tokenizer={folder}")
+    prepared(tmp_path, records(conversations(100)), f"--tokenizer={folder}")
     (tmp_path / "tiny").rename(tmp_path / "chats")
-    texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": f"the loop {i}"} for i in range(900)])
-    options = ["--name=texts", f"--data_dir={tmp_path}", f"--tokenizer={folder}"]
-    call(prepare.main, "--input", texts, *options)
+    texts = [{"text": f"the loop {i}"} for i in range(900)]
+    prepared(tmp_path, texts, "--name=texts", f"--tokenizer={folder}")
     plain = checkpoint(tmp_path, tmp_path / "1", "--dataset=texts", *SHORT)
     assert read(plain / "tokenizer_config.json")["chat_template"] == THEIRS["chat_template"]
     assert not CHAT_FILES & {path.name for path in plain.iterdir()}
@@ -177,14 +160,14 @@ def test_only_conversations_replace_a_chat_template(tiny_data, tmp_path):
 
 
 def test_the_folder_is_resumed_sampled_tuned_and_deleted_as_any_other(tmp_path):
-    prepared(tmp_path, conversations(100))
+    prepared(tmp_path, records(conversations(100)))
     run = train_tiny(tmp_path, tmp_path, "--keep=1")
     train_tiny(tmp_path, tmp_path, "--keep=1", "--init_from=resume", "--max_steps=16")
     saved = sorted(path.name for path in (run / "ckpt").iterdir())
     assert "step_00000016" in saved and len(saved) <= 2  # the last one, and the best
     folder = run / "ckpt" / "step_00000016"
     call(sample.main, f"--ckpt={folder}", "--max_new_tokens=3", "--device=cpu")
-    prepared(tmp_path / "again", conversations(60), f"--tokenizer={folder}")
+    prepared(tmp_path / "again", records(conversations(60)), f"--tokenizer={folder}")
     tuned = checkpoint(tmp_path / "again", tmp_path / "again", f"--init_from={folder}")
     for name in CHAT_FILES | {"tokenizer_config.json"}:
         assert (tuned / name).read_bytes() == (folder / name).read_bytes()
@@ -201,7 +184,7 @@ def learn_answers(data: Path, preset: str, *options: str) -> Path:
     """Return a checkpoint that knows ANSWERS by heart, and that an answer ends."""
     asked = random.Random(0).choices(list(ANSWERS), k=400)
     chats = [[*question(q), dict(role="assistant", content=ANSWERS[q])] for q in asked]
-    prepared(data, chats, *options)
+    prepared(data, records(chats), *options)
     steps = ["--max_steps=60", "--eval_every=60", "--save_every=60", "--eval_tokens=64"]
     return checkpoint(data, data, f"--preset={preset}", "--loss_on=answers", "--lr=1e-2", *steps)
 

@@ -168,15 +168,9 @@ def test_in_a_terminal_lines_are_edited_and_ctrl_c_ends_only_the_answer(checkpoi
     command = [sys.executable, REPO / "sample.py", "--chat", f"--ckpt={checkpoint}"]
     command += ["--device=cpu", "--temperature=0"]
     env = os.environ | {"TERM": "xterm", "LC_ALL": "C.UTF-8"}
-    program = subprocess.Popen(
-        command,
-        stdin=end,
-        stdout=end,
-        stderr=end,
-        env=env,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )
+    how = dict(stdin=end, stdout=end, stderr=end, env=env, start_new_session=True)
+    own_terminal = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # noqa: E731
+    program = subprocess.Popen(command, preexec_fn=own_terminal, **how)
     os.close(end)
     shown = b""
 

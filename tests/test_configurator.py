@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from conftest import REPO, call
 
 import bench.prepare
 import follow
@@ -12,13 +13,11 @@ import plot
 import prepare
 import sample
 import train
-from configurator import OneRankError, UserError, changes, help_text, parse, run
+from configurator import OneRankError, UserError, changes, parse, run
 from model import GPTConfig
 from sample import SampleConfig
 from text.settings import PrepareConfig
 from training.settings import TrainConfig, model_config
-
-REPO = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -177,8 +176,10 @@ SCRIPTS += [(plot, plot.PlotConfig), (follow, follow.FollowConfig)]
 
 
 @pytest.mark.parametrize("module, cls", [*SCRIPTS, (bench.prepare, bench.prepare.BenchConfig)])
-def test_help_shows_every_setting_with_its_default_and_reason(module, cls):
-    lines = help_text(cls, module.__doc__).splitlines()
+def test_help_shows_every_setting_with_its_default_and_reason(module, cls, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        call(module.main, "--help")
+    lines = capsys.readouterr().out.splitlines()
     for field in dataclasses.fields(cls):
         line = next((line for line in lines if line.startswith(f"  --{field.name}=")), None)
         assert line, f"{field.name} is not in --help"

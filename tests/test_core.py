@@ -60,8 +60,8 @@ def write_model(folder, shape, weights):
 
 saver = Saver(folder / "ckpt", asdict(cfg), write_model, lock, print, metrics.log_save)
 scaler = torch.amp.GradScaler("cpu", enabled=False)
-train.train(Job(cfg, folder, machine, plan, data, model, model, optimizer, scaler, None, progress,
-    metrics, saver, None, []))
+train.train(Job(cfg, folder, machine, plan, data, model, model, optimizer, scaler, progress,
+    metrics, saver, None))
 """
 
 
@@ -75,9 +75,6 @@ def test_what_import_train_loads_trains_evaluates_and_saves_without_the_other_fi
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-2000:]
     losses = metrics(tmp_path / "out", "loss")
-    assert losses[30] < losses[1] - 0.5 and metrics(tmp_path / "out", "val_loss").keys() == {
-        10,
-        20,
-        30,
-    }
+    assert losses[30] < losses[1] - 0.5
+    assert metrics(tmp_path / "out", "val_loss").keys() == {10, 20, 30}
     assert "manifest.json" in {p.name for p in Path(tmp_path, "out/ckpt/step_00000030").iterdir()}

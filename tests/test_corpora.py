@@ -190,30 +190,15 @@ def test_cleaning_is_off_unless_asked_for_and_counted_when_it_is(tmp_path):
     folder, meta = prepare_set(tmp_path, corpus, name="raw")
     assert documents(folder) == Counter(texts)
     assert meta["records"]["dropped"] == meta["records"]["changed"] == {}
-    options = dict(dedup=True, min_tokens=2, normalize="NFKC", drop_control=True)
+    options = dict(min_tokens=2, normalize="NFKC", drop_control=True)
     folder, meta = prepare_set(tmp_path, corpus, name="clean", **options)
-    assert documents(folder) == Counter([*texts[:40], "fine 1", "bell and tab\t"])
-    dropped = {"fewer than 2 tokens": 1, "equal to an earlier document": 2}
-    assert meta["records"]["dropped"] == dropped
+    assert documents(folder) == Counter([*texts[:41], "fine 1", "bell and tab\t", texts[-1]])
+    assert meta["records"]["dropped"] == {"fewer than 2 tokens": 1}
     assert meta["records"]["changed"] == {"brought to NFKC": 1, "control characters removed": 1}
     assert {k: meta["settings"][k] for k in options} == options
     lengths = Counter(len(t.encode()) + 1 for t in documents(folder).elements())
-    assert sum(n for n, _ in meta["lengths"]["histogram"].values()) == lengths.total() == 42
+    assert sum(n for n, _ in meta["lengths"]["histogram"].values()) == lengths.total() == 44
     assert meta["lengths"]["max"] == max(lengths)
-
-
-def test_of_equal_documents_the_first_stays_and_all_others_go(tmp_path):
-    """Copies stand next to each other, far apart, in another file, and at the beginning and end."""
-    texts = [f"text {i}" for i in range(300)]
-    doubled = [t for i, t in enumerate(texts) for _ in range(1 + i % 3)]
-    a = write_texts(tmp_path / "a.jsonl", [texts[299], *doubled])
-    b = write_texts(tmp_path / "b.jsonl", [*reversed(texts), "only here", texts[0]])
-    without_copies = write_texts(tmp_path / "c.jsonl", [texts[299], *texts[:299], "only here"])
-    whole, _ = prepare_set(tmp_path, without_copies)
-    folder, meta = prepare_set(tmp_path, a, b, name="dedup", dedup=True)
-    assert meta["records"]["dropped"] == {"equal to an earlier document": 1 + 300 + 300 + 1}
-    for split in ("train.bin", "val.bin"):
-        assert (folder / split).read_bytes() == (whole / split).read_bytes()
 
 
 # -- documents larger than a segment --

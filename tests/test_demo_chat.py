@@ -1,11 +1,11 @@
 """prepare.py --chat without --input: questions about Python's library, some wordings held out."""
 
-import numpy as np
 from conftest import call
+from test_prepare import all_texts
 
 import prepare
 from text.chat import question_ids
-from text.dataset import load_tokenizer, open_dataset
+from text.dataset import load_tokenizer
 from text.demo import TAUGHT, WORDINGS, demo_sources, questions
 
 MODULE = '''
@@ -45,13 +45,7 @@ def test_each_function_is_asked_about_in_every_wording_and_one_of_them_is_held_o
 def test_the_conversations_of_the_demo_are_all_questions_but_those_held_out(tmp_path):
     call(prepare.main, "--chat", f"--data_dir={tmp_path}", "--vocab_size=1000", "--workers=1")
     folder = tmp_path / "chat"
-    meta = open_dataset(folder)
     tokenizer = load_tokenizer(folder)
-    texts = set()
-    for split in ("train", "val"):
-        ids = np.fromfile(folder / f"{split}.bin", meta["dtype"]).astype(int)
-        documents = np.split(ids, np.flatnonzero(ids == meta["eos_id"]) + 1)
-        texts |= {tokenizer.decode(d[:-1].tolist()) for d in documents if len(d)}
     asked = [
         question
         for source in demo_sources()
@@ -65,4 +59,4 @@ def test_the_conversations_of_the_demo_are_all_questions_but_those_held_out(tmp_
     for q, answer in of_training:
         prompt = tokenizer.decode(question_ids(q, tokenizer)[1:])  # without the eos before it
         expected.add(f"{prompt}{answer}<|im_end|>\n")
-    assert texts == expected
+    assert set(all_texts(folder)) == expected

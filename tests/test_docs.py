@@ -6,9 +6,13 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from conftest import REPO, call
+from conftest import REPO, call, metrics
+from test_prepare import SHARED
 
 import plan
+import prepare
+import sample
+import train
 
 PAGES = [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md"), *REPO.glob("bench/**/*.md")]
 
@@ -49,3 +53,19 @@ def test_a_page_shows_what_plan_py_prints(page, monkeypatch, capsys):
             call(plan.main, *(o for o in options if not o.startswith("--png")))
             printed = ["  ...", *capsys.readouterr().out.splitlines()]
             assert [line for line in lines.splitlines() if line not in printed] == [], command
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared corpora")
+def test_the_lines_of_the_readme_give_shakespeare_trained_and_sampled(tmp_path, capsys):
+    """With a loss below the 1.88 that nanoGPT's README names for its recipe for a laptop."""
+    play = SHARED / "corpora" / "tinyshakespeare.txt.gz"
+    options = ["--name=shakespeare", "--tokenizer=char", "--val_fraction=0.1"]
+    call(prepare.main, "--input", play, *options, f"--data_dir={tmp_path}")
+    folders = [f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'out'}"]
+    call(train.main, REPO / "config" / "shakespeare_char.py", *folders, "--eval_tokens=30_000")
+    assert min(metrics(tmp_path / "out" / "shakespeare_char", "val_loss").values()) < 1.88
+    capsys.readouterr()
+    call(sample.main, folders[1])
+    text = capsys.readouterr().out
+    assert len("ROMEO:") + 256 <= len(text) <= len("ROMEO:\n") + 320, text

@@ -9,21 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import warm
-from conftest import TINY, call, metrics, torchrun, train_tiny
+from conftest import call, metrics, resumes, train_tiny
 from test_model import ODD, make
 
 import prepare
 import sample
-import train
 from hardware import kernels
 from hardware.disk import file_sha256
 from hardware.kernels import document_mask
 from hardware.machine import start as start_machine
-from model import GPT, PRESETS
+from model import GPT
 from text.dataset import DataSet, open_datasets, open_windows, train_loader
 from text.packing import best_fit
-from text.windows import Rows
 from training.evaluate import evaluate
 from training.huggingface import from_pretrained
 from training.settings import TrainConfig, model_config
@@ -43,14 +40,14 @@ def text_of_documents(seed: int = 0) -> torch.Tensor:
     return torch.tensor([ids])
 
 
-COMPILED = [pytest.param(name, True, marks=pytest.mark.slow) for name in PRESETS]
+COMPILED = [pytest.param(name, True, marks=pytest.mark.slow) for name in ("gpt2", "qwen3")]
 
 
 @pytest.mark.parametrize("name, compiled", [*((name, False) for name in ODD), *COMPILED])
 def test_a_masked_window_is_its_documents_run_alone(name, compiled):
     """Loss and gradients are equal, with a weight for each token."""
     ids = text_of_documents()
-    model = make(name, "xavier", block_size=ids.size(1), n_layer=2).train()
+    model = make(name, "xavier", block_size=ids.size(1), n_layer=1 if compiled else 2).train()
     targets = ids.roll(-1, 1)
     weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0))
     torch.compiler.reset()
@@ -110,7 +107,7 @@ def packed_set(tmp_path) -> Path:
     0 is the eos.
     """
     draw = np.random.default_rng(3)
-    lengths = [1, 64, 65, 129, 200, 2, *draw.integers(1, 150, 400)]  # of documents, with their eos
+    lengths = [1, 64, 65, 129, 200, 2, *draw.integers(1, 150, 150)]  # of documents, with their eos
     tokens = np.arange(1, sum(lengths) + 1, dtype="<u4")
     tokens[np.cumsum(lengths) - 1] = 0
     tokens.tofile(tmp_path / "train.bin")
@@ -163,18 +160,6 @@ def test_packing_fills_the_windows_and_is_best_fit():
     assert best_fit(np.array([3, 7, 4, 6]), 10)[0].tolist() == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_no_windows_are_planned_of_data_that_is_damaged(tiny_data, tmp_path, refuses, split):
-    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
-    path = tmp_path / "tiny" / f"{split}.bin"
-    ids = np.fromfile(path, "<u2")
-    ids[ids == ids[-1]] += 1  # no document ends any more
-    ids.tofile(path)
-    options = [f"--data_dir={tmp_path}", "--documents=pack", f"--out_dir={tmp_path / 'out'}"]
-    error = refuses(train.main, *TINY, *options)
-    assert f"{split}.bin" in error and "run prepare.py again" in error
-
-
 def test_a_data_set_in_a_folder_below_and_windows_of_one_token_train(tiny_data, tmp_path):
     shutil.copytree(tiny_data / "tiny", tmp_path / "sub" / "tiny")
     options = ["--dataset=sub/tiny", "--block_size=1", "--documents=pack", "--batch_tokens=4"]
@@ -215,34 +200,19 @@ def test_the_loss_of_a_step_is_the_weighted_mean_over_all_micro_steps(tiny_data,
     assert metrics(run, "loss")[1] == pytest.approx((total / weights.sum()).item(), rel=1e-5)
 
 
-@pytest.mark.slow
-def test_two_ranks_train_as_one_does(tiny_data, tmp_path):
-    options = ["--documents=pack", "--loss_per=document", "--grad_clip=0"]
-    single = train_tiny(tiny_data, tmp_path / "single", *options)
-    double = torchrun(2, tiny_data, tmp_path / "double", *options, run=warm.run)
-    for key in ("loss", "grad_norm", "val_loss", "val_document_loss"):
-        assert metrics(double, key) == pytest.approx(metrics(single, key), rel=1e-4), key
-
-
 # -- runs --
 
 
 def test_a_run_within_documents_learns_resumes_to_the_bit_and_can_be_sampled_and_inspected(
     tiny_data, tmp_path, capsys
 ):
-    options = ["--documents=pack", "--loss_per=document", "--schedule=constant"]
-    straight = train_tiny(tiny_data, tmp_path / "straight", *options)
-    train_tiny(tiny_data, tmp_path / "halves", *options, "--max_steps=4")
-    halves = train_tiny(tiny_data, tmp_path / "halves", *options, "--init_from=resume")
-    assert metrics(halves, "loss") == metrics(straight, "loss")
-    weights = [run / "ckpt" / "step_00000008" / "model.safetensors" for run in (halves, straight)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    losses = metrics(straight, "val_document_loss")
+    run = resumes(tiny_data, tmp_path, "--documents=pack", "--loss_per=document")
+    losses = metrics(run, "val_document_loss")
     assert losses[8] < losses[4]
     capsys.readouterr()
-    call(sample.main, f"--ckpt={halves}", "--max_new_tokens=4", "--device=cpu")
+    call(sample.main, f"--ckpt={run}", "--max_new_tokens=4", "--device=cpu")
     assert capsys.readouterr().out
-    call(prepare.main, "--inspect", str(halves), "--step=2")
+    call(prepare.main, "--inspect", str(run), "--step=2")
     assert "<eos>" in capsys.readouterr().out
 
 
@@ -275,15 +245,3 @@ def test_every_run_is_evaluated_on_the_same_windows_and_by_document(tiny_data, t
         begin = end + 1
     by_document = metrics(run, "val_document_loss")[8]
     assert by_document == pytest.approx(total / len(tokens), rel=1e-5)
-
-
-def test_a_mask_does_not_look_at_the_padding():
-    """A window with padding has the loss of the same window without it."""
-    model = make("llama", "xavier", block_size=64)
-    ids = torch.full((1, 65), -1)
-    ids[0, :21] = torch.tensor([EOS, *range(10), EOS, *range(20, 28), EOS])
-    weights = (ids[:, 1:] >= 0).float()
-    rows = Rows(ids.numpy(), weights.numpy(), EOS)
-    x, y, weights, eos_id = to_batch(rows, torch.device("cpu"))
-    padded = model(x, y, weights, eos_id, reduction="sum")
-    torch.testing.assert_close(padded, model(ids[:, :20], ids[:, 1:21], None, EOS, reduction="sum"))

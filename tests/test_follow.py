@@ -5,17 +5,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-import torch
-from conftest import REPO, call, metrics, train_tiny
-from safetensors.torch import load_file
+import warm
+from conftest import REPO, call, metrics, same, train_tiny
 
 import follow
 import train
 from training import report
-from training.checkpoint import newest_checkpoint
 
 # A package wandb or swanlab that writes down how it is called, and fails as the test wants.
 STAND_IN = """
@@ -56,28 +53,13 @@ def calls(tmp_path, monkeypatch) -> Callable[[], tuple[list, list]]:
     return read
 
 
-@pytest.fixture(scope="module")
-def alone(tiny_data, tmp_path_factory) -> Path:
-    """A run that nothing follows."""
-    return train_tiny(tiny_data, tmp_path_factory.mktemp("alone"))
-
-
-@pytest.fixture
-def copy(alone, tmp_path) -> Path:
-    return shutil.copytree(alone, tmp_path / "copy")
-
-
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(newest_checkpoint(run / "ckpt") / "model.safetensors")
-
-
 def by_hand(*options) -> subprocess.CompletedProcess:
     argv = [sys.executable, str(REPO / "follow.py"), *map(str, options)]
     return subprocess.run(argv, capture_output=True, text=True, timeout=60, input="")
 
 
-def test_the_last_picture_exists_when_the_training_ends(alone, tiny_data, tmp_path, capfd):
-    assert not (alone / "loss.png").exists()
+def test_the_last_picture_exists_when_the_training_ends(finished, tiny_data, tmp_path, capfd):
+    assert not (finished / "loss.png").exists()
     run = train_tiny(tiny_data, tmp_path, "--tracker=none")
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert f"loss plot: {run / 'loss.png'}\n" in capfd.readouterr().out
@@ -87,9 +69,9 @@ def test_the_last_picture_exists_when_the_training_ends(alone, tiny_data, tmp_pa
 HANGS = pytest.param("hang in log", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("fault", ["log", "finish", "kill in log", HANGS])
+@pytest.mark.parametrize("fault", ["log", "kill in log", HANGS])
 def test_a_tracker_that_fails_hangs_or_is_killed_changes_no_bit_of_the_run(
-    alone, tiny_data, tmp_path, monkeypatch, capfd, calls, fault
+    finished, tiny_data, tmp_path, monkeypatch, capfd, calls, fault
 ):
     monkeypatch.setenv("FAULT", fault)
     if "hang" in fault:
@@ -97,8 +79,8 @@ def test_a_tracker_that_fails_hangs_or_is_killed_changes_no_bit_of_the_run(
     run = train_tiny(tiny_data, tmp_path, "--tracker=wandb")  # an exit code would raise
     assert calls() and f"python follow.py {run}" in capfd.readouterr().out
     for key in ("loss", "grad_norm", "val_loss"):
-        assert metrics(run, key) == metrics(alone, key)
-    assert all(torch.equal(weights(run)[name], w) for name, w in weights(alone).items())
+        assert metrics(run, key) == metrics(finished, key)
+    assert same(run, finished)
     if " in " not in fault:  # only the tracker is given up
         assert (run / "loss.png").exists()
 
@@ -120,48 +102,49 @@ def test_a_resumed_run_is_the_same_one_at_wandb_and_no_step_is_sent_twice(
     assert another["id"] != begun["id"] and losses[9:] == [1, 2]
 
 
-def test_a_copy_is_followed_by_hand_and_what_was_sent_is_not_sent_again(copy, monkeypatch, calls):
+def test_a_copy_is_followed_by_hand_and_what_was_sent_is_not_sent_again(copied, monkeypatch, calls):
     monkeypatch.setenv("FAULT", "kill in finish")
-    by_hand(copy, "--tracker=swanlab")
+    by_hand(copied, "--tracker=swanlab")
     monkeypatch.delenv("FAULT")
-    done = by_hand(copy, "--tracker=swanlab")
-    assert done.returncode == 0 and str(copy / "loss.png") in done.stdout
+    done = by_hand(copied, "--tracker=swanlab")
+    assert done.returncode == 0 and str(copied / "loss.png") in done.stdout
     inits, losses = calls()
     assert losses == list(range(1, 9))
-    assert (inits[0]["project"], inits[0]["experiment_name"]) == ("gpt", "copy")
+    assert (inits[0]["project"], inits[0]["experiment_name"]) == ("gpt", "run")
 
 
-def test_it_ends_by_itself_when_the_training_is_killed(copy):
+def test_it_ends_by_itself_when_the_training_is_killed(copied):
     """A killed process closes its end of the pipe, and says nothing in the record of the run."""
-    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (copy / "metrics.jsonl").write_text("".join(lines[:-1]))
-    assert by_hand(copy, "--beside").returncode == 0 and (copy / "loss.png").exists()
+    lines = (copied / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copied / "metrics.jsonl").write_text("".join(lines[:-1]))
+    ended = warm.run([sys.executable, str(REPO / "follow.py"), str(copied), "--beside"])
+    assert ended.returncode == 0 and (copied / "loss.png").exists()
 
 
-def test_a_tracker_that_is_missing_is_named(copy, refuses, monkeypatch, capsys):
+def test_a_tracker_that_is_missing_is_named(copied, refuses, monkeypatch, capsys):
     monkeypatch.setattr("training.settings.find_spec", lambda name: None)
     assert "tracker=swanlab" in refuses(train.main, "--max_steps=1", "--tracker=swanlab")
     monkeypatch.setitem(sys.modules, "swanlab", None)
-    call(follow.main, copy, "--tracker=swanlab")
-    assert "swanlab" in capsys.readouterr().out and (copy / "loss.png").exists()
+    call(follow.main, copied, "--tracker=swanlab")
+    assert "swanlab" in capsys.readouterr().out and (copied / "loss.png").exists()
 
 
 @pytest.mark.slow
-def test_offline_wandb_gets_the_metrics(copy, monkeypatch):
+def test_offline_wandb_gets_the_metrics(copied, monkeypatch):
     pytest.importorskip("wandb", reason="needs the package wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert "failed" not in by_hand(copy, "--tracker=wandb").stdout
-    assert list((copy / "wandb").glob("offline-run-*/*.wandb"))
+    assert "failed" not in by_hand(copied, "--tracker=wandb").stdout
+    assert list((copied / "wandb").glob("offline-run-*/*.wandb"))
 
 
-def test_tensorboard_gets_the_metrics(copy):
+def test_tensorboard_gets_the_metrics(copied):
     pytest.importorskip("tensorboard", reason="needs the package tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    by_hand(copy, "--tracker=tensorboard")
-    shown = EventAccumulator(str(copy / "tensorboard")).Reload()
+    by_hand(copied, "--tracker=tensorboard")
+    shown = EventAccumulator(str(copied / "tensorboard")).Reload()
     points = {event.step: event.value for event in shown.Scalars("loss")}
-    assert points == pytest.approx(metrics(copy, "loss"), rel=1e-6)
+    assert points == pytest.approx(metrics(copied, "loss"), rel=1e-6)
 
 
 @pytest.mark.slow

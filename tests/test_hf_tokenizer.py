@@ -3,13 +3,12 @@ transformers and tokenizers themselves.
 """
 
 import json
-import os
 import random
 import shutil
 from pathlib import Path
 
 import pytest
-from conftest import call, make_records, train_tiny, write_jsonl
+from conftest import call, make_records, prepared, train_tiny, write_jsonl
 from test_prepare import TEXTS, tiktoken_file
 
 import prepare
@@ -17,19 +16,16 @@ import sample
 import train
 from configurator import UserError
 from text.dataset import load_tokenizer
-from text.hf_tokenizer import QWEN2_PATTERN, from_hugging_face, to_hugging_face
+from text.hf_tokenizer import from_hugging_face, to_hugging_face
 from text.records import record_text
 from text.tokenizer import CL100K_PATTERN, GPT2_PATTERN, SentencePiece, Tiktoken, same_ids
+from text.train_tokenizer import write_alphabet
 from training.checkpoint import newest_checkpoint
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
-
-@pytest.fixture(scope="module")
-def transformers():
-    module = pytest.importorskip("transformers", reason="needs the package transformers")
-    module.logging.set_verbosity_error()
-    return module
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def read(path: Path) -> dict:
@@ -39,13 +35,6 @@ def read(path: Path) -> dict:
 def checkpoint(data: Path, out: Path, *options: str) -> Path:
     """Train TINY; return its last checkpoint."""
     return newest_checkpoint(train_tiny(data, out, *options) / "ckpt")
-
-
-def prepared(data: Path, name: str, tokenizer: Path | str, *options: str) -> None:
-    """Make a data set of 100 records with this tokenizer."""
-    corpus = write_jsonl(data / "c.jsonl", make_records(100))
-    options = [f"--name={name}", f"--tokenizer={tokenizer}", "--val_fraction=0.3", *options]
-    call(prepare.main, "--input", corpus, f"--data_dir={data}", *options)
 
 
 LETTERS = "aab b  \n\t'sS我的是一，。😀\u0301é0123 .()_=\u3000\u00a0"
@@ -67,21 +56,30 @@ def write_files(folder: Path, files: dict[str, str | dict]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "gpt2", "cl100k"])
+ALPHABETS = {"char": "Citizen: a\n", "char with bytes": "".join(MIXED), "byte": ""}
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "gpt2", "cl100k", *ALPHABETS])
 def test_auto_tokenizer_encodes_to_the_same_ids(kind, tiny_data, tmp_path, transformers):
     if kind == "sentencepiece":
         ours = load_tokenizer(tiny_data / "tiny")
+    elif kind in ALPHABETS:
+        write_alphabet(tmp_path / "a.model", set(ALPHABETS[kind]), with_bytes=kind != "char")
+        ours = SentencePiece(tmp_path / "a.model")
     else:
         pattern = GPT2_PATTERN if kind == "gpt2" else CL100K_PATTERN
         ours = Tiktoken.from_file(tiktoken_file(tmp_path / "v.tiktoken", 2000), pattern)
     folder = write_files(tmp_path / "hf", to_hugging_face(ours, 128))
     auto = transformers.AutoTokenizer.from_pretrained(folder)
     assert auto.eos_token_id == auto.bos_token_id == ours.eos_id and len(auto) == ours.vocab_size
-    for text in MIXED:
+    for text in ["Citizen é😀é  a"] if kind == "char" else MIXED:
         ids = ours.encode(text).tolist()
         # sample.py begins a text with an eos, too.
         assert auto(text, split_special_tokens=True).input_ids == [ours.eos_id, *ids], text
-        assert auto.decode(ids) == text
+        assert ours.unk_id in ids if kind == "char" else auto.decode(ids) == text
+    if kind in ALPHABETS:
+        ours.save(folder)
+        assert same_ids(from_hugging_face(folder), ours)
 
 
 def sentencepiece_model(path: Path, **options) -> SentencePiece:
@@ -253,8 +251,8 @@ def test_a_vocabulary_without_tokenizer_json_is_told_how_to_get_one(tmp_path, re
 # -- the way of a tokenizer: data set, checkpoint, fine-tuning --
 
 
-def test_a_damaged_tokenizer_ends_a_fine_tuning_before_it_begins(tiny_data, tmp_path, refuses):
-    folder = Path(shutil.copytree(checkpoint(tiny_data, tmp_path), tmp_path / "ckpt"))
+def test_a_damaged_tokenizer_ends_a_fine_tuning_at_once(copied, tiny_data, tmp_path, refuses):
+    folder = newest_checkpoint(copied / "ckpt")
     (folder / "tokenizer.model").write_bytes(b"?")
     (folder / "manifest.json").unlink()  # a folder that another program wrote has none
     options = [f"--init_from={folder}", "--run_name=tuned"]
@@ -263,9 +261,9 @@ def test_a_damaged_tokenizer_ends_a_fine_tuning_before_it_begins(tiny_data, tmp_
 
 def test_one_vocabulary_with_two_rules_is_two_tokenizers(tmp_path, refuses):
     folder = bpe(tmp_path / "m", "gpt2")
-    prepared(tmp_path, "a", folder)
+    prepared(tmp_path, make_records(100), "--name=a", f"--tokenizer={folder}")
     write_files(folder, {"tokenizer_config.json": {"eos_token": "<|bos|>"}})
-    prepared(tmp_path, "b", folder)
+    prepared(tmp_path, make_records(100), "--name=b", f"--tokenizer={folder}")
     error = refuses(lambda: train_tiny(tmp_path, tmp_path, "--dataset=a,b"))
     assert "b was made with another tokenizer than a" in error
 
@@ -305,14 +303,14 @@ def test_a_word_for_a_tokenizer_takes_nothing_from_a_folder_of_that_name(
     monkeypatch.setattr(Tiktoken, "by_name", lambda name: own)
     monkeypatch.chdir(tmp_path)
     write_files(tmp_path / name, {"tokenizer.json": {"mine": 1}})
-    prepared(tmp_path, "x", name, "--vocab_size=400")
-    assert not (tmp_path / "x" / "tokenizer.json").exists()
+    folder = prepared(tmp_path, make_records(100), f"--tokenizer={name}")
+    assert not (folder / "tokenizer.json").exists()
 
 
 def test_a_chat_template_is_kept_where_tokenizer_json_is_made(tiny_data, tmp_path):
     folder = write_files(tmp_path / "m", {"tokenizer_config.json": {"chat_template": "MINE"}})
     shutil.copy(tiny_data / "tiny" / "tokenizer.model", folder)
-    prepared(tmp_path, "tiny", folder)
+    prepared(tmp_path, make_records(100), f"--tokenizer={folder}")
     saved = checkpoint(tmp_path, tmp_path)
     assert (saved / "tokenizer.json").exists()
     assert read(saved / "tokenizer_config.json")["chat_template"] == "MINE"

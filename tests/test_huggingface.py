@@ -10,40 +10,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import call, make_records, metrics, train_tiny, write_jsonl
+from conftest import call, contents, make_records, metrics, train_tiny, write_jsonl
 from safetensors.torch import load_file, save_file
 from test_hf_tokenizer import bpe, checkpoint, read
 from test_model import ODD, hidden_logits, ids
 from test_model import make as make_model
-from test_prepare import contents
 
 import prepare
 import sample
 import train
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
+from training import huggingface
 from training.checkpoint import newest_checkpoint
-from training.huggingface import (
-    from_config,
-    from_pretrained,
-    hf_class,
-    save_pretrained,
-    shape_in,
-    to_config,
-    to_state,
-)
+from training.huggingface import from_config, from_pretrained, hf_class, save_pretrained
 from training.resume import settings_of_run
 from training.settings import TrainConfig
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 FITTING = [name for name in ODD if hf_class(GPTConfig(**ODD[name]))]
-
-
-@pytest.fixture(scope="module")
-def transformers():
-    module = pytest.importorskip("transformers", reason="needs the package transformers")
-    module.logging.set_verbosity_error()
-    return module
 
 
 def shaken(model: torch.nn.Module) -> torch.nn.Module:
@@ -100,8 +84,8 @@ def test_the_hugging_face_class_is_named_only_where_it_fits():
     gpt2 = ODD["gpt2"]
     assert hf_class(GPTConfig(**gpt2, rope_theta=5e5)) == "GPT2LMHeadModel"  # it has no effect
     for change in (dict(mlp="swiglu"), dict(n_kv_head=2), dict(head_dim=16), dict(qk_norm=True)):
-        assert hf_class(GPTConfig(**gpt2 | change)) is None
-        assert from_config(to_config(GPTConfig(**gpt2 | change))) == GPTConfig(**gpt2 | change)
+        c = GPTConfig(**gpt2 | change)
+        assert hf_class(c) is None and from_config(huggingface.to_config(c)) == c
 
 
 @pytest.mark.parametrize("name", FITTING)
@@ -113,11 +97,8 @@ def test_transformers_computes_the_same_logits(name, tmp_path, transformers):
         torch.testing.assert_close(theirs(x).logits, logits(model, x), atol=1e-4, rtol=0)
 
 
-def test_a_qwen2_with_another_tokenizer_says_how_transformers_reads_it(
-    tiny_data, tmp_path, capsys, transformers
-):
+def test_transformers_reads_the_tokenizer_of_a_qwen2(tiny_data, tmp_path, transformers):
     folder = checkpoint(tiny_data, tmp_path, "--preset=qwen2")
-    assert "PreTrainedTokenizerFast" in capsys.readouterr().out
     tokenizer = load_tokenizer(folder)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     for text in ("the loop 12", "  从前 有\n\nx=1;", "naïve 😀"):
@@ -159,29 +140,29 @@ YARN = {"rope_type": "yarn", "factor": 4.0, FIRST: 8, "rope_theta": 1e4}
 FAST = YARN | {"beta_fast": 4, "beta_slow": 0.5, "attention_factor": 0.8}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "kind, more, shards",
-    [
-        ("GPT2", {}, "5GB"),
-        ("GPT2", {"activation_function": "gelu", "tie_word_embeddings": False}, "40KB"),
-        ("Llama", {"rope_theta": 5e5, "rms_norm_eps": 1e-5}, "20KB"),
-        ("Llama", BIASES | {"tie_word_embeddings": True, "head_dim": 10}, "5GB"),
-        ("Qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 3}, "20KB"),
-        ("Qwen2", {"tie_word_embeddings": True, "rope_theta": 1e6}, "20KB"),
-        ("Qwen2", {"rope_parameters": YARN, "num_key_value_heads": 6}, "5GB"),
-        ("Mistral", {"sliding_window": None, "head_dim": 12}, "20KB"),
-        ("Mistral", {"sliding_window": 32, "rope_theta": 1e6}, "5GB"),
-        ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}, "5GB"),
-        ("Llama", {"rope_parameters": LINEAR, "num_key_value_heads": 1}, "20KB"),
-        ("Qwen3", {"rope_parameters": FAST, "head_dim": 18}, "5GB"),
-    ],
-)
-def test_models_that_transformers_saved_compute_the_same_here_and_there_again(
+THEIRS = [
+    ("GPT2", {}, "5GB", "bfloat16"),
+    ("GPT2", {"activation_function": "gelu", "tie_word_embeddings": False}, "40KB", "float32"),
+    ("Llama", {"rope_theta": 5e5, "rms_norm_eps": 1e-5}, "20KB", "bfloat16"),
+    ("Llama", BIASES | {"tie_word_embeddings": True, "head_dim": 10}, "5GB", "float32"),
+    ("Qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 3}, "20KB", "bfloat16"),
+    ("Qwen2", {"tie_word_embeddings": True, "rope_theta": 1e6}, "20KB", "float32"),
+    ("Qwen2", {"rope_parameters": YARN, "num_key_value_heads": 6}, "5GB", "bfloat16"),
+    ("Mistral", {"sliding_window": None, "head_dim": 12}, "20KB", "float32"),
+    ("Mistral", {"sliding_window": 32, "rope_theta": 1e6}, "5GB", "bfloat16"),
+    ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}, "5GB", "float32"),
+    ("Llama", {"rope_parameters": LINEAR, "num_key_value_heads": 1}, "20KB", "float32"),
+    ("Qwen3", {"rope_parameters": FAST, "head_dim": 18}, "5GB", "float32"),
+]
+
+
+@pytest.mark.parametrize("kind, more, shards, dtype", THEIRS)
+def test_models_of_transformers_compute_the_same_here_and_there_again(
     kind, more, shards, dtype, tmp_path, transformers
 ):
     """At all positions, most of them beyond the length that a scaled RoPE was made for."""
-    theirs(transformers, kind, **more).to(dtype).save_pretrained(tmp_path, max_shard_size=shards)
+    public = theirs(transformers, kind, **more).to(getattr(torch, dtype))
+    public.save_pretrained(tmp_path, max_shard_size=shards)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shards != "5GB")
     auto = transformers.AutoModelForCausalLM
     stored = auto.from_pretrained(tmp_path, dtype=torch.float32).eval()
@@ -212,7 +193,7 @@ NANO = dict(n_layer=3, n_head=4, n_embd=48, block_size=32, vocab_size=300, bias=
 def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path):
     model = make("gpt2", bias=bias)
     state = {"lm_head.weight": model.wte.weight[:300]}
-    for name, w in to_state(model.config, dict(model.named_parameters())).items():
+    for name, w in huggingface.to_state(model.config, dict(model.named_parameters())).items():
         if bias or "bias" not in name:
             state[name] = w.t() if ".h." in name and w.dim() == 2 else w
     state = {compiled + name: w for name, w in state.items()}
@@ -222,10 +203,10 @@ def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path):
     for path in (tmp_path, tmp_path / "ckpt.pt"):
         theirs = from_pretrained(path)
         assert torch.equal(logits(theirs, ids(model)), logits(model, ids(model)))
-        assert shape_in(path) == theirs.config
+        assert huggingface.shape_in(path) == theirs.config
 
 
-LLAMA = to_config(GPTConfig(**ODD["llama"]))
+LLAMA = huggingface.to_config(GPTConfig(**ODD["llama"]))
 HALF_LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 QWEN3 = {"model_type": "qwen3"}
 REFUSED = [  # a word of the message, settings in config.json; ...: the key is missing
@@ -439,13 +420,12 @@ def test_a_model_without_a_tokenizer_is_evaluated_and_said_to_be(
 
 
 def test_a_model_with_rope_goes_on_with_longer_sequences_and_with_a_scaling_of_them(
-    tiny_data, tmp_path, transformers
+    finished, tiny_data, tmp_path, transformers
 ):
-    first = train_tiny(tiny_data, tmp_path / "first")  # 32 tokens
-    longer = ["--block_size=64", "--batch_tokens=512"]
-    start = [f"--init_from={newest_checkpoint(first / 'ckpt')}", *longer, "--max_steps=4"]
+    longer = ["--block_size=64", "--batch_tokens=512"]  # the finished run has 32
+    start = [f"--init_from={newest_checkpoint(finished / 'ckpt')}", *longer, "--max_steps=4"]
     run = train_tiny(tiny_data, tmp_path, *start, "--rope_scaling=yarn:2,32,32,1,1.07")
-    assert metrics(run, "val_loss")[4] < metrics(first, "val_loss")[8] + 0.1
+    assert metrics(run, "val_loss")[4] < metrics(finished, "val_loss")[8] + 0.1
     # A resume has the same shape, without being told.
     train_tiny(tiny_data, tmp_path, "--init_from=resume", *longer, "--max_steps=6")
     folder = newest_checkpoint(run / "ckpt")
@@ -466,13 +446,12 @@ def test_a_model_to_fine_tune_keeps_its_context_unless_a_block_size_is_given(tmp
 
 
 def test_the_shape_of_a_tuned_model_is_kept_and_another_one_refused_at_its_resume(
-    tiny_data, tmp_path, refuses
+    finished, tiny_data, tmp_path, refuses
 ):
-    first = train_tiny(tiny_data, tmp_path / "first", "--max_steps=2")
-    short = newest_checkpoint(first / "ckpt")
+    short = newest_checkpoint(finished / "ckpt")
     # The folder of a run stands for its newest checkpoint.
-    assert settings_of_run({"init_from": str(first), "max_steps": 2}).init_from == str(short)
-    start = [f"--init_from={first}", "--block_size=64", "--max_steps=2"]
+    assert settings_of_run({"init_from": str(finished), "max_steps": 2}).init_from == str(short)
+    start = [f"--init_from={finished}", "--block_size=64", "--max_steps=2"]
     train_tiny(tiny_data, tmp_path, *start, "--n_layer=5")  # n_layer is ignored
     more = ["--init_from=resume", "--max_steps=4"]
     for name, size, other in (("n_layer", 2, 3), ("block_size", 64, 128), ("d_ff", 128, 64)):

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from conftest import REPO
 
 COMMANDS = {"train", "prepare", "sample", "plot", "follow", "plan"}
@@ -66,20 +65,12 @@ def test_no_import_is_hidden_from_these_tests():
     assert not [name for name, source in sources.items() if "TYPE_CHECKING" in source]
 
 
-def test_only_one_module_makes_progress_bars_so_that_all_look_alike():
-    sources = {name: path.read_text(encoding="utf-8") for name, path in MODULES.items()}
-    assert [name for name, source in sources.items() if "import tqdm" in source] == [
-        "hardware.terminal"
-    ]
-
-
 SLOW = "torch._dynamo torch.distributed.fsdp torch.utils.benchmark matplotlib sentencepiece"
 SLOW += " tiktoken tokenizers transformers wandb tensorboard"
 
 
-@pytest.mark.parametrize("command", ["train", "sample"])
-def test_a_command_loads_what_is_slow_to_import_only_when_it_needs_it(command):
+def test_a_command_loads_what_is_slow_to_import_only_when_it_needs_it():
     """So --help and the refusal of a mistaken option come at once."""
-    loaded = f"import sys, {command}; print(*sys.modules.keys() & {{*'{SLOW}'.split()}})"
+    loaded = f"import sys, train, sample; print(*sys.modules.keys() & {{*'{SLOW}'.split()}})"
     done = subprocess.run([sys.executable, "-c", loaded], cwd=REPO, capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "")

@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import warm
-from conftest import REPO, TINY, call, make_records, metrics, write_jsonl
+from conftest import REPO, TINY, call, make_records, metrics, prepared
 
 import model
-import prepare
 from bench import lab, lab_results
 from bench.lab_results import Result
 from training.settings import TrainConfig
@@ -68,9 +67,7 @@ def settings(run: Path) -> dict:
 def two_sets(data: Path, folder: Path) -> None:
     """Put the data set `one` into a folder, and `tiny`: other texts, with the same tokenizer."""
     shutil.copytree(data / "tiny", folder / "one")
-    corpus = write_jsonl(folder / "corpus.jsonl", make_records(50, seed=1))
-    options = ["--name=tiny", f"--data_dir={folder}", "--val_fraction=0.1"]
-    call(prepare.main, "--input", corpus, *options, f"--tokenizer={data / 'tiny'}")
+    prepared(folder, make_records(50, seed=1), f"--tokenizer={data / 'tiny'}")
 
 
 # -- runs --

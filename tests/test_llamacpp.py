@@ -1,4 +1,4 @@
-"""llama.cpp reads a checkpoint as llama_cpp_note says.
+"""llama.cpp reads a checkpoint with what docs/interchange.md says.
 
 Most of these tests need llama.cpp: a folder with its sources and with three tools built by cmake:
 
@@ -23,34 +23,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import test_chat_folder as chats
 import torch
-from test_chat_folder import (
-    ANSWERS,
-    conversations,
-    greedy_answer,
-    learn_answers,
-    prepared,
-    prompt_ids,
-    question,
-)
+from conftest import prepared
 from test_prepare import tiktoken_file
 
 from configurator import UserError
 from hardware.disk import json_bytes
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
-from text.hf_tokenizer import llama_cpp_note, to_hugging_face
+from text.hf_tokenizer import to_hugging_face
 from text.tokenizer import SentencePiece, Tiktoken
 from text.train_tokenizer import write_alphabet
-from training.huggingface import hf_class, save_pretrained
+from training.huggingface import save_pretrained
 
 NO_SPACE = "--override-kv tokenizer.ggml.add_space_prefix=bool:false"
 BOS = "--override-kv tokenizer.ggml.add_bos_token=bool:true"
 # transformers' own factor of cos and sin is 0.1 ln(factor) + 1, and llama.cpp knows only this one.
 YARN = f"yarn:4,16,32,1,{0.1 * math.log(4) + 1}"
-REFUSED = "llama.cpp's converter refuses a GPT-2 with SentencePiece"
-REFUSED_QWEN2 = "llama.cpp's converter refuses a Qwen2 with this tokenizer"
-NO_POST = "llama.cpp needs a tokenizer.json without its post_processor"
+REFUSED = "the converter refuses it"
+NO_POST = "a tokenizer.json without its post_processor"
 
 TEXTS = [
     "", " ", "   ", "\n", "\n\n", "a", " a", "  a", "a  ", " a  b ", "end ", "end\n", "a\r\nb\r\n",
@@ -117,38 +109,17 @@ def take_out_post_processor(folder: Path) -> None:
     (folder / "tokenizer.json").write_bytes(json_bytes(content | {"post_processor": None}))
 
 
-# -- what llama_cpp_note says --
-
-
-@pytest.mark.parametrize(
-    "kind, name, vocab_size, note",
-    [
-        ("sentencepiece", "LlamaForCausalLM", 400, ""),
-        ("sentencepiece", "LlamaForCausalLM", 49152, f"llama.cpp needs {BOS}"),
-        ("sentencepiece", "Qwen3ForCausalLM", 49152, f"llama.cpp needs {NO_SPACE}"),
-        ("sentencepiece", "GPT2LMHeadModel", 400, REFUSED),
-        ("tiktoken", "LlamaForCausalLM", 50257, NO_POST),
-        ("tiktoken", "LlamaForCausalLM", 49152, f"{NO_POST} and {BOS}"),
-        ("tiktoken", "Qwen3ForCausalLM", 50257, NO_POST),
-        ("tiktoken", "Qwen2ForCausalLM", 50257, REFUSED_QWEN2),
-    ],
-)
-def test_what_llama_cpp_needs_is_said(tokenizer, name, vocab_size, note):
-    assert llama_cpp_note(tokenizer, name, vocab_size) == note
-
-
-def test_of_a_public_bpe_that_begins_no_text_with_its_eos_nothing_is_said():
-    ranks = {bytes([b]): b for b in range(256)}
-    for prefix, note in (([], ""), ([257], ""), (None, NO_POST)):
-        special = {"<|endoftext|>": 256, "<|begin_of_text|>": 257}
-        tokenizer = Tiktoken("x", r"\S+|\s+", ranks, special, prefix=prefix)
-        assert llama_cpp_note(tokenizer, "Qwen3ForCausalLM", 258) == note
+def need(tokenizer, preset: str) -> str:
+    """Return what docs/interchange.md says that a preset needs with this tokenizer."""
+    preset = preset.partition(",")[0]
+    if tokenizer.kind == Tiktoken.kind:
+        return REFUSED if preset == "qwen2" else NO_POST
+    return {"gpt2": REFUSED, "llama": ""}.get(preset, NO_SPACE)
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "char", "byte", "tiktoken"])
-def test_without_the_post_processor_the_eos_alone_is_gone(kind, tokenizer, tmp_path):
+def test_without_the_post_processor_the_eos_alone_is_gone(kind, tokenizer, tmp_path, transformers):
     """Then the converter knows the vocabulary; add_bos_token still says that an eos comes first."""
-    transformers = pytest.importorskip("transformers", reason="needs the package transformers")
     folder = save(make("llama", tokenizer.vocab_size), tokenizer, tmp_path / "ckpt")
     ours = [tokenizer.encode(text).tolist() for text in TEXTS]
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
@@ -226,9 +197,9 @@ def continues_alike(gguf: Path, model: GPT, tokenizer, options: list[str]) -> li
 def test_llama_cpp_reads_and_continues_texts_as_we_do(preset, kind, tokenizer, tmp_path):
     model = make(preset, tokenizer.vocab_size)
     folder = save(model, tokenizer, tmp_path / "ckpt")
-    note = llama_cpp_note(tokenizer, hf_class(model.config), tokenizer.vocab_size)
+    note = need(tokenizer, preset)
     gguf = convert(folder)
-    if note in (REFUSED, REFUSED_QWEN2):
+    if note == REFUSED:
         assert gguf is None
         return
     if note == NO_POST:
@@ -250,9 +221,8 @@ def test_llama_cpp_reads_and_continues_texts_as_we_do(preset, kind, tokenizer, t
 def test_llama_cpp_takes_a_size_for_a_vocabulary_without_bos(kind, tokenizer, tmp_path):
     model = make("llama", 49152)
     gguf = convert(save(model, tokenizer, tmp_path / "ckpt"))
-    options = llama_cpp_note(tokenizer, "LlamaForCausalLM", 49152).split()[-2:]
     assert ids_of(gguf, "the loop") == tokenizer.encode("the loop").tolist()
-    assert all(continues_alike(gguf, model, tokenizer, options))
+    assert all(continues_alike(gguf, model, tokenizer, BOS.split()))
 
 
 @contextmanager
@@ -290,23 +260,19 @@ def server(gguf: Path, *options: str) -> Iterator[Callable[..., dict]]:
 @pytest.mark.parametrize("preset", ["llama", "qwen3"])
 def test_llama_cpp_chats_by_our_ids_and_ends_where_our_model_does(preset, tmp_path):
     """The template is that of the GGUF file. llama.cpp takes the bos from it, and adds its own."""
-    words = prepared(tmp_path / "words", conversations(300))
-    folder = learn_answers(tmp_path, preset, f"--tokenizer={words}")
+    words = prepared(tmp_path / "words", chats.records(chats.conversations(300)))
+    folder = chats.learn_answers(tmp_path, preset, f"--tokenizer={words}")
     tokenizer = load_tokenizer(folder)
-    config = json.loads((folder / "config.json").read_text())
-    note = llama_cpp_note(tokenizer, config["architectures"][0], tokenizer.vocab_size)
-    assert (NO_SPACE in note) == (preset == "qwen3")
-    options = re.findall(r"--override-kv|tokenizer\.ggml\S+", note)
-    with server(convert(folder), *options) as ask:
-        for messages in (chat[:-1] for chat in conversations(1000)):
+    with server(convert(folder), *need(tokenizer, preset).split()) as ask:
+        for messages in (chat[:-1] for chat in chats.conversations(1000)):
             prompt = ask("/apply-template", messages=messages)["prompt"]
             # ollama's template for ChatML makes this text, too.
             texts = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
             assert prompt == "".join(texts) + "<|im_start|>assistant\n"
             ids = ask("/tokenize", content=prompt, add_special=True, parse_special=True)["tokens"]
-            assert ids == prompt_ids(tokenizer, messages)
-        for text in ANSWERS:
-            reply = ask("/v1/chat/completions", messages=question(text), temperature=0)
+            assert ids == chats.prompt_ids(tokenizer, messages)
+        for text in chats.ANSWERS:
+            reply = ask("/v1/chat/completions", messages=chats.question(text), temperature=0)
             choice = reply["choices"][0]
-            assert choice["message"]["content"] == greedy_answer(folder, question(text))
+            assert choice["message"]["content"] == chats.greedy_answer(folder, chats.question(text))
             assert choice["finish_reason"] == "stop"

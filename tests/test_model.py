@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from conftest import REPO
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from hardware.decoding import RecordedCache
 from hardware.kernels import ChunkedCrossEntropy, attention_kernel
@@ -87,11 +85,10 @@ def test_a_shape_that_cannot_be_is_refused_by_name(shape):
         GPTConfig(**LLAMA | shape)
 
 
+ROOT = (2 / math.pi) ** 0.5
 FORMULAS = {  # of MLPs: u = up(x), g = gate(x), where there is one
     "gelu": lambda u, g: u * (1 + torch.erf(u / 2**0.5)) / 2,
-    "gelu_tanh": lambda u, g: (
-        u * (1 + torch.tanh((2 / math.pi) ** 0.5 * (u + 0.044715 * u**3))) / 2
-    ),
+    "gelu_tanh": lambda u, g: u * (1 + torch.tanh(ROOT * (u + 0.044715 * u**3))) / 2,
     "swiglu": lambda u, g: g * torch.sigmoid(g) * u,
 }
 
@@ -163,22 +160,6 @@ def test_vocabulary_padding_gets_no_gradient_and_no_probability():
     assert generated(model, ids(model, 16), 20, temperature=10.0).max() < 300
 
 
-# -- accounting --
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
-def test_flops_per_token_is_what_torch_counts(name):
-    """torch counts forward and backward of one batch, with attention as plain matrix products and
-    without the embeddings. The vocabulary is a multiple of 128, because flops_per_token does not
-    count the padding.
-    """
-    model = make(name, vocab_size=256).train()
-    x = ids(model, 2, 32)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(x, x).backward()
-    assert counter.get_total_flops() == model.flops_per_token(32) * x.numel()
-
-
 @pytest.mark.parametrize("name", ODD)
 def test_the_order_of_the_parameters_never_changes_and_only_matrices_decay(name):
     """Matrices and embeddings as they come in the model, then vectors: in that order a checkpoint
@@ -199,18 +180,17 @@ def test_the_order_of_the_parameters_never_changes_and_only_matrices_decay(name)
 
 L = 8  # layers of the model that is measured
 D = 256  # its width; d_ff = 1024
+XAVIER = math.sqrt(2 / 512)
 DEEPNORM = (8 * L) ** -0.25  # the gain of value, out, up and down
 CUT = 0.98658  # std of N(0, 1) cut at 3: sqrt(1 - 6 f / (1 - 2 t)), density f, tail t at 3
 PROMISED = {  # scheme -> the std of query, value, out, up, down by its published formula
     "gpt2": (0.02, 0.02, 0.02 / math.sqrt(2 * L), 0.02, 0.02 / math.sqrt(2 * L)),
     "llama": (0.02,) * 5,
-    "xavier": (math.sqrt(2 / 512),) * 3 + (math.sqrt(2 / 1280),) * 2,
+    "xavier": (XAVIER,) * 3 + (math.sqrt(2 / 1280),) * 2,
     "kaiming": (math.sqrt(2 / 256),) * 4 + (math.sqrt(2 / 1024),),
     "lecun": (1 / 16,) * 4 + (1 / 32,),
     "small": (math.sqrt(2 / (5 * 256)),) * 5,
-    "deepnorm": (math.sqrt(2 / 512),)
-    + (DEEPNORM * math.sqrt(2 / 512),) * 2
-    + (DEEPNORM * math.sqrt(2 / 1280),) * 2,
+    "deepnorm": (XAVIER, *(DEEPNORM * XAVIER,) * 2, *(DEEPNORM * math.sqrt(2 / 1280),) * 2),
     "zero_proj": (1 / 16, 1 / 16, 0.0, 1 / 16, 0.0),
     "trunc_normal": (0.02 * CUT,) * 5,
 }
@@ -294,10 +274,10 @@ def test_damaged_weights_are_an_error_before_any_token_of_theirs(how, bad):
 def test_generation_goes_on_beyond_block_size(block_size):
     """A full window is cut to its younger half, and the cache is computed anew from that."""
     model = make("llama", scheme="xavier", block_size=block_size)
-    tokens = generated(model, ids(model, 2, 40), 100, temperature=0)  # (100, 2)
+    tokens = generated(model, ids(model, 2, 40), 70, temperature=0)  # (70, 2)
     idx = ids(model, 2, 40)[:, -block_size:]
     want = []
-    for _ in range(100):
+    for _ in range(70):
         if idx.size(1) > block_size:
             idx = idx[:, -max(1, block_size // 2) :]
         want.append(greedy_without_cache(model, idx, 1)[0])

@@ -6,9 +6,8 @@ from itertools import repeat
 
 import pytest
 import torch
-from conftest import train_tiny
+from conftest import resumes, train_tiny
 from test_model import make
-from test_shards import same, stop_half_way
 
 from configurator import UserError
 from hardware.machine import Machine
@@ -164,12 +163,9 @@ def test_resume_with_each_optimizer_is_bit_identical_to_never_having_stopped(
     optimizer, tiny_data, tmp_path
 ):
     options = [f"--optimizer={optimizer}", f"--lr={LR[optimizer]}", "--embed_lr=2"]
-    straight = train_tiny(tiny_data, tmp_path / "straight", *options)
-    stop_half_way(straight, tmp_path)
-    assert same(train_tiny(tiny_data, tmp_path, *options, "--init_from=resume"), straight)
+    resumes(tiny_data, tmp_path, *options)
 
 
-def test_the_checkpoint_of_another_optimizer_is_refused_in_one_line(tiny_data, tmp_path):
-    train_tiny(tiny_data, tmp_path)
+def test_the_checkpoint_of_another_optimizer_is_refused_in_one_line(copied, tiny_data, tmp_path):
     with pytest.raises(UserError, match="optimizer is adamw there, muon here"):
         train_tiny(tiny_data, tmp_path, "--init_from=resume", "--optimizer=muon")

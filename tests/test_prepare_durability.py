@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import warm
-from conftest import REPO, call, make_records, train_tiny, write_jsonl
-from test_prepare import contents, documents, prepare_set
+from conftest import REPO, call, contents, make_records, train_tiny, write_jsonl
+from test_prepare import documents, prepare_set
 
 import prepare
 from bench.prepare import resident
@@ -26,7 +26,7 @@ from text.dataset import load_tokenizer, open_dataset
 from training import step
 
 TINY_SHARDS = "--shard_mb=0.02"
-OF_REFERENCE = ["--vocab_size=400", "--dedup"]
+OF_REFERENCE = ["--vocab_size=400"]
 
 
 def command(corpus: list[Path], data: Path, *options: str) -> list[str]:
@@ -66,7 +66,7 @@ def journal(data: Path) -> dict:
 def corpus(tmp_path_factory) -> list[Path]:
     """Three files of a few chunks each. One is compressed; the last one repeats the first one."""
     folder = tmp_path_factory.mktemp("corpus")
-    files = [write_jsonl(folder / f"{i}.jsonl", make_records(4000, seed=i % 2)) for i in range(3)]
+    files = [write_jsonl(folder / f"{i}.jsonl", make_records(2000, seed=i % 2)) for i in range(3)]
     (folder / "1.jsonl.gz").write_bytes(gzip.compress(files[1].read_bytes()))
     files[1] = folder / "1.jsonl.gz"
     return files
@@ -75,7 +75,7 @@ def corpus(tmp_path_factory) -> list[Path]:
 @pytest.fixture(scope="module")
 def reference(corpus, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("reference")
-    options = dict(tokenizer="train", vocab_size=400, workers=1, dedup=True)
+    options = dict(tokenizer="train", vocab_size=400, workers=1)
     return prepare_set(root, *corpus, **options)[0]
 
 
@@ -90,14 +90,11 @@ def after_a_shard(argv: list[str], data: Path, **pipes) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_killed_at_any_moment_it_goes_on_and_ends_in_the_same_bytes(
-    corpus, reference, tmp_path, workers
-):
+def test_killed_at_any_moment_it_goes_on_and_ends_in_the_same_bytes(corpus, reference, tmp_path):
     old = write_jsonl(tmp_path / "old.jsonl", make_records(40, seed=9))
     finish([old], tmp_path, "--tokenizer=byte")
     of_old = contents(tmp_path / "set")
-    argv = command(corpus, tmp_path, *OF_REFERENCE, f"--workers={workers}", TINY_SHARDS)
+    argv = command(corpus, tmp_path, *OF_REFERENCE, "--workers=2", TINY_SHARDS)
     kills = 0
     for delay in (0.1, 0.0, 0.05, 0.1, 0.15):
         reached = journal(tmp_path)["text"]
@@ -131,7 +128,7 @@ def test_workers_end_when_the_main_process_is_killed(corpus, tmp_path):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.005, 0.01, 0.15])
+@pytest.mark.parametrize("delay", [0.0, 0.15])
 def test_ctrl_c_while_the_workers_start_is_one_line(corpus, tmp_path, delay):
     argv = command(corpus, tmp_path, "--tokenizer=byte", "--workers=3")
     pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -166,7 +163,7 @@ def test_a_full_disk_is_one_clear_line_and_the_work_is_kept(corpus, reference, t
 
     def limit():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, 1_500_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, 700_000))
 
     argv = command(corpus, tmp_path, *OF_REFERENCE, TINY_SHARDS)
     run = subprocess.run(argv, preexec_fn=limit, capture_output=True, text=True)
@@ -199,14 +196,11 @@ def under_torchrun(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n, run", [(2, subprocess.run), (3, warm.run)], ids=["2", "3"])
-def test_several_processes_make_the_same_data_set_as_one(corpus, reference, tmp_path, n, run):
-    run = under_torchrun(n, corpus, tmp_path, *OF_REFERENCE, run=run)
+def test_several_processes_make_the_same_data_set_as_one(corpus, reference, tmp_path):
+    run = under_torchrun(3, corpus, tmp_path, *OF_REFERENCE)
     assert run.returncode == 0, run.stderr[-2000:]
     assert contents(tmp_path / "set") == contents(reference)
     assert sorted(os.listdir(tmp_path)) == ["set"]
-    dropped = open_dataset(reference)["records"]["dropped"]
-    assert dropped == {"equal to an earlier document": 4000}  # by another process
 
 
 @pytest.mark.slow
@@ -253,7 +247,7 @@ def test_inspect_verifies_a_data_set_and_shows_documents(reference, capsys, refu
         return report, [part.rstrip("\n").split(", then eos\n") for part in parts]
 
     report, parts = shown("--count=2")
-    assert "12,000 records, read as {title, summary, sections}" in report and "verified" in report
+    assert "6,000 records, read as {title, summary, sections}" in report and "verified" in report
     assert len(parts) == 2 and parts[0][0].startswith("0 to ") and parts[1][1] in texts
     _, [[heading, text]] = shown("--show=1000", "--count=1")
     begin, end = (int(n.replace(",", "")) for n in heading.split(" to "))

@@ -32,20 +32,19 @@ def run(out: Path, *options: str) -> None:
     call(sample.main, f"--out_dir={out}", "--device=cpu", *options)
 
 
-def test_the_newest_or_the_best_checkpoint_is_taken_and_named(tiny_data, tmp_path, capsys):
-    run_folder = train_tiny(tiny_data, tmp_path)
-    with open(run_folder / "metrics.jsonl", "a") as f:  # as if the model had become worse
+def test_the_newest_or_the_best_checkpoint_is_taken_and_named(copied, tmp_path, capsys):
+    with open(copied / "metrics.jsonl", "a") as f:  # as if the model had become worse
         f.write('{"step": 8, "val_loss": 99.5}\n')
 
     def taken(*options: str) -> str:
         run(tmp_path, "--max_new_tokens=1", *options)
         return capsys.readouterr().err.splitlines()[0]
 
-    newest = f"step_00000008, the newest of {run_folder}"
+    newest = f"step_00000008, the newest of {copied}"
     assert f"{newest}, validation loss 99.5000" in taken()
-    best = f"step_00000004, the best of {run_folder}, validation loss "
-    assert best in taken("--which=best") and best in taken("--which=best", f"--ckpt={run_folder}")
-    (run_folder / "metrics.jsonl").unlink()
+    best = f"step_00000004, the best of {copied}, validation loss "
+    assert best in taken("--which=best") and best in taken("--which=best", f"--ckpt={copied}")
+    (copied / "metrics.jsonl").unlink()
     assert newest in taken()
     with pytest.raises(configurator.UserError, match="--which=best"):
         taken("--which=best")

@@ -15,7 +15,7 @@ import numpy as np
 from hardware.disk import remove_only
 from text.encode import Encoded, Encoder, Part
 from text.folders import FILES
-from text.merge import kept_rows
+from text.merge import read_rows
 from text.records import Tally
 
 
@@ -28,20 +28,18 @@ def too_few(splits: dict[str, dict], val_fraction: float) -> bool:
     return sum(numbers) * val_fraction < 1 or 0 in numbers
 
 
-def cut_by_text(
-    parts: list[Part], duplicate: np.ndarray, characters: int, encoder: Encoder, folder: Path
-) -> Part:
+def cut_by_text(parts: list[Part], characters: int, encoder: Encoder, folder: Path) -> Part:
     """Write the documents of all parts into one new part in `folder`, and return it.
 
     The documents have `characters` characters. The first int(characters * (1 - val_fraction)) go to
-    train.bin, the others to val.bin. duplicate: the documents that are left out, as in merge().
+    train.bin, the others to val.bin.
     """
-    cut = int(characters * (1 - encoder.val_fraction))
+    cut = int(characters * (1 - encoder.cfg.val_fraction))
     remove_only(folder, FILES)
     new_part = Part(folder, key="", sources=[])
     new_part.open()
     end = 0  # how many characters come before the end of the document
-    for row, ids in kept_documents(parts, duplicate, encoder.dtype):
+    for row, ids in documents_of(parts, encoder.dtype):
         start = end
         end += int(row["characters"])
         row["val"] = start >= cut
@@ -55,17 +53,13 @@ def cut_by_text(
     return new_part
 
 
-def kept_documents(
-    parts: list[Part], duplicate: np.ndarray, dtype: np.dtype
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (row, its token ids) of each document that is kept, in the order of the input."""
+def documents_of(parts: list[Part], dtype: np.dtype) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield (row, its token ids) of each document, in the order of the input."""
     files = {path: open(path, "rb") for part in parts for path in part.paths.values()}
-    for part, rows, kept in kept_rows(parts, duplicate):
-        for row, is_kept in zip(rows, kept, strict=True):
+    for part, rows in read_rows(parts):
+        for row in rows:
             file = files[part.paths["val" if row["val"] else "train"]]
-            ids = np.fromfile(file, dtype, int(row["tokens"]))
-            if is_kept:
-                yield row, ids
+            yield row, np.fromfile(file, dtype, int(row["tokens"]))
     for file in files.values():
         file.close()
 

@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import os
 import re
-import shutil
 import struct
 from collections import Counter
 from collections.abc import Iterator
@@ -24,17 +23,16 @@ from hardware.disk import Lock, json_bytes, sealed, unseal, write_whole
 from hardware.terminal import ProgressBar
 from text.chat import marks_of
 from text.dataset import id_type
-from text.formats import Chunk
+from text.formats import Chunk, Reader
 from text.pool import in_order
-from text.records import Cleaning, Tally, documents
-from text.settings import PrepareConfig, check_bad, foreseen, reader_of
+from text.records import Tally, check_bad, documents, foreseen
+from text.settings import PrepareConfig
 from text.sources import Source
 from text.tokenizer import IM_END, IM_START, Tokenizer, open_tokenizer
 
 # One row for each document, in the order of the input.
 ROW = np.dtype(
     [
-        ("digest", "<u8", 2),  # 16 bytes of a SHA-256; equal documents have equal digests
         ("tokens", "<u8"),  # with the eos
         ("bytes", "<u8"),  # of its UTF-8
         ("characters", "<u8"),
@@ -57,12 +55,9 @@ class Encoded(NamedTuple):
 class Encoder:
     """A Task that encodes the documents of a chunk, each followed by one eos."""
 
-    name: str  # of the tokenizer, by --tokenizer
+    cfg: PrepareConfig
     file: Path  # of the tokenizer
     info: dict  # its description, with vocab_size and eos_id
-    cleaning: Cleaning
-    min_tokens: int
-    val_fraction: float
 
     def __post_init__(self):
         self.dtype = id_type(self.info["vocab_size"])
@@ -77,7 +72,7 @@ class Encoder:
         tally = Tally()
         rows: list[bytes] = []
         ids: dict[bool, list[np.ndarray]] = {False: [], True: []}  # of train.bin, of val.bin
-        read = list(documents(chunk, self.cleaning, tally))
+        read = list(documents(chunk, self.cfg, tally))
         pieces = [piece for document in read for piece in document.pieces]
         short = self.tokenizer.encode_all([piece for piece in pieces if len(piece) <= SEGMENT])
         for document in read:
@@ -87,22 +82,22 @@ class Encoder:
             except ValueError as e:
                 tally.reject(document.place, str(e))
                 continue
-            if len(tokens) < self.min_tokens:
-                tally.dropped[f"fewer than {self.min_tokens} tokens"] += 1
+            if len(tokens) < self.cfg.min_tokens:
+                tally.dropped[f"fewer than {self.cfg.min_tokens} tokens"] += 1
                 continue
             if self.tokenizer.unk_id in tokens:
                 tally.changed["lost characters that the tokenizer has no token for"] += 1
-            digest = hashlib.sha256(document.utf8).digest()[:16]
+            digest = hashlib.sha256(document.utf8).digest()
             is_tried = digest[0] < 4  # one document in 64
             if is_tried and self.changes(document.pieces, encoded):
                 tally.changed["its tokens decode to another text (1 in 64 is tried)"] += 1
             # Only the hash of its text decides the split of a document: if files are added or
             # reordered, it stays there.
-            val = int.from_bytes(digest[:8], "big") < self.val_fraction * 2**64
+            val = int.from_bytes(digest[:8], "big") < self.cfg.val_fraction * 2**64
             ids[val] += [tokens, self.eos]
             sizes = [len(tokens) + 1, len(document.utf8) - len(encoded) + 1]
             sizes.append(sum(map(len, document.pieces)))
-            rows.append(struct.pack("<16s3Q?", digest, *sizes, val))
+            rows.append(struct.pack("<3Q?", *sizes, val))
         table = np.frombuffer(b"".join(rows), ROW)
         return Encoded(table, b"".join(ids[False]), b"".join(ids[True]), tally)
 
@@ -128,8 +123,8 @@ class Encoder:
             return encoded[0].astype(self.dtype)
         ids = marks_of(self.tokenizer)
         if not ids or self.eos[0] in ids:
-            missing = f"it has no special tokens {IM_START} and {IM_END}, beside its eos"
-            raise UserError(f"--tokenizer={self.name}: {missing}; --tokenizer=train has them")
+            missing = f"{self.cfg.tokenizer}: it has no special tokens {IM_START} and {IM_END}"
+            raise UserError(f"--tokenizer={missing}, beside its eos; --tokenizer=train has them")
         marks = itertools.cycle([np.array([mark]) for mark in ids])
         joined = itertools.chain.from_iterable(zip(marks, encoded[1:], strict=False))
         return np.concatenate([encoded[0], *joined]).astype(self.dtype)
@@ -185,11 +180,8 @@ def reopened(path: Path, state: list, bar: ProgressBar) -> GrowingFile:
 
     Raises ValueError if the content up to there has changed since then.
     """
-    if path.stat().st_nlink > 1:  # a finished data set has the same file: it must not be cut
-        copy = path.with_name(f".{path.name}.tmp")
-        copy.unlink(missing_ok=True)  # else copyfile() would write to a file that has this name too
-        shutil.copyfile(path, copy)
-        copy.replace(path)
+    if path.stat().st_nlink > 1:  # it must not be cut
+        raise ValueError(f"{path.name} is a file of a finished data set, too")
     growing = GrowingFile(path, "r+b")
     size = state[0]
     while data := growing.file.read(min(1 << 20, size - growing.file.tell())):
@@ -302,7 +294,7 @@ def encode_share(
     try:
         part.open()
         committed = part.text
-        reader = reader_of(part.sources, cfg, part.file, part.record)
+        reader = Reader(part.sources, cfg, part.file, part.record)
         size = sum(source.bytes for source in part.sources)
         with ProgressBar("encoding", total=size, unit_scale=True) as bar:
             for chunk, encoded in in_order(encoder, reader.chunks(), workers):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from configurator import UserError
+from text.settings import PrepareConfig
 from text.sources import HashedFile, Source, decompressed, import_for
 
 CHUNK = 1 << 20  # characters
@@ -64,11 +65,13 @@ class Reader:
     """
 
     sources: list[Source]
-    encoding: str
-    txt: str  # how a text file is cut into documents: "line", "block" or "file"
-    limit: int
+    cfg: PrepareConfig
     file: int = 0  # file and record: the position to begin at, as in a Chunk
     record: int = 0
+
+    def __post_init__(self):
+        self.encoding = self.cfg.encoding
+        self.limit = int(self.cfg.max_record_mb * 1e6)
 
     def chunks(self) -> Iterator[Chunk]:
         earlier = sum(s.bytes for s in self.sources[: self.file])  # bytes of the files so far
@@ -199,7 +202,7 @@ def skip_line(f: io.IOBase, line: str | bytes) -> None:
 def read_txt(f: io.TextIOBase, source: Source, reader: Reader) -> Records:
     """Yield the documents of a text file: it is one, or its lines are, or its blocks of lines."""
     limit = reader.limit
-    if reader.txt == "file":
+    if reader.cfg.txt == "file":
         text = f.read(limit + 1)
         yield source.name, text if len(text) <= limit else too_long(limit)
         return
@@ -207,7 +210,7 @@ def read_txt(f: io.TextIOBase, source: Source, reader: Reader) -> Records:
     def document_of(numbered: tuple[int, str]) -> tuple:
         """Return what is equal for neighbours if they are lines of one document."""
         number, line = numbered
-        return line.isspace(), number if reader.txt == "line" else 0
+        return line.isspace(), number if reader.cfg.txt == "line" else 0
 
     for (blank, _), lines in itertools.groupby(lines_of(f, limit), document_of):
         if blank:

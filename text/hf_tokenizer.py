@@ -161,51 +161,6 @@ def chat_files(tokenizer: Tokenizer, files: dict[str, bytes]) -> dict[str, bytes
     }
 
 
-def llama_cpp_note(tokenizer: Tokenizer, hf_class: str | None, vocab_size: int) -> str:
-    """Return what llama.cpp needs to read texts as this program does; "" if it needs nothing.
-
-    hf_class, vocab_size: as in config.json. By the class, llama.cpp's convert_hf_to_gguf.py chooses
-    the file from which it takes the vocabulary, and whether it notes that no space goes before a
-    text. It recognizes a BPE by a hash of the ids of one text. These ids contain no eos in public
-    models, but begin with the eos here. (conversion/base.py, llama.py, qwen.py and gpt2.py there.)
-    """
-    if hf_class is None:
-        return ""
-    needs = []
-    if tokenizer.kind == Tiktoken.kind:
-        if hf_class == "Qwen2ForCausalLM" and transformers_note(tokenizer, hf_class):
-            return "llama.cpp's converter refuses a Qwen2 with this tokenizer"
-        if tokenizer.prefix == [tokenizer.eos_id]:
-            needs.append("a tokenizer.json without its post_processor")
-    elif hf_class == "GPT2LMHeadModel":
-        return "llama.cpp's converter refuses a GPT-2 with SentencePiece"
-    elif "Qwen" in hf_class and tokenizer.sp.normalize("a") == "a":
-        needs.append("--override-kv tokenizer.ggml.add_space_prefix=bool:false")
-    # llama.cpp takes a Llama with a vocabulary of this size for Granite, which has no bos.
-    if hf_class == "LlamaForCausalLM" and vocab_size == 49152 and tokenizer.prefix:
-        needs.append("--override-kv tokenizer.ggml.add_bos_token=bool:true")
-    return f"llama.cpp needs {' and '.join(needs)}" if needs else ""
-
-
-QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def transformers_note(tokenizer: Tokenizer, hf_class: str | None) -> str:
-    """Return what transformers needs to read texts as this program does; "" if it needs nothing.
-
-    In transformers 5, AutoTokenizer splits the texts of a Qwen2ForCausalLM as Qwen2 does, whatever
-    tokenizer.json says.
-    """
-    if hf_class != "Qwen2ForCausalLM":
-        return ""
-    if tokenizer.kind == Tiktoken.kind and tokenizer.pattern == QWEN2_PATTERN:
-        return ""
-    return "AutoTokenizer takes Qwen2's own tokenizer; PreTrainedTokenizerFast reads this one"
-
-
 # --------------------------------------------------------------------------------------------------
 # Reading: the tokenizer of a Hugging Face model folder
 

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from configurator import UserError
 from text.chat import chatml, keys_of, turns_of
 from text.demo import conversations, documentation
 from text.formats import Chunk, Lines
+from text.settings import FIELD, PrepareConfig
 
 BLANK = "：。 \t\r\n"  # a text of only these characters counts as empty
 
@@ -30,23 +32,12 @@ CONTROL = re.compile("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\ufeff]")
 # run did by other rules is done again.
 RULES = 5
 
-FIELD = re.compile(r"\{([^{}]+)\}")  # in a template of --fields
-
 # All fields that hold text in one of the shapes that record_text() knows.
 TEXT_FIELDS = set("title summary sections content text".split())
 TEXT_FIELDS |= set("prompt completion instruction input output system history".split())
 TEXT_FIELDS |= set("messages conversations tools".split())
 CONVERSATIONS = ("messages", "conversations")  # fields that hold one
 CHAT = "conversations"  # is what the report calls their shapes
-
-
-class Cleaning(NamedTuple):
-    """The settings of prepare.py that decide which text a record becomes."""
-
-    fields: str = ""
-    normalize: str = "none"
-    drop_control: bool = False
-    chat: bool = False
 
 
 class Document(NamedTuple):
@@ -84,18 +75,41 @@ class Tally:
         self.examples = (self.examples + other.examples)[:5]
 
 
+def foreseen(tally: Tally, chunk: Chunk, total: int) -> int:
+    """Estimate how many records `total` bytes of input contain, from the records read so far.
+
+    With this estimate a run that has too many bad records can stop early.
+    """
+    return max(10_000, tally.records * total // max(1, chunk.bytes_read))
+
+
+def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
+    """Raise UserError if more than a share of max_bad of `records` is bad."""
+    bad = sum(tally.bad.values())
+    if bad > cfg.max_bad * records:
+        share = f"bad records: {bad:,} of {tally.records:,}, more than --max_bad={cfg.max_bad:g}"
+        raise UserError(f"{share}: correct them, or raise it; for example {tally.examples[0]}")
+
+
+def document_settings(cfg: PrepareConfig) -> dict:
+    """Return the settings that decide the documents of a data set, and the version of the rules."""
+    names = "format fields chat txt encoding min_tokens normalize drop_control val_fraction"
+    settings = {name: getattr(cfg, name) for name in (*names.split(), "max_record_mb")}
+    return settings | {"rules": RULES}
+
+
 # --------------------------------------------------------------------------------------------------
 # From a chunk to documents
 
 
-def documents(chunk: Chunk, cleaning: Cleaning, tally: Tally) -> Iterator[Document]:
+def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Document]:
     """Yield each document in a chunk. All records are counted in `tally`."""
-    chat = cleaning.chat
+    chat = cfg.chat
     records = (unpacked(chunk.kind, place, record, chat) for place, record in chunk.records)
     for place, record in itertools.chain.from_iterable(records):
         tally.records += 1
         try:
-            pieces, shape = understand(chunk.kind, record, cleaning, tally)
+            pieces, shape = understand(chunk.kind, record, cfg, tally)
             utf8 = b"\xff".join(map(to_utf8, pieces))
         except ValueError as e:
             tally.reject(place, str(e))
@@ -126,29 +140,29 @@ def unpacked(kind: str, place: str, record: Any, chat: bool) -> Iterator[tuple[s
         yield place, record
 
 
-def understand(kind: str, record: Any, cleaning: Cleaning, tally: Tally) -> tuple[list[str], str]:
+def understand(kind: str, record: Any, cfg: PrepareConfig, tally: Tally) -> tuple[list[str], str]:
     """Return (cleaned pieces, shape) of a record from the Reader. ValueError says what is wrong."""
     if isinstance(record, ValueError):
         raise record
     if kind in ("txt", "md"):
-        return [clean(record, cleaning, tally)], "plain text"
+        return [clean(record, cfg, tally)], "plain text"
     if kind in ("jsonl", "ndjson"):
         try:
             record = json.loads(record)
         except (ValueError, RecursionError):
             raise ValueError("not valid JSON") from None
-    if isinstance(record, dict) and not cleaning.fields:
-        messages, shape = conversation_in(record, cleaning.chat)
+    if isinstance(record, dict) and not cfg.fields:
+        messages, shape = conversation_in(record, cfg.chat)
         if shape:
             tally.unread.update(unread_fields(record, shape) + unread_in(messages))
             own = Tally()
-            turns = turns_of(messages, partial(clean_message, cleaning=cleaning, tally=own))
+            turns = turns_of(messages, partial(clean_message, cfg=cfg, tally=own))
             tally.changed.update(own.changed.keys())  # once for the whole document
             return chatml(turns), f"{CHAT} {shape}"
-    text, shape = record_text(record, cleaning.fields)
-    if not cleaning.fields:
+    text, shape = record_text(record, cfg.fields)
+    if not cfg.fields:
         tally.unread.update(unread_fields(record, shape))
-    return [clean(text, cleaning, tally)], shape
+    return [clean(text, cfg, tally)], shape
 
 
 def conversation_in(record: dict, chat: bool) -> tuple[Any, str]:
@@ -189,26 +203,26 @@ def unread_fields(record: dict, shape: str) -> list[str]:
     return [f"{key}, beside {shape}" for key in sorted(unread)]
 
 
-def clean_message(text: str, cleaning: Cleaning, tally: Tally) -> str:
+def clean_message(text: str, cfg: PrepareConfig, tally: Tally) -> str:
     """Return the content of a message without line ends at its beginning.
 
     Behind the line end of `<|im_start|>assistant` they would become one token with it, and a prompt
     does not end so.
     """
-    cleaned = clean(text, cleaning, tally)
+    cleaned = clean(text, cfg, tally)
     content = re.sub(r"^\s*[\r\n]+", "", cleaned)
     if content != cleaned:
         tally.changed["line ends at the beginning of a message left out"] += 1
     return content
 
 
-def clean(text: str, cleaning: Cleaning, tally: Tally) -> str:
+def clean(text: str, cfg: PrepareConfig, tally: Tally) -> str:
     """Return the text that a model will learn: unchanged, unless a setting says otherwise."""
-    form = cleaning.normalize
+    form = cfg.normalize
     if form != "none" and not unicodedata.is_normalized(form, text):
         text = unicodedata.normalize(form, text)
         tally.changed[f"brought to {form}"] += 1
-    if cleaning.drop_control and CONTROL.search(text):
+    if cfg.drop_control and CONTROL.search(text):
         text = CONTROL.sub("", text)
         tally.changed["control characters removed"] += 1
     return text

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import UserError
-from text.dataset import DataSet, open_datasets, train_loader
-from text.tokenizer import SentencePiece, Tiktoken
+from text.dataset import DataSet, load_tokenizer, open_datasets, train_loader
 from text.windows import Loader, PackedWindows, Windows
 
 
@@ -42,10 +41,9 @@ def run_loader(path: Path, records: list[dict], step: int) -> tuple[list[DataSet
         raise UserError(f"{path}: {problem}") from None
 
 
-def sample_texts(
-    sets: list[DataSet], loader: Loader, samples: range, tokenizer: SentencePiece | Tiktoken
-) -> Iterator[tuple[str, str]]:
+def sample_texts(sets: list[DataSet], loader: Loader, samples: range) -> Iterator[tuple[str, str]]:
     """Yield (where it comes from, its text) for each of these samples of a run."""
+    tokenizer = load_tokenizer(sets[0].folder)
     eos_id = tokenizer.eos_id
     starts = loader.starts(samples.start, len(samples))
     for sample, (k, start) in zip(samples, starts, strict=True):

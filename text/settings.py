@@ -4,11 +4,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from configurator import UserError, names_elsewhere
-from text.formats import Chunk, Reader
-from text.records import FIELD, RULES, Cleaning, Tally
-from text.sources import Source
+from configurator import names_elsewhere
 
+FIELD = re.compile(r"\{([^{}]+)\}")  # in a template of --fields
 MADE_HERE = ("train", "char", "byte")  # values of tokenizer that name no existing tokenizer
 LEAST = 262  # vocab_size: 256 bytes, five special tokens and a character
 InputFormat = Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"]
@@ -27,7 +25,6 @@ class PrepareConfig:
     encoding: str = "utf-8"  # of every input file; gb18030 also reads GBK and GB2312
     # ---- Cleaning: off by default; the report counts what was changed or left out ----
     min_tokens: int = 0  # leave out documents with fewer tokens (eos not counted); encyclopedias: 6
-    dedup: bool = False  # keep only the first of several equal documents
     normalize: Literal["none", "NFC", "NFKC"] = "none"  # Unicode form; NFKC also maps ，１ to ,1
     drop_control: bool = False  # remove control characters except tabs and line ends
     # ---- Bad records: the report counts them and shows examples ----
@@ -77,34 +74,3 @@ def is_encoding(name: str) -> bool:
         return bool("a".encode(name))
     except LookupError:  # also for a codec of bytes, such as base64
         return False
-
-
-def cleaning(cfg: PrepareConfig) -> Cleaning:
-    return Cleaning(cfg.fields, cfg.normalize, cfg.drop_control, cfg.chat)
-
-
-def reader_of(sources: list[Source], cfg: PrepareConfig, file: int = 0, record: int = 0) -> Reader:
-    return Reader(sources, cfg.encoding, cfg.txt, int(cfg.max_record_mb * 1e6), file, record)
-
-
-def document_settings(cfg: PrepareConfig) -> dict:
-    """Return the settings that decide the documents of a data set, and the version of the rules."""
-    names = "format fields chat txt encoding min_tokens dedup normalize drop_control val_fraction"
-    settings = {name: getattr(cfg, name) for name in (*names.split(), "max_record_mb")}
-    return settings | {"rules": RULES}
-
-
-def foreseen(tally: Tally, chunk: Chunk, total: int) -> int:
-    """Estimate how many records `total` bytes of input contain, from the records read so far.
-
-    With this estimate a run that has too many bad records can stop early.
-    """
-    return max(10_000, tally.records * total // max(1, chunk.bytes_read))
-
-
-def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
-    """Raise UserError if more than a share of max_bad of `records` is bad."""
-    bad = sum(tally.bad.values())
-    if bad > cfg.max_bad * records:
-        share = f"bad records: {bad:,} of {tally.records:,}, more than --max_bad={cfg.max_bad:g}"
-        raise UserError(f"{share}: correct them, or raise it; for example {tally.examples[0]}")

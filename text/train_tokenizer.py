@@ -12,12 +12,12 @@ from configurator import UserError
 from hardware.disk import file_sha256, remove_only, sync_to_disk
 from hardware.terminal import ProgressBar
 from text.folders import FILES
-from text.formats import Chunk
+from text.formats import Chunk, Reader
 from text.hf_tokenizer import find_tokenizer, hugging_face_files, tokenizer_folder
 from text.look import no_documents
 from text.pool import in_order
-from text.records import Cleaning, Tally, documents
-from text.settings import MADE_HERE, PrepareConfig, check_bad, cleaning, foreseen, reader_of
+from text.records import Tally, check_bad, documents, foreseen
+from text.settings import MADE_HERE, PrepareConfig
 from text.sources import Source
 from text.tokenizer import IM_END, IM_START, SentencePiece
 
@@ -136,15 +136,15 @@ def write_alphabet(path: Path, characters: set[str], with_bytes: bool) -> None:
     )
 
 
-def texts_of(cleaning: Cleaning, chunk: Chunk) -> tuple[list[str], Tally]:
+def texts_of(cfg: PrepareConfig, chunk: Chunk) -> tuple[list[str], Tally]:
     """Return the documents of a chunk, and the counts."""
     tally = Tally()
-    return ["".join(document.pieces) for document in documents(chunk, cleaning, tally)], tally
+    return ["".join(document.pieces) for document in documents(chunk, cfg, tally)], tally
 
 
-def characters_of(cleaning: Cleaning, chunk: Chunk) -> tuple[set[str], Tally]:
+def characters_of(cfg: PrepareConfig, chunk: Chunk) -> tuple[set[str], Tally]:
     """Return the characters of a chunk, and the counts."""
-    texts, tally = texts_of(cleaning, chunk)
+    texts, tally = texts_of(cfg, chunk)
     return set().union(*texts), tally
 
 
@@ -155,10 +155,10 @@ def over_input(
 
     Raises UserError if there are no documents, or if too many records are bad.
     """
-    task = partial(reading, cleaning(cfg))
+    task = partial(reading, cfg)
     tally = Tally()
     total = sum(s.bytes for s in sources)
-    chunks = reader_of(sources, cfg).chunks()
+    chunks = Reader(sources, cfg).chunks()
     with ProgressBar("reading for the tokenizer", total=total, unit_scale=True) as bar:
         for chunk, (result, counts) in in_order(task, chunks, workers):
             tally.add(counts)

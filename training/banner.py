@@ -11,9 +11,7 @@ from hardware.kernels import attention_kernel
 from hardware.machine import Machine
 from hardware.memory import capacity
 from hardware.terminal import plural
-from model import GPT, GPTConfig
-from text.hf_tokenizer import llama_cpp_note, transformers_note
-from text.tokenizer import Tokenizer
+from model import GPT
 from text.windows import DataSet, Loader
 from training.huggingface import caveat, hf_class
 from training.memory import Step, largest_batch, needed
@@ -110,13 +108,6 @@ def data_text(data: DataSet, tokens: int) -> str:
     if data.weight < 1:
         text += f", {float(data.weight):.1%} of the windows = {epochs_of(data, tokens):.2f} epochs"
     return text
-
-
-def notes_for_others(c: GPTConfig, tokenizer: Tokenizer) -> list[str]:
-    """Return what other programs must be told of the checkpoints of a model of the shape c."""
-    kind = hf_class(c)
-    notes = [transformers_note(tokenizer, kind), llama_cpp_note(tokenizer, kind, c.vocab_size)]
-    return [f"{note} (docs/interchange.md)" for note in notes if note]
 
 
 def share_within(loader: Loader, count: int = 64) -> float:

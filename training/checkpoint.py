@@ -10,8 +10,6 @@ A checkpoint is a Hugging Face model folder, with the files that a resumed run n
                                           tensors and numbers, no code
         train_config.json                 the settings of the run
         manifest.json                     size and SHA-256 of every other file
-        average/                          with the setting `average`: the averaged weights, as a
-                                          model folder of its own
 
 A checkpoint is either complete or not there. It is written to a temporary folder beside the others,
 synced to the disk and renamed. A thread does this from a copy in host memory, for which alone the
@@ -51,7 +49,7 @@ from hardware.disk import (
 )
 from training.shards import whole
 
-# The files that train.py writes to a checkpoint, and to the folder `average` in it.
+# The files that train.py writes to a checkpoint.
 OURS = set(
     """
     model.safetensors config.json train_state.pt train_config.json meta.json manifest.json
@@ -60,7 +58,7 @@ OURS = set(
     """.split()
 )
 # Pruning would take long if it read these again.
-LARGE = {"model.safetensors", "train_state.pt", "average/model.safetensors"}
+LARGE = {"model.safetensors", "train_state.pt"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -85,18 +83,16 @@ class Saver:
         self.pool = ThreadPoolExecutor(1)
         self.kept: set[Path] = set()  # checkpoints that are not ours to delete, as was said
 
-    def save(self, model: nn.Module, optimizer, scaler, average, progress) -> None:
+    def save(self, model: nn.Module, optimizer, scaler, progress) -> None:
         """Begin to write step_N. All ranks must call this; rank 0 writes.
 
-        average: training/average.py's, or None. progress: a dataclass of numbers.
+        progress: a dataclass of numbers.
         """
         self.wait()
         self.skipped = 0
         started = time.perf_counter()
         training = asdict(progress)
         training |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
-        if average:
-            training["average"] = average.state_dict()
         weights = to_host(dict(model.named_parameters()), keep=self.lock is not None)
         training = to_host(training, keep=self.lock is not None)
         if self.lock:
@@ -138,9 +134,6 @@ class Saver:
     def write_folder(self, folder: Path, shape: Any, weights: dict, training: dict) -> None:
         """Write all files of a checkpoint and sync them to the disk, the manifest last."""
         self.write_model(folder, shape, weights)
-        if "average" in training:
-            self.write_model(folder / "average", shape, training["average"]["weights"])
-            finish(folder / "average")
         (folder / "train_config.json").write_bytes(json_bytes(self.settings))
         with open(folder / "train_state.pt", "wb") as file:
             try:
@@ -298,7 +291,6 @@ def discard(checkpoint: Path) -> str:
 
 def remove_checkpoint(folder: Path) -> None:
     """Delete our files in a checkpoint, whole or not, and its folders if they are then empty."""
-    remove_only(folder / "average", OURS)
     remove_only(folder, OURS)
 
 

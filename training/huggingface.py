@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 
-from hardware.disk import MANIFEST, damage, is_utf8, only_plain, read_object
+from hardware.disk import MANIFEST, damage, inside, is_utf8, only_plain, read_object
 from model import GPT, PRESETS, GPTConfig, rope_scaling
 from training.checkpoint import load_tensors
 
@@ -85,9 +85,7 @@ QWEN3 = Architecture(
         "attn.proj": "self_attn.o_proj",
     },
 )  # fmt: skip
-QWEN2 = replace(
-    QWEN3, name="Qwen2ForCausalLM", model_type="qwen2", fixed=PRESETS["qwen2"],
-)  # fmt: skip
+QWEN2 = replace(QWEN3, name="Qwen2ForCausalLM", model_type="qwen2", fixed=PRESETS["qwen2"])
 LLAMA = replace(
     QWEN3, name="LlamaForCausalLM", model_type="llama", fixed=PRESETS["llama"],
     keys=QWEN3.keys | dict(bias="attention_bias"),
@@ -470,9 +468,7 @@ def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
     stored = {}
     for name in names:
         with naming(name):
-            if Path(name).name != name:
-                raise ValueError("it is not in this folder: not read")
-            path = folder / name
+            path = inside(folder, name)
             only_plain(path)
             stored |= load_file(path) if is_utf8(path) else load(path.read_bytes())
     return stored

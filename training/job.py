@@ -43,9 +43,7 @@ class Job:
     forward: Callable  # the model as it runs: compiled, in DDP or Shards, or as it is
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
-    average: Any  # training/average.py: follow(), in_the_model(); None if the setting is 0
     progress: Progress
     metrics: Metrics
     saver: Saver
     peak: float | None  # TFLOPS of all devices together; None if unknown
-    notes: list[str]  # what other programs must be told of the checkpoints

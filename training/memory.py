@@ -74,7 +74,6 @@ class Step:
     world: int = 1  # processes
     shard: str = "none"  # none, optimizer, gradients or all: what is sharded over the processes
     optimizer: str = "adamw"
-    average: bool = False  # whether a running mean of the weights is kept (training/average.py)
     documents: bool = False  # whether attention stays inside a document
     # Keep only the input of a block, and compute the rest a second time in the backward pass.
     recompute: bool = False
@@ -84,7 +83,6 @@ class Step:
         return replace(
             self,
             optimizer=cfg.optimizer,
-            average=cfg.average > 0,
             shard=cfg.shard,
             recompute=cfg.recompute == "blocks",
             documents=cfg.documents in ("mask", "pack"),
@@ -292,8 +290,6 @@ def always_held(model: GPT, step: Step) -> dict[str, float]:
     }
     if step.device == "cuda":
         held["cuBLAS"] = CUBLAS
-    if step.average:
-        held["average"] = 4 * P
     if step.ddp:
         # DDP puts gradients into its buckets in the last micro-step of a step. Those of the earlier
         # micro-steps were added up beside the buckets. In the second step DDP lays the buckets out

@@ -70,8 +70,7 @@ def has_room(
     """Return whether this rank has the memory to train on batches like this one.
 
     Run two micro-steps; the second adds its gradients to those of the first. A tensor of `held`
-    bytes takes the place of the optimizer's state, of the average of the weights, if there is one,
-    and of DDP's buckets on several ranks.
+    bytes takes the place of the optimizer's state, and of DDP's buckets on several ranks.
     """
     try:
         _placeholder = torch.empty(int(held), dtype=torch.uint8, device=machine.device)

@@ -22,7 +22,6 @@ GREY = "#666666"
 EVALUATED = {
     "val_loss": ("validation", dict(ls="-", lw=1.2, marker="o", ms=4)),
     "train_eval_loss": ("evaluated on train", dict(ls="--", lw=1, marker="^", ms=4)),
-    "val_loss_average": ("validation, averaged weights", dict(ls=":", lw=1.2, marker="D", ms=3)),
 }
 LOSSES = ("loss", *EVALUATED)
 

@@ -166,10 +166,9 @@ class Metrics:
         """Report an evaluation after a step, and return the validation loss.
 
         losses: key in the record -> a loss for each data set. val_loss: on its val.bin;
-        val_document_loss: the same, where each document is read alone from its own beginning. If
-        they were evaluated, also train_eval_loss: on windows of its train.bin, and
-        val_loss_average: that of the averaged weights on its val.bin. The mean of each is weighted
-        by the shares of the data sets in the run. seconds: how long the evaluation took.
+        val_document_loss: the same, where each document is read alone from its own beginning;
+        train_eval_loss: on windows of its train.bin. The mean of each is weighted by the shares of
+        the data sets in the run. seconds: how long the evaluation took.
         """
         mean = {}
         by_set = {}
@@ -189,8 +188,6 @@ class Metrics:
         for key, loss in by_set.items():
             if key.startswith("val_loss/"):
                 line += f" | {key.removeprefix('val_loss/')} {loss:.4f}"
-        if "val_loss_average" in mean:
-            line += f" | averaged weights {mean['val_loss_average']:.4f}"
         in_units = dict(val_ppl=ppl, val_bits_per_byte=bits_per_byte, eval_s=seconds)
         self.write({"step": step} | mean | by_set | in_units, line)
         return mean["val_loss"]

@@ -81,8 +81,6 @@ class Training:
     warmup_ratio: float = 0.01  # length of the warm-up as a share of the run's steps
     decay_ratio: float = 0.2  # wsd: length of the linear decay, as a share of the run's steps
     min_lr_ratio: float = 0.1  # at the last step, as a share of lr; 0: that step changes nothing
-    # ---- Averaging: a second model, evaluated and saved beside the one that is trained ----
-    average: float = 0.0  # keep a running mean of the weights over this share of the run; 0: none
     # ---- Precision and speed: the weights are always stored in fp32 ----
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matrix products
     compile: bool | Literal["auto"] = "auto"  # torch.compile; auto: on cuda, and long runs on a CPU
@@ -119,7 +117,7 @@ EXPECTED = {  # settings -> the range in which they must be
     "n_kv_head d_ff max_steps max_epochs max_tokens sample_every": "at least 0",
     "weight_decay grad_clip eval_tokens peak_tflops embed_lr vector_lr": "at least 0",
     "beta1 beta2 momentum dropout": "at least 0 and below 1",
-    "warmup_ratio decay_ratio min_lr_ratio average": "between 0 and 1",
+    "warmup_ratio decay_ratio min_lr_ratio": "between 0 and 1",
     "seed": "at least 0 and below 2^62",
 }
 
@@ -148,8 +146,8 @@ class TrainConfig(Report, Training, Place):
             problems.append("the run has no end: set max_steps, max_epochs or max_tokens")
         if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
             problems.append("warmup_ratio and decay_ratio must be at most 1 together")
-        if self.shard != "none" and (self.optimizer == "adafactor" or self.average):
-            problems.append(f"shard={self.shard} goes with adamw or muon, and without average")
+        if self.shard != "none" and self.optimizer == "adafactor":
+            problems.append(f"shard={self.shard} goes with adamw or muon")
         if self.tracker not in ("none", "off") and find_spec(self.tracker) is None:
             problems.append(f"tracker={self.tracker} needs: pip install {self.tracker}")
         return problems

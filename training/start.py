@@ -27,8 +27,7 @@ from text.landmarks import mixed_landmarks
 from text.tokenizer import Tokenizer
 from text.windows import DataSet, Loader
 from training import resume
-from training.average import Average
-from training.banner import banner, notes_for_others, slow_steps
+from training.banner import banner, slow_steps
 from training.checkpoint import Earlier, Saver, read_training, tidy
 from training.huggingface import save_pretrained, unverified
 from training.job import Data, Job
@@ -142,8 +141,6 @@ def build(described: Description, machine: Machine, folder: Path, lock: Lock | N
     example = data.loader if one_step.compiled else None  # to compile with; None: do not
     forward = wrap(cfg, model, machine, example, plan.batch_size, advice)
     optimizer, scaler = open_optimizer(cfg, machine, model, earlier)
-    with memory_advice(advice):
-        average = open_average(cfg, machine, model, plan, earlier)
 
     def open_folder() -> MetricsFile | None:
         if not machine.is_main:
@@ -169,12 +166,10 @@ def build(described: Description, machine: Machine, folder: Path, lock: Lock | N
         forward=forward,
         optimizer=optimizer,
         scaler=scaler,
-        average=average,
         progress=progress,
         metrics=metrics,
         saver=saver,
         peak=peak_of_all,
-        notes=notes_for_others(model.config, data.tokenizer),
     )
 
 
@@ -313,21 +308,6 @@ def open_optimizer(
         if saved := earlier.training.pop("scaler"):  # empty if that process did not train in fp16
             scaler.load_state_dict(saved)
     return optimizer, scaler
-
-
-def open_average(
-    cfg: TrainConfig, machine: Machine, model: GPT, plan: Plan, earlier: Earlier | None
-) -> Average | None:
-    """Return the running mean of the weights, or None if the setting average is 0.
-
-    If the run is resumed, it goes on with the mean that the checkpoint holds.
-    """
-    saved = earlier.training.pop("average", None) if earlier else None
-    if not cfg.average:
-        return None
-    if earlier and not saved:
-        machine.say("note: the checkpoint holds no average: it begins with the next step")
-    return Average(model, cfg.average * plan.steps, saved)
 
 
 def say_what_is_resumed(

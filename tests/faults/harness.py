@@ -8,7 +8,7 @@ is killed; then perhaps a flipped bit, or a cut or deleted file, in the newest c
 other programs are in the run's folder: they must be there at the end. In some rounds two processes
 train one run, without a lock: each checkpoint must be of one of them, or damaged by its hashes. The
 same command then starts the job again until it ends. Identical means: the same bytes in the
-weights, in their average and in the state of the optimizer, and for every step exactly one record
+weights and in the state of the optimizer, and for every step exactly one record
 with the same loss, norm and validation loss; for prepare.py, the same bytes in every file.
 """
 
@@ -33,7 +33,7 @@ import torch
 REPO = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO), str(REPO / "tests")]
 
-from conftest import TINY, make_records, write_jsonl  # noqa: E402
+from conftest import TINY, contents, make_records, write_jsonl  # noqa: E402
 from test_chat import conversations  # noqa: E402
 
 from configurator import parse, run  # noqa: E402
@@ -56,7 +56,6 @@ JOBS = {  # name -> (processes, the options of each phase; a phase continues the
     "bf16": (1, [["--dtype=bfloat16"]]),
     "muon": (1, [["--optimizer=muon", "--dtype=bfloat16"]]),
     "adafactor": (1, [["--optimizer=adafactor", "--lr=0.05"]]),
-    "average": (1, [["--average=0.2"]]),
     # An epoch ends in every third step.
     "epochs": (1, [["--block_size=256", "--batch_size=2", "--batch_tokens=8192"]]),
     "compiled": (1, [["--compile=true"]]),
@@ -72,7 +71,7 @@ SIGNALS = ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"]
 OF_SEVERAL = ["kill a rank", "kill torchrun"]  # where a job has several processes
 DAMAGE = ["flip a bit", "cut a file", "lose a file"]  # of the newest checkpoint, after a kill
 FOREIGN = ["notes.txt", "ckpt/mine/model.pt", "ckpt/backup/step_00000004/x", "ckpt/.mine"]
-RECORDED = ("loss", "lr", "grad_norm", "val_loss", "val_loss_average", "tokens")
+RECORDED = ("loss", "lr", "grad_norm", "val_loss", "tokens")
 
 
 def command(job: str, data: Path, out: Path, phase: int = 0) -> list[str]:
@@ -282,7 +281,7 @@ def two_writers(data: Path, out: Path, steps: int = 60) -> Round:
     """Train one run in two processes, with different seeds and no lock between them. A checkpoint
     with whole hashes must be of one of them.
     """
-    more = [f"--max_steps={steps}", "--save_every=1", f"--keep={steps}", "--average=0.5"]
+    more = [f"--max_steps={steps}", "--save_every=1", f"--keep={steps}"]
     more += [f"--data_dir={data}", "--eval_every=999", "--overwrite"]
 
     def begin(seed: int, out: Path) -> Popen:
@@ -330,17 +329,13 @@ def prepare_round(corpus: Path, data: Path, reference: dict, rng: random.Random)
         process.communicate()
         r.starts += 1
         r.faults.append(f"kill after {seconds:.1f} s")
-        if (data / "set").exists() and files_of(data / "set") != reference:
+        if (data / "set").exists() and contents(data / "set") != reference:
             r.note("the data set is not complete")
     code, stderr = started_to_its_end(prepare_command(corpus, data))
     r.starts += 1
     r.note(stderr[-1500:] if code else "")
-    r.identical = code == 0 and files_of(data / "set") == reference
+    r.identical = code == 0 and contents(data / "set") == reference
     return r
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def make_data(root: Path) -> tuple[Path, Path]:
@@ -367,7 +362,7 @@ def undisturbed(job: str, root: Path, data: Path, corpus: Path) -> Any:
     commands = [command(job, data, out, phase) for phase in phases]
     for argv in [prepare_command(corpus, out)] if job == "prepare" else commands:
         subprocess.run(argv, check=True, stdout=DEVNULL, stderr=DEVNULL, env=ENVIRONMENT)
-    return files_of(out / "set") if job == "prepare" else commands and result(out)
+    return contents(out / "set") if job == "prepare" else commands and result(out)
 
 
 def soak(

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from conftest import REPO, TINY, forge, make_records, train_tiny, write_jsonl
-from safetensors.torch import save_file
 
 import bench.compare
 import bench.init_scales
@@ -24,7 +22,6 @@ import plot
 import prepare
 import sample
 import train
-from hardware.disk import file_sha256
 from training.checkpoint import newest_checkpoint
 
 
@@ -39,7 +36,11 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     of_gpt2 = ["--max_steps=1", "--preset=gpt2", "--n_kv_head=0"]
     gpt2 = train_tiny(root / "data", root / "gpt2", *of_gpt2)
     ckpt = newest_checkpoint(root / "out" / "run" / "ckpt")
-    put_checkpoints(root, ckpt)
+    for name in ("bert", "no_tokenizer"):
+        shutil.copytree(ckpt, root / name)
+        (root / name / "manifest.json").unlink()  # so that no hash of its files is checked
+    (root / "bert" / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
+    (root / "no_tokenizer" / "tokenizer.model").unlink()
     put_data_sets(root / "data")
     shutil.copytree(root / "out" / "run" / "ckpt", root / "only_ckpt" / "run" / "ckpt")
     shutil.copytree(root / "out", root / "log")
@@ -50,6 +51,9 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     (root / "nul.py").write_text("run_name = 'a\\0b'\n")
     (root / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}')[:-10])
     (root / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    texts = {"empty.jsonl": "", "image.png": "", "one.txt": "x", "bad.jsonl": "{\n[]\n"}
+    for name, text in (texts | {"clash.tiktoken": "YQ== 0\nYg== 0\n"}).items():
+        (root / name).write_text(text)
     (root / "a_file").write_text("in the way")
     (root / "mine" / "run").mkdir(parents=True)
     (root / "mine" / "run" / "thesis.tex").write_text("precious")
@@ -59,41 +63,13 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     return names | {"inits": REPO / "bench" / "questions" / "inits.py"}
 
 
-def put_checkpoints(root: Path, ckpt: Path) -> None:
-    def relative(name: str) -> Path:
-        """Copy the checkpoint without its manifest, so that no hash of its files is checked."""
-        copy = Path(shutil.copytree(ckpt, root / name))
-        (copy / "manifest.json").unlink()
-        return copy
-
-    os.truncate(relative("cut") / "model.safetensors", 1000)
-    (relative("bert") / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
-    (relative("empty_config") / "config.json").write_text("")
-    (relative("pickled") / "model.safetensors").rename(root / "pickled" / "pytorch_model.bin")
-    save_file({"other.weight": torch.zeros(2, 2)}, relative("other_names") / "model.safetensors")
-    (relative("no_tokenizer") / "tokenizer.model").unlink()
-    for name in ("no_tokens", "odd_tokens"):  # like folders of other programs
-        relative(name)
-        for file in ("meta.json", "tokenizer.model", "tokenizer.json"):
-            (root / name / file).unlink()
-    bpe = {"type": "BPE", "vocab": 7, "merges": []}
-    odd = {"model": bpe, "pre_tokenizer": {"type": "ByteLevel"}}
-    (root / "odd_tokens" / "tokenizer.json").write_text(json.dumps(odd))
-
-
 def put_data_sets(data: Path) -> None:
-    other, _, newer, large = (
-        Path(shutil.copytree(data / "tiny", data / name))
-        for name in ("other", "again", "newer", "large")
-    )
-    # `other` has another tokenizer.
-    meta = json.loads((other / "meta.json").read_text())
-    (other / "tokenizer.model").write_bytes(b"\n\x00" + (other / "tokenizer.model").read_bytes())
-    meta["tokenizer"]["sha256"] = file_sha256(other / "tokenizer.model")
-    meta["tokenizer"]["files"]["tokenizer.model"] = meta["tokenizer"]["sha256"]
-    forge(other, "meta.json", json.dumps(meta).encode())
-    forge(newer, "meta.json", json.dumps(meta | {"format_version": 99}).encode())
-    np.memmap(large / "train.bin", dtype=np.uint16, mode="r+")[77] = 400
+    for name in ("again", "newer", "changed"):
+        shutil.copytree(data / "tiny", data / name)
+    meta = json.loads((data / "newer" / "meta.json").read_text())
+    forge(data / "newer", "meta.json", json.dumps(meta | {"format_version": 99}).encode())
+    val = np.memmap(data / "changed" / "val.bin", dtype=np.uint16, mode="r+")
+    val[77] ^= 1  # another token: only its hash tells
 
 
 # Options of each script -> what its message must name: the option, the file or the value.
@@ -113,37 +89,27 @@ TRAIN = {
     f"--d_ff={9 * 10**18}": "out of memory",
     "--dataset=nothing": "{data}/nothing",
     "--dataset=tiny:0": "NAME:WEIGHT",
-    "--dataset=tiny:0.5,other": "weight",
     "--schedule=wsd --warmup_ratio=0.9": "decay_ratio",
-    "--dataset=tiny,other": "tokenizer",
     "--dataset=newer": "newer",
-    "--dataset=large": "large/train.bin: its hash",
     "--data_dir={root}/a_file": "a_file/tiny/meta.json",
     "--init_from=resume": "{new}/run/ckpt",
     "--init_from=nowhere": "init_from=nowhere",
     "--init_from={gpt2} --block_size=64": "block_size=64",
     "--init_from={gpt2} --rope_scaling=linear:2": "rope",
-    "--init_from={root}/cut": "model.safetensors",
     "--init_from={root}/bert": "'BertModel'",
-    "--init_from={root}/empty_config": "empty_config",
-    "--init_from={root}/pickled": "pytorch_model.bin",
-    "--init_from={root}/other_names": "model.safetensors",
     "--out_dir={out}": "--overwrite",
     "--out_dir={out} --init_from={ckpt} --overwrite": "{ckpt}",
-    "--out_dir={out} --init_from=resume --n_layer=3": "n_layer is 2 there, 3 here",
     "--out_dir={out} --init_from=resume --dataset=again": "again/train.bin",
     "--out_dir={root}/only_ckpt": "{root}/only_ckpt/run",
-    "--out_dir={mine} --overwrite": "'thesis.tex'",
     "--out_dir={log} --init_from=resume --max_steps=9": "metrics.jsonl:1",
 }
 SAMPLE = {
     "--ckpt=nowhere": "--ckpt nowhere",
     "--out_dir={mine}": "{mine}",
     "--ckpt={root}/no_tokenizer": "no_tokenizer/tokenizer.model",
-    "--ckpt={root}/no_tokens": "--tokenizer",
-    "--ckpt={root}/odd_tokens": "odd_tokens",
     "--tokenizer=nothing": "--tokenizer nothing",
     "--eval={data}/nothing": "{data}/nothing",
+    "--eval={data}/changed": "changed/val.bin",
     "--eval={data}/tiny --block_size=64": "--block_size 64",
     "--eval={data}/tiny --batch_size=0 --eval_tokens=-1": "batch_size",
     f"--prompt={'long' * 99}": "31",
@@ -154,6 +120,14 @@ SAMPLE = {
 PREPARE = {
     "--input nowhere.jsonl": "nowhere.jsonl",
     "--input {mine}": "{mine}",
+    "--input {root}/image.png": "image.png: unknown kind of file",
+    "--input {root}/one.txt --tokenizer=byte": "--val_fraction",
+    "--input {root}/empty.jsonl": "the input is empty",
+    "--input {root}/empty.jsonl --tokenizer=byte": "no documents",
+    "--input {root}/bad.jsonl": "bad.jsonl:1: not valid JSON",
+    "--input {corpus} -": "--input -",
+    "--input {corpus} --tokenizer={root}/clash.tiktoken": "clash.tiktoken",
+    "--input {corpus} --tokenizer={root}/none.model": "not a SentencePiece model",
     "--input {corpus} --encoding=klingon": "encoding",
     "--input {root}/latin.txt": "latin.txt",
     "--input {corpus} --fields=body": "body",
@@ -165,7 +139,6 @@ PREPARE = {
     "--inspect {out}/run --step=5": "--step=5",
     "--name=a/b": "name",
     "--inspect {data}/tiny --step=3": "--step",
-    "--inspect {data}/large": "large/train.bin",
     "en.jsonl": "--input FILE",
 }
 PLOT = {
@@ -239,7 +212,7 @@ def test_bad_input_is_answered_by_one_line_and_changes_nothing(
     elif script is sample:
         argv = [f"--out_dir={place['out']}", "--device=cpu", *argv]
     elif script is prepare:
-        name = [] if "--name" in line else ["--name=new"]
+        name = [] if "--name" in line else ["--name=tiny"]  # which stays as it is
         argv = [f"--data_dir={place['data']}", *name, *argv]
     monkeypatch.chdir(tmp_path)
     assert message.format(**names) in refuses(script.main, *argv)

@@ -16,7 +16,7 @@ import harness
 import pytest
 import torch
 import warm
-from conftest import REPO, TINY, call, forge, metrics, torchrun, train_tiny
+from conftest import REPO, TINY, call, forge, make_records, metrics, prepared, torchrun, train_tiny
 from safetensors.torch import load_file
 
 import prepare
@@ -34,7 +34,7 @@ def test_killed_signalled_and_damaged_runs_end_identical(tmp_path, monkeypatch):
     """The undisturbed runs, for comparison, start cold, and those of 2 ranks under torchrun."""
     monkeypatch.setattr(harness, "Popen", warm.Popen)
     monkeypatch.setattr(harness, "LIFE", 1.5)
-    rounds = harness.soak(2, seed=1, parallel=1, root=tmp_path, jobs=["bf16", "2 processes"])
+    rounds = harness.soak(1, seed=1, parallel=1, root=tmp_path, jobs=["packed"])  # 2 ranks, bf16
     assert all(r.identical and not r.problem for r in rounds), [r.faults for r in rounds]
 
 
@@ -43,22 +43,6 @@ ENDLESS = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
 
 def options(data: Path, out: Path, *more: str) -> list[str]:
     return [*TINY, f"--data_dir={data}", f"--out_dir={out}", *more]
-
-
-@pytest.fixture(scope="module")
-def finished(tiny_data, tmp_path_factory) -> Path:
-    return train_tiny(tiny_data, tmp_path_factory.mktemp("finished"))
-
-
-@pytest.fixture
-def copied(finished, tmp_path) -> Path:
-    """A copy of it, tmp_path/run."""
-    return shutil.copytree(finished, tmp_path / "run")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def steps_in(run: Path) -> list[str]:
@@ -70,10 +54,10 @@ def steps_in(run: Path) -> list[str]:
 def test_a_damaged_file_of_a_checkpoint_is_named_and_the_one_before_is_taken(
     finished, tiny_data, tmp_path, capsys
 ):
-    faults = itertools.cycle(harness.DAMAGE)
-    for name in sorted(p.name for p in newest_checkpoint(finished / "ckpt").iterdir()):
+    files = ("model.safetensors", "train_state.pt", "manifest.json")
+    for name, fault in zip(files, harness.DAMAGE, strict=True):
         run = shutil.copytree(finished, tmp_path / name / "run")
-        harness.hurt(newest_checkpoint(run / "ckpt") / name, next(faults), random.Random(3))
+        harness.hurt(newest_checkpoint(run / "ckpt") / name, fault, random.Random(3))
         train_tiny(tiny_data, tmp_path / name, "--init_from=resume")
         printed = capsys.readouterr().out
         assert "at step 4" in printed and "warning: " in printed, name
@@ -92,9 +76,10 @@ def test_a_damaged_data_set_is_found_before_the_first_step(tiny_data, tmp_path, 
             path.unlink()
         else:
             path.write_bytes(content)
-        error = refuses(train.main, *options(tmp_path, tmp_path / "out"))
-        assert name in error or "no data set in" in error
-    assert not (tmp_path / "out").exists()
+        for windows in ("stream", "pack"):  # to pack, one has to know where documents end
+            error = refuses(train.main, *options(tmp_path, tmp_path, f"--documents={windows}"))
+            assert name in error or "no data set in" in error
+    assert not (tmp_path / "run").exists()
 
 
 def fill_with_zeros(path: Path) -> None:
@@ -142,23 +127,29 @@ def test_a_data_file_that_is_cut_while_it_is_read_is_explained(tiny_data, tmp_pa
     assert "cut short" in process.communicate()[1]
 
 
-@pytest.mark.parametrize("name", ["samples", "best_val_loss", "data_files"])
-def test_a_train_state_of_another_program_is_one_line(copied, tiny_data, tmp_path, refuses, name):
+def test_a_train_state_of_another_program_is_one_line_and_no_code_in_it_is_run(
+    copied, tiny_data, tmp_path, refuses
+):
+    class Evil:
+        def __reduce__(self):
+            return (Path(tmp_path / "pwned").write_text, ("x",))
+
     folder = newest_checkpoint(copied / "ckpt")
     state = torch.load(folder / "train_state.pt", weights_only=True)
-    torch.save(state | {name: [None]}, folder / "train_state.pt")
-    forge(folder)
-    assert name in refuses(train.main, *options(tiny_data, tmp_path, "--init_from=resume"))
+    strange = {name: state | {name: [None]} for name in ("samples", "best_val_loss", "data_files")}
+    for name, content in (strange | {"train_state.pt": state | {"optimizer": Evil()}}).items():
+        torch.save(content, folder / "train_state.pt")
+        forge(folder)
+        assert name in refuses(train.main, *options(tiny_data, tmp_path, "--init_from=resume"))
+    assert not (tmp_path / "pwned").exists()
 
 
 def test_data_that_changed_under_a_run_are_refused_by_name(copied, tiny_data, tmp_path, refuses):
-    corpus = tmp_path / "other.jsonl"
-    corpus.write_text((tiny_data / "corpus.jsonl").read_text().replace("weights", "gradient"))
-    to_prepare = ["--input", corpus, "--name=tiny", f"--data_dir={tmp_path}", "--val_fraction=0.1"]
-    call(prepare.main, *to_prepare, f"--tokenizer={tiny_data / 'tiny' / 'tokenizer.model'}")
+    records = [*make_records(300, seed=5), {"text": "gradient " * 99}]
+    prepared(tmp_path, records, f"--tokenizer={tiny_data / 'tiny' / 'tokenizer.model'}")
     error = refuses(train.main, *options(tmp_path, tmp_path, "--init_from=resume"))
     assert "tiny/train.bin" in error and "tiny/val.bin" in error and "tokenizer" not in error
-    call(prepare.main, *to_prepare, "--vocab_size=400")
+    prepared(tmp_path, records)
     error = refuses(train.main, *options(tmp_path, tmp_path, "--init_from=resume"))
     assert "tokenizer" in error
 
@@ -428,15 +419,3 @@ def test_out_of_memory_says_which_flags_would_fit(tiny_data, tmp_path, monkeypat
     assert "out of memory" in line and "--batch_size=2 --batch_tokens=256" in line
     line = refuses(train.main, *options(tiny_data, tmp_path, "--batch_size=1", "--overwrite"))
     assert "--block_size=16" in line
-
-
-def test_no_code_in_a_checkpoint_is_ever_run(copied, tiny_data, tmp_path, refuses):
-    class Evil:
-        def __reduce__(self):
-            return (Path(tmp_path / "pwned").write_text, ("x",))
-
-    folder = newest_checkpoint(copied / "ckpt")
-    torch.save({"step": 8, "optimizer": Evil()}, folder / "train_state.pt")
-    forge(folder)
-    error = refuses(train.main, *options(tiny_data, tmp_path, "--init_from=resume"))
-    assert "train_state.pt" in error and not (tmp_path / "pwned").exists()

@@ -16,11 +16,10 @@ from unittest.mock import Mock
 
 import harness
 import pytest
-import test_faults
 import torch
-from conftest import REPO, call, forge, metrics, train_tiny
+from conftest import REPO, call, contents, forge, metrics, train_tiny
 from safetensors.torch import load_file, save_file
-from test_faults import at_step_5, contents, options, poison, steps_in
+from test_faults import at_step_5, options, poison, steps_in
 
 import prepare
 import sample
@@ -35,8 +34,6 @@ from training.checkpoint import newest_checkpoint, newest_intact
 from training.plan import make_plan
 from training.runs import newest_run
 from training.settings import TrainConfig
-
-finished, copied = test_faults.finished, test_faults.copied
 
 
 def command(data: Path, out: Path, *more: str) -> list[str]:
@@ -201,14 +198,14 @@ def test_a_checkpoint_under_the_number_of_another_costs_nothing(
 
 
 def test_a_resume_deletes_what_a_kill_left_half_written_or_half_deleted(tiny_data, tmp_path):
-    run = train_tiny(tiny_data, tmp_path, "--average=0.5", "--max_steps=4")
+    run = train_tiny(tiny_data, tmp_path, "--max_steps=4")
     left = run / "ckpt" / ".tmp_step_00000012-0123abcd"
     shutil.copytree(run / "ckpt" / "step_00000004", left)
     (left / "manifest.json").unlink()
     precious = shutil.copytree(left, f"{left}.mine")
     left.with_name(".tmp_step_00000001-0123abcd").symlink_to(precious)
-    train_tiny(tiny_data, tmp_path, "--average=0.5", "--init_from=resume")
-    assert not left.exists() and Path(precious, "average", "config.json").exists()
+    train_tiny(tiny_data, tmp_path, "--init_from=resume")
+    assert not left.exists() and Path(precious, "config.json").exists()
 
 
 # -- one writer --
@@ -298,16 +295,6 @@ def test_a_save_that_fails_gives_its_room_back(tiny_data, tmp_path, monkeypatch,
     assert not [path for path in links if "tmp_step" in path]
 
 
-@pytest.mark.slow
-def test_a_last_save_that_fails_ends_all_ranks_without_a_traceback(tiny_data, tmp_path):
-    argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    argv += command(tiny_data, tmp_path, "--max_steps=4")[1:]
-    argv = ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *argv]  # 100 KiB a file
-    ended = subprocess.run(argv, capture_output=True, text=True, timeout=240)
-    assert ended.returncode and "could not be written" in ended.stdout
-    assert "error: " in ended.stderr and "end_run" not in ended.stderr
-
-
 # -- bad steps at the end --
 
 
@@ -372,23 +359,22 @@ def add_a_chat_template(folder: Path, tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("precious")
 
 
-def edit_its_average(folder: Path, tmp_path: Path) -> None:
-    (folder / "average" / "tokenizer_config.json").write_text("{}")
+def edit_it(folder: Path, tmp_path: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("{}")
 
 
-@pytest.mark.parametrize("change", [link_it, add_a_chat_template, edit_its_average])
+@pytest.mark.parametrize("change", [link_it, add_a_chat_template, edit_it])
 def test_pruning_passes_by_what_somebody_has_changed_and_says_so_once(
-    tiny_data, tmp_path, capsys, change
+    copied, tiny_data, tmp_path, capsys, change
 ):
-    run = train_tiny(tiny_data, tmp_path, "--average=0.5")
-    folder = run / "ckpt" / "step_00000004"
+    folder = copied / "ckpt" / "step_00000004"
     backup = shutil.copytree(folder, f"{folder}_backup")
     change(folder, tmp_path)
     files = contents(folder), contents(Path(backup))
-    more = ["--average=0.5", "--max_steps=16", "--init_from=resume", "--keep=1", "--eval_every=100"]
+    more = ["--max_steps=16", "--init_from=resume", "--keep=1", "--eval_every=100"]
     train_tiny(tiny_data, tmp_path, *more)
     assert (contents(folder), contents(Path(backup))) == files
-    assert steps_in(run) == ["04", "04_backup", "12", "16"]  # the last is the best, too
+    assert steps_in(copied) == ["04", "04_backup", "12", "16"]  # the last is the best, too
     assert capsys.readouterr().out.count("step_00000004 is kept: ") == 1
 
 
@@ -416,7 +402,7 @@ def test_sampling_takes_the_next_checkpoint_when_one_is_deleted_meanwhile(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", [">/dev/full 2>&1", "<&- >&- 2>&-", "| head -n1"])
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "| head -n1"])
 def test_a_training_needs_no_output(tiny_data, tmp_path, streams):
     argv = command(tiny_data, tmp_path)
     assert subprocess.run(["sh", "-c", f'"$@" {streams}', "sh", *argv]).returncode == 0
@@ -470,14 +456,15 @@ def test_a_resume_with_the_same_batch_plans_the_same_end(end):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding, locale", [("gbk", {}), ("utf-8", {"LC_ALL": "C"})])
-def test_folders_may_have_any_name(tiny_data, tmp_path, encoding, locale):
-    name = "模型".encode(encoding)
+def test_folders_may_have_any_name(tiny_data, tmp_path):
+    """These bytes are no UTF-8, and the locale C knows ASCII alone."""
+    name = "模型".encode("gbk") + "模型".encode()
     out = b"--out_dir=" + os.fsencode(tmp_path) + b"/" + name
     argv = [*command(tiny_data, tmp_path), out, b"--run_name=" + name]
     to_sample = [sys.executable, REPO / "sample.py", out, "--device=cpu", "--max_new_tokens=3"]
-    for one in (argv, [*argv, "--init_from=resume", "--max_steps=10"], to_sample):
-        environment = os.environ | {"PYTHONUTF8": "0"} | locale
+    resume = [*argv, "--init_from=resume", "--max_steps=10"]
+    for one, locale in ((argv, "C.UTF-8"), (resume, "C"), (to_sample, "C")):
+        environment = os.environ | {"PYTHONUTF8": "0", "LC_ALL": locale}
         ended = subprocess.run(one, capture_output=True, env=environment)
         assert ended.returncode == 0, ended.stderr.decode(errors="replace")
     assert b"step_00000010" in ended.stderr
@@ -524,16 +511,6 @@ def test_no_meta_json_leads_out_of_its_folder_though_its_hash_is_right(
     forge(folder, "meta.json", json.dumps(meta).encode())
     assert str(folder) in refuses(prepare.main, "--inspect", folder)
     assert str(folder) in refuses(train.main, *options(tmp_path, tmp_path))
-
-
-def test_val_bin_is_verified_before_it_judges_a_model(finished, tiny_data, tmp_path, refuses):
-    folder = shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
-    ids = bytearray((folder / "val.bin").read_bytes())
-    ids[100] ^= 1  # another valid token id: no other check can notice it
-    (folder / "val.bin").write_bytes(ids)
-    ckpt = newest_checkpoint(finished / "ckpt")
-    error = refuses(sample.main, f"--ckpt={ckpt}", f"--eval={folder}", "--device=cpu")
-    assert "val.bin" in error
 
 
 def test_a_model_with_a_number_that_is_not_finite_is_refused_by_the_name_of_the_tensor(

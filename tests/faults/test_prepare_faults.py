@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import REPO, call, make_records, write_jsonl
-from test_prepare import contents, documents, prepare_set, tiktoken_file
+from conftest import REPO, call, contents, make_records, write_jsonl
+from test_prepare import documents, prepare_set, tiktoken_file
 
 import prepare
 from configurator import UserError
@@ -22,7 +22,8 @@ from text import folders, formats, records, sources
 from text.dataset import open_dataset
 from text.formats import Reader
 from text.ranks import Ranks
-from text.records import Cleaning, Tally
+from text.records import Tally
+from text.settings import PrepareConfig
 from text.sources import Source
 
 KILL = "lambda *arguments: os._exit(9)"
@@ -325,7 +326,7 @@ def test_after_a_change_an_interrupted_preparation_begins_anew(
     files = [Path(shutil.copy(path, tmp_path)) for path in corpus]
     killed(tmp_path, after_commit(1), *files, model)
     if change == "the rules":
-        monkeypatch.setattr("text.settings.RULES", 0)
+        monkeypatch.setattr("text.records.RULES", 0)
     elif change == "a file":
         write_jsonl(files[0], make_records(200, seed=7))
     more = [change] if change.startswith("--") else []
@@ -451,6 +452,10 @@ def with_long_records(kind: str) -> tuple[str, list[str]]:
     return between.join([*lines[:20], over, *lines[20:41], over, *lines[41:], ""]), texts
 
 
+def reading(encoding: str, txt: str, limit: int) -> PrepareConfig:
+    return PrepareConfig(encoding=encoding, txt=txt, max_record_mb=limit / 1e6)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [1000, 1 << 20])
 def test_a_record_beyond_the_limit_is_bad_and_the_next_are_read(tmp_path, monkeypatch, kind, chunk):
@@ -459,10 +464,10 @@ def test_a_record_beyond_the_limit_is_bad_and_the_next_are_read(tmp_path, monkey
     corpus, texts = with_long_records(kind)
     path = tmp_path / f"c.{suffix}"
     path.write_bytes(corpus.encode(encoding))
-    reader = Reader([Source.at(path, suffix)], encoding, txt, LIMIT)
+    reader = Reader([Source.at(path, suffix)], reading(encoding, txt, LIMIT))
     chunks = list(reader.chunks())
     tally = Tally()
-    parsed = [d for chunk in chunks for d in records.documents(chunk, Cleaning(), tally)]
+    parsed = [d for chunk in chunks for d in records.documents(chunk, PrepareConfig(), tally)]
     assert [document.pieces for document in parsed] == [[text] for text in texts]
     assert tally.bad == {TOO_LONG: 2} and tally.records == len(texts) + 2
     assert tally.examples[0] == f"{path}:{41 if kind == 'block' else 21}: {TOO_LONG}"
@@ -478,15 +483,15 @@ LARGE |= {"csv": ("csv", "file", "utf-8")}
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LARGE)
 def test_memory_does_not_grow_with_a_record(tmp_path, kind):
-    """A process reads a record of 50 million characters, where 1 million is the limit."""
+    """A process reads a record of 25 million characters, where 1 million is the limit."""
     suffix, txt, encoding = LARGE[kind]
     begin = {"json": '[{"text": "', "jsonl": '{"text": "', "csv": 'text\n"', "txt": ""}[suffix]
     line = "z" * 1999 + ("\n" if kind in ("block", "csv") else "z")
     path = tmp_path / f"c.{suffix}"
-    path.write_text(begin + line * 25_000, encoding=encoding)
+    path.write_text(begin + line * 12_500, encoding=encoding)
     tracemalloc.start()
     try:
-        reader = Reader([Source.at(path, suffix)], encoding, txt, 10**6)
+        reader = Reader([Source.at(path, suffix)], reading(encoding, txt, 10**6))
         ((_, record),) = [record for chunk in reader.chunks() for record in chunk.records]
         assert isinstance(record, ValueError)
     except UserError:
@@ -549,7 +554,7 @@ def test_an_element_may_be_cut_by_the_windows_edge_at_every_place(tmp_path):
         values = [{"text": "x" * (65_536 - shift)}, *tricky, {"text": "the last"}]
         for text in (json.dumps(values), "\n".join(map(json.dumps, values))):
             path.write_text(text)
-            reader = Reader([Source.at(path, "json")], "utf-8", "file", 10**6)
+            reader = Reader([Source.at(path, "json")], PrepareConfig(max_record_mb=1))
             assert [v for chunk in reader.chunks() for _, v in chunk.records] == values, shift
 
 
@@ -558,7 +563,7 @@ def test_chunks_are_small_however_their_records_are_nested(tmp_path):
     values = [{"title": f"{i}", "sections": [{"content": "z" * 10_000}]} for i in range(50)]
     path = tmp_path / "c.json"
     path.write_text(json.dumps(values))
-    chunks = list(Reader([Source.at(path, "json")], "utf-8", "file", 10**6).chunks())
+    chunks = list(Reader([Source.at(path, "json")], PrepareConfig(max_record_mb=1)).chunks())
     assert max(len(chunk.records) for chunk in chunks) <= 3
 
 
@@ -567,8 +572,8 @@ def test_equal_blocks_are_equal_wherever_they_stand_in_a_file(tmp_path):
         text = f"poem {i}\nline two"
         (tmp_path / f"{i}a.txt").write_text(text)
         (tmp_path / f"{i}b.txt").write_text(text + "\n\n" + text)
-    folder, _ = prepare_set(tmp_path, *sorted(tmp_path.glob("*.txt")), txt="block", dedup="true")
-    assert set(documents(folder).values()) == {1} and len(documents(folder)) == 30
+    folder, _ = prepare_set(tmp_path, *sorted(tmp_path.glob("*.txt")), txt="block")
+    assert set(documents(folder).values()) == {3} and len(documents(folder)) == 30
 
 
 def test_text_in_fields_that_are_not_read_is_counted(tmp_path, capsys):

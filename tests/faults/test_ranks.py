@@ -1,6 +1,6 @@
 """Ranks with different data or checkpoints must not train together.
 
-Each case is two processes. tests/warm.py starts them as torchrun does; in one case it is torchrun.
+Each case is two processes, which tests/warm.py starts as torchrun does.
 """
 
 import json
@@ -8,14 +8,14 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess, Popen
 
 import harness
 import pytest
 import warm
-from conftest import REPO, TINY, forge, metrics, train_tiny
+from conftest import REPO, TINY, forge, metrics
 
 from training.checkpoint import newest_checkpoint
 
@@ -32,19 +32,17 @@ configurator.run(train.main, needs_output=False)
 """
 
 
-def two(
-    tmp_path: Path, data: Path, *options: str, patch: str = "", run=warm.run
-) -> subprocess.CompletedProcess:
+def two(tmp_path: Path, data: Path, *options: str, patch: str = "") -> CompletedProcess:
     script = tmp_path / "of_a_rank.py"
     script.write_text(ON_ITS_OWN.replace("PATCH", patch))
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     folders = [f"--data_dir={data}", f"--out_dir={tmp_path / 'out'}"]
     argv = [sys.executable, *launch, *TINY, *folders, *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return run(argv, capture_output=True, text=True, timeout=240, env=environment)
+    return warm.run(argv, capture_output=True, text=True, timeout=240, env=environment)
 
 
-def refusal(ended: subprocess.CompletedProcess) -> str:
+def refusal(ended: CompletedProcess) -> str:
     """Return the error line. It is the same for all ranks, also where each believes that it is on a
     computer of its own. There may be a traceback of torchrun, but none of train.py.
     """
@@ -80,10 +78,9 @@ def of_another_run(node1: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [shutil.rmtree, damaged, of_another_run])
-def test_ranks_that_would_begin_elsewhere_are_refused(tiny_data, tmp_path, change):
+def test_ranks_that_would_begin_elsewhere_are_refused(finished, tiny_data, tmp_path, change):
     """Each rank has its own out_dir. Rank 0 resumes; rank 1 finds something else, or nothing."""
-    run = train_tiny(tiny_data, tmp_path / "node0")
-    shutil.copytree(tmp_path / "node0", tmp_path / "node1")
+    run, _ = (shutil.copytree(finished, tmp_path / f"node{rank}" / "run") for rank in (0, 1))
     change(tmp_path / "node1" / "run" / "ckpt" / "step_00000008")
     options = [f"--out_dir={tmp_path}/node{{rank}}", "--init_from=auto", "--max_steps=12"]
     error = refusal(two(tmp_path, tiny_data, *options, patch=OTHER_DISK))
@@ -104,7 +101,7 @@ def test_data_that_differ_between_computers_are_refused(tiny_data, tmp_path):
 
 def test_all_ranks_train_with_the_settings_of_rank_0(tiny_data, tmp_path):
     options = ["--lr=0.00{rank}1", "--schedule=constant"]
-    ended = two(tmp_path, tiny_data, *options, run=subprocess.run)
+    ended = two(tmp_path, tiny_data, *options)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert metrics(tmp_path / "out" / "run", "lr")[8] == 0.0001
 
@@ -125,14 +122,19 @@ def test_a_compiler_that_fails_on_one_rank_alone_turns_it_off_on_all(tiny_data, 
 import torch
 def broken(*args, **kwargs):
     raise RuntimeError("no C++ compiler")
-if os.environ["RANK"] == "1":
-    torch.compile = broken
+torch.compile = broken if os.environ["RANK"] == "1" else lambda model, **options: model
 """
     options = ["--compile=true", "--batch_size=2", "--n_layer=1"]
     ended = two(tmp_path, tiny_data, *options, patch=patch)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "torch.compile failed on rank 1" in ended.stdout
     assert metrics(tmp_path / "out" / "run", "loss").keys() == set(range(1, 9))
+
+
+def test_a_last_save_that_fails_ends_all_ranks_without_a_traceback(tiny_data, tmp_path):
+    patch = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (102_400, 102_400))"
+    ended = two(tmp_path, tiny_data, "--max_steps=4", patch=patch)
+    assert "could not be written" in ended.stdout and refusal(ended)
 
 
 def test_a_computer_that_is_lost_and_comes_back_joins_the_run_again(tiny_data, tmp_path):
@@ -148,12 +150,12 @@ def test_a_computer_that_is_lost_and_comes_back_joins_the_run_again(tiny_data, t
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
-    def computer(host: int) -> subprocess.Popen:
+    def computer(host: int) -> Popen:
         # A computer that says nothing for three seconds is lost. Usually it is fifteen.
         conf = f"--rdzv_conf=is_host={host},keep_alive_interval=1"
         argv = [sys.executable, *launch.split(), conf, *script]
         log = open(tmp_path / f"computer {host}", "a")  # noqa: SIM115
-        return subprocess.Popen(argv, env=environment, stdout=log, stderr=log)
+        return Popen(argv, env=environment, stdout=log, stderr=log)
 
     computers = [computer(1), computer(0)]
     harness.wait_for(computers[0], lambda: harness.steps_done(tmp_path) >= 20)
@@ -172,13 +174,13 @@ def test_a_rank_that_waits_too_long_ends_the_run(tiny_data, tmp_path):
 import time
 from datetime import timedelta
 import hardware.machine
-hardware.machine.LONGEST_WAIT = timedelta(seconds=6)
+hardware.machine.LONGEST_WAIT = timedelta(seconds=3)
 loop = train.loop
 def late(*args):
     if os.environ["RANK"] == "1":
-        time.sleep(12)
+        time.sleep(6)
     return loop(*args)
 train.loop = late
 """
     ended = two(tmp_path, tiny_data, patch=patch)
-    assert ended.returncode != 0 and "6000ms" in ended.stderr, ended.stderr[-3000:]
+    assert ended.returncode != 0 and "3000ms" in ended.stderr, ended.stderr[-3000:]

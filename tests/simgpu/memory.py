@@ -18,6 +18,7 @@ import pickle
 import random
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,8 +83,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RANKS = [(1, "none"), *itertools.product([6], ["none", "optimizer", "gradients", "all"])]
 
 
-def shipped(configs: list[str], compiled: bool) -> list[Case]:
-    cases = []
+def shipped(configs: list[str], compiled: bool) -> Iterator[Case]:
     for config in configs:
         cfg = parse(TrainConfig, [str(REPO / "config" / f"{config}.py")])
         model = model_config(cfg, VOCABULARY.get(config, 16_384))
@@ -91,8 +91,7 @@ def shipped(configs: list[str], compiled: bool) -> list[Case]:
         for dtype, documents, recompute, (world, shard) in modes:
             step = Step(cfg.batch_size, cfg.block_size, 2, dtype, compiled, "cuda", world)
             step = step.of(replace(cfg, shard=shard, recompute=recompute, documents=documents))
-            cases.append(Case(config, model, step).that_fits())
-    return cases
+            yield Case(config, model, step).that_fits()
 
 
 def drawn(number: int) -> Case:
@@ -123,7 +122,6 @@ def drawn(number: int) -> Case:
             world=world,
             shard=shard,
             optimizer=rng.choice(["adamw", "muon"] + ["adafactor"] * (shard == "none")),
-            average=rng.random() < 0.2 and shard == "none",
             documents=rng.random() < 0.3,
             recompute=rng.random() < 0.3,
         )
@@ -234,8 +232,8 @@ def main() -> None:
         return measure()
     if not SIMGPU:
         parser.error("SIMGPU names no folder of simulated GPUs")
-    cases = shipped(args.configs, compiled=False) if args.eager else []
-    cases += shipped(args.configs, compiled=True) if args.compiled else []
+    modes = [False] * args.eager + [True] * args.compiled
+    cases = [case for compiled in modes for case in shipped(args.configs, compiled)]
     cases += [drawn(number) for number in range(args.random)]
     cases = [case for case in cases if all(word in case.key.split() for word in args.only.split())]
 

@@ -39,21 +39,18 @@ def environment(gpu: str, processes: int) -> dict[str, str]:
     if processes > 1:
         libraries.append(lib / "libnccl.so.2")
         several = {"FAKEGPU_MODE": "simulate", "FAKEGPU_DIST_MODE": "simulate"}
-    return (
-        os.environ
-        | several
-        | {
-            "PATH": f"{bin}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{Path(__file__).parent}:{REPO}",
-            "TRITON_LIBCUDA_PATH": str(lib),
-            "OMP_NUM_THREADS": "1",
-            "FAKEGPU_PROFILE": gpu,
-            "FAKEGPU_DEVICE_COUNT": str(processes),
-            "FAKEGPU_TERMINAL_REPORT": "0",
-            "FAKEGPU_REPORT_PATH": os.devnull,
-            "LD_PRELOAD": ":".join(map(str, libraries)),
-        }
-    )
+    of_all = {
+        "PATH": f"{bin}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{Path(__file__).parent}:{REPO}",
+        "TRITON_LIBCUDA_PATH": str(lib),
+        "OMP_NUM_THREADS": "1",
+        "FAKEGPU_PROFILE": gpu,
+        "FAKEGPU_DEVICE_COUNT": str(processes),
+        "FAKEGPU_TERMINAL_REPORT": "0",
+        "FAKEGPU_REPORT_PATH": os.devnull,
+        "LD_PRELOAD": ":".join(map(str, libraries)),
+    }
+    return os.environ | several | of_all
 
 
 def simulated(

@@ -80,7 +80,7 @@ ON_ONE = [
     f"{EAGER} {QWEN2} {MASK}",
     f"{EAGER} {LLAMA} --documents=pack --loss_per=document",
     f"{EAGER} --recompute=blocks",
-    f"{EAGER} --preset=qwen3 --optimizer=muon --average=0.5",
+    f"{EAGER} --preset=qwen3 --optimizer=muon",
     f"{EAGER} --optimizer=adafactor --lr=0.03",
     f"{EAGER} --batch_size=auto",
     f"{EAGER} {LLAMA} {ANSWERS} --documents=pad --sample_prompt=loop",
@@ -93,7 +93,7 @@ ON_ONE = [
     f"{LLAMA} --documents=pack",
     f"{LLAMA} --n_embd=32 {MASK}",  # too narrow for FlexAttention
     f"{LLAMA} --recompute=blocks {MASK}",
-    "--preset=qwen3 --optimizer=muon --average=0.5",
+    "--preset=qwen3 --optimizer=muon",
     f"{LLAMA} --optimizer=adafactor --lr=0.03",
     f"{LLAMA} --batch_size=auto",
 ]
