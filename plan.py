@@ -381,7 +381,7 @@ def print_loss(run: PlannedRun) -> None:
     basis += "\ndocs/cost.md has tests of such losses, which the interval often missed"
     if different := ladder.differs(run.cfg):
         basis += f"\nwarning: they were trained with other settings: {different}"
-    if ladder.parameters[0][0] >= MOST_E * min(rung["loss"] for rung in ladder.rungs):
+    if ladder.laws[0][0] >= MOST_E * min(rung["loss"] for rung in ladder.rungs):
         basis += "\nwarning: E stands at its bound, as it did where these tests failed"
     if D / N < ladder.fewest_tokens():
         basis += "\nwarning: each of them had more tokens per parameter: expect another loss"

@@ -203,8 +203,9 @@ def repeats(D: Tensor, U: float) -> bool:
 def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor) -> Tensor:
     """Return E, A, a, B, b, R of the law of n losses: N, D, losses (n,), U different tokens.
 
-    With E, a, b and R, the law is linear in A and B: least squares, whose weights make a Huber loss
-    of it, solve for these at all points of a grid of a, b and R. The grid shrinks around its best.
+    With E, a, b and R, (L - E)^(1/b) is linear in A and B: least squares, whose weights make a
+    Huber loss of it, solve for these at all points of a grid of a, b and R. The grid shrinks around
+    its best.
     """
     E = E.clamp(max=MOST_E * losses.min())
     most = torch.tensor([1.5, 1.5, 10 * REPEATS]).double().log()
@@ -212,23 +213,26 @@ def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor) -> Tensor:
     if not repeats(D, U):
         most[2] = least[2] = math.log(REPEATS)
     center, reach = (most + least) / 2, (most - least) / 2
-    target = (1 - E / losses)[:, None]  # (n, 1): the other terms' share of each loss
+    above = (losses - E)[:, None]  # (n, 1)
+    share = above / losses[:, None]
     for _ in range(12):
         offsets = [r * torch.linspace(-1, 1, 13 if r else 1) for r in reach]
         grid = (center + torch.cartesian_prod(*offsets)).clamp(least, most).exp()  # (P, 3)
         a, b, R = grid.T[:, :, None]  # (P, 1) each
-        terms = torch.stack([N**-a, worth(D, U, R) ** -b], dim=2)  # (P, n, 2)
+        power = b[:, None]  # (P, 1, 1)
+        target = above ** (1 / power)  # (P, n, 1)
+        terms = torch.stack([N ** (-a / b), 1 / worth(D, U, R)], dim=2)  # (P, n, 2)
         size = terms.amax(1, keepdim=True)  # (P, 1, 2)
-        terms = terms / size / losses[:, None]
-        weights = torch.ones(len(grid), len(N), 1)
+        terms = terms / size / target
+        weights = share**2
         for _ in range(8):
             weighted = (weights * terms).mT
             squares = weighted @ terms + 1e-12 * torch.eye(2)  # terms may be all but alike
-            factors = torch.linalg.solve(squares, weighted @ target)
-            errors = terms @ factors - target  # (P, n, 1)
-            weights = DELTA / errors.abs().clamp(min=DELTA)
-        factors = factors.clamp(min=0)  # (P, 2, 1)
-        errors = terms @ factors - target
+            factors = torch.linalg.solve(squares, weighted.sum(2, keepdim=True))
+            factors = factors.clamp(min=1e-12)
+            sums = terms @ factors  # (P, n, 1): as shares of the targets
+            errors = share * (sums**power - 1)
+            weights = share**2 * DELTA / errors.abs().clamp(min=DELTA)
         costs = huber_loss(errors, torch.zeros_like(errors), reduction="none", delta=DELTA)
         best = costs.sum((1, 2)).argmin()
         center = grid[best].log()
@@ -244,12 +248,12 @@ def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor) -> Tensor:
 
 def table(ladder: Ladder) -> str:
     """Return the law, and its rungs as a table in Markdown."""
-    E, A, a, B, b, R = ladder.parameters[0]
+    E, A, a, B, b, R = ladder.laws[0]
     lines = [["N", "D", "loss", "above the law"], ["--:"] * 4]
     for rung in ladder.rungs:
         figures = [f"{rung['N']:,}", f"{rung['D']:,}", f"{rung['loss']:.4f}"]
         lines.append([*figures, f"{error(ladder, rung):+.2%}"])
-    formula = f"L = {E:.3f} + {A:.4g} / N^{a:.3f} + {B:.4g} / D'^{b:.3f}, R = {R:.1f}"
+    formula = f"L = {E:.3f} + ({A:.4g} / N^{a / b:.3f} + {B:.4g} / D')^{b:.3f}, R = {R:.1f}"
     return "\n".join([*(f"| {' | '.join(line)} |" for line in padded(lines)), "", formula])
 
 

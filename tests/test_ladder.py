@@ -18,7 +18,7 @@ from hardware.disk import sealed
 from text.windows import DataSet
 from training.law import REPEATS, law
 
-TRUE = torch.tensor([1.8, 60, 0.35, 400, 0.37, 5]).double()  # E, A, a, B, b, R
+TRUE = torch.tensor([1.8, 2e6, 0.35, 5e6, 0.37, 5]).double()  # E, A, a, B, b, R
 SMALL = [*TINY, "--n_layer=3", "--max_steps=64", "--fewest_steps=6", "--draws=5", "--seed=1"]
 
 
@@ -47,23 +47,22 @@ def test_a_law_is_foretold_within_half_a_percent_at_16_times_the_compute():
 
 
 def test_many_precise_rungs_outweigh_the_prior_of_E():
-    E = [foretold(1e6, 10**8, val_bytes=n).parameters[0][0] for n in (30, 43, 60)]
+    E = [foretold(1e6, 10**8, val_bytes=n).laws[0][0] for n in (30, 43, 60)]
     assert E == pytest.approx([1.8, 1.8, 1.8], rel=0.15)
 
 
 def test_the_worth_of_repeated_tokens_is_fitted_too():
-    R = foretold(most_tokens=1e6, U=100_000).parameters[0][5]
+    R = foretold(most_tokens=1e6, U=100_000).laws[0][5]
     assert R == pytest.approx(5, rel=0.2)
-    assert foretold(most_tokens=1e6, U=10**9).parameters[0][5] == pytest.approx(REPEATS)
+    assert foretold(most_tokens=1e6, U=10**9).laws[0][5] == pytest.approx(REPEATS)
 
 
 def test_the_best_size_is_that_of_the_formula():
     fit = foretold(most_tokens=1e6, U=10**15)
-    _, A, a, B, b, _ = fit.parameters[0]
+    _, A, a, B, b, _ = fit.laws[0]
     N, D = fit.best_size(1e18)
-    assert N == pytest.approx(
-        (a * A / (b * B)) ** (1 / (a + b)) * (1e18 / 6) ** (b / (a + b)), rel=0.02
-    )
+    best = (a * A * 1e18 / (6 * b * B)) ** (b / (a + b))
+    assert N == pytest.approx(best, rel=0.02)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +117,7 @@ def test_plan_warns_of_an_E_at_its_bound(climbed, tmp_path, capsys):
     content = json.loads((climbed / "tiny.ladder.json").read_text())
     del content["sha256"]
     for E, is_warned in ((1.0, False), (min(r["loss"] for r in content["rungs"]) / 2, True)):
-        content["parameters"][0][0] = E
+        content["laws"][0][0] = E
         (tmp_path / "tiny.ladder.json").write_text(json.dumps(sealed(content)))
         call(plan.main, *options_of(tmp_path, "--loss"))
         assert ("at its bound" in capsys.readouterr().out) == is_warned

@@ -1,8 +1,11 @@
 """The loss that a training will come to, by the law that bench/ladder.py has fitted to small ones.
 
-    L(N, D) = E + A / N^a + B / D'^b        (Hoffmann et al. 2022, arXiv 2203.15556, approach 3)
+    L(N, D) = E + (A / N^(a/b) + B / D')^b    (Kaplan et al. 2020, arXiv 2001.08361, equation 1.5)
 
 L is the validation loss in nats per token, N the parameters in matrix products, D the tokens read.
+E, which they leave out, is what no model gets below. With many tokens L - E falls as N^-a, and in a
+large model as D^-b; where D is small, N counts for little. In the sum of two powers of Hoffmann et
+al. (arXiv 2203.15556) it counts as much as ever, and that law foretold worse (bench/LOG.md).
 Of U different tokens, D' = U + U R (1 - exp(-(D / U - 1) / R)) if D > U, else D' = D: what is read
 again is worth less and less (Muennighoff et al. 2023, arXiv 2305.16264, equation 5).
 """
@@ -39,7 +42,7 @@ def recipe_of(cfg: TrainConfig) -> dict:
 def law(parameters: torch.Tensor, N: float, D: float, U: float) -> torch.Tensor:
     """Return L(N, D) for parameters (..., 6), which are E, A, a, B, b and R."""
     E, A, a, B, b, R = parameters.unbind(-1)
-    return E + A / N**a + B / worth(torch.as_tensor(D).double(), U, R) ** b
+    return E + (A / N ** (a / b) + B / worth(torch.as_tensor(D).double(), U, R)) ** b
 
 
 def worth(D: torch.Tensor, U: float, R: torch.Tensor) -> torch.Tensor:
@@ -55,7 +58,7 @@ class Ladder:
     recipe: dict  # settings of the training that all rungs share; shapes are taken to scale alike
     data: dict  # hashes of the data set
     rungs: list[dict]  # of each: N, D, flops, loss
-    parameters: list[list[float]]  # the fit, and then those of the bootstrap: see law()
+    laws: list[list[float]]  # the fit, and then those of the bootstrap: see law()
     residuals: list[float]  # relative errors of single runs
 
     def loss(self, N: float | torch.Tensor, D: float | torch.Tensor) -> torch.Tensor:
@@ -63,7 +66,7 @@ class Ladder:
 
         For N and D of the shape (n, 1) it returns (n, 1 + draws).
         """
-        return law(torch.tensor(self.parameters).double(), N, D, self.different_tokens)
+        return law(torch.tensor(self.laws).double(), N, D, self.different_tokens)
 
     def interval(self, N: float, D: float) -> tuple[float, float, float]:
         """Return the loss of a new run: foretold, and the ends of an interval for nine in ten.
