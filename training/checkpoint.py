@@ -282,7 +282,8 @@ def discard(checkpoint: Path) -> str:
         return "it is not a folder of its own"
     paths = [path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir()]
     names = {path.relative_to(checkpoint).as_posix() for path in paths} - LARGE - {MANIFEST}
-    if problem := damage(checkpoint, [], required=sorted(names)):
+    foreign = ", ".join(sorted(names - OURS))  # an earlier version wrote average/
+    if problem := foreign or damage(checkpoint, [], required=sorted(names)):
         return f"somebody has edited it, or put something there ({problem})"
     # It is renamed first, so that nobody finds half a checkpoint under its name.
     remove_checkpoint(checkpoint.rename(temporary(checkpoint)))

@@ -359,11 +359,19 @@ def add_a_chat_template(folder: Path, tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("precious")
 
 
+def add_a_folder_that_the_manifest_lists(folder: Path, tmp_path: Path) -> None:
+    (folder / "average").mkdir()
+    forge(folder, "average/config.json", b"{}")
+
+
 def edit_it(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
 
 
-@pytest.mark.parametrize("change", [link_it, add_a_chat_template, edit_it])
+IN_ITS_FOLDER = [add_a_chat_template, add_a_folder_that_the_manifest_lists, edit_it]
+
+
+@pytest.mark.parametrize("change", [link_it, *IN_ITS_FOLDER])
 def test_pruning_passes_by_what_somebody_has_changed_and_says_so_once(
     copied, tiny_data, tmp_path, capsys, change
 ):
