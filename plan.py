@@ -40,7 +40,7 @@ from text.dataset import DataSet, newest_dataset, open_datasets, open_windows
 from training import memory
 from training.banner import batch_warning, different_tokens, length_warnings
 from training.huggingface import shape_in
-from training.law import MOST_E, READ_AGAIN, read_ladder
+from training.law import READ_AGAIN, read_ladder
 from training.memory import Step
 from training.metrics import read_metrics
 from training.plan import Plan, even_batch, make_plan
@@ -381,8 +381,6 @@ def print_loss(run: PlannedRun) -> None:
     basis += "\ndocs/cost.md has tests of such losses, which the interval often missed"
     if different := ladder.differs(run.cfg):
         basis += f"\nwarning: they were trained with other settings: {different}"
-    if ladder.laws[0][0] >= MOST_E * min(rung["loss"] for rung in ladder.rungs):
-        basis += "\nwarning: E stands at its bound, as it did where these tests failed"
     if D / N < ladder.fewest_tokens():
         basis += "\nwarning: each of them had more tokens per parameter: expect another loss"
     if D > READ_AGAIN * ladder.different_tokens > max(rung["D"] for rung in ladder.rungs):

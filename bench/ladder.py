@@ -41,7 +41,7 @@ from hardware.terminal import ProgressBar
 from model import GPT
 from text.dataset import open_datasets, open_windows
 from text.windows import DataSet
-from training.law import MOST_E, READ_AGAIN, REPEATS, Ladder, law, path_of, recipe_of, worth
+from training.law import READ_AGAIN, REPEATS, Ladder, law, path_of, recipe_of, worth
 from training.plan import make_plan
 from training.resume import data_hashes
 from training.settings import TrainConfig, model_config
@@ -53,6 +53,7 @@ FEWEST_RUNGS = 7  # for six parameters, of which one has a prior
 # The prior of E, in bits per byte: the largest models of 2024 reach 0.54 to 0.64 on the Pile (arXiv
 # 2412.19437, table 3). Other texts differ: log E is normal, with this standard deviation.
 ENTROPY, LOG_ENTROPY_SD = 0.6, 0.3
+MOST_E = 1 / 2  # of the lowest loss of a rung: the bound of E, where a text is easier than thought
 DELTA = 1e-3  # of the Huber loss: a relative error beyond it counts as itself, not as its square
 
 
@@ -225,7 +226,7 @@ def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor) -> Tensor:
         size = terms.amax(1, keepdim=True)  # (P, 1, 2)
         terms = terms / size / target
         weights = share**2
-        for _ in range(8):
+        for _ in range(4):
             weighted = (weights * terms).mT
             squares = weighted @ terms + 1e-12 * torch.eye(2)  # terms may be all but alike
             factors = torch.linalg.solve(squares, weighted.sum(2, keepdim=True))

@@ -112,17 +112,6 @@ def test_plan_warns_of_runs_that_no_rung_is_like(climbed, capsys):
     assert "none of them read its tokens again" in capsys.readouterr().out
 
 
-def test_plan_warns_of_an_E_at_its_bound(climbed, tmp_path, capsys):
-    shutil.copytree(climbed / "tiny", tmp_path / "tiny")
-    content = json.loads((climbed / "tiny.ladder.json").read_text())
-    del content["sha256"]
-    for E, is_warned in ((1.0, False), (min(r["loss"] for r in content["rungs"]) / 2, True)):
-        content["laws"][0][0] = E
-        (tmp_path / "tiny.ladder.json").write_text(json.dumps(sealed(content)))
-        call(plan.main, *options_of(tmp_path, "--loss"))
-        assert ("at its bound" in capsys.readouterr().out) == is_warned
-
-
 def test_a_rung_that_fails_or_diverges_is_left_out(climbed, tmp_path):
     folder = shutil.copytree(climbed, tmp_path / "copy")
     before = json.loads((folder / "tiny.ladder.json").read_text())["rungs"]

@@ -28,7 +28,6 @@ NOT_IN_RECIPE = set(
     " dtype compile recompute shard".split()
 )
 READ_AGAIN = 1.5  # epochs, from which on the worth of reading again can be seen
-MOST_E = 1 / 2  # of the lowest loss of a rung: the bound of E, where a text is easier than thought
 REPEATS = 15.4  # R of arXiv 2305.16264, for a ladder that reads nothing twice
 
 
