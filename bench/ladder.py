@@ -11,11 +11,12 @@ They are trained from the cheapest on, each as its own train.py in out_dir, and 
 the minutes; the same command goes on. With --max_epochs of 2 or more they read the data several
 times, and the worth of that is fitted, too.
 
-The law is in training/law.py. It is fitted by the Huber loss of the relative errors, with the delta
-of arXiv 2203.15556. Small models hardly tell E, to which the loss falls in the end, from a slower
-fall: so E also has a prior, of what large models reach, and is at most half of the lowest loss. The
-interval is of a bootstrap: the law is fitted again to its own losses, with errors that are drawn
-anew, and an E that is drawn about the fit's as widely as the prior.
+The law is in training/law.py: of its two forms, the one that fits the rungs better. It is fitted by
+the Huber loss of the relative errors, with the delta of arXiv 2203.15556. Small models hardly tell
+E, to which the loss falls in the end, from a slower fall: so E also has a prior, of what large
+models reach, and is at most half of the lowest loss. The interval is of a bootstrap: the law is
+fitted again to its own losses, with errors that are drawn anew, and an E that is drawn about the
+fit's as widely as the prior.
 NAME.ladder.json goes beside the folder of the data set, and so does a picture of fit and errors.
 """
 
@@ -176,11 +177,15 @@ def fitted(rungs: list[Rung], U: int, cfg: LadderConfig, data: DataSet) -> Ladde
     N, D, losses = torch.tensor(rows, dtype=torch.float64).unbind(1)
     val = data.learned("val", cfg.loss_on)
     entropy = ENTROPY * math.log(2) * val["bytes"] / val["tokens"]
-    deviates = torch.linspace(-2, 2, 11).double()
-    candidates = [fit(N, D, losses, U, E) for E in entropy * (LOG_ENTROPY_SD * deviates).exp()]
-    errors = torch.stack([losses / law(one, N, D, U) - 1 for one in candidates]).abs().mean(1)
-    # -ln of the density, but for a constant: errors are Laplace's, with the best width for them.
-    parameters = candidates[(len(N) * errors.log() + deviates**2 / 2).argmin()]
+    best = math.inf
+    for interacts, deviate in product((False, True), np.linspace(-2, 2, 11)):
+        E = torch.tensor(entropy * math.exp(LOG_ENTROPY_SD * deviate))
+        candidate = fit(N, D, losses, U, E, interacts)
+        errors = losses / law(candidate, N, D, U) - 1
+        # -ln of the density, but for a constant: errors are Laplace's, with their best width.
+        cost = len(N) * float(errors.abs().mean().log()) + deviate**2 / 2
+        if cost < best:
+            best, parameters, form = cost, candidate, interacts
     fitted_losses = law(parameters, N, D, U)
     # The fit took up a part of the scatter: as many rungs as there are parameters lie on it.
     freedom = len(N) - 5 - repeats(D, U)
@@ -190,7 +195,7 @@ def fitted(rungs: list[Rung], U: int, cfg: LadderConfig, data: DataSet) -> Ladde
     for _ in ProgressBar("bootstrap", range(cfg.draws)):
         drawn = residuals[torch.randint(len(N), (len(N),), generator=generator)]
         E = parameters[0] * (LOG_ENTROPY_SD * torch.randn((), generator=generator)).exp()
-        draws.append(fit(N, D, fitted_losses * (1 + drawn), U, E))
+        draws.append(fit(N, D, fitted_losses * (1 + drawn), U, E, form))
     figures = [dict(N=r.N, D=r.D, flops=r.flops, loss=r.loss) for r in rungs]
     laws = torch.stack([parameters, *draws]).tolist()
     return Ladder(U, recipe_of(cfg), data_hashes([data]), figures, laws, residuals.tolist())
@@ -201,12 +206,12 @@ def repeats(D: Tensor, U: float) -> bool:
     return bool(D.max() > READ_AGAIN * U)
 
 
-def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor) -> Tensor:
-    """Return E, A, a, B, b, R of the law of n losses: N, D, losses (n,), U different tokens.
+def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor, interacts: bool) -> Tensor:
+    """Return E, A, a, B, b, c, R of the law of n losses: N, D, losses (n,), U different tokens.
 
-    With E, a, b and R, (L - E)^(1/b) is linear in A and B: least squares, whose weights make a
-    Huber loss of it, solve for these at all points of a grid of a, b and R. The grid shrinks around
-    its best.
+    interacts: c is b, and not 1. With E, a, b and R, (L - E)^(1/c) is linear in A and B: least
+    squares, whose weights make a Huber loss of it, solve for these at all points of a grid of a, b
+    and R. The grid shrinks around its best.
     """
     E = E.clamp(max=MOST_E * losses.min())
     most = torch.tensor([1.5, 1.5, 10 * REPEATS]).double().log()
@@ -220,11 +225,12 @@ def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor) -> Tensor:
         offsets = [r * torch.linspace(-1, 1, 13 if r else 1) for r in reach]
         grid = (center + torch.cartesian_prod(*offsets)).clamp(least, most).exp()  # (P, 3)
         a, b, R = grid.T[:, :, None]  # (P, 1) each
-        power = b[:, None]  # (P, 1, 1)
-        target = above ** (1 / power)  # (P, n, 1)
-        terms = torch.stack([N ** (-a / b), 1 / worth(D, U, R)], dim=2)  # (P, n, 2)
+        c = b if interacts else torch.ones_like(b)
+        target = above ** (1 / c[:, None])  # (P, n, 1)
+        terms = torch.stack([N ** (-a / c), worth(D, U, R) ** (-b / c)], dim=2)  # (P, n, 2)
+        terms = terms / target
         size = terms.amax(1, keepdim=True)  # (P, 1, 2)
-        terms = terms / size / target
+        terms = terms / size
         weights = share**2
         for _ in range(4):
             weighted = (weights * terms).mT
@@ -232,7 +238,7 @@ def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor) -> Tensor:
             factors = torch.linalg.solve(squares, weighted.sum(2, keepdim=True))
             factors = factors.clamp(min=1e-12)
             sums = terms @ factors  # (P, n, 1): as shares of the targets
-            errors = share * (sums**power - 1)
+            errors = share * (sums ** c[:, None] - 1)
             weights = share**2 * DELTA / errors.abs().clamp(min=DELTA)
         costs = huber_loss(errors, torch.zeros_like(errors), reduction="none", delta=DELTA)
         best = costs.sum((1, 2)).argmin()
@@ -240,7 +246,7 @@ def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor) -> Tensor:
         reach = reach / 2
     A, B = factors[best, :, 0] / size[best, 0]
     a, b, R = grid[best]
-    return torch.stack([E, A, a, B, b, R])
+    return torch.stack([E, A, a, B, b, c[best, 0], R])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -249,12 +255,13 @@ def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor) -> Tensor:
 
 def table(ladder: Ladder) -> str:
     """Return the law, and its rungs as a table in Markdown."""
-    E, A, a, B, b, R = ladder.laws[0]
+    E, A, a, B, b, c, R = ladder.laws[0]
     lines = [["N", "D", "loss", "above the law"], ["--:"] * 4]
     for rung in ladder.rungs:
         figures = [f"{rung['N']:,}", f"{rung['D']:,}", f"{rung['loss']:.4f}"]
         lines.append([*figures, f"{error(ladder, rung):+.2%}"])
-    formula = f"L = {E:.3f} + ({A:.4g} / N^{a / b:.3f} + {B:.4g} / D')^{b:.3f}, R = {R:.1f}"
+    sums = f"{A:.4g} / N^{a / c:.3f} + {B:.4g} / D'^{b / c:.3f}"
+    formula = f"L = {E:.3f} + ({sums})^{c:.3f}, R = {R:.1f}"
     return "\n".join([*(f"| {' | '.join(line)} |" for line in padded(lines)), "", formula])
 
 

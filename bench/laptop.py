@@ -1,7 +1,7 @@
 # What the questions in bench/questions/ start from: the model of config/shakespeare_char.py, with
 # nanoGPT's recipe for a laptop (AdamW, cosine to a tenth), for a quarter of its 2,000 steps.
 # --dataset=NAME asks them of any data set.
-#   python prepare.py --input FILE_OR_URL --name shakespeare --tokenizer char --val_fraction 0.1
+#   python prepare.py --input FILE --name shakespeare --tokenizer char --val_fraction 0.1
 dataset = "shakespeare"
 preset = "qwen3"
 n_layer = 4

@@ -1,6 +1,6 @@
 # Shakespeare, character by character, in a few seconds on two CPU cores. The size and the context
 # are those of nanoGPT's recipe for a laptop; --dataset=NAME takes any data set of characters.
-#   python prepare.py --input FILE_OR_URL --name shakespeare --tokenizer char --val_fraction 0.1
+#   python prepare.py --input FILE --name shakespeare --tokenizer char --val_fraction 0.1
 # 0.8M parameters; 190 steps of 1,024 tokens are 0.2 epochs.
 run_name = "shakespeare_char"
 dataset = "shakespeare"

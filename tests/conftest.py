@@ -20,7 +20,6 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("TORCHINDUCTOR_DEBUG_COMPILE", "1")  # g++ -O0: it compiles faster
 import torch
 from safetensors.torch import load_file
 

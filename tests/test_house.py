@@ -39,7 +39,7 @@ FUNCTION_WORDS = """found what first wrong begin known before why where new more
 
 # The most that each figure may be.
 CEILINGS = {
-    "product, with plan.py": 7_950,
+    "product, with plan.py": 7_960,
     "bench": 2_000,
     "tests": 8_700,
     "the evening's four files": 780,

@@ -78,6 +78,12 @@ def test_minimind_takes_its_published_time_at_a_measured_speed(capsys, tflops, m
     assert 60 * float(by_6nd) == pytest.approx(minutes, rel=0.015)
 
 
+@pytest.mark.parametrize("gpu, computed_as_tf32", [("a100-80g", True), ("v100-32g", False)])
+def test_float32_is_computed_as_tf32_where_the_gpu_can(gpu, computed_as_tf32):
+    source = the_run(f"--gpu={gpu}", "--dtype=float32").device.source
+    assert ("tf32" in source) == computed_as_tf32
+
+
 QWEN = "--preset=qwen2 --n_layer=28 --n_head=12 --n_kv_head=2 --n_embd=1536 --d_ff=8960"
 QWEN += " --tie_embeddings=true --vocab_size=151936 --gpu=a100-80g --batch_size=1"
 

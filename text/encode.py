@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import os
 import re
+import shutil
 import struct
 from collections import Counter
 from collections.abc import Iterator
@@ -180,8 +181,11 @@ def reopened(path: Path, state: list, bar: ProgressBar) -> GrowingFile:
 
     Raises ValueError if the content up to there has changed since then.
     """
-    if path.stat().st_nlink > 1:  # it must not be cut
-        raise ValueError(f"{path.name} is a file of a finished data set, too")
+    if path.stat().st_nlink > 1:  # a finished data set has the same file: it must not be cut
+        copy = path.with_name(f".{path.name}.tmp")
+        copy.unlink(missing_ok=True)  # else copyfile() would write to a file that has this name too
+        shutil.copyfile(path, copy)
+        copy.replace(path)
     growing = GrowingFile(path, "r+b")
     size = state[0]
     while data := growing.file.read(min(1 << 20, size - growing.file.tell())):

@@ -17,7 +17,7 @@ class PrepareConfig:
     elsewhere = names_elsewhere("text/elsewhere.txt")
     argument = "--input FILE"
     # ---- Input ----
-    input: tuple[str, ...] = ()  # files, folders, globs, URLs, or - for standard input; none: demo
+    input: tuple[str, ...] = ()  # files, folders, globs, or - for standard input; none: demo
     format: InputFormat = "auto"  # format of every input file; auto: by the file's name
     fields: str = ""  # question,answer or a template '{question} {answer}'; default: known shapes
     chat: bool = False  # an instruction or prompt and its answer are a conversation, like messages
@@ -53,7 +53,9 @@ class PrepareConfig:
         is_alphabet = self.tokenizer in ("char", "byte")
         superfluous = is_alphabet and self.vocab_size != PrepareConfig.vocab_size
         stray = re.search("[{}]", FIELD.sub("", self.fields))
+        is_url = any("://" in argument for argument in self.input)
         checks = {
+            "input is a URL: download the file first, as with curl -fLO": not is_url,
             "val_fraction must be between 0 and 1, both excluded": 0 < self.val_fraction < 1,
             "max_bad must be between 0 and 1": 0 <= self.max_bad <= 1,
             f"vocab_size of tokenizer=train must be at least {LEAST}": self.vocab_size >= LEAST,

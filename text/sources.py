@@ -142,8 +142,7 @@ def named_files(argument: str, skipped: Counter) -> Iterator[Path]:
     path = Path(argument)
     paths = [path] if path.exists() else sorted(matches(path), key=str)
     if not paths:
-        advice = ": download it first, as with curl -LO" if "://" in argument else ""
-        raise UserError(f"--input {argument}: no such file or folder{advice}")
+        raise UserError(f"--input {argument}: no such file or folder")
     for path in paths:
         files = sorted(walk(path, skipped), key=in_order) if path.is_dir() else [path]
         if not files:

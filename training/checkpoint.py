@@ -275,16 +275,16 @@ def load_tensors(path: Path, mmap: bool = False) -> Any:
 def discard(checkpoint: Path) -> str:
     """Delete a checkpoint. If it holds anything that is not ours, leave it and return what.
 
-    Ours is what its manifest lists. A file that somebody has edited since, such as
-    tokenizer_config.json, is theirs; the large files are not looked at.
+    Ours are files of our names that are as the manifest says. One that somebody has edited since,
+    such as tokenizer_config.json, is theirs; the large files are not looked at.
     """
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         return "it is not a folder of its own"
     paths = [path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir()]
     names = {path.relative_to(checkpoint).as_posix() for path in paths} - LARGE - {MANIFEST}
-    foreign = ", ".join(sorted(names - OURS))  # an earlier version wrote average/
+    foreign = ", ".join(sorted(names - OURS)[:1])  # as average/... of an earlier version
     if problem := foreign or damage(checkpoint, [], required=sorted(names)):
-        return f"somebody has edited it, or put something there ({problem})"
+        return f"it holds what is not ours, or was edited ({problem})"
     # It is renamed first, so that nobody finds half a checkpoint under its name.
     remove_checkpoint(checkpoint.rename(temporary(checkpoint)))
     return ""

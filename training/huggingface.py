@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 
-from hardware.disk import MANIFEST, damage, inside, is_utf8, only_plain, read_object
+from hardware.disk import MANIFEST, damage, is_utf8, only_plain, read_object
 from model import GPT, PRESETS, GPTConfig, rope_scaling
 from training.checkpoint import load_tensors
 
@@ -468,7 +468,9 @@ def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
     stored = {}
     for name in names:
         with naming(name):
-            path = inside(folder, name)
+            if Path(name).name != name:
+                raise ValueError("it is not in this folder: not read")
+            path = folder / name
             only_plain(path)
             stored |= load_file(path) if is_utf8(path) else load(path.read_bytes())
     return stored

@@ -1,11 +1,12 @@
 """The loss that a training will come to, by the law that bench/ladder.py has fitted to small ones.
 
-    L(N, D) = E + (A / N^(a/b) + B / D')^b    (Kaplan et al. 2020, arXiv 2001.08361, equation 1.5)
+    L(N, D) = E + (A / N^(a/c) + B / D'^(b/c))^c
 
 L is the validation loss in nats per token, N the parameters in matrix products, D the tokens read.
-E, which they leave out, is what no model gets below. With many tokens L - E falls as N^-a, and in a
-large model as D^-b; where D is small, N counts for little. In the sum of two powers of Hoffmann et
-al. (arXiv 2203.15556) it counts as much as ever, and that law foretold worse (bench/LOG.md).
+E is what no model gets below. With many tokens L - E falls as N^-a, in a large model as D^-b. c is
+one of two: 1 gives the sum of two powers of Hoffmann et al. 2022 (arXiv 2203.15556), in which the
+size of a model counts as much after few tokens as after many; b gives the law of Kaplan et al. 2020
+(arXiv 2001.08361, equation 1.5), in which it counts less where tokens are few.
 Of U different tokens, D' = U + U R (1 - exp(-(D / U - 1) / R)) if D > U, else D' = D: what is read
 again is worth less and less (Muennighoff et al. 2023, arXiv 2305.16264, equation 5).
 """
@@ -39,9 +40,10 @@ def recipe_of(cfg: TrainConfig) -> dict:
 
 
 def law(parameters: torch.Tensor, N: float, D: float, U: float) -> torch.Tensor:
-    """Return L(N, D) for parameters (..., 6), which are E, A, a, B, b and R."""
-    E, A, a, B, b, R = parameters.unbind(-1)
-    return E + (A / N ** (a / b) + B / worth(torch.as_tensor(D).double(), U, R)) ** b
+    """Return L(N, D) for parameters (..., 7), which are E, A, a, B, b, c and R."""
+    E, A, a, B, b, c, R = parameters.unbind(-1)
+    D = worth(torch.as_tensor(D).double(), U, R)
+    return E + (A / N ** (a / c) + B / D ** (b / c)) ** c
 
 
 def worth(D: torch.Tensor, U: float, R: torch.Tensor) -> torch.Tensor:

@@ -101,6 +101,7 @@ TRAIN = {
     "--out_dir={out} --init_from={ckpt} --overwrite": "{ckpt}",
     "--out_dir={out} --init_from=resume --dataset=again": "again/train.bin",
     "--out_dir={root}/only_ckpt": "{root}/only_ckpt/run",
+    "--out_dir={mine} --overwrite": "'thesis.tex'",
     "--out_dir={log} --init_from=resume --max_steps=9": "metrics.jsonl:1",
 }
 SAMPLE = {
@@ -126,6 +127,7 @@ PREPARE = {
     "--input {root}/empty.jsonl --tokenizer=byte": "no documents",
     "--input {root}/bad.jsonl": "bad.jsonl:1: not valid JSON",
     "--input {corpus} -": "--input -",
+    "--input https://me:secret@host/c.txt?key": "a URL",
     "--input {corpus} --tokenizer={root}/clash.tiktoken": "clash.tiktoken",
     "--input {corpus} --tokenizer={root}/none.model": "not a SentencePiece model",
     "--input {corpus} --encoding=klingon": "encoding",

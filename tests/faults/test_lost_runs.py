@@ -410,7 +410,7 @@ def test_sampling_takes_the_next_checkpoint_when_one_is_deleted_meanwhile(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "| head -n1"])
+@pytest.mark.parametrize("streams", [">/dev/full 2>&1", "<&- >&- 2>&-", "| head -n1"])
 def test_a_training_needs_no_output(tiny_data, tmp_path, streams):
     argv = command(tiny_data, tmp_path)
     assert subprocess.run(["sh", "-c", f'"$@" {streams}', "sh", *argv]).returncode == 0
