@@ -466,7 +466,7 @@ def test_what_somebody_puts_in_the_place_of_a_checkpoint_or_changes_in_one_is_ke
     (ckpt / "step_00000006").write_text("mine")
     (ckpt / ".tmp_step_00000008").write_text("mine")
     train_tiny(tiny_data, tmp_path, *options, "--init_from=resume")
-    assert "step_00000002 is kept: somebody has edited it" in capsys.readouterr().out
+    assert "step_00000002 is kept: it holds what is not ours" in capsys.readouterr().out
     assert "mine" in edited.read_text()
     mine = {"step_00000002", "step_00000006_kept", ".tmp_step_00000008"}
     saved = {"step_00000006", "step_00000008"}
