@@ -66,7 +66,7 @@ def journal(data: Path) -> dict:
 def corpus(tmp_path_factory) -> list[Path]:
     """Three files of a few chunks each. One is compressed; the last one repeats the first one."""
     folder = tmp_path_factory.mktemp("corpus")
-    files = [write_jsonl(folder / f"{i}.jsonl", make_records(2000, seed=i % 2)) for i in range(3)]
+    files = [write_jsonl(folder / f"{i}.jsonl", make_records(4000, seed=i % 2)) for i in range(3)]
     (folder / "1.jsonl.gz").write_bytes(gzip.compress(files[1].read_bytes()))
     files[1] = folder / "1.jsonl.gz"
     return files
@@ -163,7 +163,7 @@ def test_a_full_disk_is_one_clear_line_and_the_work_is_kept(corpus, reference, t
 
     def limit():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (700_000, 700_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, 1_500_000))
 
     argv = command(corpus, tmp_path, *OF_REFERENCE, TINY_SHARDS)
     run = subprocess.run(argv, preexec_fn=limit, capture_output=True, text=True)
@@ -247,7 +247,7 @@ def test_inspect_verifies_a_data_set_and_shows_documents(reference, capsys, refu
         return report, [part.rstrip("\n").split(", then eos\n") for part in parts]
 
     report, parts = shown("--count=2")
-    assert "6,000 records, read as {title, summary, sections}" in report and "verified" in report
+    assert "12,000 records, read as {title, summary, sections}" in report and "verified" in report
     assert len(parts) == 2 and parts[0][0].startswith("0 to ") and parts[1][1] in texts
     _, [[heading, text]] = shown("--show=1000", "--count=1")
     begin, end = (int(n.replace(",", "")) for n in heading.split(" to "))
