@@ -179,7 +179,7 @@ def fitted(rungs: list[Rung], U: int, cfg: LadderConfig, data: DataSet) -> Ladde
     entropy = ENTROPY * math.log(2) * val["bytes"] / val["tokens"]
     best = math.inf
     for interacts, deviate in product((False, True), np.linspace(-2, 2, 11)):
-        E = torch.tensor(entropy * math.exp(LOG_ENTROPY_SD * deviate))
+        E = torch.tensor(entropy * math.exp(LOG_ENTROPY_SD * deviate)).double()
         candidate = fit(N, D, losses, U, E, interacts)
         errors = losses / law(candidate, N, D, U) - 1
         # -ln of the density, but for a constant: errors are Laplace's, with their best width.

@@ -122,7 +122,7 @@ class Saver:
                 self.say(f"note: {target} is kept as {earlier.name}")
         except OSError as e:
             with suppress(OSError):
-                remove_checkpoint(draft)
+                remove_only(draft, OURS)
             self.failed = f"{target} could not be written ({e.strerror or e})"
             self.say(f"warning: {self.failed}; training goes on, earlier checkpoints are intact")
             return
@@ -282,17 +282,12 @@ def discard(checkpoint: Path) -> str:
         return "it is not a folder of its own"
     paths = [path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir()]
     names = {path.relative_to(checkpoint).as_posix() for path in paths} - LARGE - {MANIFEST}
-    foreign = ", ".join(sorted(names - OURS)[:1])  # as average/... of an earlier version
+    foreign = min(names - OURS, default="")  # also average/... of an earlier version
     if problem := foreign or damage(checkpoint, [], required=sorted(names)):
         return f"it holds what is not ours, or was edited ({problem})"
     # It is renamed first, so that nobody finds half a checkpoint under its name.
-    remove_checkpoint(checkpoint.rename(temporary(checkpoint)))
+    remove_only(checkpoint.rename(temporary(checkpoint)), OURS)
     return ""
-
-
-def remove_checkpoint(folder: Path) -> None:
-    """Delete our files in a checkpoint, whole or not, and its folders if they are then empty."""
-    remove_only(folder, OURS)
 
 
 def tidy(ckpt_dir: Path, step: int) -> list[str]:
@@ -304,6 +299,6 @@ def tidy(ckpt_dir: Path, step: int) -> list[str]:
     for path in ckpt_dir.glob(".tmp_step_*"):
         by_us = re.fullmatch(r"\.tmp_step_[0-9]+-[0-9a-f]{8}", path.name)
         if by_us and not path.is_symlink():
-            remove_checkpoint(path)
+            remove_only(path, OURS)
     later = [path for path in numbered(ckpt_dir) if step_of(path) > step]
     return [f"note: {path} is kept as {set_aside(path, f'{path.name}_kept')}" for path in later]
