@@ -18,7 +18,7 @@ from hardware.peak import device_name
 from hardware.terminal import ProgressBar
 from model import GPT, GPTConfig
 from training.optimizer import make_optimizer
-from training.parallel import compile_blocks, compiles_by_blocks, wrap
+from training.parallel import wrap
 from training.settings import TrainConfig, wants_compile
 from training.step import Batch, take_step
 
@@ -108,13 +108,7 @@ def new_training(cfg: TrainConfig, c: GPTConfig, machine: Machine) -> Training:
         block.recompute = cfg.recompute == "blocks"
     rows = torch.randint(c.vocab_size, (cfg.batch_size, cfg.block_size + 1), device=device)
     batch = Batch(rows[:, :-1], rows[:, 1:])  # views of rows, as to_batch() makes them
-    compiled = wants_compile(cfg, device.type, 0)
-    by_blocks = compiles_by_blocks(cfg, machine)
-    if compiled and by_blocks:
-        compile_blocks(model, batch.x, machine)
-    forward = wrap(cfg, model, machine, None, cfg.batch_size, "")
-    if compiled and not by_blocks:
-        forward = torch.compile(forward, dynamic=False)
+    forward = wrap(cfg, model, machine, wants_compile(cfg, device.type, 0))
     scaler = torch.amp.GradScaler(device.type, enabled=machine.dtype == torch.float16)
     optimizer = new_optimizer(cfg, machine, model)
     return Training(cfg, machine, model, forward, optimizer, scaler, repeat(batch))

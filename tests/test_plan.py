@@ -1,4 +1,3 @@
-import math
 import re
 import shutil
 import subprocess
@@ -257,7 +256,7 @@ def test_the_batch_that_is_found_keeps_the_tokens_of_a_step_as_near_as_it_can(
 
 def test_batch_size_auto_trains_what_a_number_trains(tiny_data, tmp_path, capsys):
     auto = train_tiny(tiny_data, tmp_path / "auto", "--batch_size=auto")
-    assert "batch_size=auto: 8, tried out" in capsys.readouterr().out
+    assert "batch_size=auto: 8 " in capsys.readouterr().out
     eight = train_tiny(tiny_data, tmp_path / "8", "--batch_size=8")
     assert metrics(auto, "loss") == metrics(eight, "loss")
 
@@ -267,7 +266,7 @@ def test_a_resumed_run_keeps_the_batch_size_that_auto_found(tiny_data, tmp_path,
     train_tiny(tiny_data, tmp_path, *options, "--max_steps=4", "--batch_size=8")
     run = train_tiny(tiny_data, tmp_path, *options, "--max_steps=8", "--init_from=resume")
     output = capsys.readouterr().out
-    assert "batch_size=auto: 8, tried out" in output  # although 32 would fit
+    assert "batch_size=auto: 8 " in output  # although 32 would fit
     assert "batch_size 8 ->" not in output
     assert metrics(run, "loss").keys() == set(range(1, 9))
     # 7 of 85 sequences: another try would take 5, which divides them.
@@ -275,7 +274,7 @@ def test_a_resumed_run_keeps_the_batch_size_that_auto_found(tiny_data, tmp_path,
     train_tiny(tiny_data, tmp_path, *odd, "--max_steps=1")
     again = ["--batch_size=auto", "--max_steps=2", "--init_from=resume"]
     train_tiny(tiny_data, tmp_path, *odd, *again)
-    assert "batch_size=auto: 7, tried out" in capsys.readouterr().out
+    assert "batch_size=auto: 7 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -292,32 +291,3 @@ def test_a_resumed_run_keeps_the_batch_size_that_auto_found(tiny_data, tmp_path,
 def test_auto_compiles_on_cuda_and_for_long_runs_on_a_cpu(compile, kind, flops, want):
     cfg = parse(TrainConfig, [f"--compile={compile}", "--max_steps=1"])
     assert wants_compile(cfg, kind, flops) is want
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of the address space that works")
-def test_batch_size_auto_steps_down_where_memory_runs_out_after_all(tiny_data, tmp_path):
-    """The process may grow by only 350 MB. The batch that is predicted to fit needs more."""
-    limited = (
-        "import re, resource, sys\n"
-        "import configurator, train\n"
-        "from training import start\n"
-        "fit = start.fit_batch\n"
-        "def fit_in_less(*args):\n"
-        "    status = open('/proc/self/status').read()\n"
-        "    now = 1024 * int(re.search(r'VmSize:\\s+(\\d+)', status)[1])\n"
-        "    before = resource.getrlimit(resource.RLIMIT_AS)\n"
-        "    resource.setrlimit(resource.RLIMIT_AS, (now + 350_000_000, before[1]))\n"
-        "    B = fit(*args)\n"
-        "    resource.setrlimit(resource.RLIMIT_AS, before)\n"
-        "    return B\n"
-        "start.fit_batch = fit_in_less\n"
-        "configurator.run(train.main)\n"
-    )
-    options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--batch_size=auto"]
-    options += ["--n_embd=256", "--n_layer=4", "--batch_tokens=8192", "--max_steps=2"]
-    argv = [sys.executable, "-c", limited, *options]
-    done = subprocess.run(argv, cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    B = int(done.stdout.split("batch_size=auto: ")[1].split(",")[0])
-    assert 1 <= B < 256 and math.isfinite(metrics(tmp_path / "run", "loss")[2])

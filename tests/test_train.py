@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import platform
 import re
 import shutil
@@ -401,16 +402,14 @@ def test_compiled_training_is_eager_training(tiny_data, tmp_path, capsys):
         assert metrics(compiled, key) == pytest.approx(metrics(eager, key), rel=1e-4)
 
 
-def test_where_compile_fails_training_goes_on_with_a_warning(
-    straight, tiny_data, tmp_path, capsys, monkeypatch
-):
-    def broken(*args, **kwargs):
-        raise RuntimeError("no compiler here")
-
-    monkeypatch.setattr(torch, "compile", broken)
-    run = train_tiny(tiny_data, tmp_path, "--dropout=0.1", "--compile")
-    assert "warning: torch.compile failed" in capsys.readouterr().out
-    assert same(run, straight)
+@pytest.mark.slow
+def test_where_compile_fails_one_line_says_how_to_train_without_it(tiny_data, tmp_path):
+    options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--compile"]
+    no_compiler = os.environ | {"CXX": "/no/compiler"}
+    command = [sys.executable, REPO / "train.py", *options]
+    done = subprocess.run(command, env=no_compiler, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--compile=false" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_fine_tuning_starts_from_the_weights_of_another_run(straight, tiny_data, tmp_path):

@@ -34,12 +34,13 @@ from training.job import Data, Job
 from training.memory import Step
 from training.metrics import MetricsFile, read_metrics
 from training.optimizer import make_optimizer
-from training.parallel import fit_batch, shares, wrap
+from training.parallel import compile_now, fit_batch, shares, wrap
 from training.plan import Plan, Progress, make_plan
 from training.report import Metrics
 from training.runs import replace_run, run_folder
 from training.settings import TrainConfig, model_config, wants_compile
 from training.shards import placed_like
+from training.step import to_batch
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,11 @@ def build(described: Description, machine: Machine, folder: Path, lock: Lock | N
         say(slow)
     if earlier:
         say_what_is_resumed(cfg, machine, plan, described.origin, earlier)
-    advice = plan.smaller(cfg.block_size)
-    example = data.loader if one_step.compiled else None  # to compile with; None: do not
-    forward = wrap(cfg, model, machine, example, plan.batch_size, advice)
+    forward = wrap(cfg, model, machine, one_step.compiled)
+    if one_step.compiled:
+        with memory_advice(plan.smaller(cfg.block_size)):
+            rows = data.loader.rows(data.loader.starts(0, plan.batch_size))
+            compile_now(forward, to_batch(rows, machine.device), machine)
     optimizer, scaler = open_optimizer(cfg, machine, model, earlier)
 
     def open_folder() -> MetricsFile | None:
@@ -277,7 +280,7 @@ def plan_run(
     compiled = wants_compile(cfg, machine.device.type, flops)
     if cfg.batch_size == "auto":
         limit = earlier.settings["batch_size"] if earlier else None
-        B = fit_batch(cfg, model, loader, machine, compiled, limit)
+        B = fit_batch(cfg, model, machine, compiled, limit)
         cfg = replace(cfg, batch_size=B)
     plan = make_plan(cfg, machine.world, epoch_tokens, *place)
     shape = (plan.batch_size, cfg.block_size, plan.accum)
