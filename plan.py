@@ -5,32 +5,24 @@
     python plan.py config/train_100m.py --gpu=v100-16g --nproc=6
     # the validation loss that it will come to, by the law that bench.ladder has fitted
     python plan.py config/demo.py --max_steps=5000 --loss
-    # run 20 steps on this machine, and estimate the time of the whole run from them
-    python plan.py config/demo.py --trial
 
 Like train.py, it takes the data set that was prepared last, unless --dataset names one. It plans
 without data if --vocab_size is given and --dataset is not, or if nothing is prepared.
 
 Every setting of train.py is accepted too. The answers come from formulas: those in
-training/memory.py, flops_per_token in model.py, and those below. Only --trial runs a part of the
-training, on this machine.
+training/memory.py, flops_per_token in model.py, and those below. (What a run takes on this machine
+is what train.py's log says after some steps, as `eta`.)
 """
 
 import math
-import shlex
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 import torch
 
 import configurator
-from configurator import UserError, changes, checked, columns, folded, given, row
+from configurator import UserError, checked, columns, folded, given, row
 from hardware.machine import pick_dtype
 from hardware.memory import available, own_memory
 from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tflops
@@ -42,7 +34,6 @@ from training.banner import batch_warning, different_tokens, length_warnings
 from training.huggingface import shape_in
 from training.law import READ_AGAIN, read_ladder
 from training.memory import Step
-from training.metrics import read_metrics
 from training.plan import Plan, even_batch, make_plan
 from training.resume import longer, with_model
 from training.settings import TrainConfig, model_config, wants_compile
@@ -55,18 +46,13 @@ class PlanConfig(TrainConfig):
     gpu: str = ""  # v100-16g, a100-80g, 4090, h100, ...; default: this machine's device
     nproc: int = 1  # number of devices, with one process for each
     # ---- How much ----
-    days: float = 0.0  # how long the run takes or took: print the utilisation that this means
     vocab_size: int = 0  # 0: that of the data set, or 50257 if none is prepared
-    # ---- Trial ----
-    trial: bool = False  # train 20 steps on this machine, to estimate the time of the whole run
     loss: bool = False  # foretell the validation loss; bench.ladder has trained small models for it
 
     def problems(self) -> list[str]:
         problems = TrainConfig.problems(self)
-        if self.days < 0 or self.vocab_size < 0 or self.nproc < 1:
-            problems.append("days and vocab_size must be at least 0, nproc at least 1")
-        if self.gpu and self.trial:
-            problems.append("a trial runs on this machine: leave gpu out")
+        if self.vocab_size < 0 or self.nproc < 1:
+            problems.append("vocab_size must be at least 0, nproc at least 1")
         mixed = "," in self.dataset or self.vocab_size
         if self.loss and (self.init_from not in ("scratch", "auto") or mixed):
             problems.append("loss: of a model from scratch, on one data set, with its vocabulary")
@@ -128,7 +114,7 @@ def prepared(cfg: PlanConfig) -> list[DataSet]:
 
     Raises UserError if a data set is damaged, or if one is missing that the plan needs.
     """
-    needs_data = cfg.trial or cfg.loss or not (cfg.max_tokens or cfg.max_steps)
+    needs_data = cfg.loss or not (cfg.max_tokens or cfg.max_steps)
     if cfg.vocab_size and not cfg.dataset and not needs_data:
         return []  # a plan for other data than what is prepared here
     try:
@@ -291,21 +277,14 @@ def advice(run: PlannedRun, largest: dict[str, int]) -> str:
 # ---- Time ----
 
 
-def training_flops(model: GPT, T: int, tokens: float) -> dict[str, float]:
-    """Return the FLOPs of a training run, counted in three ways.
+def flops_again(model: GPT, T: int) -> int:
+    """Return the FLOPs per token that recompute=blocks repeats: the forward pass of the blocks.
 
-    exact: 6 N + 12 L d T for each token, as train.py counts for MFU.
-    6ND: the rule of thumb 6 N D with all parameters (Kaplan et al., arXiv 2001.08361).
-    recomputed: with --recompute=blocks. The forward pass of the blocks then runs twice, that of the
-    head once. (In eager mode torch leaves out the last product of each block.) MFU counts `exact`.
+    (In eager mode torch leaves out the last product of each block.)
     """
-    n = model.num_params()
     c = model.config
-    per_token = model.flops_per_token(T)
-    in_blocks = n["matmul"] - c.vocab_size * c.n_embd  # weights; two FLOPs for each
-    again = 2 * in_blocks + 4 * c.n_layer * c.n_head * c.head_dim * T  # and q k^T, and its result v
-    recomputed = (per_token + again) * tokens
-    return {"exact": per_token * tokens, "6ND": 6 * n["total"] * tokens, "recomputed": recomputed}
+    in_blocks = model.num_params()["matmul"] - c.vocab_size * c.n_embd  # weights: two FLOPs each
+    return 2 * in_blocks + 4 * c.n_layer * c.n_head * c.head_dim * T  # and q k^T, and its result v
 
 
 def print_time(run: PlannedRun) -> None:
@@ -324,10 +303,11 @@ def print_time(run: PlannedRun) -> None:
     different = different_tokens(tokens, run.sets)
     if run.sets and different < 0.99 * tokens:
         ratio = f"{different / params:.3g} different ones, {ratio} with repetitions"
-    flops = training_flops(run.model, cfg.block_size, tokens)
-    work = f"{flops['exact']:.3g} (6 N + 12 L d T a token); {flops['6ND']:.3g} by 6 N D"
+    flops = tokens * run.model.flops_per_token(cfg.block_size)
+    work = f"{flops:.3g} (6 N + 12 L d T a token); {6 * params * tokens:.3g} by 6 N D"
     if cfg.recompute == "blocks":
-        work += f"; {flops['recomputed']:.3g} with the blocks' forward pass computed twice"
+        flops += tokens * flops_again(run.model, cfg.block_size)
+        work += f"; {flops:.3g} with the blocks' forward pass computed twice"
     step = f"{batch} = {plan.step_tokens:,} tokens a step"
     rows = {
         "batch": f"{step}\n{batch_warning(plan.step_tokens, cfg, cfg.nproc)}".strip(),
@@ -335,31 +315,25 @@ def print_time(run: PlannedRun) -> None:
         "tokens per parameter": f"{ratio} (Chinchilla's optimum: about 20)",
         "FLOPs": work,
     }
-    if run.device.tflops and not cfg.trial:
+    if run.device.tflops:
         rows |= rows_of_hours(run, flops)
     section("Time", rows)
 
 
-def rows_of_hours(run: PlannedRun, flops: dict[str, float]) -> dict[str, str]:
-    """Return how long the run takes at an assumed MFU, and which MFU --days means."""
+def rows_of_hours(run: PlannedRun, flops: float) -> dict[str, str]:
+    """Return how long so many FLOPs take, and the energy, at some shares of the peak."""
     cfg = run.cfg
-    in_an_hour = run.device.tflops * 1e12 * 3600 * cfg.nproc
-    at_peak = {kind: count / in_an_hour for kind, count in flops.items()}
+    at_peak = flops / (run.device.tflops * 1e12 * 3600 * cfg.nproc)  # hours
     rows = {}
     # A peak that is given may be a measured speed: a share of it would say nothing.
-    for mfu in (1.0,) if cfg.peak_tflops else (0.3, 0.4, 0.55):
-        hours = at_peak["recomputed" if cfg.recompute == "blocks" else "exact"] / mfu
+    for share in (1.0,) if cfg.peak_tflops else (0.3, 0.4, 0.55):
+        hours = at_peak / share
         text = duration(hours)
         if run.device.watts:
             kwh = hours * run.device.watts * cfg.nproc / 1e3
             energy = f"{kwh:,.1f} kWh" if kwh < 1e4 else f"{kwh / 1e3:,.0f} MWh"
             text += f", {energy} ({cfg.nproc:,} x {run.device.watts} W)"
-        text += f"; by 6 N D {duration(at_peak['6ND'])}" if mfu == 1 else ""
-        rows[f"at {mfu:.0%} of peak"] = text
-    if cfg.days:
-        shares = {kind: hours / (24 * cfg.days) for kind, hours in at_peak.items()}
-        text = f"MFU {shares['exact']:.1%}; by 6 N D {shares['6ND']:.1%} of peak"
-        rows[f"in {cfg.days:g} days"] = text
+        rows[f"at {share:.0%} of peak"] = text
     return rows
 
 
@@ -398,83 +372,6 @@ def print_loss(run: PlannedRun) -> None:
     section(f"Loss on {data.name}", rows)
 
 
-# ---- A trial ----
-
-TRIAL_STEPS = 20
-
-
-def print_trial(run: PlannedRun) -> None:
-    """Train 20 steps on this machine, and print what the whole run will take by them.
-
-    Only one save is counted, the one at the end: the others are written while the training goes on.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        command = trial_command(run, folder)
-        print(f"trial: {shlex.join(command[1:])}", flush=True)
-        start = time.perf_counter()
-        output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        ended = subprocess.run(command, **output, text=True)
-        wall = time.perf_counter() - start
-        if ended.returncode:
-            print(ended.stdout[-3000:], file=sys.stderr)
-            raise UserError(f"the trial ended with exit code {ended.returncode}, see above")
-        records = read_metrics(Path(folder) / "trial" / "metrics.jsonl")
-    seconds = [r["step_ms"] / 1e3 for r in records if "step_ms" in r]
-    evaluations = [r["eval_s"] for r in records if "eval_s" in r]
-    times = math.ceil(run.plan.steps / run.cfg.eval_every)
-    trial = estimate(seconds, evaluations, wall, run.plan.steps, times)
-
-    rate = run.plan.step_tokens / trial["step"]
-    flops = rate * run.model.flops_per_token(run.cfg.block_size) / run.cfg.nproc
-    mfu = f", MFU {flops / 1e12 / run.device.tflops:.1%}" if run.device.tflops else ""
-    rows = {
-        "a step": f"{1e3 * trial['step']:,.1f} ms (median), {rate:,.0f} tok/s{mfu}",
-        "spread": f"{1e3 * trial['fastest']:,.1f} to {1e3 * trial['slowest']:,.1f} ms",
-        "an evaluation": f"{trial['evaluation']:.2f} s, {times} times",
-        "start and end": f"{trial['start_and_end']:.1f} s",
-        "the whole run": duration(trial["all"] / 3600),
-    }
-    if run.device.kind == "cuda":
-        measured = max(r["memory_gb"] for r in records if "memory_gb" in r)
-        predicted = memory.step_memory(run.model, run.step).total / 1e9
-        rows["memory"] = f"{measured:.2f} GB at the peak, {predicted:.2f} predicted"
-    section(f"Measured by {TRIAL_STEPS} steps", rows)
-
-
-def trial_command(run: PlannedRun, folder: str) -> list[str]:
-    """Return the command that trains 20 steps of the run, and writes to `folder`."""
-    cfg = run.cfg
-    of_plan = {f.name for f in fields(cfg)} - {f.name for f in fields(TrainConfig)}
-    settings = {k: v for k, v in changes(cfg).items() if k not in of_plan}
-    settings |= dict(max_steps=TRIAL_STEPS, max_epochs=0.0, max_tokens=0, log_every=1)
-    settings |= dict(eval_every=10, save_every=TRIAL_STEPS, sample_every=0, tracker="off")
-    settings |= dict(out_dir=folder, run_name="trial", compile=run.step.compiled)
-    settings["init_from"] = "scratch" if cfg.init_from == "auto" else cfg.init_from
-    launcher = []
-    if cfg.nproc > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={cfg.nproc}"]
-    options = [f"--{k}={v}" for k, v in settings.items()]
-    return [sys.executable, *launcher, str(Path(__file__).with_name("train.py")), *options]
-
-
-def estimate(
-    seconds: list[float], evaluations: list[float], wall: float, steps: int, times: int
-) -> dict[str, float]:
-    """Estimate the seconds of a run of `steps` steps and `times` evaluations from a trial.
-
-    seconds: of each step of the trial; the first three warm up. wall: of the whole trial, with its
-    start and its end. In the result, `all` is the whole run if every step takes the median.
-    """
-    steady = seconds[3:]
-    step = statistics.median(steady)
-    evaluation = statistics.median(evaluations)
-    # What is left: import, compile, the longer time of the first three steps, a save, the plot.
-    overhead = wall - sum(evaluations) - sum(steady) - 3 * step
-    whole = overhead + steps * step + times * evaluation
-    figures = dict(step=step, fastest=min(steady), slowest=max(steady), evaluation=evaluation)
-    return figures | dict(start_and_end=overhead, all=whole)
-
-
 # --------------------------------------------------------------------------------------------------
 
 
@@ -489,8 +386,6 @@ def main() -> None:
     print_time(run)
     if cfg.loss:
         print_loss(run)
-    if cfg.trial:
-        print_trial(run)
 
 
 if __name__ == "__main__":

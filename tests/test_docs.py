@@ -42,17 +42,16 @@ def test_every_link_leads_somewhere(page):
 
 @pytest.mark.parametrize("page", ["docs/cost.md", "docs/zh/cost.md"])
 def test_a_page_shows_what_plan_py_prints(page, monkeypatch, capsys):
-    """Left out are trials, which take the time of a machine, and pictures."""
+    """Pictures are left out."""
     monkeypatch.chdir(REPO)
     text = (REPO / page).read_text(encoding="utf-8")
     shown = re.findall(r"(?ms)^```\n\$ python plan\.py (.*?[^\\])\n(.*?)^```", text)
     assert shown
     for command, lines in shown:
         options = shlex.split(command.replace("\\\n", " "))
-        if "--trial" not in options:
-            call(plan.main, *(o for o in options if not o.startswith("--png")))
-            printed = ["  ...", *capsys.readouterr().out.splitlines()]
-            assert [line for line in lines.splitlines() if line not in printed] == [], command
+        call(plan.main, *(o for o in options if not o.startswith("--png")))
+        printed = ["  ...", *capsys.readouterr().out.splitlines()]
+        assert [line for line in lines.splitlines() if line not in printed] == [], command
 
 
 @pytest.mark.slow

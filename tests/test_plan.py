@@ -55,16 +55,14 @@ def test_published_runs_on_a100_have_their_published_compute_and_mfu(
     capsys, shape, V, flops, gpus, days, mfu
 ):
     batch = ["--block_size=2048", "--batch_size=1", "--batch_tokens=4_194_304"]
-    place = ["--gpu=a100-80g", f"--nproc={gpus}", f"--days={days}"]
+    place = ["--gpu=a100-80g", f"--nproc={gpus}"]
     plan.print_time(the_run(*shape.split(), f"--vocab_size={V}", *batch, *place))
     output = capsys.readouterr().out
     exact, by_6nd = re.search(r"FLOPs +(\S+) \(.+; (\S+) by 6 N D", output).groups()
     assert float(by_6nd) == pytest.approx(flops, rel=0.003)
-    shares = re.search(rf"in {days} days +MFU (.+)%; by 6 N D (.+)% of", output).groups()
-    of_exact, of_6nd = (float(share) / 100 for share in shares)
-    assert of_6nd == pytest.approx(mfu, abs=0.005)
-    seconds = float(exact) / (gpus * 312e12 * of_exact)
-    assert seconds == pytest.approx(days * 86400, rel=0.005)
+    days_at_40 = float(re.search(r"at 40% of peak +(\S+) days", output)[1])
+    share = float(by_6nd) / float(exact)  # most published figures count no attention
+    assert 0.4 * days_at_40 / days * share == pytest.approx(mfu, abs=0.005)
 
 
 @pytest.mark.parametrize("tflops, minutes", [(75, 346), (165, 157)])
@@ -72,9 +70,11 @@ def test_minimind_takes_its_published_time_at_a_measured_speed(capsys, tflops, m
     """It is published for 26M parameters, and has 25.8M."""
     options = ["--vocab_size=6400", "--gpu=4090", "--max_tokens=10e9", f"--peak_tflops={tflops}"]
     call(plan.main, str(REPO / "config" / "minimind_26m.py"), *options)
+    output = capsys.readouterr().out
+    exact, by_6nd = map(float, re.search(r"FLOPs +(\S+) \(.+; (\S+) by 6 N D", output).groups())
     # A share of a measured speed would say nothing, so there is one row.
-    (by_6nd,) = re.findall(r"at .+% of peak.+ by 6 N D (.+) hours", capsys.readouterr().out)
-    assert 60 * float(by_6nd) == pytest.approx(minutes, rel=0.015)
+    (hours,) = re.findall(r"at .+% of peak +(\S+) hours", output)
+    assert 60 * float(hours) * by_6nd / exact == pytest.approx(minutes, rel=0.015)
 
 
 @pytest.mark.parametrize("gpu, computed_as_tf32", [("a100-80g", True), ("v100-32g", False)])
@@ -144,11 +144,11 @@ def test_the_flops_are_those_that_torch_counts_with_recompute_too(name):
     """
     model = make(name, vocab_size=256, dropout=0.1).train()
     x = ids(model, 2, 32)
-    flops = plan.training_flops(model, 32, x.numel())
-    assert flops["exact"] == counted_flops(model, x) == model.flops_per_token(32) * x.numel()
+    flops = model.flops_per_token(32) * x.numel()
+    assert counted_flops(model, x) == flops
     for block in model.blocks:
         block.recompute = True
-    assert flops["recomputed"] == counted_flops(model, x)
+    assert counted_flops(model, x) == flops + plan.flops_again(model, 32) * x.numel()
 
 
 @pytest.mark.parametrize(
@@ -222,25 +222,6 @@ def test_a_damaged_data_set_is_not_taken_for_none(tiny_data, tmp_path, refuses, 
     shutil.rmtree(tmp_path / "tiny")
     call(plan.main, *options)
     assert "assumed: no data set" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_trial_measures_the_run(tiny_data, capsys):
-    call(plan.main, *TINY, f"--data_dir={tiny_data}", "--max_steps=1000", "--trial")
-    rows = dict(re.findall(r"(?m)^  (\S.+?)  +(\S+)", capsys.readouterr().out))
-    fastest, median = (float(rows[name]) for name in ("spread", "a step"))
-    assert 0 < fastest <= median and "the whole run" in rows and "start and end" in rows
-
-
-def test_what_a_trial_says_of_a_run_is_the_sum_of_its_parts():
-    warm_up = [9.0, 2.0, 1.5]  # seconds of steps
-    seconds = [*warm_up, 1.0, 1.02, 0.98, 1.0, 1.01, 0.99, 1.0]
-    wall = 5.0 + sum(seconds) + 2 * 3.0  # 5 s for start and end, 3 s for each evaluation
-    trial = plan.estimate(seconds, [3.0, 3.0], wall, steps=1000, times=4)
-    assert trial["step"] == pytest.approx(1.0) and trial["evaluation"] == pytest.approx(3.0)
-    assert trial["start_and_end"] == pytest.approx(5.0 + sum(warm_up) - 3 * 1.0)
-    assert trial["all"] == pytest.approx(trial["start_and_end"] + 1000 + 4 * 3.0)
-    assert (trial["fastest"], trial["slowest"]) == (0.98, 1.02)
 
 
 @pytest.mark.parametrize(

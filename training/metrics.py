@@ -1,11 +1,9 @@
 """metrics.jsonl, the record of a run: one JSON object a line, each with the step it is about.
 
 The process that trains writes it. follow.py, plot.py and others read it, without torch.
-Below stands what the log says of the losses: of landmarks that they pass, of spikes.
 """
 
 import json
-import math
 import statistics
 import threading
 from collections.abc import Callable
@@ -78,58 +76,6 @@ def read_metrics(path: Path) -> list[dict]:
             if number < len(lines) or line.endswith(b"\n"):
                 raise UserError(f"{path}:{number}: damaged: delete this line") from None
     return records
-
-
-# --------------------------------------------------------------------------------------------------
-# Is my loss normal?
-
-# Landmarks are the losses of the simplest models of the data (text/landmarks.py).
-# name -> whose loss it is, and what a model whose loss is lower has learned
-LANDMARKS = {
-    "uniform": ("equal probabilities", "the model has begun to learn"),
-    "unigram": ("single-token frequencies", "it makes use of what stands before a token"),
-    "bigram": ("token pairs", "it makes use of more than the one token before"),
-}
-
-
-class Watch:
-    """Says once when the running loss of a run goes below each landmark, or fails to.
-
-    The running loss is the mean of the last 20 steps. What was said before a resume stands in the
-    records, so a checkpoint need not store it.
-    """
-
-    def __init__(self, records: list[dict]):
-        landmarks = next((r["landmarks"] for r in reversed(records) if "landmarks" in r), {})
-        lowest = min((landmarks.get(r.get("below"), math.inf) for r in records), default=math.inf)
-        self.ahead: dict[str, float] = {}  # the landmarks that are still to be passed, descending
-        for name in LANDMARKS:
-            # With little text, pairs of tokens predict worse than single tokens: then they are out.
-            if landmarks.get(name, math.inf) < lowest:
-                lowest = self.ahead[name] = landmarks[name]
-        self.warned = any("not_below" in r for r in records)
-
-    def look(self, losses: list[float], step: int, patience: float) -> tuple[dict, str] | None:
-        """Return the record and the line of what is to be said after a step, or None.
-
-        losses: of the steps up to this one. patience: from this step on, the loss should be below
-        that of single-token frequencies.
-        """
-        if len(losses) < 20:
-            return None
-        loss = sum(losses[-20:]) / 20
-        if passed := {name: landmark for name, landmark in self.ahead.items() if loss < landmark}:
-            self.ahead = {name: x for name, x in self.ahead.items() if name not in passed}
-            name, landmark = passed.popitem()  # the lowest
-            line = f"the loss is below that of {LANDMARKS[name][0]} ({landmark:.2f})"
-            return dict(step=step, below=name), f"{line}: {LANDMARKS[name][1]}"
-        if "unigram" in self.ahead and step >= patience and not self.warned:
-            self.warned = True
-            line = f"warning: the loss ({loss:.2f}) is still not below that of single-token"
-            line += f" frequencies ({self.ahead['unigram']:.2f}): is lr far too high or too low,"
-            line += f" are the texts right (prepare.py --inspect RUN --step {step})?"
-            return dict(step=step, not_below="unigram"), line
-        return None
 
 
 def spike(losses: list[float], loss: float) -> float:

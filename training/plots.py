@@ -12,11 +12,17 @@ import numpy as np
 
 from configurator import UserError
 from hardware.disk import write_whole
-from training.metrics import LANDMARKS, read_metrics
+from training.metrics import read_metrics
 
 # Okabe and Ito's colours, which people who cannot tell red from green can tell apart.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 GREY = "#666666"
+# The losses of the simplest models of the data (text/landmarks.py), and what those models know.
+LANDMARKS = {
+    "uniform": "equal probabilities",
+    "unigram": "single-token frequencies",
+    "bigram": "token pairs",
+}
 
 # What evaluations write to metrics.jsonl: key -> its name in the legend, and how it is drawn.
 EVALUATED = {
@@ -196,7 +202,7 @@ def draw_landmarks(ax: Any, runs: list[Run]) -> None:
         shared = all(run.landmarks == runs[0].landmarks for run in runs)
         if shared and bottom < loss < top - 0.04 * (top - bottom):  # room for the text
             ax.axhline(loss, color=GREY, lw=0.8, ls=(0, (6, 3)), zorder=0)
-            text = f"loss of {LANDMARKS[name][0]}: {loss:.2f}"
+            text = f"loss of {LANDMARKS[name]}: {loss:.2f}"
             place = ax.get_yaxis_transform()  # x in shares of the axis, y in losses
             ax.text(0.5, loss, text, transform=place, ha="center", va="bottom", c=GREY, fontsize=8)
 

@@ -9,6 +9,7 @@ import math
 import os
 import resource
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from configurator import columns, folded
 from hardware.machine import Machine
 from hardware.terminal import ProgressBar, in_a_terminal, quoted
 from text.windows import DataSet
-from training.metrics import MetricsFile, Watch, spike
+from training.metrics import MetricsFile, spike
 from training.plan import Plan, Progress
 from training.settings import TrainConfig
 
@@ -76,7 +77,9 @@ class Metrics:
     file: MetricsFile | None  # of this run, on rank 0; None on the others
 
     def __post_init__(self):
-        self.watch = Watch(self.file.records) if self.file else None
+        records = self.file.records if self.file else []
+        landmarks = [r["landmarks"] for r in records if "landmarks" in r]
+        self.unigram = landmarks[-1].get("unigram", math.inf) if landmarks else math.inf
         shown = self.machine.is_main and in_a_terminal()
         steps = dict(total=self.plan.steps, initial=self.progress.step)
         self.bar = ProgressBar("step", shown=shown, **steps)
@@ -156,10 +159,14 @@ class Metrics:
         line += f" | MFU {'n/a' if mfu is None else f'{mfu:.1%}'} | {record['step_ms']:.0f} ms"
         line += f" | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB"
         self.write(record, f"{line} | eta {in_words(record['eta_s'])}")
-        warmup = self.cfg.warmup_ratio * plan.steps
-        patience = max(100, 0.05 * plan.steps, 2 * warmup)
-        if self.watch and (news := self.watch.look(self.progress.losses, step, patience)):
-            self.write(*news)
+        # By this step, every model should have learned more than how frequent each token is.
+        patience = max(100, 0.05 * plan.steps, 2 * self.cfg.warmup_ratio * plan.steps)
+        mean = statistics.mean(self.progress.losses[-20:])
+        if clock.step < patience <= step and mean > self.unigram:
+            line = f"warning: the loss ({mean:.2f}) is still not below that of single-token"
+            line += f" frequencies ({self.unigram:.2f}): is lr far too high or too low,"
+            line += f" are the texts right (prepare.py --inspect RUN --step {step})?"
+            self.write(dict(step=step, not_below="unigram"), line)
         clock.restart(step)
 
     def log_eval(self, step: int, losses: dict[str, list[float]], seconds: float) -> float:

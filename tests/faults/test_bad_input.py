@@ -186,7 +186,6 @@ LAB = {
 PLAN = {
     "--gpu=a99 --max_steps=1": "gpu: 'a99'",
     "--gpu=v100-16g --dtype=bfloat16 --max_steps=1": "dtype=bfloat16",
-    "--gpu=h100 --trial --max_steps=1": "gpu",
     "--nproc=0 --max_steps=1": "nproc",
     "--gpu=h100": "max_steps",
     "--gpu=h100 --max_epochs=1 --dataset=gone": "gone",

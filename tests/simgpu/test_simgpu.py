@@ -153,7 +153,6 @@ def test_a_model_writes_on_a_simulated_gpu(options, folder):
 
 TOOLS = [
     f"plan.py {SMALL} {LLAMA}",
-    f"plan.py {SMALL} {LLAMA} {EAGER} --trial",
     f"-m bench.sweep {SMALL} --block_sizes 64 --batch_sizes 1 2 --accums 1 --seconds=0.1",
     f"-m bench.sweep {SMALL} {EAGER} --vary=optimizer,documents --rounds=1",
     f"-m bench.roof {SMALL} --compile=false --seconds=0.001",
