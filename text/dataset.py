@@ -140,30 +140,14 @@ def verify(folder: str | Path, meta: dict, split: str) -> None:
         raise UserError(f"{folder}/{split}.bin: {problem}; run prepare.py again")
 
 
-def verify_new(
-    sets: list[DataSet], verified: dict[str, list], say: Callable[[str], None]
-) -> dict[str, list[int]]:
-    """Verify the files whose stamp is not among the `verified` ones; return {path: stamp} of all.
-
-    So a resumed run does not have to read all its data again. A stamp is [bytes, ctime in ns]. The
-    ctime is the time of the last change of the file or of anything recorded about it, and it cannot
-    be set back. verified: path -> the stamps with which the file was verified before.
-    """
+def verify_all(sets: list[DataSet], say: Callable[[str], None]) -> None:
+    """Read all .bin files once, and raise UserError unless they have the hashes of meta.json."""
     files = bin_files(sets)
-    stamps = {}
-    unverified = []
-    for path in files:
-        stat = path.stat()
-        stamps[str(path)] = [stat.st_size, stat.st_ctime_ns]
-        if stamps[str(path)] not in verified.get(str(path), []):
-            unverified.append(path)
-    size = sum(stamps[str(path)][0] for path in unverified)
+    size = sum(path.stat().st_size for path in files)
     if size > 1e9:
         say(f"reading {size / 1e9:.1f} GB of data once, to verify it, before the first step")
-    for path in unverified:
-        data, split = files[path]
+    for data, split in files.values():
         verify(data.folder, data.meta, split)
-    return stamps
 
 
 def opened_files(sets: list[DataSet]) -> dict[Path, os.stat_result]:

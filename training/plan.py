@@ -57,7 +57,6 @@ class Progress:
     losses: list[float] = field(default_factory=list)  # the last 101 finite ones, for spike()
     bad_steps: int = 0  # steps skipped because their loss or gradient was not finite
     bad_in_a_row: int = 0  # how many such steps came in a row, up to the last step
-    data_files: dict[str, list] = field(default_factory=dict)  # path -> stamps of verified files
 
     @classmethod
     def of_checkpoint(cls, training: dict[str, Any]) -> "Progress":

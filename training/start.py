@@ -124,8 +124,10 @@ def build(described: Description, machine: Machine, folder: Path, lock: Lock | N
     if earlier:
         progress = Progress.of_checkpoint(earlier.training)
         cfg = replace(cfg, init_from=earlier.settings.get("init_from", "scratch"))
-    verify_data(machine, data.sets, progress)
-
+    # On each computer one rank reads the files, and the others wait.
+    machine.together(
+        lambda: dataset.verify_all(data.sets, say) if machine.local_rank == 0 else None
+    )
     cfg, plan, one_step = plan_run(cfg, machine, model, data.loader, progress, earlier)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     peak_of_all = peak * machine.world if peak else None
@@ -241,26 +243,6 @@ def open_model(
         block.recompute = cfg.recompute == "blocks"
     # A model that is sharded stays on the CPU, until each device gets its part.
     return model if shares(cfg, machine) else model.to(machine.device), earlier
-
-
-def verify_data(machine: Machine, sets: list[DataSet], progress: Progress) -> None:
-    """Verify the hashes of the data files, except those that the run has already verified.
-
-    On each computer one rank reads the files, and the others wait.
-    """
-
-    def verified_here() -> dict[str, list[int]]:
-        if machine.local_rank != 0:
-            return {}
-        return dataset.verify_new(sets, progress.data_files, machine.say)
-
-    # A stamp is [size, time of the last change] of a file. Computers may have different copies of a
-    # file, so a path has a list of stamps.
-    of_all_ranks = machine.gather(machine.together(verified_here))
-    progress.data_files = {}
-    for stamps in of_all_ranks:
-        for path, stamp in stamps.items():
-            progress.data_files.setdefault(path, []).append(stamp)
 
 
 def plan_run(

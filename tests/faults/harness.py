@@ -149,7 +149,6 @@ def result(out: Path) -> tuple:
     folder = out / "run" / "ckpt" / f"step_{STEPS:08d}"
     models = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("model.safetensors")}
     state = torch.load(folder / "train_state.pt", weights_only=True)
-    del state["data_files"]  # each round has a copy of the data
     records = read_metrics(out / "run" / "metrics.jsonl")
     return (
         models,
