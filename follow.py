@@ -1,10 +1,9 @@
 """Follow a run by its files: draw its loss, and send its metrics to wandb, SwanLab or TensorBoard.
 
 train.py starts this program beside each run (--tracker=off: it does not). It reads metrics.jsonl
-and writes loss.png, follow.json, and the texts of steps that were skipped (bad_steps/). Whatever
-happens to it, the training goes on. By hand it follows a run that is going on or over, also on
-another computer that sees the folder or a copy of it. It ends when the run does, or with Ctrl-C,
-and waits while another follow.py follows the same run.
+and writes loss.png and follow.json. Whatever happens to it, the training goes on. By hand it
+follows a run that is going on or over, also on another computer that sees the folder or a copy of
+it. It ends when the run does, or with Ctrl-C, and waits while another follow.py follows that run.
 
     python follow.py out/demo
     # on a computer with internet, for a run that was started without a tracker
@@ -31,7 +30,6 @@ from typing import Any, Literal
 from configurator import UserError, parse, run
 from hardware.disk import json_bytes, read_object, write_whole
 from hardware.terminal import in_a_terminal
-from text.replay import run_loader, sample_texts
 from training.metrics import read_metrics
 from training.plots import plot_loss
 
@@ -66,7 +64,6 @@ def main() -> None:
         name = "none"
     tracker = None
     inputs = [sys.stdin] if cfg.beside else []
-    seen = 0  # records that were read in the round before
     pause = 0.0
     over = False
     while not over:
@@ -77,8 +74,6 @@ def main() -> None:
         records = read_metrics(path)
         if not cfg.beside:
             over = any("ended" in record for record in records[-1:])
-        write_texts(folder, records[seen:], records)
-        seen = len(records)
         picture = draw(folder)
         if over:
             say(picture)
@@ -108,27 +103,6 @@ def draw(folder: Path) -> str:
         return f"loss plot: {plot_loss([folder], folder / 'loss.png')}"
     except Exception as e:  # no matplotlib, a full disk, or no loss yet
         return f"no loss plot: {reason(e)}"
-
-
-def write_texts(folder: Path, added: list[dict], records: list[dict]) -> None:
-    """Write what each skipped step has read to bad_steps/, so that people can look for the cause.
-
-    added: the records of which some may be of skipped steps. records: all of the run.
-    """
-    for record in added:
-        step = record["step"]
-        path = folder / "bad_steps" / f"step_{step:08d}.txt"
-        if "bad_step" not in record or path.exists():
-            continue  # if it exists, an earlier process has read the same step
-        try:
-            texts = sample_texts(*run_loader(folder / "metrics.jsonl", records, step))
-            blocks = "".join(f"\n---- {place}\n{text}\n" for place, text in texts)
-            content = f"step {step}: {record['bad_step']}\n{blocks}"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, content.encode("utf-8", "backslashreplace"))
-            say(f"the texts of the skipped step {step} are in {path}")
-        except (OSError, UserError) as e:
-            say(f"warning: no texts of the skipped step {step}: {reason(e)}")
 
 
 class Tracker:

@@ -262,7 +262,7 @@ def end_run(job: Job, broken: str, stopped: bool, signals: list[int]) -> None:
         raise UserError(f"{job.saver.failed}: make room; {goes_on}")
     if job.progress.gives_up():
         problem = f"{job.progress.bad_in_a_row} steps in a row without a finite loss and gradient"
-        advice = f"lower lr, or try dtype=float32, or read {job.folder}/bad_steps/"
+        advice = "lower lr, or try dtype=float32, or look at the texts of these steps"
         raise UserError(f"{problem}, the last at step {step}: {advice}; {goes_on}")
     if broken:
         unsaved = f"NaN or infinity in {broken}, so it was not saved: lower lr; {goes_on}"

@@ -14,7 +14,7 @@ def run_loader(path: Path, records: list[dict], step: int) -> tuple[list[DataSet
     """Return (data sets, loader, samples of the step) of a run.
 
     path: its metrics.jsonl, for error messages. records: the content of that file, which includes
-    the settings of the run. step: counted from 1, as in the log, metrics.jsonl and bad_steps/.
+    the settings of the run. step: counted from 1, as in the log and metrics.jsonl.
     Raises UserError if the records do not say what the step trained on, or if a data set was made
     again since then.
     """

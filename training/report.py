@@ -1,7 +1,7 @@
 """What a run says while it trains: log lines on the terminal, and the same as records in
 metrics.jsonl. Only rank 0 reports.
 
-All that only looks (loss.png, wandb and others, the texts of bad steps) reads these records, in a
+All that only looks (loss.png, wandb and others) reads these records, in a
 process of its own: follow.py. No fault there can touch a step.
 """
 
@@ -112,7 +112,8 @@ class Metrics:
         else:
             problem = f"loss {loss}, norm of the gradient {grad_norm}"
             record = dict(step=step, bad_step=problem, bad_steps=self.progress.bad_steps)
-            self.write(record, f"warning: {problem}: skipped")
+            texts = f"prepare.py --inspect {self.cfg.out_dir}/{self.cfg.run_name} --step {step}"
+            self.write(record, f"warning: {problem}: skipped ({texts} shows what it read)")
 
     def log_step(
         self, loss: float, lr: float, grad_norm: float, flops: int, peak: float | None, clock: Clock

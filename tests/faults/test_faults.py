@@ -255,21 +255,18 @@ def test_the_best_weights_are_saved_though_the_step_before_their_evaluation_was_
     assert metrics(run, "saved").keys() == {4, 8}
 
 
-def test_a_step_that_is_not_finite_is_skipped_counted_and_its_texts_are_kept(
+def test_a_step_that_is_not_finite_is_skipped_counted_and_its_texts_can_be_read(
     tiny_data, tmp_path, monkeypatch, capsys
 ):
     poison(monkeypatch, 5)  # the second micro-step of step 3
-    run = train_tiny(tiny_data, tmp_path, "--tracker=none")
+    run = train_tiny(tiny_data, tmp_path)
     assert "step 3/8 | warning: loss nan" in capsys.readouterr().out
     assert metrics(run, "loss").keys() == {1, 2, 4, 5, 6, 7, 8}
     assert metrics(run, "bad_steps") == {3: 1}
     model = from_pretrained(newest_checkpoint(run / "ckpt"))
     assert all(torch.isfinite(p).all() for p in model.parameters())
-    text = (run / "bad_steps" / "step_00000003.txt").read_text()
     call(prepare.main, "--inspect", run, "--step=3")
-    shown = capsys.readouterr().out
-    assert text.count("---- sample") == 8
-    assert all(part.strip() in text for part in shown.split("---- ")[1:])
+    assert capsys.readouterr().out.count("---- sample") == 8
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run_and_leave_the_last_good_checkpoint(

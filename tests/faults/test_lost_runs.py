@@ -78,7 +78,7 @@ def test_a_resume_records_the_checkpoint_that_a_killed_process_could_not_record(
 def test_overwrite_moves_the_earlier_run_out_of_the_way_with_all_that_is_in_its_folder(
     copied, finished, tiny_data, tmp_path, capsys
 ):
-    for name in ("notes.txt", "ckpt/step_00000004/model.gguf", "bad_steps/mine.txt", "wandb/x"):
+    for name in ("notes.txt", "ckpt/step_00000004/model.gguf", "bad/mine.txt", "wandb/x"):
         (copied / name).parent.mkdir(parents=True, exist_ok=True)
         (copied / name).write_text("precious")
     (copied / "ckpt" / "step_00000002").symlink_to(finished / "ckpt" / "step_00000004")
@@ -150,16 +150,13 @@ def test_a_run_and_the_disk_that_its_ckpt_links_to_have_one_writer(
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_no_file_of_a_run_is_written_through_a_link(copied, tiny_data, tmp_path, monkeypatch, link):
+def test_no_file_of_a_run_is_written_through_a_link(copied, tiny_data, tmp_path, link):
     (tmp_path / "thesis.tex").write_text("precious")
-    (copied / "bad_steps").mkdir()
-    for name in (".metrics.jsonl.tmp", ".loss.png.tmp", "bad_steps/step_00000005.txt"):
+    for name in (".metrics.jsonl.tmp", ".loss.png.tmp"):
         link(tmp_path / "thesis.tex", copied / name)
     shutil.rmtree(copied / "ckpt/step_00000008")
-    poison(monkeypatch, 0, 1)  # step 5, after the resume at step 4
     train_tiny(tiny_data, tmp_path, "--init_from=resume", "--save_every=100", "--tracker=none")
     assert (copied / "loss.png").read_bytes()
-    assert (copied / "bad_steps" / "step_00000005.txt").is_file()
     assert (tmp_path / "thesis.tex").read_text() == "precious"
 
 
