@@ -51,7 +51,7 @@ class Training:
     n_head: int = 12  # number of query heads
     n_kv_head: int = 0  # number of key/value heads; 0: n_head
     n_embd: int = 768  # width of the residual stream
-    d_ff: int = 0  # width inside the MLP; 0: 4 n_embd, for swiglu 8/3 n_embd
+    d_ff: int = 0  # width inside the MLP; 0: 4 n_embd, with a gate 8/3 n_embd
     mlp: Literal[("preset", *ACTIVATIONS)] = "preset"  # activation; gpt2: gelu, else swiglu
     bias: bool | Literal["preset"] = "preset"  # in linear layers and LayerNorm; gpt2: true
     tie_embeddings: bool | Literal["preset"] = "preset"  # lm_head is wte; gpt2: true
