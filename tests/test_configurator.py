@@ -13,7 +13,7 @@ import plot
 import prepare
 import sample
 import train
-from configurator import OneRankError, UserError, changes, parse, run
+from configurator import UserError, changes, parse
 from model import GPTConfig
 from sample import SampleConfig
 from text.settings import PrepareConfig
@@ -49,34 +49,16 @@ def test_later_sources_win_defaults_then_files_then_command_line(tmp_path):
     [
         (["--steps", "5"], Config(steps=5)),
         (["--steps=5e3"], Config(steps=5000)),
-        (["--steps=1234567890123456789"], Config(steps=1234567890123456789)),
         (["--steps=5", "--steps=7"], Config(steps=7)),
         (["--files", "p", "--files=q", "--files=r"], Config(files=("p", "q", "r"))),
-        (["--lr=1"], Config(lr=1.0)),
         (["--compile"], Config(compile=True)),
-        (["--compile=false"], Config(compile=False)),
         (["--compile", "auto", "--kind", "b"], Config(kind="b")),
-        (["--name=a=b"], Config(name="a=b")),
         (["--name="], Config(name="")),
         (["--files", "p", "q", "--steps=3"], Config(files=("p", "q"), steps=3)),
     ],
 )
 def test_every_spelling_of_an_option_is_understood(argv, want):
     assert parse(Config, argv) == want
-
-
-def test_arguments_that_are_no_options_can_fill_a_list():
-    argv = ["out/a.py", "--steps=3", "out/b", "--compile=true", "out/c"]
-    want = Config(files=("out/a.py", "out/b", "out/c"), steps=3, compile=True)
-    assert parse(Config, argv, positional="files") == want
-
-
-def test_a_file_can_give_a_dict_and_the_command_line_cannot(tmp_path):
-    Table = dataclasses.make_dataclass("Table", [("rows", dict)])
-    (tmp_path / "a.py").write_text("rows = {'x': {'y': 1}}\n")
-    assert parse(Table, [str(tmp_path / "a.py")]).rows == {"x": {"y": 1}}
-    with pytest.raises(UserError, match="rows"):
-        parse(Table, ["--rows={}"])
 
 
 PROGRAMS = {"train": TrainConfig, "prepare": PrepareConfig, "sample": SampleConfig}
@@ -110,13 +92,10 @@ def answer(cls, *argv: str) -> str:
     [
         (TrainConfig, "btach_size batchsize", "'batch_size'"),
         (TrainConfig, "n_layers nlayer", "'n_layer'"),
-        (TrainConfig, "optimiser", "'optimizer'"),
-        (SampleConfig, "promt", "'prompt'"),
         (PrepareConfig, "tokeniser", "'tokenizer'"),
         (TrainConfig, "lerning_rate", "lr"),  # a typo in the name of another trainer
         # Of a name with dots, the whole counts, or its last part.
         (TrainConfig, "training.seq_len", "block_size"),
-        (TrainConfig, "checkpoint.interval", "save_every"),
         (TrainConfig, "optimizer.lr", "'lr'"),
         # No setting is named for what only resembles it.
         (TrainConfig, "logit_cap beam val_part max_train_time embedder", "see --help"),
@@ -140,11 +119,7 @@ def test_all_settings_that_are_unknown_are_named_at_once(tmp_path):
 @pytest.mark.parametrize(
     "argv, named",
     [
-        (["--stepz=5"], "'steps'"),
-        (["--steps=five"], "int"),
-        (["--steps=1.5"], "int"),
         (["--steps=1e30"], "int"),
-        (["--lr=nan"], "float"),
         (["--steps=2B"], "10_000_000_000"),
         (["--kind=c"], "a|b"),
         (["--compile=maybe"], "true|false|auto"),
@@ -217,21 +192,3 @@ def test_no_setting_is_taken_for_an_abbreviation_of_a_torchrun_option():
     theirs = [name.lstrip("-") for action in actions for name in action.option_strings]
     for field in dataclasses.fields(TrainConfig):
         assert not [name for name in theirs if name.startswith(field.name)], field.name
-
-
-@pytest.mark.slow
-def test_of_several_processes_each_says_what_it_may_be_alone_with(monkeypatch, capsys):
-    """One GPU of eight may run out of memory: its rank says so. An error that all ranks find is
-    printed only by local rank 0, once for each machine.
-    """
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    errors = {OneRankError("no room"): "error: rank 3: no room\n", UserError("no file"): ""}
-    for error, said in errors.items():
-
-        def main(error=error):
-            raise error
-
-        with pytest.raises(SystemExit):
-            run(main)
-        assert capsys.readouterr().err == said
