@@ -95,8 +95,9 @@ def test_data_that_differ_between_computers_are_refused(tiny_data, tmp_path):
     meta = json.loads((tmp_path / "data1" / "tiny" / "meta.json").read_text(encoding="utf-8"))
     meta["splits"]["train"]["sha256"] = "0" * 64
     forge(tmp_path / "data1" / "tiny", "meta.json", json.dumps(meta).encode())
-    error = refusal(two(tmp_path, tiny_data, f"--data_dir={tmp_path}/data{{rank}}"))
-    assert "tiny/train.bin" in error and not (tmp_path / "out").exists()
+    ended = two(tmp_path, tiny_data, f"--data_dir={tmp_path}/data{{rank}}")
+    assert "tiny/train.bin" in refusal(ended) and not (tmp_path / "out").exists()
+    assert ended.stderr.count("error: ") == 1  # by one rank of a computer
 
 
 def test_all_ranks_train_with_the_settings_of_rank_0(tiny_data, tmp_path):
