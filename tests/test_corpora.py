@@ -17,7 +17,6 @@ from test_prepare import TEXTS, documents, prepare_set
 
 import prepare
 from text import sources
-from text.encode import segments
 from text.records import record_text
 
 
@@ -203,8 +202,6 @@ def test_cleaning_is_off_unless_asked_for_and_counted_when_it_is(tmp_path):
 
 # -- documents larger than a segment --
 
-LONG_TEXTS = ["", "a", "word " * 50, "无空格" * 100, "x\n" * 100, " " * 200, "a  b" * 60]
-
 
 def test_a_long_document_in_segments_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
     words = " ".join(record_text(r)[0] for r in make_records(60))
@@ -215,13 +212,6 @@ def test_a_long_document_in_segments_has_the_tokens_of_the_whole(tmp_path, monke
     in_segments, _ = prepare_set(tmp_path, corpus, name="in_segments", **options)
     for split in ("train.bin", "val.bin"):
         assert (in_segments / split).read_bytes() == (whole / split).read_bytes()
-
-
-@pytest.mark.parametrize("text", LONG_TEXTS)
-def test_segments_put_together_are_the_document(monkeypatch, text):
-    monkeypatch.setattr("text.encode.SEGMENT", 30)
-    assert "".join(segments(text)) == text
-    assert max(map(len, segments(text))) <= 60
 
 
 def test_folders_and_globs_are_read_in_a_fixed_order_each_file_once(tmp_path, monkeypatch):

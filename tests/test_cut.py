@@ -67,13 +67,6 @@ def test_learned_tokens_are_cut_between_two_of_them(tmp_path, suffix, monkeypatc
         (["a" * 50, "b" * 40, "c" * 10], ["a" * 50, "b" * 40], ["c" * 10], {"val_fraction": 0.1}),
         # The hash puts all of these into one split.
         (["the same"] * 10, ["the same"] * 8, ["the same"] * 2, {"val_fraction": 0.2}),
-        # Short ones do not count.
-        (
-            ["x" * 100, "short", "y" * 100],
-            ["x" * 100, "y" * 80],
-            ["y" * 20],
-            {"val_fraction": 0.1, "min_tokens": 10},
-        ),
     ],
 )
 def test_the_cut_is_made_in_the_documents_that_are_kept(tmp_path, texts, train, val, options):

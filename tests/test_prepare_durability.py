@@ -64,11 +64,12 @@ def journal(data: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> list[Path]:
-    """Three files of a few chunks each. One is compressed; the last one repeats the first one."""
+    """Three files of a few chunks each, and an empty one. One is compressed; one is there twice."""
     folder = tmp_path_factory.mktemp("corpus")
     files = [write_jsonl(folder / f"{i}.jsonl", make_records(4000, seed=i % 2)) for i in range(3)]
     (folder / "1.jsonl.gz").write_bytes(gzip.compress(files[1].read_bytes()))
     files[1] = folder / "1.jsonl.gz"
+    files.append(write_jsonl(folder / "3.jsonl", []))
     return files
 
 

@@ -18,10 +18,9 @@ from test_prepare import documents, prepare_set, tiktoken_file
 
 import prepare
 from configurator import UserError
-from text import folders, formats, records, sources
+from text import formats, records, sources
 from text.dataset import open_dataset
 from text.formats import Reader
-from text.ranks import Ranks
 from text.records import Tally
 from text.settings import PrepareConfig
 from text.sources import Source
@@ -168,17 +167,6 @@ def test_a_data_set_with_a_file_of_somebody_stays_under_another_name(
         call(prepare.main, "--input", *corpus, *options(data))
 
 
-def test_a_finished_set_that_waits_is_not_encoded_again(
-    corpus, reference, tmp_path, refuses, monkeypatch
-):
-    with monkeypatch.context() as bad_disk:
-        bad_disk.setattr(folders, "put_in_place", fails)
-        refuses(prepare.main, "--input", *corpus, *options(tmp_path, "--shard_mb=64"))
-    monkeypatch.setattr(prepare.Encoder, "__call__", None)  # which would fail
-    call(prepare.main, "--input", *corpus, *options(tmp_path, "--shard_mb=64"))
-    assert contents(tmp_path / "set") == reference and os.listdir(tmp_path) == ["set"]
-
-
 KILLS = {
     "between them": f"""
 rename = disk.Path.rename
@@ -240,19 +228,6 @@ def test_damage_to_an_interrupted_preparation_is_found_and_made_good(
     call(prepare.main, "--input", *corpus, *options(tmp_path))
     assert contents(tmp_path / "set") == reference and os.listdir(tmp_path) == ["set"]
     assert "made again" in capsys.readouterr().out
-
-
-def test_an_interrupted_preparation_goes_on_also_after_a_disk_that_failed_for_a_moment(
-    corpus, reference, interrupted, tmp_path, refuses, monkeypatch, capsys
-):
-    shutil.copytree(interrupted, tmp_path / ".set.tmp")
-    with monkeypatch.context() as bad_disk:
-        bad_disk.setattr("text.encode.reopened", fails)
-        error = refuses(prepare.main, "--input", *corpus, *options(tmp_path))
-    assert "train.bin: Input/output error" in error
-    call(prepare.main, "--input", *corpus, *options(tmp_path))
-    assert "continuing after" in capsys.readouterr().out
-    assert contents(tmp_path / "set") == reference
 
 
 @pytest.mark.parametrize("reading", [1, 2])
@@ -334,13 +309,6 @@ def test_after_a_change_an_interrupted_preparation_begins_anew(
     assert "continuing after" not in capsys.readouterr().out
     call(prepare.main, "--input", *files, *options(tmp_path, model, *more, "--name=fresh"))
     assert contents(tmp_path / "set") == contents(tmp_path / "fresh")
-
-
-def test_an_empty_last_file_belongs_to_a_process_too():
-    sources = [Source(Path(str(i)), "jsonl", str(i), size) for i, size in enumerate((5, 5, 0))]
-    for world in (1, 2, 3, 4):
-        shares = [prepare.share_of(sources, Ranks(rank, world)) for rank in range(world)]
-        assert [s.name for share in shares for s in share] == ["0", "1", "2"]
 
 
 def test_no_memory_is_one_clear_line(corpus, tmp_path, refuses, monkeypatch):
@@ -565,15 +533,6 @@ def test_chunks_are_small_however_their_records_are_nested(tmp_path):
     path.write_text(json.dumps(values))
     chunks = list(Reader([Source.at(path, "json")], PrepareConfig(max_record_mb=1)).chunks())
     assert max(len(chunk.records) for chunk in chunks) <= 3
-
-
-def test_equal_blocks_are_equal_wherever_they_stand_in_a_file(tmp_path):
-    for i in range(30):
-        text = f"poem {i}\nline two"
-        (tmp_path / f"{i}a.txt").write_text(text)
-        (tmp_path / f"{i}b.txt").write_text(text + "\n\n" + text)
-    folder, _ = prepare_set(tmp_path, *sorted(tmp_path.glob("*.txt")), txt="block")
-    assert set(documents(folder).values()) == {3} and len(documents(folder)) == 30
 
 
 def test_text_in_fields_that_are_not_read_is_counted(tmp_path, capsys):
