@@ -8,12 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import call, make_records, prepared, train_tiny, write_jsonl
+from conftest import make_records, prepared, train_tiny, write_jsonl
 from test_prepare import TEXTS, tiktoken_file
 
 import prepare
-import sample
-import train
 from configurator import UserError
 from text.dataset import load_tokenizer
 from text.hf_tokenizer import from_hugging_face, to_hugging_face
@@ -268,49 +266,9 @@ def test_one_vocabulary_with_two_rules_is_two_tokenizers(tmp_path, refuses):
     assert "b was made with another tokenizer than a" in error
 
 
-def test_a_checkpoint_has_the_tokenizer_of_its_start_whatever_becomes_of_the_data_set(
-    tiny_data, tmp_path, monkeypatch
-):
-    shutil.copytree(tiny_data / "tiny", tmp_path / "data" / "tiny")
-    model = tmp_path / "data" / "tiny" / "tokenizer.model"
-    original = model.read_bytes()
-    evaluate = train.evaluate
-
-    def damage(*args, **options):
-        model.write_bytes(b"?")
-        return evaluate(*args, **options)
-
-    with monkeypatch.context() as damaged:
-        damaged.setattr(train, "evaluate", damage)
-        folder = checkpoint(tmp_path / "data", tmp_path)
-    assert (folder / "tokenizer.model").read_bytes() == original != model.read_bytes()
-    call(sample.main, f"--ckpt={folder}", "--max_new_tokens=3", "--device=cpu")
-
-
 def test_a_sentencepiece_folder_with_another_eos_is_refused(tiny_data, tmp_path):
     shutil.copy(tiny_data / "tiny" / "tokenizer.model", tmp_path)
     assert from_hugging_face(tmp_path).prefix == [1]  # a text of Llama begins with <s>
     write_files(tmp_path, {"special_tokens_map.json": {"eos_token": "<|im_end|>"}})
     with pytest.raises(UserError, match="eos"):
         from_hugging_face(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "train"])
-def test_a_word_for_a_tokenizer_takes_nothing_from_a_folder_of_that_name(
-    tmp_path, monkeypatch, name
-):
-    own = Tiktoken.from_file(tiktoken_file(tmp_path / "v.tiktoken"))
-    monkeypatch.setattr(Tiktoken, "by_name", lambda name: own)
-    monkeypatch.chdir(tmp_path)
-    write_files(tmp_path / name, {"tokenizer.json": {"mine": 1}})
-    folder = prepared(tmp_path, make_records(100), f"--tokenizer={name}")
-    assert not (folder / "tokenizer.json").exists()
-
-
-def test_a_chat_template_is_kept_where_tokenizer_json_is_made(tiny_data, tmp_path):
-    folder = write_files(tmp_path / "m", {"tokenizer_config.json": {"chat_template": "MINE"}})
-    shutil.copy(tiny_data / "tiny" / "tokenizer.model", folder)
-    prepared(tmp_path, make_records(100), f"--tokenizer={folder}")
-    saved = checkpoint(tmp_path, tmp_path)
-    assert (saved / "tokenizer.json").exists()
-    assert read(saved / "tokenizer_config.json")["chat_template"] == "MINE"
