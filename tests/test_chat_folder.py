@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import call, prepared, train_tiny
+from conftest import prepared
 from test_hf_tokenizer import bpe, checkpoint, read, write_files
 
-import sample
 from hardware.disk import damage
 from text.chat import chatml, marks_of, turns_of
 from text.dataset import load_tokenizer, open_dataset, open_split
@@ -157,20 +156,6 @@ def test_only_conversations_replace_a_chat_template(tiny_data, tmp_path):
     assert not CHAT_FILES & {path.name for path in plain.iterdir()}
     mixed = checkpoint(tmp_path, tmp_path / "2", "--dataset=texts,chats", *SHORT)
     assert CHATML in read(mixed / "tokenizer_config.json")["chat_template"]
-
-
-def test_the_folder_is_resumed_sampled_tuned_and_deleted_as_any_other(tmp_path):
-    prepared(tmp_path, records(conversations(100)))
-    run = train_tiny(tmp_path, tmp_path, "--keep=1")
-    train_tiny(tmp_path, tmp_path, "--keep=1", "--init_from=resume", "--max_steps=16")
-    saved = sorted(path.name for path in (run / "ckpt").iterdir())
-    assert "step_00000016" in saved and len(saved) <= 2  # the last one, and the best
-    folder = run / "ckpt" / "step_00000016"
-    call(sample.main, f"--ckpt={folder}", "--max_new_tokens=3", "--device=cpu")
-    prepared(tmp_path / "again", records(conversations(60)), f"--tokenizer={folder}")
-    tuned = checkpoint(tmp_path / "again", tmp_path / "again", f"--init_from={folder}")
-    for name in CHAT_FILES | {"tokenizer_config.json"}:
-        assert (tuned / name).read_bytes() == (folder / name).read_bytes()
 
 
 ANSWERS = {"Why?": "because", "为什么？": "因为"}
