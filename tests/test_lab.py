@@ -16,7 +16,6 @@ from conftest import REPO, TINY, call, make_records, metrics, prepared
 import model
 from bench import lab, lab_results
 from bench.lab_results import Result
-from training.settings import TrainConfig
 
 QUESTION = """
 question = "Does a higher rate help?"
@@ -217,17 +216,6 @@ def run_with(*losses: float, tokens: int = 100, seconds: float = 1.0) -> Result:
     return Result(at, np.array(losses), {"tiny": losses[-1]}, 1000, seconds)
 
 
-def test_variants_are_compared_by_the_seeds_of_both_so_that_luck_cancels():
-    runs: dict = {"a": {}, "b": {9: run_with(7.0)}, "c": {9: run_with(1.0)}}
-    for seed, luck in enumerate((0.0, 5.0, -7.0)):
-        runs["a"][seed] = run_with(luck + 2.0)
-        runs["b"][seed] = run_with(luck + 1.5 + 0.01 * seed)
-    a, b = lab_results.compare(runs, ["a"])
-    assert (a.variant, b.variant) == ("a", "b") and b.losses.keys() == {0, 1, 2}
-    assert b.loss_error > 3 and b.difference_error == pytest.approx(0.01 / math.sqrt(3))
-    assert b.difference == pytest.approx(-0.49) and b.verdict == "better"
-
-
 @pytest.mark.parametrize(
     "loss, sign, times",
     [
@@ -280,10 +268,3 @@ def test_options_win_over_the_question_and_the_question_over_its_config(tmp_path
 def test_a_mistake_in_the_variants_is_one_line(tmp_path, refuses, variants, message):
     (tmp_path / "q.py").write_text(f"question = '?'\nvariants = {variants}\n")
     assert message in refuses(lab.main, str(tmp_path / "q.py"), "--max_steps=1", "--dataset=x")
-
-
-def test_a_longer_baseline_has_the_whole_schedule_stretched():
-    cfg = TrainConfig(max_steps=100, max_tokens=10_000, max_epochs=1.0)
-    longer = lab.stretched(cfg, 2.5)
-    assert longer.max_steps == 250
-    assert (longer.max_tokens, longer.max_epochs) == (25_000, 2.5)
