@@ -50,13 +50,6 @@ def test_every_cell_has_figures_that_agree_with_each_other(tmp_path, capsys):
     assert headings == [f"# {facts['machine']}", "## T", "## B", "## accum"]
 
 
-def test_what_a_step_costs_at_least_is_measured_where_no_cell_has_one_token(tmp_path):
-    out = tmp_path / "sweep.json"
-    call(sweep.main, *SMALL, "--vary=B", "--batch_sizes", "1", f"--json={out}")
-    facts = json.loads(out.read_text())
-    assert [c["T"] for c in facts["cells"]] == [32] and "of one token" in facts["any step"]
-
-
 @pytest.mark.parametrize("axis", ["optimizer", "documents"])
 def test_the_values_of_a_setting_take_turns_and_are_compared_with_the_first(
     axis, tiny_data, tmp_path
