@@ -16,7 +16,7 @@ import harness
 import pytest
 import torch
 import warm
-from conftest import REPO, TINY, call, forge, make_records, metrics, prepared, torchrun, train_tiny
+from conftest import REPO, TINY, call, forge, make_records, metrics, prepared, train_tiny
 from safetensors.torch import load_file
 
 import prepare
@@ -166,19 +166,6 @@ def test_another_batch_goes_on_with_the_next_window(copied, tiny_data, tmp_path,
     tokens, epochs = metrics(copied, "tokens"), metrics(copied, "epoch")
     assert [tokens[step] for step in (7, 8, 9, 12)] == [7 * 256, 8 * 256, 8 * 256 + 512, 4096]
     assert max(tokens) == 12 and epochs[12] / epochs[8] == pytest.approx(2)
-
-
-@pytest.mark.slow
-def test_another_number_of_processes_goes_on_with_the_same_windows(
-    copied, finished, tiny_data, tmp_path
-):
-    """Two processes continue after step 4: all ranks have one place in the data together."""
-    shutil.rmtree(copied / "ckpt" / "step_00000008")
-    torchrun(2, tiny_data, tmp_path, "--init_from=resume", run=warm.run)
-    for key in ("loss", "val_loss"):
-        assert metrics(copied, key) == pytest.approx(metrics(finished, key), rel=1e-5)
-    assert metrics(copied, "first_sample") == {0: 0, 4: 32}
-    assert metrics(copied, "step_samples") == {0: 8, 4: 8}
 
 
 def test_settings_that_are_changed_on_resume_take_effect(finished, tiny_data, tmp_path):
