@@ -313,10 +313,11 @@ def test_two_processes_learn_answers_as_one_does(chat_data, tmp_path, shard):
     options = [*ON_ANSWERS, "--documents=pack", "--grad_clip=0", "--batch_size=1"]
     options.append("--loss_per=document")  # so its weights are those of the whole step, too
     single = train_tiny(chat_data, tmp_path / "single", *options)
-    options.append(f"--shard={shard}")
+    options += [f"--shard={shard}", "--sample_every=8"]
     double = torchrun(2, chat_data, tmp_path / "double", *options, run=warm.run)
     for key in ("loss", "grad_norm", "val_loss", "val_document_loss"):
         assert metrics(double, key) == pytest.approx(metrics(single, key), rel=1e-4), key
+    assert metrics(double, "sample").keys() == {8}
 
 
 def test_a_step_between_two_answers_is_not_bad(tmp_path, tiny_data):
