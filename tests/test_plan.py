@@ -6,19 +6,17 @@ import sys
 import pytest
 import torch
 from conftest import REPO, TINY, call, metrics, train_tiny
-from test_memory import FP32, on_meta
 from test_model import ODD, ids, make
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import plan
 from configurator import parse
-from model import GPT, PRESETS, GPTConfig
+from model import GPT
 from training import memory
 from training.checkpoint import newest_checkpoint
-from training.memory import Step, step_memory
 from training.plan import even_batch
-from training.settings import TrainConfig, model_config, wants_compile
+from training.settings import TrainConfig, wants_compile
 
 
 def the_run(*options: str) -> plan.PlannedRun:
@@ -31,16 +29,6 @@ def largest_batch(run: plan.PlannedRun) -> int:
 
 
 # -- known answers, from public papers and notes --
-
-
-def test_a_6b_model_in_fp32_holds_24_24_and_48_gb():
-    size = dict(n_layer=28, n_embd=4096, n_head=16, block_size=2048)
-    model = on_meta(GPTConfig(**PRESETS["gpt2"] | size))
-    parts = step_memory(model, Step(1, 64, 2, FP32, False))[1]
-    P = model.num_params()["total"]
-    assert P == pytest.approx(6e9, rel=0.03)
-    gb = {k: parts[k] / P * 6 for k in ("weights", "gradients", "optimizer")}
-    assert gb == pytest.approx({"weights": 24, "gradients": 24, "optimizer": 48}, rel=0.01)
 
 
 GPT3 = "--preset=gpt2 --n_layer=96 --n_embd=12288 --n_head=96 --max_tokens=300e9"
@@ -99,19 +87,6 @@ def test_the_batch_sizes_beside_those_of_a_well_known_note_are_ours(page):
 # -- the command, and batch_size=auto --
 
 
-def test_the_plan_says_all_that_one_asks_before_a_run(capsys):
-    options = ["--gpu=a100-80g", "--nproc=6", "--vocab_size=32000", "--max_steps=1000"]
-    call(plan.main, str(REPO / "config" / "train_1b.py"), *options)
-    output = capsys.readouterr().out
-    for words in ("parameters", "fits", "--shard=all", "kWh", "ended by max_steps"):
-        assert words in output
-    # The parts of the memory are what the device needs.
-    rows = re.findall(r"(?m)^  (.+?) +([\d.]+) GB(?: of [\d.]+: fits)?$", output)
-    *parts, (name, needed) = rows
-    assert name == "all"
-    assert float(needed) == pytest.approx(sum(float(gb) for _, gb in parts), abs=0.01)
-
-
 def test_a_plan_counts_different_tokens_of_the_data_that_would_be_taken(
     tiny_data, tmp_path, capsys
 ):
@@ -162,45 +137,6 @@ def test_a_plan_that_does_not_fit_names_the_flags_that_do(capsys, gpu, given):
     flags = re.search(r"it fits with (.+)", capsys.readouterr().out)[1]
     run = the_run(*options, *flags.split())
     assert memory.needed(run.model, run.step) < run.device.bytes
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/status")
-def test_a_resume_takes_little_more_host_memory_than_what_it_keeps(tiny_data, tmp_path):
-    """Measured with 13M parameters: at most 6 bytes each beyond weights and moments.
-
-    On a CPU these stay; on a GPU they would not. Pages of files that are mapped are not counted:
-    the system takes them back.
-    """
-    options = ["--n_embd=512", "--n_layer=4", "--max_steps=1", f"--out_dir={tmp_path}"]
-    options += ["--batch_tokens=32", "--eval_tokens=32"]
-    train_tiny(tiny_data, tmp_path, *options)
-    measured = (
-        "import re, configurator, train\n"
-        "from training import start\n"
-        "def memory(key):\n"
-        "    status = open('/proc/self/status').read()\n"
-        "    return 1024 * int(re.search(key + r':\\s+(\\d+)', status)[1])\n"
-        "read, loop = start.read_training, train.loop\n"
-        "def read_noted(*args):\n"
-        "    print('before', memory('RssAnon'))\n"
-        "    return read(*args)\n"
-        "def loop_noted(*args):\n"
-        "    print('most', memory('RssAnon'))\n"  # freed memory is kept: it counts too
-        "    return loop(*args)\n"
-        "start.read_training, train.loop = read_noted, loop_noted\n"
-        "configurator.run(train.main)\n"
-    )
-    settings = [*TINY, *options, f"--data_dir={tiny_data}", "--init_from=resume"]
-    command = [sys.executable, "-c", measured, *settings]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    model = on_meta(model_config(parse(TrainConfig, settings), 400))
-    P = sum(p.numel() for p in model.parameters())
-    numbers = (re.search(rf"^{key} (\d+)", done.stdout, re.M) for key in ("before", "most"))
-    before, most = (int(number[1]) for number in numbers)
-    # What the planning of the windows has freed before is used again: 1 % at most.
-    assert 0.99 * 12 * P < most - before < 18 * P
 
 
 def test_the_model_to_fine_tune_is_the_one_that_is_planned(
