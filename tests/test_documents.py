@@ -1,7 +1,6 @@
 """Attention within documents, windows that are packed with them, and losses that weigh them."""
 
 import json
-import shutil
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -14,9 +13,7 @@ from test_model import ODD, make
 
 import prepare
 import sample
-from hardware import kernels
 from hardware.disk import file_sha256
-from hardware.kernels import document_mask
 from hardware.machine import start as start_machine
 from model import GPT
 from text.dataset import DataSet, open_datasets, open_windows, train_loader
@@ -67,34 +64,6 @@ def test_a_masked_window_is_its_documents_run_alone(name, compiled):
     if compiled:  # documents that begin elsewhere need no other code
         with torch._dynamo.config.patch(error_on_recompile=True):
             forward(ids.flip(1), targets, weights, EOS)
-
-
-class OnGPU(torch.Tensor):
-    """Numbers that say that they are on a GPU, to reach the code for it."""
-
-    is_cpu = False
-    is_cuda = True
-
-
-@pytest.mark.parametrize(
-    "head_dim, dropout, compiled, capability, flex",
-    [
-        (16, 0.0, True, (8, 0), True),
-        (8, 0.0, True, (9, 0), False),  # FlexAttention refuses such heads
-        (64, 0.1, True, (9, 0), False),
-        (64, 0.0, False, (9, 0), False),
-        (64, 0.0, True, (7, 0), False),
-    ],
-)
-def test_flex_attention_is_taken_where_it_runs_and_else_a_mask_of_the_queries_dtype(
-    monkeypatch, head_dim, dropout, compiled, capability, flex
-):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(kernels, "block_mask", lambda: lambda *args: "flex")
-    model = make("llama", head_dim=head_dim, dropout=dropout).train()
-    begins = torch.zeros(2, 5, dtype=torch.long).as_subclass(OnGPU)
-    mask = document_mask(model, begins, torch.bfloat16, compiled)
-    assert mask == "flex" if flex else mask.dtype == torch.bfloat16
 
 
 # -- packing --
@@ -158,12 +127,6 @@ def test_packing_fills_the_windows_and_is_best_fit():
     assert lengths.sum() / (count * 512) > 0.97
     # 7 goes first, then 6. 4 fits behind 6 exactly; 3 fits behind 7, where 1 would be left.
     assert best_fit(np.array([3, 7, 4, 6]), 10)[0].tolist() == [0, 0, 1, 1]
-
-
-def test_a_data_set_in_a_folder_below_and_windows_of_one_token_train(tiny_data, tmp_path):
-    shutil.copytree(tiny_data / "tiny", tmp_path / "sub" / "tiny")
-    options = ["--dataset=sub/tiny", "--block_size=1", "--documents=pack", "--batch_tokens=4"]
-    train_tiny(tmp_path, tmp_path, *options, "--eval_tokens=64", "--max_steps=2")
 
 
 # -- weights --
