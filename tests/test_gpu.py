@@ -13,7 +13,6 @@ from conftest import end, metrics, resumes, train_tiny
 from peak import measured_peak
 from test_documents import EOS, text_of_documents
 from test_model import ODD, ids, make
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hardware.decoding import record_decoding
 from hardware.machine import Machine
@@ -209,23 +208,6 @@ def test_the_predicted_peak_is_max_memory_allocated_within_5_percent(name, B, T,
 # -- speed --
 
 
-def test_the_residual_stream_and_its_norms_stay_in_bf16():
-    needs_bf16()
-    model = make("qwen3").to(DEVICE).train()
-    dtypes = set()
-
-    def note(module, args, out):
-        dtypes.update((args[0].dtype, out.dtype))
-
-    for module in model.modules():
-        if isinstance(module, torch.nn.RMSNorm):
-            module.register_forward_hook(note)
-    x = ids(model, 2, 32).to(DEVICE)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        model(x, x)
-    assert dtypes == {torch.bfloat16}
-
-
 def test_generations_at_once_do_not_disturb_each_other():
     """Each generation has its own CUDA graph. One that is given up frees the memory of its graph,
     and the graph of a third generation is recorded into this memory.
@@ -239,48 +221,6 @@ def test_generations_at_once_do_not_disturb_each_other():
     del second
     assert torch.equal(torch.stack(list(model.generate(prompts[2], 24, temperature=0))), alone[2])
     assert torch.equal(torch.stack([*tokens, *first]), alone[0])
-
-
-@pytest.fixture
-def chosen(monkeypatch) -> list[SDPBackend]:
-    """The kernels that attention has chosen, call by call."""
-    sdpa = F.scaled_dot_product_attention
-    choices = []
-
-    def spy(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
-        arguments = (q, k, v, attn_mask, dropout_p, is_causal)
-        choices.append(SDPBackend(torch._fused_sdp_choice(*arguments)))
-        return sdpa(*arguments)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    return choices
-
-
-def test_generation_records_one_step_and_replays_it(chosen):
-    """Python calls attention three times in each layer: for a step that prepares, for the step that
-    is recorded, and for the prompt. Steps do not use cuDNN, which would make a new plan for each
-    length.
-    """
-    model = make("llama", head_dim=64, n_embd=384, block_size=64).to(DEVICE, torch.float16).eval()
-    record_decoding(model)
-    for _ in model.generate(ids(model, 1, 8).to(DEVICE), 30):
-        pass
-    assert len(chosen) == 3 * model.config.n_layer
-    assert SDPBackend.CUDNN_ATTENTION not in chosen[: 2 * model.config.n_layer]
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_attention_in_bf16_takes_cudnn_or_flash(head_dim, chosen):
-    needs_bf16()
-    fast = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-    model = make("llama", head_dim=head_dim, n_embd=6 * head_dim, block_size=1024)
-    model.to(DEVICE).train()
-    x = ids(model, 2, 1024).to(DEVICE)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        model(x, x).backward()
-        assert len(chosen) == model.config.n_layer and set(chosen) <= set(fast)
-        with sdpa_kernel(fast):  # raises an error if neither of the two can compute it
-            model(x, x)
 
 
 @pytest.mark.parametrize(
