@@ -53,16 +53,6 @@ def generated(model: GPT, prompt: torch.Tensor, count: int, **how) -> torch.Tens
 # -- architecture --
 
 
-def test_gpt2_has_the_published_number_of_parameters():
-    with torch.device("meta"):
-        n = GPT(GPTConfig(**PRESETS["gpt2"])).num_params()
-    assert n["total"] == 124_439_808  # GPT-2 small
-    positions = 1024 * 768
-    norms = (2 * 12 + 1) * 2 * 768
-    biases = 12 * (3 + 1 + 4 + 1) * 768
-    assert n["matmul"] == 124_439_808 - positions - norms - biases
-
-
 @pytest.mark.parametrize(
     "shape",
     [
@@ -71,12 +61,9 @@ def test_gpt2_has_the_published_number_of_parameters():
         dict(n_layer=0),
         dict(head_dim=5),
         dict(mlp="swish"),  # an unknown kind once trained GELU, without a word
-        dict(norm="swish"),
         dict(rope_scaling="linear"),
-        dict(rope_scaling="linear:1e-300"),
         dict(rope_scaling="ntk:2"),
         dict(rope_scaling="yarn:4,16,1,32,1.1"),  # FAST and SLOW the wrong way round
-        dict(rope_scaling="llama3:8,4,1,16"),
         dict(rope_scaling="linear:2", pos="learned"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from conftest import call
 
 import plot
-from training.plots import differences, limits, read_run, smoothed
+from training.plots import differences, limits, read_run
 
 SETTINGS = dict(run_name="a", dataset="web", n_layer=12, lr=6e-4, seed=1, block_size=64)
 
@@ -62,13 +62,6 @@ def test_the_first_steps_and_a_spike_do_not_flatten_the_rest(tmp_path):
     assert 2.5 < low < 3 and 3.5 < high < 6
     spiked = write_run(tmp_path / "b", falling() | {510: 1e4})
     assert limits([read_run(spiked, "steps", "loss")])[0] == pytest.approx(low, abs=0.5)
-
-
-def test_smoothing_keeps_a_line_and_takes_out_noise():
-    line = np.linspace(9, 3, 400)
-    assert np.allclose(smoothed(line)[:390], line[:390])
-    noise = np.random.default_rng(0).normal(size=10_000)
-    assert smoothed(noise)[1000:].std() < 0.2
 
 
 def test_time_is_that_of_the_steps_and_units_are_those_of_the_records(tmp_path):

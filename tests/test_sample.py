@@ -16,7 +16,6 @@ from model import GPT
 from text.dataset import load_tokenizer
 from text.train_tokenizer import write_alphabet
 from training.checkpoint import newest_checkpoint
-from training.huggingface import from_pretrained
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +47,6 @@ def test_the_newest_or_the_best_checkpoint_is_taken_and_named(copied, tmp_path, 
     assert newest in taken()
     with pytest.raises(configurator.UserError, match="--which=best"):
         taken("--which=best")
-
-
-def test_a_checkpoint_is_all_that_the_decoded_greedy_tokens_need(out, tmp_path, capsys):
-    folder = shutil.copytree(newest_checkpoint(out / "run" / "ckpt"), tmp_path / "moved")
-    model = from_pretrained(folder).eval()
-    tokenizer = load_tokenizer(folder)
-    idx = torch.tensor([[tokenizer.eos_id, *tokenizer.encode("模型").tolist()]])
-    tokens = [int(t) for t in model.generate(idx, 40, temperature=0)]
-    options = ["--prompt=模型", "--max_new_tokens=40", "--temperature=0", "--stop_at_eos=false"]
-    call(sample.main, f"--ckpt={folder}", "--device=cpu", "--dtype=float32", *options)
-    text = b"".join(map(tokenizer.token_bytes, tokens)).decode(errors="replace")
-    assert capsys.readouterr().out == f"模型{text}\n"
 
 
 def test_too_many_at_once_is_one_line(out, tiny_data, capsys):

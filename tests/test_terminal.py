@@ -12,7 +12,7 @@ from conftest import call, make_records, train_tiny, write_jsonl
 import prepare
 import sample
 import train
-from configurator import folded, help_text
+from configurator import help_text
 from hardware.terminal import quoted
 from training.settings import TrainConfig
 
@@ -99,13 +99,6 @@ def test_where_there_is_no_terminal_there_is_no_bar(tiny_data, tmp_path, capfd):
 def test_help_fits_into_the_terminal(in_terminal):
     written = in_terminal(lambda: print(help_text(TrainConfig, train.__doc__)))
     assert max(map(len, written.splitlines())) <= 80
-
-
-def test_a_line_is_folded_between_words_behind_its_own_indent():
-    assert folded("  one two three four", 16) == "  one two three\n      four"
-    assert folded("  one\n\n  two", 5) == "  one\n\n  two"
-    assert folded("标题：一二三", 10) == "标题：一二\n    三"
-    assert folded("one two", 0) == "one two"
 
 
 def test_a_sample_cannot_be_taken_for_the_log_or_move_the_cursor():
