@@ -3,7 +3,6 @@
 import bz2
 import gzip
 import importlib.util
-import io
 import json
 import lzma
 import random
@@ -162,15 +161,6 @@ def test_only_a_vocabulary_that_was_trained_here_can_be_too_large(tmp_path, tiny
     for tokenizer in ("train", tiny_data / "tiny"):
         prepare_set(tmp_path, corpus, tokenizer=tokenizer, vocab_size=290)
         assert ("--vocab_size" in capsys.readouterr().out) == (tokenizer == "train")
-
-
-def test_standard_input_is_read_like_a_file(tmp_path, monkeypatch):
-    data = gzip.compress(jsonl(MANY).encode())
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
-    folder, meta = prepare_set(tmp_path, "-")
-    assert documents(folder) == Counter(MANY)
-    (source,) = meta["sources"]
-    assert source["path"] == "standard input" and source["bytes"] == len(data)
 
 
 def test_format_reads_files_of_other_names(tmp_path):

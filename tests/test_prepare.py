@@ -138,16 +138,6 @@ def test_every_record_format_gives_the_same_documents(tmp_path, suffix):
     assert meta["records"]["bad"] == {}
 
 
-def test_a_byte_order_mark_within_joined_files_is_no_bad_record(tmp_path):
-    texts = [f"document {n}" for n in range(60)]
-    half = "".join(json.dumps({"text": text}) + "\r\n" for text in texts)
-    path = tmp_path / "joined.jsonl"
-    path.write_text("\ufeff" + half + "\ufeff" + half + "\ufeff\n\u3000\n", newline="")
-    folder, meta = prepare_set(tmp_path, path)
-    assert documents(folder) == Counter(texts * 2)
-    assert meta["records"]["bad"] == {}
-
-
 WHOLE = "file {0}, line one\nline two\n\n \nblock two of {0}\n"
 BLOCKS = ["file {0}, line one\nline two", "block two of {0}"]  # also the last one has no line end
 
