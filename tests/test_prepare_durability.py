@@ -201,6 +201,8 @@ def test_several_processes_make_the_same_data_set_as_one(corpus, reference, tmp_
     run = under_torchrun(3, corpus, tmp_path, *OF_REFERENCE)
     assert run.returncode == 0, run.stderr[-2000:]
     assert contents(tmp_path / "set") == contents(reference)
+    sources = open_dataset(tmp_path / "set")["sources"]
+    assert [source["path"] for source in sources] == list(map(str, corpus))
     assert sorted(os.listdir(tmp_path)) == ["set"]
 
 
