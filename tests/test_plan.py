@@ -1,7 +1,5 @@
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch

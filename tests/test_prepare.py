@@ -298,7 +298,7 @@ def test_the_demo_corpus_is_prose_and_the_same_every_time():
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared corpora")
-def test_gpt2_counts_of_a_real_corpus_equal_tiktoken(tmp_path, monkeypatch):
+def test_a_real_corpus_is_prepared_with_the_stored_tokenizer_of_gpt2(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
     corpus = tmp_path / "some.jsonl"
     with gzip.open(SHARED / "corpora" / "oi_wiki_zh.jsonl.gz", "rt", encoding="utf-8") as f:
