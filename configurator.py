@@ -247,7 +247,8 @@ def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
         frames = traceback.extract_tb(e.__traceback__)
         lines = ["?", *(frame.lineno for frame in frames if frame.filename == path)]
         source = f"config file {path}, line {getattr(e, 'lineno', lines[-1])}"
-        raise UserError(f"{source}: {type(e).__name__}: {' '.join(str(e).split())}") from None
+        problem = " ".join(str(getattr(e, "msg", e)).split())  # msg is without file and line
+        raise UserError(f"{source}: {type(e).__name__}: {problem}") from None
     settings = {k: v for k, v in namespace.items() if not k.startswith("_")}
     settings = {k: v for k, v in settings.items() if not isinstance(v, types.ModuleType)}
     refuse_unknown(cls, dict.fromkeys(settings, f"config file {path}"))

@@ -74,7 +74,7 @@ def main() -> None:
         records = read_metrics(path)
         if not cfg.beside:
             over = any("ended" in record for record in records[-1:])
-        picture = draw(folder)
+        picture = draw(folder, records)
         if over:
             say(picture)
         try:
@@ -97,11 +97,13 @@ def reason(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def draw(folder: Path) -> str:
+def draw(folder: Path, records: list[dict]) -> str:
     """Draw loss.png. Return where it is, or why there is none."""
+    if not any("loss" in record for record in records):
+        return "no loss plot: there is no loss yet"
     try:
         return f"loss plot: {plot_loss([folder], folder / 'loss.png')}"
-    except Exception as e:  # no matplotlib, a full disk, or no loss yet
+    except Exception as e:  # no matplotlib, or a full disk
         return f"no loss plot: {reason(e)}"
 
 

@@ -7,7 +7,7 @@
     python plan.py config/demo.py --max_steps=5000 --loss
 
 Like train.py, it takes the data set that was prepared last, unless --dataset names one. It plans
-without data if --vocab_size is given and --dataset is not, or if nothing is prepared.
+without data if --vocab_size is given and the data set is not there, or if nothing is prepared.
 
 Every setting of train.py is accepted too. The answers come from formulas: those in
 training/memory.py, flops_per_token in model.py, and those below. (What a run takes on this machine
@@ -119,10 +119,12 @@ def prepared(cfg: PlanConfig) -> list[DataSet]:
         return []  # a plan for other data than what is prepared here
     try:
         return open_datasets(cfg.dataset or newest_dataset(cfg.data_dir), cfg.data_dir)
-    except UserError:
+    except UserError as e:
         names = [part.partition(":")[0].strip() for part in cfg.dataset.split(",")]
         if needs_data or any((Path(cfg.data_dir) / name / "meta.json").exists() for name in names):
             raise
+        if cfg.dataset and not cfg.vocab_size:
+            raise UserError(f"{e}; --vocab_size=N plans without it") from None
         return []
 
 

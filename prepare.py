@@ -91,6 +91,8 @@ def inspect(cfg: PrepareConfig) -> None:
             verify(data.folder, data.meta, "train")
         texts = sample_texts(sets, loader, samples)
     else:
+        if (folder / "metrics.jsonl").is_file():
+            raise UserError(f"--inspect {folder}: the folder of a run: add --step N")
         meta = open_dataset(folder)
         print(folded(printable(look.report(meta, folder)), columns()))
         for split in ("train", "val"):

@@ -158,6 +158,8 @@ def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
     run = Path(cfg.ckpt) if cfg.ckpt else newest_run(Path(cfg.out_dir))
     if run is None:
         raise UserError(f"no checkpoint under {cfg.out_dir}/: train one first, or name a --ckpt")
+    if not run.is_dir() and not nanogpt_file(run):
+        raise UserError(f"--ckpt {run}: no such folder")
     if (run / "config.json").exists() or nanogpt_file(run):
         return run, str(run)
     losses = losses_of(run)

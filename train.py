@@ -75,7 +75,8 @@ def train(job: Job) -> None:
         broken = not_finite(job.model, machine)
 
     job.metrics.close()
-    machine.say(f"checkpoint: {newest_checkpoint(job.folder / 'ckpt')}")
+    if newest := newest_checkpoint(job.folder / "ckpt"):
+        machine.say(f"checkpoint: {newest}")
     if dist.is_initialized():
         dist.destroy_process_group()
     end_run(job, broken, stopped, signals)

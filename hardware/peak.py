@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from hardware.terminal import plural
+
 # What datasheets call dtypes, of two that torch does not tell apart the faster one first.
 DTYPES = {"tf32": torch.float32, "fp32": torch.float32}
 DTYPES |= {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -117,7 +119,7 @@ def device_name(device: torch.device) -> str:
     cpuinfo = Path("/proc/cpuinfo")
     model = cpuinfo.exists() and re.search(r"model name\s*: (.+)", cpuinfo.read_text())
     name = model[1] if model else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
+    return f"{name}, {plural(torch.get_num_threads(), 'thread')}"
 
 
 def repeat(statement: str, names: dict[str, object]):

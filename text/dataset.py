@@ -50,7 +50,8 @@ def read_meta(folder: Path) -> dict:
         return meta
     except FileNotFoundError:
         others = sorted(path.parent.name for path in folder.parent.glob("*/meta.json"))
-        make = f"`python prepare.py --input FILE --name {folder.name}` makes one"
+        options = "" if folder.name == "demo" else f" --input FILE --name {folder.name}"
+        make = f"`python prepare.py{options}` makes one"
         prepared = f"; prepared are {', '.join(others)}" if others else ""
         raise UserError(f"no data set in {folder}: {make}{prepared}") from None
     except OSError as e:
@@ -164,7 +165,8 @@ def check_files(sets: list[DataSet], opened: dict[Path, os.stat_result]) -> None
     for path, (data, split) in bin_files(sets).items():
         mapped = opened[path]
         current = path.stat() if path.exists() else mapped
-        unchanged = (current.st_size, current.st_mtime_ns) == (mapped.st_size, mapped.st_mtime_ns)
+        # Nobody can set back the ctime, of the last change of the file or of what is said of it.
+        unchanged = (current.st_size, current.st_ctime_ns) == (mapped.st_size, mapped.st_ctime_ns)
         if current.st_ino == mapped.st_ino and not unchanged:
             open_dataset(data.folder)  # compares the size
             verify(data.folder, data.meta, split)

@@ -95,11 +95,20 @@ def remove_old(old: Path) -> None:
 def replace_set(new: Path, target: Path) -> None:
     """Put the finished folder in the place of the old data set, then delete the old one.
 
-    An old data set with a file that prepare.py did not write stays, as .NAME.old.
+    An old data set with a file that prepare.py did not write stays, as .NAME.old; one that was made
+    of none of the files of the new one stays, as NAME.old.
     """
-    old = put_in_place(new, target)
-    if old:
+    is_remade = not (target / "meta.json").exists() or inputs_of(target) & inputs_of(new)
+    old = put_in_place(new, target, "" if is_remade else f"{target.name}.old")
+    if is_remade and old:
         remove_old(old)
+    elif old:
+        note(f"the data set of that name, which was made of other files, is {old} now")
+
+
+def inputs_of(folder: Path) -> set[str]:
+    """Return the files that a data set was made of, and those that were skipped."""
+    return {source["path"] for source in unseal(folder / "meta.json")["sources"]}
 
 
 def remove_scratch(scratch: Path) -> None:

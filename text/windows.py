@@ -160,7 +160,8 @@ class PackedWindows(Windows):
         places = self.places(start)
         inputs, targets = places[:-1], places[1:]
         # A target stands behind the token before it in the split, or begins a document behind an
-        # eos. The first token of a tail does neither: its eos says nothing of it.
+        # eos. The rest of a document that is cut, in another window, does neither: the eos before
+        # it says nothing of it. (Where targets is 0 or -1, the look at the token before is idle.)
         begins_document = (targets == 0) | (self.tokens[targets - 1] == self.eos_id)
         return np.where((inputs == targets - 1) | begins_document, targets, -1)
 

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import OneRankError
+from configurator import OneRankError, UserError
 from hardware.kernels import document_mask
 from hardware.machine import Machine, out_of_memory
 from hardware.memory import capacity
 from model import GPT, Block
-from training.memory import Step, auto_batch
+from training.memory import Step, auto_batch, needed
 from training.plan import even_batch
 from training.settings import TrainConfig
 from training.step import Batch, autocast
@@ -31,8 +31,18 @@ def fit_batch(
     step = Step(1, cfg.block_size, 2, machine.dtype, compiled, machine.device.type, machine.world)
     fits = max(1, min(machine.gather(auto_batch(model, step.of(cfg), capacity(machine.device)))))
     B = last if last and last <= fits else even_batch(fits, cfg, machine.world)
-    machine.say(f"batch_size=auto: {B} (at most {fits} predicted to fit)")
+    machine.say(f"batch_size=auto: {B}")
     return B
+
+
+def check_room(model: GPT, step: Step, machine: Machine) -> None:
+    """Raise UserError if a step will need far more memory than there is, by its prediction."""
+    size = needed(model, step)
+    room = capacity(machine.device)
+    if size > 1.25 * room:  # predictions are a few percent off, and a CPU may swap a little
+        gb = f"{size / 1e9:.1f} GB of memory, and there are {room / 1e9:.1f}"
+        advice = "plan.py, with the same settings, says what fits; --batch_size=auto takes it"
+        raise UserError(f"batch_size={step.B} needs {gb}: {advice}")
 
 
 def compile_blocks(model: GPT) -> None:
@@ -80,6 +90,7 @@ def compile_now(forward: Callable, batch: Batch, machine: Machine) -> None:
     Raises UserError if it cannot be compiled here, without a C++ compiler or on an old GPU.
     """
     start = time.perf_counter()
+    machine.say("compiling: this takes a while")
     try:
         with autocast(machine):
             forward(*batch).backward()

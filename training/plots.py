@@ -2,6 +2,7 @@
 
 import io
 import math
+import textwrap
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass
@@ -238,6 +239,7 @@ def name_runs(fig: Any, ax: Any, runs: list[Run], colours: list[Any]) -> None:
         title = f"{len(runs)} runs, their lowest validation losses, and where their settings differ"
         handles = []
         for run, settings, colour in zip(runs, differences(runs), colours, strict=False):
-            handles.append(Patch(color=colour, label=f"{run.name}{run.best} {settings}"[:200]))
+            label = textwrap.shorten(f"{run.name}{run.best} {settings}", 300)
+            handles.append(Patch(color=colour, label=textwrap.fill(label, 125)))
         fig.legend(handles=handles, loc="outside lower left", fontsize=8, frameon=False)
     ax.set_title(title, loc="left", fontsize=10)

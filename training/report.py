@@ -8,6 +8,7 @@ process of its own: follow.py. No fault there can touch a step.
 import math
 import os
 import resource
+import shlex
 import signal
 import statistics
 import subprocess
@@ -110,10 +111,9 @@ class Metrics:
             line = f"fp16 overflow: skipped, the loss is scaled by {scale:g} now"
             self.write(dict(step=step, loss_scale=scale), line)
         else:
-            problem = f"loss {loss}, norm of the gradient {grad_norm}"
+            problem = f"loss {loss:.4g}, norm of the gradient {grad_norm:.4g}"
             record = dict(step=step, bad_step=problem, bad_steps=self.progress.bad_steps)
-            texts = f"prepare.py --inspect {self.cfg.out_dir}/{self.cfg.run_name} --step {step}"
-            self.write(record, f"warning: {problem}: skipped ({texts} shows what it read)")
+            self.write(record, f"warning: {problem}: skipped; {self.texts_of(step)}")
 
     def log_step(
         self, loss: float, lr: float, grad_norm: float, flops: int, peak: float | None, clock: Clock
@@ -166,9 +166,14 @@ class Metrics:
         if clock.step < patience <= step and mean > self.unigram:
             line = f"warning: the loss ({mean:.2f}) is still not below that of single-token"
             line += f" frequencies ({self.unigram:.2f}): is lr far too high or too low,"
-            line += f" are the texts right (prepare.py --inspect RUN --step {step})?"
+            line += f" are the texts right? {self.texts_of(step)}"
             self.write(dict(step=step, not_below="unigram"), line)
         clock.restart(step)
+
+    def texts_of(self, step: int) -> str:
+        """Return the command that shows what a step has read."""
+        run = shlex.quote(f"{self.cfg.out_dir}/{self.cfg.run_name}")
+        return f"its texts: python prepare.py --inspect {run} --step {step}"
 
     def log_eval(self, step: int, losses: dict[str, list[float]], seconds: float) -> float:
         """Report an evaluation after a step, and return the validation loss.

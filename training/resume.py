@@ -120,7 +120,7 @@ def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> O
             raise UserError(f"{folder} holds {others[0]!r} and no run: give another --run_name")
     elif cfg.init_from != "auto":  # which goes on with a run that ended before it saved anything
         if not cfg.overwrite:
-            advice = "--init_from=resume goes on with it, --overwrite moves it out of the way"
+            advice = "--init_from=auto goes on with it, --overwrite moves it out of the way"
             raise UserError(f"{folder} holds an earlier run: {advice}, --run_name=NAME is another")
         if path is not None and folder.resolve() in path.resolve().parents:
             raise UserError(f"--overwrite would move {path}: give the new run another --run_name")
@@ -147,7 +147,7 @@ def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -
         advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
         raise UserError(f"no checkpoint in {ckpt_dir} is intact ({evidence[0]}): {advice}")
     if cfg.init_from == "resume":
-        advice = "name another run with --run_name, or use init_from=scratch"
+        advice = "--init_from=auto begins it, --run_name=NAME is another"
         raise UserError(f"init_from=resume: there is no checkpoint in {ckpt_dir}; {advice}")
     return None
 

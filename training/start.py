@@ -34,7 +34,7 @@ from training.job import Data, Job
 from training.memory import Step
 from training.metrics import MetricsFile, read_metrics
 from training.optimizer import make_optimizer
-from training.parallel import compile_now, fit_batch, shares, wrap
+from training.parallel import check_room, compile_now, fit_batch, shares, wrap
 from training.plan import Plan, Progress, make_plan
 from training.report import Metrics
 from training.runs import replace_run, run_folder
@@ -129,6 +129,7 @@ def build(described: Description, machine: Machine, folder: Path, lock: Lock | N
         lambda: dataset.verify_all(data.sets, say) if machine.local_rank == 0 else None
     )
     cfg, plan, one_step = plan_run(cfg, machine, model, data.loader, progress, earlier)
+    machine.together(lambda: check_room(model, one_step, machine))
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     peak_of_all = peak * machine.world if peak else None
     if machine.local_rank == 0 and not machine.is_main:

@@ -128,7 +128,7 @@ def take_step(
     scaler.unscale_(optimizer)
     parameters = list(model.parameters())
     if batch.weights is not None:
-        # So far the weighted losses were divided by the number of targets. Divide by the mean of
+        # So far the weighted losses were divided by the number of positions. Divide by the mean of
         # the weights instead: it differs from step to step.
         # If nothing in the step counts, as between two answers, the gradient is 0.
         factor = machine.world / all_sum(mean_weight).clamp(min=1e-12)

@@ -78,6 +78,7 @@ TRAIN = {
     "--dtype=float16 --device=cpu": "dtype=float16",
     "--n_embd=36": "head_dim=9",
     "--block_size=999999": "block_size=999999",
+    "--batch_size=9000000 --batch_tokens=300_000_000": "batch_size=9000000 needs",
     "--n_embd=400000 --n_layer=400": "n_layer or n_embd",
     f"--d_ff={9 * 10**18}": "out of memory",
     "--dataset=nothing": "{data}/nothing",
@@ -96,7 +97,7 @@ TRAIN = {
     "--out_dir={log} --init_from=resume --max_steps=9": "metrics.jsonl:1",
 }
 SAMPLE = {
-    "--ckpt=nowhere": "--ckpt nowhere",
+    "--ckpt=nowhere": "--ckpt nowhere: no such folder",
     "--out_dir={mine}": "{mine}",
     "--ckpt={root}/no_tokenizer": "no_tokenizer/tokenizer.model",
     "--tokenizer=nothing": "--tokenizer nothing",
@@ -127,6 +128,7 @@ PREPARE = {
     "--input": "--input",
     "--val_fraction=0": "val_fraction",
     "--inspect {out}/run --step=5": "--step=5",
+    "--inspect {out}/run": "add --step",
     "--name=a/b": "name",
     "--inspect {data}/tiny --step=3": "--step",
     "en.jsonl": "--input FILE",

@@ -167,6 +167,14 @@ def test_a_data_set_with_a_file_of_somebody_stays_under_another_name(
         call(prepare.main, "--input", *corpus, *options(data))
 
 
+def test_a_data_set_of_other_files_is_not_replaced(corpus, tmp_path, capsys):
+    old, _ = prepare_set(tmp_path, corpus[0])
+    earlier = contents(old)
+    call(prepare.main, "--input", corpus[1], *options(old.parent))
+    assert contents(old.parent / "set.old") == earlier != contents(old)
+    assert f"{old.parent / 'set.old'} now" in capsys.readouterr().err
+
+
 KILLS = {
     "between them": f"""
 rename = disk.Path.rename
