@@ -164,7 +164,7 @@ def test_bad_records_are_skipped_counted_and_shown_with_their_line(tmp_path, cap
     assert records["dropped"] == {"empty": 1} and records["shapes"] == {"{text}": 21}
     report = capsys.readouterr().out
     assert "c.jsonl:21: not valid JSON" in report
-    assert "c.jsonl:22: {question} is no known shape" in report
+    assert "c.jsonl:22: {question} has no text in a known field" in report
     assert "c.jsonl:24: " in report
     assert "bad: 3" in report and "dropped: 1" in report
 

@@ -269,7 +269,7 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str]:
         parts = [get(record, key) for key in ("instruction", "input", "output")]
         return "\n".join(filter(None, parts)), "{instruction, input, output}"
     names = printable(", ".join(map(str, record)))[:80]
-    raise ValueError(f"{{{names}}} is no known shape: give --fields=question,answer")
+    raise ValueError(f"{{{names}}} has no text in a known field: --fields=NAME names another")
 
 
 def get(record: dict, key: str) -> str:
