@@ -104,7 +104,8 @@ def compile_now(forward: Callable, batch: Batch, machine: Machine) -> None:
     except Exception as e:
         if out_of_memory(e):
             raise
-        reason = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
+        first_line = str(e).partition("\n")[0]
+        reason = f"{type(e).__name__}: {first_line}"
         raise OneRankError(f"torch.compile failed: {reason}: train with --compile=false") from e
     forward.zero_grad(set_to_none=True)
     machine.say(f"compiled in {time.perf_counter() - start:.1f} s")

@@ -1,8 +1,8 @@
 """What a run says while it trains: log lines on the terminal, and the same as records in
 metrics.jsonl. Only rank 0 reports.
 
-All that only looks (loss.png, wandb and others) reads these records, in a
-process of its own: follow.py. No fault there can touch a step.
+All that only looks (loss.png, wandb and others) reads these records, in a process of its own:
+follow.py. No fault there can touch a step.
 """
 
 import math
