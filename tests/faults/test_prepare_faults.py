@@ -196,7 +196,7 @@ disk.Path.unlink = first
 @pytest.mark.parametrize("at", KILLS)
 def test_a_kill_at_the_two_renames_loses_no_data_set(corpus, reference, tmp_path, refuses, at):
     """The old data set has another name for a moment."""
-    folder, meta = prepare_set(tmp_path, write_jsonl(tmp_path / "old.jsonl", make_records(40)))
+    folder, meta = prepare_set(tmp_path, corpus[0])
     data = folder.parent
     killed(data, KILLS[at], *corpus)
     assert (data / ".set.old").is_dir() and folder.exists() == (at != "between them")
