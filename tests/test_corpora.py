@@ -143,7 +143,7 @@ def test_a_brace_in_fields_that_is_not_around_a_name_is_refused_before_any_work(
     [
         ({"b": "text"}, ["--fields=a"], ["1 of 51", "--max_bad", "c.jsonl:51"]),
         ({"messages": [{"role": "user", "content": "?"}]}, [], ["without an answer", "c.jsonl:51"]),
-        ({"question": "?"}, [], ["{question}", "--fields=question,answer"]),
+        ({"question": "?"}, [], ["{question}", "--fields=NAME"]),
         ("text", ["--max_bad=0"], ["c.jsonl:51", "--max_bad"]),
     ],
 )

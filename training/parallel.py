@@ -102,7 +102,8 @@ def compile_now(forward: Callable, batch: Batch, machine: Machine) -> None:
             forward.train()
         machine.synchronize()
     except Exception as e:
-        if out_of_memory(e):
+        of_compiler = type(e).__module__.startswith(("torch._dynamo", "torch._inductor"))
+        if out_of_memory(e) or not of_compiler:  # another rank has ended, or it is a bug
             raise
         first_line = str(e).partition("\n")[0]
         reason = f"{type(e).__name__}: {first_line}"
