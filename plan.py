@@ -7,7 +7,7 @@
     python plan.py config/demo.py --max_steps=5000 --loss
 
 Like train.py, it takes the data set that was prepared last, unless --dataset names one. It plans
-without data if --vocab_size is given and the data set is not there, or if nothing is prepared.
+without data if nothing is prepared, or if --vocab_size is given and --dataset names none that is.
 
 Every setting of train.py is accepted too. The answers come from formulas: those in
 training/memory.py, flops_per_token in model.py, and those below. (What a run takes on this machine
@@ -279,7 +279,7 @@ def advice(run: PlannedRun, largest: dict[str, int]) -> str:
 # ---- Time ----
 
 
-def flops_again(model: GPT, T: int) -> int:
+def repeated_flops(model: GPT, T: int) -> int:
     """Return the FLOPs per token that recompute=blocks repeats: the forward pass of the blocks.
 
     (In eager mode torch leaves out the last product of each block.)
@@ -308,7 +308,7 @@ def print_time(run: PlannedRun) -> None:
     flops = tokens * run.model.flops_per_token(cfg.block_size)
     work = f"{flops:.3g} (6 N + 12 L d T a token); {6 * params * tokens:.3g} by 6 N D"
     if cfg.recompute == "blocks":
-        flops += tokens * flops_again(run.model, cfg.block_size)
+        flops += tokens * repeated_flops(run.model, cfg.block_size)
         work += f"; {flops:.3g} with the blocks' forward pass computed twice"
     step = f"{batch} = {plan.step_tokens:,} tokens a step"
     rows = {

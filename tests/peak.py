@@ -36,7 +36,7 @@ def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> i
     training = replace(training, batches=repeat(batch), accum=step.accum)
     model = training.model
     training.step()  # compiles, and allocates the optimizer's state
-    gc.collect()  # as train.py does: a trial of torch.compile leaves garbage
+    gc.collect()  # as train.py does: torch.compile leaves garbage
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         training.step()

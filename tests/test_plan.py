@@ -121,7 +121,7 @@ def test_the_flops_are_those_that_torch_counts_with_recompute_too(name):
     assert counted_flops(model, x) == flops
     for block in model.blocks:
         block.recompute = True
-    assert counted_flops(model, x) == flops + plan.flops_again(model, 32) * x.numel()
+    assert counted_flops(model, x) == flops + plan.repeated_flops(model, 32) * x.numel()
 
 
 @pytest.mark.parametrize(

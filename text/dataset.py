@@ -165,7 +165,8 @@ def check_files(sets: list[DataSet], opened: dict[Path, os.stat_result]) -> None
     for path, (data, split) in bin_files(sets).items():
         mapped = opened[path]
         current = path.stat() if path.exists() else mapped
-        # Nobody can set back the ctime, of the last change of the file or of what is said of it.
+        # The ctime is the time of the last change of the file or of its owner, rights and times.
+        # Unlike the mtime, nobody can set it back.
         unchanged = (current.st_size, current.st_ctime_ns) == (mapped.st_size, mapped.st_ctime_ns)
         if current.st_ino == mapped.st_ino and not unchanged:
             open_dataset(data.folder)  # compares the size

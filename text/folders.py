@@ -95,15 +95,15 @@ def remove_old(old: Path) -> None:
 def replace_set(new: Path, target: Path) -> None:
     """Put the finished folder in the place of the old data set, then delete the old one.
 
-    An old data set with a file that prepare.py did not write stays, as .NAME.old; one that was made
-    of none of the files of the new one stays, as NAME.old.
+    Two kinds of old data sets stay: one with a file that prepare.py did not write, as .NAME.old;
+    and one that shares no input file with the new one, as NAME.old.
     """
-    is_remade = not (target / "meta.json").exists() or inputs_of(target) & inputs_of(new)
-    old = put_in_place(new, target, "" if is_remade else f"{target.name}.old")
-    if is_remade and old:
-        remove_old(old)
-    elif old:
+    is_other = (target / "meta.json").exists() and inputs_of(target).isdisjoint(inputs_of(new))
+    old = put_in_place(new, target, f"{target.name}.old" if is_other else "")
+    if is_other:
         note(f"the data set of that name, which was made of other files, is {old} now")
+    elif old:
+        remove_old(old)
 
 
 def inputs_of(folder: Path) -> set[str]:

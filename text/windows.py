@@ -160,8 +160,9 @@ class PackedWindows(Windows):
         places = self.places(start)
         inputs, targets = places[:-1], places[1:]
         # A target stands behind the token before it in the split, or begins a document behind an
-        # eos. The rest of a document that is cut, in another window, does neither: the eos before
-        # it says nothing of it. (Where targets is 0 or -1, the look at the token before is idle.)
+        # eos. The rest of a document that was cut does neither: it begins another window, and the
+        # eos before it there says nothing of it. (A target of 0 or -1 has no token before it: what
+        # is read in its place does not change the result.)
         begins_document = (targets == 0) | (self.tokens[targets - 1] == self.eos_id)
         return np.where((inputs == targets - 1) | begins_document, targets, -1)
 

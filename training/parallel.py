@@ -39,9 +39,9 @@ def check_room(model: GPT, step: Step, machine: Machine) -> None:
     """Raise UserError if a step will need far more memory than there is, by its prediction."""
     size = needed(model, step)
     room = capacity(machine.device)
-    if size > 1.25 * room:  # predictions are a few percent off, and a CPU may swap a little
+    if size > 1.25 * room:  # on a CPU a prediction may be 25 % too high (training/memory.py)
         gb = f"{size / 1e9:.1f} GB of memory, and there are {room / 1e9:.1f}"
-        advice = "plan.py, with the same settings, says what fits; --batch_size=auto takes it"
+        advice = "plan.py, with the same settings, says what fits"
         raise UserError(f"batch_size={step.B} needs {gb}: {advice}")
 
 

@@ -239,7 +239,8 @@ def name_runs(fig: Any, ax: Any, runs: list[Run], colours: list[Any]) -> None:
         title = f"{len(runs)} runs, their lowest validation losses, and where their settings differ"
         handles = []
         for run, settings, colour in zip(runs, differences(runs), colours, strict=False):
-            label = textwrap.shorten(f"{run.name}{run.best} {settings}", 300)
-            handles.append(Patch(color=colour, label=textwrap.fill(label, 125)))
+            text = textwrap.shorten(f"{run.name}{run.best} {settings}", 300)
+            label = textwrap.fill(text, 125)  # as many characters as the picture is wide
+            handles.append(Patch(color=colour, label=label))
         fig.legend(handles=handles, loc="outside lower left", fontsize=8, frameon=False)
     ax.set_title(title, loc="left", fontsize=10)

@@ -113,7 +113,7 @@ class Metrics:
         else:
             problem = f"loss {loss:.4g}, norm of the gradient {grad_norm:.4g}"
             record = dict(step=step, bad_step=problem, bad_steps=self.progress.bad_steps)
-            self.write(record, f"warning: {problem}: skipped; {self.texts_of(step)}")
+            self.write(record, f"warning: {problem}: skipped; {self.how_to_read(step)}")
 
     def log_step(
         self, loss: float, lr: float, grad_norm: float, flops: int, peak: float | None, clock: Clock
@@ -166,14 +166,14 @@ class Metrics:
         if clock.step < patience <= step and mean > self.unigram:
             line = f"warning: the loss ({mean:.2f}) is still not below that of single-token"
             line += f" frequencies ({self.unigram:.2f}): is lr far too high or too low,"
-            line += f" are the texts right? {self.texts_of(step)}"
+            line += f" are the texts right? {self.how_to_read(step)}"
             self.write(dict(step=step, not_below="unigram"), line)
         clock.restart(step)
 
-    def texts_of(self, step: int) -> str:
-        """Return the command that shows what a step has read."""
+    def how_to_read(self, step: int) -> str:
+        """Return by which command people can read the texts of a step."""
         run = shlex.quote(f"{self.cfg.out_dir}/{self.cfg.run_name}")
-        return f"its texts: python prepare.py --inspect {run} --step {step}"
+        return f"read its texts by: python prepare.py --inspect {run} --step {step}"
 
     def log_eval(self, step: int, losses: dict[str, list[float]], seconds: float) -> float:
         """Report an evaluation after a step, and return the validation loss.
