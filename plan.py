@@ -23,8 +23,7 @@ import torch
 
 import configurator
 from configurator import UserError, checked, columns, folded, given, row
-from hardware.machine import pick_dtype
-from hardware.memory import available, own_memory
+from hardware.device import available, own_memory, pick_dtype
 from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tflops
 from hardware.terminal import plural
 from model import GPT, GPTConfig
@@ -34,9 +33,10 @@ from training.banner import batch_warning, different_tokens, length_warnings
 from training.huggingface import shape_in
 from training.law import READ_AGAIN, read_ladder
 from training.memory import Step
+from training.parallel import wants_compile
 from training.plan import Plan, even_batch, make_plan
 from training.resume import longer, with_model
-from training.settings import TrainConfig, model_config, wants_compile
+from training.settings import TrainConfig, model_config
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,9 @@ import torch
 from configurator import UserError, names_elsewhere, note, parse, run
 from hardware import kernels
 from hardware.decoding import record_decoding
+from hardware.device import pick_device, pick_dtype
 from hardware.disk import read_object
-from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
+from hardware.machine import Machine, memory_advice
 from hardware.terminal import plural
 from model import GPT, KVCache
 from text.chat import marks_of

@@ -59,7 +59,8 @@ from bench.measure import (
 )
 from configurator import UserError, parse, run
 from hardware import kernels
-from hardware.machine import Machine, pick_device, pick_dtype
+from hardware.device import pick_device, pick_dtype
+from hardware.machine import Machine
 from hardware.peak import peak_tflops, read_gb_s
 from model import GPT
 from text.dataset import open_datasets, open_windows

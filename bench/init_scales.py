@@ -25,7 +25,8 @@ from torch import Tensor
 from bench.measure import facts_of, new_training, no_folder, not_positive, padded, step_problems
 from configurator import parse, run
 from hardware import kernels
-from hardware.machine import Machine, start
+from hardware.device import start
+from hardware.machine import Machine
 from hardware.terminal import ProgressBar
 from model import GPT, INIT
 from text.dataset import DataSet, open_datasets, open_windows, train_loader

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from configurator import UserError, parse, run
+from hardware.device import pick_device
 from hardware.disk import only_plain
-from hardware.machine import pick_device
 from hardware.terminal import ProgressBar, plural
 from sample import SampleConfig, open_model
 

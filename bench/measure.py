@@ -18,8 +18,8 @@ from hardware.peak import device_name
 from hardware.terminal import ProgressBar
 from model import GPT, GPTConfig
 from training.optimizer import make_optimizer
-from training.parallel import wrap
-from training.settings import TrainConfig, wants_compile
+from training.parallel import wants_compile, wrap
+from training.settings import TrainConfig
 from training.step import Batch, take_step
 
 REPO = Path(__file__).resolve().parents[1]

@@ -33,8 +33,9 @@ from torch.utils.benchmark import Timer
 from bench.measure import facts_of, no_folder, not_positive, padded, step_problems, write_json
 from configurator import changes, parse, run
 from hardware import kernels
+from hardware.device import start
 from hardware.kernels import ChunkedCrossEntropy, attend, attention_kernel
-from hardware.machine import Machine, start
+from hardware.machine import Machine
 from hardware.peak import peak_tflops
 from model import GPT, GPTConfig
 from training.settings import TrainConfig, model_config

@@ -54,17 +54,18 @@ from bench.measure import (
 )
 from configurator import changes, parse, run
 from hardware import kernels
+from hardware.device import capacity, start
 from hardware.disk import write_whole
-from hardware.machine import Machine, out_of_memory, start
-from hardware.memory import capacity
+from hardware.machine import Machine, out_of_memory
 from hardware.peak import peak_tflops
 from hardware.terminal import ProgressBar
 from model import GPT
 from text.dataset import open_datasets, train_loader
 from training.banner import share_within
 from training.memory import Step, auto_batch
+from training.parallel import wants_compile
 from training.plan import make_plan
-from training.settings import TrainConfig, model_config, wants_compile
+from training.settings import TrainConfig, model_config
 from training.start import with_data
 from training.step import read_ahead
 
@@ -115,7 +116,7 @@ def reset_peak(device: torch.device) -> Callable[[], int] | None:
         return lambda: torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     try:
-        # Give back what the previous cell has freed: hardware/machine.py has glibc keep it.
+        # Give back what the previous cell has freed: hardware/device.py has glibc keep it.
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # man 5 proc: sets VmHWM to VmRSS
     except (OSError, AttributeError):  # macOS, another C library, a sandbox's /proc

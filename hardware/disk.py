@@ -127,14 +127,6 @@ def only_plain(path: str | Path) -> None:
         raise OSError(errno.EINVAL, "not a plain file", str(path))
 
 
-def is_utf8(path: Path) -> bool:
-    """Return whether the bytes of a path are UTF-8: safetensors and mmap open no other files.
-
-    On an old disk with names in GBK they are not. There Python itself reads the file.
-    """
-    return os.fsencode(path) == str(path).encode(errors="replace")
-
-
 def file_sha256(path: str | Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal. Raises OSError if it cannot be read."""
     only_plain(path)
@@ -184,17 +176,6 @@ def unseal(path: Path) -> dict:
     if content.get("sha256") != content_sha256(content):
         raise ValueError("its content does not have the SHA-256 that it states")
     return content
-
-
-def inside(folder: Path, name: str) -> Path:
-    """Return the path of the file `name`, which was read from a JSON file in the folder.
-
-    Raises UserError if it would not be directly in the folder.
-    """
-    plain = isinstance(name, str) and name not in ("", ".", "..") and "\0" not in name
-    if not plain or name != Path(name).name:
-        raise UserError(f"{folder}: it names the file {name!r}, which is not in it: not read")
-    return folder / name
 
 
 def manifest(folder: Path) -> dict[str, dict]:

@@ -27,7 +27,7 @@ import configurator
 import prepare
 import train
 from hardware import disk, kernels
-from hardware.machine import pick_dtype
+from hardware.device import pick_dtype
 
 # A shell that starts the tests in the background has SIGINT ignored; their processes shall not.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from peak import measured_peak  # noqa: E402
 
-from hardware.machine import start  # noqa: E402
+from hardware.device import start  # noqa: E402
 from model import GPT, PRESETS, GPTConfig  # noqa: E402
 from training.memory import Step, step_memory  # noqa: E402
 from training.settings import TrainConfig  # noqa: E402

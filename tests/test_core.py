@@ -10,7 +10,6 @@ from test_house import loaded_by
 
 # What training/start.py does for a run, as short as it can be: here the data are random numbers.
 BEGIN_AND_TRAIN = """
-from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ import torch
 
 import train
 from hardware.disk import Lock
-from hardware.machine import start
+from hardware.machine import Machine
 from model import GPT
 from text.windows import DataSet, Loader, Windows
 from training.checkpoint import Saver
@@ -32,7 +31,7 @@ from training.settings import TrainConfig, model_config
 
 cfg = TrainConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, batch_tokens=128,
     max_steps=30, lr=1e-2, eval_every=10, log_every=1, sample_every=0, tracker="off")
-machine = start("cpu", "float32")
+machine = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "for this test")
 folder = Path("out")
 lock = Lock(folder, "")
 ids = np.random.default_rng(0).zipf(1.5, 5000).clip(max=63).astype(np.uint16)
@@ -53,12 +52,11 @@ file = MetricsFile(folder / "metrics.jsonl", [], lock, print)
 metrics = Metrics(cfg, machine, plan, sets, progress, file)
 
 
-def write_model(folder, shape, weights):
-    folder.mkdir(parents=True)
+def save_model(shape, weights, folder):
     torch.save(weights, folder / "weights.pt")
 
 
-saver = Saver(folder / "ckpt", asdict(cfg), write_model, lock, print, metrics.log_save)
+saver = Saver(folder / "ckpt", save_model, {}, cfg.keep, lock, print, metrics.log_save)
 scaler = torch.amp.GradScaler("cpu", enabled=False)
 train.train(Job(cfg, folder, machine, plan, data, model, model, optimizer, scaler, progress,
     metrics, saver, None))

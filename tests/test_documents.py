@@ -13,8 +13,8 @@ from test_model import ODD, make
 
 import prepare
 import sample
+from hardware.device import start as start_machine
 from hardware.disk import file_sha256
-from hardware.machine import start as start_machine
 from model import GPT
 from text.dataset import DataSet, open_datasets, open_windows, train_loader
 from text.packing import best_fit

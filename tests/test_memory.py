@@ -20,7 +20,7 @@ from conftest import NEEDS_BF16, REPO
 from peak import measured_peak
 from test_model import ODD
 
-from hardware.memory import available
+from hardware.device import available
 from model import GPT, PRESETS, GPTConfig
 from tests.simgpu.memory import shipped
 from training.memory import Step, kept, largest_batch, needed, step_memory
@@ -218,7 +218,7 @@ def test_what_a_process_holds_already_is_part_of_the_memory_that_it_can_have():
     """
     script = """
 import time, torch
-from hardware.memory import capacity
+from hardware.device import capacity
 held, amounts = [], []
 for _ in range(4):
     time.sleep(1.2)

@@ -13,8 +13,9 @@ from configurator import parse
 from model import GPT
 from training import memory
 from training.checkpoint import newest_checkpoint
+from training.parallel import wants_compile
 from training.plan import even_batch
-from training.settings import TrainConfig, wants_compile
+from training.settings import TrainConfig
 
 
 def the_run(*options: str) -> plan.PlannedRun:

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import UserError, note
-from hardware.disk import file_sha256, inside, unseal
+from hardware.disk import file_sha256, unseal
 from hardware.terminal import ProgressBar
 from text.chat import answers_of, marks_of
 from text.packing import Counting, packed, padded, places_of
@@ -90,6 +90,17 @@ def check_tokenizer_files(folder: Path, info: dict) -> None:
         path = inside(folder, name)
         if not path.exists() or file_sha256(path) != sha256:
             raise UserError(f"{path}: missing, or changed: run prepare.py again")
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return the path of the file `name`, which was read from a JSON file in the folder.
+
+    Raises UserError if it would not be directly in the folder.
+    """
+    plain = isinstance(name, str) and name not in ("", ".", "..") and "\0" not in name
+    if not plain or name != Path(name).name:
+        raise UserError(f"{folder}: it names the file {name!r}, which is not in it: not read")
+    return folder / name
 
 
 def files_of(info: dict) -> dict[str, str]:

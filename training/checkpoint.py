@@ -1,4 +1,4 @@
-"""Checkpoints: write them in the background, find them, check them, read them, delete them.
+"""Checkpoints: write them in the background, find them, delete them.
 
 A checkpoint is a Hugging Face model folder, with the files that a resumed run needs beside it:
 
@@ -40,12 +40,8 @@ from hardware.disk import (
     Lock,
     damage,
     finish,
-    is_utf8,
-    json_bytes,
     put_in_place,
-    read_object,
     remove_only,
-    set_aside,
 )
 from training.shards import whole
 
@@ -70,8 +66,9 @@ class Saver:
     """Write checkpoints in the background, one at a time, and delete the older ones."""
 
     folder: Path  # of the checkpoints
-    settings: dict[str, Any]  # of the run
-    write_model: Callable[[Path, Any, dict[str, Tensor]], None]  # makes a folder of shape, weights
+    save_model: Callable[[Any, dict[str, Tensor], Path], None]  # writes shape, weights to a folder
+    files: dict[str, bytes]  # name -> content of what else each checkpoint holds
+    keep: int  # the newest checkpoints that stay, besides the best one
     lock: Lock | None  # of the run's folder, on the rank that writes; None on the others
     say: Callable[[str], None]  # prints a line
     report: Callable[[int, Path, float], None]  # of step, path and seconds, once it is on the disk
@@ -133,8 +130,10 @@ class Saver:
 
     def write_folder(self, folder: Path, shape: Any, weights: dict, training: dict) -> None:
         """Write all files of a checkpoint and sync them to the disk, the manifest last."""
-        self.write_model(folder, shape, weights)
-        (folder / "train_config.json").write_bytes(json_bytes(self.settings))
+        folder.mkdir(parents=True)
+        self.save_model(shape, weights, folder)
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)
         with open(folder / "train_state.pt", "wb") as file:
             try:
                 torch.save(training, file)
@@ -151,7 +150,7 @@ class Saver:
         try:
             earlier = [path for path in numbered(self.folder) if step_of(path) <= step]
             others = [path for path in earlier if step_of(path) != best_step]
-            for path in others[self.settings["keep"] :]:
+            for path in others[self.keep :]:
                 reason = discard(path)
                 if reason and path not in self.kept:
                     self.kept.add(path)
@@ -212,62 +211,6 @@ def newest_checkpoint(ckpt_dir: Path) -> Path | None:
     return next(iter(whole_checkpoints(ckpt_dir)), None)
 
 
-def newest_intact(ckpt_dir: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint whose files are all as its manifest says, or None.
-
-    The second result says of each newer checkpoint in which way it is damaged.
-    """
-    problems: list[str] = []
-    for path in numbered(ckpt_dir):
-        problem = damage(path, required=("model.safetensors", "config.json", "train_state.pt"))
-        if not problem:
-            return path, problems
-        problems.append(problem)
-    return None, problems
-
-
-# --------------------------------------------------------------------------------------------------
-# Read
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """What a checkpoint says of the run that wrote it."""
-
-    settings: dict  # train_config.json
-    meta: dict  # meta.json
-    training: dict  # train_state.pt
-
-
-def read_training(folder: Path) -> Earlier:
-    """Read everything in a checkpoint but the model and the tokenizer. Raises UserError or OSError
-    if a file cannot be read."""
-    path = folder / "train_state.pt"
-    # mmap: a tensor takes memory only when it is read, and all processes share that memory. But
-    # torch opens such a file by its name in UTF-8, which is another one on an old disk in GBK.
-    try:
-        training = load_tensors(path, mmap=is_utf8(path))
-        jsons = (read_object(folder / name) for name in ("train_config.json", "meta.json"))
-        return Earlier(*jsons, training)
-    except ValueError as e:
-        raise UserError(f"{path}, or a .json beside it: {e}") from None
-
-
-def load_tensors(path: Path, mmap: bool = False) -> Any:
-    """Return what torch.save() has written. Raises ValueError or OSError if it cannot be read.
-
-    Nothing in it is executed: with weights_only=True, torch.load reads tensors and numbers only.
-    """
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except (OSError, MemoryError):
-        raise
-    except Exception:
-        # A damaged pickle can raise any exception. That of a pickle which would execute something
-        # explains how to let it: so neither is repeated.
-        raise ValueError("it is damaged, or holds more than tensors and numbers") from None
-
-
 # --------------------------------------------------------------------------------------------------
 # Delete
 
@@ -288,17 +231,3 @@ def discard(checkpoint: Path) -> str:
     # It is renamed first, so that nobody finds half a checkpoint under its name.
     remove_only(checkpoint.rename(temporary(checkpoint)), OURS)
     return ""
-
-
-def tidy(ckpt_dir: Path, step: int) -> list[str]:
-    """Clear the way for a run that begins, or goes on, with this step. Return what there is to say.
-
-    Delete what a process left that was killed while it saved or deleted a checkpoint. Checkpoints
-    of later steps are damaged, or the run would go on from there: they are renamed.
-    """
-    for path in ckpt_dir.glob(".tmp_step_*"):
-        by_us = re.fullmatch(r"\.tmp_step_[0-9]+-[0-9a-f]{8}", path.name)
-        if by_us and not path.is_symlink():
-            remove_only(path, OURS)
-    later = [path for path in numbered(ckpt_dir) if step_of(path) > step]
-    return [f"note: {path} is kept as {set_aside(path, f'{path.name}_kept')}" for path in later]

@@ -13,6 +13,7 @@ folder.
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -24,9 +25,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 
-from hardware.disk import MANIFEST, damage, is_utf8, only_plain, read_object
+from hardware.disk import MANIFEST, damage, only_plain, read_object
 from model import GPT, PRESETS, GPTConfig, rope_scaling
-from training.checkpoint import load_tensors
 
 # --------------------------------------------------------------------------------------------------
 # The words of each class, by which both directions go
@@ -491,3 +491,26 @@ def read_nanogpt(path: Path) -> tuple[GPTConfig, dict[str, torch.Tensor]]:
         # torch.compile puts the prefix _orig_mod. before every name.
         state = {key.removeprefix("_orig_mod."): w for key, w in saved["model"].items()}
         return config, {k: w.t() if ".h." in k and w.dim() == 2 else w for k, w in state.items()}
+
+
+def is_utf8(path: Path) -> bool:
+    """Return whether the bytes of a path are UTF-8: safetensors and mmap open no other files.
+
+    On an old disk with names in GBK they are not. There Python itself reads the file.
+    """
+    return os.fsencode(path) == str(path).encode(errors="replace")
+
+
+def load_tensors(path: Path, mmap: bool = False) -> Any:
+    """Return what torch.save() has written. Raises ValueError or OSError if it cannot be read.
+
+    Nothing in it is executed: with weights_only=True, torch.load reads tensors and numbers only.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except (OSError, MemoryError):
+        raise
+    except Exception:
+        # A damaged pickle can raise any exception. That of a pickle which would execute something
+        # explains how to let it: so neither is repeated.
+        raise ValueError("it is damaged, or holds more than tensors and numbers") from None

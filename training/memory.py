@@ -52,8 +52,8 @@ from typing import NamedTuple
 
 import torch
 
+from hardware.device import CONTEXT
 from hardware.kernels import loss_chunk
-from hardware.memory import CONTEXT
 from model import GPT, GPTConfig
 from training.optimizer import STACK
 from training.settings import TrainConfig

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import OneRankError, UserError
+from hardware.device import capacity
 from hardware.kernels import document_mask
 from hardware.machine import Machine, out_of_memory
-from hardware.memory import capacity
 from model import GPT, Block
 from training.memory import Step, auto_batch, needed
 from training.plan import even_batch
@@ -43,6 +43,17 @@ def check_room(model: GPT, step: Step, machine: Machine) -> None:
         gb = f"{size / 1e9:.1f} GB of memory, and there are {room / 1e9:.1f}"
         advice = "plan.py, with the same settings, says what fits"
         raise UserError(f"batch_size={step.B} needs {gb}: {advice}")
+
+
+def wants_compile(cfg: TrainConfig, kind: str, flops: float) -> bool:
+    """Return whether to use torch.compile. kind: type of the device; flops: of the whole run.
+
+    With compile=auto, a run on cuda is always compiled. A run on a CPU is compiled if it needs more
+    than 5e14 FLOPs, which take ten minutes or more: to compile takes half a minute.
+    """
+    if cfg.compile == "auto":
+        return kind == "cuda" or (kind == "cpu" and flops > 5e14)
+    return cfg.compile
 
 
 def compile_blocks(model: GPT) -> None:

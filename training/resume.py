@@ -21,8 +21,8 @@ from model import GPT, GPTConfig, rope_table
 from text.dataset import DataSet, load_tokenizer, tokenizer_id
 from text.hf_tokenizer import tokenizer_of_model
 from text.tokenizer import same_ids
-from training.checkpoint import Earlier, newest_checkpoint, newest_intact, whole_checkpoints
-from training.huggingface import from_pretrained, shape_in
+from training.checkpoint import newest_checkpoint, numbered, whole_checkpoints
+from training.huggingface import from_pretrained, is_utf8, load_tensors, shape_in
 from training.metrics import read_metrics
 from training.runs import is_run, newest_run, others_in
 from training.settings import PLACE, TrainConfig, model_config
@@ -152,6 +152,20 @@ def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -
     return None
 
 
+def newest_intact(ckpt_dir: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest checkpoint whose files are all as its manifest says, or None.
+
+    The second result says of each newer checkpoint in which way it is damaged.
+    """
+    problems: list[str] = []
+    for path in numbered(ckpt_dir):
+        problem = damage(path, required=("model.safetensors", "config.json", "train_state.pt"))
+        if not problem:
+            return path, problems
+        problems.append(problem)
+    return None, problems
+
+
 def check_copy(folder: Path) -> None:
     """Raise UserError unless the checkpoint that rank 0 found is intact on this computer too."""
     problem = damage(folder)
@@ -161,6 +175,29 @@ def check_copy(folder: Path) -> None:
 
 # --------------------------------------------------------------------------------------------------
 # A run that is resumed
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What a checkpoint says of the run that wrote it."""
+
+    settings: dict  # train_config.json
+    meta: dict  # meta.json
+    training: dict  # train_state.pt
+
+
+def read_training(folder: Path) -> Earlier:
+    """Read everything in a checkpoint but the model and the tokenizer. Raises UserError or OSError
+    if a file cannot be read."""
+    path = folder / "train_state.pt"
+    # mmap: a tensor takes memory only when it is read, and all processes share that memory. But
+    # torch opens such a file by its name in UTF-8, which is another one on an old disk in GBK.
+    try:
+        training = load_tensors(path, mmap=is_utf8(path))
+        jsons = (read_object(folder / name) for name in ("train_config.json", "meta.json"))
+        return Earlier(*jsons, training)
+    except ValueError as e:
+        raise UserError(f"{path}, or a .json beside it: {e}") from None
 
 
 def load_model(folder: Path, cfg: TrainConfig) -> GPT:

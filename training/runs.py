@@ -12,8 +12,8 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from configurator import UserError, note
-from hardware.disk import LOCK, MANIFEST, Lock, set_aside
-from training.checkpoint import newest_checkpoint, numbered, step_of, whole_checkpoints
+from hardware.disk import LOCK, MANIFEST, Lock, remove_only, set_aside
+from training.checkpoint import OURS, newest_checkpoint, numbered, step_of, whole_checkpoints
 from training.metrics import read_metrics
 
 
@@ -100,3 +100,17 @@ def run_folder(folder: Path) -> Iterator[Lock]:
                 raise UserError(f"{problem}: remove it, or choose another --run_name")
             locks.enter_context(closing(Lock(linked, instead)))
         yield lock
+
+
+def tidy(ckpt_dir: Path, step: int) -> list[str]:
+    """Clear the way for a run that begins, or goes on, with this step. Return what there is to say.
+
+    Delete what a process left that was killed while it saved or deleted a checkpoint. Checkpoints
+    of later steps are damaged, or the run would go on from there: they are renamed.
+    """
+    for path in ckpt_dir.glob(".tmp_step_*"):
+        by_us = re.fullmatch(r"\.tmp_step_[0-9]+-[0-9a-f]{8}", path.name)
+        if by_us and not path.is_symlink():
+            remove_only(path, OURS)
+    later = [path for path in numbered(ckpt_dir) if step_of(path) > step]
+    return [f"note: {path} is kept as {set_aside(path, f'{path.name}_kept')}" for path in later]

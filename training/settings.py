@@ -168,14 +168,3 @@ def model_config(cfg: TrainConfig, vocab_size: int) -> GPTConfig:
         return GPTConfig(**PRESETS[cfg.preset] | shape, vocab_size=vocab_size)
     except ValueError as e:
         raise UserError(str(e)) from None
-
-
-def wants_compile(cfg: TrainConfig, kind: str, flops: float) -> bool:
-    """Return whether to use torch.compile. kind: type of the device; flops: of the whole run.
-
-    With compile=auto, a run on cuda is always compiled. A run on a CPU is compiled if it needs more
-    than 5e14 FLOPs, which take ten minutes or more: to compile takes half a minute.
-    """
-    if cfg.compile == "auto":
-        return kind == "cuda" or (kind == "cpu" and flops > 5e14)
-    return cfg.compile

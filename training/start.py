@@ -16,29 +16,30 @@ import torch
 
 from configurator import UserError, note, row
 from hardware import kernels
+from hardware.device import start
 from hardware.disk import MANIFEST, Lock, file_sha256, json_bytes, sealed
-from hardware.machine import Machine, memory_advice, start
+from hardware.machine import Machine, memory_advice
 from hardware.peak import peak_tflops
-from model import GPT, GPTConfig
+from model import GPT
 from text import dataset
 from text.chat import question_ids
 from text.hf_tokenizer import chat_files, read_json, to_hugging_face
 from text.landmarks import mixed_landmarks
-from text.tokenizer import Tokenizer
 from text.windows import DataSet, Loader
 from training import resume
 from training.banner import banner, slow_steps
-from training.checkpoint import Earlier, Saver, read_training, tidy
+from training.checkpoint import Saver
 from training.huggingface import save_pretrained, unverified
 from training.job import Data, Job
 from training.memory import Step
 from training.metrics import MetricsFile, read_metrics
 from training.optimizer import make_optimizer
-from training.parallel import check_room, compile_now, fit_batch, shares, wrap
+from training.parallel import check_room, compile_now, fit_batch, shares, wants_compile, wrap
 from training.plan import Plan, Progress, make_plan
 from training.report import Metrics
-from training.runs import replace_run, run_folder
-from training.settings import TrainConfig, model_config, wants_compile
+from training.resume import Earlier
+from training.runs import replace_run, run_folder, tidy
+from training.settings import TrainConfig, model_config
 from training.shards import placed_like
 from training.step import to_batch
 
@@ -160,8 +161,10 @@ def build(described: Description, machine: Machine, folder: Path, lock: Lock | N
 
     metrics = Metrics(cfg, machine, plan, data.sets, progress, machine.together(open_folder))
     files = machine.decide(lambda: files_of_data(data, model.config.block_size))
-    writer = partial(write_model, files, data.tokenizer)
-    saver = Saver(folder / "ckpt", asdict(cfg), writer, lock, say, metrics.log_save)
+    bos_id = next(iter(data.tokenizer.prefix), None)
+    save_model = partial(save_pretrained, eos_id=data.tokenizer.eos_id, bos_id=bos_id)
+    files["train_config.json"] = json_bytes(asdict(cfg))
+    saver = Saver(folder / "ckpt", save_model, files, cfg.keep, lock, say, metrics.log_save)
     return Job(
         cfg=cfg,
         folder=folder,
@@ -233,7 +236,7 @@ def open_model(
         torch.manual_seed(cfg.seed)  # the same weights on every rank
         model.init_weights(cfg.init)
     elif described.origin.resume:
-        earlier = read_training(path)
+        earlier = resume.read_training(path)
         model = resume.load_model(path, cfg)
         resume.check_fits(path, earlier, model.config, cfg, sets)
     else:
@@ -367,18 +370,3 @@ def files_of_data(data: Data, block_size: int) -> dict[str, bytes]:
     if any("answers" in d.meta["splits"]["train"] for d in data.sets):
         files |= chat_files(data.tokenizer, files)
     return files | {"meta.json": json_bytes(sealed(meta | changes))}
-
-
-def write_model(
-    files: dict[str, bytes],
-    tokenizer: Tokenizer,
-    folder: Path,
-    c: GPTConfig,
-    weights: dict[str, torch.Tensor],
-) -> None:
-    """Make a model folder: the weights, their shape, and the tokenizer."""
-    folder.mkdir(parents=True)
-    bos_id = tokenizer.prefix[0] if tokenizer.prefix else None
-    save_pretrained(c, weights, folder, eos_id=tokenizer.eos_id, bos_id=bos_id)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)

@@ -274,7 +274,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run_and_leave_the_last_good_checkpo
 @pytest.fixture
 def in_fp16(monkeypatch) -> None:
     """fp16 on the CPU, which train.py would refuse. The scaler does the same there."""
-    monkeypatch.setattr("hardware.machine.pick_dtype", lambda *_: (torch.float16, "for this test"))
+    monkeypatch.setattr("hardware.device.pick_dtype", lambda *_: (torch.float16, "for this test"))
 
 
 @pytest.mark.slow

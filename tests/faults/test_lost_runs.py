@@ -30,8 +30,9 @@ from model import GPT
 from text.hf_tokenizer import HF_FILES
 from text.tokenizer import SentencePiece, Tiktoken
 from training import checkpoint
-from training.checkpoint import newest_checkpoint, newest_intact
+from training.checkpoint import newest_checkpoint
 from training.plan import make_plan
+from training.resume import newest_intact
 from training.runs import newest_run
 from training.settings import TrainConfig
 
