@@ -40,13 +40,12 @@ import torch
 import torch.distributed as dist
 
 from configurator import UserError, given, run
-from hardware.machine import Machine, memory_advice, stop_signals
+from hardware.machine import Clock, Machine, memory_advice, stop_signals
 from text.windows import Windows
 from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate, write_text
 from training.job import Job
 from training.plan import lr_at, momentum_at
-from training.report import Clock
 from training.settings import TrainConfig
 from training.shards import part
 from training.step import Batch, read_ahead, take_step
@@ -66,10 +65,13 @@ def train(job: Job) -> None:
     machine = job.machine
     B = job.plan.batch_size
     advice = job.plan.smaller(job.cfg.block_size)
-    reader = closing(read_ahead(job.data.loader, job.progress.samples, B, machine))
-    with stop_signals() as signals, memory_advice(advice), reader as batches:
+    with stop_signals() as signals, memory_advice(advice):
         with job.metrics.running():
-            stopped = loop(job, batches, signals)
+            clock = Clock(machine, job.progress.step)
+            samples = job.progress.samples  # windows that are read already
+            reader = read_ahead(job.data.loader, samples, B, machine, clock, signals)
+            with closing(reader) as batches:
+                stopped = loop(job, batches, clock, signals)
         job.saver.wait()
         # This waits for all ranks, too: the last checkpoint is on the disk when one of them ends.
         broken = not_finite(job.model, machine)
@@ -82,7 +84,7 @@ def train(job: Job) -> None:
     end_run(job, broken, stopped, signals)
 
 
-def loop(job: Job, batches: Iterator[Batch], signals: list[int]) -> bool:
+def loop(job: Job, batches: Iterator[Batch], clock: Clock, signals: list[int]) -> bool:
     """Train to the end of the run. Return whether a signal stopped it before.
 
     batches: of this rank. signals: those that have arrived; stop_signals() adds them. The run also
@@ -97,8 +99,6 @@ def loop(job: Job, batches: Iterator[Batch], signals: list[int]) -> bool:
     flops = job.model.flops_per_token(cfg.block_size)
     step_windows = plan.step_tokens // cfg.block_size  # of all ranks
     start_step = progress.step
-    clock = Clock(machine, start_step)
-    batches = until_signal(batches, machine, clock, signals)
     stopping = False
     # At the top of an iteration, `step` steps are done: evaluate and save these weights. Then train
     # one step more. The last iteration ends after its first half.
@@ -151,21 +151,6 @@ def loop(job: Job, batches: Iterator[Batch], signals: list[int]) -> bool:
 
 # --------------------------------------------------------------------------------------------------
 # What the loop calls
-
-
-def until_signal(
-    batches: Iterator[Batch], machine: Machine, clock: Clock, signals: list[int]
-) -> Iterator[Batch]:
-    """Yield the batches, and count the time of waiting for them.
-
-    A process that trains alone gets no more of them once a signal has come: the step is given up
-    between two micro-steps. On a laptop, a step may take hours.
-    """
-    while not (signals and machine.world == 1):
-        start = time.perf_counter()
-        batch = next(batches)
-        clock.data_s += time.perf_counter() - start
-        yield batch
 
 
 def evaluate_all(job: Job, step: int) -> None:

@@ -26,7 +26,7 @@ from bench.measure import facts_of, new_training, no_folder, not_positive, padde
 from configurator import parse, run
 from hardware import kernels
 from hardware.device import start
-from hardware.machine import Machine
+from hardware.machine import Clock, Machine
 from hardware.terminal import ProgressBar
 from model import GPT, INIT
 from text.dataset import DataSet, open_datasets, open_windows, train_loader
@@ -111,7 +111,8 @@ def before_and_after(
 
     plan = make_plan(cfg, 1, 1)
     loader = train_loader(sets, cfg.block_size, cfg.seed, cfg.documents, cfg.loss_per)
-    with closing(read_ahead(loader, 0, plan.batch_size, machine)) as batches:
+    reader = read_ahead(loader, 0, plan.batch_size, machine, Clock(machine, 0))
+    with closing(reader) as batches:
         training = replace(training, batches=batches, accum=plan.accum)
         for _ in range(cfg.steps):
             training.step()

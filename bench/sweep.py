@@ -56,7 +56,7 @@ from configurator import changes, parse, run
 from hardware import kernels
 from hardware.device import capacity, start
 from hardware.disk import write_whole
-from hardware.machine import Machine, out_of_memory
+from hardware.machine import Clock, Machine, out_of_memory
 from hardware.peak import peak_tflops
 from hardware.terminal import ProgressBar
 from model import GPT
@@ -273,7 +273,7 @@ def by_turns(axis: str, cfg: SweepConfig, machine: Machine, peak: float | None) 
         if axis == "documents":
             sets = open_datasets(cfg.dataset, cfg.data_dir)
             loader = train_loader(sets, cfg.block_size, cfg.seed, value)
-            batches = read_ahead(loader, 0, cfg.batch_size, machine)
+            batches = read_ahead(loader, 0, cfg.batch_size, machine, Clock(machine, 0))
             trainings[value] = replace(shared, batches=batches)
             notes[value] = f", {share_within(loader):.0%} of the pairs"
         else:

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -107,6 +108,35 @@ class Machine:
             return copy.tolist()
 
         return read
+
+
+class Clock:
+    """Measures the seconds since the last log line, and how many of them went by waiting for data.
+
+    Time spent inside `paused()` (evaluation, saving) does not count.
+    """
+
+    def __init__(self, machine: Machine, step: int):
+        self.machine = machine
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        """Start a new measurement after step `step`."""
+        self.machine.synchronize()
+        self.step = step
+        self.start = time.perf_counter()
+        self.data_s = 0.0  # waiting for data
+
+    def seconds(self) -> float:
+        """Return the seconds since restart(), without the pauses."""
+        self.machine.synchronize()
+        return time.perf_counter() - self.start
+
+    @contextmanager
+    def paused(self):
+        elapsed = self.seconds()
+        yield
+        self.start += self.seconds() - elapsed
 
 
 # --------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import torch
 from torch.amp import GradScaler
 
 from configurator import columns, folded
-from hardware.machine import Machine
+from hardware.machine import Clock, Machine
 from hardware.terminal import ProgressBar, in_a_terminal, quoted
 from text.windows import DataSet
 from training.metrics import MetricsFile, spike
@@ -32,35 +31,6 @@ from training.settings import TrainConfig
 
 FOLLOW = Path(__file__).resolve().parents[1] / "follow.py"
 PATIENCE = 20  # seconds that train.py waits at its end for the last picture
-
-
-class Clock:
-    """Measures the seconds since the last log line, and how many of them went by waiting for data.
-
-    Time spent inside `paused()` (evaluation, saving) does not count.
-    """
-
-    def __init__(self, machine: Machine, step: int):
-        self.machine = machine
-        self.restart(step)
-
-    def restart(self, step: int) -> None:
-        """Start a new measurement after step `step`."""
-        self.machine.synchronize()
-        self.step = step
-        self.start = time.perf_counter()
-        self.data_s = 0.0  # waiting for data
-
-    def seconds(self) -> float:
-        """Return the seconds since restart(), without the pauses."""
-        self.machine.synchronize()
-        return time.perf_counter() - self.start
-
-    @contextmanager
-    def paused(self):
-        elapsed = self.seconds()
-        yield
-        self.start += self.seconds() - elapsed
 
 
 @dataclass

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hardware.machine import Machine
+from hardware.machine import Clock, Machine
 from text.windows import Loader, Rows
 from training.shards import part, whole
 
@@ -43,14 +44,18 @@ def to_batch(rows: Rows, device: torch.device) -> Batch:
     return Batch(x.clamp(min=0), y.masked_fill(weights == 0, -1), weights, rows.eos_id)
 
 
-def read_ahead(loader: Loader, first: int, B: int, machine: Machine) -> Iterator[Batch]:
+def read_ahead(
+    loader: Loader, first: int, B: int, machine: Machine, clock: Clock, signals: Sequence[int] = ()
+) -> Iterator[Batch]:
     """Yield this rank's batches of B windows on its device, from window `first` of the run on.
 
     The ranks take turns: row r of micro-step m on a rank is window
     first + (m * world + rank) * B + r. So 4 ranks without accumulation and 2 ranks with two
     micro-steps read the same windows in a step.
 
-    A thread reads the next batch while the model trains on the current one.
+    A thread reads the next batch while the model trains on the current one; the clock counts how
+    long that is waited for. A process that trains alone gets no more batches once a signal has
+    come: the step is given up between two micro-steps. On a laptop, a step may take hours.
     """
     firsts = itertools.count(first + machine.rank * B, machine.world * B)
 
@@ -59,8 +64,10 @@ def read_ahead(loader: Loader, first: int, B: int, machine: Machine) -> Iterator
 
     with ThreadPoolExecutor(1) as thread:
         reading = thread.submit(read)
-        while True:
+        while not (signals and machine.world == 1):
+            start = time.perf_counter()
             rows = reading.result()
+            clock.data_s += time.perf_counter() - start
             reading = thread.submit(read)
             yield to_batch(rows, machine.device)
 
