@@ -37,16 +37,18 @@ FUNCTION_WORDS = """found what first wrong begin known before why where new more
     rest begun ways mine theirs about said whose which when here there then after whole same other
     less least many few each one both old now read how way whether needed asked given""".split()
 
-# The most that each figure may be.
+# The most that each figure may be. The house of the product may have 7,200 lines; conversations and
+# a model that answers brought 441 more (2d4a9d1~1 to e02f3bd~1), the law of losses and
+# plan.py --loss 104.
 CEILINGS = {
-    "product, with plan.py": 7_760,
+    "product, with plan.py": 7_200 + 441 + 104,
     "bench": 2_000,
     "tests": 8_050,
-    "the evening's four files": 780,
+    "the evening's four files": 775,
     "import train: files": 16,
     "import train: lines, all of them": 3_500,
     "with training/start.py, which begins a run: files": 33,
-    "train.py imports: modules": 12,
+    "train.py imports: modules": 11,
     "train.py imports: names": 20,
     "settings of train.py": 56,
     "README: lines": 150,

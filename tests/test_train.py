@@ -123,10 +123,13 @@ def test_reading_the_data_more_than_four_times_is_a_warning(tiny_data):
 
 
 def test_few_steps_that_were_not_asked_for_are_a_warning():
-    epochs = config("--max_steps=0", "--max_epochs=1")
-    assert "only 5 steps" in banner.few_steps_warning(5, epochs)
-    assert not banner.few_steps_warning(20, epochs)
-    assert not banner.few_steps_warning(5, config("--max_steps=5"))
+    def warned(steps: int, *options: str) -> list[str]:
+        cfg = config("--batch_tokens=1024", *options)
+        return banner.length_warnings(make_plan(cfg, 1, steps * 1024), cfg, [])
+
+    an_epoch = ("--max_steps=0", "--max_epochs=1")
+    assert "only 5 steps" in warned(5, *an_epoch)[0]
+    assert not warned(20, *an_epoch) and not warned(20, "--max_steps=5")
 
 
 # -- evaluation --

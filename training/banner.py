@@ -140,16 +140,12 @@ def batch_warning(step_tokens: int, cfg: TrainConfig, world: int) -> str:
 def length_warnings(plan: Plan, cfg: TrainConfig, sets: list[DataSet]) -> list[str]:
     """Return what there is to warn of in the length of a run."""
     repetition = repetition_warning(plan.tokens_at(plan.steps), plan.step_tokens, cfg, sets)
-    warnings = (repetition, few_steps_warning(plan.steps, cfg))
-    return [warning for warning in warnings if warning]
-
-
-def few_steps_warning(steps: int, cfg: TrainConfig) -> str:
-    """Return a warning if a limit in epochs or tokens leaves a run very few steps, else ""."""
-    if steps >= FEW_STEPS or cfg.max_steps:
-        return ""
-    advice = "raise max_epochs or max_tokens, or set a smaller batch_tokens"
-    return f"warning: only {plural(steps, 'step')}, which teach little: {advice}"
+    warnings = [repetition] if repetition else []
+    if plan.steps < FEW_STEPS and not cfg.max_steps:  # a limit in epochs or tokens leaves so few
+        advice = "raise max_epochs or max_tokens, or set a smaller batch_tokens"
+        message = f"warning: only {plural(plan.steps, 'step')}, which teach little: {advice}"
+        warnings.append(message)
+    return warnings
 
 
 def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: list[DataSet]) -> str:

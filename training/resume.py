@@ -166,13 +166,6 @@ def newest_intact(ckpt_dir: Path) -> tuple[Path | None, list[str]]:
     return None, problems
 
 
-def check_copy(folder: Path) -> None:
-    """Raise UserError unless the checkpoint that rank 0 found is intact on this computer too."""
-    problem = damage(folder)
-    if problem:
-        raise UserError(f"{problem}: all computers must have the same checkpoint in out_dir")
-
-
 # --------------------------------------------------------------------------------------------------
 # A run that is resumed
 

@@ -17,7 +17,7 @@ import torch
 from configurator import UserError, note, row
 from hardware import kernels
 from hardware.device import start
-from hardware.disk import MANIFEST, Lock, file_sha256, json_bytes, sealed
+from hardware.disk import MANIFEST, Lock, damage, file_sha256, json_bytes, sealed
 from hardware.machine import Machine, memory_advice
 from hardware.peak import peak_tflops
 from model import GPT
@@ -222,8 +222,10 @@ def open_model(
     Raises UserError if this computer has other data or another checkpoint than that of rank 0.
     """
     path = described.origin.path
+    # On the computer of rank 0, find_origin() has checked the checkpoint.
     if described.origin.resume and machine.local_rank == 0 and not machine.is_main:
-        resume.check_copy(path)  # on the computer of rank 0, find_origin() has checked it
+        if problem := damage(path):
+            raise UserError(f"{problem}: all computers must have the same checkpoint in out_dir")
     facts = shared_facts(sets, described.origin, machine)
     for name in sorted(facts.keys() | described.facts):
         here, there = facts.get(name), described.facts.get(name)
