@@ -60,8 +60,6 @@ def main() -> None:
         os.nice(10)  # the training comes first
     settings = all_settings[-1]
     name = settings.get("tracker", "none") if cfg.tracker == "auto" else cfg.tracker
-    if name == "off":  # the run was started without this program
-        name = "none"
     tracker = None
     inputs = [sys.stdin] if cfg.beside else []
     pause = 0.0
@@ -78,12 +76,15 @@ def main() -> None:
         if over:
             say(picture)
         try:
-            if name != "none":
+            if name not in ("none", "off"):  # off: the run was started without this program
                 tracker = tracker or Tracker(name, folder, settings)
                 tracker.send(records, over)
         except (Exception, SystemExit) as e:
-            later = f"python follow.py {folder} --tracker={name}"
-            say(f"warning: {name} failed ({reason(e)}); `{later}` sends the rest later")
+            again = f"python follow.py {folder} --tracker={name}"
+            problem = f"{name} failed ({reason(e)}); {again} sends the rest"
+            if not cfg.beside:
+                raise UserError(problem) from None
+            say(f"warning: {problem}")
             name = "none"
         pause = max(PAUSE, 49 * (time.monotonic() - start))  # so this takes 2 % of the time at most
 
