@@ -3,7 +3,8 @@
 train.py starts this program beside each run (--tracker=off: it does not). It reads metrics.jsonl
 and writes loss.png and follow.json. Whatever happens to it, the training goes on. By hand it
 follows a run that is going on or over, also on another computer that sees the folder or a copy of
-it. It ends when the run does, or with Ctrl-C, and waits while another follow.py follows that run.
+it, and its exit code is 2 if the tracker failed. It ends when the run does, or with Ctrl-C, and
+waits while another follow.py follows that run.
 
     python follow.py out/demo
     # on a computer with internet, for a run that was started without a tracker
@@ -64,6 +65,7 @@ def main() -> None:
     inputs = [sys.stdin] if cfg.beside else []
     pause = 0.0
     over = False
+    failed = False
     while not over:
         over = bool(select.select(inputs, [], [], pause)[0])
         if over:
@@ -80,13 +82,13 @@ def main() -> None:
                 tracker = tracker or Tracker(name, folder, settings)
                 tracker.send(records, over)
         except (Exception, SystemExit) as e:
-            again = f"python follow.py {folder} --tracker={name}"
-            problem = f"{name} failed ({reason(e)}); {again} sends the rest"
-            if not cfg.beside:
-                raise UserError(problem) from None
-            say(f"warning: {problem}")
+            later = f"python follow.py {folder} --tracker={name}"
+            say(f"warning: {name} failed ({reason(e)}); `{later}` sends the rest later")
             name = "none"
+            failed = True
         pause = max(PAUSE, 49 * (time.monotonic() - start))  # so this takes 2 % of the time at most
+    if failed and not cfg.beside:
+        sys.exit(2)
 
 
 def say(line: str) -> None:

@@ -115,7 +115,7 @@ class SampleConfig:
             problems.append("give prompt or interactive, not both")
         others = self.interactive or self.eval or self.num_samples > 1 or not self.stop_at_eos
         if self.chat and others:
-            problems.append("chat: leave out interactive, eval, num_samples and stop_at_eos")
+            problems.append("chat goes without interactive, eval, num_samples, stop_at_eos=false")
         if self.system and not self.chat:
             problems.append("system is the first message of a conversation: add --chat")
         return problems

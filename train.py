@@ -65,16 +65,15 @@ def train(job: Job) -> None:
     machine = job.machine
     B = job.plan.batch_size
     advice = job.plan.smaller(job.cfg.block_size)
+    clock = Clock(machine, job.progress.step)
     with stop_signals() as signals, memory_advice(advice):
-        with job.metrics.running():
-            clock = Clock(machine, job.progress.step)
-            samples = job.progress.samples  # windows that are read already
-            reader = read_ahead(job.data.loader, samples, B, machine, clock, signals)
-            with closing(reader) as batches:
+        reader = read_ahead(job.data.loader, job.progress.samples, B, machine, clock, signals)
+        with closing(reader) as batches:
+            with job.metrics.running():
                 stopped = loop(job, batches, clock, signals)
-        job.saver.wait()
-        # This waits for all ranks, too: the last checkpoint is on the disk when one of them ends.
-        broken = not_finite(job.model, machine)
+            job.saver.wait()
+            # This waits for all ranks, too: when one ends, the last checkpoint is on the disk.
+            broken = not_finite(job.model, machine)
 
     job.metrics.close()
     if newest := newest_checkpoint(job.folder / "ckpt"):
@@ -84,11 +83,12 @@ def train(job: Job) -> None:
     end_run(job, broken, stopped, signals)
 
 
-def loop(job: Job, batches: Iterator[Batch], clock: Clock, signals: list[int]) -> bool:
+def loop(job: Job, batches: Iterator[Batch | None], clock: Clock, signals: list[int]) -> bool:
     """Train to the end of the run. Return whether a signal stopped it before.
 
-    batches: of this rank. signals: those that have arrived; stop_signals() adds them. The run also
-    ends after too many bad steps in a row.
+    batches: of this rank. clock: of the log lines; the batches add their waits for data to it.
+    signals: those that have arrived; stop_signals() adds them. The run also ends after too many bad
+    steps in a row.
     """
     cfg = job.cfg
     machine = job.machine
@@ -99,6 +99,7 @@ def loop(job: Job, batches: Iterator[Batch], clock: Clock, signals: list[int]) -
     flops = job.model.flops_per_token(cfg.block_size)
     step_windows = plan.step_tokens // cfg.block_size  # of all ranks
     start_step = progress.step
+    clock.restart(start_step)
     stopping = False
     # At the top of an iteration, `step` steps are done: evaluate and save these weights. Then train
     # one step more. The last iteration ends after its first half.

@@ -1,4 +1,4 @@
-"""What a process finds out at its start: its device, its dtype, its memory, and the other ranks."""
+"""The start of a process: its device and dtype, the other ranks, and the memory it can have."""
 
 import ctypes
 import os

@@ -230,10 +230,10 @@ class Lock:
         self.path = folder / LOCK
         self.instead = instead
         self.created = [path for path in (folder, *folder.parents) if not path.exists()]
-        self.take()
+        self.file = self.take()
 
-    def take(self) -> None:
-        """Lock the folder that has the name now."""
+    def take(self) -> FileIO:
+        """Lock the folder that has the name now, and return its open LOCK."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
         holder = os.pread(file.fileno(), 99, 0) if file.seekable() else b"a pipe"
@@ -248,16 +248,18 @@ class Lock:
             if e.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
                 raise
             note(f"{self.folder}: its disk has no locks: let only one process write there")
-        self.file = file
-        if not self.is_held():
+        if not self.is_at_path(file):
             return self.take()  # the process that held it has deleted it since it was opened
         file.truncate(0)
         file.write(HOLDER + f"{os.getpid()} on {os.uname().nodename})".encode())
+        return file
+
+    def is_at_path(self, file: FileIO) -> bool:
+        return self.path.exists() and os.path.samestat(os.fstat(file.fileno()), self.path.stat())
 
     def is_held(self) -> bool:
         """Return whether the lock is on the folder that has the name now."""
-        locked = os.fstat(self.file.fileno())
-        return self.path.exists() and os.path.samestat(locked, self.path.stat())
+        return self.is_at_path(self.file)
 
     def renew(self) -> None:
         """Lock the folder that has the name now, if it is not the one that is locked.
@@ -266,7 +268,7 @@ class Lock:
         process holds the lock of the new one. Only one thread may call this.
         """
         if not self.is_held():
-            self.take()
+            self.file = self.take()
 
     def close(self) -> None:
         with suppress(OSError):  # the disk may have become read-only

@@ -1,4 +1,7 @@
-"""What a process runs on, the other processes of its run, signals, and memory that runs out."""
+"""What a process runs on, the other ranks of its run, time, signals, and memory that runs out.
+
+hardware/device.py makes the Machine of a process.
+"""
 
 import os
 import re
@@ -108,6 +111,10 @@ class Machine:
             return copy.tolist()
 
         return read
+
+
+# --------------------------------------------------------------------------------------------------
+# Time
 
 
 class Clock:

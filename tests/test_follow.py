@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import warm
-from conftest import REPO, metrics, same, train_tiny
+from conftest import REPO, call, metrics, same, train_tiny
 
 import follow
 import train
@@ -121,12 +121,13 @@ def test_it_ends_by_itself_when_the_training_is_killed(copied):
     assert ended.returncode == 0 and (copied / "loss.png").exists()
 
 
-def test_a_tracker_that_is_missing_is_named(copied, refuses, monkeypatch):
+def test_a_tracker_that_is_missing_is_named(copied, refuses, monkeypatch, capsys):
     monkeypatch.setattr("training.settings.find_spec", lambda name: None)
     assert "tracker=swanlab" in refuses(train.main, "--max_steps=1", "--tracker=swanlab")
     monkeypatch.setitem(sys.modules, "swanlab", None)
-    assert "swanlab failed" in refuses(follow.main, copied, "--tracker=swanlab")
-    assert (copied / "loss.png").exists()
+    with pytest.raises(SystemExit, match="2"):
+        call(follow.main, copied, "--tracker=swanlab")
+    assert "swanlab failed" in capsys.readouterr().out and (copied / "loss.png").exists()
 
 
 @pytest.mark.slow

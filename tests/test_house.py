@@ -43,8 +43,8 @@ FUNCTION_WORDS = """found what first wrong begin known before why where new more
 CEILINGS = {
     "product, with plan.py": 7_200 + 441 + 104,
     "bench": 2_000,
-    "tests": 8_050,
-    "the evening's four files": 775,
+    "tests": 8_055,
+    "the evening's four files": 777,
     "import train: files": 16,
     "import train: lines, all of them": 3_500,
     "with training/start.py, which begins a run: files": 33,

@@ -5,9 +5,12 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,15 +20,17 @@ from conftest import REPO, TINY, call, forge, metrics, same, train_tiny
 import train
 from configurator import UserError, parse
 from hardware.disk import damage
-from hardware.machine import Machine
+from hardware.machine import Clock, Machine
 from model import GPT
 from text.dataset import load_tokenizer, open_datasets, open_windows
+from text.windows import Rows
 from training import banner, start
 from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate, write_text
 from training.huggingface import from_pretrained
 from training.plan import lr_at, make_plan
 from training.settings import TrainConfig, model_config
+from training.step import read_ahead
 
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 
@@ -192,6 +197,18 @@ def test_a_run_leaves_all_that_it_promises(straight, tiny_data):
     assert {p.name for p in checkpoint.iterdir()} == files
     assert len({p.stat().st_mode for p in checkpoint.iterdir()}) == 1  # who may read one, may all
     assert not damage(checkpoint)
+
+
+def test_waits_for_data_are_counted_and_a_signal_ends_the_batches_of_a_process_that_trains_alone():
+    rows = Rows(np.zeros((1, 9), np.int64), None, None)
+    loader = SimpleNamespace(starts=lambda *_: time.sleep(0.02), rows=lambda _: rows)
+    clock, signals = Clock(CPU, 0), []
+    with closing(read_ahead(loader, 0, 1, CPU, clock, signals)) as batches:
+        assert next(batches).x.shape == (1, 8) and clock.data_s > 0.015
+        signals.append(15)
+        assert next(batches) is None
+    with closing(read_ahead(loader, 0, 1, replace(CPU, world=2), clock, signals)) as batches:
+        assert next(batches) is not None
 
 
 def test_a_peak_that_was_measured_on_a_busy_machine_gives_no_mfu_above_100_percent(

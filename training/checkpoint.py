@@ -35,18 +35,11 @@ import torch
 from torch import Tensor, nn
 
 from configurator import UserError
-from hardware.disk import (
-    MANIFEST,
-    Lock,
-    damage,
-    finish,
-    put_in_place,
-    remove_only,
-)
+from hardware.disk import MANIFEST, Lock, damage, finish, put_in_place, remove_only
 from training.shards import whole
 
 # The files that train.py writes to a checkpoint.
-OURS = set(
+OUR_FILES = set(
     """
     model.safetensors config.json train_state.pt train_config.json meta.json manifest.json
     tokenizer.model tokenizer.tiktoken tokenizer.json tokenizer_config.json special_tokens_map.json
@@ -68,7 +61,7 @@ class Saver:
     folder: Path  # of the checkpoints
     save_model: Callable[[Any, dict[str, Tensor], Path], None]  # writes shape, weights to a folder
     files: dict[str, bytes]  # name -> content of what else each checkpoint holds
-    keep: int  # the newest checkpoints that stay, besides the best one
+    keep: int  # how many of the newest checkpoints stay, besides the best one
     lock: Lock | None  # of the run's folder, on the rank that writes; None on the others
     say: Callable[[str], None]  # prints a line
     report: Callable[[int, Path, float], None]  # of step, path and seconds, once it is on the disk
@@ -78,7 +71,7 @@ class Saver:
 
     def __post_init__(self):
         self.pool = ThreadPoolExecutor(1)
-        self.kept: set[Path] = set()  # checkpoints that are not ours to delete, as was said
+        self.foreign: set[Path] = set()  # checkpoints that are not ours to delete, as was said
 
     def save(self, model: nn.Module, optimizer, scaler, progress) -> None:
         """Begin to write step_N. All ranks must call this; rank 0 writes.
@@ -119,7 +112,7 @@ class Saver:
                 self.say(f"note: {target} is kept as {earlier.name}")
         except OSError as e:
             with suppress(OSError):
-                remove_only(draft, OURS)
+                remove_only(draft, OUR_FILES)
             self.failed = f"{target} could not be written ({e.strerror or e})"
             self.say(f"warning: {self.failed}; training goes on, earlier checkpoints are intact")
             return
@@ -152,8 +145,8 @@ class Saver:
             others = [path for path in earlier if step_of(path) != best_step]
             for path in others[self.keep :]:
                 reason = discard(path)
-                if reason and path not in self.kept:
-                    self.kept.add(path)
+                if reason and path not in self.foreign:
+                    self.foreign.add(path)
                     self.say(f"note: {path} is kept: {reason}")
         except (OSError, UserError) as e:
             self.say(f"warning: an older checkpoint could not be deleted ({e})")
@@ -179,7 +172,7 @@ def temporary(checkpoint: Path) -> Path:
 
 
 # --------------------------------------------------------------------------------------------------
-# Find, check
+# Find
 
 
 def numbered(ckpt_dir: Path) -> list[Path]:
@@ -225,9 +218,9 @@ def discard(checkpoint: Path) -> str:
         return "it is not a folder of its own"
     paths = [path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir()]
     names = {path.relative_to(checkpoint).as_posix() for path in paths} - LARGE - {MANIFEST}
-    foreign = min(names - OURS, default="")  # also average/... of an earlier version
+    foreign = min(names - OUR_FILES, default="")  # also average/... of an earlier version
     if problem := foreign or damage(checkpoint, [], required=sorted(names)):
         return f"it holds what is not ours, or was edited ({problem})"
     # It is renamed first, so that nobody finds half a checkpoint under its name.
-    remove_only(checkpoint.rename(temporary(checkpoint)), OURS)
+    remove_only(checkpoint.rename(temporary(checkpoint)), OUR_FILES)
     return ""

@@ -5,6 +5,8 @@
     from_pretrained(folder)
         reads a GPT2LMHeadModel, or the Llama, Mistral, Qwen2 or Qwen3 ...ForCausalLM, in one file
         or in shards; also nanoGPT's ckpt.pt
+    load_tensors(path)
+        reads what torch.save() has written, and executes nothing of it
 
 If config.json asks for something that model.py does not compute, it is refused, and the error names
 it. Nothing that is read can execute code, and no file can make this program read a file outside its

@@ -4,7 +4,8 @@ In the order in which a run comes to them:
 
     settings_of_run   its settings; a resumed run has those of its newest checkpoint
     find_origin       what it starts from, decided by rank 0 from what is on the disk
-    load_model        the model of a checkpoint, which check_fits() compares with settings and data
+    read_training     what the checkpoint says of the run that wrote it
+    load_model        its model, which check_fits() compares with settings and data
     model_to_tune     the model of another run or program, made ready for the settings and the data
 
 Each raises UserError if something is missing or does not fit.
@@ -180,8 +181,10 @@ class Earlier:
 
 
 def read_training(folder: Path) -> Earlier:
-    """Read everything in a checkpoint but the model and the tokenizer. Raises UserError or OSError
-    if a file cannot be read."""
+    """Read everything in a checkpoint but the model and the tokenizer.
+
+    Raises UserError or OSError if a file cannot be read.
+    """
     path = folder / "train_state.pt"
     # mmap: a tensor takes memory only when it is read, and all processes share that memory. But
     # torch opens such a file by its name in UTF-8, which is another one on an old disk in GBK.

@@ -1,4 +1,5 @@
-"""The folder of a run, out/RUN: whether it is one, which is the newest, and who may write there.
+"""The folder of a run, out/RUN: whether it is one, which is the newest, who may write there, and
+what is cleared away before.
 
 training/checkpoint.py has the checkpoints in it. training/resume.py decides what a run starts from.
 Nothing here deletes a file that train.py did not write.
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from configurator import UserError, note
 from hardware.disk import LOCK, MANIFEST, Lock, remove_only, set_aside
-from training.checkpoint import OURS, newest_checkpoint, numbered, step_of, whole_checkpoints
+from training.checkpoint import OUR_FILES, newest_checkpoint, numbered, step_of, whole_checkpoints
 from training.metrics import read_metrics
 
 
@@ -109,8 +110,9 @@ def tidy(ckpt_dir: Path, step: int) -> list[str]:
     of later steps are damaged, or the run would go on from there: they are renamed.
     """
     for path in ckpt_dir.glob(".tmp_step_*"):
+        # as temporary() in training/checkpoint.py names it
         by_us = re.fullmatch(r"\.tmp_step_[0-9]+-[0-9a-f]{8}", path.name)
         if by_us and not path.is_symlink():
-            remove_only(path, OURS)
+            remove_only(path, OUR_FILES)
     later = [path for path in numbered(ckpt_dir) if step_of(path) > step]
     return [f"note: {path} is kept as {set_aside(path, f'{path.name}_kept')}" for path in later]

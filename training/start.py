@@ -37,7 +37,6 @@ from training.optimizer import make_optimizer
 from training.parallel import check_room, compile_now, fit_batch, shares, wants_compile, wrap
 from training.plan import Plan, Progress, make_plan
 from training.report import Metrics
-from training.resume import Earlier
 from training.runs import replace_run, run_folder, tidy
 from training.settings import TrainConfig, model_config
 from training.shards import placed_like
@@ -161,9 +160,9 @@ def build(described: Description, machine: Machine, folder: Path, lock: Lock | N
 
     metrics = Metrics(cfg, machine, plan, data.sets, progress, machine.together(open_folder))
     files = machine.decide(lambda: files_of_data(data, model.config.block_size))
+    files |= {"train_config.json": json_bytes(asdict(cfg))}
     bos_id = next(iter(data.tokenizer.prefix), None)
     save_model = partial(save_pretrained, eos_id=data.tokenizer.eos_id, bos_id=bos_id)
-    files["train_config.json"] = json_bytes(asdict(cfg))
     saver = Saver(folder / "ckpt", save_model, files, cfg.keep, lock, say, metrics.log_save)
     return Job(
         cfg=cfg,
@@ -215,7 +214,7 @@ def open_data(cfg: TrainConfig) -> Data:
 @memory_advice("for the weights alone: make n_layer or n_embd smaller")
 def open_model(
     cfg: TrainConfig, machine: Machine, described: Description, sets: list[DataSet]
-) -> tuple[GPT, Earlier | None]:
+) -> tuple[GPT, resume.Earlier | None]:
     """Return the model on its device, and what the checkpoint of a resumed run says about the run.
 
     The weights are drawn at random, or come from the run's own checkpoint, or from another model.
@@ -257,7 +256,7 @@ def plan_run(
     model: GPT,
     loader: Loader,
     progress: Progress,
-    earlier: Earlier | None,
+    earlier: resume.Earlier | None,
 ) -> tuple[TrainConfig, Plan, Step]:
     """Return the settings with a number for batch_size=auto, the plan, and the size of a step."""
     epoch_tokens = sum(windows.n_windows for windows in loader.splits) * cfg.block_size
@@ -277,7 +276,7 @@ def plan_run(
 
 
 def open_optimizer(
-    cfg: TrainConfig, machine: Machine, model: GPT, earlier: Earlier | None
+    cfg: TrainConfig, machine: Machine, model: GPT, earlier: resume.Earlier | None
 ) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler]:
     """Return the optimizer and the scaler of fp16 gradients, which does nothing in other dtypes.
 
@@ -302,7 +301,7 @@ def open_optimizer(
 
 
 def say_what_is_resumed(
-    cfg: TrainConfig, machine: Machine, plan: Plan, origin: resume.Origin, earlier: Earlier
+    cfg: TrainConfig, machine: Machine, plan: Plan, origin: resume.Origin, earlier: resume.Earlier
 ) -> None:
     machine.say(f"resumed from {origin.path} at step {plan.begun_step}, with its settings")
     if changed := resume.settings_changed(earlier, cfg):
@@ -345,7 +344,7 @@ def first_records(
 
 
 # --------------------------------------------------------------------------------------------------
-# What a checkpoint holds beside the state of the training
+# What a checkpoint has of the data
 
 
 def files_of_data(data: Data, block_size: int) -> dict[str, bytes]:

@@ -46,16 +46,18 @@ def to_batch(rows: Rows, device: torch.device) -> Batch:
 
 def read_ahead(
     loader: Loader, first: int, B: int, machine: Machine, clock: Clock, signals: Sequence[int] = ()
-) -> Iterator[Batch]:
+) -> Iterator[Batch | None]:
     """Yield this rank's batches of B windows on its device, from window `first` of the run on.
 
     The ranks take turns: row r of micro-step m on a rank is window
     first + (m * world + rank) * B + r. So 4 ranks without accumulation and 2 ranks with two
     micro-steps read the same windows in a step.
 
-    A thread reads the next batch while the model trains on the current one; the clock counts how
-    long that is waited for. A process that trains alone gets no more batches once a signal has
-    come: the step is given up between two micro-steps. On a laptop, a step may take hours.
+    A thread reads the next batch while the model trains on the current one. The clock counts the
+    seconds by which the training waits for it all the same.
+    signals: those that have arrived, of stop_signals(). When there is one, a process that trains
+    alone gets None: it gives up the step between two micro-steps. On a laptop, a step may take
+    hours.
     """
     firsts = itertools.count(first + machine.rank * B, machine.world * B)
 
@@ -67,9 +69,11 @@ def read_ahead(
         while not (signals and machine.world == 1):
             start = time.perf_counter()
             rows = reading.result()
-            clock.data_s += time.perf_counter() - start
             reading = thread.submit(read)
-            yield to_batch(rows, machine.device)
+            batch = to_batch(rows, machine.device)
+            clock.data_s += time.perf_counter() - start
+            yield batch
+        yield None  # the weights are saved before this generator ends, which waits for the thread
 
 
 def autocast(machine: Machine) -> torch.autocast:
@@ -93,7 +97,7 @@ def take_step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-    batches: Iterator[Batch],
+    batches: Iterator[Batch | None],
     accum: int,
     machine: Machine,
     grad_clip: float = 0.0,
@@ -102,7 +106,7 @@ def take_step(
 
     Return a function that waits for the device, but not for the update of the weights, and returns
     the loss, the mean of all ranks, and the norm of the gradient before clipping. Return None, and
-    leave the weights unchanged, if the batches come to an end.
+    leave the weights unchanged, if a batch is None or there are no more.
 
     On a GPU with AdamW or Muon the host runs ahead: it starts the forward and backward passes, the
     sum over the ranks and the update one after the other, without waiting. Only then does the
