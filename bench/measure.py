@@ -104,8 +104,6 @@ def new_training(cfg: TrainConfig, c: GPTConfig, machine: Machine) -> Training:
         torch.manual_seed(cfg.seed)
         model.init_weights(cfg.init)
     model.to(device)  # moves the constants that numpy made
-    for block in model.blocks:
-        block.recompute = cfg.recompute == "blocks"
     rows = torch.randint(c.vocab_size, (cfg.batch_size, cfg.block_size + 1), device=device)
     batch = Batch(rows[:, :-1], rows[:, 1:])  # views of rows, as to_batch() makes them
     forward = wrap(cfg, model, machine, wants_compile(cfg, device.type, 0))

@@ -77,6 +77,8 @@ def compiled_compute(block: Block) -> Callable:
 
 def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> Callable:
     """Return the model as it runs: in DDP or Shards under torchrun, and compiled if asked for."""
+    for block in model.blocks:
+        block.recompute = cfg.recompute == "blocks"
     by_blocks = cfg.recompute != "none" or shares(cfg, machine)
     if compiled and by_blocks:
         compile_blocks(model)

@@ -244,8 +244,6 @@ def open_model(
         model = resume.model_to_tune(path, cfg, sets, machine.say)
         if warning := unverified(path):
             machine.say(f"note: {path}: {warning}")
-    for block in model.blocks:
-        block.recompute = cfg.recompute == "blocks"
     # A model that is sharded stays on the CPU, until each device gets its part.
     return model if shares(cfg, machine) else model.to(machine.device), earlier
 
