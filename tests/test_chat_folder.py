@@ -19,7 +19,7 @@ from hardware.disk import damage
 from text.chat import chatml, marks_of, turns_of
 from text.dataset import load_tokenizer, open_dataset, open_split
 from text.hf_tokenizer import CHATML
-from training.checkpoint import OURS
+from training.checkpoint import OUR_FILES
 from training.huggingface import from_pretrained
 
 THEIRS = {"chat_template": "{{ messages }}"}
@@ -126,7 +126,7 @@ def test_the_folder_says_how_to_chat_and_its_manifest_covers_it(chat_folder):
     ends = [tokenizer.eos_id, marks_of(tokenizer)[1]]
     assert read(chat_folder / "generation_config.json")["eos_token_id"] == ends
     assert CHAT_FILES <= read(chat_folder / "manifest.json").keys()
-    assert {path.name for path in chat_folder.iterdir()} <= OURS
+    assert {path.name for path in chat_folder.iterdir()} <= OUR_FILES
     assert not damage(chat_folder)
 
 

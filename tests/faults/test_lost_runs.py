@@ -385,7 +385,7 @@ def test_pruning_passes_by_what_somebody_has_changed_and_says_so_once(
 
 
 def test_every_file_that_came_with_a_tokenizer_is_known_to_be_ours():
-    assert {SentencePiece.file, Tiktoken.file, *HF_FILES} < checkpoint.OURS
+    assert {SentencePiece.file, Tiktoken.file, *HF_FILES} < checkpoint.OUR_FILES
 
 
 def test_sampling_takes_the_next_checkpoint_when_one_is_deleted_meanwhile(
