@@ -40,14 +40,13 @@ import torch
 import torch.distributed as dist
 
 from configurator import UserError, given, run
-from hardware.machine import Clock, Machine, memory_advice, stop_signals
+from hardware.machine import Clock, Machine, memory_advice, part, stop_signals
 from text.windows import Windows
 from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate, write_text
 from training.job import Job
 from training.plan import lr_at, momentum_at
 from training.settings import TrainConfig
-from training.shards import part
 from training.step import Batch, read_ahead, take_step
 
 

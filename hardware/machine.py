@@ -114,6 +114,32 @@ class Machine:
 
 
 # --------------------------------------------------------------------------------------------------
+# Tensors that are sharded over the ranks, as torch's DTensor: their parts, and the whole
+#
+# Rank r of W holds the rows r n ... (r + 1) n - 1 of a tensor of R rows, where n = ceil(R / W). The
+# last ranks may hold fewer rows, or none. training/parallel.py shards the weights; their gradients
+# and the optimizer's state follow them.
+
+
+def is_sharded(x: torch.Tensor) -> bool:
+    """Return whether x is a DTensor. (The import of this class would take half a second.)"""
+    return hasattr(x, "device_mesh")
+
+
+def part(x: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of x; x itself if it is not sharded. No copy is made."""
+    return x.to_local() if is_sharded(x) else x
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """Return all of x, on every rank: all ranks must call this at the same time.
+
+    A result that is still to be summed over the ranks, such as a norm, is summed.
+    """
+    return x.full_tensor() if is_sharded(x) else x
+
+
+# --------------------------------------------------------------------------------------------------
 # Time
 
 

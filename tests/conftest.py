@@ -28,6 +28,8 @@ import prepare
 import train
 from hardware import disk, kernels
 from hardware.device import pick_dtype
+from model import GPT
+from training.huggingface import architecture_of, save_weights, to_config
 
 # A shell that starts the tests in the background has SIGINT ignored; their processes shall not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -141,6 +143,13 @@ def finished(tiny_data, tmp_path_factory) -> Path:
 def copied(finished, tmp_path) -> Path:
     """A copy of it, tmp_path/run."""
     return shutil.copytree(finished, tmp_path / "run")
+
+
+def save_model(model: GPT, folder: Path, **ids: int) -> None:
+    """Write the config.json and the weights of a model to a folder."""
+    c = model.config
+    (folder / "config.json").write_bytes(disk.json_bytes(to_config(c, **ids)))
+    save_weights(architecture_of(c), c, dict(model.named_parameters()), folder)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -10,11 +10,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.measure import new_training
 from hardware import kernels
-from hardware.machine import Machine
+from hardware.machine import Machine, part
 from model import GPTConfig
 from training.memory import Step
 from training.settings import TrainConfig
-from training.shards import part
 
 
 def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> int:

@@ -20,9 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.measure import Training, new_training  # noqa: E402
 from hardware import kernels  # noqa: E402
 from hardware.device import start  # noqa: E402
-from hardware.machine import Machine  # noqa: E402
+from hardware.machine import Machine, part  # noqa: E402
 from training.settings import TrainConfig, model_config  # noqa: E402
-from training.shards import part  # noqa: E402
 from training.step import Batch  # noqa: E402
 
 # 60 rows of q, k and v each, and 60 columns: 3 ranks hold uneven parts of them.

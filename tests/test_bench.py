@@ -17,7 +17,7 @@ from bench import compare
 from bench import prepare as bench_prepare
 from configurator import given
 from model import GPT, PRESETS, GPTConfig
-from training.huggingface import to_state
+from training.huggingface import architecture_of, to_state
 
 
 def test_prepare_is_compared_with_the_library(tmp_path, tiny_data, capsys):
@@ -55,7 +55,7 @@ def peer_of(folder: Path, steps: int) -> Path:
     c = GPTConfig(**PRESETS["gpt2"] | SHAPE)
     model = GPT(c)
     model.init_weights()
-    state = to_state(c, dict(model.named_parameters()))
+    state = to_state(architecture_of(c), c, dict(model.named_parameters()))
     state = {k: w.t() if ".h." in k and w.dim() == 2 else w for k, w in state.items()}
     state["lm_head.weight"] = state["transformer.wte.weight"]
     (folder / "saved").mkdir(parents=True)

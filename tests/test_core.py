@@ -24,9 +24,8 @@ from model import GPT
 from text.windows import DataSet, Loader, Windows
 from training.checkpoint import Saver
 from training.job import Data, Job
-from training.metrics import MetricsFile
 from training.plan import Progress, make_plan
-from training.report import Metrics
+from training.report import Metrics, MetricsFile
 from training.settings import TrainConfig, model_config
 
 cfg = TrainConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, batch_size=4, batch_tokens=128,
@@ -52,11 +51,11 @@ file = MetricsFile(folder / "metrics.jsonl", [], lock, print)
 metrics = Metrics(cfg, machine, plan, sets, progress, file)
 
 
-def save_model(shape, weights, folder):
+def save_weights(weights, folder):
     torch.save(weights, folder / "weights.pt")
 
 
-saver = Saver(folder / "ckpt", save_model, {}, cfg.keep, lock, print, metrics.log_save)
+saver = Saver(folder / "ckpt", save_weights, {}, cfg.keep, lock, print, metrics.log_save)
 scaler = torch.amp.GradScaler("cpu", enabled=False)
 train.train(Job(cfg, folder, machine, plan, data, model, model, optimizer, scaler, progress,
     metrics, saver, None))

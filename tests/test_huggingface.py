@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import call, contents, make_records, metrics, train_tiny, write_jsonl
+from conftest import call, contents, make_records, metrics, save_model, train_tiny, write_jsonl
 from safetensors.torch import load_file, save_file
 from test_hf_tokenizer import bpe, checkpoint, read
 from test_model import ODD, hidden_logits, ids
@@ -22,7 +22,7 @@ from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
 from training import huggingface
 from training.checkpoint import newest_checkpoint
-from training.huggingface import from_config, from_pretrained, hf_class, save_pretrained
+from training.huggingface import architecture_of, from_config, from_pretrained, hf_class
 from training.resume import settings_of_run
 
 FITTING = [name for name in ODD if hf_class(GPTConfig(**ODD[name]))]
@@ -45,7 +45,7 @@ def make(name: str, **options) -> GPT:
 def save(model: GPT, folder: Path) -> Path:
     """Write a model without a manifest, as another program would."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_pretrained(model.config, dict(model.named_parameters()), folder, eos_id=0, bos_id=0)
+    save_model(model, folder, eos_id=0, bos_id=0)
     return folder
 
 
@@ -183,7 +183,9 @@ NANO = dict(n_layer=3, n_head=4, n_embd=48, block_size=32, vocab_size=300, bias=
 def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path):
     model = make("gpt2", bias=bias)
     state = {"lm_head.weight": model.wte.weight[:300]}
-    for name, w in huggingface.to_state(model.config, dict(model.named_parameters())).items():
+    c = model.config
+    stored = huggingface.to_state(architecture_of(c), c, dict(model.named_parameters()))
+    for name, w in stored.items():
         if bias or "bias" not in name:
             state[name] = w.t() if ".h." in name and w.dim() == 2 else w
     state = {compiled + name: w for name, w in state.items()}

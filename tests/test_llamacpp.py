@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 import test_chat_folder as chats
 import torch
-from conftest import prepared
+from conftest import prepared, save_model
 from test_prepare import tiktoken_file
 
 from configurator import UserError
@@ -35,7 +35,6 @@ from text.dataset import load_tokenizer
 from text.hf_tokenizer import to_hugging_face
 from text.tokenizer import SentencePiece, Tiktoken
 from text.train_tokenizer import write_alphabet
-from training.huggingface import save_pretrained
 
 NO_SPACE = "--override-kv tokenizer.ggml.add_space_prefix=bool:false"
 BOS = "--override-kv tokenizer.ggml.add_bos_token=bool:true"
@@ -94,9 +93,8 @@ def make(preset: str, vocab_size: int) -> GPT:
 def save(model: GPT, tokenizer, folder: Path) -> Path:
     """Write those files of a checkpoint that llama.cpp reads."""
     folder.mkdir()
-    parameters = dict(model.named_parameters())
     ids = dict(eos_id=tokenizer.eos_id, bos_id=tokenizer.prefix[0])
-    save_pretrained(model.config, parameters, folder, **ids)
+    save_model(model, folder, **ids)
     tokenizer.save(folder)
     for name, content in to_hugging_face(tokenizer, model.config.block_size).items():
         (folder / name).write_bytes(json_bytes(content))

@@ -167,22 +167,11 @@ def opened_files(sets: list[DataSet]) -> dict[Path, os.stat_result]:
     return {path: path.stat() for path in bin_files(sets)}
 
 
-def check_files(sets: list[DataSet], opened: dict[Path, os.stat_result]) -> None:
-    """Raise UserError if a .bin is no longer what meta.json says, since it was changed in place.
-
-    If it was deleted, or another file has its name now, then the file that is mapped stays as it
-    was. opened: the result of opened_files().
-    """
-    for path, (data, split) in bin_files(sets).items():
-        mapped = opened[path]
-        current = path.stat() if path.exists() else mapped
-        # The ctime is the time of the last change of the file or of its owner, rights and times.
-        # Unlike the mtime, nobody can set it back.
-        unchanged = (current.st_size, current.st_ctime_ns) == (mapped.st_size, mapped.st_ctime_ns)
-        if current.st_ino == mapped.st_ino and not unchanged:
-            open_dataset(data.folder)  # compares the size
-            verify(data.folder, data.meta, split)
-            opened[path] = current  # it was only touched
+def verify_file(sets: list[DataSet], path: Path) -> None:
+    """Raise UserError if a .bin of these data sets is not what meta.json says."""
+    data, split = bin_files(sets)[path]
+    open_dataset(data.folder)  # compares the size
+    verify(data.folder, data.meta, split)
 
 
 def bin_files(sets: list[DataSet]) -> dict[Path, tuple[DataSet, str]]:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from configurator import UserError
 from hardware.disk import MANIFEST, Lock, damage, finish, put_in_place, remove_only
-from training.shards import whole
+from hardware.machine import whole
 
 # The files that train.py writes to a checkpoint.
 OUR_FILES = set(
@@ -59,8 +59,8 @@ class Saver:
     """Write checkpoints in the background, one at a time, and delete the older ones."""
 
     folder: Path  # of the checkpoints
-    save_model: Callable[[Any, dict[str, Tensor], Path], None]  # writes shape, weights to a folder
-    files: dict[str, bytes]  # name -> content of what else each checkpoint holds
+    save_weights: Callable[[dict[str, Tensor], Path], None]  # writes name -> value to a folder
+    files: dict[str, bytes]  # name -> content of those that are the same in each checkpoint
     keep: int  # how many of the newest checkpoints stay, besides the best one
     lock: Lock | None  # of the run's folder, on the rank that writes; None on the others
     say: Callable[[str], None]  # prints a line
@@ -86,14 +86,14 @@ class Saver:
         weights = to_host(dict(model.named_parameters()), keep=self.lock is not None)
         training = to_host(training, keep=self.lock is not None)
         if self.lock:
-            self.writing = self.pool.submit(self.write, model.config, weights, training, started)
+            self.writing = self.pool.submit(self.write, weights, training, started)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is on the disk."""
         if self.writing:
             self.writing.result()
 
-    def write(self, shape: Any, weights: dict, training: dict, started: float) -> None:
+    def write(self, weights: dict, training: dict, started: float) -> None:
         """Write a checkpoint, put it in place, report it, and prune the older ones.
 
         started: when the save began, by time.perf_counter().
@@ -106,7 +106,7 @@ class Saver:
         draft = temporary(target)
         try:
             self.lock.renew()
-            self.write_folder(draft, shape, weights, training)
+            self.write_folder(draft, weights, training)
             # Where a disk has no locks, another process may have written this step.
             if earlier := put_in_place(draft, target, f"{target.name}_kept"):
                 self.say(f"note: {target} is kept as {earlier.name}")
@@ -121,10 +121,10 @@ class Saver:
         if not training["bad_in_a_row"]:  # after a bad step, older weights may be better
             self.prune(step, training["best_step"])
 
-    def write_folder(self, folder: Path, shape: Any, weights: dict, training: dict) -> None:
+    def write_folder(self, folder: Path, weights: dict, training: dict) -> None:
         """Write all files of a checkpoint and sync them to the disk, the manifest last."""
         folder.mkdir(parents=True)
-        self.save_model(shape, weights, folder)
+        self.save_weights(weights, folder)
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
         with open(folder / "train_state.pt", "wb") as file:

@@ -1,7 +1,8 @@
 """Hugging Face's model format, written and read: config.json, and the weights as safetensors.
 
-    save_pretrained(model.config, dict(model.named_parameters()), folder)
-        writes to a folder, which AutoModelForCausalLM.from_pretrained(folder) of transformers opens
+    to_config() and save_weights()
+        make the config.json and the weights of a folder that transformers opens, by
+        AutoModelForCausalLM.from_pretrained(folder)
     from_pretrained(folder)
         reads a GPT2LMHeadModel, or the Llama, Mistral, Qwen2 or Qwen3 ...ForCausalLM, in one file
         or in shards; also nanoGPT's ckpt.pt
@@ -13,7 +14,6 @@ it. Nothing that is read can execute code, and no file can make this program rea
 folder.
 """
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -312,14 +312,16 @@ def stored_as(a: Architecture, c: GPTConfig, name: str, w: torch.Tensor) -> dict
     if is_transposed(a, name, w):
         w = w.t()
     keys = hf_names(a, name)
-    heads = [n * c.head_dim for n in (c.n_head, c.n_kv_head, c.n_kv_head)]
+    hs = len(w) // (c.n_head + 2 * c.n_kv_head)  # of qkv
+    heads = [n * hs for n in (c.n_head, c.n_kv_head, c.n_kv_head)]
     parts = w.split(heads) if len(keys) == 3 else [w]
     return {key: part.contiguous() for key, part in zip(keys, parts, strict=True)}
 
 
-def to_state(c: GPTConfig, parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def to_state(
+    a: Architecture, c: GPTConfig, parameters: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Return our parameters as the class stores them, under its names."""
-    a = architecture_of(c)
     stored = {}
     for name, w in parameters.items():
         stored |= stored_as(a, c, name, w)
@@ -375,18 +377,16 @@ def from_state(
 # Folders
 
 
-def save_pretrained(
-    c: GPTConfig, parameters: dict[str, torch.Tensor], folder: Path, **ids: int | None
+def save_weights(
+    a: Architecture, c: GPTConfig, parameters: dict[str, torch.Tensor], folder: Path
 ) -> None:
-    """Write config.json and model.safetensors to a folder. ids: eos_id and bos_id of config.json.
+    """Write model.safetensors to a folder. Its config.json is to_config(c).
 
-    parameters: name -> value, under our names, on the CPU. A matrix that wte and lm_head share is
-    there once, as wte.weight.
+    a: architecture_of(c). parameters: name -> value, under our names, on the CPU. A matrix that wte
+    and lm_head share is there once, as wte.weight.
     """
-    content = json.dumps(to_config(c, **ids), indent=2) + "\n"
-    (folder / "config.json").write_text(content)
     # Not save_file(): its files can only be read by their owner (safetensors 0.8.0).
-    stored = {name: w.detach() for name, w in to_state(c, parameters).items()}
+    stored = {name: w.detach() for name, w in to_state(a, c, parameters).items()}
     (folder / "model.safetensors").write_bytes(save(stored, metadata={"format": "pt"}))
 
 

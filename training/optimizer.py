@@ -19,10 +19,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from hardware.machine import Machine
+from hardware.machine import Machine, is_sharded, part
 from model import GPT
 from training.settings import TrainConfig
-from training.shards import is_sharded, part
 
 # Each line takes a square P to a P² + b Q + c, where Q is the P of the line above it. At first both
 # are A, so the last P is a polynomial of degree 16 in A, for four matrix products.

@@ -5,6 +5,7 @@ All that only looks (loss.png, wandb and others) reads these records, in a proce
 follow.py. No fault there can touch a step.
 """
 
+import json
 import math
 import os
 import resource
@@ -13,6 +14,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,16 +23,57 @@ from pathlib import Path
 import torch
 from torch.amp import GradScaler
 
-from configurator import columns, folded
+from hardware.disk import Lock, write_whole
 from hardware.machine import Clock, Machine
 from hardware.terminal import ProgressBar, in_a_terminal, quoted
 from text.windows import DataSet
-from training.metrics import MetricsFile, spike
 from training.plan import Plan, Progress
 from training.settings import TrainConfig
 
 FOLLOW = Path(__file__).resolve().parents[1] / "follow.py"
 PATIENCE = 20  # seconds that train.py waits at its end for the last picture
+
+
+class MetricsFile:
+    """The metrics.jsonl that a run writes. Neither a full disk nor a lost file stops the training.
+
+    records: what stands in it at the start. lock: of the run's folder. say: prints a warning.
+    """
+
+    def __init__(self, path: Path, records: list[dict], lock: Lock, say: Callable[[str], None]):
+        self.path = path
+        self.records = records
+        self.lock = lock
+        self.say = say
+        self.content = bytearray(b"".join(map(line_of, records)))  # all that the file should hold
+        self.is_whole = True  # whether it does
+        self.mutex = threading.Lock()  # the thread that saves checkpoints appends lines, too
+        write_whole(path, self.content)
+
+    def append(self, record: dict) -> None:
+        """Append a line. If that fails, a later line writes the file again, all of it."""
+        line = line_of(record)
+        with self.mutex:
+            self.content += line
+            was_whole = self.is_whole
+            self.is_whole = False
+            try:
+                if not self.lock.is_held():
+                    return  # the folder was moved or deleted: the next save makes it again
+                if was_whole and self.path.exists():
+                    with open(self.path, "ab") as file:
+                        file.write(line)
+                else:
+                    write_whole(self.path, self.content)
+                    self.say(f"warning: {self.path} was not whole: all of it is written again")
+                self.is_whole = True
+            except OSError as e:
+                if was_whole:
+                    self.say(f"warning: {self.path}: {e.strerror}: it is written again later")
+
+
+def line_of(record: dict) -> bytes:
+    return json.dumps(record).encode() + b"\n"
 
 
 @dataclass
@@ -199,9 +242,7 @@ class Metrics:
         if self.file:
             self.file.append(record)
             line = f"step {record['step']}/{self.plan.steps} | {line}"
-            # A line is folded behind a field, not in it: not at a no-break space.
-            unbroken = line.replace(" ", "\xa0").replace("\xa0|\xa0", "\xa0| ")
-            self.machine.say(folded(unbroken, columns()).replace("\xa0", " "))
+            self.machine.say(line)
 
     def close(self) -> None:
         """End the record of the run: follow.py, started by hand, need not wait for more."""
@@ -254,3 +295,17 @@ def in_other_units(loss: float, token_bytes: float) -> tuple[float, float, str]:
     ppl = math.exp(min(loss, 700.0))  # the largest float is about e^709
     bits_per_byte = loss / math.log(2) / token_bytes
     return ppl, bits_per_byte, f"perplexity {ppl:.2f} | {bits_per_byte:.4f} bits per byte"
+
+
+def spike(losses: list[float], loss: float) -> float:
+    """Return how many deviations a loss lies above those before it: a robust z-score.
+
+    A deviation is 1.4826 times the median distance from the median (Iglewicz and Hoaglin, 1993),
+    which is the standard deviation if the losses have a normal distribution. The result is 0 for
+    fewer than 30 losses.
+    """
+    if len(losses) < 30:
+        return 0.0
+    median = statistics.median(losses)
+    deviation = 1.4826 * statistics.median(abs(x - median) for x in losses)
+    return (loss - median) / max(deviation, 1e-3 * abs(median))

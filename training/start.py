@@ -5,6 +5,7 @@ is sent to all ranks. build() opens the data and the model there, plans the run,
 and returns a Job: all that the training loop works with.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -17,10 +18,10 @@ import torch
 from configurator import UserError, note, row
 from hardware import kernels
 from hardware.device import start
-from hardware.disk import MANIFEST, Lock, damage, file_sha256, json_bytes, sealed
-from hardware.machine import Machine, memory_advice
+from hardware.disk import MANIFEST, Lock, check_changed, damage, file_sha256, json_bytes, sealed
+from hardware.machine import Machine, is_sharded, memory_advice
 from hardware.peak import peak_tflops
-from model import GPT
+from model import GPT, GPTConfig
 from text import dataset
 from text.chat import question_ids
 from text.hf_tokenizer import chat_files, read_json, to_hugging_face
@@ -29,17 +30,16 @@ from text.windows import DataSet, Loader
 from training import resume
 from training.banner import banner, slow_steps
 from training.checkpoint import Saver
-from training.huggingface import save_pretrained, unverified
+from training.huggingface import architecture_of, save_weights, to_config, unverified
 from training.job import Data, Job
 from training.memory import Step
-from training.metrics import MetricsFile, read_metrics
+from training.metrics import read_metrics
 from training.optimizer import make_optimizer
 from training.parallel import check_room, compile_now, fit_batch, shares, wants_compile, wrap
 from training.plan import Plan, Progress, make_plan
-from training.report import Metrics
+from training.report import Metrics, MetricsFile
 from training.runs import replace_run, run_folder, tidy
 from training.settings import TrainConfig, model_config
-from training.shards import placed_like
 from training.step import to_batch
 
 
@@ -159,11 +159,10 @@ def build(described: Description, machine: Machine, folder: Path, lock: Lock | N
         return MetricsFile(path, first_records(path, cfg, plan, data.sets, progress), lock, say)
 
     metrics = Metrics(cfg, machine, plan, data.sets, progress, machine.together(open_folder))
-    files = machine.decide(lambda: files_of_data(data, model.config.block_size))
+    files = machine.decide(lambda: fixed_files(data, model.config))
     files |= {"train_config.json": json_bytes(asdict(cfg))}
-    bos_id = next(iter(data.tokenizer.prefix), None)
-    save_model = partial(save_pretrained, eos_id=data.tokenizer.eos_id, bos_id=bos_id)
-    saver = Saver(folder / "ckpt", save_model, files, cfg.keep, lock, say, metrics.log_save)
+    save = partial(save_weights, architecture_of(model.config), model.config)
+    saver = Saver(folder / "ckpt", save, files, cfg.keep, lock, say, metrics.log_save)
     return Job(
         cfg=cfg,
         folder=folder,
@@ -200,7 +199,9 @@ def open_data(cfg: TrainConfig) -> Data:
         sets=sets,
         tokenizer=tokenizer,
         sample_prompt=prompt or [tokenizer.eos_id],
-        check=partial(dataset.check_files, sets, dataset.opened_files(sets)),
+        check=partial(
+            check_changed, dataset.opened_files(sets), partial(dataset.verify_file, sets)
+        ),
     )
     for kind in (data.val_windows, data.val_documents):
         for of_set, evaluated in zip(sets, kind, strict=True):
@@ -298,6 +299,23 @@ def open_optimizer(
     return optimizer, scaler
 
 
+def placed_like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the whole tensor x, sharded as p is, on the device of p.
+
+    x may lie in a file that is mapped into memory: a rank reads only the rows that it holds.
+    """
+    if x.dim() == 0:
+        return x.clone()  # a counter of steps: its optimizer knows where it belongs
+    if not is_sharded(p):
+        return x.to(p.device, copy=True)
+    from torch.distributed.tensor import DTensor
+
+    mesh = p.device_mesh
+    n = math.ceil(x.size(0) / mesh.size())
+    rows = x[n * mesh.get_local_rank() :][:n].to(p.device, p.dtype, copy=True)
+    return DTensor.from_local(rows, mesh, p.placements, shape=p.shape, stride=p.stride())
+
+
 def say_what_is_resumed(
     cfg: TrainConfig, machine: Machine, plan: Plan, origin: resume.Origin, earlier: resume.Earlier
 ) -> None:
@@ -342,17 +360,18 @@ def first_records(
 
 
 # --------------------------------------------------------------------------------------------------
-# What a checkpoint has of the data
+# What all checkpoints of a run share
 
 
-def files_of_data(data: Data, block_size: int) -> dict[str, bytes]:
-    """Return name -> content of meta.json and the tokenizer's files, for each checkpoint of a run.
+def fixed_files(data: Data, c: GPTConfig) -> dict[str, bytes]:
+    """Return name -> content of config.json, meta.json and the tokenizer's files.
 
-    They are read now, since the data set may be gone when a checkpoint is written. meta.json is
-    that of the first data set, with the hashes of all data sets, which a resumed run compares. The
-    hashes of the tokenizer's files are left out, since manifest.json has them. If no tokenizer.json
-    came with the tokenizer, it is made for sequences of block_size. If a data set has
-    conversations, the files say how to chat.
+    They are the same in each checkpoint of a run, and are read now, since the data set may be gone
+    when one is written. meta.json is that of the first data set, with the hashes of all data sets,
+    which a resumed run compares. The hashes of the tokenizer's files are left out, since
+    manifest.json has them. If no tokenizer.json came with the tokenizer, it is made for sequences
+    of block_size. If a data set has conversations, the files say how to chat. c: the shape of the
+    model.
     """
     folder, meta = data.sets[0].folder, data.sets[0].meta
     changes = {
@@ -364,8 +383,10 @@ def files_of_data(data: Data, block_size: int) -> dict[str, bytes]:
     files = {name: (folder / name).read_bytes() for name in names}
     if "tokenizer.json" not in files:
         came_with = read_json(folder / "tokenizer_config.json")
-        for name, content in to_hugging_face(data.tokenizer, block_size, came_with).items():
+        for name, content in to_hugging_face(data.tokenizer, c.block_size, came_with).items():
             files[name] = json_bytes(content)
     if any("answers" in d.meta["splits"]["train"] for d in data.sets):
         files |= chat_files(data.tokenizer, files)
+    bos_id = next(iter(data.tokenizer.prefix), None)
+    files["config.json"] = json_bytes(to_config(c, data.tokenizer.eos_id, bos_id))
     return files | {"meta.json": json_bytes(sealed(meta | changes))}

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hardware.machine import Clock, Machine
+from hardware.machine import Clock, Machine, part, whole
 from text.windows import Loader, Rows
-from training.shards import part, whole
 
 
 class Batch(NamedTuple):

@@ -26,7 +26,7 @@ from model import GPT
 from training import checkpoint, report
 from training.checkpoint import newest_checkpoint
 from training.huggingface import from_pretrained
-from training.metrics import spike
+from training.report import spike
 
 
 @pytest.mark.slow
