@@ -85,9 +85,9 @@ def train(job: Job) -> None:
 def loop(job: Job, batches: Iterator[Batch | None], clock: Clock, signals: list[int]) -> bool:
     """Train to the end of the run. Return whether a signal stopped it before.
 
-    batches: of this rank. clock: of the log lines; the batches add their waits for data to it.
-    signals: those that have arrived; stop_signals() adds them. The run also ends after too many bad
-    steps in a row.
+    batches: of this rank. clock: measures the time between log lines; read_ahead() adds the waits
+    for data to it. signals: those that have arrived; stop_signals() adds them. The run also ends
+    after too many bad steps in a row.
     """
     cfg = job.cfg
     machine = job.machine
@@ -98,7 +98,7 @@ def loop(job: Job, batches: Iterator[Batch | None], clock: Clock, signals: list[
     flops = job.model.flops_per_token(cfg.block_size)
     step_windows = plan.step_tokens // cfg.block_size  # of all ranks
     start_step = progress.step
-    clock.restart(start_step)
+    clock.restart(start_step)  # it took time to start follow.py
     stopping = False
     # At the top of an iteration, `step` steps are done: evaluate and save these weights. Then train
     # one step more. The last iteration ends after its first half.

@@ -37,9 +37,9 @@ FUNCTION_WORDS = """found what first wrong begin known before why where new more
     rest begun ways mine theirs about said whose which when here there then after whole same other
     less least many few each one both old now read how way whether needed asked given""".split()
 
-# The most that each figure may be. The house of the product may have 7,200 lines; conversations and
-# a model that answers brought 441 more (2d4a9d1~1 to e02f3bd~1), the law of losses and
-# plan.py --loss 104.
+# The most that each figure may be. The aim of 7,200 lines for the product is not reached: it would
+# be without conversations and a model that answers, which brought 441 (2d4a9d1~1 to e02f3bd~1), and
+# without the law of losses and plan.py --loss, which have 104.
 CEILINGS = {
     "product, with plan.py": 7_200 + 441 + 104,
     "bench": 2_000,

@@ -1,4 +1,4 @@
-"""Checkpoints: write them in the background, find them, delete them.
+"""Checkpoints: write them in the background, find them, delete them. resume.py reads them.
 
 A checkpoint is a Hugging Face model folder, with the files that a resumed run needs beside it:
 

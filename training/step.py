@@ -52,8 +52,8 @@ def read_ahead(
     first + (m * world + rank) * B + r. So 4 ranks without accumulation and 2 ranks with two
     micro-steps read the same windows in a step.
 
-    A thread reads the next batch while the model trains on the current one. The clock counts the
-    seconds by which the training waits for it all the same.
+    A thread reads the next batch while the model trains on the current one. Where the training has
+    to wait for it all the same, the clock counts the seconds.
     signals: those that have arrived, of stop_signals(). When there is one, a process that trains
     alone gets None: it gives up the step between two micro-steps. On a laptop, a step may take
     hours.
