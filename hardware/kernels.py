@@ -151,6 +151,22 @@ def block_mask() -> Callable:
     return torch.compile(create_block_mask, dynamic=False)
 
 
+@never_compiled
+def flex_mask(begins: Tensor) -> object:
+    """Return the BlockMask by which FlexAttention keeps documents apart.
+
+    It is compiled by itself. If the code that uses it also made it, torch 2.11 would lay it out in
+    another way than FlexAttention reads it, where no gradient is wanted: all sequences of a batch
+    but the first would read what lies behind the mask (bench/LOG.md).
+    """
+    B, T = begins.shape
+
+    def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (begins[b, query] == begins[b, key]) & (query >= key)
+
+    return block_mask()(seen, B, None, T, T, begins.device)
+
+
 def document_mask(gpt: GPT, begins: Tensor, dtype: torch.dtype, compiled: bool = False) -> object:
     """Return what attend() needs to keep documents apart: Pieces, a BlockMask, or a mask (Tensor).
 
@@ -160,17 +176,12 @@ def document_mask(gpt: GPT, begins: Tensor, dtype: torch.dtype, compiled: bool =
     """
     if begins.is_cpu:
         return Pieces(begins)
-    B, T = begins.shape
     compiled = compiled or torch.compiler.is_compiling()
     dropout = gpt.training and gpt.config.dropout > 0
     # FlexAttention needs a GPU that Triton serves and a head_dim of at least 16. It has no dropout.
     if begins.is_cuda and compiled and not dropout and gpt.config.head_dim >= 16:
         if torch.cuda.get_device_capability(begins.device) >= (8, 0):
-
-            def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                return (begins[b, query] == begins[b, key]) & (query >= key)
-
-            return block_mask()(seen, B, None, T, T, begins.device)
+            return flex_mask(begins)
     return document_mask_formula(gpt, begins, dtype)
 
 
@@ -352,7 +363,13 @@ def cross_entropy(
     logits: Tensor, targets: Tensor, weights: Tensor | None, V: int, reduction: str
 ) -> Tensor:
     """Return the cross-entropy as model.py does. The logits may be overwritten."""
-    if torch.compiler.is_compiling() or logits.dtype == torch.float16:
+    compiling = torch.compiler.is_compiling()
+    if compiling and V < logits.size(1):
+        # A GPU works faster on whole rows than on their first V columns (bench/LOG.md).
+        padding = torch.arange(logits.size(1), device=logits.device) >= V
+        logits = logits.masked_fill(padding, -math.inf)
+        V = logits.size(1)
+    if compiling or logits.dtype == torch.float16:
         # For fp16 the formula is used because ChunkedCrossEntropy stores the gradient before the
         # scaler has multiplied it. Numbers that small would become 0 in fp16.
         return cross_entropy_formula(logits, targets, weights, V, reduction)

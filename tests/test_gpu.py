@@ -105,10 +105,11 @@ def test_bf16_computes_the_loss_and_the_direction_of_fp32(preset):
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=compiles)])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_masked_documents_are_those_of_the_cpu(preset, compiled):
-    """Loss and gradients of a window with seven documents, in fp32. Compiled, FlexAttention is
-    used where the GPU has compute capability 8.
+    """Loss and gradients of two windows with seven documents each, in fp32, and their loss in an
+    evaluation. Compiled, FlexAttention is used where the GPU has compute capability 8.
     """
     x = text_of_documents()
+    x = torch.cat([x, x.roll(100, 1)])
     model = wide(preset, block_size=x.size(1))
     expected, gradients = loss_and_gradients(model, x, eos_id=EOS)
     model.to(DEVICE)
@@ -116,6 +117,11 @@ def test_masked_documents_are_those_of_the_cpu(preset, compiled):
     loss, on_gpu = loss_and_gradients(forward, x, eos_id=EOS)
     assert loss == pytest.approx(expected, rel=1e-4)
     assert_close(on_gpu, gradients, 1e-3)
+    x = x.to(DEVICE)
+    model.eval()
+    with torch.no_grad():
+        evaluated = forward(x[:, :-1], x[:, 1:], eos_id=EOS)
+    assert evaluated.item() == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ODD)
