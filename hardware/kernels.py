@@ -6,9 +6,7 @@ rounding, only later, and its attention takes more memory.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
@@ -143,28 +141,23 @@ def plain_is_faster(q: Tensor) -> bool:
     return q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < q.size(2) <= 512
 
 
-@cache
-def block_mask() -> Callable:
-    """Return create_block_mask() of torch, compiled: else it holds several masks of T x T."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return torch.compile(create_block_mask, dynamic=False)
-
-
 @never_compiled
 def flex_mask(begins: Tensor) -> object:
     """Return the BlockMask by which FlexAttention keeps documents apart.
 
-    It is compiled by itself. If the code that uses it also made it, torch 2.11 would lay it out in
-    another way than FlexAttention reads it, where no gradient is wanted: all sequences of a batch
-    but the first would read what lies behind the mask (bench/LOG.md).
+    It is compiled, because otherwise several masks of T x T would be in memory, and by itself: if
+    the code that uses it also made it, torch 2.11 would lay it out in another way than
+    FlexAttention reads it, where no gradient is wanted. All sequences of a batch but the first
+    would read what lies behind the mask (bench/LOG.md).
     """
+    from torch.nn.attention.flex_attention import create_block_mask
+
     B, T = begins.shape
 
     def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (begins[b, query] == begins[b, key]) & (query >= key)
 
-    return block_mask()(seen, B, None, T, T, begins.device)
+    return torch.compile(create_block_mask, dynamic=False)(seen, B, None, T, T, begins.device)
 
 
 def document_mask(gpt: GPT, begins: Tensor, dtype: torch.dtype, compiled: bool = False) -> object:

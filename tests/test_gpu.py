@@ -27,8 +27,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 EAGER = [f"--device={DEVICE}", "--compile=false"]  # for train_tiny
-NO_COMPILER = not any(map(shutil.which, ("gcc", "cc", "clang")))
-compiles = pytest.mark.skipif(NO_COMPILER, reason="torch.compile's Triton needs a C compiler")
+COMPILERS = [*filter(shutil.which, ("gcc", "cc", "clang"))]
+compiles = pytest.mark.skipif(not COMPILERS, reason="torch.compile's Triton needs a C compiler")
 
 
 def needs_bf16() -> None:
@@ -108,8 +108,7 @@ def test_masked_documents_are_those_of_the_cpu(preset, compiled):
     """Loss and gradients of two windows with seven documents each, in fp32, and their loss in an
     evaluation. Compiled, FlexAttention is used where the GPU has compute capability 8.
     """
-    x = text_of_documents()
-    x = torch.cat([x, x.roll(100, 1)])
+    x = torch.cat([text_of_documents().roll(n, 1) for n in (0, 100)])
     model = wide(preset, block_size=x.size(1))
     expected, gradients = loss_and_gradients(model, x, eos_id=EOS)
     model.to(DEVICE)
@@ -118,7 +117,6 @@ def test_masked_documents_are_those_of_the_cpu(preset, compiled):
     assert loss == pytest.approx(expected, rel=1e-4)
     assert_close(on_gpu, gradients, 1e-3)
     x = x.to(DEVICE)
-    model.eval()
     with torch.no_grad():
         evaluated = forward(x[:, :-1], x[:, 1:], eos_id=EOS)
     assert evaluated.item() == pytest.approx(expected, rel=1e-4)
@@ -192,16 +190,15 @@ MODELS = {
     "1B": LLAMA | dict(vocab_size=32_000, n_layer=22, n_head=16, n_kv_head=8, n_embd=2048),
 }
 STEPS = [  # B, T, accum, compiled
-    ("26M", 32, 512, 1, False), ("26M", 128, 512, 2, True), ("100M", 16, 1024, 2, False),
-    ("124M", 32, 1024, 2, False), ("124M", 64, 1024, 2, True), ("1B", 8, 2048, 1, False),
+    ("26M", 32, 512, 1, False), pytest.param("26M", 128, 512, 2, True, marks=compiles),
+    ("100M", 16, 1024, 2, False), ("124M", 32, 1024, 2, False),
+    pytest.param("124M", 64, 1024, 2, True, marks=compiles), ("1B", 8, 2048, 1, False),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, B, T, accum, compiled", STEPS)
 def test_the_predicted_peak_is_max_memory_allocated_within_5_percent(name, B, T, accum, compiled):
     needs_bf16()
-    if compiled and NO_COMPILER:
-        pytest.skip("torch.compile's Triton needs a C compiler")
     gc.collect()
     torch.cuda.empty_cache()
     c = GPTConfig(**(MODELS[name] | dict(block_size=T)))
@@ -258,5 +255,4 @@ def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compile
         result = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    loss, grad_norm = result()
-    assert loss > 1 and grad_norm > 0
+    assert min(result()) > 0  # the loss, and the norm of the gradient
