@@ -88,21 +88,25 @@ train() {
 }
 
 tests() { # -v prints the names of the tests one by one, so that they are there after a kill
-    part tests 480 $PYTHON -m pytest -v --tb=short -m gpu -rs tests
+    local workers=()
+    $PYTHON -c "import xdist" 2>/dev/null && workers=(-n 8)
+    part tests_numbers 240 $PYTHON -m pytest -v --tb=short -rs ${workers[@]+"${workers[@]}"} \
+        -m gpu -k "not predicted" tests
+    part tests_memory 240 $PYTHON -m pytest -v --tb=short -rs -m gpu -k predicted tests
 }
 roof() {
-    part roof 90 $PYTHON -m bench.roof config/gpt2_124m.py --batch_size=64 \
+    part roof 90 $PYTHON -m bench.roof config/gpt2_124m.py --batch_size=32 --seconds=0.1 \
         --json="$OUT/roof.json" ${TOY:+"${SHRINK[@]}" "${TOY_ROOF[@]}"}
 }
-gpt2() { # 124M, T = 1024: 2 x 64 x 1024 tokens a step
+gpt2() { # 124M, T = 1024: 4 x 32 x 1024 tokens a step
     train gpt2 240 50257 "$OUT/gpt2.json" config/gpt2_124m.py ${NANO[@]+"${NANO[@]}"} \
-        --peer_compile --batch_size=64 --batch_tokens=131072 --steps=50 --warmup=10 --rounds=1
+        --peer_compile --batch_size=32 --batch_tokens=131072 --steps=50 --warmup=10 --rounds=1
 }
-large() { # 1.15G, T = 1024 and 2048: 32 x 1024 tokens a micro-step
-    local brief=(--batch_tokens=65536 --steps=14 --warmup=4 --rounds=1)
-    train large_1024 240 32000 "$WORK/1b_1024.json" config/train_1b.py --block_size=1024 \
-        --batch_size=32 "${brief[@]}"
+large() { # 1.15G, T = 2048 and 1024: 16 x 1024 tokens a micro-step, which fit 80 GB
+    local brief=(--batch_tokens=131072 --steps=8 --warmup=3 --rounds=1)
     train large_2048 240 32000 "$WORK/1b_2048.json" config/train_1b.py --block_size=2048 \
+        --batch_size=8 "${brief[@]}"
+    train large_1024 240 32000 "$WORK/1b_1024.json" config/train_1b.py --block_size=1024 \
         --batch_size=16 "${brief[@]}"
 }
 small() { # MiniMind's size, T = 512
