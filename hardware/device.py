@@ -117,11 +117,11 @@ def pick_dtype(setting: str, device: torch.device) -> tuple[torch.dtype, str]:
             return torch.bfloat16, f"{capability} multiplies it natively"
         return torch.float16, f"{capability} has no native bfloat16"
     if device.type == "cpu":
-        capabilities = torch.cpu.get_capabilities()
+        capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9 has it not
         native = [k for k in ("amx_bf16", "avx512_bf16", "bf16") if capabilities.get(k)]
         if native:
             return torch.bfloat16, f"this CPU has {native[0]}"
-        return torch.float32, "this CPU has no native bfloat16"
+        return torch.float32, "torch knows of no native bfloat16 in this CPU"
     return torch.float32, f"the safe choice on {device.type}"
 
 
