@@ -357,8 +357,8 @@ def cross_entropy(
 ) -> Tensor:
     """Return the cross-entropy as model.py does. The logits may be overwritten."""
     compiling = torch.compiler.is_compiling()
-    if compiling and V < logits.size(1):
-        # A GPU works faster on whole rows than on their first V columns (bench/LOG.md).
+    if compiling and logits.is_cuda and V < logits.size(1):
+        # A GPU works faster on whole rows than on their first V columns, a CPU not (bench/LOG.md).
         padding = torch.arange(logits.size(1), device=logits.device) >= V
         logits = logits.masked_fill(padding, -math.inf)
         V = logits.size(1)
