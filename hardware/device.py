@@ -117,7 +117,7 @@ def pick_dtype(setting: str, device: torch.device) -> tuple[torch.dtype, str]:
             return torch.bfloat16, f"{capability} multiplies it natively"
         return torch.float16, f"{capability} has no native bfloat16"
     if device.type == "cpu":
-        capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9 has it not
+        capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9 has none
         native = [k for k in ("amx_bf16", "avx512_bf16", "bf16") if capabilities.get(k)]
         if native:
             return torch.bfloat16, f"this CPU has {native[0]}"

@@ -6,7 +6,9 @@ rounding, only later, and its attention takes more memory.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -141,23 +143,31 @@ def plain_is_faster(q: Tensor) -> bool:
     return q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < q.size(2) <= 512
 
 
+@cache
+def compiled_block_mask() -> Callable:
+    """Return create_block_mask() of torch, compiled, since it would hold several masks of T x T.
+
+    There is one: torch.compile() takes milliseconds, and torch never frees what it returns.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask, dynamic=False)
+
+
 @never_compiled
 def flex_mask(begins: Tensor) -> object:
     """Return the BlockMask by which FlexAttention keeps documents apart.
 
-    It is compiled, because otherwise several masks of T x T would be in memory, and by itself: if
-    the code that uses it also made it, torch 2.11 would lay it out in another way than
-    FlexAttention reads it, where no gradient is wanted. All sequences of a batch but the first
-    would read what lies behind the mask (bench/LOG.md).
+    It is compiled by itself. If the code that uses it also made it, torch 2.11 would lay it out in
+    another way than FlexAttention reads it, where no gradient is wanted: all sequences of a batch
+    but the first would read what lies behind the mask (bench/LOG.md).
     """
-    from torch.nn.attention.flex_attention import create_block_mask
-
     B, T = begins.shape
 
     def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (begins[b, query] == begins[b, key]) & (query >= key)
 
-    return torch.compile(create_block_mask, dynamic=False)(seen, B, None, T, T, begins.device)
+    return compiled_block_mask()(seen, B, None, T, T, begins.device)
 
 
 def document_mask(gpt: GPT, begins: Tensor, dtype: torch.dtype, compiled: bool = False) -> object:
@@ -358,7 +368,7 @@ def cross_entropy(
     """Return the cross-entropy as model.py does. The logits may be overwritten."""
     compiling = torch.compiler.is_compiling()
     if compiling and logits.is_cuda and V < logits.size(1):
-        # A GPU works faster on whole rows than on their first V columns, a CPU not (bench/LOG.md).
+        # A GPU is faster on whole rows than on their first V columns, a CPU slower (bench/LOG.md).
         padding = torch.arange(logits.size(1), device=logits.device) >= V
         logits = logits.masked_fill(padding, -math.inf)
         V = logits.size(1)

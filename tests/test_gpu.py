@@ -255,4 +255,4 @@ def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compile
         result = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert min(result()) > 0  # the loss, and the norm of the gradient
+    assert all(number > 0 for number in result())  # the loss, and the norm of the gradient

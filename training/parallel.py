@@ -86,14 +86,12 @@ def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> Call
         return Shards(model, cfg.shard, machine)
     forward = model
     if dist.is_initialized():
-        # The only buffer, the rope table, is constant: no step need send it to the ranks. (The
-        # option that says so is broadcast_buffers until torch 2.12, and forward_sync_buffers then.)
+        # The only buffer, the rope table, is constant: no step need send it to the ranks. DDP's
+        # option for that is broadcast_buffers up to torch 2.12, and forward_sync_buffers from 2.13
+        # on. This method is private, but it is the same in all of them.
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["rope"])
-        forward = DistributedDataParallel(
-            model,
-            device_ids=[machine.local_rank] if machine.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-        )
+        ids = [machine.local_rank] if machine.device.type == "cuda" else None
+        forward = DistributedDataParallel(model, ids, gradient_as_bucket_view=True)
     # DDP comes first and the compiler second, so that communication overlaps the backward pass.
     return torch.compile(forward, dynamic=False) if compiled and not by_blocks else forward
 
