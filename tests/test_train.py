@@ -201,10 +201,10 @@ def test_a_run_leaves_all_that_it_promises(straight, tiny_data):
 
 def test_waits_for_data_are_counted_and_a_signal_ends_the_batches_of_a_process_that_trains_alone():
     rows = Rows(np.zeros((1, 9), np.int64), None, None)
-    loader = SimpleNamespace(starts=lambda *_: time.sleep(0.02), rows=lambda _: rows)
+    loader = SimpleNamespace(starts=lambda at, _: time.sleep(0.3 * (at == 0)), rows=lambda _: rows)
     clock, signals = Clock(CPU, 0), []
     with closing(read_ahead(loader, 0, 1, CPU, clock, signals)) as batches:
-        assert next(batches).x.shape == (1, 8) and clock.data_s > 0.015
+        assert next(batches).x.shape == (1, 8) and clock.data_s > 0.1
         signals.append(15)
         assert next(batches) is None
     with closing(read_ahead(loader, 0, 1, replace(CPU, world=2), clock, signals)) as batches:
