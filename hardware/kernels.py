@@ -145,7 +145,7 @@ def plain_is_faster(q: Tensor) -> bool:
 
 @cache
 def compiled_block_mask() -> Callable:
-    """Return create_block_mask() of torch, compiled, since it would hold several masks of T x T.
+    """Return create_block_mask() of torch, compiled: else it would hold several masks of T x T.
 
     There is one: torch.compile() takes milliseconds, and torch never frees what it returns.
     """
