@@ -126,7 +126,8 @@ sampling() {
 }
 optimizers() { # what Muon and Adafactor cost, beside AdamW
     part optimizers 120 $PYTHON -m bench.sweep config/minimind_26m.py --vary=optimizer \
-        --vocab_size=6400 --batch_size=16 --batch_tokens=8192 --json="$OUT/optimizers.json" \
+        --vocab_size=6400 --batch_size=128 --batch_tokens=131072 --rounds=4 \
+        --json="$OUT/optimizers.json" \
         ${TOY:+"${SHRINK[@]}" --rounds=1 --compile=false}
 }
 documents() { # what it costs to keep documents apart, compiled with FlexAttention
