@@ -41,9 +41,17 @@ fi
 
 # part NAME SECONDS COMMAND...: run COMMAND if time is left, for at most SECONDS. A command that
 # takes longer is ended by KILL, together with its children. After TERM it would still save.
+# While compile_first() is at work, only start COMMAND with few steps, and write no figures.
 part() {
     local name=$1 limit=$2 left=$((DEADLINE - SECONDS)) whole=${1%_*} code
     shift 2
+    if [ -n "${COMPILING-}" ]; then
+        local few=(--rounds=1 --json=)
+        [[ $* != *bench.compare* ]] || few+=(--steps=3 --warmup=1)
+        timeout -s KILL 200 "$@" "${few[@]}" &>>"$WORK/compile.log" &
+        PIDS+=($!)
+        return
+    fi
     if [ "$left" -lt 20 ]; then
         echo "---- $name: no time left"
     else
@@ -87,11 +95,14 @@ train() {
         --json="$json" ${TOY:+"${SHRINK[@]}" "${BRIEF[@]}"}
 }
 
-tests() { # -v prints the names of the tests one by one, so that they are there after a kill
+numbers() { # -v prints the names of the tests one by one, so that they are there after a kill
     local workers=()
     $PYTHON -c "import xdist" 2>/dev/null && workers=(-n 8)
     part tests_numbers 240 $PYTHON -m pytest -v --tb=short -rs ${workers[@]+"${workers[@]}"} \
         -m gpu -k "not predicted" tests
+}
+tests() {
+    [ -n "${NUMBERS-}" ] || numbers
     part tests_memory 240 $PYTHON -m pytest -v --tb=short -rs -m gpu -k predicted tests
 }
 roof() {
@@ -146,6 +157,21 @@ sweep() { # not compiled: each of the 17 shapes would take a minute to compile
         ${TOY:+"${SHRINK[@]}" "${TOY_SWEEP[@]}"}
 }
 
+# compile_first PART...: let the parts that compile do so at the same time, untimed, each on a core of
+# its own, and run the tests of numbers meanwhile. torch keeps in WORK what it has compiled. It
+# chooses among kernels once more afterwards, when nothing disturbs it. The 1.15G model does not fit
+# beside the others: it compiles when it is measured.
+compile_first() {
+    local name COMPILING=yes PIDS=()
+    for name in "$@"; do
+        case $name in gpt2 | small | hf | optimizers | documents) $name ;; esac
+    done
+    COMPILING=
+    [[ " $* " != *" tests "* ]] || { numbers; NUMBERS=done; }
+    [ ${#PIDS[@]} -eq 0 ] || wait "${PIDS[@]}"
+    find "$WORK" -name '*.best_config' -delete
+}
+
 date -u +%F
 git log -1 --format='commit %h' 2>/dev/null
 nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,power.limit --format=csv,noheader \
@@ -156,13 +182,17 @@ python = sys.version.split()[0]
 cudnn = torch.backends.cudnn.version()
 print("Python", python, "torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN", cudnn)
 PY
-for name in "${@:-roof gpt2 large small hf sampling optimizers documents tests sweep}"; do
-    for each in $name; do
-        case $each in
-        tests | roof | gpt2 | large | small | hf | sampling | optimizers | documents | sweep) $each ;;
-        *) echo "no part $each: roof gpt2 large small hf sampling optimizers documents tests sweep" && exit 2 ;;
-        esac
-    done
+PARTS=(roof gpt2 large small hf sampling optimizers documents tests sweep)
+[ $# -eq 0 ] || PARTS=("$@")
+for name in "${PARTS[@]}"; do
+    case $name in
+    tests | roof | gpt2 | large | small | hf | sampling | optimizers | documents | sweep) ;;
+    *) echo "no part $name: roof gpt2 large small hf sampling optimizers documents tests sweep" && exit 2 ;;
+    esac
+done
+[ ${#PARTS[@]} -eq 1 ] || compile_first "${PARTS[@]}"
+for name in "${PARTS[@]}"; do
+    $name
 done
 $PYTHON - "$OUT/models.json" "$WORK"/1b_*.json "$WORK"/26m.json <<'PY'
 import json, pathlib, sys

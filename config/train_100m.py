@@ -2,8 +2,8 @@
 #   torchrun --nproc_per_node=6 train.py config/train_100m.py
 # 97.5M parameters with a vocabulary of 16,384 tokens, 110M with 32,000.
 # 2G tokens are 20 per parameter.
-# On six GPUs, a step is 16 x 1024 tokens x 6 GPUs x 5 micro-steps = 491,520 tokens. This is the
-# multiple of 16 x 1024 x 6 that is nearest to batch_tokens.
+# On six GPUs, a step is 8 x 1024 tokens x 6 GPUs x 11 micro-steps = 540,672 tokens. This is the
+# multiple of 8 x 1024 x 6 that is nearest to batch_tokens.
 run_name = "train_100m"
 preset = "qwen3"
 tie_embeddings = True
@@ -13,9 +13,9 @@ n_kv_head = 6
 n_embd = 768
 block_size = 1024
 
-# 16 sequences fit 12 GB. With more memory, --batch_size=auto is faster: on an H100 16 sequences gave
-# 38 % MFU, and auto, which took 128, gave 44 % (docs/results.md).
-batch_size = 16
+# 8 sequences are for a V100 with 16 GB. On an H100, 8 gave 25 % MFU, 16 gave 38 % and 32 gave 42 %
+# (docs/results.md): where memory is left, take more, or --batch_size=auto.
+batch_size = 8
 batch_tokens = 524_288
 max_tokens = 2_000_000_000
 # Muon won in docs/results.md. The values are those of the fastest published runs of 124M, with 0.5M

@@ -35,11 +35,9 @@ folder = Path("out")
 lock = Lock(folder, "")
 ids = np.random.default_rng(0).zipf(1.5, 5000).clip(max=63).astype(np.uint16)
 windows = Windows(ids, cfg.block_size, (0,), None)
-counts = {"tokens": 5000, "bytes": 5000}
-sets = [DataSet("random", folder, {"splits": {"val": counts}}, Fraction(1))]
+sets = [DataSet("zipf", folder, {"splits": {"val": {"tokens": 5000, "bytes": 5000}}}, Fraction(1))]
 loader = Loader([windows], [Fraction(1)])
-tokenizer = SimpleNamespace(eos_id=0)
-data = Data(loader, [windows], [windows], [windows], sets, tokenizer, [1], lambda: None)
+data = Data(loader, *[[windows]] * 3, sets, SimpleNamespace(eos_id=0), [1], lambda: None)
 model = GPT(model_config(cfg, 64))
 model.init_weights("gpt2")
 optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=cfg.lr)

@@ -15,9 +15,7 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__")
 
 
-FILES = [*REPO.glob("*.py")]
-for package in (*PACKAGES, "bench"):
-    FILES += (REPO / package).glob("*.py")
+FILES = [path for folder in ("", *PACKAGES, "bench") for path in (REPO / folder).glob("*.py")]
 MODULES = {module_of(path): path for path in FILES}
 
 

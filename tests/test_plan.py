@@ -12,6 +12,7 @@ import plan
 from configurator import parse
 from model import GPT
 from training import memory
+from training.banner import pace_note
 from training.checkpoint import newest_checkpoint
 from training.parallel import wants_compile
 from training.plan import even_batch
@@ -68,6 +69,12 @@ def test_minimind_takes_its_published_time_at_a_measured_speed(capsys, tflops, m
 def test_float32_is_computed_as_tf32_where_the_gpu_can(gpu, computed_as_tf32):
     source = the_run(f"--gpu={gpu}", "--dtype=float32").device.source
     assert ("tf32" in source) == computed_as_tf32
+
+
+def test_a_note_tells_of_a_gpu_with_little_to_do_and_of_steps_of_minutes():
+    assert "--batch_size" in pace_note(5.7e12, 1, 989.0, on_gpu=True)
+    assert pace_note(23e12, 1, 989.0, on_gpu=True) == pace_note(1e6, 1, None, on_gpu=True) == ""
+    assert "--batch_tokens" in pace_note(1e12, 60, 0.5, on_gpu=False)
 
 
 QWEN = "--preset=qwen2 --n_layer=28 --n_head=12 --n_kv_head=2 --n_embd=1536 --d_ff=8960"

@@ -96,11 +96,8 @@ def test_a_loss_that_is_not_finite_is_a_failure():
     assert cell["note"].startswith("failed: ArithmeticError: loss ")
 
 
-NO_RESET = sweep.reset_peak(torch.device("cpu")) is None
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(NO_RESET, reason="the peak of memory cannot be reset here")
+@pytest.mark.skipif(sweep.reset_peak(torch.device("cpu")) is None, reason="no peak to reset here")
 def test_the_peak_of_a_small_cell_behind_a_large_one_is_small():
     cfg = configurator.parse(sweep.SweepConfig, SMALL)
     machine = sweep.start(cfg.device, cfg.dtype)

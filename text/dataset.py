@@ -53,7 +53,7 @@ def read_meta(folder: Path) -> dict:
         options = "" if folder.name == "demo" else f" --input FILE --name {folder.name}"
         make = f"`python prepare.py{options}` makes one"
         prepared = f"; prepared are {', '.join(others)}" if others else ""
-        raise UserError(f"no data set in {folder}: {make}{prepared}") from None
+        raise UserError(f"no data set in {folder}/: {make}{prepared}") from None
     except OSError as e:
         raise UserError(f"{path}: {e.strerror}") from None
     except (ValueError, KeyError) as e:  # without a format, it is of another program

@@ -84,16 +84,19 @@ def banner(
     return "\n".join(row(f"{key:>11}: ", value) for key, value in rows.items() if value)
 
 
-def slow_steps(flops: float, peak: float | None) -> str:
-    """Return what to say before steps that take longer than a minute; "" if they do not.
+def pace_note(flops: float, accum: int, peak: float | None, on_gpu: bool) -> str:
+    """Return what to say of steps that take longer than a minute, or of a GPU with little to do.
 
-    flops: of a step. peak: TFLOPS of all devices together, of which 40 % are reached, or None.
+    flops: of a micro-step. peak: TFLOPS of one device, of which 40 % are reached, or None.
     """
-    seconds = flops / (0.4e12 * peak) if peak else 0.0
-    if seconds < 60:
-        return ""
-    shorter = "a smaller --batch_tokens makes it shorter; config/demo.py is a run for a CPU"
-    return f"note: a step takes about {in_words(seconds)} here, at 40 % of the peak: {shorter}"
+    seconds = flops / (1e12 * peak) if peak else math.nan  # of a micro-step, at the peak
+    if (step := accum * seconds / 0.4) > 60:
+        shorter = "a smaller --batch_tokens makes it shorter; config/demo.py is a run for a CPU"
+        return f"note: a step takes about {in_words(step)} here, at 40 % of the peak: {shorter}"
+    if on_gpu and seconds < 0.01:  # to launch its kernels took longer (docs/results.md)
+        busier = "with a larger --batch_size, or auto, it may be faster"
+        return f"note: the GPU may wait for its host, so few tokens are in a micro-step: {busier}"
+    return ""
 
 
 def epochs_of(data: DataSet, tokens: int) -> float:

@@ -28,7 +28,7 @@ from text.hf_tokenizer import chat_files, read_json, to_hugging_face
 from text.landmarks import mixed_landmarks
 from text.windows import DataSet, Loader
 from training import resume
-from training.banner import banner, slow_steps
+from training.banner import banner, pace_note
 from training.checkpoint import Saver
 from training.huggingface import architecture_of, save_weights, to_config, unverified
 from training.job import Data, Job
@@ -131,14 +131,13 @@ def build(described: Description, machine: Machine, folder: Path, lock: Lock | N
     cfg, plan, one_step = plan_run(cfg, machine, model, data.loader, progress, earlier)
     machine.together(lambda: check_room(model, one_step, machine))
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
-    peak_of_all = peak * machine.world if peak else None
     if machine.local_rank == 0 and not machine.is_main:
         print(f"rank {machine.rank} of {machine.world}: rank 0 prints what there is to say")
     say(banner(cfg, data.sets, data.loader, machine, plan, model, one_step))
     say(row("       peak: ", source))
-    flops = plan.step_tokens * model.flops_per_token(cfg.block_size)
-    if slow := slow_steps(flops, peak_of_all):
-        say(slow)
+    flops = plan.batch_size * cfg.block_size * model.flops_per_token(cfg.block_size)
+    if note := pace_note(flops, plan.accum, peak, machine.device.type == "cuda"):
+        say(note)
     if earlier:
         say_what_is_resumed(cfg, machine, plan, described.origin, earlier)
     forward = wrap(cfg, model, machine, one_step.compiled)
@@ -176,7 +175,7 @@ def build(described: Description, machine: Machine, folder: Path, lock: Lock | N
         progress=progress,
         metrics=metrics,
         saver=saver,
-        peak=peak_of_all,
+        peak=peak * machine.world if peak else None,
     )
 
 
