@@ -190,7 +190,7 @@ for name in "${PARTS[@]}"; do
     *) echo "no part $name: roof gpt2 large small hf sampling optimizers documents tests sweep" && exit 2 ;;
     esac
 done
-[ ${#PARTS[@]} -eq 1 ] || compile_first "${PARTS[@]}"
+[ -n "$TOY" ] || [ ${#PARTS[@]} -eq 1 ] || compile_first "${PARTS[@]}"
 for name in "${PARTS[@]}"; do
     $name
 done
