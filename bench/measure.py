@@ -104,8 +104,7 @@ def new_training(cfg: TrainConfig, c: GPTConfig, machine: Machine) -> Training:
         torch.manual_seed(cfg.seed)
         model.init_weights(cfg.init)
     model.to(device)  # moves the constants that numpy made
-    rows = torch.randint(c.vocab_size, (cfg.batch_size, cfg.block_size + 1), device=device)
-    batch = Batch(rows[:, :-1], rows[:, 1:])  # views of rows, as to_batch() makes them
+    batch = Batch(*torch.randint(c.vocab_size, (2, cfg.batch_size, cfg.block_size), device=device))
     forward = wrap(cfg, model, machine, wants_compile(cfg, device.type, 0))
     scaler = torch.amp.GradScaler(device.type, enabled=machine.dtype == torch.float16)
     optimizer = new_optimizer(cfg, machine, model)

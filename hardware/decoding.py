@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import GPT, KVCache
 
@@ -19,6 +18,8 @@ from model import GPT, KVCache
 def record_decoding(model: GPT) -> None:
     """Let model.generate() record its step, if the model is on CUDA. A graph takes memory."""
     if model.wte.weight.is_cuda:
+        # cuDNN's attention is faster, but takes up to 0.4 s for the first text of each length.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         model.decoder = partial(recorded, model)
 
 
@@ -68,13 +69,11 @@ def recorded(model: GPT, cache: KVCache) -> Callable[[Tensor], Tensor]:
     graph_stream = torch.cuda.Stream(device)
     usual_stream = torch.cuda.current_stream(device)
     graph_stream.wait_stream(usual_stream)
-    # These two kernels accept a mask and, unlike cuDNN's, need no planning.
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        with torch.cuda.stream(graph_stream):
-            step()  # makes one-time preparations, which cannot be recorded
-        usual_stream.wait_stream(graph_stream)
-        with torch.cuda.graph(graph, stream=graph_stream):
-            logits = step()
+    with torch.cuda.stream(graph_stream):
+        step()  # makes one-time preparations, which cannot be recorded
+    usual_stream.wait_stream(graph_stream)
+    with torch.cuda.graph(graph, stream=graph_stream):
+        logits = step()
 
     def decode(new_token: Tensor) -> Tensor:
         token.copy_(new_token)

@@ -46,7 +46,6 @@ def evaluate(
         # the first ones fill the batch; their targets are set to -1, which the loss ignores.
         rows = loader.rows([(0, starts[i % count]) for i in range(start, start + B)])
         x, y, _, _ = to_batch(rows, machine.device)
-        y = y.clone()
         y[max(0, count - start) :] = -1
         with autocast(machine):
             totals[0] += model(x, y, eos_id=eos_id, reduction="sum")

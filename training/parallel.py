@@ -96,7 +96,7 @@ def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> Call
     return torch.compile(forward, dynamic=False) if compiled and not by_blocks else forward
 
 
-def compile_now(forward: Callable, batch: Batch, machine: Machine) -> None:
+def compile_now(forward: Callable, batch: Batch, machine: Machine, eos_id: int) -> None:
     """Let a compiled model compile itself before the first step, whose time is then that of a step.
 
     Raises UserError if it cannot be compiled here, without a C++ compiler or on an old GPU.
@@ -107,10 +107,11 @@ def compile_now(forward: Callable, batch: Batch, machine: Machine) -> None:
         with autocast(machine):
             forward(*batch).backward()
         if machine.device.type == "cuda":
-            # An evaluation by document compiles FlexAttention: better now than in step eval_every.
+            # Evaluations, as they are and by document: better now than in step eval_every.
             forward.eval()
             with torch.no_grad(), autocast(machine):
-                forward(batch.x, batch.y, eos_id=0, reduction="sum")
+                for begins in (None, eos_id):
+                    forward(batch.x, batch.y, eos_id=begins, reduction="sum")
             forward.train()
         machine.synchronize()
     except Exception as e:

@@ -144,7 +144,8 @@ def build(described: Description, machine: Machine, folder: Path, lock: Lock | N
     if one_step.compiled:
         with memory_advice(plan.smaller(cfg.block_size)):
             rows = data.loader.rows(data.loader.starts(0, plan.batch_size))
-            compile_now(forward, to_batch(rows, machine.device), machine)
+            batch = to_batch(rows, machine.device)
+            compile_now(forward, batch, machine, data.tokenizer.eos_id)
     optimizer, scaler = open_optimizer(cfg, machine, model, earlier)
 
     def open_folder() -> MetricsFile | None:

@@ -34,8 +34,8 @@ def to_batch(rows: Rows, device: torch.device) -> Batch:
             return tensor.pin_memory().to(device, non_blocking=True)
         return tensor.to(device)
 
-    ids = to_device(rows.ids)
-    x, y = ids[:, :-1], ids[:, 1:]
+    # Copies, and not two views: torch.compile compiles for strides, and all batches have the same.
+    x, y = to_device(rows.ids[:, :-1].copy()), to_device(rows.ids[:, 1:].copy())
     if rows.weights is None:
         return Batch(x, y, None, rows.eos_id)
     weights = to_device(rows.weights)
