@@ -93,7 +93,7 @@ def pace_note(flops: float, accum: int, peak: float | None, on_gpu: bool) -> str
     if (step := accum * seconds / 0.4) > 60:
         shorter = "a smaller --batch_tokens makes it shorter; config/demo.py is a run for a CPU"
         return f"note: a step takes about {in_words(step)} here, at 40 % of the peak: {shorter}"
-    if on_gpu and seconds < 0.01:  # to launch its kernels took longer (docs/results.md)
+    if on_gpu and accum > 1 and seconds < 0.01:  # its launches took longer (docs/results.md)
         busier = "with a larger --batch_size, or auto, it may be faster"
         return f"note: the GPU may wait for its host, so few tokens are in a micro-step: {busier}"
     return ""
