@@ -182,13 +182,10 @@ python = sys.version.split()[0]
 cudnn = torch.backends.cudnn.version()
 print("Python", python, "torch", torch.__version__, "CUDA", torch.version.cuda, "cuDNN", cudnn)
 PY
-PARTS=(roof gpt2 large small hf sampling optimizers documents tests sweep)
-[ $# -eq 0 ] || PARTS=("$@")
+ALL="roof gpt2 large small hf sampling optimizers documents tests sweep"
+PARTS=(${*:-$ALL})
 for name in "${PARTS[@]}"; do
-    case $name in
-    tests | roof | gpt2 | large | small | hf | sampling | optimizers | documents | sweep) ;;
-    *) echo "no part $name: roof gpt2 large small hf sampling optimizers documents tests sweep" && exit 2 ;;
-    esac
+    [[ " $ALL " == *" $name "* ]] || { echo "no part $name: $ALL" && exit 2; }
 done
 [ -n "$TOY" ] || [ ${#PARTS[@]} -eq 1 ] || compile_first "${PARTS[@]}"
 for name in "${PARTS[@]}"; do

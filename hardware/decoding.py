@@ -16,9 +16,12 @@ from model import GPT, KVCache
 
 
 def record_decoding(model: GPT) -> None:
-    """Let model.generate() record its step, if the model is on CUDA. A graph takes memory."""
+    """Let model.generate() record its step, if the model is on CUDA. A graph takes memory.
+
+    From then on, no attention of this process uses cuDNN's kernel. It is faster, but took up to
+    0.4 s for the first text of each length (bench/LOG.md).
+    """
     if model.wte.weight.is_cuda:
-        # cuDNN's attention is faster, but takes up to 0.4 s for the first text of each length.
         torch.backends.cuda.enable_cudnn_sdp(False)
         model.decoder = partial(recorded, model)
 

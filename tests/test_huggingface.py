@@ -370,8 +370,7 @@ def test_a_public_model_is_prepared_for_evaluated_tuned_resumed_and_opened_again
         assert (tuned / name).read_bytes() == public[name]
     assert contents(folder) == public  # nothing is written there
     assert from_pretrained(tuned).config == from_pretrained(folder).config
-    continued = by_pipeline(transformers, tuned, "the loop")
-    assert by_sample(tuned, "the loop", capsys) == continued
+    assert by_sample(tuned, "the loop", capsys) == by_pipeline(transformers, tuned, "the loop")
 
 
 def test_evaluation_says_what_training_said(tiny_data, tmp_path, capsys):

@@ -73,7 +73,7 @@ def test_float32_is_computed_as_tf32_where_the_gpu_can(gpu, computed_as_tf32):
 
 def test_a_note_tells_of_a_gpu_with_little_to_do_and_of_steps_of_minutes():
     assert "--batch_size" in pace_note(5.7e12, 64, 989.0, on_gpu=True)
-    assert pace_note(23e12, 16, 989.0, on_gpu=True) == pace_note(1e6, 2, None, on_gpu=True) == ""
+    assert not any(pace_note(*run, True) for run in [(2e13, 16, 989), (6e12, 1, 989), (6, 2, None)])
     assert "--batch_tokens" in pace_note(1e12, 60, 0.5, on_gpu=False)
 
 

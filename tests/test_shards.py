@@ -38,8 +38,7 @@ def test_each_shard_and_recompute_trains_as_ddp_does_and_skips_an_overflow():
 @NEEDS_BF16
 def test_the_peak_of_a_rank_is_the_predicted_one_within_5_percent():
     script = str(REPO / "tests" / "peak_of_shards.py")
-    output = output_on(2, script, "adamw", "all", "blocks", "1")
-    assert output.count("predicted ") == 1
+    assert output_on(2, script, "adamw", "all", "blocks", "1").count("predicted ") == 1
 
 
 @pytest.fixture(scope="module")

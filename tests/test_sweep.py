@@ -101,8 +101,7 @@ def test_a_loss_that_is_not_finite_is_a_failure():
 def test_the_peak_of_a_small_cell_behind_a_large_one_is_small():
     cfg = configurator.parse(sweep.SweepConfig, SMALL)
     machine = sweep.start(cfg.device, cfg.dtype)
-    shapes = [replace(cfg, batch_size=B) for B in (1, 1, 512, 1)]
-    cells = [sweep.measure(shape, 1, machine, 1.0) for shape in shapes]
+    cells = [sweep.measure(replace(cfg, batch_size=B), 1, machine, 1.0) for B in (1, 1, 512, 1)]
     # In the first, there may still be memory that earlier tests have left in this process.
     _, small, large, again = (cell["memory_gb"] for cell in cells)
     assert large > small + 0.05 and again == pytest.approx(small, abs=0.05)

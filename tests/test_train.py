@@ -30,7 +30,7 @@ from training.evaluate import evaluate, write_text
 from training.huggingface import from_pretrained
 from training.plan import lr_at, make_plan
 from training.settings import TrainConfig, model_config
-from training.step import read_ahead
+from training.step import read_ahead, to_batch
 
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 
@@ -199,6 +199,12 @@ def test_a_run_leaves_all_that_it_promises(straight, tiny_data):
     assert not damage(checkpoint)
 
 
+def test_batches_of_a_stream_and_of_documents_have_the_same_strides_so_they_share_compiled_code():
+    for weights in (None, np.ones((2, 8), np.float32)):
+        x, y, _, _ = to_batch(Rows(np.zeros((2, 9), np.int64), weights, None), CPU.device)
+        assert x.stride() == y.stride() == (8, 1)
+
+
 def test_waits_for_data_are_counted_and_a_signal_ends_the_batches_of_a_process_that_trains_alone():
     rows = Rows(np.zeros((1, 9), np.int64), None, None)
     loader = SimpleNamespace(starts=lambda at, _: time.sleep(0.3 * (at == 0)), rows=lambda _: rows)
@@ -364,7 +370,6 @@ def test_weights_that_are_not_finite_are_never_saved_and_end_the_run_with_an_err
 ):
     options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--lr=1e38"]
     options += ["--warmup_ratio=0", "--save_every=1", "--keep=9", "--grad_clip=0"]
-    error = refuses(train.main, *options)
-    assert "NaN or infinity in wte.weight" in error
+    assert "NaN or infinity in wte.weight" in refuses(train.main, *options)
     for folder in (tmp_path / "run" / "ckpt").glob("step_*"):
         assert all(p.isfinite().all() for p in from_pretrained(folder).parameters())

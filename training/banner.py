@@ -85,17 +85,18 @@ def banner(
 
 
 def pace_note(flops: float, accum: int, peak: float | None, on_gpu: bool) -> str:
-    """Return what to say of steps that take longer than a minute, or of a GPU with little to do.
+    """Return a note on steps that take longer than a minute, or on a GPU that has little to do.
 
-    flops: of a micro-step. peak: TFLOPS of one device, of which 40 % are reached, or None.
+    It is "" otherwise. flops: of a micro-step, of which a step has `accum` on each device. peak:
+    TFLOPS of one device, of which 40 % are reached, or None.
     """
     seconds = flops / (1e12 * peak) if peak else math.nan  # of a micro-step, at the peak
     if (step := accum * seconds / 0.4) > 60:
         shorter = "a smaller --batch_tokens makes it shorter; config/demo.py is a run for a CPU"
         return f"note: a step takes about {in_words(step)} here, at 40 % of the peak: {shorter}"
     if on_gpu and accum > 1 and seconds < 0.01:  # its launches took longer (docs/results.md)
-        busier = "with a larger --batch_size, or auto, it may be faster"
-        return f"note: the GPU may wait for its host, so few tokens are in a micro-step: {busier}"
+        busier = "a larger --batch_size, or auto, may be faster"
+        return f"note: a micro-step is so short that the GPU may wait for its host: {busier}"
     return ""
 
 
