@@ -25,8 +25,10 @@ nh = n_head, nkv = n_kv_head, hs = head_dim, V = vocab_size.
     qwen2    RoPE        RMSNorm     SwiGLU   of qkv   its own    Qwen2ForCausalLM
     qwen3    RoPE        RMSNorm     SwiGLU   no       its own    Qwen3ForCausalLM, with QK-norm
 
-This file needs no other of this project. On some machines hardware/kernels.py puts faster versions
-of the same formulas in the place of a few functions here. You do not need to read it.
+This file needs no other of this project. train.py and sample.py put faster versions of the same
+formulas in the place of six functions here, by install() of hardware/kernels.py: attend, rotate,
+cross_entropy, document_mask, and forward of Linear and RMSNorm. You do not need to read that file;
+but to change one of the six here, take its line out of install().
 """
 
 import math
@@ -126,7 +128,9 @@ PRESETS["qwen3"] = PRESETS["llama"] | dict(qk_norm=True)
 class Linear(nn.Linear):
     """x (..., K) -> x @ weight.T + bias (..., N)."""
 
-    rows = ()  # of the matrices that stand one below the other in `weight`; (): it is one
+    # Of the matrices that stand one below the other in `weight`; (): it is one. init_weights and
+    # Muon treat each of them by itself.
+    rows = ()
 
     def reset_parameters(self) -> None:
         """Set the parameters to 0, when nn.Linear's constructor calls this.
@@ -240,8 +244,8 @@ class KVCache:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return attend() of the newest token alone, (B, nh, 1, hs). It sees all of k and v.
 
-        The nh / nkv query heads that share a key/value head are put where the positions of the
-        queries usually are. The keys and values then need not be repeated.
+        The nh / nkv query heads that share a key/value head are laid along the dimension of the
+        queries' positions, of which there is one. So the keys and values need not be repeated.
         """
         B, nkv, _, hs = k.shape
         grouped = q.reshape(B, nkv, -1, hs)  # (B, nkv, nh / nkv, hs)
@@ -395,7 +399,8 @@ class GPT(nn.Module):
         positions, those that are ignored included.
         eos_id: keep documents apart. This token begins a document. Each token attends only to its
         own document, and positions are counted within it.
-        cache: holds the tokens before idx, and takes those of idx: the caller then counts them.
+        cache: holds the tokens before idx, and takes those of idx: the caller then adds their
+        number to cache.length.
         """
         T = idx.size(1)
         positions = slice(0, T) if cache is None else cache.positions(T)

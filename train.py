@@ -115,7 +115,8 @@ def loop(job: Job, batches: Iterator[Batch | None], clock: Clock, signals: list[
         if last:
             return stopping
 
-        # Train one step.
+        # Train one step. lr_at() and momentum_at() (training/plan.py) are functions of the step and
+        # the settings alone. `scale` is embed_lr or vector_lr for these parameters, else 1.
         lr = lr_at(step, plan.steps, cfg)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["scale"]
@@ -126,7 +127,9 @@ def loop(job: Job, batches: Iterator[Batch | None], clock: Clock, signals: list[
         result = take_step(
             job.forward, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip
         )
-        if result is None:  # a signal has come: save the weights from before the step, if need be
+        # A signal ends a process that trains alone in the middle of a step, which is given up. Of
+        # several, each ends the step: then any_rank() tells all of them to stop.
+        if result is None:  # save the weights from before the step, if need be
             if step > start_step and not wants_checkpoint(job, step, last=False):
                 save(job, step)
             return True
@@ -156,8 +159,9 @@ def loop(job: Job, batches: Iterator[Batch | None], clock: Clock, signals: list[
 def evaluate_all(job: Job, step: int) -> None:
     """Evaluate the model on the val.bin and the train.bin of every data set.
 
-    The windows are the same for each value of the setting `documents`. Only the loss by document,
-    and that on answers, keep documents apart.
+    The validation loss, and the loss on as many tokens of train, are those of `stream`, whatever
+    the setting `documents` is: so runs can be compared. Only the loss by document, and that on
+    answers, keep documents apart, as a run with mask or pack does in training.
     """
     T = job.cfg.block_size
     data = job.data

@@ -46,7 +46,7 @@ CEILINGS = {
     "tests": 8_060,
     "the evening's four files": 775,
     "import train: files": 14,
-    "import train: lines, all of them": 3_450,
+    "import train: lines, all of them": 3_500,
     "with training/start.py, which begins a run: files": 32,
     "train.py imports: modules": 10,
     "train.py imports: names": 20,

@@ -1,8 +1,8 @@
 """The order of reading: which windows of tokens a run trains on.
 
-Window number 0, 1, ... of a run depends only on the seed, the data sets with their shares, and
-block_size. So a checkpoint stores one number, how many windows were read. A resumed run starts at
-the right window at once, and each rank computes its own share of a step.
+Window number 0, 1, ... of a run depends only on the seed, the data sets with their shares,
+block_size and `documents`. So a checkpoint stores one number, how many windows were read. A resumed
+run starts at the right window at once, and each rank computes its own share of a step.
 
 The documents of a data set stand one after the other, each followed by an eos. The setting
 `documents` says what a window is, and what a token may see:
@@ -11,6 +11,10 @@ The documents of a data set stand one after the other, each followed by an eos. 
     mask    the same windows, but a token only sees those of its own document
     pack    windows are filled with whole documents (packing.py), with the same mask
     pad     each window has one document; one that is longer is cut
+
+In the last three, an eos counts as the first token of the document behind it: the model learns to
+begin a document after an eos, as it will when it writes. What stands before the first eos of a
+window is a document of its own.
 
 text/dataset.py opens the files. Here is only what becomes of their tokens.
 """
@@ -119,7 +123,8 @@ class Windows:
 class PackedWindows(Windows):
     """Windows that are filled with whole documents, as packing.py has planned them: pack and pad.
 
-    Each epoch visits them in another order. `start` is the number of a window in the plan.
+    Each epoch visits them in another order. `start` is the number of a window in the plan here, and
+    not a token: with an offset of 0 and a spacing of 1, that is what Windows.start() returns.
 
     plan: the pieces, and which of them each window has. eos_id: the token that begins a document.
     """
@@ -159,10 +164,10 @@ class PackedWindows(Windows):
     def targets(self, start: int) -> np.ndarray:
         places = self.places(start)
         inputs, targets = places[:-1], places[1:]
-        # A target stands behind the token before it in the split, or begins a document behind an
-        # eos. The rest of a document that was cut does neither: it begins another window, and the
-        # eos before it there says nothing of it. (A target of 0 or -1 has no token before it: what
-        # is read in its place does not change the result.)
+        # A target is learned if its input is the token before it in the split, or if it begins a
+        # document: then an eos is right before it. The rest of a document that was cut fails both:
+        # its window puts an eos before it, which says nothing of it. (A target of 0 or -1 has no
+        # token before it: what is read in its place does not change the result.)
         begins_document = (targets == 0) | (self.tokens[targets - 1] == self.eos_id)
         return np.where((inputs == targets - 1) | begins_document, targets, -1)
 

@@ -34,7 +34,7 @@ def to_batch(rows: Rows, device: torch.device) -> Batch:
             return tensor.pin_memory().to(device, non_blocking=True)
         return tensor.to(device)
 
-    # Copies, and not two views: torch.compile compiles for strides, and all batches have the same.
+    # Copies, and not two views: torch.compile compiles for strides, and here are always the same.
     x, y = to_device(rows.ids[:, :-1].copy()), to_device(rows.ids[:, 1:].copy())
     if rows.weights is None:
         return Batch(x, y, None, rows.eos_id)
@@ -72,7 +72,9 @@ def read_ahead(
             batch = to_batch(rows, machine.device)
             clock.data_s += time.perf_counter() - start
             yield batch
-        yield None  # the weights are saved before this generator ends, which waits for the thread
+        # A signal. The caller saves the weights now, and only then ends this generator, which waits
+        # until the thread has read its batch.
+        yield None
 
 
 def autocast(machine: Machine) -> torch.autocast:
@@ -111,9 +113,10 @@ def take_step(
     sum over the ranks and the update one after the other, without waiting. Only then does the
     caller wait, for the loss alone, while the device still updates the weights.
 
-    model: a GPT as it runs: as it is, or compiled, or wrapped in DDP or Shards. grad_clip: the
-    largest norm of the gradient; 0: no clipping. A step whose loss or gradient is not finite leaves
-    the weights unchanged.
+    model: a GPT as it runs: as it is, or compiled, or wrapped in DDP or Shards. scaler: keeps the
+    small gradients of fp16 (see below); else it does nothing. grad_clip: the largest norm of the
+    gradient; 0: no clipping. A step whose loss or gradient is not finite leaves the weights
+    unchanged.
     """
     # 1. Forward and backward: the gradients of all micro-steps add up.
     no_sync = getattr(model, "no_sync", nullcontext)  # DDP and Shards have it, compiled or not
