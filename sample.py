@@ -65,9 +65,6 @@ from training.huggingface import from_pretrained, nanogpt_file, unverified
 from training.report import in_other_units
 from training.runs import losses_of, newest_run
 
-# Without max_new_tokens, a text ends with its line from this number of tokens on,
-ENOUGH = 256
-MOST = 320  # and here in any case
 # Characters that would move the cursor or change colours
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -89,11 +86,10 @@ class SampleConfig:
     # ---- How ----
     block_size: int = 0  # tokens in a window of chat or eval; 0: all that the model sees, to 1,024
     num_samples: int = 1  # continuations of each prompt, made in one batch
-    max_new_tokens: int = 0  # of each text; 0: at the end of a line, 256 to 320; chat: no limit
+    max_new_tokens: int = 0  # of each text; 0: 256, chat: no limit
     temperature: float = 0.6  # 0: always the likeliest token; 1: the model's own probabilities
     top_k: int = 0  # choose among the k likeliest tokens; 0: all
     top_p: float = 0.95  # choose among the likeliest tokens that reach this probability; 1: all
-    stop_at_eos: bool = True  # end a text where the model ends it
     seed: int = 1337  # of the random choices
     # ---- Evaluation, in place of text ----
     eval: str = ""  # a data set's folder, data/NAME: measure the loss on its val.bin
@@ -113,9 +109,8 @@ class SampleConfig:
             problems.append("top_p must be above 0 and at most 1")
         if self.prompt and self.interactive:
             problems.append("give prompt or interactive, not both")
-        others = self.interactive or self.eval or self.num_samples > 1 or not self.stop_at_eos
-        if self.chat and others:
-            problems.append("chat goes without interactive, eval, num_samples, stop_at_eos=false")
+        if self.chat and (self.interactive or self.eval or self.num_samples > 1):
+            problems.append("chat goes without interactive, eval, num_samples")
         if self.system and not self.chat:
             problems.append("system is the first message of a conversation: add --chat")
         return problems
@@ -286,23 +281,23 @@ def continue_text(
     The first is printed while it is made, the others after it.
     """
     started = time.perf_counter()
-    eos_id = tokenizer.eos_id if cfg.stop_at_eos else None
+    eos_id = tokenizer.eos_id
     steps: list[list[int]] = []  # the next token of each text, (B,)
 
     def first_text() -> Iterator[int]:
-        for step in next_tokens(model, ids, cfg.max_new_tokens or MOST, cfg, eos_id=eos_id):
+        for step in next_tokens(model, ids, cfg.max_new_tokens or 256, cfg, eos_id=eos_id):
             steps.append(step)
             yield step[0]
 
     print(prompt, end="", flush=True)
     tokens = first_text()
-    for piece in text_pieces(tokens, tokenizer, cfg):
+    for piece in decoded(tokens, tokenizer):
         print(piece, end="", flush=True)
     print()
     if cfg.num_samples > 1:
         list(tokens)  # the other texts may be longer
     for number in range(1, cfg.num_samples):
-        text = "".join(text_pieces([step[number] for step in steps], tokenizer, cfg))
+        text = "".join(decoded([step[number] for step in steps], tokenizer))
         print(f"---------------- sample {number + 1}\n{prompt}{text}")
     count = sum(token != eos_id for step in steps for token in step)
     print(f"[{speed(count, started)}]", file=sys.stderr)
@@ -329,26 +324,12 @@ def speed(count: int, started: float) -> str:
 
 
 def decoded(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the text of each token, and in the end what is left."""
+    """Yield the text of each token up to an eos, and in the end what is left."""
     # The decoder holds back the bytes of a character until it is complete.
     utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in tokens:
+    for token in takewhile(lambda token: token != tokenizer.eos_id, tokens):
         yield utf8.decode(tokenizer.token_bytes(token))
     yield utf8.decode(b"", final=True)
-
-
-def text_pieces(tokens: Iterable[int], tokenizer: Tokenizer, cfg: SampleConfig) -> Iterator[str]:
-    """Yield the text of the tokens piece by piece, up to the place where it ends.
-
-    It ends at an eos, and without max_new_tokens also at the first line end after ENOUGH tokens.
-    """
-    if cfg.stop_at_eos:
-        tokens = takewhile(lambda token: token != tokenizer.eos_id, tokens)
-    for number, piece in enumerate(decoded(tokens, tokenizer), 1):
-        if not cfg.max_new_tokens and number >= ENOUGH and "\n" in piece:
-            yield piece.partition("\n")[0]
-            return
-        yield piece
 
 
 # --------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def test_each_prompt_is_continued_and_without_any_the_run_s_own(out, tmp_path, c
     folder = shutil.copytree(newest_checkpoint(out / "run" / "ckpt"), tmp_path / "ckpt")
     forge(folder, "train_config.json", b'{"sample_prompt": "the loop"}')
     for prompt in ([], ["--prompt", ""]):
-        call(sample.main, f"--ckpt={folder}", "--device=cpu", "--stop_at_eos=false", *prompt)
+        call(sample.main, f"--ckpt={folder}", "--device=cpu", *prompt)
         assert capsys.readouterr().out.startswith("the loop") == (prompt == [])
 
 
@@ -97,23 +97,6 @@ def test_a_model_is_not_read_with_other_ids_than_its_own(out, tmp_path, refuses)
     write_alphabet(tmp_path / "other.model", set("abc"), with_bytes=False)
     option = f"--tokenizer={tmp_path / 'other.model'}"
     assert option in refuses(sample.main, f"--ckpt={folder}", option)
-
-
-@pytest.mark.parametrize("lines, length", [(True, 260), (False, 320)])
-def test_a_text_without_a_length_ends_with_a_line(out, capsys, monkeypatch, lines, length):
-    """At the first line end from 256 tokens on, or after 320 tokens if there is none."""
-    tokenizer = load_tokenizer(newest_checkpoint(out / "run" / "ckpt"))
-    (letter,), (end,) = tokenizer.encode("x"), tokenizer.encode("\n")
-
-    def generate(self, idx, n, **_):
-        for number in range(1, n + 1):
-            yield torch.tensor([end if lines and number % 20 == 1 else letter] * 2)
-
-    monkeypatch.setattr(GPT, "generate", generate)
-    run(out, "--prompt", "", "--num_samples=2")
-    first, second = capsys.readouterr().out.split("---------------- sample 2\n")
-    text = "".join("\n" if lines and n % 20 == 1 else "x" for n in range(1, length + 1))
-    assert first == second == text + "\n"
 
 
 def test_interactive_answers_every_line_until_the_end_of_input(out, capsys, monkeypatch):
