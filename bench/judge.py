@@ -21,7 +21,6 @@ import torch
 
 from configurator import UserError, parse, run
 from hardware.device import pick_device
-from hardware.disk import only_plain
 from hardware.terminal import ProgressBar, plural
 from sample import SampleConfig, open_model
 
@@ -87,7 +86,6 @@ class Judge:
 
 def judge_file(path: Path, judge: Judge) -> str:
     """Return the figures of a file. Raises UserError for a line that cannot be judged."""
-    only_plain(path)
     results = []
     for number, line in enumerate(ProgressBar("judging", path.read_bytes().splitlines()), 1):
         try:
