@@ -15,7 +15,6 @@ from text.tokenizer import (
     Tiktoken,
     Tokenizer,
     are_token_ids,
-    tiktoken_names,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -174,24 +173,13 @@ def find_tokenizer(spec: str) -> Tokenizer:
 
     This is a folder for tokenizer_of(), a .model or .tiktoken file, or a name known to tiktoken.
     """
-    folder = tokenizer_folder(spec)
-    if folder:
-        return tokenizer_of(folder)
+    if Path(spec).is_dir():
+        return tokenizer_of(Path(spec))
     if spec.endswith(".model"):
         return SentencePiece(spec)
     if spec.endswith(".tiktoken"):
         return Tiktoken.from_file(spec)
     return Tiktoken.by_name(spec)
-
-
-def tokenizer_folder(spec: str) -> Path | None:
-    """Return the folder that --tokenizer names, or None if it names something else.
-
-    A name that tiktoken knows always means the encoding of tiktoken, even if a folder is called so.
-    """
-    if Path(spec).is_dir() and spec not in tiktoken_names():
-        return Path(spec)
-    return None
 
 
 def tokenizer_of_model(folder: Path) -> Tokenizer | None:

@@ -175,12 +175,6 @@ SAME_BUT_FASTER = {
 }
 
 
-def tiktoken_names() -> list[str]:
-    import tiktoken
-
-    return tiktoken.list_encoding_names()
-
-
 class Tiktoken:
     kind = "tiktoken"
     file = "tokenizer.tiktoken"
@@ -215,8 +209,8 @@ class Tiktoken:
         """Return an encoding of tiktoken, such as gpt2. Raises UserError if there is none."""
         import tiktoken
 
-        if name not in tiktoken_names():
-            names = f"tiktoken has {', '.join(tiktoken_names())}"
+        if name not in tiktoken.list_encoding_names():
+            names = f"tiktoken has {', '.join(tiktoken.list_encoding_names())}"
             raise UserError(f"--tokenizer {name}: no such file, and no tiktoken encoding; {names}")
         try:
             e = tiktoken.get_encoding(name)
