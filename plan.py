@@ -33,8 +33,8 @@ from training.banner import batch_warning, different_tokens, length_warnings
 from training.huggingface import shape_in
 from training.law import READ_AGAIN, read_ladder
 from training.memory import Step
-from training.parallel import wants_compile
-from training.plan import Plan, even_batch, make_plan
+from training.parallel import plan_of
+from training.plan import Plan, even_batch
 from training.resume import longer, with_model
 from training.settings import TrainConfig, model_config
 
@@ -96,17 +96,13 @@ def planned_run(cfg: PlanConfig) -> PlannedRun:
     T = cfg.block_size
     windows = [open_windows(data, "train", T, documents=cfg.documents) for data in sets]
     epoch_tokens = T * sum(of_set.n_windows for of_set in windows)
-    draft = make_plan(replace(cfg, batch_size=1), cfg.nproc, epoch_tokens)
-    flops = model.flops_per_token(T) * draft.steps * draft.step_tokens
-    compiled = wants_compile(cfg, device.kind, flops)
-    # Two micro-steps: accumulation needs more memory than one micro-step does.
-    step = Step(1, T, 2, device.dtype, compiled, device.kind, cfg.nproc).of(cfg)
-    if cfg.batch_size == "auto":
-        fits = memory.auto_batch(model, step, device.bytes)
-        cfg = replace(cfg, batch_size=even_batch(fits, cfg, cfg.nproc))
-    plan = make_plan(cfg, cfg.nproc, epoch_tokens)
-    step = replace(step, B=plan.batch_size, accum=plan.accum)
-    return PlannedRun(cfg, sets, model, device, plan, step)
+
+    def fit(step: Step) -> int:
+        return even_batch(memory.auto_batch(model, step, device.bytes), cfg, cfg.nproc)
+
+    size = Step(1, T, dtype=device.dtype, device=device.kind, world=cfg.nproc)
+    planned, plan, step = plan_of(cfg, model, size, epoch_tokens, fit)
+    return PlannedRun(planned, sets, model, device, plan, step)
 
 
 def prepared(cfg: PlanConfig) -> list[DataSet]:

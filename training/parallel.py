@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 
@@ -16,20 +17,41 @@ from hardware.kernels import document_mask
 from hardware.machine import Machine, out_of_memory
 from model import GPT, Block
 from training.memory import Step, auto_batch, needed
-from training.plan import even_batch
+from training.plan import Plan, even_batch, make_plan
 from training.settings import TrainConfig
 from training.step import Batch, autocast
 
 
-def fit_batch(
-    cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool, last: int | None
-) -> int:
+def plan_of(
+    cfg: TrainConfig,
+    model: GPT,
+    step: Step,
+    epoch_tokens: int,
+    fit: Callable[[Step], int],
+    done: tuple[int, int] = (0, 0),
+) -> tuple[TrainConfig, Plan, Step]:
+    """Return the settings with a number for batch_size=auto, the plan, and the size of a step.
+
+    step: its T, dtype, device and world. fit: returns what batch_size=auto is for a step of one
+    sequence. done: the steps that a resumed run has done, and the windows that it has read.
+    """
+    # compile=auto depends on the length of the run, which is known before batch_size=auto is.
+    draft = make_plan(replace(cfg, batch_size=1), step.world, epoch_tokens, *done)
+    flops = model.flops_per_token(cfg.block_size) * draft.tokens_at(draft.steps)
+    # Two micro-steps: accumulation needs more memory than one micro-step does.
+    step = replace(step.of(cfg), accum=2, compiled=wants_compile(cfg, step.device, flops))
+    if cfg.batch_size == "auto":
+        cfg = replace(cfg, batch_size=fit(step))
+    plan = make_plan(cfg, step.world, epoch_tokens, *done)
+    return cfg, plan, replace(step, B=plan.batch_size, accum=plan.accum)
+
+
+def fit_batch(cfg: TrainConfig, model: GPT, machine: Machine, last: int | None, step: Step) -> int:
     """Return what batch_size=auto is, the same on all ranks: the batch that is predicted to fit.
 
     last: the batch_size that a resumed run had; it keeps this one if it fits.
     """
-    step = Step(1, cfg.block_size, 2, machine.dtype, compiled, machine.device.type, machine.world)
-    fits = max(1, min(machine.gather(auto_batch(model, step.of(cfg), capacity(machine.device)))))
+    fits = max(1, min(machine.gather(auto_batch(model, step, capacity(machine.device)))))
     B = last if last and last <= fits else even_batch(fits, cfg, machine.world)
     machine.say(f"batch_size=auto: {B}")
     return B

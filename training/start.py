@@ -26,7 +26,7 @@ from text import dataset
 from text.chat import question_ids
 from text.hf_tokenizer import chat_files, read_json, to_hugging_face
 from text.landmarks import mixed_landmarks
-from text.windows import DataSet, Loader
+from text.windows import DataSet
 from training import resume
 from training.banner import banner, pace_note
 from training.checkpoint import Saver
@@ -35,8 +35,8 @@ from training.job import Data, Job
 from training.memory import Step
 from training.metrics import read_metrics
 from training.optimizer import make_optimizer
-from training.parallel import check_room, compile_now, fit_batch, shares, wants_compile, wrap
-from training.plan import Plan, Progress, make_plan
+from training.parallel import check_room, compile_now, fit_batch, plan_of, shares, wrap
+from training.plan import Plan, Progress
 from training.report import Metrics, MetricsFile
 from training.runs import replace_run, run_folder, tidy
 from training.settings import TrainConfig, model_config
@@ -128,7 +128,13 @@ def build(described: Description, machine: Machine, folder: Path, lock: Lock | N
     machine.together(
         lambda: dataset.verify_all(data.sets, say) if machine.local_rank == 0 else None
     )
-    cfg, plan, one_step = plan_run(cfg, machine, model, data.loader, progress, earlier)
+    epoch_tokens = sum(windows.n_windows for windows in data.loader.splits) * cfg.block_size
+    kind = machine.device.type
+    size = Step(1, cfg.block_size, dtype=machine.dtype, device=kind, world=machine.world)
+    last = earlier.settings["batch_size"] if earlier else None
+    fit = partial(fit_batch, cfg, model, machine, last)
+    done = (progress.step, progress.samples)
+    cfg, plan, one_step = plan_of(cfg, model, size, epoch_tokens, fit, done)
     machine.together(lambda: check_room(model, one_step, machine))
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     if machine.local_rank == 0 and not machine.is_main:
@@ -247,31 +253,6 @@ def open_model(
             machine.say(f"note: {path}: {warning}")
     # A model that is sharded stays on the CPU, until each device gets its part.
     return model if shares(cfg, machine) else model.to(machine.device), earlier
-
-
-def plan_run(
-    cfg: TrainConfig,
-    machine: Machine,
-    model: GPT,
-    loader: Loader,
-    progress: Progress,
-    earlier: resume.Earlier | None,
-) -> tuple[TrainConfig, Plan, Step]:
-    """Return the settings with a number for batch_size=auto, the plan, and the size of a step."""
-    epoch_tokens = sum(windows.n_windows for windows in loader.splits) * cfg.block_size
-    place = (progress.step, progress.samples)
-    # compile=auto depends on the length of the run, which is known before batch_size=auto is.
-    draft = make_plan(replace(cfg, batch_size=1), machine.world, epoch_tokens, *place)
-    flops = model.flops_per_token(cfg.block_size) * draft.tokens_at(draft.steps)
-    compiled = wants_compile(cfg, machine.device.type, flops)
-    if cfg.batch_size == "auto":
-        limit = earlier.settings["batch_size"] if earlier else None
-        B = fit_batch(cfg, model, machine, compiled, limit)
-        cfg = replace(cfg, batch_size=B)
-    plan = make_plan(cfg, machine.world, epoch_tokens, *place)
-    shape = (plan.batch_size, cfg.block_size, plan.accum)
-    kind = machine.device.type
-    return cfg, plan, Step(*shape, machine.dtype, compiled, kind, machine.world).of(cfg)
 
 
 def open_optimizer(
