@@ -2,7 +2,6 @@
 
     SIMGPU=FOLDER .venv/bin/python tests/simgpu/memory.py --eager             # 6 minutes
     SIMGPU=FOLDER .venv/bin/python tests/simgpu/memory.py --compiled          # an hour
-    SIMGPU=FOLDER .venv/bin/python tests/simgpu/memory.py --random 60
 
 Each shipped config runs in each dtype, with documents and without, with recompute and without, by
 itself, and as one of six processes with each --shard. The exit code is 1 if a prediction is more
@@ -15,7 +14,6 @@ import argparse
 import gc
 import itertools
 import pickle
-import random
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -35,7 +33,7 @@ import training.parallel  # noqa: E402
 from configurator import parse  # noqa: E402
 from hardware.machine import Machine  # noqa: E402
 from hardware.terminal import ProgressBar  # noqa: E402
-from model import GPT, PRESETS, GPTConfig  # noqa: E402
+from model import GPT, GPTConfig  # noqa: E402
 from tests.peak import measured_peak  # noqa: E402
 from tests.simgpu.simulation import SIMGPU, simulated  # noqa: E402
 from training.memory import Step, step_memory  # noqa: E402
@@ -49,7 +47,7 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Case:
-    name: str  # of the config, or "random 7"
+    name: str  # of the config
     model: GPTConfig
     step: Step
 
@@ -92,42 +90,6 @@ def shipped(configs: list[str], compiled: bool) -> Iterator[Case]:
             step = Step(cfg.batch_size, cfg.block_size, 2, dtype, compiled, "cuda", world)
             step = step.of(replace(cfg, shard=shard, recompute=recompute, documents=documents))
             yield Case(config, model, step).that_fits()
-
-
-def drawn(number: int) -> Case:
-    """Return a shape that a user could train, drawn at random, with a peak of 0.3 GB and more."""
-    rng = random.Random(number)
-    while True:
-        preset = rng.choice([*PRESETS])
-        shape = dict(
-            block_size=rng.choice([128, 512, 1000, 1024, 2048, 4096]),
-            vocab_size=rng.choice([4096, 6400, 16_384, 32_000, 50_257, 151_936]),
-            n_layer=rng.choice([2, 4, 8, 12, 24]),
-            n_kv_head=rng.choice([1, 2, 4, 8]),
-            head_dim=rng.choice([32, 64, 128]),
-            tie_embeddings=rng.random() < 0.5,
-            dropout=rng.choice([0, 0, 0, 0.1]),
-        )
-        n_head = shape["n_kv_head"] * (1 if preset == "gpt2" else rng.choice([1, 1, 2, 4]))
-        shape |= dict(n_head=n_head, n_embd=n_head * shape["head_dim"])
-        c = GPTConfig(**PRESETS[preset] | shape)
-        world, shard = rng.choice([(1, "none")] * 3 + RANKS[1:])
-        step = Step(
-            B=rng.choice([1, 2, 4, 8, 16, 32]),
-            T=c.block_size,
-            accum=rng.choice([1, 2, 3]),
-            dtype=rng.choice(DTYPES),
-            compiled=rng.random() < 0.3,
-            device="cuda",
-            world=world,
-            shard=shard,
-            optimizer=rng.choice(["adamw", "muon"] + ["adafactor"] * (shard == "none")),
-            documents=rng.random() < 0.3,
-            recompute=rng.random() < 0.3,
-        )
-        case = Case(f"random {number}", c, step)
-        if c.n_embd >= 256 and 0.3e9 < case.total() < GPU:
-            return case
 
 
 # --------------------------------------------------------------------------------------------------
@@ -206,7 +168,7 @@ def report(peaks_of_cases: list[tuple[Case, str]]) -> int:
             continue
         moment, parts = case.predicted()
         error = sum(parts.values()) / int(peak) - 1
-        errors[case.name.split()[0]].append(error)
+        errors[case.name].append(error)
         if abs(error) > TOLERANCE:
             off += 1
             print(f"{case.key}: {int(peak) / 1e9:.3f} GB, predicted {error:+.1%} {moment}")
@@ -223,7 +185,6 @@ def main() -> None:
     parser.add_argument("--configs", nargs="+", default=names, choices=names)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--random", type=int, default=0, metavar="N")
     parser.add_argument("--gpu", default="a100")
     parser.add_argument("--only", default="", help="words that must be in the name of a case")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
@@ -234,7 +195,6 @@ def main() -> None:
         parser.error("SIMGPU names no folder of simulated GPUs")
     modes = [False] * args.eager + [True] * args.compiled
     cases = [case for compiled in modes for case in shipped(args.configs, compiled)]
-    cases += [drawn(number) for number in range(args.random)]
     cases = [case for case in cases if all(word in case.key.split() for word in args.only.split())]
 
     groups = defaultdict(list)  # one process is for one number of processes, and one compilation
