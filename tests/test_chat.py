@@ -1,7 +1,6 @@
 """Conversations: read from every form, learned by their answers alone, in every kind of window."""
 
 import json
-import random
 from fractions import Fraction
 from pathlib import Path
 
@@ -10,13 +9,14 @@ import pytest
 import torch
 import warm
 from conftest import call, make_records, metrics, prepared, resumes, torchrun, train_tiny
+from test_chat_folder import conversations
 from test_prepare import all_texts, tiktoken_file
 
 import prepare
 from model import GPT, PRESETS, GPTConfig
 from text.chat import answers_of, marks_of
 from text.dataset import DataSet, load_tokenizer, open_dataset, open_split, open_windows
-from text.hf_tokenizer import to_hugging_face
+from text.hf_tokenizer import CHATML, to_hugging_face
 from text.packing import Counting
 from text.tokenizer import IM_END, IM_START
 from text.windows import Loader
@@ -26,31 +26,12 @@ QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "c
 SYSTEM = {"role": "system", "content": "Be kind."}
 
 
-def conversations(n: int, seed: int = 0, marks: bool = True) -> list[list[dict]]:
-    """Return messages: one to three turns, in Chinese and English, with code and signs.
-
-    marks: also with the letters of a mark.
-    """
-    rng = random.Random(seed)
-    words = "the loop reads (tokens) - and 模型 训练，数据。 梯度 naïve 😀 x=1; \n 1. **a**"
-    words += " <|im_end|>" * marks
-    talks = []
-    for _ in range(n):
-        messages = [SYSTEM] if rng.random() < 0.3 else []
-        for _ in range(rng.randint(1, 3)):
-            for role in ("user", "assistant"):
-                text = " ".join(rng.choices(words.split(" "), k=rng.randint(1, 25)))
-                messages.append({"role": role, "content": f"{rng.choice('(a1-好')}{text}"})
-        talks.append(messages)
-    return talks
-
-
 @pytest.fixture(scope="module")
 def chat_data(tiny_data, tmp_path_factory) -> Path:
     """A folder of data sets with `tiny`, and with `chat`: conversations with the same tokenizer."""
     root = tmp_path_factory.mktemp("chat")
     options = ["--name=chat", f"--data_dir={tiny_data}", f"--tokenizer={tiny_data / 'tiny'}"]
-    prepared(root, [{"messages": m} for m in conversations(300)], *options)
+    prepared(root, [{"messages": m} for m in conversations(300, marks=True)], *options)
     return tiny_data
 
 
@@ -187,13 +168,6 @@ def data_set(folder: Path) -> DataSet:
     return DataSet(folder.name, folder, open_dataset(folder), Fraction(1))
 
 
-TEMPLATE = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content']"
-    " + '<|im_end|>' + '\\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
-
 def ids_by_hand(hf, messages: list[dict]) -> tuple[list[int], list[bool]]:
     """Return the ids of a conversation by transformers, and for each whether it is learned.
 
@@ -202,7 +176,7 @@ def ids_by_hand(hf, messages: list[dict]) -> tuple[list[int], list[bool]]:
 
     def ids_of(some: list[dict], prompt: bool = False) -> list[int]:
         options = dict(add_generation_prompt=prompt, return_dict=False)
-        return hf.apply_chat_template(some, chat_template=TEMPLATE, **options)
+        return hf.apply_chat_template(some, chat_template=CHATML, **options)
 
     ids = ids_of(messages)
     is_learned = [False] * len(ids)
@@ -223,10 +197,10 @@ def test_a_batch_of_conversations_has_the_loss_and_gradient_of_each_of_them_alon
         (tmp_path / name).write_text(json.dumps(content))
     hf = transformers.AutoTokenizer.from_pretrained(tmp_path)
 
-    talks = conversations(40, seed=2, marks=False)
+    talks = conversations(40, seed=2)
     options = [f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.3"]
     folder = prepared(tmp_path / "data", [{"messages": m} for m in talks], *options)
-    T = 512
+    T = 1024
     shape = PRESETS["qwen3"] | dict(n_layer=2, n_head=2, n_embd=32, block_size=T)
     model = GPT(GPTConfig(**shape, vocab_size=400)).double()
     torch.manual_seed(0)

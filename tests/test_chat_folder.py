@@ -36,15 +36,19 @@ def records(chats: list[list[dict]]) -> list[dict]:
     return [{"messages": chat} for chat in chats]
 
 
-def conversations(n: int) -> list[list[dict]]:
-    """Return n conversations in both languages: several turns, code, emoji, and odd line ends."""
-    rng = random.Random(0)
+def conversations(n: int, seed: int = 0, marks: bool = False) -> list[list[dict]]:
+    """Return n conversations in both languages: several turns, code, emoji, and odd line ends.
+
+    marks: also with the letters of a mark.
+    """
+    rng = random.Random(seed)
+    parts = [*PARTS, "<|im_end|>"] if marks else PARTS
     chats = []
     for number in range(n):
         roles = ["user", "assistant"] * rng.randint(1, 4)
         if rng.random() < 0.4:
             roles.insert(0, "system")
-        texts = ["".join(rng.choices(PARTS, k=rng.randint(1, 9))) + str(number) for _ in roles]
+        texts = ["".join(rng.choices(parts, k=rng.randint(1, 9))) + str(number) for _ in roles]
         ends = (rng.choice(("", "", "", "\n", " ")) for _ in roles)
         contents = [re.sub(r"^\s*[\r\n]+", "", t + e) for t, e in zip(texts, ends, strict=True)]
         chats.append([dict(role=r, content=c) for r, c in zip(roles, contents, strict=True)])

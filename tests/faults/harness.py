@@ -34,7 +34,7 @@ REPO = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO), str(REPO / "tests")]
 
 from conftest import TINY, contents, make_records, write_jsonl  # noqa: E402
-from test_chat import conversations  # noqa: E402
+from test_chat_folder import conversations  # noqa: E402
 
 from configurator import parse, run  # noqa: E402
 from hardware.disk import MANIFEST, damage, read_object  # noqa: E402
@@ -341,7 +341,7 @@ def make_data(root: Path) -> tuple[Path, Path]:
     """Return a folder with the data sets tiny and chat, and a corpus of documents and talks."""
     root.mkdir(exist_ok=True)
     data = root / "data"
-    talks = [{"messages": messages} for messages in conversations(600)]
+    talks = [{"messages": messages} for messages in conversations(600, marks=True)]
     corpus = write_jsonl(root / "corpus.jsonl", make_records(6000) + talks)
     for name, records, tokenizer in (
         ("tiny", make_records(300), "--vocab_size=400"),
