@@ -162,28 +162,16 @@ def verify_all(sets: list[DataSet], say: Callable[[str], None]) -> None:
         verify(data.folder, data.meta, split)
 
 
-def watched(sets: list[DataSet]) -> Callable[[], None]:
-    """Return a function that raises UserError if a .bin was changed in place since it was opened.
+def opened_files(sets: list[DataSet]) -> dict[Path, os.stat_result]:
+    """Return path -> what the system says of each .bin, just after it was mapped into memory."""
+    return {path: path.stat() for path in bin_files(sets)}
 
-    That is now. If a file was deleted, or another one has its name later, then the one that is
-    mapped into memory stays as it was.
-    """
-    files = bin_files(sets)
-    opened = {path: path.stat() for path in files}
 
-    def check() -> None:
-        for path, (data, split) in files.items():
-            first = opened[path]
-            current = path.stat() if path.exists() else first
-            # The ctime is the time of the last change of the file or of its owner, rights and
-            # times. Unlike the mtime, nobody can set it back.
-            is_same = (current.st_size, current.st_ctime_ns) == (first.st_size, first.st_ctime_ns)
-            if current.st_ino == first.st_ino and not is_same:
-                open_dataset(data.folder)  # compares the size
-                verify(data.folder, data.meta, split)
-                opened[path] = current  # it was only touched
-
-    return check
+def verify_file(sets: list[DataSet], path: Path) -> None:
+    """Raise UserError if a .bin of these data sets is not what meta.json says."""
+    data, split = bin_files(sets)[path]
+    open_dataset(data.folder)  # compares the size
+    verify(data.folder, data.meta, split)
 
 
 def bin_files(sets: list[DataSet]) -> dict[Path, tuple[DataSet, str]]:
