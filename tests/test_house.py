@@ -43,7 +43,7 @@ FUNCTION_WORDS = """found what first wrong begin known before why where new more
 CEILINGS = {
     "product, with plan.py": 7_200 + 441 + 104,
     "bench": 2_000,
-    "tests": 8_060,
+    "tests": 8_000,
     "the evening's four files": 775,
     "import train: files": 14,
     "import train: lines, all of them": 3_500,

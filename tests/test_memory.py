@@ -186,8 +186,8 @@ def test_every_device_that_train_py_takes_has_a_prediction():
 
 # Bytes that torch allocated on a simulated A100: tests/simgpu/memory.py
 ALLOCATED = {
-    "demo bfloat16 B8 eager stream 1 x none": 221_492_224,
-    "demo float32 B8 compiled stream 1 x none": 233_234_944,
+    "demo bfloat16 B16 eager stream 1 x none": 374_092_288,
+    "demo float32 B16 compiled stream 1 x none": 396_705_792,
     "train_1b bfloat16 B8 eager stream 6 x none": 53_669_821_952,
     "train_1b bfloat16 B8 compiled stream 6 x none": 53_283_516_928,
     "minimind_26m float16 B32 compiled stream 6 x optimizer": 2_912_234_496,

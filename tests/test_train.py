@@ -87,10 +87,10 @@ def test_a_run_ends_at_the_first_of_its_limits(options, steps):
 # Tokens of a step on 1, 2, 4, 6 and 8 GPUs.
 TOKENS = {
     "chat": [1024, 1024, 1024, 1536, 2048],
-    "demo": [2048, 2048, 2048, 1536, 2048],  # 8 sequences for 6 GPUs
+    "demo": [4096, 4096, 4096, 4608, 4096],  # 16 sequences for 6 GPUs
     "gpt2_124m": [491_520, 491_520, 524_288, 491_520, 524_288],
     "minimind_26m": [131_072, 131_072, 131_072, 129_024, 131_072],
-    "shakespeare_char": [1024, 1024, 1024, 1152, 1024],  # 16 sequences for 6 GPUs
+    "shakespeare_char": [1024, 1024, 1024, 1152, 1024],  # the same
     "train_100m": [524_288, 524_288, 524_288, 540_672, 524_288],
     "train_1b": [1_048_576, 1_048_576, 1_048_576, 1_081_344, 1_048_576],
 }
