@@ -20,8 +20,8 @@ batch_tokens = 524_288
 max_tokens = 2_000_000_000
 # Muon won in docs/results.md. The values are those of the fastest published runs of 124M, with 0.5M
 # tokens a step: lr 3.6e-3, lr x weight_decay of 1.25e-3, four times the rate for vectors, a decay
-# to 0 over 70 % of the run. A GPU has to confirm them for this model. On a CPU the best rate fell
-# with width, depth and steps (docs/results.md): try lr 1.8e-3 first, and 7.2e-3 too.
+# to 0 over 70 % of the run. A GPU has to confirm them for this model. In small models the best rate
+# fell with width, depth and steps (docs/results.md): try lr 1.8e-3 first, and 7.2e-3 too.
 optimizer = "muon"
 lr = 3.6e-3
 vector_lr = 4.0
