@@ -191,6 +191,8 @@ def stop_signals() -> Iterator[list[int]]:
             os.write(2, b"\n")  # the shell's prompt comes below a progress bar
             os._exit(128 + number)
         caught.append(number)
+        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":  # a step may take long
+            os.write(2, b"\nthe run will be saved and end; Ctrl-C again ends it at once, unsaved\n")
 
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:

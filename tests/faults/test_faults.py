@@ -198,6 +198,7 @@ def test_a_signal_saves_the_step_and_ends_with_its_code(tiny_data, tmp_path, nam
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number and "Traceback" not in err, err
+    assert ("Ctrl-C again" in err) == (name == "SIGINT")
     folder = newest_checkpoint(tmp_path / "run" / "ckpt")
     done = int(folder.name[5:])
     assert not damage(folder)
