@@ -170,7 +170,10 @@ def test_measuring_runs_on_a_simulated_gpu(command, folder):
 
 @pytest.mark.parametrize(
     "options",
-    ["--eager --configs minimind_26m --only bfloat16", "--compiled --configs demo --only float16"],
+    [
+        "--eager --configs minimind_26m --only bfloat16",
+        "--compiled --configs shakespeare_char --only float16",
+    ],
 )
 def test_the_predicted_peaks_are_those_of_the_allocator_within_5_percent(options):
     command = [sys.executable, REPO / "tests/simgpu/memory.py", *options.split()]
