@@ -21,6 +21,7 @@ import torch
 
 from configurator import UserError, parse, run
 from hardware.device import pick_device
+from hardware.disk import only_plain
 from hardware.terminal import ProgressBar, plural
 from sample import SampleConfig, open_model
 
@@ -86,6 +87,7 @@ class Judge:
 
 def judge_file(path: Path, judge: Judge) -> str:
     """Return the figures of a file. Raises UserError for a line that cannot be judged."""
+    only_plain(path)
     results = []
     for number, line in enumerate(ProgressBar("judging", path.read_bytes().splitlines()), 1):
         try:

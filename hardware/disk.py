@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from io import FileIO
@@ -120,8 +121,15 @@ def remove_only(folder: Path, names: Iterable[str]) -> None:
 # Reading
 
 
+def only_plain(path: str | Path) -> None:
+    """Raise OSError if the path is not a plain file. Reading a FIFO would wait for ever."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
+
+
 def file_sha256(path: str | Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal. Raises OSError if it cannot be read."""
+    only_plain(path)
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):
@@ -153,6 +161,7 @@ def read_object(path: Path) -> dict:
     Raises OSError if the file cannot be read. Raises ValueError, with a message of one line, if it
     does not contain a JSON object.
     """
+    only_plain(path)
     try:
         content = json.loads(path.read_bytes())
     except RecursionError:

@@ -118,5 +118,5 @@ def test_a_line_that_cannot_be_judged_is_named(line, model, tmp_path, refuses):
 
 def test_a_file_without_questions_or_texts_is_refused(model, tmp_path, refuses):
     (tmp_path / "q.jsonl").write_text("\n")
-    for file in (tmp_path / "q.jsonl", tmp_path / "none"):
+    for file in (tmp_path / "q.jsonl", tmp_path / "none", Path("/dev/zero")):
         assert str(file) in refuses(judge.main, str(file), f"--ckpt={model}", "--device=cpu")

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 
-from hardware.disk import MANIFEST, damage, read_object
+from hardware.disk import MANIFEST, damage, only_plain, read_object
 from model import GPT, PRESETS, GPTConfig, rope_scaling
 
 # --------------------------------------------------------------------------------------------------
@@ -473,6 +473,7 @@ def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
             if Path(name).name != name:
                 raise ValueError("it is not in this folder: not read")
             path = folder / name
+            only_plain(path)
             stored |= load_file(path) if is_utf8(path) else load(path.read_bytes())
     return stored
 
@@ -484,6 +485,7 @@ def read_nanogpt(path: Path) -> tuple[GPTConfig, dict[str, torch.Tensor]]:
     is not such a checkpoint.
     """
     with naming(path.name):
+        only_plain(path)
         saved = load_tensors(path)
         args = saved["model_args"]
         sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")

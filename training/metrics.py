@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from configurator import UserError
+from hardware.disk import only_plain
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -17,6 +18,7 @@ def read_metrics(path: Path) -> list[dict]:
     """
     if not path.exists():
         return []
+    only_plain(path)
     lines = path.read_bytes().splitlines(keepends=True)
     records = []
     for number, line in enumerate(lines, 1):
