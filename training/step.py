@@ -34,7 +34,7 @@ def to_batch(rows: Rows, device: torch.device) -> Batch:
             return tensor.pin_memory().to(device, non_blocking=True)
         return tensor.to(device)
 
-    # Copies, and not two views: torch.compile compiles for strides, and here are always the same.
+    # Copies, and not two views: torch.compile compiles for strides. Now all batches have the same.
     x, y = to_device(rows.ids[:, :-1].copy()), to_device(rows.ids[:, 1:].copy())
     if rows.weights is None:
         return Batch(x, y, None, rows.eos_id)
