@@ -29,25 +29,17 @@ def no_documents(tally: Tally) -> str:
     return f"no documents: {dropped or 'the input is empty'}"
 
 
-def describe_lengths(lengths: Counter) -> dict:
-    """Return percentiles and a histogram of the lengths of documents, in tokens.
+def describe_lengths(lengths: Counter) -> dict[str, int]:
+    """Return percentiles of the lengths of documents, in tokens.
 
     lengths: length -> number of documents. pN is the smallest length that N percent of the
-    documents do not exceed. The histogram is {"N": [documents, tokens in them]}, where N is a power
-    of two from 16 on: a document is counted at the smallest N that its length does not exceed.
+    documents do not exceed.
     """
-    values = sorted(lengths)
-    cumulative = np.cumsum([lengths[v] for v in values])
-    described = {}
-    for p in (1, 10, 50, 90, 99):
-        described[f"p{p}"] = values[np.searchsorted(cumulative, cumulative[-1] * p / 100)]
-    histogram: dict[str, list[int]] = {}
-    for value in values:
-        edge = max(16, 1 << (value - 1).bit_length())  # the next power of two
-        bucket = histogram.setdefault(str(edge), [0, 0])
-        bucket[0] += lengths[value]
-        bucket[1] += lengths[value] * value
-    return described | {"max": values[-1], "histogram": histogram}
+    values, counts = np.array(sorted(lengths.items())).T
+    percents = (1, 10, 50, 90, 99)
+    percentiles = np.percentile(values, percents, weights=counts, method="inverted_cdf").tolist()
+    described = {f"p{p}": length for p, length in zip(percents, percentiles, strict=True)}
+    return described | {"max": max(lengths)}
 
 
 def describe_set(info: dict, splits: dict[str, dict], lengths: Counter, tally: Tally) -> dict:
@@ -120,7 +112,9 @@ def report(meta: dict, folder: Path) -> str:
     lines += report_splits(meta["splits"], n_cut)
     lines += report_records(meta["records"], meta["sources"])
     if not 0 < n_cut < 10:  # of a few documents, one of them cut, lengths would say little
-        lines += report_lengths(meta["lengths"])
+        # Data sets of earlier versions have a histogram beside the percentiles.
+        lengths = [f"{k} {v:,}" for k, v in meta["lengths"].items() if k != "histogram"]
+        lines.append(f"  tokens per document: {', '.join(lengths)}")
     return "\n".join(lines + report_landmarks(meta))
 
 
@@ -175,21 +169,6 @@ def report_records(records: dict, sources: list[dict]) -> list[str]:
     if records["unread"]:
         counts = ", ".join(f"{n:,} x {field}" for field, n in records["unread"].items())
         lines.append(f"  fields that were not read (--fields= chooses fields): {counts}")
-    return lines
-
-
-def report_lengths(lengths: dict) -> list[str]:
-    """Return the percentiles, and a table with one row for each entry of the histogram."""
-    percentiles = ", ".join(f"{k} {v:,}" for k, v in lengths.items() if k != "histogram")
-    heading = f"{'up to':>9}  {'documents':<31} longer: documents, tokens in them"
-    lines = [f"  tokens per document: {percentiles}", f"    {heading}"]
-    counts = np.array(list(lengths["histogram"].values()))  # (rows, 2): documents, tokens in them
-    shares = counts[:, 0] / counts[:, 0].sum()
-    longer = 1 - counts.cumsum(axis=0) / counts.sum(axis=0)
-    for edge, share, (documents, tokens) in zip(lengths["histogram"], shares, longer, strict=True):
-        bar = "\u2588" * round(20 * share / shares.max())
-        row = f"{int(edge):>9,}  {bar:<20} {share:>8.2%}  {documents:>16.2%} {tokens:>16.2%}"
-        lines.append(f"    {row}")
     return lines
 
 
