@@ -98,7 +98,7 @@ def inspect(cfg: PrepareConfig) -> None:
         for split in ("train", "val"):
             verify(folder, meta, split)
         print("  verified: both files have the hashes that meta.json says\n")
-        texts = look.document_texts(folder, meta, "train", cfg.show, cfg.count)
+        texts = look.document_texts(folder, meta, cfg.show, cfg.count)
     for heading, text in texts:
         print(f"---- {heading}\n{printable(text)}")
 

@@ -4,6 +4,7 @@ import importlib.metadata
 import math
 import random
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,14 +95,12 @@ def marked(ids: np.ndarray, tokenizer: Tokenizer) -> str:
 
 def first_document(folder: Path, meta: dict) -> str:
     """Return the lines of the report that show how the first document was encoded."""
-    ((_, text),) = document_texts(folder, meta, "train", "first", 1)
+    ((_, text),) = document_texts(folder, meta, "first", 1)
     heading = "  the first document, decoded back from its ids"
     if "answers" in meta["splits"]["train"]:
-        shown = text[:1000] + (" ..." if len(text) > 1000 else "")
-        shown = "\n".join(f"    {line}" for line in shown.split("\n"))
-        return f"{heading}; --loss_on=answers learns what is in [[ ]]:\n{shown}"
-    ellipsis = " ..." if len(text) > 300 else ""
-    return f"{heading}:\n    {text[:300]!r}{ellipsis}"
+        heading += "; --loss_on=answers learns what is in [[ ]]"
+    shown = text[:1000] + (" ..." if len(text) > 1000 else "")
+    return f"{heading}:\n{textwrap.indent(shown, '    ')}"
 
 
 def report(meta: dict, folder: Path) -> str:
@@ -189,20 +188,18 @@ def report_landmarks(meta: dict) -> list[str]:
     ]
 
 
-def document_texts(
-    folder: Path, meta: dict, split: str, show: str, count: int
-) -> Iterator[tuple[str, str]]:
-    """Yield (place, text) of `count` documents of a split; a very long text is cut.
+def document_texts(folder: Path, meta: dict, show: str, count: int) -> Iterator[tuple[str, str]]:
+    """Yield (place, text) of `count` documents of train.bin; a very long text is cut.
 
     show: first, random, or the number of a token: the document that contains it comes first.
     """
     limit = 20_000  # tokens of a document
-    ids = np.asarray(open_split(folder, meta, split))
+    ids = np.asarray(open_split(folder, meta, "train"))
     tokenizer = load_tokenizer(folder)
     eos_id = meta["eos_id"]
     end = int(show) if show.isdigit() else 0
     if end >= len(ids):
-        raise UserError(f"--show={end}: {split}.bin has {len(ids):,} tokens")
+        raise UserError(f"--show={end}: train.bin has {len(ids):,} tokens")
     for _ in range(count):
         if show == "random":
             end = random.randrange(len(ids))
@@ -214,7 +211,7 @@ def document_texts(
         text = marked(ids[begin : min(end, begin + limit)], tokenizer)
         if end - begin > limit:
             text += f" ... and {end - begin - limit:,} more tokens"
-        yield f"{split}, tokens {begin:,} to {end:,}, then eos", text
+        yield f"train, tokens {begin:,} to {end:,}, then eos", text
         end += 1
         if end >= len(ids):
             return
