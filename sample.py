@@ -61,7 +61,7 @@ from text.hf_tokenizer import find_tokenizer, read_json, tokenizer_of_model
 from text.tokenizer import IM_END, IM_START, Tokenizer, same_ids
 from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate
-from training.huggingface import from_pretrained, nanogpt_file, unverified
+from training.huggingface import NANOGPT, from_pretrained, unverified
 from training.report import in_other_units
 from training.runs import losses_of, newest_run
 
@@ -152,9 +152,10 @@ def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
     run = Path(cfg.ckpt) if cfg.ckpt else newest_run(Path(cfg.out_dir))
     if run is None:
         raise UserError(f"no checkpoint under {cfg.out_dir}/: train one first, or name a --ckpt")
-    if not run.is_dir() and not nanogpt_file(run):
+    is_nanogpt = run.suffix == NANOGPT and run.exists()
+    if not run.is_dir() and not is_nanogpt:
         raise UserError(f"--ckpt {run}: no such folder")
-    if (run / "config.json").exists() or nanogpt_file(run):
+    if is_nanogpt or (run / "config.json").exists():
         return run, str(run)
     losses = losses_of(run)
     checkpoint = newest_checkpoint(run / "ckpt")
@@ -255,7 +256,7 @@ def typed(label: str, advice: str, read: Callable[[str], Any]) -> Iterator[Any]:
     """
     in_terminal = sys.stdin.isatty()
     if in_terminal:
-        with suppress(ImportError):  # Windows has none
+        with suppress(ImportError):  # not every Python is built with it
             import readline  # noqa: F401 input() then edits a line, also one of wide characters
         print(advice)
     while True:

@@ -22,10 +22,10 @@ from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
 from training import huggingface
 from training.checkpoint import newest_checkpoint
-from training.huggingface import architecture_of, from_config, from_pretrained, hf_class
+from training.huggingface import GPT2, OURS, architecture_of, from_config, from_pretrained
 from training.resume import settings_of_run
 
-FITTING = [name for name in ODD if hf_class(GPTConfig(**ODD[name]))]
+FITTING = [name for name in ODD if architecture_of(GPTConfig(**ODD[name])) is not OURS]
 
 
 def shaken(model: torch.nn.Module) -> torch.nn.Module:
@@ -62,8 +62,8 @@ def test_a_new_switch_of_the_model_is_never_lost_in_a_folder_of_a_class_that_lac
     field = ("softcap", float, dataclasses.field(default=0.0))
     wider = dataclasses.make_dataclass("Wider", [field], bases=(GPTConfig,))
     for preset in PRESETS.values():
-        assert hf_class(wider(**preset)) is not None
-        assert hf_class(wider(**preset, softcap=30.0)) is None
+        assert architecture_of(wider(**preset)) is not OURS
+        assert architecture_of(wider(**preset, softcap=30.0)) is OURS
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -80,10 +80,10 @@ def test_a_saved_model_comes_back_bit_for_bit(name, tmp_path):
 def test_the_hugging_face_class_is_named_only_where_it_fits():
     assert PRESETS.keys() <= {*FITTING} and "a class of its own" not in FITTING
     gpt2 = ODD["gpt2"]
-    assert hf_class(GPTConfig(**gpt2, rope_theta=5e5)) == "GPT2LMHeadModel"  # it has no effect
+    assert architecture_of(GPTConfig(**gpt2, rope_theta=5e5)) is GPT2  # it has no effect
     for change in (dict(mlp="swiglu"), dict(n_kv_head=2), dict(head_dim=16), dict(qk_norm=True)):
         c = GPTConfig(**gpt2 | change)
-        assert hf_class(c) is None and from_config(huggingface.to_config(c)) == c
+        assert architecture_of(c) is OURS and from_config(huggingface.to_config(c)) == c
 
 
 @pytest.mark.parametrize("name", FITTING)
@@ -192,10 +192,9 @@ def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path):
     args = NANO | dict(bias=bias, dropout=0.1)
     content = {"model": state, "model_args": args, "optimizer": {}, "iter_num": 1, "config": {}}
     torch.save(content, tmp_path / "ckpt.pt")
-    for path in (tmp_path, tmp_path / "ckpt.pt"):
-        theirs = from_pretrained(path)
-        assert torch.equal(logits(theirs, ids(model)), logits(model, ids(model)))
-        assert huggingface.shape_in(path) == theirs.config
+    theirs = from_pretrained(tmp_path / "ckpt.pt")
+    assert torch.equal(logits(theirs, ids(model)), logits(model, ids(model)))
+    assert huggingface.shape_in(tmp_path / "ckpt.pt") == theirs.config
 
 
 LLAMA = huggingface.to_config(GPTConfig(**ODD["llama"]))

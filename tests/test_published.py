@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from model import GPT
-from training.huggingface import from_config, hf_class, to_config
+from training.huggingface import architecture_of, from_config, to_config
 
 LINES = Path(__file__).with_name("published.jsonl").read_text().splitlines()
 MODELS = {row["model"]: row for row in map(json.loads, LINES)}
@@ -27,7 +27,7 @@ def test_a_published_config_is_taken_with_the_published_number_of_parameters(nam
     assert c.block_size == published.get("max_position_embeddings", 1024)
     # What a checkpoint of ours says is the same model. Mistral is Llama, with another name.
     assert from_config(to_config(c)) == c
-    assert hf_class(c) == published["architectures"][0].replace("Mistral", "Llama")
+    assert architecture_of(c).name == published["architectures"][0].replace("Mistral", "Llama")
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in TAKEN])

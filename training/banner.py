@@ -13,7 +13,7 @@ from hardware.machine import Machine
 from hardware.terminal import plural
 from model import GPT
 from text.windows import DataSet, Loader
-from training.huggingface import caveat, hf_class
+from training.huggingface import architecture_of, caveat
 from training.memory import Step, largest_batch, needed
 from training.plan import FAR_OFF, Plan, off
 from training.report import in_words
@@ -41,7 +41,7 @@ def banner(
     V = sets[0].meta["vocab_size"]
     tokens = plan.tokens_at(plan.steps)
     batch = f"{plan.batch_size} x {T} x {plan.accum} accumulation x {machine.world} processes"
-    shape = f"{hf_class(c) or 'GPT'}, {c.n_layer} layers x {c.n_embd}, "
+    shape = f"{architecture_of(c).name}, {c.n_layer} layers x {c.n_embd}, "
     shape += f"{c.n_head} heads of {c.head_dim} ({c.n_kv_head} for keys and values)"
     params = model.num_params()
     attention = attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype, c.dropout)

@@ -143,16 +143,10 @@ def architecture_of(c: GPTConfig) -> Architecture:
     return OURS
 
 
-def hf_class(c: GPTConfig) -> str | None:
-    """Return the transformers class that computes exactly this architecture, or None."""
-    a = architecture_of(c)
-    return None if a is OURS else a.name
-
-
 def caveat(c: GPTConfig) -> str:
     """Return which programs cannot open a checkpoint of this shape; empty if all can."""
-    name = hf_class(c)
-    if name is None:
+    name = architecture_of(c).name
+    if name == OURS.name:
         return ONLY_OURS
     if name == "LlamaForCausalLM" and c.n_embd % c.n_head:
         return f"transformers 5 refuses it: n_embd={c.n_embd} is no multiple of n_head={c.n_head}"
@@ -376,6 +370,8 @@ def from_state(
 # --------------------------------------------------------------------------------------------------
 # Folders
 
+NANOGPT = ".pt"  # ends the name of a checkpoint of nanoGPT, which is a file
+
 
 def save_weights(
     a: Architecture, c: GPTConfig, parameters: dict[str, torch.Tensor], folder: Path
@@ -408,21 +404,13 @@ def naming(file: str) -> Iterator[None]:
         raise ValueError(f"{file}: damaged ({type(e).__name__}: {e})") from None
 
 
-def nanogpt_file(path: str | Path) -> Path | None:
-    """Return the ckpt.pt of nanoGPT that path is or holds, or None if it is a model folder."""
-    path = Path(path)
-    if path.suffix == ".pt":
-        return path
-    file = path / "ckpt.pt"
-    return file if file.exists() and not (path / "config.json").exists() else None
-
-
 def shape_in(path: str | Path) -> GPTConfig:
     """Return the shape of the model that from_pretrained() returns. Raises ValueError like it."""
-    if file := nanogpt_file(path):
-        return read_nanogpt(file)[0]
+    path = Path(path)
+    if path.suffix == NANOGPT:
+        return read_nanogpt(path)[0]
     with naming("config.json"):
-        return from_config(read_object(Path(path) / "config.json"))
+        return from_config(read_object(path / "config.json"))
 
 
 def from_pretrained(path: str | Path, **overrides) -> GPT:
@@ -438,7 +426,8 @@ def from_pretrained(path: str | Path, **overrides) -> GPT:
     names = ("config.json", "model.safetensors")
     if (path / MANIFEST).exists() and (problem := damage(path, names, names)):
         raise ValueError(f"{problem}; if you changed it yourself, delete {MANIFEST}")
-    if file := nanogpt_file(path):
+    if path.suffix == NANOGPT:
+        file = path
         config, stored = read_nanogpt(file)
     else:
         file = path / "model.safetensors"
