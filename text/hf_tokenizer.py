@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from configurator import UserError
-from hardware.disk import json_bytes
+from hardware.disk import json_bytes, read_object
 from text.dataset import load_tokenizer
 from text.tokenizer import (
     GPT2_PATTERN,
@@ -249,11 +249,11 @@ def checked(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def read_json(path: Path) -> dict:
-    """Return the content of a JSON file; {} if it does not exist. UserError if it is damaged."""
+    """Return the object in a JSON file; {} if it does not exist. UserError if it is damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as e:
-        raise UserError(f"{path}: damaged ({e})") from None
+        return read_object(path) if path.exists() else {}
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path}: damaged ({getattr(e, 'strerror', e)})") from None
 
 
 # In the functions below, config is the content of tokenizer_config.json and special_tokens_map.json
