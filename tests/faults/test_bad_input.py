@@ -98,6 +98,7 @@ TRAIN = {
 }
 SAMPLE = {
     "--ckpt=nowhere": "--ckpt nowhere: no such folder",
+    "--ckpt=nowhere.pt": "--ckpt nowhere.pt: no such folder",
     "--out_dir={mine}": "{mine}",
     "--ckpt={root}/no_tokenizer": "no_tokenizer/tokenizer.model",
     "--tokenizer=nothing": "--tokenizer nothing",
