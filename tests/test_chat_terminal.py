@@ -6,7 +6,6 @@ import itertools
 import os
 import pty
 import shutil
-import struct
 import subprocess
 import sys
 import termios
@@ -162,9 +161,8 @@ def test_what_cannot_be_a_conversation_is_refused(checkpoint, tmp_path, refuses)
 
 @pytest.mark.slow
 def test_in_a_terminal_lines_are_edited_and_ctrl_c_ends_only_the_answer(checkpoint):
-    """Two Chinese characters are deleted, a line is no UTF-8, and one is too wide for a row."""
+    """Two Chinese characters are deleted, and a line is no UTF-8."""
     terminal, end = pty.openpty()
-    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     command = [sys.executable, REPO / "sample.py", "--chat", f"--ckpt={checkpoint}"]
     command += ["--device=cpu", "--temperature=0"]
     env = os.environ | {"TERM": "xterm", "LC_ALL": "C.UTF-8"}
@@ -185,15 +183,12 @@ def test_in_a_terminal_lines_are_edited_and_ctrl_c_ends_only_the_answer(checkpoi
     assert "Ctrl-D" in read_until("you> ")
     os.write(terminal, "the 模型\x7f\x7f训".encode())
     assert read_until("训") == "the 模型\b\b\x1b[K\b\b\x1b[K"
-    echoes = []
-    for line in (b"\n", ("模型" * 20 + "\n").encode(), "模型\n".encode("gbk")):
+    for line in (b"\n", "模型\n".encode("gbk")):
         os.write(terminal, line)
-        echoes.append(read_until("\r\n"))
+        read_until("\r\n")
         read_until(" ")  # the answer has begun
         os.write(terminal, b"\x03")
         assert "stopped]" in read_until("you> ")
-    # The 38th character does not fit into the row.
-    assert echoes[1].startswith("模型" * 18 + "模 ")
     os.write(terminal, b"\x04")
     assert program.wait(60) == 0
     os.close(terminal)
