@@ -183,9 +183,9 @@ def find_tokenizer(spec: str) -> Tokenizer:
 
 
 def tokenizer_of_model(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer in a model's folder, or None if the folder has no file of a tokenizer.
+    """Return the tokenizer in a model's folder, or None if no file of one is there.
 
-    The folder of nanoGPT's ckpt.pt, for example, has none.
+    nanoGPT's ckpt.pt, for example, has none.
     """
     files = ("meta.json", SentencePiece.file, "tokenizer.json", "vocab.json")
     return tokenizer_of(folder) if any((folder / name).exists() for name in files) else None
