@@ -6,8 +6,8 @@
     # the validation loss that it will come to, by the law that bench.ladder has fitted
     python plan.py config/demo.py --max_steps=5000 --loss
 
-Like train.py, it takes the data set that was prepared last, unless --dataset names one. It plans
-without data if nothing is prepared, or if --vocab_size is given and --dataset names none that is.
+Like train.py, it takes the data set that was prepared last, unless --dataset names one. With
+--vocab_size it reads no data: then the run needs a length in steps or tokens.
 
 Every setting of train.py is accepted too. The answers come from formulas: those in
 training/memory.py, flops_per_token in model.py, and those below. (What a run takes on this machine
@@ -17,7 +17,6 @@ is what train.py's log says after some steps, as `eta`.)
 import math
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 
 import torch
 
@@ -46,13 +45,15 @@ class PlanConfig(TrainConfig):
     gpu: str = ""  # v100-16g, a100-80g, 4090, h100, ...; default: this machine's device
     nproc: int = 1  # number of devices, with one process for each
     # ---- How much ----
-    vocab_size: int = 0  # 0: that of the data set, or 50257 if none is prepared
+    vocab_size: int = 0  # plan without data, for a vocabulary of this size; 0: the data set's
     loss: bool = False  # foretell the validation loss; bench.ladder has trained small models for it
 
     def problems(self) -> list[str]:
         problems = TrainConfig.problems(self)
         if self.vocab_size < 0 or self.nproc < 1:
             problems.append("vocab_size must be at least 0, nproc at least 1")
+        if self.vocab_size and not (self.max_steps or self.max_tokens):
+            problems.append("vocab_size: a plan without data needs max_steps or max_tokens")
         mixed = "," in self.dataset or self.vocab_size
         if self.loss and (self.init_from not in ("scratch", "auto") or mixed):
             problems.append("loss: of a model from scratch, on one data set, with its vocabulary")
@@ -89,9 +90,8 @@ class PlannedRun:
 def planned_run(cfg: PlanConfig) -> PlannedRun:
     """Return the run that the settings describe."""
     sets = prepared(cfg)
-    vocab_size = cfg.vocab_size or (sets[0].meta["vocab_size"] if sets else 50257)
     with torch.device("meta"):
-        model = GPT(shape_of(cfg, vocab_size))
+        model = GPT(shape_of(cfg, cfg.vocab_size or sets[0].meta["vocab_size"]))
     device = named_gpu(cfg) if cfg.gpu else own_device(cfg)
     T = cfg.block_size
     windows = [open_windows(data, "train", T, documents=cfg.documents) for data in sets]
@@ -106,22 +106,16 @@ def planned_run(cfg: PlanConfig) -> PlannedRun:
 
 
 def prepared(cfg: PlanConfig) -> list[DataSet]:
-    """Return the data sets, or [] if none of them is there and the plan does not need them.
+    """Return the data sets, or [] for a plan without data.
 
-    Raises UserError if a data set is damaged, or if one is missing that the plan needs.
+    Raises UserError if a data set is missing or damaged.
     """
-    needs_data = cfg.loss or not (cfg.max_tokens or cfg.max_steps)
-    if cfg.vocab_size and not cfg.dataset and not needs_data:
-        return []  # a plan for other data than what is prepared here
+    if cfg.vocab_size:
+        return []
     try:
         return open_datasets(cfg.dataset or newest_dataset(cfg.data_dir), cfg.data_dir)
     except UserError as e:
-        names = [part.partition(":")[0].strip() for part in cfg.dataset.split(",")]
-        if needs_data or any((Path(cfg.data_dir) / name / "meta.json").exists() for name in names):
-            raise
-        if cfg.dataset and not cfg.vocab_size:
-            raise UserError(f"{e}; --vocab_size=N plans without it") from None
-        return []
+        raise UserError(f"{e}; --vocab_size=N plans without data") from None
 
 
 def shape_of(cfg: PlanConfig, vocab_size: int) -> GPTConfig:
@@ -198,10 +192,9 @@ def print_model(run: PlannedRun) -> None:
     c = run.model.config
     n = run.model.num_params()
     heads = f"{c.n_head} heads of {c.head_dim} ({c.n_kv_head} for keys and values)"
-    source = run.sets[0].folder if run.sets else "assumed: no data set is read"
     rows = {
         "shape": f"{c.n_layer} layers x {c.n_embd}, {heads}, d_ff {c.d_ff}, T = {run.step.T}",
-        "vocabulary": f"{c.vocab_size:,}" + ("" if run.cfg.vocab_size else f" ({source})"),
+        "vocabulary": f"{c.vocab_size:,}" + (f" ({run.sets[0].folder})" if run.sets else ""),
         "parameters": f"{n['total']:,}, {n['embedding'] / n['total']:.0%} of them embeddings",
     }
     section("Model", rows)
