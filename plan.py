@@ -22,7 +22,7 @@ import torch
 
 import configurator
 from configurator import UserError, checked, columns, folded, given, row
-from hardware.device import available, own_memory, pick_dtype
+from hardware.device import capacity, pick_device, pick_dtype
 from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tflops
 from hardware.terminal import plural
 from model import GPT, GPTConfig
@@ -67,7 +67,7 @@ class Device:
     """One of the devices that the run is planned for."""
 
     name: str
-    kind: str  # cuda or cpu
+    kind: str  # cuda, cpu or mps
     dtype: torch.dtype  # of autocast
     tflops: float | None  # peak in that dtype; None if unknown
     source: str  # where the peak comes from
@@ -154,18 +154,14 @@ def named_gpu(cfg: PlanConfig) -> Device:
 
 
 def own_device(cfg: PlanConfig) -> Device:
-    """Return the device of this machine."""
-    kind = "cuda" if cfg.device in ("auto", "cuda") and torch.cuda.is_available() else "cpu"
-    device = torch.device(kind)
+    """Return the device of this machine, with the memory that train.py would have now."""
+    device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)[0]
     peak, source = peak_tflops(device, dtype, cfg.peak_tflops)
-    if kind == "cuda":
-        size = torch.cuda.get_device_properties(device).total_memory
-    else:
-        size = (available() + own_memory()) / cfg.nproc  # this process will have ended
+    size = capacity(device) / (1 if device.type == "cuda" else cfg.nproc)
     name = device_name(device)
     card = find_gpu(name)
-    return Device(name, kind, dtype, peak, source, size, card.watts if card else None)
+    return Device(name, device.type, dtype, peak, source, size, card.watts if card else None)
 
 
 # --------------------------------------------------------------------------------------------------
