@@ -213,52 +213,33 @@ def print_memory(run: PlannedRun) -> None:
     section(f"Memory of each device at batch_size {run.step.B}, {mode}; the peak is {moment}", rows)
 
 
-def cheaper(step: Step) -> dict[str, Step]:
-    """Return flags that take less memory, each with its step, in the order of what they cost.
+def print_choices(run: PlannedRun) -> None:
+    """Print what other settings would need, and flags with which the run fits if it does not.
 
-    Computing the blocks twice takes up to a third of the time again; what is sharded has to be
-    sent.
+    They come in the order of what they cost. Computing the blocks twice takes up to a third of the
+    time again; what is sharded has to be sent.
     """
+    step = run.step
     choices = {}
     for shard, again in product(memory.SHARDS if step.world > 1 else ["none"], [False, True]):
         flags = [f"--shard={shard}"] * (shard != "none") + ["--recompute=blocks"] * again
         choices[" ".join(flags)] = replace(step, shard=shard, recompute=again)
-    return choices
-
-
-def print_choices(run: PlannedRun) -> None:
-    """Print what other settings would need, and flags with which the run fits if it does not."""
-    step = run.step
-    choices = cheaper(step)
     for name in ("adamw", "muon", "adafactor"):
         if name != step.optimizer and not (step.zero and name == "adafactor"):
             choices[f"--optimizer={name}"] = replace(step, optimizer=name)
     rows = {}
-    largest = {}
+    with_room = []  # flags that leave the training as it is, and have room for the batch
     for flags, choice in choices.items():
         size = memory.needed(run.model, choice)
-        largest[flags] = memory.largest_batch(run.model, choice, run.device.bytes)
-        text = f"{size / 1e9:>8.2f} GB, largest batch_size {largest[flags]:,}"
+        largest = memory.largest_batch(run.model, choice, run.device.bytes)
+        text = f"{size / 1e9:>8.2f} GB, largest batch_size {largest:,}"
         mark = "  <- as it is" if choice == step else ""
         rows[flags or "neither shard nor recompute"] = text + mark
+        if largest >= step.B and choice.optimizer == step.optimizer:
+            with_room.append(flags)
     section(f"At batch_size {step.B}, and the largest, of sequences of {step.T}", rows)
-    if memory.needed(run.model, step) > run.device.bytes:
-        print(f"  {advice(run, {flags: largest[flags] for flags in cheaper(step)})}")
-
-
-def advice(run: PlannedRun, largest: dict[str, int]) -> str:
-    """Return which flags have room for the batch, the first ones; if none have, for a smaller one.
-
-    largest: flags -> the largest batch_size with them.
-    """
-    with_room = [flags for flags, B in largest.items() if B >= run.step.B]
-    if with_room:
-        return f"it fits with {with_room[0]}"
-    flags = max(largest, key=largest.get)
-    if not largest[flags]:
-        return "nothing of this fits: try another GPU, more of them, or a smaller model"
-    smaller = f"--batch_size={even_batch(largest[flags], run.cfg, run.cfg.nproc)}"
-    return f"it fits with {flags} {smaller}".replace("  ", " ")
+    if with_room and memory.needed(run.model, step) > run.device.bytes:
+        print(f"  it fits with {with_room[0]}")
 
 
 # ---- Time ----

@@ -132,14 +132,10 @@ def test_the_flops_are_those_that_torch_counts_with_recompute_too(name):
     assert counted_flops(model, x) == flops + plan.repeated_flops(model, 32) * x.numel()
 
 
-@pytest.mark.parametrize(
-    "gpu, given",
-    [("v100-16g", "--recompute=blocks"), ("v100-32g", "--shard optimizer --batch-size=99")],
-)
-def test_a_plan_that_does_not_fit_names_the_flags_that_do(capsys, gpu, given):
-    options = [str(REPO / "config" / "train_1b.py"), f"--gpu={gpu}", "--nproc=6"]
+def test_a_plan_that_does_not_fit_names_the_flags_that_do(capsys):
+    options = [str(REPO / "config" / "train_1b.py"), "--gpu=v100-16g", "--nproc=6"]
     options += ["--vocab-size=32000"]
-    call(plan.main, *options, *given.split())
+    call(plan.main, *options, "--recompute=blocks")
     flags = re.search(r"it fits with (.+)", capsys.readouterr().out)[1]
     run = the_run(*options, *flags.split())
     assert memory.needed(run.model, run.step) < run.device.bytes
