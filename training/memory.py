@@ -303,15 +303,6 @@ def always_held(model: GPT, step: Step) -> dict[str, float]:
 # A step
 
 
-class Moment(NamedTuple):
-    name: str
-    parts: dict[str, float]  # part -> bytes
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
-
-
 class Timeline:
     """The moments of a step that may hold the most, in their order."""
 
@@ -319,7 +310,7 @@ class Timeline:
         c = model.config
         self.c = c
         self.step = step
-        self.moments: list[Moment] = []
+        self.moments: dict[str, Counter] = {}  # when -> part -> bytes
         self.N = step.B * step.T
         self.P = count(model)
         self.in_block = count(model.blocks) / c.n_layer
@@ -348,7 +339,7 @@ class Timeline:
         # Under DDP the gradients are its buckets, which are among what is always held.
         gradients = 0 if step.ddp else 4 * self.P / step.ranks
         copies = {"gradients": gradients, "temporary": optimizer_copies(model, step)}
-        self.moments.append(Moment("in the optimizer's step", self.always | copies))
+        self.moments["in the optimizer's step"] = Counter(self.always | copies)
 
     def note(self, name: str, tokens: float, copies: float, **sizes: float) -> None:
         """Note a moment.
@@ -360,7 +351,7 @@ class Timeline:
         parts.update({"activations": self.N * tokens}, **sizes)
         if self.step.s == 2:
             parts["16-bit weights"] = 2 * copies
-        self.moments.append(Moment(name, parts))
+        self.moments[name] = parts
 
     def around_head(self) -> None:
         """Note the moments of the loss and of the head's backward pass."""
@@ -457,13 +448,14 @@ class Timeline:
             self.note("while the last gradients are averaged", 0, 0, **size)
 
 
-def step_memory(model: GPT, step: Step) -> Moment:
-    """Return the moment of a step that holds the most, with its parts that are not 0.
+def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
+    """Return when a step holds the most, and the bytes of its parts then that are not 0.
 
     model: may be on the meta device.
     """
-    largest = max(Timeline(model, step).moments, key=lambda moment: moment.total)
-    return Moment(largest.name, {part: size for part, size in largest.parts.items() if size})
+    moments = Timeline(model, step).moments
+    largest = max(moments, key=lambda name: moments[name].total())
+    return largest, {part: size for part, size in moments[largest].items() if size}
 
 
 # What a GPU needs beyond what torch.cuda.max_memory_allocated() sees: the buffers of NCCL in bytes,
@@ -485,7 +477,7 @@ def beside(total: float, step: Step) -> dict[str, float]:
 
 def needed(model: GPT, step: Step) -> float:
     """Return the bytes that the device must have for a step."""
-    peak = step_memory(model, step).total
+    peak = sum(step_memory(model, step)[1].values())
     return peak + sum(beside(peak, step).values())
 
 
