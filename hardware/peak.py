@@ -12,9 +12,8 @@ import torch
 
 from hardware.terminal import plural
 
-# What datasheets call dtypes, of two that torch does not tell apart the faster one first.
-DTYPES = {"tf32": torch.float32, "fp32": torch.float32}
-DTYPES |= {"bf16": torch.bfloat16, "fp16": torch.float16}
+# What datasheets call a dtype, the faster one first.
+KINDS = {torch.float32: ["tf32", "fp32"], torch.bfloat16: ["bf16"], torch.float16: ["fp16"]}
 
 
 @dataclass(frozen=True)
@@ -157,13 +156,8 @@ def peak_tflops(
     names = {"torch": torch, "a": a, "b": b, "c": torch.empty_like(a)}
     # The fastest of some repetitions: other programs may have slowed down the others.
     peak = 2 * n**3 / min(repeat("torch.mm(a, b, out=c)", names).times) / 1e12
-    product = f"a {n} x {n} {kinds_of(dtype)[-1]} product measured here and now"
+    product = f"a {n} x {n} {KINDS[dtype][-1]} product measured here and now"
     return peak, f"{peak:.2f} TFLOPS, {product} ({device_name(device)})"
-
-
-def kinds_of(dtype: torch.dtype) -> list[str]:
-    """Return what a datasheet may call a dtype of torch, the fastest first."""
-    return [kind for kind, of_torch in DTYPES.items() if of_torch == dtype]
 
 
 def datasheet_peak(name: str, dtype: torch.dtype) -> tuple[float | None, str]:
@@ -172,7 +166,7 @@ def datasheet_peak(name: str, dtype: torch.dtype) -> tuple[float | None, str]:
     For fp32 it is the peak of TF32, if the GPU has that. The peak is None if the table has none.
     """
     card = find_gpu(name)  # None if the table has no GPU of exactly this name
-    for kind in kinds_of(dtype):
+    for kind in KINDS[dtype]:
         if card and (peak := card.tflops.get(kind)):
             return peak, f"{peak:g} dense {kind} TFLOPS a device, {card.source}"
     return None, f"unknown for {name} in {kind}, so MFU is n/a; give --peak_tflops"
