@@ -21,5 +21,4 @@ min_lr_ratio = 0.0
 eval_every = 80
 sample_every = 80
 sample_prompt = "Explain os.path.join."
-save_every = 1000
 log_every = 20

@@ -22,4 +22,3 @@ weight_decay = 0.35
 schedule = "wsd"
 decay_ratio = 0.7
 min_lr_ratio = 0.0
-eval_every = 250

@@ -9,7 +9,6 @@ preset = "qwen3"
 tie_embeddings = True
 n_layer = 12
 n_head = 6
-n_kv_head = 6
 n_embd = 768
 block_size = 1024
 
@@ -29,4 +28,3 @@ weight_decay = 0.35
 schedule = "wsd"
 decay_ratio = 0.7
 min_lr_ratio = 0.0
-eval_every = 250
