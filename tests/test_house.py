@@ -176,6 +176,13 @@ def test_no_file_of_the_product_is_longer_than_an_evening_allows():
     assert not {name: n for name, n in lines.items() if n > 450}
 
 
+def test_what_import_train_loads_imports_no_other_file_but_the_one_that_begins_a_run():
+    """Anywhere in its code, also inside functions: the core stands alone."""
+    loaded = loaded_by("train")
+    core = {name for name, path in MODULES.items() if path in loaded}
+    assert set().union(*(GRAPH[name] for name in core)) - core == {"training.start"}
+
+
 def test_a_batch_and_a_save_cross_few_files(tiny_data, tmp_path):
     crossed = ways(tiny_data, tmp_path)
     print(crossed)
