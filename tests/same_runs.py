@@ -11,6 +11,7 @@ AdamW, the loss and gradient norm of every step, and what sample.py prints.
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -62,11 +63,6 @@ def results(tree: Path) -> dict[str, object]:
     return found
 
 
-def git(folder: Path, *arguments: str) -> str:
-    """Run a git command in a folder; return what it prints."""
-    return subprocess.check_output(["git", *arguments], cwd=folder, text=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("commit")
@@ -74,16 +70,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as root:
         write_jsonl(Path(root) / "corpus.jsonl", make_records(300))
         there = Path(root) / "there"
-        here = Path(root) / "here"
-        for folder in (there, here):
-            git(REPO, "clone", "-q", str(REPO), str(folder))
-        git(there, "-c", "advice.detachedHead=false", "checkout", "-q", commit)
-        git(here, "rm", "-rq", ".")
-        # The files of the working tree as they are on the disk, also those that are not committed.
-        for name in sorted(set(git(REPO, "ls-files", "-cmo", "--exclude-standard").splitlines())):
-            if (REPO / name).is_file():
-                (here / name).parent.mkdir(parents=True, exist_ok=True)
-                (here / name).write_bytes((REPO / name).read_bytes())
+        subprocess.check_call(["git", "clone", "-q", REPO, there])
+        subprocess.check_call(["git", "checkout", "-q", "--detach", commit], cwd=there)
+        # The working tree as it is on the disk, also what is not committed.
+        left_out = shutil.ignore_patterns(".*", "data", "out", "shared", "wandb")
+        here = shutil.copytree(REPO, Path(root) / "here", ignore=left_out)
         before = results(there)
         now = results(here)
     differ = [name for name in sorted(before | now) if before.get(name) != now.get(name)]
