@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, call, forge, make_records, train_tiny, write_jsonl
+from conftest import REPO, call, forge, make_records, prepared, train_tiny
 from test_model import ODD, alone  # noqa: F401 a fixture
 
 import configurator
-import prepare
 import sample
 from hardware import kernels
 from model import GPT, GPTConfig
@@ -33,9 +32,7 @@ def checkpoint(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("chat")
     messages = [("user", "title"), ("assistant", "summary")]
     turns = [[{"role": r, "content": x[key]} for r, key in messages] for x in make_records(200)]
-    corpus = write_jsonl(root / "corpus.jsonl", [{"messages": each} for each in turns])
-    options = [f"--data_dir={root}", "--name=tiny", "--vocab_size=400", "--val_fraction=0.2"]
-    call(prepare.main, "--input", str(corpus), *options)
+    prepared(root, [{"messages": each} for each in turns], "--val_fraction=0.2")
     run = train_tiny(root, root, "--block_size=512", "--batch_size=1", "--batch_tokens=512")
     return newest_checkpoint(run / "ckpt")
 

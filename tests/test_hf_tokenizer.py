@@ -8,10 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import make_records, prepared, train_tiny, write_jsonl
+from conftest import make_records, prepared, train_tiny
 from test_prepare import TEXTS, tiktoken_file
 
-import prepare
 from configurator import UserError
 from text.dataset import load_tokenizer
 from text.hf_tokenizer import from_hugging_face, to_hugging_face
@@ -241,9 +240,8 @@ def test_a_tokenizer_of_another_kind_is_refused_by_name(message, tmp_path):
 def test_a_vocabulary_without_tokenizer_json_is_told_how_to_get_one(tmp_path, refuses):
     """GPT-2 was first published as vocab.json and merges.txt."""
     folder = write_files(tmp_path / "gpt2", {"vocab.json": {"a": 0}, "merges.txt": ""})
-    corpus = write_jsonl(tmp_path / "c.jsonl", make_records(5))
-    options = [f"--tokenizer={folder}", f"--data_dir={tmp_path / 'data'}"]
-    assert "save_pretrained" in refuses(prepare.main, "--input", corpus, *options)
+    options = [make_records(5), f"--tokenizer={folder}"]
+    assert "save_pretrained" in refuses(lambda: prepared(tmp_path, *options))
 
 
 # -- the way of a tokenizer: data set, checkpoint, fine-tuning --

@@ -24,10 +24,6 @@ def the_run(*options: str) -> plan.PlannedRun:
     return plan.planned_run(parse(plan.PlanConfig, [*end, "--vocab_size=50257", *options]))
 
 
-def largest_batch(run: plan.PlannedRun) -> int:
-    return memory.largest_batch(run.model, run.step, run.device.bytes)
-
-
 # -- known answers, from public papers and notes --
 
 
@@ -87,7 +83,8 @@ def test_the_batch_sizes_beside_those_of_a_well_known_note_are_ours(page):
     for T in (8000, 4000, 2000):
         run = the_run(*QWEN.split(), f"--block_size={T}", f"--batch_tokens={T}")
         assert run.model.num_params()["total"] == pytest.approx(1.5437e9, rel=1e-3)
-        assert re.search(rf"\n\| {T} \| .* \| {largest_batch(run)} \|\n", text)
+        B = memory.largest_batch(run.model, run.step, run.device.bytes)
+        assert re.search(rf"\n\| {T} \| .* \| {B} \|\n", text)
 
 
 # -- the command, and batch_size=auto --
