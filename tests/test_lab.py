@@ -72,14 +72,20 @@ def two_sets(data: Path, folder: Path) -> None:
 # -- runs --
 
 
-def test_a_question_on_fine_tuning_begins_each_run_with_the_model(tiny_data, tmp_path):
+def test_runs_that_begin_with_a_model_and_runs_on_other_data_are_other_runs(tiny_data, tmp_path):
+    two_sets(tiny_data, tmp_path)
     path = tmp_path / "question.py"
     path.write_text(QUESTION)
-    argv = [*TINY, str(path), f"--data_dir={tiny_data}"]
-    tuned = lab.plan(lab.read_question([*argv, "--init_from=out/base"]), "low")
-    assert all(run.settings.init_from == "out/base" and run.settings.overwrite for run in tuned)
-    others = lab.plan(lab.read_question(argv), "low")
-    assert not {run.folder for run in tuned} & {run.folder for run in others}
+
+    def planned(data: Path, *options: str) -> dict[Path, lab.Run]:
+        cfg = lab.read_question([*TINY, str(path), f"--data_dir={data}", *options])
+        return {run.folder: run for run in lab.plan(cfg, "low")}
+
+    runs = planned(tiny_data)
+    assert len(runs) == 9 and not runs.keys() & planned(tmp_path).keys()
+    tuned = planned(tiny_data, "--init_from=out/base")
+    assert all(r.settings.init_from == "out/base" and r.settings.overwrite for r in tuned.values())
+    assert not runs.keys() & tuned.keys()
 
 
 @pytest.mark.slow
@@ -97,17 +103,6 @@ def test_a_finished_run_is_never_run_again_and_a_changed_one_never_reused(
     added = trained(tmp_path / "out").items() - times.items()
     assert [settings(tmp_path / "out" / run)["lr"] for run, _ in added] == [2e-2, 2e-2]
     assert len(trained(tmp_path / "out")) == len(times) + 2
-
-
-def test_other_data_under_the_same_name_make_another_run(tiny_data, tmp_path):
-    two_sets(tiny_data, tmp_path)
-    (tmp_path / "q.py").write_text(QUESTION)
-
-    def folders(data: Path) -> set[Path]:
-        cfg = lab.read_question([*TINY, str(tmp_path / "q.py"), f"--data_dir={data}"])
-        return {run.folder for run in lab.plan(cfg, "low")}
-
-    assert len(folders(tiny_data)) == 9 and not folders(tiny_data) & folders(tmp_path)
 
 
 @pytest.mark.slow
