@@ -6,7 +6,7 @@ from itertools import repeat
 
 import pytest
 import torch
-from conftest import resumes, train_tiny
+from conftest import metrics, resumes, train_tiny
 from test_model import make
 
 from configurator import UserError
@@ -30,13 +30,12 @@ def trained(model, optimizer, rows, scale=False, steps=1):
     batches = repeat(Batch(rows[:, :-1], rows[:, 1:]))
     for _ in range(steps):
         scaler = torch.amp.GradScaler("cpu", enabled=scale)
-        result = take_step(model, optimizer, scaler, batches, 1, CPU, 1.0)
-    return result()[0]
+        take_step(model, optimizer, scaler, batches, 1, CPU, 1.0)
 
 
-def rows_for(model, B=4):
+def rows_for(model):
     torch.manual_seed(1)
-    return torch.randint(model.config.vocab_size, (B, 17))
+    return torch.randint(model.config.vocab_size, (4, 17))
 
 
 # -- Muon --
@@ -116,16 +115,6 @@ def test_muons_momentum_grows_during_its_warm_up():
 
 
 @pytest.mark.parametrize("optimizer", NAMES)
-@pytest.mark.parametrize("name", ["gpt2", "qwen3", "llama tied, biases, wide heads"])
-def test_each_optimizer_trains_every_shape(optimizer, name):
-    model = make(name)
-    rows = rows_for(model, 2)[:, : model.config.block_size + 1]
-    made = make_optimizer(config(optimizer), CPU, model)
-    first = trained(model, made, rows)
-    assert trained(model, made, rows, steps=8) < first - 0.1
-
-
-@pytest.mark.parametrize("optimizer", NAMES)
 @pytest.mark.parametrize("scale", [False, True])
 def test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are(optimizer, scale):
     """scale: with the GradScaler of fp16."""
@@ -163,7 +152,8 @@ def test_resume_with_each_optimizer_is_bit_identical_to_never_having_stopped(
     optimizer, tiny_data, tmp_path
 ):
     options = [f"--optimizer={optimizer}", f"--lr={LR[optimizer]}", "--embed_lr=2"]
-    resumes(tiny_data, tmp_path, *options)
+    losses = metrics(resumes(tiny_data, tmp_path, *options), "loss")
+    assert losses[8] < losses[1] - 0.3
 
 
 def test_the_checkpoint_of_another_optimizer_is_refused_in_one_line(copied, tiny_data, tmp_path):
