@@ -1,6 +1,6 @@
 """Compare the peak memory of a step under a `shard` and `recompute` with what is predicted for it.
 
-    torchrun --standalone --nproc_per_node=3 tests/peak_of_shards.py adamw all blocks 3
+    torchrun --standalone --nproc_per_node=3 -m tests.peak_of_shards adamw all blocks 3
 
 The arguments: values of train.py's optimizer, shard and recompute, and micro-steps in a step. A
 small model trains in bf16 on CPUs. The peak is that of the rank that has the most; the prediction
@@ -8,17 +8,14 @@ is training/memory.py's. The exit code is 1 if they differ by more than 5 %.
 """
 
 import sys
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from peak import measured_peak  # noqa: E402
-
-from hardware.device import start  # noqa: E402
-from model import GPT, PRESETS, GPTConfig  # noqa: E402
-from training.memory import Step, step_memory  # noqa: E402
-from training.settings import TrainConfig  # noqa: E402
+from hardware.device import start
+from model import GPT, PRESETS, GPTConfig
+from tests.peak import measured_peak
+from training.memory import Step, step_memory
+from training.settings import TrainConfig
 
 optimizer, shard, recompute, accum = sys.argv[1:]
 machine = start("cpu", "bfloat16")

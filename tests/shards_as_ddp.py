@@ -1,6 +1,6 @@
 """Train a small model under each setting of `shard` and `recompute`, and compare it with DDP.
 
-    torchrun --standalone --nproc_per_node=3 tests/shards_as_ddp.py 20 qwen3 3
+    torchrun --standalone --nproc_per_node=3 -m tests.shards_as_ddp 20 qwen3 3
 
 The arguments: steps, preset, accumulation. The weights and batches are the same, in fp32. Printed
 is the largest relative difference of the losses and of the gradient's norms, over all steps. The
@@ -12,17 +12,15 @@ import math
 import sys
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bench.measure import Training, new_training  # noqa: E402
-from hardware import kernels  # noqa: E402
-from hardware.device import start  # noqa: E402
-from hardware.machine import Machine, part  # noqa: E402
-from training.settings import TrainConfig, model_config  # noqa: E402
-from training.step import Batch  # noqa: E402
+from bench.measure import Training, new_training
+from hardware import kernels
+from hardware.device import start
+from hardware.machine import Machine, part
+from training.settings import TrainConfig, model_config
+from training.step import Batch
 
 # 60 rows of q, k and v each, and 60 columns: 3 ranks hold uneven parts of them.
 SHAPE = dict(n_layer=3, n_head=5, n_embd=60, d_ff=170, block_size=32, batch_size=2)

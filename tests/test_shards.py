@@ -30,15 +30,15 @@ def output_on(n: int, *argv: str) -> str:
 
 @pytest.mark.slow
 def test_each_shard_and_recompute_trains_as_ddp_does_and_skips_an_overflow():
-    output = output_on(3, str(REPO / "tests" / "shards_as_ddp.py"), "4", "qwen3", "3")
+    output = output_on(3, "-m", "tests.shards_as_ddp", "4", "qwen3", "3")
     assert output.count("norm ") == 2 * 7 and output.count("on all: True") == 2
 
 
 @pytest.mark.slow
 @NEEDS_BF16
 def test_the_peak_of_a_rank_is_the_predicted_one_within_5_percent():
-    script = str(REPO / "tests" / "peak_of_shards.py")
-    assert output_on(2, script, "adamw", "all", "blocks", "1").count("predicted ") == 1
+    output = output_on(2, "-m", "tests.peak_of_shards", "adamw", "all", "blocks", "1")
+    assert output.count("predicted ") == 1
 
 
 @pytest.fixture(scope="module")
