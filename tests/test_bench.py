@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPO, TINY, call, make_records, write_jsonl
+from test_huggingface import as_nanogpt
 
 from bench import compare
 from bench import prepare as bench_prepare
 from configurator import given
 from model import GPT, PRESETS, GPTConfig
-from training.huggingface import architecture_of, to_state
 
 
 def test_prepare_is_compared_with_the_library(tmp_path, tiny_data, capsys):
@@ -52,14 +52,10 @@ SHAPE = dict(n_layer=1, n_head=2, n_embd=32, block_size=32, bias=False, vocab_si
 
 def peer_of(folder: Path, steps: int) -> Path:
     """Write a peer whose weights were saved after so many steps."""
-    c = GPTConfig(**PRESETS["gpt2"] | SHAPE)
-    model = GPT(c)
+    model = GPT(GPTConfig(**PRESETS["gpt2"] | SHAPE))
     model.init_weights()
-    state = to_state(architecture_of(c), c, dict(model.named_parameters()))
-    state = {k: w.t() if ".h." in k and w.dim() == 2 else w for k, w in state.items()}
-    state["lm_head.weight"] = state["transformer.wte.weight"]
     (folder / "saved").mkdir(parents=True)
-    content = {"model": state, "model_args": SHAPE, "iter_num": steps}
+    content = {"model": as_nanogpt(model), "model_args": SHAPE, "iter_num": steps}
     torch.save(content, folder / "saved" / "ckpt.pt")
     (folder / "train.py").write_text(PEER)
     return folder
