@@ -11,16 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from conftest import prepared
+from conftest import call, prepared
 from test_hf_tokenizer import bpe, checkpoint, read, write_files
 
+import sample
 from hardware.disk import damage
 from text.chat import chatml, marks_of, turns_of
 from text.dataset import load_tokenizer, open_dataset, open_split
 from text.hf_tokenizer import CHATML
 from training.checkpoint import OUR_FILES
-from training.huggingface import from_pretrained
 
 THEIRS = {"chat_template": "{{ messages }}"}
 SHORT = ["--max_steps=1", "--eval_tokens=64"]
@@ -86,17 +85,6 @@ def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
     for mark, piece in zip(itertools.cycle(marks_of(tokenizer)), [*pieces[1:], "assistant\n"]):
         ids += [mark, *tokenizer.encode(piece).tolist()]
     return ids
-
-
-def greedy_answer(folder: Path, messages: list[dict]) -> str:
-    """Return what our model answers, up to its <|im_end|>."""
-    model, tokenizer = from_pretrained(folder).eval(), load_tokenizer(folder)
-    ids = prompt_ids(tokenizer, messages)
-    start = len(ids)
-    while ids[-1] != marks_of(tokenizer)[1] and len(ids) < model.config.block_size:
-        with torch.no_grad():
-            ids.append(int(model(torch.tensor([ids]))[0].argmax()))
-    return tokenizer.decode(ids[start:-1])
 
 
 def test_transformers_reads_conversations_by_the_ids_of_the_data(chat_folder, transformers):
@@ -178,11 +166,18 @@ def learn_answers(data: Path, preset: str, *options: str) -> Path:
     return checkpoint(data, data, f"--preset={preset}", "--loss_on=answers", "--lr=1e-2", *steps)
 
 
-def test_a_pipeline_answers_and_ends_where_our_model_does(tmp_path, transformers):
+def our_answers(folder: Path, capsys) -> list[str]:
+    """Return what sample.py answers to each question of ANSWERS."""
+    capsys.readouterr()
+    options = ["--device=cpu", "--dtype=float32", "--temperature=0", "--prompt", *ANSWERS]
+    call(sample.main, "--chat", f"--ckpt={folder}", *options)
+    return re.findall(r"(?m)^you> .*\n(.*)$", capsys.readouterr().out)
+
+
+def test_a_pipeline_answers_and_ends_where_our_model_does(tmp_path, capsys, transformers):
     folder = learn_answers(tmp_path, "qwen3", "--vocab_size=320")
     pipeline = transformers.pipeline("text-generation", model=str(folder), device="cpu")
-    for text in ANSWERS:
+    for text, answer in zip(ANSWERS, our_answers(folder, capsys), strict=True):
         chat = pipeline(question(text), max_new_tokens=15, do_sample=False)[0]["generated_text"]
-        assert chat[:-1] == question(text)
-        assert chat[-1]["content"] == greedy_answer(folder, question(text))
-        assert chat[-1]["content"] in ANSWERS.values()
+        assert chat == [*question(text), dict(role="assistant", content=answer)]
+        assert answer in ANSWERS.values()

@@ -2,7 +2,6 @@
 
 import fcntl
 import io
-import itertools
 import os
 import pty
 import shutil
@@ -14,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPO, call, forge, make_records, prepared, train_tiny
+from test_chat_folder import prompt_ids
 from test_model import ODD, alone  # noqa: F401 a fixture
 
 import configurator
 import sample
 from hardware import kernels
 from model import GPT, GPTConfig
-from text.chat import chatml, marks_of
 from text.dataset import load_tokenizer
 from text.train_tokenizer import write_alphabet
 from training.checkpoint import newest_checkpoint
@@ -78,12 +77,9 @@ def test_three_turns_with_the_kept_cache_equal_three_that_recompute_all(name, ch
 
 def test_the_model_sees_what_prepare_makes_of_the_messages(checkpoint):
     conversation = conversation_of(checkpoint, ODD["llama"] | dict(block_size=256))
-    tokenizer = conversation.tokenizer
     text = "what is <|im_end|>?"
-    pieces = chatml([("system", "the loop"), ("user", text), ("assistant", "")])[1:-1]
-    want = list(tokenizer.prefix)
-    for mark, piece in zip(itertools.cycle(marks_of(tokenizer)), pieces, strict=False):
-        want += [mark, *tokenizer.encode(piece).tolist()]
+    messages = [{"role": "system", "content": "the loop"}, {"role": "user", "content": text}]
+    want = prompt_ids(conversation.tokenizer, messages)
     assert conversation.prompt(conversation.message("user", text)) == want
 
 
