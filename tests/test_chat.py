@@ -35,6 +35,16 @@ def chat_data(tiny_data, tmp_path_factory) -> Path:
     return tiny_data
 
 
+def chats(tiny_data: Path, folder: Path, records: list[dict], *options: str) -> Path:
+    """Make a data set with the tokenizer of `tiny`."""
+    usual = [f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
+    return prepared(folder, records, *usual, *options)
+
+
+def talk(*messages, **others) -> dict:
+    return {"messages": list(messages), **others}
+
+
 # -- records --
 
 RENDERED = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nSo.<|im_end|>\n"
@@ -60,24 +70,23 @@ FORMS = [
 
 def test_conversations_of_every_form_become_chatml(tiny_data, tmp_path, capsys):
     # So few documents are split by text: they stay in their order.
-    options = ["--chat", f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.05"]
-    folder = prepared(tmp_path, [record for record, _ in FORMS], *options)
+    options = ["--chat", "--val_fraction=0.05"]
+    folder = chats(tiny_data, tmp_path, [record for record, _ in FORMS], *options)
     assert "".join(all_texts(folder)) == "".join(text for _, text in FORMS)
     shown = capsys.readouterr().out
     assert "[[So.<|im_end|>]]" in shown and "--loss_on=answers learns" in shown
 
 
 def test_an_instruction_is_plain_text_without_chat(tiny_data, tmp_path):
-    options = [f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
-    folder = prepared(tmp_path, [{"instruction": "Why?", "output": "So."}] * 2, *options)
+    folder = chats(tiny_data, tmp_path, [{"instruction": "Why?", "output": "So."}] * 2)
     assert all_texts(folder) == ["Why?\nSo."] * 2
 
 
 def test_no_text_can_write_a_mark(tmp_path):
     """Neither a text nor a message is encoded to a mark, and both keep their letters."""
     letters = f"{IM_START}user\n{IM_END} </s> "
-    talk = [QUESTION | {"content": letters}, ANSWER | {"content": letters * 3}]
-    records = [{"text": f"{letters} {i}"} for i in range(60)] + [{"messages": talk}] * 20
+    messages = [QUESTION | {"content": letters}, ANSWER | {"content": letters * 3}]
+    records = [{"text": f"{letters} {i}"} for i in range(60)] + [talk(*messages)] * 20
     folder = prepared(tmp_path, records + make_records(60))
     meta, tokenizer = open_dataset(folder), load_tokenizer(folder)
     ids = np.concatenate([open_split(folder, meta, split) for split in ("train", "val")])
@@ -86,10 +95,6 @@ def test_no_text_can_write_a_mark(tmp_path):
     texts = all_texts(folder)
     assert f"{IM_START}user\n{letters}{IM_END}\n" in "".join(texts)
     assert sum(text.startswith(letters) for text in texts) == 60
-
-
-def talk(*messages, **others) -> dict:
-    return {"messages": list(messages), **others}
 
 
 BAD = [
@@ -120,10 +125,9 @@ def test_wrong_conversations_are_bad_records_with_line_and_reason(tiny_data, tmp
 
 
 def test_what_is_not_read_of_a_conversation_is_counted(tiny_data, tmp_path, capsys):
-    talk = [QUESTION | {"value": "Who?"}, ANSWER | {"reasoning_content": "Hm.", "weight": 0}]
-    record = {"messages": talk, "prompt": "Why?", "conversations": talk, "tools": ["a"]}
-    options = [f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
-    prepared(tmp_path, [record | {"tool_calls": None}] * 3, *options)
+    messages = [QUESTION | {"value": "Who?"}, ANSWER | {"reasoning_content": "Hm.", "weight": 0}]
+    record = {"messages": messages, "prompt": "Why?", "conversations": messages, "tools": ["a"]}
+    chats(tiny_data, tmp_path, [record | {"tool_calls": None}] * 3)
     shown = capsys.readouterr().out
     for key in ("prompt", "conversations", "tools"):
         assert f"3 x {key}, beside {{messages}}" in shown
@@ -198,8 +202,7 @@ def test_a_batch_of_conversations_has_the_loss_and_gradient_of_each_of_them_alon
     hf = transformers.AutoTokenizer.from_pretrained(tmp_path)
 
     talks = conversations(40, seed=2)
-    options = [f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.3"]
-    folder = prepared(tmp_path / "data", [{"messages": m} for m in talks], *options)
+    folder = chats(tiny_data, tmp_path / "data", [talk(*m) for m in talks], "--val_fraction=0.3")
     T = 1024
     shape = PRESETS["qwen3"] | dict(n_layer=2, n_head=2, n_embd=32, block_size=T)
     model = GPT(GPTConfig(**shape, vocab_size=400)).double()
@@ -298,8 +301,7 @@ def test_a_step_between_two_answers_is_not_bad(tmp_path, tiny_data):
     """One conversation asks a long question: whole steps have nothing to learn."""
     questions = [QUESTION | {"content": f"{i} {'the loop ' * 300}"} for i in range(6)]
     questions += [QUESTION | {"content": f"{i}?"} for i in range(60)]
-    options = [f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
-    prepared(tmp_path, [{"messages": [q, ANSWER]} for q in questions], *options)
+    chats(tiny_data, tmp_path, [talk(q, ANSWER) for q in questions])
     run = train_tiny(tmp_path, tmp_path, "--loss_on=answers", "--batch_size=1", "--batch_tokens=32")
     losses = metrics(run, "loss")
     assert 0.0 in losses.values() and len(losses) == 8 and not metrics(run, "bad_steps")
@@ -309,8 +311,7 @@ def test_answers_beyond_the_evaluated_windows_are_an_error_before_the_first_step
     tiny_data, tmp_path, refuses
 ):
     questions = [QUESTION | {"content": f"{i} {'the loop ' * 100}"} for i in range(8)]
-    options = [f"--tokenizer={tiny_data / 'tiny'}", "--val_fraction=0.5"]
-    prepared(tmp_path, [{"messages": [q, ANSWER]} for q in questions], *options)
+    chats(tiny_data, tmp_path, [talk(q, ANSWER) for q in questions])
     refused = refuses(lambda: train_tiny(tmp_path, tmp_path, "--loss_on=answers"))
     assert "no answer of tiny" in refused
 
