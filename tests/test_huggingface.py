@@ -203,10 +203,8 @@ def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path):
 
 
 LLAMA = huggingface.to_config(GPTConfig(**ODD["llama"]))
-HALF_LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
-QWEN3 = {"model_type": "qwen3"}
 REFUSED = [  # a word of the message, settings in config.json; ...: the key is missing
-    ("rope_scaling", {"rope_scaling": HALF_LLAMA3}),
+    ("rope_scaling", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
     ("rope_scaling", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
     ("rope_scaling", {"rope_scaling": YARN | dict(beta_fast=1, beta_slow=32)}),
     ("rope_theta", {"rope_theta": 0.5}),
@@ -219,7 +217,7 @@ REFUSED = [  # a word of the message, settings in config.json; ...: the key is m
     ("n_kv_head", {"num_key_value_heads": 4}),
     ("block_size", {"max_position_embeddings": 10**10}),
     ("no tensor of layer", {"num_hidden_layers": 10**9}),
-    ("model.layers.0.self_attn.q_norm.weight", QWEN3 | {"head_dim": 8}),
+    ("model.layers.0.self_attn.q_norm.weight", {"model_type": "qwen3", "head_dim": 8}),
     ("embed_tokens", {"vocab_size": 301}),
     ("no memory", {"vocab_size": 2**31, "hidden_size": 2**30}),
 ]
