@@ -9,7 +9,6 @@ evaluation and a text by sample.py. These must be equal: the .bin files, the wei
 AdamW, the loss and gradient norm of every step, and what sample.py prints.
 """
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -17,9 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from conftest import end, make_records, metrics, write_jsonl
+from conftest import REPO, end, make_records, metrics, write_jsonl
 
-REPO = Path(__file__).resolve().parents[1]
 PREPARE = ["prepare.py", "--input=../corpus.jsonl", "--name=small"]
 SAVING = ["--log_every=1", "--eval_every=10", "--save_every=10", "--keep=9"]
 BOTH = ["--dataset=small", "--compile=false", "--device=cpu", *SAVING]
@@ -64,9 +62,7 @@ def results(tree: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("commit")
-    commit = parser.parse_args().commit
+    [commit] = sys.argv[1:]
     with tempfile.TemporaryDirectory() as root:
         write_jsonl(Path(root) / "corpus.jsonl", make_records(300))
         there = Path(root) / "there"
