@@ -53,6 +53,12 @@ def write_files(folder: Path, files: dict[str, str | dict]) -> Path:
     return folder
 
 
+def take_out_post_processor(folder: Path) -> None:
+    """Remove the post-processor from tokenizer.json, as docs/interchange.md describes."""
+    content = read(folder / "tokenizer.json") | {"post_processor": None}
+    write_files(folder, {"tokenizer.json": content})
+
+
 ALPHABETS = {"char": "Citizen: a\n", "char with bytes": "".join(MIXED), "byte": ""}
 
 
@@ -77,6 +83,12 @@ def test_auto_tokenizer_encodes_to_the_same_ids(kind, tiny_data, tmp_path, trans
     if kind in ALPHABETS:
         ours.save(folder)
         assert same_ids(from_hugging_face(folder), ours)
+    # Without the post-processor, the eos alone is gone; the settings still say that it comes first.
+    take_out_post_processor(folder)
+    auto = transformers.AutoTokenizer.from_pretrained(folder)
+    assert auto(text, split_special_tokens=True).input_ids == ids
+    config = read(folder / "tokenizer_config.json")
+    assert config["add_bos_token"] is True and config["add_prefix_space"] is False
 
 
 def sentencepiece_model(path: Path, **options) -> SentencePiece:

@@ -1,6 +1,6 @@
 """llama.cpp reads a checkpoint with what docs/interchange.md says.
 
-Most of these tests need llama.cpp: a folder with its sources and with three tools built by cmake:
+These tests need llama.cpp: a folder with its sources and with three tools built by cmake:
 
     cd llama.cpp && cmake -B build
     cmake --build build --target llama-tokenize llama-completion llama-server
@@ -26,7 +26,7 @@ import pytest
 import test_chat_folder as chats
 import torch
 from conftest import prepared, save_model
-from test_prepare import tiktoken_file
+from test_hf_tokenizer import take_out_post_processor
 
 from configurator import UserError
 from hardware.disk import json_bytes
@@ -55,15 +55,13 @@ PROMPTS = ["the loop", "从前", "x = 1;\n    y", " a", "😀"]
 
 @pytest.fixture
 def tokenizer(kind, tiny_data, tmp_path):
-    """prepare.py's own tokenizers, a BPE unknown to llama.cpp, or GPT-2's, which it knows."""
+    """prepare.py's own tokenizers, or GPT-2's."""
     if kind == "sentencepiece":
         return load_tokenizer(tiny_data / "tiny")
     if kind in ("char", "byte"):
         path = tmp_path / "alphabet.model"
         write_alphabet(path, set("".join([*TEXTS, *PROMPTS])), with_bytes=kind == "byte")
         return SentencePiece(path)
-    if kind == "tiktoken":
-        return Tiktoken.from_file(tiktoken_file(tmp_path / "own.tiktoken", 200))
     try:
         return Tiktoken.by_name("gpt2")
     except UserError as e:
@@ -101,32 +99,12 @@ def save(model: GPT, tokenizer, folder: Path) -> Path:
     return folder
 
 
-def take_out_post_processor(folder: Path) -> None:
-    """Remove the post-processor from tokenizer.json, as the README describes."""
-    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    (folder / "tokenizer.json").write_bytes(json_bytes(content | {"post_processor": None}))
-
-
 def need(tokenizer, preset: str) -> str:
     """Return what docs/interchange.md says that a preset needs with this tokenizer."""
     preset = preset.partition(",")[0]
     if tokenizer.kind == Tiktoken.kind:
         return REFUSED if preset == "qwen2" else NO_POST
     return {"gpt2": REFUSED, "llama": ""}.get(preset, NO_SPACE)
-
-
-@pytest.mark.parametrize("kind", ["sentencepiece", "char", "byte", "tiktoken"])
-def test_without_the_post_processor_the_eos_alone_is_gone(kind, tokenizer, tmp_path, transformers):
-    """Then the converter knows the vocabulary; add_bos_token still says that an eos comes first."""
-    folder = save(make("llama", tokenizer.vocab_size), tokenizer, tmp_path / "ckpt")
-    ours = [tokenizer.encode(text).tolist() for text in TEXTS]
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    assert theirs(TEXTS).input_ids == [[*tokenizer.prefix, *ids] for ids in ours]
-    take_out_post_processor(folder)
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    assert theirs(TEXTS).input_ids == ours
-    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    assert config["add_bos_token"] is True and config["add_prefix_space"] is False
 
 
 # -- what llama.cpp does --
