@@ -71,15 +71,14 @@ def train(job: Job) -> None:
             with job.metrics.running():
                 stopped = loop(job, batches, clock, signals)
             job.saver.wait()
-            # This waits for all ranks, too: when one ends, the last checkpoint is on the disk.
-            broken = not_finite(job.model, machine)
+            machine.gather(None)  # when one rank ends, the last checkpoint is on the disk
 
     job.metrics.close()
     if newest := newest_checkpoint(job.folder / "ckpt"):
         machine.say(f"checkpoint: {newest}")
     if dist.is_initialized():
         dist.destroy_process_group()
-    end_run(job, broken, stopped, signals)
+    end_run(job, stopped, signals)
 
 
 def loop(job: Job, batches: Iterator[Batch | None], clock: Clock, signals: list[int]) -> bool:
@@ -110,8 +109,8 @@ def loop(job: Job, batches: Iterator[Batch | None], clock: Clock, signals: list[
                     evaluate_all(job, step)
                 if wants_sample(job, step):
                     show_sample(job, step)
-                if wants_checkpoint(job, step, last) and not save(job, step):
-                    last = True
+                if wants_checkpoint(job, step, last):
+                    save(job, step)
         if last:
             return stopping
 
@@ -216,21 +215,19 @@ def wants_checkpoint(job: Job, step: int, last: bool) -> bool:
     return last or is_best or step % job.cfg.save_every == 0
 
 
-def save(job: Job, step: int) -> bool:
-    """Save the run, unless a weight is NaN or infinite. Return whether the run may go on.
+def save(job: Job, step: int) -> None:
+    """Save the run, or end it: raise UserError on all ranks.
 
-    It ends after the second save in a row that was skipped. Raises UserError on all ranks if a data
-    file has been changed in place: the steps since the last checkpoint may have read anything.
+    It ends if a data file has been changed in place, since the steps since the last checkpoint may
+    have read anything, or if a weight is NaN or infinite: no step makes it finite again.
     """
-
+    job.saver.wait()
     job.machine.together(lambda: job.data.check() if job.machine.local_rank == 0 else None)
     if broken := not_finite(job.model, job.machine):
-        job.saver.skipped += 1
-        job.machine.say(f"warning: step {step} is not saved: {broken} holds NaN or infinity")
-        return job.saver.skipped < 2
+        advice = "lower lr; --init_from=resume goes on from the checkpoint before, if there is one"
+        raise UserError(f"step {step} is not saved: NaN or infinity in {broken}: {advice}")
     # This copies the state to host memory, and a thread writes the copy.
     job.saver.save(job.model, job.optimizer, job.scaler, job.progress)
-    return True
 
 
 def not_finite(model: torch.nn.Module, machine: Machine) -> str:
@@ -239,11 +236,11 @@ def not_finite(model: torch.nn.Module, machine: Machine) -> str:
     return max(machine.gather(next(names, "")))
 
 
-def end_run(job: Job, broken: str, stopped: bool, signals: list[int]) -> None:
+def end_run(job: Job, stopped: bool, signals: list[int]) -> None:
     """Do nothing if all went well. Else say what happened, and end with the exit code for it.
 
-    broken: what not_finite() has returned; here the ranks no longer meet. Raises UserError if the
-    last checkpoint could not be written, if the run gave up, or if its weights are not finite.
+    Here the ranks no longer meet. Raises UserError if the last checkpoint could not be written, or
+    if the run gave up.
     """
     step = job.progress.step
     newest = newest_checkpoint(job.folder / "ckpt") if job.machine.is_main else None
@@ -254,9 +251,6 @@ def end_run(job: Job, broken: str, stopped: bool, signals: list[int]) -> None:
         problem = f"{job.progress.bad_in_a_row} steps in a row without a finite loss and gradient"
         advice = "lower lr, or try dtype=float32, or look at the texts of these steps"
         raise UserError(f"{problem}, the last at step {step}: {advice}; {goes_on}")
-    if broken:
-        unsaved = f"NaN or infinity in {broken}, so it was not saved: lower lr; {goes_on}"
-        raise UserError(f"the run has ended at step {step} with {unsaved}")
     if stopped:
         job.machine.say(f"stopped by a signal after step {step}: {goes_on}")
         # If the list is empty, another rank has caught the signal.

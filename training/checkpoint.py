@@ -66,7 +66,6 @@ class Saver:
     say: Callable[[str], None]  # prints a line
     report: Callable[[int, Path, float], None]  # of step, path and seconds, once it is on the disk
     writing: Future | None = None
-    skipped: int = 0  # saves in a row that were skipped: the weights were not finite
     failed: str = ""  # why the last checkpoint could not be written; empty if it could
 
     def __post_init__(self):
@@ -76,10 +75,8 @@ class Saver:
     def save(self, model: nn.Module, optimizer, scaler, progress) -> None:
         """Begin to write step_N. All ranks must call this; rank 0 writes.
 
-        progress: a dataclass of numbers.
+        The one before must be on the disk: see wait(). progress: a dataclass of numbers.
         """
-        self.wait()
-        self.skipped = 0
         started = time.perf_counter()
         training = asdict(progress)
         training |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
