@@ -208,11 +208,10 @@ def wants_checkpoint(job: Job, step: int, last: bool) -> bool:
     last: the run ends here.
     """
     is_best = step == job.progress.best_step  # the evaluation of this step was the best so far
-    if job.progress.bad_in_a_row:
-        # A bad step was skipped: the weights are those from before it. They are worth saving at the
-        # end, and if they are best.
-        return is_best or last
-    return last or is_best or step % job.cfg.save_every == 0
+    # After a bad step, which was skipped, the weights are those from before it. They are worth
+    # saving at the end, and if they are best.
+    is_due = step % job.cfg.save_every == 0 and not job.progress.bad_in_a_row
+    return last or is_best or is_due
 
 
 def save(job: Job, step: int) -> None:
