@@ -34,7 +34,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from configurator import UserError
 from hardware.disk import MANIFEST, Lock, damage, finish, put_in_place, remove_only
 from hardware.machine import whole
 
@@ -145,7 +144,7 @@ class Saver:
                 if reason and path not in self.foreign:
                     self.foreign.add(path)
                     self.say(f"note: {path} is kept: {reason}")
-        except (OSError, UserError) as e:
+        except OSError as e:
             self.say(f"warning: an older checkpoint could not be deleted ({e})")
 
 
@@ -175,14 +174,12 @@ def temporary(checkpoint: Path) -> Path:
 def numbered(ckpt_dir: Path) -> list[Path]:
     """Return the checkpoints in a folder, complete or not, newest first.
 
-    Whatever is named step_ and a number counts as one. Raises UserError or OSError if the folder
-    cannot be listed: checkpoints that cannot be seen must not be taken for such that do not exist.
+    Whatever is named step_ and a number counts as one. Raises OSError if the folder cannot be
+    listed: checkpoints that cannot be seen must not be taken for such that do not exist.
     """
     try:
         names = os.listdir(ckpt_dir)
     except FileNotFoundError:
-        if ckpt_dir.is_symlink():
-            raise UserError(f"{ckpt_dir} leads nowhere: is its disk mounted?") from None
         return []
     paths = [ckpt_dir / name for name in names if re.fullmatch(r"step_[0-9]{8,18}", name)]
     return sorted(paths, key=step_of, reverse=True)

@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from configurator import UserError, note
@@ -29,8 +29,8 @@ def newest_run(out_dir: Path) -> Path | None:
             newest = newest_checkpoint(ckpt_dir)
             if newest and not re.search(r"\.old-?[0-9]*$", ckpt_dir.parent.name):
                 saved[ckpt_dir.parent] = (newest / MANIFEST).stat().st_mtime
-        except (UserError, OSError) as e:
-            note(str(e))  # a disk is not mounted, or the run has just deleted this checkpoint
+        except OSError as e:
+            note(str(e))  # a disk fails, or the run has just deleted this checkpoint
     return max(saved, key=saved.get, default=None)
 
 
@@ -85,21 +85,15 @@ def replace_run(folder: Path, lock: Lock) -> Path | None:
 def run_folder(folder: Path) -> Iterator[Lock]:
     """Hold the lock of a run's folder, so that no other process decides or writes anything in it.
 
-    If ckpt is a link, the folder that it leads to is locked as well. The folder is made if it does
-    not exist, and removed again if nothing was put into it. Raises UserError if another process
-    holds a lock, or if ckpt is a link to the checkpoints of another run, which would be pruned.
+    The folder is made if it does not exist, and removed again if nothing was put into it. Raises
+    UserError if another process holds the lock, or if ckpt is a link: it may lead to the
+    checkpoints of another run, which would be pruned, or to a disk that is not mounted.
     """
     instead = "stop it (a killed torchrun leaves its workers behind), or choose another --run_name"
-    ckpt_dir = folder / "ckpt"
-    with ExitStack() as locks:
-        lock = locks.enter_context(closing(Lock(folder, instead)))
-        if ckpt_dir.is_symlink() and ckpt_dir.is_dir():
-            linked = ckpt_dir.resolve()
-            of_another = linked.parent != folder.resolve() and is_run(linked.parent)
-            if numbered(linked) and (of_another or not (folder / "metrics.jsonl").exists()):
-                problem = f"{ckpt_dir} is a link to the checkpoints of another run, {linked}"
-                raise UserError(f"{problem}: remove it, or choose another --run_name")
-            locks.enter_context(closing(Lock(linked, instead)))
+    with closing(Lock(folder, instead)) as lock:
+        if (folder / "ckpt").is_symlink():
+            advice = "move what it leads to here; the folder of a run, or out_dir, may be a link"
+            raise UserError(f"{folder / 'ckpt'} is a link: {advice}")
         yield lock
 
 

@@ -121,7 +121,7 @@ def test_overwrite_that_ends_before_the_first_checkpoint_loses_nothing(
 
 
 @pytest.mark.parametrize("option", ["--overwrite", "--init_from=resume"])
-def test_a_link_to_the_checkpoints_of_another_run_is_refused_and_they_stay(
+def test_a_link_to_checkpoints_is_refused_and_they_stay(
     finished, tiny_data, tmp_path, refuses, option
 ):
     """They would be pruned."""
@@ -130,24 +130,17 @@ def test_a_link_to_the_checkpoints_of_another_run_is_refused_and_they_stay(
     (tmp_path / "run" / "ckpt").symlink_to(theirs / "ckpt")
     for _ in range(2):
         error = refuses(train.main, *options(tiny_data, tmp_path, option, "--save_every=2"))
-        assert "theirs/ckpt" in error
+        assert f"{tmp_path}/run/ckpt is a link" in error
         shutil.copy(finished / "metrics.jsonl", tmp_path / "run")  # now it is a run, as it seems
     assert contents(theirs) == contents(finished)
 
 
-@pytest.mark.parametrize("locked", ["run", "disk"])
-def test_a_run_and_the_disk_that_its_ckpt_links_to_have_one_writer(
-    tiny_data, tmp_path, refuses, locked
-):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "run" / "ckpt").symlink_to(tmp_path / "disk")
-    held = Lock(tmp_path / locked, "wait")
+def test_a_run_has_one_writer_whom_the_error_names(tiny_data, tmp_path, refuses):
+    held = Lock(tmp_path / "run", "wait")
     for more in ([], ["--overwrite"], ["--init_from=resume"]):
         error = refuses(train.main, *options(tiny_data, tmp_path, *more))
-        assert f"{tmp_path / locked} (process {os.getpid()} on " in error
+        assert f"{tmp_path / 'run'} (process {os.getpid()} on " in error
     held.close()
-    assert steps_in(train_tiny(tiny_data, tmp_path)) == ["04", "08"]
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
