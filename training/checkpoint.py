@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from configurator import note
 from hardware.disk import MANIFEST, Lock, damage, finish, put_in_place, remove_only
 from hardware.machine import whole
 
@@ -69,7 +70,6 @@ class Saver:
 
     def __post_init__(self):
         self.pool = ThreadPoolExecutor(1)
-        self.foreign: set[Path] = set()  # checkpoints that are not ours to delete, as was said
 
     def save(self, model: nn.Module, optimizer, scaler, progress) -> None:
         """Begin to write step_N. All ranks must call this; rank 0 writes.
@@ -134,16 +134,14 @@ class Saver:
         """Delete what the complete checkpoint of `step` replaces.
 
         These are the checkpoints up to `step`, except the best one and the `keep` newest of the
-        others. Say once of each that stays because somebody else's files are in it.
+        others. note() says, and only once, which stay because somebody else's files are in them.
         """
         try:
             earlier = [path for path in numbered(self.folder) if step_of(path) <= step]
             others = [path for path in earlier if step_of(path) != best_step]
             for path in others[self.keep :]:
-                reason = discard(path)
-                if reason and path not in self.foreign:
-                    self.foreign.add(path)
-                    self.say(f"note: {path} is kept: {reason}")
+                if reason := discard(path):
+                    note(f"{path} is kept: {reason}")
         except OSError as e:
             self.say(f"warning: an older checkpoint could not be deleted ({e})")
 

@@ -374,7 +374,7 @@ def test_pruning_passes_by_what_somebody_has_changed_and_says_so_once(
     train_tiny(tiny_data, tmp_path, *more)
     assert (contents(folder), contents(Path(backup))) == files
     assert steps_in(copied) == ["04", "04_backup", "12", "16"]  # the last is the best, too
-    assert capsys.readouterr().out.count("step_00000004 is kept: ") == 1
+    assert capsys.readouterr().err.count("step_00000004 is kept: ") == 1
 
 
 def test_every_file_that_came_with_a_tokenizer_is_known_to_be_ours():
