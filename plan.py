@@ -96,12 +96,8 @@ def planned_run(cfg: PlanConfig) -> PlannedRun:
     T = cfg.block_size
     windows = [open_windows(data, "train", T, documents=cfg.documents) for data in sets]
     epoch_tokens = T * sum(of_set.n_windows for of_set in windows)
-
-    def fit(step: Step) -> int:
-        return even_batch(memory.auto_batch(model, step, device.bytes), cfg, cfg.nproc)
-
     size = Step(1, T, dtype=device.dtype, device=device.kind, world=cfg.nproc)
-    planned, plan, step = plan_of(cfg, model, size, epoch_tokens, fit)
+    planned, plan, step = plan_of(cfg, model, size, epoch_tokens, device.bytes)
     return PlannedRun(planned, sets, model, device, plan, step)
 
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import OneRankError, UserError
-from hardware.device import capacity
 from hardware.kernels import document_mask
 from hardware.machine import Machine, out_of_memory
 from model import GPT, Block
@@ -27,13 +26,15 @@ def plan_of(
     model: GPT,
     step: Step,
     epoch_tokens: int,
-    fit: Callable[[Step], int],
+    room: float,
     done: tuple[int, int] = (0, 0),
+    last: int = 0,
 ) -> tuple[TrainConfig, Plan, Step]:
     """Return the settings with a number for batch_size=auto, the plan, and the size of a step.
 
-    step: its T, dtype, device and world. fit: returns what batch_size=auto is for a step of one
-    sequence. done: the steps that a resumed run has done, and the windows that it has read.
+    step: its T, dtype, device and world. room: bytes of memory for a step on each device. done: the
+    steps that a resumed run has done, and the windows that it has read. last: the batch_size that
+    it had; with auto it keeps this one if it fits.
     """
     # compile=auto depends on the length of the run, which is known before batch_size=auto is.
     draft = make_plan(replace(cfg, batch_size=1), step.world, epoch_tokens, *done)
@@ -41,26 +42,16 @@ def plan_of(
     # Two micro-steps: accumulation needs more memory than one micro-step does.
     step = replace(step.of(cfg), accum=2, compiled=wants_compile(cfg, step.device, flops))
     if cfg.batch_size == "auto":
-        cfg = replace(cfg, batch_size=fit(step))
+        fits = auto_batch(model, step, room)
+        B = last if 0 < last <= fits else even_batch(fits, cfg, step.world)
+        cfg = replace(cfg, batch_size=B)
     plan = make_plan(cfg, step.world, epoch_tokens, *done)
     return cfg, plan, replace(step, B=plan.batch_size, accum=plan.accum)
 
 
-def fit_batch(cfg: TrainConfig, model: GPT, machine: Machine, last: int | None, step: Step) -> int:
-    """Return what batch_size=auto is, the same on all ranks: the batch that is predicted to fit.
-
-    last: the batch_size that a resumed run had; it keeps this one if it fits.
-    """
-    fits = max(1, min(machine.gather(auto_batch(model, step, capacity(machine.device)))))
-    B = last if last and last <= fits else even_batch(fits, cfg, machine.world)
-    machine.say(f"batch_size=auto: {B}")
-    return B
-
-
-def check_room(model: GPT, step: Step, machine: Machine) -> None:
-    """Raise UserError if a step will need far more memory than there is, by its prediction."""
+def check_room(model: GPT, step: Step, room: float) -> None:
+    """Raise UserError if a step will need far more than `room` bytes, by its prediction."""
     size = needed(model, step)
-    room = capacity(machine.device)
     if size > 1.25 * room:  # on a CPU a prediction may be 25 % too high (training/memory.py)
         gb = f"{size / 1e9:.1f} GB of memory, and there are {room / 1e9:.1f}"
         advice = "plan.py, with the same settings, says what fits"

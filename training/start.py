@@ -17,7 +17,7 @@ import torch
 
 from configurator import UserError, note, row
 from hardware import kernels
-from hardware.device import start
+from hardware.device import capacity, start
 from hardware.disk import MANIFEST, Lock, check_changed, damage, file_sha256, json_bytes, sealed
 from hardware.machine import Machine, is_sharded, memory_advice
 from hardware.peak import peak_tflops
@@ -35,7 +35,7 @@ from training.job import Data, Job
 from training.memory import Step
 from training.metrics import read_metrics
 from training.optimizer import make_optimizer
-from training.parallel import check_room, compile_now, fit_batch, plan_of, shares, wrap
+from training.parallel import check_room, compile_now, plan_of, shares, wrap
 from training.plan import Plan, Progress
 from training.report import Metrics, MetricsFile
 from training.runs import replace_run, run_folder, tidy
@@ -124,11 +124,11 @@ def build(described: Description, machine: Machine, folder: Path, lock: Lock | N
     epoch_tokens = sum(windows.n_windows for windows in data.loader.splits) * cfg.block_size
     kind = machine.device.type
     size = Step(1, cfg.block_size, dtype=machine.dtype, device=kind, world=machine.world)
-    last = earlier.settings["batch_size"] if earlier else None
-    fit = partial(fit_batch, cfg, model, machine, last)
+    last = earlier.settings["batch_size"] if earlier else 0
+    room = min(machine.gather(capacity(machine.device)))
     done = (progress.step, progress.samples)
-    cfg, plan, one_step = plan_of(cfg, model, size, epoch_tokens, fit, done)
-    machine.together(lambda: check_room(model, one_step, machine))
+    cfg, plan, one_step = plan_of(cfg, model, size, epoch_tokens, room, done, last)
+    check_room(model, one_step, room)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     if machine.local_rank == 0 and not machine.is_main:
         print(f"rank {machine.rank} of {machine.world}: rank 0 prints what there is to say")
