@@ -129,13 +129,21 @@ def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> O
 
 
 def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> Path | None:
-    """Return the newest intact checkpoint of the run itself, and warn of newer damaged ones.
+    """Return the newest checkpoint of the run whose files are all as its manifest says.
 
-    Returns None only if init_from=auto may start anew. Raises UserError if the run has checkpoints
-    but none is intact, or if there is nothing that init_from=resume could go on from.
+    Of newer ones, a warning says in which way they are damaged. Returns None only if init_from=auto
+    may start anew. Raises UserError if the run has checkpoints but none is intact, or if there is
+    nothing that init_from=resume could go on from.
     """
     ckpt_dir = folder / "ckpt"
-    newest, problems = newest_intact(ckpt_dir)
+    newest = None
+    problems = []  # of the newer ones
+    for path in numbered(ckpt_dir):
+        problem = damage(path, required=("model.safetensors", "config.json", "train_state.pt"))
+        if not problem:
+            newest = path
+            break
+        problems.append(problem)
     instead = f"taking {newest} instead" if newest else "there is no intact checkpoint"
     for problem in problems:
         say(f"warning: {problem}: damaged; {instead}")
@@ -151,20 +159,6 @@ def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -
         advice = "--init_from=auto begins it, --run_name=NAME is another"
         raise UserError(f"init_from=resume: there is no checkpoint in {ckpt_dir}; {advice}")
     return None
-
-
-def newest_intact(ckpt_dir: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint whose files are all as its manifest says, or None.
-
-    The second result says of each newer checkpoint in which way it is damaged.
-    """
-    problems: list[str] = []
-    for path in numbered(ckpt_dir):
-        problem = damage(path, required=("model.safetensors", "config.json", "train_state.pt"))
-        if not problem:
-            return path, problems
-        problems.append(problem)
-    return None, problems
 
 
 # --------------------------------------------------------------------------------------------------
@@ -218,17 +212,13 @@ def check_fits(
     settings = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)}
     began_with = fixed(replace(cfg, **settings), c.vocab_size)
     has = began_with | asdict(c)
-    differ = [
-        f"{k} is {has[k]} there, {value} here"
-        for k, value in fixed(cfg, c.vocab_size).items()
-        if value not in (began_with[k], has[k])
-    ]
-    there = {"tokenizer": tokenizer_id(earlier.meta["tokenizer"])}
+    here = {k: v for k, v in fixed(cfg, c.vocab_size).items() if v != began_with[k]}
+    there = {k: has[k] for k in here} | {"tokenizer": tokenizer_id(earlier.meta["tokenizer"])}
     for key, split in (("trained_on", "train"), ("judged_by", "val")):
         there |= {f"{name}/{split}.bin": sha256 for name, sha256 in earlier.meta[key].items()}
-    here = data_hashes(sets) | {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
-    differ += [
-        f"{k} is {there.get(k, 'missing')[:12]} there, {here.get(k, 'missing')[:12]} here"
+    here |= data_hashes(sets) | {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
+    differ = [
+        f"{k} is {there.get(k, 'missing')!s:.20} there, {here.get(k, 'missing')!s:.20} here"
         for k in sorted(there | here)
         if there.get(k) != here.get(k)
     ]
