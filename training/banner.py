@@ -16,7 +16,6 @@ from text.windows import DataSet, Loader
 from training.huggingface import architecture_of, caveat
 from training.memory import Step, largest_batch, needed
 from training.plan import FAR_OFF, Plan, off
-from training.report import in_words
 from training.settings import TrainConfig
 
 FEW_STEPS = 20  # a run of fewer steps than these has hardly begun
@@ -93,7 +92,7 @@ def pace_note(flops: float, accum: int, peak: float | None, on_gpu: bool) -> str
     seconds = flops / (1e12 * peak) if peak else math.nan  # of a micro-step, at the peak
     if (step := accum * seconds / 0.4) > 60:
         shorter = "a smaller --batch_tokens makes it shorter; config/demo.py is a run for a CPU"
-        return f"note: a step takes about {in_words(step)} here, at 40 % of the peak: {shorter}"
+        return f"note: a step takes about {step / 60:,.0f} min here, at 40 % of the peak: {shorter}"
     if on_gpu and accum > 1 and seconds < 0.01:  # its launches took longer (docs/results.md)
         busier = "a larger --batch_size, or auto, may be faster"
         return f"note: a micro-step is so short that the GPU may wait for its host: {busier}"

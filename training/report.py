@@ -172,7 +172,7 @@ class Metrics:
         line += f" | {tflops:.{1 if tflops >= 10 else 3}f} TFLOPS"
         line += f" | MFU {'n/a' if mfu is None else f'{mfu:.1%}'} | {record['step_ms']:.0f} ms"
         line += f" | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB"
-        self.write(record, f"{line} | eta {in_words(record['eta_s'])}")
+        self.write(record, f"{line} | eta {ProgressBar.format_interval(record['eta_s'])}")
         # By this step, every model should have learned more than how frequent each token is.
         patience = max(100, 0.05 * plan.steps, 2 * self.cfg.warmup_ratio * plan.steps)
         mean = statistics.mean(self.progress.losses[-20:])
@@ -277,14 +277,6 @@ def followed(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
             process.wait()
         if process.returncode:
             say(f"warning: follow.py has ended early or took too long: {later}")
-
-
-def in_words(seconds: float) -> str:
-    """Return a time as 1m15s or 3h12m."""
-    minutes = int(seconds) // 60
-    if minutes >= 60:
-        return f"{minutes // 60}h{minutes % 60:02d}m"
-    return f"{minutes}m{int(seconds) % 60:02d}s"
 
 
 def in_other_units(loss: float, token_bytes: float) -> tuple[float, float, str]:
