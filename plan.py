@@ -33,7 +33,7 @@ from training.huggingface import shape_in
 from training.law import READ_AGAIN, read_ladder
 from training.memory import Step
 from training.parallel import plan_of
-from training.plan import Plan, even_batch
+from training.plan import Plan
 from training.resume import longer, with_model
 from training.settings import TrainConfig, model_config
 
