@@ -63,7 +63,7 @@ from text.landmarks import count_landmarks
 from text.merge import count, merge
 from text.ranks import Ranks, all_ranks, share_of
 from text.records import CHAT, Tally, check_bad, document_settings, printable
-from text.replay import run_loader, sample_texts
+from text.replay import texts_of_step
 from text.settings import PrepareConfig
 from text.sources import Source, find_sources
 from text.train_tokenizer import make_tokenizer
@@ -84,12 +84,7 @@ def inspect(cfg: PrepareConfig) -> None:
     folder = Path(cfg.inspect)
     if cfg.step > 0:
         path = folder / "metrics.jsonl"
-        if not path.is_file():
-            raise UserError(f"{path}: no such file; --step needs the folder of a run, out/RUN")
-        sets, loader, samples = run_loader(path, read_metrics(path), cfg.step)
-        for data in sets:
-            verify(data.folder, data.meta, "train")
-        texts = sample_texts(sets, loader, samples)
+        texts = texts_of_step(path, read_metrics(path), cfg.step)
     else:
         if (folder / "metrics.jsonl").is_file():
             raise UserError(f"--inspect {folder}: the folder of a run: add --step N")

@@ -6,12 +6,11 @@ from pathlib import Path
 import numpy as np
 
 from configurator import UserError
-from text.dataset import DataSet, load_tokenizer, open_datasets, train_loader
-from text.windows import Loader, PackedWindows, Windows
+from text.dataset import load_tokenizer, open_datasets, train_loader, verify
 
 
-def run_loader(path: Path, records: list[dict], step: int) -> tuple[list[DataSet], Loader, range]:
-    """Return (data sets, loader, samples of the step) of a run.
+def texts_of_step(path: Path, records: list[dict], step: int) -> Iterator[tuple[str, str]]:
+    """Yield (where it comes from, its text) for each sample that a step of a run trained on.
 
     path: its metrics.jsonl, for error messages. records: the content of that file, which includes
     the settings of the run. step: counted from 1, as in the log and metrics.jsonl.
@@ -22,43 +21,31 @@ def run_loader(path: Path, records: list[dict], step: int) -> tuple[list[DataSet
     # Its "step" is the number of steps before that, so it is smaller than the steps it describes.
     with_settings = [r for r in records if "settings" in r and r["step"] < step]
     if not with_settings:
-        raise UserError(f"{path}: it has no settings of a run that began before step {step}")
-    start = with_settings[-1]
+        raise UserError(f"{path}: it has no settings of a run that began before --step={step}")
+    described = with_settings[-1]
     try:
-        if step > start["steps"]:
-            raise UserError(f"--step={step}: the run ends with step {start['steps']}")
-        settings = start["settings"]
-        samples = start["step_samples"]
+        if step > described["steps"]:
+            raise UserError(f"--step={step}: the run ends with step {described['steps']}")
+        settings = described["settings"]
+        samples = described["step_samples"]
         sets = open_datasets(settings["dataset"], settings["data_dir"])
         for data in sets:
-            if data.meta["splits"]["train"]["sha256"] != start["data"][data.name]:
+            if data.meta["splits"]["train"]["sha256"] != described["data"][data.name]:
                 raise UserError(f"{data.folder}: made again since the step trained on it")
         loader = train_loader(sets, settings["block_size"], settings["seed"], settings["documents"])
-        sample = start["first_sample"] + (step - 1 - start["step"]) * samples
-        return sets, loader, range(sample, sample + samples)
+        sample = described["first_sample"] + (step - 1 - described["step"]) * samples
+        starts = loader.starts(sample, samples)
     except (KeyError, TypeError, ValueError) as e:
         problem = f"the settings of its run are damaged, or of an earlier version: {e!r}"
         raise UserError(f"{path}: {problem}") from None
-
-
-def sample_texts(sets: list[DataSet], loader: Loader, samples: range) -> Iterator[tuple[str, str]]:
-    """Yield (where it comes from, its text) for each of these samples of a run."""
+    for data in sets:
+        verify(data.folder, data.meta, "train")
     tokenizer = load_tokenizer(sets[0].folder)
-    eos_id = tokenizer.eos_id
-    starts = loader.starts(samples.start, len(samples))
-    for sample, (k, start) in zip(samples, starts, strict=True):
+    for number, (k, start) in enumerate(starts, sample):
+        targets = loader.splits[k].targets(start)
+        place = f"{sets[k].name}/train.bin, from token {targets[targets >= 0][0]:,} on"
         ids = loader.rows([(k, start)]).ids[0]
         ids = ids[ids >= 0]  # the others are padding
-        texts = []
-        for part in np.split(ids, np.flatnonzero(ids == eos_id)):
-            texts.append(tokenizer.decode([i for i in part.tolist() if i != eos_id]))
-        place = f"{sets[k].name}/train.bin, {place_of(loader.splits[k], start)}"
-        yield f"sample {sample:,}: {place}", "<eos>".join(texts)
-
-
-def place_of(windows: Windows, start: int) -> str:
-    """Return where the window that begins at `start` comes from, in words."""
-    if not isinstance(windows, PackedWindows):
-        return f"tokens {start:,} to {start + windows.block_size:,}"
-    pieces = [f"{token:,} to {token + n - 1:,}" for token, n in windows.pieces_of(start)]
-    return f"tokens {', '.join(pieces)}"
+        documents = np.split(ids, np.flatnonzero(ids == tokenizer.eos_id))
+        texts = [tokenizer.decode(d[d != tokenizer.eos_id].tolist()) for d in documents]
+        yield f"sample {number:,}: {place}", "<eos>".join(texts)

@@ -137,17 +137,13 @@ class PackedWindows(Windows):
         self.n_offsets = self.spacing = 1
         self.weighted = True  # padding counts nothing
 
-    def pieces_of(self, window: int) -> list[tuple[int, int]]:
-        """Return (first token, number of tokens) of each piece of a window."""
-        return self.pieces[self.bounds[window] : self.bounds[window + 1]].tolist()
-
     def places(self, window: int) -> np.ndarray:
         """Return which token of the split stands at each place of a window, (T + 1,).
 
         -1: none of them, but an eos at the first place, and padding at all others.
         """
-        pieces = [np.arange(start, start + count) for start, count in self.pieces_of(window)]
-        tokens = np.concatenate(pieces)
+        pieces = self.pieces[self.bounds[window] : self.bounds[window + 1]].tolist()
+        tokens = np.concatenate([np.arange(start, start + count) for start, count in pieces])
         if len(tokens) > self.block_size:  # the middle of a long document
             return tokens
         places = np.full(self.block_size + 1, -1)
