@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import UserError, note
+from configurator import UserError
 from hardware.disk import file_sha256, unseal
 from hardware.terminal import ProgressBar
 from text.chat import answers_of, marks_of
@@ -187,18 +187,14 @@ def bin_files(sets: list[DataSet]) -> dict[Path, tuple[DataSet, str]]:
 def newest_dataset(data_dir: str | Path) -> str:
     """Return the name of the data set in data_dir that was prepared last.
 
-    The time is that of its meta.json, which prepare.py writes last. A damaged data set is passed
-    over, with a note. Raises UserError if there is none.
+    The time is that of its meta.json, which prepare.py writes last. Raises UserError if there is
+    none.
     """
     metas = [path for path in Path(data_dir).glob("[!.]*/meta.json") if path.is_file()]
-    for path in sorted(metas, key=os.path.getmtime, reverse=True):
-        try:
-            open_dataset(path.parent)
-            return path.parent.name
-        except UserError as e:
-            note(f"{path.parent} is passed over: {e}")
-    make = "`python prepare.py --input FILE ...` makes one, and without --input a demo"
-    raise UserError(f"no data set in {data_dir}/: {make}; --data_dir names another folder")
+    if not metas:
+        make = "`python prepare.py --input FILE ...` makes one, and without --input a demo"
+        raise UserError(f"no data set in {data_dir}/: {make}; --data_dir names another folder")
+    return max(metas, key=os.path.getmtime).parent.name
 
 
 def open_datasets(spec: str, data_dir: str | Path) -> list[DataSet]:
