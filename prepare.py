@@ -9,8 +9,6 @@ Use the characters of a text as tokens (or its bytes: --tokenizer byte):
     python prepare.py --input a.txt --name chars --tokenizer char
 Use a tokenizer that exists already:
     python prepare.py --input wiki.jsonl.gz --name wiki_gpt2 --tokenizer gpt2
-Read standard input; it is JSON Lines unless --format says otherwise:
-    zcat dump.gz | python prepare.py --input - --name dump
 Make one data set with many processes or machines:
     torchrun --nproc_per_node=4 prepare.py --input 'crawl/*.gz' --name crawl
 Questions about the demo corpus and their answers, as conversations, with the demo's tokenizer:
@@ -44,8 +42,6 @@ wrote itself, in data/NAME, data/.NAME.tmp and data/.NAME.old.
 
 import os
 import re
-import shutil
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -57,7 +53,7 @@ from text.cut import cut_by_text, too_few
 from text.dataset import FORMAT_VERSION, open_dataset, verify
 from text.demo import TAUGHT, demo_sources
 from text.encode import Encoder, Part, encode_share
-from text.folders import STDIN, claim, remove_scratch, replace_set
+from text.folders import claim, remove_scratch, replace_set
 from text.formats import CHUNK
 from text.landmarks import count_landmarks
 from text.merge import count, merge
@@ -140,8 +136,6 @@ def name_of_set(cfg: PrepareConfig) -> str:
     """
     if cfg.name or not cfg.input:
         name = cfg.name or ("chat" if cfg.chat else "demo")
-    elif cfg.input[0] == "-":
-        name = "stdin"
     else:
         path = Path(cfg.input[0])
         name = (path.name or path.resolve().name).split(".")[0]
@@ -169,7 +163,7 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, ranks: Ranks) -> str:
     Ranks above 0 return "".
     """
     started = time.perf_counter()
-    sources, skipped = ranks.of_first(lambda: find_input(cfg, scratch))
+    sources, skipped = ranks.of_first(lambda: find_input(cfg))
     total = sum(s.bytes for s in sources)
     workers = number_of_workers(cfg, total)
 
@@ -196,30 +190,13 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, ranks: Ranks) -> str:
     return f"{text}\n  made in {time.perf_counter() - started:.0f} s"
 
 
-def find_input(cfg: PrepareConfig, scratch: Path) -> tuple[list[Source], dict[str, Counter]]:
+def find_input(cfg: PrepareConfig) -> tuple[list[Source], dict[str, Counter]]:
     """Return the files to read, and for each --input argument how many were skipped and why."""
-    if cfg.input == ("-",):
-        return [take_in(cfg, scratch / STDIN)], {}
     if not cfg.input:
         if cfg.name not in ("", "demo", "chat"):
             note("no --input is given: the corpus is documentation of Python, numpy and torch")
         return [s for s in demo_sources() if not cfg.chat or s.name in TAUGHT], {}
     return find_sources(cfg.input, cfg.format)
-
-
-def take_in(cfg: PrepareConfig, path: Path) -> Source:
-    """Copy standard input to the file `path`, because the input may be read twice.
-
-    The file is identified by its content. If an interrupted command is run again with the same
-    content, it continues as it does with a file.
-    """
-    path.unlink(missing_ok=True)
-    with open(path, "xb") as f:
-        shutil.copyfileobj(sys.stdin.buffer, f, 1 << 20)
-    kind = "jsonl" if cfg.format == "auto" else cfg.format
-    source = Source.at(path, kind, "standard input")
-    source.content = source.sha256 = file_sha256(path)
-    return source
 
 
 def number_of_workers(cfg: PrepareConfig, total: int) -> int:

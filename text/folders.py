@@ -17,7 +17,6 @@ FILES = {SentencePiece.file, Tiktoken.file, *HF_FILES, "meta.json", "journal.jso
 FILES |= {"train.bin", "val.bin", "rows.bin"}
 FILES |= {LOCK, *(f".{name}.tmp" for name in FILES)}
 
-STDIN = "stdin"  # the file in the scratch folder that standard input is copied to
 AWAY = "move it away, or choose another --name"  # what an error about a user's file suggests
 
 
@@ -33,7 +32,7 @@ def claim(target: Path, scratch: Path) -> Lock:
     try:
         for path in sorted(scratch.rglob("*")):
             if path.parent == scratch:
-                is_ours = path.name in (STDIN, LOCK) or FOLDERS.fullmatch(path.name)
+                is_ours = path.name == LOCK or FOLDERS.fullmatch(path.name)
             else:
                 is_ours = path.name in FILES and FOLDERS.fullmatch(path.parent.name)
             if path.is_symlink() or not is_ours:
@@ -116,4 +115,3 @@ def remove_scratch(scratch: Path) -> None:
     for path in scratch.glob("*"):
         if FOLDERS.fullmatch(path.name):
             remove_only(path, FILES)
-    remove_only(scratch, [STDIN])

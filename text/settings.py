@@ -17,7 +17,7 @@ class PrepareConfig:
     elsewhere = names_elsewhere("text/elsewhere.txt")
     argument = "--input FILE"
     # ---- Input ----
-    input: tuple[str, ...] = ()  # files, folders, globs, or - for standard input; none: demo
+    input: tuple[str, ...] = ()  # files, folders or globs; none: the demo corpus
     format: InputFormat = "auto"  # format of every input file; auto: by the file's name
     fields: str = ""  # question,answer or a template '{question} {answer}'; default: known shapes
     chat: bool = False  # an instruction or prompt and its answer are a conversation, like messages

@@ -45,7 +45,6 @@ class Source:
     bytes: int = 0  # size on the disk, so of the compressed data
     changed: int = 0  # time of the last change in ns
     sha256: str = ""
-    content: str = ""  # only for standard input: its SHA-256, since its time of change says nothing
 
     @classmethod
     def at(cls, path: Path, kind: str, name: str = "") -> "Source":
@@ -55,7 +54,7 @@ class Source:
 
     def same_file(self) -> tuple:
         """Return what an interrupted run compares to decide whether this is still the same file."""
-        return self.name, self.kind, self.bytes, self.content or self.changed
+        return self.name, self.kind, self.bytes, self.changed
 
     def check_unchanged(self, sha256: str) -> None:
         """Store the hash of what was just read.
@@ -123,8 +122,7 @@ def find_sources(
             if not file_kind:
                 raise UserError(f"--input {file}: {UNKNOWN_KIND}")
             if not file.is_file():
-                advice = "remove it, or pipe it in with --input -"
-                raise UserError(f"--input {file}: not a file, or a link to none: {advice}")
+                raise UserError(f"--input {file}: not a file, or a link to none: remove it")
             if identity(file) in seen:
                 counts[READ_ALREADY] += 1
             else:
@@ -223,7 +221,7 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
     """Return a stream of the decompressed bytes of `raw`; `raw` itself if it is not compressed.
 
     The first bytes of the file tell the compression. Unlike the name, they are right for a renamed
-    file too, and for standard input. name: of the file, for messages.
+    file too. name: of the file, for messages.
     """
     head = raw.peek(10)
     if head.startswith(b"\x1f\x8b"):

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -58,13 +57,13 @@ def options(data: Path, *more: str) -> list[str]:
     return [f"--data_dir={data}", *usual, *more]
 
 
-def killed(data: Path, patch: str, *arguments, stdin: bytes = b"") -> None:
+def killed(data: Path, patch: str, *arguments) -> None:
     """Run prepare.py in a process of its own, which kills itself where `patch` tells it to."""
     code = f"import os, sys; sys.path.insert(0, {str(REPO)!r})\n"
     code += "from text import folders, formats\nfrom hardware import disk\nimport prepare\n"
     code += f"formats.CHUNK = {CHUNK}\n{patch}\nprepare.main()"
     argv = [sys.executable, "-c", code, "--input", *map(str, arguments), *options(data)]
-    done = subprocess.run(argv, capture_output=True, input=stdin)
+    done = subprocess.run(argv, capture_output=True)
     assert done.returncode == 9, done.stderr[-2000:]
 
 
@@ -284,20 +283,6 @@ def test_what_another_program_changes_meanwhile_is_found(
     assert str(path) in error and not (tmp_path / "set").exists()
     call(prepare.main, "--input", *corpus, *options(tmp_path))
     assert contents(tmp_path / "set") == reference
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("same", [True, False])
-def test_standard_input_goes_on_if_the_same_is_piped(
-    corpus, tmp_path, model, capsys, monkeypatch, same
-):
-    killed(tmp_path, after_commit(2), "-", model, stdin=corpus[0].read_bytes())
-    piped = corpus[0 if same else 1]
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(piped.read_bytes())))
-    call(prepare.main, "--input", "-", *options(tmp_path, model))
-    assert ("continuing after" in capsys.readouterr().out) == same
-    whole, _ = prepare_set(tmp_path, piped)
-    assert (tmp_path / "set" / "train.bin").read_bytes() == (whole / "train.bin").read_bytes()
 
 
 @pytest.mark.slow
