@@ -1,4 +1,4 @@
-"""Records become documents: parse a record, join its fields to a text, and clean the text.
+"""Records become documents: parse a record, and join its fields to a text.
 
 Tokens come later (encode.py).
 """
@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -93,8 +92,8 @@ def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
 
 def document_settings(cfg: PrepareConfig) -> dict:
     """Return the settings that decide the documents of a data set, and the version of the rules."""
-    names = "format fields chat txt encoding min_tokens normalize drop_control val_fraction"
-    settings = {name: getattr(cfg, name) for name in (*names.split(), "max_record_mb")}
+    names = "format fields chat txt encoding min_tokens val_fraction max_record_mb"
+    settings = {name: getattr(cfg, name) for name in names.split()}
     return settings | {"rules": RULES}
 
 
@@ -141,11 +140,11 @@ def unpacked(kind: str, place: str, record: Any, chat: bool) -> Iterator[tuple[s
 
 
 def understand(kind: str, record: Any, cfg: PrepareConfig, tally: Tally) -> tuple[list[str], str]:
-    """Return (cleaned pieces, shape) of a record from the Reader. ValueError says what is wrong."""
+    """Return (pieces, shape) of a record from the Reader. ValueError says what is wrong."""
     if isinstance(record, ValueError):
         raise record
     if kind in ("txt", "md"):
-        return [clean(record, cfg, tally)], "plain text"
+        return [record], "plain text"
     if kind in ("jsonl", "ndjson"):
         try:
             record = json.loads(record)
@@ -156,13 +155,13 @@ def understand(kind: str, record: Any, cfg: PrepareConfig, tally: Tally) -> tupl
         if shape:
             tally.unread.update(unread_fields(record, shape) + unread_in(messages))
             own = Tally()
-            turns = turns_of(messages, partial(clean_message, cfg=cfg, tally=own))
+            turns = turns_of(messages, partial(without_line_ends, tally=own))
             tally.changed.update(own.changed.keys())  # once for the whole document
             return chatml(turns), f"{CHAT} {shape}"
     text, shape = record_text(record, cfg.fields)
     if not cfg.fields:
         tally.unread.update(unread_fields(record, shape))
-    return [clean(text, cfg, tally)], shape
+    return [text], shape
 
 
 def conversation_in(record: dict, chat: bool) -> tuple[Any, str]:
@@ -203,29 +202,16 @@ def unread_fields(record: dict, shape: str) -> list[str]:
     return [f"{key}, beside {shape}" for key in sorted(unread)]
 
 
-def clean_message(text: str, cfg: PrepareConfig, tally: Tally) -> str:
+def without_line_ends(text: str, tally: Tally) -> str:
     """Return the content of a message without line ends at its beginning.
 
     Behind the line end of `<|im_start|>assistant` they would become one token with it, and a prompt
     does not end so.
     """
-    cleaned = clean(text, cfg, tally)
-    content = re.sub(r"^\s*[\r\n]+", "", cleaned)
-    if content != cleaned:
+    content = re.sub(r"^\s*[\r\n]+", "", text)
+    if content != text:
         tally.changed["line ends at the beginning of a message left out"] += 1
     return content
-
-
-def clean(text: str, cfg: PrepareConfig, tally: Tally) -> str:
-    """Return the text that a model will learn: unchanged, unless a setting says otherwise."""
-    form = cfg.normalize
-    if form != "none" and not unicodedata.is_normalized(form, text):
-        text = unicodedata.normalize(form, text)
-        tally.changed[f"brought to {form}"] += 1
-    if cfg.drop_control and CONTROL.search(text):
-        text = CONTROL.sub("", text)
-        tally.changed["control characters removed"] += 1
-    return text
 
 
 def to_utf8(text: str) -> bytes:

@@ -23,10 +23,7 @@ class PrepareConfig:
     chat: bool = False  # an instruction or prompt and its answer are a conversation, like messages
     txt: Literal["file", "block", "line"] = "file"  # one document per file, block or line of .txt
     encoding: str = "utf-8"  # of every input file; gb18030 also reads GBK and GB2312
-    # ---- Cleaning: off by default; the report counts what was changed or left out ----
     min_tokens: int = 0  # leave out documents with fewer tokens (eos not counted); encyclopedias: 6
-    normalize: Literal["none", "NFC", "NFKC"] = "none"  # Unicode form; NFKC also maps ，１ to ,1
-    drop_control: bool = False  # remove control characters except tabs and line ends
     # ---- Bad records: the report counts them and shows examples ----
     max_bad: float = 0.01  # error if a larger share of the records is bad; 0: at the first of them
     max_record_mb: float = 64.0  # million characters or bytes; more is bad (.json, .csv: an error)
