@@ -1,6 +1,5 @@
 """prepare.py deletes nothing that it did not write, and makes the right data set or none."""
 
-import errno
 import hashlib
 import json
 import os
@@ -76,10 +75,6 @@ def dies(part, *arguments):
     os._exit(9) if len(commits) == {number} else commits.append(commit(part, *arguments))
 prepare.Part.commit = dies
 """
-
-
-def fails(path: Path, *_, **__):
-    raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
 
 def tree(folder: Path) -> dict[Path, bytes]:
