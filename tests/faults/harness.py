@@ -5,11 +5,10 @@
 Each round takes a job and draws at random what happens to it: SIGKILL at any moment, after a step,
 or while a checkpoint is written; SIGTERM, SIGINT, SIGUSR1 or SIGHUP; a rank or torchrun alone that
 is killed; then perhaps a flipped bit, or a cut or deleted file, in the newest checkpoint. Files of
-other programs are in the run's folder: they must be there at the end. In some rounds two processes
-train one run, without a lock: each checkpoint must be of one of them, or damaged by its hashes. The
-same command then starts the job again until it ends. Identical means: the same bytes in the
-weights and in the state of the optimizer, and for every step exactly one record
-with the same loss, norm and validation loss; for prepare.py, the same bytes in every file.
+other programs are in the run's folder: they must be there at the end. The same command then starts
+the job again until it ends. Identical means: the same bytes in the weights and in the state of the
+optimizer, and for every step exactly one record with the same loss, norm and validation loss;
+for prepare.py, the same bytes in every file.
 """
 
 import json
@@ -37,7 +36,6 @@ from conftest import TINY, contents, make_records, write_jsonl  # noqa: E402
 from test_chat_folder import conversations  # noqa: E402
 
 from configurator import parse, run  # noqa: E402
-from hardware.disk import MANIFEST, damage, read_object  # noqa: E402
 from training.metrics import read_metrics  # noqa: E402
 
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -268,50 +266,6 @@ def train_round(job: str, data: Path, out: Path, reference: tuple, rng: random.R
     return r
 
 
-# Runs a script on a disk that has no locks.
-UNLOCKED = f"""import fcntl, runpy, sys
-fcntl.flock = lambda *args: None
-sys.path.insert(0, {str(REPO)!r})
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")"""
-
-
-def two_writers(data: Path, out: Path, steps: int = 60) -> Round:
-    """Train one run in two processes, with different seeds and no lock between them. A checkpoint
-    with whole hashes must be of one of them.
-    """
-    more = [f"--max_steps={steps}", "--save_every=1", f"--keep={steps}"]
-    more += [f"--data_dir={data}", "--eval_every=999", "--overwrite"]
-
-    def begin(seed: int, out: Path) -> Popen:
-        argv = ["-c", UNLOCKED, str(REPO / "train.py"), *TINY, *more, f"--out_dir={out}"]
-        return start([sys.executable, *argv, f"--seed={seed}"])
-
-    def written(out: Path) -> dict[str, dict[str, dict]]:
-        """Return the manifest of each whole checkpoint, without the settings."""
-        folders = [path.parent for path in (out / "run" / "ckpt").glob("step_*/manifest.json")]
-        entries = {p.name: read_object(p / MANIFEST) for p in folders if not damage(p)}
-        for of_one in entries.values():
-            del of_one["train_config.json"]
-        return entries
-
-    alone = [out / str(seed) for seed in (1, 2)]
-    for folders in (alone, [out, out]):
-        for process in [begin(seed, folder) for seed, folder in enumerate(folders, 1)]:
-            process.communicate(timeout=600)
-    expected = [written(folder) for folder in alone]
-    together = written(out)
-    mixed = []
-    for path, entries in together.items():
-        name = path.partition("_kept")[0]  # the second one renames what the first has put there
-        if entries not in (expected[0].get(name), expected[1].get(name)):
-            mixed.append(path)
-    r = Round("two writers", ["no lock"], starts=4, identical=not mixed)
-    if min(map(len, expected)) < steps or not together:
-        r.note(f"{len(together)} checkpoints of {[len(e) for e in expected]} to compare with")
-    return r
-
-
 def prepare_command(corpus: Path, data: Path) -> list[str]:
     argv = [sys.executable, str(REPO / "prepare.py"), "--input", str(corpus), f"--data_dir={data}"]
     argv += ["--name=set", "--vocab_size=400", "--val_fraction=0.2"]
@@ -364,9 +318,7 @@ def undisturbed(job: str, root: Path, data: Path, corpus: Path) -> Any:
     return contents(out / "set") if job == "prepare" else commands and result(out)
 
 
-def soak(
-    rounds: int, seed: int, parallel: int, root: Path, jobs=(*JOBS, "prepare", "two writers")
-) -> list[Round]:
+def soak(rounds: int, seed: int, parallel: int, root: Path, jobs=(*JOBS, "prepare")) -> list[Round]:
     """Make the rounds, with these jobs in turn; print and return what happened in each."""
     data, corpus = make_data(root)
     references = {job: undisturbed(job, root, data, corpus) for job in jobs[:rounds]}
@@ -379,8 +331,6 @@ def soak(
         try:
             if job == "prepare":
                 r = prepare_round(corpus, out, references[job], rng)
-            elif job == "two writers":
-                r = two_writers(data, out)
             else:
                 r = train_round(job, data, out, references[job], rng)
         except Exception:  # an error of this harness must not hide what the other rounds found
@@ -407,7 +357,7 @@ class SoakConfig:
 
 def main() -> None:
     cfg = parse(SoakConfig, doc=__doc__)
-    jobs = cfg.jobs.split(",") if cfg.jobs else (*JOBS, "prepare", "two writers")
+    jobs = cfg.jobs.split(",") if cfg.jobs else (*JOBS, "prepare")
     with tempfile.TemporaryDirectory() as root:
         rounds = soak(cfg.rounds, cfg.seed, cfg.parallel, Path(root), jobs)
     good = sum(r.identical and not r.problem for r in rounds)

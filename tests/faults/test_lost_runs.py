@@ -258,6 +258,7 @@ def test_a_checkpoint_that_another_process_has_just_written_is_kept_beside_the_o
     put_in_place = checkpoint.put_in_place
 
     def late(draft: Path, target: Path, *name_aside: str) -> Path | None:
+        assert checkpoint.temporary(target) != draft  # the other process writes to another folder
         shutil.copytree(finished / "ckpt" / "step_00000004", target)
         return put_in_place(draft, target, *name_aside)
 
