@@ -50,8 +50,8 @@ quick: .venv/dev
 test: .venv/dev
 	$(PYTEST) -rs tests
 
-# Kills, signals and damages 100 small trainings and preparations,
-# and compares each with one that was left alone. It takes 40 minutes on two cores.
+# Kills, signals and damages 100 small trainings, and compares each with one that was left alone.
+# It takes 40 minutes on two cores.
 soak: .venv/dev
 	.venv/bin/python tests/faults/harness.py --rounds 100
 

@@ -1,4 +1,4 @@
-"""Break small real trainings and preparations, restart them, and compare with undisturbed ones.
+"""Break small real trainings, restart them, and compare with undisturbed ones.
 
     python tests/faults/harness.py --rounds 100        # or: make soak
 
@@ -7,8 +7,7 @@ or while a checkpoint is written; SIGTERM, SIGINT, SIGUSR1 or SIGHUP; a rank or 
 is killed; then perhaps a flipped bit, or a cut or deleted file, in the newest checkpoint. Files of
 other programs are in the run's folder: they must be there at the end. The same command then starts
 the job again until it ends. Identical means: the same bytes in the weights and in the state of the
-optimizer, and for every step exactly one record with the same loss, norm and validation loss;
-for prepare.py, the same bytes in every file.
+optimizer, and for every step exactly one record with the same loss, norm and validation loss.
 """
 
 import json
@@ -32,8 +31,8 @@ import torch
 REPO = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO), str(REPO / "tests")]
 
-from conftest import TINY, contents, make_records, write_jsonl  # noqa: E402
-from test_chat_folder import conversations  # noqa: E402
+from conftest import TINY, make_records, prepared  # noqa: E402
+from test_chat_folder import conversations, records  # noqa: E402
 
 from configurator import parse, run  # noqa: E402
 from training.metrics import read_metrics  # noqa: E402
@@ -266,62 +265,28 @@ def train_round(job: str, data: Path, out: Path, reference: tuple, rng: random.R
     return r
 
 
-def prepare_command(corpus: Path, data: Path) -> list[str]:
-    argv = [sys.executable, str(REPO / "prepare.py"), "--input", str(corpus), f"--data_dir={data}"]
-    argv += ["--name=set", "--vocab_size=400", "--val_fraction=0.2"]
-    return [*argv, "--workers=2", "--shard_mb=0.02"]
+def make_data(data: Path) -> Path:
+    """Make the data sets tiny and chat in a folder; return it."""
+    data.mkdir(parents=True)
+    prepared(data, make_records(300))
+    chats = records(conversations(300, marks=True))
+    prepared(data, chats, "--name=chat", f"--tokenizer={data / 'tiny'}")
+    return data
 
 
-def prepare_round(corpus: Path, data: Path, reference: dict, rng: random.Random) -> Round:
-    r = Round("prepare")
-    for _ in range(rng.randint(1, 3)):
-        process = start(prepare_command(corpus, data))
-        seconds = rng.uniform(0, 2.5)
-        wait_for(process, lambda: False, seconds)
-        process.kill()
-        process.communicate()
-        r.starts += 1
-        r.faults.append(f"kill after {seconds:.1f} s")
-        if (data / "set").exists() and contents(data / "set") != reference:
-            r.note("the data set is not complete")
-    code, stderr = started_to_its_end(prepare_command(corpus, data))
-    r.starts += 1
-    r.note(stderr[-1500:] if code else "")
-    r.identical = code == 0 and contents(data / "set") == reference
-    return r
-
-
-def make_data(root: Path) -> tuple[Path, Path]:
-    """Return a folder with the data sets tiny and chat, and a corpus of documents and talks."""
-    root.mkdir(exist_ok=True)
-    data = root / "data"
-    talks = [{"messages": messages} for messages in conversations(600, marks=True)]
-    corpus = write_jsonl(root / "corpus.jsonl", make_records(6000) + talks)
-    for name, records, tokenizer in (
-        ("tiny", make_records(300), "--vocab_size=400"),
-        ("chat", talks[:300], f"--tokenizer={data / 'tiny'}"),
-    ):
-        small = write_jsonl(root / f"{name}.jsonl", records)
-        argv = [sys.executable, str(REPO / "prepare.py"), "--input", str(small), f"--name={name}"]
-        argv += [f"--data_dir={data}", tokenizer, "--val_fraction=0.1"]
-        subprocess.run(argv, check=True, stdout=DEVNULL, env=ENVIRONMENT)
-    return data, corpus
-
-
-def undisturbed(job: str, root: Path, data: Path, corpus: Path) -> Any:
+def undisturbed(job: str, root: Path, data: Path) -> tuple:
     """Return the result of a job when nothing disturbs it."""
     out = root / f"reference {job}"
-    phases = range(len(JOBS[job][1])) if job in JOBS else ()
-    commands = [command(job, data, out, phase) for phase in phases]
-    for argv in [prepare_command(corpus, out)] if job == "prepare" else commands:
+    for phase in range(len(JOBS[job][1])):
+        argv = command(job, data, out, phase)
         subprocess.run(argv, check=True, stdout=DEVNULL, stderr=DEVNULL, env=ENVIRONMENT)
-    return contents(out / "set") if job == "prepare" else commands and result(out)
+    return result(out)
 
 
-def soak(rounds: int, seed: int, parallel: int, root: Path, jobs=(*JOBS, "prepare")) -> list[Round]:
+def soak(rounds: int, seed: int, parallel: int, root: Path, jobs=tuple(JOBS)) -> list[Round]:
     """Make the rounds, with these jobs in turn; print and return what happened in each."""
-    data, corpus = make_data(root)
-    references = {job: undisturbed(job, root, data, corpus) for job in jobs[:rounds]}
+    data = make_data(root / "data")
+    references = {job: undisturbed(job, root, data) for job in jobs[:rounds]}
 
     def one(number: int) -> Round:
         rng = random.Random(seed * 10_000 + number)
@@ -329,10 +294,7 @@ def soak(rounds: int, seed: int, parallel: int, root: Path, jobs=(*JOBS, "prepar
         job = jobs[number % len(jobs)]
         started = time.time()
         try:
-            if job == "prepare":
-                r = prepare_round(corpus, out, references[job], rng)
-            else:
-                r = train_round(job, data, out, references[job], rng)
+            r = train_round(job, data, out, references[job], rng)
         except Exception:  # an error of this harness must not hide what the other rounds found
             r = Round(job, problem=traceback.format_exc())
         r.seconds = time.time() - started
@@ -357,7 +319,7 @@ class SoakConfig:
 
 def main() -> None:
     cfg = parse(SoakConfig, doc=__doc__)
-    jobs = cfg.jobs.split(",") if cfg.jobs else (*JOBS, "prepare")
+    jobs = cfg.jobs.split(",") if cfg.jobs else tuple(JOBS)
     with tempfile.TemporaryDirectory() as root:
         rounds = soak(cfg.rounds, cfg.seed, cfg.parallel, Path(root), jobs)
     good = sum(r.identical and not r.problem for r in rounds)
