@@ -47,21 +47,19 @@ LIFE = 6  # seconds after the start, in which a kill at a random time comes
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 COMMON = [*TINY, f"--max_steps={STEPS}", "--save_every=4", "--eval_every=6", "--dropout=0.1"]
 COMMON += ["--init_from=auto", "--n_embd=64"]
-LONGER_BATCH = ["--batch_tokens=512", "--max_steps=0", "--max_tokens=15360"]
-JOBS = {  # name -> (processes, the options of each phase; a phase continues the one before)
-    "fp32": (1, [[]]),
-    "bf16": (1, [["--dtype=bfloat16"]]),
-    "muon": (1, [["--optimizer=muon", "--dtype=bfloat16"]]),
-    "adafactor": (1, [["--optimizer=adafactor", "--lr=0.05"]]),
+JOBS = {  # name -> (processes, options)
+    "fp32": (1, []),
+    "bf16": (1, ["--dtype=bfloat16"]),
+    "muon": (1, ["--optimizer=muon", "--dtype=bfloat16"]),
+    "adafactor": (1, ["--optimizer=adafactor", "--lr=0.05"]),
     # An epoch ends in every third step.
-    "epochs": (1, [["--block_size=256", "--batch_size=2", "--batch_tokens=8192"]]),
-    "compiled": (1, [["--compile=true"]]),
-    "2 processes": (2, [[]]),
-    "sharded": (2, [["--shard=all", "--recompute=blocks"]]),
-    "documents": (1, [["--documents=mask"]]),
-    "packed": (2, [["--documents=pack", "--loss_per=document", "--dtype=bfloat16"]]),
-    "answers": (2, [["--dataset=chat", "--loss_on=answers", "--documents=pack"]]),
-    "another batch": (1, [["--max_steps=20"], LONGER_BATCH]),
+    "epochs": (1, ["--block_size=256", "--batch_size=2", "--batch_tokens=8192"]),
+    "compiled": (1, ["--compile=true"]),
+    "2 processes": (2, []),
+    "sharded": (2, ["--shard=all", "--recompute=blocks"]),
+    "documents": (1, ["--documents=mask"]),
+    "packed": (2, ["--documents=pack", "--loss_per=document", "--dtype=bfloat16"]),
+    "answers": (2, ["--dataset=chat", "--loss_on=answers", "--documents=pack"]),
 }
 KILLS = ["kill at a random time", "kill after a step", "kill inside a save"]
 SIGNALS = ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"]
@@ -71,14 +69,14 @@ FOREIGN = ["notes.txt", "ckpt/mine/model.pt", "ckpt/backup/step_00000004/x", "ck
 RECORDED = ("loss", "lr", "grad_norm", "val_loss", "tokens")
 
 
-def command(job: str, data: Path, out: Path, phase: int = 0) -> list[str]:
-    n, phases = JOBS[job]
+def command(job: str, data: Path, out: Path) -> list[str]:
+    n, options = JOBS[job]
     launch = []
     if n > 1:
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
         launch += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGHUP"]
     argv = [sys.executable, *launch, str(REPO / "train.py"), *COMMON]
-    return [*argv, f"--data_dir={data}", f"--out_dir={out}", *phases[phase]]
+    return [*argv, f"--data_dir={data}", f"--out_dir={out}", *options]
 
 
 def start(argv: list[str]) -> Popen:
@@ -237,27 +235,23 @@ def break_training(argv: list[str], fault: str, out: Path, r: Round, rng: random
 
 
 def train_round(job: str, data: Path, out: Path, reference: tuple, rng: random.Random) -> Round:
-    """Start each phase of a job, break it up to three times, and start it until it ends."""
+    """Start a job, break it up to three times, and start it until it ends."""
     r = Round(job)
-    n, phases = JOBS[job]
-    # In a job of several phases, the checkpoint before the newest one may be of an earlier phase,
-    # with other settings. From there, the job would not reach the same end.
-    faults = [*KILLS, *SIGNALS, *(DAMAGE if len(phases) == 1 else []), *(n - 1) * OF_SEVERAL]
+    argv = command(job, data, out)
+    faults = [*KILLS, *SIGNALS, *DAMAGE, *(JOBS[job][0] - 1) * OF_SEVERAL]
     foreign = [out / "run" / name for name in FOREIGN]
-    for phase in range(len(phases)):
-        argv = command(job, data, out, phase)
-        for _ in range(rng.randint(1, 3)):
-            at_its_end = break_training(argv, rng.choice(faults), out, r, rng)
-            if (out / "run" / "metrics.jsonl").exists():  # train.py begins no run beside them
-                for path in foreign:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(b"precious")
-            if at_its_end:
-                break
-        code, stderr = started_to_its_end(argv)
-        r.starts += 1
-        if code:
-            r.note(stderr[-1500:])
+    for _ in range(rng.randint(1, 3)):
+        at_its_end = break_training(argv, rng.choice(faults), out, r, rng)
+        if (out / "run" / "metrics.jsonl").exists():  # train.py begins no run beside them
+            for path in foreign:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(b"precious")
+        if at_its_end:
+            break
+    code, stderr = started_to_its_end(argv)
+    r.starts += 1
+    if code:
+        r.note(stderr[-1500:])
     r.identical = not r.problem and result(out) == reference
     if (out / "run" / "notes.txt").exists():
         changed = [path for path in foreign if path.read_bytes() != b"precious"]
@@ -277,9 +271,8 @@ def make_data(data: Path) -> Path:
 def undisturbed(job: str, root: Path, data: Path) -> tuple:
     """Return the result of a job when nothing disturbs it."""
     out = root / f"reference {job}"
-    for phase in range(len(JOBS[job][1])):
-        argv = command(job, data, out, phase)
-        subprocess.run(argv, check=True, stdout=DEVNULL, stderr=DEVNULL, env=ENVIRONMENT)
+    argv = command(job, data, out)
+    subprocess.run(argv, check=True, stdout=DEVNULL, stderr=DEVNULL, env=ENVIRONMENT)
     return result(out)
 
 
