@@ -145,10 +145,10 @@ def measure() -> None:
         torch.cuda.empty_cache()
 
 
-def peaks(cases: list[Case], gpu: str) -> list[str]:
+def peaks(cases: list[Case]) -> list[str]:
     """Measure some cases, all with the same number of processes, in one process."""
-    argv = [__file__, "--measure"]
-    ended = simulated(gpu, 1, argv, REPO, input=pickle.dumps(cases).hex())
+    argv = ["-c", "from tests.simgpu.memory import Case, measure; measure()"]
+    ended = simulated("a100", 1, argv, REPO, input=pickle.dumps(cases).hex())
     peaks = [line[6:] for line in ended.stdout.splitlines() if line.startswith("peak: ")]
     missing = f"exit code {ended.returncode}: {ended.stdout[-500:]}"
     return peaks + [missing] * (len(cases) - len(peaks))
@@ -185,12 +185,8 @@ def main() -> None:
     parser.add_argument("--configs", nargs="+", default=names, choices=names)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--gpu", default="a100")
     parser.add_argument("--only", default="", help="words that must be in the name of a case")
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.measure:
-        return measure()
     if not SIMGPU:
         parser.error("SIMGPU names no folder of simulated GPUs")
     modes = [False] * args.eager + [True] * args.compiled
@@ -205,7 +201,7 @@ def main() -> None:
     peaks_of_cases = []
     bar = ProgressBar("case", total=len(cases))
     with ThreadPoolExecutor(2) as threads:
-        results = threads.map(lambda task: peaks(task, args.gpu), tasks)
+        results = threads.map(peaks, tasks)
         for task, measured in zip(tasks, results, strict=True):
             peaks_of_cases += zip(task, measured, strict=True)
             bar.update(len(task))

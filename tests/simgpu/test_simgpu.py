@@ -72,35 +72,25 @@ LLAMA = "--preset=llama --n_kv_head=2"
 QWEN2 = "--preset=qwen2 --n_kv_head=2 --rope_scaling=llama3:8,1,4,32"
 MASK = "--documents=mask"
 ANSWERS = "--dataset=chat --loss_on=answers"
-ON_ONE = [
-    EAGER,
-    f"{EAGER} --dropout=0.1",
-    f"{EAGER} {LLAMA} --dtype=float16",
-    f"{EAGER} --dtype=float32",
-    f"{EAGER} {QWEN2} {MASK}",
-    f"{EAGER} {LLAMA} --documents=pack --loss_per=document",
-    f"{EAGER} --recompute=blocks",
-    f"{EAGER} --preset=qwen3 --optimizer=muon",
-    f"{EAGER} --optimizer=adafactor --lr=0.03",
-    f"{EAGER} --batch_size=auto",
-    f"{EAGER} {LLAMA} {ANSWERS} --documents=pad --sample_prompt=loop",
-    f"{LLAMA} {ANSWERS} --documents=pack",
-    "--compile=true",
+IN_BOTH = [  # compiled, and not
+    "",
     "--dropout=0.1",
     f"{LLAMA} --dtype=float16",
     f"{QWEN2} --dtype=float32",
     f"--preset=qwen3 {MASK}",
-    f"{LLAMA} --documents=pack",
-    f"{LLAMA} --n_embd=32 {MASK}",  # too narrow for FlexAttention
+    f"{LLAMA} --documents=pack --loss_per=document",
     f"{LLAMA} --recompute=blocks {MASK}",
     "--preset=qwen3 --optimizer=muon",
     f"{LLAMA} --optimizer=adafactor --lr=0.03",
     f"{LLAMA} --batch_size=auto",
+    f"{LLAMA} {ANSWERS} --documents=pack",
 ]
+ON_ONE = [f"{mode} {options}" for mode in (EAGER, "--compile=true") for options in IN_BOTH]
+ON_ONE += [f"{EAGER} {LLAMA} {ANSWERS} --documents=pad --sample_prompt=loop"]
+ON_ONE += [f"{LLAMA} --n_embd=32 {MASK}"]  # too narrow for FlexAttention
 SHARDS = [f"--shard={shard}" for shard in ("none", "optimizer", "gradients", "all")]
 ON_SEVERAL = [
-    *[(2, f"{LLAMA} {EAGER} {shard} {MASK}") for shard in SHARDS],
-    *[(2, f"{LLAMA} {shard} {MASK}") for shard in SHARDS],
+    *[(2, f"{LLAMA} {mode} {shard} {MASK}") for mode in (EAGER, "") for shard in SHARDS],
     (2, f"{LLAMA} {EAGER} --shard=all --recompute=blocks"),
     (2, f"{LLAMA} {EAGER} --shard=all {ANSWERS} --documents=pack"),
     (2, f"{LLAMA} {EAGER} --shard=all --optimizer=muon"),
