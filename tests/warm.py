@@ -30,26 +30,26 @@ atexit.register(lambda: [child.kill() for child in multiprocessing.active_childr
 class Popen:
     """The part of subprocess.Popen that the tests use.
 
-    Output that goes to a PIPE is written to a temporary file, so no command waits for a reader.
+    Output that goes to a PIPE is written to a temporary file, so no command waits for a reader. It
+    is always text.
     """
 
     def __init__(
-        self, args, stdout=None, stderr=None, text=False, env=None, cwd=".", start_new_session=False
+        self, args, stdout=None, stderr=None, text=True, env=None, start_new_session=False
     ):
         assert args[0] == sys.executable
         self.args = args
-        self.text = text
         self.files = []  # of stdout and stderr, where they are captured
         paths = []
         for number, target in ((1, stdout), (2, stderr)):
-            file = tempfile.TemporaryFile() if target == PIPE else None
+            file = tempfile.TemporaryFile("w+", encoding="utf-8") if target == PIPE else None
             self.files.append(file)
             target = file or (number if target is None else target)
             handle = target if isinstance(target, int) else target.fileno()
             paths.append(os.devnull if target == DEVNULL else f"/proc/{os.getpid()}/fd/{handle}")
         started, report = FORKSERVER.Pipe(duplex=False)
         argv = [os.fsdecode(arg) for arg in args[1:]]
-        order = (argv, dict(env or os.environ), os.path.abspath(cwd), start_new_session, paths)
+        order = (argv, dict(env or os.environ), os.getcwd(), start_new_session, paths)
         self.process = FORKSERVER.Process(target=execute, args=(*order, report))
         self.process.start()
         report.close()  # the process has its own: if that ends early, recv() fails
@@ -69,16 +69,11 @@ class Popen:
             raise TimeoutExpired(self.args, timeout)
         return self.returncode
 
-    def communicate(self, timeout: float | None = None) -> list:
+    def communicate(self, timeout: float | None = None) -> list[str | None]:
         self.wait(timeout)
-        return [self.content(file) for file in self.files]
-
-    def content(self, file) -> str | bytes | None:
-        if file is None:
-            return None
-        with file:
+        for file in filter(None, self.files):
             file.seek(0)
-            return file.read().decode() if self.text else file.read()
+        return [file and file.read() for file in self.files]
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -88,18 +83,15 @@ class Popen:
         self.send_signal(signal.SIGKILL)
 
 
-def run(args, capture_output=False, timeout=None, check=False, **options) -> CompletedProcess:
+def run(args, capture_output=False, timeout=None, **options) -> CompletedProcess:
     if capture_output:
         options |= {"stdout": PIPE, "stderr": PIPE}
     process = Popen(args, **options)
     try:
-        done = CompletedProcess(args, process.wait(timeout), *process.communicate())
+        return CompletedProcess(args, process.wait(timeout), *process.communicate())
     except BaseException:
         process.kill()
         raise
-    if check:
-        done.check_returncode()
-    return done
 
 
 if sys.platform != "linux":  # elsewhere, a fork after so many imports may fail
