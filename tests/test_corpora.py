@@ -15,7 +15,6 @@ from conftest import make_records, write_jsonl
 from test_prepare import TEXTS, documents, prepare_set
 
 import prepare
-from text import sources
 from text.records import record_text
 
 
@@ -77,21 +76,6 @@ def test_parquet_without_its_package_says_what_to_install(tmp_path, refuses):
     (tmp_path / "c.parquet").write_bytes(b"PAR1")
     error = refuses(prepare.main, "--input", tmp_path / "c.parquet", f"--data_dir={tmp_path}")
     assert "c.parquet" in error and "pip install pyarrow" in error
-
-
-@pytest.mark.parametrize("encoding", ["gb18030", "utf-16", "utf-8"])
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "txt"])
-def test_encodings_give_the_same_documents(tmp_path, encoding, kind):
-    texts = ["第一篇：你好，世界。", "鎔鑄 naïve 😀"] * 10
-    content = {
-        "jsonl": jsonl(texts, ensure_ascii=False),
-        "csv": "text\n" + "".join(f'"{t}"\n' for t in texts),
-        "txt": "".join(f"{t}\n" for t in texts),
-    }[kind]
-    written = "utf-8-sig" if encoding == "utf-8" else encoding
-    (tmp_path / f"c.{kind}").write_bytes(content.encode(written))
-    folder, _ = prepare_set(tmp_path, tmp_path / f"c.{kind}", encoding=encoding, txt="line")
-    assert documents(folder) == Counter(texts)
 
 
 def test_one_bad_byte_costs_one_record_and_another_encoding_is_an_error(tmp_path, refuses):
@@ -200,14 +184,3 @@ def test_a_long_document_in_segments_has_the_tokens_of_the_whole(tmp_path, monke
     in_segments, _ = prepare_set(tmp_path, corpus, name="in_segments", **options)
     for split in ("train.bin", "val.bin"):
         assert (in_segments / split).read_bytes() == (whole / split).read_bytes()
-
-
-def test_folders_and_globs_are_read_in_a_fixed_order_each_file_once(tmp_path, monkeypatch):
-    for name in ("b/2.jsonl", "b/1.txt", "a.json", "b/c/3.md", "b/image.png"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x")
-    monkeypatch.chdir(tmp_path)
-    files, skipped = sources.find_sources(["b", "a.json", "b/*.txt", "**/*.md"])
-    assert [s.name for s in files] == ["b/1.txt", "b/2.jsonl", "b/c/3.md", "a.json"]
-    again = {sources.READ_ALREADY: 1}
-    assert skipped == {"b": {".png": 1}, "b/*.txt": again, "**/*.md": again}
