@@ -1,10 +1,7 @@
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -15,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, TINY, call, forge, metrics, same, train_tiny
+from conftest import REPO, TINY, call, end, forge, metrics, same, train_tiny
 
 import train
 from configurator import UserError, parse
@@ -84,27 +81,14 @@ def test_a_run_ends_at_the_first_of_its_limits(options, steps):
     assert make_plan(config(*options), 1, epoch_tokens=2560).steps == steps
 
 
-# Tokens of a step on 1, 2, 4, 6 and 8 GPUs.
-TOKENS = {
-    "chat": [1024, 1024, 1024, 1536, 2048],
-    "demo": [4096, 4096, 4096, 4608, 4096],  # 16 sequences for 6 GPUs
-    "gpt2_124m": [491_520, 491_520, 524_288, 491_520, 524_288],
-    "minimind_26m": [131_072, 131_072, 131_072, 129_024, 131_072],
-    "shakespeare_char": [1024, 1024, 1024, 1152, 1024],  # 16 sequences for 6 GPUs
-    "train_100m": [524_288, 524_288, 524_288, 540_672, 524_288],
-    "train_1b": [1_048_576, 1_048_576, 1_048_576, 1_081_344, 1_048_576],
-}
-
-
 @pytest.mark.parametrize("path", sorted(REPO.glob("config/*.py")), ids=lambda p: p.stem)
 def test_a_shipped_config_trains_the_same_on_one_to_eight_gpus_or_warns(path):
     cfg = parse(TrainConfig, [str(path)])
-    worlds = (1, 2, 4, 6, 8)
-    tokens = [make_plan(cfg, world, 10**9).step_tokens for world in worlds]
-    assert tokens == TOKENS[path.stem]
-    for world, actual in zip(worlds, tokens, strict=True):
-        warned = banner.batch_warning(actual, cfg, world)
-        assert bool(warned) == (abs(actual / cfg.batch_tokens - 1) > 0.1)
+    for world in (1, 2, 4, 6, 8):
+        tokens = make_plan(cfg, world, 10**9).step_tokens
+        warned = banner.batch_warning(tokens, cfg, world)
+        assert bool(warned) == (abs(tokens / cfg.batch_tokens - 1) > 0.1)
+        # The smallest have 16 sequences in a step, or 4.
         assert not warned or (world >= 6 and path.stem in ("chat", "demo", "shakespeare_char"))
 
 
@@ -249,7 +233,7 @@ def test_resume_with_all_settings_of_the_checkpoint_is_bit_identical_to_never_ha
     assert after == before | {"out_dir": str(tmp_path), "run_name": "renamed"}
 
 
-def test_settings_that_are_given_to_a_resumed_run_override_and_are_listed(
+def test_settings_that_are_given_to_a_resumed_run_take_effect_and_are_listed(
     straight, tmp_path, capsys
 ):
     shutil.copytree(straight, tmp_path / "run")
@@ -257,14 +241,16 @@ def test_settings_that_are_given_to_a_resumed_run_override_and_are_listed(
     path = checkpoint / "train_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"use_magic": 3, "overwrite": True}))
     forge(checkpoint)
-    (tmp_path / "more.py").write_text("max_steps = 10\nlr = 3e-3\n")
+    (tmp_path / "more.py").write_text("max_steps = 10\nlr = 3e-3\nweight_decay = 300\n")
     options = [f"--out_dir={tmp_path}", "--run_name=run", "--init_from=auto", "--seed=7"]
     call(train.main, str(tmp_path / "more.py"), *options)
     said = capsys.readouterr()
     assert "train_config.json: this version has no setting use_magic=3\n" in said.err
     assert "changed since the checkpoint: seed 1337 -> 7 (the windows come in another" in said.out
-    assert "max_steps 8 -> 10\n" in said.out  # lr is given, but has not changed
+    assert "max_steps 8 -> 10, weight_decay 0.1 -> 300" in said.out  # lr has not changed
     assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 11))
+    before, after = (end(tmp_path / "run", step)["model.embed_tokens.weight"] for step in (8, 10))
+    assert after.norm() < 0.9 * before.norm()  # it decays by what is asked for now
     capsys.readouterr()
     call(train.main, *options[:3])
     assert "nothing is left to do: the run ends at max_steps=10;" in capsys.readouterr().out
@@ -346,13 +332,13 @@ def test_compiled_training_is_eager_training(tiny_data, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_where_compile_fails_one_line_says_how_to_train_without_it(tiny_data, tmp_path):
+def test_where_compile_fails_one_line_says_how_to_train_without_it(
+    tiny_data, tmp_path, monkeypatch, refuses
+):
+    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/no/compiler"))
     options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--compile"]
-    no_compiler = os.environ | {"CXX": "/no/compiler"}
-    command = [sys.executable, REPO / "train.py", *options]
-    done = subprocess.run(command, env=no_compiler, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "--compile=false" in done.stderr and "Traceback" not in done.stderr
+    assert "--compile=false" in refuses(train.main, *options)
 
 
 def test_only_the_newest_checkpoints_and_the_best_are_kept(tiny_data, tmp_path):

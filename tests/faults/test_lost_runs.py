@@ -1,7 +1,6 @@
 """A run is never lost, and nothing that train.py did not write is ever deleted."""
 
 import fcntl
-import gc
 import itertools
 import json
 import math
@@ -16,10 +15,9 @@ from unittest.mock import Mock
 
 import harness
 import pytest
-import torch
-from conftest import REPO, call, contents, forge, metrics, train_tiny
+from conftest import REPO, call, contents, forge, metrics, same, train_tiny
 from safetensors.torch import load_file, save_file
-from test_faults import at_step_5, options, poison, steps_in
+from test_faults import at_step_5, options, steps_in
 
 import prepare
 import sample
@@ -271,22 +269,7 @@ def test_a_checkpoint_that_another_process_has_just_written_is_kept_beside_the_o
         assert ((run / "ckpt" / name / "model.safetensors").read_bytes() == theirs) == is_theirs
 
 
-# -- saves that fail --
-
-
-def test_a_save_that_fails_gives_its_room_back(tiny_data, tmp_path, monkeypatch, refuses):
-    """A file that is deleted while it is open keeps its place on the disk."""
-    monkeypatch.setattr(torch, "save", Mock(side_effect=OSError(28, "No space left")))
-    gc.disable()
-    try:
-        refuses(lambda: train_tiny(tiny_data, tmp_path))
-        links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    finally:
-        gc.enable()
-    assert not [path for path in links if "tmp_step" in path]
-
-
-# -- bad steps at the end --
+# -- signals --
 
 
 def test_a_signal_within_a_step_gives_the_step_up_and_the_run_ends_the_same(
@@ -308,21 +291,7 @@ def test_a_signal_within_a_step_gives_the_step_up_and_the_run_ends_the_same(
     assert newest_checkpoint(tmp_path / "run" / "ckpt").name == "step_00000005"
     monkeypatch.undo()
     run = train_tiny(tiny_data, tmp_path, "--init_from=resume")
-    assert metrics(run, "loss") == metrics(finished, "loss")
-    weights = [r / "ckpt" / "step_00000008" / "model.safetensors" for r in (run, finished)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
-def test_a_run_that_gave_up_goes_on_behind_the_bad_steps_and_keeps_what_it_kept(
-    tiny_data, tmp_path, monkeypatch, refuses
-):
-    poison(monkeypatch, *range(8, 12))  # steps 5 and 6
-    monkeypatch.setattr("training.plan.MAX_BAD_STEPS", 2)
-    more = ["--save_every=2", "--eval_every=100", "--keep=1"]
-    refuses(train.main, *options(tiny_data, tmp_path, *more))
-    assert steps_in(tmp_path / "run") == ["04", "06"]
-    run = train_tiny(tiny_data, tmp_path, *more, "--init_from=resume")
-    assert metrics(run, "loss").keys() == {1, 2, 3, 4, 7, 8}
+    assert metrics(run, "loss") == metrics(finished, "loss") and same(run, finished)
 
 
 # -- pruning --
@@ -472,33 +441,14 @@ def test_folders_may_have_any_name(tiny_data, tmp_path):
 # -- flipped bits, and files of other programs --
 
 
-def outcome(folder: Path) -> object:
-    """Return what sample.py and fine-tuning read from a checkpoint: the weights, the shape and the
-    tokens of a text. Return "refused" if they refuse it.
-    """
-    try:
-        model = sample.from_pretrained(folder)
-        tokenizer = sample.load_tokenizer(folder)
-    except (ValueError, UserError):
-        return "refused"
-    weights = {name: w.numpy().tobytes() for name, w in model.state_dict().items()}
-    ids = tokenizer.encode("the loop reads 模型 tokens\n x=1;").tolist()
-    return weights, model.config, ids, tokenizer.eos_id, tokenizer.prefix
-
-
-def test_no_flipped_bit_of_a_checkpoint_loads_as_another_model(copied):
+def test_no_flipped_bit_of_a_checkpoint_loads_as_another_model(copied, refuses):
     folder = newest_checkpoint(copied / "ckpt")
-    undamaged = outcome(folder)
-    outcomes = []
     rng = random.Random(5)
-    for path in 12 * sorted(folder.iterdir()):
-        content = path.read_bytes()
-        harness.flip(path, rng)
-        outcomes.append(outcome(folder))
-        assert outcomes[-1] in ("refused", undamaged), path
-        path.write_bytes(content)
-    # The other flips are in train_state.pt and other files that are not read.
-    assert undamaged != "refused" and outcomes.count("refused") >= 48
+    for name in 12 * ("config.json", "model.safetensors", "meta.json", "tokenizer.model"):
+        content = (folder / name).read_bytes()
+        harness.flip(folder / name, rng)
+        refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
+        (folder / name).write_bytes(content)
 
 
 def test_no_meta_json_leads_out_of_its_folder_though_its_hash_is_right(
