@@ -3,10 +3,10 @@
     python tests/faults/harness.py --rounds 100        # or: make soak
 
 Each round takes a job and draws at random what happens to it: SIGKILL at any moment, after a step,
-or while a checkpoint is written; SIGTERM, SIGINT, SIGUSR1 or SIGHUP; a rank or torchrun alone that
-is killed; then perhaps a flipped bit, or a cut or deleted file, in the newest checkpoint. Files of
-other programs are in the run's folder: they must be there at the end. The same command then starts
-the job again until it ends. Identical means: the same bytes in the weights and in the state of the
+or while a checkpoint is written; SIGTERM, SIGINT, SIGUSR1 or SIGHUP; a rank alone that is killed;
+then perhaps a flipped bit, or a cut or deleted file, in the newest checkpoint. Files of other
+programs are in the run's folder: they must be there at the end. The same command then starts the
+job again until it ends. Identical means: the same bytes in the weights and in the state of the
 optimizer, and for every step exactly one record with the same loss, norm and validation loss.
 """
 
@@ -63,7 +63,6 @@ JOBS = {  # name -> (processes, options)
 }
 KILLS = ["kill at a random time", "kill after a step", "kill inside a save"]
 SIGNALS = ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"]
-OF_SEVERAL = ["kill a rank", "kill torchrun"]  # where a job has several processes
 DAMAGE = ["flip a bit", "cut a file", "lose a file"]  # of the newest checkpoint, after a kill
 FOREIGN = ["notes.txt", "ckpt/mine/model.pt", "ckpt/backup/step_00000004/x", "ckpt/.mine"]
 RECORDED = ("loss", "lr", "grad_norm", "val_loss", "tokens")
@@ -192,23 +191,6 @@ def hurt_checkpoint(out: Path, fault: str, rng: random.Random) -> str:
     return f"{fault}: {path.name}"
 
 
-def kill_torchrun(process: Popen, argv: list[str]) -> str:
-    """Kill torchrun alone. Its ranks go on, so that the same command must refuse to start a second
-    time. Then kill the ranks. Return what is wrong.
-    """
-    ranks = workers(process).values()
-    process.kill()
-    code, stderr = started_to_its_end(argv)
-    alive = any(Path(f"/proc/{pid}").exists() for pid in ranks)
-    for pid in ranks:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    refused = code != 0 and "error: " in stderr
-    return "" if refused or code == 0 or not alive else f"exit code {code}: {stderr[-1500:]}"
-
-
 def break_training(argv: list[str], fault: str, out: Path, r: Round, rng: random.Random) -> bool:
     """Start a training and stop it as the fault says. Return whether it had come to its end."""
     target = steps_done(out) + rng.randint(1, STEPS // 3)
@@ -221,9 +203,7 @@ def break_training(argv: list[str], fault: str, out: Path, r: Round, rng: random
     else:
         wait_for(process, lambda: steps_done(out) >= target)
     ranks = list(workers(process).values())
-    if fault == "kill torchrun":
-        r.note(kill_torchrun(process, argv))
-    elif fault == "kill a rank" and ranks:
+    if fault == "kill a rank" and ranks:
         os.kill(rng.choice(ranks), signal.SIGKILL)  # torchrun then ends the others
     else:
         stop(process, getattr(signal, fault, signal.SIGKILL))
@@ -238,7 +218,7 @@ def train_round(job: str, data: Path, out: Path, reference: tuple, rng: random.R
     """Start a job, break it up to three times, and start it until it ends."""
     r = Round(job)
     argv = command(job, data, out)
-    faults = [*KILLS, *SIGNALS, *DAMAGE, *(JOBS[job][0] - 1) * OF_SEVERAL]
+    faults = [*KILLS, *SIGNALS, *DAMAGE, *(JOBS[job][0] - 1) * ["kill a rank"]]
     foreign = [out / "run" / name for name in FOREIGN]
     for _ in range(rng.randint(1, 3)):
         at_its_end = break_training(argv, rng.choice(faults), out, r, rng)
