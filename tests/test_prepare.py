@@ -2,7 +2,6 @@ import base64
 import gzip
 import itertools
 import json
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -80,9 +79,7 @@ HALVES = [{"title": "c"}, {"content": 5}]
 @pytest.mark.parametrize(
     "record, text",
     [
-        ({"title": "a", "summary": "b"}, "a: b"),
         ({"title": "a", "summary": None, "sections": [SECTION]}, "a\n\nc: d"),
-        ({"title": "a", "content": "b"}, "a: b"),
         ({"title": "甲", "content": "b"}, "甲：b。"),
         ({"text": "as it is"}, "as it is"),
         ({"title": "t", "text": "as it is"}, "as it is"),
@@ -206,19 +203,6 @@ def test_a_large_vocabulary_is_written_in_32_bits(tmp_path):
 
 
 # -- faults --
-
-
-def test_the_corpus_is_not_replaced_where_the_data_set_would_have_its_name(
-    tmp_path, refuses, monkeypatch
-):
-    """`--input data/wiki` and `--input .` would make data/wiki."""
-    folder = tmp_path / "data" / "wiki"
-    folder.mkdir(parents=True)
-    write_jsonl(folder / "a.jsonl", make_records(40))
-    monkeypatch.chdir(folder)
-    for argument in (folder, "."):
-        error = refuses(prepare.main, "--input", argument, f"--data_dir={tmp_path / 'data'}")
-        assert "'a.jsonl'" in error and os.listdir(tmp_path / "data") == ["wiki"]
 
 
 def test_two_runs_of_one_name_never_mix(tmp_path, refuses):

@@ -9,9 +9,10 @@ import sys
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from conftest import REPO, call, contents, make_records, write_jsonl
+from conftest import REPO, TINY, call, contents, make_records, write_jsonl
 from test_prepare import documents, prepare_set, tiktoken_file
 
 import prepare
@@ -116,6 +117,7 @@ NOT_OURS = {  # path -> its content, or None for a link to somebody's folder or 
     "another meta.json": {"set/train.bin": "1", "set/val.bin": "2", "set/meta.json": "{}"},
     "a meta.json that is nested a thousandfold": {"set/meta.json": "[" * 100_000},
     "a file": {"set": "mine"},
+    "a corpus": {"set/a.jsonl": '{"text": "precious"}'},
     "a file in a data set": {"set/chat_template.jinja": "mine: prepare.py has copied none here"},
 }
 
@@ -300,10 +302,7 @@ def test_after_a_change_an_interrupted_preparation_begins_anew(
 
 
 def test_no_memory_is_one_clear_line(corpus, tmp_path, refuses, monkeypatch):
-    def no_memory(*_):
-        raise MemoryError
-
-    monkeypatch.setattr(prepare, "count", no_memory)
+    monkeypatch.setattr(prepare, "count", Mock(side_effect=MemoryError))
     error = refuses(prepare.main, "--input", *corpus, *options(tmp_path))
     assert "--workers" in error and (tmp_path / ".set.tmp").exists()
 
@@ -363,24 +362,37 @@ def test_what_prepare_writes_is_never_read_as_a_corpus(corpus, tmp_path):
     assert meta["sources"][-1]["skipped"][sources.OUR_OWN] > 5
 
 
-NAMES = [b"\xb2\xe2\xca\xd4", "测试".encode(), b"caf\xe9 ["]  # GBK, UTF-8, Latin-1
+NAMES = ["测试".encode("gbk"), "测试".encode(), "café [".encode("latin-1")]
 
 
 @pytest.mark.slow
-def test_names_of_files_may_be_any_bytes_in_any_locale(tmp_path, model):
-    folder = os.fsencode(tmp_path) + b"/" + NAMES[0]
-    os.mkdir(folder)
+def test_files_and_folders_may_have_any_name_in_any_locale(tmp_path):
+    """The locale C knows ASCII alone."""
+    corpus = os.fsencode(tmp_path) + b"/" + NAMES[0]
+    os.mkdir(corpus)
     for name in NAMES:
-        shutil.copy(write_jsonl(tmp_path / "c", make_records(20)), folder + b"/" + name + b".jsonl")
-    env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
-    program = [sys.executable, str(REPO / "prepare.py")]
-    more = [f"--data_dir={tmp_path / 'data'}", model, "--val_fraction=0.3", "--workers=2"]
-    subprocess.run([*program, "--input", folder, *more], check=True, env=env)
-    (target,) = (tmp_path / "data").iterdir()
-    assert os.fsencode(target.name) == NAMES[0]
-    in_one_order = [folder + b"/" + NAMES[i] + b".jsonl" for i in (2, 0, 1)]
-    assert [os.fsencode(s["path"]) for s in open_dataset(target)["sources"]] == in_one_order
-    subprocess.run([*program, "--inspect", target], check=True, env=env)
+        named = write_jsonl(tmp_path / "c", make_records(100))
+        shutil.copy(named, corpus + b"/" + name + b".jsonl")
+    prepare_it = ["prepare.py", "--input", corpus, f"--data_dir={tmp_path / 'data'}"]
+    prepare_it += ["--val_fraction=0.3", "--vocab_size=400", "--workers=2"]
+    out = b"--out_dir=" + corpus
+    train_it = ["train.py", *TINY, f"--data_dir={tmp_path / 'data'}", out]
+    train_it += [b"--dataset=" + NAMES[0], b"--run_name=" + NAMES[2]]
+    for locale, argv in (
+        ("C", prepare_it),
+        ("C", ["prepare.py", "--inspect", os.fsencode(tmp_path) + b"/data/" + NAMES[0]]),
+        ("C.UTF-8", train_it),
+        ("C", [*train_it, "--init_from=resume", "--max_steps=10"]),
+        ("C", ["sample.py", out, "--device=cpu", "--max_new_tokens=3"]),
+    ):
+        environment = os.environ | {"PYTHONUTF8": "0", "LC_ALL": locale}
+        argv = [sys.executable, *argv]
+        ended = subprocess.run(argv, cwd=REPO, capture_output=True, env=environment)
+        assert ended.returncode == 0, ended.stderr.decode(errors="replace")
+    assert b"step_00000010" in ended.stderr
+    (data,) = (tmp_path / "data").iterdir()
+    in_one_order = [corpus + b"/" + NAMES[i] + b".jsonl" for i in (2, 0, 1)]
+    assert [os.fsencode(s["path"]) for s in open_dataset(data)["sources"]] == in_one_order
 
 
 # -- records --
