@@ -1,5 +1,7 @@
 """A corpus of few documents is split by text: the last characters become val.bin."""
 
+from unittest.mock import Mock
+
 import pytest
 import warm
 from conftest import call, contents, make_records, write_jsonl
@@ -86,11 +88,8 @@ def test_a_killed_run_goes_on_and_ends_in_the_same_bytes(tmp_path, monkeypatch):
     path.write_text(PLAY, encoding="utf-8")
     whole, _ = prepare_set(tmp_path, path, name="whole")
 
-    def killed(*_):
-        raise UserError("killed")
-
     with monkeypatch.context() as kill:
-        kill.setattr("text.cut.cut_document", killed)
+        kill.setattr("text.cut.cut_document", Mock(side_effect=UserError("killed")))
         with pytest.raises(UserError, match="killed"):
             prepare_set(tmp_path, path, shard_mb=0.02)
     folder, _ = prepare_set(tmp_path, path, shard_mb=0.02)

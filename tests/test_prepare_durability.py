@@ -2,7 +2,6 @@
 bytes or in a clear error of one line.
 """
 
-import contextlib
 import gzip
 import json
 import os
@@ -39,19 +38,10 @@ def finish(corpus: list[Path], data: Path, *options: str) -> None:
     subprocess.run(command(corpus, data, *options), check=True, stdout=subprocess.DEVNULL)
 
 
-def children(pid: int) -> list[str]:
-    """Return the ids of the child processes of a process."""
-    pids = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread has ended
-            pids += path.read_text().split()
-    return pids
-
-
-def is_worker(pid: str) -> bool:
-    """Return whether a process runs, and is one that multiprocessing has started."""
-    path = Path(f"/proc/{pid}/cmdline")
-    return path.exists() and b"spawn_main" in path.read_bytes()
+def workers(pid: int) -> list[str]:
+    """Return the ids of the child processes that multiprocessing has started for a process."""
+    argv = ["pgrep", "-P", str(pid), "-f", "spawn_main"]
+    return subprocess.run(argv, capture_output=True, text=True).stdout.split()
 
 
 def journal(data: Path) -> dict:
@@ -120,13 +110,16 @@ def test_workers_end_when_the_main_process_is_killed(corpus, tmp_path):
     started = []
     while not started and run.poll() is None:
         time.sleep(0.01)
-        started = children(run.pid)
+        started = workers(run.pid)
     run.kill()
     run.wait()
     deadline = time.time() + 20
-    while any(is_worker(pid) for pid in started):
+    while started:
         assert time.time() < deadline
         time.sleep(0.05)
+        # What has ended has no command line, even if nobody has asked for its exit code.
+        paths = [Path(f"/proc/{pid}/cmdline") for pid in started]
+        started = [path for path in paths if path.exists() and path.read_bytes()]
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.15])
@@ -134,7 +127,7 @@ def test_ctrl_c_while_the_workers_start_is_one_line(corpus, tmp_path, delay):
     argv = command(corpus, tmp_path, "--tokenizer=byte", "--workers=3")
     pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     run = subprocess.Popen(argv, start_new_session=True, **pipes)
-    while run.poll() is None and not any(map(is_worker, children(run.pid))):
+    while run.poll() is None and not workers(run.pid):
         time.sleep(0.002)
     time.sleep(delay)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to all processes
@@ -149,7 +142,7 @@ def test_a_worker_killed_by_the_system_is_one_clear_line_and_the_work_is_kept(
 ):
     argv = command(corpus, tmp_path, *OF_REFERENCE, "--workers=2", TINY_SHARDS)
     run = after_a_shard(argv, tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    for pid in filter(is_worker, children(run.pid)):
+    for pid in workers(run.pid):
         os.kill(int(pid), signal.SIGKILL)
     error = run.communicate(timeout=60)[1].strip()
     assert run.returncode == 2 and "\n" not in error, error

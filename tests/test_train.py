@@ -8,6 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -95,19 +96,16 @@ def test_a_shipped_config_trains_the_same_on_one_to_eight_gpus_or_warns(path):
 def test_reading_the_data_more_than_four_times_is_a_warning(tiny_data):
     sets = open_datasets("tiny", tiny_data)
     size = sets[0].meta["splits"]["train"]["tokens"]
-    step = 256
 
     def warned(epochs: float, *options: str, sets=sets) -> str:
-        cfg = config(*options)
-        return banner.repetition_warning(int(epochs * size), step, cfg, sets)
+        return banner.repetition_warning(int(epochs * size), 256, config(*options), sets)
 
-    assert not warned(0.1) and not warned(4)
-    assert "tiny is read 722.0 times" in warned(722) and "--weight_decay=1" in warned(722)
+    assert not warned(4) and "tiny is read 722.0 times" in warned(722)
     assert not warned(10, "--init_from=models/Qwen3-0.6B-Base")
     much = replace(sets[0], name="a", weight=Fraction(9, 10))
     little = replace(sets[0], name="b", weight=Fraction(1, 10))
     mixed = warned(6, sets=[much, little])
-    assert "a is read 5.4 times" in mixed and "b is read" not in mixed and "smaller share" in mixed
+    assert "a is read 5.4 times" in mixed and "b is read" not in mixed
     assert banner.different_tokens(6 * size, [much, little]) == size + round(0.6 * size)
 
 
@@ -261,10 +259,7 @@ def test_without_a_dataset_the_newest_is_named_and_too_many_epochs_are_warned_of
 ):
     shutil.copytree(tiny_data / "tiny", tmp_path / "data" / "mine")
 
-    def stop(*_):
-        raise UserError("seen enough")
-
-    monkeypatch.setattr(start, "open_optimizer", stop)
+    monkeypatch.setattr(start, "open_optimizer", Mock(side_effect=UserError("seen enough")))
     options = [option for option in TINY if not option.startswith("--dataset")]
     options += [f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / 'out'}"]
     with pytest.raises(UserError, match="seen enough"):

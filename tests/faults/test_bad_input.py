@@ -39,7 +39,6 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     (root / "no_tokenizer" / "manifest.json").unlink()  # so that no hash of its files is checked
     (root / "no_tokenizer" / "tokenizer.model").unlink()
     put_data_sets(root / "data")
-    shutil.copytree(root / "out" / "run" / "ckpt", root / "only_ckpt" / "run" / "ckpt")
     shutil.copytree(root / "out", root / "log")
     (root / "log" / "run" / "metrics.jsonl").write_text('{"step": 1, "lo\n{"step": 2}\n')
     write_jsonl(root / "corpus.jsonl", make_records(50))
@@ -92,8 +91,6 @@ TRAIN = {
     "--out_dir={out}": "--overwrite",
     "--out_dir={out} --init_from={ckpt} --overwrite": "{ckpt}",
     "--out_dir={out} --init_from=resume --dataset=again": "again/train.bin",
-    "--out_dir={root}/only_ckpt": "{root}/only_ckpt/run",
-    "--out_dir={mine} --overwrite": "'thesis.tex'",
     "--out_dir={log} --init_from=resume --max_steps=9": "metrics.jsonl:1",
 }
 SAMPLE = {
@@ -124,7 +121,6 @@ PREPARE = {
     "--input {corpus} --tokenizer={root}/none.model": "not a SentencePiece model",
     "--input {corpus} --encoding=klingon": "encoding",
     "--input {corpus} --tokenizer=gpt9": "gpt9",
-    "--input {corpus} --vocab_size=50000": "--vocab_size=50000",
     "--input {corpus} --vocab_size=400 --min_tokens=100000": "document",
     "--input": "--input",
     "--val_fraction=0": "val_fraction",

@@ -66,20 +66,16 @@ def test_a_damaged_file_of_a_checkpoint_is_named_and_the_one_before_is_taken(
         assert metrics(run, "loss") == metrics(finished, "loss")
 
 
+@pytest.mark.parametrize("fault", harness.DAMAGE)
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json", "tokenizer.model"])
-def test_a_damaged_data_set_is_found_before_the_first_step(tiny_data, tmp_path, refuses, name):
+def test_a_damaged_data_set_is_found_before_the_first_step(
+    tiny_data, tmp_path, refuses, name, fault
+):
     shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
-    path = tmp_path / "tiny" / name
-    data = path.read_bytes()
-    flipped = b"[]" if name == "meta.json" else data[:1001] + bytes([data[1001] ^ 1]) + data[1002:]
-    for content in (data[: len(data) // 2], flipped, None):
-        if content is None:
-            path.unlink()
-        else:
-            path.write_bytes(content)
-        for windows in ("stream", "pack"):  # to pack, one has to know where documents end
-            error = refuses(train.main, *options(tmp_path, tmp_path, f"--documents={windows}"))
-            assert name in error or "no data set in" in error
+    harness.hurt(tmp_path / "tiny" / name, fault, random.Random(3))
+    for windows in ("stream", "pack"):  # to pack, one has to know where documents end
+        error = refuses(train.main, *options(tmp_path, tmp_path, f"--documents={windows}"))
+        assert name in error or "no data set in" in error
     assert not (tmp_path / "run").exists()
 
 
