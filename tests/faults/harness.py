@@ -287,14 +287,12 @@ class SoakConfig:
     rounds: int = 100  # number of rounds
     seed: int = 0  # seed of all that is drawn at random
     parallel: int = 2  # number of rounds that run at the same time
-    jobs: str = ""  # only these, with commas between them
 
 
 def main() -> None:
     cfg = parse(SoakConfig, doc=__doc__)
-    jobs = cfg.jobs.split(",") if cfg.jobs else tuple(JOBS)
     with tempfile.TemporaryDirectory() as root:
-        rounds = soak(cfg.rounds, cfg.seed, cfg.parallel, Path(root), jobs)
+        rounds = soak(cfg.rounds, cfg.seed, cfg.parallel, Path(root))
     good = sum(r.identical and not r.problem for r in rounds)
     print(f"\n{good} of {len(rounds)} identical, {sum(r.starts for r in rounds)} starts")
     sys.exit(good < len(rounds))
