@@ -15,6 +15,7 @@ is what train.py's log says after some steps, as `eta`.)
 """
 
 import math
+import re
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -129,17 +130,22 @@ def shape_of(cfg: PlanConfig, vocab_size: int) -> GPTConfig:
 
 
 def named_gpu(cfg: PlanConfig) -> Device:
-    """Return the GPU that --gpu names.
+    """Return the GPU that --gpu names: of the table, or another whose memory and peak are given.
 
-    Raises UserError if the table has no such GPU, or if the GPU does not compute in cfg.dtype.
+    Raises UserError if there is no such GPU, or if it does not compute in cfg.dtype.
     """
     card = find_gpu(cfg.gpu)
-    if card is None:
-        cards = ", ".join(f"{card.name} {card.memory_gb}GB" for card in CARDS)
-        raise UserError(f"gpu: {cfg.gpu!r} is not in the table of GPUs: it has {cards}")
-    dtype = torch.bfloat16 if "bf16" in card.tflops else torch.float16
+    dtype = torch.bfloat16 if card is None or "bf16" in card.tflops else torch.float16
     if cfg.dtype != "auto":
         dtype = getattr(torch, cfg.dtype)
+    if card is None:
+        size = re.search(r"(\d+)gb?$", cfg.gpu.lower())
+        if size and cfg.peak_tflops:
+            peak, source = peak_tflops(torch.device("cuda"), dtype, cfg.peak_tflops)
+            return Device(cfg.gpu, "cuda", dtype, peak, source, int(size[1]) * 1e9)
+        cards = ", ".join(f"{card.name} {card.memory_gb}GB" for card in CARDS)
+        others = "of others, give memory and peak, as --gpu=4060-8g --peak_tflops=30"
+        raise UserError(f"gpu: {cfg.gpu!r} is not in the table of GPUs: it has {cards}; {others}")
     peak, source = datasheet_peak(card.name, dtype)
     if peak is None:
         raise UserError(f"dtype={cfg.dtype}: {card.name} has no such units; leave dtype out")

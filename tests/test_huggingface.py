@@ -407,13 +407,14 @@ def test_a_model_with_rope_goes_on_with_longer_sequences_and_with_a_scaling_of_t
 
 
 def test_the_shape_of_a_tuned_model_is_kept_and_another_one_refused_at_its_resume(
-    finished, tiny_data, tmp_path, refuses
+    finished, tiny_data, tmp_path, capsys, refuses
 ):
     short = newest_checkpoint(finished / "ckpt")
     # The folder of a run stands for its newest checkpoint.
     assert settings_of_run({"init_from": str(finished), "max_steps": 2}).init_from == str(short)
     start = [f"--init_from={finished}", "--block_size=64", "--max_steps=2"]
-    train_tiny(tiny_data, tmp_path, *start, "--n_layer=5")  # n_layer is ignored
+    train_tiny(tiny_data, tmp_path, *start, "--n_layer=5")
+    assert "keeps its own shape: n_layer=5 is ignored" in capsys.readouterr().err
     more = ["--init_from=resume", "--max_steps=4"]
     for name, size, other in (("n_layer", 2, 3), ("block_size", 64, 128), ("d_ff", 128, 64)):
         said = refuses(lambda: train_tiny(tiny_data, tmp_path, *more, f"--{name}={other}"))  # noqa: B023

@@ -15,7 +15,7 @@ from configurator import OneRankError, UserError
 from hardware.kernels import document_mask
 from hardware.machine import Machine, out_of_memory
 from model import GPT, Block
-from training.memory import Step, auto_batch, needed
+from training.memory import Step, auto_batch, largest_batch, needed
 from training.plan import Plan, even_batch, make_plan
 from training.settings import TrainConfig
 from training.step import Batch, autocast
@@ -54,7 +54,8 @@ def check_room(model: GPT, step: Step, room: float) -> None:
     size = needed(model, step)
     if size > 1.25 * room:  # on a CPU a prediction may be 25 % too high (training/memory.py)
         gb = f"{size / 1e9:.1f} GB of memory, and there are {room / 1e9:.1f}"
-        advice = "plan.py, with the same settings, says what fits"
+        largest = largest_batch(model, step, room)
+        advice = f"--batch_size={largest} fits" if largest else "plan.py says what others need"
         raise UserError(f"batch_size={step.B} needs {gb}: {advice}")
 
 

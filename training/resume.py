@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from configurator import UserError, checked, note, set_value
+from configurator import UserError, changes, checked, note, set_value
 from hardware.disk import damage, read_object
 from model import GPT, GPTConfig, rope_table
 from text.dataset import DataSet, load_tokenizer, tokenizer_id
@@ -292,6 +292,9 @@ def model_to_tune(
     elif not same_ids(tokenizer, load_tokenizer(sets[0].folder)):
         problem = f"its tokenizer is not that of {sets[0].folder}"
         raise UserError(f"{problem}: prepare the data with --tokenizer={folder}")
+    shape = asdict(extended) | {"block_size": cfg.block_size}
+    if others := [f"{k}={v}" for k, v in changes(cfg).items() if v != shape.get(k, v)]:
+        note(f"{folder} keeps its own shape: {' '.join(others)} is ignored")
     return model
 
 

@@ -81,11 +81,18 @@ def open_run(options: dict[str, Any]) -> Iterator[Job]:
 def describe(cfg: TrainConfig, folder: Path, machine: Machine) -> Description:
     """Return what the run in `folder` starts from and reads. The caller holds the folder's lock."""
     origin = resume.find_origin(cfg, folder, machine.say)
-    if not cfg.dataset:
-        cfg = replace(cfg, dataset=dataset.newest_dataset(cfg.data_dir))
-        note(f"dataset={cfg.dataset} is taken, which was prepared last")
+    cfg = with_data(cfg)
     sets = dataset.open_datasets(cfg.dataset, cfg.data_dir)
     return Description(cfg, origin, shared_facts(sets, origin, machine))
+
+
+def with_data(cfg: TrainConfig) -> TrainConfig:
+    """Return the settings; if they name no data set, with the one that was prepared last."""
+    if cfg.dataset:
+        return cfg
+    name = dataset.newest_dataset(cfg.data_dir)
+    note(f"dataset={name} is taken, which was prepared last")
+    return replace(cfg, dataset=name)
 
 
 def shared_facts(sets: list[DataSet], origin: resume.Origin, machine: Machine) -> dict[str, str]:
