@@ -116,6 +116,8 @@ def make_data_set(cfg: PrepareConfig, ranks: Ranks) -> None:
             print(f"finished work is kept in {scratch}: run the same command again to continue")
         if isinstance(e, MemoryError):
             raise OneRankError("out of memory: lower --workers or --max_record_mb") from None
+        if isinstance(e, OSError) and not isinstance(e, BrokenPipeError):  # often a full disk
+            raise OneRankError(f"{e.filename or f'writing {target}'}: {e.strerror}") from None
         raise
     finally:
         if lock:
