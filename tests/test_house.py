@@ -37,16 +37,16 @@ FUNCTION_WORDS = """found what first wrong begin known before why where new more
     rest begun ways mine theirs about said whose which when here there then after whole same other
     less least many few each one both old now read how way whether needed asked given""".split()
 
-# The most that each figure may be. The aim of 7,200 lines for the product is not reached: it would
-# be without conversations and a model that answers, which brought 441 (2d4a9d1~1 to e02f3bd~1), and
-# without the law of losses and plan.py --loss, which have 104.
+# The most that each figure may be. The aim of 7,200 lines for the product was set before there were
+# conversations and a model that answers, which brought 441 (2d4a9d1~1 to e02f3bd~1), and the law of
+# losses and plan.py --loss, which brought 104. It is reached without these, and not with them.
 CEILINGS = {
-    "product, with plan.py": 7_200 + 441 + 104,
+    "product, with plan.py": 7_590,
     "bench": 2_000,
-    "tests": 8_000,
-    "the evening's four files": 775,
+    "tests": 7_590,
+    "the evening's four files": 770,
     "import train: files": 14,
-    "import train: lines, all of them": 3_500,
+    "import train: lines, all of them": 3_450,
     "with training/start.py, which begins a run: files": 32,
     "train.py imports: modules": 10,
     "train.py imports: names": 20,
