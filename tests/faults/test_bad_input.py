@@ -164,8 +164,8 @@ LAB = {
     "{inits} --seed=5": "seed",
 }
 PLAN = {
-    "--gpu=a99 --max_steps=1": "gpu: 'a99'",
-    "--gpu=v100-16g --dtype=bfloat16 --max_steps=1": "dtype=bfloat16",
+    "--gpu=a99 --max_steps=1 --vocab_size=9": "gpu: 'a99'",
+    "--gpu=v100-16g --dtype=bfloat16 --max_steps=1 --vocab_size=9": "dtype=bfloat16",
     "--nproc=0 --max_steps=1": "nproc",
     "--gpu=h100": "max_steps",
     "--gpu=h100 --max_epochs=1 --dataset=gone": "gone",
