@@ -95,7 +95,7 @@ def test_a_data_set_that_shares_files_with_the_scratch_folder_is_not_cut(
     killed(tmp_path, f"prepare.remove_scratch = {KILL}", corpus[0], model)
     live = tmp_path / "set" / "train.bin"
     assert live.stat().st_nlink == 2
-    more = [*corpus, model] if change == "more files" else [corpus[0], model, "--min_tokens=1"]
+    more = [*corpus, model] if change == "more files" else [corpus[0], model, "--min_tokens=300"]
     with open(live, "rb") as mapped_by_a_training:
         content = mapped_by_a_training.read()
         killed(tmp_path, after_commit(1), *more)
