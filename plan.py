@@ -130,7 +130,7 @@ def shape_of(cfg: PlanConfig, vocab_size: int) -> GPTConfig:
 
 
 def named_gpu(cfg: PlanConfig) -> Device:
-    """Return the GPU that --gpu names: of the table, or another whose memory and peak are given.
+    """Return the GPU that --gpu names: of the table, or another whose memory and speed are given.
 
     Raises UserError if there is no such GPU, or if it does not compute in cfg.dtype.
     """
@@ -144,8 +144,8 @@ def named_gpu(cfg: PlanConfig) -> Device:
             peak, source = peak_tflops(torch.device("cuda"), dtype, cfg.peak_tflops)
             return Device(cfg.gpu, "cuda", dtype, peak, source, int(size[1]) * 1e9)
         cards = ", ".join(f"{card.name} {card.memory_gb}GB" for card in CARDS)
-        others = "of others, give memory and peak, as --gpu=4060-8g --peak_tflops=30"
-        raise UserError(f"gpu: {cfg.gpu!r} is not in the table of GPUs: it has {cards}; {others}")
+        others = "of another, give memory and speed, as --gpu=4060-8g --peak_tflops=12"
+        raise UserError(f"gpu: {cfg.gpu!r} is not in the table of GPUs; {others}; it has {cards}")
     peak, source = datasheet_peak(card.name, dtype)
     if peak is None:
         raise UserError(f"dtype={cfg.dtype}: {card.name} has no such units; leave dtype out")
@@ -240,8 +240,11 @@ def print_choices(run: PlannedRun) -> None:
         if largest >= step.B and choice.optimizer == step.optimizer:
             with_room.append(flags)
     section(f"At batch_size {step.B}, and the largest, of sequences of {step.T}", rows)
-    if with_room and memory.needed(run.model, step) > run.device.bytes:
-        print(f"  it fits with {with_room[0]}")
+    if memory.needed(run.model, step) > run.device.bytes:
+        smaller = (
+            "no row has room for it: lower batch_size, or take more devices or a smaller model"
+        )
+        print(f"  it fits with {with_room[0]}" if with_room else f"  {smaller}")
 
 
 # ---- Time ----

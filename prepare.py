@@ -140,7 +140,7 @@ def name_of_set(cfg: PrepareConfig) -> str:
         path = Path(cfg.input[0])
         name = (path.name or path.resolve().name).split(".")[0]
     if not re.fullmatch(r"[^-./*?:,\[\x00-\x1f][^/*?:,\x00-\x1f]{0,99}", name):
-        raise UserError(f"name {name!r} must be a plain folder name: give --name")
+        raise UserError(f"name {name!r} must be a plain folder name: give another --name")
     return name
 
 

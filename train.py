@@ -9,7 +9,7 @@
     # from the newest checkpoint
     python train.py --run_name=demo --init_from=resume
     # fine-tune a model
-    python train.py config/demo.py --init_from=FOLDER --run_name=new
+    python train.py config/demo.py --dataset=mine --init_from=FOLDER --run_name=new
 
 Without --dataset it trains on the data set that was prepared last. A resumed run keeps its data set
 and all other settings, except those that are given now.

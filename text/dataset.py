@@ -52,6 +52,8 @@ def read_meta(folder: Path) -> dict:
         others = sorted(path.parent.name for path in folder.parent.glob("*/meta.json"))
         options = "" if folder.name == "demo" else f" --input FILE --name {folder.name}"
         make = f"`python prepare.py{options}` makes one"
+        if (elsewhere := Path("data") / folder / "meta.json").exists():
+            make = f"did you mean {elsewhere.parent}?"
         prepared = f"; prepared are {', '.join(others)}" if others else ""
         raise UserError(f"no data set in {folder}/: {make}{prepared}") from None
     except OSError as e:

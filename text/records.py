@@ -255,7 +255,7 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str]:
         parts = [get(record, key) for key in ("instruction", "input", "output")]
         return "\n".join(filter(None, parts)), "{instruction, input, output}"
     names = printable(", ".join(map(str, record)))[:80]
-    raise ValueError(f"{{{names}}} has no text in a known field: --fields=NAME names another")
+    raise ValueError(f"{{{names}}} has no text in a known field: --fields=NAME,NAME names others")
 
 
 def get(record: dict, key: str) -> str:

@@ -21,7 +21,7 @@ def texts_of_step(path: Path, records: list[dict], step: int) -> Iterator[tuple[
     # Its "step" is the number of steps before that, so it is smaller than the steps it describes.
     with_settings = [r for r in records if "settings" in r and r["step"] < step]
     if not with_settings:
-        raise UserError(f"{path}: it has no settings of a run that began before --step={step}")
+        raise UserError(f"{path}: no run began there before --step={step}: --inspect out/RUN")
     described = with_settings[-1]
     try:
         if step > described["steps"]:

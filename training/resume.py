@@ -121,7 +121,7 @@ def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> O
             raise UserError(f"{folder} holds {others[0]!r} and no run: give another --run_name")
     elif cfg.init_from != "auto":  # which goes on with a run that ended before it saved anything
         if not cfg.overwrite:
-            advice = "--init_from=auto goes on with it, --overwrite moves it out of the way"
+            advice = "--init_from=auto continues or begins it, --overwrite moves it out of the way"
             raise UserError(f"{folder} holds an earlier run: {advice}, --run_name=NAME is another")
         if path is not None and folder.resolve() in path.resolve().parents:
             raise UserError(f"--overwrite would move {path}: give the new run another --run_name")
@@ -290,7 +290,7 @@ def model_to_tune(
     if tokenizer is None:
         say(f"note: {folder} has no tokenizer: its ids are assumed to be those of {sets[0].name}")
     elif not same_ids(tokenizer, load_tokenizer(sets[0].folder)):
-        problem = f"its tokenizer is not that of {sets[0].folder}"
+        problem = f"the tokenizer of {folder} is not that of {sets[0].folder}"
         raise UserError(f"{problem}: prepare the data with --tokenizer={folder}")
     shape = asdict(extended) | {"block_size": cfg.block_size}
     if others := [f"{k}={v}" for k, v in changes(cfg).items() if v != shape.get(k, v)]:
