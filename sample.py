@@ -163,7 +163,7 @@ def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
         checkpoint = min(losses, key=losses.get, default=None)
     if checkpoint is None:
         names = "name a run, as out/demo, or a checkpoint, as out/demo/ckpt/step_00000800"
-        raise UserError(f"--ckpt {run}: no {cfg.which} checkpoint in it, and no model: {names}")
+        raise UserError(f"--ckpt {run}: no model, no --which={cfg.which} checkpoint in it: {names}")
     loss = f", validation loss {losses[checkpoint]:.4f}" if checkpoint in losses else ""
     return checkpoint, f"{checkpoint}, the {cfg.which} of {run}{loss}"
 
