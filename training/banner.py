@@ -169,7 +169,8 @@ def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: li
     advice = f"prepare more text, or end earlier (--max_epochs={MOST_EPOCHS})"
     if len(sets) > 1:
         advice = "give it more text, or a smaller share of the mixture"
-    advice += ", or set --weight_decay=1" if cfg.weight_decay < 1 else ", or a smaller model"
+    decay = ", or, if the loss on train falls far below that on val, set --weight_decay=1"
+    advice += decay if cfg.weight_decay < 1 else ", or a smaller model"
     if any(per_step[name] > 1 for name in repeated):
         advice = f"a single step reads {step_tokens:,} tokens: lower batch_tokens"
     return f"warning: {times}; {worth}: {advice}"
