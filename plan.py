@@ -24,6 +24,7 @@ import torch
 import configurator
 from configurator import UserError, checked, columns, folded, given, row
 from hardware.device import capacity, pick_device, pick_dtype
+from hardware.machine import memory_advice
 from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tflops
 from hardware.terminal import plural
 from model import GPT, GPTConfig
@@ -91,7 +92,7 @@ class PlannedRun:
 def planned_run(cfg: PlanConfig) -> PlannedRun:
     """Return the run that the settings describe."""
     sets = prepared(cfg)
-    with torch.device("meta"):
+    with torch.device("meta"), memory_advice("anywhere: make the model smaller"):
         model = GPT(shape_of(cfg, cfg.vocab_size or sets[0].meta["vocab_size"]))
     device = named_gpu(cfg) if cfg.gpu else own_device(cfg)
     T = cfg.block_size

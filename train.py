@@ -248,7 +248,8 @@ def end_run(job: Job, stopped: bool, signals: list[int]) -> None:
         raise UserError(f"{job.saver.failed}: make room; {goes_on}")
     if job.progress.gives_up():
         problem = f"{job.progress.bad_in_a_row} steps in a row without a finite loss and gradient"
-        advice = "lower lr, or try dtype=float32, or look at the texts of these steps"
+        advice = "lower lr, or try dtype=float32, or look at the texts of these steps, and if the"
+        advice += " weights are spoiled already, move the newest checkpoints away"
         raise UserError(f"{problem}, the last at step {step}: {advice}; {goes_on}")
     if stopped:
         job.machine.say(f"stopped by a signal after step {step}: {goes_on}")

@@ -253,6 +253,7 @@ class Lock:
     def take(self) -> FileIO:
         """Lock the folder that has the name now, and return its open LOCK."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.locked = self.folder.stat()
         file = FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
         holder = os.pread(file.fileno(), 99, 0) if file.seekable() else b"a pipe"
         if holder and not holder.startswith(HOLDER):
@@ -283,10 +284,16 @@ class Lock:
         """Lock the folder that has the name now, if it is not the one that is locked.
 
         The folder may have been moved or deleted, and the lock with it. Raises UserError if another
-        process holds the lock of the new one. Only one thread may call this.
+        folder has its name and holds anything, such as another run, or if another process holds the
+        lock. Only one thread may call this.
         """
-        if not self.is_held():
-            self.file = self.take()
+        if self.is_held():
+            return
+        is_there = self.folder.exists()
+        if is_there and not os.path.samestat(self.folder.stat(), self.locked):
+            if any(path.name != LOCK for path in self.folder.iterdir()):
+                raise UserError(f"{self.folder} is another folder now, and not empty: move it away")
+        self.file = self.take()
 
     def close(self) -> None:
         with suppress(OSError):  # the disk may have become read-only

@@ -53,6 +53,7 @@ class PrepareConfig:
         is_url = any("://" in argument for argument in self.input)
         checks = {
             "input is a URL: download the file first, as with curl -fLO": not is_url,
+            "input is empty: name a file": all(self.input),
             "val_fraction must be between 0 and 1, both excluded": 0 < self.val_fraction < 1,
             "max_bad must be between 0 and 1": 0 <= self.max_bad <= 1,
             f"vocab_size of tokenizer=train must be at least {LEAST}": self.vocab_size >= LEAST,
@@ -70,6 +71,6 @@ class PrepareConfig:
 
 def is_encoding(name: str) -> bool:
     try:
-        return bool("a".encode(name))
-    except LookupError:  # also for a codec of bytes, such as base64
+        return "a\n".encode(name).decode(name) == "a\n"
+    except (LookupError, UnicodeError):  # also for a codec of bytes, such as base64
         return False

@@ -50,7 +50,7 @@ class Source:
     def at(cls, path: Path, kind: str, name: str = "") -> "Source":
         """Return the Source of an existing file. name: what messages show instead of the path."""
         stat = path.stat()
-        return cls(path, kind, name or str(path), stat.st_size, stat.st_mtime_ns)
+        return cls(path, kind, name or str(path), stat.st_size, stat.st_ctime_ns)
 
     def same_file(self) -> tuple:
         """Return what an interrupted run compares to decide whether this is still the same file."""
@@ -63,7 +63,7 @@ class Source:
         gave another hash.
         """
         stat = self.path.stat()
-        unchanged = (stat.st_size, stat.st_mtime_ns) == (self.bytes, self.changed)
+        unchanged = (stat.st_size, stat.st_ctime_ns) == (self.bytes, self.changed)
         if not unchanged or self.sha256 not in ("", sha256):
             raise UserError(f"{self.name}: it changed while it was read: run the command again")
         self.sha256 = sha256

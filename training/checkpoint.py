@@ -102,6 +102,8 @@ class Saver:
         draft = temporary(target)
         try:
             self.lock.renew()
+            if self.folder.is_symlink():
+                raise OSError(f"{self.folder} is a link now")
             self.write_folder(draft, weights, training)
             # Where a disk has no locks, another process may have written this step.
             if earlier := put_in_place(draft, target, f"{target.name}_kept"):

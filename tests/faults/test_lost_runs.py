@@ -249,6 +249,32 @@ def test_a_run_whose_folder_was_moved_ends_if_another_process_has_taken_its_plac
     assert not (tmp_path / "run").exists()  # nothing was written there
 
 
+def put_in_its_place(run: Path, other: Path) -> None:
+    run.rename(run.with_name("moved"))
+    other.rename(run)
+
+
+def link_in_its_place(run: Path, other: Path) -> None:
+    run.rename(run.with_name("moved"))
+    run.symlink_to(other)
+
+
+def link_its_checkpoints(run: Path, other: Path) -> None:
+    (run / "ckpt").rename(run.with_name("moved"))
+    (run / "ckpt").symlink_to(other / "ckpt")
+
+
+@pytest.mark.parametrize("swap", [put_in_its_place, link_in_its_place, link_its_checkpoints])
+def test_another_run_that_takes_the_place_of_one_that_trains_stays_as_it_is(
+    finished, tiny_data, tmp_path, monkeypatch, refuses, swap
+):
+    other = Path(shutil.copytree(finished, tmp_path / "other"))
+    files = contents(other)
+    at_step_5(monkeypatch, lambda: swap(tmp_path / "run", other))
+    refuses(train.main, *options(tiny_data, tmp_path))
+    assert contents(other if other.exists() else tmp_path / "run") == files
+
+
 def test_a_checkpoint_that_another_process_has_just_written_is_kept_beside_the_own_one(
     finished, tiny_data, tmp_path, monkeypatch
 ):
