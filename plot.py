@@ -26,9 +26,7 @@ class PlotConfig:
     out_dir: str = "out"  # where the newest run is looked for
     x: Literal["steps", "tokens", "time"] = "steps"  # time: of the steps alone, without pauses
     y: Literal["loss", "bits_per_byte"] = "loss"  # bits_per_byte: comparable across tokenizers
-    png: str = (
-        ""  # picture to write, or a .pdf or .svg; default: loss.png, of several comparison.png
-    )
+    png: str = ""  # a .png, .pdf or .svg; default: loss.png there, of several comparison.png
 
     def problems(self) -> list[str]:
         if self.png and Path(self.png).suffix not in (".png", ".pdf", ".svg"):
