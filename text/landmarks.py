@@ -28,7 +28,7 @@ from text.windows import LossOn
 
 D = 0.75
 STRETCH = 1 << 18  # tokens that are read at a time
-# So many pairs of train.bin are counted, at 8 bytes each. In a larger file these are 32 stretches,
+# So many pairs of train.bin are counted, at 4 bytes each. In a larger file these are 32 stretches,
 # spread evenly. The loss is measured on a quarter as many pairs of val.bin.
 MOST = 1 << 23
 
@@ -74,8 +74,11 @@ def count_pairs(ids: np.ndarray, V: int, most_pairs: int) -> tuple[np.ndarray, n
     starts = range(0, n, STRETCH)
     if n > most_pairs:
         starts = np.linspace(0, n - STRETCH, most_pairs // STRETCH).astype(int)
-    stretches = (ids[start : start + STRETCH + 1].astype(np.int64) for start in starts)
-    pairs = [stretch[:-1] * V + stretch[1:] for stretch in stretches]
+    dtype = np.uint32 if V <= 1 << 16 else np.int64  # V V - 1 fits into it
+    pairs = []
+    for start in starts:
+        stretch = ids[start : start + STRETCH + 1].astype(dtype)
+        pairs.append(stretch[:-1] * V + stretch[1:])
     return np.unique(np.concatenate(pairs), return_counts=True)
 
 
