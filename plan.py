@@ -92,7 +92,7 @@ class PlannedRun:
 def planned_run(cfg: PlanConfig) -> PlannedRun:
     """Return the run that the settings describe."""
     sets = prepared(cfg)
-    with torch.device("meta"), memory_advice("anywhere: make the model smaller"):
+    with torch.device("meta"), memory_advice("on any device: make the model smaller"):
         model = GPT(shape_of(cfg, cfg.vocab_size or sets[0].meta["vocab_size"]))
     device = named_gpu(cfg) if cfg.gpu else own_device(cfg)
     T = cfg.block_size
@@ -242,9 +242,7 @@ def print_choices(run: PlannedRun) -> None:
             with_room.append(flags)
     section(f"At batch_size {step.B}, and the largest, of sequences of {step.T}", rows)
     if memory.needed(run.model, step) > run.device.bytes:
-        smaller = (
-            "no row has room for it: lower batch_size, or take more devices or a smaller model"
-        )
+        smaller = "no row has room: lower batch_size, or take more devices or a smaller model"
         print(f"  it fits with {with_room[0]}" if with_room else f"  {smaller}")
 
 

@@ -71,6 +71,6 @@ class PrepareConfig:
 
 def is_encoding(name: str) -> bool:
     try:
-        return "a\n".encode(name).decode(name) == "a\n"
+        return "a\n".encode(name).decode(name, "surrogateescape") == "a\n"  # as files are read
     except (LookupError, UnicodeError):  # also for a codec of bytes, such as base64
         return False

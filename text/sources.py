@@ -43,7 +43,7 @@ class Source:
     kind: str  # one of KINDS, or "py": a module of the demo corpus
     name: str  # the name that messages and meta.json show
     bytes: int = 0  # size on the disk, so of the compressed data
-    changed: int = 0  # time of the last change in ns
+    changed: int = 0  # ns; the time of its inode, since `cp -p` and `touch` can set the other one
     sha256: str = ""
 
     @classmethod

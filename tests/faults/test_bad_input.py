@@ -120,6 +120,8 @@ PREPARE = {
     "--input {corpus} --tokenizer={root}/clash.tiktoken": "clash.tiktoken",
     "--input {corpus} --tokenizer={root}/none.model": "not a SentencePiece model",
     "--input {corpus} --encoding=klingon": "encoding",
+    "--input {corpus} --encoding=idna": "encoding",
+    "--input=": "input",
     "--input {corpus} --tokenizer=gpt9": "gpt9",
     "--input {corpus} --vocab_size=400 --min_tokens=100000": "document",
     "--input": "--input",
