@@ -250,8 +250,8 @@ def optimizer_bytes(model: GPT, optimizer: str) -> int:
     """
     if optimizer == "adafactor":
         return 4 * sum(sum(p.shape) for p in model.parameters())
-    matrices = sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2)
-    return 8 * count(model) - (4 * matrices if optimizer == "muon" else 0)
+    matrices = sum(p.numel() for p in model.blocks[0].parameters() if p.dim() == 2)
+    return 8 * count(model) - (4 * model.config.n_layer * matrices if optimizer == "muon" else 0)
 
 
 def optimizer_copies(model: GPT, step: Step) -> float:
@@ -263,7 +263,8 @@ def optimizer_copies(model: GPT, step: Step) -> float:
     # Muon, for the largest stack of matrices of one shape, of which each rank has its share: a copy
     # of the matrices, and of one by one two squares and their product with it. For the matrices of
     # an MLP that is 2.5 to 2.75 numbers for each of theirs; in bf16 the sum with fp32 is the most.
-    stacks = Counter(p.shape for p in model.blocks.parameters() if p.dim() == 2)
+    shapes = (p.shape for p in model.blocks[0].parameters() if p.dim() == 2)
+    stacks = Counter([*shapes] * model.config.n_layer)
     numbers = max(
         min(math.ceil(n / step.ranks), max(STACK // shape.numel(), 1)) * shape.numel()
         for shape, n in stacks.items()
@@ -271,9 +272,16 @@ def optimizer_copies(model: GPT, step: Step) -> float:
     return numbers * (6 if step.dtype == torch.bfloat16 else 11)
 
 
-def count(module: torch.nn.Module) -> int:
-    """Return the number of parameters."""
-    return sum(p.numel() for p in module.parameters())
+def count(model: GPT) -> int:
+    """Return the number of parameters. Blocks are alike: to visit all of them takes a while."""
+    others = [child for child in model.children() if child is not model.blocks]
+    outside = {p for child in others for p in child.parameters()}  # a tied matrix is there once
+    return sum(p.numel() for p in outside) + model.config.n_layer * in_block(model)
+
+
+def in_block(model: GPT) -> int:
+    """Return the number of parameters of a block."""
+    return sum(p.numel() for p in model.blocks[0].parameters())
 
 
 # Bytes that cuBLAS works in: torch gives it 8 MiB in the forward pass and 8 in the backward pass,
@@ -313,9 +321,9 @@ class Timeline:
         self.moments: dict[str, Counter] = {}  # when -> part -> bytes
         self.N = step.B * step.T
         self.P = count(model)
-        self.in_block = count(model.blocks) / c.n_layer
+        self.in_block = in_block(model)
         self.most_in_block = most_in_block(c, step)
-        self.outside = self.P - count(model.blocks)
+        self.outside = self.P - c.n_layer * self.in_block
         self.head = c.padded_vocab_size * c.n_embd  # numbers in the matrix of the head
         self.logits = self.N * c.padded_vocab_size * step.s
         # Whether the gradients of a micro-step stay until its end, in memory of their own. If not,
@@ -333,7 +341,9 @@ class Timeline:
             self.always["gradients"] = 4 * self.P / (step.world if step.zero >= 2 else 1)
 
         self.around_head()
-        for number in reversed(range(c.n_layer)):
+        # From block to block it is more or less by the same amount, but for the last one, where no
+        # weights are on their way (gathered()): so the most is at an end.
+        for number in sorted({0, max(0, c.n_layer - 2), c.n_layer - 1}, reverse=True):
             self.backward_of_block(number)
         self.end_of_backward()
         # Under DDP the gradients are its buckets, which are among what is always held.
