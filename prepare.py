@@ -19,8 +19,8 @@ Show the text that one step of a training run trained on:
     python prepare.py --inspect out/RUN --step 1200
 
 prepare.py reads .jsonl (.ndjson), .json (an array, or objects one after the other), .csv, .tsv,
-.txt (.md) and .parquet. Each of them may be compressed as .gz, .xz, .bz2 or .zst. The memory that
-it needs does not grow with the input.
+.txt (.md) and .parquet. All but the last may be compressed as .gz, .xz, .bz2 or .zst. The memory
+that it needs does not grow with the input.
 
 These shapes of a record are known. {title, summary, sections: [{title, content}]} becomes
 `title：summary`, followed by `title：content。` for each section, if at least one letter in twenty

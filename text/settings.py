@@ -28,7 +28,7 @@ class PrepareConfig:
     max_bad: float = 0.01  # error if a larger share of the records is bad; 0: at the first of them
     max_record_mb: float = 64.0  # million characters or bytes; more is bad (.json, .csv: an error)
     # ---- Output ----
-    name: str = ""  # write the data set to data_dir/NAME/; default: demo, or the first input's name
+    name: str = ""  # write the data set to data_dir/NAME/; default: the first input's, or demo
     data_dir: str = "data"  # the folder that holds the data sets
     val_fraction: float = 0.01  # share of val.bin: documents chosen by a hash, or the end of a text
     # ---- Tokenizer ----

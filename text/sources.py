@@ -23,7 +23,7 @@ from configurator import UserError
 
 KINDS = "jsonl ndjson json csv tsv txt md parquet".split()
 COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
-EXPECTED = f"{', '.join('.' + k for k in KINDS)}, plain or with {', '.join(COMPRESSED)}"
+EXPECTED = f"{', '.join('.' + k for k in KINDS)}, all but that also with {', '.join(COMPRESSED)}"
 UNKNOWN_KIND = f"unknown kind of file; expected {EXPECTED}, or give --format=KIND"
 
 # Reasons to skip a file. They are printed, and written into meta.json.
