@@ -234,16 +234,18 @@ def print_choices(run: PlannedRun) -> None:
     with_room = []  # flags that leave the training as it is, and have room for the batch
     for flags, choice in choices.items():
         size = memory.needed(run.model, choice)
-        largest = memory.largest_batch(run.model, choice, run.device.bytes)
+        fits = size <= run.device.bytes
+        smaller = choice if fits else replace(choice, accum=2)  # a smaller batch accumulates
+        largest = memory.largest_batch(run.model, smaller, run.device.bytes)
         text = f"{size / 1e9:>8.2f} GB, largest batch_size {largest:,}"
         mark = "  <- as it is" if choice == step else ""
         rows[flags or "neither shard nor recompute"] = text + mark
-        if largest >= step.B and choice.optimizer == step.optimizer:
+        if fits and choice.optimizer == step.optimizer:
             with_room.append(flags)
     section(f"At batch_size {step.B}, and the largest, of sequences of {step.T}", rows)
     if memory.needed(run.model, step) > run.device.bytes:
-        smaller = "no row has room: lower batch_size, or take more devices or a smaller model"
-        print(f"  it fits with {with_room[0]}" if with_room else f"  {smaller}")
+        advice = "no row has room: lower batch_size, or take more devices or a smaller model"
+        print(f"  it fits with {with_room[0]}" if with_room else f"  {advice}")
 
 
 # ---- Time ----

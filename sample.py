@@ -25,7 +25,7 @@ oldest of them, and a line says so. Without max_new_tokens, an answer ends where
 or when the window is full.
 
 A model folder is all that is needed: it holds the shape, the weights and the tokenizer. It may be a
-checkpoint of train.py, or a GPT2LMHeadModel, Llama, Mistral, Qwen2 or Qwen3 from anywhere.
+checkpoint of train.py, or a GPT2LMHeadModel, Llama, Qwen2 or Qwen3 from anywhere.
 nanoGPT's ckpt.pt also needs --tokenizer. A text starts after an eos, as the documents did in
 training, and ends at the next eos. In a folder that train.py did not write, it starts as the
 tokenizer there says. Let no prompt end in a space: the first token of a word has its own. A low

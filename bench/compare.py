@@ -61,7 +61,7 @@ from configurator import UserError, parse, run
 from hardware import kernels
 from hardware.device import pick_device, pick_dtype
 from hardware.machine import Machine
-from hardware.peak import peak_tflops, read_gb_s
+from hardware.peak import peak_tflops, repeat
 from model import GPT
 from text.dataset import open_datasets, open_windows
 from training.checkpoint import newest_checkpoint
@@ -335,6 +335,16 @@ def bytes_per_token(cfg: CompareConfig, model: GPT, name: str) -> float:
         # A key and a value for half of the tokens, which is the average over the text.
         numbers += c.n_layer * c.n_kv_head * c.head_dim * cfg.max_new_tokens
     return numbers * sampling_dtype(name, cfg).itemsize
+
+
+def read_gb_s(device: torch.device) -> float:
+    """Return the median GB/s at which a plain sum reads memory.
+
+    It limits the speed of sampling, which reads all weights for each token.
+    """
+    size = 2**32 if device.type == "cuda" else 2**29  # bytes
+    numbers = torch.ones(size // 8, dtype=torch.int64, device=device)
+    return size / repeat("numbers.sum()", {"numbers": numbers}).median / 1e9
 
 
 def compare_speed(cfg: CompareConfig) -> None:

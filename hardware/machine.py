@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,12 +187,14 @@ def stop_signals() -> Iterator[list[int]]:
     caught: list[int] = []
 
     def catch(number: int, frame) -> None:
-        if caught and number == signal.SIGINT:
-            os.write(2, b"\n")  # the shell's prompt comes below a progress bar
-            os._exit(128 + number)
+        again = len(caught) > 0 and number == signal.SIGINT
         caught.append(number)
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":  # a step may take long
-            os.write(2, b"\nthe run will be saved and end; Ctrl-C again ends it at once, unsaved\n")
+            text = b"\nthe run will be saved and end; Ctrl-C again ends it at once, unsaved\n"
+            with suppress(OSError):  # in `train.py 2>&1 | tee log`, Ctrl-C has ended tee, too
+                os.write(2, b"\n" if again else text)
+        if again:
+            os._exit(128 + number)
 
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:

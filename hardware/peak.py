@@ -129,16 +129,6 @@ def repeat(statement: str, names: dict[str, object]):
     return timer.blocked_autorange(min_run_time=0.5)
 
 
-def read_gb_s(device: torch.device) -> float:
-    """Return the median GB/s at which a plain sum reads memory.
-
-    It limits the speed of sampling, which reads all weights for each token.
-    """
-    size = 2**32 if device.type == "cuda" else 2**29  # bytes
-    numbers = torch.ones(size // 8, dtype=torch.int64, device=device)
-    return size / repeat("numbers.sum()", {"numbers": numbers}).median / 1e9
-
-
 def peak_tflops(
     device: torch.device, dtype: torch.dtype, given: float = 0.0
 ) -> tuple[float | None, str]:

@@ -76,6 +76,15 @@ def test_the_cut_is_made_in_the_documents_that_are_kept(tmp_path, texts, train, 
     assert (texts_of(folder, "train"), texts_of(folder, "val")) == (train, val)
 
 
+def test_the_marks_of_a_conversation_count_as_no_text_where_it_is_cut(tmp_path):
+    turns = [{"role": r, "content": f"{i} {r}"} for i in range(60) for r in ("user", "assistant")]
+    path = write_jsonl(tmp_path / "c.jsonl", [{"messages": turns}])
+    folder, meta = prepare_set(tmp_path, path, tokenizer="train", vocab_size=290, val_fraction=0.3)
+    for split, counts in meta["splits"].items():
+        text = texts_of(folder, split)[0].replace("<|im_start|>", "").replace("<|im_end|>", "")
+        assert counts["bytes"] == counts["characters"] == len(text)
+
+
 def test_many_documents_are_chosen_by_their_hash_as_ever(tmp_path):
     """These are the hashes of the files that prepare.py made before it could split by text."""
     _, meta = prepare_set(tmp_path, write_jsonl(tmp_path / "c.jsonl", make_records(60)))

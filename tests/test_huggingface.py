@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import call, contents, make_records, metrics, prepared, save_model, train_tiny
+from conftest import TINY, call, contents, make_records, metrics, prepared, save_model, train_tiny
 from safetensors.torch import load_file, save_file
 from test_hf_tokenizer import bpe, checkpoint, read
 from test_model import ODD, hidden_logits, ids
@@ -138,8 +138,6 @@ THEIRS = [
     ("Qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 3}, "20KB", "bfloat16"),
     ("Qwen2", {"tie_word_embeddings": True, "rope_theta": 1e6}, "20KB", "float32"),
     ("Qwen2", {"rope_parameters": YARN, "num_key_value_heads": 6}, "5GB", "bfloat16"),
-    ("Mistral", {"sliding_window": None, "head_dim": 12}, "20KB", "float32"),
-    ("Mistral", {"sliding_window": 32, "rope_theta": 1e6}, "5GB", "bfloat16"),
     ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}, "5GB", "float32"),
     ("Llama", {"rope_parameters": LINEAR, "num_key_value_heads": 1}, "20KB", "float32"),
     ("Qwen3", {"rope_parameters": FAST, "head_dim": 18}, "5GB", "float32"),
@@ -191,7 +189,7 @@ def as_nanogpt(model: GPT) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("compiled", ["", "_orig_mod."])
-def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path):
+def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path, tiny_data, refuses):
     model = make("gpt2", bias=bias)
     state = {compiled + name: w for name, w in as_nanogpt(model).items()}
     args = NANO | dict(bias=bias, dropout=0.1)
@@ -200,6 +198,8 @@ def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path):
     theirs = from_pretrained(tmp_path / "ckpt.pt")
     assert torch.equal(logits(theirs, ids(model)), logits(model, ids(model)))
     assert huggingface.shape_in(tmp_path / "ckpt.pt") == theirs.config
+    begin = [*TINY, f"--data_dir={tiny_data}", f"--init_from={tmp_path}/ckpt.pt"]
+    assert "a vocabulary of 300" in refuses(train.main, f"--out_dir={tmp_path}", *begin)
 
 
 LLAMA = huggingface.to_config(GPTConfig(**ODD["llama"]))

@@ -244,7 +244,14 @@ def test_a_step_that_is_recorded_once_serves_for_every_position(name):
     assert torch.equal(token, want[-1])
 
 
-HOW = [{}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}]
+HOW = [
+    {},
+    {"temperature": 0},
+    {"temperature": 1e-40},
+    {"top_k": 5},
+    {"top_p": 0.9},
+    {"top_k": 5, "top_p": 0.9},
+]
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -137,6 +137,11 @@ def test_a_plan_that_does_not_fit_names_the_flags_that_do(capsys):
     flags = re.search(r"it fits with (.+)", capsys.readouterr().out)[1]
     run = the_run(*options, *flags.split())
     assert memory.needed(run.model, run.step) < run.device.bytes
+    options = [str(REPO / "config" / "train_1b.py"), "--gpu=a100-40g", "--vocab-size=32000"]
+    call(plan.main, *options, "--batch_size=64", "--batch_tokens=131072")  # it does not accumulate
+    largest = re.search(r"largest batch_size (\d+)  <-", capsys.readouterr().out)[1]
+    run = the_run(*options, f"--batch_size={largest}", "--batch_tokens=131072")
+    assert run.plan.accum > 1 and memory.needed(run.model, run.step) < run.device.bytes
 
 
 def test_the_model_to_fine_tune_is_the_one_that_is_planned(

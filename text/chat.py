@@ -44,7 +44,7 @@ def turns_of(messages: Any, clean: Callable[[str], str]) -> list[tuple[str, str]
         name, content = (message.get(key) for key in keys_of(message))
         role = ROLES.get(name) if isinstance(name, str) else None
         if role is None:
-            raise ValueError(f"message {number}: the role {name!r} is not system, user, assistant")
+            raise ValueError(f"message {number}: role {name!r:.40} is not system, user, assistant")
         if not isinstance(content, str | None):
             raise ValueError(f"message {number}: its content is a {type(content).__name__}")
         content = clean(content or "")

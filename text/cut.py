@@ -72,8 +72,9 @@ def cut_document(
     If that is the first token, there is only the second half: the document.
     """
     tokenizer = encoder.tokenizer
-    # An unk, which has no bytes, stands for at least one character.
-    tokens = [tokenizer.token_bytes(i) or b"?" for i in range(tokenizer.vocab_size)]
+    tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+    if tokenizer.unk_id >= 0:  # it stands for at least one character
+        tokens[tokenizer.unk_id] = b"?"
     sizes = np.array([len(token) for token in tokens], np.uint16)
     # In UTF-8 a byte of the form 10xxxxxx continues a character.
     starts = np.array([sum(byte >> 6 != 0b10 for byte in token) for token in tokens], np.uint16)

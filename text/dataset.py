@@ -282,8 +282,12 @@ def open_windows(
             raise UserError(
                 f"{data.name}/{split}.bin has no answers for loss_on=answers: docs/chat.md"
             )
+        if documents == "pad":  # what stands behind the window is not learned
+            beyond = (np.append(0, ends + 1) + block_size)[np.searchsorted(ends, answers)]
+            answers = np.minimum(answers, beyond)
     if loss_per == "document" or loss_on == "answers":
-        counting = Counting(answers, ends if loss_per == "document" else None)
+        most = block_size if documents == "pad" else np.inf
+        counting = Counting(answers, ends if loss_per == "document" else None, most)
     if not whole:
         return Windows(ids, block_size, seed, counting)
     plan = padded(ends, block_size) if documents == "pad" else packed(ends, block_size)

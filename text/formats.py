@@ -115,7 +115,10 @@ class Reader:
                 if raw.bytes_read < source.bytes:  # bz2 and lzma end there without an error
                     raise EOFError(f"{source.bytes - raw.bytes_read:,} bytes cannot be unpacked")
                 source.check_unchanged(raw.digest.hexdigest())
-        except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError) as e:
+        except Exception as e:
+            unreadable = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError)
+            if not isinstance(e, unreadable) and type(e).__name__ != "ZstdError":
+                raise
             # Only an error of the system has a strerror: the others are of a decompressor, or of
             # UTF-16, where surrogateescape cannot keep wrong bytes.
             damage = f"damaged or cut off, or not in --encoding={self.encoding} ({e})"
@@ -326,9 +329,9 @@ def read_parquet(raw: HashedFile, source: Source, reader: Reader) -> Records:
             for number, row in enumerate(rows, 1):
                 fits = characters(row) <= reader.limit
                 yield f"{source.name}: row {number}", row if fits else too_long(reader.limit)
-    except pyarrow.ArrowException as e:
+    except (pyarrow.ArrowException, ValueError, OverflowError) as e:  # also a date beyond Python's
         reason = str(e).splitlines()[0][:120]
-        raise UserError(f"{source.name}: not a whole Parquet file ({reason})") from None
+        raise UserError(f"{source.name}: not a Parquet file to be read ({reason})") from None
 
 
 def read_module(raw: HashedFile, source: Source, reader: Reader) -> Records:

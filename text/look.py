@@ -46,6 +46,8 @@ def describe_lengths(lengths: Counter) -> dict[str, int]:
 def describe_set(info: dict, splits: dict[str, dict], lengths: Counter, tally: Tally) -> dict:
     """Return meta.json without the sources and the settings."""
     counts = {key: value for key, value in vars(tally).items() if key != "records"}
+    # Sorted: which of two reasons is met first depends on the number of processes.
+    counts = {k: v if k == "examples" else dict(sorted(v.items())) for k, v in counts.items()}
     in_meta = ("vocab_size", "eos_id")  # these stand in meta.json itself, not under "tokenizer"
     return {
         "format_version": FORMAT_VERSION,
@@ -203,15 +205,16 @@ def document_texts(folder: Path, meta: dict, show: str, count: int) -> Iterator[
     for _ in range(count):
         if show == "random":
             end = random.randrange(len(ids))
+        elif end >= len(ids):
+            return
         begin = end
         while begin > 0 and ids[begin - 1] != eos_id:
             begin -= 1
-        while ids[end] != eos_id:
-            end += 1
+        while not len(places := np.flatnonzero(ids[end : end + STRETCH] == eos_id)):
+            end += STRETCH
+        end += int(places[0])
         text = marked(ids[begin : min(end, begin + limit)], tokenizer)
         if end - begin > limit:
             text += f" ... and {end - begin - limit:,} more tokens"
         yield f"train, tokens {begin:,} to {end:,}, then eos", text
         end += 1
-        if end >= len(ids):
-            return

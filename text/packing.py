@@ -107,7 +107,7 @@ class Counting:
     shall count as much as the others; None: each token shall.
     """
 
-    def __init__(self, answers: np.ndarray | None, ends: np.ndarray | None):
+    def __init__(self, answers: np.ndarray | None, ends: np.ndarray | None, most: float = np.inf):
         self.answers = answers
         self.ends = ends
         if ends is not None:
@@ -116,8 +116,9 @@ class Counting:
             if answers is not None:
                 before = np.append(0, (answers[1::2] - answers[::2]).cumsum())
                 counted = before[np.searchsorted(answers[::2], bounds)]
-            self.lengths = np.maximum(1, np.diff(counted))  # (documents,), in tokens that count
-            self.mean_length = float(counted[-1] / np.count_nonzero(np.diff(counted)))
+            counted = np.minimum(np.diff(counted), most)  # (documents,), in tokens that count
+            self.lengths = np.maximum(1, counted)
+            self.mean_length = float(counted.sum() / np.count_nonzero(counted))
 
     def weights(self, targets: np.ndarray) -> np.ndarray:
         """Return the weights (T,) of the tokens at these places of the split, (T,)."""

@@ -132,7 +132,10 @@ def unpacked(kind: str, place: str, record: Any, chat: bool) -> Iterator[tuple[s
     elif isinstance(record, Lines):
         for number, line in enumerate(record.data.split(b"\n"), record.first):
             # Files that were joined may have a byte order mark within.
-            text = line.decode(record.encoding, "surrogateescape").removeprefix("\ufeff")
+            try:
+                text = line.decode(record.encoding, "surrogateescape").removeprefix("\ufeff")
+            except UnicodeDecodeError:  # of UTF-7 and ISO-2022, surrogateescape keeps no wrong byte
+                text = "\udcff"
             if text and not text.isspace():
                 yield f"{place}:{number}", text
     else:

@@ -138,7 +138,7 @@ def named_files(argument: str, skipped: Counter) -> Iterator[Path]:
     UserError if there is no such file, or if a folder has no file of a known kind.
     """
     path = Path(argument)
-    paths = [path] if path.exists() else sorted(matches(path), key=str)
+    paths = [path] if path.exists() else sorted(matches(path), key=in_order)
     if not paths:
         raise UserError(f"--input {argument}: no such file or folder")
     for path in paths:
@@ -154,7 +154,8 @@ def matches(pattern: Path) -> Iterator[Path]:
     Unlike glob.glob(), Path.glob() follows no links for **, which might lead round in circles.
     """
     root = Path(pattern.anchor)
-    for path in root.glob(str(pattern.relative_to(root))):
+    parts = pattern.relative_to(root).parts  # ** within a name is a *, as in a shell
+    for path in root.glob("/".join(p if p == "**" else re.sub(r"\*+", "*", p) for p in parts)):
         if not any(part.startswith(".") for part in path.parts if part not in pattern.parts):
             yield path
 

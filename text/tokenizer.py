@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from configurator import UserError
+from hardware.disk import only_plain
 
 # The marks of a conversation: text/chat.py.
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
@@ -52,6 +53,7 @@ class SentencePiece:
         import sentencepiece
 
         try:
+            only_plain(path)
             self.sp = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
             for token in range(self.sp.vocab_size()):
                 self.sp.id_to_piece(token)  # fails in a damaged file, where a piece may not be text
@@ -213,7 +215,7 @@ class Tiktoken:
             raise UserError(f"--tokenizer {name}: no such file, and no tiktoken encoding; {names}")
         try:
             e = tiktoken.get_encoding(name)
-        except OSError as error:  # the errors of requests are OSErrors too
+        except (OSError, ValueError) as error:  # of requests, or a file with another hash
             problem = f"--tokenizer {name}: cannot be downloaded ({type(error).__name__})"
             raise UserError(f"{problem}; set TIKTOKEN_CACHE_DIR to a folder that has it") from None
         return cls(name, e._pat_str, e._mergeable_ranks, e._special_tokens)
@@ -228,6 +230,7 @@ class Tiktoken:
         Llama 3. Raises UserError for a file that cannot be read, or is damaged.
         """
         try:
+            only_plain(path)
             lines = [line.split() for line in Path(path).read_bytes().splitlines() if line]
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
             if not are_token_ids(ranks.values()):

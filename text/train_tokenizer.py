@@ -40,7 +40,7 @@ def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, fold
     if cfg.tokenizer == "train":
         train_sentencepiece(path, sample_excerpts(cfg, sources, workers), cfg.vocab_size)
     elif cfg.tokenizer == "char":
-        characters = set().union(*over_input(cfg, sources, workers, characters_of))
+        characters = {c for part in over_input(cfg, sources, workers, characters_of) for c in part}
         write_alphabet(path, characters, with_bytes=bool(characters & RESERVED))
     elif cfg.tokenizer == "byte":
         write_alphabet(path, set(), with_bytes=True)

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from configurator import note
+from configurator import UserError, note
 from hardware.disk import MANIFEST, Lock, damage, finish, put_in_place, remove_only
 from hardware.machine import whole
 
@@ -108,10 +108,10 @@ class Saver:
             # Where a disk has no locks, another process may have written this step.
             if earlier := put_in_place(draft, target, f"{target.name}_kept"):
                 self.say(f"note: {target} is kept as {earlier.name}")
-        except OSError as e:
+        except (OSError, UserError) as e:
             with suppress(OSError):
                 remove_only(draft, OUR_FILES)
-            self.failed = f"{target} could not be written ({e.strerror or e})"
+            self.failed = f"{target} could not be written ({getattr(e, 'strerror', None) or e})"
             self.say(f"warning: {self.failed}; training goes on, earlier checkpoints are intact")
             return
         self.failed = ""
@@ -179,7 +179,7 @@ def numbered(ckpt_dir: Path) -> list[Path]:
     """
     try:
         names = os.listdir(ckpt_dir)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the latter: behind nanoGPT's ckpt.pt
         return []
     paths = [ckpt_dir / name for name in names if re.fullmatch(r"step_[0-9]{8,18}", name)]
     return sorted(paths, key=step_of, reverse=True)

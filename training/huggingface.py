@@ -4,7 +4,7 @@
         make the config.json and the weights of a folder that transformers opens, by
         AutoModelForCausalLM.from_pretrained(folder)
     from_pretrained(folder)
-        reads a GPT2LMHeadModel, or the Llama, Mistral, Qwen2 or Qwen3 ...ForCausalLM, in one file
+        reads a GPT2LMHeadModel, or the Llama, Qwen2 or Qwen3 ...ForCausalLM, in one file
         or in shards; also nanoGPT's ckpt.pt
     load_tensors(path)
         reads what torch.save() has written, and executes nothing of it
@@ -91,10 +91,6 @@ QWEN2 = replace(QWEN3, name="Qwen2ForCausalLM", model_type="qwen2", fixed=PRESET
 LLAMA = replace(
     QWEN3, name="LlamaForCausalLM", model_type="llama", fixed=PRESETS["llama"],
     keys=QWEN3.keys | dict(bias="attention_bias"),
-)  # fmt: skip
-MISTRAL = replace(  # is only read: a Llama computes the same
-    QWEN3, name="MistralForCausalLM", model_type="mistral", fixed=PRESETS["llama"],
-    defaults=QWEN3.defaults | dict(sliding_window=4096),
 )  # fmt: skip
 OURS = Architecture(  # for what no class computes
     "GPT", "gpt", {}, {field.name: field.name for field in fields(GPTConfig)},
@@ -197,15 +193,13 @@ def from_config(d: dict) -> GPTConfig:
     Raises ValueError for an architecture that model.py does not have, for a value that a field does
     not accept, and for a setting that is neither known nor empty.
     """
-    of_type = {a.model_type: a for a in (GPT2, LLAMA, QWEN2, QWEN3, MISTRAL, OURS)}
+    of_type = {a.model_type: a for a in (GPT2, LLAMA, QWEN2, QWEN3, OURS)}
     model_type = d.get("model_type")
     if model_type not in of_type:
         name = f"model_type={model_type!r} of {d.get('architectures')}"
         raise ValueError(f"{name} is none of {', '.join(of_type)}")
     a = of_type[model_type]
-    # A sliding window that is null is none. Any other null is as good as no key.
-    present = {k: v for k, v in d.items() if v is not None or k == "sliding_window"}
-    settings = a.defaults | present
+    settings = a.defaults | {k: v for k, v in d.items() if v is not None}
     if a not in (GPT2, OURS):
         unpack_rope(settings)
     shape = a.fixed | {field: settings.pop(key) for field, key in a.keys.items()}
@@ -215,9 +209,6 @@ def from_config(d: dict) -> GPTConfig:
     c = checked({field: 0 if value is None else value for field, value in shape.items()})
 
     # All other settings must be what would be written of this shape, or empty.
-    if a is MISTRAL and (settings["sliding_window"] or c.block_size) < c.block_size:
-        window = settings["sliding_window"]
-        raise ValueError(f"sliding_window={window} is not supported: it is below {c.block_size}")
     layer_types = settings.pop("layer_types", [])
     settings["layer_types"] = [kind for kind in layer_types if kind != "full_attention"]
     expected = CONSTANTS | in_words_of(a, c)

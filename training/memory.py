@@ -274,8 +274,8 @@ def optimizer_copies(model: GPT, step: Step) -> float:
 
 def count(model: GPT) -> int:
     """Return the number of parameters. Blocks are alike: to visit all of them takes a while."""
-    others = [child for child in model.children() if child is not model.blocks]
-    outside = {p for child in others for p in child.parameters()}  # a tied matrix is there once
+    # A set, since a tied matrix is there twice.
+    outside = {p for m in model.children() if m is not model.blocks for p in m.parameters()}
     return sum(p.numel() for p in outside) + model.config.n_layer * in_block(model)
 
 

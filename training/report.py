@@ -207,9 +207,7 @@ class Metrics:
         token_bytes = sum(weight * val["bytes"] / val["tokens"] for weight, val in counts)
         ppl, bits_per_byte, units = in_other_units(mean["val_loss"], float(token_bytes))
 
-        line = f"validation loss {mean['val_loss']:.4f} ("
-        if "train_eval_loss" in mean:
-            line += f"train {mean['train_eval_loss']:.4f}, "
+        line = f"validation loss {mean['val_loss']:.4f} (train {mean['train_eval_loss']:.4f}, "
         line += f"by document {mean['val_document_loss']:.4f}) | {units}"
         for key, loss in by_set.items():
             if key.startswith("val_loss/"):
@@ -225,8 +223,7 @@ class Metrics:
         if self.cfg.loss_on == "answers":
             line = f"the model answers {prompt!r}:"
             prompt = ""
-        text = prompt + text
-        self.write(dict(step=step, sample=text), f"{line}\n{quoted(text)}")
+        self.write(dict(step=step, sample=prompt + text), f"{line}\n{quoted(prompt + text)}")
 
     def log_save(self, step: int, path: Path, seconds: float) -> None:
         """Report that the checkpoint of a step is complete on the disk.

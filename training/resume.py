@@ -253,7 +253,7 @@ def settings_changed(earlier: Earlier, cfg: TrainConfig) -> list[str]:
     saved = earlier.settings
     order = " (the windows come in another order: some are read twice, others never)"
     return [
-        f"{k} {saved[k]} -> {value}{order if k in ('seed', 'dataset') else ''}"
+        f"{k} {saved[k]} -> {value}{order if k in ('seed', 'dataset', 'documents') else ''}"
         for k, value in asdict(cfg).items()
         if k not in PLACE and saved.get(k, value) != value
     ]

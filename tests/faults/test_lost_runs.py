@@ -17,7 +17,7 @@ import harness
 import pytest
 from conftest import REPO, call, contents, forge, metrics, same, train_tiny
 from safetensors.torch import load_file, save_file
-from test_faults import at_step_5, options, steps_in
+from test_faults import ENDLESS, at_step_5, options, steps_in
 
 import prepare
 import sample
@@ -233,7 +233,7 @@ def test_a_lock_on_a_folder_that_was_removed_meanwhile_is_not_one(tmp_path):
     assert not folder.exists()
 
 
-def test_a_run_whose_folder_was_moved_ends_if_another_process_has_taken_its_place(
+def test_a_run_whose_folder_was_moved_saves_nothing_where_another_process_has_its_place(
     tiny_data, tmp_path, monkeypatch, refuses
 ):
     """The lock went with the folder. Two runs in one place would prune each other's checkpoints."""
@@ -410,6 +410,16 @@ def test_under_nohup_a_closed_terminal_ends_nothing(tiny_data, tmp_path):
     harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 5)
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=120) == 0 and len(metrics(tmp_path / "run", "loss")) == 60
+
+
+@pytest.mark.slow
+def test_ctrl_c_that_also_ends_the_tee_behind_a_run_saves_it(tiny_data, tmp_path):
+    argv = command(tiny_data, tmp_path, *ENDLESS)
+    process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 5)
+    process.stderr.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 130 and newest_checkpoint(tmp_path / "run" / "ckpt")
 
 
 # -- metrics.jsonl --
