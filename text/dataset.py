@@ -286,8 +286,8 @@ def open_windows(
             beyond = (np.append(0, ends + 1) + block_size)[np.searchsorted(ends, answers)]
             answers = np.minimum(answers, beyond)
     if loss_per == "document" or loss_on == "answers":
-        most = block_size if documents == "pad" else np.inf
-        counting = Counting(answers, ends if loss_per == "document" else None, most)
+        limit = block_size if documents == "pad" else np.inf
+        counting = Counting(answers, ends if loss_per == "document" else None, limit)
     if not whole:
         return Windows(ids, block_size, seed, counting)
     plan = padded(ends, block_size) if documents == "pad" else packed(ends, block_size)

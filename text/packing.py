@@ -104,10 +104,11 @@ class Counting:
 
     answers: where each answer begins and where it ends, in turn, (2 n,), if only their tokens shall
     count; None: all do. ends: where the eos of each document is, (documents,), if each document
-    shall count as much as the others; None: each token shall.
+    shall count as much as the others; None: each token shall. limit: the most tokens of a document
+    that its window has room for; what stands behind them is not learned.
     """
 
-    def __init__(self, answers: np.ndarray | None, ends: np.ndarray | None, most: float = np.inf):
+    def __init__(self, answers: np.ndarray | None, ends: np.ndarray | None, limit: float = np.inf):
         self.answers = answers
         self.ends = ends
         if ends is not None:
@@ -116,9 +117,9 @@ class Counting:
             if answers is not None:
                 before = np.append(0, (answers[1::2] - answers[::2]).cumsum())
                 counted = before[np.searchsorted(answers[::2], bounds)]
-            counted = np.minimum(np.diff(counted), most)  # (documents,), in tokens that count
-            self.lengths = np.maximum(1, counted)
-            self.mean_length = float(counted.sum() / np.count_nonzero(counted))
+            lengths = np.minimum(np.diff(counted), limit)  # (documents,), in tokens that count
+            self.lengths = np.maximum(1, lengths)
+            self.mean_length = float(lengths.sum() / np.count_nonzero(lengths))
 
     def weights(self, targets: np.ndarray) -> np.ndarray:
         """Return the weights (T,) of the tokens at these places of the split, (T,)."""
