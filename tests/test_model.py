@@ -222,6 +222,7 @@ def test_greedy_with_cache_equals_greedy_without_token_for_token(name):
     prompt = ids(model, 3, 5)
     cached = generated(model, prompt, 27, temperature=0)
     assert cached.shape == (27, 3) and torch.equal(cached, greedy_without_cache(model, prompt, 27))
+    assert torch.equal(cached, generated(model, prompt, 27, temperature=1e-40))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
@@ -244,14 +245,7 @@ def test_a_step_that_is_recorded_once_serves_for_every_position(name):
     assert torch.equal(token, want[-1])
 
 
-HOW = [
-    {},
-    {"temperature": 0},
-    {"temperature": 1e-40},
-    {"top_k": 5},
-    {"top_p": 0.9},
-    {"top_k": 5, "top_p": 0.9},
-]
+HOW = [{}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}]
 
 
 @pytest.mark.parametrize("how", HOW)
