@@ -601,7 +601,7 @@ def sample_token(logits: Tensor, temperature: float, top_k: int = 0, top_p: floa
     top_p < 1: draw from the likeliest only, as many as it takes to reach the probability top_p
     (nucleus sampling).
     """
-    if temperature < 1e-5:  # or 0; logits / temperature might overflow
+    if temperature < 1e-5:  # 0, or so low that logits / temperature may overflow
         return logits.argmax(dim=-1)
     ids = None  # the token of each column; None: column i is token i
     if 0 < top_k < logits.size(-1):

@@ -52,8 +52,8 @@ class PlanConfig(TrainConfig):
 
     def problems(self) -> list[str]:
         problems = TrainConfig.problems(self)
-        if self.vocab_size < 0 or self.nproc < 1:
-            problems.append("vocab_size must be at least 0, nproc at least 1")
+        if not 0 <= self.vocab_size < 2**31 or self.nproc < 1:
+            problems.append("vocab_size must be at least 0 and below 2^31, nproc at least 1")
         if self.vocab_size and not (self.max_steps or self.max_tokens):
             problems.append("vocab_size: a plan without data needs max_steps or max_tokens")
         mixed = "," in self.dataset or self.vocab_size
@@ -140,10 +140,10 @@ def named_gpu(cfg: PlanConfig) -> Device:
     if cfg.dtype != "auto":
         dtype = getattr(torch, cfg.dtype)
     if card is None:
-        size = re.search(r"(\d+)gb?$", cfg.gpu.lower())
+        size = re.search(r"(?:^|[\s_-])(\d+(?:\.\d+)?)gb?$", cfg.gpu.lower())
         if size and cfg.peak_tflops:
             peak, source = peak_tflops(torch.device("cuda"), dtype, cfg.peak_tflops)
-            return Device(cfg.gpu, "cuda", dtype, peak, source, int(size[1]) * 1e9)
+            return Device(cfg.gpu, "cuda", dtype, peak, source, float(size[1]) * 1e9)
         cards = ", ".join(f"{card.name} {card.memory_gb}GB" for card in CARDS)
         others = "of another, give memory and speed, as --gpu=4060-8g --peak_tflops=12"
         raise UserError(f"gpu: {cfg.gpu!r} is not in the table of GPUs; {others}; it has {cards}")
@@ -234,13 +234,11 @@ def print_choices(run: PlannedRun) -> None:
     with_room = []  # flags that leave the training as it is, and have room for the batch
     for flags, choice in choices.items():
         size = memory.needed(run.model, choice)
-        fits = size <= run.device.bytes
-        smaller = choice if fits else replace(choice, accum=2)  # a smaller batch accumulates
-        largest = memory.largest_batch(run.model, smaller, run.device.bytes)
+        largest = memory.largest_batch(run.model, choice, run.device.bytes)
         text = f"{size / 1e9:>8.2f} GB, largest batch_size {largest:,}"
         mark = "  <- as it is" if choice == step else ""
         rows[flags or "neither shard nor recompute"] = text + mark
-        if fits and choice.optimizer == step.optimizer:
+        if size <= run.device.bytes and choice.optimizer == step.optimizer:
             with_room.append(flags)
     section(f"At batch_size {step.B}, and the largest, of sequences of {step.T}", rows)
     if memory.needed(run.model, step) > run.device.bytes:

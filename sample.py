@@ -363,7 +363,7 @@ class Conversation:
         """Return the ids of a message. Raises UserError if they leave no room for an answer."""
         _, ids = encode(f"{role}\n{text}", self.tokenizer)
         ids = [self.start_mark, *ids, *self.ending]
-        room = self.window - len(self.opening) - len(self.header) - 1
+        room = max(0, self.window - len(self.opening) - len(self.header) - 1)
         if len(ids) > room:
             raise UserError(f"the {role} message has {len(ids):,} tokens, the model sees {room:,}")
         return ids

@@ -49,12 +49,18 @@ def test_every_kind_of_run_is_drawn(tmp_path, capsys, options):
     assert capsys.readouterr().err.count("other: no metrics.jsonl there") == 1
 
 
-def test_without_a_name_the_newest_run_is_drawn(tmp_path, capsys):
+def test_without_a_name_the_newest_run_is_drawn_but_over_no_file_of_somebody(
+    tmp_path, capsys, refuses
+):
     for name in ("old", "new"):
         write_run(tmp_path / name, falling())
     os.utime(tmp_path / "old" / "metrics.jsonl", (1, 1))
     call(plot.main, f"--out_dir={tmp_path}")
     assert capsys.readouterr().out.strip() == f"{tmp_path}/new/loss.png"
+    call(plot.main, f"--out_dir={tmp_path}")  # its own picture may be replaced
+    (tmp_path / "new" / "loss.png").write_text("precious")
+    assert "new/loss.png" in refuses(plot.main, f"--out_dir={tmp_path}")
+    assert (tmp_path / "new" / "loss.png").read_text() == "precious"
 
 
 def test_the_first_steps_and_a_spike_do_not_flatten_the_rest(tmp_path):

@@ -86,10 +86,10 @@ class Encoder:
             if len(tokens) < self.cfg.min_tokens:
                 tally.dropped[f"fewer than {self.cfg.min_tokens} tokens"] += 1
                 continue
+            digest = hashlib.sha256(document.utf8).digest()
             if self.tokenizer.unk_id in tokens:
                 tally.changed["lost characters that the tokenizer has no token for"] += 1
-            digest = hashlib.sha256(document.utf8).digest()
-            if digest[0] < 4:  # one document in 64
+            elif digest[0] < 4:  # one document in 64
                 decoded = [self.tokenizer.decode(ids.tolist()) for ids in encoded]
                 if decoded != document.pieces:
                     tally.changed["its tokens decode to another text (1 in 64 is tried)"] += 1

@@ -112,8 +112,6 @@ class Reader:
                         yield number, raw.bytes_read, place, record
                 while stream.read(1 << 20):
                     pass  # the hash includes bytes that no record needed
-                if raw.bytes_read < source.bytes:  # bz2 and lzma end there without an error
-                    raise EOFError(f"{source.bytes - raw.bytes_read:,} bytes cannot be unpacked")
                 source.check_unchanged(raw.digest.hexdigest())
         except Exception as e:
             unreadable = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError)

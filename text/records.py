@@ -134,7 +134,7 @@ def unpacked(kind: str, place: str, record: Any, chat: bool) -> Iterator[tuple[s
             # Files that were joined may have a byte order mark within.
             try:
                 text = line.decode(record.encoding, "surrogateescape").removeprefix("\ufeff")
-            except UnicodeDecodeError:  # of UTF-7 and ISO-2022, surrogateescape keeps no wrong byte
+            except UnicodeDecodeError:  # UTF-7 and ISO-2022-JP: surrogateescape fails there
                 text = "\udcff"
             if text and not text.isspace():
                 yield f"{place}:{number}", text

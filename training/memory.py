@@ -501,6 +501,11 @@ def auto_batch(model: GPT, step: Step, capacity: float) -> int:
 
 
 def largest_batch(model: GPT, step: Step, capacity: float) -> int:
-    """Return how many sequences of a micro-step fit into `capacity` bytes; 0 if not even one."""
+    """Return how many sequences of a micro-step fit into `capacity` bytes; 0 if not even one.
+
+    If as many as in `step` do not fit, a step needs several micro-steps, whose gradients add up.
+    """
+    if needed(model, step) > capacity:
+        step = replace(step, accum=max(2, step.accum))
     sizes = range(1, 2**20)
     return bisect_right(sizes, capacity, key=lambda B: needed(model, replace(step, B=B)))

@@ -54,7 +54,7 @@ def check_room(model: GPT, step: Step, room: float) -> None:
     size = needed(model, step)
     if size > 1.25 * room:  # on a CPU a prediction may be 25 % too high (training/memory.py)
         gb = f"{size / 1e9:.1f} GB of memory, and there are {room / 1e9:.1f}"
-        largest = largest_batch(model, replace(step, accum=2), room)  # a smaller one accumulates
+        largest = largest_batch(model, step, room)
         advice = f"--batch_size={largest} fits" if largest else "plan.py says what others need"
         raise UserError(f"batch_size={step.B} needs {gb}: {advice}")
 

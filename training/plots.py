@@ -133,6 +133,8 @@ def plot_loss(folders: list[Path], png: Path, x: str = "steps", y: str = "loss")
     Raises UserError if a run cannot be drawn, and ImportError if there is no matplotlib.
     """
     runs = [read_run(folder, x, y) for folder in folders]
+    if png.exists() and b"atplotlib" not in png.read_bytes():  # as each picture says of itself
+        raise UserError(f"{png} is not a picture by this program: move it away, or give --png")
     import matplotlib
     from matplotlib import colormaps, font_manager
     from matplotlib.figure import Figure
