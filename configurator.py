@@ -78,6 +78,17 @@ class Unfailing:
         return getattr(self.stream, name)
 
 
+def ignore_leftovers() -> None:
+    """Forget what the environment says of ranks, if that is not all that torchrun would have set.
+
+    Else one process would count for many, as where a cluster's script has set WORLD_SIZE.
+    """
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        if left := [name for name in names if os.environ.pop(name, None)]:
+            note(f"{', '.join(left)} of the environment: ignored, since this is not torchrun's")
+
+
 def run(main: Callable[[], None], needs_output: bool = True) -> None:
     """Run main() of a script. A UserError becomes one line on stderr and exit code 2.
 
@@ -100,6 +111,7 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
         sys.stdout = Unfailing(sys.stdout)
         sys.stderr = Unfailing(sys.stderr)
     try:
+        ignore_leftovers()
         main()
     except UserError as e:
         if "RANK" in os.environ and isinstance(e, OneRankError):
@@ -108,7 +120,7 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
             print(f"error: {e}", file=sys.stderr)
         else:
             # torchrun ends all ranks as soon as one has ended. Give rank 0 time to print the error.
-            time.sleep(2)
+            time.sleep(20)
         sys.exit(2)
     except BrokenPipeError:  # the reader has closed the pipe, as in `python sample.py | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,15 +3,16 @@
 train.py starts this program beside each run (--tracker=off: it does not). It reads metrics.jsonl
 and writes loss.png and follow.json. Whatever happens to it, the training goes on. By hand it
 follows a run that is going on or over, also on another computer that sees the folder or a copy of
-it, and its exit code is 2 if the tracker failed. It ends when the run does, or with Ctrl-C, and
-waits while another follow.py follows that run.
+it, and its exit code is 2 if the tracker failed. It ends when the run does, or with Ctrl-C (of a
+run that was killed nothing says that it is over), and waits while another follow.py follows it.
 
     python follow.py out/demo
     # on a computer with internet, for a run that was started without a tracker
     python follow.py out/demo --tracker=wandb
 
 The project at wandb or SwanLab is gpt, unless WANDB_PROJECT or SWANLAB_PROJECT names another. What
-was sent is not sent again after a resume, and the same wandb run goes on.
+was sent is not sent again after a resume, and the same wandb run goes on: steps that are trained
+again, with other settings, stay at the tracker as they were.
 """
 
 import fcntl
@@ -51,7 +52,8 @@ def main() -> None:
     cfg = parse(FollowConfig, doc=__doc__, positional="runs")
     folder = Path(cfg.runs[0])
     path = folder / "metrics.jsonl"
-    all_settings = [r["settings"] for r in read_metrics(path) if "settings" in r]
+    at_start = read_metrics(path)
+    all_settings = [r["settings"] for r in at_start if "settings" in r]
     if not all_settings:
         raise UserError(f"{path}: no run has begun there: name the folder of one, as out/demo")
     handle = os.open(folder, os.O_RDONLY)  # it is open, and so locked, until this process ends
@@ -72,6 +74,8 @@ def main() -> None:
             signal.alarm(60)  # a tracker that hangs must not stay behind for ever
         start = time.monotonic()
         records = read_metrics(path)
+        if records and records[0] != at_start[0]:  # that one has a follow.json of its own
+            raise UserError(f"{folder} is the folder of another run now")
         if not cfg.beside:
             over = any("ended" in record for record in records[-1:])
         picture = draw(folder, records)

@@ -27,8 +27,8 @@ nh = n_head, nkv = n_kv_head, hs = head_dim, V = vocab_size.
 
 This file needs no other of this project. train.py and sample.py put faster versions of the same
 formulas in the place of six functions here, by install() of hardware/kernels.py: attend, rotate,
-cross_entropy, document_mask, and forward of Linear and RMSNorm. You do not need to read that file;
-but to change one of the six here, take its line out of install().
+cross_entropy, document_mask, and forward of RMSNorm and of Linear (which is torch's own). You do
+not need to read that file; but to change one of the six here, take its line out of install().
 """
 
 import math
@@ -128,8 +128,8 @@ PRESETS["qwen3"] = PRESETS["llama"] | dict(qk_norm=True)
 class Linear(nn.Linear):
     """x (..., K) -> x @ weight.T + bias (..., N)."""
 
-    # Of the matrices that stand one below the other in `weight`; (): it is one. init_weights and
-    # Muon treat each of them by itself.
+    # The qkv layer has three matrices in its `weight`, one below the other: these are their numbers
+    # of rows. init_weights and Muon treat each matrix by itself. (): the weight is one matrix.
     rows = ()
 
     def reset_parameters(self) -> None:
@@ -397,8 +397,8 @@ class GPT(nn.Module):
         The loss is the cross-entropy -ln p(target) in nats, the mean or sum over the positions.
         weights: (B, T), by which the loss of each position is multiplied. The mean is then over all
         positions, those that are ignored included.
-        eos_id: keep documents apart. This token begins a document. Each token attends only to its
-        own document, and positions are counted within it.
+        eos_id: keep documents apart. The eos that ends a document counts as the first token of the
+        next one. Each token attends only to its own document, and positions are counted within it.
         cache: holds the tokens before idx, and takes those of idx: the caller then adds their
         number to cache.length.
         """

@@ -42,7 +42,7 @@ from training.settings import TrainConfig, model_config
 
 @dataclass(frozen=True)
 class PlanConfig(TrainConfig):
-    elsewhere = TrainConfig.elsewhere | {"nproc": "nproc_per_node devices num_gpus world_size"}
+    elsewhere = TrainConfig.elsewhere | {"nproc": "nproc_per_node devices num_gpus gpus world_size"}
     # ---- Where ----
     gpu: str = ""  # v100-16g, a100-80g, 4090, h100, ...; default: this machine's device
     nproc: int = 1  # number of devices, with one process for each
@@ -242,8 +242,8 @@ def print_choices(run: PlannedRun) -> None:
             with_room.append(flags)
     section(f"At batch_size {step.B}, and the largest, of sequences of {step.T}", rows)
     if memory.needed(run.model, step) > run.device.bytes:
-        advice = "no row has room: lower batch_size, or take more devices or a smaller model"
-        print(f"  it fits with {with_room[0]}" if with_room else f"  {advice}")
+        advice = "no row has room: lower batch_size to what a row says, or take more devices"
+        print(f"  it fits with {with_room[0]}" if with_room else f"  {advice}, or a smaller model")
 
 
 # ---- Time ----

@@ -245,7 +245,7 @@ def end_run(job: Job, stopped: bool, signals: list[int]) -> None:
     newest = newest_checkpoint(job.folder / "ckpt") if job.machine.is_main else None
     goes_on = f"--init_from=resume goes on from {newest}" if newest else "nothing was saved yet"
     if job.saver.failed:
-        raise UserError(f"{job.saver.failed}: make room; {goes_on}")
+        raise UserError(f"{job.saver.failed}; {goes_on}")
     if job.progress.gives_up():
         problem = f"{job.progress.bad_in_a_row} steps in a row without a finite loss and gradient"
         advice = "lower lr, or try dtype=float32, or look at the texts of these steps, and if the"

@@ -14,7 +14,7 @@ import torch
 from configurator import parse, run
 from hardware.terminal import ProgressBar
 from model import GPT
-from sample import SampleConfig, open_model
+from sample import SampleConfig, check_chat, open_model
 from text.chat import marks_of, question_ids
 from text.demo import TAUGHT, demo_sources, questions
 from text.tokenizer import Tokenizer
@@ -49,7 +49,8 @@ def main() -> None:
     held_out = {q: a for text in texts for q, a, is_held_out in questions(*text) if is_held_out}
     asked = list(held_out)[:: max(1, len(held_out) // cfg.count)][: cfg.count]
     for ckpt in cfg.ckpts:
-        _, label, model, tokenizer = open_model(SampleConfig(ckpt=ckpt))
+        folder, label, model, tokenizer = open_model(SampleConfig(ckpt=ckpt))
+        check_chat(folder, tokenizer)
         answered = answers(model.eval(), tokenizer, asked)
         right = [answered[q].split()[:5] == held_out[q].split()[:5] for q in asked]
         print(f"{label}: {sum(right)} of {len(asked)} answers have the right first five words")

@@ -95,7 +95,7 @@ class CompareConfig(TrainConfig):
     def problems(self) -> list[str]:
         problems = TrainConfig.problems(self) if self.recipe else step_problems(self)
         problems += not_positive(self, "rounds") + no_folder(self, "json")
-        if (self.nanogpt or self.recipe) and not (Path(self.nanogpt) / "train.py").exists():
+        if (self.nanogpt or self.recipe) and not Path(self.nanogpt or "?", "train.py").exists():
             problems.append(f"nanogpt={self.nanogpt}: no train.py in it")
         if not 0 < self.warmup < self.steps - 1:  # step `warmup` to step `steps` - 1 are timed
             problems.append("warmup must be positive and below steps - 1")

@@ -202,7 +202,7 @@ def run_settings(settings: TrainConfig, seed: int) -> TrainConfig:
     content = {k: v for k, v in changes(settings).items() if k in judged}
     sets = open_datasets(settings.dataset, settings.data_dir)
     content["data"] = [data.meta["splits"] for data in sets]
-    is_tuned = settings.init_from != "scratch"
+    is_tuned = settings.init_from not in ("scratch", "auto")
     if is_tuned:
         content["init_from"] = settings.init_from
     name = f"seed{seed}-{content_sha256(content)[:12]}"
@@ -269,8 +269,8 @@ def report(cfg: LabConfig, runs: list[Run], baseline: str) -> None:
     """Print the table of the finished runs, and write the files that were asked for."""
     results: Results = {}
     for run in runs:
-        result = read_run(run.folder, run.judges, run.loss)
-        if result:
+        # A loss that is not finite: the run has diverged.
+        if (result := read_run(run.folder, run.judges, run.loss)) and math.isfinite(result.loss):
             results.setdefault(run.variant, {})[run.seed] = result
     lengths = [baseline, *(at_length(baseline, length) for length in cfg.lengths if length != 1)]
     rows = compare(results, lengths)

@@ -241,4 +241,4 @@ def plot(results: Results, rows: list[Row], lengths: list[str], question: str, p
         panel.grid(alpha=0.3)
     fig.suptitle(question)
     fig.legend(loc="outside lower center", ncols=5)
-    fig.savefig(png, dpi=120)
+    fig.savefig(png, format="png", dpi=120)

@@ -211,7 +211,8 @@ def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor, interacts: bo
 
     interacts: c is b, and not 1. With E, a, b and R, (L - E)^(1/c) is linear in A and B: least
     squares, whose weights make a Huber loss of it, solve for these at all points of a grid of a, b
-    and R. The grid shrinks around its best.
+    and R. The grid shrinks around its best. If it has three dimensions, the best may lie along its
+    diagonal: then it only moves, in a direction in which its best is at its edge.
     """
     E = E.clamp(max=MOST_E * losses.min())
     most = torch.tensor([1.5, 1.5, 10 * REPEATS]).double().log()
@@ -221,7 +222,7 @@ def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor, interacts: bo
     center, reach = (most + least) / 2, (most - least) / 2
     above = (losses - E)[:, None]  # (n, 1)
     share = above / losses[:, None]
-    for _ in range(12):
+    for _ in range(24 if repeats(D, U) else 12):
         offsets = [r * torch.linspace(-1, 1, 13 if r else 1) for r in reach]
         grid = (center + torch.cartesian_prod(*offsets)).clamp(least, most).exp()  # (P, 3)
         a, b, R = grid.T[:, :, None]  # (P, 1) each
@@ -242,8 +243,9 @@ def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor, interacts: bo
             weights = share**2 * DELTA / errors.abs().clamp(min=DELTA)
         costs = huber_loss(errors, torch.zeros_like(errors), reduction="none", delta=DELTA)
         best = costs.sum((1, 2)).argmin()
+        at_edge = (grid[best].log() - center).abs() > 0.9 * reach
         center = grid[best].log()
-        reach = reach / 2
+        reach = torch.where(at_edge & repeats(D, U), reach, reach / 2)
     A, B = factors[best, :, 0] / size[best, 0]
     a, b, R = grid[best]
     return torch.stack([E, A, a, B, b, c[best, 0], R])
@@ -290,7 +292,7 @@ def draw(ladder: Ladder, png: Path) -> None:
     errors.set(xscale="log", xlabel="tokens", ylabel="loss above the law (%)")
     errors.axhline(0, color="black", lw=0.8)
     fig.legend(loc="outside lower center", ncols=5)
-    fig.savefig(png, dpi=120)
+    fig.savefig(png, format="png", dpi=120)
 
 
 if __name__ == "__main__":

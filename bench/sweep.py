@@ -265,7 +265,8 @@ def figures_of(seconds: list[float], training: Training, peak: float | None) -> 
 
 def by_turns(axis: str, cfg: SweepConfig, machine: Machine, peak: float | None) -> Iterator[dict]:
     """Yield a cell for each value of the setting `axis`. The cells share one model."""
-    accum = make_plan(replace(cfg, max_steps=1), 1, 1).accum
+    plan = make_plan(replace(cfg, max_steps=1), 1, 1)
+    cfg, accum = replace(cfg, batch_size=plan.batch_size), plan.accum
     shared = replace(new_training(cfg, model_config(cfg, cfg.vocab_size), machine), accum=accum)
     trainings: dict[str, Training] = {}
     notes: dict[str, str] = {}

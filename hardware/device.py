@@ -45,17 +45,22 @@ def start(asked_device: str, asked_dtype: str, sparing: bool = False) -> Machine
 
 def join_ranks(device: torch.device) -> dist.ProcessGroup:
     """Connect this process with the other ranks. Return the group for `Machine.group`."""
+    backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    connect(backend, LONGEST_WAIT, device_id)
+    # Before and after the loop, one rank may read all data, or compile, while the others wait.
+    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+
+
+def connect(backend: str, timeout: timedelta, device_id: torch.device | None = None) -> None:
+    """Connect this process with the others that torchrun has started."""
     store, rank, world = next(dist.rendezvous("env://"))
     # torchrun gives restarted workers the store of the attempt before, which holds addresses that
     # are no longer valid (torch 2.13). So each attempt gets a prefix of its own. This does not work
     # with several computers, because each of them counts its own restarts.
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     ranks = dict(store=store, rank=rank, world_size=world, device_id=device_id)
-    dist.init_process_group(backend, timeout=LONGEST_WAIT, **ranks)
-    # Before and after the loop, one rank may read all data, or compile, while the others wait.
-    return dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    dist.init_process_group(backend, timeout=timeout, **ranks)
 
 
 def tune_malloc(sparing: bool) -> None:

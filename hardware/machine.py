@@ -190,9 +190,11 @@ def stop_signals() -> Iterator[list[int]]:
         again = len(caught) > 0 and number == signal.SIGINT
         caught.append(number)
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":  # a step may take long
-            text = b"\nthe run will be saved and end; Ctrl-C again ends it at once, unsaved\n"
+            text = b"\nthe run will be saved and end"
+            if "RANK" not in os.environ:  # torchrun hands on the first one only
+                text += b"; Ctrl-C again ends it at once, unsaved"
             with suppress(OSError):  # in `train.py 2>&1 | tee log`, Ctrl-C has ended tee, too
-                os.write(2, b"\n" if again else text)
+                os.write(2, b"\n" if again else text + b"\n")
         if again:
             os._exit(128 + number)
 

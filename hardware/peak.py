@@ -54,6 +54,7 @@ GPUS = {
     "T4": (dict(fp16=65, fp32=8.1), (16,), 70, "NVIDIA T4 datasheet"),
     "A10": (dict(bf16=125, fp16=125, tf32=62.5, fp32=31.2), (24,), 150, "NVIDIA A10 datasheet"),
     "A100": (A100, (40, 80), 400, "NVIDIA A100 datasheet, SXM4"),
+    # The watts are those of 80 GB; 40 GB has 250 W.
     "A100 PCIE": (A100, (40, 80), 300, "NVIDIA A100 datasheet, PCIe, 80 GB"),
     # There is no datasheet of the A800's SXM4 form, which differs from the A100's in NVLink only.
     # NVIDIA A800 40GB Active datasheet: 240 W.

@@ -136,7 +136,9 @@ def test_where_the_eos_ends_a_message_another_ends_a_conversation(tmp_path):
 
 def test_only_conversations_replace_a_chat_template(tiny_data, tmp_path):
     """They do so also in a mix. A run on texts keeps what came with its tokenizer."""
-    folder = write_files(tmp_path / "m", {"tokenizer_config.json": THEIRS})
+    ends = {"eos_token_id": [2, 0]}
+    settings = {"tokenizer_config.json": THEIRS, "generation_config.json": ends}
+    folder = write_files(tmp_path / "m", settings)
     model = (tiny_data / "tiny" / "tokenizer.model").read_bytes()
     (folder / "tokenizer.model").write_bytes(model)
     prepared(tmp_path, records(conversations(100)), f"--tokenizer={folder}")
@@ -145,7 +147,8 @@ def test_only_conversations_replace_a_chat_template(tiny_data, tmp_path):
     prepared(tmp_path, texts, "--name=texts", f"--tokenizer={folder}")
     plain = checkpoint(tmp_path, tmp_path / "1", "--dataset=texts", *SHORT)
     assert read(plain / "tokenizer_config.json")["chat_template"] == THEIRS["chat_template"]
-    assert not CHAT_FILES & {path.name for path in plain.iterdir()}
+    assert not (plain / "chat_template.jinja").exists()
+    assert read(plain / "generation_config.json") == ends
     mixed = checkpoint(tmp_path, tmp_path / "2", "--dataset=texts,chats", *SHORT)
     assert CHATML in read(mixed / "tokenizer_config.json")["chat_template"]
 

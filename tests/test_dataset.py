@@ -77,6 +77,8 @@ def test_even_the_smallest_data_is_never_read_beyond_its_end(n_tokens):
     drawn = [windows.start(sample) for sample in range(50)]
     for start in [*drawn, *windows.fixed_starts(0), *windows.fixed_starts(32)]:
         assert 0 <= start <= n_tokens - 33
+    few, every = windows.fixed_starts(64), windows.fixed_starts(0)
+    assert (few[0], few[-1]) == (every[0], every[-1])  # spread over the whole split
 
 
 MIXTURES = [("0.7", "0.3"), ("1", "1", "1"), ("0.05", "0.9", "0.05"), ("1e-6", "1")]

@@ -113,6 +113,21 @@ def test_a_copy_is_followed_by_hand_and_what_was_sent_is_not_sent_again(copied, 
     assert (inits[0]["project"], inits[0]["experiment_name"]) == ("gpt", "run")
 
 
+def test_it_ends_when_the_folder_is_that_of_another_run(copied, tmp_path, monkeypatch, refuses):
+    """Else the tracker would show two runs as one, and the other one's follow.json be lost."""
+    lines = (copied / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copied / "metrics.jsonl").write_text("".join(lines[:-1]))  # it goes on
+    another = lines[0].replace('"lr": ', '"lr": 1')
+
+    def replaced(*_) -> tuple:
+        (copied / "metrics.jsonl").write_text(another)
+        return ([], [], [])
+
+    monkeypatch.setattr("follow.select.select", replaced)
+    assert "another run" in refuses(follow.main, str(copied))
+    assert not (copied / "loss.png").exists()
+
+
 def test_it_ends_by_itself_when_the_training_is_killed(copied):
     """A killed process closes its end of the pipe, and says nothing in the record of the run."""
     lines = (copied / "metrics.jsonl").read_text().splitlines(keepends=True)

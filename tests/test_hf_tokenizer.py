@@ -13,8 +13,10 @@ from test_prepare import TEXTS, tiktoken_file
 
 from configurator import UserError
 from text.dataset import load_tokenizer
-from text.hf_tokenizer import from_hugging_face, to_hugging_face
+from text.encode import Encoder
+from text.hf_tokenizer import from_hugging_face, ranks_of, to_hugging_face
 from text.records import record_text
+from text.settings import PrepareConfig
 from text.tokenizer import CL100K_PATTERN, GPT2_PATTERN, SentencePiece, Tiktoken, same_ids
 from text.train_tokenizer import write_alphabet
 from training.checkpoint import newest_checkpoint
@@ -186,14 +188,31 @@ def test_words_that_are_tokens_need_no_merges_where_the_file_says_so(tmp_path, t
     folder = bpe(tmp_path / "m", "gpt2")
     content = read(folder / "tokenizer.json")
     model = content["model"]
-    model["merges"] = [m for m in model["merges"] if "".join(m) != "Ġtokens"]
+    model["vocab"]["zqzqzq"] = 700
     for ignore in (True, False):
         model["ignore_merges"] = ignore
         write_files(folder, {"tokenizer.json": content})
-        ours = from_hugging_face(folder).encode("the tokens").tolist()
+        ours = from_hugging_face(folder).encode("zqzqzq").tolist()
         auto = transformers.AutoTokenizer.from_pretrained(folder)
-        assert ours == auto("the tokens").input_ids
-        assert (model["vocab"]["Ġtokens"] in ours) is ignore
+        assert ours == auto("zqzqzq").input_ids
+        assert (700 in ours) is ignore
+
+
+def test_a_vocabulary_with_merges_that_tiktoken_would_not_make_is_refused():
+    """One that was extended by the merges of another has such."""
+    vocab = {token: i for i, token in enumerate(["a", "b", "c", "ab", "bc", "abc"])}
+    assert ranks_of(vocab, {"merges": ["a b", "b c", "ab c"]})[b"abc"] == 5
+    with pytest.raises(ValueError, match="other merges"):
+        ranks_of(vocab, {"merges": ["a b", "b c", "a bc"]})
+
+
+def test_a_word_that_no_merges_lead_to_is_a_token_in_our_file_too(tmp_path, transformers):
+    ranks = {bytes([b]): b for b in range(256)} | {b"abc": 256}
+    ours = Tiktoken("x", GPT2_PATTERN, ranks, {"<|endoftext|>": 257})
+    folder = write_files(tmp_path, to_hugging_face(ours, 128))
+    auto = transformers.AutoTokenizer.from_pretrained(folder)
+    assert auto("abc abcd").input_ids == [257, *ours.encode("abc abcd").tolist()]
+    assert 256 in ours.encode("abc")
 
 
 def test_the_eos_is_that_of_either_file_of_settings_or_the_usual_one(tmp_path):
@@ -217,6 +236,9 @@ LETTERS_ONLY = [
     {"type": "Split", "pattern": {"Regex": r"\\p{L}+"}, "behavior": "Isolated", "invert": False},
     {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
 ]
+WORDS = [LETTERS_ONLY[0] | {"pattern": {"Regex": r"\w+|\W+"}}, LETTERS_ONLY[1]]
+NO_FORMAT = r"[\p{L}\p{M}]+|\p{N}|[\p{P}\p{S}]+|[\s\p{Cc}]+"  # leaves out a soft hyphen
+NO_FORMAT = [LETTERS_ONLY[0] | {"pattern": {"Regex": NO_FORMAT}}, LETTERS_ONLY[1]]
 STRANGE = {  # a part of the message -> (file, key, value)
     "byte-level BPE": ("tokenizer.json", "model", {"type": "Unigram", "vocab": []}),
     "normalizer Lowercase": ("tokenizer.json", "normalizer", {"type": "Lowercase"}),
@@ -227,6 +249,10 @@ STRANGE = {  # a part of the message -> (file, key, value)
     "post_processor Roberta": ("tokenizer.json", "post_processor", {"type": "RobertaProcessing"}),
     "its pattern": (
         "tokenizer.json", "pre_tokenizer", {"type": "Sequence", "pretokenizers": LETTERS_ONLY}),
+    "pre_tokenizer .*W": (
+        "tokenizer.json", "pre_tokenizer", {"type": "Sequence", "pretokenizers": WORDS}),
+    "leaves out parts": (
+        "tokenizer.json", "pre_tokenizer", {"type": "Sequence", "pretokenizers": NO_FORMAT}),
     "'   ' would cut": ("tokenizer.json", "added_tokens", [{"id": 700, "content": "   "}]),
     "not distinct": ("tokenizer.json", "added_tokens", [{"id": 7, "content": "<x>"}]),
     "cannot be used": ("model", "vocab", 7),
@@ -282,3 +308,30 @@ def test_a_sentencepiece_folder_with_another_eos_is_refused(tiny_data, tmp_path)
     write_files(tmp_path, {"special_tokens_map.json": {"eos_token": "<|im_end|>"}})
     with pytest.raises(UserError, match="eos"):
         from_hugging_face(tmp_path)
+
+
+@pytest.mark.parametrize("option", ["add_prefix_space", "add_eos_token", "added_tokens"])
+def test_what_a_sentencepiece_does_not_do_is_refused_by_name(option, tmp_path):
+    sentencepiece_model(tmp_path / "tokenizer.model", add_dummy_prefix=True)
+    write_files(tmp_path, {"tokenizer_config.json": {"eos_token": "</s>"}})
+    assert from_hugging_face(tmp_path).adds_space
+    if option == "added_tokens":
+        content = {"model": {}, "added_tokens": [{"id": 5000, "content": "foo"}]}
+        write_files(tmp_path, {"tokenizer.json": content})
+    else:
+        write_files(tmp_path, {"tokenizer_config.json": {option: option == "add_eos_token"}})
+    with pytest.raises(UserError, match="foo" if option == "added_tokens" else option):
+        from_hugging_face(tmp_path)
+
+
+def test_a_sentencepiece_that_adds_a_space_adds_it_once_and_to_no_conversation(tmp_path, refuses):
+    model = sentencepiece_model(tmp_path / "a.model", add_dummy_prefix=True)
+    text = "the loop reads " * 140_000
+    info = model.save(tmp_path) | dict(vocab_size=model.vocab_size, eos_id=model.eos_id)
+    encoder = Encoder(PrepareConfig(), tmp_path / "a.model", info)
+    assert encoder.encode(text).tolist() == model.sp.encode(text)
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    records = [{"messages": asked}] * 5
+    assert "space" in refuses(
+        lambda: prepared(tmp_path, records, f"--tokenizer={tmp_path}/a.model")
+    )

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -188,6 +189,16 @@ def test_every_figure_of_the_report_is_that_of_the_runs(answered):
     assert high["difference_error"] == pytest.approx(statistics.stdev(differences) / math.sqrt(2))
     assert (low["needs_tokens"], half["needs_tokens"]) == (1, 1)
     assert (answered / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_run_that_diverged_is_left_out_of_the_report(answered, tiny_data, tmp_path):
+    folder = shutil.copytree(answered, tmp_path / "copy")
+    ended = sorted(folder.glob("out/*/metrics.jsonl"))[0]
+    ended.write_text(re.sub(r'"val_loss": [^,]*', '"val_loss": NaN', ended.read_text()))
+    ask(folder, tiny_data, QUESTION, "--report", f"--json={folder / 'again.json'}")
+    rows = json.loads((folder / "again.json").read_text())["rows"]
+    assert [len(row["losses"]) for row in rows] == [1, 1, 1]  # of the other seed
 
 
 LIMIT = 3 / math.sqrt(3)  # three standard errors of differences d - 1, d and d + 1

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -60,6 +61,22 @@ def test_the_worth_of_repeated_tokens_is_fitted_too():
     R = foretold(most_tokens=1e6, U=100_000).laws[0][6]
     assert R == pytest.approx(5, rel=0.2)
     assert foretold(most_tokens=1e6, U=10**9).laws[0][6] == pytest.approx(REPEATS)
+    # The best of the grid lies at its edge for several rounds.
+    true = torch.tensor([0.8, 38.3, 0.24, 2248, 0.416, 1, 15.4]).double()
+    sizes, lengths = (1e6, 2e6, 4e6, 8e6), (4e7, 8e7, 16e7, 32e7)
+    N, D = torch.cartesian_prod(torch.tensor(sizes), torch.tensor(lengths)).double().T
+    law_again = ladder.fit(N, D, law(true, N, D, 6e7), 6e7, true[0], interacts=False)
+    assert law_again.tolist() == pytest.approx(true.tolist(), rel=1e-3)
+
+
+def test_the_interval_holds_nine_of_ten_laws():
+    fit = foretold(most_tokens=1e6, U=10**9)
+    E = torch.linspace(1.8, 2.2, 1001).double()
+    laws = TRUE.repeat(1001, 1)
+    laws[:, 0] = E
+    fit = replace(fit, laws=laws.tolist(), residuals=[0.0])
+    loss, low, high = fit.interval(1e12, 1e12)
+    assert (low - loss, high - loss) == pytest.approx((0.02, 0.38), abs=0.005)
 
 
 def test_the_best_size_is_that_of_the_formula():

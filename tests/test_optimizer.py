@@ -135,6 +135,18 @@ def test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are(optimize
     assert not any(map(torch.equal, before, everything()))
 
 
+def test_a_gradient_above_grad_clip_is_shortened_to_it_and_its_norm_is_reported():
+    model = make("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    rows = rows_for(model)
+    batches = repeat(Batch(rows[:, :-1], rows[:, 1:]))
+    _, grad_norm = take_step(model, optimizer, scaler, batches, 1, CPU, 0.01)()
+    moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+    assert float(moved.norm()) == pytest.approx(0.01, rel=1e-3) and grad_norm > 0.1
+
+
 @pytest.mark.parametrize("optimizer", NAMES)
 def test_groups_have_learning_rates_of_their_own(optimizer):
     cfg = config(optimizer, embed_lr=3.0, vector_lr=2.0)

@@ -38,7 +38,7 @@ def turns_of(messages: Any, clean: Callable[[str], str]) -> list[tuple[str, str]
     word.
     """
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise ValueError(f"a conversation is a {type(messages).__name__}, no list of messages")
+        raise ValueError(f"a conversation is a {type(messages).__name__}, not a list of messages")
     turns = []
     for number, message in enumerate(messages, 1):
         name, content = (message.get(key) for key in keys_of(message))

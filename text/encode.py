@@ -124,16 +124,19 @@ class Encoder:
         if len(encoded) == 1:
             return encoded[0].astype(self.dtype)
         ids = marks_of(self.tokenizer)
-        if not ids or self.eos[0] in ids:
+        if not ids or self.eos[0] in ids or self.tokenizer.adds_space:
             missing = f"{self.cfg.tokenizer}: it has no special tokens {IM_START} and {IM_END}"
-            raise UserError(f"--tokenizer={missing}, beside its eos; --tokenizer=train has them")
+            missing += ", beside its eos, or puts a space behind them"
+            raise UserError(f"--tokenizer={missing}; --tokenizer=train has them")
         marks = itertools.cycle([np.array([mark]) for mark in ids])
         joined = itertools.chain.from_iterable(zip(marks, encoded[1:], strict=False))
         return np.concatenate([encoded[0], *joined]).astype(self.dtype)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids (n,) of a text. A long one is encoded in segments."""
-        encoded = (self.tokenizer.encode(segment) for segment in segments(text))
+        # Each segment would get the space that the whole text gets once.
+        parts = [text] if self.tokenizer.adds_space else segments(text)
+        encoded = (self.tokenizer.encode(part) for part in parts)
         return np.concatenate([ids.astype(self.dtype) for ids in encoded])
 
 
@@ -141,7 +144,8 @@ def segments(text: str) -> Iterator[str]:
     """Yield a text in segments of about SEGMENT characters.
 
     A segment ends after a word, before a space. Neither GPT-2's pattern nor a SentencePiece BPE
-    ever makes a token that reaches across this place, so the tokens are those of the whole text.
+    makes a token that reaches across this place (but one trained with split_by_whitespace=False),
+    so the tokens are those of the whole text.
     Where a million characters have no such place, the segment ends after a line, or else anywhere.
     """
     start = 0

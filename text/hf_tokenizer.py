@@ -1,5 +1,6 @@
 """Hugging Face's tokenizer files: write them for other programs, and read those of a model."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -117,7 +118,8 @@ def describe_tiktoken(tokenizer: Tiktoken) -> tuple[dict, dict, dict]:
     special = tokenizer.encoding._special_tokens
     ranks = tokenizer.encoding._mergeable_ranks
     tokens = {"".join(BYTE_TO_CHAR[b] for b in token): rank for token, rank in ranks.items()}
-    model = {"unk_token": None, "fuse_unk": False, "byte_fallback": False}
+    # As in tiktoken, a word that is a token becomes it, even if no merges lead to it.
+    model = {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True}
     model |= {"vocab": tokens | special, "merges": all_merges(tokens)}
     # Hugging Face's regex engine reads {1,3}+ as a repetition of {1,3}, not as possessive. Nothing
     # follows it in these patterns, so possessive or not makes no difference: remove the +.
@@ -163,9 +165,10 @@ def chat_files(tokenizer: Tokenizer, files: dict[str, bytes]) -> dict[str, bytes
 # --------------------------------------------------------------------------------------------------
 # Reading: the tokenizer of a Hugging Face model folder
 
-# The files of such a tokenizer. prepare.py and the checkpoints copy all of them.
+# The files of such a tokenizer, and the one that says what ends an answer. prepare.py and the
+# checkpoints copy all of them.
 HF_FILES = "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json".split()
-HF_FILES += "vocab.json merges.txt chat_template.jinja".split()
+HF_FILES += "vocab.json merges.txt chat_template.jinja generation_config.json".split()
 
 
 def find_tokenizer(spec: str) -> Tokenizer:
@@ -261,7 +264,13 @@ def read_json(path: Path) -> dict:
 
 
 def convert_sentencepiece(path: Path, config: dict, content: dict) -> SentencePiece:
-    sp = SentencePiece(path).sp
+    tokenizer = SentencePiece(path)
+    sp = tokenizer.sp
+    added_tokens(content, sp.vocab_size())
+    if config.get("add_prefix_space") is False and tokenizer.adds_space:
+        raise ValueError("add_prefix_space=false is not supported")
+    if config.get("add_eos_token") and not content:
+        raise ValueError("add_eos_token is not supported")
     own_eos = sp.id_to_piece(sp.eos_id())
     eos = eos_of(config, own_eos)
     if eos != own_eos:
@@ -284,12 +293,7 @@ def convert_bpe(config: dict, content: dict) -> Tiktoken:
     normalize = (content.get("normalizer") or {}).get("type", "")
     if normalize not in ("", "NFC", "NFD", "NFKC", "NFKD"):
         raise ValueError(f"normalizer {normalize} is not supported")
-    special = {}
-    for token in content.get("added_tokens", []):
-        name = token["content"]
-        if not token.get("special") and name[:1] not in ("<", "["):  # a run of spaces, for example
-            raise ValueError(f"the added token {name!r} would cut ordinary text")
-        special[name] = token["id"]
+    special = added_tokens(content, 0)
     vocab = model["vocab"] | special
     eos = eos_of(config, "<|endoftext|>")
     if eos == IM_END and "<|endoftext|>" in vocab:
@@ -304,13 +308,34 @@ def convert_bpe(config: dict, content: dict) -> Tiktoken:
     pattern = pattern_of(content.get("pre_tokenizer"))
     tokenizer = Tiktoken("hf", pattern, ranks, special, eos, normalize, prefix_of(content))
 
-    # Letters, marks, digits, spaces and signs next to each other: a pattern that leaves out parts
-    # of a text leaves out some of these. Some vocabularies lack the token of a byte or two.
+    # Letters, marks, digits, spaces and signs next to each other, and a character of each category
+    # of Unicode between letters: a pattern that leaves out parts of a text leaves out some of
+    # these. Some vocabularies lack the token of a byte or two.
     probe = "ab\ncd  e\t\tf\r\n 12 ½x_-.,;: 中文，。１é" + "".join(map(chr, range(128)))
+    rare = (
+        "\xa6\xaa\xab\xad\xb2\xbb\u01c5\u02b0\u0300\u0378\u0488\u0903\u16ee\u200d\u2028\u2029\ue000"
+    )
+    probe += "".join(f"a{c}b" for c in rare)
     probe = "".join(c for c in probe if all(bytes([b]) in ranks for b in c.encode()))
     if tokenizer.decode(tokenizer.encode(probe).tolist()) != tokenizer.normalized(probe):
         raise ValueError("its pattern leaves out parts of a text: not supported")
     return tokenizer
+
+
+def added_tokens(content: dict, from_id: int) -> dict[str, int]:
+    """Return the tokens that were added to the model, from an id on: name -> id.
+
+    Raises ValueError for one that would be found in ordinary text.
+    """
+    added = {}
+    for token in content.get("added_tokens", []):
+        name = token["content"]
+        if token["id"] >= from_id:
+            # A run of spaces, for example, is found there.
+            if not token.get("special") and name[:1] not in ("<", "["):
+                raise ValueError(f"the added token {name!r} would cut ordinary text")
+            added[name] = token["id"]
+    return added
 
 
 def eos_of(config: dict, default: str) -> str:
@@ -338,7 +363,11 @@ def pattern_of(pre_tokenizer: dict) -> str:
         if not as_gpt2 and len(cuts) == 1:
             regex = cuts[0].get("pattern", {}).get("Regex")
             split = {"type": "Split", "behavior": "Isolated", "invert": False}
-            if regex and {"invert": False} | cuts[0] == split | {"pattern": {"Regex": regex}}:
+            is_split = {"invert": False} | cuts[0] == split | {"pattern": {"Regex": regex}}
+            # Hugging Face's regex engine takes these for other places and characters. (Behind \s++,
+            # which takes all line ends, $ is the same place.)
+            unlike = r"\\[wWbB]|(?<!\[)\^|(?<!\\s\+\+)\$|\[:"
+            if is_split and regex and not re.search(unlike, regex):
                 return regex
     raise ValueError(f"pre_tokenizer {json.dumps(pre_tokenizer)[:200]} is not supported")
 
@@ -346,18 +375,36 @@ def pattern_of(pre_tokenizer: dict) -> str:
 def ranks_of(vocab: dict[str, int], model: dict) -> dict[bytes, int]:
     """Return the table of tiktoken, token -> id, of a vocabulary and the merges of a model.
 
-    tiktoken merges in the order of the ids that result, so the ids must be in the order of the
-    merges. With ignore_merges, a word that is a token becomes it, even if no merges lead to it.
+    tiktoken merges any two neighbours that are a token together, in the order of these tokens' ids.
+    So the merges must be in that order, and must have the two parts that a token comes to in this
+    way: in a vocabulary that was extended by the merges of another one, they have others. With
+    ignore_merges, a word that is a token becomes it, even if no merges lead to it.
     """
     ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in vocab.items()}
     pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-    results = [vocab[a + b] for a, b in pairs if a + b in vocab]
+    pairs = [tuple(bytes(CHAR_TO_BYTE[c] for c in part) for part in pair) for pair in pairs]
+    results = [ranks[a + b] for a, b in pairs if a + b in ranks]
     if results != sorted(results):
         raise ValueError("its merges are not in the order of their ids: not supported")
-    if model.get("ignore_merges"):
-        return ranks
-    merged = set(results)
-    return {token: i for token, i in ranks.items() if len(token) == 1 or i in merged}
+    if not model.get("ignore_merges"):
+        ids = set(results)
+        ranks = {token: i for token, i in ranks.items() if len(token) == 1 or i in ids}
+    listed = set(pairs)
+    for token, rank in ranks.items():
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            of_pairs = [ranks.get(a + b, rank) for a, b in itertools.pairwise(parts)]
+            if (lowest := min(of_pairs)) == rank:
+                break
+            at = of_pairs.index(lowest)
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        merges = {tuple(parts)} if len(parts) > 1 else set()
+        if len(parts) > 2 and model.get("ignore_merges"):  # parts of words may come to it
+            halves = ((token[:i], token[i:]) for i in range(1, len(token)))
+            merges = {pair for pair in halves if ranks.keys() >= set(pair)}
+        if not merges <= listed:
+            raise ValueError(f"tiktoken makes {token} by other merges: not supported")
+    return ranks
 
 
 def prefix_of(content: dict) -> list[int]:

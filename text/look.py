@@ -129,7 +129,9 @@ def warn_of_large_vocabulary(meta: dict) -> str:
     if tokens >= 10 * meta["vocab_size"]:
         return ""
     problem = f"  warning: only {tokens:,} tokens to learn {meta['vocab_size']:,} tokens from"
-    return f"{problem}: give more text, or a smaller --vocab_size, or --tokenizer=char\n"
+    return (
+        f"{problem}: give more text, or a smaller --vocab_size, or, for texts, --tokenizer=char\n"
+    )
 
 
 def report_splits(splits: dict[str, dict], n_cut: int) -> list[str]:
@@ -149,7 +151,9 @@ def report_splits(splits: dict[str, dict], n_cut: int) -> list[str]:
     if n_cut:
         last = f"the last {splits['val']['characters']:,} of {characters:,} characters"
         documents = plural(n_cut, "document")
-        lines.append(f"  {documents}, too few to choose some for val: {last} are val")
+        lines.append(f"  {documents}, split by text: {last} are val")
+    if (n := splits["val"]["tokens"]) < 1000:
+        lines.append(f"  warning: {plural(n, 'token')} of val tell little: raise --val_fraction")
     tokens = sum(s["tokens"] for s in splits.values())
     lines.append(f"  {characters / tokens:.2f} characters per token (eos counted)")
     return lines
@@ -169,7 +173,7 @@ def report_records(records: dict, sources: list[dict]) -> list[str]:
             lines += [f"    e.g. {example}" for example in records["examples"]]
     if records["unread"]:
         counts = ", ".join(f"{n:,} x {field}" for field, n in records["unread"].items())
-        lines.append(f"  fields that were not read (--fields= chooses fields): {counts}")
+        lines.append(f"  fields that were not read (of texts, --fields= chooses fields): {counts}")
     return lines
 
 

@@ -48,6 +48,7 @@ SLICE = 500  # characters, at least; SentencePiece is slower on longer texts (be
 class SentencePiece:
     kind = "sentencepiece"
     file = "tokenizer.model"
+    normalize = ""
 
     def __init__(self, path: str | Path, prefix: list[int] | None = None):
         import sentencepiece
@@ -112,6 +113,11 @@ class SentencePiece:
     def keeps_text(self) -> bool:
         """Whether the model neither changes characters, nor adds or removes spaces."""
         return self.sp.normalize("  a １ ") == "▁▁a▁１▁"
+
+    @property
+    def adds_space(self) -> bool:
+        """Whether a text gets a space in front, which it does not have."""
+        return self.sp.normalize("a") != "a"
 
     @property
     def is_byte_bpe(self) -> bool:
@@ -181,6 +187,7 @@ class Tiktoken:
     kind = "tiktoken"
     file = "tokenizer.tiktoken"
     unk_id = -1
+    adds_space = False
 
     def __init__(
         self,
@@ -289,7 +296,7 @@ Tokenizer = SentencePiece | Tiktoken
 
 def same_ids(a: Tokenizer, b: Tokenizer) -> bool:
     """Return whether every id means the same in both tokenizers."""
-    if a.vocab_size != b.vocab_size or a.eos_id != b.eos_id:
+    if a.vocab_size != b.vocab_size or a.eos_id != b.eos_id or a.normalize != b.normalize:
         return False
     if any(a.special_id(name) != b.special_id(name) for name in (IM_START, IM_END)):
         return False

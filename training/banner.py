@@ -146,7 +146,7 @@ def length_warnings(plan: Plan, cfg: TrainConfig, sets: list[DataSet]) -> list[s
     warnings = [repetition] if repetition else []
     if plan.steps < FEW_STEPS and not cfg.max_steps:  # a limit in epochs or tokens leaves so few
         advice = "raise max_epochs or max_tokens, or set a smaller batch_tokens"
-        message = f"warning: only {plural(plan.steps, 'step')}, which teach little: {advice}"
+        message = f"warning: only {plural(plan.steps, 'step')}, too few to learn from: {advice}"
         warnings.append(message)
     return warnings
 
@@ -172,7 +172,8 @@ def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: li
     decay = ", or, if the loss on train falls far below that on val, set --weight_decay=1"
     advice += decay if cfg.weight_decay < 1 else ", or a smaller model"
     if any(per_step[name] > 1 for name in repeated):
-        advice = f"a single step reads {step_tokens:,} tokens: lower batch_tokens"
+        advice = f"a single step reads {step_tokens:,} tokens: lower batch_tokens, and end earlier"
+        advice += f" (--max_epochs={MOST_EPOCHS})"
     return f"warning: {times}; {worth}: {advice}"
 
 

@@ -339,7 +339,7 @@ def from_state(
             if w is None or w.shape != expected.shape or not w.is_floating_point():
                 shape = tuple(expected.shape)
                 raise ValueError(f"there is no tensor {key} of the shape {shape}, of floats")
-            if not w.isfinite().all():
+            if not w.float().isfinite().all():
                 raise ValueError(f"{key} holds NaN or infinity")
             parts.append(w)
         w = torch.cat(parts).float()

@@ -176,8 +176,8 @@ def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:
     start = warmup  # step of the decay
     if cfg.schedule == "wsd":
         start = max(warmup, steps - math.ceil(cfg.decay_ratio * steps))
-    # t goes from 0 to 1 over the decay. It is 1 at the last step, which thus has min_lr_ratio. (If
-    # that is 0, the last step changes nothing.)
+    # t goes from 0 to 1 over the decay, if that has two steps or more. It is 1 at the last step,
+    # which thus has min_lr_ratio. (If that is 0, the last step changes nothing.)
     t = max(0, step - start) / max(1, steps - 1 - start)
     share = (1 + math.cos(math.pi * t)) / 2 if cfg.schedule == "cosine" else 1 - t
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * share)

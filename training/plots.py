@@ -99,7 +99,7 @@ def read_run(folder: Path, x: str, y: str) -> Run:
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Return a running mean of n values, (n,) too: of about sqrt(n) neighbours each.
+    """Return a running mean of n values, (n,) too: of about 2/3 sqrt(n) of them each.
 
     The window is centred. It is narrower near the start, where the loss falls fast, and loses only
     its right half near the end.

@@ -176,7 +176,8 @@ class Metrics:
         # By this step, every model should have learned more than how frequent each token is.
         patience = max(100, 0.05 * plan.steps, 2 * self.cfg.warmup_ratio * plan.steps)
         mean = statistics.mean(self.progress.losses[-20:])
-        if clock.step < patience <= step and mean > self.unigram:
+        last_line = (step - 1) // self.cfg.log_every * self.cfg.log_every
+        if last_line < patience <= step and mean > self.unigram:
             line = f"warning: the loss ({mean:.2f}) is still not below that of single-token"
             line += f" frequencies ({self.unigram:.2f}): is lr far too high or too low,"
             line += f" are the texts right? {self.how_to_read(step)}"
@@ -192,9 +193,10 @@ class Metrics:
         """Report an evaluation after a step, and return the validation loss.
 
         losses: key in the record -> a loss for each data set. val_loss: on its val.bin;
-        val_document_loss: the same, where each document is read alone from its own beginning;
-        train_eval_loss: on windows of its train.bin. The mean of each is weighted by the shares of
-        the data sets in the run. seconds: how long the evaluation took.
+        val_document_loss: the same, where each document is read alone from its own beginning, and
+        each window of one that is longer than a window; train_eval_loss: on windows of its
+        train.bin. The mean of each is weighted by the shares of the data sets in the run. seconds:
+        how long the evaluation took.
         """
         mean = {}
         by_set = {}

@@ -121,8 +121,8 @@ def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> O
             raise UserError(f"{folder} holds {others[0]!r} and no run: give another --run_name")
     elif cfg.init_from != "auto":  # which goes on with a run that ended before it saved anything
         if not cfg.overwrite:
-            advice = "--init_from=auto continues or begins it, --overwrite moves it out of the way"
-            raise UserError(f"{folder} holds an earlier run: {advice}, --run_name=NAME is another")
+            advice = "--init_from=auto continues it, --overwrite moves it out of the way"
+            raise UserError(f"{folder} holds an earlier run: --run_name=NAME is another, {advice}")
         if path is not None and folder.resolve() in path.resolve().parents:
             raise UserError(f"--overwrite would move {path}: give the new run another --run_name")
     return Origin(path)
@@ -156,7 +156,9 @@ def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -
         advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
         raise UserError(f"no checkpoint in {ckpt_dir} is intact ({evidence[0]}): {advice}")
     if cfg.init_from == "resume":
-        advice = "--init_from=auto begins it, --run_name=NAME is another"
+        advice = "--init_from=auto begins it"
+        if newest := newest_run(Path(cfg.out_dir)):
+            advice += f", --run_name={newest.name} is the newest run"
         raise UserError(f"init_from=resume: there is no checkpoint in {ckpt_dir}; {advice}")
     return None
 
@@ -223,7 +225,8 @@ def check_fits(
         if there.get(k) != here.get(k)
     ]
     if differ:
-        advice = "give the same settings and data as before, or start a new run with"
+        advice = "give the same settings and data as before (what prepare.py replaced is NAME.old:"
+        advice += " give that its name back), or start a new run with"
         advice += f" --init_from={folder} --run_name=NAME"
         raise UserError(f"checkpoint {folder} does not fit: {'; '.join(differ)}: {advice}")
 
@@ -278,12 +281,14 @@ def model_to_tune(
     c = model.config
     vocab_size = sets[0].meta["vocab_size"]
     if c.vocab_size < vocab_size:
-        raise UserError(f"{folder}: a vocabulary of {c.vocab_size}, but the data has {vocab_size}")
+        problem = f"{folder}: a vocabulary of {c.vocab_size}, but the data has {vocab_size}"
+        raise UserError(f"{problem}: prepare it with --tokenizer={folder}")
     extended = longer(c, cfg)
     if extended != c:
         length = f"block_size {c.block_size} -> {extended.block_size}"
-        scaling = f"rope_scaling {c.rope_scaling!r} -> {extended.rope_scaling!r}"
-        note(f"{folder} has never seen such long sequences: {length}, {scaling}")
+        if extended.rope_scaling != c.rope_scaling:
+            length += f", rope_scaling {c.rope_scaling!r} -> {extended.rope_scaling!r}"
+        note(f"{folder} has never seen such long sequences: {length}")
         model.config = extended
         model.rope = rope_table(extended)
     tokenizer = tokenizer_of_model(folder)

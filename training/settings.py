@@ -143,7 +143,7 @@ class TrainConfig(Report, Training, Place):
             problems.append(f"sample_prompt {self.sample_prompt!r} must be UTF-8")
         has_end = self.max_steps or self.max_epochs or self.max_tokens
         if not has_end and self.init_from != "resume":  # a resumed run has an end already
-            problems.append("the run has no end: set max_steps, max_epochs or max_tokens")
+            problems.append("the run has no end: name a config, or give max_steps or max_epochs")
         if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
             problems.append("warmup_ratio and decay_ratio must be at most 1 together")
         if self.shard != "none" and self.optimizer == "adafactor":

@@ -141,15 +141,15 @@ def take_step(
     scaler.unscale_(optimizer)
     parameters = list(model.parameters())
     if batch.weights is not None:
-        # So far the weighted losses were divided by the number of positions. Divide by the mean of
-        # the weights instead: it differs from step to step.
-        # If nothing in the step counts, as between two answers, the gradient is 0.
+        # So far the sum of the weighted losses is divided by the number of positions. Divide by the
+        # sum of the weights instead: by their mean over all ranks, since DDP has averaged the
+        # gradients. If nothing in the step counts, as between two answers, the gradient is 0.
         factor = machine.world / all_sum(mean_weight).clamp(min=1e-12)
         mean_loss *= factor
         torch._foreach_mul_([part(p.grad) for p in parameters], factor)
     grad_norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
     torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip or math.inf, grad_norm)
-    # The norm needs no sum over the ranks: all of them have the same gradient.
+    # The norm is that of the whole gradient on all ranks, and needs no sum.
     numbers = torch.stack([all_sum(mean_loss) / machine.world, grad_norm])
     result = machine.fetch(numbers)
 
