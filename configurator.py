@@ -86,7 +86,7 @@ def ignore_leftovers() -> None:
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         if left := [name for name in names if os.environ.pop(name, None)]:
-            note(f"{', '.join(left)} of the environment: ignored, since this is not torchrun's")
+            note(f"ignored: {', '.join(left)}, since torchrun did not start this process")
 
 
 def run(main: Callable[[], None], needs_output: bool = True) -> None:

@@ -1,4 +1,5 @@
 import dataclasses
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import plot
 import prepare
 import sample
 import train
-from configurator import UserError, changes, parse
+from configurator import UserError, changes, parse, run
 from model import GPTConfig
 from sample import SampleConfig
 from text.settings import PrepareConfig
@@ -192,3 +193,12 @@ def test_no_setting_is_taken_for_an_abbreviation_of_a_torchrun_option():
     theirs = [name.lstrip("-") for action in actions for name in action.option_strings]
     for field in dataclasses.fields(TrainConfig):
         assert not [name for name in theirs if name.startswith(field.name)], field.name
+
+
+def test_a_world_size_that_no_torchrun_has_set_counts_for_nothing(monkeypatch, capsys):
+    """A cluster's script may have set it. One process would then read a part of each step."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    run(lambda: print({"WORLD_SIZE", "LOCAL_RANK"} & os.environ.keys()))
+    printed = capsys.readouterr()
+    assert printed.out == "set()\n" and "ignored: LOCAL_RANK, WORLD_SIZE" in printed.err

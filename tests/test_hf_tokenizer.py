@@ -17,7 +17,15 @@ from text.encode import Encoder
 from text.hf_tokenizer import from_hugging_face, ranks_of, to_hugging_face
 from text.records import record_text
 from text.settings import PrepareConfig
-from text.tokenizer import CL100K_PATTERN, GPT2_PATTERN, SentencePiece, Tiktoken, same_ids
+from text.tokenizer import (
+    CL100K_PATTERN,
+    GPT2_PATTERN,
+    IM_END,
+    IM_START,
+    SentencePiece,
+    Tiktoken,
+    same_ids,
+)
 from text.train_tokenizer import write_alphabet
 from training.checkpoint import newest_checkpoint
 
@@ -325,7 +333,8 @@ def test_what_a_sentencepiece_does_not_do_is_refused_by_name(option, tmp_path):
 
 
 def test_a_sentencepiece_that_adds_a_space_adds_it_once_and_to_no_conversation(tmp_path, refuses):
-    model = sentencepiece_model(tmp_path / "a.model", add_dummy_prefix=True)
+    options = dict(add_dummy_prefix=True, control_symbols=[IM_START, IM_END])
+    model = sentencepiece_model(tmp_path / "a.model", **options)
     text = "the loop reads " * 140_000
     info = model.save(tmp_path) | dict(vocab_size=model.vocab_size, eos_id=model.eos_id)
     encoder = Encoder(PrepareConfig(), tmp_path / "a.model", info)

@@ -43,7 +43,7 @@ FUNCTION_WORDS = """found what first wrong begin known before why where new more
 CEILINGS = {
     "product, with plan.py": 7_705,
     "bench": 2_000,
-    "tests": 7_720,
+    "tests": 7_735,
     "the evening's four files": 770,
     "import train: files": 14,
     "import train: lines, all of them": 3_470,
