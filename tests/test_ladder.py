@@ -109,6 +109,10 @@ def test_rungs_are_trained_once_and_none_costs_more_than_an_eighth(climbed, caps
     largest = plan.planned_run(parse(plan.PlanConfig, options_of(climbed)))
     whole = largest.model.flops_per_token(32) * largest.plan.steps * largest.plan.step_tokens
     assert max(rung["flops"] for rung in rungs) <= whole / 8
+    per_parameter = (
+        largest.plan.steps * largest.plan.step_tokens / largest.model.num_params()["matmul"]
+    )
+    assert min(rung["D"] / rung["N"] for rung in rungs) >= per_parameter / 2
     assert (climbed / "tiny.ladder.png").exists()
     assert not list(climbed.glob("tiny/*ladder*"))  # prepare.py would not make the set again
     climb(climbed)
