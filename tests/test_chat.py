@@ -119,7 +119,7 @@ def test_wrong_conversations_are_bad_records_with_line_and_reason(tiny_data, tmp
     call(prepare.main, "--input", corpus, "--chat", "--max_bad=1", *options)
     records = open_dataset(tmp_path / "c")["records"]
     assert sum(records["bad"].values()) == len(BAD) == records["read"] - 2
-    reasons = ("a conversation", "message ", "system", "a byte of another encoding", "{")
+    reasons = ("a conversation", "message ", "system", "a byte of another", "{")
     assert [reason for reason in records["bad"] if not reason.startswith(reasons)] == []
     assert all(e.startswith(f"{corpus}:{n}: ") for n, e in enumerate(records["examples"], 1))
 

@@ -312,9 +312,7 @@ def convert_bpe(config: dict, content: dict) -> Tiktoken:
     # of Unicode between letters: a pattern that leaves out parts of a text leaves out some of
     # these. Some vocabularies lack the token of a byte or two.
     probe = "ab\ncd  e\t\tf\r\n 12 ½x_-.,;: 中文，。１é" + "".join(map(chr, range(128)))
-    rare = (
-        "\xa6\xaa\xab\xad\xb2\xbb\u01c5\u02b0\u0300\u0378\u0488\u0903\u16ee\u200d\u2028\u2029\ue000"
-    )
+    rare = "\xa6\xaa\xab\xb2\xbb\u01c5\u02b0\u0300\u0378\u0488\u0903\u16ee\u200d\u2028\u2029\ue000"
     probe += "".join(f"a{c}b" for c in rare)
     probe = "".join(c for c in probe if all(bytes([b]) in ranks for b in c.encode()))
     if tokenizer.decode(tokenizer.encode(probe).tolist()) != tokenizer.normalized(probe):

@@ -129,9 +129,7 @@ def warn_of_large_vocabulary(meta: dict) -> str:
     if tokens >= 10 * meta["vocab_size"]:
         return ""
     problem = f"  warning: only {tokens:,} tokens to learn {meta['vocab_size']:,} tokens from"
-    return (
-        f"{problem}: give more text, or a smaller --vocab_size, or, for texts, --tokenizer=char\n"
-    )
+    return f"{problem}: give more text, a smaller --vocab_size or, for texts, --tokenizer=char\n"
 
 
 def report_splits(splits: dict[str, dict], n_cut: int) -> list[str]:

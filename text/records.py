@@ -86,9 +86,7 @@ def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
     """Raise UserError if more than a share of max_bad of `records` is bad."""
     bad = sum(tally.bad.values())
     if bad > cfg.max_bad * records:
-        share = (
-            f"bad records: {bad:,} of {tally.records:,} so far, more than --max_bad={cfg.max_bad:g}"
-        )
+        share = f"bad records: {bad:,} of {tally.records:,} so far, above --max_bad={cfg.max_bad:g}"
         raise UserError(f"{share}: correct them, or raise it; for example {tally.examples[0]}")
 
 
@@ -225,9 +223,7 @@ def to_utf8(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         # surrogateescape makes such halves of bytes that it cannot decode, and JSON has \ud800.
-        raise ValueError(
-            "a byte of another encoding (--encoding=gb18030?), or half a character"
-        ) from None
+        raise ValueError("a byte of another --encoding (gb18030?), or half a character") from None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -107,9 +107,7 @@ def in_our_words(reason: str) -> str:
     if smallest := re.search(r"smaller than required_chars. \d+ vs (\d+)", reason):
         return f"too small for this input: give --vocab_size={smallest[1]}, or --tokenizer=byte"
     if largest := re.search(r"set it to a value <= (\d+)", reason):
-        return (
-            f"too large for this input: --vocab_size={largest[1]}, or, for texts, --tokenizer=char"
-        )
+        return f"too large here: give --vocab_size={largest[1]}, or, for texts, --tokenizer=char"
     return f"SentencePiece cannot train on this input: {reason}"
 
 
