@@ -120,7 +120,7 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
             print(f"error: {e}", file=sys.stderr)
         else:
             # torchrun ends all ranks as soon as one has ended. Give rank 0 time to print the error.
-            time.sleep(20)
+            time.sleep(10)
         sys.exit(2)
     except BrokenPipeError:  # the reader has closed the pipe, as in `python sample.py | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -74,8 +74,10 @@ def main() -> None:
             signal.alarm(60)  # a tracker that hangs must not stay behind for ever
         start = time.monotonic()
         records = read_metrics(path)
-        if records and records[0] != at_start[0]:  # that one has a follow.json of its own
-            raise UserError(f"{folder} is the folder of another run now")
+        # A run whose folder was moved makes it again. Another run has a follow.json of its own.
+        if records and not os.path.samestat(os.fstat(handle), folder.stat()):
+            if records[0] != at_start[0]:
+                raise UserError(f"{folder} is the folder of another run now")
         if not cfg.beside:
             over = any("ended" in record for record in records[-1:])
         picture = draw(folder, records)

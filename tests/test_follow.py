@@ -120,6 +120,8 @@ def test_it_ends_when_the_folder_is_that_of_another_run(copied, tmp_path, monkey
     another = lines[0].replace('"lr": ', '"lr": 1')
 
     def replaced(*_) -> tuple:
+        copied.rename(f"{copied}.old")
+        copied.mkdir()
         (copied / "metrics.jsonl").write_text(another)
         return ([], [], [])
 

@@ -134,9 +134,12 @@ class Encoder:
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids (n,) of a text. A long one is encoded in segments."""
-        # Each segment would get the space that the whole text gets once.
-        parts = [text] if self.tokenizer.adds_space else segments(text)
-        encoded = (self.tokenizer.encode(part) for part in parts)
+        parts = list(segments(text))
+        if (
+            self.tokenizer.adds_space
+        ):  # instead of the one that a segment behind another begins with
+            parts[1:] = [part.removeprefix(" ") for part in parts[1:]]
+        encoded = map(self.tokenizer.encode, parts)
         return np.concatenate([ids.astype(self.dtype) for ids in encoded])
 
 
@@ -151,7 +154,7 @@ def segments(text: str) -> Iterator[str]:
     start = 0
     for end in range(2 * SEGMENT, len(text) + SEGMENT, SEGMENT):
         window = text[start:end]
-        last = re.match(r"(?s).*\S(?= )", window) or re.match(r"(?s).*\n", window)
+        last = re.match(r"(?s).*\S(?= .)", window) or re.match(r"(?s).*\n", window)
         size = last.end() if last else len(window)
         yield window[:size]
         start += size

@@ -330,7 +330,7 @@ def added_tokens(content: dict, from_id: int) -> dict[str, int]:
         name = token["content"]
         if token["id"] >= from_id:
             # A run of spaces, for example, is found there.
-            if not token.get("special") and name[:1] not in ("<", "["):
+            if not token.get("special") and name.lstrip("\u2581")[:1] not in ("<", "["):
                 raise ValueError(f"the added token {name!r} would cut ordinary text")
             added[name] = token["id"]
     return added
@@ -364,7 +364,7 @@ def pattern_of(pre_tokenizer: dict) -> str:
             is_split = {"invert": False} | cuts[0] == split | {"pattern": {"Regex": regex}}
             # Hugging Face's regex engine takes these for other places and characters. (Behind \s++,
             # which takes all line ends, $ is the same place.)
-            unlike = r"\\[wWbB]|(?<!\[)\^|(?<!\\s\+\+)\$|\[:"
+            unlike = r"\\[wWbB]|(?<!\[)\^|(?<!\\s\+\+)\$|\[:|\d\}\+"
             if is_split and regex and not re.search(unlike, regex):
                 return regex
     raise ValueError(f"pre_tokenizer {json.dumps(pre_tokenizer)[:200]} is not supported")
@@ -380,8 +380,9 @@ def ranks_of(vocab: dict[str, int], model: dict) -> dict[bytes, int]:
     """
     ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in vocab.items()}
     pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+    pairs = [pair for pair in pairs if "".join(pair) in vocab]
     pairs = [tuple(bytes(CHAR_TO_BYTE[c] for c in part) for part in pair) for pair in pairs]
-    results = [ranks[a + b] for a, b in pairs if a + b in ranks]
+    results = [ranks[a + b] for a, b in pairs]
     if results != sorted(results):
         raise ValueError("its merges are not in the order of their ids: not supported")
     if not model.get("ignore_merges"):

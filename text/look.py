@@ -150,9 +150,9 @@ def report_splits(splits: dict[str, dict], n_cut: int) -> list[str]:
         last = f"the last {splits['val']['characters']:,} of {characters:,} characters"
         documents = plural(n_cut, "document")
         lines.append(f"  {documents}, split by text: {last} are val")
-    if (n := splits["val"]["tokens"]) < 1000:
-        lines.append(f"  warning: {plural(n, 'token')} of val tell little: raise --val_fraction")
     tokens = sum(s["tokens"] for s in splits.values())
+    if (n := splits["val"]["tokens"]) < 1000 < tokens / 10:
+        lines.append(f"  warning: {plural(n, 'token')} of val tell little: raise --val_fraction")
     lines.append(f"  {characters / tokens:.2f} characters per token (eos counted)")
     return lines
 

@@ -13,7 +13,7 @@ from hardware.disk import file_sha256, remove_only, sync_to_disk
 from hardware.terminal import ProgressBar
 from text.folders import FILES
 from text.formats import Chunk, Reader
-from text.hf_tokenizer import find_tokenizer, hugging_face_files
+from text.hf_tokenizer import find_tokenizer, hugging_face_files, read_json
 from text.look import no_documents
 from text.pool import in_order
 from text.records import Tally, check_bad, documents, foreseen
@@ -46,6 +46,8 @@ def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, fold
         write_alphabet(path, set(), with_bytes=True)
     elif Path(cfg.tokenizer).is_dir():
         for file in hugging_face_files(Path(cfg.tokenizer)):
+            if file.suffix == ".json":
+                read_json(file)  # raises UserError if it is damaged
             shutil.copyfile(file, folder / file.name)
     is_made_here = cfg.tokenizer in MADE_HERE
     tokenizer = SentencePiece(path) if is_made_here else find_tokenizer(cfg.tokenizer)

@@ -225,8 +225,8 @@ def check_fits(
         if there.get(k) != here.get(k)
     ]
     if differ:
-        advice = "give the same settings and data as before (what prepare.py replaced is NAME.old:"
-        advice += " give that its name back), or start a new run with"
+        advice = "give the same settings and data as before (prepare.py keeps data of other input"
+        advice += " files as NAME.old: give that its name back), or start a new run with"
         advice += f" --init_from={folder} --run_name=NAME"
         raise UserError(f"checkpoint {folder} does not fit: {'; '.join(differ)}: {advice}")
 
