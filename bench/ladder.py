@@ -211,8 +211,9 @@ def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor, interacts: bo
 
     interacts: c is b, and not 1. With E, a, b and R, (L - E)^(1/c) is linear in A and B: least
     squares, whose weights make a Huber loss of it, solve for these at all points of a grid of a, b
-    and R. The grid shrinks around its best. If it has three dimensions, the best may lie along its
-    diagonal: then it only moves, in a direction in which its best is at its edge.
+    and R. The grid shrinks around its best. If R is fitted, the best may lie outside a grid that
+    shrank too soon: where the best so far is at an edge, the grid moves there, and does not shrink
+    in that direction.
     """
     E = E.clamp(max=MOST_E * losses.min())
     most = torch.tensor([1.5, 1.5, 10 * REPEATS]).double().log()

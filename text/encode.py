@@ -126,7 +126,7 @@ class Encoder:
         ids = marks_of(self.tokenizer)
         if not ids or self.eos[0] in ids or self.tokenizer.adds_space:
             missing = f"{self.cfg.tokenizer}: it has no special tokens {IM_START} and {IM_END}"
-            missing += ", beside its eos, or puts a space behind them"
+            missing += " beside its eos, or it puts a space behind them"
             raise UserError(f"--tokenizer={missing}; --tokenizer=train has them")
         marks = itertools.cycle([np.array([mark]) for mark in ids])
         joined = itertools.chain.from_iterable(zip(marks, encoded[1:], strict=False))
@@ -135,9 +135,7 @@ class Encoder:
     def encode(self, text: str) -> np.ndarray:
         """Return the ids (n,) of a text. A long one is encoded in segments."""
         parts = list(segments(text))
-        if (
-            self.tokenizer.adds_space
-        ):  # instead of the one that a segment behind another begins with
+        if self.tokenizer.adds_space:  # a later segment has it already, as its first character
             parts[1:] = [part.removeprefix(" ") for part in parts[1:]]
         encoded = map(self.tokenizer.encode, parts)
         return np.concatenate([ids.astype(self.dtype) for ids in encoded])

@@ -162,6 +162,17 @@ def chat_files(tokenizer: Tokenizer, files: dict[str, bytes]) -> dict[str, bytes
     }
 
 
+def only_ends(tokenizer: Tokenizer, generation_config: bytes) -> bytes:
+    """Return a generation_config.json that came with the tokenizer, with what ends a text alone.
+
+    Its other settings, such as a temperature, are those of the model that it was written for.
+    """
+    ends = json.loads(generation_config).get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    valid = {i for i in ends if i in range(tokenizer.vocab_size)}
+    return json_bytes({"eos_token_id": sorted(valid | {tokenizer.eos_id})})
+
+
 # --------------------------------------------------------------------------------------------------
 # Reading: the tokenizer of a Hugging Face model folder
 

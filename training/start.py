@@ -24,7 +24,7 @@ from hardware.peak import peak_tflops
 from model import GPT, GPTConfig
 from text import dataset
 from text.chat import question_ids
-from text.hf_tokenizer import chat_files, read_json, to_hugging_face
+from text.hf_tokenizer import chat_files, only_ends, read_json, to_hugging_face
 from text.landmarks import mixed_landmarks
 from text.windows import DataSet
 from training import resume
@@ -366,11 +366,8 @@ def fixed_files(data: Data, c: GPTConfig) -> dict[str, bytes]:
         came_with = read_json(folder / "tokenizer_config.json")
         for name, content in to_hugging_face(data.tokenizer, c.block_size, came_with).items():
             files[name] = json_bytes(content)
-    if "generation_config.json" in files:  # how to sample is not a matter of the tokenizer
-        came_with = read_json(folder / "generation_config.json").get("eos_token_id")
-        ends = came_with if isinstance(came_with, list) else [came_with]
-        ends = {data.tokenizer.eos_id, *(i for i in ends if i in range(meta["vocab_size"]))}
-        files["generation_config.json"] = json_bytes({"eos_token_id": sorted(ends)})
+    if "generation_config.json" in files:
+        files["generation_config.json"] = only_ends(data.tokenizer, files["generation_config.json"])
     if any("answers" in d.meta["splits"]["train"] for d in data.sets):
         files |= chat_files(data.tokenizer, files)
     bos_id = next(iter(data.tokenizer.prefix), None)

@@ -149,7 +149,7 @@ def take_step(
         torch._foreach_mul_([part(p.grad) for p in parameters], factor)
     grad_norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
     torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip or math.inf, grad_norm)
-    # The norm is that of the whole gradient on all ranks, and needs no sum.
+    # The norm needs no sum: each rank has that of the whole gradient.
     numbers = torch.stack([all_sum(mean_loss) / machine.world, grad_norm])
     result = machine.fetch(numbers)
 
