@@ -49,8 +49,12 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file, or replace it, in one step. A kill leaves the old file or the new one."""
     aside = path.with_name(f".{path.name}.tmp")
     aside.unlink(missing_ok=True)  # of a killed process; or a link, which is not to be followed
-    aside.write_bytes(content)
-    sync_to_disk(aside)
+    try:
+        aside.write_bytes(content)
+        sync_to_disk(aside)
+    except OSError as e:
+        e.filename = e.filename or str(path)  # a full disk does not name it
+        raise
     aside.replace(path)
 
 

@@ -5,6 +5,7 @@ The bar goes to stderr, everything else to stdout. Where stderr is no terminal, 
 
 import re
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 
@@ -48,6 +49,11 @@ def plural(n: int, noun: str) -> str:
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
+def is_harmless(c: str) -> bool:
+    """Return whether a terminal shows this character, or a space of some width."""
+    return c.isprintable() or unicodedata.category(c) == "Zs"  # as U+3000, which indents Chinese
+
+
 def quoted(text: str) -> str:
     """Return a text that a model wrote as a block, which cannot be taken for lines of the log.
 
@@ -55,6 +61,6 @@ def quoted(text: str) -> str:
     one. Characters that would move the cursor or change colours become U+FFFD.
     """
     lines = re.sub(r"\n([ \t]*\n)+", "\n\n", text.rstrip()).expandtabs(4).split("\n")
-    shown = ["".join(c if c.isprintable() else "\ufffd" for c in line) for line in lines]
+    shown = ["".join(c if is_harmless(c) else "\ufffd" for c in line) for line in lines]
     rows = folded("\n".join(shown), 72).split("\n")
     return "\n".join(f"    > {row}".rstrip() for row in rows[:12])

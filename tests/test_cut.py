@@ -71,9 +71,12 @@ def test_learned_tokens_are_cut_between_two_of_them(tmp_path, suffix, monkeypatc
         (["the same"] * 10, ["the same"] * 8, ["the same"] * 2, {"val_fraction": 0.2}),
     ],
 )
-def test_the_cut_is_made_in_the_documents_that_are_kept(tmp_path, texts, train, val, options):
+def test_the_cut_is_made_in_the_documents_that_are_kept(
+    tmp_path, texts, train, val, options, capsys
+):
     folder, _ = prepare_set(tmp_path, write_texts(tmp_path / "c.jsonl", texts), **options)
     assert (texts_of(folder, "train"), texts_of(folder, "val")) == (train, val)
+    assert ("2 documents of val also in train" in capsys.readouterr().err) == (train[0] == val[0])
 
 
 def test_the_marks_of_a_conversation_count_as_no_text_where_it_is_cut(tmp_path):

@@ -263,7 +263,7 @@ NO_OBJECT = [b"", b"[" * 100_000, b"\xff\xfe", b"[1]", b"7", b'{"model": {"type"
 DAMAGED = [("model.safetensors", content) for content in UNSAFE]
 for name in ("config.json", "model.safetensors.index.json", "tokenizer.json"):
     DAMAGED += [(name, content) for content in NO_OBJECT]
-SHARDS = ["../../secret.safetensors", "/etc/passwd", "pytorch_model.bin", "gone.safetensors", 7]
+SHARDS = ["../../secret.safetensors", "/etc/passwd", "pytorch_model.bin", "gone.safetensors", 7, ""]
 
 
 @pytest.mark.parametrize("name, content", DAMAGED)

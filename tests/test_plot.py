@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import call
+from matplotlib.figure import Figure
 
 import plot
 from training.plots import differences, limits, read_run
@@ -58,9 +59,10 @@ def test_without_a_name_the_newest_run_is_drawn_but_over_no_file_of_somebody(
     call(plot.main, f"--out_dir={tmp_path}")
     assert capsys.readouterr().out.strip() == f"{tmp_path}/new/loss.png"
     call(plot.main, f"--out_dir={tmp_path}")  # its own picture may be replaced
-    (tmp_path / "new" / "loss.png").write_text("precious")
+    Figure().savefig(tmp_path / "new" / "loss.png")
+    precious = (tmp_path / "new" / "loss.png").read_bytes()
     assert "new/loss.png" in refuses(plot.main, f"--out_dir={tmp_path}")
-    assert (tmp_path / "new" / "loss.png").read_text() == "precious"
+    assert (tmp_path / "new" / "loss.png").read_bytes() == precious
 
 
 def test_the_first_steps_and_a_spike_do_not_flatten_the_rest(tmp_path):

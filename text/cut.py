@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from configurator import note
 from hardware.disk import remove_only
+from hardware.terminal import plural
 from text.encode import Encoded, Encoder, Part
 from text.folders import FILES
 from text.merge import read_rows
@@ -38,18 +40,27 @@ def cut_by_text(parts: list[Part], characters: int, encoder: Encoder, folder: Pa
     remove_only(folder, FILES)
     new_part = Part(folder, key="", sources=[])
     new_part.open()
+    of_train = set()  # hashes of its documents
+    repeated = 0  # documents of val that train has, too
     end = 0  # how many characters come before the end of the document
     for row, ids in documents_of(parts, encoder.dtype):
         start = end
         end += int(row["characters"])
         row["val"] = start >= cut
         halves = cut_document(row, ids, cut - start, encoder) if start < cut < end else [(row, ids)]
+        if start < cut:
+            of_train.add(hash(ids.tobytes()))
+        else:
+            repeated += hash(ids.tobytes()) in of_train
         for half, half_ids in halves:
             data = half_ids.tobytes()
             train, val = (b"", data) if half["val"] else (data, b"")
             new_part.write(Encoded(np.array([half]), train, val, Tally()))
     new_part.commit(0, 0)
     new_part.close()
+    if repeated:
+        problem = f"{plural(repeated, 'document')} of val also in train"
+        note(f"{problem}: a loss on val tells what was memorised; leave out the repetitions")
     return new_part
 
 

@@ -29,12 +29,13 @@ CONTROL = re.compile("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\ufeff]")
 
 # The version of the rules by which a file becomes records, and a record a text. What an interrupted
 # run did by other rules is done again.
-RULES = 5
+RULES = 6
 
 # All fields that hold text in one of the shapes that record_text() knows.
 TEXT_FIELDS = set("title summary sections content text".split())
 TEXT_FIELDS |= set("prompt completion instruction input output system history".split())
 TEXT_FIELDS |= set("messages conversations tools".split())
+LONG = 100  # characters: a field of another name that has more of them is counted as text, too
 CONVERSATIONS = ("messages", "conversations")  # fields that hold one
 CHAT = "conversations"  # is what the report calls their shapes
 
@@ -195,14 +196,18 @@ def unread_in(messages: Any) -> list[str]:
 
 
 def unread_fields(record: dict, shape: str) -> list[str]:
-    """Return the fields that hold text in one of the known shapes, but are not part of this one."""
+    """Return the fields that are not part of the shape, and hold text by their name or length.
+
+    In sections these are all that hold anything but a number.
+    """
     used = shape.strip("{}").split(", ")
-    unread = [key for key in TEXT_FIELDS & record.keys() if key not in used and record[key]]
-    sections = record.get("sections")
-    if "sections" in used and isinstance(sections, list):
-        if any("sections" in section for section in sections):
-            unread.append("sections in sections")
-    return [f"{key}, beside {shape}" for key in sorted(unread)]
+    others = [(key, record[key]) for key in record if key not in used and record[key]]
+    unread = {key for key, value in others if key in TEXT_FIELDS or len(str(value)) > LONG}
+    if "sections" in used and isinstance(sections := record.get("sections"), list):
+        others = [pair for section in sections for pair in section.items()]
+        in_sections = {key for key, value in others if value and not isinstance(value, int | float)}
+        unread |= {f"{key} in sections" for key in in_sections - {"title", "content"}}
+    return [printable(f"{key}, beside {shape}") for key in sorted(unread)]
 
 
 def without_line_ends(text: str, tally: Tally) -> str:

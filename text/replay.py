@@ -43,7 +43,7 @@ def texts_of_step(path: Path, records: list[dict], step: int) -> Iterator[tuple[
     tokenizer = load_tokenizer(sets[0].folder)
     for number, (k, start) in enumerate(starts, sample):
         targets = loader.splits[k].targets(start)
-        place = f"{sets[k].name}/train.bin, from token {targets[targets >= 0][0]:,} on"
+        place = f"{sets[k].name}/train.bin, first target: token {targets[targets >= 0][0]:,}"
         ids = loader.rows([(k, start)]).ids[0]
         ids = ids[ids >= 0]  # the others are padding
         documents = np.split(ids, np.flatnonzero(ids == tokenizer.eos_id))

@@ -46,8 +46,6 @@ OUR_FILES = set(
     added_tokens.json vocab.json merges.txt chat_template.jinja generation_config.json
     """.split()
 )
-# Pruning would take long if it read these again.
-LARGE = {"model.safetensors", "train_state.pt"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -205,13 +203,13 @@ def newest_checkpoint(ckpt_dir: Path) -> Path | None:
 def discard(checkpoint: Path) -> str:
     """Delete a checkpoint. If it holds anything that is not ours, leave it and return what.
 
-    Ours are files of our names that are as the manifest says. One that somebody has edited since,
-    such as tokenizer_config.json, is theirs; the large files are not looked at.
+    Ours are files of our names that are as the manifest says. One that somebody has changed since,
+    such as tokenizer_config.json or weights that were averaged, is theirs.
     """
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         return "it is not a folder of its own"
     paths = [path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir()]
-    names = {path.relative_to(checkpoint).as_posix() for path in paths} - LARGE - {MANIFEST}
+    names = {path.relative_to(checkpoint).as_posix() for path in paths} - {MANIFEST}
     foreign = min(names - OUR_FILES, default="")  # also average/... of an earlier version
     if problem := foreign or damage(checkpoint, [], required=sorted(names)):
         return f"it holds what is not ours, or was edited ({problem})"

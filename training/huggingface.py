@@ -446,12 +446,13 @@ def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
             advice = "pytorch_model.bin could execute anything; transformers can save it anew"
             raise ValueError(f"there is no model.safetensors ({advice})")
         with naming(index.name):
-            names = sorted(set(read_object(index)["weight_map"].values()))
+            names = sorted({str(name) for name in read_object(index)["weight_map"].values()})
+            for name in names:
+                if not name or Path(name).name != name or not name.isprintable():
+                    raise ValueError(f"{name[:80]!r} is not in this folder: not read")
     stored = {}
     for name in names:
         with naming(name):
-            if Path(name).name != name:
-                raise ValueError("it is not in this folder: not read")
             path = folder / name
             only_plain(path)
             stored |= load_file(path) if is_utf8(path) else load(path.read_bytes())

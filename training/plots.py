@@ -31,6 +31,7 @@ EVALUATED = {
     "train_eval_loss": ("evaluated on train", dict(ls="--", lw=1, marker="^", ms=4)),
 }
 LOSSES = ("loss", *EVALUATED)
+TITLE = "Losses of training runs, by plot.py"  # stands in each picture, which is known by it
 
 # x axis -> its label, and the key and unit of what is counted along it
 AXES = {"steps": ("step", "", 1), "tokens": ("million tokens", "tokens", 1e6)}
@@ -133,7 +134,7 @@ def plot_loss(folders: list[Path], png: Path, x: str = "steps", y: str = "loss")
     Raises UserError if a run cannot be drawn, and ImportError if there is no matplotlib.
     """
     runs = [read_run(folder, x, y) for folder in folders]
-    if png.exists() and b"atplotlib" not in png.read_bytes():  # as each picture says of itself
+    if png.exists() and TITLE.encode() not in png.read_bytes():
         raise UserError(f"{png} is not a picture by this program: move it away, or give --png")
     import matplotlib
     from matplotlib import colormaps, font_manager
@@ -164,7 +165,7 @@ def plot_loss(folders: list[Path], png: Path, x: str = "steps", y: str = "loss")
             ax.spines[["top", "right"]].set_visible(False)
         name_runs(fig, losses, runs, colours)
         picture = io.BytesIO()
-        fig.savefig(picture, format=png.suffix[1:], dpi=120)
+        fig.savefig(picture, format=png.suffix[1:], dpi=120, metadata={"Title": TITLE})
     write_whole(png, picture.getvalue())
     return png
 

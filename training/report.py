@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch.amp import GradScaler
 
-from hardware.disk import Lock, write_whole
+from hardware.disk import Lock, set_aside, write_whole
 from hardware.machine import Clock, Machine
 from hardware.terminal import ProgressBar, in_a_terminal, quoted
 from text.windows import DataSet
@@ -54,18 +54,25 @@ class MetricsFile:
         """Append a line. If that fails, a later line writes the file again, all of it."""
         line = line_of(record)
         with self.mutex:
+            written = len(self.content)
             self.content += line
             was_whole = self.is_whole
             self.is_whole = False
             try:
                 if not self.lock.is_held():
                     return  # the folder was moved or deleted: the next save makes it again
-                if was_whole and self.path.exists():
+                exists = os.path.lexists(self.path)
+                if was_whole and exists and self.path.lstat().st_size == written:
                     with open(self.path, "ab") as file:
                         file.write(line)
                 else:
+                    warning = f"warning: {self.path} was not whole: all of it is written again"
+                    if was_whole and exists:  # an older copy, a link, or somebody's own file
+                        warning += (
+                            f"; what was there is {set_aside(self.path, 'metrics_kept.jsonl')}"
+                        )
                     write_whole(self.path, self.content)
-                    self.say(f"warning: {self.path} was not whole: all of it is written again")
+                    self.say(warning)
                 self.is_whole = True
             except OSError as e:
                 if was_whole:

@@ -47,11 +47,17 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
     # The command that began a run gave its length. A command without one does not repeat that, and
     # without a run_name it means the run that was trained last.
     names_run = {"run_name", "max_steps", "max_epochs", "max_tokens"} & options.keys()
-    if cfg.init_from == "resume" and not names_run and (newest := newest_run(Path(cfg.out_dir))):
-        note(f"no run_name is given: the newest run is resumed, {newest}")
+    resumes = cfg.init_from == "resume" and not names_run
+    if newest := newest_run(Path(cfg.out_dir)) if resumes else None:
         options = options | {"run_name": newest.name}
-    ckpt_dir = Path(cfg.out_dir) / options.get("run_name", cfg.run_name) / "ckpt"
-    return checked(TrainConfig, earlier_settings(ckpt_dir) | options)
+    folder = Path(cfg.out_dir) / options.get("run_name", cfg.run_name)
+    earlier = earlier_settings(folder / "ckpt")
+    name = earlier.pop("run_name", folder.name)
+    if newest:
+        if name != newest.name and newest_checkpoint(newest.with_name(name) / "ckpt"):
+            raise UserError(f"{newest}, the newest run, is a copy of {name}: give --run_name")
+        note(f"no run_name is given: the newest run is resumed, {newest}")
+    return checked(TrainConfig, earlier | options)
 
 
 def with_model(options: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +82,7 @@ def with_model(options: dict[str, Any]) -> dict[str, Any]:
 def earlier_settings(ckpt_dir: Path) -> dict[str, Any]:
     """Return the settings of the newest checkpoint in ckpt_dir, or {} if there is none.
 
-    Left out are those that say where the run is and how to start it, and those that this version
+    Left out are those that say in which folder and how to start it, and those that this version
     does not have. Only the hash of the file that is read is compared here: find_origin() compares
     the others, under the run's lock.
     """
@@ -88,7 +94,7 @@ def earlier_settings(ckpt_dir: Path) -> dict[str, Any]:
         for key, value in read_object(path / file).items():
             if not hasattr(TrainConfig, key):
                 note(f"{path / file}: this version has no setting {key}={value}")
-            elif key not in ("init_from", "overwrite", "out_dir", "run_name"):
+            elif key not in ("init_from", "overwrite", "out_dir"):
                 set_value(TrainConfig, values, key, value, f"{path / file}")
         return values
     return {}
@@ -225,8 +231,8 @@ def check_fits(
         if there.get(k) != here.get(k)
     ]
     if differ:
-        advice = "give the same settings and data as before (prepare.py keeps data of other input"
-        advice += " files as NAME.old: give that its name back), or start a new run with"
+        advice = "give the same settings and data as before (prepare.py keeps the data that it"
+        advice += " replaces as NAME.old if no input file is the same), or start a new run with"
         advice += f" --init_from={folder} --run_name=NAME"
         raise UserError(f"checkpoint {folder} does not fit: {'; '.join(differ)}: {advice}")
 
@@ -282,7 +288,8 @@ def model_to_tune(
     vocab_size = sets[0].meta["vocab_size"]
     if c.vocab_size < vocab_size:
         problem = f"{folder}: a vocabulary of {c.vocab_size}, but the data has {vocab_size}"
-        raise UserError(f"{problem}: prepare it with --tokenizer={folder}")
+        fits = f"a tokenizer of {c.vocab_size} tokens or fewer, such as --tokenizer={folder}"
+        raise UserError(f"{problem}: prepare it with {fits}")
     extended = longer(c, cfg)
     if extended != c:
         length = f"block_size {c.block_size} -> {extended.block_size}"

@@ -354,9 +354,15 @@ def edit_it(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
 
 
-@pytest.mark.parametrize(
-    "change", [link_it, add_a_chat_template, add_a_folder_that_the_manifest_lists, edit_it]
-)
+def average_its_weights(folder: Path, tmp_path: Path) -> None:
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[:-4] + b"mean")
+
+
+CHANGES = [link_it, add_a_chat_template, add_a_folder_that_the_manifest_lists, edit_it]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, average_its_weights])
 def test_pruning_passes_by_what_somebody_has_changed_and_says_so_once(
     copied, tiny_data, tmp_path, capsys, change
 ):
@@ -434,7 +440,20 @@ def move_its_folder(path: Path) -> None:
     path.parent.rename(path.parents[1] / "moved")
 
 
-@pytest.mark.parametrize("meddle", [os.unlink, save_in_an_editor, move_its_folder])
+def save_an_older_state(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:99])
+
+
+def link_it_to_a_diary(path: Path) -> None:
+    path.unlink()
+    (path.parents[1] / "diary").write_text("mine")
+    path.symlink_to(path.parents[1] / "diary")
+
+
+MEDDLE = [os.unlink, save_in_an_editor, move_its_folder, save_an_older_state, link_it_to_a_diary]
+
+
+@pytest.mark.parametrize("meddle", MEDDLE)
 def test_metrics_that_vanish_during_a_run_are_written_again(
     tiny_data, tmp_path, monkeypatch, capsys, meddle
 ):
@@ -443,6 +462,9 @@ def test_metrics_that_vanish_during_a_run_are_written_again(
     assert metrics(run, "loss").keys() == set(range(1, 9)) and "08" in steps_in(run)
     warned = "all of it is written again" in capsys.readouterr().out
     assert warned == (meddle is not save_in_an_editor)
+    if meddle in (save_an_older_state, link_it_to_a_diary):
+        kept = (run / "metrics_kept.jsonl").read_bytes()
+        assert kept == b"mine" or len(kept) == 99
 
 
 @pytest.mark.parametrize("end", [{"max_tokens": 100_000}, {"max_epochs": 0.37}, {"max_steps": 50}])
