@@ -94,7 +94,7 @@ def main() -> None:
         sys.exit(exit_code)
     results = [(rung, read_run(rung.run.folder, [data.name])) for rung in rungs]
     trained = [replace(rung, loss=r.loss) for rung, r in results if r and math.isfinite(r.loss)]
-    check(trained, "the same command goes on; the lines above name rungs that failed")
+    check(trained, "the same command goes on; if rungs failed, the lines above name them")
     ladder = fitted(trained, epoch_tokens, cfg, data)
     print(table(ladder))
     write_json(str(path), sealed(vars(ladder) | facts_of(torch.device("cpu"))))
