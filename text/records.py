@@ -228,7 +228,8 @@ def to_utf8(text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         # surrogateescape makes such halves of bytes that it cannot decode, and JSON has \ud800.
-        raise ValueError("a byte of another --encoding (gb18030, utf-16?), or half a character") from None
+        problem = "a byte of another --encoding (gb18030, utf-16?), or half a character"
+        raise ValueError(problem) from None
 
 
 # --------------------------------------------------------------------------------------------------

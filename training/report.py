@@ -68,9 +68,8 @@ class MetricsFile:
                 else:
                     warning = f"warning: {self.path} was not whole: all of it is written again"
                     if was_whole and exists:  # an older copy, a link, or somebody's own file
-                        warning += (
-                            f"; what was there is {set_aside(self.path, 'metrics_kept.jsonl')}"
-                        )
+                        kept = set_aside(self.path, "metrics_kept.jsonl")
+                        warning += f"; what was there is {kept}"
                     write_whole(self.path, self.content)
                     self.say(warning)
                 self.is_whole = True
