@@ -30,7 +30,7 @@ from hardware.terminal import plural
 from model import GPT, GPTConfig
 from text.dataset import DataSet, newest_dataset, open_datasets, open_windows
 from training import memory
-from training.banner import batch_warning, different_tokens, length_warnings, without_padding
+from training.banner import batch_warning, different_tokens, length_warnings
 from training.huggingface import shape_in
 from training.law import READ_AGAIN, read_ladder
 from training.memory import Step
@@ -271,10 +271,9 @@ def print_time(run: PlannedRun) -> None:
         length += f" = {tokens / plan.epoch_tokens:.2f} epochs of {data}"
     length += f", ended by {plan.ended_by}" if plan.ended_by else ""
     params = run.model.num_params()["total"]
-    learnable = without_padding(tokens, plan, cfg, run.sets)
-    ratio = f"{learnable / params:.3g}"
-    different = different_tokens(learnable, run.sets)
-    if run.sets and different < 0.99 * learnable:
+    ratio = f"{tokens / params:.3g}"
+    different = different_tokens(tokens, run.sets)
+    if run.sets and different < 0.99 * tokens and cfg.documents != "pad":
         ratio = f"{different / params:.3g} different ones, {ratio} with repetitions"
     flops = tokens * run.model.flops_per_token(cfg.block_size)
     work = f"{flops:.3g} (6 N + 12 L d T a token); {6 * params * tokens:.3g} by 6 N D"

@@ -41,12 +41,12 @@ FUNCTION_WORDS = """found what first wrong begin known before why where new more
 # conversations and a model that answers, which brought 441 (2d4a9d1~1 to e02f3bd~1), and the law of
 # losses and plan.py --loss, which brought 104. It is reached without these, and not with them.
 CEILINGS = {
-    "product, with plan.py": 7_750,
+    "product, with plan.py": 7_765,
     "bench": 2_000,
     "tests": 7_780,
     "the evening's four files": 770,
     "import train: files": 14,
-    "import train: lines, all of them": 3_480,
+    "import train: lines, all of them": 3_495,
     "with training/start.py, which begins a run: files": 32,
     "train.py imports: modules": 10,
     "train.py imports: names": 20,

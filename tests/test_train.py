@@ -108,8 +108,7 @@ def test_reading_the_data_more_than_four_times_is_a_warning(tiny_data):
     mixed = warned(6, sets=[much, little])
     assert "a is read 5.4 times" in mixed and "b is read" not in mixed
     assert banner.different_tokens(6 * size, [much, little]) == size + round(0.6 * size)
-    cfg = config("--documents=pad")  # half of its windows may be padding
-    assert banner.without_padding(256, make_plan(cfg, 1, 2 * size), cfg, sets) == 128
+    assert not warned(10, "--documents=pad")  # most of it may be padding
 
 
 def test_few_steps_that_were_not_asked_for_are_a_warning():
@@ -234,7 +233,7 @@ def test_resume_with_all_settings_of_the_checkpoint_is_bit_identical_to_never_ha
     assert after == before | {"out_dir": str(tmp_path), "run_name": "renamed"}
     shutil.copytree(tmp_path / "renamed", tmp_path / "backup")
     os.utime(newest_checkpoint(tmp_path / "backup" / "ckpt") / "manifest.json")  # as cp -r does
-    assert "copy of renamed" in refuses(train.main, f"--out_dir={tmp_path}", "--init_from=resume")
+    assert "began as renamed" in refuses(train.main, f"--out_dir={tmp_path}", "--init_from=resume")
 
 
 def test_settings_that_are_given_to_a_resumed_run_take_effect_and_are_listed(

@@ -48,10 +48,10 @@ def cut_by_text(parts: list[Part], characters: int, encoder: Encoder, folder: Pa
         end += int(row["characters"])
         row["val"] = start >= cut
         halves = cut_document(row, ids, cut - start, encoder) if start < cut < end else [(row, ids)]
+        key = hash(ids.tobytes())
+        repeated += end > cut and key in of_train
         if start < cut:
-            of_train.add(hash(ids.tobytes()))
-        else:
-            repeated += hash(ids.tobytes()) in of_train
+            of_train.add(key)
         for half, half_ids in halves:
             data = half_ids.tobytes()
             train, val = (b"", data) if half["val"] else (data, b"")

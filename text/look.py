@@ -170,8 +170,7 @@ def report_records(records: dict, sources: list[dict]) -> list[str]:
         if outcome == "bad":
             lines += [f"    e.g. {example}" for example in records["examples"]]
     if records["unread"]:
-        counted = Counter(records["unread"]).most_common(20)
-        counts = ", ".join(f"{n:,} x {field}" for field, n in counted)
+        counts = ", ".join(f"{n:,} x {field}" for field, n in records["unread"].items())
         lines.append(f"  fields that were not read (of texts, --fields= chooses fields): {counts}")
     return lines
 

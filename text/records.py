@@ -35,7 +35,10 @@ RULES = 6
 TEXT_FIELDS = set("title summary sections content text".split())
 TEXT_FIELDS |= set("prompt completion instruction input output system history".split())
 TEXT_FIELDS |= set("messages conversations tools".split())
-LONG = 100  # characters: a field of another name that has more of them is counted as text, too
+# Others that often hold text.
+TEXT_FIELDS |= set("abstract answer article body context description document markdown".split())
+TEXT_FIELDS |= set("paragraphs question response subsections".split())
+LONG = 100  # characters: a field of any other name that holds more of them is counted, too
 CONVERSATIONS = ("messages", "conversations")  # fields that hold one
 CHAT = "conversations"  # is what the report calls their shapes
 
@@ -198,16 +201,32 @@ def unread_in(messages: Any) -> list[str]:
 def unread_fields(record: dict, shape: str) -> list[str]:
     """Return the fields that are not part of the shape, and hold text by their name or length.
 
-    In sections these are all that hold anything but a number.
+    Those of other names are one, "other fields": a record may have any number of them.
     """
     used = shape.strip("{}").split(", ")
-    others = [(key, record[key]) for key in record if key not in used and record[key]]
-    unread = {key for key, value in others if key in TEXT_FIELDS or len(str(value)) > LONG}
+    unread = {name_of(key, record[key]) for key in record if key not in used}
     if "sections" in used and isinstance(sections := record.get("sections"), list):
-        others = [pair for section in sections for pair in section.items()]
-        in_sections = {key for key, value in others if value and not isinstance(value, int | float)}
-        unread |= {f"{key} in sections" for key in in_sections - {"title", "content"}}
-    return [printable(f"{key}, beside {shape}") for key in sorted(unread)]
+        others = [(key, section[key]) for section in sections for key in section]
+        others = [pair for pair in others if pair[0] not in ("title", "content")]
+        unread |= {f"{name} in sections" for name in itertools.starmap(name_of, others) if name}
+    return [f"{name}, beside {shape}" for name in sorted(unread - {""})]
+
+
+def name_of(key: str, value: Any) -> str:
+    """Return by which name a field that is not read is counted; "" if it holds no text."""
+    if key in TEXT_FIELDS:
+        return key if value else ""
+    count = 0
+    waiting = [value]
+    while waiting and count <= LONG:
+        value = waiting.pop()
+        if isinstance(value, str):
+            count += len(value)
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list) and not (value and isinstance(value[0], int | float)):
+            waiting += value
+    return "other fields" if count > LONG else ""
 
 
 def without_line_ends(text: str, tally: Tally) -> str:

@@ -39,7 +39,6 @@ def banner(
     T = cfg.block_size
     V = sets[0].meta["vocab_size"]
     tokens = plan.tokens_at(plan.steps)
-    learnable = without_padding(tokens, plan, cfg, sets)
     batch = f"{plan.batch_size} x {T} x {plan.accum} accumulation x {machine.world} processes"
     shape = f"{architecture_of(c).name}, {c.n_layer} layers x {c.n_embd}, "
     shape += f"{c.n_head} heads of {c.head_dim} ({c.n_kv_head} for keys and values)"
@@ -54,23 +53,22 @@ def banner(
 
     rows = {
         "settings": " ".join(f"{k}={v}" for k, v in changes(cfg).items()),
-        "data": "; ".join(data_text(data, learnable) for data in sets) + f"; vocabulary {V:,}",
+        "data": "; ".join(data_text(data, tokens) for data in sets) + f"; vocabulary {V:,}",
         "windows": "; ".join(filter(None, (windows.cut for windows in loader.splits))),
         "batch": f"{cfg.batch_tokens:,} tokens a step asked, {plan.step_tokens:,} actual = {batch}",
         "length": f"{plan.steps:,} optimization steps = {tokens:,} tokens"
-        f" = {tokens / plan.epoch_tokens:.2f} epochs"
-        + (f"; {1 - learnable / tokens:.0%} of them padding" if learnable < tokens else ""),
+        f" = {tokens / plan.epoch_tokens:.2f} epochs",
         "model": "; ".join(filter(None, [shape, caveat(c)])),
         "parameters": f"{params['total']:,} trainable, "
         f"{params['embedding'] / params['total']:.0%} of them embeddings; "
-        f"{learnable / params['total']:.2g} tokens per parameter",
+        f"{tokens / params['total']:.2g} tokens per parameter",
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
         "attention": attention,
         "memory": f"{size / 1e9:.1f} GB predicted, of {room / 1e9:.1f}; "
         f"batch_size may be {largest_batch(model, one_step, room):,} at most",
     }
-    different = different_tokens(learnable, sets)
-    if different < 0.99 * learnable:
+    different = different_tokens(tokens, sets)
+    if different < 0.99 * tokens and cfg.documents != "pad":
         rows["parameters"] += f", {different / params['total']:.2g} without repetitions"
     if warning := batch_warning(plan.step_tokens, cfg, machine.world):
         rows["batch"] += f"\n{warning}"
@@ -99,14 +97,6 @@ def pace_note(flops: float, accum: int, peak: float | None, on_gpu: bool) -> str
         busier = "a larger --batch_size, or auto, may be faster"
         return f"note: a micro-step is so short that the GPU may wait for its host: {busier}"
     return ""
-
-
-def without_padding(tokens: int, plan: Plan, cfg: TrainConfig, sets: list[DataSet]) -> int:
-    """Return how many of so many tokens of windows are tokens of documents: of pad, not all."""
-    if cfg.documents != "pad" or not sets:
-        return tokens
-    in_documents = sum(data.meta["splits"]["train"]["tokens"] for data in sets)
-    return tokens * in_documents // plan.epoch_tokens
 
 
 def epochs_of(data: DataSet, tokens: int) -> float:
@@ -152,9 +142,7 @@ def batch_warning(step_tokens: int, cfg: TrainConfig, world: int) -> str:
 
 def length_warnings(plan: Plan, cfg: TrainConfig, sets: list[DataSet]) -> list[str]:
     """Return what there is to warn of in the length of a run."""
-    counts = (plan.tokens_at(plan.steps), plan.step_tokens)
-    counts = [without_padding(tokens, plan, cfg, sets) for tokens in counts]
-    repetition = repetition_warning(*counts, cfg, sets)
+    repetition = repetition_warning(plan.tokens_at(plan.steps), plan.step_tokens, cfg, sets)
     warnings = [repetition] if repetition else []
     if plan.steps < FEW_STEPS and not cfg.max_steps:  # a limit in epochs or tokens leaves so few
         advice = "raise max_epochs or max_tokens, or set a smaller batch_tokens"
@@ -167,9 +155,10 @@ def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: li
     """Return a warning if a run of `tokens` tokens reads a data set too often, else "".
 
     A little more than MOST_EPOCHS does not count: a limit is rounded to whole steps. Fine-tuning
-    does not count either: it is meant to read few texts several times.
+    does not count either: it is meant to read few texts several times. With documents=pad, nobody
+    knows how many of the tokens are padding: the epochs in the line `length` count windows.
     """
-    if cfg.init_from not in ("scratch", "resume", "auto"):
+    if cfg.init_from not in ("scratch", "resume", "auto") or cfg.documents == "pad":
         return ""
     epochs = {data.name: epochs_of(data, tokens) for data in sets}
     per_step = {data.name: epochs_of(data, step_tokens) for data in sets}

@@ -48,6 +48,10 @@ OUR_FILES = set(
 )
 
 
+# Pruning would take long if it read these again: it does if they were changed or copied.
+LARGE = {"model.safetensors", "train_state.pt"}
+
+
 # --------------------------------------------------------------------------------------------------
 # Write
 
@@ -200,6 +204,14 @@ def newest_checkpoint(ckpt_dir: Path) -> Path | None:
 # Delete
 
 
+def is_older(path: Path, manifest: Path) -> bool:
+    """Return whether a file is as it was when the manifest was written, by the times of both."""
+    if not manifest.exists():
+        return False
+    at, end = path.lstat(), manifest.lstat()
+    return at.st_mtime_ns <= end.st_mtime_ns and at.st_ctime_ns <= end.st_ctime_ns
+
+
 def discard(checkpoint: Path) -> str:
     """Delete a checkpoint. If it holds anything that is not ours, leave it and return what.
 
@@ -210,6 +222,7 @@ def discard(checkpoint: Path) -> str:
         return "it is not a folder of its own"
     paths = [path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir()]
     names = {path.relative_to(checkpoint).as_posix() for path in paths} - {MANIFEST}
+    names -= {name for name in LARGE & names if is_older(checkpoint / name, checkpoint / MANIFEST)}
     foreign = min(names - OUR_FILES, default="")  # also average/... of an earlier version
     if problem := foreign or damage(checkpoint, [], required=sorted(names)):
         return f"it holds what is not ours, or was edited ({problem})"

@@ -55,7 +55,8 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
     name = earlier.pop("run_name", folder.name)
     if newest:
         if name != newest.name and newest_checkpoint(newest.with_name(name) / "ckpt"):
-            raise UserError(f"{newest}, the newest run, is a copy of {name}: give --run_name")
+            problem = f"{newest}, the newest run, began as {name}, which is there, too"
+            raise UserError(f"{problem}: give --run_name")
         note(f"no run_name is given: the newest run is resumed, {newest}")
     return checked(TrainConfig, earlier | options)
 
