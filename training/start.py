@@ -364,8 +364,10 @@ def fixed_files(data: Data, c: GPTConfig) -> dict[str, bytes]:
     files = {name: (folder / name).read_bytes() for name in names}
     if "tokenizer.json" not in files:
         came_with = read_json(folder / "tokenizer_config.json")
-        for name, content in to_hugging_face(data.tokenizer, c.block_size, came_with).items():
-            files[name] = json_bytes(content)
+        made = to_hugging_face(data.tokenizer, c.block_size, came_with)
+        if not made:
+            note("no tokenizer.json can say what this tokenizer does: docs/interchange.md")
+        files |= {name: json_bytes(content) for name, content in made.items()}
     if "generation_config.json" in files:
         files["generation_config.json"] = only_ends(data.tokenizer, files["generation_config.json"])
     if any("answers" in d.meta["splits"]["train"] for d in data.sets):
