@@ -10,7 +10,7 @@ from test_prepare import prepare_set, texts_of
 from test_prepare_durability import TINY_SHARDS, under_torchrun
 
 import prepare
-from configurator import UserError
+from configurator import UserError, note
 from text import formats
 from text.dataset import load_tokenizer, open_split, verify
 from text.records import record_text
@@ -74,6 +74,7 @@ def test_learned_tokens_are_cut_between_two_of_them(tmp_path, suffix, monkeypatc
 def test_the_cut_is_made_in_the_documents_that_are_kept(
     tmp_path, texts, train, val, options, capsys
 ):
+    note.cache_clear()  # another test may have printed this one
     folder, _ = prepare_set(tmp_path, write_texts(tmp_path / "c.jsonl", texts), **options)
     assert (texts_of(folder, "train"), texts_of(folder, "val")) == (train, val)
     assert ("2 documents of val also in train" in capsys.readouterr().err) == (train[0] == val[0])
