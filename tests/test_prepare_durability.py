@@ -5,6 +5,7 @@ bytes or in a clear error of one line.
 import gzip
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -277,8 +278,12 @@ def test_inspect_shows_exactly_what_a_step_trained_on(tiny_data, tmp_path, capsy
     call(prepare.main, "--inspect", run, "--step=3")
     _, *parts = capsys.readouterr().out.split("---- ")
     tokenizer = load_tokenizer(tiny_data / "tiny")
+    rows = np.concatenate(micro_steps[4:6])
+    ids = np.fromfile(tiny_data / "tiny" / "train.bin", np.uint16)
+    firsts = [int(re.search(r"target: token ([\d,]+)", p)[1].replace(",", "")) for p in parts]
+    assert ids[firsts].tolist() == rows[:, 1].tolist()
     texts = []
-    for row in np.concatenate(micro_steps[4:6]):
+    for row in rows:
         documents = np.split(row, np.flatnonzero(row == tokenizer.eos_id))
         decoded = [tokenizer.decode(d[d != tokenizer.eos_id].tolist()) for d in documents]
         texts.append("<eos>".join(decoded).rstrip("\n"))

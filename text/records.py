@@ -213,7 +213,7 @@ def unread_fields(record: dict, shape: str) -> list[str]:
 
 
 def name_of(key: str, value: Any) -> str:
-    """Return by which name a field that is not read is counted; "" if it holds no text."""
+    """Return the name under which a field that is not read is counted; "" if it holds no text."""
     if key in TEXT_FIELDS:
         return key if value else ""
     count = 0

@@ -155,8 +155,8 @@ def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: li
     """Return a warning if a run of `tokens` tokens reads a data set too often, else "".
 
     A little more than MOST_EPOCHS does not count: a limit is rounded to whole steps. Fine-tuning
-    does not count either: it is meant to read few texts several times. With documents=pad, nobody
-    knows how many of the tokens are padding: the epochs in the line `length` count windows.
+    does not count either: it is meant to read few texts several times. With documents=pad, most
+    tokens may be padding, and would be taken for text that is read again.
     """
     if cfg.init_from not in ("scratch", "resume", "auto") or cfg.documents == "pad":
         return ""

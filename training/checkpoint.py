@@ -46,9 +46,7 @@ OUR_FILES = set(
     added_tokens.json vocab.json merges.txt chat_template.jinja generation_config.json
     """.split()
 )
-
-
-# Pruning would take long if it read these again: it does if they were changed or copied.
+# To read these again takes long: pruning does so only if they may have been changed since.
 LARGE = {"model.safetensors", "train_state.pt"}
 
 
@@ -204,12 +202,15 @@ def newest_checkpoint(ckpt_dir: Path) -> Path | None:
 # Delete
 
 
-def is_older(path: Path, manifest: Path) -> bool:
-    """Return whether a file is as it was when the manifest was written, by the times of both."""
+def is_untouched(path: Path, manifest: Path) -> bool:
+    """Return whether a file is no newer than the manifest, which is written last.
+
+    Its ctime counts, too: nobody can set that back.
+    """
     if not manifest.exists():
         return False
-    at, end = path.lstat(), manifest.lstat()
-    return at.st_mtime_ns <= end.st_mtime_ns and at.st_ctime_ns <= end.st_ctime_ns
+    file, last = path.lstat(), manifest.lstat()
+    return file.st_mtime_ns <= last.st_mtime_ns and file.st_ctime_ns <= last.st_ctime_ns
 
 
 def discard(checkpoint: Path) -> str:
@@ -222,7 +223,8 @@ def discard(checkpoint: Path) -> str:
         return "it is not a folder of its own"
     paths = [path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir()]
     names = {path.relative_to(checkpoint).as_posix() for path in paths} - {MANIFEST}
-    names -= {name for name in LARGE & names if is_older(checkpoint / name, checkpoint / MANIFEST)}
+    manifest = checkpoint / MANIFEST
+    names -= {name for name in LARGE & names if is_untouched(checkpoint / name, manifest)}
     foreign = min(names - OUR_FILES, default="")  # also average/... of an earlier version
     if problem := foreign or damage(checkpoint, [], required=sorted(names)):
         return f"it holds what is not ours, or was edited ({problem})"

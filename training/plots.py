@@ -135,7 +135,7 @@ def plot_loss(folders: list[Path], png: Path, x: str = "steps", y: str = "loss")
     """
     runs = [read_run(folder, x, y) for folder in folders]
     if png.exists() and TITLE.encode() not in png.read_bytes():
-        raise UserError(f"{png} is no picture by this version: move it away, or give --png")
+        raise UserError(f"{png} was not drawn by this version: move it away, or give --png")
     import matplotlib
     from matplotlib import colormaps, font_manager
     from matplotlib.figure import Figure

@@ -83,9 +83,9 @@ def with_model(options: dict[str, Any]) -> dict[str, Any]:
 def earlier_settings(ckpt_dir: Path) -> dict[str, Any]:
     """Return the settings of the newest checkpoint in ckpt_dir, or {} if there is none.
 
-    Left out are those that say in which folder and how to start it, and those that this version
-    does not have. Only the hash of the file that is read is compared here: find_origin() compares
-    the others, under the run's lock.
+    Left out are out_dir, how the run was started, and settings that this version does not have.
+    Only the hash of the file that is read is compared here: find_origin() compares the others,
+    under the run's lock.
     """
     file = "train_config.json"
     for path in whole_checkpoints(ckpt_dir):

@@ -53,7 +53,8 @@ class Training:
     n_embd: int = 768  # width of the residual stream
     d_ff: int = 0  # width inside the MLP; 0: 4 n_embd, with a gate 8/3 n_embd
     mlp: Literal[("preset", *ACTIVATIONS)] = "preset"  # activation; gpt2: gelu, else swiglu
-    bias: bool | Literal["preset"] = "preset"  # in linear layers, LayerNorm; gpt2: true; qwen2: qkv
+    # With qwen2, queries, keys and values have one, whatever bias is.
+    bias: bool | Literal["preset"] = "preset"  # in linear layers and LayerNorm; gpt2: true
     tie_embeddings: bool | Literal["preset"] = "preset"  # lm_head is wte; gpt2: true
     rope_theta: float = 10000.0  # base of the rotation frequencies
     rope_scaling: str = ""  # linear:2 and such, for longer sequences; Llama 3.2: llama3:32,1,4,8192

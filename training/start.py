@@ -366,7 +366,7 @@ def fixed_files(data: Data, c: GPTConfig) -> dict[str, bytes]:
         came_with = read_json(folder / "tokenizer_config.json")
         made = to_hugging_face(data.tokenizer, c.block_size, came_with)
         if not made:
-            note("no tokenizer.json can say what this tokenizer does: docs/interchange.md")
+            note("other programs may read this tokenizer differently: docs/interchange.md")
         files |= {name: json_bytes(content) for name, content in made.items()}
     if "generation_config.json" in files:
         files["generation_config.json"] = only_ends(data.tokenizer, files["generation_config.json"])

@@ -539,14 +539,8 @@ def test_chunks_are_small_however_their_records_are_nested(tmp_path):
 def test_text_in_fields_that_are_not_read_is_counted(tmp_path, capsys):
     section = {"title": "A", "content": "B", "sections": [{"title": "C", "content": "lost"}]}
     section |= {"level": 2, "body": "lost", "id": "a", "note": [{"lost": "a" * 101}]}
-    record = {
-        "summary": "S",
-        "content": "lead",
-        "sections": [section],
-        "url": "a",
-        "article": "a",
-        "story": "a" * 101,
-    }
+    record = {"summary": "S", "content": "lead", "sections": [section]}
+    record |= {"url": "a", "article": "a", "story": "a" * 101}
     values = [{"title": str(i)} | record for i in range(40)]
     _, meta = prepare_set(tmp_path, write_jsonl(tmp_path / "a.jsonl", values))
     shape = "{title, summary, sections}"
