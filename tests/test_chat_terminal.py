@@ -156,10 +156,13 @@ def test_what_cannot_be_a_conversation_is_refused(checkpoint, tmp_path, refuses)
 def test_in_a_terminal_lines_are_edited_and_ctrl_c_ends_only_the_answer(checkpoint):
     """Two Chinese characters are deleted, and a line is no UTF-8."""
     terminal, end = pty.openpty()
-    command = [sys.executable, REPO / "sample.py", "--chat", f"--ckpt={checkpoint}"]
-    command += ["--device=cpu", "--temperature=0"]
+    # Each token takes a tenth of a second, so Ctrl-C arrives before the last one.
+    slowly = "import configurator, time, sample as s; f = s.next_tokens; s.next_tokens = lambda *a,"
+    slowly += " **k: (time.sleep(0.1) or t for t in f(*a, **k)); configurator.run(s.main)"
+    options = f"--chat --ckpt={checkpoint} --device=cpu --temperature=0".split()
+    command = [sys.executable, "-c", slowly, *options]
     env = os.environ | {"TERM": "xterm", "LC_ALL": "C.UTF-8"}
-    how = dict(stdin=end, stdout=end, stderr=end, env=env, start_new_session=True)
+    how = dict(stdin=end, stdout=end, stderr=end, env=env, cwd=REPO, start_new_session=True)
     own_terminal = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # noqa: E731
     program = subprocess.Popen(command, preexec_fn=own_terminal, **how)
     os.close(end)
