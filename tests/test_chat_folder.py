@@ -80,7 +80,7 @@ def documents(folder: Path) -> Counter:
 
 def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
     """Return the ids of a conversation that the assistant shall continue, for our own model."""
-    pieces = chatml(turns_of([*messages, dict(role="assistant", content="x")], str)[:-1])
+    pieces = chatml(turns_of([*messages, dict(role="assistant", content="x")])[:-1])
     ids = [*tokenizer.prefix]
     for mark, piece in zip(itertools.cycle(marks_of(tokenizer)), [*pieces[1:], "assistant\n"]):
         ids += [mark, *tokenizer.encode(piece).tolist()]

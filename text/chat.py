@@ -12,7 +12,6 @@ text is encoded to: the same letters in a message are ordinary tokens. So the to
 an answer is, and loss_on=answers needs nothing beside them.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,12 +29,11 @@ def keys_of(message: dict) -> tuple[str, str]:
     return tuple(a if message.get(a) is not None else b for a, b in pairs)
 
 
-def turns_of(messages: Any, clean: Callable[[str], str]) -> list[tuple[str, str]]:
+def turns_of(messages: Any) -> list[tuple[str, str]]:
     """Return (role, content) of each message of a conversation.
 
-    clean: what becomes of a content. An empty system message is left out. Raises ValueError unless
-    user and assistant take turns, behind at most one system message, and the assistant has the last
-    word.
+    An empty system message is left out. Raises ValueError unless user and assistant take turns,
+    behind at most one system message, and the assistant has the last word.
     """
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise ValueError(f"a conversation is a {type(messages).__name__}, not a list of messages")
@@ -47,8 +45,7 @@ def turns_of(messages: Any, clean: Callable[[str], str]) -> list[tuple[str, str]
             raise ValueError(f"message {number}: role {name!r:.40} is not system, user, assistant")
         if not isinstance(content, str | None):
             raise ValueError(f"message {number}: its content is a {type(content).__name__}")
-        content = clean(content or "")
-        is_empty = not content.strip()
+        is_empty = not (content or "").strip()
         if role == "system" and number == 1 and is_empty:
             continue
         expected = "user" if not turns or turns[-1][0] != "user" else "assistant"

@@ -89,20 +89,11 @@ def open_dataset(folder: str | Path) -> dict:
 def check_tokenizer_files(folder: Path, info: dict) -> None:
     """Raise UserError unless each file of the tokenizer has the hash in `info`, from meta.json."""
     for name, sha256 in files_of(info).items():
-        path = inside(folder, name)
+        path = folder / name
+        if path.parent != folder:
+            raise UserError(f"{folder}: it names the file {name!r}, which is not in it: not read")
         if not path.exists() or file_sha256(path) != sha256:
             raise UserError(f"{path}: missing, or changed: run prepare.py again")
-
-
-def inside(folder: Path, name: str) -> Path:
-    """Return the path of the file `name`, which was read from a JSON file in the folder.
-
-    Raises UserError if it would not be directly in the folder.
-    """
-    plain = isinstance(name, str) and name not in ("", ".", "..") and "\0" not in name
-    if not plain or name != Path(name).name:
-        raise UserError(f"{folder}: it names the file {name!r}, which is not in it: not read")
-    return folder / name
 
 
 def files_of(info: dict) -> dict[str, str]:
@@ -110,7 +101,7 @@ def files_of(info: dict) -> dict[str, str]:
 
     The latter are missing in the meta.json of a checkpoint, whose manifest has them.
     """
-    return info.get("files", {info["file"]: info["sha256"]})
+    return {info["file"]: info["sha256"]} | info.get("files", {})
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -169,11 +160,22 @@ def opened_files(sets: list[DataSet]) -> dict[Path, os.stat_result]:
     return {path: path.stat() for path in bin_files(sets)}
 
 
-def verify_file(sets: list[DataSet], path: Path) -> None:
-    """Raise UserError if a .bin of these data sets is not what meta.json says."""
-    data, split = bin_files(sets)[path]
-    open_dataset(data.folder)  # compares the size
-    verify(data.folder, data.meta, split)
+def verify_changed(sets: list[DataSet], opened: dict[Path, os.stat_result]) -> None:
+    """Raise UserError if a .bin was changed in place since it was opened, and is another one now.
+
+    opened: what opened_files() returned then. If a file was deleted, or another one has its name
+    now, then the one that is mapped stays as it was.
+    """
+    for path, (data, split) in bin_files(sets).items():
+        earlier = opened[path]
+        current = path.stat() if path.exists() else earlier
+        # The ctime is the time of the last change of the file or of its owner, rights and times.
+        # Unlike the mtime, nobody can set it back.
+        is_same = current.st_size == earlier.st_size and current.st_ctime_ns == earlier.st_ctime_ns
+        if current.st_ino == earlier.st_ino and not is_same:
+            open_dataset(data.folder)  # compares the size
+            verify(data.folder, data.meta, split)
+            opened[path] = current  # it was only touched
 
 
 def bin_files(sets: list[DataSet]) -> dict[Path, tuple[DataSet, str]]:

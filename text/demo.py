@@ -33,13 +33,8 @@ TAUGHT = """abc argparse base64 calendar collections contextlib copy csv datacla
     posixpath pprint queue random re shlex shutil socket statistics subprocess tempfile textwrap
     threading timeit traceback urllib.parse uuid warnings weakref zipfile""".split()
 IMPORTED_AS = {"posixpath": "os.path", "genericpath": "os.path"}
-WORDINGS = (
-    "What does {} do?",
-    "What is {} for?",
-    "Explain {}.",
-    "Tell me about {}.",
-    "What can I do with {}?",
-)
+WORDINGS = ("What does {} do?", "What is {} for?", "Explain {}.", "Tell me about {}.")
+WORDINGS += ("What can I do with {}?",)
 ANSWER = re.compile(r"[A-Z][^:>|*]{19,99}\.")
 
 

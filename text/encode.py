@@ -8,8 +8,6 @@ import hashlib
 import itertools
 import os
 import re
-import shutil
-import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,15 +29,9 @@ from text.settings import PrepareConfig
 from text.sources import Source
 from text.tokenizer import IM_END, IM_START, Tokenizer, open_tokenizer
 
-# One row for each document, in the order of the input.
-ROW = np.dtype(
-    [
-        ("tokens", "<u8"),  # with the eos
-        ("bytes", "<u8"),  # of its UTF-8
-        ("characters", "<u8"),
-        ("val", "?"),  # it is in val.bin, not in train.bin
-    ]
-)
+# One row for each document, in the order of the input: its tokens with the eos, the bytes of its
+# UTF-8, its characters, and whether it is in val.bin and not in train.bin.
+ROW = np.dtype([("tokens", "<u8"), ("bytes", "<u8"), ("characters", "<u8"), ("val", "?")])
 SEGMENT = 1 << 20  # characters; a longer document is encoded in segments, to save memory
 
 
@@ -71,7 +63,7 @@ class Encoder:
 
     def __call__(self, chunk: Chunk) -> Encoded:
         tally = Tally()
-        rows: list[bytes] = []
+        rows: list[tuple] = []
         ids: dict[bool, list[np.ndarray]] = {False: [], True: []}  # of train.bin, of val.bin
         read = list(documents(chunk, self.cfg, tally))
         pieces = [piece for document in read for piece in document.pieces]
@@ -97,11 +89,10 @@ class Encoder:
             # reordered, it stays there.
             val = int.from_bytes(digest[:8], "big") < self.cfg.val_fraction * 2**64
             ids[val] += [tokens, self.eos]
-            sizes = [len(tokens) + 1, len(document.utf8) - len(encoded) + 1]
-            sizes.append(sum(map(len, document.pieces)))
-            rows.append(struct.pack("<3Q?", *sizes, val))
-        table = np.frombuffer(b"".join(rows), ROW)
-        return Encoded(table, b"".join(ids[False]), b"".join(ids[True]), tally)
+            size = len(document.utf8) - len(encoded) + 1  # without the byte for each mark
+            characters = sum(map(len, document.pieces))
+            rows.append((len(tokens) + 1, size, characters, val))
+        return Encoded(np.array(rows, ROW), b"".join(ids[False]), b"".join(ids[True]), tally)
 
     def encode_pieces(self, pieces: list[str], short: Iterator[np.ndarray]) -> list[np.ndarray]:
         """Return the ids (n,) of each piece; short: yields those of pieces of up to SEGMENT.
@@ -183,11 +174,8 @@ def reopened(path: Path, state: list, bar: ProgressBar) -> GrowingFile:
 
     Raises ValueError if the content up to there has changed since then.
     """
-    if path.stat().st_nlink > 1:  # a finished data set has the same file: it must not be cut
-        copy = path.with_name(f".{path.name}.tmp")
-        copy.unlink(missing_ok=True)  # else copyfile() would write to a file that has this name too
-        shutil.copyfile(path, copy)
-        copy.replace(path)
+    if path.stat().st_nlink > 1:  # a kill just after the data set was put in place leaves this
+        raise ValueError(f"{path.name} is also a file of a finished data set: it must not be cut")
     growing = GrowingFile(path, "r+b")
     size = state[0]
     while data := growing.file.read(min(1 << 20, size - growing.file.tell())):

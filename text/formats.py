@@ -85,11 +85,8 @@ class Reader:
                     yield chunk
                     chunk = Chunk("", [])
                     size = 0
-                chunk.kind = source.kind
                 chunk.records.append((place, record))
-                chunk.file = file
-                chunk.record = number
-                chunk.bytes_read = earlier + bytes_read
+                chunk = Chunk(source.kind, chunk.records, file, number, earlier + bytes_read)
                 size += 200 + characters(record)  # 200: so many short ones need memory, too
             earlier += source.bytes
         if chunk.records:
@@ -137,16 +134,21 @@ class Reader:
         return io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline=newline)
 
 
-def characters(record: Any) -> int:
-    """Return how many characters all texts in a record have, however deep they are nested."""
+def characters(record: Any, limit: float = float("inf")) -> int:
+    """Return how many characters all texts in a record have, however deep they are nested.
+
+    Beyond the limit it stops to count. A list that begins with a number has no texts.
+    """
     total = 0
     values = [record]
     for value in values:  # it grows
+        if total > limit:
+            break
         if isinstance(value, str | bytes):
             total += len(value)
         elif isinstance(value, dict):
             values += value.values()
-        elif isinstance(value, list | Lines):
+        elif isinstance(value, list | Lines) and not (value and isinstance(value[0], int | float)):
             values += value
     return total
 

@@ -8,15 +8,7 @@ from pathlib import Path
 from configurator import UserError
 from hardware.disk import json_bytes, read_object
 from text.dataset import load_tokenizer
-from text.tokenizer import (
-    GPT2_PATTERN,
-    IM_END,
-    MAX_ID,
-    SentencePiece,
-    Tiktoken,
-    Tokenizer,
-    are_token_ids,
-)
+from text.tokenizer import GPT2_PATTERN, IM_END, SentencePiece, Tiktoken, Tokenizer, check_ids
 
 # --------------------------------------------------------------------------------------------------
 # Writing: tokenizer.json, which AutoTokenizer opens
@@ -185,10 +177,12 @@ HF_FILES += "vocab.json merges.txt chat_template.jinja generation_config.json".s
 def find_tokenizer(spec: str) -> Tokenizer:
     """Return the tokenizer that --tokenizer names.
 
-    This is a folder for tokenizer_of(), a .model or .tiktoken file, or a name known to tiktoken.
+    This is the folder of a data set, a checkpoint or any Hugging Face model, a .model or .tiktoken
+    file, or a name known to tiktoken.
     """
-    if Path(spec).is_dir():
-        return tokenizer_of(Path(spec))
+    if (folder := Path(spec)).is_dir():
+        is_ours = (folder / "meta.json").exists()
+        return load_tokenizer(folder) if is_ours else from_hugging_face(folder)
     if spec.endswith(".model"):
         return SentencePiece(spec)
     if spec.endswith(".tiktoken"):
@@ -202,14 +196,7 @@ def tokenizer_of_model(folder: Path) -> Tokenizer | None:
     nanoGPT's ckpt.pt, for example, has none.
     """
     files = ("meta.json", SentencePiece.file, "tokenizer.json", "vocab.json")
-    return tokenizer_of(folder) if any((folder / name).exists() for name in files) else None
-
-
-def tokenizer_of(folder: Path) -> Tokenizer:
-    """Return the tokenizer of a data set, a checkpoint, or any Hugging Face model directory."""
-    if (folder / "meta.json").exists():
-        return load_tokenizer(folder)
-    return from_hugging_face(folder)
+    return find_tokenizer(str(folder)) if any((folder / name).exists() for name in files) else None
 
 
 def hugging_face_files(folder: Path) -> list[Path]:
@@ -314,8 +301,7 @@ def convert_bpe(config: dict, content: dict) -> Tiktoken:
     special |= {eos: vocab[eos]}
 
     ranks = ranks_of({token: i for token, i in vocab.items() if token not in special}, model)
-    if not are_token_ids([*ranks.values(), *special.values()]):
-        raise ValueError(f"its ids are not distinct numbers from 0 to {MAX_ID:,}")
+    check_ids([*ranks.values(), *special.values()])
     pattern = pattern_of(content.get("pre_tokenizer"))
     tokenizer = Tiktoken("hf", pattern, ranks, special, eos, normalize, prefix_of(content))
 

@@ -15,7 +15,7 @@ from configurator import UserError
 from hardware.terminal import plural
 from text.chat import answers_of, marks_of
 from text.dataset import FORMAT_VERSION, id_type, load_tokenizer, open_split
-from text.packing import STRETCH, Counting, places_of
+from text.packing import STRETCH, places_of
 from text.records import Tally
 from text.settings import PrepareConfig
 from text.sources import Source
@@ -75,16 +75,12 @@ def describe_sources(
 
 def count_answers(folder: Path, meta: dict, split: str, tokenizer: Tokenizer) -> dict[str, int]:
     """Return how many tokens loss_on=answers learns of a split, and the bytes of their text."""
-    ids = open_split(folder, meta, split)
+    ids = np.asarray(open_split(folder, meta, split))
     places = places_of(ids, [meta["eos_id"], *marks_of(tokenizer)])
-    counting = Counting(answers_of(ids, places, tokenizer), None)
-    counts = np.zeros(tokenizer.vocab_size, np.int64)  # of each token in an answer
-    for start in range(0, len(ids), STRETCH):
-        stretch = ids[start : start + STRETCH]
-        is_learned = counting.weights(np.arange(start, start + len(stretch))) > 0
-        counts += np.bincount(stretch[is_learned], minlength=len(counts))
-    sizes = [len(tokenizer.token_bytes(token)) for token in range(len(counts))]
-    return {"tokens": int(counts.sum()), "bytes": int(counts @ sizes)}
+    answers = answers_of(ids, places, tokenizer).reshape(-1, 2)  # begin, end
+    sizes = np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)])
+    size = sum(int(sizes[ids[begin:end]].sum()) for begin, end in answers)
+    return {"tokens": int(np.diff(answers).sum()), "bytes": size}
 
 
 def marked(ids: np.ndarray, tokenizer: Tokenizer) -> str:

@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ import numpy as np
 from configurator import UserError
 from text.chat import chatml, keys_of, turns_of
 from text.demo import conversations, documentation
-from text.formats import Chunk, Lines
+from text.formats import Chunk, Lines, characters
 from text.settings import FIELD, PrepareConfig
 
 BLANK = "：。 \t\r\n"  # a text of only these characters counts as empty
@@ -161,10 +160,13 @@ def understand(kind: str, record: Any, cfg: PrepareConfig, tally: Tally) -> tupl
         messages, shape = conversation_in(record, cfg.chat)
         if shape:
             tally.unread.update(unread_fields(record, shape) + unread_in(messages))
-            own = Tally()
-            turns = turns_of(messages, partial(without_line_ends, tally=own))
-            tally.changed.update(own.changed.keys())  # once for the whole document
-            return chatml(turns), f"{CHAT} {shape}"
+            turns = turns_of(messages)
+            # Line ends behind that of `<|im_start|>assistant` would become one token with it, and
+            # a prompt does not end so.
+            cleaned = [(role, re.sub(r"^\s*[\r\n]+", "", content)) for role, content in turns]
+            if cleaned != turns:
+                tally.changed["line ends at the beginning of a message left out"] += 1
+            return chatml(cleaned), f"{CHAT} {shape}"
     text, shape = record_text(record, cfg.fields)
     if not cfg.fields:
         tally.unread.update(unread_fields(record, shape))
@@ -216,29 +218,7 @@ def name_of(key: str, value: Any) -> str:
     """Return the name under which a field that is not read is counted; "" if it holds no text."""
     if key in TEXT_FIELDS:
         return key if value else ""
-    count = 0
-    waiting = [value]
-    while waiting and count <= LONG:
-        value = waiting.pop()
-        if isinstance(value, str):
-            count += len(value)
-        elif isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, list) and not (value and isinstance(value[0], int | float)):
-            waiting += value
-    return "other fields" if count > LONG else ""
-
-
-def without_line_ends(text: str, tally: Tally) -> str:
-    """Return the content of a message without line ends at its beginning.
-
-    Behind the line end of `<|im_start|>assistant` they would become one token with it, and a prompt
-    does not end so.
-    """
-    content = re.sub(r"^\s*[\r\n]+", "", text)
-    if content != text:
-        tally.changed["line ends at the beginning of a message left out"] += 1
-    return content
+    return "other fields" if characters(value, LONG) > LONG else ""
 
 
 def to_utf8(text: str) -> bytes:

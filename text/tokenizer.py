@@ -34,9 +34,10 @@ IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 MAX_ID = (1 << 24) - 1  # the largest id of a token that is accepted
 
 
-def are_token_ids(ids: Collection[int]) -> bool:
-    """Return whether these are distinct numbers from 0 to MAX_ID, and at least one."""
-    return len(set(ids)) == len(ids) > 0 and min(ids) >= 0 and max(ids) <= MAX_ID
+def check_ids(ids: Collection[int]) -> None:
+    """Raise ValueError unless these are distinct numbers from 0 to MAX_ID, and at least one."""
+    if not (len(set(ids)) == len(ids) > 0 and min(ids) >= 0 and max(ids) <= MAX_ID):
+        raise ValueError(f"its ids are not distinct numbers from 0 to {MAX_ID:,}")
 
 
 # Places in a text that the tokens of a BPE seldom reach across: before a space, and between a
@@ -85,11 +86,9 @@ class SentencePiece:
         encoded = iter(self.sp.encode_as_numpy(slices, num_threads=1))
         for parts in cut:
             ids = []  # arrays
-            for number, part in enumerate(parts):
-                if number > 0:
-                    ids.append(self.space_sign)
-                ids += islice(encoded, len(part))
-            yield np.concatenate(ids).view(np.uint32)
+            for part in parts:
+                ids += [self.space_sign, *islice(encoded, len(part))]
+            yield np.concatenate(ids[1:]).view(np.uint32)
 
     def slices(self, text: str) -> list[str]:
         """Cut a text into slices that give the same ids as the whole text, but faster.
@@ -209,7 +208,7 @@ class Tiktoken:
         self.eos = eos
         self.vocab_size = self.encoding.n_vocab
         self.eos_id = special[eos]
-        self.special = set(special.values())
+        self.token_of = {i: token for token, i in ranks.items()}  # id -> its bytes
         self.prefix = [self.eos_id] if prefix is None else prefix
 
     @classmethod
@@ -240,8 +239,7 @@ class Tiktoken:
             only_plain(path)
             lines = [line.split() for line in Path(path).read_bytes().splitlines() if line]
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-            if not are_token_ids(ranks.values()):
-                raise ValueError(f"its ids are not distinct numbers from 0 to {MAX_ID:,}")
+            check_ids(ranks.values())
         except (OSError, ValueError) as e:
             raise UserError(f"tokenizer {path}: not a .tiktoken file ({e})") from None
         special = special or {"<|endoftext|>": max(ranks.values()) + 1}
@@ -273,13 +271,8 @@ class Tiktoken:
         return self.encoding._special_tokens.get(name, -1)
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes that a token adds to a text: none for a special token."""
-        if token in self.special:
-            return b""
-        try:
-            return self.encoding.decode_single_token_bytes(token)
-        except KeyError:  # no token has this id
-            return b""
+        """Return the bytes that a token adds to a text: none, if it is special or unknown."""
+        return self.token_of.get(token, b"")
 
     def save(self, folder: Path) -> dict:
         e = self.encoding

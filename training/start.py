@@ -18,7 +18,7 @@ import torch
 from configurator import UserError, note, row
 from hardware import kernels
 from hardware.device import capacity, start
-from hardware.disk import MANIFEST, Lock, check_changed, damage, file_sha256, json_bytes, sealed
+from hardware.disk import MANIFEST, Lock, damage, file_sha256, json_bytes, sealed
 from hardware.machine import Machine, is_sharded, memory_advice
 from hardware.peak import peak_tflops
 from model import GPT, GPTConfig
@@ -205,9 +205,7 @@ def open_data(cfg: TrainConfig) -> Data:
         sets=sets,
         tokenizer=tokenizer,
         sample_prompt=prompt or [tokenizer.eos_id],
-        check=partial(
-            check_changed, dataset.opened_files(sets), partial(dataset.verify_file, sets)
-        ),
+        check=partial(dataset.verify_changed, sets, dataset.opened_files(sets)),
     )
     for kind in (data.val_windows, data.val_documents):
         for of_set, evaluated in zip(sets, kind, strict=True):

@@ -495,10 +495,13 @@ def test_no_meta_json_leads_out_of_its_folder_though_its_hash_is_right(
 ):
     folder = shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    meta["tokenizer"] = {"kind": "tiktoken", "file": "../x", "sha256": ""}
-    forge(folder, "meta.json", json.dumps(meta).encode())
-    assert str(folder) in refuses(prepare.main, "--inspect", folder)
-    assert str(folder) in refuses(train.main, *options(tmp_path, tmp_path))
+    meta["tokenizer"] |= {"file": "../x", "sha256": ""}
+    shutil.copyfile(folder / "tokenizer.model", tmp_path / "x")
+    for files in ({}, {"../x": ""}):
+        meta["tokenizer"]["files"] = files
+        forge(folder, "meta.json", json.dumps(meta).encode())
+        assert "'../x'" in refuses(prepare.main, "--inspect", folder)
+        assert "'../x'" in refuses(train.main, *options(tmp_path, tmp_path))
 
 
 def test_a_model_with_a_number_that_is_not_finite_is_refused_by_the_name_of_the_tensor(
