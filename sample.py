@@ -34,7 +34,6 @@ temperature suits a small model, since its unlikely tokens are noise; try 0.8 or
 
 import codecs
 import math
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -53,7 +52,7 @@ from hardware.decoding import record_decoding
 from hardware.device import pick_device, pick_dtype
 from hardware.disk import read_object
 from hardware.machine import Machine, memory_advice
-from hardware.terminal import plural
+from hardware.terminal import harmless, plural
 from model import GPT, KVCache
 from text.chat import marks_of
 from text.dataset import DataSet, load_tokenizer, open_dataset, open_windows, verify
@@ -64,9 +63,6 @@ from training.evaluate import evaluate
 from training.huggingface import NANOGPT, from_pretrained, unverified
 from training.report import in_other_units
 from training.runs import losses_of, newest_run
-
-# Characters that would move the cursor or change colours
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True)
@@ -415,7 +411,7 @@ class Conversation:
         remark = ""
         try:
             for piece in decoded(until_the_end(), self.tokenizer):
-                print(CONTROLS.sub("\ufffd", piece), end="", flush=True)
+                print(harmless(piece), end="", flush=True)
         except KeyboardInterrupt:
             if self.cfg.prompt or not sys.stdin.isatty():
                 raise

@@ -35,13 +35,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from configurator import UserError, given, run
 from hardware.machine import Clock, Machine, memory_advice, part, stop_signals
-from text.windows import Windows
 from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate, write_text
 from training.job import Job
@@ -107,7 +107,7 @@ def loop(job: Job, batches: Iterator[Batch | None], clock: Clock, signals: list[
             with clock.paused():
                 if step == plan.steps or step % cfg.eval_every == 0:
                     evaluate_all(job, step)
-                if wants_sample(job, step):
+                if cfg.sample_every and (step == plan.steps or step % cfg.sample_every == 0):
                     show_sample(job, step)
                 if wants_checkpoint(job, step, last):
                     save(job, step)
@@ -165,27 +165,16 @@ def evaluate_all(job: Job, step: int) -> None:
     T = job.cfg.block_size
     data = job.data
     limit = job.cfg.eval_tokens
-    tokens = [len(windows.fixed_starts(limit)) * T for windows in data.val_windows]
-    B = job.plan.batch_size
+    eos_id = data.tokenizer.eos_id
+    loss_of = partial(evaluate, job.forward, B=job.plan.batch_size, machine=job.machine)
     started = time.perf_counter()
-
-    def on_each(of_sets: list[Windows]) -> list[float]:
-        pairs = zip(of_sets, tokens, strict=True)
-        return [evaluate(job.forward, windows, n, B, job.machine) for windows, n in pairs]
-
-    losses = {"val_loss": on_each(data.val_windows)}
-    losses["val_document_loss"] = [
-        evaluate(job.forward, windows, limit, B, job.machine, data.tokenizer.eos_id)
-        for windows in data.val_documents
-    ]
-    losses["train_eval_loss"] = on_each(data.train_windows)
+    on_val = [loss_of(windows, limit) for windows in data.val_windows]
+    by_document = [loss_of(windows, limit, eos_id=eos_id) for windows in data.val_documents]
+    sizes = [len(windows.fixed_starts(limit)) * T for windows in data.val_windows]
+    on_train = list(map(loss_of, data.train_windows, sizes))
+    losses = {"val_loss": on_val, "val_document_loss": by_document, "train_eval_loss": on_train}
     val_loss = job.metrics.log_eval(step, losses, time.perf_counter() - started)
     job.progress.add_evaluation(val_loss)
-
-
-def wants_sample(job: Job, step: int) -> bool:
-    every = job.cfg.sample_every
-    return every > 0 and (step % every == 0 or step == job.plan.steps)
 
 
 def show_sample(job: Job, step: int) -> None:

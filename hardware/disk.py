@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -139,6 +139,24 @@ def file_sha256(path: str | Path) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def check_changed(opened: dict[Path, os.stat_result], check: Callable[[Path], None]) -> None:
+    """Call check(path) for each file that may have been changed in place since it was opened.
+
+    opened: path -> what the system said of it then. If a file was deleted, or another one has its
+    name now, then the one that is open, or mapped, stays as it was.
+    """
+    for path, at_first in opened.items():
+        current = path.stat() if path.exists() else at_first
+        # The ctime is the time of the last change of the file or of its owner, rights and times.
+        # Unlike the mtime, nobody can set it back.
+        is_same = (
+            current.st_size == at_first.st_size and current.st_ctime_ns == at_first.st_ctime_ns
+        )
+        if current.st_ino == at_first.st_ino and not is_same:
+            check(path)
+            opened[path] = current  # it was only touched
 
 
 def read_object(path: Path) -> dict:

@@ -241,12 +241,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float) -> Ten
     q: (B, nh, T, hs). k, v: (B, nh, past + T, hs).
     mask: what document_mask() has returned, to keep documents apart, or None.
     """
-    if mask is None and plain_is_faster(q):
-        return plain_attend(q, k, v, None, dropout)
-    if mask is None or isinstance(mask, Tensor):
-        return fused_attend(q, k, v, mask, dropout)
     if isinstance(mask, Pieces):
         return attend_pieces(q, k, v, mask, dropout)
+    if mask is None or isinstance(mask, Tensor):
+        kernel = plain_attend if plain_is_faster(q) else fused_attend
+        return kernel(q, k, v, mask, dropout)
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention(q, k, v, block_mask=mask)
@@ -287,8 +286,7 @@ def attend_pieces(q: Tensor, k: Tensor, v: Tensor, cut: Pieces, dropout: float) 
     for piece, *qkv in zip(cut.pieces, *parts, strict=True):
         # (count, nh, length, hs)
         a, b, c = (x.view(piece.count, piece.length, nh, hs).transpose(1, 2) for x in qkv)
-        attend_one = plain_attend if plain_is_faster(a) else fused_attend
-        y = attend_one(a, b, c, piece.mask, dropout)
+        y = attend(a, b, c, piece.mask, dropout)
         results.append(y.transpose(1, 2).reshape(-1, nh, hs))
     return torch.cat(results).view(B, T, nh, hs).transpose(1, 2)
 

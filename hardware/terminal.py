@@ -5,7 +5,6 @@ The bar goes to stderr, everything else to stdout. Where stderr is no terminal, 
 
 import re
 import sys
-import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 
@@ -49,18 +48,17 @@ def plural(n: int, noun: str) -> str:
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
-def is_harmless(c: str) -> bool:
-    """Return whether a terminal shows this character, or a space of some width."""
-    return c.isprintable() or unicodedata.category(c) == "Zs"  # as U+3000, which indents Chinese
+def harmless(text: str) -> str:
+    """Return a text with U+FFFD for characters that would move the cursor or change colours."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
 
 
 def quoted(text: str) -> str:
     """Return a text that a model wrote as a block, which cannot be taken for lines of the log.
 
     Each row begins with >. Rows beyond the twelfth are left out, and several empty lines become
-    one. Characters that would move the cursor or change colours become U+FFFD.
+    one.
     """
-    lines = re.sub(r"\n([ \t]*\n)+", "\n\n", text.rstrip()).expandtabs(4).split("\n")
-    shown = ["".join(c if is_harmless(c) else "\ufffd" for c in line) for line in lines]
-    rows = folded("\n".join(shown), 72).split("\n")
+    lines = re.sub(r"\n([ \t]*\n)+", "\n\n", text.rstrip()).expandtabs(4)
+    rows = folded(harmless(lines), 72).split("\n")
     return "\n".join(f"    > {row}".rstrip() for row in rows[:12])

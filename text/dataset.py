@@ -160,22 +160,11 @@ def opened_files(sets: list[DataSet]) -> dict[Path, os.stat_result]:
     return {path: path.stat() for path in bin_files(sets)}
 
 
-def verify_changed(sets: list[DataSet], opened: dict[Path, os.stat_result]) -> None:
-    """Raise UserError if a .bin was changed in place since it was opened, and is another one now.
-
-    opened: what opened_files() returned then. If a file was deleted, or another one has its name
-    now, then the one that is mapped stays as it was.
-    """
-    for path, (data, split) in bin_files(sets).items():
-        earlier = opened[path]
-        current = path.stat() if path.exists() else earlier
-        # The ctime is the time of the last change of the file or of its owner, rights and times.
-        # Unlike the mtime, nobody can set it back.
-        is_same = current.st_size == earlier.st_size and current.st_ctime_ns == earlier.st_ctime_ns
-        if current.st_ino == earlier.st_ino and not is_same:
-            open_dataset(data.folder)  # compares the size
-            verify(data.folder, data.meta, split)
-            opened[path] = current  # it was only touched
+def verify_file(sets: list[DataSet], path: Path) -> None:
+    """Raise UserError if a .bin of these data sets is not what meta.json says."""
+    data, split = bin_files(sets)[path]
+    open_dataset(data.folder)  # compares the size
+    verify(data.folder, data.meta, split)
 
 
 def bin_files(sets: list[DataSet]) -> dict[Path, tuple[DataSet, str]]:

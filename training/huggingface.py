@@ -417,13 +417,9 @@ def from_pretrained(path: str | Path, **overrides) -> GPT:
     names = ("config.json", "model.safetensors")
     if (path / MANIFEST).exists() and (problem := damage(path, names, names)):
         raise ValueError(f"{problem}; if you changed it yourself, delete {MANIFEST}")
-    if path.suffix == NANOGPT:
-        file = path
-        config, stored = read_nanogpt(file)
-    else:
-        file = path / "model.safetensors"
-        config, stored = shape_in(path), read_safetensors(path)
-    with naming(file.name):
+    is_nanogpt = path.suffix == NANOGPT
+    config, stored = read_nanogpt(path) if is_nanogpt else (shape_in(path), read_safetensors(path))
+    with naming(path.name if is_nanogpt else "model.safetensors"):
         # First, because no file may make this program build more layers than it has weights for.
         if config.n_layer > len(stored):
             raise ValueError(f"there is no tensor of layer {len(stored)}")

@@ -289,24 +289,6 @@ def in_block(model: GPT) -> int:
 CUBLAS = 2 * 8320 * 1024
 
 
-def always_held(model: GPT, step: Step) -> dict[str, float]:
-    """Return by part the bytes that are held during the whole step."""
-    P = count(model)
-    held = {
-        "weights": 4 * P / step.ranks + sum(b.nbytes for b in model.buffers()),
-        "optimizer": optimizer_bytes(model, step.optimizer) / step.ranks,
-    }
-    if step.device == "cuda":
-        held["cuBLAS"] = CUBLAS
-    if step.ddp:
-        # DDP puts gradients into its buckets in the last micro-step of a step. Those of the earlier
-        # micro-steps were added up beside the buckets. In the second step DDP lays the buckets out
-        # anew, in the order in which gradients came. On a CPU, gloo still holds the old ones. On a
-        # GPU, NCCL lets go of them within a tenth of a second after the first step.
-        held["DDP's buckets"] = (2 if step.device == "cpu" else 1) * 4 * P
-    return held
-
-
 # --------------------------------------------------------------------------------------------------
 # A step
 
@@ -336,7 +318,18 @@ class Timeline:
         # one addmm with the sum. The logits, from which it is computed, wait until then.
         late = step.compiled_whole and c.tie_embeddings and step.s == 4
         self.waiting = self.logits if late else 0
-        self.always = Counter(always_held(model, step))
+        constants = sum(buffer.nbytes for buffer in model.buffers())
+        self.always = Counter(weights=4 * self.P / step.ranks + constants)  # during the whole step
+        self.always["optimizer"] = optimizer_bytes(model, step.optimizer) / step.ranks
+        if step.device == "cuda":
+            self.always["cuBLAS"] = CUBLAS
+        if step.ddp:
+            # DDP puts gradients into its buckets in the last micro-step of a step. Those of the
+            # earlier micro-steps were added up beside the buckets. In the second step DDP lays the
+            # buckets out anew, in the order in which gradients came. On a CPU, gloo still holds the
+            # old ones. On a GPU, NCCL lets go of them within a tenth of a second after the first
+            # step.
+            self.always["DDP's buckets"] = (2 if step.device == "cpu" else 1) * 4 * self.P
         if step.accum > 1:  # the gradients of the micro-steps before; sharded from ZeRO-2 on
             self.always["gradients"] = 4 * self.P / (step.world if step.zero >= 2 else 1)
 

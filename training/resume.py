@@ -11,13 +11,14 @@ In the order in which a run comes to them:
 Each raises UserError if something is missing or does not fit.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from configurator import UserError, changes, checked, note, set_value
-from hardware.disk import damage, read_object
+from hardware.disk import LOCK, damage, read_object
 from model import GPT, GPTConfig, rope_table
 from text.dataset import DataSet, load_tokenizer, tokenizer_id
 from text.hf_tokenizer import tokenizer_of_model
@@ -25,7 +26,7 @@ from text.tokenizer import same_ids
 from training.checkpoint import newest_checkpoint, numbered, whole_checkpoints
 from training.huggingface import from_pretrained, is_utf8, load_tensors, shape_in
 from training.metrics import read_metrics
-from training.runs import is_run, newest_run, others_in
+from training.runs import is_run, newest_run
 from training.settings import PLACE, TrainConfig, model_config
 
 # --------------------------------------------------------------------------------------------------
@@ -105,34 +106,27 @@ def earlier_settings(ckpt_dir: Path) -> dict[str, Any]:
 # Its origin
 
 
-@dataclass(frozen=True)
-class Origin:
-    """What a run starts from. One rank decides it, under the lock of the run's folder."""
+def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> Path | None:
+    """Return what cfg.init_from means for the run in `folder`, whose lock the caller holds.
 
-    path: Path | None = None  # a checkpoint or a model folder; None: random weights
-    resume: bool = False
-
-
-def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> Origin:
-    """Return what cfg.init_from means for the run in `folder`.
-
+    With resume and auto it is a checkpoint of this run, else a model folder; None: random weights.
     Raises UserError if the run would lose something that is there, or cannot find what it needs.
     """
     if cfg.init_from in ("resume", "auto"):
-        checkpoint = own_checkpoint(cfg, folder, say)
-        if checkpoint:
-            return Origin(checkpoint, resume=True)
+        if checkpoint := own_checkpoint(cfg, folder, say):
+            return checkpoint
     path = None if cfg.init_from in ("scratch", "auto") else Path(cfg.init_from)
     if not is_run(folder):
-        if others := others_in(folder):
-            raise UserError(f"{folder} holds {others[0]!r} and no run: give another --run_name")
+        # The lock is there, and perhaps what a process left that was killed when it began.
+        if others := set(os.listdir(folder)) - {LOCK, ".metrics.jsonl.tmp"}:
+            raise UserError(f"{folder} holds {min(others)!r} and no run: give another --run_name")
     elif cfg.init_from != "auto":  # which goes on with a run that ended before it saved anything
         if not cfg.overwrite:
             advice = "--init_from=auto continues it, --overwrite moves it out of the way"
             raise UserError(f"{folder} holds an earlier run: --run_name=NAME is another, {advice}")
         if path is not None and folder.resolve() in path.resolve().parents:
             raise UserError(f"--overwrite would move {path}: give the new run another --run_name")
-    return Origin(path)
+    return path
 
 
 def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> Path | None:
@@ -143,19 +137,13 @@ def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -
     nothing that init_from=resume could go on from.
     """
     ckpt_dir = folder / "ckpt"
-    newest = None
-    problems = []  # of the newer ones
+    problems = []
     for path in numbered(ckpt_dir):
         problem = damage(path, required=("model.safetensors", "config.json", "train_state.pt"))
         if not problem:
-            newest = path
-            break
+            return path
+        say(f"warning: {problem}: damaged; the checkpoint before it is taken, if there is one")
         problems.append(problem)
-    instead = f"taking {newest} instead" if newest else "there is no intact checkpoint"
-    for problem in problems:
-        say(f"warning: {problem}: damaged; {instead}")
-    if newest:
-        return newest
     path = folder / "metrics.jsonl"
     saved = [record["step"] for record in read_metrics(path) if "saved" in record]
     evidence = [*problems, *(f"{path} says that step {step} was saved" for step in saved)]

@@ -6,10 +6,7 @@ Nothing here deletes a file that train.py did not write.
 """
 
 import math
-import os
 import re
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from pathlib import Path
 
 from configurator import UserError, note
@@ -58,15 +55,6 @@ def is_run(folder: Path) -> bool:
     return begins or bool(whole_checkpoints(folder / "ckpt"))
 
 
-def others_in(folder: Path) -> list[str]:
-    """Return, sorted, what would be in the way of a run in a folder that is not one already."""
-    names = set(os.listdir(folder)) if folder.is_dir() else set()
-    names -= {LOCK, ".metrics.jsonl.tmp"}
-    if not numbered(folder / "ckpt"):
-        names -= {"ckpt"}
-    return sorted(names)
-
-
 def replace_run(folder: Path, lock: Lock) -> Path | None:
     """Move an earlier run out of the way, and lock a new folder under its name.
 
@@ -81,20 +69,18 @@ def replace_run(folder: Path, lock: Lock) -> Path | None:
     return earlier
 
 
-@contextmanager
-def run_folder(folder: Path) -> Iterator[Lock]:
-    """Hold the lock of a run's folder, so that no other process decides or writes anything in it.
+def lock_run(folder: Path) -> Lock:
+    """Take the lock of a run's folder, so that no other process decides or writes anything in it.
 
-    The folder is made if it does not exist, and removed again if nothing was put into it. Raises
-    UserError if another process holds the lock, or if ckpt is a link: it may lead to the
+    The folder is made if it does not exist; close() removes it again if nothing was put into it.
+    Raises UserError if another process holds the lock, or if ckpt is a link: it may lead to the
     checkpoints of another run, which would be pruned, or to a disk that is not mounted.
     """
+    if (folder / "ckpt").is_symlink():
+        advice = "move what it leads to here; the folder of a run, or out_dir, may be a link"
+        raise UserError(f"{folder / 'ckpt'} is a link: {advice}")
     instead = "stop it (a killed torchrun leaves its workers behind), or choose another --run_name"
-    with closing(Lock(folder, instead)) as lock:
-        if (folder / "ckpt").is_symlink():
-            advice = "move what it leads to here; the folder of a run, or out_dir, may be a link"
-            raise UserError(f"{folder / 'ckpt'} is a link: {advice}")
-        yield lock
+    return Lock(folder, instead)
 
 
 def tidy(ckpt_dir: Path, step: int) -> list[str]:

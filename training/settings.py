@@ -105,22 +105,16 @@ class Report:
     log_every: int = 10  # steps between two log lines
 
 
-RANGES = {
-    "positive": lambda value: value > 0,
-    "at least 0": lambda value: value >= 0,
-    "at least 0 and below 1": lambda value: 0 <= value < 1,
-    "between 0 and 1": lambda value: 0 <= value <= 1,
-    "at least 0 and below 2^62": lambda value: 0 <= value < 2**62,
-}
-EXPECTED = {  # settings -> the range in which they must be
-    "block_size n_layer n_head n_embd batch_tokens lr rope_theta": "positive",
-    "eval_every save_every keep log_every": "positive",
-    "n_kv_head d_ff max_steps max_epochs max_tokens sample_every": "at least 0",
-    "weight_decay grad_clip eval_tokens peak_tflops embed_lr vector_lr": "at least 0",
-    "beta1 beta2 momentum dropout": "at least 0 and below 1",
-    "warmup_ratio decay_ratio min_lr_ratio": "between 0 and 1",
-    "seed": "at least 0 and below 2^62",
-}
+RANGES = [  # settings, what they must be, and the test of it
+    ("block_size n_layer n_head n_embd batch_tokens lr rope_theta", "positive", lambda x: x > 0),
+    ("eval_every save_every keep log_every", "positive", lambda x: x > 0),
+    ("n_kv_head d_ff max_steps max_epochs max_tokens sample_every", "at least 0", lambda x: x >= 0),
+    ("weight_decay grad_clip embed_lr vector_lr", "at least 0", lambda x: x >= 0),
+    ("eval_tokens peak_tflops", "at least 0", lambda x: x >= 0),
+    ("beta1 beta2 momentum dropout", "at least 0 and below 1", lambda x: 0 <= x < 1),
+    ("warmup_ratio decay_ratio min_lr_ratio", "between 0 and 1", lambda x: 0 <= x <= 1),
+    ("seed", "at least 0 and below 2^62", lambda x: 0 <= x < 2**62),
+]
 
 
 @dataclass(frozen=True)
@@ -131,9 +125,9 @@ class TrainConfig(Report, Training, Place):
         """Return one message for each setting that is out of its range."""
         problems = [
             f"{name} must be {expected}"
-            for names, expected in EXPECTED.items()
+            for names, expected, accepts in RANGES
             for name in names.split()
-            if not RANGES[expected](getattr(self, name))
+            if not accepts(getattr(self, name))
         ]
         if self.batch_size != "auto" and self.batch_size < 1:
             problems.append("batch_size must be positive")

@@ -1,14 +1,15 @@
-"""A run before its first step: rank 0 describes it, and all ranks build it by that description.
+"""A run before its first step: rank 0 says what it is, and all ranks build it.
 
-describe() reads the disk on rank 0: what the run starts from, and which data it reads. Its result
-is sent to all ranks. build() opens the data and the model there, plans the run, prints what it is,
-and returns a Job: all that the training loop works with.
+describe() reads the disk on rank 0: what the run starts from, and which data set it reads. Its
+result is sent to all ranks. build() opens the data and the model there, compares what the ranks
+have found, plans the run, prints what it is, and returns a Job: all that the training loop works
+with.
 """
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from configurator import UserError, note, row
 from hardware import kernels
 from hardware.device import capacity, start
-from hardware.disk import MANIFEST, Lock, damage, file_sha256, json_bytes, sealed
+from hardware.disk import MANIFEST, Lock, check_changed, damage, file_sha256, json_bytes, sealed
 from hardware.machine import Machine, is_sharded, memory_advice
 from hardware.peak import peak_tflops
 from model import GPT, GPTConfig
@@ -38,18 +39,9 @@ from training.optimizer import make_optimizer
 from training.parallel import check_room, compile_now, plan_of, shares, wrap
 from training.plan import Plan, Progress
 from training.report import Metrics, MetricsFile
-from training.runs import replace_run, run_folder, tidy
+from training.runs import lock_run, replace_run, tidy
 from training.settings import TrainConfig, model_config
 from training.step import to_batch
-
-
-@dataclass(frozen=True)
-class Description:
-    """What rank 0 has found out about a run."""
-
-    cfg: TrainConfig  # with the name of a data set
-    origin: resume.Origin
-    facts: dict[str, str]  # what must be the same on all ranks
 
 
 @contextmanager
@@ -63,27 +55,24 @@ def open_run(options: dict[str, Any]) -> Iterator[Job]:
     cfg = resume.settings_of_run(options)
     machine = start(cfg.device, cfg.dtype, cfg.shard != "none")
     folder = Path(cfg.out_dir) / cfg.run_name
-    with ExitStack() as until_the_end:
-
-        def lock_folder() -> Lock | None:
-            return until_the_end.enter_context(run_folder(folder)) if machine.is_main else None
-
-        lock = machine.together(lock_folder)
-        described = machine.decide(lambda: describe(cfg, folder, machine))
-        described = replace(described, cfg=replace(described.cfg, data_dir=cfg.data_dir))
-        yield build(described, machine, folder, lock)
+    lock = machine.together(lambda: lock_run(folder) if machine.is_main else None)
+    with closing(lock) if lock else nullcontext():
+        of_rank_0, origin = machine.decide(lambda: describe(cfg, folder, machine))
+        cfg = replace(of_rank_0, data_dir=cfg.data_dir)
+        yield build(cfg, origin, machine, folder, lock)
 
 
 # --------------------------------------------------------------------------------------------------
 # Rank 0 describes
 
 
-def describe(cfg: TrainConfig, folder: Path, machine: Machine) -> Description:
-    """Return what the run in `folder` starts from and reads. The caller holds the folder's lock."""
+def describe(cfg: TrainConfig, folder: Path, machine: Machine) -> tuple[TrainConfig, Path | None]:
+    """Return the settings, with the name of a data set, and what the run in `folder` starts from.
+
+    The caller holds the folder's lock.
+    """
     origin = resume.find_origin(cfg, folder, machine.say)
-    cfg = with_data(cfg)
-    sets = dataset.open_datasets(cfg.dataset, cfg.data_dir)
-    return Description(cfg, origin, shared_facts(sets, origin, machine))
+    return with_data(cfg), origin
 
 
 def with_data(cfg: TrainConfig) -> TrainConfig:
@@ -95,31 +84,21 @@ def with_data(cfg: TrainConfig) -> TrainConfig:
     return replace(cfg, dataset=name)
 
 
-def shared_facts(sets: list[DataSet], origin: resume.Origin, machine: Machine) -> dict[str, str]:
-    """Return what must be the same on all ranks, whichever computer they run on.
-
-    This includes the hash of each .bin by meta.json, and of the manifest of the checkpoint.
-    """
-    facts = {"dtype": str(machine.dtype), "device": machine.device.type, "torch": torch.__version__}
-    facts |= resume.data_hashes(sets)
-    if origin.path and (origin.path / MANIFEST).exists():
-        facts["the checkpoint's manifest"] = file_sha256(origin.path / MANIFEST)
-    return facts
-
-
 # --------------------------------------------------------------------------------------------------
 # All ranks build
 
 
-def build(described: Description, machine: Machine, folder: Path, lock: Lock | None) -> Job:
+def build(
+    cfg: TrainConfig, origin: Path | None, machine: Machine, folder: Path, lock: Lock | None
+) -> Job:
     """Make all that the training loop needs, and print the lines that describe the run.
 
-    folder: of the run. lock: of this folder; None above rank 0.
+    origin: of find_origin(). folder: of the run. lock: of this folder; None above rank 0.
     """
-    cfg = described.cfg
     say = machine.say
     data = machine.together(lambda: open_data(cfg))
-    model, earlier = machine.together(lambda: open_model(cfg, machine, described, data.sets))
+    compare_ranks(data.sets, origin, machine)
+    model, earlier = machine.together(lambda: open_model(cfg, machine, origin, data.sets))
     progress = Progress()
     if earlier:
         progress = Progress.of_checkpoint(earlier.training)
@@ -145,7 +124,7 @@ def build(described: Description, machine: Machine, folder: Path, lock: Lock | N
     if note := pace_note(flops, plan.accum, peak, machine.device.type == "cuda"):
         say(note)
     if earlier:
-        say_what_is_resumed(cfg, machine, plan, described.origin, earlier)
+        say_what_is_resumed(cfg, machine, plan, origin, earlier)
     forward = wrap(cfg, model, machine, one_step.compiled)
     if one_step.compiled:
         with memory_advice(plan.smaller(cfg.block_size)):
@@ -205,7 +184,9 @@ def open_data(cfg: TrainConfig) -> Data:
         sets=sets,
         tokenizer=tokenizer,
         sample_prompt=prompt or [tokenizer.eos_id],
-        check=partial(dataset.verify_changed, sets, dataset.opened_files(sets)),
+        check=partial(
+            check_changed, dataset.opened_files(sets), partial(dataset.verify_file, sets)
+        ),
     )
     for kind in (data.val_windows, data.val_documents):
         for of_set, evaluated in zip(sets, kind, strict=True):
@@ -216,39 +197,56 @@ def open_data(cfg: TrainConfig) -> Data:
     return data
 
 
+def compare_ranks(sets: list[DataSet], origin: Path | None, machine: Machine) -> None:
+    """Raise UserError, on all ranks, if they would not train with the same files and programs."""
+    facts = machine.gather(machine.together(lambda: shared_facts(sets, origin, machine)))
+    for rank, of_rank in enumerate(facts):
+        for name in sorted(of_rank.keys() | facts[0]):
+            here, there = of_rank.get(name), facts[0].get(name)
+            if here != there:
+                differ = f"rank {rank}: {name} is {here} on rank {rank}, {there} on rank 0"
+                raise UserError(f"{differ}: all must read the same files with the same programs")
+
+
+def shared_facts(sets: list[DataSet], origin: Path | None, machine: Machine) -> dict[str, str]:
+    """Return what must be the same on all ranks, whichever computer they run on.
+
+    This includes the hash of each .bin by meta.json, and of the manifest of the checkpoint.
+    """
+    facts = {"dtype": str(machine.dtype), "device": machine.device.type, "torch": torch.__version__}
+    facts |= resume.data_hashes(sets)
+    if origin and (origin / MANIFEST).exists():
+        facts[f"{origin.name}/{MANIFEST}"] = file_sha256(origin / MANIFEST)
+    return facts
+
+
 @memory_advice("for the weights alone: make n_layer or n_embd smaller")
 def open_model(
-    cfg: TrainConfig, machine: Machine, described: Description, sets: list[DataSet]
+    cfg: TrainConfig, machine: Machine, origin: Path | None, sets: list[DataSet]
 ) -> tuple[GPT, resume.Earlier | None]:
     """Return the model on its device, and what the checkpoint of a resumed run says about the run.
 
     The weights are drawn at random, or come from the run's own checkpoint, or from another model.
-    Raises UserError if this computer has other data or another checkpoint than that of rank 0.
+    Raises UserError if the checkpoint is damaged on this computer.
     """
-    path = described.origin.path
+    resumes = origin is not None and cfg.init_from in ("resume", "auto")
     # On the computer of rank 0, find_origin() has checked the checkpoint.
-    if described.origin.resume and machine.local_rank == 0 and not machine.is_main:
-        if problem := damage(path):
+    if resumes and machine.local_rank == 0 and not machine.is_main:
+        if problem := damage(origin):
             raise UserError(f"{problem}: all computers must have the same checkpoint in out_dir")
-    facts = shared_facts(sets, described.origin, machine)
-    for name in sorted(facts.keys() | described.facts):
-        here, there = facts.get(name), described.facts.get(name)
-        if here != there:
-            differ = f"{name} is {here} on rank {machine.rank}, {there} on rank 0"
-            raise UserError(f"{differ}: all must read the same files with the same programs")
     earlier = None
-    if path is None:
+    if origin is None:
         model = GPT(model_config(cfg, sets[0].meta["vocab_size"]))
         torch.manual_seed(cfg.seed)  # the same weights on every rank
         model.init_weights(cfg.init)
-    elif described.origin.resume:
-        earlier = resume.read_training(path)
-        model = resume.load_model(path, cfg)
-        resume.check_fits(path, earlier, model.config, cfg, sets)
+    elif resumes:
+        earlier = resume.read_training(origin)
+        model = resume.load_model(origin, cfg)
+        resume.check_fits(origin, earlier, model.config, cfg, sets)
     else:
-        model = resume.model_to_tune(path, cfg, sets, machine.say)
-        if warning := unverified(path):
-            machine.say(f"note: {path}: {warning}")
+        model = resume.model_to_tune(origin, cfg, sets, machine.say)
+        if warning := unverified(origin):
+            machine.say(f"note: {origin}: {warning}")
     # A model that is sharded stays on the CPU, until each device gets its part.
     return model if shares(cfg, machine) else model.to(machine.device), earlier
 
@@ -296,9 +294,9 @@ def placed_like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def say_what_is_resumed(
-    cfg: TrainConfig, machine: Machine, plan: Plan, origin: resume.Origin, earlier: resume.Earlier
+    cfg: TrainConfig, machine: Machine, plan: Plan, origin: Path, earlier: resume.Earlier
 ) -> None:
-    machine.say(f"resumed from {origin.path} at step {plan.begun_step}, with its settings")
+    machine.say(f"resumed from {origin} at step {plan.begun_step}, with its settings")
     if changed := resume.settings_changed(earlier, cfg):
         machine.say(f"changed since the checkpoint: {', '.join(changed)}")
     if plan.steps == plan.begun_step:

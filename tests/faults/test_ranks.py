@@ -15,7 +15,7 @@ from subprocess import CompletedProcess, Popen
 import harness
 import pytest
 import warm
-from conftest import REPO, TINY, forge, metrics
+from conftest import REPO, TINY, forge, metrics, on_ranks
 
 from training.checkpoint import newest_checkpoint
 
@@ -35,11 +35,8 @@ configurator.run(train.main, needs_output=False)
 def two(tmp_path: Path, data: Path, *options: str, patch: str = "") -> CompletedProcess:
     script = tmp_path / "of_a_rank.py"
     script.write_text(ON_ITS_OWN.replace("PATCH", patch))
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     folders = [f"--data_dir={data}", f"--out_dir={tmp_path / 'out'}"]
-    argv = [sys.executable, *launch, *TINY, *folders, *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return warm.run(argv, capture_output=True, text=True, timeout=240, env=environment)
+    return on_ranks(2, script, *TINY, *folders, *options, run=warm.run)
 
 
 def refusal(ended: CompletedProcess) -> str:
@@ -53,15 +50,14 @@ def refusal(ended: CompletedProcess) -> str:
 
 
 OTHER_DISK = """
-from dataclasses import replace
 from pathlib import Path
 decide = train.Machine.decide
 def on_node1(machine, work):
-    described = decide(machine, work)
-    if not hasattr(described, "origin"):
-        return described
-    path = Path(str(described.origin.path).replace("node0", "node1"))
-    return replace(described, origin=replace(described.origin, path=path))
+    result = decide(machine, work)
+    if not isinstance(result, tuple):  # it is not that of describe()
+        return result
+    cfg, origin = result
+    return cfg, Path(str(origin).replace("node0", "node1"))
 if os.environ["RANK"] == "1":
     os.environ["LOCAL_RANK"] = "0"  # the first of its own computer
     train.Machine.decide = on_node1
