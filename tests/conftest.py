@@ -81,6 +81,12 @@ def tiny_data(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.fixture
+def own_data(tiny_data, tmp_path) -> Path:
+    """A copy of `tiny` for a test that changes it, tmp_path/tiny."""
+    return shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
+
+
 def prepared(data: Path, records: list[dict], *options: str) -> Path:
     """Make the data set `tiny` of these records, if no option says otherwise; return its folder."""
     data.mkdir(exist_ok=True)
@@ -97,6 +103,13 @@ def call(main: Callable[[], None], *argv: str) -> None:
         main()
     finally:
         sys.argv = before
+
+
+def facts_of(main: Callable[[], None], folder: Path, *argv: str) -> dict:
+    """Run a measurement, and return what it writes to the file of --json."""
+    out = folder / "facts.json"
+    call(main, *argv, f"--json={out}")
+    return json.loads(out.read_text())
 
 
 @pytest.fixture
@@ -117,18 +130,35 @@ def refuses(capsys) -> Callable[..., str]:
     return check
 
 
+@pytest.fixture
+def prints(capsys) -> Callable[..., str]:
+    """prints(main, *argv) runs a script and returns what it prints on stdout."""
+
+    def run(main: Callable[[], None], *argv: str) -> str:
+        capsys.readouterr()  # what was printed before
+        call(main, *argv)
+        return capsys.readouterr().out
+
+    return run
+
+
 def train_tiny(data: Path, out: Path, *options: str) -> Path:
     """Train TINY in this process; return out/run."""
     call(train.main, *TINY, f"--data_dir={data}", f"--out_dir={out}", *options)
     return out / "run"
 
 
-def torchrun(n: int, data: Path, out: Path, *options: str, run=subprocess.run) -> Path:
-    """Train TINY in n processes under torchrun. run=warm.run starts the same ranks without it."""
+def on_ranks(n: int, *argv: str, run=subprocess.run) -> subprocess.CompletedProcess:
+    """Run a script in n processes under torchrun. run=warm.run starts the same ranks without it."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
-    command = [sys.executable, *launch, str(REPO / "train.py"), *TINY]
-    command += [f"--data_dir={data}", f"--out_dir={out}", *options]
-    done = run(command, capture_output=True, text=True, timeout=240)
+    command = [sys.executable, *launch, *map(str, argv)]
+    return run(command, cwd=REPO, capture_output=True, text=True, timeout=240)
+
+
+def torchrun(n: int, data: Path, out: Path, *options: str, run=subprocess.run) -> Path:
+    """Train TINY on n ranks; return out/run."""
+    folders = [f"--data_dir={data}", f"--out_dir={out}"]
+    done = on_ranks(n, REPO / "train.py", *TINY, *folders, *options, run=run)
     assert done.returncode == 0, done.stderr[-3000:]
     return out / "run"
 
@@ -176,13 +206,13 @@ def stop_at_4(run: Path, out: Path) -> None:
     shutil.rmtree(out / "run" / "ckpt" / "step_00000008")
 
 
-def resumes(data: Path, out: Path, *options: str, keys=("loss", "grad_norm")) -> Path:
+def resumes(data: Path, out: Path, *options: str, trains=train_tiny) -> Path:
     """Train a run, and again from its first checkpoint, with the same end. Return the latter."""
-    straight = train_tiny(data, out / "straight", *options)
+    straight = trains(data, out / "straight", *options)
     stop_at_4(straight, out)
-    run = train_tiny(data, out, *options, "--init_from=resume")
+    run = trains(data, out, *options, "--init_from=resume")
     assert same(run, straight)
-    for key in ("val_loss", *keys):
+    for key in ("loss", "grad_norm", "val_loss", "train_eval_loss", "sample"):
         assert metrics(run, key) == metrics(straight, key)
     return run
 

@@ -1,6 +1,5 @@
 import gzip
 import importlib
-import json
 import math
 import os
 import re
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, TINY, call, make_records, write_jsonl
+from conftest import REPO, TINY, call, facts_of, make_records, write_jsonl
 from test_huggingface import as_nanogpt
 
 from bench import compare
@@ -63,8 +62,7 @@ def peer_of(folder: Path, steps: int) -> Path:
 
 def compared(data: Path, folder: Path, *options: str) -> dict:
     """Return the figures of a comparison."""
-    call(compare.main, *TINY, f"--data_dir={data}", f"--json={folder}/out.json", *options)
-    return json.loads((folder / "out.json").read_text())
+    return facts_of(compare.main, folder, *TINY, f"--data_dir={data}", *options)
 
 
 @pytest.mark.slow

@@ -316,11 +316,6 @@ def test_answers_beyond_the_evaluated_windows_are_an_error_before_the_first_step
     assert "no answer of tiny" in refused
 
 
-def test_loss_on_answers_needs_answers(chat_data, tmp_path, refuses):
-    error = refuses(lambda: train_tiny(chat_data, tmp_path, "--loss_on=answers"))
-    assert "loss_on=answers" in error and "tiny/train.bin has no answers" in error
-
-
 def test_a_loss_on_answers_is_measured_in_bytes_of_answers(chat_data, tmp_path):
     run = train_tiny(chat_data, tmp_path, *ON_ANSWERS)
     counts = data_set(chat_data / "chat").learned("val", "answers")

@@ -169,17 +169,3 @@ def test_texts_stay_as_they_are_and_short_ones_are_left_out_if_asked_for(tmp_pat
     lengths = Counter(len(t.encode()) + 1 for t in documents(folder).elements())
     assert meta["lengths"]["p50"] == sorted(lengths.elements())[21]
     assert meta["lengths"]["max"] == max(lengths)
-
-
-# -- documents larger than a segment --
-
-
-def test_a_long_document_in_segments_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
-    words = " ".join(record_text(r)[0] for r in make_records(60))
-    corpus = write_texts(tmp_path / "c.jsonl", [f"{i} {words}" for i in range(20)])
-    options = dict(tokenizer="train", vocab_size=400)
-    whole, _ = prepare_set(tmp_path, corpus, name="whole", **options)
-    monkeypatch.setattr("text.encode.SEGMENT", 1000)
-    in_segments, _ = prepare_set(tmp_path, corpus, name="in_segments", **options)
-    for split in ("train.bin", "val.bin"):
-        assert (in_segments / split).read_bytes() == (whole / split).read_bytes()

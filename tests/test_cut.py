@@ -4,7 +4,7 @@ from unittest.mock import Mock
 
 import pytest
 import warm
-from conftest import call, contents, make_records, write_jsonl
+from conftest import contents, make_records, write_jsonl
 from test_corpora import write_texts
 from test_prepare import prepare_set, texts_of
 from test_prepare_durability import TINY_SHARDS, under_torchrun
@@ -20,7 +20,7 @@ PLAY = "\n\n".join(record_text(r)[0] for r in make_records(200)) + "\n"
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte"])
 @pytest.mark.parametrize("val_fraction", [0.1, 0.01, 0.5, 0.9])
-def test_one_text_file_is_split_at_the_last_tenth(tmp_path, capsys, tokenizer, val_fraction):
+def test_one_text_file_is_split_at_the_last_tenth(tmp_path, prints, tokenizer, val_fraction):
     """Or at the fraction that is asked for, as nanoGPT splits it. No eos is inside the text."""
     path = tmp_path / "play.txt"
     path.write_text(PLAY, encoding="utf-8")
@@ -32,9 +32,7 @@ def test_one_text_file_is_split_at_the_last_tenth(tmp_path, capsys, tokenizer, v
         assert (counts["documents"], counts["characters"]) == (1, len(text))
         assert counts["bytes"] == len(text.encode())
         verify(folder, meta, split)
-    capsys.readouterr()
-    call(prepare.main, "--inspect", folder)
-    report = capsys.readouterr().out
+    report = prints(prepare.main, "--inspect", folder)
     assert f"the last {len(PLAY) - at:,} of {len(PLAY):,} characters are val" in report
     assert "tokens per document" not in report  # which would be the halves of the cut
 

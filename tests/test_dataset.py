@@ -104,11 +104,10 @@ def test_a_mixture_keeps_its_shares_at_every_moment_and_each_set_its_own_epochs(
 
 
 @pytest.fixture
-def three_sets(tiny_data, tmp_path) -> Path:
+def three_sets(own_data, tmp_path) -> Path:
     """A folder of the data sets tiny, other with its tokenizer, and foreign with another one."""
-    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
     records = make_records(200, seed=5)
-    prepared(tmp_path, records, "--name=other", f"--tokenizer={tmp_path / 'tiny'}")
+    prepared(tmp_path, records, "--name=other", f"--tokenizer={own_data}")
     prepared(tmp_path, records, "--name=foreign", "--vocab_size=350")
     return tmp_path
 

@@ -41,7 +41,7 @@ def test_every_link_leads_somewhere(page):
 
 
 @pytest.mark.parametrize("page", ["docs/cost.md", "docs/zh/cost.md"])
-def test_a_page_shows_what_plan_py_prints(page, monkeypatch, capsys):
+def test_a_page_shows_what_plan_py_prints(page, monkeypatch, prints):
     """Pictures are left out."""
     monkeypatch.chdir(REPO)
     text = (REPO / page).read_text(encoding="utf-8")
@@ -49,14 +49,14 @@ def test_a_page_shows_what_plan_py_prints(page, monkeypatch, capsys):
     assert shown
     for command, lines in shown:
         options = shlex.split(command.replace("\\\n", " "))
-        call(plan.main, *(o for o in options if not o.startswith("--png")))
-        printed = ["  ...", *capsys.readouterr().out.splitlines()]
+        printed = prints(plan.main, *(o for o in options if not o.startswith("--png")))
+        printed = ["  ...", *printed.splitlines()]
         assert [line for line in lines.splitlines() if line not in printed] == [], command
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared corpora")
-def test_the_lines_of_the_readme_give_shakespeare_trained_and_sampled(tmp_path, capsys):
+def test_the_lines_of_the_readme_give_shakespeare_trained_and_sampled(tmp_path, prints):
     """With a loss below the 1.88 that nanoGPT's README names for its recipe for a laptop."""
     play = SHARED / "corpora" / "tinyshakespeare.txt.gz"
     options = ["--name=shakespeare", "--tokenizer=char", "--val_fraction=0.1"]
@@ -64,7 +64,5 @@ def test_the_lines_of_the_readme_give_shakespeare_trained_and_sampled(tmp_path, 
     folders = [f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'out'}"]
     call(train.main, REPO / "config" / "shakespeare_char.py", *folders, "--eval_tokens=30_000")
     assert min(metrics(tmp_path / "out" / "shakespeare_char", "val_loss").values()) < 1.88
-    capsys.readouterr()
-    call(sample.main, folders[1])
-    text = capsys.readouterr().out
+    text = prints(sample.main, folders[1])
     assert len("ROMEO:") + 250 <= len(text) <= len("ROMEO:\n") + 256, text

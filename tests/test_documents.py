@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import call, metrics, resumes, train_tiny
+from conftest import metrics, resumes, train_tiny
 from test_model import ODD, make
 
 import prepare
@@ -168,16 +168,13 @@ def test_the_loss_of_a_step_is_the_weighted_mean_over_all_micro_steps(tiny_data,
 
 
 def test_a_run_within_documents_learns_resumes_to_the_bit_and_can_be_sampled_and_inspected(
-    tiny_data, tmp_path, capsys
+    tiny_data, tmp_path, prints
 ):
     run = resumes(tiny_data, tmp_path, "--documents=pack", "--loss_per=document")
     losses = metrics(run, "val_document_loss")
     assert losses[8] < losses[4]
-    capsys.readouterr()
-    call(sample.main, f"--ckpt={run}", "--max_new_tokens=4", "--device=cpu")
-    assert capsys.readouterr().out
-    call(prepare.main, "--inspect", str(run), "--step=2")
-    assert "<eos>" in capsys.readouterr().out
+    assert prints(sample.main, f"--ckpt={run}", "--max_new_tokens=4", "--device=cpu")
+    assert "<eos>" in prints(prepare.main, "--inspect", run, "--step=2")
 
 
 def test_every_run_is_evaluated_on_the_same_windows_and_by_document(tiny_data, tmp_path):

@@ -4,7 +4,6 @@ transformers and tokenizers themselves.
 
 import json
 import random
-import shutil
 from pathlib import Path
 
 import pytest
@@ -240,13 +239,16 @@ PREFIXED = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True,
 OUTSIDE = {"single": [{"SpecialToken": {"id": "x"}}, {"Sequence": {}}]}
 OUTSIDE |= {"type": "TemplateProcessing", "special_tokens": {"x": {"ids": [10**6]}}}
 APPENDED = [{"Sequence": {}}, {"SpecialToken": {"id": "x"}}]
-LETTERS_ONLY = [
-    {"type": "Split", "pattern": {"Regex": r"\\p{L}+"}, "behavior": "Isolated", "invert": False},
-    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-]
-WORDS = [LETTERS_ONLY[0] | {"pattern": {"Regex": r"\w+|\W+"}}, LETTERS_ONLY[1]]
 NO_FORMAT = r"[\p{L}\p{M}]+|\p{N}|[\p{P}\p{S}]+|[\s\p{Cc}]+"  # leaves out a soft hyphen
-NO_FORMAT = [LETTERS_ONLY[0] | {"pattern": {"Regex": NO_FORMAT}}, LETTERS_ONLY[1]]
+
+
+def split_at(regex: str) -> dict:
+    """Return the pre_tokenizer of a byte-level BPE that cuts texts into words by a pattern."""
+    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [split, byte_level]}
+
+
 STRANGE = {  # a part of the message -> (file, key, value)
     "byte-level BPE": ("tokenizer.json", "model", {"type": "Unigram", "vocab": []}),
     "normalizer Lowercase": ("tokenizer.json", "normalizer", {"type": "Lowercase"}),
@@ -255,12 +257,9 @@ STRANGE = {  # a part of the message -> (file, key, value)
         "tokenizer.json", "post_processor", {"type": "TemplateProcessing", "single": APPENDED}),
     "not ids of this tokenizer": ("tokenizer.json", "post_processor", OUTSIDE),
     "post_processor Roberta": ("tokenizer.json", "post_processor", {"type": "RobertaProcessing"}),
-    "its pattern": (
-        "tokenizer.json", "pre_tokenizer", {"type": "Sequence", "pretokenizers": LETTERS_ONLY}),
-    "pre_tokenizer .*W": (
-        "tokenizer.json", "pre_tokenizer", {"type": "Sequence", "pretokenizers": WORDS}),
-    "leaves out parts": (
-        "tokenizer.json", "pre_tokenizer", {"type": "Sequence", "pretokenizers": NO_FORMAT}),
+    "its pattern": ("tokenizer.json", "pre_tokenizer", split_at(r"\\p{L}+")),
+    "pre_tokenizer .*W": ("tokenizer.json", "pre_tokenizer", split_at(r"\w+|\W+")),
+    "leaves out parts": ("tokenizer.json", "pre_tokenizer", split_at(NO_FORMAT)),
     "'   ' would cut": ("tokenizer.json", "added_tokens", [{"id": 700, "content": "   "}]),
     "not distinct": ("tokenizer.json", "added_tokens", [{"id": 7, "content": "<x>"}]),
     "cannot be used": ("model", "vocab", 7),
@@ -293,14 +292,6 @@ def test_a_vocabulary_without_tokenizer_json_is_told_how_to_get_one(tmp_path, re
 # -- the way of a tokenizer: data set, checkpoint, fine-tuning --
 
 
-def test_a_damaged_tokenizer_ends_a_fine_tuning_at_once(copied, tiny_data, tmp_path, refuses):
-    folder = newest_checkpoint(copied / "ckpt")
-    (folder / "tokenizer.model").write_bytes(b"?")
-    (folder / "manifest.json").unlink()  # a folder that another program wrote has none
-    options = [f"--init_from={folder}", "--run_name=tuned"]
-    assert "tokenizer.model" in refuses(lambda: train_tiny(tiny_data, tmp_path, *options))
-
-
 def test_one_vocabulary_with_two_rules_is_two_tokenizers(tmp_path, refuses):
     folder = bpe(tmp_path / "m", "gpt2")
     prepared(tmp_path, make_records(100), "--name=a", f"--tokenizer={folder}")
@@ -310,25 +301,22 @@ def test_one_vocabulary_with_two_rules_is_two_tokenizers(tmp_path, refuses):
     assert "b was made with another tokenizer than a" in error
 
 
-def test_a_sentencepiece_folder_with_another_eos_is_refused(tiny_data, tmp_path):
-    shutil.copy(tiny_data / "tiny" / "tokenizer.model", tmp_path)
-    assert from_hugging_face(tmp_path).prefix == [1]  # a text of Llama begins with <s>
-    write_files(tmp_path, {"special_tokens_map.json": {"eos_token": "<|im_end|>"}})
-    with pytest.raises(UserError, match="eos"):
-        from_hugging_face(tmp_path)
+NOT_DONE = {  # a part of the message -> (file, its content)
+    "add_prefix_space": ("tokenizer_config.json", {"add_prefix_space": False}),
+    "add_eos_token": ("tokenizer_config.json", {"add_eos_token": True}),
+    "the eos of": ("special_tokens_map.json", {"eos_token": "<|im_end|>"}),
+    "foo": ("tokenizer.json", {"model": {}, "added_tokens": [{"id": 5000, "content": "foo"}]}),
+}
 
 
-@pytest.mark.parametrize("option", ["add_prefix_space", "add_eos_token", "added_tokens"])
-def test_what_a_sentencepiece_does_not_do_is_refused_by_name(option, tmp_path):
+@pytest.mark.parametrize("message", NOT_DONE)
+def test_what_a_sentencepiece_does_not_do_is_refused_by_name(message, tmp_path):
     sentencepiece_model(tmp_path / "tokenizer.model", add_dummy_prefix=True)
-    write_files(tmp_path, {"tokenizer_config.json": {"eos_token": "</s>"}})
-    assert from_hugging_face(tmp_path).adds_space
-    if option == "added_tokens":
-        content = {"model": {}, "added_tokens": [{"id": 5000, "content": "foo"}]}
-        write_files(tmp_path, {"tokenizer.json": content})
-    else:
-        write_files(tmp_path, {"tokenizer_config.json": {option: option == "add_eos_token"}})
-    with pytest.raises(UserError, match="foo" if option == "added_tokens" else option):
+    ours = from_hugging_face(tmp_path)
+    assert ours.adds_space and ours.prefix == [1]  # a text of Llama begins with <s>
+    name, content = NOT_DONE[message]
+    write_files(tmp_path, {name: content})
+    with pytest.raises(UserError, match=message):
         from_hugging_face(tmp_path)
 
 

@@ -99,7 +99,8 @@ def test_an_architecture_without_a_class_is_saved_and_says_so(tiny_data, tmp_pat
     config = read(folder / "config.json")
     assert config["note"] in capsys.readouterr().out  # in the banner
     assert config["eos_token_id"] == config["bos_token_id"] == load_tokenizer(folder).eos_id
-    call(sample.main, f"--ckpt={folder}", "--max_new_tokens=3", "--device=cpu")
+    options = [f"--tokenizer={folder}", "--max_new_tokens=3", "--device=cpu"]
+    call(sample.main, f"--ckpt={folder}", *options)
 
 
 # -- weights, in --
@@ -316,19 +317,12 @@ def by_pipeline(transformers, folder: Path, prompt: str) -> str:
     return pipeline(prompt, max_new_tokens=20, do_sample=False)[0]["generated_text"] + "\n"
 
 
-def by_sample(folder: Path, prompt: str, capsys) -> str:
-    capsys.readouterr()
-    options = ["--temperature=0", "--max_new_tokens=20", "--device=cpu", "--dtype=float32"]
-    call(sample.main, f"--ckpt={folder}", f"--prompt={prompt}", *options)
-    return capsys.readouterr().out
-
-
 # -- the whole way: somebody's model, fine-tuned here, opened there --
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
 def test_a_public_model_is_prepared_for_evaluated_tuned_resumed_and_opened_again(
-    kind, tmp_path, capsys, transformers
+    kind, tmp_path, capsys, prints, transformers
 ):
     # The model has more rows than the tokenizer has tokens.
     scaled = {"rope_parameters": LLAMA3} if kind == "Llama" else {}
@@ -339,8 +333,8 @@ def test_a_public_model_is_prepared_for_evaluated_tuned_resumed_and_opened_again
     public = contents(folder)
     prepared(tmp_path, make_records(300), "--name=mine", f"--tokenizer={folder}")
     options = [f"--eval={tmp_path / 'mine'}", "--device=cpu", "--block_size=32"]
-    call(sample.main, f"--ckpt={folder}", *options)
-    before = float(capsys.readouterr().out.split("validation loss ")[1].split()[0])
+    printed = prints(sample.main, f"--ckpt={folder}", *options)
+    before = float(printed.split("validation loss ")[1].split()[0])
     # The shape is that of the checkpoint, whatever --preset says.
     tune = ["--dataset=mine", "--preset=gpt2", "--eval_every=8", "--eval_tokens=0"]
     tuned = checkpoint(tmp_path, tmp_path / "out", *tune, f"--init_from={folder}")
@@ -352,7 +346,9 @@ def test_a_public_model_is_prepared_for_evaluated_tuned_resumed_and_opened_again
         assert (tuned / name).read_bytes() == public[name]
     assert contents(folder) == public  # nothing is written there
     assert from_pretrained(tuned).config == from_pretrained(folder).config
-    assert by_sample(tuned, "the loop", capsys) == by_pipeline(transformers, tuned, "the loop")
+    greedy = ["--temperature=0", "--max_new_tokens=20", "--device=cpu", "--dtype=float32"]
+    text = prints(sample.main, f"--ckpt={tuned}", "--prompt=the loop", *greedy)
+    assert text == by_pipeline(transformers, tuned, "the loop")
 
 
 def test_evaluation_says_what_training_said(tiny_data, tmp_path, capsys):
@@ -370,7 +366,8 @@ def test_a_model_is_not_evaluated_or_tuned_on_ids_of_other_tokens(tiny_data, tmp
     other = save(make("llama", vocab_size=700), bpe(tmp_path / "other", "gpt2"))
     advice = f"--tokenizer={other}"
     sampled = [(small, f"--tokenizer={data}", "400"), (small, f"--eval={data}", "400")]
-    for folder, option, word in [*sampled, (other, f"--eval={data}", advice)]:
+    sampled += [(other, f"--tokenizer={data}", "other ids"), (other, f"--eval={data}", advice)]
+    for folder, option, word in sampled:
         assert word in refuses(sample.main, f"--ckpt={folder}", option, "--device=cpu")
     for folder, word in ((small, "400"), (other, advice)):
         start = f"--init_from={folder}"

@@ -123,19 +123,17 @@ def options_of(folder: Path, *options: str) -> list[str]:
     return [*TINY, "--n_layer=3", "--max_steps=64", f"--data_dir={folder}", *options]
 
 
-def test_plan_foretells_the_loss_and_names_settings_that_differ(climbed, capsys):
-    call(plan.main, *options_of(climbed, "--loss"))
-    text = capsys.readouterr().out
+def test_plan_foretells_the_loss_and_names_settings_that_differ(climbed, prints):
+    text = prints(plan.main, *options_of(climbed, "--loss"))
     assert "val loss" in text and "bits per byte" in text and "warning: they" not in text
-    call(plan.main, *options_of(climbed, "--loss", "--lr=1e-4", "--optimizer=muon", "--d_ff=9"))
-    assert "with other settings: lr, d_ff, optimizer" in capsys.readouterr().out
+    others = options_of(climbed, "--loss", "--lr=1e-4", "--optimizer=muon", "--d_ff=9")
+    assert "with other settings: lr, d_ff, optimizer" in prints(plan.main, *others)
 
 
-def test_plan_warns_of_runs_that_no_rung_is_like(climbed, capsys):
-    call(plan.main, *options_of(climbed, "--loss", "--max_steps=2"))
-    assert "more tokens per parameter" in capsys.readouterr().out
-    call(plan.main, *options_of(climbed, "--loss", "--max_steps=100_000"))
-    assert "none of them read its tokens again" in capsys.readouterr().out
+def test_plan_warns_of_runs_that_no_rung_is_like(climbed, prints):
+    warnings = {2: "more tokens per parameter", 10**5: "none of them read its tokens again"}
+    for steps, warning in warnings.items():
+        assert warning in prints(plan.main, *options_of(climbed, "--loss", f"--max_steps={steps}"))
 
 
 def test_a_rung_that_fails_or_diverges_is_left_out(climbed, tmp_path):

@@ -5,10 +5,9 @@ from itertools import repeat
 
 import pytest
 import torch
-from conftest import metrics, resumes, train_tiny
+from conftest import metrics, resumes
 from test_model import make
 
-from configurator import UserError
 from hardware.machine import Machine
 from training import optimizer as optimizers
 from training.optimizer import make_optimizer, orthogonalize
@@ -165,8 +164,3 @@ def test_resume_with_each_optimizer_is_bit_identical_to_never_having_stopped(
     options = [f"--optimizer={optimizer}", f"--lr={LR[optimizer]}", "--embed_lr=2"]
     losses = metrics(resumes(tiny_data, tmp_path, *options), "loss")
     assert losses[8] < losses[1] - 0.3
-
-
-def test_the_checkpoint_of_another_optimizer_is_refused_in_one_line(copied, tiny_data, tmp_path):
-    with pytest.raises(UserError, match="optimizer is adamw there, muon here"):
-        train_tiny(tiny_data, tmp_path, "--init_from=resume", "--optimizer=muon")

@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import REPO, TINY, call, metrics, train_tiny
+from conftest import REPO, TINY, metrics, train_tiny
 from test_model import ODD, ids, make
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -50,12 +50,11 @@ def test_published_runs_on_a100_have_their_published_compute_and_mfu(
 
 
 @pytest.mark.parametrize("tflops, minutes", [(75, 346), (165, 157)])
-def test_minimind_takes_its_published_time_at_a_measured_speed(capsys, tflops, minutes):
+def test_minimind_takes_its_published_time_at_a_measured_speed(prints, tflops, minutes):
     """It is published for 26M parameters, and has 25.8M."""
     options = ["--vocab_size=6400", "--max_tokens=10e9", f"--peak_tflops={tflops}"]
     options += ["--gpu=24g"]  # which is in no table
-    call(plan.main, str(REPO / "config" / "minimind_26m.py"), *options)
-    output = capsys.readouterr().out
+    output = prints(plan.main, REPO / "config" / "minimind_26m.py", *options)
     exact, by_6nd = map(float, re.search(r"FLOPs +(\S+) \(.+; (\S+) by 6 N D", output).groups())
     # A share of a measured speed would say nothing, so there is one row.
     (hours,) = re.findall(r"at .+% of peak +(\S+) hours", output)
@@ -92,20 +91,18 @@ def test_the_batch_sizes_beside_those_of_a_well_known_note_are_ours(page):
 
 
 def test_a_plan_counts_different_tokens_of_the_data_that_would_be_taken(
-    tiny_data, tmp_path, capsys
+    tiny_data, tmp_path, prints
 ):
     shutil.copytree(tiny_data / "tiny", tmp_path / "mine")
     options = [option for option in TINY if not option.startswith(("--dataset", "--max_steps"))]
     options += [f"--data_dir={tmp_path}", "--max_tokens=1e9"]
-    call(plan.main, *options)
-    output = capsys.readouterr().out
+    output = prints(plan.main, *options)
     assert "epochs of mine, the data set prepared last\n" in output
     assert "warning: mine is read " in output and "different ones, " in output
-    call(plan.main, *options, "--vocab_size=16384")  # a plan for other data
-    output = capsys.readouterr().out
+    output = prints(plan.main, *options, "--vocab_size=16384")  # a plan for other data
     assert "mine" not in output and "different ones" not in output
-    call(plan.main, *options, "--nproc=6", "--batch_tokens=256", "--device=cpu")
-    assert re.search("tokens a step\n +warning: 0.75 times", capsys.readouterr().out)
+    output = prints(plan.main, *options, "--nproc=6", "--batch_tokens=256", "--device=cpu")
+    assert re.search("tokens a step\n +warning: 0.75 times", output)
 
 
 def counted_flops(model: GPT, x: torch.Tensor) -> float:
@@ -130,37 +127,36 @@ def test_the_flops_are_those_that_torch_counts_with_recompute_too(name):
     assert counted_flops(model, x) == flops + plan.repeated_flops(model, 32) * x.numel()
 
 
-def test_a_plan_that_does_not_fit_names_the_flags_that_do(capsys):
+def test_a_plan_that_does_not_fit_names_the_flags_that_do(prints):
     options = [str(REPO / "config" / "train_1b.py"), "--gpu=v100-16g", "--nproc=6"]
     options += ["--vocab-size=32000"]
-    call(plan.main, *options, "--recompute=blocks")
-    flags = re.search(r"it fits with (.+)", capsys.readouterr().out)[1]
+    flags = re.search(r"it fits with (.+)", prints(plan.main, *options, "--recompute=blocks"))[1]
     run = the_run(*options, *flags.split())
     assert memory.needed(run.model, run.step) < run.device.bytes
     options = [str(REPO / "config" / "train_1b.py"), "--gpu=a100-40g", "--vocab-size=32000"]
-    call(plan.main, *options, "--batch_size=64", "--batch_tokens=131072")  # it does not accumulate
-    largest = re.search(r"largest batch_size (\d+)  <-", capsys.readouterr().out)[1]
+    # It does not accumulate.
+    output = prints(plan.main, *options, "--batch_size=64", "--batch_tokens=131072")
+    largest = re.search(r"largest batch_size (\d+)  <-", output)[1]
     run = the_run(*options, f"--batch_size={largest}", "--batch_tokens=131072")
     assert run.plan.accum > 1 and memory.needed(run.model, run.step) < run.device.bytes
 
 
 def test_the_model_to_fine_tune_is_the_one_that_is_planned(
-    finished, tiny_data, tmp_path, refuses, capsys
+    finished, tiny_data, tmp_path, refuses, prints
 ):
     folder = newest_checkpoint(finished / "ckpt")
     where = [f"--data_dir={tiny_data}", "--dataset=tiny", "--device=cpu", "--max_steps=4"]
-    call(plan.main, f"--init_from={folder}", *where)
-    assert re.search("2 layers x 32, .*, T = 32\n", capsys.readouterr().out)
+    output = prints(plan.main, f"--init_from={folder}", *where)
+    assert re.search("2 layers x 32, .*, T = 32\n", output)
     assert "config.json" in refuses(plan.main, f"--init_from={tmp_path}", *where)
     assert "a plan reads no run" in refuses(plan.main, "--init_from=resume", *where)
 
 
-def test_a_damaged_data_set_is_not_taken_for_none(tiny_data, tmp_path, refuses):
-    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
-    (tmp_path / "tiny" / "meta.json").write_text("{")
+def test_a_damaged_data_set_is_not_taken_for_none(own_data, tmp_path, refuses):
+    (own_data / "meta.json").write_text("{")
     options = [*TINY, f"--data_dir={tmp_path}", "--gpu=h200"]
     assert "meta.json" in refuses(plan.main, *options)
-    shutil.rmtree(tmp_path / "tiny")
+    shutil.rmtree(own_data)
     assert "--vocab_size" in refuses(plan.main, *options)
     epochs = [option for option in options if not option.startswith("--max_steps")]
     assert "max_steps" in refuses(plan.main, *epochs, "--max_epochs=1", "--vocab_size=300")

@@ -166,19 +166,6 @@ def test_bad_records_are_skipped_counted_and_shown_with_their_line(tmp_path, cap
 # -- the files --
 
 
-def test_token_counts_equal_a_direct_count_with_the_tokenizer(tmp_path):
-    import sentencepiece
-
-    records = make_records(200)
-    texts = [record_text(r)[0] for r in records]
-    corpus = write_jsonl(tmp_path / "c.jsonl", records)
-    folder, meta = prepare_set(tmp_path, corpus, tokenizer="train", vocab_size=400)
-    sp = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    tokens = sum(len(sp.encode(text)) + 1 for text in texts)
-    assert sum(s["tokens"] for s in meta["splits"].values()) == tokens
-    assert documents(folder) == Counter(texts)
-
-
 def test_a_document_stays_in_its_split_when_files_are_added(tmp_path):
     a = write_jsonl(tmp_path / "a.jsonl", make_records(60, seed=1))
     b = write_jsonl(tmp_path / "b.jsonl", make_records(60, seed=2))

@@ -1,12 +1,10 @@
-import json
 import shutil
 
 import pytest
 import torch
-from conftest import call
+from conftest import facts_of
 
 from bench import roof
-from model import GPT, PRESETS, GPTConfig
 
 SMALL = ["--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=32", "--batch_size=2"]
 SMALL += ["--vocab_size=300", "--seconds=0.001"]
@@ -17,17 +15,6 @@ PRODUCTS = ("forward", "input grad", "weight grad")
 LAYERS = ["qkv", "proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_linear_layers_are_those_of_the_model(preset):
-    shape = dict(block_size=32, n_layer=3, n_head=6, n_kv_head=2, n_embd=48, head_dim=10)
-    c = GPTConfig(**PRESETS[preset], **shape, vocab_size=300)
-    with torch.device("meta"):
-        model = GPT(c)
-    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    counted = [(K, N) for K, N, n in roof.gemms(model).values() for _ in range(n)]
-    assert sorted((m.in_features, m.out_features) for m in layers) == sorted(counted)
-
-
 def test_a_product_has_the_shape_of_what_it_stands_for():
     M, K, N = 5, 3, 7  # tokens, inputs, outputs
     shapes = [tuple(roof.product(kind, M, K, N, CPU)().shape) for kind in PRODUCTS]
@@ -35,17 +22,14 @@ def test_a_product_has_the_shape_of_what_it_stands_for():
 
 
 def test_squares_are_measured(tmp_path):
-    out = tmp_path / "roof.json"
-    call(roof.main, "--squares", "64", "128", "--seconds=0.001", "--device=cpu", f"--json={out}")
-    rows = json.loads(out.read_text())["squares"]
+    options = ["--squares", "64", "128", "--seconds=0.001", "--device=cpu"]
+    rows = facts_of(roof.main, tmp_path, *options)["squares"]
     assert [row["n"] for row in rows] == ["64", "128"] and all(row["TFLOPS"] > 0 for row in rows)
 
 
 @pytest.mark.slow
 def test_every_part_of_a_micro_step_is_timed_and_its_roof_is_their_sum(tmp_path):
-    out = tmp_path / "roof.json"
-    call(roof.main, *SMALL, f"--compile={COMPILES}", "--preset=llama", f"--json={out}")
-    figures = json.loads(out.read_text())
+    figures = facts_of(roof.main, tmp_path, *SMALL, f"--compile={COMPILES}", "--preset=llama")
     assert [r["layer"] for r in figures["gemms"]] == LAYERS
     rates = [r[k] for r in figures["gemms"] for k in PRODUCTS]
     assert 0 < min(rates) <= figures["gemm_tflops"] <= max(rates)  # their mean, weighted by time

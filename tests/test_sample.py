@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import call, forge, train_tiny
+from conftest import call, forge
 from safetensors.torch import load_file
 from safetensors.torch import save as save_bytes
 
@@ -14,16 +14,7 @@ import configurator
 import sample
 from model import GPT
 from text.dataset import load_tokenizer
-from text.train_tokenizer import write_alphabet
 from training.checkpoint import newest_checkpoint
-
-
-@pytest.fixture(scope="module")
-def out(tiny_data, tmp_path_factory) -> Path:
-    """The out folder of a tiny run."""
-    out = tmp_path_factory.mktemp("out")
-    train_tiny(tiny_data, out, "--max_steps=30", "--eval_every=30", "--save_every=30")
-    return out
 
 
 def run(out: Path, *options: str) -> None:
@@ -49,67 +40,59 @@ def test_the_newest_or_the_best_checkpoint_is_taken_and_named(copied, tmp_path, 
         taken("--which=best")
 
 
-def test_too_many_at_once_is_one_line(out, tiny_data, capsys):
+def test_too_many_at_once_is_one_line(finished, tiny_data, capsys):
     with pytest.raises(configurator.UserError, match="lower --num_samples"):
-        run(out, f"--num_samples={10**11}")
-    run(out, f"--eval={tiny_data / 'tiny'}", f"--batch_size={10**17}")
+        run(finished.parent, f"--num_samples={10**11}")
+    run(finished.parent, f"--eval={tiny_data / 'tiny'}", f"--batch_size={10**17}")
     assert "bits per byte" in capsys.readouterr().out
 
 
-def test_streaming_never_splits_a_chinese_character(out, monkeypatch):
+def test_streaming_never_splits_a_chinese_character(finished, monkeypatch):
     """The model answers in byte tokens of a Chinese text, but only whole characters are written."""
     text = "龘龙舞九天😀。"  # characters outside the tiny vocabulary
-    ids = load_tokenizer(newest_checkpoint(out / "run" / "ckpt")).encode(text)
+    ids = load_tokenizer(newest_checkpoint(finished / "ckpt")).encode(text)
     assert len(ids) > len(text)
     monkeypatch.setattr(GPT, "generate", lambda self, idx, n, **_: (torch.tensor([i]) for i in ids))
     writes = []
     stdout = io.StringIO()
     stdout.write = writes.append
     monkeypatch.setattr("sys.stdout", stdout)
-    run(out)
+    run(finished.parent)
     assert "".join(writes) == text + "\n" and len(writes) > 5
     assert not any("\ufffd" in piece for piece in writes)
 
 
-def test_samples_come_from_one_batch_and_the_seed_fixes_them(out, capsys):
+def test_samples_come_from_one_batch_and_the_seed_fixes_them(finished, capsys):
     def texts(*options: str) -> str:
-        run(out, "--num_samples=3", "--max_new_tokens=15", *options)
+        run(finished.parent, "--num_samples=3", "--max_new_tokens=15", *options)
         return capsys.readouterr().out
 
     assert texts() == texts() != texts("--seed=2")
     assert "sample 2" in texts() and "sample 3" in texts()
 
 
-def test_each_prompt_is_continued_and_without_any_the_run_s_own(out, tmp_path, capsys):
-    run(out, "--prompt", "the loop", "模型", "--max_new_tokens=5")
+def test_each_prompt_is_continued_and_without_any_the_run_s_own(finished, tmp_path, capsys):
+    run(finished.parent, "--prompt", "the loop", "模型", "--max_new_tokens=5")
     first, second = capsys.readouterr().out.split("----------------\n")
     assert first.startswith("the loop") and second.startswith("模型")
-    folder = shutil.copytree(newest_checkpoint(out / "run" / "ckpt"), tmp_path / "ckpt")
+    folder = shutil.copytree(newest_checkpoint(finished / "ckpt"), tmp_path / "ckpt")
     forge(folder, "train_config.json", b'{"sample_prompt": "the loop"}')
     for prompt in ([], ["--prompt", ""]):
         call(sample.main, f"--ckpt={folder}", "--device=cpu", *prompt)
         assert capsys.readouterr().out.startswith("the loop") == (prompt == [])
 
 
-def test_a_model_is_not_read_with_other_ids_than_its_own(out, tmp_path, refuses):
-    folder = newest_checkpoint(out / "run" / "ckpt")
-    run(out, f"--tokenizer={folder}", "--max_new_tokens=2")
-    write_alphabet(tmp_path / "other.model", set("abc"), with_bytes=False)
-    option = f"--tokenizer={tmp_path / 'other.model'}"
-    assert option in refuses(sample.main, f"--ckpt={folder}", option)
-
-
-def test_interactive_answers_every_line_until_the_end_of_input(out, capsys, monkeypatch):
+def test_interactive_answers_every_line_until_the_end_of_input(finished, capsys, monkeypatch):
     """One line is too long, and one was pasted in another encoding than the terminal's."""
     typed = f"the\n{'the loop ' * 300}\n".encode() + "模型\n".encode("gbk")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
-    configurator.run(lambda: run(out, "--interactive", "--max_new_tokens=5"))
+    configurator.run(lambda: run(finished.parent, "--interactive", "--max_new_tokens=5"))
     said = capsys.readouterr().err
     assert said.count("tok/s") == 2 and said.count("error: the prompt has") == 1
 
 
-def test_damaged_weights_are_one_line_and_never_a_made_up_token(out, tmp_path, capsys):
-    folder = Path(shutil.copytree(newest_checkpoint(out / "run" / "ckpt"), tmp_path / "damaged"))
+def test_damaged_weights_are_one_line_and_never_a_made_up_token(finished, tmp_path, capsys):
+    folder = Path(shutil.copytree(newest_checkpoint(finished / "ckpt"), tmp_path / "damaged"))
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] *= 3e38
     forge(folder, "model.safetensors", save_bytes(weights))

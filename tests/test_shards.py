@@ -1,16 +1,10 @@
 """shard and recompute: the same training, and the same files, with less memory on each rank."""
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import warm
-from conftest import NEEDS_BF16, REPO, metrics, same, stop_at_4, torchrun, train_tiny
-
-import train
-from training.checkpoint import newest_checkpoint
+from conftest import NEEDS_BF16, metrics, on_ranks, resumes, same, stop_at_4, torchrun, train_tiny
 
 DROPOUT = ["--dropout=0.1"]
 
@@ -21,9 +15,7 @@ def train_on(n: int, data: Path, out: Path, *options: str) -> Path:
 
 def output_on(n: int, *argv: str) -> str:
     """Run a script in n processes; return what they print."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
-    command = [sys.executable, *launch, *argv]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=240)
+    done = on_ranks(n, *argv)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout
 
@@ -41,21 +33,10 @@ def test_the_peak_of_a_rank_is_the_predicted_one_within_5_percent():
     assert output.count("predicted ") == 1
 
 
-@pytest.fixture(scope="module")
-def sharded(tiny_data, tmp_path_factory) -> Path:
-    """An uninterrupted run of two ranks that shard everything."""
-    out = tmp_path_factory.mktemp("sharded")
-    return train_on(2, tiny_data, out, "--shard=all", "--recompute=blocks", *DROPOUT)
-
-
 @pytest.mark.slow
-def test_a_resumed_run_of_the_same_ranks_is_bit_identical(sharded, tiny_data, tmp_path):
-    stop_at_4(sharded, tmp_path)
+def test_a_resumed_run_of_the_same_ranks_is_bit_identical(tiny_data, tmp_path):
     options = ["--shard=all", "--recompute=blocks", *DROPOUT]
-    run = train_on(2, tiny_data, tmp_path, *options, "--init_from=resume")
-    assert same(run, sharded)
-    for key in ("loss", "grad_norm", "val_loss"):
-        assert metrics(run, key) == metrics(sharded, key)
+    resumes(tiny_data, tmp_path, *options, trains=lambda *args: train_on(2, *args))
 
 
 @pytest.mark.slow
@@ -80,23 +61,3 @@ def test_another_number_of_ranks_and_another_shard_go_on_within_rounding(
 def test_recompute_changes_nothing_not_even_what_dropout_draws(tiny_data, tmp_path):
     plain = train_tiny(tiny_data, tmp_path / "plain", *DROPOUT)
     assert same(train_tiny(tiny_data, tmp_path, "--recompute=blocks", *DROPOUT), plain)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on the CPU needs g++")
-def test_blocks_that_are_compiled_and_computed_twice_train_as_eager_ones(
-    tiny_data, tmp_path, capsys
-):
-    options = ["--recompute=blocks", "--max_steps=4", "--n_layer=1"]
-    eager = train_tiny(tiny_data, tmp_path / "eager", *options)
-    compiled = train_tiny(tiny_data, tmp_path / "compiled", *options, "--compile")
-    assert "compiled in" in capsys.readouterr().out
-    for key in ("loss", "grad_norm", "val_loss"):
-        assert metrics(compiled, key) == pytest.approx(metrics(eager, key), rel=1e-4)
-
-
-def test_what_cannot_be_sharded_is_refused_in_one_line(tiny_data, tmp_path, refuses):
-    options = [f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--dataset=tiny", "--shard=all"]
-    options.append("--max_steps=1")
-    assert "shard=all" in refuses(train.main, *options, "--optimizer=adafactor")
-    assert newest_checkpoint(tmp_path / "run" / "ckpt") is None

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, call
+from conftest import TINY, call, facts_of
 
 import configurator
 from bench import sweep
@@ -22,9 +22,8 @@ GPT2 = ["--preset=gpt2", "--n_kv_head=4"]  # it has learned positions
 
 
 def test_every_cell_has_figures_that_agree_with_each_other(tmp_path, capsys):
-    paths = [tmp_path / "sweep.json", tmp_path / "sweep.md"]
-    call(sweep.main, *SMALL, *ONE_EACH, *GPT2, f"--json={paths[0]}", f"--markdown={paths[1]}")
-    facts = json.loads(paths[0].read_text())
+    table = tmp_path / "sweep.md"
+    facts = facts_of(sweep.main, tmp_path, *SMALL, *ONE_EACH, *GPT2, f"--markdown={table}")
     cells = facts["cells"]
     shapes = [(c["axis"], c["T"], c["B"], c["accum"]) for c in cells]
     # Where the axis is another one, block_size is 32 and batch_size is 4.
@@ -45,7 +44,7 @@ def test_every_cell_has_figures_that_agree_with_each_other(tmp_path, capsys):
     assert facts["any step"].endswith("ms, the fastest of 3 steps of one token")
     assert facts["any step"] in printed.splitlines()[-1]
     assert "Wh/Mtok" not in printed  # a CPU has no NVML
-    assert paths[1].read_text() == printed
+    assert table.read_text() == printed
     headings = [line for line in printed.splitlines() if line.startswith("#")]
     assert headings == [f"# {facts['machine']}", "## T", "## B", "## accum"]
 
@@ -54,10 +53,8 @@ def test_every_cell_has_figures_that_agree_with_each_other(tmp_path, capsys):
 def test_the_values_of_a_setting_take_turns_and_are_compared_with_the_first(
     axis, tiny_data, tmp_path
 ):
-    out = tmp_path / "sweep.json"
-    options = [f"--vary={axis}", "--rounds=2", f"--data_dir={tiny_data}", f"--json={out}"]
-    call(sweep.main, *SMALL, *options)
-    facts = json.loads(out.read_text())
+    options = [f"--vary={axis}", "--rounds=2", f"--data_dir={tiny_data}"]
+    facts = facts_of(sweep.main, tmp_path, *SMALL, *options)
     cells = facts["cells"]
     values = dict(optimizer="adamw muon adafactor", documents="stream mask pack pad")
     assert [c["note"].split(":")[0] for c in cells] == values[axis].split()

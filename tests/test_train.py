@@ -322,12 +322,13 @@ def test_every_preset_trains_in_bf16(tiny_data, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on the CPU needs g++")
-def test_compiled_training_is_eager_training(tiny_data, tmp_path, capsys):
-    options = ["--max_steps=4", "--n_layer=1"]
+@pytest.mark.parametrize("recompute", ["none", "blocks"])  # blocks: they are compiled one by one
+def test_compiled_training_is_eager_training(tiny_data, tmp_path, capsys, recompute):
+    options = ["--max_steps=4", "--n_layer=1", f"--recompute={recompute}"]
     eager = train_tiny(tiny_data, tmp_path / "eager", *options)
     compiled = train_tiny(tiny_data, tmp_path / "compiled", *options, "--compile")
     assert "compiled in" in capsys.readouterr().out
-    for key in ("loss", "val_loss"):
+    for key in ("loss", "grad_norm", "val_loss"):
         assert metrics(compiled, key) == pytest.approx(metrics(eager, key), rel=1e-4)
 
 

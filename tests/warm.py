@@ -35,7 +35,7 @@ class Popen:
     """
 
     def __init__(
-        self, args, stdout=None, stderr=None, text=True, env=None, start_new_session=False
+        self, args, stdout=None, stderr=None, text=True, env=None, cwd=None, start_new_session=False
     ):
         assert args[0] == sys.executable
         self.args = args
@@ -49,7 +49,7 @@ class Popen:
             paths.append(os.devnull if target == DEVNULL else f"/proc/{os.getpid()}/fd/{handle}")
         started, report = FORKSERVER.Pipe(duplex=False)
         argv = [os.fsdecode(arg) for arg in args[1:]]
-        order = (argv, dict(env or os.environ), os.getcwd(), start_new_session, paths)
+        order = (argv, dict(env or os.environ), cwd or os.getcwd(), start_new_session, paths)
         self.process = FORKSERVER.Process(target=execute, args=(*order, report))
         self.process.start()
         report.close()  # the process has its own: if that ends early, recv() fails

@@ -44,7 +44,6 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
 
 STEPS = 40
 LIFE = 6  # seconds after the start, in which a kill at a random time comes
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 COMMON = [*TINY, f"--max_steps={STEPS}", "--save_every=4", "--eval_every=6", "--dropout=0.1"]
 COMMON += ["--init_from=auto", "--n_embd=64"]
 JOBS = {  # name -> (processes, options)
@@ -79,15 +78,7 @@ def command(job: str, data: Path, out: Path) -> list[str]:
 
 
 def start(argv: list[str]) -> Popen:
-    options = {"text": True, "env": ENVIRONMENT, "start_new_session": True}
-    return Popen(argv, stdout=DEVNULL, stderr=PIPE, **options)
-
-
-def started_to_its_end(argv: list[str]) -> tuple[int, str]:
-    """Start a process and wait for its end. Return its exit code and its stderr."""
-    process = start(argv)
-    stderr = process.communicate(timeout=600)[1]
-    return process.returncode, stderr
+    return Popen(argv, stdout=DEVNULL, stderr=PIPE, text=True, start_new_session=True)
 
 
 def workers(process: Popen) -> dict[int, int]:
@@ -228,9 +219,10 @@ def train_round(job: str, data: Path, out: Path, reference: tuple, rng: random.R
                 path.write_bytes(b"precious")
         if at_its_end:
             break
-    code, stderr = started_to_its_end(argv)
+    process = start(argv)
     r.starts += 1
-    if code:
+    stderr = process.communicate(timeout=600)[1]
+    if process.returncode:
         r.note(stderr[-1500:])
     r.identical = not r.problem and result(out) == reference
     if (out / "run" / "notes.txt").exists():
@@ -252,7 +244,7 @@ def undisturbed(job: str, root: Path, data: Path) -> tuple:
     """Return the result of a job when nothing disturbs it."""
     out = root / f"reference {job}"
     argv = command(job, data, out)
-    subprocess.run(argv, check=True, stdout=DEVNULL, stderr=DEVNULL, env=ENVIRONMENT)
+    subprocess.run(argv, check=True, stdout=DEVNULL, stderr=DEVNULL)
     return result(out)
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import math
 import os
 import random
 import shutil
@@ -17,7 +18,7 @@ import harness
 import pytest
 import torch
 import warm
-from conftest import REPO, TINY, call, forge, make_records, metrics, prepared, train_tiny
+from conftest import REPO, TINY, forge, make_records, metrics, prepared, train_tiny
 from safetensors.torch import load_file
 
 import prepare
@@ -69,10 +70,9 @@ def test_a_damaged_file_of_a_checkpoint_is_named_and_the_one_before_is_taken(
 @pytest.mark.parametrize("fault", harness.DAMAGE)
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json", "tokenizer.model"])
 def test_a_damaged_data_set_is_found_before_the_first_step(
-    tiny_data, tmp_path, refuses, name, fault
+    own_data, tmp_path, refuses, name, fault
 ):
-    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
-    harness.hurt(tmp_path / "tiny" / name, fault, random.Random(3))
+    harness.hurt(own_data / name, fault, random.Random(3))
     for windows in ("stream", "pack"):  # to pack, one has to know where documents end
         error = refuses(train.main, *options(tmp_path, tmp_path, f"--documents={windows}"))
         assert name in error or "no data set in" in error
@@ -91,11 +91,10 @@ def replace_by_another(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [fill_with_zeros, os.utime, replace_by_another, os.unlink])
 def test_data_that_change_in_place_during_a_run_end_it_at_the_next_save(
-    tiny_data, tmp_path, monkeypatch, refuses, change
+    own_data, tmp_path, monkeypatch, refuses, change
 ):
     """They were trained on. A file that was touched, replaced or deleted is read as it was."""
-    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
-    path = tmp_path / "tiny" / "train.bin"
+    path = own_data / "train.bin"
     take_step = train.take_step
     calls = itertools.count(1)
 
@@ -114,12 +113,11 @@ def test_data_that_change_in_place_during_a_run_end_it_at_the_next_save(
 
 
 @pytest.mark.slow
-def test_a_data_file_that_is_cut_while_it_is_read_is_explained(tiny_data, tmp_path):
+def test_a_data_file_that_is_cut_while_it_is_read_is_explained(own_data, tmp_path):
     """The system ends the process with SIGBUS, which said nothing."""
-    shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
     process = launch(1, tmp_path, tmp_path, *ENDLESS)
     harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 2)
-    os.truncate(tmp_path / "tiny" / "train.bin", 100)
+    os.truncate(own_data / "train.bin", 100)
     assert process.wait(timeout=60) == 2
     assert "cut short" in process.communicate()[1]
 
@@ -151,14 +149,12 @@ def test_data_that_changed_under_a_run_are_refused_by_name(copied, tiny_data, tm
     assert "tokenizer" in error
 
 
-def test_another_batch_goes_on_with_the_next_window(copied, tiny_data, tmp_path, capsys):
+def test_another_batch_goes_on_with_the_next_window(copied, tiny_data, tmp_path, prints):
     """The place in the data is counted in windows, so that none is left out or read twice."""
     more = ["--batch_tokens=512", "--max_tokens=4096", "--max_steps=0"]
     train_tiny(tiny_data, tmp_path, "--init_from=resume", *more)
-    capsys.readouterr()
     for step, first, count in ((8, 56, 8), (9, 64, 16), (10, 80, 16)):
-        call(prepare.main, "--inspect", copied, f"--step={step}")
-        shown = capsys.readouterr().out
+        shown = prints(prepare.main, "--inspect", copied, f"--step={step}")
         assert f"---- sample {first}: " in shown and shown.count("---- sample") == count
     tokens, epochs = metrics(copied, "tokens"), metrics(copied, "epoch")
     assert [tokens[step] for step in (7, 8, 9, 12)] == [7 * 256, 8 * 256, 8 * 256 + 512, 4096]
@@ -206,15 +202,15 @@ def test_one_rank_told_to_stop_stops_all_after_the_same_step(tiny_data, tmp_path
 # -- losses and gradients that are not finite --
 
 
-def poison(monkeypatch, *bad_calls: int, value: float = float("nan")) -> None:
-    """Multiply the loss of these micro-steps by `value`, like a bad batch or a broken kernel."""
+def poison(monkeypatch, *bad_calls: int, change=lambda loss: loss * math.nan) -> None:
+    """Change the loss of these micro-steps, like a bad batch or a broken kernel."""
     forward = GPT.forward
     calls = itertools.count()
 
     def broken(self, idx, targets=None, *args, **kwargs):
         loss = forward(self, idx, targets, *args, **kwargs)
         if self.training and next(calls) in bad_calls:
-            return loss * value
+            return change(loss)
         return loss
 
     monkeypatch.setattr(GPT, "forward", broken)
@@ -230,7 +226,7 @@ def test_the_best_weights_are_saved_though_the_step_before_their_evaluation_was_
 
 
 def test_a_step_that_is_not_finite_is_skipped_counted_and_its_texts_can_be_read(
-    tiny_data, tmp_path, monkeypatch, capsys
+    tiny_data, tmp_path, monkeypatch, capsys, prints
 ):
     poison(monkeypatch, 5)  # the second micro-step of step 3
     run = train_tiny(tiny_data, tmp_path)
@@ -239,14 +235,13 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_its_texts_can_be_read(
     assert metrics(run, "bad_steps") == {3: 1}
     model = from_pretrained(newest_checkpoint(run / "ckpt"))
     assert all(torch.isfinite(p).all() for p in model.parameters())
-    call(prepare.main, "--inspect", run, "--step=3")
-    assert capsys.readouterr().out.count("---- sample") == 8
+    assert prints(prepare.main, "--inspect", run, "--step=3").count("---- sample") == 8
 
 
 def test_too_many_bad_steps_end_the_run_which_keeps_good_checkpoints_and_goes_on_behind_them(
     tiny_data, tmp_path, monkeypatch, refuses
 ):
-    poison(monkeypatch, *range(10, 18), value=float("inf"))  # steps 6 to 9
+    poison(monkeypatch, *range(10, 18), change=lambda loss: loss * math.inf)  # steps 6 to 9
     monkeypatch.setattr("training.plan.MAX_BAD_STEPS", 4)
     more = ["--max_steps=12", "--save_every=1"]
     assert "4 steps in a row" in refuses(train.main, *options(tiny_data, tmp_path, *more))
@@ -292,15 +287,11 @@ def test_a_run_that_began_in_another_dtype_goes_on_in_fp16(copied, in_fp16, tiny
 def test_an_fp16_run_whose_gradient_overflows_at_every_scale_ends(
     in_fp16, tiny_data, tmp_path, monkeypatch, refuses
 ):
-    forward = GPT.forward
-
-    def broken(self, *args, **kwargs):
-        loss = forward(self, *args, **kwargs)
-        if loss.requires_grad:
-            loss.register_hook(lambda grad: grad * float("inf"))
+    def overflow(loss: torch.Tensor) -> torch.Tensor:
+        loss.register_hook(lambda grad: grad * math.inf)
         return loss
 
-    monkeypatch.setattr(GPT, "forward", broken)
+    poison(monkeypatch, *range(60), change=overflow)
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=8.0))
     monkeypatch.setattr("training.plan.MAX_BAD_STEPS", 4)
     more = ["--max_steps=30"]
@@ -312,7 +303,7 @@ def test_an_fp16_run_whose_gradient_overflows_at_every_scale_ends(
 
 @pytest.mark.slow
 def test_a_leap_of_the_loss_is_a_warning(tiny_data, tmp_path, monkeypatch, capsys):
-    poison(monkeypatch, 2 * 45, value=3.0)
+    poison(monkeypatch, 2 * 45, change=lambda loss: loss * 3)
     run = train_tiny(tiny_data, tmp_path, "--max_steps=60", "--eval_every=100", "--lr=1e-4")
     assert metrics(run, "spike_z").keys() == {46} and "deviations high" in capsys.readouterr().out
 

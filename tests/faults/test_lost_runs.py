@@ -1,7 +1,6 @@
 """A run is never lost, and nothing that train.py did not write is ever deleted."""
 
 import fcntl
-import itertools
 import json
 import math
 import os
@@ -17,14 +16,13 @@ import harness
 import pytest
 from conftest import REPO, call, contents, forge, metrics, same, train_tiny
 from safetensors.torch import load_file, save_file
-from test_faults import ENDLESS, at_step_5, options, steps_in
+from test_faults import ENDLESS, at_step_5, options, poison, steps_in
 
 import prepare
 import sample
 import train
 from configurator import UserError
 from hardware.disk import Lock, damage
-from model import GPT
 from text.hf_tokenizer import HF_FILES
 from text.tokenizer import SentencePiece, Tiktoken
 from training import checkpoint
@@ -302,20 +300,16 @@ def test_a_signal_within_a_step_gives_the_step_up_and_the_run_ends_the_same(
     finished, tiny_data, tmp_path, monkeypatch
 ):
     """A step may take hours on a laptop. Its micro-steps so far are lost, and no more."""
-    forward = GPT.forward
-    calls = itertools.count()
 
-    def interrupted(self, idx, targets=None, *args, **kwargs):
-        if self.training and next(calls) == 10:  # in the first of the two micro-steps of step 6
-            os.kill(os.getpid(), signal.SIGTERM)
-        return forward(self, idx, targets, *args, **kwargs)
+    def interrupt(loss):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return loss
 
-    monkeypatch.setattr(GPT, "forward", interrupted)
-    with pytest.raises(SystemExit) as ended:
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        poison(patch, 10, change=interrupt)  # in the first of the two micro-steps of step 6
         train_tiny(tiny_data, tmp_path)
-    assert ended.value.code == 128 + signal.SIGTERM and next(calls) == 11
+    assert ended.value.code == 128 + signal.SIGTERM
     assert newest_checkpoint(tmp_path / "run" / "ckpt").name == "step_00000005"
-    monkeypatch.undo()
     run = train_tiny(tiny_data, tmp_path, "--init_from=resume")
     assert metrics(run, "loss") == metrics(finished, "loss") and same(run, finished)
 
@@ -490,17 +484,14 @@ def test_no_flipped_bit_of_a_checkpoint_loads_as_another_model(copied, refuses):
         (folder / name).write_bytes(content)
 
 
-def test_no_meta_json_leads_out_of_its_folder_though_its_hash_is_right(
-    tiny_data, tmp_path, refuses
-):
-    folder = shutil.copytree(tiny_data / "tiny", tmp_path / "tiny")
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+def test_no_meta_json_leads_out_of_its_folder_though_its_hash_is_right(own_data, tmp_path, refuses):
+    meta = json.loads((own_data / "meta.json").read_text(encoding="utf-8"))
     meta["tokenizer"] |= {"file": "../x", "sha256": ""}
-    shutil.copyfile(folder / "tokenizer.model", tmp_path / "x")
+    shutil.copyfile(own_data / "tokenizer.model", tmp_path / "x")
     for files in ({}, {"../x": ""}):
         meta["tokenizer"]["files"] = files
-        forge(folder, "meta.json", json.dumps(meta).encode())
-        assert "'../x'" in refuses(prepare.main, "--inspect", folder)
+        forge(own_data, "meta.json", json.dumps(meta).encode())
+        assert "'../x'" in refuses(prepare.main, "--inspect", own_data)
         assert "'../x'" in refuses(train.main, *options(tmp_path, tmp_path))
 
 

@@ -550,10 +550,8 @@ def test_text_in_fields_that_are_not_read_is_counted(tmp_path, capsys):
     assert f"40 x content, beside {shape}" in capsys.readouterr().out
 
 
-def test_a_text_does_not_steer_the_terminal(tmp_path, capsys):
+def test_a_text_does_not_steer_the_terminal(tmp_path, prints):
     values = [{"text": f"\x1b[2J\x07 text {i}\tand\nmore"} for i in range(50)]
     folder, _ = prepare_set(tmp_path, write_jsonl(tmp_path / "a.jsonl", values))
-    capsys.readouterr()
-    call(prepare.main, f"--inspect={folder}", "--count=2")
-    shown = capsys.readouterr().out
+    shown = prints(prepare.main, f"--inspect={folder}", "--count=2")
     assert "\x1b" not in shown and "\\x1b[2J\\x07 text" in shown and "\tand\nmore" in shown
