@@ -26,17 +26,16 @@ from configurator import UserError, checked, columns, folded, given, row
 from hardware.device import capacity, pick_device, pick_dtype
 from hardware.machine import memory_advice
 from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tflops
-from hardware.terminal import plural
 from model import GPT, GPTConfig
-from text.dataset import DataSet, newest_dataset, open_datasets, open_windows
+from text.dataset import DataSet, open_datasets, open_windows
 from training import memory
-from training.banner import batch_warning, different_tokens, length_warnings
+from training.banner import rows_of_model, rows_of_plan
 from training.huggingface import shape_in
 from training.law import READ_AGAIN, read_ladder
 from training.memory import Step
 from training.parallel import plan_of
 from training.plan import Plan
-from training.resume import longer, with_model
+from training.resume import longer, with_data, with_model
 from training.settings import TrainConfig, model_config
 
 
@@ -111,7 +110,7 @@ def prepared(cfg: PlanConfig) -> list[DataSet]:
     if cfg.vocab_size:
         return []
     try:
-        return open_datasets(cfg.dataset or newest_dataset(cfg.data_dir), cfg.data_dir)
+        return open_datasets(with_data(cfg).dataset, cfg.data_dir)
     except UserError as e:
         raise UserError(f"{e}; --vocab_size=N plans without data") from None
 
@@ -123,11 +122,7 @@ def shape_of(cfg: PlanConfig, vocab_size: int) -> GPTConfig:
     """
     if cfg.init_from in ("scratch", "auto"):
         return model_config(cfg, vocab_size)
-    try:
-        to_fine_tune = shape_in(cfg.init_from)
-    except ValueError as e:
-        raise UserError(f"init_from={cfg.init_from}: {e}") from None
-    return longer(replace(to_fine_tune, dropout=cfg.dropout), cfg)
+    return longer(replace(shape_in(cfg.init_from), dropout=cfg.dropout), cfg)
 
 
 def named_gpu(cfg: PlanConfig) -> Device:
@@ -185,18 +180,6 @@ def duration(hours: float) -> str:
     if hours < 1:
         return f"{hours * 60:.1f} minutes"
     return f"{hours:,.1f} hours" if hours < 48 else f"{hours / 24:,.1f} days"
-
-
-def print_model(run: PlannedRun) -> None:
-    c = run.model.config
-    n = run.model.num_params()
-    heads = f"{c.n_head} heads of {c.head_dim} ({c.n_kv_head} for keys and values)"
-    rows = {
-        "shape": f"{c.n_layer} layers x {c.n_embd}, {heads}, d_ff {c.d_ff}, T = {run.step.T}",
-        "vocabulary": f"{c.vocab_size:,}" + (f" ({run.sets[0].folder})" if run.sets else ""),
-        "parameters": f"{n['total']:,}, {n['embedding'] / n['total']:.0%} of them embeddings",
-    }
-    section("Model", rows)
 
 
 # ---- Memory ----
@@ -262,31 +245,16 @@ def repeated_flops(model: GPT, T: int) -> int:
 def print_time(run: PlannedRun) -> None:
     """Print batch, length and FLOPs of the run, and its hours at some shares of the peak."""
     cfg = run.cfg
-    plan = run.plan
-    tokens = plan.steps * plan.step_tokens
-    batch = f"{plan.batch_size} x {cfg.block_size} x {plan.accum} accumulation x {cfg.nproc}"
-    length = f"{plural(plan.steps, 'step')} = {plural(tokens, 'token')}"
-    if plan.epoch_tokens:
-        data = cfg.dataset or f"{run.sets[0].name}, the data set prepared last"
-        length += f" = {tokens / plan.epoch_tokens:.2f} epochs of {data}"
-    length += f", ended by {plan.ended_by}" if plan.ended_by else ""
+    tokens = run.plan.steps * run.plan.step_tokens
     params = run.model.num_params()["total"]
-    ratio = f"{tokens / params:.3g}"
-    different = different_tokens(tokens, run.sets)
-    if run.sets and different < 0.99 * tokens and cfg.documents != "pad":
-        ratio = f"{different / params:.3g} different ones, {ratio} with repetitions"
     flops = tokens * run.model.flops_per_token(cfg.block_size)
     work = f"{flops:.3g} (6 N + 12 L d T a token); {6 * params * tokens:.3g} by 6 N D"
     if cfg.recompute == "blocks":
         flops += tokens * repeated_flops(run.model, cfg.block_size)
         work += f"; {flops:.3g} with the blocks' forward pass computed twice"
-    step = f"{batch} = {plan.step_tokens:,} tokens a step"
-    rows = {
-        "batch": f"{step}\n{batch_warning(plan.step_tokens, cfg, cfg.nproc)}".strip(),
-        "length": "\n".join([length, *length_warnings(plan, cfg, run.sets)]),
-        "tokens per parameter": f"{ratio} (Chinchilla's optimum: about 20)",
-        "FLOPs": work,
-    }
+    rows = rows_of_plan(run.plan, cfg, run.sets, run.model, cfg.nproc)
+    rows["tokens per parameter"] += " (Chinchilla's optimum: about 20)"
+    rows["FLOPs"] = work
     if run.device.tflops:
         rows |= rows_of_hours(run, flops)
     section("Time", rows)
@@ -352,7 +320,7 @@ def main() -> None:
     run = planned_run(cfg)
     dtype = str(run.step.dtype).removeprefix("torch.")
     print(f"{cfg.run_name}: {cfg.nproc:,} x {run.device.name}, {dtype}; {run.device.source}")
-    print_model(run)
+    section("Model", rows_of_model(run.model, run.step.T))
     print_memory(run)
     print_choices(run)
     print_time(run)

@@ -174,10 +174,9 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
         try:
             model = from_pretrained(folder)
             return folder, label, model, model_tokenizer(folder, model.config.vocab_size, cfg)
-        except (UserError, ValueError, OSError) as e:
+        except (UserError, OSError):
             if folder.exists():
-                problem = e if isinstance(e, UserError) else f"{folder}: cannot be loaded ({e})"
-                raise UserError(str(problem)) from None
+                raise
 
 
 def model_tokenizer(folder: Path, vocab_size: int, cfg: SampleConfig) -> Tokenizer:

@@ -32,8 +32,8 @@ from model import GPT, INIT
 from text.dataset import DataSet, open_datasets, open_windows, train_loader
 from text.windows import Rows
 from training.plan import make_plan
+from training.resume import with_data
 from training.settings import TrainConfig, model_config
-from training.start import with_data
 from training.step import read_ahead, to_batch
 
 

@@ -49,8 +49,8 @@ from hardware.disk import content_sha256, write_whole
 from hardware.machine import stop_signals
 from hardware.terminal import ProgressBar
 from text.dataset import names_and_weights, open_datasets
+from training.resume import with_data
 from training.settings import TRAINING, TrainConfig
-from training.start import with_data
 
 # Settings that lab.py gives to every run.
 GIVEN = {"seed", "init_from", "overwrite", "eval_tokens", "run_name", "out_dir"}

@@ -44,9 +44,8 @@ from text.dataset import open_datasets, open_windows
 from text.windows import DataSet
 from training.law import READ_AGAIN, REPEATS, Ladder, law, path_of, recipe_of, worth
 from training.plan import make_plan
-from training.resume import data_hashes
+from training.resume import data_hashes, with_data
 from training.settings import TrainConfig, model_config
-from training.start import with_data
 
 SHARE = 1 / 8  # of the config's FLOPs, for the most expensive rung
 TOKENS_PER_PARAMETER = 1 / 2  # of the config's, for the rung that has the fewest

@@ -65,8 +65,8 @@ from training.banner import share_within
 from training.memory import Step, auto_batch
 from training.parallel import wants_compile
 from training.plan import make_plan
+from training.resume import with_data
 from training.settings import TrainConfig, model_config
-from training.start import with_data
 from training.step import read_ahead
 
 SHAPES = ("T", "B", "accum")

@@ -17,6 +17,7 @@ from test_model import make as make_model
 
 import sample
 import train
+from configurator import UserError
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
 from training import huggingface
@@ -229,7 +230,7 @@ def test_what_is_not_computed_here_is_refused_by_name(word, settings, tmp_path):
     save(make("llama"), tmp_path)
     settings = {k: v for k, v in (LLAMA | settings).items() if v is not ...}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match=re.escape(word)) as refused:
+    with pytest.raises(UserError, match=re.escape(word)) as refused:
         from_pretrained(tmp_path)
     assert "\n" not in str(refused.value)
 
@@ -247,7 +248,7 @@ def test_no_tensor_is_ignored(tensor, tmp_path):
     folder = save(make("gpt2 without biases"), tmp_path)
     path = folder / "model.safetensors"
     save_file(load_file(path) | {tensor: CHANGED[tensor]}, path)
-    with pytest.raises(ValueError, match=tensor):
+    with pytest.raises(UserError, match=tensor):
         from_pretrained(folder)
 
 

@@ -93,16 +93,16 @@ def test_the_batch_sizes_beside_those_of_a_well_known_note_are_ours(page):
 def test_a_plan_counts_different_tokens_of_the_data_that_would_be_taken(
     tiny_data, tmp_path, prints
 ):
-    shutil.copytree(tiny_data / "tiny", tmp_path / "mine")
+    shutil.copytree(tiny_data / "tiny", tmp_path / "planned")
     options = [option for option in TINY if not option.startswith(("--dataset", "--max_steps"))]
     options += [f"--data_dir={tmp_path}", "--max_tokens=1e9"]
     output = prints(plan.main, *options)
-    assert "epochs of mine, the data set prepared last\n" in output
-    assert "warning: mine is read " in output and "different ones, " in output
+    assert "epochs of planned\n" in output
+    assert "warning: planned is read " in output and "different ones, " in output
     output = prints(plan.main, *options, "--vocab_size=16384")  # a plan for other data
-    assert "mine" not in output and "different ones" not in output
+    assert "planned" not in output and "different ones" not in output
     output = prints(plan.main, *options, "--nproc=6", "--batch_tokens=256", "--device=cpu")
-    assert re.search("tokens a step\n +warning: 0.75 times", output)
+    assert re.search("were asked\n +warning: 0.75 times", output)
 
 
 def counted_flops(model: GPT, x: torch.Tensor) -> float:
@@ -175,7 +175,7 @@ def test_the_batch_that_is_found_keeps_the_tokens_of_a_step_as_near_as_it_can(
 
 def test_batch_size_auto_trains_what_a_number_trains(tiny_data, tmp_path, capsys):
     auto = train_tiny(tiny_data, tmp_path / "auto", "--batch_size=auto")
-    assert "actual = 8 x " in capsys.readouterr().out
+    assert "batch: 8 x " in capsys.readouterr().out
     eight = train_tiny(tiny_data, tmp_path / "8", "--batch_size=8")
     assert metrics(auto, "loss") == metrics(eight, "loss")
 
@@ -185,7 +185,7 @@ def test_a_resumed_run_keeps_the_batch_size_that_auto_found(tiny_data, tmp_path,
     train_tiny(tiny_data, tmp_path, *options, "--max_steps=4", "--batch_size=8")
     run = train_tiny(tiny_data, tmp_path, *options, "--max_steps=8", "--init_from=resume")
     output = capsys.readouterr().out
-    assert output.count("actual = 8 x ") == 2  # although 32 would fit
+    assert output.count("batch: 8 x ") == 2  # although 32 would fit
     assert "batch_size 8 ->" not in output
     assert metrics(run, "loss").keys() == set(range(1, 9))
     # 7 of 85 sequences: another try would take 5, which divides them.
@@ -193,7 +193,7 @@ def test_a_resumed_run_keeps_the_batch_size_that_auto_found(tiny_data, tmp_path,
     train_tiny(tiny_data, tmp_path, *odd, "--max_steps=1")
     again = ["--batch_size=auto", "--max_steps=2", "--init_from=resume"]
     train_tiny(tiny_data, tmp_path, *odd, *again)
-    assert "actual = 7 x " in capsys.readouterr().out
+    assert "batch: 7 x " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

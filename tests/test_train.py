@@ -271,7 +271,7 @@ def test_without_a_dataset_the_newest_is_named_and_too_many_epochs_are_warned_of
         call(train.main, *options, "--max_steps=100_000")
     out, err = capsys.readouterr()
     assert "dataset=mine is taken" in err and "warning: mine is read " in out
-    assert "tokens per parameter, " in out and " without repetitions" in out
+    assert "tokens per parameter: " in out and " with repetitions" in out
 
 
 def test_how_often_one_evaluates_samples_saves_and_logs_does_not_change_the_training(

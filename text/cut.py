@@ -38,6 +38,7 @@ def cut_by_text(parts: list[Part], characters: int, encoder: Encoder, folder: Pa
     """
     cut = int(characters * (1 - encoder.cfg.val_fraction))
     remove_only(folder, FILES)
+    folder.mkdir(exist_ok=True)
     new_part = Part(folder, key="", sources=[])
     new_part.open()
     of_train = set()  # hashes of its documents

@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ from text.formats import Chunk, Reader
 from text.pool import in_order
 from text.records import Tally, check_bad, documents, foreseen
 from text.settings import PrepareConfig
-from text.sources import Source
+from text.sources import HashedFile, Source
 from text.tokenizer import IM_END, IM_START, Tokenizer, open_tokenizer
 
 # One row for each document, in the order of the input: its tokens with the eos, the bytes of its
@@ -67,14 +68,13 @@ class Encoder:
         ids: dict[bool, list[np.ndarray]] = {False: [], True: []}  # of train.bin, of val.bin
         read = list(documents(chunk, self.cfg, tally))
         pieces = [piece for document in read for piece in document.pieces]
-        short = self.tokenizer.encode_all([piece for piece in pieces if len(piece) <= SEGMENT])
+        every = self.encode_all(pieces)
         for document in read:
-            try:
-                encoded = self.encode_pieces(document.pieces, short)
-                tokens = self.with_marks(encoded)
-            except ValueError as e:
-                tally.reject(document.place, str(e))
+            encoded = list(itertools.islice(every, len(document.pieces)))
+            if problems := [e for e in encoded if isinstance(e, ValueError)]:
+                tally.reject(document.place, str(problems[0]))
                 continue
+            tokens = self.with_marks(encoded)
             if len(tokens) < self.cfg.min_tokens:
                 tally.dropped[f"fewer than {self.cfg.min_tokens} tokens"] += 1
                 continue
@@ -94,21 +94,14 @@ class Encoder:
             rows.append((len(tokens) + 1, size, characters, val))
         return Encoded(np.array(rows, ROW), b"".join(ids[False]), b"".join(ids[True]), tally)
 
-    def encode_pieces(self, pieces: list[str], short: Iterator[np.ndarray]) -> list[np.ndarray]:
-        """Return the ids (n,) of each piece; short: yields those of pieces of up to SEGMENT.
-
-        Raises ValueError if one has none. All others are still taken from `short`.
-        """
-        encoded = []
-        problems = []
+    def encode_all(self, pieces: list[str]) -> Iterator[np.ndarray | ValueError]:
+        """Yield the ids (n,) of each piece, or the ValueError that says why it has none."""
+        short = self.tokenizer.encode_all([piece for piece in pieces if len(piece) <= SEGMENT])
         for piece in pieces:
             try:
-                encoded.append(next(short) if len(piece) <= SEGMENT else self.encode(piece))
+                yield next(short) if len(piece) <= SEGMENT else self.encode(piece)
             except ValueError as e:
-                problems.append(e)
-        if problems:
-            raise problems[0]
-        return encoded
+                yield e
 
     def with_marks(self, encoded: list[np.ndarray]) -> np.ndarray:
         """Return the ids (n,) of a document: those of its pieces, with its marks between them."""
@@ -154,38 +147,21 @@ def segments(text: str) -> Iterator[str]:
 # The part of one process
 
 
-class GrowingFile:
-    """A file that is only written at its end, and the SHA-256 of its content so far."""
-
-    def __init__(self, path: Path, mode: str):
-        self.file = open(path, mode)
-        self.digest = hashlib.sha256()
-
-    def write(self, data: bytes) -> None:
-        self.file.write(data)
-        self.digest.update(data)
-
-    def state(self) -> list:
-        return [self.file.tell(), self.digest.hexdigest()]
-
-
-def reopened(path: Path, state: list, bar: ProgressBar) -> GrowingFile:
+def reopened(path: Path, state: list, bar: ProgressBar) -> HashedFile:
     """Open a file and cut it to what it was when its state() was `state`.
 
     Raises ValueError if the content up to there has changed since then.
     """
     if path.stat().st_nlink > 1:  # a kill just after the data set was put in place leaves this
         raise ValueError(f"{path.name} is also a file of a finished data set: it must not be cut")
-    growing = GrowingFile(path, "r+b")
-    size = state[0]
-    while data := growing.file.read(min(1 << 20, size - growing.file.tell())):
-        growing.digest.update(data)
+    file = HashedFile(path, "r+b")
+    while data := file.read(min(1 << 20, state[0] - file.tell())):
         bar.update(len(data))
-    if growing.state() != state:
-        growing.file.close()
+    if file.state() != state:
+        file.close()
         raise ValueError(f"{path.name} changed after it was written")
-    growing.file.truncate()
-    return growing
+    file.truncate()
+    return file
 
 
 class Part:
@@ -206,16 +182,14 @@ class Part:
         self.record = 0  # of which so many records are done
         self.text = 0  # characters so far
         self.tally = Tally()
-        self.states = {}  # name -> GrowingFile.state() when the journal was written
-        self.lock = None  # while the part is open
-        self.files = {}  # name -> GrowingFile, while the part is open
+        self.states = {}  # name -> HashedFile.state() when the journal was written
+        self.files = {}  # name -> HashedFile, while the part is open
 
     def open(self) -> None:
-        """Lock the folder. Continue from the journal if it fits, otherwise begin with empty files.
+        """Continue from the journal if it fits, otherwise begin with empty files.
 
         The journal fits if it has the same key, and if the input and the files are as it says.
         """
-        self.lock = Lock(self.folder, "choose another --name")
         if self.journal.exists():
             try:
                 self.go_on(unseal(self.journal))
@@ -227,7 +201,7 @@ class Part:
         for name, path in self.paths.items():
             # Unlink the old file, do not cut it: a data set may have a hard link to the same file.
             path.unlink(missing_ok=True)
-            self.files[name] = GrowingFile(path, "xb")
+            self.files[name] = HashedFile(path, "xb")
 
     def go_on(self, journal: dict) -> None:
         """Go on from this journal. Raises ValueError with the reason if it does not fit."""
@@ -257,8 +231,7 @@ class Part:
     def commit(self, file: int, record: int) -> None:
         """Write everything to the disk, then the journal, with this position in the input."""
         for name, growing in self.files.items():
-            growing.file.flush()
-            os.fsync(growing.file.fileno())
+            os.fsync(growing.fileno())
             self.states[name] = growing.state()
         content = {"key": self.key, "file": file, "record": record, "text": self.text}
         content |= {"files": self.states, "tally": vars(self.tally)}
@@ -268,13 +241,9 @@ class Part:
         write_whole(self.journal, json_bytes(sealed(content)))
 
     def close(self) -> None:
-        for growing in self.files.values():
-            growing.file.close()
-        if self.lock is not None:
-            self.lock.close()
-        # Open files and a lock cannot be sent to another process. The part is sent to rank 0.
-        self.lock = None
-        self.files = {}
+        for file in self.files.values():
+            file.close()
+        self.files = {}  # open files cannot be sent to another process, and the part is, to rank 0
 
 
 def encode_share(
@@ -286,20 +255,19 @@ def encode_share(
     read.
     """
     try:
-        part.open()
-        committed = part.text
-        reader = Reader(part.sources, cfg, part.file, part.record)
-        size = sum(source.bytes for source in part.sources)
-        with ProgressBar("encoding", total=size, unit_scale=True) as bar:
-            for chunk, encoded in in_order(encoder, reader.chunks(), workers):
-                part.write(encoded)
-                check_bad(part.tally, cfg, foreseen(part.tally, chunk, total))
-                if part.text - committed >= cfg.shard_mb * 1e6:
-                    part.commit(chunk.file, chunk.record)
-                    committed = part.text
-                bar.update(chunk.bytes_read - bar.n)
-        part.commit(len(part.sources), 0)
+        with closing(Lock(part.folder, "choose another --name")), closing(part):
+            part.open()
+            committed = part.text
+            reader = Reader(part.sources, cfg, part.file, part.record)
+            size = sum(source.bytes for source in part.sources)
+            with ProgressBar("encoding", total=size, unit_scale=True) as bar:
+                for chunk, encoded in in_order(encoder, reader.chunks(), workers):
+                    part.write(encoded)
+                    check_bad(part.tally, cfg, foreseen(part.tally, chunk, total))
+                    if part.text - committed >= cfg.shard_mb * 1e6:
+                        part.commit(chunk.file, chunk.record)
+                        committed = part.text
+                    bar.update(chunk.bytes_read - bar.n)
+            part.commit(len(part.sources), 0)
     except UserError as e:
         raise OneRankError(str(e)) from None  # the other ranks do not know of it
-    finally:
-        part.close()

@@ -106,7 +106,7 @@ class Reader:
                 records = READERS[source.kind](stream, source, self)
                 for number, (place, record) in enumerate(records, 1):
                     if number > skip:
-                        yield number, raw.bytes_read, place, record
+                        yield number, raw.tell(), place, record
                 while stream.read(1 << 20):
                     pass  # the hash includes bytes that no record needed
                 source.check_unchanged(raw.digest.hexdigest())

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from hardware.disk import sync_to_disk
-from text.encode import ROW, GrowingFile, Part
+from text.encode import ROW, Part
+from text.sources import HashedFile
 
 
 def read_rows(parts: list[Part]) -> Iterator[tuple[Part, np.ndarray]]:
@@ -37,7 +38,7 @@ def count(parts: list[Part]) -> tuple[dict[str, dict], Counter]:
 
 
 def merge(parts: list[Part], folder: Path) -> dict[str, list]:
-    """Write train.bin and val.bin into the folder; return the GrowingFile.state() of each.
+    """Write train.bin and val.bin into the folder; return the HashedFile.state() of each.
 
     The parts are not changed. If this process is killed here, only this step has to be repeated.
     """
@@ -49,11 +50,10 @@ def merge(parts: list[Part], folder: Path) -> dict[str, list]:
                 os.link(parts[0].paths[split], target)  # a second name for it: nothing is copied
                 states[split] = parts[0].states[split]
         if split not in states:
-            out = GrowingFile(target, "xb")
-            for part in parts:
-                with open(part.paths[split], "rb") as source:
-                    shutil.copyfileobj(source, out, 1 << 22)
-            states[split] = out.state()
-            out.file.close()
+            with HashedFile(target, "xb") as out:
+                for part in parts:
+                    with open(part.paths[split], "rb") as source:
+                        shutil.copyfileobj(source, out, 1 << 22)
+                states[split] = out.state()
         sync_to_disk(target)
     return states

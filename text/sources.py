@@ -1,7 +1,7 @@
 """The files of a corpus: which files the --input arguments name, and their content.
 
-find_sources() lists the files (demo.py: those of the demo corpus). HashedFile reads a file and
-computes its SHA-256 at the same time, and decompressed() unpacks what was read.
+find_sources() lists the files (demo.py: those of the demo corpus). HashedFile hashes what is read,
+and decompressed() unpacks it.
 """
 
 import bz2
@@ -198,26 +198,33 @@ def refuse_folder(error: OSError) -> None:
 # The content of a file
 
 
-class HashedFile(io.RawIOBase):
-    """A file, opened to read. It counts and hashes (SHA-256) the bytes that are read."""
+class HashedFile(io.FileIO):
+    """A file that hashes (SHA-256) what is read from it or written to it, from its beginning on.
 
-    def __init__(self, path: Path):
-        self.file = open(path, "rb", buffering=0)
+    It has no buffer, so state() is that of the file on the disk.
+    """
+
+    read, readall = io.RawIOBase.read, io.RawIOBase.readall  # FileIO's own do not call readinto()
+
+    def __init__(self, path: str | Path, mode: str = "rb"):
+        super().__init__(path, mode)
         self.digest = hashlib.sha256()
-        self.bytes_read = 0
-
-    def readable(self) -> bool:
-        return True
 
     def readinto(self, buffer) -> int:
-        n = self.file.readinto(buffer)
+        n = super().readinto(buffer)
         self.digest.update(memoryview(buffer)[:n])
-        self.bytes_read += n
         return n
 
-    def close(self) -> None:
-        self.file.close()
-        super().close()
+    def write(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:  # the system may write a part of it
+            n = super().write(left)
+            self.digest.update(left[:n])
+            left = left[n:]
+
+    def state(self) -> list:
+        """Return the place in the file, and the hash of all before it."""
+        return [self.tell(), self.digest.hexdigest()]
 
 
 class Unpacked(io.RawIOBase):

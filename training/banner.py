@@ -39,10 +39,6 @@ def banner(
     T = cfg.block_size
     V = sets[0].meta["vocab_size"]
     tokens = plan.tokens_at(plan.steps)
-    batch = f"{plan.batch_size} x {T} x {plan.accum} accumulation x {machine.world} processes"
-    shape = f"{architecture_of(c).name}, {c.n_layer} layers x {c.n_embd}, "
-    shape += f"{c.n_head} heads of {c.head_dim} ({c.n_kv_head} for keys and values)"
-    params = model.num_params()
     attention = attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype, c.dropout)
     if machine.device.type == "cuda" and attention == "math":
         attention += ": warning: slow, no fused kernel takes this head_dim and dtype here"
@@ -53,27 +49,17 @@ def banner(
 
     rows = {
         "settings": " ".join(f"{k}={v}" for k, v in changes(cfg).items()),
-        "data": "; ".join(data_text(data, tokens) for data in sets) + f"; vocabulary {V:,}",
+        "data": "; ".join(data_text(data, tokens) for data in sets),
         "windows": "; ".join(filter(None, (windows.cut for windows in loader.splits))),
-        "batch": f"{cfg.batch_tokens:,} tokens a step asked, {plan.step_tokens:,} actual = {batch}",
-        "length": f"{plan.steps:,} optimization steps = {tokens:,} tokens"
-        f" = {tokens / plan.epoch_tokens:.2f} epochs",
-        "model": "; ".join(filter(None, [shape, caveat(c)])),
-        "parameters": f"{params['total']:,} trainable, "
-        f"{params['embedding'] / params['total']:.0%} of them embeddings; "
-        f"{tokens / params['total']:.2g} tokens per parameter",
+    }
+    rows |= rows_of_plan(plan, cfg, sets, model, machine.world) | rows_of_model(model, T)
+    rows["parameters"] += f"; tokens per parameter: {rows.pop('tokens per parameter')}"
+    rows |= {
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
         "attention": attention,
         "memory": f"{size / 1e9:.1f} GB predicted, of {room / 1e9:.1f}; "
         f"batch_size may be {largest_batch(model, one_step, room):,} at most",
     }
-    different = different_tokens(tokens, sets)
-    if different < 0.99 * tokens and cfg.documents != "pad":
-        rows["parameters"] += f", {different / params['total']:.2g} without repetitions"
-    if warning := batch_warning(plan.step_tokens, cfg, machine.world):
-        rows["batch"] += f"\n{warning}"
-    for warning in length_warnings(plan, cfg, sets):
-        rows["length"] += f"\n{warning}"
     gpus = torch.cuda.device_count() if machine.device.type == "cuda" else 1
     if machine.world == 1 and gpus > 1:
         command = f"torchrun --nproc_per_node={gpus} {' '.join(sys.argv)}"
@@ -81,6 +67,48 @@ def banner(
     if plan.begun_step == 0 and cfg.init_from in ("scratch", "auto"):
         rows["first loss"] = f"ln({V}) = {math.log(V):.2f} expected"
     return "\n".join(row(f"{key:>11}: ", value) for key, value in rows.items() if value)
+
+
+def rows_of_model(model: GPT, T: int) -> dict[str, str]:
+    """Return what a model is, for sequences of T tokens: what a banner and a plan say of it."""
+    c = model.config
+    n = model.num_params()
+    shape = f"{architecture_of(c).name}, {c.n_layer} layers x {c.n_embd}, {c.n_head} heads of "
+    shape += f"{c.head_dim} ({c.n_kv_head} for keys and values), d_ff {c.d_ff}, "
+    shape += f"vocabulary {c.vocab_size:,}, T = {T}"
+    return {
+        "model": "; ".join(filter(None, [shape, caveat(c)])),
+        "parameters": f"{n['total']:,}, {n['embedding'] / n['total']:.0%} of them embeddings",
+    }
+
+
+def rows_of_plan(
+    plan: Plan, cfg: TrainConfig, sets: list[DataSet], model: GPT, world: int
+) -> dict[str, str]:
+    """Return the batch and the length of a run, with what there is to warn of in them.
+
+    sets: [] for a plan without data. world: processes.
+    """
+    tokens = plan.tokens_at(plan.steps)
+    batch = f"{plan.batch_size} x {cfg.block_size} x {plan.accum} accumulation x {world}"
+    batch += f" = {plan.step_tokens:,} tokens a step"
+    if plan.step_tokens != cfg.batch_tokens:
+        batch += f"; {cfg.batch_tokens:,} were asked"
+    length = f"{plural(plan.steps, 'step')} = {plural(tokens, 'token')}"
+    if sets:
+        names = ", ".join(data.name for data in sets)
+        length += f" = {tokens / plan.epoch_tokens:.2f} epochs of {names}"
+    length += f", ended by {plan.ended_by}" if plan.ended_by else ""
+    params = model.num_params()["total"]
+    ratio = f"{tokens / params:.3g}"
+    different = different_tokens(tokens, sets)
+    if sets and different < 0.99 * tokens and cfg.documents != "pad":
+        ratio = f"{different / params:.3g} different ones, {ratio} with repetitions"
+    return {
+        "batch": f"{batch}\n{batch_warning(plan.step_tokens, cfg, world)}".strip(),
+        "length": "\n".join([length, *length_warnings(plan, cfg, sets)]),
+        "tokens per parameter": ratio,
+    }
 
 
 def pace_note(flops: float, accum: int, peak: float | None, on_gpu: bool) -> str:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 
+from configurator import UserError
 from hardware.disk import MANIFEST, damage, only_plain, read_object
 from model import GPT, PRESETS, GPTConfig, rope_scaling
 
@@ -383,31 +384,33 @@ def unverified(path: Path) -> str:
 
 
 @contextmanager
-def naming(file: str) -> Iterator[None]:
-    """Turn an error that a damaged file can cause into a ValueError of one line, with its name."""
+def naming(path: Path) -> Iterator[None]:
+    """Turn an error that a damaged file can cause into a UserError of one line, with its path."""
     try:
         yield
     except OSError as e:
-        raise ValueError(f"{file}: {e.strerror}") from None
+        raise UserError(f"{path}: {e.strerror}") from None
     except ValueError as e:
-        raise ValueError(f"{file}: {' '.join(str(e).split())}") from None
+        raise UserError(f"{path}: {' '.join(str(e).split())}") from None
     except (LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as e:
-        raise ValueError(f"{file}: damaged ({type(e).__name__}: {e})") from None
+        raise UserError(f"{path}: damaged ({type(e).__name__}: {e})") from None
 
 
 def shape_in(path: str | Path) -> GPTConfig:
-    """Return the shape of the model that from_pretrained() returns. Raises ValueError like it."""
+    """Return the shape of the model that from_pretrained() returns. Raises UserError like it."""
     path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path} is not on this disk, and nothing is downloaded")
     if path.suffix == NANOGPT:
         return read_nanogpt(path)[0]
-    with naming("config.json"):
+    with naming(path / "config.json"):
         return from_config(read_object(path / "config.json"))
 
 
 def from_pretrained(path: str | Path, **overrides) -> GPT:
     """Return the model of a folder, or of nanoGPT's ckpt.pt, on the CPU in fp32.
 
-    overrides: fields of GPTConfig, such as dropout. Raises ValueError, in one line, if a file is
+    overrides: fields of GPTConfig, such as dropout. Raises UserError, in one line, if a file is
     missing, damaged or not safe to read, or asks for something that model.py does not compute.
 
     A folder that this program wrote has a manifest, and its files are verified by that. Folders of
@@ -416,10 +419,10 @@ def from_pretrained(path: str | Path, **overrides) -> GPT:
     path = Path(path)
     names = ("config.json", "model.safetensors")
     if (path / MANIFEST).exists() and (problem := damage(path, names, names)):
-        raise ValueError(f"{problem}; if you changed it yourself, delete {MANIFEST}")
+        raise UserError(f"{problem}; if you changed it yourself, delete {MANIFEST}")
     is_nanogpt = path.suffix == NANOGPT
     config, stored = read_nanogpt(path) if is_nanogpt else (shape_in(path), read_safetensors(path))
-    with naming(path.name if is_nanogpt else "model.safetensors"):
+    with naming(path if is_nanogpt else path / "model.safetensors"):
         # First, because no file may make this program build more layers than it has weights for.
         if config.n_layer > len(stored):
             raise ValueError(f"there is no tensor of layer {len(stored)}")
@@ -440,16 +443,16 @@ def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
     if not (folder / names[0]).exists():
         if not index.exists():
             advice = "pytorch_model.bin could execute anything; transformers can save it anew"
-            raise ValueError(f"there is no model.safetensors ({advice})")
-        with naming(index.name):
+            raise UserError(f"{folder}: there is no model.safetensors ({advice})")
+        with naming(index):
             names = sorted({str(name) for name in read_object(index)["weight_map"].values()})
             for name in names:
                 if not name or Path(name).name != name or not name.isprintable():
                     raise ValueError(f"{name[:80]!r} is not in this folder: not read")
     stored = {}
     for name in names:
-        with naming(name):
-            path = folder / name
+        path = folder / name
+        with naming(path):
             only_plain(path)
             stored |= load_file(path) if is_utf8(path) else load(path.read_bytes())
     return stored
@@ -458,10 +461,10 @@ def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
 def read_nanogpt(path: Path) -> tuple[GPTConfig, dict[str, torch.Tensor]]:
     """Return the shape and the weights of a checkpoint that nanoGPT's train.py wrote.
 
-    The weights have the names and shapes of Hugging Face's GPT2LMHeadModel. Raises ValueError if it
+    The weights have the names and shapes of Hugging Face's GPT2LMHeadModel. Raises UserError if it
     is not such a checkpoint.
     """
-    with naming(path.name):
+    with naming(path):
         only_plain(path)
         saved = load_tensors(path)
         args = saved["model_args"]

@@ -5,7 +5,7 @@ In the order in which a run comes to them:
     settings_of_run   its settings; a resumed run has those of its newest checkpoint
     find_origin       what it starts from, decided by rank 0 from what is on the disk
     read_training     what the checkpoint says of the run that wrote it
-    load_model        its model, which check_fits() compares with settings and data
+    check_fits        compares them, and the shape of its model, with settings and data
     model_to_tune     the model of another run or program, made ready for the settings and the data
 
 Each raises UserError if something is missing or does not fit.
@@ -20,7 +20,7 @@ from typing import Any
 from configurator import UserError, changes, checked, note, set_value
 from hardware.disk import LOCK, damage, read_object
 from model import GPT, GPTConfig, rope_table
-from text.dataset import DataSet, load_tokenizer, tokenizer_id
+from text.dataset import DataSet, load_tokenizer, newest_dataset, tokenizer_id
 from text.hf_tokenizer import tokenizer_of_model
 from text.tokenizer import same_ids
 from training.checkpoint import newest_checkpoint, numbered, whole_checkpoints
@@ -66,7 +66,7 @@ def with_model(options: dict[str, Any]) -> dict[str, Any]:
     """Return settings with the folder of the model to fine-tune, and its block_size if it is short.
 
     It is short below the default; a block_size that is given stays. The folder of a run stands for
-    its newest checkpoint. If the model cannot be read, load_model() will say so.
+    its newest checkpoint. If the model cannot be read, from_pretrained() will say so.
     """
     init_from = options.get("init_from", "scratch")
     if init_from in ("scratch", "resume", "auto"):
@@ -76,9 +76,18 @@ def with_model(options: dict[str, Any]) -> dict[str, Any]:
         options = options | {"init_from": init_from}
     try:
         context = shape_in(init_from).block_size
-    except ValueError:
+    except UserError:
         return options
     return {"block_size": min(TrainConfig.block_size, context)} | options
+
+
+def with_data(cfg: TrainConfig) -> TrainConfig:
+    """Return the settings; if they name no data set, with the one that was prepared last."""
+    if cfg.dataset:
+        return cfg
+    name = newest_dataset(cfg.data_dir)
+    note(f"dataset={name} is taken, which was prepared last")
+    return replace(cfg, dataset=name)
 
 
 def earlier_settings(ckpt_dir: Path) -> dict[str, Any]:
@@ -187,17 +196,6 @@ def read_training(folder: Path) -> Earlier:
         raise UserError(f"{path}, or a .json beside it: {e}") from None
 
 
-def load_model(folder: Path, cfg: TrainConfig) -> GPT:
-    """Return the model of a checkpoint, or of another model folder, on the CPU."""
-    try:
-        return from_pretrained(folder, dropout=cfg.dropout)
-    except ValueError as e:
-        hint = ""
-        if not folder.exists():
-            hint = "; nothing is downloaded: it must be a folder on this disk"
-        raise UserError(f"init_from={folder}: cannot be loaded ({e}{hint})") from None
-
-
 def check_fits(
     folder: Path, earlier: Earlier, c: GPTConfig, cfg: TrainConfig, sets: list[DataSet]
 ) -> None:
@@ -272,7 +270,7 @@ def model_to_tune(
     Raises UserError if its vocabulary is too small, or if its token ids mean other tokens than the
     data's. A model without a tokenizer is accepted, with a note.
     """
-    model = load_model(folder, cfg)
+    model = from_pretrained(folder, dropout=cfg.dropout)
     c = model.config
     vocab_size = sets[0].meta["vocab_size"]
     if c.vocab_size < vocab_size:

@@ -1,9 +1,8 @@
 """A run before its first step: rank 0 says what it is, and all ranks build it.
 
-describe() reads the disk on rank 0: what the run starts from, and which data set it reads. Its
-result is sent to all ranks. build() opens the data and the model there, compares what the ranks
-have found, plans the run, prints what it is, and returns a Job: all that the training loop works
-with.
+open_run() lets rank 0 read the disk: what the run starts from, and which data set it reads. build()
+opens the data and the model on all ranks, compares what the ranks have found, plans the run, prints
+what it is, and returns a Job: all that the training loop works with.
 """
 
 import math
@@ -28,10 +27,9 @@ from text.chat import question_ids
 from text.hf_tokenizer import chat_files, only_ends, read_json, to_hugging_face
 from text.landmarks import mixed_landmarks
 from text.windows import DataSet
-from training import resume
+from training import huggingface, resume
 from training.banner import banner, pace_note
 from training.checkpoint import Saver
-from training.huggingface import architecture_of, save_weights, to_config, unverified
 from training.job import Data, Job
 from training.memory import Step
 from training.metrics import read_metrics
@@ -57,31 +55,11 @@ def open_run(options: dict[str, Any]) -> Iterator[Job]:
     folder = Path(cfg.out_dir) / cfg.run_name
     lock = machine.together(lambda: lock_run(folder) if machine.is_main else None)
     with closing(lock) if lock else nullcontext():
-        of_rank_0, origin = machine.decide(lambda: describe(cfg, folder, machine))
+        # Rank 0 reads the disk, and all ranks get what it has found.
+        origin = machine.decide(lambda: resume.find_origin(cfg, folder, machine.say))
+        of_rank_0 = machine.decide(lambda: resume.with_data(cfg))
         cfg = replace(of_rank_0, data_dir=cfg.data_dir)
         yield build(cfg, origin, machine, folder, lock)
-
-
-# --------------------------------------------------------------------------------------------------
-# Rank 0 describes
-
-
-def describe(cfg: TrainConfig, folder: Path, machine: Machine) -> tuple[TrainConfig, Path | None]:
-    """Return the settings, with the name of a data set, and what the run in `folder` starts from.
-
-    The caller holds the folder's lock.
-    """
-    origin = resume.find_origin(cfg, folder, machine.say)
-    return with_data(cfg), origin
-
-
-def with_data(cfg: TrainConfig) -> TrainConfig:
-    """Return the settings; if they name no data set, with the one that was prepared last."""
-    if cfg.dataset:
-        return cfg
-    name = dataset.newest_dataset(cfg.data_dir)
-    note(f"dataset={name} is taken, which was prepared last")
-    return replace(cfg, dataset=name)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -146,7 +124,8 @@ def build(
     metrics = Metrics(cfg, machine, plan, data.sets, progress, machine.together(open_folder))
     files = machine.decide(lambda: fixed_files(data, model.config))
     files |= {"train_config.json": json_bytes(asdict(cfg))}
-    save = partial(save_weights, architecture_of(model.config), model.config)
+    c = model.config
+    save = partial(huggingface.save_weights, huggingface.architecture_of(c), c)
     saver = Saver(folder / "ckpt", save, files, cfg.keep, lock, say, metrics.log_save)
     return Job(
         cfg=cfg,
@@ -241,11 +220,11 @@ def open_model(
         model.init_weights(cfg.init)
     elif resumes:
         earlier = resume.read_training(origin)
-        model = resume.load_model(origin, cfg)
+        model = huggingface.from_pretrained(origin, dropout=cfg.dropout)
         resume.check_fits(origin, earlier, model.config, cfg, sets)
     else:
         model = resume.model_to_tune(origin, cfg, sets, machine.say)
-        if warning := unverified(origin):
+        if warning := huggingface.unverified(origin):
             machine.say(f"note: {origin}: {warning}")
     # A model that is sharded stays on the CPU, until each device gets its part.
     return model if shares(cfg, machine) else model.to(machine.device), earlier
@@ -369,5 +348,5 @@ def fixed_files(data: Data, c: GPTConfig) -> dict[str, bytes]:
     if any("answers" in d.meta["splits"]["train"] for d in data.sets):
         files |= chat_files(data.tokenizer, files)
     bos_id = next(iter(data.tokenizer.prefix), None)
-    files["config.json"] = json_bytes(to_config(c, data.tokenizer.eos_id, bos_id))
+    files["config.json"] = json_bytes(huggingface.to_config(c, data.tokenizer.eos_id, bos_id))
     return files | {"meta.json": json_bytes(sealed(meta | changes))}

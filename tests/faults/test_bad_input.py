@@ -87,7 +87,7 @@ TRAIN = {
     "--dataset=newer": "newer",
     "--data_dir={root}/a_file": "a_file/tiny/meta.json",
     "--init_from=resume": "{new}/run/ckpt",
-    "--init_from=nowhere": "init_from=nowhere",
+    "--init_from=nowhere": "nowhere is not on this disk",
     "--init_from={root}/no_tokenizer": "no_tokenizer/tokenizer.model",
     "--init_from={gpt2} --block_size=64": "block_size=64",
     "--init_from={gpt2} --rope_scaling=linear:2": "rope",

@@ -72,7 +72,6 @@ def after_commit(number: int) -> str:
     return f"""
 commit, commits = prepare.Part.commit, []
 def dies(part, *arguments):
-    part.files["train"].file.flush()
     os._exit(9) if len(commits) == {number} else commits.append(commit(part, *arguments))
 prepare.Part.commit = dies
 """
@@ -245,7 +244,9 @@ def test_a_file_that_changes_while_it_is_read_or_between_two_readings_is_an_erro
     opened = sources.HashedFile.__init__
     readings = []
 
-    def somebody_writes(file, path):
+    def somebody_writes(file, opened_path, *mode):
+        if opened_path != path:  # prepare.py hashes its own files, too
+            return opened(file, opened_path, *mode)
         readings.append(path)
         if len(readings) == reading == 1:
             path.write_bytes(path.read_bytes() + b'{"text": "one more"}\n')

@@ -54,10 +54,9 @@ from pathlib import Path
 decide = train.Machine.decide
 def on_node1(machine, work):
     result = decide(machine, work)
-    if not isinstance(result, tuple):  # it is not that of describe()
+    if not isinstance(result, Path):  # it is not what the run starts from
         return result
-    cfg, origin = result
-    return cfg, Path(str(origin).replace("node0", "node1"))
+    return Path(str(result).replace("node0", "node1"))
 if os.environ["RANK"] == "1":
     os.environ["LOCAL_RANK"] = "0"  # the first of its own computer
     train.Machine.decide = on_node1
