@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
+import warm
 from safetensors.torch import load_file
 
 import configurator
@@ -28,13 +30,17 @@ import prepare
 import train
 from hardware import disk, kernels
 from hardware.device import pick_dtype
+from hardware.machine import Machine
 from model import GPT
+from training.checkpoint import newest_checkpoint
 from training.huggingface import architecture_of, save_weights, to_config
 
 # A shell that starts the tests in the background has SIGINT ignored; their processes shall not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 REPO = Path(__file__).resolve().parents[1]
 kernels.install()  # as every command does
+
+CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 
 # Where a CPU emulates bf16, large products in it take minutes.
 NEEDS_BF16 = pytest.mark.skipif(
@@ -148,17 +154,31 @@ def train_tiny(data: Path, out: Path, *options: str) -> Path:
     return out / "run"
 
 
-def on_ranks(n: int, *argv: str, run=subprocess.run) -> subprocess.CompletedProcess:
-    """Run a script in n processes under torchrun. run=warm.run starts the same ranks without it."""
+@pytest.fixture
+def trains(tiny_data, tmp_path) -> Callable[..., Path]:
+    """trains(*options) trains TINY in tmp_path, on the data set `tiny`; it returns tmp_path/run."""
+    return partial(train_tiny, tiny_data, tmp_path)
+
+
+def python(n: int, *argv: str) -> list[str]:
+    """Return the command that runs a script in n processes: by torchrun, if they are several."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
-    command = [sys.executable, *launch, *map(str, argv)]
+    return [sys.executable, *(launch if n > 1 else []), *map(str, argv)]
+
+
+def training(n: int, data: Path, out: Path, *options: str) -> list[str]:
+    """Return the command that trains TINY in n processes."""
+    return python(n, REPO / "train.py", *TINY, f"--data_dir={data}", f"--out_dir={out}", *options)
+
+
+def ended(command: list[str], run=warm.run) -> subprocess.CompletedProcess:
+    """Run a command to its end. warm.run starts the ranks of torchrun without it."""
     return run(command, cwd=REPO, capture_output=True, text=True, timeout=240)
 
 
-def torchrun(n: int, data: Path, out: Path, *options: str, run=subprocess.run) -> Path:
+def train_on(n: int, data: Path, out: Path, *options: str) -> Path:
     """Train TINY on n ranks; return out/run."""
-    folders = [f"--data_dir={data}", f"--out_dir={out}"]
-    done = on_ranks(n, REPO / "train.py", *TINY, *folders, *options, run=run)
+    done = ended(training(n, data, out, *options))
     assert done.returncode == 0, done.stderr[-3000:]
     return out / "run"
 
@@ -180,6 +200,11 @@ def save_model(model: GPT, folder: Path, **ids: int) -> None:
     c = model.config
     (folder / "config.json").write_bytes(disk.json_bytes(to_config(c, **ids)))
     save_weights(architecture_of(c), c, dict(model.named_parameters()), folder)
+
+
+def saved(run: Path) -> Path:
+    """Return the newest checkpoint of a run."""
+    return newest_checkpoint(run / "ckpt")
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -7,15 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import warm
-from conftest import call, make_records, metrics, prepared, resumes, torchrun, train_tiny
+from conftest import call, make_records, metrics, prepared, resumes, train_on, train_tiny
 from test_chat_folder import conversations
 from test_prepare import all_texts, tiktoken_file
 
 import prepare
 from model import GPT, PRESETS, GPTConfig
 from text.chat import answers_of, marks_of
-from text.dataset import DataSet, load_tokenizer, open_dataset, open_split, open_windows
+from text.dataset import load_tokenizer, open_dataset, open_datasets, open_split, open_windows
 from text.hf_tokenizer import CHATML, to_hugging_face
 from text.packing import Counting
 from text.tokenizer import IM_END, IM_START
@@ -168,10 +167,6 @@ def test_an_answer_that_a_cut_text_ends_or_begins_in_does_not_leave_its_document
 # -- windows and losses --
 
 
-def data_set(folder: Path) -> DataSet:
-    return DataSet(folder.name, folder, open_dataset(folder), Fraction(1))
-
-
 def ids_by_hand(hf, messages: list[dict]) -> tuple[list[int], list[bool]]:
     """Return the ids of a conversation by transformers, and for each whether it is learned.
 
@@ -202,13 +197,13 @@ def test_a_batch_of_conversations_has_the_loss_and_gradient_of_each_of_them_alon
     hf = transformers.AutoTokenizer.from_pretrained(tmp_path)
 
     talks = conversations(40, seed=2)
-    folder = chats(tiny_data, tmp_path / "data", [talk(*m) for m in talks], "--val_fraction=0.3")
+    chats(tiny_data, tmp_path / "data", [talk(*m) for m in talks], "--val_fraction=0.3")
     T = 1024
     shape = PRESETS["qwen3"] | dict(n_layer=2, n_head=2, n_embd=32, block_size=T)
     model = GPT(GPTConfig(**shape, vocab_size=400)).double()
     torch.manual_seed(0)
     model.init_weights("xavier")
-    data = data_set(folder)
+    [data] = open_datasets("tiny", tmp_path / "data")
     eos_id = tokenizer.eos_id if documents == "pack" else None
     total = 0.0
     for split in ("train", "val"):
@@ -236,7 +231,7 @@ def test_a_batch_of_conversations_has_the_loss_and_gradient_of_each_of_them_alon
 
 @pytest.mark.parametrize("documents", ["stream", "mask", "pack", "pad"])
 def test_each_kind_of_window_learns_the_answers_and_nothing_else(chat_data, documents):
-    data = data_set(chat_data / "chat")
+    [data] = open_datasets("chat", chat_data)
     ids = open_split(data.folder, data.meta, "train")
     windows = open_windows(data, "train", 64, documents=documents, loss_on="answers")
     times = np.zeros(len(ids), int)
@@ -262,7 +257,7 @@ def test_each_kind_of_window_learns_the_answers_and_nothing_else(chat_data, docu
 
 
 def test_each_conversation_counts_the_same_by_its_answers(chat_data):
-    data = data_set(chat_data / "chat")
+    [data] = open_datasets("chat", chat_data)
     windows = open_windows(data, "train", 64, (0,), "pack", "document", "answers")
     total = np.zeros(len(windows.tokens))
     for start in windows.fixed_starts(0):
@@ -291,7 +286,7 @@ def test_two_processes_learn_answers_as_one_does(chat_data, tmp_path, shard):
     options.append("--loss_per=document")  # so its weights are those of the whole step, too
     single = train_tiny(chat_data, tmp_path / "single", *options)
     options += [f"--shard={shard}", "--sample_every=8"]
-    double = torchrun(2, chat_data, tmp_path / "double", *options, run=warm.run)
+    double = train_on(2, chat_data, tmp_path / "double", *options)
     for key in ("loss", "grad_norm", "val_loss", "val_document_loss"):
         assert metrics(double, key) == pytest.approx(metrics(single, key), rel=1e-4), key
     assert metrics(double, "sample").keys() == {8}
@@ -307,9 +302,7 @@ def test_a_step_between_two_answers_is_not_bad(tmp_path, tiny_data):
     assert 0.0 in losses.values() and len(losses) == 8 and not metrics(run, "bad_steps")
 
 
-def test_answers_beyond_the_evaluated_windows_are_an_error_before_the_first_step(
-    tiny_data, tmp_path, refuses
-):
+def test_answers_beyond_the_evaluated_windows_are_an_error_at_once(tiny_data, tmp_path, refuses):
     questions = [QUESTION | {"content": f"{i} {'the loop ' * 100}"} for i in range(8)]
     chats(tiny_data, tmp_path, [talk(q, ANSWER) for q in questions])
     refused = refuses(lambda: train_tiny(tmp_path, tmp_path, "--loss_on=answers"))
@@ -318,7 +311,7 @@ def test_answers_beyond_the_evaluated_windows_are_an_error_before_the_first_step
 
 def test_a_loss_on_answers_is_measured_in_bytes_of_answers(chat_data, tmp_path):
     run = train_tiny(chat_data, tmp_path, *ON_ANSWERS)
-    counts = data_set(chat_data / "chat").learned("val", "answers")
+    counts = open_datasets("chat", chat_data)[0].learned("val", "answers")
     loss, bits = metrics(run, "val_loss")[8], metrics(run, "val_bits_per_byte")[8]
     assert bits == pytest.approx(loss / np.log(2) * counts["tokens"] / counts["bytes"])
     written = (run / "metrics.jsonl").read_text()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, call, forge, make_records, prepared, train_tiny
+from conftest import REPO, call, forge, make_records, prepared, saved, train_tiny
 from test_chat_folder import prompt_ids
 from test_model import ODD, alone  # noqa: F401 a fixture
 
@@ -22,7 +22,6 @@ from hardware import kernels
 from model import GPT, GPTConfig
 from text.dataset import load_tokenizer
 from text.train_tokenizer import write_alphabet
-from training.checkpoint import newest_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +31,8 @@ def checkpoint(tmp_path_factory) -> Path:
     messages = [("user", "title"), ("assistant", "summary")]
     turns = [[{"role": r, "content": x[key]} for r, key in messages] for x in make_records(200)]
     prepared(root, [{"messages": each} for each in turns], "--val_fraction=0.2")
-    run = train_tiny(root, root, "--block_size=512", "--batch_size=1", "--batch_tokens=512")
-    return newest_checkpoint(run / "ckpt")
+    longer = ["--block_size=512", "--batch_size=1", "--batch_tokens=512"]
+    return saved(train_tiny(root, root, *longer))
 
 
 def conversation_of(checkpoint: Path, shape: dict, **settings) -> sample.Conversation:

@@ -45,19 +45,19 @@ def test_later_sources_win_defaults_then_files_then_command_line(tmp_path):
     assert changes(got) == {"steps": 30, "lr": 0.5, "kind": "b"}
 
 
-@pytest.mark.parametrize(
-    "argv, want",
-    [
-        (["--steps", "5"], Config(steps=5)),
-        (["--steps=5e3"], Config(steps=5000)),
-        (["--steps=5", "--steps=7"], Config(steps=7)),
-        (["--files", "p", "--files=q", "--files=r"], Config(files=("p", "q", "r"))),
-        (["--compile"], Config(compile=True)),
-        (["--compile", "auto", "--kind", "b"], Config(kind="b")),
-        (["--name="], Config(name="")),
-        (["--files", "p", "q", "--steps=3"], Config(files=("p", "q"), steps=3)),
-    ],
-)
+SPELLINGS = [
+    (["--steps", "5"], Config(steps=5)),
+    (["--steps=5e3"], Config(steps=5000)),
+    (["--steps=5", "--steps=7"], Config(steps=7)),
+    (["--files", "p", "--files=q", "--files=r"], Config(files=("p", "q", "r"))),
+    (["--compile"], Config(compile=True)),
+    (["--compile", "auto", "--kind", "b"], Config(kind="b")),
+    (["--name="], Config(name="")),
+    (["--files", "p", "q", "--steps=3"], Config(files=("p", "q"), steps=3)),
+]
+
+
+@pytest.mark.parametrize("argv, want", SPELLINGS)
 def test_every_spelling_of_an_option_is_understood(argv, want):
     assert parse(Config, argv) == want
 
@@ -88,20 +88,20 @@ def answer(cls, *argv: str) -> str:
     return str(e.value).partition(": ")[2]
 
 
-@pytest.mark.parametrize(
-    "cls, given, hint",
-    [
-        (TrainConfig, "btach_size batchsize", "'batch_size'"),
-        (TrainConfig, "n_layers nlayer", "'n_layer'"),
-        (PrepareConfig, "tokeniser", "'tokenizer'"),
-        (TrainConfig, "lerning_rate", "lr"),  # a typo in the name of another trainer
-        # Of a name with dots, the whole counts, or its last part.
-        (TrainConfig, "training.seq_len", "block_size"),
-        (TrainConfig, "optimizer.lr", "'lr'"),
-        # No setting is named for what only resembles it.
-        (TrainConfig, "logit_cap beam val_part max_train_time embedder", "see --help"),
-    ],
-)
+HINTS = [
+    (TrainConfig, "btach_size batchsize", "'batch_size'"),
+    (TrainConfig, "n_layers nlayer", "'n_layer'"),
+    (PrepareConfig, "tokeniser", "'tokenizer'"),
+    (TrainConfig, "lerning_rate", "lr"),  # a typo in the name of another trainer
+    # Of a name with dots, the whole counts, or its last part.
+    (TrainConfig, "training.seq_len", "block_size"),
+    (TrainConfig, "optimizer.lr", "'lr'"),
+    # No setting is named for what only resembles it.
+    (TrainConfig, "logit_cap beam val_part max_train_time embedder", "see --help"),
+]
+
+
+@pytest.mark.parametrize("cls, given, hint", HINTS)
 def test_an_unknown_setting_leads_to_the_one_that_was_meant(cls, given, hint):
     for name in given.split():
         assert hint in answer(cls, f"--{name}=1").partition("; ")[2]
@@ -117,25 +117,25 @@ def test_all_settings_that_are_unknown_are_named_at_once(tmp_path):
     assert re.findall(r"setting '(\w+)'", answer(TrainConfig, str(path))) == ["bf16", "backend"]
 
 
-@pytest.mark.parametrize(
-    "argv, named",
-    [
-        (["--steps=1e30"], "int"),
-        (["--steps=2B"], "10_000_000_000"),
-        (["--kind=c"], "a|b"),
-        (["--compile=maybe"], "true|false|auto"),
-        (["--files", "--steps=5"], "--files"),
-        (["--steps"], "--steps"),
-        (["steps=5"], "config/NAME.py"),
-        (["config/demo"], "config/demo.py"),
-        (["--steps=0", "--lr=-1"], "steps must be positive; lr must be positive"),
-        (["nowhere.py"], "nowhere.py"),
-        (["{folder}/unknown.py"], "unknown.py: unknown setting 'stepz'"),
-        (["{folder}/value.py"], "value.py: steps='5 apples'"),
-        (["{folder}/raises.py"], "raises.py, line 1: ZeroDivisionError"),
-        (["{folder}/syntax.py"], "line 1"),
-    ],
-)
+MISTAKES = [
+    (["--steps=1e30"], "int"),
+    (["--steps=2B"], "10_000_000_000"),
+    (["--kind=c"], "a|b"),
+    (["--compile=maybe"], "true|false|auto"),
+    (["--files", "--steps=5"], "--files"),
+    (["--steps"], "--steps"),
+    (["steps=5"], "config/NAME.py"),
+    (["config/demo"], "config/demo.py"),
+    (["--steps=0", "--lr=-1"], "steps must be positive; lr must be positive"),
+    (["nowhere.py"], "nowhere.py"),
+    (["{folder}/unknown.py"], "unknown.py: unknown setting 'stepz'"),
+    (["{folder}/value.py"], "value.py: steps='5 apples'"),
+    (["{folder}/raises.py"], "raises.py, line 1: ZeroDivisionError"),
+    (["{folder}/syntax.py"], "line 1"),
+]
+
+
+@pytest.mark.parametrize("argv, named", MISTAKES)
 def test_a_mistake_says_what_is_accepted(monkeypatch, tmp_path, argv, named):
     (tmp_path / "unknown.py").write_text("stepz = 5\n")
     (tmp_path / "value.py").write_text("steps = '5 apples'\n")

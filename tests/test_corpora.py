@@ -97,42 +97,38 @@ def test_one_bad_byte_costs_one_record_and_another_encoding_is_an_error(tmp_path
 QUESTION = {"question": "Q", "answer": "A", "n": 7, "meta": {"source": "web"}}
 
 
-@pytest.mark.parametrize(
-    "fields, text",
-    [
-        ("question", "Q"),
-        ("question,answer", "Q\nA"),
-        ("问：{question}\\n答：{answer}", "问：Q\n答：A"),
-        ("meta.source", "web"),
-        ("{meta.source}: {n}", "web: 7"),
-    ],
-)
+NAMED = [
+    ("question", "Q"),
+    ("question,answer", "Q\nA"),
+    ("问：{question}\\n答：{answer}", "问：Q\n答：A"),
+    ("meta.source", "web"),
+    ("{meta.source}: {n}", "web: 7"),
+]
+
+
+@pytest.mark.parametrize("fields, text", NAMED)
 def test_other_fields_are_named_by_a_list_or_a_template(fields, text):
     assert record_text(QUESTION, fields) == (text, fields)
 
 
 @pytest.mark.parametrize("fields", ["{", "{}", "a}", "{{text}}", "{question}：{answer", "{a{b}}"])
-def test_a_brace_in_fields_that_is_not_around_a_name_is_refused_before_any_work(
-    tmp_path, refuses, fields
-):
+def test_a_brace_in_fields_that_is_not_around_a_name_is_refused_at_once(tmp_path, refuses, fields):
     path = write_jsonl(tmp_path / "c.jsonl", [QUESTION] * 20)
     options = [f"--data_dir={tmp_path / 'data'}", "--tokenizer=byte", f"--fields={fields}"]
     assert f"fields={fields}" in refuses(prepare.main, "--input", path, *options)
     assert not (tmp_path / "data").exists()
 
 
-@pytest.mark.parametrize(
-    "record, options, parts",
-    [
-        ({"b": "text"}, ["--fields=a"], ["1 of 51", "--max_bad", "c.jsonl:51"]),
-        ({"messages": [{"role": "user", "content": "?"}]}, [], ["without an answer", "c.jsonl:51"]),
-        ({"question": "?"}, [], ["{question}", "--fields=NAME"]),
-        ("text", ["--max_bad=0"], ["c.jsonl:51", "--max_bad"]),
-    ],
-)
-def test_a_record_that_is_not_read_is_named_with_what_to_do(
-    tmp_path, refuses, record, options, parts
-):
+UNREAD = [
+    ({"b": "text"}, ["--fields=a"], ["1 of 51", "--max_bad", "c.jsonl:51"]),
+    ({"messages": [{"role": "user", "content": "?"}]}, [], ["without an answer", "c.jsonl:51"]),
+    ({"question": "?"}, [], ["{question}", "--fields=NAME"]),
+    ("text", ["--max_bad=0"], ["c.jsonl:51", "--max_bad"]),
+]
+
+
+@pytest.mark.parametrize("record, options, parts", UNREAD)
+def test_an_unread_record_is_named_with_what_to_do(tmp_path, refuses, record, options, parts):
     corpus = write_jsonl(tmp_path / "c.jsonl", [{"a": "text", "text": "text"}] * 50 + [record])
     options = [f"--data_dir={tmp_path}", "--tokenizer=byte", *options]
     error = refuses(prepare.main, "--input", corpus, *options)

@@ -3,11 +3,10 @@
 from unittest.mock import Mock
 
 import pytest
-import warm
-from conftest import contents, make_records, write_jsonl
+from conftest import contents, ended, make_records, write_jsonl
 from test_corpora import write_texts
 from test_prepare import prepare_set, texts_of
-from test_prepare_durability import TINY_SHARDS, under_torchrun
+from test_prepare_durability import TINY_SHARDS, command
 
 import prepare
 from configurator import UserError, note
@@ -61,17 +60,15 @@ def test_learned_tokens_are_cut_between_two_of_them(tmp_path, suffix, monkeypatc
     assert 0 <= len(tokenizer.decode(val)) - (len(PLAY) - int(len(PLAY) * 0.9)) < longest
 
 
-@pytest.mark.parametrize(
-    "texts, train, val, options",
-    [
-        (["a" * 50, "b" * 40, "c" * 10], ["a" * 50, "b" * 40], ["c" * 10], {"val_fraction": 0.1}),
-        # The hash puts all of these into one split.
-        (["the same"] * 10, ["the same"] * 8, ["the same"] * 2, {"val_fraction": 0.2}),
-    ],
-)
-def test_the_cut_is_made_in_the_documents_that_are_kept(
-    tmp_path, texts, train, val, options, capsys
-):
+CUTS = [
+    (["a" * 50, "b" * 40, "c" * 10], ["a" * 50, "b" * 40], ["c" * 10], {"val_fraction": 0.1}),
+    # The hash puts all of these into one split.
+    (["the same"] * 10, ["the same"] * 8, ["the same"] * 2, {"val_fraction": 0.2}),
+]
+
+
+@pytest.mark.parametrize("texts, train, val, options", CUTS)
+def test_the_cut_is_made_in_the_documents_kept(tmp_path, texts, train, val, options, capsys):
     note.cache_clear()  # another test may have printed this one
     folder, _ = prepare_set(tmp_path, write_texts(tmp_path / "c.jsonl", texts), **options)
     assert (texts_of(folder, "train"), texts_of(folder, "val")) == (train, val)
@@ -116,6 +113,6 @@ def test_workers_and_processes_do_not_change_a_byte(tmp_path, monkeypatch):
         file.write_text(f"{i} {PLAY}", encoding="utf-8")
     one, _ = prepare_set(tmp_path, *files)
     options = [f"--tokenizer={tmp_path / 'bytes.tiktoken'}", "--workers=2", TINY_SHARDS]
-    run = under_torchrun(2, files, tmp_path / "two", *options, run=warm.run)
+    run = ended(command(files, tmp_path / "two", *options, n=2))
     assert run.returncode == 0, run.stderr[-2000:]
     assert contents(tmp_path / "two" / "set") == contents(one)

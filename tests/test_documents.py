@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import metrics, resumes, train_tiny
+from conftest import CPU, metrics, resumes, train_tiny
 from test_model import ODD, make
 
 import prepare
 import sample
-from hardware.device import start as start_machine
 from hardware.disk import file_sha256
 from model import GPT
 from text.dataset import DataSet, open_datasets, open_windows, train_loader
@@ -93,9 +92,7 @@ def open_packed(folder: Path, T: int, documents: str = "pack", loss_per: str = "
 
 
 @pytest.mark.parametrize("T", [1, 16, 64, 1000])
-def test_packed_windows_train_on_each_token_once_and_cut_no_document_that_fits(
-    packed_set, T, monkeypatch
-):
+def test_packed_windows_learn_each_token_once_and_cut_nothing_that_fits(packed_set, T, monkeypatch):
     monkeypatch.setattr("text.packing.TOGETHER", 50)
     monkeypatch.setattr("text.packing.STRETCH", 1000)
     windows = open_packed(packed_set, T)
@@ -167,9 +164,7 @@ def test_the_loss_of_a_step_is_the_weighted_mean_over_all_micro_steps(tiny_data,
 # -- runs --
 
 
-def test_a_run_within_documents_learns_resumes_to_the_bit_and_can_be_sampled_and_inspected(
-    tiny_data, tmp_path, prints
-):
+def test_a_run_on_documents_learns_resumes_samples_and_is_inspected(tiny_data, tmp_path, prints):
     run = resumes(tiny_data, tmp_path, "--documents=pack", "--loss_per=document")
     losses = metrics(run, "val_document_loss")
     assert losses[8] < losses[4]
@@ -184,9 +179,8 @@ def test_every_run_is_evaluated_on_the_same_windows_and_by_document(tiny_data, t
     run = train_tiny(tiny_data, tmp_path, *options)
     data = open_datasets("tiny", tiny_data)[0]
     model = from_pretrained(run / "ckpt" / "step_00000008").eval()
-    machine = start_machine("cpu", "float32")
     stream = open_windows(data, "val", T)
-    loss = evaluate(model, stream, 0, 4, machine)
+    loss = evaluate(model, stream, 0, 4, CPU)
     assert metrics(run, "val_loss")[8] == pytest.approx(loss, rel=1e-5)
 
     eos_id = data.meta["eos_id"]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import warm
-from conftest import REPO, call, metrics, same, train_tiny
+from conftest import REPO, call, metrics, same
 
 import follow
 import train
@@ -58,9 +58,9 @@ def by_hand(*options) -> subprocess.CompletedProcess:
     return subprocess.run(argv, capture_output=True, text=True, timeout=60, input="")
 
 
-def test_the_last_picture_exists_when_the_training_ends(finished, tiny_data, tmp_path, capfd):
+def test_the_last_picture_exists_when_the_training_ends(finished, trains, capfd):
     assert not (finished / "loss.png").exists()
-    run = train_tiny(tiny_data, tmp_path, "--tracker=none")
+    run = trains("--tracker=none")
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert f"loss plot: {run / 'loss.png'}\n" in capfd.readouterr().out
     assert sorted(path.name for path in run.iterdir()) == ["ckpt", "loss.png", "metrics.jsonl"]
@@ -71,12 +71,12 @@ HANGS = pytest.param("hang in log", marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("fault", ["log", "kill in log", HANGS])
 def test_a_tracker_that_fails_hangs_or_is_killed_changes_no_bit_of_the_run(
-    finished, tiny_data, tmp_path, monkeypatch, capfd, calls, fault
+    finished, trains, monkeypatch, capfd, calls, fault
 ):
     monkeypatch.setenv("FAULT", fault)
     if "hang" in fault:
         monkeypatch.setattr(report, "PATIENCE", 3)
-    run = train_tiny(tiny_data, tmp_path, "--tracker=wandb")  # an exit code would raise
+    run = trains("--tracker=wandb")  # an exit code would raise
     assert calls() and f"python follow.py {run}" in capfd.readouterr().out
     for key in ("loss", "grad_norm", "val_loss"):
         assert metrics(run, key) == metrics(finished, key)
@@ -85,19 +85,17 @@ def test_a_tracker_that_fails_hangs_or_is_killed_changes_no_bit_of_the_run(
         assert (run / "loss.png").exists()
 
 
-def test_a_resumed_run_is_the_same_one_at_wandb_and_no_step_is_sent_twice(
-    tiny_data, tmp_path, monkeypatch, calls
-):
+def test_a_resumed_run_is_the_same_one_at_wandb_and_sends_no_step_twice(trains, monkeypatch, calls):
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     options = ["--tracker=wandb"]
-    run = train_tiny(tiny_data, tmp_path, *options)
+    run = trains(*options)
     shutil.rmtree(run / "ckpt" / "step_00000008")  # as if it had been killed after step 4
-    train_tiny(tiny_data, tmp_path, *options, "--init_from=resume", "--max_steps=9")
+    trains(*options, "--init_from=resume", "--max_steps=9")
     (begun, resumed), losses = calls()
     assert (begun["project"], begun["name"], begun["config"]["max_steps"]) == ("mine", "run", 8)
     assert resumed["config"]["max_steps"] == 9 and resumed["id"] == begun["id"]
     assert losses == list(range(1, 10))
-    train_tiny(tiny_data, tmp_path, *options, "--max_steps=2", "--overwrite")
+    trains(*options, "--max_steps=2", "--overwrite")
     (_, _, another), losses = calls()
     assert another["id"] != begun["id"] and losses[9:] == [1, 2]
 

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import end, metrics, resumes, train_tiny
+from conftest import end, metrics, resumes
 from peak import measured_peak
 from test_documents import EOS, text_of_documents
 from test_model import ODD, ids, make
@@ -136,9 +136,9 @@ def test_greedy_tokens_are_those_of_the_cpu(name):
 
 
 @compiles
-def test_the_defaults_train_compiled_and_in_16_bits(tiny_data, tmp_path, capsys):
+def test_the_defaults_train_compiled_and_in_16_bits(trains, capsys):
     auto = ["--device=auto", "--dtype=auto", "--compile=auto", "--peak_tflops=0"]
-    run = train_tiny(tiny_data, tmp_path, *auto)
+    run = trains(*auto)
     said = capsys.readouterr().out
     assert "compiled in" in said and "warning" not in said and ": compute capability" in said
     losses = metrics(run, "loss")
@@ -157,14 +157,12 @@ def test_resume_is_bit_identical_to_never_having_stopped(dtype, tiny_data, tmp_p
     resumes(tiny_data, tmp_path, *options)
 
 
-def test_fp16_trains_and_a_step_that_overflows_is_skipped_and_reported(
-    tiny_data, tmp_path, capsys, monkeypatch
-):
+def test_fp16_trains_and_a_step_that_overflows_is_skipped_and_reported(trains, capsys, monkeypatch):
     """The scale of the loss begins at 2^30, so gradients overflow until it is small enough."""
     scaler = partial(torch.amp.GradScaler, init_scale=2.0**30)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     options = [*EAGER, "--dtype=float16", "--max_steps=40", "--eval_every=40"]
-    run = train_tiny(tiny_data, tmp_path, *options)
+    run = trains(*options)
     scales = metrics(run, "loss_scale")
     losses = metrics(run, "loss")
     skipped = len(scales)
@@ -225,10 +223,10 @@ def test_generations_at_once_do_not_disturb_each_other():
     assert torch.equal(torch.stack([*tokens, *first]), alone[0])
 
 
-@pytest.mark.parametrize(
-    "dtype, compiled",
-    [("bfloat16", False), pytest.param("bfloat16", True, marks=compiles), ("float16", False)],
-)
+MODES = [("bfloat16", False), pytest.param("bfloat16", True, marks=compiles), ("float16", False)]
+
+
+@pytest.mark.parametrize("dtype, compiled", MODES)
 def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compiled):
     """Launch a step of 4 micro-steps of 8 x 512 tokens, without reading its loss and norm."""
     if dtype == "bfloat16":

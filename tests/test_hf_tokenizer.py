@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from conftest import make_records, prepared, train_tiny
+from conftest import make_records, prepared, saved, train_tiny
 from test_prepare import TEXTS, tiktoken_file
 
 from configurator import UserError
@@ -26,7 +26,6 @@ from text.tokenizer import (
     same_ids,
 )
 from text.train_tokenizer import write_alphabet
-from training.checkpoint import newest_checkpoint
 
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -40,7 +39,7 @@ def read(path: Path) -> dict:
 
 def checkpoint(data: Path, out: Path, *options: str) -> Path:
     """Train TINY; return its last checkpoint."""
-    return newest_checkpoint(train_tiny(data, out, *options) / "ckpt")
+    return saved(train_tiny(data, out, *options))
 
 
 LETTERS = "aab b  \n\t'sS我的是一，。😀\u0301é0123 .()_=\u3000\u00a0"
@@ -114,20 +113,20 @@ def sentencepiece_model(path: Path, **options) -> SentencePiece:
     return SentencePiece(path)
 
 
-@pytest.mark.parametrize(
-    "name, value, is_exported, is_cut",
-    [
-        ("model_type", "bpe", True, True),
-        ("vocab_size", 600, True, True),
-        ("split_by_whitespace", False, True, False),  # tokens reach from one word into the next
-        ("split_by_unicode_script", False, True, False),  # and from a character to a mark
-        ("add_dummy_prefix", True, False, False),  # each slice would begin with a space of its own
-        ("normalization_rule_name", "nfkc", False, False),
-        ("model_type", "unigram", False, False),  # adds scores up over the whole text
-        ("byte_fallback", False, False, False),  # makes one unk of several characters
-        ("user_defined_symbols", ["<think>"], False, False),
-    ],
-)
+KINDS = [
+    ("model_type", "bpe", True, True),
+    ("vocab_size", 600, True, True),
+    ("split_by_whitespace", False, True, False),  # tokens reach from one word into the next
+    ("split_by_unicode_script", False, True, False),  # and from a character to a mark
+    ("add_dummy_prefix", True, False, False),  # each slice would begin with a space of its own
+    ("normalization_rule_name", "nfkc", False, False),
+    ("model_type", "unigram", False, False),  # adds scores up over the whole text
+    ("byte_fallback", False, False, False),  # makes one unk of several characters
+    ("user_defined_symbols", ["<think>"], False, False),
+]
+
+
+@pytest.mark.parametrize("name, value, is_exported, is_cut", KINDS)
 def test_only_a_sentencepiece_that_allows_it_is_exported_or_encoded_in_slices(
     tmp_path, monkeypatch, name, value, is_exported, is_cut
 ):

@@ -142,11 +142,8 @@ def figures() -> dict[str, int]:
     of_product = sum(lines[path] for path in product)
     core = loaded_by("train")
     tree = ast.parse((REPO / "train.py").read_text(encoding="utf-8"))
-    from_ours = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module in MODULES
-    ]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    from_ours = [node for node in imports if node.module in MODULES]
     names = Counter(name for path in product for name in stored_names(path))
     words = sum(names[word] for word in FUNCTION_WORDS)
     return {
@@ -155,9 +152,7 @@ def figures() -> dict[str, int]:
         "tests": sum(map(code_lines, (REPO / "tests").rglob("*.py"))),
         "the evening's four files": sum(lines[REPO / name] for name in EVENING),
         "import train: files": len(core),
-        "import train: lines, all of them": sum(
-            len(path.read_text().splitlines()) for path in core
-        ),
+        "import train: lines, all of them": sum(len(p.read_text().splitlines()) for p in core),
         "with training/start.py, which begins a run: files": len(closure("train")),
         "train.py imports: modules": len(from_ours),
         "train.py imports: names": sum(len(node.names) for node in from_ours),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, call, contents, make_records, metrics, prepared, save_model, train_tiny
+from conftest import call, contents, make_records, metrics, prepared, save_model, saved, train_tiny
 from safetensors.torch import load_file, save_file
 from test_hf_tokenizer import bpe, checkpoint, read
 from test_model import ODD, hidden_logits, ids
@@ -21,7 +21,6 @@ from configurator import UserError
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
 from training import huggingface
-from training.checkpoint import newest_checkpoint
 from training.huggingface import GPT2, OURS, architecture_of, from_config, from_pretrained
 from training.resume import settings_of_run
 
@@ -191,7 +190,7 @@ def as_nanogpt(model: GPT) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("compiled", ["", "_orig_mod."])
-def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path, tiny_data, refuses):
+def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path, trains, refuses):
     model = make("gpt2", bias=bias)
     state = {compiled + name: w for name, w in as_nanogpt(model).items()}
     args = NANO | dict(bias=bias, dropout=0.1)
@@ -200,8 +199,8 @@ def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path, tiny_data, re
     theirs = from_pretrained(tmp_path / "ckpt.pt")
     assert torch.equal(logits(theirs, ids(model)), logits(model, ids(model)))
     assert huggingface.shape_in(tmp_path / "ckpt.pt") == theirs.config
-    begin = [*TINY, f"--data_dir={tiny_data}", f"--init_from={tmp_path}/ckpt.pt"]
-    assert "a vocabulary of 300" in refuses(train.main, f"--out_dir={tmp_path}", *begin)
+    begin = f"--init_from={tmp_path}/ckpt.pt"
+    assert "a vocabulary of 300" in refuses(lambda: trains(begin))
 
 
 LLAMA = huggingface.to_config(GPTConfig(**ODD["llama"]))
@@ -313,11 +312,6 @@ def test_a_pickle_that_is_no_model_of_nanogpt_is_refused_and_executes_nothing(
     assert os.listdir() == ["ckpt.pt"]
 
 
-def by_pipeline(transformers, folder: Path, prompt: str) -> str:
-    pipeline = transformers.pipeline("text-generation", model=str(folder), device="cpu")
-    return pipeline(prompt, max_new_tokens=20, do_sample=False)[0]["generated_text"] + "\n"
-
-
 # -- the whole way: somebody's model, fine-tuned here, opened there --
 
 
@@ -349,7 +343,9 @@ def test_a_public_model_is_prepared_for_evaluated_tuned_resumed_and_opened_again
     assert from_pretrained(tuned).config == from_pretrained(folder).config
     greedy = ["--temperature=0", "--max_new_tokens=20", "--device=cpu", "--dtype=float32"]
     text = prints(sample.main, f"--ckpt={tuned}", "--prompt=the loop", *greedy)
-    assert text == by_pipeline(transformers, tuned, "the loop")
+    pipeline = transformers.pipeline("text-generation", model=str(tuned), device="cpu")
+    [continued] = pipeline("the loop", max_new_tokens=20, do_sample=False)
+    assert text == continued["generated_text"] + "\n"
 
 
 def test_evaluation_says_what_training_said(tiny_data, tmp_path, capsys):
@@ -375,9 +371,7 @@ def test_a_model_is_not_evaluated_or_tuned_on_ids_of_other_tokens(tiny_data, tmp
         assert word in refuses(lambda: train_tiny(tiny_data, tmp_path, start))  # noqa: B023
 
 
-def test_a_model_without_a_tokenizer_is_evaluated_and_said_to_be(
-    tiny_data, tmp_path, capsys, refuses
-):
+def test_a_model_without_a_tokenizer_is_evaluated_with_a_note(tiny_data, tmp_path, capsys, refuses):
     folder = save(make("llama", vocab_size=400), tmp_path)
     options = [f"--ckpt={folder}", "--device=cpu"]
     call(sample.main, *options, f"--eval={tiny_data / 'tiny'}")
@@ -387,16 +381,14 @@ def test_a_model_without_a_tokenizer_is_evaluated_and_said_to_be(
     call(sample.main, *options, f"--tokenizer={tiny_data / 'tiny'}", "--max_new_tokens=3")
 
 
-def test_a_model_with_rope_goes_on_with_longer_sequences_and_with_a_scaling_of_them(
-    finished, tiny_data, tmp_path, transformers
-):
+def test_a_model_with_rope_goes_on_with_longer_and_scaled_sequences(finished, trains, transformers):
     longer = ["--block_size=64", "--batch_tokens=512"]  # the finished run has 32
-    start = [f"--init_from={newest_checkpoint(finished / 'ckpt')}", *longer, "--max_steps=4"]
-    run = train_tiny(tiny_data, tmp_path, *start, "--rope_scaling=yarn:2,32,32,1,1.07")
+    start = [f"--init_from={saved(finished)}", *longer, "--max_steps=4"]
+    run = trains(*start, "--rope_scaling=yarn:2,32,32,1,1.07")
     assert metrics(run, "val_loss")[4] < metrics(finished, "val_loss")[8] + 0.1
     # A resume has the same shape, without being told.
-    train_tiny(tiny_data, tmp_path, "--init_from=resume", *longer, "--max_steps=6")
-    folder = newest_checkpoint(run / "ckpt")
+    trains("--init_from=resume", *longer, "--max_steps=6")
+    folder = saved(run)
     model = from_pretrained(folder)
     assert model.config.rope_scaling == "yarn:2,32,32,1,1.07" and model.config.block_size == 64
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -407,7 +399,7 @@ def test_a_model_with_rope_goes_on_with_longer_sequences_and_with_a_scaling_of_t
 def test_the_shape_of_a_tuned_model_is_kept_and_another_one_refused_at_its_resume(
     finished, tiny_data, tmp_path, capsys, refuses
 ):
-    short = newest_checkpoint(finished / "ckpt")
+    short = saved(finished)
     # The folder of a run stands for its newest checkpoint.
     assert settings_of_run({"init_from": str(finished), "max_steps": 2}).init_from == str(short)
     start = [f"--init_from={finished}", "--block_size=64", "--max_steps=2"]

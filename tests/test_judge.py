@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import call, make_records, train_tiny, write_jsonl
+from conftest import call, make_records, saved, train_tiny, write_jsonl
 
 from bench import judge
 from text.dataset import load_tokenizer
 from text.records import record_text
-from training.checkpoint import newest_checkpoint
 from training.huggingface import from_pretrained
 
 TASKS = {  # the tasks of the harness for our two kinds of files
@@ -25,8 +24,7 @@ TASKS = {  # the tasks of the harness for our two kinds of files
 
 @pytest.fixture(scope="module")
 def model(tiny_data, tmp_path_factory) -> Path:
-    run = train_tiny(tiny_data, tmp_path_factory.mktemp("model"), "--max_steps=30")
-    return newest_checkpoint(run / "ckpt")
+    return saved(train_tiny(tiny_data, tmp_path_factory.mktemp("model"), "--max_steps=30"))
 
 
 @pytest.fixture(scope="module")

@@ -90,9 +90,7 @@ def test_runs_that_begin_with_a_model_and_runs_on_other_data_are_other_runs(tiny
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_never_run_again_and_a_changed_one_never_reused(
-    answered, tiny_data, tmp_path, capsys
-):
+def test_a_finished_run_is_kept_and_a_changed_one_not_reused(answered, tiny_data, tmp_path, capsys):
     shutil.copytree(answered / "out", tmp_path / "out")
     times = trained(tmp_path / "out")
     ask(tmp_path, tiny_data, QUESTION.replace("high", "higher"))  # only the name of a variant
@@ -204,15 +202,15 @@ def test_a_run_that_diverged_is_left_out_of_the_report(answered, tiny_data, tmp_
 LIMIT = 3 / math.sqrt(3)  # three standard errors of differences d - 1, d and d + 1
 
 
-@pytest.mark.parametrize(
-    "differences, verdict",
-    [
-        ([0.99 * LIMIT + x for x in (-1, 0, 1)], "no difference seen"),
-        ([1.01 * LIMIT + x for x in (-1, 0, 1)], "worse"),
-        ([-3, -4, -3.5], "better"),
-        ([-3.0, -3.1], "too few seeds"),
-    ],
-)
+VERDICTS = [
+    ([0.99 * LIMIT + x for x in (-1, 0, 1)], "no difference seen"),
+    ([1.01 * LIMIT + x for x in (-1, 0, 1)], "worse"),
+    ([-3, -4, -3.5], "better"),
+    ([-3.0, -3.1], "too few seeds"),
+]
+
+
+@pytest.mark.parametrize("differences, verdict", VERDICTS)
 def test_a_verdict_needs_three_seeds_and_three_standard_errors(differences, verdict):
     assert lab_results.verdict(differences) == verdict
 
@@ -222,16 +220,16 @@ def run_with(*losses: float, tokens: int = 100, seconds: float = 1.0) -> Result:
     return Result(at, np.array(losses), {"tiny": losses[-1]}, 1000, seconds)
 
 
-@pytest.mark.parametrize(
-    "loss, sign, times",
-    [
-        (4.5, "", math.sqrt(0.5)),  # half of the way from 50 to 100 tokens, in the logarithm
-        (4.0, "", 1.0),
-        (3.2, "", 2.0),
-        (2.0, ">", 4.0),
-        (5.1, "<", 0.5),
-    ],
-)
+NEEDS = [
+    (4.5, "", math.sqrt(0.5)),  # half of the way from 50 to 100 tokens, in the logarithm
+    (4.0, "", 1.0),
+    (3.2, "", 2.0),
+    (2.0, ">", 4.0),
+    (5.1, "<", 0.5),
+]
+
+
+@pytest.mark.parametrize("loss, sign, times", NEEDS)
 def test_the_baseline_needs_what_its_own_runs_of_several_lengths_say(loss, sign, times):
     of_length = {0.5: 5.0, 1: 4.0, 4: 2.4}
     runs = {f"{x:g}": {1: run_with(y, tokens=100 * x, seconds=3 * x)} for x, y in of_length.items()}
@@ -262,15 +260,15 @@ def test_options_win_over_the_question_and_the_question_over_its_config(tmp_path
     assert (cfg.n_layer, cfg.n_head, cfg.lr) == (3, 2, 0.1)
 
 
-@pytest.mark.parametrize(
-    "variants, message",
-    [
-        ("{'a': {'n_layers': 1}}", "'n_layers'"),
-        ("{'a': {}, 'b': {'lr': -1}}", "variant 'b': lr"),
-        ("{'a': {'seed': 1}}", "variant 'a': seed"),
-        ("{'a': {'dataset': 'x'}, 'b': {'dataset': 'y,z'}}", "no data set"),
-    ],
-)
+MISTAKES = [
+    ("{'a': {'n_layers': 1}}", "'n_layers'"),
+    ("{'a': {}, 'b': {'lr': -1}}", "variant 'b': lr"),
+    ("{'a': {'seed': 1}}", "variant 'a': seed"),
+    ("{'a': {'dataset': 'x'}, 'b': {'dataset': 'y,z'}}", "no data set"),
+]
+
+
+@pytest.mark.parametrize("variants, message", MISTAKES)
 def test_a_mistake_in_the_variants_is_one_line(tmp_path, refuses, variants, message):
     (tmp_path / "q.py").write_text(f"question = '?'\nvariants = {variants}\n")
     assert message in refuses(lab.main, str(tmp_path / "q.py"), "--max_steps=1", "--dataset=x")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import metrics, train_tiny
+from conftest import metrics
 
 import text.landmarks as landmarks
 from text.dataset import DataSet
@@ -61,8 +61,8 @@ def test_landmarks_of_a_mixture_are_weighted_and_a_tiny_data_set_has_none():
     assert mixed_landmarks(sets, "all") == {"uniform": math.log(V)}
 
 
-def test_a_run_that_learns_nothing_is_told_so_once(tiny_data, tmp_path, capsys):
+def test_a_run_that_learns_nothing_is_told_so_once(trains, capsys):
     options = ["--n_layer=1", "--batch_tokens=128", "--eval_every=100", "--lr=1e-9"]
-    run = train_tiny(tiny_data, tmp_path, "--max_steps=110", *options)
+    run = trains("--max_steps=110", *options)
     assert metrics(run, "not_below") == {100: "unigram"}
     assert "step 100/110 | warning: the loss" in capsys.readouterr().out

@@ -252,14 +252,14 @@ def groups(root: Path, **limits: int) -> None:
         (root / name).write_text(text)
 
 
-@pytest.mark.parametrize(
-    "limits, expected",
-    [
-        (dict(job_step=2400, job=9000), 2000),
-        (dict(job_step=0, job=1600), 1200),
-        (dict(top=1000), 600),  # inside a container: the path is the one outside
-    ],
-)
+LIMITS = [
+    (dict(job_step=2400, job=9000), 2000),
+    (dict(job_step=0, job=1600), 1200),
+    (dict(top=1000), 600),  # inside a container: the path is the one outside
+]
+
+
+@pytest.mark.parametrize("limits, expected", LIMITS)
 def test_the_limit_of_each_control_group_around_a_process_holds(tmp_path, limits, expected):
     groups(tmp_path, **limits)
     assert available(str(tmp_path)) == expected * MB

@@ -53,20 +53,20 @@ def generated(model: GPT, prompt: torch.Tensor, count: int, **how) -> torch.Tens
 # -- architecture --
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        dict(n_embd=50),
-        dict(n_kv_head=3),
-        dict(n_layer=0),
-        dict(head_dim=5),
-        dict(mlp="swish"),  # an unknown kind once trained GELU, without a word
-        dict(rope_scaling="linear"),
-        dict(rope_scaling="ntk:2"),
-        dict(rope_scaling="yarn:4,16,1,32,1.1"),  # FAST and SLOW the wrong way round
-        dict(rope_scaling="linear:2", pos="learned"),
-    ],
-)
+IMPOSSIBLE = [
+    dict(n_embd=50),
+    dict(n_kv_head=3),
+    dict(n_layer=0),
+    dict(head_dim=5),
+    dict(mlp="swish"),  # an unknown kind once trained GELU, without a word
+    dict(rope_scaling="linear"),
+    dict(rope_scaling="ntk:2"),
+    dict(rope_scaling="yarn:4,16,1,32,1.1"),  # FAST and SLOW the wrong way round
+    dict(rope_scaling="linear:2", pos="learned"),
+]
+
+
+@pytest.mark.parametrize("shape", IMPOSSIBLE)
 def test_a_shape_that_cannot_be_is_refused_by_name(shape):
     with pytest.raises(ValueError, match=next(iter(shape))):
         GPTConfig(**LLAMA | shape)
@@ -245,19 +245,6 @@ def test_a_step_that_is_recorded_once_serves_for_every_position(name):
     assert torch.equal(token, want[-1])
 
 
-HOW = [{}, {"temperature": 0}, {"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}]
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_damaged_weights_are_an_error_before_any_token_of_theirs(how, bad):
-    model = make("gpt2")
-    with torch.no_grad():
-        model.norm_f.weight[0] = bad
-    with pytest.raises(ArithmeticError, match="not finite"):
-        next(model.generate(ids(model, 2, 4), 3, **how))
-
-
 @pytest.mark.parametrize("block_size", [1, 2, 30, 65])
 def test_generation_goes_on_beyond_block_size(block_size):
     """A full window is cut to its younger half, and the cache is computed anew from that."""
@@ -316,9 +303,7 @@ def alone() -> ModuleType:
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("eos_id", [None, 7])
 @pytest.mark.parametrize("name", ODD)
-def test_a_model_without_the_faster_functions_is_the_same_up_to_rounding(
-    name, eos_id, dtype, near, alone
-):
+def test_the_faster_functions_change_a_model_by_rounding_alone(name, eos_id, dtype, near, alone):
     """Loss and gradients of each weight, and in fp32 the text that it writes."""
     fast = make(name, "xavier")
     plain = alone.GPT(alone.GPTConfig(**asdict(fast.config))).eval()

@@ -5,17 +5,15 @@ from itertools import repeat
 
 import pytest
 import torch
-from conftest import metrics, resumes
+from conftest import CPU, metrics, resumes
 from test_model import make
 
-from hardware.machine import Machine
 from training import optimizer as optimizers
 from training.optimizer import make_optimizer, orthogonalize
 from training.plan import momentum_at
 from training.settings import TrainConfig
 from training.step import Batch, take_step
 
-CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 NAMES = ("adamw", "muon", "adafactor")
 LR = {"adamw": 3e-3, "muon": 3e-3, "adafactor": 0.1}
 
@@ -24,16 +22,15 @@ def config(name: str, **more) -> TrainConfig:
     return TrainConfig(optimizer=name, lr=LR[name], max_steps=1, **more)
 
 
-def trained(model, optimizer, rows, scale=False, steps=1):
+def trained(model, optimizer, scale=False, steps=1, grad_clip=1.0) -> float:
+    """Take steps on four texts, always the same. Return the norm of the last gradient."""
+    torch.manual_seed(1)
+    rows = torch.randint(model.config.vocab_size, (4, 17))
     batches = repeat(Batch(rows[:, :-1], rows[:, 1:]))
     for _ in range(steps):
         scaler = torch.amp.GradScaler("cpu", enabled=scale)
-        take_step(model, optimizer, scaler, batches, 1, CPU, 1.0)
-
-
-def rows_for(model):
-    torch.manual_seed(1)
-    return torch.randint(model.config.vocab_size, (4, 17))
+        _, grad_norm = take_step(model, optimizer, scaler, batches, 1, CPU, grad_clip)()
+    return grad_norm
 
 
 # -- Muon --
@@ -97,7 +94,7 @@ def test_muon_is_adamw_for_embeddings_head_norms_and_biases():
     models[1].load_state_dict(models[0].state_dict())
     for model, name in zip(models, ("adamw", "muon"), strict=True):
         # The gradient of the first step alone: later ones depend on what the matrices did.
-        trained(model, make_optimizer(config(name), CPU, model), rows_for(model))
+        trained(model, make_optimizer(config(name), CPU, model))
     for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         matrix = name.startswith("blocks") and p.dim() == 2
         assert torch.equal(p, q) != matrix, name
@@ -117,9 +114,8 @@ def test_muons_momentum_grows_during_its_warm_up():
 def test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are(optimizer, scale):
     """scale: with the GradScaler of fp16."""
     model = make("qwen3")
-    rows = rows_for(model)
     made = make_optimizer(config(optimizer), CPU, model)
-    trained(model, made, rows, scale, steps=2)
+    trained(model, made, scale, steps=2)
 
     def everything() -> list[torch.Tensor]:
         state = [t for s in made.state.values() for t in s.values()]
@@ -127,10 +123,10 @@ def test_a_step_that_is_not_finite_leaves_weights_and_state_as_they_are(optimize
 
     before = everything()
     infinite = model.register_forward_hook(lambda module, batch, loss: loss * math.inf)
-    trained(model, made, rows, scale)
+    trained(model, made, scale)
     infinite.remove()
     assert all(map(torch.equal, before, everything()))
-    trained(model, made, rows, scale)
+    trained(model, made, scale)
     assert not any(map(torch.equal, before, everything()))
 
 
@@ -138,10 +134,7 @@ def test_a_gradient_above_grad_clip_is_shortened_to_it_and_its_norm_is_reported(
     model = make("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    rows = rows_for(model)
-    batches = repeat(Batch(rows[:, :-1], rows[:, 1:]))
-    _, grad_norm = take_step(model, optimizer, scaler, batches, 1, CPU, 0.01)()
+    grad_norm = trained(model, optimizer, grad_clip=0.01)
     moved = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
     assert float(moved.norm()) == pytest.approx(0.01, rel=1e-3) and grad_norm > 0.1
 
@@ -158,9 +151,7 @@ def test_groups_have_learning_rates_of_their_own(optimizer):
 
 
 @pytest.mark.parametrize("optimizer", ("muon", "adafactor"))
-def test_resume_with_each_optimizer_is_bit_identical_to_never_having_stopped(
-    optimizer, tiny_data, tmp_path
-):
+def test_each_optimizer_resumes_as_if_it_had_never_stopped(optimizer, tiny_data, tmp_path):
     options = [f"--optimizer={optimizer}", f"--lr={LR[optimizer]}", "--embed_lr=2"]
     losses = metrics(resumes(tiny_data, tmp_path, *options), "loss")
     assert losses[8] < losses[1] - 0.3

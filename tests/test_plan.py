@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import REPO, TINY, metrics, train_tiny
+from conftest import REPO, TINY, metrics, saved, train_tiny
 from test_model import ODD, ids, make
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,7 +13,6 @@ from configurator import parse
 from model import GPT
 from training import memory
 from training.banner import pace_note
-from training.checkpoint import newest_checkpoint
 from training.parallel import wants_compile
 from training.plan import even_batch
 from training.settings import TrainConfig
@@ -31,13 +30,11 @@ GPT3 = "--preset=gpt2 --n_layer=96 --n_embd=12288 --n_head=96 --max_tokens=300e9
 LLAMA_65B = "--preset=llama --n_layer=80 --n_embd=8192 --n_head=64 --d_ff=22016 --max_tokens=1.4e12"
 
 
-@pytest.mark.parametrize(
-    "shape, V, flops, gpus, days, mfu",
-    [(GPT3, 50257, 3.14e23, 1024, 30, 0.379), (LLAMA_65B, 32000, 5.48e23, 2048, 21, 0.47)],
-)
-def test_published_runs_on_a100_have_their_published_compute_and_mfu(
-    capsys, shape, V, flops, gpus, days, mfu
-):
+PUBLISHED = [(GPT3, 50257, 3.14e23, 1024, 30, 0.379), (LLAMA_65B, 32000, 5.48e23, 2048, 21, 0.47)]
+
+
+@pytest.mark.parametrize("shape, V, flops, gpus, days, mfu", PUBLISHED)
+def test_known_runs_have_their_published_compute_and_mfu(capsys, shape, V, flops, gpus, days, mfu):
     batch = ["--block_size=2048", "--batch_size=1", "--batch_tokens=4_194_304"]
     place = ["--gpu=a100-80g", f"--nproc={gpus}"]
     plan.print_time(the_run(*shape.split(), f"--vocab_size={V}", *batch, *place))
@@ -90,9 +87,7 @@ def test_the_batch_sizes_beside_those_of_a_well_known_note_are_ours(page):
 # -- the command, and batch_size=auto --
 
 
-def test_a_plan_counts_different_tokens_of_the_data_that_would_be_taken(
-    tiny_data, tmp_path, prints
-):
+def test_a_plan_counts_different_tokens_of_the_data_it_would_take(tiny_data, tmp_path, prints):
     shutil.copytree(tiny_data / "tiny", tmp_path / "planned")
     options = [option for option in TINY if not option.startswith(("--dataset", "--max_steps"))]
     options += [f"--data_dir={tmp_path}", "--max_tokens=1e9"]
@@ -141,10 +136,8 @@ def test_a_plan_that_does_not_fit_names_the_flags_that_do(prints):
     assert run.plan.accum > 1 and memory.needed(run.model, run.step) < run.device.bytes
 
 
-def test_the_model_to_fine_tune_is_the_one_that_is_planned(
-    finished, tiny_data, tmp_path, refuses, prints
-):
-    folder = newest_checkpoint(finished / "ckpt")
+def test_the_model_to_fine_tune_is_what_is_planned(finished, tiny_data, tmp_path, refuses, prints):
+    folder = saved(finished)
     where = [f"--data_dir={tiny_data}", "--dataset=tiny", "--device=cpu", "--max_steps=4"]
     output = prints(plan.main, f"--init_from={folder}", *where)
     assert re.search("2 layers x 32, .*, T = 32\n", output)
@@ -162,13 +155,11 @@ def test_a_damaged_data_set_is_not_taken_for_none(own_data, tmp_path, refuses):
     assert "max_steps" in refuses(plan.main, *epochs, "--max_epochs=1", "--vocab_size=300")
 
 
-@pytest.mark.parametrize(
-    "most, tokens, world, want",
-    [(100, 4096, 1, 64), (9, 4096, 1, 8), (5, 40_960, 2, 5), (30, 43 * 64, 1, 22)],
-)
-def test_the_batch_that_is_found_keeps_the_tokens_of_a_step_as_near_as_it_can(
-    most, tokens, world, want
-):
+BATCHES = [(100, 4096, 1, 64), (9, 4096, 1, 8), (5, 40_960, 2, 5), (30, 43 * 64, 1, 22)]
+
+
+@pytest.mark.parametrize("most, tokens, world, want", BATCHES)
+def test_the_batch_found_keeps_the_tokens_of_a_step_as_near_as_it_can(most, tokens, world, want):
     options = [f"--batch_tokens={tokens}", "--block_size=64", "--max_steps=1"]
     assert even_batch(most, parse(TrainConfig, options), world) == want
 
@@ -180,33 +171,33 @@ def test_batch_size_auto_trains_what_a_number_trains(tiny_data, tmp_path, capsys
     assert metrics(auto, "loss") == metrics(eight, "loss")
 
 
-def test_a_resumed_run_keeps_the_batch_size_that_auto_found(tiny_data, tmp_path, capsys):
+def test_a_resumed_run_keeps_the_batch_size_that_auto_found(trains, capsys):
     options = ["--batch_size=auto", "--block_size=16", "--batch_tokens=512"]
-    train_tiny(tiny_data, tmp_path, *options, "--max_steps=4", "--batch_size=8")
-    run = train_tiny(tiny_data, tmp_path, *options, "--max_steps=8", "--init_from=resume")
+    trains(*options, "--max_steps=4", "--batch_size=8")
+    run = trains(*options, "--max_steps=8", "--init_from=resume")
     output = capsys.readouterr().out
     assert output.count("batch: 8 x ") == 2  # although 32 would fit
     assert "batch_size 8 ->" not in output
     assert metrics(run, "loss").keys() == set(range(1, 9))
     # 7 of 85 sequences: another try would take 5, which divides them.
     odd = ["--batch_size=7", "--block_size=16", f"--batch_tokens={85 * 16}", "--run_name=odd"]
-    train_tiny(tiny_data, tmp_path, *odd, "--max_steps=1")
+    trains(*odd, "--max_steps=1")
     again = ["--batch_size=auto", "--max_steps=2", "--init_from=resume"]
-    train_tiny(tiny_data, tmp_path, *odd, *again)
+    trains(*odd, *again)
     assert "batch: 7 x " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "compile, kind, flops, want",
-    [
-        ("auto", "cuda", 1e9, True),
-        ("auto", "cpu", 1e12, False),
-        ("auto", "cpu", 1e15, True),
-        ("auto", "mps", 1e15, False),
-        ("true", "cpu", 1e9, True),
-        ("false", "cuda", 1e20, False),
-    ],
-)
+COMPILES = [
+    ("auto", "cuda", 1e9, True),
+    ("auto", "cpu", 1e12, False),
+    ("auto", "cpu", 1e15, True),
+    ("auto", "mps", 1e15, False),
+    ("true", "cpu", 1e9, True),
+    ("false", "cuda", 1e20, False),
+]
+
+
+@pytest.mark.parametrize("compile, kind, flops, want", COMPILES)
 def test_auto_compiles_on_cuda_and_for_long_runs_on_a_cpu(compile, kind, flops, want):
     cfg = parse(TrainConfig, [f"--compile={compile}", "--max_steps=1"])
     assert wants_compile(cfg, kind, flops) is want

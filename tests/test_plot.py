@@ -50,9 +50,7 @@ def test_every_kind_of_run_is_drawn(tmp_path, capsys, options):
     assert capsys.readouterr().err.count("other: no metrics.jsonl there") == 1
 
 
-def test_without_a_name_the_newest_run_is_drawn_but_over_no_file_of_somebody(
-    tmp_path, capsys, refuses
-):
+def test_without_a_name_the_newest_run_is_drawn_but_over_nobodys_file(tmp_path, capsys, refuses):
     for name in ("old", "new"):
         write_run(tmp_path / name, falling())
     os.utime(tmp_path / "old" / "metrics.jsonl", (1, 1))

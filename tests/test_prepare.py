@@ -76,29 +76,29 @@ SECTION = {"title": "c", "content": "d"}
 HALVES = [{"title": "c"}, {"content": 5}]
 
 
-@pytest.mark.parametrize(
-    "record, text",
-    [
-        ({"title": "a", "summary": None, "sections": [SECTION]}, "a\n\nc: d"),
-        ({"title": "甲", "content": "b"}, "甲：b。"),
-        ({"text": "as it is"}, "as it is"),
-        ({"title": "t", "text": "as it is"}, "as it is"),
-        ({"content": "c"}, "c"),
-        ({"completion": "c"}, "c"),
-        ({"prompt": "p", "completion": "c"}, "p\nc"),
-        ({"instruction": "i", "input": "", "output": "o"}, "i\no"),
-        ({"instruction": "i", "input": "n", "output": "o"}, "i\nn\no"),
-        ({"title": "a", "summary": "b", "sections": HALVES}, "a: b\n\nc\n\n5"),
-        ({"title": "甲", "summary": "b", "sections": HALVES}, "甲：bc：。：5。"),
-        ({"question": "?"}, None),
-        ({"text": 5}, None),
-        ({"title": 7, "content": "b"}, "7: b"),
-        ({"title": ["a"], "content": "b"}, None),
-        ({"title": float("nan"), "content": "b"}, None),
-        ({"title": "a", "summary": "b", "sections": [{"title": "c", "content": ["d"]}]}, None),
-        (["a"], None),
-    ],
-)
+SHAPES = [
+    ({"title": "a", "summary": None, "sections": [SECTION]}, "a\n\nc: d"),
+    ({"title": "甲", "content": "b"}, "甲：b。"),
+    ({"text": "as it is"}, "as it is"),
+    ({"title": "t", "text": "as it is"}, "as it is"),
+    ({"content": "c"}, "c"),
+    ({"completion": "c"}, "c"),
+    ({"prompt": "p", "completion": "c"}, "p\nc"),
+    ({"instruction": "i", "input": "", "output": "o"}, "i\no"),
+    ({"instruction": "i", "input": "n", "output": "o"}, "i\nn\no"),
+    ({"title": "a", "summary": "b", "sections": HALVES}, "a: b\n\nc\n\n5"),
+    ({"title": "甲", "summary": "b", "sections": HALVES}, "甲：bc：。：5。"),
+    ({"question": "?"}, None),
+    ({"text": 5}, None),
+    ({"title": 7, "content": "b"}, "7: b"),
+    ({"title": ["a"], "content": "b"}, None),
+    ({"title": float("nan"), "content": "b"}, None),
+    ({"title": "a", "summary": "b", "sections": [{"title": "c", "content": ["d"]}]}, None),
+    (["a"], None),
+]
+
+
+@pytest.mark.parametrize("record, text", SHAPES)
 def test_known_record_shapes_and_no_others_become_text(record, text):
     if text is None:
         with pytest.raises(ValueError):
@@ -136,10 +136,10 @@ WHOLE = "file {0}, line one\nline two\n\n \nblock two of {0}\n"
 BLOCKS = ["file {0}, line one\nline two", "block two of {0}"]  # also the last one has no line end
 
 
-@pytest.mark.parametrize(
-    "txt, parts",
-    [("file", [WHOLE]), ("block", BLOCKS), ("line", [*BLOCKS[0].split("\n"), BLOCKS[1]])],
-)
+PARTS = [("file", [WHOLE]), ("block", BLOCKS), ("line", [*BLOCKS[0].split("\n"), BLOCKS[1]])]
+
+
+@pytest.mark.parametrize("txt, parts", PARTS)
 def test_a_text_file_is_one_document_or_one_a_block_or_line(tmp_path, txt, parts):
     for i in range(20):
         (tmp_path / f"{i}.txt").write_text(WHOLE.format(i))

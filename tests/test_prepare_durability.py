@@ -10,14 +10,12 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-import warm
-from conftest import REPO, call, contents, make_records, on_ranks, train_tiny, write_jsonl
+from conftest import REPO, call, contents, ended, make_records, python, train_tiny, write_jsonl
 from test_prepare import documents, prepare_set
 
 import prepare
@@ -29,9 +27,9 @@ TINY_SHARDS = "--shard_mb=0.02"
 OF_REFERENCE = ["--vocab_size=400"]
 
 
-def command(corpus: list[Path], data: Path, *options: str) -> list[str]:
-    argv = [sys.executable, str(REPO / "prepare.py"), "--input", *map(str, corpus)]
-    return [*argv, f"--data_dir={data}", "--name=set", "--val_fraction=0.3", *options]
+def command(corpus: list[Path], data: Path, *options: str, n: int = 1) -> list[str]:
+    usual = [f"--data_dir={data}", "--name=set", "--val_fraction=0.3"]
+    return python(n, REPO / "prepare.py", "--input", *corpus, *usual, *options)
 
 
 def finish(corpus: list[Path], data: Path, *options: str) -> None:
@@ -138,9 +136,7 @@ def test_ctrl_c_while_the_workers_start_is_one_line(corpus, tmp_path, delay):
 
 
 @pytest.mark.slow
-def test_a_worker_killed_by_the_system_is_one_clear_line_and_the_work_is_kept(
-    corpus, reference, tmp_path
-):
+def test_a_killed_worker_is_one_clear_line_and_the_work_is_kept(corpus, reference, tmp_path):
     argv = command(corpus, tmp_path, *OF_REFERENCE, "--workers=2", TINY_SHARDS)
     run = after_a_shard(argv, tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     for pid in workers(run.pid):
@@ -181,16 +177,9 @@ def test_too_many_bad_records_can_be_allowed_without_reading_all_again(tmp_path,
 # -- several processes --
 
 
-def under_torchrun(
-    n: int, corpus: list[Path], data: Path, *options: str, run=subprocess.run
-) -> subprocess.CompletedProcess:
-    """Run prepare.py in n processes under torchrun. run=warm.run starts the ranks without it."""
-    return on_ranks(n, *command(corpus, data, *options)[1:], run=run)
-
-
 @pytest.mark.slow
 def test_several_processes_make_the_same_data_set_as_one(corpus, reference, tmp_path):
-    run = under_torchrun(3, corpus, tmp_path, *OF_REFERENCE)
+    run = ended(command(corpus, tmp_path, *OF_REFERENCE, n=3), subprocess.run)
     assert run.returncode == 0, run.stderr[-2000:]
     assert contents(tmp_path / "set") == contents(reference)
     sources = open_dataset(tmp_path / "set")["sources"]
@@ -202,7 +191,7 @@ def test_several_processes_make_the_same_data_set_as_one(corpus, reference, tmp_
 def test_a_file_that_cannot_be_read_is_named_whichever_process_meets_it(corpus, tmp_path):
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(gzip.compress(corpus[0].read_bytes())[:-100])
-    run = under_torchrun(2, [corpus[0], cut], tmp_path, "--tokenizer=byte", run=warm.run)
+    run = ended(command([corpus[0], cut], tmp_path, "--tokenizer=byte", n=2))
     assert run.returncode != 0 and f"error: rank 1: {cut}: damaged or cut off" in run.stderr
     assert "Traceback (" not in run.stderr and not (tmp_path / "set").exists()
 

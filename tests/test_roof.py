@@ -1,15 +1,13 @@
 import shutil
 
 import pytest
-import torch
-from conftest import facts_of
+from conftest import CPU, facts_of
 
 from bench import roof
 
 SMALL = ["--n_layer=2", "--n_head=4", "--n_embd=64", "--block_size=32", "--batch_size=2"]
 SMALL += ["--vocab_size=300", "--seconds=0.001"]
 SMALL += ["--device=cpu", "--dtype=float32", "--peak_tflops=1"]
-CPU = roof.Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 COMPILES = shutil.which("g++") is not None
 PRODUCTS = ("forward", "input grad", "weight grad")
 LAYERS = ["qkv", "proj", "gate_proj", "up_proj", "down_proj", "lm_head"]

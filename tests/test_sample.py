@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import call, forge
+from conftest import call, forge, saved
 from safetensors.torch import load_file
 from safetensors.torch import save as save_bytes
 
@@ -14,7 +14,6 @@ import configurator
 import sample
 from model import GPT
 from text.dataset import load_tokenizer
-from training.checkpoint import newest_checkpoint
 
 
 def run(out: Path, *options: str) -> None:
@@ -50,7 +49,7 @@ def test_too_many_at_once_is_one_line(finished, tiny_data, capsys):
 def test_streaming_never_splits_a_chinese_character(finished, monkeypatch):
     """The model answers in byte tokens of a Chinese text, but only whole characters are written."""
     text = "龘龙舞九天😀。"  # characters outside the tiny vocabulary
-    ids = load_tokenizer(newest_checkpoint(finished / "ckpt")).encode(text)
+    ids = load_tokenizer(saved(finished)).encode(text)
     assert len(ids) > len(text)
     monkeypatch.setattr(GPT, "generate", lambda self, idx, n, **_: (torch.tensor([i]) for i in ids))
     writes = []
@@ -75,7 +74,7 @@ def test_each_prompt_is_continued_and_without_any_the_run_s_own(finished, tmp_pa
     run(finished.parent, "--prompt", "the loop", "模型", "--max_new_tokens=5")
     first, second = capsys.readouterr().out.split("----------------\n")
     assert first.startswith("the loop") and second.startswith("模型")
-    folder = shutil.copytree(newest_checkpoint(finished / "ckpt"), tmp_path / "ckpt")
+    folder = shutil.copytree(saved(finished), tmp_path / "ckpt")
     forge(folder, "train_config.json", b'{"sample_prompt": "the loop"}')
     for prompt in ([], ["--prompt", ""]):
         call(sample.main, f"--ckpt={folder}", "--device=cpu", *prompt)
@@ -91,11 +90,12 @@ def test_interactive_answers_every_line_until_the_end_of_input(finished, capsys,
     assert said.count("tok/s") == 2 and said.count("error: the prompt has") == 1
 
 
-def test_damaged_weights_are_one_line_and_never_a_made_up_token(finished, tmp_path, capsys):
-    folder = Path(shutil.copytree(newest_checkpoint(finished / "ckpt"), tmp_path / "damaged"))
+@pytest.mark.parametrize("how", ["--temperature=0", "--top_k=5", "--top_p=0.9", "--top_p=1"])
+def test_damaged_weights_are_one_line_and_never_a_made_up_token(finished, tmp_path, capsys, how):
+    folder = Path(shutil.copytree(saved(finished), tmp_path / "damaged"))
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] *= 3e38
     forge(folder, "model.safetensors", save_bytes(weights))
     with pytest.raises(configurator.UserError, match="--dtype"):
-        call(sample.main, f"--ckpt={folder}", "--device=cpu", "--prompt", "")
+        call(sample.main, f"--ckpt={folder}", "--device=cpu", how, "--prompt", "")
     assert capsys.readouterr().out == ""

@@ -1,21 +1,16 @@
 """shard and recompute: the same training, and the same files, with less memory on each rank."""
 
-from pathlib import Path
+import subprocess
 
 import pytest
-import warm
-from conftest import NEEDS_BF16, metrics, on_ranks, resumes, same, stop_at_4, torchrun, train_tiny
+from conftest import NEEDS_BF16, ended, metrics, python, resumes, same, stop_at_4, train_on
 
 DROPOUT = ["--dropout=0.1"]
 
 
-def train_on(n: int, data: Path, out: Path, *options: str) -> Path:
-    return torchrun(n, data, out, *options, run=warm.run)
-
-
 def output_on(n: int, *argv: str) -> str:
     """Run a script in n processes; return what they print."""
-    done = on_ranks(n, *argv)
+    done = ended(python(n, *argv), subprocess.run)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout
 
@@ -41,23 +36,18 @@ def test_a_resumed_run_of_the_same_ranks_is_bit_identical(tiny_data, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n, shard", [(1, "all"), (3, "optimizer")])
-def test_another_number_of_ranks_and_another_shard_go_on_within_rounding(
-    n, shard, tiny_data, tmp_path
-):
+def test_more_or_fewer_ranks_and_another_shard_go_on_within_rounding(n, shard, tiny_data, tmp_path):
     """Without dropout, whose masks depend on the rank. 3 ranks do not divide a step of 8 windows,
     so all runs here have 6: one rank reads six, and three ranks two each."""
     sizes = ["--batch_size=1", "--batch_tokens=192", "--optimizer=muon"]
     whole = train_on(2, tiny_data, tmp_path / "whole", "--shard=all", *sizes)
     stop_at_4(whole, tmp_path)
     more = [f"--shard={shard}", "--init_from=resume"]
-    if n == 1:
-        run = train_tiny(tiny_data, tmp_path, *sizes, *more)
-    else:
-        run = train_on(n, tiny_data, tmp_path, *sizes, *more)
+    run = train_on(n, tiny_data, tmp_path, *sizes, *more)
     for key in ("loss", "grad_norm", "val_loss"):
         assert metrics(run, key) == pytest.approx(metrics(whole, key), rel=1e-4), key
 
 
-def test_recompute_changes_nothing_not_even_what_dropout_draws(tiny_data, tmp_path):
-    plain = train_tiny(tiny_data, tmp_path / "plain", *DROPOUT)
-    assert same(train_tiny(tiny_data, tmp_path, "--recompute=blocks", *DROPOUT), plain)
+def test_recompute_changes_nothing_not_even_what_dropout_draws(trains, tmp_path):
+    plain = trains(*DROPOUT).rename(tmp_path / "plain")
+    assert same(trains("--recompute=blocks", *DROPOUT), plain)

@@ -50,9 +50,7 @@ def test_every_cell_has_figures_that_agree_with_each_other(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("axis", ["optimizer", "documents"])
-def test_the_values_of_a_setting_take_turns_and_are_compared_with_the_first(
-    axis, tiny_data, tmp_path
-):
+def test_values_of_a_setting_take_turns_and_are_compared_with_the_first(axis, tiny_data, tmp_path):
     options = [f"--vary={axis}", "--rounds=2", f"--data_dir={tiny_data}"]
     facts = facts_of(sweep.main, tmp_path, *SMALL, *options)
     cells = facts["cells"]

@@ -52,7 +52,7 @@ def width(row: str) -> int:
 
 
 def test_the_bar_stays_in_one_row_below_the_lines_and_leaves_nothing(
-    in_terminal, tiny_data, tmp_path, monkeypatch
+    in_terminal, trains, tmp_path, monkeypatch
 ):
     take_step = train.take_step
 
@@ -61,7 +61,7 @@ def test_the_bar_stays_in_one_row_below_the_lines_and_leaves_nothing(
         return take_step(*args)
 
     monkeypatch.setattr(train, "take_step", warned_step)
-    written = in_terminal(lambda: train_tiny(tiny_data, tmp_path, "--sample_every=4"))
+    written = in_terminal(lambda: trains("--sample_every=4"))
     bars, printed = parts(written)
     assert max(map(len, bars)) < 80
     for step in range(1, 9):
@@ -90,8 +90,8 @@ def test_prepare_and_evaluation_have_the_same_bar_and_fit_into_the_terminal(
     assert max(map(len, bars)) < 80 and not BAR.search(printed)
 
 
-def test_where_there_is_no_terminal_there_is_no_bar(tiny_data, tmp_path, capfd):
-    train_tiny(tiny_data, tmp_path, "--max_steps=2")
+def test_where_there_is_no_terminal_there_is_no_bar(trains, capfd):
+    trains("--max_steps=2")
     out, err = capfd.readouterr()
     assert err == "" and "step 2/2 | loss" in out and "\r" not in out and "\x1b" not in out
 

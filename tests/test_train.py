@@ -14,24 +14,21 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, TINY, call, end, forge, metrics, same, train_tiny
+from conftest import CPU, REPO, TINY, call, end, forge, metrics, same, saved, train_tiny
 
 import train
 from configurator import UserError, parse
 from hardware.disk import damage
-from hardware.machine import Clock, Machine
+from hardware.machine import Clock
 from model import GPT
 from text.dataset import load_tokenizer, open_datasets, open_windows
 from text.windows import Rows
 from training import banner, start
-from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate, write_text
 from training.huggingface import from_pretrained
 from training.plan import lr_at, make_plan
 from training.settings import TrainConfig, model_config
 from training.step import read_ahead, to_batch
-
-CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,31 +51,31 @@ COSINE = 0.1 + 0.9 * (1 + math.cos(math.pi * 44 / 89)) / 2
 TO_ZERO = ["--schedule=linear", "--warmup_ratio=0.2", "--min_lr_ratio=0"]
 
 
-@pytest.mark.parametrize(
-    "options, table",
-    [
-        (["--schedule=cosine"], {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 54: COSINE, 99: 0.1}),
-        (["--schedule=linear"], {0: 0.1, 10: 1.0, 54: 1 - 0.9 * 44 / 89, 99: 0.1}),
-        (["--schedule=wsd"], {0: 0.1, 10: 1.0, 50: 1.0, 80: 1.0, 90: 1 - 0.9 * 10 / 19, 99: 0.1}),
-        (["--schedule=constant"], {0: 0.1, 10: 1.0, 99: 1.0}),
-        (TO_ZERO, {0: 0.05, 19: 1.0, 99: 0.0}),
-    ],
-)
+SCHEDULES = [
+    (["--schedule=cosine"], {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 54: COSINE, 99: 0.1}),
+    (["--schedule=linear"], {0: 0.1, 10: 1.0, 54: 1 - 0.9 * 44 / 89, 99: 0.1}),
+    (["--schedule=wsd"], {0: 0.1, 10: 1.0, 50: 1.0, 80: 1.0, 90: 1 - 0.9 * 10 / 19, 99: 0.1}),
+    (["--schedule=constant"], {0: 0.1, 10: 1.0, 99: 1.0}),
+    (TO_ZERO, {0: 0.05, 19: 1.0, 99: 0.0}),
+]
+
+
+@pytest.mark.parametrize("options, table", SCHEDULES)
 def test_learning_rate_is_what_the_formula_says(options, table):
     cfg = config("--lr=1", "--warmup_ratio=0.1", *options)
     for step, want in table.items():
         assert lr_at(step, 100, cfg) == pytest.approx(want, abs=1e-12), step
 
 
-@pytest.mark.parametrize(
-    "options, steps",
-    [
-        (["--max_steps=7"], 7),
-        (["--max_steps=0", "--max_tokens=2560"], 10),
-        (["--max_steps=0", "--max_epochs=1.5"], 15),
-        (["--max_steps=12", "--max_epochs=1.5", "--max_tokens=9999999"], 12),
-    ],
-)
+ENDS = [
+    (["--max_steps=7"], 7),
+    (["--max_steps=0", "--max_tokens=2560"], 10),
+    (["--max_steps=0", "--max_epochs=1.5"], 15),
+    (["--max_steps=12", "--max_epochs=1.5", "--max_tokens=9999999"], 12),
+]
+
+
+@pytest.mark.parametrize("options, steps", ENDS)
 def test_a_run_ends_at_the_first_of_its_limits(options, steps):
     assert make_plan(config(*options), 1, epoch_tokens=2560).steps == steps
 
@@ -174,7 +171,7 @@ def test_a_run_leaves_all_that_it_promises(straight, tiny_data):
     bits = last["val_loss"] / math.log(2) * counts["tokens"]
     assert last["val_bits_per_byte"] == pytest.approx(bits / counts["bytes"])
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
-    checkpoint = newest_checkpoint(straight / "ckpt")
+    checkpoint = saved(straight)
     assert checkpoint.name == "step_00000008"
     files = {"config.json", "model.safetensors", "train_state.pt", "train_config.json", "meta.json"}
     files |= {"tokenizer.model", "tokenizer.json", "tokenizer_config.json", "manifest.json"}
@@ -201,11 +198,9 @@ def test_waits_for_data_are_counted_and_a_signal_ends_the_batches_of_a_process_t
         assert next(batches) is not None
 
 
-def test_a_peak_that_was_measured_on_a_busy_machine_gives_no_mfu_above_100_percent(
-    tiny_data, tmp_path, monkeypatch
-):
+def test_a_peak_measured_on_a_busy_machine_gives_no_mfu_above_100_percent(trains, monkeypatch):
     monkeypatch.setattr(start, "peak_tflops", lambda *_: (1e-9, "far too slow"))
-    run = train_tiny(tiny_data, tmp_path, "--peak_tflops=0")
+    run = trains("--peak_tflops=0")
     assert set(metrics(run, "mfu").values()) == {None}
 
 
@@ -227,20 +222,18 @@ def test_resume_with_all_settings_of_the_checkpoint_is_bit_identical_to_never_ha
         # There is no gap, no repetition and no difference.
         assert metrics(tmp_path / "renamed", key) == metrics(straight, key)
     before, after = (
-        json.loads((newest_checkpoint(run / "ckpt") / "train_config.json").read_text())
+        json.loads((saved(run) / "train_config.json").read_text())
         for run in (straight, tmp_path / "renamed")
     )
     assert after == before | {"out_dir": str(tmp_path), "run_name": "renamed"}
     shutil.copytree(tmp_path / "renamed", tmp_path / "backup")
-    os.utime(newest_checkpoint(tmp_path / "backup" / "ckpt") / "manifest.json")  # as cp -r does
+    os.utime(saved(tmp_path / "backup") / "manifest.json")  # as cp -r does
     assert "began as renamed" in refuses(train.main, f"--out_dir={tmp_path}", "--init_from=resume")
 
 
-def test_settings_that_are_given_to_a_resumed_run_take_effect_and_are_listed(
-    straight, tmp_path, capsys
-):
+def test_settings_given_to_a_resumed_run_take_effect_and_are_listed(straight, tmp_path, capsys):
     shutil.copytree(straight, tmp_path / "run")
-    checkpoint = newest_checkpoint(tmp_path / "run" / "ckpt")
+    checkpoint = saved(tmp_path / "run")
     path = checkpoint / "train_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"use_magic": 3, "overwrite": True}))
     forge(checkpoint)
@@ -274,11 +267,9 @@ def test_without_a_dataset_the_newest_is_named_and_too_many_epochs_are_warned_of
     assert "tokens per parameter: " in out and " with repetitions" in out
 
 
-def test_how_often_one_evaluates_samples_saves_and_logs_does_not_change_the_training(
-    straight, tiny_data, tmp_path
-):
+def test_how_often_one_evaluates_samples_saves_and_logs_changes_no_weight(straight, trains):
     options = ["--dropout=0.1", "--eval_every=3", "--save_every=100", "--log_every=7"]
-    run = train_tiny(tiny_data, tmp_path, *options, "--sample_every=0")
+    run = trains(*options, "--sample_every=0")
     assert same(run, straight)
     assert not metrics(run, "sample")
 
@@ -288,7 +279,7 @@ def test_samples_show_what_the_weights_of_their_step_write(straight, tiny_data):
     assert samples.keys() == {4, 8} and samples[4] != samples[8]
     tokenizer = load_tokenizer(tiny_data / "tiny")
     prompt = [*tokenizer.prefix, *tokenizer.encode("the loop").tolist()]
-    model = from_pretrained(newest_checkpoint(straight / "ckpt"))
+    model = from_pretrained(saved(straight))
     counts = open_datasets("tiny", tiny_data)[0].meta["splits"]["val"]
     length = math.ceil(200 * counts["tokens"] / counts["bytes"])
     text = write_text(model, tokenizer, prompt, length, seed=TrainConfig.seed)
@@ -300,7 +291,7 @@ def test_the_loss_on_train_is_of_as_many_fixed_windows_as_that_on_val(straight, 
     val, split = (open_windows(data, name, 32) for name in ("val", "train"))
     count = len(val.fixed_starts(0))
     assert count < split.n_windows
-    model = from_pretrained(newest_checkpoint(straight / "ckpt"))
+    model = from_pretrained(saved(straight))
     loss = evaluate(model, split, count * 32, 4, CPU)
     assert metrics(straight, "train_eval_loss")[8] == pytest.approx(loss, rel=1e-5)
     assert abs(loss - metrics(straight, "val_loss")[8]) > 1e-4
@@ -333,30 +324,25 @@ def test_compiled_training_is_eager_training(tiny_data, tmp_path, capsys, recomp
 
 
 @pytest.mark.slow
-def test_where_compile_fails_one_line_says_how_to_train_without_it(
-    tiny_data, tmp_path, monkeypatch, refuses
-):
+def test_where_compile_fails_one_line_says_how_to_train_without_it(trains, monkeypatch, refuses):
     monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/no/compiler"))
-    options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--compile"]
-    assert "--compile=false" in refuses(train.main, *options)
+    assert "--compile=false" in refuses(lambda: trains("--compile"))
 
 
-def test_only_the_newest_checkpoints_and_the_best_are_kept(tiny_data, tmp_path):
-    # This learning rate destroys the model after its first steps, so an early step stays the best.
+def test_only_the_newest_checkpoints_and_the_best_are_kept(trains):
     options = ["--lr=3", "--warmup_ratio=0", "--schedule=constant", "--grad_clip=0"]
     options += ["--eval_every=1", "--save_every=1", "--keep=2"]
-    run = train_tiny(tiny_data, tmp_path, *options, "--max_steps=6")
+    run = trains(*options, "--max_steps=6")
     best = min(metrics(run, "val_loss").items(), key=lambda item: item[1])[0]
     kept = sorted(int(p.name[5:]) for p in (run / "ckpt").glob("step_*"))
     assert best < 5 and kept == [best, 5, 6]
 
 
 def test_weights_that_are_not_finite_are_never_saved_and_end_the_run_with_an_error(
-    tiny_data, tmp_path, refuses
+    trains, tmp_path, refuses
 ):
-    options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--lr=1e38"]
-    options += ["--warmup_ratio=0", "--save_every=1", "--keep=9", "--grad_clip=0"]
-    assert "NaN or infinity in wte.weight" in refuses(train.main, *options)
+    options = ["--lr=1e38", "--warmup_ratio=0", "--save_every=1", "--keep=9", "--grad_clip=0"]
+    assert "NaN or infinity in wte.weight" in refuses(lambda: trains(*options))
     for folder in (tmp_path / "run" / "ckpt").glob("step_*"):
         assert all(p.isfinite().all() for p in from_pretrained(folder).parameters())

@@ -31,7 +31,7 @@ import torch
 REPO = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO), str(REPO / "tests")]
 
-from conftest import TINY, make_records, prepared  # noqa: E402
+from conftest import TINY, make_records, prepared, python  # noqa: E402
 from test_chat_folder import conversations, records  # noqa: E402
 
 from configurator import parse, run  # noqa: E402
@@ -69,12 +69,9 @@ RECORDED = ("loss", "lr", "grad_norm", "val_loss", "tokens")
 
 def command(job: str, data: Path, out: Path) -> list[str]:
     n, options = JOBS[job]
-    launch = []
-    if n > 1:
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
-        launch += ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGHUP"]
-    argv = [sys.executable, *launch, str(REPO / "train.py"), *COMMON]
-    return [*argv, f"--data_dir={data}", f"--out_dir={out}", *options]
+    launch = ["--signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGHUP"] if n > 1 else []
+    folders = [f"--data_dir={data}", f"--out_dir={out}"]
+    return python(n, *launch, REPO / "train.py", *COMMON, *folders, *options)
 
 
 def start(argv: list[str]) -> Popen:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REPO, TINY, forge, make_records, train_tiny, write_jsonl
+from conftest import REPO, TINY, forge, make_records, saved, train_tiny, write_jsonl
 
 import bench.compare
 import bench.init_scales
@@ -21,7 +21,6 @@ import plot
 import prepare
 import sample
 import train
-from training.checkpoint import newest_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     train_tiny(root / "data", root / "out", "--max_steps=4")
     of_gpt2 = ["--max_steps=1", "--preset=gpt2", "--n_kv_head=0"]
     gpt2 = train_tiny(root / "data", root / "gpt2", *of_gpt2)
-    ckpt = newest_checkpoint(root / "out" / "run" / "ckpt")
+    ckpt = saved(root / "out" / "run")
     shutil.copytree(ckpt, root / "no_tokenizer")
     (root / "no_tokenizer" / "manifest.json").unlink()  # so that no hash of its files is checked
     (root / "no_tokenizer" / "tokenizer.model").unlink()
@@ -53,7 +52,7 @@ def place(tiny_data, tmp_path_factory) -> dict[str, Path]:
     (root / "mine" / "run" / "thesis.tex").write_text("precious")
     names = {name: root / name for name in ("data", "out", "mine", "log", "begun")}
     names |= {"root": root, "ckpt": ckpt, "corpus": root / "corpus.jsonl"}
-    names |= {"gpt2": newest_checkpoint(gpt2 / "ckpt")}
+    names |= {"gpt2": saved(gpt2)}
     return names | {"inits": REPO / "bench" / "questions" / "inits.py"}
 
 

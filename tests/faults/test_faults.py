@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +17,7 @@ import harness
 import pytest
 import torch
 import warm
-from conftest import REPO, TINY, forge, make_records, metrics, prepared, train_tiny
+from conftest import forge, make_records, metrics, prepared, saved, train_tiny, training
 from safetensors.torch import load_file
 
 import prepare
@@ -26,7 +25,6 @@ import train
 from hardware.disk import damage
 from model import GPT
 from training import checkpoint, report
-from training.checkpoint import newest_checkpoint
 from training.huggingface import from_pretrained
 from training.report import spike
 
@@ -43,23 +41,19 @@ def test_killed_signalled_and_damaged_runs_end_identical(tmp_path, monkeypatch):
 ENDLESS = ["--max_steps=100000", "--save_every=100000", "--eval_every=100000"]
 
 
-def options(data: Path, out: Path, *more: str) -> list[str]:
-    return [*TINY, f"--data_dir={data}", f"--out_dir={out}", *more]
-
-
 def steps_in(run: Path) -> list[str]:
     """Return what is in the folder of the checkpoints, without the zeros of the numbers."""
     return sorted(path.name.replace("step_000000", "") for path in (run / "ckpt").iterdir())
 
 
 @pytest.mark.slow
-def test_a_damaged_file_of_a_checkpoint_is_named_and_the_one_before_is_taken(
+def test_a_damaged_file_is_named_and_the_save_before_it_taken(
     finished, tiny_data, tmp_path, capsys
 ):
     files = "model.safetensors train_state.pt manifest.json train_config.json meta.json".split()
     for name, fault in zip(files, itertools.cycle(harness.DAMAGE), strict=False):
         run = shutil.copytree(finished, tmp_path / name / "run")
-        harness.hurt(newest_checkpoint(run / "ckpt") / name, fault, random.Random(3))
+        harness.hurt(saved(run) / name, fault, random.Random(3))
         train_tiny(tiny_data, tmp_path / name, "--init_from=resume")
         printed = capsys.readouterr().out
         assert "at step 4" in printed and "warning: " in printed, name
@@ -69,12 +63,10 @@ def test_a_damaged_file_of_a_checkpoint_is_named_and_the_one_before_is_taken(
 
 @pytest.mark.parametrize("fault", harness.DAMAGE)
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json", "tokenizer.model"])
-def test_a_damaged_data_set_is_found_before_the_first_step(
-    own_data, tmp_path, refuses, name, fault
-):
+def test_a_damaged_data_set_is_found_before_any_step(own_data, tmp_path, refuses, name, fault):
     harness.hurt(own_data / name, fault, random.Random(3))
     for windows in ("stream", "pack"):  # to pack, one has to know where documents end
-        error = refuses(train.main, *options(tmp_path, tmp_path, f"--documents={windows}"))
+        error = refuses(lambda: train_tiny(tmp_path, tmp_path, f"--documents={windows}"))  # noqa: B023
         assert name in error or "no data set in" in error
     assert not (tmp_path / "run").exists()
 
@@ -90,9 +82,7 @@ def replace_by_another(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [fill_with_zeros, os.utime, replace_by_another, os.unlink])
-def test_data_that_change_in_place_during_a_run_end_it_at_the_next_save(
-    own_data, tmp_path, monkeypatch, refuses, change
-):
+def test_data_that_change_in_place_end_the_run(own_data, tmp_path, monkeypatch, refuses, change):
     """They were trained on. A file that was touched, replaced or deleted is read as it was."""
     path = own_data / "train.bin"
     take_step = train.take_step
@@ -104,11 +94,12 @@ def test_data_that_change_in_place_during_a_run_end_it_at_the_next_save(
         return take_step(*args, **kwargs)
 
     monkeypatch.setattr(train, "take_step", changing)
+    train_it = partial(train_tiny, tmp_path, tmp_path)
     if change is fill_with_zeros:
-        assert str(path) in refuses(train.main, *options(tmp_path, tmp_path))
+        assert str(path) in refuses(train_it)
     else:
-        train_tiny(tmp_path, tmp_path)
-    newest = newest_checkpoint(tmp_path / "run" / "ckpt").name
+        train_it()
+    newest = saved(tmp_path / "run").name
     assert newest == ("step_00000004" if change is fill_with_zeros else "step_00000008")
 
 
@@ -122,37 +113,35 @@ def test_a_data_file_that_is_cut_while_it_is_read_is_explained(own_data, tmp_pat
     assert "cut short" in process.communicate()[1]
 
 
-def test_a_train_state_of_another_program_is_one_line_and_no_code_in_it_is_run(
-    copied, tiny_data, tmp_path, refuses
-):
+def test_a_strange_train_state_is_one_line_and_runs_no_code(copied, trains, tmp_path, refuses):
     class Evil:
         def __reduce__(self):
             return (Path(tmp_path / "pwned").write_text, ("x",))
 
-    folder = newest_checkpoint(copied / "ckpt")
+    folder = saved(copied)
     state = torch.load(folder / "train_state.pt", weights_only=True)
     strange = {name: state | {name: [None]} for name in ("samples", "best_val_loss")}
     for name, content in (strange | {"train_state.pt": state | {"optimizer": Evil()}}).items():
         torch.save(content, folder / "train_state.pt")
         forge(folder)
-        assert name in refuses(train.main, *options(tiny_data, tmp_path, "--init_from=resume"))
+        assert name in refuses(lambda: trains("--init_from=resume"))
     assert not (tmp_path / "pwned").exists()
 
 
 def test_data_that_changed_under_a_run_are_refused_by_name(copied, tiny_data, tmp_path, refuses):
     records = [*make_records(300, seed=5), {"text": "gradient " * 99}]
     prepared(tmp_path, records, f"--tokenizer={tiny_data / 'tiny' / 'tokenizer.model'}")
-    error = refuses(train.main, *options(tmp_path, tmp_path, "--init_from=resume"))
+    resume = partial(train_tiny, tmp_path, tmp_path, "--init_from=resume")
+    error = refuses(resume)
     assert "tiny/train.bin" in error and "tiny/val.bin" in error and "tokenizer" not in error
     prepared(tmp_path, records)
-    error = refuses(train.main, *options(tmp_path, tmp_path, "--init_from=resume"))
-    assert "tokenizer" in error
+    assert "tokenizer" in refuses(resume)
 
 
-def test_another_batch_goes_on_with_the_next_window(copied, tiny_data, tmp_path, prints):
+def test_another_batch_goes_on_with_the_next_window(copied, trains, prints):
     """The place in the data is counted in windows, so that none is left out or read twice."""
     more = ["--batch_tokens=512", "--max_tokens=4096", "--max_steps=0"]
-    train_tiny(tiny_data, tmp_path, "--init_from=resume", *more)
+    trains("--init_from=resume", *more)
     for step, first, count in ((8, 56, 8), (9, 64, 16), (10, 80, 16)):
         shown = prints(prepare.main, "--inspect", copied, f"--step={step}")
         assert f"---- sample {first}: " in shown and shown.count("---- sample") == count
@@ -166,9 +155,7 @@ def test_another_batch_goes_on_with_the_next_window(copied, tiny_data, tmp_path,
 
 def launch(n: int, data: Path, out: Path, *more: str) -> warm.Popen:
     """Start a training of n processes. Return its process, or the one that stands for torchrun."""
-    launcher = f"-m torch.distributed.run --standalone --nproc_per_node={n}".split()
-    argv = [sys.executable, *(launcher if n > 1 else []), str(REPO / "train.py")]
-    return warm.Popen([*argv, *options(data, out, *more)], stdout=-1, stderr=-1, text=True)
+    return warm.Popen(training(n, data, out, *more), stdout=-1, stderr=-1, text=True)
 
 
 @pytest.mark.slow
@@ -181,7 +168,7 @@ def test_a_signal_saves_the_step_and_ends_with_its_code(tiny_data, tmp_path, nam
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number and "Traceback" not in err, err
     assert ("Ctrl-C again" in err) == (name == "SIGINT")
-    folder = newest_checkpoint(tmp_path / "run" / "ckpt")
+    folder = saved(tmp_path / "run")
     done = int(folder.name[5:])
     assert not damage(folder)
     assert metrics(tmp_path / "run", "loss").keys() == set(range(1, done + 1))
@@ -195,7 +182,7 @@ def test_one_rank_told_to_stop_stops_all_after_the_same_step(tiny_data, tmp_path
     os.kill(harness.workers(process)[1], signal.SIGUSR1)  # rank 1 alone
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0
-    folder = newest_checkpoint(tmp_path / "run" / "ckpt")
+    folder = saved(tmp_path / "run")
     assert not damage(folder) and int(folder.name[5:]) == max(metrics(tmp_path / "run", "loss"))
 
 
@@ -216,42 +203,38 @@ def poison(monkeypatch, *bad_calls: int, change=lambda loss: loss * math.nan) ->
     monkeypatch.setattr(GPT, "forward", broken)
 
 
-def test_the_best_weights_are_saved_though_the_step_before_their_evaluation_was_bad(
-    tiny_data, tmp_path, monkeypatch
-):
+def test_the_best_weights_are_saved_though_the_step_before_was_bad(trains, monkeypatch):
     poison(monkeypatch, 6, 7)  # step 4, after which the first evaluation is the best so far
-    run = train_tiny(tiny_data, tmp_path, "--save_every=100")
+    run = trains("--save_every=100")
     assert metrics(run, "bad_steps") == {4: 1}
     assert metrics(run, "saved").keys() == {4, 8}
 
 
-def test_a_step_that_is_not_finite_is_skipped_counted_and_its_texts_can_be_read(
-    tiny_data, tmp_path, monkeypatch, capsys, prints
-):
+def test_a_bad_step_is_skipped_and_counted_and_can_be_read(trains, monkeypatch, capsys, prints):
     poison(monkeypatch, 5)  # the second micro-step of step 3
-    run = train_tiny(tiny_data, tmp_path)
+    run = trains()
     assert "step 3/8 | warning: loss nan" in capsys.readouterr().out
     assert metrics(run, "loss").keys() == {1, 2, 4, 5, 6, 7, 8}
     assert metrics(run, "bad_steps") == {3: 1}
-    model = from_pretrained(newest_checkpoint(run / "ckpt"))
+    model = from_pretrained(saved(run))
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert prints(prepare.main, "--inspect", run, "--step=3").count("---- sample") == 8
 
 
 def test_too_many_bad_steps_end_the_run_which_keeps_good_checkpoints_and_goes_on_behind_them(
-    tiny_data, tmp_path, monkeypatch, refuses
+    trains, tmp_path, monkeypatch, refuses
 ):
     poison(monkeypatch, *range(10, 18), change=lambda loss: loss * math.inf)  # steps 6 to 9
     monkeypatch.setattr("training.plan.MAX_BAD_STEPS", 4)
     more = ["--max_steps=12", "--save_every=1"]
-    assert "4 steps in a row" in refuses(train.main, *options(tiny_data, tmp_path, *more))
+    assert "4 steps in a row" in refuses(lambda: trains(*more))
     # The good ones before, the best (step 8 still has the weights of step 5, which are better than
     # those of step 4), and the last. No good one was pruned for the last.
     assert steps_in(tmp_path / "run") == ["03", "04", "05", "08", "09"]
     kept = sorted((tmp_path / "run" / "ckpt").iterdir())
     good, _, last = [load_file(path / "model.safetensors") for path in kept[2:]]
     assert all(torch.equal(last[k], good[k]) for k in good)  # the bad steps changed nothing
-    run = train_tiny(tiny_data, tmp_path, *more, "--init_from=resume")
+    run = trains(*more, "--init_from=resume")
     assert metrics(run, "loss").keys() == {*range(1, 6), 10, 11, 12}
 
 
@@ -262,31 +245,27 @@ def in_fp16(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_the_fp16_scalers_own_skips_are_told_apart_and_its_state_is_resumed(
-    in_fp16, tiny_data, tmp_path, monkeypatch, capsys
-):
+def test_fp16_skips_are_told_apart_and_the_scaler_is_resumed(in_fp16, trains, monkeypatch, capsys):
     scaler = partial(torch.amp.GradScaler, init_scale=2.0**40, growth_interval=3)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     more = ["--max_steps=40", "--save_every=30", "--eval_every=100"]
-    run = train_tiny(tiny_data, tmp_path, *more)
+    run = trains(*more)
     printed = capsys.readouterr().out
     loss, skipped = (metrics(run, key) for key in ("loss", "loss_scale"))
     assert len(skipped) > 5 and "warning" not in printed and "fp16 overflow" in printed
     assert loss.keys() == set(range(1, 41)) - skipped.keys() and not metrics(run, "bad_steps")
     shutil.rmtree(run / "ckpt" / "step_00000040")
-    train_tiny(tiny_data, tmp_path, *more, "--init_from=resume")
+    trains(*more, "--init_from=resume")
     assert (metrics(run, "loss"), metrics(run, "loss_scale")) == (loss, skipped)
 
 
-def test_a_run_that_began_in_another_dtype_goes_on_in_fp16(copied, in_fp16, tiny_data, tmp_path):
+def test_a_run_that_began_in_another_dtype_goes_on_in_fp16(copied, in_fp16, trains):
     """It may move from an A100 to a V100. The checkpoint of the A100 has no state of a scaler."""
-    train_tiny(tiny_data, tmp_path, "--max_steps=12", "--init_from=resume")
-    assert newest_checkpoint(copied / "ckpt").name == "step_00000012"
+    trains("--max_steps=12", "--init_from=resume")
+    assert saved(copied).name == "step_00000012"
 
 
-def test_an_fp16_run_whose_gradient_overflows_at_every_scale_ends(
-    in_fp16, tiny_data, tmp_path, monkeypatch, refuses
-):
+def test_fp16_that_overflows_at_every_scale_ends(in_fp16, trains, tmp_path, monkeypatch, refuses):
     def overflow(loss: torch.Tensor) -> torch.Tensor:
         loss.register_hook(lambda grad: grad * math.inf)
         return loss
@@ -295,16 +274,16 @@ def test_an_fp16_run_whose_gradient_overflows_at_every_scale_ends(
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=8.0))
     monkeypatch.setattr("training.plan.MAX_BAD_STEPS", 4)
     more = ["--max_steps=30"]
-    error = refuses(train.main, *options(tiny_data, tmp_path, *more))
+    error = refuses(lambda: trains(*more))
     # Only the scaler treats the first overflows. Those at a scale of 1 count as bad steps.
     assert metrics(tmp_path / "run", "loss_scale") == {1: 4, 2: 2, 3: 1}
     assert "4 steps in a row" in error and "step 7" in error
 
 
 @pytest.mark.slow
-def test_a_leap_of_the_loss_is_a_warning(tiny_data, tmp_path, monkeypatch, capsys):
+def test_a_leap_of_the_loss_is_a_warning(trains, monkeypatch, capsys):
     poison(monkeypatch, 2 * 45, change=lambda loss: loss * 3)
-    run = train_tiny(tiny_data, tmp_path, "--max_steps=60", "--eval_every=100", "--lr=1e-4")
+    run = trains("--max_steps=60", "--eval_every=100", "--lr=1e-4")
     assert metrics(run, "spike_z").keys() == {46} and "deviations high" in capsys.readouterr().out
 
 
@@ -317,15 +296,13 @@ def test_the_robust_z_score_is_that_of_the_formula():
 # -- the disk, the memory --
 
 
-def test_a_failed_save_leaves_the_checkpoint_before_it_and_gives_its_room_back(
-    tiny_data, tmp_path, monkeypatch, capsys
-):
+def test_a_failed_save_leaves_the_one_before_and_gives_its_room_back(trains, monkeypatch, capsys):
     """The next one is written. A file that is deleted while it is open keeps its place."""
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(torch, "save", Mock(side_effect=[None, full, None, None]))
     gc.disable()
     try:
-        run = train_tiny(tiny_data, tmp_path, "--save_every=2", "--eval_every=100")
+        run = trains("--save_every=2", "--eval_every=100")
         links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     finally:
         gc.enable()
@@ -334,14 +311,12 @@ def test_a_failed_save_leaves_the_checkpoint_before_it_and_gives_its_room_back(
     assert not [path for path in links if "tmp_step" in path]
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_is_no_failed_save(
-    tiny_data, tmp_path, monkeypatch, capsys
-):
+def test_an_old_checkpoint_that_cannot_be_deleted_is_no_failed_save(trains, monkeypatch, capsys):
     io_error = Mock(side_effect=OSError(5, "Input/output error"))
     monkeypatch.setattr(checkpoint, "remove_only", io_error)
-    run = train_tiny(tiny_data, tmp_path, "--save_every=2", "--eval_every=100", "--keep=1")
+    run = trains("--save_every=2", "--eval_every=100", "--keep=1")
     assert "an older checkpoint could not be deleted" in capsys.readouterr().out
-    assert newest_checkpoint(run / "ckpt").name == "step_00000008"
+    assert saved(run).name == "step_00000008"
 
 
 def at_step_5(monkeypatch, meddle: Callable[[], object]) -> None:
@@ -356,7 +331,7 @@ def at_step_5(monkeypatch, meddle: Callable[[], object]) -> None:
     monkeypatch.setattr(report.Metrics, "write", disturbed)
 
 
-def test_saving_does_not_stop_the_training(finished, tiny_data, tmp_path, monkeypatch):
+def test_saving_does_not_stop_the_training(finished, trains, monkeypatch):
     """Training goes on during a save, and the checkpoint holds the state of its own step."""
     save = torch.save
     trained_on = threading.Event()
@@ -367,18 +342,19 @@ def test_saving_does_not_stop_the_training(finished, tiny_data, tmp_path, monkey
 
     at_step_5(monkeypatch, trained_on.set)
     monkeypatch.setattr(torch, "save", after_another_step)
-    run = train_tiny(tiny_data, tmp_path)
+    run = trains()
     for step in ("step_00000004", "step_00000008"):
         slow_one, quick_one = (r / "ckpt" / step / "model.safetensors" for r in (run, finished))
         assert slow_one.read_bytes() == quick_one.read_bytes()
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("CUDA"), RuntimeError("can't allocate memory: you tried")]
-)
-def test_out_of_memory_says_which_flags_would_fit(tiny_data, tmp_path, monkeypatch, refuses, error):
+NO_MEMORY = [torch.OutOfMemoryError("CUDA"), RuntimeError("can't allocate memory: you tried")]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY)
+def test_out_of_memory_says_which_flags_would_fit(trains, monkeypatch, refuses, error):
     monkeypatch.setattr(GPT, "forward", Mock(side_effect=error))
-    line = refuses(train.main, *options(tiny_data, tmp_path))
+    line = refuses(trains)
     assert "out of memory" in line and "--batch_size=2 --batch_tokens=256" in line
-    line = refuses(train.main, *options(tiny_data, tmp_path, "--batch_size=1", "--overwrite"))
+    line = refuses(lambda: trains("--batch_size=1", "--overwrite"))
     assert "--block_size=16" in line

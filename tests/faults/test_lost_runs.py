@@ -8,15 +8,14 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import harness
 import pytest
-from conftest import REPO, call, contents, forge, metrics, same, train_tiny
+from conftest import call, contents, forge, metrics, same, saved, train_tiny, training
 from safetensors.torch import load_file, save_file
-from test_faults import ENDLESS, at_step_5, options, poison, steps_in
+from test_faults import ENDLESS, at_step_5, poison, steps_in
 
 import prepare
 import sample
@@ -26,54 +25,42 @@ from hardware.disk import Lock, damage
 from text.hf_tokenizer import HF_FILES
 from text.tokenizer import SentencePiece, Tiktoken
 from training import checkpoint
-from training.checkpoint import newest_checkpoint
 from training.plan import make_plan
 from training.runs import newest_run
 from training.settings import TrainConfig
-
-
-def command(data: Path, out: Path, *more: str) -> list[str]:
-    return [sys.executable, str(REPO / "train.py"), *options(data, out, *more)]
-
 
 # -- what is not a run --
 
 
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
 @pytest.mark.parametrize("init_from", ["scratch", "auto", "resume"])
-def test_a_folder_that_is_no_run_is_refused_and_keeps_every_file(
-    tiny_data, tmp_path, refuses, init_from, overwrite
-):
+def test_a_folder_of_others_is_refused_and_kept(trains, tmp_path, refuses, init_from, overwrite):
     project = tmp_path / "proj"
     for name in ("ckpt/weights.pt", "src/main.py", "thesis.tex", "metrics.jsonl"):
         (project / name).parent.mkdir(parents=True, exist_ok=True)
         (project / name).write_text("precious")
     files = contents(project)
     more = ["--run_name=proj", f"--init_from={init_from}", *overwrite]
-    refuses(train.main, *options(tiny_data, tmp_path, *more))
+    refuses(lambda: trains(*more))
     (project / "metrics.jsonl").unlink()  # now no file has a name that files of a run have
-    assert str(project) in refuses(train.main, *options(tiny_data, tmp_path, *more))
+    assert str(project) in refuses(lambda: trains(*more))
     del files["metrics.jsonl"]
     assert contents(project) == files
 
 
-def test_a_resume_records_the_checkpoint_that_a_killed_process_could_not_record(
-    copied, tiny_data, tmp_path
-):
+def test_a_resume_records_the_checkpoint_that_a_killed_process_could_not_record(copied, trains):
     """metrics.jsonl says which checkpoints there were: without them, auto must not begin anew."""
     lines = (copied / "metrics.jsonl").read_text().splitlines(keepends=True)
     unsaved = [line for line in lines if '"saved"' not in line and '"ended"' not in line]
     (copied / "metrics.jsonl").write_text("".join(unsaved))
-    train_tiny(tiny_data, tmp_path, "--init_from=resume", "--max_steps=12")
+    trains("--init_from=resume", "--max_steps=12")
     assert metrics(copied, "saved") == {8: "step_00000008", 12: "step_00000012"}
 
 
 # -- --overwrite --
 
 
-def test_overwrite_moves_the_earlier_run_out_of_the_way_with_all_that_is_in_its_folder(
-    copied, finished, tiny_data, tmp_path, capsys
-):
+def test_overwrite_moves_an_earlier_run_away_whole(copied, finished, trains, tmp_path, capsys):
     for name in ("notes.txt", "ckpt/step_00000004/model.gguf", "bad/mine.txt", "wandb/x"):
         (copied / name).parent.mkdir(parents=True, exist_ok=True)
         (copied / name).write_text("precious")
@@ -81,7 +68,7 @@ def test_overwrite_moves_the_earlier_run_out_of_the_way_with_all_that_is_in_its_
     (tmp_path / "run.old").mkdir()  # somebody's
     files = contents(copied)
     moved = tmp_path / "run.old2"
-    run = train_tiny(tiny_data, tmp_path, "--overwrite", "--seed=7")
+    run = trains("--overwrite", "--seed=7")
     assert contents(moved) == files and (moved / "ckpt" / "step_00000002").is_symlink()
     assert str(moved) in capsys.readouterr().out
     assert sorted(os.listdir(run)) == ["ckpt", "metrics.jsonl"] and steps_in(run) == ["04", "08"]
@@ -93,58 +80,54 @@ def test_overwrite_moves_the_earlier_run_out_of_the_way_with_all_that_is_in_its_
     assert "nothing is left to do" in capsys.readouterr().out
 
 
-def test_a_resume_does_not_overwrite_again(copied, tiny_data, tmp_path):
+def test_a_resume_does_not_overwrite_again(copied, trains, tmp_path):
     more = ["--overwrite", "--seed=7", "--max_steps=4"]
-    train_tiny(tiny_data, tmp_path, *more)
-    run = train_tiny(tiny_data, tmp_path, *more, "--init_from=auto", "--max_steps=8")
+    trains(*more)
+    run = trains(*more, "--init_from=auto", "--max_steps=8")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.old"]
     assert metrics(run, "loss").keys() == set(range(1, 9))
 
 
 @pytest.mark.parametrize("option", ["--overwrite", "--init_from=auto"])
-def test_overwrite_that_ends_before_the_first_checkpoint_loses_nothing(
-    copied, tiny_data, tmp_path, monkeypatch, option
-):
+def test_overwrite_ended_before_a_save_loses_nothing(copied, trains, tmp_path, monkeypatch, option):
     """The second start begins again: no checkpoint is there."""
     files = contents(copied)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(train, "save", Mock(side_effect=KeyboardInterrupt))
-        train_tiny(tiny_data, tmp_path, "--overwrite")
-    run = train_tiny(tiny_data, tmp_path, option)
+        trains("--overwrite")
+    run = trains(option)
     assert contents(tmp_path / "run.old") == files
     assert contents(run).keys() == files.keys() and metrics(run, "loss").keys() == set(range(1, 9))
 
 
 @pytest.mark.parametrize("option", ["--overwrite", "--init_from=resume"])
-def test_a_link_to_checkpoints_is_refused_and_they_stay(
-    finished, tiny_data, tmp_path, refuses, option
-):
+def test_linked_checkpoints_are_refused_and_stay(finished, trains, tmp_path, refuses, option):
     """They would be pruned."""
     theirs = shutil.copytree(finished, tmp_path / "theirs")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "ckpt").symlink_to(theirs / "ckpt")
     for _ in range(2):
-        error = refuses(train.main, *options(tiny_data, tmp_path, option, "--save_every=2"))
+        error = refuses(lambda: trains(option, "--save_every=2"))
         assert f"{tmp_path}/run/ckpt is a link" in error
         shutil.copy(finished / "metrics.jsonl", tmp_path / "run")  # now it is a run, as it seems
     assert contents(theirs) == contents(finished)
 
 
-def test_a_run_has_one_writer_whom_the_error_names(tiny_data, tmp_path, refuses):
+def test_a_run_has_one_writer_whom_the_error_names(trains, tmp_path, refuses):
     held = Lock(tmp_path / "run", "wait")
     for more in ([], ["--overwrite"], ["--init_from=resume"]):
-        error = refuses(train.main, *options(tiny_data, tmp_path, *more))
+        error = refuses(lambda: trains(*more))  # noqa: B023
         assert f"{tmp_path / 'run'} (process {os.getpid()} on " in error
     held.close()
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
-def test_no_file_of_a_run_is_written_through_a_link(copied, tiny_data, tmp_path, link):
+def test_no_file_of_a_run_is_written_through_a_link(copied, trains, tmp_path, link):
     (tmp_path / "thesis.tex").write_text("precious")
     for name in (".metrics.jsonl.tmp", ".loss.png.tmp"):
         link(tmp_path / "thesis.tex", copied / name)
     shutil.rmtree(copied / "ckpt/step_00000008")
-    train_tiny(tiny_data, tmp_path, "--init_from=resume", "--save_every=100", "--tracker=none")
+    trains("--init_from=resume", "--save_every=100", "--tracker=none")
     assert (copied / "loss.png").read_bytes()
     assert (tmp_path / "thesis.tex").read_text() == "precious"
 
@@ -164,33 +147,29 @@ def unmount(ckpt: Path) -> None:
 
 @pytest.mark.parametrize("hide", [lose_manifests, unmount, shutil.rmtree])
 @pytest.mark.parametrize("init_from", ["auto", "resume"])
-def test_a_run_whose_checkpoints_cannot_be_seen_is_refused_and_stays(
-    copied, tiny_data, tmp_path, refuses, hide, init_from
-):
+def test_a_run_of_unseen_checkpoints_is_refused(copied, trains, tmp_path, refuses, hide, init_from):
     hide(copied / "ckpt")
     files = contents(tmp_path)
     more = f"--init_from={init_from}"
-    assert str(copied) in refuses(train.main, *options(tiny_data, tmp_path, more))
+    assert str(copied) in refuses(lambda: trains(more))
     assert contents(tmp_path) == files
 
 
-def test_a_checkpoint_under_the_number_of_another_costs_nothing(
-    copied, finished, tiny_data, tmp_path
-):
+def test_a_checkpoint_under_the_number_of_another_costs_nothing(copied, finished, trains):
     shutil.copytree(copied / "ckpt" / "step_00000004", copied / "ckpt" / "step_00000099")
-    train_tiny(tiny_data, tmp_path, "--init_from=resume")
+    trains("--init_from=resume")
     assert metrics(copied, "loss") == metrics(finished, "loss")
     assert steps_in(copied) == ["04", "08", "08_kept", "99_kept"]
 
 
-def test_a_resume_deletes_what_a_kill_left_half_written_or_half_deleted(tiny_data, tmp_path):
-    run = train_tiny(tiny_data, tmp_path, "--max_steps=4")
+def test_a_resume_deletes_what_a_kill_left_half_written_or_half_deleted(trains):
+    run = trains("--max_steps=4")
     left = run / "ckpt" / ".tmp_step_00000012-0123abcd"
     shutil.copytree(run / "ckpt" / "step_00000004", left)
     (left / "manifest.json").unlink()
     precious = shutil.copytree(left, f"{left}.mine")
     left.with_name(".tmp_step_00000001-0123abcd").symlink_to(precious)
-    train_tiny(tiny_data, tmp_path, "--init_from=resume")
+    trains("--init_from=resume")
     assert not left.exists() and Path(precious, "config.json").exists()
 
 
@@ -231,9 +210,7 @@ def test_a_lock_on_a_folder_that_was_removed_meanwhile_is_not_one(tmp_path):
     assert not folder.exists()
 
 
-def test_a_run_whose_folder_was_moved_saves_nothing_where_another_process_has_its_place(
-    tiny_data, tmp_path, monkeypatch, refuses
-):
+def test_a_moved_run_saves_nothing_in_the_place_of_another(trains, tmp_path, monkeypatch, refuses):
     """The lock went with the folder. Two runs in one place would prune each other's checkpoints."""
     locks = []
 
@@ -242,7 +219,7 @@ def test_a_run_whose_folder_was_moved_saves_nothing_where_another_process_has_it
         locks.append(Lock(tmp_path / "run", "wait"))
 
     at_step_5(monkeypatch, move_and_take)
-    assert "another process" in refuses(train.main, *options(tiny_data, tmp_path))
+    assert "another process" in refuses(trains)
     locks[0].close()
     assert not (tmp_path / "run").exists()  # nothing was written there
 
@@ -264,18 +241,16 @@ def link_its_checkpoints(run: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("swap", [put_in_its_place, link_in_its_place, link_its_checkpoints])
 def test_another_run_that_takes_the_place_of_one_that_trains_stays_as_it_is(
-    finished, tiny_data, tmp_path, monkeypatch, refuses, swap
+    finished, trains, tmp_path, monkeypatch, refuses, swap
 ):
     other = Path(shutil.copytree(finished, tmp_path / "other"))
     files = contents(other)
     at_step_5(monkeypatch, lambda: swap(tmp_path / "run", other))
-    refuses(train.main, *options(tiny_data, tmp_path))
+    refuses(trains)
     assert contents(other if other.exists() else tmp_path / "run") == files
 
 
-def test_a_checkpoint_that_another_process_has_just_written_is_kept_beside_the_own_one(
-    finished, tiny_data, tmp_path, monkeypatch
-):
+def test_a_checkpoint_that_another_process_wrote_is_kept_beside_ours(finished, trains, monkeypatch):
     """On a disk whose locks do not meet."""
     put_in_place = checkpoint.put_in_place
 
@@ -285,7 +260,7 @@ def test_a_checkpoint_that_another_process_has_just_written_is_kept_beside_the_o
         return put_in_place(draft, target, *name_aside)
 
     monkeypatch.setattr(checkpoint, "put_in_place", late)
-    run = train_tiny(tiny_data, tmp_path, "--seed=7")
+    run = trains("--seed=7")
     assert steps_in(run) == ["04", "04_kept", "08", "08_kept"]
     assert not any(damage(path) for path in (run / "ckpt").iterdir())
     theirs = (finished / "ckpt/step_00000004/model.safetensors").read_bytes()
@@ -296,9 +271,7 @@ def test_a_checkpoint_that_another_process_has_just_written_is_kept_beside_the_o
 # -- signals --
 
 
-def test_a_signal_within_a_step_gives_the_step_up_and_the_run_ends_the_same(
-    finished, tiny_data, tmp_path, monkeypatch
-):
+def test_a_signal_gives_a_step_up_and_the_end_is_the_same(finished, trains, tmp_path, monkeypatch):
     """A step may take hours on a laptop. Its micro-steps so far are lost, and no more."""
 
     def interrupt(loss):
@@ -307,10 +280,10 @@ def test_a_signal_within_a_step_gives_the_step_up_and_the_run_ends_the_same(
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
         poison(patch, 10, change=interrupt)  # in the first of the two micro-steps of step 6
-        train_tiny(tiny_data, tmp_path)
+        trains()
     assert ended.value.code == 128 + signal.SIGTERM
-    assert newest_checkpoint(tmp_path / "run" / "ckpt").name == "step_00000005"
-    run = train_tiny(tiny_data, tmp_path, "--init_from=resume")
+    assert saved(tmp_path / "run").name == "step_00000005"
+    run = trains("--init_from=resume")
     assert metrics(run, "loss") == metrics(finished, "loss") and same(run, finished)
 
 
@@ -318,12 +291,12 @@ def test_a_signal_within_a_step_gives_the_step_up_and_the_run_ends_the_same(
 
 
 @pytest.mark.slow
-def test_a_fresh_checkpoint_is_not_pruned_for_damaged_newer_ones(tiny_data, tmp_path):
-    run = train_tiny(tiny_data, tmp_path, "--max_steps=24", "--eval_every=100", "--keep=9")
+def test_a_fresh_checkpoint_is_not_pruned_for_damaged_newer_ones(trains):
+    run = trains("--max_steps=24", "--eval_every=100", "--keep=9")
     for name in ("step_00000020", "step_00000024"):
         (run / "ckpt" / name / "model.safetensors").write_bytes(b"damaged")
     more = ["--init_from=resume", "--eval_every=100", "--keep=2"]
-    train_tiny(tiny_data, tmp_path, *more, "--save_every=1", "--max_steps=18")
+    trains(*more, "--save_every=1", "--max_steps=18")
     # The best one and the newest two.
     assert steps_in(run) == ["16", "17", "18", "20_kept", "24_kept"]
     assert not damage(run / "ckpt" / "step_00000018")
@@ -357,15 +330,13 @@ CHANGES = [link_it, add_a_chat_template, add_a_folder_that_the_manifest_lists, e
 
 
 @pytest.mark.parametrize("change", [*CHANGES, average_its_weights])
-def test_pruning_passes_by_what_somebody_has_changed_and_says_so_once(
-    copied, tiny_data, tmp_path, capsys, change
-):
+def test_pruning_spares_what_somebody_changed_and_says_so(copied, trains, tmp_path, capsys, change):
     folder = copied / "ckpt" / "step_00000004"
     backup = shutil.copytree(folder, f"{folder}_backup")
     change(folder, tmp_path)
     files = contents(folder), contents(Path(backup))
     more = ["--max_steps=16", "--init_from=resume", "--keep=1", "--eval_every=100"]
-    train_tiny(tiny_data, tmp_path, *more)
+    trains(*more)
     assert (contents(folder), contents(Path(backup))) == files
     assert steps_in(copied) == ["04", "04_backup", "12", "16"]  # the last is the best, too
     assert capsys.readouterr().err.count("step_00000004 is kept: ") == 1
@@ -375,10 +346,8 @@ def test_every_file_that_came_with_a_tokenizer_is_known_to_be_ours():
     assert {SentencePiece.file, Tiktoken.file, *HF_FILES} < checkpoint.OUR_FILES
 
 
-def test_sampling_takes_the_next_checkpoint_when_one_is_deleted_meanwhile(
-    copied, tmp_path, monkeypatch, capsys
-):
-    newest = newest_checkpoint(copied / "ckpt")
+def test_sampling_takes_the_next_checkpoint_when_one_is_gone(copied, tmp_path, monkeypatch, capsys):
+    newest = saved(copied)
     read = sample.from_pretrained
 
     def pruned(folder):
@@ -397,15 +366,15 @@ def test_sampling_takes_the_next_checkpoint_when_one_is_deleted_meanwhile(
 @pytest.mark.slow
 @pytest.mark.parametrize("streams", [">/dev/full 2>&1", "<&- >&- 2>&-", "| head -n1"])
 def test_a_training_needs_no_output(tiny_data, tmp_path, streams):
-    argv = command(tiny_data, tmp_path)
+    argv = training(1, tiny_data, tmp_path)
     assert subprocess.run(["sh", "-c", f'"$@" {streams}', "sh", *argv]).returncode == 0
     assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 9))
-    assert newest_checkpoint(tmp_path / "run" / "ckpt").name == "step_00000008"
+    assert saved(tmp_path / "run").name == "step_00000008"
 
 
 @pytest.mark.slow
 def test_under_nohup_a_closed_terminal_ends_nothing(tiny_data, tmp_path):
-    argv = ["nohup", *command(tiny_data, tmp_path, "--max_steps=60")]
+    argv = ["nohup", *training(1, tiny_data, tmp_path, "--max_steps=60")]
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
     harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 5)
     process.send_signal(signal.SIGHUP)
@@ -414,12 +383,12 @@ def test_under_nohup_a_closed_terminal_ends_nothing(tiny_data, tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_that_also_ends_the_tee_behind_a_run_saves_it(tiny_data, tmp_path):
-    argv = command(tiny_data, tmp_path, *ENDLESS)
+    argv = training(1, tiny_data, tmp_path, *ENDLESS)
     process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 5)
     process.stderr.close()
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=120) == 130 and newest_checkpoint(tmp_path / "run" / "ckpt")
+    assert process.wait(timeout=120) == 130 and saved(tmp_path / "run")
 
 
 # -- metrics.jsonl --
@@ -448,11 +417,9 @@ MEDDLE = [os.unlink, save_in_an_editor, move_its_folder, save_an_older_state, li
 
 
 @pytest.mark.parametrize("meddle", MEDDLE)
-def test_metrics_that_vanish_during_a_run_are_written_again(
-    tiny_data, tmp_path, monkeypatch, capsys, meddle
-):
+def test_metrics_that_vanish_are_written_again(trains, tmp_path, monkeypatch, capsys, meddle):
     at_step_5(monkeypatch, lambda: meddle(tmp_path / "run" / "metrics.jsonl"))
-    run = train_tiny(tiny_data, tmp_path)
+    run = trains()
     assert metrics(run, "loss").keys() == set(range(1, 9)) and "08" in steps_in(run)
     warned = "all of it is written again" in capsys.readouterr().out
     assert warned == (meddle is not save_in_an_editor)
@@ -475,7 +442,7 @@ def test_a_resume_with_the_same_batch_plans_the_same_end(end):
 
 
 def test_no_flipped_bit_of_a_checkpoint_loads_as_another_model(copied, refuses):
-    folder = newest_checkpoint(copied / "ckpt")
+    folder = saved(copied)
     rng = random.Random(5)
     for name in 12 * ("config.json", "model.safetensors", "meta.json", "tokenizer.model"):
         content = (folder / name).read_bytes()
@@ -492,20 +459,17 @@ def test_no_meta_json_leads_out_of_its_folder_though_its_hash_is_right(own_data,
         meta["tokenizer"]["files"] = files
         forge(own_data, "meta.json", json.dumps(meta).encode())
         assert "'../x'" in refuses(prepare.main, "--inspect", own_data)
-        assert "'../x'" in refuses(train.main, *options(tmp_path, tmp_path))
+        assert "'../x'" in refuses(lambda: train_tiny(tmp_path, tmp_path))
 
 
-def test_a_model_with_a_number_that_is_not_finite_is_refused_by_the_name_of_the_tensor(
-    finished, tiny_data, tmp_path, refuses
-):
+def test_a_tensor_that_is_not_finite_is_refused_by_its_name(finished, trains, tmp_path, refuses):
     """Such a run trained to its end and never saved, if the data never use the row."""
     name = "model.embed_tokens.weight"
-    folder = shutil.copytree(newest_checkpoint(finished / "ckpt"), tmp_path / "broken")
+    folder = shutil.copytree(saved(finished), tmp_path / "broken")
     weights = load_file(folder / "model.safetensors")
     weights[name][5] = math.nan
     save_file(weights, folder / "model.safetensors")
     forge(folder)
-    train_it = options(tiny_data, tmp_path, f"--init_from={folder}")
-    for main, argv in ((train.main, train_it), (sample.main, [f"--ckpt={folder}"])):
-        assert name in refuses(main, *argv)
+    assert name in refuses(lambda: trains(f"--init_from={folder}"))
+    assert name in refuses(sample.main, f"--ckpt={folder}")
     assert not (tmp_path / "run").exists()

@@ -87,9 +87,7 @@ def tree(folder: Path) -> dict[Path, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["other settings", "more files"])
-def test_a_data_set_that_shares_files_with_the_scratch_folder_is_not_cut(
-    corpus, tmp_path, model, change
-):
+def test_a_data_set_that_shares_its_files_with_scratch_is_not_cut(corpus, tmp_path, model, change):
     """A kill right after the replacement leaves each .bin file with two names."""
     killed(tmp_path, f"prepare.remove_scratch = {KILL}", corpus[0], model)
     live = tmp_path / "set" / "train.bin"
@@ -489,9 +487,7 @@ REFUSED["nested too deeply"] = ("c.json", '[{"text": "one"}, ' + "[" * 10_000, "
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_where_the_next_record_begins_is_unknown_it_is_an_error_that_says_where(
-    tmp_path, refuses, case
-):
+def test_an_error_says_where_the_next_record_cannot_be_found(tmp_path, refuses, case):
     name, content, place = REFUSED[case]
     path = tmp_path / name
     path.write_text(content)

@@ -14,10 +14,7 @@ from subprocess import CompletedProcess, Popen
 
 import harness
 import pytest
-import warm
-from conftest import REPO, TINY, forge, metrics, on_ranks
-
-from training.checkpoint import newest_checkpoint
+from conftest import REPO, TINY, ended, forge, metrics, python, saved
 
 pytestmark = pytest.mark.slow
 
@@ -36,16 +33,16 @@ def two(tmp_path: Path, data: Path, *options: str, patch: str = "") -> Completed
     script = tmp_path / "of_a_rank.py"
     script.write_text(ON_ITS_OWN.replace("PATCH", patch))
     folders = [f"--data_dir={data}", f"--out_dir={tmp_path / 'out'}"]
-    return on_ranks(2, script, *TINY, *folders, *options, run=warm.run)
+    return ended(python(2, script, *TINY, *folders, *options))
 
 
-def refusal(ended: CompletedProcess) -> str:
+def refusal(done: CompletedProcess) -> str:
     """Return the error line. It is the same for all ranks, also where each believes that it is on a
     computer of its own. There may be a traceback of torchrun, but none of train.py.
     """
-    errors = {line for line in ended.stderr.splitlines() if line.startswith("error: ")}
-    assert ended.returncode != 0 and len(errors) == 1, ended.stderr[-3000:]
-    assert str(REPO / "train.py") not in ended.stderr, ended.stderr
+    errors = {line for line in done.stderr.splitlines() if line.startswith("error: ")}
+    assert done.returncode != 0 and len(errors) == 1, done.stderr[-3000:]
+    assert str(REPO / "train.py") not in done.stderr, done.stderr
     return errors.pop()
 
 
@@ -81,7 +78,7 @@ def test_ranks_that_would_begin_elsewhere_are_refused(finished, tiny_data, tmp_p
     error = refusal(two(tmp_path, tiny_data, *options, patch=OTHER_DISK))
     named = "manifest" if change is of_another_run else "step_00000008"
     assert "error: rank 1: " in error and named in error
-    assert newest_checkpoint(run / "ckpt").name == "step_00000008"
+    assert saved(run).name == "step_00000008"
 
 
 def test_data_that_are_missing_or_differ_on_one_computer_are_refused(tiny_data, tmp_path):
@@ -92,15 +89,15 @@ def test_data_that_are_missing_or_differ_on_one_computer_are_refused(tiny_data, 
     meta = json.loads((tmp_path / "data1" / "tiny" / "meta.json").read_text(encoding="utf-8"))
     meta["splits"]["train"]["sha256"] = "0" * 64
     forge(tmp_path / "data1" / "tiny", "meta.json", json.dumps(meta).encode())
-    ended = two(tmp_path, tiny_data, data)
-    assert "tiny/train.bin" in refusal(ended) and not (tmp_path / "out").exists()
-    assert ended.stderr.count("error: ") == 1  # by one rank of a computer
+    done = two(tmp_path, tiny_data, data)
+    assert "tiny/train.bin" in refusal(done) and not (tmp_path / "out").exists()
+    assert done.stderr.count("error: ") == 1  # by one rank of a computer
 
 
 def test_all_ranks_train_with_the_settings_of_rank_0(tiny_data, tmp_path):
     options = ["--lr=0.00{rank}1", "--schedule=constant"]
-    ended = two(tmp_path, tiny_data, *options)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    done = two(tmp_path, tiny_data, *options)
+    assert done.returncode == 0, done.stderr[-3000:]
     assert metrics(tmp_path / "out" / "run", "lr")[8] == 0.0001
 
 
@@ -118,16 +115,16 @@ if os.environ["RANK"] == "1":
     inductor.cpp.cxx = (None, "/no/compiler")
 """
     options = ["--compile=true", "--batch_size=2", "--n_layer=1"]
-    ended = two(tmp_path, tiny_data, *options, patch=patch)
-    assert ended.returncode != 0 and "--compile=false" in ended.stderr
-    assert "error: rank 1: torch.compile failed: " in ended.stderr
-    assert "rank 0: torch.compile failed" not in ended.stderr
+    done = two(tmp_path, tiny_data, *options, patch=patch)
+    assert done.returncode != 0 and "--compile=false" in done.stderr
+    assert "error: rank 1: torch.compile failed: " in done.stderr
+    assert "rank 0: torch.compile failed" not in done.stderr
 
 
 def test_a_last_save_that_fails_ends_all_ranks_without_a_traceback(tiny_data, tmp_path):
     patch = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (102_400, 102_400))"
-    ended = two(tmp_path, tiny_data, "--max_steps=4", patch=patch)
-    assert "could not be written" in ended.stdout and refusal(ended)
+    done = two(tmp_path, tiny_data, "--max_steps=4", patch=patch)
+    assert "could not be written" in done.stdout and refusal(done)
 
 
 def test_a_computer_that_is_lost_and_comes_back_joins_the_run_again(tiny_data, tmp_path):
@@ -175,5 +172,5 @@ def late(*args):
     return loop(*args)
 train.loop = late
 """
-    ended = two(tmp_path, tiny_data, patch=patch)
-    assert ended.returncode != 0 and "3000ms" in ended.stderr, ended.stderr[-3000:]
+    done = two(tmp_path, tiny_data, patch=patch)
+    assert done.returncode != 0 and "3000ms" in done.stderr, done.stderr[-3000:]
