@@ -119,7 +119,7 @@ def loop(job: Job, batches: Iterator[Batch | None], clock: Clock, signals: list[
         lr = lr_at(step, plan.steps, cfg)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["scale"]
-            group["momentum"] = momentum_at(step, plan.steps, cfg)  # only Muon reads it
+            group["muon_momentum"] = momentum_at(step, plan.steps, cfg)
         # What dropout draws depends on seed, step and rank, but not on where the run was resumed.
         # 1,000,003 exceeds the number of ranks, so no two ranks share a seed in any two steps.
         torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)
@@ -127,8 +127,9 @@ def loop(job: Job, batches: Iterator[Batch | None], clock: Clock, signals: list[
             job.forward, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip
         )
         # A signal ends a process that trains alone in the middle of a step, which is given up. Of
-        # several, each ends the step: then any_rank() tells all of them to stop.
-        if result is None:  # save the weights from before the step, if need be
+        # several processes each ends its step, and any_rank() then tells all of them to stop.
+        if result is None:
+            # Save the weights from before it, unless the top of this iteration has saved them.
             if step > start_step and not wants_checkpoint(job, step, last=False):
                 save(job, step)
             return True

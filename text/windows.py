@@ -64,8 +64,8 @@ class Windows:
     The sequence consists of epochs. Each epoch visits every window once. The order of the windows
     and the offset of the first window are drawn anew for each epoch, from (seed, epoch).
 
-    tokens: all token ids of the split, (n,). block_size: T. counting: of packing.py, says how much
-    each target counts; None: all count alike.
+    tokens: all token ids of the split, (n,). block_size: T. seed: of the run, and the number of the
+    data set. counting: of packing.py, says how much each target counts; None: all count alike.
     """
 
     def __init__(self, tokens: np.ndarray, block_size: int, seed: tuple, counting: Any):

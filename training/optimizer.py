@@ -139,9 +139,9 @@ class Muon(torch.optim.AdamW):
             for grad, mean in zip(grads, means, strict=True):
                 # In a step to be skipped: mean + (1 - momentum) (mean - mean) is mean, exactly.
                 torch.where(found_inf > 0, mean, grad, out=grad)
-        torch._foreach_lerp_(means, grads, 1 - group["momentum"])
+        torch._foreach_lerp_(means, grads, 1 - group["muon_momentum"])
         # The running mean after one more step with the same gradient: Nesterov's momentum.
-        torch._foreach_lerp_(grads, means, group["momentum"])
+        torch._foreach_lerp_(grads, means, group["muon_momentum"])
         lr = group["lr"] if found_inf is None else group["lr"] * (1 - found_inf)
         moves = to_owners(grads, weights[0], self.dtype)  # (parameters, sum of rows, columns)
         for matrices in moves.split(rows, dim=1):
@@ -199,7 +199,8 @@ def make_optimizer(cfg: TrainConfig, machine: Machine, model: GPT) -> torch.opti
     scale = {"embeddings": cfg.embed_lr, "vectors": cfg.vector_lr}
     for group in groups:
         group["scale"] = scale.get(group["name"], 1.0)
-        group["momentum"] = cfg.momentum  # only Muon reads it
+        # torch's own optimizers read each key that is one of their options: SGD, momentum.
+        group["muon_momentum"] = cfg.momentum
     if cfg.optimizer == "adafactor":
         # foreach=True, its default on a GPU, would hold a copy of all weights.
         return torch.optim.Adafactor(groups, lr=cfg.lr, foreach=False)

@@ -1,4 +1,8 @@
-"""One optimizer step, as train.py, bench/ and the tests make it, and the batches that it reads."""
+"""One optimizer step, as train.py, bench/ and the tests make it, and the batches that it reads.
+
+part() is what this rank holds of a tensor that is sharded over the ranks, and whole() all of it. Of
+a tensor that is not, both are the tensor itself.
+"""
 
 import itertools
 import math
@@ -141,9 +145,9 @@ def take_step(
     scaler.unscale_(optimizer)
     parameters = list(model.parameters())
     if batch.weights is not None:
-        # So far the sum of the weighted losses is divided by the number of positions. Divide by the
-        # sum of the weights instead: by their mean over all ranks, since DDP has averaged the
-        # gradients. If nothing in the step counts, as between two answers, the gradient is 0.
+        # The loss is sum(w l) / sum(w) over all ranks. So far its gradient is that of sum(w l) / n,
+        # with n positions on all ranks: DDP has averaged over these. Multiply by n / sum(w), one
+        # over the mean weight of all ranks. If nothing counts in this step, the gradient is 0.
         factor = machine.world / all_sum(mean_weight).clamp(min=1e-12)
         mean_loss *= factor
         torch._foreach_mul_([part(p.grad) for p in parameters], factor)
@@ -160,8 +164,8 @@ def take_step(
         scaler.step(optimizer)  # skips the step if the gradient is not finite
         scaler.update()  # after such a step, lowers the scale; after many good ones, raises it
     elif optimizer.defaults.get("fused"):
-        # The same flag by which GradScaler tells a fused optimizer to skip the step. The device
-        # reads it, so the host does not have to wait for the loss.
+        # A fused optimizer of torch looks for this flag, by which GradScaler tells it to skip the
+        # step. The device reads it, so the host does not have to wait for the loss.
         optimizer.found_inf = 1.0 - numbers.isfinite().all().float()
         optimizer.step()
     elif all(map(math.isfinite, result())):
