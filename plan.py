@@ -57,7 +57,7 @@ class PlanConfig(TrainConfig):
             problems.append("vocab_size: a plan without data needs max_steps or max_tokens")
         mixed = "," in self.dataset or self.vocab_size
         if self.loss and (self.init_from not in ("scratch", "auto") or mixed):
-            problems.append("loss: of a model from scratch, on one data set, with its vocabulary")
+            problems.append("loss needs one data set: leave out vocab_size, init_from and mixtures")
         if self.init_from == "resume":
             problems.append("init_from=resume: a plan reads no run; give the settings of the run")
         return problems

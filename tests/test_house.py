@@ -41,7 +41,7 @@ FUNCTION_WORDS = """found what first wrong begin known before why where new more
 # conversations and a model that answers, which brought 441 (2d4a9d1~1 to e02f3bd~1), and the law of
 # losses and plan.py --loss, which brought 104. It is reached without these, and not with them.
 CEILINGS = {
-    "product, with plan.py": 7_615,
+    "product, with plan.py": 7_620,
     "bench": 2_000,
     "tests": 7_500,
     "the evening's four files": 765,

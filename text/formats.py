@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import lzma
+import math
 import re
 import zlib
 from collections.abc import Iterator
@@ -85,8 +86,11 @@ class Reader:
                     yield chunk
                     chunk = Chunk("", [])
                     size = 0
+                chunk.kind = source.kind
                 chunk.records.append((place, record))
-                chunk = Chunk(source.kind, chunk.records, file, number, earlier + bytes_read)
+                chunk.file = file
+                chunk.record = number
+                chunk.bytes_read = earlier + bytes_read
                 size += 200 + characters(record)  # 200: so many short ones need memory, too
             earlier += source.bytes
         if chunk.records:
@@ -106,7 +110,7 @@ class Reader:
                 records = READERS[source.kind](stream, source, self)
                 for number, (place, record) in enumerate(records, 1):
                     if number > skip:
-                        yield number, raw.tell(), place, record
+                        yield number, raw.bytes_read, place, record
                 while stream.read(1 << 20):
                     pass  # the hash includes bytes that no record needed
                 source.check_unchanged(raw.digest.hexdigest())
@@ -134,10 +138,11 @@ class Reader:
         return io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline=newline)
 
 
-def characters(record: Any, limit: float = float("inf")) -> int:
+def characters(record: Any, limit: float = math.inf) -> int:
     """Return how many characters all texts in a record have, however deep they are nested.
 
-    Beyond the limit it stops to count. A list that begins with a number has no texts.
+    With a limit, it stops to count beyond that, and passes by lists that begin with a number, which
+    may be long and seldom hold texts.
     """
     total = 0
     values = [record]
@@ -148,8 +153,9 @@ def characters(record: Any, limit: float = float("inf")) -> int:
             total += len(value)
         elif isinstance(value, dict):
             values += value.values()
-        elif isinstance(value, list | Lines) and not (value and isinstance(value[0], int | float)):
-            values += value
+        elif isinstance(value, list | Lines):
+            is_numeric = isinstance(next(iter(value), None), int | float)
+            values += [] if is_numeric and limit < math.inf else value
     return total
 
 

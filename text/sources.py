@@ -209,10 +209,12 @@ class HashedFile(io.FileIO):
     def __init__(self, path: str | Path, mode: str = "rb"):
         super().__init__(path, mode)
         self.digest = hashlib.sha256()
+        self.bytes_read = 0
 
     def readinto(self, buffer) -> int:
         n = super().readinto(buffer)
         self.digest.update(memoryview(buffer)[:n])
+        self.bytes_read += n
         return n
 
     def write(self, data: bytes) -> None:

@@ -217,8 +217,8 @@ class Tiktoken:
         import tiktoken
 
         if name not in tiktoken.list_encoding_names():
-            names = f"tiktoken has {', '.join(tiktoken.list_encoding_names())}"
-            raise UserError(f"--tokenizer {name}: no such file, and no tiktoken encoding; {names}")
+            names = f"it takes train, char, byte, {', '.join(tiktoken.list_encoding_names())}"
+            raise UserError(f"--tokenizer {name}: no such file, and no such name; {names}")
         try:
             e = tiktoken.get_encoding(name)
         except (OSError, ValueError) as error:  # of requests, or a file with another hash

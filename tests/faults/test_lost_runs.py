@@ -48,6 +48,11 @@ def test_a_folder_of_others_is_refused_and_kept(trains, tmp_path, refuses, init_
     assert contents(project) == files
 
 
+def test_a_disk_that_is_mounted_as_ckpt_is_no_reason_to_refuse_a_run(trains, tmp_path):
+    (tmp_path / "run" / "ckpt" / ".tmp_step_1-0123abcd").mkdir(parents=True)  # of a killed process
+    trains("--max_steps=1", "--init_from=auto")
+
+
 def test_a_resume_records_the_checkpoint_that_a_killed_process_could_not_record(copied, trains):
     """metrics.jsonl says which checkpoints there were: without them, auto must not begin anew."""
     lines = (copied / "metrics.jsonl").read_text().splitlines(keepends=True)

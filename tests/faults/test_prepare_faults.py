@@ -452,6 +452,7 @@ def test_a_record_beyond_the_limit_is_bad_and_the_next_are_read(tmp_path, monkey
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_does_not_grow_with_a_record(tmp_path, kind):
     """A process reads a record of 25 million characters, where 1 million is the limit."""
+    assert formats.characters({"turns": [0, "twelve chars"]}) == 12
     suffix, txt, encoding = KINDS[kind]
     begin = {"json": '[{"text": "', "jsonl": '{"text": "', "csv": 'text\n"', "txt": ""}[suffix]
     line = "z" * 1999 + ("\n" if kind in ("block", "csv") else "z")
