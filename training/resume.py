@@ -128,7 +128,9 @@ def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> P
     if not is_run(folder):
         # The lock is there, and perhaps what a process left that was killed when it began.
         others = set(os.listdir(folder)) - {LOCK, ".metrics.jsonl.tmp"}
-        if others - (set() if numbered(folder / "ckpt") else {"ckpt"}):
+        if not numbered(folder / "ckpt"):
+            others -= {"ckpt"}
+        if others:
             raise UserError(f"{folder} holds {min(others)!r} and no run: give another --run_name")
     elif cfg.init_from != "auto":  # which goes on with a run that ended before it saved anything
         if not cfg.overwrite:
