@@ -254,7 +254,10 @@ def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
     try:
         namespace = runpy.run_path(path)
     except OSError as e:
-        raise UserError(f"config file {path}: {e.strerror}") from None
+        names = [file.name for file in (Path(__file__).parent / "config").glob("*.py")]
+        close = difflib.get_close_matches(Path(path).name, names, n=1)
+        hint = f"; did you mean config/{close[0]}?" if close else ""
+        raise UserError(f"config file {path}: {e.strerror}{hint}") from None
     except (Exception, SystemExit) as e:
         frames = traceback.extract_tb(e.__traceback__)
         lines = ["?", *(frame.lineno for frame in frames if frame.filename == path)]

@@ -88,8 +88,9 @@ def main() -> None:
                 tracker = tracker or Tracker(name, folder, settings)
                 tracker.send(records, over)
         except (Exception, SystemExit) as e:
-            later = f"python follow.py {folder} --tracker={name}"
-            say(f"warning: {name} failed ({reason(e)}); `{later}` sends the rest later")
+            later = f"`python follow.py {folder} --tracker={name}` sends the rest later"
+            later = f"pip install {name}; then {later}" if isinstance(e, ImportError) else later
+            say(f"warning: {name} failed ({reason(e)}); {later}")
             name = "none"
             failed = True
         pause = max(PAUSE, 49 * (time.monotonic() - start))  # so this takes 2 % of the time at most

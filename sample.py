@@ -509,7 +509,7 @@ def main() -> None:
             return
         print(f"[{label}]", file=sys.stderr)
         for number, (prompt, ids) in enumerate(prompts):
-            if number and not cfg.interactive:
+            if number and not (cfg.interactive and sys.stdin.isatty()):
                 print("----------------")
             continue_text(model, tokenizer, prompt, ids, cfg)
 

@@ -410,3 +410,12 @@ def test_the_shape_of_a_tuned_model_is_kept_and_another_one_refused_at_its_resum
         said = refuses(lambda: train_tiny(tiny_data, tmp_path, *more, f"--{name}={other}"))  # noqa: B023
         assert f"{name} is {size} there, {other} here" in said
     call(train.main, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", *more)
+
+
+def test_a_tuning_that_saved_nothing_does_not_go_on_from_random_weights(
+    finished, tiny_data, tmp_path, refuses
+):
+    spoilt = [f"--init_from={saved(finished)}", "--lr=1e38", "--warmup_ratio=0", "--grad_clip=0"]
+    assert "is not saved: NaN" in refuses(lambda: train_tiny(tiny_data, tmp_path, *spoilt))
+    said = refuses(lambda: train_tiny(tiny_data, tmp_path, "--init_from=auto"))
+    assert f"--init_from={saved(finished)} --overwrite begins it again" in said

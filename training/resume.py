@@ -157,7 +157,8 @@ def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -
         say(f"warning: {problem}: damaged; the checkpoint before it is taken, if there is one")
         problems.append(problem)
     path = folder / "metrics.jsonl"
-    saved = [record["step"] for record in read_metrics(path) if "saved" in record]
+    records = read_metrics(path)
+    saved = [record["step"] for record in records if "saved" in record]
     evidence = [*problems, *(f"{path} says that step {step} was saved" for step in saved)]
     if evidence:
         advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
@@ -167,6 +168,10 @@ def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -
         if newest := newest_run(Path(cfg.out_dir)):
             advice += f", --run_name={newest.name} is the newest run"
         raise UserError(f"init_from=resume: there is no checkpoint in {ckpt_dir}; {advice}")
+    began = next((r["settings"].get("init_from") for r in records if "settings" in r), None)
+    if began not in (None, "scratch", "auto"):
+        problem = f"{folder} began from {began} and ended before it saved anything"
+        raise UserError(f"{problem}: --init_from={began} --overwrite begins it again")
     return None
 
 
@@ -211,10 +216,13 @@ def check_fits(
     began_with = fixed(replace(cfg, **settings), c.vocab_size)
     has = began_with | asdict(c)
     here = {k: v for k, v in fixed(cfg, c.vocab_size).items() if v != began_with[k]}
-    there = {k: has[k] for k in here} | {"tokenizer": tokenizer_id(earlier.meta["tokenizer"])}
-    for key, split in (("trained_on", "train"), ("judged_by", "val")):
-        there |= {f"{name}/{split}.bin": sha256 for name, sha256 in earlier.meta[key].items()}
-    here |= data_hashes(sets) | {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
+    there = {k: has[k] for k in here} | {"dataset": ",".join(sorted(earlier.meta["trained_on"]))}
+    here |= {"dataset": ",".join(sorted(data.name for data in sets))}
+    if here["dataset"] == there["dataset"]:
+        there |= {"tokenizer": tokenizer_id(earlier.meta["tokenizer"])}
+        for key, split in (("trained_on", "train"), ("judged_by", "val")):
+            there |= {f"{name}/{split}.bin": sha256 for name, sha256 in earlier.meta[key].items()}
+        here |= data_hashes(sets) | {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
     differ = [
         f"{k} is {there.get(k, 'missing')!s:.20} there, {here.get(k, 'missing')!s:.20} here"
         for k in sorted(there | here)

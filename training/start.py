@@ -301,9 +301,8 @@ def first_records(
         records.append({"step": step, "saved": f"step_{step:08d}"})
 
     # `prepare.py --inspect RUN --step N` and follow.py read this record to find a step's texts.
-    how_to_start = {"init_from", "overwrite"}
     run = {
-        "settings": {k: v for k, v in asdict(cfg).items() if k not in how_to_start},
+        "settings": {k: v for k, v in asdict(cfg).items() if k != "overwrite"},
         "step_samples": plan.step_tokens // cfg.block_size,
         "steps": plan.steps,
         "data": {data.name: data.meta["splits"]["train"]["sha256"] for data in sets},

@@ -71,6 +71,7 @@ TRAIN = {
     "--max_steps=0": "max_steps",
     "--run_name=.. --overwrite": "run_name '..'",
     "{root}/nul.py": "run_name",
+    "{root}/demoo.py": "did you mean config/demo.py?",
     f"--batch_tokens={'1' * 400}": "batch_tokens",
     "--device=banana": "device=banana",
     "--dtype=float16 --device=cpu": "dtype=float16",
@@ -92,7 +93,7 @@ TRAIN = {
     "--init_from={gpt2} --rope_scaling=linear:2": "rope",
     "--out_dir={out}": "--overwrite",
     "--out_dir={out} --init_from={ckpt} --overwrite": "{ckpt}",
-    "--out_dir={out} --init_from=resume --dataset=again": "again/train.bin",
+    "--out_dir={out} --init_from=resume --dataset=again": "dataset is tiny there, again here",
     "--out_dir={out} --init_from=resume --optimizer=muon": "optimizer is adamw there, muon here",
     "--out_dir={log} --init_from=resume --max_steps=9": "metrics.jsonl:1",
 }
