@@ -112,9 +112,10 @@ def three_sets(own_data, tmp_path) -> Path:
     return tmp_path
 
 
-def test_training_on_a_mixture_reads_both_sets_and_reports_each(three_sets):
+def test_training_on_a_mixture_reads_both_sets_and_reports_each(three_sets, capsys):
     mixture = "tiny:0.75,other:0.25"
     run = train_tiny(three_sets, three_sets / "out", f"--dataset={mixture}")
+    assert f" epochs of {mixture}\n" in capsys.readouterr().out
     for loss in ("val_loss", "train_eval_loss"):
         tiny, other = (metrics(run, f"{loss}/{name}") for name in ("tiny", "other"))
         for step, of_both in metrics(run, loss).items():

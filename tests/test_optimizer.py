@@ -5,7 +5,7 @@ from itertools import repeat
 
 import pytest
 import torch
-from conftest import CPU, metrics, resumes
+from conftest import CPU, metrics, resumes, saved
 from test_model import make
 
 from training import optimizer as optimizers
@@ -100,10 +100,12 @@ def test_muon_is_adamw_for_embeddings_head_norms_and_biases():
         assert torch.equal(p, q) != matrix, name
 
 
-def test_muons_momentum_grows_during_its_warm_up():
+def test_muons_momentum_grows_during_its_warm_up(trains):
     cfg = config("muon", momentum=0.95)
     momenta = [momentum_at(step, 1000, cfg) for step in (0, 50, 100, 999)]
     assert momenta == pytest.approx([0.85, 0.9, 0.95, 0.95])
+    state = torch.load(saved(trains("--optimizer=muon", "--max_steps=1")) / "train_state.pt")
+    assert [group["muon_momentum"] for group in state["optimizer"]["param_groups"]] == [0.85] * 4
 
 
 # -- all three --
@@ -145,6 +147,7 @@ def test_groups_have_learning_rates_of_their_own(optimizer):
     made = make_optimizer(cfg, CPU, make("gpt2", tie_embeddings=False))
     scales = {group["name"]: group["scale"] for group in made.param_groups}
     assert scales == {"embeddings": 3.0, "matrices": 1.0, "head": 1.0, "vectors": 2.0}
+    assert not any("momentum" in group for group in made.param_groups)  # torch's SGD would heed it
 
 
 # -- whole runs --

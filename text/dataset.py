@@ -270,7 +270,7 @@ def open_windows(
     if tokenizer:
         answers = answers_of(ids, places, tokenizer)
         if not (answers[1::2] - answers[::2]).any():
-            advice = "prepare conversations (docs/chat.md), a few with a larger --val_fraction"
+            advice = "prepare conversations (docs/chat.md), or more, or a larger --val_fraction"
             raise UserError(f"{data.name}/{split}.bin has no answers for loss_on=answers: {advice}")
         if documents == "pad":  # what stands behind the window is not learned
             beyond = (np.append(0, ends + 1) + block_size)[np.searchsorted(ends, answers)]

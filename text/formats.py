@@ -141,8 +141,7 @@ class Reader:
 def characters(record: Any, limit: float = math.inf) -> int:
     """Return how many characters all texts in a record have, however deep they are nested.
 
-    With a limit, it stops to count beyond that, and passes by lists that begin with a number, which
-    may be long and seldom hold texts.
+    Lists of numbers, which may be long, are passed by. With a limit, it stops to count beyond that.
     """
     total = 0
     values = [record]
@@ -153,9 +152,8 @@ def characters(record: Any, limit: float = math.inf) -> int:
             total += len(value)
         elif isinstance(value, dict):
             values += value.values()
-        elif isinstance(value, list | Lines):
-            is_numeric = isinstance(next(iter(value), None), int | float)
-            values += [] if is_numeric and limit < math.inf else value
+        elif isinstance(value, list | Lines) and not set(map(type, value)) <= {int, float}:
+            values += value
     return total
 
 

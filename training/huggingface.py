@@ -399,10 +399,11 @@ def naming(path: Path) -> Iterator[None]:
 def shape_in(path: str | Path) -> GPTConfig:
     """Return the shape of the model that from_pretrained() returns. Raises UserError like it."""
     path = Path(path)
-    if not path.exists():
-        raise UserError(f"{path} is not on this disk, and nothing is downloaded")
-    if path.suffix == NANOGPT:
+    if path.suffix == NANOGPT and path.is_file():
         return read_nanogpt(path)[0]
+    if not (path / "config.json").exists():
+        problem = "no folder of a model on this disk (it has no config.json)"
+        raise UserError(f"{path}: {problem}, and nothing is downloaded")
     with naming(path / "config.json"):
         return from_config(read_object(path / "config.json"))
 

@@ -12,6 +12,7 @@ Each raises UserError if something is missing or does not fit.
 """
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -128,7 +129,9 @@ def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> P
     if not is_run(folder):
         # The lock is there, and perhaps what a process left that was killed when it began.
         others = set(os.listdir(folder)) - {LOCK, ".metrics.jsonl.tmp"}
-        if not numbered(folder / "ckpt"):
+        ckpt_dir = folder / "ckpt"  # it may be an empty disk that is mounted there
+        of_nobody = re.compile(r"\.tmp_step_.*|lost\+found")
+        if ckpt_dir.is_dir() and all(map(of_nobody.fullmatch, os.listdir(ckpt_dir))):
             others -= {"ckpt"}
         if others:
             raise UserError(f"{folder} holds {min(others)!r} and no run: give another --run_name")

@@ -49,8 +49,18 @@ def test_a_folder_of_others_is_refused_and_kept(trains, tmp_path, refuses, init_
 
 
 def test_a_disk_that_is_mounted_as_ckpt_is_no_reason_to_refuse_a_run(trains, tmp_path):
-    (tmp_path / "run" / "ckpt" / ".tmp_step_1-0123abcd").mkdir(parents=True)  # of a killed process
+    for name in (".tmp_step_1-0123abcd", "lost+found"):  # the first is of a killed process
+        (tmp_path / "run" / "ckpt" / name).mkdir(parents=True)
     trains("--max_steps=1", "--init_from=auto")
+
+
+@pytest.mark.parametrize("name", ("ckpt", "ckpt/weights.pt", "ckpt/step_00000001/weights.pt"))
+def test_a_ckpt_of_others_is_refused_before_the_run_trains(name, trains, tmp_path, refuses):
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("precious")
+    assert "holds 'ckpt' and no run" in refuses(lambda: trains("--overwrite"))
+    assert path.read_text() == "precious"
 
 
 def test_a_resume_records_the_checkpoint_that_a_killed_process_could_not_record(copied, trains):
@@ -413,9 +423,10 @@ def save_an_older_state(path: Path) -> None:
 
 
 def link_it_to_a_diary(path: Path) -> None:
-    path.unlink()
-    (path.parents[1] / "diary").write_text("mine")
-    path.symlink_to(path.parents[1] / "diary")
+    diary, link = (path.parents[1] / name for name in ("diary", "link"))
+    diary.write_text("mine")
+    link.symlink_to(diary)
+    os.replace(link, path)  # at once: a thread may just be writing that step 4 is saved
 
 
 MEDDLE = [os.unlink, save_in_an_editor, move_its_folder, save_an_older_state, link_it_to_a_diary]
