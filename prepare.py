@@ -146,11 +146,10 @@ def name_of_set(cfg: PrepareConfig) -> str:
 
 def is_worth_keeping(scratch: Path, cfg: PrepareConfig) -> bool:
     """Return whether a later run can continue: a shard or the whole data set is finished."""
-    journals = [*scratch.glob("part*/journal.json")]
     size = sum(path.stat().st_size for path in scratch.glob("part*/*.bin"))
     # Few tokens have less than two bytes, and few stand for more than eight characters.
-    has_shard = journals and size >= cfg.shard_mb * 1e6 / 4
-    return bool(has_shard) or (scratch / "set" / "meta.json").exists()
+    has_shard = any(scratch.glob("part*/journal.json")) and size >= cfg.shard_mb * 1e6 / 4
+    return has_shard or (scratch / "set" / "meta.json").exists()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -175,8 +174,7 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, ranks: Ranks) -> str:
     # CHUNK characters: with another size the same count would mean another place in the file.
     key = {"format": FORMAT_VERSION, "chunk": CHUNK, "tokenizer": info, "ranks": ranks}
     key |= {"documents": document_settings(cfg)}
-    share = share_of(sources, ranks)
-    part = Part(scratch / f"part{ranks.rank}", content_sha256(key), share)
+    part = Part(scratch / f"part{ranks.rank}", content_sha256(key), share_of(sources, ranks))
     encode_share(cfg, part, encoder, workers, total)
     parts = ranks.gather(part)
     if ranks.rank > 0:

@@ -77,7 +77,7 @@ def finish(folder: Path) -> None:
         sync_to_disk(folder / name)
 
 
-def put_in_place(draft: Path, target: Path, name_aside: str = "") -> Path | None:
+def put_in_place(draft: Path, target: Path, name_aside: str) -> Path | None:
     """Give a finished folder the name `target`. If that is taken, set_aside() what has it.
 
     Return where that is then, or None if there was nothing. A kill between the two renames leaves
@@ -90,13 +90,11 @@ def put_in_place(draft: Path, target: Path, name_aside: str = "") -> Path | None
     return replaced
 
 
-def set_aside(path: Path, name: str = "") -> Path:
+def set_aside(path: Path, name: str) -> Path:
     """Rename `path` to `name`, or to `name`2, `name`3 and so on. Return the new path.
 
-    The first of these that does not exist is taken. Without a name, it is .NAME.old: prepare.py
-    looks for that after a kill.
+    The first of these that does not exist is taken.
     """
-    name = name or f".{path.name}.old"
     aside = path.with_name(name)
     number = 1
     while os.path.lexists(aside):
@@ -293,8 +291,7 @@ class Lock:
         """
         if self.is_held():
             return
-        is_there = self.folder.exists()
-        if is_there and not os.path.samestat(self.folder.stat(), self.locked):
+        if self.folder.exists() and not os.path.samestat(self.folder.stat(), self.locked):
             if any(path.name != LOCK for path in self.folder.iterdir()):
                 raise UserError(f"{self.folder} is another folder now, and not empty: move it away")
         self.file = self.take()

@@ -130,9 +130,7 @@ def repeat(statement: str, names: dict[str, object]):
     return timer.blocked_autorange(min_run_time=0.5)
 
 
-def peak_tflops(
-    device: torch.device, dtype: torch.dtype, given: float = 0.0
-) -> tuple[float | None, str]:
+def peak_tflops(device: torch.device, dtype: torch.dtype, given: float) -> tuple[float | None, str]:
     """Return the peak TFLOPS that MFU is relative to, and a line that says where it comes from.
 
     The peak is `given`, unless that is 0. Otherwise it is measured on a CPU, and taken from the

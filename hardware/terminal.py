@@ -17,18 +17,17 @@ from configurator import folded
 class ProgressBar(tqdm):
     """One row at the bottom of the terminal. It is removed when it is closed.
 
-    title: of the work. shown: None: if stderr is a terminal. options: those of tqdm, such as total.
+    title: of the work. disable: None: if stderr is no terminal. options: those of tqdm, as total.
     """
 
-    def __init__(self, title: str, iterable=None, shown: bool | None = None, **options):
+    def __init__(self, title: str, iterable=None, disable: bool | None = None, **options):
         # The bar does not grow with the terminal, so that the row fits into 80 columns and stays in
         # one piece if a wide terminal is made narrower. With miniters=1 a step that takes long
         # shows at once; mininterval, 0.1 s, limits how often the row is drawn.
         row = f"{title} {{n_fmt}}/{{total_fmt}} {{percentage:3.0f}}% |{{bar:16}}| "
         row += "eta {remaining}{postfix}"
         options |= dict(bar_format=row, dynamic_ncols=True, miniters=1, leave=False)
-        hidden = None if shown is None else not shown  # None: tqdm looks for a terminal
-        super().__init__(iterable, disable=hidden, **options)
+        super().__init__(iterable, disable=disable, **options)
 
     @contextmanager
     def below(self) -> Iterator[None]:

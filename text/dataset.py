@@ -67,13 +67,12 @@ def id_type(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 65536 else "<u4")
 
 
-def open_dataset(folder: str | Path) -> dict:
+def open_dataset(folder: Path) -> dict:
     """Return the meta.json of a data set.
 
     Raises UserError if the data set is not complete, or if a file is not the one that meta.json
     describes. Of the .bin files only the size is compared: verify() reads their content.
     """
-    folder = Path(folder)
     meta = read_meta(folder)
     check_tokenizer_files(folder, meta["tokenizer"])
     for split, counts in meta["splits"].items():

@@ -123,12 +123,10 @@ def added_docstring(call: ast.Call) -> tuple[str, str]:
     prefixes = ("add_docstr", "add_newdoc")
     if not (isinstance(function, ast.Name) and function.id.startswith(prefixes)):
         return "", ""
-    values = [a.value if isinstance(a, ast.Constant) else ast.unparse(a) for a in call.args]
-    texts = [v for v in values if isinstance(v, str) and "\n" in v]
-    if not texts:
-        return "", ""
-    name = ".".join(v for v in values if "\n" not in str(v))
-    return name, inspect.cleandoc(texts[0])
+    values = [str(a.value) if isinstance(a, ast.Constant) else ast.unparse(a) for a in call.args]
+    text = next((v for v in values if "\n" in v), "")
+    name = ".".join(v for v in values if "\n" not in v)
+    return name, inspect.cleandoc(text)
 
 
 def language_reference(tree: ast.Module) -> list[tuple[str, str]]:

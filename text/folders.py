@@ -61,13 +61,11 @@ def own_files(folder: Path) -> dict[str, str]:
     """
     if folder.is_symlink() or not folder.is_dir():
         raise UserError(f"{folder} exists and is no data set: {AWAY}")
-    files = {}
-    try:
+    files = {}  # none, if meta.json is not of prepare.py, or was changed
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         meta = unseal(folder / "meta.json")
         files = {f"{split}.bin": meta["splits"][split]["sha256"] for split in ("train", "val")}
         files |= files_of(meta["tokenizer"]) | {"meta.json": ""}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        pass  # it is not of prepare.py, or was changed
     present = sorted(os.listdir(folder))
     for name in present:
         if name not in files:
@@ -98,7 +96,8 @@ def replace_set(new: Path, target: Path) -> None:
     and one that shares no input file with the new one, as NAME.old.
     """
     is_other = (target / "meta.json").exists() and inputs_of(target).isdisjoint(inputs_of(new))
-    old = put_in_place(new, target, f"{target.name}.old" if is_other else "")
+    # claim() looks for .NAME.old after a kill.
+    old = put_in_place(new, target, f"{target.name}.old" if is_other else f".{target.name}.old")
     if is_other:
         note(f"the data set of that name, which was made of other files, is {old} now")
     elif old:

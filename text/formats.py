@@ -71,7 +71,6 @@ class Reader:
     record: int = 0
 
     def __post_init__(self):
-        self.encoding = self.cfg.encoding
         self.limit = int(self.cfg.max_record_mb * 1e6)
 
     def chunks(self) -> Iterator[Chunk]:
@@ -120,7 +119,7 @@ class Reader:
                 raise
             # Only an error of the system has a strerror: the others are of a decompressor, or of
             # UTF-16, where surrogateescape cannot keep wrong bytes.
-            damage = f"damaged or cut off, or not in --encoding={self.encoding} ({e})"
+            damage = f"damaged or cut off, or not in --encoding={self.cfg.encoding} ({e})"
             problem = getattr(e, "strerror", None) or damage
             raise UserError(f"{source.name}: {problem}") from None
 
@@ -130,10 +129,10 @@ class Reader:
             return raw
         stream = decompressed(io.BufferedReader(raw, 1 << 18), source.name)
         # In ASCII, GB18030 and UTF-8, but not in UTF-16, a byte 0x0A is always a line end.
-        if source.kind in ("jsonl", "ndjson") and "\n".encode(self.encoding) == b"\n":
+        if source.kind in ("jsonl", "ndjson") and "\n".encode(self.cfg.encoding) == b"\n":
             return stream
-        is_utf8 = codecs.lookup(self.encoding).name == "utf-8"
-        encoding = "utf-8-sig" if is_utf8 else self.encoding  # leaves out a byte order mark
+        is_utf8 = codecs.lookup(self.cfg.encoding).name == "utf-8"
+        encoding = "utf-8-sig" if is_utf8 else self.cfg.encoding  # leaves out a byte order mark
         newline = "" if source.kind in ("csv", "tsv") else None
         return io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline=newline)
 
@@ -170,7 +169,7 @@ def read_jsonl(stream: io.IOBase, source: Source, reader: Reader) -> Records:
     """Yield Lines of about a megabyte. Those of a stream that is decoded (UTF-16) become UTF-8."""
     is_text = isinstance(stream, io.TextIOBase)
     newline = "\n" if is_text else b"\n"
-    encoding = "utf-8" if is_text else reader.encoding
+    encoding = "utf-8" if is_text else reader.cfg.encoding
     number = 1  # of the first line that has not been yielded
     # No block is longer than the limit. So a line that lies within one block is not too long.
     while block := stream.read(min(CHUNK, reader.limit)):

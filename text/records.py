@@ -106,8 +106,7 @@ def document_settings(cfg: PrepareConfig) -> dict:
 
 def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Document]:
     """Yield each document in a chunk. All records are counted in `tally`."""
-    chat = cfg.chat
-    records = (unpacked(chunk.kind, place, record, chat) for place, record in chunk.records)
+    records = (unpacked(chunk.kind, place, record, cfg.chat) for place, record in chunk.records)
     for place, record in itertools.chain.from_iterable(records):
         tally.records += 1
         try:
@@ -342,6 +341,5 @@ def chosen_fields(record: dict, fields: str) -> str:
         return get(inner, last)
 
     if "{" in fields:
-        template = fields.replace("\\n", "\n")
-        return FIELD.sub(lambda m: value(m[1]), template)
+        return FIELD.sub(lambda m: value(m[1]), fields.replace("\\n", "\n"))
     return "\n".join(filter(None, map(value, fields.split(","))))

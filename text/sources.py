@@ -102,9 +102,7 @@ def identity(path: str | Path) -> tuple[int, int]:
 # All files of a corpus
 
 
-def find_sources(
-    inputs: Iterable[str], kind: str = "auto"
-) -> tuple[list[Source], dict[str, Counter]]:
+def find_sources(inputs: Iterable[str], kind: str) -> tuple[list[Source], dict[str, Counter]]:
     """Return the files that the --input arguments name, and how many files were skipped and why.
 
     The files come in a fixed order, each file once. Folders are searched with all their subfolders.
@@ -172,9 +170,8 @@ def walk(folder: Path, skipped: Counter) -> Iterator[Path]:
     seen = set()  # identities of the folders so far: a link may lead back to one of them
     for parent, folders, names in os.walk(folder, onerror=refuse_folder, followlinks=True):
         present = {*folders, *names}
-        is_scratch = re.fullmatch(r"\..+\.tmp", os.path.basename(parent)) and (
-            present & {"set", "part0"}
-        )
+        name = os.path.basename(parent)
+        is_scratch = re.fullmatch(r"\..+\.tmp", name) and present & {"set", "part0"}
         if identity(parent) in seen:
             folders.clear()
         elif is_scratch or {"train.bin", "val.bin", "meta.json"} <= present:

@@ -41,7 +41,7 @@ def evaluate(
     turn = B * machine.world  # windows that all ranks evaluate at the same time
     batches = range(machine.rank * B, math.ceil(count / turn) * turn, turn)
     totals = torch.zeros(2, device=machine.device)  # sum of the loss over targets; their number
-    for start in ProgressBar("evaluating", batches, shown=None if bar else False):
+    for start in ProgressBar("evaluating", batches, disable=None if bar else True):
         # All batches have B windows, so that the model sees a single shape. Past the last window
         # the first ones fill the batch; their targets are set to -1, which the loss ignores.
         rows = loader.rows([(0, starts[i % count]) for i in range(start, start + B)])

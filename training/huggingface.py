@@ -31,6 +31,8 @@ from configurator import UserError
 from hardware.disk import MANIFEST, damage, only_plain, read_object
 from model import GPT, PRESETS, GPTConfig, rope_scaling
 
+Weights = dict[str, torch.Tensor]  # name -> value
+
 # --------------------------------------------------------------------------------------------------
 # The words of each class, by which both directions go
 
@@ -288,7 +290,7 @@ def is_transposed(a: Architecture, name: str, w: torch.Tensor) -> bool:
     return a is GPT2 and name.startswith("blocks.") and w.dim() == 2
 
 
-def stored_as(a: Architecture, c: GPTConfig, name: str, w: torch.Tensor) -> dict[str, torch.Tensor]:
+def stored_as(a: Architecture, c: GPTConfig, name: str, w: torch.Tensor) -> Weights:
     """Return one of our parameters as the class stores it: its names there -> the values.
 
     The padding of the vocabulary is cut off, and GPT-2's matrices are transposed.
@@ -304,9 +306,7 @@ def stored_as(a: Architecture, c: GPTConfig, name: str, w: torch.Tensor) -> dict
     return {key: part.contiguous() for key, part in zip(keys, parts, strict=True)}
 
 
-def to_state(
-    a: Architecture, c: GPTConfig, parameters: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def to_state(a: Architecture, c: GPTConfig, parameters: Weights) -> Weights:
     """Return our parameters as the class stores them, under its names."""
     stored = {}
     for name, w in parameters.items():
@@ -318,9 +318,7 @@ def to_state(
     return stored
 
 
-def from_state(
-    c: GPTConfig, stored: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def from_state(c: GPTConfig, stored: Weights, parameters: Weights) -> Weights:
     """Return our parameters from those that the class stores: the inverse of to_state().
 
     parameters: those of the model, on the meta device.
@@ -365,9 +363,7 @@ def from_state(
 NANOGPT = ".pt"  # ends the name of a checkpoint of nanoGPT, which is a file
 
 
-def save_weights(
-    a: Architecture, c: GPTConfig, parameters: dict[str, torch.Tensor], folder: Path
-) -> None:
+def save_weights(a: Architecture, c: GPTConfig, parameters: Weights, folder: Path) -> None:
     """Write model.safetensors to a folder. Its config.json is to_config(c).
 
     a: architecture_of(c). parameters: name -> value, under our names, on the CPU. A matrix that wte
@@ -437,7 +433,7 @@ def from_pretrained(path: str | Path, **overrides) -> GPT:
     return model
 
 
-def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
+def read_safetensors(folder: Path) -> Weights:
     """Return the tensors of model.safetensors, or of the shards that its index names."""
     names = ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
@@ -459,7 +455,7 @@ def read_safetensors(folder: Path) -> dict[str, torch.Tensor]:
     return stored
 
 
-def read_nanogpt(path: Path) -> tuple[GPTConfig, dict[str, torch.Tensor]]:
+def read_nanogpt(path: Path) -> tuple[GPTConfig, Weights]:
     """Return the shape and the weights of a checkpoint that nanoGPT's train.py wrote.
 
     The weights have the names and shapes of Hugging Face's GPT2LMHeadModel. Raises UserError if it

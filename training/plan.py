@@ -8,7 +8,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-import torch
+from torch.amp import GradScaler
 
 from configurator import UserError
 from training.settings import TrainConfig
@@ -73,9 +73,7 @@ class Progress:
             progress.bad_in_a_row = 0
         return progress
 
-    def add_step(
-        self, windows: int, loss: float, grad_norm: float, scaler: torch.amp.GradScaler
-    ) -> str:
+    def add_step(self, windows: int, loss: float, grad_norm: float, scaler: GradScaler) -> str:
         """Count a step that read `windows` windows. Return "taken", "overflow" or "bad".
 
         take_step() has skipped a step of the last two kinds. "overflow" exists in fp16 only, where
@@ -156,11 +154,8 @@ def even_batch(limit: int, cfg: TrainConfig, world: int) -> int:
     sequences = max(1, round(cfg.batch_tokens / (cfg.block_size * world)))  # per rank in a step
     limit = max(1, min(limit, sequences))
 
-    def distance(B: int) -> float:
-        return off(tokens_of_step(B, cfg, world), cfg)
-
-    # Of equals, min() takes the first.
-    return min(range(limit, (limit - 1) // 2, -1), key=distance)
+    sizes = range(limit, (limit - 1) // 2, -1)  # of equals, min() takes the first
+    return min(sizes, key=lambda B: off(tokens_of_step(B, cfg, world), cfg))
 
 
 def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:

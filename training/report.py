@@ -102,7 +102,7 @@ class Metrics:
         self.unigram = landmarks[-1].get("unigram", math.inf) if landmarks else math.inf
         shown = self.machine.is_main and in_a_terminal()
         steps = dict(total=self.plan.steps, initial=self.progress.step)
-        self.bar = ProgressBar("step", shown=shown, **steps)
+        self.bar = ProgressBar("step", disable=not shown, **steps)
 
     @contextmanager
     def running(self) -> Iterator[None]:
