@@ -52,7 +52,7 @@ from text import look
 from text.cut import cut_by_text, too_few
 from text.dataset import FORMAT_VERSION, open_dataset, verify
 from text.demo import TAUGHT, demo_sources
-from text.encode import Encoder, Part, encode_share
+from text.encode import Encoder, Part, encode_part
 from text.folders import claim, remove_scratch, replace_set
 from text.formats import CHUNK
 from text.landmarks import count_landmarks
@@ -175,7 +175,7 @@ def build(cfg: PrepareConfig, target: Path, scratch: Path, ranks: Ranks) -> str:
     key = {"format": FORMAT_VERSION, "chunk": CHUNK, "tokenizer": info, "ranks": ranks}
     key |= {"documents": document_settings(cfg)}
     part = Part(scratch / f"part{ranks.rank}", content_sha256(key), share_of(sources, ranks))
-    encode_share(cfg, part, encoder, workers, total)
+    encode_part(cfg, part, encoder, workers, total)
     parts = ranks.gather(part)
     if ranks.rank > 0:
         return ""

@@ -145,14 +145,12 @@ def check_changed(opened: dict[Path, os.stat_result], check: Callable[[Path], No
     opened: path -> what the system said of it then. If a file was deleted, or another one has its
     name now, then the one that is open, or mapped, stays as it was.
     """
-    for path, at_first in opened.items():
-        current = path.stat() if path.exists() else at_first
+    for path, earlier in opened.items():
+        current = path.stat() if path.exists() else earlier
         # The ctime is the time of the last change of the file or of its owner, rights and times.
         # Unlike the mtime, nobody can set it back.
-        is_same = (
-            current.st_size == at_first.st_size and current.st_ctime_ns == at_first.st_ctime_ns
-        )
-        if current.st_ino == at_first.st_ino and not is_same:
+        is_same = current.st_size == earlier.st_size and current.st_ctime_ns == earlier.st_ctime_ns
+        if current.st_ino == earlier.st_ino and not is_same:
             check(path)
             opened[path] = current  # it was only touched
 

@@ -12,6 +12,7 @@ from test_chat_folder import conversations
 from test_prepare import all_texts, tiktoken_file
 
 import prepare
+import train
 from model import GPT, PRESETS, GPTConfig
 from text.chat import answers_of, marks_of
 from text.dataset import load_tokenizer, open_dataset, open_datasets, open_split, open_windows
@@ -272,10 +273,12 @@ def test_each_conversation_counts_the_same_by_its_answers(chat_data):
 ON_ANSWERS = ["--dataset=chat", "--loss_on=answers", "--block_size=64", "--batch_tokens=512"]
 
 
-def test_a_run_on_answers_resumes_to_the_bit(chat_data, tmp_path):
+def test_a_run_on_answers_resumes_to_the_bit_and_stays_one(chat_data, tmp_path, refuses):
     run = resumes(chat_data, tmp_path, *ON_ANSWERS, "--documents=pad")
-    losses = metrics(run, "val_loss")
-    assert losses[8] < losses[4]
+    assert metrics(run, "val_loss")[8] < metrics(run, "val_loss")[4]
+    other = [f"--out_dir={run.parent}", f"--run_name={run.name}", "--init_from=resume"]
+    said = refuses(train.main, *other, f"--data_dir={chat_data}", "--loss_on=all")
+    assert "loss_on is answers there, all here" in said  # else their losses would be compared
 
 
 @pytest.mark.slow

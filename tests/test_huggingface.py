@@ -22,6 +22,7 @@ from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
 from training import huggingface
 from training.huggingface import GPT2, OURS, architecture_of, from_config, from_pretrained
+from training.metrics import read_metrics
 from training.resume import settings_of_run
 
 FITTING = [name for name in ODD if architecture_of(GPTConfig(**ODD[name])) is not OURS]
@@ -405,6 +406,8 @@ def test_the_shape_of_a_tuned_model_is_kept_and_another_one_refused_at_its_resum
     start = [f"--init_from={finished}", "--block_size=64", "--max_steps=2"]
     train_tiny(tiny_data, tmp_path, *start, "--n_layer=5")
     assert "keeps its own shape: n_layer=5 is ignored" in capsys.readouterr().err
+    settings = read_metrics(tmp_path / "run" / "metrics.jsonl")[0]["settings"]
+    assert (settings["init_from"], settings["n_layer"]) == (str(short), 2)
     more = ["--init_from=resume", "--max_steps=4"]
     for name, size, other in (("n_layer", 2, 3), ("block_size", 64, 128), ("d_ff", 128, 64)):
         said = refuses(lambda: train_tiny(tiny_data, tmp_path, *more, f"--{name}={other}"))  # noqa: B023
@@ -417,5 +420,6 @@ def test_a_tuning_that_saved_nothing_does_not_go_on_from_random_weights(
 ):
     spoilt = [f"--init_from={saved(finished)}", "--lr=1e38", "--warmup_ratio=0", "--grad_clip=0"]
     assert "is not saved: NaN" in refuses(lambda: train_tiny(tiny_data, tmp_path, *spoilt))
-    said = refuses(lambda: train_tiny(tiny_data, tmp_path, "--init_from=auto"))
-    assert f"--init_from={saved(finished)} --overwrite begins it again" in said
+    for how in ("auto", "resume"):
+        said = refuses(lambda: train_tiny(tiny_data, tmp_path, f"--init_from={how}"))  # noqa: B023
+        assert f"--init_from={saved(finished)} --overwrite begins it again" in said

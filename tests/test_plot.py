@@ -24,7 +24,7 @@ def write_run(folder: Path, losses: dict[int, float], **settings) -> Path:
     for step, loss in losses.items():
         records.append(dict(step=step, loss=loss, lr=1e-3, tokens=100 * step, step_ms=2000.0))
         if step % 100 == 0:
-            bits = loss / math.log(2) / 4
+            bits = loss / math.log(2) / (4 if step < 500 else 5)  # after another mixture
             records.append(dict(step=step, val_loss=loss, val_bits_per_byte=bits))
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))

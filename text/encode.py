@@ -246,9 +246,7 @@ class Part:
         self.files = {}  # open files cannot be sent to another process, and the part is, to rank 0
 
 
-def encode_share(
-    cfg: PrepareConfig, part: Part, encoder: Encoder, workers: int, total: int
-) -> None:
+def encode_part(cfg: PrepareConfig, part: Part, encoder: Encoder, workers: int, total: int) -> None:
     """Encode the files of this process, as far as an earlier run has not done so, into its part.
 
     The part is committed after every --shard_mb million characters. total: bytes that all processes

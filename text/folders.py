@@ -105,8 +105,9 @@ def replace_set(new: Path, target: Path) -> None:
 
 
 def inputs_of(folder: Path) -> set[str]:
-    """Return the files that a data set was made of, and those that were skipped."""
-    return {source["path"] for source in unseal(folder / "meta.json")["sources"]}
+    """Return the hashes of the files that a data set was made of; of the demo corpus, its name."""
+    sources = unseal(folder / "meta.json")["sources"]
+    return {s.get("sha256", s["path"]) for s in sources if "skipped" not in s}
 
 
 def remove_scratch(scratch: Path) -> None:

@@ -72,8 +72,7 @@ def to_hugging_face(
         "pre_tokenizer": None,
         "post_processor": template | {"special_tokens": prefix_tokens},
     }
-    content |= steps
-    content |= {"model": {"type": "BPE", "dropout": None} | model}
+    content |= steps | {"model": {"type": "BPE", "dropout": None} | model}
     config = dict(tokenizer_class="PreTrainedTokenizerFast", model_max_length=block_size)
     config |= dict(bos_token=bos, eos_token=names[tokenizer.eos_id], unk_token=model["unk_token"])
     config |= dict(add_bos_token=bool(bos), add_prefix_space=False)

@@ -77,9 +77,11 @@ def read_run(folder: Path, x: str, y: str) -> Run:
     if y == "bits_per_byte":
         if "val_bits_per_byte" not in curves:
             raise UserError(f"{folder}: no evaluation tells the bytes in a token: use --y loss")
-        scale = curves["val_bits_per_byte"][1, -1] / curves["val_loss"][1, -1]
+        at, bits = curves["val_bits_per_byte"]
+        scales = bits / curves["val_loss"][1]  # they change with the shares of a mixture
+        scale = scales[-1]
         for key in curves.keys() & {*LOSSES}:
-            curves[key][1] *= scale
+            curves[key][1] *= np.interp(curves[key][0], at, scales)
     landmarks = {name: round(loss * scale, 4) for name, loss in start["landmarks"].items()}
     best = ""
     if "val_loss" in curves:

@@ -87,7 +87,7 @@ def with_data(cfg: TrainConfig) -> TrainConfig:
     if cfg.dataset:
         return cfg
     name = newest_dataset(cfg.data_dir)
-    note(f"dataset={name} is taken, which was prepared last")
+    note(f"dataset={name} is taken, the newest in {cfg.data_dir}/")
     return replace(cfg, dataset=name)
 
 
@@ -137,7 +137,8 @@ def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> P
             raise UserError(f"{folder} holds {min(others)!r} and no run: give another --run_name")
     elif cfg.init_from != "auto":  # which goes on with a run that ended before it saved anything
         if not cfg.overwrite:
-            advice = "--init_from=auto continues it, --overwrite moves it out of the way"
+            goes_on = "resume" if path else "auto"  # which would begin from random weights
+            advice = f"--init_from={goes_on} continues it, --overwrite moves it out of the way"
             raise UserError(f"{folder} holds an earlier run: --run_name=NAME is another, {advice}")
         if path is not None and folder.resolve() in path.resolve().parents:
             raise UserError(f"--overwrite would move {path}: give the new run another --run_name")
@@ -166,15 +167,16 @@ def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -
     if evidence:
         advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
         raise UserError(f"no checkpoint in {ckpt_dir} is intact ({evidence[0]}): {advice}")
+    began = next((r["settings"].get("init_from") for r in records if "settings" in r), "scratch")
+    if began not in (None, "scratch"):
+        problem = f"{folder} began from {began} and ended before it saved anything"
+        raise UserError(f"{problem}: --init_from={began} --overwrite begins it again")
     if cfg.init_from == "resume":
         advice = "--init_from=auto begins it"
         if newest := newest_run(Path(cfg.out_dir)):
             advice += f", --run_name={newest.name} is the newest run"
         raise UserError(f"init_from=resume: there is no checkpoint in {ckpt_dir}; {advice}")
-    began = next((r["settings"].get("init_from") for r in records if "settings" in r), None)
-    if began not in (None, "scratch", "auto"):
-        problem = f"{folder} began from {began} and ended before it saved anything"
-        raise UserError(f"{problem}: --init_from={began} --overwrite begins it again")
+    say(f"note: there is no checkpoint in {ckpt_dir}: init_from=auto begins from random weights")
     return None
 
 
@@ -215,17 +217,19 @@ def check_fits(
     c: the shape of the model. One that is fine-tuned has its own, whatever settings the run began
     with: so a setting fits that is as it was, or as the model is.
     """
+    trained_on, names = sorted(earlier.meta["trained_on"]), sorted(data.name for data in sets)
+    another = f"start a new run with --init_from={folder} --run_name=NAME"
+    if names != trained_on:
+        problem = f"{folder} was trained on {', '.join(trained_on)}, not on {', '.join(names)}"
+        raise UserError(f"{problem}: give that --dataset, or {another}")
     settings = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)}
     began_with = fixed(replace(cfg, **settings), c.vocab_size)
     has = began_with | asdict(c)
     here = {k: v for k, v in fixed(cfg, c.vocab_size).items() if v != began_with[k]}
-    there = {k: has[k] for k in here} | {"dataset": ",".join(sorted(earlier.meta["trained_on"]))}
-    here |= {"dataset": ",".join(sorted(data.name for data in sets))}
-    if here["dataset"] == there["dataset"]:
-        there |= {"tokenizer": tokenizer_id(earlier.meta["tokenizer"])}
-        for key, split in (("trained_on", "train"), ("judged_by", "val")):
-            there |= {f"{name}/{split}.bin": sha256 for name, sha256 in earlier.meta[key].items()}
-        here |= data_hashes(sets) | {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
+    there = {k: has[k] for k in here} | {"tokenizer": tokenizer_id(earlier.meta["tokenizer"])}
+    for key, split in (("trained_on", "train"), ("judged_by", "val")):
+        there |= {f"{name}/{split}.bin": sha256 for name, sha256 in earlier.meta[key].items()}
+    here |= data_hashes(sets) | {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
     differ = [
         f"{k} is {there.get(k, 'missing')!s:.20} there, {here.get(k, 'missing')!s:.20} here"
         for k in sorted(there | here)
@@ -233,19 +237,18 @@ def check_fits(
     ]
     if differ:
         advice = "give the same settings and data as before (prepare.py keeps the data that it"
-        advice += " replaces as NAME.old if no input file is the same), or start a new run with"
-        advice += f" --init_from={folder} --run_name=NAME"
+        advice += f" replaces as NAME.old if no input file is the same), or {another}"
         raise UserError(f"checkpoint {folder} does not fit: {'; '.join(differ)}: {advice}")
 
 
 def fixed(cfg: TrainConfig, vocab_size: int) -> dict[str, Any]:
-    """Return what settings say of the shape and the optimizer, which stay what they are in a run.
+    """Return what settings say of what stays as it is in a run: shape, optimizer, what is learned.
 
     rope_scaling is taken as it stands: a model to fine-tune may have RoPE although the settings,
     which it ignores, say otherwise.
     """
     shape = asdict(model_config(replace(cfg, rope_scaling=""), vocab_size))
-    return shape | {"rope_scaling": cfg.rope_scaling, "optimizer": cfg.optimizer}
+    return shape | {k: getattr(cfg, k) for k in ("rope_scaling", "optimizer", "loss_on")}
 
 
 def data_hashes(sets: list[DataSet]) -> dict[str, str]:

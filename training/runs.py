@@ -83,16 +83,21 @@ def lock_run(folder: Path) -> Lock:
     return Lock(folder, instead)
 
 
-def tidy(ckpt_dir: Path, step: int) -> list[str]:
+def tidy(folder: Path, step: int, records: list[dict]) -> list[str]:
     """Clear the way for a run that begins, or goes on, with this step. Return what there is to say.
 
     Delete what a process left that was killed while it saved or deleted a checkpoint. Checkpoints
-    of later steps are damaged, or the run would go on from there: they are renamed.
+    of later steps are damaged, or the run would go on from there: they are renamed. So is what a
+    start with other settings recorded, which saved nothing. records: those of this run so far.
     """
+    ckpt_dir = folder / "ckpt"
     for path in ckpt_dir.glob(".tmp_step_*"):
         # as temporary() in training/checkpoint.py names it
         by_us = re.fullmatch(r"\.tmp_step_[0-9]+-[0-9a-f]{8}", path.name)
         if by_us and not path.is_symlink():
             remove_only(path, OUR_FILES)
-    later = [path for path in numbered(ckpt_dir) if step_of(path) > step]
-    return [f"note: {path} is kept as {set_aside(path, f'{path.name}_kept')}" for path in later]
+    kept = {path: f"{path.name}_kept" for path in numbered(ckpt_dir) if step_of(path) > step}
+    path = folder / "metrics.jsonl"
+    if read_metrics(path)[:1] not in ([], records[:1]):
+        kept[path] = "metrics_kept.jsonl"
+    return [f"note: {path} is kept as {set_aside(path, name)}" for path, name in kept.items()]

@@ -116,10 +116,11 @@ def build(
             return None
         if cfg.overwrite and not earlier and (moved := replace_run(folder, lock)):
             say(f"the earlier run is now {moved}: delete it when you no longer need it")
-        for line in tidy(folder / "ckpt", progress.step):
-            say(line)
         path = folder / "metrics.jsonl"
-        return MetricsFile(path, first_records(path, cfg, plan, data.sets, progress), lock, say)
+        records = first_records(path, cfg, plan, data.sets, model.config, progress)
+        for line in tidy(folder, progress.step, records):
+            say(line)
+        return MetricsFile(path, records, lock, say)
 
     metrics = Metrics(cfg, machine, plan, data.sets, progress, machine.together(open_folder))
     files = machine.decide(lambda: fixed_files(data, model.config))
@@ -285,7 +286,7 @@ def say_what_is_resumed(
 
 
 def first_records(
-    path: Path, cfg: TrainConfig, plan: Plan, sets: list[DataSet], progress: Progress
+    path: Path, cfg: TrainConfig, plan: Plan, sets: list[DataSet], c: GPTConfig, progress: Progress
 ) -> list[dict]:
     """Return the records that metrics.jsonl has when this process starts to train.
 
@@ -300,9 +301,15 @@ def first_records(
         # The process that wrote the checkpoint was killed before it could record it.
         records.append({"step": step, "saved": f"step_{step:08d}"})
 
+    settings = {k: v for k, v in asdict(cfg).items() if k != "overwrite"}
+    if cfg.init_from in ("scratch", "auto"):
+        settings["init_from"] = "scratch"
+    else:  # the model that is fine-tuned has its own shape
+        of_model = {k: v for k, v in asdict(c).items() if k in settings and k != "block_size"}
+        settings |= of_model | {"preset": huggingface.architecture_of(c).name}
     # `prepare.py --inspect RUN --step N` and follow.py read this record to find a step's texts.
     run = {
-        "settings": {k: v for k, v in asdict(cfg).items() if k != "overwrite"},
+        "settings": settings,
         "step_samples": plan.step_tokens // cfg.block_size,
         "steps": plan.steps,
         "data": {data.name: data.meta["splits"]["train"]["sha256"] for data in sets},

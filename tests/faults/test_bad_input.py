@@ -94,7 +94,7 @@ TRAIN = {
     "--init_from={gpt2} --rope_scaling=linear:2": "rope",
     "--out_dir={out}": "--overwrite",
     "--out_dir={out} --init_from={ckpt} --overwrite": "{ckpt}",
-    "--out_dir={out} --init_from=resume --dataset=again": "dataset is tiny there, again here",
+    "--out_dir={out} --init_from=resume --dataset=again": "was trained on tiny, not on again",
     "--out_dir={out} --init_from=resume --optimizer=muon": "optimizer is adamw there, muon here",
     "--out_dir={log} --init_from=resume --max_steps=9": "metrics.jsonl:1",
 }

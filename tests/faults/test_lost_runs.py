@@ -72,6 +72,13 @@ def test_a_resume_records_the_checkpoint_that_a_killed_process_could_not_record(
     assert metrics(copied, "saved") == {8: "step_00000008", 12: "step_00000012"}
 
 
+def test_what_a_start_that_saved_nothing_has_recorded_is_kept(trains, tmp_path, refuses):
+    refuses(lambda: trains("--lr=1e38", "--warmup_ratio=0", "--grad_clip=0"))
+    recorded = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    run = trains("--init_from=auto", "--max_steps=1")
+    assert (run / "metrics_kept.jsonl").read_bytes() == recorded
+
+
 # -- --overwrite --
 
 

@@ -161,9 +161,11 @@ def test_a_data_set_with_a_file_of_somebody_stays_under_another_name(
 
 
 def test_a_data_set_of_other_files_is_not_replaced(corpus, tmp_path, capsys):
-    old, _ = prepare_set(tmp_path, corpus[0])
+    mine = Path(shutil.copy(corpus[0], tmp_path / "mine.jsonl"))
+    old, _ = prepare_set(tmp_path, mine)
     earlier = contents(old)
-    call(prepare.main, "--input", corpus[1], *options(old.parent))
+    shutil.copy(corpus[1], mine)  # the same name is not the same text
+    call(prepare.main, "--input", mine, *options(old.parent))
     assert contents(old.parent / "set.old") == earlier != contents(old)
     assert f"{old.parent / 'set.old'} now" in capsys.readouterr().err
 
@@ -331,9 +333,8 @@ def test_linked_folders_are_followed_and_every_folder_and_file_is_read_once(tmp_
     assert f"skipped in {folder}: " in capsys.readouterr().out
     # Links that lead back do not keep a pattern from its end.
     pattern = str(folder / "**" / "*.jsonl")
-    files, skipped = sources.find_sources(
-        [str(folder / "sub"), pattern, str(folder / "a.jsonl")], "auto"
-    )
+    paths = [str(folder / "sub"), pattern, str(folder / "a.jsonl")]
+    files, skipped = sources.find_sources(paths, "auto")
     assert [file.path.name for file in files] == ["b.jsonl", "a.jsonl"]
     assert skipped[str(folder / "a.jsonl")] == {sources.READ_ALREADY: 1}
 
