@@ -422,4 +422,4 @@ def test_a_tuning_that_saved_nothing_does_not_go_on_from_random_weights(
     assert "is not saved: NaN" in refuses(lambda: train_tiny(tiny_data, tmp_path, *spoilt))
     for how in ("auto", "resume"):
         said = refuses(lambda: train_tiny(tiny_data, tmp_path, f"--init_from={how}"))  # noqa: B023
-        assert f"--init_from={saved(finished)} --overwrite begins it again" in said
+        assert f"began from {saved(finished)}" in said and "--overwrite" in said

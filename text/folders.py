@@ -105,9 +105,9 @@ def replace_set(new: Path, target: Path) -> None:
 
 
 def inputs_of(folder: Path) -> set[str]:
-    """Return the hashes of the files that a data set was made of; of the demo corpus, its name."""
+    """Return path and hash of each file that a data set was made of, as one text."""
     sources = unseal(folder / "meta.json")["sources"]
-    return {s.get("sha256", s["path"]) for s in sources if "skipped" not in s}
+    return {f"{s['path']} {s.get('sha256')}" for s in sources if "skipped" not in s}
 
 
 def remove_scratch(scratch: Path) -> None:

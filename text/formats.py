@@ -140,7 +140,7 @@ class Reader:
 def characters(record: Any, limit: float = math.inf) -> int:
     """Return how many characters all texts in a record have, however deep they are nested.
 
-    Lists of numbers, which may be long, are passed by. With a limit, it stops to count beyond that.
+    Lists without texts are passed by. With a limit, it stops to count beyond that.
     """
     total = 0
     values = [record]
@@ -151,7 +151,7 @@ def characters(record: Any, limit: float = math.inf) -> int:
             total += len(value)
         elif isinstance(value, dict):
             values += value.values()
-        elif isinstance(value, list | Lines) and not set(map(type, value)) <= {int, float}:
+        elif isinstance(value, list | Lines) and set(map(type, value)) - {int, float, type(None)}:
             values += value
     return total
 

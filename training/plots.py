@@ -73,16 +73,15 @@ def read_run(folder: Path, x: str, y: str) -> Run:
     curves = defaultdict(lambda: np.empty((2, 0)))
     curves |= {key: np.array(pairs, float).T for key, pairs in points.items()}
 
-    scale = 1.0
+    scales = [1.0]
     if y == "bits_per_byte":
         if "val_bits_per_byte" not in curves:
             raise UserError(f"{folder}: no evaluation tells the bytes in a token: use --y loss")
         at, bits = curves["val_bits_per_byte"]
         scales = bits / curves["val_loss"][1]  # they change with the shares of a mixture
-        scale = scales[-1]
         for key in curves.keys() & {*LOSSES}:
             curves[key][1] *= np.interp(curves[key][0], at, scales)
-    landmarks = {name: round(loss * scale, 4) for name, loss in start["landmarks"].items()}
+    landmarks = {name: round(loss * scales[-1], 4) for name, loss in start["landmarks"].items()}
     best = ""
     if "val_loss" in curves:
         step, loss = min(curves["val_loss"].T, key=lambda point: point[1])

@@ -127,21 +127,25 @@ def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> P
             return checkpoint
     path = None if cfg.init_from in ("scratch", "auto") else Path(cfg.init_from)
     if not is_run(folder):
-        # The lock is there, and perhaps what a process left that was killed when it began.
-        others = set(os.listdir(folder)) - {LOCK, ".metrics.jsonl.tmp"}
-        ckpt_dir = folder / "ckpt"  # it may be an empty disk that is mounted there
-        of_nobody = re.compile(r"\.tmp_step_.*|lost\+found")
-        if ckpt_dir.is_dir() and all(map(of_nobody.fullmatch, os.listdir(ckpt_dir))):
+        # The lock is there, and perhaps what a process left that was killed when it began, or an
+        # empty disk.
+        ours = r"\.metrics\.jsonl\.tmp|metrics_kept\.jsonl\d*|\.tmp_step_.*|lost\+found"
+        others = {name for name in os.listdir(folder) if not re.fullmatch(ours, name)} - {LOCK}
+        ckpt = folder / "ckpt"
+        if ckpt.is_dir() and all(re.fullmatch(ours, name) for name in os.listdir(ckpt)):
             others -= {"ckpt"}
         if others:
             raise UserError(f"{folder} holds {min(others)!r} and no run: give another --run_name")
     elif cfg.init_from != "auto":  # which goes on with a run that ended before it saved anything
         if not cfg.overwrite:
-            goes_on = "resume" if path else "auto"  # which would begin from random weights
-            advice = f"--init_from={goes_on} continues it, --overwrite moves it out of the way"
-            raise UserError(f"{folder} holds an earlier run: --run_name=NAME is another, {advice}")
+            advice = "--run_name=NAME is another, --overwrite moves it out of the way"
+            if newest_checkpoint(folder / "ckpt"):
+                advice += f", --run_name={cfg.run_name} --init_from=resume continues it"
+            raise UserError(f"{folder} holds an earlier run: {advice}")
         if path is not None and folder.resolve() in path.resolve().parents:
             raise UserError(f"--overwrite would move {path}: give the new run another --run_name")
+    if cfg.init_from == "auto":
+        say(f"note: there is no checkpoint in {folder}: the run begins from random weights")
     return path
 
 
@@ -167,16 +171,15 @@ def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -
     if evidence:
         advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
         raise UserError(f"no checkpoint in {ckpt_dir} is intact ({evidence[0]}): {advice}")
-    began = next((r["settings"].get("init_from") for r in records if "settings" in r), "scratch")
-    if began not in (None, "scratch"):
-        problem = f"{folder} began from {began} and ended before it saved anything"
-        raise UserError(f"{problem}: --init_from={began} --overwrite begins it again")
+    recorded = next((r["settings"] for r in records if "step_samples" in r), {})
+    if (began := recorded.get("init_from", "scratch")) != "scratch":
+        problem = f"{folder} began from {began} and saved nothing before it ended"
+        raise UserError(f"{problem}: begin it again with --init_from=MODEL --overwrite")
     if cfg.init_from == "resume":
         advice = "--init_from=auto begins it"
         if newest := newest_run(Path(cfg.out_dir)):
             advice += f", --run_name={newest.name} is the newest run"
         raise UserError(f"init_from=resume: there is no checkpoint in {ckpt_dir}; {advice}")
-    say(f"note: there is no checkpoint in {ckpt_dir}: init_from=auto begins from random weights")
     return None
 
 

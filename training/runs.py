@@ -90,13 +90,12 @@ def tidy(folder: Path, step: int, records: list[dict]) -> list[str]:
     of later steps are damaged, or the run would go on from there: they are renamed. So is what a
     start with other settings recorded, which saved nothing. records: those of this run so far.
     """
-    ckpt_dir = folder / "ckpt"
-    for path in ckpt_dir.glob(".tmp_step_*"):
+    for path in folder.glob("ckpt/.tmp_step_*"):
         # as temporary() in training/checkpoint.py names it
         by_us = re.fullmatch(r"\.tmp_step_[0-9]+-[0-9a-f]{8}", path.name)
         if by_us and not path.is_symlink():
             remove_only(path, OUR_FILES)
-    kept = {path: f"{path.name}_kept" for path in numbered(ckpt_dir) if step_of(path) > step}
+    kept = {path: f"{path.name}_kept" for path in numbered(folder / "ckpt") if step_of(path) > step}
     path = folder / "metrics.jsonl"
     if read_metrics(path)[:1] not in ([], records[:1]):
         kept[path] = "metrics_kept.jsonl"

@@ -49,8 +49,9 @@ def test_a_folder_of_others_is_refused_and_kept(trains, tmp_path, refuses, init_
 
 
 def test_a_disk_that_is_mounted_as_ckpt_is_no_reason_to_refuse_a_run(trains, tmp_path):
-    for name in (".tmp_step_1-0123abcd", "lost+found"):  # the first is of a killed process
-        (tmp_path / "run" / "ckpt" / name).mkdir(parents=True)
+    # Two of these a killed process leaves.
+    for name in ("ckpt/.tmp_step_1-0123abcd", "ckpt/lost+found", "metrics_kept.jsonl"):
+        (tmp_path / "run" / name).mkdir(parents=True)
     trains("--max_steps=1", "--init_from=auto")
 
 
