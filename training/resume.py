@@ -171,8 +171,8 @@ def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -
     if evidence:
         advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
         raise UserError(f"no checkpoint in {ckpt_dir} is intact ({evidence[0]}): {advice}")
-    recorded = next((r["settings"] for r in records if "step_samples" in r), {})
-    if (began := recorded.get("init_from", "scratch")) != "scratch":
+    start = next((r["settings"] for r in records if {"step_samples", "settings"} <= r.keys()), {})
+    if (began := start.get("init_from", "scratch")) != "scratch":
         problem = f"{folder} began from {began} and saved nothing before it ended"
         raise UserError(f"{problem}: begin it again with --init_from=MODEL --overwrite")
     if cfg.init_from == "resume":
