@@ -127,12 +127,12 @@ def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> P
             return checkpoint
     path = None if cfg.init_from in ("scratch", "auto") else Path(cfg.init_from)
     if not is_run(folder):
-        # The lock is there, and perhaps what a process left that was killed when it began, or an
-        # empty disk.
-        ours = r"\.metrics\.jsonl\.tmp|metrics_kept\.jsonl\d*|\.tmp_step_.*|lost\+found"
-        others = {name for name in os.listdir(folder) if not re.fullmatch(ours, name)} - {LOCK}
+        # The lock is there, and perhaps what a process left that was killed when it began, or what
+        # an empty disk has.
+        left = r"\.metrics\.jsonl\.tmp|metrics_kept\.jsonl\d*|\.tmp_step_.*|lost\+found"
+        others = {name for name in os.listdir(folder) if not re.fullmatch(left, name)} - {LOCK}
         ckpt = folder / "ckpt"
-        if ckpt.is_dir() and all(re.fullmatch(ours, name) for name in os.listdir(ckpt)):
+        if ckpt.is_dir() and all(re.fullmatch(left, name) for name in os.listdir(ckpt)):
             others -= {"ckpt"}
         if others:
             raise UserError(f"{folder} holds {min(others)!r} and no run: give another --run_name")
@@ -245,7 +245,7 @@ def check_fits(
 
 
 def fixed(cfg: TrainConfig, vocab_size: int) -> dict[str, Any]:
-    """Return what settings say of what stays as it is in a run: shape, optimizer, what is learned.
+    """Return what cannot change within a run: shape, optimizer, and on what it learns.
 
     rope_scaling is taken as it stands: a model to fine-tune may have RoPE although the settings,
     which it ignores, say otherwise.
