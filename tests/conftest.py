@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -43,9 +44,8 @@ kernels.install()  # as every command does
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 
 # Where a CPU emulates bf16, large products in it take minutes.
-NEEDS_BF16 = pytest.mark.skipif(
-    pick_dtype("auto", torch.device("cpu"))[0] != torch.bfloat16, reason="this CPU emulates bf16"
-)
+EMULATES = pick_dtype("auto", CPU.device)[0] != torch.bfloat16
+NEEDS_BF16 = pytest.mark.skipif(EMULATES, reason="this CPU emulates bf16")
 
 # A model that trains in a second. Every test that trains uses these options and adds its own.
 TINY = ["--preset=llama", "--n_layer=2", "--n_head=4", "--n_kv_head=2", "--n_embd=32"]
@@ -104,11 +104,8 @@ def prepared(data: Path, records: list[dict], *options: str) -> Path:
 
 def call(main: Callable[[], None], *argv: str) -> None:
     """Run a script's main() in this process with these arguments."""
-    before, sys.argv = sys.argv, ["script.py", *map(str, argv)]
-    try:
+    with patch.object(sys, "argv", ["script.py", *map(str, argv)]):
         main()
-    finally:
-        sys.argv = before
 
 
 def facts_of(main: Callable[[], None], folder: Path, *argv: str) -> dict:
@@ -246,11 +243,10 @@ def forge(folder: Path, name: str = "", content: bytes = b"") -> None:
     """Put a file into a folder as an attacker would: with matching hashes in meta.json and in the
     manifest.
     """
-    path = folder / name
-    if name:
-        path.write_bytes(content)
     if name == "meta.json":
-        path.write_bytes(disk.json_bytes(disk.sealed(json.loads(content))))
+        content = disk.json_bytes(disk.sealed(json.loads(content)))
+    if name:
+        (folder / name).write_bytes(content)
     if (folder / disk.MANIFEST).exists():
         (folder / disk.MANIFEST).write_bytes(disk.json_bytes(disk.manifest(folder)))
 

@@ -237,8 +237,7 @@ def test_each_kind_of_window_learns_the_answers_and_nothing_else(chat_data, docu
     windows = open_windows(data, "train", 64, documents=documents, loss_on="answers")
     times = np.zeros(len(ids), int)
     for start in windows.fixed_starts(0):
-        targets = windows.targets(start)[windows.weights(start) > 0]
-        np.add.at(times, targets, 1)
+        np.add.at(times, windows.targets(start)[windows.weights(start) > 0], 1)
     tokenizer = load_tokenizer(data.folder)
     places = np.flatnonzero(np.isin(ids, [data.meta["eos_id"], *marks_of(tokenizer)]))
     bounds = answers_of(ids, places, tokenizer)
@@ -317,5 +316,5 @@ def test_a_loss_on_answers_is_measured_in_bytes_of_answers(chat_data, tmp_path):
     counts = open_datasets("chat", chat_data)[0].learned("val", "answers")
     loss, bits = metrics(run, "val_loss")[8], metrics(run, "val_bits_per_byte")[8]
     assert bits == pytest.approx(loss / np.log(2) * counts["tokens"] / counts["bytes"])
-    written = (run / "metrics.jsonl").read_text()
-    assert "bigram" not in written  # a landmark of all tokens is none for answers
+    # A landmark of all tokens is none for answers.
+    assert "bigram" not in (run / "metrics.jsonl").read_text()

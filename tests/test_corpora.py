@@ -18,8 +18,7 @@ from text.records import record_text
 
 
 def zstd(data: bytes) -> bytes:
-    zstd = pytest.importorskip("backports.zstd", reason="needs backports.zstd")
-    return zstd.compress(data)
+    return pytest.importorskip("backports.zstd", reason="needs backports.zstd").compress(data)
 
 
 COMPRESS = {"gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress, "zst": zstd}
@@ -143,8 +142,7 @@ def test_only_a_vocabulary_that_was_trained_here_can_be_too_large(tmp_path, tiny
 
 
 def test_format_reads_files_of_other_names(tmp_path):
-    path = write_texts(tmp_path / "dump.0001", MANY)
-    folder, _ = prepare_set(tmp_path, path, format="jsonl")
+    folder, _ = prepare_set(tmp_path, write_texts(tmp_path / "dump.0001", MANY), format="jsonl")
     assert documents(folder) == Counter(MANY)
 
 

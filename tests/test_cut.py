@@ -45,8 +45,7 @@ def test_learned_tokens_are_cut_between_two_of_them(tmp_path, suffix, monkeypatc
         path.write_text(PLAY, encoding="utf-8")
     else:
         write_jsonl(path, [{"text": PLAY}])
-    options = dict(tokenizer="train", vocab_size=400, val_fraction=0.1)
-    folder, meta = prepare_set(tmp_path, path, **options)
+    folder, meta = prepare_set(tmp_path, path, tokenizer="train", vocab_size=400, val_fraction=0.1)
     *train, train_end = open_split(folder, meta, "train").tolist()
     *val, val_end = open_split(folder, meta, "val").tolist()
     tokenizer = load_tokenizer(folder)

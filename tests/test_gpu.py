@@ -137,8 +137,7 @@ def test_greedy_tokens_are_those_of_the_cpu(name):
 
 @compiles
 def test_the_defaults_train_compiled_and_in_16_bits(trains, capsys):
-    auto = ["--device=auto", "--dtype=auto", "--compile=auto", "--peak_tflops=0"]
-    run = trains(*auto)
+    run = trains("--device=auto", "--dtype=auto", "--compile=auto", "--peak_tflops=0")
     said = capsys.readouterr().out
     assert "compiled in" in said and "warning" not in said and ": compute capability" in said
     losses = metrics(run, "loss")
@@ -161,8 +160,7 @@ def test_fp16_trains_and_a_step_that_overflows_is_skipped_and_reported(trains, c
     """The scale of the loss begins at 2^30, so gradients overflow until it is small enough."""
     scaler = partial(torch.amp.GradScaler, init_scale=2.0**30)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
-    options = [*EAGER, "--dtype=float16", "--max_steps=40", "--eval_every=40"]
-    run = trains(*options)
+    run = trains(*EAGER, "--dtype=float16", "--max_steps=40", "--eval_every=40")
     scales = metrics(run, "loss_scale")
     losses = metrics(run, "loss")
     skipped = len(scales)

@@ -200,8 +200,7 @@ def test_a_checkpoint_of_nanogpt_is_read(bias, compiled, tmp_path, trains, refus
     theirs = from_pretrained(tmp_path / "ckpt.pt")
     assert torch.equal(logits(theirs, ids(model)), logits(model, ids(model)))
     assert huggingface.shape_in(tmp_path / "ckpt.pt") == theirs.config
-    begin = f"--init_from={tmp_path}/ckpt.pt"
-    assert "a vocabulary of 300" in refuses(lambda: trains(begin))
+    assert "a vocabulary of 300" in refuses(lambda: trains(f"--init_from={tmp_path}/ckpt.pt"))
 
 
 LLAMA = huggingface.to_config(GPTConfig(**ODD["llama"]))
@@ -415,11 +414,9 @@ def test_the_shape_of_a_tuned_model_is_kept_and_another_one_refused_at_its_resum
     call(train.main, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", *more)
 
 
-def test_a_tuning_that_saved_nothing_does_not_go_on_from_random_weights(
-    finished, tiny_data, tmp_path, refuses
-):
+def test_a_tuning_that_saved_nothing_does_not_go_on_from_random_weights(finished, trains, refuses):
     spoilt = [f"--init_from={saved(finished)}", "--lr=1e38", "--warmup_ratio=0", "--grad_clip=0"]
-    assert "is not saved: NaN" in refuses(lambda: train_tiny(tiny_data, tmp_path, *spoilt))
+    assert "is not saved: NaN" in refuses(lambda: trains(*spoilt))
     for how in ("auto", "resume"):
-        said = refuses(lambda: train_tiny(tiny_data, tmp_path, f"--init_from={how}"))  # noqa: B023
+        said = refuses(lambda: trains(f"--init_from={how}"))  # noqa: B023
         assert f"began from {saved(finished)}" in said and "--overwrite" in said

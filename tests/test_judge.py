@@ -87,8 +87,7 @@ def test_a_model_that_knows_the_texts_answers_more_than_chance(model, files, cap
 
 @pytest.mark.parametrize("text", ["the loop 模型", "the loop 模型 " * 30], ids=["short", "windows"])
 def test_a_text_is_judged_by_its_bits_per_byte(text, model, tmp_path, capsys):
-    file = write_jsonl(tmp_path / "one.jsonl", [{"text": text}])
-    [bits] = ours(model, file, capsys)
+    [bits] = ours(model, write_jsonl(tmp_path / "one.jsonl", [{"text": text}]), capsys)
     tokenizer = load_tokenizer(model)
     ids = [tokenizer.eos_id, *tokenizer.prefix, *tokenizer.encode(text).tolist()]
     gpt = from_pretrained(model).eval()

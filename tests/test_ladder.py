@@ -58,8 +58,7 @@ def test_many_precise_rungs_outweigh_the_prior_of_E():
 
 
 def test_the_worth_of_repeated_tokens_is_fitted_too():
-    R = foretold(most_tokens=1e6, U=100_000).laws[0][6]
-    assert R == pytest.approx(5, rel=0.2)
+    assert foretold(most_tokens=1e6, U=100_000).laws[0][6] == pytest.approx(5, rel=0.2)
     assert foretold(most_tokens=1e6, U=10**9).laws[0][6] == pytest.approx(REPEATS)
     # The best of the grid lies at its edge for several rounds.
     true = torch.tensor([0.8, 38.3, 0.24, 2248, 0.416, 1, 15.4]).double()
@@ -107,11 +106,10 @@ def test_rungs_are_trained_once_and_none_costs_more_than_an_eighth(climbed, caps
     written = {path: path.stat().st_mtime_ns for path in climbed.glob("out/*/metrics.jsonl")}
     assert len(written) == len(rungs) >= 8
     largest = plan.planned_run(parse(plan.PlanConfig, options_of(climbed)))
-    whole = largest.model.flops_per_token(32) * largest.plan.steps * largest.plan.step_tokens
+    tokens = largest.plan.steps * largest.plan.step_tokens
+    whole = largest.model.flops_per_token(32) * tokens
     assert max(rung["flops"] for rung in rungs) <= whole / 8
-    per_parameter = (
-        largest.plan.steps * largest.plan.step_tokens / largest.model.num_params()["matmul"]
-    )
+    per_parameter = tokens / largest.model.num_params()["matmul"]
     assert min(rung["D"] / rung["N"] for rung in rungs) >= per_parameter / 2
     assert (climbed / "tiny.ladder.png").exists()
     assert not list(climbed.glob("tiny/*ladder*"))  # prepare.py would not make the set again

@@ -63,6 +63,5 @@ def test_landmarks_of_a_mixture_are_weighted_and_a_tiny_data_set_has_none():
 
 def test_a_run_that_learns_nothing_is_told_so_once(trains, capsys):
     options = ["--n_layer=1", "--batch_tokens=128", "--eval_every=100", "--lr=1e-9"]
-    run = trains("--max_steps=110", *options)
-    assert metrics(run, "not_below") == {100: "unigram"}
+    assert metrics(trains("--max_steps=110", *options), "not_below") == {100: "unigram"}
     assert "step 100/110 | warning: the loss" in capsys.readouterr().out

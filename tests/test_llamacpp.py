@@ -26,10 +26,9 @@ import pytest
 import test_chat_folder as chats
 import torch
 from conftest import prepared, save_model
-from test_hf_tokenizer import take_out_post_processor
+from test_hf_tokenizer import take_out_post_processor, write_files
 
 from configurator import UserError
-from hardware.disk import json_bytes
 from model import GPT, PRESETS, GPTConfig
 from text.dataset import load_tokenizer
 from text.hf_tokenizer import to_hugging_face
@@ -91,12 +90,9 @@ def make(preset: str, vocab_size: int) -> GPT:
 def save(model: GPT, tokenizer, folder: Path) -> Path:
     """Write those files of a checkpoint that llama.cpp reads."""
     folder.mkdir()
-    ids = dict(eos_id=tokenizer.eos_id, bos_id=tokenizer.prefix[0])
-    save_model(model, folder, **ids)
+    save_model(model, folder, eos_id=tokenizer.eos_id, bos_id=tokenizer.prefix[0])
     tokenizer.save(folder)
-    for name, content in to_hugging_face(tokenizer, model.config.block_size).items():
-        (folder / name).write_bytes(json_bytes(content))
-    return folder
+    return write_files(folder, to_hugging_face(tokenizer, model.config.block_size))
 
 
 def need(tokenizer, preset: str) -> str:

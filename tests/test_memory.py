@@ -26,7 +26,6 @@ from tests.simgpu.memory import shipped
 from training.memory import Step, kept, largest_batch, needed, step_memory
 
 BF16 = torch.bfloat16
-FP16 = torch.float16
 FP32 = torch.float32
 GQA = dict(n_kv_head=2)
 
@@ -71,7 +70,7 @@ def random_shape(rng: random.Random, compiled: bool = False) -> tuple[GPTConfig,
             dropout=rng.choice([0, 0, 0, 0.1]),
         )
         c = replace(c, d_ff=rng.choice([c.d_ff, c.d_ff, 16 * rng.randint(4, 120)]))
-        dtype = rng.choice([BF16, BF16, FP32] + ([] if compiled else [FP16]))
+        dtype = rng.choice([BF16, BF16, FP32] + ([] if compiled else [torch.float16]))
         B = rng.choice([1, 1, 2, 3, 4, 8, 16])
         step = Step(B, T, rng.choice([1, 1, 2, 3]), dtype, compiled, "cpu")
         total = predicted(c, step)[1]
@@ -108,8 +107,6 @@ def test_the_predicted_peak_of_a_random_shape_is_the_measured_one_within_5_perce
 
 
 TIED = GQA | dict(tie_embeddings=True)
-# minimind_26m's shape
-MINIMIND = dict(n_layer=8, n_embd=512, tie_embeddings=True)
 NARROW = dict(n_embd=128)  # with few tokens and a large vocabulary, wte's gradients are the peak
 SHALLOW = dict(n_layer=2)
 PEAKS = [  # preset, what differs from shape(), V, B, T, dtype, what differs from Step()
@@ -124,7 +121,7 @@ SLOW_PEAKS = [
     ("llama", TIED, 30000, 1, 64, BF16, dict(accum=2)),
     ("llama", GQA, 2000, 1, 64, BF16, dict(optimizer="muon")),
     ("gpt2", dict(dropout=0.1), 2000, 2, 1024, BF16, {}),  # a CPU's fused attention drops nothing
-    ("llama", MINIMIND | SHALLOW, 50257, 1, 128, BF16, {}),
+    ("llama", dict(n_embd=512, tie_embeddings=True) | SHALLOW, 50257, 1, 128, BF16, {}),
     ("llama", GQA | SHALLOW, 8000, 2, 1024, BF16, dict(compiled=True)),
     ("gpt2", NARROW | SHALLOW, 151936, 1, 64, BF16, dict(compiled=True)),
 ]
@@ -233,7 +230,6 @@ print(*(b - a for a, b in zip(amounts, amounts[1:])))
 
 
 MB = 10**6
-GB = 10**9
 
 
 def groups(root: Path, **limits: int) -> None:
@@ -241,7 +237,7 @@ def groups(root: Path, **limits: int) -> None:
 
     limits: of a group, in MB; 0: none. Each group uses 400 MB.
     """
-    files = {"proc/meminfo": f"MemTotal: 9 kB\nMemAvailable: {64 * GB // 1024} kB\n"}
+    files = {"proc/meminfo": f"MemTotal: 9 kB\nMemAvailable: {64_000 * MB // 1024} kB\n"}
     files["proc/self/cgroup"] = "7:cpu,cpuacct:/other\n0::/job/step\n"
     for group, size in limits.items():
         folder = f"sys/fs/cgroup/{'' if group == 'top' else group.replace('_', '/')}"

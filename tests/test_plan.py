@@ -182,8 +182,7 @@ def test_a_resumed_run_keeps_the_batch_size_that_auto_found(trains, capsys):
     # 7 of 85 sequences: another try would take 5, which divides them.
     odd = ["--batch_size=7", "--block_size=16", f"--batch_tokens={85 * 16}", "--run_name=odd"]
     trains(*odd, "--max_steps=1")
-    again = ["--batch_size=auto", "--max_steps=2", "--init_from=resume"]
-    trains(*odd, *again)
+    trains(*odd, "--batch_size=auto", "--max_steps=2", "--init_from=resume")
     assert "batch: 7 x " in capsys.readouterr().out
 
 

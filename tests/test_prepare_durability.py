@@ -65,8 +65,7 @@ def corpus(tmp_path_factory) -> list[Path]:
 @pytest.fixture(scope="module")
 def reference(corpus, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("reference")
-    options = dict(tokenizer="train", vocab_size=400, workers=1)
-    return prepare_set(root, *corpus, **options)[0]
+    return prepare_set(root, *corpus, tokenizer="train", vocab_size=400, workers=1)[0]
 
 
 def after_a_shard(argv: list[str], data: Path, **pipes) -> subprocess.Popen:

@@ -42,8 +42,7 @@ def test_more_or_fewer_ranks_and_another_shard_go_on_within_rounding(n, shard, t
     sizes = ["--batch_size=1", "--batch_tokens=192", "--optimizer=muon"]
     whole = train_on(2, tiny_data, tmp_path / "whole", "--shard=all", *sizes)
     stop_at_4(whole, tmp_path)
-    more = [f"--shard={shard}", "--init_from=resume"]
-    run = train_on(n, tiny_data, tmp_path, *sizes, *more)
+    run = train_on(n, tiny_data, tmp_path, *sizes, f"--shard={shard}", "--init_from=resume")
     for key in ("loss", "grad_norm", "val_loss"):
         assert metrics(run, key) == pytest.approx(metrics(whole, key), rel=1e-4), key
 

@@ -16,8 +16,6 @@ from training.settings import model_config
 
 SMALL = [*TINY, "--vocab_size=400", "--warmup=1", "--steps=3"]
 ONE_EACH = ["--block_sizes", "1", "48", "--batch_sizes", "2", "0", "--accums", "1", "3"]
-# So many sequences that their ids fit into no address space. The allocator notices this at once.
-TOO_LARGE = "10_000_000_000_000"
 GPT2 = ["--preset=gpt2", "--n_kv_head=4"]  # it has learned positions
 
 
@@ -67,7 +65,10 @@ def test_values_of_a_setting_take_turns_and_are_compared_with_the_first(axis, ti
 
 
 def test_a_cell_that_fails_says_so_and_the_sweep_goes_on(tmp_path, monkeypatch):
-    """The first has no memory, the second another error. Only that makes the exit code 1."""
+    """The first has no memory, the second another error. Only that makes the exit code 1.
+
+    The ids of so many sequences fit into no address space. The allocator notices this at once.
+    """
     step = sweep.Training.step
 
     def broken(training):
@@ -78,7 +79,7 @@ def test_a_cell_that_fails_says_so_and_the_sweep_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep.Training, "step", broken)
     out = tmp_path / "sweep.json"
     with pytest.raises(SystemExit) as exit_info:
-        options = ["--vary=B", "--batch_sizes", TOO_LARGE, "1", "2", f"--json={out}"]
+        options = ["--vary=B", "--batch_sizes", "10_000_000_000_000", "1", "2", f"--json={out}"]
         call(sweep.main, *SMALL, *options)
     cells = json.loads(out.read_text())["cells"]
     assert exit_info.value.code == 1 and "tokens_per_s" not in cells[0]

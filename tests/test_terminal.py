@@ -61,8 +61,7 @@ def test_the_bar_stays_in_one_row_below_the_lines_and_leaves_nothing(
         return take_step(*args)
 
     monkeypatch.setattr(train, "take_step", warned_step)
-    written = in_terminal(lambda: trains("--sample_every=4"))
-    bars, printed = parts(written)
+    bars, printed = parts(in_terminal(lambda: trains("--sample_every=4")))
     assert max(map(len, bars)) < 80
     for step in range(1, 9):
         assert any(bar.startswith(f"step {step}/8 {100 * step / 8:3.0f}% |") for bar in bars), bars
@@ -107,7 +106,6 @@ def test_a_sample_cannot_be_taken_for_the_log_or_move_the_cursor():
     assert quoted("red \x1b[31m\r\x07") == "    > red \ufffd[31m\ufffd\ufffd"
     # Another line, and other directions.
     assert quoted("a\u2028step 2\u202eb\u2066c") == "    > a\ufffdstep 2\ufffdb\ufffdc"
-    assert (
-        quoted("\u3000\u3000从前\xa0有") == "    > \u3000\u3000从前\xa0有"
-    )  # Chinese texts are indented so
+    # Chinese texts are indented so.
+    assert quoted("\u3000\u3000从前\xa0有") == "    > \u3000\u3000从前\xa0有"
     assert max(map(width, quoted("字" * 80).splitlines())) <= 80

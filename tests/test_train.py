@@ -200,33 +200,30 @@ def test_waits_for_data_are_counted_and_a_signal_ends_the_batches_of_a_process_t
 
 def test_a_peak_measured_on_a_busy_machine_gives_no_mfu_above_100_percent(trains, monkeypatch):
     monkeypatch.setattr(start, "peak_tflops", lambda *_: (1e-9, "far too slow"))
-    run = trains("--peak_tflops=0")
-    assert set(metrics(run, "mfu").values()) == {None}
+    assert set(metrics(trains("--peak_tflops=0"), "mfu").values()) == {None}
 
 
 def test_resume_with_all_settings_of_the_checkpoint_is_bit_identical_to_never_having_stopped(
     straight, tmp_path, capsys, refuses
 ):
     """No setting is given again: the run even has another name, and is found as the newest one."""
-    shutil.copytree(straight, tmp_path / "renamed")
-    shutil.rmtree(tmp_path / "renamed" / "ckpt" / "step_00000008")
+    renamed = shutil.copytree(straight, tmp_path / "renamed")
+    shutil.rmtree(renamed / "ckpt" / "step_00000008")
     # The copy looks like a run that was killed in the middle of a line.
-    with open(tmp_path / "renamed" / "metrics.jsonl", "a") as f:
+    with open(renamed / "metrics.jsonl", "a") as f:
         f.write('{"step": 9, "lo')
     call(train.main, f"--out_dir={tmp_path}", "--init_from=resume")
     said = capsys.readouterr()
     assert f"the newest run is resumed, {tmp_path / 'renamed'}" in said.err
     assert "with its settings" in said.out and "changed since" not in said.out
-    assert same(tmp_path / "renamed", straight)
+    assert same(renamed, straight)
     for key in ("loss", "grad_norm", "val_loss", "train_eval_loss", "sample"):
         # There is no gap, no repetition and no difference.
-        assert metrics(tmp_path / "renamed", key) == metrics(straight, key)
-    before, after = (
-        json.loads((saved(run) / "train_config.json").read_text())
-        for run in (straight, tmp_path / "renamed")
-    )
+        assert metrics(renamed, key) == metrics(straight, key)
+    paths = [saved(run) / "train_config.json" for run in (straight, renamed)]
+    before, after = (json.loads(path.read_text()) for path in paths)
     assert after == before | {"out_dir": str(tmp_path), "run_name": "renamed"}
-    shutil.copytree(tmp_path / "renamed", tmp_path / "backup")
+    shutil.copytree(renamed, tmp_path / "backup")
     os.utime(saved(tmp_path / "backup") / "manifest.json")  # as cp -r does
     assert "began as renamed" in refuses(train.main, f"--out_dir={tmp_path}", "--init_from=resume")
 
@@ -291,8 +288,7 @@ def test_the_loss_on_train_is_of_as_many_fixed_windows_as_that_on_val(straight, 
     val, split = (open_windows(data, name, 32) for name in ("val", "train"))
     count = len(val.fixed_starts(0))
     assert count < split.n_windows
-    model = from_pretrained(saved(straight))
-    loss = evaluate(model, split, count * 32, 4, CPU)
+    loss = evaluate(from_pretrained(saved(straight)), split, count * 32, 4, CPU)
     assert metrics(straight, "train_eval_loss")[8] == pytest.approx(loss, rel=1e-5)
     assert abs(loss - metrics(straight, "val_loss")[8]) > 1e-4
 

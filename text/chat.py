@@ -93,8 +93,7 @@ def answers_of(ids: np.ndarray, places: np.ndarray, tokenizer: Tokenizer) -> np.
     """
     start_mark, end_mark = marks_of(tokenizer) or (-1, -1)
     header = tokenizer.encode("assistant")
-    at = ids[places]
-    is_start = at == start_mark
+    is_start = ids[places] == start_mark
     begins = places[is_start] + len(header) + 2
     ends = np.append(places, len(ids))[np.flatnonzero(is_start) + 1]  # the next mark, or an eos
     headers = np.minimum(places[is_start][:, None] + 1 + np.arange(len(header)), len(ids) - 1)

@@ -125,8 +125,7 @@ def added_docstring(call: ast.Call) -> tuple[str, str]:
         return "", ""
     values = [str(a.value) if isinstance(a, ast.Constant) else ast.unparse(a) for a in call.args]
     text = next((v for v in values if "\n" in v), "")
-    name = ".".join(v for v in values if "\n" not in v)
-    return name, inspect.cleandoc(text)
+    return ".".join(v for v in values if "\n" not in v), inspect.cleandoc(text)
 
 
 def language_reference(tree: ast.Module) -> list[tuple[str, str]]:

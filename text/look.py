@@ -69,8 +69,7 @@ def describe_sources(
         versions = {package: importlib.metadata.version(package) for package in ("numpy", "torch")}
         return [{"path": "docstrings", "python": sys.version.split()[0], **versions}]
     files = [{"path": s.name, "bytes": s.bytes, "sha256": s.sha256} for s in read]
-    skipped = [{"path": name, "skipped": counts} for name, counts in passed_by.items()]
-    return files + skipped
+    return files + [{"path": name, "skipped": counts} for name, counts in passed_by.items()]
 
 
 def count_answers(folder: Path, meta: dict, split: str, tokenizer: Tokenizer) -> dict[str, int]:

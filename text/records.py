@@ -96,8 +96,7 @@ def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
 def document_settings(cfg: PrepareConfig) -> dict:
     """Return the settings that decide the documents of a data set, and the version of the rules."""
     names = "format fields chat txt encoding min_tokens val_fraction max_record_mb"
-    settings = {name: getattr(cfg, name) for name in names.split()}
-    return settings | {"rules": RULES}
+    return {name: getattr(cfg, name) for name in names.split()} | {"rules": RULES}
 
 
 # --------------------------------------------------------------------------------------------------

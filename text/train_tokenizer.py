@@ -160,9 +160,8 @@ def over_input(
     task = partial(reading, cfg)
     tally = Tally()
     total = sum(s.bytes for s in sources)
-    chunks = Reader(sources, cfg).chunks()
     with ProgressBar("reading for the tokenizer", total=total, unit_scale=True) as bar:
-        for chunk, (result, counts) in in_order(task, chunks, workers):
+        for chunk, (result, counts) in in_order(task, Reader(sources, cfg).chunks(), workers):
             tally.add(counts)
             check_bad(tally, cfg, foreseen(tally, chunk, total))
             yield result

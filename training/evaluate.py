@@ -65,9 +65,8 @@ def write_text(model: GPT, tokenizer: Any, prompt: list[int], length: int, seed:
     which they must if each holds a part of the weights.
     Raises ArithmeticError if the output of the model is not finite.
     """
-    device = model.wte.weight.device
     torch.manual_seed(seed)
-    idx = torch.tensor([prompt], device=device)  # (1, T)
+    idx = torch.tensor([prompt], device=model.wte.weight.device)  # (1, T)
     model.eval()  # no dropout
     try:
         # The low temperature suits a model that has not learned much.

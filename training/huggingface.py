@@ -115,9 +115,7 @@ CONSTANTS = dict(scale_attn_weights=True, partial_rotary_factor=1.0, is_causal=T
 # Settings of a config.json that do not change the logits: who wrote the file, how the model was
 # initialised and trained, how text is sampled from it, and what other heads do. Dropout is among
 # them, because --dropout sets it.
-HARMLESS = set(
-    """
-    architectures model_type torch_dtype dtype transformers_version _name_or_path
+HARMLESS = """architectures model_type torch_dtype dtype transformers_version _name_or_path
     initializer_range note tokenizer_class prefix use_cache pretraining_tp gradient_checkpointing
     _attn_implementation attn_implementation return_dict output_hidden_states output_attentions
     output_past bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id
@@ -125,9 +123,7 @@ HARMLESS = set(
     num_labels _num_labels id2label label2id problem_type finetuning_task predict_special_tokens
     is_decoder summary_activation summary_first_dropout summary_proj_to_labels summary_type
     summary_use_proj n_ctx embd_pdrop attn_pdrop reorder_and_upcast_attn max_window_layers
-    sliding_window is_llama_config transformers.js_config unsloth_version unsloth_fixed
-    """.split()
-)
+    sliding_window is_llama_config transformers.js_config unsloth_version unsloth_fixed""".split()
 
 
 def architecture_of(c: GPTConfig) -> Architecture:

@@ -24,10 +24,8 @@ from training.resume import data_hashes
 from training.settings import TRAINING, TrainConfig
 
 # What a ladder varies, and what makes no other training.
-NOT_IN_RECIPE = set(
-    "dataset seed n_layer n_head n_kv_head n_embd d_ff max_steps max_epochs max_tokens batch_size"
-    " dtype compile recompute shard".split()
-)
+NOT_IN_RECIPE = """dataset seed n_layer n_head n_kv_head n_embd d_ff max_steps max_epochs max_tokens
+    batch_size dtype compile recompute shard""".split()
 READ_AGAIN = 1.5  # epochs, from which on the worth of reading again can be seen
 REPEATS = 15.4  # R of arXiv 2305.16264, for a ladder that reads nothing twice
 
@@ -35,7 +33,7 @@ REPEATS = 15.4  # R of arXiv 2305.16264, for a ladder that reads nothing twice
 def recipe_of(cfg: TrainConfig) -> dict:
     """Return the settings that two trainings must share to follow the same law."""
     ratios = dict(n_kv_head=cfg.n_head / (cfg.n_kv_head or cfg.n_head), d_ff=cfg.d_ff / cfg.n_embd)
-    settings = {k: v for k, v in changes(cfg).items() if k in set(TRAINING) - NOT_IN_RECIPE}
+    settings = {k: v for k, v in changes(cfg).items() if k in TRAINING and k not in NOT_IN_RECIPE}
     return settings | {key: round(ratio, 1) for key, ratio in ratios.items()}
 
 

@@ -183,10 +183,9 @@ def mlp(c: GPTConfig, step: Step) -> list[Operation]:
     # Under DDP torch compiles what belongs to one bucket of gradients, of 25 MiB, by itself. If
     # each of these matrices fills a bucket, silu's result goes from one piece to the next.
     cut = step.compiled_whole and step.ddp and 4 * c.n_embd * c.d_ff > 25 * 2**20
-    if step.compiled and not cut:
-        # silu is computed a second time, and gradients are written over what was kept.
-        return [Operation("gate, up", x, 2 * x + h), Operation("silu(gate) * up", 2 * h, 2 * h)]
-    return [Operation("gate, up", x, 2 * x + h), Operation("silu(gate) * up", 3 * h, 3 * h)]
+    # Compiled, silu is computed a second time, and gradients are written over what was kept.
+    inside = 2 * h if step.compiled and not cut else 3 * h
+    return [Operation("gate, up", x, 2 * x + h), Operation("silu(gate) * up", inside, inside)]
 
 
 def block(c: GPTConfig, step: Step) -> list[Operation]:

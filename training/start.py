@@ -82,9 +82,8 @@ def build(
         progress = Progress.of_checkpoint(earlier.training)
         cfg = replace(cfg, init_from=earlier.settings.get("init_from", "scratch"))
     # On each computer one rank reads the files, and the others wait.
-    machine.together(
-        lambda: dataset.verify_all(data.sets, say) if machine.local_rank == 0 else None
-    )
+    verify = partial(dataset.verify_all, data.sets, say)
+    machine.together(lambda: verify() if machine.local_rank == 0 else None)
     epoch_tokens = sum(windows.n_windows for windows in data.loader.splits) * cfg.block_size
     kind = machine.device.type
     size = Step(1, cfg.block_size, dtype=machine.dtype, device=kind, world=machine.world)
@@ -107,8 +106,7 @@ def build(
     if one_step.compiled:
         with memory_advice(plan.smaller(cfg.block_size)):
             rows = data.loader.rows(data.loader.starts(0, plan.batch_size))
-            batch = to_batch(rows, machine.device)
-            compile_now(forward, batch, machine, data.tokenizer.eos_id)
+            compile_now(forward, to_batch(rows, machine.device), machine, data.tokenizer.eos_id)
     optimizer, scaler = open_optimizer(cfg, machine, model, earlier)
 
     def open_folder() -> MetricsFile | None:
@@ -127,7 +125,6 @@ def build(
     files |= {"train_config.json": json_bytes(asdict(cfg))}
     c = model.config
     save = partial(huggingface.save_weights, huggingface.architecture_of(c), c)
-    saver = Saver(folder / "ckpt", save, files, cfg.keep, lock, say, metrics.log_save)
     return Job(
         cfg=cfg,
         folder=folder,
@@ -140,7 +137,7 @@ def build(
         scaler=scaler,
         progress=progress,
         metrics=metrics,
-        saver=saver,
+        saver=Saver(folder / "ckpt", save, files, cfg.keep, lock, say, metrics.log_save),
         peak=peak * machine.world if peak else None,
     )
 
@@ -156,6 +153,7 @@ def open_data(cfg: TrainConfig) -> Data:
     prompt = [*tokenizer.prefix, *tokenizer.encode(cfg.sample_prompt).tolist()]
     prompt = question_ids(cfg.sample_prompt, tokenizer) if on == "answers" else prompt
     opened = partial(dataset.open_windows, block_size=T, loss_on=on)
+    verify = partial(dataset.verify_file, sets)
     data = Data(
         loader=loader,
         val_windows=[opened(d, "val", documents=windows) for d in sets],
@@ -164,9 +162,7 @@ def open_data(cfg: TrainConfig) -> Data:
         sets=sets,
         tokenizer=tokenizer,
         sample_prompt=prompt or [tokenizer.eos_id],
-        check=partial(
-            check_changed, dataset.opened_files(sets), partial(dataset.verify_file, sets)
-        ),
+        check=partial(check_changed, dataset.opened_files(sets), verify),
     )
     for kind in (data.val_windows, data.val_documents):
         for of_set, evaluated in zip(sets, kind, strict=True):
@@ -341,8 +337,7 @@ def fixed_files(data: Data, c: GPTConfig) -> dict[str, bytes]:
         "judged_by": {d.name: d.meta["splits"]["val"]["sha256"] for d in data.sets},
         "tokenizer": {k: v for k, v in meta["tokenizer"].items() if k != "files"},
     }
-    names = dataset.files_of(meta["tokenizer"])
-    files = {name: (folder / name).read_bytes() for name in names}
+    files = {name: (folder / name).read_bytes() for name in dataset.files_of(meta["tokenizer"])}
     if "tokenizer.json" not in files:
         came_with = read_json(folder / "tokenizer_config.json")
         made = to_hugging_face(data.tokenizer, c.block_size, came_with)

@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
@@ -100,17 +101,14 @@ def stop(process: Popen, number: int) -> None:
     """
     hit = workers(process).values() if number == signal.SIGKILL else []
     for pid in (process.pid, *hit):
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            pass
 
 
 def steps_done(out: Path) -> int:
-    try:
+    with suppress(OSError, ValueError, IndexError):
         return json.loads((out / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-    except (OSError, ValueError, IndexError):
-        return 0
+    return 0
 
 
 def wait_for(process: Popen, condition, seconds: float = 60) -> None:
@@ -132,11 +130,8 @@ def result(out: Path) -> tuple:
     models = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("model.safetensors")}
     state = torch.load(folder / "train_state.pt", weights_only=True)
     records = read_metrics(out / "run" / "metrics.jsonl")
-    return (
-        models,
-        frozen(state),
-        [(r["step"], k, r[k]) for r in records for k in RECORDED if k in r],
-    )
+    recorded = [(r["step"], k, r[k]) for r in records for k in RECORDED if k in r]
+    return models, frozen(state), recorded
 
 
 @dataclass
@@ -240,8 +235,7 @@ def make_data(data: Path) -> Path:
 def undisturbed(job: str, root: Path, data: Path) -> tuple:
     """Return the result of a job when nothing disturbs it."""
     out = root / f"reference {job}"
-    argv = command(job, data, out)
-    subprocess.run(argv, check=True, stdout=DEVNULL, stderr=DEVNULL)
+    subprocess.run(command(job, data, out), check=True, stdout=DEVNULL, stderr=DEVNULL)
     return result(out)
 
 

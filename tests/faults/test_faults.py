@@ -47,14 +47,12 @@ def steps_in(run: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_damaged_file_is_named_and_the_save_before_it_taken(
-    finished, tiny_data, tmp_path, capsys
-):
+def test_a_damaged_file_is_named_and_the_save_before_it_taken(finished, trains, tmp_path, capsys):
     files = "model.safetensors train_state.pt manifest.json train_config.json meta.json".split()
     for name, fault in zip(files, itertools.cycle(harness.DAMAGE), strict=False):
         run = shutil.copytree(finished, tmp_path / name / "run")
         harness.hurt(saved(run) / name, fault, random.Random(3))
-        train_tiny(tiny_data, tmp_path / name, "--init_from=resume")
+        trains(f"--out_dir={tmp_path / name}", "--init_from=resume")
         printed = capsys.readouterr().out
         assert "at step 4" in printed and "warning: " in printed, name
         assert name in printed or "manifest.json" in printed, name
@@ -140,8 +138,7 @@ def test_data_that_changed_under_a_run_are_refused_by_name(copied, tiny_data, tm
 
 def test_another_batch_goes_on_with_the_next_window(copied, trains, prints):
     """The place in the data is counted in windows, so that none is left out or read twice."""
-    more = ["--batch_tokens=512", "--max_tokens=4096", "--max_steps=0"]
-    trains("--init_from=resume", *more)
+    trains("--init_from=resume", "--batch_tokens=512", "--max_tokens=4096", "--max_steps=0")
     for step, first, count in ((8, 56, 8), (9, 64, 16), (10, 80, 16)):
         shown = prints(prepare.main, "--inspect", copied, f"--step={step}")
         assert f"---- sample {first}: " in shown and shown.count("---- sample") == count
@@ -216,8 +213,7 @@ def test_a_bad_step_is_skipped_and_counted_and_can_be_read(trains, monkeypatch, 
     assert "step 3/8 | warning: loss nan" in capsys.readouterr().out
     assert metrics(run, "loss").keys() == {1, 2, 4, 5, 6, 7, 8}
     assert metrics(run, "bad_steps") == {3: 1}
-    model = from_pretrained(saved(run))
-    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert all(p.isfinite().all() for p in from_pretrained(saved(run)).parameters())
     assert prints(prepare.main, "--inspect", run, "--step=3").count("---- sample") == 8
 
 
@@ -273,8 +269,7 @@ def test_fp16_that_overflows_at_every_scale_ends(in_fp16, trains, tmp_path, monk
     poison(monkeypatch, *range(60), change=overflow)
     monkeypatch.setattr(torch.amp, "GradScaler", partial(torch.amp.GradScaler, init_scale=8.0))
     monkeypatch.setattr("training.plan.MAX_BAD_STEPS", 4)
-    more = ["--max_steps=30"]
-    error = refuses(lambda: trains(*more))
+    error = refuses(lambda: trains("--max_steps=30"))
     # Only the scaler treats the first overflows. Those at a scale of 1 count as bad steps.
     assert metrics(tmp_path / "run", "loss_scale") == {1: 4, 2: 2, 3: 1}
     assert "4 steps in a row" in error and "step 7" in error

@@ -173,8 +173,7 @@ def unmount(ckpt: Path) -> None:
 def test_a_run_of_unseen_checkpoints_is_refused(copied, trains, tmp_path, refuses, hide, init_from):
     hide(copied / "ckpt")
     files = contents(tmp_path)
-    more = f"--init_from={init_from}"
-    assert str(copied) in refuses(lambda: trains(more))
+    assert str(copied) in refuses(lambda: trains(f"--init_from={init_from}"))
     assert contents(tmp_path) == files
 
 
@@ -358,8 +357,7 @@ def test_pruning_spares_what_somebody_changed_and_says_so(copied, trains, tmp_pa
     backup = shutil.copytree(folder, f"{folder}_backup")
     change(folder, tmp_path)
     files = contents(folder), contents(Path(backup))
-    more = ["--max_steps=16", "--init_from=resume", "--keep=1", "--eval_every=100"]
-    trains(*more)
+    trains("--max_steps=16", "--init_from=resume", "--keep=1", "--eval_every=100")
     assert (contents(folder), contents(Path(backup))) == files
     assert steps_in(copied) == ["04", "04_backup", "12", "16"]  # the last is the best, too
     assert capsys.readouterr().err.count("step_00000004 is kept: ") == 1

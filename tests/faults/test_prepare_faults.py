@@ -332,8 +332,7 @@ def test_linked_folders_are_followed_and_every_folder_and_file_is_read_once(tmp_
     assert meta["sources"][-1] == {"path": str(folder), "skipped": skipped}
     assert f"skipped in {folder}: " in capsys.readouterr().out
     # Links that lead back do not keep a pattern from its end.
-    pattern = str(folder / "**" / "*.jsonl")
-    paths = [str(folder / "sub"), pattern, str(folder / "a.jsonl")]
+    paths = [str(folder / "sub"), str(folder / "**" / "*.jsonl"), str(folder / "a.jsonl")]
     files, skipped = sources.find_sources(paths, "auto")
     assert [file.path.name for file in files] == ["b.jsonl", "a.jsonl"]
     assert skipped[str(folder / "a.jsonl")] == {sources.READ_ALREADY: 1}

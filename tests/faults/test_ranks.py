@@ -95,8 +95,7 @@ def test_data_that_are_missing_or_differ_on_one_computer_are_refused(tiny_data, 
 
 
 def test_all_ranks_train_with_the_settings_of_rank_0(tiny_data, tmp_path):
-    options = ["--lr=0.00{rank}1", "--schedule=constant"]
-    done = two(tmp_path, tiny_data, *options)
+    done = two(tmp_path, tiny_data, "--lr=0.00{rank}1", "--schedule=constant")
     assert done.returncode == 0, done.stderr[-3000:]
     assert metrics(tmp_path / "out" / "run", "lr")[8] == 0.0001
 

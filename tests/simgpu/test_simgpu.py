@@ -69,14 +69,13 @@ def trains(gpu: str, processes: int, options: str, folder: Path, run: str) -> st
 
 
 LLAMA = "--preset=llama --n_kv_head=2"
-QWEN2 = "--preset=qwen2 --n_kv_head=2 --rope_scaling=llama3:8,1,4,32"
 MASK = "--documents=mask"
 ANSWERS = "--dataset=chat --loss_on=answers"
 IN_BOTH = [  # compiled, and not
     "",
     "--dropout=0.1",
     f"{LLAMA} --dtype=float16",
-    f"{QWEN2} --dtype=float32",
+    "--preset=qwen2 --n_kv_head=2 --rope_scaling=llama3:8,1,4,32 --dtype=float32",
     f"--preset=qwen3 {MASK}",
     f"{LLAMA} --documents=pack --loss_per=document",
     f"{LLAMA} --recompute=blocks {MASK}",
@@ -127,10 +126,11 @@ def test_each_config_trains(config, folder):
     shutil.rmtree(folder / "configs")  # the checkpoint of a large one
 
 
-@pytest.mark.parametrize(
-    "options",
-    ["--num_samples=1", "--num_samples=32", "--eval=data/small", "--chat --system=x --prompt a b"],
-)
+WAYS = ["--num_samples=1", "--num_samples=32", "--eval=data/small"]
+WAYS += ["--chat --system=x --prompt a b"]
+
+
+@pytest.mark.parametrize("options", WAYS)
 def test_a_model_writes_on_a_simulated_gpu(options, folder):
     if not (folder / "out/writer").exists():
         trains("a100", 1, f"{LLAMA} {EAGER}", folder, "writer")
@@ -155,13 +155,11 @@ def test_measuring_runs_on_a_simulated_gpu(command, folder):
     simulated("h100", 1, command, folder)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--eager --configs minimind_26m --only bfloat16",
-        "--compiled --configs shakespeare_char --only float16",
-    ],
-)
+PEAKS = ["--eager --configs minimind_26m --only bfloat16"]
+PEAKS += ["--compiled --configs shakespeare_char --only float16"]
+
+
+@pytest.mark.parametrize("options", PEAKS)
 def test_the_predicted_peaks_are_those_of_the_allocator_within_5_percent(options):
     command = [sys.executable, REPO / "tests/simgpu/memory.py", *options.split()]
     ended = subprocess.run(command, text=True, capture_output=True)
