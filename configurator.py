@@ -208,6 +208,8 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: s
     kind = typing.get_type_hints(cls)[key]
     try:
         values[key] = convert(value, kind)
+        if key.endswith("_dir"):  # a shell expands the ~ of --out_dir ~/x, but not of --out_dir=~/x
+            values[key] = os.path.expanduser(values[key])
     except (ValueError, TypeError, ArithmeticError):
         problem = f"{key}={value!r:.80} is not accepted; it takes {accepted(kind)}"
         if re.fullmatch(r"[\d.]+[kKmMbBgGtT]", str(value)):

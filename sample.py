@@ -56,7 +56,7 @@ from hardware.terminal import harmless, plural
 from model import GPT, KVCache
 from text.chat import marks_of
 from text.dataset import DataSet, load_tokenizer, open_dataset, open_windows, verify
-from text.hf_tokenizer import find_tokenizer, read_json, tokenizer_of_model
+from text.hf_tokenizer import CHATML, find_tokenizer, read_json, tokenizer_of_model
 from text.tokenizer import IM_END, IM_START, Tokenizer, same_ids
 from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate
@@ -89,7 +89,7 @@ class SampleConfig:
     seed: int = 1337  # of the random choices
     # ---- Evaluation, in place of text ----
     eval: str = ""  # a data set's folder, data/NAME: measure the loss on its val.bin
-    eval_tokens: int = 0  # how many tokens of it, in fixed windows spread evenly; 0: all
+    eval_tokens: int = 0  # of it, in whole windows, fixed and evenly spread; 0: all
     batch_size: int = 8  # windows at a time
     # ---- Device ----
     device: str = "auto"  # auto: cuda, then mps, then cpu
@@ -187,7 +187,7 @@ def model_tokenizer(folder: Path, vocab_size: int, cfg: SampleConfig) -> Tokeniz
     """
     of_model = tokenizer_of_model(folder)
     named = find_tokenizer(cfg.tokenizer) if cfg.tokenizer else None
-    of_data = load_tokenizer(cfg.eval) if cfg.eval else None
+    of_data = load_tokenizer(Path(cfg.eval)) if cfg.eval else None
     tokenizer = of_model or named or of_data
     if tokenizer is None:
         raise UserError(f"{folder}: no tokenizer is there: name one, as in --tokenizer=gpt2")
@@ -212,10 +212,9 @@ def read_prompts(cfg: SampleConfig, folder: Path) -> list[str]:
     """Return the texts of --prompt, or the sample_prompt of the run that wrote the checkpoint."""
     if cfg.prompt:
         return list(cfg.prompt)
-    try:
+    with suppress(OSError, ValueError):  # where it is not a checkpoint of train.py
         return [str(read_object(folder / "train_config.json").get("sample_prompt") or "")]
-    except (OSError, ValueError):  # it is not a checkpoint of train.py
-        return [""]
+    return [""]
 
 
 def encode(text: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:
@@ -225,7 +224,7 @@ def encode(text: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:
     try:
         ids = tokenizer.encode(text).tolist()
     except ValueError as e:
-        raise UserError(f"the prompt has no tokens: {e}") from None
+        raise UserError(f"the prompt cannot be encoded: {e}") from None
     if tokenizer.unk_id in ids:
         unknown = [c for c in sorted(set(text)) if tokenizer.unk_id in tokenizer.encode(c)]
         note(f"the tokenizer has no token for {', '.join(map(repr, unknown))}: the model reads unk")
@@ -307,7 +306,7 @@ def next_tokens(
 
     options: more of generate(). Raises UserError if the logits are not finite.
     """
-    idx = torch.tensor([ids] * cfg.num_samples, device=model.wte.weight.device)  # (B, T)
+    idx = torch.tensor(ids, device=model.wte.weight.device).expand(cfg.num_samples, -1)  # (B, T)
     options |= dict(temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p)
     try:
         for tokens in model.generate(idx, count, **options):
@@ -426,9 +425,14 @@ def check_chat(folder: Path, tokenizer: Tokenizer) -> None:
     """Raise UserError if a model cannot read a conversation; say so if it has learned from none."""
     if not marks_of(tokenizer):
         raise UserError(f"{folder}: its tokenizer has no {IM_START} and {IM_END}, as --chat needs")
-    has_template = "chat_template" in read_json(folder / "tokenizer_config.json")
-    if not (has_template or (folder / "chat_template.jinja").exists()):
+    path = folder / "chat_template.jinja"
+    config = read_json(folder / "tokenizer_config.json")
+    template = path.read_text("utf-8") if path.exists() else str(config.get("chat_template", ""))
+    if not template:
         note(f"{folder} has no chat template: it was probably not trained on conversations")
+    elif template.removeprefix("{{ bos_token }}") != CHATML:
+        plain = "--chat writes plain ChatML, with no system message but that of --system"
+        note(f"{folder} has a chat template of its own, which may ask for more: {plain}")
 
 
 def converse(model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, label: str) -> None:

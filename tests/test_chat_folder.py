@@ -72,8 +72,7 @@ def chat_folder(request, tmp_path_factory) -> Path:
 def documents(folder: Path) -> Counter:
     """Return how often each document is in both splits of a data set, without its eos."""
     meta = open_dataset(folder)
-    splits = [open_split(folder, meta, split) for split in ("train", "val")]
-    ids = np.concatenate(splits)
+    ids = np.concatenate([open_split(folder, meta, split) for split in ("train", "val")])
     parts = np.split(ids, np.flatnonzero(ids == meta["eos_id"]) + 1)[:-1]
     return Counter(tuple(part[:-1].tolist()) for part in parts)
 
@@ -120,6 +119,15 @@ def test_the_folder_says_how_to_chat_and_its_manifest_covers_it(chat_folder):
     assert CHAT_FILES <= read(chat_folder / "manifest.json").keys()
     assert {path.name for path in chat_folder.iterdir()} <= OUR_FILES
     assert not damage(chat_folder)
+
+
+def test_chat_says_that_a_template_is_not_the_one_it_writes(chat_folder, tmp_path, capsys):
+    tokenizer = load_tokenizer(chat_folder)
+    sample.check_chat(chat_folder, tokenizer)
+    assert not capsys.readouterr().err
+    theirs = write_files(tmp_path, {"tokenizer_config.json": {"chat_template": "You are" + CHATML}})
+    sample.check_chat(theirs, tokenizer)
+    assert "has a chat template of its own" in capsys.readouterr().err
 
 
 def test_where_the_eos_ends_a_message_another_ends_a_conversation(tmp_path):

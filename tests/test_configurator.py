@@ -45,6 +45,12 @@ def test_later_sources_win_defaults_then_files_then_command_line(tmp_path):
     assert changes(got) == {"steps": 30, "lr": 0.5, "kind": "b"}
 
 
+def test_a_folder_in_the_home_directory_is_that_and_other_texts_keep_their_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    got = parse(TrainConfig, ["--out_dir=~/x", "--sample_prompt=~/x", "--max_steps=1"])
+    assert (got.out_dir, got.sample_prompt) == ("/home/me/x", "~/x")
+
+
 SPELLINGS = [
     (["--steps", "5"], Config(steps=5)),
     (["--steps=5e3"], Config(steps=5000)),

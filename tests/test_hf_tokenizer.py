@@ -16,15 +16,7 @@ from text.encode import Encoder
 from text.hf_tokenizer import from_hugging_face, ranks_of, to_hugging_face
 from text.records import record_text
 from text.settings import PrepareConfig
-from text.tokenizer import (
-    CL100K_PATTERN,
-    GPT2_PATTERN,
-    IM_END,
-    IM_START,
-    SentencePiece,
-    Tiktoken,
-    same_ids,
-)
+from text.tokenizer import CL100K_PATTERN, GPT2_PATTERN, SentencePiece, Tiktoken, same_ids
 from text.train_tokenizer import write_alphabet
 
 QWEN2_PATTERN = (
@@ -304,6 +296,8 @@ NOT_DONE = {  # a part of the message -> (file, its content)
     "add_prefix_space": ("tokenizer_config.json", {"add_prefix_space": False}),
     "add_eos_token": ("tokenizer_config.json", {"add_eos_token": True}),
     "the eos of": ("special_tokens_map.json", {"eos_token": "<|im_end|>"}),
+    "the same token": ("tokenizer.json", {"model": {"vocab": {"<0x41>": 5}}}),
+    "remove the one": ("tokenizer.json", {"model": {"vocab": [["<0x41>", 0.0]]}}),
     "foo": ("tokenizer.json", {"model": {}, "added_tokens": [{"id": 5000, "content": "foo"}]}),
 }
 
@@ -320,7 +314,7 @@ def test_what_a_sentencepiece_does_not_do_is_refused_by_name(message, tmp_path):
 
 
 def test_a_sentencepiece_that_adds_a_space_adds_it_once_and_to_no_conversation(tmp_path, refuses):
-    options = dict(add_dummy_prefix=True, control_symbols=[IM_START, IM_END])
+    options = dict(add_dummy_prefix=True, control_symbols=["<|im_start|>", "<|im_end|>"])
     model = sentencepiece_model(tmp_path / "a.model", **options)
     text = "the loop reads " * 140_000
     info = model.save(tmp_path) | dict(vocab_size=model.vocab_size, eos_id=model.eos_id)
@@ -328,6 +322,5 @@ def test_a_sentencepiece_that_adds_a_space_adds_it_once_and_to_no_conversation(t
     assert encoder.encode(text).tolist() == model.sp.encode(text)
     asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     records = [{"messages": asked}] * 5
-    assert "space" in refuses(
-        lambda: prepared(tmp_path, records, f"--tokenizer={tmp_path}/a.model")
-    )
+    named = f"--tokenizer={tmp_path}/a.model"
+    assert "space" in refuses(lambda: prepared(tmp_path, records, named))

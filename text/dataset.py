@@ -29,6 +29,7 @@ from text.tokenizer import Tokenizer, open_tokenizer
 from text.windows import DataSet, Documents, Loader, LossOn, LossPer, PackedWindows, Windows
 
 FORMAT_VERSION = 2
+AGAIN = "run prepare.py again, or, if it belongs to a checkpoint, take another checkpoint"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ def read_meta(folder: Path) -> dict:
     except OSError as e:
         raise UserError(f"{path}: {e.strerror}") from None
     except (ValueError, KeyError) as e:  # without a format, it is of another program
-        raise UserError(f"{path}: not to be used ({e}); run prepare.py again") from None
+        raise UserError(f"{path}: not to be used ({e}); {AGAIN}") from None
 
 
 def id_type(vocab_size: int) -> np.dtype:
@@ -92,7 +93,7 @@ def check_tokenizer_files(folder: Path, info: dict) -> None:
         if path.parent != folder:
             raise UserError(f"{folder}: it names the file {name!r}, which is not in it: not read")
         if not path.exists() or file_sha256(path) != sha256:
-            raise UserError(f"{path}: missing, or changed: run prepare.py again")
+            raise UserError(f"{path}: missing, or changed: {AGAIN}")
 
 
 def files_of(info: dict) -> dict[str, str]:
@@ -103,12 +104,11 @@ def files_of(info: dict) -> dict[str, str]:
     return {info["file"]: info["sha256"]} | info.get("files", {})
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
+def load_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer of a data set or a checkpoint.
 
     Raises UserError if there is none, or if its file was changed.
     """
-    folder = Path(folder)
     info = read_meta(folder)["tokenizer"]
     check_tokenizer_files(folder, info)
     return open_tokenizer(folder / info["file"], info)

@@ -264,6 +264,11 @@ def convert_sentencepiece(path: Path, config: dict, content: dict) -> SentencePi
     tokenizer = SentencePiece(path)
     sp = tokenizer.sp
     added_tokens(content, sp.vocab_size())
+    vocab = content.get("model", {}).get("vocab", {})  # token -> id; or [token, score] in order
+    ids = vocab if isinstance(vocab, dict) else {token: i for i, (token, _) in enumerate(vocab)}
+    if any(ids.get(sp.id_to_piece(i), i) != i for i in range(sp.vocab_size())):
+        problem = f"{path.name} and tokenizer.json give the same token other ids"
+        raise ValueError(f"{problem}: remove the one that is not the model's")
     if config.get("add_prefix_space") is False and tokenizer.adds_space:
         raise ValueError("add_prefix_space=false is not supported")
     if config.get("add_eos_token") and not content:

@@ -97,7 +97,7 @@ class Report:
 
     # ---- Evaluation, samples, checkpoints: every so many steps, and at the end of the run ----
     eval_every: int = 250  # steps between two evaluations
-    eval_tokens: int = 1_000_000  # tokens of val.bin, in fixed, evenly spread windows; 0: all
+    eval_tokens: int = 1_000_000  # of val.bin, in whole windows, fixed and evenly spread; 0: all
     sample_every: int = 250  # steps between two short texts that the model writes; 0: none
     sample_prompt: str = ""  # beginning of these texts, may be empty; loss_on=answers: a question
     save_every: int = 1000  # steps between two checkpoints
