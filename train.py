@@ -170,10 +170,7 @@ def evaluate_all(job: Job, step: int) -> None:
     loss_of = partial(evaluate, job.forward, B=job.plan.batch_size, machine=job.machine)
     started = time.perf_counter()
     on_val = [loss_of(windows, limit) for windows in data.val_windows]
-    by_document = on_val.copy()  # of a single document, it is the same
-    for i, windows in enumerate(data.val_documents):
-        if data.sets[i].meta["splits"]["val"]["documents"] > 1:
-            by_document[i] = loss_of(windows, limit, eos_id=eos_id)
+    by_document = [loss_of(windows, limit, eos_id=eos_id) for windows in data.val_documents]
     sizes = [len(windows.fixed_starts(limit)) * T for windows in data.val_windows]
     on_train = list(map(loss_of, data.train_windows, sizes))
     losses = {"val_loss": on_val, "val_document_loss": by_document, "train_eval_loss": on_train}
