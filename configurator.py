@@ -208,8 +208,6 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: s
     kind = typing.get_type_hints(cls)[key]
     try:
         values[key] = convert(value, kind)
-        if key.endswith("_dir"):  # a shell expands the ~ of --out_dir ~/x, but not of --out_dir=~/x
-            values[key] = os.path.expanduser(values[key])
     except (ValueError, TypeError, ArithmeticError):
         problem = f"{key}={value!r:.80} is not accepted; it takes {accepted(kind)}"
         if re.fullmatch(r"[\d.]+[kKmMbBgGtT]", str(value)):
@@ -333,7 +331,8 @@ def given(
     refuse_unknown(cls, {key: f"--{key}" for key in options})
     for key, value in options.items():  # after all files, wherever they stand on the command line
         set_value(cls, values, key, value, f"--{key}")
-    return values
+    # A shell expands the ~ of `--out_dir ~/x`, but not that of `--out_dir=~/x`.
+    return {k: os.path.expanduser(v) if k.endswith("_dir") else v for k, v in values.items()}
 
 
 def take_values(argv: list[str], kind: Any) -> list[Any]:

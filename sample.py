@@ -427,10 +427,10 @@ def check_chat(folder: Path, tokenizer: Tokenizer) -> None:
         raise UserError(f"{folder}: its tokenizer has no {IM_START} and {IM_END}, as --chat needs")
     path = folder / "chat_template.jinja"
     config = read_json(folder / "tokenizer_config.json")
-    template = path.read_text("utf-8") if path.exists() else str(config.get("chat_template", ""))
+    template = path.read_text("utf-8", "replace") if path.exists() else config.get("chat_template")
     if not template:
         note(f"{folder} has no chat template: it was probably not trained on conversations")
-    elif template.removeprefix("{{ bos_token }}") != CHATML:
+    elif str(template).rstrip().removeprefix("{{ bos_token }}") != CHATML:
         plain = "--chat writes plain ChatML, with no system message but that of --system"
         note(f"{folder} has a chat template of its own, which may ask for more: {plain}")
 

@@ -128,6 +128,11 @@ def test_chat_says_that_a_template_is_not_the_one_it_writes(chat_folder, tmp_pat
     theirs = write_files(tmp_path, {"tokenizer_config.json": {"chat_template": "You are" + CHATML}})
     sample.check_chat(theirs, tokenizer)
     assert "has a chat template of its own" in capsys.readouterr().err
+    (theirs / "chat_template.jinja").write_bytes(CHATML.encode() + b"\r\n")  # of an editor
+    sample.check_chat(theirs, tokenizer)
+    assert not capsys.readouterr().err
+    (theirs / "chat_template.jinja").write_bytes("你好".encode("gbk"))
+    sample.check_chat(theirs, tokenizer)
 
 
 def test_where_the_eos_ends_a_message_another_ends_a_conversation(tmp_path):

@@ -117,8 +117,7 @@ def test_packed_windows_learn_each_token_once_and_cut_nothing_that_fits(packed_s
 
 
 def test_packing_fills_the_windows_and_is_best_fit():
-    draw = np.random.default_rng(0)
-    lengths = np.minimum(draw.geometric(0.004, 20_000), 512)
+    lengths = np.minimum(np.random.default_rng(0).geometric(0.004, 20_000), 512)
     bins, count = best_fit(lengths, 512)
     assert np.bincount(bins, lengths).max() <= 512
     assert lengths.sum() / (count * 512) > 0.97
@@ -134,8 +133,7 @@ def test_each_document_counts_the_same(packed_set, documents):
     windows = open_packed(packed_set, 64, documents, "document")
     total = np.zeros(len(windows.tokens))
     for start in windows.fixed_starts(0):
-        targets = windows.targets(start)
-        np.add.at(total, targets[targets >= 0], windows.weights(start)[targets >= 0])
+        np.add.at(total, windows.targets(start), windows.weights(start))
     ends = np.flatnonzero(windows.tokens == 0) + 1
     of_documents = np.add.reduceat(total, [0, *ends[:-1]])
     if documents == "stream":  # its windows lack the first token, and up to T tokens at the end
@@ -198,5 +196,4 @@ def test_every_run_is_evaluated_on_the_same_windows_and_by_document(tiny_data, t
             with torch.no_grad():
                 total += model(x, y, reduction="sum").item()
         begin = end + 1
-    by_document = metrics(run, "val_document_loss")[8]
-    assert by_document == pytest.approx(total / len(tokens), rel=1e-5)
+    assert metrics(run, "val_document_loss")[8] == pytest.approx(total / len(tokens), rel=1e-5)
