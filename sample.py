@@ -422,7 +422,10 @@ class Conversation:
 
 
 def check_chat(folder: Path, tokenizer: Tokenizer) -> None:
-    """Raise UserError if a model cannot read a conversation; say so if it has learned from none."""
+    """Raise UserError if a model cannot read a conversation.
+
+    Print a note if it has learned from none, or perhaps in another template than --chat writes.
+    """
     if not marks_of(tokenizer):
         raise UserError(f"{folder}: its tokenizer has no {IM_START} and {IM_END}, as --chat needs")
     path = folder / "chat_template.jinja"
