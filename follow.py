@@ -52,16 +52,15 @@ def main() -> None:
     cfg = parse(FollowConfig, doc=__doc__, positional="runs")
     folder = Path(cfg.runs[0])
     path = folder / "metrics.jsonl"
-    at_start = read_metrics(path)
-    all_settings = [r["settings"] for r in at_start if "settings" in r]
-    if not all_settings:
+    starts = [record for record in read_metrics(path) if "settings" in record]
+    if not starts:
         raise UserError(f"{path}: no run has begun there: name the folder of one, as out/demo")
     handle = os.open(folder, os.O_RDONLY)  # it is open, and so locked, until this process ends
     with suppress(OSError):  # a network disk may have no locks
         fcntl.flock(handle, fcntl.LOCK_EX)
     if cfg.beside:
         os.nice(10)  # the training comes first
-    settings = all_settings[-1]
+    settings = starts[-1]["settings"]
     name = settings.get("tracker", "none") if cfg.tracker == "auto" else cfg.tracker
     tracker = None
     inputs = [sys.stdin] if cfg.beside else []
@@ -76,7 +75,7 @@ def main() -> None:
         records = read_metrics(path)
         # A run whose folder was moved makes it again. Another run has a follow.json of its own.
         if records and not os.path.samestat(os.fstat(handle), folder.stat()):
-            if records[0] != at_start[0]:
+            if starts[0] not in records:
                 raise UserError(f"{folder} is the folder of another run now")
         if not cfg.beside:
             over = any("ended" in record for record in records[-1:])

@@ -11,6 +11,7 @@ from conftest import call
 from matplotlib.figure import Figure
 
 import plot
+from training.metrics import read_metrics
 from training.plots import differences, limits, read_run
 
 SETTINGS = dict(run_name="a", dataset="web", n_layer=12, lr=6e-4, seed=1, block_size=64)
@@ -85,3 +86,15 @@ def test_the_legend_says_how_the_configs_differ(tmp_path):
     runs = [read_run(folder, "steps", "loss") for folder in folders]
     assert differences(runs) == ["lr=0.0006", "lr=0.001"]
     assert runs[1].best == ": validation 3.0000 at step 1,000"
+
+
+@pytest.mark.filterwarnings("error:constrained_layout")
+def test_the_legend_of_a_sweep_leaves_the_curves_their_room(tmp_path):
+    runs = [write_run(tmp_path / f"lr_{n}", falling(), lr=n * 1e-4) for n in range(1, 41)]
+    call(plot.main, *runs, f"--png={tmp_path}/p.png")
+
+
+def test_the_records_of_a_long_run_have_each_key_in_memory_once(tmp_path):
+    records = read_metrics(write_run(tmp_path / "a", falling()) / "metrics.jsonl")
+    keys = [key for record in records for key in record]
+    assert len({id(key) for key in keys}) == len(set(keys)) < len(keys)

@@ -242,9 +242,12 @@ def name_runs(fig: Any, ax: Any, runs: list[Run], colours: list[Any]) -> None:
     else:
         title = f"{len(runs)} runs, their lowest validation losses, and where their settings differ"
         handles = []
+        lines = 0
         for run, settings, colour in zip(runs, differences(runs), colours, strict=False):
             text = textwrap.shorten(f"{run.name}{run.best} {settings}", 300)
-            label = textwrap.fill(text, 125)  # as many characters as the picture is wide
-            handles.append(Patch(color=colour, label=label))
+            label = textwrap.wrap(text, 125)  # as many characters as the picture is wide
+            handles.append(Patch(color=colour, label="\n".join(label)))
+            lines += len(label)
+        fig.set_figheight(6 + 0.2 * max(0, lines - 7))  # a sweep of many must not lose its curves
         fig.legend(handles=handles, loc="outside lower left", fontsize=8, frameon=False)
     ax.set_title(title, loc="left", fontsize=10)

@@ -42,7 +42,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, records: list[dict], lock: Lock, say: Callable[[str], None]):
         self.path = path
-        self.records = records
+        self.starts = [r for r in records if "landmarks" in r]  # of the run, and when it went on
         self.lock = lock
         self.say = say
         self.content = bytearray(b"".join(map(line_of, records)))  # all that the file should hold
@@ -97,8 +97,7 @@ class Metrics:
     file: MetricsFile | None  # of this run, on rank 0; None on the others
 
     def __post_init__(self):
-        records = self.file.records if self.file else []
-        landmarks = [r["landmarks"] for r in records if "landmarks" in r]
+        landmarks = [r["landmarks"] for r in self.file.starts] if self.file else []
         self.unigram = landmarks[-1].get("unigram", math.inf) if landmarks else math.inf
         shown = self.machine.is_main and in_a_terminal()
         steps = dict(total=self.plan.steps, initial=self.progress.step)
