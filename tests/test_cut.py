@@ -4,6 +4,7 @@ from unittest.mock import Mock
 
 import pytest
 from conftest import contents, ended, make_records, write_jsonl
+from sentencepiece import SentencePieceTrainer
 from test_corpora import write_texts
 from test_prepare import prepare_set, texts_of
 from test_prepare_durability import TINY_SHARDS, command
@@ -81,6 +82,20 @@ def test_the_marks_of_a_conversation_count_as_no_text_where_it_is_cut(tmp_path):
     for split, counts in meta["splits"].items():
         text = texts_of(folder, split)[0].replace("<|im_start|>", "").replace("<|im_end|>", "")
         assert counts["bytes"] == counts["characters"] == len(text)
+
+
+def test_a_text_that_its_tokenizer_shortens_is_split_at_its_share_and_counts_as_changed(tmp_path):
+    """As SentencePiece does by default: it makes one space of several."""
+    path = tmp_path / "play.txt"
+    path.write_text(PLAY.replace(" ", " " * 9), encoding="utf-8")
+    model = tmp_path / "spm"
+    options = dict(vocab_size=400, byte_fallback=True, minloglevel=2)
+    SentencePieceTrainer.train(input=str(path), model_prefix=str(model), **options)
+    tokenizer = f"{model}.model"
+    folder, meta = prepare_set(tmp_path, path, tokenizer=tokenizer, val_fraction=0.1)
+    of_val, of_train = (len(texts_of(folder, split)[0]) for split in ("val", "train"))
+    assert of_val / (of_val + of_train) == pytest.approx(0.1, rel=0.01)
+    assert list(meta["records"]["changed"].values()) == [1]
 
 
 def test_many_documents_are_chosen_by_their_hash_as_ever(tmp_path):

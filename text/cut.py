@@ -92,6 +92,8 @@ def cut_document(
     starts = np.array([sum(byte >> 6 != 0b10 for byte in token) for token in tokens], np.uint16)
     counts = {"bytes": sizes[ids[:-1]], "characters": starts[ids[:-1]]}  # without the eos
     started = np.cumsum(counts["characters"], dtype=np.uint32)
+    # The tokens may decode to fewer characters than there were: the same share of these.
+    characters = characters * int(started[-1]) // int(row["characters"])
     at = min(int(np.searchsorted(started, characters, side="right")), len(started) - 1)
     left, right = row.copy(), row.copy()
     right["val"] = True

@@ -22,9 +22,9 @@ from text.settings import FIELD, PrepareConfig
 
 BLANK = "：。 \t\r\n"  # a text of only these characters counts as empty
 
-# The control characters of C0 and C1 except tab, line feed and carriage return; and U+FEFF, the
-# byte order mark.
-CONTROL = re.compile("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\ufeff]")
+# The control characters of C0 and C1 except tab, line feed and carriage return, those that turn the
+# direction of a line, and U+FEFF, the byte order mark.
+CONTROL = re.compile("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufeff]")
 
 # The version of the rules by which a file becomes records, and a record a text. What an interrupted
 # run did by other rules is done again.

@@ -20,16 +20,16 @@ def read_metrics(path: Path) -> list[dict]:
     if not path.exists():
         return []
     only_plain(path)
+    lines = path.read_bytes().splitlines(keepends=True)  # at once: a run may be writing the next
     records = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                record = json.loads(line)
-                if not isinstance(record, dict) or type(record["step"]) is not int:
-                    raise ValueError
-                # A long run has a million records: their keys are in memory once.
-                records.append({sys.intern(key): value for key, value in record.items()})
-            except (ValueError, KeyError, RecursionError):
-                if line.endswith(b"\n"):
-                    raise UserError(f"{path}:{number}: damaged: delete this line") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or type(record["step"]) is not int:
+                raise ValueError
+            # A long run has a million records: their keys are in memory once.
+            records.append({sys.intern(key): value for key, value in record.items()})
+        except (ValueError, KeyError, RecursionError):
+            if number < len(lines) or line.endswith(b"\n"):
+                raise UserError(f"{path}:{number}: damaged: delete this line") from None
     return records
