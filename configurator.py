@@ -254,9 +254,10 @@ def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
     try:
         namespace = runpy.run_path(path)
     except OSError as e:
-        names = [file.name for file in (Path(__file__).parent / "config").glob("*.py")]
+        folder = Path(__file__).parent / "config"
+        names = [file.name for file in folder.glob("*.py")]
         close = difflib.get_close_matches(Path(path).name, names, n=1)
-        hint = f"; did you mean config/{close[0]}?" if close else ""
+        hint = f"; did you mean {os.path.relpath(folder / close[0])}?" if close else ""
         raise UserError(f"config file {path}: {e.strerror}{hint}") from None
     except (Exception, SystemExit) as e:
         frames = traceback.extract_tb(e.__traceback__)

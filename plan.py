@@ -140,7 +140,7 @@ def named_gpu(cfg: PlanConfig) -> Device:
             peak, source = peak_tflops(torch.device("cuda"), dtype, cfg.peak_tflops)
             return Device(cfg.gpu, "cuda", dtype, peak, source, float(size[1]) * 1e9)
         cards = ", ".join(f"{card.name} {card.memory_gb}GB" for card in CARDS)
-        others = "of another, give memory and speed, as --gpu=4060-8g --peak_tflops=12"
+        others = "of another, give memory and the speed to expect: --gpu=4060-8g --peak_tflops=12"
         raise UserError(f"gpu: {cfg.gpu!r} is not in the table of GPUs; {others}; it has {cards}")
     peak, source = datasheet_peak(card.name, dtype)
     if peak is None:

@@ -115,7 +115,7 @@ def loop(job: Job, batches: Iterator[Batch | None], clock: Clock, signals: list[
             return stopping
 
         # Train one step. lr_at() and momentum_at() (training/plan.py) are functions of the step and
-        # the settings alone. `scale` is embed_lr or vector_lr for these parameters, else 1.
+        # the settings alone. `scale` is embed_lr for embeddings, vector_lr for vectors, else 1.
         lr = lr_at(step, plan.steps, cfg)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["scale"]

@@ -1,4 +1,4 @@
-# The demo learns to answer: make demo, then make chat. It takes a minute on 2 cores.
+# The demo learns to answer: make demo, then make chat. It takes a minute and a half on 2 cores.
 # The shape is that of its model. 4 epochs are 238 steps of 1,024 tokens.
 run_name = "chat"
 init_from = "out/demo"

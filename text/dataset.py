@@ -51,7 +51,8 @@ def read_meta(folder: Path) -> dict:
         return meta
     except FileNotFoundError:
         others = sorted(path.parent.name for path in folder.parent.glob("*/meta.json"))
-        options = "" if folder.name == "demo" else f" --input FILE --name {folder.name}"
+        of_makefile = {"demo": "", "chat": " --chat --tokenizer data/demo --val_fraction 0.05"}
+        options = of_makefile.get(folder.name, f" --input FILE --name {folder.name}")
         make = f"`python prepare.py{options}` makes one"
         if (elsewhere := Path("data") / folder / "meta.json").exists():
             make = f"did you mean {elsewhere.parent}?"

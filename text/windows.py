@@ -144,7 +144,7 @@ class PackedWindows(Windows):
         """
         pieces = self.pieces[self.bounds[window] : self.bounds[window + 1]].tolist()
         tokens = np.concatenate([np.arange(start, start + count) for start, count in pieces])
-        if len(tokens) > self.block_size:  # the middle of a long document
+        if len(tokens) > self.block_size:  # T + 1: in a long document, no eos precedes it
             return tokens
         places = np.full(self.block_size + 1, -1)
         places[1 : len(tokens) + 1] = tokens

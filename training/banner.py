@@ -96,7 +96,7 @@ def rows_of_plan(
         batch += f"; {cfg.batch_tokens:,} were asked"
     length = f"{plural(plan.steps, 'step')} = {plural(tokens, 'token')}"
     if sets:
-        length += f" = {tokens / plan.epoch_tokens:.2f} epochs of {cfg.dataset or sets[0].name}"
+        length += f" = {tokens / plan.epoch_tokens:,.2f} epochs of {cfg.dataset or sets[0].name}"
     length += f", ended by {plan.ended_by}" if plan.ended_by else ""
     params = model.num_params()["total"]
     ratio = f"{tokens / params:.3g}"

@@ -160,7 +160,7 @@ def plot_loss(folders: list[Path], png: Path, x: str = "steps", y: str = "loss")
             draw_run(losses, run, colour, in_legend=run is runs[0])
             rates.plot(*run.curves["lr"], color=colour, lw=1)
         rates.set(ylabel="lr", xlabel=AXES[x][0], xlim=(0, None), ylim=(0, None))
-        losses.legend(loc="upper right", fontsize=8)
+        losses.legend(loc="best", fontsize=8)
         for ax in (losses, rates):
             ax.grid(alpha=0.25)
             ax.spines[["top", "right"]].set_visible(False)

@@ -146,8 +146,8 @@ def take_step(
     parameters = list(model.parameters())
     if batch.weights is not None:
         # The loss is sum(w l) / sum(w) over all ranks. So far its gradient is that of sum(w l) / n,
-        # with n positions on all ranks: DDP has averaged over these. Multiply by n / sum(w), one
-        # over the mean weight of all ranks. If nothing counts in this step, the gradient is 0.
+        # with n positions on all ranks: DDP has averaged over these. Multiply by n / sum(w), which
+        # is one over the mean of mean_weight. If nothing counts in this step, the gradient is 0.
         factor = machine.world / all_sum(mean_weight).clamp(min=1e-12)
         mean_loss *= factor
         torch._foreach_mul_([part(p.grad) for p in parameters], factor)
