@@ -134,7 +134,7 @@ def loop(job: Job, batches: Iterator[Batch | None], clock: Clock, signals: list[
                 save(job, step)
             return True
         told_to_stop = machine.any_rank(len(signals) > 0)
-        # This waits for the device: with AdamW and Muon, for the only time in a step.
+        # To call these waits for the device: with AdamW and Muon, for the only time in a step.
         loss, grad_norm = result()
         stopping = told_to_stop()
         outcome = progress.add_step(step_windows, loss, grad_norm, scaler)
