@@ -81,7 +81,9 @@ class Encoder:
             digest = hashlib.sha256(document.utf8).digest()
             if self.tokenizer.unk_id in tokens:
                 tally.changed["lost characters that the tokenizer has no token for"] += 1
-            elif digest[0] < 4 or not rows:  # one document in 64, and the first of each megabyte
+            # One document in 64, and the first of each megabyte, unless it is so long that this
+            # would take much memory.
+            elif digest[0] < 4 or (not rows and len(document.utf8) < 4 * SEGMENT):
                 decoded = [self.tokenizer.decode(ids.tolist()) for ids in encoded]
                 if decoded != document.pieces:
                     tally.changed["its tokens decode to another text (only some are tried)"] += 1

@@ -71,7 +71,7 @@ TRAIN = {
     "--max_steps=0": "max_steps",
     "--run_name=.. --overwrite": "run_name '..'",
     "{root}/nul.py": "run_name",
-    "{root}/demoo.py": "did you mean config/demo.py?",
+    "{root}/demoo.py": "/config/demo.py?",
     f"--batch_tokens={'1' * 400}": "batch_tokens",
     "--device=banana": "device=banana",
     "--dtype=float16 --device=cpu": "dtype=float16",
