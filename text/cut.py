@@ -48,7 +48,9 @@ def cut_by_text(parts: list[Part], characters: int, encoder: Encoder, folder: Pa
         start = end
         end += int(row["characters"])
         row["val"] = start >= cut
-        halves = cut_document(row, ids, cut - start, encoder) if start < cut < end else [(row, ids)]
+        halves = [(row, ids)]
+        if start < cut < end and len(ids) > 1:  # it may be of no token, and its eos
+            halves = cut_document(row, ids, cut - start, encoder)
         key = hash(ids.tobytes())
         repeated += end > cut and key in of_train
         if start < cut:

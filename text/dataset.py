@@ -51,9 +51,9 @@ def read_meta(folder: Path) -> dict:
         return meta
     except FileNotFoundError:
         others = sorted(path.parent.name for path in folder.parent.glob("*/meta.json"))
-        of_makefile = {"demo": "", "chat": " --chat --tokenizer data/demo --val_fraction 0.05"}
-        options = of_makefile.get(folder.name, f" --input FILE --name {folder.name}")
-        make = f"`python prepare.py{options}` makes one"
+        usual = f"python prepare.py --input FILE --name {folder.name}"
+        command = {"demo": "python prepare.py", "chat": "make chat"}.get(folder.name, usual)
+        make = f"`{command}` makes one"
         if (elsewhere := Path("data") / folder / "meta.json").exists():
             make = f"did you mean {elsewhere.parent}?"
         prepared = f"; prepared are {', '.join(others)}" if others else ""

@@ -81,9 +81,8 @@ class Encoder:
             digest = hashlib.sha256(document.utf8).digest()
             if self.tokenizer.unk_id in tokens:
                 tally.changed["lost characters that the tokenizer has no token for"] += 1
-            # One document in 64, and the first of each megabyte, unless it is so long that this
-            # would take much memory.
-            elif digest[0] < 4 or (not rows and len(document.utf8) < 4 * SEGMENT):
+            # One document in 64, and all books: a corpus may be one. Longer ones would take memory.
+            elif digest[0] < 4 or 1 << 16 < len(document.utf8) < 1 << 20:
                 decoded = [self.tokenizer.decode(ids.tolist()) for ids in encoded]
                 if decoded != document.pieces:
                     tally.changed["its tokens decode to another text (only some are tried)"] += 1
