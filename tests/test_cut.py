@@ -84,7 +84,7 @@ def test_the_marks_of_a_conversation_count_as_no_text_where_it_is_cut(tmp_path):
         assert counts["bytes"] == counts["characters"] == len(text)
 
 
-def test_a_text_that_its_tokenizer_shortens_is_split_at_its_share_and_counts_as_changed(tmp_path):
+def test_a_text_that_its_tokenizer_shortens_is_split_at_its_share_and_is_counted(tmp_path, refuses):
     """As SentencePiece does by default: it makes one space of several."""
     path = tmp_path / "play.txt"
     path.write_text(PLAY.replace(" ", " " * 9), encoding="utf-8")
@@ -96,6 +96,12 @@ def test_a_text_that_its_tokenizer_shortens_is_split_at_its_share_and_counts_as_
     of_val, of_train = (len(texts_of(folder, split)[0]) for split in ("val", "train"))
     assert of_val / (of_val + of_train) == pytest.approx(0.1, rel=0.01)
     assert list(meta["records"]["changed"].values()) == [1]
+    path.write_text("word")
+    blank = tmp_path / "blank.txt"
+    blank.write_text("\u3000" * 4)  # which becomes no token at all
+    assert "val.bin would be empty" in refuses(
+        prepare.main, "--input", path, blank, f"--tokenizer={tokenizer}", "--val_fraction=0.2"
+    )
 
 
 def test_many_documents_are_chosen_by_their_hash_as_ever(tmp_path):

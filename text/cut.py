@@ -49,7 +49,7 @@ def cut_by_text(parts: list[Part], characters: int, encoder: Encoder, folder: Pa
         end += int(row["characters"])
         row["val"] = start >= cut
         halves = [(row, ids)]
-        if start < cut < end and len(ids) > 1:  # it may be of no token, and its eos
+        if start < cut < end and len(ids) > 1:  # it may have no token but its eos
             halves = cut_document(row, ids, cut - start, encoder)
         key = hash(ids.tobytes())
         repeated += end > cut and key in of_train
