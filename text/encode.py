@@ -81,7 +81,7 @@ class Encoder:
             digest = hashlib.sha256(document.utf8).digest()
             if self.tokenizer.unk_id in tokens:
                 tally.changed["lost characters that the tokenizer has no token for"] += 1
-            # One document in 64, and each book: it may be all there is. Longer ones take much memory.
+            # One document in 64, and each book: it may be all there is. Longer ones take memory.
             elif digest[0] < 4 or 1 << 16 < len(document.utf8) < 1 << 20:
                 decoded = [self.tokenizer.decode(ids.tolist()) for ids in encoded]
                 if decoded != document.pieces:
