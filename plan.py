@@ -292,13 +292,13 @@ def print_loss(run: PlannedRun) -> None:
     best_N, best_D = ladder.best_size(6 * N * D)
     beyond = flops / max(rung["flops"] for rung in ladder.rungs)
     basis = f"{len(ladder.rungs)} small models; the run has {beyond:.3g} x the FLOPs of any of them"
-    basis += "\ndocs/cost.md has tests of such losses, which the interval often missed"
+    basis += "\ndocs/cost.md has tests of such losses"
     if different := ladder.differs(run.cfg):
         basis += f"\nwarning: they were trained with other settings: {different}"
     if D / N < ladder.fewest_tokens():
         basis += "\nwarning: each of them had more tokens per parameter: expect another loss"
-    if D > READ_AGAIN * ladder.different_tokens > max(rung["D"] for rung in ladder.rungs):
-        basis += "\nwarning: none of them read its tokens again, as the run does"
+    if max(D, best_D) > READ_AGAIN * ladder.different_tokens > max(r["D"] for r in ladder.rungs):
+        basis += "\nwarning: none of them read its tokens again, as the run or the best size would"
     best_loss = float(ladder.loss(best_N, best_D)[0])
     tokens = f"{best_D:,.3g} tokens, {best_D / best_N:.3g} for each"
     if best_D / best_N < 1.01 * ladder.fewest_tokens():

@@ -11,12 +11,12 @@ They are trained from the cheapest on, each as its own train.py in out_dir, and 
 the minutes; the same command goes on. With --max_epochs of 2 or more they read the data several
 times, and the worth of that is fitted, too.
 
-The law is in training/law.py: of its two forms, the one that fits the rungs better. It is fitted by
-the Huber loss of the relative errors, with the delta of arXiv 2203.15556. Small models hardly tell
-E, to which the loss falls in the end, from a slower fall: so E also has a prior, of what large
-models reach, and is at most half of the lowest loss. The interval is of a bootstrap: the law is
-fitted again to its own losses, with errors that are drawn anew, and an E that is drawn about the
-fit's as widely as the prior.
+The law is in training/law.py. It is fitted by the Huber loss of the relative errors, with the delta
+of arXiv 2203.15556. Small models hardly tell E, to which the loss falls in the end, from a slower
+fall: so E also has a prior, of what large models reach, and is at most half of the lowest loss. The
+interval is of a bootstrap: the law is fitted again to its own losses, with errors that are drawn
+anew, an E that is drawn about the fit's as widely as the prior, and any form between the law of
+Hoffmann et al. and that of Kaplan et al.
 NAME.ladder.json goes beside the folder of the data set, and so does a picture of fit and errors.
 """
 
@@ -54,6 +54,9 @@ FEWEST_RUNGS = 7  # for six parameters, of which one has a prior
 # 2412.19437, table 3). Other texts differ: log E is normal, with this standard deviation.
 ENTROPY, LOG_ENTROPY_SD = 0.6, 0.3
 MOST_E = 1 / 2  # of the lowest loss of a rung: the bound of E, where a text is easier than thought
+# c = b^FORM in the law: 0 would be that of Hoffmann et al., 1 that of Kaplan et al. No ladder can
+# tell it for itself; 0.6 fits five of them best, 0.7 six runs (bench/LOG.md, 2026-11-27).
+FORM = 2 / 3
 DELTA = 1e-3  # of the Huber loss: a relative error beyond it counts as itself, not as its square
 
 
@@ -177,14 +180,14 @@ def fitted(rungs: list[Rung], U: int, cfg: LadderConfig, data: DataSet) -> Ladde
     val = data.learned("val", cfg.loss_on)
     entropy = ENTROPY * math.log(2) * val["bytes"] / val["tokens"]
     best = math.inf
-    for interacts, deviate in product((False, True), np.linspace(-2, 2, 11)):
+    for deviate in np.linspace(-2, 2, 11):
         E = torch.tensor(entropy * math.exp(LOG_ENTROPY_SD * deviate)).double()
-        candidate = fit(N, D, losses, U, E, interacts)
+        candidate = fit(N, D, losses, U, E, FORM)
         errors = losses / law(candidate, N, D, U) - 1
         # -ln of the density, but for a constant: errors are Laplace's, with their best width.
         cost = len(N) * float(errors.abs().mean().log()) + deviate**2 / 2
         if cost < best:
-            best, parameters, form = cost, candidate, interacts
+            best, parameters = cost, candidate
     fitted_losses = law(parameters, N, D, U)
     # The fit took up a part of the scatter: as many rungs as there are parameters lie on it.
     freedom = len(N) - 5 - repeats(D, U)
@@ -194,6 +197,7 @@ def fitted(rungs: list[Rung], U: int, cfg: LadderConfig, data: DataSet) -> Ladde
     for _ in ProgressBar("bootstrap", range(cfg.draws)):
         drawn = residuals[torch.randint(len(N), (len(N),), generator=generator)]
         E = parameters[0] * (LOG_ENTROPY_SD * torch.randn((), generator=generator)).exp()
+        form = float(torch.rand((), generator=generator))
         draws.append(fit(N, D, fitted_losses * (1 + drawn), U, E, form))
     figures = [dict(N=r.N, D=r.D, flops=r.flops, loss=r.loss) for r in rungs]
     laws = torch.stack([parameters, *draws]).tolist()
@@ -205,14 +209,14 @@ def repeats(D: Tensor, U: float) -> bool:
     return bool(D.max() > READ_AGAIN * U)
 
 
-def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor, interacts: bool) -> Tensor:
+def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor, form: float) -> Tensor:
     """Return E, A, a, B, b, c, R of the law of n losses: N, D, losses (n,), U different tokens.
 
-    interacts: c is b, and not 1. With E, a, b and R, (L - E)^(1/c) is linear in A and B: least
-    squares, whose weights make a Huber loss of it, solve for these at all points of a grid of a, b
-    and R. The grid shrinks around its best. If R is fitted, the best may lie outside a grid that
-    shrank too soon: where the best so far is at an edge, the grid moves there, and does not shrink
-    in that direction.
+    c is b^form. With E, a, b and R, (L - E)^(1/c) is linear in A and B: least squares, whose
+    weights make a Huber loss of it, solve for these at all points of a grid of a, b and R. The grid
+    shrinks around its best. If R is fitted, the best may lie outside a grid that shrank too soon:
+    where the best so far is at an edge, the grid moves there, and does not shrink in that
+    direction.
     """
     E = E.clamp(max=MOST_E * losses.min())
     most = torch.tensor([1.5, 1.5, 10 * REPEATS]).double().log()
@@ -226,10 +230,9 @@ def fit(N: Tensor, D: Tensor, losses: Tensor, U: float, E: Tensor, interacts: bo
         offsets = [r * torch.linspace(-1, 1, 13 if r else 1) for r in reach]
         grid = (center + torch.cartesian_prod(*offsets)).clamp(least, most).exp()  # (P, 3)
         a, b, R = grid.T[:, :, None]  # (P, 1) each
-        c = b if interacts else torch.ones_like(b)
+        c = b**form
         target = above ** (1 / c[:, None])  # (P, n, 1)
-        terms = torch.stack([N ** (-a / c), worth(D, U, R) ** (-b / c)], dim=2)  # (P, n, 2)
-        terms = terms / target
+        terms = torch.stack([N ** (-a / c), worth(D, U, R) ** (-b / c)], 2) / target  # (P, n, 2)
         size = terms.amax(1, keepdim=True)  # (P, 1, 2)
         terms = terms / size
         weights = share**2

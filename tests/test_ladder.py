@@ -19,9 +19,10 @@ from hardware.disk import sealed
 from text.windows import DataSet
 from training.law import REPEATS, law
 
-# E, A, a, B, b, c, R: with c = b, and with c = 1
-TRUE = torch.tensor([1.8, 2e6, 0.35, 5e6, 0.37, 0.37, 5]).double()
-SUM = torch.tensor([1.8, 60, 0.35, 400, 0.37, 1, 5]).double()
+# E, A, a, B, b, c, R: with c = b^(2/3), and the two extremes of c = b and c = 1
+TRUE = torch.tensor([1.8, 4e4, 0.35, 1e5, 0.37, 0.37 ** (2 / 3), 5]).double()
+KAPLAN = torch.tensor([1.8, 2e6, 0.35, 5e6, 0.37, 0.37, 5]).double()
+HOFFMANN = torch.tensor([1.8, 60, 0.35, 400, 0.37, 1, 5]).double()
 SMALL = [*TINY, "--n_layer=3", "--max_steps=64", "--fewest_steps=6", "--draws=5", "--seed=1"]
 
 
@@ -43,12 +44,11 @@ def foretold(
     return ladder.fitted(trained, U, cfg, data)
 
 
-@pytest.mark.parametrize("true", [TRUE, SUM])
-def test_a_law_is_foretold_within_half_a_percent_at_16_times_the_compute(true):
+@pytest.mark.parametrize(("true", "off"), [(TRUE, 0.005), (KAPLAN, 0.015), (HOFFMANN, 0.015)])
+def test_a_law_is_foretold_within_a_percent_or_two_at_16_times_the_compute(true, off):
     fit = foretold(most_tokens=1e6, U=100_000_000, draws=20, true=true)
-    assert (fit.laws[0][5] == 1) == (true is SUM)
     loss, low, high = fit.interval(1e7, 4e6)
-    assert loss == pytest.approx(float(law(true, 1e7, 4e6, 100_000_000)), rel=0.005)
+    assert loss == pytest.approx(float(law(true, 1e7, 4e6, 100_000_000)), rel=off)
     assert low < float(law(true, 1e7, 4e6, 100_000_000)) < high
 
 
@@ -64,7 +64,7 @@ def test_the_worth_of_repeated_tokens_is_fitted_too():
     true = torch.tensor([0.8, 38.3, 0.24, 2248, 0.416, 1, 15.4]).double()
     sizes, lengths = (1e6, 2e6, 4e6, 8e6), (4e7, 8e7, 16e7, 32e7)
     N, D = torch.cartesian_prod(torch.tensor(sizes), torch.tensor(lengths)).double().T
-    law_again = ladder.fit(N, D, law(true, N, D, 6e7), 6e7, true[0], interacts=False)
+    law_again = ladder.fit(N, D, law(true, N, D, 6e7), 6e7, true[0], form=0)
     assert law_again.tolist() == pytest.approx(true.tolist(), rel=1e-3)
 
 
