@@ -1,6 +1,7 @@
 """bench/ladder.py and plan.py --loss: what a run will come to, foretold by small ones."""
 
 import json
+import math
 import re
 import shutil
 from dataclasses import replace
@@ -50,6 +51,12 @@ def test_a_law_is_foretold_within_a_percent_or_two_at_16_times_the_compute(true,
     loss, low, high = fit.interval(1e7, 4e6)
     assert loss == pytest.approx(float(law(true, 1e7, 4e6, 100_000_000)), rel=off)
     assert low < float(law(true, 1e7, 4e6, 100_000_000)) < high
+
+
+def test_the_interval_knows_of_other_forms_of_the_law():
+    forms = [math.log(c) / math.log(b) for *_, b, c, _ in foretold(1e6, 10**8, draws=10).laws]
+    assert forms[0] == pytest.approx(2 / 3)
+    assert min(forms) < 0.3 and max(forms) > 0.7
 
 
 def test_many_precise_rungs_outweigh_the_prior_of_E():
@@ -132,6 +139,17 @@ def test_plan_warns_of_runs_that_no_rung_is_like(climbed, prints):
     warnings = {2: "more tokens per parameter", 10**5: "none of them read its tokens again"}
     for steps, warning in warnings.items():
         assert warning in prints(plan.main, *options_of(climbed, "--loss", f"--max_steps={steps}"))
+
+
+def test_plan_warns_of_a_best_size_that_reads_again(climbed, tmp_path, prints):
+    shutil.copytree(climbed / "tiny", tmp_path / "tiny")
+    content = json.loads((climbed / "tiny.ladder.json").read_text())
+    del content["sha256"]
+    size_is_worth_nothing = [[2, 1e-9, 0.5, 1e3, 0.5, 1, 15.4]] * 2
+    longest = max(rung["D"] for rung in content["rungs"])  # as long as the run
+    content |= {"different_tokens": longest, "laws": size_is_worth_nothing}
+    (tmp_path / "tiny.ladder.json").write_text(json.dumps(sealed(content)))
+    assert "the best size would" in prints(plan.main, *options_of(tmp_path, "--loss"))
 
 
 def test_a_rung_that_fails_or_diverges_is_left_out(climbed, tmp_path):
