@@ -288,9 +288,8 @@ def print_loss(run: PlannedRun) -> None:
     D = run.plan.steps * run.plan.step_tokens
     loss, low, high = ladder.interval(N, D)
     val = data.learned("val", run.cfg.loss_on)
-    flops = run.model.flops_per_token(run.cfg.block_size) * D
     best_N, best_D = ladder.best_size(6 * N * D)
-    beyond = flops / max(rung["flops"] for rung in ladder.rungs)
+    beyond = run.model.flops_per_token(run.step.T) * D / max(rung["flops"] for rung in ladder.rungs)
     basis = f"{len(ladder.rungs)} small models; the run has {beyond:.3g} x the FLOPs of any of them"
     basis += "\ndocs/cost.md has tests of such losses"
     if different := ladder.differs(run.cfg):
@@ -298,7 +297,8 @@ def print_loss(run: PlannedRun) -> None:
     if D / N < ladder.fewest_tokens():
         basis += "\nwarning: each of them had more tokens per parameter: expect another loss"
     if max(D, best_D) > READ_AGAIN * ladder.different_tokens > max(r["D"] for r in ladder.rungs):
-        basis += "\nwarning: none of them read its tokens again, as the run or the best size would"
+        reader = "run" if D > READ_AGAIN * ladder.different_tokens else "best size"
+        basis += f"\nwarning: none of them read its tokens again, as the {reader} would"
     best_loss = float(ladder.loss(best_N, best_D)[0])
     tokens = f"{best_D:,.3g} tokens, {best_D / best_N:.3g} for each"
     if best_D / best_N < 1.01 * ladder.fewest_tokens():

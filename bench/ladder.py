@@ -54,8 +54,8 @@ FEWEST_RUNGS = 7  # for six parameters, of which one has a prior
 # 2412.19437, table 3). Other texts differ: log E is normal, with this standard deviation.
 ENTROPY, LOG_ENTROPY_SD = 0.6, 0.3
 MOST_E = 1 / 2  # of the lowest loss of a rung: the bound of E, where a text is easier than thought
-# c = b^FORM in the law: 0 would be that of Hoffmann et al., 1 that of Kaplan et al. No ladder can
-# tell it for itself; 0.6 fits five of them best, 0.7 six runs (bench/LOG.md, 2026-11-27).
+# c = b^FORM in the law: 0 would be that of Hoffmann et al., 1 that of Kaplan et al. A ladder alone
+# often tells it wrongly; 0.6 fits five of them best, 0.7 six runs (bench/LOG.md, 2026-11-27).
 FORM = 2 / 3
 DELTA = 1e-3  # of the Huber loss: a relative error beyond it counts as itself, not as its square
 

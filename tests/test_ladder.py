@@ -145,7 +145,7 @@ def test_plan_warns_of_a_best_size_that_reads_again(climbed, tmp_path, prints):
     shutil.copytree(climbed / "tiny", tmp_path / "tiny")
     content = json.loads((climbed / "tiny.ladder.json").read_text())
     del content["sha256"]
-    size_is_worth_nothing = [[2, 1e-9, 0.5, 1e3, 0.5, 1, 15.4]] * 2
+    size_is_worth_nothing = [[2, 1e-9, 0.5, 1e3, 0.5, 0.6, 15.4]] * 2
     longest = max(rung["D"] for rung in content["rungs"])  # as long as the run
     content |= {"different_tokens": longest, "laws": size_is_worth_nothing}
     (tmp_path / "tiny.ladder.json").write_text(json.dumps(sealed(content)))
@@ -177,6 +177,10 @@ def test_a_loss_is_not_foretold_without_the_ladder_of_these_data(climbed, tmp_pa
     assert "damaged" in refuses(plan.main, *options_of(tmp_path, "--loss"))
     content = json.loads((climbed / path.name).read_text())
     other = {key: content[key] for key in content if key != "sha256"} | {"data": {"val": "0"}}
+    earlier = content | {"laws": [[2, 1, 0.5, 1, 0.5, 0.5, 15.4]] * 2}
+    del earlier["sha256"]
+    path.write_text(json.dumps(sealed(earlier)))
+    assert "earlier version" in refuses(plan.main, *options_of(tmp_path, "--loss"))
     path.write_text(json.dumps(sealed(other)))
     assert "prepared again" in refuses(plan.main, *options_of(tmp_path, "--loss"))
     assert "one data set" in refuses(plan.main, *options_of(tmp_path, "--loss", "--init_from=x"))

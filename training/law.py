@@ -117,4 +117,6 @@ def read_ladder(data: DataSet) -> Ladder:
         raise UserError(f"{path} is damaged ({e}): {again}") from None
     if ladder.data != data_hashes([data]):
         raise UserError(f"{path}: {data.name} was prepared again since: {again}")
+    if ladder.laws[0][5] in (1, ladder.laws[0][4]):  # c, of one of two forms until 2026-11-27
+        raise UserError(f"{path} is a law of an earlier version: {again}, fits it anew")
     return ladder
