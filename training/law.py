@@ -6,7 +6,8 @@ L is the validation loss in nats per token, N the parameters in matrix products,
 E is what no model gets below. With many tokens L - E falls as N^-a, in a large model as D^-b. c
 lies between two laws: 1 would be the sum of two powers of Hoffmann et al. 2022 (arXiv 2203.15556),
 in which the size of a model counts as much after few tokens as after many; b the law of Kaplan et
-al. 2020 (arXiv 2001.08361, equation 1.5), in which it counts less where tokens are few.
+al. 2020 (arXiv 2001.08361, equation 1.5), in which it counts less where tokens are few. FORM in
+bench/ladder.py says where.
 Of U different tokens, D' = U + U R (1 - exp(-(D / U - 1) / R)) if D > U, else D' = D: what is read
 again is worth less and less (Muennighoff et al. 2023, arXiv 2305.16264, equation 5).
 """
