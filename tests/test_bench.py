@@ -123,14 +123,15 @@ def check(module: str, argv: list[str]) -> None:
 def test_every_command_of_the_gpu_suite_has_settings_that_its_script_knows(toy, tmp_path):
     """So that no time on a lent GPU is lost to a wrong option."""
     recorder = tmp_path / "python"
-    recorder.write_text(f"#!/bin/bash\nprintf '%s\\0' \"$@\" $'\\n' >> {tmp_path}/commands\n")
+    # Some commands run at the same time, so each is written to a file of its own.
+    recorder.write_text(f"#!/bin/bash\nprintf '%s\\0' \"$@\" > $(mktemp {tmp_path}/call.XXXXXX)\n")
     recorder.chmod(0o755)
     environment = {"TOY": toy, "OUT": str(tmp_path / "out"), "PYTHON": str(recorder)}
     suite = ["bash", str(REPO / "bench" / "gpu_suite.sh")]
     subprocess.run(suite, env=os.environ | environment, capture_output=True, check=True)
     seen = set()
-    for line in (tmp_path / "commands").read_text().split("\n\0"):
-        how, *argv = line.rstrip("\0").split("\0")
+    for file in tmp_path.glob("call.*"):
+        how, *argv = file.read_text().removesuffix("\0").split("\0")
         if how == "-m" and argv[0] != "pytest":
             check(argv[0], argv[1:])
             seen.add(argv[0])
