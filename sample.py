@@ -285,16 +285,17 @@ def continue_text(
             steps.append(step)
             yield step[0]
 
-    print(prompt, end="", flush=True)
+    shown = harmless if sys.stdout.isatty() else str  # a file gets each character as it is
+    print(shown(prompt), end="", flush=True)
     tokens = first_text()
     for piece in decoded(tokens, tokenizer):
-        print(piece, end="", flush=True)
+        print(shown(piece), end="", flush=True)
     print()
     if cfg.num_samples > 1:
         list(tokens)  # the other texts may be longer
     for number in range(1, cfg.num_samples):
         text = "".join(decoded([step[number] for step in steps], tokenizer))
-        print(f"---------------- sample {number + 1}\n{prompt}{text}")
+        print(f"---------------- sample {number + 1}\n{shown(prompt + text)}")
     count = sum(token != eos_id for step in steps for token in step)
     print(f"[{speed(count, started)}]", file=sys.stderr)
 

@@ -48,9 +48,12 @@ def plural(n: int, noun: str) -> str:
 
 
 def harmless(text: str) -> str:
-    """Return a text with U+FFFD for what moves the cursor, changes colours or the direction."""
-    harmful = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
-    return re.sub(harmful, "\ufffd", text)
+    """Return a text with U+FFFD for what moves the cursor, changes colours or the direction.
+
+    Carriage returns are dropped: texts from Windows have one at the end of each line.
+    """
+    harmful = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
+    return re.sub(harmful, "\ufffd", text.replace("\r", ""))
 
 
 def quoted(text: str) -> str:

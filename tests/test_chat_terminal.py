@@ -129,10 +129,17 @@ def test_each_prompt_has_a_conversation_of_its_own(checkpoint, capsys):
 
 
 def test_what_the_model_writes_cannot_control_the_terminal(checkpoint, capsys, monkeypatch):
-    ids = load_tokenizer(checkpoint).encode("一\x1b[31m\r\x07\n\t二")
+    text, shown = "一\x1b[31m\x07\r\n\t二", "一\ufffd[31m\ufffd\n\t二\n"
+    ids = load_tokenizer(checkpoint).encode(text)
     monkeypatch.setattr(GPT, "generate", lambda self, idx, n, **_: (torch.tensor([i]) for i in ids))
     chat(checkpoint, "--prompt", "the")
-    assert capsys.readouterr().out == "you> the\n一\ufffd[31m\ufffd\ufffd\n\t二\n"
+    assert capsys.readouterr().out == f"you> the\n{shown}"
+    options = [f"--ckpt={checkpoint}", "--device=cpu", "--prompt"]
+    call(sample.main, *options, "")
+    assert capsys.readouterr().out == f"{text}\n"  # not to a terminal: as it is
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    call(sample.main, *options, "\x1b[2J")
+    assert capsys.readouterr().out == f"\ufffd[2J{shown}"
 
 
 def test_what_cannot_be_a_conversation_is_refused(checkpoint, tmp_path, refuses):

@@ -103,7 +103,7 @@ def test_help_fits_into_the_terminal(in_terminal):
 def test_a_sample_cannot_be_taken_for_the_log_or_move_the_cursor():
     assert quoted("one\n\n \n\n\tstep 1 | loss\n\n") == "    > one\n    >\n    >     step 1 | loss"
     assert quoted("- - -\n" * 40).count("\n") == 11  # a model that has learned little writes these
-    assert quoted("red \x1b[31m\r\x07") == "    > red \ufffd[31m\ufffd\ufffd"
+    assert quoted("red \x1b[31m\r\x07") == "    > red \ufffd[31m\ufffd"
     # Another line, and other directions.
     assert quoted("a\u2028step 2\u202eb\u2066c") == "    > a\ufffdstep 2\ufffdb\ufffdc"
     # Chinese texts are indented so.

@@ -48,14 +48,13 @@ def describe_set(info: dict, splits: dict[str, dict], lengths: Counter, tally: T
     counts = {key: value for key, value in vars(tally).items() if key != "records"}
     # Sorted: which of two reasons is met first depends on the number of processes.
     counts = {k: v if k == "examples" else dict(sorted(v.items())) for k, v in counts.items()}
-    in_meta = ("vocab_size", "eos_id")  # these stand in meta.json itself, not under "tokenizer"
     return {
         "format_version": FORMAT_VERSION,
         "dtype": id_type(info["vocab_size"]).name,
         "splits": splits,
         "vocab_size": info["vocab_size"],
         "eos_id": info["eos_id"],
-        "tokenizer": {key: value for key, value in info.items() if key not in in_meta},
+        "tokenizer": {k: v for k, v in info.items() if k not in ("vocab_size", "eos_id")},
         "lengths": describe_lengths(lengths),
         "records": {"read": tally.records} | counts,
     }

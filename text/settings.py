@@ -47,8 +47,7 @@ class PrepareConfig:
     def problems(self) -> list[str]:
         sizes = min(self.train_mb, self.shard_mb, self.count)
         is_show = re.fullmatch(r"first|random|\d+", self.show)
-        is_alphabet = self.tokenizer in ("char", "byte")
-        superfluous = is_alphabet and self.vocab_size != PrepareConfig.vocab_size
+        extra = self.tokenizer in ("char", "byte") and self.vocab_size != PrepareConfig.vocab_size
         stray = re.search("[{}]", FIELD.sub("", self.fields))
         is_url = any("://" in argument for argument in self.input)
         checks = {
@@ -57,7 +56,7 @@ class PrepareConfig:
             "val_fraction must be between 0 and 1, both excluded": 0 < self.val_fraction < 1,
             "max_bad must be between 0 and 1": 0 <= self.max_bad <= 1,
             f"vocab_size of tokenizer=train must be at least {LEAST}": self.vocab_size >= LEAST,
-            f"tokenizer={self.tokenizer} takes no vocab_size: leave it out": not superfluous,
+            f"tokenizer={self.tokenizer} takes no vocab_size: leave it out": not extra,
             "train_mb, shard_mb and count must be positive": sizes > 0,
             "max_record_mb must be between 0.001 and 1,000,000": 0.001 <= self.max_record_mb <= 1e6,
             "step must be positive: steps count from 1": self.step == -1 or self.step > 0,

@@ -78,7 +78,7 @@ def read_run(folder: Path, x: str, y: str) -> Run:
         if "val_bits_per_byte" not in curves:
             raise UserError(f"{folder}: no evaluation tells the bytes in a token: use --y loss")
         at, bits = curves["val_bits_per_byte"]
-        scales = bits / curves["val_loss"][1]  # they change with the shares of a mixture
+        scales = bits / np.interp(at, *curves["val_loss"])  # a mixture's shares change them
         for key in curves.keys() & {*LOSSES}:
             curves[key][1] *= np.interp(curves[key][0], at, scales)
     landmarks = {name: round(loss * scales[-1], 4) for name, loss in start["landmarks"].items()}

@@ -45,6 +45,9 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
     """
     cfg = TrainConfig(**options)
     if cfg.init_from not in ("resume", "auto"):
+        if cfg.overwrite and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+            problem = "a restart by --max_restarts would overwrite what was trained before it"
+            raise UserError(f"overwrite: {problem}: give --init_from=auto and another --run_name")
         return checked(TrainConfig, with_model(options))
     # The command that began a run gave its length. A command without one does not repeat that, and
     # without a run_name it means the run that was trained last.

@@ -144,15 +144,14 @@ def build(
 
 def open_data(cfg: TrainConfig) -> Data:
     sets = dataset.open_datasets(cfg.dataset, cfg.data_dir)
-    T = cfg.block_size
     on = cfg.loss_on
     # A window that begins within an answer would ask for the rest of it without the question.
     windows = "pad" if on == "answers" else "stream"
-    loader = dataset.train_loader(sets, T, cfg.seed, cfg.documents, cfg.loss_per, on)
+    loader = dataset.train_loader(sets, cfg.block_size, cfg.seed, cfg.documents, cfg.loss_per, on)
     tokenizer = dataset.load_tokenizer(sets[0].folder)
     prompt = [*tokenizer.prefix, *tokenizer.encode(cfg.sample_prompt).tolist()]
     prompt = question_ids(cfg.sample_prompt, tokenizer) if on == "answers" else prompt
-    opened = partial(dataset.open_windows, block_size=T, loss_on=on)
+    opened = partial(dataset.open_windows, block_size=cfg.block_size, loss_on=on)
     verify = partial(dataset.verify_file, sets)
     data = Data(
         loader=loader,

@@ -103,9 +103,11 @@ def test_overwrite_moves_an_earlier_run_away_whole(copied, finished, trains, tmp
     assert "nothing is left to do" in capsys.readouterr().out
 
 
-def test_a_resume_does_not_overwrite_again(copied, trains, tmp_path):
+def test_a_resume_does_not_overwrite_again(copied, trains, tmp_path, refuses, monkeypatch):
     more = ["--overwrite", "--seed=7", "--max_steps=4"]
     trains(*more)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")  # torchrun would give them again
+    assert "--init_from=auto" in refuses(lambda: trains(*more))
     run = trains(*more, "--init_from=auto", "--max_steps=8")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.old"]
     assert metrics(run, "loss").keys() == set(range(1, 9))
