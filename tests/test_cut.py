@@ -35,6 +35,8 @@ def test_one_text_file_is_split_at_the_last_tenth(tmp_path, prints, tokenizer, v
     report = prints(prepare.main, "--inspect", folder)
     assert f"the last {len(PLAY) - at:,} of {len(PLAY):,} characters are val" in report
     assert "tokens per document" not in report  # which would be the halves of the cut
+    # Chinese characters have three bytes.
+    assert ("that is few: train a tokenizer" in report) == (tokenizer == "byte")
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".json"])

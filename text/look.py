@@ -39,8 +39,7 @@ def describe_lengths(lengths: Counter) -> dict[str, int]:
     values, counts = np.array(sorted(lengths.items())).T
     percents = (1, 10, 50, 90, 99)
     percentiles = np.percentile(values, percents, weights=counts, method="inverted_cdf").tolist()
-    described = {f"p{p}": length for p, length in zip(percents, percentiles, strict=True)}
-    return described | {"max": max(lengths)}
+    return {f"p{p}": n for p, n in zip(percents, percentiles, strict=True)} | {"max": max(lengths)}
 
 
 def describe_set(info: dict, splits: dict[str, dict], lengths: Counter, tally: Tally) -> dict:
@@ -142,12 +141,13 @@ def report_splits(splits: dict[str, dict], n_cut: int) -> list[str]:
     characters = sum(s["characters"] for s in splits.values())
     if n_cut:
         last = f"the last {splits['val']['characters']:,} of {characters:,} characters"
-        documents = plural(n_cut, "document")
-        lines.append(f"  {documents}, split by text: {last} are val")
+        lines.append(f"  {plural(n_cut, 'document')}, split by text: {last} are val")
     tokens = sum(s["tokens"] for s in splits.values())
     if (n := splits["val"]["tokens"]) < 1000 < tokens / 10:
         lines.append(f"  warning: {plural(n, 'token')} of val tell little: raise --val_fraction")
     lines.append(f"  {characters / tokens:.2f} characters per token (eos counted)")
+    if characters < 0.8 * tokens:
+        lines.append("  warning: that is few: train a tokenizer on these texts, or a larger one")
     return lines
 
 
