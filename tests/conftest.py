@@ -33,6 +33,7 @@ from hardware import disk, kernels
 from hardware.device import pick_dtype
 from hardware.machine import Machine
 from model import GPT
+from training import report
 from training.checkpoint import newest_checkpoint
 from training.huggingface import architecture_of, save_weights, to_config
 
@@ -40,6 +41,7 @@ from training.huggingface import architecture_of, save_weights, to_config
 signal.signal(signal.SIGINT, signal.default_int_handler)
 REPO = Path(__file__).resolve().parents[1]
 kernels.install()  # as every command does
+report.PATIENCE = 240  # follow.py is nice, and other tests take its time
 
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 

@@ -70,7 +70,7 @@ def test_training_is_compared_by_one_clock(tiny_data, tmp_path):
     peer = f"--nanogpt={peer_of(tmp_path / 'peer', 8)}"
     facts = compared(tiny_data, tmp_path, peer, "--steps=9", "--warmup=2", "--rounds=1")
     ours, nanogpt = (facts["seconds"][name] for name in ("ours", "nanoGPT"))
-    assert len(ours) == len(nanogpt) == 1 and min(nanogpt) >= 0.05
+    assert len(ours) == len(nanogpt) == 1 and min(nanogpt) > 0.03
     assert facts["tokens_per_s"]["ours"] == pytest.approx(256 / statistics.median(ours))
 
 
@@ -124,7 +124,7 @@ def test_every_command_of_the_gpu_suite_has_settings_that_its_script_knows(toy, 
     """So that no time on a lent GPU is lost to a wrong option."""
     recorder = tmp_path / "python"
     # Some commands run at the same time, so each is written to a file of its own.
-    recorder.write_text(f"#!/bin/bash\nprintf '%s\\0' \"$@\" > $(mktemp {tmp_path}/call.XXXXXX)\n")
+    recorder.write_text(f"#!/bin/bash\nprintf '%s\\0' \"$@\" >$(mktemp {tmp_path}/call.XXXXXX)\n")
     recorder.chmod(0o755)
     environment = {"TOY": toy, "OUT": str(tmp_path / "out"), "PYTHON": str(recorder)}
     suite = ["bash", str(REPO / "bench" / "gpu_suite.sh")]

@@ -75,7 +75,7 @@ def test_a_tracker_that_fails_hangs_or_is_killed_changes_no_bit_of_the_run(
 ):
     monkeypatch.setenv("FAULT", fault)
     if "hang" in fault:
-        monkeypatch.setattr(report, "PATIENCE", 3)
+        monkeypatch.setattr(report, "PATIENCE", 8)
     run = trains("--tracker=wandb")  # an exit code would raise
     assert calls() and f"python follow.py {run}" in capfd.readouterr().out
     for key in ("loss", "grad_norm", "val_loss"):

@@ -112,8 +112,8 @@ def steps_done(out: Path) -> int:
 
 
 def wait_for(process: Popen, condition, seconds: float = 60) -> None:
-    deadline = time.time() + seconds
-    while process.poll() is None and not condition() and time.time() < deadline:
+    deadline = time.monotonic() + seconds
+    while process.poll() is None and not condition() and time.monotonic() < deadline:
         time.sleep(0.0005)
 
 

@@ -193,7 +193,7 @@ def test_bad_input_is_answered_by_one_line_and_changes_nothing(
     place, tmp_path, refuses, monkeypatch, script, line, message
 ):
     names = place | {"new": tmp_path}
-    argv = line.format(**names).split()
+    argv = [word.format(**names) for word in line.split()]
     before = files(place)
     if script is train:
         argv = [*TINY, f"--data_dir={place['data']}", f"--out_dir={tmp_path}", *argv]

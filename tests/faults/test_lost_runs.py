@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -418,6 +419,8 @@ def test_ctrl_c_that_also_ends_the_tee_behind_a_run_saves_it(tiny_data, tmp_path
 
 
 def save_in_an_editor(path: Path) -> None:
+    while '"saved"' not in path.read_text():  # a thread appends that step 4 is saved
+        time.sleep(0.01)
     shutil.copy(path, path.parents[1] / "new")
     os.replace(path.parents[1] / "new", path)
 
