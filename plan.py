@@ -290,15 +290,16 @@ def print_loss(run: PlannedRun) -> None:
     val = data.learned("val", run.cfg.loss_on)
     best_N, best_D = ladder.best_size(6 * N * D)
     beyond = run.model.flops_per_token(run.step.T) * D / max(rung["flops"] for rung in ladder.rungs)
-    basis = f"{len(ladder.rungs)} small models; the run has {beyond:.3g} x the FLOPs of any of them"
-    basis += "\ndocs/cost.md has tests of such losses"
+    basis = f"{len(ladder.rungs)} small models; the run has {beyond:.3g} x the FLOPs of the dearest"
+    basis += "\nwarning: no test went beyond 18 x" if beyond > 20 else "\ntests: docs/cost.md"
+    if (misfit := max(map(abs, ladder.residuals))) > 0.03:
+        basis += f"\nwarning: the law misses one by {misfit:.0%}: too little text, or lr too high?"
     if different := ladder.differs(run.cfg):
         basis += f"\nwarning: they were trained with other settings: {different}"
     if D / N < ladder.fewest_tokens():
         basis += "\nwarning: each of them had more tokens per parameter: expect another loss"
     if max(D, best_D) > READ_AGAIN * ladder.different_tokens > max(r["D"] for r in ladder.rungs):
-        reader = "run" if D > READ_AGAIN * ladder.different_tokens else "best size"
-        basis += f"\nwarning: none of them read its tokens again, as the {reader} would"
+        basis += "\nwarning: none of them read its tokens again, as the run or best size would"
     best_loss = float(ladder.loss(best_N, best_D)[0])
     tokens = f"{best_D:,.3g} tokens, {best_D / best_N:.3g} for each"
     if best_D / best_N < 1.01 * ladder.fewest_tokens():

@@ -42,7 +42,7 @@ from hardware.terminal import ProgressBar
 from model import GPT
 from text.dataset import open_datasets, open_windows
 from text.windows import DataSet
-from training.law import READ_AGAIN, REPEATS, Ladder, law, path_of, recipe_of, worth
+from training.law import FORM, READ_AGAIN, REPEATS, Ladder, law, path_of, recipe_of, worth
 from training.plan import make_plan
 from training.resume import data_hashes, with_data
 from training.settings import TrainConfig, model_config
@@ -54,9 +54,6 @@ FEWEST_RUNGS = 7  # for six parameters, of which one has a prior
 # 2412.19437, table 3). Other texts differ: log E is normal, with this standard deviation.
 ENTROPY, LOG_ENTROPY_SD = 0.6, 0.3
 MOST_E = 1 / 2  # of the lowest loss of a rung: the bound of E, where a text is easier than thought
-# c = b^FORM in the law: 0 would be that of Hoffmann et al., 1 that of Kaplan et al. A ladder alone
-# often tells it wrongly; 0.6 fits five of them best, 0.7 six runs (bench/LOG.md, 2026-11-27).
-FORM = 2 / 3
 DELTA = 1e-3  # of the Huber loss: a relative error beyond it counts as itself, not as its square
 
 
@@ -88,7 +85,7 @@ def main() -> None:
     cfg = with_data(parse(LadderConfig, doc=__doc__))
     (data,) = open_datasets(cfg.dataset, cfg.data_dir)
     rungs, epoch_tokens = rungs_of(cfg, data)
-    check(rungs, "take more layers, twice the steps or half of --fewest_steps")
+    check(rungs, "let the run have four times --fewest_steps or more, and not be tiny itself")
     path = path_of(data)
     not_in_the_way(path, path.with_suffix(".png"))
     exit_code = train_all([rung.run for rung in rungs], cfg.minutes)

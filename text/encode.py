@@ -91,8 +91,7 @@ class Encoder:
             val = int.from_bytes(digest[:8], "big") < self.cfg.val_fraction * 2**64
             ids[val] += [tokens, self.eos]
             size = len(document.utf8) - len(encoded) + 1  # without the byte for each mark
-            characters = sum(map(len, document.pieces))
-            rows.append((len(tokens) + 1, size, characters, val))
+            rows.append((len(tokens) + 1, size, sum(map(len, document.pieces)), val))
         return Encoded(np.array(rows, ROW), b"".join(ids[False]), b"".join(ids[True]), tally)
 
     def encode_all(self, pieces: list[str]) -> Iterator[np.ndarray | ValueError]:

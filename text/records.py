@@ -31,9 +31,8 @@ CONTROL = re.compile("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufe
 RULES = 6
 
 # All fields that hold text in one of the shapes that record_text() knows.
-TEXT_FIELDS = set("title summary sections content text".split())
+TEXT_FIELDS = set("title summary sections content text messages conversations tools".split())
 TEXT_FIELDS |= set("prompt completion instruction input output system history".split())
-TEXT_FIELDS |= set("messages conversations tools".split())
 # Others that often hold text.
 TEXT_FIELDS |= set("abstract answer article body context description document markdown".split())
 TEXT_FIELDS |= set("paragraphs question response subsections".split())
