@@ -194,7 +194,7 @@ def fitted(rungs: list[Rung], U: int, cfg: LadderConfig, data: DataSet) -> Ladde
     for _ in ProgressBar("bootstrap", range(cfg.draws)):
         drawn = residuals[torch.randint(len(N), (len(N),), generator=generator)]
         E = parameters[0] * (LOG_ENTROPY_SD * torch.randn((), generator=generator)).exp()
-        form = float(torch.rand((), generator=generator))
+        form = 1 - 2 * (1 - FORM) * float(torch.rand((), generator=generator))
         draws.append(fit(N, D, fitted_losses * (1 + drawn), U, E, form))
     figures = [dict(N=r.N, D=r.D, flops=r.flops, loss=r.loss) for r in rungs]
     laws = torch.stack([parameters, *draws]).tolist()
