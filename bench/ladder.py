@@ -15,8 +15,7 @@ The law is in training/law.py. It is fitted by the Huber loss of the relative er
 of arXiv 2203.15556. Small models hardly tell E, to which the loss falls in the end, from a slower
 fall: so E also has a prior, of what large models reach, and is at most half of the lowest loss. The
 interval is of a bootstrap: the law is fitted again to its own losses, with errors that are drawn
-anew, an E that is drawn about the fit's as widely as the prior, and any form between the law of
-Hoffmann et al. and that of Kaplan et al.
+anew, an E that is drawn about the fit's as widely as the prior, and any form from b^0.6 to b.
 NAME.ladder.json goes beside the folder of the data set, and so does a picture of fit and errors.
 """
 
