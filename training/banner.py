@@ -172,8 +172,8 @@ def length_warnings(plan: Plan, cfg: TrainConfig, sets: list[DataSet]) -> list[s
     repetition = repetition_warning(plan.tokens_at(plan.steps), plan.step_tokens, cfg, sets)
     warnings = [repetition] if repetition else []
     if plan.steps < FEW_STEPS and not cfg.max_steps:  # a limit in epochs or tokens leaves so few
-        few = f"only {plural(plan.steps, 'step')}, too few to learn from"
-        warnings.append(f"warning: {few}: raise max_epochs or max_tokens, or lower batch_tokens")
+        text = f"only {plural(plan.steps, 'step')}, too few to learn from"
+        warnings.append(f"warning: {text}: raise max_epochs or max_tokens, or lower batch_tokens")
     return warnings
 
 
