@@ -41,7 +41,7 @@ from training.huggingface import architecture_of, save_weights, to_config
 signal.signal(signal.SIGINT, signal.default_int_handler)
 REPO = Path(__file__).resolve().parents[1]
 kernels.install()  # as every command does
-report.PATIENCE = 240  # follow.py is nice, and other tests take its time
+report.PATIENCE = 240  # follow.py has a low priority, and other tests run beside it
 
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 

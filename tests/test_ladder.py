@@ -75,14 +75,14 @@ def test_the_worth_of_repeated_tokens_is_fitted_too():
     assert law_again.tolist() == pytest.approx(true.tolist(), rel=1e-3)
 
 
-def test_the_interval_holds_nine_of_ten_laws():
-    fit = foretold(most_tokens=1e6, U=10**9)
-    E = torch.linspace(1.8, 3.8, 1001).double()
+def test_the_interval_holds_nine_of_ten_laws_and_the_errors_of_larger_runs():
     laws = TRUE.repeat(1001, 1)
-    laws[:, 0] = E
-    fit = replace(fit, laws=laws.tolist())
+    laws[:, 0] = torch.linspace(1.8, 3.8, 1001)  # E
+    fit = replace(foretold(most_tokens=1e6, U=10**9), laws=laws.tolist())
     loss, low, high = fit.interval(1e12, 1e12)
     assert (low - loss, high - loss) == pytest.approx((0.1, 1.9), abs=0.03)
+    loss, low, high = replace(fit, laws=fit.laws[:1] * 2).interval(1e12, 1e12)
+    assert (low / loss - 1, high / loss - 1) == pytest.approx((-0.0235, 0.0235), abs=0.001)
 
 
 def test_the_best_size_is_that_of_the_formula():
