@@ -25,6 +25,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from configurator import UserError, note
 
 MANIFEST = "manifest.json"
@@ -229,6 +231,20 @@ def damage(folder: Path, names: Iterable[str] | None = None, required: Iterable[
 
 # --------------------------------------------------------------------------------------------------
 # One writer
+
+
+def lock_file(path: Path, advice: str) -> FileLock:
+    """Lock a file, which is made if need be, until release() or the end of this process.
+
+    Raises UserError, which ends in `advice`, if another process holds the lock.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path, thread_local=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise UserError(f"{path.parent}: another process is writing it: {advice}") from None
+    return lock
 
 
 class Lock:
