@@ -25,17 +25,16 @@ nh = n_head, nkv = n_kv_head, hs = head_dim, V = vocab_size.
     qwen2    RoPE        RMSNorm     SwiGLU   of qkv   its own    Qwen2ForCausalLM
     qwen3    RoPE        RMSNorm     SwiGLU   no       its own    Qwen3ForCausalLM, with QK-norm
 
-This file needs no other of this project. train.py and sample.py put faster versions of the same
-formulas in the place of six functions here, by install() of hardware/kernels.py: attend, rotate,
-cross_entropy, document_mask, and forward of RMSNorm and of Linear (which is torch's own). You do
-not need to read that file; but to change one of the six here, take its line out of install().
+This file needs no other of this project. What it says is what runs on a GPU: class Kernels calls
+PyTorch's own kernels. On a CPU, train.py and sample.py choose faster versions of the same formulas,
+by one line: model.use(pick_kernels(device)), from hardware/kernels.py.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -125,8 +124,84 @@ PRESETS["qwen3"] = PRESETS["llama"] | dict(qk_norm=True)
 # Layers
 
 
+class Kernels:
+    """What a GPT computes, apart from embeddings, LayerNorm and activations: PyTorch's kernels.
+
+    GPT.use() chooses others. hardware/kernels.py has subclasses that compute the same formulas.
+    """
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x (..., K), weight (N, K), bias (N,) -> x @ weight.T + bias, (..., N)."""
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x (..., n) -> x / sqrt(mean(x²) + eps) * weight, mean over n (arXiv 1910.07467)."""
+        # The fused kernel needs x and weight in one dtype. CUDA's autocast (torch 2.12 and later)
+        # would turn both into fp32, so it is switched off here.
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+    def rotate(self, x: Tensor, rope: Tensor) -> Tensor:
+        """Rotate queries or keys x (B, T, n, hs) by the angles of rope (2, T, 1, hs); return fp32.
+
+        A pair (a, b) becomes (a cos - b sin, b cos + a sin). The product of a query and a key then
+        depends on the distance of their positions, but not on the positions themselves. The numbers
+        i and i + hs/2 are a pair, as in Hugging Face's Llama.
+
+        The rotation is in fp32: with cos and sin rounded to bf16, the product would depend a little
+        on the positions themselves. torch.compile fuses the casts away.
+        """
+        cos, sin = rope  # (T, 1, hs) each
+        a, b = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+    def document_mask(self, gpt: "GPT", begins: Tensor, dtype: torch.dtype) -> Any:
+        """Return the mask of attend() by which a token sees its own document up to itself.
+
+        begins: position at which the document of each token begins, (B, T). Two tokens of a
+        sequence are in one document if these numbers are equal. The mask, (B, 1, T, T), is 0 where
+        a query sees a key and -inf elsewhere. It is made once for all layers. dtype: of queries.
+        """
+        seen = (begins[:, None, :, None] == begins[:, None, None, :]).tril()
+        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float) -> Tensor:
+        """Return softmax(q k^T / sqrt(hs) + mask) v, with dropout on what softmax returns.
+
+        q: (B, nh, T, hs). k, v: (B, nh, past + T, hs); past is 0 except with a KVCache.
+        mask: what document_mask() returned; None: 0 where a key is at the query's position or
+        before it, -inf elsewhere, so that no position sees the future.
+
+        Most of PyTorch's kernels for this never store the T x T matrix.
+        """
+        T, keys = q.size(2), k.size(2)
+        if mask is None and T < keys:  # is_causal would let the first query see the first key only
+            mask = torch.ones(T, keys, dtype=torch.bool, device=q.device).tril(keys - T)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
+
+    def cross_entropy(
+        self, logits: Tensor, targets: Tensor, weights: Tensor | None, V: int, reduction: str
+    ) -> Tensor:
+        """Return the mean or sum of -ln softmax(logits)[target] over all rows that have a target.
+
+        logits (N, padded V): columns V and above are padding, which gets no probability.
+        targets (N,): -1 is none. weights (N,): factors of the rows, or None; with them, the mean is
+        over all N rows. torch.compile turns this into one pass that stores no fp32 logits.
+        """
+        if V < logits.size(1):
+            padding = torch.arange(logits.size(1), device=logits.device) >= V
+            logits = logits.masked_fill(padding, -math.inf)
+        logits = logits.float()
+        if weights is None:
+            return F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)
+        loss = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none") * weights  # (N,)
+        return loss.mean() if reduction == "mean" else loss.sum()
+
+
 class Linear(nn.Linear):
     """x (..., K) -> x @ weight.T + bias (..., N)."""
+
+    kernels = Kernels()
 
     # The qkv layer has three matrices in its `weight`, one below the other: these are their numbers
     # of rows. init_weights and Muon treat each matrix by itself. (): the weight is one matrix.
@@ -141,6 +216,9 @@ class Linear(nn.Linear):
         for p in self.parameters():
             nn.init.zeros_(p)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.linear(x, self.weight, self.bias)
+
 
 class Embedding(nn.Embedding):
     """Token ids (...) -> their rows of weight (..., C)."""
@@ -149,12 +227,12 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.RMSNorm):
-    """x (..., n) -> x / sqrt(mean(x²) + eps) * weight, with the mean over n (arXiv 1910.07467)."""
+    """x (..., n) -> x / sqrt(mean(x²) + eps) * weight, with the mean over n."""
+
+    kernels = Kernels()
 
     def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)  # (..., 1)
-        return (x32 * scale * self.weight).to(x.dtype)
+        return self.kernels.rms_norm(x, self.weight, self.eps)
 
 
 def make_norm(c: GPTConfig) -> nn.Module:
@@ -164,65 +242,16 @@ def make_norm(c: GPTConfig) -> nn.Module:
     return RMSNorm(c.n_embd, c.norm_eps)
 
 
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotate queries or keys x (B, T, n, hs) by the angles of rope (2, T, 1, hs); return fp32.
-
-    A pair (a, b) becomes (a cos - b sin, b cos + a sin). The product of a query and a key then
-    depends on the distance of their positions, but not on the positions themselves. The numbers i
-    and i + hs/2 are a pair, as in Hugging Face's Llama.
-
-    The rotation is in fp32: with cos and sin rounded to bf16, the product would depend a little on
-    the positions themselves. torch.compile fuses the casts away.
-    """
-    cos, sin = rope  # (T, 1, hs) each
-    a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-b, a), dim=-1) * sin
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    """Return softmax(q k^T / sqrt(hs) + mask) v, with dropout on what softmax returns.
-
-    q: (B, nh, T, hs). k, v: (B, nh, past + T, hs); past is 0 but for a KVCache that holds tokens.
-    mask: of GPT.document_mask(); None: 0 where a key comes before the query or is its own, -inf
-    elsewhere, so that no position sees the future.
-
-    torch's kernels, which hardware/kernels.py puts here, never store a T x T matrix on a GPU.
-    """
-    T, hs = q.shape[2:]
-    past = k.size(2) - T
-    if mask is None:
-        mask = torch.full((T, past + T), -math.inf, dtype=q.dtype, device=q.device).triu(1 + past)
-    scores = q @ k.mT / math.sqrt(hs) + mask  # (B, nh, T, past + T): row = query, column = key
-    return F.dropout(scores.softmax(-1), dropout) @ v  # each row of the weights adds up to 1
-
-
-def cross_entropy(
-    logits: Tensor, targets: Tensor, weights: Tensor | None, V: int, reduction: str
-) -> Tensor:
-    """Return the mean or sum of -ln softmax(logits)[target] over all rows that have a target.
-
-    logits (N, padded V): the columns from V on are padding and are left out. targets (N,): -1 is
-    none. weights (N,): factors of the rows, or None; with them, the mean is over all N rows.
-
-    torch.compile turns this into one pass that stores no fp32 logits.
-    """
-    logits = logits[:, :V].float()
-    if weights is None:
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)
-    loss = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none") * weights  # (N,)
-    return loss.mean() if reduction == "mean" else loss.sum()
-
-
 class KVCache:
     """The keys and values of the tokens so far, so that a new token passes through the model alone.
 
-    k and v, (n_layer, B, nkv, room, hs) each, are allocated once. They hold `length` tokens. A
+    k and v, (n_layer, B, nkv, capacity, hs) each, are allocated once. They hold `length` tokens. A
     smaller `length` forgets the tokens behind it.
     """
 
-    def __init__(self, c: GPTConfig, B: int, room: int, weight: Tensor):
-        """room: for so many tokens. weight: of the model; the cache has its dtype and device."""
-        shape = (2, c.n_layer, B, c.n_kv_head, round_up(room, 64), c.head_dim)  # 64 suits GPUs
+    def __init__(self, c: GPTConfig, B: int, capacity: int, weight: Tensor):
+        """capacity: in tokens. weight: of the model; the cache has its dtype and device."""
+        shape = (2, c.n_layer, B, c.n_kv_head, round_up(capacity, 64), c.head_dim)  # 64 suits GPUs
         # Not torch.empty: it may contain NaN, and a masked NaN is still NaN.
         self.k, self.v = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         self.length = 0
@@ -261,6 +290,8 @@ class Attention(nn.Module):
     nkv < nh, each key/value head serves nh / nkv query heads (GQA, arXiv 2305.13245).
     """
 
+    kernels = Kernels()
+
     def __init__(self, c: GPTConfig, layer: int):
         super().__init__()
         self.layer = layer  # the index of this layer's keys and values in a KVCache
@@ -273,12 +304,10 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
 
-    def forward(
-        self, x: Tensor, rope: Tensor | None, mask: Tensor | None, cache: KVCache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None, mask: Any, cache: KVCache | None) -> Tensor:
         """x (B, T, C) -> (B, T, C). The cache serves text generation; in training it is None.
 
-        mask: of GPT.document_mask(), to keep documents apart; None: they are not.
+        mask: of Kernels.document_mask(), to keep documents apart; None: they are not.
         """
         B, T, _ = x.shape
         # One product computes all heads of q, k and v: (B, T, nh + 2 nkv, hs).
@@ -287,8 +316,8 @@ class Attention(nn.Module):
             q = self.q_norm(q)  # (B, T, nh, hs)
             k = self.k_norm(k)  # (B, T, nkv, hs)
         if rope is not None:
-            q = rotate(q, rope)
-            k = rotate(k, rope)
+            q = self.kernels.rotate(q, rope)
+            k = self.kernels.rotate(k, rope)
         q = q.to(v.dtype).transpose(1, 2)  # (B, nh, T, hs)
         k = k.to(v.dtype).transpose(1, 2)  # (B, nkv, T, hs)
         v = v.transpose(1, 2)  # (B, nkv, T, hs)
@@ -304,7 +333,8 @@ class Attention(nn.Module):
             if group > 1:
                 k = k.repeat_interleave(group, dim=1)  # (B, nh, past + T, hs)
                 v = v.repeat_interleave(group, dim=1)
-            y = attend(q, k, v, mask, self.dropout if self.training else 0.0)  # (B, nh, T, hs)
+            dropout = self.dropout if self.training else 0.0
+            y = self.kernels.attend(q, k, v, mask, dropout)  # (B, nh, T, hs)
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, nh * hs) -> (B, T, C)
 
 
@@ -338,6 +368,8 @@ class Block(nn.Module):
 
     # True: keep only x for the backward pass, which then runs compute() a second time.
     recompute = False
+    # compute() as torch.compile compiled it, if blocks are compiled one by one.
+    compiled: Callable[..., Tensor] | None = None
 
     def __init__(self, c: GPTConfig, layer: int):
         super().__init__()
@@ -347,19 +379,20 @@ class Block(nn.Module):
         self.mlp = MLP(c)
         self.dropout = nn.Dropout(c.dropout)
 
-    def forward(self, x: Tensor, *context) -> Tensor:
-        """x (B, T, C) -> (B, T, C). context: rope, mask and cache, as Attention.forward() has them.
-
-        Attention alone looks at these three.
-        """
+    def forward(self, x: Tensor, rope: Tensor | None, mask: Any, cache: KVCache | None) -> Tensor:
+        """x (B, T, C) -> (B, T, C). rope, mask and cache: as in Attention.forward()."""
+        if cache is not None:
+            return self.compute(x, rope, mask, cache)
+        compute = self.compiled or self.compute
         if not self.recompute or not torch.is_grad_enabled():
-            return self.compute(x, *context)
+            return compute(x, rope, mask, None)
         # With dropout, it has to draw the same numbers again.
         draws = self.dropout.p > 0
-        return checkpoint(self.compute, x, *context, use_reentrant=False, preserve_rng_state=draws)
+        inputs = (x, rope, mask, None)
+        return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=draws)
 
-    def compute(self, x: Tensor, *context) -> Tensor:
-        x = x + self.dropout(self.attn(self.norm_1(x), *context))  # (B, T, C)
+    def compute(self, x: Tensor, rope: Tensor | None, mask: Any, cache: KVCache | None) -> Tensor:
+        x = x + self.dropout(self.attn(self.norm_1(x), rope, mask, cache))  # (B, T, C)
         return x + self.dropout(self.mlp(self.norm_2(x)))
 
 
@@ -369,6 +402,12 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """Embeddings, n_layer blocks, a last norm, and the head that computes the logits."""
+
+    kernels = Kernels()
+    # loss() as torch.compile compiled it, if the blocks are compiled one by one.
+    compiled_loss: Callable[..., Tensor] | None = None
+    # Computes the logits of one more token for each text: RecordedStep of hardware/decoding.py.
+    decoder: Callable[["GPT", KVCache], Callable[[Tensor], Tensor]] | None = None
 
     def __init__(self, c: GPTConfig):
         super().__init__()
@@ -383,6 +422,13 @@ class GPT(nn.Module):
             self.lm_head.weight = self.wte.weight
         rope = rope_table(c) if c.pos == "rope" else None
         self.register_buffer("rope", rope, persistent=False)  # not saved: the config determines it
+
+    def use(self, kernels: Kernels) -> "GPT":
+        """Compute with these kernels from now on, in all layers. Return this model."""
+        for module in self.modules():
+            if hasattr(module, "kernels"):
+                module.kernels = kernels
+        return self
 
     def forward(
         self,
@@ -415,7 +461,7 @@ class GPT(nn.Module):
             # With RoPE, only the distance of two tokens counts, and that is the same in a document.
             if self.wpe is not None:
                 positions = place - begins  # (B, T)
-            mask = self.document_mask(begins, product_dtype(self.wte.weight))
+            mask = self.kernels.document_mask(self, begins, product_dtype(self.wte.weight))
 
         x = self.wte(idx)  # (B, T, C)
         if self.wpe is not None:
@@ -432,17 +478,8 @@ class GPT(nn.Module):
         if targets is None:
             logits = self.logits(x[:, -1])  # (B, padded V)
             return logits[:, : self.config.vocab_size].float()  # (B, V)
-        return self.loss(x, targets, weights, reduction)
-
-    def document_mask(self, begins: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the mask of attend() by which a token sees its own document up to itself.
-
-        begins: where the document of each token begins, (B, T). Two tokens of a sequence are in one
-        document if these numbers are equal. The mask, (B, 1, T, T), is 0 where a query sees a key
-        and -inf elsewhere. It is made once for all layers. dtype: of the queries.
-        """
-        seen = (begins[:, None, :, None] == begins[:, None, None, :]).tril()
-        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf)
+        loss = self.compiled_loss or self.loss
+        return loss(x, targets, weights, reduction)
 
     def logits(self, x: Tensor) -> Tensor:
         """x (..., C) -> (..., padded V). Their softmax over V is the probability of each token."""
@@ -454,7 +491,8 @@ class GPT(nn.Module):
         # gradient and stay 0, and a checkpoint need not store them.
         logits = self.logits(x).flatten(0, 1)  # (B * T, padded V): the largest tensor of all
         weights = None if weights is None else weights.flatten()
-        return cross_entropy(logits, targets.flatten(), weights, self.config.vocab_size, reduction)
+        V = self.config.vocab_size
+        return self.kernels.cross_entropy(logits, targets.flatten(), weights, V, reduction)
 
     # -- generation --
 
@@ -474,7 +512,7 @@ class GPT(nn.Module):
         It ends after max_new_tokens steps, or when every text has reached eos_id. A text that has
         reached it yields eos_id from then on. sample_token explains temperature, top_k and top_p.
 
-        cache: a conversation keeps one, with room for block_size tokens, so that only new tokens go
+        cache: a conversation keeps one, of capacity block_size, so that only new tokens go
         through the model. It holds the first cache.length tokens of idx, and not the last one; in
         the end it holds all tokens but the last one that was yielded.
 
@@ -486,16 +524,19 @@ class GPT(nn.Module):
         c = self.config
         idx = idx[:, -c.block_size :]
         if cache is None:
-            room = min(c.block_size, idx.size(1) + max_new_tokens)
-            cache = KVCache(c, idx.size(0), room, self.wte.weight)
-        decode = self.decoder(cache)
+            capacity = min(c.block_size, idx.size(1) + max_new_tokens)
+            cache = KVCache(c, idx.size(0), capacity, self.wte.weight)
+        decode = self.decoder(self, cache) if self.decoder else None
         ended = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
         for _ in range(max_new_tokens):
             if idx.size(1) > c.block_size:
                 idx = idx[:, -max(1, c.block_size // 2) :]
                 cache.length = 0
             new = idx[:, cache.length :]  # a prompt, or the newest token (B, 1)
-            logits = decode(new) if new.size(1) == 1 else self(new, cache=cache)  # (B, V)
+            if decode and new.size(1) == 1:
+                logits = decode(new)  # (B, V)
+            else:
+                logits = self(new, cache=cache)  # (B, V)
             cache.length = idx.size(1)
             token = sample_token(logits, temperature, top_k, top_p)  # (B,)
             if eos_id is not None:
@@ -510,13 +551,6 @@ class GPT(nn.Module):
             yield token
             if all_ended:
                 return
-
-    def decoder(self, cache: KVCache) -> Callable[[Tensor], Tensor]:
-        """Return the function token (B, 1) -> logits (B, V) that continues the text in the cache.
-
-        hardware/decoding.py has a faster one for CUDA.
-        """
-        return partial(self, cache=cache)
 
     # -- initialisation --
 

@@ -6,8 +6,6 @@ not measured.
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,15 +21,15 @@ def record_decoding(model: GPT) -> None:
     """
     if model.wte.weight.is_cuda:
         torch.backends.cuda.enable_cudnn_sdp(False)
-        model.decoder = partial(recorded, model)
+        model.decoder = RecordedStep
 
 
 class RecordedCache(KVCache):
-    """A KVCache in which the place of the next token is a tensor, `position` (1,).
+    """A KVCache in which the position of the next token is a tensor, `position` (1,).
 
     A graph freezes each number that came from Python, such as `length`, at its recorded value, and
-    reads and writes the same memory in every replay. So attention goes over the whole room, with a
-    mask (1, 1, 1, room) which is -inf where no token is stored yet.
+    reads and writes the same memory in every replay. So attention goes over all positions, with a
+    mask (1, 1, 1, capacity) which is -inf where no token is stored yet.
     """
 
     def __init__(self, k: Tensor, v: Tensor, position: Tensor):
@@ -39,7 +37,7 @@ class RecordedCache(KVCache):
         self.k = k
         self.v = v
         self.position = position
-        ahead = torch.arange(k.size(3), device=position.device) > position  # (room,)
+        ahead = torch.arange(k.size(3), device=position.device) > position  # (capacity,)
         mask = torch.zeros_like(ahead, dtype=k.dtype).masked_fill(ahead, -math.inf)
         self.mask = mask[None, None, None]
 
@@ -47,7 +45,7 @@ class RecordedCache(KVCache):
         return self.position
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (B, nkv, 1, hs) at the position; return all (B, nkv, room, hs)."""
+        """Store k, v (B, nkv, 1, hs) at the position; return all (B, nkv, capacity, hs)."""
         all_k = self.k[layer].index_copy_(2, self.position, k)
         all_v = self.v[layer].index_copy_(2, self.position, v)
         return all_k, all_v
@@ -56,32 +54,33 @@ class RecordedCache(KVCache):
         return super().attend(q, k, v, self.mask)
 
 
-def recorded(model: GPT, cache: KVCache) -> Callable[[Tensor], Tensor]:
-    """Return GPT.decoder(): token (B, 1) -> logits (B, V). Each call replays one graph."""
-    device = cache.k.device
-    token = torch.zeros(cache.k.size(1), 1, dtype=torch.long, device=device)
-    # The first step writes here, where the place is free: the cache may hold a conversation.
-    position = torch.full((1,), cache.length, device=device)
+class RecordedStep:
+    """Computes the logits (B, V) that follow one more token (B, 1): each call replays one graph."""
 
-    def step() -> Tensor:
-        return model(token, cache=RecordedCache(cache.k, cache.v, position))
+    def __init__(self, model: GPT, cache: KVCache):
+        device = cache.k.device
+        self.cache = cache
+        self.token = torch.zeros(cache.k.size(1), 1, dtype=torch.long, device=device)
+        # The first step writes here, a free position: the cache may hold a conversation.
+        self.position = torch.full((1,), cache.length, device=device)
+        # Each graph has a stream of its own: when torch frees a graph, it also frees the workspace
+        # that cuBLAS has on the graph's stream.
+        self.graph = torch.cuda.CUDAGraph()
+        graph_stream = torch.cuda.Stream(device)
+        usual_stream = torch.cuda.current_stream(device)
+        graph_stream.wait_stream(usual_stream)
+        with torch.cuda.stream(graph_stream):
+            self.step(model)  # makes one-time preparations, which cannot be recorded
+        usual_stream.wait_stream(graph_stream)
+        with torch.cuda.graph(self.graph, stream=graph_stream):
+            self.logits = self.step(model)
 
-    # Each graph has a stream of its own: when torch frees a graph, it also frees the workspace that
-    # cuBLAS has on the graph's stream.
-    graph = torch.cuda.CUDAGraph()
-    graph_stream = torch.cuda.Stream(device)
-    usual_stream = torch.cuda.current_stream(device)
-    graph_stream.wait_stream(usual_stream)
-    with torch.cuda.stream(graph_stream):
-        step()  # makes one-time preparations, which cannot be recorded
-    usual_stream.wait_stream(graph_stream)
-    with torch.cuda.graph(graph, stream=graph_stream):
-        logits = step()
+    def step(self, model: GPT) -> Tensor:
+        cache = RecordedCache(self.cache.k, self.cache.v, self.position)
+        return model(self.token, cache=cache)
 
-    def decode(new_token: Tensor) -> Tensor:
-        token.copy_(new_token)
-        position.fill_(cache.length)
-        graph.replay()
-        return logits
-
-    return decode
+    def __call__(self, token: Tensor) -> Tensor:
+        self.token.copy_(token)
+        self.position.fill_(self.cache.length)
+        self.graph.replay()
+        return self.logits

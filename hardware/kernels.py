@@ -1,64 +1,29 @@
-"""The formulas of model.py, computed in a faster way on some machines.
+"""Faster versions of the formulas in class Kernels of model.py, for some devices.
 
-install() puts the functions of this file in the place of those of model.py. Each of them decides in
-every call which way is fastest there. A program that forgets install() gets the same numbers, up to
-rounding, only later, and its attention takes more memory.
+    model.use(pick_kernels(device))
+
+Each class decides in every call which way is fastest there. Without this line, a program gets the
+same numbers, up to rounding.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-import model
-from model import GPT
-
-# The formulas as model.py states them: install() replaces them there, but not here.
-cross_entropy_formula = model.cross_entropy
-document_mask_formula = GPT.document_mask
-linear_formula = model.Linear.forward
-rotate_formula = model.rotate
-
-
-def install() -> None:
-    """Let all models of this process compute with the functions of this file."""
-    GPT.document_mask = document_mask
-    model.Linear.forward = linear
-    model.RMSNorm.forward = rms_norm
-    model.attend = attend
-    model.cross_entropy = cross_entropy
-    model.rotate = rotate
-
+from model import GPT, Kernels
 
 # torch.compile calls a function that is marked so as it is. torch.compiler.disable() would do the
 # same, but it loads torch.compile at once, which takes a second.
 never_compiled = torch._disable_dynamo
-
-
-def linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Return x @ weight.T + bias, (..., N), for x (..., K), weight (N, K) and bias (N,)."""
-    weight = layer.weight
-    one_token = x.numel() == x.size(-1)
-    if one_token and x.is_cpu and x.dtype == weight.dtype == torch.bfloat16:
-        # A matrix-vector product is 1.4 times as fast as F.linear (bench/LOG.md).
-        vector = x.flatten()  # (K,)
-        if layer.bias is None:
-            y = torch.mv(weight, vector)  # (N,)
-        else:
-            y = torch.addmv(layer.bias, weight, vector)
-        return y.view(*x.shape[:-1], -1)
-    return linear_formula(layer, x)
-
-
-def eager_cpu(x: Tensor) -> bool:
-    """Return whether small operations cost much: each is a call, and a pass over the memory."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class RMSNormOnCPU(torch.autograd.Function):
@@ -89,16 +54,6 @@ class RMSNormOnCPU(torch.autograd.Function):
         return of_x.to(x.dtype), of_weight, None
 
 
-def rms_norm(layer: nn.RMSNorm, x: Tensor) -> Tensor:
-    """Return x / sqrt(mean(x²) + eps) * weight, in the dtype of x (..., n); the mean is over n."""
-    if eager_cpu(x):
-        return RMSNormOnCPU.apply(x, layer.weight, layer.eps)
-    # The fused kernel needs x and weight in one dtype. CUDA's autocast (torch 2.12 and later) would
-    # turn both into fp32, so it is switched off here.
-    with torch.autocast(x.device.type, enabled=False):
-        return F.rms_norm(x, layer.weight.shape, layer.weight.to(x.dtype), layer.eps)
-
-
 class RotationOnCPU(torch.autograd.Function):
     """rotate() in four operations. Its gradient is a rotation by the opposite angles."""
 
@@ -127,35 +82,17 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     return out
 
 
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Return x (B, T, n, hs), rotated by the angles of rope (2, T, 1, hs), in fp32."""
-    if eager_cpu(x):
-        return RotationOnCPU.apply(x, *rope)
-    return rotate_formula(x, rope)
-
-
-def plain_is_faster(q: Tensor) -> bool:
-    """Return whether attention should use plain matrix products instead of a fused kernel.
-
-    In bf16 on a CPU they are 1.6 to 2.6 times as fast while the T x T matrix fits into the cache
-    (bench/LOG.md).
-    """
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < q.size(2) <= 512
-
-
 @cache
 def compiled_block_mask() -> Callable:
     """Return create_block_mask() of torch, compiled: else it would hold several masks of T x T.
 
     There is one: torch.compile() takes milliseconds, and torch never frees what it returns.
     """
-    from torch.nn.attention.flex_attention import create_block_mask
-
     return torch.compile(create_block_mask, dynamic=False)
 
 
 @never_compiled
-def flex_mask(begins: Tensor) -> object:
+def flex_mask(begins: Tensor) -> BlockMask:
     """Return the BlockMask by which FlexAttention keeps documents apart.
 
     It is compiled by itself. If the code that uses it also made it, torch 2.11 would lay it out in
@@ -168,24 +105,6 @@ def flex_mask(begins: Tensor) -> object:
         return (begins[b, query] == begins[b, key]) & (query >= key)
 
     return compiled_block_mask()(seen, B, None, T, T, begins.device)
-
-
-def document_mask(gpt: GPT, begins: Tensor, dtype: torch.dtype, compiled: bool = False) -> object:
-    """Return what attend() needs to keep documents apart: Pieces, a BlockMask, or a mask (Tensor).
-
-    model.py takes it from here to attend() without looking at it.
-    begins: where the document of each token begins, (B, T). dtype: of the queries. compiled: the
-    code that calls attend() is compiled, even if the code that calls this function is not.
-    """
-    if begins.is_cpu:
-        return Pieces(begins)
-    compiled = compiled or torch.compiler.is_compiling()
-    dropout = gpt.training and gpt.config.dropout > 0
-    # FlexAttention needs a GPU that Triton serves and a head_dim of at least 16. It has no dropout.
-    if begins.is_cuda and compiled and not dropout and gpt.config.head_dim >= 16:
-        if torch.cuda.get_device_capability(begins.device) >= (8, 0):
-            return flex_mask(begins)
-    return document_mask_formula(gpt, begins, dtype)
 
 
 SHORT = 256  # tokens (bench/LOG.md)
@@ -235,30 +154,6 @@ class Pieces:
             self.pieces.append(Piece(1, length, None))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: object, dropout: float) -> Tensor:
-    """Return causal attention, softmax(q k^T / sqrt(hs) + mask) v, as model.py does.
-
-    q: (B, nh, T, hs). k, v: (B, nh, past + T, hs).
-    mask: what document_mask() has returned, to keep documents apart, or None.
-    """
-    if isinstance(mask, Pieces):
-        return attend_pieces(q, k, v, mask, dropout)
-    if mask is None or isinstance(mask, Tensor):
-        kernel = plain_attend if plain_is_faster(q) else fused_attend
-        return kernel(q, k, v, mask, dropout)
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention(q, k, v, block_mask=mask)
-
-
-def fused_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-    """Return attention by torch's kernels, most of which never store the T x T matrix."""
-    T, keys = q.size(2), k.size(2)
-    if mask is None and T < keys:  # is_causal would let the first query see the first key alone
-        mask = torch.ones(T, keys, dtype=torch.bool, device=q.device).tril(keys - T)
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
-
-
 def plain_attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: float) -> Tensor:
     """Return attention by plain matrix products. q: (B, nh, T, hs). k, v: (B, nh, past + T, hs).
 
@@ -275,7 +170,9 @@ def plain_attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, dropout: 
 
 
 @never_compiled
-def attend_pieces(q: Tensor, k: Tensor, v: Tensor, cut: Pieces, dropout: float) -> Tensor:
+def attend_pieces(
+    kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, cut: Pieces, dropout: float
+) -> Tensor:
     """Return the attention of each piece. All are (B, nh, T, hs)."""
     B, nh, T, hs = q.shape
     # One token after the other, (B T, nh, hs): so pieces are ranges of rows, and torch.split, whose
@@ -286,7 +183,7 @@ def attend_pieces(q: Tensor, k: Tensor, v: Tensor, cut: Pieces, dropout: float) 
     for piece, *qkv in zip(cut.pieces, *parts, strict=True):
         # (count, nh, length, hs)
         a, b, c = (x.view(piece.count, piece.length, nh, hs).transpose(1, 2) for x in qkv)
-        y = attend(a, b, c, piece.mask, dropout)
+        y = kernels.attend(a, b, c, piece.mask, dropout)
         results.append(y.transpose(1, 2).reshape(-1, nh, hs))
     return torch.cat(results).view(B, T, nh, hs).transpose(1, 2)
 
@@ -294,7 +191,7 @@ def attend_pieces(q: Tensor, k: Tensor, v: Tensor, cut: Pieces, dropout: float) 
 def attention_kernel(
     nh: int, T: int, hs: int, device: torch.device, dtype: torch.dtype, dropout: float = 0.0
 ) -> str:
-    """Return the name of the kernel that attend() uses in training.
+    """Return the name of the kernel that computes attention in training.
 
     cudnn, flash and efficient are fused kernels. math and plain keep the T x T matrix in memory.
     """
@@ -360,22 +257,108 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return gradient, None, None
 
 
-def cross_entropy(
+def chunked_cross_entropy(
     logits: Tensor, targets: Tensor, weights: Tensor | None, V: int, reduction: str
 ) -> Tensor:
-    """Return the cross-entropy as model.py does. The logits may be overwritten."""
-    compiling = torch.compiler.is_compiling()
-    if compiling and logits.is_cuda and V < logits.size(1):
-        # A GPU is faster on whole rows than on their first V columns, a CPU slower (bench/LOG.md).
-        padding = torch.arange(logits.size(1), device=logits.device) >= V
-        logits = logits.masked_fill(padding, -math.inf)
-        V = logits.size(1)
-    if compiling or logits.dtype == torch.float16:
-        # For fp16 the formula is used because ChunkedCrossEntropy stores the gradient before the
-        # scaler has multiplied it. Numbers that small would become 0 in fp16.
-        return cross_entropy_formula(logits, targets, weights, V, reduction)
+    """Return the cross-entropy as Kernels.cross_entropy() does. The logits are overwritten."""
     logits.data[:, V:] = -math.inf  # .data: autograd must not record this change
     loss = ChunkedCrossEntropy.apply(logits, targets, weights)
     if reduction == "sum":
         return loss
     return loss / ((targets >= 0).sum() if weights is None else targets.numel())
+
+
+# --------------------------------------------------------------------------------------------------
+# The choice
+
+
+def plain_is_faster(q: Tensor) -> bool:
+    """Return whether attention should use plain matrix products instead of a fused kernel.
+
+    In bf16 on a CPU they are 1.6 to 2.6 times as fast while the T x T matrix fits into the cache
+    (bench/LOG.md).
+    """
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and 1 < q.size(2) <= 512
+
+
+class EagerKernels(Kernels):
+    """What needs less memory on any device if it is not compiled: the loss.
+
+    compiled: whether the blocks are compiled, even if the code around them is not.
+    """
+
+    def __init__(self, compiled: bool = False):
+        self.compiled = compiled
+
+    def cross_entropy(
+        self, logits: Tensor, targets: Tensor, weights: Tensor | None, V: int, reduction: str
+    ) -> Tensor:
+        # ChunkedCrossEntropy stores the gradient before the scaler has multiplied it: numbers that
+        # small would become 0 in fp16.
+        if torch.compiler.is_compiling() or logits.dtype == torch.float16:
+            return super().cross_entropy(logits, targets, weights, V, reduction)
+        return chunked_cross_entropy(logits, targets, weights, V, reduction)
+
+
+class CUDAKernels(EagerKernels):
+    """FlexAttention where documents are kept apart. It never stores a T x T mask."""
+
+    def document_mask(self, gpt: GPT, begins: Tensor, dtype: torch.dtype) -> BlockMask | Tensor:
+        compiled = self.compiled or torch.compiler.is_compiling()
+        dropout = gpt.training and gpt.config.dropout > 0
+        # FlexAttention needs Triton and a head_dim of at least 16. It has no dropout.
+        if compiled and not dropout and gpt.config.head_dim >= 16:
+            if torch.cuda.get_device_capability(begins.device) >= (8, 0):
+                return flex_mask(begins)
+        return super().document_mask(gpt, begins, dtype)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float) -> Tensor:
+        if isinstance(mask, BlockMask):
+            return flex_attention(q, k, v, block_mask=mask)
+        return super().attend(q, k, v, mask, dropout)
+
+
+class CPUKernels(EagerKernels):
+    """On a CPU, each small operation costs a call and a pass over the memory."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        one_token = x.numel() == x.size(-1)
+        if one_token and x.dtype == weight.dtype == torch.bfloat16:
+            # A matrix-vector product is 1.4 times as fast as F.linear (bench/LOG.md).
+            vector = x.flatten()  # (K,)
+            y = torch.mv(weight, vector) if bias is None else torch.addmv(bias, weight, vector)
+            return y.view(*x.shape[:-1], -1)
+        return super().linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if torch.compiler.is_compiling():
+            return super().rms_norm(x, weight, eps)
+        return RMSNormOnCPU.apply(x, weight, eps)
+
+    def rotate(self, x: Tensor, rope: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return super().rotate(x, rope)
+        return RotationOnCPU.apply(x, *rope)
+
+    def document_mask(self, gpt: GPT, begins: Tensor, dtype: torch.dtype) -> Pieces:
+        return Pieces(begins)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float) -> Tensor:
+        if isinstance(mask, Pieces):
+            return attend_pieces(self, q, k, v, mask, dropout)
+        if plain_is_faster(q):
+            return plain_attend(q, k, v, mask, dropout)
+        return super().attend(q, k, v, mask, dropout)
+
+    def cross_entropy(
+        self, logits: Tensor, targets: Tensor, weights: Tensor | None, V: int, reduction: str
+    ) -> Tensor:
+        if torch.compiler.is_compiling():  # a CPU is faster without the columns of the padding
+            logits = logits[:, :V]
+        return super().cross_entropy(logits, targets, weights, V, reduction)
+
+
+def pick_kernels(device: torch.device, compiled: bool = False) -> Kernels:
+    """Return the fastest kernels for a device. compiled: the model, or its blocks, are compiled."""
+    classes = {"cpu": CPUKernels, "cuda": CUDAKernels}
+    return classes.get(device.type, EagerKernels)(compiled)
