@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from subprocess import DEVNULL
@@ -34,53 +34,53 @@ from training.plan import Plan, Progress
 from training.settings import TrainConfig
 
 PLOT = Path(__file__).resolve().parents[1] / "plot.py"
+SYNC = "metrics.jsonl has all numbers"
 END_SECONDS = 20  # how long the end of a run waits for the last picture and for the tracker
 
 
+@dataclass
 class Report:
-    """Reports the events of a run, until close(). On other ranks than 0 its methods report nothing.
+    """Reports the events of a run, until close(). On other ranks than 0 nothing is reported."""
 
-    folder: of the run. records: those with which its metrics.jsonl begins.
-    """
+    cfg: TrainConfig
+    machine: Machine
+    plan: Plan
+    sets: list[DataSet]
+    progress: Progress
+    folder: Path  # of the run
+    records: InitVar[list[dict]]  # with which its metrics.jsonl begins
 
-    def __init__(
-        self,
-        cfg: TrainConfig,
-        machine: Machine,
-        plan: Plan,
-        sets: list[DataSet],
-        progress: Progress,
-        folder: Path,
-        records: list[dict],
-    ):
-        self.cfg = cfg
-        self.machine = machine
-        self.plan = plan
-        self.sets = sets
-        self.progress = progress
-        self.folder = folder
+    def __post_init__(self, records: list[dict]):
         self.drawing: subprocess.Popen | None = None
-        self.tracker: Tracker | None = None
-        self.unigram = math.inf  # the loss of single-token frequencies, in nats per token
-        self.noted: set[str] = set()  # warnings that are given once
+        self.tracker: threading.Thread | None = None
+        self.numbers: SimpleQueue[dict] = SimpleQueue()  # for the tracker; {} is the end
+        self.unigram = math.inf  # loss of single-token frequencies, in nats per token
+        self.lost = False  # whether a record could not be written
         self.mutex = threading.Lock()  # the thread that saves checkpoints reports, too
-        self.opened = ExitStack()
-        shown = machine.is_main and in_a_terminal()
-        self.bar = ProgressBar("step", disable=not shown, total=plan.steps, initial=progress.step)
-        if not machine.is_main:
-            return
-        self.opened.enter_context(self.bar.below())
-        self.file = start_metrics(folder / "metrics.jsonl", records)
-        for record in records:
-            self.unigram = record.get("landmarks", {}).get("unigram", self.unigram)
-        if cfg.tracker not in ("none", "off"):
-            # A resumed run goes on as the same run at the tracker.
-            ids = [r["tracker_run"] for r in records if r.get("tracker") == cfg.tracker]
-            run_id = ids[-1] if ids else uuid.uuid4().hex[:21]  # the length that SwanLab wants
-            settings = [r["settings"] for r in records if "settings" in r][-1]
-            self.tracker = Tracker(cfg.tracker, folder, settings, run_id, progress.step, machine)
-            if not ids:
-                self.write(dict(step=progress.step, tracker=cfg.tracker, tracker_run=run_id))
+        self.below_lines = ExitStack()
+        shown = self.machine.is_main and in_a_terminal()
+        steps = dict(total=self.plan.steps, initial=self.progress.step)
+        self.bar = ProgressBar("step", disable=not shown, **steps)
+        if self.machine.is_main:
+            self.file = start_metrics(self.folder / "metrics.jsonl", records)
+            self.below_lines.enter_context(self.bar.below())
+            for record in records:
+                self.unigram = record.get("landmarks", {}).get("unigram", self.unigram)
+            if self.cfg.tracker not in ("none", "off"):
+                self.start_tracker(records)
+
+    def start_tracker(self, records: list[dict]) -> None:
+        """Start to send numbers. A resumed run goes on as the same run at the tracker."""
+        name = self.cfg.tracker
+        ids = [r["tracker_run"] for r in records if r.get("tracker") == name]
+        run_id = ids[-1] if ids else uuid.uuid4().hex[:21]  # SwanLab wants 21 characters
+        settings = [r["settings"] for r in records if "settings" in r][-1]
+        step = self.progress.step
+        if not ids:
+            self.write(dict(step=step, tracker=name, tracker_run=run_id))
+        to_send = (name, self.folder, settings, run_id, step, self.numbers, self.machine)
+        self.tracker = threading.Thread(target=send_numbers, args=to_send, daemon=True)
+        self.tracker.start()
 
     def outcome(self, outcome: str, loss: float, grad_norm: float, scaler: GradScaler) -> None:
         """Count the last step, and report it if it was skipped or has a loss far above the others.
@@ -211,16 +211,13 @@ class Report:
             try:
                 print(json.dumps(record), file=self.file, flush=True)
             except OSError as e:
-                self.say_once(f"warning: {self.file.name}: {e.strerror}: records may be lost")
+                if not self.lost:
+                    self.machine.say(f"warning: {self.file.name}: {e.strerror}: it loses records")
+                self.lost = True
         if self.tracker:
-            self.tracker.queue.put(record)
+            self.numbers.put({k: v for k, v in record.items() if type(v) in (int, float)})
         if line:
             self.machine.say(f"step {record['step']}/{self.plan.steps} | {line}")
-
-    def say_once(self, line: str) -> None:
-        if line not in self.noted:
-            self.noted.add(line)
-            self.machine.say(line)
 
     def draw(self) -> None:
         """Start to draw loss.png, unless an earlier drawing still goes on."""
@@ -228,121 +225,85 @@ class Report:
             return
         if self.drawing and self.drawing.poll() is None:
             return
-        self.check_drawing()
         command = [sys.executable, str(PLOT), str(self.folder)]
-        # In a session of its own, it does not receive the Ctrl-C that stops this process.
         streams = dict(stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
-        try:
+        with suppress(OSError):  # close() says that there is no picture
+            # In a session of its own, it does not receive the Ctrl-C that stops this process.
             self.drawing = subprocess.Popen(command, **streams, start_new_session=True)
             os.setpriority(os.PRIO_PROCESS, self.drawing.pid, 10)  # the training comes first
-        except OSError as e:
-            self.say_once(f"note: loss.png cannot be drawn: {e.strerror}")
-
-    def check_drawing(self) -> None:
-        if self.drawing and self.drawing.poll():
-            self.say_once(f"note: loss.png cannot be drawn: python plot.py {self.folder} says why")
 
     def close(self) -> None:
-        """Draw the last picture, and end the run at the tracker. Nothing may be reported later.
+        """Draw the last picture, and end the run at the tracker. Nothing is reported later.
 
         This takes END_SECONDS at most.
         """
         if not self.machine.is_main:
             return
-        deadline = time.monotonic() + END_SECONDS
-        if self.tracker:
-            self.tracker.queue.put(None)
-        if self.progress.losses:
-            self.wait_for_drawing(deadline)
+        end = time.monotonic() + END_SECONDS
+        self.numbers.put({})
+        if self.progress.losses and self.cfg.tracker != "off":
+            self.wait_for_drawing(end)
             self.draw()
-            self.wait_for_drawing(deadline)
-            self.check_drawing()
+            self.wait_for_drawing(end)
             if self.drawing and self.drawing.returncode == 0:
                 self.machine.say(f"loss plot: {self.folder / 'loss.png'}")
+            else:
+                self.machine.say(f"note: no loss plot: python plot.py {self.folder} draws it")
         if self.tracker:
-            self.tracker.end(deadline)
+            self.tracker.join(max(0.0, end - time.monotonic()))
+            if self.tracker.is_alive():
+                self.machine.say(f"warning: {self.cfg.tracker} did not receive all; {SYNC}")
+            # Its package may wait for a network even when Python ends.
+            threading.Thread(target=end_with_main_thread, daemon=True).start()
         with suppress(OSError):  # a full disk
             self.file.close()
-        self.opened.close()
+        self.below_lines.close()
 
-    def wait_for_drawing(self, deadline: float) -> None:
+    def wait_for_drawing(self, end: float) -> None:
         with suppress(subprocess.TimeoutExpired):
             if self.drawing:
-                self.drawing.wait(max(0.0, deadline - time.monotonic()))
+                self.drawing.wait(max(0.0, end - time.monotonic()))
 
 
-class Tracker:
-    """Sends numbers to wandb, SwanLab or TensorBoard, in a thread that no step waits for.
+def send_numbers(
+    name: str,
+    folder: Path,
+    settings: dict,
+    run_id: str,
+    step: int,
+    queue: SimpleQueue[dict],
+    machine: Machine,
+) -> None:
+    """Send numbers to a tracker until {} comes. If its package fails, that is one warning.
 
-    If the package fails, that is one warning. settings: of the run. run_id: the run of this id goes
-    on at the tracker if there is one. step: the last one that is not trained again.
+    settings: of the run in the folder. run_id: the run of this id goes on at the tracker if there
+    is one. step: the last one that is not trained again.
     """
+    try:
+        if name == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(
-        self, name: str, folder: Path, settings: dict, run_id: str, step: int, machine: Machine
-    ):
-        self.name = name
-        self.folder = folder
-        self.settings = settings
-        self.run_id = run_id
-        self.first_step = step + 1
-        self.machine = machine
-        self.queue: SimpleQueue[dict | None] = SimpleQueue()  # of records; None ends the run
-        self.thread = threading.Thread(target=self.send_all, daemon=True)
-        self.thread.start()
-
-    def send_all(self) -> None:
-        try:
-            if self.name == "tensorboard":
-                self.write_events()
-            else:
-                self.send_to_service()
-        except (Exception, SystemExit) as e:
-            reason = " ".join(str(e).split())[:200]
-            self.machine.say(
-                f"warning: {self.name} failed ({reason}): metrics.jsonl has all numbers"
-            )
-
-    def numbers(self) -> Iterator[dict[str, float]]:
-        """Yield the numbers of each record, until the run ends."""
-        while (record := self.queue.get()) is not None:
-            yield {key: value for key, value in record.items() if type(value) in (int, float)}
-
-    def write_events(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # purge_step: the steps that are trained again replace those of the earlier process.
-        writer = SummaryWriter(self.folder / "tensorboard", purge_step=self.first_step)
-        for numbers in self.numbers():
-            for key, value in numbers.items():
-                writer.add_scalar(key, value, numbers["step"])
-        writer.close()
-
-    def send_to_service(self) -> None:
-        """Call wandb or SwanLab. WANDB_MODE=offline or SWANLAB_MODE=offline only writes files."""
-        title = self.folder.resolve().name
-        options = {
-            "wandb": dict(name=title, dir=self.folder),
-            "swanlab": dict(experiment_name=title, logdir=str(self.folder / "swanlog")),
-        }
+            # purge_step: later steps of an earlier process are replaced.
+            writer = SummaryWriter(folder / "tensorboard", purge_step=step + 1)
+            while numbers := queue.get():
+                for key, value in numbers.items():
+                    writer.add_scalar(key, value, numbers["step"])
+            writer.close()
+            return
         os.environ.setdefault("WANDB_SILENT", "true")  # its lines would tear the progress bar
         os.environ.setdefault("WANDB_CONSOLE", "off")
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(END_SECONDS - 5))
-        project = os.environ.get(f"{self.name.upper()}_PROJECT", "gpt")
-        run = dict(project=project, config=self.settings, id=self.run_id, resume="allow")
-        package = importlib.import_module(self.name)
-        package.init(**run, **options[self.name])
-        for numbers in self.numbers():
-            package.log(numbers, step=numbers["step"])
-        package.finish()
-
-    def end(self, deadline: float) -> None:
-        """Wait until all is sent, to the deadline at most."""
-        self.thread.join(max(0.0, deadline - time.monotonic()))
-        if self.thread.is_alive():
-            self.machine.say(f"warning: {self.name} is still busy: metrics.jsonl has it all")
-        # Its package may wait for the network when Python ends, too.
-        threading.Thread(target=end_with_main_thread, daemon=True).start()
+        options = dict(project=os.environ.get(f"{name.upper()}_PROJECT", "gpt"), config=settings)
+        options |= dict(name=folder.resolve().name, id=run_id, resume="allow")
+        options |= {"dir": folder} if name == "wandb" else {"logdir": str(folder / "swanlog")}
+        service = importlib.import_module(name)
+        service.init(**options)
+        while numbers := queue.get():
+            service.log(numbers, step=numbers["step"])
+        service.finish()
+    except (Exception, SystemExit) as e:
+        reason = " ".join(str(e).split())[:200]
+        machine.say(f"warning: {name} failed ({reason}); {SYNC}")
 
 
 def end_with_main_thread() -> None:
