@@ -18,7 +18,7 @@ from training.settings import TrainConfig
 
 # A package wandb or swanlab that writes down how it is called, and fails as the test wants.
 STAND_IN = """
-import json, os, time
+import atexit, json, os, time
 
 def call(function, *values, **options):
     with open(os.environ["CALLS"], "a") as file:
@@ -26,6 +26,7 @@ def call(function, *values, **options):
     if os.environ.get("FAULT") == function:
         raise ConnectionError("the network is down")
     if os.environ.get("FAULT") == f"hang in {function}":
+        atexit.register(time.sleep, 1000)
         time.sleep(1000)
 
 init = lambda **options: call("init", **options)
@@ -72,12 +73,16 @@ def test_tracker_that_raises_is_one_warning(
 
 
 @pytest.mark.parametrize("fault", ["hang in init", "hang in log", "hang in finish"])
-def test_tracker_that_hangs_delays_only_the_end(finished, trains, monkeypatch, calls, fault):
+def test_tracker_that_hangs_delays_only_the_end(
+    finished, tiny_data, tmp_path, monkeypatch, calls, fault
+):
     monkeypatch.setenv("FAULT", fault)
-    monkeypatch.setattr(report, "END_SECONDS", 2)
+    code = "import train; from training import report; report.END_SECONDS = 2; train.main()"
+    options = training(1, tiny_data, tmp_path, "--tracker=swanlab")[2:]
     started = time.monotonic()
-    run = trains("--tracker=swanlab")
-    assert time.monotonic() - started < 60 and same(run, finished) and calls()
+    done = ended([sys.executable, "-c", code, *options], subprocess.run)
+    assert done.returncode == 0 and time.monotonic() - started < 100
+    assert same(tmp_path / "run", finished) and calls()
 
 
 def test_resumed_run_goes_on_as_the_same_tracker_run(trains, monkeypatch, calls):

@@ -235,7 +235,7 @@ class Report:
     def close(self) -> None:
         """Draw the last picture, and end the run at the tracker. Nothing is reported later.
 
-        This takes END_SECONDS at most.
+        This takes END_SECONDS at most. If a tracker hangs, the process ends END_SECONDS later.
         """
         if not self.machine.is_main:
             return
@@ -253,8 +253,11 @@ class Report:
             self.tracker.join(max(0.0, end - time.monotonic()))
             if self.tracker.is_alive():
                 self.machine.say(f"warning: {self.cfg.tracker} did not receive all; {SYNC}")
-            # Its package may wait for a network even when Python ends.
-            threading.Thread(target=end_with_main_thread, daemon=True).start()
+                # Its package may wait for the network even when Python ends.
+                code = 0 if self.progress.step == self.plan.steps else 1
+                timer = threading.Timer(END_SECONDS, os._exit, [code])
+                timer.daemon = True
+                timer.start()
         with suppress(OSError):  # a full disk
             self.file.close()
         self.below_lines.close()
@@ -292,7 +295,8 @@ def send_numbers(
             return
         os.environ.setdefault("WANDB_SILENT", "true")  # its lines would tear the progress bar
         os.environ.setdefault("WANDB_CONSOLE", "off")
-        os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(END_SECONDS - 5))
+        for action in ("INIT", "FINISH"):  # else wandb waits for a network, for minutes
+            os.environ.setdefault(f"WANDB_{action}_TIMEOUT", "15")
         options = dict(project=os.environ.get(f"{name.upper()}_PROJECT", "gpt"), config=settings)
         options |= dict(name=folder.resolve().name, id=run_id, resume="allow")
         options |= {"dir": folder} if name == "wandb" else {"logdir": str(folder / "swanlog")}
@@ -302,15 +306,8 @@ def send_numbers(
             service.log(numbers, step=numbers["step"])
         service.finish()
     except (Exception, SystemExit) as e:
-        reason = " ".join(str(e).split())[:200]
+        reason = " ".join(f"{type(e).__name__}: {e}".split())[:200]
         machine.say(f"warning: {name} failed ({reason}); {SYNC}")
-
-
-def end_with_main_thread() -> None:
-    """End this process soon after its main thread, whatever else it waits for."""
-    threading.main_thread().join()
-    time.sleep(END_SECONDS)
-    os._exit(1)
 
 
 def most_memory(device: torch.device) -> int:
