@@ -7,7 +7,7 @@
     python plot.py out/lr_* --x tokens --y bits_per_byte --png lr.png
 
 Each run has one colour. The points are the training loss of single steps, the line through them is
-smoothed. Markers are evaluations, crosses at the bottom are skipped steps. The first steps may
+smoothed. Markers, in a darker shade, are evaluations, crosses at the bottom are skipped steps. The first steps may
 leave the picture at the top. The learning rate is below. Grey lines are the losses of the simplest
 models of the data (docs/results.md, "What a normal loss is").
 """
@@ -228,6 +228,9 @@ def draw_run(losses: Any, rates: Any, run: Run, colour: Any, in_legend: bool) ->
 
     in_legend: explain the curves in the legend, and draw the landmarks of the data.
     """
+    from matplotlib.colors import to_rgb
+
+    dark = tuple(0.6 * part for part in to_rgb(colour))
     dots = dict(ls="", marker=".", mew=0, ms=4, alpha=0.25)
     cross = dict(ls="", marker="x", transform=losses.get_xaxis_transform())
     x, y = run.curves.get("loss", np.empty((2, 0)))
@@ -238,10 +241,11 @@ def draw_run(losses: Any, rates: Any, run: Run, colour: Any, in_legend: bool) ->
     for key, (label, line) in evaluated.items():
         x, y = run.curves.get(key, np.empty((2, 0)))
         shape = dict(ls=line[:-1], marker=line[-1], ms=4, lw=1, markevery=len(x) // 40 + 1)
-        curves.append((label, x, y, shape))
+        curves.append((label, x, y, shape | {"color": dark}))
     for label, x, y, shape in curves:
         if len(x):
-            losses.plot(x, y, color=colour, label=label if label and in_legend else None, **shape)
+            style = {"color": colour, "label": label if label and in_legend else None} | shape
+            losses.plot(x, y, **style)
     rates.plot(*run.curves.get("lr", np.empty((2, 0))), color=colour, lw=1)
     bottom, top = losses.get_ylim()
     for name, loss in run.landmarks.items():

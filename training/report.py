@@ -52,6 +52,7 @@ class Report:
 
     def __post_init__(self, records: list[dict]):
         self.drawing: subprocess.Popen | None = None
+        self.drawn = time.monotonic()  # when the last drawing began
         self.tracker: threading.Thread | None = None
         self.numbers: SimpleQueue[dict] = SimpleQueue()  # for the tracker; {} is the end
         self.unigram = math.inf  # loss of single-token frequencies, in nats per token
@@ -182,7 +183,8 @@ class Report:
                 line += f" | {key.removeprefix('val_loss/')} {loss:.4f}"
         in_units = dict(val_ppl=ppl, val_bits_per_byte=bits_per_byte, eval_s=seconds)
         self.write({"step": step} | mean | by_set | in_units, line)
-        self.draw()
+        if time.monotonic() - self.drawn > 30:  # drawing takes seconds of a CPU core
+            self.draw()
         return mean["val_loss"]
 
     def sample(self, step: int, text: str) -> None:
@@ -225,6 +227,7 @@ class Report:
             return
         if self.drawing and self.drawing.poll() is None:
             return
+        self.drawn = time.monotonic()
         command = [sys.executable, str(PLOT), str(self.folder)]
         streams = dict(stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
         with suppress(OSError):  # close() says that there is no picture
