@@ -7,9 +7,9 @@
     python plot.py out/lr_* --x tokens --y bits_per_byte --png lr.png
 
 Each run has one colour. The points are the training loss of single steps, the line through them is
-smoothed. Markers, in a darker shade, are evaluations, crosses at the bottom are skipped steps. The first steps may
-leave the picture at the top. The learning rate is below. Grey lines are the losses of the simplest
-models of the data (docs/results.md, "What a normal loss is").
+smoothed. Markers, in a darker shade, are evaluations; crosses at the bottom are skipped steps. The
+first steps may leave the picture at the top. The learning rate is below. Grey lines are the losses
+of the simplest models of the data (docs/results.md, "What a normal loss is").
 """
 
 import io
