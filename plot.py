@@ -1,4 +1,4 @@
-"""Draw the loss curves of runs: one, or several to compare.
+"""Draw the losses of runs: one, or several to compare.
 
     # the newest run under out/
     python plot.py
@@ -7,17 +7,39 @@
     python plot.py out/lr_* --x tokens --y bits_per_byte --png lr.png
 
 Each run has one colour. The points are the training loss of single steps, the line through them is
-smoothed. Markers are evaluations, a star is the lowest validation loss, whose checkpoint is kept.
-The first steps may leave the picture at the top. The learning rate is below. Grey lines are the
-losses of the simplest models of the data (docs/results.md, "What a normal loss is").
+smoothed. Markers, in a darker shade, are evaluations; crosses at the bottom are skipped steps. The
+first steps may leave the picture at the top. The learning rate is below. Grey lines are the losses
+of the simplest models of the data (docs/results.md, "What a normal loss is").
 """
 
+import io
+import math
+import textwrap
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from configurator import UserError, note, parse, run
-from training.plots import plot_loss
+from hardware.disk import write_whole
+from training.metrics import read_metrics
+
+TITLE = "Losses of training runs, by plot.py"  # each picture contains it, and is known by it
+# Okabe and Ito's colours, which people who cannot tell red from green can tell apart.
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
+# The first of these fonts that is installed serves where the usual one lacks a character.
+CHINESE = ["Noto Sans CJK SC", "WenQuanYi Micro Hei", "PingFang SC", "Microsoft YaHei", "SimHei"]
+LOSSES = ("loss", "val_loss", "train_eval_loss")
+# The simplest models of the data, and what they know (text/landmarks.py).
+LANDMARKS = {"uniform": "equal probabilities", "unigram": "single-token frequencies"}
+LANDMARKS |= {"bigram": "token pairs"}
+# x axis -> its label, the key of what is counted along it, and the unit
+AXES = {"steps": ("step", "", 1), "tokens": ("million tokens", "tokens", 1e6)}
+AXES |= {"time": ("hours of training, without pauses", "step_ms", 3.6e6)}
+# Settings that say where a run is, not what it trains.
+PLACES = {"run_name", "out_dir", "data_dir", "init_from", "tracker"}
 
 
 @dataclass(frozen=True)
@@ -39,11 +61,16 @@ class PlotConfig:
 def main() -> None:
     cfg = parse(PlotConfig, doc=__doc__, positional="runs")
     folders = find_runs(cfg)
-    png = folders[0] / "loss.png" if len(folders) == 1 else folders[0].parent / "comparison.png"
+    default = folders[0] / "loss.png" if len(folders) == 1 else folders[0].parent / "comparison.png"
+    png = Path(cfg.png or default)
+    runs = [read_run(folder, cfg.x, cfg.y) for folder in folders]
+    if png.exists() and TITLE.encode() not in png.read_bytes():
+        raise UserError(f"{png} was not drawn by this version: move it away, or give --png")
     try:
-        print(plot_loss(folders, Path(cfg.png or png), cfg.x, cfg.y))
+        write_whole(png, picture(runs, png.suffix[1:], cfg.x, cfg.y))
     except ImportError as e:
         raise UserError(f"{e}: pip install matplotlib") from None
+    print(png)
 
 
 def find_runs(cfg: PlotConfig) -> list[Path]:
@@ -64,6 +91,189 @@ def find_runs(cfg: PlotConfig) -> list[Path]:
         if folder not in runs and not folder.is_file():  # out/* also names pictures
             note(f"{folder}: no metrics.jsonl there: it is left out")
     return runs
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is drawn of a run. A run that was resumed is one run: its metrics.jsonl goes on."""
+
+    name: str  # the end of its path, as out/demo, and its lowest validation loss
+    settings: dict[str, Any]
+    landmarks: dict[str, float]  # in the unit of the y axis, as the losses are
+    curves: dict[str, np.ndarray]  # key -> x and y of its points: (2, points)
+
+
+def read_run(folder: Path, x: str, y: str) -> Run:
+    """Return what is drawn of the run in a folder. x: a key of AXES. y: loss, or bits_per_byte.
+
+    Time is that of the steps alone, without evaluations, checkpoints and pauses. Bits per byte need
+    the bytes in a token, which an evaluation tells: those of val.bin hardly differ from those of
+    train.bin. Raises UserError if metrics.jsonl is missing or damaged, or has no loss yet.
+    """
+    path = folder / "metrics.jsonl"
+    points: dict[str, list[tuple[int, float]]] = {}  # key -> steps and values
+    start: dict[str, Any] = {"settings": {}, "landmarks": {}}
+    for record in read_metrics(path):
+        if "settings" in record:
+            start |= record
+        for key, value in record.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                points.setdefault(key, []).append((record["step"], value))
+    curves = {key: np.array(pairs, float).T for key, pairs in points.items()}
+    if "loss" not in curves and "val_loss" not in curves:
+        raise UserError(f"{path}: no loss in it yet: name the folder of a run that has begun")
+
+    scales = np.ones(1)
+    if y == "bits_per_byte":
+        if "val_bits_per_byte" not in curves:
+            raise UserError(f"{folder}: no evaluation tells the bytes in a token: use --y loss")
+        at, bits = curves["val_bits_per_byte"]
+        scales = bits / np.interp(at, *curves["val_loss"])  # a mixture's weights change them
+        for key in curves.keys() & {*LOSSES}:
+            curves[key][1] *= np.interp(curves[key][0], at, scales)
+    landmarks = {name: round(loss * scales[-1], 4) for name, loss in start["landmarks"].items()}
+    # A path may be long, and may hold bytes that are not UTF-8.
+    name = str(Path(*folder.parts[-3:])).encode(errors="backslashreplace").decode()
+    if "val_loss" in curves:
+        step, loss = min(curves["val_loss"].T, key=lambda point: point[1])
+        name += f": validation {loss:.4f} at step {step:,.0f}"
+
+    if x != "steps":
+        _, key, unit = AXES[x]
+        at, counted = curves[key]
+        if x == "time":
+            counted = np.cumsum(np.diff(at, prepend=0) * counted)
+        at, counted = np.append(0, at), np.append(0, counted) / unit
+        for curve in curves.values():
+            curve[0] = np.interp(curve[0], at, counted)
+    return Run(name, start["settings"], landmarks, curves)
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Return a running mean of n values, (n,) too: of about 2/3 sqrt(n) of them each.
+
+    The window is centred. It is narrower near the start, where the loss falls fast, and loses only
+    its right half near the end.
+    """
+    n = len(values)
+    positions = np.arange(n)
+    left = np.minimum(positions // 4, int(n**0.5 / 3))
+    right = np.minimum(left, n - 1 - positions)
+    sums = np.append(0, np.cumsum(values))
+    return (sums[positions + right + 1] - sums[positions - left]) / (left + right + 1)
+
+
+def differences(runs: list[Run]) -> list[str]:
+    """Return for each run its values of the settings that are not the same in all."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in PLACES)
+    varied = [key for key in keys if len({str(run.settings.get(key)) for run in runs}) > 1]
+    return [" ".join(f"{k}={run.settings.get(k, '?')}" for k in varied) for run in runs]
+
+
+def limits(runs: list[Run]) -> tuple[float, float]:
+    """Return the lowest and highest y to show.
+
+    The first twentieth of each curve may leave the picture, and so may a few of its other points,
+    such as spikes.
+    """
+    curves = [run.curves[key] for run in runs for key in LOSSES if key in run.curves]
+    late = [y[x >= 0.05 * x[-1]] for x, y in curves]
+    bottom = min(np.quantile(y, 0.01) for y in late)
+    top = max(np.quantile(y, 0.98) for y in late)
+    margin = 0.06 * (top - bottom) or 0.1
+    return bottom - margin, top + margin
+
+
+# --------------------------------------------------------------------------------------------------
+# The picture
+
+
+def picture(runs: list[Run], kind: str, x: str, y: str) -> bytes:
+    """Return the picture of these runs as a file. kind: png, pdf or svg. x, y: see read_run().
+
+    Raises ImportError if there is no matplotlib.
+    """
+    import matplotlib
+    from matplotlib import colormaps, font_manager
+    from matplotlib.figure import Figure
+
+    colours = COLOURS
+    if len(runs) > len(COLOURS):
+        colours = list(colormaps["cividis"](np.linspace(0, 0.9, len(runs))))
+    # Where no font has a character, a frame is drawn for it, and that is enough.
+    warnings.filterwarnings("ignore", "Glyph .* missing")
+    fonts = [font for font in CHINESE if font in font_manager.get_font_names()][:1]
+    # A $ in the name of a run must not begin a formula.
+    style = {"font.family": ["DejaVu Sans", *fonts], "text.parse_math": False}
+    with matplotlib.rc_context(style):
+        fig = Figure(figsize=(9, 6), layout="constrained")  # unlike pyplot, it needs no screen
+        losses, rates = fig.subplots(2, sharex=True, height_ratios=[6, 1])
+        unit = "loss (nats per token)" if y == "loss" else "bits per byte"
+        losses.set(ylim=limits(runs), ylabel=unit)
+        for run, colour in zip(runs, colours, strict=False):
+            draw_run(losses, rates, run, colour, in_legend=run is runs[0])
+        rates.set(ylabel="lr", xlabel=AXES[x][0], xlim=(0, None), ylim=(0, None))
+        losses.legend(loc="upper right", fontsize=8)
+        name_runs(fig, losses, runs, colours)
+        for ax in (losses, rates):
+            ax.grid(alpha=0.25)
+            ax.spines[["top", "right"]].set_visible(False)
+        file = io.BytesIO()
+        fig.savefig(file, format=kind, dpi=120, metadata={"Title": TITLE})
+    return file.getvalue()
+
+
+def draw_run(losses: Any, rates: Any, run: Run, colour: Any, in_legend: bool) -> None:
+    """Draw a run into the axes of the losses and of the learning rate.
+
+    in_legend: explain the curves in the legend, and draw the landmarks of the data.
+    """
+    from matplotlib.colors import to_rgb
+
+    dark = tuple(0.6 * part for part in to_rgb(colour))
+    dots = dict(ls="", marker=".", mew=0, ms=4, alpha=0.25)
+    cross = dict(ls="", marker="x", transform=losses.get_xaxis_transform())
+    x, y = run.curves.get("loss", np.empty((2, 0)))
+    skipped, _ = run.curves.get("bad_steps", np.empty((2, 0)))
+    curves = [("", x, y, dots), ("training, smoothed", x, smoothed(y), dict(lw=1.5))]
+    curves += [("skipped step (NaN, infinity)", skipped, 0 * skipped + 0.02, cross)]
+    evaluated = {"val_loss": ("validation", "-o"), "train_eval_loss": ("evaluated on train", "--^")}
+    for key, (label, line) in evaluated.items():
+        x, y = run.curves.get(key, np.empty((2, 0)))
+        shape = dict(ls=line[:-1], marker=line[-1], ms=4, lw=1, markevery=len(x) // 40 + 1)
+        curves.append((label, x, y, shape | {"color": dark}))
+    for label, x, y, shape in curves:
+        if len(x):
+            style = {"color": colour, "label": label if label and in_legend else None} | shape
+            losses.plot(x, y, **style)
+    rates.plot(*run.curves.get("lr", np.empty((2, 0))), color=colour, lw=1)
+    bottom, top = losses.get_ylim()
+    for name, loss in run.landmarks.items():
+        if in_legend and bottom < loss < top:
+            losses.axhline(loss, color="#666666", lw=0.8, ls=(0, (6, 3)), zorder=0)
+            text = f"loss of {LANDMARKS[name]}: {loss:.2f}"
+            middle = losses.get_yaxis_transform()  # x as a fraction of the axis, y as a loss
+            losses.text(0.4, loss, text, transform=middle, va="bottom", fontsize=8)
+
+
+def name_runs(fig: Any, ax: Any, runs: list[Run], colours: list[Any]) -> None:
+    """Write what a single run is and came to, or a legend of several and in what they differ."""
+    from matplotlib.patches import Patch
+
+    if len(runs) == 1:
+        shown = ("preset", "n_layer", "n_embd", "optimizer", "lr", "seed", "dataset")
+        settings = runs[0].settings
+        text = ", ".join(f"{name} {settings[name]}" for name in shown if name in settings)
+        title = f"{runs[0].name}\n{text}"
+    else:
+        title = f"{len(runs)} runs, their lowest validation losses, and where their settings differ"
+        texts = [f"{run.name} {text}" for run, text in zip(runs, differences(runs), strict=True)]
+        labels = [textwrap.fill(textwrap.shorten(text, 300), 125) for text in texts]
+        patches = [Patch(color=c, label=text) for text, c in zip(labels, colours, strict=False)]
+        lines = sum(text.count("\n") + 1 for text in labels)
+        fig.set_figheight(6 + 0.2 * max(0, lines - 7))  # a sweep of many must not lose its curves
+        fig.legend(handles=patches, loc="outside lower left", fontsize=8, frameon=False)
+    ax.set_title(title, loc="left", fontsize=10)
 
 
 if __name__ == "__main__":

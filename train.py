@@ -68,12 +68,11 @@ def train(job: Job) -> None:
     with stop_signals() as signals, memory_advice(advice):
         reader = read_ahead(job.data.loader, job.progress.samples, B, machine, clock, signals)
         with closing(reader) as batches:
-            with job.metrics.running():
+            with closing(job.report):
                 stopped = loop(job, batches, clock, signals)
-            job.saver.wait()
+                job.saver.wait()
             machine.gather(None)  # when one rank ends, the last checkpoint is on the disk
 
-    job.metrics.close()
     if newest := newest_checkpoint(job.folder / "ckpt"):
         machine.say(f"checkpoint: {newest}")
     if dist.is_initialized():
@@ -97,7 +96,7 @@ def loop(job: Job, batches: Iterator[Batch | None], clock: Clock, signals: list[
     flops = job.model.flops_per_token(cfg.block_size)
     step_windows = plan.step_tokens // cfg.block_size  # of all ranks
     start_step = progress.step
-    clock.restart(start_step)  # it took time to start follow.py
+    clock.restart(start_step)
     stopping = False
     # At the top of an iteration, `step` steps are done: evaluate and save these weights. Then train
     # one step more. The last iteration ends after its first half.
@@ -140,14 +139,14 @@ def loop(job: Job, batches: Iterator[Batch | None], clock: Clock, signals: list[
         outcome = progress.add_step(step_windows, loss, grad_norm, scaler)
 
         # Report it.
-        job.metrics.log_outcome(outcome, loss, grad_norm, scaler)
+        job.report.outcome(outcome, loss, grad_norm, scaler)
         if step == start_step:
             gc.collect()
             gc.freeze()  # these objects will stay: the collector need not visit them again
         steps_done = progress.step
         to_log = steps_done in (1, plan.steps) or steps_done % cfg.log_every == 0
         if outcome == "taken" and to_log:
-            job.metrics.log_step(loss, lr, grad_norm, flops, job.peak, clock)
+            job.report.step(loss, lr, grad_norm, flops, job.peak, clock)
         elif step == start_step:  # after a resume, the first step is a warm-up: do not time it
             clock.restart(steps_done)
 
@@ -174,7 +173,7 @@ def evaluate_all(job: Job, step: int) -> None:
     sizes = [len(windows.fixed_starts(limit)) * T for windows in data.val_windows]
     on_train = list(map(loss_of, data.train_windows, sizes))
     losses = {"val_loss": on_val, "val_document_loss": by_document, "train_eval_loss": on_train}
-    val_loss = job.metrics.log_eval(step, losses, time.perf_counter() - started)
+    val_loss = job.report.evaluation(step, losses, time.perf_counter() - started)
     job.progress.add_evaluation(val_loss)
 
 
@@ -189,7 +188,7 @@ def show_sample(job: Job, step: int) -> None:
             )
     except ArithmeticError:
         return  # the loss is not finite either, and has been reported
-    job.metrics.log_sample(step, text)
+    job.report.sample(step, text)
 
 
 def wants_checkpoint(job: Job, step: int, last: bool) -> bool:

@@ -41,7 +41,7 @@ from training.huggingface import architecture_of, save_weights, to_config
 signal.signal(signal.SIGINT, signal.default_int_handler)
 REPO = Path(__file__).resolve().parents[1]
 kernels.install()  # as every command does
-report.PATIENCE = 240  # follow.py has a low priority, and other tests run beside it
+report.END_SECONDS = 240  # plot.py has a low priority, and other tests run beside it
 
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")
 
@@ -54,7 +54,7 @@ TINY = ["--preset=llama", "--n_layer=2", "--n_head=4", "--n_kv_head=2", "--n_emb
 TINY += ["--block_size=32", "--batch_size=4", "--batch_tokens=256", "--max_steps=8", "--lr=3e-3"]
 TINY += ["--log_every=1", "--eval_every=4", "--save_every=4", "--device=cpu", "--dtype=float32"]
 TINY += ["--peak_tflops=1", "--dataset=tiny", "--sample_every=0"]
-TINY += ["--tracker=off"]  # a test of what follow.py makes says --tracker=none
+TINY += ["--tracker=off"]  # a test of the picture says --tracker=none
 
 
 def make_records(n: int, seed: int = 0) -> list[dict]:

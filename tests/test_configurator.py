@@ -9,7 +9,6 @@ import pytest
 from conftest import REPO, call
 
 import bench.prepare
-import follow
 import plot
 import prepare
 import sample
@@ -154,7 +153,7 @@ def test_a_mistake_says_what_is_accepted(monkeypatch, tmp_path, argv, named):
 
 
 SCRIPTS = [(train, TrainConfig), (prepare, PrepareConfig), (sample, SampleConfig)]
-SCRIPTS += [(plot, plot.PlotConfig), (follow, follow.FollowConfig)]
+SCRIPTS += [(plot, plot.PlotConfig)]
 
 
 @pytest.mark.parametrize("module, cls", [*SCRIPTS, (bench.prepare, bench.prepare.BenchConfig)])
@@ -172,10 +171,10 @@ def test_help_shows_every_setting_with_its_default_and_reason(module, cls, capsy
 @pytest.mark.parametrize("module, cls", SCRIPTS)
 def test_every_setting_is_read_by_its_script(module, cls):
     """A setting that no code reads would do nothing."""
-    # The files of a wing read the settings of its command, too; follow.py those of train.py, and
-    # model_config() passes settings on to the model by their names.
+    # The files of a wing read the settings of its command, too, and model_config() passes settings
+    # on to the model by their names.
     wing = {TrainConfig: "training", PrepareConfig: "text"}.get(cls, "no wing")
-    paths = [Path(module.__file__), Path(follow.__file__), *(REPO / wing).glob("*.py")]
+    paths = [Path(module.__file__), *(REPO / wing).glob("*.py")]
     source = "\n".join(path.read_text() for path in paths)
     used = set(re.findall(r"\.(\w+)|\"(\w+)\"", source))
     used = {word for words in used for word in words} | names(GPTConfig)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conftest import REPO
 
-COMMANDS = {"train", "prepare", "sample", "plot", "follow", "plan"}
+COMMANDS = {"train", "prepare", "sample", "plot", "plan"}
 PACKAGES = {"text", "training", "hardware"}
 
 

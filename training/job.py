@@ -12,7 +12,7 @@ from model import GPT
 from text.windows import DataSet, Loader, Windows
 from training.checkpoint import Saver
 from training.plan import Plan, Progress
-from training.report import Metrics
+from training.report import Report
 from training.settings import TrainConfig
 
 
@@ -44,6 +44,6 @@ class Job:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     progress: Progress
-    metrics: Metrics
+    report: Report
     saver: Saver
     peak: float | None  # TFLOPS of all devices together; None if unknown

@@ -1,14 +1,15 @@
-"""Read metrics.jsonl, the record of a run: one JSON object a line, each with the step it is about.
+"""metrics.jsonl, the record of a run: one JSON object a line, each with the step it is about.
 
-training/report.py writes it. follow.py, plot.py and others read it, without torch.
+training/report.py appends to it. plot.py and others read it, without torch.
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from configurator import UserError
-from hardware.disk import only_plain
+from hardware.disk import only_plain, write_whole
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -33,3 +34,17 @@ def read_metrics(path: Path) -> list[dict]:
             if number < len(lines) or line.endswith(b"\n"):
                 raise UserError(f"{path}:{number}: damaged: delete this line") from None
     return records
+
+
+def records_until(path: Path, step: int) -> list[dict]:
+    """Return the records up to a step. Later steps are trained again by a run resumed there."""
+    return [record for record in read_metrics(path) if record["step"] <= step]
+
+
+def start_metrics(path: Path, records: list[dict]) -> TextIO:
+    """Make these records the whole file, and return it open for others to be appended.
+
+    A kill leaves the old file or the new one. Raises OSError if it cannot be written.
+    """
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in records).encode())
+    return open(path, "a", encoding="utf-8")

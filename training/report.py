@@ -1,118 +1,89 @@
-"""What a run says while it trains: log lines on the terminal, and the same as records in
-metrics.jsonl. Only rank 0 reports.
+"""Report what happens in a run: a record in metrics.jsonl, a line on the terminal, the numbers to a
+tracker, and a picture of the losses. Only rank 0 reports.
 
-All that only looks (loss.png, wandb and others) reads these records, in a process of its own:
-follow.py. No fault there can touch a step.
+Nothing here ends a run or holds up a step. A tracker's package may fail or wait for a network: it
+is called in a thread of its own. plot.py draws loss.png in a process of its own.
 """
 
+import importlib
 import json
 import math
 import os
 import resource
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+import time
+import uuid
+from contextlib import ExitStack, suppress
+from dataclasses import InitVar, dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from subprocess import DEVNULL
 
 import torch
 from torch.amp import GradScaler
 
-from hardware.disk import Lock, set_aside, write_whole
 from hardware.machine import Clock, Machine
 from hardware.terminal import ProgressBar, in_a_terminal, quoted
 from text.windows import DataSet
+from training.metrics import start_metrics
 from training.plan import Plan, Progress
 from training.settings import TrainConfig
 
-FOLLOW = Path(__file__).resolve().parents[1] / "follow.py"
-PATIENCE = 20  # seconds that train.py waits at its end for the last picture
-
-
-class MetricsFile:
-    """The metrics.jsonl that a run writes. Neither a full disk nor a lost file stops the training.
-
-    records: what stands in it at the start. lock: of the run's folder. say: prints a warning.
-    """
-
-    def __init__(self, path: Path, records: list[dict], lock: Lock, say: Callable[[str], None]):
-        self.path = path
-        self.starts = [r for r in records if "landmarks" in r]  # of the run, and when it went on
-        self.lock = lock
-        self.say = say
-        self.content = bytearray(b"".join(map(line_of, records)))  # all that the file should hold
-        self.is_whole = True  # whether it does
-        self.mutex = threading.Lock()  # the thread that saves checkpoints appends lines, too
-        write_whole(path, self.content)
-
-    def append(self, record: dict) -> None:
-        """Append a line. If that fails, a later line writes the file again, all of it."""
-        line = line_of(record)
-        with self.mutex:
-            written = len(self.content)
-            self.content += line
-            was_whole = self.is_whole
-            self.is_whole = False
-            try:
-                if not self.lock.is_held():
-                    return  # the folder was moved or deleted: the next save makes it again
-                exists = os.path.lexists(self.path)
-                if was_whole and exists and self.path.lstat().st_size == written:
-                    with open(self.path, "ab") as file:
-                        file.write(line)
-                else:
-                    warning = f"warning: {self.path} was not whole: all of it is written again"
-                    if was_whole and exists:  # an older copy, a link, or somebody's own file
-                        kept = set_aside(self.path, "metrics_kept.jsonl")
-                        warning += f"; what was there is {kept}"
-                    write_whole(self.path, self.content)
-                    self.say(warning)
-                self.is_whole = True
-            except OSError as e:
-                if was_whole:
-                    self.say(f"warning: {self.path}: {e.strerror}: it is written again later")
-
-
-def line_of(record: dict) -> bytes:
-    return json.dumps(record).encode() + b"\n"
+PLOT = Path(__file__).resolve().parents[1] / "plot.py"
+SYNC = "metrics.jsonl has all numbers"
+END_SECONDS = 20  # how long the end of a run waits for the last picture and for the tracker
 
 
 @dataclass
-class Metrics:
-    """Reports the events of a run: first to metrics.jsonl, then to the terminal.
-
-    metrics.jsonl comes first because it is the authoritative record of the run.
-    """
+class Report:
+    """Reports the events of a run, until close(). On other ranks than 0 nothing is reported."""
 
     cfg: TrainConfig
     machine: Machine
     plan: Plan
     sets: list[DataSet]
     progress: Progress
-    file: MetricsFile | None  # of this run, on rank 0; None on the others
+    folder: Path  # of the run
+    records: InitVar[list[dict]]  # with which its metrics.jsonl begins
 
-    def __post_init__(self):
-        landmarks = [r["landmarks"] for r in self.file.starts] if self.file else []
-        self.unigram = landmarks[-1].get("unigram", math.inf) if landmarks else math.inf
+    def __post_init__(self, records: list[dict]):
+        self.drawing: subprocess.Popen | None = None
+        self.drawn = time.monotonic()  # when the last drawing began
+        self.tracker: threading.Thread | None = None
+        self.numbers: SimpleQueue[dict] = SimpleQueue()  # for the tracker; {} is the end
+        self.unigram = math.inf  # loss of single-token frequencies, in nats per token
+        self.lost = False  # whether a record could not be written
+        self.mutex = threading.Lock()  # the thread that saves checkpoints reports, too
+        self.below_lines = ExitStack()
         shown = self.machine.is_main and in_a_terminal()
         steps = dict(total=self.plan.steps, initial=self.progress.step)
         self.bar = ProgressBar("step", disable=not shown, **steps)
+        if self.machine.is_main:
+            self.file = start_metrics(self.folder / "metrics.jsonl", records)
+            self.below_lines.enter_context(self.bar.below())
+            for record in records:
+                self.unigram = record.get("landmarks", {}).get("unigram", self.unigram)
+            if self.cfg.tracker not in ("none", "off"):
+                self.start_tracker(records)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Keep the bar below all lines and follow.py beside the run while the block goes on."""
-        follower = nullcontext()
-        if self.file and self.cfg.tracker != "off":
-            follower = followed(self.file.path.parent, self.machine.say)
-        with self.bar.below(), follower:
-            yield
+    def start_tracker(self, records: list[dict]) -> None:
+        """Start to send numbers. A resumed run goes on as the same run at the tracker."""
+        name = self.cfg.tracker
+        ids = [r["tracker_run"] for r in records if r.get("tracker") == name]
+        run_id = ids[-1] if ids else uuid.uuid4().hex[:21]  # SwanLab wants 21 characters
+        settings = [r["settings"] for r in records if "settings" in r][-1]
+        step = self.progress.step
+        if not ids:
+            self.write(dict(step=step, tracker=name, tracker_run=run_id))
+        to_send = (name, self.folder, settings, run_id, step, self.numbers, self.machine)
+        self.tracker = threading.Thread(target=send_numbers, args=to_send, daemon=True)
+        self.tracker.start()
 
-    def log_outcome(self, outcome: str, loss: float, grad_norm: float, scaler: GradScaler) -> None:
+    def outcome(self, outcome: str, loss: float, grad_norm: float, scaler: GradScaler) -> None:
         """Count the last step, and report it if it was skipped or has a loss far above the others.
 
         outcome: as Progress.add_step() returns it.
@@ -133,7 +104,7 @@ class Metrics:
             record = dict(step=step, bad_step=problem, bad_steps=self.progress.bad_steps)
             self.write(record, f"warning: {problem}: skipped; {self.how_to_read(step)}")
 
-    def log_step(
+    def step(
         self, loss: float, lr: float, grad_norm: float, flops: int, peak: float | None, clock: Clock
     ) -> None:
         """Report the last step, with the speed since the last log line.
@@ -142,20 +113,12 @@ class Metrics:
         """
         step = self.progress.step
         plan = self.plan
-        seconds = clock.seconds()
-        steps = step - clock.step
-        rate = steps * plan.step_tokens / seconds
+        step_s = clock.seconds() / (step - clock.step)
+        rate = plan.step_tokens / step_s
         tflops = rate * flops / 1e12
         mfu = tflops / peak if peak else None
-        device = self.machine.device
-        if mfu and mfu > 1 and device.type == "cpu" and not self.cfg.peak_tflops:
+        if mfu and mfu > 1 and self.machine.device.type == "cpu" and not self.cfg.peak_tflops:
             mfu = None  # other programs slowed this machine down while its peak was measured
-        # The most memory so far: allocated on a GPU, else resident in this process. Of the latter,
-        # macOS counts bytes and Linux kilobytes.
-        unit = 1 if sys.platform == "darwin" else 1024
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        if device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated()
         tokens = plan.tokens_at(step)
         record = {
             "step": step,
@@ -167,46 +130,45 @@ class Metrics:
             "tokens_per_s": rate,
             "tflops": tflops,
             "mfu": mfu,
-            "step_ms": 1e3 * seconds / steps,
-            "data_ms": 1e3 * clock.data_s / steps,
-            "memory_gb": memory / 1e9,
-            "eta_s": (plan.steps - step) * seconds / steps,
+            "step_ms": 1e3 * step_s,
+            "data_ms": 1e3 * clock.data_s / (step - clock.step),
+            "memory_gb": most_memory(self.machine.device) / 1e9,
+            "eta_s": (plan.steps - step) * step_s,
         }
-        self.bar.set_postfix_str(f"{rate / 1e3:.1f}k tok/s", refresh=False)
-        line = f"loss {loss:.3f} | lr {lr:.1e} | grad {grad_norm:.2f} | {rate / 1e3:.1f}k tok/s"
+        speed = f"{rate / 1e3:.1f}k tok/s"
+        self.bar.set_postfix_str(speed, refresh=False)
+        line = f"loss {loss:.3f} | lr {lr:.1e} | grad {grad_norm:.2f} | {speed}"
         line += f" | {tflops:.{1 if tflops >= 10 else 3}f} TFLOPS"
         line += f" | MFU {'n/a' if mfu is None else f'{mfu:.1%}'} | {record['step_ms']:.0f} ms"
         line += f" | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB"
         self.write(record, f"{line} | eta {ProgressBar.format_interval(record['eta_s'])}")
         # By this step, every model should have learned more than how frequent each token is.
-        patience = max(100, 0.05 * plan.steps, 2 * self.cfg.warmup_ratio * plan.steps)
+        due = max(100, 0.05 * plan.steps, 2 * self.cfg.warmup_ratio * plan.steps)
         mean = statistics.mean(self.progress.losses[-20:])
-        last_line = (step - 1) // self.cfg.log_every * self.cfg.log_every
-        if last_line < patience <= step and mean > self.unigram:
+        if clock.step < due <= step and mean > self.unigram:
             line = f"warning: the loss ({mean:.2f}) is still not below that of single-token"
-            line += f" frequencies ({self.unigram:.2f}): is lr far too high or too low,"
-            line += f" are the texts right? {self.how_to_read(step)}"
-            self.write(dict(step=step, not_below="unigram"), line)
+            line += f" frequencies ({self.unigram:.2f}): check lr and the data;"
+            self.write(dict(step=step, not_below="unigram"), f"{line} {self.how_to_read(step)}")
         clock.restart(step)
 
     def how_to_read(self, step: int) -> str:
-        """Return by which command people can read the texts of a step."""
-        run = shlex.quote(f"{self.cfg.out_dir}/{self.cfg.run_name}")
+        """Return the command that prints the texts of a step."""
+        run = shlex.quote(str(self.folder))
         return f"read its texts by: python prepare.py --inspect {run} --step {step}"
 
-    def log_eval(self, step: int, losses: dict[str, list[float]], seconds: float) -> float:
-        """Report an evaluation after a step, and return the validation loss.
+    def evaluation(self, step: int, losses: dict[str, list[float]], seconds: float) -> float:
+        """Report an evaluation after a step, draw loss.png, and return the validation loss.
 
-        losses: key in the record -> a loss for each data set. val_loss: on its val.bin;
-        val_document_loss: the same, where each document is read alone from its own beginning, and
-        each window of one that is longer than a window; train_eval_loss: on windows of its
-        train.bin. The mean of each is weighted by the shares of the data sets in the run. seconds:
-        how long the evaluation took.
+        losses: key in the record -> a loss for each data set, in nats per token. val_loss: on its
+        val.bin; val_document_loss: the same, where each document is read alone from its own
+        beginning, and each window of one that is longer than a window; train_eval_loss: on windows
+        of its train.bin. The mean of each is weighted by the shares of the data sets in the run.
+        seconds: how long the evaluation took.
         """
         mean = {}
         by_set = {}
-        for key, of_sets in losses.items():
-            pairs = list(zip(self.sets, of_sets, strict=True))
+        for key, set_losses in losses.items():
+            pairs = list(zip(self.sets, set_losses, strict=True))
             mean[key] = sum(float(data.weight) * loss for data, loss in pairs)
             if len(pairs) > 1:
                 by_set |= {f"{key}/{data.name}": loss for data, loss in pairs}
@@ -221,9 +183,11 @@ class Metrics:
                 line += f" | {key.removeprefix('val_loss/')} {loss:.4f}"
         in_units = dict(val_ppl=ppl, val_bits_per_byte=bits_per_byte, eval_s=seconds)
         self.write({"step": step} | mean | by_set | in_units, line)
+        if time.monotonic() - self.drawn > 30:  # drawing takes seconds of a CPU core
+            self.draw()
         return mean["val_loss"]
 
-    def log_sample(self, step: int, text: str) -> None:
+    def sample(self, step: int, text: str) -> None:
         """Report a text that the model has written after a step."""
         prompt = self.cfg.sample_prompt
         line = f"the model continues {prompt!r}:" if prompt else "the model writes:"
@@ -232,55 +196,129 @@ class Metrics:
             prompt = ""
         self.write(dict(step=step, sample=prompt + text), f"{line}\n{quoted(prompt + text)}")
 
-    def log_save(self, step: int, path: Path, seconds: float) -> None:
-        """Report that the checkpoint of a step is complete on the disk.
+    def saved(self, step: int, path: Path, seconds: float) -> None:
+        """Report that the checkpoint of a step is complete on the disk. Any thread may call this.
 
         If metrics.jsonl has a record of a checkpoint and none can be found, a disk is missing, and
-        init_from=auto must not start from scratch. The thread that saves calls this.
+        init_from=auto must not start from scratch.
         """
         record = dict(step=step, saved=path.name, save_s=seconds)
         self.write(record, f"saved {path} in {seconds:.1f} s")
 
-    def write(self, record: dict, line: str) -> None:
+    def write(self, record: dict, line: str = "") -> None:
         """Report one event: the record for programs, the line for people."""
-        if self.file:
-            self.file.append(record)
-            line = f"step {record['step']}/{self.plan.steps} | {line}"
-            self.machine.say(line)
+        if not self.machine.is_main or self.file.closed:
+            return
+        with self.mutex:
+            try:
+                print(json.dumps(record), file=self.file, flush=True)
+            except OSError as e:
+                if not self.lost:
+                    self.machine.say(f"warning: {self.file.name}: {e.strerror}: it loses records")
+                self.lost = True
+        if self.tracker:
+            self.numbers.put({k: v for k, v in record.items() if type(v) in (int, float)})
+        if line:
+            self.machine.say(f"step {record['step']}/{self.plan.steps} | {line}")
+
+    def draw(self) -> None:
+        """Start to draw loss.png, unless an earlier drawing still goes on."""
+        if not self.machine.is_main or self.cfg.tracker == "off":
+            return
+        if self.drawing and self.drawing.poll() is None:
+            return
+        self.drawn = time.monotonic()
+        command = [sys.executable, str(PLOT), str(self.folder)]
+        streams = dict(stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
+        with suppress(OSError):  # close() says that there is no picture
+            # In a session of its own, it does not receive the Ctrl-C that stops this process.
+            self.drawing = subprocess.Popen(command, **streams, start_new_session=True)
+            os.setpriority(os.PRIO_PROCESS, self.drawing.pid, 10)  # the training comes first
 
     def close(self) -> None:
-        """End the record of the run: follow.py, started by hand, need not wait for more."""
-        if self.file:
-            self.file.append(dict(step=self.progress.step, ended=True))
+        """Draw the last picture, and end the run at the tracker. Nothing is reported later.
+
+        This takes END_SECONDS at most. If a tracker hangs, the process ends END_SECONDS later.
+        """
+        if not self.machine.is_main:
+            return
+        end = time.monotonic() + END_SECONDS
+        self.numbers.put({})
+        if self.progress.losses and self.cfg.tracker != "off":
+            self.wait_for_drawing(end)
+            self.draw()
+            self.wait_for_drawing(end)
+            if self.drawing and self.drawing.returncode == 0:
+                self.machine.say(f"loss plot: {self.folder / 'loss.png'}")
+            else:
+                self.machine.say(f"note: no loss plot: python plot.py {self.folder} draws it")
+        if self.tracker:
+            self.tracker.join(max(0.0, end - time.monotonic()))
+            if self.tracker.is_alive():
+                self.machine.say(f"warning: {self.cfg.tracker} did not receive all; {SYNC}")
+                # Its package may wait for the network even when Python ends.
+                code = 0 if self.progress.step == self.plan.steps else 1
+                timer = threading.Timer(END_SECONDS, os._exit, [code])
+                timer.daemon = True
+                timer.start()
+        with suppress(OSError):  # a full disk
+            self.file.close()
+        self.below_lines.close()
+
+    def wait_for_drawing(self, end: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            if self.drawing:
+                self.drawing.wait(max(0.0, end - time.monotonic()))
 
 
-@contextmanager
-def followed(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Let follow.py look at the run in the folder, in a process of its own, during the block.
+def send_numbers(
+    name: str,
+    folder: Path,
+    settings: dict,
+    run_id: str,
+    step: int,
+    queue: SimpleQueue[dict],
+    machine: Machine,
+) -> None:
+    """Send numbers to a tracker until {} comes. If its package fails, that is one warning.
 
-    Its input ends with the block, or with this process, however that ends: then it draws the last
-    picture. This process waits some seconds for that, and asks nothing else of it.
+    settings: of the run in the folder. run_id: the run of this id goes on at the tracker if there
+    is one. step: the last one that is not trained again.
     """
-    command = [sys.executable, str(FOLLOW), str(folder), "--beside"]
-    later = f"loss.png and the tracker are left to: python follow.py {folder}"
     try:
-        # In a session of its own, it does not receive the Ctrl-C that stops this process.
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    except OSError as e:
-        say(f"warning: follow.py cannot be started ({e.strerror}): {later}")
-        yield
-        return
-    try:
-        yield
-    finally:
-        process.stdin.close()
-        try:
-            process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with all that a tracker has started
-            process.wait()
-        if process.returncode:
-            say(f"warning: follow.py has ended early or took too long: {later}")
+        if name == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            # purge_step: later steps of an earlier process are replaced.
+            writer = SummaryWriter(folder / "tensorboard", purge_step=step + 1)
+            while numbers := queue.get():
+                for key, value in numbers.items():
+                    writer.add_scalar(key, value, numbers["step"])
+            writer.close()
+            return
+        os.environ.setdefault("WANDB_SILENT", "true")  # its lines would tear the progress bar
+        os.environ.setdefault("WANDB_CONSOLE", "off")
+        for action in ("INIT", "FINISH"):  # else wandb waits for a network, for minutes
+            os.environ.setdefault(f"WANDB_{action}_TIMEOUT", "15")
+        options = dict(project=os.environ.get(f"{name.upper()}_PROJECT", "gpt"), config=settings)
+        options |= dict(name=folder.resolve().name, id=run_id, resume="allow")
+        options |= {"dir": folder} if name == "wandb" else {"logdir": str(folder / "swanlog")}
+        service = importlib.import_module(name)
+        service.init(**options)
+        while numbers := queue.get():
+            service.log(numbers, step=numbers["step"])
+        service.finish()
+    except (Exception, SystemExit) as e:
+        reason = " ".join(f"{type(e).__name__}: {e}".split())[:200]
+        machine.say(f"warning: {name} failed ({reason}); {SYNC}")
+
+
+def most_memory(device: torch.device) -> int:
+    """Return the most bytes so far: allocated on a GPU, else resident in this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def in_other_units(loss: float, token_bytes: float) -> tuple[float, float, str]:

@@ -30,8 +30,8 @@ class Place:
     data_dir: str = "data"  # folder of all data sets
     device: str = "auto"  # auto: cuda, then mps, then cpu
     peak_tflops: float = 0.0  # of one device, for MFU; 0: datasheet, or on a CPU a measured product
-    # follow.py runs beside the training, draws loss.png, and sends the metrics to the tracker.
-    tracker: Literal["none", "wandb", "swanlab", "tensorboard", "off"] = "none"  # off: no follow.py
+    # loss.png is drawn in any case but off. WANDB_MODE=offline, then `wandb sync`: no network.
+    tracker: Literal["none", "wandb", "swanlab", "tensorboard", "off"] = "none"  # off: no loss.png
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,11 @@ from training.banner import banner, pace_note
 from training.checkpoint import Saver
 from training.job import Data, Job
 from training.memory import Step
-from training.metrics import read_metrics
+from training.metrics import records_until
 from training.optimizer import make_optimizer
 from training.parallel import check_room, compile_now, plan_of, shares, wrap
 from training.plan import Plan, Progress
-from training.report import Metrics, MetricsFile
+from training.report import Report
 from training.runs import lock_run, replace_run, tidy
 from training.settings import TrainConfig, model_config
 from training.step import to_batch
@@ -109,18 +109,21 @@ def build(
             compile_now(forward, to_batch(rows, machine.device), machine, data.tokenizer.eos_id)
     optimizer, scaler = open_optimizer(cfg, machine, model, earlier)
 
-    def open_folder() -> MetricsFile | None:
+    def open_folder() -> list[dict]:
         if not machine.is_main:
-            return None
+            return []
         if cfg.overwrite and not earlier and (moved := replace_run(folder, lock)):
             say(f"the earlier run is now {moved}: delete it when you no longer need it")
         path = folder / "metrics.jsonl"
         records = first_records(path, cfg, plan, data.sets, model.config, progress)
         for line in tidy(folder, progress.step, records):
             say(line)
-        return MetricsFile(path, records, lock, say)
+        return records
 
-    metrics = Metrics(cfg, machine, plan, data.sets, progress, machine.together(open_folder))
+    records = machine.together(open_folder)
+    report = machine.together(
+        lambda: Report(cfg, machine, plan, data.sets, progress, folder, records)
+    )
     files = machine.decide(lambda: fixed_files(data, model.config))
     files |= {"train_config.json": json_bytes(asdict(cfg))}
     c = model.config
@@ -136,8 +139,8 @@ def build(
         optimizer=optimizer,
         scaler=scaler,
         progress=progress,
-        metrics=metrics,
-        saver=Saver(folder / "ckpt", save, files, cfg.keep, lock, say, metrics.log_save),
+        report=report,
+        saver=Saver(folder / "ckpt", save, files, cfg.keep, lock, say, report.saved),
         peak=peak * machine.world if peak else None,
     )
 
@@ -289,9 +292,7 @@ def first_records(
     the settings of this process follows if they differ from those recorded last.
     """
     step = progress.step
-    earlier = read_metrics(path) if step else []
-    # This process repeats later steps.
-    records = [r for r in earlier if r["step"] <= step and "ended" not in r]
+    records = records_until(path, step) if step else []
     if step and not any(r["step"] == step and "saved" in r for r in records):
         # The process that wrote the checkpoint was killed before it could record it.
         records.append({"step": step, "saved": f"step_{step:08d}"})
@@ -302,7 +303,7 @@ def first_records(
     else:  # the model that is fine-tuned has its own shape
         of_model = {k: v for k, v in asdict(c).items() if k in settings and k != "block_size"}
         settings |= of_model | {"preset": huggingface.architecture_of(c).name}
-    # `prepare.py --inspect RUN --step N` and follow.py read this record to find a step's texts.
+    # `prepare.py --inspect RUN --step N` reads this record to find a step's texts.
     run = {
         "settings": settings,
         "step_samples": plan.step_tokens // cfg.block_size,

@@ -15,7 +15,6 @@ import bench.lab
 import bench.prepare
 import bench.roof
 import bench.sweep
-import follow
 import plan
 import plot
 import prepare
@@ -162,7 +161,6 @@ SWEEP = {
     "--vary=T,C": "vary: 'C'",
 }
 SCALES = {"--inits gpt2 magic": "'magic'"}
-FOLLOW = {"": "runs", "{root}": "metrics.jsonl", "{out}/run {out}/run": "runs"}
 LAB = {
     "": "bench/questions/optimizers.py",
     "gone.py": "config file gone.py",
@@ -179,7 +177,7 @@ PLAN = {
 }
 TABLES = [(train, TRAIN), (sample, SAMPLE), (prepare, PREPARE), (bench.prepare, BENCH_PREPARE)]
 TABLES += [(plan, PLAN), (bench.sweep, SWEEP), (bench.roof, ROOF), (bench.compare, COMPARE)]
-TABLES += [(plot, PLOT), (bench.lab, LAB), (bench.init_scales, SCALES), (follow, FOLLOW)]
+TABLES += [(plot, PLOT), (bench.lab, LAB), (bench.init_scales, SCALES)]
 TABLE = [(script, *row) for script, rows in TABLES for row in rows.items()]
 IDS = [f"{script.__name__} {line}" for script, line, _ in TABLE]
 

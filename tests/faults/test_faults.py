@@ -316,14 +316,14 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_no_failed_save(trains, monk
 
 def at_step_5(monkeypatch, meddle: Callable[[], object]) -> None:
     """Call meddle() before the record of step 5 is written to metrics.jsonl."""
-    write = report.Metrics.write
+    write = report.Report.write
 
     def disturbed(self, record, *args):
         if record["step"] == 5 and "loss" in record:
             meddle()
         write(self, record, *args)
 
-    monkeypatch.setattr(report.Metrics, "write", disturbed)
+    monkeypatch.setattr(report.Report, "write", disturbed)
 
 
 def test_saving_does_not_stop_the_training(finished, trains, monkeypatch):

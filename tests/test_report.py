@@ -1,0 +1,147 @@
+"""metrics.jsonl, loss.png and trackers: what a run reports. No fault of theirs harms it."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+from conftest import CPU, ended, metrics, same, training
+
+import train
+from training import report
+from training.metrics import read_metrics, start_metrics
+from training.plan import Progress, make_plan
+from training.settings import TrainConfig
+
+# A package wandb or swanlab that writes down how it is called, and fails as the test wants.
+STAND_IN = """
+import atexit, json, os, time
+
+def call(function, *values, **options):
+    with open(os.environ["CALLS"], "a") as file:
+        file.write(json.dumps([function, *values, options], default=str) + "\\n")
+    if os.environ.get("FAULT") == function:
+        raise ConnectionError("the network is down")
+    if os.environ.get("FAULT") == f"hang in {function}":
+        atexit.register(time.sleep, 1000)
+        time.sleep(1000)
+
+init = lambda **options: call("init", **options)
+log = lambda values, step: call("log", step, sorted(values))
+finish = lambda: call("finish")
+"""
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch) -> Callable[[], tuple[list, list]]:
+    """calls() returns the options of each init() of the stand-ins, and the steps with a loss."""
+    (tmp_path / "packages").mkdir()
+    for name in ("wandb", "swanlab"):
+        (tmp_path / "packages" / f"{name}.py").write_text(STAND_IN)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+
+    def read() -> tuple[list, list]:
+        lines = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+        losses = [step for name, step, *keys in lines if name == "log" and "loss" in keys[0]]
+        return [options for name, *_, options in lines if name == "init"], losses
+
+    return read
+
+
+def test_loss_png_is_there_when_the_run_ends(finished, trains):
+    assert not (finished / "loss.png").exists()
+    run = trains("--tracker=none")
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in run.iterdir()) == ["ckpt", "loss.png", "metrics.jsonl"]
+
+
+@pytest.mark.parametrize("fault", ["init", "log", "finish"])
+def test_tracker_that_raises_is_one_warning(
+    finished, tiny_data, tmp_path, monkeypatch, calls, fault
+):
+    monkeypatch.setenv("FAULT", fault)
+    done = ended(training(1, tiny_data, tmp_path, "--tracker=wandb"), subprocess.run)
+    assert done.returncode == 0
+    assert (done.stdout + done.stderr).count("the network is down") == 1
+    assert same(tmp_path / "run", finished) and (tmp_path / "run" / "loss.png").exists()
+
+
+@pytest.mark.parametrize("fault", ["hang in init", "hang in log", "hang in finish"])
+def test_tracker_that_hangs_delays_only_the_end(
+    finished, tiny_data, tmp_path, monkeypatch, calls, fault
+):
+    monkeypatch.setenv("FAULT", fault)
+    code = "import train; from training import report; report.END_SECONDS = 2; train.main()"
+    options = training(1, tiny_data, tmp_path, "--tracker=swanlab")[2:]
+    started = time.monotonic()
+    done = ended([sys.executable, "-c", code, *options], subprocess.run)
+    assert done.returncode == 0 and time.monotonic() - started < 100
+    assert same(tmp_path / "run", finished) and calls()
+
+
+def test_resumed_run_goes_on_as_the_same_tracker_run(trains, monkeypatch, calls):
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    run = trains("--tracker=wandb")
+    shutil.rmtree(run / "ckpt" / "step_00000008")  # as if it had been killed after step 4
+    trains("--tracker=wandb", "--init_from=resume", "--max_steps=9")
+    (begun, resumed), losses = calls()
+    assert (begun["project"], begun["name"], begun["config"]["max_steps"]) == ("mine", "run", 8)
+    assert resumed["config"]["max_steps"] == 9 and resumed["id"] == begun["id"]
+    assert losses == [*range(1, 9), *range(5, 10)]
+    trains("--tracker=wandb", "--max_steps=2", "--overwrite")
+    assert calls()[0][2]["id"] != begun["id"]
+
+
+def test_metrics_have_each_step_once_after_a_resume(trains):
+    run = trains()
+    shutil.rmtree(run / "ckpt" / "step_00000008")
+    trains("--init_from=resume", "--max_steps=9")
+    steps = [record["step"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    assert steps == list(range(1, 10))
+
+
+def test_full_disk_is_one_warning_and_no_error(tmp_path, capsys):
+    cfg = TrainConfig(max_steps=3, tracker="off", batch_tokens=1024)
+    plan = make_plan(cfg, 1, 10_000)
+    reports = report.Report(cfg, CPU, plan, [], Progress(), tmp_path, [])
+    reports.file = open("/dev/full", "a")
+    for step in range(3):
+        reports.sample(step, "text")
+    reports.close()
+    assert capsys.readouterr().out.count("warning") == 1
+
+
+def test_missing_tracker_is_named(refuses, monkeypatch):
+    monkeypatch.setattr("training.settings.find_spec", lambda name: None)
+    assert "tracker=swanlab" in refuses(train.main, "--max_steps=1", "--tracker=swanlab")
+
+
+@pytest.mark.slow
+def test_offline_wandb_gets_the_metrics(tiny_data, tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="needs the package wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    done = ended(training(1, tiny_data, tmp_path, "--tracker=wandb"), subprocess.run)
+    assert done.returncode == 0 and "warning" not in done.stdout
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_tensorboard_gets_the_metrics(trains):
+    pytest.importorskip("tensorboard", reason="needs the package tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = trains("--tracker=tensorboard")
+    shown = EventAccumulator(str(run / "tensorboard")).Reload()
+    points = {event.step: event.value for event in shown.Scalars("loss")}
+    assert points == pytest.approx(metrics(run, "loss"), rel=1e-6)
+
+
+def test_records_have_each_key_in_memory_once(tmp_path):
+    start_metrics(tmp_path / "metrics.jsonl", [dict(step=n, loss=1.0) for n in range(9)]).close()
+    keys = [key for record in read_metrics(tmp_path / "metrics.jsonl") for key in record]
+    assert len({id(key) for key in keys}) == 2
