@@ -1,38 +1,33 @@
 """How this program writes files, and how it recognises files that it has written.
 
     write_whole     write a file so that a kill leaves the old file or the new one, never a part
-    finish          write the manifest of a folder of new files, and sync all of it
-    put_in_place    give it its name; the old folder is kept, under another one
+    put_in_place    sync a new folder to the disk, and rename it
     set_aside       rename what is in the way, to a name that is free
     remove_only     delete files that are given by name, and the folder only if it is then empty
     sealed, unseal  a JSON object that contains the SHA-256 of its own content
     manifest        the size and SHA-256 of every file of a folder; damage() checks them
-    Lock            only one process may write a folder
+    lock_file       only one process may write a folder
 
 No function here deletes a file whose name it was not given. This module needs no torch, and only
 configurator.py of this project.
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from configurator import UserError, note
+from configurator import UserError
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
-HOLDER = b" (process "  # what the file LOCK begins with, or it is still empty
-
 
 # --------------------------------------------------------------------------------------------------
 # Writing
@@ -71,25 +66,12 @@ def json_bytes(content: Any) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-def finish(folder: Path) -> None:
-    """Write the manifest of a folder of new files, and sync all of it to the disk."""
-    entries = manifest(folder)
-    (folder / MANIFEST).write_bytes(json_bytes(entries))
-    for name in (*entries, MANIFEST, "."):
-        sync_to_disk(folder / name)
-
-
-def put_in_place(draft: Path, target: Path, name_aside: str) -> Path | None:
-    """Give a finished folder the name `target`. If that is taken, set_aside() what has it.
-
-    Return where that is then, or None if there was nothing. A kill between the two renames leaves
-    it there, and no target.
-    """
-    sync_to_disk(draft)
-    replaced = set_aside(target, name_aside) if os.path.lexists(target) else None
+def put_in_place(draft: Path, target: Path) -> None:
+    """Sync a folder of new files to the disk, then rename it: target is whole, or not there."""
+    for path in (*draft.iterdir(), draft):
+        sync_to_disk(path)
     draft.rename(target)
     sync_to_disk(target.parent)
-    return replaced
 
 
 def set_aside(path: Path, name: str) -> Path:
@@ -139,22 +121,6 @@ def file_sha256(path: str | Path) -> str:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def check_changed(opened: dict[Path, os.stat_result], check: Callable[[Path], None]) -> None:
-    """Call check(path) for each file that may have been changed in place since it was opened.
-
-    opened: path -> what the system said of it then. If a file was deleted, or another one has its
-    name now, then the one that is open, or mapped, stays as it was.
-    """
-    for path, earlier in opened.items():
-        current = path.stat() if path.exists() else earlier
-        # The ctime is the time of the last change of the file or of its owner, rights and times.
-        # Unlike the mtime, nobody can set it back.
-        is_same = current.st_size == earlier.st_size and current.st_ctime_ns == earlier.st_ctime_ns
-        if current.st_ino == earlier.st_ino and not is_same:
-            check(path)
-            opened[path] = current  # it was only touched
 
 
 def read_object(path: Path) -> dict:
@@ -245,76 +211,3 @@ def lock_file(path: Path, advice: str) -> FileLock:
     except Timeout:
         raise UserError(f"{path.parent}: another process is writing it: {advice}") from None
     return lock
-
-
-class Lock:
-    """The right to write a folder, which one process holds until close() or its end.
-
-    The folder is made if it does not exist, and removed again by close() if nothing was put into
-    it, with the folders above it that were made for it. Raises UserError if another process holds
-    the lock, or if somebody else's file has its name. instead: what the user can do, other than
-    wait.
-
-    What is locked is the file LOCK in the folder, opened for writing: NFS tells its server of such
-    a lock, and so all computers, but not of a lock on the folder itself.
-    """
-
-    def __init__(self, folder: Path, instead: str):
-        self.folder = folder
-        self.path = folder / LOCK
-        self.instead = instead
-        self.created = [path for path in (folder, *folder.parents) if not path.exists()]
-        self.file = self.take()
-
-    def take(self) -> FileIO:
-        """Lock the folder that has the name now, and return its open LOCK."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.locked = self.folder.stat()
-        file = FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
-        holder = os.pread(file.fileno(), 99, 0) if file.seekable() else b"a pipe"
-        if holder and not holder.startswith(HOLDER):
-            raise UserError(f"{self.path} is not a file that this program wrote: move it elsewhere")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            busy = f"another process is writing {self.folder}{holder.decode(errors='replace')}"
-            raise UserError(f"{busy}: wait for it, or {self.instead}") from None
-        except OSError as e:
-            if e.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS):
-                raise
-            note(f"{self.folder}: its disk has no locks: let only one process write there")
-        if not self.is_at_path(file):
-            return self.take()  # the process that held it has deleted it since it was opened
-        file.truncate(0)
-        file.write(HOLDER + f"{os.getpid()} on {os.uname().nodename})".encode())
-        return file
-
-    def is_at_path(self, file: FileIO) -> bool:
-        return self.path.exists() and os.path.samestat(os.fstat(file.fileno()), self.path.stat())
-
-    def is_held(self) -> bool:
-        """Return whether the lock is on the folder that has the name now."""
-        return self.is_at_path(self.file)
-
-    def renew(self) -> None:
-        """Lock the folder that has the name now, if it is not the one that is locked.
-
-        The folder may have been moved or deleted, and the lock with it. Raises UserError if another
-        folder has its name and holds anything, such as another run, or if another process holds the
-        lock. Only one thread may call this.
-        """
-        if self.is_held():
-            return
-        if self.folder.exists() and not os.path.samestat(self.folder.stat(), self.locked):
-            if any(path.name != LOCK for path in self.folder.iterdir()):
-                raise UserError(f"{self.folder} is another folder now, and not empty: move it away")
-        self.file = self.take()
-
-    def close(self) -> None:
-        with suppress(OSError):  # the disk may have become read-only
-            if self.is_held():
-                self.path.unlink()
-        self.file.close()  # NFS keeps a deleted file in the folder for as long as it is open
-        with suppress(OSError):  # a folder is not empty
-            for path in self.created:
-                path.rmdir()

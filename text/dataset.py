@@ -14,7 +14,6 @@ when.
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -69,11 +68,12 @@ def id_type(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 65536 else "<u4")
 
 
-def open_dataset(folder: Path) -> dict:
+def open_dataset(folder: Path, hashes: bool = True) -> dict:
     """Return the meta.json of a data set.
 
     Raises UserError if the data set is not complete, or if a file is not the one that meta.json
-    describes. Of the .bin files only the size is compared: verify() reads their content.
+    describes. The size of a .bin is compared; its hash only if it is newer than meta.json, which
+    was written last: then it was copied or changed. hashes: False: another process does that.
     """
     meta = read_meta(folder)
     check_tokenizer_files(folder, meta["tokenizer"])
@@ -84,6 +84,8 @@ def open_dataset(folder: Path) -> dict:
         if actual != size:
             problem = f"{actual} bytes where meta.json says {size}: truncated or replaced"
             raise UserError(f"{path}: {problem}; run prepare.py again")
+        if hashes and path.stat().st_mtime_ns > (folder / "meta.json").stat().st_mtime_ns:
+            verify(folder, meta, split)
     return meta
 
 
@@ -145,34 +147,6 @@ def verify(folder: str | Path, meta: dict, split: str) -> None:
         raise UserError(f"{folder}/{split}.bin: {problem}; run prepare.py again")
 
 
-def verify_all(sets: list[DataSet], say: Callable[[str], None]) -> None:
-    """Read all .bin files once, and raise UserError unless they have the hashes of meta.json."""
-    files = bin_files(sets)
-    size = sum(path.stat().st_size for path in files)
-    if size > 1e9:
-        say(f"reading {size / 1e9:.1f} GB of data once, to verify it, before the first step")
-    for data, split in files.values():
-        verify(data.folder, data.meta, split)
-
-
-def opened_files(sets: list[DataSet]) -> dict[Path, os.stat_result]:
-    """Return path -> what the system says of each .bin, just after it was mapped into memory."""
-    return {path: path.stat() for path in bin_files(sets)}
-
-
-def verify_file(sets: list[DataSet], path: Path) -> None:
-    """Raise UserError if a .bin of these data sets is not what meta.json says."""
-    data, split = bin_files(sets)[path]
-    open_dataset(data.folder)  # compares the size
-    verify(data.folder, data.meta, split)
-
-
-def bin_files(sets: list[DataSet]) -> dict[Path, tuple[DataSet, str]]:
-    """Return path -> (data set, split) of each .bin."""
-    pairs = [(data, split) for data in sets for split in ("train", "val")]
-    return {data.folder / f"{split}.bin": (data, split) for data, split in pairs}
-
-
 # --------------------------------------------------------------------------------------------------
 # The data sets of a run
 
@@ -190,16 +164,16 @@ def newest_dataset(data_dir: str | Path) -> str:
     return max(metas, key=os.path.getmtime).parent.name
 
 
-def open_datasets(spec: str, data_dir: str | Path) -> list[DataSet]:
+def open_datasets(spec: str, data_dir: str | Path, hashes: bool = True) -> list[DataSet]:
     """Open the data sets that `spec` names: `wiki`, `wiki:0.7,code:0.3`, or `wiki,code`.
 
-    Without weights, the weight of each data set is the size of its training split. Raises UserError
+    hashes: see open_dataset(). Without weights, the weight of each data set is the size of its training split. Raises UserError
     if `spec` is wrong, a data set is damaged, or they do not all have the same tokenizer.
     """
     names, weights = names_and_weights(spec)
     if None in weights and any(weights):
         raise UserError(f"dataset={spec!r}: give every data set a weight, or none")
-    metas = [open_dataset(Path(data_dir) / name) for name in names]
+    metas = [open_dataset(Path(data_dir) / name, hashes) for name in names]
     for name, meta in zip(names, metas, strict=True):
         if tokenizer_id(meta["tokenizer"]) != tokenizer_id(metas[0]["tokenizer"]):
             problem = f"{name} was made with another tokenizer than {names[0]}"
@@ -248,8 +222,7 @@ def open_windows(
 ) -> Windows:
     """Open a split of a data set.
 
-    If the places of its documents or answers are needed, all of it is read, and must have its hash.
-    Raises UserError if it is shorter than one window, or has no answers to learn.
+    If the positions of its documents or answers are needed, all of it is read. Raises UserError if it is shorter than one window, or has no answers to learn.
     """
     ids = open_split(data.folder, data.meta, split)
     whole = documents in ("pack", "pad")
@@ -262,7 +235,6 @@ def open_windows(
     if not whole and loss_per == "token" and loss_on == "all":
         return Windows(ids, block_size, seed, None)
 
-    verify(data.folder, data.meta, split)
     tokenizer = load_tokenizer(data.folder) if loss_on == "answers" else None
     places = places_of(ids, [eos_id, *(marks_of(tokenizer) if tokenizer else [])])
     ends = places[ids[places] == eos_id]

@@ -6,28 +6,27 @@ A checkpoint is a Hugging Face model folder, with the files that a resumed run n
         model.safetensors, config.json    the model, as training/huggingface.py writes it
         meta.json, tokenizer.*            meta.json and the tokenizer of the data set
         tokenizer.json, ...               the same tokenizer for Hugging Face's tools
-        train_state.pt                    optimizer, scaler, step, and place in the data:
+        train_state.pt                    optimizer, scaler, step, and position in the data:
                                           tensors and numbers, no code
         train_config.json                 the settings of the run
         manifest.json                     size and SHA-256 of every other file
 
-A checkpoint is either complete or not there. It is written to a temporary folder beside the others,
-synced to the disk and renamed. A thread does this from a copy in host memory, for which alone the
-training waits. If the newest checkpoint turns out to be damaged, a resumed run takes the one before
-it.
+A checkpoint is either complete or not there: it is written to a temporary folder next to the
+others, synced to the disk and renamed. A thread does this from a copy in host memory; training
+waits for that copy only. If the newest checkpoint turns out to be damaged, a resumed run takes the
+one before it.
 
-Only files that this program writes are deleted, each by its name. A checkpoint that holds any other
-file is kept whole.
+Only folders named step_N in ckpt/ are deleted, and of them only files of the names that this
+program writes.
 """
 
+import math
 import os
 import re
-import secrets
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,117 +34,138 @@ import torch
 from torch import Tensor, nn
 
 from configurator import UserError, note
-from hardware.disk import MANIFEST, Lock, damage, finish, put_in_place, remove_only
-from hardware.machine import whole
+from hardware.disk import (
+    LOCK,
+    MANIFEST,
+    damage,
+    json_bytes,
+    lock_file,
+    manifest,
+    put_in_place,
+    remove_only,
+    sealed,
+    set_aside,
+)
+from hardware.machine import Machine, whole
+from model import GPTConfig
+from text.dataset import files_of
+from text.hf_tokenizer import chat_files, only_ends, read_json, to_hugging_face
+from text.tokenizer import Tokenizer
+from text.windows import DataSet
+from training.huggingface import architecture_of, save_weights, to_config
+from training.metrics import read_metrics
+from training.plan import Progress
+from training.report import Report
+from training.settings import TrainConfig
 
 # The files that train.py writes to a checkpoint.
-OUR_FILES = set(
-    """
-    model.safetensors config.json train_state.pt train_config.json meta.json manifest.json
-    tokenizer.model tokenizer.tiktoken tokenizer.json tokenizer_config.json special_tokens_map.json
-    added_tokens.json vocab.json merges.txt chat_template.jinja generation_config.json
-    """.split()
-)
-# To read these again takes long: pruning does so only if they may have been changed since.
-LARGE = {"model.safetensors", "train_state.pt"}
+OUR_FILES = [
+    MANIFEST,
+    *("model.safetensors", "config.json", "generation_config.json"),
+    *("train_state.pt", "train_config.json", "meta.json"),
+    *("tokenizer.model", "tokenizer.tiktoken", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    "chat_template.jinja",
+]
 
 
 # --------------------------------------------------------------------------------------------------
 # Write
 
 
-@dataclass
 class Saver:
-    """Write checkpoints in the background, one at a time, and delete the older ones."""
+    """Write the checkpoints of a run in the background, one at a time, and delete older ones.
 
-    folder: Path  # of the checkpoints
-    save_weights: Callable[[dict[str, Tensor], Path], None]  # writes name -> value to a folder
-    files: dict[str, bytes]  # name -> content of those that are the same in each checkpoint
-    keep: int  # how many of the newest checkpoints stay, besides the best one
-    lock: Lock | None  # of the run's folder, on the rank that writes; None on the others
-    say: Callable[[str], None]  # prints a line
-    report: Callable[[int, Path, float], None]  # of step, path and seconds, once it is on the disk
-    writing: Future | None = None
-    failed: str = ""  # why the last checkpoint could not be written; empty if it could
+    failed: why the last checkpoint could not be written; empty if it could.
+    """
 
-    def __post_init__(self):
+    def __init__(
+        self,
+        folder: Path,
+        config: GPTConfig,
+        files: dict[str, bytes],
+        keep: int,
+        machine: Machine,
+        report: Report,
+    ):
+        """folder: of the checkpoints. config: of the model. files: see shared_files(). keep: how
+        many of the newest checkpoints stay, in addition to the best one.
+        """
+        self.folder = folder
+        self.config = config
+        self.files = files
+        self.keep = keep
+        self.machine = machine
+        self.report = report
+        self.failed = ""
+        self.writing: Future | None = None
         self.pool = ThreadPoolExecutor(1)
 
-    def save(self, model: nn.Module, optimizer, scaler, progress) -> None:
-        """Begin to write step_N. All ranks must call this; rank 0 writes.
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        progress: Progress,
+    ) -> None:
+        """Start to write the checkpoint of this step. All ranks must call this; rank 0 writes.
 
-        The one before must be on the disk: see wait(). progress: a dataclass of numbers.
+        It waits until the checkpoint before is on the disk.
         """
+        self.wait()
         started = time.perf_counter()
-        training = asdict(progress)
-        training |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
-        weights = to_host(dict(model.named_parameters()), keep=self.lock is not None)
-        training = to_host(training, keep=self.lock is not None)
-        if self.lock:
-            self.writing = self.pool.submit(self.write, weights, training, started)
+        state = asdict(progress)
+        state |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+        weights = to_host(dict(model.named_parameters()), self.machine.is_main)
+        state = to_host(state, self.machine.is_main)
+        if self.machine.is_main:
+            self.writing = self.pool.submit(self.write, weights, state, started)
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is on the disk."""
         if self.writing:
             self.writing.result()
 
-    def write(self, weights: dict, training: dict, started: float) -> None:
-        """Write a checkpoint, put it in place, report it, and prune the older ones.
+    def write(self, weights: dict[str, Tensor], state: dict, started: float) -> None:
+        """Write a checkpoint, rename it, report it, and prune older ones.
 
-        started: when the save began, by time.perf_counter().
-
-        If the disk is full or fails, this is a warning, and self.failed holds the reason. Training
-        goes on, since the earlier checkpoints are still there.
+        started: when the save began, by time.perf_counter(). If the disk is full or fails, this is
+        a warning: training goes on, since the earlier checkpoints are still there.
         """
-        step = training["step"]
-        target = self.folder / f"step_{step:08d}"
-        draft = temporary(target)
+        target = self.folder / f"step_{state['step']:08d}"
+        draft = target.with_name(f".tmp_{target.name}")
         try:
-            self.lock.renew()
-            if self.folder.is_symlink():
-                raise OSError(f"{self.folder} is a link now")
-            self.write_folder(draft, weights, training)
-            # Where a disk has no locks, another process may have written this step.
-            if earlier := put_in_place(draft, target, f"{target.name}_kept"):
-                self.say(f"note: {target} is kept as {earlier.name}")
-        except (OSError, UserError) as e:
+            draft.mkdir(parents=True)
+            save_weights(architecture_of(self.config), self.config, weights, draft)
+            for name, content in self.files.items():
+                (draft / name).write_bytes(content)
+            with open(draft / "train_state.pt", "wb") as file:
+                torch.save(state, file)
+            (draft / MANIFEST).write_bytes(json_bytes(manifest(draft)))
+            if os.path.lexists(target):
+                set_aside(target, f"{target.name}_kept")
+            put_in_place(draft, target)
+        except (OSError, RuntimeError) as e:  # torch.save() raises a RuntimeError about an OSError
             with suppress(OSError):
                 remove_only(draft, OUR_FILES)
-            self.failed = f"{target} could not be written ({getattr(e, 'strerror', None) or e})"
-            self.say(f"warning: {self.failed}; training goes on, earlier checkpoints are intact")
+            reason = getattr(e.__context__ or e, "strerror", None) or e
+            self.failed = f"{target} could not be written ({reason})"
+            self.machine.say(f"warning: {self.failed}; training goes on")
             return
         self.failed = ""
-        self.report(step, target, time.perf_counter() - started)
-        if not training["bad_in_a_row"]:  # after a bad step, older weights may be better
-            self.prune(step, training["best_step"])
-
-    def write_folder(self, folder: Path, weights: dict, training: dict) -> None:
-        """Write all files of a checkpoint and sync them to the disk, the manifest last."""
-        folder.mkdir(parents=True)
-        self.save_weights(weights, folder)
-        for name, content in self.files.items():
-            (folder / name).write_bytes(content)
-        with open(folder / "train_state.pt", "wb") as file:
-            try:
-                torch.save(training, file)
-            except RuntimeError as e:  # on top of the reason
-                raise e.__context__ if isinstance(e.__context__, OSError) else e from None
-        finish(folder)
+        self.report.saved(state["step"], target, time.perf_counter() - started)
+        if not state["bad_in_a_row"]:  # after a bad step, older weights may be better
+            self.prune(state["step"], state["best_step"])
 
     def prune(self, step: int, best_step: int) -> None:
-        """Delete what the complete checkpoint of `step` replaces.
-
-        These are the checkpoints up to `step`, except the best one and the `keep` newest of the
-        others. note() says, and only once, which stay because somebody else's files are in them.
-        """
+        """Delete all checkpoints up to `step` but the best one and the `keep` newest others."""
+        others = [path for path in numbered(self.folder) if step_of(path) <= step]
+        others = [path for path in others if step_of(path) != best_step]
         try:
-            earlier = [path for path in numbered(self.folder) if step_of(path) <= step]
-            others = [path for path in earlier if step_of(path) != best_step]
             for path in others[self.keep :]:
-                if reason := discard(path):
-                    note(f"{path} is kept: {reason}")
+                remove_only(path, OUR_FILES)  # the manifest first: then it does not count any more
         except OSError as e:
-            self.say(f"warning: an older checkpoint could not be deleted ({e})")
+            self.machine.say(f"warning: an older checkpoint could not be deleted ({e})")
 
 
 def to_host(state: Any, keep: bool) -> Any:
@@ -157,25 +177,104 @@ def to_host(state: Any, keep: bool) -> Any:
     if isinstance(state, dict):
         return {k: to_host(v, keep) for k, v in state.items()}
     if isinstance(state, Tensor):
-        gathered = whole(state.detach())
-        return gathered.to("cpu", copy=True) if keep else None
+        full = whole(state.detach())
+        return full.to("cpu", copy=True) if keep else None
     return state
 
 
-def temporary(checkpoint: Path) -> Path:
-    """Return a path beside a checkpoint that no other process uses, to write or delete it there."""
-    return checkpoint.with_name(f".tmp_{checkpoint.name}-{secrets.token_hex(4)}")
+def shared_files(
+    cfg: TrainConfig, sets: list[DataSet], tokenizer: Tokenizer, c: GPTConfig
+) -> dict[str, bytes]:
+    """Return name -> content of the files that are the same in each checkpoint of a run.
+
+    They are read before the first step, since the data set may be gone when a checkpoint is
+    written. meta.json is that of the first data set, with the hashes of all data sets, which a
+    resumed run compares. If no tokenizer.json came with the tokenizer, one is made. If a data set
+    has conversations, the files include a chat template. c: the shape of the model.
+    """
+    folder, meta = sets[0].folder, sets[0].meta
+    changes = {
+        "trained_on": {d.name: d.meta["splits"]["train"]["sha256"] for d in sets},
+        "judged_by": {d.name: d.meta["splits"]["val"]["sha256"] for d in sets},
+        # manifest.json has the hashes of the tokenizer's files
+        "tokenizer": {k: v for k, v in meta["tokenizer"].items() if k != "files"},
+    }
+    files = {name: (folder / name).read_bytes() for name in files_of(meta["tokenizer"])}
+    if "tokenizer.json" not in files:
+        made = to_hugging_face(tokenizer, c.block_size, read_json(folder / "tokenizer_config.json"))
+        if not made:
+            note("other programs may read this tokenizer differently: docs/interchange.md")
+        files |= {name: json_bytes(content) for name, content in made.items()}
+    if "generation_config.json" in files:
+        files["generation_config.json"] = only_ends(tokenizer, files["generation_config.json"])
+    if any("answers" in d.meta["splits"]["train"] for d in sets):
+        files |= chat_files(tokenizer, files)
+    bos_id = next(iter(tokenizer.prefix), None)
+    files["config.json"] = json_bytes(to_config(c, tokenizer.eos_id, bos_id))
+    files["meta.json"] = json_bytes(sealed(meta | changes))
+    return files | {"train_config.json": json_bytes(asdict(cfg))}
 
 
 # --------------------------------------------------------------------------------------------------
-# Find
+# The folder of a run
+
+
+def lock_run(folder: Path, overwrite: bool) -> Path | None:
+    """Lock out/RUN until this process ends. overwrite: first rename an earlier run to RUN.old.
+
+    Return the new path of the earlier run. Raises UserError if another process holds the lock, or
+    if ckpt is a link: it may lead to the checkpoints of another run, which would be pruned.
+    """
+    if (folder / "ckpt").is_symlink():
+        raise UserError(f"{folder / 'ckpt'} is a link: out/RUN or out may be one, but not ckpt")
+    advice = "stop it (a killed torchrun leaves its workers behind), or choose another --run_name"
+    lock_file(folder / LOCK, advice)
+    moved = None
+    if overwrite and holds_files(folder):
+        moved = set_aside(folder, f"{folder.name}.old")
+        lock_file(folder / LOCK, advice)
+    for draft in folder.glob("ckpt/.tmp_step_*"):  # of a process that was killed while it saved
+        remove_only(draft, OUR_FILES)
+    return moved
+
+
+def holds_files(folder: Path) -> bool:
+    """Return whether a folder holds more than hidden files and an empty ckpt/."""
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    if "ckpt" in names and not any(numbered(folder / "ckpt")):
+        names.remove("ckpt")
+    return bool(names - {"lost+found"})
+
+
+def newest_run(out_dir: Path) -> Path | None:
+    """Return the run, out_dir/RUN, that saved a checkpoint last, or None if there is none.
+
+    Runs that --overwrite has renamed do not count.
+    """
+    saved = {}  # run -> time of its newest checkpoint
+    for ckpt_dir in out_dir.glob("*/ckpt"):
+        with suppress(OSError):  # the run has just deleted this checkpoint
+            newest = newest_checkpoint(ckpt_dir)
+            if newest and not re.search(r"\.old-?[0-9]*$", ckpt_dir.parent.name):
+                saved[ckpt_dir.parent] = (newest / MANIFEST).stat().st_mtime
+    return max(saved, key=saved.__getitem__, default=None)
+
+
+def losses_of(run: Path) -> dict[Path, float]:
+    """Return the validation loss of each checkpoint of a run that was evaluated, newest first.
+
+    Raises UserError if metrics.jsonl is damaged.
+    """
+    records = read_metrics(run / "metrics.jsonl")
+    losses = {r["step"]: r["val_loss"] for r in records if r.get("val_loss", math.inf) < math.inf}
+    checkpoints = complete_checkpoints(run / "ckpt")
+    return {path: losses[step_of(path)] for path in checkpoints if step_of(path) in losses}
 
 
 def numbered(ckpt_dir: Path) -> list[Path]:
-    """Return the checkpoints in a folder, complete or not, newest first.
+    """Return the folders named step_N in ckpt_dir, complete or not, newest first.
 
-    Whatever is named step_ and a number counts as one. Raises OSError if the folder cannot be
-    listed: checkpoints that cannot be seen must not be taken for such that do not exist.
+    Raises OSError if ckpt_dir cannot be listed: an unreadable folder is not an empty one.
     """
     try:
         names = os.listdir(ckpt_dir)
@@ -189,45 +288,28 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def whole_checkpoints(ckpt_dir: Path) -> list[Path]:
+def complete_checkpoints(ckpt_dir: Path) -> list[Path]:
     """Return the checkpoints that have a manifest, newest first. The manifest is written last."""
     return [path for path in numbered(ckpt_dir) if (path / MANIFEST).is_file()]
 
 
 def newest_checkpoint(ckpt_dir: Path) -> Path | None:
-    return next(iter(whole_checkpoints(ckpt_dir)), None)
+    return next(iter(complete_checkpoints(ckpt_dir)), None)
 
 
-# --------------------------------------------------------------------------------------------------
-# Delete
+def intact_checkpoint(ckpt_dir: Path) -> Path | None:
+    """Return the newest checkpoint whose files have the hashes in its manifest; None if none has.
 
-
-def is_untouched(path: Path, manifest: Path) -> bool:
-    """Return whether a file is no newer than the manifest, which is written last.
-
-    Its ctime counts, too: nobody can set that back.
+    Newer ones, which are damaged, are renamed to step_N_kept, with a warning: the run will write
+    these steps again.
     """
-    if not manifest.exists():
-        return False
-    file, last = path.lstat(), manifest.lstat()
-    return file.st_mtime_ns <= last.st_mtime_ns and file.st_ctime_ns <= last.st_ctime_ns
-
-
-def discard(checkpoint: Path) -> str:
-    """Delete a checkpoint. If it holds anything that is not ours, leave it and return what.
-
-    Ours are files of our names that are as the manifest says. One that somebody has changed since,
-    such as tokenizer_config.json or weights that were averaged, is theirs.
-    """
-    if checkpoint.is_symlink() or not checkpoint.is_dir():
-        return "it is not a folder of its own"
-    paths = [path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir()]
-    names = {path.relative_to(checkpoint).as_posix() for path in paths} - {MANIFEST}
-    manifest = checkpoint / MANIFEST
-    names -= {name for name in LARGE & names if is_untouched(checkpoint / name, manifest)}
-    foreign = min(names - OUR_FILES, default="")  # also average/... of an earlier version
-    if problem := foreign or damage(checkpoint, [], required=sorted(names)):
-        return f"it holds what is not ours, or was edited ({problem})"
-    # It is renamed first, so that nobody finds half a checkpoint under its name.
-    remove_only(checkpoint.rename(temporary(checkpoint)), OUR_FILES)
-    return ""
+    damaged = []
+    for path in numbered(ckpt_dir):
+        problem = damage(path, required=("model.safetensors", "config.json", "train_state.pt"))
+        if not problem:
+            for newer in damaged:
+                set_aside(newer, f"{newer.name}_kept")
+            return path
+        note(f"warning: {problem}: damaged; the checkpoint before it is taken, if there is one")
+        damaged.append(path)
+    return None

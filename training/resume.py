@@ -3,31 +3,39 @@
 In the order in which a run comes to them:
 
     settings_of_run   its settings; a resumed run has those of its newest checkpoint
-    find_origin       what it starts from, decided by rank 0 from what is on the disk
-    read_training     what the checkpoint says of the run that wrote it
-    check_fits        compares them, and the shape of its model, with settings and data
+    find_start        what it starts from
+    read_state        what the checkpoint says about the run that wrote it
+    check_fits        compares that with the settings and the data of today
     model_to_tune     the model of another run or program, made ready for the settings and the data
 
 Each raises UserError if something is missing or does not fit.
 """
 
+import math
 import os
-import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from configurator import UserError, changes, checked, note, set_value
-from hardware.disk import LOCK, damage, read_object
+from hardware.disk import damage, read_object
+from hardware.machine import is_sharded
 from model import GPT, GPTConfig, rope_table
-from text.dataset import DataSet, load_tokenizer, newest_dataset, tokenizer_id
+from text.dataset import load_tokenizer, tokenizer_id
 from text.hf_tokenizer import tokenizer_of_model
 from text.tokenizer import same_ids
-from training.checkpoint import newest_checkpoint, numbered, whole_checkpoints
+from text.windows import DataSet
+from training.checkpoint import (
+    complete_checkpoints,
+    holds_files,
+    intact_checkpoint,
+    newest_checkpoint,
+    newest_run,
+)
 from training.huggingface import from_pretrained, is_utf8, load_tensors, shape_in
 from training.metrics import read_metrics
-from training.runs import is_run, newest_run
 from training.settings import PLACE, TrainConfig, model_config
 
 # --------------------------------------------------------------------------------------------------
@@ -54,16 +62,11 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
     names_run = {"run_name", "max_steps", "max_epochs", "max_tokens"} & options.keys()
     resumes = cfg.init_from == "resume" and not names_run
     if newest := newest_run(Path(cfg.out_dir)) if resumes else None:
-        options = options | {"run_name": newest.name}
-    folder = Path(cfg.out_dir) / options.get("run_name", cfg.run_name)
-    earlier = earlier_settings(folder / "ckpt")
-    name = earlier.pop("run_name", folder.name)
-    if newest:
-        if name != newest.name and newest_checkpoint(newest.with_name(name) / "ckpt"):
-            problem = f"{newest}, the newest run, began as {name}, which is there, too"
-            raise UserError(f"{problem}: give --run_name")
         note(f"no run_name is given: the newest run is resumed, {newest}")
-    return checked(TrainConfig, earlier | options)
+        options = options | {"run_name": newest.name}
+    run_name = options.get("run_name", cfg.run_name)
+    saved = saved_settings(Path(cfg.out_dir) / run_name / "ckpt")
+    return checked(TrainConfig, saved | options | {"run_name": run_name})
 
 
 def with_model(options: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +76,7 @@ def with_model(options: dict[str, Any]) -> dict[str, Any]:
     its newest checkpoint. If the model cannot be read, from_pretrained() will say so.
     """
     init_from = options.get("init_from", "scratch")
-    if init_from in ("scratch", "resume", "auto"):
+    if init_from == "scratch":
         return options
     if newest := newest_checkpoint(Path(init_from) / "ckpt"):
         init_from = str(newest)
@@ -82,27 +85,16 @@ def with_model(options: dict[str, Any]) -> dict[str, Any]:
         context = shape_in(init_from).block_size
     except UserError:
         return options
-    return {"block_size": min(TrainConfig.block_size, context)} | options
+    return {"block_size": min(TrainConfig().block_size, context)} | options
 
 
-def with_data(cfg: TrainConfig) -> TrainConfig:
-    """Return the settings; if they name no data set, with the one that was prepared last."""
-    if cfg.dataset:
-        return cfg
-    name = newest_dataset(cfg.data_dir)
-    note(f"dataset={name} is taken, the newest in {cfg.data_dir}/")
-    return replace(cfg, dataset=name)
-
-
-def earlier_settings(ckpt_dir: Path) -> dict[str, Any]:
+def saved_settings(ckpt_dir: Path) -> dict[str, Any]:
     """Return the settings of the newest checkpoint in ckpt_dir, or {} if there is none.
 
     Left out are out_dir, how the run was started, and settings that this version does not have.
-    Only the hash of the file that is read is compared here: find_origin() compares the others,
-    under the run's lock.
     """
     file = "train_config.json"
-    for path in whole_checkpoints(ckpt_dir):
+    for path in complete_checkpoints(ckpt_dir):
         if damage(path, [file], required=[file]):
             continue
         values: dict[str, Any] = {}
@@ -116,73 +108,41 @@ def earlier_settings(ckpt_dir: Path) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Its origin
+# Its start
 
 
-def find_origin(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> Path | None:
+def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
     """Return what cfg.init_from means for the run in `folder`, whose lock the caller holds.
 
     With resume and auto it is a checkpoint of this run, else a model folder; None: random weights.
     Raises UserError if the run would lose something that is there, or cannot find what it needs.
     """
-    if cfg.init_from in ("resume", "auto"):
-        if checkpoint := own_checkpoint(cfg, folder, say):
-            return checkpoint
-    path = None if cfg.init_from in ("scratch", "auto") else Path(cfg.init_from)
-    if not is_run(folder):
-        # The lock is there, and perhaps what a process left that was killed when it began, or what
-        # an empty disk has.
-        left = r"\.metrics\.jsonl\.tmp|metrics_kept\.jsonl\d*|\.tmp_step_.*|lost\+found"
-        others = {name for name in os.listdir(folder) if not re.fullmatch(left, name)} - {LOCK}
-        ckpt = folder / "ckpt"
-        if ckpt.is_dir() and all(re.fullmatch(left, name) for name in os.listdir(ckpt)):
-            others -= {"ckpt"}
-        if others:
-            raise UserError(f"{folder} holds {min(others)!r} and no run: give another --run_name")
-    elif cfg.init_from != "auto":  # which goes on with a run that ended before it saved anything
-        if not cfg.overwrite:
+    if cfg.init_from not in ("resume", "auto"):
+        if holds_files(folder):
             advice = "--run_name=NAME is another, --overwrite moves it out of the way"
             if newest_checkpoint(folder / "ckpt"):
                 advice += f", --run_name={cfg.run_name} --init_from=resume continues it"
-            raise UserError(f"{folder} holds an earlier run: {advice}")
-        if path is not None and folder.resolve() in path.resolve().parents:
-            raise UserError(f"--overwrite would move {path}: give the new run another --run_name")
-    if cfg.init_from == "auto":
-        say(f"note: there is no checkpoint in {folder}: the run begins from random weights")
-    return path
+            raise UserError(f"{folder} exists: {advice}")
+        return None if cfg.init_from == "scratch" else Path(cfg.init_from)
 
-
-def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -> Path | None:
-    """Return the newest checkpoint of the run whose files are all as its manifest says.
-
-    Of newer ones, a warning says in which way they are damaged. Returns None only if init_from=auto
-    may start anew. Raises UserError if the run has checkpoints but none is intact, or if there is
-    nothing that init_from=resume could go on from.
-    """
     ckpt_dir = folder / "ckpt"
-    problems = []
-    for path in numbered(ckpt_dir):
-        problem = damage(path, required=("model.safetensors", "config.json", "train_state.pt"))
-        if not problem:
-            return path
-        say(f"warning: {problem}: damaged; the checkpoint before it is taken, if there is one")
-        problems.append(problem)
-    path = folder / "metrics.jsonl"
-    records = read_metrics(path)
-    saved = [record["step"] for record in records if "saved" in record]
-    evidence = [*problems, *(f"{path} says that step {step} was saved" for step in saved)]
-    if evidence:
+    if checkpoint := intact_checkpoint(ckpt_dir):
+        return checkpoint
+    records = read_metrics(folder / "metrics.jsonl")
+    if complete_checkpoints(ckpt_dir) or any("saved" in record for record in records):
+        problem = f"this run has saved checkpoints, and none in {ckpt_dir} is intact"
         advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
-        raise UserError(f"no checkpoint in {ckpt_dir} is intact ({evidence[0]}): {advice}")
-    start = next((r["settings"] for r in records if {"step_samples", "settings"} <= r.keys()), {})
-    if (began := start.get("init_from", "scratch")) != "scratch":
-        problem = f"{folder} began from {began} and saved nothing before it ended"
+        raise UserError(f"{problem}: {advice}")
+    start = next((record["settings"] for record in records if "settings" in record), {})
+    if (model := start.get("init_from", "scratch")) != "scratch":
+        problem = f"{folder} began from {model} and saved nothing before it ended"
         raise UserError(f"{problem}: begin it again with --init_from=MODEL --overwrite")
     if cfg.init_from == "resume":
         advice = "--init_from=auto begins it"
         if newest := newest_run(Path(cfg.out_dir)):
             advice += f", --run_name={newest.name} is the newest run"
         raise UserError(f"init_from=resume: there is no checkpoint in {ckpt_dir}; {advice}")
+    note(f"there is no checkpoint in {folder}: the run begins from random weights")
     return None
 
 
@@ -191,59 +151,59 @@ def own_checkpoint(cfg: TrainConfig, folder: Path, say: Callable[[str], None]) -
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """What a checkpoint says of the run that wrote it."""
+class Saved:
+    """What a checkpoint says about the run that wrote it."""
 
     settings: dict  # train_config.json
     meta: dict  # meta.json
-    training: dict  # train_state.pt
+    state: dict  # train_state.pt
 
 
-def read_training(folder: Path) -> Earlier:
+def read_state(folder: Path) -> Saved:
     """Read everything in a checkpoint but the model and the tokenizer.
 
     Raises UserError or OSError if a file cannot be read.
     """
     path = folder / "train_state.pt"
     # mmap: a tensor takes memory only when it is read, and all processes share that memory. But
-    # torch opens such a file by its name in UTF-8, which is another one on an old disk in GBK.
+    # torch opens paths as UTF-8: a path in GBK needs another route.
     try:
-        training = load_tensors(path, mmap=is_utf8(path))
-        jsons = (read_object(folder / name) for name in ("train_config.json", "meta.json"))
-        return Earlier(*jsons, training)
+        state = load_tensors(path, mmap=is_utf8(path))
+        settings = read_object(folder / "train_config.json")
+        return Saved(settings, read_object(folder / "meta.json"), state)
     except ValueError as e:
-        raise UserError(f"{path}, or a .json beside it: {e}") from None
+        raise UserError(f"{path}, or a .json next to it: {e}") from None
 
 
 def check_fits(
-    folder: Path, earlier: Earlier, c: GPTConfig, cfg: TrainConfig, sets: list[DataSet]
+    folder: Path, saved: Saved, c: GPTConfig, cfg: TrainConfig, sets: list[DataSet]
 ) -> None:
     """Raise UserError unless a resumed run has the shape, optimizer and data of its checkpoint.
 
-    c: the shape of the model. One that is fine-tuned has its own, whatever settings the run began
-    with: so a setting fits that is as it was, or as the model is.
+    c: the shape of the model. A fine-tuned one has its own, whatever the settings say: a setting
+    may keep its old value or take the model's.
     """
-    trained_on, names = sorted(earlier.meta["trained_on"]), sorted(data.name for data in sets)
-    another = f"start a new run with --init_from={folder} --run_name=NAME"
+    trained_on, names = sorted(saved.meta["trained_on"]), sorted(data.name for data in sets)
+    other = f"start a new run with --init_from={folder} --run_name=NAME"
     if names != trained_on:
         problem = f"{folder} was trained on {', '.join(trained_on)}, not on {', '.join(names)}"
-        raise UserError(f"{problem}: give that --dataset, or {another}")
-    settings = {k: v for k, v in earlier.settings.items() if hasattr(cfg, k)}
-    began_with = fixed(replace(cfg, **settings), c.vocab_size)
-    has = began_with | asdict(c)
-    here = {k: v for k, v in fixed(cfg, c.vocab_size).items() if v != began_with[k]}
-    there = {k: has[k] for k in here} | {"tokenizer": tokenizer_id(earlier.meta["tokenizer"])}
+        raise UserError(f"{problem}: give that --dataset, or {other}")
+    old_settings = {k: v for k, v in saved.settings.items() if hasattr(cfg, k)}
+    then = fixed(replace(cfg, **old_settings), c.vocab_size)
+    now = fixed(cfg, c.vocab_size)
+    now = {k: v for k, v in now.items() if v not in (then[k], asdict(c).get(k, then[k]))}
+    then = {k: then[k] for k in now} | {"tokenizer": tokenizer_id(saved.meta["tokenizer"])}
     for key, split in (("trained_on", "train"), ("judged_by", "val")):
-        there |= {f"{name}/{split}.bin": sha256 for name, sha256 in earlier.meta[key].items()}
-    here |= data_hashes(sets) | {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
+        then |= {f"{name}/{split}.bin": sha256 for name, sha256 in saved.meta[key].items()}
+    now |= data_hashes(sets) | {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
     differ = [
-        f"{k} is {there.get(k, 'missing')!s:.20} there, {here.get(k, 'missing')!s:.20} here"
-        for k in sorted(there | here)
-        if there.get(k) != here.get(k)
+        f"{k} is {then.get(k)!s:.20} there, {now.get(k)!s:.20} here"
+        for k in sorted(then | now)
+        if then.get(k) != now.get(k)
     ]
     if differ:
         advice = "give the same settings and data as before (prepare.py keeps the data that it"
-        advice += f" replaces as NAME.old if no input file is the same), or {another}"
+        advice += f" replaces as NAME.old if no input file is the same), or {other}"
         raise UserError(f"checkpoint {folder} does not fit: {'; '.join(differ)}: {advice}")
 
 
@@ -263,19 +223,51 @@ def data_hashes(sets: list[DataSet]) -> dict[str, str]:
     return {f"{name}/{split}.bin": counts["sha256"] for name, split, counts in splits}
 
 
-def settings_changed(earlier: Earlier, cfg: TrainConfig) -> list[str]:
+def settings_changed(saved: Saved, cfg: TrainConfig) -> list[str]:
     """Return `lr 0.001 -> 0.002` for each setting that changed since the checkpoint was written.
 
-    Those of the place are left out: they do not change what the model learns. Settings that are not
-    given again are those of the checkpoint.
+    Those of the place are left out: they do not change what the model learns.
     """
-    saved = earlier.settings
+    old = saved.settings
     order = " (the windows come in another order: some are read twice, others never)"
     return [
-        f"{k} {saved[k]} -> {value}{order if k in ('seed', 'dataset', 'documents') else ''}"
+        f"{k} {old[k]} -> {value}{order if k in ('seed', 'dataset', 'documents') else ''}"
         for k, value in asdict(cfg).items()
-        if k not in PLACE and saved.get(k, value) != value
+        if k not in PLACE and old.get(k, value) != value
     ]
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, state: dict
+) -> None:
+    """Let the optimizer and the scaler continue in the state that a checkpoint holds.
+
+    Only the moments are taken: betas and weight decay may have changed. pop() frees the memory of
+    what has been taken. The file is mapped: each tensor is read when it is copied.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = {
+        i: {k: placed_like(params[i], x) for k, x in of_parameter.items()}
+        for i, of_parameter in state.pop("optimizer")["state"].items()
+    }
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
+    if scale := state.pop("scaler"):  # empty if that process did not train in fp16
+        scaler.load_state_dict(scale)
+
+
+def placed_like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the full tensor x, sharded as p is, on the device of p.
+
+    x may lie in a file that is mapped into memory: a rank reads only the rows that it holds.
+    """
+    if x.dim() == 0:
+        return x.clone()  # a counter of steps: its optimizer knows where it belongs
+    if not is_sharded(p):
+        return x.to(p.device, copy=True)
+    mesh = p.device_mesh
+    n = math.ceil(x.size(0) / mesh.size())
+    rows = x[n * mesh.get_local_rank() :][:n].to(p.device, p.dtype, copy=True)
+    return type(p.data).from_local(rows, mesh, p.placements, shape=p.shape, stride=p.stride())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -283,7 +275,7 @@ def settings_changed(earlier: Earlier, cfg: TrainConfig) -> list[str]:
 
 
 def model_to_tune(
-    folder: Path, cfg: TrainConfig, sets: list[DataSet], say: Callable[[str], None]
+    folder: Path, cfg: TrainConfig, sets: list[DataSet], verify: bool
 ) -> GPT:
     """Return a model to fine-tune on these data sets, on the CPU.
 
@@ -293,7 +285,7 @@ def model_to_tune(
     Raises UserError if its vocabulary is too small, or if its token ids mean other tokens than the
     data's. A model without a tokenizer is accepted, with a note.
     """
-    model = from_pretrained(folder, dropout=cfg.dropout)
+    model = from_pretrained(folder, verify, dropout=cfg.dropout)
     c = model.config
     vocab_size = sets[0].meta["vocab_size"]
     if c.vocab_size < vocab_size:
@@ -310,7 +302,7 @@ def model_to_tune(
         model.rope = rope_table(extended)
     tokenizer = tokenizer_of_model(folder)
     if tokenizer is None:
-        say(f"note: {folder} has no tokenizer: its ids are assumed to be those of {sets[0].name}")
+        note(f"{folder} has no tokenizer: its ids are assumed to be those of {sets[0].name}")
     elif not same_ids(tokenizer, load_tokenizer(sets[0].folder)):
         problem = f"the tokenizer of {folder} is not that of {sets[0].folder}"
         raise UserError(f"{problem}: prepare the data with --tokenizer={folder}")
