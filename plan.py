@@ -3,8 +3,6 @@
     # on six A100; --max_tokens=20e9 sets another length
     python plan.py config/train_1b.py --gpu=a100-80g --nproc=6
     python plan.py config/train_100m.py --gpu=v100-16g --nproc=6
-    # the validation loss that it will come to, by the law that bench.ladder has fitted
-    python plan.py config/demo.py --max_steps=5000 --loss
 
 Like train.py, it takes the data set that was prepared last, unless --dataset names one. With
 --vocab_size it reads no data: then the run needs a length in steps or tokens.
@@ -14,7 +12,6 @@ training/memory.py, flops_per_token in model.py, and those below. (What a run ta
 is what train.py's log says after some steps, as `eta`.)
 """
 
-import math
 import re
 from dataclasses import dataclass, replace
 from itertools import product
@@ -31,7 +28,6 @@ from text.dataset import DataSet, open_datasets, open_windows
 from training import memory
 from training.banner import rows_of_model, rows_of_plan
 from training.huggingface import shape_in
-from training.law import READ_AGAIN, read_ladder
 from training.memory import Step
 from training.parallel import plan_of
 from training.plan import Plan
@@ -47,7 +43,6 @@ class PlanConfig(TrainConfig):
     nproc: int = 1  # number of devices, with one process for each
     # ---- How much ----
     vocab_size: int = 0  # plan without data, for a vocabulary of this size; 0: the data set's
-    loss: bool = False  # foretell the validation loss; bench.ladder has trained small models for it
 
     def problems(self) -> list[str]:
         problems = TrainConfig.problems(self)
@@ -55,9 +50,6 @@ class PlanConfig(TrainConfig):
             problems.append("vocab_size must be at least 0 and below 2^31, nproc at least 1")
         if self.vocab_size and not (self.max_steps or self.max_tokens):
             problems.append("vocab_size: a plan without data needs max_steps or max_tokens")
-        mixed = "," in self.dataset or self.vocab_size
-        if self.loss and (self.init_from not in ("scratch", "auto") or mixed):
-            problems.append("loss needs one data set: leave out vocab_size, init_from and mixtures")
         if self.init_from == "resume":
             problems.append("init_from=resume: a plan reads no run; give the settings of the run")
         return problems
@@ -277,42 +269,6 @@ def rows_of_hours(run: PlannedRun, flops: float) -> dict[str, str]:
     return rows
 
 
-# ---- Loss ----
-
-
-def print_loss(run: PlannedRun) -> None:
-    """Print the loss that the run will come to, and what would be best for the same FLOPs."""
-    data = run.sets[0]
-    ladder = read_ladder(data)
-    N = run.model.num_params()["matmul"]
-    D = run.plan.steps * run.plan.step_tokens
-    loss, low, high = ladder.interval(N, D)
-    val = data.learned("val", run.cfg.loss_on)
-    best_N, best_D = ladder.best_size(6 * N * D)
-    beyond = run.model.flops_per_token(run.step.T) * D / max(rung["flops"] for rung in ladder.rungs)
-    basis = f"{len(ladder.rungs)} small models; the run has {beyond:.3g} x the FLOPs of the dearest"
-    basis += "\nwarning: no test went beyond 18 x" if beyond > 20 else "\ntests: docs/cost.md"
-    if (misfit := max(map(abs, ladder.residuals))) > 0.03:
-        basis += f"\nwarning: the law misses one by {misfit:.0%}: too little text, or lr too high?"
-    if different := ladder.differs(run.cfg):
-        basis += f"\nwarning: they were trained with other settings: {different}"
-    if D / N < ladder.fewest_tokens():
-        basis += "\nwarning: each of them had more tokens per parameter: expect another loss"
-    if max(D, best_D) > READ_AGAIN * ladder.different_tokens > max(r["D"] for r in ladder.rungs):
-        basis += "\nwarning: none of them read its tokens again, as the run or best size would"
-    best_loss = float(ladder.loss(best_N, best_D)[0])
-    tokens = f"{best_D:,.3g} tokens, {best_D / best_N:.3g} for each"
-    if best_D / best_N < 1.01 * ladder.fewest_tokens():
-        tokens += ":\nas few as any small model had, so a larger one may be better"
-    rows = {
-        "val loss": f"{loss:.3f}; {low:.3f} to {high:.3f} in nine of ten runs, if the law holds",
-        "bits per byte": f"{loss / math.log(2) * val['tokens'] / val['bytes']:.3f}",
-        "basis": basis,
-        "best for 6 N D": f"{best_loss:.3f} by {best_N:,.3g} parameters in products, {tokens}",
-    }
-    section(f"Loss on {data.name}", rows)
-
-
 # --------------------------------------------------------------------------------------------------
 
 
@@ -325,8 +281,6 @@ def main() -> None:
     print_memory(run)
     print_choices(run)
     print_time(run)
-    if cfg.loss:
-        print_loss(run)
 
 
 if __name__ == "__main__":
