@@ -180,9 +180,9 @@ def duration(hours: float) -> str:
 def print_memory(run: PlannedRun) -> None:
     moment, parts = memory.step_memory(run.model, run.step)
     peak = sum(parts.values())
-    parts |= memory.beside(peak, run.step)
+    parts |= memory.overhead(peak, run.step)
     total = sum(parts.values())
-    rows = {part: f"{size / 1e9:>8.3f} GB" for part, size in parts.items()}
+    rows = {part: f"{size / 1e9:>8.3f} GB" for part, size in parts.items() if size}
     verdict = "fits" if total <= run.device.bytes else "DOES NOT FIT"
     rows["all"] = f"{total / 1e9:>8.3f} GB of {run.device.bytes / 1e9:.1f}: {verdict}"
     if run.device.kind == "cuda":

@@ -35,7 +35,6 @@ products, so that it needs no temporaries, and all gradients of a micro-step are
 before they are added to those of earlier micro-steps.
 """
 
-import math
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -48,7 +47,11 @@ from model import GPT, GPTConfig
 from training.optimizer import STACK
 from training.settings import TrainConfig
 
+# Bytes that cuBLAS works in: torch gives it 8 MiB in the forward pass and 8 in the backward pass,
+# which runs in another thread. (On a GPU of capability 9.0, 32 MiB each; that is not counted.)
+CUBLAS = 2 * 8320 * 1024
 SHARDS = ("none", "optimizer", "gradients", "all")  # by the stage of ZeRO
+PARTS = ("weights", "gradients", "activations", "logits", "temporary", "optimizer", "cuBLAS")
 
 
 @dataclass(frozen=True)
@@ -70,207 +73,162 @@ class Step:
 
     def of(self, cfg: TrainConfig) -> "Step":
         """Return this step with what the settings say of it."""
-        return replace(
-            self,
-            optimizer=cfg.optimizer,
-            shard=cfg.shard,
-            recompute=cfg.recompute == "blocks",
-            documents=cfg.documents in ("mask", "pack"),
-        )
+        step = replace(self, optimizer=cfg.optimizer, shard=cfg.shard)
+        documents = cfg.documents in ("mask", "pack")
+        return replace(step, recompute=cfg.recompute == "blocks", documents=documents)
 
     @property
     def zero(self) -> int:
-        """The stage of ZeRO: 0 is DDP, where each process holds everything."""
+        """The stage of ZeRO. 0 is DDP, or one process: each process holds everything."""
         return SHARDS.index(self.shard) if self.world > 1 else 0
-
-    @property
-    def ranks(self) -> int:
-        """Over how many ranks the weights and the optimizer's state are sharded."""
-        return self.world if self.zero else 1
 
     @property
     def compiled_whole(self) -> bool:
         """Whether the whole model is compiled, and not its blocks one by one (parallel.py)."""
         return self.compiled and not self.recompute and not self.zero
 
-    @property
-    def eager_gpu(self) -> bool:
-        return self.device == "cuda" and not self.compiled
 
-    @property
-    def stream(self) -> int:
-        """Bytes per number of the residual stream. With fp16, model.py leaves it in fp32."""
-        return 2 if self.dtype == torch.bfloat16 else 4
-
-
-def block_memory(c: GPTConfig, step: Step) -> tuple[float, float]:
-    """Return the bytes per token that a block keeps, and the most that its backward pass holds."""
+def block_memory(c: GPTConfig, step: Step) -> tuple[float, float, float]:
+    """Return bytes per token: of the residual stream, of all that a block keeps for its backward
+    pass, and of the most that this backward pass holds.
+    """
     s = step.dtype.itemsize
-    x = c.n_embd * s
-    h = c.d_ff * s
-    q = c.n_head * c.head_dim * s
-    kv = c.n_kv_head * c.head_dim * s
-    stream = c.n_embd * step.stream
-    norm = c.n_embd * 4 if c.norm == "layernorm" and step.eager_gpu else stream
-    score = 0
-    if step.device == "cpu":
-        plain = step.dtype == torch.bfloat16 and 1 < step.T <= 512
-        score = 2 if plain else 4 * (c.dropout > 0)
-    matrix = c.n_head * step.T * score  # T x T
+    x, h = c.n_embd * s, c.d_ff * s
+    q, kv = c.n_head * c.head_dim * s, c.n_kv_head * c.head_dim * s
+    stream = c.n_embd * (2 if step.dtype == torch.bfloat16 else 4)  # with fp16 it is in fp32
+    fp32_norm = c.norm == "layernorm" and step.device == "cuda" and not step.compiled
+    norm = 4 * c.n_embd if fp32_norm else stream
+    # Bytes per number of a T x T matrix, which fused kernels do not have. On a CPU, attention is
+    # plain products in bf16 while the matrix fits into the cache, and dropout has no fused kernel.
+    score = 4 if step.device == "cpu" and c.dropout else 0
+    if step.device == "cpu" and step.dtype == torch.bfloat16 and 1 < step.T <= 512:
+        score = 2
+    matrix = c.n_head * step.T * score
     # Which of q, k and v are new tensors. The others are views into what qkv wrote.
     rotated = c.pos == "rope" or c.qk_norm
-    repeated = kv < q
-    new = 3 if score else rotated + (rotated or repeated) + repeated
+    new = 3 if score else rotated + (rotated or kv < q) + (kv < q)
     attention = x + q + new * q * max(score, s) // s + matrix * (3 if c.dropout else 1)
     if new < 3 or c.qk_norm:
         attention += q + 2 * kv
-    if c.qk_norm and step.compiled and s == 4 and not repeated:
-        attention += 2 * q  # before they are rotated, too
-    mask = c.n_embd * (s if step.device == "cpu" else 1) if c.dropout else 0
+    # Inductor keeps the normed queries and keys of fp32, too, before they are rotated.
+    attention += 2 * q if c.qk_norm and step.compiled and s == 4 and kv == q else 0
     # Under DDP torch compiles what belongs to one bucket of gradients, of 25 MiB, by itself. If
     # each of these matrices fills a bucket, silu's result goes from one piece to the next.
     cut = step.compiled_whole and step.world > 1 and 4 * c.n_embd * c.d_ff > 25 * 2**20
     silu = c.gated and (not step.compiled or cut)
-    keeps = 2 * norm + attention + x + (2 + c.gated + silu) * h + 2 * mask
-    copy = x if step.stream != s else 0  # of the gradient, in 16 bits
-    in_mlp = stream + keeps + h + max(copy, silu * h)
-    in_attention = stream + norm + attention + 2 * matrix + 4 * q
-    return keeps, max(in_mlp, in_attention)
+    dropout = 2 * c.n_embd * (s if step.device == "cpu" else 1) if c.dropout else 0
+    keeps = 2 * norm + attention + x + (2 + c.gated + silu) * h + dropout
+    # The backward pass holds the most in the MLP, or in attention if there is a T x T matrix.
+    most = stream + max(keeps + (1 + silu) * h, norm + attention + 2 * matrix + 4 * q)
+    return stream, stream if step.recompute else keeps, most
 
 
 def optimizer_memory(model: GPT, step: Step) -> tuple[float, float]:
-    """Return the bytes of the optimizer's state, and of what a step takes for a moment.
+    """Return the bytes of the optimizer's state, and of what its step takes for a moment.
 
     AdamW has two fp32 moments per weight. Muon has one for the matrices of the blocks, and is AdamW
     for the rest. Adafactor has a row and a column for each matrix.
     """
+    params = list(model.parameters())
     if step.optimizer == "adafactor":  # it updates one parameter at a time
-        params = list(model.parameters())
         return 4 * sum(sum(p.shape) for p in params), 4 * max(p.numel() for p in params)
-    state = 8 * model.num_params()["total"] / step.ranks
-    if step.optimizer == "adamw":
-        return state, 0
-    L = model.config.n_layer
-    shapes = Counter(p.shape for p in model.blocks[0].parameters() if p.dim() == 2)
-    state -= 4 * L * sum(n * shape.numel() for shape, n in shapes.items()) / step.ranks
-    # Muon's work on the largest stack of matrices of one shape, of which each rank has a part: a
-    # copy of the matrices, and of one by one two squares and their product with it.
-    stack = max(
-        min(math.ceil(n * L / step.ranks), max(STACK // shape.numel(), 1)) * shape.numel()
-        for shape, n in shapes.items()
-    )
-    return state, stack * (6 if step.dtype == torch.bfloat16 else 11)
-
-
-# Bytes that cuBLAS works in: torch gives it 8 MiB in the forward pass and 8 in the backward pass,
-# which runs in another thread. (On a GPU of capability 9.0, 32 MiB each; that is not counted.)
-CUBLAS = 2 * 8320 * 1024
+    ranks = step.world if step.zero else 1
+    numbers = Counter()  # in Muon's stacks: all matrices of one shape
+    for p in model.blocks[0].parameters():
+        if step.optimizer == "muon" and p.dim() == 2:
+            numbers[p.shape] += model.config.n_layer * p.numel() / ranks
+    # Of a stack it takes a copy, and one by one two squares and their product with it.
+    most = max((min(n, max(STACK, shape.numel())) for shape, n in numbers.items()), default=0)
+    state = 8 * sum(p.numel() for p in params) / ranks - 4 * numbers.total()
+    return state, most * (6 if step.dtype == torch.bfloat16 else 11)
 
 
 def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
-    """Return when a step holds the most, and the bytes of its parts then that are not 0.
+    """Return when a step holds the most, and the bytes of its PARTS then.
 
-    model: may be on the meta device.
+    The sum is what torch.cuda.max_memory_allocated() says. model: may be on the meta device.
     """
     c = model.config
-    L, V, N = c.n_layer, c.padded_vocab_size, step.B * step.T
-    s = step.dtype.itemsize
-    zero = step.zero
-    ddp = step.world > 1 and not zero
+    L, V, N, s = c.n_layer, c.padded_vocab_size, step.B * step.T, step.dtype.itemsize
+    zero, ddp = step.zero, step.world > 1 and not step.zero
+    ranks = step.world if zero else 1
     P = model.num_params()["total"]
     block = sum(p.numel() for p in model.blocks[0].parameters())
-    outside = P - L * block
-    head = V * c.n_embd  # numbers in the matrix of the head
+    outside = P - L * block  # the embeddings, the last norm and the head
+    head = V * c.n_embd
     logits = N * V * s
-    keeps, most = block_memory(c, step)
     state, copies = optimizer_memory(model, step)
-    if step.recompute:
-        keeps = c.n_embd * step.stream
+
+    stream, keeps, most = block_memory(c, step)
+    # FlexAttention keeps no mask of T x T. fp16 is mostly for GPUs that do not have it.
     flex = step.compiled and step.dtype != torch.float16 and not c.dropout
     mask = N * step.T * s if step.documents and step.device == "cuda" and not flex else 0
-    buckets = 4 * P * (2 if step.device == "cpu" else 1) if ddp else 0
-    earlier = 0
-    if step.accum > 1:
-        earlier = 4 * P / (step.world if zero >= 2 else 1)
-    # Whether the gradients of a micro-step stay until its end, in memory of their own.
+    activations = mask + N * (L * keeps + stream + c.n_embd * s)  # the last norm's, the head's
+
+    # Of FSDP, ZeRO 1 to 3: whole weights, and buffers of the size of a block.
+    weights = 4 * P / ranks + sum(b.nbytes for b in model.buffers())
+    whole = weights + (4 * (P if zero < 3 else outside) + 4 * block if zero else 0)
+    cast = 2 if s == 2 else 0  # bytes per weight of autocast's copies
+
+    # DDP puts gradients into its buckets in the last micro-step. Those of the earlier micro-steps
+    # were added up next to the buckets. On a CPU, gloo holds the buckets of the first step, too.
+    total = 4 * P / ranks * (2 if ddp and step.device == "cpu" else 1)
+    before = ddp * total + (step.accum > 1) * 4 * P / (ranks if zero >= 2 else 1)
+    # Whether the gradients of a micro-step stay until its end, in memory of their own. If not,
+    # each is added at once to those of earlier micro-steps, or goes into DDP's buckets.
     own = not ddp and (step.compiled_whole or step.accum == 1)
-    head_gradient = 4 * head if own or c.tie_embeddings or zero >= 2 else 0
-    per_block = own * 4 * block / step.ranks
-    buffer = 4 * block if zero else 0
-    weights = 4 * P / step.ranks + sum(b.nbytes for b in model.buffers())
-    whole = weights
-    if zero:
-        whole += 4 * (P if zero < 3 else outside) + buffer
-    cast = 2 if s == 2 else 0
-    if step.compiled:
-        loss = 0
-    elif step.dtype == torch.float16:
-        loss = 12 * N * c.vocab_size - logits  # three tensors in fp32
-    else:
-        loss = min(N * V, max(V, loss_chunk(step.device))) * (8 if s == 2 else 4)
-    last = 4
+    own_block = own * 4 * block / ranks
+    own_head = 4 * head if own or c.tie_embeddings or zero >= 2 else 0
+    # wte's gradient. A tied head's is added to it, in up to three tensors.
+    wte = 4
     if c.tie_embeddings:
-        last = (8 if s == 4 else 10) if step.compiled_whole else (12 if s == 4 else 8)
+        wte = {(4, False): 12, (2, True): 10}.get((s, step.compiled_whole), 8)
+    last = before + L * own_block + own * 4 * (outside - head) + wte * head
+    if zero:  # the gradients of the rest are averaged, when the whole weights are gone
+        gone = whole - weights if zero != 2 or step.accum == 1 else 0
+        last = max(last, before + L * own_block + 4 * outside * (2 + 1 / ranks) - gone)
+    # In fp32, Inductor computes a tied head's gradient from the logits at the very end.
+    late = logits if step.compiled_whole and c.tie_embeddings and s == 4 else 0
+    loss = max(s * head, 4 * head - logits)  # the head's gradient, in the dtype and then in fp32
+    if not step.compiled:  # rows in fp32; in fp16 all of them, three times
+        rows = min(N * V, max(V, loss_chunk(step.device))) * 16 // s
+        loss = max(loss, 12 * N * V - logits if step.dtype == torch.float16 else rows)
+
+    # when: weights, gradients, activations, logits, temporary
+    at_loss = whole + cast * (head + block * (1 if step.recompute else L))
     moments = {
-        "at the loss": dict(
-            weights=whole + cast * (head + (0 if step.recompute else L * block)),
-            gradients=buckets + earlier,
-            activations=mask + N * (L * keeps + c.n_embd * (step.stream + s)),
-            logits=logits,
-            temporary=max(loss, s * head, 4 * head - logits),
-        ),
-        "at the end of the backward pass": dict(
-            weights=whole,
-            gradients=buckets + earlier + L * per_block + own * 4 * (outside - head) + last * head,
-            temporary=4 * c.n_embd * N,
-        ),
-        "while the last gradients are averaged": dict(
-            weights=whole if zero == 2 and step.accum > 1 else weights,
-            gradients=buckets + earlier + L * per_block + (4 * outside * (2 + 1 / step.world) if zero else 0),
-        ),
-        "in the optimizer's step": dict(
-            weights=weights,
-            gradients=buckets or 4 * P / step.ranks,
-            temporary=copies,
-        ),
+        "at the loss": (at_loss, before, activations, logits, loss),
+        "at the end of the backward pass": (whole, last, 4 * c.n_embd * N, late, 0),
+        "in the optimizer's step": (weights, total, 0, 0, copies),
     }
-    for n in (1, L):  # blocks whose backward pass is not over
-        moments[f"in the backward pass of block {n}"] = dict(
-            weights=whole + (2 * buffer if zero == 3 else 0) + cast * block * (1 if step.recompute else n),
-            gradients=buckets + earlier + head_gradient + per_block * (L - n) + block,
-            activations=mask + N * ((n - 1) * keeps + most),
-        )
-    when = max(moments, key=lambda name: sum(moments[name].values()))
-    return when, moments[when] | dict(optimizer=state, cuBLAS=CUBLAS if step.device == "cuda" else 0)
+    for n in {1, max(1, L - 1), L}:  # the backward pass of n blocks is not over
+        # ZeRO 3 has the block itself, and the block before, which is on its way.
+        gathered = 4 * block * (1 + (n < L or step.recompute)) if zero == 3 else 0
+        there = whole + gathered + cast * block * (1 if step.recompute else n)
+        gradients = before + own_head + own_block * (L - n) + block
+        row = (there, gradients, mask + N * ((n - 1) * keeps + most), late, 0)
+        moments[f"in the backward pass of block {n}"] = row
+    when = max(moments, key=lambda name: sum(moments[name]))
+    cublas = CUBLAS if step.device == "cuda" else 0
+    return when, dict(zip(PARTS, (*moments[when], state, cublas), strict=True))
 
 
-NCCL = 0.7e9
-FRAGMENTED = 0.04
+def overhead(peak: float, step: Step) -> dict[str, float]:
+    """Return by part the bytes that a device must have in addition to the `peak` of a step.
 
-
-def beside(total: float, step: Step) -> dict[str, float]:
-    """Return by part the bytes that the device must have beside the `total` bytes of a step."""
+    Those of NCCL, and the fraction of a GPU's memory that the allocator cannot use between its
+    blocks, are assumed, not measured.
+    """
     if step.device == "cpu":
         return {"Python and torch": 0.3e9}
-    parts = {"CUDA context": CONTEXT, "fragmentation": FRAGMENTED * total}
-    if step.world > 1:
-        parts["NCCL"] = NCCL
-    return parts
+    nccl = 0.7e9 if step.world > 1 else 0
+    return {"CUDA context": CONTEXT, "fragmentation": 0.04 * peak, "NCCL": nccl}
 
 
 def needed(model: GPT, step: Step) -> float:
     """Return the bytes that the device must have for a step."""
     peak = sum(step_memory(model, step)[1].values())
-    return peak + sum(beside(peak, step).values())
-
-
-def auto_batch(model: GPT, step: Step, capacity: float) -> int:
-    """Return the largest batch_size that fits into `capacity` bytes.
-
-    On a CPU it is at most 8,192 tokens, since a larger one is no faster (bench/LOG.md).
-    """
-    fits = largest_batch(model, step, capacity)
-    return min(fits, max(1, 8192 // step.T)) if step.device == "cpu" else fits
+    return peak + sum(overhead(peak, step).values())
 
 
 def largest_batch(model: GPT, step: Step, capacity: float) -> int:
@@ -280,5 +238,4 @@ def largest_batch(model: GPT, step: Step, capacity: float) -> int:
     """
     if needed(model, step) > capacity:
         step = replace(step, accum=max(2, step.accum))
-    sizes = range(1, 2**20)
-    return bisect_right(sizes, capacity, key=lambda B: needed(model, replace(step, B=B)))
+    return bisect_right(range(1, 2**20), capacity, key=lambda B: needed(model, replace(step, B=B)))
