@@ -88,7 +88,7 @@ def planned_run(cfg: PlanConfig) -> PlannedRun:
     device = named_gpu(cfg) if cfg.gpu else own_device(cfg)
     T = cfg.block_size
     windows = [open_windows(data, "train", T, documents=cfg.documents) for data in sets]
-    epoch_tokens = T * sum(of_set.n_windows for of_set in windows)
+    epoch_tokens = T * sum(w.n_windows for w in windows)
     size = Step(1, T, dtype=device.dtype, device=device.kind, world=cfg.nproc)
     planned, plan, step = plan_of(cfg, model, size, epoch_tokens, device.bytes)
     return PlannedRun(planned, sets, model, device, plan, step)
@@ -202,23 +202,25 @@ def print_choices(run: PlannedRun) -> None:
     for shard, again in product(memory.SHARDS if step.world > 1 else ["none"], [False, True]):
         flags = [f"--shard={shard}"] * (shard != "none") + ["--recompute=blocks"] * again
         choices[" ".join(flags)] = replace(step, shard=shard, recompute=again)
+    fitting = [flags for flags in choices if fits(run, choices[flags])]
     for name in ("adamw", "muon", "adafactor"):
         if name != step.optimizer and not (step.zero and name == "adafactor"):
             choices[f"--optimizer={name}"] = replace(step, optimizer=name)
     rows = {}
-    with_room = []  # flags that leave the training as it is, and have room for the batch
     for flags, choice in choices.items():
         size = memory.needed(run.model, choice)
         largest = memory.largest_batch(run.model, choice, run.device.bytes)
-        text = f"{size / 1e9:>8.2f} GB, largest batch_size {largest:,}"
         mark = "  <- as it is" if choice == step else ""
-        rows[flags or "neither shard nor recompute"] = text + mark
-        if size <= run.device.bytes and choice.optimizer == step.optimizer:
-            with_room.append(flags)
+        text = f"{size / 1e9:>8.2f} GB, largest batch_size {largest:,}{mark}"
+        rows[flags or "neither shard nor recompute"] = text
     section(f"At batch_size {step.B}, and the largest, of sequences of {step.T}", rows)
-    if memory.needed(run.model, step) > run.device.bytes:
-        advice = "no row has room: lower batch_size to what a row says, or take more devices"
-        print(f"  it fits with {with_room[0]}" if with_room else f"  {advice}, or a smaller model")
+    if not fits(run, step):
+        advice = "nothing fits: lower batch_size to what a row says, or take more devices"
+        print(f"  it fits with {fitting[0]}" if fitting else f"  {advice}, or a smaller model")
+
+
+def fits(run: PlannedRun, step: Step) -> bool:
+    return memory.needed(run.model, step) <= run.device.bytes
 
 
 # ---- Time ----
@@ -235,7 +237,7 @@ def repeated_flops(model: GPT, T: int) -> int:
 
 
 def print_time(run: PlannedRun) -> None:
-    """Print batch, length and FLOPs of the run, and its hours at some shares of the peak."""
+    """Print batch, length and FLOPs of the run, and its hours at some fractions of the peak."""
     cfg = run.cfg
     tokens = run.plan.steps * run.plan.step_tokens
     params = run.model.num_params()["total"]
@@ -253,19 +255,19 @@ def print_time(run: PlannedRun) -> None:
 
 
 def rows_of_hours(run: PlannedRun, flops: float) -> dict[str, str]:
-    """Return how long so many FLOPs take, and the energy, at some shares of the peak."""
+    """Return how long so many FLOPs take, and the energy, at some fractions of the peak."""
     cfg = run.cfg
     at_peak = flops / (run.device.tflops * 1e12 * 3600 * cfg.nproc)  # hours
     rows = {}
-    # A peak that is given may be a measured speed: a share of it would say nothing.
-    for share in (1.0,) if cfg.peak_tflops else (0.3, 0.4, 0.55):
-        hours = at_peak / share
+    # A peak that is given may be a measured speed: a fraction of it would say nothing.
+    for fraction in (1.0,) if cfg.peak_tflops else (0.3, 0.4, 0.55):
+        hours = at_peak / fraction
         text = duration(hours)
         if run.device.watts:
             kwh = hours * run.device.watts * cfg.nproc / 1e3
             energy = f"{kwh:,.1f} kWh" if kwh < 1e4 else f"{kwh / 1e3:,.0f} MWh"
             text += f", {energy} ({cfg.nproc:,} x {run.device.watts} W)"
-        rows[f"at {share:.0%} of peak"] = text
+        rows[f"at {fraction:.0%} of peak"] = text
     return rows
 
 
