@@ -153,7 +153,7 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     assert largest_batch(model, Step(1, 1024), 1e9) == 0
 
 
-def test_every_device_that_train_py_takes_has_a_prediction():
+def test_each_device_has_a_prediction():
     model = on_meta(GPTConfig(**PRESETS["gpt2"]))
     for device in ("cpu", "cuda", "mps"):
         assert needed(model, Step(1, 512, compiled=False, device=device)) > 2e9
@@ -188,7 +188,7 @@ def test_averaging_the_gradients_of_a_large_vocabulary_counts():
     assert -0.05 < predicted(GPTConfig(**PRESETS["llama"], **sizes), step) / 299_375_104 - 1 < 0.1
 
 
-def test_what_a_process_holds_already_is_part_of_the_memory_that_it_can_have():
+def test_capacity_includes_what_the_process_holds():
     """In a process of its own, which has freed nothing yet. What the system still gives is left
     out, since other programs change it.
     """
@@ -234,6 +234,6 @@ LIMITS = [
 
 
 @pytest.mark.parametrize("limits, expected", LIMITS)
-def test_the_limit_of_each_control_group_around_a_process_holds(tmp_path, limits, expected):
+def test_capacity_obeys_each_control_group(tmp_path, limits, expected):
     groups(tmp_path, **limits)
     assert available(str(tmp_path)) == expected * MB
