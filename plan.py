@@ -25,10 +25,9 @@ from hardware.machine import memory_advice
 from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tflops
 from model import GPT, GPTConfig
 from text.dataset import DataSet, open_datasets, open_windows
-from training import memory
 from training.banner import rows_of_model, rows_of_plan
 from training.huggingface import shape_in
-from training.memory import Step
+from training.memory import SHARDS, Step, largest_batch, needed, overhead, step_memory
 from training.parallel import plan_of
 from training.plan import Plan
 from training.resume import longer, with_data, with_model
@@ -126,19 +125,18 @@ def named_gpu(cfg: PlanConfig) -> Device:
     dtype = torch.bfloat16 if card is None or "bf16" in card.tflops else torch.float16
     if cfg.dtype != "auto":
         dtype = getattr(torch, cfg.dtype)
-    if card is None:
-        size = re.search(r"(?:^|[\s_-])(\d+(?:\.\d+)?)gb?$", cfg.gpu.lower())
-        if size and cfg.peak_tflops:
-            peak, source = peak_tflops(torch.device("cuda"), dtype, cfg.peak_tflops)
-            return Device(cfg.gpu, "cuda", dtype, peak, source, float(size[1]) * 1e9)
+    size = re.search(r"(?:^|[\s_-])(\d+(?:\.\d+)?)gb?$", cfg.gpu.lower())
+    if card is None and not (size and cfg.peak_tflops):
         cards = ", ".join(f"{card.name} {card.memory_gb}GB" for card in CARDS)
         others = "of another, give memory and the speed to expect: --gpu=4060-8g --peak_tflops=12"
         raise UserError(f"gpu: {cfg.gpu!r} is not in the table of GPUs; {others}; it has {cards}")
-    peak, source = datasheet_peak(card.name, dtype)
-    if peak is None:
+    peak, source = datasheet_peak(card.name, dtype) if card else (None, "")
+    if card and peak is None:
         raise UserError(f"dtype={cfg.dtype}: {card.name} has no such units; leave dtype out")
     if cfg.peak_tflops:
         peak, source = peak_tflops(torch.device("cuda"), dtype, cfg.peak_tflops)
+    if card is None:
+        return Device(cfg.gpu, "cuda", dtype, peak, source, float(size[1]) * 1e9)
     name = f"{card.name} {card.memory_gb} GB"
     return Device(name, "cuda", dtype, peak, source, card.bytes, card.watts)
 
@@ -178,9 +176,9 @@ def duration(hours: float) -> str:
 
 
 def print_memory(run: PlannedRun) -> None:
-    moment, parts = memory.step_memory(run.model, run.step)
+    moment, parts = step_memory(run.model, run.step)
     peak = sum(parts.values())
-    parts |= memory.overhead(peak, run.step)
+    parts |= overhead(peak, run.step)
     total = sum(parts.values())
     rows = {part: f"{size / 1e9:>8.3f} GB" for part, size in parts.items() if size}
     verdict = "fits" if total <= run.device.bytes else "DOES NOT FIT"
@@ -199,7 +197,7 @@ def print_choices(run: PlannedRun) -> None:
     """
     step = run.step
     choices = {}
-    for shard, again in product(memory.SHARDS if step.world > 1 else ["none"], [False, True]):
+    for shard, again in product(SHARDS if step.world > 1 else ["none"], [False, True]):
         flags = [f"--shard={shard}"] * (shard != "none") + ["--recompute=blocks"] * again
         choices[" ".join(flags)] = replace(step, shard=shard, recompute=again)
     fitting = [flags for flags in choices if fits(run, choices[flags])]
@@ -208,8 +206,8 @@ def print_choices(run: PlannedRun) -> None:
             choices[f"--optimizer={name}"] = replace(step, optimizer=name)
     rows = {}
     for flags, choice in choices.items():
-        size = memory.needed(run.model, choice)
-        largest = memory.largest_batch(run.model, choice, run.device.bytes)
+        size = needed(run.model, choice)
+        largest = largest_batch(run.model, choice, run.device.bytes)
         mark = "  <- as it is" if choice == step else ""
         text = f"{size / 1e9:>8.2f} GB, largest batch_size {largest:,}{mark}"
         rows[flags or "neither shard nor recompute"] = text
@@ -220,7 +218,7 @@ def print_choices(run: PlannedRun) -> None:
 
 
 def fits(run: PlannedRun, step: Step) -> bool:
-    return memory.needed(run.model, step) <= run.device.bytes
+    return needed(run.model, step) <= run.device.bytes
 
 
 # ---- Time ----

@@ -136,9 +136,7 @@ def test_plan_names_the_flags_that_fit(prints):
     assert run.plan.accum > 1 and memory.needed(run.model, run.step) < run.device.bytes
 
 
-def test_plan_takes_the_shape_of_the_model_to_fine_tune(
-    finished, tiny_data, tmp_path, refuses, prints
-):
+def test_plan_reads_the_model_to_fine_tune(finished, tiny_data, tmp_path, refuses, prints):
     folder = saved(finished)
     where = [f"--data_dir={tiny_data}", "--dataset=tiny", "--device=cpu", "--max_steps=4"]
     output = prints(plan.main, f"--init_from={folder}", *where)

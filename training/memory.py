@@ -58,7 +58,7 @@ from training.settings import TrainConfig
 # which runs in another thread. (On a GPU of capability 9.0, 32 MiB each; that is not counted.)
 CUBLAS = 2 * 8320 * 1024
 SHARDS = ("none", "optimizer", "gradients", "all")  # by the stage of ZeRO
-PARTS = ("weights", "gradients", "activations", "logits", "temporary", "optimizer", "cuBLAS")
+PARTS = ("optimizer", "cuBLAS", "weights", "gradients", "activations", "logits", "temporary")
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
         row = (there, gradients, mask + N * ((n - 1) * keeps + most), late, 0)
         moments[f"in the backward pass of block {n}"] = row
     when, sizes = max(moments.items(), key=lambda moment: sum(moment[1]))
-    return when, dict(zip(PARTS, (*sizes, state, CUBLAS * (step.device == "cuda")), strict=True))
+    return when, dict(zip(PARTS, (state, CUBLAS * (step.device == "cuda"), *sizes), strict=True))
 
 
 def overhead(peak: float, step: Step) -> dict[str, float]:
