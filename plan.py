@@ -3,8 +3,6 @@
     # on six A100; --max_tokens=20e9 sets another length
     python plan.py config/train_1b.py --gpu=a100-80g --nproc=6
     python plan.py config/train_100m.py --gpu=v100-16g --nproc=6
-    # the validation loss that it will come to, by the law that bench.ladder has fitted
-    python plan.py config/demo.py --max_steps=5000 --loss
 
 Like train.py, it takes the data set that was prepared last, unless --dataset names one. With
 --vocab_size it reads no data: then the run needs a length in steps or tokens.
@@ -14,7 +12,6 @@ training/memory.py, flops_per_token in model.py, and those below. (What a run ta
 is what train.py's log says after some steps, as `eta`.)
 """
 
-import math
 import re
 from dataclasses import dataclass, replace
 from itertools import product
@@ -28,11 +25,9 @@ from hardware.machine import memory_advice
 from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tflops
 from model import GPT, GPTConfig
 from text.dataset import DataSet, open_datasets, open_windows
-from training import memory
 from training.banner import rows_of_model, rows_of_plan
 from training.huggingface import shape_in
-from training.law import READ_AGAIN, read_ladder
-from training.memory import Step
+from training.memory import SHARDS, Step, largest_batch, needed, overhead, step_memory
 from training.parallel import plan_of
 from training.plan import Plan
 from training.resume import longer, with_data, with_model
@@ -47,7 +42,6 @@ class PlanConfig(TrainConfig):
     nproc: int = 1  # number of devices, with one process for each
     # ---- How much ----
     vocab_size: int = 0  # plan without data, for a vocabulary of this size; 0: the data set's
-    loss: bool = False  # foretell the validation loss; bench.ladder has trained small models for it
 
     def problems(self) -> list[str]:
         problems = TrainConfig.problems(self)
@@ -55,9 +49,6 @@ class PlanConfig(TrainConfig):
             problems.append("vocab_size must be at least 0 and below 2^31, nproc at least 1")
         if self.vocab_size and not (self.max_steps or self.max_tokens):
             problems.append("vocab_size: a plan without data needs max_steps or max_tokens")
-        mixed = "," in self.dataset or self.vocab_size
-        if self.loss and (self.init_from not in ("scratch", "auto") or mixed):
-            problems.append("loss needs one data set: leave out vocab_size, init_from and mixtures")
         if self.init_from == "resume":
             problems.append("init_from=resume: a plan reads no run; give the settings of the run")
         return problems
@@ -96,7 +87,7 @@ def planned_run(cfg: PlanConfig) -> PlannedRun:
     device = named_gpu(cfg) if cfg.gpu else own_device(cfg)
     T = cfg.block_size
     windows = [open_windows(data, "train", T, documents=cfg.documents) for data in sets]
-    epoch_tokens = T * sum(of_set.n_windows for of_set in windows)
+    epoch_tokens = T * sum(w.n_windows for w in windows)
     size = Step(1, T, dtype=device.dtype, device=device.kind, world=cfg.nproc)
     planned, plan, step = plan_of(cfg, model, size, epoch_tokens, device.bytes)
     return PlannedRun(planned, sets, model, device, plan, step)
@@ -134,19 +125,18 @@ def named_gpu(cfg: PlanConfig) -> Device:
     dtype = torch.bfloat16 if card is None or "bf16" in card.tflops else torch.float16
     if cfg.dtype != "auto":
         dtype = getattr(torch, cfg.dtype)
-    if card is None:
-        size = re.search(r"(?:^|[\s_-])(\d+(?:\.\d+)?)gb?$", cfg.gpu.lower())
-        if size and cfg.peak_tflops:
-            peak, source = peak_tflops(torch.device("cuda"), dtype, cfg.peak_tflops)
-            return Device(cfg.gpu, "cuda", dtype, peak, source, float(size[1]) * 1e9)
+    size = re.search(r"(?:^|[\s_-])(\d+(?:\.\d+)?)gb?$", cfg.gpu.lower())
+    if card is None and not (size and cfg.peak_tflops):
         cards = ", ".join(f"{card.name} {card.memory_gb}GB" for card in CARDS)
         others = "of another, give memory and the speed to expect: --gpu=4060-8g --peak_tflops=12"
         raise UserError(f"gpu: {cfg.gpu!r} is not in the table of GPUs; {others}; it has {cards}")
-    peak, source = datasheet_peak(card.name, dtype)
-    if peak is None:
+    peak, source = datasheet_peak(card.name, dtype) if card else (None, "")
+    if card and peak is None:
         raise UserError(f"dtype={cfg.dtype}: {card.name} has no such units; leave dtype out")
     if cfg.peak_tflops:
         peak, source = peak_tflops(torch.device("cuda"), dtype, cfg.peak_tflops)
+    if card is None:
+        return Device(cfg.gpu, "cuda", dtype, peak, source, float(size[1]) * 1e9)
     name = f"{card.name} {card.memory_gb} GB"
     return Device(name, "cuda", dtype, peak, source, card.bytes, card.watts)
 
@@ -186,11 +176,11 @@ def duration(hours: float) -> str:
 
 
 def print_memory(run: PlannedRun) -> None:
-    moment, parts = memory.step_memory(run.model, run.step)
+    moment, parts = step_memory(run.model, run.step)
     peak = sum(parts.values())
-    parts |= memory.beside(peak, run.step)
+    parts |= overhead(peak, run.step)
     total = sum(parts.values())
-    rows = {part: f"{size / 1e9:>8.3f} GB" for part, size in parts.items()}
+    rows = {part: f"{size / 1e9:>8.3f} GB" for part, size in parts.items() if size}
     verdict = "fits" if total <= run.device.bytes else "DOES NOT FIT"
     rows["all"] = f"{total / 1e9:>8.3f} GB of {run.device.bytes / 1e9:.1f}: {verdict}"
     if run.device.kind == "cuda":
@@ -207,26 +197,28 @@ def print_choices(run: PlannedRun) -> None:
     """
     step = run.step
     choices = {}
-    for shard, again in product(memory.SHARDS if step.world > 1 else ["none"], [False, True]):
+    for shard, again in product(SHARDS if step.world > 1 else ["none"], [False, True]):
         flags = [f"--shard={shard}"] * (shard != "none") + ["--recompute=blocks"] * again
         choices[" ".join(flags)] = replace(step, shard=shard, recompute=again)
+    fitting = [flags for flags in choices if fits(run, choices[flags])]
     for name in ("adamw", "muon", "adafactor"):
         if name != step.optimizer and not (step.zero and name == "adafactor"):
             choices[f"--optimizer={name}"] = replace(step, optimizer=name)
     rows = {}
-    with_room = []  # flags that leave the training as it is, and have room for the batch
     for flags, choice in choices.items():
-        size = memory.needed(run.model, choice)
-        largest = memory.largest_batch(run.model, choice, run.device.bytes)
-        text = f"{size / 1e9:>8.2f} GB, largest batch_size {largest:,}"
+        size = needed(run.model, choice)
+        largest = largest_batch(run.model, choice, run.device.bytes)
         mark = "  <- as it is" if choice == step else ""
-        rows[flags or "neither shard nor recompute"] = text + mark
-        if size <= run.device.bytes and choice.optimizer == step.optimizer:
-            with_room.append(flags)
+        text = f"{size / 1e9:>8.2f} GB, largest batch_size {largest:,}{mark}"
+        rows[flags or "neither shard nor recompute"] = text
     section(f"At batch_size {step.B}, and the largest, of sequences of {step.T}", rows)
-    if memory.needed(run.model, step) > run.device.bytes:
-        advice = "no row has room: lower batch_size to what a row says, or take more devices"
-        print(f"  it fits with {with_room[0]}" if with_room else f"  {advice}, or a smaller model")
+    if not fits(run, step):
+        advice = "nothing fits: lower batch_size to what a row says, or take more devices"
+        print(f"  it fits with {fitting[0]}" if fitting else f"  {advice}, or a smaller model")
+
+
+def fits(run: PlannedRun, step: Step) -> bool:
+    return needed(run.model, step) <= run.device.bytes
 
 
 # ---- Time ----
@@ -243,7 +235,7 @@ def repeated_flops(model: GPT, T: int) -> int:
 
 
 def print_time(run: PlannedRun) -> None:
-    """Print batch, length and FLOPs of the run, and its hours at some shares of the peak."""
+    """Print batch, length and FLOPs of the run, and its hours at some fractions of the peak."""
     cfg = run.cfg
     tokens = run.plan.steps * run.plan.step_tokens
     params = run.model.num_params()["total"]
@@ -261,56 +253,20 @@ def print_time(run: PlannedRun) -> None:
 
 
 def rows_of_hours(run: PlannedRun, flops: float) -> dict[str, str]:
-    """Return how long so many FLOPs take, and the energy, at some shares of the peak."""
+    """Return how long so many FLOPs take, and the energy, at some fractions of the peak."""
     cfg = run.cfg
     at_peak = flops / (run.device.tflops * 1e12 * 3600 * cfg.nproc)  # hours
     rows = {}
-    # A peak that is given may be a measured speed: a share of it would say nothing.
-    for share in (1.0,) if cfg.peak_tflops else (0.3, 0.4, 0.55):
-        hours = at_peak / share
+    # A peak that is given may be a measured speed: a fraction of it would say nothing.
+    for fraction in (1.0,) if cfg.peak_tflops else (0.3, 0.4, 0.55):
+        hours = at_peak / fraction
         text = duration(hours)
         if run.device.watts:
             kwh = hours * run.device.watts * cfg.nproc / 1e3
             energy = f"{kwh:,.1f} kWh" if kwh < 1e4 else f"{kwh / 1e3:,.0f} MWh"
             text += f", {energy} ({cfg.nproc:,} x {run.device.watts} W)"
-        rows[f"at {share:.0%} of peak"] = text
+        rows[f"at {fraction:.0%} of peak"] = text
     return rows
-
-
-# ---- Loss ----
-
-
-def print_loss(run: PlannedRun) -> None:
-    """Print the loss that the run will come to, and what would be best for the same FLOPs."""
-    data = run.sets[0]
-    ladder = read_ladder(data)
-    N = run.model.num_params()["matmul"]
-    D = run.plan.steps * run.plan.step_tokens
-    loss, low, high = ladder.interval(N, D)
-    val = data.learned("val", run.cfg.loss_on)
-    best_N, best_D = ladder.best_size(6 * N * D)
-    beyond = run.model.flops_per_token(run.step.T) * D / max(rung["flops"] for rung in ladder.rungs)
-    basis = f"{len(ladder.rungs)} small models; the run has {beyond:.3g} x the FLOPs of the dearest"
-    basis += "\nwarning: no test went beyond 18 x" if beyond > 20 else "\ntests: docs/cost.md"
-    if (misfit := max(map(abs, ladder.residuals))) > 0.03:
-        basis += f"\nwarning: the law misses one by {misfit:.0%}: too little text, or lr too high?"
-    if different := ladder.differs(run.cfg):
-        basis += f"\nwarning: they were trained with other settings: {different}"
-    if D / N < ladder.fewest_tokens():
-        basis += "\nwarning: each of them had more tokens per parameter: expect another loss"
-    if max(D, best_D) > READ_AGAIN * ladder.different_tokens > max(r["D"] for r in ladder.rungs):
-        basis += "\nwarning: none of them read its tokens again, as the run or best size would"
-    best_loss = float(ladder.loss(best_N, best_D)[0])
-    tokens = f"{best_D:,.3g} tokens, {best_D / best_N:.3g} for each"
-    if best_D / best_N < 1.01 * ladder.fewest_tokens():
-        tokens += ":\nas few as any small model had, so a larger one may be better"
-    rows = {
-        "val loss": f"{loss:.3f}; {low:.3f} to {high:.3f} in nine of ten runs, if the law holds",
-        "bits per byte": f"{loss / math.log(2) * val['tokens'] / val['bytes']:.3f}",
-        "basis": basis,
-        "best for 6 N D": f"{best_loss:.3f} by {best_N:,.3g} parameters in products, {tokens}",
-    }
-    section(f"Loss on {data.name}", rows)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -325,8 +281,6 @@ def main() -> None:
     print_memory(run)
     print_choices(run)
     print_time(run)
-    if cfg.loss:
-        print_loss(run)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ from hardware.terminal import ProgressBar
 from model import GPT
 from text.dataset import open_datasets, train_loader
 from training.banner import share_within
-from training.memory import Step, auto_batch
+from training.memory import Step, largest_batch
 from training.parallel import wants_compile
 from training.plan import make_plan
 from training.resume import with_data
@@ -305,7 +305,7 @@ def largest(cfg: SweepConfig, machine: Machine, peak: float | None) -> dict:
         model = GPT(model_config(cfg, cfg.vocab_size))
     compiled = wants_compile(cfg, "cuda", 0)
     step = Step(1, cfg.block_size, 1, machine.dtype, compiled, "cuda").of(cfg)
-    B = max(1, auto_batch(model, step, capacity(machine.device)))
+    B = max(1, largest_batch(model, step, capacity(machine.device)))
     cell = measure(replace(cfg, batch_size=B), 1, machine, peak)
     while cell["note"] == "OOM" and B > 1:
         B = B * 7 // 8

@@ -15,7 +15,7 @@ from configurator import OneRankError, UserError
 from hardware.kernels import document_mask
 from hardware.machine import Machine, out_of_memory
 from model import GPT, Block
-from training.memory import Step, auto_batch, largest_batch, needed
+from training.memory import Step, largest_batch, needed
 from training.plan import Plan, even_batch, make_plan
 from training.settings import TrainConfig
 from training.step import Batch, autocast
@@ -42,7 +42,9 @@ def plan_of(
     # Two micro-steps: accumulation needs more memory than one micro-step does.
     step = replace(step.of(cfg), accum=2, compiled=wants_compile(cfg, step.device, flops))
     if cfg.batch_size == "auto":
-        fits = auto_batch(model, step, room)
+        fits = largest_batch(model, step, room)
+        if step.device == "cpu":  # more than 8,192 tokens are no faster (bench/LOG.md)
+            fits = min(fits, max(1, 8192 // step.T))
         B = last if 0 < last <= fits else even_batch(fits, cfg, step.world)
         cfg = replace(cfg, batch_size=B)
     plan = make_plan(cfg, step.world, epoch_tokens, *done)
