@@ -41,7 +41,6 @@ from training.settings import TrainConfig, model_config
 
 @dataclass(frozen=True)
 class PlanConfig(TrainConfig):
-    elsewhere = TrainConfig.elsewhere | {"nproc": "nproc_per_node devices num_gpus gpus world_size"}
     # ---- Where ----
     gpu: str = ""  # v100-16g, a100-80g, 4090, h100, ...; default: this machine's device
     nproc: int = 1  # number of devices, with one process for each

@@ -46,7 +46,7 @@ from typing import Any, Literal
 
 import torch
 
-from configurator import UserError, names_elsewhere, note, parse, run
+from configurator import UserError, note, parse, run
 from hardware import kernels
 from hardware.decoding import record_decoding
 from hardware.device import pick_device, pick_dtype
@@ -67,8 +67,6 @@ from training.runs import losses_of, newest_run
 
 @dataclass(frozen=True)
 class SampleConfig:
-    elsewhere = names_elsewhere("training/elsewhere_sample.txt")
-    argument = "--prompt TEXT"
     # ---- What to continue ----
     ckpt: str = ""  # a model folder, or a run's folder out/RUN; default: the newest run
     which: Literal["newest", "best"] = "newest"  # of a run's checkpoints; best: by validation loss

@@ -4,8 +4,6 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from configurator import names_elsewhere
-
 FIELD = re.compile(r"\{([^{}]+)\}")  # in a template of --fields
 MADE_HERE = ("train", "char", "byte")  # values of tokenizer that name no existing tokenizer
 LEAST = 262  # vocab_size: 256 bytes, five special tokens and a character
@@ -14,8 +12,6 @@ InputFormat = Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"]
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    elsewhere = names_elsewhere("text/elsewhere.txt")
-    argument = "--input FILE"
     # ---- Input ----
     input: tuple[str, ...] = ()  # files, folders or globs; none: the demo corpus
     format: InputFormat = "auto"  # format of every input file; auto: by the file's name
