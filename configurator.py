@@ -171,7 +171,7 @@ def accepted(kind: Any) -> str:
 
 
 def takes(cls: type, name: str) -> str:
-    """Return what a setting accepts: its choices, or type and limits, as in `float >= 0 and < 1`."""
+    """Return what a setting accepts: choices, or type and limits: `float >= 0 and < 1`."""
     said = about(cls, name)
     kind = "|".join(said.get("choices", ())) or accepted(typing.get_type_hints(cls)[name])
     limits = [f"{BOUNDS[limit][0]} {number}" for limit, number in said.get("limits", {}).items()]
