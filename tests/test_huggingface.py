@@ -129,7 +129,6 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LLAMA3 |= {FIRST: 8, "rope_theta": 100.0}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "factor": 4.0, FIRST: 8, "rope_theta": 1e4}
-FAST = YARN | {"beta_fast": 4, "beta_slow": 0.5, "attention_factor": 0.8}
 
 
 THEIRS = [
@@ -139,10 +138,10 @@ THEIRS = [
     ("Llama", BIASES | {"tie_word_embeddings": True, "head_dim": 10}, "5GB", "float32"),
     ("Qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 3}, "20KB", "bfloat16"),
     ("Qwen2", {"tie_word_embeddings": True, "rope_theta": 1e6}, "20KB", "float32"),
-    ("Qwen2", {"rope_parameters": YARN, "num_key_value_heads": 6}, "5GB", "bfloat16"),
+    ("Qwen2", {"rope_parameters": LINEAR, "num_key_value_heads": 6}, "5GB", "bfloat16"),
     ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}, "5GB", "float32"),
     ("Llama", {"rope_parameters": LINEAR, "num_key_value_heads": 1}, "20KB", "float32"),
-    ("Qwen3", {"rope_parameters": FAST, "head_dim": 18}, "5GB", "float32"),
+    ("Qwen3", {"rope_parameters": LLAMA3, "head_dim": 18}, "5GB", "float32"),
 ]
 
 
@@ -207,7 +206,7 @@ LLAMA = huggingface.to_config(GPTConfig(**ODD["llama"]))
 REFUSED = [  # a word of the message, settings in config.json; ...: the key is missing
     ("rope_scaling", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
     ("rope_scaling", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
-    ("rope_scaling", {"rope_scaling": YARN | dict(beta_fast=1, beta_slow=32)}),
+    ("rope_scaling", {"rope_scaling": YARN}),
     ("rope_theta", {"rope_theta": 0.5}),
     ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
     ("model_type", {"model_type": ...}),
@@ -384,13 +383,13 @@ def test_a_model_without_a_tokenizer_is_evaluated_with_a_note(tiny_data, tmp_pat
 def test_a_model_with_rope_goes_on_with_longer_and_scaled_sequences(finished, trains, transformers):
     longer = ["--block_size=64", "--batch_tokens=512"]  # the finished run has 32
     start = [f"--init_from={saved(finished)}", *longer, "--max_steps=4"]
-    run = trains(*start, "--rope_scaling=yarn:2,32,32,1,1.07")
+    run = trains(*start, "--rope_scaling=llama3:2,1,4,32")
     assert metrics(run, "val_loss")[4] < metrics(finished, "val_loss")[8] + 0.1
     # A resume has the same shape, without being told.
     trains("--init_from=resume", *longer, "--max_steps=6")
     folder = saved(run)
     model = from_pretrained(folder)
-    assert model.config.rope_scaling == "yarn:2,32,32,1,1.07" and model.config.block_size == 64
+    assert model.config.rope_scaling == "llama3:2,1,4,32" and model.config.block_size == 64
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     x = torch.arange(64)[None] % 400
     torch.testing.assert_close(hidden_logits(model, x), theirs(x).logits, atol=1e-4, rtol=1e-4)

@@ -14,7 +14,6 @@ it. Nothing that is read can execute code, and no file can make this program rea
 folder.
 """
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -108,7 +107,6 @@ ROPE = {
     "default": [],
     "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor", FIRST_LENGTH],
-    "yarn": ["factor", FIRST_LENGTH, "beta_fast", "beta_slow", "attention_factor"],
 }
 # Settings that are computed here with one value only.
 CONSTANTS = dict(scale_attn_weights=True, partial_rotary_factor=1.0, is_causal=True)
@@ -233,13 +231,6 @@ def unpack_rope(settings: dict[str, Any]) -> None:
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in numbers:
             settings[key] = numbers.pop(key)
-    if kind == "yarn":
-        yarn = dict(beta_fast=32, beta_slow=1, truncate=True)
-        yarn["attention_factor"] = 0.1 * math.log(max(1, numbers.get("factor", 1))) + 1
-        yarn[FIRST_LENGTH] = settings.get("max_position_embeddings")
-        numbers = yarn | numbers
-        if numbers["truncate"] is True:  # which is how it is done here
-            del numbers["truncate"]
     if numbers.keys() != set(ROPE.get(kind, ["none"])):
         raise ValueError(f"rope_scaling={scaling!r} is not supported")
     spec = f"{kind}:{','.join(repr(numbers[name]) for name in ROPE[kind])}"
