@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from configurator import UserError, parse, run
+from configurator import UserError, option, parse, run
 from hardware.disk import json_bytes, read_object, write_whole
 from hardware.terminal import in_a_terminal
 from training.metrics import read_metrics
@@ -40,9 +40,13 @@ PAUSE = 10  # seconds from one look at the run to the next, at least
 
 @dataclass(frozen=True)
 class FollowConfig:
-    runs: tuple[str, ...] = ()  # the folder of one run, out/RUN
-    tracker: Literal["auto", "none", "wandb", "swanlab", "tensorboard"] = "auto"  # auto: the run's
-    beside: bool = False  # train.py has started this program: the run ends where the input does
+    runs: tuple[str, ...] = option((), "the folder of one run, out/RUN")
+    tracker: Literal["auto", "none", "wandb", "swanlab", "tensorboard"] = option(
+        "auto", "auto: the run's"
+    )
+    beside: bool = option(
+        False, "train.py has started this program: the run ends where the input does"
+    )
 
     def problems(self) -> list[str]:
         return [] if len(self.runs) == 1 else ["runs: name the folder of one run, as out/demo"]

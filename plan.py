@@ -22,7 +22,7 @@ from itertools import product
 import torch
 
 import configurator
-from configurator import UserError, checked, columns, folded, given, row
+from configurator import UserError, checked, columns, folded, given, option, row
 from hardware.device import capacity, pick_device, pick_dtype
 from hardware.machine import memory_advice
 from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tflops
@@ -41,12 +41,16 @@ from training.settings import TrainConfig, model_config
 
 @dataclass(frozen=True)
 class PlanConfig(TrainConfig):
-    # ---- Where ----
-    gpu: str = ""  # v100-16g, a100-80g, 4090, h100, ...; default: this machine's device
-    nproc: int = 1  # number of devices, with one process for each
-    # ---- How much ----
-    vocab_size: int = 0  # plan without data, for a vocabulary of this size; 0: the data set's
-    loss: bool = False  # foretell the validation loss; bench.ladder has trained small models for it
+    gpu: str = option(
+        "", "v100-16g, a100-80g, 4090, h100, ...; default: this machine's device", group="Where"
+    )
+    nproc: int = option(1, "number of devices, with one process for each")
+    vocab_size: int = option(
+        0, "plan without data, for a vocabulary of this size; 0: the data set's", group="How much"
+    )
+    loss: bool = option(
+        False, "foretell the validation loss; bench.ladder has trained small models for it"
+    )
 
     def problems(self) -> list[str]:
         problems = TrainConfig.problems(self)

@@ -35,7 +35,7 @@ import configurator
 from bench.lab import Run, run_settings, train_all
 from bench.lab_results import read_run
 from bench.measure import facts_of, not_positive, padded, write_json
-from configurator import UserError, parse
+from configurator import UserError, option, parse
 from hardware.disk import sealed, unseal
 from hardware.terminal import ProgressBar
 from model import GPT
@@ -58,10 +58,10 @@ DELTA = 1e-3  # of the Huber loss: a relative error beyond it counts as itself, 
 
 @dataclass(frozen=True)
 class LadderConfig(TrainConfig):
-    out_dir: str = "out/ladder"  # folder of the rungs
-    minutes: float = 60.0  # in this call, no rung begins later than that
-    fewest_steps: int = 600  # of a rung: a shorter run says little about a longer one
-    draws: int = 100  # number of fits of the bootstrap
+    out_dir: str = "out/ladder"
+    minutes: float = option(60.0, "in this call, no rung begins later than that")
+    fewest_steps: int = option(600, "of a rung: a shorter run says little about a longer one")
+    draws: int = option(100, "number of fits of the bootstrap")
 
     def problems(self) -> list[str]:
         problems = TrainConfig.problems(self)
