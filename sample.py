@@ -68,14 +68,10 @@ from training.runs import losses_of, newest_run
 @dataclass(frozen=True)
 class SampleConfig:
     ckpt: str = option(
-        "", "a model folder, or a run's folder out/RUN; default: the newest run", group="The model"
+        "", "a model folder or a run, out/RUN; default: the newest run", group="The model"
     )
-    which: Literal["newest", "best"] = option(
-        "newest", "of a run's checkpoints; best: by validation loss"
-    )
-    tokenizer: str = option(
-        "", "if the model has none: a folder, a .model or .tiktoken file, or gpt2 and such"
-    )
+    which: Literal["newest", "best"] = option("newest", "best: by validation loss")
+    tokenizer: str = option("", "if the model has none: a folder, a file, or gpt2 and such")
     out_dir: str = option("out", "folder of all runs")
 
     prompt: tuple[str, ...] = option(
@@ -86,16 +82,14 @@ class SampleConfig:
     system: str = option("", "the system message, with which a conversation begins")
 
     block_size: int = option(
-        0, "tokens in a window of chat or eval; 0: all, to 1,024", minimum=0, group="How"
+        0, "window of chat and eval; 0: all, up to 1,024", minimum=0, group="How"
     )
     num_samples: int = option(1, "continuations of each prompt, made in one batch", minimum=1)
     max_new_tokens: int = option(0, "of each text; 0: 256, in a chat no limit", minimum=0)
-    temperature: float = option(
-        0.6, "0: always the likeliest token; 1: the model's own probabilities", minimum=0
-    )
+    temperature: float = option(0.6, "0: always the likeliest token; 1: unchanged", minimum=0)
     top_k: int = option(0, "choose among the k likeliest tokens; 0: all", minimum=0)
     top_p: float = option(
-        0.95, "choose among the likeliest tokens of this probability; 1: all", above=0, maximum=1
+        0.95, "choose among the likeliest that reach it; 1: all", above=0, maximum=1
     )
     seed: int = option(1337, "of the random choices", minimum=0)
 

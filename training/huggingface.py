@@ -108,11 +108,6 @@ ROPE = {
     "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor", FIRST_LENGTH],
 }
-# Written, and not compared when read: for other programs, or set by train.py's options.
-HARMLESS = {
-    "n_ctx", "embd_pdrop", "attn_pdrop", "torch_dtype", "bos_token_id", "eos_token_id",
-    "architectures", "note",
-}  # fmt: skip
 # What the four classes read besides, with the only value that is computed here. They ignore all
 # other settings of a config.json: who wrote it, how the model was trained and is sampled from.
 FIXED = dict(
@@ -203,10 +198,13 @@ def from_config(d: dict) -> GPTConfig:
     # In GPTConfig, 0 stands for what null stands for here.
     c = checked({field: 0 if value is None else value for field, value in shape.items()})
 
-    expected = FIXED | (dict.fromkeys(d) | to_config(c) if a is OURS else in_words_of(a, c))
+    if a is OURS:
+        expected = dict.fromkeys(d.keys() - to_config(c).keys())  # fields of a later version
+    else:
+        expected = FIXED | in_words_of(a, c)
     layer_types = settings.get("layer_types", [])
     settings["layer_types"] = [kind for kind in layer_types if kind != "full_attention"]
-    for key in settings.keys() & expected.keys() - HARMLESS:
+    for key in settings.keys() & expected.keys() - {"n_ctx", "embd_pdrop", "attn_pdrop"}:
         if settings[key] != expected[key] and (settings[key] or expected[key]):
             raise ValueError(f"{key}={settings[key]!r} is not supported, only {expected[key]!r}")
     return c

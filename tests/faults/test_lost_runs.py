@@ -370,20 +370,6 @@ def test_every_file_that_came_with_a_tokenizer_is_known_to_be_ours():
     assert {SentencePiece.file, Tiktoken.file, *HF_FILES} < checkpoint.OUR_FILES
 
 
-def test_sampling_takes_the_next_checkpoint_when_one_is_gone(copied, tmp_path, monkeypatch, capsys):
-    newest = saved(copied)
-    read = sample.from_pretrained
-
-    def pruned(folder):
-        if folder == newest and newest.exists():
-            assert not checkpoint.discard(newest)
-        return read(folder)
-
-    monkeypatch.setattr(sample, "from_pretrained", pruned)
-    call(sample.main, f"--out_dir={tmp_path}", "--max_new_tokens=3", "--device=cpu")
-    assert "step_00000004" in capsys.readouterr().err
-
-
 # -- a terminal, a pipe or a disk that goes away --
 
 
