@@ -188,9 +188,9 @@ def model_tokenizer(folder: Path, vocab_size: int, cfg: SampleConfig) -> Tokeniz
     tokenizer = of_model or named or of_data
     if tokenizer is None:
         raise UserError(f"{folder}: no tokenizer is there: name one, as in --tokenizer=gpt2")
-    if not same_ids(named or tokenizer, tokenizer):
+    if named and not same_ids(named, tokenizer):
         raise UserError(f"--tokenizer={cfg.tokenizer}: makes other ids than the one in {folder}")
-    if not same_ids(of_data or tokenizer, tokenizer):
+    if of_data and not same_ids(of_data, tokenizer):
         again = f"prepare the same texts with --tokenizer={cfg.tokenizer or folder}"
         raise UserError(f"--eval {cfg.eval}: made with another tokenizer than the model's: {again}")
     if tokenizer.vocab_size > vocab_size:
@@ -251,18 +251,11 @@ def typed(label: str, advice: str) -> Iterator[str]:
         with suppress(ImportError):  # not every Python is built with it
             import readline  # noqa: F401 input() then edits a line, also one of wide characters
         print(advice)
-    while True:
-        try:
-            line = input(label if in_terminal else "")
-        except EOFError:
-            print(end="\n" if in_terminal else "")  # Ctrl-D leaves the cursor behind the label
-            return
-        except KeyboardInterrupt:  # it may have been meant for the answer, a moment ago
-            if not in_terminal:
-                raise
-            print("\nCtrl-D ends the program.")
-        else:
-            yield line
+    try:
+        while True:
+            yield input(label if in_terminal else "")
+    except EOFError:
+        print(end="\n" if in_terminal else "")  # Ctrl-D leaves the cursor behind the label
 
 
 def typed_prompts(tokenizer: Tokenizer, block_size: int) -> Iterator[tuple[str, list[int]]]:
@@ -360,11 +353,6 @@ class Conversation:
             raise UserError(f"the {role} message has {len(ids):,} tokens, the model sees {room:,}")
         return ids
 
-    def forget(self, count: int) -> None:
-        """Drop the oldest exchanges, and keep what comes before them."""
-        del self.exchanges[:count]
-        self.cache.length = min(self.cache.length, len(self.opening))
-
     def prompt(self, question: list[int]) -> list[int]:
         """Return the ids that the answer follows. Drop the oldest exchanges if it has little room.
 
@@ -372,12 +360,13 @@ class Conversation:
         """
         room = self.window - len(self.opening) - len(question) - len(self.header)
         room -= min(self.cfg.max_new_tokens or self.window // 4, self.window // 2)
-        count = 0
-        while sum(map(len, self.exchanges[count:])) > max(0, room):
-            count += 1
-        if count:
-            self.forget(count)
-            unseen = f"the model no longer sees the {2 * count} oldest messages"
+        dropped = 0
+        while sum(map(len, self.exchanges)) > max(0, room):
+            del self.exchanges[0]
+            dropped += 1
+        if dropped:
+            self.cache.length = min(self.cache.length, len(self.opening))
+            unseen = f"the model no longer sees the {2 * dropped} oldest messages"
             print(f"note: the window is full: {unseen}", file=sys.stderr)
         return [*self.opening, *chain(*self.exchanges), *question, *self.header]
 
@@ -431,14 +420,13 @@ def converse(model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, label: str) ->
     print(f"[{label}]", file=sys.stderr)  # not above the error of a message that is too long
     for number, question in enumerate(questions):
         print("----------------\n" * (number > 0) + f"you> {cfg.prompt[number]}")
-        conversation.forget(1)
-        conversation.answer(question)
+        Conversation(model, tokenizer, cfg).answer(question)
     if questions:
         return
     advice = "Type a message. /reset begins anew, Ctrl-C ends an answer, Ctrl-D the program."
     for line in map(str.strip, typed("you> ", advice)):
         if line == "/reset":
-            conversation.forget(len(conversation.exchanges))
+            conversation = Conversation(model, tokenizer, cfg)
             print("[a new conversation]", file=sys.stderr)
         elif line:
             try:
