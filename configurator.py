@@ -215,12 +215,11 @@ def convert(value: Any, kind: Any) -> Any:
 
 def is_within(value: Any, said: Mapping[str, Any]) -> bool:
     """Return whether a value is one of the choices and within the limits that option() was told."""
-    numbers = [
-        n for n in (value if isinstance(value, tuple) else [value]) if not isinstance(n, str)
-    ]
-    limits = said.get("limits", {}).items()
-    within = all(BOUNDS[limit][1](n, number) for limit, number in limits for n in numbers)
-    return within and (not said.get("choices") or value in said["choices"])
+    if isinstance(value, tuple):
+        return all(is_within(one, said) for one in value)
+    if isinstance(value, str):
+        return not said.get("choices") or value in said["choices"]
+    return all(BOUNDS[name][1](value, limit) for name, limit in said.get("limits", {}).items())
 
 
 def kind_of(cls: type, key: str, source: str) -> Any:
@@ -330,8 +329,7 @@ def given(
         elif arg.endswith(".py") and not arg.startswith("-"):
             read_file(cls, arg, values)
         else:
-            expected = "--key=value" if positional else "config/NAME.py or --key=value"
-            raise UserError(f"argument {arg!r}: expected {expected}; see --help")
+            raise UserError(f"argument {arg!r}: expected config/NAME.py or --key=value; see --help")
     for key, value in options.items():  # after all files, wherever they stand on the command line
         set_value(cls, values, key, value, f"--{key}")
     # A shell expands the ~ of `--out_dir ~/x`, but not that of `--out_dir=~/x`.
