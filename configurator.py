@@ -1,16 +1,15 @@
 """Settings: dataclass defaults  <-  config/NAME.py files  <-  --key=value, as one checked object.
 
-A script declares its settings once, as a dataclass with one field per line. The comment behind a
-field is its help text:
+A script declares its settings once, as a dataclass. Each field says its default, its help text, and
+where needed the values that it accepts and the group that it begins:
 
     @dataclass(frozen=True)
     class TrainConfig:
-        # ---- Batch ----
-        batch_size: int = 16  # sequences per device and micro-step
-        compile: bool | Literal["auto"] = "auto"  # torch.compile; auto: on for CUDA
+        batch_size: int = option(16, "sequences per micro-step", minimum=1, group="Batch")
+        compile: bool | Literal["auto"] = option("auto", "torch.compile; auto: on for CUDA")
 
-        def problems(self) -> list[str]:  # optional, for checks that a type cannot express
-            return [] if self.batch_size > 0 else ["batch_size must be positive"]
+        def problems(self) -> list[str]:  # optional, for what one field alone cannot tell
+            return []
 
 `parse(TrainConfig)` reads the command line. Config files are given by their paths and contain plain
 assignments; a later file wins over an earlier one. Options are written as `--key=value`,
@@ -22,8 +21,9 @@ import dataclasses
 import difflib
 import errno
 import functools
-import inspect
+import io
 import math
+import operator
 import os
 import re
 import runpy
@@ -35,10 +35,9 @@ import traceback
 import types
 import typing
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from decimal import Decimal
-from pathlib import Path
 from typing import Any, Literal
 
 
@@ -61,7 +60,7 @@ def note(text: str) -> None:
 
 
 class Unfailing:
-    """A stream that drops what cannot be written: the terminal is closed, or the disk is full."""
+    """A stream that drops what cannot be written, as after a Ctrl-C that also ended `| tee log`."""
 
     def __init__(self, stream: Any):
         self.stream = stream
@@ -78,17 +77,6 @@ class Unfailing:
         return getattr(self.stream, name)
 
 
-def ignore_leftovers() -> None:
-    """Forget what the environment says of ranks, if that is not all that torchrun would have set.
-
-    Else one process would count for many, as where a cluster's script has set WORLD_SIZE.
-    """
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        if left := [name for name in names if os.environ.pop(name, None)]:
-            note(f"ignored: {', '.join(left)}, since torchrun did not start this process")
-
-
 def run(main: Callable[[], None], needs_output: bool = True) -> None:
     """Run main() of a script. A UserError becomes one line on stderr and exit code 2.
 
@@ -97,21 +85,14 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
     needs_output: False for a script whose results are files. It continues when its output can no
     longer be written, for example because the terminal was closed.
     """
-    # A stream that was closed before the start (`>&-` in a shell) is None. The next file that the
-    # program opens would get its number, and all that is printed.
-    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
-        setattr(sys, name, getattr(sys, name) or open(os.devnull, mode))
-    if hasattr(sys.stdout, "reconfigure"):
-        # A terminal that cannot show a character, such as a Chinese one, prints ? instead.
-        sys.stdout.reconfigure(errors="replace")
-    if hasattr(sys.stdin, "reconfigure"):
-        # Somebody may paste text in another encoding, such as GBK.
-        sys.stdin.reconfigure(errors="surrogateescape")
+    # A terminal may lack a character: it shows ? instead. What is pasted may not be UTF-8.
+    for stream, errors in ((sys.stdout, "replace"), (sys.stdin, "surrogateescape")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
     if not needs_output:
         sys.stdout = Unfailing(sys.stdout)
         sys.stderr = Unfailing(sys.stderr)
     try:
-        ignore_leftovers()
         main()
     except UserError as e:
         if "RANK" in os.environ and isinstance(e, OneRankError):
@@ -136,20 +117,69 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Values: convert text, or a Python value of a config file, into the type that the field declares
+# Declarations: a field of a dataclass, with its help text and the values that it accepts
+
+BOUNDS = {  # name of a limit -> its sign, its test
+    "minimum": (">=", operator.ge),
+    "above": (">", operator.gt),
+    "maximum": ("<=", operator.le),
+    "below": ("<", operator.lt),
+}
+
+
+def option(
+    default: Any, help: str, *, group: str = "", choices: tuple[str, ...] = (), **limits: float
+) -> Any:
+    """Return a field of a dataclass of settings.
+
+    group: the heading in --help of this field and of those that follow it. choices: the texts that
+    are accepted. limits: of a number, or of each number of a list: minimum and maximum are accepted
+    themselves, above and below are not.
+    """
+    metadata = dict(help=help, group=group, choices=choices, limits=limits)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def about(cls: type, name: str) -> Mapping[str, Any]:
+    """Return what option() was told of a setting; {} if it is a plain field.
+
+    A class that only changes the default of an inherited setting need not repeat the rest.
+    """
+    declared = [vars(c).get("__dataclass_fields__", {}).get(name) for c in cls.__mro__]
+    return next((field.metadata for field in declared if field and field.metadata), {})
+
+
+def grouped(cls: type) -> dict[str, list[str]]:
+    """Return the settings of each group, both in the order of the declarations."""
+    groups: dict[str, list[str]] = {}
+    heading = "Settings"
+    for field in dataclasses.fields(cls):
+        heading = about(cls, field.name).get("group") or heading
+        groups.setdefault(heading, []).append(field.name)
+    return groups
 
 
 def accepted(kind: Any) -> str:
-    """Return what an error message or --help says for a type: int, true|false, a|b, text ..."""
-    origin = typing.get_origin(kind)
+    """Return what an error message or --help calls a type: int, true|false, a|b, text ..."""
     args = typing.get_args(kind)
-    if origin is Literal:
+    if typing.get_origin(kind) is Literal:
         return "|".join(map(str, args))
-    if origin in (typing.Union, types.UnionType):
-        return "|".join(accepted(k) for k in args)
-    if origin is tuple:
+    if typing.get_origin(kind) is tuple:
         return f"{accepted(args[0])} ..."
-    return {bool: "true|false", int: "int", float: "float", str: "text", dict: "{...}"}[kind]
+    names = {bool: "true|false", int: "int", float: "float", str: "text", dict: "{...}"}
+    return names[kind] if kind in names else "|".join(map(accepted, args))
+
+
+def takes(cls: type, name: str) -> str:
+    """Return what a setting accepts: choices, or type and limits: `float >= 0 and < 1`."""
+    said = about(cls, name)
+    kind = "|".join(said.get("choices", ())) or accepted(typing.get_type_hints(cls)[name])
+    limits = [f"{BOUNDS[limit][0]} {number}" for limit, number in said.get("limits", {}).items()]
+    return f"{kind} {' and '.join(limits)}".rstrip()
+
+
+# --------------------------------------------------------------------------------------------------
+# Values: convert text, or a Python value of a config file, into what the field declares
 
 
 def convert(value: Any, kind: Any) -> Any:
@@ -161,26 +191,21 @@ def convert(value: Any, kind: Any) -> Any:
     origin = typing.get_origin(kind)
     args = typing.get_args(kind)
     if origin is Literal:
-        for choice in args:
-            if str(value) == str(choice):
-                return choice
-    elif origin in (typing.Union, types.UnionType):
-        for option in args:  # the first type that accepts the value
-            with suppress(ValueError, ArithmeticError):
-                return convert(value, option)
+        return {str(choice): choice for choice in args}[str(value)]
+    if origin in (typing.Union, types.UnionType):
+        for one in args:  # the first type that accepts the value
+            with suppress(ValueError, LookupError, ArithmeticError):
+                return convert(value, one)
     elif origin is tuple:
-        items = [value] if isinstance(value, str) else value
-        return tuple(convert(item, args[0]) for item in items)
-    elif kind is bool and str(value).lower() in ("true", "1", "false", "0"):
-        return str(value).lower() in ("true", "1")
+        return tuple(convert(v, args[0]) for v in ([value] if isinstance(value, str) else value))
+    elif kind is bool:
+        return {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
     elif kind is int and not isinstance(value, bool):
         number = Decimal(str(value))  # 5e8 and 1_000 too, with every digit
         if number == number.to_integral_value() and abs(number) < 2**63:  # as in numpy and torch
             return int(number)
-    elif kind is float and not isinstance(value, bool):
-        number = float(value)
-        if math.isfinite(number):
-            return number
+    elif kind is float and not isinstance(value, bool) and math.isfinite(float(value)):
+        return float(value)
     elif kind is dict and isinstance(value, dict):  # from a config file only
         return value
     elif kind is str and isinstance(value, str) and "\0" not in value:  # no file name has a NUL
@@ -188,58 +213,43 @@ def convert(value: Any, kind: Any) -> Any:
     raise ValueError(value)
 
 
-def names_elsewhere(table: str) -> dict[str, str]:
-    """Return the name of a setting here -> what other programs call it, for those who try that.
+def is_within(value: Any, said: Mapping[str, Any]) -> bool:
+    """Return whether a value is one of the choices and within the limits that option() was told."""
+    if isinstance(value, tuple):
+        return all(is_within(one, said) for one in value)
+    if isinstance(value, str):
+        return not said.get("choices") or value in said["choices"]
+    return all(BOUNDS[name][1](value, limit) for name, limit in said.get("limits", {}).items())
 
-    table: a file of this repository with lines `here <- names elsewhere`; an indented line
-    continues the one before it.
+
+def kind_of(cls: type, key: str, source: str) -> Any:
+    """Return the type that cls declares for a setting. Raises UserError if it has no such setting.
+
+    source: where the setting is given, for the message.
     """
-    text = (Path(__file__).parent / table).read_text(encoding="utf-8")
-    return dict(row.split(" <- ") for row in re.split(r"\n(?! )", text.strip()))
+    kinds = typing.get_type_hints(cls)
+    if key not in kinds:
+        close = difflib.get_close_matches(key, kinds, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "see --help"
+        raise UserError(f"{source}: unknown setting {key!r}; {hint}")
+    return kinds[key]
 
 
 def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: str) -> None:
     """Set values[key] = value, converted to the type that cls declares for key.
 
-    source: the source of the value, for the message.
-    Raises UserError if cls has no such setting, or if its type does not accept the value.
+    source: where the value is given, for the message.
+    Raises UserError if cls has no such setting, or if the setting does not accept the value.
     """
-    refuse_unknown(cls, {key: source})
-    kind = typing.get_type_hints(cls)[key]
+    kind = kind_of(cls, key, source)
     try:
         values[key] = convert(value, kind)
-    except (ValueError, TypeError, ArithmeticError):
-        problem = f"{key}={value!r:.80} is not accepted; it takes {accepted(kind)}"
-        if re.fullmatch(r"[\d.]+[kKmMbBgGtT]", str(value)):
-            problem += ", written in full, such as 10_000_000_000"
-        raise UserError(f"{source}: {problem}") from None
-
-
-def refuse_unknown(cls: type, places: dict[str, str]) -> None:
-    """Raise UserError if cls lacks one of these settings: a line for each, with its name here.
-
-    places: setting -> where it is given.
-    If cls has a table `elsewhere`, that is the name here -> the names that other programs use. Of a
-    name with dots, such as training.seq_len, the last part counts if the whole is not in it.
-    """
-    kinds = typing.get_type_hints(cls)
-    advice = {}
-    for name_here, others in getattr(cls, "elsewhere", {}).items():
-        advice |= dict.fromkeys(others.split(), f"here it is {name_here}")
-    advice |= {name: f"did you mean {name!r}?" for name in kinds}
-    lines = []
-    for key, source in places.items():
-        if key in kinds:
-            continue
-        last = key.rpartition(".")[2]
-        # Most typos are more similar than this, and most names of something else are less.
-        close = difflib.get_close_matches(last, kinds, n=1, cutoff=0.8)
-        close += difflib.get_close_matches(last, advice, n=1, cutoff=0.9)
-        names = [name for name in (key.replace(".", "_"), last, *close) if name in advice]
-        hint = advice[names[0]] if names else "see --help"
-        lines.append(f"{source}: unknown setting {key!r}; {hint}")
-    if lines:
-        raise UserError("\n".join(lines))
+        fits = is_within(values[key], about(cls, key))
+    except (ValueError, TypeError, LookupError, ArithmeticError):
+        fits = False
+    if not fits:
+        problem = f"{key}={value!r:.80} is not accepted; it takes {takes(cls, key)}"
+        raise UserError(f"{source}: {problem}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -254,30 +264,23 @@ def read_file(cls: type, path: str, values: dict[str, Any]) -> None:
     try:
         namespace = runpy.run_path(path)
     except OSError as e:
-        folder = Path(__file__).parent / "config"
-        names = [file.name for file in folder.glob("*.py")]
-        close = difflib.get_close_matches(Path(path).name, names, n=1)
-        hint = f"; did you mean {os.path.relpath(folder / close[0])}?" if close else ""
-        raise UserError(f"config file {path}: {e.strerror}{hint}") from None
+        raise UserError(f"config file {path}: {e.strerror}") from None
     except (Exception, SystemExit) as e:
         frames = traceback.extract_tb(e.__traceback__)
         lines = ["?", *(frame.lineno for frame in frames if frame.filename == path)]
         source = f"config file {path}, line {getattr(e, 'lineno', lines[-1])}"
         problem = " ".join(str(getattr(e, "msg", e)).split())  # msg is without file and line
         raise UserError(f"{source}: {type(e).__name__}: {problem}") from None
-    settings = {k: v for k, v in namespace.items() if not k.startswith("_")}
-    settings = {k: v for k, v in settings.items() if not isinstance(v, types.ModuleType)}
-    refuse_unknown(cls, dict.fromkeys(settings, f"config file {path}"))
-    for key, value in settings.items():
-        set_value(cls, values, key, value, f"config file {path}")
+    for key, value in namespace.items():
+        if not key.startswith("_") and not isinstance(value, types.ModuleType):
+            set_value(cls, values, key, value, f"config file {path}")
 
 
 def parse(cls: type, argv: list[str] | None = None, doc: str = "", positional: str = "") -> Any:
     """Return a `cls` with the settings of the command line `argv` (default: of this process).
 
     positional: the setting, a list, that takes the arguments which are no options, as in
-    `plot.py out/a out/b`. Without it, such an argument must be a config file. If cls has a text
-    `argument`, the error for another one asks for that, as sample.py does for --prompt TEXT.
+    `plot.py out/a out/b`. Without it, such an argument must be a config file.
     --help prints `doc` and the settings, and ends the program. Raises UserError for every mistake.
     """
     return checked(cls, given(cls, argv, doc, positional))
@@ -303,7 +306,6 @@ def given(
     A setting that has its default value because nobody has given it is not among them.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    kinds = typing.get_type_hints(cls)
     if "--help" in argv or "-h" in argv:
         print(help_text(cls, doc))
         sys.exit(0)
@@ -312,24 +314,22 @@ def given(
     while argv:
         arg = argv.pop(0)
         if arg.startswith("--"):
-            key, equals, value = arg[2:].partition("=")
+            key, equals, text = arg[2:].partition("=")
             key = key.replace("-", "_")
-            following = [value] if equals else take_values(argv, kinds.get(key))
-            if key in kinds and not following:
-                raise UserError(f"--{key}: a value is missing; it takes {accepted(kinds[key])}")
-            if typing.get_origin(kinds.get(key)) is tuple:  # all values count
-                options[key] = options.get(key, []) + following + take_values(argv, kinds[key])
-            else:
-                options[key] = next(iter(following), None)
+            kind = kind_of(cls, key, f"--{key}")
+            is_list = typing.get_origin(kind) is tuple
+            texts = [text] if equals else []
+            if is_list or not equals:
+                texts += take_values(argv, kind)
+            if not texts:
+                raise UserError(f"--{key}: a value is missing; it takes {takes(cls, key)}")
+            options[key] = [*options.get(key, []), *texts] if is_list else texts[0]
         elif positional and not arg.startswith("-"):
             options[positional] = [*options.get(positional, []), arg]
         elif arg.endswith(".py") and not arg.startswith("-"):
             read_file(cls, arg, values)
         else:
-            kind = "" if positional else getattr(cls, "argument", "config/NAME.py") + " or "
-            hint = f"did you mean {arg}.py?" if os.path.exists(f"{arg}.py") else "see --help"
-            raise UserError(f"argument {arg!r}: expected {kind}--key=value; {hint}")
-    refuse_unknown(cls, {key: f"--{key}" for key in options})
+            raise UserError(f"argument {arg!r}: expected config/NAME.py or --key=value; see --help")
     for key, value in options.items():  # after all files, wherever they stand on the command line
         set_value(cls, values, key, value, f"--{key}")
     # A shell expands the ~ of `--out_dir ~/x`, but not that of `--out_dir=~/x`.
@@ -339,19 +339,17 @@ def given(
 def take_values(argv: list[str], kind: Any) -> list[Any]:
     """Return the values of an option that was given without `=`, and remove them from argv.
 
-    A list takes all arguments up to the next option; so does a setting that is not there (None). A
-    setting that accepts true or false may stand alone (`--compile`), or in front of a config file
-    (`--compile config/demo.py`): its value is then True.
+    A list takes all arguments up to the next option. A setting that accepts true or false may stand
+    alone (`--compile`), or in front of a config file (`--compile config/demo.py`): it is then True.
     """
+    is_list = typing.get_origin(kind) is tuple
     takes_bool = bool in (kind, *typing.get_args(kind))
-    following = []
-    while argv and not argv[0].startswith("--"):
-        if (takes_bool or kind is None) and argv[0].endswith(".py"):
+    taken: list[Any] = []
+    while argv and not argv[0].startswith("--") and (is_list or not taken):
+        if takes_bool and argv[0].endswith(".py"):
             break
-        following.append(argv.pop(0))
-        if kind is not None and typing.get_origin(kind) is not tuple:
-            break
-    return [True] if takes_bool and not following else following
+        taken.append(argv.pop(0))
+    return taken or [True] * takes_bool
 
 
 # --------------------------------------------------------------------------------------------------
@@ -359,29 +357,22 @@ def take_values(argv: list[str], kind: Any) -> list[Any]:
 
 
 def help_text(cls: type, doc: str) -> str:
-    """Return `doc` and the settings, with the groups and comments of the source of the dataclass
-    and of those that it inherits."""
-    width = columns()
+    """Return `doc` and the settings in groups: the default of each, its help, what it accepts."""
+    width = columns() or 100
     out = []
     for part in doc.strip().split("\n\n"):
-        is_prose = width and not re.search("^ ", part, re.MULTILINE)
-        out.append((textwrap.fill(part, width) if is_prose else folded(part, width)) + "\n")
+        is_prose = not re.search("^ ", part, re.MULTILINE)
+        out += [textwrap.fill(part, width) if is_prose else folded(part, width), ""]
     out.append("Settings (--key=value, or an assignment in a config file):")
-    kinds = typing.get_type_hints(cls)
-    rows = {}  # heading or setting -> its row; a class may change the default that it inherits
-    for source in reversed(list(filter(dataclasses.is_dataclass, cls.__mro__))):
-        for line in inspect.getsource(source).splitlines():
-            heading = re.fullmatch(r"\s+# -+ (.+?) -+", line)
-            field = re.match(r"    (\w+): .+? = (.+?)(?:  # (.*))?$", line)
-            if heading:
-                rows[heading[1]] = folded(f"\n{heading[1]}", width)
-            elif field and field[1] in kinds:
-                name, default, comment = field.groups()
-                option = f"--{name}=" + default.strip('"')
-                takes = accepted(kinds[name])
-                takes = takes.replace("|", " | ") if len(takes) > 45 else takes  # can be folded
-                rows[name] = row(f"  {option:<32} ", f"{comment or ''} [{takes}]")
-    return "\n".join([*out, *rows.values()])
+    for heading, names in grouped(cls).items():
+        out.append(f"\n{heading}")
+        for name in names:
+            default = getattr(cls, name, "")
+            default = " ".join(map(str, default)) if isinstance(default, tuple) else default
+            text = f"{about(cls, name).get('help', '')} [{takes(cls, name)}]"
+            line = f"{f'  --{name}={default}':<34} {text.replace('|', ' | ')}"
+            out.append(folded(line, width, indent=33))
+    return "\n".join(out)
 
 
 def columns() -> int:
@@ -389,19 +380,22 @@ def columns() -> int:
     return shutil.get_terminal_size((0, 0)).columns if sys.stdout.isatty() else 0
 
 
-def folded(text: str, width: int) -> str:
-    """Return a text whose lines have at most `width` columns, by going on below; 0: as it is."""
+def folded(text: str, width: int, indent: int = 4) -> str:
+    """Return a text whose lines have at most `width` columns, by going on below; 0: as it is.
+
+    indent: of what goes on below, beside the indent of its line.
+    """
     rows = []
     for line in text.split("\n"):
         # A Chinese character takes two columns: the NUL behind it is counted as the second. A row
         # that ends between the two is one column longer than it counts.
         padded = "".join(c + "\0" * (unicodedata.east_asian_width(c) in "WF") for c in line)
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        below = " " * (len(line) - len(line.lstrip()) + indent)
         limit = width - ("\0" in padded)
         if width and len(padded) > width:
             # Chinese has no spaces. Options and paths stay whole.
             options = dict(break_on_hyphens=False, break_long_words="\0" in padded)
-            rows += textwrap.wrap(padded, limit, subsequent_indent=indent, **options)
+            rows += textwrap.wrap(padded, limit, subsequent_indent=below, **options)
         else:
             rows.append(padded)
     return "\n".join(rows).replace("\0", "")

@@ -697,60 +697,47 @@ def check_shape(c: GPTConfig) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# RoPE: the angles, and three ways in which a model for short sequences serves long ones
+# RoPE: the angles, and two ways in which a model for short sequences serves long ones
 
 
 def rope_scaling(spec: str) -> tuple[str, list[float]]:
     """Return the kind and the numbers of rope_scaling. Raises ValueError if it cannot be."""
-    counts = {"linear": 1, "llama3": 4, "yarn": 5}
+    counts = {"linear": 1, "llama3": 4}
     kind, _, listed = spec.partition(":")
     try:
         numbers = [float(number) for number in listed.split(",") if listed]
     except ValueError:
         numbers = []
     if spec and (len(numbers) != counts.get(kind) or not all(1e-6 <= n <= 1e9 for n in numbers)):
-        forms = "linear:FACTOR, llama3:FACTOR,LOW,HIGH,LENGTH or yarn:FACTOR,LENGTH,FAST,SLOW,SCALE"
-        raise ValueError(f"rope_scaling={spec!r} is none of {forms}")
-    low, high = {"llama3": numbers[1:3], "yarn": numbers[3:1:-1]}.get(kind, (0, 1))
-    if low >= high:
-        raise ValueError(f"rope_scaling={spec!r}: LOW must be below HIGH, and SLOW below FAST")
+        forms = "linear:FACTOR or llama3:FACTOR,LOW,HIGH,LENGTH"
+        raise ValueError(f"rope_scaling={spec!r} is neither {forms}")
+    if kind == "llama3" and numbers[1] >= numbers[2]:
+        raise ValueError(f"rope_scaling={spec!r}: LOW must be below HIGH")
     return kind, numbers
 
 
-def rope_frequencies(c: GPTConfig) -> tuple[np.ndarray, float]:
-    """Return the frequency of each pair of a head's numbers, (hs/2,), and a factor of cos and sin.
+def rope_frequencies(c: GPTConfig) -> np.ndarray:
+    """Return the frequency of each pair of a head's numbers, (hs/2,).
 
     Pair i has the frequency rope_theta^(-2i / hs). A model that was trained on short sequences is
-    prepared for long ones by lower frequencies, in one of three ways:
+    prepared for long ones by lower frequencies, in one of two ways:
 
     linear:FACTOR                         All are divided by FACTOR (arXiv 2306.15595).
     llama3:FACTOR,LOW,HIGH,LENGTH         LENGTH is what the model was trained on. A pair that turns
                                           less than LOW times in it is divided by FACTOR, one that
                                           turns more than HIGH times stays. Between them, the share
                                           of either goes with the number of turns (Llama 3.1).
-    yarn:FACTOR,LENGTH,FAST,SLOW,SCALE    The same between SLOW and FAST turns, but the share goes
-                                          with the number of the pair; and cos and sin are
-                                          multiplied by SCALE (arXiv 2309.00071).
     """
-    pair = np.arange(c.head_dim // 2)
-    freq = c.rope_theta ** (-2 * pair / c.head_dim)
+    freq = c.rope_theta ** (-2 * np.arange(c.head_dim // 2) / c.head_dim)
     kind, numbers = rope_scaling(c.rope_scaling)
-    factor = numbers[0] if kind else 1.0
+    if not kind:
+        return freq
     kept = 0.0  # the share of the frequency that is not divided, (hs/2,) or for all pairs
-    scale = 1.0
     if kind == "llama3":
         _, low, high, length = numbers
         turns = length * freq / (2 * math.pi)
         kept = np.clip((turns - low) / (high - low), 0, 1)
-    elif kind == "yarn":
-        _, length, fast, slow, scale = numbers
-        # The numbers of the pairs that turn FAST and SLOW times in LENGTH tokens.
-        radians = [turns * 2 * math.pi for turns in (fast, slow)]
-        ends = [math.log(length / r, c.rope_theta) * c.head_dim / 2 for r in radians]
-        start = max(math.floor(ends[0]), 0)
-        stop = min(math.ceil(ends[1]), c.head_dim - 1)
-        kept = 1 - np.clip((pair - start) / (stop - start or 0.001), 0, 1)
-    return freq * kept + freq / factor * (1 - kept), scale
+    return freq * kept + freq / numbers[0] * (1 - kept)
 
 
 def rope_table(c: GPTConfig) -> Tensor:
@@ -762,10 +749,9 @@ def rope_table(c: GPTConfig) -> Tensor:
     The table is computed by numpy. On a CPU, the first cos that a process computes with torch is
     sometimes wrong by 1e-4 (bench/LOG.md). A resumed run would then not be bit-identical.
     """
-    freq, factor = rope_frequencies(c)
     # Numbers i and i + hs/2 are a pair, with one angle.
-    angle = np.tile(np.outer(np.arange(c.block_size), freq), 2)  # (block_size, hs)
-    table = factor * np.stack((np.cos(angle), np.sin(angle)))  # (2, block_size, hs)
+    angle = np.tile(np.outer(np.arange(c.block_size), rope_frequencies(c)), 2)  # (block_size, hs)
+    table = np.stack((np.cos(angle), np.sin(angle)))  # (2, block_size, hs)
     return torch.from_numpy(table[:, :, None].astype(np.float32))
 
 

@@ -19,9 +19,8 @@ from itertools import product
 import torch
 
 import configurator
-from configurator import UserError, checked, columns, folded, given, row
-from hardware.device import capacity, pick_device, pick_dtype
-from hardware.machine import memory_advice
+from configurator import UserError, checked, columns, folded, given, option, row
+from hardware.machine import capacity, memory_advice, pick_device, pick_dtype
 from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tflops
 from model import GPT, GPTConfig
 from text.dataset import DataSet, open_datasets, open_windows
@@ -36,12 +35,13 @@ from training.settings import TrainConfig, model_config
 
 @dataclass(frozen=True)
 class PlanConfig(TrainConfig):
-    elsewhere = TrainConfig.elsewhere | {"nproc": "nproc_per_node devices num_gpus gpus world_size"}
-    # ---- Where ----
-    gpu: str = ""  # v100-16g, a100-80g, 4090, h100, ...; default: this machine's device
-    nproc: int = 1  # number of devices, with one process for each
-    # ---- How much ----
-    vocab_size: int = 0  # plan without data, for a vocabulary of this size; 0: the data set's
+    gpu: str = option(
+        "", "v100-16g, a100-80g, 4090, h100, ...; default: this machine's device", group="Where"
+    )
+    nproc: int = option(1, "number of devices, with one process for each")
+    vocab_size: int = option(
+        0, "plan without data, for a vocabulary of this size; 0: the data set's", group="How much"
+    )
 
     def problems(self) -> list[str]:
         problems = TrainConfig.problems(self)

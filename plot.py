@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from configurator import UserError, note, parse, run
+from configurator import UserError, note, option, parse, run
 from hardware.disk import write_whole
 from training.metrics import read_metrics
 
@@ -44,11 +44,17 @@ PLACES = {"run_name", "out_dir", "data_dir", "init_from", "tracker"}
 
 @dataclass(frozen=True)
 class PlotConfig:
-    runs: tuple[str, ...] = ()  # folders of runs; default: the newest run
-    out_dir: str = "out"  # where the newest run is looked for
-    x: Literal["steps", "tokens", "time"] = "steps"  # time: of the steps alone, without pauses
-    y: Literal["loss", "bits_per_byte"] = "loss"  # bits_per_byte: comparable across tokenizers
-    png: str = ""  # a .png, .pdf or .svg; default: loss.png there, of several comparison.png
+    runs: tuple[str, ...] = option((), "folders of runs; default: the newest run")
+    out_dir: str = option("out", "where the newest run is looked for")
+    x: Literal["steps", "tokens", "time"] = option(
+        "steps", "time: of the steps alone, without pauses"
+    )
+    y: Literal["loss", "bits_per_byte"] = option(
+        "loss", "bits_per_byte: comparable across tokenizers"
+    )
+    png: str = option(
+        "", "a .png, .pdf or .svg; default: loss.png there, of several comparison.png"
+    )
 
     def problems(self) -> list[str]:
         if self.png and Path(self.png).suffix not in (".png", ".pdf", ".svg"):

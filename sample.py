@@ -36,22 +36,22 @@ import codecs
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import chain, takewhile
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+from training.runs import losses_of, newest_run
 
-from configurator import UserError, names_elsewhere, note, parse, run
+from configurator import UserError, note, option, parse, run
 from hardware import kernels
 from hardware.decoding import record_decoding
-from hardware.device import pick_device, pick_dtype
 from hardware.disk import read_object
-from hardware.machine import Machine, memory_advice
+from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from hardware.terminal import harmless, plural
 from model import GPT, KVCache
 from text.chat import marks_of
@@ -62,47 +62,49 @@ from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate
 from training.huggingface import NANOGPT, from_pretrained, unverified
 from training.report import in_other_units
-from training.runs import losses_of, newest_run
 
 
 @dataclass(frozen=True)
 class SampleConfig:
-    elsewhere = names_elsewhere("training/elsewhere_sample.txt")
-    argument = "--prompt TEXT"
-    # ---- What to continue ----
-    ckpt: str = ""  # a model folder, or a run's folder out/RUN; default: the newest run
-    which: Literal["newest", "best"] = "newest"  # of a run's checkpoints; best: by validation loss
-    tokenizer: str = ""  # if the model has none: a folder, a .model or .tiktoken file, or gpt2, ...
-    out_dir: str = "out"  # where the runs are
-    prompt: tuple[str, ...] = ()  # texts to continue ('': a new document); default: sample_prompt
-    interactive: bool = False  # read prompts from the terminal
-    # ---- A conversation, in place of a text to continue ----
-    chat: bool = False  # answer what is typed; or each prompt, in a conversation of its own
-    system: str = ""  # the system message, with which a conversation begins
-    # ---- How ----
-    block_size: int = 0  # tokens in a window of chat or eval; 0: all that the model sees, to 1,024
-    num_samples: int = 1  # continuations of each prompt, made in one batch
-    max_new_tokens: int = 0  # of each text; 0: 256, chat: no limit
-    temperature: float = 0.6  # 0: always the likeliest token; 1: the model's own probabilities
-    top_k: int = 0  # choose among the k likeliest tokens; 0: all
-    top_p: float = 0.95  # choose among the likeliest tokens that reach this probability; 1: all
-    seed: int = 1337  # of the random choices
-    # ---- Evaluation, in place of text ----
-    eval: str = ""  # a data set's folder, data/NAME: measure the loss on its val.bin
-    eval_tokens: int = 0  # of it, in whole windows, fixed and evenly spread; 0: all
-    batch_size: int = 8  # windows at a time
-    # ---- Device ----
-    device: str = "auto"  # auto: cuda, then mps, then cpu
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of weights and arithmetic
+    ckpt: str = option(
+        "", "a model folder or a run, out/RUN; default: the newest run", group="The model"
+    )
+    which: Literal["newest", "best"] = option("newest", "best: by validation loss")
+    tokenizer: str = option("", "if the model has none: a folder, a file, or gpt2 and such")
+    out_dir: str = option("out", "folder of all runs")
+
+    prompt: tuple[str, ...] = option(
+        (), "texts to continue ('': a new document); default: the run's", group="What to continue"
+    )
+    interactive: bool = option(False, "read prompts from the terminal")
+    chat: bool = option(False, "answer what is typed, or each prompt in a conversation of its own")
+    system: str = option("", "the system message, with which a conversation begins")
+
+    block_size: int = option(
+        0, "window of chat and eval; 0: all, up to 1,024", minimum=0, group="How"
+    )
+    num_samples: int = option(1, "continuations of each prompt, made in one batch", minimum=1)
+    max_new_tokens: int = option(0, "of each text; 0: 256, in a chat no limit", minimum=0)
+    temperature: float = option(0.6, "0: always the likeliest token; 1: unchanged", minimum=0)
+    top_k: int = option(0, "choose among the k likeliest tokens; 0: all", minimum=0)
+    top_p: float = option(
+        0.95, "choose among the likeliest that reach it; 1: all", above=0, maximum=1
+    )
+    seed: int = option(1337, "of the random choices", minimum=0)
+
+    eval: str = option(
+        "", "a data set, data/NAME: the loss on its val.bin", group="Evaluation, instead of a text"
+    )
+    eval_tokens: int = option(0, "of val.bin, evenly spread whole windows; 0: all", minimum=0)
+    batch_size: int = option(8, "windows at a time", minimum=1)
+
+    device: str = option("auto", "auto: cuda, then mps, then cpu", group="Device")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+        "auto", "of the weights and the arithmetic"
+    )
 
     def problems(self) -> list[str]:
-        lowest = dict(num_samples=1, max_new_tokens=0, temperature=0, top_k=0)
-        lowest |= dict(eval_tokens=0, block_size=0, batch_size=1)
-        problems = [f"{k} must be at least {n}" for k, n in lowest.items() if getattr(self, k) < n]
-        if not 0 <= self.seed < 2**63:
-            problems.append("seed must be between 0 and 2^63")
-        if not 0 < self.top_p <= 1:
-            problems.append("top_p must be above 0 and at most 1")
+        problems = []
         if self.prompt and self.interactive:
             problems.append("give prompt or interactive, not both")
         if self.chat and (self.interactive or self.eval or self.num_samples > 1):
@@ -165,18 +167,12 @@ def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
 
 
 def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
-    """Return the folder of the model, what to say of it, the model on the CPU, and its tokenizer.
-
-    A training that runs meanwhile may delete the newest checkpoint. Then the next one is taken.
-    """
-    while True:
-        folder, label = find_checkpoint(cfg)
-        try:
-            model = from_pretrained(folder)
-            return folder, label, model, model_tokenizer(folder, model.config.vocab_size, cfg)
-        except (UserError, OSError):
-            if folder.exists():
-                raise
+    """Return the folder of the model, its description, the model on the CPU, and its tokenizer."""
+    folder, label = find_checkpoint(cfg)
+    model = from_pretrained(folder)
+    tokenizer = model_tokenizer(folder, model.config.vocab_size, cfg)
+    size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
+    return folder, ", ".join(filter(None, [label, size, unverified(folder)])), model, tokenizer
 
 
 def model_tokenizer(folder: Path, vocab_size: int, cfg: SampleConfig) -> Tokenizer:
@@ -191,9 +187,9 @@ def model_tokenizer(folder: Path, vocab_size: int, cfg: SampleConfig) -> Tokeniz
     tokenizer = of_model or named or of_data
     if tokenizer is None:
         raise UserError(f"{folder}: no tokenizer is there: name one, as in --tokenizer=gpt2")
-    if not same_ids(named or tokenizer, tokenizer):
+    if named and not same_ids(named, tokenizer):
         raise UserError(f"--tokenizer={cfg.tokenizer}: makes other ids than the one in {folder}")
-    if not same_ids(of_data or tokenizer, tokenizer):
+    if of_data and not same_ids(of_data, tokenizer):
         again = f"prepare the same texts with --tokenizer={cfg.tokenizer or folder}"
         raise UserError(f"--eval {cfg.eval}: made with another tokenizer than the model's: {again}")
     if tokenizer.vocab_size > vocab_size:
@@ -244,8 +240,8 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[s
     return prompt, [*tokenizer.prefix, *ids] or [tokenizer.eos_id]
 
 
-def typed(label: str, advice: str, read: Callable[[str], Any]) -> Iterator[Any]:
-    """Yield read(line) of each line that is typed, until the input ends. Print its UserErrors.
+def typed(label: str, advice: str) -> Iterator[str]:
+    """Yield each line that is typed, until the input ends.
 
     The label stands in front of each line, and the advice above all, if stdin is a terminal.
     """
@@ -254,17 +250,19 @@ def typed(label: str, advice: str, read: Callable[[str], Any]) -> Iterator[Any]:
         with suppress(ImportError):  # not every Python is built with it
             import readline  # noqa: F401 input() then edits a line, also one of wide characters
         print(advice)
-    while True:
+    try:
+        while True:
+            yield input(label if in_terminal else "")
+    except EOFError:
+        print(end="\n" if in_terminal else "")  # Ctrl-D leaves the cursor behind the label
+
+
+def typed_prompts(tokenizer: Tokenizer, block_size: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield each prompt that is typed, with its token ids. One that is too long prints an error."""
+    advice = "Type the beginning of a text; nothing: a new document. Ctrl-D ends."
+    for line in typed("prompt> ", advice):
         try:
-            yield read(input(label if in_terminal else ""))
-        except EOFError:
-            if in_terminal:
-                print()  # Ctrl-D leaves the cursor behind the label
-            return
-        except KeyboardInterrupt:  # it may have been meant for the answer, a moment ago
-            if not in_terminal:
-                raise
-            print("\nCtrl-D ends the program.")
+            yield encode_prompt(line, tokenizer, block_size)
         except UserError as e:
             print(f"error: {e}", file=sys.stderr)
 
@@ -277,24 +275,19 @@ def continue_text(
     The first is printed while it is made, the others after it.
     """
     started = time.perf_counter()
-    eos_id = tokenizer.eos_id
-    steps: list[list[int]] = []  # the next token of each text, (B,)
-
-    def first_text() -> Iterator[int]:
-        for step in next_tokens(model, ids, cfg.max_new_tokens or 256, cfg, eos_id=eos_id):
-            steps.append(step)
-            yield step[0]
-
     shown = harmless if sys.stdout.isatty() else str  # a file gets each character as it is
+    eos_id = tokenizer.eos_id
+    utf8 = new_decoder()
+    steps: list[list[int]] = []  # the next token of each text, (B,)
     print(shown(prompt), end="", flush=True)
-    tokens = first_text()
-    for piece in decoded(tokens, tokenizer):
-        print(shown(piece), end="", flush=True)
-    print()
-    if cfg.num_samples > 1:
-        list(tokens)  # the other texts may be longer
+    for step in next_tokens(model, ids, cfg.max_new_tokens or 256, cfg, eos_id=eos_id):
+        steps.append(step)
+        if step[0] != eos_id:
+            print(shown(utf8.decode(tokenizer.token_bytes(step[0]))), end="", flush=True)
+    print(utf8.decode(b"", final=True))
     for number in range(1, cfg.num_samples):
-        text = "".join(decoded([step[number] for step in steps], tokenizer))
+        tokens = [step[number] for step in steps if step[number] != eos_id]
+        text = b"".join(map(tokenizer.token_bytes, tokens)).decode(errors="replace")
         print(f"---------------- sample {number + 1}\n{shown(prompt + text)}")
     count = sum(token != eos_id for step in steps for token in step)
     print(f"[{speed(count, started)}]", file=sys.stderr)
@@ -316,17 +309,13 @@ def next_tokens(
         raise UserError(f"{e}: try --dtype=float32") from None
 
 
+def new_decoder() -> codecs.IncrementalDecoder:
+    """Return a decoder that holds back the bytes of a character until it is complete."""
+    return codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+
 def speed(count: int, started: float) -> str:
     return f"{plural(count, 'token')}, {count / (time.perf_counter() - started):.1f} tok/s"
-
-
-def decoded(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the text of each token up to an eos, and in the end what is left."""
-    # The decoder holds back the bytes of a character until it is complete.
-    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in takewhile(lambda token: token != tokenizer.eos_id, tokens):
-        yield utf8.decode(tokenizer.token_bytes(token))
-    yield utf8.decode(b"", final=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -363,18 +352,6 @@ class Conversation:
             raise UserError(f"the {role} message has {len(ids):,} tokens, the model sees {room:,}")
         return ids
 
-    def typed_message(self, line: str) -> list[int]:
-        """Return the ids of a message; [] for an empty line, and for /reset, which it obeys."""
-        if line.strip() == "/reset":
-            self.forget(len(self.exchanges))
-            print("[a new conversation]", file=sys.stderr)
-        return self.message("user", line) if line.strip() not in ("", "/reset") else []
-
-    def forget(self, count: int) -> None:
-        """Drop the oldest exchanges, and keep what comes before them."""
-        del self.exchanges[:count]
-        self.cache.length = min(self.cache.length, len(self.opening))
-
     def prompt(self, question: list[int]) -> list[int]:
         """Return the ids that the answer follows. Drop the oldest exchanges if it has little room.
 
@@ -382,12 +359,13 @@ class Conversation:
         """
         room = self.window - len(self.opening) - len(question) - len(self.header)
         room -= min(self.cfg.max_new_tokens or self.window // 4, self.window // 2)
-        count = 0
-        while sum(map(len, self.exchanges[count:])) > max(0, room):
-            count += 1
-        if count:
-            self.forget(count)
-            unseen = f"the model no longer sees the {2 * count} oldest messages"
+        dropped = 0
+        while sum(map(len, self.exchanges)) > max(0, room):
+            del self.exchanges[0]
+            dropped += 1
+        if dropped:
+            self.cache.length = min(self.cache.length, len(self.opening))
+            unseen = f"the model no longer sees the {2 * dropped} oldest messages"
             print(f"note: the window is full: {unseen}", file=sys.stderr)
         return [*self.opening, *chain(*self.exchanges), *question, *self.header]
 
@@ -395,29 +373,24 @@ class Conversation:
         """Print the answer to a message, while it is made, and its speed. Keep both."""
         started = time.perf_counter()
         ids = self.prompt(question)
-        limit, reason = self.window - len(ids), "the window is full"
+        limit, remark = self.window - len(ids), ", unfinished: the window is full"
         if 0 < self.cfg.max_new_tokens < limit:
-            limit, reason = self.cfg.max_new_tokens, "max_new_tokens is reached"
+            limit, remark = self.cfg.max_new_tokens, ", unfinished: max_new_tokens is reached"
+        utf8 = new_decoder()
         answer: list[int] = []
-
-        def until_the_end() -> Iterator[int]:
+        try:
             for (token,) in next_tokens(self.model, ids, limit, self.cfg, cache=self.cache):
                 if token in (self.end_mark, self.tokenizer.eos_id):
-                    return
+                    remark = ""
+                    break
                 answer.append(token)
-                yield token
-
-        remark = ""
-        try:
-            for piece in decoded(until_the_end(), self.tokenizer):
-                print(harmless(piece), end="", flush=True)
+                text = utf8.decode(self.tokenizer.token_bytes(token))
+                print(harmless(text), end="", flush=True)
         except KeyboardInterrupt:
             if self.cfg.prompt or not sys.stdin.isatty():
                 raise
             remark = ", stopped"
-        if len(answer) == limit:
-            remark = f", unfinished: {reason}"
-        print()
+        print(utf8.decode(b"", final=True))
         print(f"[{speed(len(answer), started)}{remark}]", file=sys.stderr)
         self.exchanges.append([*question, *self.header, *answer, *self.ending])
 
@@ -442,16 +415,25 @@ def check_chat(folder: Path, tokenizer: Tokenizer) -> None:
 def converse(model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, label: str) -> None:
     """Answer each prompt in a conversation of its own; without any, what is typed, in one."""
     conversation = Conversation(model, tokenizer, cfg)
-    advice = "Type a message. /reset begins anew, Ctrl-C ends an answer, Ctrl-D the program."
-    asked = [conversation.message("user", text) for text in cfg.prompt]
+    questions = [conversation.message("user", text) for text in cfg.prompt]
     print(f"[{label}]", file=sys.stderr)  # not above the error of a message that is too long
-    questions = asked or typed("you> ", advice, conversation.typed_message)
     for number, question in enumerate(questions):
-        if asked:
-            print("----------------\n" * (number > 0) + f"you> {cfg.prompt[number]}")
-            conversation.forget(len(conversation.exchanges))
-        if question:
-            conversation.answer(question)
+        print("----------------\n" * (number > 0) + f"you> {cfg.prompt[number]}")
+        Conversation(model, tokenizer, cfg).answer(question)
+    if questions:
+        return
+    advice = "Type a message. /reset begins anew, Ctrl-C ends an answer, Ctrl-D the program."
+    for line in map(str.strip, typed("you> ", advice)):
+        if line == "/reset":
+            conversation = Conversation(model, tokenizer, cfg)
+            print("[a new conversation]", file=sys.stderr)
+        elif line:
+            try:
+                question = conversation.message("user", line)
+            except UserError as e:
+                print(f"error: {e}", file=sys.stderr)
+            else:
+                conversation.answer(question)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -492,9 +474,7 @@ def main() -> None:
     machine = pick_machine(cfg)
     with memory_advice("here: lower --num_samples, --batch_size or --block_size"):
         folder, label, model, tokenizer = open_model(cfg)
-        size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
-        precision = f"{machine.device} {str(machine.dtype).removeprefix('torch.')}"
-        label = ", ".join(filter(None, [label, size, precision, unverified(folder)]))
+        label = f"{label}, {machine.device} {str(machine.dtype).removeprefix('torch.')}"
         if cfg.eval:
             losses = evaluate_on(Path(cfg.eval), model.to(machine.device), cfg, machine)
             print(f"{Path(cfg.eval)}: {losses} | {folder}")
@@ -502,11 +482,11 @@ def main() -> None:
             return
 
         T = model.config.block_size
+        prompts: Iterable[tuple[str, list[int]]] = []
         if cfg.chat:
             check_chat(folder, tokenizer)
         elif cfg.interactive:
-            advice = "Type the beginning of a text; nothing: a new document. Ctrl-D ends."
-            prompts = typed("prompt> ", advice, lambda line: encode_prompt(line, tokenizer, T))
+            prompts = typed_prompts(tokenizer, T)
         else:
             prompts = [encode_prompt(text, tokenizer, T) for text in read_prompts(cfg, folder)]
         model.to(machine.device, machine.dtype).eval()

@@ -39,15 +39,15 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from training.job import Job
+from training.step import Batch, read_ahead, take_step
 
 from configurator import UserError, given, run
 from hardware.machine import Clock, Machine, memory_advice, part, stop_signals
 from training.checkpoint import newest_checkpoint
 from training.evaluate import evaluate, write_text
-from training.job import Job
 from training.plan import lr_at, momentum_at
 from training.settings import TrainConfig
-from training.step import Batch, read_ahead, take_step
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from configurator import parse, run
+from configurator import option, parse, run
 from hardware.terminal import ProgressBar
 from model import GPT
 from sample import SampleConfig, check_chat, open_model
@@ -22,9 +22,9 @@ from text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class AnswersConfig:
-    ckpts: tuple[str, ...] = ("out/demo", "out/chat")  # model folders, or folders of runs
-    count: int = 200  # number of questions, spread evenly over the modules
-    show: int = 3  # number of answers to show
+    ckpts: tuple[str, ...] = option(("out/demo", "out/chat"), "model folders, or folders of runs")
+    count: int = option(200, "number of questions, spread evenly over the modules")
+    show: int = option(3, "number of answers to show")
 
 
 def answers(model: GPT, tokenizer: Tokenizer, asked: list[str]) -> dict[str, str]:

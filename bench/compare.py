@@ -57,10 +57,9 @@ from bench.measure import (
     train_options,
     write_json,
 )
-from configurator import UserError, parse, run
+from configurator import UserError, option, parse, run
 from hardware import kernels
-from hardware.device import pick_device, pick_dtype
-from hardware.machine import Machine
+from hardware.machine import Machine, pick_device, pick_dtype
 from hardware.peak import peak_tflops, repeat
 from model import GPT
 from text.dataset import open_datasets, open_windows
@@ -75,22 +74,24 @@ from training.settings import TrainConfig, model_config
 
 @dataclass(frozen=True)
 class CompareConfig(TrainConfig):
-    # ---- Peers ----
-    nanogpt: str = ""  # folder of a nanoGPT checkout, to compare with its train.py
-    hf: bool = False  # compare with transformers' Trainer, on the model that train.py saves
-    peer_compile: bool = False  # torch.compile for the peers as well (nanoGPT's default on a GPU)
-    # ---- Speed ----
-    sampling: bool = False  # compare sampling instead of training
-    num_samples: int = 1  # sampling: texts in a batch
-    max_new_tokens: int = 256  # sampling: tokens of each text
-    steps: int = 30  # steps in each turn
-    warmup: int = 10  # steps at the start of a turn that are not timed
-    rounds: int = 3  # turns of each contestant
-    # ---- The time to a loss ----
-    recipe: str = ""  # the options of nanoGPT's train.py, in quotes
-    seeds: tuple[int, ...] = (1, 2, 3)  # both train with each of them
-    # ---- Output ----
-    json: str = ""  # also write the figures to this file
+    nanogpt: str = option(
+        "", "folder of a nanoGPT checkout, to compare with its train.py", group="Peers"
+    )
+    hf: bool = option(False, "compare with transformers' Trainer, on the model that train.py saves")
+    peer_compile: bool = option(
+        False, "torch.compile for the peers as well (nanoGPT's default on a GPU)"
+    )
+    sampling: bool = option(False, "compare sampling instead of training", group="Speed")
+    num_samples: int = option(1, "sampling: texts in a batch")
+    max_new_tokens: int = option(256, "sampling: tokens of each text")
+    steps: int = option(30, "steps in each turn")
+    warmup: int = option(10, "steps at the start of a turn that are not timed")
+    rounds: int = option(3, "turns of each contestant")
+    recipe: str = option(
+        "", "the options of nanoGPT's train.py, in quotes", group="The time to a loss"
+    )
+    seeds: tuple[int, ...] = option((1, 2, 3), "both train with each of them")
+    json: str = option("", "also write the figures to this file", group="Output")
 
     def problems(self) -> list[str]:
         problems = TrainConfig.problems(self) if self.recipe else step_problems(self)

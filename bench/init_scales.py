@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
+from training.step import read_ahead, to_batch
 
 from bench.measure import facts_of, new_training, no_folder, not_positive, padded, step_problems
-from configurator import parse, run
+from configurator import option, parse, run
 from hardware import kernels
-from hardware.device import start
-from hardware.machine import Clock, Machine
+from hardware.machine import Clock, Machine, start
 from hardware.terminal import ProgressBar
 from model import GPT, INIT
 from text.dataset import DataSet, open_datasets, open_windows, train_loader
@@ -34,24 +34,22 @@ from text.windows import Rows
 from training.plan import make_plan
 from training.resume import with_data
 from training.settings import TrainConfig, model_config
-from training.step import read_ahead, to_batch
 
 
 @dataclass(frozen=True)
 class ScalesConfig(TrainConfig):
-    # ---- What to measure ----
-    inits: tuple[str, ...] = tuple(INIT)  # schemes of the table INIT in model.py
-    steps: int = 50  # training steps between the two measurements
-    # ---- The model and its training ----
-    n_layer: int = 8  # number of blocks
-    n_head: int = 4  # number of query heads
-    n_embd: int = 128  # width of the residual stream
-    block_size: int = 128  # T, tokens in a sequence
-    batch_tokens: int = 2048  # tokens per step, and of the batch that is measured
-    lr: float = 1e-3  # learning rate of every step
-    compile: bool = False  # torch.compile of the training steps
-    # ---- Output ----
-    png: str = "init_scales.png"  # the picture
+    inits: tuple[str, ...] = option(
+        tuple(INIT), "schemes of the table INIT in model.py", group="What to measure"
+    )
+    steps: int = option(50, "training steps between the two measurements")
+    n_layer: int = 8
+    n_head: int = 4
+    n_embd: int = 128
+    block_size: int = 128
+    batch_tokens: int = 2048
+    lr: float = 1e-3
+    compile: bool = False
+    png: str = option("init_scales.png", "the picture", group="Output")
 
     def problems(self) -> list[str]:
         problems = step_problems(self) + not_positive(self, "steps") + no_folder(self, "png")

@@ -19,19 +19,19 @@ from typing import Any
 
 import torch
 
-from configurator import UserError, parse, run
-from hardware.device import pick_device
+from configurator import UserError, option, parse, run
 from hardware.disk import only_plain
+from hardware.machine import pick_device
 from hardware.terminal import ProgressBar, plural
 from sample import SampleConfig, open_model
 
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    files: tuple[str, ...] = ()  # one or more files of questions or texts
-    ckpt: str = ""  # a model folder, or a run's folder out/RUN; default: the newest run
-    delimiter: str = " "  # what stands between a question and a choice; in Chinese: ''
-    device: str = "auto"  # auto: cuda, then mps, then cpu
+    files: tuple[str, ...] = option((), "one or more files of questions or texts")
+    ckpt: str = option("", "a model folder, or a run's folder out/RUN; default: the newest run")
+    delimiter: str = option(" ", "what stands between a question and a choice; in Chinese: ''")
+    device: str = option("auto", "auto: cuda, then mps, then cpu")
 
 
 class Judge:

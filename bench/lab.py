@@ -44,7 +44,7 @@ from typing import Literal
 import configurator
 from bench.lab_results import Results, compare, plot, read_run, table
 from bench.measure import REPO, command, no_folder, not_positive, train_options, write_json
-from configurator import UserError, changes, parse, set_value
+from configurator import UserError, changes, option, parse, set_value
 from hardware.disk import content_sha256, write_whole
 from hardware.machine import stop_signals
 from hardware.terminal import ProgressBar
@@ -58,22 +58,23 @@ GIVEN = {"seed", "init_from", "overwrite", "eval_tokens", "run_name", "out_dir"}
 
 @dataclass(frozen=True)
 class LabConfig(TrainConfig):
-    out_dir: str = "out/lab"  # folder of the runs of all questions
-    # ---- Question ----
-    question: str = ""  # the question in words
-    config: str = ""  # a config file of this repository; the question's settings override it
+    out_dir: str = "out/lab"
+    question: str = option("", "the question in words", group="Question")
+    config: str = option(
+        "", "a config file of this repository; the question's settings override it"
+    )
     variants: dict = field(default_factory=dict)  # name -> the settings in which it differs
-    baseline: str = ""  # the variant that the others are compared with; default: the first one
-    lengths: tuple[float, ...] = ()  # also train the baseline for so many times its length
-    seeds: tuple[int, ...] = (1, 2, 3)  # each variant is trained with each of them
-    judge: Literal["val_loss", "val_document_loss"] = "val_loss"  # the loss that decides
-    # ---- Work ----
-    only: tuple[str, ...] = ()  # of the variants, only these and the baseline
-    report: bool = False  # train nothing: report on the runs that are finished
-    # ---- Output ----
-    markdown: str = ""  # also write the table to this file
-    json: str = ""  # also write its figures to this file
-    png: str = ""  # also draw curves and final losses to this file
+    baseline: str = option(
+        "", "the variant that the others are compared with; default: the first one"
+    )
+    lengths: tuple[float, ...] = option((), "also train the baseline for so many times its length")
+    seeds: tuple[int, ...] = option((1, 2, 3), "each variant is trained with each of them")
+    judge: Literal["val_loss", "val_document_loss"] = option("val_loss", "the loss that decides")
+    only: tuple[str, ...] = option((), "of the variants, only these and the baseline", group="Work")
+    report: bool = option(False, "train nothing: report on the runs that are finished")
+    markdown: str = option("", "also write the table to this file", group="Output")
+    json: str = option("", "also write its figures to this file")
+    png: str = option("", "also draw curves and final losses to this file")
 
     def problems(self) -> list[str]:
         if not self.variants or not self.question:

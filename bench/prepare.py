@@ -34,7 +34,7 @@ from typing import NamedTuple
 import tiktoken
 
 from bench.measure import REPO, not_positive, take_turns
-from configurator import UserError, parse, run
+from configurator import UserError, option, parse, run
 from text.hf_tokenizer import find_tokenizer
 from text.records import record_text
 from text.tokenizer import SentencePiece, Tiktoken
@@ -42,11 +42,13 @@ from text.tokenizer import SentencePiece, Tiktoken
 
 @dataclass(frozen=True)
 class BenchConfig:
-    corpus: tuple[str, ...] = ()  # a .jsonl.gz file; it may stand without --corpus
-    mb: int = 300  # repeat the corpus until it is this many MB of JSON
-    tokenizer: str = "gpt2"  # as for prepare.py: a tiktoken name, a SentencePiece .model, ...
-    workers: int = 0  # worker processes of prepare.py; 0: one for each core
-    rounds: int = 3  # how often each of the two is timed
+    corpus: tuple[str, ...] = option((), "a .jsonl.gz file; it may stand without --corpus")
+    mb: int = option(300, "repeat the corpus until it is this many MB of JSON")
+    tokenizer: str = option(
+        "gpt2", "as for prepare.py: a tiktoken name, a SentencePiece .model, ..."
+    )
+    workers: int = option(0, "worker processes of prepare.py; 0: one for each core")
+    rounds: int = option(3, "how often each of the two is timed")
 
     def problems(self) -> list[str]:
         problems = not_positive(self, "mb", "rounds")

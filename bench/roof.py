@@ -31,11 +31,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
 from bench.measure import facts_of, no_folder, not_positive, padded, step_problems, write_json
-from configurator import changes, parse, run
+from configurator import changes, option, parse, run
 from hardware import kernels
-from hardware.device import start
 from hardware.kernels import ChunkedCrossEntropy, attend, attention_kernel
-from hardware.machine import Machine
+from hardware.machine import Machine, start
 from hardware.peak import peak_tflops
 from model import GPT, GPTConfig
 from training.settings import TrainConfig, model_config
@@ -45,13 +44,13 @@ Figure = float | str  # a number, or the word that says why there is none
 
 @dataclass(frozen=True)
 class RoofConfig(TrainConfig):
-    # ---- What to measure ----
-    vocab_size: int = 50257  # vocabulary of the tokenizer; the model pads it
-    tokens: int = 0  # tokens of a micro-step, whole sequences; 0: batch_size x block_size
-    squares: tuple[int, ...] = ()  # measure only products of n x n matrices
-    seconds: float = 0.3  # how long each operation is repeated
-    # ---- Output ----
-    json: str = ""  # also write the figures to this file
+    vocab_size: int = option(
+        50257, "vocabulary of the tokenizer; the model pads it", group="What to measure"
+    )
+    tokens: int = option(0, "tokens of a micro-step, whole sequences; 0: batch_size x block_size")
+    squares: tuple[int, ...] = option((), "measure only products of n x n matrices")
+    seconds: float = option(0.3, "how long each operation is repeated")
+    json: str = option("", "also write the figures to this file", group="Output")
 
     def problems(self) -> list[str]:
         problems = step_problems(self) + no_folder(self, "json")

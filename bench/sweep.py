@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import torch
+from training.step import read_ahead
 
 from bench.measure import (
     Training,
@@ -52,11 +53,10 @@ from bench.measure import (
     take_turns,
     write_json,
 )
-from configurator import changes, parse, run
+from configurator import changes, option, parse, run
 from hardware import kernels
-from hardware.device import capacity, start
 from hardware.disk import write_whole
-from hardware.machine import Clock, Machine, out_of_memory
+from hardware.machine import Clock, Machine, capacity, out_of_memory, start
 from hardware.peak import peak_tflops
 from hardware.terminal import ProgressBar
 from model import GPT
@@ -67,7 +67,6 @@ from training.parallel import wants_compile
 from training.plan import make_plan
 from training.resume import with_data
 from training.settings import TrainConfig, model_config
-from training.step import read_ahead
 
 SHAPES = ("T", "B", "accum")
 SETTINGS = ("optimizer", "documents")  # measured by turns
@@ -75,20 +74,27 @@ SETTINGS = ("optimizer", "documents")  # measured by turns
 
 @dataclass(frozen=True)
 class SweepConfig(TrainConfig):
-    # ---- What to vary ----
-    vary: str = "T,B,accum"  # axes, in the order of their measurement; also optimizer, documents
-    block_sizes: tuple[int, ...] = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192)  # T
-    batch_sizes: tuple[int, ...] = (1, 8, 12, 16, 0)  # B; 0: batch_size=auto's (CUDA only)
-    accums: tuple[int, ...] = (1, 8, 16)  # micro-steps in a step
-    vocab_size: int = 50257  # GPT-2's; the head takes much of a small model's time
-    # ---- Measurement of a cell ----
-    warmup: int = 3  # steps before the clock starts; the first one compiles
-    steps: int = 10  # timed steps; more where power is measured, until 2 seconds have passed
-    seconds: float = 20.0  # a slow cell ends after this time, with fewer steps
-    rounds: int = 8  # optimizer, documents: turns of a cell, each an untimed and two timed steps
-    # ---- Output ----
-    json: str = ""  # also write the figures to this file, after every cell
-    markdown: str = ""  # also write all that is printed to this file
+    vary: str = option(
+        "T,B,accum",
+        "axes, in the order of their measurement; also optimizer, documents",
+        group="What to vary",
+    )
+    block_sizes: tuple[int, ...] = option((1, 8, 32, 128, 512, 1024, 2048, 4096, 8192), "T")
+    batch_sizes: tuple[int, ...] = option((1, 8, 12, 16, 0), "B; 0: batch_size=auto's (CUDA only)")
+    accums: tuple[int, ...] = option((1, 8, 16), "micro-steps in a step")
+    vocab_size: int = option(50257, "GPT-2's; the head takes much of a small model's time")
+    warmup: int = option(
+        3, "steps before the clock starts; the first one compiles", group="Measurement of a cell"
+    )
+    steps: int = option(
+        10, "timed steps; more where power is measured, until 2 seconds have passed"
+    )
+    seconds: float = option(20.0, "a slow cell ends after this time, with fewer steps")
+    rounds: int = option(
+        8, "optimizer, documents: turns of a cell, each an untimed and two timed steps"
+    )
+    json: str = option("", "also write the figures to this file, after every cell", group="Output")
+    markdown: str = option("", "also write all that is printed to this file")
 
     def problems(self) -> list[str]:
         axes = (*SHAPES, *SETTINGS)

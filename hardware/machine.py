@@ -104,7 +104,8 @@ def start(asked_device: str, asked_dtype: str, sparing: bool = False) -> Machine
     """
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    # A cluster's script may set WORLD_SIZE where torchrun did not start this process.
+    world = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     device = pick_device(asked_device, local_rank)
     if device.type == "cpu":
         tune_malloc(sparing)

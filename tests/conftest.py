@@ -30,8 +30,7 @@ import configurator
 import prepare
 import train
 from hardware import disk, kernels
-from hardware.device import pick_dtype
-from hardware.machine import Machine
+from hardware.machine import Machine, pick_dtype
 from model import GPT
 from training import report
 from training.checkpoint import newest_checkpoint

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from hardware.device import start
+from hardware.machine import start
 from model import GPT, PRESETS, GPTConfig
 from tests.peak import measured_peak
 from training.memory import Step, step_memory

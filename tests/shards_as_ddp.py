@@ -14,13 +14,12 @@ from dataclasses import replace
 from itertools import product
 
 import torch
+from training.step import Batch
 
 from bench.measure import Training, new_training
 from hardware import kernels
-from hardware.device import start
-from hardware.machine import Machine, part
+from hardware.machine import Machine, part, start
 from training.settings import TrainConfig, model_config
-from training.step import Batch
 
 # 60 rows of q, k and v each, and 60 columns: 3 ranks hold uneven parts of them.
 SHAPE = dict(n_layer=3, n_head=5, n_embd=60, d_ff=170, block_size=32, batch_size=2)

@@ -57,7 +57,7 @@ def test_the_last_queries_alone_attend_as_they_do_among_all(dtype, near, alone):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
-def test_three_turns_with_the_kept_cache_equal_three_that_recompute_all(name, checkpoint):
+def test_turns_with_a_kept_cache_equal_those_that_recompute_all(name, checkpoint):
     shape = ODD[name] | dict(block_size=256)
     kept, anew = (conversation_of(checkpoint, shape, max_new_tokens=20) for _ in "ab")
     passed = []  # so many tokens at a time, through the model that keeps them
@@ -82,7 +82,7 @@ def test_the_model_sees_what_prepare_makes_of_the_messages(checkpoint):
     assert conversation.prompt(conversation.message("user", text)) == want
 
 
-def test_what_falls_out_of_the_window_is_told_and_the_system_message_stays(checkpoint, capsys):
+def test_the_oldest_messages_leave_a_full_window_with_a_note(checkpoint, capsys):
     conversation = conversation_of(checkpoint, ODD["qwen3"] | dict(block_size=96))
     for number in range(4):
         conversation.answer(conversation.message("user", f"{number} the loop"))
@@ -159,7 +159,7 @@ def test_what_cannot_be_a_conversation_is_refused(checkpoint, tmp_path, refuses)
 
 
 @pytest.mark.slow
-def test_in_a_terminal_lines_are_edited_and_ctrl_c_ends_only_the_answer(checkpoint):
+def test_in_a_terminal_ctrl_c_ends_only_the_answer(checkpoint):
     """Two Chinese characters are deleted, and a line is no UTF-8."""
     terminal, end = pty.openpty()
     # Each token takes a tenth of a second, so Ctrl-C arrives before the last one.

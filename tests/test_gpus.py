@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from configurator import UserError
-from hardware.device import pick_device
+from hardware.machine import pick_device
 from hardware.peak import GPUS, find_gpu
 
 CALLED = [

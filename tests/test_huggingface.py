@@ -57,7 +57,7 @@ def logits(model: GPT, x: torch.Tensor) -> torch.Tensor:
 # -- weights, out --
 
 
-def test_a_new_switch_of_the_model_is_never_lost_in_a_folder_of_a_class_that_lacks_it():
+def test_a_new_field_of_the_model_is_never_lost_in_a_folder():
     """Whoever adds a field to GPTConfig must find it again when the run is resumed."""
     field = ("softcap", float, dataclasses.field(default=0.0))
     wider = dataclasses.make_dataclass("Wider", [field], bases=(GPTConfig,))
@@ -129,7 +129,6 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LLAMA3 |= {FIRST: 8, "rope_theta": 100.0}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "factor": 4.0, FIRST: 8, "rope_theta": 1e4}
-FAST = YARN | {"beta_fast": 4, "beta_slow": 0.5, "attention_factor": 0.8}
 
 
 THEIRS = [
@@ -139,15 +138,14 @@ THEIRS = [
     ("Llama", BIASES | {"tie_word_embeddings": True, "head_dim": 10}, "5GB", "float32"),
     ("Qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 3}, "20KB", "bfloat16"),
     ("Qwen2", {"tie_word_embeddings": True, "rope_theta": 1e6}, "20KB", "float32"),
-    ("Qwen2", {"rope_parameters": YARN, "num_key_value_heads": 6}, "5GB", "bfloat16"),
+    ("Qwen2", {"rope_parameters": LINEAR, "num_key_value_heads": 6}, "5GB", "bfloat16"),
     ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}, "5GB", "float32"),
-    ("Llama", {"rope_parameters": LINEAR, "num_key_value_heads": 1}, "20KB", "float32"),
-    ("Qwen3", {"rope_parameters": FAST, "head_dim": 18}, "5GB", "float32"),
+    ("Qwen3", {"rope_parameters": LLAMA3, "head_dim": 18}, "5GB", "float32"),
 ]
 
 
 @pytest.mark.parametrize("kind, more, shards, dtype", THEIRS)
-def test_models_of_transformers_compute_the_same_here_and_there_again(
+def test_models_of_transformers_compute_the_same_here_and_back(
     kind, more, shards, dtype, tmp_path, transformers
 ):
     """At all positions, most of them beyond the length that a scaled RoPE was made for."""
@@ -207,7 +205,7 @@ LLAMA = huggingface.to_config(GPTConfig(**ODD["llama"]))
 REFUSED = [  # a word of the message, settings in config.json; ...: the key is missing
     ("rope_scaling", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
     ("rope_scaling", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
-    ("rope_scaling", {"rope_scaling": YARN | dict(beta_fast=1, beta_slow=32)}),
+    ("rope_scaling", {"rope_scaling": YARN}),
     ("rope_theta", {"rope_theta": 0.5}),
     ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
     ("model_type", {"model_type": ...}),
@@ -260,7 +258,7 @@ UNSAFE = [  # what an attacker may put into model.safetensors
     struct.pack("<Q", 8) + b"\x80\x04rm -rf",  # a header that is no JSON
     struct.pack("<Q", len(HEADER)) + HEADER,  # offsets beyond the file
 ]
-NO_OBJECT = [b"", b"[" * 100_000, b"\xff\xfe", b"[1]", b"7", b'{"model": {"type": "BPE"}}']
+NO_OBJECT = [b"", b"[" * 100_000, b"\xff\xfe", b"[1]", b'{"model": {"type": "BPE"}}']
 DAMAGED = [("model.safetensors", content) for content in UNSAFE]
 for name in ("config.json", "model.safetensors.index.json", "tokenizer.json"):
     DAMAGED += [(name, content) for content in NO_OBJECT]
@@ -303,7 +301,7 @@ NOT_NANO = [  # a word of the message, what ckpt.pt holds
 
 
 @pytest.mark.parametrize("word, content", NOT_NANO)
-def test_a_pickle_that_is_no_model_of_nanogpt_is_refused_and_executes_nothing(
+def test_a_pickle_that_is_not_nanogpt_s_executes_nothing(
     word, content, tmp_path, refuses, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -316,7 +314,7 @@ def test_a_pickle_that_is_no_model_of_nanogpt_is_refused_and_executes_nothing(
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
-def test_a_public_model_is_prepared_for_evaluated_tuned_resumed_and_opened_again(
+def test_a_public_model_is_evaluated_tuned_resumed_and_reopened(
     kind, tmp_path, capsys, prints, transformers
 ):
     # The model has more rows than the tokenizer has tokens.
@@ -357,7 +355,7 @@ def test_evaluation_says_what_training_said(tiny_data, tmp_path, capsys):
     assert f"validation loss {said} | " in capsys.readouterr().out
 
 
-def test_a_model_is_not_evaluated_or_tuned_on_ids_of_other_tokens(tiny_data, tmp_path, refuses):
+def test_a_model_refuses_the_ids_of_another_tokenizer(tiny_data, tmp_path, refuses):
     data = tiny_data / "tiny"  # 400 tokens
     small = save(make("llama"), tmp_path / "small")  # 300 rows, and no tokenizer
     other = save(make("llama", vocab_size=700), bpe(tmp_path / "other", "gpt2"))
@@ -381,22 +379,22 @@ def test_a_model_without_a_tokenizer_is_evaluated_with_a_note(tiny_data, tmp_pat
     call(sample.main, *options, f"--tokenizer={tiny_data / 'tiny'}", "--max_new_tokens=3")
 
 
-def test_a_model_with_rope_goes_on_with_longer_and_scaled_sequences(finished, trains, transformers):
+def test_a_model_with_rope_is_tuned_on_longer_scaled_sequences(finished, trains, transformers):
     longer = ["--block_size=64", "--batch_tokens=512"]  # the finished run has 32
     start = [f"--init_from={saved(finished)}", *longer, "--max_steps=4"]
-    run = trains(*start, "--rope_scaling=yarn:2,32,32,1,1.07")
+    run = trains(*start, "--rope_scaling=llama3:2,1,4,32")
     assert metrics(run, "val_loss")[4] < metrics(finished, "val_loss")[8] + 0.1
     # A resume has the same shape, without being told.
     trains("--init_from=resume", *longer, "--max_steps=6")
     folder = saved(run)
     model = from_pretrained(folder)
-    assert model.config.rope_scaling == "yarn:2,32,32,1,1.07" and model.config.block_size == 64
+    assert model.config.rope_scaling == "llama3:2,1,4,32" and model.config.block_size == 64
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     x = torch.arange(64)[None] % 400
     torch.testing.assert_close(hidden_logits(model, x), theirs(x).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_the_shape_of_a_tuned_model_is_kept_and_another_one_refused_at_its_resume(
+def test_a_tuned_model_keeps_its_shape_and_refuses_another(
     finished, tiny_data, tmp_path, capsys, refuses
 ):
     short = saved(finished)
@@ -414,7 +412,7 @@ def test_the_shape_of_a_tuned_model_is_kept_and_another_one_refused_at_its_resum
     call(train.main, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", *more)
 
 
-def test_a_tuning_that_saved_nothing_does_not_go_on_from_random_weights(finished, trains, refuses):
+def test_a_tuning_that_saved_nothing_is_not_resumed(finished, trains, refuses):
     spoilt = [f"--init_from={saved(finished)}", "--lr=1e38", "--warmup_ratio=0", "--grad_clip=0"]
     assert "is not saved: NaN" in refuses(lambda: trains(*spoilt))
     for how in ("auto", "resume"):

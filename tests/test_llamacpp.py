@@ -10,7 +10,6 @@ The models are small and have random weights; the vocabularies are real.
 """
 
 import json
-import math
 import os
 import re
 import socket
@@ -38,7 +37,6 @@ from text.train_tokenizer import write_alphabet
 NO_SPACE = "--override-kv tokenizer.ggml.add_space_prefix=bool:false"
 BOS = "--override-kv tokenizer.ggml.add_bos_token=bool:true"
 # transformers' own factor of cos and sin is 0.1 ln(factor) + 1, and llama.cpp knows only this one.
-YARN = f"yarn:4,16,32,1,{0.1 * math.log(4) + 1}"
 REFUSED = "the converter refuses it"
 NO_POST = "a tokenizer.json without its post_processor"
 
@@ -73,7 +71,7 @@ SHAPES = {
     "qwen3": PRESETS["qwen3"] | dict(n_kv_head=2),
     "qwen2": PRESETS["llama"] | dict(n_kv_head=2, qkv_bias=True),
     "llama, RoPE as llama3": PRESETS["llama"] | dict(rope_scaling="llama3:8,1,4,16"),
-    "qwen2, RoPE as yarn": PRESETS["llama"] | dict(qkv_bias=True, rope_scaling=YARN),
+    "qwen2, RoPE as linear": PRESETS["llama"] | dict(qkv_bias=True, rope_scaling="linear:4"),
 }
 
 

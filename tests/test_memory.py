@@ -12,7 +12,7 @@ from conftest import NEEDS_BF16, REPO
 from peak import measured_peak
 from test_model import ODD
 
-from hardware.device import available
+from hardware.machine import available
 from model import GPT, PRESETS, GPTConfig
 from tests.simgpu.memory import shipped
 from training.memory import Step, block_memory, largest_batch, needed, step_memory

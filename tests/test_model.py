@@ -26,7 +26,7 @@ ODD = {  # name -> a shape that a careless export or cache would get wrong
     "llama tied, biases, wide heads": LLAMA | dict(tie_embeddings=True, bias=True, head_dim=20),
     "qwen3": PRESETS["qwen3"] | SMALL | dict(n_head=6, n_kv_head=2, head_dim=16),
     "qwen2": LLAMA | dict(n_head=6, n_kv_head=2, qkv_bias=True, rope_theta=1e6),
-    "qwen2, RoPE as yarn": LLAMA | dict(qkv_bias=True, rope_scaling="yarn:4,8,32,1,1.2"),
+    "qwen2, RoPE as linear": LLAMA | dict(qkv_bias=True, rope_scaling="linear:4"),
     "llama, RoPE as llama3": LLAMA | dict(rope_scaling="llama3:8,1,4,16", tie_embeddings=True),
     "qwen3, RoPE as linear": PRESETS["qwen3"] | SMALL | dict(rope_scaling="linear:2.5"),
     "a class of its own": PRESETS["gpt2"] | SMALL | dict(pos="rope", norm="rmsnorm"),
@@ -61,7 +61,8 @@ IMPOSSIBLE = [
     dict(mlp="swish"),  # an unknown kind once trained GELU, without a word
     dict(rope_scaling="linear"),
     dict(rope_scaling="ntk:2"),
-    dict(rope_scaling="yarn:4,16,1,32,1.1"),  # FAST and SLOW the wrong way round
+    dict(rope_scaling="yarn:4,16,32,1,1.1"),
+    dict(rope_scaling="llama3:8,4,1,16"),  # LOW and HIGH the wrong way round
     dict(rope_scaling="linear:2", pos="learned"),
 ]
 

@@ -20,7 +20,7 @@ from test_prepare import documents, prepare_set
 
 import prepare
 from bench.prepare import resident
-from hardware.device import read_if_there
+from hardware.machine import read_if_there
 from text.dataset import load_tokenizer, open_dataset
 from training import step
 

@@ -51,7 +51,7 @@ def width(row: str) -> int:
     return len(row) + sum(unicodedata.east_asian_width(letter) in "WF" for letter in row)
 
 
-def test_the_bar_stays_in_one_row_below_the_lines_and_leaves_nothing(
+def test_the_bar_stays_below_the_lines_and_leaves_nothing(
     in_terminal, trains, tmp_path, monkeypatch
 ):
     take_step = train.take_step
@@ -74,9 +74,7 @@ def test_the_bar_stays_in_one_row_below_the_lines_and_leaves_nothing(
     assert max(len(row) for row in banner if str(tmp_path) not in row) <= 80
 
 
-def test_prepare_and_evaluation_have_the_same_bar_and_fit_into_the_terminal(
-    in_terminal, tiny_data, tmp_path
-):
+def test_prepare_and_evaluation_fit_into_the_terminal(in_terminal, tiny_data, tmp_path):
     corpus = write_jsonl(tmp_path / f"{'很长的名字' * 9}.jsonl", [*make_records(150), {"x": 1}])
     options = [f"--data_dir={tmp_path}", "--vocab_size=400", "--workers=1"]
     run = train_tiny(tiny_data, tmp_path, "--documents=pack")

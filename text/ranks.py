@@ -45,7 +45,7 @@ def all_ranks() -> Iterator[Ranks]:
         return
     import torch.distributed as dist
 
-    from hardware.device import connect  # with torch, which one process does without
+    from hardware.machine import connect  # with torch, which one process does without
 
     # The timeout is long because one rank may have much more to read than another.
     connect("gloo", timedelta(days=7))

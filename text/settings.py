@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from configurator import names_elsewhere
+from configurator import option
 
 FIELD = re.compile(r"\{([^{}]+)\}")  # in a template of --fields
 MADE_HERE = ("train", "char", "byte")  # values of tokenizer that name no existing tokenizer
@@ -14,35 +14,65 @@ InputFormat = Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"]
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    elsewhere = names_elsewhere("text/elsewhere.txt")
-    argument = "--input FILE"
-    # ---- Input ----
-    input: tuple[str, ...] = ()  # files, folders or globs; none: the demo corpus
-    format: InputFormat = "auto"  # format of every input file; auto: by the file's name
-    fields: str = ""  # question,answer or a template '{question} {answer}'; default: known shapes
-    chat: bool = False  # an instruction or prompt and its answer are a conversation, like messages
-    txt: Literal["file", "block", "line"] = "file"  # one document per file, block or line of .txt
-    encoding: str = "utf-8"  # of every input file; gb18030 also reads GBK and GB2312
-    min_tokens: int = 0  # leave out documents with fewer tokens (eos not counted); encyclopedias: 6
-    # ---- Bad records: the report counts them and shows examples ----
-    max_bad: float = 0.01  # error if a larger share of the records is bad; 0: at the first of them
-    max_record_mb: float = 64.0  # million characters or bytes; more is bad (.json, .csv: an error)
-    # ---- Output ----
-    name: str = ""  # write the data set to data_dir/NAME/; default: the first input's, or demo
-    data_dir: str = "data"  # the folder that holds the data sets
-    val_fraction: float = 0.01  # share of val.bin: documents chosen by a hash, or the end of a text
-    # ---- Tokenizer ----
-    tokenizer: str = "train"  # train, char, byte, a name (gpt2), a .model or .tiktoken, a folder
-    vocab_size: int = 4096  # number of tokens, for --tokenizer=train; at least 262
-    train_mb: int = 10  # million characters sampled to train a tokenizer; 50 for a large vocabulary
-    # ---- Work ----
-    workers: int = 0  # number of worker processes; 0: one for each core
-    shard_mb: float = 64.0  # million characters between points from which a killed run can continue
-    # ---- Inspection: --inspect FOLDER changes nothing ----
-    inspect: str = ""  # a data set to verify and show; with --step, the folder of a run
-    show: str = "first"  # which documents to show: first, random, or the one that holds token N
-    count: int = 3  # number of documents to show
-    step: int = -1  # show what this step of the run trained on; steps count from 1, as in the log
+    input: tuple[str, ...] = option(
+        (), "files, folders or globs; none: the demo corpus", group="Input"
+    )
+    format: InputFormat = option("auto", "format of every input file; auto: by the file's name")
+    fields: str = option(
+        "", "question,answer or a template '{question} {answer}'; default: known shapes"
+    )
+    chat: bool = option(
+        False, "an instruction or prompt and its answer are a conversation, like messages"
+    )
+    txt: Literal["file", "block", "line"] = option(
+        "file", "one document per file, block or line of .txt"
+    )
+    encoding: str = option("utf-8", "of every input file; gb18030 also reads GBK and GB2312")
+    min_tokens: int = option(
+        0, "leave out documents with fewer tokens (eos not counted); encyclopedias: 6"
+    )
+    max_bad: float = option(
+        0.01,
+        "error if a larger share of the records is bad; 0: at the first of them",
+        group="Bad records: the report counts them and shows examples",
+    )
+    max_record_mb: float = option(
+        64.0, "million characters or bytes; more is bad (.json, .csv: an error)"
+    )
+    name: str = option(
+        "",
+        "write the data set to data_dir/NAME/; default: the first input's, or demo",
+        group="Output",
+    )
+    data_dir: str = option("data", "the folder that holds the data sets")
+    val_fraction: float = option(
+        0.01, "share of val.bin: documents chosen by a hash, or the end of a text"
+    )
+    tokenizer: str = option(
+        "train",
+        "train, char, byte, a name (gpt2), a .model or .tiktoken, a folder",
+        group="Tokenizer",
+    )
+    vocab_size: int = option(4096, "number of tokens, for --tokenizer=train; at least 262")
+    train_mb: int = option(
+        10, "million characters sampled to train a tokenizer; 50 for a large vocabulary"
+    )
+    workers: int = option(0, "number of worker processes; 0: one for each core", group="Work")
+    shard_mb: float = option(
+        64.0, "million characters between points from which a killed run can continue"
+    )
+    inspect: str = option(
+        "",
+        "a data set to verify and show; with --step, the folder of a run",
+        group="Inspection: --inspect FOLDER changes nothing",
+    )
+    show: str = option(
+        "first", "which documents to show: first, random, or the one that holds token N"
+    )
+    count: int = option(3, "number of documents to show")
+    step: int = option(
+        -1, "show what this step of the run trained on; steps count from 1, as in the log"
+    )
 
     def problems(self) -> list[str]:
         sizes = min(self.train_mb, self.shard_mb, self.count)

@@ -7,9 +7,8 @@ import numpy as np
 import torch
 
 from configurator import changes, row
-from hardware.device import capacity
 from hardware.kernels import attention_kernel
-from hardware.machine import Machine
+from hardware.machine import Machine, capacity
 from hardware.terminal import plural
 from model import GPT
 from text.windows import DataSet, Loader

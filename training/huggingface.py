@@ -14,7 +14,6 @@ it. Nothing that is read can execute code, and no file can make this program rea
 folder.
 """
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -108,22 +107,14 @@ ROPE = {
     "default": [],
     "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor", FIRST_LENGTH],
-    "yarn": ["factor", FIRST_LENGTH, "beta_fast", "beta_slow", "attention_factor"],
 }
-# Settings that are computed here with one value only.
-CONSTANTS = dict(scale_attn_weights=True, partial_rotary_factor=1.0, is_causal=True)
-# Settings of a config.json that do not change the logits: who wrote the file, how the model was
-# initialised and trained, how text is sampled from it, and what other heads do. Dropout is among
-# them, because --dropout sets it.
-HARMLESS = """architectures model_type torch_dtype dtype transformers_version _name_or_path
-    initializer_range note tokenizer_class prefix use_cache pretraining_tp gradient_checkpointing
-    _attn_implementation attn_implementation return_dict output_hidden_states output_attentions
-    output_past bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id
-    task_specific_params max_length min_length do_sample temperature top_k top_p repetition_penalty
-    num_labels _num_labels id2label label2id problem_type finetuning_task predict_special_tokens
-    is_decoder summary_activation summary_first_dropout summary_proj_to_labels summary_type
-    summary_use_proj n_ctx embd_pdrop attn_pdrop reorder_and_upcast_attn max_window_layers
-    sliding_window is_llama_config transformers.js_config unsloth_version unsloth_fixed""".split()
+# What the four classes read besides, with the only value that is computed here. They ignore all
+# other settings of a config.json: who wrote it, how the model was trained and is sampled from.
+FIXED = dict(
+    scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False,
+    is_causal=True, use_sliding_window=False, layer_types=[], partial_rotary_factor=1.0,
+    quantization_config={}, auto_map={},
+)  # fmt: skip
 
 
 def architecture_of(c: GPTConfig) -> Architecture:
@@ -190,7 +181,7 @@ def from_config(d: dict) -> GPTConfig:
     """Return the GPTConfig that a config.json describes.
 
     Raises ValueError for an architecture that model.py does not have, for a value that a field does
-    not accept, and for a setting that is neither known nor empty.
+    not accept, and for a setting that changes the logits in a way that is not computed here.
     """
     of_type = {a.model_type: a for a in (GPT2, LLAMA, QWEN2, QWEN3, OURS)}
     model_type = d.get("model_type")
@@ -207,14 +198,15 @@ def from_config(d: dict) -> GPTConfig:
     # In GPTConfig, 0 stands for what null stands for here.
     c = checked({field: 0 if value is None else value for field, value in shape.items()})
 
-    # All other settings must be what would be written of this shape, or empty.
-    layer_types = settings.pop("layer_types", [])
+    if a is OURS:
+        expected = dict.fromkeys(d.keys() - to_config(c).keys())  # fields of a later version
+    else:
+        expected = FIXED | in_words_of(a, c)
+    layer_types = settings.get("layer_types", [])
     settings["layer_types"] = [kind for kind in layer_types if kind != "full_attention"]
-    expected = CONSTANTS | in_words_of(a, c)
-    for key, value in settings.items():
-        accepted = value == expected[key] if key in expected else value in (False, [], {})
-        if key not in HARMLESS and not accepted:
-            raise ValueError(f"{key}={value!r} is not supported, only {expected.get(key)!r}")
+    for key in settings.keys() & expected.keys() - {"n_ctx", "embd_pdrop", "attn_pdrop"}:
+        if settings[key] != expected[key] and (settings[key] or expected[key]):
+            raise ValueError(f"{key}={settings[key]!r} is not supported, only {expected[key]!r}")
     return c
 
 
@@ -233,13 +225,6 @@ def unpack_rope(settings: dict[str, Any]) -> None:
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in numbers:
             settings[key] = numbers.pop(key)
-    if kind == "yarn":
-        yarn = dict(beta_fast=32, beta_slow=1, truncate=True)
-        yarn["attention_factor"] = 0.1 * math.log(max(1, numbers.get("factor", 1))) + 1
-        yarn[FIRST_LENGTH] = settings.get("max_position_embeddings")
-        numbers = yarn | numbers
-        if numbers["truncate"] is True:  # which is how it is done here
-            del numbers["truncate"]
     if numbers.keys() != set(ROPE.get(kind, ["none"])):
         raise ValueError(f"rope_scaling={scaling!r} is not supported")
     spec = f"{kind}:{','.join(repr(numbers[name]) for name in ROPE[kind])}"

@@ -48,8 +48,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hardware.device import CONTEXT
 from hardware.kernels import loss_chunk
+from hardware.machine import CONTEXT
 from model import GPT, GPTConfig
 from training.optimizer import STACK
 from training.settings import TrainConfig

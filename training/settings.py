@@ -1,8 +1,4 @@
-"""All settings of a training run, with their defaults. `python train.py --help` prints this list.
-
-A setting is one line: name, type, default and explanation. --help reads the explanation from the
-comment behind the default (configurator.py).
-"""
+"""The settings of a training run, with their defaults: `python train.py --help` prints them."""
 
 import re
 from dataclasses import dataclass, fields
@@ -10,127 +6,128 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from configurator import UserError, names_elsewhere
+from configurator import UserError, grouped, option
 from model import ACTIVATIONS, INIT, PRESETS, GPTConfig
 from text.windows import Documents, LossOn, LossPer
 
-# Each setting stands in the class of what it concerns: these classes answer which settings two runs
-# must share to train alike, and which may differ from one computer to another.
+# Headings of two groups whose settings do not change what a run learns: PLACE, TRAINING below.
+RUN = "Run"
+REPORT = "Evaluation, samples, checkpoints"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a run is, and on what it runs: it learns the same elsewhere, up to rounding."""
+class TrainConfig:
+    run_name: str = option("run", "the run writes its files to out_dir/run_name/", group=RUN)
+    out_dir: str = option("out", "folder of all runs")
+    init_from: str = option(
+        "scratch", "scratch, resume, auto (resume or scratch), or a model folder to fine-tune"
+    )
+    overwrite: bool = option(False, "first rename an earlier run of this name to RUN.old")
+    data_dir: str = option("data", "folder of all data sets")
+    device: str = option("auto", "auto: cuda, then mps, then cpu")
+    peak_tflops: float = option(0.0, "of one device, for MFU; 0: datasheet, or measured", minimum=0)
+    # WANDB_MODE=offline, then `wandb sync`: for computers without a network.
+    tracker: Literal["none", "wandb", "swanlab", "tensorboard", "off"] = option(
+        "none", "where else the metrics go; off: not even loss.png is drawn"
+    )
 
-    # ---- Run ----
-    run_name: str = "run"  # the run writes its files to out_dir/run_name/
-    out_dir: str = "out"  # folder of all runs
-    init_from: str = "scratch"  # scratch, resume, auto (resume or scratch), or a model to fine-tune
-    overwrite: bool = False  # first rename the folder of an earlier run of this name to RUN.old
-    data_dir: str = "data"  # folder of all data sets
-    device: str = "auto"  # auto: cuda, then mps, then cpu
-    peak_tflops: float = 0.0  # of one device, for MFU; 0: datasheet, or on a CPU a measured product
-    # loss.png is drawn in any case but off. WANDB_MODE=offline, then `wandb sync`: no network.
-    tracker: Literal["none", "wandb", "swanlab", "tensorboard", "off"] = "none"  # off: no loss.png
+    dataset: str = option(
+        "", "in data_dir; wiki:0.7,code:0.3 mixes two; default: the newest", group="Data"
+    )
+    seed: int = option(1337, "of the first weights, data order and dropout", minimum=0, below=2**62)
+    block_size: int = option(1024, "T, tokens in a sequence", above=0)
+    documents: Documents = option("stream", "mask, pack, pad: keep documents apart (docs/data.md)")
+    loss_per: LossPer = option("token", "weight the loss per token or per document")
+    loss_on: LossOn = option("all", "answers: of conversations, learn only what the assistant says")
 
-
-@dataclass(frozen=True)
-class Training:
-    """What is trained, and how. Another value makes another model, if only by rounding."""
-
-    # ---- Data: token files that prepare.py wrote ----
-    dataset: str = ""  # in data_dir; wiki:0.7,code:0.3 mixes two; none: the one prepared last
-    seed: int = 1337  # seed of the initial weights, the data order and dropout
-    block_size: int = 1024  # T, tokens in a sequence
-    documents: Documents = "stream"  # mask, pack, pad: keep documents apart (docs/data.md)
-    loss_per: LossPer = "token"  # what counts as much as each other: a token, or a document
-    loss_on: LossOn = "all"  # answers: of conversations, learn only what the assistant says
-    # ---- Model ----
-    preset: Literal[tuple(PRESETS)] = "gpt2"  # positions, norms, and what says preset: model.py
-    n_layer: int = 12  # number of blocks
-    n_head: int = 12  # number of query heads
-    n_kv_head: int = 0  # number of key/value heads; 0: n_head
-    n_embd: int = 768  # width of the residual stream
-    d_ff: int = 0  # width inside the MLP; 0: 4 n_embd, with a gate 8/3 n_embd
-    mlp: Literal[("preset", *ACTIVATIONS)] = "preset"  # activation; gpt2: gelu, else swiglu
+    preset: str = option(
+        "gpt2",
+        "positions, norms and all that says preset: model.py",
+        choices=tuple(PRESETS),
+        group="Model",
+    )
+    n_layer: int = option(12, "number of blocks", above=0)
+    n_head: int = option(12, "number of query heads", above=0)
+    n_kv_head: int = option(0, "number of key/value heads; 0: n_head", minimum=0)
+    n_embd: int = option(768, "width of the residual stream", above=0)
+    d_ff: int = option(0, "width inside the MLP; 0: 4 n_embd, with a gate 8/3 n_embd", minimum=0)
+    mlp: str = option("preset", "gpt2: gelu, else swiglu", choices=("preset", *ACTIVATIONS))
     # With qwen2, queries, keys and values have one, whatever bias is.
-    bias: bool | Literal["preset"] = "preset"  # in linear layers and LayerNorm; gpt2: true
-    tie_embeddings: bool | Literal["preset"] = "preset"  # lm_head is wte; gpt2: true
-    rope_theta: float = 10000.0  # base of the rotation frequencies
-    rope_scaling: str = ""  # linear:2 and such, for longer sequences; Llama 3.2: llama3:32,1,4,8192
-    dropout: float = 0.0  # 0 for pretraining; a high weight_decay helps more (docs/data.md)
-    init: Literal[tuple(INIT)] = "gpt2"  # standard deviations of the first weights: model.py
-    # ---- Batch: a step consists of as many micro-steps (accumulation) as batch_tokens needs ----
-    batch_size: int | Literal["auto"] = 16  # B, sequences in a device's micro-step; auto: what fits
-    batch_tokens: int = 524_288  # tokens per step on all devices together
-    # ---- Length: the run ends at the first of these limits; 0 means no limit ----
-    max_steps: int = 0  # in steps
-    max_epochs: float = 0.0  # in passes over train.bin
-    max_tokens: int = 0  # in tokens
-    # ---- Optimizer ----
-    optimizer: Literal["adamw", "muon", "adafactor"] = "adamw"  # muon: for the blocks' matrices
-    lr: float = 6e-4  # highest learning rate; adafactor: a share of the weights, try 0.03
-    embed_lr: float = 1.0  # learning rate of the embeddings, as a share of lr
-    vector_lr: float = 1.0  # learning rate of norms and biases, as a share of lr
-    weight_decay: float = 0.1  # on matrices and embeddings; 1 if the data is read many times
-    beta1: float = 0.9  # decay rate of the running mean of the gradient
-    beta2: float = 0.95  # decay rate of the running mean of the squared gradient
-    momentum: float = 0.95  # muon: the same of its mean; it grows from 0.85 at the beginning
-    grad_clip: float = 1.0  # a gradient with a larger norm is scaled down to it; 0: no clipping
-    # ---- Schedule of the learning rate: a linear warm-up from 0, then one of these shapes ----
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"  # wsd: decays late
-    warmup_ratio: float = 0.01  # length of the warm-up as a share of the run's steps
-    decay_ratio: float = 0.2  # wsd: length of the linear decay, as a share of the run's steps
-    min_lr_ratio: float = 0.1  # at the last step, as a share of lr; 0: that step changes nothing
-    # ---- Precision and speed: the weights are always stored in fp32 ----
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of the matrix products
-    compile: bool | Literal["auto"] = "auto"  # torch.compile; auto: on cuda, and long runs on a CPU
-    # ---- Memory: for models that do not fit (docs/cost.md) ----
-    recompute: Literal["none", "blocks"] = "none"  # blocks: keep their inputs only, compute twice
-    # What the processes share out: the optimizer's state; the gradients too; all: the weights too.
-    shard: Literal["none", "optimizer", "gradients", "all"] = "none"  # ZeRO stage 0, 1, 2 or 3
+    bias: bool | Literal["preset"] = option("preset", "in linear layers and LayerNorm; gpt2: true")
+    tie_embeddings: bool | Literal["preset"] = option("preset", "lm_head is wte; gpt2: true")
+    rope_theta: float = option(10000.0, "base of the rotation frequencies", above=0)
+    rope_scaling: str = option("", "for longer sequences: linear:2, or llama3:32,1,4,8192")
+    dropout: float = option(
+        0.0, "a high weight_decay helps more (docs/data.md)", minimum=0, below=1
+    )
+    init: str = option("gpt2", "scheme of the first weights: model.py", choices=tuple(INIT))
 
+    batch_size: int | Literal["auto"] = option(
+        16, "B, sequences in a micro-step of a device; auto: what fits", minimum=1, group="Batch"
+    )
+    batch_tokens: int = option(
+        524_288, "tokens of a step on all devices; micro-steps follow from it", above=0
+    )
 
-@dataclass(frozen=True)
-class Report:
-    """What is said and kept of a run. It changes nothing of the training."""
+    max_steps: int = option(
+        0,
+        "in steps",
+        minimum=0,
+        group="Length: the first of these limits ends the run; 0: no limit",
+    )
+    max_epochs: float = option(0.0, "in passes over train.bin", minimum=0)
+    max_tokens: int = option(0, "in tokens", minimum=0)
 
-    # ---- Evaluation, samples, checkpoints: every so many steps, and at the end of the run ----
-    eval_every: int = 250  # steps between two evaluations
-    eval_tokens: int = 1_000_000  # of val.bin, in whole windows, fixed and evenly spread; 0: all
-    sample_every: int = 250  # steps between two short texts that the model writes; 0: none
-    sample_prompt: str = ""  # beginning of these texts, may be empty; loss_on=answers: a question
-    save_every: int = 1000  # steps between two checkpoints
-    keep: int = 2  # newest checkpoints to keep, besides the one with the best validation loss
-    log_every: int = 10  # steps between two log lines
+    optimizer: Literal["adamw", "muon", "adafactor"] = option(
+        "adamw", "muon: for the matrices of the blocks", group="Optimizer"
+    )
+    lr: float = option(
+        6e-4, "highest learning rate; adafactor: in units of the weights, try 0.03", above=0
+    )
+    embed_lr: float = option(1.0, "learning rate of the embeddings, in units of lr", minimum=0)
+    vector_lr: float = option(1.0, "learning rate of norms and biases, in units of lr", minimum=0)
+    weight_decay: float = option(0.1, "of matrices; 1 if the data is read many times", minimum=0)
+    beta1: float = option(0.9, "decay rate of the gradient's running mean", minimum=0, below=1)
+    beta2: float = option(
+        0.95, "decay rate of the squared gradient's running mean", minimum=0, below=1
+    )
+    momentum: float = option(
+        0.95, "beta1 of muon; grows from 0.85 at the start", minimum=0, below=1
+    )
+    grad_clip: float = option(
+        1.0, "larger gradient norms are scaled down to it; 0: never", minimum=0
+    )
 
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = option(
+        "cosine", "after a linear warm-up; wsd: constant, then linear", group="Schedule"
+    )
+    warmup_ratio: float = option(0.01, "share of the run that is warm-up", minimum=0, maximum=1)
+    decay_ratio: float = option(0.2, "wsd: share of the run that is decay", minimum=0, maximum=1)
+    min_lr_ratio: float = option(0.1, "lr of the last step, in units of lr", minimum=0, maximum=1)
 
-RANGES = [  # settings, what they must be, and the test of it
-    ("block_size n_layer n_head n_embd batch_tokens lr rope_theta", "positive", lambda x: x > 0),
-    ("eval_every save_every keep log_every", "positive", lambda x: x > 0),
-    ("n_kv_head d_ff max_steps max_epochs max_tokens sample_every", "at least 0", lambda x: x >= 0),
-    ("weight_decay grad_clip embed_lr vector_lr", "at least 0", lambda x: x >= 0),
-    ("eval_tokens peak_tflops", "at least 0", lambda x: x >= 0),
-    ("beta1 beta2 momentum dropout", "at least 0 and below 1", lambda x: 0 <= x < 1),
-    ("warmup_ratio decay_ratio min_lr_ratio", "between 0 and 1", lambda x: 0 <= x <= 1),
-    ("seed", "at least 0 and below 2^62", lambda x: 0 <= x < 2**62),
-]
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+        "auto", "of the matrix products; weights are fp32", group="Precision and speed"
+    )
+    compile: bool | Literal["auto"] = option("auto", "torch.compile; auto: cuda, long CPU runs")
 
+    recompute: Literal["none", "blocks"] = option(
+        "none", "blocks: keep their inputs only, compute twice", group="Memory"
+    )
+    shard: Literal["none", "optimizer", "gradients", "all"] = option(
+        "none", "what is sharded across ranks (ZeRO 1, 2, 3); all: the weights too"
+    )
 
-@dataclass(frozen=True)
-class TrainConfig(Report, Training, Place):
-    elsewhere = names_elsewhere("training/elsewhere.txt")
+    eval_every: int = option(250, "steps between two evaluations", above=0, group=REPORT)
+    eval_tokens: int = option(1_000_000, "of val.bin, evenly spread; 0: all", minimum=0)
+    sample_every: int = option(250, "steps between two texts of the model; 0: none", minimum=0)
+    sample_prompt: str = option("", "beginning of these texts; loss_on=answers: a question")
+    save_every: int = option(1000, "steps between two checkpoints", above=0)
+    keep: int = option(2, "newest checkpoints to keep, besides the best one", above=0)
+    log_every: int = option(10, "steps between two log lines", above=0)
 
     def problems(self) -> list[str]:
-        """Return one message for each setting that is out of its range."""
-        problems = [
-            f"{name} must be {expected}"
-            for names, expected, accepts in RANGES
-            for name in names.split()
-            if not accepts(getattr(self, name))
-        ]
-        if self.batch_size != "auto" and self.batch_size < 1:
-            problems.append("batch_size must be positive")
+        """Return one message for each contradiction between the settings."""
+        problems = []
         plain = self.run_name not in ("", "..") and self.run_name == Path(self.run_name).name
         if not plain or re.search(r"[\x00-\x1f\x7f]", self.run_name):
             problems.append(f"run_name {self.run_name!r} must be a plain folder name")
@@ -148,8 +145,10 @@ class TrainConfig(Report, Training, Place):
         return problems
 
 
-PLACE = [field.name for field in fields(Place)]
-TRAINING = [field.name for field in fields(Training)]
+# A run learns the same in another place, up to rounding. Another TRAINING makes another model.
+PLACE = grouped(TrainConfig)[RUN]
+REPORTED = grouped(TrainConfig)[REPORT]
+TRAINING = [f.name for f in fields(TrainConfig) if f.name not in (*PLACE, *REPORTED)]
 
 
 def model_config(cfg: TrainConfig, vocab_size: int) -> GPTConfig:

@@ -35,7 +35,7 @@ sys.path[:0] = [str(REPO), str(REPO / "tests")]
 from conftest import TINY, make_records, prepared, python  # noqa: E402
 from test_chat_folder import conversations, records  # noqa: E402
 
-from configurator import parse, run  # noqa: E402
+from configurator import option, parse, run  # noqa: E402
 from training.metrics import read_metrics  # noqa: E402
 
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
@@ -267,9 +267,9 @@ def soak(rounds: int, seed: int, parallel: int, root: Path, jobs=tuple(JOBS)) ->
 
 @dataclass(frozen=True)
 class SoakConfig:
-    rounds: int = 100  # number of rounds
-    seed: int = 0  # seed of all that is drawn at random
-    parallel: int = 2  # number of rounds that run at the same time
+    rounds: int = option(100, "number of rounds")
+    seed: int = option(0, "seed of all that is drawn at random")
+    parallel: int = option(2, "number of rounds that run at the same time")
 
 
 def main() -> None:

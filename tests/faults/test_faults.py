@@ -237,7 +237,7 @@ def test_too_many_bad_steps_end_the_run_which_keeps_good_checkpoints_and_goes_on
 @pytest.fixture
 def in_fp16(monkeypatch) -> None:
     """fp16 on the CPU, which train.py would refuse. The scaler does the same there."""
-    monkeypatch.setattr("hardware.device.pick_dtype", lambda *_: (torch.float16, "for this test"))
+    monkeypatch.setattr("hardware.machine.pick_dtype", lambda *_: (torch.float16, "for this test"))
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import pytest
 from conftest import call, contents, forge, metrics, same, saved, train_tiny, training
 from safetensors.torch import load_file, save_file
 from test_faults import ENDLESS, at_step_5, poison, steps_in
+from training.runs import newest_run
 
 import prepare
 import sample
@@ -27,7 +28,6 @@ from text.hf_tokenizer import HF_FILES
 from text.tokenizer import SentencePiece, Tiktoken
 from training import checkpoint
 from training.plan import make_plan
-from training.runs import newest_run
 from training.settings import TrainConfig
 
 # -- what is not a run --
@@ -368,20 +368,6 @@ def test_pruning_spares_what_somebody_changed_and_says_so(copied, trains, tmp_pa
 
 def test_every_file_that_came_with_a_tokenizer_is_known_to_be_ours():
     assert {SentencePiece.file, Tiktoken.file, *HF_FILES} < checkpoint.OUR_FILES
-
-
-def test_sampling_takes_the_next_checkpoint_when_one_is_gone(copied, tmp_path, monkeypatch, capsys):
-    newest = saved(copied)
-    read = sample.from_pretrained
-
-    def pruned(folder):
-        if folder == newest and newest.exists():
-            assert not checkpoint.discard(newest)
-        return read(folder)
-
-    monkeypatch.setattr(sample, "from_pretrained", pruned)
-    call(sample.main, f"--out_dir={tmp_path}", "--max_new_tokens=3", "--device=cpu")
-    assert "step_00000004" in capsys.readouterr().err
 
 
 # -- a terminal, a pipe or a disk that goes away --

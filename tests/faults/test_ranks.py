@@ -162,8 +162,8 @@ def test_a_rank_that_waits_too_long_ends_the_run(tiny_data, tmp_path):
     patch = """
 import time
 from datetime import timedelta
-import hardware.device
-hardware.device.LONGEST_WAIT = timedelta(seconds=3)
+import hardware.machine
+hardware.machine.LONGEST_WAIT = timedelta(seconds=3)
 loop = train.loop
 def late(*args):
     if os.environ["RANK"] == "1":
