@@ -20,230 +20,381 @@ are counted in steps. A *bad step* has a loss or gradient that is not finite; it
 as they are. A *window* is T + 1 tokens: T inputs, each with the token that follows as its target.
 """
 
-# Read loop() first: it trains. Above it stand main() and train(), below it what loop() calls. One
-# update of the weights is take_step() in training/step.py. What is done once, before the first
-# step, stands in training/start.py: what the run starts from, its data, its plan, its model.
-#
-# Several processes work on one run. They keep together by three methods of `machine`: together(f)
-# runs f on every rank, and if one fails, all of them stop; decide(f) runs f on rank 0 and gives its
-# result to all ranks; gather(x) gives all ranks the list of every rank's x.
+# Read main() first. It is the whole run, in the order in which it happens. take_step(), one update
+# of the weights, stands behind it.
 
 import gc
 import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
-from functools import partial
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from training.job import Job
-from training.step import Batch, read_ahead, take_step
 
-from configurator import UserError, given, run
-from hardware.machine import Clock, Machine, memory_advice, part, stop_signals
-from training.checkpoint import newest_checkpoint
-from training.evaluate import evaluate, write_text
-from training.plan import lr_at, momentum_at
-from training.settings import TrainConfig
+from configurator import UserError, given, row, run
+from hardware.disk import MANIFEST, damage, file_sha256, set_aside
+from hardware.kernels import pick_kernels
+from hardware.machine import (
+    Clock,
+    HostCopy,
+    Machine,
+    capacity_of,
+    memory_advice,
+    part,
+    start,
+    stop_signals,
+    whole,
+)
+from hardware.peak import peak_tflops
+from model import GPT
+from text.chat import question_ids
+from text.dataset import load_tokenizer, newest_dataset, open_datasets, train_loader
+from training.banner import banner, length_of_prompt, pace_note
+from training.batches import Batch, read_ahead, to_batch
+from training.checkpoint import Saver, lock_run, newest_checkpoint, replace_run, shared_files
+from training.evaluate import evaluate_all, evaluation_windows, write_text
+from training.huggingface import from_pretrained
+from training.memory import Step, optimizer_memory
+from training.metrics import first_records
+from training.optimizer import make_optimizer
+from training.parallel import (
+    all_sum,
+    autocast,
+    check_capacity,
+    compile_now,
+    fits,
+    halved,
+    is_sharded_run,
+    plan_of,
+    wrap,
+)
+from training.plan import Progress, lr_at, momentum_at
+from training.report import Report
+from training.resume import (
+    check_fits,
+    data_hashes,
+    find_start,
+    load_optimizer,
+    model_to_tune,
+    read_state,
+    settings_changed,
+    settings_of_run,
+)
+from training.settings import TrainConfig, model_config
 
 
 def main() -> None:
+    # ---- Settings. A resumed run has those of its checkpoint, except for what is given now.
     options = given(TrainConfig, doc=__doc__)
-    # This loads what a run needs once, to begin. The loop below does not need it.
-    from training.start import open_run
+    cfg = settings_of_run(options)
 
-    with open_run(options) as job:
-        train(job)
+    # ---- This process: its device and dtype, and the other ranks of the run.
+    machine = start(cfg.device, cfg.dtype, sparing=cfg.shard != "none")
+    say = machine.say
 
+    # ---- Rank 0 locks the folder of the run, and decides from what the run starts (a checkpoint, a
+    # model folder, or None: random weights) and which data it reads. The others get its decision.
+    folder = Path(cfg.out_dir) / cfg.run_name
+    origin = lock = None
+    if machine.is_main:
+        lock = lock_run(folder)
+        origin = find_start(cfg, folder)
+        if not cfg.dataset:
+            cfg = replace(cfg, dataset=newest_dataset(cfg.data_dir))
+            say(f"note: dataset={cfg.dataset} is taken, the newest in {cfg.data_dir}/")
+    cfg, origin = machine.broadcast((cfg, origin))
+    resumes = origin is not None and cfg.init_from in ("resume", "auto")
 
-def train(job: Job) -> None:
-    """Train one run, from its beginning or from its newest checkpoint, to its end."""
-    machine = job.machine
-    B = job.plan.batch_size
-    advice = job.plan.smaller(job.cfg.block_size)
-    clock = Clock(machine, job.progress.step)
-    with stop_signals() as signals, memory_advice(advice):
-        reader = read_ahead(job.data.loader, job.progress.samples, B, machine, clock, signals)
-        with closing(reader) as batches:
-            with closing(job.report):
-                stopped = loop(job, batches, clock, signals)
-                job.saver.wait()
-            machine.gather(None)  # when one rank ends, the last checkpoint is on the disk
+    # ---- Data: maps of the token files, and the windows of them that are read. One process of each
+    # computer verifies the files.
+    T = cfg.block_size
+    sets = open_datasets(cfg.dataset, cfg.data_dir, hashes=machine.local_rank == 0)
+    tokenizer = load_tokenizer(sets[0].folder)
+    loader = train_loader(sets, T, cfg.seed, cfg.documents, cfg.loss_per, cfg.loss_on)
+    evaluated = evaluation_windows(sets, cfg)
+    if cfg.loss_on == "answers":
+        prompt = question_ids(cfg.sample_prompt, tokenizer)
+    else:
+        prompt = [*tokenizer.prefix, *tokenizer.encode(cfg.sample_prompt).tolist()]
+    prompt = prompt or [tokenizer.eos_id]
 
-    if newest := newest_checkpoint(job.folder / "ckpt"):
-        machine.say(f"checkpoint: {newest}")
+    # ---- Model: drawn at random, read from the checkpoint of this run, or fine-tuned.
+    saved = None
+    progress = Progress()
+    with memory_advice("for the weights alone: make n_layer or n_embd smaller"):
+        if origin is None:
+            model = GPT(model_config(cfg, sets[0].meta["vocab_size"]))
+            torch.manual_seed(cfg.seed)  # the same weights on every rank
+            model.init_weights(cfg.init)
+        elif resumes:
+            # Rank 0 has verified the files that it sees; here the other computers do.
+            if machine.local_rank == 0 and not machine.is_main and (problem := damage(origin)):
+                raise UserError(f"{problem}: all computers must have the same checkpoint")
+            saved = read_state(origin)
+            model = from_pretrained(origin, verify=False, dropout=cfg.dropout)
+            check_fits(origin, saved, model.config, cfg, sets)
+            progress = Progress.of_checkpoint(saved.state)
+            cfg = replace(cfg, init_from=saved.settings.get("init_from", "scratch"))
+        else:
+            model = model_to_tune(origin, cfg, sets, verify=machine.local_rank == 0)
+        # A model that is sharded stays on the CPU until each device gets its shard.
+        if not is_sharded_run(cfg, machine):
+            model.to(machine.device)
+
+    # ---- All ranks must read the same files with the same programs. The least memory counts.
+    facts = {"dtype": str(machine.dtype), "device": machine.device.type, "torch": torch.__version__}
+    facts |= data_hashes(sets)
+    if origin and (origin / MANIFEST).exists():
+        facts["checkpoint"] = file_sha256(origin / MANIFEST)
+    ranks = machine.gather((facts, capacity_of(machine.device)))
+    for name in facts:
+        for rank, (there, _) in enumerate(ranks):
+            if there.get(name) != ranks[0][0].get(name):
+                raise UserError(f"rank {rank}: {name} is {there.get(name)}, another than on rank 0")
+    capacity = min(bytes for _, bytes in ranks)
+
+    # ---- Plan: batch size, accumulation, number of steps; whether to compile.
+    epoch_tokens = sum(windows.n_windows for windows in loader.splits) * T
+    done = (progress.step, progress.samples)
+    kind = machine.device.type
+    size = Step(1, T, dtype=machine.dtype, device=kind, world=machine.world)
+    is_auto = cfg.batch_size == "auto"
+    last = saved.settings["batch_size"] if saved else 0
+    cfg, plan, size = plan_of(cfg, model, size, epoch_tokens, capacity, done, last)
+    check_capacity(model, size, capacity)
+    peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
+    say(banner(cfg, sets, loader, machine, plan, model, size))
+    say(row("       peak: ", source))
+    flops = model.flops_per_token(T)
+    if note := pace_note(plan.batch_size * T * flops, plan.accum, peak, kind == "cuda"):
+        say(note)
+    if saved:
+        say(f"resumed from {origin} at step {progress.step}, with its settings")
+        if changed := settings_changed(saved, cfg):
+            say(f"changed since the checkpoint: {', '.join(changed)}")
+        if plan.steps == progress.step:
+            say("nothing is left to do: raise max_steps, max_epochs or max_tokens to train longer")
+
+    # ---- The model as it runs: faster kernels, compiled, in DDP or sharded over the ranks.
+    model.use(pick_kernels(machine.device, size.compiled))
+    forward = wrap(cfg, model, machine, size.compiled)
+    while True:
+        first = to_batch(loader.rows(loader.starts(0, plan.batch_size)), machine.device)
+        if not is_auto or fits(forward, first, machine, optimizer_memory(model, size)[0]):
+            break
+        cfg, plan, size = halved(cfg, plan, size, done)
+        say(f"note: out of memory: batch_size={plan.batch_size} is tried, with {plan.accum} x")
+    if size.compiled:
+        with memory_advice(plan.smaller(T)):
+            compile_now(forward, first, machine, tokenizer.eos_id)
+    del first
+
+    # ---- Optimizer, and the scaler of fp16 gradients, which does nothing in other dtypes.
+    optimizer = make_optimizer(cfg, machine, model)
+    scaler = torch.amp.GradScaler(kind, enabled=machine.dtype == torch.float16)
+    if saved:
+        load_optimizer(optimizer, scaler, saved.state)
+
+    # ---- The run's folder: its records so far, what reports to them, and what saves checkpoints.
+    records = []
+    if machine.is_main:
+        if cfg.overwrite and not resumes:
+            lock = replace_run(folder, lock, say)
+        records = first_records(folder / "metrics.jsonl", cfg, plan, sets, model.config, progress)
+    report = Report(cfg, machine, plan, sets, progress, folder, records)
+    files = shared_files(cfg, sets, tokenizer, model.config) if machine.is_main else {}
+    saver = Saver(folder / "ckpt", model.config, files, cfg.keep, machine, report)
+
+    # ---- The loop. At the top of an iteration, `step` steps are done: evaluate, sample from and
+    # save these weights, where that is due. Then train one step more. The last iteration ends after
+    # its first half: at the end of the run, after a signal, or after too many bad steps.
+    clock = Clock(machine, progress.step)
+    stopped = False
+    with (
+        stop_signals() as signals,
+        memory_advice(plan.smaller(T)),
+        closing(report),
+        closing(
+            read_ahead(loader, progress.samples, plan.batch_size, machine, clock, signals)
+        ) as batches,
+    ):
+        start_step = progress.step
+        for step in range(start_step, plan.steps + 1):
+            at_end = step == plan.steps
+            last = at_end or stopped or progress.gives_up()
+            evaluates = at_end or step % cfg.eval_every == 0
+            samples = cfg.sample_every and (at_end or step % cfg.sample_every == 0)
+            # After a bad step, which was skipped, the weights are those from before it.
+            saves = last or (step % cfg.save_every == 0 and not progress.bad_in_a_row)
+            if step > start_step and (evaluates or samples or saves):
+                with clock.paused():
+                    if evaluates:
+                        started = time.perf_counter()
+                        B, eos_id = plan.batch_size, tokenizer.eos_id
+                        losses = evaluate_all(forward, evaluated, cfg, B, machine, eos_id)
+                        val_loss = report.evaluation(step, losses, time.perf_counter() - started)
+                        progress.add_evaluation(val_loss)
+                    if samples:
+                        with getattr(forward, "whole_weights", nullcontext)():  # Shards has it
+                            text = write_text(model, tokenizer, prompt, sample_length(sets), cfg.seed)
+                        if text is not None:
+                            report.sample(step, text)
+                    if saves or step == progress.best_step:
+                        check_finite(model, machine, step)
+                        saver.save(model, optimizer, scaler, progress)
+            if last:
+                break
+
+            # Learning rate and momentum are functions of the step and the settings alone.
+            lr = lr_at(step, plan.steps, cfg)
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["scale"]  # scale: embed_lr, vector_lr, or 1
+                group["muon_momentum"] = momentum_at(step, plan.steps, cfg)
+            # What dropout draws depends on seed, step and rank, but not on where the run was
+            # resumed. 1,000,003 exceeds the number of ranks: no two of them share a seed.
+            torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)
+            numbers = take_step(
+                forward, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip, signals
+            )
+            if numbers is None:  # a signal, in the middle of a step of a single process
+                stopped = True
+                if step > start_step and not saves and step != progress.best_step:
+                    check_finite(model, machine, step)
+                    saver.save(model, optimizer, scaler, progress)
+                break
+            # The only wait for the device in a step; not for the update of the weights.
+            loss, grad_norm, signalled = numbers.wait()
+            stopped = signalled > 0
+            outcome = progress.add_step(plan.step_tokens // T, loss, grad_norm, scaler)
+
+            report.outcome(outcome, loss, grad_norm, scaler)
+            to_log = progress.step in (1, plan.steps) or progress.step % cfg.log_every == 0
+            if outcome == "taken" and to_log:
+                report.step(loss, lr, grad_norm, flops, peak and peak * machine.world, clock)
+            elif step == start_step:  # after a resume, the first step is a warm-up: do not time it
+                clock.restart(progress.step)
+            if step == start_step:
+                gc.collect()
+                gc.freeze()  # these objects will stay: the collector need not visit them again
+        saver.wait()
+
+    # ---- The end. No rank ends before the last checkpoint is on the disk.
+    machine.gather(None)
+    newest = newest_checkpoint(folder / "ckpt") if machine.is_main else None
+    if newest:
+        say(f"checkpoint: {newest}")
     if dist.is_initialized():
         dist.destroy_process_group()
-    end_run(job, stopped, signals)
-
-
-def loop(job: Job, batches: Iterator[Batch | None], clock: Clock, signals: list[int]) -> bool:
-    """Train to the end of the run. Return whether a signal stopped it before.
-
-    batches: of this rank. clock: measures the time between log lines; read_ahead() adds the waits
-    for data to it. signals: those that have arrived; stop_signals() adds them. The run also ends
-    after too many bad steps in a row.
-    """
-    cfg = job.cfg
-    machine = job.machine
-    plan = job.plan
-    optimizer = job.optimizer
-    scaler = job.scaler
-    progress = job.progress
-    flops = job.model.flops_per_token(cfg.block_size)
-    step_windows = plan.step_tokens // cfg.block_size  # of all ranks
-    start_step = progress.step
-    clock.restart(start_step)
-    stopping = False
-    # At the top of an iteration, `step` steps are done: evaluate and save these weights. Then train
-    # one step more. The last iteration ends after its first half.
-    for step in range(start_step, plan.steps + 1):
-        last = step == plan.steps or stopping or progress.gives_up()
-        if step > start_step:
-            with clock.paused():
-                if step == plan.steps or step % cfg.eval_every == 0:
-                    evaluate_all(job, step)
-                if cfg.sample_every and (step == plan.steps or step % cfg.sample_every == 0):
-                    show_sample(job, step)
-                if wants_checkpoint(job, step, last):
-                    save(job, step)
-        if last:
-            return stopping
-
-        # Train one step. lr_at() and momentum_at() (training/plan.py) are functions of the step and
-        # the settings alone. `scale` is embed_lr for embeddings, vector_lr for vectors, else 1.
-        lr = lr_at(step, plan.steps, cfg)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group["scale"]
-            group["muon_momentum"] = momentum_at(step, plan.steps, cfg)
-        # What dropout draws depends on seed, step and rank, but not on where the run was resumed.
-        # 1,000,003 exceeds the number of ranks, so no two ranks share a seed in any two steps.
-        torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)
-        result = take_step(
-            job.forward, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip
-        )
-        # A signal ends a process that trains alone in the middle of a step, which is given up. Of
-        # several processes each ends its step, and any_rank() then tells all of them to stop.
-        if result is None:
-            # Save the weights from before it, unless the top of this iteration has saved them.
-            if step > start_step and not wants_checkpoint(job, step, last=False):
-                save(job, step)
-            return True
-        told_to_stop = machine.any_rank(len(signals) > 0)
-        # To call these waits for the device: with AdamW and Muon, for the only time in a step.
-        loss, grad_norm = result()
-        stopping = told_to_stop()
-        outcome = progress.add_step(step_windows, loss, grad_norm, scaler)
-
-        # Report it.
-        job.report.outcome(outcome, loss, grad_norm, scaler)
-        if step == start_step:
-            gc.collect()
-            gc.freeze()  # these objects will stay: the collector need not visit them again
-        steps_done = progress.step
-        to_log = steps_done in (1, plan.steps) or steps_done % cfg.log_every == 0
-        if outcome == "taken" and to_log:
-            job.report.step(loss, lr, grad_norm, flops, job.peak, clock)
-        elif step == start_step:  # after a resume, the first step is a warm-up: do not time it
-            clock.restart(steps_done)
-
-
-# --------------------------------------------------------------------------------------------------
-# What the loop calls
-
-
-def evaluate_all(job: Job, step: int) -> None:
-    """Evaluate the model on the val.bin and the train.bin of every data set.
-
-    The validation loss, and the loss on as many tokens of train, are those of `stream`, whatever
-    the setting `documents` is: so runs can be compared. Only the loss by document, and that on
-    answers, keep documents apart, as a run with mask or pack does in training.
-    """
-    T = job.cfg.block_size
-    data = job.data
-    limit = job.cfg.eval_tokens
-    eos_id = data.tokenizer.eos_id
-    loss_of = partial(evaluate, job.forward, B=job.plan.batch_size, machine=job.machine)
-    started = time.perf_counter()
-    on_val = [loss_of(windows, limit) for windows in data.val_windows]
-    by_document = [loss_of(windows, limit, eos_id=eos_id) for windows in data.val_documents]
-    sizes = [len(windows.fixed_starts(limit)) * T for windows in data.val_windows]
-    on_train = list(map(loss_of, data.train_windows, sizes))
-    losses = {"val_loss": on_val, "val_document_loss": by_document, "train_eval_loss": on_train}
-    val_loss = job.report.evaluation(step, losses, time.perf_counter() - started)
-    job.progress.add_evaluation(val_loss)
-
-
-def show_sample(job: Job, step: int) -> None:
-    """Let the model write about 200 bytes of text: three lines of English, two of Chinese."""
-    val = job.data.sets[0].meta["splits"]["val"]
-    length = math.ceil(200 * val["tokens"] / val["bytes"])
-    try:
-        with getattr(job.forward, "whole_weights", nullcontext)():  # Shards has it
-            text = write_text(
-                job.model, job.data.tokenizer, job.data.sample_prompt, length, job.cfg.seed
-            )
-    except ArithmeticError:
-        return  # the loss is not finite either, and has been reported
-    job.report.sample(step, text)
-
-
-def wants_checkpoint(job: Job, step: int, last: bool) -> bool:
-    """Return whether to save the weights as they are after `step` steps.
-
-    last: the run ends here.
-    """
-    is_best = step == job.progress.best_step  # the evaluation of this step was the best so far
-    # After a bad step, which was skipped, the weights are those from before it. They are worth
-    # saving at the end, and if they are best.
-    is_due = step % job.cfg.save_every == 0 and not job.progress.bad_in_a_row
-    return last or is_best or is_due
-
-
-def save(job: Job, step: int) -> None:
-    """Save the run, or end it: raise UserError on all ranks.
-
-    It ends if a data file has been changed in place, since the steps since the last checkpoint may
-    have read anything, or if a weight is NaN or infinite: no step makes it finite again.
-    """
-    job.saver.wait()
-    job.machine.together(lambda: job.data.check() if job.machine.local_rank == 0 else None)
-    if broken := not_finite(job.model, job.machine):
-        advice = "lower lr; --init_from=resume goes on from the checkpoint before, if there is one"
-        raise UserError(f"step {step} is not saved: NaN or infinity in {broken}: {advice}")
-    # This copies the state to host memory, and a thread writes the copy.
-    job.saver.save(job.model, job.optimizer, job.scaler, job.progress)
-
-
-def not_finite(model: torch.nn.Module, machine: Machine) -> str:
-    """Return the name of a weight that is NaN or infinite on some rank; "" if there is none."""
-    names = (name for name, p in model.named_parameters() if not part(p).isfinite().all())
-    return max(machine.gather(next(names, "")))
-
-
-def end_run(job: Job, stopped: bool, signals: list[int]) -> None:
-    """Do nothing if all went well. Else say what happened, and end with the exit code for it.
-
-    Here the ranks no longer meet. Raises UserError if the last checkpoint could not be written, or
-    if the run gave up.
-    """
-    step = job.progress.step
-    newest = newest_checkpoint(job.folder / "ckpt") if job.machine.is_main else None
+    if lock:
+        lock.release()
     goes_on = f"--init_from=resume goes on from {newest}" if newest else "nothing was saved yet"
-    if job.saver.failed:
-        raise UserError(f"{job.saver.failed}; {goes_on}")
-    if job.progress.gives_up():
-        problem = f"{job.progress.bad_in_a_row} steps in a row without a finite loss and gradient"
+    if saver.failed:
+        raise UserError(f"{saver.failed}; {goes_on}")
+    if progress.gives_up():
+        problem = f"{progress.bad_in_a_row} steps in a row without a finite loss and gradient"
         advice = "lower lr, or try dtype=float32, or look at the texts of these steps, and if the"
         advice += " weights are spoiled already, move the newest checkpoints away"
-        raise UserError(f"{problem}, the last at step {step}: {advice}; {goes_on}")
+        raise UserError(f"{problem}, the last at step {progress.step}: {advice}; {goes_on}")
     if stopped:
-        job.machine.say(f"stopped by a signal after step {step}: {goes_on}")
+        say(f"stopped by a signal after step {progress.step}: {goes_on}")
         # If the list is empty, another rank has caught the signal.
         sys.exit(128 + (signals[-1] if signals else signal.SIGTERM))
+
+
+def take_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    batches: Iterator[Batch | None],
+    accum: int,
+    machine: Machine,
+    grad_clip: float = 0.0,
+    signals: Sequence[int] = (),
+) -> HostCopy | None:
+    """Update the weights once, with the gradients of `accum` batches on each rank.
+
+    Return the loss, the mean of all ranks; the norm of the gradient before clipping; and a number
+    above 0 if a signal has arrived at any rank. They are on their way to the host. Return None, and
+    leave the weights unchanged, if a batch is None or there are no more.
+
+    On a GPU with AdamW or Muon the host runs ahead: it starts the forward and backward passes, the
+    sum over the ranks and the update one after the other, without waiting. Only then does the
+    caller wait, for these numbers alone, while the device still updates the weights.
+
+    model: a GPT as it runs: as it is, or compiled, or wrapped in DDP or Shards. scaler: keeps the
+    small gradients of fp16 (see below); else it does nothing. grad_clip: the largest norm of the
+    gradient; 0: no clipping. A step whose loss or gradient is not finite leaves the weights
+    unchanged. signals: those that have arrived at this rank.
+    """
+    # 1. Forward and backward: the gradients of all micro-steps add up.
+    no_sync = getattr(model, "no_sync", nullcontext)  # DDP and Shards have it, compiled or not
+    mean_loss = torch.zeros((), device=machine.device)  # of this rank
+    mean_weight = torch.zeros((), device=machine.device)  # of this rank's targets, if they have any
+    weighted = False
+    for micro in range(accum):
+        batch = next(batches, None)
+        if batch is None:
+            optimizer.zero_grad(set_to_none=True)
+            return None
+        # DDP averages the gradients over the ranks, in the last micro-step only. It decides in the
+        # forward pass whether the backward pass will do so: both must run inside no_sync().
+        with nullcontext() if micro == accum - 1 else no_sync():
+            with autocast(machine):
+                loss = model(*batch) / accum  # batches have equal sizes: a mean of means is right
+            scaler.scale(loss).backward()
+        mean_loss += loss.detach()
+        weighted = batch.weights is not None
+        if batch.weights is not None:
+            mean_weight += batch.weights.mean() / accum
+
+    # 2. Clip the gradient, and start to send the loss and the norm to the host.
+    scaler.unscale_(optimizer)
+    parameters = list(model.parameters())
+    if weighted:
+        # The loss is sum(w l) / sum(w) over all ranks. So far its gradient is that of sum(w l) / n,
+        # with n positions on all ranks: DDP has averaged over these. Multiply by n / sum(w), which
+        # is one over the mean of mean_weight. If nothing counts in this step, the gradient is 0.
+        factor = machine.world / all_sum(mean_weight).clamp(min=1e-12)
+        mean_loss *= factor
+        torch._foreach_mul_([part(p.grad) for p in parameters], factor)
+    grad_norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+    torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip or math.inf, grad_norm)
+    signalled = torch.full_like(mean_loss, len(signals))
+    sums = all_sum(torch.stack([mean_loss / machine.world, signalled]))
+    # The norm needs no sum: each rank has that of the full gradient.
+    result = torch.stack([sums[0], grad_norm])
+    numbers = HostCopy(torch.cat([result, sums[1:]]))
+
+    # 3. Update the weights, unless the loss or the gradient is not finite.
+    if scaler.is_enabled():
+        # fp16 cannot hold numbers below 6e-8. So the loss, and with it each gradient, was
+        # multiplied by a large scale; unscale_() above has divided the gradients by it again.
+        scaler.step(optimizer)  # skips the step if the gradient is not finite
+        scaler.update()  # after such a step, lowers the scale; after many good ones, raises it
+    elif optimizer.defaults.get("fused"):
+        # A fused optimizer of torch looks for this flag, by which GradScaler tells it to skip the
+        # step. The device reads it, so the host does not have to wait for the loss.
+        optimizer.found_inf = 1.0 - result.isfinite().all().float()
+        optimizer.step()
+    elif all(map(math.isfinite, numbers.wait())):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return numbers
+
+
+def check_finite(model: torch.nn.Module, machine: Machine, step: int) -> None:
+    """Raise UserError, on all ranks, if a weight is NaN or infinite: no step can mend that."""
+    finite = {name: part(p).isfinite().all() for name, p in model.named_parameters()}
+    flags = torch.stack(list(finite.values())).tolist()  # one wait for all
+    broken = next((name for name, good in zip(finite, flags, strict=True) if not good), "")
+    if broken := max(machine.gather(broken)):
+        advice = "lower lr; --init_from=resume goes on from the checkpoint before, if there is one"
+        raise UserError(f"step {step} is not saved: NaN or infinity in {broken}: {advice}")
 
 
 if __name__ == "__main__":

@@ -167,8 +167,9 @@ def newest_dataset(data_dir: str | Path) -> str:
 def open_datasets(spec: str, data_dir: str | Path, hashes: bool = True) -> list[DataSet]:
     """Open the data sets that `spec` names: `wiki`, `wiki:0.7,code:0.3`, or `wiki,code`.
 
-    hashes: see open_dataset(). Without weights, the weight of each data set is the size of its training split. Raises UserError
-    if `spec` is wrong, a data set is damaged, or they do not all have the same tokenizer.
+    Without weights, the weight of each data set is the size of its training split. hashes: see
+    open_dataset(). Raises UserError if `spec` is wrong, a data set is damaged, or they do not all
+    have the same tokenizer.
     """
     names, weights = names_and_weights(spec)
     if None in weights and any(weights):
@@ -222,7 +223,8 @@ def open_windows(
 ) -> Windows:
     """Open a split of a data set.
 
-    If the positions of its documents or answers are needed, all of it is read. Raises UserError if it is shorter than one window, or has no answers to learn.
+    If the positions of its documents or answers are needed, all of it is read. Raises UserError if
+    it is shorter than one window, or has no answers to learn.
     """
     ids = open_split(data.folder, data.meta, split)
     whole = documents in ("pack", "pad")

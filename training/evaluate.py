@@ -9,11 +9,67 @@ from typing import Any
 
 import torch
 
+from configurator import UserError
 from hardware.machine import Machine
 from hardware.terminal import ProgressBar
 from model import GPT
-from text.windows import Loader, Windows
-from training.step import all_sum, autocast, to_batch
+from text.windows import DataSet, Loader, Windows
+from text.dataset import open_windows
+from training.batches import to_batch
+from training.parallel import all_sum, autocast
+from training.settings import TrainConfig
+
+
+def evaluation_windows(sets: list[DataSet], cfg: TrainConfig) -> dict[str, list[Windows]]:
+    """Return the windows of each evaluated loss: one Windows for each data set.
+
+    val_loss and train_eval_loss, on val.bin and train.bin, are those of documents=stream, whatever
+    the setting is: so runs can be compared. val_document_loss is on the tokens of val.bin, packed:
+    each document is read alone. With loss_on=answers, each window has one conversation.
+    Raises UserError if no answer would be evaluated.
+    """
+    T, loss_on = cfg.block_size, cfg.loss_on
+    # A window that begins within an answer would ask for the rest of it without the question.
+    documents = "pad" if loss_on == "answers" else "stream"
+    kinds = {
+        "val_loss": ("val", documents),
+        "val_document_loss": ("val", "pack"),
+        "train_eval_loss": ("train", documents),
+    }
+    windows = {
+        key: [open_windows(d, split, T, documents=kind, loss_on=loss_on) for d in sets]
+        for key, (split, kind) in kinds.items()
+    }
+    for data, *both in zip(sets, windows["val_loss"], windows["val_document_loss"], strict=True):
+        for one in both:
+            if not any(one.weights(start).any() for start in one.fixed_starts(cfg.eval_tokens)):
+                problem = f"no answer of {data.name} is in a window that is evaluated"
+                raise UserError(f"loss_on=answers: {problem}: raise block_size, or --val_fraction")
+    return windows
+
+
+def evaluate_all(
+    model: Callable,
+    windows: dict[str, list[Windows]],
+    cfg: TrainConfig,
+    B: int,
+    machine: Machine,
+    eos_id: int,
+) -> dict[str, list[float]]:
+    """Return the losses of evaluation_windows(): a key -> one loss for each data set.
+
+    On train.bin, as many tokens are evaluated as on val.bin.
+    """
+    losses: dict[str, list[float]] = {}
+    for key, windows_of_sets in windows.items():
+        documents = eos_id if key == "val_document_loss" else None
+        losses[key] = []
+        for one, val in zip(windows_of_sets, windows["val_loss"], strict=True):
+            tokens = cfg.eval_tokens
+            if key == "train_eval_loss":
+                tokens = len(val.fixed_starts(tokens)) * cfg.block_size
+            losses[key].append(evaluate(model, one, tokens, B, machine, eos_id=documents))
+    return losses
 
 
 @torch.no_grad()

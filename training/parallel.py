@@ -1,24 +1,42 @@
-"""How the model runs: its batch size, whether it is compiled, and on how many processes."""
+"""How the model runs: compiled or not, on how many processes, with which batch size."""
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
-from types import MethodType
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import OneRankError, UserError
-from hardware.kernels import document_mask
+from configurator import UserError
 from hardware.machine import Machine, out_of_memory
-from model import GPT, Block
+from model import GPT
+from training.batches import Batch
 from training.memory import Step, largest_batch, needed
 from training.plan import Plan, even_batch, make_plan
 from training.settings import TrainConfig
-from training.step import Batch, autocast
+
+
+def autocast(machine: Machine) -> torch.autocast:
+    """Return the context in which matrix products run in the machine's dtype.
+
+    Without the cache: a forward pass casts each weight once, and the cache would hold all casts to
+    its end.
+    """
+    enabled = machine.dtype != torch.float32
+    return torch.autocast(machine.device.type, machine.dtype, enabled, cache_enabled=False)
+
+
+def all_sum(x: torch.Tensor) -> torch.Tensor:
+    """Replace x by its sum over all ranks, in place, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+# --------------------------------------------------------------------------------------------------
+# The batch size
 
 
 def plan_of(
@@ -26,15 +44,15 @@ def plan_of(
     model: GPT,
     step: Step,
     epoch_tokens: int,
-    room: float,
+    capacity: float,
     done: tuple[int, int] = (0, 0),
     last: int = 0,
 ) -> tuple[TrainConfig, Plan, Step]:
     """Return the settings with a number for batch_size=auto, the plan, and the size of a step.
 
-    step: its T, dtype, device and world. room: bytes of memory for a step on each device. done: the
-    steps that a resumed run has done, and the windows that it has read. last: the batch_size that
-    it had; with auto it keeps this one if it fits.
+    step: its T, dtype, device and world. capacity: bytes of memory for a step on each device.
+    done: the steps that a resumed run has done, and the windows that it has read. last: the
+    batch_size that it had; with auto it keeps this one if it fits.
     """
     # compile=auto depends on the length of the run, which is known before batch_size=auto is.
     draft = make_plan(replace(cfg, batch_size=1), step.world, epoch_tokens, *done)
@@ -42,7 +60,7 @@ def plan_of(
     # Two micro-steps: accumulation needs more memory than one micro-step does.
     step = replace(step.of(cfg), accum=2, compiled=wants_compile(cfg, step.device, flops))
     if cfg.batch_size == "auto":
-        fits = largest_batch(model, step, room)
+        fits = largest_batch(model, step, capacity)
         if step.device == "cpu":  # more than 8,192 tokens are no faster (bench/LOG.md)
             fits = min(fits, max(1, 8192 // step.T))
         B = last if 0 < last <= fits else even_batch(fits, cfg, step.world)
@@ -51,12 +69,12 @@ def plan_of(
     return cfg, plan, replace(step, B=plan.batch_size, accum=plan.accum)
 
 
-def check_room(model: GPT, step: Step, room: float) -> None:
-    """Raise UserError if a step will need far more than `room` bytes, by its prediction."""
+def check_capacity(model: GPT, step: Step, capacity: float) -> None:
+    """Raise UserError if a step will need far more than `capacity` bytes, by its prediction."""
     size = needed(model, step)
-    if size > 1.25 * room:  # on a CPU a prediction may be 25 % too high (training/memory.py)
-        gb = f"{size / 1e9:.1f} GB of memory, and there are {room / 1e9:.1f}"
-        largest = largest_batch(model, step, room)
+    if size > 1.25 * capacity:  # on a CPU a prediction may be 25 % too high (training/memory.py)
+        gb = f"{size / 1e9:.1f} GB of memory, and there are {capacity / 1e9:.1f}"
+        largest = largest_batch(model, step, capacity)
         advice = f"--batch_size={largest} fits" if largest else "plan.py says what others need"
         raise UserError(f"batch_size={step.B} needs {gb}: {advice}")
 
@@ -72,6 +90,24 @@ def wants_compile(cfg: TrainConfig, kind: str, flops: float) -> bool:
     return cfg.compile
 
 
+def halved(
+    cfg: TrainConfig, plan: Plan, step: Step, done: tuple[int, int]
+) -> tuple[TrainConfig, Plan, Step]:
+    """Return the settings, the plan and the size of a step with half the batch_size or less.
+
+    Raises UserError if it is 1 already.
+    """
+    if plan.batch_size == 1:
+        raise UserError(f"out of memory {plan.smaller(step.T)}")
+    cfg = replace(cfg, batch_size=even_batch(plan.batch_size // 2, cfg, step.world))
+    plan = make_plan(cfg, step.world, plan.epoch_tokens, *done)
+    return cfg, plan, replace(step, B=plan.batch_size, accum=plan.accum)
+
+
+# --------------------------------------------------------------------------------------------------
+# Compiling, and several processes
+
+
 def compile_blocks(model: GPT) -> None:
     """Compile the blocks, each by itself, and the loss.
 
@@ -79,26 +115,18 @@ def compile_blocks(model: GPT) -> None:
     the checkpoint that computes a block twice. All blocks share one compiled code.
     """
     for block in model.blocks:
-        block.compute = compiled_compute(block)
-    model.loss = torch.compile(MethodType(GPT.loss, model), dynamic=False)
-    model.document_mask = partial(document_mask, model, compiled=True)
-
-
-def compiled_compute(block: Block) -> Callable:
-    """Return Block.compute, compiled for training. With a cache, for generation, it is not."""
-    plain = MethodType(Block.compute, block)
-    compiled = torch.compile(plain, dynamic=False)
-    return lambda *inputs: (compiled if inputs[-1] is None else plain)(*inputs)
+        block.compiled = torch.compile(block.compute, dynamic=False)
+    model.compiled_loss = torch.compile(model.loss, dynamic=False)
 
 
 def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> Callable:
-    """Return the model as it runs: in DDP or Shards under torchrun, and compiled if asked for."""
+    """Return the model as it runs: under torchrun in DDP or Shards, and compiled if asked for."""
     for block in model.blocks:
         block.recompute = cfg.recompute == "blocks"
-    by_blocks = cfg.recompute != "none" or shares(cfg, machine)
+    by_blocks = cfg.recompute != "none" or is_sharded_run(cfg, machine)
     if compiled and by_blocks:
         compile_blocks(model)
-    if shares(cfg, machine):
+    if is_sharded_run(cfg, machine):
         return Shards(model, cfg.shard, machine)
     forward = model
     if dist.is_initialized():
@@ -112,7 +140,7 @@ def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> Call
     return torch.compile(forward, dynamic=False) if compiled and not by_blocks else forward
 
 
-def compile_now(forward: Callable, batch: Batch, machine: Machine, eos_id: int) -> None:
+def compile_now(forward: torch.nn.Module, batch: Batch, machine: Machine, eos_id: int) -> None:
     """Let a compiled model compile itself before the first step, whose time is then that of a step.
 
     Raises UserError if it cannot be compiled here, without a C++ compiler or on an old GPU.
@@ -136,19 +164,46 @@ def compile_now(forward: Callable, batch: Batch, machine: Machine, eos_id: int) 
             raise
         first_line = str(e).partition("\n")[0]
         reason = f"{type(e).__name__}: {first_line}"
-        raise OneRankError(f"torch.compile failed: {reason}: train with --compile=false") from e
+        raise UserError(f"torch.compile failed: {reason}: train with --compile=false") from e
     forward.zero_grad(set_to_none=True)
     machine.say(f"compiled in {time.perf_counter() - start:.1f} s")
 
 
-def shares(cfg: TrainConfig, machine: Machine) -> bool:
-    """Return whether the processes share out weights or states: one process has nobody to share
-    with."""
+def fits(forward: torch.nn.Module, batch: Batch, machine: Machine, state_bytes: float) -> bool:
+    """Return whether two micro-steps of this batch fit into the memory of all ranks, by trying.
+
+    state_bytes: of the optimizer, whose state is there from the second step on. With DDP, the ranks
+    do not communicate here, so none waits for one that runs out of memory.
+    """
+    no_sync = getattr(forward, "no_sync", nullcontext)
+    enough = True
+    try:
+        state = torch.empty(int(state_bytes), dtype=torch.uint8, device=machine.device)
+        for _ in range(2):  # the gradients of the first are there in the second
+            with no_sync():
+                with autocast(machine):
+                    loss = forward(*batch)
+                loss.backward()
+        machine.synchronize()
+        del state, loss
+    except (RuntimeError, MemoryError) as e:
+        if not out_of_memory(e):
+            raise
+        enough = False
+    forward.zero_grad(set_to_none=True)
+    enough = all(machine.gather(enough))
+    if not enough and machine.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return enough
+
+
+def is_sharded_run(cfg: TrainConfig, machine: Machine) -> bool:
+    """Return whether weights or states are sharded. One process has nobody to share with."""
     return cfg.shard != "none" and machine.world > 1
 
 
 class Shards(torch.nn.Module):
-    """The model, shared out among the processes by torch's FSDP2: ZeRO (arXiv 1910.02054).
+    """The model, sharded over the processes by torch's FSDP2: ZeRO (arXiv 1910.02054).
 
     Each rank holds a part of every weight, of its gradient and of the optimizer's state. The whole
     weights are gathered to compute with them. The gradients are averaged, and each rank gets those
