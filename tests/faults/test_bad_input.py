@@ -70,7 +70,7 @@ TRAIN = {
     "--max_steps=0": "max_steps",
     "--run_name=.. --overwrite": "run_name '..'",
     "{root}/nul.py": "run_name",
-    "{root}/demoo.py": "/config/demo.py?",
+    "{root}/demoo.py": "demoo.py",
     f"--batch_tokens={'1' * 400}": "batch_tokens",
     "--device=banana": "device=banana",
     "--dtype=float16 --device=cpu": "dtype=float16",
@@ -110,7 +110,7 @@ SAMPLE = {
     f"--prompt={'long' * 99}": "31",
     "--prompt=a --interactive": "interactive",
     "--temperature=-1": "temperature",
-    "hello": "--prompt TEXT",
+    "hello": "--key=value",
 }
 PREPARE = {
     "--input nowhere.jsonl": "nowhere.jsonl",
@@ -134,7 +134,7 @@ PREPARE = {
     "--inspect {out}/run": "add --step",
     "--name=a/b": "name",
     "--inspect {data}/tiny --step=3": "--step",
-    "en.jsonl": "--input FILE",
+    "en.jsonl": "--key=value",
 }
 PLOT = {
     "": "out/",
