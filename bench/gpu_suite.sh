@@ -13,8 +13,7 @@
 #   TOY=1 OUT=results bash bench/gpu_suite.sh
 #
 # The script writes these files to OUT: suite.log (all that was printed), roof.json, gpt2.json,
-# models.json, hf.json, sampling.json, optimizers.json, documents_T.json for three T, sweep.json and
-# sweep.md. Its exit code is 1 if a part failed or if no time was left for one.
+# models.json, hf.json, sampling.json, optimizers.json, documents_T.json for three T and sweep.json. Its exit code is 1 if a part failed or if no time was left for one.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:?where to? OUT=results bash bench/gpu_suite.sh}
@@ -114,7 +113,7 @@ gpt2() { # 124M, T = 1024: 4 x 32 x 1024 tokens a step
         --peer_compile --batch_size=32 --batch_tokens=131072 --steps=50 --warmup=10 --rounds=1
 }
 large() { # 1.15G, T = 2048 and 1024: 16 x 1024 tokens a micro-step, which fit 80 GB
-    local brief=(--batch_tokens=131072 --steps=8 --warmup=3 --rounds=1)
+    local brief=(--batch_tokens=131072 --steps=9 --warmup=3 --rounds=1)
     train large_2048 240 32000 "$WORK/1b_2048.json" config/train_1b.py --block_size=2048 \
         --batch_size=8 "${brief[@]}"
     train large_1024 240 32000 "$WORK/1b_1024.json" config/train_1b.py --block_size=1024 \
@@ -153,7 +152,7 @@ documents() { # what it costs to keep documents apart, compiled with FlexAttenti
 }
 sweep() { # not compiled: each of the 17 shapes would take a minute to compile
     part sweep 120 $PYTHON -m bench.sweep config/train_100m.py --vocab_size=16384 \
-        --compile=false --seconds=2 --json="$OUT/sweep.json" --markdown="$OUT/sweep.md" \
+        --compile=false --seconds=2 --json="$OUT/sweep.json" \
         ${TOY:+"${SHRINK[@]}" "${TOY_SWEEP[@]}"}
 }
 

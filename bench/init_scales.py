@@ -21,16 +21,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
-from training.step import read_ahead, to_batch
 
-from bench.measure import facts_of, new_training, no_folder, not_positive, padded, step_problems
+from bench.measure import (
+    batches_of,
+    begin,
+    facts_of,
+    new_training,
+    no_folder,
+    not_positive,
+    padded,
+    step_problems,
+)
 from configurator import option, parse, run
-from hardware import kernels
-from hardware.machine import Clock, Machine, start
+from hardware.machine import Machine
 from hardware.terminal import ProgressBar
 from model import GPT, INIT
 from text.dataset import DataSet, open_datasets, open_windows, train_loader
-from text.windows import Rows
 from training.plan import make_plan
 from training.resume import with_data
 from training.settings import TrainConfig, model_config
@@ -102,14 +108,15 @@ def before_and_after(
     """Return what measure() returns for a new model, and what it returns after cfg.steps steps."""
     val = open_windows(sets[0], "val", cfg.block_size)
     rows = np.stack([val.row(start) for start in val.fixed_starts(cfg.batch_tokens)])
-    x, y, _, _ = to_batch(Rows(rows, None, None), machine.device)  # (B, T) each
+    ids = torch.from_numpy(rows).to(machine.device)  # (B, T + 1)
+    x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     cfg = replace(cfg, init=scheme, max_steps=cfg.steps)
     training = new_training(cfg, model_config(cfg, sets[0].meta["vocab_size"]), machine)
     initial = measure(training.model, x, y)
 
     plan = make_plan(cfg, 1, 1)
     loader = train_loader(sets, cfg.block_size, cfg.seed, cfg.documents, cfg.loss_per)
-    reader = read_ahead(loader, 0, plan.batch_size, machine, Clock(machine, 0))
+    reader = batches_of(loader, plan.batch_size, machine)
     with closing(reader) as batches:
         training = replace(training, batches=batches, accum=plan.accum)
         for _ in range(cfg.steps):
@@ -151,8 +158,7 @@ def draw(scales_of: dict[str, tuple[Scales, Scales]], cfg: ScalesConfig) -> None
 
 def main() -> None:
     cfg = with_data(parse(ScalesConfig, doc=__doc__))
-    kernels.install()
-    machine = start(cfg.device, cfg.dtype)
+    machine = begin(cfg)
     sets = open_datasets(cfg.dataset, cfg.data_dir)
     uniform = math.log(sets[0].meta["vocab_size"])  # the loss of equal probabilities
     facts = facts_of(machine.device)

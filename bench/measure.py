@@ -1,26 +1,35 @@
-"""What the measurements of this folder share: checks, turns, a training step, files of figures."""
+"""What the measurements of this folder share: checks, clocks, a training step, files of figures.
 
+Only this file knows how train.py takes a step.
+"""
+
+import math
 import platform
 import shlex
+import statistics
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
+from training.step import Batch, read_ahead, take_step
 
 from configurator import changes
+from hardware import kernels
 from hardware.disk import json_bytes, write_whole
-from hardware.machine import Machine
+from hardware.machine import Clock, Machine, start
 from hardware.peak import device_name
 from hardware.terminal import ProgressBar
 from model import GPT, GPTConfig
+from text.windows import Loader
 from training.optimizer import make_optimizer
 from training.parallel import wants_compile, wrap
 from training.settings import TrainConfig
-from training.step import Batch, take_step
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -58,19 +67,32 @@ def train_options(cfg: TrainConfig, **overrides: Any) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Turns
+# Clocks
 
 
-def take_turns(contestants: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list]:
-    """Call all contestants one after the other, `rounds` times; return the results of each.
+def turns(names: Iterable[str], rounds: int) -> Iterator[str]:
+    """Yield all names one after the other, `rounds` times: whose turn it is to be measured.
 
     Whatever else the machine does in the meantime disturbs all of them alike.
     """
-    results: dict[str, list] = {name: [] for name in contestants}
     for _ in ProgressBar("rounds", range(rounds)):
-        for name, contestant in contestants.items():
-            results[name].append(contestant())
-    return results
+        yield from names
+
+
+def median_s(statement: str, names: dict[str, Any], seconds: float) -> float:
+    """Return the median time of a statement of Python in seconds. names: those that it uses.
+
+    The median is over ten blocks of calls, or over as many as `seconds` allow. Each block ends with
+    a wait for the GPU. Timer.blocked_autorange is not used: it makes a block 10,000 times as long
+    as such a wait, which is seconds.
+    """
+    timer = Timer(statement, globals=names, num_threads=torch.get_num_threads())
+    timer.timeit(1)  # compiles, plans, allocates
+    number = max(1, int(seconds / 10 / timer.timeit(2).mean))
+    blocks: list[float] = []
+    while number * sum(blocks) < seconds:
+        blocks.append(timer.timeit(number).mean)
+    return statistics.median(blocks)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -94,6 +116,38 @@ class Training:
         """Start a step as train.py does. Call the result for its loss and norm."""
         state = (self.forward, self.optimizer, self.scaler, self.batches)
         return take_step(*state, self.accum, self.machine, self.cfg.grad_clip)
+
+    def timed(self, steps: int, at_least: float = 0.0, at_most: float = math.inf) -> list[float]:
+        """Take so many steps, or more of them until they last `at_least` seconds.
+
+        They are fewer if they last `at_most` seconds before, but at least one. Return the seconds
+        of each. Raises ArithmeticError if the loss or the gradient is not finite.
+        """
+        seconds: list[float] = []
+        while True:
+            start_time = time.perf_counter()
+            loss, grad_norm = self.step()()
+            self.machine.synchronize()  # the loss arrives before the optimizer has finished
+            seconds.append(time.perf_counter() - start_time)
+            # The optimizer skips a step whose gradient is not finite: its time would mislead. In
+            # fp16 such steps are normal at first, until GradScaler has lowered its scale.
+            skipped = not math.isfinite(grad_norm) and self.machine.dtype != torch.float16
+            if skipped or not math.isfinite(loss):
+                raise ArithmeticError(f"loss {loss}, norm of the gradient {grad_norm}")
+            total = sum(seconds)
+            if total >= at_most or (total >= at_least and len(seconds) >= steps):
+                return seconds
+
+
+def begin(cfg: TrainConfig) -> Machine:
+    """Return what this process runs on, set up as train.py does it."""
+    kernels.install()
+    return start(cfg.device, cfg.dtype)
+
+
+def batches_of(loader: Loader, B: int, machine: Machine) -> Iterator[Batch]:
+    """Yield the batches of B windows that train.py would read, from the first on."""
+    return read_ahead(loader, 0, B, machine, Clock(machine, 0))
 
 
 def new_training(cfg: TrainConfig, c: GPTConfig, machine: Machine) -> Training:

@@ -27,13 +27,11 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import tiktoken
 
-from bench.measure import REPO, not_positive, take_turns
+from bench.measure import REPO, not_positive, turns
 from configurator import UserError, option, parse, run
 from text.hf_tokenizer import find_tokenizer
 from text.records import record_text
@@ -61,19 +59,6 @@ class BenchConfig:
 # The two ways to encode it
 
 
-class Cost(NamedTuple):
-    seconds: float
-    processor_seconds: float  # of all processes together
-
-
-def cost(work: Callable[[], object]) -> Cost:
-    """Return what it costs to call work(), with the processes that it starts and waits for."""
-    start_time, start = time.perf_counter(), os.times()
-    work()
-    used = [after - before for before, after in zip(start, os.times(), strict=True)][:4]
-    return Cost(time.perf_counter() - start_time, sum(used))
-
-
 def library_encode(tokenizer: SentencePiece | Tiktoken) -> Callable[[str], list[int]]:
     """Return the library's own encode function, without anything around it.
 
@@ -89,11 +74,6 @@ def library_encode(tokenizer: SentencePiece | Tiktoken) -> Callable[[str], list[
         special_tokens=e._special_tokens,
     )
     return unchanged.encode_ordinary
-
-
-def library(texts: list[str], encode: Callable[[str], list[int]]) -> None:
-    for text in texts:
-        encode(text)
 
 
 def resident(pid: int) -> int:
@@ -112,18 +92,19 @@ def resident(pid: int) -> int:
     return total
 
 
-def ours(corpus: Path, cfg: BenchConfig, folder: Path, peaks: list[int]) -> None:
-    """Run prepare.py, and add to `peaks` the most memory that all its processes had at once."""
+def prepare(corpus: Path, cfg: BenchConfig, folder: Path) -> int:
+    """Run prepare.py. Return the most bytes of memory that all its processes had at once."""
     command = [sys.executable, str(REPO / "prepare.py"), f"--input={corpus}", "--name=bench"]
     command += [f"--tokenizer={cfg.tokenizer}", f"--workers={cfg.workers}", f"--data_dir={folder}"]
-    peaks.append(0)
+    peak = 0
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while process.poll() is None:  # waiting with a limit notices the end 50 ms late at most
-        peaks[-1] = max(peaks[-1], resident(process.pid))
+        peak = max(peak, resident(process.pid))
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.1)
     if process.returncode:
         raise UserError("prepare.py failed: see its message above")
+    return peak
 
 
 # --------------------------------------------------------------------------------------------------
@@ -140,30 +121,32 @@ def main() -> None:
     text_mb = sum(len(t.encode()) for t in texts) / 1e6
     times = math.ceil(cfg.mb * 10**6 / len(data))
     cores = cfg.workers or len(os.sched_getaffinity(0))
-    peaks: list[int] = []
-    with tempfile.TemporaryDirectory() as tmp:
-        folder = Path(tmp)
-        repeated = folder / "repeated.jsonl.gz"
-        once = gzip.compress(data, 6)
-        with open(repeated, "wb") as f:
-            for _ in range(times):
-                f.write(once)
-        turns = {
-            "library": partial(cost, partial(library, texts, encode)),
-            "ours": partial(cost, partial(ours, repeated, cfg, folder, peaks)),
-        }
-        costs = take_turns(turns, cfg.rounds)
+    peak = 0
     mb = {"library": text_mb, "ours": text_mb * times}
+    seconds: dict[str, list[float]] = {name: [] for name in mb}
+    processor: dict[str, list[float]] = {name: [] for name in mb}  # seconds of all processes
+    with tempfile.TemporaryDirectory() as tmp:
+        repeated = Path(tmp, "repeated.jsonl.gz")
+        repeated.write_bytes(gzip.compress(data, 6) * times)
+        for name in turns(mb, cfg.rounds):
+            start_time, start = time.perf_counter(), sum(os.times()[:4])
+            if name == "ours":
+                peak = max(peak, prepare(repeated, cfg, Path(tmp)))
+            else:
+                for text in texts:
+                    encode(text)
+            seconds[name].append(time.perf_counter() - start_time)
+            processor[name].append(sum(os.times()[:4]) - start)
 
-    rates = {k: mb[k] / statistics.median(c.seconds for c in costs[k]) for k in costs}
-    work = {k: statistics.median(c.processor_seconds for c in costs[k]) / mb[k] for k in costs}
+    rates = {name: mb[name] / statistics.median(seconds[name]) for name in mb}
+    work = {name: statistics.median(processor[name]) / mb[name] for name in mb}
     size = f"{times} x {text_mb:.1f} MB of text"
     print(f"{size}, {cfg.tokenizer}, {cores} workers; medians of {cfg.rounds}")
     for name, rate in rates.items():
         print(f"  {name:<8} {rate:7.2f} MB/s")
     print(f"  ours / (cores x library) = {rates['ours'] / cores / rates['library']:.2f}")
     print(f"  processor time, library / ours = {work['library'] / work['ours']:.2f}")
-    print(f"  peak resident memory of all processes of prepare.py: {max(peaks) / 1e6:.0f} MB")
+    print(f"  peak resident memory of all processes of prepare.py: {peak / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -17,24 +17,29 @@ counts all of T x T in attention, but only the causal half is computed. So the r
 """
 
 import math
-import statistics
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.benchmark import Timer
 
-from bench.measure import facts_of, no_folder, not_positive, padded, step_problems, write_json
+from bench.measure import (
+    begin,
+    facts_of,
+    median_s,
+    no_folder,
+    not_positive,
+    padded,
+    step_problems,
+    write_json,
+)
 from configurator import changes, option, parse, run
-from hardware import kernels
 from hardware.kernels import ChunkedCrossEntropy, attend, attention_kernel
-from hardware.machine import Machine, start
+from hardware.machine import Machine, out_of_memory
 from hardware.peak import peak_tflops
 from model import GPT, GPTConfig
 from training.settings import TrainConfig, model_config
@@ -64,25 +69,12 @@ class RoofConfig(TrainConfig):
 # One figure, and how a table of figures is printed
 
 
-def median_ms(make: Callable[[], Callable[[], object]], seconds: float) -> Figure:
-    """Return the median time in ms of the function that make() returns, or "OOM" or "n/a".
-
-    The median is over ten blocks of calls, or over as many as `seconds` allow. Each block ends with
-    a wait for the GPU. Timer.blocked_autorange is not used: it makes a block 10,000 times as long
-    as such a wait, which is seconds.
-    """
+def figure_ms(measure: Callable[..., float], *arguments) -> Figure:
+    """Return what measure(*arguments) returns in seconds, in ms; else "OOM" or "n/a"."""
     try:
-        work = make()
-        work()  # compiles, plans, allocates
-        timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
-        number = max(1, int(seconds / 10 / timer.timeit(2).mean))
-        blocks: list[float] = []
-        while number * sum(blocks) < seconds:
-            blocks.append(timer.timeit(number).mean)
-        return 1e3 * statistics.median(blocks)
+        return 1e3 * measure(*arguments)
     except RuntimeError as e:
-        no_memory = isinstance(e, torch.OutOfMemoryError) or "alloc" in str(e).lower()
-        return "OOM" if no_memory else "n/a"
+        return "OOM" if out_of_memory(e) else "n/a"
 
 
 def per_ms(amount: float, ms: Figure) -> Figure:
@@ -125,26 +117,29 @@ def gemms(model: GPT) -> dict[str, tuple[int, int, int]]:
     return {name: (K, N, layers) for (name, K, N), layers in counts.items()}
 
 
-def product(kind: str, M: int, K: int, N: int, machine: Machine) -> Callable[[], object]:
-    """Return a function that computes one of a layer's three products over M tokens.
+PRODUCTS = ("forward", "input grad", "weight grad")  # of a linear layer
 
-    kind: "forward", "input grad" or "weight grad". The operands are laid out as autograd does.
+
+def product_s(kind: str, M: int, K: int, N: int, seconds: float, machine: Machine) -> float:
+    """Return the seconds of one of the PRODUCTS of a layer over M tokens.
+
+    The operands are laid out as autograd does.
     """
-    random = partial(torch.randn, device=machine.device, dtype=machine.dtype)
-    operands = {
-        "forward": lambda: (random(M, K), random(N, K).T),
-        "input grad": lambda: (random(M, N), random(N, K)),
-        "weight grad": lambda: (random(M, N).T, random(M, K)),
-    }
-    a, b = operands[kind]()
-    return partial(torch.mm, a, b, out=torch.mm(a, b))
+    like = dict(device=machine.device, dtype=machine.dtype)
+    if kind == "forward":
+        a, b = torch.randn(M, K, **like), torch.randn(N, K, **like).T
+    elif kind == "input grad":
+        a, b = torch.randn(M, N, **like), torch.randn(N, K, **like)
+    else:
+        a, b = torch.randn(M, N, **like).T, torch.randn(M, K, **like)
+    out = torch.empty(len(a), b.size(1), **like)
+    return median_s("torch.mm(a, b, out=out)", dict(torch=torch, a=a, b=b, out=out), seconds)
 
 
 def measure_gemms(model: GPT, M: int, seconds: float, machine: Machine) -> list[dict]:
     rows = []
     for name, (K, N, layers) in gemms(model).items():
-        kinds = ("forward", "input grad", "weight grad")
-        ms = {k: median_ms(partial(product, k, M, K, N, machine), seconds) for k in kinds}
+        ms = {k: figure_ms(product_s, k, M, K, N, seconds, machine) for k in PRODUCTS}
         rates = {k: per_ms(2e-9 * M * K * N, t) for k, t in ms.items()}
         row = {"layer": name, "K": K, "N": N, "layers": layers}
         rows.append(row | rates | {"ms": total([*ms.values()], layers)})
@@ -154,7 +149,7 @@ def measure_gemms(model: GPT, M: int, seconds: float, machine: Machine) -> list[
 def measure_squares(sizes: tuple[int, ...], seconds: float, machine: Machine) -> list[dict]:
     rows = []
     for n in sizes:
-        ms = median_ms(partial(product, "forward", n, n, n, machine), seconds)
+        ms = figure_ms(product_s, "forward", n, n, n, seconds, machine)
         rows.append({"n": f"{n:,}", "ms": ms, "TFLOPS": per_ms(2e-9 * n**3, ms)})
     return rows
 
@@ -170,43 +165,51 @@ BACKENDS = {
 }
 
 
-def attention(
-    attends: Callable, shape: tuple, backward: bool, machine: Machine
-) -> Callable[[], object]:
-    """Return a function that runs attends(q, k, v) on inputs of `shape`: (B, nh, T, hs).
+def model_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return attend(q, k, v, mask=None, dropout=0.0)
 
-    As in the model, they lie in memory as (B, T, nh, hs). dy is the gradient of the output.
+
+def fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def attention_s(
+    attends: Callable, shape: tuple, backward: bool, seconds: float, machine: Machine
+) -> float:
+    """Return the seconds of attends(q, k, v) on inputs of `shape`: (B, nh, T, hs).
+
+    As in the model, they lie in memory as (B, T, nh, hs). dy is the gradient of the output. A
+    forward pass alone also keeps what a backward pass needs, as in training.
     """
     B, nh, T, hs = shape
     inputs = torch.randn(4, B, T, nh, hs, device=machine.device, dtype=machine.dtype)
     *qkv, dy = inputs.transpose(2, 3)
-    q, k, v = (t.detach().requires_grad_() for t in qkv)
-    if backward:
-        return lambda: torch.autograd.grad(attends(q, k, v), (q, k, v), dy)
-    return lambda: attends(q, k, v)  # also keeps what a backward pass needs, as in training
+    qkv = [t.detach().requires_grad_() for t in qkv]
+    statement = "grad(attends(*qkv), qkv, dy)" if backward else "attends(*qkv)"
+    names = dict(grad=torch.autograd.grad, attends=attends, qkv=qkv, dy=dy)
+    return median_s(statement, names, seconds)
 
 
 def measure_attention(c: GPTConfig, M: int, T: int, seconds: float, machine: Machine) -> list[dict]:
     """Measure every backend, and last the model's own call: `default` is the backend it takes."""
     shape = (M // T, c.n_head, T, c.head_dim)
     gflops = 2e-9 * math.prod(shape) * T  # two products, the causal half of each
-    fused = partial(F.scaled_dot_product_attention, is_causal=True)
-    calls = [(name, fused, sdpa_kernel(backend)) for name, backend in BACKENDS.items()]
-    calls.append(("the model", partial(attend, mask=None, dropout=0.0), nullcontext()))
     rows = []
-    for name, attends, limits in calls:
+    for name in (*BACKENDS, "the model"):
+        attends = fused_attention if name in BACKENDS else model_attention
+        limits = sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext()
         with limits, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a backend that refuses gives its reasons at length
-            forward = median_ms(partial(attention, attends, shape, False, machine), seconds)
-            passes = median_ms(partial(attention, attends, shape, True, machine), seconds)
+            forward = figure_ms(attention_s, attends, shape, False, seconds, machine)
+            passes = figure_ms(attention_s, attends, shape, True, seconds, machine)
         row = {"backend": name, "ms forward": forward, "ms both": passes}
         row |= {"forward": per_ms(gflops, forward), "both": per_ms(3 * gflops, passes)}
         rows.append(row)
     # Only now ask for the default: torch sets up its order of priority in the first call.
     chosen = attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype)
-    marks = {chosen: "*", "the model": chosen}
     for row in rows:
-        row["default"] = marks.get(row["backend"], "")
+        row["default"] = "*" if row["backend"] == chosen else ""
+    rows[-1]["default"] = chosen
     return rows
 
 
@@ -214,38 +217,41 @@ def measure_attention(c: GPTConfig, M: int, T: int, seconds: float, machine: Mac
 # What the speed of memory limits: cross-entropy, a copy, AdamW
 
 
-def cross_entropy(rows: int, V: int, compiled: bool, machine: Machine) -> Callable[[], object]:
-    """Return a function that computes the loss, and the gradient of the logits, as the model does.
+def plain_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float(), targets, ignore_index=-1)
+
+
+def chunked_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return ChunkedCrossEntropy.apply(logits, targets, None)
+
+
+def cross_entropy_s(rows: int, V: int, compiled: bool, seconds: float, machine: Machine) -> float:
+    """Return the seconds of the loss and the gradient of the logits, as the model computes them.
 
     The logits (rows, V) are in the training dtype.
     """
-
-    def plain(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(logits.float(), targets, ignore_index=-1)
-
-    def chunked(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return ChunkedCrossEntropy.apply(logits, targets, None)
-
     logits = torch.randn(rows, V, device=machine.device, dtype=machine.dtype).requires_grad_()
     targets = torch.randint(V, (rows,), device=machine.device)
-    eager = plain if machine.dtype == torch.float16 else chunked
-    fast = torch.compile(plain, dynamic=False) if compiled else eager
-    return lambda: torch.autograd.grad(fast(logits, targets), logits)
+    loss = plain_loss if machine.dtype == torch.float16 else chunked_loss
+    if compiled:
+        loss = torch.compile(plain_loss, dynamic=False)
+    names = dict(grad=torch.autograd.grad, loss=loss, logits=logits, targets=targets)
+    return median_s("grad(loss(logits, targets), logits)", names, seconds)
 
 
-def copy(size: int, machine: Machine) -> Callable[[], object]:
-    """Return a function that copies `size` bytes."""
-    a = torch.ones(size // 4, device=machine.device)
-    b = torch.ones(size // 4, device=machine.device)
-    return partial(b.copy_, a)
+def copy_s(size: int, seconds: float, machine: Machine) -> float:
+    """Return the seconds of a copy of `size` bytes."""
+    a, b = torch.ones(2, size // 4, device=machine.device)
+    return median_s("b.copy_(a)", dict(a=a, b=b), seconds)
 
 
-def adamw(shapes: list[torch.Size], machine: Machine) -> Callable[[], object]:
-    """Return a function that takes one step of AdamW for parameters of these shapes."""
+def adamw_s(shapes: list[torch.Size], seconds: float, machine: Machine) -> float:
+    """Return the seconds of one step of AdamW for parameters of these shapes."""
     params = [torch.ones(s, device=machine.device).requires_grad_() for s in shapes]
     for p in params:
         p.grad = torch.ones_like(p)
-    return torch.optim.AdamW(params, fused=machine.device.type in ("cuda", "cpu")).step
+    adamw = torch.optim.AdamW(params, fused=machine.device.type in ("cuda", "cpu"))
+    return median_s("adamw.step()", dict(adamw=adamw), seconds)
 
 
 def measure_memory(model: GPT, M: int, cfg: RoofConfig, machine: Machine) -> list[dict]:
@@ -255,16 +261,19 @@ def measure_memory(model: GPT, M: int, cfg: RoofConfig, machine: Machine) -> lis
     copied = 2**30 if machine.device.type == "cuda" else 2**27
     shapes = [p.shape for p in model.parameters()]
     n = sum(s.numel() for s in shapes)
+    how = (cfg.seconds, machine)
 
-    jobs = []
-    for name in ["eager"] if cfg.compile is False else ["eager", "compiled"]:
-        loss = partial(cross_entropy, N, V, name == "compiled", machine)
-        jobs.append((f"cross-entropy, {name}", N, "rows", loss_bytes, loss))
-    jobs.append(("copy", copied, "bytes", 2 * copied, partial(copy, copied, machine)))
-    jobs.append(("AdamW", n, "parameters", 28 * n, partial(adamw, shapes, machine)))
+    eager = figure_ms(cross_entropy_s, N, V, False, *how)
+    figures = [("cross-entropy, eager", N, "rows", loss_bytes, eager)]
+    if cfg.compile is not False:
+        compiled = figure_ms(cross_entropy_s, N, V, True, *how)
+        figures.append(("cross-entropy, compiled", N, "rows", loss_bytes, compiled))
+    copy = figure_ms(copy_s, copied, *how)
+    figures.append(("copy", copied, "bytes", 2 * copied, copy))
+    adamw = figure_ms(adamw_s, shapes, *how)
+    figures.append(("AdamW", n, "parameters", 28 * n, adamw))
     rows = []
-    for name, count, unit, moved, make in jobs:
-        ms = median_ms(make, cfg.seconds)
+    for name, count, unit, moved, ms in figures:
         rate = per_ms(moved / 1e6, ms)
         rows.append({"operation": name, "of": count, "": unit, "ms": ms, "GB/s": rate})
     return rows
@@ -301,8 +310,7 @@ def of_peak(tflops: Figure, peak: float | None) -> str:
 
 def main() -> None:
     cfg = parse(RoofConfig, doc=__doc__)
-    kernels.install()
-    machine = start(cfg.device, cfg.dtype)
+    machine = begin(cfg)
     facts = facts_of(machine.device)
     dtype = str(machine.dtype).removeprefix("torch.")
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)

@@ -4,7 +4,8 @@
     python -m bench.sweep config/train_100m.py
     # one axis; batch size 0 stands for the largest, which batch_size=auto takes
     python -m bench.sweep config/train_100m.py --vary=B --batch_sizes 8 16 32 0
-    python -m bench.sweep config/train_100m.py --json=sweep.json --markdown=sweep.md
+    # what is printed is Markdown
+    python -m bench.sweep config/train_100m.py --json=sweep.json >sweep.md
     # what an optimizer costs, and what it costs to keep documents apart
     python -m bench.sweep config/minimind_26m.py --vary=optimizer --batch_tokens=8192
     python -m bench.sweep config/minimind_26m.py --vary=documents --dataset=NAME
@@ -28,35 +29,32 @@ share of the T x T pairs of tokens that are in one document.
 
 import ctypes
 import gc
-import math
 import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import torch
-from training.step import read_ahead
 
 from bench.measure import (
     Training,
+    batches_of,
+    begin,
     facts_of,
     new_optimizer,
     new_training,
     no_folder,
     not_positive,
     step_problems,
-    take_turns,
+    turns,
     write_json,
 )
 from configurator import changes, option, parse, run
-from hardware import kernels
-from hardware.disk import write_whole
-from hardware.machine import Clock, Machine, capacity, out_of_memory, start
+from hardware.machine import Machine, capacity, out_of_memory
 from hardware.peak import peak_tflops
 from hardware.terminal import ProgressBar
 from model import GPT
@@ -94,15 +92,14 @@ class SweepConfig(TrainConfig):
         8, "optimizer, documents: turns of a cell, each an untimed and two timed steps"
     )
     json: str = option("", "also write the figures to this file, after every cell", group="Output")
-    markdown: str = option("", "also write all that is printed to this file")
 
     def problems(self) -> list[str]:
         axes = (*SHAPES, *SETTINGS)
         unknown = [axis for axis in self.vary.split(",") if axis not in axes]
-        problems = step_problems(self) + no_folder(self, "json", "markdown")
+        problems = step_problems(self) + no_folder(self, "json")
         problems += [f"vary: {axis!r} is none of {', '.join(axes)}" for axis in unknown]
-        counts = "block_sizes accums vocab_size warmup steps seconds rounds"
-        problems += not_positive(self, *counts.split())
+        problems += not_positive(self, "block_sizes", "accums", "vocab_size", "warmup", "steps")
+        problems += not_positive(self, "seconds", "rounds")
         if any(B < 0 for B in self.batch_sizes):
             problems.append("batch_sizes must not be negative")
         return problems
@@ -112,37 +109,38 @@ class SweepConfig(TrainConfig):
 # Memory and power, as the machine reports them
 
 
-def reset_peak(device: torch.device) -> Callable[[], int] | None:
-    """Reset the peak of the memory; return a function that reads the new peak in bytes.
-
-    Return None where this machine cannot do that.
-    """
+def reset_peak(device: torch.device) -> bool:
+    """Begin a new measurement of peak_gb(). Return whether this machine can do that."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        return lambda: torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
+        return True
     try:
         # Give back what the previous cell has freed: hardware/device.py has glibc keep it.
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # man 5 proc: sets VmHWM to VmRSS
+        return True
     except (OSError, AttributeError):  # macOS, another C library, a sandbox's /proc
-        return None
-    return lambda: 1024 * int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1])
+        return False
+
+
+def peak_gb(device: torch.device) -> float:
+    """Return the peak of the memory since reset_peak(), in GB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1e9
 
 
 # NVML refreshes its figures only a few times a second. The timed part has to last longer than that.
 POWER_SECONDS = 2.0
 
 
-@cache
-def power_meter(device: torch.device) -> Callable[[], tuple[float, int]] | None:
-    """Return a function that reads energy and utilisation of a GPU, or None without NVML.
+def power_meter(device: torch.device) -> tuple[float, int] | None:
+    """Return the joules that a GPU has used since its driver was loaded, and how busy it is.
 
-    It returns the joules since the driver was loaded, and in which share of the last moments a
-    kernel was running, in percent.
+    That is the share of the last moments in which a kernel was running, in percent. None: this
+    machine does not tell.
     """
-    if device.type != "cuda":
-        return None
     try:
         import pynvml
 
@@ -151,16 +149,11 @@ def power_meter(device: torch.device) -> Callable[[], tuple[float, int]] | None:
         # has to identify the GPU.
         uuid = torch.cuda.get_device_properties(device).uuid
         gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
-
-        def read() -> tuple[float, int]:
-            joules = pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3
-            return joules, pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu
-
-        read()
-        return read
+        joules = pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3
+        return joules, pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu
     except Exception:
-        # The package or the driver is missing, the device is a slice of a GPU (MIG), or the GPU has
-        # no counter of energy (before Volta).
+        # The device is no GPU of NVIDIA or a slice of one (MIG), the package or the driver is
+        # missing, or the GPU has no counter of energy (before Volta).
         return None
 
 
@@ -195,10 +188,10 @@ def measure(cfg: SweepConfig, accum: int, machine: Machine, peak: float | None) 
     """
     model_config(cfg, cfg.vocab_size)  # raises UserError for impossible settings, before the `try`
     cell = {"T": cfg.block_size, "B": cfg.batch_size, "accum": accum, "note": ""}
-    peak_bytes = reset_peak(machine.device)
+    has_peak = reset_peak(machine.device)
     try:
         cell |= train_steps(cfg, accum, machine, peak)
-        cell["memory_gb"] = peak_bytes() / 1e9 if peak_bytes else None
+        cell["memory_gb"] = peak_gb(machine.device) if has_peak else None
     except Exception as e:  # of any kind: the other cells are still wanted
         failure = f"failed: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
         cell["note"] = "OOM" if out_of_memory(e) else failure
@@ -215,48 +208,19 @@ def measure(cfg: SweepConfig, accum: int, machine: Machine, peak: float | None) 
 def train_steps(cfg: SweepConfig, accum: int, machine: Machine, peak: float | None) -> dict:
     """Train a new model, and return the figures of a step."""
     training = replace(new_training(cfg, model_config(cfg, cfg.vocab_size), machine), accum=accum)
-    timed(training, cfg.warmup, at_most=cfg.seconds)  # compiles, allocates the optimizer's state
-    meter = power_meter(machine.device)
-    meter_at_start = meter() if meter else None
+    training.timed(cfg.warmup, at_most=cfg.seconds)  # compiles, allocates the optimizer's state
+    before = power_meter(machine.device)
     start_time = time.perf_counter()
-    at_least = POWER_SECONDS if meter else 0.0
-    seconds = timed(training, cfg.steps, at_least, cfg.seconds)
+    seconds = training.timed(cfg.steps, POWER_SECONDS if before else 0.0, cfg.seconds)
     wall = time.perf_counter() - start_time
-    meter_at_end = meter() if meter else None
-
     figures = figures_of(seconds, training, peak)
-    if meter:
-        joules = meter_at_end[0] - meter_at_start[0]
+    if before:
+        joules, utilisation = power_meter(machine.device)
+        joules -= before[0]
         tokens = cfg.batch_size * cfg.block_size * accum * len(seconds)
-        figures |= {"power_w": joules / wall, "utilisation": meter_at_end[1]}
+        figures |= {"power_w": joules / wall, "utilisation": utilisation}
         figures["wh_per_mtok"] = joules / 3600 / (tokens / 1e6)
     return figures
-
-
-def timed(
-    training: Training, steps: int, at_least: float = 0.0, at_most: float = math.inf
-) -> list[float]:
-    """Time so many steps, or more of them until they last `at_least` seconds.
-
-    They are fewer if they last `at_most` seconds before, but at least one. Return the seconds of
-    each. Raises ArithmeticError if the loss or the gradient is not finite.
-    """
-    seconds: list[float] = []
-    machine = training.machine
-    while True:
-        start_time = time.perf_counter()
-        loss, grad_norm = training.step()()
-        machine.synchronize()  # the loss arrives before the optimizer has finished
-        seconds.append(time.perf_counter() - start_time)
-        # The optimizer skips a step whose gradient is not finite: its time would mislead. In
-        # fp16 such steps are normal at first, until GradScaler has lowered its scale.
-        skipped = not math.isfinite(grad_norm) and machine.dtype != torch.float16
-        if skipped or not math.isfinite(loss):
-            raise ArithmeticError(f"loss {loss}, norm of the gradient {grad_norm}")
-        total = sum(seconds)
-        enough = len(seconds) >= steps and total >= at_least
-        if enough or total >= at_most:
-            return seconds
 
 
 def figures_of(seconds: list[float], training: Training, peak: float | None) -> dict:
@@ -280,7 +244,7 @@ def by_turns(axis: str, cfg: SweepConfig, machine: Machine, peak: float | None) 
         if axis == "documents":
             sets = open_datasets(cfg.dataset, cfg.data_dir)
             loader = train_loader(sets, cfg.block_size, cfg.seed, value)
-            batches = read_ahead(loader, 0, cfg.batch_size, machine, Clock(machine, 0))
+            batches = batches_of(loader, cfg.batch_size, machine)
             trainings[value] = replace(shared, batches=batches)
             notes[value] = f", {share_within(loader):.0%} of the pairs"
         else:
@@ -288,12 +252,10 @@ def by_turns(axis: str, cfg: SweepConfig, machine: Machine, peak: float | None) 
             trainings[value] = replace(shared, optimizer=optimizer)
             notes[value] = ""
 
-    def turn(value: str) -> list[float]:
-        timed(trainings[value], 1)
-        return timed(trainings[value], 2)
-
-    turns = take_turns({value: partial(turn, value) for value in trainings}, cfg.rounds)
-    seconds = {value: sum(of_turns, []) for value, of_turns in turns.items()}
+    seconds: dict[str, list[float]] = {value: [] for value in trainings}
+    for value in turns(trainings, cfg.rounds):
+        trainings[value].timed(1)
+        seconds[value] += trainings[value].timed(2)
     medians = {value: statistics.median(of_value) for value, of_value in seconds.items()}
     base = next(iter(medians.values()))
     for value, median in medians.items():
@@ -319,20 +281,8 @@ def largest(cfg: SweepConfig, machine: Machine, peak: float | None) -> dict:
     return cell
 
 
-def floor(cell: dict) -> str:
-    """Return, as text, the least time of any step: that of the cell of one token.
-
-    Even for one token, the weights and the optimizer's state are read and written, and the host
-    launches about as many kernels as for many tokens.
-    """
-    if cell["note"]:
-        return f"not measured: {cell['note']}"
-    seconds = cell["seconds"]
-    return f"{1e3 * min(seconds):,.1f} ms, the fastest of {len(seconds)} steps of one token"
-
-
 # --------------------------------------------------------------------------------------------------
-# The tables, in Markdown: printed line by line, and written as a whole after every cell
+# The tables, in Markdown
 
 COLUMNS = {  # key in a cell: heading, format
     "T": ("T", "d"),
@@ -344,28 +294,27 @@ COLUMNS = {  # key in a cell: heading, format
     "mfu": ("MFU", ".1%"),
     "memory_gb": ("peak GB", ".2f"),
     "step_ms": ("ms", ",.1f"),
-}
-POWER = {
     "power_w": ("W", ",.0f"),
     "utilisation": ("util %", "d"),
     "wh_per_mtok": ("Wh/Mtok", ",.3f"),
 }
 
 
-def texts(cell: dict, columns: dict) -> list[str]:
-    """Return a cell's figures as text, "n/a" for one that it does not have, and its note."""
-    row = []
-    for key, (_, form) in columns.items():
+def cell_texts(cell: dict) -> list[str]:
+    """Return a cell's figures as text, "n/a" for one that it does not have."""
+    texts = []
+    for key, (_, form) in COLUMNS.items():
         value = cell.get(key)
         number = isinstance(value, int | float)
-        row.append(format(value, form) if number else value or "n/a")
-    return [*row, cell["note"]]
+        texts.append(format(value, form) if number else value or "n/a")
+    return texts
 
 
-def table_row(row: list[str]) -> str:
-    """Return a row of a table in Markdown, whose columns stand in line in a terminal too."""
-    *figures, last = row
-    return f"| {' | '.join(f'{text:>7}' for text in figures)} | {last.replace('|', '/')} |"
+def print_row(texts: list[str], note: str) -> None:
+    """Print a row of a table in Markdown, whose columns stand in line in a terminal too."""
+    row = f"| {' | '.join(f'{text:>7}' for text in texts)} | {note.replace('|', '/')} |"
+    ProgressBar.write(row)
+    sys.stdout.flush()
 
 
 def describe(cfg: SweepConfig, model: GPT, machine: Machine, peak_source: str) -> dict[str, str]:
@@ -390,36 +339,36 @@ def main() -> None:
         cfg = replace(cfg, vocab_size=data.meta["vocab_size"])
     with torch.device("meta"):  # only the shapes of the weights are needed
         model = GPT(model_config(cfg, cfg.vocab_size))
-    kernels.install()
-    machine = start(cfg.device, cfg.dtype)
+    machine = begin(cfg)
     peak, peak_source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     facts = describe(cfg, model, machine, peak_source)
-    columns = COLUMNS | (POWER if power_meter(machine.device) else {})
-    headings = [heading for heading, _ in columns.values()]
     cells: list[dict] = []
-    lines: list[str] = []  # of all that was printed
-
-    def show(*added: str) -> None:
-        """Print lines. Write the files anew, so that they are there if the sweep is ended."""
-        machine.say("\n".join(added))
-        lines.extend(added)
-        write_json(cfg.json, facts | {"settings": changes(cfg), "cells": cells})
-        if cfg.markdown:
-            write_whole(Path(cfg.markdown), "\n".join([*lines, ""]).encode())
-
-    show(f"# {facts['machine']}", "", *(f"* {k}: {v}" for k, v in facts.items() if k != "machine"))
+    print(f"# {facts['machine']}\n")
+    for key, value in facts.items():
+        print(f"* {key}: {value}")
     for axis in axes:
-        rule = table_row([*["--:"] * len(columns), ":--"])
-        show("", f"## {axis}", "", table_row([*headings, "note"]), rule)
+        print(f"\n## {axis}\n")
+        print_row([heading for heading, _ in COLUMNS.values()], "note")
+        print_row(["--:"] * len(COLUMNS), ":--")
         for cell in cells_along(axis, cfg, machine, peak):
             cells.append({"axis": axis} | cell)
-            show(table_row(texts(cell, columns)))
+            print_row(cell_texts(cell), cell["note"])
+            write_json(cfg.json, facts | {"settings": changes(cfg), "cells": cells})
 
     if any(axis in SHAPES for axis in axes):
-        smallest = measure(replace(cfg, block_size=1, batch_size=1), 1, machine, peak)
-        facts["any step"] = floor(smallest)
-        show("", f"any step, at least: {facts['any step']}")
-    if any("failed: " in c["note"] for c in cells):
+        # Even for one token, the weights and the optimizer's state are read and written, and the
+        # host launches about as many kernels as for many tokens.
+        cell = measure(replace(cfg, block_size=1, batch_size=1), 1, machine, peak)
+        least = f"not measured: {cell['note']}"
+        if not cell["note"]:
+            seconds = cell["seconds"]
+            least = (
+                f"{1e3 * min(seconds):,.1f} ms, the fastest of {len(seconds)} steps of one token"
+            )
+        print(f"\nany step, at least: {least}")
+        facts |= {"any step": least, "settings": changes(cfg), "cells": cells}
+        write_json(cfg.json, facts)
+    if any("failed: " in cell["note"] for cell in cells):
         sys.exit(1)
 
 

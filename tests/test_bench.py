@@ -109,7 +109,7 @@ def test_the_hf_trainer_trains_the_same_model(tiny_data, tmp_path):
     assert facts["tokens_per_s"].keys() == {"ours", "HF Trainer"}
 
 
-POSITIONAL = {"bench.answers": "ckpts", "bench.prepare": "corpus", "bench.judge": "files"}
+POSITIONAL = {"bench.prepare": "corpus", "bench.judge": "files"}
 
 
 def check(module: str, argv: list[str]) -> None:

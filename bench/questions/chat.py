@@ -1,5 +1,5 @@
-# How should the demo learn its answers? First: make demo chat. bench/answers.py asks in other
-# wordings, which are in neither split, so it can judge what is chosen here.
+# How should the demo learn its answers? First: make demo chat. The runs are judged by the answers
+# of val, which are in other wordings than those of train.
 # With AdamW the embeddings and vectors have the rate of the matrices.
 question = "Which optimizer, rate and number of epochs teach the demo to answer?"
 config = "config/chat.py"

@@ -148,7 +148,7 @@ BENCH_PREPARE = {
     "{corpus} --rounds=0": "rounds",
 }
 COMPARE = {
-    "--hf --warmup=29": "warmup",
+    "--hf --warmup=30": "warmup",
     "--recipe=--max_iters=4": "nanogpt=",
     "--nanogpt={mine} --recipe=banana": "--max_iters",
 }
