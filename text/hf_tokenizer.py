@@ -106,9 +106,9 @@ def describe_sentencepiece(tokenizer: SentencePiece) -> tuple[dict, dict, dict] 
 
 def describe_tiktoken(tokenizer: Tiktoken) -> tuple[dict, dict, dict]:
     """Return the same parts for a byte-level BPE."""
-    special = tokenizer.encoding._special_tokens
-    ranks = tokenizer.encoding._mergeable_ranks
-    tokens = {"".join(BYTE_TO_CHAR[b] for b in token): rank for token, rank in ranks.items()}
+    special = tokenizer.special
+    ranks = tokenizer.ranks.items()
+    tokens = {"".join(BYTE_TO_CHAR[b] for b in token): rank for token, rank in ranks}
     # As in tiktoken, a word that is a token becomes it, even if no merges lead to it.
     model = {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True}
     model |= {"vocab": tokens | special, "merges": all_merges(tokens)}
@@ -199,21 +199,8 @@ def tokenizer_of_model(folder: Path) -> Tokenizer | None:
 
 
 def hugging_face_files(folder: Path) -> list[Path]:
-    """Return those of HF_FILES that are in a model folder.
-
-    Raises UserError for a link that leads out of the folder. The files are copied into data sets
-    and checkpoints, which people publish, and a link to a private file must not bring its content
-    there. In Hugging Face's cache, links to models--NAME/blobs are allowed: all files are such.
-    """
-    paths = [path for name in HF_FILES if (path := folder / name).is_file()]
-    tree = folder.resolve()
-    if tree.parent.name == "snapshots" and tree.parents[1].name.startswith("models--"):
-        tree = tree.parents[1]
-    for path in paths:
-        target = path.resolve()
-        if not target.is_relative_to(tree):
-            raise UserError(f"{path}: a link to {target}, outside this folder: copy that file")
-    return paths
+    """Return those of HF_FILES that are in a model folder."""
+    return [path for name in HF_FILES if (path := folder / name).is_file()]
 
 
 def from_hugging_face(folder: Path) -> Tokenizer:
@@ -229,23 +216,20 @@ def from_hugging_face(folder: Path) -> Tokenizer:
         content = read_json(folder / "tokenizer.json")
         is_byte_level = '"ByteLevel"' in json.dumps(content.get("pre_tokenizer"))
         if (folder / SentencePiece.file).exists() and not is_byte_level:
-            return checked(convert_sentencepiece(folder / SentencePiece.file, config, content))
-        if not content:
+            tokenizer = convert_sentencepiece(folder / SentencePiece.file, config, content)
+        elif not content:
             raise ValueError("no tokenizer.model or tokenizer.json: save_pretrained() writes one")
-        if content["model"].get("type", "BPE") != "BPE" or not is_byte_level:  # GPT-2 has no type
+        elif content["model"].get("type", "BPE") != "BPE" or not is_byte_level:  # GPT-2 has no type
             raise ValueError("a model other than a byte-level BPE is not supported")
-        return checked(convert_bpe(config, content))
+        else:
+            tokenizer = convert_bpe(config, content)
+        if not all(i in range(tokenizer.vocab_size) for i in tokenizer.prefix):
+            raise ValueError(f"{tokenizer.prefix} before every text are not ids of this tokenizer")
+        return tokenizer
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as e:
         is_ours = type(e) is ValueError
         reason = str(e) if is_ours else " ".join(f"{type(e).__name__}: {e}".split())
         raise UserError(f"{folder}: its tokenizer files cannot be used: {reason}") from None
-
-
-def checked(tokenizer: Tokenizer) -> Tokenizer:
-    """Return the tokenizer. Raises ValueError if it puts anything but its own ids before a text."""
-    if not all(i in range(tokenizer.vocab_size) for i in tokenizer.prefix):
-        raise ValueError(f"{tokenizer.prefix} before every text are not ids of this tokenizer")
-    return tokenizer
 
 
 def read_json(path: Path) -> dict:
@@ -337,6 +321,16 @@ def added_tokens(content: dict, from_id: int) -> dict[str, int]:
     return added
 
 
+# Each digit is a word. GPT-2's pattern cuts the text between two digits as if it were a text of its
+# own. So spaces at its end, before the next digit, are one word.
+DIGITS_PATTERN = r"\p{N}|" + GPT2_PATTERN.replace(r" ?\p{N}++|", "").replace(
+    r"|\s+(?!\S)", r"|\s+(?=\p{N})|\s+(?!\S)"
+)
+# What Hugging Face's regex engine takes for other places and characters: \w \W \b \B, ^ and $,
+# [:alpha:], and {1,3}+. (Behind \s++, which takes all line ends, $ is the same place.)
+UNLIKE = re.compile(r"\\[wWbB]|(?<!\[)\^|(?<!\\s\+\+)\$|\[:|\d\}\+")
+
+
 def eos_of(config: dict, default: str) -> str:
     """Return the name of the eos."""
     eos = config.get("eos_token") or default
@@ -344,67 +338,81 @@ def eos_of(config: dict, default: str) -> str:
 
 
 def pattern_of(pre_tokenizer: dict) -> str:
-    """Return the regular expression that cuts a text into words.
+    """Return the regular expression that cuts a text into words, for tiktoken.
 
-    Raises ValueError for the kinds of tokenizers that tiktoken cannot compute.
+    Three kinds of tokenizer.json are read: GPT-2's pattern alone, each digit cut off before it
+    (SmolLM), and a pattern in the file (Llama 3, Qwen). Raises ValueError for another one, and for
+    a pattern that tiktoken's regex engine understands in another way.
     """
     *cuts, byte_level = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    as_gpt2 = byte_level.get("use_regex", True)
+    is_gpt2 = byte_level.get("use_regex", True)
     if byte_level["type"] == "ByteLevel" and not byte_level.get("add_prefix_space"):
-        if as_gpt2 and not cuts:
+        if is_gpt2 and not cuts:
             return GPT2_PATTERN
-        if as_gpt2 and cuts == [{"type": "Digits", "individual_digits": True}]:
-            # Each digit is a word. GPT-2's pattern cuts the text between two digits as if it were a
-            # text of its own. So spaces at its end, before the next digit, are one word.
-            between = GPT2_PATTERN.replace(r" ?\p{N}++|", "")
-            between = between.replace(r"|\s+(?!\S)", r"|\s+(?=\p{N})|\s+(?!\S)")
-            return rf"\p{{N}}|{between}"
-        if not as_gpt2 and len(cuts) == 1:
+        if is_gpt2 and cuts == [{"type": "Digits", "individual_digits": True}]:
+            return DIGITS_PATTERN
+        if not is_gpt2 and len(cuts) == 1:
             regex = cuts[0].get("pattern", {}).get("Regex")
-            split = {"type": "Split", "behavior": "Isolated", "invert": False}
-            is_split = {"invert": False} | cuts[0] == split | {"pattern": {"Regex": regex}}
-            # Hugging Face's regex engine takes these for other places and characters. (Behind \s++,
-            # which takes all line ends, $ is the same place.)
-            unlike = r"\\[wWbB]|(?<!\[)\^|(?<!\\s\+\+)\$|\[:|\d\}\+"
-            if is_split and regex and not re.search(unlike, regex):
+            split = dict(type="Split", behavior="Isolated", invert=False, pattern={"Regex": regex})
+            if {"invert": False} | cuts[0] == split and regex and not UNLIKE.search(regex):
                 return regex
     raise ValueError(f"pre_tokenizer {json.dumps(pre_tokenizer)[:200]} is not supported")
+
+
+def to_bytes(token: str) -> bytes:
+    return bytes(CHAR_TO_BYTE[c] for c in token)
 
 
 def ranks_of(vocab: dict[str, int], model: dict) -> dict[bytes, int]:
     """Return the table of tiktoken, token -> id, of a vocabulary and the merges of a model.
 
-    tiktoken merges any two neighbours that are a token together, in the order of these tokens' ids.
-    So the merges must be in that order, and must have the two parts that a token comes to in this
-    way: in a vocabulary that was extended by the merges of another one, they have others. With
-    ignore_merges, a word that is a token becomes it, even if no merges lead to it.
+    A byte-level BPE of Hugging Face lists its merges: pairs of tokens, the first one first.
+    tiktoken has no list. It merges any two neighbours that are a token together, the one with the
+    smallest id first. Both give the same tokens if
+
+    * the merges are in the order of the ids of the tokens that they make, and
+    * for every token, the last of the merges by which tiktoken makes it is in the list. (A
+      vocabulary that was extended by the merges of another one has others.)
+
+    Raises ValueError if that is not so. A token that no merge makes never appears, unless the model
+    has ignore_merges: then a word that is a token becomes it.
     """
-    ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in vocab.items()}
-    pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-    pairs = [pair for pair in pairs if "".join(pair) in vocab]
-    pairs = [tuple(bytes(CHAR_TO_BYTE[c] for c in part) for part in pair) for pair in pairs]
-    results = [ranks[a + b] for a, b in pairs]
-    if results != sorted(results):
+    ranks = {to_bytes(token): i for token, i in vocab.items()}
+    listed = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+    merges = [(to_bytes(a), to_bytes(b)) for a, b in listed if a + b in vocab]
+    made = [ranks[a + b] for a, b in merges]
+    if made != sorted(made):
         raise ValueError("its merges are not in the order of their ids: not supported")
-    if not model.get("ignore_merges"):
-        ids = set(results)
+    whole_words = model.get("ignore_merges")
+    if not whole_words:
+        ids = set(made)
         ranks = {token: i for token, i in ranks.items() if len(token) == 1 or i in ids}
-    listed = set(pairs)
-    for token, rank in ranks.items():
-        parts = [token[i : i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            of_pairs = [ranks.get(a + b, rank) for a, b in itertools.pairwise(parts)]
-            if (lowest := min(of_pairs)) == rank:
-                break
-            at = of_pairs.index(lowest)
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        merges = {tuple(parts)} if len(parts) > 1 else set()
-        if len(parts) > 2 and model.get("ignore_merges"):  # parts of words may come to it
+    known = set(merges)
+    for token in ranks:
+        parts = parts_before_last_merge(token, ranks)
+        needed = {tuple(parts)} if len(parts) > 1 else set()
+        if len(parts) > 2 and whole_words:  # within a word, any two of its halves may come to it
             halves = ((token[:i], token[i:]) for i in range(1, len(token)))
-            merges = {pair for pair in halves if ranks.keys() >= set(pair)}
-        if not merges <= listed:
+            needed = {pair for pair in halves if ranks.keys() >= set(pair)}
+        if not needed <= known:
             raise ValueError(f"tiktoken makes {token} by other merges: not supported")
     return ranks
+
+
+def parts_before_last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """Merge the bytes of a token as tiktoken does, and return what is left before it is made.
+
+    These are two parts, or more if tokens with smaller ids do not lead to it.
+    """
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        ids = [ranks.get(a + b, ranks[token]) for a, b in itertools.pairwise(parts)]
+        lowest = min(ids)
+        if lowest == ranks[token]:
+            break
+        at = ids.index(lowest)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
 
 
 def prefix_of(content: dict) -> list[int]:
