@@ -31,6 +31,7 @@ CONTROL = re.compile("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufe
 RULES = 6
 
 CONVERSATIONS = ("messages", "conversations")  # fields that hold one
+QUESTIONS = (("instruction", "input", "output"), ("prompt", "completion"))  # the last: the answer
 CHAT = "conversations"  # is what the report calls their shapes
 
 
@@ -165,18 +166,18 @@ def conversation_in(record: dict, chat: bool) -> tuple[Any, str]:
 
     chat: take a question and its answer for a conversation. A field `system` is its first message.
     """
-    system = [{"role": "system", "content": record.get("system")}] if record.get("system") else []
-    used = "system, " if system else ""
+    system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    used = "{system, " if system else "{"
     for key in CONVERSATIONS:
         if (messages := record.get(key)) not in (None, "", []):
-            return system + messages if isinstance(messages, list) else messages, f"{{{used}{key}}}"
-    if chat:
-        for names in (("instruction", "input", "output"), ("prompt", "completion")):
-            if isinstance(record.get(names[0]), str) and isinstance(record.get(names[-1]), str):
-                question = "\n".join(filter(None, (get(record, name) for name in names[:-1])))
-                messages = [("user", question), ("assistant", record[names[-1]])]
-                messages = [{"role": role, "content": content} for role, content in messages]
-                return system + messages, f"{{{used}{', '.join(names)}}}"
+            messages = system + messages if isinstance(messages, list) else messages
+            return messages, f"{used}{key}}}"
+    for *asked, answer in QUESTIONS if chat else ():
+        if isinstance(record.get(asked[0]), str) and isinstance(record.get(answer), str):
+            question = "\n".join(filter(None, [get(record, name) for name in asked]))
+            messages = [{"role": "user", "content": question}]
+            messages.append({"role": "assistant", "content": record[answer]})
+            return system + messages, f"{used}{', '.join([*asked, answer])}}}"
     return None, ""
 
 
