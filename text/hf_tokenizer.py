@@ -199,8 +199,21 @@ def tokenizer_of_model(folder: Path) -> Tokenizer | None:
 
 
 def hugging_face_files(folder: Path) -> list[Path]:
-    """Return those of HF_FILES that are in a model folder."""
-    return [path for name in HF_FILES if (path := folder / name).is_file()]
+    """Return those of HF_FILES that are in a model folder.
+
+    Raises UserError for a link that leads out of the folder. The files are copied into data sets
+    and checkpoints, which people publish, and a link to a private file must not bring its content
+    there. In Hugging Face's cache, links to models--NAME/blobs are allowed: all files are such.
+    """
+    paths = [path for name in HF_FILES if (path := folder / name).is_file()]
+    tree = folder.resolve()
+    if tree.parent.name == "snapshots" and tree.parents[1].name.startswith("models--"):
+        tree = tree.parents[1]
+    for path in paths:
+        target = path.resolve()
+        if not target.is_relative_to(tree):
+            raise UserError(f"{path}: a link to {target}, outside this folder: copy that file")
+    return paths
 
 
 def from_hugging_face(folder: Path) -> Tokenizer:
