@@ -229,13 +229,13 @@ def from_hugging_face(folder: Path) -> Tokenizer:
         content = read_json(folder / "tokenizer.json")
         is_byte_level = '"ByteLevel"' in json.dumps(content.get("pre_tokenizer"))
         if (folder / SentencePiece.file).exists() and not is_byte_level:
-            tokenizer = convert_sentencepiece(folder / SentencePiece.file, config, content)
+            tokenizer = from_tokenizer_model(folder / SentencePiece.file, config, content)
         elif not content:
             raise ValueError("no tokenizer.model or tokenizer.json: save_pretrained() writes one")
         elif content["model"].get("type", "BPE") != "BPE" or not is_byte_level:  # GPT-2 has no type
             raise ValueError("a model other than a byte-level BPE is not supported")
         else:
-            tokenizer = convert_bpe(config, content)
+            tokenizer = from_tokenizer_json(config, content)
         if not all(i in range(tokenizer.vocab_size) for i in tokenizer.prefix):
             raise ValueError(f"{tokenizer.prefix} before every text are not ids of this tokenizer")
         return tokenizer
@@ -257,7 +257,11 @@ def read_json(path: Path) -> dict:
 # together, and content is that of tokenizer.json.
 
 
-def convert_sentencepiece(path: Path, config: dict, content: dict) -> SentencePiece:
+def from_tokenizer_model(path: Path, config: dict, content: dict) -> SentencePiece:
+    """Return the tokenizer of a tokenizer.model, with the prefix that the other files give it.
+
+    Raises ValueError where the other files say what this model does not do.
+    """
     tokenizer = SentencePiece(path)
     sp = tokenizer.sp
     added_tokens(content, sp.vocab_size())
@@ -282,7 +286,13 @@ def convert_sentencepiece(path: Path, config: dict, content: dict) -> SentencePi
     return SentencePiece(path, prefix)
 
 
-def convert_bpe(config: dict, content: dict) -> Tiktoken:
+def from_tokenizer_json(config: dict, content: dict) -> Tiktoken:
+    """Return the byte-level BPE in a tokenizer.json, for tiktoken to compute.
+
+    tiktoken needs a pattern that cuts a text into words (pattern_of), the id of each token, in
+    whose order it merges (ranks_of), and the special tokens. Raises ValueError, with the name of
+    the setting, where tiktoken would not give the ids that the file means.
+    """
     model = content["model"]
     for option in ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(option):
@@ -323,15 +333,13 @@ def added_tokens(content: dict, from_id: int) -> dict[str, int]:
 
     Raises ValueError for one that would be found in ordinary text.
     """
-    added = {}
-    for token in content.get("added_tokens", []):
+    added = [token for token in content.get("added_tokens", []) if token["id"] >= from_id]
+    for token in added:
         name = token["content"]
-        if token["id"] >= from_id:
-            # A run of spaces, for example, is found there.
-            if not token.get("special") and name.lstrip("\u2581")[:1] not in ("<", "["):
-                raise ValueError(f"the added token {name!r} would cut ordinary text")
-            added[name] = token["id"]
-    return added
+        # A run of spaces, for example, is found there.
+        if not token.get("special") and name.lstrip("\u2581")[:1] not in ("<", "["):
+            raise ValueError(f"the added token {name!r} would cut ordinary text")
+    return {token["content"]: token["id"] for token in added}
 
 
 # Each digit is a word. GPT-2's pattern cuts the text between two digits as if it were a text of its
