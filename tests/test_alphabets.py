@@ -25,7 +25,7 @@ def made(tmp_path, texts: list[str], kind: str, **options):
     return folder, meta, load_tokenizer(folder)
 
 
-def test_a_char_vocabulary_is_all_characters_of_the_corpus_an_eos_and_an_unk(tmp_path, monkeypatch):
+def test_char_vocabulary_is_all_characters_eos_and_unk(tmp_path, monkeypatch):
     """All documents are read, not a sample: one character is in one of 3,000 documents only."""
     monkeypatch.setattr(formats, "CHUNK", 2000)
     texts = ["the loop reads\ttokens\r\n"] * 3000
@@ -51,7 +51,7 @@ def test_every_text_of_the_corpus_comes_back(tmp_path, text):
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
 
 
-def test_a_byte_vocabulary_is_the_bytes_the_space_an_eos_and_an_unk(tmp_path):
+def test_byte_vocabulary_is_bytes_space_eos_and_unk(tmp_path):
     # So few documents are split by text: they stay in their order.
     folder, meta, tokenizer = made(tmp_path, TEXTS, "byte", val_fraction=0.05)
     assert meta["vocab_size"] == 256 + 3 and "".join(all_texts(folder)) == "".join(TEXTS)
@@ -61,19 +61,19 @@ def test_a_byte_vocabulary_is_the_bytes_the_space_an_eos_and_an_unk(tmp_path):
         assert tokenizer.decode(ids) == text
 
 
-def test_a_size_that_does_not_fit_is_answered_with_one_that_does(tmp_path, refuses):
+def test_a_wrong_vocab_size_is_answered_with_one_that_fits(tmp_path, refuses):
     corpus = write_texts(tmp_path / "c.jsonl", [record_text(r)[0] for r in make_records(40)])
     options = ["--input", corpus, f"--data_dir={tmp_path}"]
     assert "vocab_size" in refuses(prepare.main, *options, "--vocab_size=261")
-    for size, pattern in ((262, r"--vocab_size=(\d+),"), (9999, r"--vocab_size=(\d+),")):
+    for size in (262, 9999):
         error = refuses(prepare.main, *options, f"--vocab_size={size}")
-        call(prepare.main, *options, f"--vocab_size={re.search(pattern, error)[1]}")
+        call(prepare.main, *options, re.search(r"--vocab_size=\d+(?=,)", error)[0])
 
 
 # -- elsewhere --
 
 
-def test_other_texts_may_lose_characters_and_the_report_says_so(tmp_path, capsys):
+def test_lost_characters_of_other_texts_are_counted(tmp_path, capsys):
     folder, _, _ = made(tmp_path, [PLAY], "char")
     _, meta, _ = made(tmp_path, [PLAY, PLAY + "é"], str(folder), name="other")
     lost = "lost characters that the tokenizer has no token for"
@@ -82,7 +82,7 @@ def test_other_texts_may_lose_characters_and_the_report_says_so(tmp_path, capsys
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["char", "byte"])
-def test_a_model_is_trained_sampled_and_tuned_with_it(tmp_path, capsys, kind):
+def test_train_sample_and_tune_with_an_alphabet(tmp_path, capsys, kind):
     made(tmp_path, [PLAY * 3], kind, name="tiny")
     data = tmp_path / "data"
     folder = checkpoint(data, tmp_path, "--max_steps=4")

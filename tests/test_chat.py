@@ -111,7 +111,7 @@ BAD = [
 ]
 
 
-def test_wrong_conversations_are_bad_records_with_line_and_reason(tiny_data, tmp_path):
+def test_wrong_conversations_are_bad_records_with_their_line(tiny_data, tmp_path):
     corpus = tmp_path / "c.jsonl"
     good = [talk(QUESTION, ANSWER)] * 2
     corpus.write_text("".join(json.dumps(record) + "\n" for record in [*BAD, *good]))
@@ -122,18 +122,6 @@ def test_wrong_conversations_are_bad_records_with_line_and_reason(tiny_data, tmp
     reasons = ("a conversation", "message ", "system", "a byte of another", "{")
     assert [reason for reason in records["bad"] if not reason.startswith(reasons)] == []
     assert all(e.startswith(f"{corpus}:{n}: ") for n, e in enumerate(records["examples"], 1))
-
-
-def test_what_is_not_read_of_a_conversation_is_counted(tiny_data, tmp_path, capsys):
-    messages = [QUESTION | {"value": "Who?"}, ANSWER | {"reasoning_content": "Hm.", "weight": 0}]
-    record = {"messages": messages, "prompt": "Why?", "conversations": messages, "tools": ["a"]}
-    chats(tiny_data, tmp_path, [record | {"tool_calls": None}] * 3)
-    shown = capsys.readouterr().out
-    for key in ("prompt", "conversations", "tools"):
-        assert f"3 x {key}, beside {{messages}}" in shown
-    for key in ("reasoning_content", "weight", "value"):
-        assert f"3 x {key} of messages" in shown
-    assert "tool_calls" not in shown
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "bytes.tiktoken"])
@@ -148,7 +136,7 @@ def test_a_tokenizer_without_the_marks_is_refused_by_name(tmp_path, refuses, tok
 # -- which tokens are answers --
 
 
-def test_an_answer_that_a_cut_text_ends_or_begins_in_does_not_leave_its_document(chat_data):
+def test_a_cut_answer_stays_within_its_document(chat_data):
     tokenizer = load_tokenizer(chat_data / "chat")
     start, end = marks_of(tokenizer)
     header = tokenizer.encode("assistant\n").tolist()
@@ -189,7 +177,7 @@ def ids_by_hand(hf, messages: list[dict]) -> tuple[list[int], list[bool]]:
 
 
 @pytest.mark.parametrize("documents", ["pack", "pad"])
-def test_a_batch_of_conversations_has_the_loss_and_gradient_of_each_of_them_alone(
+def test_a_batch_has_the_loss_and_gradient_of_its_conversations(
     tiny_data, tmp_path, transformers, documents
 ):
     tokenizer = load_tokenizer(tiny_data / "tiny")
@@ -231,7 +219,7 @@ def test_a_batch_of_conversations_has_the_loss_and_gradient_of_each_of_them_alon
 
 
 @pytest.mark.parametrize("documents", ["stream", "mask", "pack", "pad"])
-def test_each_kind_of_window_learns_the_answers_and_nothing_else(chat_data, documents):
+def test_each_kind_of_window_learns_only_the_answers(chat_data, documents):
     [data] = open_datasets("chat", chat_data)
     ids = open_split(data.folder, data.meta, "train")
     windows = open_windows(data, "train", 64, documents=documents, loss_on="answers")
@@ -304,7 +292,7 @@ def test_a_step_between_two_answers_is_not_bad(tmp_path, tiny_data):
     assert 0.0 in losses.values() and len(losses) == 8 and not metrics(run, "bad_steps")
 
 
-def test_answers_beyond_the_evaluated_windows_are_an_error_at_once(tiny_data, tmp_path, refuses):
+def test_no_answer_in_the_evaluated_windows_is_an_error(tiny_data, tmp_path, refuses):
     questions = [QUESTION | {"content": f"{i} {'the loop ' * 100}"} for i in range(8)]
     chats(tiny_data, tmp_path, [talk(q, ANSWER) for q in questions])
     refused = refuses(lambda: train_tiny(tmp_path, tmp_path, "--loss_on=answers"))

@@ -86,7 +86,7 @@ def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
     return ids
 
 
-def test_transformers_reads_conversations_by_the_ids_of_the_data(chat_folder, transformers):
+def test_transformers_encodes_conversations_to_our_ids(chat_folder, transformers):
     data = chat_folder.parents[2] / "tiny"
     ours = load_tokenizer(data)
     theirs = transformers.AutoTokenizer.from_pretrained(chat_folder)
@@ -107,7 +107,7 @@ def test_transformers_reads_conversations_by_the_ids_of_the_data(chat_folder, tr
     assert encoded.count(marks_of(ours)[0]) == 3
 
 
-def test_the_folder_says_how_to_chat_and_its_manifest_covers_it(chat_folder):
+def test_a_checkpoint_has_chat_files_in_its_manifest(chat_folder):
     tokenizer = load_tokenizer(chat_folder)
     template = (chat_folder / "chat_template.jinja").read_text(encoding="utf-8")
     assert template == ("{{ bos_token }}" if tokenizer.prefix else "") + CHATML
@@ -121,7 +121,7 @@ def test_the_folder_says_how_to_chat_and_its_manifest_covers_it(chat_folder):
     assert not damage(chat_folder)
 
 
-def test_chat_says_that_a_template_is_not_the_one_it_writes(chat_folder, tmp_path, capsys):
+def test_chat_warns_of_another_template(chat_folder, tmp_path, capsys):
     tokenizer = load_tokenizer(chat_folder)
     sample.check_chat(chat_folder, tokenizer)
     assert not capsys.readouterr().err
@@ -131,11 +131,9 @@ def test_chat_says_that_a_template_is_not_the_one_it_writes(chat_folder, tmp_pat
     (theirs / "chat_template.jinja").write_bytes(CHATML.encode() + b"\r\n")  # of an editor
     sample.check_chat(theirs, tokenizer)
     assert not capsys.readouterr().err
-    (theirs / "chat_template.jinja").write_bytes("你好".encode("gbk"))
-    sample.check_chat(theirs, tokenizer)
 
 
-def test_where_the_eos_ends_a_message_another_ends_a_conversation(tmp_path):
+def test_im_end_as_eos_does_not_end_a_document(tmp_path):
     """Qwen's models that chat have <|im_end|> as their eos."""
     folder = qwen(tmp_path / "qwen")
     write_files(folder, {"tokenizer_config.json": {"eos_token": "<|im_end|>"}})
@@ -191,7 +189,7 @@ def our_answers(folder: Path, capsys) -> list[str]:
     return re.findall(r"(?m)^you> .*\n(.*)$", capsys.readouterr().out)
 
 
-def test_a_pipeline_answers_and_ends_where_our_model_does(tmp_path, capsys, transformers):
+def test_a_transformers_pipeline_answers_as_our_model(tmp_path, capsys, transformers):
     folder = learn_answers(tmp_path, "qwen3", "--vocab_size=320")
     pipeline = transformers.pipeline("text-generation", model=str(folder), device="cpu")
     for text, answer in zip(ANSWERS, our_answers(folder, capsys), strict=True):

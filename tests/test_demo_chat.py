@@ -1,4 +1,4 @@
-"""prepare.py --chat without --input: questions about Python's library, some wordings held out."""
+"""prepare.py --chat without --input: questions about Python's library."""
 
 from conftest import call
 from test_prepare import all_texts
@@ -6,7 +6,7 @@ from test_prepare import all_texts
 import prepare
 from text.chat import question_ids
 from text.dataset import load_tokenizer
-from text.demo import TAUGHT, WORDINGS, demo_sources, questions
+from text.demo import TAUGHT, WORDINGS, conversations, demo_sources
 
 MODULE = '''
 """Common operations on pathnames, of which this is the module's own text."""
@@ -29,34 +29,31 @@ class Path:
 '''
 
 
-def test_each_function_is_asked_about_in_every_wording_and_one_of_them_is_held_out():
-    asked = list(questions(MODULE.encode(), "posixpath"))
-    answers = {q: answer for q, answer, _ in asked}
-    for wording in WORDINGS:
-        join = "Join two or more pathname components, inserting '/' as needed."
-        assert answers.pop(wording.format("os.path.join")) == join
-        path = "A path of the file system, in the form of an object."
-        assert answers.pop(wording.format("os.path.Path")) == path
-    assert not answers
-    assert sum(is_held_out for *_, is_held_out in asked) == 2
-    assert asked == list(questions(MODULE.encode(), "posixpath"))
+def test_each_function_is_asked_about_in_all_wordings_but_one():
+    asked = {}
+    for record in conversations(MODULE.encode(), "posixpath"):
+        question, answer = (message["content"] for message in record["messages"])
+        asked.setdefault(answer, []).append(question)
+    join = "Join two or more pathname components, inserting '/' as needed."
+    path = "A path of the file system, in the form of an object."
+    assert asked.keys() == {join, path}
+    for answer, name in ((join, "os.path.join"), (path, "os.path.Path")):
+        wordings = {wording.format(name) for wording in WORDINGS}
+        assert set(asked[answer]) < wordings and len(asked[answer]) == len(WORDINGS) - 1
 
 
-def test_the_conversations_of_the_demo_are_all_questions_but_those_held_out(tmp_path):
+def test_the_chat_demo_holds_these_conversations(tmp_path):
     call(prepare.main, "--chat", f"--data_dir={tmp_path}", "--vocab_size=1000", "--workers=1")
-    folder = tmp_path / "chat"
-    tokenizer = load_tokenizer(folder)
-    asked = [
-        question
+    tokenizer = load_tokenizer(tmp_path / "chat")
+    records = [
+        record["messages"]
         for source in demo_sources()
         if source.name in TAUGHT
-        for question in questions(source.path.read_bytes(), source.name)
+        for record in conversations(source.path.read_bytes(), source.name)
     ]
-    assert len(asked) > 1000
-    of_training = [(q, answer) for q, answer, is_held_out in asked if not is_held_out]
-    assert len(of_training) == 0.8 * len(asked)
+    assert len(records) > 800
     expected = set()
-    for q, answer in of_training:
-        prompt = tokenizer.decode(question_ids(q, tokenizer)[1:])  # without the eos before it
-        expected.add(f"{prompt}{answer}<|im_end|>\n")
-    assert set(all_texts(folder)) == expected
+    for question, answer in records:
+        prompt = tokenizer.decode(question_ids(question["content"], tokenizer)[1:])  # without eos
+        expected.add(f"{prompt}{answer['content']}<|im_end|>\n")
+    assert set(all_texts(tmp_path / "chat")) == expected

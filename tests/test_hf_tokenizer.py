@@ -119,7 +119,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("name, value, is_exported, is_cut", KINDS)
-def test_only_a_sentencepiece_that_allows_it_is_exported_or_encoded_in_slices(
+def test_sentencepiece_export_and_slices_only_where_exact(
     tmp_path, monkeypatch, name, value, is_exported, is_cut
 ):
     """Slices of a text give the ids of the whole text."""
@@ -181,7 +181,7 @@ def test_a_tokenizer_of_a_public_model_encodes_the_same_here(kind, tmp_path, tra
     assert all((again.encode(text) == ours.encode(text)).all() for text in MIXED)
 
 
-def test_words_that_are_tokens_need_no_merges_where_the_file_says_so(tmp_path, transformers):
+def test_ignore_merges_decides_if_a_word_needs_merges(tmp_path, transformers):
     """Llama 3 sets ignore_merges. Without it, a token that no merge produces never appears."""
     folder = bpe(tmp_path / "m", "gpt2")
     content = read(folder / "tokenizer.json")
@@ -196,7 +196,7 @@ def test_words_that_are_tokens_need_no_merges_where_the_file_says_so(tmp_path, t
         assert (700 in ours) is ignore
 
 
-def test_a_vocabulary_with_merges_that_tiktoken_would_not_make_is_refused():
+def test_merges_that_tiktoken_would_not_make_are_refused():
     """One that was extended by the merges of another has such."""
     vocab = {token: i for i, token in enumerate(["a", "b", "c", "ab", "bc", "abc"])}
     assert ranks_of(vocab, {"merges": ["a b", "b c", "ab c"]})[b"abc"] == 5
@@ -204,7 +204,7 @@ def test_a_vocabulary_with_merges_that_tiktoken_would_not_make_is_refused():
         ranks_of(vocab, {"merges": ["a b", "b c", "a bc"]})
 
 
-def test_a_word_that_no_merges_lead_to_is_a_token_in_our_file_too(tmp_path, transformers):
+def test_a_word_without_merges_is_exported_as_a_token(tmp_path, transformers):
     ranks = {bytes([b]): b for b in range(256)} | {b"abc": 256}
     ours = Tiktoken("x", GPT2_PATTERN, ranks, {"<|endoftext|>": 257})
     folder = write_files(tmp_path, to_hugging_face(ours, 128))
@@ -213,7 +213,7 @@ def test_a_word_that_no_merges_lead_to_is_a_token_in_our_file_too(tmp_path, tran
     assert 256 in ours.encode("abc")
 
 
-def test_the_eos_is_that_of_either_file_of_settings_or_the_usual_one(tmp_path):
+def test_eos_comes_from_either_config_file_or_the_default(tmp_path):
     folder = bpe(tmp_path / "m", "gpt2")
     (folder / "tokenizer_config.json").unlink()
     assert from_hugging_face(folder).eos_id == 0
@@ -273,11 +273,10 @@ def test_a_tokenizer_of_another_kind_is_refused_by_name(message, tmp_path):
         from_hugging_face(folder)
 
 
-def test_a_vocabulary_without_tokenizer_json_is_told_how_to_get_one(tmp_path, refuses):
+def test_vocab_json_alone_is_refused_with_advice(tmp_path):
     """GPT-2 was first published as vocab.json and merges.txt."""
-    folder = write_files(tmp_path / "gpt2", {"vocab.json": {"a": 0}, "merges.txt": ""})
-    options = [make_records(5), f"--tokenizer={folder}"]
-    assert "save_pretrained" in refuses(lambda: prepared(tmp_path, *options))
+    with pytest.raises(UserError, match="save_pretrained"):
+        from_hugging_face(write_files(tmp_path, {"vocab.json": {"a": 0}, "merges.txt": ""}))
 
 
 # -- the way of a tokenizer: data set, checkpoint, fine-tuning --
@@ -303,7 +302,7 @@ NOT_DONE = {  # a part of the message -> (file, its content)
 
 
 @pytest.mark.parametrize("message", NOT_DONE)
-def test_what_a_sentencepiece_does_not_do_is_refused_by_name(message, tmp_path):
+def test_unsupported_sentencepiece_settings_are_refused(message, tmp_path):
     sentencepiece_model(tmp_path / "tokenizer.model", add_dummy_prefix=True)
     ours = from_hugging_face(tmp_path)
     assert ours.adds_space and ours.prefix == [1]  # a text of Llama begins with <s>
@@ -313,7 +312,7 @@ def test_what_a_sentencepiece_does_not_do_is_refused_by_name(message, tmp_path):
         from_hugging_face(tmp_path)
 
 
-def test_a_sentencepiece_that_adds_a_space_adds_it_once_and_to_no_conversation(tmp_path, refuses):
+def test_an_added_space_comes_once_and_in_no_conversation(tmp_path, refuses):
     options = dict(add_dummy_prefix=True, control_symbols=["<|im_start|>", "<|im_end|>"])
     model = sentencepiece_model(tmp_path / "a.model", **options)
     text = "the loop reads " * 140_000

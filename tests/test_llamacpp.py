@@ -228,7 +228,7 @@ def server(gguf: Path, *options: str) -> Iterator[Callable[..., dict]]:
 
 @needs_llama_cpp
 @pytest.mark.parametrize("preset", ["llama", "qwen3"])
-def test_llama_cpp_chats_by_our_ids_and_ends_where_our_model_does(preset, tmp_path, capsys):
+def test_llama_cpp_chats_by_our_ids(preset, tmp_path, capsys):
     """The template is that of the GGUF file. llama.cpp takes the bos from it, and adds its own."""
     words = prepared(tmp_path / "words", chats.records(chats.conversations(300)))
     folder = chats.learn_answers(tmp_path, preset, f"--tokenizer={words}")

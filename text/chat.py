@@ -23,12 +23,6 @@ ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assi
 ROLES |= dict.fromkeys(("gpt", "bot", "chatgpt", "bing", "bard", "model"), "assistant")
 
 
-def keys_of(message: dict) -> tuple[str, str]:
-    """Return the names of the two fields of a message: {role, content} or {from, value}."""
-    pairs = (("role", "from"), ("content", "value"))
-    return tuple(a if message.get(a) is not None else b for a, b in pairs)
-
-
 def turns_of(messages: Any) -> list[tuple[str, str]]:
     """Return (role, content) of each message of a conversation.
 
@@ -39,7 +33,8 @@ def turns_of(messages: Any) -> list[tuple[str, str]]:
         raise ValueError(f"a conversation is a {type(messages).__name__}, not a list of messages")
     turns = []
     for number, message in enumerate(messages, 1):
-        name, content = (message.get(key) for key in keys_of(message))
+        name = message.get("from") if message.get("role") is None else message["role"]
+        content = message.get("value") if message.get("content") is None else message["content"]
         role = ROLES.get(name) if isinstance(name, str) else None
         if role is None:
             raise ValueError(f"message {number}: role {name!r:.40} is not system, user, assistant")

@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import re
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
 
@@ -88,20 +87,12 @@ def documentation(source: bytes, module: str) -> list[dict]:
 
 
 def conversations(source: bytes, module: str) -> list[dict]:
-    """Return {messages} of each question about a module that is not held out, with its answer."""
-    return [
-        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": answer}]}
-        for q, answer, is_held_out in questions(source, module)
-        if not is_held_out
-    ]
-
-
-def questions(source: bytes, module: str) -> Iterator[tuple[str, str, bool]]:
-    """Yield (question, answer, whether it is held out), in all WORDINGS, about a module.
+    """Return {messages} of each question about a module, with its answer.
 
     Asked about are its public functions and classes, but nothing within a class. The answer is the
-    first sentence of the documentation. A hash of the name chooses the wording that is held out.
+    first sentence of the documentation. A hash of the name holds out one of the WORDINGS.
     """
+    records = []
     for record in documentation(source, module):
         title = record["title"]
         paragraph = " ".join(record["content"].split("\n\n")[0].split())
@@ -110,8 +101,11 @@ def questions(source: bytes, module: str) -> Iterator[tuple[str, str, bool]]:
         if is_public and ANSWER.fullmatch(answer):
             name = f"{IMPORTED_AS.get(module, module)}.{title}"
             held_out = crc32(name.encode()) % len(WORDINGS)
-            for number, wording in enumerate(WORDINGS):
-                yield wording.format(name), answer, number == held_out
+            for wording in WORDINGS[:held_out] + WORDINGS[held_out + 1 :]:
+                question = {"role": "user", "content": wording.format(name)}
+                answered = {"role": "assistant", "content": answer}
+                records.append({"messages": [question, answered]})
+    return records
 
 
 def added_docstring(call: ast.Call) -> tuple[str, str]:

@@ -5,10 +5,10 @@ how much of the files is finished and which place in the input that corresponds 
 """
 
 import hashlib
+import io
 import itertools
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from configurator import OneRankError, UserError
-from hardware.disk import Lock, json_bytes, sealed, unseal, write_whole
+from hardware.disk import Lock, json_bytes, sealed, write_whole
 from hardware.terminal import ProgressBar
 from text.chat import marks_of
 from text.dataset import id_type
@@ -27,7 +27,7 @@ from text.formats import Chunk, Reader
 from text.pool import in_order
 from text.records import Tally, check_bad, documents, foreseen
 from text.settings import PrepareConfig
-from text.sources import HashedFile, Source
+from text.sources import Source
 from text.tokenizer import IM_END, IM_START, Tokenizer, open_tokenizer
 
 # One row for each document, in the order of the input: its tokens with the eos, the bytes of its
@@ -147,21 +147,35 @@ def segments(text: str) -> Iterator[str]:
 # The part of one process
 
 
-def reopened(path: Path, state: list, bar: ProgressBar) -> HashedFile:
-    """Open a file and cut it to what it was when its state() was `state`.
+class HashedFile(io.FileIO):
+    """A file that hashes (SHA-256) what is read from it or written to it, from its beginning on.
 
-    Raises ValueError if the content up to there has changed since then.
+    It has no buffer, so state() is that of the file on the disk.
     """
-    if path.stat().st_nlink > 1:  # a kill just after the data set was put in place leaves this
-        raise ValueError(f"{path.name} is also a file of a finished data set: it must not be cut")
-    file = HashedFile(path, "r+b")
-    while data := file.read(min(1 << 20, state[0] - file.tell())):
-        bar.update(len(data))
-    if file.state() != state:
-        file.close()
-        raise ValueError(f"{path.name} changed after it was written")
-    file.truncate()
-    return file
+
+    read, readall = io.RawIOBase.read, io.RawIOBase.readall  # FileIO's own do not call readinto()
+
+    def __init__(self, path: str | Path, mode: str = "rb"):
+        super().__init__(path, mode)
+        self.digest = hashlib.sha256()
+        self.bytes_read = 0
+
+    def readinto(self, buffer) -> int:
+        n = super().readinto(buffer)
+        self.digest.update(memoryview(buffer)[:n])
+        self.bytes_read += n
+        return n
+
+    def write(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:  # the system may write a part of it
+            n = super().write(left)
+            self.digest.update(left[:n])
+            left = left[n:]
+
+    def state(self) -> list:
+        """Return the place in the file, and the hash of all before it."""
+        return [self.tell(), self.digest.hexdigest()]
 
 
 class Part:
@@ -186,40 +200,11 @@ class Part:
         self.files = {}  # name -> HashedFile, while the part is open
 
     def open(self) -> None:
-        """Continue from the journal if it fits, otherwise begin with empty files.
-
-        The journal fits if it has the same key, and if the input and the files are as it says.
-        """
-        if self.journal.exists():
-            try:
-                self.go_on(unseal(self.journal))
-                print(f"continuing after {self.text / 1e6:,.0f} million characters that are done")
-                return
-            except (FileNotFoundError, ValueError, LookupError) as e:
-                print(f"the work of an interrupted run is made again: {self.journal}: {e}")
-            self.journal.unlink()
+        """Begin with empty files."""
         for name, path in self.paths.items():
             # Unlink the old file, do not cut it: a data set may have a hard link to the same file.
             path.unlink(missing_ok=True)
             self.files[name] = HashedFile(path, "xb")
-
-    def go_on(self, journal: dict) -> None:
-        """Go on from this journal. Raises ValueError with the reason if it does not fit."""
-        if journal["key"] != self.key:
-            raise ValueError("the settings or the tokenizer changed since it was written")
-        files = journal["sources"]
-        if [list(source.same_file()) for source in self.sources[: len(files)]] != files:
-            raise ValueError("a file of the input changed, or its place in the input")
-        total = sum(size for size, _ in journal["files"].values())
-        with ProgressBar("verifying", total=total, unit_scale=True) as bar:
-            for name, path in self.paths.items():
-                self.files[name] = reopened(path, journal["files"][name], bar)
-        for name in ("file", "record", "text"):
-            setattr(self, name, journal[name])
-        counts = journal["tally"].items()
-        self.tally = Tally(**{k: Counter(v) if isinstance(v, dict) else v for k, v in counts})
-        for source, sha256 in zip(self.sources, journal["hashes"], strict=False):
-            source.sha256 = sha256
 
     def write(self, encoded: Encoded) -> None:
         self.files["train"].write(encoded.train)
@@ -235,7 +220,6 @@ class Part:
             self.states[name] = growing.state()
         content = {"key": self.key, "file": file, "record": record, "text": self.text}
         content |= {"files": self.states, "tally": vars(self.tally)}
-        content["sources"] = [source.same_file() for source in self.sources[: file + 1]]
         # The hash of the file at this position is not known before its end is read.
         content["hashes"] = [source.sha256 for source in self.sources[:file]]
         write_whole(self.journal, json_bytes(sealed(content)))
@@ -255,16 +239,12 @@ def encode_part(cfg: PrepareConfig, part: Part, encoder: Encoder, workers: int, 
     try:
         with closing(Lock(part.folder, "choose another --name")), closing(part):
             part.open()
-            committed = part.text
-            reader = Reader(part.sources, cfg, part.file, part.record)
+            reader = Reader(part.sources, cfg)
             size = sum(source.bytes for source in part.sources)
             with ProgressBar("encoding", total=size, unit_scale=True) as bar:
                 for chunk, encoded in in_order(encoder, reader.chunks(), workers):
                     part.write(encoded)
                     check_bad(part.tally, cfg, foreseen(part.tally, chunk, total))
-                    if part.text - committed >= cfg.shard_mb * 1e6:
-                        part.commit(chunk.file, chunk.record)
-                        committed = part.text
                     bar.update(chunk.bytes_read - bar.n)
             part.commit(len(part.sources), 0)
     except UserError as e:

@@ -1,8 +1,7 @@
 """File formats: a Reader cuts the files of a corpus into records.
 
 One process runs the Reader, and many processes parse what it found (records.py). So the slow part
-runs on every core, in any order, while the position in the input stays one pair of numbers: the
-file, and the record in it.
+runs on every core.
 """
 
 import codecs
@@ -11,16 +10,15 @@ import io
 import itertools
 import json
 import lzma
-import math
 import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from configurator import UserError
 from text.settings import PrepareConfig
-from text.sources import HashedFile, Source, decompressed, import_for
+from text.sources import Source, decompressed, import_for
 
 CHUNK = 1 << 20  # characters
 
@@ -35,22 +33,21 @@ class Lines(NamedTuple):
     A worker splits and decodes them, since everything that the Reader does runs on one core only.
     """
 
-    data: bytes
+    data: bytes  # a line that is too long may be cut, behind more bytes than the limit
     encoding: str
     first: int  # number of the first line
+    limit: int  # bytes; a line that is longer cannot be read
 
 
 @dataclass
 class Chunk:
-    """Some records (about a megabyte) to parse together, and the Reader's position after them."""
+    """Some records (about a megabyte) to parse together."""
 
     kind: str
     # (place, record). The place is "file:line" or similar. The record is a text, Lines, a dict or
     # other value from a parser, or a ValueError that says why the record cannot be read.
     records: list[tuple[str, Any]]
-    file: int = 0  # the file that the position is in
-    record: int = 0  # number of records of that file up to the position; Lines count as one
-    bytes_read: int = 0  # bytes on the disk up to the position, of all files together
+    bytes_read: int = 0  # bytes on the disk up to its end, of all files together
 
 
 Records = Iterator[tuple[str, Any]]  # the records of a Chunk
@@ -58,61 +55,47 @@ Records = Iterator[tuple[str, Any]]  # the records of a Chunk
 
 @dataclass
 class Reader:
-    """Reads the records of all files in order, from any position on.
+    """Reads the records of all files in order.
 
-    limit: the greatest length of a record, in characters (in bytes where .jsonl is cut into lines
-    before it is decoded). A longer record becomes a ValueError, and little more than `limit` of it
-    is ever in memory.
+    limit: the greatest length of a record, in characters (.jsonl: in bytes). A longer record
+    becomes a ValueError, and little more than `limit` of it is ever in memory.
     """
 
     sources: list[Source]
     cfg: PrepareConfig
-    file: int = 0  # file and record: the position to begin at, as in a Chunk
-    record: int = 0
 
     def __post_init__(self):
         self.limit = int(self.cfg.max_record_mb * 1e6)
 
     def chunks(self) -> Iterator[Chunk]:
-        earlier = sum(s.bytes for s in self.sources[: self.file])  # bytes of the files so far
+        earlier = 0  # bytes of the files so far
         chunk = Chunk("", [])
         size = 0
-        for file in range(self.file, len(self.sources)):
-            source = self.sources[file]
-            skip = self.record if file == self.file else 0
-            for number, bytes_read, place, record in self.records(source, skip):
+        for source in self.sources:
+            for raw, place, record in self.records(source):
                 if chunk.records and (size >= CHUNK or chunk.kind != source.kind):
+                    chunk.bytes_read = earlier + raw.tell()
                     yield chunk
                     chunk = Chunk("", [])
                     size = 0
                 chunk.kind = source.kind
                 chunk.records.append((place, record))
-                chunk.file = file
-                chunk.record = number
-                chunk.bytes_read = earlier + bytes_read
                 size += 200 + characters(record)  # 200: so many short ones need memory, too
             earlier += source.bytes
         if chunk.records:
+            chunk.bytes_read = earlier
             yield chunk
 
-    def records(self, source: Source, skip: int) -> Iterator[tuple[int, int, str, Any]]:
-        """Yield (number of the record from 1, bytes read so far, place, record) of one file.
+    def records(self, source: Source) -> Iterator[tuple[BinaryIO, str, Any]]:
+        """Yield (the open file, place, record) for each record of one file.
 
-        The first `skip` records are read but not yielded. After the last record, the hash of the
-        whole file is checked and stored in the source. Raises UserError for a file that cannot be
-        read, is damaged, or changes.
+        Raises UserError for a file that cannot be read, is damaged, or changes.
         """
         try:
-            with HashedFile(source.path) as raw:
-                # The stream closes raw when it is garbage-collected, so it is kept to the end.
-                stream = self.opened(source, raw)
-                records = READERS[source.kind](stream, source, self)
-                for number, (place, record) in enumerate(records, 1):
-                    if number > skip:
-                        yield number, raw.bytes_read, place, record
-                while stream.read(1 << 20):
-                    pass  # the hash includes bytes that no record needed
-                source.check_unchanged(raw.digest.hexdigest())
+            with open(source.path, "rb", 1 << 18) as raw:
+                for place, record in READERS[source.kind](self.opened(source, raw), source, self):
+                    yield raw, place, record
+            source.finish()
         except Exception as e:
             unreadable = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError)
             if not isinstance(e, unreadable) and type(e).__name__ != "ZstdError":
@@ -123,11 +106,11 @@ class Reader:
             problem = getattr(e, "strerror", None) or damage
             raise UserError(f"{source.name}: {problem}") from None
 
-    def opened(self, source: Source, raw: HashedFile) -> io.IOBase:
+    def opened(self, source: Source, raw: io.BufferedReader) -> io.IOBase:
         """Return what a function in READERS reads: raw, or its decompressed bytes, or its text."""
         if source.kind in ("parquet", "py"):
             return raw
-        stream = decompressed(io.BufferedReader(raw, 1 << 18), source.name)
+        stream = decompressed(raw, source.name)
         # In ASCII, GB18030 and UTF-8, but not in UTF-16, a byte 0x0A is always a line end.
         if source.kind in ("jsonl", "ndjson") and "\n".encode(self.cfg.encoding) == b"\n":
             return stream
@@ -137,21 +120,16 @@ class Reader:
         return io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline=newline)
 
 
-def characters(record: Any, limit: float = math.inf) -> int:
-    """Return how many characters all texts in a record have, however deep they are nested.
-
-    Lists without texts are passed by. With a limit, it stops to count beyond that.
-    """
+def characters(record: Any) -> int:
+    """Return how many characters all texts in a record have, however deep they are nested."""
     total = 0
     values = [record]
     for value in values:  # it grows
-        if total > limit:
-            break
         if isinstance(value, str | bytes):
             total += len(value)
         elif isinstance(value, dict):
             values += value.values()
-        elif isinstance(value, list | Lines) and set(map(type, value)) - {int, float, type(None)}:
+        elif isinstance(value, list | Lines):
             values += value
     return total
 
@@ -167,36 +145,26 @@ def too_long(limit: int) -> ValueError:
 
 def read_jsonl(stream: io.IOBase, source: Source, reader: Reader) -> Records:
     """Yield Lines of about a megabyte. Those of a stream that is decoded (UTF-16) become UTF-8."""
-    is_text = isinstance(stream, io.TextIOBase)
-    newline = "\n" if is_text else b"\n"
-    encoding = "utf-8" if is_text else reader.cfg.encoding
     number = 1  # of the first line that has not been yielded
-    # No block is longer than the limit. So a line that lies within one block is not too long.
-    while block := stream.read(min(CHUNK, reader.limit)):
-        start = block.rfind(newline) + 1  # of the last line in the block
-        end = stream.readline(reader.limit + 1)  # of that line
-        is_long = len(block) - start + len(end.rstrip(newline)) > reader.limit
-        if is_long:
-            skip_line(stream, end)
-        lines = block[:start] if is_long else block + end
-        if lines:
-            data = lines.encode(errors="surrogateescape") if is_text else lines
-            yield source.name, Lines(data, encoding, number)
-        number += lines.count(newline)
-        if is_long:
-            yield f"{source.name}:{number}", too_long(reader.limit)
-            number += 1
+    while block := stream.read(CHUNK):
+        end = stream.readline(reader.limit + 1)  # of the last line in the block
+        skip_line(stream, end)
+        lines = block + end
+        encoding = reader.cfg.encoding
+        if isinstance(lines, str):
+            lines = lines.encode(errors="surrogateescape")
+            encoding = "utf-8"
+        lines = lines.removesuffix(b"\n")
+        yield source.name, Lines(lines, encoding, number, reader.limit)
+        number += lines.count(b"\n") + 1
 
 
-def lines_of(f: io.TextIOBase, limit: int) -> Iterator[tuple[int, str]]:
-    """Yield (number, line) for each line of a text.
-
-    Of a line that is longer than the limit, only the first limit + 1 characters are given.
-    """
-    for number, line in enumerate(iter(lambda: f.readline(limit + 1), ""), 1):
+def lines_of(f: io.TextIOBase, limit: int) -> Iterator[str]:
+    """Yield each line of a text; of one that is longer than the limit, limit + 1 characters."""
+    while line := f.readline(limit + 1):
         if len(line) > limit:
             skip_line(f, line)
-        yield number, line
+        yield line
 
 
 def skip_line(f: io.IOBase, line: str | bytes) -> None:
@@ -212,27 +180,21 @@ def read_txt(f: io.TextIOBase, source: Source, reader: Reader) -> Records:
         text = f.read(limit + 1)
         yield source.name, text if len(text) <= limit else too_long(limit)
         return
-
-    def document_of(numbered: tuple[int, str]) -> tuple:
-        """Return what is equal for neighbours if they are lines of one document."""
-        number, line = numbered
-        return line.isspace(), number if reader.cfg.txt == "line" else 0
-
-    for (blank, _), lines in itertools.groupby(lines_of(f, limit), document_of):
-        if blank:
-            continue
-        start = 0  # the number of its first line
-        size = 0
-        block = []
-        for number, line in lines:
+    start = 0  # number of the first line of the document; 0: none has begun
+    text = ""
+    for number, line in enumerate(itertools.chain(lines_of(f, limit), ["\n"]), 1):
+        is_blank = line.isspace()
+        if start and (is_blank or reader.cfg.txt == "line"):
+            # The last line end is removed: the block at the end of a file may have none, and equal
+            # blocks must give equal texts.
+            document = text.removesuffix("\n") if len(text) <= limit else too_long(limit)
+            yield f"{source.name}:{start}", document
+            start = 0
+            text = ""
+        if not is_blank:
             start = start or number
-            size += len(line)
-            if size <= limit:  # else the block is not kept: it may be the rest of the file
-                block.append(line)
-        # The last line end is removed: the block at the end of a file may have none, and equal
-        # blocks must give equal texts.
-        text = "".join(block).removesuffix("\n")
-        yield f"{source.name}:{start}", text if size <= limit else too_long(limit)
+            if len(text) <= limit:  # else it is not kept: it may be the rest of the file
+                text += line
 
 
 # --------------------------------------------------------------------------------------------------
@@ -293,21 +255,13 @@ def read_csv(f: io.TextIOWrapper, source: Source, reader: Reader) -> Records:
     Raises UserError for a row that cannot be parsed, since nothing tells where the next one begins.
     """
     csv.field_size_limit(reader.limit)  # else a quote that is left open takes the whole file
-
-    def lines() -> Iterator[str]:
-        for _, line in lines_of(f, reader.limit):
-            if len(line) > reader.limit:
-                raise csv.Error(too_long(reader.limit))
-            yield line
-
     dialect = "excel-tab" if source.kind == "tsv" else "excel"
-    rows = csv.DictReader(lines(), dialect=dialect, strict=True)  # an open quote is an error
+    rows = csv.DictReader(f, dialect=dialect, strict=True)  # an open quote is an error
     start = 1  # the line where the row begins
     try:
         header = rows.fieldnames or []
-        for name in header:
-            if header.count(name) > 1:
-                raise csv.Error(f"the header has the column {name!r} twice: rename one of them")
+        if len(set(header)) < len(header):
+            raise csv.Error("the header has a column twice: rename one of them")
         start = rows.line_num + 1
         for row in rows:
             if None in row:
@@ -320,7 +274,7 @@ def read_csv(f: io.TextIOWrapper, source: Source, reader: Reader) -> Records:
         raise UserError(f"{source.name}:{start}: {problem}") from None
 
 
-def read_parquet(raw: HashedFile, source: Source, reader: Reader) -> Records:
+def read_parquet(raw: BinaryIO, source: Source, reader: Reader) -> Records:
     """Yield each row as a dict: column -> value. pyarrow opens the file itself."""
     parquet = import_for(source.name, "pyarrow", "pyarrow.parquet")
     import pyarrow
@@ -337,7 +291,7 @@ def read_parquet(raw: HashedFile, source: Source, reader: Reader) -> Records:
         raise UserError(f"{source.name}: not a Parquet file to be read ({reason})") from None
 
 
-def read_module(raw: HashedFile, source: Source, reader: Reader) -> Records:
+def read_module(raw: BinaryIO, source: Source, reader: Reader) -> Records:
     yield source.name, raw.read()
 
 

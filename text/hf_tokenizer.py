@@ -106,9 +106,9 @@ def describe_sentencepiece(tokenizer: SentencePiece) -> tuple[dict, dict, dict] 
 
 def describe_tiktoken(tokenizer: Tiktoken) -> tuple[dict, dict, dict]:
     """Return the same parts for a byte-level BPE."""
-    special = tokenizer.encoding._special_tokens
-    ranks = tokenizer.encoding._mergeable_ranks
-    tokens = {"".join(BYTE_TO_CHAR[b] for b in token): rank for token, rank in ranks.items()}
+    special = tokenizer.special
+    ranks = tokenizer.ranks.items()
+    tokens = {"".join(BYTE_TO_CHAR[b] for b in token): rank for token, rank in ranks}
     # As in tiktoken, a word that is a token becomes it, even if no merges lead to it.
     model = {"unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True}
     model |= {"vocab": tokens | special, "merges": all_merges(tokens)}
@@ -229,23 +229,20 @@ def from_hugging_face(folder: Path) -> Tokenizer:
         content = read_json(folder / "tokenizer.json")
         is_byte_level = '"ByteLevel"' in json.dumps(content.get("pre_tokenizer"))
         if (folder / SentencePiece.file).exists() and not is_byte_level:
-            return checked(convert_sentencepiece(folder / SentencePiece.file, config, content))
-        if not content:
+            tokenizer = from_tokenizer_model(folder / SentencePiece.file, config, content)
+        elif not content:
             raise ValueError("no tokenizer.model or tokenizer.json: save_pretrained() writes one")
-        if content["model"].get("type", "BPE") != "BPE" or not is_byte_level:  # GPT-2 has no type
+        elif content["model"].get("type", "BPE") != "BPE" or not is_byte_level:  # GPT-2 has no type
             raise ValueError("a model other than a byte-level BPE is not supported")
-        return checked(convert_bpe(config, content))
+        else:
+            tokenizer = from_tokenizer_json(config, content)
+        if not all(i in range(tokenizer.vocab_size) for i in tokenizer.prefix):
+            raise ValueError(f"{tokenizer.prefix} before every text are not ids of this tokenizer")
+        return tokenizer
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as e:
         is_ours = type(e) is ValueError
         reason = str(e) if is_ours else " ".join(f"{type(e).__name__}: {e}".split())
         raise UserError(f"{folder}: its tokenizer files cannot be used: {reason}") from None
-
-
-def checked(tokenizer: Tokenizer) -> Tokenizer:
-    """Return the tokenizer. Raises ValueError if it puts anything but its own ids before a text."""
-    if not all(i in range(tokenizer.vocab_size) for i in tokenizer.prefix):
-        raise ValueError(f"{tokenizer.prefix} before every text are not ids of this tokenizer")
-    return tokenizer
 
 
 def read_json(path: Path) -> dict:
@@ -260,7 +257,11 @@ def read_json(path: Path) -> dict:
 # together, and content is that of tokenizer.json.
 
 
-def convert_sentencepiece(path: Path, config: dict, content: dict) -> SentencePiece:
+def from_tokenizer_model(path: Path, config: dict, content: dict) -> SentencePiece:
+    """Return the tokenizer of a tokenizer.model, with the prefix that the other files give it.
+
+    Raises ValueError where the other files say what this model does not do.
+    """
     tokenizer = SentencePiece(path)
     sp = tokenizer.sp
     added_tokens(content, sp.vocab_size())
@@ -285,7 +286,13 @@ def convert_sentencepiece(path: Path, config: dict, content: dict) -> SentencePi
     return SentencePiece(path, prefix)
 
 
-def convert_bpe(config: dict, content: dict) -> Tiktoken:
+def from_tokenizer_json(config: dict, content: dict) -> Tiktoken:
+    """Return the byte-level BPE in a tokenizer.json, for tiktoken to compute.
+
+    tiktoken needs a pattern that cuts a text into words (pattern_of), the id of each token, in
+    whose order it merges (ranks_of), and the special tokens. Raises ValueError, with the name of
+    the setting, where tiktoken would not give the ids that the file means.
+    """
     model = content["model"]
     for option in ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(option):
@@ -326,15 +333,23 @@ def added_tokens(content: dict, from_id: int) -> dict[str, int]:
 
     Raises ValueError for one that would be found in ordinary text.
     """
-    added = {}
-    for token in content.get("added_tokens", []):
+    added = [token for token in content.get("added_tokens", []) if token["id"] >= from_id]
+    for token in added:
         name = token["content"]
-        if token["id"] >= from_id:
-            # A run of spaces, for example, is found there.
-            if not token.get("special") and name.lstrip("\u2581")[:1] not in ("<", "["):
-                raise ValueError(f"the added token {name!r} would cut ordinary text")
-            added[name] = token["id"]
-    return added
+        # A run of spaces, for example, is found there.
+        if not token.get("special") and name.lstrip("\u2581")[:1] not in ("<", "["):
+            raise ValueError(f"the added token {name!r} would cut ordinary text")
+    return {token["content"]: token["id"] for token in added}
+
+
+# Each digit is a word. GPT-2's pattern cuts the text between two digits as if it were a text of its
+# own. So spaces at its end, before the next digit, are one word.
+DIGITS_PATTERN = r"\p{N}|" + GPT2_PATTERN.replace(r" ?\p{N}++|", "").replace(
+    r"|\s+(?!\S)", r"|\s+(?=\p{N})|\s+(?!\S)"
+)
+# What Hugging Face's regex engine takes for other places and characters: \w \W \b \B, ^ and $,
+# [:alpha:], and {1,3}+. (Behind \s++, which takes all line ends, $ is the same place.)
+UNLIKE = re.compile(r"\\[wWbB]|(?<!\[)\^|(?<!\\s\+\+)\$|\[:|\d\}\+")
 
 
 def eos_of(config: dict, default: str) -> str:
@@ -344,67 +359,81 @@ def eos_of(config: dict, default: str) -> str:
 
 
 def pattern_of(pre_tokenizer: dict) -> str:
-    """Return the regular expression that cuts a text into words.
+    """Return the regular expression that cuts a text into words, for tiktoken.
 
-    Raises ValueError for the kinds of tokenizers that tiktoken cannot compute.
+    Three kinds of tokenizer.json are read: GPT-2's pattern alone, each digit cut off before it
+    (SmolLM), and a pattern in the file (Llama 3, Qwen). Raises ValueError for another one, and for
+    a pattern that tiktoken's regex engine understands in another way.
     """
     *cuts, byte_level = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    as_gpt2 = byte_level.get("use_regex", True)
+    is_gpt2 = byte_level.get("use_regex", True)
     if byte_level["type"] == "ByteLevel" and not byte_level.get("add_prefix_space"):
-        if as_gpt2 and not cuts:
+        if is_gpt2 and not cuts:
             return GPT2_PATTERN
-        if as_gpt2 and cuts == [{"type": "Digits", "individual_digits": True}]:
-            # Each digit is a word. GPT-2's pattern cuts the text between two digits as if it were a
-            # text of its own. So spaces at its end, before the next digit, are one word.
-            between = GPT2_PATTERN.replace(r" ?\p{N}++|", "")
-            between = between.replace(r"|\s+(?!\S)", r"|\s+(?=\p{N})|\s+(?!\S)")
-            return rf"\p{{N}}|{between}"
-        if not as_gpt2 and len(cuts) == 1:
+        if is_gpt2 and cuts == [{"type": "Digits", "individual_digits": True}]:
+            return DIGITS_PATTERN
+        if not is_gpt2 and len(cuts) == 1:
             regex = cuts[0].get("pattern", {}).get("Regex")
-            split = {"type": "Split", "behavior": "Isolated", "invert": False}
-            is_split = {"invert": False} | cuts[0] == split | {"pattern": {"Regex": regex}}
-            # Hugging Face's regex engine takes these for other places and characters. (Behind \s++,
-            # which takes all line ends, $ is the same place.)
-            unlike = r"\\[wWbB]|(?<!\[)\^|(?<!\\s\+\+)\$|\[:|\d\}\+"
-            if is_split and regex and not re.search(unlike, regex):
+            split = dict(type="Split", behavior="Isolated", invert=False, pattern={"Regex": regex})
+            if {"invert": False} | cuts[0] == split and regex and not UNLIKE.search(regex):
                 return regex
     raise ValueError(f"pre_tokenizer {json.dumps(pre_tokenizer)[:200]} is not supported")
+
+
+def to_bytes(token: str) -> bytes:
+    return bytes(CHAR_TO_BYTE[c] for c in token)
 
 
 def ranks_of(vocab: dict[str, int], model: dict) -> dict[bytes, int]:
     """Return the table of tiktoken, token -> id, of a vocabulary and the merges of a model.
 
-    tiktoken merges any two neighbours that are a token together, in the order of these tokens' ids.
-    So the merges must be in that order, and must have the two parts that a token comes to in this
-    way: in a vocabulary that was extended by the merges of another one, they have others. With
-    ignore_merges, a word that is a token becomes it, even if no merges lead to it.
+    A byte-level BPE of Hugging Face lists its merges: pairs of tokens, the first one first.
+    tiktoken has no list. It merges any two neighbours that are a token together, the one with the
+    smallest id first. Both give the same tokens if
+
+    * the merges are in the order of the ids of the tokens that they make, and
+    * for every token, the last of the merges by which tiktoken makes it is in the list. (A
+      vocabulary that was extended by the merges of another one has others.)
+
+    Raises ValueError if that is not so. A token that no merge makes never appears, unless the model
+    has ignore_merges: then a word that is a token becomes it.
     """
-    ranks = {bytes(CHAR_TO_BYTE[c] for c in token): i for token, i in vocab.items()}
-    pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-    pairs = [pair for pair in pairs if "".join(pair) in vocab]
-    pairs = [tuple(bytes(CHAR_TO_BYTE[c] for c in part) for part in pair) for pair in pairs]
-    results = [ranks[a + b] for a, b in pairs]
-    if results != sorted(results):
+    ranks = {to_bytes(token): i for token, i in vocab.items()}
+    listed = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+    merges = [(to_bytes(a), to_bytes(b)) for a, b in listed if a + b in vocab]
+    made = [ranks[a + b] for a, b in merges]
+    if made != sorted(made):
         raise ValueError("its merges are not in the order of their ids: not supported")
-    if not model.get("ignore_merges"):
-        ids = set(results)
+    whole_words = model.get("ignore_merges")
+    if not whole_words:
+        ids = set(made)
         ranks = {token: i for token, i in ranks.items() if len(token) == 1 or i in ids}
-    listed = set(pairs)
-    for token, rank in ranks.items():
-        parts = [token[i : i + 1] for i in range(len(token))]
-        while len(parts) > 2:
-            of_pairs = [ranks.get(a + b, rank) for a, b in itertools.pairwise(parts)]
-            if (lowest := min(of_pairs)) == rank:
-                break
-            at = of_pairs.index(lowest)
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        merges = {tuple(parts)} if len(parts) > 1 else set()
-        if len(parts) > 2 and model.get("ignore_merges"):  # parts of words may come to it
+    known = set(merges)
+    for token in ranks:
+        parts = parts_before_last_merge(token, ranks)
+        needed = {tuple(parts)} if len(parts) > 1 else set()
+        if len(parts) > 2 and whole_words:  # within a word, any two of its halves may come to it
             halves = ((token[:i], token[i:]) for i in range(1, len(token)))
-            merges = {pair for pair in halves if ranks.keys() >= set(pair)}
-        if not merges <= listed:
+            needed = {pair for pair in halves if ranks.keys() >= set(pair)}
+        if not needed <= known:
             raise ValueError(f"tiktoken makes {token} by other merges: not supported")
     return ranks
+
+
+def parts_before_last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """Merge the bytes of a token as tiktoken does, and return what is left before it is made.
+
+    These are two parts, or more if tokens with smaller ids do not lead to it.
+    """
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        ids = [ranks.get(a + b, ranks[token]) for a, b in itertools.pairwise(parts)]
+        lowest = min(ids)
+        if lowest == ranks[token]:
+            break
+        at = ids.index(lowest)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
 
 
 def prefix_of(content: dict) -> list[int]:

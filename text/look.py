@@ -163,9 +163,6 @@ def report_records(records: dict, sources: list[dict]) -> list[str]:
         lines += [f"    {n:,} x {reason}" for reason, n in records[outcome].items()]
         if outcome == "bad":
             lines += [f"    e.g. {example}" for example in records["examples"]]
-    if records["unread"]:
-        counts = ", ".join(f"{n:,} x {field}" for field, n in records["unread"].items())
-        lines.append(f"  fields that were not read (of texts, --fields= chooses fields): {counts}")
     return lines
 
 

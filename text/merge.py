@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from hardware.disk import sync_to_disk
-from text.encode import ROW, Part
-from text.sources import HashedFile
+from text.encode import ROW, HashedFile, Part
 
 
 def read_rows(parts: list[Part]) -> Iterator[tuple[Part, np.ndarray]]:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from configurator import UserError
-from text.chat import chatml, keys_of, turns_of
+from text.chat import chatml, turns_of
 from text.demo import conversations, documentation
-from text.formats import Chunk, Lines, characters
+from text.formats import Chunk, Lines, too_long
 from text.settings import FIELD, PrepareConfig
 
 BLANK = "：。 \t\r\n"  # a text of only these characters counts as empty
@@ -30,14 +30,8 @@ CONTROL = re.compile("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufe
 # run did by other rules is done again.
 RULES = 6
 
-# All fields that hold text in one of the shapes that record_text() knows.
-TEXT_FIELDS = set("title summary sections content text messages conversations tools".split())
-TEXT_FIELDS |= set("prompt completion instruction input output system history".split())
-# Others that often hold text.
-TEXT_FIELDS |= set("abstract answer article body context description document markdown".split())
-TEXT_FIELDS |= set("paragraphs question response subsections".split())
-LONG = 100  # characters: a field of any other name that holds more of them is counted, too
 CONVERSATIONS = ("messages", "conversations")  # fields that hold one
+QUESTIONS = (("instruction", "input", "output"), ("prompt", "completion"))  # the last: the answer
 CHAT = "conversations"  # is what the report calls their shapes
 
 
@@ -58,8 +52,6 @@ class Tally:
     bad: Counter = field(default_factory=Counter)  # reason -> records that could not be read
     dropped: Counter = field(default_factory=Counter)  # reason -> documents left out
     changed: Counter = field(default_factory=Counter)  # reason -> documents whose text was changed
-    # A field with text that the record's shape does not use -> records that have it.
-    unread: Counter = field(default_factory=Counter)
     shapes: Counter = field(default_factory=Counter)  # {text}, {title, content}, ... -> records
     examples: list[str] = field(default_factory=list)  # first bad records, as file:line: reason
 
@@ -71,7 +63,7 @@ class Tally:
 
     def add(self, other: "Tally") -> None:
         self.records += other.records
-        for name in ("bad", "dropped", "changed", "unread", "shapes"):
+        for name in ("bad", "dropped", "changed", "shapes"):
             getattr(self, name).update(getattr(other, name))
         self.examples = (self.examples + other.examples)[:5]
 
@@ -136,7 +128,9 @@ def unpacked(kind: str, place: str, record: Any, chat: bool) -> Iterator[tuple[s
                 text = line.decode(record.encoding, "surrogateescape").removeprefix("\ufeff")
             except UnicodeDecodeError:  # UTF-7 and ISO-2022-JP: surrogateescape fails there
                 text = "\udcff"
-            if text and not text.isspace():
+            if len(line) > record.limit:
+                yield f"{place}:{number}", too_long(record.limit)
+            elif text and not text.isspace():
                 yield f"{place}:{number}", text
     else:
         yield place, record
@@ -156,7 +150,6 @@ def understand(kind: str, record: Any, cfg: PrepareConfig, tally: Tally) -> tupl
     if isinstance(record, dict) and not cfg.fields:
         messages, shape = conversation_in(record, cfg.chat)
         if shape:
-            tally.unread.update(unread_fields(record, shape) + unread_in(messages))
             turns = turns_of(messages)
             # Line ends behind that of `<|im_start|>assistant` would become one token with it, and
             # a prompt does not end so.
@@ -165,8 +158,6 @@ def understand(kind: str, record: Any, cfg: PrepareConfig, tally: Tally) -> tupl
                 tally.changed["line ends at the beginning of a message left out"] += 1
             return chatml(cleaned), f"{CHAT} {shape}"
     text, shape = record_text(record, cfg.fields)
-    if not cfg.fields:
-        tally.unread.update(unread_fields(record, shape))
     return [text], shape
 
 
@@ -175,47 +166,19 @@ def conversation_in(record: dict, chat: bool) -> tuple[Any, str]:
 
     chat: take a question and its answer for a conversation. A field `system` is its first message.
     """
-    system = [{"role": "system", "content": record.get("system")}] if record.get("system") else []
-    used = "system, " if system else ""
+    system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    used = "{system, " if system else "{"
     for key in CONVERSATIONS:
         if (messages := record.get(key)) not in (None, "", []):
-            return system + messages if isinstance(messages, list) else messages, f"{{{used}{key}}}"
-    if chat:
-        for names in (("instruction", "input", "output"), ("prompt", "completion")):
-            if isinstance(record.get(names[0]), str) and isinstance(record.get(names[-1]), str):
-                question = "\n".join(filter(None, (get(record, name) for name in names[:-1])))
-                messages = [("user", question), ("assistant", record[names[-1]])]
-                messages = [{"role": role, "content": content} for role, content in messages]
-                return system + messages, f"{{{used}{', '.join(names)}}}"
+            messages = system + messages if isinstance(messages, list) else messages
+            return messages, f"{used}{key}}}"
+    for *asked, answer in QUESTIONS if chat else ():
+        if isinstance(record.get(asked[0]), str) and isinstance(record.get(answer), str):
+            question = "\n".join(filter(None, [get(record, name) for name in asked]))
+            messages = [{"role": "user", "content": question}]
+            messages.append({"role": "assistant", "content": record[answer]})
+            return system + messages, f"{used}{', '.join([*asked, answer])}}}"
     return None, ""
-
-
-def unread_in(messages: Any) -> list[str]:
-    """Return the fields of messages that hold something and are not read, once each."""
-    dicts = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-    pairs = [(key, m[key]) for m in dicts for key in m if key not in keys_of(m)]
-    return sorted({f"{key} of messages" for key, value in pairs if value not in (None, "", [], {})})
-
-
-def unread_fields(record: dict, shape: str) -> list[str]:
-    """Return the fields that are not part of the shape, and hold text by their name or length.
-
-    Those of other names are one, "other fields": a record may have any number of them.
-    """
-    used = shape.strip("{}").split(", ")
-    unread = {name_of(key, record[key]) for key in record if key not in used}
-    if "sections" in used and isinstance(sections := record.get("sections"), list):
-        others = [(key, section[key]) for section in sections for key in section]
-        others = [pair for pair in others if pair[0] not in ("title", "content")]
-        unread |= {f"{name} in sections" for name in itertools.starmap(name_of, others) if name}
-    return [f"{name}, beside {shape}" for name in sorted(unread - {""})]
-
-
-def name_of(key: str, value: Any) -> str:
-    """Return the name under which a field that is not read is counted; "" if it holds no text."""
-    if key in TEXT_FIELDS:
-        return key if value else ""
-    return "other fields" if characters(value, LONG) > LONG else ""
 
 
 def to_utf8(text: str) -> bytes:

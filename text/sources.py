@@ -1,12 +1,10 @@
 """The files of a corpus: which files the --input arguments name, and their content.
 
-find_sources() lists the files (demo.py: those of the demo corpus). HashedFile hashes what is read,
-and decompressed() unpacks it.
+find_sources() lists the files (demo.py: those of the demo corpus), and decompressed() unpacks one.
 """
 
 import bz2
 import gzip
-import hashlib
 import importlib
 import io
 import lzma
@@ -20,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 from configurator import UserError
+from hardware.disk import file_sha256
 
 KINDS = "jsonl ndjson json csv tsv txt md parquet".split()
 COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
@@ -54,21 +53,12 @@ class Source:
         stat = path.stat()
         return cls(path, kind, name or str(path), stat.st_size, stat.st_ctime_ns)
 
-    def same_file(self) -> tuple:
-        """Return what an interrupted run compares to decide whether this is still the same file."""
-        return self.name, self.kind, self.bytes, self.changed
-
-    def check_unchanged(self, sha256: str) -> None:
-        """Store the hash of what was just read.
-
-        Raises UserError if size or time differ from those in this Source, or if an earlier reading
-        gave another hash.
-        """
+    def finish(self) -> None:
+        """Fill in the SHA-256 when the file was read. Raises UserError if it has changed."""
+        self.sha256 = self.sha256 or file_sha256(self.path)
         stat = self.path.stat()
-        unchanged = (stat.st_size, stat.st_ctime_ns) == (self.bytes, self.changed)
-        if not unchanged or self.sha256 not in ("", sha256):
+        if (stat.st_size, stat.st_ctime_ns) != (self.bytes, self.changed):
             raise UserError(f"{self.name}: it changed while it was read: run the command again")
-        self.sha256 = sha256
 
 
 def in_order(path: Path) -> list[bytes]:
@@ -193,37 +183,6 @@ def refuse_folder(error: OSError) -> None:
 
 # --------------------------------------------------------------------------------------------------
 # The content of a file
-
-
-class HashedFile(io.FileIO):
-    """A file that hashes (SHA-256) what is read from it or written to it, from its beginning on.
-
-    It has no buffer, so state() is that of the file on the disk.
-    """
-
-    read, readall = io.RawIOBase.read, io.RawIOBase.readall  # FileIO's own do not call readinto()
-
-    def __init__(self, path: str | Path, mode: str = "rb"):
-        super().__init__(path, mode)
-        self.digest = hashlib.sha256()
-        self.bytes_read = 0
-
-    def readinto(self, buffer) -> int:
-        n = super().readinto(buffer)
-        self.digest.update(memoryview(buffer)[:n])
-        self.bytes_read += n
-        return n
-
-    def write(self, data: bytes) -> None:
-        left = memoryview(data)
-        while left:  # the system may write a part of it
-            n = super().write(left)
-            self.digest.update(left[:n])
-            left = left[n:]
-
-    def state(self) -> list:
-        """Return the place in the file, and the hash of all before it."""
-        return [self.tell(), self.digest.hexdigest()]
 
 
 class Unpacked(io.RawIOBase):

@@ -27,7 +27,6 @@ from pathlib import Path
 import numpy as np
 
 from configurator import UserError
-from hardware.disk import only_plain
 
 # The marks of a conversation: text/chat.py.
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
@@ -55,10 +54,7 @@ class SentencePiece:
         import sentencepiece
 
         try:
-            only_plain(path)
             self.sp = sentencepiece.SentencePieceProcessor(model_proto=Path(path).read_bytes())
-            for token in range(self.sp.vocab_size()):
-                self.sp.id_to_piece(token)  # fails in a damaged file, where a piece may not be text
         except (OSError, RuntimeError, ValueError) as e:
             reason = str(e).strip()
             raise UserError(f"tokenizer {path}: not a SentencePiece model ({reason})") from None
@@ -104,8 +100,8 @@ class SentencePiece:
     @cached_property
     def may_cut(self) -> bool:
         """Whether no token reaches across an EDGE, and a slice is encoded as in the whole text."""
-        pieces = (self.sp.id_to_piece(i).replace("\u2581", " ") for i in range(self.vocab_size))
-        crosses = any(re.search(EDGE, piece) for piece in pieces)
+        pieces = map(self.sp.id_to_piece, range(self.vocab_size))
+        crosses = any(re.search(EDGE, piece.replace("\u2581", " ")) for piece in pieces)
         return self.keeps_text and self.is_byte_bpe and not crosses
 
     @property
@@ -204,6 +200,8 @@ class Tiktoken:
             name, pat_str=faster(pattern), mergeable_ranks=ranks, special_tokens=special
         )
         self.pattern = pattern
+        self.ranks = ranks
+        self.special = special
         self.normalize = normalize
         self.eos = eos
         self.vocab_size = self.encoding.n_vocab
@@ -236,7 +234,6 @@ class Tiktoken:
         Llama 3. Raises UserError for a file that cannot be read, or is damaged.
         """
         try:
-            only_plain(path)
             lines = [line.split() for line in Path(path).read_bytes().splitlines() if line]
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
             check_ids(ranks.values())
@@ -268,19 +265,18 @@ class Tiktoken:
         return self.encoding.decode(ids)
 
     def special_id(self, name: str) -> int:
-        return self.encoding._special_tokens.get(name, -1)
+        return self.special.get(name, -1)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that a token adds to a text: none, if it is special or unknown."""
         return self.token_of.get(token, b"")
 
     def save(self, folder: Path) -> dict:
-        e = self.encoding
-        ranks = sorted(e._mergeable_ranks.items(), key=lambda item: item[1])
-        lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks]
+        tokens = sorted(self.token_of.items())
+        lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in tokens]
         (folder / self.file).write_bytes(b"".join(lines))
-        info = {"kind": self.kind, "file": self.file, "name": e.name, "prefix": self.prefix}
-        info |= {"pattern": self.pattern, "special": e._special_tokens}
+        info = {"kind": self.kind, "file": self.file, "name": self.encoding.name}
+        info |= {"prefix": self.prefix, "pattern": self.pattern, "special": self.special}
         return info | {"eos": self.eos, "normalize": self.normalize}
 
 
@@ -289,11 +285,12 @@ Tokenizer = SentencePiece | Tiktoken
 
 def same_ids(a: Tokenizer, b: Tokenizer) -> bool:
     """Return whether every id means the same in both tokenizers."""
-    if a.vocab_size != b.vocab_size or a.eos_id != b.eos_id or a.normalize != b.normalize:
-        return False
-    if any(a.special_id(name) != b.special_id(name) for name in (IM_START, IM_END)):
-        return False
-    return all(a.token_bytes(i) == b.token_bytes(i) for i in range(a.vocab_size))
+    facts = [
+        (t.vocab_size, t.eos_id, t.normalize, t.special_id(IM_START), t.special_id(IM_END))
+        for t in (a, b)
+    ]
+    is_same = facts[0] == facts[1]
+    return is_same and all(a.token_bytes(i) == b.token_bytes(i) for i in range(a.vocab_size))
 
 
 def open_tokenizer(path: str | Path, info: dict) -> Tokenizer:

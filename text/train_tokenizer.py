@@ -101,16 +101,11 @@ def train_sentencepiece(path: Path, sample: list[str], vocab_size: int) -> None:
         )
     except (RuntimeError, ValueError) as e:
         reason = str(e).split("] ")[-1]  # its text is "Internal: file(line) [condition] reason"
-        raise UserError(f"--vocab_size={vocab_size}: {in_our_words(reason)}") from None
-
-
-def in_our_words(reason: str) -> str:
-    """Return why SentencePiece cannot train. Its own advice names settings that we do not have."""
-    if smallest := re.search(r"smaller than required_chars. \d+ vs (\d+)", reason):
-        return f"too small for this input: give --vocab_size={smallest[1]}, or --tokenizer=byte"
-    if largest := re.search(r"set it to a value <= (\d+)", reason):
-        return f"too large here: give --vocab_size={largest[1]}, or, for texts, --tokenizer=char"
-    return f"SentencePiece cannot train on this input: {reason}"
+        # Its own advice names settings that we do not have.
+        if fits := re.search(r"(required_chars. \d+ vs|set it to a value <=) (\d+)", reason):
+            other = "byte" if "required_chars" in reason else "char"
+            reason = f"this input needs --vocab_size={fits[2]}, or --tokenizer={other}"
+        raise UserError(f"--vocab_size={vocab_size}: {reason}") from None
 
 
 def write_alphabet(path: Path, characters: set[str], with_bytes: bool) -> None:

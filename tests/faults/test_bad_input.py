@@ -187,7 +187,7 @@ def files(place: dict[str, Path]) -> set[tuple]:
 
 
 @pytest.mark.parametrize("script, line, message", TABLE, ids=IDS)
-def test_bad_input_is_answered_by_one_line_and_changes_nothing(
+def test_bad_input_gets_one_line_and_changes_nothing(
     place, tmp_path, refuses, monkeypatch, script, line, message
 ):
     names = place | {"new": tmp_path}
