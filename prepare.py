@@ -128,10 +128,11 @@ def make_data_set(cfg: PrepareConfig) -> None:
         e.filename = e.filename or str(scratch)  # a full disk does not name it
         raise
     finally:
-        with suppress(OSError):
+        with suppress(OSError):  # it has other files
             remove_own(new)
-            (scratch / ".lock").unlink()
-            scratch.rmdir()  # if it is empty
+        (scratch / ".lock").unlink(missing_ok=True)
+        with suppress(OSError):
+            scratch.rmdir()
         lock.release()
     print(folded(printable(text), columns()))
     print(f"  made in {time.perf_counter() - started:.0f} s")

@@ -103,14 +103,18 @@ def test_ctrl_c_while_workers_start_or_work_is_one_line(corpus, tmp_path, delay)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.0, 1.0])
-def test_a_killed_worker_is_one_clear_line(corpus, tmp_path, delay):
-    argv = command(corpus, tmp_path, *OF_REFERENCE, "--workers=2")
+def test_a_killed_worker_is_one_clear_line(tmp_path, delay):
+    line = json.dumps({"text": "a line of a text\n" * 60}) + "\n"
+    (tmp_path / "c.jsonl").write_text(line * 40_000)
+    argv = command([tmp_path / "c.jsonl"], tmp_path / "data", "--tokenizer=byte", "--workers=2")
     run, workers = started(argv, stderr=subprocess.PIPE)
     time.sleep(delay)
     os.kill(workers[0], signal.SIGKILL)
     error = run.communicate(timeout=60)[1].strip()
     assert run.returncode == 2 and "\n" not in error, error
-    assert "--workers" in error and "--max_record_mb" in error and os.listdir(tmp_path) == []
+    assert (
+        "--workers" in error and "--max_record_mb" in error and os.listdir(tmp_path / "data") == []
+    )
 
 
 @pytest.mark.slow
@@ -141,7 +145,7 @@ def test_too_many_bad_records_are_an_error_with_its_option(tmp_path, refuses):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["many.jsonl", "one.txt"])
 def test_memory_does_not_grow_with_the_corpus_or_with_a_document(tmp_path, name):
-    """For any input, the bound is 200 MB and 150 MB for each worker. The inputs here are a corpus
+    """For any input, the bound is 200 MB and 175 MB for each worker. The inputs here are a corpus
     of 80 MB and a document of 16 MB.
     """
     line = "the loop reads tokens and writes weights\n"
@@ -154,7 +158,7 @@ def test_memory_does_not_grow_with_the_corpus_or_with_a_document(tmp_path, name)
     while run.poll() is None:
         peak = max(peak, resident(run.pid))
         time.sleep(0.02)
-    assert run.returncode == 0 and peak < 500e6, peak
+    assert run.returncode == 0 and peak < 550e6, peak
 
 
 # -- inspection --
