@@ -242,6 +242,8 @@ def split_by_tokens(
             file = written["val" if row["val"] else "train"]
             ids = np.fromfile(file, encoder.dtype, int(row["tokens"]))
             at = cut - (end - len(ids) + 1)  # the token that val.bin begins with
+            while 0 < at < len(ids) - 1 and continues_character(encoder.tokenizer, int(ids[at])):
+                at -= 1
             row["val"] = at <= 0
             if 0 < at < len(ids) - 1:
                 train = np.append(ids[:at], encoder.eos)
@@ -251,6 +253,11 @@ def split_by_tokens(
     for file in written.values():
         file.close()
     return writer
+
+
+def continues_character(tokenizer: Tokenizer, token: int) -> bool:
+    """Return whether a token begins inside the UTF-8 of a character, with a byte 10xxxxxx."""
+    return b"\x80" <= tokenizer.token_bytes(token)[:1] < b"\xc0"
 
 
 def halves_of(row: np.ndarray, ids: np.ndarray, at: int, tokenizer: Tokenizer) -> np.ndarray:
