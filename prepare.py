@@ -9,8 +9,6 @@ Use the characters of a text as tokens (or its bytes: --tokenizer byte):
     python prepare.py --input a.txt --name chars --tokenizer char
 Use a tokenizer that exists already:
     python prepare.py --input wiki.jsonl.gz --name wiki_gpt2 --tokenizer gpt2
-Make one data set with many processes or machines:
-    torchrun --nproc_per_node=4 prepare.py --input 'crawl/*.gz' --name crawl
 Questions about the demo corpus and their answers, as conversations, with the demo's tokenizer:
     python prepare.py --chat --tokenizer data/demo
 Verify a data set and show some of its documents:
@@ -31,39 +29,49 @@ section. {title, content} is written like one such section. {text}, {content}, {
 ChatML, and with --chat so do instructions and prompts with their answers.
 
 A hash of each document decides whether it goes to train.bin or to val.bin. A corpus of fewer than
-1 / val_fraction documents, such as one text file, is split by text instead: its last characters, a
-val_fraction of them, become val.bin.
+1 / val_fraction documents, such as one text file, is split by tokens instead: its last tokens, a
+val_fraction of them, become val.bin. No conversation is cut in two.
 
-If prepare.py is killed, run the same command again: it continues from the work that is finished.
-The old data set stays complete until the new one replaces it. The number of workers, processes
-and interruptions does not change one byte of the result. prepare.py deletes only files that it
-wrote itself, in data/NAME, data/.NAME.tmp and data/.NAME.old.
+The new data set is written in data/.NAME.tmp, and gets its name when it is complete. Until then the
+old one stays whole: if prepare.py is killed, run the same command again. The number of workers does
+not change one byte of the result. An old data set that was made of other files, or that is not as
+prepare.py wrote it, is not deleted: it becomes data/NAME.old.
 """
 
 import os
 import re
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
-from configurator import OneRankError, UserError, columns, folded, note, parse, run
-from hardware.disk import content_sha256, file_sha256, json_bytes, remove_only, sealed, write_whole
-from text import look
-from text.cut import cut_by_text, too_few
-from text.dataset import FORMAT_VERSION, open_dataset, verify
+from configurator import UserError, columns, folded, note, parse, run
+from hardware.disk import (
+    json_bytes,
+    lock_file,
+    sealed,
+    set_aside,
+    sync_to_disk,
+    unseal,
+    write_whole,
+)
+from text import report
+from text.dataset import files_of, open_dataset, verify
 from text.demo import TAUGHT, demo_sources
-from text.encode import Encoder, Part, encode_part
-from text.folders import claim, remove_scratch, replace_set
-from text.formats import CHUNK
+from text.encode import Encoder, write_splits
+from text.hf_tokenizer import HF_FILES
 from text.landmarks import count_landmarks
-from text.merge import count, merge
-from text.ranks import Ranks, all_ranks, share_of
-from text.records import CHAT, Tally, check_bad, document_settings, printable
-from text.replay import texts_of_step
+from text.records import CHAT, document_settings, printable
 from text.settings import PrepareConfig
 from text.sources import Source, find_sources
+from text.tokenizer import SentencePiece, Tiktoken
 from text.train_tokenizer import make_tokenizer
 from training.metrics import read_metrics
+
+# What prepare.py writes in data/.NAME.tmp/set, the only files that it deletes there.
+FILES = {SentencePiece.file, Tiktoken.file, *HF_FILES, "train.bin", "val.bin", "meta.json"}
+FILES |= {f".{name}.tmp" for name in FILES}  # write_whole() was killed
+AWAY = "move it away, or choose another --name"  # what an error about a user's file suggests
 
 
 def main() -> None:
@@ -71,8 +79,7 @@ def main() -> None:
     if cfg.inspect:
         inspect(cfg)
         return
-    with all_ranks() as ranks:
-        make_data_set(cfg, ranks)
+    make_data_set(cfg)
 
 
 def inspect(cfg: PrepareConfig) -> None:
@@ -80,53 +87,55 @@ def inspect(cfg: PrepareConfig) -> None:
     folder = Path(cfg.inspect)
     if cfg.step > 0:
         path = folder / "metrics.jsonl"
-        texts = texts_of_step(path, read_metrics(path), cfg.step)
+        texts = report.texts_of_step(path, read_metrics(path), cfg.step)
     else:
         if (folder / "metrics.jsonl").is_file():
             raise UserError(f"--inspect {folder}: the folder of a run: add --step N")
         meta = open_dataset(folder)
-        print(folded(printable(look.report(meta, folder)), columns()))
+        print(folded(printable(report.summary(meta, folder)), columns()))
         for split in ("train", "val"):
             verify(folder, meta, split)
         print("  verified: both files have the hashes that meta.json says\n")
-        texts = look.document_texts(folder, meta, cfg.show, cfg.count)
+        texts = report.document_texts(folder, meta, cfg.show, cfg.count)
     for heading, text in texts:
         print(f"---- {heading}\n{printable(text)}")
 
 
-def make_data_set(cfg: PrepareConfig, ranks: Ranks) -> None:
-    """Lock the folders, call `build`, and print its report.
-
-    If `build` fails, the scratch folder stays if the same command can continue from it, and a line
-    says so.
-    """
-    name = name_of_set(cfg)
-    target = Path(cfg.data_dir) / name
-    scratch = target.with_name(f".{name}.tmp")  # in the same folder: a rename needs one file system
-    lock = claim(target, scratch) if ranks.rank == 0 else None
-    ranks.gather(None)
-    if not scratch.exists():
-        raise UserError(f"{scratch}: rank 0 made it, but it is not here: share data_dir")
-    is_kept = False
+def make_data_set(cfg: PrepareConfig) -> None:
+    """Make the data set in a folder of its own, put it in the place of the old one, and report."""
+    started = time.perf_counter()
+    sources, skipped = find_input(cfg)
+    target = Path(cfg.data_dir) / name_of_set(cfg)
+    scratch = target.with_name(f".{target.name}.tmp")  # of the same file system, for renames
+    check_folders(target, scratch)
+    lock = lock_file(scratch / ".lock", "wait for it, or choose another --name")
+    new, old = scratch / "set", scratch / "old"
     try:
-        text = build(cfg, target, scratch, ranks)
-    except BaseException as e:
-        is_kept = is_worth_keeping(scratch, cfg)
-        if is_kept and lock:
-            print(f"finished work is kept in {scratch}: run the same command again to continue")
-        if isinstance(e, MemoryError):
-            raise OneRankError("out of memory: lower --workers or --max_record_mb") from None
-        if isinstance(e, OSError) and not isinstance(e, BrokenPipeError):  # often a full disk
-            raise OneRankError(f"{e.filename or f'writing {target}'}: {e.strerror}") from None
+        if old.exists() and not os.path.lexists(target):
+            old.rename(target)  # replace() was killed between its renames
+        remove_own(new)
+        remove_own(old)
+        new.mkdir()
+        meta = write_set(cfg, sources, skipped, new)
+        text = f"\n{report.summary(meta, target)}\n"
+        if cfg.tokenizer == "train":
+            text += report.warn_of_large_vocabulary(meta)
+        text += report.first_document(new, meta)
+        replace(target, new, old)
+    except MemoryError:
+        raise UserError("out of memory: lower --workers or --max_record_mb") from None
+    except OSError as e:
+        e.filename = e.filename or str(scratch)  # a full disk does not name it
         raise
     finally:
-        if lock:
-            if not is_kept:
-                remove_scratch(scratch)
-            lock.close()
-            remove_only(scratch, ())  # if it is empty
-    if lock:
-        print(folded(printable(text), columns()))
+        with suppress(OSError):  # it has other files
+            remove_own(new)
+        (scratch / ".lock").unlink(missing_ok=True)
+        with suppress(OSError):
+            scratch.rmdir()
+        lock.release()
+    print(folded(printable(text), columns()))
+    print(f"  made in {time.perf_counter() - started:.0f} s")
 
 
 def name_of_set(cfg: PrepareConfig) -> str:
@@ -144,48 +153,69 @@ def name_of_set(cfg: PrepareConfig) -> str:
     return name
 
 
-def is_worth_keeping(scratch: Path, cfg: PrepareConfig) -> bool:
-    """Return whether a later run can continue: a shard or the whole data set is finished."""
-    size = sum(path.stat().st_size for path in scratch.glob("part*/*.bin"))
-    # Few tokens have less than two bytes, and few stand for more than eight characters.
-    has_shard = any(scratch.glob("part*/journal.json")) and size >= cfg.shard_mb * 1e6 / 4
-    return has_shard or (scratch / "set" / "meta.json").exists()
+# --------------------------------------------------------------------------------------------------
+# The folders: data/NAME, and data/.NAME.tmp with its lock, the new data set and the old one
+
+
+def check_folders(target: Path, scratch: Path) -> None:
+    """Raise UserError if something that prepare.py has not written is in its way."""
+    for path in (scratch, scratch / "set", scratch / "old", scratch / ".lock"):
+        if path.is_symlink():
+            raise UserError(f"{path} is a link, but prepare.py works there: {AWAY}")
+    if os.path.lexists(target):
+        try:
+            unseal(target / "meta.json")["splits"]
+            is_ours = not target.is_symlink()
+        except (OSError, ValueError, KeyError):
+            is_ours = False
+        if not is_ours:
+            raise UserError(f"{target} exists and is no data set of prepare.py: {AWAY}")
+
+
+def remove_own(folder: Path) -> None:
+    """Delete what prepare.py writes in a folder, and the folder. OSError if it has other files."""
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
+    if folder.exists():
+        folder.rmdir()
+
+
+def replace(target: Path, new: Path, old: Path) -> None:
+    """Put the new data set in the place of the old one, which is moved to `old` and deleted.
+
+    It is kept, as NAME.old, if it shares no input file with the new one, or is not as prepare.py
+    wrote it.
+    """
+    sync_to_disk(new)
+    if os.path.lexists(target):
+        if may_delete(target, new):
+            target.rename(old)
+        else:
+            aside = set_aside(target, f"{target.name}.old")
+            note(
+                f"the data set of that name, which is of other files or was changed, is {aside} now"
+            )
+    new.rename(target)
+    sync_to_disk(target.parent)
+    remove_own(old)
+
+
+def may_delete(folder: Path, new: Path) -> bool:
+    """Return whether a data set is whole, with no other files, and was made of a file of `new`."""
+    try:
+        meta = open_dataset(folder)
+    except UserError:
+        return False
+    own = {"train.bin", "val.bin", "meta.json", *files_of(meta["tokenizer"])}
+    inputs, new_inputs = (
+        {(s["path"], s.get("sha256")) for s in each["sources"] if "skipped" not in s}
+        for each in (meta, unseal(new / "meta.json"))
+    )
+    return own.issuperset(os.listdir(folder)) and not inputs.isdisjoint(new_inputs)
 
 
 # --------------------------------------------------------------------------------------------------
-# Making a data set: input, tokenizer, a part for each process, all parts joined, old set replaced
-
-
-def build(cfg: PrepareConfig, target: Path, scratch: Path, ranks: Ranks) -> str:
-    """Make the data set in `scratch`, put it in the place of the old one, and return the report.
-
-    Ranks above 0 return "".
-    """
-    started = time.perf_counter()
-    sources, skipped = ranks.of_first(lambda: find_input(cfg))
-    total = sum(s.bytes for s in sources)
-    workers = number_of_workers(cfg, total)
-
-    folder = scratch / "set"
-    info = ranks.of_first(lambda: make_tokenizer(cfg, sources, workers, folder))
-    encoder = Encoder(cfg, folder / info["file"], info)
-
-    # The journal of a part counts records. In .jsonl such a record is a block of lines of about
-    # CHUNK characters: with another size the same count would mean another place in the file.
-    key = {"format": FORMAT_VERSION, "chunk": CHUNK, "tokenizer": info, "ranks": ranks}
-    key |= {"documents": document_settings(cfg)}
-    part = Part(scratch / f"part{ranks.rank}", content_sha256(key), share_of(sources, ranks))
-    encode_part(cfg, part, encoder, workers, total)
-    parts = ranks.gather(part)
-    if ranks.rank > 0:
-        return ""
-
-    hashed = [source for part in parts for source in part.sources]
-    meta = write_set(cfg, parts, encoder, look.describe_sources(cfg, hashed, skipped), folder)
-    warning = look.warn_of_large_vocabulary(meta) if cfg.tokenizer == "train" else ""
-    text = f"\n{look.report(meta, target)}\n{warning}{look.first_document(folder, meta)}"
-    replace_set(folder, target)
-    return f"{text}\n  made in {time.perf_counter() - started:.0f} s"
+# Making a data set: input, tokenizer, token ids, description
 
 
 def find_input(cfg: PrepareConfig) -> tuple[list[Source], dict[str, Counter]]:
@@ -204,50 +234,35 @@ def number_of_workers(cfg: PrepareConfig, total: int) -> int:
     if total < 4e6:  # starting processes would take longer than the work
         return 1
     is_limited = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if is_limited else os.cpu_count()
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return len(os.sched_getaffinity(0)) if is_limited else os.cpu_count() or 1
 
 
 def write_set(
-    cfg: PrepareConfig, parts: list[Part], encoder: Encoder, sources: list[dict], folder: Path
+    cfg: PrepareConfig, sources: list[Source], skipped: dict[str, Counter], folder: Path
 ) -> dict:
-    """Write the data set of all parts to the folder of its tokenizer, and return its meta.json.
+    """Write a data set to an empty folder, and return its meta.json, which is written last.
 
-    sources: what it says of the files that were read.
+    skipped: for each --input argument, how many files were passed by, and why.
     """
-    tally = Tally()
-    written = {encoder.file: encoder.info["sha256"]}
-    for part in parts:
-        tally.add(part.tally)
-        written |= {path: part.states[name][1] for name, path in part.paths.items()}
-    for path, sha256 in written.items():
-        # Where a disk has no locks, another prepare.py may have written to it.
-        if file_sha256(path) != sha256:
-            raise UserError(f"{path}: changed after it was written: run the same command again")
-    check_bad(tally, cfg, tally.records)
-    splits, lengths = count(parts)
-    if not lengths:
-        raise UserError(look.no_documents(tally))
-    few = lengths.total() if too_few(splits, cfg.val_fraction) else 0
-    if few:
-        characters = sum(counts["characters"] for counts in splits.values())
-        parts = [cut_by_text(parts, characters, encoder, folder.parent / "cut")]
-        splits, lengths = count(parts)
-    for split, counts in splits.items():
+    workers = number_of_workers(cfg, sum(source.bytes for source in sources))
+    info = make_tokenizer(cfg, sources, workers, folder)
+    encoder = Encoder(cfg, folder / info["file"], info)
+    writer, tally = write_splits(cfg, sources, encoder, workers, folder)
+    if not writer.lengths:
+        raise UserError(report.no_documents(tally))
+    for split, counts in writer.counts.items():
         if not counts["documents"]:
             raise UserError(f"{split}.bin would be empty: give more text or another --val_fraction")
 
-    states = merge(parts, folder)
-    for split, counts in splits.items():
-        _, counts["sha256"] = states[split]
-    meta = look.describe_set(encoder.info, splits, lengths, tally)
-    if few:
-        meta["few_documents"] = few
+    meta = report.describe_set(info, writer.counts, writer.lengths, tally)
+    if writer.few:
+        meta["few_documents"] = writer.few
     if not cfg.fields and any(shape.startswith(CHAT) for shape in tally.shapes):
-        for split, counts in splits.items():
-            counts["answers"] = look.count_answers(folder, meta, split, encoder.tokenizer)
+        for split, counts in writer.counts.items():
+            counts["answers"] = report.count_answers(folder, meta, split, encoder.tokenizer)
     meta["landmarks"] = count_landmarks(folder, meta)
-    meta |= {"sources": sources, "settings": document_settings(cfg)}
+    meta["sources"] = report.describe_sources(cfg, sources, skipped)
+    meta["settings"] = document_settings(cfg)
     write_whole(folder / "meta.json", json_bytes(sealed(meta)))
     return meta
 

@@ -52,7 +52,7 @@ def test_every_text_of_the_corpus_comes_back(tmp_path, text):
 
 
 def test_byte_vocabulary_is_bytes_space_eos_and_unk(tmp_path):
-    # So few documents are split by text: they stay in their order.
+    # So few documents are split by tokens: they stay in their order.
     folder, meta, tokenizer = made(tmp_path, TEXTS, "byte", val_fraction=0.05)
     assert meta["vocab_size"] == 256 + 3 and "".join(all_texts(folder)) == "".join(TEXTS)
     for text in MIXED:

@@ -69,7 +69,7 @@ FORMS = [
 
 
 def test_conversations_of_every_form_become_chatml(tiny_data, tmp_path, capsys):
-    # So few documents are split by text: they stay in their order.
+    # So few documents are split by tokens: they stay in their order.
     options = ["--chat", "--val_fraction=0.05"]
     folder = chats(tiny_data, tmp_path, [record for record, _ in FORMS], *options)
     assert "".join(all_texts(folder)) == "".join(text for _, text in FORMS)

@@ -44,7 +44,7 @@ def test_every_compression_is_read_whatever_the_file_is_called(tmp_path, suffix)
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_compressed_file_that_is_cut_off_or_damaged_is_an_error(tmp_path, refuses, suffix):
+def test_a_compressed_file_that_is_damaged_is_an_error(tmp_path, refuses, suffix):
     packed = COMPRESS[suffix](jsonl(f"{t} {i}" for i in range(200) for t in TEXTS).encode())
     path = tmp_path / f"cut.jsonl.{suffix}"
     damaged = [packed[:end] for end in (len(packed) - 1, len(packed) - 9, len(packed) // 2)]
@@ -76,7 +76,7 @@ def test_parquet_without_its_package_says_what_to_install(tmp_path, refuses):
     assert "c.parquet" in error and "pip install pyarrow" in error
 
 
-def test_one_bad_byte_costs_one_record_and_another_encoding_is_an_error(tmp_path, refuses):
+def test_a_bad_byte_costs_a_record_and_a_wrong_encoding_fails(tmp_path, refuses):
     path = tmp_path / "c.jsonl"
     text = jsonl((f"你好 {i}" for i in range(200)), ensure_ascii=False)
     lines = text.encode().splitlines()
@@ -111,7 +111,7 @@ def test_other_fields_are_named_by_a_list_or_a_template(fields, text):
 
 
 @pytest.mark.parametrize("fields", ["{", "{}", "a}", "{{text}}", "{question}：{answer", "{a{b}}"])
-def test_a_brace_in_fields_that_is_not_around_a_name_is_refused_at_once(tmp_path, refuses, fields):
+def test_a_brace_in_fields_that_is_not_around_a_name_is_refused(tmp_path, refuses, fields):
     path = write_jsonl(tmp_path / "c.jsonl", [QUESTION] * 20)
     options = [f"--data_dir={tmp_path / 'data'}", "--tokenizer=byte", f"--fields={fields}"]
     assert f"fields={fields}" in refuses(prepare.main, "--input", path, *options)
@@ -134,7 +134,7 @@ def test_an_unread_record_is_named_with_what_to_do(tmp_path, refuses, record, op
     assert all(part in error for part in parts) and not (tmp_path / "c").exists()
 
 
-def test_only_a_vocabulary_that_was_trained_here_can_be_too_large(tmp_path, tiny_data, capsys):
+def test_a_vocabulary_that_is_too_large_is_warned_of_if_trained(tmp_path, tiny_data, capsys):
     corpus = write_texts(tmp_path / "c.jsonl", [f"document {n}" for n in range(20)])
     for tokenizer in ("train", tiny_data / "tiny"):
         prepare_set(tmp_path, corpus, tokenizer=tokenizer, vocab_size=290)
@@ -149,7 +149,7 @@ def test_format_reads_files_of_other_names(tmp_path):
 # -- what is left out --
 
 
-def test_texts_stay_as_they_are_and_short_ones_are_left_out_if_asked_for(tmp_path):
+def test_texts_stay_as_they_are_and_min_tokens_drops_short_ones(tmp_path):
     texts = [f"document number {i}" for i in range(40)]
     texts += ["document number 3", "x", "ﬁne １", "bell\a and tab\t", "document number 3"]
     corpus = write_texts(tmp_path / "c.jsonl", texts)

@@ -11,7 +11,7 @@ from conftest import call, make_records, write_jsonl
 
 import prepare
 from configurator import UserError
-from hardware.disk import Lock
+from hardware.disk import lock_file
 from text.dataset import load_tokenizer, open_dataset, open_split
 from text.demo import demo_sources, documentation
 from text.formats import Reader
@@ -65,7 +65,7 @@ def documents(folder: Path) -> Counter:
 
 
 @pytest.mark.parametrize("chinese", ["均摊分析", "カタカナ", "𠀀𠀁𠀂𠀃"])
-def test_the_marks_are_full_width_from_one_letter_in_twenty_on(chinese):
+def test_marks_are_full_width_from_one_letter_in_twenty_on(chinese):
     for letters, joined in ((76, "a：{}。"), (77, "a: {}")):
         code = "x" * (letters - 1) + " = (1 + 2) / 3;" * 20
         for content in (chinese + code, code + chinese):
@@ -112,7 +112,7 @@ def test_known_record_shapes_and_no_others_become_text(record, text):
 
 @pytest.mark.parametrize("encoding", ["gb18030", "utf-16", "utf-8"])
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "tsv"])
-def test_every_record_format_gives_the_same_documents_in_every_encoding(tmp_path, suffix, encoding):
+def test_every_format_gives_the_same_texts_in_every_encoding(tmp_path, suffix, encoding):
     texts = [f'{t}, 鎔鑄 number {i} "quoted"\tand tab' for i in range(12) for t in TEXTS]
     separator = "\t" if suffix == "tsv" else ","
     quoted = [t.replace('"', '""') for t in texts]
@@ -195,11 +195,11 @@ def test_a_large_vocabulary_is_written_in_32_bits(tmp_path):
 def test_two_runs_of_one_name_never_mix(tmp_path, refuses):
     corpus = write_jsonl(tmp_path / "c.jsonl", make_records(40))
     scratch = tmp_path / "data" / ".set.tmp"
-    other = Lock(scratch, "wait")  # a running prepare.py holds this lock
+    other = lock_file(scratch / ".lock", "wait")  # a running prepare.py holds this lock
     options = [f"--data_dir={tmp_path / 'data'}", "--name=set"]
     error = refuses(prepare.main, "--input", corpus, *options)
-    assert "another process is writing" in error and scratch.exists()
-    other.close()
+    assert str(scratch) in error and scratch.exists()
+    other.release()
     prepare_set(tmp_path, corpus)
 
 
@@ -266,7 +266,7 @@ def test_the_demo_corpus_is_prose_and_the_same_every_time():
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared corpora")
-def test_a_real_corpus_is_prepared_with_the_stored_tokenizer_of_gpt2(tmp_path, monkeypatch):
+def test_a_real_corpus_is_prepared_with_the_tokenizer_of_gpt2(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
     corpus = tmp_path / "some.jsonl"
     with gzip.open(SHARED / "corpora" / "oi_wiki_zh.jsonl.gz", "rt", encoding="utf-8") as f:

@@ -1,6 +1,4 @@
-"""A long job that is killed, or short of memory or disk, or split over processes, ends in the same
-bytes or in a clear error of one line.
-"""
+"""A long job that is killed, or short of memory or disk, ends in the same bytes or in one line."""
 
 import gzip
 import json
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REPO, call, contents, ended, make_records, python, train_tiny, write_jsonl
+from conftest import REPO, call, contents, make_records, python, train_tiny, write_jsonl
 from test_prepare import documents, prepare_set
 
 import prepare
@@ -24,32 +22,25 @@ from hardware.machine import read_if_there
 from text.dataset import load_tokenizer, open_dataset
 from training import step
 
-TINY_SHARDS = "--shard_mb=0.02"
 OF_REFERENCE = ["--vocab_size=400"]
 
 
-def command(corpus: list[Path], data: Path, *options: str, n: int = 1) -> list[str]:
+def command(corpus: list[Path], data: Path, *options: str) -> list[str]:
     usual = [f"--data_dir={data}", "--name=set", "--val_fraction=0.3"]
-    return python(n, REPO / "prepare.py", "--input", *corpus, *usual, *options)
+    return python(1, REPO / "prepare.py", "--input", *corpus, *usual, *options)
 
 
-def finish(corpus: list[Path], data: Path, *options: str) -> None:
-    """Run prepare.py to its end, in a process of its own."""
-    subprocess.run(command(corpus, data, *options), check=True, stdout=subprocess.DEVNULL)
-
-
-def workers(pid: int) -> list[str]:
-    """Return the ids of the child processes that multiprocessing has started for a process."""
-    argv = ["pgrep", "-P", str(pid), "-f", "spawn_main"]
-    return subprocess.run(argv, capture_output=True, text=True).stdout.split()
-
-
-def journal(data: Path) -> dict:
-    """Return what prepare.py has noted about its finished shards, if it has finished any."""
-    try:
-        return json.loads((data / ".set.tmp" / "part0" / "journal.json").read_text())
-    except (OSError, ValueError):
-        return {"text": 0}
+def started(argv: list[str], **options) -> tuple[subprocess.Popen, list[int]]:
+    """Start prepare.py; return it, and the ids of its workers, when the first of them runs."""
+    run = subprocess.Popen(argv, stdout=subprocess.DEVNULL, text=True, **options)
+    workers = []
+    while not workers and run.poll() is None:
+        time.sleep(0.002)
+        pids = subprocess.run(
+            ["pgrep", "-P", str(run.pid), "-f", "spawn_main"], capture_output=True
+        )
+        workers = [int(pid) for pid in pids.stdout.split()]
+    return run, workers
 
 
 @pytest.fixture(scope="module")
@@ -69,130 +60,83 @@ def reference(corpus, tmp_path_factory) -> Path:
     return prepare_set(root, *corpus, tokenizer="train", vocab_size=400, workers=1)[0]
 
 
-def after_a_shard(argv: list[str], data: Path, **pipes) -> subprocess.Popen:
-    """Start prepare.py, and return it when it has finished the next shard, or ended."""
-    reached = journal(data)["text"]
-    env = os.environ | {"PYTHONUNBUFFERED": "1"}  # so that a kill loses nothing that was printed
-    run = subprocess.Popen(argv, env=env, text=True, **pipes)
-    while run.poll() is None and journal(data)["text"] <= reached:
-        time.sleep(0.002)
-    return run
-
-
 @pytest.mark.slow
-def test_killed_at_any_moment_it_goes_on_and_ends_in_the_same_bytes(corpus, reference, tmp_path):
+@pytest.mark.parametrize("delay", [0.0, 0.6, 1.2])
+def test_a_kill_leaves_the_old_set_and_ends_the_workers(corpus, reference, tmp_path, delay):
     old = write_jsonl(tmp_path / "old.jsonl", make_records(40, seed=9))
-    finish([old], tmp_path, "--tokenizer=byte")
-    of_old = contents(tmp_path / "set")
-    argv = command(corpus, tmp_path, *OF_REFERENCE, "--workers=2", TINY_SHARDS)
-    kills = 0
-    for delay in (0.1, 0.0, 0.05, 0.1, 0.15):
-        reached = journal(tmp_path)["text"]
-        run = after_a_shard(argv, tmp_path, stdout=subprocess.PIPE)
-        time.sleep(delay)
-        run.kill()
-        assert ("continuing after" in run.communicate(timeout=60)[0]) == (reached > 0)
-        if contents(tmp_path / "set") == contents(reference):  # it was at its end already
-            break
-        kills += 1
-        assert contents(tmp_path / "set") == of_old  # never a mixture
-    subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
-    assert kills >= 2
+    call(prepare.main, *command([old], tmp_path, "--tokenizer=byte")[2:])
+    before = contents(tmp_path / "set")
+    argv = command([old, *corpus], tmp_path, *OF_REFERENCE, "--workers=2")
+    run, workers = started(argv)
+    time.sleep(delay)
+    run.kill()
+    run.wait()
+    assert workers and (run.returncode == 0 or contents(tmp_path / "set") == before)
+    deadline = time.monotonic() + 20
+    # What has ended has no command line, even if nobody has asked for its exit code.
+    while any(read_if_there(f"/proc/{pid}/cmdline") for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    subprocess.run(command(corpus, tmp_path, *OF_REFERENCE), check=True, capture_output=True)
     assert contents(tmp_path / "set") == contents(reference)
     assert not (tmp_path / ".set.tmp").exists()
 
 
 @pytest.mark.slow
-def test_workers_end_when_the_main_process_is_killed(corpus, tmp_path):
-    argv = command(corpus, tmp_path, "--vocab_size=400", "--workers=2", TINY_SHARDS)
-    run = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
-    started = []
-    while not started and run.poll() is None:
-        time.sleep(0.01)
-        started = workers(run.pid)
-    run.kill()
-    run.wait()
-    deadline = time.monotonic() + 20
-    while started:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-        # What has ended has no command line, even if nobody has asked for its exit code.
-        started = [pid for pid in started if read_if_there(f"/proc/{pid}/cmdline")]
-
-
-@pytest.mark.parametrize("delay", [0.0, 0.15])
-def test_ctrl_c_while_the_workers_start_is_one_line(corpus, tmp_path, delay):
-    argv = command(corpus, tmp_path, "--tokenizer=byte", "--workers=3")
-    pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    run = subprocess.Popen(argv, start_new_session=True, **pipes)
-    while run.poll() is None and not workers(run.pid):
-        time.sleep(0.002)
-    time.sleep(delay)
-    os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to all processes
-    error = run.communicate(timeout=60)[1]
-    assert run.returncode == 130 and "Traceback" not in error
-    assert error.splitlines()[-1].strip() == "interrupted"
-
-
-@pytest.mark.slow
-def test_a_killed_worker_is_one_clear_line_and_the_work_is_kept(corpus, reference, tmp_path):
-    argv = command(corpus, tmp_path, *OF_REFERENCE, "--workers=2", TINY_SHARDS)
-    run = after_a_shard(argv, tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    for pid in workers(run.pid):
-        os.kill(int(pid), signal.SIGKILL)
-    error = run.communicate(timeout=60)[1].strip()
-    assert run.returncode == 2 and "\n" not in error, error
-    assert "--workers" in error and not (tmp_path / "set").exists()
-    finish(corpus, tmp_path, *OF_REFERENCE)
+def test_the_number_of_workers_does_not_change_a_byte(corpus, reference, tmp_path):
+    argv = command(corpus, tmp_path, *OF_REFERENCE, "--workers=3")
+    subprocess.run(argv, check=True, capture_output=True)
     assert contents(tmp_path / "set") == contents(reference)
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_one_clear_line_and_the_work_is_kept(corpus, reference, tmp_path):
+@pytest.mark.parametrize("delay", [0.0, 0.15, 1.0])
+def test_ctrl_c_while_workers_start_or_work_is_one_line(corpus, tmp_path, delay):
+    argv = command(corpus, tmp_path, *OF_REFERENCE, "--workers=3")
+    run, _ = started(argv, start_new_session=True, stderr=subprocess.PIPE)
+    time.sleep(delay)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to all processes
+    error = run.communicate(timeout=60)[1]
+    assert run.returncode == 130 and error.strip() == "interrupted"
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", [0.0, 1.0])
+def test_a_killed_worker_is_one_clear_line(tmp_path, delay):
+    line = json.dumps({"text": "a line of a text\n" * 60}) + "\n"
+    (tmp_path / "c.jsonl").write_text(line * 40_000)
+    argv = command([tmp_path / "c.jsonl"], tmp_path / "data", "--tokenizer=byte", "--workers=2")
+    run, workers = started(argv, stderr=subprocess.PIPE)
+    time.sleep(delay)
+    os.kill(workers[0], signal.SIGKILL)
+    error = run.communicate(timeout=60)[1].strip()
+    assert run.returncode == 2 and "\n" not in error, error
+    assert (
+        "--workers" in error and "--max_record_mb" in error and os.listdir(tmp_path / "data") == []
+    )
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line_and_leaves_nothing(corpus, tmp_path):
     """A limit on file sizes stands for a full disk: the write fails with another error number."""
 
     def limit():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, 1_500_000))
 
-    argv = command(corpus, tmp_path, *OF_REFERENCE, TINY_SHARDS)
+    argv = command(corpus, tmp_path, *OF_REFERENCE)
     run = subprocess.run(argv, preexec_fn=limit, capture_output=True, text=True)
     assert run.returncode == 2 and run.stderr.count("\n") == 1, run.stderr
-    assert "File too large" in run.stderr and "run the same command again" in run.stdout
-    finish(corpus, tmp_path, *OF_REFERENCE, TINY_SHARDS)
-    assert contents(tmp_path / "set") == contents(reference)
+    assert str(tmp_path / ".set.tmp") in run.stderr and os.listdir(tmp_path) == []
 
 
-def test_too_many_bad_records_can_be_allowed_without_reading_all_again(tmp_path, refuses, capsys):
+def test_too_many_bad_records_are_an_error_with_its_option(tmp_path, refuses):
     corpus = write_jsonl(tmp_path / "c.jsonl", [*make_records(300), *[{"x": 1}] * 30])
-    options = [f"--data_dir={tmp_path}", "--tokenizer=byte", TINY_SHARDS, "--val_fraction=0.2"]
-    error = refuses(prepare.main, "--input", corpus, *options)
-    assert "30 of 330" in error and "--max_bad" in error
+    options = [f"--data_dir={tmp_path}", "--tokenizer=byte", "--val_fraction=0.2"]
+    assert "--max_bad" in refuses(prepare.main, "--input", corpus, *options)
     call(prepare.main, "--input", corpus, *options, "--max_bad=0.1")
-    assert "continuing after" in capsys.readouterr().out
     assert open_dataset(tmp_path / "c")["records"]["read"] == 330
-
-
-# -- several processes --
-
-
-@pytest.mark.slow
-def test_several_processes_make_the_same_data_set_as_one(corpus, reference, tmp_path):
-    run = ended(command(corpus, tmp_path, *OF_REFERENCE, n=3), subprocess.run)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert contents(tmp_path / "set") == contents(reference)
-    sources = open_dataset(tmp_path / "set")["sources"]
-    assert [source["path"] for source in sources] == list(map(str, corpus))
-    assert sorted(os.listdir(tmp_path)) == ["set"]
-
-
-@pytest.mark.slow
-def test_a_file_that_cannot_be_read_is_named_whichever_process_meets_it(corpus, tmp_path):
-    cut = tmp_path / "cut.jsonl.gz"
-    cut.write_bytes(gzip.compress(corpus[0].read_bytes())[:-100])
-    run = ended(command([corpus[0], cut], tmp_path, "--tokenizer=byte", n=2))
-    assert run.returncode != 0 and f"error: rank 1: {cut}: damaged or cut off" in run.stderr
-    assert "Traceback (" not in run.stderr and not (tmp_path / "set").exists()
 
 
 # -- memory --
@@ -201,7 +145,7 @@ def test_a_file_that_cannot_be_read_is_named_whichever_process_meets_it(corpus, 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["many.jsonl", "one.txt"])
 def test_memory_does_not_grow_with_the_corpus_or_with_a_document(tmp_path, name):
-    """For any input, the bound is 200 MB and 150 MB for each worker. The inputs here are a corpus
+    """For any input, the bound is 200 MB and 175 MB for each worker. The inputs here are a corpus
     of 80 MB and a document of 16 MB.
     """
     line = "the loop reads tokens and writes weights\n"
@@ -214,7 +158,7 @@ def test_memory_does_not_grow_with_the_corpus_or_with_a_document(tmp_path, name)
     while run.poll() is None:
         peak = max(peak, resident(run.pid))
         time.sleep(0.02)
-    assert run.returncode == 0 and peak < 500e6, peak
+    assert run.returncode == 0 and peak < 550e6, peak
 
 
 # -- inspection --

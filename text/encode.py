@@ -1,14 +1,10 @@
-"""Turn documents into token ids, on all cores.
-
-Every process writes its tokens into a part: files that only grow, and a journal. The journal says
-how much of the files is finished and which place in the input that corresponds to.
-"""
+"""Turn documents into token ids, on all cores, and write them to train.bin and val.bin."""
 
 import hashlib
-import io
 import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,14 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from configurator import OneRankError, UserError
-from hardware.disk import Lock, json_bytes, sealed, write_whole
+from configurator import UserError
 from hardware.terminal import ProgressBar
 from text.chat import marks_of
 from text.dataset import id_type
 from text.formats import Chunk, Reader
 from text.pool import in_order
-from text.records import Tally, check_bad, documents, foreseen
+from text.records import CHAT, Tally, check_bad, documents, foreseen
 from text.settings import PrepareConfig
 from text.sources import Source
 from text.tokenizer import IM_END, IM_START, Tokenizer, open_tokenizer
@@ -33,6 +28,7 @@ from text.tokenizer import IM_END, IM_START, Tokenizer, open_tokenizer
 # One row for each document, in the order of the input: its tokens with the eos, the bytes of its
 # UTF-8, its characters, and whether it is in val.bin and not in train.bin.
 ROW = np.dtype([("tokens", "<u8"), ("bytes", "<u8"), ("characters", "<u8"), ("val", "?")])
+Buffer = bytes | np.ndarray  # token ids
 SEGMENT = 1 << 20  # characters; a longer document is encoded in segments, to save memory
 
 
@@ -144,108 +140,135 @@ def segments(text: str) -> Iterator[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The part of one process
+# From the documents of all chunks to train.bin and val.bin
 
 
-class HashedFile(io.FileIO):
-    """A file that hashes (SHA-256) what is read from it or written to it, from its beginning on.
+class SplitWriter:
+    """Writes and counts the two splits of a data set. The files must not exist yet.
 
-    It has no buffer, so state() is that of the file on the disk.
+    few: the number of documents, if they are too few to be chosen by their hash.
     """
 
-    read, readall = io.RawIOBase.read, io.RawIOBase.readall  # FileIO's own do not call readinto()
+    def __init__(self, folder: Path, val_fraction: float, few: int = 0):
+        self.val_fraction = val_fraction
+        self.few = few
+        self.files = {split: open(folder / f"{split}.bin", "xb") for split in ("train", "val")}
+        self.hashes = {split: hashlib.sha256() for split in self.files}
+        zeros = dict(tokens=0, documents=0, bytes=0, characters=0)
+        self.counts = {split: zeros.copy() for split in self.files}
+        self.lengths: Counter = Counter()  # length of a document in tokens -> documents
+        self.rows: list[np.ndarray] = []  # of all documents, for as long as they are few
 
-    def __init__(self, path: str | Path, mode: str = "rb"):
-        super().__init__(path, mode)
-        self.digest = hashlib.sha256()
-        self.bytes_read = 0
+    @property
+    def has_few(self) -> bool:
+        """Whether there are too few documents to choose some of them for val.bin.
 
-    def readinto(self, buffer) -> int:
-        n = super().readinto(buffer)
-        self.digest.update(memoryview(buffer)[:n])
-        self.bytes_read += n
-        return n
+        Fewer than 1 / val_fraction are too few. So are more, if the hash puts all into one split.
+        """
+        numbers = [counts["documents"] for counts in self.counts.values()]
+        return sum(numbers) * self.val_fraction < 1 or 0 in numbers
 
-    def write(self, data: bytes) -> None:
-        left = memoryview(data)
-        while left:  # the system may write a part of it
-            n = super().write(left)
-            self.digest.update(left[:n])
-            left = left[n:]
-
-    def state(self) -> list:
-        """Return the place in the file, and the hash of all before it."""
-        return [self.tell(), self.digest.hexdigest()]
-
-
-class Part:
-    """The tokens and rows that one process writes, in a folder of its own that only it writes to.
-
-    The files only grow. The journal contains their sizes and hashes, and the position in the input
-    that these correspond to. It is replaced as a whole, and only when a shard is on the disk. A
-    restart cuts the files to the sizes in the journal.
-    """
-
-    def __init__(self, folder: Path, key: str, sources: list[Source]):
-        self.folder = folder
-        self.journal = folder / "journal.json"
-        self.key = key  # identifies the settings, the tokenizer, the rank and the number of ranks
-        self.sources = sources  # the files that the process reads
-        self.paths = {name: folder / f"{name}.bin" for name in ("train", "val", "rows")}
-        self.file = 0  # the position in the input when it was opened: this file,
-        self.record = 0  # of which so many records are done
-        self.text = 0  # characters so far
-        self.tally = Tally()
-        self.states = {}  # name -> HashedFile.state() when the journal was written
-        self.files = {}  # name -> HashedFile, while the part is open
-
-    def open(self) -> None:
-        """Begin with empty files."""
-        for name, path in self.paths.items():
-            # Unlink the old file, do not cut it: a data set may have a hard link to the same file.
-            path.unlink(missing_ok=True)
-            self.files[name] = HashedFile(path, "xb")
-
-    def write(self, encoded: Encoded) -> None:
-        self.files["train"].write(encoded.train)
-        self.files["val"].write(encoded.val)
-        self.files["rows"].write(encoded.rows.tobytes())
-        self.tally.add(encoded.tally)
-        self.text += int(encoded.rows["characters"].sum())
-
-    def commit(self, file: int, record: int) -> None:
-        """Write everything to the disk, then the journal, with this position in the input."""
-        for name, growing in self.files.items():
-            os.fsync(growing.fileno())
-            self.states[name] = growing.state()
-        content = {"key": self.key, "file": file, "record": record, "text": self.text}
-        content |= {"files": self.states, "tally": vars(self.tally)}
-        # The hash of the file at this position is not known before its end is read.
-        content["hashes"] = [source.sha256 for source in self.sources[:file]]
-        write_whole(self.journal, json_bytes(sealed(content)))
+    def write(self, rows: np.ndarray, train: Buffer, val: Buffer) -> None:
+        """Write the token ids of some documents. rows: (documents,) of ROW."""
+        for split, data in (("train", train), ("val", val)):
+            self.files[split].write(data)
+            self.hashes[split].update(data)
+            written = rows[rows["val"] == (split == "val")]
+            counts = self.counts[split]
+            counts["documents"] += len(written)
+            for name in ("tokens", "bytes", "characters"):
+                counts[name] += int(written[name].sum())
+        self.lengths.update(rows["tokens"].tolist())
+        if self.has_few:
+            self.rows.append(rows)
+        else:
+            self.rows.clear()
 
     def close(self) -> None:
-        for file in self.files.values():
-            file.close()
-        self.files = {}  # open files cannot be sent to another process, and the part is, to rank 0
+        """Write everything to the disk, and complete the counts by the hash of each file."""
+        for split, file in self.files.items():
+            with file:
+                file.flush()
+                os.fsync(file.fileno())
+            self.counts[split]["sha256"] = self.hashes[split].hexdigest()
 
 
-def encode_part(cfg: PrepareConfig, part: Part, encoder: Encoder, workers: int, total: int) -> None:
-    """Encode the files of this process, as far as an earlier run has not done so, into its part.
+def write_splits(
+    cfg: PrepareConfig, sources: list[Source], encoder: Encoder, workers: int, folder: Path
+) -> tuple[SplitWriter, Tally]:
+    """Encode all files into train.bin and val.bin. Return what was written, and the records.
 
-    The part is committed after every --shard_mb million characters. total: bytes that all processes
-    read.
+    Raises UserError if too many records are bad.
     """
-    try:
-        with closing(Lock(part.folder, "choose another --name")), closing(part):
-            part.open()
-            reader = Reader(part.sources, cfg)
-            size = sum(source.bytes for source in part.sources)
-            with ProgressBar("encoding", total=size, unit_scale=True) as bar:
-                for chunk, encoded in in_order(encoder, reader.chunks(), workers):
-                    part.write(encoded)
-                    check_bad(part.tally, cfg, foreseen(part.tally, chunk, total))
-                    bar.update(chunk.bytes_read - bar.n)
-            part.commit(len(part.sources), 0)
-    except UserError as e:
-        raise OneRankError(str(e)) from None  # the other ranks do not know of it
+    tally = Tally()
+    total = sum(source.bytes for source in sources)
+    writer = SplitWriter(folder, cfg.val_fraction)
+    with closing(writer), ProgressBar("encoding", total=total, unit_scale=True) as bar:
+        for chunk, encoded in in_order(encoder, Reader(sources, cfg).chunks(), workers):
+            writer.write(encoded.rows, encoded.train, encoded.val)
+            tally.add(encoded.tally)
+            check_bad(tally, cfg, foreseen(tally, chunk, total))
+            bar.update(chunk.bytes_read - bar.n)
+    check_bad(tally, cfg, tally.records)
+    if writer.has_few and writer.lengths:
+        has_chats = any(shape.startswith(CHAT) for shape in tally.shapes)
+        writer = split_by_tokens(np.concatenate(writer.rows), encoder, has_chats, folder)
+    return writer, tally
+
+
+def split_by_tokens(
+    rows: np.ndarray, encoder: Encoder, keep_whole: bool, folder: Path
+) -> SplitWriter:
+    """Write few documents anew: the last val_fraction of their tokens, eos not counted, are val.
+
+    The cut lies between two documents if that makes val.bin at most a quarter smaller or larger,
+    and always with keep_whole, for conversations. Else the document at the cut becomes two.
+    rows: (documents,) of ROW, in the order of the input.
+    """
+    ends = np.cumsum(rows["tokens"].astype(np.int64) - 1)  # (documents,): tokens up to its end
+    total = ends[-1]
+    cut = int(total * (1 - encoder.cfg.val_fraction))
+    nearest = ends[np.abs(ends - cut).argmin()]
+    if keep_whole or abs(nearest - cut) <= (total - cut) / 4:
+        cut = nearest
+    written = {}
+    for split in ("train", "val"):
+        path = folder / f"{split}.bin"
+        written[split] = open(path, "rb")
+        path.unlink()
+    writer = SplitWriter(folder, encoder.cfg.val_fraction, few=len(rows))
+    with closing(writer):
+        for row, end in zip(rows, ends, strict=True):
+            file = written["val" if row["val"] else "train"]
+            ids = np.fromfile(file, encoder.dtype, int(row["tokens"]))
+            at = cut - (end - len(ids) + 1)  # the token that val.bin begins with
+            while 0 < at < len(ids) - 1 and continues_character(encoder.tokenizer, int(ids[at])):
+                at -= 1
+            row["val"] = at <= 0
+            if 0 < at < len(ids) - 1:
+                train = np.append(ids[:at], encoder.eos)
+                writer.write(halves_of(row, ids, at, encoder.tokenizer), train, ids[at:])
+            else:
+                writer.write(row[None], *((b"", ids) if row["val"] else (ids, b"")))
+    for file in written.values():
+        file.close()
+    return writer
+
+
+def continues_character(tokenizer: Tokenizer, token: int) -> bool:
+    """Return whether a token begins inside the UTF-8 of a character, with a byte 10xxxxxx."""
+    return b"\x80" <= tokenizer.token_bytes(token)[:1] < b"\xc0"
+
+
+def halves_of(row: np.ndarray, ids: np.ndarray, at: int, tokenizer: Tokenizer) -> np.ndarray:
+    """Return the rows (2,) of a document that is cut before token `at`, which begins val.bin."""
+    sizes = np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)])
+    sizes = sizes[ids[:-1]]  # (tokens,): bytes of each
+    halves = np.array([row, row])
+    halves["tokens"] = at + 1, len(ids) - at
+    halves["val"] = False, True
+    for name in ("bytes", "characters"):
+        # A share of the row's own count, since some tokenizers do not decode every text to itself.
+        left = round(int(row[name]) * int(sizes[:at].sum()) / max(1, int(sizes.sum())))
+        halves[name] = left, int(row[name]) - left
+    return halves

@@ -45,9 +45,8 @@ def count_landmarks(folder: Path, meta: dict) -> dict[str, float]:
     if len(train) < 2 or len(val) < 2:
         return {}
     pairs, counts = count_pairs(train, V, MOST)
-    left = pairs // V
-    followers = np.bincount(left, minlength=V)  # (V,): different tokens that follow each token
-    followed = np.bincount(left, counts, V)  # (V,): how often a token has one that follows
+    followers = np.bincount(pairs // V, minlength=V)  # (V,): different tokens that follow each
+    followed = np.bincount(pairs // V, counts, V)  # (V,): how often a token has one that follows
     p1 = np.maximum(followed - D, 0) + D * np.count_nonzero(followed) / V
     p1 /= counts.sum()  # (V,): the probability of each token
 
@@ -58,11 +57,9 @@ def count_landmarks(folder: Path, meta: dict) -> dict[str, float]:
     p2 = np.maximum(seen - D, 0) + D * followers[v] * p1[w]
     # A token that nothing has followed tells nothing of the next one.
     p2 = np.where(followed[v] > 0, p2 / np.maximum(followed[v], 1), p1[w])
-
-    def loss(p: np.ndarray) -> float:
-        return round(float(np.average(-np.log(p), weights=times)), 4)
-
-    return {"unigram": loss(p1[w]), "bigram": loss(p2), "bigram_tokens": int(counts.sum())}
+    losses = {"unigram": p1[w], "bigram": p2}
+    losses = {k: round(float(np.average(-np.log(p), weights=times)), 4) for k, p in losses.items()}
+    return losses | {"bigram_tokens": int(counts.sum())}
 
 
 def count_pairs(ids: np.ndarray, V: int, most_pairs: int) -> tuple[np.ndarray, np.ndarray]:
@@ -75,27 +72,21 @@ def count_pairs(ids: np.ndarray, V: int, most_pairs: int) -> tuple[np.ndarray, n
     if n > most_pairs:
         starts = np.linspace(0, n - STRETCH, most_pairs // STRETCH).astype(int)
     dtype = np.uint32 if V <= 1 << 16 else np.int64  # V V - 1 fits into it
-    pairs = []
-    for start in starts:
-        stretch = ids[start : start + STRETCH + 1].astype(dtype)
-        pairs.append(stretch[:-1] * V + stretch[1:])
-    return np.unique(np.concatenate(pairs), return_counts=True)
+    stretches = [ids[start : start + STRETCH + 1].astype(dtype) for start in starts]
+    pairs = np.concatenate([stretch[:-1] * V + stretch[1:] for stretch in stretches])
+    return np.unique(pairs, return_counts=True)
 
 
 def mixed_landmarks(sets: list[DataSet], loss_on: LossOn) -> dict[str, float]:
     """Return name -> loss of the landmarks of the data sets of a run, in nats per token.
 
-    There are none of answers alone.
-
-    In a mixture, each is the mean over the data sets, weighted by their shares. A data set with a
-    split of one token has none but ln V: then that is all.
+    There are none of answers alone. In a mixture, each is the mean over the data sets, weighted by
+    their shares. A data set with a split of one token has none but ln V: then that is all.
     """
     if loss_on == "answers":
         return {}
     mixed = {"uniform": math.log(sets[0].meta["vocab_size"])}
-    counted = [data.meta["landmarks"] for data in sets]
-    if all(counted):
-        for name in ("unigram", "bigram"):
-            pairs = zip(sets, counted, strict=True)
-            mixed[name] = sum(float(data.weight) * of_set[name] for data, of_set in pairs)
+    for name in ("unigram", "bigram"):
+        if all(data.meta["landmarks"] for data in sets):
+            mixed[name] = sum(float(x.weight) * x.meta["landmarks"][name] for x in sets)
     return mixed

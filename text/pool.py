@@ -1,23 +1,15 @@
-"""Worker processes: each does the same task with other chunks, and the results keep their order.
+"""Worker processes: each does the same task with other chunks, and the results keep their order."""
 
-concurrent.futures' own processes would be shorter, but its thread that fills their queue waits for
-ever if they are killed while they are being shut down (Python 3.11), and they stay when the main
-process is killed. Here, each thread of a ThreadPoolExecutor has one worker, and waits for it alone.
-"""
-
+import multiprocessing
 import os
 import signal
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from multiprocessing.resource_tracker import ensure_running
+from multiprocessing.connection import wait
 from typing import Any
 
 from configurator import UserError
@@ -36,39 +28,27 @@ LEAN = {
 }
 
 
-def start_worker(task: Task, processes: list[BaseProcess]) -> Connection:
-    """Start a worker for the thread that calls this, and return the pipe to it."""
-    # The process inherits the mask: Ctrl-C is handled by the main process, which then kills it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    context = get_context("spawn")
-    pipe, other_end = context.Pipe()
-    process = context.Process(target=serve, args=(task, other_end), daemon=True)
-    processes.append(process)
-    process.start()
-    other_end.close()  # now only the process holds it, and `pipe` fails when that ends
-    return pipe
+def begin_worker(task: Task) -> None:
+    """Keep the task for do_task(), and end this worker when the main process ends."""
+    global worker_task
+    worker_task = task
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def serve(task: Task, pipe: Connection) -> None:
-    """Do the work of a worker process, until the main process has ended."""
-    with suppress(EOFError, OSError):
-        while True:
-            chunk = pipe.recv()
-            try:
-                result = task(chunk)
-            except Exception as e:
-                if not isinstance(e, (UserError, MemoryError)):
-                    traceback.print_exc()  # the place is lost when the error is sent
-                result = e
-            pipe.send(result)
+def end_with_parent() -> None:
+    wait([multiprocessing.parent_process().sentinel])  # a pipe that the end of the parent closes
+    os._exit(1)
+
+
+def do_task(chunk: Chunk) -> Any:
+    return worker_task(chunk)
 
 
 def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Any]]:
     """Yield (chunk, result of the task) for every chunk, in their order, with few in memory.
 
-    With one worker this process does the work itself. With several, of which no more are started
-    than there are chunks, the chunks that are yielded have lost their records. Raises UserError if
-    a worker was killed.
+    With one worker this process does the work itself. With several, the chunks that are yielded
+    have lost their records. Raises UserError if a worker was killed.
     """
     if workers == 1:
         for chunk in chunks:
@@ -76,37 +56,26 @@ def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tupl
         return
     for name, value in LEAN.items():
         os.environ.setdefault(name, value)
-    ensure_running()  # else the start of a process would do so, and let SIGINT through again
-    processes: list[BaseProcess] = []
-    of_thread = threading.local()
-
-    def in_worker(chunk: Chunk) -> Any:
-        try:
-            if not hasattr(of_thread, "pipe"):
-                of_thread.pipe = start_worker(task, processes)
-            of_thread.pipe.send(chunk)
-            result = of_thread.pipe.recv()
-        except (EOFError, OSError):
-            reason = "a worker process could not start or was killed, as happens when memory"
-            raise UserError(f"{reason} runs out: lower --workers") from None
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    threads = ThreadPoolExecutor(workers)  # starts a thread when none of those it has is free
+    # Not fork: the main process has threads by now, and a copy of their locks may stay locked.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, begin_worker, (task,))
     waiting = deque()
     try:
         for chunk in chunks:
-            waiting.append((replace(chunk, records=[]), threads.submit(in_worker, chunk)))
+            # Workers inherit the mask: the main process handles Ctrl-C, and then kills them.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            waiting.append((replace(chunk, records=[]), pool.submit(do_task, chunk)))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             del chunk
             while waiting and (waiting[0][1].done() or len(waiting) > 3 * workers):
                 position, future = waiting.popleft()
                 yield position, future.result()
         for position, future in waiting:
             yield position, future.result()
+    except BrokenProcessPool:
+        reason = "a worker process could not start or was killed, as happens when memory runs out"
+        raise UserError(f"{reason}: lower --workers or --max_record_mb") from None
     finally:
-        # Ctrl-C may come at any moment, even while a worker starts: nothing here waits for one.
-        threads.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            if process.pid:
-                process.kill()  # it writes no files
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.kill()  # it writes no files

@@ -58,9 +58,6 @@ class PrepareConfig:
         10, "million characters sampled to train a tokenizer; 50 for a large vocabulary"
     )
     workers: int = option(0, "number of worker processes; 0: one for each core", group="Work")
-    shard_mb: float = option(
-        64.0, "million characters between points from which a killed run can continue"
-    )
     inspect: str = option(
         "",
         "a data set to verify and show; with --step, the folder of a run",
@@ -75,7 +72,7 @@ class PrepareConfig:
     )
 
     def problems(self) -> list[str]:
-        sizes = min(self.train_mb, self.shard_mb, self.count)
+        sizes = min(self.train_mb, self.count)
         is_show = re.fullmatch(r"first|random|\d+", self.show)
         extra = self.tokenizer in ("char", "byte") and self.vocab_size != PrepareConfig.vocab_size
         stray = re.search("[{}]", FIELD.sub("", self.fields))
@@ -87,7 +84,7 @@ class PrepareConfig:
             "max_bad must be between 0 and 1": 0 <= self.max_bad <= 1,
             f"vocab_size of tokenizer=train must be at least {LEAST}": self.vocab_size >= LEAST,
             f"tokenizer={self.tokenizer} takes no vocab_size: leave it out": not extra,
-            "train_mb, shard_mb and count must be positive": sizes > 0,
+            "train_mb and count must be positive": sizes > 0,
             "max_record_mb must be between 0.001 and 1,000,000": 0.001 <= self.max_record_mb <= 1e6,
             "step must be positive: steps count from 1": self.step == -1 or self.step > 0,
             "workers and min_tokens must not be negative": min(self.workers, self.min_tokens) >= 0,

@@ -161,7 +161,7 @@ def walk(folder: Path, skipped: Counter) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder, onerror=refuse_folder, followlinks=True):
         present = {*folders, *names}
         name = os.path.basename(parent)
-        is_scratch = re.fullmatch(r"\..+\.tmp", name) and present & {"set", "part0"}
+        is_scratch = re.fullmatch(r"\..+\.tmp", name) and ".lock" in present
         if identity(parent) in seen:
             folders.clear()
         elif is_scratch or {"train.bin", "val.bin", "meta.json"} <= present:

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from configurator import UserError
-from hardware.disk import file_sha256, remove_only, sync_to_disk
+from hardware.disk import file_sha256, sync_to_disk
 from hardware.terminal import ProgressBar
-from text.folders import FILES
 from text.formats import Chunk, Reader
 from text.hf_tokenizer import find_tokenizer, hugging_face_files, read_json
-from text.look import no_documents
 from text.pool import in_order
 from text.records import Tally, check_bad, documents, foreseen
+from text.report import no_documents
 from text.settings import MADE_HERE, PrepareConfig
 from text.sources import Source
 from text.tokenizer import IM_END, IM_START, SentencePiece
@@ -31,11 +30,8 @@ CUT = "\0"  # in the texts that a tokenizer is trained on: no token reaches acro
 def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, folder: Path) -> dict:
     """Save the tokenizer that --tokenizer names in `folder`; return its description for meta.json.
 
-    One that is trained depends on the input and the settings alone. So after an interruption, it is
-    trained again to the same ids, and what was encoded with it stays valid.
+    One that is trained depends on the input and the settings alone.
     """
-    remove_only(folder, FILES)
-    folder.mkdir()
     path = folder / SentencePiece.file
     if cfg.tokenizer == "train":
         train_sentencepiece(path, sample_excerpts(cfg, sources, workers), cfg.vocab_size)

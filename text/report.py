@@ -1,4 +1,4 @@
-"""What is said of a data set: its meta.json, the report, messages, and documents to show."""
+"""What is said of a data set: its meta.json, the report, and the texts that --inspect shows."""
 
 import importlib.metadata
 import math
@@ -14,7 +14,15 @@ import numpy as np
 from configurator import UserError
 from hardware.terminal import plural
 from text.chat import answers_of, marks_of
-from text.dataset import FORMAT_VERSION, id_type, load_tokenizer, open_split
+from text.dataset import (
+    FORMAT_VERSION,
+    id_type,
+    load_tokenizer,
+    open_datasets,
+    open_split,
+    train_loader,
+    verify,
+)
 from text.packing import STRETCH, places_of
 from text.records import Tally
 from text.settings import PrepareConfig
@@ -45,8 +53,6 @@ def describe_lengths(lengths: Counter) -> dict[str, int]:
 def describe_set(info: dict, splits: dict[str, dict], lengths: Counter, tally: Tally) -> dict:
     """Return meta.json without the sources and the settings."""
     counts = {key: value for key, value in vars(tally).items() if key != "records"}
-    # Sorted: which of two reasons is met first depends on the number of processes.
-    counts = {k: v if k == "examples" else dict(sorted(v.items())) for k, v in counts.items()}
     return {
         "format_version": FORMAT_VERSION,
         "dtype": id_type(info["vocab_size"]).name,
@@ -98,17 +104,15 @@ def first_document(folder: Path, meta: dict) -> str:
     return f"{heading}:\n{textwrap.indent(shown, '    ')}"
 
 
-def report(meta: dict, folder: Path) -> str:
+def summary(meta: dict, folder: Path) -> str:
     """Return the report of a data set, several lines, from its meta.json."""
     vocabulary = f"vocabulary {meta['vocab_size']:,}, {meta['dtype']}"
-    n_cut = meta.get("few_documents", 0)  # documents, if they were split by text
     lines = [f"{folder}: {meta['tokenizer']['kind']} tokenizer, {vocabulary}"]
-    lines += report_splits(meta["splits"], n_cut)
+    lines += report_splits(meta["splits"], meta.get("few_documents", 0))
     lines += report_records(meta["records"], meta["sources"])
-    if not 0 < n_cut < 10:  # of a few documents, one of them cut, lengths would say little
-        # Data sets of earlier versions have a histogram beside the percentiles.
-        lengths = [f"{k} {v:,}" for k, v in meta["lengths"].items() if k != "histogram"]
-        lines.append(f"  tokens per document: {', '.join(lengths)}")
+    # Data sets of earlier versions have a histogram beside the percentiles.
+    lengths = [f"{k} {v:,}" for k, v in meta["lengths"].items() if k != "histogram"]
+    lines.append(f"  tokens per document: {', '.join(lengths)}")
     return "\n".join(lines + report_landmarks(meta))
 
 
@@ -125,8 +129,8 @@ def warn_of_large_vocabulary(meta: dict) -> str:
     return f"{problem}: give more text, a smaller --vocab_size or, for texts, --tokenizer=char\n"
 
 
-def report_splits(splits: dict[str, dict], n_cut: int) -> list[str]:
-    """Return the counts. n_cut: the number of documents if they were split by text, else 0."""
+def report_splits(splits: dict[str, dict], few: int) -> list[str]:
+    """Return the counts. few: the number of documents if they were split by tokens, else 0."""
     lines = []
     for split, s in splits.items():
         documents = plural(s["documents"], "document")
@@ -138,11 +142,10 @@ def report_splits(splits: dict[str, dict], n_cut: int) -> list[str]:
             for split, n in answers.items()
         )
         lines.append(f"  --loss_on=answers learns {counts}")
-    characters = sum(s["characters"] for s in splits.values())
-    if n_cut:
-        last = f"the last {splits['val']['characters']:,} of {characters:,} characters"
-        lines.append(f"  {plural(n_cut, 'document')}, split by text: {last} are val")
-    tokens = sum(s["tokens"] for s in splits.values())
+    characters, tokens = (sum(s[k] for s in splits.values()) for k in ("characters", "tokens"))
+    if few:
+        last = f"the last {splits['val']['tokens']:,} of {tokens:,} tokens"
+        lines.append(f"  {plural(few, 'document')}, split by tokens: {last} are val")
     if (n := splits["val"]["tokens"]) < 1000 < tokens / 10:
         lines.append(f"  warning: {plural(n, 'token')} of val tell little: raise --val_fraction")
     lines.append(f"  {characters / tokens:.2f} characters per token (eos counted)")
@@ -168,8 +171,7 @@ def report_records(records: dict, sources: list[dict]) -> list[str]:
 
 def report_landmarks(meta: dict) -> list[str]:
     """Return how well the simplest models predict val. A split of one token has no such counts."""
-    landmarks = meta["landmarks"]
-    if not landmarks:
+    if not (landmarks := meta["landmarks"]):
         return []
     V = meta["vocab_size"]
     counted = landmarks["bigram_tokens"]
@@ -181,6 +183,10 @@ def report_landmarks(meta: dict) -> list[str]:
         f"    {landmarks['unigram']:>9.3f}  each token is as frequent as in {train}",
         f"    {landmarks['bigram']:>9.3f}  each pair of tokens is as frequent as in {train}",
     ]
+
+
+# --------------------------------------------------------------------------------------------------
+# --inspect
 
 
 def document_texts(folder: Path, meta: dict, show: str, count: int) -> Iterator[tuple[str, str]]:
@@ -211,3 +217,45 @@ def document_texts(folder: Path, meta: dict, show: str, count: int) -> Iterator[
             text += f" ... and {end - begin - limit:,} more tokens"
         yield f"train, tokens {begin:,} to {end:,}, then eos", text
         end += 1
+
+
+def texts_of_step(path: Path, records: list[dict], step: int) -> Iterator[tuple[str, str]]:
+    """Yield (where it comes from, its text) for each sample that a step of a run trained on.
+
+    path: its metrics.jsonl, for error messages. records: the content of that file, which includes
+    the settings of the run. step: counted from 1, as in the log and metrics.jsonl.
+    Raises UserError if the records do not say what the step trained on, or if a data set was made
+    again since then.
+    """
+    # A record with settings is written when a run begins, and when it resumes with other settings.
+    # Its "step" is the number of steps before that, so it is smaller than the steps it describes.
+    with_settings = [r for r in records if "settings" in r and r["step"] < step]
+    if not with_settings:
+        raise UserError(f"{path}: no run began there before --step={step}: --inspect out/RUN")
+    described = with_settings[-1]
+    try:
+        if step > described["steps"]:
+            raise UserError(f"--step={step}: the run ends with step {described['steps']}")
+        settings = described["settings"]
+        samples = described["step_samples"]
+        sets = open_datasets(settings["dataset"], settings["data_dir"])
+        for data in sets:
+            if data.meta["splits"]["train"]["sha256"] != described["data"][data.name]:
+                raise UserError(f"{data.folder}: made again since the step trained on it")
+        loader = train_loader(sets, settings["block_size"], settings["seed"], settings["documents"])
+        sample = described["first_sample"] + (step - 1 - described["step"]) * samples
+        starts = loader.starts(sample, samples)
+    except (KeyError, TypeError, ValueError) as e:
+        problem = f"the settings of its run are damaged, or of an earlier version: {e!r}"
+        raise UserError(f"{path}: {problem}") from None
+    for data in sets:
+        verify(data.folder, data.meta, "train")
+    tokenizer = load_tokenizer(sets[0].folder)
+    for number, (k, start) in enumerate(starts, sample):
+        targets = loader.splits[k].targets(start)
+        place = f"{sets[k].name}/train.bin, first target: token {targets[targets >= 0][0]:,}"
+        ids = loader.rows([(k, start)]).ids[0]
+        ids = ids[ids >= 0]  # the others are padding
+        documents = np.split(ids, np.flatnonzero(ids == tokenizer.eos_id))
+        texts = [tokenizer.decode(d[d != tokenizer.eos_id].tolist()) for d in documents]
+        yield f"sample {number:,}: {place}", "<eos>".join(texts)
