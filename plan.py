@@ -20,7 +20,7 @@ import torch
 
 import configurator
 from configurator import UserError, checked, columns, folded, given, option, row
-from hardware.machine import capacity, memory_advice, pick_device, pick_dtype
+from hardware.machine import memory_advice, memory_capacity, pick_device, pick_dtype
 from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tflops
 from model import GPT, GPTConfig
 from text.dataset import DataSet, open_datasets, open_windows
@@ -146,7 +146,7 @@ def own_device(cfg: PlanConfig) -> Device:
     device = pick_device(cfg.device)
     dtype = pick_dtype(cfg.dtype, device)[0]
     peak, source = peak_tflops(device, dtype, cfg.peak_tflops)
-    size = capacity(device) / (1 if device.type == "cuda" else cfg.nproc)
+    size = memory_capacity(device) / (1 if device.type == "cuda" else cfg.nproc)
     name = device_name(device)
     card = find_gpu(name)
     return Device(name, device.type, dtype, peak, source, size, card.watts if card else None)

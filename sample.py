@@ -45,12 +45,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from training.runs import losses_of, newest_run
 
 from configurator import UserError, note, option, parse, run
-from hardware import kernels
 from hardware.decoding import record_decoding
 from hardware.disk import read_object
+from hardware.kernels import pick_kernels
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from hardware.terminal import harmless, plural
 from model import GPT, KVCache
@@ -58,7 +57,7 @@ from text.chat import marks_of
 from text.dataset import DataSet, load_tokenizer, open_dataset, open_windows, verify
 from text.hf_tokenizer import CHATML, find_tokenizer, read_json, tokenizer_of_model
 from text.tokenizer import IM_END, IM_START, Tokenizer, same_ids
-from training.checkpoint import newest_checkpoint
+from training.checkpoint import losses_of, newest_checkpoint, newest_run
 from training.evaluate import evaluate
 from training.huggingface import NANOGPT, from_pretrained, unverified
 from training.report import in_other_units
@@ -131,7 +130,6 @@ def pick_machine(cfg: SampleConfig) -> Machine:
 
     Raises UserError if they cannot be used.
     """
-    kernels.install()
     device = pick_device(cfg.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -474,6 +472,7 @@ def main() -> None:
     machine = pick_machine(cfg)
     with memory_advice("here: lower --num_samples, --batch_size or --block_size"):
         folder, label, model, tokenizer = open_model(cfg)
+        model.use(pick_kernels(machine.device))
         label = f"{label}, {machine.device} {str(machine.dtype).removeprefix('torch.')}"
         if cfg.eval:
             losses = evaluate_on(Path(cfg.eval), model.to(machine.device), cfg, machine)

@@ -29,7 +29,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,14 +37,14 @@ import torch
 import torch.distributed as dist
 
 from configurator import UserError, given, row, run
-from hardware.disk import MANIFEST, damage, file_sha256, set_aside
+from hardware.disk import MANIFEST, damage, file_sha256
 from hardware.kernels import pick_kernels
 from hardware.machine import (
     Clock,
     HostCopy,
     Machine,
-    capacity_of,
     memory_advice,
+    memory_capacity,
     part,
     start,
     stop_signals,
@@ -53,14 +53,13 @@ from hardware.machine import (
 from hardware.peak import peak_tflops
 from model import GPT
 from text.chat import question_ids
-from text.dataset import load_tokenizer, newest_dataset, open_datasets, train_loader
-from training.banner import banner, length_of_prompt, pace_note
+from text.dataset import load_tokenizer, open_datasets, train_loader
+from training.banner import banner, pace_note
 from training.batches import Batch, read_ahead, to_batch
 from training.checkpoint import Saver, lock_run, newest_checkpoint, replace_run, shared_files
 from training.evaluate import evaluate_all, evaluation_windows, write_text
 from training.huggingface import from_pretrained
 from training.memory import Step, optimizer_memory
-from training.metrics import first_records
 from training.optimizer import make_optimizer
 from training.parallel import (
     all_sum,
@@ -74,7 +73,7 @@ from training.parallel import (
     wrap,
 )
 from training.plan import Progress, lr_at, momentum_at
-from training.report import Report
+from training.report import Report, first_records
 from training.resume import (
     check_fits,
     data_hashes,
@@ -84,6 +83,7 @@ from training.resume import (
     read_state,
     settings_changed,
     settings_of_run,
+    with_data,
 )
 from training.settings import TrainConfig, model_config
 
@@ -104,9 +104,7 @@ def main() -> None:
     if machine.is_main:
         lock = lock_run(folder)
         origin = find_start(cfg, folder)
-        if not cfg.dataset:
-            cfg = replace(cfg, dataset=newest_dataset(cfg.data_dir))
-            say(f"note: dataset={cfg.dataset} is taken, the newest in {cfg.data_dir}/")
+        cfg = with_data(cfg)
     cfg, origin = machine.broadcast((cfg, origin))
     resumes = origin is not None and cfg.init_from in ("resume", "auto")
 
@@ -122,6 +120,8 @@ def main() -> None:
     else:
         prompt = [*tokenizer.prefix, *tokenizer.encode(cfg.sample_prompt).tolist()]
     prompt = prompt or [tokenizer.eos_id]
+    val = sets[0].meta["splits"]["val"]
+    sample_length = math.ceil(200 * val["tokens"] / val["bytes"])  # three lines of English
 
     # ---- Model: drawn at random, read from the checkpoint of this run, or fine-tuned.
     saved = None
@@ -151,7 +151,7 @@ def main() -> None:
     facts |= data_hashes(sets)
     if origin and (origin / MANIFEST).exists():
         facts["checkpoint"] = file_sha256(origin / MANIFEST)
-    ranks = machine.gather((facts, capacity_of(machine.device)))
+    ranks = machine.gather((facts, memory_capacity(machine.device)))
     for name in facts:
         for rank, (there, _) in enumerate(ranks):
             if there.get(name) != ranks[0][0].get(name):
@@ -204,7 +204,7 @@ def main() -> None:
     records = []
     if machine.is_main:
         if cfg.overwrite and not resumes:
-            lock = replace_run(folder, lock, say)
+            lock = replace_run(folder, lock)
         records = first_records(folder / "metrics.jsonl", cfg, plan, sets, model.config, progress)
     report = Report(cfg, machine, plan, sets, progress, folder, records)
     files = shared_files(cfg, sets, tokenizer, model.config) if machine.is_main else {}
@@ -240,9 +240,9 @@ def main() -> None:
                         val_loss = report.evaluation(step, losses, time.perf_counter() - started)
                         progress.add_evaluation(val_loss)
                     if samples:
-                        with getattr(forward, "whole_weights", nullcontext)():  # Shards has it
-                            text = write_text(model, tokenizer, prompt, sample_length(sets), cfg.seed)
-                        if text is not None:
+                        full_weights = getattr(forward, "full_weights", nullcontext)
+                        with full_weights(), suppress(ArithmeticError):  # as the loss is, then
+                            text = write_text(model, tokenizer, prompt, sample_length, cfg.seed)
                             report.sample(step, text)
                     if saves or step == progress.best_step:
                         check_finite(model, machine, step)

@@ -237,8 +237,8 @@ if kind == "ours":
 model.to(device, getattr(torch, dtype)).eval()
 if kind == "ours":
     from hardware.decoding import record_decoding
-    from hardware.kernels import install
-    install()
+    from hardware.kernels import pick_kernels
+    model.use(pick_kernels(torch.device(device)))
     record_decoding(model)
 idx = torch.zeros(batch, 1, dtype=torch.long, device=device)
 with torch.inference_mode():

@@ -21,6 +21,7 @@ import torch
 
 from configurator import UserError, option, parse, run
 from hardware.disk import only_plain
+from hardware.kernels import pick_kernels
 from hardware.machine import pick_device
 from hardware.terminal import ProgressBar, plural
 from sample import SampleConfig, open_model
@@ -41,7 +42,7 @@ class Judge:
         self.device = pick_device(cfg.device)
         self.delimiter = cfg.delimiter
         self.folder, _, model, self.tokenizer = open_model(SampleConfig(ckpt=cfg.ckpt))
-        self.model = model.to(self.device).eval()
+        self.model = model.to(self.device).use(pick_kernels(self.device)).eval()
         self.prefix = list(self.tokenizer.prefix)
         self.beginning = [*self.prefix, self.tokenizer.eos_id][:1]
 

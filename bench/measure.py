@@ -17,16 +17,17 @@ from typing import Any
 
 import torch
 from torch.utils.benchmark import Timer
-from training.step import Batch, read_ahead, take_step
 
 from configurator import changes
-from hardware import kernels
 from hardware.disk import json_bytes, write_whole
-from hardware.machine import Clock, Machine, start
+from hardware.kernels import pick_kernels
+from hardware.machine import Clock, HostCopy, Machine, start
 from hardware.peak import device_name
 from hardware.terminal import ProgressBar
 from model import GPT, GPTConfig
 from text.windows import Loader
+from train import take_step
+from training.batches import Batch, read_ahead
 from training.optimizer import make_optimizer
 from training.parallel import wants_compile, wrap
 from training.settings import TrainConfig
@@ -112,8 +113,8 @@ class Training:
     batches: Iterator[Batch]
     accum: int = 1
 
-    def step(self) -> Callable[[], list[float]]:
-        """Start a step as train.py does. Call the result for its loss and norm."""
+    def step(self) -> HostCopy | None:
+        """Start a step as train.py does, and return what take_step() returns."""
         state = (self.forward, self.optimizer, self.scaler, self.batches)
         return take_step(*state, self.accum, self.machine, self.cfg.grad_clip)
 
@@ -126,7 +127,7 @@ class Training:
         seconds: list[float] = []
         while True:
             start_time = time.perf_counter()
-            loss, grad_norm = self.step()()
+            loss, grad_norm, _ = self.step().wait()
             self.machine.synchronize()  # the loss arrives before the optimizer has finished
             seconds.append(time.perf_counter() - start_time)
             # The optimizer skips a step whose gradient is not finite: its time would mislead. In
@@ -141,7 +142,6 @@ class Training:
 
 def begin(cfg: TrainConfig) -> Machine:
     """Return what this process runs on, set up as train.py does it."""
-    kernels.install()
     return start(cfg.device, cfg.dtype)
 
 
@@ -159,7 +159,9 @@ def new_training(cfg: TrainConfig, c: GPTConfig, machine: Machine) -> Training:
         model.init_weights(cfg.init)
     model.to(device)  # moves the constants that numpy made
     batch = Batch(*torch.randint(c.vocab_size, (2, cfg.batch_size, cfg.block_size), device=device))
-    forward = wrap(cfg, model, machine, wants_compile(cfg, device.type, 0))
+    compiled = wants_compile(cfg, device.type, 0)
+    model.use(pick_kernels(device, compiled))
+    forward = wrap(cfg, model, machine, compiled)
     scaler = torch.amp.GradScaler(device.type, enabled=machine.dtype == torch.float16)
     optimizer = new_optimizer(cfg, machine, model)
     return Training(cfg, machine, model, forward, optimizer, scaler, repeat(batch))

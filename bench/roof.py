@@ -38,7 +38,7 @@ from bench.measure import (
     write_json,
 )
 from configurator import changes, option, parse, run
-from hardware.kernels import ChunkedCrossEntropy, attend, attention_kernel
+from hardware.kernels import ChunkedCrossEntropy, attention_kernel, pick_kernels
 from hardware.machine import Machine, out_of_memory
 from hardware.peak import peak_tflops
 from model import GPT, GPTConfig
@@ -166,7 +166,7 @@ BACKENDS = {
 
 
 def model_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return attend(q, k, v, mask=None, dropout=0.0)
+    return pick_kernels(q.device).attend(q, k, v, mask=None, dropout=0.0)
 
 
 def fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

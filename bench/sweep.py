@@ -54,7 +54,7 @@ from bench.measure import (
     write_json,
 )
 from configurator import changes, option, parse, run
-from hardware.machine import Machine, capacity, out_of_memory
+from hardware.machine import Machine, memory_capacity, out_of_memory
 from hardware.peak import peak_tflops
 from hardware.terminal import ProgressBar
 from model import GPT
@@ -273,7 +273,7 @@ def largest(cfg: SweepConfig, machine: Machine, peak: float | None) -> dict:
         model = GPT(model_config(cfg, cfg.vocab_size))
     compiled = wants_compile(cfg, "cuda", 0)
     step = Step(1, cfg.block_size, 1, machine.dtype, compiled, "cuda").of(cfg)
-    B = max(1, largest_batch(model, step, capacity(machine.device)))
+    B = max(1, largest_batch(model, step, memory_capacity(machine.device)))
     cell = measure(replace(cfg, batch_size=B), 1, machine, peak)
     while cell["note"] == "OOM" and B > 1:
         B = B * 7 // 8

@@ -368,7 +368,7 @@ def read_if_there(path: str | Path) -> str:
         return ""
 
 
-def capacity(device: torch.device) -> float:
+def memory_capacity(device: torch.device) -> float:
     """Return the bytes that this process can have on the device, including CUDA's context."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 import configurator
 import prepare
 import train
-from hardware import disk, kernels
+from hardware import disk
 from hardware.machine import Machine, pick_dtype
 from model import GPT
 from training import report
@@ -39,7 +39,6 @@ from training.huggingface import architecture_of, save_weights, to_config
 # A shell that starts the tests in the background has SIGINT ignored; their processes shall not.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 REPO = Path(__file__).resolve().parents[1]
-kernels.install()  # as every command does
 report.END_SECONDS = 240  # plot.py has a low priority, and other tests run beside it
 
 CPU = Machine(0, 0, 1, torch.device("cpu"), torch.float32, "test")

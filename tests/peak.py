@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from bench.measure import new_training
-from hardware import kernels
 from hardware.machine import Machine, part
 from model import GPTConfig
 from training.memory import Step
@@ -25,7 +24,6 @@ def measured_peak(c: GPTConfig, step: Step, machine: Machine | None = None) -> i
     """
     device = torch.device(step.device)
     held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    kernels.install()
     machine = machine or Machine(0, 0, 1, device, step.dtype, "")
     cfg = TrainConfig(optimizer=step.optimizer, shard=step.shard, compile=step.compiled)
     recompute = "blocks" if step.recompute else "none"

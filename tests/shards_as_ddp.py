@@ -14,11 +14,10 @@ from dataclasses import replace
 from itertools import product
 
 import torch
-from training.step import Batch
 
 from bench.measure import Training, new_training
-from hardware import kernels
 from hardware.machine import Machine, part, start
+from training.batches import Batch
 from training.settings import TrainConfig, model_config
 
 # 60 rows of q, k and v each, and 60 columns: 3 ranks hold uneven parts of them.
@@ -42,7 +41,7 @@ def training(cfg: TrainConfig, machine: Machine, accum: int) -> Training:
 def losses_and_norms(cfg: TrainConfig, machine: Machine, accum: int, steps: int) -> torch.Tensor:
     """Train, and return the losses and the norms, (steps, 2)."""
     new = training(cfg, machine, accum)
-    return torch.tensor([new.step()() for _ in range(steps)], dtype=torch.float64)
+    return torch.tensor([new.step().wait()[:2] for _ in range(steps)], dtype=torch.float64)
 
 
 def skips_an_overflow(cfg: TrainConfig, machine: Machine) -> bool:
@@ -70,7 +69,6 @@ def skips_an_overflow(cfg: TrainConfig, machine: Machine) -> bool:
 
 def main() -> None:
     steps, preset, accum = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    kernels.install()
     machine = start("cpu", "float32")
     failed = False
     for optimizer in ("adamw", "muon"):

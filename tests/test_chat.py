@@ -20,7 +20,7 @@ from text.hf_tokenizer import CHATML, to_hugging_face
 from text.packing import Counting
 from text.tokenizer import IM_END, IM_START
 from text.windows import Loader
-from training.step import to_batch
+from training.batches import to_batch
 
 QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 SYSTEM = {"role": "system", "content": "Be kind."}

@@ -17,10 +17,10 @@ from hardware.disk import file_sha256
 from model import GPT
 from text.dataset import DataSet, open_datasets, open_windows, train_loader
 from text.packing import best_fit
+from training.batches import to_batch
 from training.evaluate import evaluate
 from training.huggingface import from_pretrained
 from training.settings import TrainConfig, model_config
-from training.step import to_batch
 
 EOS = 299
 LENGTHS = (7, 30, 1, 90, 300, 2, 260)  # of documents, in tokens; 256 tokens make a piece

@@ -18,8 +18,9 @@ from hardware.decoding import record_decoding
 from hardware.machine import Machine
 from model import GPT, PRESETS, GPTConfig
 from text.windows import Rows
+from train import take_step
+from training.batches import to_batch
 from training.memory import Step, step_memory
-from training.step import take_step, to_batch
 
 DEVICE = "cuda"
 pytestmark = [

@@ -21,13 +21,13 @@ from pathlib import Path
 
 from conftest import REPO, TINY
 from test_imports import GRAPH, MODULES
+from training.start import open_run
 
 import train
 from configurator import given
 from hardware.machine import Clock
+from training.batches import read_ahead
 from training.settings import TrainConfig
-from training.start import open_run
-from training.step import autocast, read_ahead
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 NO_CODE.add(tokenize.ENDMARKER)

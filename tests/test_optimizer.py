@@ -8,11 +8,12 @@ import torch
 from conftest import CPU, metrics, resumes, saved
 from test_model import make
 
+from train import take_step
 from training import optimizer as optimizers
+from training.batches import Batch
 from training.optimizer import make_optimizer, orthogonalize
 from training.plan import momentum_at
 from training.settings import TrainConfig
-from training.step import Batch, take_step
 
 NAMES = ("adamw", "muon", "adafactor")
 LR = {"adamw": 3e-3, "muon": 3e-3, "adafactor": 0.1}

@@ -24,11 +24,11 @@ from model import GPT
 from text.dataset import load_tokenizer, open_datasets, open_windows
 from text.windows import Rows
 from training import banner, start
+from training.batches import read_ahead, to_batch
 from training.evaluate import evaluate, write_text
 from training.huggingface import from_pretrained
 from training.plan import lr_at, make_plan
 from training.settings import TrainConfig, model_config
-from training.step import read_ahead, to_batch
 
 
 @pytest.fixture(scope="module", autouse=True)

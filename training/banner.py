@@ -8,7 +8,7 @@ import torch
 
 from configurator import changes, row
 from hardware.kernels import attention_kernel
-from hardware.machine import Machine, capacity
+from hardware.machine import Machine, memory_capacity
 from hardware.terminal import plural
 from model import GPT
 from text.windows import DataSet, Loader
@@ -44,7 +44,7 @@ def banner(
     if loader.eos_id is not None:
         attention = f"within a document: {share_within(loader):.0%} of the T x T pairs of tokens"
     size = needed(model, one_step)
-    room = capacity(machine.device)
+    capacity = memory_capacity(machine.device)
 
     rows = {
         "settings": " ".join(f"{k}={v}" for k, v in changes(cfg).items()),
@@ -56,8 +56,8 @@ def banner(
     rows |= {
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
         "attention": attention,
-        "memory": f"{size / 1e9:.1f} GB predicted, of {room / 1e9:.1f}; "
-        f"batch_size may be {largest_batch(model, one_step, room):,} at most",
+        "memory": f"{size / 1e9:.1f} GB predicted, of {capacity / 1e9:.1f}; "
+        f"batch_size may be {largest_batch(model, one_step, capacity):,} at most",
     }
     gpus = torch.cuda.device_count() if machine.device.type == "cuda" else 1
     if machine.world == 1 and gpus > 1:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor, nn
 
 from configurator import UserError, note
@@ -219,23 +220,29 @@ def shared_files(
 # The folder of a run
 
 
-def lock_run(folder: Path, overwrite: bool) -> Path | None:
-    """Lock out/RUN until this process ends. overwrite: first rename an earlier run to RUN.old.
+def lock_run(folder: Path) -> FileLock:
+    """Lock out/RUN until the lock is released, and clean up after a process that was killed there.
 
-    Return the new path of the earlier run. Raises UserError if another process holds the lock, or
-    if ckpt is a link: it may lead to the checkpoints of another run, which would be pruned.
+    Raises UserError if another process holds the lock, or if ckpt is a link: it may lead to the
+    checkpoints of another run, which would be pruned.
     """
     if (folder / "ckpt").is_symlink():
         raise UserError(f"{folder / 'ckpt'} is a link: out/RUN or out may be one, but not ckpt")
     advice = "stop it (a killed torchrun leaves its workers behind), or choose another --run_name"
-    lock_file(folder / LOCK, advice)
-    moved = None
-    if overwrite and holds_files(folder):
-        moved = set_aside(folder, f"{folder.name}.old")
-        lock_file(folder / LOCK, advice)
-    for draft in folder.glob("ckpt/.tmp_step_*"):  # of a process that was killed while it saved
+    lock = lock_file(folder / LOCK, advice)
+    for draft in folder.glob("ckpt/.tmp_step_*"):
         remove_only(draft, OUR_FILES)
-    return moved
+    return lock
+
+
+def replace_run(folder: Path, lock: FileLock) -> FileLock:
+    """Rename an earlier run to RUN.old, and return the lock of a new folder of its name."""
+    if not holds_files(folder):
+        return lock
+    earlier = set_aside(folder, f"{folder.name}.old")
+    note(f"the earlier run is now {earlier}: delete it when you no longer need it")
+    lock.release()
+    return lock_run(folder)
 
 
 def holds_files(folder: Path) -> bool:

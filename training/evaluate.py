@@ -13,8 +13,8 @@ from configurator import UserError
 from hardware.machine import Machine
 from hardware.terminal import ProgressBar
 from model import GPT
-from text.windows import DataSet, Loader, Windows
 from text.dataset import open_windows
+from text.windows import DataSet, Loader, Windows
 from training.batches import to_batch
 from training.parallel import all_sum, autocast
 from training.settings import TrainConfig

@@ -235,15 +235,15 @@ class Shards(torch.nn.Module):
     def forward(self, *inputs: torch.Tensor, **options) -> torch.Tensor:
         y = self.model(*inputs, **options)
         if not torch.is_grad_enabled():  # no backward pass will come, which frees the whole weights
-            self.free_whole_weights()
+            self.free_full_weights()
         return y
 
-    def free_whole_weights(self) -> None:
+    def free_full_weights(self) -> None:
         for module in (*self.model.blocks, self.model):
             module.reshard()
 
     @contextmanager
-    def whole_weights(self) -> Iterator[None]:
+    def full_weights(self) -> Iterator[None]:
         """Gather all weights once, and keep them for a while, to generate text."""
         for module in (*self.model.blocks, self.model):
             module.unshard()
@@ -252,7 +252,7 @@ class Shards(torch.nn.Module):
         try:
             yield
         finally:
-            self.free_whole_weights()
+            self.free_full_weights()
             for block in self.model.blocks:
                 block.set_reshard_after_forward(self.shard == "all")
 

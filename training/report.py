@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from contextlib import ExitStack, suppress
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from subprocess import DEVNULL
@@ -28,8 +28,11 @@ from torch.amp import GradScaler
 
 from hardware.machine import Clock, Machine
 from hardware.terminal import ProgressBar, in_a_terminal, quoted
+from model import GPTConfig
+from text.landmarks import mixed_landmarks
 from text.windows import DataSet
-from training.metrics import start_metrics
+from training.huggingface import architecture_of
+from training.metrics import records_until, start_metrics
 from training.plan import Plan, Progress
 from training.settings import TrainConfig
 
@@ -269,6 +272,40 @@ class Report:
         with suppress(subprocess.TimeoutExpired):
             if self.drawing:
                 self.drawing.wait(max(0.0, end - time.monotonic()))
+
+
+def first_records(
+    path: Path, cfg: TrainConfig, plan: Plan, sets: list[DataSet], c: GPTConfig, progress: Progress
+) -> list[dict]:
+    """Return the records that metrics.jsonl has when this process starts to train.
+
+    These are the records of earlier processes, up to the step at which this one starts. One with
+    the settings of this process follows if they differ from those recorded last.
+    """
+    step = progress.step
+    records = records_until(path, step) if step else []
+    if step and not any(r["step"] == step and "saved" in r for r in records):
+        # The process that wrote the checkpoint was killed before it could record it.
+        records.append({"step": step, "saved": f"step_{step:08d}"})
+
+    settings = {k: v for k, v in asdict(cfg).items() if k != "overwrite"}
+    if cfg.init_from in ("scratch", "auto"):
+        settings["init_from"] = "scratch"
+    else:  # the model that is fine-tuned has its own shape
+        model_settings = {k: v for k, v in asdict(c).items() if k in settings and k != "block_size"}
+        settings |= model_settings | {"preset": architecture_of(c).name}
+    # `prepare.py --inspect RUN --step N` reads this record to find a step's texts.
+    run = {
+        "settings": settings,
+        "step_samples": plan.step_tokens // cfg.block_size,
+        "steps": plan.steps,
+        "data": {data.name: data.meta["splits"]["train"]["sha256"] for data in sets},
+        "landmarks": mixed_landmarks(sets, cfg.loss_on),
+    }
+    recorded = next((r for r in reversed(records) if "settings" in r), {})
+    if any(recorded.get(key) != value for key, value in run.items()):
+        records.append({"step": step, "first_sample": progress.samples} | run)
+    return records
 
 
 def send_numbers(

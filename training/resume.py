@@ -23,7 +23,7 @@ from configurator import UserError, changes, checked, note, set_value
 from hardware.disk import damage, read_object
 from hardware.machine import is_sharded
 from model import GPT, GPTConfig, rope_table
-from text.dataset import load_tokenizer, tokenizer_id
+from text.dataset import load_tokenizer, newest_dataset, tokenizer_id
 from text.hf_tokenizer import tokenizer_of_model
 from text.tokenizer import same_ids
 from text.windows import DataSet
@@ -86,6 +86,15 @@ def with_model(options: dict[str, Any]) -> dict[str, Any]:
     except UserError:
         return options
     return {"block_size": min(TrainConfig().block_size, context)} | options
+
+
+def with_data(cfg: TrainConfig) -> TrainConfig:
+    """Return the settings; if they name no data set, with the one that was prepared last."""
+    if cfg.dataset:
+        return cfg
+    name = newest_dataset(cfg.data_dir)
+    note(f"dataset={name} is taken, the newest in {cfg.data_dir}/")
+    return replace(cfg, dataset=name)
 
 
 def saved_settings(ckpt_dir: Path) -> dict[str, Any]:
@@ -274,9 +283,7 @@ def placed_like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 # A model that is fine-tuned
 
 
-def model_to_tune(
-    folder: Path, cfg: TrainConfig, sets: list[DataSet], verify: bool
-) -> GPT:
+def model_to_tune(folder: Path, cfg: TrainConfig, sets: list[DataSet], verify: bool) -> GPT:
     """Return a model to fine-tune on these data sets, on the CPU.
 
     It keeps its shape, whatever n_layer and the other settings say. But one with RoPE is made ready

@@ -1,5 +1,6 @@
 """prepare.py deletes nothing that it did not write, and makes the right data set or none."""
 
+import hashlib
 import json
 import os
 import shutil
