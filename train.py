@@ -55,7 +55,7 @@ from model import GPT
 from text.chat import question_ids
 from text.dataset import load_tokenizer, open_datasets, train_loader
 from training.banner import banner, pace_note
-from training.batches import Batch, read_ahead, to_batch
+from training.batches import Batch, first_batch, read_ahead
 from training.checkpoint import Saver, lock_run, newest_checkpoint, replace_run, shared_files
 from training.evaluate import evaluate_all, evaluation_windows, write_text
 from training.huggingface import from_pretrained
@@ -170,6 +170,7 @@ def main() -> None:
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     say(banner(cfg, sets, loader, machine, plan, model, size))
     say(row("       peak: ", source))
+    all_peak = peak * machine.world if peak else None  # TFLOPS of all devices together
     flops = model.flops_per_token(T)
     if note := pace_note(plan.batch_size * T * flops, plan.accum, peak, kind == "cuda"):
         say(note)
@@ -183,16 +184,13 @@ def main() -> None:
     # ---- The model as it runs: faster kernels, compiled, in DDP or sharded over the ranks.
     model.use(pick_kernels(machine.device, size.compiled))
     forward = wrap(cfg, model, machine, size.compiled)
-    while True:
-        first = to_batch(loader.rows(loader.starts(0, plan.batch_size)), machine.device)
-        if not is_auto or fits(forward, first, machine, optimizer_memory(model, size)[0]):
-            break
+    state_bytes, _ = optimizer_memory(model, size)
+    while is_auto and not fits(forward, first_batch(loader, plan, machine), machine, state_bytes):
         cfg, plan, size = halved(cfg, plan, size, done)
-        say(f"note: out of memory: batch_size={plan.batch_size} is tried, with {plan.accum} x")
+        say(f"note: out of memory: batch_size={plan.batch_size} is tried, {plan.accum} micro-steps")
     if size.compiled:
         with memory_advice(plan.smaller(T)):
-            compile_now(forward, first, machine, tokenizer.eos_id)
-    del first
+            compile_now(forward, first_batch(loader, plan, machine), machine, tokenizer.eos_id)
 
     # ---- Optimizer, and the scaler of fp16 gradients, which does nothing in other dtypes.
     optimizer = make_optimizer(cfg, machine, model)
@@ -275,7 +273,7 @@ def main() -> None:
             report.outcome(outcome, loss, grad_norm, scaler)
             to_log = progress.step in (1, plan.steps) or progress.step % cfg.log_every == 0
             if outcome == "taken" and to_log:
-                report.step(loss, lr, grad_norm, flops, peak and peak * machine.world, clock)
+                report.step(loss, lr, grad_norm, flops, all_peak, clock)
             elif step == start_step:  # after a resume, the first step is a warm-up: do not time it
                 clock.restart(progress.step)
             if step == start_step:

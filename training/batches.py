@@ -11,6 +11,7 @@ import torch
 
 from hardware.machine import Clock, Machine
 from text.windows import Loader, Rows
+from training.plan import Plan
 
 
 class Batch(NamedTuple):
@@ -47,6 +48,11 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def to_batch(rows: Rows, device: torch.device) -> Batch:
     """Return a batch on the device."""
     return to_device(to_host(rows, device), device)
+
+
+def first_batch(loader: Loader, plan: Plan, machine: Machine) -> Batch:
+    """Return a batch of the run's first windows, to try a step with."""
+    return to_batch(loader.rows(loader.starts(0, plan.batch_size)), machine.device)
 
 
 def read_ahead(
