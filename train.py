@@ -54,6 +54,7 @@ from hardware.peak import peak_tflops
 from model import GPT
 from text.chat import question_ids
 from text.dataset import load_tokenizer, open_datasets, train_loader
+from training import resume
 from training.banner import banner, pace_note
 from training.batches import Batch, first_batch, read_ahead
 from training.checkpoint import Saver, lock_run, newest_checkpoint, replace_run, shared_files
@@ -74,24 +75,13 @@ from training.parallel import (
 )
 from training.plan import Progress, lr_at, momentum_at
 from training.report import Report, first_records
-from training.resume import (
-    check_fits,
-    data_hashes,
-    find_start,
-    load_optimizer,
-    model_to_tune,
-    read_state,
-    settings_changed,
-    settings_of_run,
-    with_data,
-)
 from training.settings import TrainConfig, model_config
 
 
 def main() -> None:
     # ---- Settings. A resumed run has those of its checkpoint, except for what is given now.
     options = given(TrainConfig, doc=__doc__)
-    cfg = settings_of_run(options)
+    cfg = resume.settings_of_run(options)
 
     # ---- This process: its device and dtype, and the other ranks of the run.
     machine = start(cfg.device, cfg.dtype, sparing=cfg.shard != "none")
@@ -103,8 +93,8 @@ def main() -> None:
     origin = lock = None
     if machine.is_main:
         lock = lock_run(folder)
-        origin = find_start(cfg, folder)
-        cfg = with_data(cfg)
+        origin = resume.find_start(cfg, folder)
+        cfg = resume.with_data(cfg)
     cfg, origin = machine.broadcast((cfg, origin))
     resumes = origin is not None and cfg.init_from in ("resume", "auto")
 
@@ -135,20 +125,20 @@ def main() -> None:
             # Rank 0 has verified the files that it sees; here the other computers do.
             if machine.local_rank == 0 and not machine.is_main and (problem := damage(origin)):
                 raise UserError(f"{problem}: all computers must have the same checkpoint")
-            saved = read_state(origin)
+            saved = resume.read_state(origin)
             model = from_pretrained(origin, verify=False, dropout=cfg.dropout)
-            check_fits(origin, saved, model.config, cfg, sets)
+            resume.check_fits(origin, saved, model.config, cfg, sets)
             progress = Progress.of_checkpoint(saved.state)
             cfg = replace(cfg, init_from=saved.settings.get("init_from", "scratch"))
         else:
-            model = model_to_tune(origin, cfg, sets, verify=machine.local_rank == 0)
+            model = resume.model_to_tune(origin, cfg, sets, verify=machine.local_rank == 0)
         # A model that is sharded stays on the CPU until each device gets its shard.
         if not is_sharded_run(cfg, machine):
             model.to(machine.device)
 
     # ---- All ranks must read the same files with the same programs. The least memory counts.
     facts = {"dtype": str(machine.dtype), "device": machine.device.type, "torch": torch.__version__}
-    facts |= data_hashes(sets)
+    facts |= resume.data_hashes(sets)
     if origin and (origin / MANIFEST).exists():
         facts["checkpoint"] = file_sha256(origin / MANIFEST)
     ranks = machine.gather((facts, memory_capacity(machine.device)))
@@ -176,7 +166,7 @@ def main() -> None:
         say(note)
     if saved:
         say(f"resumed from {origin} at step {progress.step}, with its settings")
-        if changed := settings_changed(saved, cfg):
+        if changed := resume.settings_changed(saved, cfg):
             say(f"changed since the checkpoint: {', '.join(changed)}")
         if plan.steps == progress.step:
             say("nothing is left to do: raise max_steps, max_epochs or max_tokens to train longer")
@@ -196,7 +186,7 @@ def main() -> None:
     optimizer = make_optimizer(cfg, machine, model)
     scaler = torch.amp.GradScaler(kind, enabled=machine.dtype == torch.float16)
     if saved:
-        load_optimizer(optimizer, scaler, saved.state)
+        resume.load_optimizer(optimizer, scaler, saved.state)
 
     # ---- The run's folder: its records so far, what reports to them, and what saves checkpoints.
     records = []

@@ -26,7 +26,7 @@ import re
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,32 +74,20 @@ OUR_FILES = [
 # Write
 
 
+@dataclass
 class Saver:
-    """Write the checkpoints of a run in the background, one at a time, and delete older ones.
+    """Write the checkpoints of a run in the background, one at a time, and delete older ones."""
 
-    failed: why the last checkpoint could not be written; empty if it could.
-    """
+    folder: Path  # of the checkpoints
+    config: GPTConfig  # of the model
+    files: dict[str, bytes]  # see shared_files()
+    keep: int  # how many of the newest checkpoints stay, in addition to the best one
+    machine: Machine
+    report: Report
+    failed: str = ""  # why the last checkpoint could not be written; empty if it could
+    writing: Future | None = None
 
-    def __init__(
-        self,
-        folder: Path,
-        config: GPTConfig,
-        files: dict[str, bytes],
-        keep: int,
-        machine: Machine,
-        report: Report,
-    ):
-        """folder: of the checkpoints. config: of the model. files: see shared_files(). keep: how
-        many of the newest checkpoints stay, in addition to the best one.
-        """
-        self.folder = folder
-        self.config = config
-        self.files = files
-        self.keep = keep
-        self.machine = machine
-        self.report = report
-        self.failed = ""
-        self.writing: Future | None = None
+    def __post_init__(self) -> None:
         self.pool = ThreadPoolExecutor(1)
 
     def save(

@@ -127,12 +127,15 @@ def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
     Raises UserError if the run would lose something that is there, or cannot find what it needs.
     """
     if cfg.init_from not in ("resume", "auto"):
-        if holds_files(folder):
+        if holds_files(folder) and not cfg.overwrite:
             advice = "--run_name=NAME is another, --overwrite moves it out of the way"
             if newest_checkpoint(folder / "ckpt"):
                 advice += f", --run_name={cfg.run_name} --init_from=resume continues it"
             raise UserError(f"{folder} exists: {advice}")
-        return None if cfg.init_from == "scratch" else Path(cfg.init_from)
+        model = None if cfg.init_from == "scratch" else Path(cfg.init_from)
+        if model and cfg.overwrite and folder.resolve() in model.resolve().parents:
+            raise UserError(f"--overwrite would rename {model}: give the run another --run_name")
+        return model
 
     ckpt_dir = folder / "ckpt"
     if checkpoint := intact_checkpoint(ckpt_dir):
@@ -143,8 +146,8 @@ def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
         advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
         raise UserError(f"{problem}: {advice}")
     start = next((record["settings"] for record in records if "settings" in record), {})
-    if (model := start.get("init_from", "scratch")) != "scratch":
-        problem = f"{folder} began from {model} and saved nothing before it ended"
+    if (began := start.get("init_from", "scratch")) != "scratch":
+        problem = f"{folder} began from {began} and saved nothing before it ended"
         raise UserError(f"{problem}: begin it again with --init_from=MODEL --overwrite")
     if cfg.init_from == "resume":
         advice = "--init_from=auto begins it"
