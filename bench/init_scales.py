@@ -22,32 +22,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.measure import (
-    batches_of,
-    begin,
-    facts_of,
-    new_training,
-    no_folder,
-    not_positive,
-    padded,
-    step_problems,
-)
+from bench.measure import StepConfig, batches_of, facts_of, new_training, padded
 from configurator import option, parse, run
-from hardware.machine import Machine
+from hardware.machine import Machine, start
 from hardware.terminal import ProgressBar
 from model import GPT, INIT
 from text.dataset import DataSet, open_datasets, open_windows, train_loader
 from training.plan import make_plan
 from training.resume import with_data
-from training.settings import TrainConfig, model_config
+from training.settings import model_config
 
 
 @dataclass(frozen=True)
-class ScalesConfig(TrainConfig):
+class ScalesConfig(StepConfig):
     inits: tuple[str, ...] = option(
-        tuple(INIT), "schemes of the table INIT in model.py", group="What to measure"
+        tuple(INIT), "schemes of model.py", choices=tuple(INIT), group="What to measure"
     )
-    steps: int = option(50, "training steps between the two measurements")
+    steps: int = option(50, "training steps between the two measurements", minimum=1)
     n_layer: int = 8
     n_head: int = 4
     n_embd: int = 128
@@ -56,13 +47,6 @@ class ScalesConfig(TrainConfig):
     lr: float = 1e-3
     compile: bool = False
     png: str = option("init_scales.png", "the picture", group="Output")
-
-    def problems(self) -> list[str]:
-        problems = step_problems(self) + not_positive(self, "steps") + no_folder(self, "png")
-        for name in self.inits:
-            if name not in INIT:
-                problems.append(f"inits: {name!r} is none of {', '.join(INIT)}")
-        return problems
 
 
 # --------------------------------------------------------------------------------------------------
@@ -110,7 +94,7 @@ def before_and_after(
     rows = np.stack([val.row(start) for start in val.fixed_starts(cfg.batch_tokens)])
     ids = torch.from_numpy(rows).to(machine.device)  # (B, T + 1)
     x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    cfg = replace(cfg, init=scheme, max_steps=cfg.steps)
+    cfg = replace(cfg, init=scheme)
     training = new_training(cfg, model_config(cfg, sets[0].meta["vocab_size"]), machine)
     initial = measure(training.model, x, y)
 
@@ -158,7 +142,7 @@ def draw(scales_of: dict[str, tuple[Scales, Scales]], cfg: ScalesConfig) -> None
 
 def main() -> None:
     cfg = with_data(parse(ScalesConfig, doc=__doc__))
-    machine = begin(cfg)
+    machine = start(cfg.device, cfg.dtype)
     sets = open_datasets(cfg.dataset, cfg.data_dir)
     uniform = math.log(sets[0].meta["vocab_size"])  # the loss of equal probabilities
     facts = facts_of(machine.device)

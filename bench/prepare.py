@@ -1,9 +1,7 @@
-"""Measure how fast prepare.py is, compared with the tokenizer library alone, and its peak memory.
+"""Measure how fast prepare.py is, compared with the tokenizer library alone.
 
     # the corpus, repeated until it is 300 MB of JSON
     python -m bench.prepare CORPUS.jsonl.gz --tokenizer gpt2
-    # a longer input shows that the memory does not grow with it
-    python -m bench.prepare CORPUS.jsonl.gz --mb 2000
 
 Two ways to encode the corpus take turns, `rounds` times, and the results are medians:
     library   the tokenizer library on one core, with all texts already in memory
@@ -25,13 +23,13 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL
 
 import tiktoken
 
-from bench.measure import REPO, not_positive, turns
+from bench.measure import REPO, turns
 from configurator import UserError, option, parse, run
 from text.hf_tokenizer import find_tokenizer
 from text.records import record_text
@@ -41,18 +39,15 @@ from text.tokenizer import SentencePiece, Tiktoken
 @dataclass(frozen=True)
 class BenchConfig:
     corpus: tuple[str, ...] = option((), "a .jsonl.gz file; it may stand without --corpus")
-    mb: int = option(300, "repeat the corpus until it is this many MB of JSON")
-    tokenizer: str = option(
-        "gpt2", "as for prepare.py: a tiktoken name, a SentencePiece .model, ..."
-    )
+    mb: int = option(300, "repeat the corpus until it is this many MB of JSON", minimum=1)
+    tokenizer: str = option("gpt2", "a tiktoken name, or a SentencePiece .model")
     workers: int = option(0, "worker processes of prepare.py; 0: one for each core")
-    rounds: int = option(3, "how often each of the two is timed")
+    rounds: int = option(3, "how often each of the two is timed", minimum=1)
 
     def problems(self) -> list[str]:
-        problems = not_positive(self, "mb", "rounds")
         if len(self.corpus) != 1:
-            problems.append("name a corpus: python -m bench.prepare CORPUS.jsonl.gz")
-        return problems
+            return ["name a corpus: python -m bench.prepare CORPUS.jsonl.gz"]
+        return []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -76,37 +71,6 @@ def library_encode(tokenizer: SentencePiece | Tiktoken) -> Callable[[str], list[
     return unchanged.encode_ordinary
 
 
-def resident(pid: int) -> int:
-    """Return the resident memory, in bytes, of a process and of all its descendants.
-
-    Memory that several processes share is counted once for each of them.
-    """
-    total = 0
-    try:
-        total = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            children = (thread / "children").read_text().split()
-            total += sum(resident(int(child)) for child in children)
-    except OSError:  # the process has ended in the meantime
-        pass
-    return total
-
-
-def prepare(corpus: Path, cfg: BenchConfig, folder: Path) -> int:
-    """Run prepare.py. Return the most bytes of memory that all its processes had at once."""
-    command = [sys.executable, str(REPO / "prepare.py"), f"--input={corpus}", "--name=bench"]
-    command += [f"--tokenizer={cfg.tokenizer}", f"--workers={cfg.workers}", f"--data_dir={folder}"]
-    peak = 0
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    while process.poll() is None:  # waiting with a limit notices the end 50 ms late at most
-        peak = max(peak, resident(process.pid))
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(0.1)
-    if process.returncode:
-        raise UserError("prepare.py failed: see its message above")
-    return peak
-
-
 # --------------------------------------------------------------------------------------------------
 
 
@@ -121,7 +85,6 @@ def main() -> None:
     text_mb = sum(len(t.encode()) for t in texts) / 1e6
     times = math.ceil(cfg.mb * 10**6 / len(data))
     cores = cfg.workers or len(os.sched_getaffinity(0))
-    peak = 0
     mb = {"library": text_mb, "ours": text_mb * times}
     seconds: dict[str, list[float]] = {name: [] for name in mb}
     processor: dict[str, list[float]] = {name: [] for name in mb}  # seconds of all processes
@@ -131,7 +94,9 @@ def main() -> None:
         for name in turns(mb, cfg.rounds):
             start_time, start = time.perf_counter(), sum(os.times()[:4])
             if name == "ours":
-                peak = max(peak, prepare(repeated, cfg, Path(tmp)))
+                argv = [sys.executable, str(REPO / "prepare.py"), f"--input={repeated}"]
+                argv += ["--name=bench", f"--tokenizer={cfg.tokenizer}", f"--data_dir={tmp}"]
+                subprocess.run([*argv, f"--workers={cfg.workers}"], stdout=DEVNULL, check=True)
             else:
                 for text in texts:
                     encode(text)
@@ -146,7 +111,6 @@ def main() -> None:
         print(f"  {name:<8} {rate:7.2f} MB/s")
     print(f"  ours / (cores x library) = {rates['ours'] / cores / rates['library']:.2f}")
     print(f"  processor time, library / ours = {work['library'] / work['ours']:.2f}")
-    print(f"  peak resident memory of all processes of prepare.py: {peak / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -27,42 +27,24 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.measure import (
-    begin,
-    facts_of,
-    median_s,
-    no_folder,
-    not_positive,
-    padded,
-    step_problems,
-    write_json,
-)
+from bench.measure import StepConfig, facts_of, median_s, padded, write_json
 from configurator import changes, option, parse, run
 from hardware.kernels import ChunkedCrossEntropy, attention_kernel, pick_kernels
-from hardware.machine import Machine, out_of_memory
+from hardware.machine import Machine, out_of_memory, start
 from hardware.peak import peak_tflops
 from model import GPT, GPTConfig
-from training.settings import TrainConfig, model_config
+from training.settings import model_config
 
 Figure = float | str  # a number, or the word that says why there is none
 
 
 @dataclass(frozen=True)
-class RoofConfig(TrainConfig):
-    vocab_size: int = option(
-        50257, "vocabulary of the tokenizer; the model pads it", group="What to measure"
-    )
-    tokens: int = option(0, "tokens of a micro-step, whole sequences; 0: batch_size x block_size")
-    squares: tuple[int, ...] = option((), "measure only products of n x n matrices")
-    seconds: float = option(0.3, "how long each operation is repeated")
+class RoofConfig(StepConfig):
+    vocab_size: int = option(50257, "of the tokenizer", minimum=1, group="What to measure")
+    tokens: int = option(0, "tokens of a micro-step; 0: batch_size x block_size", minimum=0)
+    squares: tuple[int, ...] = option((), "measure only products of n x n matrices", minimum=1)
+    seconds: float = option(0.3, "how long each operation is repeated", above=0)
     json: str = option("", "also write the figures to this file", group="Output")
-
-    def problems(self) -> list[str]:
-        problems = step_problems(self) + no_folder(self, "json")
-        problems += not_positive(self, "vocab_size", "seconds", "squares")
-        if self.tokens < 0 or self.tokens % max(1, self.block_size) > 0:
-            problems.append("tokens must be a multiple of block_size")
-        return problems
 
 
 # --------------------------------------------------------------------------------------------------
@@ -310,7 +292,7 @@ def of_peak(tflops: Figure, peak: float | None) -> str:
 
 def main() -> None:
     cfg = parse(RoofConfig, doc=__doc__)
-    machine = begin(cfg)
+    machine = start(cfg.device, cfg.dtype)
     facts = facts_of(machine.device)
     dtype = str(machine.dtype).removeprefix("torch.")
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
@@ -330,7 +312,7 @@ def measure_model(cfg: RoofConfig, machine: Machine, peak: float | None) -> dict
     c = model_config(cfg, cfg.vocab_size)
     with torch.device("meta"):  # only the shapes of the weights are needed
         model = GPT(c)
-    M = cfg.tokens or cfg.batch_size * T
+    M = max(1, (cfg.tokens or cfg.batch_size * T) // T) * T  # whole sequences
     accum = max(1, round(cfg.batch_tokens / M))
 
     title = f"TFLOPS of the linear layers over {M:,} tokens; ms: the three products of all `layers`"
