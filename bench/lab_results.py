@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from bench.measure import padded
-from configurator import UserError
 from training.metrics import read_metrics
 
 
@@ -70,8 +69,6 @@ def read_run(folder: Path, judges: list[str], loss: str = "val_loss") -> Result 
     evaluations = [r for r in records if "val_loss" in r]
     if not evaluations or evaluations[-1]["step"] < records[0]["steps"]:
         return None
-    if loss not in evaluations[-1]:
-        raise UserError(f"{folder}: an older version has trained it, without {loss}: out_dir=NEW")
     # A run with a single data set records its loss only under the key itself.
     losses = [[r.get(f"{loss}/{name}", r[loss]) for r in evaluations] for name in judges]
     step_tokens = records[0]["step_samples"] * records[0]["settings"]["block_size"]
