@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.measure import StepConfig, facts_of, median_s, padded, write_json
 from configurator import changes, option, parse, run
-from hardware.kernels import ChunkedCrossEntropy, attention_kernel, pick_kernels
+from hardware.kernels import attention_kernel, pick_kernels
 from hardware.machine import Machine, out_of_memory, start
 from hardware.peak import peak_tflops
 from model import GPT, GPTConfig
@@ -147,18 +147,8 @@ BACKENDS = {
 }
 
 
-def model_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return pick_kernels(q.device).attend(q, k, v, mask=None, dropout=0.0)
-
-
-def fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def attention_s(
-    attends: Callable, shape: tuple, backward: bool, seconds: float, machine: Machine
-) -> float:
-    """Return the seconds of attends(q, k, v) on inputs of `shape`: (B, nh, T, hs).
+def attention_s(call: str, shape: tuple, backward: bool, seconds: float, machine: Machine) -> float:
+    """Return the seconds of a call of attention on q, k and v of `shape`: (B, nh, T, hs).
 
     As in the model, they lie in memory as (B, T, nh, hs). dy is the gradient of the output. A
     forward pass alone also keeps what a backward pass needs, as in training.
@@ -167,9 +157,9 @@ def attention_s(
     inputs = torch.randn(4, B, T, nh, hs, device=machine.device, dtype=machine.dtype)
     *qkv, dy = inputs.transpose(2, 3)
     qkv = [t.detach().requires_grad_() for t in qkv]
-    statement = "grad(attends(*qkv), qkv, dy)" if backward else "attends(*qkv)"
-    names = dict(grad=torch.autograd.grad, attends=attends, qkv=qkv, dy=dy)
-    return median_s(statement, names, seconds)
+    names = dict(grad=torch.autograd.grad, F=F, kernels=pick_kernels(machine.device))
+    statement = f"grad({call}, qkv, dy)" if backward else call
+    return median_s(statement, names | dict(qkv=qkv, dy=dy), seconds)
 
 
 def measure_attention(c: GPTConfig, M: int, T: int, seconds: float, machine: Machine) -> list[dict]:
@@ -177,13 +167,14 @@ def measure_attention(c: GPTConfig, M: int, T: int, seconds: float, machine: Mac
     shape = (M // T, c.n_head, T, c.head_dim)
     gflops = 2e-9 * math.prod(shape) * T  # two products, the causal half of each
     rows = []
-    for name in (*BACKENDS, "the model"):
-        attends = fused_attention if name in BACKENDS else model_attention
+    calls = dict.fromkeys(BACKENDS, "F.scaled_dot_product_attention(*qkv, is_causal=True)")
+    calls["the model"] = "kernels.attend(*qkv, None, 0.0)"
+    for name, call in calls.items():
         limits = sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext()
         with limits, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a backend that refuses gives its reasons at length
-            forward = figure_ms(attention_s, attends, shape, False, seconds, machine)
-            passes = figure_ms(attention_s, attends, shape, True, seconds, machine)
+            forward = figure_ms(attention_s, call, shape, False, seconds, machine)
+            passes = figure_ms(attention_s, call, shape, True, seconds, machine)
         row = {"backend": name, "ms forward": forward, "ms both": passes}
         row |= {"forward": per_ms(gflops, forward), "both": per_ms(3 * gflops, passes)}
         rows.append(row)
@@ -199,14 +190,6 @@ def measure_attention(c: GPTConfig, M: int, T: int, seconds: float, machine: Mac
 # What the speed of memory limits: cross-entropy, a copy, AdamW
 
 
-def plain_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.float(), targets, ignore_index=-1)
-
-
-def chunked_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return ChunkedCrossEntropy.apply(logits, targets, None)
-
-
 def cross_entropy_s(rows: int, V: int, compiled: bool, seconds: float, machine: Machine) -> float:
     """Return the seconds of the loss and the gradient of the logits, as the model computes them.
 
@@ -214,11 +197,10 @@ def cross_entropy_s(rows: int, V: int, compiled: bool, seconds: float, machine: 
     """
     logits = torch.randn(rows, V, device=machine.device, dtype=machine.dtype).requires_grad_()
     targets = torch.randint(V, (rows,), device=machine.device)
-    loss = plain_loss if machine.dtype == torch.float16 else chunked_loss
-    if compiled:
-        loss = torch.compile(plain_loss, dynamic=False)
-    names = dict(grad=torch.autograd.grad, loss=loss, logits=logits, targets=targets)
-    return median_s("grad(loss(logits, targets), logits)", names, seconds)
+    loss = pick_kernels(machine.device).cross_entropy
+    loss = torch.compile(loss, dynamic=False) if compiled else loss
+    names = dict(grad=torch.autograd.grad, loss=loss, logits=logits, targets=targets, V=V)
+    return median_s("grad(loss(logits, targets, None, V, 'mean'), logits)", names, seconds)
 
 
 def copy_s(size: int, seconds: float, machine: Machine) -> float:
@@ -245,15 +227,12 @@ def measure_memory(model: GPT, M: int, cfg: RoofConfig, machine: Machine) -> lis
     n = sum(s.numel() for s in shapes)
     how = (cfg.seconds, machine)
 
-    eager = figure_ms(cross_entropy_s, N, V, False, *how)
-    figures = [("cross-entropy, eager", N, "rows", loss_bytes, eager)]
-    if cfg.compile is not False:
-        compiled = figure_ms(cross_entropy_s, N, V, True, *how)
-        figures.append(("cross-entropy, compiled", N, "rows", loss_bytes, compiled))
-    copy = figure_ms(copy_s, copied, *how)
-    figures.append(("copy", copied, "bytes", 2 * copied, copy))
-    adamw = figure_ms(adamw_s, shapes, *how)
-    figures.append(("AdamW", n, "parameters", 28 * n, adamw))
+    figures = []
+    for kind in ["eager", "compiled"][: 1 if cfg.compile is False else 2]:
+        loss_ms = figure_ms(cross_entropy_s, N, V, kind == "compiled", *how)
+        figures.append((f"cross-entropy, {kind}", N, "rows", loss_bytes, loss_ms))
+    figures.append(("copy", copied, "bytes", 2 * copied, figure_ms(copy_s, copied, *how)))
+    figures.append(("AdamW", n, "parameters", 28 * n, figure_ms(adamw_s, shapes, *how)))
     rows = []
     for name, count, unit, moved, ms in figures:
         rate = per_ms(moved / 1e6, ms)

@@ -55,7 +55,7 @@ def ours(model: Path, file: Path, capsys) -> list[float]:
 
 
 @pytest.mark.slow
-def test_the_harness_says_the_same_to_four_digits(model, files, tmp_path, capsys, monkeypatch):
+def test_equals_lm_eval(model, files, tmp_path, capsys, monkeypatch):
     lm_eval = pytest.importorskip("lm_eval", reason="needs the package lm-eval[hf]")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     for name, task in TASKS.items():
@@ -79,14 +79,14 @@ def test_the_harness_says_the_same_to_four_digits(model, files, tmp_path, capsys
     assert ours(model, files["texts"], capsys) == pytest.approx(texts, rel=1e-5, abs=5.1e-5)
 
 
-def test_a_model_that_knows_the_texts_answers_more_than_chance(model, files, capsys):
+def test_a_trained_model_answers_better_than_chance(model, files, capsys):
     accuracy, error, *_ = ours(model, files["choices"], capsys)
     assert accuracy > 0.25
     assert error == pytest.approx(math.sqrt(accuracy * (1 - accuracy) / 29), abs=5.1e-5)
 
 
 @pytest.mark.parametrize("text", ["the loop 模型", "the loop 模型 " * 30], ids=["short", "windows"])
-def test_a_text_is_judged_by_its_bits_per_byte(text, model, tmp_path, capsys):
+def test_bits_per_byte_of_a_text(text, model, tmp_path, capsys):
     [bits] = ours(model, write_jsonl(tmp_path / "one.jsonl", [{"text": text}]), capsys)
     tokenizer = load_tokenizer(model)
     ids = [tokenizer.eos_id, *tokenizer.prefix, *tokenizer.encode(text).tolist()]
@@ -109,14 +109,14 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize("line", ["{", *map(json.dumps, BAD_LINES)])
-def test_a_line_that_cannot_be_judged_is_named(line, model, tmp_path, refuses):
+def test_a_bad_line_is_named(line, model, tmp_path, refuses):
     good = json.dumps({"question": "a", "choices": ["b", "c"], "answer": 1})
     path = tmp_path / "q.jsonl"
     path.write_text(f"{good}\n{line}\n")
     assert f"{path}, line 2" in refuses(judge.main, str(path), f"--ckpt={model}", "--device=cpu")
 
 
-def test_a_file_without_questions_or_texts_is_refused(model, tmp_path, refuses):
+def test_a_file_without_questions_is_refused(model, tmp_path, refuses):
     (tmp_path / "q.jsonl").write_text("\n")
-    for file in (tmp_path / "q.jsonl", tmp_path / "none", Path("/dev/zero")):
+    for file in (tmp_path / "q.jsonl", tmp_path / "none"):
         assert str(file) in refuses(judge.main, str(file), f"--ckpt={model}", "--device=cpu")
