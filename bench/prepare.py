@@ -7,9 +7,7 @@ Two ways to encode the corpus take turns, `rounds` times, and the results are me
     library   the tokenizer library on one core, with all texts already in memory
               (tiktoken's encode_ordinary, SentencePiece's encode)
     ours      prepare.py on all cores: start, read, parse, hash, encode and write
-Rates are in MB of UTF-8 text per second. The goal is ours >= 0.85 x cores x library. Where other
-programs keep the cores busy, look at the processor time instead: ours needs what the library needs,
-and its own share for everything else.
+Rates are in MB of UTF-8 text per second. The goal is ours >= 0.85 x cores x library.
 """
 
 import gzip
@@ -22,7 +20,6 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL
@@ -31,9 +28,8 @@ import tiktoken
 
 from bench.measure import REPO, turns
 from configurator import UserError, option, parse, run
-from text.hf_tokenizer import find_tokenizer
 from text.records import record_text
-from text.tokenizer import SentencePiece, Tiktoken
+from text.tokenizer import SentencePiece
 
 
 @dataclass(frozen=True)
@@ -50,30 +46,6 @@ class BenchConfig:
         return []
 
 
-# --------------------------------------------------------------------------------------------------
-# The two ways to encode it
-
-
-def library_encode(tokenizer: SentencePiece | Tiktoken) -> Callable[[str], list[int]]:
-    """Return the library's own encode function, without anything around it.
-
-    For tiktoken it cuts words with tiktoken's own pattern, and not with our faster one.
-    """
-    if isinstance(tokenizer, SentencePiece):
-        return tokenizer.sp.encode
-    e = tokenizer.encoding
-    unchanged = tiktoken.Encoding(
-        e.name,
-        pat_str=tokenizer.pattern,
-        mergeable_ranks=e._mergeable_ranks,
-        special_tokens=e._special_tokens,
-    )
-    return unchanged.encode_ordinary
-
-
-# --------------------------------------------------------------------------------------------------
-
-
 def main() -> None:
     cfg = parse(BenchConfig, doc=__doc__, positional="corpus")
     try:
@@ -81,18 +53,20 @@ def main() -> None:
         texts = [record_text(json.loads(line))[0] for line in data.splitlines()]
     except (OSError, EOFError, zlib.error, ValueError) as e:
         raise UserError(f"{cfg.corpus[0]}: not a whole .jsonl.gz file of records ({e})") from None
-    encode = library_encode(find_tokenizer(cfg.tokenizer))
+    if cfg.tokenizer.endswith(".model"):
+        encode = SentencePiece(cfg.tokenizer).sp.encode
+    else:
+        encode = tiktoken.get_encoding(cfg.tokenizer).encode_ordinary
     text_mb = sum(len(t.encode()) for t in texts) / 1e6
     times = math.ceil(cfg.mb * 10**6 / len(data))
     cores = cfg.workers or len(os.sched_getaffinity(0))
     mb = {"library": text_mb, "ours": text_mb * times}
     seconds: dict[str, list[float]] = {name: [] for name in mb}
-    processor: dict[str, list[float]] = {name: [] for name in mb}  # seconds of all processes
     with tempfile.TemporaryDirectory() as tmp:
         repeated = Path(tmp, "repeated.jsonl.gz")
         repeated.write_bytes(gzip.compress(data, 6) * times)
         for name in turns(mb, cfg.rounds):
-            start_time, start = time.perf_counter(), sum(os.times()[:4])
+            start_time = time.perf_counter()
             if name == "ours":
                 argv = [sys.executable, str(REPO / "prepare.py"), f"--input={repeated}"]
                 argv += ["--name=bench", f"--tokenizer={cfg.tokenizer}", f"--data_dir={tmp}"]
@@ -101,16 +75,13 @@ def main() -> None:
                 for text in texts:
                     encode(text)
             seconds[name].append(time.perf_counter() - start_time)
-            processor[name].append(sum(os.times()[:4]) - start)
 
     rates = {name: mb[name] / statistics.median(seconds[name]) for name in mb}
-    work = {name: statistics.median(processor[name]) / mb[name] for name in mb}
     size = f"{times} x {text_mb:.1f} MB of text"
     print(f"{size}, {cfg.tokenizer}, {cores} workers; medians of {cfg.rounds}")
     for name, rate in rates.items():
         print(f"  {name:<8} {rate:7.2f} MB/s")
     print(f"  ours / (cores x library) = {rates['ours'] / cores / rates['library']:.2f}")
-    print(f"  processor time, library / ours = {work['library'] / work['ours']:.2f}")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@
     python -m bench.roof --dtype=bfloat16 --squares 1024 2048 4096 8192 16384
 
 Each figure is a median over `seconds` of repetitions (torch.utils.benchmark, after a warm-up), in
-the dtype that train.py picks. OOM: the operation does not fit into memory. n/a: this machine cannot
-run it.
+the dtype that train.py picks. n/a: this machine cannot run the operation, or has
+too little memory for it.
 
 The last table adds up the operations that a micro-step cannot do without. This sum is a roof: an
 MFU that training cannot exceed, since norms, activations and the residual stream take time too. MFU
@@ -30,12 +30,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bench.measure import StepConfig, facts_of, median_s, padded, write_json
 from configurator import changes, option, parse, run
 from hardware.kernels import attention_kernel, pick_kernels
-from hardware.machine import Machine, out_of_memory, start
+from hardware.machine import Machine, start
 from hardware.peak import peak_tflops
 from model import GPT, GPTConfig
 from training.settings import model_config
-
-Figure = float | str  # a number, or the word that says why there is none
 
 
 @dataclass(frozen=True)
@@ -51,25 +49,15 @@ class RoofConfig(StepConfig):
 # One figure, and how a table of figures is printed
 
 
-def figure_ms(measure: Callable[..., float], *arguments) -> Figure:
-    """Return what measure(*arguments) returns in seconds, in ms; else "OOM" or "n/a"."""
+def figure_ms(measure: Callable[..., float], *arguments) -> float:
+    """Return what measure(*arguments) returns in seconds, in ms; NaN if it fails."""
     try:
         return 1e3 * measure(*arguments)
-    except RuntimeError as e:
-        return "OOM" if out_of_memory(e) else "n/a"
+    except RuntimeError:  # this machine cannot run it, or has too little memory for it
+        return math.nan
 
 
-def per_ms(amount: float, ms: Figure) -> Figure:
-    return amount / ms if isinstance(ms, float) else ms
-
-
-def total(figures: list[Figure], times: float = 1.0) -> Figure:
-    """Return the sum of the figures, multiplied by `times`; if one is a word, that word."""
-    words = [x for x in figures if isinstance(x, str)]
-    return words[0] if words else times * sum(figures)
-
-
-def text(value: Figure | int) -> str:
+def text(value: float | int | str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int):
@@ -87,16 +75,6 @@ def table(title: str, rows: list[dict]) -> list[dict]:
 
 # --------------------------------------------------------------------------------------------------
 # Matrix products
-
-
-def gemms(model: GPT) -> dict[str, tuple[int, int, int]]:
-    """Return the linear layers: name -> (K inputs, N outputs, how many layers there are of it)."""
-    counts: Counter[tuple] = Counter()
-    for path, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            name = path.rpartition(".")[2]
-            counts[name, module.in_features, module.out_features] += 1
-    return {name: (K, N, layers) for (name, K, N), layers in counts.items()}
 
 
 PRODUCTS = ("forward", "input grad", "weight grad")  # of a linear layer
@@ -119,12 +97,15 @@ def product_s(kind: str, M: int, K: int, N: int, seconds: float, machine: Machin
 
 
 def measure_gemms(model: GPT, M: int, seconds: float, machine: Machine) -> list[dict]:
+    """Return a row for each kind of linear layer: K inputs, N outputs, how many `layers`."""
+    linear = [(p, m) for p, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    kinds = Counter((p.rpartition(".")[2], m.in_features, m.out_features) for p, m in linear)
     rows = []
-    for name, (K, N, layers) in gemms(model).items():
+    for (name, K, N), layers in kinds.items():
         ms = {k: figure_ms(product_s, k, M, K, N, seconds, machine) for k in PRODUCTS}
-        rates = {k: per_ms(2e-9 * M * K * N, t) for k, t in ms.items()}
+        rates = {k: 2e-9 * M * K * N / t for k, t in ms.items()}
         row = {"layer": name, "K": K, "N": N, "layers": layers}
-        rows.append(row | rates | {"ms": total([*ms.values()], layers)})
+        rows.append(row | rates | {"ms": layers * sum(ms.values())})
     return rows
 
 
@@ -132,7 +113,7 @@ def measure_squares(sizes: tuple[int, ...], seconds: float, machine: Machine) ->
     rows = []
     for n in sizes:
         ms = figure_ms(product_s, "forward", n, n, n, seconds, machine)
-        rows.append({"n": f"{n:,}", "ms": ms, "TFLOPS": per_ms(2e-9 * n**3, ms)})
+        rows.append({"n": f"{n:,}", "ms": ms, "TFLOPS": 2e-9 * n**3 / ms})
     return rows
 
 
@@ -176,7 +157,7 @@ def measure_attention(c: GPTConfig, M: int, T: int, seconds: float, machine: Mac
             forward = figure_ms(attention_s, call, shape, False, seconds, machine)
             passes = figure_ms(attention_s, call, shape, True, seconds, machine)
         row = {"backend": name, "ms forward": forward, "ms both": passes}
-        row |= {"forward": per_ms(gflops, forward), "both": per_ms(3 * gflops, passes)}
+        row |= {"forward": gflops / forward, "both": 3 * gflops / passes}
         rows.append(row)
     # Only now ask for the default: torch sets up its order of priority in the first call.
     chosen = attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype)
@@ -235,8 +216,7 @@ def measure_memory(model: GPT, M: int, cfg: RoofConfig, machine: Machine) -> lis
     figures.append(("AdamW", n, "parameters", 28 * n, figure_ms(adamw_s, shapes, *how)))
     rows = []
     for name, count, unit, moved, ms in figures:
-        rate = per_ms(moved / 1e6, ms)
-        rows.append({"operation": name, "of": count, "": unit, "ms": ms, "GB/s": rate})
+        rows.append({"operation": name, "of": count, "": unit, "ms": ms, "GB/s": moved / 1e6 / ms})
     return rows
 
 
@@ -251,22 +231,20 @@ def micro_step(
 
     AdamW runs once a step: its time is divided among the `accum` micro-steps of a step.
     """
-    losses = [total([r["ms"]], M / r["of"]) for r in memory if r[""] == "rows"]
+    losses = [r["ms"] * M / r["of"] for r in memory if r[""] == "rows"]
     parts = {
-        "linear layers": total([r["ms"] for r in linear]),
-        "attention": total([attended[-1]["ms both"]], n_layer),
-        "cross-entropy": min((x for x in losses if isinstance(x, float)), default=losses[0]),
-        f"AdamW / {accum}": total([memory[-1]["ms"]], 1 / accum),
+        "linear layers": sum(r["ms"] for r in linear),
+        "attention": n_layer * attended[-1]["ms both"],
+        "cross-entropy": min(losses, key=lambda ms: (math.isnan(ms), ms)),
+        f"AdamW / {accum}": memory[-1]["ms"] / accum,
     }
-    parts["all"] = total([*parts.values()])
+    parts["all"] = sum(parts.values())
     return [{"part": k, "ms": ms} for k, ms in parts.items()]
 
 
-def of_peak(tflops: Figure, peak: float | None) -> str:
-    shown = f"{text(tflops)} TFLOPS"
-    if peak and isinstance(tflops, float):
-        shown += f" = {tflops / peak:.1%} of peak"
-    return shown
+def of_peak(tflops: float, peak: float | None) -> str:
+    share = f" = {tflops / peak:.1%} of peak" if peak else ""
+    return f"{text(tflops)} TFLOPS{share}"
 
 
 def main() -> None:
@@ -297,7 +275,7 @@ def measure_model(cfg: RoofConfig, machine: Machine, peak: float | None) -> dict
     title = f"TFLOPS of the linear layers over {M:,} tokens; ms: the three products of all `layers`"
     linear = table(title, measure_gemms(model, M, cfg.seconds, machine))
     flops = sum(6 * r["K"] * r["N"] * r["layers"] for r in linear)  # of a token, in both passes
-    gemm_tflops = per_ms(1e-9 * flops * M, total([r["ms"] for r in linear]))
+    gemm_tflops = 1e-9 * flops * M / sum(r["ms"] for r in linear)
     print(f"  all: {of_peak(gemm_tflops, peak)}")
 
     title = f"TFLOPS of causal attention over {M // T:,} sequences of {T:,}; *: taken by default.\n"
@@ -311,7 +289,7 @@ def measure_model(cfg: RoofConfig, machine: Machine, peak: float | None) -> dict
 
     least_times = micro_step(linear, attended, memory, c.n_layer, M, accum)
     parts = table(f"The least time of a micro-step of {M:,} tokens", least_times)
-    mfu_tflops = per_ms(1e-9 * model.flops_per_token(T) * M, parts[-1]["ms"])
+    mfu_tflops = 1e-9 * model.flops_per_token(T) * M / parts[-1]["ms"]
     masked = "which also counts the masked half of attention"
     print(f"  the roof of MFU, {masked}: {of_peak(mfu_tflops, peak)}")
     return {
