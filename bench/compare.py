@@ -216,24 +216,18 @@ sys.path.insert(0, repo)
 import torch
 from model import GPT, GPTConfig
 torch.manual_seed(0)
-model = GPT(GPTConfig(**shape))
-if kind == "ours":
-    model.init_weights()  # nanoGPT's constructor draws its weights by itself
-model.to(device, getattr(torch, dtype)).eval()
+model = GPT(GPTConfig(**shape)).to(device, getattr(torch, dtype)).eval()
 if kind == "ours":
     from hardware.decoding import record_decoding
     from hardware.kernels import pick_kernels
-    model.use(pick_kernels(torch.device(device)))
-    record_decoding(model)
+    model.init_weights()  # nanoGPT's constructor draws its weights by itself
+    record_decoding(model.use(pick_kernels(torch.device(device))))
 idx = torch.zeros(batch, 1, dtype=torch.long, device=device)
 with torch.inference_mode():
     for step in range(3):  # the first one warms up
-        if kind == "ours":
-            for token in model.generate(idx, count):
-                pass
-        else:
-            token = model.generate(idx, count)
-        token.cpu()
+        made = model.generate(idx, count)
+        last = list(made)[-1] if kind == "ours" else made
+        last.cpu()
         print("step", step + 1, flush=True)
 """
 
@@ -372,23 +366,17 @@ def compare_losses(cfg: CompareConfig) -> None:
             seeded = replace(cfg, seed=seed)
             finishes["nanoGPT"].append(nanogpt_finish(seeded, Path(folder)))
             finishes["ours"].append(our_finish(seeded, Path(folder)))
-        for name in finishes:
-            show(f"seed {seed}", name, finishes[name][-1])
+        print(f"seed {seed}", *(f"{name} {ends[-1]}" for name, ends in finishes.items()), sep=" | ")
     medians: dict[str, Finish] = {}
-    for name, finished in finishes.items():
-        medians[name] = {key: statistics.median(f[key] for f in finished) for key in finished[0]}
-        show("median", name, medians[name])
+    for name, ends in finishes.items():
+        medians[name] = {key: statistics.median(end[key] for end in ends) for key in ends[0]}
+    print("medians", *(f"{name} {median}" for name, median in medians.items()), sep=" | ")
     peer, our = medians["nanoGPT"], medians["ours"]
     times = f"{peer['training'] / our['training']:.2f} times as long in training"
     times += f", and {peer['command'] / our['command']:.2f} times from command to exit"
     print(f"nanoGPT took {times}; our loss less its loss is {our['loss'] - peer['loss']:+.4f}")
     facts = facts_of(torch.device("cpu"))
     write_json(cfg.json, facts | {"seeds": cfg.seeds, "finishes": finishes})
-
-
-def show(which: str, name: str, finish: Finish) -> None:
-    figures = " | ".join(f"{key} {round(x, 4):,}" for key, x in finish.items())
-    print(f"{which} | {name:7} | {figures}", flush=True)
 
 
 def nanogpt_finish(cfg: CompareConfig, folder: Path) -> Finish:

@@ -52,6 +52,7 @@ class ScalesConfig(StepConfig):
 # --------------------------------------------------------------------------------------------------
 # Measure, train, measure again
 
+PICTURED = ("stream", "gradient")
 Scales = dict[str, float | list[float]]  # what was measured -> one number, or one for each block
 
 
@@ -65,25 +66,21 @@ def measure(model: GPT, x: Tensor, y: Tensor) -> Scales:
     stream: the residual stream behind each block, (B, T, C). gradient: of all matrices of a block
     together. logits std: over the vocabulary, as a mean over the positions.
     """
-    V = model.config.vocab_size
-    stream: list[float] = []
-    logits_std: list[Tensor] = []
-    hooks = [b.register_forward_hook(lambda *of: stream.append(rms(of[-1]))) for b in model.blocks]
-    # This cannot wait for the end of the pass: the loss writes its gradient over the logits.
-    std = model.lm_head.register_forward_hook(
-        lambda *of: logits_std.append(of[-1][..., :V].std(-1).mean())
-    )
+    outputs: list[Tensor] = []  # of the blocks, (B, T, C)
+    hooks = [b.register_forward_hook(lambda *of: outputs.append(of[-1])) for b in model.blocks]
     model.eval()  # without dropout
     loss = model(x, y)
     loss.backward()
-    for hook in (*hooks, std):
+    for hook in hooks:
         hook.remove()
     matrices = [[p for p in block.parameters() if p.dim() == 2] for block in model.blocks]
     gradient = [rms(torch.cat([p.grad.flatten() for p in of_block])) for of_block in matrices]
     model.zero_grad()
     model.train()
-    scales = {"loss": loss.item(), "stream": stream, "gradient": gradient}
-    return scales | {"logits std": logits_std[0].item()}
+    with torch.no_grad():
+        logits = model.logits(outputs[-1])[..., : model.config.vocab_size]
+    scales = {"loss": loss.item(), "logits std": logits.std(-1).mean().item()}
+    return scales | {"stream": [rms(output) for output in outputs], "gradient": gradient}
 
 
 def before_and_after(
@@ -112,19 +109,13 @@ def before_and_after(
 # The table and the picture
 
 
-def table_row(scheme: str, initial: Scales, trained: Scales) -> list[str]:
-    losses = [f"{scales['loss']:.2f}" for scales in (initial, trained)]
-    ends = [f"{of[0]:.2g} -> {of[-1]:.2g}" for of in (initial["stream"], initial["gradient"])]
-    return [scheme, *losses, *ends, f"{initial['logits std']:.2g}"]
-
-
 def draw(scales_of: dict[str, tuple[Scales, Scales]], cfg: ScalesConfig) -> None:
     """Draw the stream and the gradients over the blocks, before and after: a line per scheme."""
     from matplotlib.figure import Figure  # unlike pyplot, it needs no screen
 
     fig = Figure(figsize=(9, 6.5), layout="constrained")
     axes = fig.subplots(2, 2, sharex=True, sharey="row")
-    for key, panels in zip(("stream", "gradient"), axes, strict=True):
+    for key, panels in zip(PICTURED, axes, strict=True):
         panels[0].set_ylabel(f"RMS of the {key}")
         for moment, ax in enumerate(panels):
             ax.set_yscale("log")
@@ -151,8 +142,12 @@ def main() -> None:
     schemes = ProgressBar("schemes", cfg.inits)
     scales_of = {scheme: before_and_after(scheme, cfg, machine, sets) for scheme in schemes}
     heads = ["init", "loss", f"{cfg.steps} steps", "stream RMS", "gradient RMS", "logits std"]
-    rows = [table_row(scheme, *scales) for scheme, scales in scales_of.items()]
-    for row in padded([heads, *rows]):
+    rows = [heads]
+    for scheme, (initial, trained) in scales_of.items():
+        ends = [f"{initial[key][0]:.2g} -> {initial[key][-1]:.2g}" for key in PICTURED]
+        losses = [f"{initial['loss']:.2f}", f"{trained['loss']:.2f}"]
+        rows.append([scheme, *losses, *ends, f"{initial['logits std']:.2g}"])
+    for row in padded(rows):
         print("  ".join(row))
     draw(scales_of, cfg)
     print(f"the picture is in {cfg.png}")

@@ -29,7 +29,7 @@ import tiktoken
 from bench.measure import REPO, turns
 from configurator import UserError, option, parse, run
 from text.records import record_text
-from text.tokenizer import SentencePiece
+from text.tokenizer import SentencePiece, Tiktoken
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ def main() -> None:
     if cfg.tokenizer.endswith(".model"):
         encode = SentencePiece(cfg.tokenizer).sp.encode
     else:
+        Tiktoken.by_name(cfg.tokenizer)  # raises UserError for an unknown name
         encode = tiktoken.get_encoding(cfg.tokenizer).encode_ordinary
     text_mb = sum(len(t.encode()) for t in texts) / 1e6
     times = math.ceil(cfg.mb * 10**6 / len(data))

@@ -7,8 +7,7 @@
     python -m bench.roof --dtype=bfloat16 --squares 1024 2048 4096 8192 16384
 
 Each figure is a median over `seconds` of repetitions (torch.utils.benchmark, after a warm-up), in
-the dtype that train.py picks. n/a: this machine cannot run the operation, or has
-too little memory for it.
+the dtype that train.py picks. nan: this machine cannot run the operation, or has too little memory.
 
 The last table adds up the operations that a micro-step cannot do without. This sum is a roof: an
 MFU that training cannot exceed, since norms, activations and the residual stream take time too. MFU
