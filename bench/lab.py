@@ -251,11 +251,10 @@ def report(cfg: LabConfig, runs: list[Run], baseline: str) -> None:
     if not rows:
         print("no run to compare is finished")
         return
-    finished = sum(map(len, results.values()))
-    lines = [f"# {cfg.question}", ""]
-    lines += [f"`{command()}`: {finished} of {len(runs)} runs are finished."]
-    lines += [f"The loss is {cfg.judge}, the mean of those on {', '.join(runs[0].judges)}.", ""]
-    print("\n".join(["", *lines, table(rows, baseline), ""]))
+    print(f"\n# {cfg.question}\n")
+    print(f"`{command()}`: {sum(map(len, results.values()))} of {len(runs)} runs are finished.")
+    print(f"The loss is {cfg.judge}, the mean of those on {', '.join(runs[0].judges)}.\n")
+    print(table(rows, baseline))
     folders = [{"variant": r.variant, "seed": r.seed, "folder": str(r.folder)} for r in runs]
     facts = {"question": cfg.question, "baseline": baseline, "command": command()}
     facts |= {"judges": runs[0].judges, "rows": [asdict(row) for row in rows], "runs": folders}

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL
@@ -51,7 +50,7 @@ def main() -> None:
     try:
         data = gzip.open(cfg.corpus[0]).read()
         texts = [record_text(json.loads(line))[0] for line in data.splitlines()]
-    except (OSError, EOFError, zlib.error, ValueError) as e:
+    except (OSError, EOFError, ValueError) as e:
         raise UserError(f"{cfg.corpus[0]}: not a whole .jsonl.gz file of records ({e})") from None
     if cfg.tokenizer.endswith(".model"):
         encode = SentencePiece(cfg.tokenizer).sp.encode

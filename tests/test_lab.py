@@ -120,7 +120,6 @@ def test_an_interrupted_question_goes_on(tiny_data, tmp_path, monkeypatch):
         ask(tmp_path, tiny_data, question, *longer, seeds="1")
     assert exit_info.value.code == 130
     times = trained(out)
-
     ask(tmp_path, tiny_data, question, *longer, seeds="1")
     [(interrupted, _)] = trained(out).items() - times.items()
     assert settings(out / interrupted)["lr"] == 1e-2
@@ -254,7 +253,6 @@ MISTAKES = [
     ("{'a': {'n_layers': 1}}", "'n_layers'"),
     ("{'a': {}, 'b': {'lr': -1}}", "variant 'b': lr"),
     ("{'a': {'seed': 1}}", "variant 'a': seed"),
-    ("{'a': {'dataset': 'x'}, 'b': {'dataset': 'y,z'}}", "no data set"),
 ]
 
 
