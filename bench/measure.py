@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
-from configurator import UserError, changes, option
+from configurator import UserError, changes
 from hardware.disk import json_bytes, write_whole
 from hardware.kernels import pick_kernels
 from hardware.machine import Clock, HostCopy, Machine
@@ -41,9 +41,9 @@ REPO = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class StepConfig(TrainConfig):
-    """The settings of a few training steps: their number is not that of max_steps."""
+    """The settings of a few training steps: batch_size is a number, and no length is needed."""
 
-    batch_size: int = option(16, "sequences in a micro-step", minimum=1)
+    batch_size: int = 16
     max_steps: int = 1
 
 
