@@ -48,19 +48,15 @@ import torch
 
 from bench.measure import (
     REPO,
-    begin,
+    StepConfig,
     facts_of,
-    median_s,
-    no_folder,
-    not_positive,
     padded,
-    step_problems,
     train_options,
     turns,
     write_json,
 )
 from configurator import UserError, option, parse, run
-from hardware.machine import pick_device, pick_dtype
+from hardware.machine import pick_device, pick_dtype, start
 from hardware.peak import peak_tflops
 from model import GPT, GPTConfig
 from text.dataset import open_datasets, open_windows
@@ -70,40 +66,32 @@ from training.huggingface import from_pretrained, to_config
 from training.metrics import read_metrics
 from training.plan import make_plan
 from training.resume import with_data
-from training.settings import TrainConfig, model_config
+from training.settings import model_config
 
 
 @dataclass(frozen=True)
-class CompareConfig(TrainConfig):
-    nanogpt: str = option(
-        "", "folder of a nanoGPT checkout, to compare with its train.py", group="Peers"
-    )
-    hf: bool = option(False, "compare with transformers' Trainer, on the model that train.py saves")
-    peer_compile: bool = option(
-        False, "torch.compile for the peers as well (nanoGPT's default on a GPU)"
-    )
+class CompareConfig(StepConfig):
+    nanogpt: str = option("", "folder of a nanoGPT checkout, to compare with", group="Peers")
+    hf: bool = option(False, "compare with transformers' Trainer, on the same model")
+    peer_compile: bool = option(False, "torch.compile for the peers as well")
     sampling: bool = option(False, "compare sampling instead of training", group="Speed")
-    num_samples: int = option(1, "sampling: texts in a batch")
-    max_new_tokens: int = option(256, "sampling: tokens of each text")
-    steps: int = option(30, "steps in each turn")
-    warmup: int = option(10, "steps at the start of a turn that are not timed")
-    rounds: int = option(3, "turns of each contestant")
-    recipe: str = option(
-        "", "the options of nanoGPT's train.py, in quotes", group="The time to a loss"
-    )
-    seeds: tuple[int, ...] = option((1, 2, 3), "both train with each of them")
+    num_samples: int = option(1, "sampling: texts in a batch", minimum=1)
+    max_new_tokens: int = option(256, "sampling: tokens of each text", minimum=1)
+    steps: int = option(30, "steps in each turn", minimum=1)
+    warmup: int = option(10, "steps at the start of a turn that are not timed", minimum=1)
+    rounds: int = option(3, "turns of each contestant", minimum=1)
+    recipe: str = option("", "options of nanoGPT's train.py, in quotes", group="The time to a loss")
+    seeds: tuple[int, ...] = option((1, 2, 3), "both train with each of them", minimum=0)
     json: str = option("", "also write the figures to this file", group="Output")
 
     def problems(self) -> list[str]:
-        problems = TrainConfig.problems(self) if self.recipe else step_problems(self)
-        problems += not_positive(self, "rounds") + no_folder(self, "json")
-        if (self.nanogpt or self.recipe) and not Path(self.nanogpt or "?", "train.py").exists():
+        problems = super().problems()
+        if (self.nanogpt or self.recipe) and not Path(self.nanogpt, "train.py").exists():
             problems.append(f"nanogpt={self.nanogpt}: no train.py in it")
-        if not 0 < self.warmup < self.steps:  # from step `warmup` to step `steps` it is timed
-            problems.append("warmup must be positive and below steps")
-        has_length = re.search(r"--max_iters=\d+", self.recipe)
-        if self.recipe and (self.hf or self.sampling or not has_length):
-            problems.append("recipe must say --max_iters=N, and goes with neither hf nor sampling")
+        if self.warmup >= self.steps:  # from step `warmup` to step `steps` it is timed
+            problems.append("warmup must be below steps")
+        if self.recipe and not re.search(r"--max_iters=\d+", self.recipe):
+            problems.append("recipe must say --max_iters=N")
         return problems
 
     @property
@@ -115,7 +103,6 @@ class CompareConfig(TrainConfig):
     def place(self) -> tuple[torch.device, torch.dtype]:
         """The device to run on, and the dtype of autocast there."""
         device = pick_device(self.device)
-        device = device if self.device == "auto" else torch.device(self.device)
         return device, pick_dtype(self.dtype, device)[0]
 
 
@@ -139,10 +126,8 @@ def nanogpt_command(cfg: CompareConfig, folder: Path, options: list[str]) -> lis
     ignored = shutil.ignore_patterns("data", ".git", "out*")
     shutil.copytree(cfg.nanogpt, folder, ignore=ignored, dirs_exist_ok=True)
     script = (folder / "train.py").read_text()
-    if "1337 + seed_offset" not in script:
-        raise UserError(f"{cfg.nanogpt}/train.py sets its seed in an unknown way")
-    seed = f"{cfg.seed} + seed_offset"
-    (folder / "train.py").write_text(script.replace("1337 + seed_offset", seed))
+    seeded = script.replace("1337 + seed_offset", f"{cfg.seed} + seed_offset")
+    (folder / "train.py").write_text(seeded)
     link = folder / "data" / "ours"
     link.mkdir(parents=True)
     for split in ("train", "val"):
@@ -231,24 +216,18 @@ sys.path.insert(0, repo)
 import torch
 from model import GPT, GPTConfig
 torch.manual_seed(0)
-model = GPT(GPTConfig(**shape))
-if kind == "ours":
-    model.init_weights()  # nanoGPT's constructor draws its weights by itself
-model.to(device, getattr(torch, dtype)).eval()
+model = GPT(GPTConfig(**shape)).to(device, getattr(torch, dtype)).eval()
 if kind == "ours":
     from hardware.decoding import record_decoding
     from hardware.kernels import pick_kernels
-    model.use(pick_kernels(torch.device(device)))
-    record_decoding(model)
+    model.init_weights()  # nanoGPT's constructor draws its weights by itself
+    record_decoding(model.use(pick_kernels(torch.device(device))))
 idx = torch.zeros(batch, 1, dtype=torch.long, device=device)
 with torch.inference_mode():
     for step in range(3):  # the first one warms up
-        if kind == "ours":
-            for token in model.generate(idx, count):
-                pass
-        else:
-            token = model.generate(idx, count)
-        token.cpu()
+        made = model.generate(idx, count)
+        last = list(made)[-1] if kind == "ours" else made
+        last.cpu()
         print("step", step + 1, flush=True)
 """
 
@@ -256,24 +235,18 @@ with torch.inference_mode():
 def sampling_command(repo: str, name: str, c: GPTConfig, cfg: CompareConfig) -> list[str]:
     """Return the command that samples with the model.py in `repo`.
 
-    The weights are freshly initialised, because the time does not depend on their values.
+    The weights are freshly initialised, because the time does not depend on their values. Both have
+    the dtype that sample.py would choose, except that nanoGPT samples in float32 on a CPU.
     """
     shape = asdict(c)
+    device, dtype = cfg.place
     if name == "nanoGPT":
         names = ("vocab_size", "n_layer", "n_head", "n_embd", "block_size", "bias")
         shape = {key: shape[key] for key in names}
-    dtype = str(sampling_dtype(name, cfg)).removeprefix("torch.")
-    facts = [repo, name, shape, dtype, str(cfg.place[0]), cfg.num_samples, cfg.max_new_tokens]
+        dtype = torch.float32 if device.type == "cpu" else dtype
+    named = str(dtype).removeprefix("torch.")
+    facts = [repo, name, shape, named, str(device), cfg.num_samples, cfg.max_new_tokens]
     return [sys.executable, "-c", SAMPLING, json.dumps(facts)]
-
-
-def sampling_dtype(name: str, cfg: CompareConfig) -> torch.dtype:
-    """Return the dtype of the weights: for ours the one that sample.py would choose.
-
-    nanoGPT samples in the same dtype, except on a CPU, where it samples in float32.
-    """
-    device, dtype = cfg.place
-    return dtype if name == "ours" or device.type != "cpu" else torch.float32
 
 
 def commands_of(cfg: CompareConfig, c: GPTConfig, folder: Path) -> dict[str, list[str]]:
@@ -301,10 +274,8 @@ def lines_of(argv: list[str], folder: Path) -> Iterator[tuple[float, str]]:
     A caller that leaves the loop ends the command. Raises UserError if the command fails.
     """
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if not any("cuda:" in a for a in argv):
-        # Show one GPU only: transformers' Trainer would use all that it sees.
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
+    # Show one GPU only: transformers' Trainer would use all that it sees.
+    environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output = []
     with subprocess.Popen(argv, cwd=folder, env=environment, **streams) as process:
@@ -341,31 +312,6 @@ def seconds_per_step(argv: list[str], folder: Path, start: int, end: int) -> flo
 # Speed
 
 
-def bytes_per_token(cfg: CompareConfig, model: GPT, name: str) -> float:
-    """Return the bytes of memory that must be read to sample one token.
-
-    One reading of the weights serves all texts of the batch. Ours also reads the keys and values of
-    the earlier tokens. (On CUDA its graph reads the whole cache, about twice as many. That is not
-    counted, because it is not needed.)
-    """
-    c = model.config
-    numbers = model.num_params()["matmul"] / cfg.num_samples
-    if name == "ours":
-        # A key and a value for half of the tokens, which is the average over the text.
-        numbers += c.n_layer * c.n_kv_head * c.head_dim * cfg.max_new_tokens
-    return numbers * sampling_dtype(name, cfg).itemsize
-
-
-def read_gb_s(device: torch.device) -> float:
-    """Return the median GB/s at which a plain sum reads memory.
-
-    It limits the speed of sampling, which reads all weights for each token.
-    """
-    size = 2**32 if device.type == "cuda" else 2**29  # bytes
-    numbers = torch.ones(size // 8, dtype=torch.int64, device=device)
-    return size / median_s("numbers.sum()", {"numbers": numbers}, 0.5) / 1e9
-
-
 def compare_speed(cfg: CompareConfig) -> None:
     cfg = replace(cfg, max_steps=cfg.steps, max_epochs=0.0, max_tokens=0)
     device, dtype = cfg.place
@@ -384,22 +330,19 @@ def compare_speed(cfg: CompareConfig) -> None:
             seconds[name].append(seconds_per_step(commands[name], Path(tmp), start, end))
     rates = {name: step_tokens / statistics.median(s) for name, s in seconds.items()}
 
-    if cfg.sampling:  # bound by the speed of memory
-        peak = read_gb_s(device)
-        source = f"{peak:.1f} GB/s, a plain sum over memory measured here and now"
-        work = {name: bytes_per_token(cfg, model, name) / 1e9 for name in rates}
-        headings = ["GB/s", "of it"]
-    else:  # bound by the speed of matrix products
-        peak, source = peak_tflops(device, dtype, cfg.peak_tflops)
-        work = dict.fromkeys(rates, model.flops_per_token(cfg.block_size) / 1e12)
-        headings = ["TFLOPS", "MFU"]
-    print(source)
-    rows = [["", "tok/s", "ours / it", *headings, "seconds per step, turn by turn"]]
+    heads = ["", "tok/s", "ours / it", "seconds per step, turn by turn"]
+    flops = 0 if cfg.sampling else model.flops_per_token(cfg.block_size)
+    peak, source = peak_tflops(device, dtype, cfg.peak_tflops)
+    if flops:
+        print(source)
+        heads[3:3] = ["TFLOPS", "MFU"]
+    rows = [heads]
     for name, rate in rates.items():
-        share = f"{rate * work[name] / peak:.1%}" if peak else ""
-        ratio = f"{rates['ours'] / rate:.2f}x"
-        by_turn = " ".join(f"{s:.4g}" for s in seconds[name])
-        rows.append([name, f"{rate:,.1f}", ratio, f"{rate * work[name]:.3f}", share, by_turn])
+        row = [name, f"{rate:,.1f}", f"{rates['ours'] / rate:.2f}x"]
+        if flops:
+            tflops = rate * flops / 1e12
+            row += [f"{tflops:.3f}", f"{tflops / peak:.1%}" if peak else ""]
+        rows.append([*row, " ".join(f"{s:.4g}" for s in seconds[name])])
     for row in padded(rows):
         print("   ".join(row))
 
@@ -407,12 +350,11 @@ def compare_speed(cfg: CompareConfig) -> None:
     if cfg.hf:
         facts["versions"] += f", transformers {version('transformers')}"
     facts |= {"seconds": seconds, "tokens_per_step": step_tokens, "tokens_per_s": rates}
-    write_json(cfg.json, facts | {f"{headings[0]} per token/s": work, "peak": peak})
+    write_json(cfg.json, facts | {"flops_per_token": flops, "peak_tflops": peak})
 
 
 # --------------------------------------------------------------------------------------------------
 # The time to a loss
-
 
 Finish = dict[str, float]  # what a training has come to, as finish_of() says
 
@@ -424,23 +366,17 @@ def compare_losses(cfg: CompareConfig) -> None:
             seeded = replace(cfg, seed=seed)
             finishes["nanoGPT"].append(nanogpt_finish(seeded, Path(folder)))
             finishes["ours"].append(our_finish(seeded, Path(folder)))
-        for name in finishes:
-            show(f"seed {seed}", name, finishes[name][-1])
+        print(f"seed {seed}", *(f"{name} {ends[-1]}" for name, ends in finishes.items()), sep=" | ")
     medians: dict[str, Finish] = {}
-    for name, finished in finishes.items():
-        medians[name] = {key: statistics.median(f[key] for f in finished) for key in finished[0]}
-        show("median", name, medians[name])
+    for name, ends in finishes.items():
+        medians[name] = {key: statistics.median(end[key] for end in ends) for key in ends[0]}
+    print("medians", *(f"{name} {median}" for name, median in medians.items()), sep=" | ")
     peer, our = medians["nanoGPT"], medians["ours"]
     times = f"{peer['training'] / our['training']:.2f} times as long in training"
     times += f", and {peer['command'] / our['command']:.2f} times from command to exit"
     print(f"nanoGPT took {times}; our loss less its loss is {our['loss'] - peer['loss']:+.4f}")
     facts = facts_of(torch.device("cpu"))
     write_json(cfg.json, facts | {"seeds": cfg.seeds, "finishes": finishes})
-
-
-def show(which: str, name: str, finish: Finish) -> None:
-    figures = " | ".join(f"{key} {round(x, 4):,}" for key, x in finish.items())
-    print(f"{which} | {name:7} | {figures}", flush=True)
 
 
 def nanogpt_finish(cfg: CompareConfig, folder: Path) -> Finish:
@@ -479,7 +415,7 @@ def finish_of(
     loss: on all windows of val.bin, in fp32 on the CPU. training: seconds, as the steps times the
     median of step_ms. command: seconds from the command to its exit.
     """
-    machine = begin(replace(cfg, device="cpu", dtype="float32"))
+    machine = start("cpu", "float32")
     model = from_pretrained(path)
     if model.config.block_size != cfg.block_size:
         raise UserError(f"block_size is {model.config.block_size} there and {cfg.block_size} here")

@@ -22,32 +22,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.measure import (
-    batches_of,
-    begin,
-    facts_of,
-    new_training,
-    no_folder,
-    not_positive,
-    padded,
-    step_problems,
-)
+from bench.measure import StepConfig, batches_of, facts_of, new_training, padded
 from configurator import option, parse, run
-from hardware.machine import Machine
+from hardware.machine import Machine, start
 from hardware.terminal import ProgressBar
 from model import GPT, INIT
 from text.dataset import DataSet, open_datasets, open_windows, train_loader
 from training.plan import make_plan
 from training.resume import with_data
-from training.settings import TrainConfig, model_config
+from training.settings import model_config
 
 
 @dataclass(frozen=True)
-class ScalesConfig(TrainConfig):
+class ScalesConfig(StepConfig):
     inits: tuple[str, ...] = option(
-        tuple(INIT), "schemes of the table INIT in model.py", group="What to measure"
+        tuple(INIT), "schemes of model.py", choices=tuple(INIT), group="What to measure"
     )
-    steps: int = option(50, "training steps between the two measurements")
+    steps: int = option(50, "training steps between the two measurements", minimum=1)
     n_layer: int = 8
     n_head: int = 4
     n_embd: int = 128
@@ -57,17 +48,11 @@ class ScalesConfig(TrainConfig):
     compile: bool = False
     png: str = option("init_scales.png", "the picture", group="Output")
 
-    def problems(self) -> list[str]:
-        problems = step_problems(self) + not_positive(self, "steps") + no_folder(self, "png")
-        for name in self.inits:
-            if name not in INIT:
-                problems.append(f"inits: {name!r} is none of {', '.join(INIT)}")
-        return problems
-
 
 # --------------------------------------------------------------------------------------------------
 # Measure, train, measure again
 
+PICTURED = ("stream", "gradient")
 Scales = dict[str, float | list[float]]  # what was measured -> one number, or one for each block
 
 
@@ -81,25 +66,21 @@ def measure(model: GPT, x: Tensor, y: Tensor) -> Scales:
     stream: the residual stream behind each block, (B, T, C). gradient: of all matrices of a block
     together. logits std: over the vocabulary, as a mean over the positions.
     """
-    V = model.config.vocab_size
-    stream: list[float] = []
-    logits_std: list[Tensor] = []
-    hooks = [b.register_forward_hook(lambda *of: stream.append(rms(of[-1]))) for b in model.blocks]
-    # This cannot wait for the end of the pass: the loss writes its gradient over the logits.
-    std = model.lm_head.register_forward_hook(
-        lambda *of: logits_std.append(of[-1][..., :V].std(-1).mean())
-    )
+    outputs: list[Tensor] = []  # of the blocks, (B, T, C)
+    hooks = [b.register_forward_hook(lambda *of: outputs.append(of[-1])) for b in model.blocks]
     model.eval()  # without dropout
     loss = model(x, y)
     loss.backward()
-    for hook in (*hooks, std):
+    for hook in hooks:
         hook.remove()
     matrices = [[p for p in block.parameters() if p.dim() == 2] for block in model.blocks]
     gradient = [rms(torch.cat([p.grad.flatten() for p in of_block])) for of_block in matrices]
     model.zero_grad()
     model.train()
-    scales = {"loss": loss.item(), "stream": stream, "gradient": gradient}
-    return scales | {"logits std": logits_std[0].item()}
+    with torch.no_grad():
+        logits = model.logits(outputs[-1])[..., : model.config.vocab_size]
+    scales = {"loss": loss.item(), "logits std": logits.std(-1).mean().item()}
+    return scales | {"stream": [rms(output) for output in outputs], "gradient": gradient}
 
 
 def before_and_after(
@@ -110,7 +91,7 @@ def before_and_after(
     rows = np.stack([val.row(start) for start in val.fixed_starts(cfg.batch_tokens)])
     ids = torch.from_numpy(rows).to(machine.device)  # (B, T + 1)
     x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    cfg = replace(cfg, init=scheme, max_steps=cfg.steps)
+    cfg = replace(cfg, init=scheme)
     training = new_training(cfg, model_config(cfg, sets[0].meta["vocab_size"]), machine)
     initial = measure(training.model, x, y)
 
@@ -128,19 +109,13 @@ def before_and_after(
 # The table and the picture
 
 
-def table_row(scheme: str, initial: Scales, trained: Scales) -> list[str]:
-    losses = [f"{scales['loss']:.2f}" for scales in (initial, trained)]
-    ends = [f"{of[0]:.2g} -> {of[-1]:.2g}" for of in (initial["stream"], initial["gradient"])]
-    return [scheme, *losses, *ends, f"{initial['logits std']:.2g}"]
-
-
 def draw(scales_of: dict[str, tuple[Scales, Scales]], cfg: ScalesConfig) -> None:
     """Draw the stream and the gradients over the blocks, before and after: a line per scheme."""
     from matplotlib.figure import Figure  # unlike pyplot, it needs no screen
 
     fig = Figure(figsize=(9, 6.5), layout="constrained")
     axes = fig.subplots(2, 2, sharex=True, sharey="row")
-    for key, panels in zip(("stream", "gradient"), axes, strict=True):
+    for key, panels in zip(PICTURED, axes, strict=True):
         panels[0].set_ylabel(f"RMS of the {key}")
         for moment, ax in enumerate(panels):
             ax.set_yscale("log")
@@ -158,7 +133,7 @@ def draw(scales_of: dict[str, tuple[Scales, Scales]], cfg: ScalesConfig) -> None
 
 def main() -> None:
     cfg = with_data(parse(ScalesConfig, doc=__doc__))
-    machine = begin(cfg)
+    machine = start(cfg.device, cfg.dtype)
     sets = open_datasets(cfg.dataset, cfg.data_dir)
     uniform = math.log(sets[0].meta["vocab_size"])  # the loss of equal probabilities
     facts = facts_of(machine.device)
@@ -167,8 +142,12 @@ def main() -> None:
     schemes = ProgressBar("schemes", cfg.inits)
     scales_of = {scheme: before_and_after(scheme, cfg, machine, sets) for scheme in schemes}
     heads = ["init", "loss", f"{cfg.steps} steps", "stream RMS", "gradient RMS", "logits std"]
-    rows = [table_row(scheme, *scales) for scheme, scales in scales_of.items()]
-    for row in padded([heads, *rows]):
+    rows = [heads]
+    for scheme, (initial, trained) in scales_of.items():
+        ends = [f"{initial[key][0]:.2g} -> {initial[key][-1]:.2g}" for key in PICTURED]
+        losses = [f"{initial['loss']:.2f}", f"{trained['loss']:.2f}"]
+        rows.append([scheme, *losses, *ends, f"{initial['logits std']:.2g}"])
+    for row in padded(rows):
         print("  ".join(row))
     draw(scales_of, cfg)
     print(f"the picture is in {cfg.png}")

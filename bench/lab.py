@@ -2,7 +2,7 @@
 
     python -m bench.lab bench/questions/optimizers.py --dataset=mine
     python -m bench.lab bench/questions/inits.py --seeds 4 5 6 --only xavier small
-    python -m bench.lab bench/questions/optimizers.py --report --markdown=o.md --png=o.png
+    python -m bench.lab bench/questions/optimizers.py --report --png=o.png
 
 A question is a file of plain assignments (docs/extending.md has one): the question in words, the
 settings of all runs, and `variants`, each a name with the settings in which it differs. Every
@@ -43,57 +43,39 @@ from typing import Literal
 
 import configurator
 from bench.lab_results import Results, compare, plot, read_run, table
-from bench.measure import REPO, command, no_folder, not_positive, train_options, write_json
+from bench.measure import REPO, command, train_options, write_json
 from configurator import UserError, changes, option, parse, set_value
-from hardware.disk import content_sha256, write_whole
+from hardware.disk import content_sha256
 from hardware.machine import stop_signals
 from hardware.terminal import ProgressBar
 from text.dataset import names_and_weights, open_datasets
 from training.resume import with_data
 from training.settings import TRAINING, TrainConfig
 
-# Settings that lab.py gives to every run.
-GIVEN = {"seed", "init_from", "overwrite", "eval_tokens", "run_name", "out_dir"}
+GIVEN = {"seed", "init_from", "overwrite", "eval_tokens", "run_name", "out_dir"}  # to every run
 
 
 @dataclass(frozen=True)
 class LabConfig(TrainConfig):
     out_dir: str = "out/lab"
     question: str = option("", "the question in words", group="Question")
-    config: str = option(
-        "", "a config file of this repository; the question's settings override it"
-    )
+    config: str = option("", "a config file of this repository; the question overrides it")
     variants: dict = field(default_factory=dict)  # name -> the settings in which it differs
-    baseline: str = option(
-        "", "the variant that the others are compared with; default: the first one"
-    )
-    lengths: tuple[float, ...] = option((), "also train the baseline for so many times its length")
-    seeds: tuple[int, ...] = option((1, 2, 3), "each variant is trained with each of them")
+    baseline: str = option("", "the variant to compare the others with; default: the first")
+    lengths: tuple[float, ...] = option((), "train the baseline for so many lengths too", above=0)
+    seeds: tuple[int, ...] = option((1, 2, 3), "each variant trains with each of them", minimum=0)
     judge: Literal["val_loss", "val_document_loss"] = option("val_loss", "the loss that decides")
     only: tuple[str, ...] = option((), "of the variants, only these and the baseline", group="Work")
     report: bool = option(False, "train nothing: report on the runs that are finished")
-    markdown: str = option("", "also write the table to this file", group="Output")
-    json: str = option("", "also write its figures to this file")
+    json: str = option("", "also write the table's figures to this file", group="Output")
     png: str = option("", "also draw curves and final losses to this file")
 
     def problems(self) -> list[str]:
-        if not self.variants or not self.question:
+        are_settings = [isinstance(settings, dict) for settings in self.variants.values()]
+        if not self.question or not are_settings or not all(are_settings):
             return ["give a file with a question and variants: bench/questions/optimizers.py"]
-        if not all(isinstance(settings, dict) for settings in self.variants.values()):
-            return ['variants must be {"NAME": {"SETTING": value, ...}, ...}']
-        problems = no_folder(self, "markdown", "json", "png") + not_positive(self, "lengths")
-        for name in [self.baseline, *self.only] if self.baseline else self.only:
-            if name not in self.variants:
-                variants = ", ".join(map(str, self.variants))
-                problems.append(f"{name!r} is none of the variants: {variants}")
-        if self.init_from in ("resume", "auto"):
-            problems.append(f"init_from={self.init_from}: name a model to fine-tune")
-        for key in ("seed", "overwrite"):
-            if getattr(self, key) != getattr(TrainConfig, key):
-                problems.append(f"{key}: lab.py gives it to each run")
-        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
-            problems.append("seeds must be different numbers, and not negative")
-        return problems
+        named = [name for name in (self.baseline, *self.only) if name]
+        return [f"{name!r} is no variant" for name in named if name not in self.variants]
 
 
 @dataclass(frozen=True)
@@ -109,11 +91,6 @@ class Run:
     @property
     def folder(self) -> Path:
         return Path(self.settings.out_dir) / self.settings.run_name
-
-    @property
-    def log(self) -> Path:
-        """What the run prints. It lies beside the folder, in which only train.py writes."""
-        return self.folder.with_name(f"{self.folder.name}.log")
 
 
 def main() -> None:
@@ -216,42 +193,38 @@ def run_settings(settings: TrainConfig, seed: int) -> TrainConfig:
 # Train
 
 
-def train_all(runs: list[Run], minutes: float = math.inf) -> int:
-    """Train the runs that are not finished, and begin none after so many minutes.
+def train_all(runs: list[Run]) -> int:
+    """Train the runs that are not finished.
 
     Return the exit code: 1 if a run failed, 128 + number if a signal ended the work.
     """
-    end = time.monotonic() + 60 * minutes
     # Two runs of the same folder have the same settings: one of them is enough.
     todo = {run.folder: run for run in runs if read_run(run.folder, run.judges, run.loss) is None}
     print(f"{len(runs)} runs, {len(todo)} of them to train", flush=True)
     exit_code = 0
     with stop_signals() as signals:
         for run in ProgressBar("runs", todo.values()):
-            if time.monotonic() > end:
-                ProgressBar.write(f"the minutes are over: {run.variant} is not begun")
-                break
-            line = f"{run.variant}, seed {run.seed}"
-            code = train(run, signals)
+            log = run.folder.with_name(
+                f"{run.folder.name}.log"
+            )  # in the folder only train.py writes
+            code = train(run, log, signals)
             if signals:
-                ProgressBar.write(f"{line} | stopped by a signal: the same command goes on")
+                ProgressBar.write(f"{run.variant}: stopped by a signal: the same command goes on")
                 return 128 + signals[-1]
             result = read_run(run.folder, run.judges, run.loss)
-            if result:
-                line += f" | loss {result.loss:.4f} | {result.seconds:.0f} s"
-            else:
-                exit_code = 1
-                lines = run.log.read_text(errors="replace").splitlines()
-                line += f" | failed with exit code {code}: {' '.join(lines[-1:])}"
-            ProgressBar.write(f"{line} | {run.folder}")
+            exit_code = exit_code if result else 1
+            outcome = (
+                f"loss {result.loss:.4f}" if result else f"failed with exit code {code}: {log}"
+            )
+            ProgressBar.write(f"{run.variant}, seed {run.seed} | {outcome} | {run.folder}")
             sys.stdout.flush()
     return exit_code
 
 
-def train(run: Run, signals: list[int]) -> int:
+def train(run: Run, output: Path, signals: list[int]) -> int:
     """Begin a run or go on with it, and return its exit code. On a signal, it saves and ends."""
-    run.log.parent.mkdir(parents=True, exist_ok=True)
-    with open(run.log, "ab") as log:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with open(output, "ab") as log:
         argv = [sys.executable, str(REPO / "train.py"), *train_options(run.settings)]
         process = Popen(argv, stdout=log, stderr=log)
         while process.poll() is None and not signals:
@@ -278,14 +251,10 @@ def report(cfg: LabConfig, runs: list[Run], baseline: str) -> None:
     if not rows:
         print("no run to compare is finished")
         return
-    finished = sum(map(len, results.values()))
-    lines = [f"# {cfg.question}", ""]
-    lines += [f"`{command()}`: {finished} of {len(runs)} runs are finished."]
-    lines += [f"The loss is {cfg.judge}, the mean of those on {', '.join(runs[0].judges)}.", ""]
-    text = "\n".join([*lines, table(rows, baseline), ""])
-    print("\n" + text)
-    if cfg.markdown:
-        write_whole(Path(cfg.markdown), text.encode())
+    print(f"\n# {cfg.question}\n")
+    print(f"`{command()}`: {sum(map(len, results.values()))} of {len(runs)} runs are finished.")
+    print(f"The loss is {cfg.judge}, the mean of those on {', '.join(runs[0].judges)}.\n")
+    print(table(rows, baseline))
     folders = [{"variant": r.variant, "seed": r.seed, "folder": str(r.folder)} for r in runs]
     facts = {"question": cfg.question, "baseline": baseline, "command": command()}
     facts |= {"judges": runs[0].judges, "rows": [asdict(row) for row in rows], "runs": folders}

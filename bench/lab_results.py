@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from bench.measure import padded
-from configurator import UserError
 from training.metrics import read_metrics
 
 
@@ -47,10 +46,10 @@ class Row:
     verdict: str
     losses: dict[int, float]  # seed -> final validation loss
     loss: float  # their mean
-    loss_error: float | None  # its standard error; None for a single seed
+    loss_error: float  # its standard error; NaN for a single seed
     by_set: dict[str, float]  # mean final validation loss on each of the judges
     difference: float  # mean over the seeds of: loss - loss of the baseline
-    difference_error: float | None
+    difference_error: float
     tokens: int  # tokens read in a run
     seconds: float  # time of a run's steps: their number times step_ms
     step_ms: float
@@ -70,8 +69,6 @@ def read_run(folder: Path, judges: list[str], loss: str = "val_loss") -> Result 
     evaluations = [r for r in records if "val_loss" in r]
     if not evaluations or evaluations[-1]["step"] < records[0]["steps"]:
         return None
-    if loss not in evaluations[-1]:
-        raise UserError(f"{folder}: an older version has trained it, without {loss}: out_dir=NEW")
     # A run with a single data set records its loss only under the key itself.
     losses = [[r.get(f"{loss}/{name}", r[loss]) for r in evaluations] for name in judges]
     step_tokens = records[0]["step_samples"] * records[0]["settings"]["block_size"]
@@ -148,11 +145,9 @@ def mean_of(runs: dict[int, Result], seeds: list[int]) -> Result:
     )
 
 
-def standard_error(values: Collection[float]) -> float | None:
-    """Return the standard error of the mean of the values; None if there is only one."""
-    if len(values) < 2:
-        return None
-    return statistics.stdev(values) / math.sqrt(len(values))
+def standard_error(values: Collection[float]) -> float:
+    """Return the standard error of the mean of the values; NaN if there is only one."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def verdict(differences: list[float]) -> str:
@@ -194,17 +189,13 @@ def table(rows: list[Row], baseline: str) -> str:
     heads += [f"{baseline} needs tokens", "needs seconds", "training s", "ms/step"]
     lines = [heads]
     for row in rows:
-        line = [row.variant, str(len(row.losses)), f"{row.loss:.4f}{with_error(row.loss_error)}"]
+        line = [row.variant, str(len(row.losses)), f"{row.loss:.4f} ± {row.loss_error:.4f}"]
         line += [f"{row.by_set[name]:.4f}" for name in sets]
-        line += [f"{row.difference:+.4f}{with_error(row.difference_error)}", row.verdict]
+        line += [f"{row.difference:+.4f} ± {row.difference_error:.4f}", row.verdict]
         line += [f"{row.needs_sign}{x:.2f} x" for x in (row.needs_tokens, row.needs_seconds)]
         lines.append([*line, f"{row.seconds:.1f}", f"{row.step_ms:.1f}"])
     lines.insert(1, ["---", *["--:"] * (len(heads) - 1)])
     return "\n".join(f"| {' | '.join(line)} |" for line in padded(lines))
-
-
-def with_error(error: float | None) -> str:
-    return "" if error is None else f" ± {error:.4f}"
 
 
 def plot(results: Results, rows: list[Row], lengths: list[str], question: str, png: str) -> None:

@@ -1,4 +1,4 @@
-"""What the measurements of this folder share: checks, clocks, a training step, files of figures.
+"""What the measurements of this folder share: settings, clocks, a training step, files of figures.
 
 Only this file knows how train.py takes a step.
 """
@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer
 
-from configurator import changes
+from configurator import UserError, changes
 from hardware.disk import json_bytes, write_whole
 from hardware.kernels import pick_kernels
-from hardware.machine import Clock, HostCopy, Machine, start
+from hardware.machine import Clock, HostCopy, Machine
 from hardware.peak import device_name
 from hardware.terminal import ProgressBar
 from model import GPT, GPTConfig
@@ -36,28 +36,15 @@ REPO = Path(__file__).resolve().parents[1]
 
 
 # --------------------------------------------------------------------------------------------------
-# Settings. A check returns one message for each setting that is out of its range.
+# Settings
 
 
-def step_problems(cfg: TrainConfig) -> list[str]:
-    """Check the settings of a few training steps. How long the run is does not matter."""
-    if cfg.batch_size == "auto":
-        return ["batch_size=auto is for train.py and plan.py: give a number here"]
-    return TrainConfig.problems(replace(cfg, max_steps=1))
+@dataclass(frozen=True)
+class StepConfig(TrainConfig):
+    """The settings of a few training steps: batch_size is a number, and no length is needed."""
 
-
-def not_positive(cfg: Any, *names: str) -> list[str]:
-    """Check that settings, which may be tuples of numbers, are positive."""
-    values = {name: getattr(cfg, name) for name in names}
-    lists = {name: v if isinstance(v, tuple) else (v,) for name, v in values.items()}
-    return [f"{name} must be positive" for name, v in lists.items() if min(v, default=1) <= 0]
-
-
-def no_folder(cfg: Any, *names: str) -> list[str]:
-    """Check that the files which the settings name have a folder to be written to."""
-    paths = {name: Path(getattr(cfg, name)) for name in names}
-    missing = {name: path for name, path in paths.items() if not path.parent.is_dir()}
-    return [f"{name}={path}: no such folder" for name, path in missing.items()]
+    batch_size: int = 16
+    max_steps: int = 1
 
 
 def train_options(cfg: TrainConfig, **overrides: Any) -> list[str]:
@@ -118,14 +105,13 @@ class Training:
         state = (self.forward, self.optimizer, self.scaler, self.batches)
         return take_step(*state, self.accum, self.machine, self.cfg.grad_clip)
 
-    def timed(self, steps: int, at_least: float = 0.0, at_most: float = math.inf) -> list[float]:
-        """Take so many steps, or more of them until they last `at_least` seconds.
+    def timed(self, steps: int, at_most: float = math.inf) -> list[float]:
+        """Take so many steps, or fewer that last `at_most` seconds, and return the seconds of each.
 
-        They are fewer if they last `at_most` seconds before, but at least one. Return the seconds
-        of each. Raises ArithmeticError if the loss or the gradient is not finite.
+        Raises UserError if the loss or the gradient is not finite.
         """
         seconds: list[float] = []
-        while True:
+        while len(seconds) < steps and sum(seconds) < at_most:
             start_time = time.perf_counter()
             loss, grad_norm, _ = self.step().wait()
             self.machine.synchronize()  # the loss arrives before the optimizer has finished
@@ -134,15 +120,8 @@ class Training:
             # fp16 such steps are normal at first, until GradScaler has lowered its scale.
             skipped = not math.isfinite(grad_norm) and self.machine.dtype != torch.float16
             if skipped or not math.isfinite(loss):
-                raise ArithmeticError(f"loss {loss}, norm of the gradient {grad_norm}")
-            total = sum(seconds)
-            if total >= at_most or (total >= at_least and len(seconds) >= steps):
-                return seconds
-
-
-def begin(cfg: TrainConfig) -> Machine:
-    """Return what this process runs on, set up as train.py does it."""
-    return start(cfg.device, cfg.dtype)
+                raise UserError(f"loss {loss}, norm of the gradient {grad_norm}: lower lr")
+        return seconds
 
 
 def batches_of(loader: Loader, B: int, machine: Machine) -> Iterator[Batch]:
@@ -205,4 +184,5 @@ def command() -> str:
 def write_json(path: str, figures: dict) -> None:
     """Write the figures to a file, if there is a path. A kill leaves an earlier file whole."""
     if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_whole(Path(path), json_bytes(figures))

@@ -7,8 +7,7 @@
     python -m bench.roof --dtype=bfloat16 --squares 1024 2048 4096 8192 16384
 
 Each figure is a median over `seconds` of repetitions (torch.utils.benchmark, after a warm-up), in
-the dtype that train.py picks. OOM: the operation does not fit into memory. n/a: this machine cannot
-run it.
+the dtype that train.py picks. nan: this machine cannot run the operation, or has too little memory.
 
 The last table adds up the operations that a micro-step cannot do without. This sum is a roof: an
 MFU that training cannot exceed, since norms, activations and the residual stream take time too. MFU
@@ -27,67 +26,37 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.measure import (
-    begin,
-    facts_of,
-    median_s,
-    no_folder,
-    not_positive,
-    padded,
-    step_problems,
-    write_json,
-)
+from bench.measure import StepConfig, facts_of, median_s, padded, write_json
 from configurator import changes, option, parse, run
-from hardware.kernels import ChunkedCrossEntropy, attention_kernel, pick_kernels
-from hardware.machine import Machine, out_of_memory
+from hardware.kernels import attention_kernel, pick_kernels
+from hardware.machine import Machine, start
 from hardware.peak import peak_tflops
 from model import GPT, GPTConfig
-from training.settings import TrainConfig, model_config
-
-Figure = float | str  # a number, or the word that says why there is none
+from training.settings import model_config
 
 
 @dataclass(frozen=True)
-class RoofConfig(TrainConfig):
-    vocab_size: int = option(
-        50257, "vocabulary of the tokenizer; the model pads it", group="What to measure"
-    )
-    tokens: int = option(0, "tokens of a micro-step, whole sequences; 0: batch_size x block_size")
-    squares: tuple[int, ...] = option((), "measure only products of n x n matrices")
-    seconds: float = option(0.3, "how long each operation is repeated")
+class RoofConfig(StepConfig):
+    vocab_size: int = option(50257, "of the tokenizer", minimum=1, group="What to measure")
+    tokens: int = option(0, "tokens of a micro-step; 0: batch_size x block_size", minimum=0)
+    squares: tuple[int, ...] = option((), "measure only products of n x n matrices", minimum=1)
+    seconds: float = option(0.3, "how long each operation is repeated", above=0)
     json: str = option("", "also write the figures to this file", group="Output")
-
-    def problems(self) -> list[str]:
-        problems = step_problems(self) + no_folder(self, "json")
-        problems += not_positive(self, "vocab_size", "seconds", "squares")
-        if self.tokens < 0 or self.tokens % max(1, self.block_size) > 0:
-            problems.append("tokens must be a multiple of block_size")
-        return problems
 
 
 # --------------------------------------------------------------------------------------------------
 # One figure, and how a table of figures is printed
 
 
-def figure_ms(measure: Callable[..., float], *arguments) -> Figure:
-    """Return what measure(*arguments) returns in seconds, in ms; else "OOM" or "n/a"."""
+def figure_ms(measure: Callable[..., float], *arguments) -> float:
+    """Return what measure(*arguments) returns in seconds, in ms; NaN if it fails."""
     try:
         return 1e3 * measure(*arguments)
-    except RuntimeError as e:
-        return "OOM" if out_of_memory(e) else "n/a"
+    except RuntimeError:  # this machine cannot run it, or has too little memory for it
+        return math.nan
 
 
-def per_ms(amount: float, ms: Figure) -> Figure:
-    return amount / ms if isinstance(ms, float) else ms
-
-
-def total(figures: list[Figure], times: float = 1.0) -> Figure:
-    """Return the sum of the figures, multiplied by `times`; if one is a word, that word."""
-    words = [x for x in figures if isinstance(x, str)]
-    return words[0] if words else times * sum(figures)
-
-
-def text(value: Figure | int) -> str:
+def text(value: float | int | str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int):
@@ -105,16 +74,6 @@ def table(title: str, rows: list[dict]) -> list[dict]:
 
 # --------------------------------------------------------------------------------------------------
 # Matrix products
-
-
-def gemms(model: GPT) -> dict[str, tuple[int, int, int]]:
-    """Return the linear layers: name -> (K inputs, N outputs, how many layers there are of it)."""
-    counts: Counter[tuple] = Counter()
-    for path, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            name = path.rpartition(".")[2]
-            counts[name, module.in_features, module.out_features] += 1
-    return {name: (K, N, layers) for (name, K, N), layers in counts.items()}
 
 
 PRODUCTS = ("forward", "input grad", "weight grad")  # of a linear layer
@@ -137,12 +96,15 @@ def product_s(kind: str, M: int, K: int, N: int, seconds: float, machine: Machin
 
 
 def measure_gemms(model: GPT, M: int, seconds: float, machine: Machine) -> list[dict]:
+    """Return a row for each kind of linear layer: K inputs, N outputs, how many `layers`."""
+    linear = [(p, m) for p, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    kinds = Counter((p.rpartition(".")[2], m.in_features, m.out_features) for p, m in linear)
     rows = []
-    for name, (K, N, layers) in gemms(model).items():
+    for (name, K, N), layers in kinds.items():
         ms = {k: figure_ms(product_s, k, M, K, N, seconds, machine) for k in PRODUCTS}
-        rates = {k: per_ms(2e-9 * M * K * N, t) for k, t in ms.items()}
+        rates = {k: 2e-9 * M * K * N / t for k, t in ms.items()}
         row = {"layer": name, "K": K, "N": N, "layers": layers}
-        rows.append(row | rates | {"ms": total([*ms.values()], layers)})
+        rows.append(row | rates | {"ms": layers * sum(ms.values())})
     return rows
 
 
@@ -150,7 +112,7 @@ def measure_squares(sizes: tuple[int, ...], seconds: float, machine: Machine) ->
     rows = []
     for n in sizes:
         ms = figure_ms(product_s, "forward", n, n, n, seconds, machine)
-        rows.append({"n": f"{n:,}", "ms": ms, "TFLOPS": per_ms(2e-9 * n**3, ms)})
+        rows.append({"n": f"{n:,}", "ms": ms, "TFLOPS": 2e-9 * n**3 / ms})
     return rows
 
 
@@ -165,18 +127,8 @@ BACKENDS = {
 }
 
 
-def model_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return pick_kernels(q.device).attend(q, k, v, mask=None, dropout=0.0)
-
-
-def fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def attention_s(
-    attends: Callable, shape: tuple, backward: bool, seconds: float, machine: Machine
-) -> float:
-    """Return the seconds of attends(q, k, v) on inputs of `shape`: (B, nh, T, hs).
+def attention_s(call: str, shape: tuple, backward: bool, seconds: float, machine: Machine) -> float:
+    """Return the seconds of a call of attention on q, k and v of `shape`: (B, nh, T, hs).
 
     As in the model, they lie in memory as (B, T, nh, hs). dy is the gradient of the output. A
     forward pass alone also keeps what a backward pass needs, as in training.
@@ -185,9 +137,9 @@ def attention_s(
     inputs = torch.randn(4, B, T, nh, hs, device=machine.device, dtype=machine.dtype)
     *qkv, dy = inputs.transpose(2, 3)
     qkv = [t.detach().requires_grad_() for t in qkv]
-    statement = "grad(attends(*qkv), qkv, dy)" if backward else "attends(*qkv)"
-    names = dict(grad=torch.autograd.grad, attends=attends, qkv=qkv, dy=dy)
-    return median_s(statement, names, seconds)
+    names = dict(grad=torch.autograd.grad, F=F, kernels=pick_kernels(machine.device))
+    statement = f"grad({call}, qkv, dy)" if backward else call
+    return median_s(statement, names | dict(qkv=qkv, dy=dy), seconds)
 
 
 def measure_attention(c: GPTConfig, M: int, T: int, seconds: float, machine: Machine) -> list[dict]:
@@ -195,15 +147,16 @@ def measure_attention(c: GPTConfig, M: int, T: int, seconds: float, machine: Mac
     shape = (M // T, c.n_head, T, c.head_dim)
     gflops = 2e-9 * math.prod(shape) * T  # two products, the causal half of each
     rows = []
-    for name in (*BACKENDS, "the model"):
-        attends = fused_attention if name in BACKENDS else model_attention
+    calls = dict.fromkeys(BACKENDS, "F.scaled_dot_product_attention(*qkv, is_causal=True)")
+    calls["the model"] = "kernels.attend(*qkv, None, 0.0)"
+    for name, call in calls.items():
         limits = sdpa_kernel(BACKENDS[name]) if name in BACKENDS else nullcontext()
         with limits, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a backend that refuses gives its reasons at length
-            forward = figure_ms(attention_s, attends, shape, False, seconds, machine)
-            passes = figure_ms(attention_s, attends, shape, True, seconds, machine)
+            forward = figure_ms(attention_s, call, shape, False, seconds, machine)
+            passes = figure_ms(attention_s, call, shape, True, seconds, machine)
         row = {"backend": name, "ms forward": forward, "ms both": passes}
-        row |= {"forward": per_ms(gflops, forward), "both": per_ms(3 * gflops, passes)}
+        row |= {"forward": gflops / forward, "both": 3 * gflops / passes}
         rows.append(row)
     # Only now ask for the default: torch sets up its order of priority in the first call.
     chosen = attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype)
@@ -217,14 +170,6 @@ def measure_attention(c: GPTConfig, M: int, T: int, seconds: float, machine: Mac
 # What the speed of memory limits: cross-entropy, a copy, AdamW
 
 
-def plain_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.float(), targets, ignore_index=-1)
-
-
-def chunked_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return ChunkedCrossEntropy.apply(logits, targets, None)
-
-
 def cross_entropy_s(rows: int, V: int, compiled: bool, seconds: float, machine: Machine) -> float:
     """Return the seconds of the loss and the gradient of the logits, as the model computes them.
 
@@ -232,11 +177,10 @@ def cross_entropy_s(rows: int, V: int, compiled: bool, seconds: float, machine: 
     """
     logits = torch.randn(rows, V, device=machine.device, dtype=machine.dtype).requires_grad_()
     targets = torch.randint(V, (rows,), device=machine.device)
-    loss = plain_loss if machine.dtype == torch.float16 else chunked_loss
-    if compiled:
-        loss = torch.compile(plain_loss, dynamic=False)
-    names = dict(grad=torch.autograd.grad, loss=loss, logits=logits, targets=targets)
-    return median_s("grad(loss(logits, targets), logits)", names, seconds)
+    loss = pick_kernels(machine.device).cross_entropy
+    loss = torch.compile(loss, dynamic=False) if compiled else loss
+    names = dict(grad=torch.autograd.grad, loss=loss, logits=logits, targets=targets, V=V)
+    return median_s("grad(loss(logits, targets, None, V, 'mean'), logits)", names, seconds)
 
 
 def copy_s(size: int, seconds: float, machine: Machine) -> float:
@@ -263,19 +207,15 @@ def measure_memory(model: GPT, M: int, cfg: RoofConfig, machine: Machine) -> lis
     n = sum(s.numel() for s in shapes)
     how = (cfg.seconds, machine)
 
-    eager = figure_ms(cross_entropy_s, N, V, False, *how)
-    figures = [("cross-entropy, eager", N, "rows", loss_bytes, eager)]
-    if cfg.compile is not False:
-        compiled = figure_ms(cross_entropy_s, N, V, True, *how)
-        figures.append(("cross-entropy, compiled", N, "rows", loss_bytes, compiled))
-    copy = figure_ms(copy_s, copied, *how)
-    figures.append(("copy", copied, "bytes", 2 * copied, copy))
-    adamw = figure_ms(adamw_s, shapes, *how)
-    figures.append(("AdamW", n, "parameters", 28 * n, adamw))
+    figures = []
+    for kind in ["eager", "compiled"][: 1 if cfg.compile is False else 2]:
+        loss_ms = figure_ms(cross_entropy_s, N, V, kind == "compiled", *how)
+        figures.append((f"cross-entropy, {kind}", N, "rows", loss_bytes, loss_ms))
+    figures.append(("copy", copied, "bytes", 2 * copied, figure_ms(copy_s, copied, *how)))
+    figures.append(("AdamW", n, "parameters", 28 * n, figure_ms(adamw_s, shapes, *how)))
     rows = []
     for name, count, unit, moved, ms in figures:
-        rate = per_ms(moved / 1e6, ms)
-        rows.append({"operation": name, "of": count, "": unit, "ms": ms, "GB/s": rate})
+        rows.append({"operation": name, "of": count, "": unit, "ms": ms, "GB/s": moved / 1e6 / ms})
     return rows
 
 
@@ -290,27 +230,25 @@ def micro_step(
 
     AdamW runs once a step: its time is divided among the `accum` micro-steps of a step.
     """
-    losses = [total([r["ms"]], M / r["of"]) for r in memory if r[""] == "rows"]
+    losses = [r["ms"] * M / r["of"] for r in memory if r[""] == "rows"]
     parts = {
-        "linear layers": total([r["ms"] for r in linear]),
-        "attention": total([attended[-1]["ms both"]], n_layer),
-        "cross-entropy": min((x for x in losses if isinstance(x, float)), default=losses[0]),
-        f"AdamW / {accum}": total([memory[-1]["ms"]], 1 / accum),
+        "linear layers": sum(r["ms"] for r in linear),
+        "attention": n_layer * attended[-1]["ms both"],
+        "cross-entropy": min(losses, key=lambda ms: (math.isnan(ms), ms)),
+        f"AdamW / {accum}": memory[-1]["ms"] / accum,
     }
-    parts["all"] = total([*parts.values()])
+    parts["all"] = sum(parts.values())
     return [{"part": k, "ms": ms} for k, ms in parts.items()]
 
 
-def of_peak(tflops: Figure, peak: float | None) -> str:
-    shown = f"{text(tflops)} TFLOPS"
-    if peak and isinstance(tflops, float):
-        shown += f" = {tflops / peak:.1%} of peak"
-    return shown
+def of_peak(tflops: float, peak: float | None) -> str:
+    share = f" = {tflops / peak:.1%} of peak" if peak else ""
+    return f"{text(tflops)} TFLOPS{share}"
 
 
 def main() -> None:
     cfg = parse(RoofConfig, doc=__doc__)
-    machine = begin(cfg)
+    machine = start(cfg.device, cfg.dtype)
     facts = facts_of(machine.device)
     dtype = str(machine.dtype).removeprefix("torch.")
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
@@ -330,13 +268,13 @@ def measure_model(cfg: RoofConfig, machine: Machine, peak: float | None) -> dict
     c = model_config(cfg, cfg.vocab_size)
     with torch.device("meta"):  # only the shapes of the weights are needed
         model = GPT(c)
-    M = cfg.tokens or cfg.batch_size * T
+    M = max(1, (cfg.tokens or cfg.batch_size * T) // T) * T  # whole sequences
     accum = max(1, round(cfg.batch_tokens / M))
 
     title = f"TFLOPS of the linear layers over {M:,} tokens; ms: the three products of all `layers`"
     linear = table(title, measure_gemms(model, M, cfg.seconds, machine))
     flops = sum(6 * r["K"] * r["N"] * r["layers"] for r in linear)  # of a token, in both passes
-    gemm_tflops = per_ms(1e-9 * flops * M, total([r["ms"] for r in linear]))
+    gemm_tflops = 1e-9 * flops * M / sum(r["ms"] for r in linear)
     print(f"  all: {of_peak(gemm_tflops, peak)}")
 
     title = f"TFLOPS of causal attention over {M // T:,} sequences of {T:,}; *: taken by default.\n"
@@ -350,7 +288,7 @@ def measure_model(cfg: RoofConfig, machine: Machine, peak: float | None) -> dict
 
     least_times = micro_step(linear, attended, memory, c.n_layer, M, accum)
     parts = table(f"The least time of a micro-step of {M:,} tokens", least_times)
-    mfu_tflops = per_ms(1e-9 * model.flops_per_token(T) * M, parts[-1]["ms"])
+    mfu_tflops = 1e-9 * model.flops_per_token(T) * M / parts[-1]["ms"]
     masked = "which also counts the masked half of attention"
     print(f"  the roof of MFU, {masked}: {of_peak(mfu_tflops, peak)}")
     return {

@@ -25,10 +25,8 @@ def test_prepare_is_compared_with_the_library(tmp_path, tiny_data, capsys):
     corpus.write_bytes(gzip.compress(text.read_bytes()))
     options = [f"--tokenizer={tiny_data / 'tiny' / 'tokenizer.model'}"]
     call(bench_prepare.main, corpus, *options, "--mb=1", "--rounds=1", "--workers=1")
-    printed = capsys.readouterr().out
-    rates = [float(rate) for rate in re.findall(r"(\S+) MB/s", printed)]
-    assert len(rates) == 2 and min(rates) > 0 and "ours / (cores x library)" in printed
-    assert 30 < int(re.search(r"(\d+) MB$", printed, re.MULTILINE)[1]) < 500
+    rates = re.findall(r"(\S+) MB/s", capsys.readouterr().out)
+    assert len(rates) == 2 and min(map(float, rates)) > 0
 
 
 # A script that stands for nanoGPT. A step takes 50 ms, and it says 20 ms. It saves what is in
@@ -75,7 +73,7 @@ def test_training_is_compared_by_one_clock(tiny_data, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_race_evaluates_the_final_weights_of_both_alike(tiny_data, tmp_path, refuses):
+def test_recipe_evaluates_the_final_weights_of_both(tiny_data, tmp_path):
     options = ["--recipe=--max_iters=4", "--seeds", "3"]
     peer = f"--nanogpt={peer_of(tmp_path / 'peer', 4)}"
     facts = compared(tiny_data, tmp_path, *options, peer)
@@ -84,23 +82,12 @@ def test_a_race_evaluates_the_final_weights_of_both_alike(tiny_data, tmp_path, r
     assert nanogpt["loss"] == pytest.approx(math.log(400), abs=0.05)
     assert ours["steps"] == 8 and ours["loss"] < 5.7
 
-    earlier = peer_of(tmp_path / "earlier", 2)
-    options += [*TINY, f"--data_dir={tiny_data}", f"--nanogpt={earlier}"]
-    assert "--eval_interval=4" in refuses(compare.main, *options)
-
 
 @pytest.mark.slow
-def test_sampling_is_measured_against_the_speed_of_memory(tiny_data, tmp_path):
+def test_sampling_is_timed(tiny_data, tmp_path):
     options = ["--sampling", "--max_new_tokens=8", "--num_samples=2", "--rounds=1"]
     facts = compared(tiny_data, tmp_path, *options)
-    shape = dict(vocab_size=400, block_size=32, n_layer=2, n_head=4, n_kv_head=2, n_embd=32)
-    with torch.device("meta"):
-        weights = GPT(GPTConfig(**PRESETS["llama"], **shape)).num_params()["matmul"]
-    # The two texts share one reading of all weights. Each text also reads its own cache:
-    # 2 layers, k and v, 2 heads of size 8, 4 tokens on average. A number has 4 bytes.
-    bytes_per_token = weights * 4 / 2 + 4 * 2 * 2 * 2 * 8 * 4
-    assert facts["GB/s per token/s"] == {"ours": pytest.approx(bytes_per_token / 1e9)}
-    assert facts["tokens_per_s"]["ours"] > 0 and facts["peak"] > 0
+    assert facts["tokens_per_s"]["ours"] == pytest.approx(16 / facts["seconds"]["ours"][0])
 
 
 def test_the_hf_trainer_trains_the_same_model(tiny_data, tmp_path):
@@ -109,37 +96,30 @@ def test_the_hf_trainer_trains_the_same_model(tiny_data, tmp_path):
     assert facts["tokens_per_s"].keys() == {"ours", "HF Trainer"}
 
 
-POSITIONAL = {"bench.prepare": "corpus", "bench.judge": "files"}
-
-
 def check(module: str, argv: list[str]) -> None:
     """Fail if a script does not know an option, or does not take its value. Nothing is run."""
     names = vars(importlib.import_module(module)).items()
     [settings] = [v for k, v in names if k.endswith("Config") and v.__module__ == module]
-    given(settings, argv, positional=POSITIONAL.get(module, ""))
+    given(settings, argv, positional={"prepare": "corpus", "judge": "files"}.get(module[6:], ""))
 
 
 @pytest.mark.parametrize("toy", ["1", ""])
-def test_every_command_of_the_gpu_suite_has_settings_that_its_script_knows(toy, tmp_path):
-    """So that no time on a lent GPU is lost to a wrong option."""
+def test_gpu_suite_gives_known_options(toy, tmp_path):
     recorder = tmp_path / "python"
     # Some commands run at the same time, so each is written to a file of its own.
     recorder.write_text(f"#!/bin/bash\nprintf '%s\\0' \"$@\" >$(mktemp {tmp_path}/call.XXXXXX)\n")
     recorder.chmod(0o755)
-    environment = {"TOY": toy, "OUT": str(tmp_path / "out"), "PYTHON": str(recorder)}
-    suite = ["bash", str(REPO / "bench" / "gpu_suite.sh")]
-    subprocess.run(suite, env=os.environ | environment, capture_output=True, check=True)
-    seen = set()
-    for file in tmp_path.glob("call.*"):
-        how, *argv = file.read_text().removesuffix("\0").split("\0")
-        if how == "-m" and argv[0] != "pytest":
-            check(argv[0], argv[1:])
-            seen.add(argv[0])
-    assert seen == {"bench.compare", "bench.roof", "bench.sweep"}
+    environment = os.environ | {"TOY": toy, "OUT": str(tmp_path / "out"), "PYTHON": str(recorder)}
+    subprocess.run(["bash", REPO / "bench" / "gpu_suite.sh"], env=environment, check=True)
+    calls = [file.read_text().rstrip("\0").split("\0") for file in tmp_path.glob("call.*")]
+    benches = [argv for how, *argv in calls if how == "-m" and argv[0] != "pytest"]
+    for module, *options in benches:
+        check(module, options)
+    assert {argv[0] for argv in benches} == {"bench.compare", "bench.roof", "bench.sweep"}
 
 
 @pytest.mark.parametrize("page", ["results.md", "extending.md"])
-def test_every_published_command_has_settings_that_its_script_knows(page, monkeypatch):
+def test_published_commands_give_known_options(page, monkeypatch):
     monkeypatch.chdir(REPO)
     # A command goes on behind a backslash, and until its quotes are closed.
     quoted = r'(?:"[^"]*"|\\\n|[^"\n])*'

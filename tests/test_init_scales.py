@@ -12,17 +12,14 @@ SMALL = ["--dataset=tiny", "--n_layer=3", "--n_head=4", "--n_embd=32", "--block_
 SMALL += ["--batch_tokens=128", "--steps=5", "--device=cpu", "--dtype=float32"]
 
 
-def test_the_figures_are_those_of_a_pass_by_hand():
+def test_scales_equal_a_pass_by_hand():
     torch.manual_seed(0)
     shape = dict(vocab_size=200, block_size=16, n_layer=3, n_head=4, n_embd=32)
     model = GPT(GPTConfig(**(PRESETS["gpt2"] | shape)))
     model.init_weights("xavier")
     x, y = torch.randint(200, (2, 3, 16))
-    before = [p.clone() for p in model.parameters()]
     scales = init_scales.measure(model, x, y)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
-    assert not any(module._forward_hooks for module in model.modules())
 
     streams = [model.wte(x) + model.wpe.weight[:16]]
     for block in model.blocks:
@@ -44,7 +41,7 @@ def test_the_figures_are_those_of_a_pass_by_hand():
 
 
 @pytest.mark.slow
-def test_a_run_prints_a_row_for_each_scheme_and_draws_them(tiny_data, tmp_path, capsys):
+def test_each_scheme_has_a_row_and_a_line(tiny_data, tmp_path, capsys):
     options = [*SMALL, f"--data_dir={tiny_data}", "--inits", "zero_proj", "xavier"]
     call(init_scales.main, *options, f"--png={tmp_path / 'scales.png'}")
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -1,4 +1,4 @@
-"""bench/lab.py: the runs of a question are comparable and never lost, and the figures are right."""
+"""bench/lab.py: the runs of a question are comparable, and the figures are right."""
 
 import json
 import math
@@ -14,7 +14,6 @@ import pytest
 import warm
 from conftest import REPO, TINY, call, make_records, metrics, prepared
 
-import model
 from bench import lab, lab_results
 from bench.lab_results import Result
 
@@ -46,7 +45,7 @@ def trained(out: Path) -> dict[str, int]:
 def answered(tiny_data, tmp_path_factory) -> Path:
     """A folder with the question, its runs in out/, and what lab.py has written about them."""
     folder = tmp_path_factory.mktemp("lab")
-    files = [f"--{kind}={folder / 'r'}.{kind}" for kind in ("markdown", "json", "png")]
+    files = [f"--{kind}={folder / 'r'}.{kind}" for kind in ("json", "png")]
     ask(folder, tiny_data, QUESTION, *files)
     return folder
 
@@ -73,7 +72,7 @@ def two_sets(data: Path, folder: Path) -> None:
 # -- runs --
 
 
-def test_runs_that_begin_with_a_model_and_runs_on_other_data_are_other_runs(tiny_data, tmp_path):
+def test_runs_on_other_data_or_from_a_model_are_other_runs(tiny_data, tmp_path):
     two_sets(tiny_data, tmp_path)
     path = tmp_path / "question.py"
     path.write_text(QUESTION)
@@ -90,14 +89,11 @@ def test_runs_that_begin_with_a_model_and_runs_on_other_data_are_other_runs(tiny
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_kept_and_a_changed_one_not_reused(answered, tiny_data, tmp_path, capsys):
+def test_only_a_changed_run_is_trained_again(answered, tiny_data, tmp_path):
     shutil.copytree(answered / "out", tmp_path / "out")
     times = trained(tmp_path / "out")
     ask(tmp_path, tiny_data, QUESTION.replace("high", "higher"))  # only the name of a variant
-    capsys.readouterr()
-    ask(tmp_path, tiny_data, QUESTION, "--report")
-    table = (answered / "r.markdown").read_text().split("\n\n")[-1]
-    assert table in capsys.readouterr().out and trained(tmp_path / "out") == times
+    assert trained(tmp_path / "out") == times
     ask(tmp_path, tiny_data, QUESTION.replace("1e-2", "2e-2"))
     added = trained(tmp_path / "out").items() - times.items()
     assert [settings(tmp_path / "out" / run)["lr"] for run, _ in added] == [2e-2, 2e-2]
@@ -105,7 +101,7 @@ def test_a_finished_run_is_kept_and_a_changed_one_not_reused(answered, tiny_data
 
 
 @pytest.mark.slow
-def test_an_interrupted_question_goes_on_where_it_was(tiny_data, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_question_goes_on(tiny_data, tmp_path, monkeypatch):
     """Ctrl-C is pressed when the second run has its first checkpoint."""
     out = tmp_path / "out"
     sent = []
@@ -123,29 +119,26 @@ def test_an_interrupted_question_goes_on_where_it_was(tiny_data, tmp_path, monke
         patch.setattr(warm, "Popen", Interrupted)
         ask(tmp_path, tiny_data, question, *longer, seeds="1")
     assert exit_info.value.code == 130
-    assert "1 of 2 runs are finished" in capsys.readouterr().out
     times = trained(out)
-
     ask(tmp_path, tiny_data, question, *longer, seeds="1")
-    assert "2 of 2 runs are finished" in capsys.readouterr().out
     [(interrupted, _)] = trained(out).items() - times.items()
     assert settings(out / interrupted)["lr"] == 1e-2
     assert "resumed from" in (out / f"{interrupted}.log").read_text()
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_does_not_stop_the_others(tiny_data, tmp_path, capsys):
+def test_a_failed_run_does_not_stop_the_others(tiny_data, tmp_path):
     question = QUESTION.replace('"lr": 1e-2', '"n_head": 3').replace("lengths", "_")
     question = question.replace('baseline = "low"', "")  # the variant that fails comes first
     with pytest.raises(SystemExit) as exit_info:
         ask(tmp_path, tiny_data, question, seeds="1")
-    printed = capsys.readouterr().out
-    assert exit_info.value.code == 1 and "no run to compare is finished" in printed
-    assert "exit code 2: error: n_embd=32" in printed and "low, seed 1 | loss" in printed
+    assert exit_info.value.code == 1
+    [run] = trained(tmp_path / "out")
+    assert settings(tmp_path / "out" / run)["lr"] == 1e-3
 
 
 @pytest.mark.slow
-def test_a_mixture_is_judged_by_each_of_its_data_sets(tiny_data, tmp_path):
+def test_a_mixture_is_judged_by_each_data_set(tiny_data, tmp_path):
     """The loss that train.py records is weighted by the shares, which differ between variants."""
     two_sets(tiny_data, tmp_path)
     mixtures = {"much": {"dataset": "one:3,tiny:1"}, "little": {"dataset": "one:1,tiny:3"}}
@@ -162,7 +155,7 @@ def test_a_mixture_is_judged_by_each_of_its_data_sets(tiny_data, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_figure_of_the_report_is_that_of_the_runs(answered):
+def test_the_figures_are_those_of_the_runs(answered):
     finals = []
     for (row, runs), length in zip(rows_of(answered), (8, 8, 4), strict=True):
         assert [settings(run)["seed"] for run in runs] == [1, 2]
@@ -173,10 +166,7 @@ def test_every_figure_of_the_report_is_that_of_the_runs(answered):
             assert metrics(run, "lr")[length] == pytest.approx(0.1 * lr)
         finals.append([metrics(run, "val_loss")[length] for run in runs])
         assert list(row["losses"].values()) == finals[-1] and row["tokens"] == 256 * length
-        of_runs = [list(metrics(run, "step_ms").values()) for run in runs]
-        times = [statistics.median(of_run[1:]) for of_run in of_runs]  # the first step warms up
-        assert row["step_ms"] == min(times)  # of two runs, the one that was disturbed less
-        assert row["seconds"] == pytest.approx(length * min(times) / 1e3)
+        assert row["seconds"] == pytest.approx(length * row["step_ms"] / 1e3)
     (low, low_runs), (high, high_runs), (half, _) = rows_of(answered)
     assert [row["variant"] for row in (low, high, half)] == ["low", "high", "low, 0.5 x as long"]
     # Variants of a seed begin with the same weights, and read the same windows.
@@ -190,7 +180,7 @@ def test_every_figure_of_the_report_is_that_of_the_runs(answered):
 
 
 @pytest.mark.slow
-def test_a_run_that_diverged_is_left_out_of_the_report(answered, tiny_data, tmp_path):
+def test_a_diverged_run_is_left_out(answered, tiny_data, tmp_path):
     folder = shutil.copytree(answered, tmp_path / "copy")
     ended = sorted(folder.glob("out/*/metrics.jsonl"))[0]
     ended.write_text(re.sub(r'"val_loss": [^,]*', '"val_loss": NaN', ended.read_text()))
@@ -211,7 +201,7 @@ VERDICTS = [
 
 
 @pytest.mark.parametrize("differences, verdict", VERDICTS)
-def test_a_verdict_needs_three_seeds_and_three_standard_errors(differences, verdict):
+def test_a_verdict_needs_three_standard_errors(differences, verdict):
     assert lab_results.verdict(differences) == verdict
 
 
@@ -230,7 +220,7 @@ NEEDS = [
 
 
 @pytest.mark.parametrize("loss, sign, times", NEEDS)
-def test_the_baseline_needs_what_its_own_runs_of_several_lengths_say(loss, sign, times):
+def test_what_the_baseline_needs(loss, sign, times):
     of_length = {0.5: 5.0, 1: 4.0, 4: 2.4}
     runs = {f"{x:g}": {1: run_with(y, tokens=100 * x, seconds=3 * x)} for x, y in of_length.items()}
     runs["variant"] = {1: run_with(loss, tokens=100, seconds=6.0)}  # twice as slow
@@ -248,10 +238,9 @@ def test_every_shipped_question_is_valid(path):
     variants = lab.variants_of(cfg, cfg.baseline or next(iter(cfg.variants)))
     assert {name for name, _ in variants} >= cfg.variants.keys()
     assert len({repr(settings) for _, settings in variants}) == len(variants)
-    assert path.stem != "inits" or cfg.variants.keys() == model.INIT.keys()
 
 
-def test_options_win_over_the_question_and_the_question_over_its_config(tmp_path):
+def test_options_win_over_question_and_question_over_config(tmp_path):
     (tmp_path / "base.py").write_text("n_layer = 3\nn_head = 3\nlr = 0.3\n")
     text = f"config = '{tmp_path / 'base.py'}'\nn_head = 2\nlr = 0.2\nmax_steps = 4\n"
     (tmp_path / "q.py").write_text(f"{text}question = '?'\nvariants = {{'a': {{}}}}\n")
@@ -264,11 +253,10 @@ MISTAKES = [
     ("{'a': {'n_layers': 1}}", "'n_layers'"),
     ("{'a': {}, 'b': {'lr': -1}}", "variant 'b': lr"),
     ("{'a': {'seed': 1}}", "variant 'a': seed"),
-    ("{'a': {'dataset': 'x'}, 'b': {'dataset': 'y,z'}}", "no data set"),
 ]
 
 
 @pytest.mark.parametrize("variants, message", MISTAKES)
-def test_a_mistake_in_the_variants_is_one_line(tmp_path, refuses, variants, message):
+def test_a_mistake_in_a_variant_is_named(tmp_path, refuses, variants, message):
     (tmp_path / "q.py").write_text(f"question = '?'\nvariants = {variants}\n")
     assert message in refuses(lab.main, str(tmp_path / "q.py"), "--max_steps=1", "--dataset=x")

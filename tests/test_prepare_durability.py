@@ -17,12 +17,24 @@ from conftest import REPO, call, contents, make_records, python, train_tiny, wri
 from test_prepare import documents, prepare_set
 
 import prepare
-from bench.prepare import resident
 from hardware.machine import read_if_there
 from text.dataset import load_tokenizer, open_dataset
 from training import step
 
 OF_REFERENCE = ["--vocab_size=400"]
+
+
+def resident(pid: int) -> int:
+    """Return the resident memory, in bytes, of a process and of all its descendants."""
+    total = 0
+    try:
+        total = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            children = (thread / "children").read_text().split()
+            total += sum(resident(int(child)) for child in children)
+    except OSError:  # the process has ended in the meantime
+        pass
+    return total
 
 
 def command(corpus: list[Path], data: Path, *options: str) -> list[str]:

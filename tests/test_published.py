@@ -18,7 +18,7 @@ TAKEN = [name for name, row in MODELS.items() if "parameters" in row]
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_a_published_config_is_taken_with_the_published_number_of_parameters(name):
+def test_a_published_model_has_its_number_of_parameters(name):
     published = MODELS[name]["config"]
     c = from_config(published)
     small = replace(c, block_size=1) if c.pos == "rope" else c  # the table of RoPE is large
@@ -31,7 +31,7 @@ def test_a_published_config_is_taken_with_the_published_number_of_parameters(nam
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in TAKEN])
-def test_a_published_config_that_is_not_computed_here_is_refused_by_name(name):
+def test_a_config_not_computed_here_is_refused(name):
     with pytest.raises(ValueError) as refused:
         from_config(MODELS[name]["config"])
-    assert MODELS[name]["refused"] in str(refused.value) and "\n" not in str(refused.value)
+    assert MODELS[name]["refused"] in str(refused.value)

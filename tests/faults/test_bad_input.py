@@ -154,10 +154,9 @@ COMPARE = {
 }
 ROOF = {
     "--squares 0": "squares",
-    "--json=nowhere/roof.json": "json=nowhere/roof.json",
 }
 SWEEP = {
-    "--batch_size=auto": "batch_size=auto",
+    "--batch_size=auto": "batch_size",
     "--vary=T,C": "vary: 'C'",
 }
 SCALES = {"--inits gpt2 magic": "'magic'"}
@@ -165,8 +164,6 @@ LAB = {
     "": "bench/questions/optimizers.py",
     "gone.py": "config file gone.py",
     "{inits} --baseline=banana": "'banana'",
-    "{inits} --seeds 1 2 1": "seeds",
-    "{inits} --seed=5": "seed",
 }
 PLAN = {
     "--gpu=a99 --max_steps=1 --vocab_size=9": "gpu: 'a99'",
