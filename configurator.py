@@ -48,10 +48,6 @@ class UserError(Exception):
     """
 
 
-class OneRankError(UserError):
-    """A UserError that may occur on one of torchrun's ranks only. That rank prints it itself."""
-
-
 @functools.cache  # the same text is printed only once
 def note(text: str) -> None:
     """Print a note for the user on stderr, from rank 0 only. The program continues."""
@@ -95,14 +91,7 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
     try:
         main()
     except UserError as e:
-        if "RANK" in os.environ and isinstance(e, OneRankError):
-            print(f"error: rank {os.environ['RANK']}: {e}", file=sys.stderr)
-        elif os.environ.get("LOCAL_RANK", "0") == "0":  # one line per machine, not one per rank
-            print(f"error: {e}", file=sys.stderr)
-        else:
-            # torchrun ends all ranks as soon as one has ended. Give rank 0 time to print the error.
-            time.sleep(10)
-        sys.exit(2)
+        end(str(e))
     except BrokenPipeError:  # the reader has closed the pipe, as in `python sample.py | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -112,8 +101,20 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
     except OSError as e:
         if not e.filename and e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
-        print(f"error: {e.filename or 'writing'}: {e.strerror}", file=sys.stderr)
-        sys.exit(2)
+        end(f"{e.filename or 'writing'}: {e.strerror}")
+
+
+def end(problem: str) -> None:
+    """Print an error in one line, and end the process with exit code 2.
+
+    Under torchrun, an error that all ranks share is printed once on each computer: the other ranks
+    wait for torchrun to end them. What only such a rank has met, it prints after that time.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(10)
+        problem = f"rank {os.environ['RANK']}: {problem}"
+    print(f"error: {problem}", file=sys.stderr)
+    sys.exit(2)
 
 
 # --------------------------------------------------------------------------------------------------
