@@ -56,13 +56,14 @@ from hardware.disk import (
     unseal,
     write_whole,
 )
+from hardware.terminal import harmless
 from text import report
 from text.dataset import open_dataset, verify
 from text.demo import TAUGHT, demo_sources
 from text.encode import Encoder, write_splits
 from text.hf_tokenizer import HF_FILES
 from text.landmarks import count_landmarks
-from text.records import CHAT, RULES, printable
+from text.records import CHAT, RULES
 from text.settings import PrepareConfig
 from text.sources import Source, find_sources
 from text.tokenizer import SentencePiece, Tiktoken
@@ -95,13 +96,13 @@ def inspect(cfg: PrepareConfig) -> None:
         if (folder / "metrics.jsonl").is_file():
             raise UserError(f"--inspect {folder}: the folder of a run: add --step N")
         meta = open_dataset(folder)
-        print(folded(printable(report.summary(meta, folder)), columns()))
+        print(folded(harmless(report.summary(meta, folder)), columns()))
         for split in ("train", "val"):
             verify(folder, meta, split)
         print("  verified: both files have the hashes that meta.json says\n")
         texts = report.document_texts(folder, meta, cfg.show, cfg.count)
     for heading, text in texts:
-        print(f"---- {heading}\n{printable(text)}")
+        print(f"---- {heading}\n{harmless(text)}")
 
 
 def make_data_set(cfg: PrepareConfig) -> None:
@@ -131,7 +132,7 @@ def make_data_set(cfg: PrepareConfig) -> None:
         remove_only(new, FILES)
         remove_only(scratch, [LOCK])
         lock.release()
-    print(folded(printable(text), columns()))
+    print(folded(harmless(text), columns()))
     print(f"  made in {time.perf_counter() - started:.0f} s")
 
 
@@ -155,7 +156,8 @@ def replace(target: Path, new: Path, meta: dict) -> None:
 
     The old one becomes NAME.old, and is deleted then if it is whole and made of the same files.
     """
-    sync_to_disk(new)
+    for path in (*new.iterdir(), new):
+        sync_to_disk(path)
     old = set_aside(target, f"{target.name}.old") if os.path.lexists(target) else None
     new.rename(target)
     sync_to_disk(target.parent)

@@ -13,7 +13,6 @@ import sysconfig
 from pathlib import Path
 from zlib import crc32
 
-from configurator import UserError
 from text.sources import Source
 
 # Folders of tests, and of packages of other projects.
@@ -42,10 +41,7 @@ def demo_sources() -> list[Source]:
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     roots = [(stdlib, stdlib)]  # (folder to search, folder where the module names begin)
     for package in ("numpy", "torch"):
-        spec = importlib.util.find_spec(package)
-        if spec is None:
-            raise UserError(f"{package} is not installed: pip install -r requirements.txt")
-        folder = Path(spec.origin).parent
+        folder = Path(importlib.util.find_spec(package).origin).parent
         roots.append((folder, folder.parent))
     sources = []
     for root, base in roots:

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,14 +26,9 @@ from text.tokenizer import IM_END, IM_START, Tokenizer, open_tokenizer
 # UTF-8, its characters, and whether it is in val.bin and not in train.bin.
 ROW = np.dtype([("tokens", "<u8"), ("bytes", "<u8"), ("characters", "<u8"), ("val", "?")])
 SPLITS = ("train", "val")
+# What an Encoder makes of a chunk: (documents,) of ROW; the token ids of train.bin and of val.bin.
+Encoded = tuple[np.ndarray, list[bytes]]
 SEGMENT = 1 << 20  # characters; a longer document is encoded in segments, to save memory
-
-
-class Encoded(NamedTuple):
-    """What an Encoder makes of a chunk."""
-
-    rows: np.ndarray  # (documents,) of ROW
-    ids: list[bytes]  # token ids of train.bin and of val.bin
 
 
 @dataclass
@@ -85,7 +78,7 @@ class Encoder:
             ids[val].extend([tokens, self.eos])
             size = len(document.utf8) - len(encoded) + 1  # without the byte for each mark
             rows.append((len(tokens) + 1, size, sum(map(len, document.pieces)), val))
-        return Encoded(np.array(rows, ROW), [b"".join(arrays) for arrays in ids]), tally
+        return (np.array(rows, ROW), [b"".join(arrays) for arrays in ids]), tally
 
     def encode_all(self, pieces: list[str]) -> Iterator[np.ndarray | ValueError]:
         """Yield the ids (n,) of each piece, or the ValueError that says why it has none."""
@@ -104,9 +97,10 @@ class Encoder:
         if not ids or self.eos[0] in ids or self.tokenizer.adds_space:
             problem = f"no special tokens {IM_START} and {IM_END}, or a space behind them"
             raise UserError(f"--tokenizer={self.cfg.tokenizer}: {problem}: take --tokenizer=train")
-        marks = itertools.cycle([np.array([mark]) for mark in ids])
-        joined = itertools.chain.from_iterable(zip(marks, encoded[1:], strict=False))
-        return np.concatenate([encoded[0], *joined]).astype(self.dtype)
+        joined = [encoded[0]]
+        for mark, piece in zip(itertools.cycle(ids), encoded[1:]):
+            joined += [[mark], piece]
+        return np.concatenate(joined).astype(self.dtype)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids (n,) of a text. A long one is encoded in segments."""
@@ -148,8 +142,8 @@ class SplitWriter:
     def __init__(self, folder: Path, val_fraction: float, few: int = 0):
         self.val_fraction = val_fraction
         self.few = few
-        self.files = [open(folder / f"{split}.bin", "xb") for split in SPLITS]
-        self.hashes = [hashlib.sha256() for _ in SPLITS]
+        self.files = {split: open(folder / f"{split}.bin", "xb") for split in SPLITS}
+        self.hashes = {split: hashlib.sha256() for split in SPLITS}
         zeros = dict(tokens=0, documents=0, bytes=0, characters=0)
         self.counts = {split: zeros.copy() for split in SPLITS}
         self.lengths: Counter = Counter()  # length of a document in tokens -> documents
@@ -167,8 +161,8 @@ class SplitWriter:
     def write(self, rows: np.ndarray, ids: Sequence[bytes]) -> None:
         """Write some documents. rows: (documents,) of ROW. ids: those of train and of val."""
         for val, split in enumerate(SPLITS):
-            self.files[val].write(ids[val])
-            self.hashes[val].update(ids[val])
+            self.files[split].write(ids[val])
+            self.hashes[split].update(ids[val])
             written = rows[rows["val"] == val]
             counts = self.counts[split]
             counts["documents"] += len(written)
@@ -181,12 +175,10 @@ class SplitWriter:
             self.rows.clear()
 
     def close(self) -> None:
-        """Write everything to the disk, and complete the counts by the hash of each file."""
-        for file, digest, counts in zip(self.files, self.hashes, self.counts.values(), strict=True):
-            with file:
-                file.flush()
-                os.fsync(file.fileno())
-            counts["sha256"] = digest.hexdigest()
+        """Close the files, and complete the counts by the hash of each."""
+        for split, file in self.files.items():
+            file.close()
+            self.counts[split]["sha256"] = self.hashes[split].hexdigest()
 
 
 def write_splits(

@@ -98,7 +98,7 @@ def opened(source: Source, raw: io.BufferedReader, cfg: PrepareConfig) -> io.IOB
     if source.kind in ("parquet", "py"):
         return raw
     stream = decompressed(raw, source.name)
-    if source.kind in ("jsonl", "ndjson") and cfg.has_byte_lines:
+    if source.kind == "jsonl" and cfg.has_byte_lines:
         return stream
     is_utf8 = codecs.lookup(cfg.encoding).name == "utf-8"
     encoding = "utf-8-sig" if is_utf8 else cfg.encoding  # leaves out a byte order mark
@@ -249,8 +249,7 @@ def read_csv(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records
         start = rows.line_num + 1
         for row in rows:
             if None in row:
-                reason = "more fields than the header: quote a text that holds the separator"
-                row = ValueError(reason)
+                row = ValueError("more fields than the header: quote what holds the separator")
             yield f"{source.name}:{rows.line_num}", row
             start = rows.line_num + 1
     except csv.Error as e:
@@ -280,6 +279,5 @@ def read_module(raw: BinaryIO, source: Source, cfg: PrepareConfig) -> Records:
 
 
 # The function for each kind of file. It reads the stream that opened() returns.
-READERS = {"jsonl": read_jsonl, "ndjson": read_jsonl, "json": read_json, "csv": read_csv}
-READERS |= {"tsv": read_csv, "txt": read_txt, "md": read_txt}
-READERS |= {"parquet": read_parquet, "py": read_module}
+READERS = {"jsonl": read_jsonl, "json": read_json, "csv": read_csv, "tsv": read_csv}
+READERS |= {"txt": read_txt, "parquet": read_parquet, "py": read_module}

@@ -15,16 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from configurator import UserError
+from hardware.terminal import harmless
 from text.chat import chatml, turns_of
 from text.demo import conversations, documentation
 from text.formats import Chunk, Lines, too_long
 from text.settings import FIELD, PrepareConfig
 
 BLANK = "：。 \t\r\n"  # a text of only these characters counts as empty
-
-# The control characters of C0 and C1 except tab, line feed and carriage return, those that turn the
-# direction of a line, and U+FEFF, the byte order mark.
-CONTROL = re.compile("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufeff]")
 
 # The version of the rules by which a file becomes records, and a record a text, for meta.json.
 RULES = 6
@@ -126,9 +123,9 @@ def understand(kind: str, record: Any, cfg: PrepareConfig, tally: Tally) -> tupl
     """Return (pieces, shape) of a record from read_chunks(). ValueError says what is wrong."""
     if isinstance(record, ValueError):
         raise record
-    if kind in ("txt", "md"):
+    if kind == "txt":
         return [record], "plain text"
-    if kind in ("jsonl", "ndjson"):
+    if kind == "jsonl":
         try:
             record = json.loads(record)
         except (ValueError, RecursionError):
@@ -208,7 +205,7 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str]:
     if isinstance(record.get("instruction"), str) and isinstance(record.get("output"), str):
         parts = [get(record, key) for key in ("instruction", "input", "output")]
         return "\n".join(filter(None, parts)), "{instruction, input, output}"
-    names = printable(", ".join(map(str, record)))[:80]
+    names = harmless(", ".join(map(str, record)))[:80]
     raise ValueError(f"{{{names}}} has no text in a known field: --fields=NAME,NAME names others")
 
 
@@ -268,11 +265,6 @@ def is_chinese(text: str) -> bool:
 def count_between(codes: np.ndarray, low: int, high: int) -> int:
     # What is below `low` wraps around to a large number.
     return np.count_nonzero(codes - low <= high - low)
-
-
-def printable(text: str) -> str:
-    """Return a text with its control characters as escapes: it must not control the terminal."""
-    return CONTROL.sub(lambda character: repr(character[0])[1:-1], text)
 
 
 def chosen_fields(record: dict, fields: str) -> str:

@@ -21,9 +21,10 @@ from types import ModuleType
 from configurator import UserError
 from hardware.disk import file_sha256
 
-KINDS = "jsonl ndjson json csv tsv txt md parquet".split()
+KINDS = {kind: kind for kind in ("jsonl", "json", "csv", "tsv", "txt", "parquet")}
+KINDS |= {"ndjson": "jsonl", "md": "txt"}  # suffix of a file -> its kind
 COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
-EXPECTED = "." + ", .".join(KINDS) + ", all but the last also with " + ", ".join(COMPRESSED)
+EXPECTED = f".{', .'.join(KINDS)}, all but .parquet also with {', '.join(COMPRESSED)}"
 UNKNOWN_KIND = f"unknown kind of file; expected {EXPECTED}, or give --format=KIND"
 
 # Reasons to skip a file. They are printed, and written into meta.json.
@@ -40,7 +41,7 @@ class Source:
     """A file to read. Its SHA-256 is filled in when it has been read."""
 
     path: Path
-    kind: str  # one of KINDS, or "py": a module of the demo corpus
+    kind: str  # one that KINDS maps to, or "py": a module of the demo corpus
     name: str  # the name that messages and meta.json show
     bytes: int = 0  # size on the disk, so of the compressed data
     changed: int = 0  # ns; the time of its inode, since `cp -p` and `touch` can set the other one
@@ -73,9 +74,8 @@ def suffix_of(path: Path) -> str:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the member of KINDS that the file's name ends in, or None."""
-    kind = suffix_of(path).strip(".").partition(".")[0]
-    return kind if kind in KINDS else None
+    """Return the kind that the file's name says, or None."""
+    return KINDS.get(suffix_of(path).strip(".").partition(".")[0])
 
 
 def identity(path: str | Path) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from configurator import UserError
-from hardware.disk import file_sha256, sync_to_disk
+from hardware.disk import file_sha256
 from text.formats import Chunk
 from text.hf_tokenizer import find_tokenizer, hugging_face_files, read_json
 from text.pool import over_input
@@ -52,7 +52,6 @@ def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, fold
     info |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
     info["files"] = {}
     for file in (folder / info["file"], *hugging_face_files(folder)):
-        sync_to_disk(file)
         info["files"][file.name] = file_sha256(file)
     return info
 
