@@ -181,6 +181,7 @@ def test_inspect_finds_damage(reference, tmp_path, refuses):
 def test_inspect_shows_exactly_what_a_step_trained_on(tiny_data, trains, prints):
     """With a learning rate of 0, the loss of the step is that of the model on these texts."""
     run = trains("--lr=1e-30", "--eval_every=100")
+    logged = metrics(run, "loss")[3]
     with open(run / "metrics.jsonl", "a") as f:
         f.write('{"step": 9, "lo')  # a kill in the middle of a line leaves this
     _, *parts = prints(prepare.main, "--inspect", run, "--step=3").split("---- ")
@@ -190,7 +191,7 @@ def test_inspect_shows_exactly_what_a_step_trained_on(tiny_data, trains, prints)
     assert len(rows) == 8
     model = from_pretrained(saved(run))
     loss = model(*map(torch.from_numpy, (rows[:, :-1], rows[:, 1:]))).item()
-    assert metrics(run, "loss")[3] == pytest.approx(loss, rel=1e-6)
+    assert logged == pytest.approx(loss, rel=1e-6)
     tokenizer = load_tokenizer(tiny_data / "tiny")
     for part, row in zip(parts, rows, strict=True):
         texts = np.split(row, np.flatnonzero(row == tokenizer.eos_id))
