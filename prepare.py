@@ -187,8 +187,6 @@ def has_same_inputs(folder: Path, meta: dict) -> bool:
 def find_input(cfg: PrepareConfig) -> tuple[list[Source], dict[str, Counter]]:
     """Return the files to read, and for each --input argument how many were skipped and why."""
     if not cfg.input:
-        if cfg.name not in ("", "demo", "chat"):
-            note("no --input is given: the corpus is documentation of Python, numpy and torch")
         return [s for s in demo_sources() if not cfg.chat or s.name in TAUGHT], {}
     return find_sources(cfg.input, cfg.format)
 

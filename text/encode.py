@@ -211,6 +211,7 @@ def split_by_tokens(
     nearest = ends[np.abs(ends - cut).argmin()]
     if keep_whole or abs(nearest - cut) <= (total - cut) / 4:
         cut = nearest
+    token_bytes = encoder.tokenizer.token_bytes
     sizes = np.maximum(1, token_sizes(encoder.tokenizer))
     paths = [folder / f"{split}.bin" for split in SPLITS]
     with open(paths[0], "rb") as train, open(paths[1], "rb") as val:
@@ -222,6 +223,8 @@ def split_by_tokens(
                 file = val if row["val"] else train
                 ids = np.fromfile(file, encoder.dtype, int(row["tokens"]))[:-1]
                 at = max(0, cut - (end - len(ids)))  # the token that val.bin begins with
+                while 0 < at < len(ids) and b"\x80" <= token_bytes(int(ids[at]))[:1] < b"\xc0":
+                    at -= 1  # it would begin inside the UTF-8 of a character
                 for is_val, part in enumerate((ids[:at], ids[at:])):
                     if not len(part):
                         continue
