@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-from conftest import contents, make_records, write_jsonl
+from conftest import make_records, write_jsonl
 from sentencepiece import SentencePieceTrainer
 from test_corpora import write_texts
 from test_prepare import prepare_set, texts_of
 
 import prepare
-from text import formats
 from text.dataset import load_tokenizer, open_split, verify
 from text.records import record_text
 
@@ -94,14 +93,3 @@ def test_many_documents_are_chosen_by_their_hash_as_ever(tmp_path):
     _, meta = prepare_set(tmp_path, write_jsonl(tmp_path / "c.jsonl", make_records(60)))
     hashes = [counts["sha256"][:16] for counts in meta["splits"].values()]
     assert hashes == ["6f73189f3917d012", "58e7ee0fcb030efe"] and "few_documents" not in meta
-
-
-@pytest.mark.slow
-def test_workers_do_not_change_the_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "CHUNK", 2000)
-    files = [tmp_path / f"{i}.txt" for i in range(3)]
-    for i, file in enumerate(files):
-        file.write_text(f"{i} {PLAY}", encoding="utf-8")
-    one, _ = prepare_set(tmp_path, *files)
-    two, _ = prepare_set(tmp_path, *files, name="two", workers=2)
-    assert contents(two) == contents(one)
