@@ -42,6 +42,7 @@ import os
 import re
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from configurator import UserError, columns, folded, note, parse, run
@@ -82,8 +83,8 @@ def main() -> None:
     cfg = parse(PrepareConfig, doc=__doc__)
     if cfg.inspect:
         inspect(cfg)
-        return
-    make_data_set(cfg)
+    else:
+        make_data_set(cfg)
 
 
 def inspect(cfg: PrepareConfig) -> None:
@@ -162,22 +163,16 @@ def replace(target: Path, new: Path, meta: dict) -> None:
     new.rename(target)
     sync_to_disk(target.parent)
     if old:
-        if has_same_inputs(old, meta):
-            remove_only(old, FILES)
+        with suppress(UserError):  # it is not whole
+            if inputs_of(open_dataset(old)) == inputs_of(meta):
+                remove_only(old, FILES)
         if old.exists():
             note(f"the old data set, which is of other files or was changed, is {old} now")
 
 
-def has_same_inputs(folder: Path, meta: dict) -> bool:
-    """Return whether a data set is whole, and made of the files that another meta.json says."""
-    try:
-        inputs, others = (
-            [s for s in each["sources"] if "skipped" not in s]
-            for each in (open_dataset(folder), meta)
-        )
-    except UserError:
-        return False
-    return inputs == others
+def inputs_of(meta: dict) -> list[dict]:
+    """Return the path, size and hash of each file that a data set was made of."""
+    return [source for source in meta["sources"] if "skipped" not in source]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -330,15 +330,6 @@ def test_an_element_may_be_cut_by_the_edge_at_every_place(tmp_path):
             assert [v for chunk in chunks for _, v in chunk.records] == values, shift
 
 
-def test_chunks_are_small_however_their_records_are_nested(tmp_path):
-    """Otherwise thousands of records with long sections would be in memory at once."""
-    values = [{"title": f"{i}", "sections": [{"content": "z" * 10_000}]} for i in range(50)]
-    path = tmp_path / "c.json"
-    path.write_text(json.dumps(values))
-    chunks = list(read_chunks([Source.at(path, "json")], PrepareConfig(max_record_mb=1)))
-    assert max(len(chunk.records) for chunk in chunks) <= 3
-
-
 def test_a_text_does_not_steer_the_terminal(tmp_path, prints):
     values = [{"text": f"\x1b[2J\x07 text {i}\tand\nmore"} for i in range(50)]
     folder, _ = prepare_set(tmp_path, write_jsonl(tmp_path / "a.jsonl", values))
