@@ -118,7 +118,7 @@ def summary(meta: dict, folder: Path) -> str:
     lines.append(f"  {plural(records['read'], 'record')}, read as {counted(records['shapes'])}")
     for outcome in ("bad", "dropped", "changed"):
         lines.append(f"  {outcome}: {counted(records[outcome]) or 0}")
-    lines += [f"    e.g. {example}" for example in records["examples"]]
+    lines += [f"  bad is for example {example}" for example in records["examples"]]
     for source in meta["sources"]:
         if "skipped" in source:
             lines.append(f"  skipped in {source['path']}: {counted(source['skipped'])}")
