@@ -47,39 +47,44 @@ from pathlib import Path
 
 from configurator import UserError, columns, folded, note, parse, run
 from hardware.disk import (
+    LOCK,
     json_bytes,
     lock_file,
+    remove_only,
     sealed,
     set_aside,
     sync_to_disk,
     unseal,
     write_whole,
 )
+from hardware.terminal import harmless
 from text import report
-from text.dataset import files_of, open_dataset, verify
+from text.dataset import open_dataset, verify
 from text.demo import TAUGHT, demo_sources
 from text.encode import Encoder, write_splits
 from text.hf_tokenizer import HF_FILES
 from text.landmarks import count_landmarks
-from text.records import CHAT, document_settings, printable
+from text.records import CHAT, RULES
 from text.settings import PrepareConfig
 from text.sources import Source, find_sources
 from text.tokenizer import SentencePiece, Tiktoken
 from text.train_tokenizer import make_tokenizer
 from training.metrics import read_metrics
 
-# What prepare.py writes in data/.NAME.tmp/set, the only files that it deletes there.
+# What prepare.py writes in the folder of a data set, the only files that it deletes there.
 FILES = {SentencePiece.file, Tiktoken.file, *HF_FILES, "train.bin", "val.bin", "meta.json"}
 FILES |= {f".{name}.tmp" for name in FILES}  # write_whole() was killed
-AWAY = "move it away, or choose another --name"  # what an error about a user's file suggests
+# The settings that decide the documents of a data set.
+OF_DOCUMENTS = ("format", "fields", "chat", "txt", "encoding", "min_tokens", "val_fraction")
+OF_DOCUMENTS += ("max_record_mb",)
 
 
 def main() -> None:
     cfg = parse(PrepareConfig, doc=__doc__)
     if cfg.inspect:
         inspect(cfg)
-        return
-    make_data_set(cfg)
+    else:
+        make_data_set(cfg)
 
 
 def inspect(cfg: PrepareConfig) -> None:
@@ -92,13 +97,13 @@ def inspect(cfg: PrepareConfig) -> None:
         if (folder / "metrics.jsonl").is_file():
             raise UserError(f"--inspect {folder}: the folder of a run: add --step N")
         meta = open_dataset(folder)
-        print(folded(printable(report.summary(meta, folder)), columns()))
+        print(folded(harmless(report.summary(meta, folder)), columns()))
         for split in ("train", "val"):
             verify(folder, meta, split)
         print("  verified: both files have the hashes that meta.json says\n")
         texts = report.document_texts(folder, meta, cfg.show, cfg.count)
     for heading, text in texts:
-        print(f"---- {heading}\n{printable(text)}")
+        print(f"---- {heading}\n{harmless(text)}")
 
 
 def make_data_set(cfg: PrepareConfig) -> None:
@@ -106,35 +111,29 @@ def make_data_set(cfg: PrepareConfig) -> None:
     started = time.perf_counter()
     sources, skipped = find_input(cfg)
     target = Path(cfg.data_dir) / name_of_set(cfg)
+    if os.path.lexists(target):
+        try:
+            unseal(target / "meta.json")
+        except (OSError, ValueError):
+            problem = "exists and is no data set of prepare.py"
+            raise UserError(f"{target} {problem}: move it away, or give another --name") from None
     scratch = target.with_name(f".{target.name}.tmp")  # of the same file system, for renames
-    check_folders(target, scratch)
-    lock = lock_file(scratch / ".lock", "wait for it, or choose another --name")
-    new, old = scratch / "set", scratch / "old"
+    lock = lock_file(scratch / LOCK, "wait for it, or give another --name")
+    new = scratch / "set"
     try:
-        if old.exists() and not os.path.lexists(target):
-            old.rename(target)  # replace() was killed between its renames
-        remove_own(new)
-        remove_own(old)
+        remove_only(new, FILES)  # of a killed run
         new.mkdir()
         meta = write_set(cfg, sources, skipped, new)
-        text = f"\n{report.summary(meta, target)}\n"
-        if cfg.tokenizer == "train":
-            text += report.warn_of_large_vocabulary(meta)
-        text += report.first_document(new, meta)
-        replace(target, new, old)
-    except MemoryError:
-        raise UserError("out of memory: lower --workers or --max_record_mb") from None
+        text = f"\n{report.summary(meta, target)}\n{report.first_document(new, meta)}"
+        replace(target, new, meta)
     except OSError as e:
         e.filename = e.filename or str(scratch)  # a full disk does not name it
         raise
     finally:
-        with suppress(OSError):  # it has other files
-            remove_own(new)
-        (scratch / ".lock").unlink(missing_ok=True)
-        with suppress(OSError):
-            scratch.rmdir()
+        remove_only(new, FILES)
+        remove_only(scratch, [LOCK])
         lock.release()
-    print(folded(printable(text), columns()))
+    print(folded(harmless(text), columns()))
     print(f"  made in {time.perf_counter() - started:.0f} s")
 
 
@@ -153,65 +152,27 @@ def name_of_set(cfg: PrepareConfig) -> str:
     return name
 
 
-# --------------------------------------------------------------------------------------------------
-# The folders: data/NAME, and data/.NAME.tmp with its lock, the new data set and the old one
+def replace(target: Path, new: Path, meta: dict) -> None:
+    """Put the new data set, with this meta.json, in the place of the old one.
 
-
-def check_folders(target: Path, scratch: Path) -> None:
-    """Raise UserError if something that prepare.py has not written is in its way."""
-    for path in (scratch, scratch / "set", scratch / "old", scratch / ".lock"):
-        if path.is_symlink():
-            raise UserError(f"{path} is a link, but prepare.py works there: {AWAY}")
-    if os.path.lexists(target):
-        try:
-            unseal(target / "meta.json")["splits"]
-            is_ours = not target.is_symlink()
-        except (OSError, ValueError, KeyError):
-            is_ours = False
-        if not is_ours:
-            raise UserError(f"{target} exists and is no data set of prepare.py: {AWAY}")
-
-
-def remove_own(folder: Path) -> None:
-    """Delete what prepare.py writes in a folder, and the folder. OSError if it has other files."""
-    for name in FILES:
-        (folder / name).unlink(missing_ok=True)
-    if folder.exists():
-        folder.rmdir()
-
-
-def replace(target: Path, new: Path, old: Path) -> None:
-    """Put the new data set in the place of the old one, which is moved to `old` and deleted.
-
-    It is kept, as NAME.old, if it shares no input file with the new one, or is not as prepare.py
-    wrote it.
+    The old one becomes NAME.old, and is deleted then if it is whole and made of the same files.
     """
-    sync_to_disk(new)
-    if os.path.lexists(target):
-        if may_delete(target, new):
-            target.rename(old)
-        else:
-            aside = set_aside(target, f"{target.name}.old")
-            note(
-                f"the data set of that name, which is of other files or was changed, is {aside} now"
-            )
+    for path in (*new.iterdir(), new):
+        sync_to_disk(path)
+    old = set_aside(target, f"{target.name}.old") if os.path.lexists(target) else None
     new.rename(target)
     sync_to_disk(target.parent)
-    remove_own(old)
+    if old:
+        with suppress(UserError):  # it is not whole
+            if inputs_of(open_dataset(old)) == inputs_of(meta):
+                remove_only(old, FILES)
+        if old.exists():
+            note(f"the old data set, which is of other files or was changed, is {old} now")
 
 
-def may_delete(folder: Path, new: Path) -> bool:
-    """Return whether a data set is whole, with no other files, and was made of a file of `new`."""
-    try:
-        meta = open_dataset(folder)
-    except UserError:
-        return False
-    own = {"train.bin", "val.bin", "meta.json", *files_of(meta["tokenizer"])}
-    inputs, new_inputs = (
-        {(s["path"], s.get("sha256")) for s in each["sources"] if "skipped" not in s}
-        for each in (meta, unseal(new / "meta.json"))
-    )
-    return own.issuperset(os.listdir(folder)) and not inputs.isdisjoint(new_inputs)
+def inputs_of(meta: dict) -> list[dict]:
+    """Return the path, size and hash of each file that a data set was made of."""
+    return [source for source in meta["sources"] if "skipped" not in source]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -221,18 +182,14 @@ def may_delete(folder: Path, new: Path) -> bool:
 def find_input(cfg: PrepareConfig) -> tuple[list[Source], dict[str, Counter]]:
     """Return the files to read, and for each --input argument how many were skipped and why."""
     if not cfg.input:
-        if cfg.name not in ("", "demo", "chat"):
-            note("no --input is given: the corpus is documentation of Python, numpy and torch")
         return [s for s in demo_sources() if not cfg.chat or s.name in TAUGHT], {}
     return find_sources(cfg.input, cfg.format)
 
 
 def number_of_workers(cfg: PrepareConfig, total: int) -> int:
     """Return how many workers this process uses for `total` bytes; 1: it does the work itself."""
-    if cfg.workers:
-        return cfg.workers
-    if total < 4e6:  # starting processes would take longer than the work
-        return 1
+    if cfg.workers or total < 4e6:  # starting processes would take longer than the work
+        return cfg.workers or 1
     is_limited = hasattr(os, "sched_getaffinity")
     return len(os.sched_getaffinity(0)) if is_limited else os.cpu_count() or 1
 
@@ -248,8 +205,6 @@ def write_set(
     info = make_tokenizer(cfg, sources, workers, folder)
     encoder = Encoder(cfg, folder / info["file"], info)
     writer, tally = write_splits(cfg, sources, encoder, workers, folder)
-    if not writer.lengths:
-        raise UserError(report.no_documents(tally))
     for split, counts in writer.counts.items():
         if not counts["documents"]:
             raise UserError(f"{split}.bin would be empty: give more text or another --val_fraction")
@@ -262,7 +217,7 @@ def write_set(
             counts["answers"] = report.count_answers(folder, meta, split, encoder.tokenizer)
     meta["landmarks"] = count_landmarks(folder, meta)
     meta["sources"] = report.describe_sources(cfg, sources, skipped)
-    meta["settings"] = document_settings(cfg)
+    meta["settings"] = {name: getattr(cfg, name) for name in OF_DOCUMENTS} | {"rules": RULES}
     write_whole(folder / "meta.json", json_bytes(sealed(meta)))
     return meta
 

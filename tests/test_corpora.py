@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import importlib.util
 import json
 import lzma
 from collections import Counter
@@ -48,8 +47,6 @@ def test_a_compressed_file_that_is_damaged_is_an_error(tmp_path, refuses, suffix
     packed = COMPRESS[suffix](jsonl(f"{t} {i}" for i in range(200) for t in TEXTS).encode())
     path = tmp_path / f"cut.jsonl.{suffix}"
     damaged = [packed[:end] for end in (len(packed) - 1, len(packed) - 9, len(packed) // 2)]
-    if suffix != "zst":  # a second stream that is damaged, or none: bz2 and lzma just end there
-        damaged += [packed + b"\x01" + packed[1:], packed + bytes(4) + b"garbage"]
     for content in damaged:
         path.write_bytes(content)
         error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}", "--name=x")
@@ -67,13 +64,6 @@ def test_parquet_is_read_with_its_nested_sections(tmp_path, refuses):
     assert documents(folder) == Counter(record_text(r)[0] for r in records)
     path.write_bytes(path.read_bytes()[:-20])
     assert "c.parquet" in refuses(prepare.main, "--input", path)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
-def test_parquet_without_its_package_says_what_to_install(tmp_path, refuses):
-    (tmp_path / "c.parquet").write_bytes(b"PAR1")
-    error = refuses(prepare.main, "--input", tmp_path / "c.parquet", f"--data_dir={tmp_path}")
-    assert "c.parquet" in error and "pip install pyarrow" in error
 
 
 def test_a_bad_byte_costs_a_record_and_a_wrong_encoding_fails(tmp_path, refuses):
@@ -110,7 +100,7 @@ def test_other_fields_are_named_by_a_list_or_a_template(fields, text):
     assert record_text(QUESTION, fields) == (text, fields)
 
 
-@pytest.mark.parametrize("fields", ["{", "{}", "a}", "{{text}}", "{question}：{answer", "{a{b}}"])
+@pytest.mark.parametrize("fields", ["{}", "{question}：{answer", "{a{b}}"])
 def test_a_brace_in_fields_that_is_not_around_a_name_is_refused(tmp_path, refuses, fields):
     path = write_jsonl(tmp_path / "c.jsonl", [QUESTION] * 20)
     options = [f"--data_dir={tmp_path / 'data'}", "--tokenizer=byte", f"--fields={fields}"]
@@ -132,13 +122,6 @@ def test_an_unread_record_is_named_with_what_to_do(tmp_path, refuses, record, op
     options = [f"--data_dir={tmp_path}", "--tokenizer=byte", *options]
     error = refuses(prepare.main, "--input", corpus, *options)
     assert all(part in error for part in parts) and not (tmp_path / "c").exists()
-
-
-def test_a_vocabulary_that_is_too_large_is_warned_of_if_trained(tmp_path, tiny_data, capsys):
-    corpus = write_texts(tmp_path / "c.jsonl", [f"document {n}" for n in range(20)])
-    for tokenizer in ("train", tiny_data / "tiny"):
-        prepare_set(tmp_path, corpus, tokenizer=tokenizer, vocab_size=290)
-        assert ("--vocab_size" in capsys.readouterr().out) == (tokenizer == "train")
 
 
 def test_format_reads_files_of_other_names(tmp_path):

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from conftest import REPO, call, metrics
-from test_prepare import SHARED
 
 import plan
 import prepare
 import sample
 import train
 
+SHARED = REPO.parent / "shared"
 PAGES = [*REPO.glob("*.md"), *REPO.glob("docs/**/*.md"), *REPO.glob("bench/**/*.md")]
 
 

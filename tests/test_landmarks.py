@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from conftest import metrics
 
-import text.landmarks as landmarks
 from text.dataset import DataSet
 from text.landmarks import count_landmarks, mixed_landmarks
 
@@ -42,15 +41,6 @@ def test_the_landmarks_are_those_of_the_formulas(ids, tmp_path):
         "bigram": pytest.approx(-np.log(p2[v, w]).mean(), abs=1e-4),
         "bigram_tokens": len(train_ids) - 1,
     }
-
-
-def test_of_a_large_file_some_stretches_are_counted(ids, tmp_path, monkeypatch):
-    everything = count_landmarks(tmp_path, META)
-    monkeypatch.setattr(landmarks, "STRETCH", 100)
-    monkeypatch.setattr(landmarks, "MOST", 2000)
-    sample = count_landmarks(tmp_path, META)
-    assert sample["unigram"] == pytest.approx(everything["unigram"], abs=0.3)
-    assert sample["bigram_tokens"] == 2000 and sample["bigram"] != everything["bigram"]
 
 
 def test_landmarks_of_a_mixture_are_weighted_and_a_tiny_data_set_has_none():

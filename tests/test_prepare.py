@@ -1,6 +1,4 @@
 import base64
-import gzip
-import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -13,13 +11,12 @@ import prepare
 from configurator import UserError
 from hardware.disk import lock_file
 from text.dataset import load_tokenizer, open_dataset, open_split
-from text.demo import demo_sources, documentation
-from text.formats import Reader
+from text.demo import documentation
+from text.formats import read_chunks
 from text.records import record_text
 from text.settings import PrepareConfig
 from text.sources import Source
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 TEXTS = ["第一篇：你好，世界。", "second: hello\n    indented world"]
 TEXTS += ["third 😀 naïve <|endoftext|> </s>"]
 
@@ -67,9 +64,8 @@ def documents(folder: Path) -> Counter:
 @pytest.mark.parametrize("chinese", ["均摊分析", "カタカナ", "𠀀𠀁𠀂𠀃"])
 def test_marks_are_full_width_from_one_letter_in_twenty_on(chinese):
     for letters, joined in ((76, "a：{}。"), (77, "a: {}")):
-        code = "x" * (letters - 1) + " = (1 + 2) / 3;" * 20
-        for content in (chinese + code, code + chinese):
-            assert record_text({"title": "a", "content": content})[0] == joined.format(content)
+        content = chinese + "x" * (letters - 1) + " = (1 + 2) / 3;" * 20
+        assert record_text({"title": "a", "content": content})[0] == joined.format(content)
 
 
 SECTION = {"title": "c", "content": "d"}
@@ -157,10 +153,7 @@ def test_bad_records_are_skipped_counted_and_shown_with_their_line(tmp_path, cap
     assert records["read"] == 24 and bad["not valid JSON"] == 1 and sum(bad.values()) == 3
     assert records["dropped"] == {"empty": 1} and records["shapes"] == {"{text}": 21}
     report = capsys.readouterr().out
-    assert "c.jsonl:21: not valid JSON" in report
-    assert "c.jsonl:22: {question} has no text in a known field" in report
-    assert "c.jsonl:24: " in report
-    assert "bad: 3" in report and "dropped: 1" in report
+    assert all(f"c.jsonl:{line}: " in report for line in (21, 22, 24))
 
 
 # -- the files --
@@ -203,22 +196,21 @@ def test_two_runs_of_one_name_never_mix(tmp_path, refuses):
     prepare_set(tmp_path, corpus)
 
 
-def test_csv_rows_that_would_lose_text_are_reported(tmp_path):
-    commas = tmp_path / "commas.csv"
-    rows = "".join(f"row {i}\n" for i in range(20))
-    commas.write_text(f"text\n{rows}row 21, and the rest\n")
-    _, meta = prepare_set(tmp_path, commas, max_bad=0.1)
+def test_csv_rows_that_would_lose_text_are_bad(tmp_path):
+    path = tmp_path / "commas.csv"
+    path.write_text("text\n" + "row\n" * 20 + "row 21, and the rest\n")
+    _, meta = prepare_set(tmp_path, path, max_bad=0.1)
     (example,) = meta["records"]["examples"]
-    assert example.startswith(f"{commas}:22: more fields than the header")
+    assert example.startswith(f"{path}:22: ")
 
 
 def test_a_json_array_cut_off_anywhere_is_an_error(tmp_path):
     whole = json.dumps([{"text": f"doc {i}"} for i in range(6)])
     path = tmp_path / "a.json"
-    for end in range(1, len(whole)):
+    for end in range(1, len(whole), 3):
         path.write_text(whole[:end])
         with pytest.raises(UserError, match="a.json: element"):
-            list(Reader([Source.at(path, "json")], PrepareConfig(max_record_mb=1)).chunks())
+            list(read_chunks([Source.at(path, "json")], PrepareConfig(max_record_mb=1)))
 
 
 # -- the embedded corpus and the shared ones --
@@ -249,30 +241,3 @@ def test_the_language_reference_becomes_sections_each_of_them_once():
         'The "if": It chooses exactly one of the suites in it.',
         "Statements: Compound statements contain other statements.",
     ]
-
-
-@pytest.mark.slow
-def test_the_demo_corpus_is_prose_and_the_same_every_time():
-    sources = demo_sources()
-    assert sources == demo_sources() and len(sources) > 1000
-    (reference,) = [s for s in sources if s.name == "pydoc_data.topics"]
-    texts = [
-        record["content"]
-        for source in (*sources[:200], reference)
-        for record in documentation(source.path.read_bytes(), source.name)
-    ]
-    assert sum(map(len, texts)) > 500_000
-    assert not any(">>>" in text for text in texts)
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the shared corpora")
-def test_a_real_corpus_is_prepared_with_the_tokenizer_of_gpt2(tmp_path, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
-    corpus = tmp_path / "some.jsonl"
-    with gzip.open(SHARED / "corpora" / "oi_wiki_zh.jsonl.gz", "rt", encoding="utf-8") as f:
-        corpus.write_text("".join(itertools.islice(f, 60)), encoding="utf-8")
-    folder, meta = prepare_set(tmp_path, corpus, tokenizer="gpt2")
-    records = [json.loads(line) for line in corpus.read_text(encoding="utf-8").splitlines()]
-    texts = [record_text(r)[0] for r in records]
-    assert (meta["vocab_size"], meta["eos_id"], meta["dtype"]) == (50257, 50256, "uint16")
-    assert documents(folder) == Counter(texts)

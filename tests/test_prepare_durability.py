@@ -13,15 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import REPO, call, contents, make_records, python, train_tiny, write_jsonl
+import torch
+from conftest import REPO, call, contents, make_records, metrics, python, saved, write_jsonl
 from test_prepare import documents, prepare_set
 
 import prepare
 from hardware.machine import read_if_there
-from text.dataset import load_tokenizer, open_dataset
-from training import step
-
-OF_REFERENCE = ["--vocab_size=400"]
+from text.dataset import load_tokenizer
+from training.huggingface import from_pretrained
 
 
 def resident(pid: int) -> int:
@@ -38,7 +37,7 @@ def resident(pid: int) -> int:
 
 
 def command(corpus: list[Path], data: Path, *options: str) -> list[str]:
-    usual = [f"--data_dir={data}", "--name=set", "--val_fraction=0.3"]
+    usual = [f"--data_dir={data}", "--name=set", "--val_fraction=0.3", "--vocab_size=400"]
     return python(1, REPO / "prepare.py", "--input", *corpus, *usual, *options)
 
 
@@ -73,12 +72,12 @@ def reference(corpus, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay", [0.0, 0.6, 1.2])
+@pytest.mark.parametrize("delay", [0.0, 1.2])
 def test_a_kill_leaves_the_old_set_and_ends_the_workers(corpus, reference, tmp_path, delay):
     old = write_jsonl(tmp_path / "old.jsonl", make_records(40, seed=9))
     call(prepare.main, *command([old], tmp_path, "--tokenizer=byte")[2:])
     before = contents(tmp_path / "set")
-    argv = command([old, *corpus], tmp_path, *OF_REFERENCE, "--workers=2")
+    argv = command([old, *corpus], tmp_path, "--workers=2")
     run, workers = started(argv)
     time.sleep(delay)
     run.kill()
@@ -89,22 +88,22 @@ def test_a_kill_leaves_the_old_set_and_ends_the_workers(corpus, reference, tmp_p
     while any(read_if_there(f"/proc/{pid}/cmdline") for pid in workers):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    subprocess.run(command(corpus, tmp_path, *OF_REFERENCE), check=True, capture_output=True)
+    subprocess.run(command(corpus, tmp_path), check=True, capture_output=True)
     assert contents(tmp_path / "set") == contents(reference)
     assert not (tmp_path / ".set.tmp").exists()
 
 
 @pytest.mark.slow
 def test_the_number_of_workers_does_not_change_a_byte(corpus, reference, tmp_path):
-    argv = command(corpus, tmp_path, *OF_REFERENCE, "--workers=3")
+    argv = command(corpus, tmp_path, "--workers=3")
     subprocess.run(argv, check=True, capture_output=True)
     assert contents(tmp_path / "set") == contents(reference)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay", [0.0, 0.15, 1.0])
+@pytest.mark.parametrize("delay", [0.0, 0.15])
 def test_ctrl_c_while_workers_start_or_work_is_one_line(corpus, tmp_path, delay):
-    argv = command(corpus, tmp_path, *OF_REFERENCE, "--workers=3")
+    argv = command(corpus, tmp_path, "--workers=3")
     run, _ = started(argv, start_new_session=True, stderr=subprocess.PIPE)
     time.sleep(delay)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to all processes
@@ -114,19 +113,15 @@ def test_ctrl_c_while_workers_start_or_work_is_one_line(corpus, tmp_path, delay)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("delay", [0.0, 1.0])
-def test_a_killed_worker_is_one_clear_line(tmp_path, delay):
+def test_a_killed_worker_is_one_clear_line(tmp_path):
     line = json.dumps({"text": "a line of a text\n" * 60}) + "\n"
     (tmp_path / "c.jsonl").write_text(line * 40_000)
     argv = command([tmp_path / "c.jsonl"], tmp_path / "data", "--tokenizer=byte", "--workers=2")
     run, workers = started(argv, stderr=subprocess.PIPE)
-    time.sleep(delay)
     os.kill(workers[0], signal.SIGKILL)
     error = run.communicate(timeout=60)[1].strip()
-    assert run.returncode == 2 and "\n" not in error, error
-    assert (
-        "--workers" in error and "--max_record_mb" in error and os.listdir(tmp_path / "data") == []
-    )
+    assert run.returncode == 2 and "\n" not in error and "--workers" in error
+    assert os.listdir(tmp_path / "data") == []
 
 
 @pytest.mark.slow
@@ -137,18 +132,10 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(corpus, tmp_path):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, 1_500_000))
 
-    argv = command(corpus, tmp_path, *OF_REFERENCE)
+    argv = command(corpus, tmp_path)
     run = subprocess.run(argv, preexec_fn=limit, capture_output=True, text=True)
     assert run.returncode == 2 and run.stderr.count("\n") == 1, run.stderr
     assert str(tmp_path / ".set.tmp") in run.stderr and os.listdir(tmp_path) == []
-
-
-def test_too_many_bad_records_are_an_error_with_its_option(tmp_path, refuses):
-    corpus = write_jsonl(tmp_path / "c.jsonl", [*make_records(300), *[{"x": 1}] * 30])
-    options = [f"--data_dir={tmp_path}", "--tokenizer=byte", "--val_fraction=0.2"]
-    assert "--max_bad" in refuses(prepare.main, "--input", corpus, *options)
-    call(prepare.main, "--input", corpus, *options, "--max_bad=0.1")
-    assert open_dataset(tmp_path / "c")["records"]["read"] == 330
 
 
 # -- memory --
@@ -170,7 +157,7 @@ def test_memory_does_not_grow_with_the_corpus_or_with_a_document(tmp_path, name)
     while run.poll() is None:
         peak = max(peak, resident(run.pid))
         time.sleep(0.02)
-    assert run.returncode == 0 and peak < 550e6, peak
+    assert run.returncode == 0 and peak < 500e6, peak
 
 
 # -- inspection --
@@ -186,7 +173,7 @@ def test_inspect_verifies_a_data_set_and_shows_documents(reference, prints, refu
         return report, [part.rstrip("\n").split(", then eos\n") for part in parts]
 
     report, parts = shown("--count=2")
-    assert "12,000 records, read as {title, summary, sections}" in report and "verified" in report
+    assert "12,000 records" in report and "{title, summary, sections}" in report
     assert len(parts) == 2 and parts[0][0].startswith("0 to ") and parts[1][1] in texts
     _, [[heading, text]] = shown("--show=1000", "--count=1")
     begin, end = (int(n.replace(",", "")) for n in heading.split(" to "))
@@ -198,34 +185,27 @@ def test_inspect_verifies_a_data_set_and_shows_documents(reference, prints, refu
 def test_inspect_finds_damage(reference, tmp_path, refuses):
     path = Path(shutil.copytree(reference, tmp_path / "set"), "val.bin")
     data = path.read_bytes()
-    flipped = bytes([data[0] ^ 1]) + data[1:]
-    for content, problem in ((flipped, "its hash is not"), (data[:100], "100 bytes")):
+    for content in (bytes([data[0] ^ 1]) + data[1:], data[:100]):
         path.write_bytes(content)
-        assert f"val.bin: {problem}" in refuses(prepare.main, "--inspect", path.parent)
+        assert "val.bin: " in refuses(prepare.main, "--inspect", path.parent)
 
 
-def test_inspect_shows_exactly_what_a_step_trained_on(tiny_data, tmp_path, prints, monkeypatch):
-    to_batch = step.to_batch
-    seen = []
-
-    def watch(rows, device):
-        seen.append(rows.ids)
-        return to_batch(rows, device)
-
-    monkeypatch.setattr(step, "to_batch", watch)
-    run = train_tiny(tiny_data, tmp_path, "--eval_every=100", "--batch_tokens=256")
-    micro_steps = [rows for rows in seen if len(rows) == 4]  # two of each step
+def test_inspect_shows_exactly_what_a_step_trained_on(tiny_data, trains, prints):
+    """With a learning rate of 0, the loss of the step is that of the model on these texts."""
+    run = trains("--lr=1e-30", "--eval_every=100")
+    logged = metrics(run, "loss")[3]
     with open(run / "metrics.jsonl", "a") as f:
         f.write('{"step": 9, "lo')  # a kill in the middle of a line leaves this
     _, *parts = prints(prepare.main, "--inspect", run, "--step=3").split("---- ")
-    tokenizer = load_tokenizer(tiny_data / "tiny")
-    rows = np.concatenate(micro_steps[4:6])
-    ids = np.fromfile(tiny_data / "tiny" / "train.bin", np.uint16)
+    ids = np.fromfile(tiny_data / "tiny" / "train.bin", np.uint16).astype(np.int64)
     firsts = [int(re.search(r"target: token ([\d,]+)", p)[1].replace(",", "")) for p in parts]
-    assert ids[firsts].tolist() == rows[:, 1].tolist()
-    texts = []
-    for row in rows:
-        documents = np.split(row, np.flatnonzero(row == tokenizer.eos_id))
-        decoded = [tokenizer.decode(d[d != tokenizer.eos_id].tolist()) for d in documents]
-        texts.append("<eos>".join(decoded).rstrip("\n"))
-    assert [part.split("\n", 1)[1].rstrip("\n") for part in parts] == texts
+    rows = np.stack([ids[first - 1 : first + 32] for first in firsts])
+    assert len(rows) == 8
+    model = from_pretrained(saved(run))
+    loss = model(*map(torch.from_numpy, (rows[:, :-1], rows[:, 1:]))).item()
+    assert logged == pytest.approx(loss, rel=1e-6)
+    tokenizer = load_tokenizer(tiny_data / "tiny")
+    for part, row in zip(parts, rows, strict=True):
+        texts = np.split(row, np.flatnonzero(row == tokenizer.eos_id))
+        decoded = [tokenizer.decode(t[t != tokenizer.eos_id].tolist()) for t in texts]
+        assert part.split("\n", 1)[1].rstrip("\n") == "<eos>".join(decoded).rstrip("\n")

@@ -13,7 +13,6 @@ import sysconfig
 from pathlib import Path
 from zlib import crc32
 
-from configurator import UserError
 from text.sources import Source
 
 # Folders of tests, and of packages of other projects.
@@ -40,15 +39,10 @@ ANSWER = re.compile(r"[A-Z][^:>|*]{19,99}\.")
 def demo_sources() -> list[Source]:
     """Return the modules of the standard library, numpy and torch, in a fixed order."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
-    roots = [(stdlib, stdlib)]  # (folder to search, folder where the module names begin)
-    for package in ("numpy", "torch"):
-        spec = importlib.util.find_spec(package)
-        if spec is None:
-            raise UserError(f"{package} is not installed: pip install -r requirements.txt")
-        folder = Path(spec.origin).parent
-        roots.append((folder, folder.parent))
+    packages = [Path(importlib.util.find_spec(name).origin).parent for name in ("numpy", "torch")]
     sources = []
-    for root, base in roots:
+    for root in (stdlib, *packages):
+        base = stdlib if root == stdlib else root.parent  # the folder where module names begin
         for path in sorted(root.rglob("*.py")):
             is_test = path.name.startswith(("test_", "_test", "_sysconfigdata"))
             if is_test or LEFT_OUT.intersection(path.relative_to(root).parts):

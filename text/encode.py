@@ -2,25 +2,22 @@
 
 import hashlib
 import itertools
-import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from configurator import UserError
-from hardware.terminal import ProgressBar
 from text.chat import marks_of
 from text.dataset import id_type
-from text.formats import Chunk, Reader
-from text.pool import in_order
-from text.records import CHAT, Tally, check_bad, documents, foreseen
+from text.formats import Chunk
+from text.pool import over_input
+from text.records import CHAT, Tally, documents
 from text.settings import PrepareConfig
 from text.sources import Source
 from text.tokenizer import IM_END, IM_START, Tokenizer, open_tokenizer
@@ -28,17 +25,10 @@ from text.tokenizer import IM_END, IM_START, Tokenizer, open_tokenizer
 # One row for each document, in the order of the input: its tokens with the eos, the bytes of its
 # UTF-8, its characters, and whether it is in val.bin and not in train.bin.
 ROW = np.dtype([("tokens", "<u8"), ("bytes", "<u8"), ("characters", "<u8"), ("val", "?")])
-Buffer = bytes | np.ndarray  # token ids
+SPLITS = ("train", "val")
+# What an Encoder makes of a chunk: (documents,) of ROW; the token ids of train.bin and of val.bin.
+Encoded = tuple[np.ndarray, list[bytes]]
 SEGMENT = 1 << 20  # characters; a longer document is encoded in segments, to save memory
-
-
-class Encoded(NamedTuple):
-    """What an Encoder makes of a chunk; train and val are the token ids as bytes."""
-
-    rows: np.ndarray  # (documents,) of ROW
-    train: bytes
-    val: bytes
-    tally: Tally
 
 
 @dataclass
@@ -58,10 +48,10 @@ class Encoder:
         """Open the tokenizer at its first use, in the worker, which was sent only its path."""
         return open_tokenizer(self.file, self.info)
 
-    def __call__(self, chunk: Chunk) -> Encoded:
+    def __call__(self, chunk: Chunk) -> tuple[Encoded, Tally]:
         tally = Tally()
         rows: list[tuple] = []
-        ids: dict[bool, list[np.ndarray]] = {False: [], True: []}  # of train.bin, of val.bin
+        ids: tuple[list, list] = [], []  # arrays of train.bin, of val.bin
         read = list(documents(chunk, self.cfg, tally))
         pieces = [piece for document in read for piece in document.pieces]
         every = self.encode_all(pieces)
@@ -85,10 +75,10 @@ class Encoder:
             # Only the hash of its text decides the split of a document: if files are added or
             # reordered, it stays there.
             val = int.from_bytes(digest[:8], "big") < self.cfg.val_fraction * 2**64
-            ids[val] += [tokens, self.eos]
+            ids[val].extend([tokens, self.eos])
             size = len(document.utf8) - len(encoded) + 1  # without the byte for each mark
             rows.append((len(tokens) + 1, size, sum(map(len, document.pieces)), val))
-        return Encoded(np.array(rows, ROW), b"".join(ids[False]), b"".join(ids[True]), tally)
+        return (np.array(rows, ROW), [b"".join(arrays) for arrays in ids]), tally
 
     def encode_all(self, pieces: list[str]) -> Iterator[np.ndarray | ValueError]:
         """Yield the ids (n,) of each piece, or the ValueError that says why it has none."""
@@ -105,12 +95,12 @@ class Encoder:
             return encoded[0].astype(self.dtype)
         ids = marks_of(self.tokenizer)
         if not ids or self.eos[0] in ids or self.tokenizer.adds_space:
-            missing = f"{self.cfg.tokenizer}: it has no special tokens {IM_START} and {IM_END}"
-            missing += " beside its eos, or it puts a space behind them"
-            raise UserError(f"--tokenizer={missing}; --tokenizer=train has them")
-        marks = itertools.cycle([np.array([mark]) for mark in ids])
-        joined = itertools.chain.from_iterable(zip(marks, encoded[1:], strict=False))
-        return np.concatenate([encoded[0], *joined]).astype(self.dtype)
+            problem = f"no special tokens {IM_START} and {IM_END}, or a space behind them"
+            raise UserError(f"--tokenizer={self.cfg.tokenizer}: {problem}: take --tokenizer=train")
+        joined = [encoded[0]]
+        for mark, piece in zip(itertools.cycle(ids), encoded[1:]):
+            joined += [[mark], piece]
+        return np.concatenate(joined).astype(self.dtype)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids (n,) of a text. A long one is encoded in segments."""
@@ -152,10 +142,10 @@ class SplitWriter:
     def __init__(self, folder: Path, val_fraction: float, few: int = 0):
         self.val_fraction = val_fraction
         self.few = few
-        self.files = {split: open(folder / f"{split}.bin", "xb") for split in ("train", "val")}
-        self.hashes = {split: hashlib.sha256() for split in self.files}
+        self.files = {split: open(folder / f"{split}.bin", "xb") for split in SPLITS}
+        self.hashes = {split: hashlib.sha256() for split in SPLITS}
         zeros = dict(tokens=0, documents=0, bytes=0, characters=0)
-        self.counts = {split: zeros.copy() for split in self.files}
+        self.counts = {split: zeros.copy() for split in SPLITS}
         self.lengths: Counter = Counter()  # length of a document in tokens -> documents
         self.rows: list[np.ndarray] = []  # of all documents, for as long as they are few
 
@@ -168,12 +158,12 @@ class SplitWriter:
         numbers = [counts["documents"] for counts in self.counts.values()]
         return sum(numbers) * self.val_fraction < 1 or 0 in numbers
 
-    def write(self, rows: np.ndarray, train: Buffer, val: Buffer) -> None:
-        """Write the token ids of some documents. rows: (documents,) of ROW."""
-        for split, data in (("train", train), ("val", val)):
-            self.files[split].write(data)
-            self.hashes[split].update(data)
-            written = rows[rows["val"] == (split == "val")]
+    def write(self, rows: np.ndarray, ids: Sequence[bytes]) -> None:
+        """Write some documents. rows: (documents,) of ROW. ids: those of train and of val."""
+        for val, split in enumerate(SPLITS):
+            self.files[split].write(ids[val])
+            self.hashes[split].update(ids[val])
+            written = rows[rows["val"] == val]
             counts = self.counts[split]
             counts["documents"] += len(written)
             for name in ("tokens", "bytes", "characters"):
@@ -185,31 +175,21 @@ class SplitWriter:
             self.rows.clear()
 
     def close(self) -> None:
-        """Write everything to the disk, and complete the counts by the hash of each file."""
+        """Close the files, and complete the counts by the hash of each."""
         for split, file in self.files.items():
-            with file:
-                file.flush()
-                os.fsync(file.fileno())
+            file.close()
             self.counts[split]["sha256"] = self.hashes[split].hexdigest()
 
 
 def write_splits(
     cfg: PrepareConfig, sources: list[Source], encoder: Encoder, workers: int, folder: Path
 ) -> tuple[SplitWriter, Tally]:
-    """Encode all files into train.bin and val.bin. Return what was written, and the records.
-
-    Raises UserError if too many records are bad.
-    """
+    """Encode all files into train.bin and val.bin. Return what was written, and the records."""
     tally = Tally()
-    total = sum(source.bytes for source in sources)
     writer = SplitWriter(folder, cfg.val_fraction)
-    with closing(writer), ProgressBar("encoding", total=total, unit_scale=True) as bar:
-        for chunk, encoded in in_order(encoder, Reader(sources, cfg).chunks(), workers):
-            writer.write(encoded.rows, encoded.train, encoded.val)
-            tally.add(encoded.tally)
-            check_bad(tally, cfg, foreseen(tally, chunk, total))
-            bar.update(chunk.bytes_read - bar.n)
-    check_bad(tally, cfg, tally.records)
+    with closing(writer):
+        for encoded in over_input("encoding", encoder, cfg, sources, workers, tally):
+            writer.write(*encoded)
     if writer.has_few and writer.lengths:
         has_chats = any(shape.startswith(CHAT) for shape in tally.shapes)
         writer = split_by_tokens(np.concatenate(writer.rows), encoder, has_chats, folder)
@@ -231,44 +211,32 @@ def split_by_tokens(
     nearest = ends[np.abs(ends - cut).argmin()]
     if keep_whole or abs(nearest - cut) <= (total - cut) / 4:
         cut = nearest
-    written = {}
-    for split in ("train", "val"):
-        path = folder / f"{split}.bin"
-        written[split] = open(path, "rb")
-        path.unlink()
-    writer = SplitWriter(folder, encoder.cfg.val_fraction, few=len(rows))
-    with closing(writer):
-        for row, end in zip(rows, ends, strict=True):
-            file = written["val" if row["val"] else "train"]
-            ids = np.fromfile(file, encoder.dtype, int(row["tokens"]))
-            at = cut - (end - len(ids) + 1)  # the token that val.bin begins with
-            while 0 < at < len(ids) - 1 and continues_character(encoder.tokenizer, int(ids[at])):
-                at -= 1
-            row["val"] = at <= 0
-            if 0 < at < len(ids) - 1:
-                train = np.append(ids[:at], encoder.eos)
-                writer.write(halves_of(row, ids, at, encoder.tokenizer), train, ids[at:])
-            else:
-                writer.write(row[None], *((b"", ids) if row["val"] else (ids, b"")))
-    for file in written.values():
-        file.close()
+    token_bytes = encoder.tokenizer.token_bytes
+    sizes = np.maximum(1, token_sizes(encoder.tokenizer))
+    paths = [folder / f"{split}.bin" for split in SPLITS]
+    with open(paths[0], "rb") as train, open(paths[1], "rb") as val:
+        for path in paths:
+            path.unlink()
+        writer = SplitWriter(folder, encoder.cfg.val_fraction, few=len(rows))
+        with closing(writer):
+            for row, end in zip(rows, ends, strict=True):
+                file = val if row["val"] else train
+                ids = np.fromfile(file, encoder.dtype, int(row["tokens"]))[:-1]
+                at = max(0, cut - (end - len(ids)))  # the token that val.bin begins with
+                while 0 < at < len(ids) and b"\x80" <= token_bytes(int(ids[at]))[:1] < b"\xc0":
+                    at -= 1  # it would begin inside the UTF-8 of a character
+                for is_val, part in enumerate((ids[:at], ids[at:])):
+                    if not len(part):
+                        continue
+                    # Some tokenizers do not decode every text to itself: a share of the counts.
+                    share = sizes[part].sum() / sizes[ids].sum()
+                    counts = [round(int(row[name]) * share) for name in ("bytes", "characters")]
+                    data = part.tobytes() + encoder.eos.tobytes()
+                    written = np.array([(len(part) + 1, *counts, is_val)], ROW)
+                    writer.write(written, (b"", data) if is_val else (data, b""))
     return writer
 
 
-def continues_character(tokenizer: Tokenizer, token: int) -> bool:
-    """Return whether a token begins inside the UTF-8 of a character, with a byte 10xxxxxx."""
-    return b"\x80" <= tokenizer.token_bytes(token)[:1] < b"\xc0"
-
-
-def halves_of(row: np.ndarray, ids: np.ndarray, at: int, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the rows (2,) of a document that is cut before token `at`, which begins val.bin."""
-    sizes = np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)])
-    sizes = sizes[ids[:-1]]  # (tokens,): bytes of each
-    halves = np.array([row, row])
-    halves["tokens"] = at + 1, len(ids) - at
-    halves["val"] = False, True
-    for name in ("bytes", "characters"):
-        # A share of the row's own count, since some tokenizers do not decode every text to itself.
-        left = round(int(row[name]) * int(sizes[:at].sum()) / max(1, int(sizes.sum())))
-        halves[name] = left, int(row[name]) - left
-    return halves
+def token_sizes(tokenizer: Tokenizer) -> np.ndarray:
+    """Return the bytes of each token, (vocab_size,)."""
+    return np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)])

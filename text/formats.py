@@ -1,7 +1,7 @@
-"""File formats: a Reader cuts the files of a corpus into records.
+"""File formats: read_chunks() cuts the files of a corpus into records.
 
-One process runs the Reader, and many processes parse what it found (records.py). So the slow part
-runs on every core.
+One process does that, and many processes parse what it found (records.py). So the slow part runs on
+every core.
 """
 
 import codecs
@@ -24,19 +24,17 @@ CHUNK = 1 << 20  # characters
 
 
 # --------------------------------------------------------------------------------------------------
-# What a Reader gives
+# From files to chunks of records
 
 
 class Lines(NamedTuple):
     """Whole lines of a .jsonl file, as they are in the file.
 
-    A worker splits and decodes them, since everything that the Reader does runs on one core only.
+    A worker splits and decodes them, since everything that is done here runs on one core only.
     """
 
     data: bytes  # a line that is too long may be cut, behind more bytes than the limit
-    encoding: str
     first: int  # number of the first line
-    limit: int  # bytes; a line that is longer cannot be read
 
 
 @dataclass
@@ -53,71 +51,59 @@ class Chunk:
 Records = Iterator[tuple[str, Any]]  # the records of a Chunk
 
 
-@dataclass
-class Reader:
-    """Reads the records of all files in order.
+def read_chunks(sources: list[Source], cfg: PrepareConfig) -> Iterator[Chunk]:
+    """Yield the records of all files in order.
 
-    limit: the greatest length of a record, in characters (.jsonl: in bytes). A longer record
-    becomes a ValueError, and little more than `limit` of it is ever in memory.
+    A record that is longer than cfg.max_record becomes a ValueError, and little more than that of
+    it is ever in memory. Raises UserError for a file that cannot be read, is damaged, or changes.
     """
+    earlier = 0  # bytes of the files so far
+    chunk = Chunk("", [])
+    size = 0
+    for source in sources:
+        for raw, place, record in read_source(source, cfg):
+            if chunk.records and (size >= CHUNK or chunk.kind != source.kind):
+                chunk.bytes_read = earlier + raw.tell()
+                yield chunk
+                chunk = Chunk("", [])
+                size = 0
+            chunk.kind = source.kind
+            chunk.records.append((place, record))
+            size += 200 + characters(record)  # 200: so many short ones need memory, too
+        earlier += source.bytes
+    if chunk.records:
+        chunk.bytes_read = earlier
+        yield chunk
 
-    sources: list[Source]
-    cfg: PrepareConfig
 
-    def __post_init__(self):
-        self.limit = int(self.cfg.max_record_mb * 1e6)
+def read_source(source: Source, cfg: PrepareConfig) -> Iterator[tuple[BinaryIO, str, Any]]:
+    """Yield (the open file, place, record) for each record of one file."""
+    try:
+        with open(source.path, "rb", 1 << 18) as raw:
+            for place, record in READERS[source.kind](opened(source, raw, cfg), source, cfg):
+                yield raw, place, record
+        source.finish()
+    except Exception as e:
+        unreadable = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError)
+        if not isinstance(e, unreadable) and type(e).__name__ != "ZstdError":
+            raise
+        # Only an error of the system has a strerror: the others are of a decompressor, or of
+        # UTF-16, where surrogateescape cannot keep wrong bytes.
+        damage = f"damaged or cut off, or not in --encoding={cfg.encoding} ({e})"
+        raise UserError(f"{source.name}: {getattr(e, 'strerror', None) or damage}") from None
 
-    def chunks(self) -> Iterator[Chunk]:
-        earlier = 0  # bytes of the files so far
-        chunk = Chunk("", [])
-        size = 0
-        for source in self.sources:
-            for raw, place, record in self.records(source):
-                if chunk.records and (size >= CHUNK or chunk.kind != source.kind):
-                    chunk.bytes_read = earlier + raw.tell()
-                    yield chunk
-                    chunk = Chunk("", [])
-                    size = 0
-                chunk.kind = source.kind
-                chunk.records.append((place, record))
-                size += 200 + characters(record)  # 200: so many short ones need memory, too
-            earlier += source.bytes
-        if chunk.records:
-            chunk.bytes_read = earlier
-            yield chunk
 
-    def records(self, source: Source) -> Iterator[tuple[BinaryIO, str, Any]]:
-        """Yield (the open file, place, record) for each record of one file.
-
-        Raises UserError for a file that cannot be read, is damaged, or changes.
-        """
-        try:
-            with open(source.path, "rb", 1 << 18) as raw:
-                for place, record in READERS[source.kind](self.opened(source, raw), source, self):
-                    yield raw, place, record
-            source.finish()
-        except Exception as e:
-            unreadable = (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeError)
-            if not isinstance(e, unreadable) and type(e).__name__ != "ZstdError":
-                raise
-            # Only an error of the system has a strerror: the others are of a decompressor, or of
-            # UTF-16, where surrogateescape cannot keep wrong bytes.
-            damage = f"damaged or cut off, or not in --encoding={self.cfg.encoding} ({e})"
-            problem = getattr(e, "strerror", None) or damage
-            raise UserError(f"{source.name}: {problem}") from None
-
-    def opened(self, source: Source, raw: io.BufferedReader) -> io.IOBase:
-        """Return what a function in READERS reads: raw, or its decompressed bytes, or its text."""
-        if source.kind in ("parquet", "py"):
-            return raw
-        stream = decompressed(raw, source.name)
-        # In ASCII, GB18030 and UTF-8, but not in UTF-16, a byte 0x0A is always a line end.
-        if source.kind in ("jsonl", "ndjson") and "\n".encode(self.cfg.encoding) == b"\n":
-            return stream
-        is_utf8 = codecs.lookup(self.cfg.encoding).name == "utf-8"
-        encoding = "utf-8-sig" if is_utf8 else self.cfg.encoding  # leaves out a byte order mark
-        newline = "" if source.kind in ("csv", "tsv") else None
-        return io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline=newline)
+def opened(source: Source, raw: io.BufferedReader, cfg: PrepareConfig) -> io.IOBase:
+    """Return what a function in READERS reads: raw, or its decompressed bytes, or its text."""
+    if source.kind in ("parquet", "py"):
+        return raw
+    stream = decompressed(raw, source.name)
+    if source.kind == "jsonl" and cfg.has_byte_lines:
+        return stream
+    is_utf8 = codecs.lookup(cfg.encoding).name == "utf-8"
+    encoding = "utf-8-sig" if is_utf8 else cfg.encoding  # leaves out a byte order mark
+    newline = "" if source.kind in ("csv", "tsv") else None
+    return io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline=newline)
 
 
 def characters(record: Any) -> int:
@@ -143,19 +129,17 @@ def too_long(limit: int) -> ValueError:
 # Lines: JSON Lines, and text
 
 
-def read_jsonl(stream: io.IOBase, source: Source, reader: Reader) -> Records:
+def read_jsonl(stream: io.IOBase, source: Source, cfg: PrepareConfig) -> Records:
     """Yield Lines of about a megabyte. Those of a stream that is decoded (UTF-16) become UTF-8."""
     number = 1  # of the first line that has not been yielded
     while block := stream.read(CHUNK):
-        end = stream.readline(reader.limit + 1)  # of the last line in the block
+        end = stream.readline(cfg.max_record + 1)  # of the last line in the block
         skip_line(stream, end)
         lines = block + end
-        encoding = reader.cfg.encoding
         if isinstance(lines, str):
             lines = lines.encode(errors="surrogateescape")
-            encoding = "utf-8"
         lines = lines.removesuffix(b"\n")
-        yield source.name, Lines(lines, encoding, number, reader.limit)
+        yield source.name, Lines(lines, number)
         number += lines.count(b"\n") + 1
 
 
@@ -173,10 +157,10 @@ def skip_line(f: io.IOBase, line: str | bytes) -> None:
         line = f.readline(CHUNK)
 
 
-def read_txt(f: io.TextIOBase, source: Source, reader: Reader) -> Records:
+def read_txt(f: io.TextIOBase, source: Source, cfg: PrepareConfig) -> Records:
     """Yield the documents of a text file: it is one, or its lines are, or its blocks of lines."""
-    limit = reader.limit
-    if reader.cfg.txt == "file":
+    limit = cfg.max_record
+    if cfg.txt == "file":
         text = f.read(limit + 1)
         yield source.name, text if len(text) <= limit else too_long(limit)
         return
@@ -184,7 +168,7 @@ def read_txt(f: io.TextIOBase, source: Source, reader: Reader) -> Records:
     text = ""
     for number, line in enumerate(itertools.chain(lines_of(f, limit), ["\n"]), 1):
         is_blank = line.isspace()
-        if start and (is_blank or reader.cfg.txt == "line"):
+        if start and (is_blank or cfg.txt == "line"):
             # The last line end is removed: the block at the end of a file may have none, and equal
             # blocks must give equal texts.
             document = text.removesuffix("\n") if len(text) <= limit else too_long(limit)
@@ -207,7 +191,7 @@ WINDOW = 1 << 16  # characters that are read at a time, at least
 DECODER = json.JSONDecoder()
 
 
-def read_json(f: io.TextIOWrapper, source: Source, reader: Reader) -> Records:
+def read_json(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records:
     """Yield the elements of one array, or the values that follow one another in the file.
 
     Only one element and one window of the text are in memory at a time. Raises UserError where the
@@ -227,7 +211,7 @@ def read_json(f: io.TextIOWrapper, source: Source, reader: Reader) -> Records:
             problem = e
             end = len(window)
         size = end - at
-        if end + EDGE > len(window) and size <= reader.limit:
+        if end + EDGE > len(window) and size <= cfg.max_record:
             # The window doubles, so that a large element is decoded only a few times.
             more = f.read(max(WINDOW, len(window) - at))
             window = window[at:] + more
@@ -236,7 +220,7 @@ def read_json(f: io.TextIOWrapper, source: Source, reader: Reader) -> Records:
                 continue
             if window.strip() == closing:
                 return
-        if problem or size > reader.limit:
+        if problem or size > cfg.max_record:
             place = max(0, getattr(problem, "pos", at) - 20)
             near = f"not valid JSON, or longer than --max_record_mb, near {window[place:][:40]!r}"
             raise UserError(f"{source.name}: element {number}: {near}")
@@ -249,12 +233,12 @@ def read_json(f: io.TextIOWrapper, source: Source, reader: Reader) -> Records:
 # CSV, Parquet, and the modules of the demo corpus
 
 
-def read_csv(f: io.TextIOWrapper, source: Source, reader: Reader) -> Records:
+def read_csv(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records:
     """Yield each row as a dict: column -> text.
 
     Raises UserError for a row that cannot be parsed, since nothing tells where the next one begins.
     """
-    csv.field_size_limit(reader.limit)  # else a quote that is left open takes the whole file
+    csv.field_size_limit(cfg.max_record)  # else a quote that is left open takes the whole file
     dialect = "excel-tab" if source.kind == "tsv" else "excel"
     rows = csv.DictReader(f, dialect=dialect, strict=True)  # an open quote is an error
     start = 1  # the line where the row begins
@@ -265,8 +249,7 @@ def read_csv(f: io.TextIOWrapper, source: Source, reader: Reader) -> Records:
         start = rows.line_num + 1
         for row in rows:
             if None in row:
-                reason = "more fields than the header: quote a text that holds the separator"
-                row = ValueError(reason)
+                row = ValueError("more fields than the header: quote what holds the separator")
             yield f"{source.name}:{rows.line_num}", row
             start = rows.line_num + 1
     except csv.Error as e:
@@ -274,7 +257,7 @@ def read_csv(f: io.TextIOWrapper, source: Source, reader: Reader) -> Records:
         raise UserError(f"{source.name}:{start}: {problem}") from None
 
 
-def read_parquet(raw: BinaryIO, source: Source, reader: Reader) -> Records:
+def read_parquet(raw: BinaryIO, source: Source, cfg: PrepareConfig) -> Records:
     """Yield each row as a dict: column -> value. pyarrow opens the file itself."""
     parquet = import_for(source.name, "pyarrow", "pyarrow.parquet")
     import pyarrow
@@ -284,18 +267,17 @@ def read_parquet(raw: BinaryIO, source: Source, reader: Reader) -> Records:
             batches = table.iter_batches(256, use_threads=False)
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, row in enumerate(rows, 1):
-                fits = characters(row) <= reader.limit
-                yield f"{source.name}: row {number}", row if fits else too_long(reader.limit)
+                fits = characters(row) <= cfg.max_record
+                yield f"{source.name}: row {number}", row if fits else too_long(cfg.max_record)
     except (pyarrow.ArrowException, ValueError, OverflowError) as e:  # also a date beyond Python's
         reason = str(e).splitlines()[0][:120]
         raise UserError(f"{source.name}: not a Parquet file to be read ({reason})") from None
 
 
-def read_module(raw: BinaryIO, source: Source, reader: Reader) -> Records:
+def read_module(raw: BinaryIO, source: Source, cfg: PrepareConfig) -> Records:
     yield source.name, raw.read()
 
 
-# The function for each kind of file. It reads the stream that Reader.opened() returns.
-READERS = {"jsonl": read_jsonl, "ndjson": read_jsonl, "json": read_json, "csv": read_csv}
-READERS |= {"tsv": read_csv, "txt": read_txt, "md": read_txt}
-READERS |= {"parquet": read_parquet, "py": read_module}
+# The function for each kind of file. It reads the stream that opened() returns.
+READERS = {"jsonl": read_jsonl, "json": read_json, "csv": read_csv, "tsv": read_csv}
+READERS |= {"txt": read_txt, "parquet": read_parquet, "py": read_module}

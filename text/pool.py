@@ -8,24 +8,43 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
-from multiprocessing.connection import wait
 from typing import Any
 
 from configurator import UserError
-from text.formats import Chunk
+from hardware.terminal import ProgressBar
+from text.formats import Chunk, read_chunks
+from text.records import Tally, check_bad
+from text.settings import PrepareConfig
+from text.sources import Source
 
-Task = Callable[[Chunk], Any]  # the work of a worker; it is sent to each worker once, at its start
+# The work of a worker. It is sent to each worker once, at its start.
+Task = Callable[[Chunk], tuple[Any, Tally]]
 
-# For the environment of workers, where the user has not set these. A worker has no work for the
-# threads that numpy would start, and they would wait for it busily. It keeps some freed memory for
-# the next chunk, in large pages. (Blocks of 32 MiB and more are given back; glibc allows no more.
-# Large pages need glibc 2.35; other systems ignore all of it.)
-LEAN = {
-    "OPENBLAS_NUM_THREADS": "1",
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432"
-    ":glibc.malloc.trim_threshold=134217728",
-}
+
+def over_input(
+    title: str,
+    task: Task,
+    cfg: PrepareConfig,
+    sources: list[Source],
+    workers: int,
+    tally: Tally,
+) -> Iterator[Any]:
+    """Read all files, and yield the result of the task for each chunk, with a progress bar.
+
+    The records are counted in `tally`. Raises UserError if too many of them are bad, or if no
+    document is left.
+    """
+    total = sum(source.bytes for source in sources)
+    with ProgressBar(title, total=total, unit_scale=True) as bar:
+        for bytes_read, (result, counts) in in_order(task, read_chunks(sources, cfg), workers):
+            tally.add(counts)
+            # The estimate of all records lets a run with too many bad ones stop early.
+            check_bad(tally, cfg, max(10_000, tally.records * total // max(1, bytes_read)))
+            yield result
+            bar.update(bytes_read - bar.n)
+    check_bad(tally, cfg, tally.records)
+    if tally.shapes.total() == tally.dropped.total():
+        raise UserError("no documents: the input is empty, or its records are, or all too short")
 
 
 def begin_worker(task: Task) -> None:
@@ -36,7 +55,7 @@ def begin_worker(task: Task) -> None:
 
 
 def end_with_parent() -> None:
-    wait([multiprocessing.parent_process().sentinel])  # a pipe that the end of the parent closes
+    multiprocessing.parent_process().join()
     os._exit(1)
 
 
@@ -44,18 +63,16 @@ def do_task(chunk: Chunk) -> Any:
     return worker_task(chunk)
 
 
-def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Any]]:
-    """Yield (chunk, result of the task) for every chunk, in their order, with few in memory.
+def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[int, Any]]:
+    """Yield (bytes read, result of the task) for every chunk, in their order.
 
-    With one worker this process does the work itself. With several, the chunks that are yielded
-    have lost their records. Raises UserError if a worker was killed.
+    With one worker this process does the work itself. Raises UserError if a worker was killed.
     """
     if workers == 1:
         for chunk in chunks:
-            yield chunk, task(chunk)
+            yield chunk.bytes_read, task(chunk)
         return
-    for name, value in LEAN.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of workers: idle threads wait busily
     # Not fork: the main process has threads by now, and a copy of their locks may stay locked.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, begin_worker, (task,))
@@ -64,14 +81,14 @@ def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tupl
         for chunk in chunks:
             # Workers inherit the mask: the main process handles Ctrl-C, and then kills them.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            waiting.append((replace(chunk, records=[]), pool.submit(do_task, chunk)))
+            waiting.append((chunk.bytes_read, pool.submit(do_task, chunk)))
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            del chunk
+            del chunk  # only a few are in memory
             while waiting and (waiting[0][1].done() or len(waiting) > 3 * workers):
-                position, future = waiting.popleft()
-                yield position, future.result()
-        for position, future in waiting:
-            yield position, future.result()
+                bytes_read, future = waiting.popleft()
+                yield bytes_read, future.result()
+        for bytes_read, future in waiting:
+            yield bytes_read, future.result()
     except BrokenProcessPool:
         reason = "a worker process could not start or was killed, as happens when memory runs out"
         raise UserError(f"{reason}: lower --workers or --max_record_mb") from None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from configurator import UserError
+from hardware.terminal import harmless
 from text.chat import chatml, turns_of
 from text.demo import conversations, documentation
 from text.formats import Chunk, Lines, too_long
@@ -22,12 +23,7 @@ from text.settings import FIELD, PrepareConfig
 
 BLANK = "：。 \t\r\n"  # a text of only these characters counts as empty
 
-# The control characters of C0 and C1 except tab, line feed and carriage return, those that turn the
-# direction of a line, and U+FEFF, the byte order mark.
-CONTROL = re.compile("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufeff]")
-
-# The version of the rules by which a file becomes records, and a record a text. What an interrupted
-# run did by other rules is done again.
+# The version of the rules by which a file becomes records, and a record a text, for meta.json.
 RULES = 6
 
 CONVERSATIONS = ("messages", "conversations")  # fields that hold one
@@ -68,14 +64,6 @@ class Tally:
         self.examples = (self.examples + other.examples)[:5]
 
 
-def foreseen(tally: Tally, chunk: Chunk, total: int) -> int:
-    """Estimate how many records `total` bytes of input contain, from the records read so far.
-
-    With this estimate a run that has too many bad records can stop early.
-    """
-    return max(10_000, tally.records * total // max(1, chunk.bytes_read))
-
-
 def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
     """Raise UserError if more than a share of max_bad of `records` is bad."""
     bad = sum(tally.bad.values())
@@ -84,19 +72,13 @@ def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
         raise UserError(f"{share}: correct them, or raise it; for example {tally.examples[0]}")
 
 
-def document_settings(cfg: PrepareConfig) -> dict:
-    """Return the settings that decide the documents of a data set, and the version of the rules."""
-    names = "format fields chat txt encoding min_tokens val_fraction max_record_mb"
-    return {name: getattr(cfg, name) for name in names.split()} | {"rules": RULES}
-
-
 # --------------------------------------------------------------------------------------------------
 # From a chunk to documents
 
 
 def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Document]:
     """Yield each document in a chunk. All records are counted in `tally`."""
-    records = (unpacked(chunk.kind, place, record, cfg.chat) for place, record in chunk.records)
+    records = (unpacked(chunk.kind, place, record, cfg) for place, record in chunk.records)
     for place, record in itertools.chain.from_iterable(records):
         tally.records += 1
         try:
@@ -112,24 +94,25 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
             tally.dropped["empty"] += 1
 
 
-def unpacked(kind: str, place: str, record: Any, chat: bool) -> Iterator[tuple[str, Any]]:
-    """Yield (place, record) of each record in what the Reader gives as one, to save its time.
+def unpacked(kind: str, place: str, record: Any, cfg: PrepareConfig) -> Iterator[tuple[str, Any]]:
+    """Yield (place, record) of each record in what read_chunks() gives as one, to save its time.
 
     That is each line of Lines that is not blank, and each text of a module of the demo corpus, or
-    with `chat` each conversation about it.
+    with cfg.chat each conversation about it.
     """
     if kind == "py":
-        for text in (conversations if chat else documentation)(record, place):
+        for text in (conversations if cfg.chat else documentation)(record, place):
             yield place, text
     elif isinstance(record, Lines):
+        encoding = cfg.encoding if cfg.has_byte_lines else "utf-8"
         for number, line in enumerate(record.data.split(b"\n"), record.first):
             # Files that were joined may have a byte order mark within.
             try:
-                text = line.decode(record.encoding, "surrogateescape").removeprefix("\ufeff")
+                text = line.decode(encoding, "surrogateescape").removeprefix("\ufeff")
             except UnicodeDecodeError:  # UTF-7 and ISO-2022-JP: surrogateescape fails there
                 text = "\udcff"
-            if len(line) > record.limit:
-                yield f"{place}:{number}", too_long(record.limit)
+            if len(line) > cfg.max_record:
+                yield f"{place}:{number}", too_long(cfg.max_record)
             elif text and not text.isspace():
                 yield f"{place}:{number}", text
     else:
@@ -137,12 +120,12 @@ def unpacked(kind: str, place: str, record: Any, chat: bool) -> Iterator[tuple[s
 
 
 def understand(kind: str, record: Any, cfg: PrepareConfig, tally: Tally) -> tuple[list[str], str]:
-    """Return (pieces, shape) of a record from the Reader. ValueError says what is wrong."""
+    """Return (pieces, shape) of a record from read_chunks(). ValueError says what is wrong."""
     if isinstance(record, ValueError):
         raise record
-    if kind in ("txt", "md"):
+    if kind == "txt":
         return [record], "plain text"
-    if kind in ("jsonl", "ndjson"):
+    if kind == "jsonl":
         try:
             record = json.loads(record)
         except (ValueError, RecursionError):
@@ -222,7 +205,7 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str]:
     if isinstance(record.get("instruction"), str) and isinstance(record.get("output"), str):
         parts = [get(record, key) for key in ("instruction", "input", "output")]
         return "\n".join(filter(None, parts)), "{instruction, input, output}"
-    names = printable(", ".join(map(str, record)))[:80]
+    names = harmless(", ".join(map(str, record)))[:80]
     raise ValueError(f"{{{names}}} has no text in a known field: --fields=NAME,NAME names others")
 
 
@@ -282,11 +265,6 @@ def is_chinese(text: str) -> bool:
 def count_between(codes: np.ndarray, low: int, high: int) -> int:
     # What is below `low` wraps around to a large number.
     return np.count_nonzero(codes - low <= high - low)
-
-
-def printable(text: str) -> str:
-    """Return a text with its control characters as escapes: it must not control the terminal."""
-    return CONTROL.sub(lambda character: repr(character[0])[1:-1], text)
 
 
 def chosen_fields(record: dict, fields: str) -> str:

@@ -23,19 +23,12 @@ from text.dataset import (
     train_loader,
     verify,
 )
-from text.packing import STRETCH, places_of
+from text.encode import token_sizes
+from text.packing import places_of
 from text.records import Tally
 from text.settings import PrepareConfig
 from text.sources import Source
 from text.tokenizer import Tokenizer
-
-
-def no_documents(tally: Tally) -> str:
-    """Return the error message for an input that has no documents."""
-    if tally.examples:
-        return f"no documents: all records are bad or empty, for example {tally.examples[0]}"
-    dropped = "; ".join(f"{n:,} {reason}" for reason, n in tally.dropped.items())
-    return f"no documents: {dropped or 'the input is empty'}"
 
 
 def describe_lengths(lengths: Counter) -> dict[str, int]:
@@ -81,7 +74,7 @@ def count_answers(folder: Path, meta: dict, split: str, tokenizer: Tokenizer) ->
     ids = np.asarray(open_split(folder, meta, split))
     places = places_of(ids, [meta["eos_id"], *marks_of(tokenizer)])
     answers = answers_of(ids, places, tokenizer).reshape(-1, 2)  # begin, end
-    sizes = np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)])
+    sizes = token_sizes(tokenizer)
     size = sum(int(sizes[ids[begin:end]].sum()) for begin, end in answers)
     return {"tokens": int(np.diff(answers).sum()), "bytes": size}
 
@@ -97,92 +90,47 @@ def marked(ids: np.ndarray, tokenizer: Tokenizer) -> str:
 def first_document(folder: Path, meta: dict) -> str:
     """Return the lines of the report that show how the first document was encoded."""
     ((_, text),) = document_texts(folder, meta, "first", 1)
-    heading = "  the first document, decoded back from its ids"
-    if "answers" in meta["splits"]["train"]:
-        heading += "; --loss_on=answers learns what is in [[ ]]"
     shown = text[:1000] + (" ..." if len(text) > 1000 else "")
-    return f"{heading}:\n{textwrap.indent(shown, '    ')}"
+    return "  the first document, decoded back from its ids:\n" + textwrap.indent(shown, "    ")
 
 
 def summary(meta: dict, folder: Path) -> str:
     """Return the report of a data set, several lines, from its meta.json."""
-    vocabulary = f"vocabulary {meta['vocab_size']:,}, {meta['dtype']}"
-    lines = [f"{folder}: {meta['tokenizer']['kind']} tokenizer, {vocabulary}"]
-    lines += report_splits(meta["splits"], meta.get("few_documents", 0))
-    lines += report_records(meta["records"], meta["sources"])
-    # Data sets of earlier versions have a histogram beside the percentiles.
-    lengths = [f"{k} {v:,}" for k, v in meta["lengths"].items() if k != "histogram"]
-    lines.append(f"  tokens per document: {', '.join(lengths)}")
-    return "\n".join(lines + report_landmarks(meta))
-
-
-def warn_of_large_vocabulary(meta: dict) -> str:
-    """Return a warning if the tokenizer that was trained has too large a vocabulary, or "".
-
-    A tokenizer that was trained on little text has whole sentences of it as tokens, and these have
-    hardly any places where they can be learned.
-    """
-    tokens = meta["splits"]["train"]["tokens"]
-    if tokens >= 10 * meta["vocab_size"]:
-        return ""
-    problem = f"  warning: only {tokens:,} tokens to learn {meta['vocab_size']:,} tokens from"
-    return f"{problem}: give more text, a smaller --vocab_size or, for texts, --tokenizer=char\n"
-
-
-def report_splits(splits: dict[str, dict], few: int) -> list[str]:
-    """Return the counts. few: the number of documents if they were split by tokens, else 0."""
-    lines = []
+    kind = meta["tokenizer"]["kind"]
+    splits, records = meta["splits"], meta["records"]
+    lines = [f"{folder}: {kind} tokenizer, vocabulary {meta['vocab_size']:,}, {meta['dtype']}"]
     for split, s in splits.items():
         documents = plural(s["documents"], "document")
         tokens = f"{s['tokens']:>14,} tokens"
         lines.append(f"  {split:<6} {documents:>20} {tokens} {s['bytes']:>14,} bytes of text")
-    if answers := {split: s["answers"]["tokens"] for split, s in splits.items() if "answers" in s}:
-        counts = ", ".join(
-            f"{n:,} tokens of {split} ({n / splits[split]['tokens']:.0%})"
-            for split, n in answers.items()
-        )
-        lines.append(f"  --loss_on=answers learns {counts}")
+        if "answers" in s:
+            n = s["answers"]["tokens"]
+            share = f"{n / s['tokens']:.0%}; [[ ]] below"
+            lines.append(f"         --loss_on=answers learns {n:,} tokens of them ({share})")
+    if few := meta.get("few_documents"):
+        lines.append(f"  {plural(few, 'document')}, split by tokens: the last of them are val")
     characters, tokens = (sum(s[k] for s in splits.values()) for k in ("characters", "tokens"))
-    if few:
-        last = f"the last {splits['val']['tokens']:,} of {tokens:,} tokens"
-        lines.append(f"  {plural(few, 'document')}, split by tokens: {last} are val")
-    if (n := splits["val"]["tokens"]) < 1000 < tokens / 10:
-        lines.append(f"  warning: {plural(n, 'token')} of val tell little: raise --val_fraction")
     lines.append(f"  {characters / tokens:.2f} characters per token (eos counted)")
-    if characters < 0.8 * tokens:
-        lines.append("  warning: that is few: train a tokenizer on these texts, or a larger one")
-    return lines
-
-
-def report_records(records: dict, sources: list[dict]) -> list[str]:
-    shapes = ", ".join(f"{shape}: {n:,}" for shape, n in records["shapes"].items())
-    lines = [f"  {plural(records['read'], 'record')}, read as {shapes}"]
-    for source in sources:
-        if "skipped" in source:
-            counts = ", ".join(f"{n:,} x {reason}" for reason, n in source["skipped"].items())
-            lines.append(f"  skipped in {source['path']}: {counts}")
+    # Data sets of earlier versions have a histogram beside the percentiles.
+    lengths = {k: n for k, n in meta["lengths"].items() if k != "histogram"}
+    percentiles = ", ".join(f"{name} {n:,}" for name, n in lengths.items())
+    lines.append(f"  tokens per document: {percentiles}")
+    lines.append(f"  {plural(records['read'], 'record')}, read as {counted(records['shapes'])}")
     for outcome in ("bad", "dropped", "changed"):
-        lines.append(f"  {outcome}: {sum(records[outcome].values()):,}")
-        lines += [f"    {n:,} x {reason}" for reason, n in records[outcome].items()]
-        if outcome == "bad":
-            lines += [f"    e.g. {example}" for example in records["examples"]]
-    return lines
+        lines.append(f"  {outcome}: {counted(records[outcome]) or 0}")
+    lines += [f"  bad is for example {example}" for example in records["examples"]]
+    for source in meta["sources"]:
+        if "skipped" in source:
+            lines.append(f"  skipped in {source['path']}: {counted(source['skipped'])}")
+    losses = {"uniform": math.log(meta["vocab_size"])} | meta["landmarks"]
+    shown = [f"{name} {loss:.3f}" for name, loss in losses.items() if name != "bigram_tokens"]
+    lines.append(f"  loss on val of the simplest models, nats per token: {', '.join(shown)}")
+    return "\n".join(lines)
 
 
-def report_landmarks(meta: dict) -> list[str]:
-    """Return how well the simplest models predict val. A split of one token has no such counts."""
-    if not (landmarks := meta["landmarks"]):
-        return []
-    V = meta["vocab_size"]
-    counted = landmarks["bigram_tokens"]
-    is_sample = counted < meta["splits"]["train"]["tokens"] - 1
-    train = f"{counted:,} tokens of train" if is_sample else "train"
-    return [
-        "  loss on val of the simplest models, in nats per token, to compare a GPT with:",
-        f"    {math.log(V):>9.3f}  all tokens are equally likely: ln {V:,}",
-        f"    {landmarks['unigram']:>9.3f}  each token is as frequent as in {train}",
-        f"    {landmarks['bigram']:>9.3f}  each pair of tokens is as frequent as in {train}",
-    ]
+def counted(counts: dict[str, int]) -> str:
+    """Return `12 x not valid JSON, 1 x no field text`."""
+    return ", ".join(f"{n:,} x {name}" for name, n in counts.items())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -197,26 +145,22 @@ def document_texts(folder: Path, meta: dict, show: str, count: int) -> Iterator[
     limit = 20_000  # tokens of a document
     ids = np.asarray(open_split(folder, meta, "train"))
     tokenizer = load_tokenizer(folder)
-    eos_id = meta["eos_id"]
-    end = int(show) if show.isdigit() else 0
-    if end >= len(ids):
-        raise UserError(f"--show={end}: train.bin has {len(ids):,} tokens")
-    for _ in range(count):
-        if show == "random":
-            end = random.randrange(len(ids))
-        elif end >= len(ids):
-            return
-        begin = end
-        while begin > 0 and ids[begin - 1] != eos_id:
-            begin -= 1
-        while not len(places := np.flatnonzero(ids[end : end + STRETCH] == eos_id)):
-            end += STRETCH
-        end += int(places[0])
+    ends = places_of(ids, [meta["eos_id"]])
+    if show == "random":
+        numbers = random.choices(range(len(ends)), k=count)
+    else:
+        token = 0 if show == "first" else int(show)
+        if token >= len(ids):
+            raise UserError(f"--show={token}: train.bin has {len(ids):,} tokens")
+        first = int(np.searchsorted(ends, token))
+        numbers = range(first, min(first + count, len(ends)))
+    for number in numbers:
+        begin = ends[number - 1] + 1 if number else 0
+        end = ends[number]
         text = marked(ids[begin : min(end, begin + limit)], tokenizer)
         if end - begin > limit:
             text += f" ... and {end - begin - limit:,} more tokens"
         yield f"train, tokens {begin:,} to {end:,}, then eos", text
-        end += 1
 
 
 def texts_of_step(path: Path, records: list[dict], step: int) -> Iterator[tuple[str, str]]:
@@ -230,28 +174,20 @@ def texts_of_step(path: Path, records: list[dict], step: int) -> Iterator[tuple[
     # A record with settings is written when a run begins, and when it resumes with other settings.
     # Its "step" is the number of steps before that, so it is smaller than the steps it describes.
     with_settings = [r for r in records if "settings" in r and r["step"] < step]
-    if not with_settings:
-        raise UserError(f"{path}: no run began there before --step={step}: --inspect out/RUN")
+    if not with_settings or step > with_settings[-1]["steps"]:
+        raise UserError(f"--step={step}: {path} has no run with that step")
     described = with_settings[-1]
-    try:
-        if step > described["steps"]:
-            raise UserError(f"--step={step}: the run ends with step {described['steps']}")
-        settings = described["settings"]
-        samples = described["step_samples"]
-        sets = open_datasets(settings["dataset"], settings["data_dir"])
-        for data in sets:
-            if data.meta["splits"]["train"]["sha256"] != described["data"][data.name]:
-                raise UserError(f"{data.folder}: made again since the step trained on it")
-        loader = train_loader(sets, settings["block_size"], settings["seed"], settings["documents"])
-        sample = described["first_sample"] + (step - 1 - described["step"]) * samples
-        starts = loader.starts(sample, samples)
-    except (KeyError, TypeError, ValueError) as e:
-        problem = f"the settings of its run are damaged, or of an earlier version: {e!r}"
-        raise UserError(f"{path}: {problem}") from None
+    settings = described["settings"]
+    samples = described["step_samples"]
+    sets = open_datasets(settings["dataset"], settings["data_dir"])
     for data in sets:
+        if data.meta["splits"]["train"]["sha256"] != described["data"][data.name]:
+            raise UserError(f"{data.folder}: made again since the step trained on it")
         verify(data.folder, data.meta, "train")
+    loader = train_loader(sets, settings["block_size"], settings["seed"], settings["documents"])
+    first = described["first_sample"] + (step - 1 - described["step"]) * samples
     tokenizer = load_tokenizer(sets[0].folder)
-    for number, (k, start) in enumerate(starts, sample):
+    for number, (k, start) in enumerate(loader.starts(first, samples), first):
         targets = loader.splits[k].targets(start)
         place = f"{sets[k].name}/train.bin, first target: token {targets[targets >= 0][0]:,}"
         ids = loader.rows([(k, start)]).ids[0]

@@ -71,20 +71,25 @@ class PrepareConfig:
         -1, "show what this step of the run trained on; steps count from 1, as in the log"
     )
 
+    @property
+    def max_record(self) -> int:
+        """The greatest length of a record, in characters (.jsonl: in bytes)."""
+        return int(self.max_record_mb * 1e6)
+
+    @property
+    def has_byte_lines(self) -> bool:
+        """Whether a byte 0x0A always ends a line: in ASCII, UTF-8 and GB18030, not in UTF-16."""
+        return "\n".encode(self.encoding) == b"\n"
+
     def problems(self) -> list[str]:
-        sizes = min(self.train_mb, self.count)
         is_show = re.fullmatch(r"first|random|\d+", self.show)
-        extra = self.tokenizer in ("char", "byte") and self.vocab_size != PrepareConfig.vocab_size
         stray = re.search("[{}]", FIELD.sub("", self.fields))
-        is_url = any("://" in argument for argument in self.input)
         checks = {
-            "input is a URL: download the file first, as with curl -fLO": not is_url,
             "input is empty: name a file": all(self.input),
             "val_fraction must be between 0 and 1, both excluded": 0 < self.val_fraction < 1,
             "max_bad must be between 0 and 1": 0 <= self.max_bad <= 1,
             f"vocab_size of tokenizer=train must be at least {LEAST}": self.vocab_size >= LEAST,
-            f"tokenizer={self.tokenizer} takes no vocab_size: leave it out": not extra,
-            "train_mb and count must be positive": sizes > 0,
+            "train_mb and count must be positive": min(self.train_mb, self.count) > 0,
             "max_record_mb must be between 0.001 and 1,000,000": 0.001 <= self.max_record_mb <= 1e6,
             "step must be positive: steps count from 1": self.step == -1 or self.step > 0,
             "workers and min_tokens must not be negative": min(self.workers, self.min_tokens) >= 0,

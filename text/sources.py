@@ -4,6 +4,7 @@ find_sources() lists the files (demo.py: those of the demo corpus), and decompre
 """
 
 import bz2
+import glob
 import gzip
 import importlib
 import io
@@ -11,7 +12,7 @@ import lzma
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,11 @@ from types import ModuleType
 from configurator import UserError
 from hardware.disk import file_sha256
 
-KINDS = "jsonl ndjson json csv tsv txt md parquet".split()
+KINDS = {kind: kind for kind in ("jsonl", "json", "csv", "tsv", "txt", "parquet")}
+KINDS |= {"ndjson": "jsonl", "md": "txt"}  # suffix of a file -> its kind
 COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
-EXPECTED = "." + ", .".join(KINDS) + ", all but the last also with " + ", ".join(COMPRESSED)
+EXPECTED = f".{', .'.join(KINDS)}, all but .parquet also with {', '.join(COMPRESSED)}"
 UNKNOWN_KIND = f"unknown kind of file; expected {EXPECTED}, or give --format=KIND"
-
-CUT = 1 << 18  # bytes that are unpacked at a time
 
 # Reasons to skip a file. They are printed, and written into meta.json.
 READ_ALREADY = "read already, by this name or another one"
@@ -41,7 +41,7 @@ class Source:
     """A file to read. Its SHA-256 is filled in when it has been read."""
 
     path: Path
-    kind: str  # one of KINDS, or "py": a module of the demo corpus
+    kind: str  # one that KINDS maps to, or "py": a module of the demo corpus
     name: str  # the name that messages and meta.json show
     bytes: int = 0  # size on the disk, so of the compressed data
     changed: int = 0  # ns; the time of its inode, since `cp -p` and `touch` can set the other one
@@ -74,9 +74,8 @@ def suffix_of(path: Path) -> str:
 
 
 def kind_of(path: Path) -> str | None:
-    """Return the member of KINDS that the file's name ends in, or None."""
-    kind = suffix_of(path).strip(".").partition(".")[0]
-    return kind if kind in KINDS else None
+    """Return the kind that the file's name says, or None."""
+    return KINDS.get(suffix_of(path).strip(".").partition(".")[0])
 
 
 def identity(path: str | Path) -> tuple[int, int]:
@@ -128,7 +127,9 @@ def named_files(argument: str, skipped: Counter) -> Iterator[Path]:
     UserError if there is no such file, or if a folder has no file of a known kind.
     """
     path = Path(argument)
-    paths = [path] if path.exists() else sorted(matches(path), key=in_order)
+    paths = [path]
+    if not path.exists():
+        paths = sorted(map(Path, glob.glob(argument, recursive=True)), key=in_order)
     if not paths:
         raise UserError(f"--input {argument}: no such file or folder")
     for path in paths:
@@ -136,18 +137,6 @@ def named_files(argument: str, skipped: Counter) -> Iterator[Path]:
         if not files:
             raise UserError(f"--input {path}: has no file that ends in {EXPECTED}")
         yield from files
-
-
-def matches(pattern: Path) -> Iterator[Path]:
-    """Yield the paths that match a pattern. A * stands for no name that begins with a dot.
-
-    Unlike glob.glob(), Path.glob() follows no links for **, which might lead round in circles.
-    """
-    root = Path(pattern.anchor)
-    parts = pattern.relative_to(root).parts  # ** within a name is a *, as in a shell
-    for path in root.glob("/".join(p if p == "**" else re.sub(r"\*+", "*", p) for p in parts)):
-        if not any(part.startswith(".") for part in path.parts if part not in pattern.parts):
-            yield path
 
 
 def walk(folder: Path, skipped: Counter) -> Iterator[Path]:
@@ -160,8 +149,7 @@ def walk(folder: Path, skipped: Counter) -> Iterator[Path]:
     seen = set()  # identities of the folders so far: a link may lead back to one of them
     for parent, folders, names in os.walk(folder, onerror=refuse_folder, followlinks=True):
         present = {*folders, *names}
-        name = os.path.basename(parent)
-        is_scratch = re.fullmatch(r"\..+\.tmp", name) and ".lock" in present
+        is_scratch = re.fullmatch(r"\..+\.tmp", os.path.basename(parent))
         if identity(parent) in seen:
             folders.clear()
         elif is_scratch or {"train.bin", "val.bin", "meta.json"} <= present:
@@ -185,35 +173,6 @@ def refuse_folder(error: OSError) -> None:
 # The content of a file
 
 
-class Unpacked(io.RawIOBase):
-    """The decompressed bytes of a file of one or several streams, as `cat a.xz b.xz` makes it.
-
-    BZ2File and LZMAFile would end without an error where a later stream is damaged.
-    """
-
-    def __init__(self, raw: io.BufferedReader, decompressor: Callable):
-        self.raw = raw
-        self.decompressor = decompressor
-        self.stream = decompressor()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while True:
-            packed = b""
-            if self.stream.eof:  # zeros may stand between streams of .xz
-                packed = self.stream.unused_data.lstrip(b"\0") or self.raw.read(CUT).lstrip(b"\0")
-                if not packed:
-                    return 0
-                self.stream = self.decompressor()
-            elif self.stream.needs_input and not (packed := self.raw.read(CUT)):
-                raise EOFError("its end is missing")
-            if data := self.stream.decompress(packed, len(buffer)):
-                buffer[: len(data)] = data
-                return len(data)
-
-
 def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
     """Return a stream of the decompressed bytes of `raw`; `raw` itself if it is not compressed.
 
@@ -224,9 +183,9 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
     if head.startswith(b"\x1f\x8b"):
         return gzip.GzipFile(fileobj=raw)
     if head.startswith(b"\xfd7zXZ\x00"):
-        return io.BufferedReader(Unpacked(raw, lzma.LZMADecompressor))
+        return lzma.LZMAFile(raw)
     if re.match(rb"BZh[1-9]1AY&SY", head):
-        return io.BufferedReader(Unpacked(raw, bz2.BZ2Decompressor))
+        return bz2.BZ2File(raw)
     if head.startswith(b"\x28\xb5\x2f\xfd"):
         zstd = import_for(name, "backports.zstd", "compression.zstd", "backports.zstd")
         return zstd.ZstdFile(raw)

@@ -1,25 +1,23 @@
 """The tokenizer of a data set: the one that --tokenizer names, or a SentencePiece made here."""
 
+import itertools
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from configurator import UserError
-from hardware.disk import file_sha256, sync_to_disk
-from hardware.terminal import ProgressBar
-from text.formats import Chunk, Reader
+from hardware.disk import file_sha256
+from text.formats import Chunk
 from text.hf_tokenizer import find_tokenizer, hugging_face_files, read_json
-from text.pool import in_order
-from text.records import Tally, check_bad, documents, foreseen
-from text.report import no_documents
+from text.pool import over_input
+from text.records import Tally, documents
 from text.settings import MADE_HERE, PrepareConfig
 from text.sources import Source
 from text.tokenizer import IM_END, IM_START, SentencePiece
 
+READING = "reading for the tokenizer"
 SAMPLE_LENGTH = 4000  # characters of each excerpt in the sample that a tokenizer is trained on
 
 # SentencePiece uses these four characters itself: there cannot be a token for one of them.
@@ -36,7 +34,9 @@ def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, fold
     if cfg.tokenizer == "train":
         train_sentencepiece(path, sample_excerpts(cfg, sources, workers), cfg.vocab_size)
     elif cfg.tokenizer == "char":
-        characters = {c for part in over_input(cfg, sources, workers, characters_of) for c in part}
+        task = partial(characters_of, cfg)
+        parts = over_input(READING, task, cfg, sources, workers, Tally())
+        characters = set(itertools.chain.from_iterable(parts))
         write_alphabet(path, characters, with_bytes=bool(characters & RESERVED))
     elif cfg.tokenizer == "byte":
         write_alphabet(path, set(), with_bytes=True)
@@ -52,7 +52,6 @@ def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, fold
     info |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
     info["files"] = {}
     for file in (folder / info["file"], *hugging_face_files(folder)):
-        sync_to_disk(file)
         info["files"][file.name] = file_sha256(file)
     return info
 
@@ -141,27 +140,6 @@ def characters_of(cfg: PrepareConfig, chunk: Chunk) -> tuple[set[str], Tally]:
     return set().union(*texts), tally
 
 
-def over_input(
-    cfg: PrepareConfig, sources: list[Source], workers: int, reading: Callable
-) -> Iterator[Any]:
-    """Read the whole input, and yield what texts_of() or characters_of() returns for each chunk.
-
-    Raises UserError if there are no documents, or if too many records are bad.
-    """
-    task = partial(reading, cfg)
-    tally = Tally()
-    total = sum(s.bytes for s in sources)
-    with ProgressBar("reading for the tokenizer", total=total, unit_scale=True) as bar:
-        for chunk, (result, counts) in in_order(task, Reader(sources, cfg).chunks(), workers):
-            tally.add(counts)
-            check_bad(tally, cfg, foreseen(tally, chunk, total))
-            yield result
-            bar.update(chunk.bytes_read - bar.n)
-    if tally.shapes.total() == tally.dropped.total():
-        raise UserError(no_documents(tally))
-    check_bad(tally, cfg, tally.records)
-
-
 def sample_excerpts(cfg: PrepareConfig, sources: list[Source], workers: int) -> list[str]:
     """Read the whole input and return a uniform random sample of it, train_mb million characters.
 
@@ -172,7 +150,7 @@ def sample_excerpts(cfg: PrepareConfig, sources: list[Source], workers: int) -> 
     capacity = cfg.train_mb * 1_000_000 // SAMPLE_LENGTH
     sample: list[str] = []
     seen = 0  # excerpts so far
-    for texts in over_input(cfg, sources, workers, texts_of):
+    for texts in over_input(READING, partial(texts_of, cfg), cfg, sources, workers, Tally()):
         for text in texts:
             for start in range(0, len(text), SAMPLE_LENGTH):
                 excerpt = text[start : start + SAMPLE_LENGTH]
