@@ -53,7 +53,7 @@ from hardware.peak import peak_tflops
 from hardware.terminal import ProgressBar
 from model import GPT
 from text.dataset import open_datasets, train_loader
-from training.banner import share_within
+from training.banner import fraction_within
 from training.memory import Step, largest_batch
 from training.parallel import wants_compile
 from training.plan import make_plan
@@ -175,7 +175,7 @@ def by_turns(axis: str, cfg: SweepConfig, machine: Machine, peak: float | None) 
             loader = train_loader(sets, cfg.block_size, cfg.seed, value)
             batches = batches_of(loader, cfg.batch_size, machine)
             trainings[value] = replace(shared, batches=batches)
-            notes[value] = f", {share_within(loader):.0%} of the pairs"
+            notes[value] = f", {fraction_within(loader):.0%} of the pairs"
         else:
             optimizer = new_optimizer(replace(cfg, optimizer=value), machine, shared.model)
             trainings[value] = replace(shared, optimizer=optimizer)

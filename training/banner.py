@@ -1,4 +1,4 @@
-"""What a run says before its first step: the lines that describe it, and what it warns of."""
+"""What a run says before its first step: the lines that describe it, with warnings."""
 
 import math
 import sys
@@ -17,7 +17,6 @@ from training.memory import Step, largest_batch, needed
 from training.plan import FAR_OFF, Plan, off
 from training.settings import TrainConfig
 
-FEW_STEPS = 20  # a run of fewer steps than these has hardly begun
 MOST_EPOCHS = 4  # repeated this often, text is worth about as much as new text: arXiv 2305.16264
 
 
@@ -28,36 +27,37 @@ def banner(
     machine: Machine,
     plan: Plan,
     model: GPT,
-    one_step: Step,
+    step: Step,
 ) -> str:
     """Return the lines that describe a run before its first step.
 
-    loader: the windows of the run. one_step: what the memory of a step depends on.
+    loader: the windows of the run. step: what the memory of a step depends on.
     """
     c = model.config
-    T = cfg.block_size
     V = sets[0].meta["vocab_size"]
-    tokens = plan.tokens_at(plan.steps)
-    attention = attention_kernel(c.n_head, T, c.head_dim, machine.device, machine.dtype, c.dropout)
+    shape = (c.n_head, cfg.block_size, c.head_dim)
+    attention = attention_kernel(*shape, machine.device, machine.dtype, c.dropout)
     if machine.device.type == "cuda" and attention == "math":
         attention += ": warning: slow, no fused kernel takes this head_dim and dtype here"
     if loader.eos_id is not None:
-        attention = f"within a document: {share_within(loader):.0%} of the T x T pairs of tokens"
-    size = needed(model, one_step)
+        fraction = fraction_within(loader)
+        attention = f"within a document: {fraction:.0%} of the T x T pairs of tokens"
+    size = needed(model, step)
     capacity = memory_capacity(machine.device)
 
     rows = {
         "settings": " ".join(f"{k}={v}" for k, v in changes(cfg).items()),
-        "data": "; ".join(data_text(data, tokens) for data in sets),
+        "data": "; ".join(describe_data(data) for data in sets),
         "windows": "; ".join(filter(None, (windows.cut for windows in loader.splits))),
     }
-    rows |= rows_of_plan(plan, cfg, sets, model, machine.world) | rows_of_model(model, T)
+    rows |= rows_of_plan(plan, cfg, sets, model, machine.world)
+    rows |= rows_of_model(model, cfg.block_size)
     rows["parameters"] += f"; tokens per parameter: {rows.pop('tokens per parameter')}"
     rows |= {
         "precision": f"{str(machine.dtype).removeprefix('torch.')}: {machine.why}",
         "attention": attention,
         "memory": f"{size / 1e9:.1f} GB predicted, of {capacity / 1e9:.1f}; "
-        f"batch_size may be {largest_batch(model, one_step, capacity):,} at most",
+        f"batch_size may be {largest_batch(model, step, capacity):,} at most",
     }
     gpus = torch.cuda.device_count() if machine.device.type == "cuda" else 1
     if machine.world == 1 and gpus > 1:
@@ -69,7 +69,7 @@ def banner(
 
 
 def rows_of_model(model: GPT, T: int) -> dict[str, str]:
-    """Return what a model is, for sequences of T tokens: what a banner and a plan say of it."""
+    """Return what a model is, for sequences of T tokens: heading -> text."""
     c = model.config
     n = model.num_params()
     shape = f"{architecture_of(c).name}, {c.n_layer} layers x {c.n_embd}, {c.n_head} heads of "
@@ -84,7 +84,7 @@ def rows_of_model(model: GPT, T: int) -> dict[str, str]:
 def rows_of_plan(
     plan: Plan, cfg: TrainConfig, sets: list[DataSet], model: GPT, world: int
 ) -> dict[str, str]:
-    """Return the batch and the length of a run, with what there is to warn of in them.
+    """Return the batch and the length of a run, with warnings: heading -> text.
 
     sets: [] for a plan without data. world: processes.
     """
@@ -93,20 +93,40 @@ def rows_of_plan(
     batch += f" = {plan.step_tokens:,} tokens a step"
     if plan.step_tokens != cfg.batch_tokens:
         batch += f"; {cfg.batch_tokens:,} were asked"
+    if warning := batch_warning(plan.step_tokens, cfg, world):
+        batch += f"\n{warning}"
     length = f"{plural(plan.steps, 'step')} = {plural(tokens, 'token')}"
     if sets:
         length += f" = {tokens / plan.epoch_tokens:,.2f} epochs of {cfg.dataset or sets[0].name}"
     length += f", ended by {plan.ended_by}" if plan.ended_by else ""
-    params = model.num_params()["total"]
-    ratio = f"{tokens / params:.3g}"
-    different = different_tokens(tokens, sets)
-    if sets and different < 0.99 * tokens and cfg.documents != "pad":
-        ratio = f"{different / params:.3g} different ones, {ratio} with repetitions"
-    return {
-        "batch": f"{batch}\n{batch_warning(plan.step_tokens, cfg, world)}".strip(),
-        "length": "\n".join([length, *length_warnings(plan, cfg, sets)]),
-        "tokens per parameter": ratio,
-    }
+    if warning := repetition_warning(tokens, plan.step_tokens, cfg, sets):
+        length += f"\n{warning}"
+    ratio = f"{tokens / model.num_params()['total']:.3g}"
+    return {"batch": batch, "length": length, "tokens per parameter": ratio}
+
+
+def describe_data(data: DataSet) -> str:
+    """Return the size of a data set and, in a mixture, its fraction of the run's windows."""
+    train = data.meta["splits"]["train"]
+    text = f"{data.name}: {plural(train['documents'], 'document')}, {train['tokens']:,} tokens"
+    return text if data.weight == 1 else f"{text}, {float(data.weight):.1%} of the windows"
+
+
+def fraction_within(loader: Loader, count: int = 64) -> float:
+    """Return the fraction of the T x T pairs of tokens of a window that are in one document.
+
+    This is a mean over the first windows of a run. Without a mask it is 1: attention looks at all.
+    """
+    if loader.eos_id is None:
+        return 1.0
+    inputs = loader.rows(loader.starts(0, count)).ids[:, :-1]
+    document = (inputs == loader.eos_id).cumsum(axis=1)  # (count, T)
+    lengths = np.stack([np.bincount(row, minlength=inputs.shape[1] + 1) for row in document])
+    return float((lengths**2).sum() / inputs.size / inputs.shape[1])
+
+
+# --------------------------------------------------------------------------------------------------
+# Warnings
 
 
 def pace_note(flops: float, accum: int, peak: float | None, on_gpu: bool) -> str:
@@ -125,85 +145,29 @@ def pace_note(flops: float, accum: int, peak: float | None, on_gpu: bool) -> str
     return ""
 
 
-def epochs_of(data: DataSet, tokens: int) -> float:
-    """Return how often train.bin is read in a run of `tokens` tokens, of all data sets."""
-    return float(data.weight) * tokens / data.meta["splits"]["train"]["tokens"]
-
-
-def data_text(data: DataSet, tokens: int) -> str:
-    """Return the size of a data set and, in a mixture, its share of the run's `tokens` tokens."""
-    train = data.meta["splits"]["train"]
-    text = f"{data.name}: {plural(train['documents'], 'document')}, {train['tokens']:,} tokens"
-    if data.weight < 1:
-        text += f", {float(data.weight):.1%} of the windows = {epochs_of(data, tokens):.2f} epochs"
-    return text
-
-
-def share_within(loader: Loader, count: int = 64) -> float:
-    """Return the share of the T x T pairs of tokens of a window that are in one document.
-
-    This is a mean over the first windows of a run. Without a mask it is 1: attention looks at all.
-    """
-    if loader.eos_id is None:
-        return 1.0
-    inputs = loader.rows(loader.starts(0, count)).ids[:, :-1]
-    document = (inputs == loader.eos_id).cumsum(axis=1)  # (count, T)
-    lengths = np.stack([np.bincount(row, minlength=inputs.shape[1] + 1) for row in document])
-    return float((lengths**2).sum() / inputs.size / inputs.shape[1])
-
-
-# --------------------------------------------------------------------------------------------------
-# What there is to warn of
-
-
 def batch_warning(step_tokens: int, cfg: TrainConfig, world: int) -> str:
     """Return a warning if a step has far more or fewer tokens than batch_tokens, else ""."""
     if off(step_tokens, cfg) <= FAR_OFF:
         return ""
     ratio = f"{step_tokens / cfg.batch_tokens:.3g} times the {cfg.batch_tokens:,} tokens asked"
-    minimum = f"a sequence for each process is {cfg.block_size * world:,} tokens"
-    advice = "set batch_tokens to a multiple of that and fit lr to it"
-    return f"warning: {ratio}: {minimum}; {advice}, or use another number of processes"
-
-
-def length_warnings(plan: Plan, cfg: TrainConfig, sets: list[DataSet]) -> list[str]:
-    """Return what there is to warn of in the length of a run."""
-    repetition = repetition_warning(plan.tokens_at(plan.steps), plan.step_tokens, cfg, sets)
-    warnings = [repetition] if repetition else []
-    if plan.steps < FEW_STEPS and not cfg.max_steps:  # a limit in epochs or tokens leaves so few
-        text = f"only {plural(plan.steps, 'step')}, too few to learn from"
-        warnings.append(f"warning: {text}: raise max_epochs or max_tokens, or lower batch_tokens")
-    return warnings
+    return f"warning: {ratio}: set batch_tokens to a multiple of {cfg.block_size * world:,}"
 
 
 def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: list[DataSet]) -> str:
     """Return a warning if a run of `tokens` tokens reads a data set too often, else "".
 
-    A little more than MOST_EPOCHS does not count: a limit is rounded to whole steps. Fine-tuning
-    does not count either: it is meant to read few texts several times. With documents=pad, most
-    tokens may be padding, and would be taken for text that is read again.
+    A little more than MOST_EPOCHS does not count: a limit is rounded to whole steps. Nor does
+    fine-tuning, which reads few texts several times, or the padding of documents=pad.
     """
     if cfg.init_from not in ("scratch", "resume", "auto") or cfg.documents == "pad":
         return ""
-    epochs = {data.name: epochs_of(data, tokens) for data in sets}
-    per_step = {data.name: epochs_of(data, step_tokens) for data in sets}
-    repeated = [name for name in epochs if epochs[name] > MOST_EPOCHS + min(1, per_step[name])]
+    repeated = []
+    for data in sets:
+        epoch = data.meta["splits"]["train"]["tokens"] / float(data.weight)  # in tokens of the run
+        if tokens / epoch > MOST_EPOCHS + min(1, step_tokens / epoch):
+            repeated.append(f"{data.name} is read {tokens / epoch:,.1f} times")
     if not repeated:
         return ""
-    times = " and ".join(f"{name} is read {epochs[name]:,.1f} times" for name in repeated)
     worth = f"beyond about {MOST_EPOCHS}, repeated text is worth less and less (arXiv 2305.16264)"
-    advice = f"prepare more text, or end earlier (--max_epochs={MOST_EPOCHS})"
-    if len(sets) > 1:
-        advice = "give it more text, or a smaller share of the mixture"
-    decay = ", or, if the loss on train falls far below that on val, set --weight_decay=1"
-    advice += decay if cfg.weight_decay < 1 else ", or a smaller model"
-    if any(per_step[name] > 1 for name in repeated):
-        advice = f"a single step reads {step_tokens:,} tokens: lower batch_tokens, and end earlier"
-        advice += f" (--max_epochs={MOST_EPOCHS})"
-    return f"warning: {times}; {worth}: {advice}"
-
-
-def different_tokens(tokens: int, sets: list[DataSet]) -> int:
-    """Return how many different tokens a run of `tokens` tokens reads; the others are repeated."""
-    sizes = [(data.meta["splits"]["train"]["tokens"], data.weight) for data in sets]
-    return sum(min(size, round(weight * tokens)) for size, weight in sizes)
+    advice = f"prepare more text, lower batch_tokens, or end earlier (--max_epochs={MOST_EPOCHS})"
+    return f"warning: {' and '.join(repeated)}; {worth}: {advice}"
