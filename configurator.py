@@ -48,10 +48,6 @@ class UserError(Exception):
     """
 
 
-class OneRankError(UserError):
-    """A UserError that may occur on one of torchrun's ranks only. That rank prints it itself."""
-
-
 @functools.cache  # the same text is printed only once
 def note(text: str) -> None:
     """Print a note for the user on stderr, from rank 0 only. The program continues."""
@@ -95,13 +91,11 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
     try:
         main()
     except UserError as e:
-        if "RANK" in os.environ and isinstance(e, OneRankError):
-            print(f"error: rank {os.environ['RANK']}: {e}", file=sys.stderr)
-        elif os.environ.get("LOCAL_RANK", "0") == "0":  # one line per machine, not one per rank
-            print(f"error: {e}", file=sys.stderr)
-        else:
-            # torchrun ends all ranks as soon as one has ended. Give rank 0 time to print the error.
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # One line per machine, not one per rank: torchrun ends all ranks as soon as one has
+            # ended. If none has, this rank alone has the error.
             time.sleep(10)
+        print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:  # the reader has closed the pipe, as in `python sample.py | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -317,6 +317,6 @@ def intact_checkpoint(ckpt_dir: Path) -> Path | None:
             for newer in damaged:
                 set_aside(newer, f"{newer.name}_kept")
             return path
-        note(f"warning: {problem}: damaged; the checkpoint before it is taken, if there is one")
+        note(f"{problem}: damaged; the checkpoint before it is taken, if there is one")
         damaged.append(path)
     return None

@@ -127,7 +127,7 @@ def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
     Raises UserError if the run would lose something that is there, or cannot find what it needs.
     """
     if cfg.init_from not in ("resume", "auto"):
-        if holds_files(folder):
+        if holds_files(folder) and not cfg.overwrite:
             advice = "--run_name=NAME is another, --overwrite moves it out of the way"
             if newest_checkpoint(folder / "ckpt"):
                 advice += f", --run_name={cfg.run_name} --init_from=resume continues it"

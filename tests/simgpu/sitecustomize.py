@@ -11,13 +11,13 @@ import torch
 
 
 def made_up(x: torch.Tensor) -> torch.Tensor:
-    """Return ones; of three and more numbers, every second one is 0.
+    """Return ones; the last of three numbers is 0.
 
-    The facts of a step are its loss, whether a signal has come, and the norm of its gradient.
+    The numbers of a step are its loss, the norm of its gradient, and how many signals have come.
     """
     x = torch.ones(x.shape, dtype=x.dtype, device="cpu")
-    if x.numel() > 2:
-        x.view(-1)[1::2] = 0
+    if x.numel() == 3:
+        x.view(-1)[2] = 0
     return x
 
 
