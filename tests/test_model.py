@@ -99,7 +99,7 @@ def test_an_mlp_computes_the_formula_of_its_name(mlp):
 
 @pytest.mark.parametrize("name", ODD)
 def test_the_loss_is_the_cross_entropy_and_sees_no_future(name):
-    """The logits of each prefix are computed by themselves: the model only returns the last ones."""
+    """Each prefix is computed by itself: the model only returns the logits of the last token."""
     model = make(name)
     x = ids(model, T=17)
     idx, targets = x[:, :-1], x[:, 1:]
