@@ -188,7 +188,7 @@ def test_batches_of_a_stream_and_of_documents_have_the_same_strides():
 def test_waits_for_data_are_counted_and_a_signal_ends_the_batches():
     """With more than one process, the batches go on: all ranks end after the same step."""
     rows = Rows(np.zeros((1, 9), np.int64), None, None)
-    loader = SimpleNamespace(starts=lambda at, _: time.sleep(0.3 * (at == 0)), rows=lambda _: rows)
+    loader = SimpleNamespace(starts=lambda at, _: time.sleep(0.3 * (at == 1)), rows=lambda _: rows)
     clock, signals = Clock(CPU, 0), []
     with closing(read_ahead(loader, 0, 1, CPU, clock, signals)) as batches:
         assert next(batches).x.shape == (1, 8) and clock.data_s > 0.1

@@ -53,7 +53,8 @@ from pathlib import Path
 broadcast = train.Machine.broadcast
 def on_node1(machine, value):
     cfg, origin = broadcast(machine, value)
-    return cfg, Path(str(origin).replace("node0", "node1"))
+    cfg = train.replace(cfg, data_dir=cfg.data_dir.replace("node0", "node1"))
+    return cfg, origin and Path(str(origin).replace("node0", "node1"))
 if os.environ["RANK"] == "1":
     os.environ["LOCAL_RANK"] = "0"  # the first of its own computer
     train.Machine.broadcast = on_node1
@@ -81,15 +82,25 @@ def test_ranks_that_would_begin_elsewhere_are_refused(finished, tiny_data, tmp_p
 
 
 def test_data_that_differ_on_one_computer_are_refused(tiny_data, tmp_path):
-    data = f"--data_dir={tmp_path}/data{{rank}}"
-    shutil.copytree(tiny_data / "tiny", tmp_path / "data0" / "tiny")
-    assert "no data set in" in refusal(two(tmp_path, tiny_data, data))
-    shutil.copytree(tiny_data / "tiny", tmp_path / "data1" / "tiny")
-    meta = json.loads((tmp_path / "data1" / "tiny" / "meta.json").read_text(encoding="utf-8"))
+    one, other = (tmp_path / f"node{rank}" / "tiny" for rank in (0, 1))
+    shutil.copytree(tiny_data / "tiny", one)
+    assert "no data set in" in refusal(two(tmp_path, one.parent, patch=OTHER_DISK))
+    shutil.copytree(tiny_data / "tiny", other)
+    meta = json.loads((other / "meta.json").read_text(encoding="utf-8"))
     meta["splits"]["train"]["sha256"] = "0" * 64
-    forge(tmp_path / "data1" / "tiny", "meta.json", json.dumps(meta).encode())
-    assert "tiny/train.bin" in refusal(two(tmp_path, tiny_data, data))
+    forge(other, "meta.json", json.dumps(meta).encode())
+    assert "tiny/train.bin" in refusal(two(tmp_path, one.parent, patch=OTHER_DISK))
     assert not (tmp_path / "out/run/metrics.jsonl").exists()
+
+
+def test_an_error_of_one_rank_alone_is_told(tiny_data, tmp_path):
+    patch = """
+def fails(*args, **options):
+    raise configurator.UserError("rank 1 fails")
+if os.environ["RANK"] == "1":
+    train.open_datasets = fails
+"""
+    assert "rank 1 fails" in refusal(two(tmp_path, tiny_data, patch=patch))
 
 
 def test_all_ranks_train_with_the_settings_of_rank_0(tiny_data, tmp_path):
@@ -100,7 +111,7 @@ def test_all_ranks_train_with_the_settings_of_rank_0(tiny_data, tmp_path):
 
 def test_another_torch_on_one_rank_is_refused(tiny_data, tmp_path):
     patch = "import torch\nif os.environ['RANK'] == '1': torch.__version__ = '2.9.9'"
-    assert "torch is 2.9.9 on rank 1" in refusal(two(tmp_path, tiny_data, patch=patch))
+    assert "torch is 2.9.9" in refusal(two(tmp_path, tiny_data, patch=patch))
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on the CPU needs g++")
