@@ -21,7 +21,7 @@ from text.windows import Loader, Windows
 
 
 @pytest.mark.parametrize("pattern", [GPT2_PATTERN, CL100K_PATTERN])
-def test_the_faster_splitting_pattern_splits_as_the_original(pattern):
+def test_the_faster_pattern_splits_as_the_original(pattern):
     """Every pair of bytes is a token here. A word that begins one byte later gives other tokens."""
     ranks = {bytes([i]): i for i in range(256)}
     ranks |= {bytes(divmod(i, 256)): 256 + i for i in range(65536)}
@@ -49,7 +49,7 @@ def loader_of(*sizes: int, weights: tuple = (1,), seed: int = 0) -> Loader:
     return Loader(windows, [Fraction(w) / sum(map(Fraction, weights)) for w in weights])
 
 
-def test_each_epoch_visits_each_window_once_in_an_order_and_from_an_offset_of_its_own():
+def test_each_epoch_visits_each_window_once_in_a_new_order():
     loader = loader_of(1003)
     n = loader.splits[0].n_windows
     epochs = [loader.starts(e * n, n) for e in range(4)]
@@ -61,7 +61,7 @@ def test_each_epoch_visits_each_window_once_in_an_order_and_from_an_offset_of_it
     assert len({tuple(s) for s in epochs}) == 4 and len({min(s) for s in epochs}) > 1
 
 
-def test_what_a_step_reads_depends_only_on_its_number_and_the_seed():
+def test_what_a_step_reads_depends_on_its_number_and_the_seed():
     # 300 samples reach beyond the ends of three epochs of 99 windows each.
     loader = loader_of(1003)
     at_once = loader_of(1003).starts(0, 300)
@@ -84,7 +84,7 @@ MIXTURES = [("0.7", "0.3"), ("1", "1", "1"), ("0.05", "0.9", "0.05"), ("1e-6", "
 
 
 @pytest.mark.parametrize("weights", MIXTURES)
-def test_a_mixture_keeps_its_shares_at_every_moment_and_each_set_its_own_epochs(weights):
+def test_a_mixture_keeps_its_shares_at_every_moment(weights):
     loader = loader_of(*[1003] * len(weights), weights=weights)
     seen = Counter()
     total = sum(map(Fraction, weights))
@@ -111,7 +111,7 @@ def three_sets(own_data, tmp_path) -> Path:
     return tmp_path
 
 
-def test_training_on_a_mixture_reads_both_sets_and_reports_each(three_sets, capsys):
+def test_a_mixture_reads_both_sets_and_reports_each(three_sets, capsys):
     mixture = "tiny:0.75,other:0.25"
     run = train_tiny(three_sets, three_sets / "out", f"--dataset={mixture}")
     assert f" epochs of {mixture}\n" in capsys.readouterr().out
@@ -123,7 +123,7 @@ def test_training_on_a_mixture_reads_both_sets_and_reports_each(three_sets, caps
     assert Counter(k for k, _ in loader.starts(0, 8 * 8)) == {0: 48, 1: 16}
 
 
-def test_weights_left_out_follow_the_sizes_and_wrong_ones_are_refused(three_sets):
+def test_weights_left_out_follow_the_sizes(three_sets):
     a, b = open_datasets("tiny,other", three_sets)
     tokens_a, tokens_b = (s.meta["splits"]["train"]["tokens"] for s in (a, b))
     assert a.weight + b.weight == 1 and b.weight / a.weight == Fraction(tokens_b, tokens_a)

@@ -14,6 +14,7 @@ from test_model import ODD, make
 import prepare
 import sample
 from hardware.disk import file_sha256
+from hardware.kernels import pick_kernels
 from model import GPT
 from text.dataset import DataSet, open_datasets, open_windows, train_loader
 from text.packing import best_fit
@@ -44,6 +45,7 @@ def test_a_masked_window_is_its_documents_run_alone(name, compiled):
     """Loss and gradients are equal, with a weight for each token."""
     ids = text_of_documents()
     model = make(name, "xavier", block_size=ids.size(1), n_layer=1 if compiled else 2).train()
+    model.use(pick_kernels(CPU.device, compiled))
     targets = ids.roll(-1, 1)
     weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0))
     torch.compiler.reset()
@@ -92,7 +94,7 @@ def open_packed(folder: Path, T: int, documents: str = "pack", loss_per: str = "
 
 
 @pytest.mark.parametrize("T", [1, 16, 64, 1000])
-def test_packed_windows_learn_each_token_once_and_cut_nothing_that_fits(packed_set, T, monkeypatch):
+def test_packed_windows_learn_each_token_once(packed_set, T, monkeypatch):
     monkeypatch.setattr("text.packing.TOGETHER", 50)
     monkeypatch.setattr("text.packing.STRETCH", 1000)
     windows = open_packed(packed_set, T)
@@ -143,7 +145,7 @@ def test_each_document_counts_the_same(packed_set, documents):
     np.testing.assert_allclose(of_documents, mean, rtol=1e-5)
 
 
-def test_the_loss_of_a_step_is_the_weighted_mean_over_all_micro_steps(tiny_data, tmp_path):
+def test_the_loss_of_a_step_is_the_weighted_mean(tiny_data, tmp_path):
     """Computed here from the model and the windows of the first step."""
     options = ["--documents=pack", "--loss_per=document", "--max_steps=1", "--seed=5"]
     run = train_tiny(tiny_data, tmp_path, *options)
@@ -162,7 +164,7 @@ def test_the_loss_of_a_step_is_the_weighted_mean_over_all_micro_steps(tiny_data,
 # -- runs --
 
 
-def test_a_run_on_documents_learns_resumes_samples_and_is_inspected(tiny_data, tmp_path, prints):
+def test_a_run_on_documents_learns_and_resumes(tiny_data, tmp_path, prints):
     run = resumes(tiny_data, tmp_path, "--documents=pack", "--loss_per=document")
     losses = metrics(run, "val_document_loss")
     assert losses[8] < losses[4]
@@ -170,7 +172,7 @@ def test_a_run_on_documents_learns_resumes_samples_and_is_inspected(tiny_data, t
     assert "<eos>" in prints(prepare.main, "--inspect", run, "--step=2")
 
 
-def test_every_run_is_evaluated_on_the_same_windows_and_by_document(tiny_data, tmp_path):
+def test_runs_are_evaluated_on_the_same_windows(tiny_data, tmp_path):
     """The loss by document is that of each document alone, behind an eos, as far as it fits."""
     T = 128
     options = ["--eval_tokens=0", f"--block_size={T}", "--batch_tokens=512", "--documents=mask"]

@@ -15,6 +15,7 @@ from test_documents import EOS, text_of_documents
 from test_model import ODD, ids, make
 
 from hardware.decoding import record_decoding
+from hardware.kernels import pick_kernels
 from hardware.machine import Machine
 from model import GPT, PRESETS, GPTConfig
 from text.windows import Rows
@@ -76,25 +77,31 @@ def wide(preset: str, block_size: int = 128) -> GPT:
     return make(preset, "xavier", n_embd=192, block_size=block_size).train()
 
 
+def on_gpu(model: GPT, compiled: bool = False) -> GPT:
+    """Move a model of make() to the GPU, and give it the kernels of a GPU. Return it."""
+    return model.to(DEVICE).use(pick_kernels(torch.device(DEVICE), compiled))
+
+
 # -- the same numbers --
 
 
 @compiles
 @pytest.mark.parametrize("preset", PRESETS)
 def test_compiled_equals_eager_in_fp32(preset):
-    model = wide(preset).to(DEVICE)
+    model = on_gpu(wide(preset))
     x = ids(model, 4, 129)
     loss, gradients = loss_and_gradients(model, x)
-    compiled_loss, compiled = loss_and_gradients(torch.compile(model, dynamic=False), x)
+    forward = torch.compile(on_gpu(model, compiled=True), dynamic=False)
+    compiled_loss, compiled = loss_and_gradients(forward, x)
     assert compiled_loss == pytest.approx(loss, rel=1e-5)
     # The sums are rounded in another order. An error of TF32 would be ten times as large.
     assert_close(compiled, gradients, 1e-4)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_bf16_computes_the_loss_and_the_direction_of_fp32(preset):
+def test_bf16_computes_the_loss_and_direction_of_fp32(preset):
     needs_bf16()
-    model = wide(preset).to(DEVICE)
+    model = on_gpu(wide(preset))
     x = ids(model, 4, 129)
     loss, gradients = loss_and_gradients(model, x)
     low_loss, low = loss_and_gradients(model, x, torch.bfloat16)
@@ -112,11 +119,11 @@ def test_masked_documents_are_those_of_the_cpu(preset, compiled):
     x = torch.cat([text_of_documents().roll(n, 1) for n in (0, 100)])
     model = wide(preset, block_size=x.size(1))
     expected, gradients = loss_and_gradients(model, x, eos_id=EOS)
-    model.to(DEVICE)
+    on_gpu(model, compiled)
     forward = torch.compile(model, dynamic=False) if compiled else model
-    loss, on_gpu = loss_and_gradients(forward, x, eos_id=EOS)
+    loss, computed = loss_and_gradients(forward, x, eos_id=EOS)
     assert loss == pytest.approx(expected, rel=1e-4)
-    assert_close(on_gpu, gradients, 1e-3)
+    assert_close(computed, gradients, 1e-3)
     x = x.to(DEVICE)
     with torch.no_grad():
         evaluated = forward(x[:, :-1], x[:, 1:], eos_id=EOS)
@@ -128,9 +135,9 @@ def test_greedy_tokens_are_those_of_the_cpu(name):
     model = make(name, scheme="xavier")
     prompt = ids(model, 3, 5)
     on_cpu = torch.stack(list(model.generate(prompt, 60, temperature=0)))  # beyond block_size
-    record_decoding(model.to(DEVICE))
-    on_gpu = torch.stack(list(model.generate(prompt.to(DEVICE), 60, temperature=0)))
-    assert torch.equal(on_gpu.cpu(), on_cpu)
+    record_decoding(on_gpu(model))
+    tokens = torch.stack(list(model.generate(prompt.to(DEVICE), 60, temperature=0)))
+    assert torch.equal(tokens.cpu(), on_cpu)
 
 
 # -- whole runs --
@@ -157,7 +164,7 @@ def test_resume_is_bit_identical_to_never_having_stopped(dtype, tiny_data, tmp_p
     resumes(tiny_data, tmp_path, *options)
 
 
-def test_fp16_trains_and_a_step_that_overflows_is_skipped_and_reported(trains, capsys, monkeypatch):
+def test_fp16_trains_and_skips_a_step_that_overflows(trains, capsys, monkeypatch):
     """The scale of the loss begins at 2^30, so gradients overflow until it is small enough."""
     scaler = partial(torch.amp.GradScaler, init_scale=2.0**30)
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
@@ -193,7 +200,7 @@ STEPS = [  # B, T, accum, compiled
 
 
 @pytest.mark.parametrize("name, B, T, accum, compiled", STEPS)
-def test_the_predicted_peak_is_max_memory_allocated_within_5_percent(name, B, T, accum, compiled):
+def test_the_predicted_peak_is_max_memory_allocated(name, B, T, accum, compiled):
     needs_bf16()
     gc.collect()
     torch.cuda.empty_cache()
@@ -211,7 +218,7 @@ def test_generations_at_once_do_not_disturb_each_other():
     """Each generation has its own CUDA graph. One that is given up frees the memory of its graph,
     and the graph of a third generation is recorded into this memory.
     """
-    model = make("llama", scheme="xavier").to(DEVICE)
+    model = on_gpu(make("llama", scheme="xavier"))
     record_decoding(model)
     prompts = [ids(model, B, 4).to(DEVICE) for B in (1, 2, 3)]
     alone = [torch.stack(list(model.generate(prompt, 24, temperature=0))) for prompt in prompts]
@@ -226,12 +233,12 @@ MODES = [("bfloat16", False), pytest.param("bfloat16", True, marks=compiles), ("
 
 
 @pytest.mark.parametrize("dtype, compiled", MODES)
-def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compiled):
+def test_a_step_waits_for_the_gpu_only_to_read_its_figures(dtype, compiled):
     """Launch a step of 4 micro-steps of 8 x 512 tokens, without reading its loss and norm."""
     if dtype == "bfloat16":
         needs_bf16()
     machine = Machine(0, 0, 1, torch.device(DEVICE), getattr(torch, dtype), "test")
-    model = make("llama", n_embd=192, block_size=512, dropout=0.1).to(DEVICE).train()
+    model = on_gpu(make("llama", n_embd=192, block_size=512, dropout=0.1), compiled).train()
     optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-3, fused=True)
     scaler = torch.amp.GradScaler(DEVICE, enabled=machine.dtype == torch.float16)
     fast = torch.compile(model, dynamic=False) if compiled else model
@@ -251,4 +258,4 @@ def test_a_step_waits_for_the_gpu_only_where_it_reads_its_figures(dtype, compile
         result = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(number > 0 for number in result())  # the loss, and the norm of the gradient
+    assert all(number > 0 for number in result.wait()[:2])  # loss, and norm of the gradient

@@ -1,59 +1,29 @@
-"""How large the house is, with a ceiling for each figure: a feature pays for its lines.
+"""How large the house is, what a run loads of it, and how often a step waits for the device.
 
-    PYTHONPATH=.:tests python tests/test_house.py         # print the figures
-    python -m pytest -q -s tests/test_house.py -k cross    # and which files are crossed
-
-A line of code is one that holds code: no blank line, comment or docstring.
+PYTHONPATH=.:tests python tests/test_house.py prints the lines of code of each file. Blank lines,
+comments and docstrings are not counted.
 """
 
 import ast
 import io
+import re
 import subprocess
 import sys
-import threading
 import tokenize
 from collections import Counter
-from collections.abc import Callable
-from contextlib import closing
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
-from conftest import REPO, TINY
-from test_imports import GRAPH, MODULES
-from training.start import open_run
+from conftest import REPO, training
+from test_imports import MODULES
 
 import train
-from configurator import given
-from hardware.machine import Clock
-from training.batches import read_ahead
-from training.settings import TrainConfig
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 NO_CODE.add(tokenize.ENDMARKER)
-EVENING = ["train.py", "model.py", "text/windows.py", "training/step.py"]  # what a newcomer reads
-# They read well in the line where they stand, and say nothing ten lines further down.
-FUNCTION_WORDS = """found what first wrong begin known before why where new more most made done own
-    rest begun ways mine theirs about said whose which when here there then after whole same other
-    less least many few each one both old now read how way whether needed asked given""".split()
-
-# The most that each figure may be. The aim of 7,200 lines for the product was set before there were
-# conversations and a model that answers, which brought 441 (2d4a9d1~1 to e02f3bd~1), and the law of
-# losses and plan.py --loss, which brought 104. It is reached without these, and not with them.
-CEILINGS = {
-    "product, with plan.py": 7_620,
-    "bench": 2_000,
-    "tests": 7_500,
-    "the evening's four files": 765,
-    "import train: files": 14,
-    "import train: lines, all of them": 3_495,
-    "with training/start.py, which begins a run: files": 32,
-    "train.py imports: modules": 9,
-    "train.py imports: names": 20,
-    "settings of train.py": 56,
-    "README: lines": 150,
-    "function words, in 1,000 names": 8,
-}
+EVENING = ["train", "model", "text.windows"]  # what a newcomer reads
+CEILING = 6_785  # lines of code of the product: all but bench/, tests/ and config/
+CEILING_OF_A_RUN = {"files": 28, "lines": 4_540}  # of ours, which a training on a CPU loads
 
 
 @cache
@@ -70,125 +40,63 @@ def code_lines(path: Path) -> int:
     return len(lines)
 
 
-def closure(module: str) -> set[str]:
-    """Return a module and all of ours that it imports, directly or not, also inside functions."""
-    reached = [module]
-    for name in reached:  # it grows
-        reached += GRAPH[name] - {*reached}
-    return {name for name in reached if code_lines(MODULES[name])}
+def product() -> dict[str, int]:
+    names = [name for name in MODULES if not name.startswith("bench")]
+    return {name: code_lines(MODULES[name]) for name in names}
 
 
-def loaded_by(module: str) -> list[Path]:
-    """Return the files of ours that Python loads for `import module`, but for empty ones."""
-    loaded = f"import sys, {module}; print(*sys.modules)"
-    names = subprocess.check_output([sys.executable, "-c", loaded], cwd=REPO, text=True).split()
-    return [MODULES[name] for name in names if name in MODULES and code_lines(MODULES[name])]
+def test_the_product_is_not_longer_than_its_ceiling():
+    assert sum(product().values()) <= CEILING
 
 
-def files_crossed(work: Callable[[], object]) -> set[str]:
-    """Return the files of ours of which a function is called while work() runs, in any thread."""
-    crossed = set()
-
-    def note(frame, event: str, _) -> None:
-        if event == "call":
-            crossed.add(frame.f_code.co_filename)
-
-    threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
-    return {name for name, path in MODULES.items() if str(path) in crossed}
+def test_a_run_loads_few_files(tiny_data, tmp_path):
+    """Counted after the run, so imports inside functions are included."""
+    _, script, *options = training(1, tiny_data, tmp_path, "--max_steps=2")
+    run = f"import runpy, sys; sys.argv = {[script, *options]}; sys.path.insert(0, {str(REPO)!r})"
+    run += "; runpy.run_path(sys.argv[0], run_name='__main__'); print('', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", run], check=True, capture_output=True, text=True)
+    loaded = {"train", *done.stdout.splitlines()[-1].split()} & MODULES.keys()
+    lines = {name: code_lines(MODULES[name]) for name in loaded if code_lines(MODULES[name])}
+    figures = {"files": len(lines), "lines": sum(lines.values())}
+    assert all(figures[key] <= CEILING_OF_A_RUN[key] for key in figures), (figures, lines)
 
 
-def ways(data: Path, out: Path) -> dict[str, set[str]]:
-    """Return the files that a batch crosses, from the disk to its gradient, and those of a save."""
-    options = given(TrainConfig, [*TINY, f"--data_dir={data}", f"--out_dir={out}"])
-    with open_run(options) as job:
-        batches = read_ahead(job.data.loader, 0, 4, job.machine, Clock(job.machine, 0))
+def test_a_step_waits_for_the_device_once(trains, tmp_path, monkeypatch):
+    """In ten steps more, in which nothing is logged, evaluated or saved."""
+    calls = Counter()
 
-        def train_on_a_batch() -> None:
-            with autocast(job.machine):
-                job.forward(*next(batches)).backward()
+    def counted(kind: type, name: str) -> None:
+        method = getattr(kind, name)
 
-        def save() -> None:
-            train.save(job, 0)
-            job.saver.wait()
+        def call(self, *args):
+            calls[name] += 1
+            return method(self, *args)
 
-        with closing(batches):
-            return {"batch": files_crossed(train_on_a_batch), "save": files_crossed(save)}
+        monkeypatch.setattr(kind, name, call)
 
-
-def stored_names(path: Path) -> list[str]:
-    """Return the names that a file gives to its variables and parameters, as often as it does."""
-    names = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.append(node.id)
-        elif isinstance(node, ast.arg):
-            names.append(node.arg)
-    return names
-
-
-def figures() -> dict[str, int]:
-    lines = {path: code_lines(path) for path in MODULES.values()}
-    product = [path for name, path in MODULES.items() if not name.startswith("bench")]
-    of_product = sum(lines[path] for path in product)
-    core = loaded_by("train")
-    tree = ast.parse((REPO / "train.py").read_text(encoding="utf-8"))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    from_ours = [node for node in imports if node.module in MODULES]
-    names = Counter(name for path in product for name in stored_names(path))
-    words = sum(names[word] for word in FUNCTION_WORDS)
-    return {
-        "product, with plan.py": of_product,
-        "bench": sum(map(code_lines, (REPO / "bench").rglob("*.py"))),
-        "tests": sum(map(code_lines, (REPO / "tests").rglob("*.py"))),
-        "the evening's four files": sum(lines[REPO / name] for name in EVENING),
-        "import train: files": len(core),
-        "import train: lines, all of them": sum(len(p.read_text().splitlines()) for p in core),
-        "with training/start.py, which begins a run: files": len(closure("train")),
-        "train.py imports: modules": len(from_ours),
-        "train.py imports: names": sum(len(node.names) for node in from_ours),
-        "settings of train.py": len(fields(TrainConfig)),
-        "README: lines": len((REPO / "README.md").read_text(encoding="utf-8").splitlines()),
-        "function words, in 1,000 names": round(1000 * words / names.total()),
-    }
-
-
-def test_no_figure_of_the_house_is_above_its_ceiling():
-    assert {name: n for name, n in figures().items() if n > CEILINGS[name]} == {}
-
-
-def test_no_file_of_the_product_is_longer_than_an_evening_allows():
-    lines = {name: code_lines(path) for name, path in MODULES.items()}
-    assert not {name: n for name, n in lines.items() if n > 450}
-
-
-def test_what_import_train_loads_imports_no_other_file_but_the_one_that_begins_a_run():
-    """Anywhere in its code, also inside functions: the core stands alone."""
-    loaded = loaded_by("train")
-    core = {name for name, path in MODULES.items() if path in loaded}
-    assert set().union(*(GRAPH[name] for name in core)) - core == {"training.start"}
+    counted(train.HostCopy, "wait")
+    counted(train.Machine, "synchronize")
+    counts = []
+    for steps in (5, 15):
+        calls.clear()
+        rare = ["--log_every=100", "--eval_every=100", "--save_every=100", "--overwrite"]
+        trains(*rare, f"--max_steps={steps}")
+        counts.append(Counter(calls))
+    assert counts[1] - counts[0] == Counter(wait=10), counts
+    assert counts[0].keys() == {"wait", "synchronize"}
 
 
 def test_the_readme_says_how_long_the_evening_is():
-    paths = [REPO / name for name in EVENING]
-    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
-    code = sum(map(code_lines, paths))
-    says = {"README.md": "{:,} lines, {} of them code", "README.zh.md": "{:,} 行，其中代码 {} 行"}
-    for name, words in says.items():
-        assert words.format(lines, code) in (REPO / name).read_text(encoding="utf-8")
-
-
-def test_a_batch_and_a_save_cross_few_files(tiny_data, tmp_path):
-    crossed = ways(tiny_data, tmp_path)
-    print(crossed)
-    assert len(crossed["batch"]) <= 4 and len(crossed["save"]) <= 6
+    lines = sum(len(MODULES[name].read_text(encoding="utf-8").splitlines()) for name in EVENING)
+    code = sum(code_lines(MODULES[name]) for name in EVENING)
+    forms = {"README.md": r"([\d,]+) lines, ([\d,]+) of them code"}
+    forms["README.zh.md"] = r"([\d,]+) 行，其中代码 ([\d,]+) 行"
+    for name, form in forms.items():
+        said = re.search(form, (REPO / name).read_text(encoding="utf-8"))
+        assert said and said.groups() == (f"{lines:,}", f"{code:,}"), name
 
 
 if __name__ == "__main__":
-    for figure, number in figures().items():
-        print(f"{number:>7,} of {CEILINGS[figure]:>7,}  {figure}")
+    for name, number in sorted(product().items(), key=lambda item: item[1]):
+        print(f"{number:>5,} {name}")
+    print(f"{sum(product().values()):,} of {CEILING:,}")

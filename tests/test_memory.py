@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import NEEDS_BF16, REPO
 from peak import measured_peak
-from test_model import ODD
+from test_model import ODD, make
 
 from hardware.machine import available
 from model import GPT, PRESETS, GPTConfig
@@ -121,8 +121,7 @@ def test_activations_are_what_autograd_keeps(name):
     """Saved-tensor hooks count what one layer keeps, in bf16, at a T where attention is fused."""
     saved: dict[int, int] = {}  # number of layers -> bytes
     for n_layer in (1, 2):
-        model = GPT(GPTConfig(**(ODD[name] | dict(n_layer=n_layer, block_size=1024))))
-        model.init_weights()
+        model = make(name, n_layer=n_layer, block_size=1024).train()
         weights = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
         storages: dict[int, int] = {}
 
@@ -194,11 +193,11 @@ def test_capacity_includes_what_the_process_holds():
     """
     script = """
 import torch
-from hardware import device
-device.available = lambda: 0
+from hardware import machine
+machine.available = lambda: 0
 held, amounts = [], []
 for _ in range(4):
-    amounts.append(device.capacity(torch.device("cpu")))
+    amounts.append(machine.memory_capacity(torch.device("cpu")))
     held.append(torch.ones(1 << 27))
 print(*(b - a for a, b in zip(amounts, amounts[1:])))
 """

@@ -1,20 +1,26 @@
 """The model: its architecture, its numbers, its initialisation, and the text that it generates."""
 
-import importlib.util
 import math
-import sys
-from dataclasses import asdict
-from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import REPO
+from conftest import CPU
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hardware.decoding import RecordedCache
-from hardware.kernels import ChunkedCrossEntropy, attention_kernel
-from model import ACTIVATIONS, GPT, INIT, PRESETS, GPTConfig, KVCache, rope_table, sample_token
+from hardware.kernels import ChunkedCrossEntropy, attention_kernel, pick_kernels
+from model import (
+    ACTIVATIONS,
+    GPT,
+    INIT,
+    PRESETS,
+    GPTConfig,
+    Kernels,
+    KVCache,
+    rope_table,
+    sample_token,
+)
 
 SMALL = dict(vocab_size=300, block_size=32, n_layer=3, n_head=4, n_embd=48)
 LLAMA = PRESETS["llama"] | SMALL
@@ -34,10 +40,11 @@ ODD = {  # name -> a shape that a careless export or cache would get wrong
 
 
 def make(name: str, scheme: str = "llama", **overrides) -> GPT:
+    """Return a model of ODD with the kernels of a CPU, as train.py and sample.py use them."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(**(ODD[name] | overrides)))
     model.init_weights(scheme)
-    return model.eval()
+    return model.use(pick_kernels(CPU.device)).eval()
 
 
 def ids(model: GPT, B: int = 2, T: int = 16) -> torch.Tensor:
@@ -90,17 +97,14 @@ def test_an_mlp_computes_the_formula_of_its_name(mlp):
     torch.testing.assert_close(module(x), expected)
 
 
-def hidden_logits(model: GPT, x: torch.Tensor) -> torch.Tensor:
-    """Return the logits of every prefix of x, (B, T, V): the model only returns the last ones."""
-    return torch.stack([model(x[:, : t + 1]) for t in range(x.size(1))], dim=1)
-
-
 @pytest.mark.parametrize("name", ODD)
-def test_the_loss_is_the_cross_entropy_of_logits_that_have_not_seen_the_future(name):
+def test_the_loss_is_the_cross_entropy_and_sees_no_future(name):
+    """Each prefix is computed by itself: the model only returns the logits of the last token."""
     model = make(name)
     x = ids(model, T=17)
     idx, targets = x[:, :-1], x[:, 1:]
-    want = F.cross_entropy(hidden_logits(model, idx).flatten(0, 1), targets.flatten())
+    logits = torch.stack([model(idx[:, : t + 1]) for t in range(16)], dim=1)  # (B, T, V)
+    want = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     torch.testing.assert_close(model(idx, targets), want)
 
 
@@ -149,7 +153,7 @@ def test_vocabulary_padding_gets_no_gradient_and_no_probability():
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_the_order_of_the_parameters_never_changes_and_only_matrices_decay(name):
+def test_parameters_keep_their_order_and_only_matrices_decay(name):
     """Matrices and embeddings as they come in the model, then vectors: in that order a checkpoint
     numbers the moments.
     """
@@ -185,7 +189,7 @@ PROMISED = {  # scheme -> the std of query, value, out, up, down by its publishe
 
 
 @pytest.mark.parametrize("scheme", INIT)
-def test_init_has_the_standard_deviations_that_its_scheme_promises(scheme):
+def test_init_has_the_standard_deviations_of_its_scheme(scheme):
     torch.manual_seed(0)
     shape = dict(vocab_size=1000, block_size=64, n_layer=L, n_head=4, n_embd=D)
     model = GPT(GPTConfig(**PRESETS["gpt2"] | shape))
@@ -218,7 +222,7 @@ def greedy_without_cache(model: GPT, idx: torch.Tensor, count: int) -> torch.Ten
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_greedy_with_cache_equals_greedy_without_token_for_token(name):
+def test_greedy_with_cache_equals_greedy_without(name):
     model = make(name, scheme="xavier")
     prompt = ids(model, 3, 5)
     cached = generated(model, prompt, 27, temperature=0)
@@ -288,27 +292,16 @@ def test_top_k_and_top_p_keep_just_the_likeliest_tokens():
     assert (sample_token(logits, 0.0) == 0).all()
 
 
-# -- the functions of hardware/kernels.py that replace formulas --
-
-
-@pytest.fixture(scope="session")
-def alone() -> ModuleType:
-    """model.py by itself: nothing is installed into this copy of it."""
-    spec = importlib.util.spec_from_file_location("model_alone", REPO / "model.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+# -- the kernels of hardware/kernels.py --
 
 
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("eos_id", [None, 7])
 @pytest.mark.parametrize("name", ODD)
-def test_the_faster_functions_change_a_model_by_rounding_alone(name, eos_id, dtype, near, alone):
+def test_the_kernels_of_a_cpu_change_a_model_by_rounding(name, eos_id, dtype, near):
     """Loss and gradients of each weight, and in fp32 the text that it writes."""
     fast = make(name, "xavier")
-    plain = alone.GPT(alone.GPTConfig(**asdict(fast.config))).eval()
-    plain.load_state_dict(fast.state_dict())
+    plain = make(name, "xavier").use(Kernels())
     x = ids(fast)
     x[:, 5] = 7
     batch = (x, x.roll(-1, 1), torch.rand(x.shape), eos_id)

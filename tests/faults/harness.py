@@ -127,11 +127,11 @@ def frozen(state: Any) -> Any:
 def result(out: Path) -> tuple:
     """Return everything that must be identical."""
     folder = out / "run" / "ckpt" / f"step_{STEPS:08d}"
-    models = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("model.safetensors")}
+    weights = (folder / "model.safetensors").read_bytes()
     state = torch.load(folder / "train_state.pt", weights_only=True)
     records = read_metrics(out / "run" / "metrics.jsonl")
     recorded = [(r["step"], k, r[k]) for r in records for k in RECORDED if k in r]
-    return models, frozen(state), recorded
+    return weights, frozen(state), recorded
 
 
 @dataclass
@@ -205,10 +205,9 @@ def train_round(job: str, data: Path, out: Path, reference: tuple, rng: random.R
     foreign = [out / "run" / name for name in FOREIGN]
     for _ in range(rng.randint(1, 3)):
         at_its_end = break_training(argv, rng.choice(faults), out, r, rng)
-        if (out / "run" / "metrics.jsonl").exists():  # train.py begins no run beside them
-            for path in foreign:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(b"precious")
+        for path in foreign:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"precious")
         if at_its_end:
             break
     process = start(argv)
@@ -217,9 +216,8 @@ def train_round(job: str, data: Path, out: Path, reference: tuple, rng: random.R
     if process.returncode:
         r.note(stderr[-1500:])
     r.identical = not r.problem and result(out) == reference
-    if (out / "run" / "notes.txt").exists():
-        changed = [path for path in foreign if path.read_bytes() != b"precious"]
-        r.note(f"files of another program were changed: {changed}" if changed else "")
+    if not all(path.exists() and path.read_bytes() == b"precious" for path in foreign):
+        r.note("files of another program were changed")
     return r
 
 

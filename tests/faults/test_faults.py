@@ -1,6 +1,5 @@
 """A few seeded rounds of harness.py, which can do hundreds, and faults that need a closer look."""
 
-import gc
 import itertools
 import math
 import os
@@ -17,11 +16,10 @@ import harness
 import pytest
 import torch
 import warm
-from conftest import forge, make_records, metrics, prepared, saved, train_tiny, training
+from conftest import forge, make_records, metrics, prepared, same, saved, train_tiny, training
 from safetensors.torch import load_file
 
 import prepare
-import train
 from hardware.disk import damage
 from model import GPT
 from training import checkpoint, report
@@ -48,67 +46,29 @@ def steps_in(run: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_damaged_file_is_named_and_the_save_before_it_taken(finished, trains, tmp_path, capsys):
-    files = "model.safetensors train_state.pt manifest.json train_config.json meta.json".split()
+    files = ["model.safetensors", "train_state.pt", "manifest.json", "train_config.json"]
     for name, fault in zip(files, itertools.cycle(harness.DAMAGE), strict=False):
         run = shutil.copytree(finished, tmp_path / name / "run")
         harness.hurt(saved(run) / name, fault, random.Random(3))
         trains(f"--out_dir={tmp_path / name}", "--init_from=resume")
-        printed = capsys.readouterr().out
-        assert "at step 4" in printed and "warning: " in printed, name
-        assert name in printed or "manifest.json" in printed, name
+        out, err = capsys.readouterr()
+        assert "at step 4" in out and (name in err or "manifest.json" in err), name
         assert metrics(run, "loss") == metrics(finished, "loss")
 
 
 @pytest.mark.parametrize("fault", harness.DAMAGE)
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json", "tokenizer.model"])
 def test_a_damaged_data_set_is_found_before_any_step(own_data, tmp_path, refuses, name, fault):
+    """A .bin that has its size is hashed, since it is newer than meta.json."""
     harness.hurt(own_data / name, fault, random.Random(3))
-    for windows in ("stream", "pack"):  # to pack, one has to know where documents end
-        error = refuses(lambda: train_tiny(tmp_path, tmp_path, f"--documents={windows}"))  # noqa: B023
-        assert name in error or "no data set in" in error
-    assert not (tmp_path / "run").exists()
+    error = refuses(lambda: train_tiny(tmp_path, tmp_path))
+    assert name in error or "no data set in" in error
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def fill_with_zeros(path: Path) -> None:
-    with open(path, "r+b") as file:
-        file.write(bytes(1000))
-
-
-def replace_by_another(path: Path) -> None:
-    (path.parent / "new").write_bytes(b"\1\0" * 500)
-    (path.parent / "new").rename(path)
-
-
-@pytest.mark.parametrize("change", [fill_with_zeros, os.utime, replace_by_another, os.unlink])
-def test_data_that_change_in_place_end_the_run(own_data, tmp_path, monkeypatch, refuses, change):
-    """They were trained on. A file that was touched, replaced or deleted is read as it was."""
-    path = own_data / "train.bin"
-    take_step = train.take_step
-    calls = itertools.count(1)
-
-    def changing(*args, **kwargs):
-        if next(calls) == 6:
-            change(path)
-        return take_step(*args, **kwargs)
-
-    monkeypatch.setattr(train, "take_step", changing)
-    train_it = partial(train_tiny, tmp_path, tmp_path)
-    if change is fill_with_zeros:
-        assert str(path) in refuses(train_it)
-    else:
-        train_it()
-    newest = saved(tmp_path / "run").name
-    assert newest == ("step_00000004" if change is fill_with_zeros else "step_00000008")
-
-
-@pytest.mark.slow
-def test_a_data_file_that_is_cut_while_it_is_read_is_explained(own_data, tmp_path):
-    """The system ends the process with SIGBUS, which said nothing."""
-    process = launch(1, tmp_path, tmp_path, *ENDLESS)
-    harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 2)
-    os.truncate(own_data / "train.bin", 100)
-    assert process.wait(timeout=60) == 2
-    assert "cut short" in process.communicate()[1]
+def test_a_bin_that_was_only_copied_is_trained_on(own_data, tmp_path):
+    os.utime(own_data / "train.bin")
+    train_tiny(tmp_path, tmp_path, "--max_steps=1")
 
 
 def test_a_strange_train_state_is_one_line_and_runs_no_code(copied, trains, tmp_path, refuses):
@@ -162,14 +122,12 @@ def test_a_signal_saves_the_step_and_ends_with_its_code(tiny_data, tmp_path, nam
     process = launch(1, tiny_data, tmp_path, *ENDLESS)
     harness.wait_for(process, lambda: harness.steps_done(tmp_path) >= 20)
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number and "Traceback" not in err, err
-    assert ("Ctrl-C again" in err) == (name == "SIGINT")
     folder = saved(tmp_path / "run")
     done = int(folder.name[5:])
     assert not damage(folder)
     assert metrics(tmp_path / "run", "loss").keys() == set(range(1, done + 1))
-    assert f"stopped by a signal after step {done}: --init_from=resume goes on from {folder}" in out
 
 
 @pytest.mark.slow
@@ -200,7 +158,7 @@ def poison(monkeypatch, *bad_calls: int, change=lambda loss: loss * math.nan) ->
     monkeypatch.setattr(GPT, "forward", broken)
 
 
-def test_the_best_weights_are_saved_though_the_step_before_was_bad(trains, monkeypatch):
+def test_the_best_weights_are_saved_after_a_bad_step(trains, monkeypatch):
     poison(monkeypatch, 6, 7)  # step 4, after which the first evaluation is the best so far
     run = trains("--save_every=100")
     assert metrics(run, "bad_steps") == {4: 1}
@@ -217,9 +175,7 @@ def test_a_bad_step_is_skipped_and_counted_and_can_be_read(trains, monkeypatch, 
     assert prints(prepare.main, "--inspect", run, "--step=3").count("---- sample") == 8
 
 
-def test_too_many_bad_steps_end_the_run_which_keeps_good_checkpoints_and_goes_on_behind_them(
-    trains, tmp_path, monkeypatch, refuses
-):
+def test_too_many_bad_steps_end_a_run_that_can_go_on(trains, tmp_path, monkeypatch, refuses):
     poison(monkeypatch, *range(10, 18), change=lambda loss: loss * math.inf)  # steps 6 to 9
     monkeypatch.setattr("training.plan.MAX_BAD_STEPS", 4)
     more = ["--max_steps=12", "--save_every=1"]
@@ -291,19 +247,12 @@ def test_the_robust_z_score_is_that_of_the_formula():
 # -- the disk, the memory --
 
 
-def test_a_failed_save_leaves_the_one_before_and_gives_its_room_back(trains, monkeypatch, capsys):
-    """The next one is written. A file that is deleted while it is open keeps its place."""
+def test_a_failed_save_is_a_warning_and_the_next_one_is_made(trains, monkeypatch, capsys):
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(torch, "save", Mock(side_effect=[None, full, None, None]))
-    gc.disable()
-    try:
-        run = trains("--save_every=2", "--eval_every=100")
-        links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    finally:
-        gc.enable()
-    assert "step_00000004 could not be written (No space left on dev" in capsys.readouterr().out
+    run = trains("--save_every=2", "--eval_every=100")
+    assert "step_00000004 could not be written" in capsys.readouterr().out
     assert steps_in(run) == ["02", "06", "08"]
-    assert not [path for path in links if "tmp_step" in path]
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_no_failed_save(trains, monkeypatch, capsys):
@@ -343,13 +292,31 @@ def test_saving_does_not_stop_the_training(finished, trains, monkeypatch):
         assert slow_one.read_bytes() == quick_one.read_bytes()
 
 
-NO_MEMORY = [torch.OutOfMemoryError("CUDA"), RuntimeError("can't allocate memory: you tried")]
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])
+def test_out_of_memory_says_which_flags_would_fit(trains, monkeypatch, refuses, kind):
+    def runs_out(*args, **kwargs):
+        raise kind("can't allocate memory: you tried")
+
+    monkeypatch.setattr(GPT, "forward", runs_out)
+    assert "--batch_size=2 --batch_tokens=256" in refuses(trains)
+    assert "--block_size=16" in refuses(lambda: trains("--batch_size=1", "--overwrite"))
 
 
-@pytest.mark.parametrize("error", NO_MEMORY)
-def test_out_of_memory_says_which_flags_would_fit(trains, monkeypatch, refuses, error):
-    monkeypatch.setattr(GPT, "forward", Mock(side_effect=error))
-    line = refuses(trains)
-    assert "out of memory" in line and "--batch_size=2 --batch_tokens=256" in line
-    line = refuses(lambda: trains("--batch_size=1", "--overwrite"))
-    assert "--block_size=16" in line
+def run_out_above(monkeypatch, largest: int) -> None:
+    """Let the model run out of memory with more sequences than `largest`."""
+    forward = GPT.forward
+
+    def limited(self, idx, *args, **kwargs):
+        if idx.size(0) > largest:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, idx, *args, **kwargs)
+
+    monkeypatch.setattr(GPT, "forward", limited)
+
+
+def test_batch_size_auto_halves_what_does_not_fit(trains, monkeypatch, tmp_path, refuses):
+    two = trains("--batch_size=2").rename(tmp_path / "two")
+    run_out_above(monkeypatch, 2)
+    assert same(trains("--batch_size=auto"), two)
+    run_out_above(monkeypatch, 0)
+    assert "out of memory" in refuses(lambda: trains("--batch_size=auto", "--overwrite"))
