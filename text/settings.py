@@ -29,15 +29,17 @@ class PrepareConfig:
     )
     encoding: str = option("utf-8", "of every input file; gb18030 also reads GBK and GB2312")
     min_tokens: int = option(
-        0, "leave out documents with fewer tokens (eos not counted); encyclopedias: 6"
+        0, "leave out documents with fewer tokens (eos not counted); encyclopedias: 6", minimum=0
     )
     max_bad: float = option(
         0.01,
         "error if a larger share of the records is bad; 0: at the first of them",
+        minimum=0,
+        maximum=1,
         group="Bad records: the report counts them and shows examples",
     )
     max_record_mb: float = option(
-        64.0, "million characters or bytes; more is bad (.json, .csv: an error)"
+        64.0, "million characters or bytes; more is bad (.json, .csv: an error)", minimum=0.001
     )
     name: str = option(
         "",
@@ -46,18 +48,18 @@ class PrepareConfig:
     )
     data_dir: str = option("data", "the folder that holds the data sets")
     val_fraction: float = option(
-        0.01, "share of val.bin: documents chosen by a hash, or the end of a text"
+        0.01, "share of val.bin: documents by a hash, or the end of a text", above=0, below=1
     )
     tokenizer: str = option(
         "train",
         "train, char, byte, a name (gpt2), a .model or .tiktoken, a folder",
         group="Tokenizer",
     )
-    vocab_size: int = option(4096, "number of tokens, for --tokenizer=train; at least 262")
+    vocab_size: int = option(4096, "number of tokens, for --tokenizer=train", minimum=LEAST)
     train_mb: int = option(
-        10, "million characters sampled to train a tokenizer; 50 for a large vocabulary"
+        10, "million characters sampled to train a tokenizer; 50 for a large vocabulary", minimum=1
     )
-    workers: int = option(0, "number of worker processes; 0: one for each core", group="Work")
+    workers: int = option(0, "worker processes; 0: one for each core", group="Work", minimum=0)
     inspect: str = option(
         "",
         "a data set to verify and show; with --step, the folder of a run",
@@ -66,7 +68,7 @@ class PrepareConfig:
     show: str = option(
         "first", "which documents to show: first, random, or the one that holds token N"
     )
-    count: int = option(3, "number of documents to show")
+    count: int = option(3, "number of documents to show", minimum=1)
     step: int = option(
         -1, "show what this step of the run trained on; steps count from 1, as in the log"
     )
@@ -86,13 +88,7 @@ class PrepareConfig:
         stray = re.search("[{}]", FIELD.sub("", self.fields))
         checks = {
             "input is empty: name a file": all(self.input),
-            "val_fraction must be between 0 and 1, both excluded": 0 < self.val_fraction < 1,
-            "max_bad must be between 0 and 1": 0 <= self.max_bad <= 1,
-            f"vocab_size of tokenizer=train must be at least {LEAST}": self.vocab_size >= LEAST,
-            "train_mb and count must be positive": min(self.train_mb, self.count) > 0,
-            "max_record_mb must be between 0.001 and 1,000,000": 0.001 <= self.max_record_mb <= 1e6,
             "step must be positive: steps count from 1": self.step == -1 or self.step > 0,
-            "workers and min_tokens must not be negative": min(self.workers, self.min_tokens) >= 0,
             "show must be first, random or the number of a token": is_show,
             f"fields={self.fields}: a brace must be around a name, as in {{answer}}": not stray,
             f"encoding {self.encoding!r} is unknown": is_encoding(self.encoding),
