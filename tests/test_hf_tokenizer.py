@@ -295,8 +295,7 @@ NOT_DONE = {  # a part of the message -> (file, its content)
     "add_prefix_space": ("tokenizer_config.json", {"add_prefix_space": False}),
     "add_eos_token": ("tokenizer_config.json", {"add_eos_token": True}),
     "the eos of": ("special_tokens_map.json", {"eos_token": "<|im_end|>"}),
-    "the same token": ("tokenizer.json", {"model": {"vocab": {"<0x41>": 5}}}),
-    "remove the one": ("tokenizer.json", {"model": {"vocab": [["<0x41>", 0.0]]}}),
+    "other ids": ("tokenizer.json", {"model": {"vocab": {"<0x41>": 5}}}),
     "foo": ("tokenizer.json", {"model": {}, "added_tokens": [{"id": 5000, "content": "foo"}]}),
 }
 

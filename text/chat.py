@@ -35,7 +35,7 @@ def turns_of(messages: Any) -> list[tuple[str, str]]:
     for number, message in enumerate(messages, 1):
         name = message.get("from") if message.get("role") is None else message["role"]
         content = message.get("value") if message.get("content") is None else message["content"]
-        role = ROLES.get(name) if isinstance(name, str) else None
+        role = ROLES.get(str(name))
         if role is None:
             raise ValueError(f"message {number}: role {name!r:.40} is not system, user, assistant")
         if not isinstance(content, str | None):

@@ -3,10 +3,9 @@
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from configurator import UserError
 from hardware.disk import file_sha256, sync_to_disk
@@ -36,7 +35,7 @@ def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, fold
     if cfg.tokenizer == "train":
         train_sentencepiece(path, sample_excerpts(cfg, sources, workers), cfg.vocab_size)
     elif cfg.tokenizer == "char":
-        characters = {c for part in over_input(cfg, sources, workers, characters_of) for c in part}
+        characters = {c for texts in over_input(cfg, sources, workers) for c in set().union(*texts)}
         write_alphabet(path, characters, with_bytes=bool(characters & RESERVED))
     elif cfg.tokenizer == "byte":
         write_alphabet(path, set(), with_bytes=True)
@@ -135,27 +134,19 @@ def texts_of(cfg: PrepareConfig, chunk: Chunk) -> tuple[list[str], Tally]:
     return ["".join(document.pieces) for document in documents(chunk, cfg, tally)], tally
 
 
-def characters_of(cfg: PrepareConfig, chunk: Chunk) -> tuple[set[str], Tally]:
-    """Return the characters of a chunk, and the counts."""
-    texts, tally = texts_of(cfg, chunk)
-    return set().union(*texts), tally
-
-
-def over_input(
-    cfg: PrepareConfig, sources: list[Source], workers: int, reading: Callable
-) -> Iterator[Any]:
-    """Read the whole input, and yield what texts_of() or characters_of() returns for each chunk.
+def over_input(cfg: PrepareConfig, sources: list[Source], workers: int) -> Iterator[list[str]]:
+    """Read the whole input, and yield the documents of each chunk.
 
     Raises UserError if there are no documents, or if too many records are bad.
     """
-    task = partial(reading, cfg)
+    task = partial(texts_of, cfg)
     tally = Tally()
     total = sum(s.bytes for s in sources)
     with ProgressBar("reading for the tokenizer", total=total, unit_scale=True) as bar:
-        for chunk, (result, counts) in in_order(task, Reader(sources, cfg).chunks(), workers):
+        for chunk, (texts, counts) in in_order(task, Reader(sources, cfg).chunks(), workers):
             tally.add(counts)
             check_bad(tally, cfg, foreseen(tally, chunk, total))
-            yield result
+            yield texts
             bar.update(chunk.bytes_read - bar.n)
     if tally.shapes.total() == tally.dropped.total():
         raise UserError(no_documents(tally))
@@ -172,7 +163,7 @@ def sample_excerpts(cfg: PrepareConfig, sources: list[Source], workers: int) -> 
     capacity = cfg.train_mb * 1_000_000 // SAMPLE_LENGTH
     sample: list[str] = []
     seen = 0  # excerpts so far
-    for texts in over_input(cfg, sources, workers, texts_of):
+    for texts in over_input(cfg, sources, workers):
         for text in texts:
             for start in range(0, len(text), SAMPLE_LENGTH):
                 excerpt = text[start : start + SAMPLE_LENGTH]
