@@ -273,12 +273,6 @@ def test_a_tokenizer_of_another_kind_is_refused_by_name(message, tmp_path):
         from_hugging_face(folder)
 
 
-def test_vocab_json_alone_is_refused_with_advice(tmp_path):
-    """GPT-2 was first published as vocab.json and merges.txt."""
-    with pytest.raises(UserError, match="save_pretrained"):
-        from_hugging_face(write_files(tmp_path, {"vocab.json": {"a": 0}, "merges.txt": ""}))
-
-
 # -- the way of a tokenizer: data set, checkpoint, fine-tuning --
 
 
