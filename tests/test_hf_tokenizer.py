@@ -273,12 +273,6 @@ def test_a_tokenizer_of_another_kind_is_refused_by_name(message, tmp_path):
         from_hugging_face(folder)
 
 
-def test_vocab_json_alone_is_refused_with_advice(tmp_path):
-    """GPT-2 was first published as vocab.json and merges.txt."""
-    with pytest.raises(UserError, match="save_pretrained"):
-        from_hugging_face(write_files(tmp_path, {"vocab.json": {"a": 0}, "merges.txt": ""}))
-
-
 # -- the way of a tokenizer: data set, checkpoint, fine-tuning --
 
 
@@ -295,8 +289,7 @@ NOT_DONE = {  # a part of the message -> (file, its content)
     "add_prefix_space": ("tokenizer_config.json", {"add_prefix_space": False}),
     "add_eos_token": ("tokenizer_config.json", {"add_eos_token": True}),
     "the eos of": ("special_tokens_map.json", {"eos_token": "<|im_end|>"}),
-    "the same token": ("tokenizer.json", {"model": {"vocab": {"<0x41>": 5}}}),
-    "remove the one": ("tokenizer.json", {"model": {"vocab": [["<0x41>", 0.0]]}}),
+    "other ids": ("tokenizer.json", {"model": {"vocab": {"<0x41>": 5}}}),
     "foo": ("tokenizer.json", {"model": {}, "added_tokens": [{"id": 5000, "content": "foo"}]}),
 }
 

@@ -35,8 +35,6 @@ from text.tokenizer import SentencePiece, Tiktoken
 from text.train_tokenizer import write_alphabet
 
 NO_SPACE = "--override-kv tokenizer.ggml.add_space_prefix=bool:false"
-BOS = "--override-kv tokenizer.ggml.add_bos_token=bool:true"
-# transformers' own factor of cos and sin is 0.1 ln(factor) + 1, and llama.cpp knows only this one.
 REFUSED = "the converter refuses it"
 NO_POST = "a tokenizer.json without its post_processor"
 
@@ -184,15 +182,6 @@ def test_llama_cpp_reads_and_continues_texts_as_we_do(preset, kind, tokenizer, t
     assert all(continues_alike(gguf, model, tokenizer, options))
     if options:
         assert not any(continues_alike(gguf, model, tokenizer, []))
-
-
-@needs_llama_cpp
-@pytest.mark.parametrize("kind", ["sentencepiece"])
-def test_llama_cpp_takes_a_size_for_a_vocabulary_without_bos(kind, tokenizer, tmp_path):
-    model = make("llama", 49152)
-    gguf = convert(save(model, tokenizer, tmp_path / "ckpt"))
-    assert ids_of(gguf, "the loop") == tokenizer.encode("the loop").tolist()
-    assert all(continues_alike(gguf, model, tokenizer, BOS.split()))
 
 
 @contextmanager

@@ -35,11 +35,10 @@ def turns_of(messages: Any) -> list[tuple[str, str]]:
     for number, message in enumerate(messages, 1):
         name = message.get("from") if message.get("role") is None else message["role"]
         content = message.get("value") if message.get("content") is None else message["content"]
-        role = ROLES.get(name) if isinstance(name, str) else None
-        if role is None:
-            raise ValueError(f"message {number}: role {name!r:.40} is not system, user, assistant")
-        if not isinstance(content, str | None):
-            raise ValueError(f"message {number}: its content is a {type(content).__name__}")
+        role = ROLES.get(str(name))
+        if role is None or not isinstance(content, str | None):
+            accepted = "a text of system, user or assistant"
+            raise ValueError(f"message {number}, of role {name!r:.40}, is not {accepted}")
         is_empty = not (content or "").strip()
         if role == "system" and number == 1 and is_empty:
             continue

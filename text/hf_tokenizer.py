@@ -240,8 +240,7 @@ def from_hugging_face(folder: Path) -> Tokenizer:
             raise ValueError(f"{tokenizer.prefix} before every text are not ids of this tokenizer")
         return tokenizer
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as e:
-        is_ours = type(e) is ValueError
-        reason = str(e) if is_ours else " ".join(f"{type(e).__name__}: {e}".split())
+        reason = str(e) if type(e) is ValueError else repr(e)
         raise UserError(f"{folder}: its tokenizer files cannot be used: {reason}") from None
 
 
@@ -265,25 +264,19 @@ def from_tokenizer_model(path: Path, config: dict, content: dict) -> SentencePie
     tokenizer = SentencePiece(path)
     sp = tokenizer.sp
     added_tokens(content, sp.vocab_size())
-    vocab = content.get("model", {}).get("vocab", {})  # token -> id; or [token, score] in order
-    ids = vocab if isinstance(vocab, dict) else {token: i for i, (token, _) in enumerate(vocab)}
-    if any(ids.get(sp.id_to_piece(i), i) != i for i in range(sp.vocab_size())):
-        problem = f"{path.name} and tokenizer.json give the same token other ids"
-        raise ValueError(f"{problem}: remove the one that is not the model's")
+    vocab = content.get("model", {}).get("vocab", {})
+    if any(vocab.get(sp.id_to_piece(i), i) != i for i in range(sp.vocab_size())):
+        raise ValueError("tokenizer.json gives tokens other ids: remove the file that is wrong")
     if config.get("add_prefix_space") is False and tokenizer.adds_space:
         raise ValueError("add_prefix_space=false is not supported")
     if config.get("add_eos_token") and not content:
         raise ValueError("add_eos_token is not supported")
     own_eos = sp.id_to_piece(sp.eos_id())
-    eos = eos_of(config, own_eos)
-    if eos != own_eos:
+    if (eos := eos_of(config, own_eos)) != own_eos:
         raise ValueError(f"the eos of {path.name} is {own_eos!r}, but another file says {eos!r}")
-    if content:
-        prefix = prefix_of(content)
-    else:
-        has_bos = config.get("add_bos_token", True) and sp.bos_id() >= 0
-        prefix = [sp.bos_id()] if has_bos else []
-    return SentencePiece(path, prefix)
+    has_bos = config.get("add_bos_token", True) and sp.bos_id() >= 0
+    tokenizer.prefix = prefix_of(content) if content else [sp.bos_id()] * has_bos
+    return tokenizer
 
 
 def from_tokenizer_json(config: dict, content: dict) -> Tiktoken:
@@ -316,9 +309,8 @@ def from_tokenizer_json(config: dict, content: dict) -> Tiktoken:
     pattern = pattern_of(content.get("pre_tokenizer"))
     tokenizer = Tiktoken("hf", pattern, ranks, special, eos, normalize, prefix_of(content))
 
-    # Letters, marks, digits, spaces and signs next to each other, and a character of each category
-    # of Unicode between letters: a pattern that leaves out parts of a text leaves out some of
-    # these. Some vocabularies lack the token of a byte or two.
+    # A pattern that leaves out parts of a text leaves out some of these characters, which are of
+    # each category of Unicode. Some vocabularies lack the token of a byte or two.
     probe = "ab\ncd  e\t\tf\r\n 12 ½x_-.,;: 中文，。１é" + "".join(map(chr, range(128)))
     rare = "\xa6\xaa\xab\xb2\xbb\u01c5\u02b0\u0300\u0378\u0488\u0903\u16ee\u200d\u2028\u2029\ue000"
     probe += "".join(f"a{c}b" for c in rare)

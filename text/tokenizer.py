@@ -283,14 +283,15 @@ class Tiktoken:
 Tokenizer = SentencePiece | Tiktoken
 
 
+def facts_of(t: Tokenizer) -> list:
+    """Return what decides the meaning of every id."""
+    marks = [t.special_id(IM_START), t.special_id(IM_END)]
+    return [t.eos_id, t.normalize, marks, [t.token_bytes(i) for i in range(t.vocab_size)]]
+
+
 def same_ids(a: Tokenizer, b: Tokenizer) -> bool:
     """Return whether every id means the same in both tokenizers."""
-    facts = [
-        (t.vocab_size, t.eos_id, t.normalize, t.special_id(IM_START), t.special_id(IM_END))
-        for t in (a, b)
-    ]
-    is_same = facts[0] == facts[1]
-    return is_same and all(a.token_bytes(i) == b.token_bytes(i) for i in range(a.vocab_size))
+    return facts_of(a) == facts_of(b)
 
 
 def open_tokenizer(path: str | Path, info: dict) -> Tokenizer:
