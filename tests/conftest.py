@@ -2,7 +2,6 @@
 and functions that run a script.
 """
 
-import gc
 import json
 import os
 import random
@@ -127,8 +126,7 @@ def refuses(capsys) -> Callable[..., str]:
         with pytest.raises(SystemExit) as exit_info:
             call(lambda: configurator.run(main), *argv)
         assert exit_info.value.code == 2
-        del exit_info
-        gc.collect()  # of the frames of a run that failed, one holds its lock
+        del exit_info  # and with it the frames of a run that failed: one holds its lock
         *notes, error = capsys.readouterr().err.splitlines()
         assert error.startswith("error: "), error
         assert all(line.startswith("note: ") for line in notes), notes

@@ -9,7 +9,7 @@ from conftest import CPU
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hardware.decoding import RecordedCache
-from hardware.kernels import ChunkedCrossEntropy, attention_kernel, pick_kernels
+from hardware.kernels import ChunkedCrossEntropy, pick_kernels
 from model import (
     ACTIVATIONS,
     GPT,
@@ -134,11 +134,6 @@ def test_the_chunked_loss_and_its_gradient_are_those_of_the_plain_one(dtype, err
     (plain / 34).backward()
     (chunked / 34).backward()
     assert (y.grad - x.grad).abs().max() <= error * x.grad.abs().max()
-
-
-@pytest.mark.parametrize("dtype, kernel", [(torch.bfloat16, "plain"), (torch.float32, "flash")])
-def test_the_attention_kernel_is_named(dtype, kernel):
-    assert attention_kernel(4, 64, 32, torch.device("cpu"), dtype) == kernel
 
 
 def test_vocabulary_padding_gets_no_gradient_and_no_probability():

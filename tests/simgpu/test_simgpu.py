@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,40 @@ def test_simulated_gpus_train(gpu, processes, options, folder):
     run = re.sub(r"\W+", "_", f"{gpu} {processes} {options}")
     output = trains(gpu, processes, options, folder, run)
     assert ("\ncompiled in " in output) == (EAGER not in options)
+
+
+# Runs train.py, and counts whenever the host waits for the device, or reads a number from it.
+COUNT = """
+from collections import Counter
+import torch, train
+calls = Counter()
+def count(owner, name):
+    real = getattr(owner, name)
+    def call(*args, **options):
+        of_host = args and isinstance(args[0], torch.Tensor) and not args[0].is_cuda
+        calls[f"{owner.__name__}.{name}"] += not of_host
+        return real(*args, **options)
+    setattr(owner, name, call)
+for owner in (torch.cuda, torch.accelerator, torch.cuda.Event, torch.cuda.Stream):
+    count(owner, "synchronize")
+for name in ("item", "tolist", "cpu", "__bool__", "__float__", "__int__"):
+    count(torch.Tensor, name)
+train.main()
+print("waits:", dict(calls))
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_waits_for_a_simulated_gpu_once(optimizer, folder):
+    """In ten steps more, in which nothing is logged, evaluated or saved."""
+    counts = []
+    for steps in (5, 15):
+        rare = f"--eval_every=99 --sample_every=0 --save_every=99 --log_every=99 {EAGER}"
+        more = f"--optimizer={optimizer} --max_steps={steps} --run_name=waits{steps} --overwrite"
+        argv = ["-c", COUNT, *f"{SMALL} {rare} {more} --tracker=off".split()]
+        ended = simulation.simulated("a100", 1, argv, folder, timeout=900)
+        counts.append(Counter(eval(ended.stdout.rpartition("waits: ")[2])))
+    assert counts[1] - counts[0] == {"Event.synchronize": 10}, counts
 
 
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
