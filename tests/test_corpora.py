@@ -47,6 +47,8 @@ def test_a_compressed_file_that_is_damaged_is_an_error(tmp_path, refuses, suffix
     packed = COMPRESS[suffix](jsonl(f"{t} {i}" for i in range(200) for t in TEXTS).encode())
     path = tmp_path / f"cut.jsonl.{suffix}"
     damaged = [packed[:end] for end in (len(packed) - 1, len(packed) - 9, len(packed) // 2)]
+    if suffix != "zst":  # a second stream that is damaged, or none: bz2 and lzma just end there
+        damaged += [packed + b"\x01" + packed[1:], packed + bytes(4) + b"garbage"]
     for content in damaged:
         path.write_bytes(content)
         error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}", "--name=x")

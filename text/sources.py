@@ -12,7 +12,7 @@ import lzma
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from hardware.disk import file_sha256
 
 KINDS = {kind: kind for kind in ("jsonl", "json", "csv", "tsv", "txt", "parquet")}
 KINDS |= {"ndjson": "jsonl", "md": "txt"}  # suffix of a file -> its kind
+CUT = 1 << 18  # bytes that are unpacked at a time
 COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
 EXPECTED = f".{', .'.join(KINDS)}, all but .parquet also with {', '.join(COMPRESSED)}"
 UNKNOWN_KIND = f"unknown kind of file; expected {EXPECTED}, or give --format=KIND"
@@ -173,6 +174,35 @@ def refuse_folder(error: OSError) -> None:
 # The content of a file
 
 
+class Unpacked(io.RawIOBase):
+    """The decompressed bytes of a file of one or several streams, as `cat a.xz b.xz` makes it.
+
+    BZ2File and LZMAFile would end without an error where a later stream is damaged.
+    """
+
+    def __init__(self, raw: io.BufferedReader, decompressor: Callable):
+        self.raw = raw
+        self.decompressor = decompressor
+        self.stream = decompressor()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while True:
+            packed = b""
+            if self.stream.eof:  # zeros may stand between streams of .xz
+                packed = self.stream.unused_data.lstrip(b"\0") or self.raw.read(CUT).lstrip(b"\0")
+                if not packed:
+                    return 0
+                self.stream = self.decompressor()
+            elif self.stream.needs_input and not (packed := self.raw.read(CUT)):
+                raise EOFError("its end is missing")
+            if data := self.stream.decompress(packed, len(buffer)):
+                buffer[: len(data)] = data
+                return len(data)
+
+
 def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
     """Return a stream of the decompressed bytes of `raw`; `raw` itself if it is not compressed.
 
@@ -183,9 +213,9 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
     if head.startswith(b"\x1f\x8b"):
         return gzip.GzipFile(fileobj=raw)
     if head.startswith(b"\xfd7zXZ\x00"):
-        return lzma.LZMAFile(raw)
+        return io.BufferedReader(Unpacked(raw, lzma.LZMADecompressor))
     if re.match(rb"BZh[1-9]1AY&SY", head):
-        return bz2.BZ2File(raw)
+        return io.BufferedReader(Unpacked(raw, bz2.BZ2Decompressor))
     if head.startswith(b"\x28\xb5\x2f\xfd"):
         zstd = import_for(name, "backports.zstd", "compression.zstd", "backports.zstd")
         return zstd.ZstdFile(raw)
