@@ -59,7 +59,7 @@ class Unfailing:
     """A stream that drops what cannot be written, as after a Ctrl-C that also ended `| tee log`."""
 
     def __init__(self, stream: Any):
-        self.stream = stream
+        self.stream = stream or open(os.devnull, "w")  # None: it was closed from the beginning
 
     def write(self, text: str) -> None:
         with suppress(OSError, ValueError):
