@@ -48,7 +48,6 @@ import torch
 
 from configurator import UserError, note, option, parse, run
 from hardware.decoding import record_decoding
-from hardware.disk import read_object
 from hardware.kernels import pick_kernels
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from hardware.terminal import harmless, plural
@@ -195,11 +194,8 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
 
 def read_prompts(cfg: SampleConfig, folder: Path) -> list[str]:
     """Return the texts of --prompt, or the sample_prompt of the run that wrote the checkpoint."""
-    if cfg.prompt:
-        return list(cfg.prompt)
-    with suppress(OSError, ValueError):  # where it is not a checkpoint of train.py
-        return [str(read_object(folder / "train_config.json").get("sample_prompt") or "")]
-    return [""]
+    trained = read_json(folder / "train_config.json")  # {} if train.py did not write the folder
+    return list(cfg.prompt) or [str(trained.get("sample_prompt") or "")]
 
 
 def encode(text: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:
@@ -344,10 +340,9 @@ class Conversation:
         room = self.window - len(self.opening) - len(question) - len(self.header)
         room -= min(self.cfg.max_new_tokens or self.window // 4, self.window // 2)
         count = len(self.exchanges)
-        while sum(map(len, self.exchanges)) > max(0, room):
+        while self.exchanges and sum(map(len, self.exchanges)) > room:
             del self.exchanges[0]
-        dropped = count - len(self.exchanges)
-        if dropped:
+        if dropped := count - len(self.exchanges):
             self.cache.length = min(self.cache.length, len(self.opening))
             unseen = f"the model no longer sees the {2 * dropped} oldest messages"
             print(f"note: the window is full: {unseen}", file=sys.stderr)
@@ -357,9 +352,10 @@ class Conversation:
         """Print the answer to a message, while it is made, and its speed. Keep both."""
         started = time.perf_counter()
         ids = self.prompt(question)
-        limit, remark = self.window - len(ids), ", unfinished: the window is full"
-        if 0 < self.cfg.max_new_tokens < limit:
-            limit, remark = self.cfg.max_new_tokens, ", unfinished: max_new_tokens is reached"
+        room = self.window - len(ids)
+        limit = min(self.cfg.max_new_tokens or room, room)
+        reason = "the window is full" if limit == room else "max_new_tokens is reached"
+        remark = f", unfinished: {reason}"
         utf8 = new_decoder()
         answer: list[int] = []
         try:
@@ -386,9 +382,9 @@ def check_chat(folder: Path, tokenizer: Tokenizer) -> None:
     """
     if not marks_of(tokenizer):
         raise UserError(f"{folder}: its tokenizer has no {IM_START} and {IM_END}, as --chat needs")
-    path = folder / "chat_template.jinja"
-    config = read_json(folder / "tokenizer_config.json")
-    template = path.read_text("utf-8", "replace") if path.exists() else config.get("chat_template")
+    template = read_json(folder / "tokenizer_config.json").get("chat_template")
+    with suppress(OSError):
+        template = (folder / "chat_template.jinja").read_text("utf-8", "replace")
     if not template:
         note(f"{folder} has no chat template: it was probably not trained on conversations")
     elif str(template).rstrip().removeprefix("{{ bos_token }}") != CHATML:
