@@ -146,7 +146,7 @@ def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
     """
     run = Path(cfg.ckpt) if cfg.ckpt else newest_run(Path(cfg.out_dir))
     if run is None or not run.exists():
-        raise UserError(f"--ckpt {run or cfg.out_dir}: no model is there")
+        raise UserError(f"--ckpt {run or cfg.out_dir}: no such folder, or no run in it")
     if run.suffix == NANOGPT or (run / "config.json").exists():
         return run, str(run)
     losses = losses_of(run)
@@ -166,21 +166,21 @@ def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
     """
     folder, label = find_checkpoint(cfg)
     model = from_pretrained(folder)
-    found = {str(folder): tokenizer_of_model(folder)}
+    of_model = tokenizer_of_model(folder)
+    found = [(str(folder), of_model)] if of_model else []
     if cfg.tokenizer:
-        found[f"--tokenizer={cfg.tokenizer}"] = find_tokenizer(cfg.tokenizer)
+        found.append((f"--tokenizer={cfg.tokenizer}", find_tokenizer(cfg.tokenizer)))
     if cfg.eval:
-        found[f"--eval {cfg.eval}"] = load_tokenizer(Path(cfg.eval))
-    tokenizers = {source: each for source, each in found.items() if each}
-    if not tokenizers:
+        found.append((f"--eval {cfg.eval}", load_tokenizer(Path(cfg.eval))))
+    if not found:
         raise UserError(f"{folder}: no tokenizer is there: name one, as in --tokenizer=gpt2")
-    origin, tokenizer = next(iter(tokenizers.items()))
-    for source, other in tokenizers.items():
+    origin, tokenizer = found[0]
+    for source, other in found[1:]:
         if not same_ids(other, tokenizer):
-            raise UserError(f"{source}: another tokenizer than that of {origin}")
-    vocab_size = model.config.vocab_size
-    if tokenizer.vocab_size > vocab_size:
-        sizes = f"{vocab_size:,} tokens, its tokenizer {tokenizer.vocab_size:,}"
+            again = f"prepare the same texts with --tokenizer={cfg.tokenizer or folder}"
+            raise UserError(f"{source}: makes other ids than {origin}: {again}")
+    if tokenizer.vocab_size > model.config.vocab_size:
+        sizes = f"{model.config.vocab_size:,} tokens, its tokenizer {tokenizer.vocab_size:,}"
         raise UserError(f"{folder}: the model has {sizes}")
     if origin.startswith("--eval"):
         note(f"{folder} has no tokenizer: its ids are assumed to be those of {cfg.eval}")
