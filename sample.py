@@ -437,6 +437,11 @@ def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, l
     prompts = read_prompts(cfg, folder)
     if is_typed:
         prompts = typed("you> " if cfg.chat else "prompt> ", advice)
+    for prompt in () if is_typed else prompts:  # one that is too long is an error at once
+        if conversation is None:
+            encode_prompt(prompt, tokenizer, model.config.block_size)
+        else:
+            conversation.message("user", prompt)
     print(f"[{label}]", file=sys.stderr)
     for number, prompt in enumerate(prompts):
         if number and not (is_typed and (cfg.chat or sys.stdin.isatty())):
