@@ -163,12 +163,10 @@ def grouped(cls: type) -> dict[str, list[str]]:
 def accepted(kind: Any) -> str:
     """Return what an error message or --help calls a type: int, true|false, a|b, text ..."""
     args = typing.get_args(kind)
-    if typing.get_origin(kind) is Literal:
-        return "|".join(map(str, args))
     if typing.get_origin(kind) is tuple:
         return f"{accepted(args[0])} ..."
     names = {bool: "true|false", int: "int", float: "float", str: "text", dict: "{...}"}
-    return names[kind] if kind in names else "|".join(map(accepted, args))
+    return "|".join(map(accepted, args)) if args else names.get(kind, str(kind))
 
 
 def takes(cls: type, name: str) -> str:
@@ -189,28 +187,23 @@ def convert(value: Any, kind: Any) -> Any:
     value: text from the command line, or a Python value from a config file.
     Raises ValueError, TypeError or ArithmeticError if the type does not accept it.
     """
-    origin = typing.get_origin(kind)
-    args = typing.get_args(kind)
-    if origin is Literal:
-        return {str(choice): choice for choice in args}[str(value)]
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        return tuple(convert(v, args[0]) for v in ([value] if isinstance(value, str) else value))
     if origin in (typing.Union, types.UnionType):
         for one in args:  # the first type that accepts the value
             with suppress(ValueError, LookupError, ArithmeticError):
                 return convert(value, one)
-    elif origin is tuple:
-        return tuple(convert(v, args[0]) for v in ([value] if isinstance(value, str) else value))
+    elif origin is Literal:
+        return {str(choice): choice for choice in args}[str(value)]
     elif kind is bool:
         return {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
-    elif kind is int and not isinstance(value, bool):
-        number = Decimal(str(value))  # 5e8 and 1_000 too, with every digit
-        if number == number.to_integral_value() and abs(number) < 2**63:  # as in numpy and torch
-            return int(number)
-    elif kind is float and not isinstance(value, bool) and math.isfinite(float(value)):
-        return float(value)
-    elif kind is dict and isinstance(value, dict):  # from a config file only
-        return value
-    elif kind is str and isinstance(value, str) and "\0" not in value:  # no file name has a NUL
-        return value
+    elif kind in (int, float) and not isinstance(value, bool):
+        number = Decimal(str(value)) if kind is int else float(value)  # 5e8, with every digit
+        if kind(number) == number and abs(number) < (2**63 if kind is int else math.inf):
+            return kind(number)
+    elif kind in (dict, str) and isinstance(value, kind) and "\0" not in value:
+        return value  # a dict comes from a config file only; no file name has a NUL
     raise ValueError(value)
 
 
@@ -243,14 +236,12 @@ def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: s
     Raises UserError if cls has no such setting, or if the setting does not accept the value.
     """
     kind = kind_of(cls, key, source)
-    try:
+    with suppress(ValueError, TypeError, LookupError, ArithmeticError):
         values[key] = convert(value, kind)
-        fits = is_within(values[key], about(cls, key))
-    except (ValueError, TypeError, LookupError, ArithmeticError):
-        fits = False
-    if not fits:
-        problem = f"{key}={value!r:.80} is not accepted; it takes {takes(cls, key)}"
-        raise UserError(f"{source}: {problem}")
+        if is_within(values[key], about(cls, key)):
+            return
+    problem = f"{key}={value!r:.80} is not accepted; it takes {takes(cls, key)}"
+    raise UserError(f"{source}: {problem}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -319,11 +310,16 @@ def given(
             key = key.replace("-", "_")
             kind = kind_of(cls, key, f"--{key}")
             is_list = typing.get_origin(kind) is tuple
-            texts = [text] if equals else []
-            if is_list or not equals:
-                texts += take_values(argv, kind)
-            if not texts:
+            # A switch may stand alone, also in front of a config file: it is then True.
+            is_switch = bool in (kind, *typing.get_args(kind))
+            texts: list[Any] = [text] if equals else []
+            while argv and not argv[0].startswith("--") and (is_list or not texts):
+                if is_switch and argv[0].endswith(".py"):
+                    break
+                texts.append(argv.pop(0))
+            if not texts and not is_switch:
                 raise UserError(f"--{key}: a value is missing; it takes {takes(cls, key)}")
+            texts = texts or [True]
             options[key] = [*options.get(key, []), *texts] if is_list else texts[0]
         elif positional and not arg.startswith("-"):
             options[positional] = [*options.get(positional, []), arg]
@@ -335,22 +331,6 @@ def given(
         set_value(cls, values, key, value, f"--{key}")
     # A shell expands the ~ of `--out_dir ~/x`, but not that of `--out_dir=~/x`.
     return {k: os.path.expanduser(v) if k.endswith("_dir") else v for k, v in values.items()}
-
-
-def take_values(argv: list[str], kind: Any) -> list[Any]:
-    """Return the values of an option that was given without `=`, and remove them from argv.
-
-    A list takes all arguments up to the next option. A setting that accepts true or false may stand
-    alone (`--compile`), or in front of a config file (`--compile config/demo.py`): it is then True.
-    """
-    is_list = typing.get_origin(kind) is tuple
-    takes_bool = bool in (kind, *typing.get_args(kind))
-    taken: list[Any] = []
-    while argv and not argv[0].startswith("--") and (is_list or not taken):
-        if takes_bool and argv[0].endswith(".py"):
-            break
-        taken.append(argv.pop(0))
-    return taken or [True] * takes_bool
 
 
 # --------------------------------------------------------------------------------------------------
@@ -391,14 +371,12 @@ def folded(text: str, width: int, indent: int = 4) -> str:
         # A Chinese character takes two columns: the NUL behind it is counted as the second. A row
         # that ends between the two is one column longer than it counts.
         padded = "".join(c + "\0" * (unicodedata.east_asian_width(c) in "WF") for c in line)
+        is_wide = "\0" in padded
         below = " " * (len(line) - len(line.lstrip()) + indent)
-        limit = width - ("\0" in padded)
-        if width and len(padded) > width:
-            # Chinese has no spaces. Options and paths stay whole.
-            options = dict(break_on_hyphens=False, break_long_words="\0" in padded)
-            rows += textwrap.wrap(padded, limit, subsequent_indent=below, **options)
-        else:
-            rows.append(padded)
+        # Chinese has no spaces. Options and paths stay whole.
+        options = dict(break_on_hyphens=False, break_long_words=is_wide, subsequent_indent=below)
+        fits = not width or len(padded) <= width
+        rows += [padded] if fits else textwrap.wrap(padded, width - is_wide, **options)
     return "\n".join(rows).replace("\0", "")
 
 

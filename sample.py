@@ -36,7 +36,7 @@ import codecs
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -48,7 +48,6 @@ import torch
 
 from configurator import UserError, note, option, parse, run
 from hardware.decoding import record_decoding
-from hardware.disk import read_object
 from hardware.kernels import pick_kernels
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from hardware.terminal import harmless, plural
@@ -146,56 +145,47 @@ def find_checkpoint(cfg: SampleConfig) -> tuple[Path, str]:
     Raises UserError if there is none.
     """
     run = Path(cfg.ckpt) if cfg.ckpt else newest_run(Path(cfg.out_dir))
-    if run is None:
-        raise UserError(f"no checkpoint under {cfg.out_dir}/: train one first, or name a --ckpt")
-    is_nanogpt = run.suffix == NANOGPT and run.exists()
-    if not run.is_dir() and not is_nanogpt:
-        raise UserError(f"--ckpt {run}: no such folder")
-    if is_nanogpt or (run / "config.json").exists():
+    if run is None or not run.exists():
+        raise UserError(f"--ckpt {run or cfg.out_dir}: no such folder, or no run in it")
+    if run.suffix == NANOGPT or (run / "config.json").exists():
         return run, str(run)
     losses = losses_of(run)
-    checkpoint = newest_checkpoint(run / "ckpt")
-    if cfg.which == "best":
-        checkpoint = min(losses, key=losses.get, default=None)
+    best = min(losses, key=losses.get, default=None)
+    checkpoint = best if cfg.which == "best" else newest_checkpoint(run / "ckpt")
     if checkpoint is None:
-        names = "name a run, as out/demo, or a checkpoint, as out/demo/ckpt/step_00000800"
-        raise UserError(f"--ckpt {run}: no model, no --which={cfg.which} checkpoint in it: {names}")
+        raise UserError(f"--ckpt {run}: no model, no --which={cfg.which} checkpoint in it")
     loss = f", validation loss {losses[checkpoint]:.4f}" if checkpoint in losses else ""
     return checkpoint, f"{checkpoint}, the {cfg.which} of {run}{loss}"
 
 
 def open_model(cfg: SampleConfig) -> tuple[Path, str, GPT, Tokenizer]:
-    """Return the folder of the model, its description, the model on the CPU, and its tokenizer."""
+    """Return the folder of the model, its description, the model on the CPU, and its tokenizer.
+
+    The tokenizer is the model's own, or that of --tokenizer, or that of --eval. Raises UserError if
+    there is none, if it has more tokens than the model, or if two of them make other ids.
+    """
     folder, label = find_checkpoint(cfg)
     model = from_pretrained(folder)
-    tokenizer = model_tokenizer(folder, model.config.vocab_size, cfg)
+    of_model = tokenizer_of_model(folder)
+    found = [(str(folder), of_model)] if of_model else []
+    if cfg.tokenizer:
+        found.append((f"--tokenizer={cfg.tokenizer}", find_tokenizer(cfg.tokenizer)))
+    if cfg.eval:
+        found.append((f"--eval {cfg.eval}", load_tokenizer(Path(cfg.eval))))
+    if not found:
+        raise UserError(f"{folder}: no tokenizer is there: name one, as in --tokenizer=gpt2")
+    origin, tokenizer = found[0]
+    for source, other in found[1:]:
+        if not same_ids(other, tokenizer):
+            again = f"prepare the same texts with --tokenizer={cfg.tokenizer or folder}"
+            raise UserError(f"{source}: makes other ids than {origin}: {again}")
+    if tokenizer.vocab_size > model.config.vocab_size:
+        sizes = f"{model.config.vocab_size:,} tokens, its tokenizer {tokenizer.vocab_size:,}"
+        raise UserError(f"{folder}: the model has {sizes}")
+    if origin.startswith("--eval"):
+        note(f"{folder} has no tokenizer: its ids are assumed to be those of {cfg.eval}")
     size = f"{model.num_params()['total'] / 1e6:.1f}M parameters"
     return folder, ", ".join(filter(None, [label, size, unverified(folder)])), model, tokenizer
-
-
-def model_tokenizer(folder: Path, vocab_size: int, cfg: SampleConfig) -> Tokenizer:
-    """Return the tokenizer of a model: its own, or that of --tokenizer, or that of --eval.
-
-    vocab_size: of the model. Raises UserError if there is no tokenizer, if it has more tokens than
-    the model, or if two of them do not make the same ids.
-    """
-    of_model = tokenizer_of_model(folder)
-    named = find_tokenizer(cfg.tokenizer) if cfg.tokenizer else None
-    of_data = load_tokenizer(Path(cfg.eval)) if cfg.eval else None
-    tokenizer = of_model or named or of_data
-    if tokenizer is None:
-        raise UserError(f"{folder}: no tokenizer is there: name one, as in --tokenizer=gpt2")
-    if named and not same_ids(named, tokenizer):
-        raise UserError(f"--tokenizer={cfg.tokenizer}: makes other ids than the one in {folder}")
-    if of_data and not same_ids(of_data, tokenizer):
-        again = f"prepare the same texts with --tokenizer={cfg.tokenizer or folder}"
-        raise UserError(f"--eval {cfg.eval}: made with another tokenizer than the model's: {again}")
-    if tokenizer.vocab_size > vocab_size:
-        sizes = f"{vocab_size:,} tokens, its tokenizer {tokenizer.vocab_size:,}"
-        raise UserError(f"{folder}: the model has {sizes}")
-    if tokenizer is of_data:
-        note(f"{folder} has no tokenizer: its ids are assumed to be those of {cfg.eval}")
-    return tokenizer
 
 
 # --------------------------------------------------------------------------------------------------
@@ -204,11 +194,8 @@ def model_tokenizer(folder: Path, vocab_size: int, cfg: SampleConfig) -> Tokeniz
 
 def read_prompts(cfg: SampleConfig, folder: Path) -> list[str]:
     """Return the texts of --prompt, or the sample_prompt of the run that wrote the checkpoint."""
-    if cfg.prompt:
-        return list(cfg.prompt)
-    with suppress(OSError, ValueError):  # where it is not a checkpoint of train.py
-        return [str(read_object(folder / "train_config.json").get("sample_prompt") or "")]
-    return [""]
+    trained = read_json(folder / "train_config.json")  # {} if train.py did not write the folder
+    return list(cfg.prompt) or [str(trained.get("sample_prompt") or "")]
 
 
 def encode(text: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:
@@ -255,23 +242,13 @@ def typed(label: str, advice: str) -> Iterator[str]:
         print(end="\n" if in_terminal else "")  # Ctrl-D leaves the cursor behind the label
 
 
-def typed_prompts(tokenizer: Tokenizer, block_size: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield each prompt that is typed, with its token ids. One that is too long prints an error."""
-    advice = "Type the beginning of a text; nothing: a new document. Ctrl-D ends."
-    for line in typed("prompt> ", advice):
-        try:
-            yield encode_prompt(line, tokenizer, block_size)
-        except UserError as e:
-            print(f"error: {e}", file=sys.stderr)
-
-
-def continue_text(
-    model: GPT, tokenizer: Tokenizer, prompt: str, ids: list[int], cfg: SampleConfig
-) -> None:
+def continue_text(model: GPT, tokenizer: Tokenizer, prompt: str, cfg: SampleConfig) -> None:
     """Print num_samples continuations of a prompt, all made in one batch, and their speed.
 
-    The first is printed while it is made, the others after it.
+    The first is printed while it is made, the others after it. Raises UserError if the prompt is
+    too long.
     """
+    prompt, ids = encode_prompt(prompt, tokenizer, model.config.block_size)
     started = time.perf_counter()
     shown = harmless if sys.stdout.isatty() else str  # a file gets each character as it is
     eos_id = tokenizer.eos_id
@@ -341,6 +318,11 @@ class Conversation:
         self.exchanges: list[list[int]] = []  # a message of the user and its answer each
         self.cache = KVCache(model.config, 1, self.window, model.wte.weight)
 
+    def reset(self) -> None:
+        """Begin anew."""
+        self.exchanges.clear()
+        self.cache.length = 0
+
     def message(self, role: str, text: str) -> list[int]:
         """Return the ids of a message. Raises UserError if they leave no room for an answer."""
         _, ids = encode(f"{role}\n{text}", self.tokenizer)
@@ -357,11 +339,10 @@ class Conversation:
         """
         room = self.window - len(self.opening) - len(question) - len(self.header)
         room -= min(self.cfg.max_new_tokens or self.window // 4, self.window // 2)
-        dropped = 0
-        while sum(map(len, self.exchanges)) > max(0, room):
+        count = len(self.exchanges)
+        while self.exchanges and sum(map(len, self.exchanges)) > room:
             del self.exchanges[0]
-            dropped += 1
-        if dropped:
+        if dropped := count - len(self.exchanges):
             self.cache.length = min(self.cache.length, len(self.opening))
             unseen = f"the model no longer sees the {2 * dropped} oldest messages"
             print(f"note: the window is full: {unseen}", file=sys.stderr)
@@ -371,9 +352,10 @@ class Conversation:
         """Print the answer to a message, while it is made, and its speed. Keep both."""
         started = time.perf_counter()
         ids = self.prompt(question)
-        limit, remark = self.window - len(ids), ", unfinished: the window is full"
-        if 0 < self.cfg.max_new_tokens < limit:
-            limit, remark = self.cfg.max_new_tokens, ", unfinished: max_new_tokens is reached"
+        room = self.window - len(ids)
+        limit = min(self.cfg.max_new_tokens or room, room)
+        reason = "the window is full" if limit == room else "max_new_tokens is reached"
+        remark = f", unfinished: {reason}"
         utf8 = new_decoder()
         answer: list[int] = []
         try:
@@ -400,38 +382,14 @@ def check_chat(folder: Path, tokenizer: Tokenizer) -> None:
     """
     if not marks_of(tokenizer):
         raise UserError(f"{folder}: its tokenizer has no {IM_START} and {IM_END}, as --chat needs")
-    path = folder / "chat_template.jinja"
-    config = read_json(folder / "tokenizer_config.json")
-    template = path.read_text("utf-8", "replace") if path.exists() else config.get("chat_template")
+    template = read_json(folder / "tokenizer_config.json").get("chat_template")
+    with suppress(OSError):
+        template = (folder / "chat_template.jinja").read_text("utf-8", "replace")
     if not template:
         note(f"{folder} has no chat template: it was probably not trained on conversations")
     elif str(template).rstrip().removeprefix("{{ bos_token }}") != CHATML:
         plain = "--chat writes plain ChatML, with no system message but that of --system"
         note(f"{folder} has a chat template of its own, which may ask for more: {plain}")
-
-
-def converse(model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, label: str) -> None:
-    """Answer each prompt in a conversation of its own; without any, what is typed, in one."""
-    conversation = Conversation(model, tokenizer, cfg)
-    questions = [conversation.message("user", text) for text in cfg.prompt]
-    print(f"[{label}]", file=sys.stderr)  # not above the error of a message that is too long
-    for number, question in enumerate(questions):
-        print("----------------\n" * (number > 0) + f"you> {cfg.prompt[number]}")
-        Conversation(model, tokenizer, cfg).answer(question)
-    if questions:
-        return
-    advice = "Type a message. /reset begins anew, Ctrl-C ends an answer, Ctrl-D the program."
-    for line in map(str.strip, typed("you> ", advice)):
-        if line == "/reset":
-            conversation = Conversation(model, tokenizer, cfg)
-            print("[a new conversation]", file=sys.stderr)
-        elif line:
-            try:
-                question = conversation.message("user", line)
-            except UserError as e:
-                print(f"error: {e}", file=sys.stderr)
-            else:
-                conversation.answer(question)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -450,14 +408,14 @@ def evaluate_on(folder: Path, model: GPT, cfg: SampleConfig, machine: Machine) -
     data = DataSet(folder.name, folder, open_dataset(folder), Fraction(1))
     verify(folder, data.meta, "val")
     windows = open_windows(data, "val", T)
-    count = len(windows.fixed_starts(cfg.eval_tokens))
+    packed = open_windows(data, "val", T, documents="pack")
+    tokens, eos_id = cfg.eval_tokens, data.meta["eos_id"]
+    count = len(windows.fixed_starts(tokens))
     B = min(cfg.batch_size, count)
-    loss = evaluate(model, windows, cfg.eval_tokens, B, machine, bar=True)
+    loss = evaluate(model, windows, tokens, B, machine, bar=True)
     if not math.isfinite(loss):
         raise UserError(f"the loss is {loss}: the weights are damaged, or need another --dtype")
-    windows = open_windows(data, "val", T, documents="pack")
-    eos_id = data.meta["eos_id"]
-    by_document = evaluate(model, windows, cfg.eval_tokens, B, machine, eos_id=eos_id, bar=True)
+    by_document = evaluate(model, packed, tokens, B, machine, eos_id=eos_id, bar=True)
     val = data.meta["splits"]["val"]
     _, _, units = in_other_units(loss, val["bytes"] / val["tokens"])
     losses = f"validation loss {loss:.4f} (by document {by_document:.4f}) | {units}"
@@ -465,6 +423,45 @@ def evaluate_on(folder: Path, model: GPT, cfg: SampleConfig, machine: Machine) -
 
 
 # --------------------------------------------------------------------------------------------------
+
+
+def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, label: str) -> None:
+    """Continue or answer each prompt. One that is typed and too long prints an error."""
+    conversation = None
+    advice = "Type the beginning of a text; nothing: a new document. Ctrl-D ends."
+    if cfg.chat:
+        check_chat(folder, tokenizer)
+        conversation = Conversation(model, tokenizer, cfg)
+        advice = "Type a message. /reset begins anew, Ctrl-C ends an answer, Ctrl-D the program."
+    is_typed = cfg.interactive or (cfg.chat and not cfg.prompt)
+    prompts = read_prompts(cfg, folder)
+    if is_typed:
+        prompts = typed("you> " if cfg.chat else "prompt> ", advice)
+    for prompt in () if is_typed else prompts:  # one that is too long is an error at once
+        if conversation is None:
+            encode_prompt(prompt, tokenizer, model.config.block_size)
+        else:
+            conversation.message("user", prompt)
+    print(f"[{label}]", file=sys.stderr)
+    for number, prompt in enumerate(prompts):
+        if number and not (is_typed and (cfg.chat or sys.stdin.isatty())):
+            print("----------------")
+        try:
+            if conversation is None:
+                continue_text(model, tokenizer, prompt, cfg)
+            elif not is_typed:
+                print(f"you> {prompt}")
+                conversation.reset()
+                conversation.answer(conversation.message("user", prompt))
+            elif prompt.strip() == "/reset":
+                conversation.reset()
+                print("[a new conversation]", file=sys.stderr)
+            elif prompt.strip():
+                conversation.answer(conversation.message("user", prompt.strip()))
+        except UserError as e:
+            if not is_typed:
+                raise
+            print(f"error: {e}", file=sys.stderr)
 
 
 def main() -> None:
@@ -479,26 +476,10 @@ def main() -> None:
             print(f"{Path(cfg.eval)}: {losses} | {folder}")
             print(f"[{label}]", file=sys.stderr)
             return
-
-        T = model.config.block_size
-        prompts: Iterable[tuple[str, list[int]]] = []
-        if cfg.chat:
-            check_chat(folder, tokenizer)
-        elif cfg.interactive:
-            prompts = typed_prompts(tokenizer, T)
-        else:
-            prompts = [encode_prompt(text, tokenizer, T) for text in read_prompts(cfg, folder)]
         model.to(machine.device, machine.dtype).eval()
         record_decoding(model)
         torch.manual_seed(cfg.seed)
-        if cfg.chat:
-            converse(model, tokenizer, cfg, label)
-            return
-        print(f"[{label}]", file=sys.stderr)
-        for number, (prompt, ids) in enumerate(prompts):
-            if number and not (cfg.interactive and sys.stdin.isatty()):
-                print("----------------")
-            continue_text(model, tokenizer, prompt, ids, cfg)
+        respond(folder, model, tokenizer, cfg, label)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def conversation_of(checkpoint: Path, shape: dict, **settings) -> sample.Convers
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-6), (torch.bfloat16, 0.02)])
 def test_the_last_queries_alone_attend_as_they_do_among_all(dtype, near, alone):  # noqa: F811
     q, k, v = torch.randn(3, 2, 4, 20, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for attend in (alone.attend, kernels.attend):
+    for attend in (alone.Kernels().attend, kernels.EagerKernels().attend):
         last = attend(q[:, :, 13:], k, v, None, 0.0)
         torch.testing.assert_close(last, attend(q, k, v, None, 0.0)[:, :, 13:], atol=near, rtol=0)
 
