@@ -117,7 +117,7 @@ def test_a_checkpoint_has_chat_files_in_its_manifest(chat_folder):
     ends = [tokenizer.eos_id, marks_of(tokenizer)[1]]
     assert read(chat_folder / "generation_config.json")["eos_token_id"] == ends
     assert CHAT_FILES <= read(chat_folder / "manifest.json").keys()
-    assert {path.name for path in chat_folder.iterdir()} <= OUR_FILES
+    assert {path.name for path in chat_folder.iterdir()} <= {*OUR_FILES}
     assert not damage(chat_folder)
 
 

@@ -97,14 +97,17 @@ def test_an_mlp_computes_the_formula_of_its_name(mlp):
     torch.testing.assert_close(module(x), expected)
 
 
+def hidden_logits(model: GPT, x: torch.Tensor) -> torch.Tensor:
+    """Return the logits of every prefix of x, (B, T, V): the model only returns the last ones."""
+    return torch.stack([model(x[:, : t + 1]) for t in range(x.size(1))], dim=1)
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_the_loss_is_the_cross_entropy_and_sees_no_future(name):
-    """Each prefix is computed by itself: the model only returns the logits of the last token."""
     model = make(name)
     x = ids(model, T=17)
     idx, targets = x[:, :-1], x[:, 1:]
-    logits = torch.stack([model(idx[:, : t + 1]) for t in range(16)], dim=1)  # (B, T, V)
-    want = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    want = F.cross_entropy(hidden_logits(model, idx).flatten(0, 1), targets.flatten())
     torch.testing.assert_close(model(idx, targets), want)
 
 

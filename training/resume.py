@@ -203,8 +203,11 @@ def check_fits(
     old_settings = {k: v for k, v in saved.settings.items() if hasattr(cfg, k)}
     then = fixed(replace(cfg, **old_settings), c.vocab_size)
     now = fixed(cfg, c.vocab_size)
-    now = {k: v for k, v in now.items() if v not in (then[k], asdict(c).get(k, then[k]))}
-    then = {k: then[k] for k in now} | {"tokenizer": tokenizer_id(saved.meta["tokenizer"])}
+    shape = asdict(c)
+    now = {k: v for k, v in now.items() if v not in (then[k], shape.get(k, then[k]))}
+    then = {k: shape.get(k, then[k]) for k in now} | {
+        "tokenizer": tokenizer_id(saved.meta["tokenizer"])
+    }
     for key, split in (("trained_on", "train"), ("judged_by", "val")):
         then |= {f"{name}/{split}.bin": sha256 for name, sha256 in saved.meta[key].items()}
     now |= data_hashes(sets) | {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
