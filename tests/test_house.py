@@ -23,7 +23,7 @@ NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 NO_CODE.add(tokenize.ENDMARKER)
 EVENING = ["train", "model", "text.windows"]  # what a newcomer reads
 CEILING = 6_600  # lines of code of the product: all but bench/, tests/ and config/
-CEILING_OF_A_RUN = {"files": 28, "lines": 4_250}  # of ours, which a training on a CPU loads
+CEILING_OF_A_RUN = {"files": 28, "lines": 4_500}  # of ours, which a training on a CPU loads
 
 
 @cache

@@ -58,7 +58,12 @@ def test_loss_png_is_there_when_the_run_ends(finished, trains):
     assert not (finished / "loss.png").exists()
     run = trains("--tracker=none")
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in run.iterdir()) == ["ckpt", "loss.png", "metrics.jsonl"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        ".lock",
+        "ckpt",
+        "loss.png",
+        "metrics.jsonl",
+    ]
 
 
 @pytest.mark.parametrize("fault", ["init", "log", "finish"])

@@ -241,7 +241,7 @@ class Report:
     def close(self) -> None:
         """Draw the last picture, and end the run at the tracker. Nothing is reported later.
 
-        This takes END_SECONDS at most.
+        This takes END_SECONDS at most. If a tracker hangs, the process ends END_SECONDS later.
         """
         if not self.machine.is_main:
             return
@@ -259,6 +259,11 @@ class Report:
             self.tracker.join(max(0.0, end - time.monotonic()))
             if self.tracker.is_alive():
                 self.machine.say(f"warning: {self.cfg.tracker} did not receive all; {SYNC}")
+                # Its package may wait for the network even when Python ends.
+                code = 0 if self.progress.step == self.plan.steps else 1
+                timer = threading.Timer(END_SECONDS, os._exit, [code])
+                timer.daemon = True
+                timer.start()
         with suppress(OSError):  # a full disk
             self.file.close()
         self.below_lines.close()
