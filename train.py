@@ -174,8 +174,11 @@ def main() -> None:
     # ---- The model as it runs: faster kernels, compiled, in DDP or sharded over the ranks.
     model.use(pick_kernels(machine.device, size.compiled))
     forward = wrap(cfg, model, machine, size.compiled)
+    # batch_size=auto: try two micro-steps for real, and halve the batch until they fit. Not where
+    # weights are sharded: a rank that runs out of memory would leave the others in a collective.
     state_bytes, _ = optimizer_memory(model, size)
-    while is_auto and not fits(forward, first_batch(loader, plan, machine), machine, state_bytes):
+    tries = is_auto and not is_sharded_run(cfg, machine)
+    while tries and not fits(forward, first_batch(loader, plan, machine), machine, state_bytes):
         cfg, plan, size = halved(cfg, plan, size, done)
         say(f"note: out of memory: batch_size={plan.batch_size} is tried, {plan.accum} micro-steps")
     if size.compiled:
@@ -207,6 +210,7 @@ def main() -> None:
         stop_signals() as signals,
         memory_advice(plan.smaller(T)),
         closing(report),
+        closing(saver),
         closing(
             read_ahead(loader, progress.samples, plan.batch_size, machine, clock, signals)
         ) as batches,
@@ -255,7 +259,8 @@ def main() -> None:
                     check_finite(model, machine, step)
                     saver.save(model, optimizer, scaler, progress)
                 break
-            # The only wait for the device in a step; not for the update of the weights.
+            # The only wait for the device in a step without a log line, an evaluation or a save. It
+            # does not wait for the update of the weights.
             loss, grad_norm, signalled = numbers.wait()
             stopped = signalled > 0
             outcome = progress.add_step(plan.step_tokens // T, loss, grad_norm, scaler)
@@ -269,7 +274,6 @@ def main() -> None:
             if step == start_step:
                 gc.collect()
                 gc.freeze()  # these objects will stay: the collector need not visit them again
-        saver.wait()
 
     # ---- The end. No rank ends before the last checkpoint is on the disk.
     machine.gather(None)
@@ -288,7 +292,7 @@ def main() -> None:
         advice = "lower lr, or try dtype=float32, or look at the texts of these steps, and if the"
         advice += " weights are spoiled already, move the newest checkpoints away"
         raise UserError(f"{problem}, the last at step {progress.step}: {advice}; {goes_on}")
-    if stopped:
+    if stopped and progress.step < plan.steps:
         say(f"stopped by a signal after step {progress.step}: {goes_on}")
         # If the list is empty, another rank has caught the signal.
         sys.exit(128 + (signals[-1] if signals else signal.SIGTERM))

@@ -115,6 +115,9 @@ class Saver:
         if self.writing:
             self.writing.result()
 
+    def close(self) -> None:
+        self.wait()
+
     def write(self, weights: dict[str, Tensor], state: dict, started: float) -> None:
         """Write a checkpoint, rename it, report it, and prune older ones.
 
@@ -134,7 +137,7 @@ class Saver:
             if os.path.lexists(target):
                 set_aside(target, f"{target.name}_kept")
             put_in_place(draft, target)
-        except (OSError, RuntimeError) as e:  # torch.save() raises a RuntimeError about an OSError
+        except (OSError, RuntimeError, MemoryError) as e:  # torch.save() wraps an OSError
             with suppress(OSError):
                 remove_only(draft, OUR_FILES)
             reason = getattr(e.__context__ or e, "strerror", None) or e

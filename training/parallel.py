@@ -140,6 +140,20 @@ def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> Call
     return torch.compile(forward, dynamic=False) if compiled and not by_blocks else forward
 
 
+@contextmanager
+def compiler_errors() -> Iterator[None]:
+    """Turn an error of torch.compile into a UserError of one line."""
+    try:
+        yield
+    except Exception as e:
+        of_compiler = type(e).__module__.startswith(("torch._dynamo", "torch._inductor"))
+        if out_of_memory(e) or not of_compiler:  # another rank has ended, or it is a bug
+            raise
+        first_line = str(e).partition("\n")[0]
+        reason = f"{type(e).__name__}: {first_line}"
+        raise UserError(f"torch.compile failed: {reason}: train with --compile=false") from e
+
+
 def compile_now(forward: torch.nn.Module, batch: Batch, machine: Machine, eos_id: int) -> None:
     """Let a compiled model compile itself before the first step, whose time is then that of a step.
 
@@ -147,7 +161,7 @@ def compile_now(forward: torch.nn.Module, batch: Batch, machine: Machine, eos_id
     """
     start = time.perf_counter()
     machine.say("compiling: this takes a while")
-    try:
+    with compiler_errors():
         with autocast(machine):
             forward(*batch).backward()
         if machine.device.type == "cuda":
@@ -158,13 +172,6 @@ def compile_now(forward: torch.nn.Module, batch: Batch, machine: Machine, eos_id
                     forward(batch.x, batch.y, eos_id=begins, reduction="sum")
             forward.train()
         machine.synchronize()
-    except Exception as e:
-        of_compiler = type(e).__module__.startswith(("torch._dynamo", "torch._inductor"))
-        if out_of_memory(e) or not of_compiler:  # another rank has ended, or it is a bug
-            raise
-        first_line = str(e).partition("\n")[0]
-        reason = f"{type(e).__name__}: {first_line}"
-        raise UserError(f"torch.compile failed: {reason}: train with --compile=false") from e
     forward.zero_grad(set_to_none=True)
     machine.say(f"compiled in {time.perf_counter() - start:.1f} s")
 
@@ -178,9 +185,9 @@ def fits(forward: torch.nn.Module, batch: Batch, machine: Machine, state_bytes: 
     no_sync = getattr(forward, "no_sync", nullcontext)
     enough = True
     try:
-        state = torch.empty(int(state_bytes), dtype=torch.uint8, device=machine.device)
+        state = torch.ones(int(state_bytes), dtype=torch.uint8, device=machine.device)
         for _ in range(2):  # the gradients of the first are there in the second
-            with no_sync():
+            with no_sync(), compiler_errors():
                 with autocast(machine):
                     loss = forward(*batch)
                 loss.backward()

@@ -210,9 +210,11 @@ class Report:
 
     def write(self, record: dict, line: str = "") -> None:
         """Report one event: the record for programs, the line for people."""
-        if not self.machine.is_main or self.file.closed:
+        if not self.machine.is_main:
             return
         with self.mutex:
+            if self.file.closed:
+                return
             try:
                 print(json.dumps(record), file=self.file, flush=True)
             except OSError as e:
@@ -264,7 +266,7 @@ class Report:
                 timer = threading.Timer(END_SECONDS, os._exit, [code])
                 timer.daemon = True
                 timer.start()
-        with suppress(OSError):  # a full disk
+        with self.mutex, suppress(OSError):  # a full disk
             self.file.close()
         self.below_lines.close()
 

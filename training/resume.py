@@ -203,7 +203,7 @@ def check_fits(
     old_settings = {k: v for k, v in saved.settings.items() if hasattr(cfg, k)}
     then = fixed(replace(cfg, **old_settings), c.vocab_size)
     now = fixed(cfg, c.vocab_size)
-    shape = asdict(c)
+    shape = asdict(c) | {"block_size": then["block_size"]}  # windows are counted in its length
     now = {k: v for k, v in now.items() if v not in (then[k], shape.get(k, then[k]))}
     then = {k: shape.get(k, then[k]) for k in now} | {
         "tokenizer": tokenizer_id(saved.meta["tokenizer"])
