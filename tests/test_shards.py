@@ -50,3 +50,15 @@ def test_other_ranks_and_another_shard_go_on_within_rounding(n, shard, tiny_data
 def test_recompute_changes_nothing_with_dropout(trains, tmp_path):
     plain = trains(*DROPOUT).rename(tmp_path / "plain")
     assert same(trains("--recompute=blocks", *DROPOUT), plain)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "all"])
+def test_batch_size_auto_trains_a_sharded_model_as_ddp_does(tiny_data, tmp_path, shard):
+    """The trial of batch_size=auto must leave nothing behind: losses and norms are DDP's."""
+    auto = ["--batch_size=auto", "--compile=false"]
+    losses = []
+    for name in ("none", shard):
+        run = train_on(2, tiny_data, tmp_path / name, *auto, f"--shard={name}")
+        losses.append([metrics(run, key) for key in ("loss", "grad_norm", "val_loss")])
+    for ddp, sharded in zip(*losses, strict=True):
+        assert sharded == pytest.approx(ddp, rel=1e-4)
