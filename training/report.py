@@ -26,6 +26,8 @@ from subprocess import DEVNULL
 import torch
 from torch.amp import GradScaler
 
+from configurator import note
+from hardware.disk import set_aside
 from hardware.machine import Clock, Machine
 from hardware.terminal import ProgressBar, in_a_terminal, quoted
 from model import GPTConfig
@@ -285,7 +287,9 @@ def first_records(
     the settings of this process follows if they differ from those recorded last.
     """
     step = progress.step
-    records = records_until(path, step) if step else []
+    if step == 0 and path.exists():  # init_from=auto: an earlier start saved nothing
+        note(f"{path} is kept as {set_aside(path, 'metrics_kept.jsonl').name}")
+    records = records_until(path, step)
     if step and not any(r["step"] == step and "saved" in r for r in records):
         # The process that wrote the checkpoint was killed before it could record it.
         records.append({"step": step, "saved": f"step_{step:08d}"})

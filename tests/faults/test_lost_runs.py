@@ -59,6 +59,13 @@ def test_a_disk_that_is_mounted_as_ckpt_is_no_run(trains, tmp_path):
     trains("--max_steps=1")
 
 
+def test_records_of_a_start_that_saved_nothing_are_kept(trains, tmp_path, refuses):
+    refuses(lambda: trains("--lr=1e38", "--warmup_ratio=0", "--grad_clip=0"))
+    recorded = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    run = trains("--init_from=auto", "--max_steps=1")
+    assert (run / "metrics_kept.jsonl").read_bytes() == recorded
+
+
 def test_a_resume_records_a_checkpoint_that_was_not_recorded(copied, trains):
     """metrics.jsonl says which checkpoints there were: without them, auto must not begin anew."""
     lines = (copied / "metrics.jsonl").read_text().splitlines(keepends=True)
