@@ -36,7 +36,7 @@ import codecs
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -434,14 +434,14 @@ def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, l
         conversation = Conversation(model, tokenizer, cfg)
         advice = "Type a message. /reset begins anew, Ctrl-C ends an answer, Ctrl-D the program."
     is_typed = cfg.interactive or (cfg.chat and not cfg.prompt)
-    prompts = read_prompts(cfg, folder)
-    if is_typed:
-        prompts = typed("you> " if cfg.chat else "prompt> ", advice)
-    for prompt in () if is_typed else prompts:  # one that is too long is an error at once
-        if conversation is None:
-            encode_prompt(prompt, tokenizer, model.config.block_size)
-        else:
-            conversation.message("user", prompt)
+    prompts: Iterable[str] = typed("you> " if cfg.chat else "prompt> ", advice)
+    if not is_typed:
+        prompts = read_prompts(cfg, folder)
+        for prompt in prompts:  # one that is too long is an error before any output
+            if conversation:
+                conversation.message("user", prompt)
+            else:
+                encode_prompt(prompt, tokenizer, model.config.block_size)
     print(f"[{label}]", file=sys.stderr)
     for number, prompt in enumerate(prompts):
         if number and not (is_typed and (cfg.chat or sys.stdin.isatty())):

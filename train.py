@@ -129,6 +129,7 @@ def main() -> None:
             model = from_pretrained(origin, verify=False, dropout=cfg.dropout)
             resume.check_fits(origin, saved, model.config, cfg, sets)
             progress = Progress.of_checkpoint(saved.state)
+            # From here on, init_from says how the run began.
             cfg = replace(cfg, init_from=saved.settings.get("init_from", "scratch"))
         else:
             model = resume.model_to_tune(origin, cfg, sets, verify=machine.local_rank == 0)
@@ -141,12 +142,13 @@ def main() -> None:
     facts |= resume.data_hashes(sets)
     if origin and (origin / MANIFEST).exists():
         facts["checkpoint"] = file_sha256(origin / MANIFEST)
-    ranks = machine.gather((facts, memory_capacity(machine.device)))
-    for name in facts:
-        for rank, (there, _) in enumerate(ranks):
-            if there.get(name) != ranks[0][0].get(name):
-                raise UserError(f"rank {rank}: {name} is {there.get(name)}, another than on rank 0")
-    capacity = min(bytes for _, bytes in ranks)
+    gathered = machine.gather((facts, memory_capacity(machine.device)))
+    facts_of_ranks, capacities = zip(*gathered, strict=True)
+    for rank, there in enumerate(facts_of_ranks):
+        for name, fact in facts_of_ranks[0].items():
+            if there.get(name) != fact:
+                raise UserError(f"rank {rank}: {name} is {there.get(name)}, on rank 0 {fact}")
+    capacity = min(capacities)
 
     # ---- Plan: batch size, accumulation, number of steps; whether to compile.
     epoch_tokens = sum(windows.n_windows for windows in loader.splits) * T
@@ -154,8 +156,8 @@ def main() -> None:
     kind = machine.device.type
     size = Step(1, T, dtype=machine.dtype, device=kind, world=machine.world)
     is_auto = cfg.batch_size == "auto"
-    last = saved.settings["batch_size"] if saved else 0
-    cfg, plan, size = plan_of(cfg, model, size, epoch_tokens, capacity, done, last)
+    saved_batch_size = saved.settings["batch_size"] if saved else 0
+    cfg, plan, size = plan_of(cfg, model, size, epoch_tokens, capacity, done, saved_batch_size)
     check_capacity(model, size, capacity)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     say(banner(cfg, sets, loader, machine, plan, model, size))
@@ -233,7 +235,8 @@ def main() -> None:
                         progress.add_evaluation(val_loss)
                     if samples:
                         full_weights = getattr(forward, "full_weights", nullcontext)
-                        with full_weights(), suppress(ArithmeticError):  # as the loss is, then
+                        # ArithmeticError: the logits are not finite, as the loss shows too.
+                        with full_weights(), suppress(ArithmeticError):
                             text = write_text(model, tokenizer, prompt, sample_length, cfg.seed)
                             report.sample(step, text)
                     if saves or step == progress.best_step:
@@ -253,7 +256,9 @@ def main() -> None:
             numbers = take_step(
                 forward, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip, signals
             )
-            if numbers is None:  # a signal, in the middle of a step of a single process
+            # A process that trains alone gives up its step when a signal arrives: read_ahead()
+            # yields None. Save the weights from before the step, unless they are saved already.
+            if numbers is None:
                 stopped = True
                 if step > start_step and not saves and step != progress.best_step:
                     check_finite(model, machine, step)

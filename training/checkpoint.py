@@ -61,11 +61,21 @@ from training.settings import TrainConfig
 
 # The files that train.py writes to a checkpoint.
 OUR_FILES = [
-    MANIFEST,
-    *("model.safetensors", "config.json", "generation_config.json"),
-    *("train_state.pt", "train_config.json", "meta.json"),
-    *("tokenizer.model", "tokenizer.tiktoken", "tokenizer.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    MANIFEST,  # deleted first: a folder without it does not count as a checkpoint
+    "model.safetensors",
+    "config.json",
+    "generation_config.json",
+    "train_state.pt",
+    "train_config.json",
+    "meta.json",
+    "tokenizer.model",
+    "tokenizer.tiktoken",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
     "chat_template.jinja",
 ]
 
@@ -116,7 +126,9 @@ class Saver:
             self.writing.result()
 
     def close(self) -> None:
+        """End the thread, as soon as the last checkpoint is on the disk."""
         self.wait()
+        self.pool.shutdown()
 
     def write(self, weights: dict[str, Tensor], state: dict, started: float) -> None:
         """Write a checkpoint, rename it, report it, and prune older ones.

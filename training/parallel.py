@@ -46,13 +46,13 @@ def plan_of(
     epoch_tokens: int,
     capacity: float,
     done: tuple[int, int] = (0, 0),
-    last: int = 0,
+    saved_batch_size: int = 0,
 ) -> tuple[TrainConfig, Plan, Step]:
     """Return the settings with a number for batch_size=auto, the plan, and the size of a step.
 
     step: its T, dtype, device and world. capacity: bytes of memory for a step on each device.
-    done: the steps that a resumed run has done, and the windows that it has read. last: the
-    batch_size that it had; with auto it keeps this one if it fits.
+    done: the steps that a resumed run has done, and the windows that it has read.
+    saved_batch_size: of its checkpoint; with auto it keeps this one if it fits.
     """
     # compile=auto depends on the length of the run, which is known before batch_size=auto is.
     draft = make_plan(replace(cfg, batch_size=1), step.world, epoch_tokens, *done)
@@ -60,10 +60,10 @@ def plan_of(
     # Two micro-steps: accumulation needs more memory than one micro-step does.
     step = replace(step.of(cfg), accum=2, compiled=wants_compile(cfg, step.device, flops))
     if cfg.batch_size == "auto":
-        fits = largest_batch(model, step, capacity)
+        most = largest_batch(model, step, capacity)
         if step.device == "cpu":  # more than 8,192 tokens are no faster (bench/LOG.md)
-            fits = min(fits, max(1, 8192 // step.T))
-        B = last if 0 < last <= fits else even_batch(fits, cfg, step.world)
+            most = min(most, max(1, 8192 // step.T))
+        B = saved_batch_size if 0 < saved_batch_size <= most else even_batch(most, cfg, step.world)
         cfg = replace(cfg, batch_size=B)
     plan = make_plan(cfg, step.world, epoch_tokens, *done)
     return cfg, plan, replace(step, B=plan.batch_size, accum=plan.accum)

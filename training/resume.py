@@ -279,7 +279,7 @@ def placed_like(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return x.clone()  # a counter of steps: its optimizer knows where it belongs
     if not is_sharded(p):
         return x.to(p.device, copy=True)
-    mesh = p.device_mesh
+    mesh = p.device_mesh  # p is a DTensor; to import its class takes half a second
     n = math.ceil(x.size(0) / mesh.size())
     rows = x[n * mesh.get_local_rank() :][:n].to(p.device, p.dtype, copy=True)
     return type(p.data).from_local(rows, mesh, p.placements, shape=p.shape, stride=p.stride())

@@ -17,32 +17,44 @@ REPORT = "Evaluation, samples, checkpoints"
 
 @dataclass(frozen=True)
 class TrainConfig:
-    run_name: str = option("run", "the run writes its files to out_dir/run_name/", group=RUN)
+    run_name: str = option(
+        "run", "name of the run, which writes its files to out_dir/run_name/", group=RUN
+    )
     out_dir: str = option("out", "folder of all runs")
     init_from: str = option(
-        "scratch", "scratch, resume, auto (resume or scratch), or a model folder to fine-tune"
+        "scratch",
+        "scratch; resume; auto: resume if there is a checkpoint, else scratch; or a "
+        "model folder to fine-tune",
     )
-    overwrite: bool = option(False, "first rename an earlier run of this name to RUN.old")
+    overwrite: bool = option(False, "rename an earlier run of this name to RUN.old first")
     data_dir: str = option("data", "folder of all data sets")
     device: str = option("auto", "auto: cuda, then mps, then cpu")
-    peak_tflops: float = option(0.0, "of one device, for MFU; 0: datasheet, or measured", minimum=0)
+    peak_tflops: float = option(
+        0.0, "peak of one device, for MFU; 0: from its datasheet, measured on a CPU", minimum=0
+    )
     # WANDB_MODE=offline, then `wandb sync`: for computers without a network.
     tracker: Literal["none", "wandb", "swanlab", "tensorboard", "off"] = option(
-        "none", "where else the metrics go; off: not even loss.png is drawn"
+        "none", "also send the metrics to this service; off: do not draw loss.png either"
     )
 
     dataset: str = option(
-        "", "in data_dir; wiki:0.7,code:0.3 mixes two; default: the newest", group="Data"
+        "", "data set in data_dir; wiki:0.7,code:0.3 mixes two; default: the newest", group="Data"
     )
-    seed: int = option(1337, "of the first weights, data order and dropout", minimum=0, below=2**62)
+    seed: int = option(
+        1337, "seed of the initial weights, the data order and dropout", minimum=0, below=2**62
+    )
     block_size: int = option(1024, "T, tokens in a sequence", above=0)
-    documents: Documents = option("stream", "mask, pack, pad: keep documents apart (docs/data.md)")
+    documents: Documents = option(
+        "stream", "mask, pack and pad keep documents apart (docs/data.md)"
+    )
     loss_per: LossPer = option("token", "weight the loss per token or per document")
-    loss_on: LossOn = option("all", "answers: of conversations, learn only what the assistant says")
+    loss_on: LossOn = option(
+        "all", "answers: of conversations, train only on what the assistant says"
+    )
 
     preset: str = option(
         "gpt2",
-        "positions, norms and all that says preset: model.py",
+        "architecture; sets every option below whose value is preset (model.py)",
         choices=tuple(PRESETS),
         group="Model",
     )
@@ -51,22 +63,40 @@ class TrainConfig:
     n_kv_head: int = option(0, "number of key/value heads; 0: n_head", minimum=0)
     n_embd: int = option(768, "width of the residual stream", above=0)
     d_ff: int = option(0, "width inside the MLP; 0: 4 n_embd, with a gate 8/3 n_embd", minimum=0)
-    mlp: str = option("preset", "gpt2: gelu, else swiglu", choices=("preset", *ACTIVATIONS))
-    # With qwen2, queries, keys and values have one, whatever bias is.
-    bias: bool | Literal["preset"] = option("preset", "in linear layers and LayerNorm; gpt2: true")
-    tie_embeddings: bool | Literal["preset"] = option("preset", "lm_head is wte; gpt2: true")
-    rope_theta: float = option(10000.0, "base of the rotation frequencies", above=0)
-    rope_scaling: str = option("", "for longer sequences: linear:2, or llama3:32,1,4,8192")
-    dropout: float = option(
-        0.0, "a high weight_decay helps more (docs/data.md)", minimum=0, below=1
+    mlp: str = option(
+        "preset",
+        "activation of the MLP; preset: gelu for gpt2, else swiglu",
+        choices=("preset", *ACTIVATIONS),
     )
-    init: str = option("gpt2", "scheme of the first weights: model.py", choices=tuple(INIT))
+    # With qwen2, queries, keys and values have one, whatever bias is.
+    bias: bool | Literal["preset"] = option(
+        "preset", "biases in linear layers and LayerNorm; preset: true for gpt2"
+    )
+    tie_embeddings: bool | Literal["preset"] = option(
+        "preset", "lm_head shares the weights of wte; preset: true for gpt2"
+    )
+    rope_theta: float = option(10000.0, "base of the rotation frequencies", above=0)
+    rope_scaling: str = option(
+        "", "RoPE scaling for longer sequences: linear:2, or llama3:32,1,4,8192"
+    )
+    dropout: float = option(
+        0.0,
+        "dropout probability; on repeated data a high weight_decay helps more (docs/data.md)",
+        minimum=0,
+        below=1,
+    )
+    init: str = option(
+        "gpt2", "initialization scheme of the weights (model.py)", choices=tuple(INIT)
+    )
 
     batch_size: int | Literal["auto"] = option(
-        16, "B, sequences in a micro-step of a device; auto: what fits", minimum=1, group="Batch"
+        16,
+        "B, sequences per micro-step on each device; auto: what fits into memory",
+        minimum=1,
+        group="Batch",
     )
     batch_tokens: int = option(
-        524_288, "tokens of a step on all devices; micro-steps follow from it", above=0
+        524_288, "tokens per step on all devices; gradient accumulation follows from it", above=0
     )
 
     max_steps: int = option(
@@ -79,50 +109,75 @@ class TrainConfig:
     max_tokens: int = option(0, "in tokens", minimum=0)
 
     optimizer: Literal["adamw", "muon", "adafactor"] = option(
-        "adamw", "muon: for the matrices of the blocks", group="Optimizer"
+        "adamw", "muon: Muon for the matrices of the blocks, AdamW for the rest", group="Optimizer"
     )
     lr: float = option(
-        6e-4, "highest learning rate; adafactor: in units of the weights, try 0.03", above=0
+        6e-4,
+        "peak learning rate; adafactor: relative to the scale of the weights, try 0.03",
+        above=0,
     )
-    embed_lr: float = option(1.0, "learning rate of the embeddings, in units of lr", minimum=0)
-    vector_lr: float = option(1.0, "learning rate of norms and biases, in units of lr", minimum=0)
-    weight_decay: float = option(0.1, "of matrices; 1 if the data is read many times", minimum=0)
-    beta1: float = option(0.9, "decay rate of the gradient's running mean", minimum=0, below=1)
+    embed_lr: float = option(1.0, "learning rate of the embeddings, relative to lr", minimum=0)
+    vector_lr: float = option(1.0, "learning rate of norms and biases, relative to lr", minimum=0)
+    weight_decay: float = option(
+        0.1,
+        "weight decay of matrices and embeddings; try 1 if the data is read many times",
+        minimum=0,
+    )
+    beta1: float = option(0.9, "decay rate of the running mean of the gradient", minimum=0, below=1)
     beta2: float = option(
-        0.95, "decay rate of the squared gradient's running mean", minimum=0, below=1
+        0.95, "decay rate of the running mean of the squared gradient", minimum=0, below=1
     )
     momentum: float = option(
-        0.95, "beta1 of muon; grows from 0.85 at the start", minimum=0, below=1
+        0.95,
+        "muon: decay rate of the running mean of the gradient; it grows from 0.85 at the start",
+        minimum=0,
+        below=1,
     )
-    grad_clip: float = option(
-        1.0, "larger gradient norms are scaled down to it; 0: never", minimum=0
-    )
+    grad_clip: float = option(1.0, "maximum norm of the gradient; 0: no clipping", minimum=0)
 
     schedule: Literal["cosine", "linear", "wsd", "constant"] = option(
-        "cosine", "after a linear warm-up; wsd: constant, then linear", group="Schedule"
+        "cosine",
+        "learning rate after a linear warm-up; wsd: constant, then a linear decay",
+        group="Schedule",
     )
-    warmup_ratio: float = option(0.01, "share of the run that is warm-up", minimum=0, maximum=1)
-    decay_ratio: float = option(0.2, "wsd: share of the run that is decay", minimum=0, maximum=1)
-    min_lr_ratio: float = option(0.1, "lr of the last step, in units of lr", minimum=0, maximum=1)
+    warmup_ratio: float = option(
+        0.01, "warm-up, as a fraction of the run's steps", minimum=0, maximum=1
+    )
+    decay_ratio: float = option(
+        0.2, "wsd: decay, as a fraction of the run's steps", minimum=0, maximum=1
+    )
+    min_lr_ratio: float = option(
+        0.1, "learning rate of the last step, relative to lr", minimum=0, maximum=1
+    )
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
-        "auto", "of the matrix products; weights are fp32", group="Precision and speed"
+        "auto",
+        "dtype of matrix products under autocast; the weights stay in fp32",
+        group="Precision and speed",
     )
-    compile: bool | Literal["auto"] = option("auto", "torch.compile; auto: cuda, long CPU runs")
+    compile: bool | Literal["auto"] = option(
+        "auto", "torch.compile; auto: on CUDA, and for long runs on a CPU"
+    )
 
     recompute: Literal["none", "blocks"] = option(
-        "none", "blocks: keep their inputs only, compute twice", group="Memory"
+        "none",
+        "blocks: activation checkpointing, which keeps only the input of each block",
+        group="Memory",
     )
     shard: Literal["none", "optimizer", "gradients", "all"] = option(
-        "none", "what is sharded across ranks (ZeRO 1, 2, 3); all: the weights too"
+        "none",
+        "what is sharded across ranks: the optimizer's state (ZeRO 1), also the "
+        "gradients (2), or the weights too (3)",
     )
 
     eval_every: int = option(250, "steps between two evaluations", above=0, group=REPORT)
-    eval_tokens: int = option(1_000_000, "of val.bin, evenly spread; 0: all", minimum=0)
-    sample_every: int = option(250, "steps between two texts of the model; 0: none", minimum=0)
-    sample_prompt: str = option("", "beginning of these texts; loss_on=answers: a question")
+    eval_tokens: int = option(
+        1_000_000, "tokens of val.bin in an evaluation, evenly spread; 0: all", minimum=0
+    )
+    sample_every: int = option(250, "steps between two samples of the model; 0: none", minimum=0)
+    sample_prompt: str = option("", "prompt of these samples; with loss_on=answers, a question")
     save_every: int = option(1000, "steps between two checkpoints", above=0)
-    keep: int = option(2, "newest checkpoints to keep, besides the best one", above=0)
+    keep: int = option(2, "newest checkpoints to keep, in addition to the best one", above=0)
     log_every: int = option(10, "steps between two log lines", above=0)
 
     def problems(self) -> list[str]:
