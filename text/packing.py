@@ -12,8 +12,7 @@ at the end, its tail, is packed like a document: an eos stands before it, which 
 anything. Behind the last document of a window there may be padding, which is not trained on.
 
 The plan of the windows depends on the tokens and T only. Each process computes it when it opens the
-data, for 250,000 documents at a time: about a second for a million documents. It is made only of
-tokens that have the hash of meta.json.
+data, for 250,000 documents at a time: about a second for a million documents.
 """
 
 from functools import reduce

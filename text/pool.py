@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from configurator import UserError
@@ -63,6 +65,29 @@ def do_task(chunk: Chunk) -> Any:
     return worker_task(chunk)
 
 
+@contextmanager
+def deferred_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt for a Ctrl-C in the block only behind it.
+
+    Workers that start in the block inherit the mask: the main process alone handles Ctrl-C. The
+    mask is not enough for the main process, whose other threads get signals.
+    """
+    pressed = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+
+    handler = signal.signal(signal.SIGINT, remember)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, handler)
+    if pressed:
+        raise KeyboardInterrupt
+
+
 def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[int, Any]]:
     """Yield (bytes read, result of the task) for every chunk, in their order.
 
@@ -79,10 +104,8 @@ def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tupl
     waiting = deque()
     try:
         for chunk in chunks:
-            # Workers inherit the mask: the main process handles Ctrl-C, and then kills them.
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            waiting.append((chunk.bytes_read, pool.submit(do_task, chunk)))
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            with deferred_interrupt():  # submit() may start a worker
+                waiting.append((chunk.bytes_read, pool.submit(do_task, chunk)))
             del chunk  # only a few are in memory
             while waiting and (waiting[0][1].done() or len(waiting) > 3 * workers):
                 bytes_read, future = waiting.popleft()
@@ -93,6 +116,6 @@ def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tupl
         reason = "a worker process could not start or was killed, as happens when memory runs out"
         raise UserError(f"{reason}: lower --workers or --max_record_mb") from None
     finally:
+        # Workers end after the chunks that they have. Killed in the middle of a result, they would
+        # leave a part of it in the pipe, and this process would wait for the rest at its exit.
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in multiprocessing.active_children():
-            process.kill()  # it writes no files
