@@ -64,8 +64,8 @@ def test_byte_vocabulary_is_bytes_space_eos_and_unk(tmp_path):
 def test_a_wrong_vocab_size_is_answered_with_one_that_fits(tmp_path, refuses):
     corpus = write_texts(tmp_path / "c.jsonl", [record_text(r)[0] for r in make_records(40)])
     options = ["--input", corpus, f"--data_dir={tmp_path}"]
-    assert "vocab_size" in refuses(prepare.main, *options, "--vocab_size=261")
-    for size in (262, 9999):
+    assert "vocab_size" in refuses(prepare.main, *options, "--vocab_size=262")
+    for size in (263, 9999):
         error = refuses(prepare.main, *options, f"--vocab_size={size}")
         call(prepare.main, *options, re.search(r"--vocab_size=\d+(?=,)", error)[0])
 

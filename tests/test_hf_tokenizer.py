@@ -181,6 +181,34 @@ def test_a_tokenizer_of_a_public_model_encodes_the_same_here(kind, tmp_path, tra
     assert all((again.encode(text) == ours.encode(text)).all() for text in MIXED)
 
 
+ADDED = ["<think>", "</think>", "<tool_call>", "<think>x", "   ", "标点", "<|im_end|>"]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen", "llama3"])
+def test_added_tokens_are_found_as_their_file_says(kind, tmp_path, transformers):
+    """Only the marks of a conversation cannot be written by a text."""
+    folder = bpe(tmp_path / "m", kind)
+    content = read(folder / "tokenizer.json")
+    added = [{"id": 700 + i, "content": name} for i, name in enumerate(ADDED[:-1])]
+    added += [t for t in content["added_tokens"] if t["content"] not in ADDED]
+    marks = [t | {"special": False} for t in content["added_tokens"] if t["content"] in ADDED]
+    flags = dict(lstrip=False, rstrip=False, single_word=False, normalized=False, special=False)
+    content["added_tokens"] = [flags | token for token in added + marks]
+    write_files(folder, {"tokenizer.json": content})
+    auto = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = from_hugging_face(folder)
+    texts = [f"{text}{name}\n{text[:9]}" for text in MIXED for name in ADDED[:-1]]
+    for text in [*texts, "<think", "a    b", "<think>xy</think></think>", "的标点。"]:
+        ids = ours.encode(text).tolist()
+        assert auto(text, split_special_tokens=True).input_ids == [*ours.prefix, *ids], text
+        assert b"".join(map(ours.token_bytes, ids)).decode() == ours.normalized(text)
+    assert ours.special_id("<|im_end|>") not in ours.encode("<|im_end|>")
+    again = from_hugging_face(write_files(tmp_path / "again", to_hugging_face(ours, 128)))
+    assert (
+        same_ids(again, ours) and again.encode(texts[0]).tolist() == ours.encode(texts[0]).tolist()
+    )
+
+
 def test_ignore_merges_decides_if_a_word_needs_merges(tmp_path, transformers):
     """Llama 3 sets ignore_merges. Without it, a token that no merge produces never appears."""
     folder = bpe(tmp_path / "m", "gpt2")
@@ -251,7 +279,7 @@ STRANGE = {  # a part of the message -> (file, key, value)
     "its pattern": ("tokenizer.json", "pre_tokenizer", split_at(r"\\p{L}+")),
     "pre_tokenizer .*W": ("tokenizer.json", "pre_tokenizer", split_at(r"\w+|\W+")),
     "leaves out parts": ("tokenizer.json", "pre_tokenizer", split_at(NO_FORMAT)),
-    "'   ' would cut": ("tokenizer.json", "added_tokens", [{"id": 700, "content": "   "}]),
+    "lstrip": ("tokenizer.json", "added_tokens", [{"id": 700, "content": "<x>", "lstrip": True}]),
     "not distinct": ("tokenizer.json", "added_tokens", [{"id": 7, "content": "<x>"}]),
     "cannot be used": ("model", "vocab", 7),
     "its merges": ("model", "merges", [["a", "b"], ["t", "h"], ["Ġ", "t"]]),
@@ -290,7 +318,7 @@ NOT_DONE = {  # a part of the message -> (file, its content)
     "add_eos_token": ("tokenizer_config.json", {"add_eos_token": True}),
     "the eos of": ("special_tokens_map.json", {"eos_token": "<|im_end|>"}),
     "other ids": ("tokenizer.json", {"model": {"vocab": {"<0x41>": 5}}}),
-    "foo": ("tokenizer.json", {"model": {}, "added_tokens": [{"id": 5000, "content": "foo"}]}),
+    "<x>": ("tokenizer.json", {"model": {}, "added_tokens": [{"id": 5000, "content": "<x>"}]}),
 }
 
 

@@ -8,7 +8,15 @@ from pathlib import Path
 from configurator import UserError
 from hardware.disk import json_bytes, read_object
 from text.dataset import load_tokenizer
-from text.tokenizer import GPT2_PATTERN, IM_END, SentencePiece, Tiktoken, Tokenizer, check_ids
+from text.tokenizer import (
+    GPT2_PATTERN,
+    IM_END,
+    IM_START,
+    SentencePiece,
+    Tiktoken,
+    Tokenizer,
+    check_ids,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Writing: tokenizer.json, which AutoTokenizer opens
@@ -52,7 +60,7 @@ def to_hugging_face(
         return {}
     special, model, steps = described
     names = {i: name for name, i in special.items()}
-    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
 
     # The prefix, named bos, comes before every text, and so before the first of a pair.
     single = [{"Sequence": {"id": "A", "type_id": 0}}]
@@ -67,7 +75,10 @@ def to_hugging_face(
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": i, "content": names[i]} | flags for i in sorted(names)],
+        "added_tokens": [
+            {"id": i, "content": names[i]} | flags | {"special": names[i] not in tokenizer.added}
+            for i in sorted(names)
+        ],
         "normalizer": None,
         "pre_tokenizer": None,
         "post_processor": template | {"special_tokens": prefix_tokens},
@@ -106,7 +117,7 @@ def describe_sentencepiece(tokenizer: SentencePiece) -> tuple[dict, dict, dict] 
 
 def describe_tiktoken(tokenizer: Tiktoken) -> tuple[dict, dict, dict]:
     """Return the same parts for a byte-level BPE."""
-    special = tokenizer.special
+    special = tokenizer.special | tokenizer.added
     ranks = tokenizer.ranks.items()
     tokens = {"".join(BYTE_TO_CHAR[b] for b in token): rank for token, rank in ranks}
     # As in tiktoken, a word that is a token becomes it, even if no merges lead to it.
@@ -219,7 +230,8 @@ def hugging_face_files(folder: Path) -> list[Path]:
 def from_hugging_face(folder: Path) -> Tokenizer:
     """Return the tokenizer of a Hugging Face model folder: its tokenizer.model or tokenizer.json.
 
-    The name of a special token in a text is ordinary text here, as everywhere in this program.
+    The name of a special token in a text is ordinary text here, as everywhere in this program. An
+    added token that is not special, such as <think>, is one token, as its file says.
     Raises UserError for damaged files. Also raises it for a setting with which neither
     SentencePiece nor tiktoken is known to compute the same ids, and names the setting.
     """
@@ -263,7 +275,9 @@ def from_tokenizer_model(path: Path, config: dict, content: dict) -> SentencePie
     """
     tokenizer = SentencePiece(path)
     sp = tokenizer.sp
-    added_tokens(content, sp.vocab_size())
+    for token in content.get("added_tokens", []):
+        if token["id"] >= sp.vocab_size() and not token.get("special"):
+            raise ValueError(f"the added token {token['content']!r} is not in {path.name}")
     vocab = content.get("model", {}).get("vocab", {})
     if any(vocab.get(sp.id_to_piece(i), i) != i for i in range(sp.vocab_size())):
         raise ValueError("tokenizer.json gives tokens other ids: remove the file that is wrong")
@@ -295,19 +309,22 @@ def from_tokenizer_json(config: dict, content: dict) -> Tiktoken:
     normalize = (content.get("normalizer") or {}).get("type", "")
     if normalize not in ("", "NFC", "NFD", "NFKC", "NFKD"):
         raise ValueError(f"normalizer {normalize} is not supported")
-    special = added_tokens(content, 0)
-    vocab = model["vocab"] | special
+    special, added = added_tokens(content, normalize)
+    vocab = model["vocab"] | special | added
     eos = eos_of(config, "<|endoftext|>")
     if eos == IM_END and "<|endoftext|>" in vocab:
         eos = "<|endoftext|>"  # IM_END ends a message of a document, not the document
     if eos not in vocab:
         raise ValueError(f"it has no eos token {eos}, but every document must end with one")
     special |= {eos: vocab[eos]}
+    added.pop(eos, None)
 
-    ranks = ranks_of({token: i for token, i in vocab.items() if token not in special}, model)
-    check_ids([*ranks.values(), *special.values()])
+    named = special | added
+    ranks = ranks_of({token: i for token, i in vocab.items() if token not in named}, model)
+    check_ids([*ranks.values(), *named.values()])
     pattern = pattern_of(content.get("pre_tokenizer"))
-    tokenizer = Tiktoken("hf", pattern, ranks, special, eos, normalize, prefix_of(content))
+    prefix = prefix_of(content)
+    tokenizer = Tiktoken("hf", pattern, ranks, special, eos, normalize, prefix, added)
 
     # A pattern that leaves out parts of a text leaves out some of these characters, which are of
     # each category of Unicode. Some vocabularies lack the token of a byte or two.
@@ -320,18 +337,22 @@ def from_tokenizer_json(config: dict, content: dict) -> Tiktoken:
     return tokenizer
 
 
-def added_tokens(content: dict, from_id: int) -> dict[str, int]:
-    """Return the tokens that were added to the model, from an id on: name -> id.
+def added_tokens(content: dict, normalize: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the tokens that were added to the model, name -> id: special ones, and others.
 
-    Raises ValueError for one that would be found in ordinary text.
+    Those that are not special, such as <think>, are found in a text. The marks of a conversation
+    count as special: no text may write them. Raises ValueError for a token that is found in another
+    way than by its name alone.
     """
-    added = [token for token in content.get("added_tokens", []) if token["id"] >= from_id]
-    for token in added:
+    special, others = {}, {}
+    for token in content.get("added_tokens", []):
         name = token["content"]
-        # A run of spaces, for example, is found there.
-        if not token.get("special") and name.lstrip("\u2581")[:1] not in ("<", "["):
-            raise ValueError(f"the added token {name!r} would cut ordinary text")
-    return {token["content"]: token["id"] for token in added}
+        is_special = token.get("special") or name in (IM_START, IM_END)
+        (special if is_special else others)[name] = token["id"]
+        flags = ["lstrip", "rstrip", "single_word", *(["normalized"] if normalize else [])]
+        if not is_special and (on := [flag for flag in flags if token.get(flag)]):
+            raise ValueError(f"the added token {name!r} has {on[0]}: not supported")
+    return special, others
 
 
 # Each digit is a word. GPT-2's pattern cuts the text between two digits as if it were a text of its

@@ -8,7 +8,7 @@ from configurator import option
 
 FIELD = re.compile(r"\{([^{}]+)\}")  # in a template of --fields
 MADE_HERE = ("train", "char", "byte")  # values of tokenizer that name no existing tokenizer
-LEAST = 262  # vocab_size: 256 bytes, five special tokens and a character
+LEAST = 263  # vocab_size: 256 bytes, five special tokens, the space and a character
 InputFormat = Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"]
 
 

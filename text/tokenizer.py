@@ -6,6 +6,8 @@ Both classes have the same attributes and methods:
     unk_id                stands for a text that the vocabulary has no token for; -1: there is none
     prefix                ids that come before a prompt; by default the eos, which in the training
                           data ends a document and so comes before the next one
+    added                 name -> id of a token such as <think>, which is text, but is found before
+                          all other tokens
     encode(text)          -> ids (n,), without the prefix
     encode_all(texts)     -> an iterator of the ids of each text; faster for many texts
     decode(ids)           -> their text, for people: a mark of a conversation is its name
@@ -49,6 +51,7 @@ class SentencePiece:
     kind = "sentencepiece"
     file = "tokenizer.model"
     normalize = ""
+    added: dict[str, int] = {}  # SentencePiece finds its user-defined symbols itself
 
     def __init__(self, path: str | Path, prefix: list[int] | None = None):
         import sentencepiece
@@ -193,11 +196,16 @@ class Tiktoken:
         eos: str = "<|endoftext|>",
         normalize: str = "",  # a Unicode normal form that every text is brought to: NFC for Qwen
         prefix: list[int] | None = None,
+        added: dict[str, int] | None = None,
     ):
         import tiktoken
 
+        self.added = added or {}
         self.encoding = tiktoken.Encoding(
-            name, pat_str=faster(pattern), mergeable_ranks=ranks, special_tokens=special
+            name,
+            pat_str=faster(pattern),
+            mergeable_ranks=ranks,
+            special_tokens=special | self.added,
         )
         self.pattern = pattern
         self.ranks = ranks
@@ -207,6 +215,9 @@ class Tiktoken:
         self.vocab_size = self.encoding.n_vocab
         self.eos_id = special[eos]
         self.token_of = {i: token for token, i in ranks.items()}  # id -> its bytes
+        self.token_of |= {i: name.encode() for name, i in self.added.items()}
+        longest_first = sorted(self.added, key=len, reverse=True)
+        self.added_names = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         self.prefix = [self.eos_id] if prefix is None else prefix
 
     @classmethod
@@ -247,6 +258,13 @@ class Tiktoken:
 
         Raises ValueError if tiktoken fails, on a million spaces for example.
         """
+        if not self.added:
+            return self.encode_words(text)
+        parts = self.added_names.split(text)  # every second one is the name of an added token
+        ids = [[self.added[p]] if i % 2 else self.encode_words(p) for i, p in enumerate(parts)]
+        return np.concatenate(ids).astype(np.uint32)
+
+    def encode_words(self, text: str) -> np.ndarray:
         try:
             return self.encoding.encode_to_numpy(self.normalized(text), disallowed_special=())
         except BaseException as e:  # a panic in tiktoken's Rust code is not an Exception
@@ -272,12 +290,12 @@ class Tiktoken:
         return self.token_of.get(token, b"")
 
     def save(self, folder: Path) -> dict:
-        tokens = sorted(self.token_of.items())
+        tokens = sorted((rank, token) for token, rank in self.ranks.items())
         lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in tokens]
         (folder / self.file).write_bytes(b"".join(lines))
         info = {"kind": self.kind, "file": self.file, "name": self.encoding.name}
         info |= {"prefix": self.prefix, "pattern": self.pattern, "special": self.special}
-        return info | {"eos": self.eos, "normalize": self.normalize}
+        return info | {"eos": self.eos, "normalize": self.normalize, "added": self.added}
 
 
 Tokenizer = SentencePiece | Tiktoken
@@ -286,7 +304,8 @@ Tokenizer = SentencePiece | Tiktoken
 def facts_of(t: Tokenizer) -> list:
     """Return what decides the meaning of every id."""
     marks = [t.special_id(IM_START), t.special_id(IM_END)]
-    return [t.eos_id, t.normalize, marks, [t.token_bytes(i) for i in range(t.vocab_size)]]
+    texts = [t.token_bytes(i) for i in range(t.vocab_size)]
+    return [t.eos_id, t.normalize, marks, t.added, texts]
 
 
 def same_ids(a: Tokenizer, b: Tokenizer) -> bool:
@@ -301,5 +320,5 @@ def open_tokenizer(path: str | Path, info: dict) -> Tokenizer:
     """
     if info["kind"] == SentencePiece.kind:
         return SentencePiece(path, info["prefix"])
-    options = {key: info[key] for key in ("eos", "normalize", "prefix")}
+    options = {key: info.get(key) for key in ("eos", "normalize", "prefix", "added")}
     return Tiktoken.from_file(path, info["pattern"], info["special"], **options)

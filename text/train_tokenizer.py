@@ -90,6 +90,7 @@ def train_sentencepiece(path: Path, sample: list[str], vocab_size: int) -> None:
             byte_fallback=True,
             control_symbols=[IM_START, IM_END],  # no text is encoded to them
             character_coverage=0.9995,
+            required_chars="\u2581",  # a space: its bytes would decode to a U+2581
             allow_whitespace_only_pieces=True,  # indentation can be one token
             split_digits=True,
             max_sentence_length=8 * SAMPLE_LENGTH,  # bytes
@@ -111,7 +112,7 @@ def write_alphabet(path: Path, characters: set[str], with_bytes: bool) -> None:
     """
     tokens = characters - RESERVED
     if with_bytes:
-        tokens |= {" "}  # SentencePiece writes a space as U+2581, and would find the bytes of that
+        tokens |= {" "}  # as in train_sentencepiece()
     size = len(tokens) + 2 + 256 * with_bytes
     make_model(
         path,
