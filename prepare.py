@@ -64,7 +64,7 @@ from text.demo import TAUGHT, demo_sources
 from text.encode import Encoder, write_splits
 from text.hf_tokenizer import HF_FILES
 from text.landmarks import count_landmarks
-from text.records import CHAT, RULES
+from text.records import RULES
 from text.settings import PrepareConfig
 from text.sources import Source, find_sources
 from text.tokenizer import SentencePiece, Tiktoken
@@ -76,7 +76,7 @@ FILES = {SentencePiece.file, Tiktoken.file, *HF_FILES, "train.bin", "val.bin", "
 FILES |= {f".{name}.tmp" for name in FILES}  # write_whole() was killed
 # The settings that decide the documents of a data set.
 OF_DOCUMENTS = ("format", "fields", "chat", "txt", "encoding", "min_tokens", "val_fraction")
-OF_DOCUMENTS += ("max_record_mb",)
+OF_DOCUMENTS += ("max_record_mb", "separators")
 
 
 def main() -> None:
@@ -212,7 +212,7 @@ def write_set(
     meta = report.describe_set(info, writer.counts, writer.lengths, tally)
     if writer.few:
         meta["few_documents"] = writer.few
-    if not cfg.fields and any(shape.startswith(CHAT) for shape in tally.shapes):
+    if tally.has_conversations:
         for split, counts in writer.counts.items():
             counts["answers"] = report.count_answers(folder, meta, split, encoder.tokenizer)
     meta["landmarks"] = count_landmarks(folder, meta)

@@ -52,7 +52,7 @@ from hardware.kernels import pick_kernels
 from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from hardware.terminal import harmless, plural
 from model import GPT, KVCache
-from text.chat import marks_of
+from text.chat import answer_header, marks_of, message_ids
 from text.dataset import DataSet, load_tokenizer, open_dataset, open_windows, verify
 from text.hf_tokenizer import CHATML, find_tokenizer, read_json, tokenizer_of_model
 from text.tokenizer import IM_END, IM_START, Tokenizer, same_ids
@@ -309,9 +309,9 @@ class Conversation:
         self.tokenizer = tokenizer
         self.cfg = cfg
         self.window = window(cfg, model)
-        self.start_mark, self.end_mark = marks_of(tokenizer)
+        _, self.end_mark = marks_of(tokenizer)
         self.ending = [self.end_mark, *tokenizer.encode("\n").tolist()]  # of a message
-        self.header = [self.start_mark, *tokenizer.encode("assistant\n").tolist()]  # of an answer
+        self.header = answer_header(tokenizer)
         self.opening = list(tokenizer.prefix)  # what each conversation begins with
         if cfg.system:
             self.opening += self.message("system", cfg.system)
@@ -325,8 +325,8 @@ class Conversation:
 
     def message(self, role: str, text: str) -> list[int]:
         """Return the ids of a message. Raises UserError if they leave no room for an answer."""
-        _, ids = encode(f"{role}\n{text}", self.tokenizer)
-        ids = [self.start_mark, *ids, *self.ending]
+        _, content = encode(text, self.tokenizer)
+        ids = message_ids(role, content, self.tokenizer)
         room = max(0, self.window - len(self.opening) - len(self.header) - 1)
         if len(ids) > room:
             raise UserError(f"the {role} message has {len(ids):,} tokens, the model sees {room:,}")

@@ -18,6 +18,7 @@ from text.chat import answers_of, marks_of
 from text.dataset import load_tokenizer, open_dataset, open_datasets, open_split, open_windows
 from text.hf_tokenizer import CHATML, to_hugging_face
 from text.packing import Counting
+from text.report import document_texts, summary
 from text.tokenizer import IM_END, IM_START
 from text.windows import Loader
 from training.batches import to_batch
@@ -60,7 +61,10 @@ FORMS = [
     ({"system": "Be kind.", "messages": [QUESTION, ANSWER]}, WITH_SYSTEM),
     ({"messages": None, "conversations": [QUESTION, ANSWER]}, RENDERED),
     ({"messages": [HUMAN | {"role": None, "content": None}, ANSWER]}, RENDERED),
-    ({"messages": [QUESTION, ANSWER | {"content": "\n \r\nSo."}]}, RENDERED),
+    (
+        {"messages": [QUESTION, ANSWER | {"content": "\n \r\nSo."}]},
+        RENDERED.replace("So.", "\n \r\nSo."),
+    ),
     ({"messages": [QUESTION, ANSWER] * 2}, RENDERED * 2),
     ({"instruction": "Why?", "input": "", "output": "So."}, RENDERED),
     ({"instruction": "Why?", "input": None, "output": "So.", "system": "Be kind."}, WITH_SYSTEM),
@@ -80,6 +84,48 @@ def test_conversations_of_every_form_become_chatml(tiny_data, tmp_path, capsys):
 def test_an_instruction_is_plain_text_without_chat(tiny_data, tmp_path):
     folder = chats(tiny_data, tmp_path, [{"instruction": "Why?", "output": "So."}] * 2)
     assert all_texts(folder) == ["Why?\nSo."] * 2
+
+
+def test_the_fields_of_chat_are_a_question_and_its_answer(tiny_data, tmp_path, refuses):
+    records = [{"q": "Why?", "more": "Now?", "a": {"long": "So."}, "system": "Be kind."}] * 2
+    folder = chats(tiny_data, tmp_path, records, "--chat", "--fields=q,a.long")
+    assert all_texts(folder) == [WITH_SYSTEM] * 2
+    assert "--loss_on=answers" in summary(open_dataset(folder), folder)
+    assert "fields" in refuses(lambda: chats(tiny_data, tmp_path, records, "--chat", "--fields=q"))
+
+
+def test_what_says_do_not_learn_this_is_not_learned(tiny_data, tmp_path):
+    """The answers of a conversation that are not to be learned stay before those that are."""
+    no = [{"label": False}, {"weight": 0}, {"weight": 0.0}, {"train": False}]
+    records = [talk(QUESTION, ANSWER, **mark) for mark in no]
+    records += [talk(QUESTION, ANSWER | {"loss": False})]
+    records += [talk(QUESTION, ANSWER | mark, QUESTION, ANSWER) for mark in no]
+    records += [talk(QUESTION, ANSWER, label=True, weight=1)] * 4
+    folder = chats(tiny_data, tmp_path, records, "--val_fraction=0.4")
+    meta, tokenizer = open_dataset(folder), load_tokenizer(folder)
+    assert list(meta["records"]["dropped"].values()) == [5]
+    answer = len(tokenizer.encode("So.")) + 1
+    assert sum(s["answers"]["tokens"] for s in meta["splits"].values()) == 8 * answer
+    texts = [text for _, text in document_texts(folder, meta, "first", 9)]
+    learned = RENDERED.replace("So.<|im_end|>", "[[So.<|im_end|>]]")
+    assert all(text == learned or text.startswith(RENDERED + learned) for text in texts)
+
+
+def test_fields_of_conversations_that_are_not_read_are_counted(tiny_data, tmp_path):
+    records = [talk(QUESTION, ANSWER | {"reasoning": "."}, rejected="No.", loss_mask=[1])] * 3
+    folder = chats(tiny_data, tmp_path, [talk(QUESTION, ANSWER), *records])
+    unread = {"rejected": 3, "loss_mask": 3, "reasoning of messages": 3}
+    assert open_dataset(folder)["records"]["unread"] == unread
+
+
+def test_names_of_special_tokens_are_counted_or_end_documents(tiny_data, tmp_path, capsys):
+    text = f"{IM_START}One.{IM_END} {IM_START}Two.{IM_END}"
+    folder = chats(tiny_data, tmp_path, [{"text": text}] * 2)
+    assert open_dataset(folder)["records"]["names"] == {IM_START: 4, IM_END: 4}
+    assert "--separators" in capsys.readouterr().out
+    folder = chats(tiny_data, tmp_path, [{"text": text}] * 2, f"--separators={IM_START},{IM_END}")
+    assert all_texts(folder) == ["One.", "Two."] * 2
+    assert open_dataset(folder)["records"]["names"] == {}
 
 
 def test_no_text_can_write_a_mark(tmp_path):

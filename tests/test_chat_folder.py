@@ -3,7 +3,6 @@
 The letters of a mark in a message are the one exception: here they are text, and there a mark.
 """
 
-import itertools
 import random
 import re
 from collections import Counter
@@ -16,7 +15,7 @@ from test_hf_tokenizer import bpe, checkpoint, read, write_files
 
 import sample
 from hardware.disk import damage
-from text.chat import chatml, marks_of, turns_of
+from text.chat import answer_header, marks_of, message_ids
 from text.dataset import load_tokenizer, open_dataset, open_split
 from text.hf_tokenizer import CHATML
 from training.checkpoint import OUR_FILES
@@ -79,11 +78,12 @@ def documents(folder: Path) -> Counter:
 
 def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
     """Return the ids of a conversation that the assistant shall continue, for our own model."""
-    pieces = chatml(turns_of([*messages, dict(role="assistant", content="x")])[:-1])
     ids = [*tokenizer.prefix]
-    for mark, piece in zip(itertools.cycle(marks_of(tokenizer)), [*pieces[1:], "assistant\n"]):
-        ids += [mark, *tokenizer.encode(piece).tolist()]
-    return ids
+    for message in messages:
+        ids += message_ids(
+            message["role"], tokenizer.encode(message["content"]).tolist(), tokenizer
+        )
+    return [*ids, *answer_header(tokenizer)]
 
 
 def test_transformers_encodes_conversations_to_our_ids(chat_folder, transformers):
@@ -105,6 +105,21 @@ def test_transformers_encodes_conversations_to_our_ids(chat_folder, transformers
     assert prompt_ids(ours, attack).count(marks_of(ours)[0]) == 2
     encoded = theirs.apply_chat_template(attack, add_generation_prompt=True, return_dict=False)
     assert encoded.count(marks_of(ours)[0]) == 3
+
+
+def test_an_answer_that_begins_with_spaces_keeps_them(chat_folder, tmp_path):
+    """Its tokens come after those of a prompt, whose line end is a token of its own."""
+    answers = ["    return x", "\tx", "\n\nx", "  \u3000x"]
+    asked = dict(role="user", content="Go on:")
+    chats = [[asked, dict(role="assistant", content=answer)] for answer in answers]
+    prepared(tmp_path, [dict(messages=c) for c in chats] * 9, f"--tokenizer={chat_folder}")
+    tokenizer = load_tokenizer(chat_folder)
+    _, end = marks_of(tokenizer)
+    written = [ids[ids.index(end) + 1 :] for ids in documents(tmp_path / "tiny")]
+    tail = [end, *tokenizer.encode("\n").tolist()]
+    header = [*tail[1:], *answer_header(tokenizer)]
+    expected = [[*header, *tokenizer.encode(a).tolist(), *tail] for a in answers]
+    assert sorted(map(list, written)) == sorted(expected)
 
 
 def test_a_checkpoint_has_chat_files_in_its_manifest(chat_folder):

@@ -10,9 +10,13 @@ In a data set, a conversation is a document in ChatML:
 with an eos after the last line end. <|im_start|> and <|im_end|> are tokens of their own, which no
 text is encoded to: the same letters in a message are ordinary tokens. So the tokens alone say what
 an answer is, and loss_on=answers needs nothing beside them.
+
+Where some answers are not to be learned, a pair of marks for each answer stands at the end of the
+document, with a line end between them if it is not to be learned. They come after all messages, so
+the model answers none of them with these pairs before its eyes.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,10 +25,26 @@ from text.tokenizer import IM_END, IM_START, Tokenizer
 # What other data sets call the roles.
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant"}
 ROLES |= dict.fromkeys(("gpt", "bot", "chatgpt", "bing", "bard", "model"), "assistant")
+# Fields of a record or a message that may be false: it is not to be learned. So says weight 0.
+REFUSALS = ("label", "train", "loss")
+MESSAGE_FIELDS = {"role", "from", "content", "value", "weight", *REFUSALS}
 
 
-def turns_of(messages: Any) -> list[tuple[str, str]]:
-    """Return (role, content) of each message of a conversation.
+class Turn(NamedTuple):
+    """A message of a conversation."""
+
+    role: str
+    content: str
+    is_learned: bool = True  # of an answer, if loss_on=answers
+
+
+def is_refused(item: dict) -> bool:
+    """Return whether a record or a message says that it is not to be learned."""
+    return item.get("weight") == 0 or any(item.get(key) is False for key in REFUSALS)
+
+
+def turns_of(messages: Any) -> list[Turn]:
+    """Return the messages of a conversation.
 
     An empty system message is left out. Raises ValueError unless user and assistant take turns,
     behind at most one system message, and the assistant has the last word.
@@ -47,27 +67,44 @@ def turns_of(messages: Any) -> list[tuple[str, str]]:
             raise ValueError(f"message {number}: the {role} speaks where the {expected} should")
         if is_empty:
             raise ValueError(f"message {number}, of the {role}, is empty")
-        turns.append((role, content))
-    if not turns or turns[-1][0] != "assistant":
+        turns.append(Turn(role, content, not is_refused(message)))
+    if not turns or turns[-1].role != "assistant":
         raise ValueError("a conversation without an answer at its end")
     return turns
 
 
-def chatml(turns: list[tuple[str, str]]) -> list[str]:
-    """Return the texts between the marks of a conversation: start, end, start, end, ..."""
-    pieces = [""]
-    for role, content in turns:
-        pieces += [f"{role}\n{content}", "\n"]
+def chatml(turns: list[Turn]) -> list[list[str]]:
+    """Return the texts between the marks of a conversation: start, end, start, end, ...
+
+    The header of a message, `user` and a line end, is a text of its own: its tokens are those of a
+    prompt, even if the content begins with spaces, with which a line end may be one token.
+    """
+    pieces = [[""]]
+    for turn in turns:
+        pieces += [[f"{turn.role}\n", turn.content], ["\n"]]
+    learned = [turn.is_learned for turn in turns if turn.role == "assistant"]
+    if not all(learned):
+        for is_learned in learned:
+            pieces += [["" if is_learned else "\n"], [""]]
     return pieces
+
+
+def message_ids(role: str, content: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of a message with this content, and of the line end after it."""
+    start, end = marks_of(tokenizer)
+    header = tokenizer.encode(f"{role}\n").tolist()
+    return [start, *header, *content, end, *tokenizer.encode("\n").tolist()]
+
+
+def answer_header(tokenizer: Tokenizer) -> list[int]:
+    """Return the ids that each answer follows."""
+    return [marks_of(tokenizer)[0], *tokenizer.encode("assistant\n").tolist()]
 
 
 def question_ids(question: str, tokenizer: Tokenizer) -> list[int]:
     """Return the ids of a conversation that begins with a question, up to the answer."""
-    start, end = marks_of(tokenizer)
-    ids = list(tokenizer.prefix)
-    for mark, text in ((start, f"user\n{question}"), (end, "\n"), (start, "assistant\n")):
-        ids += [mark, *tokenizer.encode(text).tolist()]
-    return ids
+    message = message_ids("user", tokenizer.encode(question).tolist(), tokenizer)
+    return [*tokenizer.prefix, *message, *answer_header(tokenizer)]
 
 
 def marks_of(tokenizer: Tokenizer) -> list[int]:
@@ -79,19 +116,25 @@ def marks_of(tokenizer: Tokenizer) -> list[int]:
 def answers_of(ids: np.ndarray, places: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
     """Return where each answer begins, and where it ends, in turn: (2 answers,).
 
-    An answer begins behind the token with the line end after <|im_start|>assistant, and ends behind
-    its <|im_end|>. One that val.bin begins with, because a few documents were cut by text, has no
-    beginning and does not count; one that train.bin ends with ends before its eos.
+    An answer begins after <|im_start|>assistant and its line end, and ends after its <|im_end|>.
+    One that is cut by the end of train.bin ends before its eos. One that is not to be learned does
+    not count.
 
     ids: of a split, (n,). places: where its eos and its marks are, in their order.
     """
     start_mark, end_mark = marks_of(tokenizer) or (-1, -1)
-    header = tokenizer.encode("assistant")
+    header = tokenizer.encode("assistant\n")
     is_start = ids[places] == start_mark
-    begins = places[is_start] + len(header) + 2
+    starts = places[is_start]
+    begins = starts + 1 + len(header)
     ends = np.append(places, len(ids))[np.flatnonzero(is_start) + 1]  # the next mark, or an eos
-    headers = np.minimum(places[is_start][:, None] + 1 + np.arange(len(header)), len(ids) - 1)
+    headers = np.minimum(starts[:, None] + 1 + np.arange(len(header)), len(ids) - 1)
     is_answer = (ids[headers] == header).all(axis=1) & (begins <= ends)
+    gaps = ends - starts
+    if (is_flag := gaps <= 2).any():  # a message has more tokens: its role, a line end, a content
+        documents = np.searchsorted(places[ids[places] == tokenizer.eos_id], starts)
+        is_flagged = is_answer & np.isin(documents, documents[is_flag])
+        is_answer[is_flagged] = gaps[is_flag] == 1
     begins, ends = begins[is_answer], ends[is_answer]
     ends = ends + (ids[np.minimum(ends, len(ids) - 1)] == end_mark)
     return np.stack([begins, ends], axis=1).ravel()

@@ -17,7 +17,7 @@ from text.chat import marks_of
 from text.dataset import id_type
 from text.formats import Chunk
 from text.pool import over_input
-from text.records import CHAT, Tally, documents
+from text.records import Document, Tally, documents
 from text.settings import PrepareConfig
 from text.sources import Source
 from text.tokenizer import IM_END, IM_START, Tokenizer, open_tokenizer
@@ -29,6 +29,7 @@ SPLITS = ("train", "val")
 # What an Encoder makes of a chunk: (documents,) of ROW; the token ids of train.bin and of val.bin.
 Encoded = tuple[np.ndarray, list[bytes]]
 SEGMENT = 1 << 20  # characters; a longer document is encoded in segments, to save memory
+SPECIAL_NAME = re.compile(r"<\|\w+\|>|</?s>")  # as tokenizers call their special tokens
 
 
 @dataclass
@@ -53,14 +54,13 @@ class Encoder:
         rows: list[tuple] = []
         ids: tuple[list, list] = [], []  # arrays of train.bin, of val.bin
         read = list(documents(chunk, self.cfg, tally))
-        pieces = [piece for document in read for piece in document.pieces]
-        every = self.encode_all(pieces)
+        every = self.encode_all([text for document in read for text in document.texts])
         for document in read:
-            encoded = list(itertools.islice(every, len(document.pieces)))
+            encoded = list(itertools.islice(every, len(document.texts)))
             if problems := [e for e in encoded if isinstance(e, ValueError)]:
                 tally.reject(document.place, str(problems[0]))
                 continue
-            tokens = self.with_marks(encoded)
+            tokens = self.with_marks(encoded, document)
             if len(tokens) < self.cfg.min_tokens:
                 tally.dropped[f"fewer than {self.cfg.min_tokens} tokens"] += 1
                 continue
@@ -69,38 +69,45 @@ class Encoder:
                 tally.changed["lost characters that the tokenizer has no token for"] += 1
             # One document in 64, and each book: it may be all there is. Longer ones take memory.
             elif digest[0] < 4 or 1 << 16 < len(document.utf8) < 1 << 20:
-                decoded = [self.tokenizer.decode(ids.tolist()) for ids in encoded]
-                if decoded != document.pieces:
+                decoded = [self.tokenizer.decode(part.tolist()) for part in encoded]
+                if decoded != document.texts:
                     tally.changed["its tokens decode to another text (only some are tried)"] += 1
             # Only the hash of its text decides the split of a document: if files are added or
             # reordered, it stays there.
             val = int.from_bytes(digest[:8], "big") < self.cfg.val_fraction * 2**64
             ids[val].extend([tokens, self.eos])
-            size = len(document.utf8) - len(encoded) + 1  # without the byte for each mark
-            rows.append((len(tokens) + 1, size, sum(map(len, document.pieces)), val))
+            size = len(document.utf8) - len(document.pieces) + 1  # without the byte for each mark
+            rows.append((len(tokens) + 1, size, sum(map(len, document.texts)), val))
+            tally.names.update(self.names_in(document))
         return (np.array(rows, ROW), [b"".join(arrays) for arrays in ids]), tally
 
-    def encode_all(self, pieces: list[str]) -> Iterator[np.ndarray | ValueError]:
-        """Yield the ids (n,) of each piece, or the ValueError that says why it has none."""
-        short = self.tokenizer.encode_all([piece for piece in pieces if len(piece) <= SEGMENT])
-        for piece in pieces:
+    def encode_all(self, texts: list[str]) -> Iterator[np.ndarray | ValueError]:
+        """Yield the ids (n,) of each text, or the ValueError that says why it has none."""
+        short = self.tokenizer.encode_all([text for text in texts if len(text) <= SEGMENT])
+        for text in texts:
             try:
-                yield next(short) if len(piece) <= SEGMENT else self.encode(piece)
+                yield next(short) if len(text) <= SEGMENT else self.encode(text)
             except ValueError as e:
                 yield e
 
-    def with_marks(self, encoded: list[np.ndarray]) -> np.ndarray:
-        """Return the ids (n,) of a document: those of its pieces, with its marks between them."""
-        if len(encoded) == 1:
+    def names_in(self, document: Document) -> list[str]:
+        """Return the names of special tokens that stand in a document, as its letters."""
+        names = [name for text in document.texts for name in SPECIAL_NAME.findall(text)]
+        return [name for name in names if name not in self.tokenizer.added]
+
+    def with_marks(self, encoded: list[np.ndarray], document: Document) -> np.ndarray:
+        """Return the ids (n,) of a document: those of its texts, with marks between its pieces."""
+        if len(document.pieces) == 1:
             return encoded[0].astype(self.dtype)
         ids = marks_of(self.tokenizer)
         if not ids or self.eos[0] in ids or self.tokenizer.adds_space:
             problem = f"no special tokens {IM_START} and {IM_END}, or a space behind them"
             raise UserError(f"--tokenizer={self.cfg.tokenizer}: {problem}: take --tokenizer=train")
-        joined = [encoded[0]]
-        for mark, piece in zip(itertools.cycle(ids), encoded[1:]):
-            joined += [[mark], piece]
-        return np.concatenate(joined).astype(self.dtype)
+        parts = iter(encoded)
+        joined = []
+        for mark, piece in zip(itertools.cycle(ids), document.pieces):
+            joined += [*itertools.islice(parts, len(piece)), [mark]]
+        return np.concatenate(joined[:-1]).astype(self.dtype)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids (n,) of a text. A long one is encoded in segments."""
@@ -191,8 +198,8 @@ def write_splits(
         for encoded in over_input("encoding", encoder, cfg, sources, workers, tally):
             writer.write(*encoded)
     if writer.has_few and writer.lengths:
-        has_chats = any(shape.startswith(CHAT) for shape in tally.shapes)
-        writer = split_by_tokens(np.concatenate(writer.rows), encoder, has_chats, folder)
+        rows = np.concatenate(writer.rows)
+        writer = split_by_tokens(rows, encoder, tally.has_conversations, folder)
     return writer, tally
 
 
@@ -208,7 +215,8 @@ def split_by_tokens(
     ends = np.cumsum(rows["tokens"].astype(np.int64) - 1)  # (documents,): tokens up to its end
     total = ends[-1]
     cut = int(total * (1 - encoder.cfg.val_fraction))
-    nearest = ends[np.abs(ends - cut).argmin()]
+    between = ends[: max(1, len(ends) - 1)]  # not the end of all
+    nearest = between[np.abs(between - cut).argmin()]
     if keep_whole or abs(nearest - cut) <= (total - cut) / 4:
         cut = nearest
     token_bytes = encoder.tokenizer.token_bytes

@@ -67,7 +67,7 @@ def do_task(chunk: Chunk) -> Any:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt for a Ctrl-C in the block only behind it.
+    """Raise KeyboardInterrupt for a Ctrl-C in the block only after the block.
 
     Workers that start in the block inherit the mask: the main process alone handles Ctrl-C. The
     mask is not enough for the main process, whose other threads get signals.
@@ -84,8 +84,8 @@ def deferred_interrupt() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         signal.signal(signal.SIGINT, handler)
-    if pressed:
-        raise KeyboardInterrupt
+    if pressed and callable(handler):  # it may be SIG_IGN
+        handler(pressed[0], None)
 
 
 def in_order(task: Task, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[int, Any]]:

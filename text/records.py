@@ -16,15 +16,16 @@ import numpy as np
 
 from configurator import UserError
 from hardware.terminal import harmless
-from text.chat import chatml, turns_of
+from text.chat import MESSAGE_FIELDS, REFUSALS, chatml, is_refused, turns_of
 from text.demo import conversations, documentation
 from text.formats import Chunk, Lines, too_long
 from text.settings import FIELD, PrepareConfig
 
-BLANK = "：。 \t\r\n"  # a text of only these characters counts as empty
+# Any other text counts as empty: join() makes ：。 of a section without a title and content.
+NOT_BLANK = re.compile(r"[^\s：。]")
 
 # The version of the rules by which a file becomes records, and a record a text, for meta.json.
-RULES = 6
+RULES = 7
 
 CONVERSATIONS = ("messages", "conversations")  # fields that hold one
 QUESTIONS = (("instruction", "input", "output"), ("prompt", "completion"))  # the last: the answer
@@ -35,9 +36,14 @@ class Document(NamedTuple):
     """A document before it becomes tokens."""
 
     place: str  # where it comes from
-    # Its text. That of a conversation is cut where its marks stand, which are no text (chat.py).
-    pieces: list[str]
+    # Its text. That of a conversation is cut where its marks stand, which are no text, and again
+    # behind the header of each message (chat.py).
+    pieces: list[list[str]]
     utf8: bytes  # of its text; 0xFF, which is not UTF-8, stands for each mark
+
+    @property
+    def texts(self) -> list[str]:
+        return list(itertools.chain.from_iterable(self.pieces))
 
 
 @dataclass
@@ -49,7 +55,14 @@ class Tally:
     dropped: Counter = field(default_factory=Counter)  # reason -> documents left out
     changed: Counter = field(default_factory=Counter)  # reason -> documents whose text was changed
     shapes: Counter = field(default_factory=Counter)  # {text}, {title, content}, ... -> records
+    unread: Counter = field(default_factory=Counter)  # field of a conversation -> not read in these
+    # Name of a special token that stands in a text -> how often: it is encoded as its letters.
+    names: Counter = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)  # first bad records, as file:line: reason
+
+    @property
+    def has_conversations(self) -> bool:
+        return any(shape.startswith(f"{CHAT} {{") for shape in self.shapes)
 
     def reject(self, where: str, reason: str) -> None:
         """Count a bad record."""
@@ -59,7 +72,7 @@ class Tally:
 
     def add(self, other: "Tally") -> None:
         self.records += other.records
-        for name in ("bad", "dropped", "changed", "shapes"):
+        for name in ("bad", "dropped", "changed", "shapes", "unread", "names"):
             getattr(self, name).update(getattr(other, name))
         self.examples = (self.examples + other.examples)[:5]
 
@@ -83,15 +96,22 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
         tally.records += 1
         try:
             pieces, shape = understand(chunk.kind, record, cfg, tally)
-            utf8 = b"\xff".join(map(to_utf8, pieces))
+            utf8 = b"\xff".join(to_utf8("".join(piece)) for piece in pieces)
         except ValueError as e:
             tally.reject(place, str(e))
             continue
         tally.shapes[shape] += 1
-        if any(piece.strip(BLANK) for piece in pieces):
-            yield Document(place, pieces, utf8)
-        else:
+        if not pieces:
+            tally.dropped["marked as not to be learned"] += 1
+            continue
+        found = [Document(place, pieces, utf8)]
+        if cfg.separators and len(pieces) == 1:
+            parts = re.split("|".join(map(re.escape, cfg.separators.split(","))), pieces[0][0])
+            found = [Document(place, [[part]], part.encode()) for part in parts]
+        full = [document for document in found if any(map(NOT_BLANK.search, document.texts))]
+        if not full:
             tally.dropped["empty"] += 1
+        yield from full
 
 
 def unpacked(kind: str, place: str, record: Any, cfg: PrepareConfig) -> Iterator[tuple[str, Any]]:
@@ -119,49 +139,58 @@ def unpacked(kind: str, place: str, record: Any, cfg: PrepareConfig) -> Iterator
         yield place, record
 
 
-def understand(kind: str, record: Any, cfg: PrepareConfig, tally: Tally) -> tuple[list[str], str]:
-    """Return (pieces, shape) of a record from read_chunks(). ValueError says what is wrong."""
+def understand(
+    kind: str, record: Any, cfg: PrepareConfig, tally: Tally
+) -> tuple[list[list[str]], str]:
+    """Return (pieces, shape) of a record from read_chunks(). ValueError says what is wrong.
+
+    There are no pieces of a conversation that is not to be learned.
+    """
     if isinstance(record, ValueError):
         raise record
     if kind == "txt":
-        return [record], "plain text"
+        return [[record]], "plain text"
     if kind == "jsonl":
         try:
             record = json.loads(record)
         except (ValueError, RecursionError):
             raise ValueError("not valid JSON") from None
-    if isinstance(record, dict) and not cfg.fields:
-        messages, shape = conversation_in(record, cfg.chat)
-        if shape:
+    if isinstance(record, dict):
+        messages, used = conversation_in(record, cfg)
+        if used:
             turns = turns_of(messages)
-            # Line ends behind that of `<|im_start|>assistant` would become one token with it, and
-            # a prompt does not end so.
-            cleaned = [(role, re.sub(r"^\s*[\r\n]+", "", content)) for role, content in turns]
-            if cleaned != turns:
-                tally.changed["line ends at the beginning of a message left out"] += 1
-            return chatml(cleaned), f"{CHAT} {shape}"
+            if not cfg.fields:
+                tally.unread.update(record.keys() - {*used, "weight", *REFUSALS})
+            of_messages = {key for message in messages for key in message} - MESSAGE_FIELDS
+            tally.unread.update(f"{key} of messages" for key in of_messages)
+            is_learned = any(t.role == "assistant" and t.is_learned for t in turns)
+            pieces = chatml(turns) if is_learned and not is_refused(record) else []
+            return pieces, f"{CHAT} {{{', '.join(used)}}}"
     text, shape = record_text(record, cfg.fields)
-    return [text], shape
+    return [[text]], shape
 
 
-def conversation_in(record: dict, chat: bool) -> tuple[Any, str]:
-    """Return (messages, shape) of a record that is a conversation; the shape is "" if it is none.
+def conversation_in(record: dict, cfg: PrepareConfig) -> tuple[Any, list[str]]:
+    """Return the messages of a record that is a conversation, and the fields that they are from.
 
-    chat: take a question and its answer for a conversation. A field `system` is its first message.
+    There are no such fields if it is none. With cfg.chat, a question and its answer are one: those
+    that cfg.fields names, or those of QUESTIONS. A field `system` is the first message.
     """
     system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-    used = "{system, " if system else "{"
-    for key in CONVERSATIONS:
+    used = ["system"] * len(system)
+    for key in CONVERSATIONS if not cfg.fields else ():
         if (messages := record.get(key)) not in (None, "", []):
             messages = system + messages if isinstance(messages, list) else messages
-            return messages, f"{used}{key}}}"
-    for *asked, answer in QUESTIONS if chat else ():
-        if isinstance(record.get(asked[0]), str) and isinstance(record.get(answer), str):
-            question = "\n".join(filter(None, [get(record, name) for name in asked]))
-            messages = [{"role": "user", "content": question}]
-            messages.append({"role": "assistant", "content": record[answer]})
-            return system + messages, f"{used}{', '.join([*asked, answer])}}}"
-    return None, ""
+            return messages, [*used, key]
+    known = [cfg.fields.split(",")] if cfg.fields else QUESTIONS
+    for names in known if cfg.chat else ():
+        if cfg.fields or all(isinstance(record.get(names[i]), str) for i in (0, -1)):
+            text_of = chosen_fields if cfg.fields else get
+            *asked, answer = [text_of(record, name) for name in names]
+            messages = [{"role": "user", "content": "\n".join(filter(None, asked))}]
+            messages.append({"role": "assistant", "content": answer})
+            return system + messages, [*used, *names]
+    return None, []
 
 
 def to_utf8(text: str) -> bytes:

@@ -119,6 +119,11 @@ def summary(meta: dict, folder: Path) -> str:
     for outcome in ("bad", "dropped", "changed"):
         lines.append(f"  {outcome}: {counted(records[outcome]) or 0}")
     lines += [f"  bad is for example {example}" for example in records["examples"]]
+    if unread := records.get("unread"):  # data sets of earlier versions have not counted them
+        lines.append(f"  fields of conversations that are not read: {counted(unread)}")
+    if names := records.get("names"):
+        advice = "--separators makes them ends of documents"
+        lines.append(f"  special tokens that are letters in the texts: {counted(names)} ({advice})")
     for source in meta["sources"]:
         if "skipped" in source:
             lines.append(f"  skipped in {source['path']}: {counted(source['skipped'])}")
@@ -147,7 +152,7 @@ def document_texts(folder: Path, meta: dict, show: str, count: int) -> Iterator[
     tokenizer = load_tokenizer(folder)
     ends = places_of(ids, [meta["eos_id"]])
     if show == "random":
-        numbers = random.choices(range(len(ends)), k=count)
+        numbers = random.sample(range(len(ends)), min(count, len(ends)))
     else:
         token = 0 if show == "first" else int(show)
         if token >= len(ids):

@@ -27,6 +27,9 @@ class PrepareConfig:
     txt: Literal["file", "block", "line"] = option(
         "file", "one document per file, block or line of .txt"
     )
+    separators: str = option(
+        "", "names that end a document in a text and are left out: '<|im_start|>,<|im_end|>'"
+    )
     encoding: str = option("utf-8", "of every input file; gb18030 also reads GBK and GB2312")
     min_tokens: int = option(
         0, "leave out documents with fewer tokens (eos not counted); encyclopedias: 6", minimum=0
@@ -86,8 +89,13 @@ class PrepareConfig:
     def problems(self) -> list[str]:
         is_show = re.fullmatch(r"first|random|\d+", self.show)
         stray = re.search("[{}]", FIELD.sub("", self.fields))
+        is_list = "," in self.fields and "{" not in self.fields
+        is_exchange = is_list or not (self.chat and self.fields)
         checks = {
             "input is empty: name a file": all(self.input),
+            "separators must not be empty": all(self.separators.split(",")) or not self.separators,
+            f"fields={self.fields}: chat needs question,answer": is_exchange,
+            "step needs the folder of a run: add --inspect": self.step == -1 or self.inspect,
             "step must be positive: steps count from 1": self.step == -1 or self.step > 0,
             "show must be first, random or the number of a token": is_show,
             f"fields={self.fields}: a brace must be around a name, as in {{answer}}": not stray,

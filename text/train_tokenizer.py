@@ -132,7 +132,7 @@ def write_alphabet(path: Path, characters: set[str], with_bytes: bool) -> None:
 def texts_of(cfg: PrepareConfig, chunk: Chunk) -> tuple[list[str], Tally]:
     """Return the documents of a chunk, and the counts."""
     tally = Tally()
-    return ["".join(document.pieces) for document in documents(chunk, cfg, tally)], tally
+    return ["".join(document.texts) for document in documents(chunk, cfg, tally)], tally
 
 
 def characters_of(cfg: PrepareConfig, chunk: Chunk) -> tuple[set[str], Tally]:

@@ -253,7 +253,7 @@ def test_a_record_beyond_the_limit_is_bad_and_the_next_are_read(
     tally = Tally()
     chunks = read_chunks([Source.at(path, suffix)], cfg)
     parsed = [d for chunk in chunks for d in records.documents(chunk, cfg, tally)]
-    assert [document.pieces for document in parsed] == [[text] for text in texts]
+    assert [document.texts for document in parsed] == [[text] for text in texts]
     assert tally.bad == {TOO_LONG: 2} and tally.examples[0] == f"{path}:21: {TOO_LONG}"
 
 
