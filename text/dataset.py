@@ -80,9 +80,9 @@ def open_dataset(folder: Path, hashes: bool = True) -> dict:
     for split, counts in meta["splits"].items():
         path = folder / f"{split}.bin"
         size = counts["tokens"] * np.dtype(meta["dtype"]).itemsize
-        actual = path.stat().st_size if path.exists() else "no file"
+        actual = path.stat().st_size if path.exists() else 0
         if actual != size:
-            problem = f"{actual} bytes where meta.json says {size}: truncated or replaced"
+            problem = f"{actual} bytes where meta.json says {size}: missing, truncated or replaced"
             raise UserError(f"{path}: {problem}; run prepare.py again")
         if hashes and path.stat().st_mtime_ns > (folder / "meta.json").stat().st_mtime_ns:
             verify(folder, meta, split)
@@ -121,11 +121,12 @@ def tokenizer_id(info: dict) -> str:
     """Return a hash that is the same for two tokenizers that make the same ids.
 
     info: what meta.json says of the tokenizer. The hash of its file is not enough: a .tiktoken file
-    does not contain the splitting pattern, the eos and the normalization.
+    does not contain the splitting pattern, the eos, the normalization and the added tokens.
     """
     # None for SentencePiece, whose file contains the eos.
     eos_id = info.get("special", {}).get(info.get("eos", "<|endoftext|>"))
     settings = [info.get("pattern"), eos_id, info.get("normalize", "")]
+    settings += [info["added"]] if info.get("added") else []
     return hashlib.sha256(json.dumps([info["sha256"], settings]).encode()).hexdigest()
 
 

@@ -197,6 +197,9 @@ def find_tokenizer(spec: str) -> Tokenizer:
         return SentencePiece(spec)
     if spec.endswith(".tiktoken"):
         return Tiktoken.from_file(spec)
+    if folder.is_file():
+        kinds = "a .model or .tiktoken file; of a tokenizer.json, give the folder"
+        raise UserError(f"--tokenizer {spec}: is not {kinds}: {folder.parent}")
     return Tiktoken.by_name(spec)
 
 
@@ -315,7 +318,8 @@ def from_tokenizer_json(config: dict, content: dict) -> Tiktoken:
     if eos == IM_END and "<|endoftext|>" in vocab:
         eos = "<|endoftext|>"  # IM_END ends a message of a document, not the document
     if eos not in vocab:
-        raise ValueError(f"it has no eos token {eos}, but every document must end with one")
+        problem = f"it has no eos token {eos}, but every document must end with one"
+        raise ValueError(f"{problem}: name it as eos_token in tokenizer_config.json")
     special |= {eos: vocab[eos]}
     added.pop(eos, None)
 
