@@ -9,6 +9,8 @@ Use the characters of a text as tokens (or its bytes: --tokenizer byte):
     python prepare.py --input a.txt --name chars --tokenizer char
 Use a tokenizer that exists already:
     python prepare.py --input wiki.jsonl.gz --name wiki_gpt2 --tokenizer gpt2
+Take over a data set of nanoGPT, with its ids:
+    python prepare.py --input nanoGPT/data/shakespeare_char --name shakespeare_char
 Questions about the demo corpus and their answers, as conversations, with the demo's tokenizer:
     python prepare.py --chat --tokenizer data/demo
 Verify a data set and show some of its documents:
@@ -58,17 +60,17 @@ from hardware.disk import (
     write_whole,
 )
 from hardware.terminal import harmless
-from text import report
+from text import nanogpt, report
 from text.dataset import open_dataset, verify
 from text.demo import TAUGHT, demo_sources
 from text.encode import Encoder, write_splits
 from text.hf_tokenizer import HF_FILES
 from text.landmarks import count_landmarks
-from text.records import RULES
+from text.records import RULES, Tally
 from text.settings import PrepareConfig
 from text.sources import Source, find_sources
 from text.tokenizer import SentencePiece, Tiktoken
-from text.train_tokenizer import make_tokenizer
+from text.train_tokenizer import make_tokenizer, save_tokenizer
 from training.metrics import read_metrics
 
 # What prepare.py writes in the folder of a data set, the only files that it deletes there.
@@ -183,6 +185,8 @@ def find_input(cfg: PrepareConfig) -> tuple[list[Source], dict[str, Counter]]:
     """Return the files to read, and for each --input argument how many were skipped and why."""
     if not cfg.input:
         return [s for s in demo_sources() if not cfg.chat or s.name in TAUGHT], {}
+    if len(cfg.input) == 1 and (copied := nanogpt.files_of(Path(cfg.input[0]))):
+        return copied, {}
     return find_sources(cfg.input, cfg.format)
 
 
@@ -201,10 +205,15 @@ def write_set(
 
     skipped: for each --input argument, how many files were passed by, and why.
     """
-    workers = number_of_workers(cfg, sum(source.bytes for source in sources))
-    info = make_tokenizer(cfg, sources, workers, folder)
-    encoder = Encoder(cfg, folder / info["file"], info)
-    writer, tally = write_splits(cfg, sources, encoder, workers, folder)
+    if sources[0].kind == nanogpt.KIND:
+        tokenizer = nanogpt.tokenizer_of(sources)
+        info = save_tokenizer(tokenizer, folder)
+        writer, tally = nanogpt.copy_splits(sources, tokenizer, folder), Tally()
+    else:
+        workers = number_of_workers(cfg, sum(source.bytes for source in sources))
+        info = make_tokenizer(cfg, sources, workers, folder)
+        encoder = Encoder(cfg, folder / info["file"], info)
+        writer, tally = write_splits(cfg, sources, encoder, workers, folder)
     for split, counts in writer.counts.items():
         if not counts["documents"]:
             raise UserError(f"{split}.bin would be empty: give more text or another --val_fraction")

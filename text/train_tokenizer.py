@@ -15,7 +15,7 @@ from text.pool import over_input
 from text.records import Tally, documents
 from text.settings import MADE_HERE, PrepareConfig
 from text.sources import Source
-from text.tokenizer import IM_END, IM_START, SentencePiece
+from text.tokenizer import IM_END, IM_START, SentencePiece, Tokenizer
 
 READING = "reading for the tokenizer"
 SAMPLE_LENGTH = 4000  # characters of each excerpt in the sample that a tokenizer is trained on
@@ -47,6 +47,11 @@ def make_tokenizer(cfg: PrepareConfig, sources: list[Source], workers: int, fold
             shutil.copyfile(file, folder / file.name)
     is_made_here = cfg.tokenizer in MADE_HERE
     tokenizer = SentencePiece(path) if is_made_here else find_tokenizer(cfg.tokenizer)
+    return save_tokenizer(tokenizer, folder)
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict:
+    """Save a tokenizer in `folder`; return its description for meta.json."""
     info = tokenizer.save(folder)
     info["sha256"] = file_sha256(folder / info["file"])
     info |= {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
