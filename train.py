@@ -128,7 +128,7 @@ def main() -> None:
             saved = resume.read_state(origin)
             model = from_pretrained(origin, verify=False, dropout=cfg.dropout)
             resume.check_fits(origin, saved, model.config, cfg, sets)
-            progress = Progress.of_checkpoint(saved.state)
+            progress = resume.progress_of(saved, cfg, sets)
             # From here on, init_from says how the run began.
             cfg = replace(cfg, init_from=saved.settings.get("init_from", "scratch"))
         else:

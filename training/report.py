@@ -33,6 +33,7 @@ from hardware.terminal import ProgressBar, in_a_terminal, quoted
 from model import GPTConfig
 from text.landmarks import mixed_landmarks
 from text.windows import DataSet
+from training.evaluate import judged_by, val_hashes
 from training.huggingface import architecture_of
 from training.metrics import records_until, start_metrics
 from training.plan import Plan, Progress
@@ -306,6 +307,7 @@ def first_records(
         "step_samples": plan.step_tokens // cfg.block_size,
         "steps": plan.steps,
         "data": {data.name: data.meta["splits"]["train"]["sha256"] for data in sets},
+        "judged_by": judged_by(cfg, val_hashes(sets)),
         "landmarks": mixed_landmarks(sets, cfg.loss_on),
     }
     recorded = next((r for r in reversed(records) if "settings" in r), {})

@@ -34,8 +34,10 @@ from training.checkpoint import (
     newest_checkpoint,
     newest_run,
 )
+from training.evaluate import judged_by, val_hashes
 from training.huggingface import from_pretrained, is_utf8, load_tensors, shape_in
 from training.metrics import read_metrics
+from training.plan import Progress
 from training.settings import PLACE, TrainConfig, model_config
 
 # --------------------------------------------------------------------------------------------------
@@ -200,8 +202,7 @@ def check_fits(
     if names != trained_on:
         problem = f"{folder} was trained on {', '.join(trained_on)}, not on {', '.join(names)}"
         raise UserError(f"{problem}: give that --dataset, or {other}")
-    old_settings = {k: v for k, v in saved.settings.items() if hasattr(cfg, k)}
-    then = fixed(replace(cfg, **old_settings), c.vocab_size)
+    then = fixed(settings_then(saved, cfg), c.vocab_size)
     now = fixed(cfg, c.vocab_size)
     shape = asdict(c) | {"block_size": then["block_size"]}  # windows are counted in its length
     now = {k: v for k, v in now.items() if v not in (then[k], shape.get(k, then[k]))}
@@ -222,6 +223,11 @@ def check_fits(
         raise UserError(f"checkpoint {folder} does not fit: {'; '.join(differ)}: {advice}")
 
 
+def settings_then(saved: Saved, cfg: TrainConfig) -> TrainConfig:
+    """Return the settings of a checkpoint; of cfg where they are new since then."""
+    return replace(cfg, **{k: v for k, v in saved.settings.items() if hasattr(cfg, k)})
+
+
 def fixed(cfg: TrainConfig, vocab_size: int) -> dict[str, Any]:
     """Return what cannot change within a run: shape, optimizer, and on what it learns.
 
@@ -236,6 +242,17 @@ def data_hashes(sets: list[DataSet]) -> dict[str, str]:
     """Return the SHA-256 of each .bin, as meta.json has it."""
     splits = [(data.name, *split) for data in sets for split in data.meta["splits"].items()]
     return {f"{name}/{split}.bin": counts["sha256"] for name, split, counts in splits}
+
+
+def progress_of(saved: Saved, cfg: TrainConfig, sets: list[DataSet]) -> Progress:
+    """Return the progress of a checkpoint. If other data are evaluated now, best begins anew."""
+    progress = Progress.of_checkpoint(saved.state)
+    then = judged_by(settings_then(saved, cfg), saved.meta["judged_by"])
+    if then != judged_by(cfg, val_hashes(sets)):
+        if progress.best_step >= 0:
+            note("the validation loss is measured on other data now: the best is looked for anew")
+        progress = replace(progress, best_step=-1, best_val_loss=math.inf)
+    return progress
 
 
 def settings_changed(saved: Saved, cfg: TrainConfig) -> list[str]:

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import harness
 import pytest
+import torch
 from conftest import call, contents, forge, metrics, same, saved, train_tiny, training
 from safetensors.torch import load_file, save_file
 from test_faults import ENDLESS, poison, steps_in
@@ -20,6 +21,7 @@ import prepare
 import sample
 import train
 from hardware.disk import damage
+from plot import read_run
 from text.hf_tokenizer import HF_FILES
 from text.tokenizer import SentencePiece, Tiktoken
 from training import checkpoint
@@ -211,6 +213,23 @@ def test_a_fresh_checkpoint_is_not_pruned_for_damaged_newer_ones(trains):
     assert steps_in(run) == ["16", "17", "18", "20_kept", "24_kept"]
     assert not damage(run / "ckpt" / "step_00000018")
     assert all(damage(path) for path in (run / "ckpt").glob("*_kept"))
+
+
+def test_best_begins_anew_where_other_data_are_evaluated(copied, trains, capsys):
+    """For pruning, --which=best and the picture."""
+    state = torch.load(saved(copied) / "train_state.pt", weights_only=True)
+    torch.save(state | {"best_val_loss": 1.0}, saved(copied) / "train_state.pt")
+    forge(saved(copied))
+    with open(copied / "metrics.jsonl", "a") as f:
+        f.write('{"step": 8, "val_loss": 1.0}\n')
+    more = ["--lr=0.1", "--schedule=constant", "--grad_clip=0", "--max_steps=20", "--keep=1"]
+    trains("--init_from=resume", "--eval_tokens=64", *more)
+    since = {step: loss for step, loss in metrics(copied, "val_loss").items() if step > 8}
+    best = min(since, key=since.get)
+    assert best < 20 and steps_in(copied) == [f"{best}", "20"]
+    call(sample.main, f"--ckpt={copied}", "--which=best", "--max_new_tokens=1", "--device=cpu")
+    assert f"step_000000{best}, the best" in capsys.readouterr().err
+    assert f"at step {best}" in read_run(copied, "steps", "loss").name
 
 
 def test_pruning_leaves_what_somebody_added_or_linked(copied, trains, tmp_path):
