@@ -37,11 +37,6 @@ def read_metrics(path: Path) -> list[dict]:
     return records
 
 
-def records_until(path: Path, step: int) -> list[dict]:
-    """Return the records up to a step. Later steps are trained again by a run resumed there."""
-    return [record for record in read_metrics(path) if record["step"] <= step]
-
-
 def evaluations(records: list[dict]) -> dict[int, float]:
     """Return step -> validation loss, of those that were measured on the same data as the last one.
 

@@ -68,6 +68,16 @@ def test_records_of_a_start_that_saved_nothing_are_kept(trains, tmp_path, refuse
     assert (run / "metrics_kept.jsonl").read_bytes() == recorded
 
 
+@pytest.mark.parametrize("more, kept", [([], False), (["--keep=3"], False), (["--lr=1e-5"], True)])
+def test_records_that_a_resume_does_not_repeat_are_kept(copied, trains, more, kept):
+    shutil.rmtree(copied / "ckpt" / "step_00000008")
+    recorded = (copied / "metrics.jsonl").read_bytes()
+    trains("--init_from=resume", *more)
+    assert (copied / "metrics_kept.jsonl").exists() == kept
+    assert not kept or (copied / "metrics_kept.jsonl").read_bytes() == recorded
+    assert metrics(copied, "loss").keys() == set(range(1, 9))
+
+
 def test_a_resume_records_a_checkpoint_that_was_not_recorded(copied, trains):
     """metrics.jsonl says which checkpoints there were: without them, auto must not begin anew."""
     lines = (copied / "metrics.jsonl").read_text().splitlines(keepends=True)
