@@ -152,12 +152,12 @@ def main() -> None:
 
     # ---- Plan: batch size, accumulation, number of steps; whether to compile.
     epoch_tokens = sum(windows.n_windows for windows in loader.splits) * T
-    done = (progress.step, progress.samples)
+    progress = progress.with_epoch(epoch_tokens, T)
     kind = machine.device.type
     size = Step(1, T, dtype=machine.dtype, device=kind, world=machine.world)
     is_auto = cfg.batch_size == "auto"
     saved_batch_size = saved.settings["batch_size"] if saved else 0
-    cfg, plan, size = plan_of(cfg, model, size, epoch_tokens, capacity, done, saved_batch_size)
+    cfg, plan, size = plan_of(cfg, model, size, epoch_tokens, capacity, progress, saved_batch_size)
     check_capacity(model, size, capacity)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     say(banner(cfg, sets, loader, machine, plan, model, size))
@@ -181,7 +181,7 @@ def main() -> None:
     state_bytes, _ = optimizer_memory(model, size)
     tries = is_auto and not is_sharded_run(cfg, machine)
     while tries and not fits(forward, first_batch(loader, plan, machine), machine, state_bytes):
-        cfg, plan, size = halved(cfg, plan, size, done)
+        cfg, plan, size = halved(cfg, plan, size, progress)
         say(f"note: out of memory: batch_size={plan.batch_size} is tried, {plan.accum} micro-steps")
     if size.compiled:
         with memory_advice(plan.smaller(T)):
@@ -245,11 +245,12 @@ def main() -> None:
             if last:
                 break
 
-            # Learning rate and momentum are functions of the step and the settings alone.
-            lr = lr_at(step, plan.steps, cfg)
+            # Learning rate and momentum are functions of the fraction of the run that is done.
+            place, end = plan.place(step), plan.place(plan.steps)
+            lr = lr_at(place, end, cfg)
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["scale"]  # scale: embed_lr, vector_lr, or 1
-                group["muon_momentum"] = momentum_at(step, plan.steps, cfg)
+                group["muon_momentum"] = momentum_at(place, end, cfg)
             # What dropout draws depends on seed, step and rank, but not on where the run was
             # resumed. 1,000,003 exceeds the number of ranks: no two of them share a seed.
             torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)

@@ -97,9 +97,12 @@ def rows_of_plan(
         batch += f"\n{warning}"
     length = f"{plural(plan.steps, 'step')} = {plural(tokens, 'token')}"
     if sets:
-        length += f" = {tokens / plan.epoch_tokens:,.2f} epochs of {cfg.dataset or sets[0].name}"
+        length += f" = {plan.epochs_at(plan.steps):,.2f} epochs of {cfg.dataset or sets[0].name}"
     length += f", ended by {plan.ended_by}" if plan.ended_by else ""
-    if warning := repetition_warning(tokens, plan.step_tokens, cfg, sets):
+    if (place := plan.place(plan.begun_step)) != plan.begun_step:
+        length += f"\nnote: its steps had other sizes: {place / plan.place(plan.steps):.1%} of the"
+        length += " run is done, and the learning rate goes on from there"
+    if warning := repetition_warning(tokens + plan.epoch_shift, plan.step_tokens, cfg, sets):
         length += f"\n{warning}"
     ratio = f"{tokens / model.num_params()['total']:.3g}"
     return {"batch": batch, "length": length, "tokens per parameter": ratio}

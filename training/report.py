@@ -132,7 +132,7 @@ class Report:
             "lr": lr,
             "grad_norm": grad_norm,
             "tokens": tokens,
-            "epoch": tokens / plan.epoch_tokens,
+            "epoch": plan.epochs_at(step),
             "tokens_per_s": rate,
             "tflops": tflops,
             "mfu": mfu,

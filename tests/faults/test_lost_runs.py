@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -26,7 +27,7 @@ from text.hf_tokenizer import HF_FILES
 from text.tokenizer import SentencePiece, Tiktoken
 from training import checkpoint
 from training.checkpoint import lock_run, newest_run
-from training.plan import make_plan
+from training.plan import Progress, lr_at, make_plan
 from training.settings import TrainConfig
 
 
@@ -297,9 +298,25 @@ def test_a_resume_with_the_same_batch_plans_the_same_end(end):
     cfg = TrainConfig(block_size=64, batch_size=4, batch_tokens=768, **end)
     plan = make_plan(cfg, 1, epoch_tokens=1_000_003)
     for step in range(0, plan.steps, 7):
-        again = make_plan(cfg, 1, 1_000_003, step, step * plan.step_tokens // 64)
+        done = Progress(step, step * plan.step_tokens // 64)
+        again = make_plan(cfg, 1, 1_000_003, done)
         assert again.steps == plan.steps
         assert again.tokens_at(plan.steps) == plan.tokens_at(plan.steps)
+        assert (again.place(step), again.place(plan.steps)) == (step, plan.steps)
+
+
+@pytest.mark.parametrize("end", [{"max_tokens": 20_480}, {"max_epochs": 0.2}, {"max_steps": 40}])
+@pytest.mark.parametrize("size", [128, 256, 384, 1024])
+def test_the_schedule_goes_on_where_it_was_with_other_batches(end, size):
+    """Half of the run is done, or a tenth, in which the warm-up ended."""
+    for step in (4, 20):
+        cfg = TrainConfig(block_size=32, batch_size=1, lr=1, warmup_ratio=0.06, **end)
+        plan = make_plan(replace(cfg, batch_tokens=512), 1, 102_400)
+        cfg = replace(cfg, batch_tokens=size)
+        again = make_plan(cfg, 1, 102_400, Progress(step, step * 512 // 32))
+        before, after = (lr_at(p.place(step), p.place(p.steps), cfg) for p in (plan, again))
+        assert after == pytest.approx(before, abs=0.02)
+        assert lr_at(again.place(again.steps - 1), again.place(again.steps), cfg) == 0.1
 
 
 def test_no_flipped_bit_of_a_checkpoint_loads_as_another_model(copied, refuses):
