@@ -90,13 +90,15 @@ def main() -> None:
     # ---- Rank 0 locks the folder of the run, and decides from what the run starts (a checkpoint, a
     # model folder, or None: random weights) and which data it reads. The others get its decision.
     folder = Path(cfg.out_dir) / cfg.run_name
-    origin = lock = None
+    origin = lock = resumes = None
     if machine.is_main:
         lock = lock_run(folder)
         origin = resume.find_start(cfg, folder)
+        resumes = origin is not None and origin.parent == folder / "ckpt"
         cfg = resume.with_data(cfg)
-    cfg, origin = machine.broadcast((cfg, origin))
-    resumes = origin is not None and cfg.init_from in ("resume", "auto")
+    cfg, origin, resumes = machine.broadcast((cfg, origin, resumes))
+    if not resumes:
+        cfg = replace(cfg, init_from=str(origin or "scratch"))  # auto is decided
 
     # ---- Data: maps of the token files, and the windows of them that are read. One process of each
     # computer verifies the files.

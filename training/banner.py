@@ -63,7 +63,7 @@ def banner(
     if machine.world == 1 and gpus > 1:
         command = f"torchrun --nproc_per_node={gpus} {' '.join(sys.argv)}"
         rows["GPUs"] = f"1 of {gpus} is used; to use all: {command}"
-    if plan.begun_step == 0 and cfg.init_from in ("scratch", "auto"):
+    if plan.begun_step == 0 and cfg.init_from == "scratch":
         rows["first loss"] = f"ln({V}) = {math.log(V):.2f} expected"
     return "\n".join(row(f"{key:>11}: ", value) for key, value in rows.items() if value)
 
@@ -162,7 +162,7 @@ def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: li
     A little more than MOST_EPOCHS does not count: a limit is rounded to whole steps. Nor does
     fine-tuning, which reads few texts several times, or the padding of documents=pad.
     """
-    if cfg.init_from not in ("scratch", "resume", "auto") or cfg.documents == "pad":
+    if cfg.init_from not in ("scratch", "auto") or cfg.documents == "pad":
         return ""
     repeated = []
     for data in sets:

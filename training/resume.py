@@ -13,13 +13,15 @@ Each raises UserError if something is missing or does not fit.
 
 import math
 import os
+import re
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from configurator import UserError, changes, checked, note, set_value
+from configurator import UserError, changes, checked, given, note, set_value
 from hardware.disk import damage, read_object
 from hardware.machine import is_sharded
 from model import GPT, GPTConfig, rope_table
@@ -68,17 +70,27 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
         options = options | {"run_name": newest.name}
     run_name = options.get("run_name", cfg.run_name)
     saved = saved_settings(Path(cfg.out_dir) / run_name / "ckpt")
+    if cfg.init_from == "auto":
+        begun = with_model(options)
+        options = options | {"init_from": f"auto:{begun['init_from']}"}
+        saved = saved or begun
     return checked(TrainConfig, saved | options | {"run_name": run_name})
 
 
-def with_model(options: dict[str, Any]) -> dict[str, Any]:
+def with_model(options: dict[str, Any], cls: type = TrainConfig) -> dict[str, Any]:
     """Return settings with the folder of the model to fine-tune, and its block_size if it is short.
 
-    It is short below the default; a block_size that is given stays. The folder of a run stands for
-    its newest checkpoint. If the model cannot be read, from_pretrained() will say so.
+    The model is that of init_from. Where this is auto, it is the one that the command line of this
+    process names beside it, in a config file or in an option of the class `cls`. A block_size is
+    short below the default; one that is given stays. The folder of a run stands for its newest
+    checkpoint. If the model cannot be read, from_pretrained() will say so.
     """
     init_from = options.get("init_from", "scratch")
-    if init_from == "scratch":
+    if init_from == "auto":
+        line = re.sub(r"\0--init[_-]from[=\0]auto(?=\0|$)", "", "\0".join(sys.argv))
+        init_from = given(cls, line.split("\0")[1:]).get("init_from", "scratch")
+        options = options | {"init_from": init_from}
+    if init_from in ("scratch", "auto"):
         return options
     if newest := newest_checkpoint(Path(init_from) / "ckpt"):
         init_from = str(newest)
@@ -125,10 +137,12 @@ def saved_settings(ckpt_dir: Path) -> dict[str, Any]:
 def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
     """Return what cfg.init_from means for the run in `folder`, whose lock the caller holds.
 
-    With resume and auto it is a checkpoint of this run, else a model folder; None: random weights.
+    With resume and auto it is a checkpoint of this run, if there is one; auto:FOLDER says what the
+    run begins from otherwise. Else it is a model folder; None: random weights.
     Raises UserError if the run would lose something that is there, or cannot find what it needs.
     """
-    if cfg.init_from not in ("resume", "auto"):
+    how, _, model_named = cfg.init_from.partition(":")
+    if how not in ("resume", "auto"):
         if holds_files(folder) and not cfg.overwrite:
             advice = "--run_name=NAME is another, --overwrite moves it out of the way"
             if newest_checkpoint(folder / "ckpt"):
@@ -148,9 +162,12 @@ def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
         advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
         raise UserError(f"{problem}: {advice}")
     start = next((record["settings"] for record in records if "settings" in record), {})
+    if how == "auto" and model_named not in ("scratch", "auto"):
+        note(f"there is no checkpoint in {folder}: the run begins from {model_named}")
+        return Path(model_named)
     if (began := start.get("init_from", "scratch")) != "scratch":
         problem = f"{folder} began from {began} and saved nothing before it ended"
-        raise UserError(f"{problem}: begin it again with --init_from=MODEL --overwrite")
+        raise UserError(f"{problem}: add --init_from=auto to the command that began it")
     if cfg.init_from == "resume":
         advice = "--init_from=auto begins it"
         if newest := newest_run(Path(cfg.out_dir)):
