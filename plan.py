@@ -273,7 +273,7 @@ def rows_of_hours(run: PlannedRun, flops: float) -> dict[str, str]:
 
 
 def main() -> None:
-    cfg = checked(PlanConfig, with_model(given(PlanConfig, doc=__doc__)))
+    cfg = checked(PlanConfig, with_model(given(PlanConfig, doc=__doc__), PlanConfig))
     run = planned_run(cfg)
     dtype = str(run.step.dtype).removeprefix("torch.")
     print(f"{cfg.run_name}: {cfg.nproc:,} x {run.device.name}, {dtype}; {run.device.source}")

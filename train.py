@@ -90,13 +90,15 @@ def main() -> None:
     # ---- Rank 0 locks the folder of the run, and decides from what the run starts (a checkpoint, a
     # model folder, or None: random weights) and which data it reads. The others get its decision.
     folder = Path(cfg.out_dir) / cfg.run_name
-    origin = lock = None
+    origin = lock = resumes = None
     if machine.is_main:
         lock = lock_run(folder)
         origin = resume.find_start(cfg, folder)
+        resumes = origin is not None and origin.parent == folder / "ckpt"
         cfg = resume.with_data(cfg)
-    cfg, origin = machine.broadcast((cfg, origin))
-    resumes = origin is not None and cfg.init_from in ("resume", "auto")
+    cfg, origin, resumes = machine.broadcast((cfg, origin, resumes))
+    if not resumes:
+        cfg = replace(cfg, init_from=str(origin or "scratch"))  # auto is decided
 
     # ---- Data: maps of the token files, and the windows of them that are read. One process of each
     # computer verifies the files.
@@ -128,7 +130,7 @@ def main() -> None:
             saved = resume.read_state(origin)
             model = from_pretrained(origin, verify=False, dropout=cfg.dropout)
             resume.check_fits(origin, saved, model.config, cfg, sets)
-            progress = Progress.of_checkpoint(saved.state)
+            progress = resume.progress_of(saved, cfg, sets)
             # From here on, init_from says how the run began.
             cfg = replace(cfg, init_from=saved.settings.get("init_from", "scratch"))
         else:
@@ -152,12 +154,12 @@ def main() -> None:
 
     # ---- Plan: batch size, accumulation, number of steps; whether to compile.
     epoch_tokens = sum(windows.n_windows for windows in loader.splits) * T
-    done = (progress.step, progress.samples)
+    progress = progress.with_epoch(epoch_tokens, T)
     kind = machine.device.type
     size = Step(1, T, dtype=machine.dtype, device=kind, world=machine.world)
     is_auto = cfg.batch_size == "auto"
     saved_batch_size = saved.settings["batch_size"] if saved else 0
-    cfg, plan, size = plan_of(cfg, model, size, epoch_tokens, capacity, done, saved_batch_size)
+    cfg, plan, size = plan_of(cfg, model, size, epoch_tokens, capacity, progress, saved_batch_size)
     check_capacity(model, size, capacity)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     say(banner(cfg, sets, loader, machine, plan, model, size))
@@ -181,7 +183,7 @@ def main() -> None:
     state_bytes, _ = optimizer_memory(model, size)
     tries = is_auto and not is_sharded_run(cfg, machine)
     while tries and not fits(forward, first_batch(loader, plan, machine), machine, state_bytes):
-        cfg, plan, size = halved(cfg, plan, size, done)
+        cfg, plan, size = halved(cfg, plan, size, progress)
         say(f"note: out of memory: batch_size={plan.batch_size} is tried, {plan.accum} micro-steps")
     if size.compiled:
         with memory_advice(plan.smaller(T)):
@@ -245,11 +247,12 @@ def main() -> None:
             if last:
                 break
 
-            # Learning rate and momentum are functions of the step and the settings alone.
-            lr = lr_at(step, plan.steps, cfg)
+            # Learning rate and momentum are functions of the fraction of the run that is done.
+            place, end = plan.place(step), plan.place(plan.steps)
+            lr = lr_at(place, end, cfg)
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["scale"]  # scale: embed_lr, vector_lr, or 1
-                group["muon_momentum"] = momentum_at(step, plan.steps, cfg)
+                group["muon_momentum"] = momentum_at(place, end, cfg)
             # What dropout draws depends on seed, step and rank, but not on where the run was
             # resumed. 1,000,003 exceeds the number of ranks: no two of them share a seed.
             torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)

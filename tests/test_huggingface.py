@@ -15,6 +15,7 @@ from test_hf_tokenizer import bpe, checkpoint, read
 from test_model import ODD, hidden_logits, ids
 from test_model import make as make_model
 
+import plan
 import sample
 import train
 from configurator import UserError
@@ -417,4 +418,23 @@ def test_a_tuning_that_saved_nothing_is_not_resumed(finished, trains, refuses):
     assert "is not saved: NaN" in refuses(lambda: trains(*spoilt))
     for how in ("auto", "resume"):
         said = refuses(lambda: trains(f"--init_from={how}"))  # noqa: B023
-        assert f"began from {saved(finished)}" in said and "--overwrite" in said
+        assert f"began from {saved(finished)}" in said and "--init_from=auto" in said
+
+
+@pytest.mark.parametrize("by_config", [True, False])
+def test_auto_begins_or_resumes_a_tuning(finished, trains, tmp_path, prints, by_config):
+    """The same command, with --init_from=auto added, does both. plan.py plans what it begins."""
+    start = [f"--init_from={finished}"]
+    if by_config:
+        (tmp_path / "c.py").write_text(f"init_from = {str(finished)!r}\n")
+        start = [str(tmp_path / "c.py")]
+    started = trains(*start, "--max_steps=4", "--run_name=a").with_name("a")
+    for steps in (4, 8):  # begins; goes on
+        command = [*start, "--init_from", "auto", f"--max_steps={steps}", "--run_name=b"]
+        run = trains(*command).with_name("b")
+        settings = read_metrics(run / "metrics.jsonl")[0]["settings"]
+        assert settings["init_from"] == str(saved(finished)) and settings["block_size"] == 32
+    assert metrics(run, "loss")[1] == metrics(started, "loss")[1]
+    assert metrics(run, "loss").keys() == set(range(1, 9))
+    shown = prints(plan.main, *command, "--vocab_size=400", "--device=cpu")
+    assert "2 layers x 32" in shown

@@ -20,7 +20,6 @@ Only folders named step_N in ckpt/ are deleted, and of them only files of the na
 program writes.
 """
 
-import math
 import os
 import re
 import time
@@ -53,8 +52,9 @@ from text.dataset import files_of
 from text.hf_tokenizer import chat_files, only_ends, read_json, to_hugging_face
 from text.tokenizer import Tokenizer
 from text.windows import DataSet
+from training.evaluate import val_hashes
 from training.huggingface import architecture_of, save_weights, to_config
-from training.metrics import read_metrics
+from training.metrics import evaluations, read_metrics
 from training.plan import Progress
 from training.report import Report
 from training.settings import TrainConfig
@@ -199,7 +199,7 @@ def shared_files(
     folder, meta = sets[0].folder, sets[0].meta
     changes = {
         "trained_on": {d.name: d.meta["splits"]["train"]["sha256"] for d in sets},
-        "judged_by": {d.name: d.meta["splits"]["val"]["sha256"] for d in sets},
+        "judged_by": val_hashes(sets),
         # manifest.json has the hashes of the tokenizer's files
         "tokenizer": {k: v for k, v in meta["tokenizer"].items() if k != "files"},
     }
@@ -271,12 +271,12 @@ def newest_run(out_dir: Path) -> Path | None:
 
 
 def losses_of(run: Path) -> dict[Path, float]:
-    """Return the validation loss of each checkpoint of a run that was evaluated, newest first.
+    """Return the validation loss of each checkpoint of a run, newest first.
 
-    Raises UserError if metrics.jsonl is damaged.
+    Left out are those that were not evaluated, or on other data than the last one. Raises UserError
+    if metrics.jsonl is damaged.
     """
-    records = read_metrics(run / "metrics.jsonl")
-    losses = {r["step"]: r["val_loss"] for r in records if r.get("val_loss", math.inf) < math.inf}
+    losses = evaluations(read_metrics(run / "metrics.jsonl"))
     checkpoints = complete_checkpoints(run / "ckpt")
     return {path: losses[step_of(path)] for path in checkpoints if step_of(path) in losses}
 

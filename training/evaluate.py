@@ -13,7 +13,7 @@ from configurator import UserError
 from hardware.machine import Machine
 from hardware.terminal import ProgressBar
 from model import GPT
-from text.dataset import open_windows
+from text.dataset import names_and_weights, open_windows
 from text.windows import DataSet, Loader, Windows
 from training.batches import to_batch
 from training.parallel import all_sum, autocast
@@ -46,6 +46,21 @@ def evaluation_windows(sets: list[DataSet], cfg: TrainConfig) -> dict[str, list[
                 problem = f"no answer of {data.name} is in a window that is evaluated"
                 raise UserError(f"loss_on=answers: {problem}: raise block_size, or --val_fraction")
     return windows
+
+
+def val_hashes(sets: list[DataSet]) -> dict[str, str]:
+    """Return the SHA-256 of the val.bin of each data set."""
+    return {data.name: data.meta["splits"]["val"]["sha256"] for data in sets}
+
+
+def judged_by(cfg: TrainConfig, hashes: dict[str, str]) -> dict[str, Any]:
+    """Return what a validation loss depends on beside the weights. hashes: as of val_hashes().
+
+    Two losses can be compared if this was the same for both.
+    """
+    names, weights = names_and_weights(cfg.dataset)
+    shares = [[hashes[name], str(weight)] for name, weight in zip(names, weights, strict=True)]
+    return {"shares": shares, "eval_tokens": cfg.eval_tokens}
 
 
 def evaluate_all(

@@ -14,7 +14,7 @@ from hardware.machine import Machine, out_of_memory
 from model import GPT
 from training.batches import Batch
 from training.memory import Step, largest_batch, needed
-from training.plan import Plan, even_batch, make_plan
+from training.plan import Plan, Progress, even_batch, make_plan
 from training.settings import TrainConfig
 
 
@@ -45,17 +45,17 @@ def plan_of(
     step: Step,
     epoch_tokens: int,
     capacity: float,
-    done: tuple[int, int] = (0, 0),
+    progress: Progress | None = None,
     saved_batch_size: int = 0,
 ) -> tuple[TrainConfig, Plan, Step]:
     """Return the settings with a number for batch_size=auto, the plan, and the size of a step.
 
     step: its T, dtype, device and world. capacity: bytes of memory for a step on each device.
-    done: the steps that a resumed run has done, and the windows that it has read.
+    progress: of a resumed run.
     saved_batch_size: of its checkpoint; with auto it keeps this one if it fits.
     """
     # compile=auto depends on the length of the run, which is known before batch_size=auto is.
-    draft = make_plan(replace(cfg, batch_size=1), step.world, epoch_tokens, *done)
+    draft = make_plan(replace(cfg, batch_size=1), step.world, epoch_tokens, progress)
     flops = model.flops_per_token(cfg.block_size) * draft.tokens_at(draft.steps)
     # Two micro-steps: accumulation needs more memory than one micro-step does.
     step = replace(step.of(cfg), accum=2, compiled=wants_compile(cfg, step.device, flops))
@@ -65,7 +65,7 @@ def plan_of(
             most = min(most, max(1, 8192 // step.T))
         B = saved_batch_size if 0 < saved_batch_size <= most else even_batch(most, cfg, step.world)
         cfg = replace(cfg, batch_size=B)
-    plan = make_plan(cfg, step.world, epoch_tokens, *done)
+    plan = make_plan(cfg, step.world, epoch_tokens, progress)
     return cfg, plan, replace(step, B=plan.batch_size, accum=plan.accum)
 
 
@@ -91,7 +91,7 @@ def wants_compile(cfg: TrainConfig, kind: str, flops: float) -> bool:
 
 
 def halved(
-    cfg: TrainConfig, plan: Plan, step: Step, done: tuple[int, int]
+    cfg: TrainConfig, plan: Plan, step: Step, progress: Progress
 ) -> tuple[TrainConfig, Plan, Step]:
     """Return the settings, the plan and the size of a step with half the batch_size or less.
 
@@ -100,7 +100,7 @@ def halved(
     if plan.batch_size == 1:
         raise UserError(f"out of memory {plan.smaller(step.T)}")
     cfg = replace(cfg, batch_size=even_batch(plan.batch_size // 2, cfg, step.world))
-    plan = make_plan(cfg, step.world, plan.epoch_tokens, *done)
+    plan = make_plan(cfg, step.world, plan.epoch_tokens, progress)
     return cfg, plan, replace(step, B=plan.batch_size, accum=plan.accum)
 
 

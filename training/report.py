@@ -33,10 +33,11 @@ from hardware.terminal import ProgressBar, in_a_terminal, quoted
 from model import GPTConfig
 from text.landmarks import mixed_landmarks
 from text.windows import DataSet
+from training.evaluate import judged_by, val_hashes
 from training.huggingface import architecture_of
-from training.metrics import records_until, start_metrics
+from training.metrics import read_metrics, start_metrics
 from training.plan import Plan, Progress
-from training.settings import TrainConfig
+from training.settings import TRAINING, TrainConfig
 
 PLOT = Path(__file__).resolve().parents[1] / "plot.py"
 SYNC = "metrics.jsonl has all numbers"
@@ -131,7 +132,7 @@ class Report:
             "lr": lr,
             "grad_norm": grad_norm,
             "tokens": tokens,
-            "epoch": tokens / plan.epoch_tokens,
+            "epoch": plan.epochs_at(step),
             "tokens_per_s": rate,
             "tflops": tflops,
             "mfu": mfu,
@@ -287,9 +288,8 @@ def first_records(
     the settings of this process follows if they differ from those recorded last.
     """
     step = progress.step
-    if step == 0 and path.exists():  # init_from=auto: an earlier start saved nothing
-        note(f"{path} is kept as {set_aside(path, 'metrics_kept.jsonl').name}")
-    records = records_until(path, step)
+    before = read_metrics(path)
+    records = [record for record in before if record["step"] <= step and step > 0]
     if step and not any(r["step"] == step and "saved" in r for r in records):
         # The process that wrote the checkpoint was killed before it could record it.
         records.append({"step": step, "saved": f"step_{step:08d}"})
@@ -306,12 +306,24 @@ def first_records(
         "step_samples": plan.step_tokens // cfg.block_size,
         "steps": plan.steps,
         "data": {data.name: data.meta["splits"]["train"]["sha256"] for data in sets},
+        "judged_by": judged_by(cfg, val_hashes(sets)),
         "landmarks": mixed_landmarks(sets, cfg.loss_on),
     }
     recorded = next((r for r in reversed(records) if "settings" in r), {})
     if any(recorded.get(key) != value for key, value in run.items()):
         records.append({"step": step, "first_sample": progress.samples} | run)
+    # Steps that are not done again in the same way: an earlier start saved nothing, or a resume
+    # goes back with other settings.
+    lost = [record for record in before if record["step"] > step]
+    ways = [trained_with(r) for r in (recorded, *lost, run) if "settings" in r]
+    if (path.exists() and not step) or (lost and any(way != ways[0] for way in ways)):
+        note(f"{path} is kept as {set_aside(path, 'metrics_kept.jsonl').name}")
     return records
+
+
+def trained_with(run: dict) -> list:
+    """Return all of a record of first_records() that changes the steps after it."""
+    return [run.get("step_samples"), run.get("data"), *map(run["settings"].get, TRAINING)]
 
 
 def send_numbers(

@@ -13,13 +13,15 @@ Each raises UserError if something is missing or does not fit.
 
 import math
 import os
+import re
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from configurator import UserError, changes, checked, note, set_value
+from configurator import UserError, changes, checked, given, note, set_value
 from hardware.disk import damage, read_object
 from hardware.machine import is_sharded
 from model import GPT, GPTConfig, rope_table
@@ -34,8 +36,10 @@ from training.checkpoint import (
     newest_checkpoint,
     newest_run,
 )
+from training.evaluate import judged_by, val_hashes
 from training.huggingface import from_pretrained, is_utf8, load_tensors, shape_in
 from training.metrics import read_metrics
+from training.plan import Progress
 from training.settings import PLACE, TrainConfig, model_config
 
 # --------------------------------------------------------------------------------------------------
@@ -66,17 +70,27 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
         options = options | {"run_name": newest.name}
     run_name = options.get("run_name", cfg.run_name)
     saved = saved_settings(Path(cfg.out_dir) / run_name / "ckpt")
+    if cfg.init_from == "auto":
+        begun = with_model(options)
+        options = options | {"init_from": f"auto:{begun['init_from']}"}
+        saved = saved or begun
     return checked(TrainConfig, saved | options | {"run_name": run_name})
 
 
-def with_model(options: dict[str, Any]) -> dict[str, Any]:
+def with_model(options: dict[str, Any], cls: type = TrainConfig) -> dict[str, Any]:
     """Return settings with the folder of the model to fine-tune, and its block_size if it is short.
 
-    It is short below the default; a block_size that is given stays. The folder of a run stands for
-    its newest checkpoint. If the model cannot be read, from_pretrained() will say so.
+    The model is that of init_from. Where this is auto, it is the one that the command line of this
+    process names beside it, in a config file or in an option of the class `cls`. A block_size is
+    short below the default; one that is given stays. The folder of a run stands for its newest
+    checkpoint. If the model cannot be read, from_pretrained() will say so.
     """
     init_from = options.get("init_from", "scratch")
-    if init_from == "scratch":
+    if init_from == "auto":
+        line = re.sub(r"\0--init[_-]from[=\0]auto(?=\0|$)", "", "\0".join(sys.argv))
+        init_from = given(cls, line.split("\0")[1:]).get("init_from", "scratch")
+        options = options | {"init_from": init_from}
+    if init_from in ("scratch", "auto"):
         return options
     if newest := newest_checkpoint(Path(init_from) / "ckpt"):
         init_from = str(newest)
@@ -123,10 +137,12 @@ def saved_settings(ckpt_dir: Path) -> dict[str, Any]:
 def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
     """Return what cfg.init_from means for the run in `folder`, whose lock the caller holds.
 
-    With resume and auto it is a checkpoint of this run, else a model folder; None: random weights.
+    With resume and auto it is a checkpoint of this run, if there is one; auto:FOLDER says what the
+    run begins from otherwise. Else it is a model folder; None: random weights.
     Raises UserError if the run would lose something that is there, or cannot find what it needs.
     """
-    if cfg.init_from not in ("resume", "auto"):
+    how, _, model_named = cfg.init_from.partition(":")
+    if how not in ("resume", "auto"):
         if holds_files(folder) and not cfg.overwrite:
             advice = "--run_name=NAME is another, --overwrite moves it out of the way"
             if newest_checkpoint(folder / "ckpt"):
@@ -146,9 +162,12 @@ def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
         advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
         raise UserError(f"{problem}: {advice}")
     start = next((record["settings"] for record in records if "settings" in record), {})
+    if how == "auto" and model_named not in ("scratch", "auto"):
+        note(f"there is no checkpoint in {folder}: the run begins from {model_named}")
+        return Path(model_named)
     if (began := start.get("init_from", "scratch")) != "scratch":
         problem = f"{folder} began from {began} and saved nothing before it ended"
-        raise UserError(f"{problem}: begin it again with --init_from=MODEL --overwrite")
+        raise UserError(f"{problem}: add --init_from=auto to the command that began it")
     if cfg.init_from == "resume":
         advice = "--init_from=auto begins it"
         if newest := newest_run(Path(cfg.out_dir)):
@@ -200,8 +219,7 @@ def check_fits(
     if names != trained_on:
         problem = f"{folder} was trained on {', '.join(trained_on)}, not on {', '.join(names)}"
         raise UserError(f"{problem}: give that --dataset, or {other}")
-    old_settings = {k: v for k, v in saved.settings.items() if hasattr(cfg, k)}
-    then = fixed(replace(cfg, **old_settings), c.vocab_size)
+    then = fixed(settings_then(saved, cfg), c.vocab_size)
     now = fixed(cfg, c.vocab_size)
     shape = asdict(c) | {"block_size": then["block_size"]}  # windows are counted in its length
     now = {k: v for k, v in now.items() if v not in (then[k], shape.get(k, then[k]))}
@@ -222,6 +240,11 @@ def check_fits(
         raise UserError(f"checkpoint {folder} does not fit: {'; '.join(differ)}: {advice}")
 
 
+def settings_then(saved: Saved, cfg: TrainConfig) -> TrainConfig:
+    """Return the settings of a checkpoint; of cfg where they are new since then."""
+    return replace(cfg, **{k: v for k, v in saved.settings.items() if hasattr(cfg, k)})
+
+
 def fixed(cfg: TrainConfig, vocab_size: int) -> dict[str, Any]:
     """Return what cannot change within a run: shape, optimizer, and on what it learns.
 
@@ -236,6 +259,17 @@ def data_hashes(sets: list[DataSet]) -> dict[str, str]:
     """Return the SHA-256 of each .bin, as meta.json has it."""
     splits = [(data.name, *split) for data in sets for split in data.meta["splits"].items()]
     return {f"{name}/{split}.bin": counts["sha256"] for name, split, counts in splits}
+
+
+def progress_of(saved: Saved, cfg: TrainConfig, sets: list[DataSet]) -> Progress:
+    """Return the progress of a checkpoint. If other data are evaluated now, best begins anew."""
+    progress = Progress.of_checkpoint(saved.state)
+    then = judged_by(settings_then(saved, cfg), saved.meta["judged_by"])
+    if then != judged_by(cfg, val_hashes(sets)):
+        if progress.best_step >= 0:
+            note("the validation loss is measured on other data now: the best is looked for anew")
+        progress = replace(progress, best_step=-1, best_val_loss=math.inf)
+    return progress
 
 
 def settings_changed(saved: Saved, cfg: TrainConfig) -> list[str]:

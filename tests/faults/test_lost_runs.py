@@ -7,11 +7,13 @@ import random
 import shutil
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import harness
 import pytest
+import torch
 from conftest import call, contents, forge, metrics, same, saved, train_tiny, training
 from safetensors.torch import load_file, save_file
 from test_faults import ENDLESS, poison, steps_in
@@ -20,11 +22,12 @@ import prepare
 import sample
 import train
 from hardware.disk import damage
+from plot import read_run
 from text.hf_tokenizer import HF_FILES
 from text.tokenizer import SentencePiece, Tiktoken
 from training import checkpoint
 from training.checkpoint import lock_run, newest_run
-from training.plan import make_plan
+from training.plan import Progress, lr_at, make_plan
 from training.settings import TrainConfig
 
 
@@ -64,6 +67,16 @@ def test_records_of_a_start_that_saved_nothing_are_kept(trains, tmp_path, refuse
     recorded = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     run = trains("--init_from=auto", "--max_steps=1")
     assert (run / "metrics_kept.jsonl").read_bytes() == recorded
+
+
+@pytest.mark.parametrize("more, kept", [([], False), (["--keep=3"], False), (["--lr=1e-5"], True)])
+def test_records_that_a_resume_does_not_repeat_are_kept(copied, trains, more, kept):
+    shutil.rmtree(copied / "ckpt" / "step_00000008")
+    recorded = (copied / "metrics.jsonl").read_bytes()
+    trains("--init_from=resume", *more)
+    assert (copied / "metrics_kept.jsonl").exists() == kept
+    assert not kept or (copied / "metrics_kept.jsonl").read_bytes() == recorded
+    assert metrics(copied, "loss").keys() == set(range(1, 9))
 
 
 def test_a_resume_records_a_checkpoint_that_was_not_recorded(copied, trains):
@@ -213,6 +226,23 @@ def test_a_fresh_checkpoint_is_not_pruned_for_damaged_newer_ones(trains):
     assert all(damage(path) for path in (run / "ckpt").glob("*_kept"))
 
 
+def test_best_begins_anew_where_other_data_are_evaluated(copied, trains, capsys):
+    """For pruning, --which=best and the picture."""
+    state = torch.load(saved(copied) / "train_state.pt", weights_only=True)
+    torch.save(state | {"best_val_loss": 1.0}, saved(copied) / "train_state.pt")
+    forge(saved(copied))
+    with open(copied / "metrics.jsonl", "a") as f:
+        f.write('{"step": 8, "val_loss": 1.0}\n')
+    more = ["--lr=0.1", "--schedule=constant", "--grad_clip=0", "--max_steps=20", "--keep=1"]
+    trains("--init_from=resume", "--eval_tokens=64", *more)
+    since = {step: loss for step, loss in metrics(copied, "val_loss").items() if step > 8}
+    best = min(since, key=since.get)
+    assert best < 20 and steps_in(copied) == [f"{best}", "20"]
+    call(sample.main, f"--ckpt={copied}", "--which=best", "--max_new_tokens=1", "--device=cpu")
+    assert f"step_000000{best}, the best" in capsys.readouterr().err
+    assert f"at step {best}" in read_run(copied, "steps", "loss").name
+
+
 def test_pruning_leaves_what_somebody_added_or_linked(copied, trains, tmp_path):
     ckpt = copied / "ckpt"
     backup = put(shutil.copytree(ckpt / "step_00000004", ckpt / "step_00000004_backup"))
@@ -268,9 +298,25 @@ def test_a_resume_with_the_same_batch_plans_the_same_end(end):
     cfg = TrainConfig(block_size=64, batch_size=4, batch_tokens=768, **end)
     plan = make_plan(cfg, 1, epoch_tokens=1_000_003)
     for step in range(0, plan.steps, 7):
-        again = make_plan(cfg, 1, 1_000_003, step, step * plan.step_tokens // 64)
+        done = Progress(step, step * plan.step_tokens // 64)
+        again = make_plan(cfg, 1, 1_000_003, done)
         assert again.steps == plan.steps
         assert again.tokens_at(plan.steps) == plan.tokens_at(plan.steps)
+        assert (again.place(step), again.place(plan.steps)) == (step, plan.steps)
+
+
+@pytest.mark.parametrize("end", [{"max_tokens": 20_480}, {"max_epochs": 0.2}, {"max_steps": 40}])
+@pytest.mark.parametrize("size", [128, 256, 384, 1024])
+def test_the_schedule_goes_on_where_it_was_with_other_batches(end, size):
+    """Half of the run is done, or a tenth, in which the warm-up ended."""
+    for step in (4, 20):
+        cfg = TrainConfig(block_size=32, batch_size=1, lr=1, warmup_ratio=0.06, **end)
+        plan = make_plan(replace(cfg, batch_tokens=512), 1, 102_400)
+        cfg = replace(cfg, batch_tokens=size)
+        again = make_plan(cfg, 1, 102_400, Progress(step, step * 512 // 32))
+        before, after = (lr_at(p.place(step), p.place(p.steps), cfg) for p in (plan, again))
+        assert after == pytest.approx(before, abs=0.02)
+        assert lr_at(again.place(again.steps - 1), again.place(again.steps), cfg) == 0.1
 
 
 def test_no_flipped_bit_of_a_checkpoint_loads_as_another_model(copied, refuses):

@@ -52,9 +52,9 @@ OTHER_DISK = """
 from pathlib import Path
 broadcast = train.Machine.broadcast
 def on_node1(machine, value):
-    cfg, origin = broadcast(machine, value)
+    cfg, origin, *more = broadcast(machine, value)
     cfg = train.replace(cfg, data_dir=cfg.data_dir.replace("node0", "node1"))
-    return cfg, origin and Path(str(origin).replace("node0", "node1"))
+    return cfg, origin and Path(str(origin).replace("node0", "node1")), *more
 if os.environ["RANK"] == "1":
     os.environ["LOCAL_RANK"] = "0"  # the first of its own computer
     train.Machine.broadcast = on_node1
