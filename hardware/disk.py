@@ -108,9 +108,16 @@ def remove_only(folder: Path, names: Iterable[str]) -> None:
 
 
 def only_plain(path: str | Path) -> None:
-    """Raise OSError if the path is not a plain file. Reading a FIFO would wait for ever."""
+    """Raise OSError if the path is not a plain file, with its content. (A FIFO may never end.)
+
+    After `git clone` without Git LFS, a small text that names the content stands in its place.
+    """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a plain file", str(path))
+    with open(path, "rb") as file:
+        if file.read(40) == b"version https://git-lfs.github.com/spec/":
+            problem = "a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder"
+            raise OSError(errno.EINVAL, problem, str(path))
 
 
 def file_sha256(path: str | Path) -> str:

@@ -233,6 +233,50 @@ def test_what_is_not_computed_here_is_refused_by_name(word, settings, tmp_path):
     assert "\n" not in str(refused.value)
 
 
+HARMLESS = dict(_attn_implementation_autoset=True, _flash_attn_2_enabled=True, num_beams=1)
+HARMLESS |= dict(max_sequence_length=32, model_max_length=32, tokenizer_padding_side="left")
+HARMLESS |= dict(loss_type="ForCausalLMLoss", _commit_hash="a", pretraining_tp=1, spm_version=2)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2", "qwen3"])
+def test_keys_that_change_no_logits_are_ignored(name):
+    c = GPTConfig(**(PRESETS[name] | dict(n_head=4, n_embd=48)))
+    content = huggingface.to_config(c)
+    assert from_config(content | HARMLESS) == from_config(content)
+    for key in ("final_logit_softcapping", "logits_scaling"):
+        with pytest.raises(ValueError, match=key):
+            from_config(content | {key: 30.0})
+
+
+def test_an_unknown_key_of_our_own_class_may_be_deleted():
+    content = huggingface.to_config(GPTConfig(mlp="swiglu"))
+    assert from_config(content | dict(_commit_hash="a", later=0)) == from_config(content)
+    with pytest.raises(ValueError, match="later=1.*delete the line"):
+        from_config(content | dict(later=1))
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+FILES = ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_git_lfs_pointer_is_named(name, tmp_path, refuses):
+    folder = save(make("llama"), tmp_path)
+    (folder / name).write_bytes(POINTER)
+    message = refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
+    assert name in message and "git lfs pull" in message
+
+
+def test_a_tied_head_that_differs_names_its_setting(tmp_path):
+    folder = save(make("gpt2"), tmp_path)
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    for head in (1.01 * state["transformer.wte.weight"], torch.ones(300, 48)):
+        save_file(state | {"lm_head.weight": head}, path)
+        with pytest.raises(UserError, match="tie_word_embeddings"):
+            from_pretrained(folder)
+
+
 CHANGED = {  # tensor -> its new value
     "transformer.h.0.extra.weight": torch.ones(3),
     "lm_head.weight": torch.ones(300, 48),
