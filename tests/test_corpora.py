@@ -13,7 +13,10 @@ from conftest import make_records, write_jsonl
 from test_prepare import TEXTS, documents, prepare_set
 
 import prepare
+from text.formats import read_chunks
 from text.records import record_text
+from text.settings import PrepareConfig
+from text.sources import Source
 
 
 def zstd(data: bytes) -> bytes:
@@ -53,6 +56,35 @@ def test_a_compressed_file_that_is_damaged_is_an_error(tmp_path, refuses, suffix
         path.write_bytes(content)
         error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}", "--name=x")
         assert f"cut.jsonl.{suffix}: damaged" in error
+
+
+QUOTED = [
+    ('id\ttext\n1\t"I go.\n2\tYou stay."\n3\tShe\n', ['"I go.', 'You stay."', "She"]),
+    ('id\ttext\n1\t"Yes," she said.\n2\tb\n', ['"Yes," she said.', "b"]),
+    ('id\ttext\n1\t"Go!"\n2\tb\n3\t"And so\n', ['"Go!"', "b", '"And so']),
+    ('a\ttext\n"x\ty"\n', ['y"']),
+    ('id\ttext\n1\t"He said ""no""."\n2\t5" nails\n', ['He said "no".', '5" nails']),
+    ('id\ttext\n1\t"one\ntwo"\n2\t"a\tb"\n', ["one\ntwo", "a\tb"]),
+    ('"id"\t"text"\n"1"\t"all"\n\n', ["all"]),
+    ('id\ttext\n1\t"""a"" one\n2\ttwo"\n', ['"a" one\n2\ttwo']),
+    ("text\n\na\n", ["a"]),
+]
+
+
+@pytest.mark.parametrize("content, texts", QUOTED)
+def test_quotes_in_a_tsv_are_text_unless_csv_wrote_it(tmp_path, content, texts):
+    path = tmp_path / "a.tsv"
+    path.write_text(content)
+    (chunk,) = read_chunks([Source.at(path, "tsv")], PrepareConfig())
+    assert [row["text"] for _, row in chunk.records] == texts
+
+
+@pytest.mark.parametrize("suffix, separator", [("csv", ","), ("tsv", "\t")])
+def test_rows_that_span_lines_are_counted(tmp_path, suffix, separator):
+    path = tmp_path / f"a.{suffix}"
+    path.write_text(f"id{separator}text\n" + f'1{separator}"a\nb"\n2{separator}c\n' * 9)
+    _, meta = prepare_set(tmp_path, path)
+    assert sorted(meta["records"]["shapes"].values()) == [9, 9]
 
 
 def test_parquet_is_read_with_its_nested_sections(tmp_path, refuses):

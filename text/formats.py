@@ -232,6 +232,8 @@ def read_json(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Record
 # --------------------------------------------------------------------------------------------------
 # CSV, Parquet, and the modules of the demo corpus
 
+DOUBLED_QUOTE = re.compile(r'(?:^|\t)"[^\t"]*""[^\t\r\n]')  # in a field that begins with a quote
+
 
 def read_csv(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records:
     """Yield each row as a dict: column -> text.
@@ -240,7 +242,11 @@ def read_csv(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records
     """
     csv.field_size_limit(cfg.max_record)  # else a quote that is left open takes the whole file
     dialect = "excel-tab" if source.kind == "tsv" else "excel"
-    rows = csv.DictReader(f, dialect=dialect, strict=True)  # an open quote is an error
+    quoting = csv.QUOTE_MINIMAL
+    if source.kind == "tsv":
+        with open(source.path, "rb", 1 << 18) as raw:
+            quoting = quoting_of(opened(source, raw, cfg))
+    rows = csv.DictReader(f, dialect=dialect, quoting=quoting, strict=True)
     start = 1  # the line where the row begins
     try:
         header = rows.fieldnames or []
@@ -255,6 +261,33 @@ def read_csv(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records
     except csv.Error as e:
         problem = f"not a row of a CSV file, or longer than --max_record_mb ({e})"
         raise UserError(f"{source.name}:{start}: {problem}") from None
+
+
+def quoting_of(lines: Iterator[str]) -> int:
+    """Return QUOTE_MINIMAL for a TSV whose fields may stand in quotes, as in CSV, else QUOTE_NONE.
+
+    In the latter, quotes are a part of the text. Only the quotes themselves tell: a doubled one in
+    a field, a quoted header, or a row whose lines are none by themselves, is of a writer of CSV.
+    """
+    of_row: list[str] = []  # the lines of the current row
+    rows = csv.reader((of_row.append(line) or line for line in lines), "excel-tab", strict=True)
+    header: set[int] = set()  # how many tabs its line has
+    is_doubled = is_quoted = has_rows_within = False
+    try:
+        for row in rows:
+            tabs = {line.count("\t") for line in of_row}
+            header = header or tabs
+            is_doubled |= bool(DOUBLED_QUOTE.search("".join(of_row)))
+            is_quoted |= rows.line_num == 1 and of_row[0].startswith('"')
+            if row and (len(of_row) > 1 or tabs != {len(row) - 1}):
+                is_quoted |= tabs != header
+                has_rows_within |= tabs == header
+            of_row.clear()
+    except csv.Error:
+        is_quoted = False
+    if is_doubled or (is_quoted and not has_rows_within):
+        return csv.QUOTE_MINIMAL
+    return csv.QUOTE_NONE
 
 
 def read_parquet(raw: BinaryIO, source: Source, cfg: PrepareConfig) -> Records:

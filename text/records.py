@@ -100,6 +100,8 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
         except ValueError as e:
             tally.reject(place, str(e))
             continue
+        if chunk.kind in ("csv", "tsv") and any("\n" in (text or "") for text in record.values()):
+            shape += " in rows that span lines"
         tally.shapes[shape] += 1
         if not pieces:
             tally.dropped["marked as not to be learned"] += 1
