@@ -163,6 +163,24 @@ def test_format_reads_files_of_other_names(tmp_path):
     assert documents(folder) == Counter(MANY)
 
 
+@pytest.mark.parametrize(
+    "suffix", ["txt", "md", "jsonl", "json", "csv", "tsv", "parquet", "json.gz"]
+)
+def test_a_git_lfs_pointer_is_named_with_its_cure(tmp_path, refuses, suffix):
+    pytest.importorskip("pyarrow", reason="needs pyarrow")
+    path = tmp_path / f"a.{suffix}"
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 5\n")
+    error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}")
+    assert f"a.{suffix}: " in error and "git lfs pull" in error
+
+
+def test_utf16_that_passes_for_utf8_is_bad(tmp_path, refuses):
+    (tmp_path / "a.txt").write_text("Hello, world\n" * 9, encoding="utf-16-le")
+    (tmp_path / "b.txt").write_text("A text may hold a \0.\n" * 9)
+    error = refuses(prepare.main, "--input", tmp_path, f"--data_dir={tmp_path}")
+    assert "1 of 2" in error and "a.txt" in error and "--encoding=utf-16-le" in error
+
+
 # -- what is left out --
 
 

@@ -21,6 +21,7 @@ from text.settings import PrepareConfig
 from text.sources import Source, decompressed, import_for
 
 CHUNK = 1 << 20  # characters
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # what `git clone` writes without LFS
 
 
 # --------------------------------------------------------------------------------------------------
@@ -95,6 +96,8 @@ def read_source(source: Source, cfg: PrepareConfig) -> Iterator[tuple[BinaryIO, 
 
 def opened(source: Source, raw: io.BufferedReader, cfg: PrepareConfig) -> io.IOBase:
     """Return what a function in READERS reads: raw, or its decompressed bytes, or its text."""
+    if raw.peek(len(LFS_POINTER)).startswith(LFS_POINTER):
+        raise UserError(f"{source.name}: a pointer of Git LFS, not the file itself: git lfs pull")
     if source.kind in ("parquet", "py"):
         return raw
     stream = decompressed(raw, source.name)

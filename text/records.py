@@ -151,6 +151,8 @@ def understand(
     if isinstance(record, ValueError):
         raise record
     if kind == "txt":
+        if 4 * record.count("\0") > len(record):
+            raise ValueError("a quarter of it is NUL: of --encoding=utf-16-le or utf-16-be?")
         return [[record]], "plain text"
     if kind == "jsonl":
         try:
