@@ -100,6 +100,24 @@ def test_parquet_is_read_with_its_nested_sections(tmp_path, refuses):
     assert "c.parquet" in refuses(prepare.main, "--input", path)
 
 
+def test_only_the_columns_that_are_used_are_read(tmp_path, refuses):
+    pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+
+    path = tmp_path / "c.parquet"
+    times = pyarrow.array([1577836800000000001] * len(MANY), pyarrow.timestamp("ns"))
+    inner = [{"a": text} for text in MANY]
+    parquet.write_table(pyarrow.table({"text": MANY, "x": times, "inner": inner}), path)
+    for fields in ("", "inner.a", "{text}"):
+        folder, _ = prepare_set(tmp_path, path, fields=fields)
+        assert documents(folder) == Counter(MANY)
+    parquet.write_table(pyarrow.table({"x": times}), path)
+    error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}")
+    assert "{x}" in error and "--fields" in error
+    parquet.write_table(pyarrow.table([MANY, MANY], names=["text", "text"]), path)
+    assert "c.parquet: " in refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}")
+
+
 def test_a_bad_byte_costs_a_record_and_a_wrong_encoding_fails(tmp_path, refuses):
     path = tmp_path / "c.jsonl"
     text = jsonl((f"你好 {i}" for i in range(200)), ensure_ascii=False)

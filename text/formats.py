@@ -294,15 +294,24 @@ def quoting_of(lines: Iterator[str]) -> int:
 
 
 def read_parquet(raw: BinaryIO, source: Source, cfg: PrepareConfig) -> Records:
-    """Yield each row as a dict: column -> value. pyarrow opens the file itself."""
+    """Yield each row as a dict: column -> value, None for a column that nothing uses.
+
+    pyarrow opens the file itself.
+    """
     parquet = import_for(source.name, "pyarrow", "pyarrow.parquet")
     import pyarrow
 
     try:
         with parquet.ParquetFile(source.path, pre_buffer=False) as table:
-            batches = table.iter_batches(256, use_threads=False)
+            names = table.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise ValueError("two columns have one name: rename one of them")
+            # Python has no type for some values, such as a time in nanoseconds.
+            used = [name for name in names if cfg.uses(name)]
+            batches = table.iter_batches(256, columns=used, use_threads=False)
             rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, row in enumerate(rows, 1):
+                row = dict.fromkeys(names) | row
                 fits = characters(row) <= cfg.max_record
                 yield f"{source.name}: row {number}", row if fits else too_long(cfg.max_record)
     except (pyarrow.ArrowException, ValueError, OverflowError) as e:  # also a date beyond Python's
