@@ -87,6 +87,22 @@ def test_rows_that_span_lines_are_counted(tmp_path, suffix, separator):
     assert sorted(meta["records"]["shapes"].values()) == [9, 9]
 
 
+@pytest.mark.parametrize("window", [28, 31])
+def test_long_windows_and_frames_to_skip_of_zstd_are_read(tmp_path, window):
+    module = pytest.importorskip("backports.zstd", reason="needs backports.zstd")
+    parameter = module.CompressionParameter
+    options = {parameter.window_log: window, parameter.enable_long_distance_matching: 1}
+    packer = module.ZstdCompressor(options=options)
+    packed = packer.compress(jsonl(MANY).encode()) + packer.flush()
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(b"\x50\x2a\x4d\x18\x04\0\0\0abcd" + packed)
+    folder, _ = prepare_set(tmp_path, path)
+    assert documents(folder) == Counter(MANY)
+    path.write_bytes(packed)
+    folder, _ = prepare_set(tmp_path, path)
+    assert documents(folder) == Counter(MANY)
+
+
 def test_parquet_is_read_with_its_nested_sections(tmp_path, refuses):
     pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
@@ -181,9 +197,21 @@ def test_format_reads_files_of_other_names(tmp_path):
     assert documents(folder) == Counter(MANY)
 
 
-@pytest.mark.parametrize(
-    "suffix", ["txt", "md", "jsonl", "json", "csv", "tsv", "parquet", "json.gz"]
-)
+def test_format_reads_the_files_of_folders(tmp_path, refuses):
+    inputs = tmp_path / "in"
+    for name in ("AA", ".git"):
+        (inputs / name).mkdir(parents=True)
+    write_texts(inputs / "AA" / "wiki_00", MANY)
+    (inputs / "AA" / "wiki_01.bz2").write_bytes(bz2.compress(jsonl(MANY).encode()))
+    for name in ("_SUCCESS", ".DS_Store", ".part-00000.crc", ".git/HEAD"):
+        (inputs / name).write_bytes(b"\0\1")
+    assert "--format" in refuses(prepare.main, "--input", inputs)
+    folder, meta = prepare_set(tmp_path, inputs, format="jsonl")
+    assert documents(folder) == Counter(MANY * 2)
+    assert sum(meta["sources"][-1]["skipped"].values()) == 4
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "json", "csv", "tsv", "parquet", "json.gz"])
 def test_a_git_lfs_pointer_is_named_with_its_cure(tmp_path, refuses, suffix):
     pytest.importorskip("pyarrow", reason="needs pyarrow")
     path = tmp_path / f"a.{suffix}"

@@ -6,8 +6,7 @@ from typing import Literal
 
 from configurator import option
 
-# The fields that the known shapes of a record use (records.py), and those that say that it is not to
-# be learned (chat.py).
+# Fields that the known shapes of a record use, or that say whether to learn it.
 KNOWN = {"title", "summary", "sections", "content", "text", "prompt", "completion", "instruction"}
 KNOWN |= {"input", "output", "system", "messages", "conversations", "conversation"}
 KNOWN |= {"weight", "label", "train", "loss"}
