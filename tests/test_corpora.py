@@ -151,7 +151,8 @@ def test_a_bad_byte_costs_a_record_and_a_wrong_encoding_fails(tmp_path, refuses)
         assert str(path) in error and "--encoding" in error
 
 
-QUESTION = {"question": "Q", "answer": "A", "n": 7, "meta": {"source": "web"}}
+QUESTION = {"question": "Q", "answer": "A", "n": 7, "meta": {"source": "web"}, "a.b": "dot"}
+QUESTION |= {"a": {"b": "wrong"}, " outer ": " spaces "}
 
 
 NAMED = [
@@ -160,12 +161,21 @@ NAMED = [
     ("问：{question}\\n答：{answer}", "问：Q\n答：A"),
     ("meta.source", "web"),
     ("{meta.source}: {n}", "web: 7"),
+    ("a.b, meta.source", "dot\nweb"),
+    ("{ outer }{a.b}", " spaces dot"),
 ]
 
 
 @pytest.mark.parametrize("fields, text", NAMED)
 def test_other_fields_are_named_by_a_list_or_a_template(fields, text):
     assert record_text(QUESTION, fields) == (text, fields)
+
+
+def test_names_of_columns_have_no_outer_spaces(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("id, text\n" + "1, a\n" * 9)
+    folder, _ = prepare_set(tmp_path, path)
+    assert documents(folder) == Counter([" a"] * 9)
 
 
 @pytest.mark.parametrize("fields", ["{}", "{question}：{answer", "{a{b}}"])
@@ -225,6 +235,16 @@ def test_utf16_that_passes_for_utf8_is_bad(tmp_path, refuses):
     (tmp_path / "b.txt").write_text("A text may hold a \0.\n" * 9)
     error = refuses(prepare.main, "--input", tmp_path, f"--data_dir={tmp_path}")
     assert "1 of 2" in error and "a.txt" in error and "--encoding=utf-16-le" in error
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_integers_of_any_length_are_read(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    path.write_text(f'{{"text": "a", "n": -{"7" * 5000}}}\n' * 9)
+    folder, _ = prepare_set(tmp_path, path)
+    assert documents(folder) == Counter("a" * 9)
+    folder, _ = prepare_set(tmp_path, path, fields="n")
+    assert documents(folder) == Counter(["-" + "7" * 5000] * 9)
 
 
 # -- what is left out --

@@ -136,8 +136,7 @@ def named_files(argument: str, kind: str, skipped: Counter) -> Iterator[Path]:
     for path in paths:
         files = sorted(walk(path, kind, skipped), key=in_order) if path.is_dir() else [path]
         if not files:
-            problem = f"has no file that ends in {EXPECTED}: give --format=KIND"
-            raise UserError(f"--input {path}: {problem}")
+            raise UserError(f"--input {path}: no file ends in {EXPECTED}: give --format=KIND")
         yield from files
 
 
