@@ -87,6 +87,22 @@ def test_rows_that_span_lines_are_counted(tmp_path, suffix, separator):
     assert sorted(meta["records"]["shapes"].values()) == [9, 9]
 
 
+@pytest.mark.parametrize("window", [28, 31])
+def test_long_windows_and_frames_to_skip_of_zstd_are_read(tmp_path, window):
+    module = pytest.importorskip("backports.zstd", reason="needs backports.zstd")
+    parameter = module.CompressionParameter
+    options = {parameter.window_log: window, parameter.enable_long_distance_matching: 1}
+    packer = module.ZstdCompressor(options=options)
+    packed = packer.compress(jsonl(MANY).encode()) + packer.flush()
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(b"\x50\x2a\x4d\x18\x04\0\0\0abcd" + packed)
+    folder, _ = prepare_set(tmp_path, path)
+    assert documents(folder) == Counter(MANY)
+    path.write_bytes(packed)
+    folder, _ = prepare_set(tmp_path, path)
+    assert documents(folder) == Counter(MANY)
+
+
 def test_parquet_is_read_with_its_nested_sections(tmp_path, refuses):
     pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
@@ -98,6 +114,24 @@ def test_parquet_is_read_with_its_nested_sections(tmp_path, refuses):
     assert documents(folder) == Counter(record_text(r)[0] for r in records)
     path.write_bytes(path.read_bytes()[:-20])
     assert "c.parquet" in refuses(prepare.main, "--input", path)
+
+
+def test_only_the_columns_that_are_used_are_read(tmp_path, refuses):
+    pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+
+    path = tmp_path / "c.parquet"
+    times = pyarrow.array([1577836800000000001] * len(MANY), pyarrow.timestamp("ns"))
+    inner = [{"a": text} for text in MANY]
+    parquet.write_table(pyarrow.table({"text": MANY, "x": times, "inner": inner}), path)
+    for fields in ("", "inner.a", "{text}"):
+        folder, _ = prepare_set(tmp_path, path, fields=fields)
+        assert documents(folder) == Counter(MANY)
+    parquet.write_table(pyarrow.table({"x": times}), path)
+    error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}")
+    assert "{x}" in error and "--fields" in error
+    parquet.write_table(pyarrow.table([MANY, MANY], names=["text", "text"]), path)
+    assert "c.parquet: " in refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}")
 
 
 def test_a_bad_byte_costs_a_record_and_a_wrong_encoding_fails(tmp_path, refuses):
@@ -117,7 +151,8 @@ def test_a_bad_byte_costs_a_record_and_a_wrong_encoding_fails(tmp_path, refuses)
         assert str(path) in error and "--encoding" in error
 
 
-QUESTION = {"question": "Q", "answer": "A", "n": 7, "meta": {"source": "web"}}
+QUESTION = {"question": "Q", "answer": "A", "n": 7, "meta": {"source": "web"}, "a.b": "dot"}
+QUESTION |= {"a": {"b": "wrong"}, " outer ": " spaces "}
 
 
 NAMED = [
@@ -126,12 +161,21 @@ NAMED = [
     ("问：{question}\\n答：{answer}", "问：Q\n答：A"),
     ("meta.source", "web"),
     ("{meta.source}: {n}", "web: 7"),
+    ("a.b, meta.source", "dot\nweb"),
+    ("{ outer }{a.b}", " spaces dot"),
 ]
 
 
 @pytest.mark.parametrize("fields, text", NAMED)
 def test_other_fields_are_named_by_a_list_or_a_template(fields, text):
     assert record_text(QUESTION, fields) == (text, fields)
+
+
+def test_names_of_columns_have_no_outer_spaces(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("id, text\n" + "1, a\n" * 9)
+    folder, _ = prepare_set(tmp_path, path)
+    assert documents(folder) == Counter([" a"] * 9)
 
 
 @pytest.mark.parametrize("fields", ["{}", "{question}：{answer", "{a{b}}"])
@@ -161,6 +205,46 @@ def test_an_unread_record_is_named_with_what_to_do(tmp_path, refuses, record, op
 def test_format_reads_files_of_other_names(tmp_path):
     folder, _ = prepare_set(tmp_path, write_texts(tmp_path / "dump.0001", MANY), format="jsonl")
     assert documents(folder) == Counter(MANY)
+
+
+def test_format_reads_the_files_of_folders(tmp_path, refuses):
+    inputs = tmp_path / "in"
+    for name in ("AA", ".git"):
+        (inputs / name).mkdir(parents=True)
+    write_texts(inputs / "AA" / "wiki_00", MANY)
+    (inputs / "AA" / "wiki_01.bz2").write_bytes(bz2.compress(jsonl(MANY).encode()))
+    for name in ("_SUCCESS", ".DS_Store", ".part-00000.crc", ".git/HEAD"):
+        (inputs / name).write_bytes(b"\0\1")
+    assert "--format" in refuses(prepare.main, "--input", inputs)
+    folder, meta = prepare_set(tmp_path, inputs, format="jsonl")
+    assert documents(folder) == Counter(MANY * 2)
+    assert sum(meta["sources"][-1]["skipped"].values()) == 4
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "json", "csv", "tsv", "parquet", "json.gz"])
+def test_a_git_lfs_pointer_is_named_with_its_cure(tmp_path, refuses, suffix):
+    pytest.importorskip("pyarrow", reason="needs pyarrow")
+    path = tmp_path / f"a.{suffix}"
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 5\n")
+    error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}")
+    assert f"a.{suffix}: " in error and "git lfs pull" in error
+
+
+def test_utf16_that_passes_for_utf8_is_bad(tmp_path, refuses):
+    (tmp_path / "a.txt").write_text("Hello, world\n" * 9, encoding="utf-16-le")
+    (tmp_path / "b.txt").write_text("A text may hold a \0.\n" * 9)
+    error = refuses(prepare.main, "--input", tmp_path, f"--data_dir={tmp_path}")
+    assert "1 of 2" in error and "a.txt" in error and "--encoding=utf-16-le" in error
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_integers_of_any_length_are_read(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    path.write_text(f'{{"text": "a", "n": -{"7" * 5000}}}\n' * 9)
+    folder, _ = prepare_set(tmp_path, path)
+    assert documents(folder) == Counter("a" * 9)
+    folder, _ = prepare_set(tmp_path, path, fields="n")
+    assert documents(folder) == Counter(["-" + "7" * 5000] * 9)
 
 
 # -- what is left out --

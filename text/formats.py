@@ -21,6 +21,7 @@ from text.settings import PrepareConfig
 from text.sources import Source, decompressed, import_for
 
 CHUNK = 1 << 20  # characters
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # what `git clone` writes without LFS
 
 
 # --------------------------------------------------------------------------------------------------
@@ -95,6 +96,8 @@ def read_source(source: Source, cfg: PrepareConfig) -> Iterator[tuple[BinaryIO, 
 
 def opened(source: Source, raw: io.BufferedReader, cfg: PrepareConfig) -> io.IOBase:
     """Return what a function in READERS reads: raw, or its decompressed bytes, or its text."""
+    if raw.peek(len(LFS_POINTER)).startswith(LFS_POINTER):
+        raise UserError(f"{source.name}: a pointer of Git LFS, not the file itself: git lfs pull")
     if source.kind in ("parquet", "py"):
         return raw
     stream = decompressed(raw, source.name)
@@ -188,7 +191,8 @@ BETWEEN_ELEMENTS = re.compile(r"[\s,]*")
 # A number this close to the end of the window may go on behind it: 12 as 123, 1.5 as 1.5e+10.
 EDGE = 16
 WINDOW = 1 << 16  # characters that are read at a time, at least
-DECODER = json.JSONDecoder()
+# Python refuses to convert longer integers.
+DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 4000 else digits)
 
 
 def read_json(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records:
@@ -242,14 +246,13 @@ def read_csv(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records
     """
     csv.field_size_limit(cfg.max_record)  # else a quote that is left open takes the whole file
     dialect = "excel-tab" if source.kind == "tsv" else "excel"
-    quoting = csv.QUOTE_MINIMAL
-    if source.kind == "tsv":
-        with open(source.path, "rb", 1 << 18) as raw:
-            quoting = quoting_of(opened(source, raw, cfg))
+    with open(source.path, "rb", 1 << 18) as raw:
+        is_csv = source.kind == "csv" or has_csv_quotes(opened(source, raw, cfg))
+    quoting = csv.QUOTE_MINIMAL if is_csv else csv.QUOTE_NONE
     rows = csv.DictReader(f, dialect=dialect, quoting=quoting, strict=True)
     start = 1  # the line where the row begins
     try:
-        header = rows.fieldnames or []
+        header = rows.fieldnames = [name.strip() for name in rows.fieldnames or []]
         if len(set(header)) < len(header):
             raise csv.Error("the header has a column twice: rename one of them")
         start = rows.line_num + 1
@@ -263,11 +266,11 @@ def read_csv(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records
         raise UserError(f"{source.name}:{start}: {problem}") from None
 
 
-def quoting_of(lines: Iterator[str]) -> int:
-    """Return QUOTE_MINIMAL for a TSV whose fields may stand in quotes, as in CSV, else QUOTE_NONE.
+def has_csv_quotes(lines: Iterator[str]) -> bool:
+    """Return whether quotes stand around the fields of a TSV, as in CSV. Else they are text.
 
-    In the latter, quotes are a part of the text. Only the quotes themselves tell: a doubled one in
-    a field, a quoted header, or a row whose lines are none by themselves, is of a writer of CSV.
+    Only the quotes themselves tell: a doubled one in a field, a quoted header, or a row whose lines
+    are no rows by themselves, is of a writer of CSV.
     """
     of_row: list[str] = []  # the lines of the current row
     rows = csv.reader((of_row.append(line) or line for line in lines), "excel-tab", strict=True)
@@ -285,20 +288,26 @@ def quoting_of(lines: Iterator[str]) -> int:
             of_row.clear()
     except csv.Error:
         is_quoted = False
-    if is_doubled or (is_quoted and not has_rows_within):
-        return csv.QUOTE_MINIMAL
-    return csv.QUOTE_NONE
+    return is_doubled or (is_quoted and not has_rows_within)
 
 
 def read_parquet(raw: BinaryIO, source: Source, cfg: PrepareConfig) -> Records:
-    """Yield each row as a dict: column -> value. pyarrow opens the file itself."""
+    """Yield each row as a dict: column -> value, None for a column that nothing uses.
+
+    pyarrow opens the file itself.
+    """
     parquet = import_for(source.name, "pyarrow", "pyarrow.parquet")
     import pyarrow
 
     try:
         with parquet.ParquetFile(source.path, pre_buffer=False) as table:
-            batches = table.iter_batches(256, use_threads=False)
-            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+            names = table.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise ValueError("two columns have one name: rename one of them")
+            # Python has no type for some values, such as a time in nanoseconds.
+            used = [name for name in names if cfg.uses(name)]
+            batches = table.iter_batches(256, columns=used, use_threads=False)
+            rows = (dict.fromkeys(names) | row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(rows, 1):
                 fits = characters(row) <= cfg.max_record
                 yield f"{source.name}: row {number}", row if fits else too_long(cfg.max_record)

@@ -4,7 +4,6 @@ Tokens come later (encode.py).
 """
 
 import itertools
-import json
 import math
 import re
 from collections import Counter
@@ -18,7 +17,7 @@ from configurator import UserError
 from hardware.terminal import harmless
 from text.chat import MESSAGE_FIELDS, REFUSALS, chatml, is_refused, turns_of
 from text.demo import conversations, documentation
-from text.formats import Chunk, Lines, too_long
+from text.formats import DECODER, Chunk, Lines, too_long
 from text.settings import FIELD, PrepareConfig
 
 # Any other text counts as empty: join() makes ：。 of a section without a title and content.
@@ -151,10 +150,12 @@ def understand(
     if isinstance(record, ValueError):
         raise record
     if kind == "txt":
+        if 4 * record.count("\0") > len(record):
+            raise ValueError("a quarter of it is NUL: of --encoding=utf-16-le or utf-16-be?")
         return [[record]], "plain text"
     if kind == "jsonl":
         try:
-            record = json.loads(record)
+            record = DECODER.decode(record)
         except (ValueError, RecursionError):
             raise ValueError("not valid JSON") from None
     if isinstance(record, dict):
@@ -299,15 +300,21 @@ def count_between(codes: np.ndarray, low: int, high: int) -> int:
 
 
 def chosen_fields(record: dict, fields: str) -> str:
-    """Return the text of the fields that --fields names. The name a.b is field b in field a."""
+    """Return the text of the fields that --fields names.
+
+    The name a.b is the field a.b, or else the field b in the field a.
+    """
 
     def value(name: str) -> str:
+        for whole in (name, name.strip()):
+            if whole in record:
+                return get(record, whole)
         *path, last = name.strip().split(".")
         inner = record
         for key in path:
             inner = inner.get(key) if isinstance(inner, dict) else None
         if not isinstance(inner, dict) or last not in inner:
-            raise ValueError(f"no field {name}")
+            raise ValueError(f"no field {name!r}")
         return get(inner, last)
 
     if "{" in fields:

@@ -6,6 +6,10 @@ from typing import Literal
 
 from configurator import option
 
+# Fields that the known shapes of a record use, or that say whether to learn it.
+KNOWN = {"title", "summary", "sections", "content", "text", "prompt", "completion", "instruction"}
+KNOWN |= {"input", "output", "system", "messages", "conversations", "conversation"}
+KNOWN |= {"weight", "label", "train", "loss"}
 FIELD = re.compile(r"\{([^{}]+)\}")  # in a template of --fields
 MADE_HERE = ("train", "char", "byte")  # values of tokenizer that name no existing tokenizer
 LEAST = 263  # vocab_size: 256 bytes, five special tokens, the space and a character
@@ -85,6 +89,11 @@ class PrepareConfig:
     def has_byte_lines(self) -> bool:
         """Whether a byte 0x0A always ends a line: in ASCII, UTF-8 and GB18030, not in UTF-16."""
         return "\n".encode(self.encoding) == b"\n"
+
+    def uses(self, name: str) -> bool:
+        """Return whether a known shape or `fields` can use a field of this name."""
+        chosen = FIELD.findall(self.fields) if "{" in self.fields else self.fields.split(",")
+        return name in KNOWN or any(f"{c.strip()}.".startswith(f"{name.strip()}.") for c in chosen)
 
     def problems(self) -> list[str]:
         is_show = re.fullmatch(r"first|random|\d+", self.show)

@@ -107,7 +107,7 @@ def find_sources(inputs: Iterable[str], kind: str) -> tuple[list[Source], dict[s
     seen = set()  # identities of the files in `sources`
     for argument in inputs:
         counts = skipped.setdefault(argument, Counter())
-        for file in named_files(argument, counts):
+        for file in named_files(argument, kind, counts):
             file_kind = kind_of(file) if kind == "auto" else kind
             if not file_kind:
                 raise UserError(f"--input {file}: {UNKNOWN_KIND}")
@@ -121,11 +121,11 @@ def find_sources(inputs: Iterable[str], kind: str) -> tuple[list[Source], dict[s
     return sources, {argument: counts for argument, counts in skipped.items() if counts}
 
 
-def named_files(argument: str, skipped: Counter) -> Iterator[Path]:
+def named_files(argument: str, kind: str, skipped: Counter) -> Iterator[Path]:
     """Yield the files that one --input argument names: a file, a folder or a pattern of these.
 
-    Of a folder, only the files of a known kind are yielded; `skipped` counts the others. Raises
-    UserError if there is no such file, or if a folder has no file of a known kind.
+    Of a folder, only the files that walk() finds are yielded; `skipped` counts the others. Raises
+    UserError if there is no such file, or if a folder has none to read.
     """
     path = Path(argument)
     paths = [path]
@@ -134,15 +134,17 @@ def named_files(argument: str, skipped: Counter) -> Iterator[Path]:
     if not paths:
         raise UserError(f"--input {argument}: no such file or folder")
     for path in paths:
-        files = sorted(walk(path, skipped), key=in_order) if path.is_dir() else [path]
+        files = sorted(walk(path, kind, skipped), key=in_order) if path.is_dir() else [path]
         if not files:
-            raise UserError(f"--input {path}: has no file that ends in {EXPECTED}")
+            raise UserError(f"--input {path}: no file ends in {EXPECTED}: give --format=KIND")
         yield from files
 
 
-def walk(folder: Path, skipped: Counter) -> Iterator[Path]:
+def walk(folder: Path, kind: str, skipped: Counter) -> Iterator[Path]:
     """Yield the files of a known kind in a folder and its subfolders. `skipped` counts the others.
 
+    If the kind is not "auto", it is that of the other files, too, except those of programs: .git/,
+    .DS_Store, Spark's _SUCCESS.
     Links to folders are followed, but each folder is read only once, under the first of its names.
     Data sets and scratch folders of prepare.py are skipped. Raises UserError for a folder that
     cannot be read.
@@ -159,7 +161,8 @@ def walk(folder: Path, skipped: Counter) -> Iterator[Path]:
         else:
             folders.sort()
             for path in (Path(parent, name) for name in names):
-                if kind_of(path):
+                is_hidden = re.search(r"(^|/)[._]", str(path.relative_to(folder)))
+                if kind_of(path) or (kind != "auto" and not is_hidden):
                     yield path
                 else:
                     skipped[suffix_of(path) or "no suffix"] += 1
@@ -216,9 +219,11 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
         return io.BufferedReader(Unpacked(raw, lzma.LZMADecompressor))
     if re.match(rb"BZh[1-9]1AY&SY", head):
         return io.BufferedReader(Unpacked(raw, bz2.BZ2Decompressor))
-    if head.startswith(b"\x28\xb5\x2f\xfd"):
+    # The second is a frame to skip, with which pzstd begins.
+    if re.match(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", head):
         zstd = import_for(name, "backports.zstd", "compression.zstd", "backports.zstd")
-        return zstd.ZstdFile(raw)
+        largest = {zstd.DecompressionParameter.window_log_max: 31}  # of zstd --ultra --long=31
+        return zstd.ZstdFile(raw, options=largest)
     return raw
 
 
