@@ -20,13 +20,7 @@ import torch
 
 import configurator
 from configurator import UserError, checked, columns, folded, given, option, row
-from hardware.machine import (
-    memory_advice,
-    memory_capacity,
-    obey_cpu_quota,
-    pick_device,
-    pick_dtype,
-)
+from hardware.machine import memory_advice, memory_capacity, pick_device, pick_dtype
 from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tflops
 from model import GPT, GPTConfig
 from text.dataset import DataSet, open_datasets, open_windows
@@ -150,7 +144,6 @@ def named_gpu(cfg: PlanConfig) -> Device:
 def own_device(cfg: PlanConfig) -> Device:
     """Return the device of this machine, with the memory that train.py would have now."""
     device = pick_device(cfg.device)
-    obey_cpu_quota()
     dtype = pick_dtype(cfg.dtype, device)[0]
     peak, source = peak_tflops(device, dtype, cfg.peak_tflops)
     size = memory_capacity(device) / (1 if device.type == "cuda" else cfg.nproc)

@@ -26,6 +26,7 @@ from training import banner
 from training.batches import read_ahead, to_batch
 from training.evaluate import evaluate, write_text
 from training.huggingface import from_pretrained
+from training.parallel import compiler_errors
 from training.plan import lr_at, make_plan
 from training.settings import TrainConfig, model_config
 
@@ -288,6 +289,22 @@ def test_compiled_training_is_eager_training(tiny_data, tmp_path, capsys, recomp
     assert "compiled in" in capsys.readouterr().out
     for key in ("loss", "grad_norm", "val_loss"):
         assert metrics(compiled, key) == pytest.approx(metrics(eager, key), rel=1e-4)
+
+
+def test_what_a_stopped_compilation_left_empty_is_deleted(tmp_path, refuses):
+    """torch takes an empty library in its cache for a good one, at each start anew."""
+    for name, size in (("aa/a.main.so", 0), ("bb/b.main.so", 0), ("bb/c.main.so", 9)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(size))
+    failure = type("InductorError", (Exception,), {"__module__": "torch._inductor.exc"})
+
+    def compiled() -> None:
+        with compiler_errors():
+            raise failure(f"ImportError: {tmp_path}/aa/a.main.so: file too short\n")
+
+    message = refuses(compiled)
+    assert "a.main.so" in message and "--compile=false" not in message
+    assert [path.name for path in tmp_path.glob("*/*")] == ["c.main.so"]
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """How the model runs: compiled or not, on how many processes, with which batch size."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -150,6 +152,13 @@ def compiler_errors() -> Iterator[None]:
         if out_of_memory(e) or not of_compiler:  # another rank has ended, or it is a bug
             raise
         first_line = str(e).partition("\n")[0]
+        # A Ctrl-C while it compiles leaves an empty library, which torch takes for a good one.
+        if library := re.search(r"(/\S+\.so): file too short", str(e)):
+            for path in Path(library[1]).parents[1].glob("*/*.so"):  # torch's cache
+                if path.stat().st_size == 0:
+                    path.unlink()
+            problem = f"{library[1]} was empty, since a run was stopped while it compiled"
+            raise UserError(f"{problem}: it is deleted, give the same command again") from e
         reason = f"{type(e).__name__}: {first_line}"
         raise UserError(f"torch.compile failed: {reason}: train with --compile=false") from e
 
