@@ -126,7 +126,7 @@ def named_gpu(cfg: PlanConfig) -> Device:
     if cfg.dtype != "auto":
         dtype = getattr(torch, cfg.dtype)
     size = re.search(r"(?:^|[\s_-])(\d+(?:\.\d+)?)gb?$", cfg.gpu.lower())
-    if card is None and not (size and cfg.peak_tflops):
+    if card is None and not (size and float(size[1]) and cfg.peak_tflops):
         cards = ", ".join(f"{card.name} {card.memory_gb}GB" for card in CARDS)
         others = "of another, give memory and the speed to expect: --gpu=4060-8g --peak_tflops=12"
         raise UserError(f"gpu: {cfg.gpu!r} is not in the table of GPUs; {others}; it has {cards}")
