@@ -20,13 +20,7 @@ import torch
 
 import configurator
 from configurator import UserError, checked, columns, folded, given, option, row
-from hardware.machine import (
-    memory_advice,
-    memory_capacity,
-    obey_cpu_quota,
-    pick_device,
-    pick_dtype,
-)
+from hardware.machine import memory_advice, memory_capacity, pick_device, pick_dtype
 from hardware.peak import CARDS, datasheet_peak, device_name, find_gpu, peak_tflops
 from model import GPT, GPTConfig
 from text.dataset import DataSet, open_datasets, open_windows
@@ -132,7 +126,7 @@ def named_gpu(cfg: PlanConfig) -> Device:
     if cfg.dtype != "auto":
         dtype = getattr(torch, cfg.dtype)
     size = re.search(r"(?:^|[\s_-])(\d+(?:\.\d+)?)gb?$", cfg.gpu.lower())
-    if card is None and not (size and cfg.peak_tflops):
+    if card is None and not (size and float(size[1]) and cfg.peak_tflops):
         cards = ", ".join(f"{card.name} {card.memory_gb}GB" for card in CARDS)
         others = "of another, give memory and the speed to expect: --gpu=4060-8g --peak_tflops=12"
         raise UserError(f"gpu: {cfg.gpu!r} is not in the table of GPUs; {others}; it has {cards}")
@@ -150,7 +144,6 @@ def named_gpu(cfg: PlanConfig) -> Device:
 def own_device(cfg: PlanConfig) -> Device:
     """Return the device of this machine, with the memory that train.py would have now."""
     device = pick_device(cfg.device)
-    obey_cpu_quota()
     dtype = pick_dtype(cfg.dtype, device)[0]
     peak, source = peak_tflops(device, dtype, cfg.peak_tflops)
     size = memory_capacity(device) / (1 if device.type == "cuda" else cfg.nproc)

@@ -49,7 +49,7 @@ import torch
 from configurator import UserError, note, option, parse, run
 from hardware.decoding import record_decoding
 from hardware.kernels import pick_kernels
-from hardware.machine import Machine, memory_advice, obey_cpu_quota, pick_device, pick_dtype
+from hardware.machine import Machine, memory_advice, pick_device, pick_dtype
 from hardware.terminal import harmless, plural
 from model import GPT, KVCache
 from text.chat import answer_header, marks_of, message_ids
@@ -130,7 +130,6 @@ def pick_machine(cfg: SampleConfig) -> Machine:
     Raises UserError if they cannot be used.
     """
     device = pick_device(cfg.device)
-    obey_cpu_quota()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dtype, reason = pick_dtype(cfg.dtype, device)

@@ -33,11 +33,14 @@ from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is loaded, until run()
+
 import torch
 import torch.distributed as dist
 
 from configurator import UserError, given, row, run
-from hardware.disk import MANIFEST, damage, file_sha256
+from hardware.disk import MANIFEST, code_sha256, damage, file_sha256
 from hardware.kernels import pick_kernels
 from hardware.machine import (
     Clock,
@@ -141,7 +144,7 @@ def main() -> None:
 
     # ---- All ranks must read the same files with the same programs. The least memory counts.
     facts = {"dtype": str(machine.dtype), "device": machine.device.type, "torch": torch.__version__}
-    facts |= resume.data_hashes(sets)
+    facts |= {"code": code_sha256()} | resume.data_hashes(sets)
     if origin and (origin / MANIFEST).exists():
         facts["checkpoint"] = file_sha256(origin / MANIFEST)
     gathered = machine.gather((facts, memory_capacity(machine.device)))

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -144,6 +145,16 @@ def read_object(path: Path) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"it is a {type(content).__name__}, not an object {{...}}")
     return content
+
+
+def code_sha256() -> str:
+    """Return the SHA-256 of the loaded .py files of this project, whatever folder it lies in."""
+    root = Path(__file__).parents[1]
+    files = [Path(m.__file__) for m in sys.modules.values() if getattr(m, "__file__", None)]
+    ours = {f.relative_to(root): f for f in files if f.suffix == ".py" and root in f.parents}
+    # One folder deep: a virtual environment may lie here, too.
+    names = sorted(name for name in ours if len(name.parts) < 3)
+    return content_sha256({str(name): file_sha256(ours[name]) for name in names})
 
 
 def content_sha256(content: dict) -> str:

@@ -107,7 +107,6 @@ def start(asked_device: str, asked_dtype: str, sparing: bool = False) -> Machine
     world = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     local_rank, gpu = place_on_computer(asked_device, world)
     device = pick_device(asked_device, gpu)
-    obey_cpu_quota()
     if device.type == "cpu":
         tune_malloc(sparing)
     if device.type == "cuda":
@@ -191,8 +190,10 @@ def tune_malloc(sparing: bool) -> None:
 def pick_device(setting: str, local_rank: int = 0) -> torch.device:
     """Return the device of the setting `device`. auto: cuda if there is one, then mps, then cpu.
 
-    Raises UserError if the device cannot be used.
+    The CPU's threads are from now on those that its quota allows. Raises UserError if the device
+    cannot be used.
     """
+    obey_cpu_quota()
     kind = setting
     if setting == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -331,6 +332,15 @@ def stop_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def end_with_parent() -> None:
+    """Let Linux send this process SIGTERM when its parent is killed. train.py then saves and ends.
+
+    For preexec_fn of a Popen.
+    """
+    with suppress(OSError, AttributeError):  # macOS has no such call
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 # --------------------------------------------------------------------------------------------------

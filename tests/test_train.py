@@ -2,6 +2,8 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -26,6 +28,7 @@ from training import banner
 from training.batches import read_ahead, to_batch
 from training.evaluate import evaluate, write_text
 from training.huggingface import from_pretrained
+from training.parallel import compiler_errors
 from training.plan import lr_at, make_plan
 from training.settings import TrainConfig, model_config
 
@@ -288,6 +291,36 @@ def test_compiled_training_is_eager_training(tiny_data, tmp_path, capsys, recomp
     assert "compiled in" in capsys.readouterr().out
     for key in ("loss", "grad_norm", "val_loss"):
         assert metrics(compiled, key) == pytest.approx(metrics(eager, key), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_ranks_with_other_code_have_another_hash(tmp_path):
+    """The folder does not count: each computer may have its own."""
+    script = "from hardware.disk import code_sha256; print(code_sha256())"
+    hashes = []
+    for name, change in (("a", ""), ("b", ""), ("c", "# another version")):
+        shutil.copytree(REPO / "hardware", tmp_path / name / "hardware")
+        shutil.copy(REPO / "configurator.py", tmp_path / name)
+        (tmp_path / name / "hardware/disk.py").open("a").write(change)
+        command = [sys.executable, "-c", script]
+        hashes.append(subprocess.check_output(command, cwd=tmp_path / name, text=True))
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_what_a_stopped_compilation_left_empty_is_deleted(tmp_path, refuses, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for name, size in (("aa/a.main.so", 0), ("bb/b.main.so", 0), ("bb/c.main.so", 9)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(size))
+    failure = type("InductorError", (Exception,), {"__module__": "torch._inductor.exc"})
+
+    def compiled() -> None:
+        with compiler_errors():
+            raise failure("file too short, or a C++ error, because its test program is empty")
+
+    assert str(tmp_path) in refuses(compiled)
+    assert [path.name for path in tmp_path.glob("*/*")] == ["c.main.so"]
+    assert "--compile=false" in refuses(compiled)
 
 
 @pytest.mark.slow

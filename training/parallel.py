@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -140,6 +141,19 @@ def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> Call
     return torch.compile(forward, dynamic=False) if compiled and not by_blocks else forward
 
 
+def remove_empty_libraries() -> list[Path]:
+    """Delete the empty libraries in the cache of torch.compile, and return their paths.
+
+    A Ctrl-C while it compiles leaves one. torch takes it for a good one, at each start anew.
+    """
+    from torch._inductor.codecache import cache_dir  # takes a second, if nothing has compiled yet
+
+    empty = [path for path in Path(cache_dir()).glob("*/*.so") if path.stat().st_size == 0]
+    for path in empty:
+        path.unlink()
+    return empty
+
+
 @contextmanager
 def compiler_errors() -> Iterator[None]:
     """Turn an error of torch.compile into a UserError of one line."""
@@ -150,6 +164,9 @@ def compiler_errors() -> Iterator[None]:
         if out_of_memory(e) or not of_compiler:  # another rank has ended, or it is a bug
             raise
         first_line = str(e).partition("\n")[0]
+        if empty := remove_empty_libraries():
+            problem = f"it met empty libraries in its cache ({empty[0]}), which are now deleted"
+            raise UserError(f"torch.compile failed: {problem}: give the same command again") from e
         reason = f"{type(e).__name__}: {first_line}"
         raise UserError(f"torch.compile failed: {reason}: train with --compile=false") from e
 
