@@ -119,7 +119,6 @@ def evaluate(
     totals = torch.zeros(2, device=machine.device)  # sum of the loss over targets; their number
     for start in ProgressBar("evaluating", batches, disable=None if bar else True):
         if stop():
-            model.train()
             return None
         # All batches have B windows, so that the model sees a single shape. Past the last window
         # the first ones fill the batch; their targets are set to -1, which the loss ignores.
