@@ -31,6 +31,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -67,6 +68,7 @@ from training.memory import Step, optimizer_memory
 from training.optimizer import make_optimizer
 from training.parallel import (
     all_sum,
+    any_signal,
     autocast,
     check_capacity,
     compile_now,
@@ -93,13 +95,15 @@ def main() -> None:
     # ---- Rank 0 locks the folder of the run, and decides from what the run starts (a checkpoint, a
     # model folder, or None: random weights) and which data it reads. The others get its decision.
     folder = Path(cfg.out_dir) / cfg.run_name
-    origin = lock = resumes = None
+    origin = lock = None
+    known = {}
     if machine.is_main:
         lock = lock_run(folder)
         origin = resume.find_start(cfg, folder)
-        resumes = origin is not None and origin.parent == folder / "ckpt"
+        known = resume.known_of(origin, folder)
         cfg = resume.with_data(cfg)
-    cfg, origin, resumes = machine.broadcast((cfg, origin, resumes))
+    cfg, origin, known = machine.broadcast((cfg, origin, known))
+    resumes = "saved" in known
     if not resumes:
         cfg = replace(cfg, init_from=str(origin or "scratch"))  # auto is decided
 
@@ -116,7 +120,7 @@ def main() -> None:
         prompt = [*tokenizer.prefix, *tokenizer.encode(cfg.sample_prompt).tolist()]
     prompt = prompt or [tokenizer.eos_id]
     val = sets[0].meta["splits"]["val"]
-    sample_length = math.ceil(200 * val["tokens"] / val["bytes"])  # three lines of English
+    length = math.ceil(200 * val["tokens"] / val["bytes"])  # of a sample: three lines of English
 
     # ---- Model: drawn at random, read from the checkpoint of this run, or fine-tuned.
     saved = None
@@ -133,7 +137,7 @@ def main() -> None:
             saved = resume.read_state(origin)
             model = from_pretrained(origin, verify=False, dropout=cfg.dropout)
             resume.check_fits(origin, saved, model.config, cfg, sets)
-            progress = resume.progress_of(saved, cfg, sets)
+            progress = resume.progress_of(saved, cfg, sets, known)
             # From here on, init_from says how the run began.
             cfg = replace(cfg, init_from=saved.settings.get("init_from", "scratch"))
         else:
@@ -206,11 +210,12 @@ def main() -> None:
         records = first_records(folder / "metrics.jsonl", cfg, plan, sets, model.config, progress)
     report = Report(cfg, machine, plan, sets, progress, folder, records)
     files = shared_files(cfg, sets, tokenizer, model.config) if machine.is_main else {}
-    saver = Saver(folder / "ckpt", model.config, files, cfg.keep, machine, report)
+    saver = Saver(folder / "ckpt", model.config, files, cfg.keep, machine, report, progress.step)
 
-    # ---- The loop. At the top of an iteration, `step` steps are done: evaluate, sample from and
-    # save these weights, where that is due. Then train one step more. The last iteration ends after
-    # its first half: at the end of the run, after a signal, or after too many bad steps.
+    # ---- The loop. At the top of an iteration, `step` steps are done: save these weights, evaluate
+    # and sample from them, where that is due and not done before. Then train one step more. The
+    # last iteration ends after its first half, at the end of the run or after too many bad steps. A
+    # signal ends the loop anywhere, and the weights of the last whole step are saved.
     clock = Clock(machine, progress.step)
     stopped = False
     with (
@@ -218,35 +223,42 @@ def main() -> None:
         memory_advice(plan.smaller(T)),
         closing(report),
         closing(saver),
-        closing(
-            read_ahead(loader, progress.samples, plan.batch_size, machine, clock, signals)
-        ) as batches,
+        closing(read_ahead(loader, progress.samples, plan.batch_size, machine, clock)) as batches,
     ):
+        stop = partial(any_signal, signals, machine)
         start_step = progress.step
         for step in range(start_step, plan.steps + 1):
             at_end = step == plan.steps
-            last = at_end or stopped or progress.gives_up()
-            evaluates = at_end or step % cfg.eval_every == 0
+            last = at_end or progress.gives_up()
+            evaluates = (at_end or step % cfg.eval_every == 0) and "val_loss" not in known
             samples = cfg.sample_every and (at_end or step % cfg.sample_every == 0)
+            samples = samples and "sample" not in known
             # After a bad step, which was skipped, the weights are those from before it.
             saves = last or (step % cfg.save_every == 0 and not progress.bad_in_a_row)
-            if step > start_step and (evaluates or samples or saves):
+            if evaluates or samples or saves:
                 with clock.paused():
+                    if saves:
+                        saver.save(model, optimizer, scaler, progress)
                     if evaluates:
                         started = time.perf_counter()
                         B, eos_id = plan.batch_size, tokenizer.eos_id
-                        losses = evaluate_all(forward, evaluated, cfg, B, machine, eos_id)
+                        losses = evaluate_all(forward, evaluated, cfg, B, machine, eos_id, stop)
+                        if stopped := losses is None:
+                            break
                         val_loss = report.evaluation(step, losses, time.perf_counter() - started)
                         progress.add_evaluation(val_loss)
                     if samples:
                         full_weights = getattr(forward, "full_weights", nullcontext)
                         # ArithmeticError: the logits are not finite, as the loss shows too.
                         with full_weights(), suppress(ArithmeticError):
-                            text = write_text(model, tokenizer, prompt, sample_length, cfg.seed)
+                            text = write_text(model, tokenizer, prompt, length, cfg.seed, stop)
+                            if stopped := text is None:
+                                break
                             report.sample(step, text)
-                    if saves or step == progress.best_step:
-                        check_finite(model, machine, step)
+                    if step == progress.best_step:
                         saver.save(model, optimizer, scaler, progress)
+                    saver.prune(progress)
+            known = {}
             if last:
                 break
 
@@ -262,18 +274,12 @@ def main() -> None:
             numbers = take_step(
                 forward, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip, signals
             )
-            # A process that trains alone gives up its step when a signal arrives: read_ahead()
-            # yields None. Save the weights from before the step, unless they are saved already.
-            if numbers is None:
-                stopped = True
-                if step > start_step and not saves and step != progress.best_step:
-                    check_finite(model, machine, step)
-                    saver.save(model, optimizer, scaler, progress)
+            # A signal has arrived before the last micro-step: the step is given up.
+            if stopped := numbers is None:
                 break
             # The only wait for the device in a step without a log line, an evaluation or a save. It
             # does not wait for the update of the weights.
             loss, grad_norm, signalled = numbers.wait()
-            stopped = signalled > 0
             outcome = progress.add_step(plan.step_tokens // T, loss, grad_norm, scaler)
 
             report.outcome(outcome, loss, grad_norm, scaler)
@@ -285,6 +291,10 @@ def main() -> None:
             if step == start_step:
                 gc.collect()
                 gc.freeze()  # these objects will stay: the collector need not visit them again
+            if stopped := signalled > 0:
+                break
+        saver.save(model, optimizer, scaler, progress)
+        saver.prune(progress)
 
     # ---- The end. No rank ends before the last checkpoint is on the disk.
     machine.gather(None)
@@ -303,7 +313,7 @@ def main() -> None:
         advice = "lower lr, or try dtype=float32, or look at the texts of these steps, and if the"
         advice += " weights are spoiled already, move the newest checkpoints away"
         raise UserError(f"{problem}, the last at step {progress.step}: {advice}; {goes_on}")
-    if stopped and progress.step < plan.steps:
+    if stopped:
         say(f"stopped by a signal after step {progress.step}: {goes_on}")
         # If the list is empty, another rank has caught the signal.
         sys.exit(128 + (signals[-1] if signals else signal.SIGTERM))
@@ -313,7 +323,7 @@ def take_step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-    batches: Iterator[Batch | None],
+    batches: Iterator[Batch],
     accum: int,
     machine: Machine,
     grad_clip: float = 0.0,
@@ -323,7 +333,7 @@ def take_step(
 
     Return the loss, the mean of all ranks; the norm of the gradient before clipping; and a number
     above 0 if a signal has arrived at any rank. They are on their way to the host. Return None, and
-    leave the weights unchanged, if a batch is None or there are no more.
+    leave the weights unchanged, if one arrives before the last micro-step: a step may take hours.
 
     On a GPU with AdamW or Muon the host runs ahead: it starts the forward and backward passes, the
     sum over the ranks and the update one after the other, without waiting. Only then does the
@@ -340,10 +350,11 @@ def take_step(
     mean_weight = torch.zeros((), device=machine.device)  # of this rank's targets, if they have any
     weighted = False
     for micro in range(accum):
-        batch = next(batches, None)
-        if batch is None:
+        # Several ranks hear of a signal in the sum below, too: that is enough before a step.
+        if (micro > 0 or machine.world == 1) and any_signal(signals, machine):
             optimizer.zero_grad(set_to_none=True)
             return None
+        batch = next(batches)
         # DDP averages the gradients over the ranks, in the last micro-step only. It decides in the
         # forward pass whether the backward pass will do so: both must run inside no_sync().
         with nullcontext() if micro == accum - 1 else no_sync():
@@ -388,16 +399,6 @@ def take_step(
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return numbers
-
-
-def check_finite(model: torch.nn.Module, machine: Machine, step: int) -> None:
-    """Raise UserError, on all ranks, if a weight is NaN or infinite: no step can mend that."""
-    finite = {name: part(p).isfinite().all() for name, p in model.named_parameters()}
-    flags = torch.stack(list(finite.values())).tolist()  # one wait for all
-    broken = next((name for name, good in zip(finite, flags, strict=True) if not good), "")
-    if broken := max(machine.gather(broken)):
-        advice = "lower lr; --init_from=resume goes on from the checkpoint before, if there is one"
-        raise UserError(f"step {step} is not saved: NaN or infinity in {broken}: {advice}")
 
 
 if __name__ == "__main__":

@@ -111,6 +111,15 @@ def test_metrics_have_each_step_once_after_a_resume(trains):
     assert steps == list(range(1, 10))
 
 
+def test_the_first_step_after_a_resume_is_not_timed(trains):
+    """It is a warm-up. Its loss is recorded."""
+    run = trains()
+    shutil.rmtree(run / "ckpt" / "step_00000008")
+    trains("--init_from=resume")
+    assert metrics(run, "loss").keys() == set(range(1, 9))
+    assert metrics(run, "step_ms").keys() == metrics(run, "eta_s").keys() == {1, 2, 3, 4, 6, 7, 8}
+
+
 def test_full_disk_is_one_warning_and_no_error(tmp_path, capsys):
     cfg = TrainConfig(max_steps=3, tracker="off", batch_tokens=1024)
     plan = make_plan(cfg, 1, 10_000)

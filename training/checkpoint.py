@@ -46,7 +46,7 @@ from hardware.disk import (
     sealed,
     set_aside,
 )
-from hardware.machine import Machine, whole
+from hardware.machine import Machine, part, whole
 from model import GPTConfig
 from text.dataset import files_of
 from text.hf_tokenizer import chat_files, only_ends, read_json, to_hugging_face
@@ -94,6 +94,7 @@ class Saver:
     keep: int  # how many of the newest checkpoints stay, in addition to the best one
     machine: Machine
     report: Report
+    step: int  # of the last checkpoint: that from which the run goes on, or 0
     failed: str = ""  # why the last checkpoint could not be written; empty if it could
     writing: Future | None = None
 
@@ -107,10 +108,15 @@ class Saver:
         scaler: torch.amp.GradScaler,
         progress: Progress,
     ) -> None:
-        """Start to write the checkpoint of this step. All ranks must call this; rank 0 writes.
+        """Start to write the checkpoint of this step, if there is none yet. All ranks must call it.
 
-        It waits until the checkpoint before is on the disk.
+        It waits until the checkpoint before is on the disk. Raises UserError, on all ranks, if a
+        weight is not finite.
         """
+        if progress.step == self.step:
+            return
+        self.step = progress.step
+        check_finite(model, self.machine, self.step)
         self.wait()
         started = time.perf_counter()
         state = asdict(progress)
@@ -131,7 +137,7 @@ class Saver:
         self.pool.shutdown()
 
     def write(self, weights: dict[str, Tensor], state: dict, started: float) -> None:
-        """Write a checkpoint, rename it, report it, and prune older ones.
+        """Write a checkpoint, rename it, and report it.
 
         started: when the save began, by time.perf_counter(). If the disk is full or fails, this is
         a warning: training goes on, since the earlier checkpoints are still there.
@@ -158,11 +164,21 @@ class Saver:
             return
         self.failed = ""
         self.report.saved(state["step"], target, time.perf_counter() - started)
-        if not state["bad_in_a_row"]:  # after a bad step, older weights may be better
-            self.prune(state["step"], state["best_step"])
 
-    def prune(self, step: int, best_step: int) -> None:
+    def prune(self, progress: Progress) -> None:
+        """Delete older checkpoints, as soon as the last one is on the disk.
+
+        The evaluation that comes after a save may find that it is the best one.
+        """
+        if self.writing and not progress.bad_in_a_row:  # after bad steps, older ones may be better
+            done = (self.writing, progress.step, progress.best_step)
+            self.writing = self.pool.submit(self.delete_older, *done)
+
+    def delete_older(self, written: Future, step: int, best_step: int) -> None:
         """Delete all checkpoints up to `step` but the best one and the `keep` newest others."""
+        written.result()
+        if self.failed:
+            return
         others = [path for path in numbered(self.folder) if step_of(path) <= step]
         others = [path for path in others if step_of(path) != best_step]
         try:
@@ -170,6 +186,16 @@ class Saver:
                 remove_only(path, OUR_FILES)  # the manifest first: then it does not count any more
         except OSError as e:
             self.machine.say(f"warning: an older checkpoint could not be deleted ({e})")
+
+
+def check_finite(model: torch.nn.Module, machine: Machine, step: int) -> None:
+    """Raise UserError, on all ranks, if a weight is NaN or infinite: no step can mend that."""
+    finite = {name: part(p).isfinite().all() for name, p in model.named_parameters()}
+    flags = torch.stack(list(finite.values())).tolist()  # one wait for all
+    broken = next((name for name, good in zip(finite, flags, strict=True) if not good), "")
+    if broken := max(machine.gather(broken)):
+        advice = "lower lr; --init_from=resume goes on from the checkpoint before, if there is one"
+        raise UserError(f"step {step} is not saved: NaN or infinity in {broken}: {advice}")
 
 
 def to_host(state: Any, keep: bool) -> Any:

@@ -70,10 +70,11 @@ def evaluate_all(
     B: int,
     machine: Machine,
     eos_id: int,
-) -> dict[str, list[float]]:
+    stop: Callable[[], bool],
+) -> dict[str, list[float]] | None:
     """Return the losses of evaluation_windows(): a key -> one loss for each data set.
 
-    On train.bin, as many tokens are evaluated as on val.bin.
+    On train.bin, as many tokens are evaluated as on val.bin. Return None if stop() asks for it.
     """
     losses: dict[str, list[float]] = {}
     for key, windows_of_sets in windows.items():
@@ -83,7 +84,10 @@ def evaluate_all(
             tokens = cfg.eval_tokens
             if key == "train_eval_loss":
                 tokens = len(val.fixed_starts(tokens)) * cfg.block_size
-            losses[key].append(evaluate(model, one, tokens, B, machine, eos_id=documents))
+            loss = evaluate(model, one, tokens, B, machine, documents, stop=stop)
+            if loss is None:
+                return None
+            losses[key].append(loss)
     return losses
 
 
@@ -96,10 +100,11 @@ def evaluate(
     machine: Machine,
     eos_id: int | None = None,
     bar: bool = False,
-) -> float:
+    stop: Callable[[], bool] = lambda: False,
+) -> float | None:
     """Return the mean loss, in nats per token, on about `tokens` tokens of a split (0: on all).
 
-    It is NaN if no token of them counts.
+    It is NaN if no token of them counts, and None if stop() is true before a batch.
 
     The windows are always the same ones. The ranks take turns, with B windows at a time.
     eos_id: a token sees only its own document, which this token begins; None: all before it.
@@ -113,6 +118,8 @@ def evaluate(
     batches = range(machine.rank * B, math.ceil(count / turn) * turn, turn)
     totals = torch.zeros(2, device=machine.device)  # sum of the loss over targets; their number
     for start in ProgressBar("evaluating", batches, disable=None if bar else True):
+        if stop():
+            return None
         # All batches have B windows, so that the model sees a single shape. Past the last window
         # the first ones fill the batch; their targets are set to -1, which the loss ignores.
         rows = loader.rows([(0, starts[i % count]) for i in range(start, start + B)])
@@ -126,11 +133,14 @@ def evaluate(
     return loss_sum / targets if targets else math.nan
 
 
-def write_text(model: GPT, tokenizer: Any, prompt: list[int], length: int, seed: int) -> str:
+def write_text(
+    model: GPT, tokenizer: Any, prompt: list[int], length: int, seed: int, stop: Callable[[], bool]
+) -> str | None:
     """Return what the model writes after a prompt: `length` tokens, or fewer if the document ends.
 
-    tokenizer: of text/tokenizer.py. prompt: token ids. The random choices are always the same ones.
-    A training that goes on afterwards is not changed, since it sets the seed of each of its steps.
+    Return None if stop() is true after a token. tokenizer: of text/tokenizer.py. prompt: token ids.
+    The random choices are always the same ones. A training that goes on afterwards is not changed,
+    since it sets the seed of each of its steps.
 
     All tokens are made even if the document ends early. So all ranks call the model equally often,
     which they must if each holds a part of the weights.
@@ -139,9 +149,13 @@ def write_text(model: GPT, tokenizer: Any, prompt: list[int], length: int, seed:
     torch.manual_seed(seed)
     idx = torch.tensor([prompt], device=model.wte.weight.device)  # (1, T)
     model.eval()  # no dropout
+    tokens = []
     try:
         # The low temperature suits a model that has not learned much.
-        tokens = list(model.generate(idx, length, temperature=0.5))
+        for token in model.generate(idx, length, temperature=0.5):
+            tokens.append(token)
+            if stop():
+                return None
     finally:
         model.train()
     # The second is what ends an answer. Its name is not imported: the loop needs no text/tokenizer.

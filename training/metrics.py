@@ -42,13 +42,11 @@ def evaluations(records: list[dict]) -> dict[int, float]:
 
     Only these can be compared. A loss that is not finite is left out.
     """
-    judged_by, losses = None, {}
+    last = next((r["judged_by"] for r in reversed(records) if "judged_by" in r), None)
+    judged_by, losses = last, {}
     for record in records:
-        if "judged_by" in record:
-            if judged_by not in (None, record["judged_by"]):
-                losses = {}
-            judged_by = record["judged_by"]
-        if record.get("val_loss", math.inf) < math.inf:
+        judged_by = record.get("judged_by", judged_by)
+        if judged_by == last and record.get("val_loss", math.inf) < math.inf:
             losses[record["step"]] = record["val_loss"]
     return losses
 

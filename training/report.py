@@ -119,35 +119,33 @@ class Report:
         """
         step = self.progress.step
         plan = self.plan
-        step_s = clock.seconds() / (step - clock.step)
-        rate = plan.step_tokens / step_s
-        tflops = rate * flops / 1e12
-        mfu = tflops / peak if peak else None
-        if mfu and mfu > 1 and self.machine.device.type == "cpu" and not self.cfg.peak_tflops:
-            mfu = None  # other programs slowed this machine down while its peak was measured
         tokens = plan.tokens_at(step)
-        record = {
-            "step": step,
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": grad_norm,
-            "tokens": tokens,
-            "epoch": plan.epochs_at(step),
-            "tokens_per_s": rate,
-            "tflops": tflops,
-            "mfu": mfu,
-            "step_ms": 1e3 * step_s,
-            "data_ms": 1e3 * clock.data_s / (step - clock.step),
-            "memory_gb": most_memory(self.machine.device) / 1e9,
-            "eta_s": (plan.steps - step) * step_s,
-        }
-        speed = f"{rate / 1e3:.1f}k tok/s"
-        self.bar.set_postfix_str(speed, refresh=False)
-        line = f"loss {loss:.3f} | lr {lr:.1e} | grad {grad_norm:.2f} | {speed}"
-        line += f" | {tflops:.{1 if tflops >= 10 else 3}f} TFLOPS"
-        line += f" | MFU {'n/a' if mfu is None else f'{mfu:.1%}'} | {record['step_ms']:.0f} ms"
-        line += f" | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB"
-        self.write(record, f"{line} | eta {ProgressBar.format_interval(record['eta_s'])}")
+        record = {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": tokens}
+        record["epoch"] = plan.epochs_at(step)
+        line = f"loss {loss:.3f} | lr {lr:.1e} | grad {grad_norm:.2f}"
+        if clock.step == 0 or clock.step > plan.begun_step:  # the first after a resume is a warm-up
+            step_s = clock.seconds() / (step - clock.step)
+            rate = plan.step_tokens / step_s
+            tflops = rate * flops / 1e12
+            mfu = tflops / peak if peak else None
+            if mfu and mfu > 1 and self.machine.device.type == "cpu" and not self.cfg.peak_tflops:
+                mfu = None  # other programs slowed this machine down while its peak was measured
+            record |= {
+                "tokens_per_s": rate,
+                "tflops": tflops,
+                "mfu": mfu,
+                "step_ms": 1e3 * step_s,
+                "data_ms": 1e3 * clock.data_s / (step - clock.step),
+                "memory_gb": most_memory(self.machine.device) / 1e9,
+                "eta_s": (plan.steps - step) * step_s,
+            }
+            speed = f"{rate / 1e3:.1f}k tok/s"
+            self.bar.set_postfix_str(speed, refresh=False)
+            line += f" | {speed} | {tflops:.{1 if tflops >= 10 else 3}f} TFLOPS"
+            line += f" | MFU {'n/a' if mfu is None else f'{mfu:.1%}'} | {record['step_ms']:.0f} ms"
+            line += f" | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB"
+            line += f" | eta {ProgressBar.format_interval(record['eta_s'])}"
+        self.write(record, line)
         # By this step, every model should have learned more than how frequent each token is.
         due = max(100, 0.05 * plan.steps, 2 * self.cfg.warmup_ratio * plan.steps)
         mean = statistics.mean(self.progress.losses[-20:])
@@ -295,9 +293,7 @@ def first_records(
         records.append({"step": step, "saved": f"step_{step:08d}"})
 
     settings = {k: v for k, v in asdict(cfg).items() if k != "overwrite"}
-    if cfg.init_from in ("scratch", "auto"):
-        settings["init_from"] = "scratch"
-    else:  # the model that is fine-tuned has its own shape
+    if cfg.init_from not in ("scratch", "auto"):  # the model that is fine-tuned has its own shape
         model_settings = {k: v for k, v in asdict(c).items() if k in settings and k != "block_size"}
         settings |= model_settings | {"preset": architecture_of(c).name}
     # `prepare.py --inspect RUN --step N` reads this record to find a step's texts.

@@ -35,6 +35,7 @@ from training.checkpoint import (
     intact_checkpoint,
     newest_checkpoint,
     newest_run,
+    step_of,
 )
 from training.evaluate import judged_by, val_hashes
 from training.huggingface import from_pretrained, is_utf8, load_tensors, shape_in
@@ -177,6 +178,18 @@ def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
     return None
 
 
+def known_of(origin: Path | None, folder: Path) -> dict[str, Any]:
+    """Return what is recorded of the weights that the run in `folder` starts from.
+
+    "saved" is in it if they are a checkpoint of this run. Other weights are not evaluated.
+    """
+    if origin is None or origin.parent != folder / "ckpt":
+        return {"val_loss": math.inf, "sample": ""}
+    records = read_metrics(folder / "metrics.jsonl")
+    known = [record for record in records if record["step"] == step_of(origin)]
+    return {key: value for record in known for key, value in record.items()} | {"saved": origin}
+
+
 # --------------------------------------------------------------------------------------------------
 # A run that is resumed
 
@@ -261,9 +274,15 @@ def data_hashes(sets: list[DataSet]) -> dict[str, str]:
     return {f"{name}/{split}.bin": counts["sha256"] for name, split, counts in splits}
 
 
-def progress_of(saved: Saved, cfg: TrainConfig, sets: list[DataSet]) -> Progress:
-    """Return the progress of a checkpoint. If other data are evaluated now, best begins anew."""
+def progress_of(
+    saved: Saved, cfg: TrainConfig, sets: list[DataSet], known: dict[str, Any]
+) -> Progress:
+    """Return the progress of a checkpoint. If other data are evaluated now, best begins anew.
+
+    known: as of known_of(). The checkpoint was written before its evaluation.
+    """
     progress = Progress.of_checkpoint(saved.state)
+    progress.add_evaluation(known.get("val_loss", math.inf))
     then = judged_by(settings_then(saved, cfg), saved.meta["judged_by"])
     if then != judged_by(cfg, val_hashes(sets)):
         if progress.best_step >= 0:

@@ -22,11 +22,13 @@ import prepare
 import sample
 import train
 from hardware.disk import damage
+from model import GPT
 from plot import read_run
 from text.hf_tokenizer import HF_FILES
 from text.tokenizer import SentencePiece, Tiktoken
 from training import checkpoint
 from training.checkpoint import lock_run, newest_run
+from training.metrics import read_metrics
 from training.plan import Progress, lr_at, make_plan
 from training.settings import TrainConfig
 
@@ -208,6 +210,47 @@ def test_a_signal_gives_a_step_up_and_the_end_is_the_same(finished, trains, tmp_
     assert saved(tmp_path / "run").name == "step_00000005"
     run = trains("--init_from=resume")
     assert metrics(run, "loss") == metrics(finished, "loss") and same(run, finished)
+
+
+@pytest.mark.parametrize("within, step", [("evaluation", 4), ("evaluation", 8), ("sample", 4)])
+def test_a_signal_within_a_pause_gives_it_up(trains, tmp_path, monkeypatch, within, step):
+    """The weights are saved. What was given up is done after the resume, once."""
+    forward, after = GPT.forward, []
+    more = ["--save_every=100", "--sample_every=4"]
+    straight = trains(*more).rename(tmp_path / "straight")
+
+    def interrupt(model, idx, targets=None, *args, **options):
+        wanted = "sample" if targets is None else "evaluation"
+        if wanted == within and not model.training and harness.steps_done(tmp_path) == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            after.append(idx)
+        return forward(model, idx, targets, *args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(GPT, "forward", interrupt)
+        trains(*more)
+    assert ended.value.code == 128 + signal.SIGTERM and len(after) == 1
+    assert saved(tmp_path / "run").name == f"step_0000000{step}"
+    run = trains(*more, "--init_from=resume")
+    assert same(run, straight)
+    for key in ("loss", "val_loss", "sample"):
+        recorded = [r["step"] for r in read_metrics(run / "metrics.jsonl") if key in r]
+        assert metrics(run, key) == metrics(straight, key) and recorded == [*metrics(run, key)]
+
+
+def test_a_checkpoint_is_written_before_its_evaluation(finished, trains, tmp_path, monkeypatch):
+    """Its validation loss, which may be the best, is known all the same after a resume."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train, "evaluate_all", Mock(side_effect=KeyboardInterrupt))
+        trains()
+    assert steps_in(tmp_path / "run") == ["04"] and not metrics(tmp_path / "run", "val_loss")
+    run = trains("--init_from=resume")
+    assert same(run, finished) and metrics(run, "val_loss") == metrics(finished, "val_loss")
+    shutil.rmtree(saved(run))
+    trains("--init_from=resume", "--lr=3", "--max_steps=12", "--keep=1", "--eval_every=8")
+    state = torch.load(saved(run) / "train_state.pt", weights_only=True)
+    best = min(metrics(run, "val_loss").items(), key=lambda item: item[1])
+    assert (state["best_step"], state["best_val_loss"]) == best or best[0] == 12
 
 
 # -- pruning --
