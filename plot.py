@@ -103,7 +103,7 @@ def find_runs(cfg: PlotConfig) -> list[Path]:
 class Run:
     """What is drawn of a run. A run that was resumed is one run: its metrics.jsonl goes on."""
 
-    name: str  # the end of its path, as out/demo, and its lowest loss on the data judged last
+    name: str  # the end of its path, as out/docs, and its lowest loss on the data judged last
     settings: dict[str, Any]
     landmarks: dict[str, float]  # in the unit of the y axis, as the losses are
     curves: dict[str, np.ndarray]  # key -> x and y of its points: (2, points)

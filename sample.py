@@ -5,11 +5,11 @@ is also what it continued during the training. If that is empty, it begins a new
 
     python sample.py
     python sample.py --prompt "Robot.sing: Return" "RobotError: Raised when"
-    python sample.py --ckpt out/demo/ckpt/step_00000800 --prompt "$(cat prompt.txt)"
+    python sample.py --ckpt out/docs/ckpt/step_00000800 --prompt "$(cat prompt.txt)"
     # three new documents
     python sample.py --prompt "" --num_samples 3
     # the checkpoint with the lowest validation loss
-    python sample.py --ckpt out/demo --which best
+    python sample.py --ckpt out/docs --which best
     # a prompt a line, until Ctrl-D
     python sample.py --interactive
     # a conversation, with a model that was trained on conversations

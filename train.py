@@ -1,15 +1,15 @@
 """Train a GPT. training/settings.py has the settings.
 
     # on a CPU, or on one GPU
-    python train.py config/demo.py
+    python train.py config/docs.py
     # on six GPUs
     torchrun --nproc_per_node=6 train.py config/train_100m.py
     # with other settings
-    python train.py config/demo.py --n_layer=2 --max_steps=20
+    python train.py config/docs.py --n_layer=2 --max_steps=20
     # from the newest checkpoint
-    python train.py --run_name=demo --init_from=resume
+    python train.py --run_name=docs --init_from=resume
     # fine-tune a model
-    python train.py config/demo.py --dataset=mine --init_from=FOLDER --run_name=new
+    python train.py config/docs.py --dataset=mine --init_from=FOLDER --run_name=new
 
 Without --dataset it trains on the data set that was prepared last. A resumed run keeps its data set
 and all other settings, except those that are given now.

@@ -140,7 +140,7 @@ def pace_note(flops: float, accum: int, peak: float | None, on_gpu: bool) -> str
     """
     seconds = flops / (1e12 * peak) if peak else math.nan  # of a micro-step, at the peak
     if (step := accum * seconds / 0.4) > 60:
-        shorter = "a smaller --batch_tokens makes it shorter; config/demo.py is a run for a CPU"
+        shorter = "a smaller --batch_tokens makes it shorter; config/docs.py is a run for a CPU"
         return f"note: a step takes about {step / 60:,.0f} min here, at 40 % of the peak: {shorter}"
     if on_gpu and accum > 1 and seconds < 0.01:  # its launches took longer (docs/results.md)
         busier = "a larger --batch_size, or auto, may be faster"
