@@ -212,16 +212,18 @@ def encode(text: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:
     return text, ids
 
 
-def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[str, list[int]]:
+def encode_prompt(
+    prompt: str, tokenizer: Tokenizer, block_size: int, name: str = "the prompt"
+) -> tuple[str, list[int]]:
     """Return the text to continue and its token ids, which follow the tokenizer's prefix.
 
-    The prefix of our own tokenizers is an eos, since a document begins after one. Raises UserError
-    if the ids are more than block_size.
+    The prefix of our own tokenizers is an eos, since a document begins after one. Raises UserError,
+    about the prompt of this name, if the ids are more than block_size.
     """
     prompt, ids = encode(prompt, tokenizer)
     room = block_size - len(tokenizer.prefix)
     if len(ids) > room:
-        raise UserError(f"the prompt has {len(ids):,} tokens, the model sees {room:,}: shorten it")
+        raise UserError(f"{name} has {len(ids):,} tokens, the model sees {room:,}: shorten it")
     return prompt, [*tokenizer.prefix, *ids] or [tokenizer.eos_id]
 
 
@@ -437,11 +439,12 @@ def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, l
     prompts: Iterable[str] = typed("you> " if cfg.chat else "prompt> ", advice)
     if not is_typed:
         prompts = read_prompts(cfg, folder)
+        name = "the prompt" if cfg.prompt else "the run's sample_prompt (--prompt is another)"
         for prompt in prompts:  # one that is too long is an error before any output
             if conversation:
                 conversation.message("user", prompt)
             else:
-                encode_prompt(prompt, tokenizer, model.config.block_size)
+                encode_prompt(prompt, tokenizer, model.config.block_size, name)
     print(f"[{label}]", file=sys.stderr)
     for number, prompt in enumerate(prompts):
         if number and not (is_typed and (cfg.chat or sys.stdin.isatty())):

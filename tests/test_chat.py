@@ -53,6 +53,7 @@ WITH_SYSTEM = f"<|im_start|>system\nBe kind.<|im_end|>\n{RENDERED}"
 
 
 HUMAN, BOT = {"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}
+PARTS = [{"type": "text", "text": "Wh"}, {"type": "text", "value": "y?"}]  # of a content
 FORMS = [
     ({"messages": [QUESTION, ANSWER]}, RENDERED),
     ({"conversations": [SYSTEM, QUESTION, ANSWER], "id": 7}, WITH_SYSTEM),
@@ -60,6 +61,8 @@ FORMS = [
     ({"conversations": [HUMAN, BOT]}, RENDERED),
     ({"system": "Be kind.", "messages": [QUESTION, ANSWER]}, WITH_SYSTEM),
     ({"messages": None, "conversations": [QUESTION, ANSWER]}, RENDERED),
+    ({"conversation": [HUMAN, BOT]}, RENDERED),
+    (talk(QUESTION | {"content": PARTS}, ANSWER), RENDERED),
     ({"messages": [HUMAN | {"role": None, "content": None}, ANSWER]}, RENDERED),
     (
         {"messages": [QUESTION, ANSWER | {"content": "\n \r\nSo."}]},
@@ -68,7 +71,7 @@ FORMS = [
     ({"messages": [QUESTION, ANSWER] * 2}, RENDERED * 2),
     ({"instruction": "Why?", "input": "", "output": "So."}, RENDERED),
     ({"instruction": "Why?", "input": None, "output": "So.", "system": "Be kind."}, WITH_SYSTEM),
-    ({"prompt": "Why?", "completion": "So."}, RENDERED),
+    ({"prompt": "Why?", "completion": "So.", "conversation": "its name"}, RENDERED),
 ]
 
 
@@ -147,6 +150,7 @@ BAD = [
     *(talk(), talk(QUESTION), talk(ANSWER), talk(SYSTEM, QUESTION), talk(QUESTION, ANSWER, ANSWER)),
     *(talk(SYSTEM, SYSTEM, QUESTION, ANSWER), talk(QUESTION, SYSTEM, ANSWER), talk("Why?", "So.")),
     *({"messages": m} for m in (None, "Why?", {"role": "user"}, [[QUESTION, ANSWER]])),
+    talk(QUESTION | {"content": [*PARTS, {"type": "image", "text": "?"}]}, ANSWER),
     *({"conversations": m} for m in (3, [{}], [{"from": "gpt", "value": "So."}])),
     *(talk(QUESTION, ANSWER | {"content": c}) for c in (" \n\t", 3, ["So."], "\ud800")),
     *(talk(QUESTION, ANSWER | {"role": r}) for r in ("tool", None, ["user"])),

@@ -152,7 +152,7 @@ def test_a_bad_byte_costs_a_record_and_a_wrong_encoding_fails(tmp_path, refuses)
 
 
 QUESTION = {"question": "Q", "answer": "A", "n": 7, "meta": {"source": "web"}, "a.b": "dot"}
-QUESTION |= {"a": {"b": "wrong"}, " outer ": " spaces "}
+QUESTION |= {"a": {"b": "wrong"}, " outer ": " spaces ", "lines": ["1", "2"]}
 
 
 NAMED = [
@@ -163,6 +163,7 @@ NAMED = [
     ("{meta.source}: {n}", "web: 7"),
     ("a.b, meta.source", "dot\nweb"),
     ("{ outer }{a.b}", " spaces dot"),
+    ("question,lines", "Q\n1\n2"),
 ]
 
 
@@ -190,7 +191,8 @@ UNREAD = [
     ({"b": "text"}, ["--fields=a"], ["1 of 51", "--max_bad", "c.jsonl:51"]),
     ({"messages": [{"role": "user", "content": "?"}]}, [], ["without an answer", "c.jsonl:51"]),
     ({"question": "?"}, [], ["{question}", "--fields=NAME"]),
-    ("text", ["--max_bad=0"], ["c.jsonl:51", "--max_bad"]),
+    (["text"], ["--max_bad=0"], ["c.jsonl:51", "--max_bad", "--format=json"]),
+    ({"text": {"a": "b"}}, ["--max_bad=0"], ["c.jsonl:51: text is a dict"]),
 ]
 
 

@@ -85,11 +85,18 @@ SHAPES = [
     ({"title": "a", "summary": "b", "sections": HALVES}, "a: b\n\nc\n\n5"),
     ({"title": "甲", "summary": "b", "sections": HALVES}, "甲：bc：。：5。"),
     ({"question": "?"}, None),
-    ({"text": 5}, None),
+    ({"text": 5}, "5"),
+    ({"text": None}, ""),
+    ({"text": ["a", "b"], "content": None}, "a\nb"),
+    ({"instruction": "i", "output": None}, "i"),
+    ({"text": {"0": "a"}}, None),
+    ({"text": b"a"}, None),
+    ({"title": "甲", "content": ["b", "c"]}, "甲：b\nc。"),
+    ("as it is", "as it is"),
     ({"title": 7, "content": "b"}, "7: b"),
-    ({"title": ["a"], "content": "b"}, None),
+    ({"title": [{"a": 1}], "content": "b"}, None),
     ({"title": float("nan"), "content": "b"}, None),
-    ({"title": "a", "summary": "b", "sections": [{"title": "c", "content": ["d"]}]}, None),
+    ({"title": "a", "summary": "b", "sections": [{"title": "c", "content": [1]}]}, None),
     (["a"], None),
 ]
 
@@ -149,8 +156,7 @@ def test_bad_records_are_skipped_counted_and_shown_with_their_line(tmp_path, cap
         f.write('{"text": "cut off\n{"question": "?"}\n{"text": "  "}\n{"text": "half \\ud800"}\n')
     folder, meta = prepare_set(tmp_path, path, max_bad=0.2)
     records = meta["records"]
-    bad = records["bad"]
-    assert records["read"] == 24 and bad["not valid JSON"] == 1 and sum(bad.values()) == 3
+    assert records["read"] == 24 and sum(records["bad"].values()) == 3
     assert records["dropped"] == {"empty": 1} and records["shapes"] == {"{text}": 21}
     report = capsys.readouterr().out
     assert all(f"c.jsonl:{line}: " in report for line in (21, 22, 24))

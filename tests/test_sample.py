@@ -1,6 +1,7 @@
 """sample.py as a user calls it: which checkpoint, which prompt, where a text ends."""
 
 import io
+import json
 import shutil
 from pathlib import Path
 
@@ -79,6 +80,16 @@ def test_each_prompt_is_continued_and_without_any_the_run_s_own(finished, tmp_pa
     for prompt in ([], ["--prompt", ""]):
         call(sample.main, f"--ckpt={folder}", "--device=cpu", *prompt)
         assert capsys.readouterr().out.startswith("the loop") == (prompt == [])
+
+
+def test_a_prompt_beyond_the_window_is_refused_by_its_name(finished, tmp_path, trains, refuses):
+    long = "loop " * 100
+    assert "sample_prompt" in refuses(lambda: trains(f"--sample_prompt={long}"))
+    folder = shutil.copytree(saved(finished), tmp_path / "ckpt")
+    forge(folder, "train_config.json", json.dumps({"sample_prompt": long}).encode())
+    assert "sample_prompt" in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
+    error = refuses(sample.main, f"--ckpt={folder}", "--device=cpu", f"--prompt={long}")
+    assert "sample_prompt" not in error
 
 
 def test_interactive_answers_every_line_until_the_end_of_input(finished, capsys, monkeypatch):

@@ -24,9 +24,9 @@ from text.settings import FIELD, PrepareConfig
 NOT_BLANK = re.compile(r"[^\s：。]")
 
 # The version of the rules by which a file becomes records, and a record a text, for meta.json.
-RULES = 7
+RULES = 8
 
-CONVERSATIONS = ("messages", "conversations")  # fields that hold one
+CONVERSATIONS = ("messages", "conversations", "conversation")  # fields that hold one
 QUESTIONS = (("instruction", "input", "output"), ("prompt", "completion"))  # the last: the answer
 CHAT = "conversations"  # is what the report calls their shapes
 
@@ -157,10 +157,13 @@ def understand(
         try:
             record = DECODER.decode(record)
         except (ValueError, RecursionError):
-            raise ValueError("not valid JSON") from None
+            raise ValueError(
+                "not JSON in one line: try --format=json or --encoding=utf-16"
+            ) from None
     if isinstance(record, dict):
         messages, used = conversation_in(record, cfg)
         if used:
+            messages = [*map(with_text, messages)] if isinstance(messages, list) else messages
             turns = turns_of(messages)
             if not cfg.fields:
                 tally.unread.update(record.keys() - {*used, "weight", *REFUSALS})
@@ -182,7 +185,9 @@ def conversation_in(record: dict, cfg: PrepareConfig) -> tuple[Any, list[str]]:
     system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
     used = ["system"] * len(system)
     for key in CONVERSATIONS if not cfg.fields else ():
-        if (messages := record.get(key)) not in (None, "", []):
+        # A conversation may also be the name of one.
+        is_one = isinstance(messages := record.get(key), list) or key != "conversation"
+        if is_one and messages not in (None, "", []):
             messages = system + messages if isinstance(messages, list) else messages
             return messages, [*used, key]
     known = [cfg.fields.split(",")] if cfg.fields else QUESTIONS
@@ -194,6 +199,19 @@ def conversation_in(record: dict, cfg: PrepareConfig) -> tuple[Any, list[str]]:
             messages.append({"role": "assistant", "content": answer})
             return system + messages, [*used, *names]
     return None, []
+
+
+def with_text(message: Any) -> Any:
+    """Return a message with a text for its content, if that is a list of parts that are texts.
+
+    They are joined as the chat templates of models do it: by nothing.
+    """
+    if not isinstance(message, dict):
+        raise ValueError(f"a conversation holds a {type(message).__name__} in place of a message")
+    if isinstance(parts := message.get("content"), list):
+        if all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+            return message | {"content": "".join(get(p, "text") or get(p, "value") for p in parts)}
+    return message
 
 
 def to_utf8(text: str) -> bytes:
@@ -216,8 +234,10 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str]:
     Titles, summaries and sections are joined as join() does it. `fields` names other fields: a list
     `question,answer`, joined by line ends, or a template `问：{question}答：{answer}`.
     """
+    if isinstance(record, str) and not fields:
+        return record, "a text"
     if not isinstance(record, dict):
-        raise ValueError(f"a {type(record).__name__} where a record {{...}} belongs")
+        raise ValueError(f"a {type(record).__name__}, not a record: --format=json reads arrays")
     if fields:
         return chosen_fields(record, fields), fields
     sections = record.get("sections")
@@ -237,6 +257,10 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str]:
     if isinstance(record.get("instruction"), str) and isinstance(record.get("output"), str):
         parts = [get(record, key) for key in ("instruction", "input", "output")]
         return "\n".join(filter(None, parts)), "{instruction, input, output}"
+    known = ("content", "text", "completion", "output", "instruction")
+    if others := [name for name in known if not isinstance(record.get(name, ""), str)]:
+        name = min(others, key=lambda name: record[name] is None)
+        return record_text(record | {name: get(record, name)})  # or get() says what is wrong
     names = harmless(", ".join(map(str, record)))[:80]
     raise ValueError(f"{{{names}}} has no text in a known field: --fields=NAME,NAME names others")
 
@@ -244,11 +268,13 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str]:
 def get(record: dict, key: str) -> str:
     """Return a field as text: a number as its digits, and "" for null or for no such field.
 
-    Raises ValueError for anything else.
+    The texts of a list become lines. Raises ValueError for anything else.
     """
     value = record.get(key)
     if type(value) is str:
         return value
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
     if isinstance(value, float) and not math.isfinite(value):  # json reads NaN and Infinity
         raise ValueError(f"{key} is {value}, no text")
     if isinstance(value, int | float | None):

@@ -61,8 +61,11 @@ class Report:
         self.drawn = time.monotonic()  # when the last drawing began
         self.tracker: threading.Thread | None = None
         self.numbers: SimpleQueue[dict] = SimpleQueue()  # for the tracker; {} is the end
+        self.told = False  # whether a note has said that they take long
         self.unigram = math.inf  # loss of single-token frequencies, in nats per token
         self.lost = False  # whether a record could not be written
+        # Seconds that the last one of each took: eval_every, save_every.
+        self.pauses: dict[str, float] = {}
         self.mutex = threading.Lock()  # the thread that saves checkpoints reports, too
         self.below_lines = ExitStack()
         shown = self.machine.is_main and in_a_terminal()
@@ -137,7 +140,7 @@ class Report:
                 "step_ms": 1e3 * step_s,
                 "data_ms": 1e3 * clock.data_s / (step - clock.step),
                 "memory_gb": most_memory(self.machine.device) / 1e9,
-                "eta_s": (plan.steps - step) * step_s,
+                "eta_s": (plan.steps - step) * step_s + self.pauses_after(step),
             }
             speed = f"{rate / 1e3:.1f}k tok/s"
             self.bar.set_postfix_str(speed, refresh=False)
@@ -145,6 +148,11 @@ class Report:
             line += f" | MFU {'n/a' if mfu is None else f'{mfu:.1%}'} | {record['step_ms']:.0f} ms"
             line += f" | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB"
             line += f" | eta {ProgressBar.format_interval(record['eta_s'])}"
+            if self.pauses_after(0) > 0.25 * plan.steps * step_s and not self.told:
+                self.told = True
+                share = self.pauses_after(0) / (self.pauses_after(0) + plan.steps * step_s)
+                advice = "a larger eval_every, or smaller eval_tokens, makes it shorter"
+                line += f"\nnote: evaluations and saves take {share:.0%} of the run: {advice}"
         self.write(record, line)
         # By this step, every model should have learned more than how frequent each token is.
         due = max(100, 0.05 * plan.steps, 2 * self.cfg.warmup_ratio * plan.steps)
@@ -154,6 +162,12 @@ class Report:
             line += f" frequencies ({self.unigram:.2f}): check lr and the data;"
             self.write(dict(step=step, not_below="unigram"), f"{line} {self.how_to_read(step)}")
         clock.restart(step)
+
+    def pauses_after(self, step: int) -> float:
+        """Return the seconds that evaluations and saves after a step take, as long as the last."""
+        last = self.plan.steps
+        every = {name: getattr(self.cfg, name) for name in self.pauses}
+        return sum(s * (-(-last // every[k]) - step // every[k]) for k, s in self.pauses.items())
 
     def how_to_read(self, step: int) -> str:
         """Return the command that prints the texts of a step."""
@@ -186,6 +200,7 @@ class Report:
             if key.startswith("val_loss/"):
                 line += f" | {key.removeprefix('val_loss/')} {loss:.4f}"
         in_units = dict(val_ppl=ppl, val_bits_per_byte=bits_per_byte, eval_s=seconds)
+        self.pauses["eval_every"] = seconds
         self.write({"step": step} | mean | by_set | in_units, line)
         if time.monotonic() - self.drawn > 30:  # drawing takes seconds of a CPU core
             self.draw()
