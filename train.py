@@ -371,8 +371,11 @@ def take_step(
             mean_weight += batch.weights.mean() / accum
 
     # 2. Clip the gradient, and start to send the loss and the norm to the host.
-    scaler.unscale_(optimizer)
     parameters = list(model.parameters())
+    if scaler.is_enabled():  # it looks at gradients alone: a loss that is not finite spoils one
+        spoils = torch.where(all_sum(mean_loss).isfinite(), 1.0, math.nan)
+        part(parameters[0].grad).mul_(spoils)
+    scaler.unscale_(optimizer)
     if weighted:
         # The loss is sum(w l) / sum(w) over all ranks. So far its gradient is that of sum(w l) / n,
         # with n positions on all ranks: DDP has averaged over these. Multiply by n / sum(w), which

@@ -56,11 +56,14 @@ def val_hashes(sets: list[DataSet]) -> dict[str, str]:
 def judged_by(cfg: TrainConfig, hashes: dict[str, str]) -> dict[str, Any]:
     """Return what a validation loss depends on beside the weights. hashes: as of val_hashes().
 
-    Two losses can be compared if this was the same for both.
+    Two losses can be compared if this was the same for both. (A run keeps its block_size and its
+    loss_on.)
     """
     names, weights = names_and_weights(cfg.dataset)
-    shares = [[hashes[name], str(weight)] for name, weight in zip(names, weights, strict=True)]
-    return {"shares": shares, "eval_tokens": cfg.eval_tokens}
+    total = sum(weight or 1 for weight in weights)
+    shares = [str((weight or 1) / Fraction(total)) for weight in weights]
+    data = sorted([hashes[name], share] for name, share in zip(names, shares, strict=True))
+    return {"data": data, "eval_tokens": cfg.eval_tokens}
 
 
 def evaluate_all(

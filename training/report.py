@@ -303,6 +303,8 @@ def first_records(
     step = progress.step
     before = read_metrics(path)
     records = [record for record in before if record["step"] <= step and step > 0]
+    # Settings under which no step was trained.
+    records = [r for r in records if not ("settings" in r and r["step"] == step)]
     if step and not any(r["step"] == step and "saved" in r for r in records):
         # The process that wrote the checkpoint was killed before it could record it.
         records.append({"step": step, "saved": f"step_{step:08d}"})
