@@ -86,7 +86,8 @@ def planned_run(cfg: PlanConfig) -> PlannedRun:
         model = GPT(shape_of(cfg, cfg.vocab_size or sets[0].meta["vocab_size"]))
     device = named_gpu(cfg) if cfg.gpu else own_device(cfg)
     T = cfg.block_size
-    windows = [open_windows(data, "train", T, documents=cfg.documents) for data in sets]
+    ways = dict(documents=cfg.documents, loss_on=cfg.loss_on)
+    windows = [open_windows(data, "train", T, **ways) for data in sets]
     epoch_tokens = T * sum(w.n_windows for w in windows)
     size = Step(1, T, dtype=device.dtype, device=device.kind, world=cfg.nproc)
     planned, plan, step = plan_of(cfg, model, size, epoch_tokens, device.bytes)

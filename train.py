@@ -120,9 +120,7 @@ def main() -> None:
         prompt = [*tokenizer.prefix, *tokenizer.encode(cfg.sample_prompt).tolist()]
     prompt = prompt or [tokenizer.eos_id]
     if len(prompt) > T:
-        raise UserError(
-            f"sample_prompt has {len(prompt):,} tokens, block_size is {T:,}: shorten it"
-        )
+        raise UserError(f"sample_prompt has {len(prompt)} tokens, block_size is {T}: shorten it")
     val = sets[0].meta["splits"]["val"]
     length = math.ceil(200 * val["tokens"] / val["bytes"])  # of a sample: three lines of English
 

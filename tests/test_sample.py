@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -69,6 +70,18 @@ def test_samples_come_from_one_batch_and_the_seed_fixes_them(finished, capsys):
 
     assert texts() == texts() != texts("--seed=2")
     assert "sample 2" in texts() and "sample 3" in texts()
+
+
+def test_a_seed_gives_one_text_whatever_else_is_made(finished, capsys):
+    def texts(*options: str) -> list[str]:
+        run(finished.parent, "--max_new_tokens=30", "--temperature=1", "--top_p=1", *options)
+        return re.split("-{16}.*\n", capsys.readouterr().out)
+
+    [alone] = texts("--prompt", "the loop")
+    assert texts("--prompt", "模型", "the loop")[1] == alone
+    three = texts("--num_samples=3", "--prompt", "the loop")
+    assert three[0] == alone and three[:2] == texts("--num_samples=2", "--prompt", "the loop")
+    assert len({text.strip() for text in three}) == 3
 
 
 def test_each_prompt_is_continued_and_without_any_the_run_s_own(finished, tmp_path, capsys):
