@@ -157,6 +157,8 @@ BAD = [
     *(talk(QUESTION | {"content": None}, ANSWER), talk({"content": "Why?"}, ANSWER)),
     talk(QUESTION, ANSWER, system=3),
     {"instruction": "", "output": "So."},
+    {"instruction": "Why?", "output": None},
+    {"prompt": [QUESTION], "completion": [ANSWER]},
     {"prompt": "Why?", "completion": " "},
 ]
 
@@ -169,7 +171,7 @@ def test_wrong_conversations_are_bad_records_with_their_line(tiny_data, tmp_path
     call(prepare.main, "--input", corpus, "--chat", "--max_bad=1", *options)
     records = open_dataset(tmp_path / "c")["records"]
     assert sum(records["bad"].values()) == len(BAD) == records["read"] - 2
-    reasons = ("a conversation", "message ", "system", "a byte of another", "{")
+    reasons = ("a conversation", "message ", "system", "prompt", "a byte", "{")
     assert [reason for reason in records["bad"] if not reason.startswith(reasons)] == []
     assert all(e.startswith(f"{corpus}:{n}: ") for n, e in enumerate(records["examples"], 1))
 

@@ -151,6 +151,30 @@ def test_a_bad_byte_costs_a_record_and_a_wrong_encoding_fails(tmp_path, refuses)
         assert str(path) in error and "--encoding" in error
 
 
+BOOKS = [
+    ("gb18030", "镕基说：这是我的书。", "--encoding=gb18030"),
+    ("gbk", "你好，世界，我来了。", "--encoding=gb18030"),
+    ("big5", "你好，世界。這是我們學習的書。", "--encoding=big5"),
+    ("euc-jp", "これは日本語のテキストです。", "half a character"),
+    ("latin-1", "Un café à l'été, où êtes-vous ?", "half a character"),
+]
+
+
+@pytest.mark.parametrize("encoding, text, way", BOOKS)
+def test_a_book_that_is_lost_is_named_with_its_encoding(tmp_path, refuses, encoding, text, way):
+    write_texts(tmp_path / "a.jsonl", [f"text {i}" for i in range(2500)])
+    (tmp_path / "b.txt").write_text(f"{text}\n" * 2000, encoding=encoding)
+    error = refuses(prepare.main, "--input", tmp_path, f"--data_dir={tmp_path}", "--max_bad=0.05")
+    assert "1 of 2,501" in error and "b.txt, line 1: " in error and way in error
+
+
+def test_the_line_of_a_wrong_byte_is_named(tmp_path, refuses):
+    path = tmp_path / "a.txt"
+    path.write_bytes("第一行。\n第二行".encode() + b"\xff\n" + "第三行。\n".encode() * 9)
+    error = refuses(prepare.main, "--input", path, f"--data_dir={tmp_path}")
+    assert "a.txt, line 2: " in error and "iconv" not in error
+
+
 QUESTION = {"question": "Q", "answer": "A", "n": 7, "meta": {"source": "web"}, "a.b": "dot"}
 QUESTION |= {"a": {"b": "wrong"}, " outer ": " spaces ", "lines": ["1", "2"]}
 
@@ -211,13 +235,16 @@ def test_format_reads_files_of_other_names(tmp_path):
 
 def test_format_reads_the_files_of_folders(tmp_path, refuses):
     inputs = tmp_path / "in"
-    for name in ("AA", ".git"):
+    for name in ("AA", ".git", "../hf"):
         (inputs / name).mkdir(parents=True)
     write_texts(inputs / "AA" / "wiki_00", MANY)
     (inputs / "AA" / "wiki_01.bz2").write_bytes(bz2.compress(jsonl(MANY).encode()))
     for name in ("_SUCCESS", ".DS_Store", ".part-00000.crc", ".git/HEAD"):
         (inputs / name).write_bytes(b"\0\1")
     assert "--format" in refuses(prepare.main, "--input", inputs)
+    write_texts(tmp_path / "hf" / "state.json", MANY)
+    (tmp_path / "hf" / "data.arrow").write_bytes(b"ARROW1")
+    assert "data.arrow" in refuses(prepare.main, "--input", tmp_path / "hf")
     folder, meta = prepare_set(tmp_path, inputs, format="jsonl")
     assert documents(folder) == Counter(MANY * 2)
     assert sum(meta["sources"][-1]["skipped"].values()) == 4

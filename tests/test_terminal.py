@@ -71,7 +71,7 @@ def test_the_bar_stays_below_the_lines_and_leaves_nothing(
     # Each line begins at the left border, and the bar is in none of them.
     assert printed.count("a warning of another package\n") == 8 and not BAR.search(printed)
     rows = printed[printed.index("step 1/8") :].splitlines()
-    line = re.compile(r"step \d/8 \||    \S|a warning|checkpoint: ")
+    line = re.compile(r"step \d/8 \||    \S|a warning|note: |checkpoint: ")
     assert [row for row in rows if not line.match(row)] == []
     banner = printed[printed.index("data: tiny") : printed.index("step 1/8")].splitlines()
     assert max(len(row) for row in banner if str(tmp_path) not in row) <= 80

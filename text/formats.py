@@ -21,7 +21,6 @@ from text.settings import PrepareConfig
 from text.sources import Source, decompressed, import_for
 
 CHUNK = 1 << 20  # characters
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # what `git clone` writes without LFS
 
 
 # --------------------------------------------------------------------------------------------------
@@ -96,7 +95,7 @@ def read_source(source: Source, cfg: PrepareConfig) -> Iterator[tuple[BinaryIO, 
 
 def opened(source: Source, raw: io.BufferedReader, cfg: PrepareConfig) -> io.IOBase:
     """Return what a function in READERS reads: raw, or its decompressed bytes, or its text."""
-    if raw.peek(len(LFS_POINTER)).startswith(LFS_POINTER):
+    if raw.peek(100).startswith(b"version https://git-lfs.github.com/spec/"):
         raise UserError(f"{source.name}: a pointer of Git LFS, not the file itself: git lfs pull")
     if source.kind in ("parquet", "py"):
         return raw
@@ -305,8 +304,7 @@ def read_parquet(raw: BinaryIO, source: Source, cfg: PrepareConfig) -> Records:
             if len(set(names)) < len(names):
                 raise ValueError("two columns have one name: rename one of them")
             # Python has no type for some values, such as a time in nanoseconds.
-            used = [name for name in names if cfg.uses(name)]
-            batches = table.iter_batches(256, columns=used, use_threads=False)
+            batches = table.iter_batches(256, columns=[*filter(cfg.uses, names)], use_threads=False)
             rows = (dict.fromkeys(names) | row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(rows, 1):
                 fits = characters(row) <= cfg.max_record

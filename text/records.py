@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,8 +17,13 @@ import numpy as np
 from configurator import UserError
 from hardware.terminal import harmless
 from text.chat import MESSAGE_FIELDS, REFUSALS, chatml, is_refused, turns_of
+<<<<<<< HEAD
 from text.docstrings import conversations, documentation
 from text.formats import DECODER, Chunk, Lines, too_long
+=======
+from text.demo import conversations, documentation
+from text.formats import DECODER, Chunk, Lines, characters, too_long
+>>>>>>> data
 from text.settings import FIELD, PrepareConfig
 
 # Any other text counts as empty: join() makes ：。 of a section without a title and content.
@@ -50,6 +56,7 @@ class Tally:
     """Counts what became of the records. A record that is left out is counted with the reason."""
 
     records: int = 0
+    characters: Counter = field(default_factory=Counter)  # of the records: "read", "bad"
     bad: Counter = field(default_factory=Counter)  # reason -> records that could not be read
     dropped: Counter = field(default_factory=Counter)  # reason -> documents left out
     changed: Counter = field(default_factory=Counter)  # reason -> documents whose text was changed
@@ -71,16 +78,17 @@ class Tally:
 
     def add(self, other: "Tally") -> None:
         self.records += other.records
-        for name in ("bad", "dropped", "changed", "shapes", "unread", "names"):
+        for name in ("characters", "bad", "dropped", "changed", "shapes", "unread", "names"):
             getattr(self, name).update(getattr(other, name))
         self.examples = (self.examples + other.examples)[:5]
 
 
 def check_bad(tally: Tally, cfg: PrepareConfig, records: int) -> None:
-    """Raise UserError if more than a share of max_bad of `records` is bad."""
-    bad = sum(tally.bad.values())
-    if bad > cfg.max_bad * records:
-        share = f"bad records: {bad:,} of {tally.records:,} so far, above --max_bad={cfg.max_bad:g}"
+    """Raise UserError if more than a share of max_bad of `records`, or of their text, is bad."""
+    bad, n, size = sum(tally.bad.values()), tally.records, tally.characters
+    if bad > cfg.max_bad * records or size["bad"] * n > cfg.max_bad * size["read"] * records:
+        share = f"{bad:,} of {n:,} so far, {size['bad']:,} of {size['read']:,} characters"
+        share = f"bad records: {share}, above --max_bad={cfg.max_bad:g}"
         raise UserError(f"{share}: correct them, or raise it; for example {tally.examples[0]}")
 
 
@@ -93,11 +101,14 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
     records = (unpacked(chunk.kind, place, record, cfg) for place, record in chunk.records)
     for place, record in itertools.chain.from_iterable(records):
         tally.records += 1
+        tally.characters["read"] += characters(record)
         try:
             pieces, shape = understand(chunk.kind, record, cfg, tally)
-            utf8 = b"\xff".join(to_utf8("".join(piece)) for piece in pieces)
+            utf8 = b"\xff".join(to_utf8("".join(piece), cfg.encoding) for piece in pieces)
         except ValueError as e:
-            tally.reject(place, str(e))
+            tally.characters["bad"] += characters(record)
+            line = f", line {e.args[1]}" if chunk.kind == "txt" and e.args[1:] else ""
+            tally.reject(place + line, str(e.args[0]))
             continue
         if chunk.kind in ("csv", "tsv") and any("\n" in (text or "") for text in record.values()):
             shape += " in rows that span lines"
@@ -192,7 +203,7 @@ def conversation_in(record: dict, cfg: PrepareConfig) -> tuple[Any, list[str]]:
             return messages, [*used, key]
     known = [cfg.fields.split(",")] if cfg.fields else QUESTIONS
     for names in known if cfg.chat else ():
-        if cfg.fields or all(isinstance(record.get(names[i]), str) for i in (0, -1)):
+        if cfg.fields or (record.get(names[0]) is not None and names[-1] in record):
             text_of = chosen_fields if cfg.fields else get
             *asked, answer = [text_of(record, name) for name in names]
             messages = [{"role": "user", "content": "\n".join(filter(None, asked))}]
@@ -214,14 +225,34 @@ def with_text(message: Any) -> Any:
     return message
 
 
-def to_utf8(text: str) -> bytes:
-    """Return the text in UTF-8. Raises ValueError for a lone surrogate, which has no UTF-8."""
+def to_utf8(text: str, encoding: str) -> bytes:
+    """Return the text in UTF-8. Raises ValueError for a lone surrogate, which has no UTF-8.
+
+    encoding: of the file, which the text was decoded from with surrogateescape.
+    """
     try:
         return text.encode()
-    except UnicodeEncodeError:
+    except UnicodeEncodeError as e:
         # surrogateescape makes such halves of bytes that it cannot decode, and JSON has \ud800.
-        problem = "a byte of another --encoding (gb18030, utf-16?), or half a character"
-        raise ValueError(problem) from None
+        problem = f"a byte of another --encoding than {encoding}, or half a character"
+        if other := chinese_encoding(text, encoding):
+            problem = f"in {other}: give --encoding={other}, or iconv -f {other} -t utf-8 FILE"
+        raise ValueError(problem, text.count("\n", 0, e.start) + 1) from None
+
+
+def chinese_encoding(text: str, encoding: str) -> str:
+    """Return the encoding of Chinese that a text is in, "" if it is in none.
+
+    `encoding` is the wrong one in which it was read.
+    """
+    for name in ("gb18030", "big5"):
+        with suppress(UnicodeError):
+            decoded = text.encode(encoding, "surrogateescape").decode(name)
+            # Chance gives too few of the commonest characters. UTF-8 with a few wrong bytes would
+            # become longer.
+            if 100 * len(re.findall("[的一是不了在人有我]", decoded)) > len(decoded) < len(text):
+                return name
+    return ""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -262,7 +293,8 @@ def record_text(record: Any, fields: str = "") -> tuple[str, str]:
         name = min(others, key=lambda name: record[name] is None)
         return record_text(record | {name: get(record, name)})  # or get() says what is wrong
     names = harmless(", ".join(map(str, record)))[:80]
-    raise ValueError(f"{{{names}}} has no text in a known field: --fields=NAME,NAME names others")
+    way = "--fields=NAME,NAME names others (and jq -c '.NAME[]' FILE prints the records in a list)"
+    raise ValueError(f"{{{names}}} has no text in a known field: {way}")
 
 
 def get(record: dict, key: str) -> str:
@@ -332,9 +364,8 @@ def chosen_fields(record: dict, fields: str) -> str:
     """
 
     def value(name: str) -> str:
-        for whole in (name, name.strip()):
-            if whole in record:
-                return get(record, whole)
+        if (whole := name if name in record else name.strip()) in record:
+            return get(record, whole)
         *path, last = name.strip().split(".")
         inner = record
         for key in path:

@@ -26,7 +26,8 @@ KINDS |= {"ndjson": "jsonl", "md": "txt"}  # suffix of a file -> its kind
 CUT = 1 << 18  # bytes that are unpacked at a time
 COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
 EXPECTED = f".{', .'.join(KINDS)}, all but .parquet also with {', '.join(COMPRESSED)}"
-UNKNOWN_KIND = f"unknown kind of file; expected {EXPECTED}, or give --format=KIND"
+UNKNOWN_KIND = f"unknown kind (save .arrow as .parquet); expected {EXPECTED}, or --format=KIND"
+KINDS["arrow"] = ""  # no kind that is read, but data: not to be skipped in a folder
 
 # Reasons to skip a file. They are printed, and written into meta.json.
 READ_ALREADY = "read already, by this name or another one"
@@ -162,7 +163,7 @@ def walk(folder: Path, kind: str, skipped: Counter) -> Iterator[Path]:
             folders.sort()
             for path in (Path(parent, name) for name in names):
                 is_hidden = re.search(r"(^|/)[._]", str(path.relative_to(folder)))
-                if kind_of(path) or (kind != "auto" and not is_hidden):
+                if kind_of(path) is not None or (kind != "auto" and not is_hidden):
                     yield path
                 else:
                     skipped[suffix_of(path) or "no suffix"] += 1
@@ -219,11 +220,10 @@ def decompressed(raw: io.BufferedReader, name: str) -> io.BufferedIOBase:
         return io.BufferedReader(Unpacked(raw, lzma.LZMADecompressor))
     if re.match(rb"BZh[1-9]1AY&SY", head):
         return io.BufferedReader(Unpacked(raw, bz2.BZ2Decompressor))
-    # The second is a frame to skip, with which pzstd begins.
+    # The second is a frame to skip, with which pzstd begins; 31 is for zstd --ultra --long=31.
     if re.match(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", head):
         zstd = import_for(name, "backports.zstd", "compression.zstd", "backports.zstd")
-        largest = {zstd.DecompressionParameter.window_log_max: 31}  # of zstd --ultra --long=31
-        return zstd.ZstdFile(raw, options=largest)
+        return zstd.ZstdFile(raw, options={zstd.DecompressionParameter.window_log_max: 31})
     return raw
 
 
