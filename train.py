@@ -176,7 +176,7 @@ def main() -> None:
         say(note)
     if saved:
         say(f"resumed from {origin} at step {progress.step}, with its settings")
-        if changed := resume.settings_changed(saved, cfg):
+        if changed := resume.settings_changed(saved, cfg, sets):
             say(f"changed since the checkpoint: {', '.join(changed)}")
         if plan.steps == progress.step:
             say("nothing is left to do: raise max_steps, max_epochs or max_tokens to train longer")

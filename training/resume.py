@@ -25,7 +25,7 @@ from configurator import UserError, changes, checked, given, note, set_value
 from hardware.disk import damage, read_object
 from hardware.machine import is_sharded
 from model import GPT, GPTConfig, rope_table
-from text.dataset import load_tokenizer, newest_dataset, tokenizer_id
+from text.dataset import load_tokenizer, names_and_weights, newest_dataset, tokenizer_id
 from text.hf_tokenizer import tokenizer_of_model
 from text.tokenizer import same_ids
 from text.windows import DataSet
@@ -69,13 +69,22 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
     if newest := newest_run(Path(cfg.out_dir)) if resumes else None:
         note(f"no run_name is given: the newest run is resumed, {newest}")
         options = options | {"run_name": newest.name}
+    elif resumes and (runs := sorted(Path(cfg.out_dir).glob("*/metrics.jsonl"))):
+        names = ", ".join(path.parent.name for path in runs)
+        advice = "name one by --run_name: --overwrite has renamed those that end in .old"
+        raise UserError(f"init_from=resume: which run of {cfg.out_dir}/: {names}? {advice}")
     run_name = options.get("run_name", cfg.run_name)
     saved = saved_settings(Path(cfg.out_dir) / run_name / "ckpt")
     if cfg.init_from == "auto":
         begun = with_model(options)
         options = options | {"init_from": f"auto:{begun['init_from']}"}
         saved = saved or begun
-    return checked(TrainConfig, saved | options | {"run_name": run_name})
+    cfg = checked(TrainConfig, saved | options | {"run_name": run_name})
+    kept = "data_dir" in saved and "data_dir" not in options
+    if kept and not all(Path(cfg.data_dir, k).is_dir() for k in names_and_weights(cfg.dataset)[0]):
+        problem = f"data_dir={cfg.data_dir}, as the checkpoint says, has no {cfg.dataset} here"
+        raise UserError(f"{problem}: --data_dir=FOLDER says where the data sets are")
+    return cfg
 
 
 def with_model(options: dict[str, Any], cls: type = TrainConfig) -> dict[str, Any]:
@@ -227,7 +236,12 @@ def check_fits(
     c: the shape of the model. A fine-tuned one has its own, whatever the settings say: a setting
     may keep its old value or take the model's.
     """
-    trained_on, names = sorted(saved.meta["trained_on"]), sorted(data.name for data in sets)
+    trained_on = saved.meta["trained_on"]
+    hashes = {data.name: data.meta["splits"]["train"]["sha256"] for data in sets}
+    # A data set that has another name now is known by its hash.
+    name_of = {sha256: name for name, sha256 in trained_on.items() if name not in hashes}
+    sets = [replace(d, name=name_of.get(hashes[d.name], d.name)) for d in sets]
+    trained_on, names = sorted(trained_on), sorted(data.name for data in sets)
     other = f"start a new run with --init_from={folder} --run_name=NAME"
     if names != trained_on:
         problem = f"{folder} was trained on {', '.join(trained_on)}, not on {', '.join(names)}"
@@ -291,15 +305,19 @@ def progress_of(
     return progress
 
 
-def settings_changed(saved: Saved, cfg: TrainConfig) -> list[str]:
+def settings_changed(saved: Saved, cfg: TrainConfig, sets: list[DataSet]) -> list[str]:
     """Return `lr 0.001 -> 0.002` for each setting that changed since the checkpoint was written.
 
     Those of the place are left out: they do not change what the model learns.
     """
     old = saved.settings
+    then = judged_by(settings_then(saved, cfg), saved.meta["judged_by"])
+    reorder = ["seed", "documents"]
+    if then["shares"] != judged_by(cfg, val_hashes(sets))["shares"]:  # not only another name
+        reorder.append("dataset")
     order = " (the windows come in another order: some are read twice, others never)"
     return [
-        f"{k} {old[k]} -> {value}{order if k in ('seed', 'dataset', 'documents') else ''}"
+        f"{k} {old[k]} -> {value}{order if k in reorder else ''}"
         for k, value in asdict(cfg).items()
         if k not in PLACE and old.get(k, value) != value
     ]
