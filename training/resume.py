@@ -134,7 +134,7 @@ def saved_settings(ckpt_dir: Path) -> dict[str, Any]:
         for key, value in read_object(path / file).items():
             if not hasattr(TrainConfig, key):
                 note(f"{path / file}: this version has no setting {key}={value}")
-            elif key not in ("init_from", "overwrite", "out_dir"):
+            elif key not in ("init_from", "overwrite", "out_dir", "switch_data"):
                 set_value(TrainConfig, values, key, value, f"{path / file}")
         return values
     return {}
@@ -243,9 +243,9 @@ def check_fits(
     sets = [replace(d, name=name_of.get(hashes[d.name], d.name)) for d in sets]
     trained_on, names = sorted(trained_on), sorted(data.name for data in sets)
     other = f"start a new run with --init_from={folder} --run_name=NAME"
-    if names != trained_on:
+    if names != trained_on and not cfg.switch_data:
         problem = f"{folder} was trained on {', '.join(trained_on)}, not on {', '.join(names)}"
-        raise UserError(f"{problem}: give that --dataset, or {other}")
+        raise UserError(f"{problem}: give that --dataset, or --switch_data to go on, or {other}")
     then = fixed(settings_then(saved, cfg), c.vocab_size)
     now = fixed(cfg, c.vocab_size)
     shape = asdict(c) | {"block_size": then["block_size"]}  # windows are counted in its length
@@ -253,9 +253,11 @@ def check_fits(
     then = {k: shape.get(k, then[k]) for k in now} | {
         "tokenizer": tokenizer_id(saved.meta["tokenizer"])
     }
-    for key, split in (("trained_on", "train"), ("judged_by", "val")):
-        then |= {f"{name}/{split}.bin": sha256 for name, sha256 in saved.meta[key].items()}
-    now |= data_hashes(sets) | {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
+    now |= {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
+    if not cfg.switch_data:
+        now |= data_hashes(sets)
+        for key, split in (("trained_on", "train"), ("judged_by", "val")):
+            then |= {f"{name}/{split}.bin": sha256 for name, sha256 in saved.meta[key].items()}
     differ = [
         f"{k} is {then.get(k)!s:.20} there, {now.get(k)!s:.20} here"
         for k in sorted(then | now)
@@ -302,6 +304,10 @@ def progress_of(
         if progress.best_step >= 0:
             note("the validation loss is measured on other data now: the best is looked for anew")
         progress = replace(progress, best_step=-1, best_val_loss=math.inf)
+    trained_on = {data.meta["splits"]["train"]["sha256"] for data in sets}
+    if trained_on != set(saved.meta["trained_on"].values()):  # switch_data allows it
+        note(f"other data from here on, from their first window: {cfg.dataset}")
+        progress = replace(progress, data_begun=progress.samples)
     return progress
 
 

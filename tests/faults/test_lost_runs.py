@@ -14,7 +14,19 @@ from unittest.mock import Mock
 import harness
 import pytest
 import torch
-from conftest import call, contents, forge, metrics, same, saved, train_tiny, training
+from conftest import (
+    call,
+    contents,
+    end,
+    forge,
+    make_records,
+    metrics,
+    prepared,
+    same,
+    saved,
+    train_tiny,
+    training,
+)
 from safetensors.torch import load_file, save_file
 from test_faults import ENDLESS, poison, steps_in
 
@@ -176,6 +188,26 @@ def test_a_renamed_data_set_is_the_same(copied, own_data, tmp_path, finished, ca
     assert same(copied, finished)
     out, err = capsys.readouterr()
     assert "tiny -> other" in out and "another order" not in out and "anew" not in err
+
+
+def test_switch_data_goes_on_with_other_data(copied, tiny_data, tmp_path, refuses, prints):
+    """They are read from their beginning; optimizer, schedule and tokens go on; best is anew."""
+    tokenizer = f"--tokenizer={tiny_data / 'tiny'}"
+    prepared(tmp_path / "d", make_records(200, seed=3), tokenizer, "--name=other")
+    resume = [f"--out_dir={tmp_path}", f"--data_dir={tmp_path / 'd'}", "--init_from=resume"]
+    switch = [*resume, "--run_name=run", "--dataset=other", "--max_steps=16"]
+    assert "--switch_data" in refuses(train.main, *switch)
+    call(train.main, *switch, "--switch_data")
+    shutil.copytree(copied, tmp_path / "straight")
+    shutil.rmtree(saved(copied))
+    call(train.main, *resume, "--run_name=run")  # it has switched
+    assert metrics(copied, "loss") == metrics(tmp_path / "straight", "loss")
+    assert metrics(copied, "tokens")[16] == 16 * 256
+    assert end(copied, 16)[0, "step"] == 16
+    shown = prints(prepare.main, "--inspect", copied, "--step=9", f"--data_dir={tmp_path / 'd'}")
+    assert "---- sample 0: " in shown
+    state = torch.load(saved(copied) / "train_state.pt", weights_only=True)
+    assert state["best_step"] > 8
 
 
 def test_a_data_dir_that_is_elsewhere_is_named(copied, tmp_path, refuses, monkeypatch):
