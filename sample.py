@@ -451,6 +451,7 @@ def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, l
             else:
                 encode_prompt(prompt, tokenizer, model.config.block_size, name)
     print(f"[{label}]", file=sys.stderr)
+    failed = False
     for number, prompt in enumerate(prompts):
         if number and not (is_typed and (cfg.chat or sys.stdin.isatty())):
             print("----------------")
@@ -472,6 +473,9 @@ def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, l
             if not is_typed:
                 raise
             print(f"error: {e}", file=sys.stderr)
+            failed = True
+    if failed and not sys.stdin.isatty():  # a script shall know that an answer is missing
+        sys.exit(1)
 
 
 def main() -> None:

@@ -179,7 +179,7 @@ def main() -> None:
         say(note)
     if saved:
         say(f"resumed from {origin} at step {progress.step}, with its settings")
-        if changed := resume.settings_changed(saved, cfg):
+        if changed := resume.settings_changed(saved, cfg, sets):
             say(f"changed since the checkpoint: {', '.join(changed)}")
         if plan.steps == progress.step:
             say("nothing is left to do: raise max_steps, max_epochs or max_tokens to train longer")
@@ -219,13 +219,14 @@ def main() -> None:
     # last iteration ends after its first half, at the end of the run or after too many bad steps. A
     # signal ends the loop anywhere, and the weights of the last whole step are saved.
     clock = Clock(machine, progress.step)
+    place_in_data = progress.samples - progress.data_begun
     stopped = False
     with (
         stop_signals() as signals,
         memory_advice(plan.smaller(T)),
         closing(report),
         closing(saver),
-        closing(read_ahead(loader, progress.samples, plan.batch_size, machine, clock)) as batches,
+        closing(read_ahead(loader, place_in_data, plan.batch_size, machine, clock)) as batches,
     ):
         stop = partial(any_signal, signals, machine)
         start_step = progress.step

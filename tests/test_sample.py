@@ -109,7 +109,9 @@ def test_interactive_answers_every_line_until_the_end_of_input(finished, capsys,
     """One line is too long, and one was pasted in another encoding than the terminal's."""
     typed = f"the\n{'the loop ' * 300}\n".encode() + "模型\n".encode("gbk")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
-    configurator.run(lambda: run(finished.parent, "--interactive", "--max_new_tokens=5"))
+    with pytest.raises(SystemExit) as ended:
+        configurator.run(lambda: run(finished.parent, "--interactive", "--max_new_tokens=5"))
+    assert ended.value.code == 1
     said = capsys.readouterr().err
     assert said.count("tok/s") == 2 and said.count("error: the prompt has") == 1
 

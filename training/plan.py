@@ -68,7 +68,9 @@ class Progress:
     """Counters and records of a run. A checkpoint stores each field under its name."""
 
     step: int = 0  # steps done
-    samples: int = 0  # windows read: the place in the data
+    samples: int = 0  # windows read
+    # How many of them were read before switch_data: the place in the data is samples - data_begun.
+    data_begun: int = 0
     epoch_tokens: int = 0  # tokens in an epoch of them
     # In tokens: epochs done are (tokens read + epoch_shift) / epoch_tokens. It is 0 unless the
     # length of an epoch has changed, as with another `documents`.
@@ -86,7 +88,8 @@ class Progress:
         If the run ended because of too many bad steps in a row, their count starts again at 0.
         Raises UserError if a value is missing, or of another kind.
         """
-        training = {"epoch_tokens": 0, "epoch_shift": 0} | training  # older ones lack them
+        newer = dict.fromkeys(("epoch_tokens", "epoch_shift", "data_begun"), 0)
+        training = newer | training  # a checkpoint may be older than these fields
         for name, default in asdict(cls()).items():
             if type(training.get(name)) is not type(default):
                 raise UserError(f"train_state.pt: {name} is {training.get(name)!r}: not train.py's")

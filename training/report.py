@@ -324,7 +324,7 @@ def first_records(
     }
     recorded = next((r for r in reversed(records) if "settings" in r), {})
     if any(recorded.get(key) != value for key, value in run.items()):
-        records.append({"step": step, "first_sample": progress.samples} | run)
+        records.append({"step": step, "first_sample": progress.samples - progress.data_begun} | run)
     # Steps that are not done again in the same way: an earlier start saved nothing, or a resume
     # goes back with other settings.
     lost = [record for record in before if record["step"] > step]

@@ -25,7 +25,7 @@ from configurator import UserError, changes, checked, given, note, set_value
 from hardware.disk import damage, read_object
 from hardware.machine import is_sharded
 from model import GPT, GPTConfig, rope_table
-from text.dataset import load_tokenizer, newest_dataset, tokenizer_id
+from text.dataset import load_tokenizer, names_and_weights, newest_dataset, tokenizer_id
 from text.hf_tokenizer import tokenizer_of_model
 from text.tokenizer import same_ids
 from text.windows import DataSet
@@ -69,13 +69,22 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
     if newest := newest_run(Path(cfg.out_dir)) if resumes else None:
         note(f"no run_name is given: the newest run is resumed, {newest}")
         options = options | {"run_name": newest.name}
+    elif resumes and (runs := sorted(Path(cfg.out_dir).glob("*/metrics.jsonl"))):
+        names = ", ".join(path.parent.name for path in runs)
+        advice = "name one by --run_name: --overwrite has renamed those that end in .old"
+        raise UserError(f"init_from=resume: which run of {cfg.out_dir}/: {names}? {advice}")
     run_name = options.get("run_name", cfg.run_name)
     saved = saved_settings(Path(cfg.out_dir) / run_name / "ckpt")
     if cfg.init_from == "auto":
         begun = with_model(options)
         options = options | {"init_from": f"auto:{begun['init_from']}"}
         saved = saved or begun
-    return checked(TrainConfig, saved | options | {"run_name": run_name})
+    cfg = checked(TrainConfig, saved | options | {"run_name": run_name})
+    kept = "data_dir" in saved and "data_dir" not in options
+    if kept and not all(Path(cfg.data_dir, k).is_dir() for k in names_and_weights(cfg.dataset)[0]):
+        problem = f"data_dir={cfg.data_dir}, as the checkpoint says, has no {cfg.dataset} here"
+        raise UserError(f"{problem}: --data_dir=FOLDER says where the data sets are")
+    return cfg
 
 
 def with_model(options: dict[str, Any], cls: type = TrainConfig) -> dict[str, Any]:
@@ -125,7 +134,7 @@ def saved_settings(ckpt_dir: Path) -> dict[str, Any]:
         for key, value in read_object(path / file).items():
             if not hasattr(TrainConfig, key):
                 note(f"{path / file}: this version has no setting {key}={value}")
-            elif key not in ("init_from", "overwrite", "out_dir"):
+            elif key not in ("init_from", "overwrite", "out_dir", "switch_data"):
                 set_value(TrainConfig, values, key, value, f"{path / file}")
         return values
     return {}
@@ -227,11 +236,16 @@ def check_fits(
     c: the shape of the model. A fine-tuned one has its own, whatever the settings say: a setting
     may keep its old value or take the model's.
     """
-    trained_on, names = sorted(saved.meta["trained_on"]), sorted(data.name for data in sets)
+    trained_on = saved.meta["trained_on"]
+    hashes = {data.name: data.meta["splits"]["train"]["sha256"] for data in sets}
+    # A data set that has another name now is known by its hash.
+    name_of = {sha256: name for name, sha256 in trained_on.items() if name not in hashes}
+    sets = [replace(d, name=name_of.get(hashes[d.name], d.name)) for d in sets]
+    trained_on, names = sorted(trained_on), sorted(data.name for data in sets)
     other = f"start a new run with --init_from={folder} --run_name=NAME"
-    if names != trained_on:
+    if names != trained_on and not cfg.switch_data:
         problem = f"{folder} was trained on {', '.join(trained_on)}, not on {', '.join(names)}"
-        raise UserError(f"{problem}: give that --dataset, or {other}")
+        raise UserError(f"{problem}: give that --dataset, or --switch_data to go on, or {other}")
     then = fixed(settings_then(saved, cfg), c.vocab_size)
     now = fixed(cfg, c.vocab_size)
     shape = asdict(c) | {"block_size": then["block_size"]}  # windows are counted in its length
@@ -239,9 +253,11 @@ def check_fits(
     then = {k: shape.get(k, then[k]) for k in now} | {
         "tokenizer": tokenizer_id(saved.meta["tokenizer"])
     }
-    for key, split in (("trained_on", "train"), ("judged_by", "val")):
-        then |= {f"{name}/{split}.bin": sha256 for name, sha256 in saved.meta[key].items()}
-    now |= data_hashes(sets) | {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
+    now |= {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
+    if not cfg.switch_data:
+        now |= data_hashes(sets)
+        for key, split in (("trained_on", "train"), ("judged_by", "val")):
+            then |= {f"{name}/{split}.bin": sha256 for name, sha256 in saved.meta[key].items()}
     differ = [
         f"{k} is {then.get(k)!s:.20} there, {now.get(k)!s:.20} here"
         for k in sorted(then | now)
@@ -288,18 +304,26 @@ def progress_of(
         if progress.best_step >= 0:
             note("the validation loss is measured on other data now: the best is looked for anew")
         progress = replace(progress, best_step=-1, best_val_loss=math.inf)
+    trained_on = {data.meta["splits"]["train"]["sha256"] for data in sets}
+    if trained_on != set(saved.meta["trained_on"].values()):  # switch_data allows it
+        note(f"other data from here on, from their first window: {cfg.dataset}")
+        progress = replace(progress, data_begun=progress.samples)
     return progress
 
 
-def settings_changed(saved: Saved, cfg: TrainConfig) -> list[str]:
+def settings_changed(saved: Saved, cfg: TrainConfig, sets: list[DataSet]) -> list[str]:
     """Return `lr 0.001 -> 0.002` for each setting that changed since the checkpoint was written.
 
     Those of the place are left out: they do not change what the model learns.
     """
     old = saved.settings
+    then = judged_by(settings_then(saved, cfg), saved.meta["judged_by"])
+    reorder = ["seed", "documents"]
+    if then["shares"] != judged_by(cfg, val_hashes(sets))["shares"]:  # not only another name
+        reorder.append("dataset")
     order = " (the windows come in another order: some are read twice, others never)"
     return [
-        f"{k} {old[k]} -> {value}{order if k in ('seed', 'dataset', 'documents') else ''}"
+        f"{k} {old[k]} -> {value}{order if k in reorder else ''}"
         for k, value in asdict(cfg).items()
         if k not in PLACE and old.get(k, value) != value
     ]

@@ -27,6 +27,9 @@ class TrainConfig:
         "what a config or option before it says, or scratch",
     )
     overwrite: bool = option(False, "rename an earlier run of this name to RUN.old first")
+    switch_data: bool = option(
+        False, "a resumed run may go on with another dataset, from its beginning (docs/resume.md)"
+    )
     data_dir: str = option("data", "folder of all data sets")
     device: str = option("auto", "auto: cuda, then mps, then cpu")
     peak_tflops: float = option(

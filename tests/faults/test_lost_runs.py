@@ -14,7 +14,19 @@ from unittest.mock import Mock
 import harness
 import pytest
 import torch
-from conftest import call, contents, forge, metrics, same, saved, train_tiny, training
+from conftest import (
+    call,
+    contents,
+    end,
+    forge,
+    make_records,
+    metrics,
+    prepared,
+    same,
+    saved,
+    train_tiny,
+    training,
+)
 from safetensors.torch import load_file, save_file
 from test_faults import ENDLESS, poison, steps_in
 
@@ -132,6 +144,13 @@ def test_overwrite_ended_before_a_save_loses_nothing(copied, trains, tmp_path, m
     assert metrics(run, "loss").keys() == set(range(1, 9))
 
 
+def test_a_resume_after_a_killed_overwrite_names_the_runs(copied, tmp_path, refuses, trains):
+    trains("--overwrite", "--max_steps=2")
+    shutil.rmtree(copied / "ckpt")
+    error = refuses(train.main, f"--out_dir={tmp_path}", "--init_from=resume")
+    assert "run, run.old" in error and "--run_name" in error and "auto" not in error
+
+
 @pytest.mark.parametrize("option", ["--overwrite", "--init_from=resume"])
 def test_linked_checkpoints_are_refused_and_stay(finished, trains, tmp_path, refuses, option):
     """They would be pruned."""
@@ -158,6 +177,47 @@ def test_no_file_of_a_run_is_written_through_a_link(copied, trains, tmp_path, li
     link(tmp_path / "thesis.tex", copied / ".metrics.jsonl.tmp")
     trains("--init_from=resume", "--max_steps=9")
     assert (tmp_path / "thesis.tex").read_text() == "precious"
+
+
+def test_a_renamed_data_set_is_the_same(copied, own_data, tmp_path, finished, capsys):
+    """And a data_dir that is not here is told apart from a data set that was never made."""
+    shutil.rmtree(saved(copied))
+    own_data.rename(tmp_path / "other")
+    resume = [f"--out_dir={tmp_path}", "--run_name=run", "--init_from=resume", "--dataset=other"]
+    call(train.main, f"--data_dir={tmp_path}", *resume)
+    assert same(copied, finished)
+    out, err = capsys.readouterr()
+    assert "tiny -> other" in out and "another order" not in out and "anew" not in err
+
+
+def test_switch_data_goes_on_with_other_data(copied, tiny_data, tmp_path, refuses, prints):
+    """They are read from their beginning; optimizer, schedule and tokens go on; best is anew."""
+    tokenizer = f"--tokenizer={tiny_data / 'tiny'}"
+    prepared(tmp_path / "d", make_records(200, seed=3), tokenizer, "--name=other")
+    resume = [f"--out_dir={tmp_path}", f"--data_dir={tmp_path / 'd'}", "--init_from=resume"]
+    switch = [*resume, "--run_name=run", "--dataset=other", "--max_steps=16"]
+    assert "--switch_data" in refuses(train.main, *switch)
+    call(train.main, *switch, "--switch_data")
+    shutil.copytree(copied, tmp_path / "straight")
+    shutil.rmtree(saved(copied))
+    call(train.main, *resume, "--run_name=run")  # it has switched
+    assert metrics(copied, "loss") == metrics(tmp_path / "straight", "loss")
+    assert metrics(copied, "tokens")[16] == 16 * 256
+    assert end(copied, 16)[0, "step"] == 16
+    shown = prints(prepare.main, "--inspect", copied, "--step=9", f"--data_dir={tmp_path / 'd'}")
+    assert "---- sample 0: " in shown
+    state = torch.load(saved(copied) / "train_state.pt", weights_only=True)
+    assert state["best_step"] > 8
+
+
+def test_a_data_dir_that_is_elsewhere_is_named(copied, tmp_path, refuses, monkeypatch):
+    settings = json.loads((saved(copied) / "train_config.json").read_text()) | {"data_dir": "d"}
+    forge(saved(copied), "train_config.json", json.dumps(settings).encode())
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        error = refuses(train.main, "--out_dir=.", "--run_name=run", "--init_from=resume")
+        assert "data_dir=d" in error and "--data_dir" in error
+        (tmp_path / "d").mkdir(exist_ok=True)  # of another project
 
 
 # -- checkpoints that cannot be seen, or that lie --
