@@ -17,13 +17,8 @@ import numpy as np
 from configurator import UserError
 from hardware.terminal import harmless
 from text.chat import MESSAGE_FIELDS, REFUSALS, chatml, is_refused, turns_of
-<<<<<<< HEAD
 from text.docstrings import conversations, documentation
-from text.formats import DECODER, Chunk, Lines, too_long
-=======
-from text.demo import conversations, documentation
 from text.formats import DECODER, Chunk, Lines, characters, too_long
->>>>>>> data
 from text.settings import FIELD, PrepareConfig
 
 # Any other text counts as empty: join() makes ：。 of a section without a title and content.
