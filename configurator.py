@@ -235,9 +235,11 @@ def kind_of(cls: type, key: str, source: str) -> Any:
 def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: str) -> None:
     """Set values[key] = value, converted to the type that cls declares for key.
 
+    cls.SHORT, if there is such a table, maps a setting and its value to others that they stand for.
     source: where the value is given, for the message.
     Raises UserError if cls has no such setting, or if the setting does not accept the value.
     """
+    key, value = getattr(cls, "SHORT", {}).get((key, str(value)), (key, value))
     kind = kind_of(cls, key, source)
     with suppress(ValueError, TypeError, LookupError, ArithmeticError):
         values[key] = convert(value, kind)

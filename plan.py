@@ -49,7 +49,7 @@ class PlanConfig(TrainConfig):
             problems.append("vocab_size must be at least 0 and below 2^31, nproc at least 1")
         if self.vocab_size and not (self.max_steps or self.max_tokens):
             problems.append("vocab_size: a plan without data needs max_steps or max_tokens")
-        if self.init_from == "resume":
+        if self.resume == "yes":
             problems.append("init_from=resume: a plan reads no run; give the settings of the run")
         return problems
 
@@ -112,7 +112,7 @@ def shape_of(cfg: PlanConfig, vocab_size: int) -> GPTConfig:
 
     Raises UserError if it cannot be read.
     """
-    if cfg.init_from in ("scratch", "auto"):
+    if cfg.init_from == "scratch":
         return model_config(cfg, vocab_size)
     return longer(replace(shape_in(cfg.init_from), dropout=cfg.dropout), cfg)
 
@@ -302,7 +302,7 @@ def print_network(run: PlannedRun) -> None:
 
 
 def main() -> None:
-    cfg = checked(PlanConfig, with_model(given(PlanConfig, doc=__doc__), PlanConfig))
+    cfg = checked(PlanConfig, with_model(given(PlanConfig, doc=__doc__)))
     run = planned_run(cfg)
     dtype = str(run.step.dtype).removeprefix("torch.")
     print(f"{cfg.run_name}: {cfg.nproc:,} x {run.device.name}, {dtype}; {run.device.source}")

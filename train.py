@@ -104,8 +104,6 @@ def main() -> None:
         cfg = resume.with_data(cfg)
     cfg, origin, known = machine.broadcast((cfg, origin, known))
     resumes = "saved" in known
-    if not resumes:
-        cfg = replace(cfg, init_from=str(origin or "scratch"))  # auto is decided
 
     # ---- Data: maps of the token files, and the windows of them that are read. One process of each
     # computer verifies the files.
@@ -140,8 +138,7 @@ def main() -> None:
             model = from_pretrained(origin, verify=False, dropout=cfg.dropout)
             resume.check_fits(origin, saved, model.config, cfg, sets)
             progress = resume.progress_of(saved, cfg, sets, known)
-            # From here on, init_from says how the run began.
-            cfg = replace(cfg, init_from=saved.settings.get("init_from", "scratch"))
+            cfg = replace(cfg, init_from=resume.beginning_of(saved))
         else:
             model = resume.model_to_tune(origin, cfg, sets, verify=machine.local_rank == 0)
         # A model that is sharded stays on the CPU until each device gets its shard.

@@ -52,7 +52,15 @@ from text.dataset import names_and_weights, open_datasets
 from training.resume import with_data
 from training.settings import TRAINING, TrainConfig
 
-GIVEN = {"seed", "init_from", "overwrite", "eval_tokens", "run_name", "out_dir"}  # to every run
+GIVEN = {
+    "seed",
+    "init_from",
+    "resume",
+    "overwrite",
+    "eval_tokens",
+    "run_name",
+    "out_dir",
+}  # to every run
 
 
 @dataclass(frozen=True)
@@ -184,13 +192,13 @@ def run_settings(settings: TrainConfig, seed: int) -> tuple[TrainConfig, dict[st
     content = {k: v for k, v in changes(settings).items() if k in judged}
     sets = open_datasets(settings.dataset, settings.data_dir)
     content["data"] = [data.meta["splits"] for data in sets]
-    is_tuned = settings.init_from not in ("scratch", "auto")
+    is_tuned = settings.init_from != "scratch"
     if is_tuned:
         content["init_from"] = settings.init_from
     name = f"seed{seed}-{content_sha256(content)[:12]}"
     settings = replace(settings, sample_every=0, tracker="off")
-    init_from = settings.init_from if is_tuned else "auto"
-    settings = replace(settings, run_name=name, init_from=init_from, overwrite=is_tuned)
+    begin = dict(overwrite=True) if is_tuned else dict(resume="auto")
+    settings = replace(settings, run_name=name, **begin)
     return settings, {data.name: data.meta["splits"]["train"]["sha256"] for data in sets}
 
 

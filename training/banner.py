@@ -162,7 +162,7 @@ def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: li
     A little more than MOST_EPOCHS does not count: a limit is rounded to whole steps. Nor does
     fine-tuning, which reads few texts several times, or the padding of documents=pad.
     """
-    if cfg.init_from not in ("scratch", "auto") or cfg.documents == "pad":
+    if cfg.init_from != "scratch" or cfg.documents == "pad":
         return ""
     repeated = []
     for data in sets:

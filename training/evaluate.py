@@ -62,8 +62,8 @@ def judged_by(cfg: TrainConfig, hashes: dict[str, str]) -> dict[str, Any]:
     names, weights = names_and_weights(cfg.dataset)
     total = sum(weight or 1 for weight in weights)
     shares = [str((weight or 1) / Fraction(total)) for weight in weights]
-    data = sorted([hashes[name], share] for name, share in zip(names, shares, strict=True))
-    return {"data": data, "eval_tokens": cfg.eval_tokens}
+    shared = sorted([hashes[name], share] for name, share in zip(names, shares, strict=True))
+    return {"shares": shared, "eval_tokens": cfg.eval_tokens}
 
 
 def evaluate_all(

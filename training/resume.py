@@ -13,15 +13,13 @@ Each raises UserError if something is missing or does not fit.
 
 import math
 import os
-import re
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from configurator import UserError, changes, checked, given, note, set_value
+from configurator import UserError, changes, checked, note, set_value
 from hardware.disk import damage, read_object
 from hardware.machine import is_sharded
 from model import GPT, GPTConfig, rope_table
@@ -57,7 +55,7 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
     setting that is out of its range.
     """
     cfg = TrainConfig(**options)
-    if cfg.init_from not in ("resume", "auto"):
+    if cfg.resume == "no":
         if cfg.overwrite and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             problem = "a restart by --max_restarts would overwrite what was trained before it"
             raise UserError(f"overwrite: {problem}: give --init_from=auto and another --run_name")
@@ -65,7 +63,7 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
     # The command that began a run gave its length. A command without one does not repeat that, and
     # without a run_name it means the run that was trained last.
     names_run = {"run_name", "max_steps", "max_epochs", "max_tokens"} & options.keys()
-    resumes = cfg.init_from == "resume" and not names_run
+    resumes = cfg.resume == "yes" and not names_run
     if newest := newest_run(Path(cfg.out_dir)) if resumes else None:
         note(f"no run_name is given: the newest run is resumed, {newest}")
         options = options | {"run_name": newest.name}
@@ -75,10 +73,7 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
         raise UserError(f"init_from=resume: which run of {cfg.out_dir}/: {names}? {advice}")
     run_name = options.get("run_name", cfg.run_name)
     saved = saved_settings(Path(cfg.out_dir) / run_name / "ckpt")
-    if cfg.init_from == "auto":
-        begun = with_model(options)
-        options = options | {"init_from": f"auto:{begun['init_from']}"}
-        saved = saved or begun
+    options = options if saved else with_model(options)
     cfg = checked(TrainConfig, saved | options | {"run_name": run_name})
     kept = "data_dir" in saved and "data_dir" not in options
     if kept and not all(Path(cfg.data_dir, k).is_dir() for k in names_and_weights(cfg.dataset)[0]):
@@ -87,20 +82,14 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
     return cfg
 
 
-def with_model(options: dict[str, Any], cls: type = TrainConfig) -> dict[str, Any]:
+def with_model(options: dict[str, Any]) -> dict[str, Any]:
     """Return settings with the folder of the model to fine-tune, and its block_size if it is short.
 
-    The model is that of init_from. Where this is auto, it is the one that the command line of this
-    process names beside it, in a config file or in an option of the class `cls`. A block_size is
-    short below the default; one that is given stays. The folder of a run stands for its newest
-    checkpoint. If the model cannot be read, from_pretrained() will say so.
+    It is short below the default; a block_size that is given stays. The folder of a run stands for
+    its newest checkpoint. If the model cannot be read, from_pretrained() will say so.
     """
     init_from = options.get("init_from", "scratch")
-    if init_from == "auto":
-        line = re.sub(r"\0--init[_-]from[=\0]auto(?=\0|$)", "", "\0".join(sys.argv))
-        init_from = given(cls, line.split("\0")[1:]).get("init_from", "scratch")
-        options = options | {"init_from": init_from}
-    if init_from in ("scratch", "auto"):
+    if init_from == "scratch":
         return options
     if newest := newest_checkpoint(Path(init_from) / "ckpt"):
         init_from = str(newest)
@@ -134,7 +123,7 @@ def saved_settings(ckpt_dir: Path) -> dict[str, Any]:
         for key, value in read_object(path / file).items():
             if not hasattr(TrainConfig, key):
                 note(f"{path / file}: this version has no setting {key}={value}")
-            elif key not in ("init_from", "overwrite", "out_dir", "switch_data"):
+            elif key not in ("init_from", "resume", "overwrite", "out_dir", "switch_data"):
                 set_value(TrainConfig, values, key, value, f"{path / file}")
         return values
     return {}
@@ -145,20 +134,19 @@ def saved_settings(ckpt_dir: Path) -> dict[str, Any]:
 
 
 def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
-    """Return what cfg.init_from means for the run in `folder`, whose lock the caller holds.
+    """Return what the run in `folder` starts from; the caller holds its lock.
 
-    With resume and auto it is a checkpoint of this run, if there is one; auto:FOLDER says what the
-    run begins from otherwise. Else it is a model folder; None: random weights.
+    It is a checkpoint of this run, if cfg.resume wants one and there is one; else the model folder
+    of cfg.init_from, or None for random weights.
     Raises UserError if the run would lose something that is there, or cannot find what it needs.
     """
-    how, _, model_named = cfg.init_from.partition(":")
-    if how not in ("resume", "auto"):
+    model = None if cfg.init_from == "scratch" else Path(cfg.init_from)
+    if cfg.resume == "no":
         if holds_files(folder) and not cfg.overwrite:
             advice = "--run_name=NAME is another, --overwrite moves it out of the way"
             if newest_checkpoint(folder / "ckpt"):
                 advice += f", --run_name={cfg.run_name} --init_from=resume continues it"
             raise UserError(f"{folder} exists: {advice}")
-        model = None if cfg.init_from == "scratch" else Path(cfg.init_from)
         if model and cfg.overwrite and folder.resolve() in model.resolve().parents:
             raise UserError(f"--overwrite would rename {model}: give the run another --run_name")
         return model
@@ -172,19 +160,16 @@ def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
         advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
         raise UserError(f"{problem}: {advice}")
     start = next((record["settings"] for record in records if "settings" in record), {})
-    if how == "auto" and model_named not in ("scratch", "auto"):
-        note(f"there is no checkpoint in {folder}: the run begins from {model_named}")
-        return Path(model_named)
-    if (began := start.get("init_from", "scratch")) != "scratch":
+    if not model and (began := start.get("init_from", "scratch")) not in ("scratch", "auto"):
         problem = f"{folder} began from {began} and saved nothing before it ended"
         raise UserError(f"{problem}: add --init_from=auto to the command that began it")
-    if cfg.init_from == "resume":
+    if cfg.resume == "yes":
         advice = "--init_from=auto begins it"
         if newest := newest_run(Path(cfg.out_dir)):
             advice += f", --run_name={newest.name} is the newest run"
         raise UserError(f"init_from=resume: there is no checkpoint in {ckpt_dir}; {advice}")
-    note(f"there is no checkpoint in {folder}: the run begins from random weights")
-    return None
+    note(f"there is no checkpoint in {folder}: the run begins from {model or 'random weights'}")
+    return model
 
 
 def known_of(origin: Path | None, folder: Path) -> dict[str, Any]:
@@ -267,6 +252,12 @@ def check_fits(
         advice = "give the same settings and data as before (prepare.py keeps the data that it"
         advice += f" replaces as NAME.old if no input file is the same), or {other}"
         raise UserError(f"checkpoint {folder} does not fit: {'; '.join(differ)}: {advice}")
+
+
+def beginning_of(saved: Saved) -> str:
+    """Return the init_from of the command that began a run."""
+    init_from = saved.settings.get("init_from", "scratch")
+    return "scratch" if init_from == "auto" else init_from  # which earlier versions recorded
 
 
 def settings_then(saved: Saved, cfg: TrainConfig) -> TrainConfig:

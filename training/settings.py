@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from configurator import UserError, grouped, option
 from model import ACTIVATIONS, INIT, PRESETS, GPTConfig
@@ -17,14 +17,22 @@ REPORT = "Evaluation, samples, checkpoints"
 
 @dataclass(frozen=True)
 class TrainConfig:
+    SHORT: ClassVar = {
+        ("init_from", "resume"): ("resume", "yes"),
+        ("init_from", "auto"): ("resume", "auto"),
+    }
+
     run_name: str = option(
         "run", "name of the run, which writes its files to out_dir/run_name/", group=RUN
     )
     out_dir: str = option("out", "folder of all runs")
     init_from: str = option(
         "scratch",
-        "scratch; a model folder to fine-tune; resume; auto: resume if there is a checkpoint, else "
-        "what a config or option before it says, or scratch",
+        "scratch: random weights; or a model folder to fine-tune. resume and auto are short for "
+        "--resume=yes and --resume=auto",
+    )
+    resume: Literal["no", "auto", "yes"] = option(
+        "no", "go on from the newest checkpoint of this run; auto: begin the run if there is none"
     )
     overwrite: bool = option(False, "rename an earlier run of this name to RUN.old first")
     switch_data: bool = option(
@@ -192,7 +200,7 @@ class TrainConfig:
         if any("\ud800" <= letter <= "\udfff" for letter in self.sample_prompt):
             problems.append(f"sample_prompt {self.sample_prompt!r} must be UTF-8")
         has_end = self.max_steps or self.max_epochs or self.max_tokens
-        if not has_end and self.init_from != "resume":  # a resumed run has an end already
+        if not has_end and self.resume != "yes":  # a resumed run has an end already
             problems.append("the run has no end: name a config, or give max_steps or max_epochs")
         if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
             problems.append("warmup_ratio and decay_ratio must be at most 1 together")
