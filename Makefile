@@ -1,59 +1,70 @@
-# make demo: corpus -> model -> text in a few minutes.   make chat: then it answers questions.
-# make check: before you commit.   make test: all tests.
-# Each makes .venv on first use.
+# make help lists the targets. Each makes .venv on first use.
 PYTHON ?= python3
 
-.PHONY: demo chat check lint format quick test soak simgpu clean
+.PHONY: help demo docs chat check lint format quick test soak simgpu clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/    make \1 | \2/p' Makefile | sed 's/ | /\t/' | expand -t 20
+
+demo: .venv/demo  ## Shakespeare, from text to a model that writes scenes
+	.venv/bin/python prepare.py --input data/shakespeare.txt.gz --tokenizer char --val_fraction 0.1
+	.venv/bin/python train.py config/demo.py --overwrite
+	@echo
+	.venv/bin/python sample.py --prompt "What is love?" "ROMEO:" --max_new_tokens 250
+	@echo
+	@echo "The curves of the loss are in out/demo/loss.png. For prompts of your own:"
+	@echo "    .venv/bin/python sample.py --interactive"
 
 # Nobody has written these yet: the model documents them all the same.
 PROMPTS = "Robot.is_happy: Return True if" "Robot.wait_for_rain: Wait" "Robot.sing: Return" \
 	"RobotError: Raised when"
 
-demo: .venv/demo
+docs: .venv/demo  ## the documentation of Python, numpy and torch, with a BPE of 4,096 tokens
 	.venv/bin/python prepare.py
-	.venv/bin/python train.py config/demo.py --overwrite
+	.venv/bin/python train.py config/docs.py --overwrite
 	@echo
 	.venv/bin/python sample.py --prompt $(PROMPTS)
-	@echo
-	@echo "The curves of the loss are in out/demo/loss.png. For prompts of your own:"
-	@echo "    .venv/bin/python sample.py --interactive"
 
 # In wordings that were held out of the training.
 QUESTIONS = "Explain os.path.join." "What does os.path.exists do?" "Tell me about shutil.copytree."
 
-# The model of the demo, which is made first if it is not there, learns to answer.
-out/demo:
-	$(MAKE) demo
+out/docs:
+	$(MAKE) docs
 
-chat: .venv/demo | out/demo
-	.venv/bin/python prepare.py --chat --tokenizer data/demo --val_fraction 0.05
+chat: .venv/demo | out/docs  ## after make docs: its model learns to answer questions
+	.venv/bin/python prepare.py --chat --tokenizer data/docs --val_fraction 0.05
 	.venv/bin/python train.py config/chat.py --overwrite
 	@echo
 	.venv/bin/python sample.py --chat --ckpt out/chat --temperature 0 --prompt $(QUESTIONS)
 
-check: lint quick
+check: lint quick  ## lint and the quick tests, before you commit (40 s)
 
-lint: .venv/lint
+lint: .venv/lint  ## ruff alone
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
-format: .venv/lint
+format: .venv/lint  ## let ruff format the code
 	.venv/bin/ruff check --fix-only .
 	.venv/bin/ruff format .
 
 # Two workers, whatever the machine: some tests measure memory, or start several processes.
 PYTEST = .venv/bin/python -m pytest -q -n 2 --dist worksteal
 
-quick: .venv/dev
+quick: .venv/dev  ## the quick tests
 	$(PYTEST) -m "not slow" tests
 
-test: .venv/dev
+test: .venv/dev  ## all tests (5 minutes)
 	$(PYTEST) -rs tests
 
 # Kills, signals and damages 100 small trainings, and compares each with one that was left alone.
-# It takes 40 minutes on two cores.
-soak: .venv/dev
+soak: .venv/dev  ## 100 runs, killed and damaged at random (40 minutes)
 	.venv/bin/python tests/faults/harness.py --rounds 100
+
+simgpu: .venv/dev  ## what runs on GPUs, on simulated ones: SIMGPU=FOLDER make simgpu
+	.venv/bin/python -m pytest -v tests/simgpu
+
+clean:  ## remove .venv and caches; your data/ and out/ stay
+	rm -rf .venv .pytest_cache .ruff_cache
 
 # ruff alone, so that lint needs no torch
 .venv/lint: requirements-dev.txt
@@ -61,19 +72,18 @@ soak: .venv/dev
 	.venv/bin/python -m pip install -q $$(grep '^ruff==' requirements-dev.txt)
 	touch $@
 
+# Without an NVIDIA GPU, torch for CPUs is enough, and ten times smaller. If PyTorch's index does not
+# answer, the next line installs the other build.
+CPU_TORCH = --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 5
+
 .venv/demo: requirements.txt
 	$(PYTHON) -m venv .venv
+	test "$$(uname)" != Linux || command -v nvidia-smi > /dev/null || \
+		.venv/bin/python -m pip install -q $(CPU_TORCH) $$(grep '^torch==' requirements.txt) \
+		2> /dev/null || echo "PyTorch's index of CPU builds does not answer"
 	.venv/bin/python -m pip install -q -r requirements.txt
 	touch $@
 
 .venv/dev: .venv/demo requirements-dev.txt
 	.venv/bin/python -m pip install -q -r requirements-dev.txt
 	touch $@
-
-# What runs on GPUs, on simulated ones that compute nothing: SIMGPU=FOLDER make simgpu
-simgpu: .venv/dev
-	.venv/bin/python -m pytest -v tests/simgpu
-
-# Your data/ and out/ stay.
-clean:
-	rm -rf .venv .pytest_cache .ruff_cache

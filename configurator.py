@@ -28,6 +28,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import sys
 import textwrap
 import time
@@ -88,6 +89,8 @@ def run(main: Callable[[], None], needs_output: bool = True) -> None:
     if not needs_output:
         sys.stdout = Unfailing(sys.stdout)
         sys.stderr = Unfailing(sys.stderr)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # for the imports of a script
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         main()
     except UserError as e:
@@ -341,7 +344,7 @@ def help_text(cls: type, doc: str) -> str:
     """Return `doc` and the settings in groups: the default of each, its help, what it accepts."""
     width = columns() or 100
     out = []
-    for part in doc.strip().split("\n\n"):
+    for part in (doc or "").strip().split("\n\n"):
         is_prose = not re.search("^ ", part, re.MULTILINE)
         out += [textwrap.fill(part, width) if is_prose else folded(part, width), ""]
     out.append("Settings (--key=value, or an assignment in a config file):")

@@ -179,18 +179,22 @@ class Kernels:
             mask = torch.ones(T, keys, dtype=torch.bool, device=q.device).tril(keys - T)
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None)
 
+    def mask_padding(self, logits: Tensor, V: int) -> Tensor:
+        """logits (N, padded V) -> the same with -inf in columns V and above: probability 0."""
+        if V == logits.size(1):
+            return logits
+        padding = torch.arange(logits.size(1), device=logits.device) >= V
+        return logits.masked_fill(padding, -math.inf)
+
     def cross_entropy(
-        self, logits: Tensor, targets: Tensor, weights: Tensor | None, V: int, reduction: str
+        self, logits: Tensor, targets: Tensor, weights: Tensor | None, reduction: str
     ) -> Tensor:
         """Return the mean or sum of -ln softmax(logits)[target] over all rows that have a target.
 
-        logits (N, padded V): columns V and above are padding, which gets no probability.
-        targets (N,): -1 is none. weights (N,): factors of the rows, or None; with them, the mean is
-        over all N rows. torch.compile turns this into one pass that stores no fp32 logits.
+        logits (N, V). targets (N,): -1 is none. weights (N,): factors of the rows, or None; with
+        them, the mean is over all N rows. torch.compile turns this into one pass that stores no
+        fp32 logits.
         """
-        if V < logits.size(1):
-            padding = torch.arange(logits.size(1), device=logits.device) >= V
-            logits = logits.masked_fill(padding, -math.inf)
         logits = logits.float()
         if weights is None:
             return F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)
@@ -487,12 +491,12 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None, reduction: str) -> Tensor:
         """Return the cross-entropy of the targets (B, T), given the residual stream (B, T, C)."""
-        # cross_entropy ignores the columns of the padding. Their rows in lm_head therefore get no
+        # The columns of the padding have no probability. Their rows in lm_head therefore get no
         # gradient and stay 0, and a checkpoint need not store them.
         logits = self.logits(x).flatten(0, 1)  # (B * T, padded V): the largest tensor of all
+        logits = self.kernels.mask_padding(logits, self.config.vocab_size)
         weights = None if weights is None else weights.flatten()
-        V = self.config.vocab_size
-        return self.kernels.cross_entropy(logits, targets.flatten(), weights, V, reduction)
+        return self.kernels.cross_entropy(logits, targets.flatten(), weights, reduction)
 
     # -- generation --
 

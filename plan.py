@@ -86,7 +86,8 @@ def planned_run(cfg: PlanConfig) -> PlannedRun:
         model = GPT(shape_of(cfg, cfg.vocab_size or sets[0].meta["vocab_size"]))
     device = named_gpu(cfg) if cfg.gpu else own_device(cfg)
     T = cfg.block_size
-    windows = [open_windows(data, "train", T, documents=cfg.documents) for data in sets]
+    ways = dict(documents=cfg.documents, loss_on=cfg.loss_on)
+    windows = [open_windows(data, "train", T, **ways) for data in sets]
     epoch_tokens = T * sum(w.n_windows for w in windows)
     size = Step(1, T, dtype=device.dtype, device=device.kind, world=cfg.nproc)
     planned, plan, step = plan_of(cfg, model, size, epoch_tokens, device.bytes)
@@ -126,7 +127,7 @@ def named_gpu(cfg: PlanConfig) -> Device:
     if cfg.dtype != "auto":
         dtype = getattr(torch, cfg.dtype)
     size = re.search(r"(?:^|[\s_-])(\d+(?:\.\d+)?)gb?$", cfg.gpu.lower())
-    if card is None and not (size and cfg.peak_tflops):
+    if card is None and not (size and float(size[1]) and cfg.peak_tflops):
         cards = ", ".join(f"{card.name} {card.memory_gb}GB" for card in CARDS)
         others = "of another, give memory and the speed to expect: --gpu=4060-8g --peak_tflops=12"
         raise UserError(f"gpu: {cfg.gpu!r} is not in the table of GPUs; {others}; it has {cards}")
@@ -178,7 +179,7 @@ def duration(hours: float) -> str:
 def print_memory(run: PlannedRun) -> None:
     moment, parts = step_memory(run.model, run.step)
     peak = sum(parts.values())
-    parts |= overhead(peak, run.step)
+    parts |= overhead(run.model, peak, run.step)
     total = sum(parts.values())
     rows = {part: f"{size / 1e9:>8.3f} GB" for part, size in parts.items() if size}
     verdict = "fits" if total <= run.device.bytes else "DOES NOT FIT"
@@ -189,9 +190,10 @@ def print_memory(run: PlannedRun) -> None:
     section(f"Memory of each device at batch_size {run.step.B}, {mode}; the peak is {moment}", rows)
 
 
-def print_choices(run: PlannedRun) -> None:
+def print_choices(run: PlannedRun) -> PlannedRun:
     """Print what other settings would need, and flags with which the run fits if it does not.
 
+    Return the run with these flags, if there are any.
     They come in the order of what they cost. Computing the blocks twice takes up to a third of the
     time again; what is sharded has to be sent.
     """
@@ -212,9 +214,16 @@ def print_choices(run: PlannedRun) -> None:
         text = f"{size / 1e9:>8.2f} GB, largest batch_size {largest:,}{mark}"
         rows[flags or "neither shard nor recompute"] = text
     section(f"At batch_size {step.B}, and the largest, of sequences of {step.T}", rows)
-    if not fits(run, step):
+    if fits(run, step):
+        return run
+    if not fitting:
         advice = "nothing fits: lower batch_size to what a row says, or take more devices"
-        print(f"  it fits with {fitting[0]}" if fitting else f"  {advice}, or a smaller model")
+        print(f"  {advice}, or a smaller model")
+        return run
+    print(f"  it fits with {fitting[0]}\n  (the time below is with that)")
+    step = choices[fitting[0]]
+    recompute = "blocks" if step.recompute else "none"
+    return replace(run, step=step, cfg=replace(run.cfg, recompute=recompute))
 
 
 def fits(run: PlannedRun, step: Step) -> bool:
@@ -258,7 +267,7 @@ def rows_of_hours(run: PlannedRun, flops: float) -> dict[str, str]:
     at_peak = flops / (run.device.tflops * 1e12 * 3600 * cfg.nproc)  # hours
     rows = {}
     # A peak that is given may be a measured speed: a fraction of it would say nothing.
-    for fraction in (1.0,) if cfg.peak_tflops else (0.3, 0.4, 0.55):
+    for fraction in (1.0,) if cfg.peak_tflops else (0.15, 0.2, 0.3, 0.4, 0.55):
         hours = at_peak / fraction
         text = duration(hours)
         if run.device.watts:
@@ -269,18 +278,39 @@ def rows_of_hours(run: PlannedRun, flops: float) -> dict[str, str]:
     return rows
 
 
+def print_network(run: PlannedRun) -> None:
+    """Print what a device sends in a step, and how long that takes between two computers.
+
+    A ring of devices crosses each link between computers once, so this is what the link carries,
+    however many devices a computer has. What a device sends while it computes costs no time.
+    """
+    accum = run.plan.accum
+    sent = dict(none=8, optimizer=8, gradients=4 + 4 * accum, all=12 * accum)  # bytes a parameter
+    rows = {}
+    for shard in SHARDS:
+        size = sent[shard] * run.model.num_params()["total"]
+        seconds = ", ".join(f"{size * 8e-9 / rate:,.2f}" for rate in (10, 100, 400))
+        rows[f"--shard={shard}"] = f"{size / 1e9:>8.2f} GB: {seconds} s"
+    if run.device.tflops:
+        flops = run.plan.step_tokens * run.model.flops_per_token(run.cfg.block_size)
+        seconds = flops / (0.4 * run.device.tflops * 1e12 * run.cfg.nproc)
+        rows["computing, at 40%"] = f"{seconds:>8,.2f} s"
+    section("Sent in a step; between computers, at 10, 100 and 400 Gbit/s", rows)
+
+
 # --------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    cfg = checked(PlanConfig, with_model(given(PlanConfig, doc=__doc__)))
+    cfg = checked(PlanConfig, with_model(given(PlanConfig, doc=__doc__), PlanConfig))
     run = planned_run(cfg)
     dtype = str(run.step.dtype).removeprefix("torch.")
     print(f"{cfg.run_name}: {cfg.nproc:,} x {run.device.name}, {dtype}; {run.device.source}")
     section("Model", rows_of_model(run.model, run.step.T))
     print_memory(run)
-    print_choices(run)
-    print_time(run)
+    print_time(print_choices(run))
+    if cfg.nproc > 1:
+        print_network(run)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import numpy as np
 
 from configurator import UserError, note, option, parse, run
 from hardware.disk import write_whole
-from training.metrics import read_metrics
+from training.metrics import evaluations, read_metrics
 
 TITLE = "Losses of training runs, by plot.py"  # each picture contains it, and is known by it
 # Okabe and Ito's colours, which people who cannot tell red from green can tell apart.
@@ -103,7 +103,7 @@ def find_runs(cfg: PlotConfig) -> list[Path]:
 class Run:
     """What is drawn of a run. A run that was resumed is one run: its metrics.jsonl goes on."""
 
-    name: str  # the end of its path, as out/demo, and its lowest validation loss
+    name: str  # the end of its path, as out/docs, and its lowest loss on the data judged last
     settings: dict[str, Any]
     landmarks: dict[str, float]  # in the unit of the y axis, as the losses are
     curves: dict[str, np.ndarray]  # key -> x and y of its points: (2, points)
@@ -119,7 +119,8 @@ def read_run(folder: Path, x: str, y: str) -> Run:
     path = folder / "metrics.jsonl"
     points: dict[str, list[tuple[int, float]]] = {}  # key -> steps and values
     start: dict[str, Any] = {"settings": {}, "landmarks": {}}
-    for record in read_metrics(path):
+    records = read_metrics(path)
+    for record in records:
         if "settings" in record:
             start |= record
         for key, value in record.items():
@@ -141,7 +142,9 @@ def read_run(folder: Path, x: str, y: str) -> Run:
     # A path may be long, and may hold bytes that are not UTF-8.
     name = str(Path(*folder.parts[-3:])).encode(errors="backslashreplace").decode()
     if "val_loss" in curves:
-        step, loss = min(curves["val_loss"].T, key=lambda point: point[1])
+        comparable = evaluations(records)
+        points = [point for point in curves["val_loss"].T if point[0] in comparable]
+        step, loss = min(points, key=lambda point: point[1], default=curves["val_loss"][:, -1])
         name += f": validation {loss:.4f} at step {step:,.0f}"
 
     if x != "steps":

@@ -1,7 +1,7 @@
 """Turn corpora into a data set: data/NAME/ holds the token ids that train.py maps into memory,
 and a description of them.
 
-The demo corpus, which is the documentation of this Python, numpy and torch:
+The documentation of this Python, numpy and torch, a corpus for a first BPE:
     python prepare.py
 Train a SentencePiece tokenizer on the input, then encode the input with it:
     python prepare.py --input books/ wiki.jsonl.gz --name wiki
@@ -11,8 +11,8 @@ Use a tokenizer that exists already:
     python prepare.py --input wiki.jsonl.gz --name wiki_gpt2 --tokenizer gpt2
 Take over a data set of nanoGPT, with its ids:
     python prepare.py --input nanoGPT/data/shakespeare_char --name shakespeare_char
-Questions about the demo corpus and their answers, as conversations, with the demo's tokenizer:
-    python prepare.py --chat --tokenizer data/demo
+Questions about that documentation and their answers, as conversations, with its tokenizer:
+    python prepare.py --chat --tokenizer data/docs
 Verify a data set and show some of its documents:
     python prepare.py --inspect data/wiki
 Show the text that one step of a training run trained on:
@@ -62,7 +62,7 @@ from hardware.disk import (
 from hardware.terminal import harmless
 from text import nanogpt, report
 from text.dataset import open_dataset, verify
-from text.demo import TAUGHT, demo_sources
+from text.docstrings import TAUGHT, docstring_sources
 from text.encode import Encoder, write_splits
 from text.hf_tokenizer import HF_FILES
 from text.landmarks import count_landmarks
@@ -145,7 +145,7 @@ def name_of_set(cfg: PrepareConfig) -> str:
     Raises UserError if this is not a plain folder name.
     """
     if cfg.name or not cfg.input:
-        name = cfg.name or ("chat" if cfg.chat else "demo")
+        name = cfg.name or ("chat" if cfg.chat else "docs")
     else:
         path = Path(cfg.input[0])
         name = (path.name or path.resolve().name).split(".")[0]
@@ -184,7 +184,7 @@ def inputs_of(meta: dict) -> list[dict]:
 def find_input(cfg: PrepareConfig) -> tuple[list[Source], dict[str, Counter]]:
     """Return the files to read, and for each --input argument how many were skipped and why."""
     if not cfg.input:
-        return [s for s in demo_sources() if not cfg.chat or s.name in TAUGHT], {}
+        return [s for s in docstring_sources() if not cfg.chat or s.name in TAUGHT], {}
     if len(cfg.input) == 1 and (copied := nanogpt.files_of(Path(cfg.input[0]))):
         return copied, {}
     return find_sources(cfg.input, cfg.format)

@@ -1,15 +1,15 @@
 """Train a GPT. training/settings.py has the settings.
 
     # on a CPU, or on one GPU
-    python train.py config/demo.py
+    python train.py config/docs.py
     # on six GPUs
     torchrun --nproc_per_node=6 train.py config/train_100m.py
     # with other settings
-    python train.py config/demo.py --n_layer=2 --max_steps=20
+    python train.py config/docs.py --n_layer=2 --max_steps=20
     # from the newest checkpoint
-    python train.py --run_name=demo --init_from=resume
+    python train.py --run_name=docs --init_from=resume
     # fine-tune a model
-    python train.py config/demo.py --dataset=mine --init_from=FOLDER --run_name=new
+    python train.py config/docs.py --dataset=mine --init_from=FOLDER --run_name=new
 
 Without --dataset it trains on the data set that was prepared last. A resumed run keeps its data set
 and all other settings, except those that are given now.
@@ -31,13 +31,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is loaded, until run()
 
 import torch
 import torch.distributed as dist
 
 from configurator import UserError, given, row, run
-from hardware.disk import MANIFEST, damage, file_sha256
+from hardware.disk import MANIFEST, code_sha256, damage, file_sha256
 from hardware.kernels import pick_kernels
 from hardware.machine import (
     Clock,
@@ -64,6 +68,7 @@ from training.memory import Step, optimizer_memory
 from training.optimizer import make_optimizer
 from training.parallel import (
     all_sum,
+    any_signal,
     autocast,
     check_capacity,
     compile_now,
@@ -91,12 +96,16 @@ def main() -> None:
     # model folder, or None: random weights) and which data it reads. The others get its decision.
     folder = Path(cfg.out_dir) / cfg.run_name
     origin = lock = None
+    known = {}
     if machine.is_main:
         lock = lock_run(folder)
         origin = resume.find_start(cfg, folder)
+        known = resume.known_of(origin, folder)
         cfg = resume.with_data(cfg)
-    cfg, origin = machine.broadcast((cfg, origin))
-    resumes = origin is not None and cfg.init_from in ("resume", "auto")
+    cfg, origin, known = machine.broadcast((cfg, origin, known))
+    resumes = "saved" in known
+    if not resumes:
+        cfg = replace(cfg, init_from=str(origin or "scratch"))  # auto is decided
 
     # ---- Data: maps of the token files, and the windows of them that are read. One process of each
     # computer verifies the files.
@@ -110,8 +119,10 @@ def main() -> None:
     else:
         prompt = [*tokenizer.prefix, *tokenizer.encode(cfg.sample_prompt).tolist()]
     prompt = prompt or [tokenizer.eos_id]
+    if len(prompt) > T:
+        raise UserError(f"sample_prompt has {len(prompt)} tokens, block_size is {T}: shorten it")
     val = sets[0].meta["splits"]["val"]
-    sample_length = math.ceil(200 * val["tokens"] / val["bytes"])  # three lines of English
+    length = math.ceil(200 * val["tokens"] / val["bytes"])  # of a sample: three lines of English
 
     # ---- Model: drawn at random, read from the checkpoint of this run, or fine-tuned.
     saved = None
@@ -128,7 +139,7 @@ def main() -> None:
             saved = resume.read_state(origin)
             model = from_pretrained(origin, verify=False, dropout=cfg.dropout)
             resume.check_fits(origin, saved, model.config, cfg, sets)
-            progress = Progress.of_checkpoint(saved.state)
+            progress = resume.progress_of(saved, cfg, sets, known)
             # From here on, init_from says how the run began.
             cfg = replace(cfg, init_from=saved.settings.get("init_from", "scratch"))
         else:
@@ -139,7 +150,7 @@ def main() -> None:
 
     # ---- All ranks must read the same files with the same programs. The least memory counts.
     facts = {"dtype": str(machine.dtype), "device": machine.device.type, "torch": torch.__version__}
-    facts |= resume.data_hashes(sets)
+    facts |= {"code": code_sha256()} | resume.data_hashes(sets)
     if origin and (origin / MANIFEST).exists():
         facts["checkpoint"] = file_sha256(origin / MANIFEST)
     gathered = machine.gather((facts, memory_capacity(machine.device)))
@@ -152,12 +163,12 @@ def main() -> None:
 
     # ---- Plan: batch size, accumulation, number of steps; whether to compile.
     epoch_tokens = sum(windows.n_windows for windows in loader.splits) * T
-    done = (progress.step, progress.samples)
+    progress = progress.with_epoch(epoch_tokens, T)
     kind = machine.device.type
     size = Step(1, T, dtype=machine.dtype, device=kind, world=machine.world)
     is_auto = cfg.batch_size == "auto"
     saved_batch_size = saved.settings["batch_size"] if saved else 0
-    cfg, plan, size = plan_of(cfg, model, size, epoch_tokens, capacity, done, saved_batch_size)
+    cfg, plan, size = plan_of(cfg, model, size, epoch_tokens, capacity, progress, saved_batch_size)
     check_capacity(model, size, capacity)
     peak, source = peak_tflops(machine.device, machine.dtype, cfg.peak_tflops)
     say(banner(cfg, sets, loader, machine, plan, model, size))
@@ -168,7 +179,7 @@ def main() -> None:
         say(note)
     if saved:
         say(f"resumed from {origin} at step {progress.step}, with its settings")
-        if changed := resume.settings_changed(saved, cfg):
+        if changed := resume.settings_changed(saved, cfg, sets):
             say(f"changed since the checkpoint: {', '.join(changed)}")
         if plan.steps == progress.step:
             say("nothing is left to do: raise max_steps, max_epochs or max_tokens to train longer")
@@ -181,7 +192,7 @@ def main() -> None:
     state_bytes, _ = optimizer_memory(model, size)
     tries = is_auto and not is_sharded_run(cfg, machine)
     while tries and not fits(forward, first_batch(loader, plan, machine), machine, state_bytes):
-        cfg, plan, size = halved(cfg, plan, size, done)
+        cfg, plan, size = halved(cfg, plan, size, progress)
         say(f"note: out of memory: batch_size={plan.batch_size} is tried, {plan.accum} micro-steps")
     if size.compiled:
         with memory_advice(plan.smaller(T)):
@@ -201,73 +212,77 @@ def main() -> None:
         records = first_records(folder / "metrics.jsonl", cfg, plan, sets, model.config, progress)
     report = Report(cfg, machine, plan, sets, progress, folder, records)
     files = shared_files(cfg, sets, tokenizer, model.config) if machine.is_main else {}
-    saver = Saver(folder / "ckpt", model.config, files, cfg.keep, machine, report)
+    saver = Saver(folder / "ckpt", model.config, files, cfg.keep, machine, report, progress.step)
 
-    # ---- The loop. At the top of an iteration, `step` steps are done: evaluate, sample from and
-    # save these weights, where that is due. Then train one step more. The last iteration ends after
-    # its first half: at the end of the run, after a signal, or after too many bad steps.
+    # ---- The loop. At the top of an iteration, `step` steps are done: save these weights, evaluate
+    # and sample from them, where that is due and not done before. Then train one step more. The
+    # last iteration ends after its first half, at the end of the run or after too many bad steps. A
+    # signal ends the loop anywhere, and the weights of the last whole step are saved.
     clock = Clock(machine, progress.step)
+    place_in_data = progress.samples - progress.data_begun
     stopped = False
     with (
         stop_signals() as signals,
         memory_advice(plan.smaller(T)),
         closing(report),
         closing(saver),
-        closing(
-            read_ahead(loader, progress.samples, plan.batch_size, machine, clock, signals)
-        ) as batches,
+        closing(read_ahead(loader, place_in_data, plan.batch_size, machine, clock)) as batches,
     ):
+        stop = partial(any_signal, signals, machine)
         start_step = progress.step
         for step in range(start_step, plan.steps + 1):
             at_end = step == plan.steps
-            last = at_end or stopped or progress.gives_up()
-            evaluates = at_end or step % cfg.eval_every == 0
+            last = at_end or progress.gives_up()
+            evaluates = (at_end or step % cfg.eval_every == 0) and "val_loss" not in known
             samples = cfg.sample_every and (at_end or step % cfg.sample_every == 0)
+            samples = samples and "sample" not in known
             # After a bad step, which was skipped, the weights are those from before it.
             saves = last or (step % cfg.save_every == 0 and not progress.bad_in_a_row)
-            if step > start_step and (evaluates or samples or saves):
+            if evaluates or samples or saves:
                 with clock.paused():
+                    if saves:
+                        saver.save(model, optimizer, scaler, progress)
                     if evaluates:
                         started = time.perf_counter()
                         B, eos_id = plan.batch_size, tokenizer.eos_id
-                        losses = evaluate_all(forward, evaluated, cfg, B, machine, eos_id)
+                        losses = evaluate_all(forward, evaluated, cfg, B, machine, eos_id, stop)
+                        if stopped := losses is None:
+                            break
                         val_loss = report.evaluation(step, losses, time.perf_counter() - started)
                         progress.add_evaluation(val_loss)
                     if samples:
                         full_weights = getattr(forward, "full_weights", nullcontext)
                         # ArithmeticError: the logits are not finite, as the loss shows too.
                         with full_weights(), suppress(ArithmeticError):
-                            text = write_text(model, tokenizer, prompt, sample_length, cfg.seed)
+                            text = write_text(model, tokenizer, prompt, length, cfg.seed, stop)
+                            if stopped := text is None:
+                                break
                             report.sample(step, text)
-                    if saves or step == progress.best_step:
-                        check_finite(model, machine, step)
+                    if step == progress.best_step:
                         saver.save(model, optimizer, scaler, progress)
+                    saver.prune(progress)
+            known = {}
             if last:
                 break
 
-            # Learning rate and momentum are functions of the step and the settings alone.
-            lr = lr_at(step, plan.steps, cfg)
+            # Learning rate and momentum are functions of the fraction of the run that is done.
+            place, end = plan.place(step), plan.place(plan.steps)
+            lr = lr_at(place, end, cfg)
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["scale"]  # scale: embed_lr, vector_lr, or 1
-                group["muon_momentum"] = momentum_at(step, plan.steps, cfg)
+                group["muon_momentum"] = momentum_at(place, end, cfg)
             # What dropout draws depends on seed, step and rank, but not on where the run was
             # resumed. 1,000,003 exceeds the number of ranks: no two of them share a seed.
             torch.manual_seed(cfg.seed + 1_000_003 * (step + 1) + machine.rank)
             numbers = take_step(
                 forward, optimizer, scaler, batches, plan.accum, machine, cfg.grad_clip, signals
             )
-            # A process that trains alone gives up its step when a signal arrives: read_ahead()
-            # yields None. Save the weights from before the step, unless they are saved already.
-            if numbers is None:
-                stopped = True
-                if step > start_step and not saves and step != progress.best_step:
-                    check_finite(model, machine, step)
-                    saver.save(model, optimizer, scaler, progress)
+            # A signal has arrived before the last micro-step: the step is given up.
+            if stopped := numbers is None:
                 break
             # The only wait for the device in a step without a log line, an evaluation or a save. It
             # does not wait for the update of the weights.
             loss, grad_norm, signalled = numbers.wait()
-            stopped = signalled > 0
             outcome = progress.add_step(plan.step_tokens // T, loss, grad_norm, scaler)
 
             report.outcome(outcome, loss, grad_norm, scaler)
@@ -279,6 +294,10 @@ def main() -> None:
             if step == start_step:
                 gc.collect()
                 gc.freeze()  # these objects will stay: the collector need not visit them again
+            if stopped := signalled > 0:
+                break
+        saver.save(model, optimizer, scaler, progress)
+        saver.prune(progress)
 
     # ---- The end. No rank ends before the last checkpoint is on the disk.
     machine.gather(None)
@@ -297,7 +316,7 @@ def main() -> None:
         advice = "lower lr, or try dtype=float32, or look at the texts of these steps, and if the"
         advice += " weights are spoiled already, move the newest checkpoints away"
         raise UserError(f"{problem}, the last at step {progress.step}: {advice}; {goes_on}")
-    if stopped and progress.step < plan.steps:
+    if stopped:
         say(f"stopped by a signal after step {progress.step}: {goes_on}")
         # If the list is empty, another rank has caught the signal.
         sys.exit(128 + (signals[-1] if signals else signal.SIGTERM))
@@ -307,7 +326,7 @@ def take_step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-    batches: Iterator[Batch | None],
+    batches: Iterator[Batch],
     accum: int,
     machine: Machine,
     grad_clip: float = 0.0,
@@ -317,7 +336,7 @@ def take_step(
 
     Return the loss, the mean of all ranks; the norm of the gradient before clipping; and a number
     above 0 if a signal has arrived at any rank. They are on their way to the host. Return None, and
-    leave the weights unchanged, if a batch is None or there are no more.
+    leave the weights unchanged, if one arrives before the last micro-step: a step may take hours.
 
     On a GPU with AdamW or Muon the host runs ahead: it starts the forward and backward passes, the
     sum over the ranks and the update one after the other, without waiting. Only then does the
@@ -334,10 +353,11 @@ def take_step(
     mean_weight = torch.zeros((), device=machine.device)  # of this rank's targets, if they have any
     weighted = False
     for micro in range(accum):
-        batch = next(batches, None)
-        if batch is None:
+        # Several ranks hear of a signal in the sum below, too: that is enough before a step.
+        if (micro > 0 or machine.world == 1) and any_signal(signals, machine):
             optimizer.zero_grad(set_to_none=True)
             return None
+        batch = next(batches)
         # DDP averages the gradients over the ranks, in the last micro-step only. It decides in the
         # forward pass whether the backward pass will do so: both must run inside no_sync().
         with nullcontext() if micro == accum - 1 else no_sync():
@@ -350,8 +370,11 @@ def take_step(
             mean_weight += batch.weights.mean() / accum
 
     # 2. Clip the gradient, and start to send the loss and the norm to the host.
-    scaler.unscale_(optimizer)
     parameters = list(model.parameters())
+    if scaler.is_enabled():  # it looks at gradients alone: a loss that is not finite spoils one
+        spoils = torch.where(all_sum(mean_loss).isfinite(), 1.0, math.nan)
+        part(parameters[0].grad).mul_(spoils)
+    scaler.unscale_(optimizer)
     if weighted:
         # The loss is sum(w l) / sum(w) over all ranks. So far its gradient is that of sum(w l) / n,
         # with n positions on all ranks: DDP has averaged over these. Multiply by n / sum(w), which
@@ -382,16 +405,6 @@ def take_step(
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return numbers
-
-
-def check_finite(model: torch.nn.Module, machine: Machine, step: int) -> None:
-    """Raise UserError, on all ranks, if a weight is NaN or infinite: no step can mend that."""
-    finite = {name: part(p).isfinite().all() for name, p in model.named_parameters()}
-    flags = torch.stack(list(finite.values())).tolist()  # one wait for all
-    broken = next((name for name, good in zip(finite, flags, strict=True) if not good), "")
-    if broken := max(machine.gather(broken)):
-        advice = "lower lr; --init_from=resume goes on from the checkpoint before, if there is one"
-        raise UserError(f"step {step} is not saved: NaN or infinity in {broken}: {advice}")
 
 
 if __name__ == "__main__":

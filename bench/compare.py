@@ -7,7 +7,7 @@
     # sampling instead of training
     python -m bench.compare config/gpt2_124m.py --dataset=mine --nanogpt=../nanoGPT --sampling
     # how long nanoGPT with a recipe of its own and this trainer with a config take to a loss
-    python -m bench.compare config/shakespeare_char.py --nanogpt=../nanoGPT --recipe="
+    python -m bench.compare config/demo.py --nanogpt=../nanoGPT --recipe="
         config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20
         --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128
         --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"

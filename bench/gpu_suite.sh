@@ -67,9 +67,9 @@ part() {
 }
 
 # dataset V: make a data set for a model with a vocabulary of V. Speed depends on the shapes alone.
-# So the demo corpus, whose token ids are below 4,096, serves for every V.
+# So the corpus of documentation, whose token ids are below 4,096, serves for every V.
 dataset() {
-    [ -e "$WORK/demo/meta.json" ] ||
+    [ -e "$WORK/docs/meta.json" ] ||
         $PYTHON prepare.py --data_dir="$WORK" ${TOY:+--vocab_size=600} >"$WORK/prepare.log" ||
         cat "$WORK/prepare.log"
     $PYTHON - "$WORK" "$1" <<'PY'
@@ -78,7 +78,7 @@ from hardware.disk import json_bytes, read_object, sealed
 folder, V = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 to = folder / f"v{V}"
 if not to.exists():
-    shutil.copytree(folder / "demo", to)
+    shutil.copytree(folder / "docs", to)
     meta = read_object(to / "meta.json") | {"vocab_size": V}
     (to / "meta.json").write_bytes(json_bytes(sealed(meta)))
 PY

@@ -42,11 +42,11 @@ from subprocess import Popen
 from typing import Literal
 
 import configurator
-from bench.lab_results import Results, compare, plot, read_run, table
+from bench.lab_results import Result, Results, compare, plot, read_run, table
 from bench.measure import REPO, command, train_options, write_json
 from configurator import UserError, changes, option, parse, set_value
 from hardware.disk import content_sha256
-from hardware.machine import stop_signals
+from hardware.machine import end_with_parent, stop_signals
 from hardware.terminal import ProgressBar
 from text.dataset import names_and_weights, open_datasets
 from training.resume import with_data
@@ -87,6 +87,9 @@ class Run:
     settings: TrainConfig
     judges: list[str]  # data sets that all variants read: the loss is the mean of theirs
     loss: str  # the loss that decides: its key in metrics.jsonl
+    # The SHA-256 of train.bin of each data set, as its folder's name has it. Somebody may prepare
+    # the set anew while the lab works; train.py opens it by its name.
+    data: dict[str, str]
 
     @property
     def folder(self) -> Path:
@@ -125,7 +128,8 @@ def plan(cfg: LabConfig, baseline: str) -> list[Run]:
     runs = []
     for seed in cfg.seeds:
         for name, settings in variants:
-            runs.append(Run(name, seed, run_settings(settings, seed), judges, cfg.judge))
+            planned, data = run_settings(settings, seed)
+            runs.append(Run(name, seed, planned, judges, cfg.judge, data))
     return runs
 
 
@@ -171,8 +175,8 @@ def stretched(settings: TrainConfig, length: float) -> TrainConfig:
     return replace(settings, max_epochs=length * settings.max_epochs, **counts)
 
 
-def run_settings(settings: TrainConfig, seed: int) -> TrainConfig:
-    """Return the settings of a variant's run. Its name has a hash of all that it depends on."""
+def run_settings(settings: TrainConfig, seed: int) -> tuple[TrainConfig, dict[str, str]]:
+    """Return the settings of a variant's run, and Run.data. The run's name has a hash of both."""
     settings = replace(settings, seed=seed, eval_tokens=0)
     # Defaults are left out: a setting that train.py gets later changes no name.
     # The results are read at the evaluations. All else that concerns the report changes nothing.
@@ -186,7 +190,8 @@ def run_settings(settings: TrainConfig, seed: int) -> TrainConfig:
     name = f"seed{seed}-{content_sha256(content)[:12]}"
     settings = replace(settings, sample_every=0, tracker="off")
     init_from = settings.init_from if is_tuned else "auto"
-    return replace(settings, run_name=name, init_from=init_from, overwrite=is_tuned)
+    settings = replace(settings, run_name=name, init_from=init_from, overwrite=is_tuned)
+    return settings, {data.name: data.meta["splits"]["train"]["sha256"] for data in sets}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -199,7 +204,7 @@ def train_all(runs: list[Run]) -> int:
     Return the exit code: 1 if a run failed, 128 + number if a signal ended the work.
     """
     # Two runs of the same folder have the same settings: one of them is enough.
-    todo = {run.folder: run for run in runs if read_run(run.folder, run.judges, run.loss) is None}
+    todo = {run.folder: run for run in runs if result_of(run) is None}
     print(f"{len(runs)} runs, {len(todo)} of them to train", flush=True)
     exit_code = 0
     with stop_signals() as signals:
@@ -211,14 +216,19 @@ def train_all(runs: list[Run]) -> int:
             if signals:
                 ProgressBar.write(f"{run.variant}: stopped by a signal: the same command goes on")
                 return 128 + signals[-1]
-            result = read_run(run.folder, run.judges, run.loss)
+            result = result_of(run)
             exit_code = exit_code if result else 1
-            outcome = (
-                f"loss {result.loss:.4f}" if result else f"failed with exit code {code}: {log}"
-            )
+            outcome = f"failed with exit code {code}: {log}"
+            if code == 0 and not result:
+                outcome = "failed: its data were prepared anew meanwhile; delete its folder"
+            outcome = f"loss {result.loss:.4f}" if result else outcome
             ProgressBar.write(f"{run.variant}, seed {run.seed} | {outcome} | {run.folder}")
             sys.stdout.flush()
     return exit_code
+
+
+def result_of(run: Run) -> Result | None:
+    return read_run(run.folder, run.judges, run.loss, run.data)
 
 
 def train(run: Run, output: Path, signals: list[int]) -> int:
@@ -226,7 +236,7 @@ def train(run: Run, output: Path, signals: list[int]) -> int:
     output.parent.mkdir(parents=True, exist_ok=True)
     with open(output, "ab") as log:
         argv = [sys.executable, str(REPO / "train.py"), *train_options(run.settings)]
-        process = Popen(argv, stdout=log, stderr=log)
+        process = Popen(argv, stdout=log, stderr=log, preexec_fn=end_with_parent)
         while process.poll() is None and not signals:
             time.sleep(0.05)
         if signals:
@@ -244,7 +254,7 @@ def report(cfg: LabConfig, runs: list[Run], baseline: str) -> None:
     results: Results = {}
     for run in runs:
         # A loss that is not finite: the run has diverged.
-        if (result := read_run(run.folder, run.judges, run.loss)) and math.isfinite(result.loss):
+        if (result := result_of(run)) and math.isfinite(result.loss):
             results.setdefault(run.variant, {})[run.seed] = result
     lengths = [baseline, *(at_length(baseline, length) for length in cfg.lengths if length != 1)]
     rows = compare(results, lengths)

@@ -58,14 +58,19 @@ class Row:
     needs_sign: str  # "", or < or > if both are bounds only
 
 
-def read_run(folder: Path, judges: list[str], loss: str = "val_loss") -> Result | None:
-    """Return what a run has measured, or None if it is not finished.
+def read_run(
+    folder: Path, judges: list[str], loss: str, data: dict[str, str] | None
+) -> Result | None:
+    """Return what a run has measured, or None if it is not finished, or has read other data.
 
+    data: the SHA-256 of train.bin of each data set that it shall have read; None: any.
     judges: data sets that the run reads. Its loss is the mean of theirs, each counted once: the
     shares of a mixture, by which train.py weighs them, may be what the variants differ in.
     loss: its key in metrics.jsonl.
     """
     records = read_metrics(folder / "metrics.jsonl")
+    if data and any(r["data"] != data for r in records if "data" in r):
+        return None
     evaluations = [r for r in records if "val_loss" in r]
     if not evaluations or evaluations[-1]["step"] < records[0]["steps"]:
         return None

@@ -1,4 +1,4 @@
-# What the questions in bench/questions/ start from: the model of config/shakespeare_char.py, with
+# What the questions in bench/questions/ start from: the model of config/demo.py, with
 # nanoGPT's recipe for a laptop (AdamW, cosine to a tenth), for a quarter of its 2,000 steps.
 # --dataset=NAME asks them of any data set.
 #   python prepare.py --input FILE --name shakespeare --tokenizer char --val_fraction 0.1

@@ -1,7 +1,8 @@
-# The demo learns to answer: make demo, then make chat. It takes a minute and a half on 2 cores.
+# The model of config/docs.py learns to answer: make docs, then make chat. It takes a minute and a
+# half on 2 cores.
 # The shape is that of its model. 4 epochs are 238 steps of 1,024 tokens.
 run_name = "chat"
-init_from = "out/demo"
+init_from = "out/docs"
 dataset = "chat"
 block_size = 256
 documents = "pack"

@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -108,9 +109,16 @@ def remove_only(folder: Path, names: Iterable[str]) -> None:
 
 
 def only_plain(path: str | Path) -> None:
-    """Raise OSError if the path is not a plain file. Reading a FIFO would wait for ever."""
+    """Raise OSError if the path is not a plain file, with its content. (A FIFO may never end.)
+
+    After `git clone` without Git LFS, a small text that names the content stands in its place.
+    """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a plain file", str(path))
+    with open(path, "rb") as file:
+        if file.read(40) == b"version https://git-lfs.github.com/spec/":
+            problem = "a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder"
+            raise OSError(errno.EINVAL, problem, str(path))
 
 
 def file_sha256(path: str | Path) -> str:
@@ -137,6 +145,16 @@ def read_object(path: Path) -> dict:
     if not isinstance(content, dict):
         raise ValueError(f"it is a {type(content).__name__}, not an object {{...}}")
     return content
+
+
+def code_sha256() -> str:
+    """Return the SHA-256 of the loaded .py files of this project, whatever folder it lies in."""
+    root = Path(__file__).parents[1]
+    files = [Path(m.__file__) for m in sys.modules.values() if getattr(m, "__file__", None)]
+    ours = {f.relative_to(root): f for f in files if f.suffix == ".py" and root in f.parents}
+    # One folder deep: a virtual environment may lie here, too.
+    names = sorted(name for name in ours if len(name.parts) < 3)
+    return content_sha256({str(name): file_sha256(ours[name]) for name in names})
 
 
 def content_sha256(content: dict) -> str:

@@ -7,7 +7,7 @@ same numbers, up to rounding.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -217,51 +217,66 @@ def loss_chunk(device_type: str) -> int:
 class ChunkedCrossEntropy(torch.autograd.Function):
     """The sum over rows of -ln softmax(logits)[target], computed in fp32, a few rows at a time.
 
-    logits (N, V) are overwritten. targets (N,): -1 is ignored. weights (N,): factors of the rows.
+    logits (N, V). targets (N,): -1 is ignored. weights (N,): factors of the rows.
 
     F.cross_entropy would hold three fp32 tensors of (N, V). This function needs no memory of that
-    size. The gradient of a row is softmax(logits) - one_hot(target). forward() computes it already,
-    while the row is still in the cache, and writes it over the logits.
+    size: the gradient is written over the logits. Another term of the loss may use them, too, so
+    that has to wait until its backward pass is over: until the hook on the logits, which autograd
+    calls with the sum of their gradients. backward() itself returns zeros that take no memory.
     """
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-        logits = logits.detach()
         factors = (targets[:, None] >= 0).float()  # (N, 1): 1, or 0 where there is no target
         if weights is not None:
             factors = factors * weights[:, None]
         loss = torch.zeros((), device=logits.device)
-        rows = max(1, loss_chunk(logits.device.type) // logits.size(1))
-        chunks = zip(logits.split(rows), targets.split(rows), factors.split(rows), strict=True)
-        for part, ids, factor in chunks:
-            index = ids.clamp(min=0)[:, None]  # (rows, 1)
+        for part, index, factor in row_chunks(logits, targets, factors):
             log_p = part.log_softmax(-1, dtype=torch.float32)  # (rows, V)
-            picked = log_p.gather(1, index)  # (rows, 1): ln p(target)
-            loss -= (picked * factor).sum()
-            if ctx.needs_input_grad[0]:
-                # softmax, less 1 at the target; 0 in rows without a target
-                part.copy_(log_p.exp_().scatter_(1, index, picked.exp() - 1).mul_(factor))
+            loss -= (log_p.gather(1, index) * factor).sum()
             del log_p  # free it before the next chunk is allocated
-        ctx.save_for_backward(logits)
-        ctx.rows = rows
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(logits, targets, factors)
+            ctx.waiting = waiting = []  # the hook must not hold the logits before backward() does
+            logits.register_hook(lambda others: add_gradient(*waiting.pop(), others))
         return loss
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors  # of the loss by the logits, (N, V)
-        if gradient.is_cpu:
-            return gradient.mul_(grad), None, None
+        logits = ctx.saved_tensors[0]
+        ctx.waiting.append((*ctx.saved_tensors, grad))
+        return logits.new_zeros(1, 1).expand(logits.shape), None, None
+
+
+def row_chunks(logits: Tensor, targets: Tensor, factors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield some rows of each at a time. Of the targets it is the index of gather(), (rows, 1)."""
+    rows = max(1, loss_chunk(logits.device.type) // logits.size(1))
+    index = targets.clamp(min=0)[:, None]
+    return zip(logits.split(rows), index.split(rows), factors.split(rows), strict=True)
+
+
+def add_gradient(
+    logits: Tensor, targets: Tensor, factors: Tensor, grad: Tensor, others: Tensor
+) -> Tensor:
+    """Return the gradient of the chunked loss plus `others`, in the memory of the logits.
+
+    The gradient of a row is softmax(logits) - one_hot(target), and 0 if it has no target.
+    """
+    logits = logits.detach()
+    for part, index, factor in row_chunks(logits, targets, factors):
+        log_p = part.log_softmax(-1, dtype=torch.float32)  # (rows, V)
+        picked = log_p.gather(1, index)  # (rows, 1): ln p(target)
+        part.copy_(log_p.exp_().scatter_(1, index, picked.exp() - 1).mul_(factor))
+        del log_p
         # A GPU would round `grad` to the dtype of the logits before it multiplies.
-        for part in gradient.split(ctx.rows):
-            part.copy_(part.float().mul_(grad))
-        return gradient, None, None
+        part.mul_(grad) if part.is_cpu else part.copy_(part.float().mul_(grad))
+    return logits if others.stride() == (0, 0) else logits.add_(others)  # 0: none but backward()'s
 
 
 def chunked_cross_entropy(
-    logits: Tensor, targets: Tensor, weights: Tensor | None, V: int, reduction: str
+    logits: Tensor, targets: Tensor, weights: Tensor | None, reduction: str
 ) -> Tensor:
-    """Return the cross-entropy as Kernels.cross_entropy() does. The logits are overwritten."""
-    logits.data[:, V:] = -math.inf  # .data: autograd must not record this change
+    """Return the cross-entropy as Kernels.cross_entropy() does."""
     loss = ChunkedCrossEntropy.apply(logits, targets, weights)
     if reduction == "sum":
         return loss
@@ -290,14 +305,20 @@ class EagerKernels(Kernels):
     def __init__(self, compiled: bool = False):
         self.compiled = compiled
 
+    def mask_padding(self, logits: Tensor, V: int) -> Tensor:
+        if torch.compiler.is_compiling() or logits.dtype == torch.float16:
+            return super().mask_padding(logits, V)
+        logits.data[:, V:] = -math.inf  # no copy; .data: autograd need not record it
+        return logits
+
     def cross_entropy(
-        self, logits: Tensor, targets: Tensor, weights: Tensor | None, V: int, reduction: str
+        self, logits: Tensor, targets: Tensor, weights: Tensor | None, reduction: str
     ) -> Tensor:
         # ChunkedCrossEntropy stores the gradient before the scaler has multiplied it: numbers that
         # small would become 0 in fp16.
         if torch.compiler.is_compiling() or logits.dtype == torch.float16:
-            return super().cross_entropy(logits, targets, weights, V, reduction)
-        return chunked_cross_entropy(logits, targets, weights, V, reduction)
+            return super().cross_entropy(logits, targets, weights, reduction)
+        return chunked_cross_entropy(logits, targets, weights, reduction)
 
 
 class CUDAKernels(EagerKernels):
@@ -350,12 +371,10 @@ class CPUKernels(EagerKernels):
             return plain_attend(q, k, v, mask, dropout)
         return super().attend(q, k, v, mask, dropout)
 
-    def cross_entropy(
-        self, logits: Tensor, targets: Tensor, weights: Tensor | None, V: int, reduction: str
-    ) -> Tensor:
+    def mask_padding(self, logits: Tensor, V: int) -> Tensor:
         if torch.compiler.is_compiling():  # a CPU is faster without the columns of the padding
-            logits = logits[:, :V]
-        return super().cross_entropy(logits, targets, weights, V, reduction)
+            return logits[:, :V]
+        return super().mask_padding(logits, V)
 
 
 def pick_kernels(device: torch.device, compiled: bool = False) -> Kernels:

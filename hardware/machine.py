@@ -103,10 +103,10 @@ def start(asked_device: str, asked_dtype: str, sparing: bool = False) -> Machine
     memory back. Raises UserError if the device or dtype cannot be used.
     """
     rank = int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     # A cluster's script may set WORLD_SIZE where torchrun did not start this process.
     world = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
-    device = pick_device(asked_device, local_rank)
+    local_rank, gpu = place_on_computer(asked_device, world)
+    device = pick_device(asked_device, gpu)
     if device.type == "cpu":
         tune_malloc(sparing)
     if device.type == "cuda":
@@ -119,6 +119,35 @@ def start(asked_device: str, asked_dtype: str, sparing: bool = False) -> Machine
         group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     dtype, reason = pick_dtype(asked_dtype, device)
     return Machine(rank, local_rank, world, device, dtype, reason, group)
+
+
+def place_on_computer(asked_device: str, world: int) -> tuple[int, int]:
+    """Return the local rank of this process, and the number of its GPU among those that it sees.
+
+    torchrun sets LOCAL_RANK. srun sets SLURM_LOCALID, and may show each process one GPU only.
+    Raises UserError if neither is there, and all processes would take the first of several GPUs.
+    """
+    place = os.environ.get("LOCAL_RANK")
+    if place or world == 1:
+        return int(place or 0), int(place or 0)
+    gpus = torch.cuda.device_count()
+    place = os.environ.get("SLURM_LOCALID")
+    if place is None and gpus > 1 and asked_device != "cpu":
+        advice = "start the run by torchrun or srun, or set it to the rank on this computer"
+        raise UserError(
+            f"LOCAL_RANK is not set, so all ranks would take one GPU of {gpus}: {advice}"
+        )
+    return int(place or 0), int(place or 0) if gpus > 1 else 0
+
+
+def obey_cpu_quota() -> None:
+    """Let torch use no more threads than the containers around this process give it CPUs.
+
+    More threads would be stopped together for a part of each tenth of a second. Whoever sets
+    OMP_NUM_THREADS, as torchrun does for several processes, has decided.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), int(cpu_quota()))))
 
 
 def connect(backend: str, device: torch.device) -> None:
@@ -161,8 +190,10 @@ def tune_malloc(sparing: bool) -> None:
 def pick_device(setting: str, local_rank: int = 0) -> torch.device:
     """Return the device of the setting `device`. auto: cuda if there is one, then mps, then cpu.
 
-    Raises UserError if the device cannot be used.
+    The CPU's threads are from now on those that its quota allows. Raises UserError if the device
+    cannot be used.
     """
+    obey_cpu_quota()
     kind = setting
     if setting == "auto":
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -303,6 +334,15 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+def end_with_parent() -> None:
+    """Let Linux send this process SIGTERM when its parent is killed. train.py then saves and ends.
+
+    For preexec_fn of a Popen.
+    """
+    with suppress(OSError, AttributeError):  # macOS has no such call
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 # --------------------------------------------------------------------------------------------------
 # Memory that runs out
 
@@ -341,18 +381,46 @@ def available(root: str = "/") -> float:
     bounds: list[float] = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     if free := re.search(r"MemAvailable:\s+(\d+) kB", read_if_there(f"{root}/proc/meminfo")):
         bounds.append(1024 * int(free[1]))
-    # The limits of all control groups (v2) around this process hold. A container sees only its own,
-    # at the top.
-    group = re.search("^0::/(.*)", read_if_there(f"{root}/proc/self/cgroup"), re.MULTILINE)
-    folder = Path(root, "sys/fs/cgroup", group[1] if group else "")
-    for around in (folder, *folder.parents):
-        limit = read_if_there(around / "memory.max").strip()
-        if limit.isdigit():  # else it is "max"
-            # The other memory of a group holds files, and is taken back where it is needed.
-            stat = read_if_there(around / "memory.stat")
-            used = re.findall(r"^(?:anon|shmem|kernel) (\d+)$", stat, re.MULTILINE)
+    for group in control_groups(root, "memory"):
+        limit = read_if_there(group / "memory.max") or read_if_there(
+            group / "memory.limit_in_bytes"
+        )
+        if limit.strip().isdigit():  # else it is "max"
+            # The other memory of a group holds files, and is taken back where it is needed. In
+            # version 1, total_... counts the groups below, too.
+            stat = read_if_there(group / "memory.stat")
+            kinds = "total_rss|total_shmem" if "total_rss" in stat else "anon|shmem|kernel"
+            used = re.findall(rf"^(?:{kinds}) (\d+)$", stat, re.MULTILINE)
             bounds.append(int(limit) - sum(map(int, used)))
     return min(bounds)
+
+
+def cpu_quota(root: str = "/") -> float:
+    """Return how many CPUs the containers around this process let it use; those there are if all.
+
+    root: of the files that tell.
+    """
+    bounds = [float(os.cpu_count() or 1)]
+    for group in control_groups(root, "cpu"):
+        v1 = [read_if_there(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        numbers = (read_if_there(group / "cpu.max") or " ".join(v1)).split()
+        if len(numbers) == 2 and all(map(str.isdigit, numbers)):  # else it is "max", or -1
+            bounds.append(int(numbers[0]) / int(numbers[1]))
+    return min(bounds)
+
+
+def control_groups(root: str, controller: str) -> Iterator[Path]:
+    """Yield the folders of the control groups around this process: the limits of all of them hold.
+
+    A container sees only its own, at the top. In version 2, one tree is for all controllers; in
+    version 1, each has its own. (A controller can only be in one of the two.)
+    """
+    listed = read_if_there(f"{root}/proc/self/cgroup")
+    versions = {rf"^\d+:(?:.*,)?{controller}(?:,.*)?:/(.*)": f"{controller}", r"^0::/(.*)": ""}
+    for pattern, tree in versions.items():
+        group = re.search(pattern, listed, re.MULTILINE)
+        folder = Path(root, "sys/fs/cgroup", tree, group[1] if group else "")
+        yield from (folder, *folder.parents)
 
 
 def own_memory() -> float:

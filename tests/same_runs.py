@@ -21,7 +21,7 @@ from conftest import REPO, end, make_records, metrics, write_jsonl
 PREPARE = ["prepare.py", "--input=../corpus.jsonl", "--name=small"]
 SAVING = ["--log_every=1", "--eval_every=10", "--save_every=10", "--keep=9"]
 BOTH = ["--dataset=small", "--compile=false", "--device=cpu", *SAVING]
-DEMO = ["config/demo.py", "--dtype=bfloat16", "--batch_size=2", "--batch_tokens=1024", *BOTH]
+DEMO = ["config/docs.py", "--dtype=bfloat16", "--batch_size=2", "--batch_tokens=1024", *BOTH]
 GPT2 = ["--preset=gpt2", "--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=32", *BOTH]
 GPT2 += ["--batch_size=2", "--batch_tokens=256", "--dropout=0.1", "--dtype=float32"]
 ONE = [*GPT2, "--run_name=gpt2", "--schedule=constant"]
@@ -34,7 +34,7 @@ RUNS = [
     ["train.py", *ONE, "--max_steps=15"],
     ["train.py", *ONE, "--max_steps=30", "--init_from=resume"],
     [*TORCHRUN, "train.py", *GPT2, "--run_name=two", "--max_steps=20"],
-    [*SAMPLE, "--ckpt=out/demo/ckpt/step_00000030", "--eval=data/small"],
+    [*SAMPLE, "--ckpt=out/docs/ckpt/step_00000030", "--eval=data/small"],
     [*SAMPLE, "--ckpt=out/gpt2/ckpt/step_00000030", *TEXTS],
 ]
 
@@ -68,6 +68,7 @@ def main() -> None:
         there = Path(root) / "there"
         subprocess.check_call(["git", "clone", "-q", REPO, there])
         subprocess.check_call(["git", "checkout", "-q", "--detach", commit], cwd=there)
+        shutil.copy(REPO / "config/docs.py", there / "config")  # other commits call it demo.py
         # The working tree as it is on the disk, also what is not committed.
         left_out = shutil.ignore_patterns(".*", "data", "out", "shared", "wandb")
         here = shutil.copytree(REPO, Path(root) / "here", ignore=left_out)

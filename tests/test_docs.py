@@ -62,7 +62,7 @@ def test_the_lines_of_the_readme_give_shakespeare_trained_and_sampled(tmp_path, 
     options = ["--name=shakespeare", "--tokenizer=char", "--val_fraction=0.1"]
     call(prepare.main, "--input", play, *options, f"--data_dir={tmp_path}")
     folders = [f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'out'}"]
-    call(train.main, REPO / "config" / "shakespeare_char.py", *folders, "--eval_tokens=30_000")
-    assert min(metrics(tmp_path / "out" / "shakespeare_char", "val_loss").values()) < 1.88
+    call(train.main, REPO / "config" / "demo.py", *folders, "--eval_tokens=30_000")
+    assert min(metrics(tmp_path / "out" / "demo", "val_loss").values()) < 1.88
     text = prints(sample.main, folders[1])
     assert len("ROMEO:") + 250 <= len(text) <= len("ROMEO:\n") + 256, text

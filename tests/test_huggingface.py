@@ -15,6 +15,7 @@ from test_hf_tokenizer import bpe, checkpoint, read
 from test_model import ODD, hidden_logits, ids
 from test_model import make as make_model
 
+import plan
 import sample
 import train
 from configurator import UserError
@@ -232,6 +233,50 @@ def test_what_is_not_computed_here_is_refused_by_name(word, settings, tmp_path):
     assert "\n" not in str(refused.value)
 
 
+HARMLESS = dict(_attn_implementation_autoset=True, _flash_attn_2_enabled=True, num_beams=1)
+HARMLESS |= dict(max_sequence_length=32, model_max_length=32, tokenizer_padding_side="left")
+HARMLESS |= dict(loss_type="ForCausalLMLoss", _commit_hash="a", pretraining_tp=1, spm_version=2)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2", "qwen3"])
+def test_keys_that_change_no_logits_are_ignored(name):
+    c = GPTConfig(**(PRESETS[name] | dict(n_head=4, n_embd=48)))
+    content = huggingface.to_config(c)
+    assert from_config(content | HARMLESS) == from_config(content)
+    for key in ("final_logit_softcapping", "logits_scaling"):
+        with pytest.raises(ValueError, match=key):
+            from_config(content | {key: 30.0})
+
+
+def test_an_unknown_key_of_our_own_class_may_be_deleted():
+    content = huggingface.to_config(GPTConfig(mlp="swiglu"))
+    assert from_config(content | dict(_commit_hash="a", later=0)) == from_config(content)
+    with pytest.raises(ValueError, match="later=1.*delete the line"):
+        from_config(content | dict(later=1))
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+FILES = ["config.json", "model.safetensors", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_git_lfs_pointer_is_named(name, tmp_path, refuses):
+    folder = save(make("llama"), tmp_path)
+    (folder / name).write_bytes(POINTER)
+    message = refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
+    assert name in message and "git lfs pull" in message
+
+
+def test_a_tied_head_that_differs_names_its_setting(tmp_path):
+    folder = save(make("gpt2"), tmp_path)
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    for head in (1.01 * state["transformer.wte.weight"], torch.ones(300, 48)):
+        save_file(state | {"lm_head.weight": head}, path)
+        with pytest.raises(UserError, match="tie_word_embeddings"):
+            from_pretrained(folder)
+
+
 CHANGED = {  # tensor -> its new value
     "transformer.h.0.extra.weight": torch.ones(3),
     "lm_head.weight": torch.ones(300, 48),
@@ -417,4 +462,23 @@ def test_a_tuning_that_saved_nothing_is_not_resumed(finished, trains, refuses):
     assert "is not saved: NaN" in refuses(lambda: trains(*spoilt))
     for how in ("auto", "resume"):
         said = refuses(lambda: trains(f"--init_from={how}"))  # noqa: B023
-        assert f"began from {saved(finished)}" in said and "--overwrite" in said
+        assert f"began from {saved(finished)}" in said and "--init_from=auto" in said
+
+
+@pytest.mark.parametrize("by_config", [True, False])
+def test_auto_begins_or_resumes_a_tuning(finished, trains, tmp_path, prints, by_config):
+    """The same command, with --init_from=auto added, does both. plan.py plans what it begins."""
+    start = [f"--init_from={finished}"]
+    if by_config:
+        (tmp_path / "c.py").write_text(f"init_from = {str(finished)!r}\n")
+        start = [str(tmp_path / "c.py")]
+    started = trains(*start, "--max_steps=4", "--run_name=a").with_name("a")
+    for steps in (4, 8):  # begins; goes on
+        command = [*start, "--init_from", "auto", f"--max_steps={steps}", "--run_name=b"]
+        run = trains(*command).with_name("b")
+        settings = read_metrics(run / "metrics.jsonl")[0]["settings"]
+        assert settings["init_from"] == str(saved(finished)) and settings["block_size"] == 32
+    assert metrics(run, "loss")[1] == metrics(started, "loss")[1]
+    assert metrics(run, "loss").keys() == set(range(1, 9))
+    shown = prints(plan.main, *command, "--vocab_size=400", "--device=cpu")
+    assert "2 layers x 32" in shown

@@ -7,6 +7,9 @@ import re
 import shutil
 import signal
 import statistics
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +73,36 @@ def two_sets(data: Path, folder: Path) -> None:
 
 
 # -- runs --
+
+
+def test_a_run_of_other_data_than_planned_is_not_finished(answered):
+    row, folders = rows_of(answered)[0]
+    found = next(r["data"] for r in map(json.loads, (folders[0] / "metrics.jsonl").open()) if r)
+    assert lab_results.read_run(folders[0], ["tiny"], "val_loss", found)
+    assert not lab_results.read_run(folders[0], ["tiny"], "val_loss", {"tiny": "another"})
+
+
+PARENT = """
+import subprocess, sys
+from hardware.machine import end_with_parent
+child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, preexec_fn=end_with_parent)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_ends_when_the_lab_is_killed():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=REPO, stdout=subprocess.PIPE)
+    child = int(parent.stdout.readline())
+    parent.kill()
+    for _ in range(100):
+        state = Path(f"/proc/{child}/stat")
+        if not state.exists() or ") Z " in state.read_text():
+            return
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the child goes on")
 
 
 def test_runs_on_other_data_or_from_a_model_are_other_runs(tiny_data, tmp_path):

@@ -1,5 +1,6 @@
 """Compare the memory that training/memory.py predicts with the memory that torch allocates."""
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +12,8 @@ from conftest import NEEDS_BF16, REPO
 from peak import measured_peak
 from test_model import ODD, make
 
-from hardware.machine import available
+from hardware import machine
+from hardware.machine import available, cpu_quota
 from model import GPT, PRESETS, GPTConfig
 from tests.simgpu.memory import shipped
 from training.memory import Step, block_memory, largest_batch, needed, step_memory
@@ -99,6 +101,26 @@ def test_activations_are_what_autograd_keeps(name):
     assert kept + copies == pytest.approx(saved[2] - saved[1], rel=0.05)
 
 
+RESIDENT = [  # V, T, B, accum, n_layer, n_embd, more -> GB of a process that trains eagerly in fp32
+    (50257, 512, 16, 2, 2, 128, {}, 4.21),
+    (50257, 512, 16, 1, 2, 128, {}, 3.89),
+    (50257, 256, 16, 2, 2, 128, {}, 2.32),
+    (50257, 256, 16, 2, 2, 128, PRESETS["gpt2"], 2.20),
+    (50257, 256, 8, 2, 2, 128, {}, 1.45),
+    (50257, 256, 16, 2, 2, 32, {}, 2.10),
+    (8000, 256, 32, 2, 4, 128, {}, 1.28),
+    (8000, 256, 32, 1, 4, 128, {}, 1.28),
+]
+
+
+@pytest.mark.parametrize("V, T, B, accum, n_layer, n_embd, more, gb", RESIDENT)
+def test_a_cpu_needs_what_its_process_held(V, T, B, accum, n_layer, n_embd, more, gb):
+    sizes = dict(n_layer=n_layer, n_head=2, n_embd=n_embd)
+    model = on_meta(shape("llama", V, T, **more | sizes))
+    size = needed(model, Step(B, T, accum, FP32, compiled=False, device="cpu"))
+    assert -0.05 < size / (gb * 1e9) - 1 < 0.1
+
+
 def test_the_largest_batch_fits_and_the_next_does_not():
     model = on_meta(GPTConfig(**PRESETS["gpt2"]))
     on_cpu = Step(1, 512, compiled=False, device="cpu")
@@ -111,8 +133,8 @@ def test_the_largest_batch_fits_and_the_next_does_not():
 
 # Bytes that torch allocated on a simulated A100: tests/simgpu/memory.py
 ALLOCATED = {
-    "demo bfloat16 B16 eager stream 1 x none": 375_534_080,
-    "demo float32 B16 compiled stream 1 x none": 396_705_792,
+    "docs bfloat16 B16 eager stream 1 x none": 375_534_080,
+    "docs float32 B16 compiled stream 1 x none": 396_705_792,
     "gpt2_124m bfloat16 B16 eager stream recompute 1 x none": 4_342_460_928,
     "gpt2_124m float16 B16 eager mask 1 x none": 17_366_742_528,
     "train_1b bfloat16 B8 eager stream 6 x none": 53_670_870_016,
@@ -153,17 +175,23 @@ print(*(b - a for a, b in zip(amounts, amounts[1:])))
 MB = 10**6
 
 
-def groups(root: Path, **limits: int) -> None:
+def groups(root: Path, v1: bool, **limits: int) -> None:
     """Write what the system tells of its memory, 64 GB, and of two control groups, job/step.
 
-    limits: of a group, in MB; 0: none. Each group uses 400 MB.
+    limits: of a group, in MB; 0: none. Each group uses 400 MB. v1: the version of the groups.
     """
     files = {"proc/meminfo": f"MemTotal: 9 kB\nMemAvailable: {64_000 * MB // 1024} kB\n"}
-    files["proc/self/cgroup"] = "7:cpu,cpuacct:/other\n0::/job/step\n"
+    files["proc/self/cgroup"] = f"7:cpu,cpuacct:/other\n{'4:memory' if v1 else '0:'}:/job/step\n"
     for group, size in limits.items():
-        folder = f"sys/fs/cgroup/{'' if group == 'top' else group.replace('_', '/')}"
-        files[f"{folder}/memory.max"] = f"{size * MB}\n" if size else "max\n"
-        files[f"{folder}/memory.stat"] = f"anon {300 * MB}\nfile 999\nshmem {100 * MB}\n"
+        folder = (
+            f"sys/fs/cgroup/{'memory/' * v1}{'' if group == 'top' else group.replace('_', '/')}"
+        )
+        none = "9223372036854771712" if v1 else "max"
+        name = "limit_in_bytes" if v1 else "max"
+        files[f"{folder}/memory.{name}"] = f"{size * MB}\n" if size else f"{none}\n"
+        stat = f"rss 7\nshmem 7\ntotal_rss {300 * MB}\ntotal_cache 999\ntotal_shmem {100 * MB}\n"
+        stat = stat if v1 else f"anon {300 * MB}\nfile 999\nshmem {100 * MB}\n"
+        files[f"{folder}/memory.stat"] = stat
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -176,7 +204,58 @@ LIMITS = [
 ]
 
 
+@pytest.mark.parametrize("v1", [False, True])
 @pytest.mark.parametrize("limits, expected", LIMITS)
-def test_capacity_obeys_each_control_group(tmp_path, limits, expected):
-    groups(tmp_path, **limits)
+def test_capacity_obeys_each_control_group(tmp_path, v1, limits, expected):
+    groups(tmp_path, v1, **limits)
     assert available(str(tmp_path)) == expected * MB
+
+
+QUOTAS = [  # files of the control groups, CPUs
+    ({"cpu.max": "max 100000"}, 64),
+    ({"cpu.max": "max 100000", "job/cpu.max": "250000 100000"}, 2.5),
+    ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
+    ({"cpu/job/cpu.cfs_quota_us": "200000\n", "cpu/job/cpu.cfs_period_us": "100000\n"}, 2),
+]
+
+
+@pytest.mark.parametrize("files, cpus", QUOTAS)
+def test_threads_obey_the_cpu_quota_of_the_container(tmp_path, files, cpus, monkeypatch):
+    listed = {"proc/self/cgroup": "7:cpu,cpuacct:/job\n0::/job\n"}
+    for name, text in (listed | {f"sys/fs/cgroup/{name}": t for name, t in files.items()}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert cpu_quota(str(tmp_path)) == cpus
+    threads = []
+    monkeypatch.setattr(machine, "cpu_quota", lambda: cpu_quota(str(tmp_path)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    machine.obey_cpu_quota()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    machine.obey_cpu_quota()
+    assert threads == [int(cpus)]
+
+
+PLACES = [  # variables, GPUs that the process sees -> its local rank, its GPU
+    (dict(LOCAL_RANK="3", SLURM_LOCALID="0"), 8, (3, 3)),
+    (dict(SLURM_LOCALID="3"), 8, (3, 3)),
+    (dict(SLURM_LOCALID="3"), 1, (3, 0)),  # srun --gpus-per-task=1
+    ({}, 1, (0, 0)),
+    ({}, 8, None),
+]
+
+
+@pytest.mark.parametrize("variables, gpus, place", PLACES)
+def test_each_rank_of_srun_takes_its_own_gpu(variables, gpus, place, monkeypatch, refuses):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if place:
+        assert machine.place_on_computer("auto", 16) == place
+    else:
+        assert "LOCAL_RANK" in refuses(lambda: machine.place_on_computer("auto", 16))
+        assert machine.place_on_computer("cpu", 16) == (0, 0)

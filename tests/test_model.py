@@ -102,6 +102,15 @@ def hidden_logits(model: GPT, x: torch.Tensor) -> torch.Tensor:
     return torch.stack([model(x[:, : t + 1]) for t in range(x.size(1))], dim=1)
 
 
+def hidden_states(model: GPT, x: torch.Tensor) -> torch.Tensor:
+    """Return the residual stream of x (B, T) behind the last block, (B, T, C)."""
+    found = []
+    hook = model.norm_f.register_forward_pre_hook(lambda module, args: found.append(args[0]))
+    model(x, x)
+    hook.remove()
+    return found[0]
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_the_loss_is_the_cross_entropy_and_sees_no_future(name):
     model = make(name)
@@ -131,12 +140,39 @@ def test_the_chunked_loss_and_its_gradient_are_those_of_the_plain_one(dtype, err
     targets[[0, 12, 36]] = -1
     x, y = (logits.clone().requires_grad_() for _ in range(2))
     plain = F.cross_entropy(x.float(), targets, ignore_index=-1, reduction="sum")
-    # * 1 makes a copy: the function overwrites its input, and a leaf must not be overwritten.
+    # * 1 makes a copy: the gradient is written over the logits, and a leaf must stay as it is.
     chunked = ChunkedCrossEntropy.apply(y * 1, targets, None)
     assert chunked.item() == pytest.approx(plain.item(), rel=1e-6)
     (plain / 34).backward()
     (chunked / 34).backward()
     assert (y.grad - x.grad).abs().max() <= error * x.grad.abs().max()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_term_of_the_loss_sees_intact_logits(first):
+    """GPT.loss with the z-loss that readers add, before or after the cross-entropy."""
+
+    class WithTerm(GPT):
+        def loss(self, x, targets, weights, reduction):
+            logits = self.logits(x).flatten(0, 1)
+            logits = self.kernels.mask_padding(logits, self.config.vocab_size)
+            z = logits.logsumexp(-1).square().mean() if first else 0
+            ce = self.kernels.cross_entropy(logits, targets.flatten(), weights, reduction)
+            return ce + 0.1 * (z if first else logits.logsumexp(-1).square().mean())
+
+    plain = make("llama").train()
+    x = ids(plain)
+    logits = plain.logits(hidden_states(plain, x))[..., :300]
+    z = logits.logsumexp(-1).square().mean()
+    want = F.cross_entropy(logits.flatten(0, 1), x.flatten()) + 0.1 * z
+    model = WithTerm(plain.config).use(pick_kernels(CPU.device)).train()
+    model.load_state_dict(plain.state_dict())
+    loss = model(x, x)
+    torch.testing.assert_close(loss, want)
+    want.backward()
+    loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 def test_vocabulary_padding_gets_no_gradient_and_no_probability():

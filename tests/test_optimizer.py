@@ -1,6 +1,7 @@
 """AdamW, Muon and Adafactor: what they compute, and that a run with each of them can be resumed."""
 
 import math
+import operator
 from itertools import repeat
 
 import pytest
@@ -114,8 +115,9 @@ def test_muons_momentum_grows_during_its_warm_up(trains):
 
 @pytest.mark.parametrize("optimizer", NAMES)
 @pytest.mark.parametrize("scale", [False, True])
-def test_a_step_that_is_not_finite_changes_nothing(optimizer, scale):
-    """scale: with the GradScaler of fp16."""
+@pytest.mark.parametrize("change", [operator.mul, operator.add], ids=["gradient", "loss alone"])
+def test_a_step_that_is_not_finite_changes_nothing(optimizer, scale, change):
+    """scale: with the GradScaler of fp16. An infinite constant leaves the gradient as it is."""
     model = make("qwen3")
     made = make_optimizer(config(optimizer), CPU, model)
     trained(model, made, scale, steps=2)
@@ -125,7 +127,7 @@ def test_a_step_that_is_not_finite_changes_nothing(optimizer, scale):
         return [t.detach().clone() for t in (*model.parameters(), *state)]
 
     before = everything()
-    infinite = model.register_forward_hook(lambda module, batch, loss: loss * math.inf)
+    infinite = model.register_forward_hook(lambda module, batch, loss: change(loss, math.inf))
     trained(model, made, scale)
     infinite.remove()
     assert all(map(torch.equal, before, everything()))

@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import plan
+import train
 from configurator import parse
 from model import GPT
 from training import memory
@@ -128,12 +129,28 @@ def test_plan_names_the_flags_that_fit(prints):
     flags = re.search(r"it fits with (.+)", prints(plan.main, *options, "--recompute=blocks"))[1]
     run = the_run(*options, *flags.split())
     assert memory.needed(run.model, run.step) < run.device.bytes
+    # The time is that of the run that fits, which computes the blocks twice.
+    output = [prints(plan.main, *options, *more) for more in ([], flags.split())]
+    times = [re.findall("at .+% of peak +(.+)", text) for text in output]
+    assert "--recompute" in flags and times[0] == times[1] and len(times[0]) == 5
     options = [str(REPO / "config" / "train_1b.py"), "--gpu=a100-40g", "--vocab-size=32000"]
     # It does not accumulate.
     output = prints(plan.main, *options, "--batch_size=64", "--batch_tokens=131072")
     largest = re.search(r"largest batch_size (\d+)  <-", output)[1]
     run = the_run(*options, f"--batch_size={largest}", "--batch_tokens=131072")
     assert run.plan.accum > 1 and memory.needed(run.model, run.step) < run.device.bytes
+
+
+def test_plan_says_what_sharding_sends_between_computers(prints):
+    options = ["config/train_1b.py", "--gpu=v100-32g", "--nproc=12", "--vocab_size=32000"]
+    output = prints(plan.main, *options, "--batch_tokens=393216")  # 2 micro-steps of 8 x 2048
+    P = 1.152e9
+    for shard, per_parameter in (("none", 8), ("optimizer", 8), ("gradients", 12), ("all", 24)):
+        gb, *seconds = re.search(rf"--shard={shard} +(\S+) GB: (.+), (.+), (.+) s", output).groups()
+        assert float(gb) == pytest.approx(per_parameter * P / 1e9, rel=0.01)
+        at = [float(gb) * 8 / rate for rate in (10, 100, 400)]
+        assert [float(s) for s in seconds] == pytest.approx(at, abs=0.01)
+    assert "Gbit" not in prints(plan.main, *options[:2], "--vocab_size=32000")
 
 
 def test_plan_reads_the_model_to_fine_tune(finished, tiny_data, tmp_path, refuses, prints):
@@ -143,6 +160,12 @@ def test_plan_reads_the_model_to_fine_tune(finished, tiny_data, tmp_path, refuse
     assert re.search("2 layers x 32, .*, T = 32\n", output)
     assert "config.json" in refuses(plan.main, f"--init_from={tmp_path}", *where)
     assert "init_from" in refuses(plan.main, "--init_from=resume", *where)
+
+
+def test_answers_without_conversations_are_refused_as_train_py_does(tiny_data, tmp_path, refuses):
+    options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--loss_on=answers"]
+    error = refuses(plan.main, *options, "--device=cpu")
+    assert error == refuses(train.main, *options) and "loss_on=answers" in error
 
 
 def test_damaged_data_set_is_not_taken_for_none(own_data, tmp_path, refuses):

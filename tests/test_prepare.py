@@ -11,7 +11,7 @@ import prepare
 from configurator import UserError
 from hardware.disk import lock_file
 from text.dataset import load_tokenizer, open_dataset, open_split
-from text.demo import documentation
+from text.docstrings import documentation
 from text.formats import read_chunks
 from text.records import record_text
 from text.settings import PrepareConfig

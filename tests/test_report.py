@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 from conftest import CPU, ended, metrics, same, training
@@ -109,6 +110,30 @@ def test_metrics_have_each_step_once_after_a_resume(trains):
     trains("--init_from=resume", "--max_steps=9")
     steps = [record["step"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
     assert steps == list(range(1, 10))
+
+
+def test_the_first_step_after_a_resume_is_not_timed(trains):
+    """It is a warm-up. Its loss is recorded."""
+    run = trains()
+    shutil.rmtree(run / "ckpt" / "step_00000008")
+    trains("--init_from=resume")
+    assert metrics(run, "loss").keys() == set(range(1, 9))
+    assert metrics(run, "step_ms").keys() == metrics(run, "eta_s").keys() == {1, 2, 3, 4, 6, 7, 8}
+
+
+def test_eta_counts_evaluations_and_saves_to_come(tmp_path, capsys):
+    cfg = TrainConfig(max_steps=100, eval_every=30, save_every=40, tracker="off", batch_tokens=1024)
+    plan, progress = make_plan(cfg, 1, 10_000), Progress(step=50, losses=[1.0])
+    reports = report.Report(cfg, CPU, plan, [], progress, tmp_path, [])
+    clock = Mock(step=40, data_s=0.0, **{"seconds.return_value": 10.0})  # one second a step
+    reports.step(1.0, 1e-3, 1.0, 1, None, clock)
+    reports.pauses = {"eval_every": 20.0, "save_every": 3.0}
+    for _ in range(2):
+        reports.step(1.0, 1e-3, 1.0, 1, None, clock)
+    etas = [r["eta_s"] for r in read_metrics(tmp_path / "metrics.jsonl")]
+    assert etas == [50.0, 50.0 + 3 * 20.0 + 2 * 3.0, 116.0]  # after steps 60, 90, 100; 80, 100
+    assert capsys.readouterr().out.count("take 47% of the run") == 1
+    reports.close()
 
 
 def test_full_disk_is_one_warning_and_no_error(tmp_path, capsys):

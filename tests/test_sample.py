@@ -1,6 +1,8 @@
 """sample.py as a user calls it: which checkpoint, which prompt, where a text ends."""
 
 import io
+import json
+import re
 import shutil
 from pathlib import Path
 
@@ -70,6 +72,18 @@ def test_samples_come_from_one_batch_and_the_seed_fixes_them(finished, capsys):
     assert "sample 2" in texts() and "sample 3" in texts()
 
 
+def test_a_seed_gives_one_text_whatever_else_is_made(finished, capsys):
+    def texts(*options: str) -> list[str]:
+        run(finished.parent, "--max_new_tokens=30", "--temperature=1", "--top_p=1", *options)
+        return re.split("-{16}.*\n", capsys.readouterr().out)
+
+    [alone] = texts("--prompt", "the loop")
+    assert texts("--prompt", "模型", "the loop")[1] == alone
+    three = texts("--num_samples=3", "--prompt", "the loop")
+    assert three[0] == alone and three[:2] == texts("--num_samples=2", "--prompt", "the loop")
+    assert len({text.strip() for text in three}) == 3
+
+
 def test_each_prompt_is_continued_and_without_any_the_run_s_own(finished, tmp_path, capsys):
     run(finished.parent, "--prompt", "the loop", "模型", "--max_new_tokens=5")
     first, second = capsys.readouterr().out.split("----------------\n")
@@ -81,11 +95,23 @@ def test_each_prompt_is_continued_and_without_any_the_run_s_own(finished, tmp_pa
         assert capsys.readouterr().out.startswith("the loop") == (prompt == [])
 
 
+def test_a_prompt_beyond_the_window_is_refused_by_its_name(finished, tmp_path, trains, refuses):
+    long = "loop " * 100
+    assert "sample_prompt" in refuses(lambda: trains(f"--sample_prompt={long}"))
+    folder = shutil.copytree(saved(finished), tmp_path / "ckpt")
+    forge(folder, "train_config.json", json.dumps({"sample_prompt": long}).encode())
+    assert "sample_prompt" in refuses(sample.main, f"--ckpt={folder}", "--device=cpu")
+    error = refuses(sample.main, f"--ckpt={folder}", "--device=cpu", f"--prompt={long}")
+    assert "sample_prompt" not in error
+
+
 def test_interactive_answers_every_line_until_the_end_of_input(finished, capsys, monkeypatch):
     """One line is too long, and one was pasted in another encoding than the terminal's."""
     typed = f"the\n{'the loop ' * 300}\n".encode() + "模型\n".encode("gbk")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8"))
-    configurator.run(lambda: run(finished.parent, "--interactive", "--max_new_tokens=5"))
+    with pytest.raises(SystemExit) as ended:
+        configurator.run(lambda: run(finished.parent, "--interactive", "--max_new_tokens=5"))
+    assert ended.value.code == 1
     said = capsys.readouterr().err
     assert said.count("tok/s") == 2 and said.count("error: the prompt has") == 1
 

@@ -2,12 +2,15 @@
 
 import io
 import re
+import signal
+import subprocess
 import sys
+import time
 import unicodedata
 from collections.abc import Callable
 
 import pytest
-from conftest import call, make_records, train_tiny, write_jsonl
+from conftest import REPO, call, make_records, train_tiny, write_jsonl
 
 import prepare
 import sample
@@ -68,7 +71,7 @@ def test_the_bar_stays_below_the_lines_and_leaves_nothing(
     # Each line begins at the left border, and the bar is in none of them.
     assert printed.count("a warning of another package\n") == 8 and not BAR.search(printed)
     rows = printed[printed.index("step 1/8") :].splitlines()
-    line = re.compile(r"step \d/8 \||    \S|a warning|checkpoint: ")
+    line = re.compile(r"step \d/8 \||    \S|a warning|note: |checkpoint: ")
     assert [row for row in rows if not line.match(row)] == []
     banner = printed[printed.index("data: tiny") : printed.index("step 1/8")].splitlines()
     assert max(len(row) for row in banner if str(tmp_path) not in row) <= 80
@@ -107,3 +110,19 @@ def test_a_sample_cannot_be_taken_for_the_log_or_move_the_cursor():
     # Chinese texts are indented so.
     assert quoted("\u3000\u3000从前\xa0有") == "    > \u3000\u3000从前\xa0有"
     assert max(map(width, quoted("字" * 80).splitlines())) <= 80
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_torch_is_loaded_leaves_no_traceback():
+    command = [sys.executable, "train.py", "--help"]
+    train = subprocess.Popen(command, cwd=REPO, stderr=subprocess.PIPE, text=True)
+    time.sleep(0.6)
+    train.send_signal(signal.SIGINT)
+    assert train.communicate()[1] in ("", "interrupted\n")
+    assert train.returncode in (-signal.SIGINT, 130)
+
+
+@pytest.mark.slow
+def test_help_needs_no_docstrings():
+    command = [sys.executable, "-OO", "train.py", "--help"]
+    assert "--batch_size" in subprocess.check_output(command, cwd=REPO, text=True)

@@ -35,8 +35,9 @@ class Popen:
     """
 
     def __init__(
-        self, args, stdout=None, stderr=None, text=True, env=None, cwd=None, start_new_session=False
-    ):
+        self, args, stdout=None, stderr=None, text=True, env=None, cwd=None,
+        start_new_session=False, preexec_fn=None,
+    ):  # fmt: skip
         assert args[0] == sys.executable
         self.args = args
         self.files = []  # of stdout and stderr, where they are captured

@@ -51,7 +51,7 @@ def read_meta(folder: Path) -> dict:
     except FileNotFoundError:
         others = sorted(path.parent.name for path in folder.parent.glob("*/meta.json"))
         usual = f"python prepare.py --input FILE --name {folder.name}"
-        command = {"demo": "python prepare.py", "chat": "make chat"}.get(folder.name, usual)
+        command = {"docs": "python prepare.py", "chat": "make chat"}.get(folder.name, usual)
         make = f"`{command}` makes one"
         if (elsewhere := Path("data") / folder / "meta.json").exists():
             make = f"did you mean {elsewhere.parent}?"
@@ -160,7 +160,7 @@ def newest_dataset(data_dir: str | Path) -> str:
     """
     metas = [path for path in Path(data_dir).glob("[!.]*/meta.json") if path.is_file()]
     if not metas:
-        make = "`python prepare.py --input FILE ...` makes one, and without --input a demo"
+        make = "`python prepare.py --input FILE ...` makes one, and `make demo` another"
         raise UserError(f"no data set in {data_dir}/: {make}; --data_dir names another folder")
     return max(metas, key=os.path.getmtime).parent.name
 

@@ -233,7 +233,7 @@ def read_json(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Record
 
 
 # --------------------------------------------------------------------------------------------------
-# CSV, Parquet, and the modules of the demo corpus
+# CSV, Parquet, and Python modules
 
 DOUBLED_QUOTE = re.compile(r'(?:^|\t)"[^\t"]*""[^\t\r\n]')  # in a field that begins with a quote
 

@@ -17,7 +17,7 @@ import numpy as np
 from configurator import UserError
 from hardware.terminal import harmless
 from text.chat import MESSAGE_FIELDS, REFUSALS, chatml, is_refused, turns_of
-from text.demo import conversations, documentation
+from text.docstrings import conversations, documentation
 from text.formats import DECODER, Chunk, Lines, characters, too_long
 from text.settings import FIELD, PrepareConfig
 
@@ -124,7 +124,7 @@ def documents(chunk: Chunk, cfg: PrepareConfig, tally: Tally) -> Iterator[Docume
 def unpacked(kind: str, place: str, record: Any, cfg: PrepareConfig) -> Iterator[tuple[str, Any]]:
     """Yield (place, record) of each record in what read_chunks() gives as one, to save its time.
 
-    That is each line of Lines that is not blank, and each text of a module of the demo corpus, or
+    That is each line of Lines that is not blank, and each text of a Python module, or
     with cfg.chat each conversation about it.
     """
     if kind == "py":

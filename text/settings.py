@@ -19,7 +19,9 @@ InputFormat = Literal["auto", "jsonl", "json", "csv", "tsv", "txt", "parquet"]
 @dataclass(frozen=True)
 class PrepareConfig:
     input: tuple[str, ...] = option(
-        (), "files, folders or globs; none: the demo corpus", group="Input"
+        (),
+        "files, folders or globs; none: the documentation of Python, numpy and torch",
+        group="Input",
     )
     format: InputFormat = option("auto", "format of every input file; auto: by the file's name")
     fields: str = option(
@@ -50,7 +52,7 @@ class PrepareConfig:
     )
     name: str = option(
         "",
-        "write the data set to data_dir/NAME/; default: the first input's, or demo",
+        "write the data set to data_dir/NAME/; default: the first input's, or docs",
         group="Output",
     )
     data_dir: str = option("data", "the folder that holds the data sets")

@@ -1,6 +1,6 @@
 """The files of a corpus: which files the --input arguments name, and their content.
 
-find_sources() lists the files (demo.py: those of the demo corpus), and decompressed() unpacks one.
+find_sources() lists the files (docstrings.py: Python modules), and decompressed() unpacks one.
 """
 
 import bz2
@@ -43,7 +43,7 @@ class Source:
     """A file to read. Its SHA-256 is filled in when it has been read."""
 
     path: Path
-    kind: str  # one that KINDS maps to, or "py": a module of the demo corpus
+    kind: str  # one that KINDS maps to, or "py": a Python module
     name: str  # the name that messages and meta.json show
     bytes: int = 0  # size on the disk, so of the compressed data
     changed: int = 0  # ns; the time of its inode, since `cp -p` and `touch` can set the other one

@@ -63,7 +63,7 @@ def banner(
     if machine.world == 1 and gpus > 1:
         command = f"torchrun --nproc_per_node={gpus} {' '.join(sys.argv)}"
         rows["GPUs"] = f"1 of {gpus} is used; to use all: {command}"
-    if plan.begun_step == 0 and cfg.init_from in ("scratch", "auto"):
+    if plan.begun_step == 0 and cfg.init_from == "scratch":
         rows["first loss"] = f"ln({V}) = {math.log(V):.2f} expected"
     return "\n".join(row(f"{key:>11}: ", value) for key, value in rows.items() if value)
 
@@ -97,9 +97,12 @@ def rows_of_plan(
         batch += f"\n{warning}"
     length = f"{plural(plan.steps, 'step')} = {plural(tokens, 'token')}"
     if sets:
-        length += f" = {tokens / plan.epoch_tokens:,.2f} epochs of {cfg.dataset or sets[0].name}"
+        length += f" = {plan.epochs_at(plan.steps):,.2f} epochs of {cfg.dataset or sets[0].name}"
     length += f", ended by {plan.ended_by}" if plan.ended_by else ""
-    if warning := repetition_warning(tokens, plan.step_tokens, cfg, sets):
+    if (place := plan.place(plan.begun_step)) != plan.begun_step:
+        length += f"\nnote: its steps had other sizes: {place / plan.place(plan.steps):.1%} of the"
+        length += " run is done, and the learning rate goes on from there"
+    if warning := repetition_warning(tokens + plan.epoch_shift, plan.step_tokens, cfg, sets):
         length += f"\n{warning}"
     ratio = f"{tokens / model.num_params()['total']:.3g}"
     return {"batch": batch, "length": length, "tokens per parameter": ratio}
@@ -137,7 +140,7 @@ def pace_note(flops: float, accum: int, peak: float | None, on_gpu: bool) -> str
     """
     seconds = flops / (1e12 * peak) if peak else math.nan  # of a micro-step, at the peak
     if (step := accum * seconds / 0.4) > 60:
-        shorter = "a smaller --batch_tokens makes it shorter; config/demo.py is a run for a CPU"
+        shorter = "a smaller --batch_tokens makes it shorter; config/docs.py is a run for a CPU"
         return f"note: a step takes about {step / 60:,.0f} min here, at 40 % of the peak: {shorter}"
     if on_gpu and accum > 1 and seconds < 0.01:  # its launches took longer (docs/results.md)
         busier = "a larger --batch_size, or auto, may be faster"
@@ -159,7 +162,7 @@ def repetition_warning(tokens: int, step_tokens: int, cfg: TrainConfig, sets: li
     A little more than MOST_EPOCHS does not count: a limit is rounded to whole steps. Nor does
     fine-tuning, which reads few texts several times, or the padding of documents=pad.
     """
-    if cfg.init_from not in ("scratch", "resume", "auto") or cfg.documents == "pad":
+    if cfg.init_from not in ("scratch", "auto") or cfg.documents == "pad":
         return ""
     repeated = []
     for data in sets:

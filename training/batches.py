@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -56,8 +56,8 @@ def first_batch(loader: Loader, plan: Plan, machine: Machine) -> Batch:
 
 
 def read_ahead(
-    loader: Loader, first: int, B: int, machine: Machine, clock: Clock, signals: Sequence[int] = ()
-) -> Iterator[Batch | None]:
+    loader: Loader, first: int, B: int, machine: Machine, clock: Clock
+) -> Iterator[Batch]:
     """Yield this rank's batches of B windows on its device, from window `first` of the run on.
 
     The ranks take turns: row r of micro-step m on a rank is window
@@ -67,9 +67,6 @@ def read_ahead(
     A thread reads batches into host memory, and the copy of the next batch to the device begins
     before the model trains on this one. Where the training has to wait for the thread all the same,
     the clock counts the seconds.
-    signals: those that have arrived, of stop_signals(). When there is one, a process that trains
-    alone gets None: it gives up the step between two micro-steps. On a laptop, a step may take
-    hours.
     """
     firsts = itertools.count(first + machine.rank * B, machine.world * B)
 
@@ -81,13 +78,10 @@ def read_ahead(
     with ThreadPoolExecutor(1) as thread:
         batch = to_device(thread.submit(read).result(), machine.device)
         reading = thread.submit(read)
-        while not (signals and machine.world == 1):
+        while True:
             start = time.perf_counter()
             following = to_device(reading.result(), machine.device)
             reading = thread.submit(read)
             clock.data_s += time.perf_counter() - start
             yield batch
             batch = following
-        # A signal. The caller saves the weights now, and only then ends this generator, which waits
-        # until the thread has read its batch.
-        yield None

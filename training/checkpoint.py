@@ -20,7 +20,6 @@ Only folders named step_N in ckpt/ are deleted, and of them only files of the na
 program writes.
 """
 
-import math
 import os
 import re
 import time
@@ -47,14 +46,15 @@ from hardware.disk import (
     sealed,
     set_aside,
 )
-from hardware.machine import Machine, whole
+from hardware.machine import Machine, part, whole
 from model import GPTConfig
 from text.dataset import files_of
 from text.hf_tokenizer import chat_files, only_ends, read_json, to_hugging_face
 from text.tokenizer import Tokenizer
 from text.windows import DataSet
+from training.evaluate import val_hashes
 from training.huggingface import architecture_of, save_weights, to_config
-from training.metrics import read_metrics
+from training.metrics import evaluations, read_metrics
 from training.plan import Progress
 from training.report import Report
 from training.settings import TrainConfig
@@ -94,6 +94,7 @@ class Saver:
     keep: int  # how many of the newest checkpoints stay, in addition to the best one
     machine: Machine
     report: Report
+    step: int  # of the last checkpoint: that from which the run goes on, or 0
     failed: str = ""  # why the last checkpoint could not be written; empty if it could
     writing: Future | None = None
 
@@ -107,16 +108,22 @@ class Saver:
         scaler: torch.amp.GradScaler,
         progress: Progress,
     ) -> None:
-        """Start to write the checkpoint of this step. All ranks must call this; rank 0 writes.
+        """Start to write the checkpoint of this step, if there is none yet. All ranks must call it.
 
-        It waits until the checkpoint before is on the disk.
+        It waits until the checkpoint before is on the disk. Raises UserError, on all ranks, if a
+        weight is not finite.
         """
-        self.wait()
+        if progress.step == self.step:
+            return
+        self.step = progress.step
+        check_finite(model, self.machine, self.step)
         started = time.perf_counter()
+        self.wait()
         state = asdict(progress)
         state |= {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
         weights = to_host(dict(model.named_parameters()), self.machine.is_main)
         state = to_host(state, self.machine.is_main)
+        self.report.pauses["save_every"] = time.perf_counter() - started
         if self.machine.is_main:
             self.writing = self.pool.submit(self.write, weights, state, started)
 
@@ -131,7 +138,7 @@ class Saver:
         self.pool.shutdown()
 
     def write(self, weights: dict[str, Tensor], state: dict, started: float) -> None:
-        """Write a checkpoint, rename it, report it, and prune older ones.
+        """Write a checkpoint, rename it, and report it.
 
         started: when the save began, by time.perf_counter(). If the disk is full or fails, this is
         a warning: training goes on, since the earlier checkpoints are still there.
@@ -158,11 +165,21 @@ class Saver:
             return
         self.failed = ""
         self.report.saved(state["step"], target, time.perf_counter() - started)
-        if not state["bad_in_a_row"]:  # after a bad step, older weights may be better
-            self.prune(state["step"], state["best_step"])
 
-    def prune(self, step: int, best_step: int) -> None:
+    def prune(self, progress: Progress) -> None:
+        """Delete older checkpoints, as soon as the last one is on the disk.
+
+        The evaluation that comes after a save may find that it is the best one.
+        """
+        if self.writing and not progress.bad_in_a_row:  # after bad steps, older ones may be better
+            done = (self.writing, progress.step, progress.best_step)
+            self.writing = self.pool.submit(self.delete_older, *done)
+
+    def delete_older(self, written: Future, step: int, best_step: int) -> None:
         """Delete all checkpoints up to `step` but the best one and the `keep` newest others."""
+        written.result()
+        if self.failed:
+            return
         others = [path for path in numbered(self.folder) if step_of(path) <= step]
         others = [path for path in others if step_of(path) != best_step]
         try:
@@ -170,6 +187,16 @@ class Saver:
                 remove_only(path, OUR_FILES)  # the manifest first: then it does not count any more
         except OSError as e:
             self.machine.say(f"warning: an older checkpoint could not be deleted ({e})")
+
+
+def check_finite(model: torch.nn.Module, machine: Machine, step: int) -> None:
+    """Raise UserError, on all ranks, if a weight is NaN or infinite: no step can mend that."""
+    finite = {name: part(p).isfinite().all() for name, p in model.named_parameters()}
+    flags = torch.stack(list(finite.values())).tolist()  # one wait for all
+    broken = next((name for name, good in zip(finite, flags, strict=True) if not good), "")
+    if broken := max(machine.gather(broken)):
+        advice = "lower lr; --init_from=resume goes on from the checkpoint before, if there is one"
+        raise UserError(f"step {step} is not saved: NaN or infinity in {broken}: {advice}")
 
 
 def to_host(state: Any, keep: bool) -> Any:
@@ -199,7 +226,7 @@ def shared_files(
     folder, meta = sets[0].folder, sets[0].meta
     changes = {
         "trained_on": {d.name: d.meta["splits"]["train"]["sha256"] for d in sets},
-        "judged_by": {d.name: d.meta["splits"]["val"]["sha256"] for d in sets},
+        "judged_by": val_hashes(sets),
         # manifest.json has the hashes of the tokenizer's files
         "tokenizer": {k: v for k, v in meta["tokenizer"].items() if k != "files"},
     }
@@ -271,12 +298,12 @@ def newest_run(out_dir: Path) -> Path | None:
 
 
 def losses_of(run: Path) -> dict[Path, float]:
-    """Return the validation loss of each checkpoint of a run that was evaluated, newest first.
+    """Return the validation loss of each checkpoint of a run, newest first.
 
-    Raises UserError if metrics.jsonl is damaged.
+    Left out are those that were not evaluated, or on other data than the last one. Raises UserError
+    if metrics.jsonl is damaged.
     """
-    records = read_metrics(run / "metrics.jsonl")
-    losses = {r["step"]: r["val_loss"] for r in records if r.get("val_loss", math.inf) < math.inf}
+    losses = evaluations(read_metrics(run / "metrics.jsonl"))
     checkpoints = complete_checkpoints(run / "ckpt")
     return {path: losses[step_of(path)] for path in checkpoints if step_of(path) in losses}
 

@@ -13,7 +13,7 @@ from configurator import UserError
 from hardware.machine import Machine
 from hardware.terminal import ProgressBar
 from model import GPT
-from text.dataset import open_windows
+from text.dataset import names_and_weights, open_windows
 from text.windows import DataSet, Loader, Windows
 from training.batches import to_batch
 from training.parallel import all_sum, autocast
@@ -48,6 +48,24 @@ def evaluation_windows(sets: list[DataSet], cfg: TrainConfig) -> dict[str, list[
     return windows
 
 
+def val_hashes(sets: list[DataSet]) -> dict[str, str]:
+    """Return the SHA-256 of the val.bin of each data set."""
+    return {data.name: data.meta["splits"]["val"]["sha256"] for data in sets}
+
+
+def judged_by(cfg: TrainConfig, hashes: dict[str, str]) -> dict[str, Any]:
+    """Return what a validation loss depends on beside the weights. hashes: as of val_hashes().
+
+    Two losses can be compared if this was the same for both. (A run keeps its block_size and its
+    loss_on.)
+    """
+    names, weights = names_and_weights(cfg.dataset)
+    total = sum(weight or 1 for weight in weights)
+    shares = [str((weight or 1) / Fraction(total)) for weight in weights]
+    data = sorted([hashes[name], share] for name, share in zip(names, shares, strict=True))
+    return {"data": data, "eval_tokens": cfg.eval_tokens}
+
+
 def evaluate_all(
     model: Callable,
     windows: dict[str, list[Windows]],
@@ -55,10 +73,11 @@ def evaluate_all(
     B: int,
     machine: Machine,
     eos_id: int,
-) -> dict[str, list[float]]:
+    stop: Callable[[], bool],
+) -> dict[str, list[float]] | None:
     """Return the losses of evaluation_windows(): a key -> one loss for each data set.
 
-    On train.bin, as many tokens are evaluated as on val.bin.
+    On train.bin, as many tokens are evaluated as on val.bin. Return None if stop() asks for it.
     """
     losses: dict[str, list[float]] = {}
     for key, windows_of_sets in windows.items():
@@ -68,7 +87,10 @@ def evaluate_all(
             tokens = cfg.eval_tokens
             if key == "train_eval_loss":
                 tokens = len(val.fixed_starts(tokens)) * cfg.block_size
-            losses[key].append(evaluate(model, one, tokens, B, machine, eos_id=documents))
+            loss = evaluate(model, one, tokens, B, machine, documents, stop=stop)
+            if loss is None:
+                return None
+            losses[key].append(loss)
     return losses
 
 
@@ -81,10 +103,11 @@ def evaluate(
     machine: Machine,
     eos_id: int | None = None,
     bar: bool = False,
-) -> float:
+    stop: Callable[[], bool] = lambda: False,
+) -> float | None:
     """Return the mean loss, in nats per token, on about `tokens` tokens of a split (0: on all).
 
-    It is NaN if no token of them counts.
+    It is NaN if no token of them counts, and None if stop() is true before a batch.
 
     The windows are always the same ones. The ranks take turns, with B windows at a time.
     eos_id: a token sees only its own document, which this token begins; None: all before it.
@@ -98,6 +121,8 @@ def evaluate(
     batches = range(machine.rank * B, math.ceil(count / turn) * turn, turn)
     totals = torch.zeros(2, device=machine.device)  # sum of the loss over targets; their number
     for start in ProgressBar("evaluating", batches, disable=None if bar else True):
+        if stop():
+            return None
         # All batches have B windows, so that the model sees a single shape. Past the last window
         # the first ones fill the batch; their targets are set to -1, which the loss ignores.
         rows = loader.rows([(0, starts[i % count]) for i in range(start, start + B)])
@@ -111,11 +136,14 @@ def evaluate(
     return loss_sum / targets if targets else math.nan
 
 
-def write_text(model: GPT, tokenizer: Any, prompt: list[int], length: int, seed: int) -> str:
+def write_text(
+    model: GPT, tokenizer: Any, prompt: list[int], length: int, seed: int, stop: Callable[[], bool]
+) -> str | None:
     """Return what the model writes after a prompt: `length` tokens, or fewer if the document ends.
 
-    tokenizer: of text/tokenizer.py. prompt: token ids. The random choices are always the same ones.
-    A training that goes on afterwards is not changed, since it sets the seed of each of its steps.
+    Return None if stop() is true after a token. tokenizer: of text/tokenizer.py. prompt: token ids.
+    The random choices are always the same ones. A training that goes on afterwards is not changed,
+    since it sets the seed of each of its steps.
 
     All tokens are made even if the document ends early. So all ranks call the model equally often,
     which they must if each holds a part of the weights.
@@ -124,9 +152,13 @@ def write_text(model: GPT, tokenizer: Any, prompt: list[int], length: int, seed:
     torch.manual_seed(seed)
     idx = torch.tensor([prompt], device=model.wte.weight.device)  # (1, T)
     model.eval()  # no dropout
+    tokens = []
     try:
         # The low temperature suits a model that has not learned much.
-        tokens = list(model.generate(idx, length, temperature=0.5))
+        for token in model.generate(idx, length, temperature=0.5):
+            tokens.append(token)
+            if stop():
+                return None
     finally:
         model.train()
     # The second is what ends an answer. Its name is not imported: the loop needs no text/tokenizer.

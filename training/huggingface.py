@@ -108,12 +108,14 @@ ROPE = {
     "linear": ["factor"],
     "llama3": ["factor", "low_freq_factor", "high_freq_factor", FIRST_LENGTH],
 }
-# What the four classes read besides, with the only value that is computed here. They ignore all
-# other settings of a config.json: who wrote it, how the model was trained and is sampled from.
+# What the four classes read besides, and what others of their kind multiply or cap, with the only
+# value that is computed here. They ignore all other settings of a config.json: who wrote it, how
+# the model was trained and is sampled from.
 FIXED = dict(
     scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False,
     is_causal=True, use_sliding_window=False, layer_types=[], partial_rotary_factor=1.0,
-    quantization_config={}, auto_map={},
+    quantization_config={}, auto_map={}, attn_logit_softcapping=None, final_logit_softcapping=None,
+    logit_scale=1.0, logits_scaling=1.0, embedding_multiplier=1.0, residual_multiplier=1.0,
 )  # fmt: skip
 
 
@@ -198,8 +200,12 @@ def from_config(d: dict) -> GPTConfig:
     # In GPTConfig, 0 stands for what null stands for here.
     c = checked({field: 0 if value is None else value for field, value in shape.items()})
 
+    expected = {}
     if a is OURS:
-        expected = dict.fromkeys(d.keys() - to_config(c).keys())  # fields of a later version
+        unknown = [key for key in d.keys() - to_config(c).keys() if d[key] and key[0] != "_"]
+        if unknown:  # a field of a later version, or what another program has added
+            advice = "if it does not change the model, delete the line"
+            raise ValueError(f"{min(unknown)}={d[min(unknown)]!r} is not known here: {advice}")
     else:
         expected = FIXED | in_words_of(a, c)
     layer_types = settings.get("layer_types", [])
@@ -333,6 +339,9 @@ def from_state(c: GPTConfig, stored: Weights, parameters: Weights) -> Weights:
     for key, w in unused.items():
         tied = c.tie_embeddings and key == "lm_head.weight" and torch.equal(w.float(), wte)
         zero = key.endswith(".bias") and not w.any()
+        if c.tie_embeddings and key == "lm_head.weight" and not tied:
+            problem = "tie_word_embeddings is true in config.json (or there by default)"
+            raise ValueError(f"{problem}, but {key} is another matrix: if it is right, say false")
         if not (tied or zero or key.endswith(constants)):
             raise ValueError(f"{key} belongs to no part of this architecture")
     return state

@@ -219,21 +219,24 @@ def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
     return when, dict(zip(PARTS, (state, CUBLAS * (step.device == "cuda"), *sizes), strict=True))
 
 
-def overhead(peak: float, step: Step) -> dict[str, float]:
+def overhead(model: GPT, peak: float, step: Step) -> dict[str, float]:
     """Return by part the bytes that a device must have in addition to the `peak` of a step.
 
     Those of NCCL, and the fraction of a GPU's memory that the allocator cannot use between its
     blocks, are assumed, not measured.
     """
     if step.device == "cpu":
-        return {"Python and torch": 0.3e9}
+        # Smaller tensors settle where the logits were freed, so the next logits need new memory.
+        # (With shards, large tensors have pages of their own: tune_malloc() of hardware/machine.py)
+        logits = step.B * step.T * model.config.padded_vocab_size * step.dtype.itemsize
+        return {"Python and torch": 0.3e9, "gap in the heap": 0 if step.zero else logits}
     return {"CUDA context": CONTEXT, "fragmentation": 0.04 * peak, "NCCL": 0.7e9 * (step.world > 1)}
 
 
 def needed(model: GPT, step: Step) -> float:
     """Return the bytes that the device must have for a step."""
     peak = sum(step_memory(model, step)[1].values())
-    return peak + sum(overhead(peak, step).values())
+    return peak + sum(overhead(model, peak, step).values())
 
 
 def largest_batch(model: GPT, step: Step, capacity: float) -> int:

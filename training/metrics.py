@@ -4,6 +4,7 @@ training/report.py appends to it. plot.py and others read it, without torch.
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TextIO
@@ -36,9 +37,18 @@ def read_metrics(path: Path) -> list[dict]:
     return records
 
 
-def records_until(path: Path, step: int) -> list[dict]:
-    """Return the records up to a step. Later steps are trained again by a run resumed there."""
-    return [record for record in read_metrics(path) if record["step"] <= step]
+def evaluations(records: list[dict]) -> dict[int, float]:
+    """Return step -> validation loss, of those that were measured on the same data as the last one.
+
+    Only these can be compared. A loss that is not finite is left out.
+    """
+    last = next((r["judged_by"] for r in reversed(records) if "judged_by" in r), None)
+    judged_by, losses = last, {}
+    for record in records:
+        judged_by = record.get("judged_by", judged_by)
+        if judged_by == last and record.get("val_loss", math.inf) < math.inf:
+            losses[record["step"]] = record["val_loss"]
+    return losses
 
 
 def start_metrics(path: Path, records: list[dict]) -> TextIO:

@@ -1,20 +1,21 @@
 """How the model runs: compiled or not, on how many processes, with which batch size."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import UserError
-from hardware.machine import Machine, out_of_memory
+from hardware.machine import LONGEST_WAIT, Machine, out_of_memory
 from model import GPT
 from training.batches import Batch
 from training.memory import Step, largest_batch, needed
-from training.plan import Plan, even_batch, make_plan
+from training.plan import Plan, Progress, even_batch, make_plan
 from training.settings import TrainConfig
 
 
@@ -35,6 +36,17 @@ def all_sum(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def any_signal(signals: Sequence[int], machine: Machine) -> bool:
+    """Return whether a signal has arrived at any rank. All ranks must call this.
+
+    The hosts ask each other: nothing waits for a device.
+    """
+    count = torch.tensor(len(signals))
+    if machine.group:
+        dist.all_reduce(count, group=machine.group, async_op=True).wait(LONGEST_WAIT)
+    return count.item() > 0
+
+
 # --------------------------------------------------------------------------------------------------
 # The batch size
 
@@ -45,17 +57,17 @@ def plan_of(
     step: Step,
     epoch_tokens: int,
     capacity: float,
-    done: tuple[int, int] = (0, 0),
+    progress: Progress | None = None,
     saved_batch_size: int = 0,
 ) -> tuple[TrainConfig, Plan, Step]:
     """Return the settings with a number for batch_size=auto, the plan, and the size of a step.
 
     step: its T, dtype, device and world. capacity: bytes of memory for a step on each device.
-    done: the steps that a resumed run has done, and the windows that it has read.
+    progress: of a resumed run.
     saved_batch_size: of its checkpoint; with auto it keeps this one if it fits.
     """
     # compile=auto depends on the length of the run, which is known before batch_size=auto is.
-    draft = make_plan(replace(cfg, batch_size=1), step.world, epoch_tokens, *done)
+    draft = make_plan(replace(cfg, batch_size=1), step.world, epoch_tokens, progress)
     flops = model.flops_per_token(cfg.block_size) * draft.tokens_at(draft.steps)
     # Two micro-steps: accumulation needs more memory than one micro-step does.
     step = replace(step.of(cfg), accum=2, compiled=wants_compile(cfg, step.device, flops))
@@ -65,7 +77,7 @@ def plan_of(
             most = min(most, max(1, 8192 // step.T))
         B = saved_batch_size if 0 < saved_batch_size <= most else even_batch(most, cfg, step.world)
         cfg = replace(cfg, batch_size=B)
-    plan = make_plan(cfg, step.world, epoch_tokens, *done)
+    plan = make_plan(cfg, step.world, epoch_tokens, progress)
     return cfg, plan, replace(step, B=plan.batch_size, accum=plan.accum)
 
 
@@ -91,7 +103,7 @@ def wants_compile(cfg: TrainConfig, kind: str, flops: float) -> bool:
 
 
 def halved(
-    cfg: TrainConfig, plan: Plan, step: Step, done: tuple[int, int]
+    cfg: TrainConfig, plan: Plan, step: Step, progress: Progress
 ) -> tuple[TrainConfig, Plan, Step]:
     """Return the settings, the plan and the size of a step with half the batch_size or less.
 
@@ -100,7 +112,7 @@ def halved(
     if plan.batch_size == 1:
         raise UserError(f"out of memory {plan.smaller(step.T)}")
     cfg = replace(cfg, batch_size=even_batch(plan.batch_size // 2, cfg, step.world))
-    plan = make_plan(cfg, step.world, plan.epoch_tokens, *done)
+    plan = make_plan(cfg, step.world, plan.epoch_tokens, progress)
     return cfg, plan, replace(step, B=plan.batch_size, accum=plan.accum)
 
 
@@ -140,6 +152,19 @@ def wrap(cfg: TrainConfig, model: GPT, machine: Machine, compiled: bool) -> Call
     return torch.compile(forward, dynamic=False) if compiled and not by_blocks else forward
 
 
+def remove_empty_libraries() -> list[Path]:
+    """Delete the empty libraries in the cache of torch.compile, and return their paths.
+
+    A Ctrl-C while it compiles leaves one. torch takes it for a good one, at each start anew.
+    """
+    from torch._inductor.codecache import cache_dir  # takes a second, if nothing has compiled yet
+
+    empty = [path for path in Path(cache_dir()).glob("*/*.so") if path.stat().st_size == 0]
+    for path in empty:
+        path.unlink()
+    return empty
+
+
 @contextmanager
 def compiler_errors() -> Iterator[None]:
     """Turn an error of torch.compile into a UserError of one line."""
@@ -150,6 +175,9 @@ def compiler_errors() -> Iterator[None]:
         if out_of_memory(e) or not of_compiler:  # another rank has ended, or it is a bug
             raise
         first_line = str(e).partition("\n")[0]
+        if empty := remove_empty_libraries():
+            problem = f"it met empty libraries in its cache ({empty[0]}), which are now deleted"
+            raise UserError(f"torch.compile failed: {problem}: give the same command again") from e
         reason = f"{type(e).__name__}: {first_line}"
         raise UserError(f"torch.compile failed: {reason}: train with --compile=false") from e
 

@@ -5,7 +5,8 @@ All functions are pure: their results depend on nothing but the settings and the
 """
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from fractions import Fraction
 from typing import Any
 
 from torch.amp import GradScaler
@@ -30,10 +31,26 @@ class Plan:
     ended_by: str = ""  # the limit that ends it, if there are several
     begun_step: int = 0  # steps that were done before this process started
     begun_tokens: int = 0  # tokens read in them; step_tokens may have been different then
+    epoch_shift: int = 0  # see Progress
+    # What was done then, in tokens as the limit counts them that ends the run: max_steps counts
+    # all steps alike, and max_epochs adds epoch_shift.
+    begun: int = 0
 
     def tokens_at(self, step: int) -> int:
         """Return how many tokens the run has read when `step` steps are done."""
         return self.begun_tokens + (step - self.begun_step) * self.step_tokens
+
+    def epochs_at(self, step: int) -> float:
+        """Return how many epochs the run has read when `step` steps are done."""
+        return (self.tokens_at(step) + self.epoch_shift) / self.epoch_tokens
+
+    def place(self, step: int) -> float:
+        """Return how far the run is when `step` steps are done, in steps of the present size.
+
+        The fraction of the run that is done is place(step) / place(steps). If all steps had the
+        same size, place(step) is step.
+        """
+        return (self.begun + (step - self.begun_step) * self.step_tokens) / self.step_tokens
 
     def smaller(self, block_size: int) -> str:
         """Return the advice for a run that does not fit into memory: which option to change."""
@@ -51,7 +68,13 @@ class Progress:
     """Counters and records of a run. A checkpoint stores each field under its name."""
 
     step: int = 0  # steps done
-    samples: int = 0  # windows read: the place in the data
+    samples: int = 0  # windows read
+    # How many of them were read before switch_data: the place in the data is samples - data_begun.
+    data_begun: int = 0
+    epoch_tokens: int = 0  # tokens in an epoch of them
+    # In tokens: epochs done are (tokens read + epoch_shift) / epoch_tokens. It is 0 unless the
+    # length of an epoch has changed, as with another `documents`.
+    epoch_shift: int = 0
     best_step: int = -1  # step with the lowest validation loss
     best_val_loss: float = math.inf
     losses: list[float] = field(default_factory=list)  # the last 101 finite ones, for spike()
@@ -65,6 +88,8 @@ class Progress:
         If the run ended because of too many bad steps in a row, their count starts again at 0.
         Raises UserError if a value is missing, or of another kind.
         """
+        newer = dict.fromkeys(("epoch_tokens", "epoch_shift", "data_begun"), 0)
+        training = newer | training  # a checkpoint may be older than these fields
         for name, default in asdict(cls()).items():
             if type(training.get(name)) is not type(default):
                 raise UserError(f"train_state.pt: {name} is {training.get(name)!r}: not train.py's")
@@ -93,6 +118,12 @@ class Progress:
         self.bad_in_a_row += 1
         return "bad"
 
+    def with_epoch(self, tokens: int, block_size: int) -> "Progress":
+        """Return this progress for epochs of `tokens` tokens. As many epochs are done as before."""
+        read = self.samples * block_size
+        epochs = Fraction(read + self.epoch_shift, self.epoch_tokens or tokens)
+        return replace(self, epoch_tokens=tokens, epoch_shift=round(epochs * tokens) - read)
+
     def gives_up(self) -> bool:
         """Return whether the run shall end: all of its last steps were bad."""
         return self.bad_in_a_row >= MAX_BAD_STEPS
@@ -105,11 +136,10 @@ class Progress:
 
 
 def make_plan(
-    cfg: TrainConfig, world: int, epoch_tokens: int, step: int = 0, samples: int = 0
+    cfg: TrainConfig, world: int, epoch_tokens: int, progress: Progress | None = None
 ) -> Plan:
-    """Return the plan of a run on `world` processes.
+    """Return the plan of a run on `world` processes. progress: of a resumed run.
 
-    step, samples: how many steps a resumed run has done, and how many windows it has read in them.
     Raises UserError if batch_size is still "auto".
     """
     if cfg.batch_size == "auto":
@@ -123,15 +153,18 @@ def make_plan(
     accum = step_tokens // (B * T * world)
 
     # The run ends at the first of its limits. A limit in tokens is rounded to the nearest step.
-    begun_tokens = samples * T
-    limits = {"max_steps": cfg.max_steps} if cfg.max_steps else {}
-    tokens_of_epochs = math.ceil(min(cfg.max_epochs * epoch_tokens, 2**62))  # inf has no ceil
-    for name, tokens in {"max_epochs": tokens_of_epochs, "max_tokens": cfg.max_tokens}.items():
-        if tokens:
-            limits[name] = step + (tokens - begun_tokens + step_tokens // 2) // step_tokens
-    steps = max(min(limits.values(), default=step), step, 1)
-    ended_by = min(limits, key=limits.get) if len(limits) > 1 else ""
-    return Plan(B, accum, step_tokens, epoch_tokens, steps, ended_by, step, begun_tokens)
+    done = progress or Progress()
+    read, size = done.samples * T, step_tokens
+    epochs = math.ceil(min(cfg.max_epochs * epoch_tokens, 2**62))  # inf has no ceil
+    ends = {"max_steps": cfg.max_steps * size, "max_epochs": epochs, "max_tokens": cfg.max_tokens}
+    begun = {"max_steps": done.step * size, "max_epochs": read + done.epoch_shift}
+    begun["max_tokens"] = read
+    limits = {k: done.step + (ends[k] - begun[k] + size // 2) // size for k in ends if ends[k]}
+    first = min(limits, key=limits.__getitem__, default="max_steps")
+    steps = max(limits.get(first, 0), done.step, 1)
+    ended_by = first if len(limits) > 1 else ""
+    shape = (B, accum, step_tokens, epoch_tokens, steps)
+    return Plan(*shape, ended_by, done.step, read, done.epoch_shift, begun[first])
 
 
 def tokens_of_step(B: int, cfg: TrainConfig, world: int) -> int:
@@ -158,13 +191,13 @@ def even_batch(limit: int, cfg: TrainConfig, world: int) -> int:
     return min(sizes, key=lambda B: off(tokens_of_step(B, cfg, world), cfg))
 
 
-def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:
-    """Return the learning rate of step 0 ... steps - 1.
+def lr_at(step: float, steps: float, cfg: TrainConfig) -> float:
+    """Return the learning rate of step 0 ... steps - 1. Both are as of Plan.place().
 
     cosine: SGDR, arXiv 1608.03983, eq. 5, one cycle. wsd: MiniCPM, arXiv 2404.06395, section 4.
     """
     warmup = math.ceil(cfg.warmup_ratio * steps)
-    if step < warmup:
+    if step + 1 <= warmup:
         return cfg.lr * (step + 1) / warmup
     if cfg.schedule == "constant":
         return cfg.lr
@@ -178,8 +211,8 @@ def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * share)
 
 
-def momentum_at(step: int, steps: int, cfg: TrainConfig) -> float:
-    """Return Muon's momentum at step 0 ... steps - 1.
+def momentum_at(step: float, steps: float, cfg: TrainConfig) -> float:
+    """Return Muon's momentum at step 0 ... steps - 1. Both are as of Plan.place().
 
     At the start of a run the gradient changes fast, and a mean over fewer steps follows it better.
     In the first tenth it grows linearly from 0.85, as in the records of the 124M speed run of

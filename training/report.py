@@ -33,10 +33,11 @@ from hardware.terminal import ProgressBar, in_a_terminal, quoted
 from model import GPTConfig
 from text.landmarks import mixed_landmarks
 from text.windows import DataSet
+from training.evaluate import judged_by, val_hashes
 from training.huggingface import architecture_of
-from training.metrics import records_until, start_metrics
+from training.metrics import read_metrics, start_metrics
 from training.plan import Plan, Progress
-from training.settings import TrainConfig
+from training.settings import TRAINING, TrainConfig
 
 PLOT = Path(__file__).resolve().parents[1] / "plot.py"
 SYNC = "metrics.jsonl has all numbers"
@@ -60,8 +61,11 @@ class Report:
         self.drawn = time.monotonic()  # when the last drawing began
         self.tracker: threading.Thread | None = None
         self.numbers: SimpleQueue[dict] = SimpleQueue()  # for the tracker; {} is the end
+        self.told = False  # whether a note has said that they take long
         self.unigram = math.inf  # loss of single-token frequencies, in nats per token
         self.lost = False  # whether a record could not be written
+        # Seconds that the last one of each took: eval_every, save_every.
+        self.pauses: dict[str, float] = {}
         self.mutex = threading.Lock()  # the thread that saves checkpoints reports, too
         self.below_lines = ExitStack()
         shown = self.machine.is_main and in_a_terminal()
@@ -118,35 +122,38 @@ class Report:
         """
         step = self.progress.step
         plan = self.plan
-        step_s = clock.seconds() / (step - clock.step)
-        rate = plan.step_tokens / step_s
-        tflops = rate * flops / 1e12
-        mfu = tflops / peak if peak else None
-        if mfu and mfu > 1 and self.machine.device.type == "cpu" and not self.cfg.peak_tflops:
-            mfu = None  # other programs slowed this machine down while its peak was measured
         tokens = plan.tokens_at(step)
-        record = {
-            "step": step,
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": grad_norm,
-            "tokens": tokens,
-            "epoch": tokens / plan.epoch_tokens,
-            "tokens_per_s": rate,
-            "tflops": tflops,
-            "mfu": mfu,
-            "step_ms": 1e3 * step_s,
-            "data_ms": 1e3 * clock.data_s / (step - clock.step),
-            "memory_gb": most_memory(self.machine.device) / 1e9,
-            "eta_s": (plan.steps - step) * step_s,
-        }
-        speed = f"{rate / 1e3:.1f}k tok/s"
-        self.bar.set_postfix_str(speed, refresh=False)
-        line = f"loss {loss:.3f} | lr {lr:.1e} | grad {grad_norm:.2f} | {speed}"
-        line += f" | {tflops:.{1 if tflops >= 10 else 3}f} TFLOPS"
-        line += f" | MFU {'n/a' if mfu is None else f'{mfu:.1%}'} | {record['step_ms']:.0f} ms"
-        line += f" | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB"
-        self.write(record, f"{line} | eta {ProgressBar.format_interval(record['eta_s'])}")
+        record = {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens": tokens}
+        record["epoch"] = plan.epochs_at(step)
+        line = f"loss {loss:.3f} | lr {lr:.1e} | grad {grad_norm:.2f}"
+        if clock.step == 0 or clock.step > plan.begun_step:  # the first after a resume is a warm-up
+            step_s = clock.seconds() / (step - clock.step)
+            rate = plan.step_tokens / step_s
+            tflops = rate * flops / 1e12
+            mfu = tflops / peak if peak else None
+            if mfu and mfu > 1 and self.machine.device.type == "cpu" and not self.cfg.peak_tflops:
+                mfu = None  # other programs slowed this machine down while its peak was measured
+            record |= {
+                "tokens_per_s": rate,
+                "tflops": tflops,
+                "mfu": mfu,
+                "step_ms": 1e3 * step_s,
+                "data_ms": 1e3 * clock.data_s / (step - clock.step),
+                "memory_gb": most_memory(self.machine.device) / 1e9,
+                "eta_s": (plan.steps - step) * step_s + self.pauses_after(step),
+            }
+            speed = f"{rate / 1e3:.1f}k tok/s"
+            self.bar.set_postfix_str(speed, refresh=False)
+            line += f" | {speed} | {tflops:.{1 if tflops >= 10 else 3}f} TFLOPS"
+            line += f" | MFU {'n/a' if mfu is None else f'{mfu:.1%}'} | {record['step_ms']:.0f} ms"
+            line += f" | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB"
+            line += f" | eta {ProgressBar.format_interval(record['eta_s'])}"
+            if self.pauses_after(0) > 0.25 * plan.steps * step_s and not self.told:
+                self.told = True
+                share = self.pauses_after(0) / (self.pauses_after(0) + plan.steps * step_s)
+                advice = "a larger eval_every, or smaller eval_tokens, makes it shorter"
+                line += f"\nnote: evaluations and saves take {share:.0%} of the run: {advice}"
+        self.write(record, line)
         # By this step, every model should have learned more than how frequent each token is.
         due = max(100, 0.05 * plan.steps, 2 * self.cfg.warmup_ratio * plan.steps)
         mean = statistics.mean(self.progress.losses[-20:])
@@ -155,6 +162,12 @@ class Report:
             line += f" frequencies ({self.unigram:.2f}): check lr and the data;"
             self.write(dict(step=step, not_below="unigram"), f"{line} {self.how_to_read(step)}")
         clock.restart(step)
+
+    def pauses_after(self, step: int) -> float:
+        """Return the seconds that evaluations and saves after a step take, as long as the last."""
+        last = self.plan.steps
+        every = {name: getattr(self.cfg, name) for name in self.pauses}
+        return sum(s * (-(-last // every[k]) - step // every[k]) for k, s in self.pauses.items())
 
     def how_to_read(self, step: int) -> str:
         """Return the command that prints the texts of a step."""
@@ -187,6 +200,7 @@ class Report:
             if key.startswith("val_loss/"):
                 line += f" | {key.removeprefix('val_loss/')} {loss:.4f}"
         in_units = dict(val_ppl=ppl, val_bits_per_byte=bits_per_byte, eval_s=seconds)
+        self.pauses["eval_every"] = seconds
         self.write({"step": step} | mean | by_set | in_units, line)
         if time.monotonic() - self.drawn > 30:  # drawing takes seconds of a CPU core
             self.draw()
@@ -287,17 +301,16 @@ def first_records(
     the settings of this process follows if they differ from those recorded last.
     """
     step = progress.step
-    if step == 0 and path.exists():  # init_from=auto: an earlier start saved nothing
-        note(f"{path} is kept as {set_aside(path, 'metrics_kept.jsonl').name}")
-    records = records_until(path, step)
+    before = read_metrics(path)
+    records = [record for record in before if record["step"] <= step and step > 0]
+    # Settings under which no step was trained.
+    records = [r for r in records if not ("settings" in r and r["step"] == step)]
     if step and not any(r["step"] == step and "saved" in r for r in records):
         # The process that wrote the checkpoint was killed before it could record it.
         records.append({"step": step, "saved": f"step_{step:08d}"})
 
     settings = {k: v for k, v in asdict(cfg).items() if k != "overwrite"}
-    if cfg.init_from in ("scratch", "auto"):
-        settings["init_from"] = "scratch"
-    else:  # the model that is fine-tuned has its own shape
+    if cfg.init_from not in ("scratch", "auto"):  # the model that is fine-tuned has its own shape
         model_settings = {k: v for k, v in asdict(c).items() if k in settings and k != "block_size"}
         settings |= model_settings | {"preset": architecture_of(c).name}
     # `prepare.py --inspect RUN --step N` reads this record to find a step's texts.
@@ -306,12 +319,24 @@ def first_records(
         "step_samples": plan.step_tokens // cfg.block_size,
         "steps": plan.steps,
         "data": {data.name: data.meta["splits"]["train"]["sha256"] for data in sets},
+        "judged_by": judged_by(cfg, val_hashes(sets)),
         "landmarks": mixed_landmarks(sets, cfg.loss_on),
     }
     recorded = next((r for r in reversed(records) if "settings" in r), {})
     if any(recorded.get(key) != value for key, value in run.items()):
-        records.append({"step": step, "first_sample": progress.samples} | run)
+        records.append({"step": step, "first_sample": progress.samples - progress.data_begun} | run)
+    # Steps that are not done again in the same way: an earlier start saved nothing, or a resume
+    # goes back with other settings.
+    lost = [record for record in before if record["step"] > step]
+    ways = [trained_with(r) for r in (recorded, *lost, run) if "settings" in r]
+    if (path.exists() and not step) or (lost and any(way != ways[0] for way in ways)):
+        note(f"{path} is kept as {set_aside(path, 'metrics_kept.jsonl').name}")
     return records
+
+
+def trained_with(run: dict) -> list:
+    """Return all of a record of first_records() that changes the steps after it."""
+    return [run.get("step_samples"), run.get("data"), *map(run["settings"].get, TRAINING)]
 
 
 def send_numbers(

@@ -13,17 +13,19 @@ Each raises UserError if something is missing or does not fit.
 
 import math
 import os
+import re
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from configurator import UserError, changes, checked, note, set_value
+from configurator import UserError, changes, checked, given, note, set_value
 from hardware.disk import damage, read_object
 from hardware.machine import is_sharded
 from model import GPT, GPTConfig, rope_table
-from text.dataset import load_tokenizer, newest_dataset, tokenizer_id
+from text.dataset import load_tokenizer, names_and_weights, newest_dataset, tokenizer_id
 from text.hf_tokenizer import tokenizer_of_model
 from text.tokenizer import same_ids
 from text.windows import DataSet
@@ -33,9 +35,12 @@ from training.checkpoint import (
     intact_checkpoint,
     newest_checkpoint,
     newest_run,
+    step_of,
 )
+from training.evaluate import judged_by, val_hashes
 from training.huggingface import from_pretrained, is_utf8, load_tensors, shape_in
 from training.metrics import read_metrics
+from training.plan import Progress
 from training.settings import PLACE, TrainConfig, model_config
 
 # --------------------------------------------------------------------------------------------------
@@ -64,19 +69,38 @@ def settings_of_run(options: dict[str, Any]) -> TrainConfig:
     if newest := newest_run(Path(cfg.out_dir)) if resumes else None:
         note(f"no run_name is given: the newest run is resumed, {newest}")
         options = options | {"run_name": newest.name}
+    elif resumes and (runs := sorted(Path(cfg.out_dir).glob("*/metrics.jsonl"))):
+        names = ", ".join(path.parent.name for path in runs)
+        advice = "name one by --run_name: --overwrite has renamed those that end in .old"
+        raise UserError(f"init_from=resume: which run of {cfg.out_dir}/: {names}? {advice}")
     run_name = options.get("run_name", cfg.run_name)
     saved = saved_settings(Path(cfg.out_dir) / run_name / "ckpt")
-    return checked(TrainConfig, saved | options | {"run_name": run_name})
+    if cfg.init_from == "auto":
+        begun = with_model(options)
+        options = options | {"init_from": f"auto:{begun['init_from']}"}
+        saved = saved or begun
+    cfg = checked(TrainConfig, saved | options | {"run_name": run_name})
+    kept = "data_dir" in saved and "data_dir" not in options
+    if kept and not all(Path(cfg.data_dir, k).is_dir() for k in names_and_weights(cfg.dataset)[0]):
+        problem = f"data_dir={cfg.data_dir}, as the checkpoint says, has no {cfg.dataset} here"
+        raise UserError(f"{problem}: --data_dir=FOLDER says where the data sets are")
+    return cfg
 
 
-def with_model(options: dict[str, Any]) -> dict[str, Any]:
+def with_model(options: dict[str, Any], cls: type = TrainConfig) -> dict[str, Any]:
     """Return settings with the folder of the model to fine-tune, and its block_size if it is short.
 
-    It is short below the default; a block_size that is given stays. The folder of a run stands for
-    its newest checkpoint. If the model cannot be read, from_pretrained() will say so.
+    The model is that of init_from. Where this is auto, it is the one that the command line of this
+    process names beside it, in a config file or in an option of the class `cls`. A block_size is
+    short below the default; one that is given stays. The folder of a run stands for its newest
+    checkpoint. If the model cannot be read, from_pretrained() will say so.
     """
     init_from = options.get("init_from", "scratch")
-    if init_from == "scratch":
+    if init_from == "auto":
+        line = re.sub(r"\0--init[_-]from[=\0]auto(?=\0|$)", "", "\0".join(sys.argv))
+        init_from = given(cls, line.split("\0")[1:]).get("init_from", "scratch")
+        options = options | {"init_from": init_from}
+    if init_from in ("scratch", "auto"):
         return options
     if newest := newest_checkpoint(Path(init_from) / "ckpt"):
         init_from = str(newest)
@@ -110,7 +134,7 @@ def saved_settings(ckpt_dir: Path) -> dict[str, Any]:
         for key, value in read_object(path / file).items():
             if not hasattr(TrainConfig, key):
                 note(f"{path / file}: this version has no setting {key}={value}")
-            elif key not in ("init_from", "overwrite", "out_dir"):
+            elif key not in ("init_from", "overwrite", "out_dir", "switch_data"):
                 set_value(TrainConfig, values, key, value, f"{path / file}")
         return values
     return {}
@@ -123,10 +147,12 @@ def saved_settings(ckpt_dir: Path) -> dict[str, Any]:
 def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
     """Return what cfg.init_from means for the run in `folder`, whose lock the caller holds.
 
-    With resume and auto it is a checkpoint of this run, else a model folder; None: random weights.
+    With resume and auto it is a checkpoint of this run, if there is one; auto:FOLDER says what the
+    run begins from otherwise. Else it is a model folder; None: random weights.
     Raises UserError if the run would lose something that is there, or cannot find what it needs.
     """
-    if cfg.init_from not in ("resume", "auto"):
+    how, _, model_named = cfg.init_from.partition(":")
+    if how not in ("resume", "auto"):
         if holds_files(folder) and not cfg.overwrite:
             advice = "--run_name=NAME is another, --overwrite moves it out of the way"
             if newest_checkpoint(folder / "ckpt"):
@@ -146,9 +172,12 @@ def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
         advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
         raise UserError(f"{problem}: {advice}")
     start = next((record["settings"] for record in records if "settings" in record), {})
+    if how == "auto" and model_named not in ("scratch", "auto"):
+        note(f"there is no checkpoint in {folder}: the run begins from {model_named}")
+        return Path(model_named)
     if (began := start.get("init_from", "scratch")) != "scratch":
         problem = f"{folder} began from {began} and saved nothing before it ended"
-        raise UserError(f"{problem}: begin it again with --init_from=MODEL --overwrite")
+        raise UserError(f"{problem}: add --init_from=auto to the command that began it")
     if cfg.init_from == "resume":
         advice = "--init_from=auto begins it"
         if newest := newest_run(Path(cfg.out_dir)):
@@ -156,6 +185,18 @@ def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
         raise UserError(f"init_from=resume: there is no checkpoint in {ckpt_dir}; {advice}")
     note(f"there is no checkpoint in {folder}: the run begins from random weights")
     return None
+
+
+def known_of(origin: Path | None, folder: Path) -> dict[str, Any]:
+    """Return what is recorded of the weights that the run in `folder` starts from.
+
+    "saved" is in it if they are a checkpoint of this run. Other weights are not evaluated.
+    """
+    if origin is None or origin.parent != folder / "ckpt":
+        return {"val_loss": math.inf, "sample": ""}
+    records = read_metrics(folder / "metrics.jsonl")
+    known = [record for record in records if record["step"] == step_of(origin)]
+    return {key: value for record in known for key, value in record.items()} | {"saved": origin}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -195,22 +236,28 @@ def check_fits(
     c: the shape of the model. A fine-tuned one has its own, whatever the settings say: a setting
     may keep its old value or take the model's.
     """
-    trained_on, names = sorted(saved.meta["trained_on"]), sorted(data.name for data in sets)
+    trained_on = saved.meta["trained_on"]
+    hashes = {data.name: data.meta["splits"]["train"]["sha256"] for data in sets}
+    # A data set that has another name now is known by its hash.
+    name_of = {sha256: name for name, sha256 in trained_on.items() if name not in hashes}
+    sets = [replace(d, name=name_of.get(hashes[d.name], d.name)) for d in sets]
+    trained_on, names = sorted(trained_on), sorted(data.name for data in sets)
     other = f"start a new run with --init_from={folder} --run_name=NAME"
-    if names != trained_on:
+    if names != trained_on and not cfg.switch_data:
         problem = f"{folder} was trained on {', '.join(trained_on)}, not on {', '.join(names)}"
-        raise UserError(f"{problem}: give that --dataset, or {other}")
-    old_settings = {k: v for k, v in saved.settings.items() if hasattr(cfg, k)}
-    then = fixed(replace(cfg, **old_settings), c.vocab_size)
+        raise UserError(f"{problem}: give that --dataset, or --switch_data to go on, or {other}")
+    then = fixed(settings_then(saved, cfg), c.vocab_size)
     now = fixed(cfg, c.vocab_size)
     shape = asdict(c) | {"block_size": then["block_size"]}  # windows are counted in its length
     now = {k: v for k, v in now.items() if v not in (then[k], shape.get(k, then[k]))}
     then = {k: shape.get(k, then[k]) for k in now} | {
         "tokenizer": tokenizer_id(saved.meta["tokenizer"])
     }
-    for key, split in (("trained_on", "train"), ("judged_by", "val")):
-        then |= {f"{name}/{split}.bin": sha256 for name, sha256 in saved.meta[key].items()}
-    now |= data_hashes(sets) | {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
+    now |= {"tokenizer": tokenizer_id(sets[0].meta["tokenizer"])}
+    if not cfg.switch_data:
+        now |= data_hashes(sets)
+        for key, split in (("trained_on", "train"), ("judged_by", "val")):
+            then |= {f"{name}/{split}.bin": sha256 for name, sha256 in saved.meta[key].items()}
     differ = [
         f"{k} is {then.get(k)!s:.20} there, {now.get(k)!s:.20} here"
         for k in sorted(then | now)
@@ -220,6 +267,11 @@ def check_fits(
         advice = "give the same settings and data as before (prepare.py keeps the data that it"
         advice += f" replaces as NAME.old if no input file is the same), or {other}"
         raise UserError(f"checkpoint {folder} does not fit: {'; '.join(differ)}: {advice}")
+
+
+def settings_then(saved: Saved, cfg: TrainConfig) -> TrainConfig:
+    """Return the settings of a checkpoint; of cfg where they are new since then."""
+    return replace(cfg, **{k: v for k, v in saved.settings.items() if hasattr(cfg, k)})
 
 
 def fixed(cfg: TrainConfig, vocab_size: int) -> dict[str, Any]:
@@ -238,15 +290,40 @@ def data_hashes(sets: list[DataSet]) -> dict[str, str]:
     return {f"{name}/{split}.bin": counts["sha256"] for name, split, counts in splits}
 
 
-def settings_changed(saved: Saved, cfg: TrainConfig) -> list[str]:
+def progress_of(
+    saved: Saved, cfg: TrainConfig, sets: list[DataSet], known: dict[str, Any]
+) -> Progress:
+    """Return the progress of a checkpoint. If other data are evaluated now, best begins anew.
+
+    known: as of known_of(). The checkpoint was written before its evaluation.
+    """
+    progress = Progress.of_checkpoint(saved.state)
+    progress.add_evaluation(known.get("val_loss", math.inf))
+    then = judged_by(settings_then(saved, cfg), saved.meta["judged_by"])
+    if then != judged_by(cfg, val_hashes(sets)):
+        if progress.best_step >= 0:
+            note("the validation loss is measured on other data now: the best is looked for anew")
+        progress = replace(progress, best_step=-1, best_val_loss=math.inf)
+    trained_on = {data.meta["splits"]["train"]["sha256"] for data in sets}
+    if trained_on != set(saved.meta["trained_on"].values()):  # switch_data allows it
+        note(f"other data from here on, from their first window: {cfg.dataset}")
+        progress = replace(progress, data_begun=progress.samples)
+    return progress
+
+
+def settings_changed(saved: Saved, cfg: TrainConfig, sets: list[DataSet]) -> list[str]:
     """Return `lr 0.001 -> 0.002` for each setting that changed since the checkpoint was written.
 
     Those of the place are left out: they do not change what the model learns.
     """
     old = saved.settings
+    then = judged_by(settings_then(saved, cfg), saved.meta["judged_by"])
+    reorder = ["seed", "documents"]
+    if then["shares"] != judged_by(cfg, val_hashes(sets))["shares"]:  # not only another name
+        reorder.append("dataset")
     order = " (the windows come in another order: some are read twice, others never)"
     return [
-        f"{k} {old[k]} -> {value}{order if k in ('seed', 'dataset', 'documents') else ''}"
+        f"{k} {old[k]} -> {value}{order if k in reorder else ''}"
         for k, value in asdict(cfg).items()
         if k not in PLACE and old.get(k, value) != value
     ]

@@ -23,10 +23,13 @@ class TrainConfig:
     out_dir: str = option("out", "folder of all runs")
     init_from: str = option(
         "scratch",
-        "scratch; resume; auto: resume if there is a checkpoint, else scratch; or a "
-        "model folder to fine-tune",
+        "scratch; a model folder to fine-tune; resume; auto: resume if there is a checkpoint, else "
+        "what a config or option before it says, or scratch",
     )
     overwrite: bool = option(False, "rename an earlier run of this name to RUN.old first")
+    switch_data: bool = option(
+        False, "a resumed run may go on with another dataset, from its beginning (docs/resume.md)"
+    )
     data_dir: str = option("data", "folder of all data sets")
     device: str = option("auto", "auto: cuda, then mps, then cpu")
     peak_tflops: float = option(

@@ -1,7 +1,7 @@
-# How should the demo learn its answers? First: make demo chat. The runs are judged by the answers
-# of val, which are in other wordings than those of train.
+# How should the model of config/docs.py learn its answers? First: make docs chat. The runs are
+# judged by the answers of val, which are in other wordings than those of train.
 # With AdamW the embeddings and vectors have the rate of the matrices.
-question = "Which optimizer, rate and number of epochs teach the demo to answer?"
+question = "Which optimizer, rate and number of epochs teach the model of config/docs.py to answer?"
 config = "config/chat.py"
 batch_size = 8
 batch_tokens = 8 * 256

@@ -7,12 +7,26 @@ import random
 import shutil
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import harness
 import pytest
-from conftest import call, contents, forge, metrics, same, saved, train_tiny, training
+import torch
+from conftest import (
+    call,
+    contents,
+    end,
+    forge,
+    make_records,
+    metrics,
+    prepared,
+    same,
+    saved,
+    train_tiny,
+    training,
+)
 from safetensors.torch import load_file, save_file
 from test_faults import ENDLESS, poison, steps_in
 
@@ -20,11 +34,14 @@ import prepare
 import sample
 import train
 from hardware.disk import damage
+from model import GPT
+from plot import read_run
 from text.hf_tokenizer import HF_FILES
 from text.tokenizer import SentencePiece, Tiktoken
 from training import checkpoint
 from training.checkpoint import lock_run, newest_run
-from training.plan import make_plan
+from training.metrics import read_metrics
+from training.plan import Progress, lr_at, make_plan
 from training.settings import TrainConfig
 
 
@@ -64,6 +81,16 @@ def test_records_of_a_start_that_saved_nothing_are_kept(trains, tmp_path, refuse
     recorded = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     run = trains("--init_from=auto", "--max_steps=1")
     assert (run / "metrics_kept.jsonl").read_bytes() == recorded
+
+
+@pytest.mark.parametrize("more, kept", [([], False), (["--keep=3"], False), (["--lr=1e-5"], True)])
+def test_records_that_a_resume_does_not_repeat_are_kept(copied, trains, more, kept):
+    shutil.rmtree(copied / "ckpt" / "step_00000008")
+    recorded = (copied / "metrics.jsonl").read_bytes()
+    trains("--init_from=resume", *more)
+    assert (copied / "metrics_kept.jsonl").exists() == kept
+    assert not kept or (copied / "metrics_kept.jsonl").read_bytes() == recorded
+    assert metrics(copied, "loss").keys() == set(range(1, 9))
 
 
 def test_a_resume_records_a_checkpoint_that_was_not_recorded(copied, trains):
@@ -117,6 +144,13 @@ def test_overwrite_ended_before_a_save_loses_nothing(copied, trains, tmp_path, m
     assert metrics(run, "loss").keys() == set(range(1, 9))
 
 
+def test_a_resume_after_a_killed_overwrite_names_the_runs(copied, tmp_path, refuses, trains):
+    trains("--overwrite", "--max_steps=2")
+    shutil.rmtree(copied / "ckpt")
+    error = refuses(train.main, f"--out_dir={tmp_path}", "--init_from=resume")
+    assert "run, run.old" in error and "--run_name" in error and "auto" not in error
+
+
 @pytest.mark.parametrize("option", ["--overwrite", "--init_from=resume"])
 def test_linked_checkpoints_are_refused_and_stay(finished, trains, tmp_path, refuses, option):
     """They would be pruned."""
@@ -143,6 +177,47 @@ def test_no_file_of_a_run_is_written_through_a_link(copied, trains, tmp_path, li
     link(tmp_path / "thesis.tex", copied / ".metrics.jsonl.tmp")
     trains("--init_from=resume", "--max_steps=9")
     assert (tmp_path / "thesis.tex").read_text() == "precious"
+
+
+def test_a_renamed_data_set_is_the_same(copied, own_data, tmp_path, finished, capsys):
+    """And a data_dir that is not here is told apart from a data set that was never made."""
+    shutil.rmtree(saved(copied))
+    own_data.rename(tmp_path / "other")
+    resume = [f"--out_dir={tmp_path}", "--run_name=run", "--init_from=resume", "--dataset=other"]
+    call(train.main, f"--data_dir={tmp_path}", *resume)
+    assert same(copied, finished)
+    out, err = capsys.readouterr()
+    assert "tiny -> other" in out and "another order" not in out and "anew" not in err
+
+
+def test_switch_data_goes_on_with_other_data(copied, tiny_data, tmp_path, refuses, prints):
+    """They are read from their beginning; optimizer, schedule and tokens go on; best is anew."""
+    tokenizer = f"--tokenizer={tiny_data / 'tiny'}"
+    prepared(tmp_path / "d", make_records(200, seed=3), tokenizer, "--name=other")
+    resume = [f"--out_dir={tmp_path}", f"--data_dir={tmp_path / 'd'}", "--init_from=resume"]
+    switch = [*resume, "--run_name=run", "--dataset=other", "--max_steps=16"]
+    assert "--switch_data" in refuses(train.main, *switch)
+    call(train.main, *switch, "--switch_data")
+    shutil.copytree(copied, tmp_path / "straight")
+    shutil.rmtree(saved(copied))
+    call(train.main, *resume, "--run_name=run")  # it has switched
+    assert metrics(copied, "loss") == metrics(tmp_path / "straight", "loss")
+    assert metrics(copied, "tokens")[16] == 16 * 256
+    assert end(copied, 16)[0, "step"] == 16
+    shown = prints(prepare.main, "--inspect", copied, "--step=9", f"--data_dir={tmp_path / 'd'}")
+    assert "---- sample 0: " in shown
+    state = torch.load(saved(copied) / "train_state.pt", weights_only=True)
+    assert state["best_step"] > 8
+
+
+def test_a_data_dir_that_is_elsewhere_is_named(copied, tmp_path, refuses, monkeypatch):
+    settings = json.loads((saved(copied) / "train_config.json").read_text()) | {"data_dir": "d"}
+    forge(saved(copied), "train_config.json", json.dumps(settings).encode())
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        error = refuses(train.main, "--out_dir=.", "--run_name=run", "--init_from=resume")
+        assert "data_dir=d" in error and "--data_dir" in error
+        (tmp_path / "d").mkdir(exist_ok=True)  # of another project
 
 
 # -- checkpoints that cannot be seen, or that lie --
@@ -197,6 +272,47 @@ def test_a_signal_gives_a_step_up_and_the_end_is_the_same(finished, trains, tmp_
     assert metrics(run, "loss") == metrics(finished, "loss") and same(run, finished)
 
 
+@pytest.mark.parametrize("within, step", [("evaluation", 4), ("evaluation", 8), ("sample", 4)])
+def test_a_signal_within_a_pause_gives_it_up(trains, tmp_path, monkeypatch, within, step):
+    """The weights are saved. What was given up is done after the resume, once."""
+    forward, after = GPT.forward, []
+    more = ["--save_every=100", "--sample_every=4"]
+    straight = trains(*more).rename(tmp_path / "straight")
+
+    def interrupt(model, idx, targets=None, *args, **options):
+        wanted = "sample" if targets is None else "evaluation"
+        if wanted == within and not model.training and harness.steps_done(tmp_path) == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            after.append(idx)
+        return forward(model, idx, targets, *args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
+        patch.setattr(GPT, "forward", interrupt)
+        trains(*more)
+    assert ended.value.code == 128 + signal.SIGTERM and len(after) == 1
+    assert saved(tmp_path / "run").name == f"step_0000000{step}"
+    run = trains(*more, "--init_from=resume")
+    assert same(run, straight)
+    for key in ("loss", "val_loss", "sample"):
+        recorded = [r["step"] for r in read_metrics(run / "metrics.jsonl") if key in r]
+        assert metrics(run, key) == metrics(straight, key) and recorded == [*metrics(run, key)]
+
+
+def test_a_checkpoint_is_written_before_its_evaluation(finished, trains, tmp_path, monkeypatch):
+    """Its validation loss, which may be the best, is known all the same after a resume."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train, "evaluate_all", Mock(side_effect=KeyboardInterrupt))
+        trains()
+    assert steps_in(tmp_path / "run") == ["04"] and not metrics(tmp_path / "run", "val_loss")
+    run = trains("--init_from=resume")
+    assert same(run, finished) and metrics(run, "val_loss") == metrics(finished, "val_loss")
+    shutil.rmtree(saved(run))
+    trains("--init_from=resume", "--lr=3", "--max_steps=12", "--keep=1", "--eval_every=8")
+    state = torch.load(saved(run) / "train_state.pt", weights_only=True)
+    best = min(metrics(run, "val_loss").items(), key=lambda item: item[1])
+    assert (state["best_step"], state["best_val_loss"]) == best or best[0] == 12
+
+
 # -- pruning --
 
 
@@ -211,6 +327,23 @@ def test_a_fresh_checkpoint_is_not_pruned_for_damaged_newer_ones(trains):
     assert steps_in(run) == ["16", "17", "18", "20_kept", "24_kept"]
     assert not damage(run / "ckpt" / "step_00000018")
     assert all(damage(path) for path in (run / "ckpt").glob("*_kept"))
+
+
+def test_best_begins_anew_where_other_data_are_evaluated(copied, trains, capsys):
+    """For pruning, --which=best and the picture."""
+    state = torch.load(saved(copied) / "train_state.pt", weights_only=True)
+    torch.save(state | {"best_val_loss": 1.0}, saved(copied) / "train_state.pt")
+    forge(saved(copied))
+    with open(copied / "metrics.jsonl", "a") as f:
+        f.write('{"step": 8, "val_loss": 1.0}\n')
+    more = ["--lr=0.1", "--schedule=constant", "--grad_clip=0", "--max_steps=20", "--keep=1"]
+    trains("--init_from=resume", "--eval_tokens=64", *more)
+    since = {step: loss for step, loss in metrics(copied, "val_loss").items() if step > 8}
+    best = min(since, key=since.get)
+    assert best < 20 and steps_in(copied) == [f"{best}", "20"]
+    call(sample.main, f"--ckpt={copied}", "--which=best", "--max_new_tokens=1", "--device=cpu")
+    assert f"step_000000{best}, the best" in capsys.readouterr().err
+    assert f"at step {best}" in read_run(copied, "steps", "loss").name
 
 
 def test_pruning_leaves_what_somebody_added_or_linked(copied, trains, tmp_path):
@@ -268,9 +401,25 @@ def test_a_resume_with_the_same_batch_plans_the_same_end(end):
     cfg = TrainConfig(block_size=64, batch_size=4, batch_tokens=768, **end)
     plan = make_plan(cfg, 1, epoch_tokens=1_000_003)
     for step in range(0, plan.steps, 7):
-        again = make_plan(cfg, 1, 1_000_003, step, step * plan.step_tokens // 64)
+        done = Progress(step, step * plan.step_tokens // 64)
+        again = make_plan(cfg, 1, 1_000_003, done)
         assert again.steps == plan.steps
         assert again.tokens_at(plan.steps) == plan.tokens_at(plan.steps)
+        assert (again.place(step), again.place(plan.steps)) == (step, plan.steps)
+
+
+@pytest.mark.parametrize("end", [{"max_tokens": 20_480}, {"max_epochs": 0.2}, {"max_steps": 40}])
+@pytest.mark.parametrize("size", [128, 256, 384, 1024])
+def test_the_schedule_goes_on_where_it_was_with_other_batches(end, size):
+    """Half of the run is done, or a tenth, in which the warm-up ended."""
+    for step in (4, 20):
+        cfg = TrainConfig(block_size=32, batch_size=1, lr=1, warmup_ratio=0.06, **end)
+        plan = make_plan(replace(cfg, batch_tokens=512), 1, 102_400)
+        cfg = replace(cfg, batch_tokens=size)
+        again = make_plan(cfg, 1, 102_400, Progress(step, step * 512 // 32))
+        before, after = (lr_at(p.place(step), p.place(p.steps), cfg) for p in (plan, again))
+        assert after == pytest.approx(before, abs=0.02)
+        assert lr_at(again.place(again.steps - 1), again.place(again.steps), cfg) == 0.1
 
 
 def test_no_flipped_bit_of_a_checkpoint_loads_as_another_model(copied, refuses):

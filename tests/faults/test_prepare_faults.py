@@ -287,7 +287,7 @@ REFUSED = {  # (name of the file, its content, where the error is)
     "a field without end": ("c.csv", 'text\none\n"' + "z\n" * LIMIT, "c.csv:3"),
     "a column twice": ("c.csv", "text,text\none,two\n", "c.csv:1"),
     "a comma left out": ("c.json", '[{"text": "one"}, {"a": "one" "x": 1}]', "element 2"),
-    "a number without end": ("c.json", '{"text": "one"}, ' + "1" * (LIMIT + 1), "element 2"),
+    "a number without end": ("c.json", '{"text": "one"}, ' + "1" * 2 * LIMIT, "element 2"),
     "nested too deeply": ("c.json", '[{"text": "one"}, ' + "[" * 10_000, "element 2"),
 }
 

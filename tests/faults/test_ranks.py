@@ -52,9 +52,9 @@ OTHER_DISK = """
 from pathlib import Path
 broadcast = train.Machine.broadcast
 def on_node1(machine, value):
-    cfg, origin = broadcast(machine, value)
+    cfg, origin, *more = broadcast(machine, value)
     cfg = train.replace(cfg, data_dir=cfg.data_dir.replace("node0", "node1"))
-    return cfg, origin and Path(str(origin).replace("node0", "node1"))
+    return cfg, origin and Path(str(origin).replace("node0", "node1")), *more
 if os.environ["RANK"] == "1":
     os.environ["LOCAL_RANK"] = "0"  # the first of its own computer
     train.Machine.broadcast = on_node1
@@ -180,3 +180,34 @@ def test_a_computer_that_comes_back_joins_the_run_again(tiny_data, tmp_path):
     assert metrics(tmp_path / "run", "loss").keys() == set(range(1, 121))
     printed = (tmp_path / "computer 0").read_text() + (tmp_path / "computer 1").read_text()
     assert printed.count("resumed from ") == 1
+
+
+SAMPLES = ["--shard=all", "--sample_every=3", "--eval_every=9"]
+STEPS = ["--batch_size=1", "--eval_every=9"]  # of 4 micro-steps each
+
+
+@pytest.mark.parametrize(
+    "more, step", [([], 4), (SAMPLES, 3), (STEPS, 2), ([*STEPS, "--shard=optimizer"], 2)]
+)
+def test_a_signal_is_heard_within_what_takes_long(tiny_data, tmp_path, more, step):
+    """It arrives at rank 1 alone, within an evaluation, a sample or a step, and stops all ranks."""
+    patch = """
+import itertools, signal
+forward, calls = train.GPT.forward, itertools.count()
+training = STEP == 2
+def interrupted(model, *args, **options):
+    wanted = model.training == training and os.environ["RANK"] == "1"
+    if wanted and next(calls) == (10 if training else 2):
+        os.kill(os.getpid(), signal.SIGTERM)
+    return forward(model, *args, **options)
+train.GPT.forward = interrupted
+"""
+    more = [*more, "--save_every=100"]
+    done = two(tmp_path, tiny_data, *more, patch=patch.replace("STEP", str(step)))
+    run = tmp_path / "out" / "run"
+    assert done.returncode != 0 and "stopped by a signal" in done.stdout, done.stderr[-3000:]
+    assert saved(run).name == f"step_0000000{step}" and not metrics(run, "val_loss")
+    assert two(tmp_path, tiny_data, *more, "--init_from=resume").returncode == 0
+    assert metrics(run, "loss").keys() == set(range(1, 9))
+    assert not metrics(run, "bad_steps") and 8 in metrics(run, "val_loss")
+    assert step == 2 or step in metrics(run, "sample" if step == 3 else "val_loss")

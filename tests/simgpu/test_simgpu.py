@@ -191,7 +191,7 @@ def test_measuring_runs_on_a_simulated_gpu(command, folder):
 
 
 PEAKS = ["--eager --configs minimind_26m --only bfloat16"]
-PEAKS += ["--compiled --configs shakespeare_char --only float16"]
+PEAKS += ["--compiled --configs demo --only float16"]
 
 
 @pytest.mark.parametrize("options", PEAKS)

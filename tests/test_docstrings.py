@@ -4,7 +4,7 @@ from conftest import call
 from test_prepare import all_texts
 
 import prepare
-from text.demo import WORDINGS, conversations, demo_sources
+from text.docstrings import WORDINGS, conversations, docstring_sources
 
 MODULE = '''
 """Common operations on pathnames, of which this is the module's own text."""
@@ -44,7 +44,7 @@ def test_the_chat_demo_holds_these_conversations(tmp_path):
     call(prepare.main, "--chat", f"--data_dir={tmp_path}", "--vocab_size=1000", "--workers=1")
     texts = all_texts(tmp_path / "chat")
     assert len(texts) > 800
-    (source,) = (source for source in demo_sources() if source.name == "posixpath")
+    (source,) = (source for source in docstring_sources() if source.name == "posixpath")
     for record in conversations(source.path.read_bytes(), source.name):
         asked, answered = (message["content"] for message in record["messages"])
         start = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"

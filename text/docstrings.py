@@ -1,6 +1,6 @@
-"""The demo corpus: the documentation that Python, numpy and torch bring with them.
+"""A corpus for a first BPE: the documentation that Python, numpy and torch bring with them.
 
-demo_sources() lists the modules. documentation() returns the documents of one module: each
+docstring_sources() lists the modules. documentation() returns the documents of one module: each
 docstring in it is one, and each section of the language reference, which Python has for help().
 conversations() makes questions and answers of them, for prepare.py --chat.
 """
@@ -36,7 +36,7 @@ WORDINGS += ("What can I do with {}?",)
 ANSWER = re.compile(r"[A-Z][^:>|*]{19,99}\.")
 
 
-def demo_sources() -> list[Source]:
+def docstring_sources() -> list[Source]:
     """Return the modules of the standard library, numpy and torch, in a fixed order."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     packages = [Path(importlib.util.find_spec(name).origin).parent for name in ("numpy", "torch")]
