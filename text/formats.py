@@ -268,8 +268,8 @@ def read_csv(f: io.TextIOWrapper, source: Source, cfg: PrepareConfig) -> Records
 def has_csv_quotes(lines: Iterator[str]) -> bool:
     """Return whether quotes stand around the fields of a TSV, as in CSV. Else they are text.
 
-    Only the quotes themselves tell: a doubled one in a field, a quoted header, or a row whose lines
-    are no rows by themselves, is of a writer of CSV.
+    Only the quotes themselves tell: a doubled one in a field, a quoted header, or a row whose first
+    and last lines are not both rows by themselves, is of a writer of CSV.
     """
     of_row: list[str] = []  # the lines of the current row
     rows = csv.reader((of_row.append(line) or line for line in lines), "excel-tab", strict=True)
@@ -277,7 +277,7 @@ def has_csv_quotes(lines: Iterator[str]) -> bool:
     is_doubled = is_quoted = has_rows_within = False
     try:
         for row in rows:
-            tabs = {line.count("\t") for line in of_row}
+            tabs = {line.count("\t") for line in (of_row[0], of_row[-1])}
             header = header or tabs
             is_doubled |= bool(DOUBLED_QUOTE.search("".join(of_row)))
             is_quoted |= rows.line_num == 1 and of_row[0].startswith('"')

@@ -26,7 +26,7 @@ KINDS |= {"ndjson": "jsonl", "md": "txt"}  # suffix of a file -> its kind
 CUT = 1 << 18  # bytes that are unpacked at a time
 COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
 EXPECTED = f".{', .'.join(KINDS)}, all but .parquet also with {', '.join(COMPRESSED)}"
-UNKNOWN_KIND = f"unknown kind (save .arrow as .parquet); expected {EXPECTED}, or --format=KIND"
+UNKNOWN_KIND = f"unknown kind of file (.arrow: save as .parquet); expected {EXPECTED}, or --format"
 KINDS["arrow"] = ""  # no kind that is read, but data: not to be skipped in a folder
 
 # Reasons to skip a file. They are printed, and written into meta.json.
