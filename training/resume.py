@@ -100,7 +100,7 @@ def with_model(options: dict[str, Any], cls: type = TrainConfig) -> dict[str, An
         line = re.sub(r"\0--init[_-]from[=\0]auto(?=\0|$)", "", "\0".join(sys.argv))
         init_from = given(cls, line.split("\0")[1:]).get("init_from", "scratch")
         options = options | {"init_from": init_from}
-    if init_from in ("scratch", "auto"):
+    if init_from in ("scratch", "auto", "resume"):
         return options
     if newest := newest_checkpoint(Path(init_from) / "ckpt"):
         init_from = str(newest)
@@ -172,7 +172,7 @@ def find_start(cfg: TrainConfig, folder: Path) -> Path | None:
         advice = "bring them back, or give up on them with --init_from=scratch --overwrite"
         raise UserError(f"{problem}: {advice}")
     start = next((record["settings"] for record in records if "settings" in record), {})
-    if how == "auto" and model_named not in ("scratch", "auto"):
+    if how == "auto" and model_named not in ("scratch", "auto", "resume"):
         note(f"there is no checkpoint in {folder}: the run begins from {model_named}")
         return Path(model_named)
     if (began := start.get("init_from", "scratch")) != "scratch":
@@ -318,9 +318,8 @@ def settings_changed(saved: Saved, cfg: TrainConfig, sets: list[DataSet]) -> lis
     """
     old = saved.settings
     then = judged_by(settings_then(saved, cfg), saved.meta["judged_by"])
-    reorder = ["seed", "documents"]
-    if then["shares"] != judged_by(cfg, val_hashes(sets))["shares"]:  # not only another name
-        reorder.append("dataset")
+    renamed = then["shares"] == judged_by(cfg, val_hashes(sets))["shares"]
+    reorder = ["seed", "documents", *(() if renamed else ["dataset"])]
     order = " (the windows come in another order: some are read twice, others never)"
     return [
         f"{k} {old[k]} -> {value}{order if k in reorder else ''}"
