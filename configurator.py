@@ -232,14 +232,18 @@ def kind_of(cls: type, key: str, source: str) -> Any:
     return kinds[key]
 
 
+def meant(cls: type, key: str, value: Any) -> tuple[str, Any]:
+    """Return the setting and the value that these two are short for, by the table cls.SHORT."""
+    return getattr(cls, "SHORT", {}).get((key, str(value)), (key, value))
+
+
 def set_value(cls: type, values: dict[str, Any], key: str, value: Any, source: str) -> None:
     """Set values[key] = value, converted to the type that cls declares for key.
 
-    cls.SHORT, if there is such a table, maps a setting and its value to others that they stand for.
     source: where the value is given, for the message.
     Raises UserError if cls has no such setting, or if the setting does not accept the value.
     """
-    key, value = getattr(cls, "SHORT", {}).get((key, str(value)), (key, value))
+    key, value = meant(cls, key, value)
     kind = kind_of(cls, key, source)
     with suppress(ValueError, TypeError, LookupError, ArithmeticError):
         values[key] = convert(value, kind)
@@ -325,6 +329,7 @@ def given(
             if not texts and not is_switch:
                 raise UserError(f"--{key}: a value is missing; it takes {takes(cls, key)}")
             texts = texts or [True]
+            key, texts[0] = meant(cls, key, texts[0])
             options[key] = [*options.get(key, []), *texts] if is_list else texts[0]
         elif positional and not arg.startswith("-"):
             options[positional] = [*options.get(positional, []), arg]

@@ -212,18 +212,17 @@ def encode(text: str, tokenizer: Tokenizer) -> tuple[str, list[int]]:
     return text, ids
 
 
-def encode_prompt(
-    prompt: str, tokenizer: Tokenizer, block_size: int, name: str = "the prompt"
-) -> tuple[str, list[int]]:
+def encode_prompt(prompt: str, tokenizer: Tokenizer, block_size: int) -> tuple[str, list[int]]:
     """Return the text to continue and its token ids, which follow the tokenizer's prefix.
 
-    The prefix of our own tokenizers is an eos, since a document begins after one. Raises UserError,
-    about the prompt of this name, if the ids are more than block_size.
+    The prefix of our own tokenizers is an eos, since a document begins after one. Raises UserError
+    if the ids are more than block_size.
     """
     prompt, ids = encode(prompt, tokenizer)
     room = block_size - len(tokenizer.prefix)
     if len(ids) > room:
-        raise UserError(f"{name} has {len(ids):,} tokens, the model sees {room:,}: shorten it")
+        problem = f"the prompt has {len(ids):,} tokens, the model sees {room:,}"
+        raise UserError(f"{problem}: shorten it (without --prompt it is the run's sample_prompt)")
     return prompt, [*tokenizer.prefix, *ids] or [tokenizer.eos_id]
 
 
@@ -444,12 +443,11 @@ def respond(folder: Path, model: GPT, tokenizer: Tokenizer, cfg: SampleConfig, l
     prompts: Iterable[str] = typed("you> " if cfg.chat else "prompt> ", advice)
     if not is_typed:
         prompts = read_prompts(cfg, folder)
-        name = "the prompt" if cfg.prompt else "the run's sample_prompt (--prompt is another)"
         for prompt in prompts:  # one that is too long is an error before any output
             if conversation:
                 conversation.message("user", prompt)
             else:
-                encode_prompt(prompt, tokenizer, model.config.block_size, name)
+                encode_prompt(prompt, tokenizer, model.config.block_size)
     print(f"[{label}]", file=sys.stderr)
     failed = False
     for number, prompt in enumerate(prompts):

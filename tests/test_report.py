@@ -123,15 +123,15 @@ def test_the_first_step_after_a_resume_is_not_timed(trains):
 
 def test_eta_counts_evaluations_and_saves_to_come(tmp_path, capsys):
     cfg = TrainConfig(max_steps=100, eval_every=30, save_every=40, tracker="off", batch_tokens=1024)
-    plan, progress = make_plan(cfg, 1, 10_000), Progress(step=50, losses=[1.0])
+    plan, progress = make_plan(cfg, 1, 10_000), Progress(step=60, losses=[1.0])
     reports = report.Report(cfg, CPU, plan, [], progress, tmp_path, [])
-    clock = Mock(step=40, data_s=0.0, **{"seconds.return_value": 10.0})  # one second a step
+    clock = Mock(step=50, data_s=0.0, **{"seconds.return_value": 10.0})  # one second a step
     reports.step(1.0, 1e-3, 1.0, 1, None, clock)
     reports.pauses = {"eval_every": 20.0, "save_every": 3.0}
     for _ in range(2):
         reports.step(1.0, 1e-3, 1.0, 1, None, clock)
     etas = [r["eta_s"] for r in read_metrics(tmp_path / "metrics.jsonl")]
-    assert etas == [50.0, 50.0 + 3 * 20.0 + 2 * 3.0, 116.0]  # after steps 60, 90, 100; 80, 100
+    assert etas == [40.0, 40.0 + 3 * 20.0 + 2 * 3.0, 106.0]  # at steps 60, 90, 100; 80, 100
     assert capsys.readouterr().out.count("take 47% of the run") == 1
     reports.close()
 

@@ -140,7 +140,7 @@ class Report:
                 "step_ms": 1e3 * step_s,
                 "data_ms": 1e3 * clock.data_s / (step - clock.step),
                 "memory_gb": most_memory(self.machine.device) / 1e9,
-                "eta_s": (plan.steps - step) * step_s + self.pauses_after(step),
+                "eta_s": (plan.steps - step) * step_s + self.pauses_from(step),
             }
             speed = f"{rate / 1e3:.1f}k tok/s"
             self.bar.set_postfix_str(speed, refresh=False)
@@ -148,9 +148,9 @@ class Report:
             line += f" | MFU {'n/a' if mfu is None else f'{mfu:.1%}'} | {record['step_ms']:.0f} ms"
             line += f" | data {record['data_ms']:.1f} ms | mem {record['memory_gb']:.1f} GB"
             line += f" | eta {ProgressBar.format_interval(record['eta_s'])}"
-            if self.pauses_after(0) > 0.25 * plan.steps * step_s and not self.told:
+            if self.pauses_from(1) > 0.25 * plan.steps * step_s and not self.told:
                 self.told = True
-                share = self.pauses_after(0) / (self.pauses_after(0) + plan.steps * step_s)
+                share = self.pauses_from(1) / (self.pauses_from(1) + plan.steps * step_s)
                 advice = "a larger eval_every, or smaller eval_tokens, makes it shorter"
                 line += f"\nnote: evaluations and saves take {share:.0%} of the run: {advice}"
         self.write(record, line)
@@ -163,11 +163,16 @@ class Report:
             self.write(dict(step=step, not_below="unigram"), f"{line} {self.how_to_read(step)}")
         clock.restart(step)
 
-    def pauses_after(self, step: int) -> float:
-        """Return the seconds that evaluations and saves after a step take, as long as the last."""
+    def pauses_from(self, step: int) -> float:
+        """Return the seconds of all evaluations and saves from a step on, by the last of each.
+
+        Those of the step itself come after its log line.
+        """
         last = self.plan.steps
         every = {name: getattr(self.cfg, name) for name in self.pauses}
-        return sum(s * (-(-last // every[k]) - step // every[k]) for k, s in self.pauses.items())
+        return sum(
+            s * (-(-last // every[k]) - (step - 1) // every[k]) for k, s in self.pauses.items()
+        )
 
     def how_to_read(self, step: int) -> str:
         """Return the command that prints the texts of a step."""

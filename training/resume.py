@@ -309,9 +309,8 @@ def settings_changed(saved: Saved, cfg: TrainConfig, sets: list[DataSet]) -> lis
     """
     old = saved.settings
     then = judged_by(settings_then(saved, cfg), saved.meta["judged_by"])
-    reorder = ["seed", "documents"]
-    if then["shares"] != judged_by(cfg, val_hashes(sets))["shares"]:  # not only another name
-        reorder.append("dataset")
+    renamed = then["shares"] == judged_by(cfg, val_hashes(sets))["shares"]
+    reorder = ["seed", "documents", *(() if renamed else ["dataset"])]
     order = " (the windows come in another order: some are read twice, others never)"
     return [
         f"{k} {old[k]} -> {value}{order if k in reorder else ''}"
