@@ -214,15 +214,26 @@ def loss_chunk(device_type: str) -> int:
     return 2**19 if device_type == "cpu" else 2**26
 
 
+def gradient_apart(logits_bytes: float, device_type: str) -> bool:
+    """Return whether ChunkedCrossEntropy holds the gradient beside the logits.
+
+    That saves a second softmax, 15 to 30 % of the time of a demo's loss on a CPU. With a large
+    vocabulary, a CPU's heap would grow by up to three times the logits (bench/LOG.md).
+    """
+    return device_type == "cpu" and logits_bytes <= 2**27
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """The sum over rows of -ln softmax(logits)[target], computed in fp32, a few rows at a time.
 
     logits (N, V). targets (N,): -1 is ignored. weights (N,): factors of the rows.
 
-    F.cross_entropy would hold three fp32 tensors of (N, V). This function needs no memory of that
-    size: the gradient is written over the logits. Another term of the loss may use them, too, so
-    that has to wait until its backward pass is over: until the hook on the logits, which autograd
-    calls with the sum of their gradients. backward() itself returns zeros that take no memory.
+    F.cross_entropy would hold three fp32 tensors of (N, V). The gradient of a row is
+    softmax(logits) - one_hot(target). It must not be written over the logits as long as another
+    term of the loss may use them. Where gradient_apart() says so, forward() writes it into a tensor
+    of its own, while the row is still in the cache. Else it is written over the logits when the
+    backward pass of all other terms is over: in the hook on the logits, which autograd calls with
+    the sum of their gradients. backward() then returns zeros, which take no memory.
     """
 
     @staticmethod
@@ -230,44 +241,52 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         factors = (targets[:, None] >= 0).float()  # (N, 1): 1, or 0 where there is no target
         if weights is not None:
             factors = factors * weights[:, None]
+        now = ctx.needs_input_grad[0] and gradient_apart(logits.nbytes, logits.device.type)
+        gradient = torch.empty_like(logits) if now else logits
         loss = torch.zeros((), device=logits.device)
-        for part, index, factor in row_chunks(logits, targets, factors):
+        for part, index, factor, out in row_chunks(logits, targets, factors, gradient):
             log_p = part.log_softmax(-1, dtype=torch.float32)  # (rows, V)
             loss -= (log_p.gather(1, index) * factor).sum()
+            if now:
+                write_gradient(log_p, index, factor, out)
             del log_p  # free it before the next chunk is allocated
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(logits, targets, factors)
+        ctx.save_for_backward(gradient, targets, factors)
+        if ctx.needs_input_grad[0] and not now:
             ctx.waiting = waiting = []  # the hook must not hold the logits before backward() does
-            logits.register_hook(lambda others: add_gradient(*waiting.pop(), others))
+            logits.register_hook(lambda others: over_logits(*waiting.pop(), others))
         return loss
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits = ctx.saved_tensors[0]
-        ctx.waiting.append((*ctx.saved_tensors, grad))
-        return logits.new_zeros(1, 1).expand(logits.shape), None, None
+        gradient, targets, factors = ctx.saved_tensors
+        if not hasattr(ctx, "waiting"):
+            return gradient.mul_(grad), None, None
+        ctx.waiting.append((gradient, targets, factors, grad))
+        return gradient.new_zeros(1, 1).expand(gradient.shape), None, None
 
 
-def row_chunks(logits: Tensor, targets: Tensor, factors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def row_chunks(
+    logits: Tensor, targets: Tensor, factors: Tensor, gradient: Tensor
+) -> Iterator[tuple[Tensor, ...]]:
     """Yield some rows of each at a time. Of the targets it is the index of gather(), (rows, 1)."""
     rows = max(1, loss_chunk(logits.device.type) // logits.size(1))
     index = targets.clamp(min=0)[:, None]
-    return zip(logits.split(rows), index.split(rows), factors.split(rows), strict=True)
+    return zip(*(x.split(rows) for x in (logits, index, factors, gradient)), strict=True)
 
 
-def add_gradient(
+def write_gradient(log_p: Tensor, index: Tensor, factor: Tensor, out: Tensor) -> None:
+    """Write softmax - one_hot(target) of some rows to `out`, 0 without a target. log_p is lost."""
+    picked = log_p.gather(1, index)  # (rows, 1): ln p(target)
+    torch.mul(log_p.exp_().scatter_(1, index, picked.exp() - 1), factor, out=out)
+
+
+def over_logits(
     logits: Tensor, targets: Tensor, factors: Tensor, grad: Tensor, others: Tensor
 ) -> Tensor:
-    """Return the gradient of the chunked loss plus `others`, in the memory of the logits.
-
-    The gradient of a row is softmax(logits) - one_hot(target), and 0 if it has no target.
-    """
+    """Return the gradient of the chunked loss plus `others`, in the memory of the logits."""
     logits = logits.detach()
-    for part, index, factor in row_chunks(logits, targets, factors):
-        log_p = part.log_softmax(-1, dtype=torch.float32)  # (rows, V)
-        picked = log_p.gather(1, index)  # (rows, 1): ln p(target)
-        part.copy_(log_p.exp_().scatter_(1, index, picked.exp() - 1).mul_(factor))
-        del log_p
+    for part, index, factor, out in row_chunks(logits, targets, factors, logits):
+        write_gradient(part.log_softmax(-1, dtype=torch.float32), index, factor, out)
         # A GPU would round `grad` to the dtype of the logits before it multiplies.
         part.mul_(grad) if part.is_cpu else part.copy_(part.float().mul_(grad))
     return logits if others.stride() == (0, 0) else logits.add_(others)  # 0: none but backward()'s

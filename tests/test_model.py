@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from conftest import CPU
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from hardware import kernels
 from hardware.decoding import RecordedCache
 from hardware.kernels import ChunkedCrossEntropy, pick_kernels
 from model import (
@@ -130,9 +131,13 @@ def test_rope_angles_are_exact_to_fp32():
             assert sin[position, at].item() == pytest.approx(math.sin(angle), abs=1e-7)
 
 
+@pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
-def test_the_chunked_loss_and_its_gradient_are_those_of_the_plain_one(dtype, error):
+def test_the_chunked_loss_and_its_gradient_are_those_of_the_plain_one(
+    dtype, error, apart, monkeypatch
+):
     """Of 37 rows, 10 fit into a chunk. Some rows have no target, and some columns are padding."""
+    monkeypatch.setattr(kernels, "gradient_apart", lambda *logits: apart)
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(37, 50_304, generator=rng).mul(3).to(dtype)
     logits[:, 50_257:] = -math.inf
@@ -148,9 +153,11 @@ def test_the_chunked_loss_and_its_gradient_are_those_of_the_plain_one(dtype, err
     assert (y.grad - x.grad).abs().max() <= error * x.grad.abs().max()
 
 
+@pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("first", [False, True])
-def test_a_term_of_the_loss_sees_intact_logits(first):
+def test_a_term_of_the_loss_sees_intact_logits(first, apart, monkeypatch):
     """GPT.loss with the z-loss that readers add, before or after the cross-entropy."""
+    monkeypatch.setattr(kernels, "gradient_apart", lambda *logits: apart)
 
     class WithTerm(GPT):
         def loss(self, x, targets, weights, reduction):

@@ -48,7 +48,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hardware.kernels import loss_chunk
+from hardware.kernels import gradient_apart, loss_chunk
 from hardware.machine import CONTEXT
 from model import GPT, GPTConfig
 from training.optimizer import STACK
@@ -199,6 +199,7 @@ def step_memory(model: GPT, step: Step) -> tuple[str, dict[str, float]]:
     loss = max(s * head, 4 * head - logits)  # the head's gradient, in the dtype and then in fp32
     if not step.compiled:  # rows in fp32; in fp16 all of them, three times
         rows = min(N * V, max(V, loss_chunk(step.device))) * 16 // s
+        rows += logits if gradient_apart(logits, step.device) else 0
         loss = max(loss, 12 * N * V - logits if step.dtype == torch.float16 else rows)
 
     # when: weights, gradients, activations, logits, temporary
@@ -229,7 +230,8 @@ def overhead(model: GPT, peak: float, step: Step) -> dict[str, float]:
         # Smaller tensors settle where the logits were freed, so the next logits need new memory.
         # (With shards, large tensors have pages of their own: tune_malloc() of hardware/machine.py)
         logits = step.B * step.T * model.config.padded_vocab_size * step.dtype.itemsize
-        return {"Python and torch": 0.3e9, "gap in the heap": 0 if step.zero else logits}
+        gap = 0 if step.zero else logits * (1 + gradient_apart(logits, step.device))
+        return {"Python and torch": 0.3e9, "gap in the heap": gap}
     return {"CUDA context": CONTEXT, "fragmentation": 0.04 * peak, "NCCL": 0.7e9 * (step.world > 1)}
 
 
