@@ -162,7 +162,7 @@ def test_plan_reads_the_model_to_fine_tune(finished, tiny_data, tmp_path, refuse
     assert "init_from" in refuses(plan.main, "--init_from=resume", *where)
 
 
-def test_answers_without_conversations_are_refused_as_train_py_does(tiny_data, tmp_path, refuses):
+def test_answers_without_conversations_are_refused_by_plan_py(tiny_data, tmp_path, refuses):
     options = [*TINY, f"--data_dir={tiny_data}", f"--out_dir={tmp_path}", "--loss_on=answers"]
     error = refuses(plan.main, *options, "--device=cpu")
     assert error == refuses(train.main, *options) and "loss_on=answers" in error
