@@ -90,7 +90,6 @@ TRAIN = {
     "--init_from={gpt2} --block_size=64": "block_size=64",
     "--init_from={gpt2} --rope_scaling=linear:2": "rope",
     "--out_dir={out}": "--overwrite",
-    "--out_dir={out} --init_from=resume --dataset=again": "was trained on tiny, not on again",
     "--out_dir={out} --init_from=resume --optimizer=muon": "optimizer is adamw there, muon here",
     "--out_dir={log} --init_from=resume --max_steps=9": "metrics.jsonl:1",
 }
@@ -110,7 +109,7 @@ SAMPLE = {
 PREPARE = {
     "--input nowhere.jsonl": "nowhere.jsonl",
     "--input {mine}": "{mine}",
-    "--input {root}/image.png": "image.png: unknown kind of file",
+    "--input {root}/image.png": "image.png: unknown kind",
     "--input {root}/one.txt --tokenizer=byte": "--val_fraction",
     "--input {root}/empty.jsonl": "the input is empty",
     "--input {corpus} -": "--input -",
